@@ -6,8 +6,9 @@ Three times per case. *step*: of an engine that decodes, planning and launching 
 beginning and the end of the captured step on the GPU, by CUDA events; `waits` is the share of the pauses between. (The
 last step replayed, *device*, has fewer sequences than most had: they end one after the other.) *eager*: the same engine
 with every kernel launched by itself and every token waited for. The limit is the weights and the keys and values that a
-step reads at the bandwidth of the data sheet. `--serve` also times 256 requests of 100 to 1,024 tokens each way against
-the larger of bytes and FLOPs, step by step.
+step reads, at the rate of a large copy, which is measured first. *predicted*: by `plan/serving_clock.py`, before.
+`--serve` also times 256 requests of 100 to 1,024 tokens each way against the larger of bytes and FLOPs (at 800 TFLOP/s,
+what a large product reaches), step by step.
 """
 
 from __future__ import annotations
@@ -22,17 +23,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from tilemesh.core.hardware import DEVICES
+from tilemesh.core.hardware import parse_cluster
 from tilemesh.data.tokenizer import Unknown
 from tilemesh.model.config import ModelConfig, preset
 from tilemesh.model.transformer import Transformer
+from tilemesh.model.work.decoding import SequencePart, key_value_bytes
+from tilemesh.plan.serving_clock import StepClock
 from tilemesh.serve import Engine, Sampling
 from tilemesh.serve.load import ServedModel
-from tilemesh.serve.memory import token_bytes
 from tilemesh.serve.sampling import DrawKind
 from tilemesh.serve.scheduler import StepPlan
 
-FIGURES = DEVICES["h200"]
+PRODUCT_FLOPS_PER_S = 800e12
 REPLAYS = 30
 STEPS = 96
 
@@ -47,6 +49,24 @@ def random_model(config: ModelConfig) -> Transformer:
     return model.eval()
 
 
+def copy_bytes_per_s() -> float:
+    """Read and written, by copies of 2 GiB; the first ones raise the clocks."""
+    source = torch.empty(2**30, dtype=torch.bfloat16, device="cuda").normal_()
+    target = torch.empty_like(source)
+    began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    for turn in range(120):
+        if turn == 20:
+            began.record()
+        target.copy_(source)
+    ended.record()
+    ended.synchronize()
+    return 100 * 2 * source.nbytes / (float(began.elapsed_time(ended)) / 1e3)
+
+
+def predicted_ms(config: ModelConfig, rows: int, context: int) -> float:
+    return StepClock(config, parse_cluster("1xh200"))([SequencePart(1, context, 1)] * rows) * 1e3
+
+
 def weight_bytes(model: Transformer) -> int:
     """Read in every step: all weights but the rows of the embedding that no token has."""
     table = 0 if model.config.tied or model.token_embedding is None else model.token_embedding.weight.nbytes
@@ -56,7 +76,8 @@ def weight_bytes(model: Transformer) -> int:
 class Watched:
     """When each step ended, and what it had to do at least."""
 
-    def __init__(self, engine: Engine, model: Transformer) -> None:
+    def __init__(self, engine: Engine, model: Transformer, rate: float) -> None:
+        self._rate = rate
         self.ended: list[float] = []
         self.tokens: list[int] = []
         self.limits: list[float] = []
@@ -97,11 +118,11 @@ class Watched:
 
     def limit_s(self, plan: StepPlan) -> float:
         stored = sum(entry.start + entry.count for entry in plan.entries)
-        moved = self._weights + stored * token_bytes(self._config, 2)
+        moved = self._weights + stored * key_value_bytes(self._config, 2)
         products = self._weights // 2 * 2 * plan.tokens
         width = self._config.query_width * self._config.layers
         attention = sum(4 * entry.count * (entry.start + entry.count / 2) * width for entry in plan.entries)
-        return max(moved / FIGURES.memory_bytes_per_s, (products + attention) / FIGURES.peak_flops_per_s["bf16"])
+        return max(moved / self._rate, (products + attention) / PRODUCT_FLOPS_PER_S)
 
     def decode_s(self, rows: int) -> float:
         """The median step in which so many requests decode."""
@@ -154,15 +175,18 @@ def profile(engine: Engine, rows: int) -> None:
     print(found.key_averages().table(sort_by="cuda_time_total", row_limit=14, max_name_column_width=70))
 
 
-def one_case(model: Transformer, rows: int, prompt: int, told: dict[str, Any], with_profile: bool) -> dict[str, Any]:
+def one_case(
+    model: Transformer, rows: int, prompt: int, told: dict[str, Any], with_profile: bool, rate: float
+) -> dict[str, Any]:
     config = model.config
-    moved = weight_bytes(model) + rows * (prompt + STEPS // 2) * token_bytes(config, 2)
-    limit = moved / FIGURES.memory_bytes_per_s
-    row: dict[str, Any] = {**told, "rows": rows, "context": prompt + STEPS // 2, "limit_ms": limit * 1e3}
-    for ahead in (True, False):
+    moved = weight_bytes(model) + rows * (prompt + STEPS // 2) * key_value_bytes(config, 2)
+    context = prompt + STEPS // 2
+    row: dict[str, Any] = {**told, "rows": rows, "context": context, "limit_ms": moved / rate * 1e3}
+    row["predicted_ms"] = predicted_ms(config, rows, context)
+    for ahead in (True, False) if rows == 1 else (True,):
         with engine_of(model, rows, ahead) as engine:
             generate(engine, rows, 16, 4)  # compiles and captures
-            watched = Watched(engine, model)
+            watched = Watched(engine, model, rate)
             whole_s = generate(engine, rows, prompt, STEPS)
             row["step_ms" if ahead else "eager_ms"] = watched.decode_s(rows) * 1e3
             if ahead:
@@ -177,7 +201,8 @@ def one_case(model: Transformer, rows: int, prompt: int, told: dict[str, Any], w
         torch.cuda.empty_cache()
     best = row["step_ms"]
     row["share"] = row["limit_ms"] / best
-    row["graphs_speedup"] = row["eager_ms"] / best
+    if "eager_ms" in row:
+        row["graphs_speedup"] = row["eager_ms"] / best
     if row["device_ms"]:
         row["busy_share"] = row["limit_ms"] / row["busy_ms"]
         row["waits"] = row["pause_ms"] / (row["busy_ms"] + row["pause_ms"])
@@ -190,13 +215,25 @@ def shown(row: dict[str, Any]) -> dict[str, Any]:
     return row
 
 
-def serve_many(model: Transformer, told: dict[str, Any], count: int = 256) -> dict[str, Any]:
+def serve_many(
+    model: Transformer,
+    told: dict[str, Any],
+    rate: float,
+    count: int,
+    prompts: tuple[int, int],
+    outputs: tuple[int, int],
+) -> dict[str, Any]:
+    """So many requests at once, of random lengths within these bounds."""
     draw = random.Random(1)
     vocabulary = model.config.vocabulary
     with engine_of(model, count, True, pages=count * 130, context=2048) as engine:
         generate(engine, count, 16, 4)
-        watched = Watched(engine, model)
-        sizes = [(draw.randint(100, 1024), draw.randint(100, 1024)) for _ in range(count)]
+        ahead = engine._core.runner.ahead
+        assert ahead is not None
+        for rows in (1, 2, 4, 8, *range(16, count + 1, 16)):  # compiles and captures before anything is timed
+            ahead.prepare(rows)
+        watched = Watched(engine, model, rate)
+        sizes = [(draw.randint(*prompts), draw.randint(*outputs)) for _ in range(count)]
         done: list[int] = []
         began = time.perf_counter()
         for prompt, output in sizes:
@@ -207,7 +244,8 @@ def serve_many(model: Transformer, told: dict[str, Any], count: int = 256) -> di
             time.sleep(0.005)
         took = time.perf_counter() - began
     produced, limit = sum(output for _, output in sizes), sum(watched.limits)
-    row = {**told, "requests": count, "seconds": took, "limit_s": limit, "share": limit / took}
+    row = {**told, "requests": count, "prompts": prompts, "outputs": outputs, "seconds": took}
+    row |= {"limit_s": limit, "share": limit / took}
     row["tokens_per_s"] = produced / took
     return shown(row)
 
@@ -221,14 +259,19 @@ def main() -> None:
     asked = parser.parse_args()
     rows = []
     began = time.perf_counter()
+    rate = copy_bytes_per_s()
+    print(f"a copy moves {rate / 1e12:.3f} TB/s; {torch.cuda.get_device_name()}, torch {torch.__version__}")
     for shape in asked.shapes.split(","):
         model = random_model(preset(shape))
+        told = {"shape": shape, "copy_TB_per_s": rate / 1e12}
         print(f"{shape}: weights {weight_bytes(model) / 1e9:.2f} GB per step; {time.perf_counter() - began:.0f} s")
-        for batch, prompt in ((1, 128), (64, 976)):
-            rows.append(one_case(model, batch, prompt, {"shape": shape}, asked.profile))
+        for batch, prompt in ((1, 976), (64, 976)):
+            rows.append(one_case(model, batch, prompt, told, asked.profile, rate))
             print(f"{time.perf_counter() - began:.0f} s")
         if asked.serve:
-            rows.append(serve_many(model, {"shape": shape}))
+            rows.append(serve_many(model, told, rate, 256, (100, 1024), (100, 1024)))
+            if shape == "tinyllama-1.1b":  # the load of a known figure of transformers
+                rows.append(serve_many(model, told, rate, 128, (128, 128), (512, 512)))
             print(f"{time.perf_counter() - began:.0f} s")
         del model
         torch.cuda.empty_cache()

@@ -10,7 +10,20 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-_SUBPACKAGES = ("comm", "core", "graph", "kernels", "launch", "measure", "model", "parallel", "plan", "serve", "train")
+_SUBPACKAGES = (
+    "comm",
+    "compress",
+    "core",
+    "graph",
+    "kernels",
+    "launch",
+    "measure",
+    "model",
+    "parallel",
+    "plan",
+    "serve",
+    "train",
+)
 
 __all__ = ["Mesh", "__version__", *_SUBPACKAGES]
 

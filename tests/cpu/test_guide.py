@@ -16,6 +16,7 @@ from rich.console import Console
 
 from tilemesh.cli.main import main
 from tilemesh.core.errors import UsageError
+from tilemesh.guide import programs
 from tilemesh.guide.book import PARTS, GuidePart, part_of
 from tilemesh.guide.exercise import Exercise, choice, function_in, listing, numeric
 from tilemesh.guide.lesson import Lesson, how_far_off, typical_factor
@@ -63,7 +64,7 @@ def test_a_number_is_read_as_it_is_typed(text: str, unit: str, value: float) -> 
     ("text", "unit"), [("soon", "s"), ("", "s"), ("3 GB", "s"), ("-1", "s"), ("4 MiB", "count"), ("3 kg", "B")]
 )
 def test_what_is_no_number_of_the_unit_is_refused(text: str, unit: str) -> None:
-    with pytest.raises(UsageError, match=re.escape(unit)):
+    with pytest.raises(UsageError, match="is no number: " if unit == "count" else f"is no number of {unit}: "):
         parse_quantity(text, unit)
 
 
@@ -210,6 +211,16 @@ def test_progress_outlives_the_process_and_a_damaged_file_is_named(state: Path) 
 # Cells and notebooks ---------------------------------------------------------------------------------------------
 
 
+def test_code_that_holds_an_answer_is_shown_after_the_question() -> None:
+    for part in PARTS:
+        for cell in cells(part.script.read_text()):
+            assert cell.asks == ("predict(" in cell.source and cell.is_code)
+    made = json.loads(notebook(part_of("1")))
+    hidden = [cell for cell in made["cells"] if cell["metadata"]]
+    assert len(hidden) == 2
+    assert all("predict(" in "".join(cell["source"]) for cell in hidden)
+
+
 def test_cells_of_a_script() -> None:
     script = '"""doc"""\n\n# %% [markdown]\n# # Title\n#\n# words\n\n# %%\n\nx = 1\n\ny = 2\n\n# %%\n# %%\nz = 3\n'
     found = list(cells(script))
@@ -248,6 +259,16 @@ def test_a_page_shows_its_drawings_as_the_code_draws_them(part: GuidePart) -> No
         committed = (ROOT / part.page).parent / name
         assert committed.read_text() == text, "run `python -m tilemesh.guide.draw docs/guide`"
         assert f"({name})" in page, f"{part.page} does not show {name}"
+
+
+def test_programs_are_drawn_as_the_code_draws_them() -> None:
+    page = (ROOT / "docs" / "guide" / "figures.md").read_text()
+    assert len(re.findall(r"^\| \d+ \|", page, re.MULTILINE)) == 69
+    for name, text in programs.figures().items():
+        ET.fromstring(text)
+        committed = ROOT / "docs" / "guide" / "figures" / name
+        assert committed.read_text() == text, "run `python -m tilemesh.guide.draw docs/guide`"
+        assert f"(figures/{name})" in page
 
 
 @pytest.mark.parametrize("part", [part for part in PARTS if part.key.isdecimal()], ids=lambda part: part.folder)

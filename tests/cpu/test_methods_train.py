@@ -10,6 +10,9 @@ import torch
 
 from tilemesh.comm import run_threads
 from tilemesh.core.errors import UsageError
+from tilemesh.report.kind_page import Beside
+from tilemesh.report.run import read as read_run
+from tilemesh.report.run_page import render
 from tilemesh.runs import folder as folders
 from tilemesh.runs.kind import TRAIN
 from tilemesh.runs.reader import open_checkpoint
@@ -102,6 +105,9 @@ def test_asp_comes_to_its_end_with_its_figures(tmp_path: Path) -> None:
     assert sum(count for _, count in server["staleness"]) == 16
     assert summary["held_out"] > 0
     assert server["given_up"] == []
+    page = render(read_run(tmp_path / "run"), Beside())
+    assert "Staleness" in page
+    assert "workers waited for others" in page
     sent = sum(tensor.nbytes for tensor in weights(tmp_path / "run").values())
     assert server["bytes"] == pytest.approx(sent * (16 + server["pulls"]), rel=1e-9)
 
@@ -109,9 +115,11 @@ def test_asp_comes_to_its_end_with_its_figures(tmp_path: Path) -> None:
 def test_compression_and_local_updates_tell_what_they_saved(tmp_path: Path) -> None:
     told = train(config("method.compress=powersgd", "method.rank=1"), tmp_path / "a")["method"]
     assert told["sent_bytes"] < 0.5 * told["whole_bytes"]
+    assert "Gradients compressed by powersgd" in render(read_run(tmp_path / "a"), Beside())
     told = train(config("train.method=local", "method.period=4"), tmp_path / "b")["method"]
     assert (told["rounds"], told["steps"]) == (2, 8)
     assert 0 < told["spread"] < 1
+    assert "Weights averaged every 4 steps, 2 times" in render(read_run(tmp_path / "b"), Beside())
 
 
 @pytest.mark.parametrize(

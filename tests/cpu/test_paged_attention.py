@@ -99,10 +99,10 @@ def test_the_kernels_compile_for_an_h200() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("turned", [False, True])
-def test_keys_and_values_are_stored_where_they_belong(dtype: torch.dtype, turned: bool) -> None:
+@pytest.mark.parametrize(("turned", "parts"), [(False, 1), (True, 1), (True, 3)])
+def test_keys_and_values_are_stored_where_they_belong(dtype: torch.dtype, turned: bool, parts: int) -> None:
     generator = torch.Generator().manual_seed(1)
-    qkv = torch.randn(5, (4 + 2 + 2) * 6, generator=generator).to(dtype)
+    qkv = torch.randint(-9, 10, (parts, 5, (4 + 2 + 2) * 6), generator=generator).to(dtype) / 4  # sums are exact
     angle = torch.rand(5, 3, generator=generator) * 6
     rotary = (angle.cos(), angle.sin()) if turned else None
     places = torch.tensor([3, 0, -1, 17, 9])
@@ -112,7 +112,7 @@ def test_keys_and_values_are_stored_where_they_belong(dtype: torch.dtype, turned
         q = store_pages(qkv, rotary, places, keys, values, heads=4, implementation=implementation)
         made[implementation] = (q, keys, values)
         assert int((keys != 7).flatten(2).any(-1).sum()) == 4  # nothing but the four places
-        torch.testing.assert_close(values.view(20, 2, 6)[17], qkv[3].view(8, 6)[6:])
+        torch.testing.assert_close(values.view(20, 2, 6)[17], qkv.sum(0)[3].view(8, 6)[6:])
     torch.testing.assert_close(made["interpret"], made["torch"])
 
 
@@ -126,5 +126,5 @@ def test_what_cannot_be_is_refused() -> None:
         paged_attention(q[:, :3], keys, values, tables, tiles)
     with pytest.raises(UsageError, match="at most 128 rows"):
         paged_attention(q, keys, values, tables, tiles, tile=65)
-    with pytest.raises(UsageError, match="expected \\(T, \\(H \\+ 2K\\) E\\)"):
-        store_pages(q.flatten(1), None, torch.zeros(1, dtype=torch.int64), keys, values, heads=4)
+    with pytest.raises(UsageError, match="expected \\(S, T, \\(H \\+ 2K\\) E\\)"):
+        store_pages(q.flatten(1)[None], None, torch.zeros(1, dtype=torch.int64), keys, values, heads=4)

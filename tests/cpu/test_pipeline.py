@@ -54,6 +54,9 @@ LAYOUTS: dict[str, tuple[ModelConfig, dict[str, Any]]] = {
     "slices, replicas and split layers": (
         GPT, {"schedule": "terapipe", "slices": 3, "dp": 2, "tp": 2, "pp": 2, "accumulation": 2, "recompute": "full"},
     ),
+    "one stage recomputes": (
+        GPT, {"schedule": "1f1b", "pp": 2, "accumulation": 3, "recompute": "full", "recompute_stages": (0,)},
+    ),
     "four stages": (GPT, {"schedule": "1f1b", "pp": 4, "accumulation": 2}),
 }  # fmt: skip
 

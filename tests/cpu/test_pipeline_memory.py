@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -45,6 +46,26 @@ def counted(comm: Communicator, config: ModelConfig, plan: ParallelPlan) -> list
         laid.passes([StepPiece(tokens.clone(), tokens.roll(-1, 1).clone(), 0) for _ in range(plan.accumulation)])
     laid.gradients.close()
     return found
+
+
+def test_a_stage_that_recomputes_keeps_less_and_the_other_as_much() -> None:
+    """Under 1f1b the first stage keeps the most microbatches: `recompute_stages` lets it alone compute them again."""
+    fields: dict[str, Any] = {"pp": 2, "accumulation": 4, "microbatch": 2, "precision": "fp32"}
+    room, plans = Room(LLAMA, parse_cluster("2xcpu"), LLAMA.context, "eager"), {}
+    for name, more in {
+        "none": {}, "first": {"recompute": "full", "recompute_stages": (0,)}, "all": {"recompute": "full"},
+    }.items():  # fmt: skip
+        plans[name] = ParallelPlan(**fields, **more)
+    most = {
+        name: [max(found) for found in run_threads(2, partial(counted, config=LLAMA, plan=plan))]
+        for name, plan in plans.items()
+    }
+    assert most["first"] == [most["all"][0], most["none"][1]]
+    assert most["first"][0] < most["none"][0]
+    counts = chunk_layers(plans["first"], LLAMA.layers)
+    peaks = {name: room.activation_peaks(plan, counts) for name, plan in plans.items()}
+    assert peaks["first"] == [peaks["all"][0], peaks["none"][1]]
+    assert peaks["first"][1] == most["first"][1]
 
 
 @pytest.mark.parametrize("config", [LLAMA, GPT], ids=["llama", "gpt"])

@@ -22,6 +22,7 @@ from tilemesh.kernels.launch.program import Operand, compile_step
 from tilemesh.kernels.linear_cross_entropy import cost as chunks
 from tilemesh.kernels.norm import kernel as norm_kernels
 from tilemesh.kernels.norm import reference as norms
+from tilemesh.kernels.rows import load_stages
 from tilemesh.kernels.softmax import kernel as softmax_kernels
 from tilemesh.kernels.softmax import reference as softmaxes
 
@@ -59,14 +60,33 @@ def test_softmax_of_any_size_and_strides(rows, columns, dtype, turned, step, sca
     assert excess(y, softmaxes.exact(x, scale, causal), softmaxes.error_bound(x, scale, causal)) is None
 
 
+@pytest.mark.parametrize(("dtype", "columns"), [("bfloat16", 32_768), ("float32", 16_388)])
+def test_rows_that_one_program_of_softmax_holds_fit_an_h200(dtype, columns):
+    """Compiled without one: what waits in shared memory fits, and loads run ahead."""
+    place, limit = Place((600, columns), (columns, 1), dtype, True), 232_448
+    (step,) = softmax_kernels.forward_plan(
+        {"x": place, "y": place}, scale=1.0, causal=False, queries=1, programs=132, shared_bytes=limit
+    ).steps
+    if dtype == "float32":  # 128 KiB as a power of two
+        assert (step.function, step.grid) == ("long_row", (600, 1))
+        return
+    assert (step.function, step.grid) == ("held_rows", (132, 1))
+    compiled = compile_step(step, {name: Operand(dtype) for name in "xy"}, GPUTarget("cuda", 90, 32))
+    assert compiled.metadata.shared <= limit
+    assert "cp.async" in compiled.asm["ptx"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("causal", [False, True])
-def test_softmax_of_rows_too_long_for_registers(causal):
-    x = normal(2, 20_000, dtype=torch.float32, grad=True)
+def test_softmax_of_rows_too_long_for_registers(causal, dtype):
+    """In float32 read twice; in float16 one program holds them."""
+    x = normal(2, 20_000, dtype=dtype, grad=True)
     y = kernels.softmax(x, scale=0.5, causal=causal, **INTERPRET)
     assert excess(y, softmaxes.exact(x, 0.5, causal), softmaxes.error_bound(x, 0.5, causal)) is None
     (mine,) = torch.autograd.grad(y, x, x.detach())
     (exact,) = torch.autograd.grad(softmaxes.exact(x, 0.5, causal), x, x.detach().double())
-    assert (mine - exact).norm() <= 1e-6 * exact.norm()
+    # Of the result, which is rounded, of the gradient itself, and of the float32 sums.
+    assert (mine - exact).norm() <= (1e-6 + 2 * torch.finfo(dtype).eps) * exact.norm()
 
 
 @settings(max_examples=20, deadline=None, derandomize=True, database=None)
@@ -165,7 +185,7 @@ def test_a_norms_backward_pass_fits_into_shared_memory(x, grad, columns):
 
 @given(stage=st.integers(1, 2**22), shared=st.integers(0, 2**19))
 def test_stages_of_loads_fit_where_there_is_more_than_one(stage, shared):
-    stages = norm_kernels.backward_stages(stage, shared)
+    stages = load_stages(stage, shared)
     assert 1 <= stages <= 3
     assert stages == 1 or (stages - 1) * stage < shared
     assert stages == 3 or stages * stage > shared - 2**13  # another would not fit

@@ -217,3 +217,17 @@ def test_stacked_weights_are_the_same_memory() -> None:
     trained = Transformer(LLAMA)
     stack_products(trained, (Linear,))
     assert trained.layers[0].attention.stacked is None  # type: ignore[index, union-attr]
+
+
+def test_steps_of_all_sizes_are_captured_before_the_first_request_where_asked_for(models: list[ServedModel]) -> None:
+    prompts, asked = [[5, 6, 7], [9]], Sampling(max_tokens=6, temperature=0, ignore_eos=True)
+    found = []
+    for prepare in (True, False):
+        with Engine(models[0], launch_ahead=True, prepare=prepare, pages=40, running=20) as engine:
+            found.append([completion.answers[0].tokens for completion in engine.generate(prompts, asked)])
+            ahead = engine._core.runner.ahead
+            assert ahead is not None
+            kept = sorted(ahead._captured)
+        if prepare:
+            assert kept == [(rows, kind) for rows in (1, 2, 4, 8, 16, 20) for kind in (0, 1)]
+    assert found[0] == found[1]

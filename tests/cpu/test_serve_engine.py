@@ -22,8 +22,8 @@ from tilemesh.model.config import ModelConfig
 from tilemesh.model.sampling import sample
 from tilemesh.model.transformer import Transformer
 from tilemesh.serve import Engine, QueueFullError, Sampling
+from tilemesh.serve.answers import Completion
 from tilemesh.serve.core import AnswerPart
-from tilemesh.serve.engine import Completion
 from tilemesh.serve.load import ServedModel
 from tilemesh.serve.request import FinishReason, ServeRequest
 from tilemesh.serve.runner import Runner

@@ -20,10 +20,12 @@ import pytest
 import torch
 
 from tilemesh.cli.main import main
+from tilemesh.core.errors import UsageError
 from tilemesh.model import huggingface
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.transformer import Transformer
 from tilemesh.serve import Engine, Sampling
+from tilemesh.serve.load import folder_defaults
 
 for package in ("starlette", "uvicorn", "prometheus_client", "openai", "tokenizers", "jinja2"):
     pytest.importorskip(package, reason=f"the server's tests need {package}: pip install -e '.[dev,serve]'")
@@ -70,8 +72,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Serving:
     """A server process, and where it listens."""
 
-    def __init__(self, folder: Path) -> None:
-        words = ["serve", str(folder), "--port", "0", "--running", str(RUNNING), "--waiting", str(WAITING)]
+    def __init__(self, folder: Path, *more: str) -> None:
+        words = ["serve", str(folder), "--port", "0", "--running", str(RUNNING), "--waiting", str(WAITING), *more]
         self.process = subprocess.Popen(
             [sys.executable, "-m", "tilemesh", *words], stderr=subprocess.PIPE, text=True,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
@@ -388,11 +390,42 @@ def test_hanging_up_before_a_whole_reply_frees_its_pages(server: Serving) -> Non
     server.wait_until_idle()
 
 
+@pytest.mark.slow
+def test_a_server_over_ranks_and_replicas_answers_and_ends_well(folder: Path, expected: Engine) -> None:
+    """`--mesh tp=2,dp=2` with a draft model: five processes behind one port."""
+    serving = Serving(folder, "--mesh", "tp=2,dp=2", "--pages", "200", "--draft", str(folder))
+    try:
+        (want,) = expected.generate("one two", Sampling(max_tokens=8, temperature=0))
+        for _ in range(3):
+            made = serving.client.completions.create(model="small", prompt="one two", max_tokens=8, temperature=0)
+            assert made.choices[0].text == want.text
+        streamed = serving.client.completions.create(
+            model="small", prompt="one two", max_tokens=8, temperature=0, stream=True
+        )
+        assert "".join(part.choices[0].text for part in streamed if part.choices) == want.text
+    finally:
+        serving.process.send_signal(signal.SIGTERM)
+        assert serving.process.wait(60) == 0
+
+
 def test_metrics_count_what_was_served(server: Serving) -> None:
     before = server.metric("tilemesh_output_tokens_total")
     server.client.completions.create(model="small", prompt="a", max_tokens=5, extra_body={"ignore_eos": True})
     assert server.metric("tilemesh_output_tokens_total") == before + 5
     assert server.metric("tilemesh_time_to_first_token_seconds_count") > 0
+
+
+def test_a_folders_own_defaults_count_when_asked_for(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="is not there"):
+        folder_defaults(tmp_path)
+    file = tmp_path / "generation_config.json"
+    file.write_text('{"temperature": 0.6, "top_p": 0.9, "max_new_tokens": 7, "do_sample": true, "pad_token_id": 0}')
+    assert folder_defaults(tmp_path) == {"temperature": 0.6, "top_p": 0.9, "max_tokens": 7}
+    file.write_text('{"temperature": 0.6, "do_sample": false, "repetition_penalty": 1.1}')
+    assert folder_defaults(tmp_path) == {"temperature": 0.0, "repetition_penalty": 1.1}
+    file.write_text('{"top_p": 7}')
+    with pytest.raises(UsageError, match="top_p is 7"):
+        folder_defaults(tmp_path)
 
 
 def test_what_the_command_refuses(folder: Path, server: Serving, capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,9 +19,9 @@ from tilemesh.model import huggingface
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.transformer import Transformer
 from tilemesh.serve import Engine, Sampling
+from tilemesh.serve.answers import collect
 from tilemesh.serve.batch import TokenSpan
 from tilemesh.serve.core import AnswerPart
-from tilemesh.serve.engine import collect
 from tilemesh.serve.ranks import RankRunner
 from tilemesh.serve.replicas import Replicas
 from tilemesh.serve.request import FinishReason, ServeRequest
@@ -159,6 +159,19 @@ def test_replicas_share_the_work_and_equal_beginnings_meet(folder: Path) -> None
         assert replicas.status.pages_used == 0
         with pytest.raises(UsageError, match="empty prompt"):
             replicas.submit([], ASKED, lambda part: None)
+
+
+@pytest.mark.slow
+def test_ranks_with_a_draft_model_answer_as_one_process_without(folder: Path) -> None:
+    """The draft model stays in the engine's own process: its guesses go to the ranks as tokens to be checked."""
+    asked = Sampling(max_tokens=20, temperature=0.7, seed=9)
+    with Engine(folder, dtype="fp64", pages=200) as engine:
+        want = [completion.answers[0].tokens for completion in engine.generate(PROMPTS, asked)]
+    with Engine(folder, dtype="fp64", pages=200, ranks=2, draft=folder, speculate=3) as engine:
+        assert [completion.answers[0].tokens for completion in engine.generate(PROMPTS, asked)] == want
+        status = engine.status
+    assert status.guessed_right > 10  # a draft that is the model itself is right, but for the last sum's order
+    assert status.pages_used == 0
 
 
 def test_what_cannot_start_says_why(folder: Path, tmp_path: Path) -> None:

@@ -15,7 +15,9 @@ from tilemesh.cli.main import main
 from tilemesh.cli.train_run import program
 from tilemesh.core.errors import UsageError
 from tilemesh.measure.row import Row
+from tilemesh.model.config import ModelConfig
 from tilemesh.model.transformer import Transformer
+from tilemesh.model.work.weights import count_parameters
 from tilemesh.plan.local import AnyMachine, MeasuredCluster
 from tilemesh.runs import names
 from tilemesh.runs.files import read_object
@@ -26,7 +28,7 @@ from tilemesh.train.events import sink_to
 from tilemesh.train.load import load
 from tilemesh.train.preview import preview
 from tilemesh.train.progress import Shown, step_words
-from tilemesh.train.rows import TAKING_TURNS, rows
+from tilemesh.train.rows import TAKING_TURNS, mfu_words, rows
 
 SMALL = (
     "model.layers=1,model.width=16,model.heads=2,model.kv_heads=2,model.mlp_width=32,model.context=16,train.steps=6,"
@@ -200,6 +202,17 @@ def test_a_runs_rows_say_what_is_missing_and_why(run: Path) -> None:
     predicted = rows(found, {"step_time_s": 0.5, "tokens_per_s": 128.0, "mfu": 0.1, "memory_bytes": 1e6})
     assert predicted[0].predicted == 0.5
     assert predicted[1].predicted == 128.0
+
+
+def test_mfu_by_six_flops_per_parameter_stands_beside(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = read_object(run / "summary.json")
+    monkeypatch.setattr("tilemesh.train.rows.calibrated_peak", lambda found: (1e12, ""))
+    parameters = count_parameters(ModelConfig(**found["model"])).total
+    tokens = found["batch"] * found["context"]
+    timed = {**found, "step_time_s": {"median": 0.5, "p20": 0.4, "p80": 0.6, "n": 3}}
+    share = 100 * 6 * parameters * tokens / 0.5 / 1e12
+    assert mfu_words(timed).endswith(f"by 6 FLOPs per parameter and token it is {share:.1f} %")
+    assert mfu_words({**found, "step_time_s": None}) == ""
 
 
 def test_of_a_gpu_the_memory_that_torch_allocates_is_predicted(monkeypatch: pytest.MonkeyPatch) -> None:

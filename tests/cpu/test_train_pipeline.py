@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -12,11 +13,13 @@ import torch
 
 from tilemesh.comm import run_threads
 from tilemesh.core.errors import UsageError
+from tilemesh.measure.machine import this_machine
 from tilemesh.runs.folder import new_run
 from tilemesh.runs.kind import TRAIN
 from tilemesh.runs.metrics import latest
 from tilemesh.runs.names import CHECKPOINTS, SAMPLE
 from tilemesh.runs.reader import Reader
+from tilemesh.train.check import check_machine
 from tilemesh.train.config import TrainConfig
 from tilemesh.train.load import load
 from tilemesh.train.rank import choose_device, train_here
@@ -155,9 +158,29 @@ def test_microbatches_fill_the_pipeline_unless_something_was_said(text: str) -> 
         ("pp=2", "plan.schedule=dualpipe,plan.accumulation=2", "accumulation is 2, 4 is the next that can"),
         ("pp=2", "plan.schedule=interleaved,plan.interleave=2,plan.accumulation=1", "accumulation is 1, 2 is the next"),
         ("pp=2", "plan.schedule=terapipe,plan.slices=17", "plan.slices is 17 and a sequence has 16 tokens"),
+        ("pp=2", "plan.recompute=full,plan.recompute_stages=[2]", r"the stages of pp 2 are 0 to 1; set plan.recompute"),
         ("pp=2", "train.compile=true", "train.compile with plan.pp 2: .*set train.compile=false"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_trained_is_refused_before_a_rank_starts(text: str, mesh: str, sets: str, words: str) -> None:
     with pytest.raises(UsageError, match=words):
         made(text, mesh, *filter(None, [sets]))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "offload", "gigabytes", "words"),
+    [
+        ("dp=2", "optimizer", 3e-3, "that of 2 ranks takes .*the nearest layout that works: --set plan.zero=1$"),
+        ("dp=1", "optimizer+activations", 1e-3, "the nearest layout that works: --set plan.offload=activations$"),
+        ("dp=1", "optimizer", 1e-3, "the nearest layout that works: --set plan.offload=$"),
+    ],
+)
+def test_states_that_the_host_does_not_hold_are_refused_with_what_it_does(
+    text: str, mesh: str, offload: str, gigabytes: float, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = made(text, mesh, f"plan.offload={offload},model.width=128,train.device=auto")
+    machine = dataclasses.replace(this_machine(), memory_bytes=int(gigabytes * 1e9))
+    monkeypatch.setattr("tilemesh.train.check.this_machine", lambda: machine)
+    monkeypatch.setattr("tilemesh.train.check.usable_gpus", lambda: ("NVIDIA H200",))
+    with pytest.raises(UsageError, match=words):
+        check_machine(config)

@@ -741,8 +741,8 @@ class TestFaults:
     def test_settings_that_cannot_be_trained(self, text: str, tmp_path: Path) -> None:
         with pytest.raises(UsageError, match=r"plan\.zero"):
             trained(made(text, "dp=1", "plan.zero=1"), tmp_path / "a")
-        with pytest.raises(UsageError, match="selective"):
-            trained(made(text, "dp=1", "plan.recompute=selective"), tmp_path / "b")
+        with pytest.raises(UsageError, match="materialized"):
+            trained(made(text, "dp=1", "plan.attention=materialized"), tmp_path / "b")
         with pytest.raises(UsageError, match=r"plan\.pp"):
             made(text, "dp=1,pp=3")
         (tmp_path / "short.txt").write_text("x")

@@ -33,6 +33,8 @@ FILE_BYTES = 64 << 20
 INTERRUPT_S = 1.0
 MANY_RANKS = 64
 LONGEST_LINE = 2000
+_NOT_IMPORTED = (".mpi", ".__main__", ".probe", "train_rank", ".kernel", ".pingpong", ".chapter")
+"""What starts MPI, and scripts: a chapter of the guide runs from top to bottom."""
 _SUBREAPER, _NEW_MOUNTS, _PRIVATE = 36, 0x20000, 0x44000  # prctl, unshare, mount
 
 
@@ -89,7 +91,7 @@ def _own_shared_memory(libc: Any) -> bool:
 
 
 def _import_everything() -> None:
-    """All of tilemesh but what starts MPI, with torch: each is imported once, and by no case."""
+    """All of tilemesh that may be imported, with torch: each is imported once, and by no case."""
     import pkgutil
 
     import torch
@@ -98,7 +100,7 @@ def _import_everything() -> None:
 
     torch.set_num_threads(1)
     for module in pkgutil.walk_packages(tilemesh.__path__, "tilemesh."):
-        if not module.name.endswith((".mpi", ".__main__", ".probe", "train_rank", ".kernel", ".pingpong")):
+        if not module.name.endswith(_NOT_IMPORTED):
             with contextlib.suppress(ImportError):
                 importlib.import_module(module.name)
 
@@ -129,6 +131,8 @@ def _make_playground(root: Path) -> None:
 
 def _be_a_child(root: Path, folder: str) -> None:
     """A session, a home and an output of its own."""
+    from tilemesh.launch import rank
+
     os.setsid()
     for name in ("home", "tmp"):
         shutil.rmtree(root / name, ignore_errors=True)
@@ -141,6 +145,7 @@ def _be_a_child(root: Path, folder: str) -> None:
         os.environ.pop(name, None)
     os.environ |= {"HOME": str(root / "home"), "TMPDIR": str(root / "tmp"), "CUDA_VISIBLE_DEVICES": ""}
     tempfile.tempdir = None
+    rank.die_with_parent()
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))

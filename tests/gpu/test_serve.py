@@ -10,8 +10,10 @@ import torch
 
 from tilemesh.data.tokenizer import Bytes
 from tilemesh.kernels.accuracy import excess
+from tilemesh.kernels.few_linear import reference as few
 from tilemesh.kernels.paged_attention.reference import error_bound, exact, paged_attention
 from tilemesh.kernels.paged_attention.store import store_pages
+from tilemesh.kernels.row_linear import reference as row
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.transformer import Transformer
 from tilemesh.serve import Engine, Sampling
@@ -64,9 +66,61 @@ def test_attention_over_pages_is_within_its_bound(dtype: torch.dtype, width: int
         assert excess(found[rows], want[rows], bound[rows]) is None
 
 
+def random_on_gpu(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.randn(shape, device="cuda", generator=torch.Generator("cuda").manual_seed(seed)).to(dtype)
+
+
+@pytest.mark.parametrize("gate", ["none", "silu"])
+@pytest.mark.parametrize(
+    ("dtype", "outputs", "inputs"),
+    [
+        (torch.bfloat16, 2560, 2048),
+        (torch.bfloat16, 4096, 14336),
+        (torch.float16, 6146, 4096),
+        (torch.float32, 70, 513),
+    ],
+)
+def test_one_row_times_a_matrix_is_within_its_bound(dtype: torch.dtype, outputs: int, inputs: int, gate: str) -> None:
+    """As they follow each other when decoding: each launched while the one before runs, its weights read already."""
+    high = outputs * (1 if gate == "none" else 2)
+    x, branch = random_on_gpu(1, inputs, dtype=dtype), random_on_gpu(1, inputs, seed=1, dtype=dtype)
+    weight, bias = random_on_gpu(high, inputs, seed=2, dtype=dtype), random_on_gpu(high, seed=3, dtype=dtype)
+    scale = random_on_gpu(inputs, seed=4, dtype=dtype)
+    made = [row.row_linear(x, weight, bias, gate=gate, settled=True, implementation="triton") for _ in range(20)]
+    assert all(torch.equal(made[0], other) for other in made)
+    assert excess(made[-1], row.exact(x, weight, bias, gate), row.error_bound(x, weight, bias, gate)) is None
+    found, total = row.norm_row_linear(x, branch, scale, weight, eps=1e-5, gate=gate, implementation="triton")
+    assert torch.equal(total, x + branch)
+    given = (x, branch, scale, weight, 1e-5, gate)
+    assert excess(found, row.norm_exact(*given), row.norm_error_bound(*given)) is None
+    chained = x  # a row that the kernel before has just written is waited for
+    for _ in range(5):
+        chained, _ = row.norm_row_linear(chained, branch, scale, weight[:inputs], settled=True, implementation="triton")
+        want = row.norm_exact(x, branch, scale, weight[:inputs], 1e-6)
+        if weight.shape[0] < inputs:
+            break
+        assert excess(chained, want, row.norm_error_bound(x, branch, scale, weight[:inputs], 1e-6)) is None
+        x = chained
+
+
+@pytest.mark.parametrize(
+    ("rows", "outputs", "inputs", "gate"),
+    [(64, 2560, 2048, "none"), (2, 4096, 14336, "none"), (48, 5632, 2048, "silu"), (17, 2048, 2048, "none")],
+)
+def test_a_few_rows_times_a_matrix_are_within_their_bound(rows: int, outputs: int, inputs: int, gate: str) -> None:
+    x, weight = random_on_gpu(rows, inputs), random_on_gpu(outputs * (1 if gate == "none" else 2), inputs, seed=1)
+    parts = few.few_linear(x, weight, gate=gate, implementation="triton")
+    assert excess(parts.double().sum(0), few.exact(x, weight, gate), few.error_bound(x, weight, gate)) is None
+    residual, scale = random_on_gpu(rows, outputs, seed=2), random_on_gpu(outputs, seed=3)
+    found, total = few.parts_rms_norm(parts, residual, scale, implementation="triton")
+    want, sums = few.parts_rms_norm(parts, residual, scale, implementation="torch")
+    torch.testing.assert_close(total, sums, rtol=2**-7, atol=1e-2)
+    torch.testing.assert_close(found, want, rtol=2**-6, atol=2**-6)
+
+
 def test_keys_and_values_are_stored_where_they_belong() -> None:
     generator = torch.Generator("cuda").manual_seed(1)
-    qkv = torch.randn(9, (8 + 4) * 64, device="cuda", generator=generator).to(torch.bfloat16)
+    qkv = torch.randn(1, 9, (8 + 4) * 64, device="cuda", generator=generator).to(torch.bfloat16)
     angle = torch.rand(9, 32, device="cuda", generator=generator) * 6
     places = torch.tensor([3, 0, -1, 17, 9, 40, 41, 42, 63], device="cuda")
     made = []

@@ -651,6 +651,19 @@ def messages(comm: Communicator) -> None:
     comm.send(np.arange(4.0), to)
     receipt.wait()
     assert strided.tolist() == [0, 1, 2, 3]
+    # A thread moves what this one does not look at: larger than what a library sends without being asked again.
+    with comm.engine.moving():
+        large = np.empty(1 << 20)
+        receipt = comm.irecv(large, source, tag=8, sized=False)
+        handle = comm.isend(np.full(1 << 20, float(me)), to, tag=8, sized=False)
+        if comm.transport.caps.moved_by_threads:
+            deadline = time.monotonic() + 60
+            while comm.engine.pending and time.monotonic() < deadline:
+                time.sleep(0.001)
+            assert not comm.engine.pending
+        receipt.wait()
+        handle.wait()
+    assert (large == source).all()
 
 
 def groups(comm: Communicator) -> None:

@@ -253,6 +253,34 @@ def test_twenty_kills_of_a_pipeline(config: TrainConfig, alone: dict[int, float]
     assert losses(tmp_path / "run") == pytest.approx(alone, rel=1e-10)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@NEEDS_MPI
+@pytest.mark.parametrize("seed", range(4))
+def test_twenty_kills_of_workers_and_servers(config: TrainConfig, tmp_path: Path, seed: int) -> None:
+    """Two workers and two servers under BSP, five kills of a run: nothing is lost but the steps since a checkpoint."""
+    draw = random.Random(seed)
+    served = load(
+        mesh="dp=2", sets=[SMALL, f"data.source={config.data.source}", "train.method=server,method.servers=2"]
+    )
+    quiet = new_run(TRAIN, served.to_toml(), tmp_path / "quiet")
+    run_threads(served.ranks, lambda comm: train_here(served, quiet, comm))
+    folder = new_run(TRAIN, served.to_toml(), tmp_path / "run")
+    run = Started(served, folder, restarts=KILLS)
+    killed: set[int] = set()
+    for number in range(KILLS):
+        victim, step = draw.randrange(served.ranks), 1 + number * 4 + draw.randrange(4)
+        until(lambda: rank_pids(folder).get(victim) not in (None, *killed) and run.reached(step))  # noqa: B023
+        pid = rank_pids(folder)[victim]
+        os.kill(pid, signal.SIGKILL)
+        killed.add(pid)
+        until(lambda: len(run.said) > number)  # noqa: B023
+        assert f"rank {victim} was killed by SIGKILL" in run.said[number][1]
+    outcome = run.wait(300)
+    assert (outcome.failure, outcome.attempts) == (None, KILLS + 1)
+    assert trained(folder) == trained(quiet)
+
+
 @NEEDS_MPI
 def test_a_rank_that_hangs_is_named_with_its_step(config: TrainConfig, tmp_path: Path) -> None:
     quick = load(mesh="dp=2", sets=[SMALL, f"data.source={config.data.source}", "train.timeout_s=8"])

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tilemesh.core.hardware import DEVICES
 from tilemesh.kernels.matmul import learnt, select
 from tilemesh.kernels.matmul.config import Config, refusal
-from tilemesh.kernels.matmul.cost import rates_of
+from tilemesh.kernels.matmul.cost import copy_bytes, rates_of
 from tilemesh.kernels.matmul.portfolio import PORTFOLIO, offered
 from tilemesh.kernels.matmul.problem import LAYOUTS, Problem, dense
 from tilemesh.kernels.tuning.table import TunedEntry, TunedTable
@@ -92,3 +93,13 @@ def test_it_speaks_only_for_what_it_has_seen() -> None:
     assert not H200.speaks_for(dense(64, 0, 64))
     seen_only_full = learnt.Learnt(H200.model, ("full",))
     assert not seen_only_full.speaks_for(dense(64, 64, 64, c_kind="row"))
+
+
+@pytest.mark.parametrize(("m", "n"), [(1823, 1), (1, 1823)])
+def test_no_matrix_is_copied_to_multiply_a_vector(m: int, n: int) -> None:
+    """Rows of an odd length: tiles that load by TMA, and the padded library, would copy the matrix first."""
+    problem = dense(m, n, 6663, dtype="bfloat16")
+    ways = offered(problem)
+    assert any(config.kind == "library" for config in ways)
+    assert not any(copy_bytes(problem, config) for config in ways)
+    assert any(copy_bytes(dense(1823, 2, 6663), config) for config in offered(dense(1823, 2, 6663)))

@@ -61,7 +61,7 @@ def test_the_table_and_why() -> None:
 def test_no_figure_is_cut_in_a_narrow_terminal() -> None:
     out = CliRunner(env={"COLUMNS": "60"}).invoke(
         app,
-        ["llama-3-70b", "--cluster", "64xh100", "--batch-tokens", "4M", "--fix", "recompute=selective"],
+        ["llama-3-70b", "--cluster", "64xh100", "--batch-tokens", "4M", "--fix", "attention=materialized"],
         catch_exceptions=False,
     )
     assert out.exit_code == 0
@@ -105,8 +105,8 @@ def test_explain_with_a_cluster_shows_formulas_and_numbers() -> None:
 def test_save_is_what_a_plan_file_is(tmp_path: Path) -> None:
     path = tmp_path / "new" / "PLAN.toml"
     out = run(*MEGATRON_530B, "--save", str(path)).stdout
-    assert "cannot run it, not yet: selective" in out
-    assert "for one it can: --fix recompute=full,attention=fused" in out
+    assert "cannot run it, not yet: materialized" in out
+    assert "for one it can: --fix attention=fused" in out
     found = config.load(ParallelPlan, file=path)
     assert (found.tp, found.pp, found.interleave, found.accumulation) == (8, 35, 3, 280)
     assert "# predicted:" in path.read_text()

@@ -9,7 +9,12 @@ import pytest
 
 from tilemesh.cli.plan_draw import DrawQuestion, draw_step, require_draw
 from tilemesh.core.errors import UsageError
+from tilemesh.core.plan import ParallelPlan
 from tilemesh.core.step.book import SCHEDULES, build
+from tilemesh.core.step.draw import curves, svg
+from tilemesh.core.step.memory import StepBytes, memory_curve
+from tilemesh.core.step.program import step_program
+from tilemesh.core.step.simulate import StepTimes, simulate
 from tilemesh.core.step.text import from_csv
 
 PICTURES = Path(__file__).parents[2] / "docs" / "parallel" / "schedules"
@@ -46,6 +51,26 @@ def test_the_pictures_in_the_documents_are_what_the_code_draws(name: str, tmp_pa
         settings = {"times": "1,1.2,0.7,0.1", "memory": 3}
     draw_step(asked(name, svg=str(tmp_path / "drawn.svg"), **settings), [])
     assert (tmp_path / "drawn.svg").read_text() == (PICTURES / f"{name}.svg").read_text()
+
+
+def zero_picture(stage: int) -> str:
+    """ZeRO-2 on two stages, ZeRO-3 layer by layer: the step's own list, with time for what it exchanges."""
+    plan = ParallelPlan(dp=2, pp=2, zero=2, accumulation=3) if stage == 2 else ParallelPlan(dp=2, zero=3)
+    program = step_program(plan, 4, update=True).program
+    one = [1.0] * program.chunks
+    times = StepTimes(one, one, one, gather_s=0.6, reduce_s=0.6, update_s=0.3)
+    timeline = simulate(program, times, keep_slots=True)
+    sizes = StepBytes(weights=one if stage == 3 else (), gradients=one, reduced=[0.5] * program.chunks)
+    memory = curves(program, timeline, memory_curve(program, sizes))
+    title = f"ZeRO-{stage}: one rank's step" if stage == 3 else "ZeRO-2: a step of two stages, each with replicas"
+    areas = "weights whole, gradients" if stage == 3 else "gradients"
+    return svg(program, timeline, memory, title, areas)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_the_pictures_of_zero_are_its_lists(stage: int) -> None:
+    assert "gradients summed" in zero_picture(stage)
+    assert zero_picture(stage) == (PICTURES / f"zero-{stage}.svg").read_text()
 
 
 @pytest.mark.parametrize(

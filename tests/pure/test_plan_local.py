@@ -139,6 +139,19 @@ def test_computing_beside_other_ranks_takes_as_much_longer_as_was_measured() -> 
     assert crowded.copy_bytes_per_s == plain.copy_bytes_per_s  # measured with all cores at it
 
 
+def test_a_stage_that_waits_leaves_its_core_to_the_others() -> None:
+    """Two replicas of two stages on two cores: while one stage waits, the other replica's has the core, so there is no
+    bubble; with a core for every rank there is one."""
+    plan = ParallelPlan(dp=2, pp=2, microbatch=2, accumulation=4, precision="fp32", chunk_layers=(2, 2))
+    shared, own = (
+        predict(preset("tiny"), here.cluster, plan, 128, rates=here.rates)
+        for here in (local_cpu(HERE, 4, 2, MEMORY), local_cpu(HERE, 4, 4, MEMORY))
+    )
+    assert own.times.bubble_s > 0.1 * own.times.compute_s
+    assert shared.times.bubble_s < 0.05 * shared.times.compute_s
+    assert shared.step_time_s > own.step_time_s
+
+
 def test_a_calibration_of_a_busy_machine_says_so() -> None:
     busy = HERE.with_section("busy", {"others": 0.4, "stolen": 0.0, "load": 1.0, "spread": 1.1})
     assert "while it was busy (other work used 40% of the cores)" in local_cpu(busy, 2, 2, MEMORY).words

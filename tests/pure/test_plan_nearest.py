@@ -25,7 +25,8 @@ TINY = preset("tiny")  # 4 layers, 4 heads
         ({"pp": 2, "schedule": "interleaved", "interleave": 2, "accumulation": 3}, "plan.accumulation=4"),
         ({"pp": 4, "schedule": "dualpipe", "accumulation": 2}, "plan.schedule=1f1b"),  # too few microbatches
         ({"zero": 2, "tp": 2}, "plan.zero=0"),  # one replica
-        ({"dp": 2, "recompute": "selective"}, "plan.recompute=full"),
+        ({"pp": 2, "accumulation": 4, "recompute": "full", "recompute_stages": (2,)}, "plan.recompute_stages=[]"),
+        ({"pp": 2, "accumulation": 4, "offload": "weights"}, "plan.offload="),  # nothing would move
     ],
 )
 def test_what_to_set_instead(fields: dict[str, Any], words: str) -> None:

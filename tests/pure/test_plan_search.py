@@ -14,6 +14,7 @@ from tilemesh.core.plan import ParallelPlan
 from tilemesh.model.config import ModelConfig, preset
 from tilemesh.plan import choose
 from tilemesh.plan.choose import NothingFitsError, SearchResult, choose_batch, search
+from tilemesh.plan.prediction import trainable
 from tilemesh.plan.space import Pins, candidates
 from tilemesh.plan.step import Estimator
 from tilemesh.plan.why import runner_up, why
@@ -246,6 +247,7 @@ def test_the_page_stands_alone(result: SearchResult) -> None:
     assert f"{result.batch:,} sequences x 8,192 tokens" in page
     assert page.count("<svg") == 1
     assert page.count("<canvas") == 1
+    assert page.count("<td>yes</td>") == sum(trainable(found.plan) == "yes" for found in result.predictions) > 0
     assert "http:" not in page
     assert "https:" not in page
 

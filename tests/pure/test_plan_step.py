@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from tilemesh.core.calibration import Rates
 from tilemesh.core.errors import UsageError
 from tilemesh.core.hardware import parse_cluster
 from tilemesh.core.plan import ParallelPlan
+from tilemesh.core.runnable import lacks
 from tilemesh.model.config import ModelConfig, preset
 from tilemesh.model.work.weights import count_parameters, why_not
 from tilemesh.plan.choose import search
@@ -157,6 +159,26 @@ def test_a_tp_that_cannot_be_names_the_nearest_that_can() -> None:
 
 def test_what_cannot_be_run_is_said_once() -> None:
     plan = ParallelPlan(dp=2, pp=2, recompute="selective", attention="materialized")
-    assert trainable(plan) == "not yet: selective, materialized"
-    assert pins_to_train(plan) == "recompute=full,attention=fused"
+    assert trainable(plan) == "not yet: materialized"
+    assert pins_to_train(plan) == "attention=fused"
+    assert trainable(ParallelPlan(recompute="selective")) == "yes"
     assert trainable(ParallelPlan(dp=2, tp=2, sequence_parallel=True, accumulation=4, recompute="full")) == "yes"
+
+
+def test_recomputation_of_some_stages_costs_and_saves_what_these_do() -> None:
+    estimator = Estimator(preset("gpt2-124m"), parse_cluster("4xa100-80gb"), 1024)
+    fields: dict[str, Any] = {"pp": 4, "accumulation": 8, "precision": "bf16", "chunk_layers": (3, 3, 3, 3)}
+    none, first, every = (
+        ParallelPlan(**fields, **more)
+        for more in ({}, {"recompute": "full", "recompute_stages": (0,)}, {"recompute": "full"})
+    )
+    found = {plan: estimator.predict(plan) for plan in (none, first, every)}
+    assert found[none].step_time_s < found[first].step_time_s <= found[every].step_time_s
+    stages = {plan: estimator.room.stages(plan, (3, 3, 3, 3)) for plan in found}
+    assert stages[first] == [stages[every][0], *stages[none][1:]]
+    again = {plan: found[plan].hardware_flops - found[plan].model_flops for plan in found}
+    assert again[none] == 0
+    assert again[first] == pytest.approx(again[every] / 4, rel=1e-9)
+    assert [lack.instead for lack in lacks(replace(first, recompute_stages=(1, 4)))] == ["recompute_stages=[1]"]
+    both_ways = replace(first, schedule="dualpipe", recompute_stages=(0,))
+    assert [lack.instead for lack in lacks(both_ways)] == ["recompute_stages=[0,3]"]

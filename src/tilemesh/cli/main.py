@@ -20,12 +20,15 @@ import typer
 import tilemesh
 from tilemesh.cli import (
     bench_collective,
+    bench_compress,
     bench_exchange,
     bench_graph,
     bench_kernel,
+    bench_methods,
     bench_serve,
     bench_train,
     calibrate,
+    compress,
     config,
     doctor,
     graph,
@@ -57,6 +60,7 @@ app.command()(train.train)
 app.command()(train.generate)
 app.command()(train.export)
 app.command()(serve.serve)
+app.command()(compress.compress)
 app.add_typer(train.data, name="data")
 app.command()(verify.verify)
 app.command()(report.report)
@@ -68,7 +72,12 @@ bench.command("collective")(bench_collective.bench_collective)
 bench.command("exchange")(bench_exchange.bench_exchange)
 bench.command("train")(bench_train.bench_train)
 bench.command("serve")(bench_serve.bench_serve)
+<<<<<<< HEAD
 bench.command("graph")(bench_graph.bench_graph)
+=======
+bench.command("methods")(bench_methods.bench_methods)
+bench.command("compress")(bench_compress.bench_compress)
+>>>>>>> main
 app.add_typer(bench, name="bench")
 app.add_typer(graph.graph, name="graph")
 app.command()(guide.guide)

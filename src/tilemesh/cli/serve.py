@@ -36,6 +36,9 @@ def serve(
         bool, typer.Option("--invariant", help="Answers do not depend on the batch, bit for bit.")
     ] = False,
     no_prefix_cache: Annotated[bool, typer.Option("--no-prefix-cache", help="Compute every prompt anew.")] = False,
+    generation_config: Annotated[
+        bool, typer.Option("--generation-config", help="Take the folder's generation_config.json as defaults.")
+    ] = False,
     seed: Annotated[int, typer.Option(help="Of requests that bring none.")] = 0,
     step: Annotated[int | None, typer.Option(metavar="N", help="Which checkpoint; the newest, if not given.")] = None,
 ) -> None:
@@ -47,9 +50,9 @@ def serve(
         "context": context, "step_tokens": step_tokens, "chunk_tokens": chunk_tokens, "running": running,
         "waiting": waiting, "swap_pages": swap_pages, "share_prefixes": not no_prefix_cache,
         "invariant": invariant, "speculate": speculate, "draft": draft,
-        "seed": seed, "step": step,
+        "seed": seed, "step": step, "prepare": True,
     }  # fmt: skip
-    raise typer.Exit(run(source, host, port, name, mesh, options, _tell))
+    raise typer.Exit(run(source, host, port, name, mesh, options, _tell, generation_config))
 
 
 def _tell(text: str) -> None:

@@ -24,6 +24,7 @@ def run(
     mesh: str | None,
     options: Mapping[str, Any],
     say: Callable[[str], None],
+    generation_config: bool = False,
 ) -> int:
     Range(0, 65535).check("--port", port, whole=True)
     sizes = read_mesh(mesh)
@@ -34,8 +35,10 @@ def run(
     except ImportError as error:
         raise RunError(f"serving needs the package {error.name}: pip install 'tilemesh[serve]'") from None
     from tilemesh.serve.engine import Engine
+    from tilemesh.serve.load import folder_defaults
     from tilemesh.serve.replicas import Replicas
 
+    defaults = folder_defaults(source) if generation_config else {}
     # Before gigabytes are read: a port that is taken is the commonest failure.
     listening = _listen(host, port)
     with listening, contextlib.ExitStack() as stack:
@@ -45,7 +48,7 @@ def run(
         else:
             ranks = sizes["tp"] if sizes["tp"] > 1 else 0
             engine = stack.enter_context(Engine(source, ranks=ranks, say=say, **options))
-        app = make_app(engine, name)
+        app = make_app(engine, name, defaults)
         config = uvicorn.Config(
             app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=_GRACE_S, ws="none"
         )

@@ -32,6 +32,7 @@ from tilemesh.train.load import load
 from tilemesh.train.preview import preview
 from tilemesh.train.progress import Shown
 from tilemesh.train.result import RanksFailedError, Result, WeightsLostError
+from tilemesh.train.rows import mfu_words
 
 WIDTH = 100
 """Columns that text for people takes at most."""
@@ -215,6 +216,8 @@ def _show_summary(result: Result, found: Mapping[str, Any], console: Console) ->
         console.print("\na step: too few were timed to say where the time goes", soft_wrap=True)
     else:
         console.print(f"\na step: {words}\nto improve: {found['improve']}", soft_wrap=True)
+    if counted := mfu_words(found):
+        console.print(counted, soft_wrap=True)
     baseline = max(found["memory_baseline_bytes"])
     if baseline:
         console.print(f"memory: beside the model's, the process itself takes {format_bytes(baseline)} a rank")

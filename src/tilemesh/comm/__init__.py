@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tilemesh.comm.connection import connect, run_threads
+    from tilemesh.comm.map_reduce import mapreduce
     from tilemesh.comm.runtime.communicator import Communicator
     from tilemesh.comm.runtime.engine import Handle
 
@@ -17,10 +18,11 @@ _WHERE = {
     "Communicator": "tilemesh.comm.runtime.communicator",
     "Handle": "tilemesh.comm.runtime.engine",
     "connect": "tilemesh.comm.connection",
+    "mapreduce": "tilemesh.comm.map_reduce",
     "run_threads": "tilemesh.comm.connection",
 }
 
-__all__ = ["Communicator", "Handle", "connect", "run_threads"]
+__all__ = ["Communicator", "Handle", "connect", "mapreduce", "run_threads"]
 
 
 def __getattr__(name: str) -> Any:

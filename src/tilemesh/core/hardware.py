@@ -48,6 +48,8 @@ class Device:
     capability: tuple[int, int] = (0, 0)
     launch_s: float = 5e-6
     """Assumed host cost of one launch where nothing was measured; a calibration replaces it."""
+    ranks_per_core: float = 1.0
+    """Above 1 on a CPU whose ranks outnumber its cores: figures are those of a rank while all of them compute."""
 
     def peak(self, dtype: str) -> float:
         """Dense peak in FLOP/s, or an error that names the dtypes this device has."""

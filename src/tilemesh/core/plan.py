@@ -8,6 +8,7 @@ divisible by tp, pp at most the layers) is checked where the model is known: `wh
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -43,7 +44,7 @@ _COUNTS_OR_NONE = Range(0, _COUNTS.most)
 RANGES: dict[str, Range] = {
     "dp": _COUNTS, "tp": _COUNTS, "pp": _COUNTS, "zero": Range(0, 3), "zero_group": _COUNTS_OR_NONE,
     "interleave": _COUNTS, "chunk_layers": _COUNTS, "microbatch": _COUNTS, "accumulation": _COUNTS, "slices": _COUNTS,
-    "recompute_every": _COUNTS, "prefetch": _COUNTS_OR_NONE,
+    "recompute_every": _COUNTS, "recompute_stages": _COUNTS_OR_NONE, "prefetch": _COUNTS_OR_NONE,
 }  # fmt: skip
 """Of every number in a plan, by its key."""
 COMPUTE_DTYPE = {"fp32": "fp32", "bf16": "bf16", "bf16-master": "bf16", "fp16": "fp16", "fp64": "fp64"}
@@ -118,11 +119,14 @@ class StepSettings:
     slices: int = 1
     """Pieces of each sequence that pass through the stages one after the other: for terapipe."""
     recompute: Recompute = "none"
-    """Activations that are computed again in the backward pass to save memory: none, attention's (selective), or all
-    within a layer (full)."""
+    """Activations that are computed again in the backward pass to save memory: none, attention's scores (selective;
+    fused attention always does so, and keeps none), or all within a layer (full)."""
     recompute_every: int | Literal["sqrt"] = 1
     """With full recomputation, layers between two activations that are kept, which are computed again together; sqrt:
     the square root of the number of layers that a rank passes at once."""
+    recompute_stages: tuple[int, ...] = ()
+    """Stages of a pipeline that recompute, counted from 0: under 1f1b the first ones keep the most microbatches. Empty:
+    all."""
     prefetch: int = 1
     """Layers ahead of their use for which ZeRO-3 gathers weights, and offloading fetches what it moved out."""
     offload: str = ""
@@ -138,6 +142,8 @@ class StepSettings:
             RANGES[name].check(name, getattr(self, name), whole=True)
         if self.recompute_every != "sqrt":
             RANGES["recompute_every"].check("recompute_every", self.recompute_every, whole=True)
+        for stage in self.recompute_stages:
+            RANGES["recompute_stages"].check("a number in recompute_stages", stage, whole=True)
         if not isinstance(self.offload, str):
             raise UsageError(f"offload is {self.offload!r}: expected some of {', '.join(OFFLOADS)}, joined by +")
         for name in self.offloads:
@@ -160,6 +166,16 @@ class StepSettings:
         if self.recompute != "full":
             return 0
         return max(1, round(math.sqrt(layers))) if self.recompute_every == "sqrt" else self.recompute_every
+
+    @property
+    def repeated(self) -> Recompute:
+        """What is computed again beyond what attention does by itself: fused attention keeps no scores and makes them
+        anew in its backward pass, so there selective recomputation is none."""
+        return "none" if self.recompute == "selective" and self.attention == "fused" else self.recompute
+
+    def recomputes(self, stage: int) -> bool:
+        """Whether a stage computes anything again."""
+        return self.repeated != "none" and (not self.recompute_stages or stage in self.recompute_stages)
 
     @property
     def compute_dtype(self) -> str:
@@ -197,6 +213,12 @@ class ParallelPlan(StepSettings, ModelPlacement):
         made = object.__new__(cls)
         made.__dict__.update(fields)
         return made
+
+    def on_stage(self, stage: int) -> ParallelPlan:
+        """The plan as one stage runs it: without recomputation where that is for others."""
+        if self.recompute == "none" or self.recomputes(stage):
+            return self
+        return dataclasses.replace(self, recompute="none", recompute_every=1, recompute_stages=())
 
     @property
     def chunks(self) -> int:
@@ -267,7 +289,8 @@ class ParallelPlan(StepSettings, ModelPlacement):
 
     def _recomputation(self) -> str:
         every = "" if self.recompute_every == 1 else f" every {self.recompute_every} layers"
-        return f"{self.recompute} recomputation{every}"
+        stages = f" on stages {', '.join(map(str, self.recompute_stages))}" if self.recompute_stages else ""
+        return f"{self.recompute} recomputation{every}{stages}"
 
     def to_dict(self) -> dict[str, Any]:
         """Every field by name, JSON values only."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from tilemesh.core.plan import IN_A_V, INTERLEAVED, ParallelPlan
+from tilemesh.core.plan import IN_A_V, INTERLEAVED, TWO_WAYS, ParallelPlan
 
 
 class Lack(NamedTuple):
@@ -41,11 +41,27 @@ def lacks(plan: ParallelPlan) -> Iterator[Lack]:
     if plan.recompute_every != 1 and plan.recompute != "full":
         given = f"recompute_every is {plan.recompute_every} and recompute is {plan.recompute}"
         yield Lack("recompute_every", given, "only full recomputation has stretches of layers", "recompute=full", True)
+    if plan.recompute_stages:
+        yield from _lacks_of_stages(plan)
     yield from _lacks_of_offloads(plan)
-    if plan.recompute == "selective":
-        yield Lack("selective", "recompute is selective", "attention here keeps no scores", "recompute=full")
     if plan.attention == "materialized":
         yield Lack("materialized", "attention is materialized", "attention here is one fused kernel", "attention=fused")
+
+
+def _lacks_of_stages(plan: ParallelPlan) -> Iterator[Lack]:
+    stages, given = {*plan.recompute_stages}, f"recompute_stages is {list(plan.recompute_stages)}"
+    if plan.recompute != "full":
+        why = f"recompute is {plan.recompute}, so no stage computes anything again"
+        yield Lack("recompute_stages", given, why, "recompute=full", True)
+    if max(stages) >= plan.pp:
+        why = f"the stages of pp {plan.pp} are 0 to {plan.pp - 1}"
+        within = sorted(stage for stage in stages if stage < plan.pp)
+        instead = f"recompute_stages=[{','.join(map(str, within))}]"
+        yield Lack("recompute_stages", given, why, instead if plan.pp > 1 and within else "recompute_stages=[]", True)
+    elif plan.schedule in TWO_WAYS and stages != {plan.pp - 1 - stage for stage in stages}:
+        why = f"{plan.schedule} has each chunk on two stages, s and {plan.pp - 1} - s, which must do the same"
+        both = sorted(stages | {plan.pp - 1 - stage for stage in stages})
+        yield Lack("recompute_stages", given, why, f"recompute_stages=[{','.join(map(str, both))}]", True)
 
 
 def _lacks_of_offloads(plan: ParallelPlan) -> Iterator[Lack]:

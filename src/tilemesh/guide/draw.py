@@ -6,17 +6,22 @@ import sys
 from pathlib import Path
 
 from tilemesh.core.files import write_text
+from tilemesh.guide import programs
 from tilemesh.guide.book import PARTS
+
+
+def every_figure() -> dict[str, str]:
+    """All drawings by their path below `docs/guide`: those of the chapters, and programs as graphs."""
+    drawn = {f"{part.folder}/{name}": text for part in PARTS for name, text in part.figures().items()}
+    return drawn | {f"figures/{name}": text for name, text in programs.figures().items()}
 
 
 def write_figures(folder: Path) -> list[Path]:
     """Draw all figures below a folder; the files written."""
-    written = []
-    for part in PARTS:
-        for name, text in part.figures().items():
-            write_text(text, folder / part.folder / name)
-            written.append(folder / part.folder / name)
-    return written
+    drawn = every_figure()
+    for name, text in drawn.items():
+        write_text(text, folder / name)
+    return [folder / name for name in drawn]
 
 
 if __name__ == "__main__":

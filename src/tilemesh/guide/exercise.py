@@ -56,15 +56,19 @@ def numeric(
     otherwise: str,
     explanation: str,
     unit: str = "count",
-    tolerance: float = 0.01,
+    tolerance: float | None = None,
 ) -> Exercise:
-    """A number, right within a tolerance. `otherwise` says how it is computed, without saying what comes out."""
+    """A number, right within a tolerance: a whole count exactly, anything else within 1 % unless said otherwise.
+
+    `otherwise` says how it is computed, without saying what comes out.
+    """
+    near = tolerance if tolerance is not None else 1e-9 if unit == "count" and answer == int(answer) else 0.01
 
     def correct(given: float) -> str | None:
-        if math.isclose(given, answer, rel_tol=tolerance):
+        if math.isclose(given, answer, rel_tol=near):
             return None
         for value, why in wrong.items():
-            if math.isclose(given, value, rel_tol=tolerance):
+            if math.isclose(given, value, rel_tol=near):
                 return why
         return f"That is too {'much' if given > answer else 'little'}. {otherwise}"
 

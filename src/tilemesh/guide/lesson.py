@@ -27,7 +27,7 @@ from tilemesh.core.errors import UsageError, unknown
 from tilemesh.guide.book import part_of
 from tilemesh.guide.exercise import Exercise
 from tilemesh.guide.progress import Guessed, ReaderProgress
-from tilemesh.guide.quantity import parse_quantity
+from tilemesh.guide.quantity import hint_of, parse_quantity
 from tilemesh.measure.machine import stamp
 from tilemesh.measure.row import CaseValue, Row
 from tilemesh.measure.sample import Sample
@@ -86,6 +86,7 @@ class Lesson:
         self.console = console or Console(highlight=False)
         self.rows: list[Row] = []
         self.guesses: list[tuple[Guess, float]] = []
+        self._in_pipe = not self.console.is_terminal  # there lines stay whole; a terminal gets them broken at words
         self._ask = ask or reader()
         self._progress = (progress or ReaderProgress()) if self._ask is not None else None
 
@@ -96,16 +97,16 @@ class Lesson:
 
         `name`: the question in a few words, for tables, where it is longer than that.
         """
-        self.console.print(f"[bold]Predict:[/] {question}", soft_wrap=True)
+        self.console.print(f"[bold]Predict:[/] {question}", soft_wrap=self._in_pipe)
         while self._ask is not None:
-            text = self._ask(f"  your guess, in {unit} or with a unit of your own (Enter to skip): ")
+            text = self._ask(f"  your guess, {hint_of(unit)} (Enter to skip): ")
             if text is None or not text.strip():
                 break
             try:
                 return Guess(question, unit, parse_quantity(text, unit), model, by_reader=True, name=name or question)
             except UsageError as error:
-                self.console.print(f"  {error}", markup=False, soft_wrap=True)
-        self.console.print("  no guess was given: the cost model answers", soft_wrap=True)
+                self.console.print(f"  {error}", markup=False, soft_wrap=self._in_pipe)
+        self.console.print("  no guess was given: the cost model answers", soft_wrap=self._in_pipe)
         return Guess(question, unit, model, model, by_reader=False, name=name or question)
 
     def show(
@@ -143,7 +144,7 @@ class Lesson:
             words.insert(0, f"your guess {format_value(guess.value, guess.unit)}")
         if limit is not None:
             words.append(f"limit {format_value(limit, guess.unit)}")
-        self.console.print("  " + " · ".join(words), markup=False, soft_wrap=True)
+        self.console.print("  " + " · ".join(words), markup=False, soft_wrap=self._in_pipe)
         return row
 
     def add(self, row: Row) -> None:
@@ -160,7 +161,7 @@ class Lesson:
             if self.console.is_terminal:
                 self.console.print(Syntax(f"{where}\n{text}", "python", word_wrap=True, background_color="default"))
             else:
-                self.console.print(f"{where}\n{text}", markup=False, soft_wrap=True)
+                self.console.print(f"{where}\n{text}", markup=False, soft_wrap=self._in_pipe)
 
     def exercise(self, key: str) -> None:
         """Ask an exercise until it is right or given up; without a reader, show it and try its solution."""
@@ -168,14 +169,14 @@ class Lesson:
         if key not in known:
             raise unknown("exercise", key, known)
         exercise = known[key]
-        self.console.print(f"[bold]Exercise {key}:[/]", soft_wrap=True)
-        self.console.print(exercise.question, markup=False, soft_wrap=True)
-        if exercise.is_code:
-            self.console.print(exercise.template, markup=False, soft_wrap=True)
-            line = f"tilemesh guide {self.part.key} --exercise {key} --answer FILE.py"
-            self.console.print(f"  Answer it with: {line}", markup=False, soft_wrap=True)
-            return
-        if self._ask is None:
+        self.console.print(f"[bold]Exercise {key}:[/]", soft_wrap=self._in_pipe)
+        self.console.print(exercise.question, markup=False, soft_wrap=self._in_pipe)
+        if exercise.is_code or self._ask is None:
+            if exercise.is_code:
+                self.console.print(exercise.template, markup=False, soft_wrap=self._in_pipe)
+            given = "FILE.py" if exercise.is_code else "ANSWER"
+            line = f"tilemesh guide {self.part.key} --exercise {key} --answer {given}"
+            self.console.print(f"  Answer it with: {line} ({exercise.hint})", markup=False, soft_wrap=self._in_pipe)
             return
         for left in reversed(range(MOST_TRIES)):
             text = self._ask(f"  your answer, {exercise.hint} (Enter to skip): ")
@@ -192,11 +193,12 @@ class Lesson:
         try:
             why = exercise.correct(exercise.read(text))
         except UsageError as error:
-            self.console.print(f"  {error}", markup=False, soft_wrap=True)
+            self.console.print(f"  {error}", markup=False, soft_wrap=self._in_pipe)
             return False
         if self._progress is not None:
             self._progress.answered(self.part.key, exercise.key, why is None)
-        self.console.print(f"  Right. {exercise.explanation}" if why is None else f"  Not yet. {why}", markup=False)
+        verdict = f"  Right. {exercise.explanation}" if why is None else f"  Not yet. {why}"
+        self.console.print(verdict, markup=False, soft_wrap=self._in_pipe)
         return why is None
 
     # The end ----------------------------------------------------------------------------------------------------
@@ -212,7 +214,7 @@ class Lesson:
             if guess.by_reader
         ]
         for line in how_far_off(self.guesses):
-            self.console.print(line, markup=False, soft_wrap=True)
+            self.console.print(line, markup=False, soft_wrap=self._in_pipe)
         if self._progress is not None:
             self._progress.finish(self.part.key, made)
 

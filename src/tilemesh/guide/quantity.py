@@ -15,11 +15,19 @@ _BINARY = {f"{letter}i": 1024.0**power for power, letter in enumerate("kmgtp", s
 _EXAMPLES = {"s": "3 ms", "B": "64 MiB", "B/s": "2.5 GB/s", "FLOP/s": "80 GFLOP/s", "fraction": "20 %"}
 
 
+def hint_of(unit: str) -> str:
+    """How a reader may write a number of this unit."""
+    if unit in _EXAMPLES:
+        return f"such as {_EXAMPLES[unit]}"
+    return "a number" if unit == "count" else f"a number of {unit}"
+
+
 def parse_quantity(text: str, unit: str) -> float:
     """The number in the unit's own scale (seconds, bytes, FLOP/s); a bare number is taken to be in it already."""
     higher_is_better(unit)  # refuses a unit that no row has
     found = _NUMBER.fullmatch(text.strip())
-    wrong = UsageError(f"'{text.strip()[:40]}' is no number of {unit}: write it such as {_EXAMPLES.get(unit, '12')}")
+    kind = "number" if unit == "count" else f"number of {unit}"
+    wrong = UsageError(f"'{text.strip()[:40]}' is no {kind}: write it such as {_EXAMPLES.get(unit, '12')}")
     if found is None:
         raise wrong
     value = float(found[1].replace("_", "").replace(",", ""))

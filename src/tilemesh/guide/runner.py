@@ -32,6 +32,11 @@ class ScriptCell:
     source: str
     line: int
 
+    @property
+    def asks(self) -> bool:
+        """Whether it asks for a prediction."""
+        return self.is_code and "predict(" in self.source
+
 
 def cells(script: str) -> Iterator[ScriptCell]:
     """The cells of a script in percent format; what stands before the first mark is the module's docstring."""
@@ -73,9 +78,14 @@ def run_part(part: GuidePart, console: Console, pause: Ask | None = None) -> lis
             _show_text(cell.source, console)
             is_first = False
             continue
-        _show_code(cell.source, console)
+        # Code that asks for a prediction often holds the answer: it is shown when the question has been answered.
+        if not cell.asks:
+            _show_code(cell.source, console)
         # Blank lines before it, so that a traceback names the script's own lines.
         exec(compile("\n" * (cell.line - 1) + cell.source, str(part.script), "exec"), namespace)
+        if cell.asks:
+            console.print("\nThe code of this step:")
+            _show_code(cell.source, console)
     lesson = namespace.get("lesson")
     return lesson.rows if isinstance(lesson, Lesson) else []
 
@@ -108,6 +118,8 @@ def notebook(part: GuidePart) -> str:
         }
         if cell.is_code:
             body |= {"execution_count": None, "outputs": []}
+        if cell.asks:
+            body["metadata"] = {"jupyter": {"source_hidden": True}}  # as above: folded until the reader opens it
         made.append(body)
     kernel = {"kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"}}
     return json.dumps({"cells": made, "metadata": kernel, "nbformat": 4, "nbformat_minor": 5}, indent=1) + "\n"

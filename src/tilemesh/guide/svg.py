@@ -59,9 +59,10 @@ class Canvas:
 
     def line(
         self, x1: float, y1: float, x2: float, y2: float, *, colour: int | None = None, dashed: bool = False,
-        thick: bool = False,
+        thick: bool = False, faint: bool = False,
     ) -> None:  # fmt: skip
-        stroke = "edge" if colour is None else f"s{colour}"
+        """`faint`: as the lines of a grid."""
+        stroke = f"s{colour}" if colour is not None else "grid" if faint else "edge"
         classes = f"{stroke} {'thick' if thick else 'thin'}{' dashed' if dashed else ''}"
         self._body.append(f'<path class="{classes}" d="M{x1:.4g},{y1:.4g}L{x2:.4g},{y2:.4g}"/>')
 

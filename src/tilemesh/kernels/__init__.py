@@ -17,6 +17,19 @@ _OTHERS = {
     "FusedLinear": "tilemesh.kernels.modules:FusedLinear",
     "FusedEmbedding": "tilemesh.kernels.modules:FusedEmbedding",
     "SelfAttention": "tilemesh.kernels.modules:SelfAttention",
+    **{
+        name: f"tilemesh.kernels.transformer_modules:{name}"
+        for name in (
+            "FusedCrossEntropyLoss",
+            "FusedLayerNorm",
+            "FusedLinearCrossEntropyLoss",
+            "FusedMlp",
+            "FusedRMSNorm",
+            "FusedSoftmax",
+            "GatedMlp",
+            "Rotary",
+        )
+    },
     "self_attention": "tilemesh.kernels.attention.joined:self_attention",
     "Config": "tilemesh.kernels.matmul.config:Config",
     "AdamW": "tilemesh.kernels.adamw.reference:AdamW",

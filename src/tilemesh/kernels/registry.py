@@ -84,6 +84,7 @@ _OPERATORS = (
     folder("paged_attention"),
     folder("rotary"),
     folder("row_linear"),
+    folder("lowbit_linear"),
     folder("swiglu", _GATED),
     folder("geglu", _GATED),
     OperatorEntry(

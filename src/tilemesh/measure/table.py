@@ -64,6 +64,8 @@ def format_value(value: float, unit: str) -> str:
         return format_seconds(value)
     if unit == "B":
         return format_bytes(value)
+    if unit == "nats":  # per token
+        return f"{value:.4f} nats"
     if unit == "fraction":
         return f"{value:.1%}".replace("%", " %")
     if unit == "count":

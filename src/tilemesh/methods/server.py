@@ -30,7 +30,8 @@ from tilemesh.methods.rules import Push, StalenessRule
 _START, _PULL, _PUSH, _LEAVE, _END, _STATE, _FIGURES = range(7)
 _HEADER, _GRADIENT, _REPLY, _WEIGHTS = 1, 2, 3, 4  # tags
 _FIELDS = 4  # of a header: kind, clock, and two numbers that the kind gives a meaning
-_NAP_S = 1e-4
+_NAP_S = 2e-4
+_PATIENCE_S = 5.0  # how long a worker waits in naps, which leave its core to others, before the watchdog counts
 
 
 class ServedShard(Protocol):
@@ -264,8 +265,7 @@ class ServerLink:
         for server, cut, reply in zip(self.servers, self.cuts, replies, strict=True):
             handles.append(self.comm.irecv(reply, server, _REPLY, sized=False))
             handles.append(self.comm.irecv(weights[cut], server, _WEIGHTS, sized=False))
-        for handle in handles:
-            handle.wait()
+        _wait_in_naps(handles)
         self.waited_s += time.perf_counter() - began_s
         return max(int(reply[1]) for reply in replies)
 
@@ -276,8 +276,7 @@ class ServerLink:
         for server, cut in zip(self.servers, self.cuts, strict=True):
             handles.append(self.comm.isend(header, server, _HEADER, sized=False))
             handles.append(self.comm.isend(gradient[cut], server, _GRADIENT, sized=False))
-        for handle in handles:
-            handle.wait()
+        _wait_in_naps(handles)
 
     def start(self, clock: int, values: Sequence[Tensor] = (), updates: int = 0) -> None:
         """Let the servers begin, at a clock: with their own weights, or with flat ones and what was remembered of them
@@ -327,6 +326,16 @@ class ServerLink:
         self.comm.irecv(reply, server, _REPLY, sized=False).wait()
         first, second = reply.tolist()
         return first, second
+
+
+def _wait_in_naps(handles: Sequence[Any]) -> None:
+    """Until all are done. A server may let a worker wait for many steps, in which the ranks that it waits for need the
+    cores: a call of the communicator looks 10,000 times a second."""
+    end_s = time.perf_counter() + _PATIENCE_S
+    while not all(handle.test() for handle in handles) and time.perf_counter() < end_s:
+        time.sleep(_NAP_S)
+    for handle in handles:
+        handle.wait()
 
 
 def even_cuts(length: int, servers: int) -> list[slice]:

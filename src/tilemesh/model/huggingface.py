@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,9 +23,10 @@ from torch import Tensor
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.core.files import naming, read_json_object
 from tilemesh.model.config import ModelConfig
-from tilemesh.model.families.book import CONFIG, FAMILIES, entries, family_of, read_config, to_json
+from tilemesh.model.families.book import CONFIG, FAMILIES, QUANTIZATION, entries, family_of, read_config, to_json
 from tilemesh.model.families.carried import copy_carried, special_ids
 from tilemesh.model.families.family import Entry
+from tilemesh.model.lowbit_files import CompressedFolder, compressed_tensors
 from tilemesh.model.transformer import Transformer
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -39,15 +40,20 @@ def load(
     """The model in a Hugging Face folder, in the dtype of its files unless another is asked for."""
     config = read_config(folder)
     with ExitStack() as files:
-        stored = _checked(Path(folder), config, files)
+        # The dtype does not matter for what is looked for, and is known only when the headers have been read.
+        compressed = _compressed(Path(folder), Transformer(config, device="meta"))
+        stored = _checked(Path(folder), config, files, compressed)
         if dtype is None:
-            dtype = _only_dtype(Path(folder), stored)
+            dtype = _only_dtype(Path(folder), stored, compressed)
         model = Transformer(config, device="meta", dtype=dtype)
+        compressed = _compressed(Path(folder), model)
         model.to_empty(device="cpu" if device is None else device)
         parameters = dict(model.named_parameters())
         with torch.no_grad():
-            for name, tensor in _parameters(config, stored):
+            for name, tensor in _parameters(config, stored, compressed):
                 parameters[name].copy_(tensor)
+        if compressed is not None:
+            compressed.fill({name: stored[name].read() for name in compressed.tensors()})
     return model
 
 
@@ -56,7 +62,11 @@ def save(model: Transformer, folder: str | Path, like: str | Path | None = None)
 
     `like`: the Hugging Face folder that the model came from; its tokenizer and special tokens are carried along.
     """
-    save_parameters(model.config, dict(model.named_parameters()), folder, {} if like is None else special_ids(like))
+    more: dict[str, Any] = {} if like is None else special_ids(like)
+    told, tensors, covered = compressed_tensors(model)
+    if covered:
+        more[QUANTIZATION] = told
+    save_parameters(model.config, dict(model.named_parameters()), folder, more, tensors, covered)
     if like is not None:
         copy_carried(like, folder)
 
@@ -65,7 +75,12 @@ def read_parameters(folder: str | Path) -> Iterator[tuple[str, Tensor]]:
     """Our name and tensor, one after the other in the files' dtype: for a rank that keeps only a part of each."""
     with ExitStack() as files:
         config = read_config(folder)
-        yield from _parameters(config, _checked(Path(folder), config, files))
+        compressed = _compressed(Path(folder), Transformer(config, device="meta"))
+        stored = _checked(Path(folder), config, files, compressed)
+        yield from _parameters(config, stored, compressed)
+        if compressed is not None:  # as the weights that codes mean
+            read = {name: stored[name].read() for name in compressed.tensors()}
+            yield from compressed.decoded(read, _only_dtype(Path(folder), stored, compressed))
 
 
 def save_parameters(
@@ -73,13 +88,21 @@ def save_parameters(
     parameters: Mapping[str, Tensor],
     folder: str | Path,
     special_tokens: Mapping[str, Any] | None = None,
+    compressed: Mapping[str, Tensor] | None = None,
+    covered: Collection[str] = (),
 ) -> None:
     """`save` for a model that lies elsewhere, as a mapping from our names to whole tensors.
 
-    `special_tokens`: what config.json says of them, such as eos_token_id.
+    `special_tokens`: what config.json says of them, such as eos_token_id. `compressed`: tensors of compressed matrices,
+    which stand for the parameters `covered`.
     """
-    tensors = {}
+    tensors = dict(compressed or {})
     for entry in entries(config):
+        if covered and set(entry.ours) <= set(covered):
+            continue
+        if set(entry.ours) & set(covered):  # several of ours in one of theirs, and some of them compressed
+            tensors |= {name: parameters[name].detach().contiguous() for name in entry.ours if name not in covered}
+            continue
         whole = _joined(entry, [parameters[name].detach() for name in entry.ours])
         tensors[entry.theirs] = (whole.t() if entry.transposed else whole).contiguous()
         if whole.device.type == "meta":
@@ -119,9 +142,27 @@ class Stored:
         return tensor
 
 
-def _parameters(config: ModelConfig, stored: Mapping[str, Stored]) -> Iterator[tuple[str, Tensor]]:
+def _compressed(folder: Path, model: Transformer) -> CompressedFolder | None:
+    """What is compressed in a folder; the model, which has no memory yet, gets modules of that kind."""
+    told = read_json_object(folder / CONFIG).get(QUANTIZATION)
+    if told is None:
+        return None
+    if not isinstance(told, Mapping):
+        raise UsageError(f"{folder / CONFIG}: {QUANTIZATION} is {told!r}: expected an object")
+    return CompressedFolder(model, told, str(folder / CONFIG))
+
+
+def _parameters(
+    config: ModelConfig, stored: Mapping[str, Stored], compressed: CompressedFolder | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """Plain ones."""
     shapes = _shapes(config)
     for entry in entries(config):
+        if compressed is not None and any(compressed.covers(name) for name in entry.ours):
+            for name in entry.ours:
+                if not compressed.covers(name):
+                    yield name, stored[name].read()
+            continue
         tensor = stored[entry.theirs].read()
         parts = _separated(entry, tensor.t() if entry.transposed else tensor, [shapes[name][0] for name in entry.ours])
         yield from zip(entry.ours, parts, strict=True)
@@ -159,9 +200,18 @@ def _expected(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return expected
 
 
-def _checked(folder: Path, config: ModelConfig, files: ExitStack) -> dict[str, Stored]:
+def _checked(
+    folder: Path, config: ModelConfig, files: ExitStack, compressed: CompressedFolder | None = None
+) -> dict[str, Stored]:
     """Every expected tensor by its full name, or one error with a line for each that is not as expected."""
     family, expected = FAMILIES[family_of(config)], _expected(config)
+    coded: set[str] = set()
+    if compressed is not None:
+        coded, shapes = set(compressed.tensors()), _shapes(config)
+        for entry in entries(config):
+            if any(compressed.covers(name) for name in entry.ours):
+                del expected[entry.theirs]
+                expected |= {name: shapes[name] for name in entry.ours if not compressed.covers(name)}
     head, table = family.head, next(iter(expected))
     # A tied output may be written out as well; it then has to be the embedding.
     known = expected | {head: expected[table]} if config.tied else expected
@@ -170,6 +220,9 @@ def _checked(folder: Path, config: ModelConfig, files: ExitStack) -> dict[str, S
     for found in _opened(folder, files):
         name = found.name
         if re.fullmatch(family.leftovers, name.removeprefix(family.prefix)):
+            continue
+        if name in coded:
+            stored[name] = found
             continue
         full = name if name in known else family.prefix + name
         if full not in known or full in stored:
@@ -180,6 +233,7 @@ def _checked(folder: Path, config: ModelConfig, files: ExitStack) -> dict[str, S
             lines.append(f"not floating point: {name}, {found.dtype}, expected one of {', '.join(_DTYPES)}")
         stored.setdefault(full, found)
     lines += [f"missing: {name}, expected shape {shape}" for name, shape in expected.items() if name not in stored]
+    lines += [f"missing: {name}, which {CONFIG} says is there" for name in sorted(coded) if name not in stored]
     if not lines and config.tied and head in stored and not torch.equal(stored[head].read(), stored[table].read()):
         lines.append(f"{head} differs from {table}, and config.json says that they are tied")
     if lines:
@@ -221,8 +275,10 @@ def _files(folder: Path) -> list[Path]:
     return [folder / name for name in names]
 
 
-def _only_dtype(folder: Path, stored: Mapping[str, Stored]) -> torch.dtype:
-    dtypes = sorted({tensor.dtype for tensor in stored.values()})
+def _only_dtype(folder: Path, stored: Mapping[str, Stored], compressed: CompressedFolder | None) -> torch.dtype:
+    """Of plain weights."""
+    coded = set() if compressed is None else set(compressed.tensors())
+    dtypes = sorted({tensor.dtype for name, tensor in stored.items() if name not in coded})
     if len(dtypes) > 1:
         raise UsageError(f"{folder} holds tensors of {' and '.join(dtypes)}: say which to compute in with dtype=")
     return _DTYPES[dtypes[0]]

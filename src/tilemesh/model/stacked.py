@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from tilemesh.kernels.gated.reference import swiglu
-from tilemesh.kernels.row_linear.reference import row_linear
+from tilemesh.kernels.row_linear.reference import norm_row_linear, row_linear
+from tilemesh.model.norm import ResidualNorm
 
 
 @dataclass(frozen=True)
@@ -30,23 +31,45 @@ class StackedProduct:
 
     def __call__(self, x: Tensor) -> Tensor:
         if self.one_row and is_one_row(x):
-            made: Tensor = row_linear(x.view(1, -1), self.weight, self.bias)
-            return made.view(*x.shape[:-1], -1)
+            return times_row(x, self.weight, self.bias)
         return functional.linear(x, self.weight, self.bias)
 
     def gated(self, x: Tensor) -> Tensor:
         """silu of the first of two projections times the second."""
         if self.one_row and is_one_row(x):
-            made: Tensor = row_linear(x.view(1, -1), self.weight, self.bias, gate="silu")
-            return made.view(*x.shape[:-1], -1)
+            return times_row(x, self.weight, self.bias, gate="silu")
         gate, values = functional.linear(x, self.weight, self.bias).chunk(2, -1)
         product: Tensor = swiglu(gate, values)
         return product
+
+    def takes_norm(self, norm: ResidualNorm) -> bool:
+        """Whether the product of a single token can have this norm inside."""
+        return self.one_row and self.bias is None and norm.kind == "rmsnorm" and norm.weight is not None
+
+    def normed(self, x: Tensor, branch: Tensor, norm: ResidualNorm, gate: str = "none") -> tuple[Tensor, Tensor]:
+        """Of a single token: the product of the norm of x + branch, and x + branch."""
+        assert norm.weight is not None
+        return times_normed_row(x, branch, norm.weight, self.weight, norm.epsilon, gate)
 
 
 def is_one_row(x: Tensor) -> bool:
     """Whether these are activations of a single token on a GPU: a library's products are not made for that."""
     return x.device.type == "cuda" and x.numel() == x.shape[-1] and x.is_contiguous()
+
+
+def times_row(x: Tensor, weight: Tensor, bias: Tensor | None, gate: str = "none") -> Tensor:
+    """The product of a single token. A model's weights are never what the kernel before has just made."""
+    made: Tensor = row_linear(x.view(1, -1), weight, bias, gate=gate, settled=True)
+    return made.view(*x.shape[:-1], -1)
+
+
+def times_normed_row(
+    x: Tensor, branch: Tensor, scale: Tensor, weight: Tensor, eps: float, gate: str = "none"
+) -> tuple[Tensor, Tensor]:
+    """The same of the RMSNorm of x + branch; and x + branch."""
+    rows = (x.view(1, -1), branch.view(1, -1))
+    made, total = norm_row_linear(*rows, scale, weight, eps=eps, gate=gate, settled=True)
+    return made.view(*x.shape[:-1], -1), total.view(x.shape)
 
 
 @torch.no_grad()

@@ -31,7 +31,6 @@ from tilemesh.kernels.linear_cross_entropy.reference import linear_cross_entropy
 from tilemesh.kernels.mlp.reference import mlp
 from tilemesh.kernels.modules import FusedLinear
 from tilemesh.kernels.rotary.table import cosines_and_sines
-from tilemesh.kernels.row_linear.reference import row_linear
 from tilemesh.model.cache import AttendJoined, KeyValueCache
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.deferral import Deferral
@@ -40,7 +39,7 @@ from tilemesh.model.kernels import STANDARD, TORCH, ModelKernels
 from tilemesh.model.norm import ResidualNorm
 from tilemesh.model.part import ModelPart, whole_part
 from tilemesh.model.projection import PlainLinear, make_projection
-from tilemesh.model.stacked import StackedProduct, is_one_row
+from tilemesh.model.stacked import StackedProduct, is_one_row, times_row
 
 IGNORED = -100  # a target with this value counts for nothing in the loss
 INIT_STD = 0.02  # Radford et al. 2019, and the published Llama configurations
@@ -106,8 +105,7 @@ class Linear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  (the name nn.Linear uses)
         if self.serves and is_one_row(input):
-            made: Tensor = row_linear(input.view(1, -1), self.weight, self.bias)
-            return made.view(*input.shape[:-1], -1)
+            return times_row(input, self.weight, self.bias)
         if self.deferral is not None:
             return self.deferral.linear(input, self.weight, self.bias)
         return functional.linear(input, self.weight, self.bias)
@@ -146,6 +144,8 @@ class Attention(nn.Module):
         self.implementation = kernels.attention
         self.window, self.query_factor = config.window_of(layer), config.query_factor
         self.qk_norm = config.qk_norm
+        self.rotates_whole = config.rotary_width == config.head_width
+        """Whether rotary positions turn all of a head."""
         self.joined = False
         """Whether query, key and value come out of one product; their weights stay three."""
         self.stacked: StackedProduct | None = None
@@ -166,11 +166,8 @@ class Attention(nn.Module):
             return y_BTD
         if self.stacked is not None:
             qkv_BTF = self.stacked(x_BTD)
-            attend_joined = self._joined_cache(now, rotary)
-            if attend_joined is not None:
-                held = {"heads": self.heads, "kv_heads": self.kv_heads}
-                y_BTHE = attend_joined(self.layer, qkv_BTF, rotary, **held, window=self.window)
-                y_BTD = self.fc_o(y_BTHE.flatten(-2))
+            if self.joined_cache(now) is not None:
+                y_BTD = self.fc_o(self.attend(qkv_BTF, now))
                 return y_BTD
             q, k, v = torch.split(qkv_BTF, self.stacked.widths, dim=-1)
         elif self.joined:
@@ -201,13 +198,20 @@ class Attention(nn.Module):
         y_BTD = self.fc_o(y_BTHE.flatten(-2))
         return y_BTD
 
-    def _joined_cache(self, now: Pass, rotary: tuple[Tensor, Tensor] | None) -> AttendJoined | None:
+    def attend(self, qkv_BTF: Tensor, now: Pass, dtype: torch.dtype | None = None) -> Tensor:
+        """From the stacked product to what the last projection takes, where `joined_cache` has something."""
+        attend_joined, rotary = self.joined_cache(now), now.local_rotary if self.window else now.rotary
+        assert attend_joined is not None
+        held = {"heads": self.heads, "kv_heads": self.kv_heads}
+        return attend_joined(self.layer, qkv_BTF, rotary, **held, window=self.window, dtype=dtype).flatten(-2)
+
+    def joined_cache(self, now: Pass) -> AttendJoined | None:
         """The cache's attention over queries, keys and values side by side, where it has one and nothing but turning
         whole heads lies between the product and attention."""
         if now.cache is None or self.qk_norm != "none" or self.query_factor != 1:
             return None
-        whole = rotary is None or 2 * rotary[0].shape[-1] * self.heads == self.fc_o.weight.shape[1]
-        return getattr(now.cache, "attend_joined", None) if whole else None
+        rotary = now.local_rotary if self.window else now.rotary
+        return getattr(now.cache, "attend_joined", None) if rotary is None or self.rotates_whole else None
 
     def _normalized(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         assert self.q_norm is not None
@@ -369,6 +373,8 @@ class Layer(nn.Module):
     def forward(self, stream: ResidualStream, now: Pass) -> ResidualStream:
         x_BTD: Tensor
         y_BTD: Tensor
+        if self._has_norms_inside(stream, now):
+            return self._one_token(stream, now)
         if self.norm_place == "post":
             x_BTD = added(stream)
             x_BTD, _ = self.attention_norm(x_BTD, self.attention_dropout(self.attention(x_BTD, now), now))
@@ -390,6 +396,27 @@ class Layer(nn.Module):
         if self.mlp_out_norm is not None:
             y_BTD = self.mlp_out_norm(y_BTD)[0]
         return ResidualStream(x_BTD, self.mlp_dropout(y_BTD, now))
+
+    def _has_norms_inside(self, stream: ResidualStream, now: Pass) -> bool:
+        """Whether `_one_token` computes this: one token of a model that serves, and a plain layer with norms before."""
+        heads, gated = self.attention.stacked, self.mlp.stacked
+        if heads is None or gated is None or stream.branch is None or not is_one_row(stream.x):
+            return False
+        if self.norm_place != "pre" or self.parallel_residual or self.mlp.gate != "silu":
+            return False
+        takes = heads.takes_norm(self.attention_norm) and gated.takes_norm(self.mlp_norm)
+        return takes and self.attention.joined_cache(now) is not None
+
+    def _one_token(self, stream: ResidualStream, now: Pass) -> ResidualStream:
+        """The same with each norm inside of the product that reads it: two launches less for one token."""
+        heads, gated = self.attention.stacked, self.mlp.stacked
+        assert heads is not None
+        assert gated is not None
+        assert stream.branch is not None
+        qkv_BTF, x_BTD = heads.normed(stream.x, stream.branch, self.attention_norm)
+        y_BTD = self.attention.fc_o(self.attention.attend(qkv_BTF, now))
+        h_BTF, x_BTD = gated.normed(x_BTD, y_BTD, self.mlp_norm, gate="silu")
+        return ResidualStream(x_BTD, self.mlp.fc_out(h_BTF))
 
 
 class Transformer(nn.Module):

@@ -23,6 +23,7 @@ from tilemesh.core.shard import Shard, share
 from tilemesh.core.step.program import step_program
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.kernels import TORCH
+from tilemesh.model.lowbit import CompressedLinear, LowBitLinear, MaskedLinear, RoundedLinear
 from tilemesh.model.norm import ResidualNorm
 from tilemesh.model.part import ModelPart, cut_parts, whole_part
 from tilemesh.model.transformer import Layer, Transformer
@@ -78,6 +79,12 @@ def lay(
 
     if mesh.pp.size > 1 or plan.layer_by_layer:  # a single stage of a pipeline may be laid too
         assert isinstance(model, Transformer)
+        changed = [name for name, module in model.named_modules() if isinstance(module, CompressedLinear)]
+        if changed:
+            raise UsageError(
+                f"{changed[0]} is compressed, and stages and layers that are gathered or moved are made anew, plain; "
+                "set pp=1, zero to at most 2 and no offload of activations or weights; dp, tp and recomputation work"
+            )
         return _lay_stages(model, mesh, plan, seams, torch.device(device), exchange)
     shards = _cut(model, kinds, mesh, plan, seams, torch.device(device))
     held = trained(model, shards)
@@ -89,6 +96,10 @@ def _cut(
 ) -> dict[str, Shard]:
     """Make a module this rank's part of it; what its parameters are of the whole."""
     found = _matched(model, kinds)
+    if mesh.tp.size > 1:
+        for module in model.modules():
+            if isinstance(module, LowBitLinear):
+                module.open()  # a part of a matrix need not begin with a byte
     shards = _shards(model, found, mesh, plan.sequence_parallel)
     _cut_parameters(model, shards, device)
     if mesh.tp.size > 1:
@@ -271,7 +282,12 @@ def _require_module(name: str, module: nn.Module, split: Split) -> None:
 def _shards(model: nn.Module, found: Mapping[str, Split], mesh: Mesh, sequence: bool) -> dict[str, Shard]:
     shards = {}
     for name, parameter in model.named_parameters():
-        split = found.get(name.rpartition(".")[0], Whole())
+        module, _, last = name.rpartition(".")
+        split = found.get(module, Whole())
+        owner = model.get_submodule(module)
+        if isinstance(owner, CompressedLinear) and not isinstance(split, (Region, Whole)) and last != "bias":
+            by = "row" if isinstance(split, Row) else "column"
+            split = split if owner.cut_with(last, by) == by else Whole()
         mine = shard(name, parameter.shape, split, mesh.shape, mesh.comm.rank)
         # A whole parameter sees one rank's part of the activations where these are cut: along the tokens outside the
         # regions, by features inside. A row-split layer's bias is added where the region has ended.
@@ -338,6 +354,8 @@ def _cut_modules(model: nn.Module, found: Mapping[str, Split], seams: Seams) -> 
         elif isinstance(module, nn.Embedding) and isinstance(split, Vocabulary):
             first, _ = share(module.num_embeddings, seams.comm.size, seams.comm.rank)
             _replace(model, name, VocabularyEmbedding(module, seams, first))
+        elif isinstance(module, CompressedLinear):
+            _cut_compressed(name, module, split, seams)
         elif isinstance(module, nn.Linear) and isinstance(split, Row):
             _replace(model, name, RowLinear(module, seams))
         elif isinstance(module, nn.Conv2d) and isinstance(split, Row):
@@ -354,6 +372,30 @@ def _cut_modules(model: nn.Module, found: Mapping[str, Split], seams: Seams) -> 
                 enter_at(module, seams)
             if split.joins:
                 join_at(module, seams, whole)
+
+
+def _cut_compressed(name: str, module: CompressedLinear, split: Split, seams: Seams) -> None:
+    """A compressed projection stays the module it was, told of its new sizes and of the other ranks."""
+    if isinstance(module, MaskedLinear) and module.block is None:
+        raise UsageError(
+            f"{name}: unstructured pruning ranks the weights of a whole matrix, and tp cuts it; prune 2:4, or set tp=1"
+        )
+    ranks, is_row = seams.comm.size, isinstance(split, Row)
+    if is_row:
+        module.in_features //= ranks
+        module.reduce = seams.leave
+    else:
+        module.out_features //= ranks
+    if isinstance(module, (LowBitLinear, RoundedLinear)):
+        scheme = module.scheme
+        if is_row and scheme.granularity == "group" and module.in_features % scheme.group:
+            raise UsageError(
+                f"{name}: groups of {scheme.group} do not divide the {module.in_features} inputs of a rank; quantise "
+                "in smaller groups or per channel, or set a smaller tp"
+            )
+        # Who has all of a row finds its scale alone; a matrix under one scale has parts everywhere.
+        shared = is_row or (scheme.granularity == "tensor" and isinstance(module, RoundedLinear))
+        module.agree = (lambda most: seams.sum(most.contiguous(), "max")) if shared else None
 
 
 def _replace(model: nn.Module, name: str, new: nn.Module) -> None:

@@ -71,7 +71,8 @@ class Laid:
         self.held = held
         self.seams = seams
         self.gradients = gradients
-        self.recompute_every = plan.stretch(len(module.layers) if isinstance(module, Transformer) else 1)
+        own = plan.on_stage(mesh.pp.index)
+        self.recompute_every = own.stretch(len(module.layers) if isinstance(module, Transformer) else 1)
         """Layers in a stretch whose activations are computed again in backward; 0: all are kept."""
 
     @property

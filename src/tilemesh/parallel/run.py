@@ -5,14 +5,16 @@ becomes one call of something that was handed in. What a pass computes is a `Chu
 summed, updated or moved a `StepServices`'; so stages that only sleep run by the same code as a Transformer's.
 
 Messages do not hold up computing: a SEND is begun and left alone, a RECV takes its buffer and is begun, and the pass
-that reads it waits. Each message has a tag of its own, so a list in another order than the neighbour's is seen by the
-wait that never ends, and not by wrong numbers. While a rank waits, the watchdog of its communicator tells every other
-rank which action it is at and for whom it waits.
+that reads it waits. Where MPI moves a message only when it is asked to and a rank has cores to spare, a thread asks.
+Each message has a tag of its own, so a list in another order than the neighbour's is seen by the wait that never ends,
+and not by wrong numbers. While a rank waits, the watchdog of its communicator tells every other rank which action it is
+at and for whom it waits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -134,6 +136,7 @@ class StepRunner:
         # nccl, which knows no tags, wants the messages of two ranks in one order on both.
         ordered = own if comm.transport.device is not None else sends_first(own)
         self.actions = [(action, str(action)) for action in ordered]
+        self.has_messages = any(action.kind in ("SEND", "RECV") for action in own)
         self.arrivals: dict[_Key, _Arrival] = {}
         self.here: dict[_Key, Tensor] = {}
         """What a pass of this rank gave to another one of it, or to a SEND: under the key of who is to have it."""
@@ -141,14 +144,15 @@ class StepRunner:
 
     def __call__(self) -> None:
         """One step."""
-        for action, text in self.actions:
-            self.note(text)
-            if self.around is None:
-                self._do(action)
-            else:
-                self.around(action, lambda action=action: self._do(action))  # type: ignore[misc]
-        self.note("waiting for what was sent")
-        self.flush()
+        with self.comm.moving() if self.has_messages else nullcontext():
+            for action, text in self.actions:
+                self.note(text)
+                if self.around is None:
+                    self._do(action)
+                else:
+                    self.around(action, lambda action=action: self._do(action))  # type: ignore[misc]
+            self.note("waiting for what was sent")
+            self.flush()
 
     def flush(self) -> None:
         """Wait until all that was sent has been taken."""

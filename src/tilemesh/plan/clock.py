@@ -134,15 +134,18 @@ class Clock:
         layer = self.layer(plan)
         is_split = plan.pp > 1 and plan.schedule in SPLIT
         forward = layer.forward_s + layer.exchange_s
-        inputs = layer.backward_s - layer.weight_s + layer.recompute_s(plan.recompute)
+        inputs = layer.backward_s - layer.weight_s
         inputs += layer.exchange_split_s if is_split else layer.exchange_back_s
+        again = layer.recompute_s(plan.repeated)
+        stages = chunk_placement(plan.schedule, plan.pp, plan.interleave).directions[0] if plan.recompute_stages else ()
+        repeated = [again * plan.recomputes(stage) for stage in stages] or [again] * len(counts)
         weights = layer.weight_s + accumulate_s
         hop = self.hop_s(plan) if plan.pp > 1 else 0.0
         sender_waits = self.cluster.device.kind == "cpu" or self.code(plan) == "fused"
         # The ends of the pipeline have nobody to send to.
         sent = hop if sender_waits else 0.0
         fs = [forward * count + sent for count in counts]
-        bs = [inputs * count + sent for count in counts]
+        bs = [(inputs + more) * count + sent for more, count in zip(repeated, counts, strict=True)]
         fs[0] += layer.embedding_s[0] + layer.embedding_exchange_s
         bs[0] += layer.embedding_s[1] - sent
         fs[-1] += layer.head_s[0] + layer.head_exchange_s[0] - sent

@@ -185,11 +185,11 @@ and with sequence parallelism; this gives 12.1 and 12.0.)"""
 
 # ---- serving ---------------------------------------------------------------------------------------------------
 
-GRAPH_KERNEL_S = 2.6e-6
+GRAPH_KERNEL_S = (0.8e-6, 1.6e-6)
 """What a kernel of a decode step in a CUDA graph takes beside moving its bytes: its start, its first loads, its last
-stores. MEASURED on an H200, our engine, 1.1 B and 8 B Llama shapes, one sequence: 1.26 and 4.79 ms, which is 2.8 and
-3.2 us for each kernel counted here beside the bytes at a copy's rate; with 64 sequences less. (An empty kernel in a
-graph takes 0.94 us; a decode step of torch.compile in one graph comes to 1.5 to 2.4 us.)"""
+stores; of one sequence, and of several. MEASURED on an H200 for 1.1 B and 8 B Llama shapes: one sequence of 1,024
+tokens takes 0.778 and 3.938 ms, which is 0.9 and 0.6 us for each kernel counted here beside the bytes at a copy's rate,
+weights being read before the kernel ahead has ended; chains of the kernels for 64 sequences come to 1.5 to 1.8 us."""
 
 SERVE_HOST_S: Mapping[str, tuple[float, float]] = {
     # MEASURED on a Neoverse-N1 core, a model of two layers, 1, 16 and 64 sequences: 0.5, 2.3 and 7.5 ms per step.
@@ -199,6 +199,6 @@ SERVE_HOST_S: Mapping[str, tuple[float, float]] = {
 }
 """What the engine does while the device waits, a step and a sequence: planning, tables, drawing, booking, telling."""
 
-PAGED_ATTENTION_FRACTION = 0.66
+PAGED_ATTENTION_FRACTION = 0.87
 """Of a copy's rate, what attention over pages reaches on a GPU. MEASURED on an H200 with 64 sequences of 1,024 tokens:
-decode steps of 1.86 ms (1.1 B) and 7.90 ms (8 B), everything else taken as above."""
+0.72 (1.1 B) and 0.95 (8 B); with 256 of them 0.88 and 1.0."""

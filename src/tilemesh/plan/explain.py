@@ -37,10 +37,10 @@ def model_sections(model: ModelConfig, context: int, layout: ParallelPlan, seque
     """Parameters, FLOPs of a step, states, activations of one layer and KV cache."""
     return [
         parameter_section(model),
-        flops_section(model, sequences, context, layout.recompute),
+        flops_section(model, sequences, context, layout.repeated),
         states_section(model, layout.precision),
         zero_section(model, layout.precision, layout.dp),
-        activation_section(model, Task.of(layout, context), layout.recompute),
+        activation_section(model, Task.of(layout, context), layout.repeated),
         recipes_section(model, context, layout),
         relation_section(model, context),
         laws_section(),

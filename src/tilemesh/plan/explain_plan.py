@@ -10,7 +10,7 @@ from tilemesh.core.step import pace
 from tilemesh.core.step.book import chunk_placement
 from tilemesh.core.units import format_bytes, format_rate, format_seconds
 from tilemesh.model.work.kept import loss_tensors
-from tilemesh.model.work.operations import layer_work, recomputed_flops
+from tilemesh.model.work.operations import layer_work
 from tilemesh.model.work.passes import MemoryPass
 from tilemesh.model.work.weights import output_weight
 from tilemesh.plan.choose import SearchResult
@@ -27,8 +27,8 @@ def plan_sections(result: SearchResult) -> list[ExplainedPart]:
     best = result.best
     estimator = result.estimator()
     return [
-        flops_section(result.model, best.plan.batch, result.context, best.plan.recompute),
-        activation_section(result.model, estimator.clock.task(best.plan), best.plan.recompute),
+        flops_section(result.model, best.plan.batch, result.context, best.plan.repeated),
+        activation_section(result.model, estimator.clock.task(best.plan), best.plan.repeated),
         memory_section(estimator, best),
         bubble_section(best),
         time_section(estimator, best),
@@ -211,7 +211,7 @@ def time_section(estimator: Estimator, best: Prediction) -> ExplainedPart:
 def utilisation_section(result: SearchResult, best: Prediction) -> ExplainedPart:
     peak = result.cluster.device.peak(best.plan.compute_dtype)
     whole = f"{best.step_time_s:.4g} s x {best.plan.world} x {peak / 1e12:.4g} TFLOP/s"
-    again = recomputed_flops(result.model, best.plan.batch, result.context, best.plan.recompute)
+    again = best.hardware_flops - best.model_flops
     ratio = best.hardware_flops / best.model_flops
     rows = [
         ExplainedFigure(

@@ -110,6 +110,7 @@ def local_cpu(calibration: Calibration, ranks: int, cores: int, memory_bytes: in
         usable_bytes=memory_bytes // ranks,
         memory_bytes_per_s=rates.copy_bytes_per_s or copy,
         sm_count=threads_for(ranks, cores),
+        ranks_per_core=max(1.0, ranks / cores),
     )
     link = measured_link(calibration, ranks, cores) or assumed_link(copy, ranks, cores)
     words = _measured(calibration)

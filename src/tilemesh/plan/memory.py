@@ -214,8 +214,8 @@ class Room:
         """What the fullest rank needs, in closed form: a search asks for tens of thousands."""
         key = (
             plan.schedule, plan.pp, plan.accumulation, plan.interleave, plan.slices, plan.tp, plan.sequence_parallel,
-            plan.microbatch, plan.attention, plan.precision, plan.recompute, plan.recompute_every, plan.prefetch,
-            counts,
+            plan.microbatch, plan.attention, plan.precision, plan.recompute, plan.recompute_every,
+            plan.recompute_stages, plan.prefetch, counts,
         )  # fmt: skip
         ranks = self._ranks.get(key)
         if ranks is None:
@@ -251,7 +251,9 @@ class Room:
 
     def step_bytes(self, plan: ParallelPlan, counts: tuple[int, ...]) -> StepBytes:
         """What the actions of a step make and give back, by chunk: activations, until I and from there to W."""
-        kept, late = zip(*(self.chunk(plan, count) for count in counts), strict=True)
+        owners = self._placement(plan).directions[0] if plan.pp > 1 else (0,) * len(counts)
+        sizes = (self.chunk(plan.on_stage(stage), count) for stage, count in zip(owners, counts, strict=True))
+        kept, late = zip(*sizes, strict=True)
         beside = [pass_kept_bytes(self.model, self.task(plan), chunk == 0) for chunk in range(len(counts))]
         beside[-1] += self._loss_kept(plan)
         return StepBytes(kept=[one + more for one, more in zip(kept, beside, strict=True)], kept_for_weights=late)
@@ -296,6 +298,7 @@ class Room:
 
     def _rank(self, plan: ParallelPlan, rank: int, counts: tuple[int, ...]) -> _RankNeeds:
         """What a rank of the pipeline needs, whatever ZeRO cuts; activations in closed form."""
+        plan = plan.on_stage(rank)
         held = self._placement(plan).held[rank] if plan.pp > 1 else (0,)
         has_embedding, has_head = held[0] == 0, held[-1] == len(counts) - 1
         shards, code, is_cpu = self.shards(plan.tp), self.code(plan), self._device.kind == "cpu"
@@ -318,7 +321,7 @@ class Room:
             brief,
             sum(counts[chunk] for chunk in held),
             self._at_work(plan, held, counts),
-            self._reserved[code == "compiled" or plan.recompute != "none"],
+            self._reserved[code == "compiled" or plan.recompute == "full"],
         )
 
     def _later_bytes(self, plan: ParallelPlan, rank: _RankNeeds) -> int:
@@ -386,7 +389,7 @@ class Room:
         key = (plan.tp, plan.sequence_parallel, plan.microbatch, plan.attention, plan.precision, plan.recompute)
         found = self._activations.get(key)
         if found is None:
-            found = self._activations[key] = kept_bytes(kept_tensors(self.model, self.task(plan)), plan.recompute)
+            found = self._activations[key] = kept_bytes(kept_tensors(self.model, self.task(plan)), plan.repeated)
         return found
 
 

@@ -19,7 +19,7 @@ from tilemesh.model.config import ModelConfig
 from tilemesh.model.work.weights import why_not
 
 _FIELDS = ("dp", "tp", "pp", "sequence_parallel", "zero", "zero_group", "interleave", "chunk_layers", "accumulation")
-_SETTINGS = ("schedule", "slices", "recompute", "recompute_every", "offload", "attention")
+_SETTINGS = ("schedule", "slices", "recompute", "recompute_every", "recompute_stages", "offload", "attention")
 
 
 def nearest_layout(model: ModelConfig, plan: ParallelPlan) -> ParallelPlan | None:
@@ -40,6 +40,15 @@ def advice(model: ModelConfig, plan: ParallelPlan) -> str:
     return "" if other is None or other == plan else f"; the nearest layout that works: --set {changes(plan, other)}"
 
 
+def without_offload(plan: ParallelPlan) -> Iterator[ParallelPlan]:
+    """Plans that put less into the host's memory, the nearest first: more of it shared by replicas, then less moved."""
+    if plan.dp > 1:
+        yield from (dataclasses.replace(plan, zero=zero) for zero in range(plan.zero + 1, 4))
+    for count in range(len(plan.offloads) - 1, -1, -1):
+        for kept in itertools.combinations(plan.offloads, count):
+            yield dataclasses.replace(plan, offload="+".join(kept))
+
+
 def _around(plan: ParallelPlan) -> Iterator[ParallelPlan]:
     for tp, pp in itertools.product(_divisors(plan.world), repeat=2):
         if plan.world % (tp * pp):
@@ -54,9 +63,12 @@ def _around(plan: ParallelPlan) -> Iterator[ParallelPlan]:
                     "sequence_parallel": plan.sequence_parallel and tp > 1, "offload": "",
                     "zero_group": plan.zero_group if zero and dp % (plan.zero_group or 1) == 0 else 0,
                     "slices": plan.slices if schedule == "terapipe" else 1, "chunk_layers": (),
-                    "recompute": "full" if plan.recompute == "selective" else plan.recompute, "attention": "fused",
+                    "recompute_stages": (), "attention": "fused",
                 }  # fmt: skip
-                for more in ({}, {"chunk_layers": plan.chunk_layers, "offload": plan.offload}):
+                for more in (
+                    {},
+                    {name: getattr(plan, name) for name in ("chunk_layers", "offload", "recompute_stages")},
+                ):
                     try:
                         yield dataclasses.replace(plan, **fields | more)
                     except UsageError:

@@ -61,7 +61,6 @@ class StepClock:
         self.code: Code = "fused" if self.gpu else "eager"
         speed = speed_of(cluster.device, dtype, rates, self.code)
         # Launches are counted apart: a graph's kernels follow each other, and nothing of them is in training's figure.
-        self._launch_s = constants.GRAPH_KERNEL_S if self.gpu else (rates and rates.launch_s) or cluster.device.launch_s
         self._eager_launch_s = (rates and rates.launch_s) or cluster.device.launch_s
         self._speed = replace(speed, launch_s=0.0)
         self._host_s = constants.SERVE_HOST_S[cluster.device.kind]
@@ -92,7 +91,8 @@ class StepClock:
             attention += count * self._speed.seconds(operations) / share
             launches += count * _launches(operations)
         decoding = all(part.queries == 1 for part in parts)
-        waiting = launches * self._launch_s
+        launch_s = constants.GRAPH_KERNEL_S[tokens > 1] if self.gpu else self._eager_launch_s
+        waiting = launches * launch_s
         if self.gpu and not decoding:
             # No graph fits every mix of chunks: the host launches kernel by kernel, and is in front or behind.
             waiting = max(waiting, launches * self._eager_launch_s - dense - attention - exchange)

@@ -113,7 +113,9 @@ def candidates(estimator: Estimator, batch: int, pins: Pins) -> Iterator[list[Pa
                                 dp=dp, tp=tp, pp=pp, sequence_parallel=parallel, zero=zero, interleave=interleave,
                                 chunk_layers=(), microbatch=microbatch, accumulation=accumulation, schedule=schedule,
                                 recompute=recompute, attention=attention, precision=precision,
-                                recompute_every=(pins.recompute_every or 1) if recompute == "full" else 1, **as_said,
+                                recompute_every=(pins.recompute_every or 1) if recompute == "full" else 1,
+                                recompute_stages=(pins.recompute_stages or ()) if recompute == "full" else (),
+                                **as_said,
                             )
                             for recompute in (recomputes[:1] if frugal else recomputes)
                         ]  # fmt: skip

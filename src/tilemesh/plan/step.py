@@ -9,6 +9,7 @@ same lists of actions (`core/step/`).
 from __future__ import annotations
 
 import dataclasses
+import statistics
 from typing import NamedTuple
 
 from tilemesh.core.calibration import Rates
@@ -19,6 +20,7 @@ from tilemesh.core.ranges import Range
 from tilemesh.core.step import pace
 from tilemesh.core.step.book import SPLIT, chunk_placement
 from tilemesh.core.step.pace import RankLoad
+from tilemesh.core.step.program import recomputed_layers
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.work.operations import hardware_flops, model_flops
 from tilemesh.model.work.task import Code
@@ -153,13 +155,14 @@ class Estimator:
             raise UsageError(problem)
         frame = self._frame(plan, exact=True)
         times = self._times(plan, frame)
+        repeated = recomputed_layers(plan, frame.counts) / self.model.layers
         peak = self.cluster.device.peak(plan.compute_dtype) * plan.world
         return Prediction(
             plan=plan,
             step_time_s=times.total_s,
             tokens=plan.batch * self.context,
             model_flops=model_flops(self.model, plan.batch, self.context),
-            hardware_flops=hardware_flops(self.model, plan.batch, self.context, plan.recompute),
+            hardware_flops=hardware_flops(self.model, plan.batch, self.context, plan.repeated, repeated),
             peak_flops_per_s=peak,
             memory=self.room.fullest(plan, frame.counts),
             usable_bytes=self.usable_bytes,
@@ -167,7 +170,7 @@ class Estimator:
             traffic=self._traffic(plan, frame),
             bubble_fraction=pace.bubble_fraction(plan.schedule, plan.pp, plan.accumulation, plan.interleave),
             chunk_layers=frame.counts,
-            exchanges=exchanged(self.model, plan, self.clock.task(plan), frame.counts, frame.held[0]),
+            exchanges=exchanged(self.model, plan.on_stage(0), self.clock.task(plan), frame.counts, frame.held[0]),
             passes=frame.chunks.step_times if plan.pp > 1 else None,
             kept=self.room.step_bytes(plan, frame.counts) if plan.pp > 1 else None,
         )
@@ -190,7 +193,8 @@ class Estimator:
         is_split = plan.schedule in SPLIT
         key = (
             plan.tp, plan.pp, plan.sequence_parallel, plan.microbatch, placement.name, plan.interleave, is_split,
-            plan.recompute, plan.attention, plan.precision, plan.accumulation > 1, near, exact, plan.chunk_layers,
+            plan.recompute, plan.recompute_stages, plan.attention, plan.precision, plan.accumulation > 1, near, exact,
+            plan.chunk_layers,
         )  # fmt: skip
         found = self._frames.get(key)
         if found is None:
@@ -219,7 +223,7 @@ class Estimator:
         if ends is None:
             layer = self.clock.layer(plan)
             one = layer.forward_s + layer.backward_s + layer.exchange_s + layer.exchange_back_s
-            one += layer.recompute_s(plan.recompute) + self._accumulate_s(plan)
+            one += layer.recompute_s(plan.repeated) + self._accumulate_s(plan)
             # Tenths of a layer are as fine as a cut can use, and few enough to be remembered.
             first = round((sum(layer.embedding_s) + layer.embedding_exchange_s) / one, 1)
             last = round((sum(layer.head_s) + sum(layer.head_exchange_s)) / one, 1)
@@ -264,7 +268,8 @@ class Estimator:
             return 0.0
         weights, _, optimizer = state_bytes(frame.most_parameters, plan.precision, plan.zero, plan.zero_ranks)
         chunks, rank = frame.chunks, frame.busiest
-        kept = sum(self.room.chunk(plan, frame.counts[chunk])[0] for chunk in frame.held[rank])
+        own = plan.on_stage(rank)
+        kept = sum(self.room.chunk(own, frame.counts[chunk])[0] for chunk in frame.held[rank])
         forward_s = sum(chunks.forward_s[chunk] for chunk in frame.held[rank])
         backward_s = chunks.busy_s(frame.held[rank]) - forward_s
         away = 1.0 - on_device(plan, frame.layers[rank])
@@ -309,8 +314,9 @@ class Estimator:
         back_s = layer.exchange_split_s if plan.pp > 1 and plan.schedule in SPLIT else layer.exchange_back_s
         compute = count * (layer.forward_s + layer.backward_s + self._accumulate_s(plan))
         exchange = count * (layer.exchange_s + back_s)
-        again = count * layer.recompute_s(plan.recompute)
-        if plan.recompute == "full":  # repeated exchanges are exchanges
+        own = plan.on_stage(rank)
+        again = count * layer.recompute_s(own.repeated)
+        if own.recompute == "full":  # repeated exchanges are exchanges
             again, exchange = again - count * layer.exchange_s, exchange + count * layer.exchange_s
         if first:
             compute, exchange = compute + sum(layer.embedding_s), exchange + layer.embedding_exchange_s
@@ -331,12 +337,23 @@ class Estimator:
         return dataclasses.replace(found, host_s=late_s) if late_s > 0 else found
 
     def _pipe_s(self, plan: ParallelPlan, frame: Frame) -> float:
-        """All passes of a step: simulated, but for pipelines that would take seconds to simulate."""
-        per_rank = len(frame.held[0])
+        """All passes of a step: simulated, but for pipelines that would take seconds to simulate.
+
+        Where ranks take turns on a core, passes are as long as while all ranks compute. A stage that waits leaves its
+        core to the others, so a step takes as long as all stages compute on their share of the cores, or as the
+        schedule takes with a core for every rank, whichever is more; a little longer where for a moment fewer ranks
+        compute than there are cores.
+        """
+        per_rank, turns = len(frame.held[0]), self.cluster.device.ranks_per_core
         if plan.pp == 1 or pace.simulated_passes(plan.pp, plan.accumulation, per_rank) > MOST_PASSES:
-            return _closed_form_s(plan, frame)
-        shape = (plan.schedule, plan.pp, plan.accumulation, plan.interleave)
-        return pace.simulated_s(*shape, frame.chunks.step_times)
+            pipe_s = _closed_form_s(plan, frame)
+        else:
+            shape = (plan.schedule, plan.pp, plan.accumulation, plan.interleave)
+            pipe_s = pace.simulated_s(*shape, frame.chunks.step_times)
+        if plan.pp == 1 or turns == 1.0:
+            return pipe_s
+        busy_s = plan.accumulation * statistics.fmean(frame.busy_s(rank) for rank in range(plan.pp))
+        return max(pipe_s / turns, busy_s)
 
     def _traffic(self, plan: ParallelPlan, frame: Frame) -> dict[str, float]:
         """Bytes sent by a rank in the middle of the pipeline, where both neighbours are served."""

@@ -10,7 +10,7 @@ from tilemesh.core.step.simulate import Slot, simulate
 from tilemesh.core.units import format_bytes, format_count, format_seconds
 from tilemesh.plan.choose import SearchResult
 from tilemesh.plan.memory import RankMemory
-from tilemesh.plan.prediction import Prediction
+from tilemesh.plan.prediction import Prediction, trainable
 from tilemesh.report import timeline
 from tilemesh.report.bars import Bar, BarPart, bars
 from tilemesh.report.draw import Dots, Line, PageTable, Plot, PlotAxis, PlotLayer, Rule, chart, figure, grid
@@ -92,11 +92,11 @@ def _facts(best: Prediction) -> Html:
 
 
 def _table(result: SearchResult) -> Html:
-    head = ["layout", "step", "tokens/s", "MFU", "memory", "bubble", "exposed"]
+    head = ["layout", "step", "tokens/s", "MFU", "memory", "bubble", "exposed", "train"]
     rows: list[list[Child]] = [
         [one.plan.short(), format_seconds(one.step_time_s), format_count(one.tokens_per_s), percent(one.mfu, 1),
          format_bytes(one.memory.total_bytes), percent(one.bubble_fraction, 1),
-         percent(one.times.exposed_s / one.step_time_s, 1)]
+         percent(one.times.exposed_s / one.step_time_s, 1), trainable(one.plan)]
         for one in result.predictions
     ]  # fmt: skip
     return grid(PageTable(head, rows))

@@ -8,7 +8,7 @@ from tilemesh.core.axes import ORDER
 from tilemesh.core.units import format_bytes, format_count, format_seconds
 from tilemesh.measure.sample import Sample
 from tilemesh.plan.grade import expected_kept
-from tilemesh.report import compare, memory_part, mesh_part, pipeline_part, run_parts, time_parts
+from tilemesh.report import compare, memory_part, mesh_part, method_part, pipeline_part, run_parts, time_parts
 from tilemesh.report.html import Child, Html, el, join
 from tilemesh.report.kind_page import Beside, Fact, KindPage, PageSection, PairSection, Verdict
 from tilemesh.report.rows import percent, row_table
@@ -166,6 +166,7 @@ TRAIN_PAGE = KindPage(
         PageSection("pipeline", "The pipeline, measured and simulated", _pipeline),
         PageSection("memory", "Where the memory went", lambda run, beside: memory_part.memory(run, beside.memory)),
         PageSection("mesh", "The mesh and what crosses it", lambda run, _: mesh_part.mesh(run)),
+        PageSection("method", "How replicas kept together", lambda run, _: method_part.method(run)),
         PageSection("events", "Checkpoints, restarts and warnings", lambda run, _: run_parts.events(run)),
         PageSection("again", "To run it again", _again),
     ),

@@ -9,14 +9,15 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tilemesh.serve.engine import Answer, Completion, Engine
+    from tilemesh.serve.answers import Answer, Completion
+    from tilemesh.serve.engine import Engine
     from tilemesh.serve.request import Sampling
     from tilemesh.serve.scheduler import QueueFullError
     from tilemesh.serve.write import generate
 
 _WHERE = {
-    "Answer": "tilemesh.serve.engine",
-    "Completion": "tilemesh.serve.engine",
+    "Answer": "tilemesh.serve.answers",
+    "Completion": "tilemesh.serve.answers",
     "Engine": "tilemesh.serve.engine",
     "QueueFullError": "tilemesh.serve.scheduler",
     "Sampling": "tilemesh.serve.request",

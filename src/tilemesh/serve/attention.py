@@ -26,10 +26,6 @@ KEY_BLOCK = 64
 """Invariant mode: keys are reduced in blocks of this many positions, the first at position 0."""
 QUERY_BLOCK = 8
 """Invariant mode: queries of one sequence in one product, padded to as many."""
-SPLIT = 256
-"""Our kernels: keys of a sequence that one program attends to, where several share a sequence."""
-FEW_SPLIT = 64
-"""The same where only a few sequences decode: more programs, each with less to wait for."""
 _ROWS = {2: 64, 4: 32, 8: 16}
 """Our kernels: tokens times query heads of a tile of a prompt, by the bytes of an element."""
 _LEAST_ROWS = 16
@@ -79,20 +75,22 @@ class PagedKeyValues:
         self._batch = batch
         return self
 
-    def tile_sizes(self, group: int, itemsize: int) -> TileSizes | None:
-        """How our kernels want the tokens of a pass, where `group` query heads share a key head."""
+    def tile_sizes(self, heads: int, kv_heads: int, itemsize: int) -> TileSizes | None:
+        """How our kernels want the tokens of a pass."""
         if not self.by_kernel:
             return None
+        group = heads // kv_heads
         least = max(1, _LEAST_ROWS // group)
         if self.invariant:
-            return TileSizes(least, least, SPLIT, uniform=True)
-        return TileSizes(1, max(least, _ROWS[itemsize] // group), SPLIT)
+            return TileSizes(least, least, kv_heads, uniform=True)
+        return TileSizes(1, max(least, _ROWS[itemsize] // group), kv_heads)
 
-    def _pool(self, layer: int, like: Tensor, kv_heads: int, width: int) -> Tensor:
+    def _pool(self, layer: int, dtype: torch.dtype, kv_heads: int, width: int) -> Tensor:
         """Keys and values of a layer; its memory is taken when it first comes."""
         if layer not in self._stored:
             # One page more takes what padding writes. Zeros: a weight of 0 times NaN in unused memory would be NaN.
-            self._stored[layer] = like.new_zeros((2, self.pages + 1, self.page_tokens, kv_heads, width))
+            shape = (2, self.pages + 1, self.page_tokens, kv_heads, width)
+            self._stored[layer] = torch.zeros(shape, dtype=dtype, device=self.device)
         return self._stored[layer]
 
     def _attend_joined(
@@ -104,14 +102,15 @@ class PagedKeyValues:
         heads: int,
         kv_heads: int,
         window: int = 0,
+        dtype: torch.dtype | None = None,
     ) -> Tensor:
         batch = self._prepared
         assert batch.layout is not None
         width = qkv_BTF.shape[2] // (heads + 2 * kv_heads)
-        keys, values = self._pool(layer, qkv_BTF, kv_heads, width)
+        keys, values = self._pool(layer, dtype or qkv_BTF.dtype, kv_heads, width)
         tables = None if rotary is None else (rotary[0][0, :, 0], rotary[1][0, :, 0])
         q_THE = store_pages(
-            qkv_BTF[0], tables, batch.places_T, keys, values, heads=heads, implementation=self.implementation
+            qkv_BTF, tables, batch.places_T, keys, values, heads=heads, implementation=self.implementation
         )
         return self._attend_tiles(batch.layout, q_THE, keys, values, window)[None]
 
@@ -138,7 +137,7 @@ class PagedKeyValues:
     def attend(self, layer: int, q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, *, window: int = 0) -> Tensor:
         batch = self._prepared
         kv_heads, width = k_BTKE.shape[2:]
-        keys, values = self._pool(layer, k_BTKE, kv_heads, width)
+        keys, values = self._pool(layer, k_BTKE.dtype, kv_heads, width)
         # Padding writes to place -1: the last one of the page that no sequence has.
         places = batch.places_T
         keys.view(-1, kv_heads, width)[places] = k_BTKE[0]

@@ -23,6 +23,13 @@ _WORTH_A_CALL = 32
 _PADDING = 1.25
 _MOST_KEYS = 65_536  # of a group: what is gathered for one call stays small beside the pool
 
+SPLIT, FEW_SPLIT = 256, 64
+"""Keys of a part in our kernels, where several programs share a sequence; and where only a few sequences decode."""
+_FEW, _SHORT = 4, 16_384
+"""Sequences, and tokens of the longest, up to which parts are small: adding many of them up takes time too."""
+_ENOUGH, _EVEN = 256, 8192
+"""Programs from which a GPU is full without parts, and tokens up to which no sequence keeps the others waiting."""
+
 
 @dataclass(frozen=True)
 class AttentionGroup:
@@ -67,9 +74,21 @@ class TileSizes:
 
     decode: int
     prompt: int
-    split: int
+    heads: int
+    """Of keys: programs that a decoding sequence has in every part."""
     uniform: bool = False
     """Whether all tokens are in tiles and parts of one kind, so that a token's bits do not follow from the batch."""
+
+    def split(self, sequences: int, longest: int) -> int:
+        """Keys of a part where so many sequences decode, none longer than `longest`; 0: all in one.
+
+        Parts fill a GPU that has few sequences, and take a second kernel that adds them up.
+        """
+        if self.uniform:
+            return SPLIT
+        if sequences * self.heads >= _ENOUGH and longest <= _EVEN:
+            return 0
+        return FEW_SPLIT if sequences <= _FEW and longest <= _SHORT else SPLIT
 
 
 @dataclass(frozen=True)
@@ -180,10 +199,7 @@ def _layout(
     """Sequences that decode come first: they have one token each."""
     decoding = 0 if sizes.uniform else sum(piece.end - piece.begin == 1 for piece in ordered)
     sets = []
-    for first, last, tile, split in (
-        (0, decoding, sizes.decode, sizes.split),
-        (decoding, len(ordered), sizes.prompt, sizes.split if sizes.uniform else 0),
-    ):
+    for first, last, tile in ((0, decoding, sizes.decode), (decoding, len(ordered), sizes.prompt)):
         if first == last:
             continue
         begin = begins[first]
@@ -195,6 +211,7 @@ def _layout(
         end = begins[last - 1] + ordered[last - 1].end - ordered[last - 1].begin
         longest = rounded(max(piece.end for piece in ordered[first:last]))
         made = torch.tensor(tiles, dtype=torch.int32, device=device)
+        split = sizes.split(last - first, longest) if sizes.uniform or first < decoding else 0
         sets.append(TileSet(begin, end, made, tile, split, longest))
     columns = rounded(max(-(-piece.end // page_tokens) for piece in ordered))
     tables = torch.zeros(len(ordered), columns, dtype=torch.int32)

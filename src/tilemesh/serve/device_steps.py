@@ -19,15 +19,13 @@ from torch import Tensor
 
 from tilemesh.core.errors import RunError
 from tilemesh.model.sampling import keyed_uniform
-from tilemesh.serve.attention import FEW_SPLIT, SPLIT, PagedKeyValues
+from tilemesh.serve.attention import PagedKeyValues
 from tilemesh.serve.batch import Batch, PageLayout, TileSet, TileSizes, make_batch, token_span
 from tilemesh.serve.sampling import DrawKind, RowDraws, TokenDraw, draw_kind, draw_on_device
 from tilemesh.serve.scheduler import UNKNOWN, Scheduled, ServeLimits, StepPlan
 
 _INTS = ("known", "source", "position", "place", "count", "top_k")
 _FLOATS = ("temperature", "uniform", "top_p", "min_p")
-_FEW, _SHORT = 4, 4096
-"""Rows, and tokens of a sequence, up to which sequences are cut into smaller parts: adding those up takes time too."""
 _NO_INTS = (0, -1, 0, -1, 0, 0)
 _NO_FLOATS = (0.0, 0.0, 1.0, 0.0)
 """What a row of padding has."""
@@ -141,6 +139,12 @@ class DeviceSteps:
             self._fill((), (), self._bucket(rows))
             self._replay(self._bucket(rows), kind)
 
+    def prepare_all(self) -> None:
+        """Capture the steps of all numbers of rows, with tokens drawn in the two usual ways."""
+        for rows in sorted({self._bucket(rows) for rows in range(1, self._limits.running + 1)}):
+            for kind in (DrawKind.GREEDY, DrawKind.SAMPLED):
+                self.prepare(rows, kind)
+
     # ---- every request decodes ---------------------------------------------------------------------------------
 
     def _decode(self, entries: Sequence[Scheduled], drawings: Sequence[TokenDraw], kind: DrawKind) -> DrawnTokens:
@@ -198,7 +202,7 @@ class DeviceSteps:
         tokens = torch.where(source >= 0, self._drawn[source.clamp(min=0)], known).clamp(min=0)
         number = self._numbers[:rows]
         tiles = torch.stack((number, number, count, position), 1).to(torch.int32)
-        split = FEW_SPLIT if rows <= _FEW and self._limits.context <= _SHORT else SPLIT
+        split = self._tile_sizes.split(rows, self._limits.context)
         layout = TileSet(0, rows, tiles, self._tile_sizes.decode, split, self._limits.context)
         batch = Batch(tokens[None], position[None], place, (), None, (), PageLayout(self._tables[:rows], (layout,)))
         logits_NV = self._forward(batch)

@@ -11,7 +11,7 @@ import asyncio
 import json
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import aclosing, suppress
 from typing import Any
 
@@ -21,9 +21,10 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from tilemesh.core.errors import RunError, UsageError
+from tilemesh.serve.answers import Completion, collect
 from tilemesh.serve.chat import ChatTemplate
 from tilemesh.serve.core import AnswerPart, PromptJob
-from tilemesh.serve.engine import Completion, Engine, collect
+from tilemesh.serve.engine import Engine
 from tilemesh.serve.metrics import ServerMetrics
 from tilemesh.serve.protocol import AskedCompletion, RefusedError, read_chat, read_completion
 from tilemesh.serve.replicas import Replicas
@@ -44,9 +45,12 @@ _CLOSED_BY_CLIENT = 499  # what others log for it; nobody reads the reply
 _INVALID, _FAILED = "invalid_request_error", "server_error"
 
 
-def make_app(engine: Engine | Replicas, name: str | None = None) -> Starlette:
-    """The application: `name` is what the model is called; by default what its folder is."""
-    server = ServingApp(engine, name or engine.served.name)
+def make_app(
+    engine: Engine | Replicas, name: str | None = None, defaults: Mapping[str, Any] | None = None
+) -> Starlette:
+    """The application: `name` is what the model is called, by default as its folder; `defaults` are fields of
+    `Sampling` for requests that do not say."""
+    server = ServingApp(engine, name or engine.served.name, defaults or {})
     answer: Callable[[str, bool], Callable[[Request], Awaitable[Response]]] = server.answering
     return Starlette(
         routes=[
@@ -137,8 +141,8 @@ class LiveReply:
 
 
 class ServingApp:
-    def __init__(self, engine: Engine | Replicas, name: str) -> None:
-        self.engine, self.name = engine, name
+    def __init__(self, engine: Engine | Replicas, name: str, defaults: Mapping[str, Any]) -> None:
+        self.engine, self.name, self.defaults = engine, name, defaults
         self.metrics = ServerMetrics(lambda: engine.status)
         self.created = int(time.time())
         source = engine.served.chat_template
@@ -156,7 +160,7 @@ class ServingApp:
 
     async def _answer(self, request: Request, chat: bool) -> Response:
         try:
-            asked = (read_chat if chat else read_completion)(await _body(request))
+            asked = (read_chat if chat else read_completion)(await _body(request), self.defaults)
             self._check_model(asked.model)
             prompts = self._prompts(asked)
             reply = LiveReply(self.engine, prompts, asked, self.metrics)

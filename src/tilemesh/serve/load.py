@@ -29,11 +29,17 @@ from tilemesh.runs.kind import TRAIN
 from tilemesh.runs.manifest import MODEL
 from tilemesh.runs.names import CONFIG
 from tilemesh.runs.reader import open_checkpoint
+from tilemesh.serve.request import Sampling
 
 _TOKENIZER_FILE = "tokenizer.json"
 _TOKENIZER_CONFIG = "tokenizer_config.json"
 _TEMPLATE_FILE = "chat_template.jinja"
 _GENERATION_CONFIG = "generation_config.json"
+_GENERATION_FIELDS = {
+    "temperature": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty", "max_new_tokens": "max_tokens",
+}  # fmt: skip
+"""What transformers calls it, and what `Sampling` does."""
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 
 
@@ -117,6 +123,23 @@ def _of_huggingface(
         template if isinstance(template, str) else None,
         special,
     )
+
+
+def folder_defaults(source: str | Path) -> dict[str, Any]:
+    """What a Hugging Face folder's `generation_config.json` says of sampling, as fields of `Sampling`."""
+    path = Path(source) / _GENERATION_CONFIG
+    if not path.is_file():
+        raise UsageError(f"--generation-config was given and {path} is not there: leave it out")
+    told = _optional(path)
+    found = {ours: told[theirs] for theirs, ours in _GENERATION_FIELDS.items() if told.get(theirs) is not None}
+    if told.get("do_sample") is False:
+        found = {name: value for name, value in found.items() if name in ("max_tokens", "repetition_penalty")}
+        found["temperature"] = 0.0
+    try:
+        Sampling(**found)
+    except UsageError as error:
+        raise UsageError(f"{path}: {error}") from None
+    return found
 
 
 def _ends(path: Path, tokenizer: Tokenizer | None, vocabulary: int) -> frozenset[int]:

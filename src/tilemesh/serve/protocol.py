@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 from tilemesh.core.errors import UsageError, nearest
@@ -57,9 +58,9 @@ class _Found:
     asked: dict[str, Any] = field(default_factory=dict)
 
 
-def read_completion(body: object) -> AskedCompletion:
-    """A body of /v1/completions."""
-    found = _read(body, _COMPLETION)
+def read_completion(body: object, defaults: Mapping[str, Any] = MappingProxyType({})) -> AskedCompletion:
+    """A body of /v1/completions. `defaults`: fields of `Sampling` for bodies that do not say."""
+    found = _read(body, _COMPLETION, defaults)
     if "prompts" not in found.asked:
         raise RefusedError("prompt", "prompt is missing: expected a text or a list of tokens, or a list of either")
     found.sampling.setdefault("max_tokens", COMPLETION_TOKENS)
@@ -68,9 +69,9 @@ def read_completion(body: object) -> AskedCompletion:
     return _made(found)
 
 
-def read_chat(body: object) -> AskedCompletion:
+def read_chat(body: object, defaults: Mapping[str, Any] = MappingProxyType({})) -> AskedCompletion:
     """A body of /v1/chat/completions."""
-    found = _read(body, _CHAT)
+    found = _read(body, _CHAT, defaults)
     if "messages" not in found.asked:
         raise RefusedError("messages", "messages is missing: expected a list of messages with role and content")
     wanted, top = found.asked.pop("logprobs", False), found.sampling.pop("logprobs", None)
@@ -83,7 +84,9 @@ def read_chat(body: object) -> AskedCompletion:
 # ---- reading values --------------------------------------------------------------------------------------------
 
 
-def _read(body: object, fields: Mapping[str, Callable[[str, Any, _Found], None]]) -> _Found:
+def _read(
+    body: object, fields: Mapping[str, Callable[[str, Any, _Found], None]], defaults: Mapping[str, Any]
+) -> _Found:
     if not isinstance(body, dict):
         raise RefusedError(None, f"the body is {shown(body)}: expected a JSON object")
     found = _Found()
@@ -95,6 +98,7 @@ def _read(body: object, fields: Mapping[str, Callable[[str, Any, _Found], None]]
             hint = f"did you mean '{close}'? " if close else ""
             raise RefusedError(name, f"{shown(name)} is not served here: {hint}leave it out")
         fields[name](name, value, found)
+    found.sampling = {**defaults, **found.sampling}
     return found
 
 

@@ -14,8 +14,9 @@ from types import TracebackType
 from typing import Any
 
 from tilemesh.core.errors import UsageError
+from tilemesh.serve.answers import EngineStatus
 from tilemesh.serve.core import AnswerPart, PromptJob
-from tilemesh.serve.engine import Engine, EngineStatus, Prompt
+from tilemesh.serve.engine import Engine, Prompt
 from tilemesh.serve.request import FinishReason, Sampling
 from tilemesh.serve.route import PrefixRouter
 from tilemesh.serve.scheduler import QueueFullError

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tilemesh.serve.engine import Completion
+from tilemesh.serve.answers import Completion
 from tilemesh.serve.sampling import TokenLogprobs
 from tilemesh.serve.text import Decoder
 

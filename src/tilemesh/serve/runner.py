@@ -13,9 +13,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tilemesh.kernels.launch.gpu import launches_early
 from tilemesh.kernels.modules import FusedLinear
 from tilemesh.kernels.row_linear.cost import GATES
 from tilemesh.kernels.row_linear.reference import row_linear
+from tilemesh.model.few_tokens import FewTokens
 from tilemesh.model.norm import ResidualNorm
 from tilemesh.model.projection import PlainLinear
 from tilemesh.model.stacked import stack_products
@@ -68,10 +70,13 @@ class Runner:
             limits.pages, limits.page_tokens, limits.context, self.device, limits.swap_pages, invariant, implementation
         )
         config = model.config
-        self._tile_sizes = self.cache.tile_sizes(
-            config.heads // config.kv_heads, next(model.parameters()).element_size()
-        )
+        itemsize = next(model.parameters()).element_size()
+        self._tile_sizes = self.cache.tile_sizes(config.heads, config.kv_heads, itemsize)
         self._prepare_model()
+        self._few: FewTokens | None = None
+        """Computes passes of a few tokens, where the kernels for that can be had."""
+        if launches_early(self.device) and not invariant and FewTokens.serves(model):
+            self._few = FewTokens(model)
         self.ahead: DeviceSteps | None = None
         """Launches steps without waiting for their tokens, where that can be done."""
         if graphs is not None and self._tile_sizes is not None and not invariant:
@@ -139,10 +144,14 @@ class Runner:
         """Logits of the wanted tokens. Those of the others are never computed, except where shapes are constants."""
         model = self.model
         now = model.prepare(batch.tokens_1T, cache=self.cache.prepare(batch))
-        stream = ResidualStream(model.enter(batch.tokens_1T, None, now))
-        for layer in model.layers:
-            stream = layer(stream, now)
-        x_TD = model.normalize(stream)[0]
+        x_1TD = model.enter(batch.tokens_1T, None, now)
+        if self._few is not None and self._few.takes(x_1TD.shape[1]):
+            x_TD = self._few(x_1TD[0], now)
+        else:
+            stream = ResidualStream(x_1TD)
+            for layer in model.layers:
+                stream = layer(stream, now)
+            x_TD = model.normalize(stream)[0]
         if batch.wanted is None:
             return self._project(x_TD)
         if self.invariant:

@@ -20,6 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tilemesh.kernels.likeliest.reference import likeliest
 from tilemesh.model.sampling import keep_likeliest, keyed_uniform, pick, shares
 from tilemesh.serve.request import Sampling
 
@@ -70,15 +71,10 @@ class TokenLogprobs:
     """The likeliest, first first."""
 
 
-def _is_sound(logits_NV: Tensor) -> Tensor:
-    """Whether all of a row is finite."""
-    # A sum is infinite or NaN if a term is; in float32 at least, so that only absurd logits could overflow it.
-    return torch.isfinite(logits_NV.sum(-1, dtype=torch.promote_types(logits_NV.dtype, torch.float32)))
-
-
 def unsound_rows(logits_NV: Tensor) -> list[int]:
     """Rows with logits that are NaN or infinite."""
-    sound_N = _is_sound(logits_NV)
+    # A sum is infinite or NaN if a term is; in float32 at least, so that only absurd logits could overflow it.
+    sound_N = torch.isfinite(logits_NV.sum(-1, dtype=torch.promote_types(logits_NV.dtype, torch.float32)))
     return [] if bool(sound_N.all()) else [row for row, sound in enumerate(sound_N.tolist()) if not sound]
 
 
@@ -119,14 +115,13 @@ def draw_on_device(logits_NV: Tensor, draws: RowDraws, kind: DrawKind) -> Tensor
 
     -1 where logits are NaN or infinite. Bias, penalties and constraints are `draw_tokens`'s: they need the tokens.
     """
-    sound_N = _is_sound(logits_NV)
-    tokens_N = logits_NV.argmax(-1)
-    if kind is not DrawKind.GREEDY:
-        shares_NV = shares(logits_NV, draws.temperature_N)
-        if kind is DrawKind.FILTERED:
-            shares_NV = _filter_rows(shares_NV, draws)
-        tokens_N = torch.where(draws.temperature_N > 0, pick(shares_NV, draws.uniform_N), tokens_N)
-    return torch.where(sound_N, tokens_N, -1)
+    tokens_N: Tensor = likeliest(logits_NV)
+    if kind is DrawKind.GREEDY:
+        return tokens_N
+    shares_NV = shares(logits_NV, draws.temperature_N)
+    if kind is DrawKind.FILTERED:
+        shares_NV = _filter_rows(shares_NV, draws)
+    return torch.where((draws.temperature_N > 0) & (tokens_N >= 0), pick(shares_NV, draws.uniform_N), tokens_N)
 
 
 def _filter_rows(shares_NV: Tensor, draws: RowDraws) -> Tensor:

@@ -17,6 +17,7 @@ from tilemesh.core import config
 from tilemesh.core.context import membership
 from tilemesh.core.cores import available_cores
 from tilemesh.core.errors import Argument, RunError, UsageError
+from tilemesh.core.plan import ParallelPlan
 from tilemesh.core.ranges import SAMPLED_TOKENS, SEED, TEMPERATURE, TOP_K, TOP_P, Range, shown
 from tilemesh.core.runnable import lacks
 from tilemesh.core.units import format_bytes
@@ -26,11 +27,11 @@ from tilemesh.launch.job import MOST_RANKS, RANKS_PER_CORE
 from tilemesh.launch.start import check_restarts, choose_transport
 from tilemesh.measure.machine import this_machine, usable_gpus
 from tilemesh.model.adapter import adapted_modules
-from tilemesh.model.config import check_written_model, unlike
+from tilemesh.model.config import ModelConfig, check_written_model, unlike
 from tilemesh.model.families.book import read_config
 from tilemesh.model.work.weights import shard_parameters, why_not
 from tilemesh.plan.memory import state_bytes
-from tilemesh.plan.nearest import advice
+from tilemesh.plan.nearest import advice, changes, without_offload
 from tilemesh.runs import folder as folders
 from tilemesh.runs.manifest import MODEL, DamagedError, Manifest, checkpoints
 from tilemesh.runs.names import CHECKPOINTS, CONFIG, DAMAGED
@@ -263,16 +264,28 @@ def _check_host_memory(made: TrainConfig) -> None:
     if not {"optimizer", "weights"} & {*made.plan.offloads} or made.train.device == "cpu" or not usable_gpus():
         return
     member = membership()
-    plan, here = made.plan, made.plan.world if member is None else member.local_size
-    parameters = shard_parameters(made.model, plan.tp).stage(-(-made.model.layers // plan.pp), True, True)
-    weights, _, optimizer = state_bytes(parameters, plan.precision, plan.zero, plan.zero_ranks)
-    needed = here * (optimizer * ("optimizer" in plan.offloads) + weights * ("weights" in plan.offloads))
+    here = made.plan.world if member is None else member.local_size
     have = this_machine().memory_bytes
-    if needed > have:
-        raise UsageError(
-            f"plan.offload is {plan.offload}: that of {here} rank{'s' * (here > 1)} takes {format_bytes(needed)} of "
-            f"the host's memory and it has {format_bytes(have)}; set plan.offload= or share states with plan.zero=1"
-        )
+    needed = here * _host_bytes(made.model, made.plan)
+    if needed <= have:
+        return
+    fitting = next(
+        plan
+        for plan in without_offload(made.plan)
+        if here * _host_bytes(made.model, plan) <= have and next(lacks(plan), None) is None
+    )
+    raise UsageError(
+        f"plan.offload is {made.plan.offload}: that of {here} rank{'s' * (here > 1)} takes {format_bytes(needed)} of "
+        f"the host's memory and it has {format_bytes(have)}; the nearest layout that works: --set "
+        f"{changes(made.plan, fitting)}"
+    )
+
+
+def _host_bytes(model: ModelConfig, plan: ParallelPlan) -> int:
+    """What a rank keeps in the host's memory for the whole run."""
+    parameters = shard_parameters(model, plan.tp).stage(-(-model.layers // plan.pp), True, True)
+    weights, _, optimizer = state_bytes(parameters, plan.precision, plan.zero, plan.zero_ranks)
+    return optimizer * ("optimizer" in plan.offloads) + weights * ("weights" in plan.offloads)
 
 
 def _check_length(made: TrainConfig) -> None:

@@ -8,13 +8,14 @@ from typing import Any
 from tilemesh.core.errors import UsageError
 from tilemesh.core.hardware import parse_cluster
 from tilemesh.core.plan import ParallelPlan
+from tilemesh.core.step.program import chunk_layers, recomputed_layers
 from tilemesh.core.units import format_bytes
 from tilemesh.measure.machine import stamp
 from tilemesh.measure.row import Row
 from tilemesh.measure.sample import Sample
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.work.operations import hardware_flops, model_flops
-from tilemesh.model.work.weights import shard_parameters
+from tilemesh.model.work.weights import count_parameters, shard_parameters
 from tilemesh.plan.memory import state_bytes
 from tilemesh.train.predict import calibrated_peak, compute_dtype
 
@@ -33,7 +34,9 @@ def rows(found: Mapping[str, Any], predicted: Mapping[str, Any]) -> list[Row]:
     plan = found["plan"]
     context, batch = int(found["context"]), int(found["batch"])
     flops = model_flops(model, batch, context)
-    done_flops = hardware_flops(model, batch, context, plan["recompute"])
+    as_run = ParallelPlan(**plan)
+    repeated = recomputed_layers(as_run, chunk_layers(as_run, model.layers)) / model.layers
+    done_flops = hardware_flops(model, batch, context, as_run.repeated, repeated)
     peak, why_no_peak = calibrated_peak(found)
     if found.get("lora"):
         peak, why_no_peak = None, "the FLOPs of a step with adapters beside frozen weights are not counted"
@@ -100,6 +103,18 @@ def rows(found: Mapping[str, Any], predicted: Mapping[str, Any]) -> list[Row]:
         least = "frozen weights need neither gradients nor optimizer states; activations have no lower bound"
     made.append(row("peak memory a rank", "B", "memory_bytes", _exact(memory), None, {"limit": least}))
     return made
+
+
+def mfu_words(found: Mapping[str, Any]) -> str:
+    """How MFU counts attention, and what it would be by the other common count; nothing where there is no MFU."""
+    peak = None if found.get("lora") else _datasheet_peak(found) or calibrated_peak(found)[0]
+    if found["step_time_s"] is None or peak is None:
+        return ""
+    tokens = int(found["batch"]) * int(found["context"])
+    flops = 6 * count_parameters(ModelConfig(**found["model"])).total * tokens
+    share = Sample(**found["step_time_s"]).rate(flops).scaled(1 / peak).median
+    other = f"by 6 FLOPs per parameter and token it is {100 * share:.1f} %"
+    return f"MFU counts attention, the whole square of its scores; {other}"
 
 
 def least_exchange_share(found: Mapping[str, Any]) -> float:

@@ -34,6 +34,7 @@ SIZES = (16, 256, 1 << 10, 8 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 64 <<
 CLOSER = 2  # how often the sizes between are halved
 PART_SIZES = (16, 4 << 10, 64 << 10, 1 << 20, 16 << 20)
 READING_S = 0.01
+LAYER_TURNS = 4
 _TAG = 7  # a user's, of this communicator alone
 
 Say = Callable[[str], None]
@@ -60,7 +61,7 @@ def measure_fit(comm: Communicator, *, seconds: float = 0.4, most_bytes: int = 6
                     curves.setdefault(f"{collective}/{name}", {})[cell.payload] = sample
             wanted = between(measured)
     say("a layer, alone and beside the others")
-    layer_s = _layer(comm, max(0.5, 2 * seconds))
+    layer_s = layer_times(comm, max(0.5, 2 * seconds))
     sync_s = _meeting(comm, seconds)  # last: the first moments of a job belong to what still starts
     when = dt.datetime.now(dt.UTC).isoformat(timespec="seconds")
     fitted = {name: _curve(points) for name, points in curves.items()}
@@ -141,25 +142,29 @@ def _meeting(comm: Communicator, seconds: float) -> float:
     return found["meet"].median
 
 
-def _layer(comm: Communicator, seconds: float) -> tuple[float, float]:
+def layer_times(comm: Communicator, seconds: float) -> tuple[float, float]:
     """Seconds of a layer's passes while the other ranks sleep, and while all of them do the same.
 
     A layer like those of a small model, whose tensors do not fit a core's own caches: what ranks lose that share the
-    memory, and where they outnumber cores the caches too, is in the second.
+    memory, and where they outnumber cores the caches too, is in the second. Both are read in turns and the shortest
+    of each counts: a moment of somebody else's work in one of them would be taken for what ranks lose, or gain.
     """
     from tilemesh.measure.calibrate_layer import layer_passes, seconds_each  # torch, for this alone
 
     step = layer_passes(2, width=128, hidden=384, heads=4, rows=8, tokens=128)
     for _ in range(2):
         step()
-    comm.barrier()
-    if comm.rank:
-        time.sleep(seconds)
-    alone_s = seconds_each(step, seconds) if comm.rank == 0 else 0.0
-    comm.barrier()
-    together_s = seconds_each(step, seconds)
-    alone, together = comm.all_reduce(np.array([alone_s, together_s])).tolist()
-    return alone, together / comm.size
+    readings = []
+    for _ in range(LAYER_TURNS):
+        comm.barrier()
+        if comm.rank:
+            time.sleep(seconds)
+        alone_s = seconds_each(step, seconds) if comm.rank == 0 else 0.0
+        comm.barrier()
+        together_s = seconds_each(step, seconds) / comm.size
+        readings.append(comm.all_reduce(np.array([alone_s, together_s])))
+    alone, together = np.min(readings, axis=0).tolist()
+    return alone, together
 
 
 def _parts(comm: Communicator, curves: Readings, seconds: float, most_bytes: int) -> None:

@@ -7,6 +7,7 @@ The prediction of a load is made before the load runs: step times are fitted to 
 from __future__ import annotations
 
 import functools
+import statistics
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -23,6 +24,9 @@ from tilemesh.serve.scheduler import QueueFullError
 from tilemesh.serve.simulate import predicted, simulate
 
 _LONGEST_S = 3600.0
+_ARRIVING, _ARRIVING_OUTPUT, _STEPS_APART = 12, 12, (4, 12)
+"""Requests that arrive while others are answered, to fit step times to: how many, tokens of each answer, and how many
+steps of a single sequence one comes after the other, on average."""
 
 
 def run_load(engine: Engine, load: Sequence[LoadRequest], watched: bool = True) -> ServeHistory:
@@ -75,7 +79,8 @@ def run_load(engine: Engine, load: Sequence[LoadRequest], watched: bool = True) 
 
 
 def timed_steps(engine: Engine, batches: Sequence[int], seed: int = 1000) -> list[tuple[list[SequencePart], float]]:
-    """Steps of warm engines: so many sequences decoding at short and longer lengths, and chunks of prompts alone."""
+    """Steps of warm engines: so many sequences decoding at short and longer lengths, chunks of prompts alone, and the
+    mixed steps of requests that arrive one after the other."""
     longest = engine.limits.context
     short, long = max(1, min(24, longest // 4)), max(1, min(384, longest // 2))
     found: list[tuple[list[SequencePart], float]] = []
@@ -88,6 +93,13 @@ def timed_steps(engine: Engine, batches: Sequence[int], seed: int = 1000) -> lis
             found += [(step.works, step.seconds) for step in history.steps]
     for length in sorted({min(length, max(1, longest // 2)) for length in (16, 64, 200, 600)}):
         load = make_load(1, Lengths(length, length), Lengths(1, 1), engine.config.vocabulary, seed=seed - length)
+        found += [(step.works, step.seconds) for step in run_load(engine, load).steps]
+    # Steps of one or two sequences with a prompt beside them are what an engine that is not busy does all the time.
+    alone = [seconds for parts, seconds in found if len(parts) == 1 and parts[0].queries == 1]
+    for number, apart in enumerate(_STEPS_APART):
+        rate = 1 / (apart * (statistics.median(alone) if alone else 0.02))
+        some = (Lengths(short, max(short, long // 3)), Lengths(_ARRIVING_OUTPUT, _ARRIVING_OUTPUT))
+        load = make_load(_ARRIVING, *some, engine.config.vocabulary, rate=rate, seed=seed + 500 + number)
         found += [(step.works, step.seconds) for step in run_load(engine, load).steps]
     return found
 

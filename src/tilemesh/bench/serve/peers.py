@@ -63,6 +63,8 @@ class PeerProcess:
         environment = os.environ | {
             "OMP_NUM_THREADS": str(available_cores()), "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1",
         }  # fmt: skip
+        if device == "cpu":  # transformers' continuous batching takes a GPU that it sees, whatever the model is on
+            environment["CUDA_VISIBLE_DEVICES"] = ""
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
             env=environment,

@@ -36,6 +36,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 import numpy as np
@@ -347,6 +348,15 @@ class Communicator(Inspected):
             return out
 
         return self._message(False, source, tag, landing, finish, sized)
+
+    def moving(self) -> AbstractContextManager[None]:
+        """Inside, messages under way move while this rank computes.
+
+        Nothing is done where the library moves them by itself (gloo, nccl), and where a rank has one core alone or a
+        part of one, which the moving would be taken from.
+        """
+        has_cores = 2 * self.watch.process.board.ranks <= self.cores
+        return self.engine.moving() if has_cores and self.transport.caps.moved_by_threads else nullcontext()
 
     def _goes_by_device(self, x: Any) -> bool:
         return self.transport.device is not None and bool(getattr(x, "is_cuda", False))

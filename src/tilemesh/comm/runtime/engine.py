@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from tilemesh.comm.runtime.observe import TEST, WAIT, clock
@@ -66,6 +67,8 @@ class Running:
 # in a rank and more ranks than cores, the threads that end gloo's messages did not run for 20 s.
 _SPINS = 10
 _NAP_S = 100e-6
+# A library moves at most a few hundred KiB of a message each time it is asked; looking takes some 10 us.
+_MOVED_EVERY_S = 200e-6
 
 
 class CallEngine:
@@ -130,6 +133,24 @@ class CallEngine:
             raise running.error
         return running.result
 
+    @contextmanager
+    def moving(self) -> Iterator[None]:
+        """Inside, a thread moves what is under way while this one computes."""
+        over = threading.Event()
+
+        def move() -> None:
+            while not over.wait(_MOVED_EVERY_S):
+                if self.pending:
+                    self.progress()
+
+        mover = threading.Thread(target=move, name="tilemesh-mover", daemon=True)
+        mover.start()
+        try:
+            yield
+        finally:
+            over.set()
+            mover.join()
+
     @property
     def dropped(self) -> list[str]:
         """What was begun and has neither ended well nor been waited for."""
@@ -153,7 +174,8 @@ class Handle:
 
     `wait()` returns the result; `test()` moves all that is under way and says whether this one is done.
 
-    There is no thread in the background: things move inside `test()`, `wait()` and other calls of the communicator.
+    There is no thread in the background, unless the caller is inside `Communicator.moving()`: things move inside
+    `test()`, `wait()` and other calls of the communicator.
     """
 
     def __init__(self, engine: CallEngine, running: Running, watch: Watch, doing: tuple[int, str, int]) -> None:

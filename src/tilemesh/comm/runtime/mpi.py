@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache, lru_cache, partial
 from itertools import accumulate
 from queue import SimpleQueue
@@ -169,6 +170,7 @@ class MpiTransport:
     def __init__(self, comm: Any, blocks: bool) -> None:
         """`comm` becomes ours: give a duplicate. `blocks`: every rank makes collectives in their blocking form."""
         self.comm = comm
+        self.caps = replace(MpiTransport.caps, moved_by_threads=blocks)
         self.blocks = blocks
         self.worker = _Worker()
         self.rank: int = comm.Get_rank()

@@ -47,6 +47,7 @@ class Caps:
 
     `spins`: who waits for a message keeps a core busy.
     `moves_alone`: a message that was posted arrives without anybody looking at it.
+    `moved_by_threads`: it arrives while a thread beside the rank's own looks at it, and only then.
     `tells_sizes`: an exact `post` notices a message of another size; elsewhere the size has to be sent along.
     `saturating`: integer dtypes whose sums the library may cut off at the largest value instead of wrapping around.
     """
@@ -56,6 +57,7 @@ class Caps:
     crowded: bool = False
     tells_sizes: bool = True
     moves_alone: bool = False
+    moved_by_threads: bool = False
     spins: bool = False
     saturating: frozenset[str] = frozenset()
 

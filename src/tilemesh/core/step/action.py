@@ -115,6 +115,8 @@ class StepProgram:
     """Pieces of a sequence that pass through the chunks one after the other (TeraPipe)."""
     versions: int = 1
     """Versions of a chunk's weights that a rank holds at once: an UPDATE overwrites the oldest."""
+    keeps_versions: bool = True
+    """Whether a backward pass reads the version that its forward pass read, as autograd would have it."""
 
     @property
     def ranks(self) -> int:

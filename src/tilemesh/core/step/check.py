@@ -60,7 +60,7 @@ def _require_lists(program: StepProgram) -> None:
 
 
 def _require_passes(program: StepProgram) -> None:
-    """Every pass once, and all passes of a microbatch through a chunk with the same version of its weights."""
+    """Every pass once, and all passes of a microbatch through a chunk with one version of its weights, if declared."""
     versions: dict[PassDone, int] = {}
     for rank, actions in enumerate(program.actions):
         for action in actions:
@@ -78,7 +78,7 @@ def _require_passes(program: StepProgram) -> None:
                     if event not in versions:
                         kind = "B" if event.kind != "F" and events[1] not in versions else event.kind
                         raise BrokenStepError(f"{program.name}: nobody does {Action(kind, *place)}")
-                if len({versions[event] for event in events}) > 1:
+                if program.keeps_versions and len({versions[event] for event in events}) > 1:
                     raise BrokenStepError(
                         f"{program.name}: {Action('F', *place)} reads version {versions[events[0]]} of the weights and "
                         f"its backward pass another, expected the same"

@@ -16,6 +16,7 @@ _STYLE = "".join(
     f".{kind}{place}{{fill:{colours[kind]}}}" for place, colours in enumerate((_COLOURS, _LATER)) for kind in colours
 )
 _LEAST_WIDTH, _MOST_WIDTH = 820, 1600
+_MOVES = {"GATHER": "weights gathered", "REDUCE": "gradients summed", "UPDATE": "update", "OUT": "out", "IN": "in"}
 _BARS = " ▁▂▃▄▅▆▇█"
 
 LEGEND = (
@@ -77,8 +78,14 @@ def _at(curve: Curve, begin_s: float, end_s: float) -> float:
     return max([*before[-1:], *within])
 
 
-def svg(program: StepProgram, timeline: Timeline, memory: Sequence[Curve] = (), title: str = "") -> str:
-    """The same in colours; pointing at a pass tells its name."""
+def svg(
+    program: StepProgram,
+    timeline: Timeline,
+    memory: Sequence[Curve] = (),
+    title: str = "",
+    areas: str = "activations kept",
+) -> str:
+    """The same in colours; pointing at a pass tells its name. `areas`: what the memory is of."""
     _require_legible(timeline)
     left, top, lane, below = 64, 34, 24, 22 if memory else 4
     # Wide enough for a number in the shortest pass, and for the legend.
@@ -90,7 +97,8 @@ def svg(program: StepProgram, timeline: Timeline, memory: Sequence[Curve] = (), 
         y = top + rank * (lane + below + 6)
         body.append(f'<text x="8" y="{y + 16}">rank {rank}</text>')
         body.append(f'<rect x="{left}" y="{y}" width="{width}" height="{lane}" fill="#f1f1f1"/>')
-        for slot in (slot for slot in timeline.slots if slot.rank == rank):
+        mine = (slot for slot in timeline.slots if slot.rank == rank)
+        for slot in sorted(mine, key=lambda slot: slot.action.kind not in COMPUTE):  # lines over boxes
             body += _shapes(program, slot, left, y, lane, scale)
         if memory and most:
             body.append(_area(memory[rank], timeline.total_s, most, left, y + lane + 2, below - 2, scale))
@@ -102,7 +110,11 @@ def svg(program: StepProgram, timeline: Timeline, memory: Sequence[Curve] = (), 
         body.append(f'<rect x="{x}" y="{height - 18}" width="10" height="10" fill="{_COLOURS[kind]}"/>')
         body.append(f'<text x="{x + 14}" y="{height - 9}">{words}</text>')
         x += 34 + 6 * len(words)
-    words = "pale: a rank's later chunks" + ("; grey areas: activations kept" if memory else "")
+    words = "pale: a rank's later chunks" + (f"; grey areas: {areas}" if memory else "")
+    moves = {slot.action.kind for slot in timeline.slots if slot.end_s > slot.start_s} & set(_MOVES)
+    if moves:
+        red = f"red: {', '.join(_MOVES[kind] for kind in _MOVES if kind in moves)}"
+        body.append(f'<text x="{left + width}" y="20" text-anchor="end">{red}</text>')
     body.append(f'<text x="{x}" y="{height - 9}">{words}</text>')
     return "\n".join(
         [

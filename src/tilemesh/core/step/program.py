@@ -13,7 +13,7 @@ from itertools import accumulate, pairwise
 from tilemesh.core.errors import UsageError
 from tilemesh.core.plan import ParallelPlan
 from tilemesh.core.step.action import Action, StepProgram
-from tilemesh.core.step.book import build, why_not_built
+from tilemesh.core.step.book import build, chunk_placement, why_not_built
 from tilemesh.core.step.passes import exchange, gather, offload, stow
 from tilemesh.core.step.placement import ChunkPlacement
 
@@ -55,6 +55,14 @@ def chunk_layers(plan: ParallelPlan, layers: int) -> tuple[int, ...]:
 def settled(plan: ParallelPlan, layers: int) -> ParallelPlan:
     """The plan with the chunks it is run with, where it does not say them."""
     return plan if plan.pp == 1 else replace(plan, chunk_layers=chunk_layers(plan, layers))
+
+
+def recomputed_layers(plan: ParallelPlan, counts: tuple[int, ...]) -> int:
+    """Of the layers in these chunks, those that are computed again in backward passes."""
+    if not plan.recompute_stages or plan.pp == 1:
+        return sum(counts) if plan.recomputes(0) else 0
+    stages = chunk_placement(plan.schedule, plan.pp, plan.interleave).directions[0]
+    return sum(count for stage, count in zip(stages, counts, strict=True) if plan.recomputes(stage))
 
 
 def step_program(plan: ParallelPlan, layers: int, *, update: bool = False) -> PlannedStep:

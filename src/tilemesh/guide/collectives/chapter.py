@@ -30,8 +30,10 @@ print(draw.pictures(3))
 
 # %% [markdown]
 # They come in pairs that undo each other, or would if adding could be undone: scatter and gather; broadcast and
-# reduce; all_gather and reduce_scatter. all_reduce is reduce_scatter followed by all_gather. all_to_all (everybody
-# sends a different block to everybody) undoes itself. Tried out on four ranks:
+# reduce; all_gather and reduce_scatter. Where one *copies*, the other *adds*. (Training needs both: it goes forward
+# through a model and then backward, to find out how the loss depends on every number. If forward copies a number to
+# four ranks, backward adds up what the four found out.) all_reduce is reduce_scatter followed by all_gather.
+# all_to_all, in which everybody sends a different block to everybody, undoes itself. Tried out on four ranks:
 
 # %%
 for rank_says in run_threads(4, work.inverses):
@@ -51,9 +53,9 @@ for rank_says in run_threads(4, work.minimal_and_built_in):
 
 # %% [markdown]
 # So why are there libraries of collectives? Count the bytes. The minimal all-reduce sends the whole array to each of
-# the other ranks. A **ring** cuts the array into as many pieces as there are ranks. Each rank sends one piece to its
-# neighbour, which adds its own and sends the sum on. After n-1 rounds every rank owns one finished piece (that was a
-# reduce_scatter); n-1 more rounds carry the finished pieces round (an all_gather).
+# the other ranks. A **ring** cuts the array into as many pieces (*chunks*) as there are ranks. Each rank sends one
+# piece to its neighbour, which adds its own and sends the sum on. After n-1 rounds every rank owns one finished piece
+# (that was a reduce_scatter); n-1 more rounds carry the finished pieces round (an all_gather).
 
 # %%
 print(draw.text(build("all_reduce", "ring", 4)))
@@ -99,7 +101,7 @@ for algorithm in ("ring", "tree"):
 four = Ranks(4)
 small_s, middle_s, large_s = four.call(ping_pong, [8, 1 << 20, 8 << 20])[0]  # between ranks 0 and 1
 alpha_s = small_s
-beta_s = max(large_s - middle_s, 1e-9) / (7 << 20)
+beta_s = max(large_s - middle_s, 1e-9) / (7 << 20)  # 7 MiB more took so much longer
 wire = Wire(alpha_s, 1 / beta_s)
 print(f"α = {format_seconds(alpha_s)}, 1/β = {format_rate(1 / beta_s, 'B/s')}")
 for size in (1 << 10, 64 << 10, 4 << 20, 64 << 20):
@@ -118,6 +120,7 @@ guess = predict(
     "time of a 64 MiB all-reduce on 4 ranks", unit="s", model=cost.seconds("all_reduce", "ring", 4, size, wire)
 )
 copy_s = copy_seconds(size)
+# A collective is done when its slowest rank is: of each repetition the longest time counts.
 measured = {
     name: Sample.of([max(times) for times in zip(*four.call(work.all_reduce_seconds, size, name), strict=True)])
     for name in ("ring", "auto")
@@ -141,7 +144,7 @@ print(f"ring {format_seconds(ring_s)}, what tilemesh picks by itself {format_sec
 # first, it would cost n-1 times as much. Simulated:
 
 # %%
-free = Memory(1e18, 1e18)
+free = Memory(1e18, 1e18)  # adding and copying take no time here: only messages do
 line_ranks, payload = 8, 1 << 20
 ring = build("all_reduce", "ring", line_ranks)
 link = Wire(2e-6, 25e9)

@@ -51,8 +51,9 @@ ROUNDS = numeric(
 
 BACKWARD = choice(
     "backward",
-    "In the forward pass ranks call all_gather on their parts of x. Which collective brings the gradients back in "
-    "backward?",
+    "In the forward pass every rank gives its part of x, and all_gather copies all parts to all ranks. Backward, "
+    "each rank "
+    "has gradients for its copies of all parts. Which collective gives every rank the summed gradient of its own part?",
     {
         "reduce_scatter": None,
         "all_gather": "all_gather gave every rank a copy of every part. Backward has a gradient for each copy; those "

@@ -143,7 +143,9 @@ def ring_or_tree(ranks: int = 16) -> str:
         for colour, name in enumerate(("ring", "tree"))
     ]
     values = [value for line in lines for _, value in line.points if value is not None]
-    x = PlotAxis(sizes[0], sizes[-1], "bytes of the array", lambda value: format_bytes(value), log=True, binary=True)
+    x = PlotAxis(
+        sizes[0], 2 * sizes[-1], "bytes of the array", lambda value: format_bytes(value), log=True, binary=True
+    )
     y = PlotAxis(min(values) / 1.5, max(values) * 1.5, "seconds", format_seconds, log=True)
     table = PageTable(["bytes", "ring", "tree"], [])
     return svg(

@@ -45,8 +45,9 @@ except RunError as error:
 # %% [markdown]
 # ## A token round the ring
 #
-# Now a chain: each rank waits for the one before it, adds 1, and passes the token on. With n ranks, how many messages
-# are sent in all, until the token is back at rank 0?
+# Now a chain: an array with one number, the *token*, goes from rank 0 to rank 1, on to rank 2 and so forth, and from
+# the last rank back to rank 0. Each rank waits for the one before it, adds 1, and passes the token on. With n ranks,
+# how many messages are sent in all?
 
 # %%
 lesson.source(work.pass_token)
@@ -72,7 +73,7 @@ assert [seen for seen, _ in results] == [6, 2, 3, 4, 5, 6]
 #
 # `send` may wait until the other side receives. Two ranks that both send first wait for each other for ever. Nothing
 # crashes and nothing is printed: the program just stands still. It is the most common bug of distributed programs.
-# Here a **watchdog** notices it, says who waits for whom, and ends the program:
+# Here a **watchdog** notices it after half a second (`timeout_s`), says who waits for whom, and ends the program:
 
 # %%
 lesson.source(work.everybody_sends_first)
@@ -135,7 +136,7 @@ assert run_threads(2, lambda comm: work.on_a_device(comm, "cpu")) == ["sum is [2
 
 # %%
 lesson.source(work.ping_pong)
-small, large = 8, 16 << 20
+small, large = 8, 16 << 20  # bytes; 16 << 20 is 16 * 2**20, 16 MiB
 copy_s = work.copy_seconds(large)
 print(f"one copy of 16 MiB inside this process: {format_seconds(copy_s)}")
 alpha_s = LINKS["memory"].latency_s

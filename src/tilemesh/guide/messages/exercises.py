@@ -161,7 +161,8 @@ def swap(comm, mine, other):
     solution=swap,
     planted=(send_first, no_wait, own_box, nothing_sent),
     correct=why_not_swap,
-    explanation="This pair, irecv and isend and then two waits, is a *sendrecv*: the step of which rings are made.",
+    explanation="Most programs do it by irecv and isend and then two waits. The pair is called a *sendrecv*: rings "
+    "are made of it.",
 )
 
 EXERCISES = (TOKEN, WAITS, BUFFER, SWAP)

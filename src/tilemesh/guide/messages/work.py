@@ -22,9 +22,9 @@ def greet(comm: Communicator) -> int:
 
 
 def pass_token(comm: Communicator) -> int:
-    """A counter goes once round the ring of ranks; each adds 1. Returns what this rank saw arrive."""
+    """A counter goes once round the ring of ranks; each adds 1. Returns what it held when it was last here."""
     token = np.zeros(1, np.int64)
-    before, after = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
+    before, after = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size  # % closes the circle
     if comm.rank > 0:
         comm.recv(token, source=before)
     token += 1

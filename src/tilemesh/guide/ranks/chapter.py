@@ -8,8 +8,11 @@
 # its
 # **rank**: 0, 1, 2 and so on. All ranks together are the **world**.
 #
+# The page that goes with this chapter, with drawings, is `docs/guide/ranks/README.md`.
+#
 # Each chapter asks you to *predict* a number before it measures it. A wrong guess costs nothing and teaches more than
-# a right one that was never made. Type `3 ms`, `2.5 GB/s` or `12`; Enter skips.
+# a right one that was never made. Type `3 ms`, `2.5 GB/s` or `12`; Enter skips. Beside your guess you will see what a
+# *cost model* says (a formula, computed beforehand), what was *measured*, and the *limit*: the best that could be.
 
 # %%
 import os
@@ -31,7 +34,8 @@ predict = lesson.predict
 # ## Starting ranks
 #
 # `Ranks(4)` starts four processes that wait for work; `ranks.call(function)` runs a function on each and returns a
-# list with one result per rank. The function lives in a file that every process can import:
+# list with one result per rank. The function lives in a file that every process can import (`lesson.source` prints
+# its code):
 
 # %%
 lesson.source(work.hello)
@@ -69,7 +73,8 @@ pprint(answers)
 
 # %% [markdown]
 # Four different pids: four processes. Every one executed the same function; only `rank` tells them apart. This style
-# has a name, SPMD: *single program, multiple data*.
+# has a name, SPMD: *single program, multiple data*. (Lines that begin with `assert` check what was just said. If one
+# of them did not hold on your machine, the chapter would stop there.)
 
 # %%
 assert [answer["rank"] for answer in answers] == [0, 1, 2, 3]
@@ -122,10 +127,12 @@ assert {pid for _, pid in pids} == {os.getpid()}
 # %% [markdown]
 # ## Groups
 #
-# Large jobs put their ranks on a grid. With dp = 2 and tp = 4, eight ranks hold two copies of a model, each copy cut
-# into four parts. A rank then works in two groups: its **row** (the ranks that share its copy) and its **column**
-# (the ranks that hold the same part). `comm.split(color)` makes groups: ranks that give the same color belong
-# together.
+# A large model may not fit into one process's memory, so several ranks hold a part each: that many-ness is called tp,
+# for *tensor parallel*. And to get through more data, there are several such copies: dp, for *data parallel*. With dp
+# = 2 and tp = 4, eight ranks form a grid (a *mesh*) of two rows and four columns. A rank then works in two groups:
+# its **row** (the ranks that together hold its copy) and its **column** (the ranks that hold the same part of another
+# copy). `comm.split(color)` makes groups: every rank calls it with a number, the color, and ranks that give the same
+# number get a communicator of their own.
 
 # %%
 lesson.source(work.in_groups)

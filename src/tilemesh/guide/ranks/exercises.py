@@ -25,7 +25,8 @@ WORLD_SUM = numeric(
 
 COLUMN = listing(
     "column",
-    "16 ranks form a mesh of dp = 4 by tp = 4, model-major (tp varies fastest). Which ranks are in rank 6's "
+    "16 ranks form a mesh of dp = 4 rows by tp = 4 columns, numbered row by row: 0 to 3 are the first row. Which "
+    "ranks are in rank 6's "
     "data-parallel "
     "group, itself included?",
     (2, 6, 10, 14),
@@ -130,7 +131,7 @@ def _reason(rank: int, dp: int, tp: int, given: Groups) -> str:
 
 GROUPS = code(
     "groups_of",
-    "Write a function that says who is in a rank's two groups on a mesh of dp by tp ranks (tp varies fastest).",
+    "Write a function that says who is in a rank's two groups on a mesh of dp rows by tp columns, numbered row by row.",
     '''def groups_of(rank, dp, tp):
     """(tensor-parallel group, data-parallel group): two lists of ranks of the world."""
     ...''',

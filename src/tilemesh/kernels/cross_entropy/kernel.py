@@ -28,21 +28,28 @@ NOTHING = tl.constexpr(-1e30)
 @triton.jit
 def add_exponentials(
     logits, begin, end, V, x_n, largest, total, plain,
-    SMOOTHS: tl.constexpr, MASKED: tl.constexpr, COLUMNS: tl.constexpr, WIDE: tl.constexpr,
+    SMOOTHS: tl.constexpr, MASKED: tl.constexpr, COLUMNS: tl.constexpr, LANES: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Blocks of columns [begin, end): each lane's largest logit, its sum of exponentials and its plain sum."""
+    """Blocks of columns [begin, end): each lane's largest logit, its sum of exponentials and its plain sum.
+
+    A lane has several columns side by side, which one thread loads at once: its sum is rescaled once for all of them,
+    and not by one more exponential for each.
+    """
     kind: tl.constexpr = tl.float64 if WIDE else tl.float32
     log2_e: tl.constexpr = 1.4426950408889634
-    for first in range(begin, end, COLUMNS):
-        columns = first + tl.arange(0, COLUMNS)
+    each: tl.constexpr = COLUMNS // LANES
+    within = tl.arange(0, LANES)[:, None] * each + tl.arange(0, each)[None, :]
+    for first in tl.range(begin, end, COLUMNS, num_stages=1):
+        columns = first + within
         if MASKED:
             value = tl.load(logits + columns * x_n, mask=columns < V, other=float("-inf")).to(kind)
         else:
             value = tl.load(logits + columns * x_n).to(kind)
         if SMOOTHS:
-            plain += tl.where(columns < V, value, 0.0)
-        larger = tl.maximum(largest, value)
-        total = total * tl.exp2((largest - larger) * log2_e) + tl.exp2((value - larger) * log2_e)
+            plain += tl.sum(tl.where(columns < V, value, 0.0), 1)
+        larger = tl.maximum(largest, tl.max(value, 1))
+        powers = tl.sum(tl.exp2((value - larger[:, None]) * log2_e), 1)
+        total = total * tl.exp2((largest - larger) * log2_e) + powers
         largest = larger
     return largest, total, plain
 
@@ -56,15 +63,16 @@ def log_sum(logits, V, x_n, SMOOTHS: tl.constexpr, COLUMNS: tl.constexpr, WIDE: 
     """
     kind: tl.constexpr = tl.float64 if WIDE else tl.float32
     log2_e: tl.constexpr = 1.4426950408889634
-    largest = tl.full((COLUMNS,), NOTHING, kind)
-    total = tl.zeros((COLUMNS,), kind)
-    plain = tl.zeros((COLUMNS,), kind)
+    lanes: tl.constexpr = COLUMNS // 8 if COLUMNS >= 8 else 1
+    largest = tl.full((lanes,), NOTHING, kind)
+    total = tl.zeros((lanes,), kind)
+    plain = tl.zeros((lanes,), kind)
     whole = V // COLUMNS * COLUMNS
     largest, total, plain = add_exponentials(
-        logits, 0, whole, V, x_n, largest, total, plain, SMOOTHS, False, COLUMNS, WIDE
+        logits, 0, whole, V, x_n, largest, total, plain, SMOOTHS, False, COLUMNS, lanes, WIDE
     )
     largest, total, plain = add_exponentials(
-        logits, whole, V, V, x_n, largest, total, plain, SMOOTHS, True, COLUMNS, WIDE
+        logits, whole, V, V, x_n, largest, total, plain, SMOOTHS, True, COLUMNS, lanes, WIDE
     )
     top = tl.max(largest, 0)
     total_sum = tl.sum(total * tl.exp2((largest - top) * log2_e), 0)
@@ -86,7 +94,8 @@ def loss_of(logits, at, V, x_n, log_total, plain, smoothing, z, SMOOTHS: tl.cons
 
 @triton.jit
 def write_gradient(
-    logits, dx, at, V, x_n, log_total, upstream, smoothing, z, COLUMNS: tl.constexpr, WIDE: tl.constexpr,
+    logits, dx, at, V, x_n, log_total, upstream, smoothing, z,
+    COLUMNS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """upstream * (softmax(row) * (1 + 2 z log_total) - smoothed target), over the row, from its end."""
     kind: tl.constexpr = tl.float64 if WIDE else tl.float32
@@ -102,7 +111,7 @@ def write_gradient(
         made = tl.exp2((value - log_total) * log2_e) * factor - less
         made -= tl.where(columns == at, hit, 0.0)
         tl.store(dx + columns, made.to(dx.dtype.element_ty), mask=inside)
-    for block in range(whole):
+    for block in tl.range(0, whole, num_stages=1):
         columns = (whole - 1 - block) * COLUMNS + tl.arange(0, COLUMNS)
         value = tl.load(logits + columns * x_n, eviction_policy="evict_first").to(kind)
         made = tl.exp2((value - log_total) * log2_e) * factor - less
@@ -184,8 +193,9 @@ def gradient_pass(
         if MEAN:
             upstream = upstream / tl.load(counted)
         write_gradient(
-            logits + row * x_m, made, at - first, V, x_n, tl.load(log_sums + row), upstream, smoothing, z, COLUMNS, WIDE
-        )
+            logits + row * x_m, made, at - first, V, x_n, tl.load(log_sums + row), upstream, smoothing, z, COLUMNS,
+            WIDE,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -193,7 +203,7 @@ def loss_and_gradient(
     logits, target, losses, dx, upstream, V, ignore, smoothing, z, x_m, x_n, t_m, d_m,
     SMOOTHS: tl.constexpr, COLUMNS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Both at once: reads a row twice (mostly from the L2 cache then), writes it once; `dx` may be `logits`."""
+    """Both at once: reads a row twice (partly from the L2 cache then), writes it once; `dx` may be `logits`."""
     kind: tl.constexpr = tl.float64 if WIDE else tl.float32
     row = tl.program_id(0)
     at = tl.load(target + row * t_m)
@@ -231,10 +241,11 @@ def add_up(
     tl.store(counted, number)
 
 
-def columns_config(classes: int) -> tuple[int, int]:
-    """Columns of a block and its warps where a row is read once: 8 elements per thread (measured on an H200)."""
-    columns = min(2048, triton.next_power_of_2(classes))
-    return columns, max(1, columns // 256)
+def columns_config(classes: int) -> tuple[int, int, int]:
+    """Columns of a block, and its warps forward and backward (measured on an H200, 8192 rows of 50304 classes: 192 and
+    418 µs with 4096, 8 and 16; 199 and 428 with 2048, 8 and 8)."""
+    columns = min(4096, triton.next_power_of_2(classes))
+    return columns, max(1, columns // 512), max(1, columns // 256)
 
 
 def _common(
@@ -245,7 +256,8 @@ def _common(
         "V": logits.shape[1], "ignore": ignore, "smoothing": float(smoothing), "z": float(z),
         "x_m": logits.strides[0], "x_n": logits.strides[1], "t_m": places["target"].strides[0],
     }  # fmt: skip
-    return arguments, {"COLUMNS": columns_config(logits.shape[1])[0], "WIDE": logits.dtype == "float64"}
+    constants = {"COLUMNS": columns_config(logits.shape[1])[0], "WIDE": logits.dtype == "float64"}
+    return arguments, constants
 
 
 def forward_plan(places: Mapping[str, Place], *, ignore: int, smoothing: float, z: float, reduction: str) -> LaunchPlan:
@@ -267,7 +279,7 @@ def forward_plan(places: Mapping[str, Place], *, ignore: int, smoothing: float, 
 def part_plan(places: Mapping[str, Place], *, first: int, classes: int, ignore: int) -> LaunchPlan:
     logits = places["logits"]
     rows, width = logits.shape
-    columns, warps = columns_config(width)
+    columns, warps, _ = columns_config(width)
     arguments: dict[str, Argument] = {name: Pointer(name) for name in places}
     arguments |= {
         "V": width, "first": first, "classes": classes, "ignore": ignore, "x_m": logits.strides[0],
@@ -289,7 +301,7 @@ def backward_plan(
     constants["MEAN"] = mean
     wide = places["logits"].wide or written.wide
     step = Step(
-        f"{__name__}:gradient_pass", (rows, 1), arguments, constants, warps=columns_config(classes)[1], wide=wide
+        f"{__name__}:gradient_pass", (rows, 1), arguments, constants, warps=columns_config(classes)[2], wide=wide
     )
     return LaunchPlan((step,))
 

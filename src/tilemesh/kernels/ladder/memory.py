@@ -7,6 +7,7 @@ global memory the 32-byte sectors that each request touches, and for shared memo
 no barrier between.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +22,8 @@ SECTOR, LINE = 32, 128  # bytes
 BANKS = 32
 BANK_BYTES = 4
 _NOBODY, _SEVERAL = -1, -2
+Observer = Callable[[str, Array], None]
+"""Told of every access to global memory: the array's name and the elements, in the order of threads."""
 
 
 @dataclass
@@ -33,6 +36,15 @@ class Accesses:
     passes: int = 0  # global: sectors; shared: wavefronts
     lines: int = 0  # global: 128-byte lines, one of which a multiprocessor's L1 looks up in a cycle
     fewest: int = 0  # passes, had neighbouring threads touched neighbouring elements
+
+    def one(self, size: int) -> None:
+        """A single thread's access to one element."""
+        self.elements += 1
+        self.bytes += size
+        self.requests += 1
+        self.passes += 1
+        self.lines += 1
+        self.fewest += 1
 
     def __add__(self, other: "Accesses") -> "Accesses":
         return Accesses(
@@ -90,13 +102,29 @@ class GlobalArray:
     lanes: Lanes
     read: Accesses = field(default_factory=Accesses)
     written: Accesses = field(default_factory=Accesses)
-    lengths: tuple[int, ...] = ()
+    observer: Observer | None = None
 
     def load(self, at: Array, mask: Array, width: int = 1) -> Array:
         """The elements at `at` for the lanes in `mask`; (width, lanes) where a lane loads several."""
         self._count(self.read, at, mask, width)
         safe = np.where(mask, at, 0)
         return self.data[safe] if width == 1 else self.data[safe + np.arange(width)[:, None]]
+
+    def load_one(self, at: int) -> Any:
+        """As `load`, where a grid is a single thread: a loop nest of a CPU, and a hundred times faster."""
+        self._one(self.read, at)
+        return self.data[at]
+
+    def store_one(self, at: int, value: Any) -> None:
+        self._one(self.written, at)
+        self.data[at] = value
+
+    def _one(self, accesses: Accesses, at: int) -> None:
+        if not 0 <= at < self.data.size:
+            raise RunError(f"{self.name}[{at}] is touched, which has {self.data.size} elements")
+        if self.observer is not None:
+            self.observer(self.name, np.array([at]))
+        accesses.one(self.data.itemsize)
 
     def store(self, at: Array, values: Array, mask: Array, width: int = 1) -> None:
         self._count(self.written, at, mask, width)
@@ -107,6 +135,8 @@ class GlobalArray:
 
     def _count(self, traffic: Accesses, at: Array, mask: Array, width: int) -> None:
         _inside(self.name, at, mask, width, self.data.size, self.lanes)
+        if self.observer is not None:
+            self.observer(self.name, at[mask])
         size = self.data.itemsize
         sectors = distinct(np.where(mask, at * size // SECTOR, -1).reshape(-1, WARP))
         taking_part = mask.reshape(-1, WARP).sum(1)
@@ -153,6 +183,20 @@ class SharedArray:
         self._count(self.written, at, mask, width)
         self.writing(at, mask, width)
         self.place(at, values, mask, width)
+
+    def load_one(self, at: int) -> Any:
+        """A single thread cannot race with itself."""
+        self._one(self.read, at)
+        return self.flat[at]
+
+    def store_one(self, at: int, value: Any) -> None:
+        self._one(self.written, at)
+        self.flat[at] = value
+
+    def _one(self, accesses: Accesses, at: int) -> None:
+        if not 0 <= at < self.flat.size:
+            raise RunError(f"{self.name}[{at}] is touched, which has {self.flat.size} elements")
+        accesses.one(self.data.itemsize)
 
     def writing(self, at: Array, mask: Array, width: int) -> None:
         """Checks that no other thread touched these elements since the barrier, and notes who writes them."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from tilemesh.core.hardware import DTYPE_BYTES, Device
 from tilemesh.kernels.ladder.interpret import Counted
-from tilemesh.kernels.ladder.rungs import Rung
+from tilemesh.kernels.ladder.rungs import Rung, count
 
 # Of the tensor cores' peak on Hopper, mma.sync reaches 62.9 % on average; the rest needs wgmma
 # (Luo et al., "Benchmarking and Dissecting the Nvidia Hopper GPU Architecture via Microbenchmarking", 2024).
@@ -56,6 +56,12 @@ def rung_time(rung: Rung, counted: Counted, counted_n: int, n: int, device: Devi
         cycles / (device.sm_count * clock_hz(device)),
         3 * n**2 * size / device.memory_bytes_per_s,
     )
+
+
+def predicted_time(rung: Rung, n: int, device: Device) -> RungTime:
+    """Counted at the smallest N that fills a tile, and whose rows are longer than a line of 128 bytes."""
+    small = max(*rung.tile, 64)
+    return rung_time(rung, count(rung, small)[0], small, n, device)
 
 
 def intensity(rung: Rung, n: int) -> float:

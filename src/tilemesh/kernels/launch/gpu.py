@@ -45,3 +45,8 @@ def gpu_of(index: int) -> Gpu:
 
 def device_index(device: torch.device) -> int:
     return torch.cuda.current_device() if device.index is None else device.index
+
+
+def launches_early(device: torch.device) -> bool:
+    """Whether kernels on this device can be launched while the one before runs: that came with Hopper, as TMA did."""
+    return device.type == "cuda" and gpu_of(device_index(device)).tma

@@ -50,7 +50,7 @@ def signature(tensors: Tensors) -> tuple[list[object], list[int]] | None:
             return None
         try:
             address = tensor.data_ptr()
-            key += (tensor.shape, tensor.stride(), tensor.dtype, tensor.device, address & 15)
+            key += tensor.shape, tensor.stride(), tensor.dtype, tensor.device, address & 15
         except RuntimeError:  # a sparse tensor has neither
             return None
         addresses.append(address)
@@ -83,10 +83,13 @@ class SlotAllocation:
 
     def make(self, slots: Tensors) -> Tensor:
         if self.like is not None:
-            return torch.empty_like(slots[self.like])  # type: ignore[arg-type]
+            return _empty_like(slots[self.like])  # type: ignore[arg-type]
         if self.dtype_of is not None:
             return slots[self.dtype_of].new_empty(self.shape)  # type: ignore[union-attr]
         return torch.empty(self.shape, dtype=self.dtype, device=self.device)
+
+
+_empty_like = torch.empty_like
 
 
 class CallRecording:
@@ -122,7 +125,8 @@ class CallRecording:
         """Allocate and launch; `addresses` are those of `tensors`, and are added to."""
         slots: list[Any] = [*tensors]
         for allocation in self.allocations:
-            made = allocation.make(slots)
+            # Mostly like one that is there: without a call of Python's own.
+            made = allocation.make(slots) if allocation.like is None else _empty_like(slots[allocation.like])
             slots.append(made)
             addresses.append(made.data_ptr())
         if self.interpreted:

@@ -16,10 +16,11 @@ import triton.language as tl
 from torch import Tensor
 
 from tilemesh.kernels.accuracy import accumulator
+from tilemesh.kernels.cross_entropy.kernel import columns_config
 from tilemesh.kernels.launch.call import Place
 from tilemesh.kernels.launch.steps import Argument, LaunchPlan, Pointer, Step, blocks
 from tilemesh.kernels.linear_cross_entropy.cost import chunk_rows
-from tilemesh.kernels.rows import LONG_BLOCK, by_rows
+from tilemesh.kernels.rows import by_rows
 
 _BLOCK = 4096
 _ALIGNED = 64  # classes: whole 128-byte lines of 16-bit logits
@@ -52,8 +53,7 @@ def chunk_plan(places: Mapping[str, Place], *, ignore: int, smoothing: float, z:
         "dx": Pointer("logits"), "V": classes, "ignore": ignore, "smoothing": smoothing, "z": z,
         "x_m": logits.strides[0], "x_n": 1, "t_m": places["target"].strides[0], "d_m": logits.strides[0],
     }  # fmt: skip
-    columns = min(LONG_BLOCK, triton.next_power_of_2(classes))
-    warps = max(1, columns // 128)  # a row at a time per multiprocessor: its second read comes from the L2 cache
+    columns, _, warps = columns_config(classes)
     constants = {"SMOOTHS": smoothing > 0, "COLUMNS": columns, "WIDE": logits.dtype == "float64"}
     kernel = "tilemesh.kernels.cross_entropy.kernel:loss_and_gradient"
     return LaunchPlan((Step(kernel, (rows, 1), arguments, constants, warps=warps, wide=logits.wide),))
@@ -93,6 +93,7 @@ def forward(
         if differentiated:
             torch.mm(logits, table, out=by_rows(dx)[begin : begin + size])
             _add_product(total, logits, part, is_first=begin == 0)
+        del logits, given  # or they would still be there while the next chunk's are made
     if total is not dweight:
         dweight.copy_(total[:classes])
     loss = losses.sum()

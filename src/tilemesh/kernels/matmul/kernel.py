@@ -18,17 +18,7 @@ import triton
 import triton.language as tl
 
 from tilemesh.kernels.activations.kernel import activate
-
-
-@triton.jit
-def take_turn():
-    """First thing in a kernel that may be launched early: touch nothing until the one ahead has ended and is seen.
-
-    Only then may the kernel behind be launched early in its turn: so whatever runs early finds all that came before
-    the kernel ahead of it done, however long the chain.
-    """
-    tl.extra.cuda.gdc_wait()
-    tl.extra.cuda.gdc_launch_dependents()
+from tilemesh.kernels.early import take_turn
 
 
 @triton.jit

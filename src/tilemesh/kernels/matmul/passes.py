@@ -9,7 +9,8 @@ import triton
 import triton.language as tl
 
 from tilemesh.kernels.activations.kernel import activate, through
-from tilemesh.kernels.matmul.kernel import load_c, locate, store_tile, take_turn
+from tilemesh.kernels.early import take_turn
+from tilemesh.kernels.matmul.kernel import load_c, locate, store_tile
 
 
 @triton.jit

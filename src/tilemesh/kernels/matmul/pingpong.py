@@ -189,7 +189,7 @@ def pingpong_tiles(
     c_ready = barriers(GROUPS, 1)
     c_free = barriers(GROUPS, 1)
     fence_async_shared()
-    if EARLY:  # as kernel.take_turn
+    if EARLY:  # as early.take_turn
         gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
         gl.inline_asm_elementwise(
             "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1

@@ -9,6 +9,7 @@ in two to sixteen. Pure.
 from __future__ import annotations
 
 from tilemesh.kernels.matmul.config import HOPPER_SHARED_BYTES, Config, libraries, refusal
+from tilemesh.kernels.matmul.cost import copy_bytes
 from tilemesh.kernels.matmul.problem import Problem
 
 LONGEST_WALK = 64 * 132  # tiles beyond which one smaller than 128×128 is not worth a trial
@@ -63,6 +64,8 @@ def offered(problem: Problem, *, shared_limit: int = HOPPER_SHARED_BYTES) -> lis
     """The portfolio's members, and the library's ways, that can compute this problem without being mostly padding."""
     fitting = [config for config in PORTFOLIO if _sensible(config, problem)]
     ways = [*libraries(problem), *fitting]
+    if min(problem.m, problem.n) == 1:  # a vector: the matrix is read once, and to copy it first is to move it thrice
+        ways = [config for config in ways if not copy_bytes(problem, config)]
     return [config for config in ways if refusal(config, problem, shared_limit=shared_limit) is None]
 
 

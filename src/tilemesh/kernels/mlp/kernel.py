@@ -27,14 +27,16 @@ from tilemesh.kernels.matmul.problem import Problem
 from tilemesh.kernels.matmul.run import matrix_at
 from tilemesh.kernels.rows import by_rows
 
-_ROWS, _COLUMNS, _WARPS = 32, 128, 4  # of a block that adds up columns: 32 elements per thread
+_ROWS, _COLUMNS, _WARPS = 64, 64, 4  # of a block that adds up columns: 32 elements per thread
+_STAGES = 3  # of blocks whose loads are in flight at once
 _PROGRAMS_INTERPRETED = 3
-_PER_MULTIPROCESSOR = 12  # programs that add up columns: as many loads in flight as the memory's latency asks for
+_PER_MULTIPROCESSOR = 6  # programs that add up columns (of 32768 rows of 3072 on an H200 in 50 µs; 78 with one stage)
 
 
 @triton.jit
 def column_sums(
-    x, sums, M, N, x_m, x_n, SPAN, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDE: tl.constexpr
+    x, sums, M, N, x_m, x_n, SPAN,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Sums of COLUMNS columns over SPAN rows, a row of `sums` for each stretch of rows."""
     kind: tl.constexpr = tl.float64 if WIDE else tl.float32
@@ -42,7 +44,7 @@ def column_sums(
     begin = tl.program_id(1) * SPAN
     end = tl.minimum(begin + SPAN, M)
     total = tl.zeros((ROWS, COLUMNS), kind)
-    for first in range(begin, end, ROWS):
+    for first in tl.range(begin, end, ROWS, num_stages=STAGES):
         rows = first + tl.arange(0, ROWS)
         inside = (rows[:, None] < end) & (columns[None, :] < N)
         total += tl.load(x + rows[:, None] * x_m + columns[None, :] * x_n, mask=inside, other=0.0).to(kind)
@@ -56,7 +58,7 @@ def sums_plan(places: Mapping[str, Place], *, span: int) -> LaunchPlan:
     wide = x.dtype == "float64"
     arguments: dict[str, Argument] = {"x": Pointer("x"), "sums": Pointer("sums"), "M": rows, "N": columns}
     arguments |= {"x_m": x.strides[0], "x_n": x.strides[1], "SPAN": span}
-    constants = {"ROWS": _ROWS, "COLUMNS": _COLUMNS, "WIDE": wide}
+    constants = {"ROWS": _ROWS, "COLUMNS": _COLUMNS, "WIDE": wide, "STAGES": 1 if wide else _STAGES}
     grid, parts = (blocks(columns, _COLUMNS), blocks(rows, span)), blocks(rows, span)
     first = Step(f"{__name__}:column_sums", grid, arguments, constants, warps=_WARPS, wide=x.wide)
     last_arguments: dict[str, Argument] = {"sums": Pointer("sums"), "dweight": Pointer("out"), "dbias": None}

@@ -19,13 +19,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tilemesh.kernels.early import take_turn
 from tilemesh.kernels.launch.call import Place
+from tilemesh.kernels.launch.gpu import launches_early
 from tilemesh.kernels.launch.steps import Argument, Buffer, LaunchPlan, Pointer, Step, blocks
 from tilemesh.kernels.paged_attention.reference import KEY_BLOCK
 
 _LOG2_E = 1.4426950408889634
 _PROGRAMS = 2112  # sixteen for each of 132 multiprocessors: parts of sequences are shared out among about so many
 _LEAST_ROWS = 16  # of a product
+_PARTS, _ADDING_WARPS = 8, 2  # parts that are added up at a time
 _VARYING = ("K", "M", "H", "T", "window", "turns")
 
 
@@ -33,7 +36,7 @@ _VARYING = ("K", "M", "H", "T", "window", "turns")
 def attend_part(
     query, at, counts, keys, values, table, begin, end, window, factor,
     k_p, k_n, v_p, v_n, E, PAGE: tl.constexpr, BLOCK_N: tl.constexpr, HEAD: tl.constexpr, ROWS: tl.constexpr,
-    WINDOW: tl.constexpr, UPCAST: tl.constexpr, kind: tl.constexpr,
+    WINDOW: tl.constexpr, ALIKE: tl.constexpr, PADDED: tl.constexpr, UPCAST: tl.constexpr, kind: tl.constexpr,
 ):  # fmt: skip
     """One tile over the keys [begin, end): largest score, sum of weights, weighted values. Blocks begin at multiples
     of BLOCK_N."""
@@ -41,14 +44,23 @@ def attend_part(
     largest = tl.full((ROWS,), float("-inf"), kind)
     sums = tl.zeros((ROWS,), kind)
     total = tl.zeros((ROWS, HEAD), kind)
+    # A block's pages are looked up one block ahead: were keys to wait for them, no two blocks would be on their way.
+    key_at = begin + tl.arange(0, BLOCK_N)
+    page = tl.load(table + key_at // PAGE, mask=key_at < end, other=0)
     for start in range(begin, end, BLOCK_N):
         key_at = start + tl.arange(0, BLOCK_N)
-        page = tl.load(table + key_at // PAGE, mask=key_at < end, other=0).to(tl.int64)
-        inside = (key_at < end)[:, None] & (columns < E)[None, :]
-        from_keys = keys + (page * k_p + key_at % PAGE * k_n)[:, None] + columns[None, :]
-        key = tl.load(from_keys, mask=inside, other=0.0)
-        from_values = values + (page * v_p + key_at % PAGE * v_n)[:, None] + columns[None, :]
-        value = tl.load(from_values, mask=inside, other=0.0)
+        within = page * k_p + key_at % PAGE * k_n
+        from_keys = keys + within[:, None] + columns[None, :]
+        # Keys behind the end are some of page 0: their scores are not looked at. Values count as nothing only if zero.
+        inside = (key_at < end)[:, None]
+        if PADDED:
+            inside = inside & (columns < E)[None, :]
+            key = tl.load(from_keys, mask=inside, other=0.0)
+        else:
+            key = tl.load(from_keys)
+        if not ALIKE:
+            within = page * v_p + key_at % PAGE * v_n
+        value = tl.load(values + within[:, None] + columns[None, :], mask=inside, other=0.0)
         if UPCAST:
             key = key.to(tl.float32)
             value = value.to(tl.float32)
@@ -65,6 +77,7 @@ def attend_part(
         sums = sums * before + tl.sum(weight, 1)
         total = total * before[:, None] + tl.dot(weight.to(value.dtype), value, input_precision="ieee", out_dtype=kind)
         largest = larger
+        page = tl.load(table + (key_at + BLOCK_N) // PAGE, mask=key_at + BLOCK_N < end, other=0)
     return largest, sums, total
 
 
@@ -73,9 +86,12 @@ def attend_pages(
     q, keys, values, tables, tiles, y, parts, extremes, weights, K, M, H, T, E, window, factor, turns,
     q_t, q_h, k_p, k_n, k_h, v_p, v_n, v_h, y_t, y_h,
     GROUP: tl.constexpr, ROWS: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr,
-    HEAD: tl.constexpr, WINDOW: tl.constexpr, UPCAST: tl.constexpr, WIDE: tl.constexpr,
+    HEAD: tl.constexpr, WINDOW: tl.constexpr, ALIKE: tl.constexpr, PADDED: tl.constexpr, UPCAST: tl.constexpr,
+    WIDE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Reads the keys and values of its parts once. Without SPLIT it writes y, with it what `add_parts` reads."""
+    if EARLY:
+        take_turn()
     kind: tl.constexpr = tl.float64 if WIDE else tl.float32
     tile = tl.program_id(0) // K
     head = tl.program_id(0) % K
@@ -103,7 +119,7 @@ def attend_pages(
     if SPLIT == 0:
         _, sums, total = attend_part(
             query, at, counts, keys, values, table, begin, end, window, factor, k_p, k_n, v_p, v_n, E,
-            PAGE, BLOCK_N, HEAD, ROWS, WINDOW, UPCAST, kind,
+            PAGE, BLOCK_N, HEAD, ROWS, WINDOW, ALIKE, PADDED, UPCAST, kind,
         )  # fmt: skip
         made = total / tl.where(sums == 0.0, 1.0, sums)[:, None]
         to_y = y + ((first + token) * y_t + (head * GROUP + member) * y_h)[:, None] + columns[None, :]
@@ -114,7 +130,7 @@ def attend_pages(
             high = tl.minimum(end, part * SPLIT + SPLIT)
             largest, sums, total = attend_part(
                 query, at, counts, keys, values, table, low, high, window, factor, k_p, k_n, v_p, v_n, E,
-                PAGE, BLOCK_N, HEAD, ROWS, WINDOW, UPCAST, kind,
+                PAGE, BLOCK_N, HEAD, ROWS, WINDOW, ALIKE, PADDED, UPCAST, kind,
             )  # fmt: skip
             place = (part * T + first + token).to(tl.int64) * H + head * GROUP + member
             tl.store(extremes + place, largest, mask=counts)
@@ -125,10 +141,10 @@ def attend_pages(
 @triton.jit
 def add_parts(
     parts, extremes, weights, tiles, y, H, T, E, window, y_t, y_h,
-    TILE: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr, HEAD: tl.constexpr, WINDOW: tl.constexpr,
-    WIDE: tl.constexpr,
+    TILE: tl.constexpr, PARTS: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr, HEAD: tl.constexpr,
+    WINDOW: tl.constexpr, WIDE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One token and one query head of a tile: its parts in the order of positions."""
+    """One token and one query head of a tile: its parts in the order of positions, PARTS at a time."""
     kind: tl.constexpr = tl.float64 if WIDE else tl.float32
     tile = tl.program_id(0) // TILE
     token = tl.program_id(0) % TILE
@@ -136,6 +152,8 @@ def add_parts(
     first = tl.load(tiles + 4 * tile + 1) + token
     count = tl.load(tiles + 4 * tile + 2)
     position = tl.load(tiles + 4 * tile + 3)
+    if EARLY:  # the kernel ahead is `attend_pages`, which reads the tiles too
+        take_turn()
     columns = tl.arange(0, HEAD)
     end = tl.where(token < count, position + count, 0)
     begin = end * 0
@@ -144,23 +162,28 @@ def add_parts(
     largest = tl.full((1,), float("-inf"), kind)
     sums = tl.zeros((1,), kind)
     total = tl.zeros((HEAD,), kind)
-    for part in range(begin // SPLIT, (end + SPLIT - 1) // SPLIT):
+    for start in range(begin // SPLIT, (end + SPLIT - 1) // SPLIT, PARTS):
+        part = start + tl.arange(0, PARTS)
+        there = part * SPLIT < end
         place = (part * T + first).to(tl.int64) * H + head
-        own = tl.load(extremes + place)
-        larger = tl.maximum(largest, own)
+        own = tl.load(extremes + place, mask=there, other=float("-inf"))
+        weight = tl.load(weights + place, mask=there, other=0.0)
+        made = tl.load(parts + place[:, None] * HEAD + columns[None, :], mask=there[:, None], other=0.0)
+        larger = tl.maximum(largest, tl.max(own, 0))
         base = tl.where(larger == float("-inf"), 0.0, larger)
         before, now = tl.exp2(largest - base), tl.exp2(own - base)
-        sums = sums * before + tl.load(weights + place) * now
-        total = total * before + tl.load(parts + place * HEAD + columns) * now
+        sums = sums * before + tl.sum(weight * now, 0)
+        total = total * before + tl.sum(made * now[:, None], 0)
         largest = larger
-    made = total / tl.where(sums == 0.0, 1.0, sums)
+    found = total / tl.where(sums == 0.0, 1.0, sums)
     there = (columns < E) & (token < count)
-    tl.store(y + first * y_t + head * y_h + columns, made.to(y.dtype.element_ty), mask=there)
+    tl.store(y + first * y_t + head * y_h + columns, found.to(y.dtype.element_ty), mask=there)
 
 
 def plan(
-    places: Mapping[str, Place], *, tile: int, split: int, longest: int, window: int, interpreted: bool = False
-) -> LaunchPlan:
+    places: Mapping[str, Place], *, tile: int, split: int, longest: int, window: int, early: bool = False,
+    interpreted: bool = False,
+) -> LaunchPlan:  # fmt: skip
     q, keys, values, y = (places[name] for name in ("q", "keys", "values", "y"))
     (tokens, heads, width), (_, page, kv_heads, _) = q.shape, keys.shape
     count, group = places["tiles"].shape[0], heads // kv_heads
@@ -183,33 +206,40 @@ def plan(
         "v_n": values.strides[1], "v_h": values.strides[2], "y_t": y.strides[0], "y_h": y.strides[1],
     }  # fmt: skip
     shared = {"BLOCK_N": KEY_BLOCK, "SPLIT": split, "HEAD": head, "WINDOW": bool(window), "WIDE": wide}
+    shared["EARLY"] = early
     upcast = interpreted and q.dtype in ("float16", "bfloat16")
-    constants = {**shared, "GROUP": group, "ROWS": rows, "PAGE": page, "UPCAST": upcast}
+    constants = {
+        **shared, "GROUP": group, "ROWS": rows, "PAGE": page, "ALIKE": keys.strides == values.strides,
+        "PADDED": head != width, "UPCAST": upcast,
+    }  # fmt: skip
     large = any(place.wide for place in places.values())
     warps, stages = _effort(rows, head, q.dtype)
     attending = Step(
         f"{__name__}:attend_pages", (count * kv_heads, turns), arguments, constants, warps=warps, stages=stages,
-        wide=large, varying=_VARYING,
+        wide=large, varying=_VARYING, early=early,
     )  # fmt: skip
     if not split:
         return LaunchPlan((attending,), buffers)
     names = ("parts", "extremes", "weights", "tiles", "y", "H", "T", "E", "window", "y_t", "y_h")
     adding = Step(
         f"{__name__}:add_parts", (count * tile, heads), {name: arguments[name] for name in names},
-        {**shared, "TILE": tile}, warps=1, stages=1, wide=large, varying=_VARYING,
+        {**shared, "TILE": tile, "PARTS": _PARTS}, warps=_ADDING_WARPS, stages=1, wide=large, varying=_VARYING,
+        early=early,
     )  # fmt: skip
     return LaunchPlan((attending, adding), buffers)
 
 
-def interpreted_plan(places: Mapping[str, Place], **constants: int) -> LaunchPlan:
+def interpreted_plan(places: Mapping[str, Place], **constants: Any) -> LaunchPlan:
     """In the interpreter, products of 16-bit numbers are taken in float32."""
     return plan(places, **constants, interpreted=True)
 
 
 def _effort(rows: int, head: int, dtype: str) -> tuple[int, int]:
-    """Warps, and stages of loads in flight."""
+    """Warps, and stages of loads in flight. Those of few rows were measured on an H200 (docs/serve/LOG.md)."""
     if dtype in ("float32", "float64"):
         return 4, 1
+    if rows <= _LEAST_ROWS:
+        return 4, (4 if head <= 64 else 2)
     return (8 if rows > 64 else 4), (3 if head <= 128 else 2)
 
 
@@ -222,5 +252,6 @@ def forward(
     tables = tables if tables.stride(-1) == 1 else tables.contiguous()
     given = {"q": q, "keys": keys, "values": values, "tables": tables, "tiles": tiles.contiguous(), "y": y}
     planned = interpreted_plan if q.device.type == "cpu" else plan
-    launch(planned, given, written=("y",), tile=tile, split=split, longest=longest, window=window)
+    options = {"tile": tile, "split": split, "longest": longest, "window": window}
+    launch(planned, given, written=("y",), **options, early=launches_early(q.device))
     return y

@@ -3,7 +3,7 @@
 The one idea: what lies between the product and attention is one pass over the product. In plain torch it is a dozen
 launches, each of which a step that decodes a few tokens has to wait for.
 
-T: tokens; H: query heads; K: key and value heads; E: head width.
+S: parts of a sum; T: tokens; H: query heads; K: key and value heads; E: head width.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -17,8 +17,10 @@ from torch import Tensor
 
 from tilemesh.core.errors import UsageError
 from tilemesh.kernels.accuracy import accumulator
+from tilemesh.kernels.early import take_turn
 from tilemesh.kernels.launch import call
 from tilemesh.kernels.launch.call import Place
+from tilemesh.kernels.launch.gpu import launches_early
 from tilemesh.kernels.launch.implementation import implementation_of
 from tilemesh.kernels.launch.steps import Argument, LaunchPlan, Pointer, Step, blocks
 
@@ -27,18 +29,25 @@ _HEADS = 8  # of a program, at most
 
 @triton.jit
 def turn_and_store(
-    x, cos, sin, places, q, keys, values, H, K, W, x_t, c_t, s_t,
-    HEADS: tl.constexpr, HALF: tl.constexpr, ROTARY: tl.constexpr, WIDE: tl.constexpr,
+    x, cos, sin, places, q, keys, values, H, K, W, x_s, x_t, c_t, s_t,
+    PARTS: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, ROTARY: tl.constexpr, WIDE: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """One token and up to HEADS of its H + 2K heads, of W pairs each. Reads x once and writes as much."""
+    if EARLY:
+        take_turn()
     kind: tl.constexpr = tl.float64 if WIDE else tl.float32
     token = tl.program_id(0)
     heads = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
     pairs = tl.arange(0, HALF)[None, :]
     inside = (heads < H + 2 * K) & (pairs < W)
     source = x + token.to(tl.int64) * x_t + heads * (2 * W) + pairs
-    a = tl.load(source, mask=inside, other=0.0).to(kind)
-    b = tl.load(source + W, mask=inside, other=0.0).to(kind)
+    a = tl.zeros((HEADS, HALF), kind)
+    b = tl.zeros((HEADS, HALF), kind)
+    for _ in tl.static_range(PARTS):
+        a += tl.load(source, mask=inside, other=0.0).to(kind)
+        b += tl.load(source + W, mask=inside, other=0.0).to(kind)
+        source += x_s
     turned_a, turned_b = a, b
     if ROTARY:
         c = tl.load(cos + token * c_t + pairs, mask=pairs < W, other=0.0).to(kind)
@@ -59,23 +68,25 @@ def turn_and_store(
     tl.store(to_values + W, b.to(values.dtype.element_ty), mask=is_value)
 
 
-def plan(places: Mapping[str, Place], *, kv_heads: int, rotary: bool) -> LaunchPlan:
+def plan(places: Mapping[str, Place], *, kv_heads: int, rotary: bool, early: bool = False) -> LaunchPlan:
     x, q = places["x"], places["q"]
     tokens, heads, width = q.shape
     held = min(_HEADS, triton.next_power_of_2(heads + 2 * kv_heads))
     arguments: dict[str, Argument] = {name: Pointer(name) for name in places}
-    arguments |= {"H": heads, "K": kv_heads, "W": width // 2, "x_t": x.strides[0]}
+    arguments |= {"H": heads, "K": kv_heads, "W": width // 2, "x_s": x.strides[0], "x_t": x.strides[1]}
     arguments |= {"c_t": places["cos"].strides[0], "s_t": places["sin"].strides[0]}
     constants = {
-        "HEADS": held, "HALF": triton.next_power_of_2(width // 2), "ROTARY": rotary, "WIDE": x.dtype == "float64",
+        "PARTS": x.shape[0], "HEADS": held, "HALF": triton.next_power_of_2(width // 2), "ROTARY": rotary,
+        "WIDE": x.dtype == "float64", "EARLY": early,
     }  # fmt: skip
     grid = (tokens, blocks(heads + 2 * kv_heads, held))
     wide = any(place.wide for place in places.values())
-    return LaunchPlan((Step(f"{__name__}:turn_and_store", grid, arguments, constants, warps=2, wide=wide),))
+    step = Step(f"{__name__}:turn_and_store", grid, arguments, constants, warps=2, wide=wide, early=early)
+    return LaunchPlan((step,))
 
 
 def store_pages(
-    qkv_TF: Tensor,
+    qkv_STF: Tensor,
     rotary: tuple[Tensor, Tensor] | None,
     places_T: Tensor,
     keys: Tensor,
@@ -86,33 +97,34 @@ def store_pages(
 ) -> Tensor:
     """Write the keys and values of new tokens to their places and return their queries (T, H, E), both turned.
 
-    qkv_TF: (T, (H + 2K) E), queries, keys and values of each token side by side. rotary: cosines and sines (T, E/2), or
-    None to turn nothing. places_T: int64, which of the P x N places of `keys` and `values` (P, N, K, E, contiguous) a
-    token takes; below 0: none.
+    qkv_STF: (S, T, (H + 2K) E), queries, keys and values of each token side by side, in S parts that are added up here.
+    rotary: cosines and sines (T, E/2), or None to turn nothing. places_T: int64, which of the P x N places of `keys`
+    and `values` (P, N, K, E, contiguous) a token takes; below 0: none.
     """
-    tokens, kv_heads, width = qkv_TF.shape[0], keys.shape[2], keys.shape[3]
-    if qkv_TF.dim() != 2 or qkv_TF.shape[1] != (heads + 2 * kv_heads) * width or width % 2:
+    kv_heads, width = keys.shape[2:]
+    if qkv_STF.dim() != 3 or qkv_STF.shape[2] != (heads + 2 * kv_heads) * width or width % 2:
         raise UsageError(
-            f"qkv has shape {tuple(qkv_TF.shape)} and keys {tuple(keys.shape)}: expected (T, (H + 2K) E) for {heads} "
-            "query heads, and an even width of a head"
+            f"qkv has shape {tuple(qkv_STF.shape)} and keys {tuple(keys.shape)}: expected (S, T, (H + 2K) E) for "
+            f"{heads} query heads, and an even width of a head"
         )
     if not (keys.is_contiguous() and values.is_contiguous()):
         raise UsageError("keys and values: expected contiguous pools of pages")
-    how = implementation_of(implementation, (qkv_TF,))
+    how = implementation_of(implementation, (qkv_STF,))
     if how == "torch":
-        return _by_torch(qkv_TF, rotary, places_T, keys, values, heads)
-    q_THE = torch.empty((tokens, heads, width), dtype=qkv_TF.dtype, device=qkv_TF.device)
-    if qkv_TF.stride(1) != 1:
-        qkv_TF = qkv_TF.contiguous()
-    cos, sin = (qkv_TF, qkv_TF) if rotary is None else rotary
-    given = {"x": qkv_TF, "cos": cos, "sin": sin, "places": places_T, "q": q_THE, "keys": keys, "values": values}
+        return _by_torch(qkv_STF, rotary, places_T, keys, values, heads)
+    q_THE = torch.empty((qkv_STF.shape[1], heads, width), dtype=keys.dtype, device=keys.device)
+    if qkv_STF.stride(2) != 1:
+        qkv_STF = qkv_STF.contiguous()
+    cos, sin = (qkv_STF[0], qkv_STF[0]) if rotary is None else rotary
+    given = {"x": qkv_STF, "cos": cos, "sin": sin, "places": places_T, "q": q_THE, "keys": keys, "values": values}
     launch = call.interpreted if how == "interpret" else call.compiled
-    launch(plan, given, written=("q", "keys", "values"), kv_heads=kv_heads, rotary=rotary is not None)
+    options = {"kv_heads": kv_heads, "rotary": rotary is not None, "early": launches_early(qkv_STF.device)}
+    launch(plan, given, written=("q", "keys", "values"), **options)
     return q_THE
 
 
 def _by_torch(
-    qkv_TF: Tensor,
+    qkv_STF: Tensor,
     rotary: tuple[Tensor, Tensor] | None,
     places_T: Tensor,
     keys: Tensor,
@@ -120,7 +132,8 @@ def _by_torch(
     heads: int,
 ) -> Tensor:
     kv_heads, width = keys.shape[2:]
-    q_THE, k_TKE, v_TKE = qkv_TF.view(len(qkv_TF), -1, width).split((heads, kv_heads, kv_heads), 1)
+    qkv_TF = qkv_STF[0] if len(qkv_STF) == 1 else qkv_STF.sum(0)
+    q_THE, k_TKE, v_TKE = qkv_TF.to(keys.dtype).view(len(qkv_TF), -1, width).split((heads, kv_heads, kv_heads), 1)
     if rotary is not None:
         q_THE, k_TKE = (_turned(x, *rotary) for x in (q_THE, k_TKE))
     real_T = places_T >= 0

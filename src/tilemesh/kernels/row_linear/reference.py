@@ -1,5 +1,5 @@
-"""One row times a matrix in plain torch, with a gate if there is one: what a model's products are when one sequence
-decodes."""
+"""One row times a matrix in plain torch, with a norm before it and a gate after it where asked for: what a model's
+products are when one sequence decodes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tilemesh.kernels.problems import SizedProblem
 from tilemesh.kernels.row_linear.cost import FORM, GATES
 
 
-def check(x: Tensor, weight: Tensor, bias: Tensor | None, gate: str) -> None:
+def check(x: Tensor, weight: Tensor, bias: Tensor | None, gate: str, settled: bool) -> None:
     if x.dim() != 2 or x.shape[0] != 1 or weight.dim() != 2 or x.shape[1] != weight.shape[1]:
         raise UsageError(f"x {tuple(x.shape)} and weight {tuple(weight.shape)}: expected (1, K) and (N, K)")
     if gate not in GATES:
@@ -26,21 +26,52 @@ def check(x: Tensor, weight: Tensor, bias: Tensor | None, gate: str) -> None:
         raise UsageError(f"bias has shape {tuple(bias.shape)}: expected ({weight.shape[0]},)")
 
 
-def served(x: Tensor, weight: Tensor, bias: Tensor | None, gate: str) -> bool:
+def check_norm(x: Tensor, branch: Tensor, scale: Tensor, weight: Tensor, eps: float, gate: str, settled: bool) -> None:
+    check(x, weight, None, gate, settled)
+    if branch.shape != x.shape or scale.shape != x.shape[1:]:
+        raise UsageError(
+            f"x {tuple(x.shape)}, branch {tuple(branch.shape)} and scale {tuple(scale.shape)}: expected (1, K) twice "
+            "and (K,)"
+        )
+
+
+def served(x: Tensor, *_: object) -> bool:
     return x.dtype is not torch.float64 or x.device.type == "cpu"
 
 
 @operator(kernel="tilemesh.kernels.row_linear.kernel", check=check, served=served)
-def row_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, gate: str = "none") -> Tensor:
+def row_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, gate: str = "none", settled: bool = False
+) -> Tensor:
     """x W^T + b of one row (1, K): (1, N). With a gate silu(x G^T) * (x V^T), the weight being G above V: (1, N/2).
 
-    A library's product reads whole tiles of rows and has only one to compute. Kernels add up in float32.
+    A library's product reads whole tiles of rows and has only one to compute. Kernels add up in float32. settled: the
+    weight is not a result of the kernel launched just before, and may be read before that one has ended.
     """
-    y = functional.linear(x, weight, bias)
+    return _gated(functional.linear(x, weight, bias), gate)
+
+
+@operator(kernel="tilemesh.kernels.row_linear.kernel:NORMED", check=check_norm, served=served)
+def norm_row_linear(
+    x: Tensor,
+    branch: Tensor,
+    scale: Tensor,
+    weight: Tensor,
+    *,
+    eps: float = 1e-6,
+    gate: str = "none",
+    settled: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """`row_linear` of the RMSNorm of x + branch, times scale (K,); and x + branch. The norm is not rounded between."""
+    total = x + branch
+    return _gated(functional.linear(functional.rms_norm(total, x.shape[1:], scale, eps), weight), gate), total
+
+
+def _gated(y: Tensor, gate: str) -> Tensor:
     if gate == "none":
         return y
-    gates, values = y.to(accumulator(x.dtype)).chunk(2, -1)
-    return (functional.silu(gates) * values).to(x.dtype)
+    gates, values = y.to(accumulator(y.dtype)).chunk(2, -1)
+    return (functional.silu(gates) * values).to(y.dtype)
 
 
 def exact(x: Tensor, weight: Tensor, bias: Tensor | None = None, gate: str = "none") -> Tensor:
@@ -58,15 +89,37 @@ def error_bound(x: Tensor, weight: Tensor, bias: Tensor | None = None, gate: str
     magnitude = functional.linear(
         x.double().abs(), weight.double().abs(), None if bias is None else bias.double().abs()
     )
-    wide = accumulator(x.dtype)
-    each = sum_error(magnitude, x.shape[1] + 1, wide)
-    whole = exact(x, weight, bias, gate)
+    return _bound(y, sum_error(magnitude, x.shape[1] + 1, accumulator(x.dtype)), x.dtype, gate)
+
+
+def _bound(y: Tensor, each: Tensor, dtype: torch.dtype, gate: str) -> Tensor:
+    """Of results y before the gate, each with its error; the last rounding is to `dtype`."""
     if gate == "none":
-        return 1.01 * (each + rounding_error(whole, x.dtype))
+        return 1.01 * (each + rounding_error(y, dtype))
     (gates, values), (gate_error, value_error) = y.chunk(2, -1), each.chunk(2, -1)
+    whole = functional.silu(gates) * values
     # silu's slope is at most 1.1, and it is computed with a few roundings.
     part = 1.1 * gate_error * values.abs() + functional.silu(gates).abs() * value_error
-    return 1.01 * (part + 8 * unit(wide) * whole.abs() + rounding_error(whole, x.dtype))
+    return 1.01 * (part + 8 * unit(accumulator(dtype)) * whole.abs() + rounding_error(whole, dtype))
+
+
+def norm_exact(
+    x: Tensor, branch: Tensor, scale: Tensor, weight: Tensor, eps: float = 1e-6, gate: str = "none"
+) -> Tensor:
+    """`norm_row_linear`'s first result in float64, from x + branch as it is stored."""
+    row = functional.rms_norm((x + branch).double(), x.shape[1:], scale.double(), eps)
+    return exact(row, weight, None, gate)
+
+
+def norm_error_bound(
+    x: Tensor, branch: Tensor, scale: Tensor, weight: Tensor, eps: float = 1e-6, gate: str = "none"
+) -> Tensor:
+    """As `error_bound`, of a row that was normalized before: its own relative error is a few roundings more."""
+    row = functional.rms_norm((x + branch).double(), x.shape[1:], scale.double(), eps)
+    wide = accumulator(x.dtype)
+    more = (x.shape[1] ** 0.5 + 8) * unit(wide)
+    y, magnitude = exact(row, weight), functional.linear(row.abs(), weight.double().abs())
+    return _bound(y, sum_error(magnitude, x.shape[1], wide) + more * magnitude, x.dtype, gate)
 
 
 def arguments(problem: SizedProblem, device: torch.device, seed: int) -> tuple[Tensor, Tensor]:

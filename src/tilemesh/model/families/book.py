@@ -21,6 +21,9 @@ from tilemesh.model.families.gpt import GPT2, GPT_NEOX
 from tilemesh.model.families.llama import GEMMA3, LLAMA, MISTRAL, OLMO2, PHI3, QWEN2, QWEN3
 
 CONFIG = "config.json"
+QUANTIZATION = "quantization_config"
+QUANTIZERS = ("compressed-tensors", "tilemesh")
+"""Ways in which matrices of a folder may be compressed (`model/lowbit_files.py`)."""
 
 FAMILIES: Mapping[str, Family] = {
     "gpt2": GPT2, "llama": LLAMA, "mistral": MISTRAL, "qwen2": QWEN2, "qwen3": QWEN3, "gemma3_text": GEMMA3,
@@ -78,6 +81,12 @@ def from_json(found: Mapping[str, Any], source: str = CONFIG) -> ModelConfig:
     for key, value in family.expects.items():
         if found.get(key, value) not in (value, None if value is False else value):  # null is as good as false
             raise UsageError(f"{source}: {key} is {shown(found[key])}: only {value!r} is supported")
+    quantized = found.get(QUANTIZATION)
+    if quantized is not None and (
+        not isinstance(quantized, Mapping) or quantized.get("quant_method") not in QUANTIZERS
+    ):
+        method = quantized.get("quant_method") if isinstance(quantized, Mapping) else quantized
+        raise unknown(f"quant_method of {QUANTIZATION} in {source}", method, QUANTIZERS)
     for ours, key in family.sizes.items():
         SIZES[ours].check(f"{source}: {key}", found.get(key), whole=True)
     if found.get("head_dim") is not None:

@@ -72,7 +72,6 @@ GPT2 = Family(
     transposed=("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"),
     expects={
         "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False,
-        "quantization_config": None,
     },
     leftovers=r"h\.\d+\.attn\.(bias|masked_bias)",
     read=_read_gpt2,
@@ -101,7 +100,6 @@ GPT_NEOX = Family(
     },
     head="embed_out.weight",
     by_heads=("attention.query_key_value",),
-    expects={"quantization_config": None},
     leftovers=r"layers\.\d+\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)|rotary_emb\.inv_freq",
     read=_read_neox,
     write=_write_neox,

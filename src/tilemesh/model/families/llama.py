@@ -93,7 +93,7 @@ LLAMA = Family(
     outside={"embed_tokens": "token_embedding", "norm": "final_norm"},
     layer="layers.{}.",
     modules={**_BEFORE, **_PROJECTIONS, **_AFTER, **_MLP},
-    expects={"hidden_act": "silu", "quantization_config": None},
+    expects={"hidden_act": "silu"},
     leftovers=r"layers\.\d+\.self_attn\.rotary_emb\.inv_freq",
     read=_read_llama,
     write=_write_llama,
@@ -273,7 +273,7 @@ GEMMA3 = dataclasses.replace(
         "pre_feedforward_layernorm": ("mlp_norm",), **_MLP, "post_feedforward_layernorm": ("mlp_out_norm",),
     },
     expects={
-        "hidden_activation": "gelu_pytorch_tanh", "quantization_config": None, "final_logit_softcapping": None,
+        "hidden_activation": "gelu_pytorch_tanh", "final_logit_softcapping": None,
         "attn_logit_softcapping": None, "use_bidirectional_attention": False,
     },
     read=_read_gemma3,

@@ -266,11 +266,11 @@ def model_flops(model: ModelConfig, sequences: int, context: int) -> int:
     return 3 * forward_flops(model, sequences, context).total
 
 
-def recomputed_flops(model: ModelConfig, sequences: int, context: int, recompute: str) -> int:
-    """What a step does a second time: all layers, only their scores, or nothing."""
+def recomputed_flops(model: ModelConfig, sequences: int, context: int, recompute: str, share: float = 1.0) -> int:
+    """What a step does a second time: all layers, only their scores, or nothing. `share`: of the layers that do so."""
     forward = forward_flops(model, sequences, context)
-    return {"none": 0, "selective": forward.scores, "full": forward.layers}[recompute]
+    return round(share * {"none": 0, "selective": forward.scores, "full": forward.layers}[recompute])
 
 
-def hardware_flops(model: ModelConfig, sequences: int, context: int, recompute: str) -> int:
-    return model_flops(model, sequences, context) + recomputed_flops(model, sequences, context, recompute)
+def hardware_flops(model: ModelConfig, sequences: int, context: int, recompute: str, share: float = 1.0) -> int:
+    return model_flops(model, sequences, context) + recomputed_flops(model, sequences, context, recompute, share)

@@ -22,6 +22,7 @@ from tilemesh.core.plan import Precision
 from tilemesh.kernels.modules import FusedLinear
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.dropout import DropoutPlace, fold_seed
+from tilemesh.model.lowbit import compress_all
 from tilemesh.model.transformer import IGNORED, Transformer, loss_sum
 from tilemesh.parallel.gate.cases import MAX_NORM, RATE, ROWS, STEPS, TOKENS
 
@@ -90,28 +91,43 @@ class Momentum:
             parameter.add_(self.velocities[number], alpha=-RATE)
 
 
-def train(
-    config: ModelConfig, precision: Precision, *, parts: int = 1, pieces: int = 1, device: str = "cpu"
-) -> GateTrace:
-    """Train the whole model; with `parts` or `pieces` above 1, in another order of summation."""
+def whole_model(config: ModelConfig, precision: Precision, weights: str, device: str) -> Transformer:
+    """In one process, with its matrices compressed where the case says so."""
     model = Transformer(config, device=device, dtype=weights_dtype(precision))
     model.load_state_dict(start(config, precision))
+    if weights:
+        compress_all(model, weights)
+    return model
+
+
+def train(
+    config: ModelConfig,
+    precision: Precision,
+    weights: str = "",
+    *,
+    parts: int = 1,
+    pieces: int = 1,
+    device: str = "cpu",
+) -> GateTrace:
+    """Train the whole model; with `parts` or `pieces` above 1, in another order of summation."""
+    model = whole_model(config, precision, weights, device)
     if parts > 1:
         _cut_products(model, parts)
-    optimizer = Momentum(model.parameters())
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    optimizer = Momentum(trained.values())
     losses, norms, gradients = [], [], []
     for step in range(STEPS):
         total, count = _accumulate(model, precision, step, pieces, device)
         with torch.no_grad():
-            for parameter in model.parameters():
+            for parameter in trained.values():
                 assert parameter.grad is not None
                 parameter.grad /= count
-        gradients.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+        gradients.append({name: p.grad.clone() for name, p in trained.items() if p.grad is not None})
         losses.append(total / count)
-        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)))
+        norms.append(float(nn.utils.clip_grad_norm_(trained.values(), MAX_NORM)))
         optimizer.step()
         model.zero_grad()
-    return GateTrace(losses, norms, gradients, {name: p.detach().clone() for name, p in model.named_parameters()})
+    return GateTrace(losses, norms, gradients, {name: p.detach().clone() for name, p in trained.items()})
 
 
 def _accumulate(model: Transformer, precision: Precision, step: int, pieces: int, device: str) -> tuple[float, int]:

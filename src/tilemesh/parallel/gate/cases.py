@@ -105,6 +105,9 @@ class Case:
     model: str
     layout: GateLayout
     precision: Precision = "fp64"
+    weights: str = ""
+    """How the layers' matrices are compressed: by a scheme's name (int4-g4); "rounded" before it: in every pass, while
+    they are trained in full."""
 
     @property
     def config(self) -> ModelConfig:
@@ -149,6 +152,21 @@ def pipelines(ranks: int) -> list[GateLayout]:
     return found
 
 
+def compressed(ranks: int) -> list[tuple[GateLayout, str]]:
+    """Layouts for compressed matrices: replicas, cut matrices, both, and activations computed again."""
+    if ranks == 1:
+        return [(GateLayout(recompute="full"), "int3-g4-affine")]
+    if ranks == 2:
+        return [
+            (GateLayout(2), "rounded int4-g4"),
+            (GateLayout(1, 2, recompute="full"), "rounded int8"),
+            (GateLayout(1, 2, True, 2), "rounded int4-tensor"),
+            (GateLayout(1, 2), "int4-g4"),
+            (GateLayout(2, zero=1), "rounded int2-g8-affine"),
+        ]
+    return [(GateLayout(ranks // 2, 2, recompute="full"), "int8"), (GateLayout(1, ranks), "rounded int3")]
+
+
 def cases(ranks: int, models: Sequence[str] = (), precision: str = "fp64") -> list[Case]:
     """All layouts of 1, 2, 4, … up to `ranks` ranks for each model, and each pipeline for one of them."""
     if precision not in PRECISIONS:
@@ -165,4 +183,7 @@ def cases(ranks: int, models: Sequence[str] = (), precision: str = "fp64") -> li
     # A pipeline has the same parts in it whatever the model: each schedule meets them all as ranks and models go round.
     piped = [layout for n in counts for layout in pipelines(n)]
     found += [Case(names[place % len(names)], layout, chosen) for place, layout in enumerate(piped)]
+    if precision == "fp64":  # in others a sum's rounding now and then makes a weight another code
+        small = [pair for n in counts for pair in compressed(n)]
+        found += [Case(names[place % len(names)], *pair[:1], chosen, pair[1]) for place, pair in enumerate(small)]
     return found

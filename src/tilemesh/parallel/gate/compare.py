@@ -100,9 +100,14 @@ class Gate:
         return None if result is None else GateResult(case, result.apart, result.bound, where)
 
     def laid(self, case: Case, mesh: Mesh) -> Laid:
-        model = Transformer(case.config, device="meta", dtype=alone.weights_dtype(case.precision))
-        laid = lay(model, mesh, case.layout.plan(case.precision), device=self.device, bucket_bytes=32 << 10)
-        laid.load(alone.start(case.config, case.precision))
+        plan = case.layout.plan(case.precision)
+        if case.weights:
+            model = alone.whole_model(case.config, case.precision, case.weights, self.device)
+            laid = lay(model, mesh, plan, device=self.device, bucket_bytes=32 << 10)
+        else:
+            model = Transformer(case.config, device="meta", dtype=alone.weights_dtype(case.precision))
+            laid = lay(model, mesh, plan, device=self.device, bucket_bytes=32 << 10)
+            laid.load(alone.start(case.config, case.precision))
         if self.plant is not None and self.plant.applies(case.layout, case.config):
             self.plant.put(laid)
         return laid
@@ -126,13 +131,14 @@ class Gate:
             norms.append(norm)
             optimizer.step()
             laid.gradients.updated()
-        weights = laid.gather()
+        trained = {name: held.tensor for name, held in laid.held.items()} if case.weights else None
+        weights = laid.gather(trained)
         return None if weights is None else GateTrace(losses, norms, gradients, weights)
 
     def trace(self, case: Case, parts: int = 1, pieces: int = 1) -> GateTrace:
-        key = (case.config, case.precision, parts, pieces)
+        key = (case.config, case.precision, case.weights, parts, pieces)
         if key not in self.traces:
-            self.traces[key] = alone.train(case.config, case.precision, parts=parts, pieces=pieces, device=self.device)
+            self.traces[key] = alone.train(*key[:3], parts=parts, pieces=pieces, device=self.device)
         return self.traces[key]
 
     def bound(self, case: Case) -> Apart:

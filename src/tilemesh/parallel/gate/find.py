@@ -30,7 +30,7 @@ _TOLERANCE = {"fp64": 1e-9, "fp32": 1e-3, "bf16": 0.1}
 def find(case: Case, mesh: Mesh, laid: Laid, device: str) -> str:
     """The first layer and parameter that differ, in words; the same on every rank (a collective call)."""
     tolerance = _TOLERANCE[case.precision]
-    whole = _whole(case, device)
+    whole = alone.whole_model(case.config, case.precision, case.weights, device)
     seen, _ = _record(laid.module, lambda: _step(case, mesh, laid, device))
     wanted, wanted_loss = _record(whole, lambda: _whole_step(whole, device))
     off = []
@@ -67,13 +67,6 @@ def step_pieces(layout: GateLayout, replica: int, tokens_BT: Tensor, targets_BT:
     """A replica's microbatches of a step."""
     turns = microbatches(layout, replica)
     return [StepPiece(tokens_BT[row : row + rows], targets_BT[row : row + rows], row) for row, rows in turns]
-
-
-def _whole(case: Case, device: str) -> Transformer:
-    config = case.config
-    model = Transformer(config, device=device, dtype=alone.weights_dtype(case.precision))
-    model.load_state_dict(alone.start(config, case.precision))
-    return model
 
 
 def _whole_step(model: Transformer, device: str) -> float:

@@ -1,0 +1,209 @@
+"""Rows of compressed models beside the plain one: held-out loss, bytes, a forward pass, a token of decoding.
+
+The one idea: what a recipe should cost is said before it is measured. Bytes follow from shapes. A decoded token takes
+as long as the plain one times the bytes that it reads, where a kernel reads codes; elsewhere every product
+dequantises first, and nothing is gained. A forward pass takes FLOPs, which only structured pruning and low rank make
+fewer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from tilemesh.compress.calibrate import mean_loss
+from tilemesh.kernels.lowbit import cpu
+from tilemesh.measure.machine import stamp
+from tilemesh.measure.row import CaseValue, Row
+from tilemesh.measure.sample import Sample
+from tilemesh.measure.timing import LoopTimer, compare
+from tilemesh.model.cache import DenseCache
+from tilemesh.model.lowbit import FactoredLinear, LowBitLinear, model_bytes, projections
+from tilemesh.model.transformer import Transformer
+
+_ROWS = 4  # sequences of a timed forward pass
+PLAIN = "plain"
+
+
+@dataclass(frozen=True)
+class Judged:
+    """What one model came to."""
+
+    loss: float
+    nbytes: int
+    forward: Sample
+    decode: Sample
+
+
+def product_bytes(model: Transformer) -> tuple[int, int]:
+    """Bytes of matrices that a decoded token reads, and of those the bytes that are read as they are stored."""
+    total = quick = 0
+    for module in [*(module for _, module in projections(model)), *_tied_table(model)]:
+        if isinstance(module, LowBitLinear):
+            total += module.nbytes
+            quick += module.nbytes if module.scheme.format in cpu.FEW_ROWS and cpu.library() is not None else 0
+        else:
+            held = sum(p.numel() * p.element_size() for p in module.parameters(recurse=False))
+            total, quick = total + held, quick + held
+    return total, quick
+
+
+def _tied_table(model: Transformer) -> list[nn.Module]:
+    """The embedding's, where it is the output projection too."""
+    return [] if model.output is not None else [model.get_submodule("token_embedding")]
+
+
+def product_flops(model: Transformer) -> int:
+    """Of the matrices, per token."""
+    total = 0
+    for _, module in projections(model):
+        if isinstance(module, FactoredLinear):
+            total += 2 * module.rank * (module.in_features + module.out_features)
+        else:
+            total += 2 * module.in_features * module.out_features
+    head = 0 if model.output is not None else 2 * model.config.width * model.config.vocabulary
+    return total + head
+
+
+@torch.inference_mode()
+def time_models(models: Mapping[str, Transformer], tokens: Tensor, seconds: float) -> dict[str, tuple[Sample, Sample]]:
+    """A forward pass of some sequences, and one decoded token after a short prompt; models take turns."""
+    batch = tokens[:_ROWS]
+    passes: dict[str, Callable[[int], object]] = {}
+    steps: dict[str, Callable[[int], object]] = {}
+    for name, model in models.items():
+        passes[name] = _forward(model, batch)
+        steps[name] = _decode(model, tokens[:1])
+    timer = LoopTimer()
+    forward = compare(passes, timer=timer, repeats=12, warmup=1, seconds=seconds / 2, on_error="raise")
+    decode = compare(steps, timer=timer, repeats=30, warmup=2, seconds=seconds / 2, on_error="raise")
+    return {name: (forward[name], decode[name]) for name in models}
+
+
+def _forward(model: Transformer, batch: Tensor) -> Callable[[int], object]:
+    return lambda turn: model(batch)
+
+
+def _decode(model: Transformer, prompt: Tensor) -> Callable[[int], object]:
+    """The token after a prompt, again and again: the cache is set back after each."""
+    length = min(prompt.shape[1], model.config.context - 1)
+    cache = DenseCache(1, model.config.context)
+    with torch.inference_mode():
+        model(prompt[:, :length], cache=cache.extend(length))
+    token = prompt[:, -1:]
+
+    def step(turn: int) -> object:
+        cache.lengths[0] = length
+        return model(token, cache=cache.extend(1))
+
+    return step
+
+
+def judge(
+    models: Mapping[str, Transformer], tokens: Tensor, targets: Tensor, seconds: float = 20.0
+) -> dict[str, Judged]:
+    """All models on the same held-out text, timed in turns."""
+    times = time_models(models, tokens, seconds)
+    return {
+        name: Judged(mean_loss(model, tokens, targets), model_bytes(model), *times[name])
+        for name, model in models.items()
+    }
+
+
+@dataclass(frozen=True)
+class Expected:
+    """Of one compressed model, before it is measured."""
+
+    nbytes: int
+    forward: float
+    """Share of the plain model's time."""
+    decode: float
+
+
+def expected(plain: Transformer, small: Transformer) -> Expected:
+    """From shapes and schemes alone; times as shares of the plain model's."""
+    whole, _ = product_bytes(plain)
+    total, quick = product_bytes(small)
+    # What no kernel reads as codes is written out as floats and read again: at least the plain model's time.
+    slow = 0 if total == quick else _plain_bytes(small)
+    return Expected(model_bytes(small), product_flops(small) / product_flops(plain), (quick + slow) / whole)
+
+
+def _plain_bytes(model: Transformer) -> int:
+    """Of dequantised matrices that a product makes first: written, then read."""
+    slow = [
+        module
+        for _, module in projections(model)
+        if isinstance(module, LowBitLinear) and not (module.scheme.format in cpu.FEW_ROWS and cpu.library() is not None)
+    ]
+    return sum(module.in_features * module.out_features * 4 for module in slow)
+
+
+def rows_of(
+    recipe: str,
+    case: Mapping[str, CaseValue],
+    guess: Expected,
+    found: Judged,
+    plain: Judged,
+    peer_losses: Mapping[str, float] | None = None,
+    why_no_peer: Mapping[str, str] | None = None,
+) -> list[Row]:
+    """Loss, size, forward pass and decoded token of one recipe; the plain model's stand beside them as a peer."""
+    losses = {name: _exact(loss) for name, loss in (peer_losses or {}).items()}
+    missing = dict(why_no_peer or {})
+    told: dict[str, CaseValue] = {**case, "recipe": recipe}
+    no_guess, no_size = "a compressed model's loss is measured", "no fewer bytes are known to keep the loss"
+    no_limit = "the plain model's loss is no bound: a smaller model can be better"
+    no_time = "see the plain model's time; `tilemesh calibrate` has this machine's bandwidth"
+    loss_case: dict[str, CaseValue] = {**told, "change": round(found.loss - plain.loss, 5)}
+    common = stamp()
+
+    def row(name: str, unit: str, guessed: float | None, value: Callable[[Judged], Sample], **why: str) -> Row:
+        return Row(
+            name=name,
+            case=loss_case if unit == "nats" else told,
+            unit=unit,
+            predicted=guessed,
+            measured=value(found),
+            limit=None,
+            peers={PLAIN: value(plain), **(losses if unit == "nats" else {})},
+            missing={**why, **(missing if unit == "nats" else {})},
+            **common,
+        )
+
+    return [
+        row("held-out loss", "nats", None, lambda one: _exact(one.loss), predicted=no_guess, limit=no_limit),
+        row("size", "B", float(guess.nbytes), lambda one: _exact(float(one.nbytes)), limit=no_size),
+        row("forward pass", "s", guess.forward * plain.forward.median, lambda one: one.forward, limit=no_time),
+        row("decoded token", "s", guess.decode * plain.decode.median, lambda one: one.decode, limit=no_time),
+    ]
+
+
+def _exact(value: float) -> Sample:
+    return Sample(value, value, value, 1)
+
+
+def layer_errors(plain: Transformer, small: Transformer) -> dict[str, float]:
+    """Relative change of each matrix that has a counterpart: |W' - W| / |W|."""
+    before = dict(projections(plain))
+    found = {}
+    for name, module in projections(small):
+        weight = before[name].weight.detach().float() if name in before else None
+        if weight is None or tuple(weight.shape) != (module.out_features, module.in_features):
+            continue
+        now = module.decoded(torch.float32) if isinstance(module, LowBitLinear) else module.weight.detach().float()
+        found[name] = float((now - weight).norm() / weight.norm().clamp(min=1e-12))
+    return found
+
+
+def histogram(model: Transformer, name: str, bins: int = 61) -> dict[str, Sequence[float]]:
+    """How a matrix's weights are distributed: counts between edges."""
+    module = dict(projections(model))[name]
+    weight = module.decoded(torch.float32) if isinstance(module, LowBitLinear) else module.weight.detach().float()
+    most = float(weight.abs().max())
+    counts = torch.histc(weight, bins=bins, min=-most, max=most)
+    step = 2 * most / bins
+    return {"centre": [-most + (place + 0.5) * step for place in range(bins)], "count": counts.tolist()}

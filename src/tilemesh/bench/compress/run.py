@@ -1,0 +1,116 @@
+"""Many recipes on one model: rows beside the plain model and other libraries, and what the page draws."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from tilemesh.bench.compress.measure import PLAIN, Expected, Judged, expected, histogram, judge, layer_errors, rows_of
+from tilemesh.bench.compress.peers import peer_model, why_not
+from tilemesh.compress.calibrate import mean_loss
+from tilemesh.compress.recipe import read_recipe
+from tilemesh.compress.shrink import shrink
+from tilemesh.core.errors import RunError
+from tilemesh.core.toml import toml_value
+from tilemesh.measure.row import CaseValue, Row, write_rows
+from tilemesh.model.lowbit import projections
+from tilemesh.model.transformer import Transformer
+from tilemesh.runs import folder as folders
+from tilemesh.runs.journal import Journal
+from tilemesh.runs.kind import COMPRESS
+from tilemesh.runs.metrics import STARTED
+from tilemesh.runs.names import ROWS
+
+DEFAULT = (
+    "int8", "int4-g64", "int4-g64-clip", "int4-g64-awq", "int4-g64-gptq", "int3-g64", "int3-g64-gptq", "int3-g64-mixed",
+    "nf4-g64", "fp8", "fixed16", "int8-a8", "mlp-25", "2:4", "rank-50",
+)  # fmt: skip
+
+
+@dataclass
+class CompressFindings:
+    """Rows, and points for the page."""
+
+    rows: list[Row] = field(default_factory=list)
+    points: list[dict[str, Any]] = field(default_factory=list)
+
+
+def bench_recipes(
+    model: Transformer,
+    recipes: Sequence[str],
+    text: tuple[Tensor, Tensor, Tensor],
+    case: Mapping[str, CaseValue],
+    peers: Sequence[str],
+    seconds: float,
+    say: Callable[[str], None],
+) -> CompressFindings:
+    """Every recipe is predicted, made, judged on the same held-out text, and timed in turns with the plain model."""
+    train, tokens, targets = text
+    found = CompressFindings()
+    shown = next(name for name, _ in projections(model) if name.endswith("fc_in"))
+    plain: Judged | None = None
+    for name in recipes:
+        recipe = read_recipe(name)
+        small = shrink(model, recipe, train, say)
+        guess = expected(model, small)
+        judged = judge({PLAIN: model, "small": small}, tokens, targets, seconds)
+        plain = judged[PLAIN] if plain is None else plain
+        losses, why = _peer_losses(peers, model, name, tokens, targets)
+        found.rows += rows_of(name, case, guess, judged["small"], judged[PLAIN], losses, why)
+        found.points.append(_point(name, guess, judged["small"], judged[PLAIN], losses, model, small, shown))
+        say(f"{name}: loss {judged['small'].loss:.4f} ({judged['small'].loss - judged[PLAIN].loss:+.4f})")
+    return found
+
+
+def _peer_losses(
+    peers: Sequence[str], model: Transformer, name: str, tokens: Tensor, targets: Tensor
+) -> tuple[dict[str, float], dict[str, str]]:
+    losses: dict[str, float] = {}
+    why: dict[str, str] = {}
+    for peer in peers:
+        reason = why_not(peer, read_recipe(name))
+        if not reason:
+            try:
+                losses[peer] = mean_loss(peer_model(peer, model, read_recipe(name)), tokens, targets)
+                continue
+            except RunError as error:
+                reason = str(error)
+        why[peer] = reason
+    return losses, why
+
+
+def _point(
+    name: str,
+    guess: Expected,
+    small: Judged,
+    plain: Judged,
+    losses: Mapping[str, float],
+    before: Transformer,
+    after: Transformer,
+    shown: str,
+) -> dict[str, Any]:
+    has_shape = shown in dict(projections(after))
+    return {
+        "recipe": name, "loss": small.loss, "plain_loss": plain.loss, "bytes": small.nbytes, "plain_bytes":
+        plain.nbytes, "decode_s": small.decode.median, "plain_decode_s": plain.decode.median, "predicted_decode_s":
+        guess.decode * plain.decode.median, "forward_s": small.forward.median, "plain_forward_s":
+        plain.forward.median, "predicted_forward_s": guess.forward * plain.forward.median, "peers": dict(losses),
+        "errors": layer_errors(before, after), "matrix": shown, "before": histogram(before, shown), "after":
+        histogram(after, shown) if has_shape else None,
+    }  # fmt: skip
+
+
+def write_compress_run(path: str | None, settings: Mapping[str, Any], found: CompressFindings) -> Path:
+    """As a run's folder, which `tilemesh report` makes a page of."""
+    lines = [f"{name} = {toml_value(value)}" for name, value in settings.items() if value is not None]
+    run = folders.new_run(COMPRESS, "\n".join(["[compress]", *lines, ""]), path, name="compress")
+    folders.write_environment(run)
+    journal = Journal(run)
+    journal.add(STARTED, 0)
+    write_rows(found.rows, run / ROWS)
+    journal.summarize(COMPRESS, {"model": settings["model"], "points": found.points})
+    return run

@@ -1,0 +1,82 @@
+"""What a model is compressed from and judged by: its folder, and tokens to calibrate with and to hold out."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tilemesh.compress.calibrate import LEAST_TOKENS
+from tilemesh.core.errors import UsageError
+from tilemesh.data.config import DataConfig
+from tilemesh.data.corpus import check_vocabulary, open_corpus
+from tilemesh.data.samples import SamplePair, held_out_samples, train_mixture
+from tilemesh.model import huggingface
+from tilemesh.model.families.book import CONFIG
+from tilemesh.model.families.carried import TOKENIZER
+from tilemesh.model.transformer import Transformer
+from tilemesh.train.config import of_run
+from tilemesh.train.export import export
+
+LONGEST = 256
+"""Tokens of a sequence, where the model's context is longer: calibration and judgement see many short ones."""
+
+
+@dataclass(frozen=True)
+class CompressSource:
+    """A plain model, the folder that it lies in with its tokenizer, and its text."""
+
+    name: str
+    folder: Path
+    model: Transformer
+    data: DataConfig
+
+    def text(self, calibrate: int, held_out: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Calibration tokens (sequences, tokens + 1), held-out tokens and their targets."""
+        context = min(LONGEST, self.model.config.context)
+        corpus = open_corpus(self.data)
+        check_vocabulary(corpus.tokenizer, self.model.config.vocabulary)
+        mixture = train_mixture(corpus, context, "stream", seed)
+        if calibrate * context < LEAST_TOKENS or len(mixture) < calibrate:
+            raise UsageError(
+                f"{calibrate} sequences of {context} tokens to calibrate with, and the text has "
+                f"{len(mixture)}: expected "
+                f"at least {LEAST_TOKENS} tokens; set --calibrate, or --data to a longer text"
+            )
+        held = held_out_samples(corpus, context, "stream", held_out)
+        if not held:
+            raise UsageError(f"the text of {self.data.source} has nothing held out: set --data to a longer text")
+        train = _joined([mixture.at(place) for place in range(calibrate)])
+        tokens, targets = (torch.from_numpy(np.stack(part)) for part in zip(*held, strict=True))
+        return train, tokens.long(), targets.long()
+
+
+def _joined(pairs: list[SamplePair]) -> Tensor:
+    """Inputs with the last target after them."""
+    return torch.from_numpy(np.stack([np.append(inputs, targets[-1]) for inputs, targets in pairs])).long()
+
+
+@contextmanager
+def open_source(given: str, data: str | None, step: int | None, say: Callable[[str], None]) -> Iterator[CompressSource]:
+    """A run, whose checkpoint is written as a Hugging Face folder for as long as this lasts, or such a folder."""
+    path = Path(given)
+    if (path / CONFIG).is_file():
+        if step is not None:
+            raise UsageError(f"step is {step} and {path} is a Hugging Face folder, which has no steps: leave it out")
+        tokenizer = path / TOKENIZER
+        config = DataConfig(source=data or "stdlib", tokenizer=tokenizer if tokenizer.is_file() else None)
+        yield CompressSource(path.resolve().name, path, huggingface.load(path).eval().requires_grad_(False), config)
+        return
+    config = of_run(path).data
+    if data is not None:
+        config = DataConfig(source=data, tokenizer=config.tokenizer)
+    with tempfile.TemporaryDirectory(prefix="tilemesh-compress-") as made:
+        export(path, made, step, say)
+        model = huggingface.load(made).eval().requires_grad_(False)
+        yield CompressSource(path.resolve().name, Path(made), model, config)

@@ -1,0 +1,1 @@
+"""Measuring methods beyond one all-reduce per step: stragglers, servers, compression, MapReduce."""

@@ -1,0 +1,279 @@
+"""`tilemesh bench methods`: rows of stragglers, servers, compressed and local updates, and MapReduce.
+
+Every prediction is computed before its measurement: throughput by the simulator (`methods/simulate.py`) with the
+durations that ranks are asked to take and messages as one worker alone measured them, bytes by formulas, K-means by
+the time of one rank. The rank's side is `ranks.py`, torch's hooks beside ours `hooks.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tilemesh.bench.methods.ranks import LENGTH, durations_of, replay_difference
+from tilemesh.core.cores import available_cores
+from tilemesh.launch.calls import Ranks
+from tilemesh.measure.machine import stamp
+from tilemesh.measure.ranks import ranks_case
+from tilemesh.measure.row import CaseValue, Row
+from tilemesh.measure.sample import Sample
+from tilemesh.methods.programs import k_means_speedup
+from tilemesh.methods.simulate import ServerTimes, SimulatedRun, simulate_server, simulate_synchronous
+
+WORKERS, SERVERS, CLOCKS, COMPUTE_S, PERIOD = 4, 1, 24, 0.025, 8
+METHODS: dict[str, dict[str, Any]] = {
+    "synchronous": {"method": "together", "period": 1},
+    "BSP": {"method": "server", "bound": 0},
+    "SSP(1)": {"method": "server", "bound": 1},
+    "SSP(3)": {"method": "server", "bound": 3},
+    "ASP": {"method": "server", "bound": None},
+    f"local SGD ({PERIOD})": {"method": "together", "period": PERIOD},
+}
+_TRAFFIC = [(1, 1), (2, 1), (4, 1), (4, 2)]
+_TRAFFIC_LENGTH, _TRAFFIC_CLOCKS = 1 << 18, 30
+_POINTS, _DIMS, _CLUSTERS, _ITERATIONS = 400_000, 8, 10, 5
+_STUDY = {"points": 100_000_000, "clusters": 10, "dims": _DIMS, "ranks": 100, "iterations": 20}
+
+
+@dataclass(frozen=True)
+class MethodCurve:
+    """One run of one method: what its page draws."""
+
+    method: str
+    slow: str
+    losses: Sequence[tuple[float, float]]
+    """Held-out loss against seconds, at each step of worker 0."""
+    utilisation: Sequence[float]
+    staleness: Sequence[tuple[int, int]] = ()
+    lead: int | None = None
+    replay_difference: float | None = None
+    spans: Sequence[Sequence[tuple[float, float]]] = ()
+    """Of each worker, the seconds at which it began and ended to compute."""
+
+
+@dataclass
+class MethodsFound:
+    """What the bench came to."""
+
+    rows: list[Row] = field(default_factory=list)
+    curves: list[MethodCurve] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+def bench_methods(
+    slow_rank: int, factor: float, clocks: int = CLOCKS, blocks: int = 2, say: Callable[[str], None] = lambda text: None
+) -> MethodsFound:
+    """All parts, one after the other. `slow_rank`: of the second straggler study; the first draws one at every step."""
+    found = MethodsFound()
+    say("server traffic")
+    with Ranks(max(map(sum, _TRAFFIC)), sink=lambda rank, stream, line: None) as ranks:
+        traffic = _traffic(ranks, found)
+    say(f"stragglers: {WORKERS} workers, {SERVERS} server")
+    with Ranks(WORKERS + SERVERS, sink=lambda rank, stream, line: None) as ranks:
+        _stragglers(ranks, found, slow_rank, factor, clocks, blocks, traffic)
+    say("K-means on MapReduce")
+    _clusters(found)
+    say("compressed and local updates beside torch's hooks")
+    _hooks(found)
+    return found
+
+
+def parse_slow(text: str) -> tuple[int, float]:
+    """`rank=3,factor=4`: which worker is always slow, and how much slower a slow one is."""
+    from tilemesh.core.errors import UsageError
+
+    try:
+        given = dict(part.split("=") for part in text.split(","))
+        rank, factor = int(given.pop("rank", WORKERS - 1)), float(given.pop("factor", 4.0))
+    except ValueError:
+        raise UsageError(f"--slow {text}: expected rank=NUMBER,factor=NUMBER, such as rank=3,factor=4") from None
+    if given or not 0 <= rank < WORKERS or not 1 <= factor <= 100:
+        raise UsageError(f"--slow {text}: expected rank from 0 to {WORKERS - 1} and factor from 1 to 100")
+    return rank, factor
+
+
+def _traffic(ranks: Ranks, found: MethodsFound) -> ServerTimes:
+    """Servers without any computing: where the hotspot begins. Messages of one worker alone are what predicts it."""
+    taken = ranks.call(
+        "tilemesh.bench.methods.ranks:traffic_runs", _TRAFFIC, _TRAFFIC_LENGTH, _TRAFFIC_CLOCKS, timeout_s=120
+    )
+    seconds = [max(rank[number][0] for rank in taken if rank[number]) for number in range(len(_TRAFFIC))]
+    each_s, nbytes = seconds[0] / _TRAFFIC_CLOCKS, 8 * _TRAFFIC_LENGTH
+    for (workers, servers), took in zip(_TRAFFIC, seconds, strict=True):
+        predicted = simulate_server(
+            workers,
+            _TRAFFIC_CLOCKS,
+            lambda worker, clock: 0.0,
+            math.inf,
+            ServerTimes(each_s / 2, each_s / 2, 0, servers),
+        )
+        rate = workers * _TRAFFIC_CLOCKS / took
+        found.rows.append(
+            Row(
+                name="server traffic", unit="B/s",
+                case={"workers": workers, "servers": servers, "bytes": nbytes, **_cores(workers + servers)},
+                predicted=None if workers == 1 else predicted.throughput * nbytes,
+                measured=_once(rate * nbytes), limit=None,
+                missing={
+                    "limit": "one copy each way is what the server itself does",
+                    "peers": "no other parameter server here",
+                    **({"predicted": "it is what the others are predicted from"} if workers == 1 else {}),
+                },
+                **stamp(),
+            )
+        )  # fmt: skip
+    small = each_s * LENGTH / _TRAFFIC_LENGTH
+    return ServerTimes(small / 2, small / 2, 0.0, SERVERS)
+
+
+def _stragglers(
+    ranks: Ranks, found: MethodsFound, slow: int, factor: float, clocks: int, blocks: int, times: ServerTimes
+) -> None:
+    for words, kind in (
+        (f"a random rank, {factor:g}x", {"rank": None, "factor": factor}),
+        (f"rank {slow}, {factor:g}x", {"rank": slow, "factor": factor}),
+    ):
+        durations = durations_of(kind, WORKERS, COMPUTE_S)
+        predicted = {name: _simulated(method, clocks, durations, times) for name, method in METHODS.items()}
+        ideal = {name: _simulated(method, clocks, durations, ServerTimes()) for name, method in METHODS.items()}
+        cases = [
+            {"bound": None, "period": 1, **method, "slow": kind} for _ in range(blocks) for method in METHODS.values()
+        ]
+        taken = ranks.call(
+            "tilemesh.bench.methods.ranks:straggler_runs", cases, WORKERS, SERVERS, clocks, COMPUTE_S, timeout_s=300
+        )
+        rates: dict[str, list[float]] = {name: [] for name in METHODS}
+        for number, _ in enumerate(cases):
+            name = list(METHODS)[number % len(METHODS)]
+            seen = [rank[number] for rank in taken]
+            rates[name].append(throughput(seen))
+            if number >= len(cases) - len(METHODS):
+                found.curves.append(_curve(name, words, seen))
+        synchronous = Sample.of(rates["synchronous"])
+        for name in METHODS:
+            found.rows.append(
+                Row(
+                    name="straggler", unit="steps/s",
+                    case={"method": name, "slow": words, "workers": WORKERS, "servers": SERVERS, **_cores(len(taken))},
+                    predicted=predicted[name].throughput, measured=Sample.of(rates[name]),
+                    limit=ideal[name].throughput,
+                    peers={} if name == "synchronous" else {"synchronous": synchronous},
+                    missing={"peers": "it is what the others are held against"} if name == "synchronous" else {},
+                    **stamp(),
+                )
+            )  # fmt: skip
+    many = durations_of({"rank": 17, "factor": factor}, 100, 1.0)
+    apart = simulate_server(100, 40, many, math.inf).throughput / simulate_synchronous(100, 40, many).throughput
+    found.notes.append(
+        f"Simulated for 100 workers of which one is {factor:g} times slower: asynchronous {apart:.2f} times the "
+        "synchronous throughput"
+    )
+
+
+def _simulated(
+    method: dict[str, Any], clocks: int, durations: Callable[[int, int], float], times: ServerTimes
+) -> SimulatedRun:
+    if method["method"] == "server":
+        bound = math.inf if method["bound"] is None else method["bound"]
+        return simulate_server(WORKERS, clocks, durations, bound, times)
+    return simulate_synchronous(WORKERS, clocks, durations, times.push_s, method["period"])
+
+
+def throughput(seen: Sequence[dict[str, Any]]) -> float:
+    """Steps per second of all workers until the first of them is through, as the simulator counts them."""
+    workers = [rank for rank in seen if "steps" in rank]
+    began, ended = min(rank["began"] for rank in workers), min(rank["steps"][-1] for rank in workers)
+    steps = sum(step <= ended for rank in workers for step in rank["steps"])
+    return float(steps / (ended - began))
+
+
+def _curve(name: str, words: str, seen: Sequence[dict[str, Any]]) -> MethodCurve:
+    workers, servers = [rank for rank in seen if "steps" in rank], [rank for rank in seen if "events" in rank]
+    began = min(rank["began"] for rank in workers)
+    ended = min(rank["steps"][-1] for rank in workers)
+    spans = [[(start - began, end - began) for start, end in rank["spans"]] for rank in workers]
+    busy = [sum(min(end, ended) - start for start, end in rank["spans"] if start < ended) for rank in workers]
+    losses = [(at - began, loss) for at, loss in workers[0]["losses"]]
+    served: dict[str, Any] = {}
+    if servers:
+        served = {
+            "staleness": [tuple(pair) for pair in servers[0]["figures"]["staleness"]],
+            "lead": max(rank["lead"] for rank in servers),
+            "replay_difference": replay_difference(servers, WORKERS),
+        }
+    return MethodCurve(name, words, losses, [part / (ended - began) for part in busy], spans=spans, **served)
+
+
+def _clusters(found: MethodsFound) -> None:
+    """K-means on 1 rank and on as many as there are cores; then the study of 100 million points on 100 ranks."""
+    cores = available_cores()
+    options = {"points": _POINTS, "dims": _DIMS, "clusters": _CLUSTERS, "iterations": _ITERATIONS, "repeats": 5}
+    one = _k_means_taken(1, options)
+    rate = _ITERATIONS * _POINTS * _CLUSTERS * _DIMS / one[0].median
+    for ranks in [cores] if cores > 1 else []:
+        predicted = k_means_speedup(_POINTS, _CLUSTERS, _DIMS, ranks, _ITERATIONS, rate, 0.0)[1]
+        taken, summed = _k_means_taken(ranks, options)
+        case: dict[str, CaseValue] = {
+            "points": _POINTS,
+            "clusters": _CLUSTERS,
+            "dims": _DIMS,
+            "iterations": _ITERATIONS,
+        }
+        found.rows.append(
+            Row(
+                name="K-means", unit="s", case={**case, **_cores(ranks)}, predicted=predicted, measured=taken,
+                limit=one[0].median / ranks, peers={"one rank": one[0]}, **stamp(),
+            )
+        )  # fmt: skip
+        study = {**_STUDY, "rate": rate, "reduce_s": summed.median / _ITERATIONS * math.log2(_STUDY["ranks"])}
+        alone_s, together_s, ratio = k_means_speedup(**study)  # type: ignore[arg-type]
+        found.notes.append(
+            f"K-means of {_STUDY['points']:,} points of {_DIMS} numbers, k = {_STUDY['clusters']}, "
+            f"{_STUDY['iterations']} iterations, from this machine's rate of one rank: {alone_s:.4g} s on one "
+            f"processor, {together_s:.4g} s on {_STUDY['ranks']}, T_seq / T_par = {ratio:.1f}"
+        )
+
+
+def _k_means_taken(ranks: int, options: dict[str, Any]) -> tuple[Sample, Sample]:
+    with Ranks(ranks, sink=lambda rank, stream, line: None, transport="auto") as started:
+        taken = started.call("tilemesh.bench.methods.ranks:clustering", timeout_s=120, **options)[0]
+    half = len(taken) // 2
+    return Sample.of(taken[:half]), Sample.of(taken[half:])
+
+
+def _hooks(found: MethodsFound) -> None:
+    with Ranks(2, transport="torch", sink=lambda rank, stream, line: None) as ranks:
+        said = ranks.call("tilemesh.bench.methods.hooks:hook_steps", repeats=8, seconds=12.0, timeout_s=180)[0]
+    samples = {name: Sample(**sample) for name, sample in said["samples"].items()}
+    case: dict[str, CaseValue] = {"parameters": said["parameters"], "transport": "torch", **_cores(2)}
+    peers = {"powersgd": "torch PowerSGD", "local": "torch PostLocalSGD", "uncompressed": "torch DDP"}
+    for name in ("uncompressed", "powersgd", "local", "top-k", "random-k", "int8", "one-bit"):
+        peer = peers.get(name)
+        missing = {"predicted": "computing of this size was not calibrated", "limit": "none is known on shared cores"}
+        if peer is None:
+            missing["peers"] = "torch has no such hook"
+        found.rows.append(
+            Row(
+                name="step", unit="s", case={"method": name, **case}, predicted=None, measured=samples[name],
+                limit=None, peers={} if peer is None else {peer: samples[peer]}, missing=missing, **stamp(),
+            )
+        )  # fmt: skip
+        if name in said["bytes"]:
+            counted, computed = said["bytes"][name]
+            found.rows.append(
+                Row(
+                    name="bytes sent per step", unit="B", case={"method": name, **case}, predicted=computed,
+                    measured=_once(counted), limit=None, peers={"uncompressed": _once(said["whole_bytes"])},
+                    missing={"limit": "what a gradient can be compressed to is not known"}, **stamp(),
+                )
+            )  # fmt: skip
+
+
+def _once(value: float) -> Sample:
+    return Sample(value, value, value, 1)
+
+
+def _cores(ranks: int) -> dict[str, CaseValue]:
+    return ranks_case(ranks)

@@ -1,0 +1,94 @@
+"""How much of a pipeline's messages computing hides: one schedule with messages left to move, waited for, and tiny.
+
+A pass multiplies matrices for about as long as a layer takes, and gives a message of a layer's size to the next stage.
+Three runs of the same list, in turns: as training does it (a send is begun and left alone), with every send waited for
+until it has been taken, and with messages of a few bytes. Where nothing is hidden, the first takes as long as the
+second; where all is, as long as the third.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from tilemesh.bench.train.sleeping import program_of
+from tilemesh.comm.connection import connect
+from tilemesh.comm.runtime.communicator import Communicator
+from tilemesh.core.step.action import Action, Payload, StepProgram
+from tilemesh.parallel.run import StepRunner, StepServices
+
+SIZE = 512
+"""Of the square matrices that are multiplied."""
+TINY = 16
+RUNS = ("left to move", "waited for", "tiny")
+
+
+class ComputingChunk:
+    """A chunk whose passes make so many products on this rank's core, and a message of so many numbers."""
+
+    def __init__(self, products: int, numbers: int) -> None:
+        self.products, self.numbers = products, numbers
+        self._a, self._b = torch.rand(2, SIZE, SIZE)
+        self._out = torch.empty(SIZE, SIZE)
+
+    def forward(self, microbatch: int, piece: int, x: Tensor | None, *, keeps: bool) -> Tensor:
+        return self._made(self.products)
+
+    def recompute(self, microbatch: int, piece: int) -> None:
+        self._made(self.products)
+
+    def backward(self, microbatch: int, piece: int, gradient: Tensor | None, *, splits: bool) -> Tensor:
+        return self._made(self.products if splits else 2 * self.products)
+
+    def weights(self, microbatch: int, piece: int) -> None:
+        self._made(self.products)
+
+    def landing(self, microbatch: int, piece: int, of: Payload) -> Tensor:
+        return torch.empty(self.numbers)
+
+    def _made(self, products: int) -> Tensor:
+        for _ in range(products):
+            torch.mm(self._a, self._b, out=self._out)
+        return torch.ones(self.numbers)
+
+
+class WaitingRunner(StepRunner):
+    """Waits for every send until it has been taken: in the order that was proved for sends that block."""
+
+    def __init__(self, program: StepProgram, comm: Communicator, chunks: dict[int, ComputingChunk]) -> None:
+        super().__init__(program, comm, chunks, StepServices())
+        self.actions = [(action, str(action)) for action in program.actions[comm.rank]]
+
+    def _send(self, action: Action) -> None:
+        super()._send(action)
+        self.flush()
+
+
+def on_ranks(
+    schedule: str, transport: str, microbatches: int, products: int, nbytes: int, repeats: int
+) -> dict[str, list[float]] | None:
+    """Seconds of each step by `RUNS`, on rank 0. A function for `launch.call`."""
+    torch.set_num_threads(1)
+    comm = connect(transport, timeout_s=60.0)
+    program = program_of(schedule, comm.size, microbatches)
+    steps: dict[str, Callable[[], object]] = {}
+    for name in RUNS:
+        numbers = TINY if name == "tiny" else nbytes // 4
+        chunks = {chunk: ComputingChunk(products, numbers) for chunk in program.placement.held[comm.rank]}
+        if name == "waited for":
+            steps[name] = WaitingRunner(program, comm, chunks)
+        else:
+            steps[name] = StepRunner(program, comm, chunks, StepServices())
+    taken: dict[str, list[float]] = {name: [] for name in steps}
+    for turn in range(repeats + 1):
+        for name, step in steps.items():
+            comm.barrier()
+            began = time.perf_counter()
+            step()
+            (seconds,) = comm.max_over_ranks([time.perf_counter() - began])
+            if turn:  # the first one makes connections
+                taken[name].append(seconds)
+    return taken if comm.rank == 0 else None

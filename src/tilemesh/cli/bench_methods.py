@@ -1,0 +1,48 @@
+"""`tilemesh bench methods`: parameter servers, bounded staleness, compressed and local updates, MapReduce."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from tilemesh.cli.targets import check_targets
+
+
+def bench_methods(
+    slow: Annotated[str, typer.Option(metavar="rank=3,factor=4", help="Which worker is slow, and how much.")] = (
+        "rank=3,factor=4"
+    ),
+    steps: Annotated[int, typer.Option(metavar="N", help="Steps of each worker in a run.")] = 24,
+    blocks: Annotated[int, typer.Option(metavar="N", help="How many turns each method gets.")] = 2,
+    json: Annotated[str | None, typer.Option(metavar="FILE", help="The rows, one object a line; - for stdout.")] = None,
+    html: Annotated[str, typer.Option(metavar="FILE", help="The page.")] = "methods.html",
+) -> None:
+    """Train one model by data parallelism, BSP, SSP, ASP and local SGD while a rank is slow, and measure what else
+    replaces an all-reduce: server traffic, compressed gradients beside torch's hooks, K-means on MapReduce."""
+    from dataclasses import asdict
+
+    from rich.console import Console
+
+    from tilemesh.bench.methods.run import bench_methods as measure
+    from tilemesh.bench.methods.run import parse_slow
+    from tilemesh.core.errors import UsageError
+    from tilemesh.core.files import write_text
+    from tilemesh.measure.row import write_rows
+    from tilemesh.measure.table import print_rows
+    from tilemesh.report import methods_page
+
+    rank, factor = parse_slow(slow)
+    if not 8 <= steps <= 10_000 or not 1 <= blocks <= 100:
+        raise UsageError(f"--steps {steps} --blocks {blocks}: expected 8 to 10000 and 1 to 100")
+    check_targets(json=json, html=html)
+    console = Console(stderr=json == "-", highlight=False, markup=False)
+    found = measure(rank, factor, steps, blocks, console.print)
+    print_rows(found.rows, console)
+    for note in found.notes:
+        console.print(note, soft_wrap=True)
+    if json is not None:
+        write_rows(found.rows, json)
+    curves = [methods_page.RunCurve(**asdict(curve)) for curve in found.curves]
+    write_text(methods_page.render(found.rows, curves, found.notes), html)
+    console.print(f"page: {html}", soft_wrap=True)

@@ -1,0 +1,71 @@
+"""What `tilemesh compress` does: reads, compresses, judges, writes, prints rows."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from tilemesh.bench.compress.measure import PLAIN, expected, judge, rows_of
+from tilemesh.bench.compress.text import open_source
+from tilemesh.compress.recipe import read_recipe
+from tilemesh.compress.shrink import shrink
+from tilemesh.core.errors import UsageError
+from tilemesh.core.ranges import Range
+from tilemesh.core.units import format_bytes
+from tilemesh.measure.row import CaseValue, write_rows
+from tilemesh.measure.table import print_rows
+from tilemesh.model import huggingface
+
+_COUNT = Range(1, 100_000)
+
+
+@dataclass(frozen=True)
+class CompressQuestion:
+    """What the command line said, as it was said."""
+
+    source: str
+    recipe: str
+    out: str
+    calibrate: int
+    sequences: int
+    data: str | None
+    step: int | None
+    seed: int
+    json: str | None
+
+
+def answer(asked: CompressQuestion) -> None:
+    console = Console(stderr=asked.json == "-", highlight=False, markup=False)
+    recipe = read_recipe(asked.recipe)
+    _COUNT.check("--calibrate", asked.calibrate, whole=True)
+    _COUNT.check("--sequences", asked.sequences, whole=True)
+    target = Path(asked.out)
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise UsageError(f"--out {target} is there already and not empty: name a new folder")
+
+    def say(text: str) -> None:
+        print(f"tilemesh: {text}", file=sys.stderr)
+
+    with open_source(asked.source, asked.data, asked.step, say) as source:
+        train, tokens, targets = source.text(asked.calibrate, asked.sequences, asked.seed)
+        small = shrink(source.model, recipe, train, say)
+        guess = expected(source.model, small)
+        found = judge({PLAIN: source.model, "small": small}, tokens, targets)
+        huggingface.save(small, target, like=source.folder)
+        if recipe.cache.format != "none":
+            say(f"serve it with --cache {recipe.cache.format}: how keys and values are kept is no part of a model")
+    case: dict[str, CaseValue] = {"model": source.name, "sequences": len(tokens), "calibrated": asked.calibrate}
+    rows = rows_of(asked.recipe, case, guess, found["small"], found[PLAIN])
+    print_rows(rows, console)
+    before, after = found[PLAIN], found["small"]
+    console.print(
+        f"{asked.recipe}: {format_bytes(before.nbytes)} to {format_bytes(after.nbytes)}, held-out loss "
+        f"{before.loss:.4f} to "
+        f"{after.loss:.4f}; written to {target}",
+        soft_wrap=True,
+    )
+    if asked.json is not None:
+        write_rows(rows, asked.json)

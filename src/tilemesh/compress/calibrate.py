@@ -1,0 +1,157 @@
+"""What flows into a model's matrices on some text: layer by layer, so that a layer sees what the ones before it,
+already changed, make of the text.
+
+The one idea: all that methods need of activations is a few sums per input (their products with one another, their means
+and their largest magnitudes), so no activation is kept but the residual stream between two layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from tilemesh.core.errors import UsageError
+from tilemesh.model.transformer import Layer, ResidualStream, Transformer, added
+
+ROWS = 4
+"""Sequences of a pass."""
+LEAST_TOKENS = 512
+"""Of calibration text; with fewer, products of inputs say more about the text than about the model."""
+SITES: Mapping[str, tuple[str, ...]] = {
+    "attention.fc_q": ("attention.fc_q", "attention.fc_k", "attention.fc_v"),
+    "attention.fc_o": ("attention.fc_o",),
+    "mlp.fc_in": ("mlp.fc_in", "mlp.fc_gate"),
+    "mlp.fc_out": ("mlp.fc_out",),
+}
+"""Matrices of a layer that are given the same activations: the first is looked at for all."""
+
+
+@dataclass
+class InputStatistics:
+    """Of the activations (tokens, K) that enter a matrix."""
+
+    gram: Tensor
+    """Mean over tokens of x x^T, (K, K)."""
+    mean: Tensor
+    magnitude: Tensor
+    """Mean of |x|, per input."""
+    largest: Tensor
+    """Of |x|, per input."""
+    tokens: int
+
+    @classmethod
+    def empty(cls, inputs: int, device: torch.device) -> InputStatistics:
+        mean, magnitude, largest = torch.zeros(3, inputs, device=device).unbind()
+        return cls(torch.zeros(inputs, inputs, device=device), mean, magnitude, largest, 0)
+
+    def add(self, x: Tensor) -> None:
+        rows = x.detach().reshape(-1, x.shape[-1]).float()
+        total = self.tokens + len(rows)
+        old, new = self.tokens / total, 1 / total
+        self.gram.mul_(old).addmm_(rows.t(), rows, alpha=new)
+        self.mean.mul_(old).add_(rows.sum(0), alpha=new)
+        self.magnitude.mul_(old).add_(rows.abs().sum(0), alpha=new)
+        torch.maximum(self.largest, rows.abs().amax(0), out=self.largest)
+        self.tokens = total
+
+
+Statistics = Mapping[str, InputStatistics]
+"""Of every matrix of a layer, by its name in the layer."""
+
+
+def check_tokens(tokens_BT: Tensor | None, model: Transformer, what: str) -> Tensor:
+    """Refuse calibration text that is missing or too short."""
+    if tokens_BT is None:
+        raise UsageError(f"{what} looks at activations: give tokens, some sequences of text (rows, tokens)")
+    if tokens_BT.dim() != 2 or tokens_BT.numel() < LEAST_TOKENS:
+        raise UsageError(
+            f"{tokens_BT.numel()} tokens to calibrate with: expected at least {LEAST_TOKENS}, in sequences of up to "
+            f"{model.config.context}"
+        )
+    return tokens_BT
+
+
+@torch.no_grad()
+def layer_by_layer(model: Transformer, tokens_BT: Tensor, change: Callable[[str, Layer, Statistics], None]) -> None:
+    """Call `change(prefix, layer, statistics)` for each layer in turn, with what enters its matrices now; the next
+    layer is given what this one then makes of the text."""
+    pieces = list(_pieces(tokens_BT))
+    passes = [model.prepare(piece) for piece in pieces]
+    streams = [added(ResidualStream(model.enter(piece, None, now))) for piece, now in zip(pieces, passes, strict=True)]
+    for number, layer in model.layers.named_children():
+        assert isinstance(layer, Layer)
+        with _watching(layer) as found:
+            for stream, now in zip(streams, passes, strict=True):
+                layer(ResidualStream(stream), now)
+        change(f"layers.{number}.", layer, found)
+        streams = [added(layer(ResidualStream(stream), now)) for stream, now in zip(streams, passes, strict=True)]
+
+
+class _watching:  # noqa: N801  (used like a function)
+    """Collects what enters the matrices of a layer, as long as it lasts."""
+
+    def __init__(self, layer: Layer) -> None:
+        self.layer = layer
+        self.hooks: list[torch.utils.hooks.RemovableHandle] = []
+
+    def __enter__(self) -> dict[str, InputStatistics]:
+        found: dict[str, InputStatistics] = {}
+        for first, members in SITES.items():
+            module = self.layer.get_submodule(first)
+            assert isinstance(module, nn.Linear)
+            device = next(self.layer.parameters()).device
+            mine = InputStatistics.empty(module.in_features, device)
+            for member in members:
+                parent, _, last = member.rpartition(".")
+                if getattr(self.layer.get_submodule(parent), last) is not None:
+                    found[member] = mine
+
+            def hook(module: nn.Module, args: tuple[Tensor, ...], mine: InputStatistics = mine) -> None:
+                mine.add(args[0])
+
+            self.hooks.append(module.register_forward_pre_hook(hook))
+        return found
+
+    def __exit__(self, *_: object) -> None:
+        for hook in self.hooks:
+            hook.remove()
+
+
+def _pieces(tokens_BT: Tensor) -> Iterator[Tensor]:
+    yield from torch.split(tokens_BT, ROWS)
+
+
+@torch.no_grad()
+def mean_loss(model: Transformer, tokens_BT: Tensor, targets_BT: Tensor, rows: int = 8) -> float:
+    """Cross-entropy in nats per token of held-out text."""
+    from tilemesh.model.transformer import loss_sum
+
+    total, count = 0.0, 0
+    for tokens, targets in zip(torch.split(tokens_BT, rows), torch.split(targets_BT, rows), strict=True):
+        summed, counted = loss_sum(model(tokens), targets)
+        total, count = total + float(summed), count + int(counted)
+    return total / max(1, count)
+
+
+def weight_gradients(
+    model: Transformer, tokens_BT: Tensor, targets_BT: Tensor, names: Sequence[str]
+) -> dict[str, Tensor]:
+    """The loss's gradient by some matrices' weights, over some text: what first-order scores are made of."""
+    from tilemesh.model.transformer import loss
+
+    parameters = [model.get_parameter(f"{name}.weight") for name in names]
+    asked = [parameter.requires_grad for parameter in parameters]
+    sums = [torch.zeros_like(parameter) for parameter in parameters]
+    try:
+        for parameter in parameters:
+            parameter.requires_grad_(True)
+        for tokens, targets in zip(torch.split(tokens_BT, ROWS), torch.split(targets_BT, ROWS), strict=True):
+            for total, part in zip(sums, torch.autograd.grad(loss(model(tokens), targets), parameters), strict=True):
+                total += part
+    finally:
+        for parameter, was in zip(parameters, asked, strict=True):
+            parameter.requires_grad_(was)
+    return dict(zip(names, sums, strict=True))

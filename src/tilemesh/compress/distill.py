@@ -1,0 +1,103 @@
+"""What a student learns from a teacher: the loss of the text, and how far its predictions are from the teacher's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from tilemesh.core.errors import UsageError
+from tilemesh.core.ranges import Range
+from tilemesh.model.transformer import IGNORED, ResidualStream, Transformer, loss_sum
+
+RANGES = {"share": Range(0, 1), "temperature": Range(0, above=True), "hidden": Range(0)}
+
+
+@dataclass(frozen=True)
+class DistillConfig:
+    """Distillation: a smaller student learns from a teacher's predictions as well as from the text."""
+
+    teacher: Path | None = None
+    """A Hugging Face folder with the teacher; none: no distillation."""
+    share: float = 0.5
+    """How much of the loss is the divergence from the teacher's predictions; the rest is that of the text."""
+    temperature: float = 2.0
+    """Both models' logits are divided by it for the divergence, which is multiplied by its square (Hinton et al.
+    2015)."""
+    hidden: float = 0.0
+    """Weight of the squared distance between the last activations, after the norm, of student and teacher, which must
+    have the same width; 0: they are not compared."""
+
+    def __post_init__(self) -> None:
+        for name, allowed in RANGES.items():
+            allowed.check(f"distill.{name}", getattr(self, name))
+
+
+DistillLoss = Callable[..., tuple[Tensor, Tensor]]
+
+
+def distill(
+    student: Transformer, teacher: Transformer, *, share: float = 0.5, temperature: float = 2.0, hidden: float = 0.0
+) -> DistillLoss:
+    """A loss (tokens, targets) -> (sum over targets, how many count), of whose gradient the student learns."""
+    config = DistillConfig(None, share, temperature, hidden)
+    check_teacher(student, teacher, config)
+    teacher.eval().requires_grad_(False)
+
+    def loss(tokens_BT: Tensor, targets_BT: Tensor, **options: object) -> tuple[Tensor, Tensor]:
+        x_BTD = last_activations(student, tokens_BT, **options)
+        return student_loss(student.project(x_BTD), x_BTD, tokens_BT, targets_BT, teacher, config)
+
+    return loss
+
+
+def check_teacher(student: Transformer, teacher: Transformer, config: DistillConfig) -> None:
+    theirs, ours = teacher.config, student.config
+    if theirs.vocabulary != ours.vocabulary:
+        raise UsageError(
+            f"the teacher has {theirs.vocabulary} tokens and the student {ours.vocabulary}: they must share a tokenizer"
+        )
+    if theirs.context < ours.context:
+        raise UsageError(f"the teacher's context is {theirs.context} and the student's {ours.context}: set it lower")
+    if config.hidden and theirs.width != ours.width:
+        raise UsageError(
+            f"distill.hidden compares activations, and the teacher is {theirs.width} wide, the student {ours.width}: "
+            "set distill.hidden to 0"
+        )
+
+
+def last_activations(model: Transformer, tokens_BT: Tensor, **options: object) -> Tensor:
+    """What the output projection is given."""
+    now = model.prepare(tokens_BT, **options)  # type: ignore[arg-type]
+    stream = ResidualStream(model.enter(tokens_BT, None, now))
+    for layer in model.layers:
+        stream = layer(stream, now)
+    return model.normalize(stream)
+
+
+def student_loss(
+    logits_BTV: Tensor,
+    x_BTD: Tensor,
+    tokens_BT: Tensor,
+    targets_BT: Tensor,
+    teacher: Transformer,
+    config: DistillConfig,
+) -> tuple[Tensor, Tensor]:
+    """Summed over the targets that count, and how many those are."""
+    total, count = loss_sum(logits_BTV, targets_BT)
+    counts_BT = targets_BT != IGNORED
+    with torch.no_grad():
+        teacher_x = last_activations(teacher, tokens_BT)
+        teacher_logits = teacher.project(teacher_x)
+    theirs = functional.log_softmax(teacher_logits.float() / config.temperature, -1)
+    ours = functional.log_softmax(logits_BTV.float() / config.temperature, -1)
+    apart_BT = (theirs.exp() * (theirs - ours)).sum(-1) * config.temperature**2
+    total = (1 - config.share) * total + config.share * (apart_BT * counts_BT).sum()
+    if config.hidden:
+        distance_BT = (x_BTD.float() - teacher_x.float()).square().mean(-1)
+        total = total + config.hidden * (distance_BT * counts_BT).sum()
+    return total, count

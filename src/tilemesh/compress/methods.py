@@ -1,0 +1,144 @@
+"""How the codes of one matrix are found: round to nearest, clipping by error, GPTQ; and scales that move between a
+matrix and what comes before it (AWQ, SmoothQuant).
+
+The one idea: on text whose activations have the Gram matrix H = E[x x^T], replacing W by Q changes the output by a mean
+square of trace((W - Q) H (W - Q)^T). Every method here makes that, or a part of it, small; none needs the text again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tilemesh.compress.calibrate import InputStatistics
+from tilemesh.kernels.lowbit.codes import Quantized, by_group, decode, encode, quantize, rounded
+from tilemesh.kernels.lowbit.formats import Scheme
+
+SHRINKS = tuple(1 - 0.025 * step for step in range(25))
+"""Shares of the largest magnitude that clipping tries."""
+POWERS = tuple(step / 20 for step in range(21))
+"""Of the activations' magnitudes, that AWQ's scales try."""
+DAMPING = 0.01
+"""What GPTQ adds to H's diagonal, as a share of its mean (Frantar et al. 2022)."""
+COLUMNS = 128
+"""That GPTQ corrects at a time."""
+
+
+def output_error(difference: Tensor, gram: Tensor) -> float:
+    """Mean square, summed over outputs, of what a change of the weight does to the output."""
+    return float(((difference.float() @ gram) * difference.float()).sum())
+
+
+def clipped(weight: Tensor, scheme: Scheme, importance: Tensor | None = None) -> Quantized:
+    """Each group's range shrunk by what makes its squared error smallest, inputs weighed by their mean square."""
+    wide = weight.detach().float()
+    rows = wide if scheme.granularity != "tensor" else wide.reshape(1, -1)
+    groups = scheme.groups(wide.shape[1])
+    counted = torch.ones(wide.shape[1], device=wide.device) if importance is None else importance.float()
+    counted = counted.expand_as(wide).reshape(rows.shape)
+    best = torch.full((len(rows), groups), torch.inf, device=wide.device)
+    shrink = torch.ones_like(best)
+    for factor in SHRINKS:
+        back = rounded(wide, scheme, factor)
+        off = by_group((back - wide).reshape(rows.shape).square() * counted, groups).sum(-1)
+        better = off < best
+        best, shrink = torch.where(better, off, best), torch.where(better, factor, shrink)
+    return quantize(wide, scheme, shrink)
+
+
+def gptq(weight: Tensor, scheme: Scheme, inputs: InputStatistics) -> Quantized:
+    """Columns in turn are rounded, and those after take up what that did to the output (Frantar et al. 2022).
+
+    Scales are those that clipping finds, of the weights as they are given: a column's correction does not move them.
+    Inputs with the largest squares come first, while there are others left to correct them.
+    """
+    wide = weight.detach().float()
+    start = clipped(wide, scheme, inputs.gram.diagonal())
+    scales, zeros = start.scales, start.zeros
+    order = inputs.gram.diagonal().argsort(descending=True, stable=True)
+    work, factor = wide[:, order].clone(), _inverse_factor(inputs.gram[order][:, order])
+    columns = wide.shape[1]
+    group_of = order // (columns // scales.shape[1])
+    codes = torch.empty(wide.shape, dtype=start.codes.dtype, device=wide.device)
+    for begin in range(0, columns, COLUMNS):
+        end = min(begin + COLUMNS, columns)
+        errors = torch.zeros(len(work), end - begin, device=work.device)
+        for place in range(begin, end):
+            column, group = work[:, place : place + 1], group_of[place]
+            scale = scales[:, group : group + 1].expand(len(work), 1)
+            zero = None if zeros is None else zeros[:, group : group + 1].expand(len(work), 1)
+            code = encode(column, scheme, scale, zero)
+            codes[:, order[place]] = code[:, 0]
+            off = (column - decode(code, scheme, scale, zero, torch.float32)) / factor[place, place]
+            errors[:, place - begin] = off[:, 0]
+            work[:, place + 1 : end] -= off @ factor[place : place + 1, place + 1 : end]
+        work[:, end:] -= errors @ factor[begin:end, end:]
+    return Quantized(codes, scales, zeros)
+
+
+def _inverse_factor(gram: Tensor) -> Tensor:
+    """The upper Cholesky factor of H^-1: row i says how the error of column i is spread over those after it."""
+    wide = gram.double()
+    mean = float(wide.diagonal().mean())
+    damped = wide + (DAMPING * mean if mean > 0 else 1.0) * torch.eye(len(wide), dtype=wide.dtype, device=wide.device)
+    inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped))
+    factor: Tensor = torch.linalg.cholesky(inverse, upper=True).float()
+    return factor
+
+
+METHODS: dict[str, Callable[[Tensor, Scheme, InputStatistics | None], Quantized]] = {
+    "nearest": lambda weight, scheme, inputs: quantize(weight, scheme),
+    "clip": lambda weight, scheme, inputs: clipped(weight, scheme, None if inputs is None else inputs.gram.diagonal()),
+    "awq": lambda weight, scheme, inputs: quantize(weight, scheme),
+}
+
+
+def find_codes(weight: Tensor, scheme: Scheme, method: str, inputs: InputStatistics | None) -> Quantized:
+    if method == "gptq" and inputs is not None and scheme.number.kind != "fixed":
+        return gptq(weight, scheme, inputs)
+    return METHODS.get(method, METHODS["nearest"])(weight, scheme, inputs)
+
+
+# ---- scales that move ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class MovedScales:
+    """What the inputs of some matrices are divided by, and their columns multiplied."""
+
+    factors: Tensor
+    error: float
+    error_before: float
+
+
+def awq_scales(weights: Sequence[Tensor], schemes: Sequence[Scheme], inputs: InputStatistics) -> MovedScales:
+    """Inputs with large activations get finer steps: s = magnitude^a, with the a of 0 to 1 that loses least.
+
+    a = 0 changes nothing, so what is found is never worse on this text (Lin et al. 2023, "AWQ").
+    """
+    size = inputs.magnitude.clamp(min=1e-5)
+    found: MovedScales | None = None
+    before = 0.0
+    for power in POWERS:
+        factors = size**power
+        factors = factors / (factors.max() * factors.min()).sqrt()
+        error = 0.0
+        for weight, scheme in zip(weights, schemes, strict=True):
+            wide = weight.detach().float()
+            error += output_error(rounded(wide * factors, scheme) / factors - wide, inputs.gram)
+        if power == 0:
+            before = error
+        if found is None or error < found.error:
+            found = MovedScales(factors, error, before)
+    assert found is not None
+    return MovedScales(found.factors, found.error, before)
+
+
+def smooth_factors(weights: Sequence[Tensor], inputs: InputStatistics, power: float) -> Tensor:
+    """s = max|x|^power / max|w|^(1 - power) per input (Xiao et al. 2022, "SmoothQuant")."""
+    most = torch.stack([weight.detach().float().abs().amax(0) for weight in weights]).amax(0).clamp(min=1e-5)
+    factors = inputs.largest.clamp(min=1e-5) ** power / most ** (1 - power)
+    return factors / factors.log().mean().exp()  # the mean size stays

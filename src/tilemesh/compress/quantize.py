@@ -1,0 +1,192 @@
+"""A model's matrices into numbers of few bits, by a recipe: which, how, and what moves into the norms before them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from tilemesh.compress.calibrate import InputStatistics, Statistics, check_tokens, layer_by_layer
+from tilemesh.compress.methods import awq_scales, find_codes, smooth_factors
+from tilemesh.compress.mixed import mixed_schemes
+from tilemesh.compress.recipe import Recipe, chosen_schemes, default_choices, read_recipe
+from tilemesh.core.errors import UsageError
+from tilemesh.kernels.lowbit.codes import Quantized
+from tilemesh.kernels.lowbit.formats import Scheme, parse_scheme
+from tilemesh.model.lowbit import LowBitLinear, projections, put, require_plain
+from tilemesh.model.norm import ResidualNorm
+from tilemesh.model.transformer import Layer, Transformer
+
+Say = Callable[[str], None]
+
+
+def quantize(
+    model: Transformer,
+    recipe: str | Path | Recipe,
+    tokens: Tensor | None = None,
+    *,
+    in_place: bool = False,
+    say: Say = lambda text: None,
+) -> Transformer:
+    """The model with its matrices quantised as the recipe's `weights` and `activations` say; a copy, unless in place.
+
+    `tokens`: (sequences, tokens) of text, for recipes that look at activations. `say` hears what could not be done.
+    """
+    recipe = read_recipe(recipe)
+    _require_transformer(model, "quantise")
+    require_plain(model, "quantisation")
+    shapes = {name: (module.out_features, module.in_features) for name, module in projections(model)}
+    schemes = chosen_schemes(recipe, shapes)
+    if not schemes:
+        raise UsageError("the recipe has no weights.scheme: name one, such as int4-g128")
+    made = model if in_place else copy.deepcopy(model)
+    made.eval().requires_grad_(False)
+    if not recipe.needs_text:
+        for name, scheme in schemes.items():
+            _put(made, name, scheme, find_codes(_weight(made, name), scheme, "nearest", None), recipe, None)
+        return made
+    text = check_tokens(tokens, made, "this recipe")
+    if recipe.weights.bits:
+        named = [parse_scheme(choice) for choice in recipe.weights.choices]
+        choices = {name: list(named or default_choices(scheme)) for name, scheme in schemes.items()}
+        for name, each in choices.items():
+            for scheme in each:
+                scheme.groups(shapes[name][1])
+        schemes = mixed_schemes(made, text, choices, recipe.weights.bits)
+    worker = _LayerQuantizer(made, recipe, schemes, say)
+    layer_by_layer(made, text, worker.change)
+    for name, scheme in schemes.items():
+        if not name.startswith("layers."):  # the output projection: nothing after it is corrected
+            _put(made, name, scheme, find_codes(_weight(made, name), scheme, "clip", None), recipe, None)
+    worker.tell()
+    return made
+
+
+class _LayerQuantizer:
+    """Quantises a layer with what enters its matrices."""
+
+    def __init__(self, model: Transformer, recipe: Recipe, schemes: dict[str, Scheme], say: Say) -> None:
+        self.model, self.recipe, self.schemes, self.say = model, recipe, schemes, say
+        self.without_bias = self.not_moved = 0
+
+    def change(self, prefix: str, layer: Layer, found: Statistics) -> None:
+        recipe = self.recipe
+        moves = recipe.weights.method == "awq" or recipe.activations.smooth > 0
+        if moves:
+            self._move(prefix, layer, found)
+        for name, inputs in found.items():
+            full = prefix + name
+            if full not in self.schemes:
+                continue
+            weight, scheme = _weight(self.model, full), self.schemes[full]
+            codes = find_codes(weight, scheme, recipe.weights.method, inputs)
+            static = inputs.largest.max() if recipe.activations.static else None
+            _put(self.model, full, scheme, codes, recipe, static)
+            if recipe.weights.correct_bias:
+                self._correct(full, weight, inputs)
+
+    def _move(self, prefix: str, layer: Layer, found: Statistics) -> None:
+        """Scale columns of matrices that share their input, and divide what makes the input."""
+        for members, divide in _sources(layer):
+            here = [name for name in members if name in found and prefix + name in self.schemes]
+            if not here or len(here) < sum(name in found for name in members):
+                continue  # one that is left alone would be scaled too
+            inputs = found[here[0]]
+            weights = [_weight(self.model, prefix + name) for name in here]
+            if self.recipe.weights.method == "awq":
+                factors = awq_scales(weights, [self.schemes[prefix + name] for name in here], inputs).factors
+            else:
+                factors = smooth_factors(weights, inputs, self.recipe.activations.smooth)
+            if not divide(factors):
+                self.not_moved += 1
+                continue
+            for weight in weights:
+                weight.mul_(factors.to(weight.dtype))
+            inputs.gram.div_(factors[:, None]).div_(factors[None, :])
+            for part in (inputs.mean, inputs.magnitude, inputs.largest):
+                part.div_(factors)
+
+    def _correct(self, name: str, weight: Tensor, inputs: InputStatistics) -> None:
+        module = self.model.get_submodule(name)
+        assert isinstance(module, LowBitLinear)
+        if module.bias is None:
+            self.without_bias += 1
+            return
+        lost = (weight.float() - module.decoded(torch.float32)) @ inputs.mean
+        module.bias.data = module.bias.data + lost.to(module.bias.dtype)
+
+    def tell(self) -> None:
+        if self.without_bias:
+            self.say(f"{self.without_bias} matrices have no bias to correct, and stay as they are")
+        if self.not_moved:
+            self.say(f"{self.not_moved} matrices follow nothing that could take up their scales, and are not scaled")
+
+
+Divide = Callable[[Tensor], bool]
+
+
+def _sources(layer: Layer) -> list[tuple[Sequence[str], Divide]]:
+    """Groups of matrices that share an input, and what divides that input by factors; False where nothing can."""
+    attention, mlp, place = layer.attention, layer.mlp, layer.norm_place
+
+    def by_norm(norm: ResidualNorm) -> Divide:
+        def divide(factors: Tensor) -> bool:
+            if place not in ("pre", "sandwich"):
+                return False  # there a norm's result is the residual stream, or comes after the matrix
+            weight, less = (norm.weight, 0.0) if norm.offset is None else (norm.offset, 1.0)
+            assert weight is not None
+            weight.data = (weight.data + less) / factors.to(weight.dtype) - less
+            if norm.bias is not None:
+                norm.bias.data = norm.bias.data / factors.to(norm.bias.dtype)
+            return True
+
+        return divide
+
+    def by_matrix(module: nn.Linear, allowed: bool) -> Divide:
+        def divide(factors: Tensor) -> bool:
+            if not allowed or isinstance(module, LowBitLinear):
+                return False
+            module.weight.data = module.weight.data / factors[:, None].to(module.weight.dtype)
+            if module.bias is not None:
+                module.bias.data = module.bias.data / factors.to(module.bias.dtype)
+            return True
+
+        return divide
+
+    is_gated = mlp.fc_gate is not None
+    same_heads = attention.heads == attention.kv_heads
+    return [  # what is divided comes before what divides is itself quantised
+        (("attention.fc_o",), by_matrix(attention.fc_v, same_heads)),
+        (("mlp.fc_out",), by_matrix(mlp.fc_in, is_gated)),
+        (("attention.fc_q", "attention.fc_k", "attention.fc_v"), by_norm(layer.attention_norm)),
+        (("mlp.fc_in", "mlp.fc_gate"), by_norm(layer.mlp_norm)),
+    ]
+
+
+def _put(
+    model: Transformer, name: str, scheme: Scheme, made: Quantized, recipe: Recipe, largest: Tensor | None
+) -> None:
+    plain = model.get_submodule(name)
+    assert isinstance(plain, nn.Linear)
+    activations = recipe.activations
+    inputs = Scheme(activations.scheme) if activations.scheme and name.startswith("layers.") else None
+    input_scale = None
+    if inputs is not None and largest is not None:
+        input_scale = (largest / inputs.number.half_range).reshape(1, 1).clamp(min=torch.finfo(torch.float32).tiny)
+    put(model, name, LowBitLinear(plain, scheme, made, inputs, input_scale))
+
+
+def _weight(model: Transformer, name: str) -> Tensor:
+    return model.get_parameter(f"{name}.weight").data
+
+
+def _require_transformer(model: object, what: str) -> None:
+    if not isinstance(model, Transformer):
+        raise UsageError(
+            f"cannot {what} a {type(model).__name__}: only tilemesh's Transformer, as "
+            "`tilemesh.model.huggingface.load` "
+            "reads one from a Hugging Face folder"
+        )

@@ -1,0 +1,37 @@
+"""All that a recipe says, done to one model: pruned, then factorised, then quantised."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from torch import Tensor
+
+from tilemesh.compress.factorize import factorize
+from tilemesh.compress.prune import prune
+from tilemesh.compress.quantize import quantize
+from tilemesh.compress.recipe import Recipe, read_recipe
+from tilemesh.core.errors import UsageError
+from tilemesh.model.transformer import Transformer
+
+
+def shrink(
+    model: Transformer,
+    recipe: str | Path | Recipe,
+    tokens: Tensor | None = None,
+    say: Callable[[str], None] = lambda text: None,
+) -> Transformer:
+    """A smaller copy. `tokens`: (sequences, tokens + 1) of text, for recipes that look at it."""
+    recipe = read_recipe(recipe)
+    if recipe.is_empty:
+        raise UsageError("the recipe changes nothing: set weights.scheme, prune.structure, rank.keep or cache.format")
+    if recipe.rank.keep and recipe.weights.scheme:
+        raise UsageError("a recipe with rank.keep and weights.scheme: thin factors are not quantised; choose one")
+    inputs = None if tokens is None else tokens[:, :-1].contiguous()
+    if recipe.prune.structure != "none":
+        model = prune(model, recipe, tokens)
+    if recipe.rank.keep:
+        model = factorize(model, recipe, inputs)
+    if recipe.weights.scheme:
+        model = quantize(model, recipe, inputs, say=say)
+    return model

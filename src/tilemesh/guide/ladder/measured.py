@@ -1,0 +1,25 @@
+"""What an H200 measured of the ladder: `benchmarks/results/ladder_h200.jsonl`, as an installed package has it."""
+
+from __future__ import annotations
+
+import json
+from importlib import resources
+
+from tilemesh.measure.row import Row
+
+
+def h200_rows() -> list[Row]:
+    """The rows in the order of the rungs."""
+    text = (resources.files("tilemesh.guide.ladder") / "h200.jsonl").read_text()
+    return [Row.from_json(line) for line in text.splitlines() if json.loads(line)]
+
+
+def median_s(row: Row) -> float:
+    assert row.measured is not None
+    return row.measured.median
+
+
+def reads_of(row: Row) -> int:
+    reads = row.case["global_reads"]
+    assert isinstance(reads, int)
+    return reads

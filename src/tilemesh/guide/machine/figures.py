@@ -1,0 +1,188 @@
+"""Drawings of chapter 4. What is measured comes from `measured.json`, which names its machine; the rest is computed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from tilemesh.core.cost import Ceiling
+from tilemesh.core.hardware import DEVICES, H100, LINKS
+from tilemesh.core.units import format_bytes, format_rate, format_seconds
+from tilemesh.guide.machine.hierarchy import MemoryLevel
+from tilemesh.guide.machine.layers import rows
+from tilemesh.guide.machine.processor import CYCLE, amdahl, chained, cycles, independent, pipelined
+from tilemesh.guide.svg import Canvas, LaneBlock, lanes
+from tilemesh.report.draw import Dots, Drawing, Line, Note, PageTable, Plot, PlotAxis
+from tilemesh.report.picture import svg
+
+# Parameters as published: GPT (Radford et al. 2018), GPT-2 (Radford et al. 2019), GPT-3 (Brown et al. 2020),
+# PaLM (Chowdhery et al. 2022).
+MODELS = {2018: ("GPT", 0.117e9), 2019: ("GPT-2", 1.5e9), 2020: ("GPT-3", 175e9), 2022: ("PaLM", 540e9)}
+GPUS = {2018: "t4", 2020: "a100-80", 2022: "h100", 2023: "h200", 2024: "b200"}
+SHORT = {"execute": "exec"}
+TRAINING_BYTES = 16  # per parameter, chapter 5
+
+
+def figures() -> dict[str, str]:
+    return {
+        "hierarchy.svg": hierarchy(),
+        "cycle.svg": cycle(),
+        "gpu.svg": gpu(),
+        "links.svg": links(),
+        "roofline.svg": roofline(),
+        "amdahl.svg": amdahl_curves(),
+        "growth.svg": growth(),
+    }
+
+
+def measured() -> tuple[str, list[MemoryLevel]]:
+    """The committed measurement: the machine's words, and its levels."""
+    body = json.loads((Path(__file__).parent / "measured.json").read_text(encoding="utf-8"))
+    return body["machine"], [MemoryLevel(**level) for level in body["levels"]]
+
+
+def hierarchy() -> str:
+    """Latency of each level on a logarithmic scale, with its bandwidth beside it."""
+    machine, found = measured()
+    found = [level for level in found if level.latency_s is not None]
+    canvas = Canvas(860, 76 + 36 * len(found) + 24, f"How long one read takes, level by level, measured on {machine}")
+    scale = PlotAxis(1e-10, 1e-2, "", log=True)
+    for power in range(-10, -1):
+        x = 190 + 460 * scale.place(10.0**power)
+        canvas.line(x, 52, x, 60 + 36 * len(found), faint=True)
+        canvas.text(x, 48, format_seconds(10.0**power), size=10, align="mid", quiet=True)
+    for place, level in enumerate(found):
+        y = 62 + place * 36
+        assert level.latency_s is not None
+        size = f" ({format_bytes(level.size_bytes)} read)" if level.size_bytes else ""
+        canvas.text(180, y + 18, level.name + size, align="end")
+        width = 460 * scale.place(level.latency_s)
+        canvas.box(190, y, width, 26, colour=(0, 2, 2, 2, 1, 3, 5)[min(place, 6)])
+        rate = "" if level.bytes_per_s is None else f", {format_rate(level.bytes_per_s, 'B/s')}"
+        canvas.text(198 + width, y + 18, f"{format_seconds(level.latency_s)}{rate}", size=11)
+    canvas.text(190, 80 + 36 * len(found), "each line to the right is ten times slower", size=11, quiet=True)
+    return canvas.svg()
+
+
+def cycle(count: int = 5) -> str:
+    """Instructions in a pipeline: independent ones above, each waiting for the one before below."""
+    blocks: list[LaneBlock] = []
+    names: list[str] = []
+    for program, words in ((independent(count), "independent"), (chained(count), "chained")):
+        fetched = pipelined(program)
+        for place, at in enumerate(fetched):
+            lane = len(names)
+            names.append(f"{words} {place + 1}" if place == 0 else f"{place + 1}")
+            blocks += [
+                LaneBlock(lane, at + step, at + step + 1, SHORT.get(stage, stage), step)
+                for step, stage in enumerate(CYCLE)
+            ]
+    few, many = cycles(pipelined(independent(count))), cycles(pipelined(chained(count)))
+    title = (
+        f"{count} instructions: {few} cycles if none waits, {many} if each needs the one before, "
+        f"{len(CYCLE) * count} without a pipeline"
+    )
+    return lanes(title, names, blocks, unit="cycles", left=116)
+
+
+def gpu() -> str:
+    """The levels of an H100, from its datasheet."""
+    canvas = Canvas(860, 300, "Where data lives on a GPU: an H100, from the thread to the other GPUs")
+    registers = H100.sm_count * H100.registers_per_sm * 4
+    shared = H100.sm_count * H100.shared_bytes_per_sm
+    between = [format_rate(LINKS[name].bytes_per_s, "B/s") for name in ("nvlink4", "pcie5")]
+    rate = format_rate(H100.memory_bytes_per_s, "B/s")
+    per_sm = format_bytes(H100.shared_bytes_per_sm)
+    levels = (
+        ("registers", registers, f"{H100.registers_per_sm:,} of 4 bytes per SM; a thread's own", 0, 260),
+        ("shared memory", shared, f"{per_sm} per SM; the threads of a block share it", 2, 330),
+        ("L2 cache", H100.l2_bytes, f"all {H100.sm_count} SMs share it", 3, 400),
+        ("HBM (device memory)", H100.memory_bytes, f"{rate}; weights and activations live here", 1, 470),
+        ("other GPUs, the host", 0, f"NVLink {between[0]}, PCIe 5 {between[1]}, each direction", 6, 520),
+    )
+    for place, (name, size, words, colour, width) in enumerate(levels):
+        y = 44 + place * 50
+        canvas.box(20, y, width, 40, f"{name}   {format_bytes(size) if size else ''}".strip(), colour=colour)
+        canvas.text(32 + width, y + 25, words, size=10, quiet=True)
+    return canvas.svg()
+
+
+def links() -> str:
+    """Bandwidths of links, one direction, on a logarithmic scale."""
+    shown = ("nvlink5", "nvlink4", "nvlink3", "pcie5", "pcie4", "ndr", "hdr", "ethernet100", "ethernet10")
+    canvas = Canvas(860, 60 + 30 * (len(shown) + 1), "Links in one direction (advertised figures often count both)")
+    scale = PlotAxis(1e9, 5e12, "", log=True)
+    values = {"HBM of an H100": H100.memory_bytes_per_s, **{name: LINKS[name].bytes_per_s for name in shown}}
+    for place, (name, value) in enumerate(values.items()):
+        y = 40 + place * 30
+        width = 560 * scale.place(value)
+        canvas.text(140, y + 16, name, align="end")
+        canvas.box(150, y, width, 22, colour=1 if place == 0 else 0 if "nvlink" in name else 2 if "pcie" in name else 3)
+        canvas.text(158 + width, y + 16, format_rate(value, "B/s"), size=11)
+    canvas.text(150, 54 + 30 * len(values), "the scale is logarithmic", size=10, quiet=True)
+    return canvas.svg()
+
+
+def roofline() -> str:
+    """The roof of an H100 in bf16 and four layers under it."""
+    ceiling = Ceiling.of_device(H100)
+    peak, rate = ceiling.peak("bf16"), ceiling.read_bytes_per_s
+    low, high = 0.1, 3000.0
+    roof = [(low, low * rate), (peak / rate, peak), (high, peak)]
+    found = rows()
+    points = [(row.cost.intensity, min(peak, row.cost.intensity * rate)) for row in found]
+    # MLP and Transformer stand so close that one label serves both.
+    names = {"Transformer": "Transformer, MLP", "MLP": ""}
+    notes = [
+        Note(x, y, names.get(row.name, row.name), at_left=row.name == "CNN")
+        for row, (x, y) in zip(found, points, strict=True)
+    ]
+    notes.append(Note(1 / 6, rate / 6, "x + y"))
+    dots = Dots("layers of the table", [*points, (1 / 6, rate / 6)], 1)
+    x_axis = PlotAxis(low, high, "FLOPs per byte moved", log=True)
+    y_axis = PlotAxis(1e11, 2e15, "FLOP/s at best", lambda value: format_rate(value, "FLOP/s"), log=True)
+    table = PageTable(["layer", "FLOPs per byte"], [[row.name, f"{row.cost.intensity:.3g}"] for row in found])
+    title = "Roofline of an H100 in bf16: left of the ridge memory is the limit, right of it arithmetic"
+    return svg([Drawing(title, "", Plot(x_axis, y_axis, [Line("roof", roof, 0), dots, *notes]), table)])
+
+
+def amdahl_curves() -> str:
+    """Speedup over processors for several serial parts."""
+    counts = [1, 2, 4, 8, 16, 32, 64, 100, 128, 256]
+    lines = [
+        Line(f"{serial:.0%} serial", [(count, amdahl(serial, count)) for count in counts], colour)
+        for colour, serial in enumerate((0.0, 0.01, 0.05, 0.2))
+    ]
+    at = amdahl(0.2, 100)
+    dot = Dots("20 % serial, 100 processors", [(100, at)], 4)
+    x = PlotAxis(1, 256, "processors", log=True)
+    y = PlotAxis(1, 256, "times faster", log=True)
+    table = PageTable(["processors"], [])
+    return svg(
+        [
+            Drawing(
+                f"Amdahl's law: with 20 % serial, 100 processors make it {at:.2g} times faster",
+                "",
+                Plot(x, y, [*lines, dot]),
+                table,
+            )
+        ]
+    )
+
+
+def growth() -> str:
+    """Bytes to train models against bytes of a GPU, by year."""
+    models = [(year, count * TRAINING_BYTES) for year, (_, count) in MODELS.items()]
+    gpus = [(year, float(DEVICES[name].memory_bytes)) for year, name in GPUS.items()]
+    notes = [Note(year, count * TRAINING_BYTES, name) for year, (name, count) in MODELS.items()]
+    notes += [
+        Note(year, float(DEVICES[name].memory_bytes), name, at_left=True) for year, name in GPUS.items() if year == 2024
+    ]
+    lines = [
+        Line("weights, gradients and Adam's states of a model", models, 1, dots=True),
+        Line("memory of one GPU", gpus, 0, dots=True),
+    ]
+    x = PlotAxis(2017.5, 2024.8, "year", lambda value: f"{value:.0f}", whole=True)
+    y = PlotAxis(1e9, 3e13, "bytes", lambda value: format_rate(value, "B/s").removesuffix("/s"), log=True)
+    table = PageTable(["year"], [])
+    return svg([Drawing("Models grew faster than the GPUs that train them", "", Plot(x, y, [*lines, *notes]), table)])

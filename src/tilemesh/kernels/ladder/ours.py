@@ -1,0 +1,86 @@
+"""The last rungs: our Triton kernel and our warp-specialised Gluon kernel, as they are used outside the guide.
+
+They are not CUDA text, so other interpreters count them: Triton's own for the first, and for the second the stand-ins
+of `tests/cpu/gluon_machine.py`, which run its source. A is read once for each column of tiles, B once for each row.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from tilemesh.core.errors import UsageError
+from tilemesh.kernels.matmul.config import Config
+
+
+@dataclass(frozen=True)
+class OurRung:
+    key: str
+    title: str
+    change: str
+    config: Config
+
+    reads = "N³/BLOCK_M + N³/BLOCK_N"
+    dtype = "float16"
+    units = "fp16"
+
+    def predicted(self, n: int) -> int:
+        """Elements of A and B read from global memory."""
+        if n % self.config.block_m or n % self.config.block_n:
+            raise UsageError(f"N = {n}: expected a multiple of {self.config.block_m} and {self.config.block_n}")
+        return n**3 // self.config.block_m + n**3 // self.config.block_n
+
+    def case(self, n: int) -> dict[str, Any]:
+        """What a row says of it."""
+        reads = self.predicted(n)
+        return {"rung": self.key, "n": n, "units": self.units, "global_reads": reads, "config": self.config.label}
+
+
+def our_rungs() -> tuple[OurRung, ...]:
+    return (
+        OurRung(
+            *("Triton", "the compiler places the tiles", "whole warp groups multiply (wgmma); loads through TMA"),
+            Config("tma", 128, 256, 64, 8, 3),
+        ),
+        OurRung(
+            *("pingpong", "warps of different trades", "one warp loads, two groups take turns at the tensor cores"),
+            Config("pingpong", stages=5),
+        ),
+    )
+
+
+def count_triton(config: Config, n: int) -> int:
+    """Elements that a Triton kernel reads for an n x n x n product without C, counted in Triton's interpreter."""
+    import torch
+
+    import tilemesh as tm
+
+    random = np.random.default_rng(0)
+    a, b = (torch.from_numpy(random.standard_normal((n, n)).astype(np.float16)) for _ in range(2))
+    with _counting() as counted:
+        result = tm.kernels.fused_matmul(a, b, activation="none", implementation="interpret", config=config)
+    if not torch.allclose(result.float(), a.float() @ b.float(), atol=2**-9 * n, rtol=2**-9):
+        raise UsageError("the interpreted kernel did not compute a @ b")
+    return sum(counted)
+
+
+@contextmanager
+def _counting() -> Iterator[list[int]]:
+    """Every load of Triton's interpreter adds its elements to the list; one through a descriptor is a masked one."""
+    from triton.runtime import interpreter
+
+    builder: Any = interpreter.interpreter_builder
+    original = builder.create_masked_load
+    counted: list[int] = []
+
+    def masked_load(pointers: Any, mask: Any, *rest: Any, **named: Any) -> Any:
+        counted.append(int(np.asarray(mask.data).sum()))
+        return original(pointers, mask, *rest, **named)
+
+    builder.create_masked_load = masked_load
+    try:
+        yield counted
+    finally:
+        del builder.create_masked_load  # the class's own again

@@ -1,0 +1,130 @@
+"""The C functions of `cpu.c`, compiled for this CPU when they are first asked for, and called on torch tensors.
+
+The one idea: decoding reads every weight once per token, so a weight of one byte in place of four is worth up to four
+times the speed, if arithmetic keeps up. torch has no such product for every CPU; a page of C and the compiler that is
+there do. Where there is no compiler, callers dequantise and let torch multiply. Activations become 16-bit fixed point
+(an error of at most 2^-15 of a row's largest magnitude), or 8 bits where a recipe asks for that.
+
+The object file is linked without OpenMP's library, so that its loops run on the threads that torch has already: two
+pools of threads would take turns on the same cores.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from tilemesh.kernels.lowbit.formats import Scheme
+from tilemesh.kernels.tuning.table import cache_folder
+
+_SOURCE = Path(__file__).with_name("cpu.c")
+_TIMEOUT_S = 60
+MOST_GROUP = 131_072  # inputs under one scale whose sum fits 32 bits
+FEW_ROWS = {"int8": 16, "int4": 4}
+"""Up to so many rows of activations the integer loops are used; larger batches are worth dequantising for."""
+
+
+@functools.cache
+def library() -> ctypes.CDLL | None:
+    """The compiled functions; None where they cannot be had here."""
+    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    if compiler is None or platform.system() != "Linux":
+        return None
+    native = "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
+    flags = ("-O3", "-ffast-math", native, "-fopenmp", "-fPIC")
+    digest = hashlib.sha256(_SOURCE.read_bytes() + repr((flags, platform.node(), platform.machine())).encode())
+    made = cache_folder() / "lowbit" / f"{digest.hexdigest()[:16]}.so"
+    try:
+        if not made.is_file():
+            _compile(compiler, flags, made)
+        for path in _openmp():
+            ctypes.CDLL(path, mode=os.RTLD_GLOBAL)
+        loaded = ctypes.CDLL(str(made), mode=os.RTLD_NOW)
+        loaded.product.argtypes = [ctypes.c_void_p] * 10 + [ctypes.c_long] * 6
+        loaded.product.restype = None
+        return loaded if _is_right(loaded) else None
+    except (OSError, subprocess.SubprocessError, AttributeError):
+        return None
+
+
+def _openmp() -> list[str]:
+    """OpenMP's library that this process has loaded with torch."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return sorted({line.split(maxsplit=5)[5] for line in lines if "libgomp" in line or "libiomp5" in line})
+
+
+def _compile(compiler: str, flags: tuple[str, ...], made: Path) -> None:
+    made.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=made.parent) as folder:
+        middle, end = Path(folder) / "cpu.o", Path(folder) / "cpu.so"
+        for command in (
+            [compiler, *flags, "-c", str(_SOURCE), "-o", str(middle)],
+            [compiler, "-shared", str(middle), "-o", str(end)],
+        ):
+            subprocess.run(command, check=True, capture_output=True, timeout=_TIMEOUT_S)
+        os.replace(end, made)  # whoever else compiles the same puts the same there
+
+
+def _is_right(loaded: ctypes.CDLL) -> bool:
+    """One small product, before anybody relies on it."""
+    w, x, y = torch.arange(-8, 8, dtype=torch.int8).repeat(5, 1), torch.full((1, 16), 3.0), torch.empty(1, 5)
+    _call(loaded, w, torch.ones(5, 1), None, x, None, y, 8, 16)
+    return bool(((y + 24).abs() < 0.01).all())
+
+
+def serves(x: Tensor, scheme: Scheme, inputs: int, groups: int) -> bool:
+    """Whether there is a quick product for these activations: a few rows on a CPU, outside of autograd."""
+    if x.device.type != "cpu" or x.dtype not in (torch.float32, torch.bfloat16) or scheme.format not in FEW_ROWS:
+        return False
+    if torch.is_grad_enabled() and x.requires_grad:
+        return False
+    rows = x.numel() // max(1, inputs)
+    even = scheme.format == "int8" or inputs // groups % 2 == 0
+    return 0 < rows <= FEW_ROWS[scheme.format] and even and inputs // groups < MOST_GROUP and library() is not None
+
+
+def product(
+    x: Tensor, packed: Tensor, scheme: Scheme, scales: Tensor, zeros: Tensor | None, bias: Tensor | None, bits: int = 16
+) -> Tensor:
+    """x W^T + bias for x (..., K). `bits`: of the activations, 16 or 8."""
+    loaded = library()
+    assert loaded is not None
+    rows = x.reshape(-1, x.shape[-1]).to(torch.float32).contiguous()
+    y = torch.empty(len(rows), len(packed))
+    wide = None if bias is None else bias.to(torch.float32).contiguous()
+    _call(loaded, packed, scales, zeros, rows, wide, y, scheme.bits, bits)
+    return y.to(x.dtype).view(*x.shape[:-1], len(packed))
+
+
+def _call(
+    loaded: ctypes.CDLL,
+    packed: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    x: Tensor,
+    bias: Tensor | None,
+    y: Tensor,
+    bits: int,
+    activation_bits: int,
+) -> None:
+    rows, inputs = x.shape
+    groups = scales.shape[1]
+    # Room for the activations as bytes, for a scale per row and for the sums of groups.
+    halves = torch.empty(2, rows, inputs, dtype=torch.int8)
+    more = torch.empty(rows * (1 + groups), dtype=torch.int32)
+    low = halves[1].data_ptr() if activation_bits == 16 else None
+    loaded.product(
+        packed.data_ptr(), scales.data_ptr(), None if zeros is None else zeros.data_ptr(), x.data_ptr(),
+        None if bias is None else bias.data_ptr(), y.data_ptr(), halves.data_ptr(), low, more.data_ptr(),
+        more.data_ptr() + 4 * rows, rows, y.shape[1], inputs, groups, len(scales), bits,
+    )  # fmt: skip

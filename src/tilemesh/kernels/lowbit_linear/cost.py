@@ -1,0 +1,39 @@
+"""What a product with weights of few bits cannot do without: each code once, each activation once."""
+
+from __future__ import annotations
+
+from tilemesh.core.cost import SHORT_DTYPES, Cost, short_dtype
+from tilemesh.kernels.problems import ProblemForm, Setting, SizedProblem
+
+CODE_BITS = {"int4": 4, "int8": 8}
+GROUP = 128
+
+
+def group_of(inputs: int) -> int:
+    """Inputs under one scale in a benchmark's problem."""
+    return GROUP if inputs % GROUP == 0 else inputs
+
+
+def cost(rows: int, outputs: int, inputs: int, dtype: str = "bfloat16", code: str = "int4") -> Cost:
+    short, size = short_dtype(dtype)
+    weights = outputs * (inputs * CODE_BITS[code] // 8 + inputs // group_of(inputs) * 4)
+    return Cost(
+        2 * rows * outputs * inputs, weights + size * rows * inputs, size * rows * outputs, launches=1, dtype=short
+    )
+
+
+def of_problem(problem: SizedProblem) -> Cost:
+    rows, outputs, inputs = problem.sizes
+    return cost(rows, outputs, inputs, problem.dtype, problem.options["code"])
+
+
+FORM = ProblemForm(
+    sizes="MxNxK",
+    suite=(
+        "1x8192x8192", "16x8192x8192", "64x8192x8192", "256x8192x8192", "1024x8192x8192", "8192x8192x8192",
+        "1x14336x4096", "1x4096x14336",
+    ),
+    settings={"dtype": Setting(tuple(SHORT_DTYPES), "bfloat16"), "code": Setting(tuple(CODE_BITS), "int4")},
+    make=SizedProblem.of,
+    cost=of_problem,
+)  # fmt: skip

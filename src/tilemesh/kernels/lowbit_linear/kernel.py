@@ -1,0 +1,189 @@
+"""The Triton kernels of a product with weights of 4 or 8 bits.
+
+A few rows: every code is read once and becomes a number in registers, on its way into the tensor cores as their first
+operand. A code of 4 bits is put behind a leading one (as a bfloat16, 0x4300 is 128 and its last four bits count ones),
+so that no conversion is needed; what that adds to every weight, x's sum times it, is taken off per group. Many rows:
+the codes are made a matrix once, and the library multiplies.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.nn import functional
+
+from tilemesh.kernels.launch.call import Place
+from tilemesh.kernels.launch.steps import Argument, Buffer, LaunchPlan, Pointer, Step, blocks
+
+FEW = 128
+"""Up to so many rows codes are decoded on their way into the product; see docs/compress/LOG.md."""
+_MAGIC = {"bfloat16": (0x4300, 128), "float16": (0x6400, 1024)}  # a leading one, and what it adds
+_DECODE_ROWS, _DECODE_CODES = 8, 512
+
+
+@triton.jit
+def few_rows(
+    x, w, scales, zeros, y, parts, M, N, K, turns, x_m, w_n, s_n, y_m,
+    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, STEP: tl.constexpr, GROUP: tl.constexpr, FOUR: tl.constexpr,
+    ZEROS: tl.constexpr, MAGIC: tl.constexpr, ADDS: tl.constexpr, UPCAST: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    """OUTPUTS of the N columns of y for ROWS of its rows. Reads each code once per block of rows.
+
+    SPLIT: over how many programs the inputs of a product are divided; each then writes what it has into `parts`.
+    """
+    kind: tl.constexpr = tl.float32 if UPCAST else x.dtype.element_ty
+    n = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    turn = tl.program_id(1) % SPLIT
+    m = tl.program_id(1) // SPLIT * ROWS + tl.arange(0, ROWS)
+    lines = w + n[:, None].to(tl.int64) * w_n
+    made = tl.zeros((OUTPUTS, ROWS), tl.float32)
+    for round_ in range(turns):
+        start = (round_ * SPLIT + turn) * STEP
+        part = tl.zeros((OUTPUTS, ROWS), tl.float32)
+        if FOUR:
+            at = start // 2 + tl.arange(0, STEP // 2)
+            both = start + tl.arange(0, STEP)
+            inside = (m < M)[:, None] & (both < K)[None, :]
+            values = tl.load(x + m[:, None] * x_m + both[None, :], mask=inside, other=0.0).to(kind)
+            even, odd = tl.split(tl.reshape(values, (ROWS, STEP // 2, 2)))
+            even, odd = tl.trans(even), tl.trans(odd)
+            held = (n < N)[:, None] & (2 * at < K)[None, :]
+            raw = tl.load(lines + at[None, :], mask=held, other=0, eviction_policy="evict_first").to(tl.int16)
+            if MAGIC:
+                first = ((raw & 15) | MAGIC).to(kind, bitcast=True)
+                second = ((raw >> 4) | MAGIC).to(kind, bitcast=True)
+            else:
+                first, second = (raw & 15).to(kind), (raw >> 4).to(kind)
+            part = tl.dot(first, even, part, input_precision="ieee")
+            part = tl.dot(second, odd, part, input_precision="ieee")
+            total = tl.sum(even.to(tl.float32), 0) + tl.sum(odd.to(tl.float32), 0)
+        else:
+            at = start + tl.arange(0, STEP)
+            inside = (at < K)[:, None] & (m < M)[None, :]
+            value = tl.load(x + m[None, :] * x_m + at[:, None], mask=inside, other=0.0).to(kind)
+            held = (n < N)[:, None] & (at < K)[None, :]
+            raw = tl.load(lines + at[None, :], mask=held, other=0, eviction_policy="evict_first")
+            part = tl.dot(raw.to(kind), value, part, input_precision="ieee")
+            total = tl.sum(value.to(tl.float32), 0)
+        group = start // GROUP
+        scale = tl.load(scales + n * s_n + group, mask=(n < N) & (start < K), other=0.0)
+        if FOUR or ZEROS:
+            offset = tl.zeros((OUTPUTS,), tl.float32) + ADDS
+            if ZEROS:
+                offset += tl.load(zeros + n * s_n + group, mask=(n < N) & (start < K), other=0).to(tl.float32)
+            part -= offset[:, None] * total[None, :]
+        made += scale[:, None] * part
+    kept = (n < N)[:, None] & (m < M)[None, :]
+    if SPLIT == 1:
+        tl.store(y + m[None, :] * y_m + n[:, None], made.to(y.dtype.element_ty), mask=kept)
+    else:
+        tl.store(parts + (turn * M + m[None, :]).to(tl.int64) * N + n[:, None], made, mask=kept)
+
+
+@triton.jit
+def add_parts(parts, y, COUNT, SPLIT: tl.constexpr, BLOCK: tl.constexpr):
+    """The sums of all programs, in one order."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    made = tl.zeros((BLOCK,), tl.float32)
+    for turn in tl.static_range(0, SPLIT):
+        made += tl.load(parts + turn * COUNT + at, mask=at < COUNT, other=0.0)
+    tl.store(y + at, made.to(y.dtype.element_ty), mask=at < COUNT)
+
+
+@triton.jit
+def decode_pass(
+    w, scales, zeros, y, N, K, w_n, s_n,
+    ROWS: tl.constexpr, CODES: tl.constexpr, GROUP: tl.constexpr, FOUR: tl.constexpr, ZEROS: tl.constexpr,
+):  # fmt: skip
+    """The matrix that codes mean. Reads each once, writes K numbers per row."""
+    n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    k = tl.program_id(1) * CODES + tl.arange(0, CODES)
+    inside = (n < N)[:, None] & (k < K)[None, :]
+    if FOUR:
+        raw = tl.load(w + n[:, None].to(tl.int64) * w_n + (k // 2)[None, :], mask=inside, other=0).to(tl.int32)
+        value = ((raw >> (4 * (k % 2))[None, :]) & 15).to(tl.float32) - 8.0
+    else:
+        value = tl.load(w + n[:, None].to(tl.int64) * w_n + k[None, :], mask=inside, other=0).to(tl.float32)
+    place = n[:, None] * s_n + (k // GROUP)[None, :]
+    if ZEROS:
+        value -= tl.load(zeros + place, mask=inside, other=0).to(tl.float32)
+    value *= tl.load(scales + place, mask=inside, other=0.0)
+    tl.store(y + n[:, None].to(tl.int64) * K + k[None, :], value.to(y.dtype.element_ty), mask=inside)
+
+
+def plan(
+    places: Mapping[str, Place], *, code: str, outputs: int = 0, warps: int = 0, stages: int = 0, split: int = 0,
+    step: int = 0, upcast: bool = False,
+) -> LaunchPlan:  # fmt: skip
+    """Of a product with a few rows. What is 0 is chosen by the number of rows."""
+    x, w, scales = places["x"], places["w"], places["scales"]
+    (m, k), n = x.shape, w.shape[0]
+    group = k // scales.shape[1]
+    rows = min(64, max(16, triton.next_power_of_2(m)))
+    chosen = _configuration(m, code)
+    outputs, warps, stages, split = outputs or chosen[0], warps or chosen[1], stages or chosen[2], split or chosen[3]
+    step = step or (128 if scales.shape[1] == 1 else min(128, group & -group))
+    magic, adds = (0, 8) if upcast or code == "int8" else _MAGIC.get(x.dtype, (0, 0))
+    if not upcast and code == "int4":
+        adds += 8
+    arguments: dict[str, Argument] = {name: Pointer(name) for name in places}
+    arguments.setdefault("zeros", None)
+    arguments["parts"] = Pointer("parts") if split > 1 else None
+    s_n = 0 if scales.shape[0] == 1 else scales.strides[0]
+    strides = {"x_m": x.strides[0], "w_n": w.strides[0], "s_n": s_n, "y_m": places["y"].strides[0]}
+    arguments |= {"M": m, "N": n, "K": k, "turns": blocks(blocks(k, step), split), **strides}
+    constants = {
+        "ROWS": rows, "OUTPUTS": outputs, "STEP": step, "GROUP": group, "FOUR": code == "int4",
+        "ZEROS": "zeros" in places, "MAGIC": magic, "ADDS": float(adds if code == "int4" else 0), "UPCAST": upcast,
+        "SPLIT": split,
+    }  # fmt: skip
+    grid = (blocks(n, outputs), blocks(m, rows) * split)
+    first = Step(f"{__name__}:few_rows", grid, arguments, constants, warps=warps, stages=stages)
+    if split == 1:
+        return LaunchPlan((first,))
+    count = m * n
+    given: dict[str, Argument] = {"parts": Pointer("parts"), "y": Pointer("y"), "COUNT": count}
+    last = Step(f"{__name__}:add_parts", (blocks(count, 1024), 1), given, {"SPLIT": split, "BLOCK": 1024})
+    return LaunchPlan((first, last), {"parts": Buffer(split * count, "float32")})
+
+
+def _configuration(rows: int, code: str) -> tuple[int, int, int, int]:
+    """Outputs of a program, its warps and stages, and over how many programs a product's inputs are divided: the best
+    of those tried on an H200 for 8192 x 8192 (docs/compress/LOG.md)."""
+    if code == "int8":
+        return 32, 4, 4, 1
+    return (64, 4, 4, 2) if rows <= 16 else (128, 4, 4, 2)
+
+
+def decode_plan(places: Mapping[str, Place], *, code: str) -> LaunchPlan:
+    w, scales, y = places["w"], places["scales"], places["y"]
+    n, k = y.shape
+    arguments: dict[str, Argument] = {name: Pointer(name) for name in places}
+    arguments.setdefault("zeros", None)
+    arguments |= {"N": n, "K": k, "w_n": w.strides[0], "s_n": 0 if scales.shape[0] == 1 else scales.strides[0]}
+    constants = {
+        "ROWS": _DECODE_ROWS, "CODES": _DECODE_CODES, "GROUP": k // scales.shape[1], "FOUR": code == "int4",
+        "ZEROS": "zeros" in places,
+    }  # fmt: skip
+    grid = (blocks(n, _DECODE_ROWS), blocks(k, _DECODE_CODES))
+    return LaunchPlan((Step(f"{__name__}:decode_pass", grid, arguments, constants),))
+
+
+def forward(launch: Any, x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, code: str) -> Tensor:
+    rows = x.reshape(-1, x.shape[-1])
+    rows = rows if rows.stride(1) == 1 else rows.contiguous()
+    given = {"w": codes.contiguous(), "scales": scales.contiguous()}
+    if zeros is not None:
+        given["zeros"] = zeros.contiguous()
+    if len(rows) > FEW:
+        weight = torch.empty((len(codes), x.shape[-1]), dtype=x.dtype, device=x.device)
+        launch(decode_plan, {**given, "y": weight}, written=("y",), code=code)
+        return functional.linear(x, weight)
+    y = torch.empty((len(rows), len(codes)), dtype=x.dtype, device=x.device)
+    launch(plan, {"x": rows, **given, "y": y}, written=("y",), code=code, upcast=x.device.type == "cpu")
+    return y.view(*x.shape[:-1], -1)

@@ -1,0 +1,322 @@
+"""Projections that are compressed: weights of few bits, weights that are rounded as if they were (for training), masks,
+and products of two thin matrices.
+
+The one idea: a compressed projection takes the place of an `nn.Linear` under its name, and everything around the
+product stays what it was: on a mesh, partial products are summed before the bias is added once, then the activation.
+What is compressed, and how well, is decided in `compress/`; here is only what a model computes with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from tilemesh.core.errors import UsageError
+from tilemesh.kernels.lowbit import cpu
+from tilemesh.kernels.lowbit.codes import Agree, Quantized, decode, encode, find_scales, pack, quantize, rounded, unpack
+from tilemesh.kernels.lowbit.formats import Scheme, parse_scheme
+from tilemesh.kernels.lowbit_linear.reference import lowbit_linear
+from tilemesh.model.projection import PlainLinear
+from tilemesh.model.transformer import Attention, Transformer
+
+CODES, SCALES, ZEROS, INPUT_SCALE = "codes", "scales", "zeros", "input_scale"
+
+
+class CompressedLinear(PlainLinear):
+    """What all compressed projections share: the bias and the activation after the product, and sums over ranks."""
+
+    reduce: Callable[[Tensor], Tensor] | None = None
+    """On a mesh, where the input is cut: what makes one of the ranks' partial products."""
+    agree: Agree | None = None
+    """On a mesh: the largest over the ranks that hold parts of this matrix."""
+
+    def __init__(self, like: nn.Linear) -> None:
+        super().__init__(like.in_features, like.out_features, like.bias is not None, device="meta")
+        self.bias = like.bias
+        self.activation = getattr(like, "activation", "none")
+
+    def product(self, x: Tensor) -> Tensor:
+        """Without the bias."""
+        raise NotImplementedError
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  (the name nn.Linear uses)
+        y = self.product(input)
+        if self.reduce is not None:
+            y = self.reduce(y)
+        if self.bias is not None:
+            y = y + self.bias.to(y.dtype)
+        return self.activated(y)
+
+    def cut_with(self, parameter: str, by: str) -> str:
+        """How a parameter is cut where the matrix is cut by its outputs ("column") or inputs ("row")."""
+        return by
+
+
+class LowBitLinear(CompressedLinear):
+    """Weights as codes under scales. `inputs`: the scheme of the activations, int8 or fp8, where these are quantised:
+    per token, or under one scale that was found beforehand (`input_scale`)."""
+
+    codes: nn.Parameter
+    scales: nn.Parameter
+    zeros: nn.Parameter | None
+    input_scale: nn.Parameter | None
+
+    def __init__(
+        self, like: nn.Linear, scheme: Scheme, made: Quantized | None = None, inputs: Scheme | None = None,
+        input_scale: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        """`made`: None for one without memory, to be filled later."""
+        super().__init__(like)
+        del self.weight
+        self.scheme, self.inputs, self.is_packed = scheme, inputs, True
+        shape = (like.out_features, like.in_features)
+        scales = scheme.scales(*shape)
+        if made is None:
+            empty: dict[str, Any] = {"device": "meta"}
+            codes = torch.empty(shape, dtype=_code_dtype(scheme), **empty)
+            zeros = None if scheme.symmetric else torch.empty(scales, dtype=torch.int8, **empty)
+            made = Quantized(codes, torch.empty(scales, **empty), zeros)
+            packed = torch.empty(
+                (shape[0], scheme.row_bytes(shape[1]) if scheme.bits < 8 else shape[1]),
+                dtype=torch.uint8 if scheme.bits < 8 else codes.dtype, **empty,
+            )  # fmt: skip
+        else:
+            packed = pack(made.codes, scheme.number)
+        self.codes = nn.Parameter(packed, requires_grad=False)
+        self.scales = nn.Parameter(made.scales.float().contiguous(), requires_grad=False)
+        found = {ZEROS: made.zeros, INPUT_SCALE: input_scale}
+        for name, value in found.items():
+            self.register_parameter(name, None if value is None else nn.Parameter(value, requires_grad=False))
+
+    @property
+    def weight(self) -> Tensor:
+        """The matrix that the codes mean, computed when asked for."""
+        return self.decoded(self.scales.dtype)
+
+    @weight.deleter
+    def weight(self) -> None:
+        """nn.Linear registers one, which is taken away in the beginning."""
+        del self._parameters["weight"]
+
+    def decoded(self, dtype: torch.dtype) -> Tensor:
+        return decode(self.whole_codes(), self.scheme, self.scales, self.zeros, dtype)
+
+    def whole_codes(self) -> Tensor:
+        """(N, K), one code per element."""
+        return unpack(self.codes, self.scheme.number, self.in_features) if self.is_packed else self.codes
+
+    def product(self, x: Tensor) -> Tensor:
+        inputs_bits = 16
+        if self.inputs is not None:
+            if self.inputs.format == "int8" and self.input_scale is None and self.agree is None:
+                inputs_bits = 8
+            else:
+                x = self._quantized(x)
+        if self.is_packed and cpu.serves(x, self.scheme, self.in_features, self.scales.shape[1]):
+            return cpu.product(x, self.codes, self.scheme, self.scales, self.zeros, None, inputs_bits)
+        if inputs_bits == 8:
+            x = self._quantized(x)
+        if x.is_cuda and self.is_packed and self.scheme.format in ("int8", "int4"):
+            made: Tensor = lowbit_linear(x, self.codes, self.scales, self.zeros, code=self.scheme.format)
+            return made
+        return functional.linear(x, self.decoded(x.dtype))
+
+    def _quantized(self, x: Tensor) -> Tensor:
+        """Activations as they come back from their codes; their gradient passes as if nothing had been rounded."""
+        assert self.inputs is not None
+        rows = x.detach().reshape(-1, x.shape[-1])
+        if self.input_scale is not None:
+            scales = self.input_scale.float().expand(len(rows), 1)
+        else:
+            scales, _ = find_scales(rows, self.inputs, agree=self.agree)
+        back = decode(encode(rows, self.inputs, scales), self.inputs, scales, None, x.dtype).view(x.shape)
+        return x + (back - x).detach() if x.requires_grad else back
+
+    def cut_with(self, parameter: str, by: str) -> str:
+        if parameter == INPUT_SCALE or (parameter in (SCALES, ZEROS) and self.scheme.granularity == "tensor"):
+            return "whole"
+        if parameter in (SCALES, ZEROS) and by == "row" and self.scheme.granularity == "channel":
+            return "whole"
+        return by
+
+    def open(self) -> None:
+        """One element per code, so that the matrix can be cut anywhere."""
+        if self.is_packed and self.scheme.bits < 8:
+            self.codes = nn.Parameter(self.whole_codes(), requires_grad=False)
+        self.is_packed = self.scheme.bits >= 8
+
+    def close(self) -> None:
+        """The way back, of a part as well."""
+        if not self.is_packed:
+            self.codes = nn.Parameter(pack(self.codes.detach(), self.scheme.number), requires_grad=False)
+            self.is_packed = True
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LowBitLinear:
+        """Scales stay float32 where a model is converted: they are few, and every weight is multiplied by one."""
+        kept = {name: getattr(self, name) for name in (SCALES, INPUT_SCALE)}
+        kept = {name: value.data for name, value in kept.items() if value is not None}
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for name, value in kept.items():
+            now = getattr(self, name)
+            if now.dtype != value.dtype:
+                now.data = value.to(now.device)
+        return self
+
+    @property
+    def nbytes(self) -> int:
+        return self.scheme.nbytes(self.out_features, self.in_features)
+
+    def extra_repr(self) -> str:
+        return f"{self.in_features} to {self.out_features}, {self.scheme.name}"
+
+
+def _code_dtype(scheme: Scheme) -> torch.dtype:
+    kind = scheme.number.kind
+    if kind == "fixed":
+        return torch.int16
+    return torch.int8 if kind == "int" else torch.uint8
+
+
+class RoundedLinear(CompressedLinear):
+    """Quantisation-aware training: a floating-point weight that every pass sees rounded, and whose gradient is that of
+    the rounded one (straight through). `inputs`: the scheme that activations are rounded by, per token."""
+
+    def __init__(self, like: nn.Linear, scheme: Scheme, inputs: Scheme | None = None) -> None:
+        super().__init__(like)
+        self.weight, self.scheme, self.inputs = like.weight, scheme, inputs
+
+    def product(self, x: Tensor) -> Tensor:
+        if self.inputs is not None:
+            rows = x.detach().reshape(-1, x.shape[-1])
+            x = x + (rounded(rows, self.inputs, agree=self.agree).view(x.shape) - x).detach()
+        weight = self.weight
+        is_shared = self.scheme.granularity != "group"
+        back = rounded(weight.detach(), self.scheme, agree=self.agree if is_shared else None)
+        return functional.linear(x, weight + (back - weight).detach())
+
+
+class MaskedLinear(CompressedLinear):
+    """Gradual pruning: the smallest weights are taken for 0 in every pass, and their gradient is that of the others, so
+    that one that grows comes back. `sparsity` rises as training goes on; `block` (2, 4): two of every four."""
+
+    def __init__(self, like: nn.Linear, block: tuple[int, int] | None = None) -> None:
+        super().__init__(like)
+        self.weight, self.block, self.sparsity = like.weight, block, 0.0
+
+    def product(self, x: Tensor) -> Tensor:
+        weight = self.weight
+        if self.sparsity <= 0:
+            return functional.linear(x, weight)
+        kept = magnitude_mask(weight.detach().abs(), self.sparsity, self.block)
+        return functional.linear(x, weight - (weight * ~kept).detach())
+
+
+def magnitude_mask(score: Tensor, sparsity: float, block: tuple[int, int] | None = None) -> Tensor:
+    """What is kept of a matrix (True): the largest scores of all, or with `block` (n, m) the n largest of every m
+    inputs."""
+    if block is not None:
+        keep, of = block
+        if score.shape[1] % of:
+            raise UsageError(f"{keep}:{of} sparsity of {score.shape[1]} inputs: expected a multiple of {of}")
+        parts = score.reshape(score.shape[0], -1, of)
+        order = parts.argsort(dim=-1, descending=True, stable=True)
+        kept = torch.zeros_like(parts, dtype=torch.bool)
+        return kept.scatter_(-1, order[..., :keep], True).reshape(score.shape)
+    gone = round(sparsity * score.numel())
+    if gone <= 0:
+        return torch.ones_like(score, dtype=torch.bool)
+    kept = torch.ones(score.numel(), dtype=torch.bool, device=score.device)
+    kept[score.flatten().argsort(stable=True)[:gone]] = False
+    return kept.view(score.shape)
+
+
+class FactoredLinear(CompressedLinear):
+    """W as left (N, r) times right (r, K): r (N + K) numbers in place of N K."""
+
+    left: nn.Parameter
+    right: nn.Parameter
+
+    def __init__(self, like: nn.Linear, left: Tensor, right: Tensor) -> None:
+        super().__init__(like)
+        del self.weight
+        grad = left.is_floating_point() and like.bias is not None and like.bias.requires_grad
+        self.left, self.right = (nn.Parameter(factor, requires_grad=grad) for factor in (left, right))
+
+    @property
+    def rank(self) -> int:
+        return self.left.shape[1]
+
+    @property
+    def weight(self) -> Tensor:
+        """The whole matrix, computed when asked for."""
+        return self.left @ self.right
+
+    @weight.deleter
+    def weight(self) -> None:
+        del self._parameters["weight"]
+
+    def product(self, x: Tensor) -> Tensor:
+        return functional.linear(functional.linear(x, self.right), self.left)
+
+    def cut_with(self, parameter: str, by: str) -> str:
+        whole = "left" if by == "row" else "right"
+        return "whole" if parameter == whole else by
+
+
+# ---- in a model ------------------------------------------------------------------------------------------------
+
+
+def projections(model: Transformer) -> Iterator[tuple[str, nn.Linear]]:
+    """The matrices that can be compressed, by name: those of the layers, and an output projection of its own."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and (name.startswith("layers.") or name == "output"):
+            yield name, module
+
+
+def put(model: Transformer, name: str, module: nn.Module) -> None:
+    """Take the place of a projection."""
+    parent, _, last = name.rpartition(".")
+    holder = model.get_submodule(parent) if parent else model
+    setattr(holder, last, module)
+    if isinstance(holder, Attention):
+        holder.joined = False  # one product of three weights would pass it by
+
+
+def compressed(model: nn.Module) -> list[str]:
+    """Names of the projections that hold no plain weight any more."""
+    return [name for name, module in model.named_modules() if isinstance(module, (LowBitLinear, FactoredLinear))]
+
+
+def require_plain(model: nn.Module, what: str) -> None:
+    """Refuse a model that was compressed before."""
+    done = compressed(model)
+    if done:
+        raise UsageError(
+            f"{what} of a model that was compressed already ({done[0]} and {len(done) - 1} more): begin with the run "
+            "or folder that it was made from"
+        )
+
+
+def model_bytes(model: nn.Module) -> int:
+    """Of all parameters as they are stored; a shared one counts once."""
+    lowbit = [module for module in model.modules() if isinstance(module, LowBitLinear)]
+    inside = {id(p) for module in lowbit for p in (module.codes, module.scales, module.zeros) if p is not None}
+    rest = sum(p.numel() * p.element_size() for p in model.parameters() if id(p) not in inside)
+    return rest + sum(module.nbytes for module in lowbit)
+
+
+def compress_all(model: Transformer, words: str) -> None:
+    """Round every projection of the layers to nearest, in place, by a scheme's name; with "rounded" before it, in every
+    pass. What the gate lays over meshes."""
+    scheme = parse_scheme(words.removeprefix("rounded "))
+    for name, module in list(projections(model)):
+        if name == "output":
+            continue
+        if words.startswith("rounded "):
+            put(model, name, RoundedLinear(module, scheme))
+        else:
+            put(model, name, LowBitLinear(module, scheme, quantize(module.weight, scheme)))

@@ -1,0 +1,291 @@
+"""Folders of compressed models: config.json says how each matrix is kept, model.safetensors has codes and scales.
+
+The one idea: two layouts, one reader. Where Hugging Face's compressed-tensors has a form for it (whole numbers of 4
+and 8 bits and fp8, in matrices that are one Linear there), names and bits are theirs; everything else is kept by our
+names under `quantization_config.quant_method` "tilemesh". What is not compressed lies in the folder as
+`huggingface.py` writes it.
+
+Their form (compressed-tensors 0.20): M.weight (int8 or float8_e4m3fn) or M.weight_packed (int32 words, the first code
+in the lowest bits, plus 2^(bits-1)), M.weight_shape, M.weight_scale, M.weight_zero_point (for groups and channels
+packed along the outputs), M.input_scale. Ours: M.codes, M.scales, M.zeros, M.input_scale, M.left, M.right, M.bias.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tilemesh.core.errors import UsageError, unknown
+from tilemesh.kernels.lowbit.codes import decode, pack, unpack
+from tilemesh.kernels.lowbit.formats import FORMATS, Scheme, parse_scheme
+from tilemesh.model.families.book import FAMILIES, QUANTIZERS, entries, family_of
+from tilemesh.model.lowbit import INPUT_SCALE, FactoredLinear, LowBitLinear, put
+from tilemesh.model.transformer import Transformer
+
+THEIRS, OURS = QUANTIZERS
+_PACKED, _WHOLE, _FLOAT = "pack-quantized", "int-quantized", "float-quantized"
+_PARTS = ("codes", "scales", "zeros", INPUT_SCALE, "left", "right")
+
+
+@dataclasses.dataclass(frozen=True)
+class KeptMatrix:
+    """How one matrix is kept: a scheme, with the activations' scheme, or a rank."""
+
+    scheme: str = ""
+    inputs: str = ""
+    static: bool = False
+    rank: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        return {key: value for key, value in dataclasses.asdict(self).items() if value}
+
+
+def describe(model: Transformer) -> dict[str, KeptMatrix]:
+    """Every compressed matrix by our name."""
+    found = {}
+    for name, module in model.named_modules():
+        if isinstance(module, LowBitLinear):
+            inputs = "" if module.inputs is None else module.inputs.name
+            found[name] = KeptMatrix(module.scheme.name, inputs, module.input_scale is not None)
+        elif isinstance(module, FactoredLinear):
+            found[name] = KeptMatrix(rank=module.rank)
+    return found
+
+
+# ---- writing ---------------------------------------------------------------------------------------------------
+
+
+def compressed_tensors(model: Transformer) -> tuple[dict[str, Any], dict[str, Tensor], set[str]]:
+    """What config.json says, the tensors of compressed matrices, and which of our parameters these stand for."""
+    kept = describe(model)
+    covered = {f"{name}.weight" for name in kept}
+    theirs = _their_names(model)
+    alike = set(kept.values())
+    if len(alike) == 1 and _has_their_form(next(iter(alike))) and set(kept) <= theirs.keys():
+        (told,) = alike
+        tensors: dict[str, Tensor] = {}
+        for name in kept:
+            tensors |= _in_their_form(theirs[name], model.get_submodule(name))  # type: ignore[arg-type]
+        return _their_config(told, [theirs[name] for name in kept], model), tensors, covered
+    tensors = {}
+    for name in kept:
+        module = model.get_submodule(name)
+        for part in _PARTS:
+            value = module._parameters.get(part)
+            if value is not None:
+                tensors[f"{name}.{part}"] = value.detach().contiguous()
+    matrices = {name: told.to_json() for name, told in kept.items()}
+    return {"quant_method": OURS, "version": 1, "matrices": matrices}, tensors, covered
+
+
+def _their_names(model: Transformer) -> dict[str, str]:
+    """Of our matrices that are one plain Linear on their side."""
+    found = {}
+    for entry in entries(model.config):
+        if len(entry.ours) == 1 and not entry.transposed and not entry.heads and entry.ours[0].endswith(".weight"):
+            found[entry.ours[0].removesuffix(".weight")] = entry.theirs.removesuffix(".weight")
+    return found
+
+
+def _has_their_form(told: KeptMatrix) -> bool:
+    if not told.scheme:
+        return False
+    scheme = parse_scheme(told.scheme)
+    plain = scheme.levels == 1 and (scheme.symmetric or scheme.format == "int4")
+    if scheme.format == "fp8":
+        plain = plain and scheme.granularity != "group"
+    return plain and scheme.format in ("int4", "int8", "fp8") and told.inputs in ("", scheme.format)
+
+
+def _their_config(told: KeptMatrix, targets: list[str], model: Transformer) -> dict[str, Any]:
+    scheme = parse_scheme(told.scheme)
+    kind = {"int4": _PACKED, "int8": _WHOLE, "fp8": _FLOAT}[scheme.format]
+    weights = {
+        "num_bits": scheme.bits, "type": "float" if scheme.format == "fp8" else "int", "symmetric": scheme.symmetric,
+        "strategy": scheme.granularity, "group_size": scheme.group or None, "dynamic": False, "actorder": None,
+    }  # fmt: skip
+    inputs = None
+    if told.inputs:
+        inputs = {
+            "num_bits": 8, "type": "float" if told.inputs == "fp8" else "int", "symmetric": True,
+            "strategy": "tensor" if told.static else "token", "dynamic": not told.static,
+        }  # fmt: skip
+    group = {"targets": sorted(targets), "weights": weights, "input_activations": inputs, "output_activations": None}
+    head = FAMILIES[family_of(model.config)].head.removesuffix(".weight")
+    ignored = [] if head in targets else [head]
+    return {
+        "quant_method": THEIRS, "format": kind, "quantization_status": "compressed",
+        "config_groups": {"group_0": {**group, "format": kind}}, "ignore": ignored, "kv_cache_scheme": None,
+        "global_compression_ratio": None, "version": "0.20.0",
+    }  # fmt: skip
+
+
+def _in_their_form(name: str, module: LowBitLinear) -> dict[str, Tensor]:
+    scheme, codes = module.scheme, module.whole_codes()
+    scales = module.scales.detach()
+    made = {f"{name}.weight_scale": scales[0] if scheme.granularity == "tensor" else scales.contiguous()}
+    if scheme.format == "fp8":
+        made[f"{name}.weight"] = codes.view(torch.float8_e4m3fn).contiguous()
+    elif scheme.format == "int8":
+        made[f"{name}.weight"] = codes.contiguous()
+    else:
+        made[f"{name}.weight_packed"] = _words(codes, scheme)
+        made[f"{name}.weight_shape"] = torch.tensor(codes.shape)
+        if module.zeros is not None:  # packed along the outputs
+            made[f"{name}.weight_zero_point"] = _words(module.zeros.detach().t(), scheme).t().contiguous()
+    if module.input_scale is not None:
+        made[f"{name}.input_scale"] = module.input_scale.detach().reshape(1)
+    return made
+
+
+def _words(codes: Tensor, scheme: Scheme) -> Tensor:
+    """int32 words of packed codes."""
+    packed = pack(codes, scheme.number)
+    return nn.functional.pad(packed, (0, -packed.shape[1] % 4)).contiguous().view(torch.int32)
+
+
+def _from_words(words: Tensor, scheme: Scheme, inputs: int) -> Tensor:
+    packed = words.contiguous().view(torch.uint8)[:, : scheme.row_bytes(inputs)]
+    return unpack(packed.contiguous(), scheme.number, inputs)
+
+
+# ---- reading ---------------------------------------------------------------------------------------------------
+
+
+class CompressedFolder:
+    """What a folder's config.json says of its compressed matrices, and how they are read."""
+
+    def __init__(self, model: Transformer, told: Mapping[str, Any], source: str) -> None:
+        """`model`: on the meta device, plain; its projections become what the folder has."""
+        self.model, self.source = model, source
+        self.is_theirs = told.get("quant_method") == THEIRS
+        self.names = _their_names(model)
+        self.kept = self._of_theirs(told) if self.is_theirs else self._of_ours(told)
+        for name, kept in self.kept.items():
+            plain = model.get_submodule(name)
+            assert isinstance(plain, nn.Linear)
+            if kept.rank:
+                left = torch.empty(plain.out_features, kept.rank, device="meta", dtype=plain.weight.dtype)
+                right = torch.empty(kept.rank, plain.in_features, device="meta", dtype=plain.weight.dtype)
+                put(model, name, FactoredLinear(plain, left, right))
+            else:
+                inputs = parse_scheme(kept.inputs) if kept.inputs else None
+                scale = torch.empty(1, 1, device="meta") if kept.static else None
+                put(model, name, LowBitLinear(plain, parse_scheme(kept.scheme), None, inputs, scale))
+
+    def _of_ours(self, told: Mapping[str, Any]) -> dict[str, KeptMatrix]:
+        matrices = told.get("matrices")
+        known = {name for name, module in self.model.named_modules() if isinstance(module, nn.Linear)}
+        found = {}
+        if not isinstance(matrices, Mapping):
+            raise UsageError(f"{self.source}: quantization_config has no matrices: expected what tilemesh writes")
+        for name, each in matrices.items():
+            if name not in known:
+                raise unknown(f"matrix in {self.source}", name, sorted(known)[:3], near=known)
+            try:
+                found[name] = KeptMatrix(**each)
+            except TypeError:
+                raise UsageError(f"{self.source}: {name} is kept as {each!r}: expected scheme, or rank") from None
+        return found
+
+    def _of_theirs(self, told: Mapping[str, Any]) -> dict[str, KeptMatrix]:
+        groups = told.get("config_groups")
+        if not isinstance(groups, Mapping) or len(groups) != 1 or told.get("format") not in (_PACKED, _WHOLE, _FLOAT):
+            raise UsageError(
+                f"{self.source}: compressed-tensors of format {told.get('format')!r} in several groups: only one group "
+                f"of {_PACKED}, {_WHOLE} or {_FLOAT} can be read"
+            )
+        (group,) = groups.values()
+        weights, inputs = group.get("weights") or {}, group.get("input_activations") or {}
+        is_float = weights.get("type") == "float"
+        format_name = "fp8" if is_float else f"int{weights.get('num_bits')}"
+        strategy = weights.get("strategy")
+        if format_name not in FORMATS or strategy not in ("tensor", "channel", "group") or weights.get("actorder"):
+            raise UsageError(
+                f"{self.source}: weights of {format_name} per {strategy}"
+                + (", reordered" * bool(weights.get("actorder")))
+                + ": only int4, int8 and fp8 per tensor, channel or group can be read"
+            )
+        size = weights.get("group_size") if strategy == "group" else 0
+        scheme = Scheme(format_name, strategy, int(size or 0), bool(weights.get("symmetric", True)))
+        given = "fp8" if inputs.get("type") == "float" else "int8" if inputs else ""
+        kept = KeptMatrix(scheme.name, given, bool(inputs) and not inputs.get("dynamic", True))
+        targets, ignored = set(group.get("targets") or ()), set(told.get("ignore") or ())
+        by_kind = "Linear" in targets
+        return {
+            ours: kept
+            for ours, theirs in self.names.items()
+            if (by_kind or theirs in targets) and theirs not in ignored and not ours.endswith("embedding")
+            and isinstance(self.model.get_submodule(ours), nn.Linear)
+        }  # fmt: skip
+
+    def covers(self, parameter: str) -> bool:
+        """Whether a parameter of ours is read from here, and not as a plain weight."""
+        module, _, last = parameter.rpartition(".")
+        return module in self.kept and last == "weight"
+
+    def tensors(self) -> Iterator[str]:
+        """Names of the tensors in the folder's files that are read here."""
+        for name, kept in self.kept.items():
+            module = self.model.get_submodule(name)
+            if not self.is_theirs:
+                yield from (f"{name}.{part}" for part in _PARTS if module._parameters.get(part) is not None)
+                continue
+            base, scheme = self.names[name], parse_scheme(kept.scheme)
+            yield f"{base}.weight_scale"
+            if scheme.format == "int4":
+                yield from (f"{base}.weight_packed", f"{base}.weight_shape")
+            else:
+                yield f"{base}.weight"
+            if not scheme.symmetric:
+                yield f"{base}.weight_zero_point"
+            if kept.static:
+                yield f"{base}.input_scale"
+
+    @torch.no_grad()
+    def fill(self, read: Mapping[str, Tensor]) -> None:
+        """Put the tensors, by the names of `tensors`, into the model's modules, which have memory."""
+        for name in self.kept:
+            module = self.model.get_submodule(name)
+            for part, value in self._parts(name, read).items():
+                target = module._parameters[part]
+                assert target is not None
+                if target.shape != value.shape:
+                    raise UsageError(
+                        f"{self.source}: {name}.{part} has shape {tuple(value.shape)}, expected {tuple(target.shape)}"
+                    )
+                target.copy_(value)
+
+    def _parts(self, name: str, read: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        module = self.model.get_submodule(name)
+        if not self.is_theirs:
+            return {part: read[f"{name}.{part}"] for part in _PARTS if module._parameters.get(part) is not None}
+        assert isinstance(module, LowBitLinear)
+        base, scheme, shape = self.names[name], module.scheme, (module.out_features, module.in_features)
+        made = {"scales": read[f"{base}.weight_scale"].float().reshape(scheme.scales(*shape))}
+        if scheme.format == "int4":
+            codes = _from_words(read[f"{base}.weight_packed"], scheme, shape[1])
+            made["codes"] = pack(codes, scheme.number)
+        else:
+            raw = read[f"{base}.weight"]
+            made["codes"] = raw.view(torch.uint8) if scheme.format == "fp8" else raw
+        if not scheme.symmetric:
+            words = read[f"{base}.weight_zero_point"]
+            made["zeros"] = _from_words(words.t(), scheme, shape[0]).t().contiguous()
+        if module.input_scale is not None:
+            made[INPUT_SCALE] = read[f"{base}.input_scale"].float().reshape(1, 1)
+        return made
+
+    def decoded(self, read: Mapping[str, Tensor], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        """The weights that the matrices mean, by our names: for training to begin with."""
+        for name in self.kept:
+            module, parts = self.model.get_submodule(name), self._parts(name, read)
+            if isinstance(module, LowBitLinear):
+                codes = unpack(parts["codes"], module.scheme.number, module.in_features)
+                yield f"{name}.weight", decode(codes, module.scheme, parts["scales"], parts.get("zeros"), dtype)
+            else:
+                yield f"{name}.weight", (parts["left"].float() @ parts["right"].float()).to(dtype)

@@ -1,0 +1,166 @@
+"""The page of compressed models: loss against bytes and against speed with the frontier, error per matrix,
+histograms."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tilemesh.core.units import format_bytes, format_seconds
+from tilemesh.report import compare, run_parts
+from tilemesh.report.draw import Dots, Line, Note, PageTable, Plot, PlotAxis, PlotLayer, around, chart
+from tilemesh.report.html import Child, Html, el, join
+from tilemesh.report.kind_page import Beside, Fact, KindPage, PageSection, Verdict
+from tilemesh.report.rows import row_table
+from tilemesh.report.run import Run
+from tilemesh.report.verdict import state_words
+from tilemesh.runs.names import SUMMARY
+from tilemesh.runs.values import number, section
+
+MOST_DRAWN = 6
+
+
+def _points(run: Run) -> list[Mapping[str, Any]]:
+    told = run.summary.get("points")
+    return [one for one in told if isinstance(one, dict)] if isinstance(told, list) and not run.is_behind else []
+
+
+def frontier(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Those that no other is both smaller and better than, by the first value."""
+    kept: list[tuple[float, float]] = []
+    for x, y in sorted(points):
+        if not kept or y < kept[-1][1]:
+            kept.append((x, y))
+    return kept
+
+
+def _about(run: Run) -> str:
+    told = section(run.config, "compress")
+    return " · ".join(str(told[key]) for key in ("model", "sequences", "calibrated") if key in told) or "Compression."
+
+
+def _verdict(run: Run, beside: Beside) -> Verdict:
+    points = _points(run)
+    if not points:
+        return Verdict(state_words(run), run.was_cut_short)
+    plain = number(points[0].get("plain_loss"), 0.0)
+    good = [one for one in points if number(one.get("loss")) < plain + 0.01]
+    if not good:
+        return Verdict("Every recipe costs more than 0.01 nats per token of held-out loss.")
+    best = min(good, key=lambda one: number(one.get("bytes")))
+    share = number(best.get("plain_bytes")) / number(best.get("bytes"))
+    return Verdict(f"{best['recipe']} makes the model {share:.1f} times smaller for less than 0.01 nats per token.")
+
+
+def _facts(run: Run, beside: Beside) -> list[Fact]:
+    points = _points(run)
+    if not points:
+        return []
+    first = points[0]
+    quick = min(points, key=lambda one: number(one.get("decode_s")))
+    return [
+        Fact("plain model", f"{number(first.get('plain_loss')):.4f}", "nats per token, held out"),
+        Fact("its size", format_bytes(number(first.get("plain_bytes")))),
+        Fact("quickest to decode", str(quick["recipe"]), format_seconds(number(quick.get("decode_s"))) + " per token"),
+    ]
+
+
+def _scatter(
+    title: str, words: str, pairs: Sequence[tuple[str, float, float]], plain: tuple[float, float], show: Any
+) -> Html:
+    """Loss up, `words` across; the frontier is joined."""
+    drawn = [(x, y) for _, x, y in pairs]
+    edge = frontier([*drawn, plain])
+    x = PlotAxis(*around([one[0] for one in (*drawn, plain)], zero=True), words, show)
+    y = PlotAxis(*around([one[1] for one in (*drawn, plain)]), "held-out loss, nats per token", "{:.3f}".format)
+    layers: list[PlotLayer] = [
+        Line("frontier", edge, 1, dashed=True),
+        Dots("recipes", drawn, 0, words=[f"{name}: {show(a)}, {b:.4f}" for name, a, b in pairs]),
+        Dots("plain", [plain], 2, words=[f"plain: {show(plain[0])}, {plain[1]:.4f}"]),
+    ]
+    layers += [Note(a, b, name) for name, a, b in pairs if (a, b) in edge]
+    rows: list[list[Child]] = [
+        [name, show(a), f"{b:.4f}", f"{b - plain[1]:+.4f}", "yes" if (a, b) in edge else ""] for name, a, b in pairs
+    ]
+    table = PageTable(["recipe", words, "loss", "change", "on the frontier"], rows, [x.place(a) for _, a, _ in pairs])
+    return chart(title, "Dashed: no other recipe is better in both.", Plot(x, y, layers), table)
+
+
+def _trade(run: Run, beside: Beside) -> Html | None:
+    points = _points(run)
+    if not points:
+        return None
+    loss, first = [number(one.get("loss")) for one in points], points[0]
+    names = [str(one["recipe"]) for one in points]
+    plain = number(first.get("plain_loss"))
+    charts = []
+    for title, words, key, show in (
+        ("Loss against bytes", "bytes", "bytes", format_bytes),
+        ("Loss against time of a decoded token", "seconds", "decode_s", format_seconds),
+    ):
+        values = [number(one.get(key)) for one in points]
+        whole = number(first.get(f"plain_{key}"))
+        charts.append(_scatter(title, words, list(zip(names, values, loss, strict=True)), (whole, plain), show))
+    return el("div", *charts, class_="pair")
+
+
+def _errors(run: Run, beside: Beside) -> Html | None:
+    """Relative error of every matrix, a line per recipe."""
+    points = [one for one in _points(run) if one.get("errors")][:MOST_DRAWN]
+    if not points:
+        return None
+    matrices = list(points[0]["errors"])
+    lines = [
+        Line(str(one["recipe"]), [(place, one["errors"].get(name)) for place, name in enumerate(matrices)], colour)
+        for colour, one in enumerate(points)
+    ]
+    x = PlotAxis(0, max(1, len(matrices) - 1), "matrix, in the order of computation", whole=True)
+    values = [value for one in points for value in one["errors"].values()]
+    y = PlotAxis(*around(values, zero=True), "relative error of the weights", "{:.3g}".format)
+    rows: list[list[Child]] = [
+        [name, *(f"{one['errors'][name]:.4f}" if name in one["errors"] else "–" for one in points)] for name in matrices
+    ]
+    table = PageTable(
+        ["matrix", *(str(one["recipe"]) for one in points)], rows, [x.place(p) for p in range(len(matrices))]
+    )
+    return chart("Error per matrix", "Norm of the change over the norm of the matrix.", Plot(x, y, lines), table)
+
+
+def _histograms(run: Run, beside: Beside) -> Html | None:
+    points = [one for one in _points(run) if isinstance(one.get("after"), dict)][:MOST_DRAWN]
+    charts = []
+    for one in points:
+        before, after = one["before"], one["after"]
+        pairs = [list(zip(part["centre"], part["count"], strict=True)) for part in (before, after)]
+        x = PlotAxis(*around(before["centre"]), "weight", "{:.3g}".format)
+        y = PlotAxis(*around([*before["count"], *after["count"]], zero=True), "how many")
+        lines = [Line("before", pairs[0], 0), Line("after", pairs[1], 1)]
+        rows: list[list[Child]] = [[f"{a:.4g}", f"{b:g}"] for a, b in pairs[1]]
+        table = PageTable(["weight", "after"], rows, [x.place(min(max(a, x.low), x.high)) for a, _ in pairs[1]])
+        charts.append(chart(f"{one['recipe']}: {one['matrix']}", "", Plot(x, y, lines), table))
+    return el("div", *charts, class_="pair") if charts else None
+
+
+def _rows(run: Run, beside: Beside) -> Html | None:
+    return join(row_table(beside.rows, ["recipe"])) if beside.rows else None
+
+
+def _differences(first: Run, first_beside: Beside, second: Run, second_beside: Beside) -> list[compare.Difference]:
+    return compare.general_differences(first, first_beside.rows, second, second_beside.rows)
+
+
+COMPRESS_PAGE = KindPage(
+    about=_about,
+    verdict=_verdict,
+    facts=_facts,
+    sections=(
+        PageSection("trade", "What is lost and what is gained", _trade),
+        PageSection("rows", "Against prediction and peers", _rows),
+        PageSection("errors", "Where the error is", _errors),
+        PageSection("weights", "Weights before and after", _histograms),
+        PageSection("again", "To run it again", lambda run, _: run_parts.again(run)),
+    ),
+    differences=_differences,
+    pairs=(),
+    expects={SUMMARY: "loss, bytes and times"},
+)

@@ -1,0 +1,63 @@
+"""The part of a training run's page about its method, where that is not one exchange of whole gradients per step:
+staleness of a server's updates, what workers waited, bytes saved by compression, how far replicas went apart."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tilemesh.core.units import format_bytes, format_seconds
+from tilemesh.report.bars import Bar, BarPart, bars
+from tilemesh.report.draw import PageTable, figure
+from tilemesh.report.html import Child, Html, el, join
+from tilemesh.report.rows import percent
+from tilemesh.report.run import Run
+from tilemesh.runs.values import number, section
+
+
+def method(run: Run) -> Child:
+    """None for a run by data parallelism, or of an older version."""
+    told = section(run.summary, "method")
+    if told.get("servers"):
+        return _servers([server for server in told["servers"] if isinstance(server, dict)])
+    if "compress" in told:
+        whole, sent = number(told.get("whole_bytes"), 0.0), number(told.get("sent_bytes"), 0.0)
+        saved = 1 - sent / whole if whole else 0.0
+        return el(
+            "p",
+            f"Gradients compressed by {told['compress']}: {format_bytes(sent)} sent per step and rank instead of "
+            f"{format_bytes(whole)}, {percent(saved)} less.",
+        )
+    if "period" in told:
+        apart = number(told.get("spread"), 0.0)
+        return el(
+            "p",
+            f"Weights averaged every {told['period']} steps, {told.get('rounds')} times in {told.get('steps')} steps. "
+            f"At the last average rank 0 had gone {apart:.2e} of the weights' norm from the mean.",
+        )
+    return None
+
+
+def _servers(servers: list[dict[str, Any]]) -> Html:
+    items, rows = [], []
+    for place, server in enumerate(servers):
+        ages = [(int(age), int(count)) for age, count in server.get("staleness", ())]
+        total = sum(count for _, count in ages) or 1
+        parts = [
+            BarPart(count / total, age % 8, f"{age} updates old: {percent(count / total)}", str(age))
+            for age, count in ages
+        ]
+        items.append(Bar(f"server {place}", parts, f"{number(server.get('updates'), 0.0):.0f} updates"))
+        waited = [number(seconds, 0.0) for seconds in server.get("waited_s", ())]
+        rows.append(
+            [
+                f"server {place}",
+                ", ".join(f"{age}: {count}" for age, count in ages),
+                format_bytes(number(server.get("bytes"), 0.0)),
+                format_seconds(number(server.get("busy_s"), 0.0)),
+                ", ".join(format_seconds(seconds) for seconds in waited),
+                ", ".join(str(worker) for worker in server.get("given_up", ())) or "none",
+            ]
+        )
+    head = ["", "gradients by age in updates", "bytes", "busy", "workers waited for others", "given up"]
+    words = "Gradients by the updates that were made between the read of their weights and their own application."
+    return join(figure("Staleness", words, bars(items, most=1.0), PageTable(head, rows), wide=True))

@@ -1,0 +1,245 @@
+"""Compressing small models: methods do what they are for, and what is written comes back."""
+
+import copy
+import json
+
+import pytest
+import torch
+
+from tilemesh.compress.calibrate import InputStatistics, mean_loss
+from tilemesh.compress.distill import distill
+from tilemesh.compress.factorize import factorize, factors, rank_of
+from tilemesh.compress.methods import awq_scales, clipped, gptq, output_error
+from tilemesh.compress.prune import prune, sparsity_at
+from tilemesh.compress.quantize import quantize
+from tilemesh.compress.recipe import PruneRecipe, read_recipe
+from tilemesh.compress.shrink import shrink
+from tilemesh.core.errors import UsageError
+from tilemesh.kernels.lowbit import codes
+from tilemesh.kernels.lowbit.formats import parse_scheme
+from tilemesh.model import huggingface
+from tilemesh.model.config import ModelConfig, preset
+from tilemesh.model.lowbit import LowBitLinear, model_bytes
+from tilemesh.model.transformer import Transformer
+from tilemesh.parallel.gate.cases import MODELS
+
+RECIPES = ("int8", "int4-g32-gptq", "int4-g32-awq", "int4-g32-clip", "int3-g32", "int8-a8-smooth", "int8-a8-static",
+           "int4-g32-mixed", "nf4-g32", "fp8", "fp8-a8", "fixed16", "int4-g32-affine", "int2-g32-2level",
+           "rank-50")  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def model() -> Transformer:
+    made = Transformer(preset("tiny").replace(layers=2), seed=3).eval().requires_grad_(False)
+    with torch.no_grad():
+        for name, value in made.named_parameters():
+            if name.endswith("norm.weight"):  # channels of different size, as trained models have
+                generator = torch.Generator().manual_seed(len(name))
+                value.mul_(torch.exp(torch.randn(value.shape, generator=generator)))
+    return made
+
+
+@pytest.fixture(scope="module")
+def tokens() -> torch.Tensor:
+    return torch.randint(0, 256, (8, 129), generator=torch.Generator().manual_seed(5))
+
+
+def activations(seed: int, inputs: int = 64, count: int = 512) -> InputStatistics:
+    generator = torch.Generator().manual_seed(seed)
+    mixing = torch.randn(inputs, inputs, generator=generator) / inputs**0.5
+    spread = torch.exp(torch.randn(inputs, generator=generator))
+    found = InputStatistics.empty(inputs, torch.device("cpu"))
+    found.add(torch.randn(count, inputs, generator=generator) @ mixing * spread)
+    return found
+
+
+@pytest.mark.parametrize("name", ["int4-g16", "int3-g16", "int3-g16-affine", "nf4-g16", "int2"])
+def test_gptq_loses_less_than_rounding_and_clipping_less_than_its_own_measure(name):
+    weight, inputs, scheme = (
+        torch.randn(24, 64, generator=torch.Generator().manual_seed(1)),
+        activations(2),
+        parse_scheme(name),
+    )
+    nearest = codes.rounded(weight, scheme)
+    made = gptq(weight, scheme, inputs)
+    better = codes.decode(made.codes, scheme, made.scales, made.zeros, torch.float32)
+    assert output_error(better - weight, inputs.gram) < 0.8 * output_error(nearest - weight, inputs.gram)
+    cut = clipped(weight, scheme)
+    back = codes.decode(cut.codes, scheme, cut.scales, cut.zeros, torch.float32)
+    assert (back - weight).norm() <= (nearest - weight).norm() * (1 + 1e-6)
+
+
+def test_awq_is_never_worse_on_its_text():
+    weight, inputs, scheme = (
+        torch.randn(24, 64, generator=torch.Generator().manual_seed(1)),
+        activations(2),
+        parse_scheme("int3-g16"),
+    )
+    found = awq_scales([weight], [scheme], inputs)
+    assert found.error <= found.error_before
+    assert found.error_before == pytest.approx(
+        output_error(codes.rounded(weight, scheme) - weight, inputs.gram), rel=1e-4
+    )
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_what_is_written_comes_back_bit_for_bit(name, model, tokens, tmp_path):
+    small = shrink(model, name, tokens)
+    huggingface.save(small, tmp_path)
+    again = huggingface.load(tmp_path).eval().requires_grad_(False)
+    assert torch.equal(again(tokens[:2, :-1]), small(tokens[:2, :-1]))
+    assert model_bytes(again) == model_bytes(small) < model_bytes(model)
+    plain = dict(huggingface.read_parameters(tmp_path))
+    assert plain.keys() == dict(model.named_parameters()).keys()
+    for key, value in plain.items():
+        assert value.shape == model.get_parameter(key).shape
+
+
+@pytest.mark.parametrize("kind", ["gpt", "neox"])
+def test_families_with_joined_and_transposed_matrices_come_back_too(kind, tmp_path):
+    config = MODELS[kind].replace(context=64)
+    plain = Transformer(config, seed=1).eval().requires_grad_(False)
+    small = quantize(plain, "int4-g8")
+    huggingface.save(small, tmp_path)
+    tokens = torch.randint(0, config.vocabulary, (1, 20))
+    assert torch.equal(huggingface.load(tmp_path).eval()(tokens), small(tokens))
+
+
+def test_moved_scales_change_nothing_by_themselves(model, tokens):
+    """In 16-bit fixed point a moved scale shows, and rounding does not."""
+    before = model(tokens[:2, :-1])
+    for words in ("fixed16-awq", "fixed16-a8-smooth"):
+        recipe = read_recipe(words.replace("-a8", ""))
+        if "smooth" in words:
+            recipe = read_recipe("fixed16-smooth")
+        after = quantize(model, recipe, tokens[:, :-1])(tokens[:2, :-1])
+        assert (after - before).norm() < 2e-3 * before.norm()
+
+
+def test_bias_correction_keeps_the_mean():
+    config = MODELS["gpt"].replace(dropout=0.0, context=64)
+    plain = Transformer(config, seed=1).eval().requires_grad_(False)
+    text = torch.randint(0, config.vocabulary, (16, 48), generator=torch.Generator().manual_seed(1))
+    corrected = quantize(plain, "int2-g8-bias", text)
+    biases = [m.bias for m in corrected.modules() if isinstance(m, LowBitLinear)]
+    assert all(bias is not None and bias.abs().sum() > 0 for bias in biases)
+
+
+@pytest.mark.parametrize("structure", ["heads-50", "mlp-25", "layers-50"])
+def test_structured_pruning_gives_an_ordinary_smaller_model(structure, model, tokens, tmp_path):
+    small = prune(model, structure)
+    assert model_bytes(small) < model_bytes(model)
+    huggingface.save(small, tmp_path)
+    again = huggingface.load(tmp_path).eval()
+    assert "quantization_config" not in json.loads((tmp_path / "config.json").read_text())
+    assert torch.equal(again(tokens[:2, :-1]), small(tokens[:2, :-1]))
+
+
+def test_pruning_what_does_nothing_changes_nothing(model, tokens):
+    """Channels and heads with zero weights go first, and the output stays."""
+    whole = copy.deepcopy(model)
+    with torch.no_grad():
+        for layer in whole.layers:
+            layer.mlp.fc_out.weight[:, ::4] = 0
+            layer.mlp.fc_in.weight[::4] = 0
+            layer.mlp.fc_gate.weight[::4] = 0
+            layer.attention.fc_o.weight[:, :64] = 0
+            for part in (layer.attention.fc_q, layer.attention.fc_k, layer.attention.fc_v):
+                part.weight[: part.weight.shape[0] // 2] = 0
+    before = whole(tokens[:2, :-1])
+    for recipe in ("mlp-25", "heads-50"):
+        torch.testing.assert_close(prune(whole, recipe)(tokens[:2, :-1]), before, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("recipe", "zeros"), [("unstructured-75", 0.75), ("2:4", 0.5)])
+def test_unstructured_pruning_sets_zeros(recipe, zeros, model, tokens):
+    pruned = prune(model, recipe)
+    weight = pruned.layers[0].mlp.fc_in.weight
+    assert (weight == 0).float().mean() == pytest.approx(zeros, abs=0.01)
+    first = read_recipe(recipe)
+    scored = prune(
+        model, first.__class__(prune=PruneRecipe(first.prune.structure, first.prune.amount, "first-order")), tokens
+    )
+    assert not torch.equal(scored.layers[0].mlp.fc_in.weight, weight)
+
+
+def test_gradual_pruning_rises_from_nothing_to_the_amount():
+    wanted = PruneRecipe("unstructured", 0.8, begin=0.1, end=0.6)
+    rising = [sparsity_at(wanted, place / 20) for place in range(21)]
+    assert rising[0] == rising[2] == 0
+    assert rising == sorted(rising)
+    assert rising[12:] == [0.8] * 9
+
+
+def test_the_rank_of_a_factorisation_keeps_its_share_and_its_error_is_the_best():
+    weight, inputs = torch.randn(24, 64, generator=torch.Generator().manual_seed(1)), activations(2)
+    rank = rank_of(24, 64, 0.5)
+    assert rank * (24 + 64) <= 0.5 * 24 * 64 < (rank + 1) * (24 + 64)
+    plain, aware = factors(weight, rank), factors(weight, rank, inputs)
+    values = torch.linalg.svdvals(weight)
+    assert (plain[0] @ plain[1] - weight).norm() == pytest.approx(float(values[rank:].norm()), rel=1e-3)
+    assert output_error(aware[0] @ aware[1] - weight, inputs.gram) < output_error(
+        plain[0] @ plain[1] - weight, inputs.gram
+    )
+
+
+def test_a_student_learns_its_teacher(model, tokens):
+    student = Transformer(model.config.replace(layers=1), seed=9)
+    loss = distill(student, model, share=1.0, temperature=1.0, hidden=0.1)
+    inputs, targets = tokens[:2, :-1], tokens[:2, 1:]
+    first, count = loss(inputs, targets)
+    assert int(count) == targets.numel()
+    optimizer = torch.optim.AdamW(student.parameters(), lr=1e-2)
+    for _ in range(5):
+        optimizer.zero_grad()
+        loss(inputs, targets)[0].backward()
+        optimizer.step()
+    assert loss(inputs, targets)[0] < 0.9 * first
+    copied = copy.deepcopy(model)
+    same, _ = distill(copied, model, share=1.0)(inputs, targets)
+    assert float(same) == pytest.approx(0, abs=1e-2)
+    with pytest.raises(UsageError, match="must share a tokenizer"):
+        distill(Transformer(model.config.replace(vocabulary=300)), model)
+    with pytest.raises(UsageError, match=r"set distill\.hidden to 0"):
+        distill(Transformer(model.config.replace(width=64)), model, hidden=1.0)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "text", "words"),
+    [
+        ("int4-g48", None, "groups of 48 do not divide 128 inputs"),
+        ("int4-g32-gptq", None, "looks at activations: give tokens"),
+        ("int4-g32-gptq", 3, "387 tokens to calibrate with: expected at least 512"),
+        ("heads-10", None, "prune.amount 0.1 of 2 groups of heads takes 0 out"),
+        ("rank-1", None, "leaves rank 0"),
+    ],
+)
+def test_what_cannot_be_done_is_said_in_one_line(recipe, text, words, model, tokens):
+    given = None if text is None else torch.randint(0, 256, (text, 130))
+    with pytest.raises(UsageError, match=words) as caught:
+        shrink(model, recipe, given if recipe != "rank-1" else tokens)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_compressed_model_is_not_compressed_again(model, tokens):
+    small = quantize(model, "int8")
+    for again in (lambda: quantize(small, "int8"), lambda: prune(small, "mlp-25"), lambda: factorize(small, "rank-50")):
+        with pytest.raises(UsageError, match="compressed already"):
+            again()
+    with pytest.raises(UsageError, match="cannot quantise a Linear"):
+        quantize(torch.nn.Linear(2, 2), "int8")
+
+
+def test_mixed_bits_take_no_more_bytes_than_uniform_ones_and_lose_less(model, tokens):
+    held = torch.randint(0, 256, (8, 129), generator=torch.Generator().manual_seed(6))
+    uniform, mixed = quantize(model, "int3-g32", tokens[:, :-1]), quantize(model, "int3-g32-mixed", tokens[:, :-1])
+    assert model_bytes(mixed) <= model_bytes(uniform)
+    plain = mean_loss(model, held[:, :-1], held[:, 1:])
+    assert abs(mean_loss(mixed, held[:, :-1], held[:, 1:]) - plain) < 1
+
+
+def test_config_of_a_config_with_wide_heads_survives_head_pruning():
+    config = ModelConfig(layers=1, width=64, heads=4, vocabulary=32, context=16, kv_heads=4, head_width=32,
+                         norm="rmsnorm", positions="rotary", activation="swiglu", biases=False, tied=False)  # fmt: skip
+    small = prune(Transformer(config, seed=1).requires_grad_(False), "heads-50")
+    assert (small.config.heads, small.config.kv_heads, small.config.head_width) == (2, 2, 32)

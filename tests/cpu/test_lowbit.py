@@ -1,0 +1,214 @@
+"""Quantise, dequantise, pack; the CPU's integer products; compressed projections in a model."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from tilemesh.comm import run_threads
+from tilemesh.core.errors import UsageError
+from tilemesh.core.plan import ParallelPlan
+from tilemesh.kernels.lowbit import codes, cpu
+from tilemesh.kernels.lowbit.formats import FORMATS, SECOND_LEVEL, Scheme, parse_scheme
+from tilemesh.model import lowbit
+from tilemesh.model.config import preset
+from tilemesh.model.transformer import Transformer
+from tilemesh.parallel.apply import lay
+from tilemesh.parallel.gate.cases import Case, compressed
+from tilemesh.parallel.gate.compare import Gate
+from tilemesh.parallel.mesh import Mesh
+
+WHOLE = ("int8", "int4", "int3", "int2")
+SCHEMES = ("int8", "int8-tensor", "int4-g16", "int4-g16-affine", "int3", "int3-g16-affine", "int2-g16", "fp8",
+           "fp8-e5m2", "nf4-g16", "fixed16", "int4-g16-2level")  # fmt: skip
+
+
+def matrix(seed: int, rows: int = 5, columns: int = 48, spread: float = 1.0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return spread * torch.randn(rows, columns, generator=generator) * torch.rand(rows, 1, generator=generator)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(0, 10_000), st.sampled_from(WHOLE), st.booleans(), st.sampled_from(["channel", "tensor", "group"]))
+def test_no_value_is_off_by_more_than_half_a_step(seed, name, symmetric, granularity):
+    scheme = Scheme(name, granularity, 16 if granularity == "group" else 0, symmetric)
+    weight = matrix(seed, spread=10.0 ** (seed % 7 - 3))
+    made = codes.quantize(weight, scheme)
+    back = codes.decode(made.codes, scheme, made.scales, made.zeros, torch.float64)
+    step = made.scales.double().expand(len(weight) if granularity != "tensor" else 1, -1)
+    step = step.repeat_interleave(weight.shape[1] // step.shape[1], 1)
+    # A zero point is rounded itself, which moves the ends of the range by up to half a step more.
+    most = 0.5 if symmetric else 1.0
+    rounding = 4 * 2.0**-24 * weight.double().abs().max()  # of the scale and of the quotient, in float32
+    assert ((back - weight.double()).abs() <= most * step + rounding).all()
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.integers(0, 10_000), st.sampled_from(sorted(FORMATS)), st.integers(1, 40), st.integers(1, 6))
+def test_packing_comes_back(seed, name, columns, rows):
+    number = FORMATS[name]
+    generator = torch.Generator().manual_seed(seed)
+    if number.kind in ("int", "fixed"):
+        kind = torch.int16 if number.bits > 8 else torch.int8
+        made = torch.randint(int(number.low), int(number.high) + 1, (rows, columns), generator=generator).to(kind)
+    else:
+        made = torch.randint(0, 1 << number.bits, (rows, columns), generator=generator).to(torch.uint8)
+    packed = codes.pack(made, number)
+    assert torch.equal(codes.unpack(packed, number, columns), made)
+    if number.bits < 8:
+        assert packed.shape == (rows, -(-columns * number.bits // 8))
+
+
+def test_codes_of_four_bits_lie_as_compressed_tensors_has_them():
+    made = torch.tensor([[-8, -7, 0, 7, 1, 2, 3, 4]], dtype=torch.int8)
+    (word,) = codes.pack(made, FORMATS["int4"]).view(torch.int32).flatten().tolist()
+    assert word & 0xFFFFFFFF == sum((value + 8) << (4 * place) for place, value in enumerate(made[0].tolist()))
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.integers(0, 10_000))
+def test_what_is_on_the_grid_stays(seed):
+    """Quantising what came back gives the same codes: nothing drifts. (Two-level scales are themselves rounded.)"""
+    for name in ("int4-g16", "fp8", "nf4-g16", "fixed16"):
+        scheme, weight = parse_scheme(name), matrix(seed)
+        made = codes.quantize(weight, scheme)
+        back = codes.decode(made.codes, scheme, made.scales, made.zeros, torch.float32)
+        assert torch.equal(codes.encode(back, scheme, made.scales, made.zeros), made.codes)
+
+
+def test_two_levels_are_whole_parts_of_a_rows_scale():
+    made = codes.quantize(matrix(3), parse_scheme("int4-g16-2level"))
+    parts = made.scales / codes.row_steps(made.scales)
+    assert torch.allclose(parts, parts.round(), atol=1e-3)
+    assert parts.max() <= SECOND_LEVEL + 1e-3
+    plain = codes.quantize(matrix(3), parse_scheme("int4-g16"))
+    assert (made.scales >= plain.scales * (1 - 1e-3)).all()  # rounded up: no value is cut off
+
+
+def test_fixed_point_scales_are_powers_of_two():
+    exponents = codes.quantize(matrix(4), Scheme("fixed16")).scales.log2()
+    assert torch.equal(exponents, exponents.round())
+
+
+def test_nf4_takes_the_nearest_of_its_values():
+    scheme, weight = parse_scheme("nf4-g16"), matrix(5)
+    made = codes.quantize(weight, scheme)
+    table = torch.tensor(FORMATS["nf4"].table)
+    scaled = codes.by_group(weight, 3) / made.scales[..., None]
+    distance = (scaled[..., None] - table).abs()
+    chosen = distance.gather(-1, codes.by_group(made.codes, 3).long()[..., None])[..., 0]
+    assert (chosen <= distance.amin(-1) + 1e-6).all()
+
+
+needs_c = pytest.mark.skipif(cpu.library() is None, reason="no C compiler, or not Linux")
+
+
+@needs_c
+@pytest.mark.parametrize("name", ["int8", "int8-tensor", "int8-g16-affine", "int4-g16", "int4-g48-affine", "int4"])
+@pytest.mark.parametrize("outputs", [1, 3, 4, 9])
+@pytest.mark.parametrize("rows", [1, 4])
+def test_integer_products_are_right_to_the_activations_rounding(name, outputs, rows):
+    scheme, weight, x = parse_scheme(name), matrix(7, outputs), matrix(8, rows)
+    made = codes.quantize(weight, scheme)
+    exact = x.double() @ codes.decode(made.codes, scheme, made.scales, made.zeros, torch.float64).t()
+    packed = codes.pack(made.codes, scheme.number)
+    for bits, steps in ((16, 127 * 128), (8, 127)):
+        assert cpu.serves(x, scheme, 48, made.scales.shape[1])
+        bias = torch.arange(float(outputs))
+        y = cpu.product(x, packed, scheme, made.scales, made.zeros, bias, bits) - bias
+        weights = codes.decode(made.codes, scheme, made.scales, made.zeros, torch.float64).abs().sum(1)
+        bound = 0.5 / steps * x.double().abs().amax(1)[:, None] * weights + 1e-5 * (1 + exact.abs())
+        assert ((y.double() - exact).abs() <= bound).all()
+
+
+@needs_c
+def test_integer_products_take_zeros_and_refuse_what_they_do_not_serve():
+    scheme = Scheme("int8")
+    made = codes.quantize(matrix(1), scheme)
+    assert cpu.product(torch.zeros(1, 48), made.codes, scheme, made.scales, None, None).abs().sum() == 0
+    assert not cpu.serves(torch.zeros(1, 48, dtype=torch.float64), scheme, 48, 1)
+    assert not cpu.serves(torch.zeros(4096, 48), scheme, 48, 1)
+    assert not cpu.serves(torch.zeros(1, 48, requires_grad=True), scheme, 48, 1)
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_a_low_bit_projection_computes_with_the_weight_that_its_codes_mean(name):
+    torch.manual_seed(0)
+    plain, scheme = nn.Linear(48, 12).double(), parse_scheme(name)
+    made = codes.quantize(plain.weight, scheme)
+    low = lowbit.LowBitLinear(plain, scheme, made)
+    x = torch.randn(3, 48, dtype=torch.float64, requires_grad=True)
+    weight = codes.decode(made.codes, scheme, made.scales, made.zeros, torch.float64)
+    torch.testing.assert_close(low(x), nn.functional.linear(x, weight, plain.bias))
+    low(x).sum().backward()
+    torch.testing.assert_close(x.grad, weight.sum(0).expand(3, -1))
+    assert low.weight.shape == (12, 48)
+    low.open()
+    torch.testing.assert_close(low(x), nn.functional.linear(x, weight, plain.bias))
+    low.close()
+    torch.testing.assert_close(low(x), nn.functional.linear(x, weight, plain.bias))
+    low.to(torch.bfloat16)
+    assert low.scales.dtype == torch.float32  # every weight is multiplied by one of them
+
+
+def test_rounding_while_training_passes_gradients_straight_through():
+    plain = nn.Linear(32, 4)
+    rounding = lowbit.RoundedLinear(plain, parse_scheme("int4-g16"))
+    x = torch.randn(5, 32)
+    y = rounding(x)
+    torch.testing.assert_close(
+        y, nn.functional.linear(x, codes.rounded(plain.weight, parse_scheme("int4-g16")), plain.bias)
+    )
+    y.sum().backward()
+    torch.testing.assert_close(plain.weight.grad, x.sum(0).expand(4, -1))
+
+
+def test_masks_keep_the_largest():
+    score = torch.arange(24.0).view(3, 8)
+    kept = lowbit.magnitude_mask(score, 0.5)
+    assert torch.equal(kept, score >= 12)
+    kept = lowbit.magnitude_mask(score, 0.5, (2, 4))
+    assert (kept.view(3, 2, 4).sum(-1) == 2).all()
+    assert kept[0].tolist() == [False, False, True, True] * 2
+    assert lowbit.magnitude_mask(torch.zeros(4, 4), 0.25).sum() == 12  # ties do not take more
+
+
+def test_a_model_with_low_bit_projections_still_generates():
+    model = Transformer(preset("tiny"), seed=1).eval().requires_grad_(False)
+    tokens = torch.randint(0, 256, (1, 12))
+    before, bytes_before = model(tokens), lowbit.model_bytes(model)
+    lowbit.compress_all(model, "int8")
+    assert (model(tokens) - before).norm() < 0.05 * before.norm()
+    assert lowbit.model_bytes(model) < 0.4 * bytes_before
+    assert len(lowbit.compressed(model)) == 4 * 7
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_the_gate_passes_compressed_models(ranks):
+    """Codes and rounded weights over dp, tp, sequences, ZeRO and recomputation: what one process computes."""
+    models = ("gpt", "llama", "gemma")
+    chosen = [
+        Case(models[place % 3], layout, "fp64", weights) for place, (layout, weights) in enumerate(compressed(ranks))
+    ]
+    results = run_threads(ranks, lambda comm: list(Gate(comm).run(chosen)), timeout_s=100)[0]
+    assert len(results) == len(chosen)
+    for result in results:
+        assert result.passed, f"{result.case} {result.apart} {result.where}"
+
+
+@pytest.mark.parametrize(
+    ("plan", "scheme", "words"),
+    [
+        (ParallelPlan(tp=2, precision="fp32"), "int4-g128", "groups of 128 do not divide the 64 inputs of a rank"),
+        (ParallelPlan(pp=2, precision="fp32"), "int8", "is compressed, and stages"),
+    ],
+)
+def test_layouts_that_cannot_hold_a_compressed_model_say_so(plan, scheme, words):
+    def main(comm):
+        model = Transformer(preset("tiny"))
+        lowbit.compress_all(model, f"rounded {scheme}")
+        with pytest.raises(UsageError, match=words):
+            lay(model, Mesh(comm, **plan.axes), plan)
+
+    run_threads(2, main)

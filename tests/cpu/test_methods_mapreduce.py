@@ -1,0 +1,125 @@
+"""MapReduce against plain Python, and its programs against what one process and scikit-learn compute."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tilemesh.comm import Communicator, connect, mapreduce, run_threads
+from tilemesh.comm.map_reduce import gathered, mapreduce_stream, owner, shuffle
+from tilemesh.core.errors import UsageError
+from tilemesh.methods.programs import k_means, k_means_speedup, logistic_regression, small_cnn, word_counts
+
+LINES = [
+    f"the {word} and the {word} of {number % 7}"
+    for number, word in enumerate(["tile", "mesh", "rank", "été", "語"] * 9)
+]
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    st.lists(st.text(alphabet=st.characters(exclude_characters="\0\1"), max_size=20), max_size=20), st.integers(1, 4)
+)
+def test_words_of_all_ranks_are_counted_once(lines: list[str], ranks: int) -> None:
+    parts = run_threads(ranks, lambda comm: word_counts(comm, lines[comm.rank :: ranks]))
+    whole = Counter(word for line in lines for word in line.split())
+    assert sum(len(part) for part in parts) == len(whole)
+    assert dict(whole) == {word: count for part in parts for word, count in part.items()}
+    assert all(owner(word, ranks) == rank for rank, part in enumerate(parts) for word in part)
+
+
+def test_a_combination_of_rows_and_a_result_that_everybody_has() -> None:
+    """The largest and the number of values of each key."""
+
+    def main(comm: Communicator) -> tuple[dict, dict]:
+        def mapped(number: int) -> list[tuple[str, tuple[int, int]]]:
+            return [(f"k{number % 3}", (number, 1))]
+
+        def largest(rows: np.ndarray) -> np.ndarray:
+            return np.array([rows[:, 0].max(), rows[:, 1].sum()])
+
+        found = mapreduce(comm, range(comm.rank, 30, comm.size), mapped, largest)
+        return found, gathered(comm, {key: value[0] for key, value in found.items()})
+
+    for _, everyone in run_threads(3, main):
+        assert everyone == {"k0": 27, "k1": 28, "k2": 29}
+    assert {k: tuple(v) for part, _ in run_threads(3, main) for k, v in part.items()} == {
+        "k0": (27, 10), "k1": (28, 10), "k2": (29, 10),
+    }  # fmt: skip
+
+
+def test_a_stream_in_micro_batches_ends_where_the_batch_ends() -> None:
+    def main(comm: Communicator) -> list[dict]:
+        mine = LINES[comm.rank :: 2]
+        batches = [mine[begin : begin + 5] for begin in range(0, 20, 5)]
+        found = list(mapreduce_stream(comm, batches, lambda line: ((word, 1) for word in line.split())))
+        return [*found, word_counts(comm, mine[:20])]
+
+    for results in run_threads(2, main):
+        assert results[-2] == results[-1]
+        assert sum(results[0].values()) < sum(results[1].values())
+
+
+def test_values_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(UsageError, match="rows of one length"):
+        shuffle(connect("alone"), {"a": [1, 2], "b": [1]})
+
+
+def points_of(count: int) -> tuple[np.ndarray, np.ndarray]:
+    draw = np.random.default_rng(0)
+    centres = draw.normal(size=(10, 4)) * 5
+    points = centres[draw.integers(0, 10, count)] + draw.normal(size=(count, 4))
+    return points, points[:10].copy()
+
+
+def test_k_means_is_scikit_learns_from_the_same_start() -> None:
+    cluster = pytest.importorskip("sklearn.cluster")
+    points, first = points_of(3000)
+    wanted = cluster.KMeans(10, init=first, n_init=1, max_iter=12, tol=0, algorithm="lloyd").fit(points)
+    for ranks in (1, 3):
+        for found in run_threads(ranks, lambda comm: k_means(comm, points[comm.rank :: comm.size], first, 12)):
+            # Sums of 300 numbers in another order: 300 units of rounding of values up to 20.
+            np.testing.assert_allclose(found.centres, wanted.cluster_centers_, rtol=0, atol=300 * 20 * 2.3e-16)
+
+
+def test_k_means_lowers_its_inertia_and_keeps_centres_without_points() -> None:
+    points, first = points_of(500)
+    first[3] = 1e6
+    inertias = [k_means(connect("alone"), points, first, count).inertia for count in (1, 2, 5)]
+    assert inertias == sorted(inertias, reverse=True)
+    found = k_means(connect("alone"), points, first, 50)
+    assert (found.centres[3] == 1e6).all()
+    assert found.iterations < 50
+    with pytest.raises(UsageError, match="rows of one length"):
+        k_means(connect("alone"), points, first[:, :2], 1)
+
+
+def test_logistic_regression_and_a_small_network_are_what_one_process_computes() -> None:
+    draw = np.random.default_rng(1)
+    x = draw.normal(size=(90, 5))
+    y = (x @ np.arange(5.0) > 0).astype(float)
+    alone, loss = logistic_regression(connect("alone"), x, y, 200, 1.0)
+    assert loss < 0.1
+    images = torch.from_numpy(draw.normal(size=(24, 1, 6, 6)))
+    labels = (images.mean(dim=(1, 2, 3)) > 0).long()
+    network, first = small_cnn(connect("alone"), images, labels, 30, 0.5)
+    assert first < 0.3
+
+    def main(comm: Communicator) -> None:
+        mine = slice(comm.rank, None, 3)
+        np.testing.assert_allclose(logistic_regression(comm, x[mine], y[mine], 200, 1.0)[0], alone, rtol=1e-9)
+        found, _ = small_cnn(comm, images[mine], labels[mine], 30, 0.5)
+        torch.testing.assert_close(found, network, rtol=1e-8, atol=1e-10)
+
+    run_threads(3, main)
+
+
+def test_the_speedup_of_a_hundred_million_points() -> None:
+    """Without a sum it is p; with a sum as long as a rank's share of an iteration it is p / 2."""
+    assert k_means_speedup(100_000_000, 10, 4, 100, 20, 1e9, 0.0)[2] == pytest.approx(100)
+    assert k_means_speedup(100_000_000, 10, 4, 100, 20, 1e9, 0.04)[2] == pytest.approx(50)
