@@ -72,12 +72,9 @@ bench.command("collective")(bench_collective.bench_collective)
 bench.command("exchange")(bench_exchange.bench_exchange)
 bench.command("train")(bench_train.bench_train)
 bench.command("serve")(bench_serve.bench_serve)
-<<<<<<< HEAD
 bench.command("graph")(bench_graph.bench_graph)
-=======
 bench.command("methods")(bench_methods.bench_methods)
 bench.command("compress")(bench_compress.bench_compress)
->>>>>>> main
 app.add_typer(bench, name="bench")
 app.add_typer(graph.graph, name="graph")
 app.command()(guide.guide)
