@@ -241,11 +241,11 @@ def test_execution_uses_the_arena() -> None:
 
 def test_buckets_need_few_programs() -> None:
     from tilemesh.core.errors import UsageError
-    from tilemesh.graph.buckets import Bucketed
+    from tilemesh.graph.buckets import SizeBuckets
 
     backend = Backend()
     model = nn.Sequential(nn.Linear(4, 3), nn.Softmax(-1))
-    run = Bucketed(torch.compile(model, backend=backend))
+    run = SizeBuckets(torch.compile(model, backend=backend))
     for rows in (3, 4, 5, 6, 7, 8):
         x = torch.randn(rows, 4)
         torch.testing.assert_close(run(x), model(x), rtol=1e-12, atol=1e-12)

@@ -20,7 +20,7 @@ def bucket(size: int) -> int:
     return 1 << max(size - 1, 0).bit_length()
 
 
-class Bucketed:
+class SizeBuckets:
     """A function of tensors whose dim `dim` is filled with zeros up to a power of two; results are cut back.
 
     `seen` holds the sizes that were asked for, `programs` those that ran.
