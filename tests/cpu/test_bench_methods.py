@@ -8,11 +8,12 @@ import pytest
 from typer.testing import CliRunner
 
 from tilemesh.bench.methods import ranks as rank_side
-from tilemesh.bench.methods.run import METHODS, MethodCurve, parse_slow, throughput
+from tilemesh.bench.methods.run import METHODS, parse_slow, throughput
 from tilemesh.cli.main import app
 from tilemesh.comm import run_threads
 from tilemesh.core.errors import UsageError
 from tilemesh.measure.machine import stamp
+from tilemesh.measure.method_curve import MethodCurve
 from tilemesh.measure.row import Row
 from tilemesh.measure.sample import Sample
 from tilemesh.report import methods_page
@@ -62,7 +63,7 @@ def test_the_page_shows_every_method_and_says_why() -> None:
         Row(name="straggler", unit="steps/s", case={"method": "ASP", **case}, measured=Sample(120.0, 118.0, 121.0, 2),
             peers={"synchronous": synchronous}, **told),
     ]  # fmt: skip
-    page = methods_page.render(rows, [methods_page.RunCurve(**vars(curve)) for curve in curves], ["A note"])
+    page = methods_page.render(rows, curves, ["A note"])
     for words in (
         "ASP 3.00",
         "uses the bound up once",

@@ -13,15 +13,13 @@ def bench_methods(
     slow: Annotated[str, typer.Option(metavar="rank=3,factor=4", help="Which worker is slow, and how much.")] = (
         "rank=3,factor=4"
     ),
-    steps: Annotated[int, typer.Option(metavar="N", help="Steps of each worker in a run.")] = 24,
+    steps: Annotated[int, typer.Option(metavar="N", help="Steps of each worker in a run.")] = 20,
     blocks: Annotated[int, typer.Option(metavar="N", help="How many turns each method gets.")] = 2,
     json: Annotated[str | None, typer.Option(metavar="FILE", help="The rows, one object a line; - for stdout.")] = None,
     html: Annotated[str, typer.Option(metavar="FILE", help="The page.")] = "methods.html",
 ) -> None:
     """Train one model by data parallelism, BSP, SSP, ASP and local SGD while a rank is slow, and measure what else
     replaces an all-reduce: server traffic, compressed gradients beside torch's hooks, K-means on MapReduce."""
-    from dataclasses import asdict
-
     from rich.console import Console
 
     from tilemesh.bench.methods.run import bench_methods as measure
@@ -43,6 +41,5 @@ def bench_methods(
         console.print(note, soft_wrap=True)
     if json is not None:
         write_rows(found.rows, json)
-    curves = [methods_page.RunCurve(**asdict(curve)) for curve in found.curves]
-    write_text(methods_page.render(found.rows, curves, found.notes), html)
+    write_text(methods_page.render(found.rows, found.curves, found.notes), html)
     console.print(f"page: {html}", soft_wrap=True)

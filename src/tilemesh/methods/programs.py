@@ -46,11 +46,10 @@ def assign(points: Array, centres: Array) -> tuple[Array, Array, float]:
         block = points[begin : begin + _BLOCK]
         distances = squares - 2 * block @ centres.T  # without |x|², which is the same for all centres
         nearest = distances.argmin(axis=1)
-        member = np.zeros((len(block), clusters))
-        member[np.arange(len(block)), nearest] = 1.0
-        totals += member.T @ block
-        counts += member.sum(axis=0)
-        inertia += float(distances[np.arange(len(block)), nearest].sum() + (block**2).sum())
+        counts += np.bincount(nearest, minlength=clusters)
+        for dim, column in enumerate(block.T):
+            totals[:, dim] += np.bincount(nearest, weights=column, minlength=clusters)
+        inertia += float(distances.min(axis=1).sum() + np.vdot(block, block))
     return totals, counts, inertia
 
 

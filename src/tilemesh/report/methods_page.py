@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+from tilemesh.measure.method_curve import MethodCurve
 from tilemesh.measure.row import Row
 from tilemesh.report.bars import Bar, BarPart, bars
 from tilemesh.report.draw import Drawing, Line, PageTable, Plot, PlotAxis, around, figure
@@ -12,21 +12,7 @@ from tilemesh.report.html import Html, el, join, page, tied
 from tilemesh.report.rows import origin, percent, row_table
 
 
-@dataclass(frozen=True)
-class RunCurve:
-    """One run of one method, as the bench hands it over."""
-
-    method: str
-    slow: str
-    losses: Sequence[tuple[float, float]]
-    utilisation: Sequence[float]
-    staleness: Sequence[tuple[int, int]] = ()
-    lead: int | None = None
-    replay_difference: float | None = None
-    spans: Sequence[Sequence[tuple[float, float]]] = ()
-
-
-def render(rows: Sequence[Row], curves: Sequence[RunCurve], notes: Sequence[str] = ()) -> str:
+def render(rows: Sequence[Row], curves: Sequence[MethodCurve], notes: Sequence[str] = ()) -> str:
     title = "Beyond one all-reduce per step"
     studies = list(dict.fromkeys(curve.slow for curve in curves))
     parts: list[Html | None] = [el("h1", title), el("p", tied(verdict(rows)), class_="verdict")]
@@ -61,18 +47,18 @@ def verdict(rows: Sequence[Row]) -> str:
     return f"Throughput beside synchronous data parallelism. {'. '.join(found)}. {why}"
 
 
-def over_steps(curves: Sequence[RunCurve]) -> Drawing:
+def over_steps(curves: Sequence[MethodCurve]) -> Drawing:
     points = [(curve, [(float(step), loss) for step, (_, loss) in enumerate(curve.losses)]) for curve in curves]
     return _losses("Loss against steps", "of worker 0, on held-out examples", "steps of worker 0", points)
 
 
-def over_time(curves: Sequence[RunCurve]) -> Drawing:
+def over_time(curves: Sequence[MethodCurve]) -> Drawing:
     points = [(curve, list(curve.losses)) for curve in curves]
     return _losses("Loss against time", "the same against seconds", "seconds", points)
 
 
 def _losses(
-    title: str, words: str, across: str, drawn: Sequence[tuple[RunCurve, list[tuple[float, float]]]]
+    title: str, words: str, across: str, drawn: Sequence[tuple[MethodCurve, list[tuple[float, float]]]]
 ) -> Drawing:
     values = [loss for _, points in drawn for _, loss in points]
     x = PlotAxis(0, max((at for _, points in drawn for at, _ in points), default=1.0), across)
@@ -84,7 +70,7 @@ def _losses(
     )
 
 
-def utilised(curves: Sequence[RunCurve]) -> Html:
+def utilised(curves: Sequence[MethodCurve]) -> Html:
     """How much of the time each worker computed."""
     items = [
         Bar(
@@ -101,7 +87,7 @@ def utilised(curves: Sequence[RunCurve]) -> Html:
                   PageTable(head, rows))  # fmt: skip
 
 
-def stale(curves: Sequence[RunCurve]) -> Html:
+def stale(curves: Sequence[MethodCurve]) -> Html:
     """Updates between a read and the application of its gradient; how far ahead anybody was; the replay."""
     served = [curve for curve in curves if curve.staleness]
     items = []

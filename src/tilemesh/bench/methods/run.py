@@ -16,13 +16,14 @@ from tilemesh.bench.methods.ranks import LENGTH, durations_of, replay_difference
 from tilemesh.core.cores import available_cores
 from tilemesh.launch.calls import Ranks
 from tilemesh.measure.machine import stamp
+from tilemesh.measure.method_curve import MethodCurve
 from tilemesh.measure.ranks import ranks_case
 from tilemesh.measure.row import CaseValue, Row
 from tilemesh.measure.sample import Sample
 from tilemesh.methods.programs import k_means_speedup
 from tilemesh.methods.simulate import ServerTimes, SimulatedRun, simulate_server, simulate_synchronous
 
-WORKERS, SERVERS, CLOCKS, COMPUTE_S, PERIOD = 4, 1, 24, 0.025, 8
+WORKERS, SERVERS, CLOCKS, COMPUTE_S, PERIOD = 4, 1, 20, 0.02, 8
 METHODS: dict[str, dict[str, Any]] = {
     "synchronous": {"method": "together", "period": 1},
     "BSP": {"method": "server", "bound": 0},
@@ -35,22 +36,6 @@ _TRAFFIC = [(1, 1), (2, 1), (4, 1), (4, 2)]
 _TRAFFIC_LENGTH, _TRAFFIC_CLOCKS = 1 << 18, 30
 _POINTS, _DIMS, _CLUSTERS, _ITERATIONS = 400_000, 8, 10, 5
 _STUDY = {"points": 100_000_000, "clusters": 10, "dims": _DIMS, "ranks": 100, "iterations": 20}
-
-
-@dataclass(frozen=True)
-class MethodCurve:
-    """One run of one method: what its page draws."""
-
-    method: str
-    slow: str
-    losses: Sequence[tuple[float, float]]
-    """Held-out loss against seconds, at each step of worker 0."""
-    utilisation: Sequence[float]
-    staleness: Sequence[tuple[int, int]] = ()
-    lead: int | None = None
-    replay_difference: float | None = None
-    spans: Sequence[Sequence[tuple[float, float]]] = ()
-    """Of each worker, the seconds at which it began and ended to compute."""
 
 
 @dataclass
@@ -193,7 +178,6 @@ def _curve(name: str, words: str, seen: Sequence[dict[str, Any]]) -> MethodCurve
     workers, servers = [rank for rank in seen if "steps" in rank], [rank for rank in seen if "events" in rank]
     began = min(rank["began"] for rank in workers)
     ended = min(rank["steps"][-1] for rank in workers)
-    spans = [[(start - began, end - began) for start, end in rank["spans"]] for rank in workers]
     busy = [sum(min(end, ended) - start for start, end in rank["spans"] if start < ended) for rank in workers]
     losses = [(at - began, loss) for at, loss in workers[0]["losses"]]
     served: dict[str, Any] = {}
@@ -203,13 +187,13 @@ def _curve(name: str, words: str, seen: Sequence[dict[str, Any]]) -> MethodCurve
             "lead": max(rank["lead"] for rank in servers),
             "replay_difference": replay_difference(servers, WORKERS),
         }
-    return MethodCurve(name, words, losses, [part / (ended - began) for part in busy], spans=spans, **served)
+    return MethodCurve(name, words, losses, [part / (ended - began) for part in busy], **served)
 
 
 def _clusters(found: MethodsFound) -> None:
     """K-means on 1 rank and on as many as there are cores; then the study of 100 million points on 100 ranks."""
     cores = available_cores()
-    options = {"points": _POINTS, "dims": _DIMS, "clusters": _CLUSTERS, "iterations": _ITERATIONS, "repeats": 5}
+    options = {"points": _POINTS, "dims": _DIMS, "clusters": _CLUSTERS, "iterations": _ITERATIONS, "repeats": 3}
     one = _k_means_taken(1, options)
     rate = _ITERATIONS * _POINTS * _CLUSTERS * _DIMS / one[0].median
     for ranks in [cores] if cores > 1 else []:
@@ -245,7 +229,7 @@ def _k_means_taken(ranks: int, options: dict[str, Any]) -> tuple[Sample, Sample]
 
 def _hooks(found: MethodsFound) -> None:
     with Ranks(2, transport="torch", sink=lambda rank, stream, line: None) as ranks:
-        said = ranks.call("tilemesh.bench.methods.hooks:hook_steps", repeats=8, seconds=12.0, timeout_s=180)[0]
+        said = ranks.call("tilemesh.bench.methods.hooks:hook_steps", repeats=6, seconds=8.0, timeout_s=180)[0]
     samples = {name: Sample(**sample) for name, sample in said["samples"].items()}
     case: dict[str, CaseValue] = {"parameters": said["parameters"], "transport": "torch", **_cores(2)}
     peers = {"powersgd": "torch PowerSGD", "local": "torch PostLocalSGD", "uncompressed": "torch DDP"}

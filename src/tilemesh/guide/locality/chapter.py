@@ -189,7 +189,7 @@ assert (traffic.turns("one_by_one"), traffic.turns("four_by_four")) == (256, 64)
 
 # %%
 cores = this_machine().cores
-print("two counters:", {name: f"{x.median * 1e3:.2f} ms" for name, x in measured.sharing_times(300_000).items()})
+print("two counters:", {name: f"{x.median * 1e3:.2f} ms" for name, x in measured.sharing_times(1_000_000).items()})
 contended = measured.contention_times(caches.get("L2", 2**20), threads=max(2, cores), times=20)
 print("half a cache each:", {name: f"{x.median * 1e3:.2f} ms" for name, x in contended.items()})
 counts = (1, cores, 4 * cores)
