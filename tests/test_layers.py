@@ -53,6 +53,7 @@ MAY_IMPORT = {
         "plan",
         "train",
         "serve",
+        "graph",
     ],
     "cli": [""],
     "guide": [""],

@@ -237,3 +237,18 @@ def test_execution_uses_the_arena() -> None:
     (out,) = ours(value)
     torch.testing.assert_close(out, run_torch(graph, value)[0], rtol=1e-13, atol=1e-13)
     assert ours.block.data_ptr() <= out.data_ptr() < ours.block.data_ptr() + ours.block.numel()
+
+
+def test_buckets_need_few_programs() -> None:
+    from tilemesh.core.errors import UsageError
+    from tilemesh.graph.buckets import SizeBuckets
+
+    backend = Backend()
+    model = nn.Sequential(nn.Linear(4, 3), nn.Softmax(-1))
+    run = SizeBuckets(torch.compile(model, backend=backend))
+    for rows in (3, 4, 5, 6, 7, 8):
+        x = torch.randn(rows, 4)
+        torch.testing.assert_close(run(x), model(x), rtol=1e-12, atol=1e-12)
+    assert (len(run.seen), run.programs) == (6, {4, 8})
+    with pytest.raises(UsageError, match="give equal ones"):
+        run(torch.randn(2, 4), torch.randn(3, 4))

@@ -9,6 +9,7 @@ import xml.etree.ElementTree as ET
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,8 +17,9 @@ from rich.console import Console
 
 from tilemesh.cli.main import main
 from tilemesh.core.errors import UsageError
-from tilemesh.guide import programs
+from tilemesh.guide import attention
 from tilemesh.guide.book import PARTS, GuidePart, part_of
+from tilemesh.guide.draw import every_figure
 from tilemesh.guide.exercise import Exercise, choice, function_in, listing, numeric
 from tilemesh.guide.lesson import Lesson, how_far_off, typical_factor
 from tilemesh.guide.progress import Guessed, ReaderProgress
@@ -261,14 +263,22 @@ def test_a_page_shows_its_drawings_as_the_code_draws_them(part: GuidePart) -> No
         assert f"({name})" in page, f"{part.page} does not show {name}"
 
 
-def test_programs_are_drawn_as_the_code_draws_them() -> None:
+def test_drawings_of_no_chapter_are_as_the_code_draws_them() -> None:
     page = (ROOT / "docs" / "guide" / "figures.md").read_text()
     assert len(re.findall(r"^\| \d+ \|", page, re.MULTILINE)) == 69
-    for name, text in programs.figures().items():
+    others = {name: text for name, text in every_figure().items() if name.startswith("figures/")}
+    assert len(others) == 9
+    for name, text in others.items():
         ET.fromstring(text)
-        committed = ROOT / "docs" / "guide" / "figures" / name
+        committed = ROOT / "docs" / "guide" / name
         assert committed.read_text() == text, "run `python -m tilemesh.guide.draw docs/guide`"
-        assert f"(figures/{name})" in page
+        assert f"({name})" in page
+
+
+def test_the_attention_that_is_drawn_is_attention() -> None:
+    weights = attention.computed()["weights"]
+    assert np.allclose(weights.sum(axis=1), 1)
+    assert np.array_equal(weights > 0, np.tri(attention.TOKENS, dtype=bool))
 
 
 @pytest.mark.parametrize("part", [part for part in PARTS if part.key.isdecimal()], ids=lambda part: part.folder)

@@ -20,8 +20,8 @@ from tilemesh.graph.size import known
 LINES = 40  # of a graph that is printed without --whole
 
 
-def explain_graph(program: str, device: str, whole: bool, json: str | None) -> None:
-    check_targets(json=json)
+def explain_graph(program: str, device: str, whole: bool, svg: str | None, html: str | None, json: str | None) -> None:
+    check_targets(svg=svg, html=html, json=json)
     if device not in DEVICES:
         raise unknown("device", device, DEVICES)
     model, inputs = _load(program)
@@ -48,8 +48,61 @@ def explain_graph(program: str, device: str, whole: bool, json: str | None) -> N
         _print_graph("after", after, whole)
         for name, figures in (("before", record["before"]), ("after", record["after"])):
             print(f"{name:>6}: {_words(figures, device)}")
+    if svg is not None or html is not None:
+        from tilemesh.graph.draw import drawing
+        from tilemesh.graph.kernel_c import serves
+        from tilemesh.graph.regions import fused
+
+        drawn = drawing([("as traced", before), ("after the rules", after), ("as kernels", fused(after, serves))])
+        if svg is not None:
+            write_output(drawn, svg)
+        if html is not None:
+            write_output(_page(program, drawn, record, device), html)
     if json is not None:
         write_output(jsonlib.dumps(record) + "\n", json)
+
+
+def _page(program: str, drawn: str, record: dict[str, Any], device: str) -> str:
+    """The drawing, what each rule saved, and the figures before and after."""
+    from tilemesh.report.draw import PageTable, grid
+    from tilemesh.report.html import Html, el, join, page
+
+    rules = [
+        (rule["rule"], str(rule["times"]), str(rule["launches"]), format_bytes(rule["moved_bytes"]),
+         format_seconds(rule["seconds"]))
+        for rule in record["rules"]
+    ]  # fmt: skip
+    table = PageTable(("Rule", "Times", "Operators fewer", "Bytes less", f"Predicted on {device}"), rules)
+    body = join(
+        el("h1", f"The graph of {program}"),
+        *(el("p", f"{name}: {_words(record[name], device)}") for name in ("before", "after")),
+        grid(table),
+        el("div", Html(drawn), style="overflow-x:auto"),
+    )
+    return page(f"The graph of {program}", body)
+
+
+def list_breaks(program: str) -> None:
+    """Where Dynamo cuts a model, and how many guards hold each piece."""
+    import torch
+
+    model, inputs = _load(program)
+    torch._dynamo.reset()
+    found = torch._dynamo.explain(model)(*inputs)
+    print(f"{found.graph_count} pieces, {found.graph_break_count} breaks, {found.op_count} operators")
+    for place, each in enumerate(found.break_reasons):
+        where = each.user_stack[-1] if each.user_stack else None
+        line = f"{Path(where.filename).name}:{where.lineno}" if where else "unknown line"
+        said = str(each.reason).strip().splitlines()
+        print(f"{place}: {line}: {said[0] if said else 'no reason given'}")
+        if where is not None and where.line:
+            print(f"   {where.line.strip()}")
+    kinds: dict[str, int] = {}
+    for guard in found.out_guards or ():
+        kinds[str(guard.create_fn_name())] = kinds.get(str(guard.create_fn_name()), 0) + 1
+    if kinds:
+        words = ", ".join(f"{count} {kind.lower().replace('_', ' ')}" for kind, count in sorted(kinds.items()))
+        print(f"before each call torch checks: {words}")
 
 
 def _load(program: str) -> tuple[Any, list[Any]]:

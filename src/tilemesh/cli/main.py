@@ -22,6 +22,7 @@ from tilemesh.cli import (
     bench_collective,
     bench_compress,
     bench_exchange,
+    bench_graph,
     bench_kernel,
     bench_methods,
     bench_serve,
@@ -71,6 +72,7 @@ bench.command("collective")(bench_collective.bench_collective)
 bench.command("exchange")(bench_exchange.bench_exchange)
 bench.command("train")(bench_train.bench_train)
 bench.command("serve")(bench_serve.bench_serve)
+bench.command("graph")(bench_graph.bench_graph)
 bench.command("methods")(bench_methods.bench_methods)
 bench.command("compress")(bench_compress.bench_compress)
 app.add_typer(bench, name="bench")

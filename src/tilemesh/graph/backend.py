@@ -37,6 +37,7 @@ class Compiled:
     steps: Sequence[Applied]
     seconds: float
     reason: str = ""
+    before: Graph | None = None  # as it was lowered
 
     @property
     def opaque(self) -> list[str]:
@@ -68,15 +69,55 @@ class Report:
 class Backend:
     """A backend for torch.compile that keeps a report. `tilemesh` is the one that torch finds by name."""
 
-    def __init__(self, kernels: bool = True) -> None:
+    def __init__(self, kernels: bool = True, cuda_graphs: bool = False) -> None:
         self.report = Report([])
         self.kernels = kernels  # False: operator by operator, for comparison
+        self.cuda_graphs = cuda_graphs  # record each program on a GPU once and replay it: no cost on the host
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
         way = way_for(_device(inputs)) if self.kernels else None
-        compile_piece = functools.partial(self._compile, way=way)
+        compilers: list[Any] = [functools.partial(self._compile, way=way)] * 3
+        if self.cuda_graphs and _device(inputs).type == "cuda":
+            compilers = [
+                functools.partial(self._recorded, way=way, given=len(inputs), kind=kind)
+                for kind in ("forward", "backward", "inference")
+            ]
         settings = {"decompositions": decompositions()} if way is not None else {}
-        return aot_autograd(fw_compiler=compile_piece, bw_compiler=compile_piece, **settings)(module, inputs, **options)
+        names = ("fw_compiler", "bw_compiler", "inference_compiler")
+        compiling = aot_autograd(**dict(zip(names, compilers, strict=True)), **settings)
+        return compiling(module, inputs, **options)
+
+    def _recorded(
+        self, module: fx.GraphModule, inputs: Sequence[Any], way: str | None, given: int, kind: str
+    ) -> Callable[[list[Any]], Any]:
+        """The program as a CUDA graph, by torch's own recorder, which shares memory between forward and backward.
+
+        What lies at one address in every call (weights, and what the forward program hands to the backward one) is
+        read where it is; other inputs are copied first.
+        """
+        from torch._dynamo.backends.cudagraphs import check_for_skip, get_device_index, get_stack_traces
+        from torch._inductor.cudagraph_trees import cudagraphify_impl
+        from torch._inductor.cudagraph_utils import get_placeholder_info
+        from torch._inductor.utils import count_tangents, num_fw_fixed_arguments
+
+        run = self._compile(module, inputs, way)
+        fixed = count_tangents(module) if kind == "backward" else num_fw_fixed_arguments(given, len(inputs))
+        skip = check_for_skip(module, fixed)
+        if skip or any(_changes(value) for value in inputs):
+            return run
+        recorded: Callable[[list[Any]], Any] = cudagraphify_impl(
+            run,
+            list(inputs),
+            range(fixed),
+            device_index=get_device_index(module),
+            is_backward=kind == "backward",
+            is_inference=kind == "inference",
+            stack_traces=get_stack_traces(module),
+            placeholders=get_placeholder_info(module.graph),
+            mutated_input_idxs=(),
+        )
+        recorded._boxed_call = True  # type: ignore[attr-defined]
+        return recorded
 
     def _compile(self, module: fx.GraphModule, inputs: Sequence[Any], way: str | None) -> Callable[[list[Any]], Any]:
         if any(_changes(value) for value in inputs):
@@ -84,11 +125,11 @@ class Backend:
         began = time.perf_counter()
         count = sum(node.op == "call_function" for node in module.graph.nodes)
         try:
-            run, graph, steps = compiled(module, inputs, way)
+            run, before, graph, steps = compiled(module, inputs, way)
         except NotServedError as error:
             self.report.pieces.append(Compiled(count, None, (), time.perf_counter() - began, str(error)))
             return make_boxed_func(module.forward)
-        self.report.pieces.append(Compiled(count, graph, steps, time.perf_counter() - began))
+        self.report.pieces.append(Compiled(count, graph, steps, time.perf_counter() - began, "", before))
         return run
 
     def _by_sizes(self, module: fx.GraphModule, way: str | None) -> Callable[[list[Any]], Any]:
@@ -138,9 +179,9 @@ def _device(inputs: Sequence[Any]) -> torch.device:
 
 def compiled(
     module: fx.GraphModule, inputs: Sequence[Any], way: str | None = None
-) -> tuple[Callable[[list[Any]], Any], Graph, Sequence[Applied]]:
-    """A traced module as a boxed function (it may free its inputs), its graph and the rewrites."""
-    lowered = lower(module)
+) -> tuple[Callable[[list[Any]], Any], Graph, Graph, Sequence[Applied]]:
+    """A traced module as a boxed function (it may free its inputs), its graph before and after, and the rewrites."""
+    lowered = lower(module, kernels=way is not None)
     better, steps = simplify(lowered.graph, ALGEBRA)
     better = apart(better, lowered.made)
     if way is not None:
@@ -149,7 +190,7 @@ def compiled(
     run = program(better, _device(inputs), [*inputs, *extra], way)
     nodes = iter(range(len(returned)))
     kept = [next(nodes) if isinstance(value, Node) else None for value in returned]
-    return _boxed(run, extra, kept, returned), better, steps
+    return _boxed(run, extra, kept, returned), lowered.graph, better, steps
 
 
 def _boxed(

@@ -10,12 +10,16 @@ import torch
 from tilemesh.core.errors import UsageError
 from tilemesh.graph.evaluate import control, dense, numbers, pad_ranges, ranges, sizes_of
 from tilemesh.graph.ir import Dense, Graph, Node
+from tilemesh.graph.ops import DTYPES
 
 Tensor = torch.Tensor
 
 
+_BY_NAME: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPES}
+
+
 def dtype_of(name: str) -> torch.dtype:
-    return getattr(torch, name)  # type: ignore[no-any-return]
+    return _BY_NAME[name]
 
 
 def run_torch(graph: Graph, *tensors: Tensor) -> tuple[Any, ...]:

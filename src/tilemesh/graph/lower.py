@@ -60,9 +60,9 @@ class Lowered:
     made: tuple[str | None, ...]
 
 
-def lower(module: fx.GraphModule, names: Sequence[str] = ()) -> Lowered:
-    """The graph of a traced module."""
-    return _Lowering(module, names).run()
+def lower(module: fx.GraphModule, names: Sequence[str] = (), kernels: bool = True) -> Lowered:
+    """The graph of a traced module. Without generated kernels, what torch has one good kernel for stays opaque."""
+    return _Lowering(module, names, kernels).run()
 
 
 def apart(graph: Graph, made: Sequence[str | None]) -> Graph:
@@ -98,8 +98,9 @@ def line_of(node: fx.Node) -> str:
 
 
 class _Lowering:
-    def __init__(self, module: fx.GraphModule, names: Sequence[str]) -> None:
+    def __init__(self, module: fx.GraphModule, names: Sequence[str], kernels: bool) -> None:
         self.module, self.names = module, iter(names)
+        self.whole = () if kernels else FOR_KERNELS
         self.values: dict[fx.Node, Any] = {}
         self.inputs: list[Node] = []
         self.held: dict[str, Any] = {}
@@ -147,6 +148,8 @@ class _Lowering:
         if node.target.namespace == "aten" and str(node.target.overloadpacket) in LAYOUT_BOUND:
             raise NotServedError(f"{node.target} depends on how its input lies in memory ({line_of(node)})")
         value = node.meta.get("val")
+        if node.target in self.whole:
+            return self._opaque(node, value)
         if isinstance(value, torch.Tensor) and node.target in LOWERED:
             shape, dtype = _typed(value, node)
             made = LOWERED[node.target](shape, dtype, *self._nested(node.args), **self._nested(node.kwargs))
@@ -176,7 +179,9 @@ class _Lowering:
         target = node.target
         assert isinstance(target, torch._ops.OpOverload)
         extra: dict[str, Any] = {}
-        if torch.Tag.nondeterministic_seeded in target.tags or target._schema.is_mutable:
+        if target._schema.is_mutable:
+            raise NotServedError(f"{target} changes a tensor in place ({line_of(node)})")
+        if torch.Tag.nondeterministic_seeded in target.tags:
             self.serial += 1
             extra["serial"] = self.serial  # two draws are not one
             if self.random is not None:
@@ -391,7 +396,7 @@ def _variance(
     if x.dtype != dtype or dtype not in FLOATS:
         return None
     rank = len(x.shape)
-    chosen = sorted(dim % rank for dim in dims) if dims else list(range(rank))
+    chosen = sorted(dim % rank for dim in dims) if dims and rank else list(range(rank))
     count = int(product(x.shape[dim] for dim in chosen))  # type: ignore[arg-type]
     correction = other.get("correction")
     free = count - (1 if correction is None else correction)
@@ -456,6 +461,8 @@ def _reduction(op: str) -> Callable[..., Node | None]:
         if x.dtype != dtype or dtype not in FLOATS or any(value is not None for value in other.values()):
             return None
         rank = len(x.shape)
+        if not rank:
+            return None
         chosen = tuple(sorted(dim % rank for dim in dims)) if dims else tuple(range(rank))
         return build.reshape(make(op, x, dims=chosen), shape) if chosen else None
 
@@ -609,6 +616,11 @@ SEVERAL: Mapping[Any, Callable[..., tuple[Node, ...] | None]] = {
     aten.split_with_sizes.default: _split,
     aten.nll_loss_forward.default: _loss,
 }
+# One good kernel of torch's each, and several primitives: worth their own nodes only where kernels are generated.
+FOR_KERNELS = (
+    aten.rsqrt.default, aten.reciprocal.default, aten.mean.dim, aten.mean.default, aten.relu.default,
+    aten.var_mean.correction, aten.nll_loss_forward.default, aten.nll_loss_backward.default,
+)  # fmt: skip
 # Operators that torch writes in terms of those above: they become part of generated kernels. Never all that torch could
 # decompose: its attention on a CPU would then have a backward pass that does not fit its forward pass.
 DECOMPOSED = (

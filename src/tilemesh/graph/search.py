@@ -54,7 +54,7 @@ def write_substitutions(proved: Sequence[Substitution]) -> str:
     """The file: axioms first, then what was generated and proved."""
     lines = [f"axiom {text}" for text in AXIOMS] + [f"proved {substitution}" for substitution in proved]
     head = (
-        "# Equal programs of matrices: axioms, then what follows of at most 3 operators over 3 names, proved by z3.\n"
+        "# Equal programs of matrices: axioms, then what follows of at most 3 operators over 5 names, proved by z3.\n"
     )
     return head + "".join(f"{number} {line}\n" for number, line in enumerate(lines, 1))
 
@@ -66,11 +66,41 @@ def as_rules(substitutions: Sequence[Substitution]) -> list[RewriteRule]:
         sides = [(each.left, each.right)]
         if set(names_of(each.left)) == set(names_of(each.right)):
             sides.append((each.right, each.left))
-        rules += [
-            rule(text, text, _matrices, exact=False)
-            for text in (f"{_spelled(left)} = {_spelled(right)}" for left, right in sides if not isinstance(left, str))
-        ]
+        for left, right in sides:
+            if isinstance(left, str):
+                continue
+            if "conv" in str(each):
+                kinds: dict[str, str] = {}
+                spelled = [_convolved(side, "map", kinds) for side in (left, right)]
+                if None not in spelled:
+                    text = f"{spelled[0]} = {spelled[1]}"
+                    rules.append(rule(text, text, _convolutions, exact=False))
+            else:
+                text = f"{_spelled(left)} = {_spelled(right)}"
+                rules.append(rule(text, text, _matrices, exact=False))
     return rules
+
+
+def _convolutions(match: Match) -> bool:
+    """Weights and maps of convolutions over any dims, in one group."""
+    return match.attributes["a"]["groups"] == 1 and all(len(node.shape) >= 3 for node in match.nodes.values())
+
+
+def _convolved(term: Term, kind: str, kinds: dict[str, str]) -> str | None:
+    """A term of convolutions in the graph's primitives: channels of maps are dim 1, weights are [out, in, ...]."""
+    if isinstance(term, str):
+        return term if kinds.setdefault(term, kind) == kind else None
+    if term[0] == "conv":
+        parts = [_convolved(term[1], "map", kinds), _convolved(term[2], "weights", kinds)]
+        return None if kind != "map" or None in parts else f"conv({parts[0]}, {parts[1]}, **a)"
+    inner = [_convolved(part, kind, kinds) for part in term[1:]]
+    if None in inner or term[0] in ("dot", "transpose") or (term[0] == "columns" and kind == "map"):
+        return None
+    words = ", ".join(str(part) for part in inner)
+    if term[0] in ("rows", "columns"):
+        dim = 0 if (term[0], kind) == ("rows", "weights") else 1
+        return f"concat({words}, dim={dim})"
+    return f"{term[0]}({words})"
 
 
 def _matrices(match: Match) -> bool:

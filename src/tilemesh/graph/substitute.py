@@ -24,10 +24,15 @@ Term: TypeAlias = "str | tuple[Any, ...]"  # a name, or (operator, term, ...)
 Matrix: TypeAlias = "tuple[tuple[int, ...], ...]"
 
 PRIMES = (536_870_909, 268_435_399)  # a product and a sum of eight of them fit into 64 bits
-NAMES = ("x", "y", "z")
+NAMES = ("x", "y", "z", "v", "w")
+WEIGHTS = ("v", "w")  # of convolutions, while programs are generated
+TAPS = 3
 SIZE = 3  # of 2 x 2 matrices more is true than of all: there the square of x is a sum of x and the identity
-OPERANDS: Mapping[str, int] = {"add": 2, "multiply": 2, "dot": 2, "transpose": 1, "rows": 2, "columns": 2}
-"""`rows` puts one matrix below another, `columns` beside it."""
+OPERANDS: dict[str, int] = {"add": 2, "multiply": 2, "dot": 2, "transpose": 1, "rows": 2, "columns": 2}
+OPERANDS |= {"conv": 2}
+"""`rows` puts one matrix below another, `columns` beside it. `conv(x, w)` is a convolution over one dim with zeros
+beyond the edges: x is channels x positions, w is channels of the result x (channels of x times taps). What is true of
+it is true of more dims: every tap is one more linear map of positions."""
 COMMUTE = ("add", "multiply")
 
 # What is taken as true of the operators: the start of every proof. Checked on all small shapes by a test.
@@ -56,6 +61,11 @@ AXIOMS = (
     "add(columns(x, y), columns(z, w)) = columns(add(x, z), add(y, w))",
     "multiply(rows(x, y), rows(z, w)) = rows(multiply(x, z), multiply(y, w))",
     "multiply(columns(x, y), columns(z, w)) = columns(multiply(x, z), multiply(y, w))",
+    "conv(add(x, y), z) = add(conv(x, z), conv(y, z))",
+    "conv(x, add(y, z)) = add(conv(x, y), conv(x, z))",
+    "conv(x, rows(y, z)) = rows(conv(x, y), conv(x, z))",
+    "conv(rows(x, y), columns(z, w)) = add(conv(x, z), conv(y, w))",
+    "dot(x, conv(y, z)) = conv(y, dot(x, z))",
 )
 
 
@@ -140,6 +150,10 @@ def apply(op: str, operands: Sequence[Matrix], prime: int) -> Matrix | None:
     if op == "transpose":
         return tuple(zip(*first, strict=True))
     second = operands[1]
+    if op == "conv":
+        if len(second[0]) != TAPS * len(first):
+            return None
+        return apply("dot", [second, _windows(first)], prime)
     if op == "dot":
         if len(first[0]) != len(second):
             return None
@@ -159,6 +173,13 @@ def apply(op: str, operands: Sequence[Matrix], prime: int) -> Matrix | None:
     return tuple(tuple(a * b % prime for a, b in zip(*pair, strict=True)) for pair in pairs)
 
 
+def _windows(x: Matrix) -> Matrix:
+    """For every channel and tap the positions that a convolution reads there: zeros beyond the edges."""
+    reach = TAPS // 2
+    wide = [(0,) * reach + row + (0,) * reach for row in x]
+    return tuple(row[tap : tap + len(x[0])] for row in wide for tap in range(TAPS))
+
+
 def draw_matrix(rows: int, columns: int, prime: int, draws: random.Random) -> Matrix:
     return tuple(tuple(draws.randrange(prime) for _ in range(columns)) for _ in range(rows))
 
@@ -167,7 +188,8 @@ def generate(most: int = 3, names: Sequence[str] = NAMES) -> list[Substitution]:
     """All pairs of programs of at most so many operators over these names: larger = simplest of its kind."""
     draws = random.Random(20)
     values: dict[Term, tuple[Matrix, ...]] = {
-        name: tuple(draw_matrix(SIZE, SIZE, prime, draws) for prime in PRIMES) for name in names
+        name: tuple(draw_matrix(SIZE, SIZE * (TAPS if name in WEIGHTS else 1), prime, draws) for prime in PRIMES)
+        for name in names
     }
     kept: dict[tuple[Matrix, ...], Term] = {value: name for name, value in values.items()}
     prints = dict(values)
@@ -250,6 +272,8 @@ def refuted(substitution: Substitution, tries: int = 2) -> str | None:
     names = names_of(substitution.left)
     draws = random.Random(7)
     shapes = [(rows, columns) for rows in (1, 2) for columns in (1, 2)]
+    if "conv" in str(substitution):
+        shapes += [(rows, columns) for rows in (1, 2) for columns in (TAPS, 2 * TAPS)]
     fitted = 0
     for chosen in (*product(shapes, repeat=len(names)), ((3, 3),) * len(names)):
         for prime in PRIMES:

@@ -14,7 +14,7 @@ from tilemesh.core.errors import UsageError
 from tilemesh.graph.by_torch import Tensor
 from tilemesh.graph.emit import program
 from tilemesh.graph.ir import Graph
-from tilemesh.graph.lower import lower
+from tilemesh.graph.lower import decompositions, lower
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,8 @@ def trace(model: Callable[..., Any], inputs: Sequence[Tensor]) -> Traced:
     if not all(isinstance(tensor, torch.Tensor) for tensor in tensors):
         raise UsageError(f"trace was given {[type(tensor).__name__ for tensor in inputs]}; give tensors")
     with torch.no_grad():
-        module = make_fx(torch.func.functionalize(flat, remove="mutations"), tracing_mode="fake")(*tensors)
+        functional = torch.func.functionalize(flat, remove="mutations")
+        module = make_fx(functional, decomposition_table=decompositions(), tracing_mode="fake")(*tensors)
     names = [*weights, *(f"input{place}" for place in range(len(inputs)))]
     lowered = lower(module, names)
     if lowered.held:

@@ -6,14 +6,15 @@ import sys
 from pathlib import Path
 
 from tilemesh.core.files import write_text
-from tilemesh.guide import programs
+from tilemesh.guide import attention, programs
 from tilemesh.guide.book import PARTS
 
 
 def every_figure() -> dict[str, str]:
-    """All drawings by their path below `docs/guide`: those of the chapters, and programs as graphs."""
+    """All drawings by their path below `docs/guide`: those of the chapters, and those of no chapter."""
     drawn = {f"{part.folder}/{name}": text for part in PARTS for name, text in part.figures().items()}
-    return drawn | {f"figures/{name}": text for name, text in programs.figures().items()}
+    others = programs.figures() | attention.figures()
+    return drawn | {f"figures/{name}": text for name, text in others.items()}
 
 
 def write_figures(folder: Path) -> list[Path]:

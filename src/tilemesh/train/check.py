@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tilemesh.compress.config import training_recipe
 from tilemesh.core import config
 from tilemesh.core.context import membership
 from tilemesh.core.cores import available_cores
@@ -116,6 +117,7 @@ def check_values(made: TrainConfig) -> None:
     _check_optimizer(made)
     _check_method(made)
     _check_lora(made)
+    _check_compress(made)
     _check_held_out(made)
     if made.train.graph and not made.may_replay:
         raise UsageError(NO_GRAPH)
@@ -204,6 +206,35 @@ def _check_lora(made: TrainConfig) -> None:
     for instead, (is_so, why) in layouts.items():
         if is_so:
             raise UsageError(f"lora.rank is {made.lora.rank} and {why}: set {instead}; replicas (plan.dp) work")
+
+
+def _check_compress(made: TrainConfig) -> None:
+    """Rounding and masks are put into the layers of one process; a teacher sees whole batches of whole sequences."""
+    recipe, plan = training_recipe(made.compress.recipe), made.plan
+    given = "compress.recipe" if recipe is not None else "distill.teacher"
+    if recipe is None and made.distill.teacher is None:
+        return
+    if made.lora.rank:
+        raise UsageError(
+            f"{given} with lora.rank {made.lora.rank}: adapters leave the weights as they are; set lora.rank=0"
+        )
+    if plan.has_chunks:
+        raise UsageError(
+            f"{given} with pipeline stages, ZeRO-3 or offload: set plan.pp=1, plan.zero at most 2, no offload"
+        )
+    if made.distill.teacher is None:
+        return
+    if plan.tp > 1 or plan.recompute != "none" or made.train.compile:
+        raise UsageError(
+            "distill.teacher with plan.tp, plan.recompute or train.compile: the teacher's predictions are "
+            "compared with "
+            "whole logits; set plan.tp=1, plan.recompute=none and train.compile=false; replicas (plan.dp) work"
+        )
+    if not (made.distill.teacher / "config.json").is_file():
+        raise UsageError(
+            f"distill.teacher is {made.distill.teacher}: expected a Hugging Face folder; `tilemesh export` "
+            "makes one of a run"
+        )
 
 
 def _check_held_out(made: TrainConfig) -> None:

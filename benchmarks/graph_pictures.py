@@ -1,0 +1,88 @@
+"""Draws the pictures of docs/graph from real programs: python benchmarks/graph_pictures.py docs/graph"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from tilemesh.core.hardware import DEVICES
+from tilemesh.graph import build, derive
+from tilemesh.graph.cost import graph_seconds
+from tilemesh.graph.draw import drawing
+from tilemesh.graph.ir import Graph
+from tilemesh.graph.partial import correct, mutants
+from tilemesh.graph.regions import fused
+from tilemesh.graph.rules import ALGEBRA, INFERENCE, LAYOUT, simplify
+from tilemesh.graph.search import as_rules, greedy, read_substitutions, search
+
+
+def regression() -> list[tuple[str, Graph]]:
+    """A program, and the same with its gradient and update."""
+    data, target, w = build.argument("data", [8, 3]), build.argument("target", [8, 1]), build.argument("w", [3, 1])
+    error = build.subtract(build.dot(data, w), target)
+    loss = build.mean(build.multiply(error, error))
+    inputs = (data, target, w)
+    step = simplify(Graph(inputs, (loss, *derive.update(loss, [w], rate=0.1))))[0]
+    return [("forward", Graph(inputs, (loss,))), ("forward, gradient and update: one graph", step)]
+
+
+def normalised() -> list[tuple[str, Graph]]:
+    """A batch norm after a convolution becomes part of its weights."""
+    x, w = build.argument("x", [4, 3, 8, 8]), build.argument("w", [16, 3, 3, 3])
+    scale, shift = build.argument("scale", [16]), build.argument("shift", [16])
+    result = build.conv(x, w, padding=[1, 1])
+    spread = [build.make("broadcast", each, shape=result.shape, dims=(1,)) for each in (scale, shift)]
+    graph = Graph((x, w, scale, shift), (build.relu(build.add(build.multiply(result, spread[0]), spread[1])),))
+    after = simplify(graph, [*ALGEBRA, *INFERENCE])[0]
+    return [("convolution, scale, shift, ReLU", graph), ("the scale is in the weights", after)]
+
+
+def layouts() -> list[tuple[str, Graph]]:
+    x, y = build.argument("x", [64, 32]), build.argument("y", [32, 64])
+    graph = Graph((x, y), (build.transpose(build.exp(build.transpose(build.dot(x, y)))),))
+    return [("as written", graph), ("transposes met and went", simplify(graph, [*ALGEBRA, *LAYOUT])[0])]
+
+
+def kernels() -> list[tuple[str, Graph]]:
+    x, w, b, up = (build.argument("x", [32, 64]), build.argument("w", [64]), build.argument("b", [64]),
+                   build.argument("up", [64, 64]))  # fmt: skip
+    graph = simplify(Graph((x, w, b, up), (build.gelu(build.dot(build.layer_norm(x, w, b), up)),)))[0]
+    return [
+        ("layer norm, product, GELU", graph),
+        ("two generated kernels and a product", fused(graph, lambda node: True)),
+    ]
+
+
+def searched() -> list[tuple[str, Graph]]:
+    x, y, z, w = (build.argument(name, [512, 512]) for name in "xyzw")
+    graph = Graph((x, y, z, w), (build.add(build.dot(x, y), build.add(w, build.dot(x, z))),))
+    rules = as_rules(read_substitutions())
+
+    def cost(each: Graph) -> float:
+        return graph_seconds(each, DEVICES["h100"])
+
+    stuck, found = greedy(graph, rules, cost), search(graph, rules, cost)
+    return [("as given, and after greedy rewriting", stuck.graph), ("after the search", found.graph)]
+
+
+def partly() -> list[tuple[str, Graph]]:
+    pictures = [build.argument(name, [1, 64, 28, 28]) for name in "xy"]
+    w = build.argument("w", [64, 64, 3, 3])
+    graph = Graph((*pictures, w), tuple(build.conv(picture, w, padding=[1, 1]) for picture in pictures))
+    mutant = next(each for each in mutants(graph) if "dim 3" in each.name)
+    return [
+        ("two convolutions", graph),
+        ("one, wrong beside the seam", mutant.graph),
+        ("the seam corrected", correct(graph, mutant)),
+    ]
+
+
+PICTURES = {
+    "gradient": regression, "batch-norm": normalised, "transposes": layouts, "kernels": kernels, "search": searched,
+    "partial": partly,
+}  # fmt: skip
+
+if __name__ == "__main__":
+    folder = Path(sys.argv[1] if len(sys.argv) > 1 else "docs/graph")
+    for name, make in PICTURES.items():
+        (folder / f"{name}.svg").write_text(drawing(make()))

@@ -1,0 +1,201 @@
+"""`tilemesh bench graph`: a training step of a model, eager, by Inductor and by our backend, in turns.
+
+Beside the times: how many operators a step launches before and after, the bytes they move, how long compiling took, and
+the memory of the values of a program beside the least that any plan needs.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tilemesh.bench.graph.models import ModelSize, Trained, make_trained
+from tilemesh.core import calibration
+from tilemesh.core.errors import RunError, unknown
+from tilemesh.core.hardware import Device
+from tilemesh.graph.backend import Backend, Compiled
+from tilemesh.graph.cost import PEAKS, graph_seconds
+from tilemesh.graph.memory import arena
+from tilemesh.graph.size import known
+from tilemesh.measure.gpu import call_timer
+from tilemesh.measure.machine import stamp, this_machine
+from tilemesh.measure.row import Row
+from tilemesh.measure.sample import Sample
+from tilemesh.measure.timing import LoopTimer, compare, reason_of
+
+OURS = "ours"
+PEERS = ("eager", "compile", "operators")
+"""`operators`: our backend without generated kernels."""
+
+
+@dataclass(frozen=True)
+class GraphFigures:
+    """What became of a model: its pieces together."""
+
+    operators: int
+    launches: int
+    opaque: int
+    moved_before: int
+    moved: int
+    arena: int
+    bound: int
+    flops: int
+    refused: tuple[str, ...]
+
+
+def figures(pieces: Sequence[Compiled]) -> GraphFigures:
+    graphs = [piece.graph for piece in pieces if piece.graph is not None]
+    before = [piece.before for piece in pieces if piece.before is not None]
+    plans = [arena(graph) for graph in graphs]
+    return GraphFigures(
+        operators=sum(graph.launches for graph in before),
+        launches=sum(graph.launches for graph in graphs),
+        opaque=sum(len(piece.opaque) for piece in pieces),
+        moved_before=sum(known(graph.moved_bytes, {}) for graph in before),
+        moved=sum(known(graph.moved_bytes, {}) for graph in graphs),
+        arena=sum(plan.size for plan in plans),
+        bound=sum(plan.bound for plan in plans),
+        flops=sum(known(graph.flops, {}) for graph in graphs),
+        refused=tuple(piece.reason for piece in pieces if piece.graph is None),
+    )
+
+
+def calibrated_device(device: torch.device) -> tuple[Device | None, str]:
+    """This machine as a device with its measured rates, or why there is none."""
+    try:
+        found = calibration.find(this_machine().id)
+    except RunError as error:
+        return None, str(error)
+    rates = None if found is None else (found.gpu if device.type == "cuda" else found.all_cores)
+    if rates is None or rates.copy_bytes_per_s is None or not rates.matmul_flops_per_s:
+        return None, "this machine has no calibration: run `tilemesh calibrate` once"
+    kind: Any = "gpu" if device.type == "cuda" else "cpu"
+    return Device(
+        name=this_machine().id,
+        kind=kind,
+        peak_flops_per_s=rates.matmul_flops_per_s,
+        memory_bytes=0,
+        usable_bytes=0,
+        memory_bytes_per_s=rates.copy_bytes_per_s,
+        l2_bytes=0,
+        launch_s=rates.launch_s or 0.0,
+    ), ""
+
+
+@dataclass(frozen=True)
+class GraphBench:
+    """A model's rows, and what its pieces became."""
+
+    rows: list[Row]
+    figures: GraphFigures
+
+
+def bench_model(
+    name: str,
+    size: ModelSize,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | None = None,
+    peers: Sequence[str] = ("eager", "compile"),
+    repeats: int = 30,
+    seconds: float = 20.0,
+) -> GraphBench:
+    """Steps of one model in turns. The prediction is made before anything is timed."""
+    for peer in peers:
+        if peer not in PEERS:
+            raise unknown("peer", peer, PEERS)
+    device = device or torch.device("cpu")
+    trained = make_trained(name, size, dtype, device)
+    backend = Backend()
+    calls: dict[str, Callable[..., Any]] = {OURS: _compiled(trained, backend)}
+    first = {OURS: _first_call(trained, calls[OURS])}
+    missing: dict[str, str] = {}
+    for peer in peers:
+        try:
+            calls[peer] = trained.module if peer == "eager" else _compiled(trained, _backend_of(peer))
+            taken = _first_call(trained, calls[peer])
+            if peer != "eager":
+                first[peer] = taken
+        except Exception as error:  # a peer that cannot compile a model is left out with its reason
+            missing[peer] = reason_of(error)
+            calls.pop(peer, None)
+    found = figures(backend.report.pieces)
+    machine, why = calibrated_device(device)
+    predicted = limit = None
+    if machine is None:
+        missing |= {"predicted": why, "limit": why}
+    else:
+        predicted = sum(graph_seconds(piece.graph, machine) for piece in backend.report.pieces if piece.graph)
+        peak = machine.peak_flops_per_s.get(PEAKS.get(str(dtype).removeprefix("torch."), "fp32"))
+        limit = found.flops / peak if peak else None
+        if limit is None:
+            missing["limit"] = f"no matmul in {dtype} was calibrated on this machine"
+    timer = call_timer(device) if device.type == "cuda" else LoopTimer()
+    steps = {key: _step(trained, call) for key, call in calls.items()}
+    timed = compare(steps, timer=timer, repeats=repeats, seconds=seconds)
+    missing |= timed.missing
+    case = {
+        "model": name, "width": size.width, "layers": size.layers, "batch": size.batch, "tokens": size.tokens,
+        "dtype": str(dtype).removeprefix("torch."), "device": device.type, "operators": found.operators,
+        "launches": found.launches, "opaque": found.opaque,
+    }  # fmt: skip
+    rows = [_row("graph step", case, "s", predicted, timed[OURS], limit, timed, missing)]
+    rows.append(_first_row(case, first, missing))
+    rows.append(_memory_row(case, found))
+    return GraphBench(rows, found)
+
+
+def _backend_of(peer: str) -> Any:
+    return "inductor" if peer == "compile" else Backend(kernels=False)
+
+
+def _compiled(trained: Trained, backend: Any) -> Callable[..., Any]:
+    torch._dynamo.config.allow_rnn = True
+    return torch.compile(trained.module, backend=backend)
+
+
+def _first_call(trained: Trained, call: Callable[..., Any]) -> float:
+    """Seconds of the first step, which compiles."""
+    torch._dynamo.reset_code_caches()
+    began = time.perf_counter()
+    trained.step(call)
+    return time.perf_counter() - began
+
+
+def _step(trained: Trained, call: Callable[..., Any]) -> Callable[[int], object]:
+    return lambda index: trained.step(call)
+
+
+def _row(
+    name: str, case: Any, unit: str, predicted: Any, measured: Any, limit: Any, timed: Any, missing: dict[str, str]
+) -> Row:
+    peers = {key: sample for key, sample in timed.items() if key != OURS}
+    gone = dict(missing)
+    if not peers:
+        gone.setdefault("peers", "none was asked for")
+    return Row(
+        name=name, case=case, unit=unit, predicted=predicted, measured=measured, limit=limit, peers=peers,
+        missing=gone, **stamp(),
+    )  # fmt: skip
+
+
+def _first_row(case: Any, first: dict[str, float], missing: dict[str, str]) -> Row:
+    reasons = {
+        "predicted": "how long compiling takes is not predicted",
+        "limit": "no compiler was said to be the fastest possible",
+    }
+    samples = {key: Sample.of([value]) for key, value in first.items()}
+    gone = {key: why for key, why in missing.items() if key in PEERS} | reasons
+    return _row("graph first step", case, "s", None, samples[OURS], None, samples, gone)
+
+
+def _memory_row(case: Any, found: GraphFigures) -> Row:
+    gone = {
+        "predicted": "the plan is the prediction: programs run in it",
+        "peers": "other compilers do not say what their values need",
+    }
+    return _row("graph values", case, "B", None, Sample.of([float(found.arena)]), float(found.bound), {}, gone)

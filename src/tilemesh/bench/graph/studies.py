@@ -1,0 +1,198 @@
+"""Small studies of graphs, measured: search beside greedy rewriting, a partly equivalent convolution, one program
+imperative and symbolic, and independent branches at once."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from tilemesh.bench.graph.run import calibrated_device
+from tilemesh.core.errors import unknown
+from tilemesh.core.hardware import DEVICES, Device
+from tilemesh.graph import build, derive
+from tilemesh.graph.by_torch import dtype_of, run_torch
+from tilemesh.graph.cost import graph_seconds
+from tilemesh.graph.emit import program
+from tilemesh.graph.generated import server, way_for
+from tilemesh.graph.ir import Graph
+from tilemesh.graph.measured import MeasuredCost, refined_search
+from tilemesh.graph.partial import correct, mutants
+from tilemesh.graph.regions import fused
+from tilemesh.graph.rules import simplify
+from tilemesh.graph.search import as_rules, greedy, read_substitutions
+from tilemesh.graph.size import known
+from tilemesh.measure.machine import stamp
+from tilemesh.measure.row import Row
+from tilemesh.measure.timing import compare
+
+
+def _square(count: int, size: int = 384) -> list[Any]:
+    return [build.argument(name, [size, size]) for name in "xyzwvu"[:count]]
+
+
+def _factor() -> Graph:
+    x, y, z, w = _square(4)
+    return Graph((x, y, z, w), (build.add(build.dot(x, y), build.add(w, build.dot(x, z))),))
+
+
+def _convolutions() -> Graph:
+    x, b = build.argument("x", [2, 24, 32, 32]), build.argument("b", [2, 32, 32, 32])
+    v, w = (build.argument(name, [32, 24, 3, 3]) for name in "vw")
+    first, second = (build.conv(x, each, padding=[1, 1]) for each in (v, w))
+    return Graph((x, b, v, w), (build.add(first, build.add(b, second)),))
+
+
+def _chain() -> Graph:
+    x, y = _square(2)
+    z = build.argument("z", [384, 4])
+    return Graph((x, y, z), (build.dot(build.dot(x, y), z),))
+
+
+def _branches() -> Graph:
+    x = build.argument("x", [2, 24, 32, 32])
+    v, w = (build.argument(name, [16, 24, 3, 3]) for name in "vw")
+    return Graph((x, v, w), (build.concat([build.conv(x, each, padding=[1, 1]) for each in (v, w)], 1),))
+
+
+def _transposed() -> Graph:
+    x, y, z = _square(3)
+    inner = build.add(build.transpose(build.dot(x, y)), build.transpose(build.dot(z, y)))
+    return Graph((x, y, z), (build.transpose(inner),))
+
+
+SEARCHED: Mapping[str, Callable[[], Graph]] = {
+    "factor": _factor,
+    "convolutions": _convolutions,
+    "chain": _chain,
+    "branches": _branches,
+    "transposed": _transposed,
+}
+
+
+def _device() -> Device:
+    return calibrated_device(torch.device("cpu"))[0] or DEVICES["h100"]
+
+
+def _inputs(graph: Graph) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    return [torch.randn([known(s, {}) for s in node.shape]).to(dtype_of(node.dtype)) / 8 for node in graph.inputs]
+
+
+def _call(graph: Graph, inputs: list[torch.Tensor]) -> Callable[[int], object]:
+    run = program(graph)
+    return lambda index: run(*inputs)
+
+
+def _row(name: str, case: Mapping[str, Any], predicted: Any, calls: Mapping[str, Any], seconds: float) -> Row:
+    timed = compare(calls, repeats=30, seconds=seconds)
+    why = "" if predicted is not None else "not predicted"
+    missing = dict(timed.missing) | {"limit": "the programs are compared with each other"}
+    return Row(
+        name=name, case=dict(case), unit="s", predicted=predicted, measured=timed["ours"], limit=None,
+        peers={key: value for key, value in timed.items() if key != "ours"},
+        missing=missing | ({"predicted": why} if why else {}), **stamp(),
+    )  # fmt: skip
+
+
+def search_rows(seconds: float) -> list[Row]:
+    """Five programs: what greedy rewriting makes of them, and what the search does."""
+    rules, rows = as_rules(read_substitutions()), []
+    for name, make in SEARCHED.items():
+        graph = make()
+        cost = MeasuredCost(_device())
+        found = refined_search(graph, rules, cost)
+        stuck = greedy(graph, rules, cost)
+        inputs = _inputs(graph)
+        torch.testing.assert_close(run_torch(found.graph, *inputs), run_torch(graph, *inputs), rtol=1e-3, atol=1e-3)
+        case = {
+            "program": name, "operators": graph.launches, "greedy": stuck.graph.launches,
+            "search": found.graph.launches, "looked at": found.seen,
+        }  # fmt: skip
+        calls = {
+            "ours": _call(found.graph, inputs),
+            "greedy": _call(stuck.graph, inputs),
+            "as given": _call(graph, inputs),
+        }
+        rows.append(_row("graph search", case, cost(found.graph), calls, seconds))
+    return rows
+
+
+def partial_rows(seconds: float) -> list[Row]:
+    """Two pictures convolved by the same weights: apart, and joined with the seam corrected."""
+    rows = []
+    for batch, size in ((1, 14), (1, 28), (4, 56)):
+        pictures = [build.argument(name, [batch, 64, size, size]) for name in "xy"]
+        w = build.argument("w", [64, 64, 3, 3])
+        graph = Graph((*pictures, w), tuple(build.conv(picture, w, padding=[1, 1]) for picture in pictures))
+        inputs = _inputs(graph)
+        for mutant in mutants(graph):
+            corrected = correct(graph, mutant)
+            for mine, theirs in zip(run_torch(corrected, *inputs), run_torch(graph, *inputs), strict=True):
+                torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
+            wrong = sum(stop - start for strips in mutant.wrong for _, start, stop in strips)
+            case = {
+                "mutant": mutant.name, "batch": batch, "size": size, "regions": mutant.regions,
+                "positions": mutant.positions, "wrong rows": wrong,
+            }  # fmt: skip
+            calls = {"ours": _call(corrected, inputs), "apart": _call(graph, inputs)}
+            rows.append(_row("graph partial", case, graph_seconds(corrected, _device()), calls, seconds))
+    return rows
+
+
+def imperative_rows(seconds: float) -> list[Row]:
+    """One training step of an MLP: operators one by one as they are called, and as one optimised program."""
+    rows = []
+    for width in (8, 64, 512):
+        names = {"x": [64, width], "t": [64, 1], "a": [width, width], "b": [width, width], "c": [width, 1]}
+        given = {name: build.argument(name, shape) for name, shape in names.items()}
+        hidden = build.silu(build.dot(build.silu(build.dot(given["x"], given["a"])), given["b"]))
+        error = build.subtract(build.dot(hidden, given["c"]), given["t"])
+        loss = build.mean(build.multiply(error, error))
+        weights = [given[name] for name in "abc"]
+        graph = Graph(tuple(given.values()), (loss, *derive.update(loss, weights, rate=0.01)))
+        way = way_for(torch.device("cpu"))
+        better, _ = simplify(graph)
+        better = fused(better, server(way)) if way else better
+        inputs = _inputs(graph)
+        case = {"width": width, "operators": graph.launches, "launches": better.launches}
+        calls = {
+            "ours": _call(better, inputs),
+            "imperative": functools.partial(_imperative_call, inputs),
+            "one by one": functools.partial(_one_by_one, graph, inputs),
+        }
+        rows.append(_row("graph symbolic", case, graph_seconds(better, _device()), calls, seconds))
+    return rows
+
+
+def _imperative_call(inputs: list[torch.Tensor], index: int) -> object:
+    return _imperative(*inputs)
+
+
+def _one_by_one(graph: Graph, inputs: list[torch.Tensor], index: int) -> object:
+    return run_torch(graph, *inputs)
+
+
+def _imperative(x: Any, t: Any, *weights: Any) -> Any:
+    """The same step as torch runs it: the graph of the backward pass is built anew in every call."""
+    a, b, c = (weight.detach().requires_grad_() for weight in weights)
+    hidden = torch.nn.functional.silu(torch.nn.functional.silu(x @ a) @ b)
+    loss = (hidden @ c - t).square().mean()
+    slopes = torch.autograd.grad(loss, [a, b, c])
+    with torch.no_grad():
+        return loss, [weight - 0.01 * slope for weight, slope in zip((a, b, c), slopes, strict=True)]
+
+
+STUDIES: Mapping[str, Callable[[float], list[Row]]] = {
+    "search": search_rows,
+    "partial": partial_rows,
+    "symbolic": imperative_rows,
+}
+
+
+def study_rows(name: str, seconds: float) -> list[Row]:
+    if name not in STUDIES:
+        raise unknown("study", name, STUDIES)
+    return STUDIES[name](seconds)

@@ -1,0 +1,81 @@
+"""A cost model that learns: operators that were timed cost what was measured, the others the roofline, scaled.
+
+The search asks for costs; the program it finds is timed operator by operator, and the search goes on with what is now
+known, until the best program has nothing left to measure.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from tilemesh.core.hardware import Device
+from tilemesh.graph.by_torch import dtype_of, evaluate_torch
+from tilemesh.graph.cost import node_seconds
+from tilemesh.graph.ir import Graph, Node
+from tilemesh.graph.rewrite import RewriteRule
+from tilemesh.graph.search import FoundProgram, search
+from tilemesh.graph.size import known
+
+REPEATS = 5
+
+
+class MeasuredCost:
+    """Seconds of a graph: measured where an operator of these shapes was timed, else predicted for this device."""
+
+    def __init__(self, device: Device, place: torch.device | str = "cpu") -> None:
+        self.device, self.place = device, torch.device(place)
+        self.seconds: dict[Any, float] = {}
+        self.ratios: dict[str, list[float]] = {}  # measured over predicted, by operator
+
+    def __call__(self, graph: Graph) -> float:
+        return sum(self._node(node) for node in graph.nodes() if node.launched)
+
+    def _node(self, node: Node) -> float:
+        found = self.seconds.get(_key(node))
+        if found is not None:
+            return found
+        return node_seconds(node, self.device) * statistics.median(self.ratios.get(node.op, [1.0]))
+
+    def measure(self, graph: Graph) -> int:
+        """Times what was not timed yet; how many operators that were."""
+        new = {_key(node): node for node in graph.nodes() if node.launched and _key(node) not in self.seconds}
+        for key, node in new.items():
+            taken = self.seconds[key] = self._timed(node)
+            predicted = node_seconds(node, self.device)
+            if predicted > 0:
+                self.ratios.setdefault(node.op, []).append(taken / predicted)
+        return len(new)
+
+    def _timed(self, node: Node) -> float:
+        inputs = [
+            torch.rand([known(size, {}) for size in value.shape], device=self.place).to(dtype_of(value.dtype))
+            for value in node.inputs
+        ]
+        readings = []
+        for _ in range(REPEATS + 1):
+            began = time.perf_counter()
+            evaluate_torch(node, inputs, {}, self.place)
+            if self.place.type == "cuda":
+                torch.cuda.synchronize(self.place)
+            readings.append(time.perf_counter() - began)
+        return statistics.median(readings[1:])
+
+
+def _key(node: Node) -> tuple[Any, ...]:
+    return node.op, tuple(value.typed for value in node.inputs), node.attributes
+
+
+def refined_search(graph: Graph, rules: Sequence[RewriteRule], cost: MeasuredCost, rounds: int = 4) -> FoundProgram:
+    """A search whose cost model is refined by every program that it finds."""
+    cost.measure(graph)
+    found = search(graph, rules, cost)
+    for _ in range(rounds):
+        if not cost.measure(found.graph):
+            break
+        found = search(graph, rules, cost)
+    return found

@@ -1,0 +1,109 @@
+"""`tilemesh bench graph`, drawings and breaks: commands on small programs."""
+
+from __future__ import annotations
+
+import json
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+
+from tilemesh.cli.main import main
+from tilemesh.core.hardware import DEVICES
+from tilemesh.graph.cost import graph_seconds
+from tilemesh.graph.measured import MeasuredCost, refined_search
+from tilemesh.graph.search import as_rules, greedy, read_substitutions
+
+MODEL = """
+import torch
+from torch import nn
+
+class Branching(nn.Module):
+    def forward(self, x):
+        y = torch.tanh(x) * 2.0
+        if y.sum().item() > 0:
+            y = y + 1
+        return torch.softmax(y, -1)
+
+def make():
+    return nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Softmax(-1)), [torch.randn(8, 4)]
+
+def branching():
+    return Branching(), [torch.ones(3, 4)]
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "model.py"
+    path.write_text(MODEL)
+    return path
+
+
+def test_rows_of_a_model(tmp_path: Path) -> None:
+    target = tmp_path / "rows.jsonl"
+    command = ["bench", "graph", "lstm", "--size", "tiny", "--peers", "eager", "--repeats", "3", "--seconds", "1"]
+    assert main([*command, "--json", str(target)]) == 0
+    step, first, values = (json.loads(line) for line in target.read_text().splitlines())
+    assert step["name"] == "graph step"
+    assert step["case"]["launches"] < step["case"]["operators"]
+    assert step["peers"]["eager"]["median"] > 0
+    assert first["measured"]["median"] > 0
+    assert values["limit"] <= values["measured"]["median"] <= 1.05 * values["limit"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [(["gtp2"], "gpt2"), ([], "give some of"), (["gpt2", "--size", "huge"], "size"), (["--study", "serach"], "search")],
+)
+def test_what_is_refused(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "graph", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_drawing_and_a_page(file: Path, tmp_path: Path) -> None:
+    svg, page = tmp_path / "graph.svg", tmp_path / "graph.html"
+    assert main(["graph", "explain", f"{file}:make", "--svg", str(svg), "--html", str(page)]) == 0
+    root = ET.fromstring(svg.read_text())
+    words = [text.text or "" for text in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert "as traced" in words
+    assert any(word.startswith("one kernel of") for word in words)
+    assert "<svg" in page.read_text()
+
+
+def test_a_break_is_listed_with_its_line(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["graph", "breaks", f"{file}:branching"]) == 0
+    said = capsys.readouterr().out
+    assert "2 pieces, 1 breaks" in said
+    assert "model.py:8" in said
+    assert ".item()" in said
+    assert main(["graph", "breaks", f"{file}:make"]) == 0
+    assert "1 pieces, 0 breaks" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "stuck"), [("factor", True), ("convolutions", True), ("chain", False), ("branches", False)]
+)
+def test_the_search_finds_what_greedy_does_not(name: str, stuck: bool) -> None:
+    from tilemesh.bench.graph.studies import SEARCHED
+    from tilemesh.graph.search import search
+
+    graph, rules = SEARCHED[name](), as_rules(read_substitutions())
+    cost = lambda each: graph_seconds(each, DEVICES["h100"])  # noqa: E731
+    first, found = greedy(graph, rules, cost), search(graph, rules, cost)
+    heavy = lambda each: sum(node.op in ("dot", "conv") for node in each.nodes())  # noqa: E731
+    assert found.cost < cost(graph)
+    assert (found.cost < 0.9 * first.cost) == stuck
+    assert heavy(found.graph) <= heavy(graph)
+
+
+def test_what_is_measured_refines_the_cost() -> None:
+    from tilemesh.bench.graph.studies import SEARCHED
+
+    graph = SEARCHED["chain"]()
+    cost = MeasuredCost(DEVICES["h100"])
+    before = cost(graph)
+    found = refined_search(graph, as_rules(read_substitutions()), cost)
+    assert cost(graph) != before, "measured on this machine, predicted for another"
+    assert not cost.measure(found.graph), "nothing of the best program is left to measure"
+    assert found.cost <= cost(graph)
