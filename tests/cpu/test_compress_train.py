@@ -75,7 +75,7 @@ def test_a_student_is_trained_by_the_loop(text, tmp_path):
         ((), "mlp-25", "sets prune.structure"),
         ((), "int4-g48", "groups of 48 do not divide"),
         (("plan.zero=3,plan.dp=2",), "int4-g16", "set plan.pp=1, plan.zero at most 2"),
-        (("distill.teacher=/no/such/folder",), None, "expected a Hugging Face folder"),
+        (("distill.teacher=/no/such/folder,plan.tp=1",), None, "expected a Hugging Face folder"),
         (("distill.temperature=0",), None, "distill.temperature is 0"),
     ],
 )

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tilemesh.compress.config import training_recipe
+from tilemesh.compress.recipe import chosen_schemes
 from tilemesh.core import config
 from tilemesh.core.context import membership
 from tilemesh.core.cores import available_cores
@@ -30,7 +31,7 @@ from tilemesh.measure.machine import this_machine, usable_gpus
 from tilemesh.model.adapter import adapted_modules
 from tilemesh.model.config import ModelConfig, check_written_model, unlike
 from tilemesh.model.families.book import read_config
-from tilemesh.model.work.weights import shard_parameters, why_not
+from tilemesh.model.work.weights import layer_weights, shard_parameters, why_not
 from tilemesh.plan.memory import state_bytes
 from tilemesh.plan.nearest import advice, changes, without_offload
 from tilemesh.runs import folder as folders
@@ -222,6 +223,8 @@ def _check_compress(made: TrainConfig) -> None:
         raise UsageError(
             f"{given} with pipeline stages, ZeRO-3 or offload: set plan.pp=1, plan.zero at most 2, no offload"
         )
+    if recipe is not None:
+        chosen_schemes(recipe, _matrices(made.model))
     if made.distill.teacher is None:
         return
     if plan.tp > 1 or plan.recompute != "none" or made.train.compile:
@@ -235,6 +238,13 @@ def _check_compress(made: TrainConfig) -> None:
             f"distill.teacher is {made.distill.teacher}: expected a Hugging Face folder; `tilemesh export` "
             "makes one of a run"
         )
+
+
+def _matrices(model: ModelConfig) -> dict[str, tuple[int, int]]:
+    """(outputs, inputs) of the matrices that a recipe may name."""
+    inside = {weight.name: (weight.outputs, weight.inputs) for weight in layer_weights(model) if weight.inputs > 1}
+    found = {f"layers.{layer}.{name}": shape for layer in range(model.layers) for name, shape in inside.items()}
+    return found if model.tied else {**found, "output": (model.vocabulary, model.width)}
 
 
 def _check_held_out(made: TrainConfig) -> None:
