@@ -489,7 +489,7 @@ def changed(**sections: Any) -> TrainConfig:
 
 def test_every_number_of_a_configuration_has_a_range() -> None:
     """A key that is added later is refused outside its range, or this fails."""
-    own = {"train", "optimizer", "checkpoint", "evaluate", "sample"}  # model, data and plan check themselves
+    own = {"train", "optimizer", "method", "checkpoint", "evaluate", "sample"}  # model, data and plan check themselves
     numbers = set()
     for section, kind in get_type_hints(TrainConfig).items():
         for field, hint in get_type_hints(kind).items():

@@ -97,6 +97,20 @@ BASES: Mapping[str, tuple[Base, ...]] = {
     "bench train": (
         Base({"--set": _STEP, "--mesh": "dp=1", "--peers": "eager", "--blocks": "1", "--steps": "1"}, ("tiny.toml",)),
     ),
+    "compress": (
+        Base(
+            {"--recipe": "int8", "--out": "written", "--calibrate": "32", "--sequences": "2", "--data": "text.txt"},
+            ("run",),
+        ),
+    ),
+    "guide": (Base({"--exercise": "world_sum", "--answer": "28"}, ("1",)),),
+    "bench methods": (Base({"--steps": "8", "--blocks": "1", "--html": "page.html"}),),
+    "bench compress": (
+        Base(
+            {"--recipes": "int8", "--peers": "none", "--calibrate": "32", "--sequences": "2", "--data": "text.txt"},
+            ("run",),
+        ),
+    ),
     "graph explain": (Base({"--device": "t4"}, ("program.py:make",)),),
     "bench serve": (
         Base(

@@ -9,7 +9,8 @@ import pytest
 
 from tilemesh.guide.draw import every_figure
 
-# Words that stick out of their drawing, stand on other words, or are hard to tell from the ground (WCAG counts 4.5).
+# Words that stick out of their drawing, stand on other words, are smaller than 8 px (numbers in the cells of a grid),
+# or are hard to tell from the ground (WCAG counts 4.5).
 LOOK = """
 [...document.querySelectorAll("svg")].flatMap(svg => {
   const frame = svg.getBoundingClientRect(), name = svg.closest("figure").id;
@@ -27,7 +28,7 @@ LOOK = """
       found.push(said + " sticks out");
     const l = light(getComputedStyle(one).fill), contrast = (Math.max(l, ground) + .05) / (Math.min(l, ground) + .05);
     if (contrast < 4.5) found.push(said + " has contrast " + contrast.toFixed(1));
-    if (parseFloat(getComputedStyle(one).fontSize) < 10) found.push(said + " is small");
+    if (parseFloat(getComputedStyle(one).fontSize) < 8) found.push(said + " is small");
     for (const [other, b] of places.slice(i + 1)) {
       const width = Math.min(a.right, b.right) - Math.max(a.left, b.left);
       const height = Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top);

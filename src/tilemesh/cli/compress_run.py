@@ -55,8 +55,6 @@ def answer(asked: CompressQuestion) -> None:
         guess = expected(source.model, small)
         found = judge({PLAIN: source.model, "small": small}, tokens, targets)
         huggingface.save(small, target, like=source.folder)
-        if recipe.cache.format != "none":
-            say(f"serve it with --cache {recipe.cache.format}: how keys and values are kept is no part of a model")
     case: dict[str, CaseValue] = {"model": source.name, "sequences": len(tokens), "calibrated": asked.calibrate}
     rows = rows_of(asked.recipe, case, guess, found["small"], found[PLAIN])
     print_rows(rows, console)

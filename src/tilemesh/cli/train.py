@@ -18,6 +18,9 @@ def train(
     sets: Annotated[list[str] | None, typer.Option("--set", metavar="A=B,...", help="train.steps=200,...")] = None,
     resume: Annotated[str | None, typer.Option(metavar="RUN", help="Go on with a run.")] = None,
     init: Annotated[str | None, typer.Option(metavar="FOLDER", help="Begin with Hugging Face weights.")] = None,
+    recipe: Annotated[
+        str | None, typer.Option(metavar="NAME|FILE", help="Train for compression: round or prune in every pass.")
+    ] = None,
     run: Annotated[
         str | None, typer.Option("--out", "--run", metavar="FOLDER", help="Where to write; by default under runs/.")
     ] = None,
@@ -49,6 +52,7 @@ def train(
         sets=tuple(sets or ()),
         resume=resume,
         init=init,
+        recipe=recipe,
         run=run,
         restarts=restarts,
         transport=transport,

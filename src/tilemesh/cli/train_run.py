@@ -55,6 +55,7 @@ class Asked:
     sets: tuple[str, ...] = ()
     resume: str | None = None
     init: str | None = None
+    recipe: str | None = None
     run: str | None = None
     restarts: int = 0
     transport: str = "auto"
@@ -164,6 +165,7 @@ def configuration(asked: Asked, member: Membership | None) -> TrainConfig:
         gpus=len(usable_gpus()),
         init=asked.init,
         resume=asked.resume,
+        recipe=asked.recipe,
     )
 
 

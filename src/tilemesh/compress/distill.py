@@ -3,39 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from tilemesh.compress.config import DistillConfig
 from tilemesh.core.errors import UsageError
-from tilemesh.core.ranges import Range
 from tilemesh.model.transformer import IGNORED, ResidualStream, Transformer, loss_sum
-
-RANGES = {"share": Range(0, 1), "temperature": Range(0, above=True), "hidden": Range(0)}
-
-
-@dataclass(frozen=True)
-class DistillConfig:
-    """Distillation: a smaller student learns from a teacher's predictions as well as from the text."""
-
-    teacher: Path | None = None
-    """A Hugging Face folder with the teacher; none: no distillation."""
-    share: float = 0.5
-    """How much of the loss is the divergence from the teacher's predictions; the rest is that of the text."""
-    temperature: float = 2.0
-    """Both models' logits are divided by it for the divergence, which is multiplied by its square (Hinton et al.
-    2015)."""
-    hidden: float = 0.0
-    """Weight of the squared distance between the last activations, after the norm, of student and teacher, which must
-    have the same width; 0: they are not compared."""
-
-    def __post_init__(self) -> None:
-        for name, allowed in RANGES.items():
-            allowed.check(f"distill.{name}", getattr(self, name))
-
 
 DistillLoss = Callable[..., tuple[Tensor, Tensor]]
 

@@ -1,4 +1,4 @@
-"""A recipe is data: which matrices, into which numbers, by which method; activations, cache, pruning, rank.
+"""A recipe is data: which matrices, into which numbers, by which method; activations, pruning, rank.
 
 It is read from TOML, whose keys are the fields below, or from a name such as int4-g128-gptq. Nothing here needs torch:
 a training configuration holds a recipe, and the command line reads one before anything is loaded.
@@ -63,14 +63,6 @@ class ActivationsRecipe:
 
 
 @dataclass(frozen=True)
-class CacheRecipe:
-    """The cache of keys and values while text is generated."""
-
-    format: Literal["none", "int8", "fp8"] = "none"
-    """In which numbers keys and values are kept, one scale per token and head."""
-
-
-@dataclass(frozen=True)
 class PruneRecipe:
     """Fewer weights."""
 
@@ -103,7 +95,6 @@ class Recipe:
 
     weights: WeightsRecipe = field(default_factory=WeightsRecipe)
     activations: ActivationsRecipe = field(default_factory=ActivationsRecipe)
-    cache: CacheRecipe = field(default_factory=CacheRecipe)
     prune: PruneRecipe = field(default_factory=PruneRecipe)
     rank: RankRecipe = field(default_factory=RankRecipe)
 
@@ -146,8 +137,7 @@ class Recipe:
     @property
     def is_empty(self) -> bool:
         """Whether a model stays what it is."""
-        nothing = not self.weights.scheme and self.prune.structure == "none" and not self.rank.keep
-        return nothing and self.cache.format == "none"
+        return not self.weights.scheme and self.prune.structure == "none" and not self.rank.keep
 
     @property
     def needs_text(self) -> bool:
@@ -211,6 +201,8 @@ def read_recipe(given: str | Path | Recipe) -> Recipe:
     if isinstance(given, Recipe):
         return given
     text = str(given)
+    if "[" in text and "\n" in text:  # a file's content, as a training configuration keeps it
+        return config.from_dict(Recipe, config.parse_toml(text, "compress.recipe"), "compress.recipe")
     if text.endswith(".toml") or Path(text).is_file():
         return config.from_dict(Recipe, config.read_toml(text), text)
     return _named(text)

@@ -24,7 +24,7 @@ def shrink(
     """A smaller copy. `tokens`: (sequences, tokens + 1) of text, for recipes that look at it."""
     recipe = read_recipe(recipe)
     if recipe.is_empty:
-        raise UsageError("the recipe changes nothing: set weights.scheme, prune.structure, rank.keep or cache.format")
+        raise UsageError("the recipe changes nothing: set weights.scheme, prune.structure or rank.keep")
     if recipe.rank.keep and recipe.weights.scheme:
         raise UsageError("a recipe with rank.keep and weights.scheme: thin factors are not quantised; choose one")
     inputs = None if tokens is None else tokens[:, :-1].contiguous()

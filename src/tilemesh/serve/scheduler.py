@@ -184,20 +184,15 @@ class Scheduler:
         while request.tokens[-1] == UNKNOWN:
             del request.tokens[-1]
         self._free(request)
-        self.swap.release(request.swapped)
-        request.swapped = []
         request.state, request.finish = RequestState.DONE, reason
 
     def lose_pages(self) -> None:
         """What lay in pages is gone, the CPU's too: whoever has not ended is computed again, and nothing is found."""
-        for request in self.running:
-            self._free(request)
-        for request in self.waiting:
-            self.swap.release(request.swapped)
-        for request in [*self.running, *self.waiting]:
-            request.swapped, request.computed, request.state = [], 0, RequestState.WAITING
         self.waiting = sorted([*self.running, *self.waiting], key=_rank)
         self.running = []
+        for request in self.waiting:
+            self._free(request)
+            request.state = RequestState.WAITING
         self.pool.release(self.pool.take(self.pool.available))  # to take an idle page is to forget what it held
 
     @property
@@ -308,16 +303,13 @@ class Scheduler:
 
     def _preempt(self, victim: ServeRequest, draft: _Draft) -> None:
         """Take a running request's pages; what they hold goes to the CPU's pool if it has room, else it is lost."""
-        held = victim.pages[: self.limits.pages_for(victim.computed)]
-        swapping = 0 < len(held) <= self.swap.available
-        if swapping:
-            victim.swapped = self.swap.take(len(held))
-            draft.out += zip(held, victim.swapped, strict=True)
-        computed = victim.computed
+        computed, held = victim.computed, victim.pages[: self.limits.pages_for(victim.computed)]
         self.running.remove(victim)
         self._free(victim)
-        victim.state = RequestState.SWAPPED if swapping else RequestState.WAITING
-        victim.computed = computed if swapping else 0
+        victim.state = RequestState.WAITING
+        if 0 < len(held) <= self.swap.available:
+            victim.state, victim.computed, victim.swapped = RequestState.SWAPPED, computed, self.swap.take(len(held))
+            draft.out += zip(held, victim.swapped, strict=True)
         victim.preemptions += 1
         draft.preempted.append(victim.name)
         bisect.insort(self.waiting, victim, key=_rank)
@@ -405,7 +397,8 @@ class Scheduler:
 
     def _free(self, request: ServeRequest) -> None:
         self.pool.release(reversed(request.pages))
-        request.pages, request.published, request.computed = [], [], 0
+        self.swap.release(request.swapped)
+        request.pages, request.swapped, request.published, request.computed = [], [], [], 0
 
 
 def _rank(request: ServeRequest) -> tuple[int, int]:

@@ -42,7 +42,7 @@ class _Record:
 class _Guesser:
     """What is known of guesses, all together and by request. Call `forget` when a request has ended."""
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int = _MOST) -> None:
         self.most = most
         self.guessed = 0
         self.right = 0
@@ -64,9 +64,6 @@ class _Guesser:
 
 class NgramGuesser(_Guesser):
     """`guesser(request, most)` is the scheduler's `propose`."""
-
-    def __init__(self, most: int = _MOST) -> None:
-        super().__init__(most)
 
     def __call__(self, request: ServeRequest, most: int) -> Sequence[int]:
         record = self._records.setdefault(request.name, _Record())

@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tilemesh.compress.config import training_recipe
+from tilemesh.compress.recipe import chosen_schemes
 from tilemesh.core import config
 from tilemesh.core.context import membership
 from tilemesh.core.cores import available_cores
@@ -29,7 +31,7 @@ from tilemesh.measure.machine import this_machine, usable_gpus
 from tilemesh.model.adapter import adapted_modules
 from tilemesh.model.config import ModelConfig, check_written_model, unlike
 from tilemesh.model.families.book import read_config
-from tilemesh.model.work.weights import shard_parameters, why_not
+from tilemesh.model.work.weights import layer_weights, shard_parameters, why_not
 from tilemesh.plan.memory import state_bytes
 from tilemesh.plan.nearest import advice, changes, without_offload
 from tilemesh.runs import folder as folders
@@ -116,6 +118,7 @@ def check_values(made: TrainConfig) -> None:
     _check_optimizer(made)
     _check_method(made)
     _check_lora(made)
+    _check_compress(made)
     _check_held_out(made)
     if made.train.graph and not made.may_replay:
         raise UsageError(NO_GRAPH)
@@ -204,6 +207,44 @@ def _check_lora(made: TrainConfig) -> None:
     for instead, (is_so, why) in layouts.items():
         if is_so:
             raise UsageError(f"lora.rank is {made.lora.rank} and {why}: set {instead}; replicas (plan.dp) work")
+
+
+def _check_compress(made: TrainConfig) -> None:
+    """Rounding and masks are put into the layers of one process; a teacher sees whole batches of whole sequences."""
+    recipe, plan = training_recipe(made.compress.recipe), made.plan
+    given = "compress.recipe" if recipe is not None else "distill.teacher"
+    if recipe is None and made.distill.teacher is None:
+        return
+    if made.lora.rank:
+        raise UsageError(
+            f"{given} with lora.rank {made.lora.rank}: adapters leave the weights as they are; set lora.rank=0"
+        )
+    if plan.has_chunks:
+        raise UsageError(
+            f"{given} with pipeline stages, ZeRO-3 or offload: set plan.pp=1, plan.zero at most 2, no offload"
+        )
+    if recipe is not None:
+        chosen_schemes(recipe, _matrices(made.model))
+    if made.distill.teacher is None:
+        return
+    if plan.tp > 1 or plan.recompute != "none" or made.train.compile:
+        raise UsageError(
+            "distill.teacher with plan.tp, plan.recompute or train.compile: the teacher's predictions are "
+            "compared with "
+            "whole logits; set plan.tp=1, plan.recompute=none and train.compile=false; replicas (plan.dp) work"
+        )
+    if not (made.distill.teacher / "config.json").is_file():
+        raise UsageError(
+            f"distill.teacher is {made.distill.teacher}: expected a Hugging Face folder; `tilemesh export` "
+            "makes one of a run"
+        )
+
+
+def _matrices(model: ModelConfig) -> dict[str, tuple[int, int]]:
+    """(outputs, inputs) of the matrices that a recipe may name."""
+    inside = {weight.name: (weight.outputs, weight.inputs) for weight in layer_weights(model) if weight.inputs > 1}
+    found = {f"layers.{layer}.{name}": shape for layer in range(model.layers) for name, shape in inside.items()}
+    return found if model.tied else {**found, "output": (model.vocabulary, model.width)}
 
 
 def _check_held_out(made: TrainConfig) -> None:

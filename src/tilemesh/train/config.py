@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from tilemesh.compress.config import CompressConfig, DistillConfig
 from tilemesh.core import config
 from tilemesh.core.plan import ParallelPlan
 from tilemesh.data.config import DataConfig
@@ -209,6 +210,8 @@ class TrainConfig:
     train: LoopConfig = field(default_factory=LoopConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
+    compress: CompressConfig = field(default_factory=CompressConfig)
+    distill: DistillConfig = field(default_factory=DistillConfig)
     plan: ParallelPlan = field(default_factory=lambda: ParallelPlan(precision="fp32"))
     method: MethodConfig = field(default_factory=MethodConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -259,6 +262,7 @@ class TrainConfig:
         able = able and self.data.packing == "stream" and not self.data.chat  # how many targets count differs by step
         able = able and self.optimizer.name in ("adamw", "sgd")  # which torch has fused functions for
         able = able and not self.plan.offloads  # what goes and comes has no fixed place
+        able = able and not self.compress.recipe and self.distill.teacher is None  # masks change with the step
         return able and self.train.device != "cpu" and self.train.graph is not False
 
     def with_base(self, init: str | Path | None) -> TrainConfig:

@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tilemesh.compress.config import CompressConfig
+from tilemesh.compress.recipe import read_recipe
 from tilemesh.core import config
 from tilemesh.core.errors import Argument, UsageError
 from tilemesh.core.plan import ParallelPlan
@@ -61,6 +63,7 @@ def load(
     gpus: int = 0,
     init: str | Path | None = None,
     resume: str | Path | None = None,
+    recipe: str | Path | None = None,
 ) -> TrainConfig:
     """The run that a preset's name or a TOML file describes, with settings over it and its batch cut for the mesh.
 
@@ -70,6 +73,7 @@ def load(
     `init`: a Hugging Face folder to begin from; where nothing else says what the model is, it is that one's.
     `resume`: a run's folder instead of a name, to go on with what it is. Settings, a mesh or a plan go over that; its
     batch stays unless train.batch is set, and its model and its optimizer's kind cannot change.
+    `recipe`: a recipe's name or TOML file, to train for compression; the configuration keeps what the file says.
     """
     _refuse_empty(name=name, mesh=mesh, plan=plan, init=init, resume=resume)
     start = _resumed(resume, name, init, sets) if resume is not None else _named(name, sets, init)
@@ -93,6 +97,9 @@ def load(
         raise UsageError(
             _RANKS, f" is {ranks} and {whose} has {world} ({shape}): say with ", _MESH, " how they are laid out"
         )
+    if recipe is not None:
+        text = str(recipe) if not Path(recipe).is_file() else read_recipe(recipe).to_toml()
+        start = dataclasses.replace(start, made=dataclasses.replace(start.made, compress=CompressConfig(text)))
     is_moved = plan is not None or mesh is not None or ranks is not None or gpus > 0
     made = settled(_cut_as_said(start, is_moved))
     if resume is not None:

@@ -22,6 +22,8 @@ import torch
 from tilemesh.comm.connection import connect
 from tilemesh.comm.runtime.choose import Choices
 from tilemesh.comm.runtime.communicator import Communicator
+from tilemesh.compress.config import training_recipe
+from tilemesh.compress.prepare import between_steps, prepare
 from tilemesh.core.config import to_dict
 from tilemesh.core.context import JOB_VARIABLE, membership
 from tilemesh.core.errors import RunError, UsageError
@@ -66,7 +68,7 @@ from tilemesh.train.record import CONTROL, Recorder, observe_mesh
 from tilemesh.train.result import Result
 from tilemesh.train.resume import begin
 from tilemesh.train.served import Seat, ServedOptimizer, WorkerSource, as_worker, serve_shard
-from tilemesh.train.source import TextSource, next_token
+from tilemesh.train.source import TextSource, from_teacher, next_token
 from tilemesh.train.steps import Stepper
 
 
@@ -215,7 +217,11 @@ def _train_on(
         say=say,
         note=journal.add,
     )
-    stepper = Stepper(config, laid, optimizer, source, next_token(laying, laid), recorder)
+    objective = next_token(laying, laid) if config.distill.teacher is None else from_teacher(config, laid, device)
+    stepper = Stepper(config, laid, optimizer, source, objective, recorder)
+    recipe = training_recipe(config.compress.recipe)
+    if recipe is not None:
+        stepper.before = between_steps(laid.module, recipe, config.train.steps)
     loggers = Loggers(config.log, folder, to_dict(config), say, on=comm.rank == 0)
     loop = Loop(config, stepper, writer, journal, folder, emit, earlier, collectives, loggers)
     if comm.rank == 0:
@@ -286,6 +292,9 @@ def lay_model(config: TrainConfig, mesh: Mesh, device: torch.device, late: bool 
         suit_gpu(model, compiled=bool(config.train.compile))
     if config.lora.rank:
         attach(model, config.lora, config.train.seed)
+    recipe = training_recipe(config.compress.recipe)
+    if recipe is not None:
+        prepare(model, recipe)
     if late is None:
         is_alone = config.plan.world == 1 and not config.plan.has_chunks
         late = device.type == "cuda" and is_alone and config.plan.precision != "fp16"

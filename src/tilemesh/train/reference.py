@@ -6,6 +6,7 @@ data and the plan refuse other numbers by; nothing about a key is written down h
 
 from __future__ import annotations
 
+from tilemesh.compress import config as distill
 from tilemesh.core import plan
 from tilemesh.core.ranges import Range
 from tilemesh.core.reference import SectionDescription, commented_toml, describe, markdown
@@ -38,7 +39,13 @@ def sections() -> list[SectionDescription]:
 
 def ranges() -> dict[str, Range]:
     """What the numbers of a training configuration may be, by path."""
-    parts = {"model": model.SIZES | model.NUMBERS, "data": data.RANGES, "lora": adapter.RANGES, "plan": plan.RANGES}
+    parts = {
+        "model": model.SIZES | model.NUMBERS,
+        "data": data.RANGES,
+        "lora": adapter.RANGES,
+        "distill": distill.RANGES,
+        "plan": plan.RANGES,
+    }
     own = RANGES | {"train.context": model.SIZES["context"]}
     return own | {f"{part}.{name}": numbers for part, known in parts.items() for name, numbers in known.items()}
 

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tilemesh.compress.distill import check_teacher, last_activations, student_loss
 from tilemesh.core.errors import UsageError
 from tilemesh.data.order import rows_of
 from tilemesh.data.samples import IGNORED, SamplePair, held_out_samples, train_mixture
@@ -77,6 +78,25 @@ def next_token(config: TrainConfig, laid: Laid) -> Objective:
         return Objective(functools.partial(laid.loss, regions=regions(laid)), laid.loss)
     compiled: Any = torch.compile(laid.loss)
     return Objective(compiled, laid.loss)
+
+
+def from_teacher(config: TrainConfig, laid: Laid, device: torch.device) -> Objective:
+    """The loss of a student: its text's, and how far its predictions are from the teacher's; judged by the text's."""
+    from tilemesh.model import huggingface  # late: it needs safetensors
+
+    assert config.distill.teacher is not None
+    student = laid.module
+    assert isinstance(student, Transformer)
+    teacher = huggingface.load(config.distill.teacher, device=device, dtype=next(student.parameters()).dtype)
+    check_teacher(student, teacher, config.distill)
+    teacher.eval().requires_grad_(False)
+
+    def loss(tokens_BT: Tensor, targets_BT: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+        with laid.autocast():
+            x_BTD = last_activations(student, tokens_BT, **options)
+            return student_loss(student.project(x_BTD), x_BTD, tokens_BT, targets_BT, teacher, config.distill)
+
+    return Objective(loss, laid.loss)
 
 
 def regions(laid: Laid) -> CompiledRegions:

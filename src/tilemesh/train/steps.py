@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -65,6 +65,8 @@ class Stepper:
             self.replay = StepGraph(self._move, optimizer.capturing, always=config.train.graph is True)
         if isinstance(laid, Pipeline):
             laid.watch_actions(recorder.at, recorder.action)
+        self.before: Callable[[int], None] | None = None
+        """Called with a step's number before it: what a recipe changes while training."""
         self._pace = Pace()
         self._now: StepInputs | None = None
         self._ready: tuple[int, Batch] | None = None
@@ -74,6 +76,8 @@ class Stepper:
 
     def __call__(self, number: int) -> GradientStep:
         """Step `number`, counted from 1."""
+        if self.before is not None:
+            self.before(number)
         with self.recorder.span("data", DATA):
             batches = self._take(number)
         return self._late(number, batches) if self.is_late else self._met(number, batches)

@@ -139,7 +139,7 @@ def _plain_bytes(model: Transformer) -> int:
         for _, module in projections(model)
         if isinstance(module, LowBitLinear) and not (module.scheme.format in cpu.FEW_ROWS and cpu.library() is not None)
     ]
-    return sum(module.in_features * module.out_features * 4 for module in slow)
+    return sum(2 * module.in_features * module.out_features * 4 for module in slow)
 
 
 def rows_of(

@@ -1,0 +1,110 @@
+"""`tilemesh compress` and `tilemesh bench compress` on a small model: folders, rows, the page, what is refused."""
+
+import json
+
+import pytest
+import torch
+
+from tilemesh.bench.compress.measure import expected
+from tilemesh.bench.compress.peers import torchao_codes, why_not
+from tilemesh.cli.main import main
+from tilemesh.compress.quantize import quantize
+from tilemesh.compress.recipe import read_recipe
+from tilemesh.kernels.lowbit import codes
+from tilemesh.kernels.lowbit.formats import parse_scheme
+from tilemesh.measure.row import read_rows
+from tilemesh.model import huggingface
+from tilemesh.model.config import preset
+from tilemesh.model.lowbit import model_bytes
+from tilemesh.model.transformer import Transformer
+from tilemesh.report.compressing import frontier
+from tilemesh.serve import Engine, Sampling
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("source")
+    model = Transformer(preset("tiny").replace(layers=1, width=64, mlp_width=128, context=64), seed=1)
+    huggingface.save(model, folder / "model")
+    (folder / "text.txt").write_text("def f(x):\n    return x + 1\n" * 2000)
+    return folder
+
+
+def test_compress_writes_a_folder_that_generates_and_serves(source, tmp_path, capsys):
+    out, rows = tmp_path / "small", tmp_path / "rows.jsonl"
+    asked = [str(source / "model"), "--recipe", "int4-g32-gptq", "--out", str(out), "--data", str(source / "text.txt")]
+    assert main(["compress", *asked, "--calibrate", "16", "--sequences", "4", "--json", str(rows)]) == 0
+    assert "int4-g32-gptq" in capsys.readouterr().out
+    found = {row.name: row for row in read_rows(rows)}
+    assert set(found) == {"held-out loss", "size", "forward pass", "decoded token"}
+    assert found["size"].predicted == found["size"].measured.median == model_bytes(huggingface.load(out))
+    told = json.loads((out / "config.json").read_text())["quantization_config"]
+    assert (told["quant_method"], told["format"]) == ("compressed-tensors", "pack-quantized")
+    with Engine(out, pages=16) as engine:
+        (answer,) = engine.generate([[1, 2, 3]], Sampling(max_tokens=4, temperature=0))
+    assert len(answer.answers[0].tokens) == 4
+    assert main(["compress", str(out), "--recipe", "int8", "--out", str(tmp_path / "again"), "--data",
+                 str(source / "text.txt"), "--calibrate", "16", "--sequences", "4"]) == 2  # fmt: skip
+    assert "compressed already" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--recipe", "int4-g48"], "groups of 48 do not divide 64 inputs"),
+        (["--recipe", "int9"], "neither a TOML file nor a name"),
+        (["--recipe", "int8", "--calibrate", "2"], "expected at least 512 tokens"),
+        (["--recipe", "int8", "--step", "3"], "has no steps"),
+    ],
+)
+def test_wrong_use_is_one_line(source, options, words, tmp_path, capsys):
+    asked = ["compress", str(source / "model"), "--out", str(tmp_path / "out"), "--data", str(source / "text.txt")]
+    assert main([*asked, *options]) == 2
+    said = capsys.readouterr().err.strip()
+    assert words in said
+    assert "\n" not in said
+    assert not (tmp_path / "out").exists()
+
+
+def test_bench_compress_makes_rows_and_a_page(source, tmp_path, capsys):
+    asked = ["--recipes", "int8,nf4-g32,mlp-25", "--seconds", "0.1", "--calibrate", "16", "--sequences", "4"]
+    where = ["--data", str(source / "text.txt"), "--run", str(tmp_path / "run"), "--json", str(tmp_path / "rows.jsonl")]
+    assert main(["bench", "compress", str(source / "model"), *asked, *where]) == 0
+    rows = read_rows(tmp_path / "rows.jsonl")
+    assert len(rows) == 12
+    for row in rows:
+        assert "plain" in row.peers
+    page = (tmp_path / "run" / "report.html").read_text()
+    for words in ("Loss against bytes", "Loss against time of a decoded token", "Error per matrix", "frontier"):
+        assert words in page
+
+
+def test_the_frontier_is_what_nothing_beats():
+    assert frontier([(3, 1), (1, 5), (2, 6), (4, 1), (2, 4)]) == [(1, 5), (2, 4), (3, 1)]
+
+
+def test_expectations_follow_from_bytes_and_flops():
+    plain = Transformer(preset("tiny").replace(layers=1), seed=1)
+    guess = expected(plain, quantize(plain, "int8"))
+    assert guess.forward == 1
+    assert guess.nbytes == model_bytes(quantize(plain, "int8"))
+    assert expected(plain, quantize(plain, "int3-g64")).decode > 1  # dequantised first
+
+
+def test_peers_say_why_they_are_not_there():
+    assert "gptq" in why_not("torchao", read_recipe("int4-g64-gptq"))
+    assert "few bits" in why_not("torchao", read_recipe("mlp-25"))
+    assert "no int8" in why_not("bitsandbytes", read_recipe("int8"))
+
+
+@pytest.mark.parametrize("name", ["int8", "int8-tensor", "int4-g32", "int3-g32", "int2-g32", "int4-g32-affine"])
+def test_round_to_nearest_is_torchaos_bit_for_bit(name):
+    pytest.importorskip("torchao")
+    scheme = parse_scheme(name)
+    weight = torch.randn(48, 128, generator=torch.Generator().manual_seed(2))
+    theirs, scale, zero = torchao_codes(weight, scheme)
+    ours = codes.quantize(weight, scheme)
+    assert torch.equal(ours.scales.flatten(), scale.flatten())
+    assert torch.equal(ours.codes, theirs)
+    if ours.zeros is not None:
+        assert torch.equal(ours.zeros.flatten().int(), zero.flatten().int())

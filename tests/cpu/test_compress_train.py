@@ -1,0 +1,92 @@
+"""Training for compression: rounding and masks in every pass, a teacher, and what is refused."""
+
+import pytest
+import torch
+
+from tilemesh.compress.config import DistillConfig
+from tilemesh.compress.quantize import quantize
+from tilemesh.core.errors import UsageError
+from tilemesh.kernels.lowbit.codes import rounded
+from tilemesh.kernels.lowbit.formats import parse_scheme
+from tilemesh.model import huggingface
+from tilemesh.model.transformer import Transformer
+from tilemesh.train import fit, load_config
+from tilemesh.train.export import export
+
+SMALL = (
+    "model.layers=1,model.width=32,model.heads=2,model.kv_heads=1,model.context=32,train.steps=4,train.batch=4,"
+    "evaluate.sequences=4,evaluate.every=4,sample.tokens=0,checkpoint.every=0,train.trace_steps=0,train.device=cpu,"
+    "optimizer.warmup=1"
+)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text("def f(x):\n    return x + 1\n" * 400)
+    return path
+
+
+def config(text, *sets, **more):
+    return load_config(sets=[SMALL, f"data.source={text}", *sets], mesh="dp=1", **more)
+
+
+def trained(run, folder):
+    export(run, folder)
+    return huggingface.load(folder).eval().requires_grad_(False)
+
+
+def test_training_with_a_recipe_sees_the_loss_of_the_rounded_model(text, tmp_path):
+    """What is judged while training is what `quantize` then makes."""
+    result = fit(config(text, recipe="int4-g16"), run=tmp_path / "run")
+    model = trained(tmp_path / "run", tmp_path / "folder")
+    weight = model.layers[0].mlp.fc_in.weight
+    assert not torch.equal(rounded(weight, parse_scheme("int4-g16")), weight)  # trained in full
+    again = fit(None, resume=tmp_path / "run")
+    assert again.held_out == result.held_out
+    small = quantize(model, "int4-g16")
+    for layer in small.layers:
+        torch.testing.assert_close(layer.mlp.fc_in.decoded(torch.float32), rounded(weight, parse_scheme("int4-g16")))
+
+
+def test_a_recipe_file_is_kept_in_the_configuration(text, tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text('[prune]\nstructure = "2:4"\n')
+    made = config(text, recipe=path)
+    path.unlink()
+    fit(made, run=tmp_path / "run")
+    model = trained(tmp_path / "run", tmp_path / "folder")
+    assert model.layers[0].mlp.fc_in.weight.count_nonzero() > 0
+
+
+def test_a_student_is_trained_by_the_loop(text, tmp_path):
+    teacher = Transformer(config(text).model.replace(layers=2), seed=5)
+    huggingface.save(teacher, tmp_path / "teacher")
+    plain = fit(config(text), run=tmp_path / "plain")
+    taught = fit(config(text, f"distill.teacher={tmp_path / 'teacher'}", "distill.share=1.0"), run=tmp_path / "taught")
+    assert taught.loss != plain.loss
+    assert taught.held_out != plain.held_out
+
+
+@pytest.mark.parametrize(
+    ("sets", "recipe", "words"),
+    [
+        ((), "int4-g16-gptq", "sets weights.method, which is done after training"),
+        ((), "mlp-25", "sets prune.structure"),
+        ((), "int4-g48", "groups of 48 do not divide"),
+        (("plan.zero=3,plan.dp=2",), "int4-g16", "set plan.pp=1, plan.zero at most 2"),
+        (("distill.teacher=/no/such/folder,plan.tp=1",), None, "expected a Hugging Face folder"),
+        (("distill.temperature=0",), None, "distill.temperature is 0"),
+    ],
+)
+def test_what_training_cannot_do_is_refused_before_there_is_a_folder(text, sets, recipe, words, tmp_path):
+    def asked():
+        fit(load_config(sets=[SMALL, f"data.source={text}", *sets], recipe=recipe), run=tmp_path / "run")
+
+    with pytest.raises(UsageError, match=words):
+        asked()
+
+
+def test_a_distill_config_checks_itself():
+    with pytest.raises(UsageError, match=r"distill\.share is 2"):
+        DistillConfig(share=2)
