@@ -111,6 +111,8 @@ BASES: Mapping[str, tuple[Base, ...]] = {
             ("run",),
         ),
     ),
+    "bench graph": (Base({"--size": "tiny", "--peers": "eager", "--repeats": "1", "--seconds": "0.1"}, ("lstm",)),),
+    "graph breaks": (Base({}, ("program.py:make",)),),
     "graph explain": (Base({"--device": "t4"}, ("program.py:make",)),),
     "bench serve": (
         Base(

@@ -156,6 +156,8 @@ def _doors(starts_ranks: bool) -> None:
     """Where an accepted case stops: ranks and minutes of measuring. One rank of training runs in this process."""
     import functools
 
+    import tilemesh.bench.graph.run as graph_run
+    import tilemesh.bench.graph.studies as graph_studies
     import tilemesh.cli.train_run as train_run
     from tilemesh.cli import doctor_run as doctor
     from tilemesh.launch import start
@@ -178,6 +180,7 @@ def _doors(starts_ranks: bool) -> None:
 
     train_run.fit, start.processes, calibrate.calibrate = fit, processes, measured
     doctor.trials = measured  # seconds of starting other programs
+    graph_run.bench_model, graph_studies.study_rows = measured, measured  # seconds of compiling a model
 
 
 # ---- one case --------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from tilemesh.bench.compress.text import open_source
 from tilemesh.cli.report_run import make
 from tilemesh.compress.recipe import read_recipe
 from tilemesh.core.errors import unknown
-from tilemesh.core.ranges import Range
+from tilemesh.core.ranges import SEED, Range
 from tilemesh.measure.row import CaseValue, write_rows
 from tilemesh.measure.table import print_rows
 
@@ -46,6 +46,7 @@ def answer(asked: CompressBenchQuestion) -> None:
     for option, value in (("--calibrate", asked.calibrate), ("--sequences", asked.sequences)):
         Range(1, 100_000).check(option, value, whole=True)
     Range(0, 1e4, above=True).check("--seconds", asked.seconds)
+    SEED.check("--seed", asked.seed, whole=True)
 
     def say(text: str) -> None:
         print(f"tilemesh: {text}", file=sys.stderr, flush=True)

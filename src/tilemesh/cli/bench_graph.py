@@ -35,6 +35,7 @@ def bench_graph(
     from tilemesh.bench.graph.run import PEERS, bench_model
     from tilemesh.bench.graph.studies import STUDIES, study_rows
     from tilemesh.core.errors import RunError, UsageError, unknown
+    from tilemesh.core.ranges import Range
     from tilemesh.core.units import format_bytes
     from tilemesh.measure.row import write_rows
     from tilemesh.measure.table import print_rows
@@ -54,8 +55,8 @@ def bench_graph(
     ):
         if given not in allowed:
             raise unknown(kind, given, allowed)
-    if repeats < 1 or seconds <= 0:
-        raise UsageError(f"--repeats {repeats} --seconds {seconds:g}: expected at least 1, and more than 0")
+    Range(1, 100_000).check("--repeats", repeats, whole=True)
+    Range(0, 1e4, above=True).check("--seconds", seconds)
     if device == "cuda" and not torch.cuda.is_available():
         raise RunError("--device cuda: torch sees no GPU here; use --device cpu")
     console = Console(stderr=json == "-", highlight=False, markup=False)

@@ -13,7 +13,7 @@ from tilemesh.bench.compress.text import open_source
 from tilemesh.compress.recipe import read_recipe
 from tilemesh.compress.shrink import shrink
 from tilemesh.core.errors import UsageError
-from tilemesh.core.ranges import Range
+from tilemesh.core.ranges import SEED, Range
 from tilemesh.core.units import format_bytes
 from tilemesh.measure.row import CaseValue, write_rows
 from tilemesh.measure.table import print_rows
@@ -42,6 +42,7 @@ def answer(asked: CompressQuestion) -> None:
     recipe = read_recipe(asked.recipe)
     _COUNT.check("--calibrate", asked.calibrate, whole=True)
     _COUNT.check("--sequences", asked.sequences, whole=True)
+    SEED.check("--seed", asked.seed, whole=True)
     target = Path(asked.out)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UsageError(f"--out {target} is there already and not empty: name a new folder")
