@@ -60,8 +60,11 @@ def test_a_stage_that_recomputes_keeps_less_and_the_other_as_much() -> None:
         name: [max(found) for found in run_threads(2, partial(counted, config=LLAMA, plan=plan))]
         for name, plan in plans.items()
     }
-    assert most["first"] == [most["all"][0], most["none"][1]]
-    assert most["first"][0] < most["none"][0]
+    # What a stage hands on is held until it has arrived: one such tensor may or may not be there at the fullest moment.
+    message = 4 * plans["first"].microbatch * LLAMA.context * LLAMA.width
+    assert abs(most["first"][0] - most["all"][0]) in (0, message)
+    assert most["first"][1] == most["none"][1]
+    assert most["first"][0] + message < most["none"][0]
     counts = chunk_layers(plans["first"], LLAMA.layers)
     peaks = {name: room.activation_peaks(plan, counts) for name, plan in plans.items()}
     assert peaks["first"] == [peaks["all"][0], peaks["none"][1]]

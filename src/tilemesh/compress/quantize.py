@@ -186,7 +186,6 @@ def _weight(model: Transformer, name: str) -> Tensor:
 def _require_transformer(model: object, what: str) -> None:
     if not isinstance(model, Transformer):
         raise UsageError(
-            f"cannot {what} a {type(model).__name__}: only tilemesh's Transformer, as "
-            "`tilemesh.model.huggingface.load` "
-            "reads one from a Hugging Face folder"
+            f"cannot {what} a {type(model).__name__}: expected a tilemesh Transformer; `tilemesh compress FOLDER` "
+            "reads a Hugging Face folder into one"
         )

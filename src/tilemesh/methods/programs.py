@@ -95,11 +95,14 @@ def small_cnn(comm: Communicator, images: Any, labels: Any, steps: int, rate: fl
     import torch
     from torch import nn
 
-    torch.manual_seed(0)
+    classes = int(comm.all_reduce(labels.max().reshape(1), op="max")) + 1
     model = nn.Sequential(
-        nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(4 * (images.shape[-1] - 2) ** 2, int(labels.max()) + 1)
+        nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(4 * (images.shape[-1] - 2) ** 2, classes)
     ).to(images.dtype)
     parameters, loss = list(model.parameters()), 0.0
+    generator = torch.Generator().manual_seed(0)  # of its own: ranks may be threads, which share torch's
+    for parameter in parameters:
+        nn.init.uniform_(parameter, -0.2, 0.2, generator=generator)
     for _ in range(steps):
         total = nn.functional.cross_entropy(model(images), labels, reduction="sum")
         flat = torch.cat([g.reshape(-1) for g in torch.autograd.grad(total, parameters)])
