@@ -180,7 +180,8 @@ def test_the_command_is_red_when_it_should_be(
     said = capfd.readouterr().out
     assert "1 of 1 FAIL" in said
     assert "gpt: forward differs first at layers.0.attention;" in said
-    assert "21 cases: 4 FAIL" in said
+    assert "27 cases: 4 FAIL" in said
+    assert "dp=1 tp=2 int4-g4 " in said, "with compressed matrices"
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     assert [line["passed"] for line in lines].count(False) == 4
     assert all(line["passed"] == (line["apart"]["gradient"] <= line["bound"]["gradient"] == 1e-10) for line in lines)

@@ -99,7 +99,7 @@ def _fields(result: GateResult) -> dict[str, Any]:
     case = result.case
     return {
         "model": case.model,
-        "layout": str(case.layout),
+        "layout": " ".join(filter(None, (str(case.layout), case.weights))),
         "ranks": case.layout.ranks,
         "precision": case.precision,
         "apart": dataclasses.asdict(result.apart),
