@@ -7,7 +7,7 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tilemesh.comm import Communicator, connect, mapreduce, run_threads
@@ -22,6 +22,7 @@ LINES = [
 
 
 @settings(max_examples=15, deadline=None)
+@example(["a file \udc80 name"], 2)
 @given(
     st.lists(st.text(alphabet=st.characters(exclude_characters="\0\1"), max_size=20), max_size=20), st.integers(1, 4)
 )

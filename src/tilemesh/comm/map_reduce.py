@@ -26,6 +26,8 @@ from numpy.typing import NDArray
 from tilemesh.comm.runtime.communicator import Communicator
 from tilemesh.core.errors import UsageError
 
+_TEXT = ("utf-8", "surrogatepass")
+"""Keys may be any text of Python's, file names that are not UTF-8 included."""
 T = TypeVar("T")
 Rows = NDArray[Any]
 Combine = Callable[[Rows], Rows]
@@ -70,7 +72,7 @@ def shuffle(
     parts: list[list[str]] = [[] for _ in range(comm.size)]
     for key in rows:
         parts[owner(key, comm.size)].append(key)
-    texts = ["\0".join(keys).encode() for keys in parts]
+    texts = ["\0".join(keys).encode(*_TEXT) for keys in parts]
     sizes = np.array([[len(text), len(keys)] for text, keys in zip(texts, parts, strict=True)], np.int64)
     came = comm.all_to_all(sizes)
     values = np.array([rows[key] for keys in parts for key in keys], dtype).reshape(-1, max(width, 1))
@@ -81,7 +83,7 @@ def shuffle(
     grouped: dict[str, list[int]] = {}
     place = begin = 0
     for length, count in came.tolist():
-        text = keys_bytes[begin : begin + length].tobytes().decode()
+        text = keys_bytes[begin : begin + length].tobytes().decode(*_TEXT)
         for key in text.split("\0") if count else ():
             grouped.setdefault(key, []).append(place)
             place += 1
@@ -92,7 +94,7 @@ def shuffle(
 
 def owner(key: str, ranks: int) -> int:
     """The rank that a key belongs to: the same in every process, which Python's own hash is not."""
-    return zlib.crc32(key.encode()) % ranks
+    return zlib.crc32(key.encode(*_TEXT)) % ranks
 
 
 def mapreduce_stream(
@@ -113,13 +115,13 @@ def mapreduce_stream(
 
 def gathered(comm: Communicator, mine: Mapping[str, Any]) -> dict[str, Any]:
     """The keys of all ranks, on every rank (a collective call): numbers alone, for results that are small."""
-    text = "\0".join(f"{key}\1{value}" for key, value in mine.items()).encode()
+    text = "\0".join(f"{key}\1{value}" for key, value in mine.items()).encode(*_TEXT)
     counts = [int(count) for count in comm.all_gather(np.array([len(text)], np.int64))]
     whole = comm.all_gather(np.frombuffer(text, np.uint8), counts=counts)
     ends = np.cumsum([0, *counts])
     found: dict[str, Any] = {}
     for begin, end in pairwise(ends):
-        for pair in whole[begin:end].tobytes().decode().split("\0") if end > begin else ():
+        for pair in whole[begin:end].tobytes().decode(*_TEXT).split("\0") if end > begin else ():
             key, _, value = pair.partition("\1")
             found[key] = float(value) if "." in value or "e" in value else int(value)
     return found
