@@ -63,7 +63,7 @@ def check_records(path: Path, field: str, is_chat: bool) -> None:
         if record.read_bytes >= _CHECKED_BYTES:
             break
     if empty:
-        raise UsageError("data.source", f" {path} has no record: expected one JSON object a line")
+        raise UsageError("data.source", f" {path} has no record: expected at least one")
 
 
 def _jsonl(path: Path, field: str) -> Iterator[FieldRecord]:

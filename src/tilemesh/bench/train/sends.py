@@ -8,13 +8,12 @@ second; where all is, as long as the third.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from tilemesh.bench.train.sleeping import program_of
+from tilemesh.bench.train.sleeping import program_of, timed_in_turns
 from tilemesh.comm.connection import connect
 from tilemesh.comm.runtime.communicator import Communicator
 from tilemesh.core.step.action import Action, Payload, StepProgram
@@ -82,13 +81,4 @@ def on_ranks(
             steps[name] = WaitingRunner(program, comm, chunks)
         else:
             steps[name] = StepRunner(program, comm, chunks, StepServices())
-    taken: dict[str, list[float]] = {name: [] for name in steps}
-    for turn in range(repeats + 1):
-        for name, step in steps.items():
-            comm.barrier()
-            began = time.perf_counter()
-            step()
-            (seconds,) = comm.max_over_ranks([time.perf_counter() - began])
-            if turn:  # the first one makes connections
-                taken[name].append(seconds)
-    return taken if comm.rank == 0 else None
+    return timed_in_turns(comm, steps, repeats)

@@ -8,7 +8,7 @@ over the same sleeps in the same processes, turn by turn.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -79,6 +79,13 @@ def on_ranks(schedules: Sequence[str], microbatches: int, repeats: int, peers: b
         steps[schedule] = StepRunner(program, comm, chunks, _Summed())
         if peers and schedule in PEERS:
             steps[f"torch {schedule}"] = torch_step(schedule, comm, microbatches)
+    return timed_in_turns(comm, steps, repeats)
+
+
+def timed_in_turns(
+    comm: Communicator, steps: Mapping[str, Callable[[], object]], repeats: int
+) -> dict[str, list[float]] | None:
+    """Seconds of each step on the rank that took longest, one kind after the other in every turn; on rank 0."""
     taken: dict[str, list[float]] = {name: [] for name in steps}
     for turn in range(repeats + 1):
         for name, step in steps.items():
