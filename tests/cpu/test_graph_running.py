@@ -171,7 +171,7 @@ def test_a_batch_norm_becomes_part_of_the_convolution_before_it() -> None:
 def test_trace_of_a_model_that_changes_its_buffers() -> None:
     model = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.RMSNorm(5))
     x = torch.randn(6, 4)
-    before = model[1].running_mean.clone()  # type: ignore[union-attr,operator]
+    before = model[1].running_mean.clone()  # type: ignore[operator]
     traced = tm.graph.trace(model, [x])
     assert torch.equal(model[1].running_mean, before)  # type: ignore[arg-type]
     torch.testing.assert_close(traced.run(x)[0], model(x))
@@ -198,4 +198,4 @@ def test_modes_that_are_known() -> None:
     model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), torch.randn(3, 4)
     for given in ({"mode": "reduce-overhead"}, {"options": {"rematerialise": True}}):
         torch._dynamo.reset()
-        torch.testing.assert_close(torch.compile(model, backend=tilemesh, **given)(x), model(x))  # type: ignore[arg-type]
+        torch.testing.assert_close(torch.compile(model, backend=tilemesh, **given)(x), model(x))

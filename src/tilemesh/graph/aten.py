@@ -236,9 +236,9 @@ DECOMPOSED = (
 def decompositions(norms: bool = False) -> dict[Any, Callable[..., Any]]:
     """What torch shall write in other operators, where generated kernels compute them.
 
-    norms: batch norms of inference too, to become part of convolutions.
+    norms: batch norms too, to become part of convolutions.
     """
     from torch._decomp import get_decompositions
 
-    more = (aten._native_batch_norm_legit_no_training,) if norms else ()
+    more = (aten._native_batch_norm_legit_no_training, aten._native_batch_norm_legit) if norms else ()
     return get_decompositions((*DECOMPOSED, *more))

@@ -83,7 +83,6 @@ class Backend:
         self.cuda_graphs = cuda_graphs  # record each program on a GPU once and replay it: no cost on the host
         # Whether the backward program computes cheap values again instead of reading them: None, on a GPU alone.
         self.rematerialise = rematerialise
-        self.ahead: AheadCompilers | None = None  # while a model is compiled for a GPU
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
         way = way_for(_device(inputs)) if self.kernels else None
@@ -99,8 +98,7 @@ class Backend:
             settings["partition_fn"] = min_cut_rematerialization_partition
         names = ("fw_compiler", "bw_compiler", "inference_compiler")
         compiling = aot_autograd(**dict(zip(names, compilers, strict=True)), **settings)
-        with AheadCompilers(None if way == "triton" else 0) as self.ahead:
-            return compiling(module, inputs, **options)
+        return compiling(module, inputs, **options)
 
     def _recorded(
         self, module: fx.GraphModule, inputs: Sequence[Any], way: str | None, given: int, kind: str
@@ -140,7 +138,8 @@ class Backend:
         began = time.perf_counter()
         count = sum(node.op == "call_function" for node in module.graph.nodes)
         try:
-            run, before, graph, steps = compiled(module, inputs, way, self.ahead)
+            with AheadCompilers(None if way == "triton" else 0) as ahead:
+                run, before, graph, steps = compiled(module, inputs, way, ahead)
         except NotServedError as error:
             self.report.pieces.append(Compiled(count, None, (), time.perf_counter() - began, str(error)))
             return make_boxed_func(module.forward)

@@ -3,7 +3,7 @@
 Triton compiles one kernel at a time in a process (its functions are not safe to compile in threads). Each worker here
 is `python -m tilemesh.graph.compile_ahead`: it reads one job per line of its input as JSON, compiles it for a named
 target into Triton's cache on disk, and answers with a line. The process that launches kernels then finds them there.
-Workers start when a model begins to be traced, and are ready when its kernels are written.
+Workers start when a program begins to be rewritten, and are ready when its kernels are written.
 """
 
 from __future__ import annotations

@@ -97,7 +97,8 @@ class ConcurrentProgram:
 
     def _on_streams(self, main: Any) -> tuple[Any, ...]:
         values: dict[Node, Any] = dict(zip(self.graph.inputs, self.given, strict=True))
-        others = {place: torch.cuda.Stream(self.device) for place in set(self.plan.streams.values()) - {0}}
+        stream: Any = torch.cuda.Stream
+        others = {place: stream(self.device) for place in set(self.plan.streams.values()) - {0}}
         lanes = {0: main, **others}
         for lane in others.values():
             lane.wait_stream(main)
@@ -111,7 +112,7 @@ class ConcurrentProgram:
                         lane.wait_event(made[value][1])
                 values[node] = evaluate_torch(node, [values[value] for value in node.inputs], {}, self.device)
                 held.append(values[node])
-                event = torch.cuda.Event()
+                event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
                 event.record(lane)
                 made[node] = (lane, event)
         for lane in others.values():

@@ -17,7 +17,8 @@ from tilemesh.graph.memory import Lifetime, lifetimes, live_bytes, owner
 from tilemesh.graph.ops import VIEWS, primitive
 from tilemesh.graph.size import known
 
-TRIED = 6  # candidates whose effect on the peak is computed in each round
+PATIENCE = 12  # values that may be computed again before the peak falls
+TRIED = 8  # candidates whose effect on the peak is computed in each round
 CHEAP = ("elementwise", "linear", "reduction")  # what may be computed again; products only where they are allowed
 PRODUCTS = ("dot", "conv", "conv_input", "conv_weight", "put_add", "unwindows")
 
@@ -46,17 +47,24 @@ def rematerialised(graph: Graph, budget_bytes: int, products: bool = False, most
     before = peak = peak_bytes(graph)
     flops = known(graph.flops, {})
     values = 0
-    while peak > budget_bytes and values < most:
-        better = _best(graph, peak, products, values)
+    best = Rematerialised(graph, before, peak, 0, 0)
+    while best.peak > budget_bytes and values < most and values - best.values < PATIENCE:
+        better = _best(graph, products, values)
         if better is None:
             break
-        graph, peak = better
+        graph = better
         values += 1
-    return Rematerialised(graph, before, peak, known(graph.flops, {}) - flops, values)
+        peak = peak_bytes(graph)
+        if peak < best.peak:
+            best = Rematerialised(graph, before, peak, known(graph.flops, {}) - flops, values)
+    return best
 
 
-def _best(graph: Graph, peak: int, products: bool, serial: int) -> tuple[Graph, int] | None:
-    """The program with one more value computed again: of the largest the one that leaves the lowest peak."""
+def _best(graph: Graph, products: bool, serial: int) -> Graph | None:
+    """The program with one more value computed again: of the largest the one that leaves the lowest peak.
+
+    There may be several moments as full as the fullest: then the sum over all moments decides.
+    """
     order = graph.nodes()
     places = {node: place for place, node in enumerate(order)}
     lives = lifetimes(graph)
@@ -70,14 +78,15 @@ def _best(graph: Graph, peak: int, products: bool, serial: int) -> tuple[Graph, 
         if life.born < moment < life.dies and life.node not in outputs and _may_repeat(life.node, products)
     ]
     candidates.sort(key=lambda life: (-life.size, known(life.node.flops, {})))
-    best: tuple[Graph, int] | None = None
+    best: Graph | None = None
+    least = (max(curve), sum(curve))
     for life in candidates[:TRIED]:
         changed = _repeated(graph, order, places, spans, life, moment, products, serial)
         if changed is None:
             continue
-        new = peak_bytes(changed)
-        if new < (peak if best is None else best[1]):
-            best = changed, new
+        after = live_bytes(lifetimes(changed))
+        if (max(after), sum(after)) < least:
+            best, least = changed, (max(after), sum(after))
     return best
 
 

@@ -184,9 +184,10 @@ def _product(
 
 def _added(total: Node, product: Node) -> Node | None:
     """What is added to a product: a vector along its last dim, or a matrix of its shape; None for all else."""
-    (other,) = [value for value in total.inputs if _view_of(value) is not product] or [None]
-    if other is None or other.dtype != product.dtype:
+    others = [value for value in total.inputs if _view_of(value) is not product]
+    if len(others) != 1 or others[0].dtype != product.dtype:
         return None
+    (other,) = others
     if other.op == "broadcast":
         vector = other.inputs[0]
         return vector if other["dims"] == (len(other.shape) - 1,) and len(vector.shape) == 1 else None

@@ -71,9 +71,10 @@ def trace(model: Callable[..., Any], inputs: Sequence[Tensor]) -> Traced:
         for name, value in (*whole.named_parameters(), *whole.named_buffers())
     }
     with torch.no_grad():
-        module, signature = aot_export_module(
+        exported, signature = aot_export_module(
             whole, list(inputs), trace_joint=False, decompositions=decompositions(norms=True)
         )
+    module: Any = exported
     if signature.user_inputs_to_mutate:
         raise UsageError("the program changes its inputs in place; give it a copy: x = x.clone()")
     changed = len(signature.buffers_to_mutate)

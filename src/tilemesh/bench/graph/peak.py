@@ -15,19 +15,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 
-class _Watch(TorchDispatchMode):
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, given: Sequence[torch.Tensor]) -> None:
-        super().__init__()
-        self.known = {StorageWeakRef(tensor.untyped_storage()).cdata for tensor in given}
-        self.live: dict[int, tuple[StorageWeakRef, int]] = {}
-        self.peak = 0
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.reference: Any = StorageWeakRef
+        self.known = {self.reference(tensor.untyped_storage()).cdata for tensor in given}
+        self.live: dict[int, tuple[Any, int]] = {}
+        self.peak: int = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         results = func(*args, **(kwargs or {}))
         for each in tree_leaves(results):
             if isinstance(each, torch.Tensor):
                 storage = each.untyped_storage()
-                reference = StorageWeakRef(storage)
+                reference = self.reference(storage)
                 if reference.cdata not in self.known and reference.cdata not in self.live:
                     self.live[reference.cdata] = (reference, storage.nbytes())
         self.live = {key: value for key, value in self.live.items() if not value[0].expired()}
@@ -40,4 +41,4 @@ def measured_peak(run: Callable[[list[Any]], Any], inputs: Sequence[torch.Tensor
     with torch.no_grad(), _Watch(inputs) as watch:
         results = run(list(inputs))
     del results
-    return watch.peak
+    return int(watch.peak)

@@ -159,7 +159,7 @@ def memory_rows(seconds: float, place: torch.device) -> list[Row]:
         for mine, theirs in zip(planned(*inputs), program(graph, place)(*inputs), strict=True):
             torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-5)
         peak = measured_peak(program(made.graph, place).function, inputs)
-        case = {
+        case: dict[str, str | int] = {
             "way": name, "values again": made.values, "arena": plan.size, "block": planned.block.numel(),
             "extra flops": made.extra_flops,
         }  # fmt: skip

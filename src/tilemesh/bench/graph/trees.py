@@ -121,13 +121,14 @@ class Switched:
         for step in range(self.steps):
             is_leaf = build.reshape(build.part(leaf, 0, step, step + 1), ())
             at, other = (build.part(places, 0, step, step + 1) for places in (left, right))
-            word = build.take(given[0], build.switch(at, is_leaf, True))
+            word = build.take(build.switch(given[0], is_leaf, True), at)
             if not values:
-                values.append(word)  # the first step of any tree is a leaf
+                values.append(build.take(given[0], at))  # the first step of any tree is a leaf
                 continue
-            before = build.concat(values, 0)
-            children = [build.take(before, build.switch(place, is_leaf, False)) for place in (at, other)]
-            values.append(build.merge(is_leaf, word, _cell(*children, given)))
+            # Everything that a branch reads enters it by a switch, so that its gradient leaves by a merge.
+            before, *inner = (build.switch(value, is_leaf, False) for value in (build.concat(values, 0), *given))
+            first, second = (build.take(before, place) for place in (at, other))
+            values.append(build.merge(is_leaf, word, _cell(first, second, inner)))
         self.graph = Graph((leaf, left, right, *given), (values[-1],))
 
     def __call__(self, tree: Tree) -> Tensor:
@@ -196,4 +197,4 @@ def _each(run: Callable[[Tree], Tensor]) -> Callable[[Sequence[Tree]], list[Tens
 
 
 def _together(run: Callable[[Sequence[Tree]], Tensor]) -> Callable[[Sequence[Tree]], list[Tensor]]:
-    return lambda trees: list(run(trees).split(1))
+    return lambda trees: list(torch.split(run(trees), 1))
