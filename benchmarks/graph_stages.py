@@ -57,7 +57,7 @@ def stages() -> list[tuple[str, str]]:
     ours = Backend()
     torch.compile(f, backend=ours)(*_inputs()).backward()
     for name, piece in zip(("forward", "backward"), ours.report.pieces, strict=True):
-        seen.append((f"tilemesh: the {name} graph, with its generated kernel as one node", str(piece.graph)))
+        seen.append((f"tilemesh: the {name} graph (a `region` is one generated kernel)", str(piece.graph)))
         for node in piece.graph.nodes() if piece.graph else ():
             if node.op == "region":
                 seen.append((f"what that kernel of the {name} pass computes", str(node["body"])))

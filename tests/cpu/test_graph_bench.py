@@ -44,12 +44,16 @@ def test_rows_of_a_model(tmp_path: Path) -> None:
     target = tmp_path / "rows.jsonl"
     command = ["bench", "graph", "lstm", "--size", "tiny", "--peers", "eager", "--repeats", "3", "--seconds", "1"]
     assert main([*command, "--json", str(target)]) == 0
-    step, first, values = (json.loads(line) for line in target.read_text().splitlines())
+    step, first, values, *roof = (json.loads(line) for line in target.read_text().splitlines())
     assert step["name"] == "graph step"
     assert step["case"]["launches"] < step["case"]["operators"]
     assert step["peers"]["eager"]["median"] > 0
     assert first["measured"]["median"] > 0
-    assert values["limit"] <= values["measured"]["median"] <= 1.05 * values["limit"]
+    assert values["limit"] <= values["case"]["arena"] <= 1.05 * values["limit"]
+    # What is measured: operators may return memory that holds more than their result, and free some earlier.
+    assert 0.5 * values["predicted"] < values["measured"]["median"] < 1.5 * values["predicted"]
+    for row in roof:  # where the machine is calibrated
+        assert row["case"]["roof_s"] < row["case"]["roof_s before"]
 
 
 @pytest.mark.parametrize(

@@ -113,7 +113,7 @@ def _repeated(
 
     new: dict[Node, Node] = {}
 
-    def copy(node: Node, depth: int) -> Node | None:
+    def copy(node: Node, depth: int) -> Node:
         """A value made again from what lives at its next use; a view of one."""
         if node in copies:
             return copies[node]
@@ -121,12 +121,9 @@ def _repeated(
         kept = source is not life.node and (source not in spans or spans[source].dies >= first)
         if primitive(node.op).kind == "source" or kept:
             return new.get(node, node)
-        if depth == 0 or (node.op not in VIEWS and not _may_repeat(node, products)) or node.op == "item":
-            return None
-        inputs = [copy(value, depth - 1) for value in node.inputs]
-        if None in inputs:
-            return None
-        given = [value for value in inputs if value is not None]
+        if source is not life.node and (depth == 0 or node.op == "item" or not _may_repeat(source, products)):
+            return new.get(node, node)  # it lives a little longer instead
+        given = [copy(value, depth - 1) for value in node.inputs]
         attributes = dict(node.attributes)
         if node.op not in VIEWS:
             attributes["again"] = serial
@@ -136,12 +133,7 @@ def _repeated(
     for place, node in enumerate(order):
         inputs = []
         for value in node.inputs:
-            if place > moment and owner(value) is life.node and node.op not in VIEWS:
-                made = copy(value, 40)
-                if made is None:
-                    return None
-                inputs.append(made)
-            else:
-                inputs.append(new[value])
+            again = place > moment and owner(value) is life.node and node.op not in VIEWS
+            inputs.append(copy(value, 40) if again else new[value])
         new[node] = rebuilt(node, inputs)
     return Graph(graph.inputs, tuple(new[node] for node in graph.outputs))
