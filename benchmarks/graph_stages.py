@@ -69,7 +69,7 @@ def stages() -> list[tuple[str, str]]:
 
 
 def main(target: Path) -> None:
-    parts = [f"## {title}\n\n```\n{text}\n```\n" for title, text in stages()]
+    parts = [f"## {title}\n\n```text\n{text}\n```\n" for title, text in stages()]
     head = (
         "# One program through the stages of a compiler\n\n"
         f"Made by `benchmarks/graph_stages.py` with torch {torch.__version__.partition('+')[0]}.\n\n"

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tilemesh.cli.main import main
+from tilemesh.core.errors import UsageError
 from tilemesh.core.hardware import DEVICES
 from tilemesh.graph.cost import graph_seconds
 from tilemesh.graph.measured import MeasuredCost, refined_search
@@ -101,7 +102,7 @@ def test_the_search_finds_what_greedy_does_not(name: str, stuck: bool) -> None:
     assert heavy(found.graph) <= heavy(graph)
 
 
-def test_what_is_measured_refines_the_cost() -> None:
+def test_what_is_measured_refines_the_cost(tmp_path: Path) -> None:
     from tilemesh.bench.graph.studies import SEARCHED
 
     graph = SEARCHED["chain"]()
@@ -111,3 +112,11 @@ def test_what_is_measured_refines_the_cost() -> None:
     assert cost(graph) != before, "measured on this machine, predicted for another"
     assert not cost.measure(found.graph), "nothing of the best program is left to measure"
     assert found.cost <= cost(graph)
+    cost.save(tmp_path / "costs.jsonl")
+    again = MeasuredCost(DEVICES["h100"])
+    again.load(tmp_path / "costs.jsonl")
+    assert again(found.graph) == pytest.approx(found.cost)
+    assert not again.measure(found.graph)
+    (tmp_path / "costs.jsonl").write_text('{"machine": "another", "device": "cpu"}\n')
+    with pytest.raises(UsageError, match="measured on"):
+        again.load(tmp_path / "costs.jsonl")
