@@ -341,8 +341,8 @@ class Engine:
     # ---- inside ------------------------------------------------------------------------------------------------
 
     def _generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> Iterator[Completion]:
-        # Numbers of prompts of which an answer has ended. Ctrl-C may come while `get` waits: a SimpleQueue holds no lock
-        # of Python's then, which queue.Queue would release twice.
+        # Numbers of prompts of which an answer has ended. Ctrl-C may come while `get` waits: queue.Queue may then
+        # release a lock that it does not hold.
         ended: queue.SimpleQueue[int] = queue.SimpleQueue()
         left: dict[int, int] = {}
         jobs: dict[int, PromptJob] = {}
