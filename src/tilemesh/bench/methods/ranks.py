@@ -217,22 +217,35 @@ def traffic_runs(counts: list[tuple[int, int]], length: int, clocks: int) -> lis
     return found
 
 
-def clustering(points: int, dims: int, clusters: int, iterations: int, repeats: int) -> list[float]:
-    """Seconds of K-means on this rank's share of the points, and of the sum over ranks alone, the slowest rank's."""
+def clustering(points: int, dims: int, clusters: int, iterations: int, repeats: int) -> list[list[float]]:
+    """Seconds of K-means by rank 0 alone while the others leave it the cores, by all ranks, and of the sum over ranks
+    alone; the slowest rank's, in turns."""
     comm = connect()
-    draw = np.random.default_rng(comm.rank)
-    mine, first = draw.normal(size=(points // comm.size, dims)), np.random.default_rng(99).normal(size=(clusters, dims))
+    alone, cut = comm.split(comm.rank), even_cuts(points, comm.size)[comm.rank]
+    assert alone is not None
+    whole = np.random.default_rng(0).normal(size=(points, dims))
+    first = np.random.default_rng(99).normal(size=(clusters, dims))
     sums = np.zeros(clusters * dims + clusters + 1)
-    k_means(comm, mine, first, 1)
-    taken, summed = [], []
-    for _ in range(repeats):
+
+    def timed(run: Callable[[], object]) -> float:
         comm.barrier()
         began = time.perf_counter()
-        k_means(comm, mine, first, iterations, tolerance=-1.0)
-        taken.append(time.perf_counter() - began)
-        comm.barrier()
-        began = time.perf_counter()
+        run()
+        return comm.max_over_ranks([time.perf_counter() - began])[0]
+
+    def by_one() -> None:
+        if comm.rank == 0:
+            k_means(alone, whole, first, iterations, tolerance=-1.0)
+        leave_the_cores(comm, range(1, comm.size))
+
+    def by_all() -> None:
+        k_means(comm, whole[cut], first, iterations, tolerance=-1.0)
+
+    def summing() -> None:
         for _ in range(iterations):
             comm.all_reduce(sums)
-        summed.append(time.perf_counter() - began)
-    return comm.max_over_ranks([*taken, *summed])
+
+    for run in (by_one, by_all, summing):
+        run()
+    turns = [[timed(run) for run in (by_one, by_all, summing)] for _ in range(repeats)]
+    return [list(column) for column in zip(*turns, strict=True)]

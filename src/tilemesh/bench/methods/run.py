@@ -38,7 +38,7 @@ METHODS: dict[str, dict[str, Any]] = {
     f"local SGD ({PERIOD})": {"method": "together", "period": PERIOD},
 }
 _BOUNDS, _WIDE_BOUNDS, _BOUND_CLOCKS = [0, 1, 3, 10], [0, 3, 10, 30], 100
-_POINTS, _DIMS, _CLUSTERS, _ITERATIONS = 400_000, 8, 10, 5
+_POINTS, _DIMS, _CLUSTERS, _ITERATIONS, _TURNS = 400_000, 8, 10, 5, 5
 _STUDY = {"points": 100_000_000, "clusters": 10, "dims": _DIMS, "ranks": 100, "iterations": 20}
 
 
@@ -194,32 +194,30 @@ def _curve(name: str, words: str, seen: Sequence[dict[str, Any]]) -> MethodCurve
 def _clusters(found: MethodsFound) -> None:
     """K-means on 1 rank and on as many as there are cores; then the study of 100 million points on 100 ranks."""
     cores = available_cores()
-    options = {"points": _POINTS, "dims": _DIMS, "clusters": _CLUSTERS, "iterations": _ITERATIONS, "repeats": 3}
-    one = _k_means_taken(1, options)
-    rate = _ITERATIONS * _POINTS * _CLUSTERS * _DIMS / one[0].median
-    for ranks in [cores] if cores > 1 else []:
-        predicted = k_means_speedup(_POINTS, _CLUSTERS, _DIMS, ranks, _ITERATIONS, rate, 0.0)[1]
-        taken, summed = _k_means_taken(ranks, options)
-        case: dict[str, CaseValue] = {
-            "points": _POINTS,
-            "clusters": _CLUSTERS,
-            "dims": _DIMS,
-            "iterations": _ITERATIONS,
-        }
+    case: dict[str, CaseValue] = {"points": _POINTS, "clusters": _CLUSTERS, "dims": _DIMS, "iterations": _ITERATIONS}
+    with Ranks(cores, sink=lambda rank, stream, line: None, transport="auto") as ranks:
+        call = "tilemesh.bench.methods.ranks:clustering"
+        taken = ranks.call(call, _POINTS, _DIMS, _CLUSTERS, _ITERATIONS, _TURNS, timeout_s=120)[0]
+    one, together, summed = map(Sample.of, taken)
+    rate = _ITERATIONS * _POINTS * _CLUSTERS * _DIMS / one.median
+    if cores > 1:
+        predicted = k_means_speedup(
+            _POINTS, _CLUSTERS, _DIMS, cores, _ITERATIONS, rate, summed.median / _ITERATIONS
+        )[1]  # fmt: skip
         found.rows.append(
             Row(
-                name="K-means", unit="s", case={**case, **ranks_case(ranks)}, predicted=predicted, measured=taken,
-                limit=one[0].median / ranks, peers={"one rank": one[0]}, **stamp(),
+                name="K-means", unit="s", case={**case, **ranks_case(cores)}, predicted=predicted, measured=together,
+                limit=one.median / cores, peers={"one rank": one}, **stamp(),
             )
         )  # fmt: skip
-        reduce_s = _simulated_sum_s(_STUDY["ranks"], summed.median / _ITERATIONS)
-        alone_s, together_s, ratio = k_means_speedup(**_STUDY, rate=rate, reduce_s=reduce_s)
-        found.notes.append(
-            f"K-means of {_STUDY['points']:,} points of {_DIMS} numbers, k = {_STUDY['clusters']}, "
-            f"{_STUDY['iterations']} iterations, from this machine's rate of one rank: {alone_s:.4g} s on one "
-            f"processor, {together_s:.4g} s on {_STUDY['ranks']} ({1e6 * reduce_s:.3g} µs of each iteration for the "
-            f"simulated sum), T_seq / T_par = {ratio:.1f}"
-        )
+    reduce_s = _simulated_sum_s(_STUDY["ranks"], summed.median / _ITERATIONS)
+    alone_s, together_s, ratio = k_means_speedup(**_STUDY, rate=rate, reduce_s=reduce_s)
+    found.notes.append(
+        f"K-means of {_STUDY['points']:,} points of {_DIMS} numbers, k = {_STUDY['clusters']}, "
+        f"{_STUDY['iterations']} iterations, from this machine's rate of one rank: {alone_s:.4g} s on one processor, "
+        f"{together_s:.4g} s on {_STUDY['ranks']} ({1e6 * reduce_s:.3g} µs of each iteration for the simulated sum), "
+        f"T_seq / T_par = {ratio:.1f}"
+    )
 
 
 def _simulated_sum_s(ranks: int, pair_s: float) -> float:
@@ -227,13 +225,6 @@ def _simulated_sum_s(ranks: int, pair_s: float) -> float:
     nbytes = 8 * (_CLUSTERS * _DIMS + _CLUSTERS + 1)
     wires = Flat(ranks, Wire(pair_s, math.inf))
     return simulate(build("all_reduce", "recursive_doubling", ranks), nbytes, wires, Memory(math.inf, math.inf)).seconds
-
-
-def _k_means_taken(ranks: int, options: dict[str, Any]) -> tuple[Sample, Sample]:
-    with Ranks(ranks, sink=lambda rank, stream, line: None, transport="auto") as started:
-        taken = started.call("tilemesh.bench.methods.ranks:clustering", timeout_s=120, **options)[0]
-    half = len(taken) // 2
-    return Sample.of(taken[:half]), Sample.of(taken[half:])
 
 
 def _hooks(found: MethodsFound) -> None:
