@@ -19,9 +19,14 @@ from tilemesh.core.ranges import Range
 
 Schedule = Literal[
     "gpipe", "1f1b", "zb-h1", "zb-h2", "interleaved", "breadth-first", "zb-v", "v-half", "v-min", "dualpipe-v",
-    "dualpipe", "chimera", "terapipe",
+    "dualpipe", "chimera", "terapipe", "pipedream", "pipedream-2bw", "ampnet", "pipemare",
 ]  # fmt: skip
 """Every name of `core/step/book.py`."""
+ASYNCHRONOUS: tuple[Schedule, ...] = ("pipedream", "pipedream-2bw", "ampnet", "pipemare")
+"""Schedules that update weights while microbatches are under way, so that gradients are of older weights: they do not
+compute what one process computes."""
+SYNCHRONOUS: tuple[Schedule, ...] = tuple(name for name in get_args(Schedule) if name not in ASYNCHRONOUS)
+"""All others."""
 INTERLEAVED: tuple[Schedule, ...] = ("interleaved", "breadth-first")
 """Schedules whose stages hold `interleave` chunks each."""
 IN_A_V: tuple[Schedule, ...] = ("zb-v", "v-half", "v-min", "dualpipe-v")
@@ -116,7 +121,8 @@ class StepSettings:
     accumulation: int = 1
     """Microbatches of one replica in a step; with pp > 1 these are what fills the pipeline."""
     schedule: Schedule = "1f1b"
-    """Order of forward and backward passes over the stages; says nothing when pp is 1."""
+    """Order of forward and backward passes over the stages; says nothing when pp is 1. pipedream, pipedream-2bw, ampnet
+    and pipemare update weights within a step, while other microbatches are under way."""
     slices: int = 1
     """Pieces of each sequence that pass through the stages one after the other: for terapipe."""
     recompute: Recompute = "none"

@@ -13,6 +13,7 @@ from tilemesh.core.hardware import DTYPE_BYTES, Cluster, Device
 from tilemesh.core.plan import ParallelPlan
 from tilemesh.core.step import pace
 from tilemesh.core.step.action import StepProgram
+from tilemesh.core.step.asynchronous import copies_of_weights
 from tilemesh.core.step.book import SPLIT, chunk_placement
 from tilemesh.core.step.memory import StepBytes, memory_peaks
 from tilemesh.core.step.passes import offload
@@ -145,6 +146,8 @@ class _RankNeeds(NamedTuple):
     at_work: tuple[int, ...]
     """Parameters of the chunks whose weights ZeRO-3 holds whole at once, the one at work first."""
     reserved: int
+    copies: int = 1
+    """Of the weights: versions of an asynchronous pipeline."""
 
 
 def _gathered_bytes(plan: ParallelPlan, at_work: tuple[int, ...]) -> int:
@@ -175,6 +178,7 @@ def _left_on_device(
 
 def _total_bytes(plan: ParallelPlan, rank: _RankNeeds) -> int:
     weights, gradients, optimizer = state_bytes(rank.parameters, plan.precision, plan.zero, plan.zero_ranks)
+    weights *= rank.copies
     if plan.offloads:
         rank, weights, optimizer = _left_on_device(plan, rank, weights, optimizer)
     states = weights + gradients + optimizer
@@ -243,6 +247,7 @@ class Room:
             own = self._loss_kept(plan) if found.logits else 0  # one of them is among the logits
             found = found._replace(activations=peaks[rank] - own)
         weights, gradients, optimizer = state_bytes(found.parameters, plan.precision, plan.zero, plan.zero_ranks)
+        weights *= found.copies
         if plan.offloads:
             found, weights, optimizer = _left_on_device(plan, found, weights, optimizer, peaks is not None)
         working = found.brief + _gathered_bytes(plan, found.at_work)
@@ -324,6 +329,7 @@ class Room:
             self._at_work(plan, held, counts),
             self._reserved[code == "compiled" or plan.repeated in ("operators", "full")]
             + (outlived_bytes(self.model, self.task(plan)) if has_head else 0),
+            copies_of_weights(plan.schedule, rank, plan.pp, plan.accumulation) if plan.pp > 1 else 1,
         )
 
     def _later_bytes(self, plan: ParallelPlan, rank: _RankNeeds) -> int:

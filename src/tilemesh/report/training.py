@@ -166,7 +166,7 @@ TRAIN_PAGE = KindPage(
         PageSection("pipeline", "The pipeline, measured and simulated", _pipeline),
         PageSection("memory", "Where the memory went", lambda run, beside: memory_part.memory(run, beside.memory)),
         PageSection("mesh", "The mesh and what crosses it", lambda run, _: mesh_part.mesh(run)),
-        PageSection("method", "How replicas kept together", lambda run, _: method_part.method(run)),
+        PageSection("method", "How ranks kept together", lambda run, _: method_part.method(run)),
         PageSection("events", "Checkpoints, restarts and warnings", lambda run, _: run_parts.events(run)),
         PageSection("again", "To run it again", _again),
     ),

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from tilemesh.core.errors import UsageError, unknown
-from tilemesh.core.plan import INTERLEAVED, ParallelPlan, Precision, Recompute, Schedule
+from tilemesh.core.plan import INTERLEAVED, SYNCHRONOUS, ParallelPlan, Precision, Recompute, Schedule
 from tilemesh.core.shard import share
 from tilemesh.model.config import ModelConfig
 
@@ -140,7 +140,7 @@ def pipelines(ranks: int) -> list[GateLayout]:
     """Every schedule on two stages, with what is left of so many ranks shared in turn between dp and tp, and some on
     more. Each of dp, tp, sequence parallelism meets every family of schedules as the number of ranks grows."""
     found = []
-    for place, schedule in enumerate(get_args(Schedule)):
+    for place, schedule in enumerate(SYNCHRONOUS):
         if ranks < 2:
             continue
         rest = ranks // 2

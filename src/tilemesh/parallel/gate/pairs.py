@@ -10,9 +10,9 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple, get_args
+from typing import NamedTuple
 
-from tilemesh.core.plan import Precision, Schedule
+from tilemesh.core.plan import SYNCHRONOUS, Precision
 from tilemesh.core.runnable import lacks
 from tilemesh.core.step.book import microbatches_of
 from tilemesh.parallel.gate.cases import MODELS, ROWS, Case, GateLayout, cases
@@ -94,7 +94,7 @@ def _possible(ranks: int) -> Iterator[_Combination]:
 
 
 def _schedules(pp: int) -> tuple[str, ...]:
-    return ("1f1b",) if pp == 1 else get_args(Schedule)
+    return ("1f1b",) if pp == 1 else SYNCHRONOUS
 
 
 def _microbatches(schedule: str, pp: int) -> int:
