@@ -17,6 +17,8 @@ from hypothesis import strategies as st
 
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.data.tokenizer import Bytes
+from tilemesh.kernels.lowbit.codes import rounded
+from tilemesh.kernels.lowbit.formats import Scheme
 from tilemesh.model.cache import DenseCache
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.sampling import sample
@@ -103,6 +105,38 @@ def test_logits_over_pages_are_those_of_contiguous_memory(
         made = torch.cat(found[request.name])
         assert len(made) >= len(expected) - request.found
         torch.testing.assert_close(made, expected[len(expected) - len(made) :], rtol=0, atol=1e-12)
+
+
+class RoundingCache(DenseCache):
+    """Keys and values as they come back from 8 bits, in one piece of memory."""
+
+    code = "int8"
+
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, window: int = 0) -> torch.Tensor:
+        k, v = (rounded(x.flatten(0, 2), Scheme(self.code)).view(x.shape) for x in (k, v))
+        return super().attend(layer, q, k, v, window=window)
+
+
+@pytest.mark.parametrize(("code", "invariant"), [("int8", False), ("int8", True), ("fp8", False)])
+def test_keys_and_values_in_8_bits_are_rounded_and_nothing_else(
+    small: ServedModel, code: str, invariant: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chunks, swapped pages and shared prefixes change nothing: a token's codes follow from itself."""
+    monkeypatch.setattr(RoundingCache, "code", code)
+    draw = random.Random(5)
+    prompts = [[draw.randrange(256) for _ in range(length)] for length in (1, 9, 30)]
+    asked = Sampling(max_tokens=6, temperature=0.0)
+    options = {"page_tokens": 4, "chunk_tokens": 7, "step_tokens": 33, "running": 3, "swap_pages": 30, "pages": 16}
+    with Engine(small, kv_cache=code, invariant=invariant, **options) as engine:  # type: ignore[arg-type]
+        found = [answer.answers[0].tokens for answer in engine.generate(prompts, asked)]
+    for prompt, made in zip(prompts, found, strict=True):
+        cache, tokens = RoundingCache(1, CONTEXT), list(prompt)
+        logits = small.model(torch.tensor([tokens]), cache=cache.extend(len(tokens)))
+        for token in made:
+            assert token == int(logits[0, -1].argmax())
+            logits = small.model(torch.tensor([[token]]), cache=cache.extend(1))
+    with pytest.raises(UsageError, match="kv_cache"):
+        Engine(small, kv_cache="int4", pages=4)
 
 
 # Batched = alone = plain ----------------------------------------------------------------------------------------------

@@ -67,8 +67,9 @@ class Runner:
         self.device = torch.device(device)
         self.invariant = invariant
         self.cache = PagedKeyValues(
-            limits.pages, limits.page_tokens, limits.context, self.device, limits.swap_pages, invariant, implementation
-        )
+            limits.pages, limits.page_tokens, limits.context, self.device, limits.swap_pages, invariant,
+            implementation, limits.kv_cache,
+        )  # fmt: skip
         config = model.config
         itemsize = next(model.parameters()).element_size()
         self._tile_sizes = self.cache.tile_sizes(config.heads, config.kv_heads, itemsize)
