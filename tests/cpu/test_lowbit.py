@@ -5,12 +5,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from triton.backends.compiler import GPUTarget
 
 from tilemesh.comm import run_threads
 from tilemesh.core.errors import UsageError
 from tilemesh.core.plan import ParallelPlan
+from tilemesh.kernels.accuracy import excess
+from tilemesh.kernels.launch.call import Place
+from tilemesh.kernels.launch.program import Operand, compile_step
 from tilemesh.kernels.lowbit import codes, cpu
 from tilemesh.kernels.lowbit.formats import FORMATS, SECOND_LEVEL, Scheme, parse_scheme
+from tilemesh.kernels.scaled_matmul import kernel as scaled_kernel
+from tilemesh.kernels.scaled_matmul import reference as scaled
 from tilemesh.model import lowbit
 from tilemesh.model.config import preset
 from tilemesh.model.transformer import Transformer
@@ -150,6 +156,36 @@ def test_a_low_bit_projection_computes_with_the_weight_that_its_codes_mean(name)
     torch.testing.assert_close(low(x), nn.functional.linear(x, weight, plain.bias))
     low.to(torch.bfloat16)
     assert low.scales.dtype == torch.float32  # every weight is multiplied by one of them
+
+
+@pytest.mark.parametrize(("name", "sizes"), [("int8", (5, 70, 48)), ("fp8", (5, 70, 48)), ("int8", (130, 16, 160))])
+def test_products_of_8_bit_codes_have_their_scales(name, sizes):
+    rows, outputs, inputs = sizes
+    x, weight = (codes.quantize(matrix(seed, count, inputs), Scheme(name)) for seed, count in ((1, rows), (2, outputs)))
+    given = (x.codes, weight.codes, x.scales, weight.scales)
+    for dtype in ("float32", "bfloat16"):
+        want, bound = scaled.exact(*given, code=name), scaled.error_bound(*given, code=name, dtype=dtype)
+        for how in ("interpret", "torch"):
+            found = scaled.scaled_matmul(*given, code=name, dtype=dtype, implementation=how)
+            assert excess(found, want, bound) is None
+        assert excess(found.roll(1, 0), want, bound) is not None
+    one = (x.codes, weight.codes, x.scales[:1], weight.scales[:1])
+    found = scaled.scaled_matmul(*one, code=name, implementation="interpret")
+    assert excess(found, scaled.exact(*one, code=name), scaled.error_bound(*one, code=name)) is None
+    with pytest.raises(UsageError, match="x_scales"):
+        scaled.scaled_matmul(*given[:2], x.scales[:2], weight.scales, code=name)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
+def test_the_product_of_8_bit_codes_compiles_for_an_h200(dtype):
+    def place(kind, *shape):
+        return Place(shape, torch.empty(shape, device="meta").stride(), kind, aligned=True)
+
+    places = {"x": place(dtype, 4096, 4096), "w": place(dtype, 4096, 4096), "y": place("bfloat16", 4096, 4096)}
+    places |= {"x_scales": place("float32", 4096, 1), "scales": place("float32", 4096, 1)}
+    (step,) = scaled_kernel.plan(places, multiprocessors=132).steps
+    made = compile_step(step, {name: Operand(one.dtype) for name, one in places.items()}, GPUTarget("cuda", 90, 32))
+    assert "wgmma" in made.asm["ptx"]
 
 
 def test_rounding_while_training_passes_gradients_straight_through():

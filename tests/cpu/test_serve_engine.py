@@ -21,6 +21,7 @@ from tilemesh.kernels.lowbit.codes import rounded
 from tilemesh.kernels.lowbit.formats import Scheme
 from tilemesh.model.cache import DenseCache
 from tilemesh.model.config import ModelConfig
+from tilemesh.model.lowbit import compress_all
 from tilemesh.model.sampling import sample
 from tilemesh.model.transformer import Transformer
 from tilemesh.serve import Engine, QueueFullError, Sampling
@@ -105,6 +106,27 @@ def test_logits_over_pages_are_those_of_contiguous_memory(
         made = torch.cat(found[request.name])
         assert len(made) >= len(expected) - request.found
         torch.testing.assert_close(made, expected[len(expected) - len(made) :], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("scheme", ["int8", "int4-g16-affine"])
+def test_a_compressed_model_serves_with_its_projections_side_by_side(scheme: str) -> None:
+    """Rows of weights are multiplied apart from one another: laying matrices side by side changes no bit."""
+    plain, one = served(dtype=torch.float32), served(dtype=torch.float32)
+    for made in (plain, one):
+        compress_all(made.model, scheme)
+    prompts, asked = [[3, 5, 8], [13] * 9], Sampling(max_tokens=5, temperature=0.0)
+    with Engine(one, pages=20, page_tokens=4) as engine:
+        found = [answer.answers[0].tokens for answer in engine.generate(prompts, asked)]
+    attention = one.model.layers.get_submodule("0.attention")
+    assert attention.stacked is not None and attention.stacked.widths == [32, 16, 16]  # type: ignore[union-attr]
+    assert one.model.state_dict().keys() == plain.model.state_dict().keys()
+    for prompt, made_tokens in zip(prompts, found, strict=True):
+        cache, tokens = DenseCache(1, CONTEXT), list(prompt)
+        logits = plain.model(torch.tensor([tokens]), cache=cache.extend(len(tokens)))
+        for token in made_tokens:
+            # Another number of tokens in a pass may add up in another order: the best token is as good as the one found.
+            assert logits[0, -1, token] >= logits[0, -1].max() - 1e-4
+            logits = plain.model(torch.tensor([[token]]), cache=cache.extend(1))
 
 
 class RoundingCache(DenseCache):
