@@ -176,6 +176,19 @@ def test_products_of_8_bit_codes_have_their_scales(name, sizes):
         scaled.scaled_matmul(*given[:2], x.scales[:2], weight.scales, code=name)
 
 
+@pytest.mark.parametrize("name", ["int8", "int8-tensor", "fp8"])
+@pytest.mark.parametrize("static", [False, True])
+def test_a_projection_of_codes_by_codes_is_one_of_rounded_activations(name, static):
+    torch.manual_seed(1)
+    plain, scheme, x = nn.Linear(48, 12, bias=False), parse_scheme(name), torch.randn(2, 3, 48)
+    scale = x.abs().max().reshape(1) / 120 if static else None
+    inputs = Scheme(scheme.format)
+    low = lowbit.LowBitLinear(plain, scheme, codes.quantize(plain.weight, scheme), inputs, scale)
+    assert low._has_codes_of_both()
+    want = nn.functional.linear(low._quantized(x), low.weight)
+    torch.testing.assert_close(low.product_of_codes(x), want, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
 def test_the_product_of_8_bit_codes_compiles_for_an_h200(dtype):
     def place(kind, *shape):

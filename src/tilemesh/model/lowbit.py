@@ -22,6 +22,7 @@ from tilemesh.kernels.lowbit import cpu
 from tilemesh.kernels.lowbit.codes import Agree, Quantized, decode, encode, find_scales, pack, quantize, rounded, unpack
 from tilemesh.kernels.lowbit.formats import Scheme, parse_scheme
 from tilemesh.kernels.lowbit_linear.reference import lowbit_linear
+from tilemesh.kernels.scaled_matmul.reference import scaled_matmul
 from tilemesh.model.norm import ResidualNorm
 from tilemesh.model.projection import PlainLinear
 from tilemesh.model.transformer import Attention, Transformer
@@ -113,6 +114,8 @@ class LowBitLinear(CompressedLinear):
         return unpack(self.codes, self.scheme.number, self.in_features) if self.is_packed else self.codes
 
     def product(self, x: Tensor) -> Tensor:
+        if x.is_cuda and self._has_codes_of_both() and not (torch.is_grad_enabled() and x.requires_grad):
+            return self.product_of_codes(x)
         inputs_bits = 16
         if self.inputs is not None:
             if self.inputs.format == "int8" and self.input_scale is None and self.agree is None:
@@ -127,6 +130,28 @@ class LowBitLinear(CompressedLinear):
             made: Tensor = lowbit_linear(x, self.codes, self.scales, self.zeros, code=self.scheme.format)
             return made
         return functional.linear(x, self.decoded(x.dtype))
+
+    def _has_codes_of_both(self) -> bool:
+        """Whether activations and weights are codes that tensor cores multiply: of 8 bits, scaled per token and row."""
+        if self.inputs is None or self.agree is not None or not self.is_packed:
+            return False
+        is_plain = self.scheme.symmetric and self.scheme.granularity != "group"
+        return is_plain and self.scheme.format == self.inputs.format and self.scheme.format in ("int8", "fp8")
+
+    def product_of_codes(self, x: Tensor) -> Tensor:
+        """Codes times codes; the scales multiply the sums."""
+        assert self.inputs is not None
+        rows = x.detach().reshape(-1, x.shape[-1])
+        if self.input_scale is not None:
+            scales = self.input_scale.float().reshape(1, 1)
+        else:
+            scales, _ = find_scales(rows, self.inputs)
+        dtype = x.dtype if x.dtype in (torch.bfloat16, torch.float16) else torch.float32
+        name = str(dtype).removeprefix("torch.")
+        made = scaled_matmul(
+            encode(rows, self.inputs, scales), self.codes, scales, self.scales, code=self.scheme.format, dtype=name
+        )
+        return made.to(x.dtype).view(*x.shape[:-1], self.out_features)
 
     def _quantized(self, x: Tensor) -> Tensor:
         """Activations as they come back from their codes; their gradient passes as if nothing had been rounded."""

@@ -59,7 +59,7 @@ def bench_recipes(
         guess = expected(model, small)
         judged = judge({PLAIN: model, "small": small}, tokens, targets, seconds)
         plain = judged[PLAIN] if plain is None else plain
-        losses, why = _peer_losses(peers, model, name, tokens, targets)
+        losses, why = _peer_losses(peers, model, name, text)
         found.rows += rows_of(name, case, guess, judged["small"], judged[PLAIN], losses, why)
         found.points.append(_point(name, guess, judged["small"], judged[PLAIN], losses, model, small, shown))
         say(f"{name}: loss {judged['small'].loss:.4f} ({judged['small'].loss - judged[PLAIN].loss:+.4f})")
@@ -67,7 +67,7 @@ def bench_recipes(
 
 
 def _peer_losses(
-    peers: Sequence[str], model: Transformer, name: str, tokens: Tensor, targets: Tensor
+    peers: Sequence[str], model: Transformer, name: str, text: tuple[Tensor, Tensor, Tensor]
 ) -> tuple[dict[str, float], dict[str, str]]:
     losses: dict[str, float] = {}
     why: dict[str, str] = {}
@@ -75,7 +75,7 @@ def _peer_losses(
         reason = why_not(peer, read_recipe(name))
         if not reason:
             try:
-                losses[peer] = mean_loss(peer_model(peer, model, read_recipe(name)), tokens, targets)
+                losses[peer] = mean_loss(peer_model(peer, model, read_recipe(name), text[0]), *text[1:])
                 continue
             except RunError as error:
                 reason = str(error)

@@ -22,7 +22,7 @@ from tilemesh.kernels.launch.call import Place
 from tilemesh.kernels.launch.steps import Argument, Buffer, LaunchPlan, Pointer, Step, blocks
 from tilemesh.kernels.lowbit_linear import tokens
 
-FEW, FEW_TOKENS = 128, 128
+FEW, FEW_TOKENS = 128, 64
 """Up to so many rows codes are decoded on their way into the product, by the kernels here and by `tokens.py`'s; see
 docs/compress/LOG.md."""
 _MAGIC = {"bfloat16": (0x4300, 128), "float16": (0x6400, 1024)}  # a leading one, and what it adds
@@ -199,7 +199,7 @@ def forward(launch: Any, x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor
         y = torch.empty((len(rows), len(codes)), dtype=x.dtype, device=x.device)
         tokens.product(rows.contiguous(), given["w"], given["scales"], given.get("zeros"), y)
         return y.view(*x.shape[:-1], -1)
-    if len(rows) > FEW:
+    if len(rows) > FEW or tokens.serves(rows, scales, code):
         weight = torch.empty((len(codes), x.shape[-1]), dtype=x.dtype, device=x.device)
         launch(decode_plan, {**given, "y": weight}, written=("y",), code=code)
         return functional.linear(x, weight)

@@ -17,7 +17,8 @@ from torch import Tensor
 from tilemesh.kernels.launch.call import Place
 from tilemesh.kernels.launch.steps import Argument, Descriptor, LaunchPlan, Pointer, Step, blocks
 
-_TOGETHER = 8  # rows of tiles that are computed before the next columns
+_TOGETHER = 4  # rows of tiles that are computed before the next columns
+_FEW = 64
 
 
 @triton.jit
@@ -59,7 +60,7 @@ def scaled_product(
 
 def plan(
     places: Mapping[str, Place], *, multiprocessors: int, interpreted: bool = False,
-    tile: tuple[int, int, int, int, int] | None = None, flatten: bool = True,
+    tile: tuple[int, int, int, int, int] | None = None, flatten: bool = True, together: int = _TOGETHER,
 ) -> LaunchPlan:  # fmt: skip
     """`tile`: rows, columns, inputs, warps and stages of a program."""
     x, w = places["x"], places["w"]
@@ -73,7 +74,7 @@ def plan(
     }  # fmt: skip
     programs = min(multiprocessors, blocks(m, high) * blocks(n, across))
     constants = {
-        "BLOCK_M": high, "BLOCK_N": across, "BLOCK_K": deep, "TOGETHER": _TOGETHER, "PROGRAMS": programs,
+        "BLOCK_M": high, "BLOCK_N": across, "BLOCK_K": deep, "TOGETHER": together, "PROGRAMS": programs,
         "WHOLE": x.dtype == "int8", "FLOAT8": x.dtype == "uint8", "UPCAST": interpreted, "FLATTEN": flatten,
     }  # fmt: skip
     step = Step(f"{__name__}:scaled_product", (programs, 1), arguments, constants, warps=warps, stages=stages)
@@ -83,9 +84,9 @@ def plan(
 def _tile(rows: int, outputs: int) -> tuple[int, int, int, int, int]:
     """Rows, columns and inputs of a tile, warps and stages: the best of those tried on an H200, see
     docs/compress/LOG.md."""
-    if rows <= 64:
-        return 64, 64, 256, 4, 4
-    return (128, 128, 128, 8, 4) if rows * outputs <= 2048 * 2048 else (128, 256, 128, 8, 3)
+    if rows <= _FEW:
+        return _FEW, 64, 256, 4, 4
+    return (128, 128, 128, 8, 4) if rows * outputs <= 2048 * 2048 else (128, 256, 128, 8, 4)
 
 
 def forward(launch: Any, x: Tensor, weight: Tensor, x_scales: Tensor, scales: Tensor, code: str, dtype: str) -> Tensor:

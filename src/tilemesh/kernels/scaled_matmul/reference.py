@@ -6,6 +6,8 @@ M: tokens; N: outputs; K: inputs.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -22,7 +24,7 @@ _KINDS = {"int8": torch.int8, "fp8": torch.uint8}
 _RESULTS = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 FLOAT8_UNIT = 2.0**-13
 """Of the sums of 8-bit floats in tensor cores, which keep fewer places than a float32 (DeepSeek-V3 report, 3.3.2:
-about 14 bits)."""
+about 14 bits) after each instruction of 32 inputs."""
 
 
 def check(x: Tensor, weight: Tensor, x_scales: Tensor, scales: Tensor, code: str, dtype: str) -> None:
@@ -96,7 +98,7 @@ def error_bound(
     if code == "fp8":
         sizes = _values(x, code, torch.float64).abs() @ _values(weight, code, torch.float64).abs().mT
         size = sizes * x_scales.double() * scales.double().mT
-        found += sum_error(size, x.shape[1], torch.float32) + FLOAT8_UNIT * size
+        found += sum_error(size, x.shape[1], torch.float32) + FLOAT8_UNIT * math.sqrt(x.shape[1] / 32 + 1) * size
     return 1.01 * found
 
 
