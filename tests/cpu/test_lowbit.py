@@ -129,6 +129,21 @@ def test_integer_products_are_right_to_the_activations_rounding(name, outputs, r
 
 
 @needs_c
+@pytest.mark.parametrize(
+    ("outputs", "rows", "name"), [(9, 1, "fixed16"), (3, 2, "fixed16-g16"), (8, 5, "fixed16-tensor")]
+)
+def test_products_of_fixed_point_are_exact_but_for_the_activations(outputs, rows, name):
+    """Activations on the grid of their power of two give the product of what the codes mean, to float32's rounding."""
+    scheme, weight = parse_scheme(name), matrix(3, outputs)
+    made = codes.quantize(weight, scheme)
+    x = torch.randint(-20000, 20001, (rows, 48), generator=torch.Generator().manual_seed(2)).float() * 2.0**-14
+    bias, back = torch.randn(outputs), codes.decode(made.codes, scheme, made.scales, None, torch.float64)
+    assert cpu.serves(x, scheme, 48, made.scales.shape[1])
+    y = cpu.product(x, made.codes, scheme, made.scales, None, bias)
+    torch.testing.assert_close(y.double(), x.double() @ back.T + bias.double(), rtol=1e-6, atol=1e-6)
+
+
+@needs_c
 def test_integer_products_take_zeros_and_refuse_what_they_do_not_serve():
     scheme = Scheme("int8")
     made = codes.quantize(matrix(1), scheme)
