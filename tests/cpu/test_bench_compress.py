@@ -91,10 +91,11 @@ def test_a_pass_is_expected_to_lose_its_products_and_gain_the_new_ones(monkeypat
     lines = {"plain": (1.0, 0.5), "int8 None False": (2.0, 0.25)}
     monkeypatch.setattr(ProductClock, "_line", lambda self, form, make: lines[form])
     small = quantize(plain, "int8")
-    weights = [module.in_features * module.out_features for name, module in projections(plain) if "layers" in name]
+    weights = sum(module.in_features * module.out_features for name, module in projections(plain) if "layers" in name)
+    calls = 4  # query, key and value; attention's last; gate and first of the MLP; its last
     guess = clocks.expected(small)
     assert guess.nbytes == model_bytes(small)
-    assert guess.decode.new_s - guess.decode.gone_s == pytest.approx(sum(1.0 - 0.25 * count for count in weights))
+    assert guess.decode.new_s - guess.decode.gone_s == pytest.approx(calls * 1.0 - 0.25 * weights)
     assert PassChange(2.0, 0.5).after(3.0) == 1.5
     assert PassChange(2.0, 0.5).after(1.0) == 0.5
 

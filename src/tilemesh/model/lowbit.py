@@ -148,7 +148,7 @@ class LowBitLinear(CompressedLinear):
             scales, _ = find_scales(rows, self.inputs)
         dtype = x.dtype if x.dtype in (torch.bfloat16, torch.float16) else torch.float32
         name = str(dtype).removeprefix("torch.")
-        made = scaled_matmul(
+        made: Tensor = scaled_matmul(
             encode(rows, self.inputs, scales), self.codes, scales, self.scales, code=self.scheme.format, dtype=name
         )
         return made.to(x.dtype).view(*x.shape[:-1], self.out_features)
@@ -338,7 +338,7 @@ def _stack(parts: list[nn.Module]) -> StackedCodes | None:
             continue
         joined = torch.cat([getattr(one, name).detach() for one in modules])
         setattr(whole, name, nn.Parameter(joined, requires_grad=False))
-        for one, part in zip(modules, joined.split(widths), strict=True):
+        for one, part in zip(modules, torch.split(joined, widths), strict=True):
             getattr(one, name).data = part
     return StackedCodes(whole, widths)
 
@@ -348,9 +348,9 @@ def stack_low_bits(model: Transformer) -> None:
     for layer in model.layers.children():
         attention, mlp = layer.get_submodule("attention"), layer.get_submodule("mlp")
         if attention.stacked is None:
-            attention.stacked = _stack([attention.get_submodule(f"fc_{one}") for one in "qkv"])  # type: ignore[assignment]
+            attention.stacked = _stack([attention.get_submodule(f"fc_{one}") for one in "qkv"])
         if mlp.stacked is None and mlp.fc_gate is not None:
-            mlp.stacked = _stack([mlp.get_submodule("fc_gate"), mlp.get_submodule("fc_in")])  # type: ignore[assignment]
+            mlp.stacked = _stack([mlp.get_submodule("fc_gate"), mlp.get_submodule("fc_in")])
 
 
 # ---- in a model ------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@ recipe should cost is said before it is measured, by `predict.py`."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -11,13 +12,16 @@ from torch import Tensor
 
 from tilemesh.bench.compress.predict import CompressClocks, Expected
 from tilemesh.compress.calibrate import mean_loss
+from tilemesh.kernels.modules import FusedLinear
 from tilemesh.measure.machine import stamp
 from tilemesh.measure.row import CaseValue, Row
 from tilemesh.measure.sample import Sample
 from tilemesh.measure.timing import LoopTimer, compare
 from tilemesh.model.cache import DenseCache
-from tilemesh.model.lowbit import LowBitLinear, model_bytes, projections
-from tilemesh.model.transformer import Transformer
+from tilemesh.model.lowbit import LowBitLinear, model_bytes, projections, stack_low_bits
+from tilemesh.model.projection import PlainLinear
+from tilemesh.model.stacked import stack_products
+from tilemesh.model.transformer import Linear, Transformer
 
 _ROWS = 4  # sequences of a timed forward pass
 PLAIN = "plain"
@@ -35,11 +39,17 @@ class Judged:
 
 @torch.inference_mode()
 def time_models(models: Mapping[str, Transformer], tokens: Tensor, seconds: float) -> dict[str, tuple[Sample, Sample]]:
-    """A forward pass of some sequences, and one decoded token after a short prompt; models take turns."""
+    """A forward pass of some sequences, and one decoded token after a short prompt; models take turns.
+
+    They compute as in an engine: projections of the same activations by one product.
+    """
     batch = tokens[:_ROWS]
     passes: dict[str, Callable[[int], object]] = {}
     steps: dict[str, Callable[[int], object]] = {}
-    for name, model in models.items():
+    for name, given in models.items():
+        model = copy.deepcopy(given)
+        stack_products(model, (Linear, FusedLinear, PlainLinear))
+        stack_low_bits(model)
         passes[name] = _forward(model, batch)
         steps[name] = _decode(model, tokens[:1])
     timer = LoopTimer()

@@ -146,7 +146,8 @@ def _torchao_awq(weight: Tensor, scheme: Scheme, inputs: Tensor) -> Tensor:
     observer = AWQObserver(weight, None, _intx(scheme))
     observer(inputs, None)
     scales = observer.calculate_qparams()
-    return _by_config(weight * scales, _intx(scheme)) / scales
+    made: Tensor = _by_config(weight * scales, _intx(scheme)) / scales
+    return made
 
 
 def _inputs(model: Transformer, tokens: Tensor, names: Iterable[str]) -> dict[str, Tensor]:

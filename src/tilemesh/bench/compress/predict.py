@@ -56,19 +56,19 @@ class ProductClock:
         self._lines: dict[str, tuple[float, float]] = {}  # form: seconds of a call, and per weight
 
     def seconds(self, model: Transformer) -> float:
-        """Of all projections of the model, one after the other."""
-        return sum(self._product_s(module) for _, module in projections(model))
-
-    def _product_s(self, module: nn.Linear) -> float:
-        if isinstance(module, FactoredLinear):
-            fixed, each = self._line("plain", _plain)
-            return 2 * fixed + each * module.rank * (module.in_features + module.out_features)
-        if isinstance(module, LowBitLinear):
-            form = f"{module.scheme.name} {module.inputs} {module.input_scale is not None}"
-            fixed, each = self._line(form, lambda weight: _coded(weight, module))
-        else:
-            fixed, each = self._line("plain", _plain)
-        return fixed + each * module.in_features * module.out_features
+        """Of all products of the model, one after the other; projections of the same activations that have the same
+        form are one."""
+        total, calls = 0.0, set()
+        for name, module in projections(model):
+            fixed, each = self._line(*_form(module))
+            layer, _, last = name.rpartition(".")
+            call = (layer, _SITES.get(last, last), _form(module)[0])
+            if isinstance(module, FactoredLinear):
+                total += 2 * fixed + each * module.rank * (module.in_features + module.out_features)
+                continue
+            total += each * module.in_features * module.out_features + (fixed if call not in calls else 0.0)
+            calls.add(call)
+        return total
 
     def _line(self, form: str, make: Callable[[Tensor], nn.Linear]) -> tuple[float, float]:
         if form not in self._lines:
@@ -82,6 +82,18 @@ class ProductClock:
             each = max(each, 0.0)
             self._lines[form] = (max(large - each * sizes[1], 0.0), each)
         return self._lines[form]
+
+
+_SITES = {"fc_q": "heads", "fc_k": "heads", "fc_v": "heads", "fc_gate": "gated", "fc_in": "gated"}
+"""Projections that are given the same activations."""
+
+
+def _form(module: nn.Linear) -> tuple[str, Callable[[Tensor], nn.Linear]]:
+    """A name for the form that a projection's matrix has, and what makes another matrix in that form."""
+    if isinstance(module, LowBitLinear):
+        form = f"{module.scheme.name} {module.inputs} {module.input_scale is not None}"
+        return form, lambda weight: _coded(weight, module)
+    return "plain", _plain
 
 
 def _call(module: nn.Linear, x: Tensor) -> Callable[[int], object]:
