@@ -345,7 +345,9 @@ class Engine:
     # ---- inside ------------------------------------------------------------------------------------------------
 
     def _generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> Iterator[Completion]:
-        ended: queue.Queue[int] = queue.Queue()  # numbers of prompts of which an answer has ended
+        # Numbers of prompts of which an answer has ended. Ctrl-C may come while `get` waits: queue.Queue may then
+        # release a lock that it does not hold.
+        ended: queue.SimpleQueue[int] = queue.SimpleQueue()
         left: dict[int, int] = {}
         jobs: dict[int, PromptJob] = {}
         collected: dict[int, list[AnswerPart]] = {}
@@ -374,7 +376,7 @@ class Engine:
         sampling: Sampling,
         jobs: dict[int, PromptJob],
         collected: dict[int, list[AnswerPart]],
-        ended: queue.Queue[int],
+        ended: queue.SimpleQueue[int],
     ) -> bool:
         number = len(jobs)
         own: list[AnswerPart] = []

@@ -55,6 +55,7 @@ from tilemesh.runs.manifest import MODEL
 from tilemesh.runs.metrics import STOPPED, WARNING
 from tilemesh.runs.names import CHECKPOINTS, CHOICES, PREDICTED, SAMPLE, SUMMARY, TRACE, TRACE_PARTS
 from tilemesh.train import summary
+from tilemesh.train.asynchronous import AsynchronousStepper, PipelinedGradients, is_asynchronous
 from tilemesh.train.config import TrainConfig, of_run
 from tilemesh.train.events import Listener, ignore, send
 from tilemesh.train.final import save_last
@@ -218,7 +219,12 @@ def _train_on(
         note=journal.add,
     )
     objective = next_token(laying, laid) if config.distill.teacher is None else from_teacher(config, laid, device)
-    stepper = Stepper(config, laid, optimizer, source, objective, recorder)
+    kind = Stepper
+    if isinstance(laid.gradients, PipelinedGradients):
+        assert isinstance(laid, Pipeline)
+        laid.gradients.join(laid, optimizer, config.method.anneal)
+        kind = AsynchronousStepper
+    stepper = kind(config, laid, optimizer, source, objective, recorder)
     recipe = training_recipe(config.compress.recipe)
     if recipe is not None:
         stepper.before = between_steps(laid.module, recipe, config.train.steps)
@@ -312,8 +318,10 @@ def method_gradients(config: TrainConfig) -> Way | None:
     if config.train.method == "local":
         outer = (method.outer_lr, method.outer_momentum)
         return lambda parts: LocalUpdates(parts, LocalPeriod(method.period, method.start, *outer, config.train.steps))
+    if is_asynchronous(config):
+        return PipelinedGradients
     if method.compress != "none" and config.train.method == "synchronous":
-        made = Compression(method.compress, method.keep, method.rank, seed=config.train.seed)
+        made = Compression(method.compress, method.keep, method.rank, seed=config.train.seed, start=method.start)
         return lambda parts: CompressedGradients(parts, made)
     return None
 
