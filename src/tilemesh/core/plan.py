@@ -33,7 +33,8 @@ IN_A_V: tuple[Schedule, ...] = ("zb-v", "v-half", "v-min", "dualpipe-v")
 """Schedules whose stages hold two chunks each, one on the way down the ranks and one on the way up."""
 TWO_WAYS: tuple[Schedule, ...] = ("dualpipe", "chimera")
 """Schedules with as many chunks as stages, each of which two ranks hold: microbatches pass in both directions."""
-Recompute = Literal["none", "selective", "full"]
+Recompute = Literal["none", "selective", "operators", "full"]
+"""What a backward pass computes again, from the least to the most."""
 Attention = Literal["fused", "materialized"]
 Precision = Literal["fp32", "bf16", "bf16-master", "fp16", "fp64"]
 OFFLOADS = ("optimizer", "activations", "weights")
@@ -125,8 +126,9 @@ class StepSettings:
     slices: int = 1
     """Pieces of each sequence that pass through the stages one after the other: for terapipe."""
     recompute: Recompute = "none"
-    """Activations that are computed again in the backward pass to save memory: none, attention's scores (selective;
-    fused attention always does so, and keeps none), or all within a layer (full)."""
+    """Activations that are computed again in the backward pass to save memory: none; attention's scores (selective;
+    fused attention always does so, and keeps none); all within a layer but the results of attention and of every second
+    matrix product (operators); or all within a layer (full)."""
     recompute_every: int | Literal["sqrt"] = 1
     """With full recomputation, layers between two activations that are kept, which are computed again together; sqrt:
     the square root of the number of layers that a rank passes at once."""
@@ -178,6 +180,11 @@ class StepSettings:
         """What is computed again beyond what attention does by itself: fused attention keeps no scores and makes them
         anew in its backward pass, so there selective recomputation is none."""
         return "none" if self.recompute == "selective" and self.attention == "fused" else self.recompute
+
+    @property
+    def repeats_exchanges(self) -> bool:
+        """Whether a layer's forward pass is gone through again, and with it what its ranks exchange."""
+        return self.recompute in ("operators", "full")
 
     def recomputes(self, stage: int) -> bool:
         """Whether a stage computes anything again."""

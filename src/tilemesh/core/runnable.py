@@ -52,7 +52,7 @@ def lacks(plan: ParallelPlan) -> Iterator[Lack]:
 
 def _lacks_of_stages(plan: ParallelPlan) -> Iterator[Lack]:
     stages, given = {*plan.recompute_stages}, f"recompute_stages is {list(plan.recompute_stages)}"
-    if plan.recompute != "full":
+    if plan.repeated == "none":
         why = f"recompute is {plan.recompute}, so no stage computes anything again"
         yield Lack("recompute_stages", given, why, "recompute=full", True)
     if max(stages) >= plan.pp:

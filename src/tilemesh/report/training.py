@@ -162,7 +162,7 @@ TRAIN_PAGE = KindPage(
         PageSection("steps", "Gradient norm, learning rate and memory", _steps),
         PageSection("rows", "How fast, against prediction and limit", _rows),
         PageSection("time", "Where the time went", _time),
-        PageSection("timeline", "A few steps, a lane per rank", lambda run, _: time_parts.lanes(run)),
+        PageSection("timeline", "A few steps, one lane per rank", lambda run, _: time_parts.lanes(run)),
         PageSection("pipeline", "The pipeline, measured and simulated", _pipeline),
         PageSection("memory", "Where the memory went", lambda run, beside: memory_part.memory(run, beside.memory)),
         PageSection("mesh", "The mesh and what crosses it", lambda run, _: mesh_part.mesh(run)),

@@ -74,7 +74,8 @@ class GateLayout:
             more += f" ZeRO-{self.zero}" + f" by {self.zero_group}" * (self.zero_group > 0)
             more += f" {self.prefetch} ahead" * (self.zero == 3 and self.prefetch != 1)
         if self.recompute != "none":
-            more += " again" + f" every {self.recompute_every}" * (self.recompute_every != 1)
+            kept = " but operators" * (self.recompute == "operators")
+            more += " again" + kept + f" every {self.recompute_every}" * (self.recompute_every != 1)
         if self.offload:
             more += " offload " + "+".join(what[0] for what in self.offload.split("+"))
         stages = f" pp={self.pp} {self.schedule}" if self.pp > 1 else ""

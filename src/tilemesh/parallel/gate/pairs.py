@@ -17,7 +17,13 @@ from tilemesh.core.runnable import lacks
 from tilemesh.core.step.book import microbatches_of
 from tilemesh.parallel.gate.cases import MODELS, ROWS, Case, GateLayout, cases
 
-RECOMPUTED: tuple[tuple[str, int | str], ...] = (("none", 1), ("full", 1), ("full", 2), ("full", "sqrt"))
+RECOMPUTED: tuple[tuple[str, int | str], ...] = (
+    ("none", 1),
+    ("operators", 1),
+    ("full", 1),
+    ("full", 2),
+    ("full", "sqrt"),
+)
 OFFLOADED = ("", "activations", "activations+weights")
 """Optimizer states on the host are no part of what the gate trains by: `tests/mpi/test_zero.py` has them."""
 
