@@ -148,7 +148,7 @@ def roofline(pairs: Sequence[Worked]) -> Drawing:
         Line("limit", _hull(roof), 6),
         Dots("best peer", theirs, 1, 10, hollow=True),
         Dots("ours", ours, 0, 10, words=labels),
-        *_notes(ours, theirs, labels, x_axis, y_axis),
+        *names_beside(ours, theirs, labels, x_axis, y_axis),
     ]
     head = ["shape", "FLOPs a byte", "ours", "best peer", "which", "of limit"]
     table = PageTable(head, rows, [x_axis.place(x) for x in places])
@@ -193,7 +193,7 @@ _LINES = (0, 1, -1, 2, -2, 3, -3, 4, -4)
 Box = tuple[float, float, float, float]  # from left and bottom to right and top, as fractions of a plot
 
 
-def _notes(
+def names_beside(
     points: Sequence[tuple[float, float]],
     others: Sequence[tuple[float, float]],
     labels: Sequence[str],
