@@ -96,7 +96,8 @@ def _table(result: SearchResult) -> Html:
     rows: list[list[Child]] = [
         [prediction.plan.short(), format_seconds(prediction.step_time_s), format_count(prediction.tokens_per_s),
          percent(prediction.mfu, 1), format_bytes(prediction.memory.total_bytes),
-         percent(prediction.bubble_fraction, 1), percent(prediction.times.exposed_s / prediction.step_time_s, 1), trainable(prediction.plan)]
+         percent(prediction.bubble_fraction, 1), percent(prediction.times.exposed_s / prediction.step_time_s, 1),
+         trainable(prediction.plan)]
         for prediction in result.predictions
     ]  # fmt: skip
     return grid(PageTable(head, rows))
