@@ -143,7 +143,7 @@ def _simulated(best: ServeLayout, asked: ServePlanQuestion, share: float, goal: 
         share_prefixes=False,
     )
     requests = fresh_requests(poisson_arrivals(rate, count), [asked.prompt] * count, [asked.output] * count)
-    history = simulate(limits, requests, predicted(best.clock))
+    history = simulate(limits, requests, predicted(best.clock), ahead=best.clock.gpu)
     records = list(history.requests.values())
     figures = load_figures(records, goal)
     whole = sum(record.whole_s or 0.0 for record in records) / len(records)

@@ -129,8 +129,9 @@ _KNOTS = (0, 4, 16, 64, 256)
 
 @dataclass(frozen=True)
 class FittedSteps:
-    """Seconds of a step: a constant, a line over its tokens that bends at the knots, and so much for each sequence,
-    each row of logits, each key that a decoding sequence reads and each pair of a prompt's query and key."""
+    """Seconds of a step: a constant, a line over its tokens that bends at the knots, and so much for a prompt in it
+    (on a GPU its kernels are launched one by one), each sequence, each row of logits, each key that a decoding sequence
+    reads and each pair of a prompt's query and key."""
 
     coefficients: tuple[float, ...]
     steps: int
@@ -161,7 +162,7 @@ def _features(parts: Sequence[SequencePart]) -> list[float]:
     decoded = sum(part.keys for part in parts if part.queries == 1)
     pairs = sum(part.queries * (part.keys - (part.queries - 1) / 2) for part in parts if part.queries > 1)
     logits = sum(part.logits for part in parts)
-    return [1.0, *bent, float(len(parts)), float(logits), float(decoded), pairs]
+    return [1.0, *bent, float(pairs > 0), float(len(parts)), float(logits), float(decoded), pairs]
 
 
 def non_negative_least_squares(rows: Sequence[Sequence[float]], wanted: Sequence[float]) -> list[float]:

@@ -2,8 +2,8 @@
 
 The one idea: an engine's loop is to take what was asked, plan, compute, book; only computing needs a model, and of that
 only how long it takes and which tokens come out matter to the schedule. So what is simulated here is a clock and the
-tokens, and nothing of the policy. Given an engine's recorded arrivals, outputs and durations, the schedule is the
-engine's, step for step (a test compares them).
+tokens, and nothing of the policy. Given the recorded arrivals, outputs and durations of an engine that waits for its
+steps, the schedule is the engine's, step for step (a test compares them).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import heapq
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tilemesh.core.errors import RunError
 from tilemesh.model.work.decoding import SequencePart
@@ -56,8 +56,13 @@ def simulate(
     duration: Duration,
     guesser: NgramGuesser | None = None,
     until_ns: int | None = None,
+    ahead: bool = False,
 ) -> ServeHistory:
-    """Run all requests; a step takes what `duration` says. With `until_ns` no step begins after it."""
+    """Run all requests; a step takes what `duration` says. With `until_ns` no step begins after it.
+
+    `ahead`: as an engine on a GPU, which plans and launches a step when the one before it begins (`EngineCore.step`):
+    who comes while a step runs then waits for the next one as well.
+    """
     scheduler = Scheduler(limits, guesser or no_drafts)
     history = ServeHistory()
     asked: dict[str, SimRequest] = {}
@@ -70,8 +75,17 @@ def simulate(
             inbox.append((request.aborted_ns, request.abort_order or order, "abort", request))
     heapq.heapify(inbox)
     now = 0
-    while inbox or scheduler.busy:
-        if not scheduler.busy:
+    launched: tuple[StepPlan, int, int] | None = None  # with its beginning and its end; nobody has read its tokens yet
+
+    def end_launched() -> None:
+        nonlocal launched, now
+        if launched is not None:
+            plan, began, now = launched
+            launched = None
+            _book(scheduler, plan, asked, live, history, began, now, guesser)
+
+    while inbox or scheduler.busy or launched is not None:
+        if not scheduler.busy and launched is None:
             now = max(now, inbox[0][0])
         if until_ns is not None and now > until_ns:
             break
@@ -92,11 +106,27 @@ def simulate(
                 continue
             asked[request.name], live[request.name] = request, made
             history.added(made, request.at_ns if request.asked_ns is None else request.asked_ns, now)
-        if scheduler.busy:
-            plan = scheduler.plan()
-            ended = now + duration(plan)
-            _book(scheduler, plan, asked, live, history, now, ended, guesser)
-            now = ended
+        if not scheduler.busy:
+            end_launched()
+            continue
+        plan = scheduler.plan()
+        if ahead and plan.entries and not (plan.preempted or plan.swapped_in or plan.swapped_out):
+            began = now if launched is None else launched[2]
+            following = plan, began, began + duration(plan)
+            end_launched()
+            launched = following
+            if scheduler.can_assume():
+                scheduler.assume(plan)
+            else:
+                end_launched()
+            continue
+        if launched is not None:
+            end_launched()
+            going = tuple(entry for entry in plan.entries if entry.request.state is RequestState.RUNNING)
+            plan = replace(plan, entries=going)
+        if plan.entries or not ahead:
+            began, now = now, now + duration(plan)
+            _book(scheduler, plan, asked, live, history, began, now, guesser)
     return history
 
 
@@ -114,6 +144,8 @@ def _book(
     sampled: dict[str, list[int]] = {}
     failed: list[str] = []
     for entry in plan.entries:
+        if entry.request.state is not RequestState.RUNNING:
+            continue  # it has ended since the step was launched
         known = asked[entry.request.name]
         new = _drawn(entry, known)
         if new:
@@ -141,7 +173,7 @@ def _drawn(entry: Scheduled, known: SimRequest) -> list[int]:
     """The tokens after this entry: right drafts, and one more."""
     if not entry.samples:
         return []
-    done = len(entry.request.tokens) - entry.request.prompt
+    done = entry.start + entry.count - entry.request.prompt
     left = list(known.output[done : done + len(entry.drafts) + 1])
     right = 0
     while right < min(len(entry.drafts), len(left)) and entry.drafts[right] == left[right]:

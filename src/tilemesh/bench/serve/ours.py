@@ -32,8 +32,8 @@ steps of a single sequence one comes after the other, on average."""
 def run_load(engine: Engine, load: Sequence[LoadRequest], watched: bool = True) -> ServeHistory:
     """Each request at its time; returns when all have ended. Greedy, and no token ends an answer early.
 
-    `watched`: with all steps. An engine that is watched does not launch steps ahead; where it would, requests alone are
-    timed, by whoever hears their tokens.
+    `watched`: with all steps. That takes the host's time for each sequence and step; on a GPU, where the host's time
+    may count, requests alone are timed, by whoever hears their tokens.
     """
     history = ServeHistory()
     if watched:
@@ -106,7 +106,8 @@ def timed_steps(engine: Engine, batches: Sequence[int], seed: int = 1000) -> lis
 
 def fit_engine(engine: Engine, batches: Sequence[int]) -> FittedSteps:
     """Step times of this engine, from a few of its steps; the first round warms it up and is not counted."""
-    timed_steps(engine, batches[-1:], seed=5000)
+    # An engine that launches ahead captures and compiles for every number of sequences when it is first needed.
+    timed_steps(engine, batches if engine.launches_ahead else batches[-1:], seed=5000)
     return FittedSteps.of(timed_steps(engine, batches))
 
 
@@ -114,7 +115,7 @@ def predict_load(
     engine: Engine, load: Sequence[LoadRequest], clock: Callable[[Sequence[SequencePart]], float]
 ) -> ServeHistory:
     """What the engine will do, by the simulator."""
-    return simulate(engine.limits, to_simulate(load), predicted(clock))
+    return simulate(engine.limits, to_simulate(load), predicted(clock), ahead=engine.launches_ahead)
 
 
 def fitting_batches(running: int) -> list[int]:
