@@ -10,7 +10,7 @@ with every kernel launched by itself and every token waited for. The limit is th
 step reads, at the rate of a large copy, which is measured first. *predicted*: by `plan/serving_clock.py`, before.
 `--serve` also times 256 requests of 100 to 1,024 tokens each way against the larger of bytes and FLOPs (at 800 TFLOP/s,
 what a large product reaches), step by step. `--online`: requests at random times, predicted before by the simulator
-with step times fitted to other requests of the same engine. `--prefix`: the first token of prompts of 8,192 tokens of
+with the step times of `plan/serving_clock.py`. `--prefix`: the first token of prompts of 8,192 tokens of
 which 90 % are shared, beside prompts that share nothing, and beside an engine that looks for nothing.
 """
 
@@ -28,13 +28,15 @@ import torch
 from torch import nn
 
 from tilemesh.bench.serve.load import Lengths, make_load
+from tilemesh.bench.serve.ours import run_load
 from tilemesh.bench.serve.run import ServeBench
 from tilemesh.core.hardware import parse_cluster
 from tilemesh.data.tokenizer import Unknown
+from tilemesh.measure.row import Row, write_rows
 from tilemesh.model.config import ModelConfig, preset
 from tilemesh.model.transformer import Transformer
 from tilemesh.model.work.decoding import SequencePart, key_value_bytes
-from tilemesh.plan.serving_clock import FittedSteps, StepClock
+from tilemesh.plan.serving_clock import StepClock
 from tilemesh.serve import Engine, Sampling
 from tilemesh.serve.figures import ServeGoal
 from tilemesh.serve.load import ServedModel
@@ -42,7 +44,7 @@ from tilemesh.serve.sampling import DrawKind
 from tilemesh.serve.scheduler import StepPlan
 
 PRODUCT_FLOPS_PER_S = 800e12
-RATES = {"tinyllama-1.1b": (20.0, 50.0, 80.0), "llama-3-8b": (5.0, 15.0, 25.0)}
+RATES = {"tinyllama-1.1b": (25.0, 60.0, 100.0), "llama-3-8b": (20.0, 50.0)}
 """Requests per second, up to about 0.8 of what the engine can serve."""
 REPLAYS = 30
 STEPS = 96
@@ -263,26 +265,21 @@ def serve_many(
     return shown(row)
 
 
-def serve_online(model: Transformer, shape: str, rates: Sequence[float]) -> list[dict[str, Any]]:
+def serve_online(model: Transformer, shape: str, rates: Sequence[float]) -> list[Row]:
     """TTFT and ITL of requests at random times, predicted before; 100 requests of 100 to 512 tokens and 64 to 128."""
     clock = StepClock(model.config, parse_cluster("1xh200"))
     lengths = Lengths(100, 512), Lengths(64, 128)
     case = {"model": shape, "dtype": "bf16", "prompt": str(lengths[0]), "output": str(lengths[1]), "running": 64}
     with engine_of(model, 64, True, pages=64 * 48, context=1024, prepare=True) as engine:
         bench = ServeBench(engine, case, clock, "", ServeGoal(), print, watched=False)
-        bench.fit()
-        assert isinstance(bench.predict, FittedSteps)
-        for parts in ([(1, 512)], [(1, 512)] * 64, [(256, 256)], [(1, 512)] * 16 + [(512, 512)]):
-            works = [SequencePart(queries, keys, 1) for queries, keys in parts]
-            print(
-                f"{len(parts)} sequences: fitted {bench.predict(works) * 1e3:.3f} ms, clock {clock(works) * 1e3:.3f} ms"
-            )
+        warm = make_load(64, *lengths, model.config.vocabulary, rate=rates[-1], seed=99)
+        run_load(engine, warm, watched=False)  # compiles
         for number, rate in enumerate(rates):
             load = make_load(100, *lengths, model.config.vocabulary, rate=rate, seed=number)
             bench.online(load, rate)
             told = bench.found.points[-1].predicted
             print(f"predicted: first token {told.ttft_p50:.4f} s, between tokens {told.itl_p50:.5f} s", flush=True)
-    return [row.to_dict() for row in bench.found.rows]
+    return bench.found.rows
 
 
 def first_token_s(engine: Engine, prompt: Sequence[int]) -> float:
@@ -353,7 +350,7 @@ def main() -> None:
         if asked.online:
             online = serve_online(model, shape, RATES[shape])
             if asked.json:
-                write(asked.json.replace(".jsonl", f"-{shape}-online.jsonl"), online)
+                write_rows(online, asked.json.replace(".jsonl", f"-{shape}-online.jsonl"))
         print(f"{time.perf_counter() - began:.0f} s")
         del model
         torch.cuda.empty_cache()

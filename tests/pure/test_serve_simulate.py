@@ -45,11 +45,14 @@ def test_requests_that_come_during_a_step_wait_for_its_end() -> None:
 
 def test_ahead_whoever_comes_during_a_step_waits_for_the_one_that_was_launched() -> None:
     asked = fresh_requests([0, 5], [4] * 2, [4] * 2)
-    history = simulate(ServeLimits(pages=64, context=200), asked, lambda plan: 10, ahead=True)
+    history = simulate(ServeLimits(pages=64, context=200), asked, lambda plan: 10, launching=lambda plan: 1)
     first, second = history.requests.values()
     assert first.token_ns == [10, 20, 30, 40]  # steps follow each other as if nothing were launched ahead
     assert second.taken_ns == 10
-    assert second.token_ns == [30, 40, 50, 60]  # the second step was launched at 0, before it came
+    assert second.token_ns == [30, 40, 50, 60]  # the second step was launched at 1, before it came
+    slow = simulate(ServeLimits(pages=64, context=200), asked, lambda plan: 10, launching=lambda plan: 15)
+    # The host is what steps wait for: tokens are read when the next step has been launched.
+    assert next(iter(slow.requests.values())).token_ns == [30, 45, 60, 75]
     assert [record.finish for record in (first, second)] == [FinishReason.LENGTH] * 2
     assert [len(step.parts) for step in history.steps] == [1, 1, 2, 2, 1, 1]
 
@@ -64,7 +67,7 @@ def test_ahead_every_request_gets_its_tokens_and_never_sooner(seed: int) -> None
     limits = ServeLimits(pages=draw.choice((8, 20, 200)), context=64, page_tokens=8, step_tokens=16, running=8)
     plain, ahead = (
         simulate(limits, fresh_requests(arrivals, *sizes), lambda plan: 1 + sum(entry.count for entry in plan.entries),
-                 ahead=how) for how in (False, True)
+                 launching=how) for how in (None, lambda plan: 2)
     )  # fmt: skip
     for history in (plain, ahead):
         assert [len(record.output) for record in history.requests.values()] == sizes[1]

@@ -36,7 +36,7 @@ def bench_serve(
     device: Annotated[str, typer.Option(help="cpu, or cuda.")] = "cpu",
     predict: Annotated[
         str,
-        typer.Option(help="fitted: to a few steps of this engine; machine: from its calibration or datasheet."),
+        typer.Option(help="fitted: to a few steps of this engine (CPU); machine: from its calibration or datasheet."),
     ] = "fitted",
     seed: Annotated[int, typer.Option(help="Of the load and of random weights.")] = 0,
     run: Annotated[str | None, typer.Option(metavar="FOLDER", help="Write a run with its page there.")] = None,

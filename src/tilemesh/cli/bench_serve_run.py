@@ -99,7 +99,7 @@ def answer(asked: ServeQuestion) -> None:
         case |= {"running": asked.running, "prediction": asked.predict}
         bench = ServeBench(engine, case, clock, why, goal, console.print, watched=asked.device == "cpu")
         peers = open_peers(names, engine, asked.dtype, asked.device, closing) if asked.blocks else []
-        if asked.predict == "fitted" and (asked.blocks or loads):
+        if asked.predict == "fitted" and asked.device == "cpu" and (asked.blocks or loads):
             bench.fit()
         if batches:
             bench.steps(batches, asked.step_length)

@@ -15,7 +15,7 @@ from tilemesh.serve.scheduler import QueueFullError
 _RETRY_S = 0.02
 
 
-class Asked(Protocol):
+class PromptTaker(Protocol):
     """An engine, as far as it is needed here."""
 
     def submit(
@@ -32,7 +32,7 @@ class Asked(Protocol):
 
 
 def whole_answers(
-    engine: Asked, prompts: Sequence[Sequence[int]], samplings: Sequence[Sampling]
+    engine: PromptTaker, prompts: Sequence[Sequence[int]], samplings: Sequence[Sampling]
 ) -> Iterator[Completion]:
     """The completions of these prompts, in their order; leaving early aborts the rest."""
     ended: queue.Queue[int] = queue.Queue()  # numbers of prompts of which an answer has ended

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 
 from tilemesh.core.errors import RunError
 from tilemesh.model.work.decoding import SequencePart
+from tilemesh.plan.serving_clock import StepClock
 from tilemesh.serve.history import ServeHistory
 from tilemesh.serve.request import FinishReason, RequestState, ServeRequest
 from tilemesh.serve.scheduler import QueueFullError, Scheduled, Scheduler, ServeLimits, StepPlan, no_drafts
@@ -56,12 +57,12 @@ def simulate(
     duration: Duration,
     guesser: NgramGuesser | None = None,
     until_ns: int | None = None,
-    ahead: bool = False,
+    launching: Duration | None = None,
 ) -> ServeHistory:
     """Run all requests; a step takes what `duration` says. With `until_ns` no step begins after it.
 
-    `ahead`: as an engine on a GPU, which plans and launches a step when the one before it begins (`EngineCore.step`):
-    who comes while a step runs then waits for the next one as well.
+    `launching`: as an engine on a GPU (`EngineCore.step`). The host plans a step and takes so long to launch it while
+    the one before it runs, and only then reads that one's tokens: who comes in the meantime waits for the next step.
     """
     scheduler = Scheduler(limits, guesser or no_drafts)
     history = ServeHistory()
@@ -80,8 +81,8 @@ def simulate(
     def end_launched() -> None:
         nonlocal launched, now
         if launched is not None:
-            plan, began, now = launched
-            launched = None
+            plan, began, ended = launched
+            launched, now = None, max(now, ended)
             _book(scheduler, plan, asked, live, history, began, now, guesser)
 
     while inbox or scheduler.busy or launched is not None:
@@ -110,9 +111,9 @@ def simulate(
             end_launched()
             continue
         plan = scheduler.plan()
-        if ahead and plan.entries and not (plan.preempted or plan.swapped_in or plan.swapped_out):
-            began = now if launched is None else launched[2]
-            following = plan, began, began + duration(plan)
+        if launching is not None and plan.entries and not (plan.preempted or plan.swapped_in or plan.swapped_out):
+            now, began = now + launching(plan), now if launched is None else max(now, launched[2])
+            following = plan, began, max(began + duration(plan), now)
             end_launched()
             launched = following
             if scheduler.can_assume():
@@ -124,7 +125,7 @@ def simulate(
             end_launched()
             going = tuple(entry for entry in plan.entries if entry.request.state is RequestState.RUNNING)
             plan = replace(plan, entries=going)
-        if plan.entries or not ahead:
+        if plan.entries or launching is None:
             began, now = now, now + duration(plan)
             _book(scheduler, plan, asked, live, history, began, now, guesser)
     return history
@@ -194,8 +195,16 @@ def plan_parts(plan: StepPlan) -> list[SequencePart]:
 
 
 def predicted(clock: Callable[[Sequence[SequencePart]], float]) -> Duration:
-    """By a model of step times (`plan.serving_clock`)."""
+    """By a model of step times (`plan.serving_clock`), or of the times that launching takes."""
     return lambda plan: max(1, round(clock(plan_parts(plan)) * NS))
+
+
+def simulate_with(clock: StepClock, limits: ServeLimits, requests: Iterable[SimRequest]) -> ServeHistory:
+    """With the step times of a device; on a GPU its host launches steps ahead."""
+    if not clock.gpu:
+        return simulate(limits, requests, predicted(clock))
+    on_device = predicted(lambda parts: clock.seconds(parts).total)
+    return simulate(limits, requests, on_device, launching=predicted(clock.launching))
 
 
 def replay(history: ServeHistory, limits: ServeLimits, guesser: NgramGuesser | None = None) -> ServeHistory:

@@ -15,13 +15,13 @@ from collections.abc import Callable, Sequence
 from tilemesh.bench.serve.load import Lengths, LoadRequest, make_load, to_simulate
 from tilemesh.core.errors import RunError
 from tilemesh.model.work.decoding import SequencePart
-from tilemesh.plan.serving_clock import FittedSteps
+from tilemesh.plan.serving_clock import FittedSteps, StepClock
 from tilemesh.serve.core import AnswerPart
 from tilemesh.serve.engine import Engine
 from tilemesh.serve.history import RequestRecord, ServeHistory
 from tilemesh.serve.request import FinishReason, Sampling
 from tilemesh.serve.scheduler import QueueFullError
-from tilemesh.serve.simulate import predicted, simulate
+from tilemesh.serve.simulate import predicted, simulate, simulate_with
 
 _LONGEST_S = 3600.0
 _ARRIVING, _ARRIVING_OUTPUT, _STEPS_APART = 12, 12, (4, 12)
@@ -106,8 +106,7 @@ def timed_steps(engine: Engine, batches: Sequence[int], seed: int = 1000) -> lis
 
 def fit_engine(engine: Engine, batches: Sequence[int]) -> FittedSteps:
     """Step times of this engine, from a few of its steps; the first round warms it up and is not counted."""
-    # An engine that launches ahead captures and compiles for every number of sequences when it is first needed.
-    timed_steps(engine, batches if engine.launches_ahead else batches[-1:], seed=5000)
+    timed_steps(engine, batches[-1:], seed=5000)
     return FittedSteps.of(timed_steps(engine, batches))
 
 
@@ -115,7 +114,9 @@ def predict_load(
     engine: Engine, load: Sequence[LoadRequest], clock: Callable[[Sequence[SequencePart]], float]
 ) -> ServeHistory:
     """What the engine will do, by the simulator."""
-    return simulate(engine.limits, to_simulate(load), predicted(clock), ahead=engine.launches_ahead)
+    if isinstance(clock, StepClock) and engine.launches_ahead:
+        return simulate_with(clock, engine.limits, to_simulate(load))
+    return simulate(engine.limits, to_simulate(load), predicted(clock))
 
 
 def fitting_batches(running: int) -> list[int]:
