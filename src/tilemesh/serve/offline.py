@@ -35,7 +35,9 @@ def whole_answers(
     engine: PromptTaker, prompts: Sequence[Sequence[int]], samplings: Sequence[Sampling]
 ) -> Iterator[Completion]:
     """The completions of these prompts, in their order; leaving early aborts the rest."""
-    ended: queue.Queue[int] = queue.Queue()  # numbers of prompts of which an answer has ended
+    # Numbers of prompts of which an answer has ended. Ctrl-C may come while `get` waits: queue.Queue may then release a
+    # lock that it does not hold.
+    ended: queue.SimpleQueue[int] = queue.SimpleQueue()
     left: dict[int, int] = {}
     jobs: list[PromptJob] = []
     heard: dict[int, list[AnswerPart]] = {}
