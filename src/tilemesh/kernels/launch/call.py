@@ -100,6 +100,24 @@ class Launched:
             self.program(current_stream(self.index), *addresses)
 
 
+class RepeatedLaunches:
+    """Launches that are made once by `launch`, and again on the same memory by a call."""
+
+    def __init__(self, launch: Callable[..., Any]) -> None:
+        self._launch = launch
+        self._made: list[tuple[Launched, list[int]]] = []
+        self._held: list[Tensor] = []  # so that their memory stays theirs
+
+    def launch(self, plan: Plan, tensors: Mapping[str, Tensor], written: Sequence[str], **constants: Any) -> None:
+        program = self._launch(plan, tensors, written, **constants)
+        self._made.append((program, [tensor.data_ptr() for tensor in tensors.values()]))
+        self._held += tensors.values()
+
+    def __call__(self) -> None:
+        for program, addresses in self._made:
+            program.launch(addresses)
+
+
 def _compile(plan: Plan, tensors: Mapping[str, Tensor], device: torch.device, constants: Mapping[str, Any]) -> Launched:
     from tilemesh.kernels.launch.program import Operand
 
