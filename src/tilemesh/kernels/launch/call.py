@@ -86,6 +86,7 @@ class Launched:
         check_names(plan, operands)
         with torch.cuda.device(self.index):
             self.program = LaunchProgram(plan, operands, [*names, *plan.buffers])
+        self.known = self.program.known
 
     def launch(self, addresses: Sequence[int]) -> None:
         """On the current stream of the plan's GPU; scratch memory is fresh each time, so streams do not race for it."""
@@ -96,8 +97,10 @@ class Launched:
         if self.several and torch.cuda.current_device() != self.index:
             with torch.cuda.device(self.index):
                 self.program(current_stream(self.index), *addresses)
-        else:
-            self.program(current_stream(self.index), *addresses)
+            return
+        place = (current_stream(self.index), *addresses)
+        for launch, arguments in self.known.get(place) or self.program.calls(place):
+            launch(*arguments)
 
 
 class RepeatedLaunches:
