@@ -281,6 +281,55 @@ def test_twenty_kills_of_workers_and_servers(config: TrainConfig, tmp_path: Path
     assert trained(folder) == trained(quiet)
 
 
+EXACT_METHODS = {
+    "local": ("dp=2", "train.method=local,method.period=2,checkpoint.every=4,evaluate.every=0"),
+    "powersgd": ("dp=2", "method.compress=powersgd,method.rank=1"),
+    "pipedream": ("pp=2", "model.tied=false,optimizer.clip=0,plan.schedule=pipedream"),
+    "pipemare": ("pp=2", "model.tied=false,optimizer.clip=0,plan.schedule=pipemare"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@NEEDS_MPI
+@pytest.mark.parametrize("name", EXACT_METHODS)
+def test_a_killed_run_of_another_method_is_the_run_that_was_not(config: TrainConfig, tmp_path: Path, name: str) -> None:
+    mesh, sets = EXACT_METHODS[name]
+    made = load(mesh=mesh, sets=[SMALL, f"data.source={config.data.source}", sets])
+    quiet = new_run(TRAIN, made.to_toml(), tmp_path / "quiet")
+    run_threads(made.ranks, lambda comm: train_here(made, quiet, comm))
+    folder = new_run(TRAIN, made.to_toml(), tmp_path / "run")
+    run = Started(made, folder, restarts=2)
+    for number, (victim, step) in enumerate([(1, 6), (0, 13)]):
+        kill_when(run, victim, lambda: run.reached(step))  # noqa: B023  called before the loop goes on
+        until(lambda: len(run.said) > number)  # noqa: B023
+    outcome = run.wait(300)
+    assert (outcome.failure, outcome.attempts) == (None, 3)
+    assert trained(folder) == trained(quiet)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@NEEDS_MPI
+@pytest.mark.parametrize("consistency", ["ssp", "asp"])
+def test_a_killed_asynchronous_run_comes_to_its_end(config: TrainConfig, tmp_path: Path, consistency: str) -> None:
+    """What is promised: every worker goes on at worker 0's step, so all steps of the last attempt are applied."""
+    served = f"train.method=server,method.servers=2,method.consistency={consistency},method.staleness=2"
+    made = load(mesh="dp=2", sets=[SMALL, f"data.source={config.data.source}", served])
+    folder = new_run(TRAIN, made.to_toml(), tmp_path / "run")
+    run = Started(made, folder, restarts=2)
+    for number, (victim, step) in enumerate([(1, 6), (3, 13)]):  # a worker, then a server
+        kill_when(run, victim, lambda: run.reached(step))  # noqa: B023  called before the loop goes on
+        until(lambda: len(run.said) > number)  # noqa: B023
+    outcome = run.wait(300)
+    assert (outcome.failure, outcome.attempts) == (None, 3)
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    began = [line["step"] for line in lines if line["kind"] == "resumed"]
+    told = json.loads((folder / "summary.json").read_text())["method"]["servers"]
+    for server in told:
+        assert sum(count for _, count in server["staleness"]) == 2 * (made.train.steps - began[-1])
+
+
 @NEEDS_MPI
 def test_a_rank_that_hangs_is_named_with_its_step(config: TrainConfig, tmp_path: Path) -> None:
     quick = load(mesh="dp=2", sets=[SMALL, f"data.source={config.data.source}", "train.timeout_s=8"])

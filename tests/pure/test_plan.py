@@ -118,7 +118,10 @@ def test_every_precision_computes_in_a_known_dtype(precision: Any) -> None:
             "unknown schedule '1b1f': did you mean '1f1b'? known are gpipe, 1f1b, zb-h1, zb-h2, "
             "interleaved, breadth-first, zb-v, v-half, v-min, dualpipe-v, dualpipe, chimera, terapipe",
         ),
-        ({"recompute": "some"}, "unknown recompute 'some': did you mean 'none'? known are none, selective, full"),
+        (
+            {"recompute": "some"},
+            "unknown recompute 'some': did you mean 'none'? known are none, selective, operators, full",
+        ),
         (
             {"attention": "flash"},
             "unknown attention 'flash': known are fused, materialized",

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from tilemesh.bench.compress.measure import PLAIN, expected, judge, rows_of
+from tilemesh.bench.compress.measure import PLAIN, clocks_of, judge, rows_of
 from tilemesh.bench.compress.text import open_source
 from tilemesh.compress.recipe import read_recipe
 from tilemesh.compress.shrink import shrink
@@ -53,7 +53,7 @@ def answer(asked: CompressQuestion) -> None:
     with open_source(asked.source, asked.data, asked.step, say) as source:
         train, tokens, targets = source.text(asked.calibrate, asked.sequences, asked.seed)
         small = shrink(source.model, recipe, train, say)
-        guess = expected(source.model, small)
+        guess = clocks_of(source.model, tokens).expected(small)
         found = judge({PLAIN: source.model, "small": small}, tokens, targets)
         huggingface.save(small, target, like=source.folder)
     case: dict[str, CaseValue] = {"model": source.name, "sequences": len(tokens), "calibrated": asked.calibrate}

@@ -12,16 +12,13 @@ from rich.console import Console
 from rich.table import Table
 
 import tilemesh
-from tilemesh.cli.plan_run import load_model
+from tilemesh.cli.plan_run import load_model, named_cluster
 from tilemesh.cli.targets import check_targets
 from tilemesh.core.errors import UsageError
 from tilemesh.core.files import write_output
-from tilemesh.core.hardware import parse_cluster
 from tilemesh.core.units import format_bytes, format_seconds, parse_fraction
-from tilemesh.measure.machine import this_machine
 from tilemesh.model.work.weights import count_parameters
 from tilemesh.plan.constants import HEADROOM
-from tilemesh.plan.local import is_local, local_machine
 from tilemesh.plan.serving import (
     PAGE_TOKENS,
     ServeDemand,
@@ -47,6 +44,7 @@ class ServePlanQuestion:
 
     model: str | None
     cluster: str | None
+    gpu: str | None
     sets: tuple[str, ...]
     rate: float
     prompt: int
@@ -92,14 +90,11 @@ def run(asked: ServePlanQuestion) -> None:
             raise UsageError(f"--{name} is {value}: expected a number above 0")
     goal = ServeGoal.parse(asked.goal)
     model = load_model(asked.model, asked.sets)
-    local = local_machine(asked.cluster, this_machine()) if is_local(asked.cluster) else None
-    cluster = parse_cluster(asked.cluster) if local is None else local.cluster
+    cluster, rates = named_cluster(asked.cluster, asked.gpu)
     dtype = asked.dtype or ("bf16" if cluster.device.kind == "gpu" else "fp32")
     demand = ServeDemand(asked.rate, asked.prompt, asked.output, goal.between_tokens_s)
     headroom = HEADROOM if asked.headroom is None else parse_fraction(asked.headroom)
-    layouts, refused = serve_layouts(
-        model, cluster, demand, dtype, None if local is None else local.rates, headroom, asked.step_tokens
-    )
+    layouts, refused = serve_layouts(model, cluster, demand, dtype, rates, headroom, asked.step_tokens)
     best = layouts[0]
     console.print(
         f"{asked.model}: {count_parameters(model).total:,} parameters in {dtype} on {cluster.name}; {asked.rate:g} "

@@ -1,4 +1,4 @@
-"""What each rank did when: spans that Perfetto and chrome://tracing show, one lane a rank.
+"""What each rank did when: spans that Perfetto and chrome://tracing show, one lane per rank.
 
     trace = Trace(folder, rank=comm.rank)
     with trace.span("all_reduce", kind="exchange", bytes=buffer.nbytes): ...

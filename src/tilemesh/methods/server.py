@@ -330,7 +330,7 @@ class ServerLink:
 
 def _wait_in_naps(handles: Sequence[Any]) -> None:
     """Until all are done. A server may let a worker wait for many steps, in which the ranks that it waits for need the
-    cores: a call of the communicator looks 10,000 times a second."""
+    cores: a call of the communicator looks 10,000 times per second."""
     end_s = time.perf_counter() + _PATIENCE_S
     while not all(handle.test() for handle in handles) and time.perf_counter() < end_s:
         time.sleep(_NAP_S)

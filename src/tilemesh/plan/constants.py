@@ -32,6 +32,9 @@ MATMUL_FRACTION: Mapping[str, float] = {
 }
 """Of the dense peak, what a large matmul sustains beside its waves and fills."""
 
+IDLE_POWER = 1 / 7
+"""Of a board's power, what it draws whatever it computes. ASSUMED: 100 of an H100's 700 W."""
+
 Tiles = tuple[tuple[int, int, float], ...]
 TILES: Tiles = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.93), (64, 128, 0.75))
 """Tiles a vendor's library chooses from, and their rate: ASSUMED from the ratio of FLOPs to bytes a tile loads."""
@@ -40,7 +43,7 @@ HOPPER_TILES: Tiles = (*TILES, (192, 192, 1.0), (128, 192, 0.96))
 
 TILE_FILL_K = 128
 """Steps of k that filling a tile's pipeline and writing its result cost. ASSUMED: about 2 to 3 µs on an A100, where a
-256 x 128 tile takes 23 ns a step at the peak (2 x 256 x 128 FLOPs on one of 108 multiprocessors)."""
+256 x 128 tile takes 23 ns per step at the peak (2 x 256 x 128 FLOPs on one of 108 multiprocessors)."""
 
 LEAST_SPLIT_K = 512
 """Steps of k a part of a split product has at least. ASSUMED: four fills."""

@@ -66,6 +66,7 @@ class Engine:
         ranks: int = 0,
         shared_by: int = 1,
         invariant: bool = False,
+        kv_cache: str = "",
         launch_ahead: bool | None = None,
         prepare: bool = False,
         dtype: str | None = None,
@@ -85,6 +86,7 @@ class Engine:
         which checkpoint.
         `ranks`: so many processes share each matrix (tensor parallel, over `parallel/`); 0: this process computes.
         `shared_by`: how many engines share this machine's cores; such ones do not wait for their ranks: `wait_ready`.
+        `kv_cache`: int8 or fp8 keeps keys and values in 8 bits, with a scale for each token and head.
         `history`: where every step and request is written down, which takes memory for as long as it goes on.
         """
         if pages is not None and memory is not None:
@@ -110,7 +112,8 @@ class Engine:
             check_draft(draft.model.config, self.config, longest)
         if pages is None:
             beside = None if draft is None else draft.model.config
-            pages = choose_pages(self.config, weight_dtype, page_tokens, longest * running, memory, place, beside)
+            useful = longest * running
+            pages = choose_pages(self.config, weight_dtype, page_tokens, useful, memory, place, beside, kv_cache)
         self.limits = ServeLimits(
             pages=pages,
             context=longest,
@@ -121,6 +124,7 @@ class Engine:
             waiting=waiting,
             swap_pages=swap_pages,
             share_prefixes=share_prefixes,
+            kv_cache=kv_cache,
         )
         Range(0, 64).check("speculate", speculate, whole=True)
         self._guesser: NgramGuesser | DraftLengths | None = NgramGuesser(speculate) if speculate else None
@@ -341,7 +345,9 @@ class Engine:
     # ---- inside ------------------------------------------------------------------------------------------------
 
     def _generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> Iterator[Completion]:
-        ended: queue.Queue[int] = queue.Queue()  # numbers of prompts of which an answer has ended
+        # Numbers of prompts of which an answer has ended. Ctrl-C may come while `get` waits: queue.Queue may then
+        # release a lock that it does not hold.
+        ended: queue.SimpleQueue[int] = queue.SimpleQueue()
         left: dict[int, int] = {}
         jobs: dict[int, PromptJob] = {}
         collected: dict[int, list[AnswerPart]] = {}
@@ -370,7 +376,7 @@ class Engine:
         sampling: Sampling,
         jobs: dict[int, PromptJob],
         collected: dict[int, list[AnswerPart]],
-        ended: queue.Queue[int],
+        ended: queue.SimpleQueue[int],
     ) -> bool:
         number = len(jobs)
         own: list[AnswerPart] = []

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from tilemesh.core.errors import RunError, UsageError
+from tilemesh.core.errors import RunError, UsageError, unknown
 from tilemesh.core.ranges import Range
 from tilemesh.serve.pages import PagePool
 from tilemesh.serve.prefix import Key, PrefixCache
@@ -31,6 +31,10 @@ UNKNOWN = -1
 
 class QueueFullError(RunError):
     """No room for another waiting request: ask again later."""
+
+
+KV_CACHES = ("", "int8", "fp8")
+"""How keys and values may be kept: as they are computed, or in 8 bits."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +58,12 @@ class ServeLimits:
     share_prefixes: bool = True
     patience: int = 256
     """Steps that one unit of priority is worth."""
+    kv_cache: str = ""
+    """int8 or fp8: keys and values are kept in 8 bits, with a scale for each token and head; empty: as computed."""
 
     def __post_init__(self) -> None:
+        if self.kv_cache not in KV_CACHES:
+            raise unknown("kv_cache", self.kv_cache, KV_CACHES[1:])
         for name in ("pages", "context", "page_tokens", "step_tokens", "chunk_tokens", "running", "waiting"):
             Range(1, 2**40).check(name, getattr(self, name), whole=True)
         for name in ("swap_pages", "patience"):

@@ -84,7 +84,7 @@ class AdamW:
         if repeated is not None:
             repeated()
             return
-        seen = tuple([(type(g), g.dtype, g.shape, g.device) for g in gradients if g is not None])
+        seen = tuple([(type(g), g.dtype, g.shape, g.device) if isinstance(g, Tensor) else None for g in gradients])
         if seen not in self._seen:  # a training loop gives the same ones at each step
             check_lists({"parameters": self.parameters, "gradients": gradients})
             self._seen.add(seen)

@@ -26,7 +26,7 @@ from tilemesh.core.errors import RunError
 from tilemesh.kernels.launch.steps import INT32_LIMIT, Descriptor, FitError, LaunchPlan, Pointer, Step, is_double
 
 _TYPES = {
-    "float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64",
+    "float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64", "float8_e4m3fn": "fp8e4nv",
     "bool": "i1", "uint8": "u8", "int8": "i8", "int16": "i16", "int32": "i32", "int64": "i64",
 }  # fmt: skip
 _MOST_KEPT = 256  # argument lists a program keeps before it starts afresh
