@@ -78,7 +78,7 @@ class AdamW:
         step: how many steps there are with this one, from 1. rate, step and divisor may be tensors of one element on
         the parameters' device: nothing then waits for the device, and the call can be captured as a CUDA graph.
         """
-        seen = tuple([(type(g), g.dtype, g.shape, g.device) for g in gradients if g is not None])
+        seen = tuple([(type(g), g.dtype, g.shape, g.device) if isinstance(g, Tensor) else None for g in gradients])
         if seen not in self._seen:  # a training loop gives the same ones at each step
             _check_lists({"parameters": self.parameters, "gradients": gradients})
             self._seen.add(seen)
