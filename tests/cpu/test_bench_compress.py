@@ -7,6 +7,7 @@ import torch
 
 from tilemesh.bench.compress.peers import torchao_codes, why_not
 from tilemesh.bench.compress.predict import CompressClocks, PassChange, ProductClock
+from tilemesh.cli.bench_compress_run import _that_fit
 from tilemesh.cli.main import main
 from tilemesh.compress.factorize import factorize
 from tilemesh.compress.quantize import quantize
@@ -41,6 +42,9 @@ def test_compress_writes_a_folder_that_generates_and_serves(source, tmp_path, ca
     assert found["size"].predicted == found["size"].measured.median == model_bytes(huggingface.load(out))
     told = json.loads((out / "config.json").read_text())["quantization_config"]
     assert (told["quant_method"], told["format"]) == ("compressed-tensors", "pack-quantized")
+    assert main(["report", str(out)]) == 0
+    assert "Loss against bytes" in (out / "report.html").read_text()
+    capsys.readouterr()
     with Engine(out, pages=16) as engine:
         (answer,) = engine.generate([[1, 2, 3]], Sampling(max_tokens=4, temperature=0))
     assert len(answer.answers[0].tokens) == 4
@@ -78,6 +82,19 @@ def test_bench_compress_makes_rows_and_a_page(source, tmp_path, capsys):
     page = (tmp_path / "run" / "report.html").read_text()
     for words in ("Loss against bytes", "Loss against time of a decoded token", "Error per matrix", "frontier"):
         assert words in page
+
+
+def test_recipes_that_do_not_fit_are_known_before_the_first_is_measured(source, capsys):
+    asked = ["bench", "compress", str(source / "model"), "--data", str(source / "text.txt"), "--recipes"]
+    assert main([*asked, "int8,int4-g48"]) == 2
+    told = capsys.readouterr()
+    assert "int4-g48: " in told.err
+    assert "int8: loss" not in told.err
+    model = Transformer(preset("tiny").replace(layers=1, width=16, heads=2, mlp_width=32), seed=1)
+    said: list[str] = []
+    kept = _that_fit(model, ["int8", "int4-g64", "mlp-25"], True, said.append)
+    assert kept == ["int8", "mlp-25"]
+    assert "int4-g64 is left out" in said[0]
 
 
 def test_the_frontier_is_what_nothing_beats():

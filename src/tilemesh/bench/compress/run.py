@@ -52,18 +52,15 @@ def bench_recipes(
     """Every recipe is predicted, made, judged on the same held-out text, and timed in turns with the plain model."""
     train, tokens, targets = text
     found = CompressFindings()
-    shown = next(name for name, _ in projections(model) if name.endswith("fc_in"))
-    plain: Judged | None = None
     clocks = clocks_of(model, tokens)
     for name in recipes:
         recipe = read_recipe(name)
         small = shrink(model, recipe, train, say)
         guess = clocks.expected(small)
         judged = judge({PLAIN: model, "small": small}, tokens, targets, seconds)
-        plain = judged[PLAIN] if plain is None else plain
         losses, why = _peer_losses(peers, model, name, text)
         found.rows += rows_of(name, case, guess, judged["small"], judged[PLAIN], losses, why)
-        found.points.append(_point(name, guess, judged["small"], judged[PLAIN], losses, model, small, shown))
+        found.points.append(point_of(name, guess, judged, losses, model, small))
         say(f"{name}: loss {judged['small'].loss:.4f} ({judged['small'].loss - judged[PLAIN].loss:+.4f})")
     return found
 
@@ -85,16 +82,17 @@ def _peer_losses(
     return losses, why
 
 
-def _point(
+def point_of(
     name: str,
     guess: Expected,
-    small: Judged,
-    plain: Judged,
+    judged: Mapping[str, Judged],
     losses: Mapping[str, float],
     before: Transformer,
     after: Transformer,
-    shown: str,
 ) -> dict[str, Any]:
+    """What the page draws of one recipe; histograms are of the first layer's first matrix of the MLP."""
+    small, plain = judged["small"], judged[PLAIN]
+    shown = next(matrix for matrix, _ in projections(before) if matrix.endswith("fc_in"))
     has_shape = shown in dict(projections(after))
     return {
         "recipe": name, "loss": small.loss, "plain_loss": plain.loss, "bytes": small.nbytes, "plain_bytes":
