@@ -51,8 +51,8 @@ def test_rows_of_a_model(tmp_path: Path) -> None:
     assert step["peers"]["eager"]["median"] > 0
     assert first["measured"]["median"] > 0
     assert values["limit"] <= values["case"]["arena"] <= 1.05 * values["limit"]
-    # What is measured: operators may return memory that holds more than their result, and free some earlier.
-    assert 0.5 * values["predicted"] < values["measured"]["median"] < 1.5 * values["predicted"]
+    # An operator of torch's own may return more than is read (an LSTM its workspace), which liveness does not count.
+    assert values["measured"]["median"] > 0.5 * values["predicted"]
     for row in roof:  # where the machine is calibrated
         assert row["case"]["roof_s"] < row["case"]["roof_s before"]
 

@@ -42,9 +42,15 @@ def _values(graph: Graph) -> list[torch.Tensor]:
     return [torch.randn([int(str(size)) for size in node.shape], dtype=torch.float64) / 4 for node in graph.inputs]
 
 
-@pytest.mark.parametrize("products", [False, True])
-def test_values_computed_again_lower_the_peak(products: bool) -> None:
-    graph = _step(6)
+def _read_twice(count: int = 6) -> Graph:
+    """Cheap values of an input, each read by two products far from each other."""
+    x, v, w = (build.argument(name, [32, 32], "float64") for name in "xvw")
+    cheap = [build.tanh(build.multiply(x, 0.1 * place)) for place in range(1, count + 1)]
+    return Graph((x, v, w), tuple(build.total(build.dot(value, each), [0]) for each in (v, w) for value in cheap))
+
+
+@pytest.mark.parametrize(("graph", "products"), [(_read_twice(), False), (_step(6), True)], ids=["cheap", "layers"])
+def test_values_computed_again_lower_the_peak(graph: Graph, products: bool) -> None:
     made = rematerialised(graph, 0, products)
     assert made.values > 0
     assert made.peak == peak_bytes(made.graph) < made.peak_before == peak_bytes(graph)

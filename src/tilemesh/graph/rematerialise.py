@@ -85,8 +85,10 @@ def _best(graph: Graph, products: bool, serial: int) -> Graph | None:
         if changed is None:
             continue
         after = live_bytes(lifetimes(changed))
-        if (max(after), sum(after)) < least:
-            best, least = changed, (max(after), sum(after))
+        level = max(after), sum(after)
+        # The first of several values that are made from one that now lives longer gains nothing by itself.
+        if level < least or (level == least and best is None):
+            best, least = changed, level
     return best
 
 
