@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils.flop_counter import flop_registry
 
 from tilemesh.core.errors import UsageError
 from tilemesh.graph.aten import CONVOLUTIONS, FOR_KERNELS, LOWERED, SEVERAL
@@ -192,6 +193,8 @@ class _Lowering:
             extra["serial"] = self.serial  # two draws are not one
             if self.random is not None:
                 inputs.append(self.random)
+        flops = _flops(node, value)
+        counted = {"flops": flops} if flops else {}
         shape, dtype = ((), TUPLE) if isinstance(value, tuple | list) else _typed(value, node)
         made = make(
             "opaque",
@@ -203,10 +206,24 @@ class _Lowering:
             shape=shape,
             dtype=dtype,
             **extra,
+            **counted,
         )
         if extra:
             self.random = made
         return made
+
+
+def _flops(node: fx.Node, value: Any) -> int:
+    """The floating-point operations of torch's own operator, where torch counts them: convolutions, attention."""
+    assert isinstance(node.target, torch._ops.OpOverload)
+    count = flop_registry.get(node.target.overloadpacket)
+    if count is None:
+        return 0
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda each: each.meta.get("val"))
+    try:
+        return int(count(*args, **kwargs, out_val=value))
+    except Exception:  # a formula of torch's that does not know these arguments: the operator costs its bytes
+        return 0
 
 
 def _root(node: fx.Node) -> fx.Node:
