@@ -12,6 +12,7 @@ from tilemesh.cli.main import main
 from tilemesh.core.errors import UsageError
 from tilemesh.core.hardware import DEVICES
 from tilemesh.graph.cost import graph_seconds
+from tilemesh.graph.ir import Graph
 from tilemesh.graph.measured import MeasuredCost, refined_search
 from tilemesh.graph.search import as_rules, greedy, read_substitutions
 
@@ -94,9 +95,14 @@ def test_the_search_finds_what_greedy_does_not(name: str, stuck: bool) -> None:
     from tilemesh.graph.search import search
 
     graph, rules = SEARCHED[name](), as_rules(read_substitutions())
-    cost = lambda each: graph_seconds(each, DEVICES["h100"])  # noqa: E731
+
+    def cost(each: Graph) -> float:
+        return graph_seconds(each, DEVICES["h100"])
+
+    def heavy(each: Graph) -> int:
+        return sum(node.op in ("dot", "conv") for node in each.nodes())
+
     first, found = greedy(graph, rules, cost), search(graph, rules, cost)
-    heavy = lambda each: sum(node.op in ("dot", "conv") for node in each.nodes())  # noqa: E731
     assert found.cost < cost(graph)
     assert (found.cost < 0.9 * first.cost) == stuck
     assert heavy(found.graph) <= heavy(graph)
