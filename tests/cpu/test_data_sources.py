@@ -52,7 +52,7 @@ class TestRecords:
         ("line", "words"),
         [
             ('{"body": "x", "id": 2}', r"a\.jsonl:2 has no field 'text': it has body, id; set data.field"),
-            ("[1]", r"a\.jsonl:2 is a list: expected one JSON object a line"),
+            ("[1]", r"a\.jsonl:2 is a list: expected one JSON object per line"),
             ('{"text": ', r"a\.jsonl:2 is not JSON"),
             ('{"text": 3}', r"text of .* record 2 is 3: expected text"),
             ('{"text": [{"role": "user"}]}', r"expected text; for conversations set data.chat=true"),

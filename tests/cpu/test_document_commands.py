@@ -1,4 +1,9 @@
-"""The commands and programs of "get started" and the how-tos run as they are written, with a smaller model."""
+"""Every command that a document shows in a block for a shell runs as it is written, with a smaller model and fewer
+readings; a block whose first lines say that it needs a GPU, several machines or a cluster does not.
+
+The folder it runs in holds what documents speak of (RUN, model/, text.jsonl, …). The how-tos and what is quick run in
+`make test`, all documents in `make test-all`.
+"""
 
 from __future__ import annotations
 
@@ -6,40 +11,112 @@ import functools
 import json
 import re
 import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+import urllib.request
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 from tilemesh.cli import train_run
 from tilemesh.cli.main import main
+from tilemesh.core.calibration import Calibration, Rates
+from tilemesh.core.plan import ParallelPlan
+from tilemesh.measure.machine import this_machine
 from tilemesh.model import huggingface
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.transformer import Transformer
 from tilemesh.train.export import byte_tokenizer
 
 ROOT = Path(__file__).parents[2]
+DOCUMENTS = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
 SMALL = (
     "model.layers=1,model.width=16,model.heads=2,model.kv_heads=1,model.mlp_width=32,model.context=32,train.context=0,"
-    "train.batch=4,evaluate.sequences=4"
+    "train.batch=12,evaluate.sequences=4"
 )
-LLAMA = ModelConfig(layers=1, width=16, heads=2, kv_heads=1, vocabulary=256, context=32, norm="rmsnorm", mlp_width=32,
+ON_CPU = "train.device=cpu,checkpoint.background=false,train.compile=false"
+LLAMA = ModelConfig(layers=1, width=128, heads=2, kv_heads=1, vocabulary=256, context=32, norm="rmsnorm", mlp_width=256,
                     positions="rotary", activation="swiglu", biases=False)  # fmt: skip
+START_S = 60
+MOST_S = 900
+"""Of a document: some start eight ranks several times."""
 _FENCE = re.compile(r"^```(\w+)[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
+_NEEDS = re.compile(r"^# needs (a GPU|several machines|a cluster)$", re.MULTILINE)
+_SERVING = (["tilemesh", "serve"], ["tilemesh", "watch"])
+
+
+class DocumentBlock(NamedTuple):
+    kind: str
+    text: str
+
+    @property
+    def needs(self) -> str:
+        """Hardware that a machine for tests does not have."""
+        found = _NEEDS.search("\n".join(self.text.splitlines()[:2]))
+        return found[1] if found else ""
+
+    @property
+    def lines(self) -> list[str]:
+        """Commands, without comments."""
+        joined = self.text.replace("\\\n", " ").splitlines()
+        return [line.strip() for line in joined if line.strip() and not line.startswith("#")]
+
+
+def blocks(document: Path) -> list[DocumentBlock]:
+    return [DocumentBlock(*found) for found in _FENCE.findall(document.read_text())]
+
+
+def name_of(document: Path) -> str:
+    return document.relative_to(ROOT).as_posix()
+
+
+# ---- what is there ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run of one rank."""
+    folder = tmp_path_factory.mktemp("trained") / "RUN"
+    small = "model.layers=2,model.width=64,model.heads=2,model.kv_heads=1,model.mlp_width=128,model.context=32"
+    settings = f"{small},train.context=0,train.batch=4,train.steps=4,evaluate.sequences=4,sample.tokens=0,{ON_CPU}"
+    assert main(["train", "--mesh", "dp=1", "--out", str(folder), "--set", settings]) == 0
+    return folder
 
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with what the how-tos speak of; one rank trains in this process."""
-    huggingface.save(Transformer(LLAMA, seed=1), tmp_path / "model")
-    (tmp_path / "model" / "tokenizer.json").write_text(json.dumps(byte_tokenizer(), ensure_ascii=False))
+    for name in ("model", "folder"):
+        huggingface.save(Transformer(LLAMA, seed=1), tmp_path / name)
+        (tmp_path / name / "tokenizer.json").write_text(json.dumps(byte_tokenizer(), ensure_ascii=False))
     (tmp_path / "notes.txt").write_text("to be or not to be\n" * 400)
     texts = [{"text": f"document {number}: the quick brown fox. " * 3} for number in range(80)]
     (tmp_path / "text.jsonl").write_text("".join(json.dumps(record) + "\n" for record in texts))
     talk = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
     (tmp_path / "chats.jsonl").write_text("".join(json.dumps({"messages": talk}) + "\n" for _ in range(80)))
+    (tmp_path / "my.toml").write_text("[train]\nsteps = 4\n")
+    (tmp_path / "plan.toml").write_text(ParallelPlan(dp=2, precision="fp32").to_toml())
+    (tmp_path / "mine.toml").write_text('name = "mine"\nlike = "h100"\nmemory_gib = 96\npower_w = 500\n')
+    rows = (ROOT / "benchmarks" / "results" / "collectives-mpi4-neoverse-n1-2c.jsonl").read_text().splitlines()
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows[:40]) + "\n")
+    (tmp_path / "script.py").write_text(
+        "import tilemesh as tm\n\nwith tm.comm.connect() as comm:\n    comm.barrier()\n"
+    )
+    (tmp_path / "package").mkdir()
+    shutil.copy(tmp_path / "script.py", tmp_path / "package" / "module.py")
+    (tmp_path / "package" / "__init__.py").touch()
+    program = tmp_path / "program"
+    program.write_text("#!/bin/sh\nexit 0\n")
+    program.chmod(0o755)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     real = train_run.fit
 
     @functools.wraps(real)
@@ -50,44 +127,195 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def run_document(name: str, capsys: pytest.CaptureFixture[str]) -> list[str]:
-    """Run every block for a shell or for Python; the commands that ran."""
+def copy_runs(place: Path, trained: Path) -> None:
+    for name in ("RUN", "OTHER", "A", "B", "C", "runs/NAME"):
+        shutil.copytree(trained, place / name)
+
+
+# ---- running ----------------------------------------------------------------------------------------------------
+
+
+def run_document(name: str, capsys: pytest.CaptureFixture[str], python: bool = False) -> list[str]:
+    """Run every block for a shell, and with `python` those for Python; the commands that ran."""
     ran = []
-    for kind, block in _FENCE.findall((ROOT / "docs" / name).read_text()):
-        if kind == "python":
+    for block in blocks(ROOT / name):
+        if block.kind == "python" and python:
             torch.set_default_dtype(torch.float32)
-            exec(compile(_smaller_program(block), name, "exec"), {"__name__": "document"})
-        if kind != "bash":
-            continue
-        for line in block.splitlines():
-            command, _, target = line.partition(" > ")
-            words = shlex.split(command)
-            if words[:2] == ["tilemesh", "train"] and not {"--init", "--resume"} & set(words):
-                words += ["--set", SMALL]
-            if words[:2] == ["tilemesh", "train"] and "--resume" not in words:
-                words += ["--set", "train.device=cpu,checkpoint.background=false"]
-            assert words[0] == "tilemesh", f"{name}: a command that is not ours: {line}"
-            capsys.readouterr()
-            code = main(words[1:])
-            printed = capsys.readouterr()
-            assert code == 0, f"{line}\n{printed.err}"
-            if target:
-                Path(target).write_text(printed.out)
-            ran.append(line)
+            exec(compile(_smaller_program(block.text), name, "exec"), {"__name__": "document"})
+        if block.kind == "bash" and not block.needs:
+            ran += run_block(name, block.lines, capsys)
     return ran
+
+
+def run_block(name: str, lines: Sequence[str], capsys: pytest.CaptureFixture[str]) -> list[str]:
+    servers: list[subprocess.Popen[bytes]] = []
+    ran = []
+    try:
+        for line in lines:
+            command, _, target = line.partition(" > ")
+            words = shlex.split(command, comments=True)
+            if words[:2] in _SERVING:
+                _stop(servers)
+                servers.append(_started(words))
+            elif words[0] == "curl":
+                assert _answered(words), line
+            elif words[0] != "tilemesh":
+                continue  # `test_what_is_not_ours_exists` looks at these
+            else:
+                printed = _printed(words, line, capsys)
+                if target:
+                    Path(shlex.split(target, comments=True)[0]).write_text(printed)
+            ran.append(line)
+    finally:
+        _stop(servers)
+    assert ran or lines, f"{name}: an empty block"
+    return ran
+
+
+def _printed(words: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> str:
+    capsys.readouterr()
+    code = main(smaller(words)[1:])
+    printed = capsys.readouterr()
+    assert code == 0, f"{line}\n{printed.err}"
+    return printed.out
+
+
+def smaller(words: list[str]) -> list[str]:
+    """The same with less to do; a later value of an option replaces an earlier one."""
+    options = set(words)
+    match words[1:3]:
+        case ["train", *_]:
+            settings = [] if "--resume" in options else [ON_CPU]
+            settings += [] if {"--init", "--resume"} & options else [SMALL]
+            settings += ["train.steps=8"] if "RUN" in words else ["train.steps=20"] if "--out" not in options else []
+            return [*words, *(["--set", ",".join(settings)] if settings else [])]
+        case ["verify", *_]:
+            return [*words, "--ranks", "2", "--models", "gpt", "--no-pairs"]
+        case ["bench", "collective"]:
+            if {"--draw", "--simulate"} & options:
+                return words
+            return [*words, "--ranks", "2", "--sizes", "1KiB", "--quick"]
+        case ["bench", "methods"]:
+            return [*words, "--steps", "2", "--blocks", "1"]
+        case ["bench", "compress"]:
+            return [*words, "--recipes", "int8,int4-g64", "--peers", "none", "--sequences", "4", "--seconds", "0.2"]
+        case ["bench", "train"]:
+            return [*words, "--mesh", "dp=1", "--peers", "eager", "--blocks", "1", "--steps", "1", "--set", SMALL]
+        case ["guide", *_]:
+            return [*words, "--no-pause"]
+    return words
 
 
 def _smaller_program(block: str) -> str:
     return block.replace('"train.steps=20"', f'"train.steps=4,train.device=cpu,{SMALL}"')
 
 
+def _started(words: list[str]) -> subprocess.Popen[bytes]:
+    """A server, once it answers."""
+    port = words[words.index("--port") + 1] if "--port" in words else "8000"
+    given = words if "--port" in words else [*words, "--port", port]
+    server = subprocess.Popen([sys.executable, "-m", "tilemesh", *given[1:]])
+    until = time.monotonic() + START_S
+    while time.monotonic() < until:
+        assert server.poll() is None, f"{' '.join(words)} ended with {server.returncode}"
+        try:
+            urllib.request.urlopen(f"http://127.0.0.1:{port}{'/health' if words[1] == 'serve' else '/'}", timeout=5)
+        except OSError:
+            time.sleep(0.2)
+        else:
+            return server
+    server.kill()
+    raise AssertionError(f"{' '.join(words)} does not answer after {START_S} s")
+
+
+def _answered(words: list[str]) -> bool:
+    """What `curl ADDRESS -d DATA` would get."""
+    data = words[words.index("-d") + 1].encode()
+    request = urllib.request.Request(f"http://{words[1]}", data, {"Content-Type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=START_S) as answer:
+            return bool(answer.status == 200 and answer.read())
+    except urllib.error.HTTPError as refused:  # a base model has no chat template
+        return refused.code == 400 and "chat template" in refused.read().decode()
+
+
+def _stop(servers: list[subprocess.Popen[bytes]]) -> None:
+    while servers:
+        server = servers.pop()
+        server.send_signal(signal.SIGINT)
+        try:
+            server.wait(START_S)
+        except subprocess.TimeoutExpired:
+            server.kill()
+
+
+# ---- documents --------------------------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize(
     ("name", "commands"), [("how-to/fine-tune.md", 8), ("how-to/own-data.md", 5), ("how-to/own-module.md", 0)]
 )
 def test_a_how_to_runs(name: str, commands: int, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert len(run_document(name, capsys)) == commands
+    assert len(run_document(f"docs/{name}", capsys, python=True)) == commands
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(MOST_S)
 def test_get_started_runs(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert len(run_document("start.md", capsys)) == 7
+    assert len(run_document("docs/start.md", capsys, python=True)) == 7
+
+
+_HERE = {"docs/how-to/fine-tune.md", "docs/how-to/own-data.md", "docs/how-to/own-module.md", "docs/start.md"}
+OTHERS = [
+    name_of(document)
+    for document in DOCUMENTS
+    if name_of(document) not in _HERE
+    and any(block.kind == "bash" and not block.needs and "tilemesh" in block.text for block in blocks(document))
+]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(MOST_S)
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_document_runs(name: str, place: Path, trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    copy_runs(place, trained)
+    for words in (["data", "prepare", "text.jsonl", "shards"], ["plan", "--draw", "zb-v", "--csv", "mine.csv"]):
+        assert main(words) == 0
+    cores = Rates(matmul_flops_per_s={"fp32": 3e10}, copy_bytes_per_s=1e10)
+    Calibration(this_machine().id, "this machine", "now", one_core=cores, all_cores=cores).save()
+    assert run_document(name, capsys)
+
+
+def shell_lines() -> Iterator[tuple[str, str]]:
+    for document in DOCUMENTS:
+        for block in blocks(document):
+            if block.kind == "bash":
+                for line in block.lines:
+                    yield name_of(document), line
+
+
+def test_what_is_not_ours_exists() -> None:
+    """`make` has its target, `pip` its extra; the rest of a block for a shell is what starts programs."""
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    extras = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"])
+    known = ("tilemesh", "curl", "pytest", "python3", "mpiexec", "torchrun", "srun", ".venv/bin/pre-commit")
+    for name, line in shell_lines():
+        words = shlex.split(line, comments=True)
+        if words[0] == "make":
+            assert words[1] in targets, f"{name}: {line}"
+        elif words[:2] == ["pip", "install"]:
+            for wanted in re.findall(r"\[([^\]]*)\]", line):
+                assert set(wanted.split(",")) <= extras, f"{name}: {line}"
+        else:
+            assert words[0] in known, f"{name}: {line}: a block for a shell holds commands; use ```text for the rest"
+
+
+def test_every_block_says_what_it_is() -> None:
+    for document in DOCUMENTS:
+        opening = False
+        for line in document.read_text().splitlines():
+            if line.startswith("```"):
+                opening = not opening
+                assert not opening or line != "```", f"{name_of(document)}: a block without a language"
+        for block in blocks(document):
+            assert block.kind in ("bash", "python", "text", "toml", "json", "cpp", "c", "csv"), name_of(document)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -51,5 +53,29 @@ def test_what_is_predicted_is_what_is_recorded(
         return recorder.bytes_by_axis()
 
     recorded = run_threads(dp * tp, main, timeout_s=TIMEOUT_S)[0]
+    recorded.pop(CONTROL, None)
+    assert recorded == exchanged(config, plan, Task.of(plan, TOKENS, "eager"), (config.layers,))
+
+
+@pytest.mark.parametrize("recompute", ["operators", "full"])
+@pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_what_is_computed_again_is_exchanged_again(recompute: Any, sequence: bool, dropout: float) -> None:
+    config = ModelConfig(
+        layers=3, width=32, heads=8, mlp_width=64, vocabulary=64, context=TOKENS, dropout=dropout, norm="rmsnorm"
+    )
+    plan = ParallelPlan(tp=2, sequence_parallel=sequence, precision="fp32", microbatch=2, recompute=recompute)
+
+    def main(comm: Communicator) -> dict[str, dict[str, int]]:
+        mesh, recorder = Mesh(comm, dp=1, tp=2), Recorder(Trace(None))
+        laid = lay(Transformer(config), mesh, plan)
+        observe_mesh(mesh, recorder)
+        tokens = torch.randint(0, 64, (plan.microbatch, TOKENS + 1), generator=torch.Generator().manual_seed(0))
+        loss, count = laid.loss(tokens[:, :-1], tokens[:, 1:], dropout_seed=1 if dropout else None)
+        laid.gradients.backward(loss, count)
+        laid.gradients.finish()
+        return recorder.bytes_by_axis()
+
+    recorded = run_threads(2, main, timeout_s=TIMEOUT_S)[0]
     recorded.pop(CONTROL, None)
     assert recorded == exchanged(config, plan, Task.of(plan, TOKENS, "eager"), (config.layers,))

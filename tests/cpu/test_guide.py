@@ -329,6 +329,7 @@ def test_an_answer_is_checked_and_counts_as_progress(tmp_path: Path, capsys: pyt
         (["1", "--answer", "3"], "--exercise"),
         (["--exercise", "column"], "belongs to a chapter"),
         (["1", "--json", "/proc/x"], "--json"),
+        (["1", "--exercise", "column", "--json", "rows.jsonl"], "--json is of a whole chapter"),
     ],
 )
 def test_wrong_use_is_one_line(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -90,14 +90,15 @@ def test_triton_reads_what_the_formula_says(config):
     assert count_triton(config, n) == OurRung("", "", "", config).predicted(n)
 
 
-def test_pingpong_reads_what_the_formula_says(monkeypatch):
+@pytest.mark.parametrize("paired", [False, True])
+def test_pingpong_reads_what_the_formula_says(paired, monkeypatch):
     gluon_machine = pytest.importorskip("gluon_machine")
     pytest.importorskip("tilemesh.kernels.matmul.pingpong")
     from test_matmul_pingpong import emulate, given
 
     from tilemesh.kernels.matmul.problem import dense
 
-    config, n, loads = Config("pingpong", 64, 64, 32, 4, 3), 128, []
+    config, n, loads = Config("pingpong", 128 if paired else 64, 64, 32, 4, 3, paired=paired), 256, []
     original = gluon_machine.Global.load
 
     def counting(self, where):

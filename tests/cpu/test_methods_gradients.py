@@ -118,6 +118,15 @@ def test_bytes_of_few_bits() -> None:
         assert 0 <= gradients.sent_bytes - 3 * 4 / 3 * length * bits / 8 <= 3 * 2 * (RANKS - 1) * (8 + 4)
 
 
+def test_whole_gradients_come_first(exact: Tensor) -> None:
+    for weights, gradients, _ in train(compressed("top-k", start=60), 60):
+        torch.testing.assert_close(weights, exact, rtol=0, atol=1e-12)
+        assert gradients.sent_bytes == pytest.approx(60 * sent_bytes(None, SHAPES, RANKS, 8))
+    late = train(compressed("top-k", keep=0.1, start=55), 60)
+    assert all(torch.equal(weights, late[0][0]) for weights, _, _ in late)
+    assert any(residual.any() for residual in late[0][1].residuals.values())
+
+
 def test_residuals_that_are_averaged_for_a_checkpoint_keep_their_sum() -> None:
     def main(comm: Communicator) -> tuple[Tensor, Tensor]:
         mesh = Mesh(comm, dp=RANKS)

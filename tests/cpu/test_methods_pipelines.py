@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -13,19 +15,28 @@ from torch import Tensor, nn
 
 from tilemesh.comm import Communicator, run_threads
 from tilemesh.core.errors import UsageError
-from tilemesh.core.plan import ParallelPlan
+from tilemesh.core.plan import ASYNCHRONOUS, ParallelPlan
 from tilemesh.core.step.action import StepProgram
-from tilemesh.core.step.asynchronous import ASYNCHRONOUS, asynchronous, delays, held_versions
+from tilemesh.core.step.asynchronous import asynchronous, copies_of_weights, delays, held_versions
 from tilemesh.core.step.check import BrokenStepError, check
 from tilemesh.core.step.passes import exchange
+from tilemesh.core.step.program import step_program
 from tilemesh.core.step.schedules import one_f_one_b
 from tilemesh.core.step.simulate import StepTimes, simulate
-from tilemesh.methods.versions import VersionServices, run_pipeline, version_reads, versioned
-from tilemesh.model.config import ModelConfig
+from tilemesh.data.corpus import open_corpus
+from tilemesh.methods.versions import VersionServices, plain_sgd, version_reads, versioned
 from tilemesh.model.transformer import Transformer
 from tilemesh.parallel import Mesh, lay
-from tilemesh.parallel.laid import StepPiece
+from tilemesh.parallel.mesh import Axis
 from tilemesh.parallel.run import StepRunner
+from tilemesh.runs import folder as folders
+from tilemesh.runs.kind import TRAIN
+from tilemesh.runs.reader import open_checkpoint
+from tilemesh.train import load_config
+from tilemesh.train.config import TrainConfig
+from tilemesh.train.rank import train_here
+from tilemesh.train.schedule import rate
+from tilemesh.train.source import TextSource
 
 RATE, WIDTH = 0.1, 6
 
@@ -128,7 +139,9 @@ def run(program: StepProgram, warmup: int | None) -> list[tuple[list[Tensor], in
     def main(comm: Communicator) -> tuple[list[Tensor], int]:
         module = chunk_module(comm.rank, comm.size)
         passes = PlainPasses(module, comm.rank == comm.size - 1)
-        chunks = versioned(program, {comm.rank: passes}, {comm.rank: module}, lambda update: RATE, warmup)
+        chunks = versioned(
+            program, {comm.rank: passes}, {comm.rank: module}, lambda own: plain_sgd(own, lambda update: RATE), warmup
+        )
         StepRunner(program, comm, chunks, VersionServices(chunks))()
         kept = chunks[comm.rank].versions
         return kept.stored[kept.version], kept.most
@@ -199,46 +212,68 @@ def test_the_four_differ() -> None:
         assert not torch.allclose(found[name], found["pipedream"], rtol=0, atol=1e-6), name
 
 
-CONFIG = ModelConfig(layers=2, width=16, heads=2, vocabulary=32, context=8, tied=False)
+@given(st.sampled_from(ASYNCHRONOUS), st.integers(2, 6), st.integers(1, 20))
+def test_the_planner_counts_the_versions_that_are_held(name: str, ranks: int, microbatches: int) -> None:
+    program = made(name, ranks, microbatches)
+    copies = [copies_of_weights(name, rank, ranks, program.microbatches) for rank in range(ranks)]
+    assert copies == [held + (name == "pipemare") for held in held_versions(program)]
 
 
-@pytest.mark.parametrize("name", ["pipedream", "pipedream-2bw"])
-def test_a_transformer_equals_whole_gradients_at_mixed_versions(name: str) -> None:
+def trained(name: str, mesh: str, folder: Path) -> tuple[TrainConfig, dict[str, Tensor]]:
+    """Two steps of plain SGD by `tilemesh train`: the configuration and the last weights."""
+    config = load_config(
+        sets=[
+            "model.layers=2", "model.width=16", "model.heads=2", "model.context=8", "model.tied=false", "train.steps=2",
+            "train.batch=16", "plan.microbatch=2", "plan.precision=fp64", "optimizer.clip=0", "optimizer.name=sgd",
+            "optimizer.momentum=0", "optimizer.lr=0.5", "optimizer.weight_decay=0", "sample.tokens=0",
+            "train.trace_steps=0", f"data.source={__file__}", f"plan.schedule={name}", "evaluate.every=0",
+        ],
+        mesh=mesh,
+    )  # fmt: skip
+    folders.new_run(TRAIN, config.to_toml(), folder)
+    run_threads(config.ranks, lambda comm: train_here(config, folder, comm))
+    reader = open_checkpoint(folder)
+    return config, {name[7:]: reader.whole(name) for name in reader.names if name.startswith("weight:")}
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh"), [("pipedream", "pp=2"), ("pipedream-2bw", "pp=2"), ("pipedream", "dp=2,pp=2")]
+)
+def test_training_equals_whole_gradients_at_mixed_versions(name: str, mesh: str, tmp_path: Path) -> None:
     """Each microbatch's gradient by plain autograd of the whole model, whose parts have the versions of the list."""
-    program = exchange(made(name, 2, 8))
-    draw = torch.Generator().manual_seed(0)
-    tokens = torch.randint(0, 32, (8, 2, 9), generator=draw)
-    pieces = [StepPiece(one[:, :-1], one[:, 1:], 2 * number) for number, one in enumerate(tokens)]
-
-    def main(comm: Communicator) -> tuple[dict[str, Tensor], int]:
-        model = Transformer(CONFIG, seed=1, dtype=torch.float64)
-        plan = ParallelPlan(pp=2, accumulation=8, microbatch=2, precision="fp64")
-        laid = lay(model, Mesh(comm, pp=2), plan)
-        (chunk,) = run_pipeline(laid, program, pieces, lambda update: RATE).values()
-        return {n: p.detach().clone() for n, p in laid.module.named_parameters()}, chunk.versions.most
-
-    found = run_threads(2, main)
-    model = Transformer(CONFIG, seed=1, dtype=torch.float64)
-    home = {parameter: chunk for chunk, (weights, _) in enumerate(found) for parameter in weights}
-    history = [[{n: p.detach().clone() for n, p in model.named_parameters() if home[n] == c}] for c in (0, 1)]
-    per_update = 2 if name == "pipedream-2bw" else 1
-    sums: dict[str, Tensor] = {}
+    config, found = trained(name, mesh, tmp_path / "run")
+    program, corpus = step_program(config.plan, 2).program, open_corpus(config.data)
+    model = Transformer(config.model, seed=config.train.seed, dtype=torch.float64)
+    home = {n: int(n.startswith(("layers.1", "final_norm", "output"))) for n, _ in model.named_parameters()}
+    newest = {n: p.detach().clone() for n, p in model.named_parameters()}
     reads = [version_reads(program, chunk) for chunk in (0, 1)]
-    plain = lay(model, Mesh(run_threads(1, lambda comm: comm)[0]), ParallelPlan(precision="fp64"))
-    for number, piece in enumerate(pieces):
-        with torch.no_grad():
+    per_update = 2 if name == "pipedream-2bw" else 1
+    alone = run_threads(1, lambda comm: comm)[0]
+    plain = lay(model, Mesh(alone), ParallelPlan(precision="fp64"))
+    replicas = [Axis("dp", config.plan.dp, index, (0,), alone) for index in range(config.plan.dp)]
+    sources = [TextSource(config, corpus, replica, torch.device("cpu")) for replica in replicas]
+    for step in (1, 2):
+        history = [[{n: w for n, w in newest.items() if home[n] == chunk}] for chunk in (0, 1)]
+        sums, count = {}, 0
+        for number, batches in enumerate(zip(*(source.fetch(step) for source in sources), strict=True)):
+            with torch.no_grad():
+                for parameter, value in model.named_parameters():
+                    value.copy_(history[home[parameter]][reads[home[parameter]]["F", number]][parameter])
+                    value.grad = None
+            for tensors, _ in batches:
+                total, targets = plain.loss(*tensors)
+                total.backward()
+                count += int(targets)
             for parameter, value in model.named_parameters():
-                value.copy_(history[home[parameter]][reads[home[parameter]]["F", number]][parameter])
-                value.grad = None
-        total, count = plain.loss(piece.tokens, piece.targets)
-        total.backward()
-        for parameter, value in model.named_parameters():
-            sums[parameter] = sums.get(parameter, 0) + value.grad / (int(count) * per_update)
-        if (number + 1) % per_update == 0:
-            for chunk in (0, 1):
-                history[chunk].append({n: w - RATE * sums[n] for n, w in history[chunk][-1].items()})
-            sums = {}
-    for chunk, (weights, most) in enumerate(found):
-        assert most == held_versions(program)[chunk]
-        for parameter, value in weights.items():
-            torch.testing.assert_close(value, history[chunk][-1][parameter], rtol=0, atol=1e-10)
+                sums[parameter] = sums.get(parameter, 0) + value.grad
+            if (number + 1) % per_update == 0:
+                move = float(np.float32(rate(step - 1, 2, config.optimizer))) / count
+                for chunk in (0, 1):
+                    history[chunk].append({n: w - move * sums[n] for n, w in history[chunk][-1].items()})
+                sums, count = {}, 0
+        newest = {**history[0][-1], **history[1][-1]}
+    moved = max(float((newest[n] - p.detach()).abs().max()) for n, p in model.named_parameters())
+    assert moved > 1e-4
+    assert found.keys() == newest.keys()
+    for parameter, value in found.items():
+        torch.testing.assert_close(value, newest[parameter], rtol=0, atol=1e-10)

@@ -28,8 +28,7 @@ SMALL = (
     "checkpoint.background=false",
 )  # fmt: skip
 SGD = ("optimizer.name=sgd", "optimizer.momentum=0", "optimizer.lr=0.1")
-
-
+PIPED = ("model.layers=2", "model.tied=false")
 TEXT = Path(__file__)
 
 
@@ -88,10 +87,12 @@ def test_methods_that_are_data_parallelism(sets: tuple[str, ...], synchronous: P
         ("method.compress=top-k",),
         ("method.compress=one-bit",),
         ("method.compress=powersgd", "method.rank=1"),
+        ("plan.schedule=pipedream", *PIPED),
+        ("plan.schedule=pipemare", "method.anneal=12", *PIPED),
     ],
 )
 def test_a_resumed_run_is_the_run_that_never_stopped(sets: tuple[str, ...], tmp_path: Path) -> None:
-    made = config(*sets)
+    made = config(*sets, mesh="pp=2" if "plan" in sets[0] else "dp=2")
     train(made, tmp_path / "whole")
     train(made, tmp_path / "stopped", stop_after=4)
     summary = train(made, tmp_path / "stopped", resume=True)
@@ -122,9 +123,28 @@ def test_compression_and_local_updates_tell_what_they_saved(tmp_path: Path) -> N
     assert "Weights averaged every 4 steps, 2 times" in render(read_run(tmp_path / "b"), Beside())
 
 
+@pytest.mark.parametrize("name", ["pipedream-2bw", "ampnet"])
+def test_an_asynchronous_pipeline_learns_and_tells_its_versions(name: str, tmp_path: Path) -> None:
+    """By AdamW, in as many updates as its list has: more than one for each step."""
+    made = config(*PIPED, f"plan.schedule={name}", "train.batch=8", "optimizer.lr=0.01", mesh="pp=2")
+    summary = train(made, tmp_path / "run")
+    told = summary["method"]
+    assert told["updates"] == 8 * told["updates_per_step"] == 8 * (2 if name == "pipedream-2bw" else 4)
+    assert told["versions"] == ([2, 2] if name == "pipedream-2bw" else [1, 1])
+    assert summary["held_out"] < 5.0  # of 5.55 at first
+    page = render(read_run(tmp_path / "run"), Beside())
+    assert f"{name}: {told['updates']} updates" in page
+    assert "delay in updates" in page
+
+
 @pytest.mark.parametrize(
     ("sets", "mesh", "words"),
     [
+        (("plan.schedule=ampnet", "model.layers=2", "model.tied=true"), "pp=2", "model.tied=false"),
+        (("plan.schedule=ampnet", *PIPED, "optimizer.clip=1"), "pp=2", "optimizer.clip=0"),
+        (("plan.schedule=ampnet", *PIPED, "plan.zero=1"), "dp=2,pp=2", "zero=0"),
+        (("plan.schedule=ampnet", *PIPED, "plan.recompute=full"), "pp=2", "recompute=none"),
+        (("plan.schedule=ampnet",), "dp=2", "schedule=1f1b"),
         (("train.method=server",), "dp=2,tp=2", "plan.tp=1"),
         (("train.method=local", "method.period=3"), "dp=2", "multiples"),
         (("train.method=local",), "dp=1", "plan.dp above 1"),

@@ -288,7 +288,9 @@ class TestFiles:
             assert made[name].prediction_error == pytest.approx(-0.5)
 
     def test_the_memory_of_a_rank_has_no_limit_to_be_a_percentage_of(self, whole: Path) -> None:
-        memory = next(row for row in rows(read_object(whole / "summary.json"), {}) if row.name == "peak memory a rank")
+        memory = next(
+            row for row in rows(read_object(whole / "summary.json"), {}) if row.name == "peak memory per rank"
+        )
         assert (memory.limit, memory.of_limit) == (None, None)
         assert "optimizer states alone take" in memory.missing["limit"]
 

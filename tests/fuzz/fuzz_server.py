@@ -32,6 +32,7 @@ MEMORY_BYTES = 12 << 30
 FILE_BYTES = 64 << 20
 INTERRUPT_S = 1.0
 MANY_RANKS = 64
+LARGE_WEIGHT = 1 << 28  # elements: a second or more to draw
 LONGEST_LINE = 2000
 _NOT_IMPORTED = (".mpi", ".__main__", ".probe", "train_rank", ".kernel", ".pingpong", ".chapter")
 """What starts MPI, and scripts: a chapter of the guide runs from top to bottom."""
@@ -156,6 +157,8 @@ def _doors(starts_ranks: bool) -> None:
     """Where an accepted case stops: ranks and minutes of measuring. One rank of training runs in this process."""
     import functools
 
+    import torch
+
     import tilemesh.bench.graph.run as graph_run
     import tilemesh.bench.graph.studies as graph_studies
     import tilemesh.cli.train_run as train_run
@@ -178,6 +181,14 @@ def _doors(starts_ranks: bool) -> None:
     def measured(*arguments: Any, **options: Any) -> NoReturn:
         raise WorkBeginsError("measuring")
 
+    real_uniform = torch.nn.init.kaiming_uniform_
+
+    def drawn(weight: torch.Tensor, *arguments: Any, **options: Any) -> torch.Tensor:
+        if weight.numel() > LARGE_WEIGHT:
+            raise WorkBeginsError("drawing a weight")
+        return real_uniform(weight, *arguments, **options)
+
+    torch.nn.init.kaiming_uniform_ = drawn
     train_run.fit, start.processes, calibrate.calibrate = fit, processes, measured
     doctor.trials = measured  # seconds of starting other programs
     graph_run.bench_model, graph_studies.study_rows = measured, measured  # seconds of compiling a model
@@ -299,7 +310,7 @@ def _judge(case: Any, outcome: Outcome) -> None:
             outcome.wrong.append(f"{len(lines)} lines of error instead of one")
         elif outcome.code == 2 and not about:
             outcome.wrong.append("an error that does not begin with 'tilemesh: '")
-        elif outcome.code == 1 and not about and case.words[0] not in ("doctor", "verify"):
+        elif outcome.code == 1 and not about and not _says_it_on_output(case, outcome):
             outcome.wrong.append("exit code 1 without a line that says why")
         if any(len(line) > LONGEST_LINE for line in lines):
             outcome.wrong.append(f"a line of {max(map(len, lines))} characters")
@@ -313,6 +324,11 @@ def _judge(case: Any, outcome: Outcome) -> None:
         outcome.wrong.append(f"took {outcome.seconds} s, of which {used}")
     if outcome.began_work.endswith(" ranks") and int(outcome.began_work.split()[0]) > MANY_RANKS:
         outcome.wrong.append(f"would have started {outcome.began_work}")
+
+
+def _says_it_on_output(case: Any, outcome: Outcome) -> bool:
+    """Commands whose result, not their failure, is exit code 1: a check that found something, a wrong answer."""
+    return case.words[0] in ("doctor", "verify") or (case.words[0] == "guide" and bool(outcome.out.strip()))
 
 
 def _left_behind(

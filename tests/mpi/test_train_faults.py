@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -138,6 +138,18 @@ def kill_when(run: Started, victim: int, ready: Callable[[], Any]) -> float:
     until(ready, pause_s=0.002)  # what it waits for may be over in no time
     os.kill(pid, signal.SIGKILL)
     return time.monotonic()
+
+
+def kill_in_turn(run: Started, kills: Sequence[tuple[int, int]]) -> None:
+    """SIGKILL to each of these ranks once its step is reached, in the attempt that the kill before led to."""
+    killed: set[int] = set()
+    for number, (victim, step) in enumerate(kills):
+        until(lambda: rank_pids(run.folder).get(victim) not in (None, *killed) and run.reached(step))  # noqa: B023
+        pid = rank_pids(run.folder)[victim]
+        os.kill(pid, signal.SIGKILL)
+        killed.add(pid)
+        until(lambda: len(run.said) > number)  # noqa: B023
+        assert f"rank {victim} was killed by SIGKILL" in run.said[number][1]
 
 
 @NEEDS_MPI
@@ -267,18 +279,55 @@ def test_twenty_kills_of_workers_and_servers(config: TrainConfig, tmp_path: Path
     run_threads(served.ranks, lambda comm: train_here(served, quiet, comm))
     folder = new_run(TRAIN, served.to_toml(), tmp_path / "run")
     run = Started(served, folder, restarts=KILLS)
-    killed: set[int] = set()
-    for number in range(KILLS):
-        victim, step = draw.randrange(served.ranks), 1 + number * 4 + draw.randrange(4)
-        until(lambda: rank_pids(folder).get(victim) not in (None, *killed) and run.reached(step))  # noqa: B023
-        pid = rank_pids(folder)[victim]
-        os.kill(pid, signal.SIGKILL)
-        killed.add(pid)
-        until(lambda: len(run.said) > number)  # noqa: B023
-        assert f"rank {victim} was killed by SIGKILL" in run.said[number][1]
+    kill_in_turn(run, [(draw.randrange(served.ranks), 1 + number * 4 + draw.randrange(4)) for number in range(KILLS)])
     outcome = run.wait(300)
     assert (outcome.failure, outcome.attempts) == (None, KILLS + 1)
     assert trained(folder) == trained(quiet)
+
+
+EXACT_METHODS = {
+    "local": ("dp=2", "train.method=local,method.period=2,checkpoint.every=4,evaluate.every=0"),
+    "powersgd": ("dp=2", "method.compress=powersgd,method.rank=1"),
+    "pipedream": ("pp=2", "model.tied=false,optimizer.clip=0,plan.schedule=pipedream"),
+    "pipemare": ("pp=2", "model.tied=false,optimizer.clip=0,plan.schedule=pipemare"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@NEEDS_MPI
+@pytest.mark.parametrize("name", EXACT_METHODS)
+def test_a_killed_run_of_another_method_is_the_run_that_was_not(config: TrainConfig, tmp_path: Path, name: str) -> None:
+    mesh, sets = EXACT_METHODS[name]
+    made = load(mesh=mesh, sets=[SMALL, f"data.source={config.data.source}", sets])
+    quiet = new_run(TRAIN, made.to_toml(), tmp_path / "quiet")
+    run_threads(made.ranks, lambda comm: train_here(made, quiet, comm))
+    folder = new_run(TRAIN, made.to_toml(), tmp_path / "run")
+    run = Started(made, folder, restarts=2)
+    kill_in_turn(run, [(1, 6), (0, 13)])
+    outcome = run.wait(300)
+    assert (outcome.failure, outcome.attempts) == (None, 3)
+    assert trained(folder) == trained(quiet)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@NEEDS_MPI
+@pytest.mark.parametrize("consistency", ["ssp", "asp"])
+def test_a_killed_asynchronous_run_comes_to_its_end(config: TrainConfig, tmp_path: Path, consistency: str) -> None:
+    """What is promised: every worker goes on at worker 0's step, so all steps of the last attempt are applied."""
+    served = f"train.method=server,method.servers=2,method.consistency={consistency},method.staleness=2"
+    made = load(mesh="dp=2", sets=[SMALL, f"data.source={config.data.source}", served])
+    folder = new_run(TRAIN, made.to_toml(), tmp_path / "run")
+    run = Started(made, folder, restarts=2)
+    kill_in_turn(run, [(1, 6), (3, 13)])  # a worker, then a server
+    outcome = run.wait(300)
+    assert (outcome.failure, outcome.attempts) == (None, 3)
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    began = [line["step"] for line in lines if line["kind"] == "resumed"]
+    told = json.loads((folder / "summary.json").read_text())["method"]["servers"]
+    for server in told:
+        assert sum(count for _, count in server["staleness"]) == 2 * (made.train.steps - began[-1])
 
 
 @NEEDS_MPI

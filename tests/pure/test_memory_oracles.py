@@ -15,7 +15,7 @@ from tilemesh.core.step.memory import StepBytes, memory_peaks
 from tilemesh.core.step.passes import recompute
 from tilemesh.model.config import ModelConfig, preset
 from tilemesh.model.work.exchanges import replica_exchanges
-from tilemesh.model.work.kept import kept_bytes, kept_tensors
+from tilemesh.model.work.kept import kept_bytes
 from tilemesh.model.work.operations import Product, forward_flops, hardware_flops, layer_work, model_flops
 from tilemesh.model.work.task import Task
 from tilemesh.plan import memory
@@ -68,7 +68,7 @@ def test_gpt3s_memory_table() -> None:
     assert (weights, gradients, optimizer) == (350 * 10**9, 350 * 10**9, 2100 * 10**9)
     model = preset("gpt3-175b")
     task = Task(1, 2048, 2048, precision="bf16-master")
-    boundary, _ = kept_bytes(kept_tensors(model, task), "full")
+    boundary, _ = kept_bytes(model, task, "full")
     per_token = model.layers * boundary / task.tokens
     assert per_token * 3_200_000 / 1e9 == pytest.approx(7549.7, abs=0.05)
     assert per_token == 96 * 12288 * 2

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tilemesh.core.plan import Precision
 from tilemesh.model.config import ModelConfig, preset
 from tilemesh.model.work.exchanges import replica_exchanges
-from tilemesh.model.work.kept import kept_bytes, kept_tensors
+from tilemesh.model.work.kept import kept_bytes
 from tilemesh.model.work.operations import (
     FusedAttention,
     Product,
@@ -89,7 +89,7 @@ def test_sequence_parallelism_sends_as_many_bytes_and_keeps_less(
         assert ring_bytes(whole) == ring_bytes(cut)
     else:  # what is only gathered travels in 16 bits
         assert ring_bytes(cut) < ring_bytes(whole)
-    assert kept_bytes(kept_tensors(model, cut), "none")[0] < kept_bytes(kept_tensors(model, whole), "none")[0]
+    assert kept_bytes(model, cut, "none")[0] < kept_bytes(model, whole, "none")[0]
 
 
 @given(MODELS, st.sampled_from([1, 2, 4, 8]))

@@ -71,7 +71,7 @@ def test_the_published_530b_layout() -> None:
     )
     assert (plan.world, plan.batch, plan.compute_dtype) == (280, 280, "bf16")
     assert plan.describe() == (
-        "dp 1 x tp 8 x pp 35 = 280 ranks, sequence parallel, batch 280 (280 x 1 a replica), interleaved 3, "
+        "dp 1 x tp 8 x pp 35 = 280 ranks, sequence parallel, batch 280 (280 x 1 per replica), interleaved 3, "
         "selective recomputation, materialized attention, bf16-master"
     )
 
@@ -83,7 +83,7 @@ def test_world_and_batch_count_replicas() -> None:
 
 def test_the_plain_plan_says_only_what_matters() -> None:
     described = ParallelPlan().describe()
-    assert described == "dp 1 x tp 1 x pp 1 = 1 rank, batch 1 (1 x 1 a replica), fused attention, bf16"
+    assert described == "dp 1 x tp 1 x pp 1 = 1 rank, batch 1 (1 x 1 per replica), fused attention, bf16"
     assert "ZeRO-2" in ParallelPlan(dp=4, zero=2).describe()
 
 
@@ -118,7 +118,10 @@ def test_every_precision_computes_in_a_known_dtype(precision: Any) -> None:
             "unknown schedule '1b1f': did you mean '1f1b'? known are gpipe, 1f1b, zb-h1, zb-h2, "
             "interleaved, breadth-first, zb-v, v-half, v-min, dualpipe-v, dualpipe, chimera, terapipe",
         ),
-        ({"recompute": "some"}, "unknown recompute 'some': did you mean 'none'? known are none, selective, full"),
+        (
+            {"recompute": "some"},
+            "unknown recompute 'some': did you mean 'none'? known are none, selective, operators, full",
+        ),
         (
             {"attention": "flash"},
             "unknown attention 'flash': known are fused, materialized",

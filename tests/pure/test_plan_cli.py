@@ -90,7 +90,7 @@ def test_explain_without_a_cluster_is_the_models_arithmetic() -> None:
 def test_explain_with_a_cluster_shows_formulas_and_numbers() -> None:
     out = run(*MEGATRON_530B, "--explain").stdout
     for words in (
-        "178,257,920 B a layer",
+        "178,257,920 B per layer",
         "139 and 71 of a chunk",
         "23.1 GiB",
         "(p - 1) / (v m + p - 1)",

@@ -16,7 +16,7 @@ from tilemesh.core.step.memory import memory_curve
 from tilemesh.core.step.program import step_program
 from tilemesh.kernels.linear_cross_entropy.cost import CHUNK_BYTES
 from tilemesh.model.config import ModelConfig, preset
-from tilemesh.model.work.kept import kept_bytes, kept_tensors, loss_kept_bytes, loss_tensors
+from tilemesh.model.work.kept import kept_bytes, loss_kept_bytes, loss_tensors
 from tilemesh.model.work.task import Task
 from tilemesh.model.work.weights import count_parameters, shard_parameters
 from tilemesh.plan import memory
@@ -64,7 +64,7 @@ def test_a_layer_keeps_what_the_paper_says(s: int, b: int, shape: tuple[int, int
 
     def kept(**fields: Any) -> int:
         plan = megatron(tp=t, microbatch=b, **fields)
-        return kept_bytes(kept_tensors(model, Task.of(plan, s)), plan.recompute)[0]
+        return kept_bytes(model, Task.of(plan, s), plan.recompute)[0]
 
     scores = 5 * a * s * s * b // t
     assert kept() == 10 * sbh + 24 * sbh // t + scores
@@ -168,7 +168,7 @@ def test_more_recomputation_keeps_less_and_sequence_parallelism_too(
         plan = ParallelPlan(
             tp=tp, sequence_parallel=parallel and tp > 1, recompute=recompute, attention=attention, precision=precision
         )
-        return kept_bytes(kept_tensors(model, Task.of(plan, model.context)), recompute)[0]
+        return kept_bytes(model, Task.of(plan, model.context), recompute)[0]
 
     assert kept("none", sp) >= kept("selective", sp) >= kept("full", sp) > 0
     assert kept("none", True) <= kept("none", False)

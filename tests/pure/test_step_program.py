@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tilemesh.core.errors import UsageError
-from tilemesh.core.plan import INTERLEAVED, ParallelPlan, Schedule
+from tilemesh.core.plan import ASYNCHRONOUS, INTERLEAVED, SYNCHRONOUS, ParallelPlan, Schedule
 from tilemesh.core.step.book import SCHEDULES, build, microbatches_of, why_not_built
 from tilemesh.core.step.check import check
 from tilemesh.core.step.program import chunk_layers, step_program
@@ -22,7 +22,8 @@ def plan_of(schedule: str, pp: int, accumulation: int, **more: object) -> Parall
 
 
 def test_a_plan_may_name_every_schedule() -> None:
-    assert set(get_args(Schedule)) == set(SCHEDULES)
+    assert set(SYNCHRONOUS) == set(SCHEDULES)
+    assert set(get_args(Schedule)) == {*SCHEDULES, *ASYNCHRONOUS}
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -46,7 +47,7 @@ def test_replicas_without_a_pipeline(zero: int) -> None:
     assert ("GATHER" in step.program.kinds) == (zero == 3)
 
 
-@given(schedule=st.sampled_from(SCHEDULES), pp=st.integers(2, 5), microbatches=st.integers(1, 12))
+@given(schedule=st.sampled_from((*SCHEDULES, *ASYNCHRONOUS)), pp=st.integers(2, 5), microbatches=st.integers(1, 12))
 @settings(max_examples=150, deadline=None)
 def test_what_is_refused_is_what_cannot_be_made(schedule: str, pp: int, microbatches: int) -> None:
     reason = why_not_built(schedule, pp, microbatches)

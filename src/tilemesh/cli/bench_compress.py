@@ -19,7 +19,9 @@ def bench_compress(
     data: Annotated[str | None, typer.Option(metavar="SOURCE", help="The text, where not the run's own.")] = None,
     seed: Annotated[int, typer.Option(help="Of the choice of calibration text.")] = 0,
     run: Annotated[str | None, typer.Option(metavar="FOLDER", help="Write a run with its page there.")] = None,
-    json: Annotated[str | None, typer.Option(metavar="FILE", help="The rows, one object a line; - for stdout.")] = None,
+    json: Annotated[
+        str | None, typer.Option(metavar="FILE", help="The rows, one object per line; - for stdout.")
+    ] = None,
 ) -> None:
     """Held-out loss, bytes, a forward pass and a decoded token of many recipes: predicted, measured, beside peers."""
     from tilemesh.cli.bench_compress_run import CompressBenchQuestion, answer

@@ -21,7 +21,7 @@ def bench_exchange(
     bucket_bytes: Annotated[int, typer.Option(help="About how much travels together.")] = 8 << 20,
     algorithm: Annotated[str, typer.Option(help="Of the global-sum: auto, native, ring, …")] = "auto",
     repeats: Annotated[int, typer.Option(help="Readings of each.")] = 20,
-    json_file: Annotated[str | None, typer.Option("--json", metavar="FILE", help="Rows, one object a line.")] = None,
+    json_file: Annotated[str | None, typer.Option("--json", metavar="FILE", help="Rows, one object per line.")] = None,
 ) -> None:
     """Time a step with the bucketed exchange against the naive one, and how much of the exchange backward hides."""
     from tilemesh.bench.train.exchange import exchange_rows

@@ -15,7 +15,9 @@ def bench_methods(
     ),
     steps: Annotated[int, typer.Option(metavar="N", help="Steps of each worker in a run.")] = 20,
     blocks: Annotated[int, typer.Option(metavar="N", help="How many turns each method gets.")] = 2,
-    json: Annotated[str | None, typer.Option(metavar="FILE", help="The rows, one object a line; - for stdout.")] = None,
+    json: Annotated[
+        str | None, typer.Option(metavar="FILE", help="The rows, one object per line; - for stdout.")
+    ] = None,
     html: Annotated[str, typer.Option(metavar="FILE", help="The page.")] = "methods.html",
 ) -> None:
     """Train one model by data parallelism, BSP, SSP, ASP and local SGD while a rank is slow, and measure what else
@@ -41,5 +43,5 @@ def bench_methods(
         console.print(note, soft_wrap=True)
     if json is not None:
         write_rows(found.rows, json)
-    write_text(methods_page.render(found.rows, found.curves, found.notes), html)
+    write_text(methods_page.render(found.rows, found.curves, found.notes, found.loads, found.bounds), html)
     console.print(f"page: {html}", soft_wrap=True)

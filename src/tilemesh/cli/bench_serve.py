@@ -40,7 +40,9 @@ def bench_serve(
     ] = "fitted",
     seed: Annotated[int, typer.Option(help="Of the load and of random weights.")] = 0,
     run: Annotated[str | None, typer.Option(metavar="FOLDER", help="Write a run with its page there.")] = None,
-    json: Annotated[str | None, typer.Option(metavar="FILE", help="The rows, one object a line; - for stdout.")] = None,
+    json: Annotated[
+        str | None, typer.Option(metavar="FILE", help="The rows, one object per line; - for stdout.")
+    ] = None,
 ) -> None:
     """Serve random requests: all at once beside peers, or at random times; predicted before, with limits."""
     from tilemesh.cli.bench_serve_run import ServeQuestion, answer

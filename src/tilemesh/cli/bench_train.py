@@ -35,7 +35,9 @@ def bench_train(
     profile: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="Then write what each spends a step on, kernel by kernel.")
     ] = None,
-    json: Annotated[str | None, typer.Option(metavar="FILE", help="The rows, one object a line; - for stdout.")] = None,
+    json: Annotated[
+        str | None, typer.Option(metavar="FILE", help="The rows, one object per line; - for stdout.")
+    ] = None,
 ) -> None:
     """Train steps of one model and batch in turns: ours, PyTorch, its DDP, sharding and pipelining, DeepSpeed.
 

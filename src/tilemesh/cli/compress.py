@@ -27,7 +27,9 @@ def compress(
         int | None, typer.Option(metavar="N", help="Which checkpoint of a run; the newest, if not given.")
     ] = None,
     seed: Annotated[int, typer.Option(help="Of the choice of calibration text.")] = 0,
-    json: Annotated[str | None, typer.Option(metavar="FILE", help="The rows, one object a line; - for stdout.")] = None,
+    json: Annotated[
+        str | None, typer.Option(metavar="FILE", help="The rows, one object per line; - for stdout.")
+    ] = None,
 ) -> None:
     """Quantise, prune or factorise a model, judge it on held-out text, and write it as a Hugging Face folder."""
     from tilemesh.cli.compress_run import CompressQuestion, answer

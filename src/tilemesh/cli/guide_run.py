@@ -39,6 +39,9 @@ def open_guide(
     if answer is not None and exercise is None:
         raise UsageError("--answer without --exercise: name the exercise it answers")
     if exercise is not None:
+        for name, given in (("--notebook", notebook), ("--json", json)):
+            if given is not None:
+                raise UsageError(f"{name} is of a whole chapter, and --exercise asks for one exercise: leave one out")
         return _check(part, exercise, answer, console)
     check_targets(json=json)
     if notebook is not None:

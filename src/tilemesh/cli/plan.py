@@ -15,6 +15,9 @@ def plan(
         str | None,
         typer.Option(metavar="NxGPU", help="64xh100; 4x8xa100: 4 nodes of 8; local, 4xlocal: this machine, measured."),
     ] = None,
+    gpu: Annotated[
+        str | None, typer.Option(metavar="FILE.toml", help="A GPU of your own, which --cluster then calls by its name.")
+    ] = None,
     batch_tokens: Annotated[str | None, typer.Option(metavar="N", help="Tokens in a step, about: 4M.")] = None,
     batch: Annotated[int | None, typer.Option(metavar="N", help="Sequences in a step, exactly.")] = None,
     context: Annotated[
@@ -82,6 +85,7 @@ def plan(
     drawn = DrawQuestion(draw or "", stages, microbatches, chunks, slices, times, memory, svg, csv, json, html)
     others: dict[str, object] = {"MODEL": model, "--cluster": cluster, "--batch": batch, "--batch-tokens": batch_tokens}
     others |= {"--context": context, "--fix": fix, "--set": sets, "--code": code, "--save": save, "--grade": grade}
+    others |= {"--gpu": gpu}
     if draw is not None:
         draw_step(drawn, [name for name, value in (others | {"--explain": explain or None}).items() if value])
         return
@@ -90,9 +94,11 @@ def plan(
     serving |= {"--step-tokens": step_tokens, "--price": price, "--power": power}
     if serve:
         others |= {"--explain": explain or None, "--html": html}
-        refuse([name for name, value in others.items() if value and name not in ("MODEL", "--cluster", "--set")])
+        refuse(
+            [name for name, value in others.items() if value and name not in ("MODEL", "--cluster", "--gpu", "--set")]
+        )
         asked_serving = ServePlanQuestion(
-            model, cluster, tuple(sets or ()), 1.0 if rate is None else rate, 512 if prompt is None else prompt,
+            model, cluster, gpu, tuple(sets or ()), 1.0 if rate is None else rate, 512 if prompt is None else prompt,
             128 if output is None else output, goal, dtype, 512 if step_tokens is None else step_tokens, headroom,
             price, power, json,
         )  # fmt: skip
@@ -104,6 +110,7 @@ def plan(
     asked = PlanQuestion(
         model=model,
         cluster=cluster,
+        gpu=gpu,
         batch_tokens=batch_tokens,
         batch=batch,
         context=context,

@@ -14,6 +14,7 @@ import tilemesh
 from tilemesh.cli.targets import check_targets
 from tilemesh.core.errors import UsageError, unknown
 from tilemesh.core.files import write_output, write_text
+from tilemesh.core.plan import ASYNCHRONOUS
 from tilemesh.core.step import draw
 from tilemesh.core.step.action import StepProgram
 from tilemesh.core.step.book import SCHEDULES, build
@@ -110,8 +111,8 @@ def _program(asked: DrawQuestion, given: PassTimes) -> StepProgram:
         return search(stages, microbatches, given, stages if asked.memory is None else asked.memory)
     if asked.memory is not None:
         raise UsageError("--memory is a limit for --draw search: the other schedules keep what they keep")
-    if name not in SCHEDULES:
-        raise unknown("pipeline schedule", name, (*SCHEDULES, "search"))
+    if name not in (*SCHEDULES, *ASYNCHRONOUS):
+        raise unknown("pipeline schedule", name, (*SCHEDULES, *ASYNCHRONOUS, "search"))
     return build(name, stages, microbatches, asked.chunks, asked.slices or (4 if name == "terapipe" else 1))
 
 

@@ -19,9 +19,11 @@ import tilemesh
 from tilemesh.cli.plan_grade import grade_runs
 from tilemesh.cli.targets import check_targets
 from tilemesh.core import config
+from tilemesh.core.calibration import Rates
+from tilemesh.core.described_gpu import read_gpu
 from tilemesh.core.errors import RunError, UsageError, unknown
 from tilemesh.core.files import write_output, write_text
-from tilemesh.core.hardware import parse_cluster
+from tilemesh.core.hardware import Cluster, parse_cluster
 from tilemesh.core.plan import ParallelPlan
 from tilemesh.core.units import format_bytes, format_count, format_seconds, parse_count, parse_fraction
 from tilemesh.measure.machine import this_machine
@@ -58,6 +60,7 @@ class PlanQuestion:
 
     model: str | None
     cluster: str | None
+    gpu: str | None
     batch_tokens: str | None
     batch: int | None
     context: int | None
@@ -84,7 +87,7 @@ def run(asked: PlanQuestion) -> None:
         raise UsageError("MODEL is missing: expected a preset or a TOML file, such as tilemesh plan llama-3-70b")
     model = load_model(asked.model, asked.sets)
     if asked.cluster is None:
-        for name in ("fix", "save", "json", "html", "code", "headroom"):
+        for name in ("gpu", "fix", "save", "json", "html", "code", "headroom"):
             if getattr(asked, name):
                 raise UsageError(f"--{name} is about a plan, which needs --cluster, such as --cluster 64xh100")
         _explain_model(console, asked, asked.model, model)
@@ -112,7 +115,20 @@ def run(asked: PlanQuestion) -> None:
 
 def _grade(asked: PlanQuestion, console: Console) -> None:
     """Runs beside their predictions; everything else on the command line is about a plan."""
-    others = ("model", "cluster", "batch", "batch_tokens", "context", "fix", "sets", "code", "headroom", "save", "html")
+    others = (
+        "model",
+        "cluster",
+        "gpu",
+        "batch",
+        "batch_tokens",
+        "context",
+        "fix",
+        "sets",
+        "code",
+        "headroom",
+        "save",
+        "html",
+    )
     given = [name for name in others if getattr(asked, name) not in (None, ())]
     if given:
         shown = "MODEL" if given[0] == "model" else "--set" if given[0] == "sets" else f"--{given[0].replace('_', '-')}"
@@ -126,23 +142,22 @@ def _search(asked: PlanQuestion, model: ModelConfig, cluster: str) -> SearchResu
     pins = Pins.parse(asked.fix)
     if asked.code is not None and asked.code not in get_args(Code):
         raise unknown("code", asked.code, get_args(Code))
-    local = local_machine(cluster, this_machine()) if is_local(cluster) else None
+    machines, rates = named_cluster(cluster, asked.gpu)
     try:
         return search(
             model,
-            cluster if local is None else local.cluster,
+            machines,
             batch=asked.batch,
             batch_tokens=_tokens(asked),
             context=asked.context,
             pins=pins,
-            rates=None if local is None else local.rates,
+            rates=rates,
             code=cast(Code | None, asked.code),
             headroom=HEADROOM if asked.headroom is None else parse_fraction(asked.headroom),
         )
     except NothingFitsError as error:
         if asked.json is not None:
-            name = parse_cluster(cluster).name if local is None else local.cluster.name
-            _write_json([plan_figures(model, name, pins, 0, error.smallest) | _origin()], asked.json)
+            _write_json([plan_figures(model, machines.name, pins, 0, error.smallest) | _origin()], asked.json)
         raise RunError(f"{asked.model} {error}") from None
 
 
@@ -167,6 +182,17 @@ class _Settings:
     """The section that `--set` and a TOML file speak of."""
 
     model: ModelConfig
+
+
+def named_cluster(text: str, gpu: str | None) -> tuple[Cluster, Rates | None]:
+    """The cluster of that name, with what was measured of it where it is this machine; `gpu`: a file that describes a
+    GPU whose name may stand there."""
+    if gpu is not None:
+        return parse_cluster(text, read_gpu(gpu)), None
+    if is_local(text):
+        here = local_machine(text, this_machine())
+        return here.cluster, here.rates
+    return parse_cluster(text), None
 
 
 def load_model(name: str, sets: Sequence[str]) -> ModelConfig:
@@ -216,7 +242,7 @@ def _headline(asked: PlanQuestion, result: SearchResult) -> str:
 
 def _print_layouts(console: Console, result: SearchResult) -> None:
     """A line a layout, and below them what `tilemesh train` lacks for some. Silent columns are left out."""
-    said = dict.fromkeys(trainable(found.plan) for found in result.predictions)
+    said = dict.fromkeys(trainable(prediction.plan) for prediction in result.predictions)
     lacks = [words for words in said if words != "yes"]
     marks = {"yes": "yes"} | {words: f"no [{place}]" for place, words in enumerate(lacks, start=1)}
     lines = [_cells(place, found, marks) for place, found in enumerate(result.predictions, start=1)]
@@ -320,7 +346,7 @@ def _origin() -> dict[str, Any]:
 def _save(result: SearchResult, path: str) -> None:
     best = result.best
     note = f"# {_origin()['command']}\n"
-    note += f"# predicted: {best.step_time_s:.4g} s a step, {best.memory.total_bytes} bytes a rank\n"
+    note += f"# predicted: {best.step_time_s:.4g} s per step, {best.memory.total_bytes} bytes per rank\n"
     write_text(note + best.settled_plan.to_toml(), path)
 
 

@@ -12,16 +12,13 @@ from rich.console import Console
 from rich.table import Table
 
 import tilemesh
-from tilemesh.cli.plan_run import load_model
+from tilemesh.cli.plan_run import load_model, named_cluster
 from tilemesh.cli.targets import check_targets
 from tilemesh.core.errors import UsageError
 from tilemesh.core.files import write_output
-from tilemesh.core.hardware import parse_cluster
 from tilemesh.core.units import format_bytes, format_seconds, parse_fraction
-from tilemesh.measure.machine import this_machine
 from tilemesh.model.work.weights import count_parameters
 from tilemesh.plan.constants import HEADROOM
-from tilemesh.plan.local import is_local, local_machine
 from tilemesh.plan.serving import (
     PAGE_TOKENS,
     ServeDemand,
@@ -33,7 +30,7 @@ from tilemesh.plan.serving import (
 )
 from tilemesh.serve.figures import LoadFigures, ServeGoal, load_figures
 from tilemesh.serve.scheduler import ServeLimits
-from tilemesh.serve.simulate import fresh_requests, poisson_arrivals, predicted, simulate
+from tilemesh.serve.simulate import fresh_requests, poisson_arrivals, simulate_with
 
 LOADS = (0.25, 0.5, 0.8, 1.0)
 """Of what the chosen layout serves at most."""
@@ -47,6 +44,7 @@ class ServePlanQuestion:
 
     model: str | None
     cluster: str | None
+    gpu: str | None
     sets: tuple[str, ...]
     rate: float
     prompt: int
@@ -92,14 +90,11 @@ def run(asked: ServePlanQuestion) -> None:
             raise UsageError(f"--{name} is {value}: expected a number above 0")
     goal = ServeGoal.parse(asked.goal)
     model = load_model(asked.model, asked.sets)
-    local = local_machine(asked.cluster, this_machine()) if is_local(asked.cluster) else None
-    cluster = parse_cluster(asked.cluster) if local is None else local.cluster
+    cluster, rates = named_cluster(asked.cluster, asked.gpu)
     dtype = asked.dtype or ("bf16" if cluster.device.kind == "gpu" else "fp32")
     demand = ServeDemand(asked.rate, asked.prompt, asked.output, goal.between_tokens_s)
     headroom = HEADROOM if asked.headroom is None else parse_fraction(asked.headroom)
-    layouts, refused = serve_layouts(
-        model, cluster, demand, dtype, None if local is None else local.rates, headroom, asked.step_tokens
-    )
+    layouts, refused = serve_layouts(model, cluster, demand, dtype, rates, headroom, asked.step_tokens)
     best = layouts[0]
     console.print(
         f"{asked.model}: {count_parameters(model).total:,} parameters in {dtype} on {cluster.name}; {asked.rate:g} "
@@ -143,7 +138,7 @@ def _simulated(best: ServeLayout, asked: ServePlanQuestion, share: float, goal: 
         share_prefixes=False,
     )
     requests = fresh_requests(poisson_arrivals(rate, count), [asked.prompt] * count, [asked.output] * count)
-    history = simulate(limits, requests, predicted(best.clock))
+    history = simulate_with(best.clock, limits, requests)
     records = list(history.requests.values())
     figures = load_figures(records, goal)
     whole = sum(record.whole_s or 0.0 for record in records) / len(records)
@@ -229,11 +224,12 @@ def _object(
         "joules_per_token": None if asked.power is None else joules_per_token(asked.power, world, tokens),
         "layouts": [
             {
-                "tp": one.tp, "replicas": one.replicas, "pages": one.pages, "fits": one.fits, "batch": one.running,
-                "step_s": (one.needed or one.largest).step_s, "requests_per_s": one.most_requests_per_s,
-                "serves": one.needed is not None,
+                "tp": layout.tp, "replicas": layout.replicas, "pages": layout.pages, "fits": layout.fits,
+                "batch": layout.running,
+                "step_s": (layout.needed or layout.largest).step_s, "requests_per_s": layout.most_requests_per_s,
+                "serves": layout.needed is not None,
             }
-            for one in layouts
+            for layout in layouts
         ],
         "loads": [
             {"rate": one.rate, "share": one.share, "little": one.little, **one.figures.to_dict()} for one in loads

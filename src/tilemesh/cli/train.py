@@ -36,7 +36,9 @@ def train(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show what would run: model, layout, memory, time, files.")
     ] = False,
-    json: Annotated[str | None, typer.Option(metavar="FILE", help="The rows, one object a line; - for stdout.")] = None,
+    json: Annotated[
+        str | None, typer.Option(metavar="FILE", help="The rows, one object per line; - for stdout.")
+    ] = None,
 ) -> None:
     """Train a Transformer on one or several processes, with checkpoints, restarts and a report."""
     from tilemesh.cli.targets import check_targets

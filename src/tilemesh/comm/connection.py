@@ -202,5 +202,5 @@ def _node_size(value: Any) -> int | None:
         return None
     node_size = whole(value, "node_size")
     if node_size < 1:
-        raise UsageError(f"node_size {node_size}: expected at least 1 rank a node")
+        raise UsageError(f"node_size {node_size}: expected at least 1 rank per node")
     return node_size

@@ -10,7 +10,7 @@ keys and one for values.
 Three words that are used for different things: a *batch* is all of a fixed set of data, a *mini-batch* the part of it
 that one update of a model sees, a *micro-batch* either a part of a mini-batch (pipelines) or a short stretch of a
 stream (here, `mapreduce_stream`). OLAP asks few questions about much data, which is what this is for; OLTP changes few
-records many times a second, which it is not.
+records many times per second, which it is not.
 """
 
 from __future__ import annotations

@@ -18,6 +18,8 @@ from tilemesh.core.ranges import shown
 DTYPE_BYTES: Mapping[str, int] = {"fp64": 8, "fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 """Bytes of one element by dtype name; a tf32 operand lies in memory as fp32."""
 
+LOCAL = "local"
+"""The name of this machine's own cores, measured, as a device: there are no more of it."""
 _LARGEST_CLUSTER = 1_000_000
 GPUS_PER_NODE = 8  # HGX and DGX boards from A100 to B200 carry eight
 
@@ -48,8 +50,17 @@ class Device:
     capability: tuple[int, int] = (0, 0)
     launch_s: float = 5e-6
     """Assumed host cost of one launch where nothing was measured; a calibration replaces it."""
+    power_w: float = 0.0
+    """Of the board, at most. A GPU that may draw less than the one it is like sustains less."""
+    like: str = ""
+    """Of a GPU that a file describes (`core/described_gpu.py`): the one here whose constants hold for it too."""
     ranks_per_core: float = 1.0
     """Above 1 on a CPU whose ranks outnumber its cores: figures are those of a rank while all of them compute."""
+
+    @property
+    def kin(self) -> str:
+        """The name by which constants of the cost model know it."""
+        return self.like or self.name
 
     def peak(self, dtype: str) -> float:
         """Dense peak in FLOP/s, or an error that names the dtypes this device has."""
@@ -117,7 +128,7 @@ class Cluster:
     def name(self) -> str:
         """The string that `parse_cluster` turns into this cluster, with the nodes spelled out; "2xlocal" for this
         machine's own cores."""
-        if self.device.name == "local":
+        if self.device.name == LOCAL:
             return f"{self.world}xlocal"
         return f"{len(self.nodes)}x{self.node.count}x{self.device.name}"
 
@@ -144,6 +155,7 @@ T4 = Device(  # NVIDIA T4 datasheet (2019) and Turing architecture white paper, 
     threads_per_sm=1024,
     blocks_per_sm=16,
     capability=(7, 5),
+    power_w=70,
 )
 
 A10 = Device(  # NVIDIA A10 datasheet (2021): dense columns; GA102 white paper
@@ -163,6 +175,7 @@ A10 = Device(  # NVIDIA A10 datasheet (2021): dense columns; GA102 white paper
     threads_per_sm=1536,
     blocks_per_sm=16,
     capability=(8, 6),
+    power_w=150,
 )
 
 A100 = Device(  # NVIDIA A100 80GB datasheet (2021), SXM column, figures without the sparsity asterisk
@@ -181,6 +194,7 @@ A100 = Device(  # NVIDIA A100 80GB datasheet (2021), SXM column, figures without
     threads_per_sm=2048,
     blocks_per_sm=32,
     capability=(8, 0),
+    power_w=400,
 )
 
 H100 = Device(  # NVIDIA H100 datasheet, SXM column, and white paper
@@ -206,6 +220,7 @@ H100 = Device(  # NVIDIA H100 datasheet, SXM column, and white paper
     threads_per_sm=2048,
     blocks_per_sm=32,
     capability=(9, 0),
+    power_w=700,
 )
 
 H200 = replace(  # NVIDIA H200 datasheet, SXM column: H100's processor with 141 GB of HBM3e
@@ -233,6 +248,7 @@ B200 = Device(  # NVIDIA Blackwell architecture technical brief, HGX B200 at 100
     threads_per_sm=2048,
     blocks_per_sm=32,
     capability=(10, 0),
+    power_w=1000,
 )
 
 CPU = Device(  # no product: a plain desktop, to have something to plan with before this machine is calibrated
@@ -281,7 +297,7 @@ LINKS: Mapping[str, Link] = {
 
 # Device: (inside a node, one adapter to the outside, adapters in a node of eight).
 # DGX A100, H100/H200 and B200 user guides: eight cluster adapters, HDR, NDR and (ConnectX-7) NDR again; XDR comes with
-# B300. T4 and A10 go into ordinary servers: peers over PCIe and, as in the cloud's largest, one 100 Gbit/s port a node.
+# B300. T4 and A10 go into ordinary servers: peers over PCIe and, as in the cloud's largest, a 100 Gbit/s port per node.
 _FABRIC: Mapping[str, tuple[str, str, int]] = {
     "t4": ("pcie3", "ethernet100", 1),
     "a10": ("pcie4", "ethernet100", 1),
@@ -305,7 +321,7 @@ _HOST_LINKS: Mapping[str, str] = {
 
 def host_link(device: Device) -> Link:
     """Between a device and its host's memory; a CPU's own memory where the device is one."""
-    return LINKS[_HOST_LINKS.get(device.name, "memory" if device.kind == "cpu" else "pcie4")]
+    return LINKS[_HOST_LINKS.get(device.kin, "memory" if device.kind == "cpu" else "pcie4")]
 
 
 # Driver names, less "NVIDIA" and "Tesla", that mean exactly the device above. Deliberately exact: "H100 PCIe",
@@ -340,31 +356,49 @@ def device_for(gpu_name: str) -> Device | None:
 
 def make_node(device: Device, count: int) -> ClusterNode:
     """A node of so many of a device, with the links such nodes come with."""
-    intra, inter, adapters = _FABRIC[device.name]
+    intra, inter, adapters = _FABRIC[device.kin]
     # A vendor's board has one adapter per GPU, so a smaller or larger node has fewer or more of them.
     return ClusterNode(device, count, LINKS[intra], LINKS[inter], count if adapters == GPUS_PER_NODE else adapters)
 
 
-def parse_cluster(text: str) -> Cluster:
-    """A cluster from "64xh100" (64 GPUs in nodes of 8; up to 8 are one node) or "4x8xa100" (4 nodes of 8)."""
+def grown(node: ClusterNode, count: int) -> ClusterNode:
+    """A node like this one with another number of devices. A network that a file describes is one adapter for each."""
+    usual = make_node(node.device, count)
+    return replace(node, count=count, adapters=usual.adapters if node.inter == usual.inter else count)
+
+
+def parse_cluster(text: str, described: ClusterNode | None = None) -> Cluster:
+    """A cluster from "64xh100" (64 GPUs in nodes of 8; up to 8 are one node) or "4x8xa100" (4 nodes of 8).
+
+    `described`: a node of a GPU that is not known here, whose name may stand in the text (`core/described_gpu.py`).
+    """
     match = re.fullmatch(r"([0-9]{1,18})x(?:([0-9]{1,18})x)?([a-z][a-z0-9-]*)", text.strip().lower())
     if match is None:
         raise UsageError(f"cluster {shown(text)} is not understood: write 64xh100 (64 GPUs) or 4x8xa100 (4 nodes of 8)")
-    device = find_device(match[3])
+    if described is not None and match[3] == described.device.name:
+        full = described
+    elif described is not None:
+        raise UsageError(
+            f"cluster '{text}' is of {match[3]} and the GPU described is {described.device.name}: write "
+            f"{match[1]}x{described.device.name}, or leave the description out"
+        )
+    else:
+        full = make_node(find_device(match[3]), GPUS_PER_NODE)
+    size = full.count
     first, second = int(match[1]), match[2]
     if first == 0 or (second is not None and int(second) == 0):
         raise UsageError(f"cluster '{text}' has no devices: write at least 1x{match[3]}")
     if first * int(second or 1) > _LARGEST_CLUSTER:
         raise UsageError(f"cluster '{text}' has more than {_LARGEST_CLUSTER:,} devices: write a smaller one")
     if second is not None:
-        return Cluster((make_node(device, int(second)),) * first)
-    if first <= GPUS_PER_NODE:
-        return Cluster((make_node(device, first),))
-    if first % GPUS_PER_NODE:
-        below = first - first % GPUS_PER_NODE
-        size = max(d for d in range(1, GPUS_PER_NODE) if first % d == 0)
+        return Cluster((grown(full, int(second)),) * first)
+    if first <= size:
+        return Cluster((grown(full, first),))
+    if first % size:
+        below = first - first % size
+        even = max(d for d in range(1, size) if first % d == 0)
         raise UsageError(
-            f"cluster '{text}' does not fill nodes of {GPUS_PER_NODE}: write {below}x{match[3]} or "
-            f"{below + GPUS_PER_NODE}x{match[3]}, or say the nodes, {first // size}x{size}x{match[3]}"
+            f"cluster '{text}' does not fill nodes of {size}: write {below}x{match[3]} or "
+            f"{below + size}x{match[3]}, or say the nodes, {first // even}x{even}x{match[3]}"
         )
-    return Cluster((make_node(device, GPUS_PER_NODE),) * (first // GPUS_PER_NODE))
+    return Cluster((full,) * (first // size))

@@ -19,16 +19,22 @@ from tilemesh.core.ranges import Range
 
 Schedule = Literal[
     "gpipe", "1f1b", "zb-h1", "zb-h2", "interleaved", "breadth-first", "zb-v", "v-half", "v-min", "dualpipe-v",
-    "dualpipe", "chimera", "terapipe",
+    "dualpipe", "chimera", "terapipe", "pipedream", "pipedream-2bw", "ampnet", "pipemare",
 ]  # fmt: skip
 """Every name of `core/step/book.py`."""
+ASYNCHRONOUS: tuple[Schedule, ...] = ("pipedream", "pipedream-2bw", "ampnet", "pipemare")
+"""Schedules that update weights while microbatches are under way, so that gradients are of older weights: they do not
+compute what one process computes."""
+SYNCHRONOUS: tuple[Schedule, ...] = tuple(name for name in get_args(Schedule) if name not in ASYNCHRONOUS)
+"""All others."""
 INTERLEAVED: tuple[Schedule, ...] = ("interleaved", "breadth-first")
 """Schedules whose stages hold `interleave` chunks each."""
 IN_A_V: tuple[Schedule, ...] = ("zb-v", "v-half", "v-min", "dualpipe-v")
 """Schedules whose stages hold two chunks each, one on the way down the ranks and one on the way up."""
 TWO_WAYS: tuple[Schedule, ...] = ("dualpipe", "chimera")
 """Schedules with as many chunks as stages, each of which two ranks hold: microbatches pass in both directions."""
-Recompute = Literal["none", "selective", "full"]
+Recompute = Literal["none", "selective", "operators", "full"]
+"""What a backward pass computes again, from the least to the most."""
 Attention = Literal["fused", "materialized"]
 Precision = Literal["fp32", "bf16", "bf16-master", "fp16", "fp64"]
 OFFLOADS = ("optimizer", "activations", "weights")
@@ -115,12 +121,14 @@ class StepSettings:
     accumulation: int = 1
     """Microbatches of one replica in a step; with pp > 1 these are what fills the pipeline."""
     schedule: Schedule = "1f1b"
-    """Order of forward and backward passes over the stages; says nothing when pp is 1."""
+    """Order of forward and backward passes over the stages; says nothing when pp is 1. pipedream, pipedream-2bw, ampnet
+    and pipemare update weights within a step, while other microbatches are under way."""
     slices: int = 1
     """Pieces of each sequence that pass through the stages one after the other: for terapipe."""
     recompute: Recompute = "none"
-    """Activations that are computed again in the backward pass to save memory: none, attention's scores (selective;
-    fused attention always does so, and keeps none), or all within a layer (full)."""
+    """Activations that are computed again in the backward pass to save memory: none; attention's scores (selective;
+    fused attention always does so, and keeps none); all within a layer but the results of attention and of every second
+    matrix product (operators); or all within a layer (full)."""
     recompute_every: int | Literal["sqrt"] = 1
     """With full recomputation, layers between two activations that are kept, which are computed again together; sqrt:
     the square root of the number of layers that a rank passes at once."""
@@ -172,6 +180,11 @@ class StepSettings:
         """What is computed again beyond what attention does by itself: fused attention keeps no scores and makes them
         anew in its backward pass, so there selective recomputation is none."""
         return "none" if self.recompute == "selective" and self.attention == "fused" else self.recompute
+
+    @property
+    def repeats_exchanges(self) -> bool:
+        """Whether a layer's forward pass is gone through again, and with it what its ranks exchange."""
+        return self.recompute in ("operators", "full")
 
     def recomputes(self, stage: int) -> bool:
         """Whether a stage computes anything again."""
@@ -272,7 +285,7 @@ class ParallelPlan(StepSettings, ModelPlacement):
             parts.append("sequence parallel")
         if self.zero:
             parts.append(self._zero())
-        parts.append(f"batch {self.batch} ({self.accumulation} x {self.microbatch} a replica)")
+        parts.append(f"batch {self.batch} ({self.accumulation} x {self.microbatch} per replica)")
         if self.pp > 1:
             parts.append(self.schedule + (f" {self.interleave}" if self.interleave > 1 else ""))
         if len(set(self.chunk_layers)) > 1:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from tilemesh.core.plan import IN_A_V, INTERLEAVED, TWO_WAYS, ParallelPlan
+from tilemesh.core.plan import ASYNCHRONOUS, IN_A_V, INTERLEAVED, TWO_WAYS, ParallelPlan
 
 
 class Lack(NamedTuple):
@@ -44,13 +44,15 @@ def lacks(plan: ParallelPlan) -> Iterator[Lack]:
     if plan.recompute_stages:
         yield from _lacks_of_stages(plan)
     yield from _lacks_of_offloads(plan)
+    if plan.schedule in ASYNCHRONOUS:
+        yield from _lacks_of_versions(plan)
     if plan.attention == "materialized":
         yield Lack("materialized", "attention is materialized", "attention here is one fused kernel", "attention=fused")
 
 
 def _lacks_of_stages(plan: ParallelPlan) -> Iterator[Lack]:
     stages, given = {*plan.recompute_stages}, f"recompute_stages is {list(plan.recompute_stages)}"
-    if plan.recompute != "full":
+    if plan.repeated == "none":
         why = f"recompute is {plan.recompute}, so no stage computes anything again"
         yield Lack("recompute_stages", given, why, "recompute=full", True)
     if max(stages) >= plan.pp:
@@ -64,11 +66,30 @@ def _lacks_of_stages(plan: ParallelPlan) -> Iterator[Lack]:
         yield Lack("recompute_stages", given, why, f"recompute_stages=[{','.join(map(str, both))}]", True)
 
 
+def _lacks_of_versions(plan: ParallelPlan) -> Iterator[Lack]:
+    """Of schedules that update weights while microbatches are under way."""
+    given = f"schedule is {plan.schedule}"
+    if plan.pp == 1:
+        why = "on one stage no microbatch is under way while weights are updated"
+        yield Lack("schedule", f"{given} and pp is 1", why, "schedule=1f1b", True)
+    if plan.zero:
+        why = "each of its updates would gather what ZeRO cuts"
+        yield Lack(f"zero{plan.zero}", f"{given} with zero {plan.zero}", why, "zero=0", True)
+    if plan.recompute == "full":
+        why = "what is computed again would read newer weights than the first time"
+        yield Lack("recompute", f"{given} with recompute full", why, "recompute=none", True)
+    if plan.offloads:
+        yield Lack("offload", f"{given} with offload {plan.offload}", "versions stay on the device", "offload=", True)
+
+
 def _lacks_of_offloads(plan: ParallelPlan) -> Iterator[Lack]:
     given = f"offload is {plan.offload}"
     if "activations" in plan.offloads and plan.slices > 1:
         instead = "offload=" + "+".join(name for name in plan.offloads if name != "activations")
         yield Lack("offload", f"{given} with slices", "slices of a sequence share keys and values", instead, True)
+    if "activations" in plan.offloads and plan.recompute == "operators":
+        why = "results that are kept by operator are not autograd's, and only what is autograd's is moved"
+        yield Lack("offload", f"{given} with recompute operators", why, "recompute=full", True)
     if "weights" not in plan.offloads:
         return
     instead = "offload=" + "+".join(name for name in plan.offloads if name != "weights")

@@ -86,7 +86,7 @@ def _field(line: bytes, field: str, where: str) -> Any:
     except ValueError as error:
         raise UsageError("data.source", f" {where} is not JSON: {str(error).partition(';')[0]}") from None
     if not isinstance(found, dict):
-        raise UsageError("data.source", f" {where} is a {type(found).__name__}: expected one JSON object a line")
+        raise UsageError("data.source", f" {where} is a {type(found).__name__}: expected one JSON object per line")
     if field not in found:
         raise _no_field(where, field, list(found))
     return found[field]

@@ -1,7 +1,7 @@
 """A measurement and its neighbours: predicted | measured | limit | peers, one value a row.
 
 A row is what every command that measures or predicts prints (`table.py`) and writes (one JSON
-object a line). A column that is not there says why: a row that leaves one out without a reason
+object per line). A column that is not there says why: a row that leaves one out without a reason
 cannot be built. Two figures for one thing, such as kernel time and call time, are two rows.
 """
 
@@ -157,7 +157,7 @@ class Row:
 
 
 def write_rows(rows: Iterable[Row], path: str | Path) -> None:
-    """Write rows to a file, one object a line, or to standard output when the path is `-`."""
+    """Write rows to a file, one object per line, or to standard output when the path is `-`."""
     write_output("".join(row.to_json() + "\n" for row in rows), path)
 
 

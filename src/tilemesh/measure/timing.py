@@ -1,7 +1,7 @@
 """The harness: several candidates timed against each other in one run, interleaved.
 
     result = compare({"ours": f, "numpy": g}, sets=8)      # f(i), g(i): a call on input set i
-    result["ours"].median, result.missing                  # seconds a call; who could not be timed, and why
+    result["ours"].median, result.missing                  # seconds per call; who could not be timed, and why
 
 There is one interleaving, here, for every clock. A *timer* knows how to make one candidate ready
 and how to take one reading: `LoopTimer` below times a host loop (a CPU call, a CUDA call with
@@ -223,7 +223,7 @@ class LoopTimer:
 
     `start` runs before the clock starts (a barrier, a device synchronise) and `finish` before it stops;
     `agree` turns this process's seconds into everybody's (ranks: the slowest counts). The loop itself adds
-    about 0.05 µs a call.
+    about 0.05 µs per call.
     """
 
     clock: Callable[[], float] = time.perf_counter

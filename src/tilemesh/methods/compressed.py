@@ -39,6 +39,8 @@ class Compression:
     rank: int = 4
     feedback: bool = True
     seed: int = 0
+    start: int = 0
+    """So many steps send whole gradients first."""
 
     def __post_init__(self) -> None:
         if self.scheme not in SCHEMES or not 0 < self.keep <= 1 or self.rank < 1:
@@ -111,6 +113,9 @@ class CompressedGradients(Bucketed):
         if not bucket.batch_summed:
             return None
         group, residual = self.groups[bucket.batch_summed], self.residuals[id(bucket)]
+        if self.steps < self.compression.start:
+            self.sent_bytes += summed_bytes(bucket.flat.nbytes, group.size)
+            return super().exchange(bucket)
         wanted = bucket.flat.add_(residual) if self.compression.feedback else bucket.flat
         match self.compression.scheme:
             case "top-k" | "random-k":

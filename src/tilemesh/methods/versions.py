@@ -3,13 +3,14 @@
 The one idea: where a schedule keeps versions, each is memory of its own and the parameters point at the one a pass is
 to read. Where it keeps none, updates are made in place behind autograd's back, so that a backward pass multiplies with
 weights that have changed since its forward pass: AMPNet does that as it is, PipeMare puts an estimate of the old ones
-there for the time of the pass. The lists are run by the runtime of every step (`parallel/run.py`).
+there for the time of the pass. The lists are run by the runtime of every step (`parallel/run.py`). Who moves the
+weights is handed in: plain SGD here, a run's optimizer in `train/asynchronous.py`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -17,28 +18,34 @@ from torch import Tensor, nn
 
 from tilemesh.core.step.action import Payload, StepProgram, parts
 from tilemesh.core.step.asynchronous import delays
-from tilemesh.parallel.pipeline import Pipeline
-from tilemesh.parallel.run import ChunkPasses, StepRunner, StepServices
+from tilemesh.parallel.run import ChunkPasses, StepServices
 
 _KEPT_CHANGE = math.exp(-2)  # of a change of the weights, what is left in their mean change after the delay (PipeMare)
+WeightUpdate = Callable[[Sequence[Tensor], int, float], None]
+"""Moves weights, in place, by the gradients of their parameters, which it leaves zero. Given: the weights, in the order
+of the parameters; how many updates were made before; what the learning rate is divided by (PipeMare)."""
 
 
 @dataclass
 class ChunkVersions:
-    """A chunk's weights over a run: which versions there are, and SGD that makes the next.
+    """A chunk's weights over a run: which versions there are, and what makes the next.
 
     `delay`: updates between a forward pass and the update of its gradient. `warmup`: of PipeMare, updates after which
     the learning rate is no longer divided by the delay; None: it never is, and nothing is corrected.
     """
 
     parameters: list[nn.Parameter]
-    rate: Callable[[int], float]
+    move: WeightUpdate
     keeps: bool
     delay: float = 1.0
     warmup: int | None = None
     version: int = 0
+    """The newest, counted from the begin of the list."""
+    updates: int = 0
+    """Of the whole run."""
     stored: dict[int, list[Tensor]] = field(default_factory=dict)
     changes: list[Tensor] = field(default_factory=list)
+    """Of PipeMare: the mean change of the weights by an update."""
     most: int = 1
     """Versions held at once, at most."""
 
@@ -46,6 +53,10 @@ class ChunkVersions:
         self.stored[0] = [parameter.data for parameter in self.parameters]
         if self.warmup is not None:
             self.changes = [torch.zeros_like(value) for value in self.stored[0]]
+
+    def begin(self) -> None:
+        """The list begins again, with the weights that there are."""
+        self.stored, self.version = {0: [parameter.data for parameter in self.parameters]}, 0
 
     def read(self, version: int) -> None:
         """Let the parameters be a version."""
@@ -66,26 +77,35 @@ class ChunkVersions:
         return made
 
     @torch.no_grad()
-    def update(self, last_use: Mapping[int, bool]) -> None:
-        """Step by the gradients. `last_use`: versions that no pass will read again."""
-        before, rate = self.stored[self.version], self.rate(self.version)
+    def update(self, needed: Collection[int]) -> None:
+        """Step by the gradients. `needed`: versions that passes will read again."""
+        before, divisor = self.stored[self.version], 1.0
         if self.warmup is not None:
-            rate /= self.delay ** (1 - min(self.version / max(1, self.warmup), 1.0))
-        gradients = [p.grad if p.grad is not None else torch.zeros_like(p) for p in self.parameters]
-        after = [value.clone() for value in before] if self.keeps else before
-        for number, (value, gradient) in enumerate(zip(after, gradients, strict=True)):
-            value.data.sub_(gradient, alpha=rate)
-            if self.changes:
-                keep = _KEPT_CHANGE ** (1 / max(1.0, self.delay - 1))
-                self.changes[number].mul_(keep).sub_(gradient, alpha=rate * (1 - keep))
-            gradient.zero_()
-        del self.stored[self.version]
-        self.version += 1
-        if self.keeps:
-            self.stored[self.version - 1] = before
-            self.stored = {v: kept for v, kept in self.stored.items() if not last_use.get(v, True)}
+            divisor = self.delay ** (1 - min(self.updates / max(1, self.warmup), 1.0))
+        # Autograd keeps views of the weights that a forward pass read: their memory stays theirs while it is needed.
+        is_kept = self.keeps and self.version in needed
+        after = [value.clone() for value in before] if is_kept else before
+        old = [value.clone() for value in before] if self.changes else []
+        self.move(after, self.updates, divisor)
+        keep = _KEPT_CHANGE ** (1 / max(1.0, self.delay - 1))
+        for change, value, was in zip(self.changes, after, old, strict=bool(self.changes)):
+            change.mul_(keep).add_(value - was, alpha=1 - keep)
+        self.version, self.updates = self.version + 1, self.updates + 1
+        self.stored = {version: held for version, held in self.stored.items() if self.keeps and version in needed}
         self.stored[self.version] = after
         self.most = max(self.most, len(self.stored))
+
+
+def plain_sgd(parameters: Sequence[nn.Parameter], rate: Callable[[int], float]) -> WeightUpdate:
+    """SGD that remembers nothing, at a rate by the number of the update."""
+
+    def move(values: Sequence[Tensor], number: int, divisor: float) -> None:
+        for parameter, value in zip(parameters, values, strict=True):
+            if parameter.grad is not None:
+                value.data.sub_(parameter.grad, alpha=rate(number) / divisor)
+                parameter.grad.zero_()
+
+    return move
 
 
 class VersionedChunk:
@@ -95,6 +115,11 @@ class VersionedChunk:
         """`reads`: the version that the forward (F) and the backward pass (B) of a microbatch read."""
         self.passes, self.versions, self.reads = passes, versions, reads
         self.left = dict(self.reads)
+
+    def begin(self) -> None:
+        """All passes are to come, with the weights that there are."""
+        self.left = dict(self.reads)
+        self.versions.begin()
 
     def forward(self, microbatch: int, piece: int, x: Tensor | None, *, keeps: bool) -> Tensor | None:
         self.versions.read(self.left.pop(("F", microbatch)))
@@ -116,8 +141,11 @@ class VersionedChunk:
         return self.passes.landing(microbatch, piece, of)
 
     def update(self) -> None:
-        needed = set(self.left.values())
-        self.versions.update({version: version not in needed for version in self.versions.stored})
+        self.versions.update({*self.left.values()})
+
+    def end(self) -> None:
+        """Let the parameters be the newest version."""
+        self.versions.read(self.versions.version)
 
 
 class VersionServices(StepServices):
@@ -145,37 +173,15 @@ def versioned(
     program: StepProgram,
     passes: Mapping[int, ChunkPasses],
     modules: Mapping[int, nn.Module],
-    rate: Callable[[int], float],
+    move_of: Callable[[Sequence[nn.Parameter]], WeightUpdate],
     warmup: int | None = None,
 ) -> dict[int, VersionedChunk]:
-    """Chunks of a rank with their versions. `warmup`: PipeMare's, counted in updates."""
+    """Chunks of a rank with their versions. `move_of`: of a chunk's parameters. `warmup`: PipeMare's, in updates."""
     taus = delays(program)
     made = {}
     for chunk, chunk_passes in passes.items():
         parameters = list(modules[chunk].parameters())
         correction = (warmup or 0) if program.name == "pipemare" else None
-        kept = ChunkVersions(parameters, rate, program.keeps_versions, taus[chunk], correction)
+        kept = ChunkVersions(parameters, move_of(parameters), program.keeps_versions, taus[chunk], correction)
         made[chunk] = VersionedChunk(chunk_passes, kept, version_reads(program, chunk))
     return made
-
-
-def run_pipeline(
-    laid: Pipeline, program: StepProgram, pieces: list[object], rate: Callable[[int], float], warmup: int | None = None
-) -> dict[int, VersionedChunk]:
-    """Train a laid model by an asynchronous schedule, microbatch after microbatch; this rank's chunks after it.
-
-    `program`: with its messages. Gradients of an update are means over its tokens.
-    """
-    updates = sum(action.kind == "UPDATE" for action in program.actions[laid.mesh.pp.index])
-    tokens = pieces[0].tokens.numel() * len(pieces) // updates  # type: ignore[attr-defined]
-    modules = {number: part.module for number, part in laid.parts.items()}
-    passes: dict[int, ChunkPasses] = dict(laid.passers)
-    chunks = versioned(program, passes, modules, rate, warmup)
-    runner = StepRunner(program, laid.mesh.pp.comm, chunks, VersionServices(chunks))
-    laid.data.pieces, laid.data.scale = pieces, 1 / tokens  # type: ignore[assignment]
-    laid.buckets.begin(1 / tokens)
-    runner()
-    laid.data.pieces = ()
-    for chunk in chunks.values():
-        chunk.versions.read(chunk.versions.version)
-    return chunks

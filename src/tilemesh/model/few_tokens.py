@@ -30,7 +30,9 @@ class FewTokens:
         """Whether all layers of the model are such that this computes them."""
         is_short = next(model.parameters()).dtype in (torch.bfloat16, torch.float16)
         norm = model.final_norm
-        return is_short and norm is not None and _is_plain_norm(norm) and all(_is_plain(one) for one in _layers(model))
+        return (
+            is_short and norm is not None and _is_plain_norm(norm) and all(_is_plain(layer) for layer in _layers(model))
+        )
 
     @staticmethod
     def takes(tokens: int) -> bool:
@@ -41,8 +43,8 @@ class FewTokens:
         for layer in _layers(self.model):
             attention, gated = layer.attention, layer.mlp.stacked
             heads = attention.stacked
-            assert heads is not None
-            assert gated is not None
+            assert isinstance(heads, StackedProduct)
+            assert isinstance(gated, StackedProduct)
             y_TD, x_TD = self._norm(parts_STD, x_TD, layer.attention_norm)
             y_1TD = attention.attend(self._product(y_TD, heads.weight), now, x_TD.dtype)
             parts_STD = self._product(y_1TD[0], attention.fc_o.weight)
@@ -74,16 +76,18 @@ def _is_plain_norm(norm: ResidualNorm) -> bool:
 def _is_plain(layer: Layer) -> bool:
     attention, mlp = layer.attention, layer.mlp
     heads, gated = attention.stacked, mlp.stacked
-    if layer.norm_place != "pre" or layer.parallel_residual or mlp.gate != "silu" or heads is None or gated is None:
+    if layer.norm_place != "pre" or layer.parallel_residual or mlp.gate != "silu":
+        return False
+    if not isinstance(heads, StackedProduct) or not isinstance(gated, StackedProduct):
         return False
     if not (_is_plain_norm(layer.attention_norm) and _is_plain_norm(layer.mlp_norm)):
         return False
     if attention.qk_norm != "none" or attention.query_factor != 1:
         return False
     lasts = (attention.fc_o, mlp.fc_out)
-    if any(type(one) is not Linear or one._forward_hooks or one._forward_pre_hooks for one in lasts):
+    if any(type(last) is not Linear or last._forward_hooks or last._forward_pre_hooks for last in lasts):
         return False
-    return _fits(heads) and _fits(gated, "silu") and all(_fits(one) for one in lasts)
+    return _fits(heads) and _fits(gated, "silu") and all(_fits(last) for last in lasts)
 
 
 def _fits(product: StackedProduct | Linear, gate: str = "none") -> bool:

@@ -39,7 +39,7 @@ from tilemesh.model.kernels import STANDARD, TORCH, ModelKernels
 from tilemesh.model.norm import ResidualNorm
 from tilemesh.model.part import ModelPart, whole_part
 from tilemesh.model.projection import PlainLinear, make_projection
-from tilemesh.model.stacked import StackedProduct, is_one_row, times_row
+from tilemesh.model.stacked import SideBySide, is_one_row, times_row
 
 IGNORED = -100  # a target with this value counts for nothing in the loss
 INIT_STD = 0.02  # Radford et al. 2019, and the published Llama configurations
@@ -148,7 +148,7 @@ class Attention(nn.Module):
         """Whether rotary positions turn all of a head."""
         self.joined = False
         """Whether query, key and value come out of one product; their weights stay three."""
-        self.stacked: StackedProduct | None = None
+        self.stacked: SideBySide | None = None
         """The same for a model that only computes forward: see `model.stacked`."""
         self.fc_q = Linear(width, config.query_width, biases, device="meta", dtype=dtype)
         self.fc_k = Linear(width, kv_width, biases, device="meta", dtype=dtype)
@@ -171,9 +171,11 @@ class Attention(nn.Module):
                 return y_BTD
             q, k, v = torch.split(qkv_BTF, self.stacked.widths, dim=-1)
         elif self.joined:
-            q, k, v = torch.split(joined(x_BTD, projections), [one.weight.shape[0] for one in projections], dim=-1)
+            q, k, v = torch.split(
+                joined(x_BTD, projections), [projection.weight.shape[0] for projection in projections], dim=-1
+            )
         else:
-            q, k, v = (one(x_BTD) for one in projections)
+            q, k, v = (projection(x_BTD) for projection in projections)
         if self.qk_norm == "full":
             q, k = self._normalized(q, k)
         q_BTHE = _by_heads(q, self.heads)
@@ -307,7 +309,7 @@ class Mlp(nn.Module):
         super().__init__()
         width, hidden, biases = config.width, config.mlp_width, config.has_biases("mlp")
         self.fc_gate = None
-        self.stacked: StackedProduct | None = None
+        self.stacked: SideBySide | None = None
         """Gate and first projection by one product, in a model that only computes forward: see `model.stacked`."""
         self.gate = _GATE_ACTIVATION.get(config.activation)
         if config.activation in _GATE_ACTIVATION:
@@ -636,8 +638,8 @@ def joined(x: Tensor, projections: Sequence[nn.Linear]) -> Tensor:
     Worth it where weights are cast on their way anyway (autocast under torch.compile): the cast then writes them side
     by side. One wide product for three, forward and twice backward, and nothing to add up for x's gradient.
     """
-    weight = torch.cat([one.weight for one in projections])
-    bias = None if projections[0].bias is None else torch.cat([one.bias for one in projections])
+    weight = torch.cat([projection.weight for projection in projections])
+    bias = None if projections[0].bias is None else torch.cat([projection.bias for projection in projections])
     return functional.linear(x, weight, bias)
 
 

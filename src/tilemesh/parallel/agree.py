@@ -20,7 +20,7 @@ from tilemesh.core.errors import UsageError
 def agree(comm: Communicator, values: Mapping[str, Any]) -> None:
     """Raise on every rank, with the rank and the key, unless all ranks give the same values (a collective call).
 
-    Values are compared as JSON, what JSON does not know as text. Equal ones cost an exchange of 32 bytes a rank.
+    Values are compared as JSON, what JSON does not know as text. Equal ones cost an exchange of 32 bytes per rank.
     """
     texts = {key: json.dumps(value, sort_keys=True, default=str) for key, value in values.items()}
     whole = json.dumps(texts, sort_keys=True).encode()

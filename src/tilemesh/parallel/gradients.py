@@ -237,19 +237,23 @@ class Exchanging(Synchronous):
 
     def settled(self, summed: list[tuple[Tensor, int]], max_norm: float | None, divide: bool) -> GradientStep:
         """`summed`: gradients that have been exchanged, each with how many ranks of the mesh hold the same."""
-        assert self._totals is not None
         parts = [torch.linalg.vector_norm(flat).double().square() / copies for flat, copies in summed]
-        # Read in one go: on a GPU each reading waits for all that was started.
-        loss_sum, count, squares = torch.cat([self._totals, torch.stack(parts).sum()[None]]).tolist()
-        # One small exchange for all. What several ranks have alike counts once.
-        mine = np.array([loss_sum / self._alike, count / self._alike, squares])
-        loss_sum, count, squares = self.counted_over.all_reduce(mine, algorithm=self.algorithm).tolist()
-        tokens = round(count)
+        loss_sum, tokens, squares = self.totals(torch.stack(parts).sum())
         factor = 1 / (max(tokens, 1) * self._scale)
         norm = math.sqrt(squares) * factor if math.isfinite(squares) else squares
-        self._totals = None
         gradients, loss = [flat for flat, _ in summed], loss_sum / max(tokens, 1)
         return settle(gradients, loss, tokens, norm, factor=factor, max_norm=max_norm, divide=divide)
+
+    def totals(self, squares: Tensor) -> tuple[float, int, float]:
+        """The step's summed loss, its tokens, and a sum of squares that each rank has a part of, over all ranks."""
+        assert self._totals is not None
+        # Read in one go: on a GPU each reading waits for all that was started.
+        loss_sum, count, mine = torch.cat([self._totals, squares[None]]).tolist()
+        self._totals = None
+        # One small exchange for all. What several ranks have alike counts once.
+        parts = np.array([loss_sum / self._alike, count / self._alike, mine])
+        loss_sum, count, whole = self.counted_over.all_reduce(parts, algorithm=self.algorithm).tolist()
+        return loss_sum, round(count), whole
 
     def sum_over(self, blocks: Blocks, flat: Tensor) -> None:
         """Sum gradients over a group of ranks, in place."""

@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +22,7 @@ from tilemesh.model.dropout import ORIGIN, DropoutPlace
 from tilemesh.model.kernels import TORCH
 from tilemesh.model.part import whole_part
 from tilemesh.model.transformer import Pass, ResidualStream, Transformer, added, draw, loss_sum
+from tilemesh.parallel.again import LayerCall, call_again
 from tilemesh.parallel.agree import tell
 from tilemesh.parallel.gradients import Gradients, loss_shard
 from tilemesh.parallel.mesh import Mesh
@@ -74,6 +76,8 @@ class Laid:
         own = plan.on_stage(mesh.pp.index)
         self.recompute_every = own.stretch(len(module.layers) if isinstance(module, Transformer) else 1)
         """Layers in a stretch whose activations are computed again in backward; 0: all are kept."""
+        self.keeps_by_operator = own.recompute == "operators"
+        """Whether of each layer only some operators' results are kept: see `parallel/again.py`."""
 
     @property
     def names(self) -> Sequence[str]:
@@ -219,7 +223,7 @@ class Laid:
             before, _ = share(self.seams.tokens, self.mesh.tp.size, self.mesh.tp.index)
             # Positions inside attention are those of all tokens, outside those of this rank's stretch.
             now = dataclasses.replace(now, place=dataclasses.replace(place, token=place.token + before))
-        called = list(model.layers) if layers is None else layers
+        called = self.layer_calls() if layers is None else layers
         return self._through_layers(called, ResidualStream(model.enter(tokens_BT, x_BTD, now)), now)
 
     def _to_project(self, model: Transformer, stream: ResidualStream) -> Tensor:
@@ -230,6 +234,11 @@ class Laid:
         if model.output is None and self.mesh.tp.size > 1:  # tied: there is no module to enter at
             x_BTD = self.seams.enter(x_BTD)
         return x_BTD
+
+    def layer_calls(self) -> list[LayerCall]:
+        """The layers here as they are called: where operators' results are kept, with what computes the rest again."""
+        layers: list[LayerCall] = list(self._transformer().layers)
+        return [partial(call_again, layer) for layer in layers] if self.keeps_by_operator else layers
 
     def _through_layers(
         self, layers: Sequence[Callable[..., Any]], stream: ResidualStream, now: Pass

@@ -159,6 +159,10 @@ class Pipeline(Laid):
         """Let somebody know what a step is at: as `StepRunner` says."""
         self.runner.note, self.runner.around = note, around
 
+    def run_by(self, chunks: Mapping[int, ChunkPasses], services: StepServices) -> None:
+        """Let others do what the step's list says."""
+        self.runner = StepRunner(self.step.program, self.mesh.pp.comm, chunks, services, self._note)
+
     def takes(self, module: str, microbatch: int) -> bool:
         """Whether this rank passes a microbatch through a module of the model."""
         kind, _, rest = module.partition(".")

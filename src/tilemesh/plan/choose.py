@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from tilemesh.core import config
 from tilemesh.core.calibration import Rates
 from tilemesh.core.errors import Argument, RunError, UsageError
-from tilemesh.core.hardware import DEVICES, GPUS_PER_NODE, Cluster, make_node, parse_cluster
+from tilemesh.core.hardware import GPUS_PER_NODE, LOCAL, Cluster, grown, parse_cluster
 from tilemesh.core.plan import ParallelPlan
 from tilemesh.core.ranges import LARGEST_WHOLE, Range
 from tilemesh.core.units import format_bytes
@@ -132,7 +132,7 @@ def search(
         raise _nothing_fits(estimator, batch, pins, least)
     predictions = [estimator.predict(candidate) for candidate in _distinct(ranked, shown)]
     # The exact cut may weigh a little more than the quick one that was found to fit.
-    kept = [found for found in predictions if found.fits] or predictions
+    kept = [prediction for prediction in predictions if prediction.fits] or predictions
     kept.sort(key=lambda found: (found.step_time_s, found.memory.total_bytes))
     return SearchResult(
         model, cluster, estimator.context, batch, pins, tuple(kept), considered, tuple(ranked), rates, code, headroom
@@ -199,7 +199,7 @@ def _nothing_fits(estimator: Estimator, batch: int, pins: Pins, least: tuple[int
     holder = "GPU" if cluster.device.kind == "gpu" else "rank"
     if enough and enough[0] == cluster.world:
         would_do = f"laid out otherwise these {holder}s would do ({enough[1].short()})"
-    elif cluster.device.name not in DEVICES:
+    elif cluster.device.name == LOCAL:
         would_do = "a larger machine is needed, or a smaller batch or model"
     elif enough:
         would_do = f"{enough[0]} such {holder}s would do ({enough[1].short()})"
@@ -234,13 +234,13 @@ def gpus_enough(estimator: Estimator, batch: int, pins: Pins) -> tuple[int, Para
 def _larger(cluster: Cluster) -> Iterator[Cluster]:
     """Larger clusters of the same device: a fuller node first, then more nodes."""
     node = cluster.node
-    if node.device.name not in DEVICES:  # this machine: there are no more of it
+    if node.device.name == LOCAL:  # this machine: there are no more of it
         return
     if len(cluster.nodes) == 1 and node.count < GPUS_PER_NODE:
         for count in (2, 4, GPUS_PER_NODE):
             if count > node.count:
-                yield Cluster((make_node(node.device, count),))
-        node = make_node(node.device, GPUS_PER_NODE)
+                yield Cluster((grown(node, count),))
+        node = grown(node, GPUS_PER_NODE)
     for nodes in _GROWTH:
         if nodes > len(cluster.nodes):
             yield Cluster((node,) * nodes)

@@ -3,7 +3,7 @@ exchange, and what the host needs to launch it all.
 
 On a GPU a step runs no faster than its kernels are launched. What the host needs for that does not depend on how large
 the tensors are, so it is measured on a model so small that the GPU only waits (`train/host.py`), of two depths, which
-gives seconds a layer and seconds a step; forward and backward passes apart from clipping and the optimiser, since a
+gives seconds per layer and seconds per step; forward and backward passes apart from clipping and the optimiser, since a
 step makes the former once a microbatch.
 """
 
@@ -21,7 +21,7 @@ from tilemesh.core.step.book import SPLIT, chunk_placement
 from tilemesh.core.step.program import step_program
 from tilemesh.core.step.simulate import StepTimes
 from tilemesh.model.config import ModelConfig
-from tilemesh.model.work.exchanges import Exchange, replica_exchanges
+from tilemesh.model.work.exchanges import Exchange, repeated_exchanges, replica_exchanges
 from tilemesh.model.work.operations import embedding_work, head_work, layer_work
 from tilemesh.model.work.task import Code, Task, default_code
 from tilemesh.model.work.weights import shard_parameters
@@ -37,16 +37,22 @@ class LayerTimes(NamedTuple):
     backward_s: float
     scores_s: float
     """Of the forward pass, what selective recomputation repeats."""
+    between_s: float
+    """Of the forward pass, what recomputation by operators repeats."""
+    again_s: float
+    """Of the forward pass, what full recomputation repeats."""
     exchange_s: float
     """In the forward pass."""
+    exchange_again_s: float
+    """Of these, what recomputation repeats."""
     exchange_back_s: float
     """In the backward pass, with what hidden exchanges cost all the same."""
     exchange_split_s: float
     """In the first half of a backward pass in two halves, where there are no weight gradients to hide behind."""
     weight_s: float
     """Of the backward pass, its second half: the weight gradients."""
-    exchange_bytes: tuple[float, float]
-    """Sent in the forward and in the backward pass."""
+    exchange_bytes: tuple[float, float, float]
+    """Sent in the forward pass, in the backward pass, and again where a layer's forward pass is repeated."""
     head_s: tuple[float, float]
     head_exchange_s: tuple[float, float]
     embedding_s: tuple[float, float]
@@ -55,7 +61,9 @@ class LayerTimes(NamedTuple):
     def recompute_s(self, recompute: str) -> float:
         """What a backward pass does again, exchanges included."""
         if recompute == "full":
-            return self.forward_s + self.exchange_s
+            return self.again_s + self.exchange_again_s
+        if recompute == "operators":
+            return self.between_s + self.exchange_again_s
         return self.scores_s if recompute == "selective" else 0.0
 
 
@@ -107,7 +115,8 @@ class Clock:
         return self._groups[size, stride]
 
     def layer(self, plan: ParallelPlan) -> LayerTimes:
-        key = (plan.tp, plan.sequence_parallel, plan.microbatch, plan.attention, plan.precision)
+        by_layers = plan.zero == 3
+        key = (plan.tp, plan.sequence_parallel, plan.microbatch, plan.attention, plan.precision, by_layers)
         found = self._layers.get(key)
         if found is None:
             found = self._layers[key] = layer_times(self.model, self.cluster, self.task(plan), self._rates)
@@ -164,28 +173,40 @@ def layer_times(model: ModelConfig, cluster: Cluster, task: Task, rates: Rates |
     """A layer's seconds, and the head's and the embedding's, for one microbatch."""
     speed, axis = speed_of(cluster.device, task.dtype, rates, task.code), group(cluster, task.tp, 1)
     layer, head, embedding = layer_work(model, task), head_work(model, task), embedding_work(model, task)
+    again = tuple(repeated_exchanges(model, task))
     # An exchange that hides behind a product costs something all the same; between CPU ranks nothing hides.
     hidden = constants.HIDDEN_COST if axis.hides else 1.0
 
     def exchange_s(exchanges: Iterable[Exchange], backward: bool, cost: float = hidden) -> float:
         return sum(
-            (cost if one.hides else 1.0) * axis.exchange_s(one.collective, one.nbytes)
-            for one in exchanges
-            if one.backward is backward
+            (cost if exchange.hides else 1.0) * axis.exchange_s(exchange.collective, exchange.nbytes)
+            for exchange in exchanges
+            if exchange.backward is backward
         )
 
-    def sent_bytes(backward: bool) -> float:
-        return sum(axis.sent_bytes(one.nbytes, one.collective) for one in layer.exchanges if one.backward is backward)
+    def sent_bytes(exchanges: Iterable[Exchange], backward: bool) -> float:
+        return sum(
+            axis.sent_bytes(exchange.nbytes, exchange.collective)
+            for exchange in exchanges
+            if exchange.backward is backward
+        )
 
     return LayerTimes(
         forward_s=speed.seconds(layer.forward),
         backward_s=speed.seconds(layer.backward),
         scores_s=speed.seconds(layer.scores),
+        between_s=speed.seconds(layer.between),
+        again_s=speed.seconds(layer.again),
         exchange_s=exchange_s(layer.exchanges, False),
+        exchange_again_s=exchange_s(again, False),
         exchange_back_s=exchange_s(layer.exchanges, True),
         exchange_split_s=exchange_s(layer.exchanges, True, 1.0),
         weight_s=speed.seconds(layer.weight_gradients),
-        exchange_bytes=(sent_bytes(False), sent_bytes(True)),
+        exchange_bytes=(
+            sent_bytes(layer.exchanges, False),
+            sent_bytes(layer.exchanges, True),
+            sent_bytes(again, False),
+        ),
         head_s=(speed.seconds(head.forward), speed.seconds(head.backward)),
         head_exchange_s=(exchange_s(head.exchanges, False), exchange_s(head.exchanges, True)),
         embedding_s=(speed.seconds(embedding.forward), speed.seconds(embedding.backward)),
@@ -218,7 +239,7 @@ def data_exchange(
         for times, several in itertools.groupby(exchanges, key=lambda one: one.times):
             exchange_s = sent = 0.0
             for one in several:
-                # One exchange a layer, so that it can hide behind the next layer's passes.
+                # One exchange per layer, so that it can hide behind the next layer's passes.
                 exchange_s += layers * axis.exchange_s(one.collective, nbytes[one.what] / layers)
                 sent += axis.sent_bytes(nbytes[one.what], one.collective)
             hides = axis.hides and behind_s > 0
@@ -281,9 +302,16 @@ def exchanged(
     def add(axis: str, collective: str, nbytes: int) -> None:
         found[axis][collective] = found[axis].get(collective, 0) + nbytes
 
-    for one in layer_work(model, task).exchanges:
-        again = plan.recompute == "full" and not one.backward
-        add(one.axis, one.collective, plan.accumulation * layers * (1 + again) * one.nbytes)
+    exchanges = layer_work(model, task).exchanges
+    for exchange in exchanges:
+        add(exchange.axis, exchange.collective, plan.accumulation * layers * exchange.nbytes)
+    if plan.repeats_exchanges:
+        # Of layers that are computed again together, all but the last repeat everything.
+        ends = sum(-(-counts[chunk] // max(1, plan.stretch(counts[chunk]))) for chunk in held)
+        forward = [exchange for exchange in exchanges if not exchange.backward]
+        for several, times in ((forward, layers - ends), (repeated_exchanges(model, task), ends)):
+            for one in several:
+                add(one.axis, one.collective, plan.accumulation * times * one.nbytes)
     for one in (*embedding_work(model, task).exchanges, *(head_work(model, task).exchanges if last else ())):
         add(one.axis, one.collective, plan.accumulation * one.nbytes)
     if plan.tp > 1:

@@ -32,6 +32,9 @@ MATMUL_FRACTION: Mapping[str, float] = {
 }
 """Of the dense peak, what a large matmul sustains beside its waves and fills."""
 
+IDLE_POWER = 1 / 7
+"""Of a board's power, what it draws whatever it computes. ASSUMED: 100 of an H100's 700 W."""
+
 Tiles = tuple[tuple[int, int, float], ...]
 TILES: Tiles = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.93), (64, 128, 0.75))
 """Tiles a vendor's library chooses from, and their rate: ASSUMED from the ratio of FLOPs to bytes a tile loads."""
@@ -40,7 +43,7 @@ HOPPER_TILES: Tiles = (*TILES, (192, 192, 1.0), (128, 192, 0.96))
 
 TILE_FILL_K = 128
 """Steps of k that filling a tile's pipeline and writing its result cost. ASSUMED: about 2 to 3 µs on an A100, where a
-256 x 128 tile takes 23 ns a step at the peak (2 x 256 x 128 FLOPs on one of 108 multiprocessors)."""
+256 x 128 tile takes 23 ns per step at the peak (2 x 256 x 128 FLOPs on one of 108 multiprocessors)."""
 
 LEAST_SPLIT_K = 512
 """Steps of k a part of a split product has at least. ASSUMED: four fills."""
@@ -198,6 +201,15 @@ SERVE_HOST_S: Mapping[str, tuple[float, float]] = {
     "gpu": (20e-6, 0.0),
 }
 """What the engine does while the device waits, a step and a sequence: planning, tables, drawing, booking, telling."""
+
+SERVE_LAUNCH_S = (250e-6, 8e-6)
+"""What a step takes the host of a GPU to plan, launch and book: in all, and for each sequence. CALCULATED from 13 us
+per sequence on a Neoverse-N1 core (a step of 256 takes 3.4 ms) and the ratio of the two hosts' times per sequence for
+an earlier version of the engine (0.6)."""
+
+SERVE_LAUNCH_LAYER_S = 245e-6
+"""What it takes the host to launch a layer kernel by kernel. MEASURED on the host of an H200, one sequence launched
+eagerly: 5.41 ms for 22 layers (1.1 B) and 7.81 ms for 32 (8 B)."""
 
 PAGED_ATTENTION_FRACTION = 0.87
 """Of a copy's rate, what attention over pages reaches on a GPU. MEASURED on an H200 with 64 sequences of 1,024 tokens:

@@ -6,12 +6,12 @@ a reader to check. This file is about the model alone; `explain_plan.py` adds wh
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 from tilemesh.core.plan import Attention, ParallelPlan, Recompute
 from tilemesh.core.units import format_bytes, format_count
 from tilemesh.model.config import ModelConfig
-from tilemesh.model.work.kept import kept_bytes, kept_tensors
+from tilemesh.model.work.kept import kept_by_operators, kept_bytes, kept_tensors
 from tilemesh.model.work.operations import forward_flops, recomputed_flops
 from tilemesh.model.work.task import Task
 from tilemesh.model.work.weights import count_parameters, why_not_tp
@@ -98,7 +98,9 @@ def flops_section(model: ModelConfig, sequences: int, context: int, recompute: s
     again = recomputed_flops(model, sequences, context, recompute)
     total = 3 * forward.total + again
     parameters = count_parameters(model).total
-    repeated = {"none": "nothing", "selective": "scores", "full": "all layers"}[recompute]
+    repeated = {
+        "none": "nothing", "selective": "scores", "operators": "every second product", "full": "all layers",
+    }[recompute]  # fmt: skip
     six = 6 * parameters * T
     rows = [
         ExplainedFigure("q, k, v and output", "2 T D (2 D + 2 K) L", f"2 x {T:,} x {D:,} x {2 * D + 2 * kv:,} x {L}",
@@ -172,7 +174,8 @@ def zero_section(model: ModelConfig, precision: str, dp: int) -> ExplainedPart:
 
 def activation_section(model: ModelConfig, task: Task, recompute: Recompute) -> ExplainedPart:
     """Tensor by tensor, what a layer keeps for its backward pass."""
-    rows, tensors = [], kept_tensors(model, task)
+    rows = []
+    tensors = kept_by_operators(model, task) if recompute == "operators" else kept_tensors(model, task)
     for tensor in tensors:
         dropped = tensor is not tensors[0] and (recompute == "full" or (recompute == "selective" and tensor.scores))
         below = f" / {tensor.over}" if tensor.over > 1 else ""
@@ -185,7 +188,7 @@ def activation_section(model: ModelConfig, task: Task, recompute: Recompute) -> 
                 "dropped, recomputed" if dropped else format_bytes(tensor.nbytes),
             )
         )
-    total, _ = kept_bytes(tensors, recompute)
+    total, _ = kept_bytes(model, task, recompute)
     rows.append(ExplainedFigure("a layer keeps", "sum", "", f"{format_bytes(total)} ({total:,} B)"))
     title = (
         f"Activations of one layer and microbatch of {task.sequences} on a rank: tp {task.tp}, sequence parallel "
@@ -204,6 +207,7 @@ def recipes_section(model: ModelConfig, context: int, layout: ParallelPlan, tp: 
         ("materialized", "selective"),
         ("materialized", "full"),
         ("fused", "none"),
+        ("fused", "operators"),
         ("fused", "full"),
     )
     for attention, recompute in recipes:
@@ -214,14 +218,14 @@ def recipes_section(model: ModelConfig, context: int, layout: ParallelPlan, tp: 
                 tp=ranks, sequence_parallel=sp, attention=attention, recompute=recompute,
                 microbatch=layout.microbatch, precision=layout.precision,
             )  # fmt: skip
-            nbytes, _ = kept_bytes(kept_tensors(model, Task.of(plan, context)), recompute)
+            nbytes, _ = kept_bytes(model, Task.of(plan, context), recompute)
             split = f"tp {ranks}" + (", sequence parallel" if sp else "")
             form = "S b D x the tensors above"
-            if _is_paper_model(model, layout.precision):
+            if _is_paper_model(model, layout.precision) and recompute != "operators":
                 form = _paper_form(attention, recompute, ranks, sp)
             name = f"{attention}, {recompute}, {split}"
             rows.append(ExplainedFigure(name, form, f"{sbd:,} x {nbytes / sbd:.2f} B", format_bytes(nbytes)))
-    note = "a heads, t ranks of tensor parallelism; a fused kernel keeps 4 B a head and token instead of the scores"
+    note = "a heads, t ranks of tensor parallelism; a fused kernel keeps 4 B per head and token instead of the scores"
     return ExplainedPart("Activations a layer keeps, by recipe", rows, f"{note}.")
 
 
@@ -246,7 +250,7 @@ def _paper_form(attention: str, recompute: str, ranks: int, sp: bool) -> str:
 def relation_section(model: ModelConfig, context: int) -> ExplainedPart:
     done = 3 * forward_flops(model, 1, context).total
     rows = []
-    for recompute in ("none", "selective", "full"):
+    for recompute in get_args(Recompute):
         again = recomputed_flops(model, 1, context, recompute)
         numbers = f"1 + {again:.4g} / {done:.4g}"
         rows.append(

@@ -78,7 +78,7 @@ def memory_section(estimator: Estimator, best: Prediction) -> ExplainedPart:
         ExplainedFigure(
             "activations",
             "most alive between two actions",
-            f"stage {stage} of {plan.pp}, {layers} layers, {kept:,} B a layer and microbatch",
+            f"stage {stage} of {plan.pp}, {layers} layers, {kept:,} B per layer and microbatch",
             format_bytes(best.memory.activations_bytes),
         ),
         ExplainedFigure(
@@ -93,7 +93,9 @@ def memory_section(estimator: Estimator, best: Prediction) -> ExplainedPart:
             f"{recomputed:,} + {best.memory.working_bytes - recomputed:,} B",
             format_bytes(best.memory.working_bytes),
         ),
-        ExplainedFigure("reserved", "context and libraries", "assumed", format_bytes(best.memory.reserved_bytes)),
+        ExplainedFigure(
+            "reserved", "context, libraries, allocator", "assumed", format_bytes(best.memory.reserved_bytes)
+        ),
         *(
             [
                 ExplainedFigure(
@@ -184,8 +186,8 @@ def time_section(estimator: Estimator, best: Prediction) -> ExplainedPart:
         ),
         ExplainedFigure(
             "optimizer",
-            "bytes a parameter x P / bandwidth",
-            f"{estimator.optimizer_bytes(plan)} B a parameter",
+            "bytes per parameter x P / bandwidth",
+            f"{estimator.optimizer_bytes(plan)} B per parameter",
             format_seconds(times.optimizer_s),
         ),
         ExplainedFigure(

@@ -236,7 +236,7 @@ def _which_part(run: RunSummary, now: Prediction) -> str:
             f"exchanges take {exchange_s:.3g} s a step with waiting for other ranks, {said_s:.3g} predicted without: "
             f"fit them on this machine when it is idle, `tilemesh bench collective --fit --ranks {run.plan.world}`"
         )
-    return f"computing takes {step - exchange_s:.3g} s a step, {now.step_time_s - said_s:.3g} predicted: {advice}"
+    return f"computing takes {step - exchange_s:.3g} s per step, {now.step_time_s - said_s:.3g} predicted: {advice}"
 
 
 def _excess(grade: Grade) -> float:

@@ -19,16 +19,15 @@ from tilemesh.core.busy import Busyness
 from tilemesh.core.calibration import Calibration, Rates
 from tilemesh.core.cores import threads_for
 from tilemesh.core.errors import UsageError, nearest, unknown
-from tilemesh.core.hardware import CPU, DEVICES, Cluster, ClusterNode, Link, device_for, make_node
+from tilemesh.core.hardware import CPU, DEVICES, LOCAL, Cluster, ClusterNode, Link, device_for, make_node
 from tilemesh.plan import constants
 
-NAME = "local"
 FITS = "collectives"
 """The section of a calibration that `comm` keeps its fits in, by transport and number of ranks."""
 TRANSPORTS = ("mpi", "torch")
 """What `tilemesh train` takes on a CPU, best first."""
 _PATTERN = re.compile(r"(?:([0-9]{1,6})x)?local(-cpu)?")
-_NAMES = ("local", "local-cpu")
+_NAMES = (LOCAL, "local-cpu")
 LINK_BYTES = 1 << 20
 """The size whose time gives a link's bandwidth: what a layer exchanges, about."""
 
@@ -78,7 +77,7 @@ def is_local(text: str) -> bool:
 def local_machine(text: str, machine: AnyMachine) -> MeasuredCluster:
     """This machine from its stored calibration.
 
-    "local": a rank per GPU, or per core; "4xlocal": so many; "4xlocal-cpu": cores, also where there is a GPU.
+    "local": one rank per GPU, or per core; "4xlocal": so many; "4xlocal-cpu": cores, also where there is a GPU.
     """
     match = _PATTERN.fullmatch(text.strip().lower())
     if match is None:
@@ -104,7 +103,7 @@ def local_cpu(calibration: Calibration, ranks: int, cores: int, memory_bytes: in
         raise UsageError(f"the calibration of {calibration.words} has no matmul or copy rate: run `tilemesh calibrate`")
     device = replace(
         CPU,
-        name=NAME,
+        name=LOCAL,
         peak_flops_per_s=dict(rates.matmul_flops_per_s),
         memory_bytes=memory_bytes // ranks,
         usable_bytes=memory_bytes // ranks,
@@ -181,7 +180,7 @@ def crowding(calibration: Calibration, ranks: int, cores: int) -> float:
 def local_gpu(calibration: Calibration, ranks: int, gpus: tuple[str, ...]) -> MeasuredCluster:
     """So many of a machine's GPUs."""
     if not 1 <= ranks <= len(gpus):
-        raise UsageError(f"{ranks} ranks on this machine's {len(gpus)} GPUs: expected one rank a GPU")
+        raise UsageError(f"{ranks} ranks on this machine's {len(gpus)} GPUs: expected one rank per GPU")
     device = device_for(gpus[0])
     if device is None:
         raise UsageError(f"no datasheet of '{gpus[0]}' is known here: plan for a GPU that is, such as 1xh100")

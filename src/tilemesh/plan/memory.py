@@ -13,6 +13,7 @@ from tilemesh.core.hardware import DTYPE_BYTES, Cluster, Device
 from tilemesh.core.plan import ParallelPlan
 from tilemesh.core.step import pace
 from tilemesh.core.step.action import StepProgram
+from tilemesh.core.step.asynchronous import copies_of_weights
 from tilemesh.core.step.book import SPLIT, chunk_placement
 from tilemesh.core.step.memory import StepBytes, memory_peaks
 from tilemesh.core.step.passes import offload
@@ -21,9 +22,9 @@ from tilemesh.model.config import ModelConfig
 from tilemesh.model.work.kept import (
     kept_bytes,
     kept_for_weights,
-    kept_tensors,
     loss_kept_bytes,
     loss_tensors,
+    outlived_bytes,
     pass_kept_bytes,
 )
 from tilemesh.model.work.task import AUTOCAST, Code, Task, default_code
@@ -55,7 +56,8 @@ class RankMemory:
     working_bytes: int
     """The layer being recomputed, weights gathered by ZeRO-3, 16-bit copies of autocast."""
     reserved_bytes: int
-    """The device's context and the libraries' buffers."""
+    """The device's context, the libraries' buffers, and blocks that torch's allocator keeps of tensors that are gone:
+    what a process takes of a device beyond its tensors."""
     later_bytes: int = 0
     """Of the gradients, what is not there yet at the fullest moment, the loss: taken off the sum."""
 
@@ -144,13 +146,15 @@ class _RankNeeds(NamedTuple):
     at_work: tuple[int, ...]
     """Parameters of the chunks whose weights ZeRO-3 holds whole at once, the one at work first."""
     reserved: int
+    copies: int = 1
+    """Of the weights: versions of an asynchronous pipeline."""
 
 
 def _gathered_bytes(plan: ParallelPlan, at_work: tuple[int, ...]) -> int:
     """What ZeRO holds whole for moments: weights of the chunk at work and of those fetched ahead, and the gradients of
-    the one at work before they are scattered."""
+    the largest before they are scattered."""
     weights, gradients, _ = STATE_BYTES[plan.precision]
-    return (weights * sum(at_work) if plan.zero == 3 else 0) + (gradients * at_work[0] if plan.zero >= 2 else 0)
+    return (weights * sum(at_work) if plan.zero == 3 else 0) + (gradients * max(at_work) if plan.zero >= 2 else 0)
 
 
 def _left_on_device(
@@ -174,6 +178,7 @@ def _left_on_device(
 
 def _total_bytes(plan: ParallelPlan, rank: _RankNeeds) -> int:
     weights, gradients, optimizer = state_bytes(rank.parameters, plan.precision, plan.zero, plan.zero_ranks)
+    weights *= rank.copies
     if plan.offloads:
         rank, weights, optimizer = _left_on_device(plan, rank, weights, optimizer)
     states = weights + gradients + optimizer
@@ -215,7 +220,7 @@ class Room:
         key = (
             plan.schedule, plan.pp, plan.accumulation, plan.interleave, plan.slices, plan.tp, plan.sequence_parallel,
             plan.microbatch, plan.attention, plan.precision, plan.recompute, plan.recompute_every,
-            plan.recompute_stages, plan.prefetch, counts,
+            plan.recompute_stages, plan.prefetch, counts, plan.zero == 3,
         )  # fmt: skip
         ranks = self._ranks.get(key)
         if ranks is None:
@@ -242,6 +247,7 @@ class Room:
             own = self._loss_kept(plan) if found.logits else 0  # one of them is among the logits
             found = found._replace(activations=peaks[rank] - own)
         weights, gradients, optimizer = state_bytes(found.parameters, plan.precision, plan.zero, plan.zero_ranks)
+        weights *= found.copies
         if plan.offloads:
             found, weights, optimizer = _left_on_device(plan, found, weights, optimizer, peaks is not None)
         working = found.brief + _gathered_bytes(plan, found.at_work)
@@ -321,7 +327,9 @@ class Room:
             brief,
             sum(counts[chunk] for chunk in held),
             self._at_work(plan, held, counts),
-            self._reserved[code == "compiled" or plan.recompute == "full"],
+            self._reserved[code == "compiled" or plan.repeated in ("operators", "full")]
+            + (outlived_bytes(self.model, self.task(plan)) if has_head else 0),
+            copies_of_weights(plan.schedule, rank, plan.pp, plan.accumulation) if plan.pp > 1 else 1,
         )
 
     def _later_bytes(self, plan: ParallelPlan, rank: _RankNeeds) -> int:
@@ -349,10 +357,11 @@ class Room:
         return most
 
     def _at_work(self, plan: ParallelPlan, held: tuple[int, ...], counts: tuple[int, ...]) -> tuple[int, ...]:
-        """Parameters of what ZeRO gathers or scatters at once: layer by layer, in a pipeline chunk by chunk."""
+        """Parameters of what ZeRO gathers or scatters at once: layer by layer, in a pipeline chunk by chunk. The
+        fullest moment is the loss, where the head is there beside its layer."""
         shards, last = self.shards(plan.tp), len(counts) - 1
         if plan.pp == 1:
-            return (shards.layer,) * min(1 + plan.prefetch, counts[0])
+            return (*(shards.layer,) * min(1 + plan.prefetch, counts[0]), shards.stage(0, False, True))
         sizes = [shards.stage(counts[chunk], chunk == 0, chunk == last) for chunk in held]
         return tuple(sorted(sizes, reverse=True)[: 1 + plan.prefetch])
 
@@ -365,14 +374,14 @@ class Room:
 
     def logits_bytes(self, plan: ParallelPlan) -> int:
         """What the loss holds at its fullest moment, on the last stage."""
-        key = (plan.tp, plan.microbatch, plan.precision)
+        key = (plan.tp, plan.microbatch, plan.precision, plan.zero == 3)
         if key not in self._logits:
-            self._logits[key] = sum(one.nbytes for one in loss_tensors(self.model, self.task(plan)))
+            self._logits[key] = sum(tensor.nbytes for tensor in loss_tensors(self.model, self.task(plan)))
         return self._logits[key]
 
     def _loss_kept(self, plan: ParallelPlan) -> int:
         """Of that, what stays until the last chunk's backward pass."""
-        key = (plan.tp, plan.microbatch, plan.precision)
+        key = (plan.tp, plan.microbatch, plan.precision, plan.zero == 3)
         if key not in self._loss:
             self._loss[key] = min(self.logits_bytes(plan), loss_kept_bytes(self.model, self.task(plan)))
         return self._loss[key]
@@ -381,7 +390,7 @@ class Room:
         """Bytes a layer keeps between the two halves of a backward pass."""
         key = (plan.tp, plan.sequence_parallel, plan.microbatch, plan.precision)
         if key not in self._late:
-            self._late[key] = sum(one.nbytes for one in kept_for_weights(self.model, self.task(plan)))
+            self._late[key] = sum(tensor.nbytes for tensor in kept_for_weights(self.model, self.task(plan)))
         return self._late[key]
 
     def layer(self, plan: ParallelPlan) -> tuple[int, int]:
@@ -389,7 +398,7 @@ class Room:
         key = (plan.tp, plan.sequence_parallel, plan.microbatch, plan.attention, plan.precision, plan.recompute)
         found = self._activations.get(key)
         if found is None:
-            found = self._activations[key] = kept_bytes(kept_tensors(self.model, self.task(plan)), plan.repeated)
+            found = self._activations[key] = kept_bytes(self.model, self.task(plan), plan.repeated)
         return found
 
 

@@ -114,7 +114,7 @@ def candidates(estimator: Estimator, batch: int, pins: Pins) -> Iterator[list[Pa
                                 chunk_layers=(), microbatch=microbatch, accumulation=accumulation, schedule=schedule,
                                 recompute=recompute, attention=attention, precision=precision,
                                 recompute_every=(pins.recompute_every or 1) if recompute == "full" else 1,
-                                recompute_stages=(pins.recompute_stages or ()) if recompute == "full" else (),
+                                recompute_stages=() if recompute == "none" else pins.recompute_stages or (),
                                 **as_said,
                             )
                             for recompute in (recomputes[:1] if frugal else recomputes)

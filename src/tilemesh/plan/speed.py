@@ -19,7 +19,7 @@ from typing import NamedTuple
 from tilemesh.comm.schedules.cost import seconds, traffic
 from tilemesh.comm.schedules.topology import Wire
 from tilemesh.core.calibration import Rates
-from tilemesh.core.hardware import DTYPE_BYTES, Cluster, Device
+from tilemesh.core.hardware import DEVICES, DTYPE_BYTES, Cluster, Device
 from tilemesh.model.work.operations import Operation, Product
 from tilemesh.model.work.passes import MemoryPass
 from tilemesh.model.work.task import Code, unaligned
@@ -98,7 +98,7 @@ class Speed:
 
 def speed_of(device: Device, dtype: str, rates: Rates | None = None, code: Code = "fused") -> Speed:
     """A device's speed from its datasheet and the constants, or from what was measured where it was."""
-    sustained = device.peak(dtype) * constants.MATMUL_FRACTION[device.name]
+    sustained = sustained_flops_per_s(device, dtype)
     measured = rates or Rates()
     flops_per_s = measured.matmul_flops_per_s.get(dtype, sustained)
     stream = measured.copy_bytes_per_s or device.memory_bytes_per_s * constants.STREAM_FRACTION
@@ -108,7 +108,7 @@ def speed_of(device: Device, dtype: str, rates: Rates | None = None, code: Code 
     return Speed(
         flops_per_s=flops_per_s,
         # A machine whose matmuls are slower or faster than expected is so in attention too.
-        attention=_attention_speed(device, device.peak(dtype) * flops_per_s / sustained, measured, code),
+        attention=_attention_speed(device, flops_per_s / constants.MATMUL_FRACTION[device.kin], measured, code),
         stream_bytes_per_s=stream,
         elementwise_bytes_per_s=measured.elementwise_bytes_per_s or stream,
         exponentials_per_s=exponentials,
@@ -124,6 +124,21 @@ def speed_of(device: Device, dtype: str, rates: Rates | None = None, code: Code 
         waits=cpu,
         pads=code != "eager",
     )
+
+
+def sustained_flops_per_s(device: Device, dtype: str) -> float:
+    """What a large matmul sustains by the datasheet: a fraction of the peak, or what the board's power allows.
+
+    A multiply-add costs energy, so a board that may draw less than the one whose fraction was measured sustains less:
+    power beyond what it draws idle buys FLOPs at the price that they have on the other.
+    """
+    sustained = device.peak(dtype) * constants.MATMUL_FRACTION[device.kin]
+    measured = DEVICES.get(device.like)
+    if measured is None or device.power_w >= measured.power_w or dtype not in measured.peak_flops_per_s:
+        return sustained
+    idle_w = constants.IDLE_POWER * measured.power_w
+    flops_per_joule = measured.peak(dtype) * constants.MATMUL_FRACTION[measured.name] / (measured.power_w - idle_w)
+    return min(sustained, max(device.power_w - idle_w, idle_w) * flops_per_joule)
 
 
 PEAK_WIDTH = 1024
@@ -160,9 +175,9 @@ def _attention_speed(device: Device, peak: float, measured: Rates, code: Code) -
             name, _, width = key.partition("-")
             passes[name].append((int(width), rate))
         return AttentionRates(tuple(sorted(passes["forward"])), tuple(sorted(passes["backward"])))
-    known = constants.TORCH_ATTENTION_FRACTION.get(device.name)
+    known = constants.TORCH_ATTENTION_FRACTION.get(device.kin)
     if known is None or code == "fused":
-        forward, backward = constants.FUSED_ATTENTION_FRACTION[device.name]
+        forward, backward = constants.FUSED_ATTENTION_FRACTION[device.kin]
         return AttentionRates(((128, forward * peak),), ((128, backward * peak),))
     return AttentionRates(
         tuple((width, forward * peak) for width, (forward, _) in known.items()),

@@ -194,7 +194,7 @@ class Estimator:
         key = (
             plan.tp, plan.pp, plan.sequence_parallel, plan.microbatch, placement.name, plan.interleave, is_split,
             plan.recompute, plan.recompute_stages, plan.attention, plan.precision, plan.accumulation > 1, near, exact,
-            plan.chunk_layers,
+            plan.chunk_layers, plan.zero == 3,
         )  # fmt: skip
         found = self._frames.get(key)
         if found is None:
@@ -217,7 +217,7 @@ class Estimator:
             return (self.model.layers,)
         key = (
             plan.tp, plan.sequence_parallel, plan.microbatch, plan.recompute, plan.attention, plan.precision,
-            plan.accumulation > 1,
+            plan.accumulation > 1, plan.zero == 3,
         )  # fmt: skip
         ends = self._ends.get(key)
         if ends is None:
@@ -316,8 +316,8 @@ class Estimator:
         exchange = count * (layer.exchange_s + back_s)
         own = plan.on_stage(rank)
         again = count * layer.recompute_s(own.repeated)
-        if own.recompute == "full":  # repeated exchanges are exchanges
-            again, exchange = again - count * layer.exchange_s, exchange + count * layer.exchange_s
+        if own.repeats_exchanges:  # repeated exchanges are exchanges
+            again, exchange = again - count * layer.exchange_again_s, exchange + count * layer.exchange_again_s
         if first:
             compute, exchange = compute + sum(layer.embedding_s), exchange + layer.embedding_exchange_s
         if last:
@@ -357,9 +357,9 @@ class Estimator:
 
     def _traffic(self, plan: ParallelPlan, frame: Frame) -> dict[str, float]:
         """Bytes sent by a rank in the middle of the pipeline, where both neighbours are served."""
-        forward, backward = self.clock.layer(plan).exchange_bytes
-        if plan.recompute == "full":
-            backward += forward
+        forward, backward, again = self.clock.layer(plan).exchange_bytes
+        if plan.repeats_exchanges:
+            backward += again
         # Two stages: each chunk has one neighbour less. More: all but the ends serve two.
         hops = 0 if plan.pp == 1 else (2 * len(frame.held[0]) - (1 if plan.pp == 2 else 0)) / frame.ways
         return {

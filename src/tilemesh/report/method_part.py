@@ -1,8 +1,10 @@
 """The part of a training run's page about its method, where that is not one exchange of whole gradients per step:
-staleness of a server's updates, what workers waited, bytes saved by compression, how far replicas went apart."""
+staleness of a server's updates, what workers waited, bytes saved by compression, how far replicas went apart, versions
+and delays of an asynchronous pipeline."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from tilemesh.core.units import format_bytes, format_seconds
@@ -11,7 +13,7 @@ from tilemesh.report.draw import PageTable, figure
 from tilemesh.report.html import Child, Html, el, join
 from tilemesh.report.rows import percent
 from tilemesh.report.run import Run
-from tilemesh.runs.values import number, section
+from tilemesh.runs.values import number, numbers, section
 
 
 def method(run: Run) -> Child:
@@ -34,7 +36,29 @@ def method(run: Run) -> Child:
             f"Weights averaged every {told['period']} steps, {told.get('rounds')} times in {told.get('steps')} steps. "
             f"At the last average rank 0 had gone {apart:.2e} of the weights' norm from the mean.",
         )
+    if "delays" in told:
+        return _versions(told)
     return None
+
+
+def _versions(told: Mapping[str, Any]) -> Html:
+    """Of each stage: versions of its weights, and how old the weights of a gradient are when it is applied."""
+    versions, delays = numbers(told, "versions"), numbers(told, "delays")
+    stages = list(enumerate(zip(versions, delays, strict=False)))
+    most = max(delays, default=1.0)
+    items = [
+        Bar(f"stage {stage}", [BarPart(delay, stage % 8, f"{delay:.3g} updates", f"{delay:.3g}")],
+            f"{held:.0f} version{'s' * (held > 1)}")
+        for stage, (held, delay) in stages
+    ]  # fmt: skip
+    rows = [[f"stage {stage}", f"{held:.0f}", f"{delay:.3g}"] for stage, (held, delay) in stages]
+    words = (
+        f"{told.get('schedule')}: {number(told.get('updates'), 0.0):.0f} updates, "
+        f"{number(told.get('updates_per_step'), 0.0):.0f} in each step. Bars: updates from a forward pass to the one "
+        "that its gradient makes, the own one included; 1 is what a synchronous step has."
+    )
+    head = ["", "versions of the weights held", "delay in updates"]
+    return join(figure("Delay", words, bars(items, most=most), PageTable(head, rows), wide=True))
 
 
 def _servers(servers: list[dict[str, Any]]) -> Html:

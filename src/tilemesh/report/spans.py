@@ -101,7 +101,7 @@ def timeline(events: Iterable[Any]) -> TraceTimeline:
         if _is_small(step):
             ends = numbers.setdefault(step, [math.inf, -math.inf])
             ends[0], ends[1] = min(ends[0], span.began_s), max(ends[1], span.ended_s)
-    # One lane a rank: the one that steps run on, which is where most spans are.
+    # One lane per rank: the one that steps run on, which is where most spans are.
     ranks = {rank: _nested(_main_lane(spans)) for rank, spans in sorted(found.items())}
     steps = [TracedStep(number, *ends) for number, ends in sorted(numbers.items())]
     return TraceTimeline(ranks, steps)

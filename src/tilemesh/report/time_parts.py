@@ -108,7 +108,7 @@ def savings(run: Run, of_limit: float | None) -> Html | None:
 
 
 def lanes(run: Run) -> Html:
-    """The last traced steps, a lane a rank."""
+    """The last traced steps, one lane per rank."""
     if run.timeline is None:
         why = run.missing.get(TRACE, "no trace")
         return absent("the timeline", why)

@@ -56,7 +56,7 @@ def generate_tokens(engine: Engine, prompt: list[int], tokens: int, sampling: Sa
 
 
 def _ask(engine: Engine, window: list[int], sampling: Sampling, drawn: int) -> list[int]:
-    parts: queue.Queue[AnswerPart] = queue.Queue()
+    parts: queue.SimpleQueue[AnswerPart] = queue.SimpleQueue()  # safe against Ctrl-C while `get` waits
     engine.submit(window, sampling, parts.put, drawn=drawn)
     found: list[int] = []
     while True:

@@ -19,7 +19,7 @@ from tilemesh.core import config
 from tilemesh.core.context import membership
 from tilemesh.core.cores import available_cores
 from tilemesh.core.errors import Argument, RunError, UsageError
-from tilemesh.core.plan import ParallelPlan
+from tilemesh.core.plan import ASYNCHRONOUS, ParallelPlan
 from tilemesh.core.ranges import SAMPLED_TOKENS, SEED, TEMPERATURE, TOP_K, TOP_P, Range, shown
 from tilemesh.core.runnable import lacks
 from tilemesh.core.units import format_bytes
@@ -70,6 +70,7 @@ RANGES: dict[str, Range] = {
     "method.rank": _COUNT,
     "method.period": _COUNT,
     "method.start": _COUNT_OR_NONE,
+    "method.anneal": _COUNT_OR_NONE,
     "method.outer_lr": Range(0, above=True),
     "method.outer_momentum": _FRACTION,
     "checkpoint.every": _COUNT_OR_NONE,
@@ -136,6 +137,11 @@ def _check_plan(made: TrainConfig) -> None:
         raise UsageError(
             f"plan.slices is {plan.slices} and a sequence has {made.context} tokens: set plan.slices to at most as many"
         )
+    if plan.recompute == "operators" and made.train.compile and plan.tp > 1:
+        raise UsageError(
+            f"train.compile with plan.recompute operators and plan.tp {plan.tp}: exchanges cut a layer's graph, and a "
+            "compiler chooses what it keeps within one graph; set train.compile=false or plan.recompute=full"
+        )
     if plan.has_chunks and made.train.compile:
         given = (
             f"plan.pp {plan.pp}" if plan.pp > 1 else "plan.zero 3" if plan.zero == 3 else f"plan.offload {plan.offload}"
@@ -149,6 +155,8 @@ def _check_plan(made: TrainConfig) -> None:
 def _check_method(made: TrainConfig) -> None:
     """Refuse what a method cannot do: each is about replicas that hold the whole model."""
     plan, name = made.plan, made.train.method
+    if plan.pp > 1 and plan.schedule in ASYNCHRONOUS:
+        _check_versions(made)
     other = "" if name == "synchronous" else f"train.method {name}"
     other = other or ("" if made.method.compress == "none" else f"method.compress {made.method.compress}")
     if not other:
@@ -175,6 +183,22 @@ def _check_method(made: TrainConfig) -> None:
                 f"{key} is {every} and method.start {made.method.start} with method.period {made.method.period}: "
                 "replicas have common weights at multiples of the period; set both to multiples of it"
             )
+
+
+def _check_versions(made: TrainConfig) -> None:
+    """Refuse what a pipeline cannot do that updates weights while microbatches are under way."""
+    why = {
+        "optimizer.clip=0": (made.optimizer.clip > 0, "no rank knows the norm of the whole gradient at an update"),
+        "model.tied=false": (made.model.tied, "gradients of a tied table come to its two stages at different times"),
+        "plan.precision=fp32": (made.plan.precision == "fp16", "nobody waits to see whether a gradient overflows"),
+        "lora.rank=0": (made.lora.rank > 0, "adapters are trained by synchronous steps"),
+        "method.compress=none": (made.method.compress != "none", "its gradients are exchanged update by update"),
+        "train.method=synchronous": (made.train.method != "synchronous", "a method is for replicas, this for stages"),
+    }
+    for instead, (is_so, reason) in why.items():
+        if is_so:
+            given = instead.partition("=")[0]
+            raise UsageError(f"plan.schedule {made.plan.schedule} with this {given}: {reason}; set {instead}")
 
 
 def _check_optimizer(made: TrainConfig) -> None:

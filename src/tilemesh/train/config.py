@@ -132,11 +132,13 @@ class MethodConfig:
     period: int = 10
     """For train.method=local: steps between two averages of the weights."""
     start: int = 0
-    """For train.method=local: so many steps are synchronous first (post-local SGD)."""
+    """So many steps exchange whole gradients first: for train.method=local (post-local SGD) and for method.compress."""
     outer_lr: float = 1.0
     """For train.method=local: how far the common weights move towards the average; 0.7 is usual with momentum."""
     outer_momentum: float = 0.0
     """For train.method=local: Nesterov momentum of that movement; 0.9 is DiLoCo's."""
+    anneal: int = 100
+    """For plan.schedule=pipemare: updates until the learning rate is no longer divided by a stage's delay."""
 
 
 @dataclass(frozen=True)

@@ -69,7 +69,7 @@ def load(
 
     `mesh`: "dp=2,tp=2". `plan`: a file of `tilemesh plan --save`; it also says the batch, and `sets` go over it.
     `ranks`: how many there are, where neither says so. `gpus`: how many this machine has; without a word on the mesh
-    there is one rank a GPU, unless train.device is cpu.
+    there is one rank per GPU, unless train.device is cpu.
     `init`: a Hugging Face folder to begin from; where nothing else says what the model is, it is that one's.
     `resume`: a run's folder instead of a name, to go on with what it is. Settings, a mesh or a plan go over that; its
     batch stays unless train.batch is set, and its model and its optimizer's kind cannot change.

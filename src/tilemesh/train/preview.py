@@ -88,7 +88,7 @@ class Preview:
         case = {"ranks": self.config.plan.world, "batch": self.config.batch, "context": self.config.context}
         figures = (
             ("step time", "s", "step_time_s"), ("throughput", "tokens/s", "tokens_per_s"), ("MFU", "fraction", "mfu"),
-            ("peak memory a rank", "B", "memory_bytes"),
+            ("peak memory per rank", "B", "memory_bytes"),
         )  # fmt: skip
         why = {"measured": _NOT_RUN, "limit": _NOT_RUN, "peers": _NOT_RUN}
         rows = []

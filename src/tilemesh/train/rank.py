@@ -48,13 +48,15 @@ from tilemesh.parallel.laid import Laid
 from tilemesh.parallel.mesh import Mesh
 from tilemesh.parallel.pipeline import Pipeline
 from tilemesh.runs import checkpoint
-from tilemesh.runs.folder import read_small
+from tilemesh.runs.files import NotThere, Unread, read_object
+from tilemesh.runs.folder import newest_checkpoint, read_small
 from tilemesh.runs.journal import Journal
 from tilemesh.runs.kind import TRAIN
 from tilemesh.runs.manifest import MODEL
 from tilemesh.runs.metrics import STOPPED, WARNING
 from tilemesh.runs.names import CHECKPOINTS, CHOICES, PREDICTED, SAMPLE, SUMMARY, TRACE, TRACE_PARTS
 from tilemesh.train import summary
+from tilemesh.train.asynchronous import AsynchronousStepper, PipelinedGradients, is_asynchronous
 from tilemesh.train.config import TrainConfig, of_run
 from tilemesh.train.events import Listener, ignore, send
 from tilemesh.train.final import save_last
@@ -189,7 +191,7 @@ def _train_on(
     recorder = Recorder(trace, at)
     journal = Journal(folder, comm.rank == 0, say)
     mesh = Mesh(comm, **laying.plan.axes)
-    earlier = earlier_choices(folder, say if comm.rank == 0 else lambda text: None)
+    earlier = earlier_choices(folder, resume, say if comm.rank == 0 else lambda text: None)
     collectives = Choices(earlier.get("collectives"))
     keep_collectives(mesh, collectives)
     observe_mesh(mesh, recorder)
@@ -218,7 +220,12 @@ def _train_on(
         note=journal.add,
     )
     objective = next_token(laying, laid) if config.distill.teacher is None else from_teacher(config, laid, device)
-    stepper = Stepper(config, laid, optimizer, source, objective, recorder)
+    kind = Stepper
+    if isinstance(laid.gradients, PipelinedGradients):
+        assert isinstance(laid, Pipeline)
+        laid.gradients.join(laid, optimizer, config.method.anneal)
+        kind = AsynchronousStepper
+    stepper = kind(config, laid, optimizer, source, objective, recorder)
     recipe = training_recipe(config.compress.recipe)
     if recipe is not None:
         stepper.before = between_steps(laid.module, recipe, config.train.steps)
@@ -259,14 +266,24 @@ def _train_on(
     return result
 
 
-def earlier_choices(folder: Path, say: Callable[[str], None]) -> dict[str, dict[str, str]]:
+def earlier_choices(folder: Path, resume: bool, say: Callable[[str], None]) -> dict[str, dict[str, str]]:
     """What `auto` picked in an earlier part of this run; what is no table of names is picked afresh, and said."""
-    found, made = read_small(folder, CHOICES), {}
+    afresh = "chosen afresh, and sums may round otherwise than before"
+    try:
+        found = read_object(folder / CHOICES)
+    except NotThere:
+        found = {}
+        if resume and newest_checkpoint(folder) is not None:  # which is written before it
+            say(f"LOST CHOICES: {CHOICES} is not there: algorithms are {afresh}")
+    except Unread as error:
+        found = {}
+        say(f"DAMAGED CHOICES: {CHOICES} is {error}: algorithms are {afresh}")
+    made = {}
     for part in ("collectives", "matmul"):
         table = found.get(part, {})
         is_sound = isinstance(table, dict) and all(isinstance(name, str) for name in table.values())
         if not is_sound:
-            say(f"{CHOICES}: {part} is no table of names; they are chosen afresh, and sums may round otherwise")
+            say(f"DAMAGED CHOICES: {CHOICES}: {part} is no table of names: they are {afresh}")
         made[part] = table if is_sound else {}
     return made
 
@@ -312,8 +329,10 @@ def method_gradients(config: TrainConfig) -> Way | None:
     if config.train.method == "local":
         outer = (method.outer_lr, method.outer_momentum)
         return lambda parts: LocalUpdates(parts, LocalPeriod(method.period, method.start, *outer, config.train.steps))
+    if is_asynchronous(config):
+        return PipelinedGradients
     if method.compress != "none" and config.train.method == "synchronous":
-        made = Compression(method.compress, method.keep, method.rank, seed=config.train.seed)
+        made = Compression(method.compress, method.keep, method.rank, seed=config.train.seed, start=method.start)
         return lambda parts: CompressedGradients(parts, made)
     return None
 

@@ -101,7 +101,7 @@ def rows(found: Mapping[str, Any], predicted: Mapping[str, Any]) -> list[Row]:
     least = f"weights, gradients and optimizer states alone take {kept} per rank; activations have no lower bound"
     if found.get("lora"):
         least = "frozen weights need neither gradients nor optimizer states; activations have no lower bound"
-    made.append(row("peak memory a rank", "B", "memory_bytes", _exact(memory), None, {"limit": least}))
+    made.append(row("peak memory per rank", "B", "memory_bytes", _exact(memory), None, {"limit": least}))
     return made
 
 

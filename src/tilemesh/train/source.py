@@ -106,7 +106,7 @@ def regions(laid: Laid) -> CompiledRegions:
     first one differs, since nothing is to be added before its norm.
     """
     assert isinstance(laid.module, Transformer)
-    layers: list[Any] = [torch.compile(layer) for layer in laid.module.layers]
+    layers: list[Any] = [torch.compile(layer) for layer in laid.layer_calls()]
     head: Any = torch.compile(laid.head_loss)
     return CompiledRegions(layers, head)
 

@@ -72,7 +72,8 @@ class Stepper:
         self._ready: tuple[int, Batch] | None = None
         self.gradients_bytes: int | None = None
         self.activations_bytes: int | None = None
-        """What autograd kept for the backward pass of the first step; of compiled code that is not known."""
+        """What autograd kept for the backward pass of the first step; not known of compiled code, nor where
+        recomputation is by operators."""
 
     def __call__(self, number: int) -> GradientStep:
         """Step `number`, counted from 1."""
@@ -187,7 +188,8 @@ class Stepper:
     @contextlib.contextmanager
     def _counted(self) -> Iterator[None]:
         """The first step, which nobody times, is also counted: what its forward passes keep."""
-        if self.activations_bytes is not None or self.config.train.compile:
+        by_operator = self.config.plan.recompute == "operators"  # what that keeps, autograd does not know of
+        if self.activations_bytes is not None or self.config.train.compile or by_operator:
             yield
             return
         with SavedBytes(self.laid.module.parameters()) as saved:

@@ -26,8 +26,9 @@ _PARTS = ("step_s", "exchange_s", "data_s", "idle_s")
 HELD = ("weights", "gradients", "optimizer", "activations")
 HOW = (
     "weights, gradients, optimizer: the storage of their tensors; activations: the most that autograd kept for the "
-    "backward passes of the first step, logits and cast weights included (left out for compiled code); other: the "
-    "rest of what the rank grew by, such as temporaries, exchange buffers, snapshots and libraries"
+    "backward passes of the first step, logits and cast weights included (left out for compiled code and where "
+    "recomputation is by operators); other: the rest of what the rank grew by, such as temporaries, exchange buffers, "
+    "snapshots and libraries"
 )
 
 
@@ -127,7 +128,7 @@ def _held(loop: Loop) -> list[float]:
 
 
 def _by_kind(grown: np.ndarray, held: np.ndarray) -> dict[str, list[int]]:
-    """By kind a figure a rank; the rest of what a rank grew by is `other`. A kind that was not seen is left out."""
+    """By kind one figure per rank; the rest of what a rank grew by is `other`. A kind that was not seen is left out."""
     seen = {kind: column for kind, column in zip(HELD, held.T, strict=True) if np.isfinite(column).all()}
     rest = np.maximum(0.0, grown - sum(seen.values()))
     return {kind: [int(value) for value in column] for kind, column in {**seen, "other": rest}.items()}

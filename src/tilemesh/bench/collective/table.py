@@ -34,7 +34,7 @@ def fit_lines(fit: Fit) -> list[str]:
 
 
 def table(rows: Sequence[Row]) -> list[str]:
-    """A line a cell: auto with its neighbours, where its time went, and every other algorithm's time."""
+    """One line per cell: auto with its neighbours, where its time went, and every other algorithm's time."""
     lines: list[str] = []
     cells: dict[tuple[Any, ...], dict[str, Row]] = {}
     for row in rows:

@@ -70,7 +70,7 @@ class Curve:
         return self.points[0][1]
 
     def bytes_per_s(self) -> list[tuple[float, float, float]]:
-        """β by piece: (from, to, bytes a second more)."""
+        """β by piece: (from, to, bytes per second more)."""
         pairs = zip(self.points, self.points[1:], strict=False)
         return [(x0, x1, (x1 - x0) / (y1 - y0)) for (x0, y0), (x1, y1) in pairs if y1 > y0]
 

@@ -1,4 +1,4 @@
-"""How ranks of one node meet: one flag a rank, written by that rank alone, in memory that all of them map.
+"""How ranks of one node meet: one flag per rank, written by that rank alone, in memory that all of them map.
 
 A flag is a counter that only grows. To meet, a rank raises its own and reads the others' until all have come as far:
 no lock, no message, nothing to repair when a rank is killed. What a rank wrote before it met the others must be
@@ -106,7 +106,7 @@ def _sleep_0() -> None:
 
 
 class Flags:
-    """The flags of the ranks of one node. `memory`: a line a rank and one more, zero in the beginning.
+    """The flags of the ranks of one node. `memory`: a line per rank and one more, zero in the beginning.
 
     `pause`: gives the core to whoever needs it; `cores`: where ranks outnumber them, a rank gives its own away at once.
     """

@@ -1,7 +1,7 @@
 """The watchdog: past the timeout it says which rank has not come and what that rank does instead, and ends the job.
 
 Our own calls note what they are (one tuple); the library's collectives note nothing at all. A thread that wakes a few
-times a second looks: at the notes, and for the library's at the stacks of this process, where their frame says the
+times per second looks: at the notes, and for the library's at the stacks of this process, where their frame says the
 same. It publishes what it saw, together with the line of the program that the rank is at, and looks at the clock.
 """
 

@@ -24,7 +24,7 @@ _LINE = 13  # pixels from one label to the next below it
 
 
 def text(schedule: Schedule) -> str:
-    """One line a round, one column a rank: →2 is a send to rank 2, ←1 a receipt from it (+ adds), with the slots."""
+    """One line per round, one column a rank: →2 is a send to rank 2, ←1 a receipt from it (+ adds), with the slots."""
     _require_legible(schedule)
     rows = [["round", *(f"rank {rank}" for rank in range(schedule.ranks))]]
     for number, round_ in enumerate(schedule.rounds()):

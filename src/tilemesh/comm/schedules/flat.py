@@ -3,7 +3,7 @@
 By what lies in shared memory, and who adds:
 
 - `flat` puts the input on the stage (TEMP), meets, and reads. Because the stage's halves are used in turn, one meeting
-  a call is enough. A large payload goes over in segments, two slots taking turns: one meeting a segment.
+  a call is enough. A large payload goes over in segments, two slots taking turns: one meeting per segment.
 - `flat_slices` (all_reduce): each rank reduces one slice of a segment and reads the others' slices from the stage. A
   pipeline: while segment k is put on the stage, k-1 is reduced and the result of k-2 is read.
 - `flat_one` (all_reduce, reduce_scatter): one rank adds up for all, for payloads so small that calls are what costs.

@@ -1,4 +1,4 @@
-"""Two levels: within each node first, between nodes with one rank a node, then within the nodes again.
+"""Two levels: within each node first, between nodes with one rank per node, then within the nodes again.
 
 For machines whose links inside a node are much faster than those between nodes. Nodes are `node_size` neighbouring
 ranks (the last may be smaller). Where all nodes are full, all_reduce lets every rank carry its share between nodes:

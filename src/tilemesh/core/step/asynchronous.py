@@ -18,11 +18,10 @@ from __future__ import annotations
 import math
 
 from tilemesh.core.errors import UsageError, unknown
+from tilemesh.core.plan import ASYNCHRONOUS
 from tilemesh.core.step.action import Action, StepProgram
 from tilemesh.core.step.placement import loop
 from tilemesh.core.step.schedules import one_f_one_b
-
-ASYNCHRONOUS = ("pipedream", "pipedream-2bw", "ampnet", "pipemare")
 
 
 def asynchronous(name: str, ranks: int, microbatches: int, per_update: int = 1) -> StepProgram:
@@ -82,6 +81,18 @@ def held_versions(program: StepProgram) -> list[int]:
             most = max(most, len(held))
         found.append(most)
     return found
+
+
+def copies_of_weights(name: str, rank: int, ranks: int, microbatches: int) -> int:
+    """Copies of its weights that a rank has at most: versions, and for pipemare their mean change. 1: no other than
+    the weights themselves."""
+    match name:
+        case "pipedream":
+            ahead = min(ranks - rank, microbatches)  # forward passes before the first update, all of version 0
+            return min(ahead, microbatches - ahead + 2)
+        case "pipedream-2bw":
+            return 2 if microbatches >= 2 * ranks else 1
+    return 2 if name == "pipemare" else 1
 
 
 def delays(program: StepProgram) -> list[float]:

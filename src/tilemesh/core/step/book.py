@@ -6,7 +6,9 @@ import functools
 from collections.abc import Callable
 
 from tilemesh.core.errors import UsageError, unknown
+from tilemesh.core.plan import ASYNCHRONOUS
 from tilemesh.core.step.action import StepProgram
+from tilemesh.core.step.asynchronous import asynchronous
 from tilemesh.core.step.placement import ChunkPlacement, loop, two_ways, vee
 from tilemesh.core.step.schedules import breadth_first, gpipe, interleaved, one_f_one_b, zb_h1, zb_h2
 from tilemesh.core.step.slices import terapipe
@@ -26,6 +28,7 @@ _TWO_CHUNKS: dict[str, _Maker] = {
 _BOTH_WAYS: dict[str, _Maker] = {"dualpipe": dual_pipe, "chimera": chimera}
 
 SCHEDULES = (*_ONE_CHUNK, *_SEVERAL_CHUNKS, *_TWO_CHUNKS, *_BOTH_WAYS, "terapipe")
+"""Those whose step is that of one process; `ASYNCHRONOUS` are the others."""
 SPLIT = frozenset(("zb-h1", "zb-h2", *_TWO_CHUNKS, "dualpipe"))
 """Those that do backward passes in two halves, some or all."""
 
@@ -40,7 +43,7 @@ def chunk_placement(name: str, stages: int, per_rank: int = 1) -> ChunkPlacement
 
 def microbatches_of(name: str, stages: int) -> tuple[int, int]:
     """How many microbatches a schedule takes: at least so many, and a multiple of so many."""
-    if name == "interleaved":
+    if name in ("interleaved", "pipedream-2bw"):
         return stages, stages
     if name in _BOTH_WAYS:
         return (2 * stages if name == "dualpipe" else 2), 2
@@ -68,8 +71,8 @@ def build(name: str, stages: int, microbatches: int, per_rank: int | None = None
     `per_rank`: chunks per rank, for the schedules that leave it open (default 2 there). `slices`: of each sequence,
     for terapipe.
     """
-    if name not in SCHEDULES:
-        raise unknown("pipeline schedule", name, SCHEDULES)
+    if name not in (*SCHEDULES, *ASYNCHRONOUS):
+        raise unknown("pipeline schedule", name, (*SCHEDULES, *ASYNCHRONOUS))
     for word, value in (("stages", stages), ("microbatches", microbatches), ("chunks", per_rank), ("slices", slices)):
         if value is not None and value < 1:
             raise UsageError(f"a pipeline with {value} {word}: expected at least 1")
@@ -85,4 +88,6 @@ def build(name: str, stages: int, microbatches: int, per_rank: int | None = None
         )
     if name == "terapipe":
         return terapipe(stages, microbatches, slices)
+    if name in ASYNCHRONOUS:
+        return asynchronous(name, stages, microbatches, stages if name == "pipedream-2bw" else 1)
     return (_ONE_CHUNK | _TWO_CHUNKS | _BOTH_WAYS)[name](stages, microbatches)

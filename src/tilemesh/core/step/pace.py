@@ -10,6 +10,7 @@ import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from tilemesh.core.plan import ASYNCHRONOUS
 from tilemesh.core.step.action import StepProgram
 from tilemesh.core.step.book import SPLIT, build, chunk_placement
 from tilemesh.core.step.schedules import warmup
@@ -70,7 +71,7 @@ def bubble_fraction(name: str, stages: int, microbatches: int, interleave: int =
     (p-1)/(v m+p-1) interleaved."""
     if stages == 1:
         return 0.0
-    if name in ("gpipe", "1f1b", "interleaved"):
+    if name in ("gpipe", "1f1b", "interleaved", *ASYNCHRONOUS):
         chunks = interleave if name == "interleaved" else 1
         return (stages - 1) / (chunks * microbatches + stages - 1)
     chunks = chunk_placement(name, stages, interleave).chunks

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 from tilemesh.core.errors import UsageError
-from tilemesh.core.plan import ParallelPlan
+from tilemesh.core.plan import ASYNCHRONOUS, ParallelPlan
 from tilemesh.core.step.action import Action, StepProgram
 from tilemesh.core.step.book import build, chunk_placement, why_not_built
 from tilemesh.core.step.passes import exchange, gather, offload, stow
@@ -88,6 +88,8 @@ def step_program(plan: ParallelPlan, layers: int, *, update: bool = False) -> Pl
         program = gather(program, plan.prefetch)
     has_two = any(len(holders) > 1 for holders in program.placement.holders)
     reduce = "" if plan.dp == 1 and not has_two else "microbatch" if plan.zero > 1 else "step"
+    if program.name in ASYNCHRONOUS:  # their updates, which sum over replicas themselves, are in the lists already
+        reduce, update = "", False
     program = exchange(program, reduce=reduce, update=update)
     return PlannedStep(program, tuple(range(begin, end) for begin, end in pairwise(ends)))
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from tilemesh.core.errors import UsageError
+from tilemesh.core.plan import ASYNCHRONOUS
 from tilemesh.core.step.action import Action, StepProgram
 from tilemesh.core.step.placement import ChunkPlacement, loop
 
@@ -41,7 +42,7 @@ def warmup(name: str, rank: int, ranks: int, microbatches: int, per_rank: int = 
     """Forward passes a rank does before its first backward pass, the one that precedes it directly not counted."""
     if name == "gpipe":
         return microbatches - 1
-    if name == "1f1b":
+    if name in ("1f1b", *ASYNCHRONOUS):
         return min(microbatches, ranks - rank) - 1
     # All chunks but the last for the first group, and twice the distance to the last rank: there and back.
     return min(microbatches * per_rank - 1, (per_rank - 1) * ranks + 2 * (ranks - 1 - rank))

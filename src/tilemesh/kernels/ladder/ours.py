@@ -48,6 +48,10 @@ def our_rungs() -> tuple[OurRung, ...]:
             *("pingpong", "warps of different trades", "one warp loads, two groups take turns at the tensor cores"),
             Config("pingpong", stages=5),
         ),
+        OurRung(
+            *("paired", "both groups on one tile", "a tile of 128×256, half of its rows each: fewer reads"),
+            Config("pingpong", 128, 256, stages=3, paired=True),
+        ),
     )
 
 

@@ -155,8 +155,8 @@ def tensor_cores(tile: int = 128, s: int = 16, wm: int = 64, wn: int = 32) -> Ru
     return Rung(*names, constants, block, (tile, tile), "2N³/L", _tiled, _by_warps, units="tf32", fetch=4)
 
 
-def half(lm: int = 128, ln: int = 256, s: int = 32, wm: int = 64, wn: int = 64, stages: int = 4) -> Rung:
-    change = "half the bytes, larger tiles, asynchronous copies, ldmatrix"
+def half(lm: int = 128, ln: int = 128, s: int = 64, wm: int = 64, wn: int = 64, stages: int = 3) -> Rung:
+    change = "half the bytes, asynchronous copies, ldmatrix"
     return Rung(
         *("lower precision", "float16 operands", change, "half.cu"),
         {"LM": lm, "LN": ln, "S": s, "WM": wm, "WN": wn, "STAGES": stages},

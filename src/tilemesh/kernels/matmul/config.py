@@ -215,7 +215,7 @@ def refusal(config: Config, problem: Problem, *, shared_limit: int = HOPPER_SHAR
         return f"about {registers} registers a thread, a GPU has {REGISTERS_PER_THREAD}: more warps or a smaller tile"
     needed = shared_bytes(config, problem.element_bytes)
     if needed > shared_limit:
-        return f"{needed} bytes of shared memory a block, this GPU has {shared_limit}: fewer stages or a smaller tile"
+        return f"{needed} bytes of shared memory per block, this GPU has {shared_limit}: fewer stages or a smaller tile"
     return None
 
 

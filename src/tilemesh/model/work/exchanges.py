@@ -56,6 +56,15 @@ def layer_exchanges(model: ModelConfig, task: Task) -> Iterator[Exchange]:
         yield Exchange(block, "tp", out, whole, task.stream, backward=True, hides=True)
 
 
+def repeated_exchanges(model: ModelConfig, task: Task) -> Iterator[Exchange]:
+    """Of those, what full recomputation and that by operators do again. torch stops where it has all that the backward
+    pass reads, and the layer's last sum is read by none unless a norm or dropout follows it; hand-fused code repeats
+    everything."""
+    forward = [exchange for exchange in layer_exchanges(model, task) if not exchange.backward]
+    is_read = task.code == "fused" or model.dropout > 0 or model.norm_place != "pre"
+    yield from forward if is_read else forward[:-1]
+
+
 def embedding_exchanges(model: ModelConfig, task: Task) -> Iterator[Exchange]:
     """Each rank looks up the rows it has; the others' are zeros, so a sum gives them all."""
     if task.tp == 1:

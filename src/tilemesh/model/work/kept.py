@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from tilemesh.kernels.linear_cross_entropy.cost import chunk_rows
 from tilemesh.model.config import ModelConfig
+from tilemesh.model.work.passes import product_weights
 from tilemesh.model.work.task import Task
 from tilemesh.model.work.weights import output_weight
 
@@ -39,9 +40,8 @@ def kept_tensors(model: ModelConfig, task: Task) -> tuple[Kept, ...]:
     tokens, per_kv = task.tokens, min(tp, model.kv_heads)  # heads fewer than ranks are repeated
     whole, kv, hidden = tokens * model.width, tokens * model.kv_width, tokens * model.mlp_width
     square = task.sequences * model.heads * task.queries * task.keys
-    by_torch = not task.gpu and task.code == "eager"
     # Hand-fused code keeps what enters a region cut along the sequence and gathers it again; our layers keep it joined.
-    entering = 1 if by_torch else cut
+    entering = 1 if not task.gpu and task.code == "eager" else cut
     kept = [
         Kept("input of the first norm", "b S D", whole, stream, cut),
         Kept("input of q, k, v", "b S D", whole, size, entering),
@@ -68,7 +68,7 @@ def kept_tensors(model: ModelConfig, task: Task) -> tuple[Kept, ...]:
         kept.append(Kept("mask of the MLP's dropout", "b S D", whole, 1, cut))
     if task.code == "compiled":
         kept += _kept_by_the_compiler(model, task, whole, hidden)
-    elif by_torch:
+    elif task.code == "eager":
         kept += _kept_by_torch(model, task, whole, hidden)
     return tuple(kept)
 
@@ -88,7 +88,7 @@ def _kept_by_the_compiler(model: ModelConfig, task: Task, whole: int, hidden: in
 
 
 def _kept_by_torch(model: ModelConfig, task: Task, whole: int, hidden: int) -> Iterator[Kept]:
-    """What torch's own operators keep beyond that on a CPU, each operation for itself."""
+    """What torch's own operators keep beyond that, each operation for itself."""
     wide = max(4, task.stream)
     if (
         model.positions == "rotary"
@@ -118,7 +118,7 @@ def kept_for_weights(model: ModelConfig, task: Task) -> tuple[Kept, ...]:
     whole, kv, hidden = tokens * model.width, tokens * model.kv_width, tokens * model.mlp_width
     joined = 1 if not task.gpu and task.code == "eager" else cut
     return (
-        *(one for one in kept_tensors(model, task) if one.name in _INPUTS),
+        *(tensor for tensor in kept_tensors(model, task) if tensor.name in _INPUTS),
         Kept("gradient of the queries", "b S D", whole, size, tp),
         Kept("gradients of keys and values", "2 b S K", 2 * kv, size, per_kv),
         Kept("gradient of the output projection's result", "b S D", whole, size, joined),
@@ -127,9 +127,34 @@ def kept_for_weights(model: ModelConfig, task: Task) -> tuple[Kept, ...]:
     )
 
 
-def kept_bytes(kept: tuple[Kept, ...], recompute: str) -> tuple[int, int]:
+def kept_by_operators(model: ModelConfig, task: Task) -> tuple[Kept, ...]:
+    """What a layer keeps where recomputation is by operators: its input, attention's result, and the result of every
+    second product from the first one on. torch, operation by operation, also keeps the last one of these, which no
+    backward pass reads; the compiler sees that."""
+    products = product_weights(model, task)
+    kept = [kept_tensors(model, task)[0]]
+    for place in range(0, len(products), 2):
+        if place == len(products) - 1 and task.code != "eager":
+            continue
+        name = f"result of {', '.join(weight.words for weight in products[place])}"
+        columns = sum(weight.shape(task.tp)[0] for weight in products[place])
+        kept.append(Kept(name, "b S outputs", task.tokens * columns, task.size, 1))
+    if task.code == "eager" and model.activation in ("gelu", "gelu-erf"):  # its product gives both ends of it
+        kept.append(Kept("input of the activation", "b S F", task.tokens * model.mlp_width, task.size, task.tp))
+    if task.attention == "fused":
+        whole = task.tokens * model.query_width
+        kept.append(Kept("result of attention", "b S D", whole, task.size, task.tp))
+        kept.append(Kept("log-sum-exp of the scores", "b heads S", task.tokens * model.heads, 4, task.tp))
+    return tuple(kept)
+
+
+def kept_bytes(model: ModelConfig, task: Task, recompute: str) -> tuple[int, int]:
     """Bytes a layer keeps on one rank, and bytes that come back while its backward pass runs."""
+    kept = kept_tensors(model, task)
     everything, scores = sum(one.nbytes for one in kept), sum(one.nbytes for one in kept if one.scores)
+    if recompute == "operators":
+        stays = sum(tensor.nbytes for tensor in kept_by_operators(model, task))
+        return stays, everything
     if recompute == "none":
         return everything, 0
     return (everything - scores, scores) if recompute == "selective" else (kept[0].nbytes, everything)
@@ -147,9 +172,9 @@ def loss_tensors(model: ModelConfig, task: Task) -> tuple[Kept, ...]:
             Kept("input of the logits and its gradient", "2 b S D", 2 * whole, size, 1),
             Kept("the output table's cast, its gradient, and that in fp32", "V D", table, 2 * size + 4, 1),
         )
-    if task.code == "fused":
+    if task.loss_code == "fused":
         return (Kept("logits, in fp32 for the loss, and their gradient", "b S V/tp", logits, 10, 1),)
-    if task.code == "eager":
+    if task.loss_code == "eager":
         wide = max(size, 4)
         return (Kept("log-softmax, the gradient of its result, and of its input", "b S V/tp", logits, 3 * wide, 1),)
     return (
@@ -158,6 +183,13 @@ def loss_tensors(model: ModelConfig, task: Task) -> tuple[Kept, ...]:
         Kept("input of the logits and its gradient", "2 b S D", 2 * whole, size, 1),
         Kept("gradient of the output table", "V/tp D", rows * model.width, size, 1),
     )
+
+
+def outlived_bytes(model: ModelConfig, task: Task) -> int:
+    """16-bit logits of which torch, operation by operation, computes the loss in float32: gone before the fullest
+    moment, but torch's allocator keeps their block, which is too small for what follows."""
+    is_narrow = task.gpu and task.loss_code == "eager" and task.size < 4
+    return task.tokens * output_weight(model).shape(task.tp)[0] * task.size if is_narrow else 0
 
 
 def pass_kept_bytes(model: ModelConfig, task: Task, has_embedding: bool) -> int:
@@ -174,9 +206,9 @@ def loss_kept_bytes(model: ModelConfig, task: Task) -> int:
     rows, whole = output_weight(model).shape(task.tp)[0], task.tokens * model.width
     if task.chunked_loss:  # both gradients are made in the forward pass
         return whole * task.size + rows * model.width * 4
-    wide = max(task.size, 4) if task.code != "compiled" else task.size
+    wide = max(task.size, 4) if task.loss_code != "compiled" else task.size
     kept = task.tokens * rows * wide + whole * (task.stream + task.size)
-    if not task.gpu and task.code == "eager":
+    if not task.gpu and task.loss_code == "eager":
         # Each operation of torch for itself: targets, the loss, a norm before its gain, its scale and mean.
         kept += 8 * task.tokens + max(4, task.size)
         before = whole * task.stream if model.norm == "rmsnorm" else task.tokens * max(4, task.stream)

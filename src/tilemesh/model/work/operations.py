@@ -7,7 +7,6 @@ Shapes are those of one rank; T tokens, D width, F hidden width, V vocabulary.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -23,9 +22,9 @@ from tilemesh.model.work.passes import (
     MemoryPass,
     embedding_passes,
     head_passes,
-    joins_qkv,
     layer_passes,
     logit_columns,
+    product_weights,
 )
 from tilemesh.model.work.task import Task
 from tilemesh.model.work.weights import Weight, layer_weights, output_weight
@@ -116,6 +115,12 @@ class PartWork:
     exchanges: tuple[Exchange, ...]
     scores: tuple[Operation, ...] = ()
     """Of `forward`, what selective recomputation repeats."""
+    between: tuple[Operation, ...] = ()
+    """Of `forward`, what recomputation by operators repeats: every second product but the last of the layer, whose
+    result no backward pass reads, and all that is neither product nor attention."""
+    again: tuple[Operation, ...] = ()
+    """Of `forward`, what full recomputation repeats: torch's stops where all that backward reads is there, which is
+    before the last product; hand-fused code repeats everything."""
     weight_gradients: tuple[Operation, ...] = ()
     """Of `backward`, what nothing waits for: a backward pass in two halves leaves it for the second. Not that of the
     logits, whose gradient takes too much memory to be kept."""
@@ -137,21 +142,16 @@ def layer_work(model: ModelConfig, task: Task) -> PartWork:
         kept=kept_tensors(model, task),
         exchanges=tuple(layer_exchanges(model, task)),
         scores=scores,
+        between=(*products[1:-1:2], *passes),
+        again=(*(products if task.code == "fused" else products[:-1]), *passes, *scores),
         weight_gradients=tuple(_weight_gradients(products)),
         kept_for_weights=kept_for_weights(model, task),
     )
 
 
 def layer_products(model: ModelConfig, task: Task) -> tuple[Product, ...]:
-    """With the layer's matrices. Hand-fused code makes q, k and v in one product, and a gate with what it opens; our
-    Transformer keeps both apart, but for q, k and v that are not turned, where the whole layer is compiled."""
-    joined = {"fused": ("attention", "mlp"), "compiled": ("attention",) if joins_qkv(model, task) else (), "eager": ()}
-    made: list[Product] = []
-    matrices = [weight for weight in layer_weights(model) if weight.split != "whole"]
-    for (block, _), group in itertools.groupby(matrices, key=lambda weight: (weight.block, weight.split)):
-        weights = list(group)
-        made += [_product(weights, task)] if block in joined[task.code] else [_product([one], task) for one in weights]
-    return tuple(made)
+    """With the layer's matrices, in the order in which they are made."""
+    return tuple(_product(weights, task) for weights in product_weights(model, task))
 
 
 def _product(weights: list[Weight], task: Task) -> Product:
@@ -267,9 +267,13 @@ def model_flops(model: ModelConfig, sequences: int, context: int) -> int:
 
 
 def recomputed_flops(model: ModelConfig, sequences: int, context: int, recompute: str, share: float = 1.0) -> int:
-    """What a step does a second time: all layers, only their scores, or nothing. `share`: of the layers that do so."""
+    """What a step does a second time: all layers, every second product of theirs, only their scores, or nothing.
+    `share`: of the layers that do so."""
     forward = forward_flops(model, sequences, context)
-    return round(share * {"none": 0, "selective": forward.scores, "full": forward.layers}[recompute])
+    matrices = [weight for weight in layer_weights(model) if weight.split != "whole"]
+    second = 2 * sequences * context * sum(weight.outputs * weight.inputs for weight in matrices[1:-1:2])
+    flops = {"none": 0, "selective": forward.scores, "operators": model.layers * second, "full": forward.layers}
+    return round(share * flops[recompute])
 
 
 def hardware_flops(model: ModelConfig, sequences: int, context: int, recompute: str, share: float = 1.0) -> int:

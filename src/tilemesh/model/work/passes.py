@@ -9,6 +9,7 @@ What is one of our operators is counted by its own `cost.py`. All counts are of 
 
 from __future__ import annotations
 
+import itertools
 from typing import NamedTuple
 
 from tilemesh.core.cost import LONG_DTYPES, Cost
@@ -18,7 +19,7 @@ from tilemesh.kernels.norm import cost as norm
 from tilemesh.kernels.rotary import cost as rotary
 from tilemesh.model.config import VOCABULARY_MULTIPLE, ModelConfig
 from tilemesh.model.work.task import ALIGNED, Task, unaligned
-from tilemesh.model.work.weights import layer_weights, output_weight
+from tilemesh.model.work.weights import Weight, layer_weights, output_weight
 
 
 class MemoryPass(NamedTuple):
@@ -55,6 +56,19 @@ def _stream_elements(model: ModelConfig, task: Task) -> int:
 def joins_qkv(model: ModelConfig, task: Task) -> bool:
     """Whether compiled code makes q, k and v in one product: whole layers whose positions do not turn q and k."""
     return task.tp == 1 and model.positions != "rotary"
+
+
+def product_weights(model: ModelConfig, task: Task) -> list[list[Weight]]:
+    """The matrices of each of a layer's products, in their order. Hand-fused code makes q, k and v in one product, and
+    a gate with what it opens; our Transformer keeps both apart, but for q, k and v that are not turned, where the whole
+    layer is compiled."""
+    joined = {"fused": ("attention", "mlp"), "compiled": ("attention",) if joins_qkv(model, task) else (), "eager": ()}
+    made: list[list[Weight]] = []
+    matrices = [weight for weight in layer_weights(model) if weight.split != "whole"]
+    for (block, _), group in itertools.groupby(matrices, key=lambda weight: (weight.block, weight.split)):
+        weights = list(group)
+        made += [weights] if block in joined[task.code] else [[weight] for weight in weights]
+    return made
 
 
 def layer_passes(model: ModelConfig, task: Task) -> tuple[list[MemoryPass], list[MemoryPass]]:
@@ -203,7 +217,7 @@ def head_passes(model: ModelConfig, task: Task) -> tuple[list[MemoryPass], list[
 
 def _casts(model: ModelConfig, task: Task) -> tuple[list[MemoryPass], list[MemoryPass]]:
     """What is done to the table behind the logits beside its products: copies in 16 bits, rows added, gradients."""
-    if task.code == "fused":
+    if task.loss_code == "fused":
         return [], []
     size, rows = task.size, output_weight(model).shape(task.tp)[0]
     table = rows * model.width
@@ -211,10 +225,12 @@ def _casts(model: ModelConfig, task: Task) -> tuple[list[MemoryPass], list[Memor
     if task.stream != size:
         forward.append(MemoryPass("cast of the output table", table * (4 + size)))
         backward.append(MemoryPass("cast of the output table's gradient", table * (size + 4)))
-    if task.code == "eager" and logit_columns(model, task) != rows:
+    if task.loss_code == "eager" and logit_columns(model, task) != rows:
         forward.append(MemoryPass("rows added to the output table", 2 * 4 * table, 2))  # compiled, the cast does it
     if model.tied:  # the gradients of its two uses are added up
-        backward.append(MemoryPass("sum of the table's gradients", table * (4 if task.code == "compiled" else 3 * 4)))
+        backward.append(
+            MemoryPass("sum of the table's gradients", table * (4 if task.loss_code == "compiled" else 3 * 4))
+        )
     return forward, backward
 
 
@@ -222,10 +238,10 @@ def _loss(model: ModelConfig, task: Task) -> tuple[list[MemoryPass], list[Memory
     """The loss over this rank's logits."""
     rows, size = output_weight(model).shape(task.tp)[0], task.size
     logits = task.tokens * rows
-    if task.code == "fused":
+    if task.loss_code == "fused":
         # To fp32; maximum; exponentials and their sum.
         return [MemoryPass("loss", logits * (size + 4 + 4 + 8), 4)], [MemoryPass("loss", logits * (4 + 4 + size), 2)]
-    if task.code == "compiled":
+    if task.loss_code == "compiled":
         # Alone, our Transformer computes logits in rows of aligned length.
         odd, dtype = "odd " if unaligned(rows, size) and task.tp > 1 else "", LONG_DTYPES[task.dtype]
         forward = [MemoryPass.of("loss", cross_entropy.cost(task.tokens, rows, dtype), kind=f"{odd}softmax")]
@@ -252,9 +268,9 @@ def embedding_passes(model: ModelConfig, task: Task) -> tuple[list[MemoryPass], 
 def logit_columns(model: ModelConfig, task: Task) -> int:
     """Columns of the product that makes a rank's logits: our code rounds them up where tensor cores gain by it."""
     columns = output_weight(model).shape(task.tp)[0]
-    if task.code == "fused" or not task.gpu or task.dtype == "fp64":
+    if task.loss_code == "fused" or not task.gpu or task.dtype == "fp64":
         return columns
     if task.tp == 1:
         return columns + -columns % VOCABULARY_MULTIPLE
     # Split over ranks the weight stays as it is; torch.compile pads what it must.
-    return columns + -columns % ALIGNED if task.code == "compiled" and unaligned(columns, task.size) else columns
+    return columns + -columns % ALIGNED if task.loss_code == "compiled" and unaligned(columns, task.size) else columns

@@ -37,6 +37,8 @@ class Task:
     gpu: bool = True
     chunked_loss: bool = False
     """Whether the loss makes logits of some rows at a time (`kernels/linear_cross_entropy`); a whole table's alone."""
+    by_layers: bool = False
+    """Whether weights are gathered layer by layer (ZeRO-3), so that layers are compiled one by one and the loss not."""
 
     @classmethod
     def of(
@@ -54,6 +56,7 @@ class Task:
             code,
             gpu,
             chunked_loss and plan.tp == 1,
+            plan.zero == 3,
         )
 
     @property
@@ -74,6 +77,11 @@ class Task:
     def stream(self) -> int:
         """Bytes of an element of the residual stream and its gradients: autocast leaves them in float32."""
         return 4 if self.precision in AUTOCAST else self.size
+
+    @property
+    def loss_code(self) -> Code:
+        """What computes the loss: PyTorch's sharded training (`fully_shard`) compiles each layer, and nothing else."""
+        return "eager" if self.code == "compiled" and self.by_layers else self.code
 
     @property
     def split(self) -> int:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from tilemesh.core.errors import UsageError, unknown
-from tilemesh.core.plan import INTERLEAVED, ParallelPlan, Precision, Recompute, Schedule
+from tilemesh.core.plan import INTERLEAVED, SYNCHRONOUS, ParallelPlan, Precision, Recompute, Schedule
 from tilemesh.core.shard import share
 from tilemesh.model.config import ModelConfig
 
@@ -74,7 +74,8 @@ class GateLayout:
             more += f" ZeRO-{self.zero}" + f" by {self.zero_group}" * (self.zero_group > 0)
             more += f" {self.prefetch} ahead" * (self.zero == 3 and self.prefetch != 1)
         if self.recompute != "none":
-            more += " again" + f" every {self.recompute_every}" * (self.recompute_every != 1)
+            kept = " but operators" * (self.recompute == "operators")
+            more += " again" + kept + f" every {self.recompute_every}" * (self.recompute_every != 1)
         if self.offload:
             more += " offload " + "+".join(what[0] for what in self.offload.split("+"))
         stages = f" pp={self.pp} {self.schedule}" if self.pp > 1 else ""
@@ -139,7 +140,7 @@ def pipelines(ranks: int) -> list[GateLayout]:
     """Every schedule on two stages, with what is left of so many ranks shared in turn between dp and tp, and some on
     more. Each of dp, tp, sequence parallelism meets every family of schedules as the number of ranks grows."""
     found = []
-    for place, schedule in enumerate(get_args(Schedule)):
+    for place, schedule in enumerate(SYNCHRONOUS):
         if ranks < 2:
             continue
         rest = ranks // 2

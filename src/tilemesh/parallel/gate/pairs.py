@@ -10,14 +10,20 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple, get_args
+from typing import NamedTuple
 
-from tilemesh.core.plan import Precision, Schedule
+from tilemesh.core.plan import SYNCHRONOUS, Precision
 from tilemesh.core.runnable import lacks
 from tilemesh.core.step.book import microbatches_of
 from tilemesh.parallel.gate.cases import MODELS, ROWS, Case, GateLayout, cases
 
-RECOMPUTED: tuple[tuple[str, int | str], ...] = (("none", 1), ("full", 1), ("full", 2), ("full", "sqrt"))
+RECOMPUTED: tuple[tuple[str, int | str], ...] = (
+    ("none", 1),
+    ("operators", 1),
+    ("full", 1),
+    ("full", 2),
+    ("full", "sqrt"),
+)
 OFFLOADED = ("", "activations", "activations+weights")
 """Optimizer states on the host are no part of what the gate trains by: `tests/mpi/test_zero.py` has them."""
 
@@ -88,7 +94,7 @@ def _possible(ranks: int) -> Iterator[_Combination]:
 
 
 def _schedules(pp: int) -> tuple[str, ...]:
-    return ("1f1b",) if pp == 1 else get_args(Schedule)
+    return ("1f1b",) if pp == 1 else SYNCHRONOUS
 
 
 def _microbatches(schedule: str, pp: int) -> int:

@@ -1,0 +1,136 @@
+"""A layer of whose forward pass the results of some operators are kept, and the rest is computed again in backward.
+
+The one idea: what is dear to compute and small to keep stays. That is the result of attention and of every second
+matrix product, from the layer's first one on (torch calls it selective activation checkpointing); norms, activations,
+rotations, copies and the other products come back in the backward pass from the layer's input and from these.
+
+torch's own modes for this want every operator to come again in the same order. Exchanges between ranks do not promise
+that (a second call finds buffers that the first one made), so the modes here look at nothing but the operators whose
+results they keep. Under torch.compile nothing runs but the tracer, which knows only torch's.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from tilemesh.core.errors import RunError
+from tilemesh.model.transformer import Pass, ResidualStream, added
+
+LayerCall = Callable[[ResidualStream, Pass], ResidualStream]
+PRODUCTS = ("aten::mm", "aten::addmm", "aten::_addmm_activation", "tilemesh::fused_matmul")
+"""Operators that multiply an activation by a matrix, as autograd calls them."""
+
+
+def call_again(layer: LayerCall, stream: ResidualStream, now: Pass) -> ResidualStream:
+    """A layer, with its backward pass computing again what is not kept."""
+    if not torch.is_grad_enabled():
+        return layer(stream, now)
+
+    def whole(x_BTD: Tensor) -> Tensor:
+        return added(layer(ResidualStream(x_BTD), now))  # one tensor to keep, not two
+
+    context_fn = traced_contexts if torch.compiler.is_compiling() else contexts
+    # Dropout has no state to keep: a mask is a function of where an element stands.
+    x_BTD = checkpoint(whole, added(stream), use_reentrant=False, preserve_rng_state=False, context_fn=context_fn)
+    return ResidualStream(x_BTD)
+
+
+class OperatorChoice:
+    """Which operators' results are kept, asked in the order of the calls of one pass."""
+
+    def __init__(self) -> None:
+        self.products = 0
+
+    def __call__(self, operator: Any) -> bool:
+        name = operator.name()
+        if "attention" in name:
+            return True
+        if name.partition(".")[0] not in PRODUCTS:
+            return False
+        self.products += 1
+        return self.products % 2 == 1
+
+
+class KeptResult(NamedTuple):
+    tensors: Any
+    """What the operator returned, apart from the graph."""
+    versions: tuple[int, ...]
+    """How often each had been written to."""
+
+    @classmethod
+    def of(cls, made: Any) -> KeptResult:
+        # Below autograd a detached tensor would count its own writes; so it shares the count of the one it is of.
+        with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+            apart = tree_map_only(Tensor, Tensor.detach, made)
+        return cls(apart, _versions(apart))
+
+
+class KeepingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Around the forward pass: keeps."""
+
+    def __init__(self, kept: deque[KeptResult]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.kept, self.is_kept = kept, OperatorChoice()
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), options: Any = None) -> Any:
+        made = operator(*args, **(options or {}))
+        if self.is_kept(operator):
+            self.kept.append(KeptResult.of(made))
+        return made
+
+
+class AgainMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Around the same pass in backward: gives what was kept in place of computing it."""
+
+    def __init__(self, kept: deque[KeptResult]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.kept, self.is_kept = kept, OperatorChoice()
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), options: Any = None) -> Any:
+        if not self.is_kept(operator):
+            return operator(*args, **(options or {}))
+        if not self.kept:
+            raise RunError(
+                f"{operator.name()} is computed again and its result is gone: a layer that recomputes by operators "
+                "goes backward once; set plan.recompute=full to go backward twice"
+            )
+        found = self.kept.popleft()
+        if _versions(found.tensors) != found.versions:
+            raise RunError(f"the kept result of {operator.name()} was written to before the backward pass read it")
+        return found.tensors
+
+
+def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """Around the forward pass, and around the one in backward."""
+    kept: deque[KeptResult] = deque()
+    return KeepingMode(kept), AgainMode(kept)
+
+
+def traced_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """The same for a compiler, which takes the policy and keeps, on top of it, what it finds cheaper to keep."""
+    make: Any = create_selective_checkpoint_contexts
+    keeping, again = make(partial(traced_policy, {False: OperatorChoice(), True: OperatorChoice()}))
+    return keeping, again
+
+
+def traced_policy(
+    choices: dict[bool, OperatorChoice], context: Any, operator: Any, *args: Any, **options: Any
+) -> CheckpointPolicy:
+    """Whether an operator's result is kept, in torch's words."""
+    is_kept = choices[context.is_recompute](operator)
+    return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _versions(tensors: Any) -> tuple[int, ...]:
+    several = tensors if isinstance(tensors, (tuple, list)) else (tensors,)
+    return tuple(tensor._version for tensor in several if isinstance(tensor, Tensor))
