@@ -203,7 +203,7 @@ def after_work(comm: Communicator) -> float:
             taken.append((time.perf_counter() - began) / WORKED_CALLS / comm.size)
         readings.append(comm.all_reduce(np.array(taken)))
     together_s, alone_s, back_to_back_s = np.min(readings, axis=0).tolist()
-    return max(0.0, together_s - alone_s - back_to_back_s)
+    return max(0.0, float(together_s - alone_s - back_to_back_s))
 
 
 def _parts(comm: Communicator, curves: Readings, seconds: float, most_bytes: int) -> None:
