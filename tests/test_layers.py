@@ -352,6 +352,7 @@ def test_kernels_keep_nothing_in_modules_but_their_context_and_values_of_functio
         "kernels.launch.gpu:gpu_of",
         "kernels.matmul.learnt:shipped",  # a file of the package, read once
         "kernels.lowbit.cpu:library",  # C functions, compiled once
+        "kernels.lowbit_linear.tokens:_compiled",  # a CUDA function of its source and constants
     }
 
 

@@ -364,14 +364,25 @@ def test_shards_whose_description_is_too_deep(
 
 
 @pytest.mark.parametrize(
-    "content", ['{"collectives": 3, "matmul": [1]}', '{"collectives": {"a": 3}, "matmul": {"b": []}}', "["]
+    ("content", "said"),
+    [
+        ('{"collectives": 3, "matmul": [1]}', "choices.json: collectives is no table of names"),
+        ('{"collectives": {"a": 3}, "matmul": {"b": []}}', "choices.json: matmul is no table of names"),
+        ("[", "choices.json is damaged, or cut short"),
+        ("[1]", "choices.json is not a JSON object"),
+        (None, "choices.json is not there"),
+    ],
 )
-def test_choices_that_are_damaged_are_made_anew(content: str, run: Path, tmp_path: Path) -> None:
+def test_choices_that_are_damaged_are_made_anew_and_said(
+    content: str | None, said: str, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """What `auto` picked before is a help for bit-exact resuming, never a reason to fail."""
     copy = tmp_path / "run"
     subprocess.run(["cp", "-r", str(run), str(copy)], check=True)
-    (copy / CHOICES).write_text(content)
-    assert tm.train.fit(load(resume=copy, sets=["train.steps=3"]), resume=copy).step == 3
+    (copy / CHOICES).unlink() if content is None else (copy / CHOICES).write_text(content)
+    assert main(["train", "--resume", str(copy), "--set", "train.steps=3"]) == 0
+    assert said in "".join(capsys.readouterr())
+    assert isinstance(json.loads((copy / CHOICES).read_text())["collectives"], dict)
 
 
 # ---- Hugging Face ----------------------------------------------------------------------------------------------

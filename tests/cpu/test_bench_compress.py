@@ -5,9 +5,11 @@ import json
 import pytest
 import torch
 
-from tilemesh.bench.compress.measure import expected
 from tilemesh.bench.compress.peers import torchao_codes, why_not
+from tilemesh.bench.compress.predict import CompressClocks, PassChange, ProductClock
+from tilemesh.cli.bench_compress_run import _that_fit
 from tilemesh.cli.main import main
+from tilemesh.compress.factorize import factorize
 from tilemesh.compress.quantize import quantize
 from tilemesh.compress.recipe import read_recipe
 from tilemesh.kernels.lowbit import codes
@@ -15,7 +17,7 @@ from tilemesh.kernels.lowbit.formats import parse_scheme
 from tilemesh.measure.row import read_rows
 from tilemesh.model import huggingface
 from tilemesh.model.config import preset
-from tilemesh.model.lowbit import model_bytes
+from tilemesh.model.lowbit import model_bytes, projections
 from tilemesh.model.transformer import Transformer
 from tilemesh.report.compressing import frontier
 from tilemesh.serve import Engine, Sampling
@@ -40,6 +42,9 @@ def test_compress_writes_a_folder_that_generates_and_serves(source, tmp_path, ca
     assert found["size"].predicted == found["size"].measured.median == model_bytes(huggingface.load(out))
     told = json.loads((out / "config.json").read_text())["quantization_config"]
     assert (told["quant_method"], told["format"]) == ("compressed-tensors", "pack-quantized")
+    assert main(["report", str(out)]) == 0
+    assert "Loss against bytes" in (out / "report.html").read_text()
+    capsys.readouterr()
     with Engine(out, pages=16) as engine:
         (answer,) = engine.generate([[1, 2, 3]], Sampling(max_tokens=4, temperature=0))
     assert len(answer.answers[0].tokens) == 4
@@ -79,20 +84,48 @@ def test_bench_compress_makes_rows_and_a_page(source, tmp_path, capsys):
         assert words in page
 
 
+def test_recipes_that_do_not_fit_are_known_before_the_first_is_measured(source, capsys):
+    asked = ["bench", "compress", str(source / "model"), "--data", str(source / "text.txt"), "--recipes"]
+    assert main([*asked, "int8,int4-g48"]) == 2
+    told = capsys.readouterr()
+    assert "int4-g48: " in told.err
+    assert "int8: loss" not in told.err
+    model = Transformer(preset("tiny").replace(layers=1, width=16, heads=2, mlp_width=32), seed=1)
+    said: list[str] = []
+    kept = _that_fit(model, ["int8", "int4-g64", "mlp-25"], True, said.append)
+    assert kept == ["int8", "mlp-25"]
+    assert "int4-g64 is left out" in said[0]
+
+
 def test_the_frontier_is_what_nothing_beats():
     assert frontier([(3, 1), (1, 5), (2, 6), (4, 1), (2, 4)]) == [(1, 5), (2, 4), (3, 1)]
 
 
-def test_expectations_follow_from_bytes_and_flops():
+def test_a_pass_is_expected_to_lose_its_products_and_gain_the_new_ones(monkeypatch):
     plain = Transformer(preset("tiny").replace(layers=1), seed=1)
-    guess = expected(plain, quantize(plain, "int8"))
-    assert guess.forward == 1
-    assert guess.nbytes == model_bytes(quantize(plain, "int8"))
-    assert expected(plain, quantize(plain, "int3-g64")).decode > 1  # dequantised first
+    clocks = CompressClocks(plain, 8)
+    # Seconds of a call and per weight, as if they had been timed.
+    lines = {"plain": (1.0, 0.5), "int8 None False": (2.0, 0.25)}
+    monkeypatch.setattr(ProductClock, "_line", lambda self, form, make: lines[form])
+    small = quantize(plain, "int8")
+    weights = sum(module.in_features * module.out_features for name, module in projections(plain) if "layers" in name)
+    calls = 4  # query, key and value; attention's last; gate and first of the MLP; its last
+    guess = clocks.expected(small)
+    assert guess.nbytes == model_bytes(small)
+    assert guess.decode.new_s - guess.decode.gone_s == pytest.approx(calls * 1.0 - 0.25 * weights)
+    assert PassChange(2.0, 0.5).after(3.0) == 1.5
+    assert PassChange(2.0, 0.5).after(1.0) == 0.5
+
+
+def test_products_are_timed_in_the_form_that_a_model_has():
+    plain = Transformer(preset("tiny").replace(layers=1), seed=1)
+    clock = ProductClock(plain, 1)
+    for model in (plain, quantize(plain, "int3-g64"), factorize(plain, "rank-50", torch.randint(0, 256, (8, 128)))):
+        assert 0 < clock.seconds(model) < 10
 
 
 def test_peers_say_why_they_are_not_there():
-    assert "gptq" in why_not("torchao", read_recipe("int4-g64-gptq"))
+    assert "GPTQ runs on CUDA" in why_not("torchao", read_recipe("int4-g64-gptq"))
     assert "few bits" in why_not("torchao", read_recipe("mlp-25"))
     assert "no int8" in why_not("bitsandbytes", read_recipe("int8"))
 

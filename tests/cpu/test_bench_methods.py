@@ -5,15 +5,18 @@ from __future__ import annotations
 import math
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
+from tilemesh.bench.methods import bounds
 from tilemesh.bench.methods import ranks as rank_side
 from tilemesh.bench.methods.run import METHODS, parse_slow, throughput
+from tilemesh.bench.methods.traffic import RoundTrip, hotspots
 from tilemesh.cli.main import app
 from tilemesh.comm import run_threads
 from tilemesh.core.errors import UsageError
 from tilemesh.measure.machine import stamp
-from tilemesh.measure.method_curve import MethodCurve
+from tilemesh.measure.method_curve import BoundCurve, MethodCurve, ServerLoad
 from tilemesh.measure.row import Row
 from tilemesh.measure.sample import Sample
 from tilemesh.report import methods_page
@@ -51,6 +54,42 @@ def test_every_method_runs_keeps_its_bound_and_equals_its_replay() -> None:
             assert rank_side.replay_difference(seen[2:], 2) < 1e-10
 
 
+def test_ssp_stays_below_its_expectation_bound_and_too_large_a_bound_does_not_converge() -> None:
+    """On ranks that are threads, whose workers keep what they read."""
+    taken = run_threads(4, lambda comm: bounds.bounded_runs([0, 4], True, 3, 30, 3.0, comm))
+    found = [bounds.excess([rank[number]["losses"] for rank in taken[:3]]) for number in (0, 1)]
+    assert 0 < found[0] < bounds.excess_limit(0, 3, 30)
+    assert 0 < found[1] < bounds.excess_limit(4, 3, 30)
+    taken = run_threads(4, lambda comm: bounds.bounded_runs([0, 30], False, 3, 70, 3.0, comm))
+    fresh, stale = taken[0][0]["losses"], taken[0][1]["losses"]
+    assert fresh[-1] < 0.1 * fresh[0]
+    assert bounds.CONVERGES_BELOW < 30
+    assert stale[-1] > 10 * stale[0]
+
+
+def test_the_gradient_of_the_convex_problem_is_its_derivative_and_no_longer_than_said() -> None:
+    rows = bounds.convex_rows(1, 2)
+    weights = torch.linspace(-1, 1, bounds.DIMS, dtype=torch.float64).requires_grad_()
+    bounds.convex_loss(weights, rows).backward()
+    mine = bounds.convex_gradient(weights.detach(), rows)
+    torch.testing.assert_close(mine, weights.grad)
+    assert float(mine.norm()) <= bounds.LIPSCHITZ
+    assert bounds.least_loss(rows) <= float(bounds.convex_loss(bounds.projected(weights.detach()), rows))
+
+
+def test_traffic_of_many_workers_is_predicted_from_one() -> None:
+    """A round trip of 4 ms of which the server has 1: 1, 4 and then no more than 4 workers' worth."""
+    trip = RoundTrip.of([[0.4, 0.1], [], [0.1, 0.1]], 100)
+    assert trip == RoundTrip(0.004, 0.001, pytest.approx(0.002), 1)
+    assert trip.rate(1, 1, 50, cores=64) == pytest.approx(250, rel=0.05)
+    assert trip.rate(2, 1, 50, cores=64) == pytest.approx(500, rel=0.1)
+    assert trip.rate(16, 1, 50, cores=64) == pytest.approx(1000, rel=0.1)
+    assert trip.rate(16, 1, 50, cores=1) == pytest.approx(500)  # what one core can do
+    loads, (note,) = hotspots(trip, 0.02)
+    assert {load.servers for load in loads} == {1, 2, 4}
+    assert "1 server: 32 workers, 2 servers: 64 workers" in note
+
+
 def test_the_page_shows_every_method_and_says_why() -> None:
     curves = [
         MethodCurve(name, "rank 3, 4x", [(0.0, 2.3), (1.0, 1.9)], [0.9, 0.8], [(0, 3), (2, 1)], 1, 1e-16)
@@ -63,13 +102,24 @@ def test_the_page_shows_every_method_and_says_why() -> None:
         Row(name="straggler", unit="steps/s", case={"method": "ASP", **case}, measured=Sample(120.0, 118.0, 121.0, 2),
             peers={"synchronous": synchronous}, **told),
     ]  # fmt: skip
-    page = methods_page.render(rows, curves, ["A note"])
+    excess = Row(
+        name="excess loss", unit="nats", case={"bound": 3, "workers": 4}, measured=Sample(0.06, 0.06, 0.06, 1),
+        predicted=None, limit=3.2, missing={"predicted": "none", "peers": "none"}, **stamp(),
+    )  # fmt: skip
+    loads = [ServerLoad(workers, 1, 1 / workers, 0.5, 0.01 * workers) for workers in (1, 4, 16)]
+    diverging = [BoundCurve(0, [1.0, 0.1]), BoundCurve(30, [1.0, 100.0])]
+    page = methods_page.render([*rows, excess], curves, ["A note"], loads, diverging)
     for words in (
         "ASP 3.00",
         "uses the bound up once",
         "Loss against time",
         "Utilisation",
         "Staleness",
+        "A bound too large to converge",
+        "Expectation bound",
+        "at most 3.2",
+        "Queueing",
+        "beside synchronous there",
         "A note.",
         *METHODS,
     ):

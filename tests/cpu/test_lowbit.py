@@ -5,12 +5,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from triton.backends.compiler import GPUTarget
 
 from tilemesh.comm import run_threads
 from tilemesh.core.errors import UsageError
 from tilemesh.core.plan import ParallelPlan
+from tilemesh.kernels.accuracy import excess
+from tilemesh.kernels.launch.call import Place
+from tilemesh.kernels.launch.program import Operand, compile_step
 from tilemesh.kernels.lowbit import codes, cpu
 from tilemesh.kernels.lowbit.formats import FORMATS, SECOND_LEVEL, Scheme, parse_scheme
+from tilemesh.kernels.scaled_matmul import kernel as scaled_kernel
+from tilemesh.kernels.scaled_matmul import reference as scaled
 from tilemesh.model import lowbit
 from tilemesh.model.config import preset
 from tilemesh.model.transformer import Transformer
@@ -123,6 +129,21 @@ def test_integer_products_are_right_to_the_activations_rounding(name, outputs, r
 
 
 @needs_c
+@pytest.mark.parametrize(
+    ("outputs", "rows", "name"), [(9, 1, "fixed16"), (3, 2, "fixed16-g16"), (8, 5, "fixed16-tensor")]
+)
+def test_products_of_fixed_point_are_exact_but_for_the_activations(outputs, rows, name):
+    """Activations on the grid of their power of two give the product of what the codes mean, to float32's rounding."""
+    scheme, weight = parse_scheme(name), matrix(3, outputs)
+    made = codes.quantize(weight, scheme)
+    x = torch.randint(-20000, 20001, (rows, 48), generator=torch.Generator().manual_seed(2)).float() * 2.0**-14
+    bias, back = torch.randn(outputs), codes.decode(made.codes, scheme, made.scales, None, torch.float64)
+    assert cpu.serves(x, scheme, 48, made.scales.shape[1])
+    y = cpu.product(x, made.codes, scheme, made.scales, None, bias)
+    torch.testing.assert_close(y.double(), x.double() @ back.T + bias.double(), rtol=1e-6, atol=1e-6)
+
+
+@needs_c
 def test_integer_products_take_zeros_and_refuse_what_they_do_not_serve():
     scheme = Scheme("int8")
     made = codes.quantize(matrix(1), scheme)
@@ -150,6 +171,49 @@ def test_a_low_bit_projection_computes_with_the_weight_that_its_codes_mean(name)
     torch.testing.assert_close(low(x), nn.functional.linear(x, weight, plain.bias))
     low.to(torch.bfloat16)
     assert low.scales.dtype == torch.float32  # every weight is multiplied by one of them
+
+
+@pytest.mark.parametrize(("name", "sizes"), [("int8", (5, 70, 48)), ("fp8", (5, 70, 48)), ("int8", (130, 16, 160))])
+def test_products_of_8_bit_codes_have_their_scales(name, sizes):
+    rows, outputs, inputs = sizes
+    x, weight = (codes.quantize(matrix(seed, count, inputs), Scheme(name)) for seed, count in ((1, rows), (2, outputs)))
+    given = (x.codes, weight.codes, x.scales, weight.scales)
+    for dtype in ("float32", "bfloat16"):
+        want, bound = scaled.exact(*given, code=name), scaled.error_bound(*given, code=name, dtype=dtype)
+        for how in ("interpret", "torch"):
+            found = scaled.scaled_matmul(*given, code=name, dtype=dtype, implementation=how)
+            assert excess(found, want, bound) is None
+        assert excess(found.roll(1, 0), want, bound) is not None
+    one = (x.codes, weight.codes, x.scales[:1], weight.scales[:1])
+    found = scaled.scaled_matmul(*one, code=name, implementation="interpret")
+    assert excess(found, scaled.exact(*one, code=name), scaled.error_bound(*one, code=name)) is None
+    with pytest.raises(UsageError, match="x_scales"):
+        scaled.scaled_matmul(*given[:2], x.scales[:2], weight.scales, code=name)
+
+
+@pytest.mark.parametrize("name", ["int8", "int8-tensor", "fp8"])
+@pytest.mark.parametrize("static", [False, True])
+def test_a_projection_of_codes_by_codes_is_one_of_rounded_activations(name, static):
+    torch.manual_seed(1)
+    plain, scheme, x = nn.Linear(48, 12, bias=False), parse_scheme(name), torch.randn(2, 3, 48)
+    scale = x.abs().max().reshape(1) / 120 if static else None
+    inputs = Scheme(scheme.format)
+    low = lowbit.LowBitLinear(plain, scheme, codes.quantize(plain.weight, scheme), inputs, scale)
+    assert low._has_codes_of_both()
+    want = nn.functional.linear(low._quantized(x), low.weight)
+    torch.testing.assert_close(low.product_of_codes(x), want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
+def test_the_product_of_8_bit_codes_compiles_for_an_h200(dtype):
+    def place(kind, *shape):
+        return Place(shape, torch.empty(shape, device="meta").stride(), kind, aligned=True)
+
+    places = {"x": place(dtype, 4096, 4096), "w": place(dtype, 4096, 4096), "y": place("bfloat16", 4096, 4096)}
+    places |= {"x_scales": place("float32", 4096, 1), "scales": place("float32", 4096, 1)}
+    (step,) = scaled_kernel.plan(places, multiprocessors=132).steps
+    made = compile_step(step, {name: Operand(one.dtype) for name, one in places.items()}, GPUTarget("cuda", 90, 32))
+    assert "wgmma" in made.asm["ptx"]
 
 
 def test_rounding_while_training_passes_gradients_straight_through():

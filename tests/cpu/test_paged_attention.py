@@ -16,6 +16,7 @@ from tilemesh.kernels.accuracy import excess
 from tilemesh.kernels.launch.call import Place
 from tilemesh.kernels.launch.program import Operand, compile_step
 from tilemesh.kernels.paged_attention import kernel, store
+from tilemesh.kernels.paged_attention.codes import CODES, put_pages, take_pages
 from tilemesh.kernels.paged_attention.reference import error_bound, exact, paged_attention
 from tilemesh.kernels.paged_attention.store import store_pages
 
@@ -68,6 +69,37 @@ def test_the_kernels_are_within_their_bound(dtype: torch.dtype, window: int, spl
     assert excess(found.roll(1, 0), want, bound) is not None
 
 
+@pytest.mark.parametrize(
+    ("code", "dtype", "split", "width"),
+    [("int8", torch.float32, 64, 16), ("fp8", torch.float32, 0, 20), ("int8", torch.bfloat16, 0, 64)],
+)
+def test_keys_and_values_in_8_bits_are_what_their_codes_mean(
+    code: str, dtype: torch.dtype, split: int, width: int
+) -> None:
+    q, keys, values, tables, tiles = make(SEQUENCES, 2, 2, width, dtype, 4)
+    coded, scales = [], []
+    for pool in (keys, values):
+        pages, page, kv_heads, _ = pool.shape
+        held = torch.zeros(pool.shape, dtype=CODES[code])
+        scale = torch.zeros(pages, page, kv_heads)
+        put_pages(held, scale, torch.arange(pages * page), pool.view(-1, kv_heads, width))
+        coded.append(held)
+        scales.append(scale)
+        # Half a step of a whole number, or an eighth of half of a number with three bits after the point.
+        most = pool.float().abs().amax(-1, keepdim=True)
+        half = 0.501 * most / 127.5 if code == "int8" else torch.maximum(pool.float().abs() / 15.9, most / 448 / 1000)
+        off = take_pages(held, scale, torch.arange(pages), torch.float32) - pool.float()
+        assert (off.abs() <= half).all()
+    given = (q, *coded, tables, tiles, *scales)
+    options = {"tile": 4, "split": split, "longest": 131}
+    want, bound = exact(*given, **options), error_bound(*given, **options)
+    for implementation in ("interpret", "torch"):
+        found = paged_attention(*given, **options, implementation=implementation)
+        assert excess(found, want, bound) is None
+    with pytest.raises(UsageError, match="expected int8 or uint8"):
+        paged_attention(q, *coded, tables, tiles, scales[0], None, **options)
+
+
 def test_a_tokens_bits_follow_from_its_own_sequence() -> None:
     """Whatever else is in the call, however the sequence is cut into calls, and however many parts run at once."""
     sequences, tile, split = ((70, 3), (128, 2)), 2, 64
@@ -98,6 +130,24 @@ def test_the_kernels_compile_for_an_h200() -> None:
         assert compile_step(step, {name: Operand(one.dtype) for name, one in stored.items()}, GPUTarget("cuda", 90, 32))
 
 
+@pytest.mark.parametrize("dtype", ["int8", "uint8"])
+def test_the_kernels_of_8_bits_compile_for_an_h200(dtype: str) -> None:
+    def place(dtype: str, *shape: int) -> Place:
+        return Place(shape, torch.empty(shape, device="meta").stride(), dtype, aligned=True)
+
+    pool, scale, q = place(dtype, 4000, 16, 8, 128), place("float32", 4000, 16, 8), place("bfloat16", 64, 32, 128)
+    coded = {"keys": pool, "values": pool, "key_scales": scale, "value_scales": scale}
+    places = {"q": q, **coded, "tables": place("int32", 64, 512), "tiles": place("int32", 64, 4), "y": q}
+    planned = kernel.plan(places, tile=1, split=256, longest=8192, window=0)
+    operands = {name: Operand(one.dtype) for name, one in (places | planned.buffers).items()}
+    assert compile_step(planned.steps[0], operands, GPUTarget("cuda", 90, 32)).asm["ptx"]
+    table = place("float32", 64, 64)
+    stored = {"x": place("bfloat16", 1, 64, 48 * 128), "cos": table, "sin": table, "places": place("int64", 64)}
+    stored |= {"q": q, **coded}
+    for step in store.plan(stored, kv_heads=8, rotary=True).steps:
+        assert compile_step(step, {name: Operand(one.dtype) for name, one in stored.items()}, GPUTarget("cuda", 90, 32))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("turned", "parts"), [(False, 1), (True, 1), (True, 3)])
 def test_keys_and_values_are_stored_where_they_belong(dtype: torch.dtype, turned: bool, parts: int) -> None:
@@ -114,6 +164,21 @@ def test_keys_and_values_are_stored_where_they_belong(dtype: torch.dtype, turned
         assert int((keys != 7).flatten(2).any(-1).sum()) == 4  # nothing but the four places
         torch.testing.assert_close(values.view(20, 2, 6)[17], qkv.sum(0)[3].view(8, 6)[6:])
     torch.testing.assert_close(made["interpret"], made["torch"])
+
+
+@pytest.mark.parametrize("code", ["int8", "fp8"])
+def test_both_ways_store_the_same_codes(code: str) -> None:
+    generator = torch.Generator().manual_seed(1)
+    qkv = torch.randn(1, 5, (4 + 2 + 2) * 6, generator=generator)
+    places, made = torch.tensor([3, 0, -1, 17, 9]), {}
+    for implementation in ("torch", "interpret"):
+        keys, values = (torch.zeros((5, 4, 2, 6), dtype=CODES[code]) for _ in range(2))
+        scales = (torch.zeros(5, 4, 2), torch.zeros(5, 4, 2))
+        q = store_pages(qkv, None, places, keys, values, heads=4, scales=scales, implementation=implementation)
+        held = zip((keys, values), scales, strict=True)
+        made[implementation] = (q, *scales, *(take_pages(*pool, torch.arange(5), torch.float32) for pool in held))
+        assert int((scales[0] > 0).any(-1).sum()) == 4
+    torch.testing.assert_close(made["interpret"], made["torch"], rtol=1e-6, atol=0)
 
 
 def test_what_cannot_be_is_refused() -> None:

@@ -17,8 +17,11 @@ from hypothesis import strategies as st
 
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.data.tokenizer import Bytes
+from tilemesh.kernels.lowbit.codes import rounded
+from tilemesh.kernels.lowbit.formats import Scheme
 from tilemesh.model.cache import DenseCache
 from tilemesh.model.config import ModelConfig
+from tilemesh.model.lowbit import StackedCodes, compress_all
 from tilemesh.model.sampling import sample
 from tilemesh.model.transformer import Transformer
 from tilemesh.serve import Engine, QueueFullError, Sampling
@@ -105,6 +108,60 @@ def test_logits_over_pages_are_those_of_contiguous_memory(
         torch.testing.assert_close(made, expected[len(expected) - len(made) :], rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("scheme", ["int8", "int4-g16-affine"])
+def test_a_compressed_model_serves_with_its_projections_side_by_side(scheme: str) -> None:
+    """Rows of weights are multiplied apart from one another: laying matrices side by side changes no bit."""
+    plain, one = served(dtype=torch.float32), served(dtype=torch.float32)
+    for made in (plain, one):
+        compress_all(made.model, scheme)
+    prompts, asked = [[3, 5, 8], [13] * 9], Sampling(max_tokens=5, temperature=0.0)
+    with Engine(one, pages=20, page_tokens=4) as engine:
+        found = [answer.answers[0].tokens for answer in engine.generate(prompts, asked)]
+    attention = one.model.layers.get_submodule("0.attention")
+    assert isinstance(attention.stacked, StackedCodes)
+    assert attention.stacked.widths == [32, 16, 16]
+    assert one.model.state_dict().keys() == plain.model.state_dict().keys()
+    for prompt, made_tokens in zip(prompts, found, strict=True):
+        cache, tokens = DenseCache(1, CONTEXT), list(prompt)
+        logits = plain.model(torch.tensor([tokens]), cache=cache.extend(len(tokens)))
+        for token in made_tokens:
+            # Passes of other sizes add up in another order: the token found is as likely as the likeliest.
+            assert logits[0, -1, token] >= logits[0, -1].max() - 1e-4
+            logits = plain.model(torch.tensor([[token]]), cache=cache.extend(1))
+
+
+class RoundingCache(DenseCache):
+    """Keys and values as they come back from 8 bits, in one piece of memory."""
+
+    code = "int8"
+
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, window: int = 0) -> torch.Tensor:
+        k, v = (rounded(x.flatten(0, 2), Scheme(self.code)).view(x.shape) for x in (k, v))
+        return super().attend(layer, q, k, v, window=window)
+
+
+@pytest.mark.parametrize(("code", "invariant"), [("int8", False), ("int8", True), ("fp8", False)])
+def test_keys_and_values_in_8_bits_are_rounded_and_nothing_else(
+    small: ServedModel, code: str, invariant: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chunks, swapped pages and shared prefixes change nothing: a token's codes follow from itself."""
+    monkeypatch.setattr(RoundingCache, "code", code)
+    draw = random.Random(5)
+    prompts = [[draw.randrange(256) for _ in range(length)] for length in (1, 9, 30)]
+    asked = Sampling(max_tokens=6, temperature=0.0)
+    options = {"page_tokens": 4, "chunk_tokens": 7, "step_tokens": 33, "running": 3, "swap_pages": 30, "pages": 16}
+    with Engine(small, kv_cache=code, invariant=invariant, **options) as engine:  # type: ignore[arg-type]
+        found = [answer.answers[0].tokens for answer in engine.generate(prompts, asked)]
+    for prompt, made in zip(prompts, found, strict=True):
+        cache, tokens = RoundingCache(1, CONTEXT), list(prompt)
+        logits = small.model(torch.tensor([tokens]), cache=cache.extend(len(tokens)))
+        for token in made:
+            assert token == int(logits[0, -1].argmax())
+            logits = small.model(torch.tensor([[token]]), cache=cache.extend(1))
+    with pytest.raises(UsageError, match="kv_cache"):
+        Engine(small, kv_cache="int4", pages=4)
+
+
 # Batched = alone = plain ----------------------------------------------------------------------------------------------
 
 
@@ -180,6 +237,38 @@ def test_invariant_answers_have_the_same_bits_whatever_else_runs(dtype: torch.dt
 def only(completions: Iterator[Completion]) -> Completion:
     (completion,) = completions
     return completion
+
+
+def test_each_prompt_may_have_a_sampling_of_its_own(engine: Engine) -> None:
+    prompts = ["to be", "or not", "that is"]
+    each = [Sampling(max_tokens=number + 2, seed=number, ignore_eos=True) for number in range(3)]
+    together = [completion.answers[0].tokens for completion in engine.generate(prompts, each)]
+    alone = [
+        only(engine.generate(prompt, asked)).answers[0].tokens for prompt, asked in zip(prompts, each, strict=True)
+    ]
+    assert together == alone
+    assert [len(tokens) for tokens in together] == [2, 3, 4]
+    with pytest.raises(UsageError, match="3 prompts and 2 samplings"):
+        engine.generate(prompts, each[:2])
+
+
+def test_an_answer_that_nobody_follows_is_told_in_one_part(engine: Engine) -> None:
+    parts: dict[bool, list[AnswerPart]] = {False: [], True: []}
+    for whole, heard in parts.items():
+        done = threading.Event()
+
+        def tell(part: AnswerPart, heard: list[AnswerPart] = heard, done: threading.Event = done) -> None:
+            heard.append(part)
+            if part.finish is not None:
+                done.set()
+
+        engine.submit(engine.encode("to be"), Sampling(max_tokens=12, seed=4, ignore_eos=True), tell, whole=whole)
+        assert done.wait(60)
+    (only_part,) = parts[True]
+    assert len(parts[False]) > 1
+    assert only_part.text == "".join(part.text for part in parts[False])
+    assert only_part.tokens == tuple(token for part in parts[False] for token in part.tokens)
+    assert only_part.finish is parts[False][-1].finish
 
 
 def test_several_answers_differ_and_each_repeats(engine: Engine) -> None:

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -138,6 +138,18 @@ def kill_when(run: Started, victim: int, ready: Callable[[], Any]) -> float:
     until(ready, pause_s=0.002)  # what it waits for may be over in no time
     os.kill(pid, signal.SIGKILL)
     return time.monotonic()
+
+
+def kill_in_turn(run: Started, kills: Sequence[tuple[int, int]]) -> None:
+    """SIGKILL to each of these ranks once its step is reached, in the attempt that the kill before led to."""
+    killed: set[int] = set()
+    for number, (victim, step) in enumerate(kills):
+        until(lambda: rank_pids(run.folder).get(victim) not in (None, *killed) and run.reached(step))  # noqa: B023
+        pid = rank_pids(run.folder)[victim]
+        os.kill(pid, signal.SIGKILL)
+        killed.add(pid)
+        until(lambda: len(run.said) > number)  # noqa: B023
+        assert f"rank {victim} was killed by SIGKILL" in run.said[number][1]
 
 
 @NEEDS_MPI
@@ -267,15 +279,7 @@ def test_twenty_kills_of_workers_and_servers(config: TrainConfig, tmp_path: Path
     run_threads(served.ranks, lambda comm: train_here(served, quiet, comm))
     folder = new_run(TRAIN, served.to_toml(), tmp_path / "run")
     run = Started(served, folder, restarts=KILLS)
-    killed: set[int] = set()
-    for number in range(KILLS):
-        victim, step = draw.randrange(served.ranks), 1 + number * 4 + draw.randrange(4)
-        until(lambda: rank_pids(folder).get(victim) not in (None, *killed) and run.reached(step))  # noqa: B023
-        pid = rank_pids(folder)[victim]
-        os.kill(pid, signal.SIGKILL)
-        killed.add(pid)
-        until(lambda: len(run.said) > number)  # noqa: B023
-        assert f"rank {victim} was killed by SIGKILL" in run.said[number][1]
+    kill_in_turn(run, [(draw.randrange(served.ranks), 1 + number * 4 + draw.randrange(4)) for number in range(KILLS)])
     outcome = run.wait(300)
     assert (outcome.failure, outcome.attempts) == (None, KILLS + 1)
     assert trained(folder) == trained(quiet)
@@ -300,9 +304,7 @@ def test_a_killed_run_of_another_method_is_the_run_that_was_not(config: TrainCon
     run_threads(made.ranks, lambda comm: train_here(made, quiet, comm))
     folder = new_run(TRAIN, made.to_toml(), tmp_path / "run")
     run = Started(made, folder, restarts=2)
-    for number, (victim, step) in enumerate([(1, 6), (0, 13)]):
-        kill_when(run, victim, lambda: run.reached(step))  # noqa: B023  called before the loop goes on
-        until(lambda: len(run.said) > number)  # noqa: B023
+    kill_in_turn(run, [(1, 6), (0, 13)])
     outcome = run.wait(300)
     assert (outcome.failure, outcome.attempts) == (None, 3)
     assert trained(folder) == trained(quiet)
@@ -318,9 +320,7 @@ def test_a_killed_asynchronous_run_comes_to_its_end(config: TrainConfig, tmp_pat
     made = load(mesh="dp=2", sets=[SMALL, f"data.source={config.data.source}", served])
     folder = new_run(TRAIN, made.to_toml(), tmp_path / "run")
     run = Started(made, folder, restarts=2)
-    for number, (victim, step) in enumerate([(1, 6), (3, 13)]):  # a worker, then a server
-        kill_when(run, victim, lambda: run.reached(step))  # noqa: B023  called before the loop goes on
-        until(lambda: len(run.said) > number)  # noqa: B023
+    kill_in_turn(run, [(1, 6), (3, 13)])  # a worker, then a server
     outcome = run.wait(300)
     assert (outcome.failure, outcome.attempts) == (None, 3)
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

@@ -173,8 +173,9 @@ def test_a_server_serves_one_message_at_a_time() -> None:
     two = simulate_server(40, 20, lambda worker, clock: 1.0, math.inf, ServerTimes(0.05, 0.05, servers=2))
     assert two.throughput == pytest.approx(20, rel=0.05)
     near = hotspot([2, 8, 40], 1.0, times)
-    assert near[0][1] > 0.9 > near[2][1]
-    assert near[2][2] == pytest.approx(1.0, abs=0.05)
+    assert near[0].share > 0.9 > near[2].share
+    assert near[2].busy == pytest.approx(1.0, abs=0.05)
+    assert near[0].queue_s < near[1].queue_s < near[2].queue_s
 
 
 @given(st.integers(1, 5), st.sampled_from([0, 1, 3, math.inf]), st.integers(0, 1000), st.integers(1, 3))

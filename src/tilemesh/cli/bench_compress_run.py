@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from rich.console import Console
@@ -12,10 +13,12 @@ from tilemesh.bench.compress.run import DEFAULT, bench_recipes, write_compress_r
 from tilemesh.bench.compress.text import open_source
 from tilemesh.cli.report_run import make
 from tilemesh.compress.recipe import read_recipe
-from tilemesh.core.errors import unknown
+from tilemesh.compress.shrink import check_recipe
+from tilemesh.core.errors import UsageError, unknown
 from tilemesh.core.ranges import SEED, Range
 from tilemesh.measure.row import CaseValue, write_rows
 from tilemesh.measure.table import print_rows
+from tilemesh.model.transformer import Transformer
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,23 @@ class CompressBenchQuestion:
     seed: int
     run: str | None
     json: str | None
+
+
+def _that_fit(model: Transformer, recipes: list[str], are_default: bool, say: Callable[[str], None]) -> list[str]:
+    """All recipes that were asked for, each checked against the model's shapes before the first is measured; of the
+    default ones those that fit."""
+    kept = []
+    for name in recipes:
+        try:
+            check_recipe(model, name)
+            kept.append(name)
+        except UsageError as error:
+            if not are_default:
+                raise UsageError(f"{name}: {error}") from None
+            say(f"{name} is left out: {error}")
+    if not kept:
+        raise UsageError("none of the default recipes fits this model: name some with --recipes, such as int8")
+    return kept
 
 
 def answer(asked: CompressBenchQuestion) -> None:
@@ -52,6 +72,7 @@ def answer(asked: CompressBenchQuestion) -> None:
         print(f"tilemesh: {text}", file=sys.stderr, flush=True)
 
     with open_source(asked.model, asked.data, None, say) as source:
+        recipes = _that_fit(source.model, recipes, asked.recipes.strip(" ,") == "", say)
         text = source.text(asked.calibrate, asked.sequences, asked.seed)
         case: dict[str, CaseValue] = {"model": source.name, "sequences": len(text[1]), "calibrated": asked.calibrate}
         found = bench_recipes(source.model, recipes, text, case, peers, asked.seconds, say)

@@ -43,5 +43,5 @@ def bench_methods(
         console.print(note, soft_wrap=True)
     if json is not None:
         write_rows(found.rows, json)
-    write_text(methods_page.render(found.rows, found.curves, found.notes), html)
+    write_text(methods_page.render(found.rows, found.curves, found.notes, found.loads, found.bounds), html)
     console.print(f"page: {html}", soft_wrap=True)

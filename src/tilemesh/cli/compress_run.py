@@ -8,7 +8,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from tilemesh.bench.compress.measure import PLAIN, expected, judge, rows_of
+from tilemesh.bench.compress.measure import PLAIN, clocks_of, judge, rows_of
+from tilemesh.bench.compress.run import CompressFindings, point_of, write_compress_run
 from tilemesh.bench.compress.text import open_source
 from tilemesh.compress.recipe import read_recipe
 from tilemesh.compress.shrink import shrink
@@ -53,17 +54,20 @@ def answer(asked: CompressQuestion) -> None:
     with open_source(asked.source, asked.data, asked.step, say) as source:
         train, tokens, targets = source.text(asked.calibrate, asked.sequences, asked.seed)
         small = shrink(source.model, recipe, train, say)
-        guess = expected(source.model, small)
+        guess = clocks_of(source.model, tokens).expected(small)
         found = judge({PLAIN: source.model, "small": small}, tokens, targets)
         huggingface.save(small, target, like=source.folder)
+        point = point_of(asked.recipe, guess, found, {}, source.model, small)
     case: dict[str, CaseValue] = {"model": source.name, "sequences": len(tokens), "calibrated": asked.calibrate}
     rows = rows_of(asked.recipe, case, guess, found["small"], found[PLAIN])
+    settings = {**case, "recipes": [asked.recipe], "seed": asked.seed}
+    write_compress_run(str(target), settings, CompressFindings(rows, [point]))
     print_rows(rows, console)
     before, after = found[PLAIN], found["small"]
     console.print(
         f"{asked.recipe}: {format_bytes(before.nbytes)} to {format_bytes(after.nbytes)}, held-out loss "
         f"{before.loss:.4f} to "
-        f"{after.loss:.4f}; written to {target}",
+        f"{after.loss:.4f}; written to {target}, which `tilemesh report` makes a page of",
         soft_wrap=True,
     )
     if asked.json is not None:

@@ -30,7 +30,7 @@ from tilemesh.plan.serving import (
 )
 from tilemesh.serve.figures import LoadFigures, ServeGoal, load_figures
 from tilemesh.serve.scheduler import ServeLimits
-from tilemesh.serve.simulate import fresh_requests, poisson_arrivals, predicted, simulate
+from tilemesh.serve.simulate import fresh_requests, poisson_arrivals, simulate_with
 
 LOADS = (0.25, 0.5, 0.8, 1.0)
 """Of what the chosen layout serves at most."""
@@ -138,7 +138,7 @@ def _simulated(best: ServeLayout, asked: ServePlanQuestion, share: float, goal: 
         share_prefixes=False,
     )
     requests = fresh_requests(poisson_arrivals(rate, count), [asked.prompt] * count, [asked.output] * count)
-    history = simulate(limits, requests, predicted(best.clock))
+    history = simulate_with(best.clock, limits, requests)
     records = list(history.requests.values())
     figures = load_figures(records, goal)
     whole = sum(record.whole_s or 0.0 for record in records) / len(records)

@@ -8,11 +8,25 @@ from pathlib import Path
 from torch import Tensor
 
 from tilemesh.compress.factorize import factorize
-from tilemesh.compress.prune import prune
+from tilemesh.compress.prune import BLOCK, prune, smaller_config
 from tilemesh.compress.quantize import quantize
-from tilemesh.compress.recipe import Recipe, read_recipe
+from tilemesh.compress.recipe import Recipe, chosen_schemes, read_recipe
 from tilemesh.core.errors import UsageError
+from tilemesh.model.lowbit import projections
 from tilemesh.model.transformer import Transformer
+
+
+def check_recipe(model: Transformer, recipe: str | Path | Recipe) -> None:
+    """Refuse what a recipe's schemes and blocks cannot do with the shapes of this model, before anything is done."""
+    wanted = read_recipe(recipe)
+    shapes = {name: (module.out_features, module.in_features) for name, module in projections(model)}
+    chosen_schemes(wanted, shapes)
+    if wanted.prune.structure in ("heads", "mlp", "layers"):
+        smaller_config(model.config, wanted.prune)
+    of = BLOCK[1] if wanted.prune.structure == "2:4" else 1
+    for name, (_, inputs) in shapes.items():
+        if name.startswith("layers.") and inputs % of:
+            raise UsageError(f"{name}: 2:4 sparsity of {inputs} inputs: expected a multiple of {of}")
 
 
 def shrink(

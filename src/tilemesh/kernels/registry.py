@@ -85,6 +85,7 @@ _OPERATORS = (
     folder("rotary"),
     folder("row_linear"),
     folder("lowbit_linear"),
+    folder("scaled_matmul"),
     folder("swiglu", _GATED),
     folder("geglu", _GATED),
     OperatorEntry(

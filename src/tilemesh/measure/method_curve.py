@@ -21,3 +21,26 @@ class MethodCurve:
     lead: int | None = None
     """How far a worker was ahead of the slowest when it was given weights, at most."""
     replay_difference: float | None = None
+
+
+@dataclass(frozen=True)
+class ServerLoad:
+    """So many workers at so many servers: where the server is what all wait for."""
+
+    workers: int
+    servers: int
+    share: float
+    """Of the steps that as many workers would make if a server's time were all theirs."""
+    busy: float
+    """The part of the time in which a server is at work."""
+    queue_s: float
+    """What one round trip waits for the server to become free."""
+
+
+@dataclass(frozen=True)
+class BoundCurve:
+    """A run with a staleness bound."""
+
+    bound: int
+    losses: Sequence[float]
+    """Mean over workers, at each of their steps."""

@@ -265,7 +265,7 @@ class ServerLink:
         for server, cut, reply in zip(self.servers, self.cuts, replies, strict=True):
             handles.append(self.comm.irecv(reply, server, _REPLY, sized=False))
             handles.append(self.comm.irecv(weights[cut], server, _WEIGHTS, sized=False))
-        _wait_in_naps(handles)
+        wait_in_naps(handles)
         self.waited_s += time.perf_counter() - began_s
         return max(int(reply[1]) for reply in replies)
 
@@ -276,7 +276,7 @@ class ServerLink:
         for server, cut in zip(self.servers, self.cuts, strict=True):
             handles.append(self.comm.isend(header, server, _HEADER, sized=False))
             handles.append(self.comm.isend(gradient[cut], server, _GRADIENT, sized=False))
-        _wait_in_naps(handles)
+        wait_in_naps(handles)
 
     def start(self, clock: int, values: Sequence[Tensor] = (), updates: int = 0) -> None:
         """Let the servers begin, at a clock: with their own weights, or with flat ones and what was remembered of them
@@ -328,7 +328,7 @@ class ServerLink:
         return first, second
 
 
-def _wait_in_naps(handles: Sequence[Any]) -> None:
+def wait_in_naps(handles: Sequence[Any]) -> None:
     """Until all are done. A server may let a worker wait for many steps, in which the ranks that it waits for need the
     cores: a call of the communicator looks 10,000 times per second."""
     end_s = time.perf_counter() + _PATIENCE_S

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from tilemesh.measure.method_curve import ServerLoad
 from tilemesh.methods.rules import StalenessRule
 
 Durations = Callable[[int, int], float]
@@ -178,11 +179,12 @@ def simulate_synchronous(
 
 def hotspot(
     counts: Sequence[int], compute_s: float, times: ServerTimes, bound: float = math.inf, clocks: int = 40
-) -> list[tuple[int, float, float]]:
-    """(workers, throughput beside that of as many workers without a server's limits, the server's busy part)."""
+) -> list[ServerLoad]:
+    """For each number of workers, what they do beside as many that never wait for a server, and how busy that is."""
     found = []
     for workers in counts:
         run = simulate_server(workers, clocks, lambda worker, clock: compute_s, bound, times)
         ideal = workers / (compute_s + (times.pull_s + times.push_s) / times.servers + 4 * times.message_s)
-        found.append((workers, run.throughput / ideal, run.server_busy_s / run.seconds))
+        busy, queue_s = run.server_busy_s / run.seconds, run.queued_s / run.pushes
+        found.append(ServerLoad(workers, times.servers, run.throughput / ideal, busy, queue_s))
     return found

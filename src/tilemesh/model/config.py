@@ -59,7 +59,7 @@ class ModelConfig:
     heads: int
     """Attention heads (of queries)."""
     vocabulary: int
-    """How many different tokens there are; 256 where text is read as bytes."""
+    """How many different tokens there are; a file may leave it out where text is read as bytes: 256."""
     context: int
     """Tokens of the longest sequence; the rows of a learned position table."""
     kv_heads: int = 0

@@ -41,8 +41,8 @@ class FewTokens:
         for layer in _layers(self.model):
             attention, gated = layer.attention, layer.mlp.stacked
             heads = attention.stacked
-            assert heads is not None
-            assert gated is not None
+            assert isinstance(heads, StackedProduct)
+            assert isinstance(gated, StackedProduct)
             y_TD, x_TD = self._norm(parts_STD, x_TD, layer.attention_norm)
             y_1TD = attention.attend(self._product(y_TD, heads.weight), now, x_TD.dtype)
             parts_STD = self._product(y_1TD[0], attention.fc_o.weight)
@@ -74,7 +74,9 @@ def _is_plain_norm(norm: ResidualNorm) -> bool:
 def _is_plain(layer: Layer) -> bool:
     attention, mlp = layer.attention, layer.mlp
     heads, gated = attention.stacked, mlp.stacked
-    if layer.norm_place != "pre" or layer.parallel_residual or mlp.gate != "silu" or heads is None or gated is None:
+    if layer.norm_place != "pre" or layer.parallel_residual or mlp.gate != "silu":
+        return False
+    if not isinstance(heads, StackedProduct) or not isinstance(gated, StackedProduct):
         return False
     if not (_is_plain_norm(layer.attention_norm) and _is_plain_norm(layer.mlp_norm)):
         return False

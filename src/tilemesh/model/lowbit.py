@@ -9,6 +9,7 @@ What is compressed, and how well, is decided in `compress/`; here is only what a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,10 +17,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from tilemesh.core.errors import UsageError
+from tilemesh.kernels.gated.reference import swiglu
 from tilemesh.kernels.lowbit import cpu
 from tilemesh.kernels.lowbit.codes import Agree, Quantized, decode, encode, find_scales, pack, quantize, rounded, unpack
 from tilemesh.kernels.lowbit.formats import Scheme, parse_scheme
 from tilemesh.kernels.lowbit_linear.reference import lowbit_linear
+from tilemesh.kernels.scaled_matmul.reference import scaled_matmul
+from tilemesh.model.norm import ResidualNorm
 from tilemesh.model.projection import PlainLinear
 from tilemesh.model.transformer import Attention, Transformer
 
@@ -110,6 +114,8 @@ class LowBitLinear(CompressedLinear):
         return unpack(self.codes, self.scheme.number, self.in_features) if self.is_packed else self.codes
 
     def product(self, x: Tensor) -> Tensor:
+        if x.is_cuda and self._has_codes_of_both() and not (torch.is_grad_enabled() and x.requires_grad):
+            return self.product_of_codes(x)
         inputs_bits = 16
         if self.inputs is not None:
             if self.inputs.format == "int8" and self.input_scale is None and self.agree is None:
@@ -124,6 +130,28 @@ class LowBitLinear(CompressedLinear):
             made: Tensor = lowbit_linear(x, self.codes, self.scales, self.zeros, code=self.scheme.format)
             return made
         return functional.linear(x, self.decoded(x.dtype))
+
+    def _has_codes_of_both(self) -> bool:
+        """Whether activations and weights are codes that tensor cores multiply: of 8 bits, scaled per token and row."""
+        if self.inputs is None or self.agree is not None or not self.is_packed:
+            return False
+        is_plain = self.scheme.symmetric and self.scheme.granularity != "group"
+        return is_plain and self.scheme.format == self.inputs.format and self.scheme.format in ("int8", "fp8")
+
+    def product_of_codes(self, x: Tensor) -> Tensor:
+        """Codes times codes; the scales multiply the sums."""
+        assert self.inputs is not None
+        rows = x.detach().reshape(-1, x.shape[-1])
+        if self.input_scale is not None:
+            scales = self.input_scale.float().reshape(1, 1)
+        else:
+            scales, _ = find_scales(rows, self.inputs)
+        dtype = x.dtype if x.dtype in (torch.bfloat16, torch.float16) else torch.float32
+        name = str(dtype).removeprefix("torch.")
+        made: Tensor = scaled_matmul(
+            encode(rows, self.inputs, scales), self.codes, scales, self.scales, code=self.scheme.format, dtype=name
+        )
+        return made.to(x.dtype).view(*x.shape[:-1], self.out_features)
 
     def _quantized(self, x: Tensor) -> Tensor:
         """Activations as they come back from their codes; their gradient passes as if nothing had been rounded."""
@@ -265,6 +293,64 @@ class FactoredLinear(CompressedLinear):
     def cut_with(self, parameter: str, by: str) -> str:
         whole = "left" if by == "row" else "right"
         return "whole" if parameter == whole else by
+
+
+@dataclass(frozen=True)
+class StackedCodes:
+    """Several low-bit projections of the same activations by one product, in a model that only computes forward."""
+
+    whole: LowBitLinear
+    widths: list[int]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.whole.product(x)
+
+    def gated(self, x: Tensor) -> Tensor:
+        """silu of the first of two projections times the second."""
+        gate, values = self.whole.product(x).chunk(2, -1)
+        made: Tensor = swiglu(gate, values)
+        return made
+
+    def takes_norm(self, norm: ResidualNorm) -> bool:
+        return False
+
+    def normed(self, x: Tensor, branch: Tensor, norm: ResidualNorm, gate: str = "none") -> tuple[Tensor, Tensor]:
+        raise NotImplementedError("products of codes have no norm inside")
+
+
+def _stack(parts: list[nn.Module]) -> StackedCodes | None:
+    """One product of projections whose codes have the same form; each one's codes become a part of its memory."""
+    modules = [part for part in parts if isinstance(part, LowBitLinear)]
+    if len(modules) < len(parts) or len({(one.scheme, one.inputs, one.codes.device) for one in modules}) > 1:
+        return None
+    first = modules[0]
+    is_apart = first.scheme.granularity == "tensor" or any(one.input_scale is not None for one in modules)
+    if is_apart or any(one.bias is not None or one.reduce is not None or not one.is_packed for one in modules):
+        return None
+    if any(one._forward_hooks or one._forward_pre_hooks for one in modules):
+        return None
+    widths = [one.out_features for one in modules]
+    with torch.device("meta"):
+        like = PlainLinear(first.in_features, sum(widths), bias=False)
+    whole = LowBitLinear(like, first.scheme, None, first.inputs)
+    for name in (CODES, SCALES, ZEROS):
+        if getattr(first, name) is None:
+            continue
+        joined = torch.cat([getattr(one, name).detach() for one in modules])
+        setattr(whole, name, nn.Parameter(joined, requires_grad=False))
+        for one, part in zip(modules, torch.split(joined, widths), strict=True):
+            getattr(one, name).data = part
+    return StackedCodes(whole, widths)
+
+
+def stack_low_bits(model: Transformer) -> None:
+    """Query, key and value by one product and gate and first projection by another, where all are codes."""
+    for layer in model.layers.children():
+        attention, mlp = layer.get_submodule("attention"), layer.get_submodule("mlp")
+        if attention.stacked is None:
+            attention.stacked = _stack([attention.get_submodule(f"fc_{one}") for one in "qkv"])
+        if mlp.stacked is None and mlp.fc_gate is not None:
+            mlp.stacked = _stack([mlp.get_submodule("fc_gate"), mlp.get_submodule("fc_in")])
 
 
 # ---- in a model ------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,21 @@ from torch.nn import functional
 from tilemesh.kernels.gated.reference import swiglu
 from tilemesh.kernels.row_linear.reference import norm_row_linear, row_linear
 from tilemesh.model.norm import ResidualNorm
+
+
+class SideBySide(Protocol):
+    """Several projections of the same activations as one product: of plain weights, or of codes (`model.lowbit`)."""
+
+    @property
+    def widths(self) -> list[int]: ...
+
+    def __call__(self, x: Tensor) -> Tensor: ...
+
+    def gated(self, x: Tensor) -> Tensor: ...
+
+    def takes_norm(self, norm: ResidualNorm) -> bool: ...
+
+    def normed(self, x: Tensor, branch: Tensor, norm: ResidualNorm, gate: str = "none") -> tuple[Tensor, Tensor]: ...
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ from tilemesh.model.kernels import STANDARD, TORCH, ModelKernels
 from tilemesh.model.norm import ResidualNorm
 from tilemesh.model.part import ModelPart, whole_part
 from tilemesh.model.projection import PlainLinear, make_projection
-from tilemesh.model.stacked import StackedProduct, is_one_row, times_row
+from tilemesh.model.stacked import SideBySide, is_one_row, times_row
 
 IGNORED = -100  # a target with this value counts for nothing in the loss
 INIT_STD = 0.02  # Radford et al. 2019, and the published Llama configurations
@@ -148,7 +148,7 @@ class Attention(nn.Module):
         """Whether rotary positions turn all of a head."""
         self.joined = False
         """Whether query, key and value come out of one product; their weights stay three."""
-        self.stacked: StackedProduct | None = None
+        self.stacked: SideBySide | None = None
         """The same for a model that only computes forward: see `model.stacked`."""
         self.fc_q = Linear(width, config.query_width, biases, device="meta", dtype=dtype)
         self.fc_k = Linear(width, kv_width, biases, device="meta", dtype=dtype)
@@ -307,7 +307,7 @@ class Mlp(nn.Module):
         super().__init__()
         width, hidden, biases = config.width, config.mlp_width, config.has_biases("mlp")
         self.fc_gate = None
-        self.stacked: StackedProduct | None = None
+        self.stacked: SideBySide | None = None
         """Gate and first projection by one product, in a model that only computes forward: see `model.stacked`."""
         self.gate = _GATE_ACTIVATION.get(config.activation)
         if config.activation in _GATE_ACTIVATION:

@@ -8,8 +8,9 @@ from typing import Any
 
 from tilemesh.core.units import format_bytes, format_seconds
 from tilemesh.report import compare, run_parts
-from tilemesh.report.draw import Dots, Line, Note, PageTable, Plot, PlotAxis, PlotLayer, around, chart
+from tilemesh.report.draw import Dots, Line, PageTable, Plot, PlotAxis, PlotLayer, around, chart
 from tilemesh.report.html import Child, Html, el, join
+from tilemesh.report.kernel_charts import names_beside
 from tilemesh.report.kind_page import Beside, Fact, KindPage, PageSection, Verdict
 from tilemesh.report.rows import row_table
 from tilemesh.report.run import Run
@@ -36,7 +37,8 @@ def frontier(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]
 
 def _about(run: Run) -> str:
     told = section(run.config, "compress")
-    return " · ".join(str(told[key]) for key in ("model", "sequences", "calibrated") if key in told) or "Compression."
+    words = {"model": "{}", "sequences": "judged on {} sequences of held-out text", "calibrated": "calibrated on {}"}
+    return " · ".join(form.format(told[key]) for key, form in words.items() if key in told) or "Compression."
 
 
 def _verdict(run: Run, beside: Beside) -> Verdict:
@@ -78,7 +80,9 @@ def _scatter(
         Dots("recipes", drawn, 0, words=[f"{name}: {show(a)}, {b:.4f}" for name, a, b in pairs]),
         Dots("plain", [plain], 2, words=[f"plain: {show(plain[0])}, {plain[1]:.4f}"]),
     ]
-    layers += [Note(a, b, name) for name, a, b in pairs if (a, b) in edge]
+    # Those on the frontier come first: where there is no room for all names, theirs are shown.
+    first = sorted(pairs, key=lambda pair: (pair[1], pair[2]) not in edge)
+    layers += names_beside([(a, b) for _, a, b in first], [plain], [name for name, _, _ in first], x, y)
     rows: list[list[Child]] = [
         [name, show(a), f"{b:.4f}", f"{b - plain[1]:+.4f}", "yes" if (a, b) in edge else ""] for name, a, b in pairs
     ]
@@ -95,8 +99,8 @@ def _trade(run: Run, beside: Beside) -> Html | None:
     plain = number(first.get("plain_loss"))
     charts = []
     for title, words, key, show in (
-        ("Loss against bytes", "bytes", "bytes", format_bytes),
-        ("Loss against time of a decoded token", "seconds", "decode_s", format_seconds),
+        ("Loss against bytes", "size of the model", "bytes", format_bytes),
+        ("Loss against time of a decoded token", "time per decoded token", "decode_s", format_seconds),
     ):
         values = [number(one.get(key)) for one in points]
         whole = number(first.get(f"plain_{key}"))

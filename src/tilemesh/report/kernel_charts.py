@@ -148,7 +148,7 @@ def roofline(pairs: Sequence[Worked]) -> Drawing:
         Line("limit", _hull(roof), 6),
         Dots("best peer", theirs, 1, 10, hollow=True),
         Dots("ours", ours, 0, 10, words=labels),
-        *_notes(ours, theirs, labels, x_axis, y_axis),
+        *names_beside(ours, theirs, labels, x_axis, y_axis),
     ]
     head = ["shape", "FLOPs a byte", "ours", "best peer", "which", "of limit"]
     table = PageTable(head, rows, [x_axis.place(x) for x in places])
@@ -192,7 +192,7 @@ _LETTER, _LINE, _DOT = 0.0105, 0.045, 0.012  # of a plot: a letter's width where
 Box = tuple[float, float, float, float]  # from left and bottom to right and top, as fractions of a plot
 
 
-def _notes(
+def names_beside(
     points: Sequence[tuple[float, float]],
     others: Sequence[tuple[float, float]],
     labels: Sequence[str],

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
-from tilemesh.measure.method_curve import MethodCurve
+from tilemesh.core.units import format_seconds
+from tilemesh.measure.method_curve import BoundCurve, MethodCurve, ServerLoad
 from tilemesh.measure.row import Row
 from tilemesh.report.bars import Bar, BarPart, bars
 from tilemesh.report.draw import Drawing, Line, PageTable, Plot, PlotAxis, around, figure
@@ -12,7 +14,13 @@ from tilemesh.report.html import Html, el, join, page, tied
 from tilemesh.report.rows import origin, percent, row_table
 
 
-def render(rows: Sequence[Row], curves: Sequence[MethodCurve], notes: Sequence[str] = ()) -> str:
+def render(
+    rows: Sequence[Row],
+    curves: Sequence[MethodCurve],
+    notes: Sequence[str] = (),
+    loads: Sequence[ServerLoad] = (),
+    bounds: Sequence[BoundCurve] = (),
+) -> str:
     title = "Beyond one all-reduce per step"
     studies = list(dict.fromkeys(curve.slow for curve in curves))
     parts: list[Html | None] = [el("h1", title), el("p", tied(verdict(rows)), class_="verdict")]
@@ -23,9 +31,19 @@ def render(rows: Sequence[Row], curves: Sequence[MethodCurve], notes: Sequence[s
             el("div", over_steps(mine).show(), over_time(mine).show(), class_="pair"),
             el("div", utilised(mine), stale(mine), class_="pair"),
         ]
+    if bounds:
+        parts += [
+            el("h2", "What a staleness bound costs"),
+            el("div", over_bounds(bounds).show(), excesses(rows), class_="pair"),
+        ]
+    if loads:
+        parts += [
+            el("h2", "Where a server is the hotspot"),
+            el("div", shares(loads).show(), queues(loads), class_="pair"),
+        ]
     parts += [el("h2", "What follows")] if notes else []
     parts += [el("p", tied(note + ".")) for note in notes]
-    lead = ("method", "slow", "workers", "servers")
+    lead = ("method", "slow", "workers", "servers", "bound")
     parts += [el("h2", "Every row"), row_table(rows, lead), origin(rows)]
     return page(f"{title}: tilemesh bench", join(*parts))
 
@@ -64,10 +82,15 @@ def _losses(
     x = PlotAxis(0, max((at for _, points in drawn for at, _ in points), default=1.0), across)
     low, high = around(values)
     layers = [Line(curve.method, points, colour) for colour, (curve, points) in enumerate(drawn)]
-    rows = [[curve.method, f"{points[-1][0]:.4g}", f"{points[-1][1]:.4g}"] for curve, points in drawn if points]
-    return Drawing(
-        title, words, Plot(x, PlotAxis(low, high, "nats"), layers), PageTable(["method", across, "loss"], rows)
-    )
+    first = drawn[0][1] if drawn else []  # synchronous data parallelism
+    rows = []
+    for curve, points in drawn:
+        if points:
+            at, loss = points[-1]
+            beside = min(first, key=lambda point: abs(point[0] - at))[1]
+            rows.append([curve.method, f"{at:.4g}", f"{loss:.4g}", f"{loss - beside:+.3g}"])
+    table = PageTable(["method", across, "loss", f"beside {drawn[0][0].method} there" if drawn else ""], rows)
+    return Drawing(title, words, Plot(x, PlotAxis(low, high, "nats"), layers), table)
 
 
 def utilised(curves: Sequence[MethodCurve]) -> Html:
@@ -113,3 +136,75 @@ def stale(curves: Sequence[MethodCurve]) -> Html:
         "did gives the same weights."
     )
     return figure("Staleness", words, bars(items, most=1.0), table)
+
+
+def over_bounds(curves: Sequence[BoundCurve]) -> Drawing:
+    """Loss against steps of a quadratic whose workers keep what they read for s steps."""
+    drawn = [(curve, [math.log10(max(loss, 1e-12) / curve.losses[0]) for loss in curve.losses]) for curve in curves]
+    low, high = around([value for _, values in drawn for value in values])
+    x = PlotAxis(0, max(len(curve.losses) - 1 for curve in curves), "steps of each worker")
+    layers = [
+        Line(f"s = {curve.bound}", [(float(step), value) for step, value in enumerate(values)], colour)
+        for colour, (curve, values) in enumerate(drawn)
+    ]
+    rows = [[str(curve.bound), f"{curve.losses[-1] / curve.losses[0]:.1e}"] for curve in curves]
+    return Drawing(
+        "A bound too large to converge",
+        "a quadratic at a constant learning rate; workers use what they read for up to s steps",
+        Plot(x, PlotAxis(low, high, "log10 of the loss beside the first"), layers),
+        PageTable(["staleness bound s", "last loss beside the first"], rows),
+    )
+
+
+def excesses(rows: Sequence[Row]) -> Html:
+    """The measured difference from the best weights beside the expectation bound."""
+    mine = [row for row in rows if row.name == "excess loss" and row.measured is not None]
+    most = max((row.limit or 0.0 for row in mine), default=1.0)
+    items = [
+        Bar(f"s = {row.case['bound']}", [BarPart(row.measured.median, 0, "measured", f"{row.measured.median:.2g}")],
+            f"at most {row.limit:.2g}")
+        for row in mine if row.measured is not None
+    ]  # fmt: skip
+    table = [[str(row.case["bound"]), f"{row.measured.median:.4g}", f"{row.limit:.4g}"] for row in mine if row.measured]
+    words = (
+        "Logistic regression in a ball, which is convex: by how much the mean loss of all reads exceeds that of the "
+        "best weights, and the bound of Ho et al. 2013, 4 F L sqrt(2 (s + 1) P / T)."
+    )
+    head = ["staleness bound s", "measured excess, nats", "expectation bound, nats"]
+    return figure("Expectation bound", words, bars(items, most=most), PageTable(head, table))
+
+
+def shares(loads: Sequence[ServerLoad]) -> Drawing:
+    """What workers do beside as many that never wait for a server."""
+    servers = sorted({load.servers for load in loads})
+    layers = [
+        Line(
+            f"{count} server{'s' * (count > 1)}",
+            [(math.log2(load.workers), load.share) for load in loads if load.servers == count],
+            colour,
+        )
+        for colour, count in enumerate(servers)
+    ]
+    x = PlotAxis(0, max(math.log2(load.workers) for load in loads), "log2 of the workers")
+    rows = [[str(load.servers), str(load.workers), percent(load.share), percent(load.busy)] for load in loads]
+    return Drawing(
+        "Throughput against workers",
+        "simulated with this machine's messages, beside workers that never wait for a server",
+        Plot(x, PlotAxis(0, 1, "part"), layers),
+        PageTable(["servers", "workers", "throughput", "server at work"], rows),
+    )
+
+
+def queues(loads: Sequence[ServerLoad]) -> Html:
+    most = max(load.queue_s for load in loads) or 1.0
+    items = [
+        Bar(
+            f"{load.workers} workers, {load.servers} server{'s' * (load.servers > 1)}",
+            [BarPart(load.queue_s, load.servers % 8, "waits", format_seconds(load.queue_s))],
+        )
+        for load in loads
+        if load.workers in (4, 16, 64)
+    ]
+    rows = [[str(load.servers), str(load.workers), format_seconds(load.queue_s)] for load in loads]
+    words = "What a pull and a push wait, together, for the server to become free."
+    return figure("Queueing", words, bars(items, most=most), PageTable(["servers", "workers", "waiting"], rows))

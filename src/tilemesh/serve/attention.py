@@ -4,6 +4,7 @@ The one idea: the pool of a layer is one tensor of places, a page being `page_to
 values are written to their places. On a GPU our kernel then reads the pages where they lie. In plain torch the pages of
 a group of sequences are gathered into one padded tensor: that reads and writes every byte once more; on two cores it is
 a third of the attention's own time (docs/serve/LOG.md), and one call for many sequences saves more than that.
+In 8 bits, keys and values are codes with a scale for each token and head; torch's path decodes what it gathers.
 
 R: sequences of a group; T: new tokens of each; S: tokens attended to; H: query heads; K: key and value heads;
 G: query heads per key head; E: head width.
@@ -12,12 +13,14 @@ G: query heads per key head; E: head width.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from tilemesh.core.errors import UsageError
+from tilemesh.kernels.paged_attention.codes import CODES, put_pages, take_pages
 from tilemesh.kernels.paged_attention.reference import paged_attention
 from tilemesh.kernels.paged_attention.store import store_pages
 from tilemesh.serve.batch import AttentionGroup, Batch, PageLayout, TileSizes
@@ -29,6 +32,37 @@ QUERY_BLOCK = 8
 _ROWS = {2: 64, 4: 32, 8: 16}
 """Our kernels: tokens times query heads of a tile of a prompt, by the bytes of an element."""
 _LEAST_ROWS = 16
+
+
+class StoredPages(NamedTuple):
+    """Keys and values of a layer."""
+
+    held: Tensor
+    """(2, pages, page_tokens, K, E): numbers, or codes."""
+    scales: Tensor | None
+    """(2, pages, page_tokens, K), of codes."""
+
+    @classmethod
+    def empty(cls, shape: Sequence[int], dtype: torch.dtype, device: torch.device, code: str) -> StoredPages:
+        # Zeros: a weight of 0 times NaN in unused memory would be NaN.
+        held = torch.zeros(shape, dtype=CODES[code] if code else dtype, device=device)
+        return cls(held, torch.zeros(shape[:-1], device=device) if code else None)
+
+    @property
+    def parts(self) -> tuple[Tensor, ...]:
+        return (self.held,) if self.scales is None else (self.held, self.scales)
+
+    def scales_of(self, which: int) -> Tensor | None:
+        """0: of the keys; 1: of the values."""
+        return None if self.scales is None else self.scales[which]
+
+    def put(self, places_T: Tensor, k_TKE: Tensor, v_TKE: Tensor) -> None:
+        for which, x_TKE in enumerate((k_TKE, v_TKE)):
+            put_pages(self.held[which], self.scales_of(which), places_T, x_TKE)
+
+    def take(self, which: int, pages: Tensor, dtype: torch.dtype) -> Tensor:
+        """(pages, page_tokens, K, E) as numbers."""
+        return take_pages(self.held[which], self.scales_of(which), pages, dtype)
 
 
 class PagedKeyValues:
@@ -47,18 +81,19 @@ class PagedKeyValues:
         swap_pages: int = 0,
         invariant: bool = False,
         implementation: str = "auto",
+        code: str = "",
     ) -> None:
         """`implementation`: of our kernels, as `tilemesh.kernels` takes it. `auto`: they compute on a GPU, and on a CPU
-        plain torch does, with pages gathered."""
+        plain torch does, with pages gathered. `code`: int8 or fp8, where keys and values are kept in 8 bits."""
         self.pages, self.page_tokens, self.capacity = pages, page_tokens, context
         self.device = torch.device(device)
         self.swap_pages, self.invariant = swap_pages, invariant
-        self.implementation = implementation
+        self.implementation, self.code = implementation, code
         self.by_kernel = self.device.type == "cuda" or implementation != "auto"
         """Whether attention is our kernels': batches then need a layout."""
         self.attend_joined = self._attend_joined if self.by_kernel else None
-        self._swapped: dict[int, Tensor] = {}  # the same with the CPU's pages
-        self._stored: dict[int, Tensor] = {}  # layer: (2, pages + 1, page_tokens, K, E), keys and values
+        self._swapped: dict[int, StoredPages] = {}  # the same with the CPU's pages
+        self._stored: dict[int, StoredPages] = {}  # by layer
         self._batch: Batch | None = None
 
     @property
@@ -85,12 +120,12 @@ class PagedKeyValues:
             return TileSizes(least, least, kv_heads, uniform=True)
         return TileSizes(1, max(least, _ROWS[itemsize] // group), kv_heads)
 
-    def _pool(self, layer: int, dtype: torch.dtype, kv_heads: int, width: int) -> Tensor:
+    def _pool(self, layer: int, dtype: torch.dtype, kv_heads: int, width: int) -> StoredPages:
         """Keys and values of a layer; its memory is taken when it first comes."""
         if layer not in self._stored:
-            # One page more takes what padding writes. Zeros: a weight of 0 times NaN in unused memory would be NaN.
+            # One page more takes what padding writes.
             shape = (2, self.pages + 1, self.page_tokens, kv_heads, width)
-            self._stored[layer] = torch.zeros(shape, dtype=dtype, device=self.device)
+            self._stored[layer] = StoredPages.empty(shape, dtype, self.device, self.code)
         return self._stored[layer]
 
     def _attend_joined(
@@ -107,21 +142,26 @@ class PagedKeyValues:
         batch = self._prepared
         assert batch.layout is not None
         width = qkv_BTF.shape[2] // (heads + 2 * kv_heads)
-        keys, values = self._pool(layer, dtype or qkv_BTF.dtype, kv_heads, width)
+        wanted = dtype or qkv_BTF.dtype
+        stored = self._pool(layer, wanted, kv_heads, width)
+        scales = None if stored.scales is None else (stored.scales[0], stored.scales[1])
         tables = None if rotary is None else (rotary[0][0, :, 0], rotary[1][0, :, 0])
         q_THE = store_pages(
-            qkv_BTF, tables, batch.places_T, keys, values, heads=heads, implementation=self.implementation
-        )
-        return self._attend_tiles(batch.layout, q_THE, keys, values, window)[None]
+            qkv_BTF, tables, batch.places_T, *stored.held, heads=heads, scales=scales, dtype=wanted,
+            implementation=self.implementation,
+        )  # fmt: skip
+        return self._attend_tiles(batch.layout, q_THE, stored, window)[None]
 
-    def _attend_tiles(self, layout: PageLayout, q_THE: Tensor, keys: Tensor, values: Tensor, window: int) -> Tensor:
+    def _attend_tiles(self, layout: PageLayout, q_THE: Tensor, stored: StoredPages, window: int) -> Tensor:
         found = [
             paged_attention(
                 q_THE[tokens.begin : tokens.end],
-                keys,
-                values,
+                stored.held[0],
+                stored.held[1],
                 layout.tables_RM,
                 tokens.tiles_B4,
+                stored.scales_of(0),
+                stored.scales_of(1),
                 tile=tokens.tile,
                 split=tokens.split,
                 longest=tokens.longest,
@@ -137,26 +177,22 @@ class PagedKeyValues:
     def attend(self, layer: int, q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, *, window: int = 0) -> Tensor:
         batch = self._prepared
         kv_heads, width = k_BTKE.shape[2:]
-        keys, values = self._pool(layer, k_BTKE.dtype, kv_heads, width)
+        stored = self._pool(layer, k_BTKE.dtype, kv_heads, width)
         # Padding writes to place -1: the last one of the page that no sequence has.
-        places = batch.places_T
-        keys.view(-1, kv_heads, width)[places] = k_BTKE[0]
-        values.view(-1, kv_heads, width)[places] = v_BTKE[0]
+        stored.put(batch.places_T, k_BTKE[0], v_BTKE[0])
         if batch.layout is not None:
-            return self._attend_tiles(batch.layout, q_BTHE[0], keys, values, window)[None]
+            return self._attend_tiles(batch.layout, q_BTHE[0], stored, window)[None]
         y_THE = torch.zeros_like(q_BTHE[0]) if self.invariant else torch.empty_like(q_BTHE[0])
         for group in batch.groups:
             rows = slice(group.begin, group.begin + group.rows * group.tokens)
             q_RTHE = q_BTHE[0, rows].view(group.rows, group.tokens, *q_BTHE.shape[2:])
             attend = self._attend_in_blocks if self.invariant else _attend_together
-            y_THE[rows] = attend(group, q_RTHE, keys, values, window).flatten(0, 1)
+            y_THE[rows] = attend(group, q_RTHE, stored, window).flatten(0, 1)
         return y_THE[None]
 
-    def _attend_in_blocks(
-        self, group: AttentionGroup, q_RTHE: Tensor, keys: Tensor, values: Tensor, window: int
-    ) -> Tensor:
+    def _attend_in_blocks(self, group: AttentionGroup, q_RTHE: Tensor, stored: StoredPages, window: int) -> Tensor:
         """Softmax over blocks of keys in order, one sequence and a few queries at a time: all shapes are constants."""
-        kv_heads, width = keys.shape[2:]
+        kv_heads, width = stored.held.shape[3:]
         y_RTHE = torch.empty_like(q_RTHE)
         for row in range(group.rows):
             pages = group.pages_RP[row]
@@ -169,12 +205,12 @@ class PagedKeyValues:
                 # Padded queries stand where the last real one does: every query has at least one key.
                 at_T = (first + begin + torch.arange(QUERY_BLOCK, device=q_THE.device)).clamp(max=last)
                 q_KGE = q_THE.view(QUERY_BLOCK, kv_heads, -1, width).permute(1, 2, 0, 3).flatten(1, 2)
-                y_KGE = self._reduce(q_KGE * width**-0.5, at_T, pages, keys, values, window)
+                y_KGE = self._reduce(q_KGE * width**-0.5, at_T, pages, stored, window)
                 y_KGTE = y_KGE.view(kv_heads, -1, QUERY_BLOCK, width)
                 y_RTHE[row, begin : begin + count] = y_KGTE.permute(2, 0, 1, 3).flatten(1, 2)[:count]
         return y_RTHE
 
-    def _reduce(self, q_KGE: Tensor, at_T: Tensor, pages: Tensor, keys: Tensor, values: Tensor, window: int) -> Tensor:
+    def _reduce(self, q_KGE: Tensor, at_T: Tensor, pages: Tensor, stored: StoredPages, window: int) -> Tensor:
         """Attention of queries at these positions (G holds heads times queries), block of keys by block of keys."""
         block_pages = -(-KEY_BLOCK // self.page_tokens)
         block = block_pages * self.page_tokens
@@ -187,8 +223,9 @@ class PagedKeyValues:
         for begin in range(first, int(at_T[-1]) + 1, block):
             some = pages[begin // self.page_tokens : begin // self.page_tokens + block_pages]
             some = functional.pad(some, (0, block_pages - len(some)))  # page 0 for what lies behind all queries
-            k_KSE = keys[some].flatten(0, 1).transpose(0, 1).contiguous()
-            v_KSE = values[some].flatten(0, 1).transpose(0, 1).contiguous()
+            k_KSE, v_KSE = (
+                stored.take(which, some, q_KGE.dtype).flatten(0, 1).transpose(0, 1).contiguous() for which in range(2)
+            )
             key_S = begin + torch.arange(block, device=at_T.device)
             behind_TS = key_S > at_T[:, None]
             if window:
@@ -210,16 +247,18 @@ class PagedKeyValues:
             source, target = torch.tensor(pairs, dtype=torch.int64).t()
             for layer, stored in self._stored.items():
                 if layer not in self._swapped:
-                    shape = (2, self.swap_pages, *stored.shape[2:])
-                    self._swapped[layer] = torch.zeros(shape, dtype=stored.dtype)
-                self._swapped[layer][:, target] = stored[:, source.to(self.device)].cpu()
+                    shape = (2, self.swap_pages, *stored.held.shape[2:])
+                    self._swapped[layer] = StoredPages.empty(shape, stored.held.dtype, torch.device("cpu"), self.code)
+                for into, part in zip(self._swapped[layer].parts, stored.parts, strict=True):
+                    into[:, target] = part[:, source.to(self.device)].cpu()
 
     def copy_in(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy pages back from the CPU's pool: (page there, page)."""
         if pairs:
             source, target = torch.tensor(pairs, dtype=torch.int64).t()
             for layer, swapped in self._swapped.items():
-                self._stored[layer][:, target.to(self.device)] = swapped[:, source].to(self.device)
+                for into, part in zip(self._stored[layer].parts, swapped.parts, strict=True):
+                    into[:, target.to(self.device)] = part[:, source].to(self.device)
 
 
 def _seen(group: AttentionGroup, window: int) -> Tensor | None:
@@ -235,15 +274,15 @@ def _seen(group: AttentionGroup, window: int) -> Tensor | None:
     return ((key_S <= last_T) & (key_S > last_T - window)).expand(group.rows, -1, -1)
 
 
-def _attend_together(group: AttentionGroup, q_RTHE: Tensor, keys: Tensor, values: Tensor, window: int) -> Tensor:
+def _attend_together(group: AttentionGroup, q_RTHE: Tensor, stored: StoredPages, window: int) -> Tensor:
     mask_RTS = _seen(group, window)
-    kv_heads = keys.shape[2]
+    kv_heads, width = stored.held.shape[3:]
     shared = q_RTHE.shape[2] // kv_heads
     k_RKSE, v_RKSE = (
-        stored.index_select(0, group.pages_RP.flatten())
-        .view(group.rows, -1, *stored.shape[2:])[:, : group.keys]
+        stored.take(which, group.pages_RP.flatten(), q_RTHE.dtype)
+        .view(group.rows, -1, kv_heads, width)[:, : group.keys]
         .transpose(1, 2)
-        for stored in (keys, values)
+        for which in range(2)
     )
     if group.tokens == 1:
         # The query heads that share a key head stand as queries of one head: no key is read twice.

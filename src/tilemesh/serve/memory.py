@@ -9,6 +9,7 @@ import torch
 from tilemesh.core.errors import UsageError
 from tilemesh.core.ranges import Range
 from tilemesh.core.units import format_bytes
+from tilemesh.kernels.paged_attention.codes import code_bytes
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.work.decoding import key_value_bytes
 
@@ -25,17 +26,20 @@ def choose_pages(
     share: float | None,
     device: torch.device,
     draft: ModelConfig | None = None,
+    kv_cache: str = "",
 ) -> int:
     """As many as fit into a share of what is free, and on a CPU no more than `useful_tokens` could ever fill.
 
-    A draft model's keys and values lie in pages of its own beside them.
+    A draft model's keys and values lie in pages of its own beside them. `kv_cache`: as in `ServeLimits`.
     """
     Range(1, 2**40).check("page_tokens", page_tokens, whole=True)
     on_gpu = device.type == "cuda"
     if share is not None:
         Range(0, 1, above=True).check("memory", share)
     free = torch.cuda.mem_get_info(device)[0] if on_gpu else _free_cpu_bytes()
-    each = sum(key_value_bytes(one, dtype.itemsize) for one in (config, draft) if one is not None) * page_tokens
+    models = [one for one in (config, draft) if one is not None]
+    numbers = [key_value_bytes(one, 1) * code_bytes(dtype.itemsize, one.head_width, kv_cache) for one in models]
+    each = int(sum(numbers) * page_tokens)
     fitting = int(free * (share if share is not None else _GPU_SHARE if on_gpu else _CPU_SHARE)) // each
     if fitting < 1:
         raise UsageError(

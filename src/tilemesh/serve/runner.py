@@ -18,6 +18,7 @@ from tilemesh.kernels.modules import FusedLinear
 from tilemesh.kernels.row_linear.cost import GATES
 from tilemesh.kernels.row_linear.reference import row_linear
 from tilemesh.model.few_tokens import FewTokens
+from tilemesh.model.lowbit import stack_low_bits
 from tilemesh.model.norm import ResidualNorm
 from tilemesh.model.projection import PlainLinear
 from tilemesh.model.stacked import stack_products
@@ -67,8 +68,9 @@ class Runner:
         self.device = torch.device(device)
         self.invariant = invariant
         self.cache = PagedKeyValues(
-            limits.pages, limits.page_tokens, limits.context, self.device, limits.swap_pages, invariant, implementation
-        )
+            limits.pages, limits.page_tokens, limits.context, self.device, limits.swap_pages, invariant,
+            implementation, limits.kv_cache,
+        )  # fmt: skip
         config = model.config
         itemsize = next(model.parameters()).element_size()
         self._tile_sizes = self.cache.tile_sizes(config.heads, config.kv_heads, itemsize)
@@ -86,6 +88,7 @@ class Runner:
         """Fewer and larger products, positions' angles computed once, and on a GPU our norms."""
         one_row = self.device.type == "cuda" and self._has_row_kernel()
         stack_products(self.model, (Linear, FusedLinear, PlainLinear), one_row)
+        stack_low_bits(self.model)
         self.model.keep_rotary()
         if self.device.type == "cuda":
             for module in self.model.modules():

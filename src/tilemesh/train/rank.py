@@ -48,7 +48,8 @@ from tilemesh.parallel.laid import Laid
 from tilemesh.parallel.mesh import Mesh
 from tilemesh.parallel.pipeline import Pipeline
 from tilemesh.runs import checkpoint
-from tilemesh.runs.folder import read_small
+from tilemesh.runs.files import NotThere, Unread, read_object
+from tilemesh.runs.folder import newest_checkpoint, read_small
 from tilemesh.runs.journal import Journal
 from tilemesh.runs.kind import TRAIN
 from tilemesh.runs.manifest import MODEL
@@ -190,7 +191,7 @@ def _train_on(
     recorder = Recorder(trace, at)
     journal = Journal(folder, comm.rank == 0, say)
     mesh = Mesh(comm, **laying.plan.axes)
-    earlier = earlier_choices(folder, say if comm.rank == 0 else lambda text: None)
+    earlier = earlier_choices(folder, resume, say if comm.rank == 0 else lambda text: None)
     collectives = Choices(earlier.get("collectives"))
     keep_collectives(mesh, collectives)
     observe_mesh(mesh, recorder)
@@ -265,14 +266,24 @@ def _train_on(
     return result
 
 
-def earlier_choices(folder: Path, say: Callable[[str], None]) -> dict[str, dict[str, str]]:
+def earlier_choices(folder: Path, resume: bool, say: Callable[[str], None]) -> dict[str, dict[str, str]]:
     """What `auto` picked in an earlier part of this run; what is no table of names is picked afresh, and said."""
-    found, made = read_small(folder, CHOICES), {}
+    afresh = "chosen afresh, and sums may round otherwise than before"
+    try:
+        found = read_object(folder / CHOICES)
+    except NotThere:
+        found = {}
+        if resume and newest_checkpoint(folder) is not None:  # which is written before it
+            say(f"LOST CHOICES: {CHOICES} is not there: algorithms are {afresh}")
+    except Unread as error:
+        found = {}
+        say(f"DAMAGED CHOICES: {CHOICES} is {error}: algorithms are {afresh}")
+    made = {}
     for part in ("collectives", "matmul"):
         table = found.get(part, {})
         is_sound = isinstance(table, dict) and all(isinstance(name, str) for name in table.values())
         if not is_sound:
-            say(f"{CHOICES}: {part} is no table of names; they are chosen afresh, and sums may round otherwise")
+            say(f"DAMAGED CHOICES: {CHOICES}: {part} is no table of names: they are {afresh}")
         made[part] = table if is_sound else {}
     return made
 

@@ -1,28 +1,27 @@
-"""Rows of compressed models beside the plain one: held-out loss, bytes, a forward pass, a token of decoding.
-
-The one idea: what a recipe should cost is said before it is measured. Bytes follow from shapes. A decoded token takes
-as long as the plain one times the bytes that it reads, where a kernel reads codes; elsewhere every product
-dequantises first, and nothing is gained. A forward pass takes FLOPs, which only structured pruning and low rank make
-fewer.
-"""
+"""Rows of compressed models beside the plain one: held-out loss, bytes, a forward pass, a token of decoding. What a
+recipe should cost is said before it is measured, by `predict.py`."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from tilemesh.bench.compress.predict import CompressClocks, Expected
 from tilemesh.compress.calibrate import mean_loss
-from tilemesh.kernels.lowbit import cpu
+from tilemesh.kernels.modules import FusedLinear
 from tilemesh.measure.machine import stamp
 from tilemesh.measure.row import CaseValue, Row
 from tilemesh.measure.sample import Sample
 from tilemesh.measure.timing import LoopTimer, compare
 from tilemesh.model.cache import DenseCache
-from tilemesh.model.lowbit import FactoredLinear, LowBitLinear, model_bytes, projections
-from tilemesh.model.transformer import Transformer
+from tilemesh.model.lowbit import LowBitLinear, model_bytes, projections, stack_low_bits
+from tilemesh.model.projection import PlainLinear
+from tilemesh.model.stacked import stack_products
+from tilemesh.model.transformer import Linear, Transformer
 
 _ROWS = 4  # sequences of a timed forward pass
 PLAIN = "plain"
@@ -38,43 +37,19 @@ class Judged:
     decode: Sample
 
 
-def product_bytes(model: Transformer) -> tuple[int, int]:
-    """Bytes of matrices that a decoded token reads, and of those the bytes that are read as they are stored."""
-    total = quick = 0
-    for module in [*(module for _, module in projections(model)), *_tied_table(model)]:
-        if isinstance(module, LowBitLinear):
-            total += module.nbytes
-            quick += module.nbytes if module.scheme.format in cpu.FEW_ROWS and cpu.library() is not None else 0
-        else:
-            held = sum(p.numel() * p.element_size() for p in module.parameters(recurse=False))
-            total, quick = total + held, quick + held
-    return total, quick
-
-
-def _tied_table(model: Transformer) -> list[nn.Module]:
-    """The embedding's, where it is the output projection too."""
-    return [] if model.output is not None else [model.get_submodule("token_embedding")]
-
-
-def product_flops(model: Transformer) -> int:
-    """Of the matrices, per token."""
-    total = 0
-    for _, module in projections(model):
-        if isinstance(module, FactoredLinear):
-            total += 2 * module.rank * (module.in_features + module.out_features)
-        else:
-            total += 2 * module.in_features * module.out_features
-    head = 0 if model.output is not None else 2 * model.config.width * model.config.vocabulary
-    return total + head
-
-
 @torch.inference_mode()
 def time_models(models: Mapping[str, Transformer], tokens: Tensor, seconds: float) -> dict[str, tuple[Sample, Sample]]:
-    """A forward pass of some sequences, and one decoded token after a short prompt; models take turns."""
+    """A forward pass of some sequences, and one decoded token after a short prompt; models take turns.
+
+    They compute as in an engine: projections of the same activations by one product.
+    """
     batch = tokens[:_ROWS]
     passes: dict[str, Callable[[int], object]] = {}
     steps: dict[str, Callable[[int], object]] = {}
-    for name, model in models.items():
+    for name, given in models.items():
+        model = copy.deepcopy(given)
+        stack_products(model, (Linear, FusedLinear, PlainLinear))
+        stack_low_bits(model)
         passes[name] = _forward(model, batch)
         steps[name] = _decode(model, tokens[:1])
     timer = LoopTimer()
@@ -102,6 +77,11 @@ def _decode(model: Transformer, prompt: Tensor) -> Callable[[int], object]:
     return step
 
 
+def clocks_of(plain: Transformer, tokens: Tensor) -> CompressClocks:
+    """What predicts the passes that `time_models` times."""
+    return CompressClocks(plain, tokens[:_ROWS].numel())
+
+
 def judge(
     models: Mapping[str, Transformer], tokens: Tensor, targets: Tensor, seconds: float = 20.0
 ) -> dict[str, Judged]:
@@ -111,35 +91,6 @@ def judge(
         name: Judged(mean_loss(model, tokens, targets), model_bytes(model), *times[name])
         for name, model in models.items()
     }
-
-
-@dataclass(frozen=True)
-class Expected:
-    """Of one compressed model, before it is measured."""
-
-    nbytes: int
-    forward: float
-    """Share of the plain model's time."""
-    decode: float
-
-
-def expected(plain: Transformer, small: Transformer) -> Expected:
-    """From shapes and schemes alone; times as shares of the plain model's."""
-    whole, _ = product_bytes(plain)
-    total, quick = product_bytes(small)
-    # What no kernel reads as codes is written out as floats and read again: at least the plain model's time.
-    slow = 0 if total == quick else _plain_bytes(small)
-    return Expected(model_bytes(small), product_flops(small) / product_flops(plain), (quick + slow) / whole)
-
-
-def _plain_bytes(model: Transformer) -> int:
-    """Of dequantised matrices that a product makes first: written, then read."""
-    slow = [
-        module
-        for _, module in projections(model)
-        if isinstance(module, LowBitLinear) and not (module.scheme.format in cpu.FEW_ROWS and cpu.library() is not None)
-    ]
-    return sum(2 * module.in_features * module.out_features * 4 for module in slow)
 
 
 def rows_of(
@@ -177,8 +128,8 @@ def rows_of(
     return [
         row("held-out loss", "nats", None, lambda one: _exact(one.loss), predicted=no_guess, limit=no_limit),
         row("size", "B", float(guess.nbytes), lambda one: _exact(float(one.nbytes)), limit=no_size),
-        row("forward pass", "s", guess.forward * plain.forward.median, lambda one: one.forward, limit=no_time),
-        row("decoded token", "s", guess.decode * plain.decode.median, lambda one: one.decode, limit=no_time),
+        row("forward pass", "s", guess.forward.after(plain.forward.median), lambda one: one.forward, limit=no_time),
+        row("decoded token", "s", guess.decode.after(plain.decode.median), lambda one: one.decode, limit=no_time),
     ]
 
 

@@ -9,8 +9,9 @@ from typing import Any
 
 from torch import Tensor
 
-from tilemesh.bench.compress.measure import PLAIN, Expected, Judged, expected, histogram, judge, layer_errors, rows_of
+from tilemesh.bench.compress.measure import PLAIN, Judged, clocks_of, histogram, judge, layer_errors, rows_of
 from tilemesh.bench.compress.peers import peer_model, why_not
+from tilemesh.bench.compress.predict import Expected
 from tilemesh.compress.calibrate import mean_loss
 from tilemesh.compress.recipe import read_recipe
 from tilemesh.compress.shrink import shrink
@@ -51,23 +52,21 @@ def bench_recipes(
     """Every recipe is predicted, made, judged on the same held-out text, and timed in turns with the plain model."""
     train, tokens, targets = text
     found = CompressFindings()
-    shown = next(name for name, _ in projections(model) if name.endswith("fc_in"))
-    plain: Judged | None = None
+    clocks = clocks_of(model, tokens)
     for name in recipes:
         recipe = read_recipe(name)
         small = shrink(model, recipe, train, say)
-        guess = expected(model, small)
+        guess = clocks.expected(small)
         judged = judge({PLAIN: model, "small": small}, tokens, targets, seconds)
-        plain = judged[PLAIN] if plain is None else plain
-        losses, why = _peer_losses(peers, model, name, tokens, targets)
+        losses, why = _peer_losses(peers, model, name, text)
         found.rows += rows_of(name, case, guess, judged["small"], judged[PLAIN], losses, why)
-        found.points.append(_point(name, guess, judged["small"], judged[PLAIN], losses, model, small, shown))
+        found.points.append(point_of(name, guess, judged, losses, model, small))
         say(f"{name}: loss {judged['small'].loss:.4f} ({judged['small'].loss - judged[PLAIN].loss:+.4f})")
     return found
 
 
 def _peer_losses(
-    peers: Sequence[str], model: Transformer, name: str, tokens: Tensor, targets: Tensor
+    peers: Sequence[str], model: Transformer, name: str, text: tuple[Tensor, Tensor, Tensor]
 ) -> tuple[dict[str, float], dict[str, str]]:
     losses: dict[str, float] = {}
     why: dict[str, str] = {}
@@ -75,7 +74,7 @@ def _peer_losses(
         reason = why_not(peer, read_recipe(name))
         if not reason:
             try:
-                losses[peer] = mean_loss(peer_model(peer, model, read_recipe(name)), tokens, targets)
+                losses[peer] = mean_loss(peer_model(peer, model, read_recipe(name), text[0]), *text[1:])
                 continue
             except RunError as error:
                 reason = str(error)
@@ -83,22 +82,23 @@ def _peer_losses(
     return losses, why
 
 
-def _point(
+def point_of(
     name: str,
     guess: Expected,
-    small: Judged,
-    plain: Judged,
+    judged: Mapping[str, Judged],
     losses: Mapping[str, float],
     before: Transformer,
     after: Transformer,
-    shown: str,
 ) -> dict[str, Any]:
+    """What the page draws of one recipe; histograms are of the first layer's first matrix of the MLP."""
+    small, plain = judged["small"], judged[PLAIN]
+    shown = next(matrix for matrix, _ in projections(before) if matrix.endswith("fc_in"))
     has_shape = shown in dict(projections(after))
     return {
         "recipe": name, "loss": small.loss, "plain_loss": plain.loss, "bytes": small.nbytes, "plain_bytes":
         plain.nbytes, "decode_s": small.decode.median, "plain_decode_s": plain.decode.median, "predicted_decode_s":
-        guess.decode * plain.decode.median, "forward_s": small.forward.median, "plain_forward_s":
-        plain.forward.median, "predicted_forward_s": guess.forward * plain.forward.median, "peers": dict(losses),
+        guess.decode.after(plain.decode.median), "forward_s": small.forward.median, "plain_forward_s":
+        plain.forward.median, "predicted_forward_s": guess.forward.after(plain.forward.median), "peers": dict(losses),
         "errors": layer_errors(before, after), "matrix": shown, "before": histogram(before, shown), "after":
         histogram(after, shown) if has_shape else None,
     }  # fmt: skip

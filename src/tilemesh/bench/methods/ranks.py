@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,12 +20,13 @@ from tilemesh.comm.runtime.communicator import Communicator
 from tilemesh.methods.programs import k_means
 from tilemesh.methods.record import ServerEvent, largest_lead, replay
 from tilemesh.methods.rules import Push
-from tilemesh.methods.server import ParameterServer, ServerLink, SgdShard, even_cuts, mean_update
+from tilemesh.methods.server import ParameterServer, ServerLink, SgdShard, even_cuts, mean_update, wait_in_naps
 from tilemesh.methods.simulate import Durations, random_straggler, slow_rank
 
 INPUTS, HIDDEN, CLASSES, ROWS = 32, 64, 10, 32
 LENGTH = INPUTS * HIDDEN + HIDDEN + HIDDEN * CLASSES + CLASSES
 RATE = 0.5
+_IDLE = 9  # a tag
 
 
 def first_weights() -> Tensor:
@@ -61,10 +63,17 @@ class Straggling:
         self.losses: list[tuple[float, float]] = []
 
     def __call__(self, weights: Tensor, clock: int) -> Tensor:
+        def computed() -> Tensor:
+            if self.worker == 0:
+                self.losses.append((time.time(), float(loss_of(weights, *self.held_out))))
+            return gradient(weights, self.worker, clock)
+
+        return self.slept(clock, computed)
+
+    def slept(self, clock: int, compute: Callable[[], Tensor]) -> Tensor:
+        """Compute, then sleep until the time of this step is over."""
         began = time.time()
-        found = gradient(weights, self.worker, clock)
-        if self.worker == 0:
-            self.losses.append((began, float(loss_of(weights, *self.held_out))))
+        found = compute()
         left = began + self.durations(self.worker, clock) - time.time()
         if left > 0:
             time.sleep(left)
@@ -99,9 +108,21 @@ def straggler_runs(
             mine = _served(comm, workers, servers, clocks, durations, case["bound"])
         else:
             mine = {} if among is None else _together(among, clocks, durations, case["period"])
+            leave_the_cores(comm, range(workers, comm.size))
         found.append({"began": began, **mine})
     comm.barrier()
     return found
+
+
+def leave_the_cores(comm: Communicator, idle: Sequence[int]) -> None:
+    """Ranks that take no part wait in naps until rank 0, which does, is through: whoever waits in a call of the
+    communicator looks 10,000 times a second, on cores that the others need."""
+    token = torch.zeros(1)
+    if comm.rank in idle:
+        wait_in_naps([comm.irecv(token, 0, _IDLE)])
+    elif comm.rank == 0:
+        for rank in idle:
+            comm.send(token, rank, _IDLE)
 
 
 def _together(comm: Communicator, clocks: int, durations: Durations, period: int) -> dict[str, Any]:
@@ -165,17 +186,22 @@ def replay_difference(records: list[dict[str, Any]], workers: int) -> float:
 
 
 def traffic_runs(counts: list[tuple[int, int]], length: int, clocks: int) -> list[list[float]]:
-    """For each number of workers and servers, seconds of pulls and pushes of a vector without any computing, of each
-    worker; ranks are workers from 0 on and servers from the last rank down."""
+    """For each number of workers and servers, of pulls and pushes of a vector without any computing: of a worker the
+    seconds they took and its seconds on a core, of a server those at messages and its seconds on a core.
+
+    Ranks are workers from 0 on and servers from the last rank down."""
     comm = connect()
     found = []
     for workers, servers in counts:
         comm.barrier()
         cuts, ranks = even_cuts(length, servers), [comm.size - 1 - number for number in range(servers)]
         seconds: list[float] = []
+        on_core = time.process_time()
         if comm.rank in ranks:
             shard = SgdShard(torch.zeros(length)[cuts[ranks.index(comm.rank)]].clone(), 1.0)
-            ParameterServer(comm, range(workers), shard, math.inf).run()
+            server = ParameterServer(comm, range(workers), shard, math.inf)
+            server.run()
+            seconds = [server.busy_s, time.process_time() - on_core]
         elif comm.rank < workers:
             link, weights, pushed = ServerLink(comm, ranks, cuts), torch.empty(length), torch.ones(length)
             clock = link.pull(weights)
@@ -183,29 +209,43 @@ def traffic_runs(counts: list[tuple[int, int]], length: int, clocks: int) -> lis
             while clock < clocks:
                 link.push(pushed, clock)
                 clock = link.pull(weights)
-            seconds = [time.perf_counter() - began]
+            seconds = [time.perf_counter() - began, time.process_time() - on_core]
             link.end()
+        leave_the_cores(comm, range(workers, comm.size - servers))
         found.append(seconds)
     comm.barrier()
     return found
 
 
-def clustering(points: int, dims: int, clusters: int, iterations: int, repeats: int) -> list[float]:
-    """Seconds of K-means on this rank's share of the points, and of the sum over ranks alone, the slowest rank's."""
+def clustering(points: int, dims: int, clusters: int, iterations: int, repeats: int) -> list[list[float]]:
+    """Seconds of K-means by rank 0 alone while the others leave it the cores, by all ranks, and of the sum over ranks
+    alone; the slowest rank's, in turns."""
     comm = connect()
-    draw = np.random.default_rng(comm.rank)
-    mine, first = draw.normal(size=(points // comm.size, dims)), np.random.default_rng(99).normal(size=(clusters, dims))
+    alone, cut = comm.split(comm.rank), even_cuts(points, comm.size)[comm.rank]
+    assert alone is not None
+    whole = np.random.default_rng(0).normal(size=(points, dims))
+    first = np.random.default_rng(99).normal(size=(clusters, dims))
     sums = np.zeros(clusters * dims + clusters + 1)
-    k_means(comm, mine, first, 1)
-    taken, summed = [], []
-    for _ in range(repeats):
+
+    def timed(run: Callable[[], object]) -> float:
         comm.barrier()
         began = time.perf_counter()
-        k_means(comm, mine, first, iterations, tolerance=-1.0)
-        taken.append(time.perf_counter() - began)
-        comm.barrier()
-        began = time.perf_counter()
+        run()
+        return comm.max_over_ranks([time.perf_counter() - began])[0]
+
+    def by_one() -> None:
+        if comm.rank == 0:
+            k_means(alone, whole, first, iterations, tolerance=-1.0)
+        leave_the_cores(comm, range(1, comm.size))
+
+    def by_all() -> None:
+        k_means(comm, whole[cut], first, iterations, tolerance=-1.0)
+
+    def summing() -> None:
         for _ in range(iterations):
             comm.all_reduce(sums)
-        summed.append(time.perf_counter() - began)
-    return comm.max_over_ranks([*taken, *summed])
+
+    for run in (by_one, by_all, summing):
+        run()
+    turns = [[timed(run) for run in (by_one, by_all, summing)] for _ in range(repeats)]
+    return [list(column) for column in zip(*turns, strict=True)]

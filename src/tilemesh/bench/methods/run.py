@@ -12,11 +12,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tilemesh.bench.methods.ranks import LENGTH, durations_of, replay_difference
+from tilemesh.bench.methods.bounds import CONVERGES_BELOW, excess, excess_limit
+from tilemesh.bench.methods.ranks import durations_of, replay_difference
+from tilemesh.bench.methods.traffic import hotspots, traffic_rows
+from tilemesh.comm.schedules.book import build
+from tilemesh.comm.schedules.simulate import Memory, simulate
+from tilemesh.comm.schedules.topology import Flat, Wire
 from tilemesh.core.cores import available_cores
 from tilemesh.launch.calls import Ranks
 from tilemesh.measure.machine import stamp
-from tilemesh.measure.method_curve import MethodCurve
+from tilemesh.measure.method_curve import BoundCurve, MethodCurve, ServerLoad
 from tilemesh.measure.ranks import ranks_case
 from tilemesh.measure.row import CaseValue, Row
 from tilemesh.measure.sample import Sample
@@ -32,9 +37,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "ASP": {"method": "server", "bound": None},
     f"local SGD ({PERIOD})": {"method": "together", "period": PERIOD},
 }
-_TRAFFIC = [(1, 1), (2, 1), (3, 1), (4, 1), (3, 2)]
-_TRAFFIC_LENGTH, _TRAFFIC_CLOCKS = 1 << 18, 30
-_POINTS, _DIMS, _CLUSTERS, _ITERATIONS = 400_000, 8, 10, 5
+_BOUNDS, _WIDE_BOUNDS, _BOUND_CLOCKS = [0, 1, 3, 10], [0, 3, 10, 30], 100
+_POINTS, _DIMS, _CLUSTERS, _ITERATIONS, _TURNS = 400_000, 8, 10, 5, 5
 _STUDY = {"points": 100_000_000, "clusters": 10, "dims": _DIMS, "ranks": 100, "iterations": 20}
 
 
@@ -45,6 +49,8 @@ class MethodsFound:
     rows: list[Row] = field(default_factory=list)
     curves: list[MethodCurve] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    loads: list[ServerLoad] = field(default_factory=list)
+    bounds: list[BoundCurve] = field(default_factory=list)
 
 
 def bench_methods(
@@ -54,8 +60,11 @@ def bench_methods(
     found = MethodsFound()
     say(f"server traffic and stragglers: {WORKERS} workers, {SERVERS} server")
     with Ranks(WORKERS + SERVERS, sink=lambda rank, stream, line: None) as ranks:
-        traffic = _traffic(ranks, found)
-        _stragglers(ranks, found, slow_rank, factor, clocks, blocks, traffic)
+        rows, large, small = traffic_rows(ranks)
+        loads, notes = hotspots(large, COMPUTE_S)
+        found.rows, found.loads, found.notes = rows, loads, notes
+        _stragglers(ranks, found, slow_rank, factor, clocks, blocks, small.times(SERVERS))
+        _bounds(ranks, found, factor)
     say("K-means on MapReduce")
     _clusters(found)
     say("compressed and local updates beside torch's hooks")
@@ -77,38 +86,30 @@ def parse_slow(text: str) -> tuple[int, float]:
     return rank, factor
 
 
-def _traffic(ranks: Ranks, found: MethodsFound) -> ServerTimes:
-    """Servers without any computing: where the hotspot begins. Messages of one worker alone are what predicts it."""
-    taken = ranks.call(
-        "tilemesh.bench.methods.ranks:traffic_runs", _TRAFFIC, _TRAFFIC_LENGTH, _TRAFFIC_CLOCKS, timeout_s=120
-    )
-    seconds = [max(rank[number][0] for rank in taken if rank[number]) for number in range(len(_TRAFFIC))]
-    each_s, nbytes = seconds[0] / _TRAFFIC_CLOCKS, 8 * _TRAFFIC_LENGTH
-    for (workers, servers), took in zip(_TRAFFIC, seconds, strict=True):
-        predicted = simulate_server(
-            workers,
-            _TRAFFIC_CLOCKS,
-            lambda worker, clock: 0.0,
-            math.inf,
-            ServerTimes(each_s / 2, each_s / 2, 0, servers),
-        )
-        rate = workers * _TRAFFIC_CLOCKS / took
+def _bounds(ranks: Ranks, found: MethodsFound, factor: float) -> None:
+    """Ho et al.'s bound beside the measured difference, and a staleness bound that is too large to converge."""
+    call = "tilemesh.bench.methods.bounds:bounded_runs"
+    taken = ranks.call(call, _BOUNDS, True, WORKERS, _BOUND_CLOCKS, factor, timeout_s=120)
+    for number, bound in enumerate(_BOUNDS):
+        losses = [rank[number]["losses"] for rank in taken if rank[number]]
         found.rows.append(
             Row(
-                name="server traffic", unit="B/s",
-                case={"workers": workers, "servers": servers, "bytes": nbytes, **_cores(workers + servers)},
-                predicted=None if workers == 1 else predicted.throughput * nbytes,
-                measured=_once(rate * nbytes), limit=None,
-                missing={
-                    "limit": "one copy each way is what the server itself does",
-                    "peers": "no other parameter server here",
-                    **({"predicted": "it is what the others are predicted from"} if workers == 1 else {}),
-                },
+                name="excess loss", unit="nats",
+                case={"bound": bound, "workers": WORKERS, "pushes": WORKERS * _BOUND_CLOCKS, **ranks_case(len(taken))},
+                predicted=None, measured=_once(excess(losses)), limit=excess_limit(bound, WORKERS, _BOUND_CLOCKS),
+                missing={"predicted": "the theorem gives a bound, which stands as the limit", "peers": "none"},
                 **stamp(),
             )
         )  # fmt: skip
-    small = each_s * LENGTH / _TRAFFIC_LENGTH
-    return ServerTimes(small / 2, small / 2, 0.0, SERVERS)
+    taken = ranks.call(call, _WIDE_BOUNDS, False, WORKERS, _BOUND_CLOCKS, factor, timeout_s=120)
+    for number, bound in enumerate(_WIDE_BOUNDS):
+        losses = [rank[number]["losses"] for rank in taken if rank[number]]
+        found.bounds.append(BoundCurve(bound, [sum(step) / len(step) for step in zip(*losses, strict=True)]))
+    ended = ", ".join(f"s = {curve.bound}: {curve.losses[-1] / curve.losses[0]:.1e}" for curve in found.bounds)
+    found.notes.append(
+        f"A quadratic whose workers keep what they read for s steps, loss after {_BOUND_CLOCKS} steps beside the first "
+        f"one: {ended}. At this rate bounds below {CONVERGES_BELOW:.1f} converge by arithmetic"
+    )
 
 
 def _stragglers(
@@ -139,7 +140,9 @@ def _stragglers(
             found.rows.append(
                 Row(
                     name="straggler", unit="steps/s",
-                    case={"method": name, "slow": words, "workers": WORKERS, "servers": SERVERS, **_cores(len(taken))},
+                    case={
+                        "method": name, "slow": words, "workers": WORKERS, "servers": SERVERS, **ranks_case(len(taken))
+                    },
                     predicted=predicted[name].throughput, measured=Sample.of(rates[name]),
                     limit=ideal[name].throughput,
                     peers={} if name == "synchronous" else {"synchronous": synchronous},
@@ -191,45 +194,44 @@ def _curve(name: str, words: str, seen: Sequence[dict[str, Any]]) -> MethodCurve
 def _clusters(found: MethodsFound) -> None:
     """K-means on 1 rank and on as many as there are cores; then the study of 100 million points on 100 ranks."""
     cores = available_cores()
-    options = {"points": _POINTS, "dims": _DIMS, "clusters": _CLUSTERS, "iterations": _ITERATIONS, "repeats": 3}
-    one = _k_means_taken(1, options)
-    rate = _ITERATIONS * _POINTS * _CLUSTERS * _DIMS / one[0].median
-    for ranks in [cores] if cores > 1 else []:
-        predicted = k_means_speedup(_POINTS, _CLUSTERS, _DIMS, ranks, _ITERATIONS, rate, 0.0)[1]
-        taken, summed = _k_means_taken(ranks, options)
-        case: dict[str, CaseValue] = {
-            "points": _POINTS,
-            "clusters": _CLUSTERS,
-            "dims": _DIMS,
-            "iterations": _ITERATIONS,
-        }
+    case: dict[str, CaseValue] = {"points": _POINTS, "clusters": _CLUSTERS, "dims": _DIMS, "iterations": _ITERATIONS}
+    with Ranks(cores, sink=lambda rank, stream, line: None, transport="auto") as ranks:
+        call = "tilemesh.bench.methods.ranks:clustering"
+        taken = ranks.call(call, _POINTS, _DIMS, _CLUSTERS, _ITERATIONS, _TURNS, timeout_s=120)[0]
+    one, together, summed = map(Sample.of, taken)
+    rate = _ITERATIONS * _POINTS * _CLUSTERS * _DIMS / one.median
+    if cores > 1:
+        predicted = k_means_speedup(
+            _POINTS, _CLUSTERS, _DIMS, cores, _ITERATIONS, rate, summed.median / _ITERATIONS
+        )[1]  # fmt: skip
         found.rows.append(
             Row(
-                name="K-means", unit="s", case={**case, **_cores(ranks)}, predicted=predicted, measured=taken,
-                limit=one[0].median / ranks, peers={"one rank": one[0]}, **stamp(),
+                name="K-means", unit="s", case={**case, **ranks_case(cores)}, predicted=predicted, measured=together,
+                limit=one.median / cores, peers={"one rank": one}, **stamp(),
             )
         )  # fmt: skip
-        study = {**_STUDY, "rate": rate, "reduce_s": summed.median / _ITERATIONS * math.log2(_STUDY["ranks"])}
-        alone_s, together_s, ratio = k_means_speedup(**study)  # type: ignore[arg-type]
-        found.notes.append(
-            f"K-means of {_STUDY['points']:,} points of {_DIMS} numbers, k = {_STUDY['clusters']}, "
-            f"{_STUDY['iterations']} iterations, from this machine's rate of one rank: {alone_s:.4g} s on one "
-            f"processor, {together_s:.4g} s on {_STUDY['ranks']}, T_seq / T_par = {ratio:.1f}"
-        )
+    reduce_s = _simulated_sum_s(_STUDY["ranks"], summed.median / _ITERATIONS)
+    alone_s, together_s, ratio = k_means_speedup(**_STUDY, rate=rate, reduce_s=reduce_s)
+    found.notes.append(
+        f"K-means of {_STUDY['points']:,} points of {_DIMS} numbers, k = {_STUDY['clusters']}, "
+        f"{_STUDY['iterations']} iterations, from this machine's rate of one rank: {alone_s:.4g} s on one processor, "
+        f"{together_s:.4g} s on {_STUDY['ranks']} ({1e6 * reduce_s:.3g} µs of each iteration for the simulated sum), "
+        f"T_seq / T_par = {ratio:.1f}"
+    )
 
 
-def _k_means_taken(ranks: int, options: dict[str, Any]) -> tuple[Sample, Sample]:
-    with Ranks(ranks, sink=lambda rank, stream, line: None, transport="auto") as started:
-        taken = started.call("tilemesh.bench.methods.ranks:clustering", timeout_s=120, **options)[0]
-    half = len(taken) // 2
-    return Sample.of(taken[:half]), Sample.of(taken[half:])
+def _simulated_sum_s(ranks: int, pair_s: float) -> float:
+    """The sum of an iteration over so many ranks: recursive doubling on wires on which two ranks take `pair_s`."""
+    nbytes = 8 * (_CLUSTERS * _DIMS + _CLUSTERS + 1)
+    wires = Flat(ranks, Wire(pair_s, math.inf))
+    return simulate(build("all_reduce", "recursive_doubling", ranks), nbytes, wires, Memory(math.inf, math.inf)).seconds
 
 
 def _hooks(found: MethodsFound) -> None:
     with Ranks(2, transport="torch", sink=lambda rank, stream, line: None) as ranks:
         said = ranks.call("tilemesh.bench.methods.hooks:hook_steps", repeats=6, seconds=8.0, timeout_s=180)[0]
     samples = {name: Sample(**sample) for name, sample in said["samples"].items()}
-    case: dict[str, CaseValue] = {"parameters": said["parameters"], "transport": "torch", **_cores(2)}
+    case: dict[str, CaseValue] = {"parameters": said["parameters"], "transport": "torch", **ranks_case(2)}
     peers = {"powersgd": "torch PowerSGD", "local": "torch PostLocalSGD", "uncompressed": "torch DDP"}
     for name in ("uncompressed", "powersgd", "local", "top-k", "random-k", "int8", "one-bit"):
         peer = peers.get(name)
@@ -255,7 +257,3 @@ def _hooks(found: MethodsFound) -> None:
 
 def _once(value: float) -> Sample:
     return Sample(value, value, value, 1)
-
-
-def _cores(ranks: int) -> dict[str, CaseValue]:
-    return ranks_case(ranks)

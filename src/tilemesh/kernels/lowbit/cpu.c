@@ -6,6 +6,9 @@
  * time: eight sums that do not wait for one another, and activations that are loaded once.
  *
  * A row of K weights has G groups of K / G, each under a scale of its own. |sum| < 2^31 needs K / G < 131,072.
+ *
+ * With weights of 16-bit fixed point (scales are powers of two) activations get a power of two as well, products of
+ * 16-bit numbers are added up in 64 bits, and nothing is rounded between the first rounding and the result.
  */
 #include <math.h>
 #include <stdint.h>
@@ -130,6 +133,55 @@ void product(const uint8_t *w, const float *scale, const int8_t *zero, const flo
                     int64_t whole = down ? 128 * (int64_t)upper[r] + lower[r] : upper[r];
                     whole -= (int64_t)(offset + (zero ? zero[at] : 0)) * totals[m * G + g];
                     sum[r] += scale[at] * (float)whole;
+                }
+            }
+            for (long r = 0; r < rows; r++) y[m * N + n + r] = sum[r] * x_scale[m] + (bias ? bias[n + r] : 0);
+        }
+    }
+}
+
+/* sums[row] = w[row] * x for ROWS rows that lie `stride` apart. */
+static void wide_dots(const int16_t *restrict w, long stride, const int16_t *restrict x, long count, int64_t *restrict sums) {
+    const int16_t *w0 = w, *w1 = w + stride, *w2 = w + 2 * stride, *w3 = w + 3 * stride;
+    int64_t s0 = 0, s1 = 0, s2 = 0, s3 = 0;
+    for (long i = 0; i < count; i++) {
+        s0 += (int32_t)w0[i] * (int32_t)x[i];
+        s1 += (int32_t)w1[i] * (int32_t)x[i];
+        s2 += (int32_t)w2[i] * (int32_t)x[i];
+        s3 += (int32_t)w3[i] * (int32_t)x[i];
+    }
+    sums[0] = s0, sums[1] = s1, sums[2] = s2, sums[3] = s3;
+}
+
+/* y (M, N) = x (M, K) W^T + bias, W and x as 16-bit fixed point. `scale`: (scale_rows, G), powers of two; `whole`: room for
+ * M * K activations; `x_scale`: M. */
+void fixed_product(const int16_t *w, const float *scale, const float *x, const float *bias, float *y, int16_t *whole,
+                   float *x_scale, long M, long N, long K, long G, long scale_rows) {
+    const long group = K / G;
+    for (long m = 0; m < M; m++) {
+        float most = 0;
+        for (long k = 0; k < K; k++) most = fmaxf(most, fabsf(x[m * K + k]));
+        x_scale[m] = exp2f(ceilf(log2f(fmaxf(most / 32767, 1.17549435e-38f))));
+        const float factor = 1 / x_scale[m];
+        for (long k = 0; k < K; k++) whole[m * K + k] = (int16_t)rintf(x[m * K + k] * factor);
+    }
+    const long blocks = (N + ROWS - 1) / ROWS;
+#pragma omp parallel for schedule(static) if (M * N * K > 262144)
+    for (long block = 0; block < blocks; block++) {
+        const long n = block * ROWS + ROWS <= N ? block * ROWS : (N >= ROWS ? N - ROWS : 0);
+        const long rows = N < ROWS ? N : ROWS;
+        for (long m = 0; m < M; m++) {
+            float sum[ROWS] = {0};
+            for (long g = 0; g < G; g++) {
+                int64_t sums[ROWS];
+                const long at = n * K + g * group;
+                wide_dots(w + at, rows == ROWS ? K : 0, whole + m * K + g * group, group, sums);
+                for (long r = 0; r < rows; r++) {
+                    if (rows != ROWS) { /* fewer rows than a block has: one at a time */
+                        wide_dots(w + at + r * K, 0, whole + m * K + g * group, group, sums);
+                        sums[r] = sums[0];
+                    }
+                    sum[r] += scale[scale_rows == 1 ? g : (n + r) * G + g] * (float)sums[r];
                 }
             }
             for (long r = 0; r < rows; r++) y[m * N + n + r] = sum[r] * x_scale[m] + (bias ? bias[n + r] : 0);

@@ -30,7 +30,7 @@ from tilemesh.kernels.tuning.table import cache_folder
 _SOURCE = Path(__file__).with_name("cpu.c")
 _TIMEOUT_S = 60
 MOST_GROUP = 131_072  # inputs under one scale whose sum fits 32 bits
-FEW_ROWS = {"int8": 16, "int4": 4}
+FEW_ROWS = {"int8": 16, "int4": 4, "fixed16": 16}
 """Up to so many rows of activations the integer loops are used; larger batches are worth dequantising for."""
 
 
@@ -51,7 +51,8 @@ def library() -> ctypes.CDLL | None:
             ctypes.CDLL(path, mode=os.RTLD_GLOBAL)
         loaded = ctypes.CDLL(str(made), mode=os.RTLD_NOW)
         loaded.product.argtypes = [ctypes.c_void_p] * 10 + [ctypes.c_long] * 6
-        loaded.product.restype = None
+        loaded.fixed_product.argtypes = [ctypes.c_void_p] * 7 + [ctypes.c_long] * 5
+        loaded.product.restype = loaded.fixed_product.restype = None
         return loaded if _is_right(loaded) else None
     except (OSError, subprocess.SubprocessError, AttributeError):
         return None
@@ -89,7 +90,7 @@ def serves(x: Tensor, scheme: Scheme, inputs: int, groups: int) -> bool:
     if torch.is_grad_enabled() and x.requires_grad:
         return False
     rows = x.numel() // max(1, inputs)
-    even = scheme.format == "int8" or inputs // groups % 2 == 0
+    even = scheme.format != "int4" or inputs // groups % 2 == 0
     return 0 < rows <= FEW_ROWS[scheme.format] and even and inputs // groups < MOST_GROUP and library() is not None
 
 
@@ -102,8 +103,20 @@ def product(
     rows = x.reshape(-1, x.shape[-1]).to(torch.float32).contiguous()
     y = torch.empty(len(rows), len(packed))
     wide = None if bias is None else bias.to(torch.float32).contiguous()
+    if scheme.format == "fixed16":
+        _fixed(loaded, packed, scales, rows, wide, y)
+        return y.to(x.dtype).view(*x.shape[:-1], len(packed))
     _call(loaded, packed, scales, zeros, rows, wide, y, scheme.bits, bits)
     return y.to(x.dtype).view(*x.shape[:-1], len(packed))
+
+
+def _fixed(loaded: ctypes.CDLL, codes: Tensor, scales: Tensor, x: Tensor, bias: Tensor | None, y: Tensor) -> None:
+    rows, inputs = x.shape
+    whole, x_scales = torch.empty(rows, inputs, dtype=torch.int16), torch.empty(rows)
+    loaded.fixed_product(
+        codes.data_ptr(), scales.data_ptr(), x.data_ptr(), None if bias is None else bias.data_ptr(), y.data_ptr(),
+        whole.data_ptr(), x_scales.data_ptr(), rows, y.shape[1], inputs, scales.shape[1], len(scales),
+    )  # fmt: skip
 
 
 def _call(

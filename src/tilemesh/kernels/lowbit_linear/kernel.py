@@ -2,8 +2,9 @@
 
 A few rows: every code is read once and becomes a number in registers, on its way into the tensor cores as their first
 operand. A code of 4 bits is put behind a leading one (as a bfloat16, 0x4300 is 128 and its last four bits count ones),
-so that no conversion is needed; what that adds to every weight, x's sum times it, is taken off per group. Many rows:
-the codes are made a matrix once, and the library multiplies.
+so that no conversion is needed; what that adds to every weight, x's sum times it, is taken off per group. On Hopper
+GPUs, few tokens and 4 bits are for the CUDA kernel of `tokens.py`. Many rows: the codes are made a matrix once, and the
+library multiplies.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -19,11 +20,13 @@ from torch.nn import functional
 
 from tilemesh.kernels.launch.call import Place
 from tilemesh.kernels.launch.steps import Argument, Buffer, LaunchPlan, Pointer, Step, blocks
+from tilemesh.kernels.lowbit_linear import tokens
 
-FEW = 128
-"""Up to so many rows codes are decoded on their way into the product; see docs/compress/LOG.md."""
+FEW, FEW_TOKENS = 128, 64
+"""Up to so many rows codes are decoded on their way into the product, by the kernels here and by `tokens.py`'s; see
+docs/compress/LOG.md."""
 _MAGIC = {"bfloat16": (0x4300, 128), "float16": (0x6400, 1024)}  # a leading one, and what it adds
-_DECODE_ROWS, _DECODE_CODES = 8, 512
+_DECODE_TILE, _DECODE_CODES = 4096, 1024  # of a program, and of those the most in a row
 
 
 @triton.jit
@@ -100,20 +103,30 @@ def decode_pass(
     w, scales, zeros, y, N, K, w_n, s_n,
     ROWS: tl.constexpr, CODES: tl.constexpr, GROUP: tl.constexpr, FOUR: tl.constexpr, ZEROS: tl.constexpr,
 ):  # fmt: skip
-    """The matrix that codes mean. Reads each once, writes K numbers per row."""
+    """The matrix that codes mean. Reads each once, writes K numbers per row. All CODES of a row share a scale.
+
+    A thread has neighbouring bytes, and both halves of a byte are its own: they are written side by side.
+    """
     n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    k = tl.program_id(1) * CODES + tl.arange(0, CODES)
-    inside = (n < N)[:, None] & (k < K)[None, :]
-    if FOUR:
-        raw = tl.load(w + n[:, None].to(tl.int64) * w_n + (k // 2)[None, :], mask=inside, other=0).to(tl.int32)
-        value = ((raw >> (4 * (k % 2))[None, :]) & 15).to(tl.float32) - 8.0
-    else:
-        value = tl.load(w + n[:, None].to(tl.int64) * w_n + k[None, :], mask=inside, other=0).to(tl.float32)
-    place = n[:, None] * s_n + (k // GROUP)[None, :]
+    start = tl.program_id(1) * CODES
+    inside = (n < N)[:, None]
+    group = n * s_n + start // GROUP
+    scale = tl.load(scales + group, mask=n < N, other=0.0)[:, None]
+    line = w + n[:, None].to(tl.int64) * w_n
+    offset = tl.zeros((ROWS, 1), tl.float32)
     if ZEROS:
-        value -= tl.load(zeros + place, mask=inside, other=0).to(tl.float32)
-    value *= tl.load(scales + place, mask=inside, other=0.0)
-    tl.store(y + n[:, None].to(tl.int64) * K + k[None, :], value.to(y.dtype.element_ty), mask=inside)
+        offset += tl.load(zeros + group, mask=n < N, other=0).to(tl.float32)[:, None]
+    if FOUR:
+        raw = tl.load(line + (start // 2 + tl.arange(0, CODES // 2))[None, :], mask=inside, other=0)
+        first = ((raw & 15).to(tl.float32) - 8.0 - offset) * scale
+        second = ((raw >> 4).to(tl.float32) - 8.0 - offset) * scale
+        value = tl.reshape(tl.join(first, second), (ROWS, CODES))
+    else:
+        raw = tl.load(line + (start + tl.arange(0, CODES))[None, :], mask=inside, other=0)
+        value = (raw.to(tl.float32) - offset) * scale
+    k = start + tl.arange(0, CODES)
+    to_y = y + n[:, None].to(tl.int64) * K + k[None, :]
+    tl.store(to_y, value.to(y.dtype.element_ty), mask=inside & (k < K)[None, :])
 
 
 def plan(
@@ -166,11 +179,13 @@ def decode_plan(places: Mapping[str, Place], *, code: str) -> LaunchPlan:
     arguments: dict[str, Argument] = {name: Pointer(name) for name in places}
     arguments.setdefault("zeros", None)
     arguments |= {"N": n, "K": k, "w_n": w.strides[0], "s_n": 0 if scales.shape[0] == 1 else scales.strides[0]}
+    group = k // scales.shape[1]
+    codes = min(_DECODE_CODES, group & -group)
+    rows = _DECODE_TILE // codes
     constants = {
-        "ROWS": _DECODE_ROWS, "CODES": _DECODE_CODES, "GROUP": k // scales.shape[1], "FOUR": code == "int4",
-        "ZEROS": "zeros" in places,
+        "ROWS": rows, "CODES": codes, "GROUP": group, "FOUR": code == "int4", "ZEROS": "zeros" in places,
     }  # fmt: skip
-    grid = (blocks(n, _DECODE_ROWS), blocks(k, _DECODE_CODES))
+    grid = (blocks(n, rows), blocks(k, codes))
     return LaunchPlan((Step(f"{__name__}:decode_pass", grid, arguments, constants),))
 
 
@@ -180,7 +195,11 @@ def forward(launch: Any, x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor
     given = {"w": codes.contiguous(), "scales": scales.contiguous()}
     if zeros is not None:
         given["zeros"] = zeros.contiguous()
-    if len(rows) > FEW:
+    if tokens.serves(rows, scales, code) and len(rows) <= FEW_TOKENS:
+        y = torch.empty((len(rows), len(codes)), dtype=x.dtype, device=x.device)
+        tokens.product(rows.contiguous(), given["w"], given["scales"], given.get("zeros"), y)
+        return y.view(*x.shape[:-1], -1)
+    if len(rows) > FEW or tokens.serves(rows, scales, code):
         weight = torch.empty((len(codes), x.shape[-1]), dtype=x.dtype, device=x.device)
         launch(decode_plan, {**given, "y": weight}, written=("y",), code=code)
         return functional.linear(x, weight)

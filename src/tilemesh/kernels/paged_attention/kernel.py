@@ -5,6 +5,9 @@ keys are split, every so many parts of them. Each part leaves its unscaled sum, 
 weights; a second kernel adds the parts of a token up in the order of positions. Which program computed a part, and how
 many there were, changes nothing: a token's bits follow from its own keys, the size of a tile and of a part.
 
+Keys and values of 8 bits are read as codes, which 16-bit numbers hold exactly. A key's scale is multiplied into its
+scores and a value's into its weights, so that nothing of the size of a page is computed twice.
+
 Names as in reference.py; `q_t` is the stride of q along its tokens, in elements.
 """
 
@@ -33,10 +36,19 @@ _VARYING = ("K", "M", "H", "T", "window", "turns")
 
 
 @triton.jit
+def decoded(codes, like, FLOAT8: tl.constexpr):
+    """Codes of 8 bits as numbers of the dtype of `like`."""
+    if FLOAT8:
+        codes = codes.to(tl.float8e4nv, bitcast=True)
+    return codes.to(tl.float32).to(like.dtype)
+
+
+@triton.jit
 def attend_part(
-    query, at, counts, keys, values, table, begin, end, window, factor,
-    k_p, k_n, v_p, v_n, E, PAGE: tl.constexpr, BLOCK_N: tl.constexpr, HEAD: tl.constexpr, ROWS: tl.constexpr,
-    WINDOW: tl.constexpr, ALIKE: tl.constexpr, PADDED: tl.constexpr, UPCAST: tl.constexpr, kind: tl.constexpr,
+    query, at, counts, keys, values, key_scales, value_scales, table, begin, end, window, factor,
+    k_p, k_n, v_p, v_n, K, E, PAGE: tl.constexpr, BLOCK_N: tl.constexpr, HEAD: tl.constexpr, ROWS: tl.constexpr,
+    WINDOW: tl.constexpr, ALIKE: tl.constexpr, PADDED: tl.constexpr, UPCAST: tl.constexpr, FLOAT8: tl.constexpr,
+    kind: tl.constexpr,
 ):  # fmt: skip
     """One tile over the keys [begin, end): largest score, sum of weights, weighted values. Blocks begin at multiples
     of BLOCK_N."""
@@ -55,16 +67,21 @@ def attend_part(
         inside = (key_at < end)[:, None]
         if PADDED:
             inside = inside & (columns < E)[None, :]
-            key = tl.load(from_keys, mask=inside, other=0.0)
+            key = tl.load(from_keys, mask=inside, other=0)
         else:
             key = tl.load(from_keys)
         if not ALIKE:
             within = page * v_p + key_at % PAGE * v_n
-        value = tl.load(values + within[:, None] + columns[None, :], mask=inside, other=0.0)
-        if UPCAST:
+        value = tl.load(values + within[:, None] + columns[None, :], mask=inside, other=0)
+        if key_scales is not None:
+            key, value = decoded(key, query, FLOAT8), decoded(value, query, FLOAT8)
+        elif UPCAST:
             key = key.to(tl.float32)
             value = value.to(tl.float32)
         scores = tl.dot(query, tl.trans(key), input_precision="ieee", out_dtype=kind) * factor
+        if key_scales is not None:
+            scale_at = (page * PAGE + key_at % PAGE) * K
+            scores *= tl.load(key_scales + scale_at, mask=key_at < end, other=0.0)[None, :]
         seen = counts[:, None] & (key_at[None, :] <= at[:, None])
         if WINDOW:
             seen = seen & (key_at[None, :] > at[:, None] - window)
@@ -75,6 +92,8 @@ def attend_part(
         weight = tl.exp2(scores - base[:, None])
         before = tl.exp2(largest - base)
         sums = sums * before + tl.sum(weight, 1)
+        if value_scales is not None:
+            weight *= tl.load(value_scales + scale_at, mask=key_at < end, other=0.0)[None, :]
         total = total * before[:, None] + tl.dot(weight.to(value.dtype), value, input_precision="ieee", out_dtype=kind)
         largest = larger
         page = tl.load(table + (key_at + BLOCK_N) // PAGE, mask=key_at + BLOCK_N < end, other=0)
@@ -83,11 +102,11 @@ def attend_part(
 
 @triton.jit
 def attend_pages(
-    q, keys, values, tables, tiles, y, parts, extremes, weights, K, M, H, T, E, window, factor, turns,
-    q_t, q_h, k_p, k_n, k_h, v_p, v_n, v_h, y_t, y_h,
+    q, keys, values, key_scales, value_scales, tables, tiles, y, parts, extremes, weights, K, M, H, T, E, window,
+    factor, turns, q_t, q_h, k_p, k_n, k_h, v_p, v_n, v_h, y_t, y_h,
     GROUP: tl.constexpr, ROWS: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr,
     HEAD: tl.constexpr, WINDOW: tl.constexpr, ALIKE: tl.constexpr, PADDED: tl.constexpr, UPCAST: tl.constexpr,
-    WIDE: tl.constexpr, EARLY: tl.constexpr,
+    FLOAT8: tl.constexpr, WIDE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Reads the keys and values of its parts once. Without SPLIT it writes y, with it what `add_parts` reads."""
     if EARLY:
@@ -111,6 +130,9 @@ def attend_pages(
         query = query.to(tl.float32)
     keys += head * k_h
     values += head * v_h
+    if key_scales is not None:
+        key_scales += head
+        value_scales += head
     table = tables + row * M
     end = tl.where(count > 0, position + count, 0)
     begin = end * 0
@@ -118,8 +140,8 @@ def attend_pages(
         begin = tl.maximum(position - window + 1, 0) // BLOCK_N * BLOCK_N
     if SPLIT == 0:
         _, sums, total = attend_part(
-            query, at, counts, keys, values, table, begin, end, window, factor, k_p, k_n, v_p, v_n, E,
-            PAGE, BLOCK_N, HEAD, ROWS, WINDOW, ALIKE, PADDED, UPCAST, kind,
+            query, at, counts, keys, values, key_scales, value_scales, table, begin, end, window, factor,
+            k_p, k_n, v_p, v_n, K, E, PAGE, BLOCK_N, HEAD, ROWS, WINDOW, ALIKE, PADDED, UPCAST, FLOAT8, kind,
         )  # fmt: skip
         made = total / tl.where(sums == 0.0, 1.0, sums)[:, None]
         to_y = y + ((first + token) * y_t + (head * GROUP + member) * y_h)[:, None] + columns[None, :]
@@ -129,8 +151,8 @@ def attend_pages(
             low = tl.maximum(begin, part * SPLIT)
             high = tl.minimum(end, part * SPLIT + SPLIT)
             largest, sums, total = attend_part(
-                query, at, counts, keys, values, table, low, high, window, factor, k_p, k_n, v_p, v_n, E,
-                PAGE, BLOCK_N, HEAD, ROWS, WINDOW, ALIKE, PADDED, UPCAST, kind,
+                query, at, counts, keys, values, key_scales, value_scales, table, low, high, window, factor,
+                k_p, k_n, v_p, v_n, K, E, PAGE, BLOCK_N, HEAD, ROWS, WINDOW, ALIKE, PADDED, UPCAST, FLOAT8, kind,
             )  # fmt: skip
             place = (part * T + first + token).to(tl.int64) * H + head * GROUP + member
             tl.store(extremes + place, largest, mask=counts)
@@ -198,7 +220,8 @@ def plan(
         "extremes": Buffer(parts * tokens * heads if split else 1, kind),
         "weights": Buffer(parts * tokens * heads if split else 1, kind),
     }
-    arguments: dict[str, Argument] = {name: Pointer(name) for name in (*places, *buffers)}
+    arguments: dict[str, Argument] = {"key_scales": None, "value_scales": None}
+    arguments |= {name: Pointer(name) for name in (*places, *buffers)}
     arguments |= {
         "K": kv_heads, "M": places["tables"].strides[0], "H": heads, "T": tokens, "E": width, "window": window,
         "factor": _LOG2_E / math.sqrt(width), "turns": turns, "q_t": q.strides[0], "q_h": q.strides[1],
@@ -210,7 +233,7 @@ def plan(
     upcast = interpreted and q.dtype in ("float16", "bfloat16")
     constants = {
         **shared, "GROUP": group, "ROWS": rows, "PAGE": page, "ALIKE": keys.strides == values.strides,
-        "PADDED": head != width, "UPCAST": upcast,
+        "PADDED": head != width, "UPCAST": upcast, "FLOAT8": keys.dtype == "uint8",
     }  # fmt: skip
     large = any(place.wide for place in places.values())
     warps, stages = _effort(rows, head, q.dtype)
@@ -244,13 +267,15 @@ def _effort(rows: int, head: int, dtype: str) -> tuple[int, int]:
 
 
 def forward(
-    launch: Any, q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, tiles: Tensor, tile: int, split: int,
-    longest: int, window: int,
+    launch: Any, q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, tiles: Tensor, key_scales: Tensor | None,
+    value_scales: Tensor | None, tile: int, split: int, longest: int, window: int,
 ) -> Tensor:  # fmt: skip
     y = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     q, keys, values = (tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (q, keys, values))
     tables = tables if tables.stride(-1) == 1 else tables.contiguous()
     given = {"q": q, "keys": keys, "values": values, "tables": tables, "tiles": tiles.contiguous(), "y": y}
+    if key_scales is not None and value_scales is not None:
+        given |= {"key_scales": key_scales.contiguous(), "value_scales": value_scales.contiguous()}
     planned = interpreted_plan if q.device.type == "cpu" else plan
     options = {"tile": tile, "split": split, "longest": longest, "window": window}
     launch(planned, given, written=("y",), **options, early=launches_early(q.device))

@@ -20,6 +20,7 @@ from tilemesh.core.errors import UsageError
 from tilemesh.kernels.accuracy import CONFIDENCE, accumulator, rounding_error, unit
 from tilemesh.kernels.launch.operator import operator
 from tilemesh.kernels.operator_bench import FunctionBench
+from tilemesh.kernels.paged_attention.codes import CODES, take_pages
 from tilemesh.kernels.paged_attention.cost import FORM, PAGE_TOKENS
 from tilemesh.kernels.problems import SizedProblem
 
@@ -31,8 +32,8 @@ KEY_BLOCK = 64
 
 
 def check(
-    q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, tiles: Tensor, tile: int, split: int, longest: int,
-    window: int,
+    q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, tiles: Tensor, key_scales: Tensor | None,
+    value_scales: Tensor | None, tile: int, split: int, longest: int, window: int,
 ) -> None:  # fmt: skip
     shapes = f"q {tuple(q.shape)}, keys {tuple(keys.shape)}, values {tuple(values.shape)}"
     if q.dim() != 3 or keys.dim() != 4 or keys.shape != values.shape or q.shape[2] != keys.shape[3]:
@@ -47,6 +48,7 @@ def check(
                 f"{name} is {indices.dtype} of shape {tuple(indices.shape)}: expected int32 tables (R, M) and tiles "
                 "(B, 4)"
             )
+    _check_codes(q, keys, values, key_scales, value_scales)
     group = q.shape[1] // keys.shape[2]
     if tile < 1 or tile * group > max(MOST_ROWS, group):
         raise UsageError(f"tile is {tile} and {group} query heads share a key head: expected at most {MOST_ROWS} rows")
@@ -57,18 +59,40 @@ def check(
         )
 
 
+def _check_codes(
+    q: Tensor, keys: Tensor, values: Tensor, key_scales: Tensor | None, value_scales: Tensor | None
+) -> None:
+    if key_scales is None and value_scales is None:
+        if not q.dtype == keys.dtype == values.dtype:
+            raise UsageError(f"q {q.dtype}, keys {keys.dtype}, values {values.dtype}: expected one dtype for all")
+        return
+    shapes = [None if one is None else tuple(one.shape) for one in (key_scales, value_scales)]
+    if shapes != [tuple(keys.shape[:3])] * 2 or keys.dtype not in CODES.values() or values.dtype != keys.dtype:
+        raise UsageError(
+            f"keys {keys.dtype}, values {values.dtype}, scales of shapes {shapes}: expected int8 or uint8 (fp8) codes, "
+            f"and scales {tuple(keys.shape[:3])} for both"
+        )
+
+
 def served(q: Tensor, *_: object) -> bool:
     """On a GPU float64 is torch's; in the interpreter, whose tensors are on a CPU, it is ours too."""
     return q.dtype is not torch.float64 or q.device.type == "cpu"
 
 
-@operator(kernel="tilemesh.kernels.paged_attention.kernel", check=check, served=served)
+@operator(
+    kernel="tilemesh.kernels.paged_attention.kernel",
+    check=check,
+    served=served,
+    own_dtype=("keys", "values", "key_scales", "value_scales"),
+)
 def paged_attention(
     q: Tensor,
     keys: Tensor,
     values: Tensor,
     tables: Tensor,
     tiles: Tensor,
+    key_scales: Tensor | None = None,
+    value_scales: Tensor | None = None,
     *,
     tile: int = 1,
     split: int = 0,
@@ -80,11 +104,13 @@ def paged_attention(
     q: (T, H, E). keys, values: (P, N, K, E), any strides but 1 along E; H is a multiple of K. tables: (R, M) int32,
     the pages of each sequence. tiles: (B, 4) int32, each a row of the tables, the first token, how many tokens, and the
     first one's position; every token is in one tile, and tokens in none have no result.
+    key_scales, value_scales: (P, N, K) float32, where keys and values are codes of 8 bits (int8, or fp8 as uint8).
     tile: the most tokens of a tile. split: keys are attended to in parts of so many, which run at the same time and are
     added up in order; 0: in one. longest: keys of the longest sequence, at least. window: a token sees the last so many
     keys, its own included; 0: all. A token's result depends on its own sequence, the tile's size and `split` alone.
     Kernels compute in float32 (float64 for float64) and round probabilities to q's dtype.
     """
+    keys, values = decoded_pages(keys, values, key_scales, value_scales, accumulator(q.dtype))
     y_THE = torch.zeros_like(q)
     for row, first, count, position in tiles.tolist():
         if count:
@@ -93,6 +119,16 @@ def paged_attention(
             y_KGTE = weight_KGTS @ v_KSE[:, None]
             y_THE[found] = y_KGTE.flatten(0, 1).transpose(0, 1).to(q.dtype)
     return y_THE
+
+
+def decoded_pages(
+    keys: Tensor, values: Tensor, key_scales: Tensor | None, value_scales: Tensor | None, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """What codes mean; keys and values without scales as they are."""
+    if key_scales is None or value_scales is None:
+        return keys, values
+    every = torch.arange(len(keys), device=keys.device)
+    return take_pages(keys, key_scales, every, dtype), take_pages(values, value_scales, every, dtype)
 
 
 def _weights(
@@ -114,18 +150,20 @@ def _weights(
 
 
 def exact(
-    q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, tiles: Tensor, *, tile: int = 1, split: int = 0,
-    longest: int = 1, window: int = 0,
+    q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, tiles: Tensor, key_scales: Tensor | None = None,
+    value_scales: Tensor | None = None, *, tile: int = 1, split: int = 0, longest: int = 1, window: int = 0,
 ) -> Tensor:  # fmt: skip
     """The float64 result, for errors to be measured against."""
+    keys, values = decoded_pages(keys, values, key_scales, value_scales, torch.float64)
     return _each_tile(q, keys, values, tables, tiles, window, lambda weight, value: weight @ value)
 
 
 def error_bound(
-    q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, tiles: Tensor, *, tile: int = 1, split: int = 0,
-    longest: int = 1, window: int = 0,
+    q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, tiles: Tensor, key_scales: Tensor | None = None,
+    value_scales: Tensor | None = None, *, tile: int = 1, split: int = 0, longest: int = 1, window: int = 0,
 ) -> Tensor:  # fmt: skip
     """How far each element of a correct result may be from `exact`: as in `attention.reference.error_bound`."""
+    keys, values = decoded_pages(keys, values, key_scales, value_scales, torch.float64)
     own, wide = unit(q.dtype), unit(accumulator(q.dtype))
     largest = q.double().norm(dim=-1).amax() * keys.double().norm(dim=-1).amax() / math.sqrt(q.shape[-1])
     relative = wide * (CONFIDENCE * q.shape[-1] ** 0.5 * largest + CONFIDENCE * longest**0.5 + 16)

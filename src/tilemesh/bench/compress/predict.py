@@ -1,0 +1,126 @@
+"""What a compressed model should take, before it is timed.
+
+The one idea: compression changes the products with matrices and nothing else. So a pass takes what the plain model's
+takes, less the plain products, plus the small model's. What a product takes is a line over the number of weights,
+found by timing random matrices of the model's smallest and largest shape, in the same form: plain, or codes of a
+scheme. Bytes follow from shapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from tilemesh.kernels.lowbit.codes import quantize
+from tilemesh.measure.timing import LoopTimer, compare
+from tilemesh.model.lowbit import FactoredLinear, LowBitLinear, model_bytes, projections
+from tilemesh.model.projection import PlainLinear
+from tilemesh.model.transformer import Transformer
+
+_SECONDS = 0.2
+"""For one form of matrix."""
+
+
+@dataclass(frozen=True)
+class PassChange:
+    """Seconds of products that a pass has no more, and of those that take their place."""
+
+    gone_s: float
+    new_s: float
+
+    def after(self, plain_s: float) -> float:
+        """Of the compressed model, where the plain one takes so long."""
+        return max(plain_s - self.gone_s, 0.0) + self.new_s
+
+
+@dataclass(frozen=True)
+class Expected:
+    """Of one compressed model, before it is measured."""
+
+    nbytes: int
+    forward: PassChange
+    decode: PassChange
+
+
+class ProductClock:
+    """How long the products of a model take with so many tokens at a time."""
+
+    def __init__(self, plain: Transformer, tokens: int) -> None:
+        self.tokens = tokens
+        shapes = {(module.out_features, module.in_features) for _, module in projections(plain)}
+        ordered = sorted(shapes, key=lambda shape: shape[0] * shape[1])
+        self._shapes = (ordered[0], ordered[-1])
+        self._lines: dict[str, tuple[float, float]] = {}  # form: seconds of a call, and per weight
+
+    def seconds(self, model: Transformer) -> float:
+        """Of all products of the model, one after the other; projections of the same activations that have the same
+        form are one."""
+        total, calls = 0.0, set()
+        for name, module in projections(model):
+            fixed, each = self._line(*_form(module))
+            layer, _, last = name.rpartition(".")
+            call = (layer, _SITES.get(last, last), _form(module)[0])
+            if isinstance(module, FactoredLinear):
+                total += 2 * fixed + each * module.rank * (module.in_features + module.out_features)
+                continue
+            total += each * module.in_features * module.out_features + (fixed if call not in calls else 0.0)
+            calls.add(call)
+        return total
+
+    def _line(self, form: str, make: Callable[[Tensor], nn.Linear]) -> tuple[float, float]:
+        if form not in self._lines:
+            modules = [make(torch.randn(shape) * 0.02) for shape in self._shapes]
+            inputs = [torch.randn(self.tokens, shape[1]) for shape in self._shapes]
+            calls = {str(place): _call(modules[place], inputs[place]) for place in range(2)}
+            with torch.inference_mode():
+                found = compare(calls, timer=LoopTimer(), repeats=9, warmup=1, seconds=_SECONDS, on_error="raise")
+            (small, large), sizes = (found[name].median for name in calls), [a * b for a, b in self._shapes]
+            each = (large - small) / (sizes[1] - sizes[0]) if sizes[1] > sizes[0] else large / sizes[1]
+            each = max(each, 0.0)
+            self._lines[form] = (max(large - each * sizes[1], 0.0), each)
+        return self._lines[form]
+
+
+_SITES = {"fc_q": "heads", "fc_k": "heads", "fc_v": "heads", "fc_gate": "gated", "fc_in": "gated"}
+"""Projections that are given the same activations."""
+
+
+def _form(module: nn.Linear) -> tuple[str, Callable[[Tensor], nn.Linear]]:
+    """A name for the form that a projection's matrix has, and what makes another matrix in that form."""
+    if isinstance(module, LowBitLinear):
+        form = f"{module.scheme.name} {module.inputs} {module.input_scale is not None}"
+        return form, lambda weight: _coded(weight, module)
+    return "plain", _plain
+
+
+def _call(module: nn.Linear, x: Tensor) -> Callable[[int], object]:
+    return lambda turn: module(x)
+
+
+def _plain(weight: Tensor) -> nn.Linear:
+    made = PlainLinear(weight.shape[1], weight.shape[0], bias=False)
+    made.weight = nn.Parameter(weight, requires_grad=False)
+    return made
+
+
+def _coded(weight: Tensor, like: LowBitLinear) -> nn.Linear:
+    scale = None if like.input_scale is None else like.input_scale.detach()
+    return LowBitLinear(_plain(weight), like.scheme, quantize(weight, like.scheme), like.inputs, scale)
+
+
+class CompressClocks:
+    """For a forward pass of some sequences and for one decoded token."""
+
+    def __init__(self, plain: Transformer, tokens: int) -> None:
+        self.forward, self.decode = ProductClock(plain, tokens), ProductClock(plain, 1)
+        self.plain = plain
+
+    def expected(self, small: Transformer) -> Expected:
+        """From shapes, schemes and the times of single products."""
+        forward, decode = (
+            PassChange(clock.seconds(self.plain), clock.seconds(small)) for clock in (self.forward, self.decode)
+        )
+        return Expected(model_bytes(small), forward, decode)

@@ -1,0 +1,224 @@
+// y (M, N) = x (M, K) W^T with weights of 4 bits in groups of 128 inputs or more, for a few tokens.
+//
+// A block has 16 STRIPS outputs, and its eight warps share their inputs, 128 at a time in turns: so a block reads lines
+// of 512 neighbouring bytes. The order of inputs in a sum is free, and is chosen such that codes are multiplied where
+// they are loaded: of 128 inputs, the four lanes that share an output have 32 neighbours each, 16 bytes of codes that
+// one load brings from memory into the registers that the tensor cores take them from. DEPTH such loads are on their way
+// while one is multiplied. Activations, which all blocks read, come from the caches.
+//
+// A code is put behind a leading one (a bfloat16's 128, a float16's 1024), and the leading one and the zero point are
+// subtracted, exactly. Sums of a group are multiplied by its scale in float32; at the end the warps' sums are added up
+// in the order of the warps.
+//
+// Set before: STRIPS, TILES (of 8 tokens), DEPTH, BLOCKS (per multiprocessor), PER_GROUP (how many times 128 inputs share
+// a scale), HALF (x is float16), ZEROS.
+typedef unsigned int u32;
+typedef unsigned short u16;
+
+constexpr int CHUNK = 128;  // inputs that a warp multiplies between two loads
+constexpr int WARPS = 8;
+constexpr int TOKENS = 8 * TILES;
+constexpr int OUTPUTS = 16 * STRIPS;
+
+__device__ __forceinline__ uint4 load_codes(const unsigned char* from) {
+    uint4 made;
+    asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(made.x), "=r"(made.y), "=r"(made.z), "=r"(made.w) : "l"(from));
+    return made;
+}
+
+__device__ __forceinline__ void multiply(float* c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+#if HALF
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+#else
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+#endif
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+// Pairs of codes (0, 4), (1, 5), (2, 6), (3, 7) of a word as numbers; `offset` (negative, in both halves) is added.
+__device__ __forceinline__ void unpack(u32 word, u32 offset, u32* made) {
+#if HALF
+    const u32 lead = 0x64006400u, one = 0x3C003C00u;
+#else
+    const u32 lead = 0x43004300u, one = 0x3F803F80u;
+#endif
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const u32 raw = ((word >> (4 * i)) & 0x000F000Fu) | lead;
+#if HALF
+        asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(made[i]) : "r"(raw), "r"(one), "r"(offset));
+#else
+        asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(made[i]) : "r"(raw), "r"(one), "r"(offset));
+#endif
+    }
+}
+
+// Minus (8 + zero + the leading one), in both halves.
+__device__ __forceinline__ u32 offset_of(int zero) {
+#if HALF
+    u16 half;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(half) : "f"((float)(-1032 - zero)));
+    const u32 bits = half;
+#else
+    const u32 bits = __float_as_uint((float)(-136 - zero)) >> 16;
+#endif
+    return bits | (bits << 16);
+}
+
+__device__ __forceinline__ u16 rounded(float value) {
+    u16 bits;
+#if HALF
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+#else
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+#endif
+    return bits;
+}
+
+// What a warp loads of its outputs for 128 inputs.
+struct Codes {
+    uint4 words[STRIPS][2];
+    float scale[STRIPS][2];
+#if ZEROS
+    signed char zero[STRIPS][2];
+#endif
+};
+
+extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
+int4_tokens(const unsigned char* codes, const float* scales, const signed char* zeros, const u16* x, u16* y,
+            int M, int N, int K, int scale_step) {
+    __shared__ float sums[WARPS][TOKENS][OUTPUTS];
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, row = lane >> 2, quarter = lane & 3;
+    const int turns = (K / CHUNK - warp + WARPS - 1) / WARPS;
+    const int token0 = blockIdx.y * TOKENS;
+    const unsigned char* lines[STRIPS][2];
+    u32 factors[STRIPS][2];
+#pragma unroll
+    for (int strip = 0; strip < STRIPS; strip++)
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            // What is outside reads the last row, and is not written.
+            const int own = min(blockIdx.x * OUTPUTS + strip * 16 + half * 8 + row, N - 1);
+            lines[strip][half] = codes + (long long)own * (K / 2) + warp * (CHUNK / 2) + quarter * 16;
+            factors[strip][half] = (u32)own * (u32)scale_step;
+        }
+    const u16* tokens[TILES];
+    bool there[TILES];
+#pragma unroll
+    for (int tile = 0; tile < TILES; tile++) {
+        const int token = token0 + tile * 8 + row;
+        there[tile] = token < M;
+        tokens[tile] = x + (long long)(there[tile] ? token : 0) * K + warp * CHUNK + quarter * 32;
+    }
+
+    auto fetch = [&](Codes& into, int turn) {
+        const int group = (warp + turn * WARPS) / PER_GROUP;
+#pragma unroll
+        for (int strip = 0; strip < STRIPS; strip++)
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                into.words[strip][half] = load_codes(lines[strip][half] + turn * (WARPS * CHUNK / 2));
+                into.scale[strip][half] = __ldg(scales + factors[strip][half] + group);
+#if ZEROS
+                into.zero[strip][half] = __ldg(zeros + factors[strip][half] + group);
+#endif
+            }
+    };
+    auto fetch_tokens = [&](uint4 (&into)[TILES][4], int turn) {
+#pragma unroll
+        for (int tile = 0; tile < TILES; tile++)
+#pragma unroll
+            for (int word = 0; word < 4; word++)
+                if (there[tile])
+                    into[tile][word] = __ldg((const uint4*)(tokens[tile] + turn * (WARPS * CHUNK) + word * 8));
+    };
+
+    Codes ring[DEPTH];
+    uint4 ahead[TILES][4];
+    float total[STRIPS][TILES][4];
+#pragma unroll
+    for (int tile = 0; tile < TILES; tile++) {
+#pragma unroll
+        for (int word = 0; word < 4; word++) ahead[tile][word] = make_uint4(0, 0, 0, 0);
+#pragma unroll
+        for (int strip = 0; strip < STRIPS; strip++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) total[strip][tile][i] = 0.0f;
+    }
+#pragma unroll
+    for (int place = 0; place < DEPTH; place++)
+        if (place < turns) fetch(ring[place], place);
+    if (turns > 0) fetch_tokens(ahead, 0);
+
+    for (int begin = 0; begin < turns; begin += DEPTH) {
+#pragma unroll
+        for (int place = 0; place < DEPTH; place++) {
+            const int turn = begin + place;
+            if (turn >= turns) break;
+            const Codes now = ring[place];
+            if (turn + DEPTH < turns) fetch(ring[place], turn + DEPTH);
+            // Pairs of activations in the order of the codes' pairs.
+            u32 b[TILES][4][4];
+#pragma unroll
+            for (int tile = 0; tile < TILES; tile++)
+#pragma unroll
+                for (int word = 0; word < 4; word++) {
+                    const uint4 v = ahead[tile][word];
+                    b[tile][word][0] = __byte_perm(v.x, v.z, 0x5410);
+                    b[tile][word][1] = __byte_perm(v.x, v.z, 0x7632);
+                    b[tile][word][2] = __byte_perm(v.y, v.w, 0x5410);
+                    b[tile][word][3] = __byte_perm(v.y, v.w, 0x7632);
+                }
+            if (turn + 1 < turns) fetch_tokens(ahead, turn + 1);
+#pragma unroll
+            for (int strip = 0; strip < STRIPS; strip++) {
+                float part[TILES][4];
+#pragma unroll
+                for (int tile = 0; tile < TILES; tile++)
+#pragma unroll
+                    for (int i = 0; i < 4; i++) part[tile][i] = 0.0f;
+                const u32 low[4] = {now.words[strip][0].x, now.words[strip][0].y, now.words[strip][0].z, now.words[strip][0].w};
+                const u32 high[4] = {now.words[strip][1].x, now.words[strip][1].y, now.words[strip][1].z, now.words[strip][1].w};
+#if ZEROS
+                const u32 offsets[2] = {offset_of(now.zero[strip][0]), offset_of(now.zero[strip][1])};
+#else
+                const u32 offsets[2] = {offset_of(0), offset_of(0)};
+#endif
+#pragma unroll
+                for (int word = 0; word < 4; word++) {
+                    u32 a[4], c[4];
+                    unpack(low[word], offsets[0], a);
+                    unpack(high[word], offsets[1], c);
+#pragma unroll
+                    for (int tile = 0; tile < TILES; tile++) {
+                        multiply(part[tile], a[0], c[0], a[1], c[1], b[tile][word][0], b[tile][word][1]);
+                        multiply(part[tile], a[2], c[2], a[3], c[3], b[tile][word][2], b[tile][word][3]);
+                    }
+                }
+#pragma unroll
+                for (int tile = 0; tile < TILES; tile++)
+#pragma unroll
+                    for (int i = 0; i < 4; i++) total[strip][tile][i] += now.scale[strip][i >> 1] * part[tile][i];
+            }
+        }
+    }
+
+#pragma unroll
+    for (int strip = 0; strip < STRIPS; strip++)
+#pragma unroll
+        for (int tile = 0; tile < TILES; tile++)
+#pragma unroll
+            for (int i = 0; i < 4; i++)
+                sums[warp][tile * 8 + quarter * 2 + (i & 1)][strip * 16 + (i >> 1) * 8 + row] = total[strip][tile][i];
+    __syncthreads();
+    for (int at = threadIdx.x; at < TOKENS * OUTPUTS; at += 32 * WARPS) {
+        const int token = at / OUTPUTS, output = at % OUTPUTS, n = blockIdx.x * OUTPUTS + output;
+        if (token0 + token >= M || n >= N) continue;
+        float made = 0.0f;
+#pragma unroll
+        for (int other = 0; other < WARPS; other++) made += sums[other][token][output];
+        y[(long long)(token0 + token) * N + n] = rounded(made);
+    }
+}

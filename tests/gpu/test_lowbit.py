@@ -1,0 +1,68 @@
+"""Few-bit products on a GPU: codes of 4 bits times a few tokens, products of 8-bit codes, keys and values in 8 bits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tilemesh.kernels.accuracy import excess
+from tilemesh.kernels.lowbit.codes import pack, quantize
+from tilemesh.kernels.lowbit.formats import FORMATS, Scheme
+from tilemesh.kernels.lowbit_linear import tokens
+from tilemesh.kernels.lowbit_linear.reference import error_bound, exact, lowbit_linear
+from tilemesh.kernels.paged_attention import reference as paged
+from tilemesh.kernels.paged_attention.codes import CODES, put_pages
+from tilemesh.kernels.problems import SizedProblem
+from tilemesh.kernels.scaled_matmul import reference as scaled
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = needs_gpu
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("count", "outputs", "inputs", "group", "symmetric"),
+    [(1, 512, 1024, 128, True), (3, 1000, 1152, 128, False), (16, 8192, 1024, 256, True), (40, 200, 2048, 2048, False)],
+)
+def test_codes_of_4_bits_times_a_few_tokens(dtype, count, outputs, inputs, group, symmetric):
+    generator = torch.Generator("cuda").manual_seed(0)
+    weight = torch.randn(outputs, inputs, generator=generator, device="cuda")
+    made = quantize(weight, Scheme("int4", "group", group, symmetric))
+    x = torch.randn(count, inputs, generator=generator, device="cuda").to(dtype)
+    given = (x, pack(made.codes, FORMATS["int4"]), made.scales.contiguous(), made.zeros)
+    assert tokens.serves(x, made.scales, "int4") == (torch.cuda.get_device_capability()[0] >= 8)
+    found = lowbit_linear(*given)
+    assert excess(found, exact(*given), error_bound(*given)) is None
+    assert torch.equal(found, lowbit_linear(*given))
+
+
+@pytest.mark.parametrize(("count", "inputs", "group"), [(200, 1024, 128), (200, 96, 32), (5, 96, 32)])
+def test_many_tokens_and_small_groups_are_decoded(count, inputs, group):
+    made = quantize(torch.randn(130, inputs, device="cuda"), Scheme("int4", "group", group))
+    given = (torch.randn(count, inputs, device="cuda").bfloat16(), pack(made.codes, FORMATS["int4"]), made.scales)
+    assert excess(lowbit_linear(*given), exact(*given), error_bound(*given)) is None
+
+
+@pytest.mark.parametrize("code", ["int8", "fp8"])
+@pytest.mark.parametrize("sizes", [(16, 384, 512), (200, 1000, 1024), (300, 520, 4096)])
+def test_products_of_8_bit_codes(code, sizes):
+    given = scaled.arguments(SizedProblem(sizes, "bfloat16", {"code": code}), torch.device("cuda"), 0)
+    found = scaled.scaled_matmul(*given, code=code)
+    assert excess(found, scaled.exact(*given, code=code), scaled.error_bound(*given, code=code)) is None
+
+
+@pytest.mark.parametrize("code", ["int8", "fp8"])
+def test_attention_over_codes(code):
+    problem = SizedProblem((5, 300, 2, 4, 64), "bfloat16", {})
+    q, keys, values, tables, tiles = paged.arguments(problem, torch.device("cuda"), 0)
+    coded, scales = [], []
+    for pool in (keys, values):
+        held, scale = torch.zeros_like(pool, dtype=CODES[code]), torch.zeros(pool.shape[:3], device="cuda")
+        places = torch.arange(pool.shape[0] * pool.shape[1], device="cuda")
+        put_pages(held, scale, places, pool.view(-1, *pool.shape[2:]))
+        coded.append(held)
+        scales.append(scale)
+    given, options = (q, *coded, tables, tiles, *scales), {"split": 128, "longest": 300}
+    found = paged.paged_attention(*given, **options)
+    want, bound = paged.exact(*given, **options), paged.error_bound(*given, **options)
+    assert excess(found, want, bound) is None
