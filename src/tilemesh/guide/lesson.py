@@ -106,7 +106,9 @@ class Lesson:
                 return Guess(question, unit, parse_quantity(text, unit), model, by_reader=True, name=name or question)
             except UsageError as error:
                 self.console.print(f"  {error}", markup=False, soft_wrap=self._in_pipe)
-        self.console.print("  no guess was given: the cost model answers", soft_wrap=self._in_pipe)
+        # A reader who skips has no guess; where nobody can be asked the cost model's is the guess.
+        skipped = "no guess: the measurement follows" if self._ask else "nobody can be asked: the cost model answers"
+        self.console.print(f"  {skipped}", soft_wrap=self._in_pipe)
         return Guess(question, unit, model, model, by_reader=False, name=name or question)
 
     def show(
@@ -131,7 +133,7 @@ class Lesson:
             limit=limit,
             peers=peers or {},
             missing={**reasons, **(missing or {})},
-            guess=guess.value,
+            guess=guess.value if guess.by_reader or self._ask is None else None,
             **stamp(),
         )
         self.guesses.append((guess, sample.median))
@@ -144,7 +146,8 @@ class Lesson:
             words.insert(0, f"your guess {format_value(guess.value, guess.unit)}")
         if limit is not None:
             words.append(f"limit {format_value(limit, guess.unit)}")
-        self.console.print("  " + " · ".join(words), markup=False, soft_wrap=self._in_pipe)
+        line = f"  {guess.name}: " + " · ".join(words)
+        self.console.print(line, markup=False, soft_wrap=self._in_pipe)
         return row
 
     def add(self, row: Row) -> None:
@@ -178,23 +181,28 @@ class Lesson:
             line = f"tilemesh guide {self.part.key} --exercise {key} --answer {given}"
             self.console.print(f"  Answer it with: {line} ({exercise.hint})", markup=False, soft_wrap=self._in_pipe)
             return
-        for left in reversed(range(MOST_TRIES)):
+        wrong = 0
+        while wrong < MOST_TRIES:
             text = self._ask(f"  your answer, {exercise.hint} (Enter to skip): ")
             if text is None or not text.strip():
                 return
-            if self.answer(exercise, text):
+            is_right = self.answer(exercise, text)
+            if is_right:
                 return
-            if left:
+            wrong += is_right is not None  # what cannot be read as an answer is no try
+            if is_right is not None and wrong < MOST_TRIES:
                 self.console.print("  Try again.")
-        self.console.print("  Let it rest: read the page again and come back to it.")
+        line = f"tilemesh guide {self.part.key} --exercise {key} --answer ANSWER"
+        self.console.print(f"  Go on for now, and come back to it with: {line}", markup=False, soft_wrap=self._in_pipe)
 
-    def answer(self, exercise: Exercise, text: str) -> bool:
-        """Judge what a reader typed, say why it is wrong if it is, and remember the try."""
+    def answer(self, exercise: Exercise, text: str) -> bool | None:
+        """Judge what a reader typed, say why it is wrong if it is, and remember the try. None: it is no answer."""
         try:
-            why = exercise.correct(exercise.read(text))
+            given = exercise.read(text)
         except UsageError as error:
             self.console.print(f"  {error}", markup=False, soft_wrap=self._in_pipe)
-            return False
+            return None
+        why = exercise.correct(given)
         if self._progress is not None:
             self._progress.answered(self.part.key, exercise.key, why is None)
         verdict = f"  Right. {exercise.explanation}" if why is None else f"  Not yet. {why}"

@@ -17,6 +17,7 @@ from tilemesh.comm.schedules.check import check
 from tilemesh.comm.schedules.simulate import Memory, simulate
 from tilemesh.comm.schedules.topology import Flat, LinearArray, Wire
 from tilemesh.core.units import format_bytes, format_rate, format_seconds
+from tilemesh.guide import on_gpu
 from tilemesh.guide.collectives import work
 from tilemesh.guide.lesson import Lesson
 from tilemesh.guide.messages.work import copy_seconds, ping_pong
@@ -94,8 +95,9 @@ for algorithm in ("ring", "tree"):
 #
 # ## α and β of this machine
 #
-# Chapter 2: a message of n bytes takes α + n·β. Measure both between two processes, and everything else follows: a
-# ring takes 2(n-1)·(α + N/n·β), a tree 2·log2(n)·(α + N·β).
+# Chapter 2: a message of N bytes takes α + N·β. Measure both between two processes, and everything else follows. With
+# n ranks and an array of N bytes a ring takes 2(n-1)·(α + N/n·β), for its messages have N/n bytes, and a tree takes
+# 2·log2(n)·(α + N·β).
 
 # %%
 four = Ranks(4)
@@ -125,10 +127,23 @@ measured = {
     name: Sample.of([max(times) for times in zip(*four.call(work.all_reduce_seconds, size, name), strict=True)])
     for name in ("ring", "auto")
 }
-four.close()
 lesson.show(guess, measured["ring"], limit=copy_s * max(1.0, 4 / cores), peers={"auto": measured["auto"]})
 ring_s, auto_s = measured["ring"].median, measured["auto"].median
 print(f"ring {format_seconds(ring_s)}, what tilemesh picks by itself {format_seconds(auto_s)}")
+device = on_gpu.gpu()
+if device is not None:  # the same from a GPU that the ranks share: to the host's memory first, and back
+    lesson.add(
+        on_gpu.all_reduce_row(
+            device,
+            4,
+            size,
+            measured["ring"],
+            lambda: Sample.of(
+                [max(times) for times in zip(*four.call(work.gpu_all_reduce_seconds, size, device), strict=True)]
+            ),
+        )
+    )
+four.close()
 
 # %% [markdown]
 # If four ranks have fewer than four cores, they take turns and the model is too optimistic by that factor. What
