@@ -29,7 +29,7 @@ NARROW = ("bfloat16", "float16", "float32")  # a kernel computes all of them in 
 
 
 @dataclass(frozen=True)
-class Template:
+class KernelTemplate:
     """A pattern and the kernel that computes it: operands by name, settings, and what else it returns."""
 
     name: str
@@ -54,7 +54,7 @@ class KernelUse:
     columns: int  # of the kernel's first operand
 
 
-def template(name: str, text: str) -> Template:
+def template(name: str, text: str) -> KernelTemplate:
     """A template from its text `pattern = kernel(operands, setting=value, keep=names)`."""
     left, equal, right = text.partition(" = ")
     if not equal:
@@ -73,7 +73,7 @@ def template(name: str, text: str) -> Template:
             keeps = tuple(ast.unparse(value) for value in values)
         else:
             settings.append((keyword.arg, keyword.value if isinstance(keyword.value, ast.Name) else _literal(keyword)))
-    return Template(name, pattern, call.func.id, operands, tuple(settings), keeps)
+    return KernelTemplate(name, pattern, call.func.id, operands, tuple(settings), keeps)
 
 
 def _literal(keyword: ast.keyword) -> Any:
@@ -149,7 +149,7 @@ def _feeds_elementwise(root: Node, readers: dict[Node, list[Node]], graph: Graph
 
 
 def _product(
-    graph: Graph, readers: dict[Node, list[Node]], each: Template, found: Match, root: Node
+    graph: Graph, readers: dict[Node, list[Node]], each: KernelTemplate, found: Match, root: Node
 ) -> dict[Node, Node]:
     """What the root, and the sum before its activation where others read it, become; nothing where it does not fit."""
     total = found.nodes["z"]
@@ -283,7 +283,7 @@ def _row_kernel(region: Node) -> KernelUse | None:
     return None
 
 
-def _row_use(region: Node, each: Template, found: Match, root: Node) -> KernelUse | None:
+def _row_use(region: Node, each: KernelTemplate, found: Match, root: Node) -> KernelUse | None:
     body, columns, space = region["body"], region["columns"], region["space"]
     named = found.nodes
     x = named["x"]
@@ -334,7 +334,7 @@ def _ignored(region: Node, named: dict[str, Node]) -> int | None:
     return int(number) if number is not None else None
 
 
-def _kept(node: Node, each: Template, named: dict[str, Node]) -> int | None:
+def _kept(node: Node, each: KernelTemplate, named: dict[str, Node]) -> int | None:
     """Which further result of the kernel a value is."""
     for place, name in enumerate(each.keeps):
         if seen(node) is named.get(name) and node.dtype == named[name].dtype:
