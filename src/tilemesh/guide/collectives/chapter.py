@@ -76,8 +76,8 @@ counted = {
 }
 lesson.show(guess, float(counted["ring"][0][1]), limit=2 * nbytes * (ranks - 1) / ranks)
 for name, per_rank in counted.items():
-    words = ", ".join(f"{messages} of {format_bytes(sent)}" for messages, sent in per_rank)
-    print(f"{name:>8}, messages and bytes in all by rank: {words}")
+    words = "; ".join(f"{messages}, {format_bytes(sent)}" for messages, sent in per_rank)
+    print(f"{name:>8}, messages and bytes by rank: {words}")
 assert counted["minimal"] == [(ranks - 1, nbytes * (ranks - 1))] * ranks
 assert counted["ring"] == [(2 * (ranks - 1), 2 * nbytes * (ranks - 1) // ranks)] * ranks
 
