@@ -224,11 +224,12 @@ def _object(
         "joules_per_token": None if asked.power is None else joules_per_token(asked.power, world, tokens),
         "layouts": [
             {
-                "tp": one.tp, "replicas": one.replicas, "pages": one.pages, "fits": one.fits, "batch": one.running,
-                "step_s": (one.needed or one.largest).step_s, "requests_per_s": one.most_requests_per_s,
-                "serves": one.needed is not None,
+                "tp": layout.tp, "replicas": layout.replicas, "pages": layout.pages, "fits": layout.fits,
+                "batch": layout.running,
+                "step_s": (layout.needed or layout.largest).step_s, "requests_per_s": layout.most_requests_per_s,
+                "serves": layout.needed is not None,
             }
-            for one in layouts
+            for layout in layouts
         ],
         "loads": [
             {"rate": one.rate, "share": one.share, "little": one.little, **one.figures.to_dict()} for one in loads

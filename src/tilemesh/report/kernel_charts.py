@@ -189,6 +189,7 @@ def _hull(roof: Sequence[tuple[float, float]]) -> list[tuple[float, float | None
 
 
 _LETTER, _LINE, _DOT = 0.0105, 0.045, 0.012  # of a plot: a letter's width where names are shown at all, a line, a dot
+_LINES = (0, 1, -1, 2, -2, 3, -3, 4, -4)
 Box = tuple[float, float, float, float]  # from left and bottom to right and top, as fractions of a plot
 
 
@@ -199,22 +200,28 @@ def names_beside(
     x: PlotAxis,
     y: PlotAxis,
 ) -> list[Note]:
-    """Names beside the dots, free of dots and of other names; one without room nearby is in the table alone."""
+    """A name for every dot, as near to it as there is room that no dot and no other name takes; where there is none
+    within some lines, at the place where it covers the least."""
     dots = [(x.place(at), y.place(value)) for at, value in [*points, *others]]
     taken: list[Box] = [(at - _DOT, up - _DOT * 1.5, at + _DOT, up + _DOT * 1.5) for at, up in dots]
     made = []
     for (at, value), label in zip(points, labels, strict=True):
         name, here, up = label.split(" ")[0], x.place(at), y.place(value)
         width = _LETTER * len(name)
-        for shift, at_left in ((lines * _LINE, side) for lines in (0, 1, -1) for side in (False, True)):
+        places: list[tuple[float, Box, float, bool]] = []
+        for shift, at_left in ((lines * _LINE, side) for lines in _LINES for side in (False, True)):
             begin = here - _DOT - width if at_left else here + _DOT
             box = (begin, up + shift - _LINE / 2, begin + width, up + shift + _LINE / 2)
-            if box[0] > 0 and box[2] < 1 and not any(_meet(box, other) for other in taken):
-                made.append(Note(at, y.value(up + shift), name, at_left))
-                taken.append(box)
-                break
+            if min(box) > 0 and max(box) < 1:
+                places.append((sum(_covered(box, other) for other in taken), box, shift, at_left))
+        if places:
+            _, box, shift, at_left = min(places, key=lambda place: place[0])  # the first of equals is the nearest
+            made.append(Note(at, y.value(up + shift), name, at_left))
+            taken.append(box)
     return made
 
 
-def _meet(one: Box, other: Box) -> bool:
-    return one[0] < other[2] and other[0] < one[2] and one[1] < other[3] and other[1] < one[3]
+def _covered(one: Box, other: Box) -> float:
+    """The area that two boxes have in common."""
+    width, height = min(one[2], other[2]) - max(one[0], other[0]), min(one[3], other[3]) - max(one[1], other[1])
+    return max(0.0, width) * max(0.0, height)
