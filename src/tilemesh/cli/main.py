@@ -113,10 +113,10 @@ def app_for(first: str) -> typer.Typer:
         is_asked = first == (command.name or command.callback.__name__)
         made.command(command.name)(command.callback if is_asked else _without_options(command.callback))
     for group in app.registered_groups:
+        assert group.typer_instance is not None
         if group.name == first:
             made.add_typer(group.typer_instance, name=group.name)
             continue
-        assert group.typer_instance is not None
         short = typer.Typer(help=group.typer_instance.info.help)
         short.command("options")(_without_options(_options))
         made.add_typer(short, name=group.name)

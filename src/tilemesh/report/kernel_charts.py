@@ -125,7 +125,8 @@ def _layer(
 
 def roofline(pairs: Sequence[Worked]) -> Drawing:
     """FLOP/s against FLOPs per byte, ours and the best peer, under the limit."""
-    ours, theirs, roof, rows, labels, places = [], [], [], [], [], []
+    ours, theirs, roof, labels, places = [], [], [], [], []
+    rows: list[list[str]] = []
     for row, need in sorted(pairs, key=lambda pair: pair[1].intensity):
         assert row.measured is not None
         x, reached = need.intensity, need.flops / row.measured.median
