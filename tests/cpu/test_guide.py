@@ -82,7 +82,10 @@ def test_a_number_is_read_as_it_is_typed(text: str, unit: str, value: float) -> 
     ],
 )
 def test_what_is_no_number_of_the_unit_is_refused(text: str, unit: str) -> None:
-    with pytest.raises(UsageError, match="is no number: " if unit == "count" else f"is no number of {unit}: "):
+    with pytest.raises(
+        UsageError,
+        match="is no number: " if unit == "count" else f"is no number of {'seconds' if unit == 's' else unit}: ",
+    ):
         parse_quantity(text, unit)
 
 
@@ -99,7 +102,7 @@ def test_what_a_table_shows_can_be_typed(value: float, unit: str) -> None:
 def test_the_guess_is_a_column_of_the_row() -> None:
     lesson, out = lesson_with("soon", "2 ms")
     guess = lesson.predict("time of nothing", unit="s", model=4e-3)
-    assert "'soon' is no number of s" in out.getvalue()
+    assert "'soon' is no number of seconds" in out.getvalue()
     assert "4 ms" not in out.getvalue(), "the model's answer was shown before the measurement"
     row = lesson.show(guess, 1e-3, limit=5e-4)
     assert (row.guess, row.predicted, row.guess_error) == (2e-3, 4e-3, 1.0)
@@ -231,6 +234,13 @@ def test_a_function_that_fails_is_told_how_and_where(body: str, said: str, tmp_p
     path.write_text(body)
     exercise = next(one for one in part_of("2").exercises() if one.key == "swap")
     assert said in str(exercise.correct(exercise.read(str(path))))
+
+
+def test_words_that_a_page_would_stress_have_no_stars_on_a_terminal() -> None:
+    lesson, out = lesson_with("d")
+    lesson.exercise("memory")
+    assert "That is how threads of one process behave" in " ".join(out.getvalue().split())
+    assert "(a *barrier*)" not in out.getvalue()
 
 
 def test_what_cannot_be_read_is_no_try(state: Path) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import re
 import sys
 import textwrap
 from collections.abc import Callable, Mapping
@@ -173,7 +174,7 @@ class Lesson:
             raise unknown("exercise", key, known)
         exercise = known[key]
         self.console.print(f"[bold]Exercise {key}:[/]", soft_wrap=self._in_pipe)
-        self.console.print(exercise.question, markup=False, soft_wrap=self._in_pipe)
+        self.console.print(_without_stars(exercise.question), markup=False, soft_wrap=self._in_pipe)
         if exercise.is_code or self._ask is None:
             if exercise.is_code:
                 self.console.print(exercise.template, markup=False, soft_wrap=self._in_pipe)
@@ -206,7 +207,7 @@ class Lesson:
         if self._progress is not None:
             self._progress.answered(self.part.key, exercise.key, why is None)
         verdict = f"  Right. {exercise.explanation}" if why is None else f"  Not yet. {why}"
-        self.console.print(verdict, markup=False, soft_wrap=self._in_pipe)
+        self.console.print(_without_stars(verdict), markup=False, soft_wrap=self._in_pipe)
         return why is None
 
     # The end ----------------------------------------------------------------------------------------------------
@@ -225,6 +226,11 @@ class Lesson:
             self.console.print(line, markup=False, soft_wrap=self._in_pipe)
         if self._progress is not None:
             self._progress.finish(self.part.key, made)
+
+
+def _without_stars(text: str) -> str:
+    """Markdown's *emphasis* as plain words, for a terminal."""
+    return re.sub(r"(?<![\w*])\*([^*\s][^*\n]*)\*", r"\1", text)
 
 
 def how_far_off(guesses: list[tuple[Guess, float]]) -> list[str]:

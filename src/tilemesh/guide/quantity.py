@@ -36,7 +36,7 @@ def parse_quantity(text: str, unit: str) -> float:
     """The number in the unit's own scale (seconds, bytes, FLOP/s); a bare number is taken to be in it already."""
     higher_is_better(unit)  # refuses a unit that no row has
     found = _NUMBER.fullmatch(text.strip())
-    kind = "number" if unit == "count" else f"number of {unit}"
+    kind = "number" if unit == "count" else f"number of {'seconds' if unit == 's' else unit}"
     how = "write the number alone, such as 12" if unit == "count" else f"write it such as {_EXAMPLES.get(unit, '12')}"
     if re.match(r"[0-9]+,[0-9]", text.strip()):
         how += ", with a point before decimals"
