@@ -1,6 +1,7 @@
 """Decoding on one GPU, with random weights: seconds of a step against the bytes it must read, as graphs and eagerly.
 
-    python benchmarks/serve_decode_h200.py [--shapes tinyllama-1.1b,llama-3-8b] [--profile] [--json FILE]
+    python benchmarks/serve_decode_h200.py [--shapes tinyllama-1.1b,llama-3-8b] [--profile] [--serve] [--online]
+        [--prefix] [--json FILE]
 
 Three times per case. *step*: of an engine that decodes, planning and launching ahead. *busy*: of that, between the
 beginning and the end of the captured step on the GPU, by CUDA events; `waits` is the share of the pauses between. (The
@@ -8,7 +9,9 @@ last step replayed, *device*, has fewer sequences than most had: they end one af
 with every kernel launched by itself and every token waited for. The limit is the weights and the keys and values that a
 step reads, at the rate of a large copy, which is measured first. *predicted*: by `plan/serving_clock.py`, before.
 `--serve` also times 256 requests of 100 to 1,024 tokens each way against the larger of bytes and FLOPs (at 800 TFLOP/s,
-what a large product reaches), step by step.
+what a large product reaches), step by step. `--online`: requests at random times, predicted before by the simulator
+with the step times of `plan/serving_clock.py`. `--prefix`: the first token of prompts of 8,192 tokens of
+which 90 % are shared, beside prompts that share nothing, and beside an engine that looks for nothing.
 """
 
 from __future__ import annotations
@@ -18,23 +21,31 @@ import json
 import random
 import statistics
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from tilemesh.bench.serve.load import Lengths, make_load
+from tilemesh.bench.serve.ours import run_load
+from tilemesh.bench.serve.run import ServeBench
 from tilemesh.core.hardware import parse_cluster
 from tilemesh.data.tokenizer import Unknown
+from tilemesh.measure.row import Row, write_rows
 from tilemesh.model.config import ModelConfig, preset
 from tilemesh.model.transformer import Transformer
 from tilemesh.model.work.decoding import SequencePart, key_value_bytes
 from tilemesh.plan.serving_clock import StepClock
 from tilemesh.serve import Engine, Sampling
+from tilemesh.serve.figures import ServeGoal
 from tilemesh.serve.load import ServedModel
 from tilemesh.serve.sampling import DrawKind
 from tilemesh.serve.scheduler import StepPlan
 
 PRODUCT_FLOPS_PER_S = 800e12
+RATES = {"tinyllama-1.1b": (25.0, 60.0, 100.0), "llama-3-8b": (20.0, 50.0)}
+"""Requests per second, up to about 0.8 of what the engine can serve."""
 REPLAYS = 30
 STEPS = 96
 
@@ -47,6 +58,13 @@ def random_model(config: ModelConfig) -> Transformer:
             made = torch.empty(parameter.shape, dtype=torch.bfloat16, device="cuda").normal_(0, 0.02)
             module.register_parameter(name, nn.Parameter(made, requires_grad=False))
     return model.eval()
+
+
+def with_context(model: Transformer, context: int) -> Transformer:
+    """The same weights for longer sequences."""
+    longer = Transformer(model.config.replace(context=context), device="meta", dtype=torch.bfloat16)
+    longer.load_state_dict(model.state_dict(), assign=True)
+    return longer.eval().requires_grad_(False)
 
 
 def copy_bytes_per_s() -> float:
@@ -234,14 +252,11 @@ def serve_many(
             ahead.prepare(rows)
         watched = Watched(engine, model, rate)
         sizes = [(draw.randint(*prompts), draw.randint(*outputs)) for _ in range(count)]
-        done: list[int] = []
+        asked = [[draw.randrange(vocabulary) for _ in range(prompt)] for prompt, _ in sizes]
+        samplings = [Sampling(max_tokens=output, temperature=0, ignore_eos=True) for _, output in sizes]
         began = time.perf_counter()
-        for prompt, output in sizes:
-            sampling = Sampling(max_tokens=output, temperature=0, ignore_eos=True)
-            tokens = [draw.randrange(vocabulary) for _ in range(prompt)]
-            engine.submit(tokens, sampling, lambda part: done.append(len(part.tokens)) if part.finish else None)
-        while len(done) < count:
-            time.sleep(0.005)
+        for _ in engine.generate(asked, samplings):
+            pass
         took = time.perf_counter() - began
     produced, limit = sum(output for _, output in sizes), sum(watched.limits)
     row = {**told, "requests": count, "prompts": prompts, "outputs": outputs, "seconds": took}
@@ -250,11 +265,66 @@ def serve_many(
     return shown(row)
 
 
+def serve_online(model: Transformer, shape: str, rates: Sequence[float]) -> list[Row]:
+    """TTFT and ITL of requests at random times, predicted before; 100 requests of 100 to 512 tokens and 64 to 128."""
+    clock = StepClock(model.config, parse_cluster("1xh200"))
+    lengths = Lengths(100, 512), Lengths(64, 128)
+    case = {"model": shape, "dtype": "bf16", "prompt": str(lengths[0]), "output": str(lengths[1]), "running": 64}
+    with engine_of(model, 64, True, pages=64 * 48, context=1024, prepare=True) as engine:
+        bench = ServeBench(engine, case, clock, "", ServeGoal(), print, watched=False)
+        warm = make_load(64, *lengths, model.config.vocabulary, rate=rates[-1], seed=99)
+        run_load(engine, warm, watched=False)  # compiles
+        for number, rate in enumerate(rates):
+            load = make_load(100, *lengths, model.config.vocabulary, rate=rate, seed=number)
+            bench.online(load, rate)
+            told = bench.found.points[-1].predicted
+            print(f"predicted: first token {told.ttft_p50:.4f} s, between tokens {told.itl_p50:.5f} s", flush=True)
+    return bench.found.rows
+
+
+def first_token_s(engine: Engine, prompt: Sequence[int]) -> float:
+    began = time.perf_counter()
+    list(engine.generate([list(prompt)], Sampling(max_tokens=1, temperature=0, ignore_eos=True)))
+    return time.perf_counter() - began
+
+
+def serve_prefix(model: Transformer, told: dict[str, Any], length: int = 8192, turns: int = 8) -> dict[str, Any]:
+    """Medians of the time to the first token: 90 % shared, nothing shared, and without a prefix cache."""
+    draw = random.Random(2)
+
+    def fresh(count: int) -> list[int]:
+        return [draw.randrange(model.config.vocabulary) for _ in range(count)]
+
+    options = {"pages": 8 * length // 16, "context": length + 16}
+    found: dict[str, list[float]] = {"shared": [], "not_shared": [], "without_cache": []}
+    common = fresh(length * 9 // 10)
+    with (
+        engine_of(model, 1, True, share_prefixes=True, **options) as engine,
+        engine_of(model, 1, True, **options) as plain,
+    ):
+        for turn in range(turns + 2):
+            times = {
+                "shared": first_token_s(engine, common + fresh(length - len(common))),
+                "not_shared": first_token_s(engine, fresh(length)),
+                "without_cache": first_token_s(plain, fresh(length)),
+            }
+            for name, seconds in times.items():
+                if turn >= 2:  # the first ones compile, and fill the cache
+                    found[name].append(seconds)
+    medians = {f"{name}_ms": statistics.median(seconds) * 1e3 for name, seconds in found.items()}
+    row = {**told, "prompt": length, "shared": len(common), **medians}
+    row["share_of_time"] = medians["shared_ms"] / medians["not_shared_ms"]
+    row["cost_without_hits"] = medians["not_shared_ms"] / medians["without_cache_ms"]
+    return shown(row)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", default="tinyllama-1.1b,llama-3-8b")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--serve", action="store_true")
+    parser.add_argument("--online", action="store_true")
+    parser.add_argument("--prefix", action="store_true")
     parser.add_argument("--json")
     asked = parser.parse_args()
     rows = []
@@ -273,11 +343,24 @@ def main() -> None:
             if shape == "tinyllama-1.1b":  # the load of a known figure of transformers
                 rows.append(serve_many(model, told, rate, 128, (128, 128), (512, 512)))
             print(f"{time.perf_counter() - began:.0f} s")
+        if asked.json:
+            write(asked.json, rows)
+        if asked.prefix:
+            rows.append(serve_prefix(with_context(model, 16_384), told))
+        if asked.online:
+            online = serve_online(model, shape, RATES[shape])
+            if asked.json:
+                write_rows(online, asked.json.replace(".jsonl", f"-{shape}-online.jsonl"))
+        print(f"{time.perf_counter() - began:.0f} s")
         del model
         torch.cuda.empty_cache()
     if asked.json:
-        with open(asked.json, "w") as out:
-            out.writelines(json.dumps(row) + "\n" for row in rows)
+        write(asked.json, rows)
+
+
+def write(path: str, rows: Sequence[dict[str, Any]]) -> None:
+    with open(path, "w") as out:
+        out.writelines(json.dumps(row) + "\n" for row in rows)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+
 import pytest
 import torch
 
@@ -9,7 +11,7 @@ import tilemesh as tm
 from tilemesh.bench.kernel.adamw import BENCH
 from tilemesh.core.errors import UsageError
 from tilemesh.kernels.accuracy import excess, unit
-from tilemesh.kernels.adamw.reference import norm_bound
+from tilemesh.kernels.adamw.norm import norm_bound
 
 pytest.importorskip("triton")
 
@@ -178,3 +180,83 @@ def test_bad_arguments_get_a_reason(call, words):
     with pytest.raises(UsageError) as caught:
         call()
     assert words in str(caught.value)
+
+
+class Program:
+    """What a launch leaves: counts how often it was launched, and on which memory."""
+
+    def __init__(self, name, addresses):
+        self.name, self.launched = name, [addresses]
+
+    def launch(self, addresses):
+        self.launched.append(list(addresses))
+
+
+@pytest.fixture
+def programs(monkeypatch):
+    """AdamW as on a GPU, with launches that do nothing; those that were compiled or looked up, in order."""
+    reference = importlib.import_module("tilemesh.kernels.adamw.reference")
+    made = []
+
+    def launch(plan, tensors, written, **constants):
+        made.append(Program(plan.__name__, [tensor.data_ptr() for tensor in tensors.values()]))
+        return made[-1]
+
+    monkeypatch.setattr(reference, "implementation_of", lambda implementation, tensors: "triton")
+    monkeypatch.setattr(reference.call, "compiled", launch)
+    return made
+
+
+def test_a_step_on_the_same_memory_is_launched_again_and_not_planned(programs):
+    parameters, gradients, rate, step = drawn(), drawn(seed=1), torch.tensor(0.01), torch.tensor(1.0)
+    optimizer = kernels.AdamW(parameters, zeros(), zeros())
+    for _ in range(3):
+        optimizer.step(gradients, rate=rate, step=step)
+    names = [program.name for program in programs]
+    assert names.count("correct_plan") == 1
+    assert all(len(program.launched) == 3 and program.launched[0] == program.launched[2] for program in programs)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        lambda given: given["gradients"].__setitem__(0, given["gradients"][0].clone()),
+        lambda given: given["gradients"].__setitem__(3, given["gradients"][3].to(torch.float32)),
+        lambda given: given.update(divisor=2.0),
+        lambda given: given.update(divisor=torch.tensor(2.0)),
+        lambda given: given.update(rate=given["rate"].clone()),
+        lambda given: given.update(rate=0.01),
+        lambda given: given.update(step=2),
+        lambda given: setattr(given["parameters"][0], "data", given["parameters"][0].clone()),
+    ],
+)
+def test_a_step_that_differs_is_planned_anew(programs, changed):
+    given = {"gradients": drawn(seed=1), "rate": torch.tensor(0.01), "step": torch.tensor(1.0), "divisor": 1.0}
+    parameters = drawn()
+    optimizer = kernels.AdamW(parameters, zeros(), zeros())
+    optimizer.step(given["gradients"], **{name: given[name] for name in ("rate", "step", "divisor")})
+    before = len(programs)
+    given["parameters"] = parameters
+    changed(given)
+    optimizer.step(given["gradients"], **{name: given[name] for name in ("rate", "step", "divisor")})
+    assert len(programs) > before
+    assert all(len(program.launched) == 1 for program in programs)
+
+
+def test_a_gradient_of_another_shape_is_refused_after_a_step_too(programs):
+    parameters, gradients, rate = drawn(), drawn(seed=1), torch.tensor(0.01)
+    optimizer = kernels.AdamW(parameters, zeros(), zeros())
+    optimizer.step(gradients, rate=rate, step=rate)
+    gradients[0] = gradients[0].view(5, 3)
+    with pytest.raises(UsageError, match=r"gradients\[0\]"):
+        optimizer.step(gradients, rate=rate, step=rate)
+    with pytest.raises(UsageError, match="gradients for"):
+        optimizer.step(gradients[1:], rate=rate, step=rate)
+
+
+def test_steps_that_are_kept_to_be_repeated_are_few(programs):
+    optimizer = kernels.AdamW(drawn(), zeros(), zeros())
+    rate, others = torch.tensor(0.01), [drawn(seed=seed) for seed in range(20)]
+    for gradients in others:
+        optimizer.step(gradients, rate=rate, step=rate)
+    assert len(optimizer._repeated) == 8

@@ -109,6 +109,7 @@ def test_the_page_shows_every_method_and_says_why() -> None:
     loads = [ServerLoad(workers, 1, 1 / workers, 0.5, 0.01 * workers) for workers in (1, 4, 16)]
     diverging = [BoundCurve(0, [1.0, 0.1]), BoundCurve(30, [1.0, 100.0])]
     page = methods_page.render([*rows, excess], curves, ["A note"], loads, diverging)
+    assert len(methods_page.drawings(curves, loads, diverging)) == 4
     for words in (
         "ASP 3.00",
         "uses the bound up once",

@@ -6,6 +6,7 @@ import io
 import json
 import re
 import xml.etree.ElementTree as ET
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,10 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from tilemesh.cli.main import main
+from tilemesh.comm import run_threads
 from tilemesh.core.errors import UsageError
-from tilemesh.guide import attention
+from tilemesh.core.step.book import build
+from tilemesh.guide import attention, strategies
 from tilemesh.guide.book import PARTS, GuidePart, part_of
 from tilemesh.guide.draw import every_figure
 from tilemesh.guide.exercise import Exercise, choice, function_in, listing, numeric
@@ -25,6 +28,7 @@ from tilemesh.guide.lesson import Lesson, how_far_off, typical_factor
 from tilemesh.guide.progress import Guessed, ReaderProgress
 from tilemesh.guide.quantity import parse_quantity
 from tilemesh.guide.runner import cells, notebook
+from tilemesh.guide.tensor_parallel import work as tensor_parallel
 from tilemesh.measure.row import Row
 from tilemesh.measure.table import format_value, render
 
@@ -52,7 +56,8 @@ def lesson_with(*answers: str | None) -> tuple[Lesson, io.StringIO]:
     ("text", "unit", "value"),
     [
         ("3 ms", "s", 3e-3), ("40us", "s", 40e-6), ("40 µs", "s", 40e-6), ("0.5", "s", 0.5), (".5s", "s", 0.5),
-        ("2e-3", "s", 2e-3), ("64 MiB", "B", 64 << 20), ("64MB", "B", 64e6), ("1,024", "B", 1024),
+        ("2e-3", "s", 2e-3), ("2 seconds", "s", 2.0), ("10 microseconds", "s", 10e-6), ("1,024.5", "count", 1024.5),
+        ("64 MiB", "B", 64 << 20), ("64MB", "B", 64e6), ("1,024", "B", 1024),
         ("2.5 GB/s", "B/s", 2.5e9),
         ("80 GFLOP/s", "FLOP/s", 80e9), ("80 G", "FLOP/s", 80e9), ("20 %", "fraction", 0.2), ("0.2", "fraction", 0.2),
         ("12", "count", 12), ("4k", "messages", 4000), ("6 messages", "messages", 6), ("1.5 GiB/s", "B/s", 1.5 * 2**30),
@@ -63,10 +68,24 @@ def test_a_number_is_read_as_it_is_typed(text: str, unit: str, value: float) -> 
 
 
 @pytest.mark.parametrize(
-    ("text", "unit"), [("soon", "s"), ("", "s"), ("3 GB", "s"), ("-1", "s"), ("4 MiB", "count"), ("3 kg", "B")]
+    ("text", "unit"),
+    [
+        ("soon", "s"),
+        ("", "s"),
+        ("3 GB", "s"),
+        ("-1", "s"),
+        ("4 MiB", "count"),
+        ("3 kg", "B"),
+        ("1,5 us", "s"),
+        ("1,5", "count"),
+        ("60 us", "count"),
+    ],
 )
 def test_what_is_no_number_of_the_unit_is_refused(text: str, unit: str) -> None:
-    with pytest.raises(UsageError, match="is no number: " if unit == "count" else f"is no number of {unit}: "):
+    with pytest.raises(
+        UsageError,
+        match="is no number: " if unit == "count" else f"is no number of {'seconds' if unit == 's' else unit}: ",
+    ):
         parse_quantity(text, unit)
 
 
@@ -83,7 +102,7 @@ def test_what_a_table_shows_can_be_typed(value: float, unit: str) -> None:
 def test_the_guess_is_a_column_of_the_row() -> None:
     lesson, out = lesson_with("soon", "2 ms")
     guess = lesson.predict("time of nothing", unit="s", model=4e-3)
-    assert "'soon' is no number of s" in out.getvalue()
+    assert "'soon' is no number of seconds" in out.getvalue()
     assert "4 ms" not in out.getvalue(), "the model's answer was shown before the measurement"
     row = lesson.show(guess, 1e-3, limit=5e-4)
     assert (row.guess, row.predicted, row.guess_error) == (2e-3, 4e-3, 1.0)
@@ -104,8 +123,18 @@ def test_without_a_reader_the_cost_model_answers_and_nothing_is_remembered(state
     assert not state.exists()
 
 
+def test_a_reader_who_skips_has_no_guess_in_the_table() -> None:
+    lesson, out = lesson_with("")
+    guess = lesson.predict("x", unit="s", model=4e-3)
+    assert "4 ms" not in out.getvalue()
+    row = lesson.show(guess, 1e-3, limit=5e-4)
+    assert (row.guess, row.predicted) == (None, 4e-3)
+    lesson.close()
+    assert "your guess" not in out.getvalue()
+
+
 def test_a_row_without_a_guess_is_as_before() -> None:
-    lesson, _ = lesson_with()
+    lesson = Lesson("1", console=Console(file=io.StringIO()))
     row = lesson.show(lesson.predict("x", unit="s", model=1.0), 1.0, limit=1.0)
     body = json.loads(row.to_json())
     del body["guess"]
@@ -178,6 +207,52 @@ def test_a_function_is_read_from_a_file(tmp_path: Path) -> None:
         function_in(path, "f")
     path.write_text("def f(): return 3")
     assert function_in(path, "f")() == 3
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("def swap(comm, mine, other):\n    return np.empty_like(mine)\n", "NameError in line 2 of mine.py"),
+        ("def swap(comm, mine):\n    return mine\n", "takes 2 positional arguments but 3 were given"),
+        ("def swap(comm, mine, other):\n    comm.send(3, to=other)\n", "line 2 of mine.py: input is a int"),
+        (
+            "import numpy as np\ndef swap(comm, mine, other):\n    box = np.empty(2, np.int64)\n"
+            "    handles = [comm.irecv(box, other), comm.isend(mine, other)]\n"
+            "    return [handle.wait() for handle in handles][0]\n",
+            "A message did not arrive as it was expected",
+        ),
+        (
+            "import numpy as np\ndef swap(comm, mine, other):\n    box = np.empty(3)\n"
+            "    handles = [comm.irecv(box, other), comm.isend(mine, other)]\n"
+            "    return [handle.wait() for handle in handles][0]\n",
+            "a box of another dtype",
+        ),
+    ],
+)
+def test_a_function_that_fails_is_told_how_and_where(body: str, said: str, tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(body)
+    exercise = next(one for one in part_of("2").exercises() if one.key == "swap")
+    assert said in str(exercise.correct(exercise.read(str(path))))
+
+
+def test_words_that_a_page_would_stress_have_no_stars_on_a_terminal() -> None:
+    lesson, out = lesson_with("d")
+    lesson.exercise("memory")
+    assert "That is how threads of one process behave" in " ".join(out.getvalue().split())
+    assert "(a *barrier*)" not in out.getvalue()
+
+
+def test_what_cannot_be_read_is_no_try(state: Path) -> None:
+    lesson, out = lesson_with("many", "28 ranks", "36", "28")
+    lesson.exercise("world_sum")
+    assert out.getvalue().count("write the number alone") == 2
+    assert ReaderProgress().of("1").solved == {"world_sum": 2}
+    assert main(["guide", "1", "--exercise", "world_sum", "--answer", "many"]) == 2
+    lesson, out = lesson_with("1", "2", "4", "28")
+    lesson.exercise("world_sum")
+    assert "come back to it with: tilemesh guide 1 --exercise world_sum" in out.getvalue()
+    assert "Right." not in out.getvalue()
 
 
 def test_a_wrong_answer_is_corrected_and_asked_again(state: Path) -> None:
@@ -267,12 +342,31 @@ def test_drawings_of_no_chapter_are_as_the_code_draws_them() -> None:
     page = (ROOT / "docs" / "guide" / "figures.md").read_text()
     assert len(re.findall(r"^\| \d+ \|", page, re.MULTILINE)) == 69
     others = {name: text for name, text in every_figure().items() if name.startswith("figures/")}
-    assert len(others) == 9
+    assert len(others) == 14
     for name, text in others.items():
         ET.fromstring(text)
         committed = ROOT / "docs" / "guide" / name
         assert committed.read_text() == text, "run `python -m tilemesh.guide.draw docs/guide`"
         assert f"({name})" in page
+
+
+def test_the_cheapest_cut_of_two_products_is_megatrons_until_tokens_outweigh_the_matrices() -> None:
+    for tokens in (1, 1024, 4095):
+        _, (first, second) = strategies.paths(tokens)[0]
+        assert (first.matrix, second.matrix) == ("columns", "rows")
+    sent, (first, second) = strategies.paths(4097)[0]
+    assert (first.matrix, second.matrix) == ("whole", "whole")  # data parallelism
+    assert sent == 2 * strategies.ITEM_BYTES * strategies.WIDTH * strategies.HIDDEN  # both gradients, 2 (n-1)/n of each
+    drawn_by = strategies.paths()[0]
+    step = run_threads(2, partial(tensor_parallel.columns_then_rows, p=tensor_parallel.make(16, 12, 32)))[0]
+    scale = strategies.TOKENS * strategies.WIDTH * strategies.ITEM_BYTES / (16 * 12 * 8)
+    assert drawn_by[0] == (step.forward_bytes + step.backward_bytes) * scale, "what chapter 6 counts"
+
+
+def test_double_buffered_weights_are_first_read_by_microbatch_8() -> None:
+    program = build("pipedream-2bw", 4, 12)
+    read = {action.microbatch: action.version for action in program.actions[0] if action.kind == "F"}
+    assert [read[microbatch] for microbatch in range(12)] == [0] * 8 + [1] * 4
 
 
 def test_the_attention_that_is_drawn_is_attention() -> None:

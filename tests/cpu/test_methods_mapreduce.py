@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -76,6 +78,21 @@ def points_of(count: int) -> tuple[np.ndarray, np.ndarray]:
     centres = draw.normal(size=(10, 4)) * 5
     points = centres[draw.integers(0, 10, count)] + draw.normal(size=(count, 4))
     return points, points[:10].copy()
+
+
+def test_k_means_is_what_scikit_learn_found_from_the_same_start() -> None:
+    """Its results, kept in a file with the points; after 1, 4 and all iterations, on 1 and 3 ranks."""
+    kept = json.loads((Path(__file__).parent / "k_means_scikit_learn.json").read_text())
+    points = np.array(kept["points"])
+    for wanted in kept["results"]:
+        for ranks in (1, 3):
+            found, *others = run_threads(
+                ranks,
+                lambda comm: k_means(comm, points[comm.rank :: comm.size], points[:6], wanted["iterations"]),  # noqa: B023
+            )
+            assert all(np.array_equal(found.centres, other.centres) for other in others)
+            # Sums of 240 numbers in another order: 240 units of rounding of values up to 10.
+            np.testing.assert_allclose(found.centres, wanted["centres"], rtol=0, atol=240 * 10 * 2.3e-16)
 
 
 def test_k_means_is_scikit_learns_from_the_same_start() -> None:

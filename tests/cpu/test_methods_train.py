@@ -10,16 +10,23 @@ import torch
 
 from tilemesh.comm import run_threads
 from tilemesh.core.errors import UsageError
+from tilemesh.data.corpus import open_corpus
+from tilemesh.methods.record import ServerEvent, replay
+from tilemesh.methods.rules import Push
+from tilemesh.methods.server import mean_update
+from tilemesh.parallel import Mesh
+from tilemesh.parallel.mesh import Axis
 from tilemesh.report.kind_page import Beside
 from tilemesh.report.run import read as read_run
 from tilemesh.report.run_page import render
 from tilemesh.runs import folder as folders
 from tilemesh.runs.kind import TRAIN
+from tilemesh.runs.names import SERVER_RECORDS
 from tilemesh.runs.reader import open_checkpoint
 from tilemesh.train import load_config
 from tilemesh.train.config import TrainConfig
-from tilemesh.train.rank import train_here
-from tilemesh.train.served import server_cuts
+from tilemesh.train.rank import lay_model, train_here
+from tilemesh.train.served import FlatWeights, WorkerSource, as_worker, served_shard, server_cuts
 
 SMALL = (
     "model.layers=1", "model.width=16", "model.heads=2", "model.context=16", "train.steps=8", "train.batch=4",
@@ -111,6 +118,45 @@ def test_asp_comes_to_its_end_with_its_figures(tmp_path: Path) -> None:
     assert "workers waited for others" in page
     sent = sum(tensor.nbytes for tensor in weights(tmp_path / "run").values())
     assert server["bytes"] == pytest.approx(sent * (16 + server["pulls"]), rel=1e-9)
+
+
+@pytest.mark.parametrize(("consistency", "batch"), [("asp", 1), ("ssp", 1), ("asp", 2)])
+def test_an_asynchronous_run_is_the_serial_replay_of_its_record(consistency: str, batch: int, tmp_path: Path) -> None:
+    """Two workers and two servers train; what the servers wrote of it is done again in one process."""
+    method = (f"method.consistency={consistency}", "method.staleness=1", f"method.batch={batch}", "method.servers=2")
+    made = config(*SGD, "train.method=server", *method)
+    train(made, tmp_path / "run")
+    files = sorted((tmp_path / "run" / SERVER_RECORDS).iterdir())
+    records = [[ServerEvent.from_json(json.loads(line)) for line in file.read_text().splitlines()] for file in files]
+    assert [sum(event.kind == "push" for event in events) for events in records] == [16, 16]
+    alone = run_threads(1, lambda comm: comm)[0]
+    laid = lay_model(as_worker(made), Mesh(alone), torch.device("cpu"), False)
+    laid_before = {name: mine.tensor.detach().clone() for name, mine in laid.gradients.stepped.items()}
+    shards = [served_shard(made, laid.gradients.stepped, number) for number in (0, 1)]
+    vectors = FlatWeights(laid.gradients.stepped, 2)
+    corpus = open_corpus(made.data)
+    sources = [WorkerSource(made, corpus, Axis("dp", 2, worker, (0,), alone), torch.device("cpu")) for worker in (0, 1)]
+
+    def gradient(push: Push, read: list[torch.Tensor]) -> list[torch.Tensor]:
+        vectors.flat.copy_(torch.cat(read))
+        batches = sources[push.worker].fetch(push.clock + 1)
+        for turn, (tensors, _) in enumerate(batches):
+            laid.gradients.backward(*laid.loss(*tensors), last=turn == len(batches) - 1)
+        laid.gradients.finish()
+        whole = torch.cat([mine.tensor.grad.reshape(-1) for mine in vectors.held.values()])
+        return [whole[cut].clone() for cut in vectors.cuts]
+
+    replay(
+        records,
+        lambda server: shards[server].weights.clone(),
+        gradient,
+        lambda server, pushes, gradients: mean_update(shards[server], pushes, gradients, 2),
+    )
+    found = weights(tmp_path / "run")
+    ends = dict(zip(vectors.held, vectors.split(torch.cat([shard.weights for shard in shards])), strict=True))
+    for name, value in ends.items():
+        torch.testing.assert_close(found[f"weight:{name}"], value, rtol=0, atol=1e-10)
+        assert not torch.equal(value, laid_before[name])
 
 
 def test_compression_and_local_updates_tell_what_they_saved(tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,12 +16,13 @@ from tilemesh.comm import Communicator, run_threads
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.core.plan import INTERLEAVED, ParallelPlan
 from tilemesh.core.step.action import Action
+from tilemesh.core.step.book import SCHEDULES, why_not_built
 from tilemesh.core.step.passes import exchange, recompute
 from tilemesh.core.step.program import PlannedStep
 from tilemesh.core.step.schedules import one_f_one_b
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.transformer import IGNORED, Transformer, loss_sum
-from tilemesh.parallel import Mesh, lay
+from tilemesh.parallel import Mesh, lay, run
 from tilemesh.parallel.laid import StepPiece
 from tilemesh.parallel.pipeline import ModelServices, Pipeline
 from tilemesh.parallel.run import StepRunner, StepServices, sends_first
@@ -236,6 +239,34 @@ def test_stages_that_sleep_run_by_the_same_code(monkeypatch: pytest.MonkeyPatch)
             StepRunner(program, comm, chunks, StepServices())()
 
     run_threads(2, steps)
+
+
+def test_sends_that_a_thread_would_move_too_slowly_are_waited_for_in_the_order_that_was_proved(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Communicator, "is_moved_apart", True)
+    monkeypatch.setattr(run, "_MOST_LEFT", 0)
+    for name in ("FORWARD_S", "INPUT_S", "WEIGHT_S"):
+        monkeypatch.setattr(sleeping, name, 1e-4)
+    names = [name for name in SCHEDULES if name != "terapipe" and why_not_built(name, 4, 8) is None]
+    programs = [sleeping.program_of(name, 4, 8) for name in names]
+
+    def told_after(runner: StepRunner, under_way: list[int], action: Action, do: Callable[[], None]) -> None:
+        do()
+        under_way.append(len(runner.sending))
+
+    def steps(comm: Communicator) -> None:
+        for program in programs:
+            chunks = {chunk: sleeping.SleepingChunk() for chunk in program.placement.held[comm.rank]}
+            told: list[str] = []
+            runner = StepRunner(program, comm, chunks, sleeping._Summed(), told.append)
+            under_way: list[int] = []
+            runner.around = partial(told_after, runner, under_way)
+            runner()
+            assert told[:-1] == [str(action) for action in program.actions[comm.rank]]
+            assert not any(under_way)
+
+    run_threads(4, steps)
 
 
 class Stalls(Echo):

@@ -189,12 +189,12 @@ def test_rows_drawn_at_once_are_rows_drawn_one_by_one(seed: int) -> None:
         ) for number in range(rows)
     ]  # fmt: skip
     from tilemesh.serve.device_steps import _floats_of
-    from tilemesh.serve.sampling import draw_kind
+    from tilemesh.serve.sampling import kind_of
 
-    temperature, uniform, top_p, min_p = torch.tensor(_floats_of(drawings), dtype=torch.float64).t()
+    temperature, top_p, min_p, uniform = torch.tensor(_floats_of(drawings), dtype=torch.float64).t()
     top_k = torch.tensor([drawing.sampling.top_k for drawing in drawings])
     draws = RowDraws(temperature, uniform, top_k, top_p, min_p)
-    found = draw_on_device(logits, draws, draw_kind(drawings, vocabulary))
+    found = draw_on_device(logits, draws, max(kind_of(drawing.sampling, vocabulary) for drawing in drawings))
     assert found.tolist() == draw_tokens(logits, drawings)
     logits[0, 3] = torch.inf
     assert draw_on_device(logits, draws, DrawKind.GREEDY).tolist()[0] == -1

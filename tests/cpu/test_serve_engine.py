@@ -239,6 +239,38 @@ def only(completions: Iterator[Completion]) -> Completion:
     return completion
 
 
+def test_each_prompt_may_have_a_sampling_of_its_own(engine: Engine) -> None:
+    prompts = ["to be", "or not", "that is"]
+    each = [Sampling(max_tokens=number + 2, seed=number, ignore_eos=True) for number in range(3)]
+    together = [completion.answers[0].tokens for completion in engine.generate(prompts, each)]
+    alone = [
+        only(engine.generate(prompt, asked)).answers[0].tokens for prompt, asked in zip(prompts, each, strict=True)
+    ]
+    assert together == alone
+    assert [len(tokens) for tokens in together] == [2, 3, 4]
+    with pytest.raises(UsageError, match="3 prompts and 2 samplings"):
+        engine.generate(prompts, each[:2])
+
+
+def test_an_answer_that_nobody_follows_is_told_in_one_part(engine: Engine) -> None:
+    parts: dict[bool, list[AnswerPart]] = {False: [], True: []}
+    for whole, heard in parts.items():
+        done = threading.Event()
+
+        def tell(part: AnswerPart, heard: list[AnswerPart] = heard, done: threading.Event = done) -> None:
+            heard.append(part)
+            if part.finish is not None:
+                done.set()
+
+        engine.submit(engine.encode("to be"), Sampling(max_tokens=12, seed=4, ignore_eos=True), tell, whole=whole)
+        assert done.wait(60)
+    (only_part,) = parts[True]
+    assert len(parts[False]) > 1
+    assert only_part.text == "".join(part.text for part in parts[False])
+    assert only_part.tokens == tuple(token for part in parts[False] for token in part.tokens)
+    assert only_part.finish is parts[False][-1].finish
+
+
 def test_several_answers_differ_and_each_repeats(engine: Engine) -> None:
     asked = Sampling(max_tokens=8, n=3, seed=5, ignore_eos=True)
     first, second = only(engine.generate("to be or not", asked)), only(engine.generate("to be or not", asked))

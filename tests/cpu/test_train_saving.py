@@ -149,7 +149,7 @@ def test_room_that_somebody_makes_in_time_is_used(
     result = tm.train.fit(made(tmp_path, "checkpoint.retry_s=30"), run=tmp_path / "run", on_event=hear)
     assert result.saved_step == 6
     (asked,) = (text for text in heard if "make room for" in text)
-    assert f"KiB a rank in {tmp_path / 'run' / CHECKPOINTS}; trying again for 30 s" in asked
+    assert f"KiB per rank in {tmp_path / 'run' / CHECKPOINTS}; trying again for 30 s" in asked
 
 
 def test_asking_ends_when_its_time_is_over_or_somebody_interrupts(

@@ -7,7 +7,7 @@ import torch
 
 import tilemesh as tm
 from tilemesh.kernels.accuracy import excess, unit
-from tilemesh.kernels.adamw.reference import norm_bound
+from tilemesh.kernels.adamw.norm import norm_bound
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 

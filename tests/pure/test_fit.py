@@ -67,10 +67,12 @@ def test_a_curve_goes_through_its_points_and_straight_beyond() -> None:
 
 
 def test_a_fit_survives_being_stored() -> None:
-    crowded = replace(FIT, layer_s=(0.1, 0.22))
+    crowded = replace(FIT, layer_s=(0.1, 0.22), worked_s=4e-4)
     assert Fit.from_dict(json.loads(json.dumps(crowded.to_dict()))) == crowded
     with pytest.raises(ValueError, match="no measurement"):
         Fit.from_dict(FIT.to_dict() | {"layer_s": [0.1, 0.0]})
+    with pytest.raises(ValueError, match="no measurement"):
+        Fit.from_dict(FIT.to_dict() | {"worked_s": -1.0})
     again = Fit.from_dict(json.loads(json.dumps(FIT.to_dict())))
     assert again == FIT
     for damage in (

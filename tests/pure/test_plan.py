@@ -71,7 +71,7 @@ def test_the_published_530b_layout() -> None:
     )
     assert (plan.world, plan.batch, plan.compute_dtype) == (280, 280, "bf16")
     assert plan.describe() == (
-        "dp 1 x tp 8 x pp 35 = 280 ranks, sequence parallel, batch 280 (280 x 1 a replica), interleaved 3, "
+        "dp 1 x tp 8 x pp 35 = 280 ranks, sequence parallel, batch 280 (280 x 1 per replica), interleaved 3, "
         "selective recomputation, materialized attention, bf16-master"
     )
 
@@ -83,7 +83,7 @@ def test_world_and_batch_count_replicas() -> None:
 
 def test_the_plain_plan_says_only_what_matters() -> None:
     described = ParallelPlan().describe()
-    assert described == "dp 1 x tp 1 x pp 1 = 1 rank, batch 1 (1 x 1 a replica), fused attention, bf16"
+    assert described == "dp 1 x tp 1 x pp 1 = 1 rank, batch 1 (1 x 1 per replica), fused attention, bf16"
     assert "ZeRO-2" in ParallelPlan(dp=4, zero=2).describe()
 
 

@@ -179,6 +179,24 @@ def test_a_fit_gives_the_link_between_ranks() -> None:
         assert axis.all_reduce_s(1 << 20) == pytest.approx(700e-6)
 
 
+def test_an_exchange_after_computing_takes_what_was_measured_more() -> None:
+    """Every exchange of a step: two per layer and pass, and those of the embedding and the loss."""
+    curves = {"all_reduce/flat": [[16, 20e-6], [1 << 20, 900e-6]]}
+    plain = fitted(2, curves)
+    worked = plain.with_section("collectives", {"mpi/2/2": {"curves": curves, "worked_s": 3e-4}})
+    plan = ParallelPlan(tp=2, microbatch=8, precision="fp32")
+    quick, slow = (
+        predict(preset("tiny"), here.cluster, plan, rates=here.rates).step_time_s
+        for here in (local_cpu(one, 2, 2, MEMORY) for one in (plain, worked))
+    )
+    exchanges = (slow - quick) / 3e-4
+    assert exchanges == pytest.approx(round(exchanges))
+    assert exchanges >= 4 * 4  # four layers, two forward and two back each
+    axis = group(local_cpu(worked, 2, 2, MEMORY).cluster, 2, 1)
+    assert axis.exchange_s("all_reduce", 16) == pytest.approx(20e-6 + 3e-4, rel=0.01)
+    assert group(local_cpu(worked, 2, 2, MEMORY).cluster, 1, 1).exchange_s("all_reduce", 16) == 0.0
+
+
 @pytest.mark.parametrize(
     "curves", [{}, {"all_reduce/flat": [[16, 1e-5]]}, {"all_reduce/flat": "no"}, {"all_reduce/flat": [[0, 1], [9, 2]]}]
 )

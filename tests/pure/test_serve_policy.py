@@ -234,6 +234,7 @@ def serve_ahead(seed: int) -> tuple[Scheduler, list[Arrival], int]:
         if not scheduler.busy and ahead is None and step > 9:
             return scheduler, arrivals, assumed
         plan = scheduler.plan()
+        assert ahead is None or not plan.preempted  # or it would be computed again from tokens that are not known
         sampled = runner.run(plan)
         if ahead is not None:
             scheduler.commit(*ahead)

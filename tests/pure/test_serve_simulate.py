@@ -43,6 +43,40 @@ def test_requests_that_come_during_a_step_wait_for_its_end() -> None:
     assert [len(step.parts) for step in history.steps] == [1, 3, 3, 2]
 
 
+def test_ahead_whoever_comes_during_a_step_waits_for_the_one_that_was_launched() -> None:
+    asked = fresh_requests([0, 5], [4] * 2, [4] * 2)
+    history = simulate(ServeLimits(pages=64, context=200), asked, lambda plan: 10, launching=lambda plan: 1)
+    first, second = history.requests.values()
+    assert first.token_ns == [10, 20, 30, 40]  # steps follow each other as if nothing were launched ahead
+    assert second.taken_ns == 10
+    assert second.token_ns == [30, 40, 50, 60]  # the second step was launched at 1, before it came
+    slow = simulate(ServeLimits(pages=64, context=200), asked, lambda plan: 10, launching=lambda plan: 15)
+    # The host is what steps wait for: tokens are read when the next step has been launched.
+    assert next(iter(slow.requests.values())).token_ns == [30, 45, 60, 75]
+    assert [record.finish for record in (first, second)] == [FinishReason.LENGTH] * 2
+    assert [len(step.parts) for step in history.steps] == [1, 1, 2, 2, 1, 1]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**32))
+def test_ahead_every_request_gets_its_tokens_and_never_sooner(seed: int) -> None:
+    draw = random.Random(seed)
+    count = draw.randint(1, 12)
+    arrivals = sorted(draw.randrange(200) for _ in range(count))
+    sizes = [[draw.randint(1, 30) for _ in range(count)] for _ in range(2)]
+    limits = ServeLimits(pages=draw.choice((8, 20, 200)), context=64, page_tokens=8, step_tokens=16, running=8)
+    plain, ahead = (
+        simulate(limits, fresh_requests(arrivals, *sizes), lambda plan: 1 + sum(entry.count for entry in plan.entries),
+                 launching=how) for how in (None, lambda plan: 2)
+    )  # fmt: skip
+    for history in (plain, ahead):
+        assert [len(record.output) for record in history.requests.values()] == sizes[1]
+        assert all(record.finish is FinishReason.LENGTH for record in history.requests.values())
+    assert ahead.steps[-1].ended_ns >= sum(sizes[0]) // 16
+    for name, record in plain.requests.items():
+        assert ahead.requests[name].output == record.output
+
+
 def test_a_full_queue_refuses_and_an_abort_frees() -> None:
     limits = ServeLimits(pages=8, context=100, running=1, waiting=1)
     asked = fresh_requests([0, 0, 0], [4] * 3, [50] * 3)

@@ -43,7 +43,7 @@ MOVED = {"tp": {"all_reduce": 2 << 20}, "dp": {"all_reduce": 9 << 20}}
         (
             Shares(0.6, 0.4, 0.0, 0.0),
             0.43,
-            "exchanges take 40 % of a step, most of it all_reduce over tp, 2 MiB a step",
+            "exchanges take 40 % of a step, most of it all_reduce over tp, 2 MiB per step",
         ),
         (Shares(0.6, 0.1, 0.3, 0.0), 0.43, "waiting for data takes 30 %"),
         (Shares(0.6, 0.1, 0.0, 0.3), 0.43, "waiting for the slowest rank takes 30 %"),

@@ -18,6 +18,9 @@ def bench_methods(
     json: Annotated[
         str | None, typer.Option(metavar="FILE", help="The rows, one object per line; - for stdout.")
     ] = None,
+    chart: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Draw losses, bounds and server loads: .svg or .png.")
+    ] = None,
     html: Annotated[str, typer.Option(metavar="FILE", help="The page.")] = "methods.html",
 ) -> None:
     """Train one model by data parallelism, BSP, SSP, ASP and local SGD while a rank is slow, and measure what else
@@ -31,11 +34,14 @@ def bench_methods(
     from tilemesh.measure.row import write_rows
     from tilemesh.measure.table import print_rows
     from tilemesh.report import methods_page
+    from tilemesh.report.picture import check_picture, write_picture
 
     rank, factor = parse_slow(slow)
     if not 8 <= steps <= 10_000 or not 1 <= blocks <= 100:
         raise UsageError(f"--steps {steps} --blocks {blocks}: expected 8 to 10000 and 1 to 100")
-    check_targets(json=json, html=html)
+    if chart is not None:
+        check_picture(chart)
+    check_targets(json=json, chart=chart, html=html)
     console = Console(stderr=json == "-", highlight=False, markup=False)
     found = measure(rank, factor, steps, blocks, console.print)
     print_rows(found.rows, console)
@@ -43,5 +49,7 @@ def bench_methods(
         console.print(note, soft_wrap=True)
     if json is not None:
         write_rows(found.rows, json)
+    if chart is not None:
+        write_picture(methods_page.drawings(found.curves, found.loads, found.bounds), chart)
     write_text(methods_page.render(found.rows, found.curves, found.notes, found.loads, found.bounds), html)
     console.print(f"page: {html}", soft_wrap=True)

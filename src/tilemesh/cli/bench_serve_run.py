@@ -151,6 +151,7 @@ def _engine(asked: ServeQuestion, served: ServedModel, longest: int) -> Engine:
     return Engine(
         served, pages=pages, running=asked.running, step_tokens=max(asked.step_tokens, asked.running),
         device=asked.device, dtype=asked.dtype, seed=asked.seed, waiting=max(1024, asked.requests),
+        prepare=asked.device != "cpu",
     )  # fmt: skip
 
 

@@ -242,7 +242,7 @@ def _headline(asked: PlanQuestion, result: SearchResult) -> str:
 
 def _print_layouts(console: Console, result: SearchResult) -> None:
     """A line a layout, and below them what `tilemesh train` lacks for some. Silent columns are left out."""
-    said = dict.fromkeys(trainable(found.plan) for found in result.predictions)
+    said = dict.fromkeys(trainable(prediction.plan) for prediction in result.predictions)
     lacks = [words for words in said if words != "yes"]
     marks = {"yes": "yes"} | {words: f"no [{place}]" for place, words in enumerate(lacks, start=1)}
     lines = [_cells(place, found, marks) for place, found in enumerate(result.predictions, start=1)]

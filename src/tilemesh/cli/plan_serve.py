@@ -30,7 +30,7 @@ from tilemesh.plan.serving import (
 )
 from tilemesh.serve.figures import LoadFigures, ServeGoal, load_figures
 from tilemesh.serve.scheduler import ServeLimits
-from tilemesh.serve.simulate import fresh_requests, poisson_arrivals, predicted, simulate
+from tilemesh.serve.simulate import fresh_requests, poisson_arrivals, simulate_with
 
 LOADS = (0.25, 0.5, 0.8, 1.0)
 """Of what the chosen layout serves at most."""
@@ -138,7 +138,7 @@ def _simulated(best: ServeLayout, asked: ServePlanQuestion, share: float, goal: 
         share_prefixes=False,
     )
     requests = fresh_requests(poisson_arrivals(rate, count), [asked.prompt] * count, [asked.output] * count)
-    history = simulate(limits, requests, predicted(best.clock))
+    history = simulate_with(best.clock, limits, requests)
     records = list(history.requests.values())
     figures = load_figures(records, goal)
     whole = sum(record.whole_s or 0.0 for record in records) / len(records)
@@ -224,11 +224,12 @@ def _object(
         "joules_per_token": None if asked.power is None else joules_per_token(asked.power, world, tokens),
         "layouts": [
             {
-                "tp": one.tp, "replicas": one.replicas, "pages": one.pages, "fits": one.fits, "batch": one.running,
-                "step_s": (one.needed or one.largest).step_s, "requests_per_s": one.most_requests_per_s,
-                "serves": one.needed is not None,
+                "tp": layout.tp, "replicas": layout.replicas, "pages": layout.pages, "fits": layout.fits,
+                "batch": layout.running,
+                "step_s": (layout.needed or layout.largest).step_s, "requests_per_s": layout.most_requests_per_s,
+                "serves": layout.needed is not None,
             }
-            for one in layouts
+            for layout in layouts
         ],
         "loads": [
             {"rate": one.rate, "share": one.share, "little": one.little, **one.figures.to_dict()} for one in loads

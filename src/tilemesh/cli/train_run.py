@@ -222,7 +222,7 @@ def _show_summary(result: Result, found: Mapping[str, Any], console: Console) ->
         console.print(counted, soft_wrap=True)
     baseline = max(found["memory_baseline_bytes"])
     if baseline:
-        console.print(f"memory: beside the model's, the process itself takes {format_bytes(baseline)} a rank")
+        console.print(f"memory: beside the model's, the process itself takes {format_bytes(baseline)} per rank")
     held = "" if found["held_out"] is None else f", held-out {found['held_out']:.3f}"
     first = found["seconds_to_first_step"]
     words = f"training loss {found['loss']:.3f}{held} nats a token after {found['step']} steps, "

@@ -61,7 +61,7 @@ def _most(exchanges: Mapping[str, float], step_bytes: Mapping[str, Mapping[str, 
         return ""
     axis, _, operation = max(exchanges, key=lambda one: exchanges[one]).partition(" ")
     nbytes = step_bytes.get(axis, {}).get(operation, 0)
-    size = f", {format_bytes(nbytes)} a step and rank" if nbytes else ""
+    size = f", {format_bytes(nbytes)} per step and rank" if nbytes else ""
     advice = {
         "tp": "fewer ranks along tp (more along dp) send less",
         "dp": "more accumulation exchanges less often",

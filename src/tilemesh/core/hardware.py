@@ -72,11 +72,15 @@ class Device:
 
 @dataclass(frozen=True)
 class Link:
-    """A way between two devices: bytes per second in *one* direction, and the time of an empty message."""
+    """A way between two devices: bytes per second in *one* direction, and the time of an empty message.
+
+    `meeting_s`: what a collective takes beside its messages, since its ranks come to it from computing and not at once.
+    """
 
     name: str
     bytes_per_s: float
     latency_s: float
+    meeting_s: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -285,7 +285,7 @@ class ParallelPlan(StepSettings, ModelPlacement):
             parts.append("sequence parallel")
         if self.zero:
             parts.append(self._zero())
-        parts.append(f"batch {self.batch} ({self.accumulation} x {self.microbatch} a replica)")
+        parts.append(f"batch {self.batch} ({self.accumulation} x {self.microbatch} per replica)")
         if self.pp > 1:
             parts.append(self.schedule + (f" {self.interleave}" if self.interleave > 1 else ""))
         if len(set(self.chunk_layers)) > 1:

@@ -87,6 +87,9 @@ def _lacks_of_offloads(plan: ParallelPlan) -> Iterator[Lack]:
     if "activations" in plan.offloads and plan.slices > 1:
         instead = "offload=" + "+".join(name for name in plan.offloads if name != "activations")
         yield Lack("offload", f"{given} with slices", "slices of a sequence share keys and values", instead, True)
+    if "activations" in plan.offloads and plan.recompute == "operators":
+        why = "results that are kept by operator are not autograd's, and only what is autograd's is moved"
+        yield Lack("offload", f"{given} with recompute operators", why, "recompute=full", True)
     if "weights" not in plan.offloads:
         return
     instead = "offload=" + "+".join(name for name in plan.offloads if name != "weights")

@@ -11,12 +11,13 @@ from __future__ import annotations
 import math
 import re
 import runpy
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tilemesh.core.errors import UsageError
+from tilemesh.core.errors import RunError, UsageError
 from tilemesh.guide.quantity import parse_quantity
 
 Correction = Callable[[Any], str | None]
@@ -139,13 +140,39 @@ def code(
     correct: Correction,
     explanation: str,
 ) -> Exercise:
-    """A function named like the exercise, in a file of the reader's or handed over in a notebook."""
+    """A function named like the exercise, in a file of the reader's or handed over in a notebook.
+
+    One that raises gets what it raised, and where, as its correction.
+    """
+
+    def judged(function: Callable[..., Any]) -> str | None:
+        try:
+            return correct(function)
+        except Exception as error:
+            return f"The function raised {type(error).__name__}{_line_of(function, error)}: {error}"
 
     def read(text: str) -> Callable[..., Any]:
         return function_in(Path(text.strip()).expanduser(), key)
 
     hint = f"a Python file with a function `{key}`"
-    return Exercise(key, question, hint, solution, tuple(planted), correct, read, explanation, template)
+    return Exercise(key, question, hint, solution, tuple(planted), judged, read, explanation, template)
+
+
+def _line_of(function: Callable[..., Any], error: BaseException) -> str:
+    """In which line of the function's own file it was raised; empty where it never got there."""
+    code_of = getattr(function, "__code__", None)
+    if code_of is None:
+        return ""
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if frame.filename == code_of.co_filename]
+    return f" in line {lines[-1]} of {Path(code_of.co_filename).name}" if lines else ""
+
+
+def why_stuck(error: RunError) -> str:
+    """What a failed exchange of messages means: ranks that wait for one another, or messages that do not fit."""
+    if "has waited" in str(error):
+        return f"The ranks waited for one another: {error}. Begin the receive before you wait for the send (chapter 2)."
+    return f"A message did not arrive as it was expected: {error}. A box has the shape and dtype of what will come."
 
 
 def function_in(path: Path, name: str) -> Callable[..., Any]:

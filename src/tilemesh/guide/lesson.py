@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import re
 import sys
 import textwrap
 from collections.abc import Callable, Mapping
@@ -106,7 +107,9 @@ class Lesson:
                 return Guess(question, unit, parse_quantity(text, unit), model, by_reader=True, name=name or question)
             except UsageError as error:
                 self.console.print(f"  {error}", markup=False, soft_wrap=self._in_pipe)
-        self.console.print("  no guess was given: the cost model answers", soft_wrap=self._in_pipe)
+        # A reader who skips has no guess; where nobody can be asked the cost model's is the guess.
+        skipped = "no guess: the measurement follows" if self._ask else "nobody can be asked: the cost model answers"
+        self.console.print(f"  {skipped}", soft_wrap=self._in_pipe)
         return Guess(question, unit, model, model, by_reader=False, name=name or question)
 
     def show(
@@ -131,7 +134,7 @@ class Lesson:
             limit=limit,
             peers=peers or {},
             missing={**reasons, **(missing or {})},
-            guess=guess.value,
+            guess=guess.value if guess.by_reader or self._ask is None else None,
             **stamp(),
         )
         self.guesses.append((guess, sample.median))
@@ -144,7 +147,8 @@ class Lesson:
             words.insert(0, f"your guess {format_value(guess.value, guess.unit)}")
         if limit is not None:
             words.append(f"limit {format_value(limit, guess.unit)}")
-        self.console.print("  " + " · ".join(words), markup=False, soft_wrap=self._in_pipe)
+        line = f"  {guess.name}: " + " · ".join(words)
+        self.console.print(line, markup=False, soft_wrap=self._in_pipe)
         return row
 
     def add(self, row: Row) -> None:
@@ -170,7 +174,7 @@ class Lesson:
             raise unknown("exercise", key, known)
         exercise = known[key]
         self.console.print(f"[bold]Exercise {key}:[/]", soft_wrap=self._in_pipe)
-        self.console.print(exercise.question, markup=False, soft_wrap=self._in_pipe)
+        self.console.print(_without_stars(exercise.question), markup=False, soft_wrap=self._in_pipe)
         if exercise.is_code or self._ask is None:
             if exercise.is_code:
                 self.console.print(exercise.template, markup=False, soft_wrap=self._in_pipe)
@@ -178,27 +182,32 @@ class Lesson:
             line = f"tilemesh guide {self.part.key} --exercise {key} --answer {given}"
             self.console.print(f"  Answer it with: {line} ({exercise.hint})", markup=False, soft_wrap=self._in_pipe)
             return
-        for left in reversed(range(MOST_TRIES)):
+        wrong = 0
+        while wrong < MOST_TRIES:
             text = self._ask(f"  your answer, {exercise.hint} (Enter to skip): ")
             if text is None or not text.strip():
                 return
-            if self.answer(exercise, text):
+            is_right = self.answer(exercise, text)
+            if is_right:
                 return
-            if left:
+            wrong += is_right is not None  # what cannot be read as an answer is no try
+            if is_right is not None and wrong < MOST_TRIES:
                 self.console.print("  Try again.")
-        self.console.print("  Let it rest: read the page again and come back to it.")
+        line = f"tilemesh guide {self.part.key} --exercise {key} --answer ANSWER"
+        self.console.print(f"  Go on for now, and come back to it with: {line}", markup=False, soft_wrap=self._in_pipe)
 
-    def answer(self, exercise: Exercise, text: str) -> bool:
-        """Judge what a reader typed, say why it is wrong if it is, and remember the try."""
+    def answer(self, exercise: Exercise, text: str) -> bool | None:
+        """Judge what a reader typed, say why it is wrong if it is, and remember the try. None: it is no answer."""
         try:
-            why = exercise.correct(exercise.read(text))
+            given = exercise.read(text)
         except UsageError as error:
             self.console.print(f"  {error}", markup=False, soft_wrap=self._in_pipe)
-            return False
+            return None
+        why = exercise.correct(given)
         if self._progress is not None:
             self._progress.answered(self.part.key, exercise.key, why is None)
         verdict = f"  Right. {exercise.explanation}" if why is None else f"  Not yet. {why}"
-        self.console.print(verdict, markup=False, soft_wrap=self._in_pipe)
+        self.console.print(_without_stars(verdict), markup=False, soft_wrap=self._in_pipe)
         return why is None
 
     # The end ----------------------------------------------------------------------------------------------------
@@ -217,6 +226,11 @@ class Lesson:
             self.console.print(line, markup=False, soft_wrap=self._in_pipe)
         if self._progress is not None:
             self._progress.finish(self.part.key, made)
+
+
+def _without_stars(text: str) -> str:
+    """Markdown's *emphasis* as plain words, for a terminal."""
+    return re.sub(r"(?<![\w*])\*([^*\s][^*\n]*)\*", r"\1", text)
 
 
 def how_far_off(guesses: list[tuple[Guess, float]]) -> list[str]:

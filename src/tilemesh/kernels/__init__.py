@@ -33,7 +33,7 @@ _OTHERS = {
     "self_attention": "tilemesh.kernels.attention.joined:self_attention",
     "Config": "tilemesh.kernels.matmul.config:Config",
     "AdamW": "tilemesh.kernels.adamw.reference:AdamW",
-    "global_norm": "tilemesh.kernels.adamw.reference:global_norm",
+    "global_norm": "tilemesh.kernels.adamw.norm:global_norm",
 }
 
 

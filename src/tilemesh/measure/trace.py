@@ -219,8 +219,8 @@ def merge(folder: str | Path, out: str | Path | None = None, *, offsets_ns: Mapp
 
 def _shifts(files: list[_RankFile], offsets_ns: Mapping[int, int]) -> dict[int, int]:
     """What to add to each rank's clock so that all tell the same time."""
-    one_host = len({one.boot for one in files}) == 1 and files[0].boot != ""
-    by_wall = {one.rank: 0 if one_host else one.wall_ns - one.clock_ns for one in files}
+    one_host = len({file.boot for file in files}) == 1 and files[0].boot != ""
+    by_wall = {file.rank: 0 if one_host else file.wall_ns - file.clock_ns for file in files}
     return {rank: offsets_ns.get(rank, shift) for rank, shift in by_wall.items()}
 
 

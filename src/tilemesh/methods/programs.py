@@ -18,7 +18,7 @@ from tilemesh.comm.runtime.communicator import Communicator
 from tilemesh.core.errors import UsageError
 
 Array = NDArray[np.float64]
-_BLOCK = 1 << 15  # points at once: distances to all centres stay in the cache
+_BLOCK = 1 << 13  # points at once: distances to all centres stay in the cache of a core
 
 
 def word_counts(comm: Communicator, lines: Iterable[str]) -> dict[str, int]:

@@ -30,7 +30,9 @@ class FewTokens:
         """Whether all layers of the model are such that this computes them."""
         is_short = next(model.parameters()).dtype in (torch.bfloat16, torch.float16)
         norm = model.final_norm
-        return is_short and norm is not None and _is_plain_norm(norm) and all(_is_plain(one) for one in _layers(model))
+        return (
+            is_short and norm is not None and _is_plain_norm(norm) and all(_is_plain(layer) for layer in _layers(model))
+        )
 
     @staticmethod
     def takes(tokens: int) -> bool:
@@ -83,9 +85,9 @@ def _is_plain(layer: Layer) -> bool:
     if attention.qk_norm != "none" or attention.query_factor != 1:
         return False
     lasts = (attention.fc_o, mlp.fc_out)
-    if any(type(one) is not Linear or one._forward_hooks or one._forward_pre_hooks for one in lasts):
+    if any(type(last) is not Linear or last._forward_hooks or last._forward_pre_hooks for last in lasts):
         return False
-    return _fits(heads) and _fits(gated, "silu") and all(_fits(one) for one in lasts)
+    return _fits(heads) and _fits(gated, "silu") and all(_fits(last) for last in lasts)
 
 
 def _fits(product: StackedProduct | Linear, gate: str = "none") -> bool:

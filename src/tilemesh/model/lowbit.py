@@ -321,22 +321,27 @@ class StackedCodes:
 def _stack(parts: list[nn.Module]) -> StackedCodes | None:
     """One product of projections whose codes have the same form; each one's codes become a part of its memory."""
     modules = [part for part in parts if isinstance(part, LowBitLinear)]
-    if len(modules) < len(parts) or len({(one.scheme, one.inputs, one.codes.device) for one in modules}) > 1:
+    if (
+        len(modules) < len(parts)
+        or len({(module.scheme, module.inputs, module.codes.device) for module in modules}) > 1
+    ):
         return None
     first = modules[0]
-    is_apart = first.scheme.granularity == "tensor" or any(one.input_scale is not None for one in modules)
-    if is_apart or any(one.bias is not None or one.reduce is not None or not one.is_packed for one in modules):
+    is_apart = first.scheme.granularity == "tensor" or any(module.input_scale is not None for module in modules)
+    if is_apart or any(
+        module.bias is not None or module.reduce is not None or not module.is_packed for module in modules
+    ):
         return None
-    if any(one._forward_hooks or one._forward_pre_hooks for one in modules):
+    if any(module._forward_hooks or module._forward_pre_hooks for module in modules):
         return None
-    widths = [one.out_features for one in modules]
+    widths = [module.out_features for module in modules]
     with torch.device("meta"):
         like = PlainLinear(first.in_features, sum(widths), bias=False)
     whole = LowBitLinear(like, first.scheme, None, first.inputs)
     for name in (CODES, SCALES, ZEROS):
         if getattr(first, name) is None:
             continue
-        joined = torch.cat([getattr(one, name).detach() for one in modules])
+        joined = torch.cat([getattr(module, name).detach() for module in modules])
         setattr(whole, name, nn.Parameter(joined, requires_grad=False))
         for one, part in zip(modules, torch.split(joined, widths), strict=True):
             getattr(one, name).data = part

@@ -91,9 +91,9 @@ def times_normed_row(
 @torch.no_grad()
 def stack(projections: Sequence[nn.Linear], one_row: bool = False) -> StackedProduct:
     """Lay their weights side by side in new memory, and let theirs be parts of it."""
-    widths = [one.weight.shape[0] for one in projections]
-    weight = torch.cat([one.weight.detach() for one in projections])
-    biases: list[Tensor] = [one.bias for one in projections if one.bias is not None]
+    widths = [projection.weight.shape[0] for projection in projections]
+    weight = torch.cat([projection.weight.detach() for projection in projections])
+    biases: list[Tensor] = [projection.bias for projection in projections if projection.bias is not None]
     bias = torch.cat(biases) if len(biases) == len(projections) else None
     begin = 0
     for one, width in zip(projections, widths, strict=True):
@@ -137,10 +137,10 @@ def _is_stacked(stacked: object, modules: Sequence[nn.Module]) -> bool:
 
 
 def _can_stack(modules: Sequence[nn.Module], plain: Sequence[type[nn.Linear]]) -> bool:
-    if any(type(one) not in plain or one._forward_hooks or one._forward_pre_hooks for one in modules):
+    if any(type(module) not in plain or module._forward_hooks or module._forward_pre_hooks for module in modules):
         return False
-    weights = [one.weight for one in modules]
+    weights = [module.weight for module in modules]
     if any(weight.requires_grad for weight in weights):  # somebody steps them, and knows where they are
         return False
     alike = {(weight.dtype, weight.device, weight.shape[1]) for weight in weights}  # type: ignore[index]
-    return len(alike) == 1 and len({one.bias is None for one in modules}) == 1
+    return len(alike) == 1 and len({module.bias is None for module in modules}) == 1

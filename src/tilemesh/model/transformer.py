@@ -171,9 +171,11 @@ class Attention(nn.Module):
                 return y_BTD
             q, k, v = torch.split(qkv_BTF, self.stacked.widths, dim=-1)
         elif self.joined:
-            q, k, v = torch.split(joined(x_BTD, projections), [one.weight.shape[0] for one in projections], dim=-1)
+            q, k, v = torch.split(
+                joined(x_BTD, projections), [projection.weight.shape[0] for projection in projections], dim=-1
+            )
         else:
-            q, k, v = (one(x_BTD) for one in projections)
+            q, k, v = (projection(x_BTD) for projection in projections)
         if self.qk_norm == "full":
             q, k = self._normalized(q, k)
         q_BTHE = _by_heads(q, self.heads)
@@ -636,8 +638,8 @@ def joined(x: Tensor, projections: Sequence[nn.Linear]) -> Tensor:
     Worth it where weights are cast on their way anyway (autocast under torch.compile): the cast then writes them side
     by side. One wide product for three, forward and twice backward, and nothing to add up for x's gradient.
     """
-    weight = torch.cat([one.weight for one in projections])
-    bias = None if projections[0].bias is None else torch.cat([one.bias for one in projections])
+    weight = torch.cat([projection.weight for projection in projections])
+    bias = None if projections[0].bias is None else torch.cat([projection.bias for projection in projections])
     return functional.linear(x, weight, bias)
 
 

@@ -132,7 +132,7 @@ def search(
         raise _nothing_fits(estimator, batch, pins, least)
     predictions = [estimator.predict(candidate) for candidate in _distinct(ranked, shown)]
     # The exact cut may weigh a little more than the quick one that was found to fit.
-    kept = [found for found in predictions if found.fits] or predictions
+    kept = [prediction for prediction in predictions if prediction.fits] or predictions
     kept.sort(key=lambda found: (found.step_time_s, found.memory.total_bytes))
     return SearchResult(
         model, cluster, estimator.context, batch, pins, tuple(kept), considered, tuple(ranked), rates, code, headroom

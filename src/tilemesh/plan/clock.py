@@ -179,13 +179,17 @@ def layer_times(model: ModelConfig, cluster: Cluster, task: Task, rates: Rates |
 
     def exchange_s(exchanges: Iterable[Exchange], backward: bool, cost: float = hidden) -> float:
         return sum(
-            (cost if one.hides else 1.0) * axis.exchange_s(one.collective, one.nbytes)
-            for one in exchanges
-            if one.backward is backward
+            (cost if exchange.hides else 1.0) * axis.exchange_s(exchange.collective, exchange.nbytes)
+            for exchange in exchanges
+            if exchange.backward is backward
         )
 
     def sent_bytes(exchanges: Iterable[Exchange], backward: bool) -> float:
-        return sum(axis.sent_bytes(one.nbytes, one.collective) for one in exchanges if one.backward is backward)
+        return sum(
+            axis.sent_bytes(exchange.nbytes, exchange.collective)
+            for exchange in exchanges
+            if exchange.backward is backward
+        )
 
     return LayerTimes(
         forward_s=speed.seconds(layer.forward),
@@ -299,12 +303,12 @@ def exchanged(
         found[axis][collective] = found[axis].get(collective, 0) + nbytes
 
     exchanges = layer_work(model, task).exchanges
-    for one in exchanges:
-        add(one.axis, one.collective, plan.accumulation * layers * one.nbytes)
+    for exchange in exchanges:
+        add(exchange.axis, exchange.collective, plan.accumulation * layers * exchange.nbytes)
     if plan.repeats_exchanges:
         # Of layers that are computed again together, all but the last repeat everything.
         ends = sum(-(-counts[chunk] // max(1, plan.stretch(counts[chunk]))) for chunk in held)
-        forward = [one for one in exchanges if not one.backward]
+        forward = [exchange for exchange in exchanges if not exchange.backward]
         for several, times in ((forward, layers - ends), (repeated_exchanges(model, task), ends)):
             for one in several:
                 add(one.axis, one.collective, plan.accumulation * times * one.nbytes)

@@ -135,7 +135,8 @@ def measured_link(calibration: Calibration, ranks: int, cores: int) -> Link | No
     on so many cores.
 
     All of them were busy then, so what ranks that share cores cost one another is in it. Of the algorithms the quickest
-    counts, as in a run: at the smallest size for the latency, at the one nearest to 1 MiB for the bandwidth.
+    counts, as in a run: at the smallest size for the latency, at the one nearest to 1 MiB for the bandwidth. What an
+    exchange takes more after computing is added to each.
     """
     found = _fits(calibration, ranks, cores)
     try:
@@ -148,9 +149,10 @@ def measured_link(calibration: Calibration, ranks: int, cores: int) -> Link | No
         each_s = quickest[large] / (2 * (ranks - 1)) - alpha_s  # of a ring's messages, the bytes
         if large <= small or each_s <= 0:
             return None
+        meeting_s = float(found[0].get("worked_s") or 0.0)
     except (LookupError, TypeError, ValueError, AttributeError):  # none, or of another version: as if there were none
         return None
-    return Link("memory", large / ranks / each_s / constants.LINK_FRACTION, alpha_s)
+    return Link("memory", large / ranks / each_s / constants.LINK_FRACTION, alpha_s, meeting_s)
 
 
 def _fits(calibration: Calibration, ranks: int, cores: int) -> list[Any]:

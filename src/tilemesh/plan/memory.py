@@ -376,7 +376,7 @@ class Room:
         """What the loss holds at its fullest moment, on the last stage."""
         key = (plan.tp, plan.microbatch, plan.precision, plan.zero == 3)
         if key not in self._logits:
-            self._logits[key] = sum(one.nbytes for one in loss_tensors(self.model, self.task(plan)))
+            self._logits[key] = sum(tensor.nbytes for tensor in loss_tensors(self.model, self.task(plan)))
         return self._logits[key]
 
     def _loss_kept(self, plan: ParallelPlan) -> int:
@@ -390,7 +390,7 @@ class Room:
         """Bytes a layer keeps between the two halves of a backward pass."""
         key = (plan.tp, plan.sequence_parallel, plan.microbatch, plan.precision)
         if key not in self._late:
-            self._late[key] = sum(one.nbytes for one in kept_for_weights(self.model, self.task(plan)))
+            self._late[key] = sum(tensor.nbytes for tensor in kept_for_weights(self.model, self.task(plan)))
         return self._late[key]
 
     def layer(self, plan: ParallelPlan) -> tuple[int, int]:

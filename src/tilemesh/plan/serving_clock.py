@@ -75,9 +75,11 @@ class StepClock:
         self._dense = functools.lru_cache(maxsize=4096)(self._dense_seconds)
 
     def __call__(self, parts: Sequence[SequencePart]) -> float:
-        return self.seconds(parts).total
+        """A step that is launched when it begins."""
+        return max(self.seconds(parts).total, self.launching(parts))
 
     def seconds(self, parts: Sequence[SequencePart]) -> StepSeconds:
+        """Of the device, where the host is in front of it."""
         tokens, logits = sum(part.queries for part in parts), sum(part.logits for part in parts)
         if not tokens:
             return StepSeconds(0.0, 0.0, 0.0, 0.0, self._host_s[0])
@@ -90,14 +92,19 @@ class StepClock:
             share = constants.PAGED_ATTENTION_FRACTION if self.gpu else 1.0
             attention += count * self._speed.seconds(operations) / share
             launches += count * _launches(operations)
-        decoding = all(part.queries == 1 for part in parts)
         launch_s = constants.GRAPH_KERNEL_S[tokens > 1] if self.gpu else self._eager_launch_s
-        waiting = launches * launch_s
-        if self.gpu and not decoding:
-            # No graph fits every mix of chunks: the host launches kernel by kernel, and is in front or behind.
-            waiting = max(waiting, launches * self._eager_launch_s - dense - attention - exchange)
         host = self._host_s[0] + len(parts) * self._host_s[1]
-        return StepSeconds(dense, attention, exchange, waiting, host)
+        return StepSeconds(dense, attention, exchange, launches * launch_s, host)
+
+    def launching(self, parts: Sequence[SequencePart]) -> float:
+        """What the host takes to launch a step on a GPU, beside which the GPU works: one call for the graph of a step
+        that only decodes; no graph fits every mix of chunks, so all other steps are launched kernel by kernel."""
+        if not parts or not self.gpu:
+            return 0.0
+        prepared = constants.SERVE_LAUNCH_S[0] + len(parts) * constants.SERVE_LAUNCH_S[1]
+        if all(part.queries == 1 for part in parts):
+            return prepared
+        return prepared + self.model.layers * constants.SERVE_LAUNCH_LAYER_S
 
     def limit(self, parts: Sequence[SequencePart]) -> float:
         """The least time: weights, keys and values once through memory, or the FLOPs at the peak."""
@@ -123,6 +130,8 @@ def _launches(operations: Sequence[Operation]) -> int:
 
 # ---- fitted ----------------------------------------------------------------------------------------------------
 
+_FITS, _EXACT = 4, 0.02
+"""Fits, each with the last one's weights; relative errors below the second count alike."""
 _KNOTS = (0, 4, 16, 64, 256)
 """Tokens of a step between which its time grows in a line: products of few rows read weights, of many they compute."""
 
@@ -143,14 +152,22 @@ class FittedSteps:
 
     @classmethod
     def of(cls, timed: Sequence[tuple[Sequence[SequencePart], float]]) -> FittedSteps:
-        """Least squares of the relative errors, no coefficient below zero: more work never takes less time."""
+        """The least sum of relative errors, no coefficient below zero: more work never takes less time.
+
+        Not of their squares: other work on the machine makes some steps slower, and none faster, and squares would
+        follow those. So steps count less the farther they were from the last of a few fits.
+        """
         useful = [(_features(parts), seconds) for parts, seconds in timed if parts and seconds > 0]
         if len(useful) < 4:
             raise UsageError(f"{len(useful)} timed steps: a fit needs 4 at least")
         rows = [[feature / seconds for feature in features] for features, seconds in useful]
-        found = non_negative_least_squares(rows, [1.0] * len(rows))
-        errors = sorted(abs(sum(c * f for c, f in zip(found, row, strict=True)) - 1) for row in rows)
-        return cls(tuple(found), len(rows), errors[len(errors) // 2])
+        weights = [1.0] * len(rows)
+        for _ in range(_FITS):
+            weighted = [[value * weight for value in row] for row, weight in zip(rows, weights, strict=True)]
+            found = non_negative_least_squares(weighted, weights)
+            errors = [abs(sum(c * f for c, f in zip(found, row, strict=True)) - 1) for row in rows]
+            weights = [max(error, _EXACT) ** -0.5 for error in errors]
+        return cls(tuple(found), len(rows), sorted(errors)[len(errors) // 2])
 
 
 def _features(parts: Sequence[SequencePart]) -> list[float]:

@@ -226,6 +226,8 @@ class RanksOfNodes:
     """Between two nodes, for each rank."""
     hides: bool = True
     """Whether an exchange can run beside computing; between CPU ranks it is computing itself."""
+    meeting_s: float = 0.0
+    """Of each exchange, beside its messages."""
 
     @property
     def ranks(self) -> int:
@@ -244,7 +246,9 @@ class RanksOfNodes:
 
     def exchange_s(self, collective: str, nbytes: float) -> float:
         """A collective by its name."""
-        return self.all_reduce_s(nbytes) if collective == "all_reduce" else self.all_gather_s(nbytes)
+        if self.ranks == 1:
+            return 0.0
+        return self.meeting_s + (self.all_reduce_s if collective == "all_reduce" else self.all_gather_s)(nbytes)
 
     def sent_bytes(self, nbytes: float, collective: str) -> float:
         """What one rank sends for a buffer of so many bytes; the two levels together send what one ring would."""
@@ -267,6 +271,7 @@ def group(cluster: Cluster, size: int, stride: int) -> RanksOfNodes:
         within=_inside_a_node(cluster),
         across=_between_nodes(cluster),
         hides=node.device.kind == "gpu",
+        meeting_s=node.intra.meeting_s,
     )
 
 

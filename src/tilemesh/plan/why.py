@@ -46,9 +46,9 @@ def runner_up(result: SearchResult) -> str:
     )
     equal = " (equal within the model's accuracy)" if share < EQUAL else ""
     return (
-        f"the runner-up, {second.plan.short()}, loses {format_seconds(lost)} a step, {share:.1%}{equal}"
+        f"the runner-up, {second.plan.short()}, loses {format_seconds(lost)} per step, {share:.1%}{equal}"
         + (f": {words}" if words else "")
-        + f"; it needs {format_bytes(second.memory.total_bytes)} a GPU instead of "
+        + f"; it needs {format_bytes(second.memory.total_bytes)} per GPU instead of "
         + format_bytes(best.memory.total_bytes)
     )
 
@@ -163,7 +163,7 @@ def _host(result: SearchResult, best: Prediction) -> str:
         return ""
     return (
         f"Not in these figures: the host's time to launch a step, which `tilemesh calibrate` measures on the machine "
-        f"itself. At {format_seconds(layer_s)} a layer the GPU may wait for it."
+        f"itself. At {format_seconds(layer_s)} per layer the GPU may wait for it."
     )
 
 
@@ -192,7 +192,7 @@ def _within_node(result: SearchResult, best: Prediction) -> str:
     where = f"inside a node over {node.intra.name}" if inside else f"across nodes over {node.inter.name}"
     return (
         f"{'Within a node' if inside else 'Beyond a node'}: tp {plan.tp} splits every layer {where}; each GPU sends "
-        f"{format_bytes(best.traffic['tp'])} a step for it, {share:.1%} of the step's time."
+        f"{format_bytes(best.traffic['tp'])} per step for it, {share:.1%} of the step's time."
     )
 
 
@@ -208,7 +208,7 @@ def _across(result: SearchResult, best: Prediction) -> str:
         )
     if plan.dp > 1:
         parts.append(
-            f"dp {plan.dp} replicas exchange {format_bytes(best.traffic['dp'])} a GPU and step, of which "
+            f"dp {plan.dp} replicas exchange {format_bytes(best.traffic['dp'])} per GPU and step, of which "
             f"{format_seconds(best.times.dp_s)} ({best.times.dp_s / best.step_time_s:.1%}) do not hide behind computing"
         )
     where = "Across nodes" if len(result.cluster.nodes) > 1 else "Across GPUs"

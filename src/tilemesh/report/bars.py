@@ -78,7 +78,7 @@ _DEEPEST = 0.6  # of the colour: beyond that neither light nor dark words could 
 
 def heat(columns: Sequence[str], rows: Sequence[tuple[str, Sequence[tuple[float, str, str] | None]]]) -> Html:
     """A map of cells, each (strength from 0 to 1, what it shows, words for whoever points at it)."""
-    head = el("tr", el("td"), *(el("th", one, scope="col") for one in columns))
+    head = el("tr", el("td"), *(el("th", column, scope="col") for column in columns))
     body = []
     for name, cells in rows:
         made = [

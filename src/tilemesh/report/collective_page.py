@@ -49,8 +49,10 @@ class Panel:
 def render(rows: Sequence[Row], schedules: Sequence[Schedule] = ()) -> str:
     """Rows of `bench collective`; schedules are drawn besides those that auto picked."""
     panels = panels_of(rows)
-    title = f"Collectives on {rows[0].machine}" if rows else ", ".join(schedule_title(one) for one in schedules)
-    picked = [*schedules, *picked_schedules(panels, {_key(one) for one in schedules})]
+    title = (
+        f"Collectives on {rows[0].machine}" if rows else ", ".join(schedule_title(schedule) for schedule in schedules)
+    )
+    picked = [*schedules, *picked_schedules(panels, {_key(schedule) for schedule in schedules})]
     body = join(
         el("h1", title),
         el("p", tied(verdict(panels)), class_="verdict") if panels else None,

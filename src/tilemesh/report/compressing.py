@@ -46,7 +46,7 @@ def _verdict(run: Run, beside: Beside) -> Verdict:
     if not points:
         return Verdict(state_words(run), run.was_cut_short)
     plain = number(points[0].get("plain_loss"), 0.0)
-    good = [one for one in points if number(one.get("loss")) < plain + 0.01]
+    good = [point for point in points if number(point.get("loss")) < plain + 0.01]
     if not good:
         return Verdict("Every recipe costs more than 0.01 nats per token of held-out loss.")
     best = min(good, key=lambda one: number(one.get("bytes")))
@@ -94,15 +94,15 @@ def _trade(run: Run, beside: Beside) -> Html | None:
     points = _points(run)
     if not points:
         return None
-    loss, first = [number(one.get("loss")) for one in points], points[0]
-    names = [str(one["recipe"]) for one in points]
+    loss, first = [number(point.get("loss")) for point in points], points[0]
+    names = [str(point["recipe"]) for point in points]
     plain = number(first.get("plain_loss"))
     charts = []
     for title, words, key, show in (
         ("Loss against bytes", "size of the model", "bytes", format_bytes),
         ("Loss against time of a decoded token", "time per decoded token", "decode_s", format_seconds),
     ):
-        values = [number(one.get(key)) for one in points]
+        values = [number(point.get(key)) for point in points]
         whole = number(first.get(f"plain_{key}"))
         charts.append(_scatter(title, words, list(zip(names, values, loss, strict=True)), (whole, plain), show))
     return el("div", *charts, class_="pair")
@@ -110,7 +110,7 @@ def _trade(run: Run, beside: Beside) -> Html | None:
 
 def _errors(run: Run, beside: Beside) -> Html | None:
     """Relative error of every matrix, a line per recipe."""
-    points = [one for one in _points(run) if one.get("errors")][:MOST_DRAWN]
+    points = [point for point in _points(run) if point.get("errors")][:MOST_DRAWN]
     if not points:
         return None
     matrices = list(points[0]["errors"])
@@ -119,29 +119,30 @@ def _errors(run: Run, beside: Beside) -> Html | None:
         for colour, one in enumerate(points)
     ]
     x = PlotAxis(0, max(1, len(matrices) - 1), "matrix, in the order of computation", whole=True)
-    values = [value for one in points for value in one["errors"].values()]
+    values = [value for point in points for value in point["errors"].values()]
     y = PlotAxis(*around(values, zero=True), "relative error of the weights", "{:.3g}".format)
     rows: list[list[Child]] = [
-        [name, *(f"{one['errors'][name]:.4f}" if name in one["errors"] else "–" for one in points)] for name in matrices
+        [name, *(f"{point['errors'][name]:.4f}" if name in point["errors"] else "–" for point in points)]
+        for name in matrices
     ]
     table = PageTable(
-        ["matrix", *(str(one["recipe"]) for one in points)], rows, [x.place(p) for p in range(len(matrices))]
+        ["matrix", *(str(point["recipe"]) for point in points)], rows, [x.place(p) for p in range(len(matrices))]
     )
     return chart("Error per matrix", "Norm of the change over the norm of the matrix.", Plot(x, y, lines), table)
 
 
 def _histograms(run: Run, beside: Beside) -> Html | None:
-    points = [one for one in _points(run) if isinstance(one.get("after"), dict)][:MOST_DRAWN]
+    points = [point for point in _points(run) if isinstance(point.get("after"), dict)][:MOST_DRAWN]
     charts = []
-    for one in points:
-        before, after = one["before"], one["after"]
+    for point in points:
+        before, after = point["before"], point["after"]
         pairs = [list(zip(part["centre"], part["count"], strict=True)) for part in (before, after)]
         x = PlotAxis(*around(before["centre"]), "weight", "{:.3g}".format)
         y = PlotAxis(*around([*before["count"], *after["count"]], zero=True), "how many")
         lines = [Line("before", pairs[0], 0), Line("after", pairs[1], 1)]
         rows: list[list[Child]] = [[f"{a:.4g}", f"{b:g}"] for a, b in pairs[1]]
         table = PageTable(["weight", "after"], rows, [x.place(min(max(a, x.low), x.high)) for a, _ in pairs[1]])
-        charts.append(chart(f"{one['recipe']}: {one['matrix']}", "", Plot(x, y, lines), table))
+        charts.append(chart(f"{point['recipe']}: {point['matrix']}", "", Plot(x, y, lines), table))
     return el("div", *charts, class_="pair") if charts else None
 
 

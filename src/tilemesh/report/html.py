@@ -50,7 +50,7 @@ def el(element: str, /, *children: Child, **attributes: Any) -> Html:
 
 
 def join(*children: Child) -> Html:
-    return Html("".join(one if isinstance(one, Html) else escape(one) for one in children if one is not None))
+    return Html("".join(child if isinstance(child, Html) else escape(child) for child in children if child is not None))
 
 
 def data(value: Any, **attributes: Any) -> Html:

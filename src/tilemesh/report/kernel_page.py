@@ -117,7 +117,7 @@ def _is_equal(row: Row) -> bool:
 
 
 def limits(rows: Sequence[Row]) -> Html | None:
-    """How much of the limit was reached, a bar a row: where FLOPs a byte are not the question."""
+    """How much of the limit was reached, one bar per row: where FLOPs per byte are not the question."""
     known = [(row, row.of_limit) for row in rows if row.of_limit is not None]
     if not known:
         return None
@@ -216,7 +216,7 @@ def heat_map(problem: str, trials: Sequence[TimedConfig]) -> Html:
     lines = []
     for m in sorted({m for m, _ in best}):
         cells = [best.get((m, n)) for n in columns]
-        lines.append((str(m), [None if one is None else _heat_cell(one, fastest) for one in cells]))
+        lines.append((str(m), [None if cell is None else _heat_cell(cell, fastest) for cell in cells]))
     built_in = [trial for trial in trials if trial.config.get("kind") in BUILT_IN]
     words = f"Tile rows down, tile columns across; best {format_seconds(fastest)} of {len(trials)} tried"
     words += "".join(f", {one.config['kind']} {format_seconds(one.seconds)}" for one in built_in) + "."

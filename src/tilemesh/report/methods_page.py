@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 from tilemesh.core.units import format_seconds
 from tilemesh.measure.method_curve import BoundCurve, MethodCurve, ServerLoad
@@ -46,6 +47,15 @@ def render(
     lead = ("method", "slow", "workers", "servers", "bound")
     parts += [el("h2", "Every row"), row_table(rows, lead), origin(rows)]
     return page(f"{title}: tilemesh bench", join(*parts))
+
+
+def drawings(curves: Sequence[MethodCurve], loads: Sequence[ServerLoad], bounds: Sequence[BoundCurve]) -> list[Drawing]:
+    """The page's charts, for a picture of their own."""
+    found = []
+    for slow in dict.fromkeys(curve.slow for curve in curves):
+        mine = [curve for curve in curves if curve.slow == slow]
+        found += [replace(over_steps(mine), title=f"Slow: {slow}"), over_time(mine)]
+    return [*found, *([over_bounds(bounds)] if bounds else []), *([shares(loads)] if loads else [])]
 
 
 def verdict(rows: Sequence[Row]) -> str:

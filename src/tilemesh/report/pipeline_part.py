@@ -103,7 +103,7 @@ def measured_step(found: spans.TraceTimeline, step: spans.TracedStep, plan: Para
 
 
 def _pass(span: spans.TraceSpan, waits: Sequence[spans.TraceSpan]) -> MeasuredPass:
-    inside = [one.ended_s for one in waits if span.began_s <= one.began_s < span.ended_s]
+    inside = [wait.ended_s for wait in waits if span.began_s <= wait.began_s < span.ended_s]
     began_s = min(span.ended_s, max(inside, default=span.began_s))
     return MeasuredPass(span.name, span.action, span.began_s, began_s, span.ended_s, span.live)
 

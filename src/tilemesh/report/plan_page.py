@@ -94,10 +94,11 @@ def _facts(best: Prediction) -> Html:
 def _table(result: SearchResult) -> Html:
     head = ["layout", "step", "tokens/s", "MFU", "memory", "bubble", "exposed", "train"]
     rows: list[list[Child]] = [
-        [one.plan.short(), format_seconds(one.step_time_s), format_count(one.tokens_per_s), percent(one.mfu, 1),
-         format_bytes(one.memory.total_bytes), percent(one.bubble_fraction, 1),
-         percent(one.times.exposed_s / one.step_time_s, 1), trainable(one.plan)]
-        for one in result.predictions
+        [prediction.plan.short(), format_seconds(prediction.step_time_s), format_count(prediction.tokens_per_s),
+         percent(prediction.mfu, 1), format_bytes(prediction.memory.total_bytes),
+         percent(prediction.bubble_fraction, 1), percent(prediction.times.exposed_s / prediction.step_time_s, 1),
+         trainable(prediction.plan)]
+        for prediction in result.predictions
     ]  # fmt: skip
     return grid(PageTable(head, rows))
 
@@ -155,15 +156,17 @@ def _label(layout: str, time_s: float, nbytes: float) -> str:
 
 def _times(result: SearchResult) -> Html:
     items, rows = [], []
-    for one in result.predictions:
-        seconds = {key: getattr(one.times, key) for key in TIMES}
+    for prediction in result.predictions:
+        seconds = {key: getattr(prediction.times, key) for key in TIMES}
         parts = [
             BarPart(seconds[key], colour, f"{words}: {format_seconds(seconds[key])}")
             for key, (words, colour) in TIMES.items()
         ]
-        items.append(Bar(one.plan.short(), parts, format_seconds(one.step_time_s)))
-        rows.append([one.plan.short(), *(format_seconds(seconds[key]) for key in TIMES)])
-    kinds = [TIMES[key] for key in TIMES if any(getattr(one.times, key) > 0 for one in result.predictions)]
+        items.append(Bar(prediction.plan.short(), parts, format_seconds(prediction.step_time_s)))
+        rows.append([prediction.plan.short(), *(format_seconds(seconds[key]) for key in TIMES)])
+    kinds = [
+        TIMES[key] for key in TIMES if any(getattr(prediction.times, key) > 0 for prediction in result.predictions)
+    ]
     table = PageTable(["layout", *(words for words, _ in TIMES.values())], rows)
     return figure("Step time", "Seen from the slowest stage.", bars(items, kinds=kinds), table)
 
@@ -177,14 +180,14 @@ def memory_parts(memory: RankMemory) -> dict[str, int]:
 
 def _memory(result: SearchResult) -> Html:
     items, rows = [], []
-    for one in result.predictions:
-        sizes = memory_parts(one.memory)
+    for prediction in result.predictions:
+        sizes = memory_parts(prediction.memory)
         parts = [
             BarPart(size, MEMORY[key], f"{key.removesuffix('_bytes')}: {format_bytes(size)}")
             for key, size in sizes.items()
         ]
-        items.append(Bar(one.plan.short(), parts, format_bytes(one.memory.total_bytes)))
-        rows.append([one.plan.short(), *(format_bytes(size) for size in sizes.values())])
+        items.append(Bar(prediction.plan.short(), parts, format_bytes(prediction.memory.total_bytes)))
+        rows.append([prediction.plan.short(), *(format_bytes(size) for size in sizes.values())])
     kinds = [(key.removesuffix("_bytes"), colour) for key, colour in MEMORY.items()]
     usable = result.best.usable_bytes
     table = PageTable(["layout", *(name for name, _ in kinds)], rows)
@@ -207,7 +210,7 @@ def simulated(result: SearchResult, best: Prediction) -> tuple[StepProgram, tupl
 
 def pipeline_lanes(result: SearchResult) -> Html:
     """Passes of the first microbatches over the stages, as simulated."""
-    found = next((one for one in result.predictions if one.plan.pp > 1), None)
+    found = next((prediction for prediction in result.predictions if prediction.plan.pp > 1), None)
     if found is None:
         return el("p", "There is no pipeline: every GPU has all layers (pp 1).")
     plan = found.plan

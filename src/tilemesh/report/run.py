@@ -64,12 +64,14 @@ class Run:
 
     def figure(self, key: str) -> list[tuple[int, float]]:
         """(step, value) wherever a step has this key; what is no number is NaN."""
-        return [(one["step"], number(one[key])) for one in self.steps if key in one]
+        return [(step["step"], number(step[key])) for step in self.steps if key in step]
 
     @property
     def figures(self) -> list[str]:
         """Names of what the steps say that is a number, in the order in which they first appear."""
-        found = dict.fromkeys(key for one in self.steps for key, value in one.items() if not math.isnan(number(value)))
+        found = dict.fromkeys(
+            key for step in self.steps for key, value in step.items() if not math.isnan(number(value))
+        )
         return [key for key in found if key not in ("step", "at")]
 
     @property
@@ -123,7 +125,7 @@ class Run:
 
     def tail(self, key: str) -> Sample | None:
         """A figure over the last tenth of the run's steps."""
-        values = [value for one in self.last_steps() if key in one and math.isfinite(value := number(one[key]))]
+        values = [value for step in self.last_steps() if key in step and math.isfinite(value := number(step[key]))]
         return Sample.of(values) if values else None
 
 

@@ -56,7 +56,7 @@ def marks_of(run: Run) -> list[EventMark]:
 
 
 def shaded(run: Run) -> list[tuple[float, float, str]]:
-    steps = [one["step"] for one in run.steps]
+    steps = [step["step"] for step in run.steps]
     return [
         (first - 0.5, last + 0.5, f"{steps_between(first, last)}: not in the metrics")
         for first, last in series.gaps(steps)
@@ -116,13 +116,20 @@ def loss(run: Run) -> Html:
 
 def _loss_table(run: Run, x: PlotAxis, held: Sequence[tuple[int, float]]) -> PageTable:
     rows, places = [], []
-    for one in series.buckets(run.figure("loss"), MOST_ROWS):
-        seen = [value for step, value in held if one.first <= step <= one.last]
-        bad = f"{one.bad} not a number" if one.bad else ""
+    for bucket in series.buckets(run.figure("loss"), MOST_ROWS):
+        seen = [value for step, value in held if bucket.first <= step <= bucket.last]
+        bad = f"{bucket.bad} not a number" if bucket.bad else ""
         rows.append(
-            [one.steps, short(one.mean), short(one.low), short(one.high), short(seen[-1] if seen else None), bad]
+            [
+                bucket.steps,
+                short(bucket.mean),
+                short(bucket.low),
+                short(bucket.high),
+                short(seen[-1] if seen else None),
+                bad,
+            ]
         )
-        places.append(x.place(one.middle))
+        places.append(x.place(bucket.middle))
     return PageTable(
         ["step", "mean", "lowest", "highest", "held-out", "remark"], rows, places, f"Every step is in {METRICS}."
     )

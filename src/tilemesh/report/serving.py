@@ -30,7 +30,7 @@ def _points(run: Run) -> list[Mapping[str, Any]]:
 
 
 def _online(run: Run) -> list[Mapping[str, Any]]:
-    found = [one for one in _points(run) if number(one.get("rate"), 0) > 0]
+    found = [point for point in _points(run) if number(point.get("rate"), 0) > 0]
     return sorted(found, key=lambda one: number(one["rate"]))
 
 
@@ -88,8 +88,8 @@ def _facts(run: Run, beside: Beside) -> list[Fact]:
 
 def _waste(steps: Sequence[Mapping[str, Any]]) -> float | None:
     """Of the places in pages that requests held, the share without a token, over all steps."""
-    places = sum(number(one.get("held_places"), 0) for one in steps)
-    tokens = sum(number(one.get("held_tokens"), 0) for one in steps)
+    places = sum(number(step.get("held_places"), 0) for step in steps)
+    tokens = sum(number(step.get("held_tokens"), 0) for step in steps)
     return 1 - tokens / places if places > 0 else None
 
 
@@ -113,12 +113,12 @@ _WORDS = {"ttft_p50": "median", "ttft_p99": "p99", "itl_p50": "median", "itl_p99
 
 def _against_load(run: Run, title: str, words: str, keys: Sequence[str], show: Callable[[float], str]) -> Html:
     points = _online(run)
-    rates = [number(one["rate"]) for one in points]
+    rates = [number(point["rate"]) for point in points]
     lines, head = [], ["requests/s"]
     columns: list[list[float]] = []
     for colour, key in enumerate(keys):
         for which in ("measured", "predicted"):
-            values = [number(section(one, which).get(key)) for one in points]
+            values = [number(section(point, which).get(key)) for point in points]
             name = f"{_WORDS.get(key, '')} {which}".strip()
             drawn = [(rate, value) for rate, value in zip(rates, values, strict=True) if math.isfinite(value)]
             lines.append(Line(name, drawn, colour, dashed=which == "predicted", dots=True))
@@ -143,8 +143,8 @@ def _against_load(run: Run, title: str, words: str, keys: Sequence[str], show: C
 def _loads(run: Run) -> list[tuple[str, list[Mapping[str, Any]]]]:
     """Steps by the load that they belong to."""
     found: dict[str, list[Mapping[str, Any]]] = {}
-    for one in run.steps:
-        found.setdefault(str(one.get("load", "")), []).append(one)
+    for step in run.steps:
+        found.setdefault(str(step.get("load", "")), []).append(step)
     return list(found.items())[-MOST_LOADS:]
 
 
@@ -171,7 +171,7 @@ def _each_load(run: Run, title: str, words: str, series: Mapping[str, str]) -> H
     charts = [
         _over_time(f"{title}, {name}" if name else title, words, steps, series)
         for name, steps in _loads(run)
-        if any(key in one for one in steps for key in series)
+        if any(key in step for step in steps for key in series)
     ]
     return el("div", *charts, class_="pair") if charts else None
 

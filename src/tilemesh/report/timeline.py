@@ -56,7 +56,7 @@ def draw(
             ("p", "previous", "previous span of this lane"), ("n", "next", "next span of this lane"),
         )
     ]  # fmt: skip
-    options = [el("option", "all of it"), *(el("option", one.name) for one in stretches)]
+    options = [el("option", "all of it"), *(el("option", stretch.name) for stretch in stretches)]
     box = el(
         "div",
         el("ul", *legend, class_="legend"),
@@ -88,5 +88,7 @@ def pack(lanes: Sequence[Lane], stretches: Sequence[Stretch], kinds: Kinds) -> d
         "lanes": packed,
         "names": [list(pair) for pair in names],
         "kinds": {kind: list(words) for kind, words in kinds.items()},
-        "steps": [[one.name, round(one.began_s - zero, 7), round(one.ended_s - zero, 7)] for one in stretches],
+        "steps": [
+            [stretch.name, round(stretch.began_s - zero, 7), round(stretch.ended_s - zero, 7)] for stretch in stretches
+        ],
     }

@@ -41,7 +41,7 @@ def shares_of(run: Run) -> dict[str, float]:
     if all(math.isfinite(value) for value in found.values()):
         return found
     # Of the same steps, the last ones: a machine that others use is not as fast all the time.
-    lines = [[number(one.get(key)) for key in ("seconds", "exchange_s", "data_s")] for one in run.last_steps()]
+    lines = [[number(step.get(key)) for key in ("seconds", "exchange_s", "data_s")] for step in run.last_steps()]
     known = [line for line in lines if all(math.isfinite(value) and value >= 0 for value in line)]
     seconds, exchange, data = (sum(line[part] for line in known) for part in range(3))
     if seconds <= 0:

@@ -7,6 +7,7 @@ predicted.json   what the planner said before         sample.txt        text it 
 choices.json     what `auto` picked                   trace/, trace.json  what each rank did when, for Perfetto
 checkpoints/     step-00000050/, newest last          report.html       the page
 lock.json        who runs in this folder now          huggingface/      tokenizer and config.json of the first weights
+server-records/  what each parameter server did, in its order, since the run was last started
 
 What lies inside a checkpoint is named in `manifest.py`.
 """
@@ -34,6 +35,7 @@ TRACE_PARTS = "trace"
 CHECKPOINTS = "checkpoints"
 PAGE = "report.html"
 LOCK = "lock.json"
+SERVER_RECORDS = "server-records"
 CARRIED = "huggingface"
 """What lay beside the weights that a run began with: `export` writes it again."""
 

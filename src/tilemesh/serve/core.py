@@ -53,6 +53,8 @@ class PromptJob:
     tell: Callable[[AnswerPart], None]
     constraint: Constraint | None = None
     """What the answers must match."""
+    whole: bool = False
+    """Whether `tell` need not hear of an answer before it ends: its text is then decoded at once."""
     answers: list[LiveAnswer] = field(default_factory=list)
     prompt_logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     """By position, from 1: complete when the first part of answer 0 comes."""
@@ -73,6 +75,18 @@ class LiveAnswer:
     """Tokens that were drawn for the same answer before this request."""
     cursor: Cursor | None = None
     """Where it stands in what it must match."""
+    held: list[int] = field(default_factory=list)
+    """Tokens that were not told yet."""
+    holds: bool = False
+    """Whether tokens may wait there until it ends: nobody wants to hear of them before, and no text can end it."""
+    plain: bool = False
+    """Whether nothing of what the model computes is wanted but tokens, drawn from its logits as they are."""
+
+    def __post_init__(self) -> None:
+        sampling = self.job.sampling
+        self.holds = self.job.whole and self.cursor is None and not sampling.stop and sampling.logprobs is None
+        known = sampling.logprobs is None and sampling.prompt_logprobs is None
+        self.plain = known and self.cursor is None and not sampling.changes_logits
 
 
 class EngineCore:
@@ -82,6 +96,7 @@ class EngineCore:
         self.runner, self.scheduler = runner, scheduler
         self.decoder, self.ends, self.vocabulary = decoder, ends, vocabulary
         self._live: dict[str, LiveAnswer] = {}
+        self._involved: set[str] = set()  # those of them that are not plain
         self._numbers = 0
         self._alone: dict[int, str] = {}  # texts of single tokens
         self.on_step: Callable[[int, int], None] = lambda tokens, preempted: None
@@ -125,6 +140,8 @@ class EngineCore:
             )
             job.answers.append(answer)
             self._live[request.name] = answer
+            if not answer.plain:
+                self._involved.add(request.name)
             self.scheduler.add(request)
             if self.history is not None:
                 self.history.added(request, self.now_ns if asked_ns is None else asked_ns, self.now_ns)
@@ -168,19 +185,12 @@ class EngineCore:
             self._end_ahead()
 
     def _goes_ahead(self, plan: StepPlan) -> bool:
-        """Whether a step can be launched whose requests' last tokens may be on the device only, and nothing of what it
-        computes but tokens is wanted."""
+        """Whether a step can be launched whose requests' last tokens may be on the device only."""
         if self.runner.ahead is None or self.draft is not None or not plan.entries:
             return False
-        if plan.swapped_in or plan.swapped_out or plan.preempted:
+        if plan.swapped_in or plan.swapped_out or plan.preempted or any(entry.drafts for entry in plan.entries):
             return False
-        for entry in plan.entries:
-            answer = self._live[entry.request.name]
-            sampling = answer.job.sampling
-            plain = sampling.logprobs is None and sampling.prompt_logprobs is None and answer.cursor is None
-            if entry.drafts or not plain or sampling.changes_logits:
-                return False
-        return True
+        return not self._involved or all(entry.request.name not in self._involved for entry in plan.entries)
 
     def _end_ahead(self) -> None:
         """Read the tokens of the step that was launched last, if there is one, and book them."""
@@ -194,7 +204,7 @@ class EngineCore:
             return
         for name in [name for name, token in tokens.items() if token < 0 and name in self._live]:
             self._end(self._live[name], FinishReason.ERROR, UNSOUND)
-        sampled = {name: [token] for name, token in tokens.items() if token >= 0}
+        sampled = {name: (token,) for name, token in tokens.items() if token >= 0}
         for progressed in self.scheduler.commit(plan, sampled):
             self._tell(progressed, ())
         if self.history is not None:
@@ -366,11 +376,14 @@ class EngineCore:
     def _tell(self, progressed: Progressed, logprobs: Sequence[TokenLogprobs]) -> None:
         request, reason = progressed.request, progressed.finish
         answer = self._live[request.name]
+        if reason is None and answer.holds:
+            answer.held += progressed.tokens
+            return
         if reason is None and answer.cursor is None and not answer.job.sampling.stop:  # nothing can end it
             text = answer.text.add(progressed.tokens)
             answer.job.tell(AnswerPart(answer.number, text, progressed.tokens, tuple(logprobs), None))
             return
-        text, kept, complete = "", 0, False
+        text, kept, complete = answer.text.add(answer.held), 0, False
         stopped_by: str | int | None = None
         for token in progressed.tokens:
             kept += 1
@@ -392,14 +405,17 @@ class EngineCore:
             del request.tokens[len(request.tokens) - (len(progressed.tokens) - kept) :]
             self.scheduler.finish(request, reason)
             del self._live[request.name]
+            self._involved.discard(request.name)
             self.on_end(request.name)
-        tokens = progressed.tokens[:kept]
+        tokens = (*answer.held, *progressed.tokens[:kept])
         answer.job.tell(AnswerPart(answer.number, text, tokens, tuple(logprobs[:kept]), reason, stopped_by))
 
     def _end(self, answer: LiveAnswer, reason: FinishReason, error: str | None = None) -> None:
         if self._live.pop(answer.request.name, None) is not None:
+            self._involved.discard(answer.request.name)
             self.scheduler.finish(answer.request, reason)
             if reason is FinishReason.ABORT and self.history is not None:
                 self.history.aborted(answer.request.name, self.now_ns)
             self.on_end(answer.request.name)
-            answer.job.tell(AnswerPart(answer.number, answer.text.add([], last=True), (), (), reason, None, error))
+            text = answer.text.add(answer.held, last=True)
+            answer.job.tell(AnswerPart(answer.number, text, tuple(answer.held), (), reason, None, error))

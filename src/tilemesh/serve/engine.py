@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import queue
 import threading
 import time
 from collections import deque
@@ -23,7 +22,7 @@ from tilemesh.data.tokenizer import encode_prompt
 from tilemesh.kernels.launch.tensors import read_device
 from tilemesh.measure.gpu import CudaGraphs
 from tilemesh.model.config import ModelConfig
-from tilemesh.serve.answers import Completion, EngineStatus, collect
+from tilemesh.serve.answers import Completion, EngineStatus
 from tilemesh.serve.constrain.mask import Constraints
 from tilemesh.serve.core import AnswerPart, EngineCore, PromptJob
 from tilemesh.serve.device_steps import PlainCalls, ServeGraphs
@@ -31,6 +30,7 @@ from tilemesh.serve.draft import DraftModel, check_draft
 from tilemesh.serve.history import ServeHistory
 from tilemesh.serve.load import ServedModel, load_served, read_dtype
 from tilemesh.serve.memory import choose_pages
+from tilemesh.serve.offline import whole_answers
 from tilemesh.serve.ranks import RankRunner
 from tilemesh.serve.request import Sampling
 from tilemesh.serve.runner import Runner
@@ -39,7 +39,6 @@ from tilemesh.serve.speculate import DraftLengths, NgramGuesser
 
 Prompt = str | Sequence[int]
 """Text, or tokens."""
-_RETRY_S = 0.02
 _DRAFTS = 4
 """Guesses of a draft model per step at most, unless told otherwise."""
 
@@ -169,14 +168,23 @@ class Engine:
 
     # ---- asking ------------------------------------------------------------------------------------------------
 
-    def generate(self, prompts: Prompt | Sequence[Prompt], sampling: Sampling | None = None) -> Iterator[Completion]:
-        """The completions of these prompts, in their order. One prompt is one text, or one list of tokens."""
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], sampling: Sampling | Sequence[Sampling] | None = None
+    ) -> Iterator[Completion]:
+        """The completions of these prompts, in their order. One prompt is one text, or one list of tokens; `sampling`
+        is that of all prompts, or one for each."""
         some: list[Prompt] = [prompts] if _is_prompt(prompts) else list(prompts)  # type: ignore[arg-type, list-item]
-        asked = sampling or Sampling()
+        each: list[Sampling] = (
+            [sampling or Sampling()] * len(some)
+            if sampling is None or isinstance(sampling, Sampling)
+            else list(sampling)
+        )
+        if len(each) != len(some):
+            raise UsageError(f"{len(some)} prompts and {len(each)} samplings: give one for all, or one for each")
         encoded = [self.encode(prompt) for prompt in some]
-        for prompt in encoded:
+        for prompt, asked in zip(encoded, each, strict=True):
             self.check(prompt, asked)
-        return self._generate(encoded, asked)
+        return whole_answers(self, encoded, each)
 
     async def stream(
         self, prompt: Prompt, sampling: Sampling | None = None, priority: int = 0
@@ -211,10 +219,12 @@ class Engine:
         tell: Callable[[AnswerPart], None],
         priority: int = 0,
         drawn: int = 0,
+        whole: bool = False,
     ) -> PromptJob:
         """Begin the answers to a prompt; `tell` is called in the engine's thread and must return soon.
 
-        Raises QueueFullError where too many are under way. `drawn`: how many tokens of this answer others have drawn.
+        Raises QueueFullError where too many are under way. `drawn`: how many tokens of this answer others have drawn;
+        `whole`: an answer may be told in one part when it has ended, which takes less of the host's time.
         """
         max_tokens = self.check(prompt, sampling)
         constraint = self._constraints.get(sampling.regex, sampling.json_schema)
@@ -229,7 +239,7 @@ class Engine:
             self._unfinished += sampling.n
             self._asked += 1
             seed = (self._seed + self._asked) & LARGEST_WHOLE if sampling.seed is None else sampling.seed
-            job = PromptJob(list(prompt), sampling, seed, self._counting(tell), constraint)
+            job = PromptJob(list(prompt), sampling, seed, self._counting(tell), constraint, whole)
             asked_ns = time.monotonic_ns()
             self._inbox.append(lambda: self._core.add(job, max_tokens, priority, drawn, asked_ns))
             self._lock.notify()
@@ -292,6 +302,11 @@ class Engine:
         )
 
     @property
+    def launches_ahead(self) -> bool:
+        """Whether it launches steps before it has read the tokens of the last."""
+        return self._core.runner.ahead is not None
+
+    @property
     def alive(self) -> bool:
         """Whether it answers requests."""
         return self._thread.is_alive() and not self._closing
@@ -343,55 +358,6 @@ class Engine:
         self.close()
 
     # ---- inside ------------------------------------------------------------------------------------------------
-
-    def _generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> Iterator[Completion]:
-        # Numbers of prompts of which an answer has ended. Ctrl-C may come while `get` waits: queue.Queue may then
-        # release a lock that it does not hold.
-        ended: queue.SimpleQueue[int] = queue.SimpleQueue()
-        left: dict[int, int] = {}
-        jobs: dict[int, PromptJob] = {}
-        collected: dict[int, list[AnswerPart]] = {}
-        given = 0
-        try:
-            for number, _ in enumerate(prompts):
-                while True:
-                    # As many as the engine takes, in order; the rest follow as answers end.
-                    while len(jobs) < len(prompts) and self._ask_next(prompts, sampling, jobs, collected, ended):
-                        left[len(jobs) - 1] = sampling.n
-                    if left.get(number) == 0:
-                        break
-                    if number not in jobs:  # others fill the engine, and nothing of ours is under way
-                        time.sleep(_RETRY_S)
-                        continue
-                    left[ended.get()] -= 1
-                given = number + 1
-                yield collect(jobs[number], collected.pop(number))
-        finally:
-            for number in range(given, len(jobs)):
-                self.abort(jobs[number])
-
-    def _ask_next(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: Sampling,
-        jobs: dict[int, PromptJob],
-        collected: dict[int, list[AnswerPart]],
-        ended: queue.SimpleQueue[int],
-    ) -> bool:
-        number = len(jobs)
-        own: list[AnswerPart] = []
-
-        def tell(part: AnswerPart) -> None:
-            own.append(part)
-            if part.finish is not None:  # nobody is woken before
-                ended.put(number)
-
-        try:
-            jobs[number] = self.submit(prompts[number], sampling, tell)
-            collected[number] = own
-        except QueueFullError:
-            return False
-        return True
 
     def _counting(self, tell: Callable[[AnswerPart], None]) -> Callable[[AnswerPart], None]:
         def heard(part: AnswerPart) -> None:

@@ -149,7 +149,8 @@ class ServeRequest:
     finish: FinishReason | None = None
     computed: int = 0
     """Tokens whose keys and values are in pages."""
-    pages: list[int] = field(default_factory=list)
+    pages: tuple[int, ...] = ()
+    """A new tuple whenever they change: whoever has seen this one knows them."""
     swapped: list[int] = field(default_factory=list)
     """Pages of the CPU's pool, while it is swapped out."""
     published: list[int] = field(default_factory=list)
@@ -170,6 +171,12 @@ class ServeRequest:
     def complete(self) -> bool:
         """Whether it has as many tokens as it may, of which the last is not known yet."""
         return len(self.tokens) - self.prompt >= self.max_tokens
+
+    @property
+    def decodes(self) -> bool:
+        """Whether all its tokens but one are computed, and more may follow."""
+        tokens = len(self.tokens)
+        return tokens == self.computed + 1 and tokens < self.prompt + self.max_tokens
 
     @property
     def output(self) -> list[int]:

@@ -98,16 +98,10 @@ def draw_tokens(logits_NV: Tensor, drawings: Sequence[TokenDraw]) -> list[int]:
     return [int(token) for token in tokens_N.tolist()]
 
 
-def draw_kind(drawings: Sequence[TokenDraw], vocabulary: int) -> DrawKind:
-    kinds = [
-        DrawKind.GREEDY
-        if drawing.sampling.temperature == 0
-        else DrawKind.FILTERED
-        if _filters(drawing.sampling, vocabulary)
-        else DrawKind.SAMPLED
-        for drawing in drawings
-    ]
-    return max(kinds, default=DrawKind.GREEDY)
+def kind_of(sampling: Sampling, vocabulary: int) -> DrawKind:
+    if sampling.temperature == 0:
+        return DrawKind.GREEDY
+    return DrawKind.FILTERED if _filters(sampling, vocabulary) else DrawKind.SAMPLED
 
 
 def draw_on_device(logits_NV: Tensor, draws: RowDraws, kind: DrawKind) -> Tensor:

@@ -83,9 +83,12 @@ class ServeLimits:
         return min(self.context, self.pages * self.page_tokens) + 1
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Scheduled:
-    """A request's part in a step: compute tokens `start` to `start + count`, then the drafts, in these pages."""
+    """A request's part in a step: compute tokens `start` to `start + count`, then the drafts, in these pages.
+
+    Nobody changes it; it is not frozen because one is made for every sequence and step, and that would take longer.
+    """
 
     request: ServeRequest
     start: int
@@ -211,7 +214,7 @@ class Scheduler:
 
     def plan(self) -> StepPlan:
         self.step += 1
-        decoding = sum(request.pending == 1 and not request.complete for request in self.running)
+        decoding = sum(request.decodes for request in self.running)
         draft = _Draft(left=self.limits.step_tokens - decoding)
         for request in list(self.running):
             if request.state is RequestState.RUNNING:  # an earlier one may just have preempted it
@@ -223,8 +226,14 @@ class Scheduler:
     def can_assume(self) -> bool:
         """Whether the next step may be planned before this one's tokens are known: nobody can be preempted in it, who
         would have to be computed again from tokens that are not known."""
+        if self._propose is not no_drafts:
+            return False
         wanted = self.limits.step_tokens + len(self.running) * self.limits.page_tokens
-        return self._propose is no_drafts and self.pool.available * self.limits.page_tokens >= wanted
+        if self.pool.available * self.limits.page_tokens >= wanted:
+            return True
+        # In fact each takes what the tokens that it has still lack, the one that this step draws, and the one after it.
+        missing = (self.limits.pages_for(len(one.tokens) + 2) - len(one.pages) for one in self.running)
+        return self.pool.available >= sum(pages for pages in missing if pages > 0)
 
     def assume(self, plan: StepPlan) -> None:
         """Go on as if the step were done: a request that samples has one token more, which is UNKNOWN until `commit`.
@@ -246,14 +255,15 @@ class Scheduler:
             if request.state is not RequestState.RUNNING:
                 continue  # aborted while the step ran: nobody wants its tokens, and its pages were never published
             new = sampled[request.name] if entry.samples else ()
-            accepted = tuple(new[:-1])
-            if entry.samples and (not new or accepted != entry.drafts[: len(accepted)]):
+            place, right = entry.start + entry.count, len(new) - 1 if new else 0
+            if entry.samples and (not new or (right and tuple(new[:right]) != entry.drafts[:right])):
                 raise RunError(f"{request.name}: tokens {new} after drafts {entry.drafts}: a bug in the engine")
-            taken, reason = self._extend(request, entry.start + entry.count, new)
-            # The step computed the drafts too; of those, the accepted ones are tokens of the request now. Where the
+            taken, reason = self._extend(request, place, new)
+            # The step computed the drafts too; of those, the right ones are tokens of the request now. Where the
             # step was assumed, the next one may have been as well.
-            known = min(entry.start + entry.count + len(accepted), len(request.tokens))
-            request.computed = max(request.computed, known)
+            known = min(place + right, len(request.tokens)) if right else place
+            if known > request.computed:
+                request.computed = known
             if self.limits.share_prefixes:
                 self._publish(request, known)
             if reason is not None:
@@ -266,13 +276,13 @@ class Scheduler:
 
     def _continue(self, request: ServeRequest, draft: _Draft) -> None:
         """Give a running request its part of the step."""
-        if request.complete:  # its last token is not known yet, and none follows
-            return
-        decodes = request.pending == 1
+        decodes = request.decodes
         place = request.computed
         if decodes and place < len(request.pages) * self.limits.page_tokens and self._propose is no_drafts:
             # What follows comes to the same where a request decodes into a page that it has: most of the time.
-            draft.entries.append(Scheduled(request, place, 1, (), True, tuple(request.pages)))
+            draft.entries.append(Scheduled(request, place, 1, (), True, request.pages))
+            return
+        if request.complete:  # its last token is not known yet, and none follows
             return
         count = 1 if decodes else min(request.pending, self.limits.chunk_tokens, draft.left)
         if count == 0:
@@ -298,7 +308,7 @@ class Scheduler:
     def _schedule(self, request: ServeRequest, count: int, draft: _Draft) -> None:
         missing = self.limits.pages_for(request.computed + count) - len(request.pages)
         if missing > 0:
-            request.pages += self.pool.take(missing)
+            request.pages += tuple(self.pool.take(missing))
         samples = count == request.pending
         drafts: tuple[int, ...] = ()
         if samples and request.pending == 1:
@@ -307,7 +317,7 @@ class Scheduler:
             if most > 0:
                 drafts = tuple(self._propose(request, most))[:most]
                 draft.left -= len(drafts)
-        draft.entries.append(Scheduled(request, request.computed, count, drafts, samples, tuple(request.pages)))
+        draft.entries.append(Scheduled(request, request.computed, count, drafts, samples, request.pages))
 
     def _preempt(self, victim: ServeRequest, draft: _Draft) -> None:
         """Take a running request's pages; what they hold goes to the CPU's pool if it has room, else it is lost."""
@@ -324,6 +334,8 @@ class Scheduler:
 
     def _admit_waiting(self, draft: _Draft) -> None:
         """Start requests in line, until one does not fit: none behind it may overtake it and take its pages."""
+        if not self.waiting:
+            return
         under_way = {key for request in self.running if (key := self._next_page(request)) is not None}
         index = 0
         while index < len(self.waiting) and len(self.running) < self.limits.running and draft.left > 0:
@@ -364,12 +376,12 @@ class Scheduler:
         if self.pool.available - idle < whole - len(pages) + promised + spare:
             return False
         self.pool.share(pages)
-        request.pages, request.published = pages, serials
+        request.pages, request.published = tuple(pages), serials
         if swapped:
             copied = request.swapped[len(pages) :]
             fresh = self.pool.take(len(copied))
             draft.into += zip(copied, fresh, strict=True)
-            request.pages = pages + fresh
+            request.pages += tuple(fresh)
             self.swap.release(request.swapped)
             request.swapped = []
         elif request.preemptions == 0:
@@ -387,12 +399,16 @@ class Scheduler:
         self, request: ServeRequest, place: int, new: Sequence[int]
     ) -> tuple[tuple[int, ...], FinishReason | None]:
         """Put sampled tokens in their places, from `place` on, up to the one that ends the request."""
-        for index, token in enumerate(new):
-            request.tokens[place + index : place + index + 1] = [token]  # appended, or in place of an unknown one
+        tokens, last = request.tokens, request.prompt + request.max_tokens - 1
+        for at, token in enumerate(new, place):
+            if at < len(tokens):
+                tokens[at] = token  # it was not known yet
+            else:
+                tokens.append(token)
             if token in request.ends:
-                return tuple(new[: index + 1]), FinishReason.STOP
-            if place + index + 1 - request.prompt == request.max_tokens:
-                return tuple(new[: index + 1]), FinishReason.LENGTH
+                return tuple(new[: at - place + 1]), FinishReason.STOP
+            if at == last:
+                return tuple(new[: at - place + 1]), FinishReason.LENGTH
         return tuple(new), None
 
     def _publish(self, request: ServeRequest, known: int) -> None:
@@ -400,13 +416,15 @@ class Scheduler:
         while (len(request.published) + 1) * self.limits.page_tokens <= known:
             number = len(request.published)
             key = self.prefixes.key(request.tokens, request.published)
-            request.pages[number], serial = self.prefixes.publish(key, request.pages[number])
+            page, serial = self.prefixes.publish(key, request.pages[number])
+            if page != request.pages[number]:  # another one has computed the same tokens
+                request.pages = (*request.pages[:number], page, *request.pages[number + 1 :])
             request.published.append(serial)
 
     def _free(self, request: ServeRequest) -> None:
         self.pool.release(reversed(request.pages))
         self.swap.release(request.swapped)
-        request.pages, request.swapped, request.published, request.computed = [], [], [], 0
+        request.pages, request.swapped, request.published, request.computed = (), [], [], 0
 
 
 def _rank(request: ServeRequest) -> tuple[int, int]:

@@ -2,8 +2,8 @@
 
 The one idea: an engine's loop is to take what was asked, plan, compute, book; only computing needs a model, and of that
 only how long it takes and which tokens come out matter to the schedule. So what is simulated here is a clock and the
-tokens, and nothing of the policy. Given an engine's recorded arrivals, outputs and durations, the schedule is the
-engine's, step for step (a test compares them).
+tokens, and nothing of the policy. Given the recorded arrivals, outputs and durations of an engine that waits for its
+steps, the schedule is the engine's, step for step (a test compares them).
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ from __future__ import annotations
 import heapq
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tilemesh.core.errors import RunError
 from tilemesh.model.work.decoding import SequencePart
+from tilemesh.plan.serving_clock import StepClock
 from tilemesh.serve.history import ServeHistory
 from tilemesh.serve.request import FinishReason, RequestState, ServeRequest
 from tilemesh.serve.scheduler import QueueFullError, Scheduled, Scheduler, ServeLimits, StepPlan, no_drafts
@@ -56,8 +57,13 @@ def simulate(
     duration: Duration,
     guesser: NgramGuesser | None = None,
     until_ns: int | None = None,
+    launching: Duration | None = None,
 ) -> ServeHistory:
-    """Run all requests; a step takes what `duration` says. With `until_ns` no step begins after it."""
+    """Run all requests; a step takes what `duration` says. With `until_ns` no step begins after it.
+
+    `launching`: as an engine on a GPU (`EngineCore.step`). The host plans a step and takes so long to launch it while
+    the one before it runs, and only then reads that one's tokens: who comes in the meantime waits for the next step.
+    """
     scheduler = Scheduler(limits, guesser or no_drafts)
     history = ServeHistory()
     asked: dict[str, SimRequest] = {}
@@ -70,8 +76,17 @@ def simulate(
             inbox.append((request.aborted_ns, request.abort_order or order, "abort", request))
     heapq.heapify(inbox)
     now = 0
-    while inbox or scheduler.busy:
-        if not scheduler.busy:
+    launched: tuple[StepPlan, int, int] | None = None  # with its beginning and its end; nobody has read its tokens yet
+
+    def end_launched() -> None:
+        nonlocal launched, now
+        if launched is not None:
+            plan, began, ended = launched
+            launched, now = None, max(now, ended)
+            _book(scheduler, plan, asked, live, history, began, now, guesser)
+
+    while inbox or scheduler.busy or launched is not None:
+        if not scheduler.busy and launched is None:
             now = max(now, inbox[0][0])
         if until_ns is not None and now > until_ns:
             break
@@ -92,11 +107,27 @@ def simulate(
                 continue
             asked[request.name], live[request.name] = request, made
             history.added(made, request.at_ns if request.asked_ns is None else request.asked_ns, now)
-        if scheduler.busy:
-            plan = scheduler.plan()
-            ended = now + duration(plan)
-            _book(scheduler, plan, asked, live, history, now, ended, guesser)
-            now = ended
+        if not scheduler.busy:
+            end_launched()
+            continue
+        plan = scheduler.plan()
+        if launching is not None and plan.entries and not (plan.preempted or plan.swapped_in or plan.swapped_out):
+            now, began = now + launching(plan), now if launched is None else max(now, launched[2])
+            following = plan, began, max(began + duration(plan), now)
+            end_launched()
+            launched = following
+            if scheduler.can_assume():
+                scheduler.assume(plan)
+            else:
+                end_launched()
+            continue
+        if launched is not None:
+            end_launched()
+            going = tuple(entry for entry in plan.entries if entry.request.state is RequestState.RUNNING)
+            plan = replace(plan, entries=going)
+        if plan.entries or launching is None:
+            began, now = now, now + duration(plan)
+            _book(scheduler, plan, asked, live, history, began, now, guesser)
     return history
 
 
@@ -114,6 +145,8 @@ def _book(
     sampled: dict[str, list[int]] = {}
     failed: list[str] = []
     for entry in plan.entries:
+        if entry.request.state is not RequestState.RUNNING:
+            continue  # it has ended since the step was launched
         known = asked[entry.request.name]
         new = _drawn(entry, known)
         if new:
@@ -141,7 +174,7 @@ def _drawn(entry: Scheduled, known: SimRequest) -> list[int]:
     """The tokens after this entry: right drafts, and one more."""
     if not entry.samples:
         return []
-    done = len(entry.request.tokens) - entry.request.prompt
+    done = entry.start + entry.count - entry.request.prompt
     left = list(known.output[done : done + len(entry.drafts) + 1])
     right = 0
     while right < min(len(entry.drafts), len(left)) and entry.drafts[right] == left[right]:
@@ -162,8 +195,16 @@ def plan_parts(plan: StepPlan) -> list[SequencePart]:
 
 
 def predicted(clock: Callable[[Sequence[SequencePart]], float]) -> Duration:
-    """By a model of step times (`plan.serving_clock`)."""
+    """By a model of step times (`plan.serving_clock`), or of the times that launching takes."""
     return lambda plan: max(1, round(clock(plan_parts(plan)) * NS))
+
+
+def simulate_with(clock: StepClock, limits: ServeLimits, requests: Iterable[SimRequest]) -> ServeHistory:
+    """With the step times of a device; on a GPU its host launches steps ahead."""
+    if not clock.gpu:
+        return simulate(limits, requests, predicted(clock))
+    on_device = predicted(lambda parts: clock.seconds(parts).total)
+    return simulate(limits, requests, on_device, launching=predicted(clock.launching))
 
 
 def replay(history: ServeHistory, limits: ServeLimits, guesser: NgramGuesser | None = None) -> ServeHistory:

@@ -38,10 +38,14 @@ class TextStream:
     def add(self, tokens: Sequence[int], last: bool = False) -> str:
         """The text that these tokens make certain; with `last` all there is. After a stop string comes nothing."""
         given = ""
-        for token in tokens:
-            if self.stopped is None:
-                self._tokens.append(token)
-                given += self._pass_on(self._decoded(False))
+        if tokens and not self._stop:
+            self._tokens += tokens
+            given = self._decoded(False)
+        elif self._stop:
+            for token in tokens:  # one by one: nothing after the token that completes a stop string counts
+                if self.stopped is None:
+                    self._tokens.append(token)
+                    given += self._pass_on(self._decoded(False))
         if last and self.stopped is None:
             given += self._pass_on(self._decoded(True))
             given, self._held = given + self._held, ""

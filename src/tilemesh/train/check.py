@@ -137,6 +137,11 @@ def _check_plan(made: TrainConfig) -> None:
         raise UsageError(
             f"plan.slices is {plan.slices} and a sequence has {made.context} tokens: set plan.slices to at most as many"
         )
+    if plan.recompute == "operators" and made.train.compile and plan.tp > 1:
+        raise UsageError(
+            f"train.compile with plan.recompute operators and plan.tp {plan.tp}: exchanges cut a layer's graph, and a "
+            "compiler chooses what it keeps within one graph; set train.compile=false or plan.recompute=full"
+        )
     if plan.has_chunks and made.train.compile:
         given = (
             f"plan.pp {plan.pp}" if plan.pp > 1 else "plan.zero 3" if plan.zero == 3 else f"plan.offload {plan.offload}"

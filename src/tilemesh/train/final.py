@@ -48,8 +48,8 @@ def save_last(loop: Loop, interrupt: Interrupt) -> Saved:
             break
         if is_first and loop.mesh.comm.rank == 0:
             loop.writer.say(
-                f"THE WEIGHTS OF STEP {step} ARE NOT SAVED: make room for {format_bytes(loop.writer.nbytes)} a rank in "
-                f"{loop.writer.folder}; trying again for {options.retry_s:.0f} s"
+                f"THE WEIGHTS OF STEP {step} ARE NOT SAVED: make room for {format_bytes(loop.writer.nbytes)} per rank "
+                f"in {loop.writer.folder}; trying again for {options.retry_s:.0f} s"
             )
         is_first = False
         loop.recorder.at("waiting for room for the last checkpoint")

@@ -21,7 +21,7 @@ def step_words(event: Mapping[str, Any]) -> str:
     parts = [f"step {event['step']:>5}/{event['steps']}", f"loss {event['loss']:.4f}"]
     if event.get("held_out") is not None:
         parts.append(f"held-out {event['held_out']:.4f}")
-    parts += [format_rate(event["tokens_per_s"], "tokens/s"), f"{format_bytes(event['memory_bytes'])} a rank"]
+    parts += [format_rate(event["tokens_per_s"], "tokens/s"), f"{format_bytes(event['memory_bytes'])} per rank"]
     left = event["left_s"]
     parts.append("done" if event["step"] == event["steps"] else f"{format_seconds(max(left, 0.001))} left")
     return "  ".join(parts)
@@ -83,7 +83,7 @@ class Shown:
         assert self._task is not None
         words = (
             f"loss {event['loss']:.3f}  {format_rate(event['tokens_per_s'], 'tokens/s')}  "
-            f"{format_bytes(event['memory_bytes'])} a rank"
+            f"{format_bytes(event['memory_bytes'])} per rank"
         )
         self._bar.update(self._task, completed=event["step"], description=words)
         if event.get("held_out") is not None:

@@ -133,7 +133,7 @@ def _train_served(
     nothing = Result(folder, 0, math.nan, None, False, saved_step=0, saved_in=folder)
     laid = lay_model(worker, Mesh(alone), torch.device("cpu"), False)
     if everyone.rank >= seat.workers:
-        serve_shard(config, everyone, laid.gradients.stepped)
+        serve_shard(config, everyone, laid.gradients.stepped, folder)
         return nothing
     last = min(config.train.steps, stop_after or config.train.steps)
     optimizer = seat.optimizer(laid.gradients.stepped, last)

@@ -12,7 +12,10 @@ are lost, and those that it was ahead are done twice.
 from __future__ import annotations
 
 import dataclasses
+import json
+import sys
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,13 +23,15 @@ import torch
 from torch import Tensor, nn
 
 from tilemesh.comm.runtime.communicator import Communicator
-from tilemesh.core.errors import UsageError
+from tilemesh.core.errors import RunError, UsageError
+from tilemesh.core.files import write_text
 from tilemesh.core.shard import Shard
 from tilemesh.methods.rules import bound_of
 from tilemesh.methods.server import ParameterServer, ServerLink
 from tilemesh.parallel.mesh import Axis
 from tilemesh.parallel.shard import Held
 from tilemesh.runs.manifest import WEIGHT
+from tilemesh.runs.names import SERVER_RECORDS
 from tilemesh.train.config import TrainConfig
 from tilemesh.train.optimizer import Optimizer
 from tilemesh.train.schedule import rate
@@ -187,14 +192,24 @@ class Seat:
         return ServedOptimizer(self.config, held, link_of, last, waits=self.everyone.rank == 0)
 
 
-def serve_shard(config: TrainConfig, comm: Communicator, held: Mapping[str, Held]) -> None:
-    """As a server: hold this rank's part of the parameters until all workers have ended."""
-    workers = config.plan.dp
-    part = server_cuts([mine.tensor.numel() for mine in held.values()], config.method.servers)[comm.rank - workers]
+def served_shard(config: TrainConfig, held: Mapping[str, Held], number: int) -> OptimizedShard:
+    """What the server of this number holds of a model's parameters, in memory of its own."""
+    part = server_cuts([mine.tensor.numel() for mine in held.values()], config.method.servers)[number]
     names = list(held)[part.start : part.stop]
-    own = {name: Held(nn.Parameter(held[name].tensor.detach().clone()), held[name].shard) for name in names}
-    method = config.method
-    bound = bound_of(method.consistency, method.staleness)
-    shard = OptimizedShard(config, own)
-    silence_s = config.train.timeout_s / 2
-    ParameterServer(comm, range(workers), shard, bound, method.batch, started=False, silence_s=silence_s).run()
+    return OptimizedShard(
+        config, {name: Held(nn.Parameter(held[name].tensor.detach().clone()), held[name].shard) for name in names}
+    )
+
+
+def serve_shard(config: TrainConfig, comm: Communicator, held: Mapping[str, Held], folder: Path) -> None:
+    """As a server: hold this rank's part of the parameters until all workers have ended; then write what it did."""
+    workers, method = config.plan.dp, config.method
+    number, bound = comm.rank - workers, bound_of(method.consistency, method.staleness)
+    shard, silence_s = served_shard(config, held, number), config.train.timeout_s / 2
+    server = ParameterServer(comm, range(workers), shard, bound, method.batch, started=False, silence_s=silence_s)
+    server.run()
+    text = "".join(json.dumps(event.to_json()) + "\n" for event in server.events)
+    try:
+        write_text(text, folder / SERVER_RECORDS / f"{number}.jsonl")
+    except RunError as error:  # what was trained stays, with or without a record of it
+        print(f"tilemesh: no record of server {number}: {error}", file=sys.stderr, flush=True)

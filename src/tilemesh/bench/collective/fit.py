@@ -35,6 +35,7 @@ CLOSER = 2  # how often the sizes between are halved
 PART_SIZES = (16, 4 << 10, 64 << 10, 1 << 20, 16 << 20)
 READING_S = 0.01
 LAYER_TURNS = 4
+WORKED_CALLS = 12
 _TAG = 7  # a user's, of this communicator alone
 
 Say = Callable[[str], None]
@@ -62,11 +63,13 @@ def measure_fit(comm: Communicator, *, seconds: float = 0.4, most_bytes: int = 6
             wanted = between(measured)
     say("a layer, alone and beside the others")
     layer_s = layer_times(comm, max(0.5, 2 * seconds))
+    say("an exchange after computing")
+    worked_s = after_work(comm)
     sync_s = _meeting(comm, seconds)  # last: the first moments of a job belong to what still starts
     when = dt.datetime.now(dt.UTC).isoformat(timespec="seconds")
     fitted = {name: _curve(points) for name, points in curves.items()}
     busy = Busyness(spread=spread_of(samples))  # what others used, whoever started the ranks has to say
-    return Fit(comm.backend, comm.size, comm.cores, sync_s, fitted, when, busy, layer_s)
+    return Fit(comm.backend, comm.size, comm.cores, sync_s, fitted, when, busy, layer_s, worked_s)
 
 
 def _curve(points: Mapping[int, Sample]) -> Curve:
@@ -165,6 +168,42 @@ def layer_times(comm: Communicator, seconds: float) -> tuple[float, float]:
         readings.append(comm.all_reduce(np.array([alone_s, together_s])))
     alone, together = np.min(readings, axis=0).tolist()
     return alone, together
+
+
+def after_work(comm: Communicator) -> float:
+    """Seconds that an exchange takes more where ranks come to it from computing than in a loop of exchanges.
+
+    They come apart, wait for the last one (on cores that they share, until that one has had its turns), and their
+    caches hold the layer. Read in turns, the shortest of each counts, as in `layer_times`.
+    """
+    from tilemesh.measure.calibrate_layer import layer_passes  # torch, for this alone
+
+    step = layer_passes(1, width=128, hidden=384, heads=4, rows=1, tokens=128)
+    x = np.ones((64 << 10) // ITEM, np.float32)
+    out = np.empty_like(x)
+
+    def exchange() -> None:
+        comm.all_reduce(x, out=out)
+
+    def both() -> None:
+        step()
+        exchange()
+
+    calls: tuple[Callable[[], object], ...] = (both, step, exchange)
+    for call in calls:
+        call()
+    readings = []
+    for _ in range(LAYER_TURNS):
+        taken = []
+        for call in calls:
+            comm.barrier()
+            began = time.perf_counter()
+            for _ in range(WORKED_CALLS):
+                call()
+            taken.append((time.perf_counter() - began) / WORKED_CALLS / comm.size)
+        readings.append(comm.all_reduce(np.array(taken)))
+    together_s, alone_s, back_to_back_s = np.min(readings, axis=0).tolist()
+    return max(0.0, float(together_s - alone_s - back_to_back_s))
 
 
 def _parts(comm: Communicator, curves: Readings, seconds: float, most_bytes: int) -> None:

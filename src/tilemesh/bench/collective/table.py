@@ -28,6 +28,8 @@ def fit_lines(fit: Fit) -> list[str]:
             f"  a layer's passes: {format_seconds(alone)} while the others sleep, {format_seconds(together)} "
             "while all do the same"
         )
+    if fit.worked_s is not None:
+        lines.append(f"  an exchange after computing takes {format_seconds(fit.worked_s)} more than in a loop of them")
     return lines
 
 

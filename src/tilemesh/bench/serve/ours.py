@@ -15,13 +15,13 @@ from collections.abc import Callable, Sequence
 from tilemesh.bench.serve.load import Lengths, LoadRequest, make_load, to_simulate
 from tilemesh.core.errors import RunError
 from tilemesh.model.work.decoding import SequencePart
-from tilemesh.plan.serving_clock import FittedSteps
+from tilemesh.plan.serving_clock import FittedSteps, StepClock
 from tilemesh.serve.core import AnswerPart
 from tilemesh.serve.engine import Engine
 from tilemesh.serve.history import RequestRecord, ServeHistory
 from tilemesh.serve.request import FinishReason, Sampling
 from tilemesh.serve.scheduler import QueueFullError
-from tilemesh.serve.simulate import predicted, simulate
+from tilemesh.serve.simulate import predicted, simulate, simulate_with
 
 _LONGEST_S = 3600.0
 _ARRIVING, _ARRIVING_OUTPUT, _STEPS_APART = 12, 12, (4, 12)
@@ -32,8 +32,8 @@ steps of a single sequence one comes after the other, on average."""
 def run_load(engine: Engine, load: Sequence[LoadRequest], watched: bool = True) -> ServeHistory:
     """Each request at its time; returns when all have ended. Greedy, and no token ends an answer early.
 
-    `watched`: with all steps. An engine that is watched does not launch steps ahead; where it would, requests alone are
-    timed, by whoever hears their tokens.
+    `watched`: with all steps. That takes the host's time for each sequence and step; on a GPU, where the host's time
+    may count, requests alone are timed, by whoever hears their tokens.
     """
     history = ServeHistory()
     if watched:
@@ -114,6 +114,8 @@ def predict_load(
     engine: Engine, load: Sequence[LoadRequest], clock: Callable[[Sequence[SequencePart]], float]
 ) -> ServeHistory:
     """What the engine will do, by the simulator."""
+    if isinstance(clock, StepClock) and engine.launches_ahead:
+        return simulate_with(clock, engine.limits, to_simulate(load))
     return simulate(engine.limits, to_simulate(load), predicted(clock))
 
 

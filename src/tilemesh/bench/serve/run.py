@@ -82,7 +82,7 @@ class ServeBench:
     goal: ServeGoal
     say: Callable[[str], None]
     watched: bool = True
-    """Whether steps are recorded; an engine that launches ahead is not, as that would keep it from it."""
+    """Whether steps are recorded, which takes the host's time."""
     predict: Clock | None = None
     found: ServeFindings = field(default_factory=ServeFindings)
 

@@ -205,4 +205,4 @@ def _profile(ready: Sequence[Contender], into: Path, say: Callable[[str], None])
         path = into / f"{one.name.replace('/', '-')}.txt"
         path.write_text("\n".join(["        us   calls  a step", *lines, ""]))
         total_ms, calls = sum(kernel[0] for kernel in kernels) * 1e3, sum(kernel[1] for kernel in kernels)
-        say(f"{one.title}: {total_ms:.2f} ms in {calls:.0f} calls a step, by kernel in {path}")
+        say(f"{one.title}: {total_ms:.2f} ms in {calls:.0f} calls per step, by kernel in {path}")

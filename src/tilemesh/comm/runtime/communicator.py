@@ -355,8 +355,12 @@ class Communicator(Inspected):
         Nothing is done where the library moves them by itself (gloo, nccl), and where a rank has one core alone or a
         part of one, which the moving would be taken from.
         """
-        has_cores = 2 * self.watch.process.board.ranks <= self.cores
-        return self.engine.moving() if has_cores and self.transport.caps.moved_by_threads else nullcontext()
+        return self.engine.moving() if self.is_moved_apart else nullcontext()
+
+    @property
+    def is_moved_apart(self) -> bool:
+        """Whether `moving()` has a thread that moves messages."""
+        return self.transport.caps.moved_by_threads and 2 * self.watch.process.board.ranks <= self.cores
 
     def _goes_by_device(self, x: Any) -> bool:
         return self.transport.device is not None and bool(getattr(x, "is_cuda", False))

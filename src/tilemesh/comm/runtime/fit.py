@@ -81,7 +81,8 @@ class Fit:
 
     `curves`: by "collective/algorithm", and `PARTS`. `busy`: how much else the machine had to do; None: nobody looked.
     `layer_s`: seconds of a layer's passes on one rank while the others sleep, and while all do the same; None: of an
-    earlier version.
+    earlier version. `worked_s`: what an exchange takes more where ranks come to it from computing than in a loop of
+    exchanges; None: the same.
     """
 
     transport: str
@@ -92,6 +93,7 @@ class Fit:
     when: str = ""
     busy: Busyness | None = None
     layer_s: tuple[float, float] | None = None
+    worked_s: float | None = None
 
     def seconds(self, collective: str, algorithm: str, nbytes: int, node_size: int | None = None) -> float | None:
         """What a call is predicted to take; None when nothing is known that would tell."""
@@ -152,7 +154,8 @@ class Fit:
     def to_dict(self) -> dict[str, Any]:
         curves = {name: [list(point) for point in curve.points] for name, curve in self.curves.items()}
         spreads = {name: [list(spread) for spread in curve.spreads] for name, curve in self.curves.items()}
-        layer = {} if self.layer_s is None else {"layer_s": list(self.layer_s)}
+        layer: dict[str, Any] = {} if self.layer_s is None else {"layer_s": list(self.layer_s)}
+        layer |= {} if self.worked_s is None else {"worked_s": self.worked_s}
         return (
             layer
             | {
@@ -186,7 +189,11 @@ class Fit:
         layer_s = None if layer is None else (float(layer[0]), float(layer[1]))
         if layer_s is not None and not all(0 < each < math.inf for each in layer_s):
             raise ValueError(f"layer_s is {layer_s}, which is no measurement")
-        return cls(str(data["transport"]), ranks, cores, sync_s, curves, str(data.get("when", "")), busy, layer_s)
+        worked_s = None if data.get("worked_s") is None else float(data["worked_s"])
+        if worked_s is not None and not 0 <= worked_s < math.inf:
+            raise ValueError(f"worked_s is {worked_s}, which is no measurement")
+        when = str(data.get("when", ""))
+        return cls(str(data["transport"]), ranks, cores, sync_s, curves, when, busy, layer_s, worked_s)
 
 
 def _overlap(first: tuple[float, float] | None, second: tuple[float, float] | None) -> bool:

@@ -15,6 +15,7 @@ three times in a row: what is still being read when a call ends must have been r
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
 from typing import get_args
 
 from tilemesh.comm.schedules.collectives import BLOCKED, ends, require_collective, starts
@@ -42,6 +43,21 @@ def check(schedule: Schedule) -> int:
             rounds += 1
         proof.end()
     return rounds
+
+
+SlotContents = tuple[int, frozenset[int]]
+"""Of a slot: the chunk that it holds, and the ranks whose contributions are in it."""
+
+
+def contents(schedule: Schedule) -> Iterator[list[list[SlotContents | None]]]:
+    """After each round, what the slots of every rank's result hold; None where nothing has arrived yet."""
+    _require_sense(schedule)
+    proof = _Proof(schedule)
+    proof.begin()
+    for number, steps in enumerate(schedule.rounds()):
+        proof.number = number
+        proof.round(steps)
+        yield [[proof.contents(value) for value in slots[DATA]] for slots in proof.slots]
 
 
 def _require_sense(schedule: Schedule) -> None:
@@ -96,6 +112,12 @@ class _Proof:
         self.began = self.epoch[0]
         self.written = {place: epoch for place, epoch in self.written.items() if place[1] == TEMP}
         self.reads = defaultdict(list, {place: who for place, who in self.reads.items() if place[1] == TEMP})
+
+    def contents(self, value: int | None) -> SlotContents | None:
+        if value is None:
+            return None
+        who = frozenset(rank for rank in range(self.ranks) if value >> rank & 1)
+        return value >> self.ranks & self.labels, who
 
     def fail(self, rank: int, words: str) -> BrokenScheduleError:
         s = self.schedule

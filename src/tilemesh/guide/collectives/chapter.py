@@ -17,6 +17,7 @@ from tilemesh.comm.schedules.check import check
 from tilemesh.comm.schedules.simulate import Memory, simulate
 from tilemesh.comm.schedules.topology import Flat, LinearArray, Wire
 from tilemesh.core.units import format_bytes, format_rate, format_seconds
+from tilemesh.guide import on_gpu
 from tilemesh.guide.collectives import work
 from tilemesh.guide.lesson import Lesson
 from tilemesh.guide.messages.work import copy_seconds, ping_pong
@@ -56,6 +57,9 @@ for rank_says in run_threads(4, work.minimal_and_built_in):
 # the other ranks. A **ring** cuts the array into as many pieces (*chunks*) as there are ranks. Each rank sends one
 # piece to its neighbour, which adds its own and sends the sum on. After n-1 rounds every rank owns one finished piece
 # (that was a reduce_scatter); n-1 more rounds carry the finished pieces round (an all_gather).
+#
+# Below, each line is a round and each column a rank: `→1:3` sends piece 3 to rank 1, `←3:2+` receives piece 2 from rank
+# 3 and adds it, without `+` it replaces what was there. Round 0 copies the input, so that it stays as it is.
 
 # %%
 print(draw.text(build("all_reduce", "ring", 4)))
@@ -72,8 +76,8 @@ counted = {
 }
 lesson.show(guess, float(counted["ring"][0][1]), limit=2 * nbytes * (ranks - 1) / ranks)
 for name, per_rank in counted.items():
-    words = ", ".join(f"{messages} messages {format_bytes(sent)}" for messages, sent in per_rank)
-    print(f"{name:>8}: {words}")
+    words = "; ".join(f"{messages}, {format_bytes(sent)}" for messages, sent in per_rank)
+    print(f"{name:>8}, messages and bytes by rank: {words}")
 assert counted["minimal"] == [(ranks - 1, nbytes * (ranks - 1))] * ranks
 assert counted["ring"] == [(2 * (ranks - 1), 2 * nbytes * (ranks - 1) // ranks)] * ranks
 
@@ -94,8 +98,9 @@ for algorithm in ("ring", "tree"):
 #
 # ## α and β of this machine
 #
-# Chapter 2: a message of n bytes takes α + n·β. Measure both between two processes, and everything else follows: a
-# ring takes 2(n-1)·(α + N/n·β), a tree 2·log2(n)·(α + N·β).
+# Chapter 2: a message of N bytes takes α + N·β. Measure both between two processes, and everything else follows. With
+# n ranks and an array of N bytes a ring takes 2(n-1)·(α + N/n·β), for its messages have N/n bytes, and a tree takes
+# 2·log2(n)·(α + N·β).
 
 # %%
 four = Ranks(4)
@@ -120,21 +125,37 @@ guess = predict(
     "time of a 64 MiB all-reduce on 4 ranks", unit="s", model=cost.seconds("all_reduce", "ring", 4, size, wire)
 )
 copy_s = copy_seconds(size)
-# A collective is done when its slowest rank is: of each repetition the longest time counts.
-measured = {
-    name: Sample.of([max(times) for times in zip(*four.call(work.all_reduce_seconds, size, name), strict=True)])
-    for name in ("ring", "auto")
-}
-four.close()
+
+
+def of_slowest(by_rank: list[list[float]]) -> Sample:
+    """A collective is done when its slowest rank is: of each repetition the longest time counts."""
+    return Sample.of([max(times) for times in zip(*by_rank, strict=True)])
+
+
+measured = {name: of_slowest(four.call(work.all_reduce_seconds, size, name)) for name in ("ring", "auto")}
 lesson.show(guess, measured["ring"], limit=copy_s * max(1.0, 4 / cores), peers={"auto": measured["auto"]})
 ring_s, auto_s = measured["ring"].median, measured["auto"].median
 print(f"ring {format_seconds(ring_s)}, what tilemesh picks by itself {format_seconds(auto_s)}")
 
 # %% [markdown]
-# If four ranks have fewer than four cores, they take turns and the model is too optimistic by that factor. What
-# tilemesh picks by itself on one machine is no ring at all: ranks of one machine can share memory, so nobody needs to
-# send. `comm.explain("all_reduce", nbytes)` says what would be picked and why.
+# If four ranks have fewer than four cores, they take turns and the model is too optimistic by that factor, and by more
+# where other programs use the cores. What tilemesh picks by itself on one machine is no ring at all: ranks of one
+# machine can share memory, so nobody needs to send. `comm.explain("all_reduce", nbytes)` says what would be picked and
+# why.
 #
+# With a GPU, the same again with tensors that lie on it. The four ranks share it, so everything goes to the host's
+# memory and back. Without a GPU there is no such row.
+
+# %%
+device = on_gpu.gpu()
+if device is not None:
+    gpu_row = on_gpu.all_reduce_row(
+        device, 4, size, measured["ring"], lambda: of_slowest(four.call(work.gpu_all_reduce_seconds, size, device))
+    )
+    lesson.add(gpu_row)
+four.close()
+
+# %% [markdown]
 # ## A ring on a line
 #
 # Machines are not always wired as rings. Put n ranks in a row with wires between neighbours only (a *linear array*).

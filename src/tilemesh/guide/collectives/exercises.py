@@ -9,7 +9,7 @@ import numpy as np
 
 from tilemesh.comm import Communicator, run_threads
 from tilemesh.core.errors import RunError
-from tilemesh.guide.exercise import choice, code, numeric
+from tilemesh.guide.exercise import choice, code, numeric, why_stuck
 
 PATIENCE_S = 0.4
 
@@ -147,7 +147,7 @@ def why_not_ring(function: Callable[[Communicator, int], Any]) -> str | None:
     try:
         results = run_threads(ranks, lambda comm: _watched(comm, function), timeout_s=PATIENCE_S)
     except RunError as error:
-        return f"The ranks waited for one another: {error}. Begin the receive before you wait for the send (chapter 2)."
+        return why_stuck(error)
     expected = [10 * rank for rank in range(ranks)]
     for rank, (given, peers) in enumerate(results):
         why = _ring_reason(rank, ranks, given, expected)

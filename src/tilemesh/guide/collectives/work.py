@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from tilemesh.comm import Communicator, connect, minimal
+from tilemesh.guide import on_gpu
 
 
 def inverses(comm: Communicator) -> dict[str, bool]:
@@ -66,4 +67,30 @@ def all_reduce_seconds(nbytes: int, algorithm: str, rounds: int = 3) -> list[flo
         if number:
             times.append(time.perf_counter() - began)
     assert out[0] == comm.size
+    return times
+
+
+def gpu_all_reduce_seconds(nbytes: int, device: str) -> list[float]:
+    """The same of tensors on a GPU, which the ranks share where there are fewer GPUs than ranks."""
+    return seconds_on(connect(), nbytes, device)
+
+
+def seconds_on(comm: Communicator, nbytes: int, device: str, rounds: int = 3) -> list[float]:
+    """By a ring, whose messages go through the host's memory; ranks with a GPU each would use NCCL instead."""
+    import torch
+
+    if device.startswith("cuda"):
+        torch.cuda.set_device(comm.rank % torch.cuda.device_count())
+    x = torch.ones(nbytes // 4, dtype=torch.float32, device=device)
+    times = []
+    for number in range(rounds + 1):
+        on_gpu.finish(device)
+        comm.barrier()
+        began = time.perf_counter()
+        total = comm.all_reduce(x, algorithm="ring")
+        on_gpu.finish(device)
+        if number:
+            times.append(time.perf_counter() - began)
+    assert total.device.type == x.device.type
+    assert float(total[0]) == comm.size
     return times

@@ -14,6 +14,7 @@ from functools import partial
 
 from tilemesh.comm import run_threads
 from tilemesh.core.units import format_bytes
+from tilemesh.guide import on_gpu
 from tilemesh.guide.data_parallel import work
 from tilemesh.guide.lesson import Lesson
 
@@ -52,6 +53,19 @@ for ranks in (2, 3, 4):
     print(f"{ranks} ranks: at most {apart:.1e} from one process")
     assert apart < 1e-12
     assert all(work.distance(one, stepped[0]) == 0 for one in stepped)  # the same bits on every rank
+
+# %% [markdown]
+# The same functions take torch tensors. With a GPU, two ranks that share it do a larger step: they compute what one
+# process computes, and take longer, because one GPU does the same arithmetic and the gradients travel to the host and
+# back. Two GPUs would halve the arithmetic. Without a GPU there is no such row.
+
+# %%
+device = on_gpu.gpu()
+if device is not None:
+    gpu_row, apart = work.gpu_row(device)
+    lesson.add(gpu_row)
+    print(f"{gpu_row.case['gpu']}: at most {apart:.1e} from one process")
+    assert apart < 1e-10
 
 # %% [markdown]
 # 3 ranks do not divide 40 samples. It works because *sums* are added up and divided once by the number of all

@@ -1,7 +1,7 @@
 """What the ranks of chapter 5 run: a two-layer MLP with its backward pass by hand, cut over the data in several ways.
 
 Shapes: B samples, D inputs, F hidden, E outputs. Everything is float64, so that a parallel step can be held to what one
-process computes.
+process computes. A step takes numpy arrays and torch tensors alike: `clip(0)`, which both have, is relu.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 
 from tilemesh.comm import Communicator
+from tilemesh.guide import on_gpu
+from tilemesh.measure.row import Row
 
 Array = np.ndarray[Any, Any]
 
@@ -38,12 +40,12 @@ def make(inputs: int, hidden: int, outputs: int, samples: int) -> tuple[MlpWeigh
 
 def loss_sum(weights: MlpWeights, x_BD: Array, y_BE: Array) -> float:
     """Half the squared distance to the targets, summed over the samples."""
-    return float(np.sum((np.maximum(x_BD @ weights.w1_DF, 0) @ weights.w2_FE - y_BE) ** 2) / 2)
+    return float((((x_BD @ weights.w1_DF).clip(0) @ weights.w2_FE - y_BE) ** 2).sum() / 2)
 
 
 def gradient_sums(weights: MlpWeights, x_BD: Array, y_BE: Array) -> MlpWeights:
     """∇ of `loss_sum`: five matrix products, two forward and three backward."""
-    h_BF = np.maximum(x_BD @ weights.w1_DF, 0)  # forward 1: rows of x give rows of h
+    h_BF = (x_BD @ weights.w1_DF).clip(0)  # forward 1, with relu: rows of x give rows of h
     z_BE = h_BF @ weights.w2_FE  # forward 2
     dz_BE = z_BE - y_BE
     dw2_FE = h_BF.T @ dz_BE  # type 2: sums over samples
@@ -65,10 +67,15 @@ def step_alone(weights: MlpWeights, x_BD: Array, y_BE: Array, rate: float = 0.1)
 
 def step_parallel(comm: Communicator, weights: MlpWeights, x_BD: Array, y_BE: Array, rate: float = 0.1) -> MlpWeights:
     """The same step, the samples dealt out over the ranks; the sums over samples become sums over ranks."""
-    mine = np.array_split(np.arange(len(x_BD)), comm.size)[comm.rank]
+    mine = _share(len(x_BD), comm)
     sums = gradient_sums(weights, x_BD[mine], y_BE[mine])
     dw1_DF, dw2_FE = comm.all_reduce(sums.w1_DF), comm.all_reduce(sums.w2_FE)  # the only communication
     return update(weights, MlpWeights(dw1_DF / len(x_BD), dw2_FE / len(x_BD)), rate)
+
+
+def _share(samples: int, comm: Communicator) -> slice:
+    """Which samples are this rank's; shares differ by one where they do not come out even."""
+    return slice(samples * comm.rank // comm.size, samples * (comm.rank + 1) // comm.size)
 
 
 def step_accumulated(weights: MlpWeights, x_BD: Array, y_BE: Array, pieces: int, rate: float = 0.1) -> MlpWeights:
@@ -114,7 +121,7 @@ def zero_step(
     Stages 1 and 2 send alike and differ in what is kept: stage 2 drops a matrix's gradient as soon as its part is
     reduced. Stage 3 also holds only a part of the weights, and gathers each matrix before forward and before backward.
     """
-    mine = np.array_split(np.arange(len(x_BD)), comm.size)[comm.rank]
+    mine = _share(len(x_BD), comm)
     x_BD, y_BE, samples = x_BD[mine], y_BE[mine], len(x_BD)
     began = comm.sent.nbytes
     if stage == 0:
@@ -149,4 +156,25 @@ def _shaped(flat: Sequence[Array], like: MlpWeights) -> MlpWeights:
 
 def distance(one: MlpWeights, other: MlpWeights) -> float:
     """The largest difference of any weight."""
-    return float(max(np.abs(a - b).max() for a, b in zip(_both(one), _both(other), strict=True)))
+    return max(float(abs(a - b).max()) for a, b in zip(_both(one), _both(other), strict=True))
+
+
+# On a GPU -----------------------------------------------------------------------------------------------------------
+
+
+def gpu_row(device: str, samples: int = 2048, width: int = 1024) -> tuple[Row, float]:
+    """`step_parallel` by two ranks that share a GPU; the row, and how far their weights are from one process's."""
+    weights, x_BD, y_BE = make(width, width, width, samples)
+    weights = MlpWeights(*(on_gpu.moved(device, one) for one in _both(weights)))
+    x_BD, y_BE = on_gpu.moved(device, x_BD), on_gpu.moved(device, y_BE)
+    ranks, gradient_bytes = 2, 2 * width * width * 8
+    row, expected, stepped = on_gpu.shared_row(
+        "data-parallel step on the GPU",
+        device,
+        ranks,
+        lambda: step_alone(weights, x_BD, y_BE),
+        lambda comm: step_parallel(comm, weights, x_BD, y_BE),
+        flops=5 * 2.0 * samples * width * width,
+        added_s=ranks * on_gpu.staging_seconds(device, gradient_bytes) + on_gpu.summing_seconds(ranks, gradient_bytes),
+    )
+    return row, max(distance(one, expected) for one in stepped)

@@ -56,6 +56,32 @@ def transformer(tokens: int, width: int) -> LayerRow:
     return LayerRow("Transformer", weights + block.parameters, _cost(flops, moved) + block.cost)
 
 
+def operators(tokens: int, width: int) -> list[LayerRow]:
+    """The operators of a Transformer layer one by one, each of which reads from memory and writes to it."""
+    hidden, x = 4 * width, tokens * width
+    products = {
+        "query, key, value": (width, 3 * width),
+        "output": (width, width),
+        "MLP up": (width, hidden),
+        "MLP down": (hidden, width),
+    }
+    made = [
+        LayerRow(name, rows * columns, _cost(2 * tokens * rows * columns, rows * columns + tokens * (rows + columns)))
+        for name, (rows, columns) in products.items()
+    ]
+    made.append(LayerRow("attention", 0, _cost(4 * tokens * x, 4 * x)))
+    # name: (how often, elements, FLOPs per element, numbers read and written per element)
+    per_element = {
+        "norm": (2, x, 4, 2),
+        "rotary": (1, 2 * x, 3, 2),
+        "residual sum": (2, x, 1, 3),
+        "activation": (1, tokens * hidden, 4, 2),
+    }
+    for name, (times, elements, flops, numbers) in per_element.items():
+        made += [LayerRow(name, 0, _cost(flops * elements, numbers * elements))] * times
+    return made
+
+
 def _cost(flops: int, numbers: int) -> Cost:
     return Cost(flops=flops, bytes_read=numbers * BYTES, dtype="bf16")
 

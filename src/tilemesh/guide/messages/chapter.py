@@ -4,7 +4,9 @@
 # # Chapter 2: messages
 #
 # Ranks share nothing, so they send. A **message** has two ends: one rank calls `send`, the other calls `recv`, and
-# only when both have been called does anything move. Both ends name the other rank.
+# only when both have been called has it arrived. Both ends name the other rank.
+#
+# (In this chapter threads play the ranks, by chapter 1's `run_threads`, until times are measured.)
 
 # %%
 import numpy as np
@@ -25,7 +27,7 @@ assert run_threads(2, work.greet) == [42, 42]
 
 # %% [markdown]
 # `recv` fills an array that exists already: the receiver says how much it expects. If the sizes differ, that is a
-# mistake in the program, and it is said on both sides rather than filled up with zeros:
+# mistake in the program, and both sides get an error. (A number of numpy's default type, float64, has 8 bytes.)
 
 
 # %%
@@ -110,14 +112,14 @@ assert (early, late) == (-1, 42)
 
 # %% [markdown]
 # A *blocking* call such as `comm.send(...)`, `comm.recv(...)` or `comm.all_reduce(...)` has waited when it returns:
-# no barrier is needed after it.
+# no barrier (a call in which all ranks wait for one another) is needed after it.
 #
 # ## The wrong device
 #
-# A tensor lies on a **device**: in the host's memory (`cpu`) or in a GPU's (`cuda`). Libraries send from one kind of
-# memory only: NCCL, NVIDIA's, takes tensors on GPUs and fails for others; MPI built without GPU support reads host
-# memory only and crashes on a GPU's address. tilemesh looks first. A tensor without any memory stands in for a wrong
-# device here; `cuda` is refused in the same way where there is no GPU:
+# A tensor, PyTorch's array, lies on a **device**: in the host's memory (`cpu`) or in a GPU's (`cuda`). Libraries send
+# from one kind of memory only: NCCL, NVIDIA's, takes tensors on GPUs and fails for others; MPI built without GPU
+# support reads host memory only and crashes on a GPU's address. tilemesh looks first. A tensor without any memory
+# stands in for a wrong device here; `cuda` is refused in the same way where there is no GPU:
 
 # %%
 answer = run_threads(2, lambda comm: work.on_a_device(comm, "meta"))[0]
@@ -128,7 +130,7 @@ assert run_threads(2, lambda comm: work.on_a_device(comm, "cpu")) == ["sum is [2
 # %% [markdown]
 # ## How long does a message take?
 #
-# Now on two real processes of this machine. A message of n bytes takes about **α + n·β**: a fixed time α to get it
+# Now on two real processes of this machine. A message of N bytes takes about **α + N·β**: a fixed time α to get it
 # going (the *latency*), and β for every byte (1/β is the *bandwidth*). The cost model takes α = 1 µs, a typical
 # figure for processes that share memory and each have a core to themselves. For β it times a copy inside this
 # process: a message is copied twice, by the sender into memory that both processes share, and by the receiver out of
@@ -160,7 +162,7 @@ print(
 #
 # The small message carries two million times fewer bytes and takes perhaps a thousand times less time: it is all α.
 # So ten small messages cost ten times α, and one with all their bytes costs one. That is why training systems collect
-# gradients into *buckets* before they send them.
+# many small arrays into one large *bucket* before they send it.
 #
 # ## Exercises
 

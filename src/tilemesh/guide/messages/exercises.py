@@ -9,7 +9,7 @@ import numpy as np
 
 from tilemesh.comm import Communicator, run_threads
 from tilemesh.core.errors import RunError
-from tilemesh.guide.exercise import choice, code, numeric
+from tilemesh.guide.exercise import choice, code, numeric, why_stuck
 
 PATIENCE_S = 0.4  # how long a rank may wait before it counts as a deadlock
 
@@ -51,12 +51,13 @@ BUFFER = choice(
 
 WAITS = choice(
     "waits",
-    "Three ranks in a ring all call send to the next rank first, then recv from the one before. What happens?",
+    "Three ranks in a ring all call send, with an array of 16 MiB, to the next rank first, then recv from the one "
+    "before. What happens?",
     {
         "All three wait for ever: a circle.": None,
         "It works, because three is odd.": "The number of ranks does not matter: each waits for its neighbour's "
         "receive, "
-        "all round. With an odd number even taking turns by even and odd ranks needs care at the seam.",
+        "all round.",
         "Rank 0 goes first, then the others follow.": "Rank 0 has no right of way: its send needs rank 1's receive, "
         "which "
         "comes only after rank 1's send.",
@@ -117,7 +118,7 @@ def why_not_swap(function: Callable[[Communicator, Any, int], Any]) -> str | Non
         try:
             results = run_threads(ranks, lambda comm: _try(comm, function), timeout_s=PATIENCE_S)
         except RunError as error:
-            return f"Both ranks waited and nothing moved: {error}. Begin the receive before you wait for the send."
+            return why_stuck(error)
         for rank, (before, after, given) in enumerate(results):
             other = rank ^ 1
             if not np.array_equal(before, after):
@@ -128,6 +129,11 @@ def why_not_swap(function: Callable[[Communicator, Any, int], Any]) -> str | Non
                 )
             if given is None or np.shape(given) != before.shape:
                 return f"Rank {rank} got {given!r}: return the array that came from rank {other}."
+            if given.dtype != before.dtype:
+                return (
+                    f"Rank {rank} got {given.dtype} numbers where rank {other} had sent {before.dtype}: messages are "
+                    "bytes, and a box of another dtype reads them as other numbers. Receive into `np.empty_like(mine)`."
+                )
             if np.array_equal(given, before):
                 return f"Rank {rank} got its own array back: both directions are needed, each rank sends and receives."
             if not np.array_equal(given, np.full(3, other)):

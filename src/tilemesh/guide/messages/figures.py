@@ -67,4 +67,4 @@ def message_time() -> str:
     top = max(value for line in lines for _, value in line.points if value is not None)
     y = PlotAxis(5e-7, top * 1.2, "seconds", format_seconds, log=True)
     table = PageTable(["link", "α", "1/β", "size at which both are equal"], rows)
-    return svg([Drawing("Time of one message: α + n·β", "", Plot(x, y, lines), table)])
+    return svg([Drawing("Time of one message: α + N·β", "", Plot(x, y, lines), table)])

@@ -25,6 +25,7 @@ from tilemesh.core.step.schedules import program
 from tilemesh.core.step.search import PassTimes
 from tilemesh.core.step.simulate import simulate
 from tilemesh.core.units import format_bytes, format_seconds
+from tilemesh.guide import on_gpu
 from tilemesh.guide.lesson import Lesson
 from tilemesh.guide.pipelines import work
 from tilemesh.plan import search
@@ -135,6 +136,18 @@ for name in ("gpipe", "1f1b", "interleaved"):
     assert apart < 1e-12
     share = made.chunks // made.ranks
     assert most == [round(peak * share) for peak in memory_peaks(made, PassTimes().sizes(made))]
+
+# %% [markdown]
+# With a GPU the executor runs on its tensors, too. Stages that share one GPU only show that it is right: they gain
+# nothing, since one GPU does all the arithmetic, and every activation travels to the host and back.
+
+# %%
+device = on_gpu.gpu()
+if device is not None:
+    gpu_row, apart = work.gpu_row(device)
+    lesson.add(gpu_row)
+    print(f"{gpu_row.case['gpu']}: gradients at most {apart:.1e} from one process")
+    assert apart < 1e-10
 
 # %% [markdown]
 # ## Which layout?

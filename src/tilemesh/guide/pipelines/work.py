@@ -18,6 +18,9 @@ import numpy as np
 from tilemesh.comm import Communicator
 from tilemesh.comm.runtime.engine import Handle
 from tilemesh.core.step.action import StepProgram
+from tilemesh.core.step.book import build
+from tilemesh.guide import on_gpu
+from tilemesh.measure.row import Row
 
 Array = np.ndarray[Any, Any]
 
@@ -92,14 +95,14 @@ def make(chunks: int, microbatches: int, width: int = 6, samples: int = 3) -> Pi
 
 def gradients_alone(problem: PipelineProblem) -> list[Array]:
     """The gradient of every chunk's matrix, summed over the microbatches, in one process."""
-    sums = [np.zeros_like(weight) for weight in problem.weights]
+    sums: list[Any] = [0.0 for _ in problem.weights]
     for x, gradient in zip(problem.inputs, problem.output_gradients, strict=True):
         inputs = [x]
         for weight in problem.weights:
-            inputs.append(np.tanh(inputs[-1] @ weight))
+            inputs.append(_tanh(inputs[-1] @ weight))
         for chunk in reversed(range(len(sums))):
             through = gradient * (1 - inputs[chunk + 1] ** 2)
-            sums[chunk] += inputs[chunk].T @ through
+            sums[chunk] = sums[chunk] + inputs[chunk].T @ through
             gradient = through @ problem.weights[chunk].T
     return sums
 
@@ -127,14 +130,14 @@ def run_schedule(comm: Communicator, program: StepProgram, problem: PipelineProb
         source = program.placement.rank(from_chunk, microbatch)
         if source == comm.rank:
             return local.pop((kind, chunk, microbatch))
-        box = np.empty_like(problem.inputs[0])
+        box = problem.inputs[0] * 0  # of the shape and kind of what will come
         comm.recv(box, source=source, tag=_tag(kind, chunk, microbatch, program))
         return box
 
     for kind, chunk, microbatch, *_ in program.actions[comm.rank]:
         if kind == "F":
             x = problem.inputs[microbatch] if chunk == 0 else take("F", chunk, microbatch, chunk - 1)
-            y = np.tanh(x @ problem.weights[chunk])
+            y = _tanh(x @ problem.weights[chunk])
             kept[chunk, microbatch] = x, y
             most = max(most, len(kept))
             if chunk < top:
@@ -152,6 +155,34 @@ def run_schedule(comm: Communicator, program: StepProgram, problem: PipelineProb
     return sums, most
 
 
+def _tanh(x: Array) -> Array:
+    return np.tanh(x) if isinstance(x, np.ndarray) else x.tanh()  # a torch tensor has its own
+
+
 def _tag(kind: str, chunk: int, microbatch: int, program: StepProgram) -> int:
     """A number for each message, so that messages between the same two ranks cannot be taken for one another."""
     return (2 * chunk + (kind == "B")) * program.microbatches + microbatch
+
+
+# On a GPU -----------------------------------------------------------------------------------------------------------
+
+
+def gpu_row(device: str, stages: int = 4, microbatches: int = 8, width: int = 512) -> tuple[Row, float]:
+    """`run_schedule` with 1F1B by stages that share a GPU; the row, and how far gradients are from one process's."""
+    made = build("1f1b", stages, microbatches)
+    host = make(made.chunks, microbatches, width, samples=width)
+    scaled = [weight / width**0.5 for weight in host.weights]  # so that tanh does not saturate
+    lists = (scaled, host.inputs, host.output_gradients)
+    problem = PipelineProblem(*([on_gpu.moved(device, one) for one in arrays] for arrays in lists))
+    messages = 2 * (stages - 1) * microbatches
+    row, expected, results = on_gpu.shared_row(
+        "1F1B step on the GPU",
+        device,
+        stages,
+        lambda: gradients_alone(problem),
+        lambda comm: run_schedule(comm, made, problem),
+        flops=3 * 2.0 * width**3 * stages * microbatches,
+        added_s=messages * on_gpu.staging_seconds(device, width * width * 8),
+    )
+    apart = [float(abs(value - expected[chunk]).max()) for sums, _ in results for chunk, value in sums.items()]
+    return row, max(apart)

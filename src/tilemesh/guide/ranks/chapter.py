@@ -5,14 +5,15 @@
 #
 # A distributed program is **one program that is started several times**. Each started copy is a *process*: the
 # operating system gives it a number (its pid) and memory of its own. The launcher gives each copy a second number,
-# its
-# **rank**: 0, 1, 2 and so on. All ranks together are the **world**.
+# its **rank**: 0, 1, 2 and so on. All ranks together are the **world**.
 #
 # The page that goes with this chapter, with drawings, is `docs/guide/ranks/README.md`.
 #
 # Each chapter asks you to *predict* a number before it measures it. A wrong guess costs nothing and teaches more than
 # a right one that was never made. Type `3 ms`, `2.5 GB/s` or `12`; Enter skips. Beside your guess you will see what a
 # *cost model* says (a formula, computed beforehand), what was *measured*, and the *limit*: the best that could be.
+#
+# The code below only imports what the chapter needs; you need not know these modules.
 
 # %%
 import os
@@ -127,12 +128,13 @@ assert {pid for _, pid in pids} == {os.getpid()}
 # %% [markdown]
 # ## Groups
 #
-# A large model may not fit into one process's memory, so several ranks hold a part each: that many-ness is called tp,
-# for *tensor parallel*. And to get through more data, there are several such copies: dp, for *data parallel*. With dp
-# = 2 and tp = 4, eight ranks form a grid (a *mesh*) of two rows and four columns. A rank then works in two groups:
-# its **row** (the ranks that together hold its copy) and its **column** (the ranks that hold the same part of another
-# copy). `comm.split(color)` makes groups: every rank calls it with a number, the color, and ranks that give the same
-# number get a communicator of their own.
+# A large model may not fit into one process's memory, so several ranks hold a part of it each. How many is called
+# tp, for *tensor parallel*. To get through more data, there are several such copies of the model; their number is dp,
+# for *data parallel*. With dp = 2 and tp = 4, eight ranks form a grid (a *mesh*) of two rows and four columns. A rank
+# then works in two groups: its **row**, the ranks that together hold its copy (its *tensor-parallel group*), and its
+# **column**, the ranks that hold the same part of the other copies (its *data-parallel group*). `comm.split(color)`
+# makes groups: every rank calls it with a number, the color, and ranks that give the same number get a communicator of
+# their own.
 
 # %%
 lesson.source(work.in_groups)

@@ -26,9 +26,7 @@ WORLD_SUM = numeric(
 COLUMN = listing(
     "column",
     "16 ranks form a mesh of dp = 4 rows by tp = 4 columns, numbered row by row: 0 to 3 are the first row. Which "
-    "ranks are in rank 6's "
-    "data-parallel "
-    "group, itself included?",
+    "ranks are in rank 6's data-parallel group (its column), itself included?",
     (2, 6, 10, 14),
     wrong={
         (4, 5, 6, 7): "That is rank 6's row, its tensor-parallel group: ranks that share one copy of the model. The "
@@ -57,8 +55,8 @@ MEMORY = choice(
         "Nothing: each rank has an array of its own, until somebody sends something.": None,
         "The new value, as soon as rank 0 has written it.": "That is how *threads* of one process behave. Ranks are "
         "processes: each has its own memory, and the same line of code made a separate array in each.",
-        "The new value after the next barrier.": "A barrier makes ranks wait for one another; it moves no data. Only a "
-        "message or a collective does.",
+        "The new value, after all ranks have waited for one another (a *barrier*).": "A barrier makes ranks wait for "
+        "one another; it moves no data. Only a message or a collective does.",
         "An error, because the array belongs to rank 0.": "No array belongs to another rank: each made its own by "
         "executing the same line, and each may write to its own.",
     },
@@ -138,7 +136,7 @@ GROUPS = code(
     solution=groups_of,
     planted=(data_major, other_order, without_me, local_numbers),
     correct=why_not_groups,
-    explanation="`core/axes.py` does the same for any number of axes.",
+    explanation="tilemesh's own version, `core/axes.py`, does the same for any number of axes.",
 )
 
 EXERCISES = (WORLD_SUM, MEMORY, COLUMN, GROUPS)

@@ -34,6 +34,7 @@ def in_groups(comm: Communicator, tp: int) -> dict[str, list[int]]:
     """Make a group of each row and each column of the mesh, and gather who is in mine."""
     row = comm.split(color=comm.rank // tp)  # ranks with the same color form a group
     column = comm.split(color=comm.rank % tp)
-    assert row is not None and column is not None  # noqa: PT018 - None only where no color was given
+    assert row is not None  # it would be None on a rank that gave no color
+    assert column is not None
     mine = np.array([comm.rank])
     return {"row": row.all_gather(mine).tolist(), "column": column.all_gather(mine).tolist()}

@@ -12,6 +12,7 @@ from functools import partial
 
 from tilemesh.comm import run_threads
 from tilemesh.core.units import format_bytes
+from tilemesh.guide import on_gpu
 from tilemesh.guide.lesson import Lesson
 from tilemesh.guide.tensor_parallel import work
 from tilemesh.parallel.gate.cases import cases
@@ -60,6 +61,18 @@ assert work.distance([one.dx_TD for one in cut], whole.dx_TD, -1) < 1e-12
 assert work.distance([one.da_DF for one in cut], whole.da_DF, 1) < 1e-12  # gradients are cut like their matrices
 assert work.distance([one.db_FD for one in cut], whole.db_FD, 0) < 1e-12
 assert cut[0].forward_bytes == cut[0].backward_bytes == 2 * array_bytes * (ranks - 1) // ranks
+
+# %% [markdown]
+# With a GPU the same function runs on its tensors, with two ranks that share it (chapter 5 says why that takes longer
+# than one process):
+
+# %%
+device = on_gpu.gpu()
+if device is not None:
+    gpu_row, apart = work.gpu_row(device)
+    lesson.add(gpu_row)
+    print(f"{gpu_row.case['gpu']}: at most {apart:.1e} from one process")
+    assert apart < 1e-10  # sums of thousands of products, taken in another order
 
 # %% [markdown]
 # Backward sums too, at the other end: dx = Σ da_i·A_iᵀ. The column half is silent forward and sums backward; the row

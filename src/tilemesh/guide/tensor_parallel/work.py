@@ -1,7 +1,7 @@
 """What the ranks of chapter 6 run: z = relu(x·A)·B with its backward pass, on one rank and cut in three ways.
 
 Shapes: T tokens (rows), D width, F hidden. float64, so that every cut can be held to one process. Collectives are
-rings, so that what is sent can be counted exactly.
+rings, so that what is sent can be counted exactly. All of it takes numpy arrays and torch tensors: both have `clip`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 
 from tilemesh.comm import Communicator
+from tilemesh.guide import on_gpu
+from tilemesh.measure.row import Row
 
 Array = np.ndarray[Any, Any]
 
@@ -47,7 +49,7 @@ def make(tokens: int, width: int, hidden: int) -> BlockProblem:
 
 def alone(p: BlockProblem) -> BlockResult:
     """On one rank: two products forward, four backward."""
-    h_TF = np.maximum(p.x_TD @ p.a_DF, 0)
+    h_TF = (p.x_TD @ p.a_DF).clip(0)  # relu
     z_TD = h_TF @ p.b_FD
     dh_TF = (p.dz_TD @ p.b_FD.T) * (h_TF > 0)
     return BlockResult(z_TD, dh_TF @ p.a_DF.T, p.x_TD.T @ dh_TF, h_TF.T @ p.dz_TD)
@@ -67,7 +69,7 @@ def columns_then_rows(comm: Communicator, p: BlockProblem) -> BlockResult:
     mine = _part(p.a_DF.shape[1], comm)
     a_Df, b_fD = p.a_DF[:, mine], p.b_FD[mine]  # f: this rank's part of F
     began = comm.sent.nbytes
-    h_Tf = np.maximum(p.x_TD @ a_Df, 0)  # whole columns: nothing to send before relu
+    h_Tf = (p.x_TD @ a_Df).clip(0)  # whole columns: nothing to send before relu
     z_TD = comm.all_reduce(h_Tf @ b_fD, algorithm="ring")  # F was summed over, and F is cut
     forward = comm.sent.nbytes - began
     dh_Tf = (p.dz_TD @ b_fD.T) * (h_Tf > 0)  # dz is whole on every rank
@@ -82,7 +84,7 @@ def with_sequence(comm: Communicator, p: BlockProblem) -> BlockResult:
     a_Df, b_fD = p.a_DF[:, mine], p.b_FD[mine]
     x_tD, dz_tD = p.x_TD[tokens], p.dz_TD[tokens]  # t: this rank's part of T
     began = comm.sent.nbytes
-    h_Tf = np.maximum(comm.all_gather(x_tD, algorithm="ring") @ a_Df, 0)
+    h_Tf = (comm.all_gather(x_tD, algorithm="ring") @ a_Df).clip(0)
     z_tD = comm.reduce_scatter(h_Tf @ b_fD, algorithm="ring")
     forward = comm.sent.nbytes - began
     dz_TD = comm.all_gather(dz_tD, algorithm="ring")
@@ -103,3 +105,26 @@ def distance(parts: list[Array], whole: Array, axis: int) -> float:
     if axis < 0:
         return max(float(np.abs(part - whole).max()) for part in parts)
     return float(np.abs(np.concatenate(parts, axis) - whole).max())
+
+
+def gpu_row(device: str, tokens: int = 1024, width: int = 1024, hidden: int = 4096) -> tuple[Row, float]:
+    """`columns_then_rows` by two ranks that share a GPU; the row, and how far they are from one process."""
+    host = make(tokens, width, hidden)
+    problem = BlockProblem(*(on_gpu.moved(device, one) for one in (host.x_TD, host.a_DF, host.b_FD, host.dz_TD)))
+    ranks, summed_bytes = 2, 2 * tokens * width * 8  # z forward, dx backward
+    row, whole, cut = on_gpu.shared_row(
+        "column, row: step on the GPU",
+        device,
+        ranks,
+        lambda: alone(problem),
+        lambda comm: columns_then_rows(comm, problem),
+        flops=6 * 2.0 * tokens * width * hidden,
+        added_s=ranks * on_gpu.staging_seconds(device, summed_bytes) + on_gpu.summing_seconds(ranks, summed_bytes),
+    )
+    apart = [
+        distance([part.z_TD.cpu().numpy() for part in cut], whole.z_TD.cpu().numpy(), -1),
+        distance([part.dx_TD.cpu().numpy() for part in cut], whole.dx_TD.cpu().numpy(), -1),
+        distance([part.da_DF.cpu().numpy() for part in cut], whole.da_DF.cpu().numpy(), 1),
+        distance([part.db_FD.cpu().numpy() for part in cut], whole.db_FD.cpu().numpy(), 0),
+    ]
+    return row, max(apart)

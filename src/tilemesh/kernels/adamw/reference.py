@@ -1,4 +1,4 @@
-"""AdamW over many parameters at once (Loshchilov and Hutter 2019), and the global norm of many gradients.
+"""AdamW over many parameters at once (Loshchilov and Hutter 2019).
 
 The rule is torch's: decoupled decay, both averages corrected for their bias, eps outside of the root. `AdamW` keeps the
 device's table of addresses between steps; `adamw` is one call of it. Everything happens in place.
@@ -15,12 +15,11 @@ from torch import Tensor
 
 from tilemesh.core.errors import UsageError
 from tilemesh.core.ranges import Range
-from tilemesh.kernels import context
-from tilemesh.kernels.accuracy import accumulator, rounding_error, unit
-from tilemesh.kernels.adamw.table import BLOCK, NORM_BLOCK, NORM_WARPS, BlockTable, is_aligned
+from tilemesh.kernels.accuracy import accumulator, unit
+from tilemesh.kernels.adamw.table import BLOCK, MOST_KEPT, BlockTable, check_lists, is_aligned
 from tilemesh.kernels.launch import call
 from tilemesh.kernels.launch.implementation import implementation_of
-from tilemesh.kernels.launch.tensors import FLOATS, check_device, check_tensors, dtype_name
+from tilemesh.kernels.launch.tensors import check_device, dtype_name
 
 
 class AdamW:
@@ -53,7 +52,7 @@ class AdamW:
             )
         wide = [value if master is None else master for master, value in zip(masters, parameters, strict=True)]
         lists = {"parameters": parameters, "exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs, "masters": wide}
-        _check_lists(lists)
+        check_lists(lists)
         for name, tensors in lists.items():
             for at, (tensor, parameter) in enumerate(zip(tensors, parameters, strict=True)):
                 wanted = parameter.dtype if tensor is parameter else accumulator(parameter.dtype)
@@ -68,8 +67,10 @@ class AdamW:
         self.how = implementation_of(implementation, parameters)
         self._groups: dict[tuple[object, ...], list[_Group]] = {}
         self._seen: set[tuple[object, ...]] = set()  # kinds of gradients that have passed the checks
+        self._stepped = [tensor for tensors in lists.values() for tensor in tensors]
+        self._numbers: dict[float, Tensor] = {}  # on the device, where they are given beside tensors
+        self._repeated: dict[tuple[object, ...], call.RepeatedLaunches] = {}
 
-    @torch.no_grad()
     def step(
         self, gradients: Sequence[Tensor], *, rate: float | Tensor, step: int | Tensor, divisor: float | Tensor = 1.0
     ) -> None:
@@ -78,23 +79,59 @@ class AdamW:
         step: how many steps there are with this one, from 1. rate, step and divisor may be tensors of one element on
         the parameters' device: nothing then waits for the device, and the call can be captured as a CUDA graph.
         """
+        key = self._key(gradients, (rate, step, divisor)) if self.how == "triton" and self.parameters else None
+        repeated = None if key is None else self._repeated.get(key)
+        if repeated is not None:
+            repeated()
+            return
         seen = tuple([(type(g), g.dtype, g.shape, g.device) if isinstance(g, Tensor) else None for g in gradients])
         if seen not in self._seen:  # a training loop gives the same ones at each step
-            _check_lists({"parameters": self.parameters, "gradients": gradients})
+            check_lists({"parameters": self.parameters, "gradients": gradients})
             self._seen.add(seen)
         for name, value in (("rate", rate), ("step", step), ("divisor", divisor)):
             if isinstance(value, Tensor) and value.numel() != 1:
                 raise UsageError(f"{name} has shape {tuple(value.shape)}: expected a number or a tensor of one element")
         if not self.parameters:
             return
-        if self.how == "torch":
-            self._by_torch(gradients, rate, step, divisor)
-            return
+        with torch.no_grad():
+            if self.how == "torch":
+                self._by_torch(gradients, rate, step, divisor)
+                return
+            made = self._by_kernels(gradients, rate, step, divisor)
+        if key is not None:
+            if len(self._repeated) >= MOST_KEPT:
+                self._repeated.pop(next(iter(self._repeated)))
+            self._repeated[key] = made
+
+    def _key(self, gradients: Sequence[Tensor], scalars: tuple[float | Tensor, ...]) -> tuple[object, ...] | None:
+        """All that decides what a step launches, on which memory; None where it may not simply be repeated.
+
+        A rate or a step that is no tensor is copied to the device anew each time. A capture has tables of its own.
+        """
+        rate, step, divisor = scalars
+        if type(rate) is not Tensor or type(step) is not Tensor or self._is_capturing():
+            return None
+        parts: list[object] = [rate.data_ptr(), rate.dtype, rate.shape, step.data_ptr(), step.dtype, step.shape]
+        if isinstance(divisor, Tensor):
+            parts += divisor.data_ptr(), divisor.dtype, divisor.shape
+        else:
+            parts.append(divisor)
+        for gradient in gradients:
+            if type(gradient) is not Tensor or not gradient.is_contiguous():
+                return None
+            parts += gradient.data_ptr(), gradient.dtype, gradient.shape, gradient.device
+        parts += [tensor.data_ptr() for tensor in self._stepped]
+        return tuple(parts)
+
+    def _by_kernels(
+        self, gradients: Sequence[Tensor], rate: float | Tensor, step: int | Tensor, divisor: float | Tensor
+    ) -> call.RepeatedLaunches:
+        """One launch for the scalars where they are tensors, one for each group; returns what repeats them."""
         from tilemesh.kernels.adamw import kernel
 
-        launch = call.interpreted if self.how == "interpret" else call.compiled
+        repeated = call.RepeatedLaunches(call.interpreted if self.how == "interpret" else call.compiled)
         gradients = [gradient.contiguous() for gradient in gradients]
-        scalars = self._scalars(launch, rate, step, divisor)
+        scalars = self._scalars(repeated.launch, rate, step, divisor)
         constants = {"beta1": self.betas[0], "beta2": self.betas[1], "eps": self.eps}
         for group in self._grouped(gradients):
             parameters = [self.parameters[at] for at in group.members]
@@ -106,10 +143,13 @@ class AdamW:
             columns = [parameters, *of_group, masters if group.has_masters else parameters]
             given = {"table": group.table.rows(columns), "owners": group.table.owners}
             given |= {"scalars": scalars} | group.likes(parameters[0].dtype)
-            launch(kernel.update_plan, given, written=(), masters=group.has_masters, aligned=group.aligned, **constants)
+            repeated.launch(
+                kernel.update_plan, given, written=(), masters=group.has_masters, aligned=group.aligned, **constants
+            )
             for parameter, made in zip(written, parameters, strict=True):
                 if made.dtype != parameter.dtype:
                     parameter.copy_(made)
+        return repeated
 
     def _scalars(self, launch: Any, rate: float | Tensor, step: int | Tensor, divisor: float | Tensor) -> Tensor:
         """Rate, bias corrections and divisor in float64, on the device."""
@@ -120,7 +160,7 @@ class AdamW:
         from tilemesh.kernels.adamw import kernel
 
         given = {
-            name: (value if isinstance(value, Tensor) else torch.full((1,), value, dtype=torch.float64, device=device))
+            name: (value if isinstance(value, Tensor) else self._number(value))
             for name, value in (("rate", rate), ("step", step), ("divisor", divisor))
         }
         check_device({"parameters": self.parameters[0], **given})
@@ -129,6 +169,18 @@ class AdamW:
         logs = {"log_beta1": _log2(self.betas[0]), "log_beta2": _log2(self.betas[1])}
         launch(kernel.correct_plan, given, written=("scalars",), **logs)
         return made
+
+    def _is_capturing(self) -> bool:
+        return self.parameters[0].is_cuda and torch.cuda.is_current_stream_capturing()
+
+    def _number(self, value: float) -> Tensor:
+        """A number on the device; kept, because a divisor of 1 comes at every step."""
+        found = self._numbers.get(value)
+        if found is None:
+            found = torch.full((1,), value, dtype=torch.float64, device=self.parameters[0].device)
+            if len(self._numbers) < MOST_KEPT and not self._is_capturing():
+                self._numbers[value] = found
+        return found
 
     def _grouped(self, gradients: Sequence[Tensor]) -> list[_Group]:
         lists = (self.parameters, gradients, self.exp_avgs, self.exp_avg_sqs)
@@ -216,51 +268,6 @@ def adamw(
     kept.step(gradients, rate=rate, step=step, divisor=divisor)
 
 
-@torch.no_grad()
-def global_norm(tensors: Sequence[Tensor], *, implementation: str = "auto") -> Tensor:
-    """The root of the sum of all elements' squares, as a scalar on their device: at least float32, in a fixed order."""
-    if not tensors:
-        raise UsageError("global_norm of no tensors: expected at least one")
-    _check_lists({"tensors": tensors})
-    kind = torch.float64 if any(tensor.dtype is torch.float64 for tensor in tensors) else torch.float32
-    tensors = [tensor.detach().contiguous() for tensor in tensors if tensor.numel()] or [tensors[0].new_zeros(1)]
-    how = implementation_of(implementation, tensors)
-    if how == "torch":
-        return torch.stack([tensor.to(kind).square().sum() for tensor in tensors]).sum().sqrt()
-    from tilemesh.kernels.adamw import kernel
-
-    launch = call.interpreted if how == "interpret" else call.compiled
-    tables = _norm_tables(tensors, NORM_BLOCK)
-    device = tensors[0].device
-    partial = torch.empty(sum(table.blocks for *_, table in tables), dtype=kind, device=device)
-    begin = 0
-    for members, dtype, aligned, table in tables:
-        of_group = partial[begin : begin + table.blocks]
-        begin += table.blocks
-        given = {"table": table.rows([[tensors[at] for at in members]]), "owners": table.owners, "partial": of_group}
-        given |= {"like": torch.empty(1, dtype=dtype, device=device)}
-        launch(kernel.squares_plan, given, written=("partial",), aligned=aligned)
-    norm = torch.empty(1, dtype=kind, device=device)
-    launch(kernel.norm_plan, {"partial": partial, "norm": norm}, written=("norm",))
-    return norm[0]
-
-
-def norm_bound(norm: Tensor, dtype: torch.dtype, elements: int) -> Tensor:
-    """How far `global_norm` of so many elements of this dtype may be from the exact norm.
-
-    A sum of squares, none of which is negative, is off by at most one unit for each addition that a term goes through:
-    those of its thread and of the tree over threads, in the dtype's accumulator, then the same over blocks in float64.
-    A root halves what its argument is off by.
-    """
-    u, blocks = unit(accumulator(dtype)), -(-elements // NORM_BLOCK)
-    threads = 32 * NORM_WARPS
-    additions = NORM_BLOCK // threads + threads.bit_length()
-    last = blocks // 4096 + 8 + 10
-    return norm.double() * ((1 + additions) * u + last * unit(torch.float64)) / 2 + rounding_error(
-        norm.double(), accumulator(dtype)
-    )
-
-
 def exact_step(
     value: Tensor, gradient: Tensor, average: Tensor, square: Tensor, *, rate: float, step: int, divisor: float = 1.0,
     betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0.01,
@@ -282,39 +289,8 @@ def exact_step(
     return made, 1.01 * (bound + u * made.abs())
 
 
-def _norm_tables(tensors: Sequence[Tensor], block: int) -> list[tuple[list[int], torch.dtype, bool, BlockTable]]:
-    kinds = tuple([(tensor.dtype, is_aligned(tensor), tensor.numel()) for tensor in tensors])
-    key, runners = ("global_norm", tensors[0].device, *kinds), context.current.runners
-    found: list[tuple[list[int], torch.dtype, bool, BlockTable]] | None
-    found = runners.recent.get(key) or runners.older.get(key)
-    if found is None:
-        found = []
-        for dtype, aligned in dict.fromkeys(kind[:2] for kind in kinds):
-            members = [at for at, kind in enumerate(kinds) if kind[:2] == (dtype, aligned)]
-            sizes = [tensors[at].numel() for at in members]
-            table = BlockTable(sizes, block, tensors[0].device, [0.0] * len(members))
-            found.append((members, dtype, aligned, table))
-        runners.keep(key, found)
-    return found
-
-
 def _log2(beta: float) -> float:
     return math.log2(beta) if beta else -math.inf
-
-
-def _check_lists(lists: dict[str, Sequence[Tensor]]) -> None:
-    """Lists of as many tensors, of equal shapes, floating point, on one device."""
-    (first, parameters), *_ = lists.items()
-    for name, tensors in lists.items():
-        if len(tensors) != len(parameters):
-            raise UsageError(f"{len(tensors)} {name} for {len(parameters)} {first}: expected as many")
-        for at, (tensor, parameter) in enumerate(zip(tensors, parameters, strict=True)):
-            check_tensors({f"{name}[{at}]": tensor})
-            if tensor is None or tensor.shape != parameter.shape or tensor.dtype not in FLOATS:
-                shown = "None" if tensor is None else f"{dtype_name(tensor.dtype)} {tuple(tensor.shape)}"
-                raise UsageError(f"{name}[{at}] is {shown}: expected floating point {tuple(parameter.shape)}")
-            if tensor.device != parameters[0].device:
-                raise UsageError(f"{name}[{at}] is on {tensor.device}: expected {parameters[0].device}, as {first}[0]")
 
 
 _NOT_NEGATIVE = Range(0)

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import itertools
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from tilemesh.core.errors import RunError
+from tilemesh.core.errors import RunError, UsageError
+from tilemesh.kernels.launch.tensors import FLOATS, check_tensors, dtype_name
 
 BLOCK, WARPS = 1024, 8  # of a step; measured on an H200: 0.98 of the copy limit; 2048 0.9, 4096 0.7
 NORM_BLOCK, NORM_WARPS = 8192, 8
@@ -74,3 +75,18 @@ class BlockTable:
 def is_aligned(*tensors: Tensor) -> bool:
     """Whether kernels may load 16 bytes at once: by the addresses, and by the first one's number of elements."""
     return tensors[0].numel() % 16 == 0 and all(tensor.data_ptr() % 16 == 0 for tensor in tensors)
+
+
+def check_lists(lists: Mapping[str, Sequence[Tensor]]) -> None:
+    """Lists of as many tensors, of equal shapes, floating point, on one device."""
+    (first, parameters), *_ = lists.items()
+    for name, tensors in lists.items():
+        if len(tensors) != len(parameters):
+            raise UsageError(f"{len(tensors)} {name} for {len(parameters)} {first}: expected as many")
+        for at, (tensor, parameter) in enumerate(zip(tensors, parameters, strict=True)):
+            check_tensors({f"{name}[{at}]": tensor})
+            if tensor is None or tensor.shape != parameter.shape or tensor.dtype not in FLOATS:
+                shown = "None" if tensor is None else f"{dtype_name(tensor.dtype)} {tuple(tensor.shape)}"
+                raise UsageError(f"{name}[{at}] is {shown}: expected floating point {tuple(parameter.shape)}")
+            if tensor.device != parameters[0].device:
+                raise UsageError(f"{name}[{at}] is on {tensor.device}: expected {parameters[0].device}, as {first}[0]")

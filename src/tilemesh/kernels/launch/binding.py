@@ -46,10 +46,14 @@ class Binding:
         self.schema = [f"{SCHEMA_TYPES[hints[name]]} {name}" for name in self.names]
         self._filled_in = [self.defaults.get(name) for name in self.names]  # what is not given
         self._least = max((at + 1 for at, name in enumerate(self.names) if name not in self.defaults), default=0)
+        # What follows the arguments of a call that names none, by how many these are.
+        self._rests = {count: self._filled_in[count:] for count in range(self._least, self.positional + 1)}
 
     def bind(self, arguments: tuple[Any, ...], named: dict[str, Any]) -> list[Any]:
         """All values, in order."""
         count = len(arguments)
+        if not named and count in self._rests:
+            return [*arguments, *self._rests[count]]
         if not self._least <= count <= self.positional:
             return self._bind_by_name(arguments, named)
         values = [*arguments, *self._filled_in[count:]]

@@ -86,6 +86,7 @@ class Launched:
         check_names(plan, operands)
         with torch.cuda.device(self.index):
             self.program = LaunchProgram(plan, operands, [*names, *plan.buffers])
+        self.known = self.program.known
 
     def launch(self, addresses: Sequence[int]) -> None:
         """On the current stream of the plan's GPU; scratch memory is fresh each time, so streams do not race for it."""
@@ -96,8 +97,28 @@ class Launched:
         if self.several and torch.cuda.current_device() != self.index:
             with torch.cuda.device(self.index):
                 self.program(current_stream(self.index), *addresses)
-        else:
-            self.program(current_stream(self.index), *addresses)
+            return
+        place = (current_stream(self.index), *addresses)
+        for launch, arguments in self.known.get(place) or self.program.calls(place):
+            launch(*arguments)
+
+
+class RepeatedLaunches:
+    """Launches that are made once by `launch`, and again on the same memory by a call."""
+
+    def __init__(self, launch: Callable[..., Any]) -> None:
+        self._launch = launch
+        self._made: list[tuple[Launched, list[int]]] = []
+        self._held: list[Tensor] = []  # so that their memory stays theirs
+
+    def launch(self, plan: Plan, tensors: Mapping[str, Tensor], written: Sequence[str], **constants: Any) -> None:
+        program = self._launch(plan, tensors, written, **constants)
+        self._made.append((program, [tensor.data_ptr() for tensor in tensors.values()]))
+        self._held += tensors.values()
+
+    def __call__(self) -> None:
+        for program, addresses in self._made:
+            program.launch(addresses)
 
 
 def _compile(plan: Plan, tensors: Mapping[str, Tensor], device: torch.device, constants: Mapping[str, Any]) -> Launched:

@@ -103,19 +103,21 @@ class _Operator:
     def __init__(self, computation: Computation) -> None:
         self.computation, self.binding, self.options = computation, computation.binding, computation.options
         self.tensors, self.other_places = self.binding.tensors, [at for at, _, _ in self.binding.others]
+        # How many arguments are tensors, where these come first: slices of the values are quicker than picking.
+        self.leading = len(self.tensors) if self.tensors == [*range(len(self.tensors))] else 0
         register(computation)
         # As torch.autograd.Function.apply without its own questions about transforms, which were answered before.
         self.apply = super(torch.autograd.Function, _autograd_function(computation)).apply  # type: ignore[misc]
 
     def public(self) -> Callable[..., Any]:
-        reference, bind = self.computation.reference, self.binding.bind
+        reference, bind, leading = self.computation.reference, self.binding.bind, self.leading
 
         @functools.wraps(reference)
         def call(*arguments: Any, implementation: str = "auto", **named: Any) -> Any:
             values = bind(arguments, named)
             if is_compiling() or is_watched():
                 return self(values, implementation)
-            tensors = [values[at] for at in self.tensors]
+            tensors = values[:leading] if leading else [values[at] for at in self.tensors]
             key, addresses = self._key(values, tensors, implementation)
             try:
                 found = None if key is None else context.current.runners.recent.get(key)
@@ -151,10 +153,9 @@ class _Operator:
                 if tensor is not None and tensor.requires_grad:
                     asked = True
                     break
-        key += (self, implementation, asked, cast)
-        for at in self.other_places:
-            value = values[at]
-            key += (value, type(value))  # 1, 1.0 and True are equal, but not accepted alike
+        others = values[self.leading :] if self.leading else [values[at] for at in self.other_places]
+        key += self, implementation, asked, cast, *others
+        key += map(type, others)  # 1, 1.0 and True are equal, but not accepted alike
         return tuple(key), addresses
 
     def __call__(self, values: Sequence[Any], implementation: str) -> Any:
@@ -260,7 +261,7 @@ class _PreparedCall:
         """One gradient, or None, for each tensor argument."""
         computation = self.computation
         if not torch.is_grad_enabled() and not is_watched():
-            if not computation.options.partial:
+            if self.results > 1 and not computation.options.partial:  # of one result there is a gradient, or no call
                 gradients = [
                     torch.zeros(shape, dtype=dtype, device=device) if gradient is None else gradient
                     for gradient, (shape, dtype, device) in zip(gradients, self.shapes, strict=True)
@@ -293,7 +294,7 @@ def _autograd_function(computation: Computation) -> Any:
 
         @staticmethod
         def backward(ctx: Any, *gradients: Tensor | None) -> Any:
-            if all(gradient is None for gradient in gradients):
+            if gradients[0] is None and all(gradient is None for gradient in gradients):
                 return (None, None, None, *none)
             return (None, None, None, *ctx.prepared.gradients(ctx.saved_tensors, gradients))
 

@@ -141,17 +141,22 @@ class LaunchProgram:
         self.plan = plan
         self.names = tuple(names)
         self._steps = [_Prepared(step, operands, self.names) for step in plan.steps]
-        self._kept: dict[tuple[int, ...], list[tuple[Callable[..., Any], tuple[Any, ...]]]] = {}
+        self.known: dict[tuple[int, ...], list[tuple[Callable[..., Any], tuple[Any, ...]]]] = {}
+        """Launches and their arguments, by stream and addresses that they were asked for with lately."""
 
     def __call__(self, *addresses: int) -> None:
         """Launch on a stream: `addresses` is the stream's handle, then one address a name."""
-        calls = self._kept.get(addresses)
-        if calls is None:
-            if len(self._kept) >= _MOST_KEPT:
-                self._kept.clear()
-            calls = self._kept[addresses] = [step.call(addresses[0], addresses[1:]) for step in self._steps]
-        for launch, arguments in calls:
+        for launch, arguments in self.calls(addresses):
             launch(*arguments)
+
+    def calls(self, addresses: tuple[int, ...]) -> list[tuple[Callable[..., Any], tuple[Any, ...]]]:
+        """What a call on these addresses launches."""
+        calls = self.known.get(addresses)
+        if calls is None:
+            if len(self.known) >= _MOST_KEPT:
+                self.known.clear()
+            calls = self.known[addresses] = [step.call(addresses[0], addresses[1:]) for step in self._steps]
+        return calls
 
 
 class _Prepared:

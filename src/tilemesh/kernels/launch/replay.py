@@ -41,19 +41,21 @@ def signature(tensors: Tensors) -> tuple[list[object], list[int]] | None:
     """
     key: list[object] = []
     addresses: list[int] = []
-    for tensor in tensors:
-        if tensor is None:
-            key.append(None)
-            addresses.append(0)
-            continue
-        if type(tensor) not in PLAIN_TYPES or tensor.is_neg():
-            return None
-        try:
-            address = tensor.data_ptr()
-            key += tensor.shape, tensor.stride(), tensor.dtype, tensor.device, address & 15
-        except RuntimeError:  # a sparse tensor has neither
-            return None
-        addresses.append(address)
+    try:
+        for tensor in tensors:
+            if type(tensor) in PLAIN_TYPES:
+                if tensor.is_neg():  # type: ignore[union-attr]
+                    return None
+                address = tensor.data_ptr()  # type: ignore[union-attr]
+                key += tensor.shape, tensor.stride(), tensor.dtype, tensor.device, address & 15  # type: ignore[union-attr]
+                addresses.append(address)
+            elif tensor is None:
+                key.append(None)
+                addresses.append(0)
+            else:
+                return None
+    except RuntimeError:  # a sparse tensor has neither address nor strides
+        return None
     return key, addresses
 
 
@@ -120,9 +122,20 @@ class CallRecording:
         self.pick: Callable[[list[Any]], tuple[Any, ...]] | None = None
         if all(isinstance(result, int) for result in results):
             self.pick = _picker(list(results))  # type: ignore[arg-type]
+        self.like: int | None = None
+        """Where one tensor is allocated, like this slot, and is all that one launch leaves: most of what is called."""
+        is_single = len(launches) == len(allocations) == 1 and self.results == (given,)
+        if is_single and not (self.interpreted or self.inner or self.changed):
+            self.like = allocations[0].like
 
     def __call__(self, tensors: Tensors, addresses: list[int]) -> tuple[Any, ...]:
         """Allocate and launch; `addresses` are those of `tensors`, and are added to."""
+        if self.like is not None:
+            made = _empty_like(tensors[self.like])  # type: ignore[arg-type]
+            addresses.append(made.data_ptr())
+            ((program, pick),) = self.by_address
+            program.launch(pick(addresses))
+            return (made,)
         slots: list[Any] = [*tensors]
         for allocation in self.allocations:
             # Mostly like one that is there: without a call of Python's own.

@@ -118,7 +118,7 @@ def kept_for_weights(model: ModelConfig, task: Task) -> tuple[Kept, ...]:
     whole, kv, hidden = tokens * model.width, tokens * model.kv_width, tokens * model.mlp_width
     joined = 1 if not task.gpu and task.code == "eager" else cut
     return (
-        *(one for one in kept_tensors(model, task) if one.name in _INPUTS),
+        *(tensor for tensor in kept_tensors(model, task) if tensor.name in _INPUTS),
         Kept("gradient of the queries", "b S D", whole, size, tp),
         Kept("gradients of keys and values", "2 b S K", 2 * kv, size, per_kv),
         Kept("gradient of the output projection's result", "b S D", whole, size, joined),
@@ -153,7 +153,7 @@ def kept_bytes(model: ModelConfig, task: Task, recompute: str) -> tuple[int, int
     kept = kept_tensors(model, task)
     everything, scores = sum(one.nbytes for one in kept), sum(one.nbytes for one in kept if one.scores)
     if recompute == "operators":
-        stays = sum(one.nbytes for one in kept_by_operators(model, task))
+        stays = sum(tensor.nbytes for tensor in kept_by_operators(model, task))
         return stays, everything
     if recompute == "none":
         return everything, 0

@@ -1,0 +1,129 @@
+"""Drawings of a product cut in two dimensions, and of choosing how each product is cut so that least is sent.
+
+The choice is a shortest path. A tensor between two products is whole, cut by rows, cut by columns, or a sum whose parts
+lie on different ranks; a product leads from one of these to another, and every step sends a number of bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import product
+
+from tilemesh.core.units import format_bytes
+from tilemesh.guide.svg import Canvas
+
+RANKS = 2
+TOKENS, WIDTH, HIDDEN = 1024, 1024, 4096
+ITEM_BYTES = 2
+LAYOUTS = ("whole", "rows", "columns")
+
+
+@dataclass(frozen=True)
+class CutStep:
+    """A product with its matrix cut in some way: the layouts it leads from and to, and what one rank sends for it."""
+
+    source: str
+    matrix: str
+    target: str
+    sent_bytes: int
+
+
+def figures() -> dict[str, str]:
+    """By file name, for `docs/guide/figures/`."""
+    return {"grid.svg": grid(), "strategies.svg": strategies()}
+
+
+def _ring(nbytes: int) -> int:
+    """What each rank sends in an all_gather or a reduce_scatter; an all_reduce sends twice that."""
+    return nbytes * (RANKS - 1) // RANKS
+
+
+def steps(in_bytes: int, matrix_bytes: int, out_bytes: int) -> list[CutStep]:
+    """Every way to divide one product y = x·M over the ranks, forward and backward together.
+
+    By rows of x: the gradient of M is summed. By columns of M: the gradient of x is summed. Along the inner dim (x by
+    columns, M by rows): y is a sum, which is made whole, or whole in rows, by the collective behind it.
+    """
+    return [
+        CutStep("rows", "whole", "rows", 2 * _ring(matrix_bytes)),
+        CutStep("whole", "columns", "columns", 2 * _ring(in_bytes)),
+        CutStep("columns", "rows", "whole", 2 * _ring(out_bytes)),
+        CutStep("columns", "rows", "rows", 2 * _ring(out_bytes)),  # reduce_scatter; backward all_gather
+    ]
+
+
+def paths(tokens: int = TOKENS) -> list[tuple[int, tuple[CutStep, CutStep]]]:
+    """Ways to cut z = relu(x·A)·B, cheapest first, with the bytes that each rank sends."""
+    x, h = ITEM_BYTES * tokens * WIDTH, ITEM_BYTES * tokens * HIDDEN
+    matrix = ITEM_BYTES * WIDTH * HIDDEN
+    pairs = product(steps(x, matrix, h), steps(h, matrix, x))
+    found = [(a.sent_bytes + b.sent_bytes, (a, b)) for a, b in pairs if a.target == b.source]
+    return sorted(found, key=lambda pair: pair[0])
+
+
+def strategies() -> str:
+    """Layouts of x, h and z with the steps between them, and the cheapest way."""
+    ranked = paths()
+    least, cheapest = ranked[0]
+    canvas = Canvas(860, 330, f"How to cut z = relu(x·A)·B on {RANKS} ranks: bytes each rank sends; solid: the least")
+    places = {layout: 84 + 66 * row for row, layout in enumerate(LAYOUTS)}
+    lefts = (60, 370, 680)
+    for column, name in enumerate(("x", "h = relu(x·A)", "z = h·B")):
+        canvas.text(lefts[column] + 55, 62, name, align="mid", bold=True)
+        for layout, y in places.items():
+            canvas.box(lefts[column], y, 110, 36, layout, colour=3 if column != 1 else 0)
+    drawn: set[tuple[int, str, str]] = set()
+    for _, path in ranked:
+        for column, step in enumerate(path):
+            key = column, step.source, step.target
+            if key in drawn:
+                continue
+            drawn.add(key)
+            y1, y2 = places[step.source] + 18, places[step.target] + 18
+            is_best = step == cheapest[column]
+            canvas.arrow(
+                lefts[column] + 111, y1, lefts[column + 1] - 1, y2, colour=2 if is_best else 6, dashed=not is_best
+            )
+            _label(canvas, lefts[column] + 111, (y1, y2), step)
+    note = (
+        f"{TOKENS} tokens, {WIDTH} × {HIDDEN}, 16 bits. Cheapest: A by columns, B by rows, {format_bytes(least)}; "
+        f"by rows of x {format_bytes(_rows_only(ranked))}, whatever the number of tokens"
+    )
+    how = "rows: the matrix is whole on every rank · whole to columns: it is cut by columns · from columns: by rows"
+    canvas.text(60, 292, how, size=11, quiet=True)
+    canvas.text(60, 312, note, size=11, quiet=True)
+    return canvas.svg()
+
+
+def _label(canvas: Canvas, x: float, heights: tuple[float, float], step: CutStep) -> None:
+    """The bytes of a step beside its arrow, where no other arrow runs."""
+    words = format_bytes(step.sent_bytes)
+    if (step.source, step.target) == ("columns", "whole"):
+        canvas.text(x + 176, heights[1] + 1, words, size=11, align="end")
+    elif (step.source, step.target) == ("columns", "rows"):
+        canvas.text(x + 14, heights[0] + 15, words, size=11)
+    else:
+        canvas.text(x + 14, heights[0] - 7, words, size=11)
+
+
+def _rows_only(ranked: list[tuple[int, tuple[CutStep, CutStep]]]) -> int:
+    return next(sent for sent, path in ranked if all(step.source == "rows" for step in path))
+
+
+def grid() -> str:
+    """C = A·B on four devices, each with a quarter of C."""
+    canvas = Canvas(860, 250, "A product cut in two dimensions: device (i, j) has rows i of A and columns j of B")
+    for column, (name, x) in enumerate((("A", 70), ("B", 340), ("C = A·B", 610))):
+        canvas.text(x + 80, 58, name, align="mid", bold=True)
+        for row, col in product(range(2), range(2)):
+            if column == 0 and col == 0:
+                canvas.box(x, 70 + row * 60, 160, 60, f"devices ({row}, 0) and ({row}, 1)", colour=row, size=11)
+            elif column == 1 and row == 0:
+                canvas.box(x + col * 80, 70, 80, 120, f"devices\n(0, {col}) and\n(1, {col})", colour=2 + col, size=11)
+            elif column == 2:
+                canvas.box(x + col * 80, 70 + row * 60, 80, 60, f"({row}, {col})", colour=4 + 2 * row + col, size=12)
+    canvas.text(285, 136, "·", size=20, align="mid")
+    canvas.text(555, 136, "=", size=20, align="mid")
+    note = "no product needs another device; backward sums the gradient of A over j and that of B over i"
+    canvas.text(70, 222, note, size=11, quiet=True)
+    return canvas.svg()

@@ -1,0 +1,76 @@
+"""The global norm of many tensors, as clipping needs it: one launch per combination of dtypes, and one that adds up."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tilemesh.core.errors import UsageError
+from tilemesh.kernels import context
+from tilemesh.kernels.accuracy import accumulator, rounding_error, unit
+from tilemesh.kernels.adamw.table import NORM_BLOCK, NORM_WARPS, BlockTable, check_lists, is_aligned
+from tilemesh.kernels.launch import call
+from tilemesh.kernels.launch.implementation import implementation_of
+
+
+@torch.no_grad()
+def global_norm(tensors: Sequence[Tensor], *, implementation: str = "auto") -> Tensor:
+    """The root of the sum of all elements' squares, as a scalar on their device: at least float32, in a fixed order."""
+    if not tensors:
+        raise UsageError("global_norm of no tensors: expected at least one")
+    check_lists({"tensors": tensors})
+    kind = torch.float64 if any(tensor.dtype is torch.float64 for tensor in tensors) else torch.float32
+    tensors = [tensor.detach().contiguous() for tensor in tensors if tensor.numel()] or [tensors[0].new_zeros(1)]
+    how = implementation_of(implementation, tensors)
+    if how == "torch":
+        return torch.stack([tensor.to(kind).square().sum() for tensor in tensors]).sum().sqrt()
+    from tilemesh.kernels.adamw import kernel
+
+    launch = call.interpreted if how == "interpret" else call.compiled
+    tables = _norm_tables(tensors, NORM_BLOCK)
+    device = tensors[0].device
+    partial = torch.empty(sum(table.blocks for *_, table in tables), dtype=kind, device=device)
+    begin = 0
+    for members, dtype, aligned, table in tables:
+        of_group = partial[begin : begin + table.blocks]
+        begin += table.blocks
+        given = {"table": table.rows([[tensors[at] for at in members]]), "owners": table.owners, "partial": of_group}
+        given |= {"like": torch.empty(1, dtype=dtype, device=device)}
+        launch(kernel.squares_plan, given, written=("partial",), aligned=aligned)
+    norm = torch.empty(1, dtype=kind, device=device)
+    launch(kernel.norm_plan, {"partial": partial, "norm": norm}, written=("norm",))
+    return norm[0]
+
+
+def norm_bound(norm: Tensor, dtype: torch.dtype, elements: int) -> Tensor:
+    """How far `global_norm` of so many elements of this dtype may be from the exact norm.
+
+    A sum of squares, none of which is negative, is off by at most one unit for each addition that a term goes through:
+    those of its thread and of the tree over threads, in the dtype's accumulator, then the same over blocks in float64.
+    A root halves what its argument is off by.
+    """
+    u, blocks = unit(accumulator(dtype)), -(-elements // NORM_BLOCK)
+    threads = 32 * NORM_WARPS
+    additions = NORM_BLOCK // threads + threads.bit_length()
+    last = blocks // 4096 + 8 + 10
+    return norm.double() * ((1 + additions) * u + last * unit(torch.float64)) / 2 + rounding_error(
+        norm.double(), accumulator(dtype)
+    )
+
+
+def _norm_tables(tensors: Sequence[Tensor], block: int) -> list[tuple[list[int], torch.dtype, bool, BlockTable]]:
+    kinds = tuple([(tensor.dtype, is_aligned(tensor), tensor.numel()) for tensor in tensors])
+    key, runners = ("global_norm", tensors[0].device, *kinds), context.current.runners
+    found: list[tuple[list[int], torch.dtype, bool, BlockTable]] | None
+    found = runners.recent.get(key) or runners.older.get(key)
+    if found is None:
+        found = []
+        for dtype, aligned in dict.fromkeys(kind[:2] for kind in kinds):
+            members = [at for at, kind in enumerate(kinds) if kind[:2] == (dtype, aligned)]
+            sizes = [tensors[at].numel() for at in members]
+            table = BlockTable(sizes, block, tensors[0].device, [0.0] * len(members))
+            found.append((members, dtype, aligned, table))
+        runners.keep(key, found)
+    return found

@@ -1,0 +1,74 @@
+"""Whole answers to many prompts: as many are asked at a time as the engine takes, and answers come in order."""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
+
+from tilemesh.serve.answers import Completion, collect
+from tilemesh.serve.core import AnswerPart, PromptJob
+from tilemesh.serve.request import Sampling
+from tilemesh.serve.scheduler import QueueFullError
+
+_RETRY_S = 0.02
+
+
+class PromptTaker(Protocol):
+    """An engine, as far as it is needed here."""
+
+    def submit(
+        self,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        tell: Callable[[AnswerPart], None],
+        priority: int = 0,
+        drawn: int = 0,
+        whole: bool = False,
+    ) -> PromptJob: ...
+
+    def abort(self, job: PromptJob) -> None: ...
+
+
+def whole_answers(
+    engine: PromptTaker, prompts: Sequence[Sequence[int]], samplings: Sequence[Sampling]
+) -> Iterator[Completion]:
+    """The completions of these prompts, in their order; leaving early aborts the rest."""
+    # Numbers of prompts of which an answer has ended. Ctrl-C may come while `get` waits: queue.Queue may then release a
+    # lock that it does not hold.
+    ended: queue.SimpleQueue[int] = queue.SimpleQueue()
+    left: dict[int, int] = {}
+    jobs: list[PromptJob] = []
+    heard: dict[int, list[AnswerPart]] = {}
+    given = 0
+
+    def ask_next() -> bool:
+        number, own = len(jobs), list[AnswerPart]()
+
+        def tell(part: AnswerPart) -> None:
+            own.append(part)
+            if part.finish is not None:  # nobody is woken before
+                ended.put(number)
+
+        try:
+            jobs.append(engine.submit(prompts[number], samplings[number], tell, whole=True))
+        except QueueFullError:
+            return False
+        heard[number], left[number] = own, samplings[number].n
+        return True
+
+    try:
+        for number in range(len(prompts)):
+            while left.get(number) != 0:
+                while len(jobs) < len(prompts) and ask_next():
+                    pass
+                if number not in left:  # others fill the engine, and nothing of ours is under way
+                    time.sleep(_RETRY_S)
+                else:
+                    left[ended.get()] -= 1
+            given = number + 1
+            yield collect(jobs[number], heard.pop(number))
+    finally:
+        for job in jobs[given:]:
+            engine.abort(job)

@@ -1,0 +1,181 @@
+"""Calls that are repeated by address, as on a GPU: the launch is left out, and what it is given is looked at."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tilemesh.kernels.launch import call
+from tilemesh.kernels.launch.replay import CallRecorder, RepeatedCall, signature
+
+pytest.importorskip("triton")
+
+
+class Program(call.Launched):
+    """Stands for a compiled plan: keeps the addresses of each launch."""
+
+    def __init__(self):
+        self.launched = []
+
+    def launch(self, addresses):
+        self.launched.append(tuple(addresses))
+
+
+def recorded(function, *given):
+    """The recording of a call on these tensors, and the programs it launches."""
+    programs = []
+
+    def launch(plan, tensors, written, **constants):
+        programs.append(Program())
+        return programs[-1]
+
+    recorder = CallRecorder(launch, given)
+    with recorder:
+        made = function(recorder.launch, *recorder.tensors)
+    recording = recorder.recording(made)
+    assert recording is not None
+    return recording, programs
+
+
+def repeat(recording, *given):
+    return recording(given, signature(given)[1])
+
+
+def test_one_tensor_like_a_given_one_and_one_launch():
+    """The shortest way: the result is new memory each time, and the launch has the addresses of this call."""
+
+    def forward(launch, x, weight):
+        y = torch.empty(x.shape)
+        launch(None, {"y": y, "w": weight, "x": x}, written=("y",))
+        return (y,)
+
+    recording, (program,) = recorded(forward, torch.randn(3, 5), torch.randn(5))
+    assert recording.like == 0
+    for _ in range(2):
+        x, weight = torch.randn(3, 5), torch.randn(5)
+        (y,) = repeat(recording, x, weight)
+        assert y.shape == x.shape
+        assert y.data_ptr() not in (x.data_ptr(), weight.data_ptr())
+        assert program.launched[-1] == (y.data_ptr(), weight.data_ptr(), x.data_ptr())
+    assert len(program.launched) == 2
+
+
+@pytest.mark.parametrize(
+    "kind", ["another shape", "two launches", "two tensors", "a part of one", "a part is given", "it is written to"]
+)
+def test_whatever_is_not_that_simple_goes_the_long_way(kind):
+    x, more = torch.randn(4, 6), torch.randn(6)
+
+    def forward(launch, x, more):
+        y = torch.empty(4) if kind == "another shape" else torch.empty(x.shape)
+        other = torch.empty(x.shape) if kind == "two tensors" else y
+        given = {"x": x[1:] if kind == "a part is given" else x, "y": y, "other": other}
+        launch(None, given, written=("x", "y") if kind == "it is written to" else ("y",))
+        if kind == "two launches":
+            launch(None, {"y": y, "more": more}, written=("y",))
+        return (y[1:] if kind == "a part of one" else y,)
+
+    recording, programs = recorded(forward, x, more)
+    assert recording.like is None
+    version = x._version
+    (y,) = repeat(recording, x, more)
+    begin = x.data_ptr() + (x.stride(0) * 4 if kind == "a part is given" else 0)
+    first = programs[0].launched[-1]
+    assert first[0] == begin
+    assert first[1] == y.data_ptr() - (x.stride(0) * 4 if kind == "a part of one" else 0)
+    assert (first[2] != first[1]) == (kind == "two tensors")
+    assert (x._version > version) == (kind == "it is written to")
+    if kind == "two launches":
+        assert programs[1].launched[-1] == (first[1], more.data_ptr())
+
+
+def test_one_given_twice_is_told_apart():
+    def forward(launch, a, b):
+        y = torch.empty(a.shape)
+        launch(None, {"a": a, "b": b, "y": y}, written=("y",))
+        return (y,)
+
+    same = torch.randn(2, 3)
+    recording, (program,) = recorded(forward, same, same)
+    a, b = torch.randn(2, 3), torch.randn(2, 3)
+    (y,) = repeat(recording, a, b)
+    assert program.launched[-1] == (a.data_ptr(), b.data_ptr(), y.data_ptr())
+
+
+def test_what_computes_is_not_recorded():
+    repeated = RepeatedCall()
+    x = torch.randn(3)
+    for _ in range(2):
+        (made,) = repeated(
+            (x,), [x.data_ptr()], lambda *given, **named: Program(), lambda launch, tensors: [tensors[0] + 1]
+        )
+        assert torch.equal(made, x + 1)
+    assert repeated.recording is None
+
+
+def test_the_signature_of_what_is_no_plain_tensor():
+    x = torch.randn(4, 4)
+    key, addresses = signature((x, None))
+    assert addresses == [x.data_ptr(), 0]
+    assert signature((x[:, ::2],))[0] != signature((x[:, :2],))[0]
+    assert key[-1] is None
+    for other in (torch._neg_view(x), x.to_sparse(), torch.nn.Buffer(x) if hasattr(torch.nn, "Buffer") else None):
+        found = signature((other,)) if other is not None else None
+        assert found is None or type(other) is torch.Tensor
+
+
+class Compiled:
+    """Stands for a compiled program: what it launches on which addresses."""
+
+    def __init__(self):
+        self.known, self.launched = {}, []
+
+    def calls(self, addresses):
+        return self.known.setdefault(addresses, [(self.launched.append, (addresses,))])
+
+    def __call__(self, *addresses):
+        for launch, arguments in self.calls(addresses):
+            launch(*arguments)
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_a_launch_has_the_stream_and_scratch_memory_of_its_own(several, monkeypatch):
+    monkeypatch.setattr(call, "current_stream", lambda index: 7 + index)
+    monkeypatch.setattr(call.torch.cuda, "current_device", lambda: 0)
+    launched = call.Launched.__new__(call.Launched)
+    launched.device, launched.index, launched.several = torch.device("cpu"), 0, several
+    launched.buffers, launched.program = [], Compiled()
+    launched.known = launched.program.known
+    for _ in range(2):
+        launched.launch([16, 32])
+    launched.launch([16, 48])
+    assert launched.program.launched == [(7, 16, 32), (7, 16, 32), (7, 16, 48)]
+    launched.buffers = [(8, torch.float32)]
+    launched.launch([16, 32])
+    assert launched.program.launched[-1][:3] == (7, 16, 32)
+    assert len(launched.program.launched[-1]) == 4
+
+
+def test_a_backward_pass_in_a_graph_restores_nothing_that_it_does_not_need(monkeypatch):
+    """Each of gpt2-124m's 24 norms with an addition launched a fill of one element."""
+    from tilemesh.kernels.norm import reference
+
+    x, residual, weight = torch.randn(3, 8), torch.randn(3, 8), torch.randn(8)
+    values = (x, residual, weight, 1e-6)
+    y, total, *kept = torch.ops.tilemesh.add_rms_norm(*values, "interpret")
+    gradients = [torch.randn(3, 8), torch.randn(3, 8)]
+    empty = (x.new_empty(0), residual.new_empty(0), weight, 1e-6)
+    wanted = torch.ops.tilemesh.add_rms_norm_backward(*empty, [total, *kept], gradients, "interpret")
+    made = []
+    zeros = reference.torch.zeros
+    monkeypatch.setattr(reference.torch, "zeros", lambda *given, **named: made.append(given) or zeros(*given, **named))
+    found = torch.ops.tilemesh.add_rms_norm_backward(*empty, [total, *kept], gradients, "interpret")
+    assert () not in [given[0] for given in made if given]
+    for one, other in zip(found, wanted, strict=True):
+        assert torch.equal(one, other)
+    summed = [tensor.requires_grad_() for tensor in (x.clone(), residual.clone(), weight.clone())]
+    reference.add_rms_norm.reference(*summed, eps=1e-6)[0].backward(gradients[0])
+    alone = torch.ops.tilemesh.add_rms_norm_backward(*empty, [total, *kept], [gradients[0], None], "interpret")
+    for one, tensor in zip(alone, summed, strict=True):
+        torch.testing.assert_close(one, tensor.grad)
+    assert y.shape == x.shape
