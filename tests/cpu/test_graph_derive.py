@@ -234,3 +234,48 @@ def test_what_has_no_derivative_is_named() -> None:
         derive.gradient(build.total(value), [x])
     with pytest.raises(UsageError, match="a gradient is of one number"):
         derive.gradient(x, [x])
+
+
+def _attention_block() -> tuple[Sequence[Node], Node]:
+    """A Transformer block with its loss: norms, attention, GELU, targets."""
+    h = x64("h", 2, 5, 8)
+    names = {"q": (8, 8), "k": (8, 8), "v": (8, 8), "o": (8, 8), "up": (8, 16), "down": (16, 8), "head": (8, 11)}
+    w = {name: x64(name, *shape) for name, shape in names.items()}
+    one, none = x64("one", 8), x64("none", 8)
+    normed = build.layer_norm(h, one, none)
+    q, k, v = (build.dot(normed, build.expand(w[name], (2, 8, 8))) for name in "qkv")
+    mixed = build.dot(build.softmax(build.multiply(build.dot(q, build.transpose(k)), 8**-0.5)), v)
+    y = build.add(h, build.dot(mixed, build.expand(w["o"], (2, 8, 8))))
+    wide = build.gelu(build.dot(build.layer_norm(y, one, none), build.expand(w["up"], (2, 8, 16))))
+    y = build.add(y, build.dot(wide, build.expand(w["down"], (2, 16, 8))))
+    logits = build.dot(y, build.expand(w["head"], (2, 8, 11)))
+    return (h, *w.values(), one, none), build.cross_entropy(logits, build.constant(7, (2, 5), "int64"))
+
+
+def _picture_model() -> tuple[Sequence[Node], Node]:
+    """Convolutions with a branch that joins again, pooling, a head."""
+    picture, first, second, head = x64("x", 2, 3, 8, 8), x64("a", 4, 3, 3, 3), x64("b", 4, 4, 3, 3), x64("c", 4, 5)
+    y = build.relu(build.conv(picture, first, padding=[1, 1]))
+    y = build.max_pool(build.add(y, build.tanh(build.conv(y, second, padding=[1, 1]))), [2, 2])
+    logits = build.dot(build.mean(y, [2, 3]), head)
+    return (picture, first, second, head), build.cross_entropy(logits, build.constant(2, (2,), "int64"))
+
+
+@pytest.mark.parametrize("model", [_attention_block, _picture_model])
+def test_whole_models(model: Callable[[], tuple[Sequence[Node], Node]]) -> None:
+    """Both modes of a whole model and its loss are torch.func's."""
+    inputs, loss = model()
+    graph = Graph(tuple(inputs), (loss,))
+    given_values, direction = values(inputs, 1, -0.9, 0.9), values(inputs, 2)
+    tensors = tuple(map(torch.from_numpy, given_values))
+
+    def reference(*given: torch.Tensor) -> torch.Tensor:
+        return run_torch(graph, *given)[0]  # type: ignore[no-any-return]
+
+    gradients = run_numpy(Graph(tuple(inputs), tuple(derive.gradient(loss, inputs))), *given_values)
+    expected = torch.func.grad(reference, argnums=tuple(range(len(tensors))))(*tensors)
+    for ours, theirs in zip(gradients, expected, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-12, atol=1e-12)
+    forward = run_numpy(derive.jvp(graph, inputs), *given_values, *direction)[1]
+    tangent = torch.func.jvp(reference, tensors, tuple(map(torch.from_numpy, direction)))[1]
+    np.testing.assert_allclose(forward, tangent, rtol=1e-12, atol=1e-12)

@@ -27,9 +27,10 @@ from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.testing._internal.opinfo.core import OpInfo
 
+from tilemesh.graph.aten import decompositions
 from tilemesh.graph.backend import compiled
 from tilemesh.graph.generated import way_for
-from tilemesh.graph.lower import NotServedError, decompositions
+from tilemesh.graph.lower import NotServedError
 
 # Names in the database of what is lowered. Random operators and those that change their input are tested elsewhere.
 NAMES = """

@@ -154,3 +154,28 @@ def test_a_launch_has_the_stream_and_scratch_memory_of_its_own(several, monkeypa
     launched.launch([16, 32])
     assert launched.program.launched[-1][:3] == (7, 16, 32)
     assert len(launched.program.launched[-1]) == 4
+
+
+def test_a_backward_pass_in_a_graph_restores_nothing_that_it_does_not_need(monkeypatch):
+    """Each of gpt2-124m's 24 norms with an addition launched a fill of one element."""
+    from tilemesh.kernels.norm import reference
+
+    x, residual, weight = torch.randn(3, 8), torch.randn(3, 8), torch.randn(8)
+    values = (x, residual, weight, 1e-6)
+    y, total, *kept = torch.ops.tilemesh.add_rms_norm(*values, "interpret")
+    gradients = [torch.randn(3, 8), torch.randn(3, 8)]
+    empty = (x.new_empty(0), residual.new_empty(0), weight, 1e-6)
+    wanted = torch.ops.tilemesh.add_rms_norm_backward(*empty, [total, *kept], gradients, "interpret")
+    made = []
+    zeros = reference.torch.zeros
+    monkeypatch.setattr(reference.torch, "zeros", lambda *given, **named: made.append(given) or zeros(*given, **named))
+    found = torch.ops.tilemesh.add_rms_norm_backward(*empty, [total, *kept], gradients, "interpret")
+    assert () not in [given[0] for given in made if given]
+    for one, other in zip(found, wanted, strict=True):
+        assert torch.equal(one, other)
+    summed = [tensor.requires_grad_() for tensor in (x.clone(), residual.clone(), weight.clone())]
+    reference.add_rms_norm.reference(*summed, eps=1e-6)[0].backward(gradients[0])
+    alone = torch.ops.tilemesh.add_rms_norm_backward(*empty, [total, *kept], [gradients[0], None], "interpret")
+    for one, tensor in zip(alone, summed, strict=True):
+        torch.testing.assert_close(one, tensor.grad)
+    assert y.shape == x.shape

@@ -123,6 +123,9 @@ def test_a_fit_finds_the_line_that_made_the_times() -> None:
     assert fitted.error < 0.02
     unseen = [SequencePart(1, 200, 1)] * 30 + [SequencePart(100, 100, 0)]
     assert fitted(unseen) == pytest.approx(made(unseen), rel=0.05)
+    # A fifth of the steps, disturbed by other work, takes three times as long: the fit stays with the others.
+    slowed = [(parts, made(parts) * (3 if number % 5 == 2 else 1)) for number, parts in enumerate(steps)]
+    assert FittedSteps.of(slowed)(unseen) == pytest.approx(made(unseen), rel=0.1)
     with pytest.raises(UsageError, match="timed steps"):
         FittedSteps.of([])
 

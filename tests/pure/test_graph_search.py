@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from importlib.resources import files
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from tilemesh.graph import build
 from tilemesh.graph.cost import graph_seconds
 from tilemesh.graph.evaluate import run_numpy
 from tilemesh.graph.ir import Graph
-from tilemesh.graph.search import as_rules, greedy, read_substitutions, search, write_substitutions
+from tilemesh.graph.search import as_rules, greedy, read_proofs, read_substitutions, search, write_substitutions
 from tilemesh.graph.substitute import AXIOMS, generate, matched, operators, parse, refuted
 
 FALSE = (
@@ -49,15 +50,22 @@ def test_a_false_rule_is_not_proved(text: str) -> None:
 def test_what_is_committed_is_proved() -> None:
     from tilemesh.graph.prove import Prover
 
-    prover = Prover()
-    assert [str(each) for each in read_substitutions() if not prover.proves(each)] == []
+    """Each proof is checked with the axioms that it names, and no others."""
+    provers: dict[tuple[int, ...], Prover] = {}
+    for substitution, used in read_proofs():
+        if used:
+            prover = provers.setdefault(used, Prover([AXIOMS[number - 1] for number in used]))
+            assert prover.proves(substitution), f"{substitution} by {used}"
+        else:
+            assert str(substitution) in AXIOMS
 
 
 def test_the_committed_file_is_what_is_generated() -> None:
     made = generate(3)
     committed = read_substitutions()
     assert [str(each) for each in committed] == [*AXIOMS, *map(str, made)]
-    assert write_substitutions(made).count("\n") == len(committed) + 1
+    proofs = [(substitution, used) for substitution, used in read_proofs() if used]
+    assert write_substitutions(proofs) == (files("tilemesh.graph") / "substitutions.txt").read_text()
     assert all(refuted(each) is None for each in committed)
 
 
@@ -74,10 +82,12 @@ def test_pruning() -> None:
     ("line", "message"),
     [
         ("7 proven add(x, y) = add(y, x)", "substitution 7: 'proven' is neither axiom nor proved"),
-        ("8 proved add(x, y)", "substitution 8: .* has no ' = '"),
-        ("9 proved plus(x, y) = x", "substitution 9: plus"),
-        ("10 proved add(x, x) = y", "substitution 10: .*the right side has y"),
-        ("11 proved add(x, = x", "substitution 11: .*is no term"),
+        ("8 proved add(x, y) by 1", "substitution 8: .* has no ' = '"),
+        ("9 proved plus(x, y) = x by 1", "substitution 9: plus"),
+        ("10 proved add(x, x) = y by 1", "substitution 10: .*the right side has y"),
+        ("11 proved add(x, = x by 1", "substitution 11: .*is no term"),
+        ("12 proved add(x, y) = add(y, x)", "substitution 12: proved by nothing"),
+        ("13 proved add(x, y) = add(y, x) by 99", "substitution 13: proved by 99; name axioms"),
     ],
 )
 def test_a_file_edited_into_nonsense_is_refused(line: str, message: str) -> None:

@@ -15,13 +15,23 @@ def bench_graph(
         typer.Argument(metavar="[MODEL]...", help="gpt2, llama, bert, t5, resnet, lstm, …; `all` for all."),
     ] = None,
     study: Annotated[
-        str, typer.Option("--study", metavar="A,B", help="Instead: search, partial (equivalence), symbolic.")
+        str,
+        typer.Option(
+            "--study", metavar="A,B", help="Instead: search, partial, symbolic, host, branches, trees, memory."
+        ),
     ] = "",
-    size: Annotated[str, typer.Option("--size", help="tiny, small or gpt2 (768 wide, 12 layers).")] = "small",
+    size: Annotated[
+        str, typer.Option("--size", help="tiny, small, gpt2 (12 layers, 768 wide), gpt2-blocks or llama-blocks.")
+    ] = "small",
     dtype: Annotated[str, typer.Option("--dtype", help="float32, float64 or bfloat16.")] = "float32",
     device: Annotated[str, typer.Option("--device", help="cpu or cuda.")] = "cpu",
     peers: Annotated[
-        str, typer.Option("--peers", metavar="A,B", help="Some of eager, compile, operators (ours, without kernels).")
+        str,
+        typer.Option(
+            "--peers",
+            metavar="A,B",
+            help="Some of eager, compile, operators (ours, no kernels), recorded (CUDA graphs).",
+        ),
     ] = "eager,compile",
     repeats: Annotated[int, typer.Option("--repeats", help="Interleaved rounds.")] = 30,
     seconds: Annotated[float, typer.Option("--seconds", help="Time at most so many seconds of each model.")] = 20.0,
@@ -62,7 +72,7 @@ def bench_graph(
     console = Console(stderr=json == "-", highlight=False, markup=False)
     rows = []
     for each in studies:
-        found_rows = study_rows(each, seconds)
+        found_rows = study_rows(each, seconds, torch.device(device))
         print_rows(found_rows, console)
         rows += found_rows
     for name in names:

@@ -26,7 +26,7 @@ def explain_graph(program: str, device: str, whole: bool, svg: str | None, html:
         raise unknown("device", device, DEVICES)
     model, inputs = _load(program)
     from tilemesh.graph.rules import ALGEBRA, simplify
-    from tilemesh.graph.trace import trace
+    from tilemesh.graph.tracing import trace
 
     before = trace(model, inputs).graph
     after, steps = simplify(before, ALGEBRA)

@@ -13,11 +13,12 @@ from tilemesh.graph.ir import Graph, Node, make
 _LAZY = {
     "Backend": "backend",
     "PlannedProgram": "planned",
+    "export": "tracing",
     "program": "emit",
     "run_numpy": "evaluate",
     "run_torch": "by_torch",
     "simplify": "rules",
-    "trace": "trace",
+    "trace": "tracing",
 }
 
 __all__ = ["Graph", "Node", "make", *_LAZY]

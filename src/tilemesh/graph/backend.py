@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,15 +17,21 @@ import torch
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch._aot_autograd.utils import make_boxed_func
+from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from tilemesh.core.errors import UsageError, unknown
+from tilemesh.graph.aten import decompositions
+from tilemesh.graph.compile_ahead import AheadCompilers
 from tilemesh.graph.emit import Emitted, program
 from tilemesh.graph.generated import server, way_for
 from tilemesh.graph.ir import Graph, Node
-from tilemesh.graph.lower import NotServedError, apart, decompositions, lower
+from tilemesh.graph.joining import joined_products
+from tilemesh.graph.lower import NotServedError, apart, lower
 from tilemesh.graph.regions import fused
 from tilemesh.graph.rewrite import Applied
 from tilemesh.graph.rules import ALGEBRA, simplify
+from tilemesh.graph.templates import with_products, with_rows
 
 
 @dataclass
@@ -38,6 +44,8 @@ class Compiled:
     seconds: float
     reason: str = ""
     before: Graph | None = None  # as it was lowered
+    run: Callable[[list[Any]], Any] | None = None
+    given: int = 0  # inputs of a call; further ones of the graph are tensors that the program holds
 
     @property
     def opaque(self) -> list[str]:
@@ -69,10 +77,12 @@ class Report:
 class Backend:
     """A backend for torch.compile that keeps a report. `tilemesh` is the one that torch finds by name."""
 
-    def __init__(self, kernels: bool = True, cuda_graphs: bool = False) -> None:
+    def __init__(self, kernels: bool = True, cuda_graphs: bool = False, rematerialise: bool | None = None) -> None:
         self.report = Report([])
         self.kernels = kernels  # False: operator by operator, for comparison
         self.cuda_graphs = cuda_graphs  # record each program on a GPU once and replay it: no cost on the host
+        # Whether the backward program computes cheap values again instead of reading them: None, on a GPU alone.
+        self.rematerialise = rematerialise
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
         way = way_for(_device(inputs)) if self.kernels else None
@@ -82,7 +92,10 @@ class Backend:
                 functools.partial(self._recorded, way=way, given=len(inputs), kind=kind)
                 for kind in ("forward", "backward", "inference")
             ]
-        settings = {"decompositions": decompositions()} if way is not None else {}
+        settings: dict[str, Any] = {"decompositions": decompositions()} if way is not None else {}
+        again = self.rematerialise if self.rematerialise is not None else _device(inputs).type == "cuda"
+        if again and way is not None:
+            settings["partition_fn"] = min_cut_rematerialization_partition
         names = ("fw_compiler", "bw_compiler", "inference_compiler")
         compiling = aot_autograd(**dict(zip(names, compilers, strict=True)), **settings)
         return compiling(module, inputs, **options)
@@ -125,11 +138,13 @@ class Backend:
         began = time.perf_counter()
         count = sum(node.op == "call_function" for node in module.graph.nodes)
         try:
-            run, before, graph, steps = compiled(module, inputs, way)
+            with AheadCompilers(None if way == "triton" else 0) as ahead:
+                run, before, graph, steps = compiled(module, inputs, way, ahead)
         except NotServedError as error:
             self.report.pieces.append(Compiled(count, None, (), time.perf_counter() - began, str(error)))
             return make_boxed_func(module.forward)
-        self.report.pieces.append(Compiled(count, graph, steps, time.perf_counter() - began, "", before))
+        took = time.perf_counter() - began
+        self.report.pieces.append(Compiled(count, graph, steps, took, "", before, run, len(inputs)))
         return run
 
     def _by_sizes(self, module: fx.GraphModule, way: str | None) -> Callable[[list[Any]], Any]:
@@ -178,19 +193,31 @@ def _device(inputs: Sequence[Any]) -> torch.device:
 
 
 def compiled(
-    module: fx.GraphModule, inputs: Sequence[Any], way: str | None = None
+    module: fx.GraphModule, inputs: Sequence[Any], way: str | None = None, ahead: AheadCompilers | None = None
 ) -> tuple[Callable[[list[Any]], Any], Graph, Graph, Sequence[Applied]]:
     """A traced module as a boxed function (it may free its inputs), its graph before and after, and the rewrites."""
     lowered = lower(module, kernels=way is not None)
     better, steps = simplify(lowered.graph, ALGEBRA)
+    better, _ = joined_products(better)
     better = apart(better, lowered.made)
     if way is not None:
-        better = fused(better, server(way))
+        better = as_kernels(better, way)
     extra, returned = list(lowered.held.values()), lowered.returned
-    run = program(better, _device(inputs), [*inputs, *extra], way)
+    run = program(better, _device(inputs), [*inputs, *extra], way, ahead)
     nodes = iter(range(len(returned)))
     kept = [next(nodes) if isinstance(value, Node) else None for value in returned]
     return _boxed(run, extra, kept, returned), lowered.graph, better, steps
+
+
+def as_kernels(graph: Graph, way: str) -> Graph:
+    """The graph as kernels: hand-written ones where a pattern of theirs is found, generated ones for the rest."""
+    if way == "c":
+        return fused(graph, server(way))
+    graph = with_products(graph, PRODUCT_DTYPES[way])
+    return with_rows(fused(graph, server(way)))
+
+
+PRODUCT_DTYPES = {"triton": ("bfloat16", "float16"), "interpret": ("bfloat16", "float16", "float32")}
 
 
 def _boxed(
@@ -212,6 +239,23 @@ def _boxed(
     return function
 
 
-def tilemesh(module: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
-    """The backend that `torch.compile(model, backend="tilemesh")` finds."""
-    return Backend()(module, inputs, **options)
+MODES = {"default": {}, "reduce-overhead": {"cuda_graphs": True}}
+OPTIONS = ("kernels", "cuda_graphs", "rematerialise")
+
+
+def tilemesh(
+    module: fx.GraphModule, inputs: Sequence[Any], mode: str | None = None, options: Mapping[str, Any] | None = None
+) -> Any:
+    """The backend that `torch.compile(model, backend="tilemesh")` finds.
+
+    mode="reduce-overhead" or options={"cuda_graphs": True} records CUDA graphs on a GPU.
+    """
+    if mode is not None and mode not in MODES:
+        raise unknown("mode", mode, MODES)
+    given = {**MODES[mode or "default"], **(options or {})}
+    for name, value in given.items():
+        if name not in OPTIONS:
+            raise unknown("option", name, OPTIONS)
+        if not isinstance(value, bool) and not (name == "rematerialise" and value is None):
+            raise UsageError(f"option {name} is {value!r}; give True or False")
+    return Backend(**given)(module, inputs)

@@ -26,16 +26,25 @@ class RuleGain:
 
 def node_seconds(node: Node, device: Device) -> float:
     """A launch, and the longer of computing and moving; sizes must be known."""
+    return device.launch_s + roof_seconds(node, device) if node.launched else 0.0
+
+
+def roof_seconds(node: Node, device: Device) -> float:
+    """The least time of an operator: the longer of computing and moving, without its launch."""
     if not node.launched:
         return 0.0
     dtype = PEAKS.get(node.dtype, "fp32")
     peak = device.peak(dtype if dtype in device.peak_flops_per_s else "fp32")
     compute = known(node.flops, {}) / peak
-    return device.launch_s + max(compute, known(node.moved_bytes, {}) / device.memory_bytes_per_s)
+    return max(compute, known(node.moved_bytes, {}) / device.memory_bytes_per_s)
 
 
 def graph_seconds(graph: Graph, device: Device) -> float:
     return sum(node_seconds(node, device) for node in graph.nodes())
+
+
+def graph_roof_seconds(graph: Graph, device: Device) -> float:
+    return sum(roof_seconds(node, device) for node in graph.nodes())
 
 
 def saved_by(graph: Graph, steps: Sequence[Applied], device: Device) -> list[RuleGain]:

@@ -15,8 +15,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
 from tilemesh.core.errors import UsageError
 from tilemesh.graph.by_torch import TORCH, constant, dtype_of, evaluate_torch
+from tilemesh.graph.compile_ahead import AheadCompilers
 from tilemesh.graph.generated import RegionCall, prepare, way_for
 from tilemesh.graph.ir import Graph, Node, users
+from tilemesh.graph.kernel_call import KernelCall, kernel_of
 from tilemesh.graph.lower import InputSlot
 from tilemesh.graph.ops import FLOATS
 from tilemesh.graph.rewrite import number_of
@@ -42,9 +44,10 @@ class Emitted:
     """
 
     def __init__(
-        self, graph: Graph, device: torch.device, inputs: Sequence[Any] | None = None, way: str | None = None
-    ) -> None:
-        writer = _SourceWriter(graph, device)
+        self, graph: Graph, device: torch.device, inputs: Sequence[Any] | None = None, way: str | None = None,
+        ahead: AheadCompilers | None = None,
+    ) -> None:  # fmt: skip
+        writer = _SourceWriter(graph, device, way or way_for(device))
         with unset_fake_temporarily():  # torch compiles under fake tensors; constants are real ones
             self.source = writer.write()
         namespace: dict[str, Any] = {"torch": torch, "inf": math.inf, "nan": math.nan, **writer.values}
@@ -55,19 +58,23 @@ class Emitted:
             chosen = way or way_for(device)
             if chosen is None:
                 raise UsageError(f"a graph with regions on {device}, where nothing compiles kernels")
-            prepare(self.regions, self.function, _examples(graph, device) if inputs is None else inputs, device, chosen)
+            given = examples(graph, device) if inputs is None else inputs
+            prepare(self.regions, self.function, given, device, chosen, ahead)
 
     def __call__(self, *tensors: Any) -> tuple[Any, ...]:
         return self.function(list(tensors))
 
 
 def program(
-    graph: Graph, device: torch.device | str = "cpu", inputs: Sequence[Any] | None = None, way: str | None = None
-) -> Emitted:
-    return Emitted(graph, read_device(device), inputs, way)
+    graph: Graph, device: torch.device | str = "cpu", inputs: Sequence[Any] | None = None, way: str | None = None,
+    ahead: AheadCompilers | None = None,
+) -> Emitted:  # fmt: skip
+    """A graph as a function. way: how regions are computed; ahead: processes that compile Triton kernels."""
+    return Emitted(graph, read_device(device), inputs, way, ahead)
 
 
-def _examples(graph: Graph, device: torch.device) -> list[Any]:
+def examples(graph: Graph, device: torch.device) -> list[Any]:
+    """Inputs of a graph without data."""
     with FakeTensorMode():
         return [
             torch.empty([known(size, {}) for size in node.shape], dtype=dtype_of(node.dtype), device=device)
@@ -76,8 +83,8 @@ def _examples(graph: Graph, device: torch.device) -> list[Any]:
 
 
 class _SourceWriter:
-    def __init__(self, graph: Graph, device: torch.device) -> None:
-        self.graph, self.device = graph, device
+    def __init__(self, graph: Graph, device: torch.device, way: str | None) -> None:
+        self.graph, self.device, self.way = graph, device, way
         self.order = graph.nodes()
         self.readers = users(self.order)
         self.names: dict[Node, str] = {}
@@ -181,9 +188,14 @@ class _SourceWriter:
         if node.op == "iota":
             return self._held(evaluate_torch(node, [], {}, self.device), "c")
         if node.op == "region":
-            return f"{self._held(RegionCall(node, self.device), 'r')}({', '.join(names)})"
+            return f"{self._held(self._region(node), 'r')}({', '.join(names)})"
         function = self._held(_bound(node), "f")
         return f"{function}({', '.join(names)})"
+
+    def _region(self, node: Node) -> RegionCall | KernelCall:
+        if kernel_of(node) is None:
+            return RegionCall(node, self.device)
+        return KernelCall(node, self.way if self.way in ("triton", "interpret") else "torch")
 
     def _number(self, node: Node) -> bool:
         return node not in self.names

@@ -63,13 +63,27 @@ def specialise(graph: Graph, values: Mapping[str, Array]) -> Graph:
         if node in fixed:
             return fixed[node]
         new = rebuilt(node, inputs)
-        ready = new.inputs and all(value.op == "constant" for value in new.inputs)
-        if not ready or primitive(new.op).kind in ("opaque", "control", "source"):
+        arrays = [_array_of(value) for value in new.inputs]
+        ready = [array for array in arrays if array is not None]
+        if new.op in REPEATS or len(ready) < max(1, len(arrays)):
             return folded(new)
-        return constant_of(evaluate_numpy(new, [dense(value) for value in new.inputs], {}), new.dtype)
+        if primitive(new.op).kind in ("opaque", "control", "source"):
+            return folded(new)
+        return constant_of(evaluate_numpy(new, ready, {}), new.dtype)
 
     changed = graph.replace(change)
     return Graph(tuple(node for node in graph.inputs if node not in fixed), changed.outputs)
+
+
+REPEATS = ("broadcast", "reshape")  # they name a constant again: as an array of their own they would only be larger
+
+
+def _array_of(node: Node) -> Array | None:
+    """The array of a constant, or of one that is repeated or reshaped."""
+    if node.op == "constant":
+        return dense(node)
+    inner = _array_of(node.inputs[0]) if node.op in REPEATS else None
+    return None if inner is None else evaluate_numpy(node, [inner], {})
 
 
 def prune(graph: Graph) -> Graph:

@@ -6,6 +6,7 @@ which have shapes and strides and no data; then all kernels are compiled togethe
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from tilemesh.core.errors import UsageError, unknown
 from tilemesh.graph import kernel_c
 from tilemesh.graph.by_torch import dtype_of
+from tilemesh.graph.compile_ahead import AheadCompilers
 from tilemesh.graph.ir import Node
 from tilemesh.graph.kernel_plan import plan_kernel
 from tilemesh.graph.size import known
@@ -85,6 +87,7 @@ def prepare(
     inputs: Sequence[Any],
     device: torch.device,
     way: str,
+    ahead: AheadCompilers | None = None,
 ) -> None:
     """Finds the strides by a run without data, and gives every region its kernel."""
     mode = detect_fake_mode(inputs) or FakeTensorMode(allow_non_fake_inputs=True)
@@ -104,8 +107,52 @@ def prepare(
         return
     from tilemesh.graph import kernel_triton
 
-    for call, (plan, written) in zip(calls, kernel_triton.launch_plans(plans, device), strict=True):
+    written_plans = kernel_triton.launch_plans(plans, device)
+    if ahead is not None and ahead.workers:
+        _compiled_ahead(written_plans, calls, ahead)
+    for call, (plan, written) in zip(calls, written_plans, strict=True):
         call.launch = _triton_launch(plan, written, call, way)
+
+
+def _compiled_ahead(plans: Sequence[tuple[Any, Any]], calls: Sequence[RegionCall], ahead: AheadCompilers) -> None:
+    """Fills Triton's cache on disk with the kernels of a program."""
+    import triton
+
+    target = triton.runtime.driver.active.get_current_target()
+    jobs = {}
+    for (plan, written), call in zip(plans, calls, strict=True):
+        (step,) = plan.steps
+        module, _, _ = step.kernel.partition(":")
+        jobs[written.text] = {
+            "module": module, "path": sys.modules[module].__file__, "kernel": step.kernel, "grid": step.grid,
+            "constants": dict(step.constants), "warps": step.warps, "length": len(written.text),
+            "dtypes": dict(zip(_names(call), _dtypes(written, call), strict=True)),
+            "target": [target.backend, target.arch, target.warp_size],
+        }  # fmt: skip
+    ahead.compile(list(jobs.values()))
+
+
+def _operands(written: Any, call: RegionCall, aligned: bool) -> dict[str, Any]:
+    """What compiling needs to know of a region's tensors; sums over rows are partial sums, and wide."""
+    from tilemesh.kernels.launch.program import Operand
+
+    names, dtypes = _names(call), _dtypes(written, call)
+    return {name: Operand(dtype, aligned) for name, dtype in zip(names, dtypes, strict=True)}
+
+
+def _names(call: RegionCall) -> list[str]:
+    return [
+        *(f"i{place}" for place in range(len(call.body.inputs))),
+        *(f"o{place}" for place in range(len(call.body.outputs))),
+    ]
+
+
+def _dtypes(written: Any, call: RegionCall) -> list[str]:
+    dtypes = [node.dtype for node in (*call.body.inputs, *call.body.outputs)]
+    for place in written.sums:
+        at = len(call.body.inputs) + place
+        dtypes[at] = "float64" if dtypes[at] == "float64" else "float32"
+    return dtypes
 
 
 def _fake(value: Any, mode: FakeTensorMode) -> Any:
@@ -127,14 +174,9 @@ def _triton_launch(
     """A launch, and the addition of what its programs summed over their rows."""
     from tilemesh.kernels.launch import interpret
     from tilemesh.kernels.launch.gpu import current_stream, device_index
-    from tilemesh.kernels.launch.program import LaunchProgram, Operand
+    from tilemesh.kernels.launch.program import LaunchProgram
 
-    names = [f"i{place}" for place in range(len(call.body.inputs))]
-    names += [f"o{place}" for place in range(len(call.body.outputs))]
-    dtypes = [node.dtype for node in (*call.body.inputs, *call.body.outputs)]
-    for place in written.sums:
-        at = len(call.body.inputs) + place
-        dtypes[at] = "float64" if dtypes[at] == "float64" else "float32"
+    names, dtypes = _names(call), _dtypes(written, call)
     programs: dict[bool, LaunchProgram] = {}
 
     def launch(tensors: Sequence[Tensor], outputs: list[Tensor]) -> None:
@@ -150,8 +192,7 @@ def _triton_launch(
             aligned = not any(address % 16 for address in addresses)
             program = programs.get(aligned)
             if program is None:
-                operands = {name: Operand(dtype, aligned) for name, dtype in zip(names, dtypes, strict=True)}
-                program = programs[aligned] = LaunchProgram(plan, operands, names)
+                program = programs[aligned] = LaunchProgram(plan, _operands(written, call, aligned), names)
             program(current_stream(device_index(call.device)), *addresses)
         for place in written.sums:
             outputs[place].copy_(targets[place].sum(0).reshape(outputs[place].shape))

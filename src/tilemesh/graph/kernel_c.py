@@ -241,7 +241,8 @@ class _CWriter:
         number = number_of(node)
         if number is not None:
             return _literal(float(number) if node.dtype in FLOATS else int(number), node.dtype)
-        return self.names[operand(node)]
+        leaf = operand(node)
+        return "column" if leaf.op == "iota" else self.names[leaf]
 
     def _expression(self, node: Node) -> str:
         values = [self._value(value) for value in node.inputs]

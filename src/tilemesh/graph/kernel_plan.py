@@ -74,7 +74,7 @@ def plan_kernel(body: Graph, space: int, columns: int, strides: Sequence[Sequenc
     leaves: dict[Node, str] = {}
     cuts = {1, space, columns or 1}
     for node in body.nodes():
-        if node.op in ("input", "constant", "broadcast", "reshape"):
+        if node.op in ("input", "constant", "broadcast", "reshape", "iota"):
             continue
         if node.op in ("sum", "amax"):
             levels[node] = ROW if trailing(node) == columns else COLUMN
@@ -85,7 +85,7 @@ def plan_kernel(body: Graph, space: int, columns: int, strides: Sequence[Sequenc
         cuts |= {cut * (columns if read_at == ROW else 1) for cut in cuts_of(shape)}
         for value in node.inputs:
             leaf = operand(value)
-            if leaf not in levels and number_of(leaf) is None:
+            if leaf not in levels and number_of(leaf) is None and leaf.op != "iota":
                 leaves[leaf] = read_at
                 cuts |= {cut * (columns if read_at == ROW else 1) for cut in cuts_of(leaf.shape)}
     order = sorted(cuts)

@@ -27,6 +27,7 @@ from tilemesh.kernels.tuning.table import cache_folder
 
 LINE = 1024  # elements of a program that has no reduction
 PROGRAMS_INTERPRETED = 3
+WARPS_IN_FLIGHT = 16  # per multiprocessor, of programs that take rows in turn: enough loads to hide their latency
 _BINARY = {"add": "+", "subtract": "-", "multiply": "*", "divide": "/"}
 _COMPARE = {"equal": "==", "less": "<", "less_equal": "<="}
 _FUNCTIONS = {"exp": "tl.exp", "log": "tl.log", "sqrt": "tl.sqrt_rn", "sin": "tl.sin", "cos": "tl.cos"}
@@ -95,7 +96,7 @@ class _TritonWriter:
             wide = 1 << (self.columns - 1).bit_length()
             grid = blocks(self.rows, tall)
             if self.sums:
-                grid = min(grid, self.most * 2)
+                grid = min(grid, self.most * max(2, WARPS_IN_FLIGHT // warps))
             constants = {"ROWS": tall, "COLUMNS": wide, "PROGRAMS": grid}
             self._block(blocks(blocks(self.rows, tall), grid))
         else:
@@ -238,8 +239,9 @@ class _TritonWriter:
         read = self.plan.reads[leaf]
         terms = offset_terms("row", self.plan.rows, read.rows, "//") if self.rows > 1 else []
         mask = row
-        if read.level == FULL:
-            terms += offset_terms("column", self.plan.columns, read.columns, "//")
+        inner = offset_terms("column", self.plan.columns, read.columns, "//") if read.level == FULL else []
+        if inner:  # one number for a whole row has no columns to mask
+            terms += inner
             mask = full
         name = self.names[leaf] = f"a{len(self.names)}"
         wide = f".to(tl.{_computed(leaf)})" if leaf.dtype in _COMPUTED else ""
@@ -257,7 +259,8 @@ class _TritonWriter:
     def _value(self, node: Node) -> str:
         number = number_of(node)
         if number is None:
-            return self.names[operand(node)]
+            leaf = operand(node)
+            return "column" if leaf.op == "iota" else self.names[leaf]
         kind = _computed(node)
         if node.dtype not in FLOATS:
             return f"tl.full([], {int(number)}, tl.{kind})"

@@ -6,13 +6,15 @@ known, until the best program has nothing left to measure.
 
 from __future__ import annotations
 
+import json
 import statistics
 import time
 from collections.abc import Sequence
-from typing import Any
+from pathlib import Path
 
 import torch
 
+from tilemesh.core.errors import UsageError
 from tilemesh.core.hardware import Device
 from tilemesh.graph.by_torch import dtype_of, evaluate_torch
 from tilemesh.graph.cost import node_seconds
@@ -20,6 +22,7 @@ from tilemesh.graph.ir import Graph, Node
 from tilemesh.graph.rewrite import RewriteRule
 from tilemesh.graph.search import FoundProgram, search
 from tilemesh.graph.size import known
+from tilemesh.measure.machine import this_machine
 
 REPEATS = 5
 
@@ -29,7 +32,7 @@ class MeasuredCost:
 
     def __init__(self, device: Device, place: torch.device | str = "cpu") -> None:
         self.device, self.place = device, torch.device(place)
-        self.seconds: dict[Any, float] = {}
+        self.seconds: dict[str, float] = {}
         self.ratios: dict[str, list[float]] = {}  # measured over predicted, by operator
 
     def __call__(self, graph: Graph) -> float:
@@ -40,6 +43,20 @@ class MeasuredCost:
         if found is not None:
             return found
         return node_seconds(node, self.device) * statistics.median(self.ratios.get(node.op, [1.0]))
+
+    def save(self, path: Path) -> None:
+        """What was measured, one row per operator, for a later search on this machine."""
+        head = {"machine": this_machine().id, "device": self.place.type}
+        rows = [head, *({"operator": key, "seconds": value} for key, value in self.seconds.items())]
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def load(self, path: Path) -> None:
+        """Rows that were measured before; those of another machine are refused."""
+        head, *rows = (json.loads(line) for line in path.read_text().splitlines())
+        here = {"machine": this_machine().id, "device": self.place.type}
+        if head != here:
+            raise UsageError(f"{path} was measured on {head}; this is {here}: measure again")
+        self.seconds |= {row["operator"]: float(row["seconds"]) for row in rows}
 
     def measure(self, graph: Graph) -> int:
         """Times what was not timed yet; how many operators that were."""
@@ -66,8 +83,9 @@ class MeasuredCost:
         return statistics.median(readings[1:])
 
 
-def _key(node: Node) -> tuple[Any, ...]:
-    return node.op, tuple(value.typed for value in node.inputs), node.attributes
+def _key(node: Node) -> str:
+    """An operator with its shapes and settings, as text: the same in every process."""
+    return f"{node.op} {[value.typed for value in node.inputs]} {node.attributes}"
 
 
 def refined_search(graph: Graph, rules: Sequence[RewriteRule], cost: MeasuredCost, rounds: int = 4) -> FoundProgram:

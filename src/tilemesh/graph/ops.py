@@ -287,6 +287,10 @@ def _region_flops(inputs: Sequence[Typed], output: Typed, attributes: Attributes
     return attributes["body"].flops  # type: ignore[no-any-return]
 
 
+def _opaque_flops(inputs: Sequence[Typed], output: Typed, attributes: Attributes) -> Dim:
+    return attributes.get("flops", 0)  # type: ignore[no-any-return]
+
+
 def _item(inputs: Sequence[Typed], attributes: Attributes) -> Typed:
     return tuple(attributes["shape"]), attributes["dtype"]
 
@@ -316,7 +320,7 @@ def _conv_weight_flops(inputs: Sequence[Typed], output: Typed, attributes: Attri
 
 
 _define("input constant iota", 0, "source", _given)
-_define("opaque", None, "opaque", _item)
+_define("opaque", None, "opaque", _item, flops=_opaque_flops)
 _define("item", 1, "opaque", _item)
 _define("region", None, "region", _region, flops=_region_flops)
 _define("add multiply", 2, "elementwise", _same, flops=_each, commutes=True)

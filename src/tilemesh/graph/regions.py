@@ -290,7 +290,7 @@ class _Building:
         found: dict[Node, None] = {}
         for node in self._members(group):
             for value in node.inputs:
-                if number_of(value) is None and self.fusion.level(value, group) is None:
+                if number_of(value) is None and self.fusion.level(value, group) is None and not _counts(value, group):
                     found[_source(value)] = None
         return tuple(found)
 
@@ -314,7 +314,7 @@ class _Building:
         """A value as the region's own program reads it: reshapes, broadcasts and numbers are copied into it."""
         if value in body:
             return body[value]
-        if value.op in ("constant", "broadcast", "reshape"):
+        if value.op in ("constant", "broadcast", "reshape", "iota"):
             return rebuilt(value, [self._inner(each, body) for each in value.inputs])
         raise AssertionError(f"{value} is outside of its region")
 
@@ -333,6 +333,11 @@ class _Building:
                 return True
             waiting += [(reader, each) for each in self.readers[reader]]
         return False
+
+
+def _counts(value: Node, group: _Region) -> bool:
+    """Whether a value is the number of each column: a kernel has it without reading it."""
+    return value.op == "iota" and value["dim"] == len(value.shape) - 1 and value.shape[-1] == group.columns
 
 
 def _source(value: Node) -> Node:

@@ -5,15 +5,16 @@
     multiply(conv(x, w, **a), broadcast(s, dims=(1,)))   = conv(x, multiply(w, column(s)), **a)
 
 A name stands for any node, a number for a constant repeated to any shape, `name=value` binds or compares an attribute,
-`**a` binds the attributes that are not named. On the right side attributes may be computed by the functions of
-`ATTRIBUTES`. `rewrite` takes the first rule that fits anywhere and goes on until none does; it keeps what it did.
+`**a` binds the attributes that are not named, `name := operator(...)` names an operator. On the right side attributes
+may be computed by the functions of `ATTRIBUTES`. `rewrite` takes the first rule that fits anywhere and goes on until
+none does; it keeps what it did.
 """
 
 from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tilemesh.core.errors import UsageError, unknown
@@ -37,6 +38,7 @@ class Pattern:
     inputs: tuple[Any, ...]  # Anything, Pattern, or a number
     attributes: tuple[tuple[str, Any], ...]  # a value, or the ast of an expression over bound names
     rest: str | None = None  # binds the attributes that are not named
+    bound: str | None = None  # `name := operator(...)`: the operator itself gets a name
 
 
 @dataclass
@@ -63,7 +65,7 @@ class RewriteRule:
 
     def apply(self, node: Node) -> Node | None:
         """What this node becomes; None where the rule does not fit."""
-        for match in _matches(self.left, node, Match(node)):
+        for match in matches(self.left, node, Match(node)):
             if self.condition is None or self.condition(match):
                 new = _built(self.right, match, self.name)
                 if new is not node and new.typed == node.typed:
@@ -85,7 +87,7 @@ def rule(name: str, text: str, condition: Callable[[Match], bool] | None = None,
     left, equal, right = text.partition(" = ")
     if not equal:
         raise UsageError(f"rule {name}: {text!r} has no ' = '; write left = right")
-    made = RewriteRule(name, _parsed(left, name), _parsed(right, name), condition, exact)
+    made = RewriteRule(name, parsed(left, name), parsed(right, name), condition, exact)
     missing = _names(made.right) - _names(made.left)
     if missing or not isinstance(made.left, Pattern):
         raise UsageError(f"rule {name}: the right side uses {', '.join(sorted(missing)) or 'nothing of the left'}")
@@ -158,8 +160,14 @@ def number_of(node: Node) -> float | int | bool | None:
     return value
 
 
-def _matches(pattern: Any, node: Node, match: Match) -> Iterator[Match]:
-    """Every way in which a pattern fits a node."""
+def _itself(node: Node) -> Node:
+    return node
+
+
+def matches(pattern: Any, node: Node, match: Match, seen: Callable[[Node], Node] = _itself) -> Iterator[Match]:
+    """Every way in which a pattern fits a node. `seen`: what a node is looked at as (without its reshapes, say)."""
+    if not isinstance(pattern, int | float):
+        node = seen(node)
     if isinstance(pattern, int | float):
         if number_of(node) == pattern:
             yield match
@@ -176,21 +184,21 @@ def _matches(pattern: Any, node: Node, match: Match) -> Iterator[Match]:
     if node.op != pattern.op or len(node.inputs) != len(pattern.inputs):
         return
     bound_match = _attributes(pattern, node, match)
-    if bound_match is None:
+    if bound_match is None or (pattern.bound and bound_match.nodes.setdefault(pattern.bound, node) is not node):
         return
     orders = [node.inputs]
     if primitive(node.op).commutes and node.inputs[0] is not node.inputs[1]:
         orders.append((node.inputs[1], node.inputs[0]))
     for inputs in orders:
-        yield from _all(pattern.inputs, inputs, bound_match)
+        yield from _all(pattern.inputs, inputs, bound_match, seen)
 
 
-def _all(patterns: Sequence[Any], nodes: Sequence[Node], match: Match) -> Iterator[Match]:
+def _all(patterns: Sequence[Any], nodes: Sequence[Node], match: Match, seen: Callable[[Node], Node]) -> Iterator[Match]:
     if not patterns:
         yield match
         return
-    for first in _matches(patterns[0], nodes[0], match):
-        yield from _all(patterns[1:], nodes[1:], first)
+    for first in matches(patterns[0], nodes[0], match, seen):
+        yield from _all(patterns[1:], nodes[1:], first, seen)
 
 
 def _attributes(pattern: Pattern, node: Node, match: Match) -> Match | None:
@@ -198,7 +206,7 @@ def _attributes(pattern: Pattern, node: Node, match: Match) -> Match | None:
     match = match.copy()
     given = dict(node.attributes)
     for name, expected in pattern.attributes:
-        value = given.pop(name)
+        value = given.pop(name, None)
         if isinstance(expected, ast.Name):
             if match.attributes.setdefault(expected.id, value) != value:
                 return None
@@ -255,7 +263,8 @@ def _column(match: Match, vector: Node) -> Node:
 SHORTHANDS: Mapping[str, Callable[..., Node]] = {"column": _column}
 
 
-def _parsed(text: str, name: str) -> Any:
+def parsed(text: str, name: str) -> Any:
+    """A side of a rule, from its text."""
     try:
         return _pattern(ast.parse(text.strip(), mode="eval").body, name)
     except SyntaxError:
@@ -265,6 +274,11 @@ def _parsed(text: str, name: str) -> Any:
 def _pattern(tree: ast.expr, name: str) -> Any:
     if isinstance(tree, ast.Name):
         return Anything(tree.id)
+    if isinstance(tree, ast.NamedExpr):
+        inner = _pattern(tree.value, name)
+        if not isinstance(inner, Pattern):
+            raise UsageError(f"rule {name}: {ast.unparse(tree)} names no operator")
+        return replace(inner, bound=tree.target.id)
     if isinstance(tree, ast.UnaryOp | ast.Constant):
         return float(ast.literal_eval(tree))
     if not isinstance(tree, ast.Call) or not isinstance(tree.func, ast.Name):
@@ -300,4 +314,5 @@ def _names(pattern: Any) -> set[str]:
         return {pattern.name}
     if not isinstance(pattern, Pattern):
         return set()
-    return set().union(*map(_names, pattern.inputs)) if pattern.inputs else set()
+    own = {pattern.bound} if pattern.bound else set()
+    return own.union(*map(_names, pattern.inputs))

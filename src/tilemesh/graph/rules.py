@@ -43,6 +43,11 @@ def _square(match: Match) -> bool:
     return match.root.dtype in FLOATS
 
 
+def _per_channel(vector: str) -> str:
+    """A vector repeated along all dims but the channels'."""
+    return f"broadcast({vector}, shape=t, dims=(1,))"
+
+
 ALGEBRA: tuple[RewriteRule, ...] = (
     rule("x + 0", "add(x, 0.0) = x"),  # -0 + 0 is 0: equal numbers
     rule("x - 0", "subtract(x, 0.0) = x"),
@@ -98,6 +103,27 @@ INFERENCE: tuple[RewriteRule, ...] = (
         exact=False,
     ),
     rule("scale of a biased convolution", "multiply(add(y, b), s) = add(multiply(y, s), multiply(b, s))", exact=False),
+    rule(
+        "scale of a centred convolution",
+        "multiply(subtract(y, b), s) = subtract(multiply(y, s), multiply(b, s))",
+        exact=False,
+    ),
+    *(
+        rule(f"{op} of vectors", f"{op}({_per_channel('a')}, {_per_channel('b')}) = {_per_channel(f'{op}(a, b)')}")
+        for op in ("add", "subtract", "multiply")
+    ),
+    *(
+        rule(
+            f"vectors one after the other: {first}, {then}",
+            f"{then}({first}(y, {_per_channel('a')}), {_per_channel('b')}) = add(y, {_per_channel(sum_of)})",
+            exact=False,
+        )
+        for first, then, sum_of in (
+            ("add", "add", "add(a, b)"),
+            ("subtract", "add", "subtract(b, a)"),
+            ("add", "subtract", "subtract(a, b)"),
+        )
+    ),
 )
 
 

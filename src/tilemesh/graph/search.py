@@ -31,11 +31,17 @@ class FoundProgram:
 
 
 def read_substitutions(text: str | None = None) -> list[Substitution]:
-    """The committed substitutions, or those of a text: `NUMBER axiom|proved LEFT = RIGHT` per line.
+    """The committed substitutions, or those of a text."""
+    return [substitution for substitution, _ in read_proofs(text)]
 
-    Nonsense is refused with the number of its line.
+
+def read_proofs(text: str | None = None) -> list[tuple[Substitution, tuple[int, ...]]]:
+    """Substitutions with the axioms that prove them (none: it is an axiom itself).
+
+    A line is `NUMBER axiom LEFT = RIGHT` or `NUMBER proved LEFT = RIGHT by AXIOM AXIOM ...`. Nonsense is refused with
+    the number of its line.
     """
-    found = []
+    found: list[tuple[Substitution, tuple[int, ...]]] = []
     for line in (files("tilemesh.graph") / FILE).read_text().splitlines() if text is None else text.splitlines():
         if not line.strip() or line.startswith("#"):
             continue
@@ -43,18 +49,24 @@ def read_substitutions(text: str | None = None) -> list[Substitution]:
         how, _, rule_text = rest.partition(" ")
         if how not in ("axiom", "proved"):
             raise UsageError(f"substitution {number}: {how!r} is neither axiom nor proved")
+        rule_text, _, by = rule_text.partition(" by ")
+        known = {str(place) for place in range(1, len(AXIOMS) + 1)}
+        if how == "proved" and (not by or not set(by.split()) <= known):
+            raise UsageError(f"substitution {number}: proved by {by or 'nothing'}; name axioms from 1 to {len(AXIOMS)}")
         try:
-            found.append(parse(rule_text))
+            found.append((parse(rule_text), tuple(map(int, by.split()))))
         except UsageError as error:
             raise UsageError(f"substitution {number}: {error}") from None
     return found
 
 
-def write_substitutions(proved: Sequence[Substitution]) -> str:
-    """The file: axioms first, then what was generated and proved."""
-    lines = [f"axiom {text}" for text in AXIOMS] + [f"proved {substitution}" for substitution in proved]
+def write_substitutions(proofs: Sequence[tuple[Substitution, Sequence[int]]]) -> str:
+    """The file: axioms first, then what was generated and proved, with the axioms of each proof."""
+    lines = [f"axiom {text}" for text in AXIOMS]
+    lines += [f"proved {substitution} by {' '.join(map(str, used))}" for substitution, used in proofs]
     head = (
-        "# Equal programs of matrices: axioms, then what follows of at most 3 operators over 5 names, proved by z3.\n"
+        "# Equal programs of matrices: axioms, then what follows of at most 3 operators over 5 names, with the axioms"
+        " that prove it (by z3).\n"
     )
     return head + "".join(f"{number} {line}\n" for number, line in enumerate(lines, 1))
 

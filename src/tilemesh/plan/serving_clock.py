@@ -130,6 +130,8 @@ def _launches(operations: Sequence[Operation]) -> int:
 
 # ---- fitted ----------------------------------------------------------------------------------------------------
 
+_FITS, _EXACT = 4, 0.02
+"""Fits, each with the last one's weights; relative errors below the second count alike."""
 _KNOTS = (0, 4, 16, 64, 256)
 """Tokens of a step between which its time grows in a line: products of few rows read weights, of many they compute."""
 
@@ -150,14 +152,22 @@ class FittedSteps:
 
     @classmethod
     def of(cls, timed: Sequence[tuple[Sequence[SequencePart], float]]) -> FittedSteps:
-        """Least squares of the relative errors, no coefficient below zero: more work never takes less time."""
+        """The least sum of relative errors, no coefficient below zero: more work never takes less time.
+
+        Not of their squares: other work on the machine makes some steps slower, and none faster, and squares would
+        follow those. So steps count less the farther they were from the last of a few fits.
+        """
         useful = [(_features(parts), seconds) for parts, seconds in timed if parts and seconds > 0]
         if len(useful) < 4:
             raise UsageError(f"{len(useful)} timed steps: a fit needs 4 at least")
         rows = [[feature / seconds for feature in features] for features, seconds in useful]
-        found = non_negative_least_squares(rows, [1.0] * len(rows))
-        errors = sorted(abs(sum(c * f for c, f in zip(found, row, strict=True)) - 1) for row in rows)
-        return cls(tuple(found), len(rows), errors[len(errors) // 2])
+        weights = [1.0] * len(rows)
+        for _ in range(_FITS):
+            weighted = [[value * weight for value in row] for row, weight in zip(rows, weights, strict=True)]
+            found = non_negative_least_squares(weighted, weights)
+            errors = [abs(sum(c * f for c, f in zip(found, row, strict=True)) - 1) for row in rows]
+            weights = [max(error, _EXACT) ** -0.5 for error in errors]
+        return cls(tuple(found), len(rows), sorted(errors)[len(errors) // 2])
 
 
 def _features(parts: Sequence[SequencePart]) -> list[float]:

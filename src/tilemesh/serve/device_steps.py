@@ -11,7 +11,7 @@ N: rows, one per request that samples; R: sequences; M: pages of the longest seq
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -244,7 +244,7 @@ class DeviceSteps:
     def _mixed(self, entries: Sequence[Scheduled], drawings: Sequence[TokenDraw]) -> DrawnTokens:
         device = self._cache.device
         spans = [token_span(entry, all_logits=False) for entry in entries]
-        batch = make_batch(spans, self._limits.page_tokens, device, tile_sizes=self._tile_sizes)
+        batch = make_batch(spans, self._limits.page_tokens, device, tile_sizes=self._tile_sizes, even=True)
         unknown: list[tuple[int, int]] = []
         end = 0
         for piece in batch.pieces:
@@ -260,6 +260,12 @@ class DeviceSteps:
         }
         sampling = [piece.entry for piece in batch.pieces if piece.entry.samples]
         ordered = [by_name[entry.request.name] for entry in sampling]
+        if sampling:  # of as many rows as a step that decodes has; the others draw again what the first does
+            rows = self._bucket(len(sampling))
+            ordered += ordered[:1] * (rows - len(ordered))
+            assert batch.wanted is not None
+            spare = batch.wanted[:1].expand(rows - len(batch.wanted))
+            batch = replace(batch, wanted=torch.cat((batch.wanted, spare)))
         logits_NV = self._forward(batch)
         if sampling:
             floats = torch.tensor(_floats_of(ordered), dtype=torch.float64).t().to(device, non_blocking=True)
@@ -267,7 +273,7 @@ class DeviceSteps:
             temperature, top_p, min_p, uniform = floats
             draws = RowDraws(temperature, uniform, top_k_N, top_p, min_p)
             kind = max(kind_of(drawing.sampling, self._vocabulary) for drawing in drawings)
-            self._drawn[: len(sampling)] = draw_on_device(logits_NV, draws, kind)
+            self._drawn[: len(ordered)] = draw_on_device(logits_NV, draws, kind)
         return self._left(sampling, self._staging[self._turn])
 
     def _left(self, entries: Sequence[Scheduled], staging: _Staging) -> DrawnTokens:

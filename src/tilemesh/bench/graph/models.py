@@ -1,4 +1,5 @@
-"""Models to compile in a benchmark or a test: a dozen of transformers' with random weights, and an LSTM of torch."""
+"""Models to compile in a benchmark or a test: a dozen of transformers' with random weights, an LSTM of torch, and
+blocks of GPT-2 and Llama in plain torch."""
 
 from __future__ import annotations
 
@@ -31,8 +32,11 @@ SIZES: Mapping[str, ModelSize] = {
     "tiny": ModelSize(64, 2, 4, 128, 2, 16, 32),
     "small": ModelSize(256, 4, 4, 2048, 4, 128, 64),
     "gpt2": ModelSize(768, 12, 12, 50304, 8, 1024, 224),
+    "gpt2-blocks": ModelSize(768, 4, 12, 50304, 32, 1024, 224),
+    "llama-blocks": ModelSize(2048, 2, 32, 32000, 8, 2048, 224),
 }
-"""`gpt2` has the width, layers and context of GPT-2 124M: for a GPU."""
+"""`gpt2` has the width, layers and context of GPT-2 124M: for a GPU. `gpt2-blocks` and `llama-blocks` are some blocks
+of GPT-2 124M and of TinyLlama 1.1B with batches of 32 x 1024 and 8 x 2048 tokens."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +68,77 @@ class LongShortTermMemory(nn.Module):
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         logits = self.head(self.cell(self.table(input_ids))[0])
         return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+class GptBlock(nn.Module):
+    """A block of GPT-2 as one writes it in plain torch: layer norms, biases, one product for q, k and v, GELU."""
+
+    def __init__(self, size: ModelSize) -> None:
+        super().__init__()
+        width, self.heads = size.width, size.heads
+        self.first, self.second = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (
+            part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.qkv(self.first(x)).chunk(3, -1)
+        )
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).flatten(-2))
+        hidden = nn.functional.gelu(self.up(self.second(x)), approximate="tanh")
+        return x + self.down(hidden)  # type: ignore[no-any-return]
+
+
+class LlamaBlock(nn.Module):
+    """A block of Llama: RMS norms, q, k and v by products of their own, rotary positions, a gated MLP."""
+
+    def __init__(self, size: ModelSize) -> None:
+        super().__init__()
+        width, self.heads, self.narrow = size.width, size.heads, max(1, size.heads // 4)
+        self.wide = width // size.heads
+        self.first, self.second = nn.RMSNorm(width), nn.RMSNorm(width)
+        self.q, self.out = nn.Linear(width, width, bias=False), nn.Linear(width, width, bias=False)
+        self.k, self.v = (nn.Linear(width, self.narrow * self.wide, bias=False) for _ in range(2))
+        inner = 11 * width // 4
+        self.gate, self.up = nn.Linear(width, inner, bias=False), nn.Linear(width, inner, bias=False)
+        self.down = nn.Linear(inner, width, bias=False)
+        angles = torch.arange(size.tokens)[:, None] / 10_000 ** (torch.arange(0, self.wide, 2) / self.wide)
+        self.register_buffer("cosine", angles.cos().repeat(1, 2))
+        self.register_buffer("sine", angles.sin().repeat(1, 2))
+        self.cosine: torch.Tensor
+        self.sine: torch.Tensor
+
+    def _turned(self, x: torch.Tensor) -> torch.Tensor:
+        left, right = x.chunk(2, -1)
+        return x * self.cosine + torch.cat([-right, left], -1) * self.sine
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        normed = self.first(x)
+        q, k, v = (each(normed).unflatten(-1, (-1, self.wide)).transpose(1, 2) for each in (self.q, self.k, self.v))
+        mixed = nn.functional.scaled_dot_product_attention(
+            self._turned(q), self._turned(k), v, is_causal=True, enable_gqa=True
+        )
+        x = x + self.out(mixed.transpose(1, 2).flatten(-2))
+        normed = self.second(x)
+        return x + self.down(nn.functional.silu(self.gate(normed)) * self.up(normed))  # type: ignore[no-any-return]
+
+
+class BlockStack(nn.Module):
+    """Embedding, blocks, a last norm, the head and the loss: a language model in plain torch."""
+
+    def __init__(self, size: ModelSize, block: Callable[[ModelSize], nn.Module]) -> None:
+        super().__init__()
+        self.table = nn.Embedding(size.vocabulary, size.width)
+        self.blocks = nn.ModuleList(block(size) for _ in range(size.layers))
+        self.norm = nn.LayerNorm(size.width) if block is GptBlock else nn.RMSNorm(size.width)
+        self.head = nn.Linear(size.width, size.vocabulary, bias=False)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = self.table(input_ids)
+        for block in self.blocks:
+            x = block(x)
+        return nn.functional.cross_entropy(self.head(self.norm(x)).flatten(0, 1), labels.flatten())
 
 
 def _transformers() -> Any:
@@ -143,14 +218,17 @@ MODELS: Mapping[str, Callable[[ModelSize], nn.Module]] = {
     "vit": _vit,
     "resnet": _resnet,
     "lstm": LongShortTermMemory,
+    "gpt2-blocks": lambda size: BlockStack(size, GptBlock),
+    "llama-blocks": lambda size: BlockStack(size, LlamaBlock),
 }
+OF_TORCH = ("lstm", "gpt2-blocks", "llama-blocks")  # written here; the others are transformers'
 
 
 def make_trained(name: str, size: ModelSize, dtype: torch.dtype, device: torch.device | str = "cpu") -> Trained:
     """A model by name, with random weights and inputs that a seed decides."""
     if name not in MODELS:
         raise unknown("model", name, MODELS)
-    if name != "lstm" and importlib.util.find_spec("transformers") is None:
+    if name not in OF_TORCH and importlib.util.find_spec("transformers") is None:
         raise RunError(f"{name} is a model of transformers, which is not installed: pip install transformers")
     torch.manual_seed(0)
     module = MODELS[name](size).to(device=device, dtype=dtype).train()

@@ -7,18 +7,20 @@ the memory of the values of a program beside the least that any plan needs.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from tilemesh.bench.graph.models import ModelSize, Trained, make_trained
+from tilemesh.bench.graph.peak import measured_peak
 from tilemesh.core import calibration
 from tilemesh.core.errors import RunError, unknown
 from tilemesh.core.hardware import Device
 from tilemesh.graph.backend import Backend, Compiled
-from tilemesh.graph.cost import PEAKS, graph_seconds
+from tilemesh.graph.by_torch import dtype_of
+from tilemesh.graph.cost import PEAKS, graph_roof_seconds, graph_seconds
 from tilemesh.graph.memory import arena
 from tilemesh.graph.size import known
 from tilemesh.measure.gpu import call_timer
@@ -28,8 +30,8 @@ from tilemesh.measure.sample import Sample
 from tilemesh.measure.timing import LoopTimer, compare, reason_of
 
 OURS = "ours"
-PEERS = ("eager", "compile", "operators")
-"""`operators`: our backend without generated kernels."""
+PEERS = ("eager", "compile", "operators", "recorded")
+"""`operators`: our backend without kernels; `recorded`: our backend with CUDA graphs, on a GPU."""
 
 
 @dataclass(frozen=True)
@@ -145,12 +147,16 @@ def bench_model(
     }  # fmt: skip
     rows = [_row("graph step", case, "s", predicted, timed[OURS], limit, timed, missing)]
     rows.append(_first_row(case, first, missing))
-    rows.append(_memory_row(case, found))
+    rows.append(_memory_row(case, found, backend.report.pieces, device))
+    if machine is not None:
+        rows.append(_roof_row(case, found, backend.report.pieces, machine, timed))
     return GraphBench(rows, found)
 
 
 def _backend_of(peer: str) -> Any:
-    return "inductor" if peer == "compile" else Backend(kernels=False)
+    if peer == "compile":
+        return "inductor"
+    return Backend(kernels=False) if peer == "operators" else Backend(cuda_graphs=True)
 
 
 def _compiled(trained: Trained, backend: Any) -> Callable[..., Any]:
@@ -193,9 +199,38 @@ def _first_row(case: Any, first: dict[str, float], missing: dict[str, str]) -> R
     return _row("graph first step", case, "s", None, samples[OURS], None, samples, gone)
 
 
-def _memory_row(case: Any, found: GraphFigures) -> Row:
-    gone = {
-        "predicted": "the plan is the prediction: programs run in it",
-        "peers": "other compilers do not say what their values need",
-    }
-    return _row("graph values", case, "B", None, Sample.of([float(found.arena)]), float(found.bound), {}, gone)
+def _memory_row(case: Any, found: GraphFigures, pieces: Sequence[Compiled], device: torch.device) -> Row:
+    """The bytes of values at the fullest moment of each program, together: by liveness, in an arena, and measured."""
+    gone = {"peers": "other compilers do not say what their values need"}
+    peak = sum(measured_peak(piece.run, _made_up(piece, device)) for piece in pieces if piece.run is not None)
+    case = case | {"arena": found.arena}
+    return _row("graph values", case, "B", float(found.bound), Sample.of([float(peak)]), float(found.bound), {}, gone)
+
+
+def _made_up(piece: Compiled, device: torch.device) -> list[torch.Tensor]:
+    """Inputs of a program's shapes; numbers of tokens and the like are 0."""
+    assert piece.before is not None
+    given = piece.before.inputs[: piece.given]
+    return [
+        torch.zeros([known(size, {}) for size in node.shape], dtype=dtype_of(node.dtype), device=device)
+        for node in given
+    ]
+
+
+def _roof_row(
+    case: Any, found: GraphFigures, pieces: Sequence[Compiled], machine: Device, timed: Mapping[str, Sample]
+) -> Row:
+    """Launches, bytes and the share of the roof before fusion and after it.
+
+    The roof of a program is the time of its operators at the machine's rates, without their launches.
+    """
+    before = sum(graph_roof_seconds(piece.before, machine) for piece in pieces if piece.before)
+    after = sum(graph_roof_seconds(piece.graph, machine) for piece in pieces if piece.graph)
+    case = case | {
+        "bytes before": found.moved_before, "bytes": found.moved, "roof_s before": before, "roof_s": after,
+        "share of the roof": round(after / timed[OURS].median, 4),
+    }  # fmt: skip
+    if "eager" in timed:
+        case["share of the roof before"] = round(before / timed["eager"].median, 4)
+    gone = {"predicted": "the row `graph step` has the prediction"}
+    return _row("graph roof", case, "s", None, timed[OURS], after, {}, gone | {"peers": "in the row `graph step`"})

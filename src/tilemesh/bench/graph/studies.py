@@ -1,5 +1,5 @@
 """Small studies of graphs, measured: search beside greedy rewriting, a partly equivalent convolution, one program
-imperative and symbolic, and independent branches at once."""
+imperative and symbolic. `running.py` has those of how programs run."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ from typing import Any
 
 import torch
 
-from tilemesh.bench.graph.run import calibrated_device
+from tilemesh.bench.graph.running import branch_rows, host_rows, memory_rows, tree_rows
+from tilemesh.bench.graph.study import call_of, hardware, inputs_of, study_row
 from tilemesh.core.errors import unknown
-from tilemesh.core.hardware import DEVICES, Device
 from tilemesh.graph import build, derive
-from tilemesh.graph.by_torch import dtype_of, run_torch
+from tilemesh.graph.by_torch import run_torch
 from tilemesh.graph.cost import graph_seconds
-from tilemesh.graph.emit import program
 from tilemesh.graph.generated import server, way_for
 from tilemesh.graph.ir import Graph
 from tilemesh.graph.measured import MeasuredCost, refined_search
@@ -23,10 +22,7 @@ from tilemesh.graph.partial import correct, mutants
 from tilemesh.graph.regions import fused
 from tilemesh.graph.rules import simplify
 from tilemesh.graph.search import as_rules, greedy, read_substitutions
-from tilemesh.graph.size import known
-from tilemesh.measure.machine import stamp
 from tilemesh.measure.row import Row
-from tilemesh.measure.timing import compare
 
 
 def _square(count: int, size: int = 384) -> list[Any]:
@@ -72,62 +68,37 @@ SEARCHED: Mapping[str, Callable[[], Graph]] = {
 }
 
 
-def _device() -> Device:
-    return calibrated_device(torch.device("cpu"))[0] or DEVICES["h100"]
-
-
-def _inputs(graph: Graph) -> list[torch.Tensor]:
-    torch.manual_seed(0)
-    return [torch.randn([known(s, {}) for s in node.shape]).to(dtype_of(node.dtype)) / 8 for node in graph.inputs]
-
-
-def _call(graph: Graph, inputs: list[torch.Tensor]) -> Callable[[int], object]:
-    run = program(graph)
-    return lambda index: run(*inputs)
-
-
-def _row(name: str, case: Mapping[str, Any], predicted: Any, calls: Mapping[str, Any], seconds: float) -> Row:
-    timed = compare(calls, repeats=30, seconds=seconds)
-    why = "" if predicted is not None else "not predicted"
-    missing = dict(timed.missing) | {"limit": "the programs are compared with each other"}
-    return Row(
-        name=name, case=dict(case), unit="s", predicted=predicted, measured=timed["ours"], limit=None,
-        peers={key: value for key, value in timed.items() if key != "ours"},
-        missing=missing | ({"predicted": why} if why else {}), **stamp(),
-    )  # fmt: skip
-
-
-def search_rows(seconds: float) -> list[Row]:
+def search_rows(seconds: float, place: torch.device) -> list[Row]:
     """Five programs: what greedy rewriting makes of them, and what the search does."""
     rules, rows = as_rules(read_substitutions()), []
     for name, make in SEARCHED.items():
         graph = make()
-        cost = MeasuredCost(_device())
+        cost = MeasuredCost(hardware(place), place)
         found = refined_search(graph, rules, cost)
         stuck = greedy(graph, rules, cost)
-        inputs = _inputs(graph)
+        inputs = inputs_of(graph, place)
         torch.testing.assert_close(run_torch(found.graph, *inputs), run_torch(graph, *inputs), rtol=1e-3, atol=1e-3)
         case = {
             "program": name, "operators": graph.launches, "greedy": stuck.graph.launches,
             "search": found.graph.launches, "looked at": found.seen,
         }  # fmt: skip
         calls = {
-            "ours": _call(found.graph, inputs),
-            "greedy": _call(stuck.graph, inputs),
-            "as given": _call(graph, inputs),
+            "ours": call_of(found.graph, inputs),
+            "greedy": call_of(stuck.graph, inputs),
+            "as given": call_of(graph, inputs),
         }
-        rows.append(_row("graph search", case, cost(found.graph), calls, seconds))
+        rows.append(study_row("graph search", case, cost(found.graph), calls, seconds, place))
     return rows
 
 
-def partial_rows(seconds: float) -> list[Row]:
+def partial_rows(seconds: float, place: torch.device) -> list[Row]:
     """Two pictures convolved by the same weights: apart, and joined with the seam corrected."""
     rows = []
     for batch, size in ((1, 14), (1, 28), (4, 56)):
         pictures = [build.argument(name, [batch, 64, size, size]) for name in "xy"]
         w = build.argument("w", [64, 64, 3, 3])
         graph = Graph((*pictures, w), tuple(build.conv(picture, w, padding=[1, 1]) for picture in pictures))
-        inputs = _inputs(graph)
+        inputs = inputs_of(graph, place)
         for mutant in mutants(graph):
             corrected = correct(graph, mutant)
             for mine, theirs in zip(run_torch(corrected, *inputs), run_torch(graph, *inputs), strict=True):
@@ -137,12 +108,14 @@ def partial_rows(seconds: float) -> list[Row]:
                 "mutant": mutant.name, "batch": batch, "size": size, "regions": mutant.regions,
                 "positions": mutant.positions, "wrong rows": wrong,
             }  # fmt: skip
-            calls = {"ours": _call(corrected, inputs), "apart": _call(graph, inputs)}
-            rows.append(_row("graph partial", case, graph_seconds(corrected, _device()), calls, seconds))
+            calls = {"ours": call_of(corrected, inputs), "apart": call_of(graph, inputs)}
+            rows.append(
+                study_row("graph partial", case, graph_seconds(corrected, hardware(place)), calls, seconds, place)
+            )
     return rows
 
 
-def imperative_rows(seconds: float) -> list[Row]:
+def imperative_rows(seconds: float, place: torch.device) -> list[Row]:
     """One training step of an MLP: operators one by one as they are called, and as one optimised program."""
     rows = []
     for width in (8, 64, 512):
@@ -153,17 +126,17 @@ def imperative_rows(seconds: float) -> list[Row]:
         loss = build.mean(build.multiply(error, error))
         weights = [given[name] for name in "abc"]
         graph = Graph(tuple(given.values()), (loss, *derive.update(loss, weights, rate=0.01)))
-        way = way_for(torch.device("cpu"))
+        way = way_for(place)
         better, _ = simplify(graph)
         better = fused(better, server(way)) if way else better
-        inputs = _inputs(graph)
+        inputs = inputs_of(graph, place)
         case = {"width": width, "operators": graph.launches, "launches": better.launches}
         calls = {
-            "ours": _call(better, inputs),
+            "ours": call_of(better, inputs),
             "imperative": functools.partial(_imperative_call, inputs),
             "one by one": functools.partial(_one_by_one, graph, inputs),
         }
-        rows.append(_row("graph symbolic", case, graph_seconds(better, _device()), calls, seconds))
+        rows.append(study_row("graph symbolic", case, graph_seconds(better, hardware(place)), calls, seconds, place))
     return rows
 
 
@@ -185,14 +158,18 @@ def _imperative(x: Any, t: Any, *weights: Any) -> Any:
         return loss, [weight - 0.01 * slope for weight, slope in zip((a, b, c), slopes, strict=True)]
 
 
-STUDIES: Mapping[str, Callable[[float], list[Row]]] = {
+STUDIES: Mapping[str, Callable[[float, torch.device], list[Row]]] = {
     "search": search_rows,
     "partial": partial_rows,
     "symbolic": imperative_rows,
+    "host": host_rows,
+    "branches": branch_rows,
+    "trees": tree_rows,
+    "memory": memory_rows,
 }
 
 
-def study_rows(name: str, seconds: float) -> list[Row]:
+def study_rows(name: str, seconds: float, place: torch.device | None = None) -> list[Row]:
     if name not in STUDIES:
         raise unknown("study", name, STUDIES)
-    return STUDIES[name](seconds)
+    return STUDIES[name](seconds, place or torch.device("cpu"))

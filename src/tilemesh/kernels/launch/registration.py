@@ -79,9 +79,11 @@ def _recorded_backward(
     if overwrites is not None:
         arguments[binding.names.index(overwrites)] = False
     made = computation.backward(how, gradients, arguments, kept)
-    like = computation.restored(arguments, kept)
-    pairs = [(grad, like[at]) for grad, at in zip(made, binding.tensors, strict=True) if like[at] is not None]
-    whole = [torch.zeros_like(tensor) if grad is None else grad.contiguous() for grad, tensor in pairs]
+    pairs = [(grad, at) for grad, at in zip(made, binding.tensors, strict=True) if arguments[at] is not None]
+    whole = [grad.contiguous() for grad, _ in pairs if grad is not None]
+    if len(whole) < len(pairs):  # rare, and restoring may launch something
+        like = computation.restored(arguments, kept)
+        whole = [torch.zeros_like(like[at]) if grad is None else grad.contiguous() for grad, at in pairs]
     # What is recorded must not return one tensor twice.
     return [each.clone() if any(each is one for one in whole[:at]) else each for at, each in enumerate(whole)]
 

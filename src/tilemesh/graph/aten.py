@@ -1,0 +1,244 @@
+"""Which aten operators become primitives, and how: views and products here, elements in `aten_elements.py`.
+
+`LOWERED` and `SEVERAL` map an operator to the function that writes it as nodes; what they do not have, or refuse, stays
+opaque. `decompositions` says what torch itself shall write in other operators first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from tilemesh.graph import build
+from tilemesh.graph.aten_elements import (
+    Shape,
+    lower_binary,
+    lower_cast,
+    lower_clamp,
+    lower_comparison,
+    lower_filled,
+    lower_logic,
+    lower_loss,
+    lower_loss_backward,
+    lower_masked,
+    lower_mean,
+    lower_power,
+    lower_reduction,
+    lower_same_value,
+    lower_unary,
+    lower_unequal,
+    lower_variance,
+    lower_where,
+    truth,
+)
+from tilemesh.graph.ir import Node, make
+from tilemesh.graph.ops import FLOATS
+
+aten = torch.ops.aten
+
+
+def _split(typed: Sequence[tuple[Shape, str]], x: Node, sizes: Any, dim: int = 0) -> tuple[Node, ...]:
+    dim %= len(x.shape)
+    parts, start = [], 0
+    for shape, _ in typed:
+        parts.append(build.part(x, dim, start, start + shape[dim]))
+        start += shape[dim]
+    return tuple(parts)
+
+
+def _reshape(shape: Shape, dtype: str, x: Node, *rest: Any) -> Node | None:
+    return build.reshape(x, shape)
+
+
+def _permute(shape: Shape, dtype: str, x: Node, order: Sequence[int]) -> Node | None:
+    return build.transpose(x, [dim % len(shape) for dim in order])
+
+
+def _swap(shape: Shape, dtype: str, x: Node, first: int = 0, second: int = 1) -> Node | None:
+    order = list(range(len(shape)))
+    if len(order) < 2:
+        return x
+    order[first], order[second] = order[second], order[first]
+    return build.transpose(x, order)
+
+
+def _expand(shape: Shape, dtype: str, x: Node, sizes: Any, implicit: bool = False) -> Node | None:
+    return build.expand(x, shape)
+
+
+def _cat(shape: Shape, dtype: str, values: Sequence[Node], dim: int = 0) -> Node | None:
+    if any(value.dtype != dtype or len(value.shape) != len(shape) for value in values):
+        return None
+    return build.concat(values, dim)
+
+
+def _slice(shape: Shape, dtype: str, x: Node, dim: int = 0, start: Any = None, stop: Any = None, step: int = 1) -> Node:
+    size = x.shape[dim]
+    assert isinstance(size, int)
+    begin, end, by = slice(start, stop, step).indices(size)
+    return build.part(x, dim, begin, max(begin, end), by)
+
+
+def _select(shape: Shape, dtype: str, x: Node, dim: int, index: int) -> Node:
+    size = x.shape[dim]
+    assert isinstance(size, int)
+    return build.reshape(build.part(x, dim, index % size, index % size + 1), shape)
+
+
+def _dot(shape: Shape, dtype: str, x: Node, y: Node) -> Node | None:
+    return make("dot", x, y) if x.dtype == y.dtype == dtype else None
+
+
+def _addmm(shape: Shape, dtype: str, bias: Node, x: Node, w: Node, beta: float = 1, alpha: float = 1) -> Node | None:
+    if (beta, alpha) != (1, 1) or {bias.dtype, x.dtype, w.dtype} != {dtype}:
+        return None
+    return build.add(make("dot", x, w), build.expand(bias, shape))
+
+
+def _embedding(shape: Shape, dtype: str, table: Node, index: Node, *rest: Any) -> Node | None:
+    return make("take", table, build.cast(index, "int64"))
+
+
+def _convolution(
+    shape: Shape, dtype: str, x: Node, w: Node, bias: Node | None, stride: Sequence[int], padding: Sequence[int],
+    dilation: Sequence[int], transposed: bool, extra: Sequence[int], groups: int,
+) -> Node | None:  # fmt: skip
+    space = len(x.shape) - 2
+    if transposed or any(extra) or not 1 <= space <= 3 or {x.dtype, w.dtype} != {dtype}:
+        return None
+
+    def each(value: Sequence[int]) -> list[int]:
+        return list(value) * (space if len(value) == 1 else 1)
+
+    made = build.conv(x, w, each(stride), each(padding), each(dilation), groups)
+    if bias is None:
+        return made
+    return build.add(made, make("broadcast", bias, shape=shape, dims=(1,)))
+
+
+LOWERED: Mapping[Any, Callable[..., Node | None]] = {
+    **{
+        getattr(getattr(aten, name), overload): lower_binary(op)
+        for name, op in (("add", "add"), ("sub", "subtract"), ("mul", "multiply"), ("div", "divide"))
+        for overload in ("Tensor", "Scalar")
+    },
+    aten.pow.Tensor_Scalar: lower_power,
+    aten.pow.Tensor_Tensor: lower_power,
+    aten.rsqrt.default: lambda shape, dtype, x: lower_power(shape, dtype, x, -0.5) if x.dtype == dtype else None,
+    aten.reciprocal.default: lambda shape, dtype, x: lower_power(shape, dtype, x, -1) if x.dtype == dtype else None,
+    aten.relu.default: lambda shape, dtype, x: build.relu(x) if dtype in FLOATS else None,
+    aten.clamp.default: lower_clamp,
+    aten.clamp_min.default: lower_clamp,
+    aten.clamp_max.default: lambda shape, dtype, x, high: lower_clamp(shape, dtype, x, None, high),
+    aten.masked_fill.Scalar: lower_masked,
+    **dict.fromkeys(
+        (aten.logical_not.default, aten.bitwise_not.default),
+        lower_logic(lambda x, y, shape: make("where", x, truth(False, shape), truth(True, shape))),
+    ),
+    **dict.fromkeys(
+        (aten.logical_and.default, aten.bitwise_and.Tensor),
+        lower_logic(lambda x, y, shape: make("where", x, y, truth(False, shape))),
+    ),
+    **dict.fromkeys(
+        (aten.logical_or.default, aten.bitwise_or.Tensor),
+        lower_logic(lambda x, y, shape: make("where", x, truth(True, shape), y)),
+    ),
+    **dict.fromkeys((aten.ne.Tensor, aten.ne.Scalar), lower_unequal),
+    **dict.fromkeys(
+        (aten.full.default, aten.scalar_tensor.default, aten.full_like.default, aten.new_full.default), lower_filled
+    ),
+    **{
+        getattr(aten, name).default: lambda shape, dtype, /, *given, _value=value, **settings: lower_filled(
+            shape, dtype, _value
+        )
+        for name, value in (
+            ("zeros", 0),
+            ("zeros_like", 0),
+            ("new_zeros", 0),
+            ("ones", 1),
+            ("ones_like", 1),
+            ("new_ones", 1),
+        )
+    },
+    **dict.fromkeys((aten.clone.default, aten.lift_fresh_copy.default), lower_same_value),
+    aten.mean.dim: lower_mean,
+    aten.mean.default: lower_mean,
+    aten.nll_loss_backward.default: lower_loss_backward,
+    aten.maximum.default: lower_binary("maximum"),
+    aten.minimum.default: lower_binary("minimum"),
+    **{
+        getattr(aten, name).default: lower_unary(name)
+        for name in ("exp", "log", "sqrt", "sin", "cos", "tanh", "sigmoid", "erf")
+    },
+    aten.neg.default: lower_unary("negate"),
+    aten.abs.default: lower_unary("absolute"),
+    **{
+        getattr(getattr(aten, name), overload): lower_comparison(kind, swapped)
+        for name, kind, swapped in (
+            ("eq", "equal", False),
+            ("lt", "less", False),
+            ("gt", "less", True),
+            ("le", "less_equal", False),
+            ("ge", "less_equal", True),
+        )
+        for overload in ("Tensor", "Scalar")
+    },
+    aten.where.self: lower_where,
+    aten._to_copy.default: lower_cast,
+    torch.ops.prims.convert_element_type.default: lambda shape, dtype, x, to: lower_cast(shape, dtype, x),
+    aten.sum.dim_IntList: lower_reduction("sum"),
+    aten.sum.default: lower_reduction("sum"),
+    aten.amax.default: lower_reduction("amax"),
+    **dict.fromkeys((aten.view.default, aten._unsafe_view.default, aten.reshape.default), _reshape),
+    **dict.fromkeys((aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default), _reshape),
+    aten.permute.default: _permute,
+    aten.transpose.int: _swap,
+    aten.t.default: _swap,
+    aten.expand.default: _expand,
+    aten.cat.default: _cat,
+    aten.slice.Tensor: _slice,
+    aten.select.int: _select,
+    **dict.fromkeys((aten.detach.default, aten.alias.default), lambda shape, dtype, x: x),
+    aten.mm.default: _dot,
+    aten.bmm.default: _dot,
+    aten.addmm.default: _addmm,
+    aten.embedding.default: _embedding,
+}
+# Where a program is only looked at or frozen; a compiled one calls torch's convolution with its bias.
+CONVOLUTIONS: Mapping[Any, Callable[..., Node | None]] = {aten.convolution.default: _convolution}
+SEVERAL: Mapping[Any, Callable[..., tuple[Node, ...] | None]] = {
+    aten.var_mean.correction: lower_variance,
+    aten.split.Tensor: _split,
+    aten.split_with_sizes.default: _split,
+    aten.nll_loss_forward.default: lower_loss,
+}
+# One good kernel of torch's each, and several primitives: worth their own nodes only where kernels are generated.
+FOR_KERNELS = (
+    aten.rsqrt.default, aten.reciprocal.default, aten.mean.dim, aten.mean.default, aten.relu.default,
+    aten.var_mean.correction, aten.nll_loss_forward.default, aten.nll_loss_backward.default,
+)  # fmt: skip
+# Operators that torch writes in terms of those above: they become part of generated kernels. Never all that torch could
+# decompose: its attention on a CPU would then have a backward pass that does not fit its forward pass.
+DECOMPOSED = (
+    aten.gelu, aten.gelu_backward, aten.silu, aten.silu_backward, aten.tanh_backward, aten.sigmoid_backward,
+    aten.threshold_backward, aten.leaky_relu, aten.leaky_relu_backward, aten.elu, aten.elu_backward, aten.softplus,
+    aten.softplus_backward, aten.hardtanh, aten.hardswish, aten.hardswish_backward, aten.mse_loss,
+    aten.mse_loss_backward, aten.smooth_l1_loss, aten.native_layer_norm, aten.native_layer_norm_backward,
+    aten._softmax, aten._softmax_backward_data, aten._safe_softmax, aten._log_softmax,
+    aten._log_softmax_backward_data, aten.addcmul, aten.addcdiv, aten.rsub, aten.lerp, aten.glu, aten.glu_backward,
+    aten.native_dropout_backward, aten._fused_rms_norm, aten._fused_rms_norm_backward, aten.log_sigmoid_forward,
+    aten.log_sigmoid_backward,
+)  # fmt: skip
+
+
+def decompositions(norms: bool = False) -> dict[Any, Callable[..., Any]]:
+    """What torch shall write in other operators, where generated kernels compute them.
+
+    norms: batch norms too, to become part of convolutions.
+    """
+    from torch._decomp import get_decompositions
+
+    more = (aten._native_batch_norm_legit_no_training, aten._native_batch_norm_legit) if norms else ()
+    return get_decompositions((*DECOMPOSED, *more))

@@ -1,0 +1,228 @@
+"""How aten's elementwise operators, reductions and losses become primitives.
+
+Each function gets the shape and dtype that torch found and the operator's arguments, and returns a node, or None where
+the operator stays torch's own: a dtype or a setting that the primitives do not have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+
+from tilemesh.graph import build
+from tilemesh.graph.ir import Node, make
+from tilemesh.graph.ops import DTYPES, FLOATS
+from tilemesh.graph.size import known, product
+
+Shape: TypeAlias = tuple[int, ...]
+
+
+def _at(value: Any, shape: Shape, dtype: str) -> Node:
+    """An operand as torch takes it: cast to the result's dtype and broadcast to its shape."""
+    if isinstance(value, Node):
+        return build.expand(build.cast(value, dtype), shape)
+    return build.constant(value if "float" in dtype else int(value), shape, dtype)
+
+
+WHOLE = ("int64", "int32")
+
+
+def lower_binary(op: str) -> Callable[..., Node | None]:
+    exact = op in ("add", "subtract", "multiply", "maximum", "minimum")
+
+    def lowered(shape: Shape, dtype: str, x: Any, y: Any, alpha: float = 1) -> Node | None:
+        if dtype not in FLOATS and not (exact and dtype in WHOLE and _dtypes(x, y) <= {dtype}):
+            return None
+        if alpha != 1 and dtype not in FLOATS:
+            return None
+        right = _at(y, shape, dtype)
+        return make(op, _at(x, shape, dtype), build.multiply(right, float(alpha)) if alpha != 1 else right)
+
+    return lowered
+
+
+def _dtypes(*values: Any) -> set[str]:
+    return {value.dtype for value in values if isinstance(value, Node)}
+
+
+def lower_power(shape: Shape, dtype: str, x: Any, y: Any) -> Node | None:
+    """Small powers by products and roots, as torch computes them."""
+    if dtype not in FLOATS:
+        return None
+    base = _at(x, shape, dtype)
+    if isinstance(y, Node) or y not in SMALL_POWERS:
+        return make("power", base, _at(y, shape, dtype))
+    return SMALL_POWERS[y](base)
+
+
+SMALL_POWERS: Mapping[float, Callable[[Node], Node]] = {
+    1: lambda x: x,
+    2: lambda x: build.multiply(x, x),
+    3: lambda x: build.multiply(build.multiply(x, x), x),
+    0.5: build.sqrt,
+    -1: lambda x: build.divide(1.0, x),
+    -0.5: lambda x: build.divide(1.0, build.sqrt(x)),
+}
+
+
+def lower_unary(op: str) -> Callable[..., Node | None]:
+    def lowered(shape: Shape, dtype: str, x: Node) -> Node | None:
+        return make(op, x) if x.dtype == dtype and (dtype in FLOATS or op in ("negate", "absolute")) else None
+
+    return lowered
+
+
+def lower_comparison(kind: str, swapped: bool) -> Callable[..., Node | None]:
+    def lowered(shape: Shape, dtype: str, x: Node, y: Any) -> Node | None:
+        if isinstance(y, Node):
+            if y.dtype != x.dtype:
+                return None
+            other = build.expand(y, shape)
+        else:
+            if x.dtype == "bool" or ("float" not in x.dtype and isinstance(y, float)):
+                return None
+            other = build.constant(y, shape, x.dtype)
+        pair = (build.expand(x, shape), other)
+        return make("compare", *(reversed(pair) if swapped else pair), kind=kind)
+
+    return lowered
+
+
+def lower_where(shape: Shape, dtype: str, chosen: Node, x: Any, y: Any) -> Node | None:
+    if chosen.dtype != "bool":
+        return None
+    return make("where", build.expand(chosen, shape), _at(x, shape, dtype), _at(y, shape, dtype))
+
+
+def lower_cast(shape: Shape, dtype: str, x: Node, /, **settings: Any) -> Node | None:
+    kept = (None, False, torch.strided, torch.contiguous_format, torch.preserve_format)
+    moved = {name for name, value in settings.items() if value not in kept} - {"dtype"}
+    if moved - {"device"} or not {x.dtype, dtype} <= set(DTYPES):
+        return None
+    return None if "device" in moved and str(settings["device"]) != "cpu" else build.cast(x, dtype)
+
+
+def lower_same_value(shape: Shape, dtype: str, x: Node, /, **settings: Any) -> Node | None:
+    return x if settings.get("memory_format") in (None, torch.contiguous_format, torch.preserve_format) else None
+
+
+def lower_filled(shape: Shape, dtype: str, /, *given: Any, **settings: Any) -> Node | None:
+    """A number everywhere: `full`, `scalar_tensor` and the like; the number is their last argument."""
+    value = given[-1]
+    if isinstance(value, Node) or dtype not in DTYPES:
+        return None
+    return build.constant(float(value) if dtype in FLOATS else type(value)(value), shape, dtype)
+
+
+def lower_masked(shape: Shape, dtype: str, x: Node, mask: Node, value: Any) -> Node | None:
+    if mask.dtype != "bool" or isinstance(value, Node):
+        return None
+    return make("where", build.expand(mask, shape), _at(value, shape, dtype), build.expand(x, shape))
+
+
+def lower_clamp(shape: Shape, dtype: str, x: Node, low: Any = None, high: Any = None) -> Node | None:
+    if dtype not in FLOATS or x.dtype != dtype or isinstance(low, Node) or isinstance(high, Node):
+        return None
+    x = x if low is None else build.maximum(x, float(low))
+    return x if high is None else build.minimum(x, float(high))
+
+
+def lower_logic(choose: Callable[[Node, Node, Shape], Node]) -> Callable[..., Node | None]:
+    def lowered(shape: Shape, dtype: str, x: Node, y: Any = None) -> Node | None:
+        pair = [x, y] if isinstance(y, Node) else [x, x]
+        if (y is not None and not isinstance(y, Node)) or any(value.dtype != "bool" for value in pair):
+            return None
+        return choose(build.expand(pair[0], shape), build.expand(pair[1], shape), shape)
+
+    return lowered
+
+
+def truth(value: bool, shape: Shape) -> Node:
+    return build.constant(value, shape, "bool")
+
+
+def lower_unequal(shape: Shape, dtype: str, x: Node, y: Any) -> Node | None:
+    equal = lower_comparison("equal", False)(shape, dtype, x, y)
+    return equal if equal is None else make("where", equal, truth(False, shape), truth(True, shape))
+
+
+def lower_mean(shape: Shape, dtype: str, x: Node, dims: Any = None, keep: bool = False, /, **other: Any) -> Node | None:
+    total = lower_reduction("sum")(shape, dtype, x, dims, keep, **other)
+    count = 1 if total is None else product(x.shape)
+    if total is None or not isinstance(count, int) or not count or not product(shape):
+        return None
+    return build.divide(total, float(count // int(product(shape))))  # type: ignore[arg-type]
+
+
+def lower_variance(
+    typed: Sequence[tuple[Shape, str]], x: Node, dims: Any = None, /, **other: Any
+) -> tuple[Node, ...] | None:
+    """The variance and the mean, from the differences to the mean: no cancellation."""
+    (shape, dtype), _ = typed
+    if x.dtype != dtype or dtype not in FLOATS:
+        return None
+    rank = len(x.shape)
+    chosen = sorted(dim % rank for dim in dims) if dims and rank else list(range(rank))
+    count = int(product(x.shape[dim] for dim in chosen))  # type: ignore[arg-type]
+    correction = other.get("correction")
+    free = count - (1 if correction is None else correction)
+    if free <= 0:
+        return None
+    mean = build.divide(build.total(x, chosen, keep=True), float(count))
+    centred = build.subtract(x, mean)
+    variance = build.divide(build.total(build.multiply(centred, centred), chosen), float(free))
+    return build.reshape(variance, shape), build.reshape(mean, shape)
+
+
+def typed_shape(x: Node) -> Shape:
+    return tuple(known(size, {}) for size in x.shape)
+
+
+def target_column(target: Node, shape: Shape) -> Node:
+    """Where a column is the row's target."""
+    column = target if len(target.shape) == len(shape) else build.reshape(target, (*target.shape, 1))
+    return build.compare("equal", build.iota(shape, len(shape) - 1), column)
+
+
+def lower_loss(
+    typed: Sequence[tuple[Shape, str]], x: Node, target: Node, weight: Any, reduction: int, ignored: int
+) -> tuple[Node, ...] | None:
+    """The negative log-probability of each row's target, of those that are not to be ignored."""
+    (_, dtype), _ = typed
+    if weight is not None or len(x.shape) != 2 or x.dtype != dtype or target.dtype != "int64":
+        return None
+    skipped = build.compare("equal", target, ignored)
+    picked = build.total(build.where(target_column(target, typed_shape(x)), x, 0.0), [1])
+    losses = build.where(skipped, build.multiply(picked, 0.0), build.negate(picked))
+    count = build.total(build.where(skipped, build.constant(0.0, target.shape, dtype), 1.0))
+    total = build.total(losses)
+    return (losses, total, build.divide(total, count))[(0, 2, 1)[reduction]], count
+
+
+def lower_loss_backward(
+    shape: Shape, dtype: str, slope: Node, x: Node, target: Node, weight: Any, reduction: int, ignored: int, count: Node
+) -> Node | None:
+    if weight is not None or len(shape) != 2 or slope.dtype != dtype or target.dtype != "int64":
+        return None
+    each = build.divide(slope, count) if reduction == 1 else slope
+    each = build.expand(build.reshape(each, (*each.shape, 1)) if each.shape else each, shape)
+    skipped = build.expand(build.reshape(build.compare("equal", target, ignored), (shape[0], 1)), shape)
+    chosen = make("where", skipped, truth(False, shape), target_column(target, shape))
+    return build.where(chosen, build.negate(each), 0.0)
+
+
+def lower_reduction(op: str) -> Callable[..., Node | None]:
+    def lowered(
+        shape: Shape, dtype: str, x: Node, dims: Any = None, keep: bool = False, /, **other: Any
+    ) -> Node | None:
+        if x.dtype != dtype or dtype not in FLOATS or any(value is not None for value in other.values()):
+            return None
+        rank = len(x.shape)
+        if not rank:
+            return None
+        chosen = tuple(sorted(dim % rank for dim in dims)) if dims else tuple(range(rank))
+        return build.reshape(make(op, x, dims=chosen), shape) if chosen else None
+
+    return lowered

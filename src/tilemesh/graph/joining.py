@@ -1,0 +1,63 @@
+"""Products of one matrix with several others as one product: q, k and v of attention. Plain Python.
+
+x·a, x·b and x·c become slices of x·[a b c]. That reads x once instead of three times and launches one product, and it
+writes and reads the weights once more, to put them side by side. It is done where fewer bytes move: many rows, narrow
+weights. A rule of `rewrite.py` changes one node; this changes several that share an operand, so it is a pass.
+"""
+
+from __future__ import annotations
+
+from tilemesh.graph import build
+from tilemesh.graph.ir import Graph, Node, make, rebuilt
+from tilemesh.graph.ops import primitive, size_bytes
+from tilemesh.graph.size import known
+
+
+def joined_products(graph: Graph) -> tuple[Graph, int]:
+    """The graph with products of one left operand joined where that pays, and how many became part of another."""
+    groups: dict[tuple[Node, str], list[Node]] = {}
+    for node in graph.nodes():
+        if node.op == "dot" and len(node.shape) == 2 and _is_given(node.inputs[1]):
+            groups.setdefault((node.inputs[0], node.dtype), []).append(node)
+    results: dict[Node, tuple[tuple[Node, ...], int]] = {}
+    for products in groups.values():
+        if len(products) > 1 and saved_bytes(products) > 0:
+            weights = tuple(product.inputs[1] for product in products)
+            start = 0
+            for product in products:
+                results[product] = (weights, start)
+                start += known(product.shape[1], {})
+    if not results:
+        return graph, 0
+
+    new: dict[Node, Node] = {}
+    for node in graph.nodes():
+        if node in results:
+            weights, start = results[node]
+            whole = make("dot", new[node.inputs[0]], build.concat([_moved(weight, new) for weight in weights], 1))
+            new[node] = build.part(whole, 1, start, start + known(node.shape[1], {}))
+        else:
+            new[node] = rebuilt(node, [new[value] for value in node.inputs])
+    changed = Graph(graph.inputs, tuple(new[node] for node in graph.outputs))
+    return changed, len(results) - len({weights for weights, _ in results.values()})
+
+
+def saved_bytes(products: list[Node]) -> int:
+    """Bytes less to move when these products are one."""
+    shared = known(size_bytes(products[0].inputs[0].typed), {})
+    weights = sum(known(size_bytes(product.inputs[1].typed), {}) for product in products)
+    return (len(products) - 1) * shared - 2 * weights
+
+
+def _is_given(node: Node) -> bool:
+    """Whether an operand is an input, perhaps transposed: it exists before any of the products."""
+    while node.op in ("transpose", "reshape"):
+        node = node.inputs[0]
+    return primitive(node.op).kind == "source"
+
+
+def _moved(node: Node, new: dict[Node, Node]) -> Node:
+    """A weight in the new graph; one that an earlier product does not read is not there yet."""
+    if node not in new:
+        new[node] = rebuilt(node, [_moved(value, new) for value in node.inputs])
+    return new[node]

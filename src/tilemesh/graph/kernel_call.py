@@ -1,0 +1,63 @@
+"""Running a region by an operator of `tilemesh.kernels`: what `templates.py` found, called with torch's tensors."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from tilemesh import kernels
+from tilemesh.graph.ir import Node
+from tilemesh.graph.size import known
+from tilemesh.graph.templates import KernelUse
+
+Tensor = torch.Tensor
+
+
+def kernel_of(node: Node) -> KernelUse | None:
+    """The kernel that a region names."""
+    found: KernelUse | None = dict(node.attributes).get("kernel")
+    return found
+
+
+class KernelCall:
+    """One region, by its kernel. `implementation`: triton on a GPU, interpret or torch on a CPU."""
+
+    def __init__(self, node: Node, implementation: str) -> None:
+        use = kernel_of(node)
+        assert use is not None
+        self.use, self.implementation = use, implementation
+        self.shapes = [[known(size, {}) for size in output.shape] for output in node["body"].outputs]
+        public = getattr(kernels, use.kernel)  # which also registers the operator with torch
+        self.run = self._product if use.kernel == "fused_matmul" else self._rows(public)
+
+    def __call__(self, *tensors: Tensor) -> list[Tensor]:
+        results = self.run(*(tensors[place] for place in self.use.operands))
+        return [results[place].view(shape) for place, shape in zip(self.use.results, self.shapes, strict=True)]
+
+    def _product(self, a: Tensor, b: Tensor, c: Tensor | None = None) -> Any:
+        settings = dict(self.use.settings)
+        # The implementations of a product have names of their own; on a GPU it takes the one that was tuned.
+        chosen = "auto" if self.implementation == "triton" else self.implementation
+        if len(self.shapes) == 1:
+            return (kernels.fused_matmul(a, b, c, implementation=chosen, **settings),)
+        return torch.ops.tilemesh.fused_matmul.default(a, b, c, settings["activation"], chosen, "", True)
+
+    def _rows(self, public: Callable[..., Any]) -> Callable[..., Any]:
+        settings, columns = dict(self.use.settings), self.use.columns
+        if "ignore_index" in settings:
+            settings["ignore_index"] = int(settings["ignore_index"])
+        alone = self.use.results == (0,)
+
+        def run(x: Tensor, *others: Tensor) -> Any:
+            given = [x.reshape(-1, columns), *(other.reshape(-1) for other in others)]
+            if alone:
+                return (public(*given, implementation=self.implementation, **settings),)
+            bound = inspect.signature(public).bind(*given, **settings)
+            bound.apply_defaults()
+            values = [value for name, value in bound.arguments.items() if name != "implementation"]
+            return getattr(torch.ops.tilemesh, self.use.kernel)(*values, self.implementation)
+
+        return run

@@ -1,0 +1,207 @@
+"""Programs that run otherwise: values computed again, branches at once, trees, fx modules; options of the backend."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import tilemesh as tm
+from tilemesh.bench.graph.peak import measured_peak
+from tilemesh.bench.graph.running import inception
+from tilemesh.bench.graph.trees import WAYS, Switched, TreeModel, random_tree
+from tilemesh.core.errors import UsageError
+from tilemesh.core.hardware import DEVICES
+from tilemesh.graph import build, derive
+from tilemesh.graph.backend import tilemesh
+from tilemesh.graph.by_torch import run_torch
+from tilemesh.graph.concurrent import ConcurrentProgram
+from tilemesh.graph.emit import program
+from tilemesh.graph.ir import Graph
+from tilemesh.graph.memory import arena
+from tilemesh.graph.planned import PlannedProgram
+from tilemesh.graph.rematerialise import peak_bytes, rematerialised
+
+
+def _step(layers: int, width: int = 16) -> Graph:
+    """Loss and gradients of an MLP."""
+    x = build.argument("x", [64, width], "float64")
+    weights = [build.argument(f"w{layer}", [width, width], "float64") for layer in range(layers)]
+    node = x
+    for weight in weights:
+        node = build.gelu(build.dot(node, weight))
+    loss = build.mean(build.multiply(node, node))
+    return Graph((x, *weights), (loss, *derive.gradient(loss, weights)))
+
+
+def _values(graph: Graph) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    return [torch.randn([int(str(size)) for size in node.shape], dtype=torch.float64) / 4 for node in graph.inputs]
+
+
+def _read_twice(count: int = 6) -> Graph:
+    """Cheap values of an input, each read by two products far from each other."""
+    x, v, w = (build.argument(name, [32, 32], "float64") for name in "xvw")
+    cheap = [build.tanh(build.multiply(x, 0.1 * place)) for place in range(1, count + 1)]
+    return Graph((x, v, w), tuple(build.total(build.dot(value, each), [0]) for each in (v, w) for value in cheap))
+
+
+@pytest.mark.parametrize(("graph", "products"), [(_read_twice(), False), (_step(6), True)], ids=["cheap", "layers"])
+def test_values_computed_again_lower_the_peak(graph: Graph, products: bool) -> None:
+    made = rematerialised(graph, 0, products)
+    assert made.values > 0
+    assert made.peak == peak_bytes(made.graph) < made.peak_before == peak_bytes(graph)
+    assert made.extra_flops > 0
+    given = _values(graph)
+    for mine, theirs in zip(program(made.graph)(*given), program(graph)(*given), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-14)
+    planned = PlannedProgram(made.graph)
+    torch.testing.assert_close(planned(*given)[0], run_torch(graph, *given)[0])
+    assert planned.block.numel() == arena(made.graph).size <= 1.05 * made.peak
+
+
+def test_a_budget_that_is_met_changes_nothing() -> None:
+    graph = _step(3)
+    made = rematerialised(graph, peak_bytes(graph))
+    assert made.graph.outputs == graph.outputs
+    assert (made.values, made.extra_flops) == (0, 0)
+
+
+def test_recomputing_layers_needs_less_than_recomputing_what_is_cheap() -> None:
+    graph = _step(6)
+    assert rematerialised(graph, 0, products=True).peak <= rematerialised(graph, 0).peak
+
+
+def test_the_peak_is_as_predicted() -> None:
+    """Operator by operator, with values dropped after their last use: what a program makes is what liveness says."""
+    graph = _step(4, width=32)
+    given = _values(graph)
+    measured = measured_peak(program(graph).function, given)
+    assert measured <= peak_bytes(graph) * 1.02 + 4096
+    assert measured >= 0.9 * peak_bytes(graph)
+
+
+def test_branches_at_once_compute_the_same() -> None:
+    graph = inception(1, 16, 8)
+    torch.manual_seed(0)
+    given = [torch.randn([int(str(size)) for size in node.shape]) / 4 for node in graph.inputs]
+    (expected,) = run_torch(graph, *given)
+    for at_once in (True, False):
+        run = ConcurrentProgram(graph, DEVICES["h200"], streams=3, at_once=at_once)
+        for _ in range(2):
+            torch.testing.assert_close(run(*given)[0], expected, rtol=1e-5, atol=1e-6)
+
+
+def test_branches_run_at_once_where_that_is_predicted_to_be_faster() -> None:
+    small, large = (ConcurrentProgram(inception(*size), DEVICES["h200"]) for size in ((1, 64, 14), (256, 192, 56)))
+    assert small.plan.pays
+    assert small.plan.at_once_s < 0.8 * small.plan.one_by_one_s
+    assert large.plan.at_once_s > 0.9 * large.plan.one_by_one_s, "operators that fill the device gain nothing"
+    chain = ConcurrentProgram(_step(3), DEVICES["h200"], streams=1)
+    assert chain.plan.waits == 0
+    assert not chain.at_once
+
+
+def test_a_branch_that_fails_says_so() -> None:
+    graph = inception(1, 16, 8)
+    run = ConcurrentProgram(graph, DEVICES["h200"], at_once=True)
+    with pytest.raises(RuntimeError, match="channels"):
+        run(torch.randn(1, 5, 8, 8), *[torch.randn([int(str(s)) for s in node.shape]) for node in graph.inputs[1:]])
+
+
+def test_trees_by_four_ways() -> None:
+    torch.manual_seed(0)
+    draws = random.Random(3)
+    model = TreeModel(50, 8)
+    trees = [random_tree([draws.randrange(50) for _ in range(6)], draws) for _ in range(5)]
+    assert len({tree.shape for tree in trees}) > 1
+    with torch.no_grad():
+        expected = torch.cat([model(tree) for tree in trees])
+        for name, make in WAYS.items():
+            torch.testing.assert_close(torch.cat(make(model, 6)(trees)), expected, rtol=1e-5, atol=1e-6, msg=name)
+
+
+def test_a_program_with_switches_has_gradients() -> None:
+    """The gradient of a tree's root goes through the branch that each step took."""
+    model = TreeModel(9, 4).double()
+    tree = random_tree([1, 5, 2, 7], random.Random(1))
+    switched = Switched(model, 4)
+    loss = build.total(switched.graph.outputs[0])
+    weights = switched.graph.inputs[3:]
+    graph = Graph(switched.graph.inputs, tuple(derive.gradient(loss, weights)))
+    given = (
+        torch.tensor([right < 0 for _, right in tree.steps]),
+        torch.tensor([left for left, _ in tree.steps]),
+        torch.tensor([max(right, 0) for _, right in tree.steps]),
+    )
+    parameters = [model.table, model.a, model.b, model.c]
+    expected = torch.autograd.grad(model(tree).sum(), parameters)
+    ours = run_torch(graph, *given, *(parameter.detach() for parameter in parameters))
+    for mine, theirs in zip(ours, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-12)
+
+
+def test_export_gives_an_fx_module() -> None:
+    model = nn.Sequential(nn.Linear(4, 9), nn.GELU(), nn.LayerNorm(9))
+    x = torch.randn(6, 4)
+    for _ in range(2):  # the function stays a function once its module is loaded
+        traced = tm.graph.trace(model, [x])
+    module = tm.graph.export(traced.graph)
+    assert isinstance(module, torch.fx.GraphModule)
+    assert {node.op for node in module.graph.nodes} == {"placeholder", "call_function", "output"}
+    torch.testing.assert_close(module(*traced.weights.values(), x)[0], model(x))
+    torch.testing.assert_close(traced.run(x)[0], model(x))
+
+
+def test_a_batch_norm_becomes_part_of_the_convolution_before_it() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 1, bias=False))
+    model = model.append(nn.BatchNorm2d(4)).double()
+    x = torch.randn(2, 3, 6, 6, dtype=torch.float64)
+    model(x)  # so that the norms have averages
+    model.eval()
+    traced = tm.graph.trace(model, [x])
+    frozen = traced.frozen()
+    assert [node["name"] for node in frozen.inputs] == ["input0"]
+    operators = [node.op for node in frozen.nodes() if node.launched]
+    assert sorted(operators) in (
+        ["add", "add", "conv", "conv", "maximum"],
+        ["add", "conv", "conv", "maximum", "subtract"],
+    ), operators
+    torch.testing.assert_close(run_torch(frozen, x)[0], model(x), rtol=1e-11, atol=1e-12)
+
+
+def test_trace_of_a_model_that_changes_its_buffers() -> None:
+    model = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.RMSNorm(5))
+    x = torch.randn(6, 4)
+    before = model[1].running_mean.clone()  # type: ignore[operator]
+    traced = tm.graph.trace(model, [x])
+    assert torch.equal(model[1].running_mean, before)  # type: ignore[arg-type]
+    torch.testing.assert_close(traced.run(x)[0], model(x))
+    with pytest.raises(UsageError, match="changes its inputs in place"):
+        tm.graph.trace(lambda y: y.add_(1.0), [x])
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"mode": "max-autotune"}, "mode"),
+        ({"options": {"cuda_graph": True}}, "did you mean|cuda_graphs"),
+        ({"options": {"kernels": 1}}, "give True or False"),
+    ],
+)
+def test_options_of_the_backend(given: dict[str, Any], message: str) -> None:
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match=message):
+        torch.compile(nn.Linear(2, 2), backend=tilemesh, **given)(torch.ones(1, 2))
+
+
+def test_modes_that_are_known() -> None:
+    torch._dynamo.reset()
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), torch.randn(3, 4)
+    for given in ({"mode": "reduce-overhead"}, {"options": {"rematerialise": True}}):
+        torch._dynamo.reset()
+        torch.testing.assert_close(torch.compile(model, backend=tilemesh, **given)(x), model(x))

@@ -1,0 +1,131 @@
+"""Patterns computed by the kernels of `tilemesh.kernels`, in Triton's interpreter; products that are joined."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import tilemesh as tm
+from tilemesh.core.errors import UsageError
+from tilemesh.graph import build
+from tilemesh.graph.backend import as_kernels
+from tilemesh.graph.by_torch import run_torch
+from tilemesh.graph.emit import program
+from tilemesh.graph.ir import Graph
+from tilemesh.graph.joining import joined_products, saved_bytes
+from tilemesh.graph.kernel_call import kernel_of
+from tilemesh.graph.rules import simplify
+from tilemesh.graph.templates import KernelUse, template
+
+functional = nn.functional
+WIDTH = 32
+Given = tuple[torch.Tensor, ...]
+
+
+def _llama_norm(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """As transformers writes it."""
+    wide = x.to(torch.float32)
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+    return w * wide.to(x.dtype)
+
+
+def _new_gelu(h: torch.Tensor) -> torch.Tensor:
+    """GPT-2's, as transformers writes it."""
+    return 0.5 * h * (1.0 + torch.tanh(0.7978845608028654 * (h + 0.044715 * torch.pow(h, 3.0))))
+
+
+def _with_sum(x: torch.Tensor, m: torch.Tensor, b: torch.Tensor) -> Given:
+    h = functional.linear(x, m, b)
+    return functional.gelu(h) @ m, h
+
+
+CASES: dict[str, tuple[Callable[..., Any], str, int]] = {
+    "layer norm": (lambda x, w, b, m, t: functional.layer_norm(x, (WIDTH,), w, b), "layer_norm", 1),
+    "its statistics": (
+        lambda x, w, b, m, t: torch.ops.aten.native_layer_norm(x, (WIDTH,), w, b, 1e-5), "layer_norm", 3,
+    ),
+    "RMS norm": (lambda x, w, b, m, t: functional.rms_norm(x, (WIDTH,), w, 1e-5), "rms_norm", 1),
+    "Llama's norm": (lambda x, w, b, m, t: _llama_norm(x, w), "rms_norm", 1),
+    "softmax": (lambda x, w, b, m, t: torch.softmax(x, -1), "softmax", 1),
+    "loss": (lambda x, w, b, m, t: functional.cross_entropy(x.view(-1, WIDTH), t), "cross_entropy", 1),
+    "gelu": (lambda x, w, b, m, t: functional.gelu(functional.linear(x, m, b)) @ m, "fused_matmul", 1),
+    "gelu, sum kept": (lambda x, w, b, m, t: _with_sum(x, m, b), "fused_matmul", 2),
+    "GPT-2's gelu": (lambda x, w, b, m, t: _new_gelu(functional.linear(x, m, b)) @ m, "fused_matmul", 1),
+    "silu": (lambda x, w, b, m, t: functional.silu(functional.linear(x, m)) @ m, "fused_matmul", 1),
+    "relu": (lambda x, w, b, m, t: functional.relu(functional.linear(x, m, b)) @ m, "fused_matmul", 1),
+}  # fmt: skip
+
+
+def _given() -> Given:
+    torch.manual_seed(0)
+    target = torch.randint(0, WIDTH, (24,))
+    target[3] = -100
+    return torch.randn(4, 6, WIDTH), torch.randn(WIDTH), torch.randn(WIDTH), torch.randn(WIDTH, WIDTH) / 5, target
+
+
+def _uses(graph: Graph) -> list[KernelUse]:
+    return [use for node in graph.nodes() if node.op == "region" and (use := kernel_of(node)) is not None]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_pattern_is_computed_by_its_kernel(name: str) -> None:
+    function, kernel, results = CASES[name]
+    given = _given()
+    graph, _ = simplify(tm.graph.trace(function, given).graph)
+    better = as_kernels(graph, "interpret")
+    (use,) = _uses(better)
+    assert (use.kernel, len(use.results)) == (kernel, results)
+    expected = function(*given)
+    ours = program(better, way="interpret")(*given)
+    for mine, theirs in zip(ours, expected if isinstance(expected, tuple) else (expected,), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=2e-6, atol=2e-6)
+    for mine, theirs in zip(run_torch(better, *given), ours, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=2e-6, atol=2e-6)
+
+
+def test_what_is_no_pattern_stays_a_generated_kernel() -> None:
+    """A norm over pairs of rows, one of float64 that was cast down, a GELU whose parts are read elsewhere."""
+
+    def program_of(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor, m: torch.Tensor, t: torch.Tensor) -> Given:
+        h = functional.linear(x, m, b)
+        inner = torch.erf(h * 0.7071067811865476)
+        return h * 0.5 * (inner + 1.0), inner, torch.softmax(x.double().float(), -1) + 1.0
+
+    graph, _ = simplify(tm.graph.trace(program_of, _given()).graph)
+    assert _uses(as_kernels(graph, "interpret")) == []
+
+
+@pytest.mark.parametrize("text", ["exp(x)", "exp(x) = x", "x = softmax(x)"])
+def test_a_template_that_is_none(text: str) -> None:
+    with pytest.raises(UsageError, match="template wrong"):
+        template("wrong", text)
+
+
+def _attention(rows: int, width: int) -> Graph:
+    x = build.argument("x", [rows, width], "float64")
+    weights = [build.argument(name, [width, width], "float64") for name in "qkv"]
+    q, k, v = (build.dot(x, build.transpose(weight)) for weight in weights)
+    mixed = build.dot(build.softmax(build.dot(q, build.transpose(k))), v)
+    return Graph((x, *weights), (mixed, v))
+
+
+def test_q_k_and_v_become_one_product() -> None:
+    graph = _attention(64, 8)
+    joined, count = joined_products(graph)
+    assert count == 2
+    assert sum(node.op == "dot" for node in joined.nodes()) == 3
+    products = [node for node in graph.nodes() if node.op == "dot"][:1] * 3
+    assert saved_bytes(products) == 2 * 64 * 8 * 8 - 2 * 3 * 8 * 8 * 8
+    torch.manual_seed(0)
+    given = [torch.randn(64, 8, dtype=torch.float64), *(torch.randn(8, 8, dtype=torch.float64) for _ in range(3))]
+    for mine, theirs in zip(program(joined)(*given), program(graph)(*given), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+
+
+def test_few_rows_are_not_worth_joining() -> None:
+    graph = _attention(8, 64)
+    assert joined_products(graph) == (graph, 0)
