@@ -12,7 +12,7 @@ import itertools
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 import typer
@@ -43,13 +43,18 @@ from tilemesh.cli import (
 )
 from tilemesh.core.errors import RunError, UsageError, unknown
 
-app = typer.Typer(
-    name="tilemesh",
-    help="Plan, run, measure and explain Transformer training, from one GPU tile to a mesh of ranks.",
-    add_completion=True,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,  # rich takes as long to import as all of our commands together
-)
+
+def _empty_app() -> typer.Typer:
+    return typer.Typer(
+        name="tilemesh",
+        help="Plan, run, measure and explain Transformer training, from one GPU tile to a mesh of ranks.",
+        add_completion=True,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,  # rich takes as long to import as all of our commands together
+    )
+
+
+app = _empty_app()
 app.command()(doctor.doctor)
 app.command()(calibrate.calibrate)
 app.command()(config.config)
@@ -98,6 +103,34 @@ def _options(
         raise typer.Exit(0)
 
 
+def app_for(first: str) -> typer.Typer:
+    """The app with the command of this name as it is, and of the others the name and the sentence that they are for:
+    reading the options of all commands takes longer than everything else that `tilemesh --help` does."""
+    made = _empty_app()
+    made.callback(invoke_without_command=True)(_options)
+    for command in app.registered_commands:
+        assert command.callback is not None
+        is_asked = first == (command.name or command.callback.__name__)
+        made.command(command.name)(command.callback if is_asked else _without_options(command.callback))
+    for group in app.registered_groups:
+        assert group.typer_instance is not None
+        if group.name == first:
+            made.add_typer(group.typer_instance, name=group.name)
+            continue
+        short = typer.Typer(help=group.typer_instance.info.help)
+        short.command("options")(_without_options(_options))
+        made.add_typer(short, name=group.name)
+    return made
+
+
+def _without_options(function: Callable[..., Any]) -> Callable[[], None]:
+    def short() -> None:
+        raise AssertionError(f"{function.__name__} was not asked for")
+
+    short.__name__, short.__doc__ = function.__name__, function.__doc__
+    return short
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     for stream in (sys.stdout, sys.stderr):
@@ -108,7 +141,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             del os.environ[name]
     arguments, debug = take_debug(list(sys.argv[1:] if argv is None else argv))
     try:
-        code = app(arguments, prog_name="tilemesh", standalone_mode=False)
+        completes = "_TILEMESH_COMPLETE" in os.environ  # a shell asks for the words that may follow
+        first = next((word for word in arguments if not word.startswith("-")), "")
+        code = (app if completes else app_for(first))(arguments, prog_name="tilemesh", standalone_mode=False)
         sys.stdout.flush()  # what is still buffered may not find room either, and then this did not go well
     except (KeyboardInterrupt, typer.Abort):
         print("tilemesh: interrupted", file=sys.stderr)

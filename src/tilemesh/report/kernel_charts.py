@@ -124,8 +124,9 @@ def _layer(
 
 
 def roofline(pairs: Sequence[Worked]) -> Drawing:
-    """FLOP/s against FLOPs a byte, ours and the best peer, under the limit."""
-    ours, theirs, roof, rows, labels, places = [], [], [], [], [], []
+    """FLOP/s against FLOPs per byte, ours and the best peer, under the limit."""
+    ours, theirs, roof, labels, places = [], [], [], [], []
+    rows: list[list[str]] = []
     for row, need in sorted(pairs, key=lambda pair: pair[1].intensity):
         assert row.measured is not None
         x, reached = need.intensity, need.flops / row.measured.median
@@ -137,22 +138,25 @@ def roofline(pairs: Sequence[Worked]) -> Drawing:
             theirs.append((x, peer))
         if row.limit:
             roof.append((x, need.flops / row.limit))
-        rows.append([case_name(row), f"{x:.3g}", format_rate(reached, "FLOP/s"),
+        rows.append([f"{len(rows) + 1}: {case_name(row)}", f"{x:.3g}", format_rate(reached, "FLOP/s"),
                      format_rate(peer, "FLOP/s") if peer else "–", best or "–",
                      percent(row.of_limit) if row.of_limit is not None else "–"])  # fmt: skip
         places.append(x)
     ys = [y for _, y in [*ours, *theirs, *roof]]
-    x_axis = PlotAxis(min(places) / 1.5, max(places) * 1.6, "FLOPs a byte", "{:g}".format, log=True)
+    x_axis = PlotAxis(min(places) / 1.5, max(places) * 1.6, "FLOPs per byte", "{:g}".format, log=True)
     y_axis = PlotAxis(min(ys) / 1.4, max(ys) * 1.4, "FLOP/s", lambda value: format_rate(value, "FLOP/s"), log=True)
     layers: list[PlotLayer] = [
         Line("limit", _hull(roof), 6),
         Dots("best peer", theirs, 1, 10, hollow=True),
         Dots("ours", ours, 0, 10, words=labels),
-        *names_beside(ours, theirs, labels, x_axis, y_axis),
+        *names_beside(ours, theirs, labels, x_axis, y_axis, numbers=True),
     ]
-    head = ["shape", "FLOPs a byte", "ours", "best peer", "which", "of limit"]
+    head = ["shape", "FLOPs per byte", "ours", "best peer", "which", "of limit"]
     table = PageTable(head, rows, [x_axis.place(x) for x in places])
-    words = "Kernel time. The height between dot and ring is what fusing and tuning gained."
+    words = (
+        "Kernel time. The height between dot and ring is what fusing and tuning gained. A number stands for the shape "
+        "of that number in the table."
+    )
     return Drawing("Roofline", words, Plot(x_axis, y_axis, layers, height=420), table)
 
 
@@ -189,7 +193,7 @@ def _hull(roof: Sequence[tuple[float, float]]) -> list[tuple[float, float | None
 
 
 _LETTER, _LINE, _DOT = 0.0105, 0.045, 0.012  # of a plot: a letter's width where names are shown at all, a line, a dot
-_LINES = (0, 1, -1, 2, -2, 3, -3, 4, -4)
+_LINES = (0, 1, -1, 2, -2, 3, -3, 4, -4, 5, -5, 6, -6)
 Box = tuple[float, float, float, float]  # from left and bottom to right and top, as fractions of a plot
 
 
@@ -199,29 +203,35 @@ def names_beside(
     labels: Sequence[str],
     x: PlotAxis,
     y: PlotAxis,
+    numbers: bool = False,
 ) -> list[Note]:
-    """A name for every dot, as near to it as there is room that no dot and no other name takes; where there is none
-    within some lines, at the place where it covers the least."""
+    """A name for every dot, as near to it as there is room that no dot and no other name takes. `numbers`: where there
+    is none for the name, its number in the order of the dots, which takes less."""
     dots = [(x.place(at), y.place(value)) for at, value in [*points, *others]]
     taken: list[Box] = [(at - _DOT, up - _DOT * 1.5, at + _DOT, up + _DOT * 1.5) for at, up in dots]
     made = []
-    for (at, value), label in zip(points, labels, strict=True):
-        name, here, up = label.split(" ")[0], x.place(at), y.place(value)
-        width = _LETTER * len(name)
-        places: list[tuple[float, Box, float, bool]] = []
-        for shift, at_left in ((lines * _LINE, side) for lines in _LINES for side in (False, True)):
-            begin = here - _DOT - width if at_left else here + _DOT
-            box = (begin, up + shift - _LINE / 2, begin + width, up + shift + _LINE / 2)
-            if min(box) > 0 and max(box) < 1:
-                places.append((sum(_covered(box, other) for other in taken), box, shift, at_left))
-        if places:
-            _, box, shift, at_left = min(places, key=lambda place: place[0])  # the first of equals is the nearest
-            made.append(Note(at, y.value(up + shift), name, at_left))
-            taken.append(box)
+    for number, ((at, value), label) in enumerate(zip(points, labels, strict=True), start=1):
+        here, up = x.place(at), y.place(value)
+        for name in (label.split(" ")[0], *([str(number)] if numbers else [])):
+            free = _free_place(name, here, up, taken)
+            if free is not None:
+                box, at_left = free
+                made.append(Note(at, y.value((box[1] + box[3]) / 2), name, at_left))
+                taken.append(box)
+                break
     return made
 
 
-def _covered(one: Box, other: Box) -> float:
-    """The area that two boxes have in common."""
-    width, height = min(one[2], other[2]) - max(one[0], other[0]), min(one[3], other[3]) - max(one[1], other[1])
-    return max(0.0, width) * max(0.0, height)
+def _free_place(name: str, here: float, up: float, taken: Sequence[Box]) -> tuple[Box, bool] | None:
+    """The nearest place for a name beside a dot that covers nothing, and whether it is left of the dot."""
+    width = _LETTER * len(name)
+    for shift, at_left in ((lines * _LINE, side) for lines in _LINES for side in (False, True)):
+        begin = here - _DOT - width if at_left else here + _DOT
+        box = (begin, up + shift - _LINE / 2, begin + width, up + shift + _LINE / 2)
+        if min(box) > 0 and max(box) < 1 and not any(_meet(box, other) for other in taken):
+            return box, at_left
+    return None
+
+
+def _meet(one: Box, other: Box) -> bool:
+    return one[0] < other[2] and other[0] < one[2] and one[1] < other[3] and other[1] < one[3]

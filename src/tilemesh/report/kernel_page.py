@@ -117,7 +117,7 @@ def _is_equal(row: Row) -> bool:
 
 
 def limits(rows: Sequence[Row]) -> Html | None:
-    """How much of the limit was reached, a bar a row: where FLOPs a byte are not the question."""
+    """How much of the limit was reached, one bar per row: where FLOPs per byte are not the question."""
     known = [(row, row.of_limit) for row in rows if row.of_limit is not None]
     if not known:
         return None
