@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from tilemesh.guide.book import PARTS, GuidePart
+from tilemesh.guide import on_gpu
+from tilemesh.guide.book import PARTS, GuidePart, part_of
 from tilemesh.guide.runner import run_part
 
 
@@ -25,3 +26,14 @@ def test_a_chapter_runs(part: GuidePart, tmp_path: Path, monkeypatch: pytest.Mon
     assert len(guessed) >= 2
     assert all(len(row.name) <= 40 for row in rows), "give long questions a short name for the table"
     assert not list(tmp_path.iterdir()), "a run without a reader is no progress of theirs"
+
+
+@pytest.mark.slow
+def test_chapter_3_adds_its_gpu_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the CPU in the GPU's place, on four processes; the other chapters' rows: tests/cpu/test_guide_gpu.py."""
+    monkeypatch.setattr(on_gpu, "gpu", lambda: "cpu")
+    rows = run_part(part_of("3"), Console(file=io.StringIO(), width=120))
+    (row,) = [row for row in rows if "gpu" in row.case]
+    assert row.measured is not None
+    assert row.measured.n == 3
+    assert list(row.peers) == ["from host memory"]

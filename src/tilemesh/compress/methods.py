@@ -52,11 +52,12 @@ def clipped(weight: Tensor, scheme: Scheme, importance: Tensor | None = None) ->
 def gptq(weight: Tensor, scheme: Scheme, inputs: InputStatistics) -> Quantized:
     """Columns in turn are rounded, and those after take up what that did to the output (Frantar et al. 2022).
 
-    Scales are those that clipping finds, of the weights as they are given: a column's correction does not move them.
-    Inputs with the largest squares come first, while there are others left to correct them.
+    Scales are those of round-to-nearest, of the weights as they are given: a column's correction does not move them,
+    and under clipped ones corrected weights fall outside of the range (docs/compress/LOG.md). Inputs with the largest
+    squares come first, while there are others left to correct them.
     """
     wide = weight.detach().float()
-    start = clipped(wide, scheme, inputs.gram.diagonal())
+    start = quantize(wide, scheme)
     scales, zeros = start.scales, start.zeros
     order = inputs.gram.diagonal().argsort(descending=True, stable=True)
     work, factor = wide[:, order].clone(), _inverse_factor(inputs.gram[order][:, order])

@@ -74,7 +74,7 @@ def _peer_losses(
         reason = why_not(peer, read_recipe(name))
         if not reason:
             try:
-                losses[peer] = mean_loss(peer_model(peer, model, read_recipe(name), text[0]), *text[1:])
+                losses[peer] = mean_loss(peer_model(peer, model, read_recipe(name), text[0][:, :-1]), *text[1:])
                 continue
             except RunError as error:
                 reason = str(error)
