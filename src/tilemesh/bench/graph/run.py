@@ -115,6 +115,7 @@ def bench_model(
     backend = Backend()
     calls: dict[str, Callable[..., Any]] = {OURS: _compiled(trained, backend)}
     first = {OURS: _first_call(trained, calls[OURS])}
+    pieces = list(backend.report.pieces)  # after a peer's first call, which forgets what was compiled, there are more
     missing: dict[str, str] = {}
     for peer in peers:
         try:
@@ -125,13 +126,13 @@ def bench_model(
         except Exception as error:  # a peer that cannot compile a model is left out with its reason
             missing[peer] = reason_of(error)
             calls.pop(peer, None)
-    found = figures(backend.report.pieces)
+    found = figures(pieces)
     machine, why = calibrated_device(device)
     predicted = limit = None
     if machine is None:
         missing |= {"predicted": why, "limit": why}
     else:
-        predicted = sum(graph_seconds(piece.graph, machine) for piece in backend.report.pieces if piece.graph)
+        predicted = sum(graph_seconds(piece.graph, machine) for piece in pieces if piece.graph)
         peak = machine.peak_flops_per_s.get(PEAKS.get(str(dtype).removeprefix("torch."), "fp32"))
         limit = found.flops / peak if peak else None
         if limit is None:
@@ -147,9 +148,9 @@ def bench_model(
     }  # fmt: skip
     rows = [_row("graph step", case, "s", predicted, timed[OURS], limit, timed, missing)]
     rows.append(_first_row(case, first, missing))
-    rows.append(_memory_row(case, found, backend.report.pieces, device))
+    rows.append(_memory_row(case, found, pieces, device))
     if machine is not None:
-        rows.append(_roof_row(case, found, backend.report.pieces, machine, timed))
+        rows.append(_roof_row(case, found, pieces, machine, timed))
     return GraphBench(rows, found)
 
 
