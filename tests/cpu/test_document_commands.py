@@ -278,6 +278,8 @@ OTHERS = [
 @pytest.mark.timeout(MOST_S)
 @pytest.mark.parametrize("name", OTHERS)
 def test_a_document_runs(name: str, place: Path, trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    if any(line.startswith("tilemesh serve") for block in blocks(ROOT / name) for line in block.lines):
+        pytest.importorskip("uvicorn")  # of the extra `serve`
     copy_runs(place, trained)
     for words in (["data", "prepare", "text.jsonl", "shards"], ["plan", "--draw", "zb-v", "--csv", "mine.csv"]):
         assert main(words) == 0
