@@ -22,6 +22,7 @@ from tilemesh.guide.quantity import parse_quantity
 
 Correction = Callable[[Any], str | None]
 """Why an answer is wrong; None for one that is right."""
+COLLECTIVE = -1  # the peer that a communicator's observer is told for what is no message
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,8 @@ print("\n".join(rank_says))
 # ## The naive way
 #
 # With the messages of chapter 2 every collective is a few lines: send everybody what they need, and combine what
-# comes. `comm/minimal.py` has them all, and they agree with the built-in ones.
+# comes. `comm/minimal.py` has five of them (all_reduce, reduce_scatter, all_gather, all_to_all, broadcast; the others
+# are parts of these), and they agree with the built-in ones.
 
 # %%
 lesson.source(minimal.exchange, minimal.all_reduce)
@@ -82,9 +83,10 @@ assert counted["minimal"] == [(ranks - 1, nbytes * (ranks - 1))] * ranks
 assert counted["ring"] == [(2 * (ranks - 1), 2 * nbytes * (ranks - 1) // ranks)] * ranks
 
 # %% [markdown]
-# The ring's 2·(n-1)/n arrays per rank is also the least possible: no all-reduce can send less. (The limit column says
-# so.) But it takes 2·(n-1) rounds, one after the other. A **tree** adds up in pairs, then pairs of pairs: 2·log2(n)
-# rounds, in each of which whole arrays are sent.
+# The ring's 2·(n-1)/n arrays per rank is also the least possible: in every all-reduce the rank that sends most sends at
+# least so much. (The limit column says so. Some ranks of the tree sent less, others more.) But it takes 2·(n-1) rounds,
+# one after the other. A **tree** adds up in pairs, then pairs of pairs: 2·log2(n) rounds, in each of which whole arrays
+# are sent.
 
 # %%
 print(draw.text(build("all_reduce", "tree", 4)))
@@ -109,7 +111,7 @@ alpha_s = small_s
 beta_s = max(large_s - middle_s, 1e-9) / (7 << 20)  # 7 MiB more took so much longer
 wire = Wire(alpha_s, 1 / beta_s)
 print(f"α = {format_seconds(alpha_s)}, 1/β = {format_rate(1 / beta_s, 'B/s')}")
-for size in (1 << 10, 64 << 10, 4 << 20, 64 << 20):
+for size in (1 << 10, 64 << 10, 4 << 20):
     ring_s, tree_s = (cost.seconds("all_reduce", name, 4, size, wire) for name in ("ring", "tree"))
     winner = "ring" if ring_s < tree_s else "tree"
     print(f"{format_bytes(size):>8}: ring {format_seconds(ring_s)}, tree {format_seconds(tree_s)}: {winner}")
@@ -170,12 +172,12 @@ line_ranks, payload = 8, 1 << 20
 ring = build("all_reduce", "ring", line_ranks)
 link = Wire(2e-6, 25e9)
 on_ring = simulate(ring, payload, Flat(line_ranks, link), free).seconds
-wormhole = simulate(ring, payload, LinearArray(line_ranks, link), free).seconds
+wormhole = simulate(ring, payload, LinearArray(line_ranks, link, 1e-7), free).seconds  # 0.1 µs for each hop more
 stored = simulate(ring, payload, LinearArray(line_ranks, link, stores=True), free).seconds
 print(
     f"ring {format_seconds(on_ring)}, line, wormhole {format_seconds(wormhole)}, line, stored {format_seconds(stored)}"
 )
-assert abs(wormhole / on_ring - 1) < 1e-9
+assert on_ring < wormhole < 1.2 * on_ring
 assert abs(stored / on_ring - (line_ranks - 1)) < 1e-6
 
 # %% [markdown]

@@ -9,7 +9,7 @@ import numpy as np
 
 from tilemesh.comm import Communicator, run_threads
 from tilemesh.core.errors import RunError
-from tilemesh.guide.exercise import choice, code, numeric, why_stuck
+from tilemesh.guide.exercise import COLLECTIVE, choice, code, numeric, why_stuck
 
 PATIENCE_S = 0.4
 
@@ -141,6 +141,26 @@ def sends_first(comm: Communicator, value: int) -> list[int]:
     return [value, int(box[0])]
 
 
+def by_the_library(comm: Communicator, value: int) -> list[int]:
+    """Wrong: right values, but the exercise is to write it."""
+    return [int(each) for each in comm.all_gather(np.array([value]))]
+
+
+def box_of_floats(comm: Communicator, value: int) -> list[int]:
+    """Wrong: whole numbers arrive in a box of float64."""
+    before, after = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
+    found, carried = [0] * comm.size, np.array([value])
+    found[comm.rank] = value
+    for turn in range(1, comm.size):
+        box = np.empty(1)
+        handles = [comm.irecv(box, source=before), comm.isend(carried, to=after)]
+        for handle in handles:
+            handle.wait()
+        carried = box
+        found[(comm.rank - turn) % comm.size] = int(box[0])
+    return found
+
+
 def why_not_ring(function: Callable[[Communicator, int], Any]) -> str | None:
     """What is wrong with a ring, found on five threads whose messages are watched."""
     ranks = 5
@@ -153,6 +173,11 @@ def why_not_ring(function: Callable[[Communicator, int], Any]) -> str | None:
         why = _ring_reason(rank, ranks, given, expected)
         if why is not None:
             return f"Rank {rank} returned {given}: {why}"
+        if COLLECTIVE in peers:
+            return (
+                "The values are right, but a built-in collective brought them. Write it with messages: send, recv, "
+                "isend, irecv."
+            )
         strangers = peers - {(rank + 1) % ranks, (rank - 1) % ranks}
         if strangers:
             return (
@@ -166,11 +191,7 @@ def why_not_ring(function: Callable[[Communicator, int], Any]) -> str | None:
 def _watched(comm: Communicator, function: Callable[[Communicator, int], Any]) -> tuple[Any, set[int]]:
     peers: set[int] = set()
 
-    def observer(seen: Any) -> None:
-        if seen.peer >= 0:
-            peers.add(seen.peer)
-
-    comm.observe(observer)
+    comm.observe(lambda seen: peers.add(seen.peer))
     given = function(comm, 10 * comm.rank)
     return given, peers
 
@@ -193,6 +214,11 @@ def _ring_reason(rank: int, ranks: int, given: Any, expected: list[int]) -> str 
             "the neighbour's value stands in several places: every rank sent its own value each time. Hand on what "
             "came in the round before."
         )
+    if any(value not in expected for value in values) or (rank and values.count(0) >= ranks - 1):
+        return (
+            "these numbers were never sent. Messages are bytes: what was sent as whole numbers must arrive in a box of "
+            "whole numbers, such as np.empty_like(carried), not np.empty(1), which holds float64."
+        )
     missing = set(expected) - set(values)
     if len(missing) == 1 and len(values) == ranks:
         return f"the value {missing.pop()} never came: one round is missing. n ranks need n-1 rounds."
@@ -211,7 +237,7 @@ def ring_gather(comm, value):
     before, after = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
     ...''',
     solution=ring_gather,
-    planted=(own_each_time, as_they_come, one_round_short, to_everybody, sends_first),
+    planted=(own_each_time, as_they_come, one_round_short, to_everybody, sends_first, by_the_library, box_of_floats),
     correct=why_not_ring,
     explanation="Add what comes instead of noting it, and you have a reduce_scatter; one after the other, an "
     "all_reduce.",

@@ -116,7 +116,7 @@ def why_not_mean(function: Callable[[Communicator, Any, int], Any]) -> str | Non
     total = np.sum(SUMS, axis=0)
     expected = total / sum(COUNTS)
     if all(result.shape == expected.shape and np.allclose(result, expected) for result in results):
-        return None
+        return _why_not_other_counts(function)
     first = results[0]
     means = [one / count for one, count in zip(SUMS, COUNTS, strict=True)]
     wrongs = {
@@ -137,6 +137,26 @@ def why_not_mean(function: Callable[[Communicator, Any, int], Any]) -> str | Non
     )
 
 
+def eleven(comm: Communicator, gradient_sum: Any, samples: int) -> Any:
+    """Wrong: right for 5, 3 and 3 samples alone."""
+    return comm.all_reduce(gradient_sum) / 11
+
+
+def _why_not_other_counts(function: Callable[[Communicator, Any, int], Any]) -> str | None:
+    """The same sums of other numbers of samples: the last step of an epoch has fewer."""
+    counts = (4, 3, 1)
+    results = run_threads(
+        len(counts), lambda comm: np.array(function(comm, SUMS[comm.rank].copy(), counts[comm.rank])), timeout_s=0.5
+    )
+    expected = np.sum(SUMS, axis=0) / sum(counts)
+    if all(result.shape == expected.shape and np.allclose(result, expected) for result in results):
+        return None
+    return (
+        f"With 5, 3 and 3 samples it is right, with 4, 3 and 1 rank 0 got {results[0].tolist()} instead of "
+        f"{expected.tolist()}: add up the numbers of samples of all ranks instead of writing their sum down."
+    )
+
+
 MEAN = code(
     "mean_gradient",
     "Three ranks have 5, 3 and 3 samples. Each has the *sum* of the gradients of its samples. Write a function that "
@@ -148,7 +168,7 @@ def mean_gradient(comm, gradient_sum, samples):
     """gradient_sum: an array; samples: how many samples it sums over."""
     ...''',
     solution=mean_gradient,
-    planted=(mean_of_means, over_ranks, never_divided, only_mine, own_count),
+    planted=(mean_of_means, over_ranks, never_divided, only_mine, own_count, eleven),
     correct=why_not_mean,
     explanation="In language models `samples` are tokens that count in the loss, and their number differs from rank "
     "to rank "

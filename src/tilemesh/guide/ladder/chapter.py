@@ -146,7 +146,7 @@ for stride in (1, 2, 8, 32):
     assert per_read == studies.passes_per_request(stride)
 
 # %% [markdown]
-# ## The convolution: 384 reads become 130
+# ## The convolution: 384 reads, and how many with shared memory?
 
 # %%
 guess = predict(

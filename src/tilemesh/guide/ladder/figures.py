@@ -5,6 +5,7 @@ Every number in them is computed or counted when they are drawn: by the rungs, b
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
@@ -276,11 +277,16 @@ def roofline() -> str:
         canvas.line(across(peak / l1), up(peak), left + width, up(peak), colour=colour, thick=True)
         canvas.text(left + width, up(peak) - 5, f"{units} {format_rate(peak, 'FLOP/s')}", size=11, align="end")
     bytes_of = {"fp32": 4, "tf32": 4, "fp16": 2}
+    taken: list[tuple[float, float, float]] = []  # left, right and baseline of the names so far
     for place, row in enumerate(h200_rows()):
-        units = str(row.case["units"])
+        units, name = str(row.case["units"]), str(row.case["rung"])
         x = across(2 * N**3 / (reads_of(row) * bytes_of[units]))
         y = up(2 * N**3 / median_s(row))
         canvas.box(x - 5, y - 5, 10, 10, colour={"fp32": 0, "tf32": 3, "fp16": 2}[units])
-        side = -1 if place % 2 else 1
-        canvas.text(x + 8 * side, y + 4, str(row.case["rung"]), size=10, align="end" if side < 0 else "")
+        for lower, side in itertools.product((4, 16, -8, 28), (-1, 1) if place % 2 else (1, -1)):
+            begin, end = sorted((x + 8 * side, x + (8 + 6 * len(name)) * side))
+            if all(begin > right or end < left or abs(y + lower - base) > 11 for left, right, base in taken):
+                break
+        taken.append((begin, end, y + lower))
+        canvas.text(x + 8 * side, y + lower, name, size=10, align="end" if side < 0 else "")
     return canvas.svg()

@@ -9,7 +9,7 @@ import numpy as np
 
 from tilemesh.comm import Communicator, run_threads
 from tilemesh.core.errors import RunError
-from tilemesh.guide.exercise import choice, code, numeric, why_stuck
+from tilemesh.guide.exercise import COLLECTIVE, choice, code, numeric, why_stuck
 
 PATIENCE_S = 0.4  # how long a rank may wait before it counts as a deadlock
 
@@ -24,8 +24,8 @@ TOKEN = numeric(
         "can "
         "pass it on, so the messages follow one another.",
         50: "5 messages bring the token from rank 0 to rank 5. It must also come back: from 5 to 0.",
-        120: "12 counts each message twice, as a send and as a receive. The two are the ends of one message.",
-        70: "7 counts one message too many: 6 ranks in a ring have 6 links between them.",
+        120: "120 counts each message twice, as a send and as a receive. The two are the ends of one message.",
+        70: "70 counts one message too many: 6 ranks in a ring have 6 links between them.",
     },
     otherwise="Draw 6 ranks in a ring and count the arrows that the token follows until it is back.",
     explanation="6 messages, one after the other: nothing here is parallel. Chapter 3's ring keeps every rank busy.",
@@ -112,6 +112,11 @@ def nothing_sent(comm: Communicator, mine: Any, other: int) -> Any:
     return theirs
 
 
+def by_a_collective(comm: Communicator, mine: Any, other: int) -> Any:
+    """Wrong: every rank gets every array, and keeps one."""
+    return comm.all_gather(mine).reshape(comm.size, -1)[other]
+
+
 def why_not_swap(function: Callable[[Communicator, Any, int], Any]) -> str | None:
     """What is wrong with a swap, found by swapping on two threads and on four."""
     for ranks in (2, 4):
@@ -119,8 +124,13 @@ def why_not_swap(function: Callable[[Communicator, Any, int], Any]) -> str | Non
             results = run_threads(ranks, lambda comm: _try(comm, function), timeout_s=PATIENCE_S)
         except RunError as error:
             return why_stuck(error)
-        for rank, (before, after, given) in enumerate(results):
+        for rank, (before, after, given, used_messages) in enumerate(results):
             other = rank ^ 1
+            if not used_messages:
+                return (
+                    f"Rank {rank} called a collective, for which all ranks must come together, and everybody's arrays "
+                    "move. Two ranks that swap need two messages: irecv, isend, and a wait for each."
+                )
             if not np.array_equal(before, after):
                 return (
                     f"Rank {rank}'s own array was overwritten: it was received into the array that is sent. Receive "
@@ -146,12 +156,13 @@ def why_not_swap(function: Callable[[Communicator, Any, int], Any]) -> str | Non
     return None
 
 
-def _try(comm: Communicator, function: Callable[[Communicator, Any, int], Any]) -> tuple[Any, Any, Any]:
-    mine = np.full(3, comm.rank)
+def _try(comm: Communicator, function: Callable[[Communicator, Any, int], Any]) -> tuple[Any, Any, Any, bool]:
+    mine, peers = np.full(3, comm.rank), set[int]()
     before = mine.copy()
+    comm.observe(lambda seen: peers.add(seen.peer))
     given = function(comm, mine, comm.rank ^ 1)
     result = None if given is None else np.array(given)
-    return before, mine.copy(), result
+    return before, mine.copy(), result, COLLECTIVE not in peers
 
 
 SWAP = code(
@@ -165,7 +176,7 @@ def swap(comm, mine, other):
     """Send `mine` to rank `other` and return the array that rank `other` sends here."""
     ...''',
     solution=swap,
-    planted=(send_first, no_wait, own_box, nothing_sent),
+    planted=(send_first, no_wait, own_box, nothing_sent, by_a_collective),
     correct=why_not_swap,
     explanation="Most programs do it by irecv and isend and then two waits. The pair is called a *sendrecv*: rings "
     "are made of it.",
