@@ -260,9 +260,10 @@ class TestFiles:
     def test_choices_of_wrong_types_are_made_afresh_and_said(self, table: object, tmp_path: Path) -> None:
         (tmp_path / "choices.json").write_text(json.dumps({"collectives": table, "matmul": {"a": "kind=torch"}}))
         said: list[str] = []
-        assert earlier_choices(tmp_path, said.append) == {"collectives": {}, "matmul": {"a": "kind=torch"}}
+        assert earlier_choices(tmp_path, True, said.append) == {"collectives": {}, "matmul": {"a": "kind=torch"}}
         assert said == [
-            "choices.json: collectives is no table of names; they are chosen afresh, and sums may round otherwise"
+            "DAMAGED CHOICES: choices.json: collectives is no table of names: they are chosen afresh, and sums may "
+            "round otherwise than before"
         ]
 
     def test_rows_of_a_run_that_was_too_short_to_be_timed(self, whole: Path) -> None:

@@ -192,7 +192,7 @@ def _hull(roof: Sequence[tuple[float, float]]) -> list[tuple[float, float | None
     return made
 
 
-_LETTER, _LINE, _DOT = 0.0105, 0.045, 0.012  # of a plot: a letter's width where names are shown at all, a line, a dot
+_LETTER, _LINE, _DOT = 0.0135, 0.06, 0.012  # of a plot: a letter's width where names are shown at all, a line, a dot
 _LINES = (0, 1, -1, 2, -2, 3, -3, 4, -4, 5, -5, 6, -6)
 Box = tuple[float, float, float, float]  # from left and bottom to right and top, as fractions of a plot
 
