@@ -85,7 +85,7 @@ def test_combinations_have_every_pair_of_settings_that_can_be(ranks: int) -> Non
     assert {layout.schedule for layout in layouts_of} == {*SYNCHRONOUS}
     assert {layout.offload for layout in layouts_of} == {*OFFLOADED}
     assert {(layout.zero, layout.recompute) for layout in layouts_of} == {
-        (zero, recompute) for zero in range(4) for recompute in ("none", "full")
+        (zero, recompute) for zero in range(4) for recompute in ("none", "full", "operators")
     }
 
 
