@@ -19,7 +19,7 @@ from tilemesh.measure.table import PIPE_WIDTH, format_value, print_rows
 
 WIDE = 160
 """Where a cell takes one line; most tests are about what stands in it."""
-STORED = sorted((Path(__file__).parents[2] / "benchmarks" / "results").glob("collectives*.jsonl"))
+STORED = sorted((Path(__file__).parents[2] / "benchmarks" / "results").glob("co[lm]*.jsonl"))
 
 
 def render(rows: Sequence[Row], width: int = WIDE) -> str:
