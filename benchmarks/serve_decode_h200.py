@@ -4,10 +4,10 @@
         [--prefix] [--json FILE]
 
 Three times per case. *step*: of an engine that decodes, planning and launching ahead. *busy*: of that, between the
-beginning and the end of the captured step on the GPU, by CUDA events; `waits` is the share of the pauses between. (The
-last step replayed, *device*, has fewer sequences than most had: they end one after the other.) *eager*: the same engine
-with every kernel launched by itself and every token waited for. The limit is the weights and the keys and values that a
-step reads, at the rate of a large copy, which is measured first. *predicted*: by `plan/serving_clock.py`, before.
+beginning and the end of the captured step on the GPU, by CUDA events; `waits` is the share of the pauses between.
+*eager*: the same engine with every kernel launched by itself and every token waited for. The limit is the weights and
+the keys and values that a step reads, at the rate of a large copy, which is measured first. *predicted*: by
+`plan/serving_clock.py`, before.
 `--serve` also times 256 requests of 100 to 1,024 tokens each way against the larger of bytes and FLOPs (at 800 TFLOP/s,
 what a large product reaches), step by step. `--online`: requests at random times, predicted before by the simulator
 with the step times of `plan/serving_clock.py`. `--prefix`: the first token of prompts of 8,192 tokens of
@@ -17,7 +17,9 @@ which 90 % are shared, beside prompts that share nothing, and beside an engine t
 from __future__ import annotations
 
 import argparse
+import cProfile
 import json
+import pstats
 import random
 import statistics
 import time
@@ -38,6 +40,7 @@ from tilemesh.model.transformer import Transformer
 from tilemesh.model.work.decoding import SequencePart, key_value_bytes
 from tilemesh.plan.serving_clock import StepClock
 from tilemesh.serve import Engine, Sampling
+from tilemesh.serve.device_steps import DeviceSteps
 from tilemesh.serve.figures import ServeGoal
 from tilemesh.serve.load import ServedModel
 from tilemesh.serve.sampling import DrawKind
@@ -46,7 +49,6 @@ from tilemesh.serve.scheduler import StepPlan
 PRODUCT_FLOPS_PER_S = 800e12
 RATES = {"tinyllama-1.1b": (25.0, 60.0, 100.0), "llama-3-8b": (20.0, 50.0)}
 """Requests per second, up to about 0.8 of what the engine can serve."""
-REPLAYS = 30
 STEPS = 96
 
 
@@ -111,6 +113,7 @@ class Watched:
 
         core.scheduler.commit = watched  # type: ignore[method-assign]
         self._events: list[tuple[int, Any, Any]] = []
+        self.prompts: list[tuple[int, float, Any, Any]] = []
         ahead = core.runner.ahead
         if ahead is not None:
             replay = ahead._replay
@@ -123,6 +126,41 @@ class Watched:
                 self._events.append((rows, began, ended))
 
             ahead._replay = timed  # type: ignore[method-assign]
+            self._watch_prompts(ahead)
+
+    def _watch_prompts(self, ahead: DeviceSteps) -> None:
+        """Of steps with prompts: the host's time for launching, and the GPU's between the first and the last kernel."""
+        mixed = ahead._mixed
+
+        def timed(entries: Any, drawings: Any) -> Any:
+            began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begun = time.perf_counter()
+            began.record()
+            left = mixed(entries, drawings)
+            ended.record()
+            took = time.perf_counter() - begun
+            self.prompts.append((sum(entry.count for entry in entries), took, began, ended))
+            return left
+
+        ahead._mixed = timed  # type: ignore[method-assign]
+
+    def where_time_went(self) -> dict[str, float]:
+        """Seconds: of captured steps on the GPU, of the pauses before them, of steps with prompts (host, and GPU)."""
+        torch.cuda.synchronize()
+        pairs = list(zip(self._events, self._events[1:], strict=False))
+        by_rows: dict[int, list[float]] = {}
+        for rows, began, ended in self._events:
+            by_rows.setdefault(rows, []).append(began.elapsed_time(ended))
+        for rows, found in sorted(by_rows.items()):
+            print(f"  captured step of {rows} rows: {statistics.median(found):.3f} ms, {len(found)} times")
+        for tokens, host_s, began, ended in self.prompts:
+            print(f"  step of {tokens} tokens: host {host_s * 1e3:.2f} ms, GPU {began.elapsed_time(ended):.2f} ms")
+        return {
+            "captured_s": sum(map(sum, by_rows.values())) / 1e3,
+            "pauses_s": sum(one[2].elapsed_time(other[1]) for one, other in pairs) / 1e3,
+            "prompts_host_s": sum(host_s for _, host_s, _, _ in self.prompts),
+            "prompts_gpu_s": sum(began.elapsed_time(ended) for _, _, began, ended in self.prompts) / 1e3,
+        }
 
     def gpu_s(self, rows: int) -> tuple[float, float]:
         """Medians of a captured step on the GPU while serving, and of the pause before it."""
@@ -164,33 +202,26 @@ def engine_of(model: Transformer, rows: int, ahead: bool, **options: Any) -> Eng
     return Engine(served, device="cuda", launch_ahead=ahead, say=print, **sizes)
 
 
-def device_s(engine: Engine, rows: int) -> float | None:
-    """Of the captured step, with what the last step left in its tensors."""
-    ahead = engine._core.runner.ahead
-    captured = None if ahead is None else ahead._captured.get((rows, DrawKind.GREEDY))
-    if captured is None:
-        return None
-    for _ in range(3):
-        captured.replay()
-    began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    began.record()
-    for _ in range(REPLAYS):
-        captured.replay()
-    ended.record()
-    ended.synchronize()
-    return float(began.elapsed_time(ended)) / 1e3 / REPLAYS
-
-
 def profile(engine: Engine, rows: int) -> None:
-    """Which kernels a captured step is made of, by their time."""
-    ahead = engine._core.runner.ahead
-    assert ahead is not None
-    captured = ahead._captured[rows, DrawKind.GREEDY]
+    """Which kernels steps of so many rows are made of, by their time."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
-        for _ in range(3):
-            captured.replay()
+        generate(engine, rows, 976, 8)
         torch.cuda.synchronize()
     print(found.key_averages().table(sort_by="cuda_time_total", row_limit=14, max_name_column_width=70))
+
+
+def profile_launch(engine: Engine, tokens: Sequence[int]) -> None:
+    """What the host does while it launches the step of a prompt."""
+    ahead = engine._core.runner.ahead
+    assert ahead is not None
+    mixed, found = ahead._mixed, cProfile.Profile()
+    ahead._mixed = lambda *given: found.runcall(mixed, *given)  # type: ignore[method-assign]
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as on_gpu:
+        first_token_s(engine, tokens)
+        torch.cuda.synchronize()
+    ahead._mixed = mixed  # type: ignore[method-assign]
+    pstats.Stats(found).sort_stats("tottime").print_stats(28)
+    print(on_gpu.key_averages().table(sort_by="cuda_time_total", row_limit=12, max_name_column_width=60))
 
 
 def one_case(
@@ -210,20 +241,17 @@ def one_case(
             if ahead:
                 first = next(at for at, tokens in enumerate(watched.tokens) if tokens == rows)
                 row["prompt_s"] = whole_s - (watched.ended[-1] - watched.ended[first])
-                on_device = device_s(engine, rows)
-                row["device_ms"] = None if on_device is None else on_device * 1e3
                 busy, pause = watched.gpu_s(rows)
                 row["busy_ms"], row["pause_ms"] = busy * 1e3, pause * 1e3
-                if with_profile and on_device is not None:
+                if with_profile:
                     profile(engine, rows)
         torch.cuda.empty_cache()
     best = row["step_ms"]
     row["share"] = row["limit_ms"] / best
     if "eager_ms" in row:
         row["graphs_speedup"] = row["eager_ms"] / best
-    if row["device_ms"]:
-        row["busy_share"] = row["limit_ms"] / row["busy_ms"]
-        row["waits"] = row["pause_ms"] / (row["busy_ms"] + row["pause_ms"])
+    row["busy_share"] = row["limit_ms"] / row["busy_ms"]
+    row["waits"] = row["pause_ms"] / (row["busy_ms"] + row["pause_ms"])
     return shown(row)
 
 
@@ -240,6 +268,7 @@ def serve_many(
     count: int,
     prompts: tuple[int, int],
     outputs: tuple[int, int],
+    with_profile: bool = False,
 ) -> dict[str, Any]:
     """So many requests at once, of random lengths within these bounds."""
     draw = random.Random(1)
@@ -248,7 +277,9 @@ def serve_many(
         generate(engine, count, 16, 4)
         ahead = engine._core.runner.ahead
         assert ahead is not None
-        for rows in (1, 2, 4, 8, *range(16, count + 1, 16)):  # compiles and captures before anything is timed
+        for tokens in ahead._sizes.all_tokens():  # compiles and captures before anything is timed
+            ahead.prepare_prompts(tokens)
+        for rows in (1, 2, 4, 8, *range(16, count + 1, 16)):
             ahead.prepare(rows)
         watched = Watched(engine, model, rate)
         sizes = [(draw.randint(*prompts), draw.randint(*outputs)) for _ in range(count)]
@@ -258,10 +289,14 @@ def serve_many(
         for _ in engine.generate(asked, samplings):
             pass
         took = time.perf_counter() - began
+        where = watched.where_time_went()
+        if with_profile:
+            profile(engine, count)
     produced, limit = sum(output for _, output in sizes), sum(watched.limits)
     row = {**told, "requests": count, "prompts": prompts, "outputs": outputs, "seconds": took}
     row |= {"limit_s": limit, "share": limit / took}
     row["tokens_per_s"] = produced / took
+    row |= where
     return shown(row)
 
 
@@ -274,11 +309,13 @@ def serve_online(model: Transformer, shape: str, rates: Sequence[float]) -> list
         bench = ServeBench(engine, case, clock, "", ServeGoal(), print, watched=False)
         warm = make_load(64, *lengths, model.config.vocabulary, rate=rates[-1], seed=99)
         run_load(engine, warm, watched=False)  # compiles
+        seen = Watched(engine, model, 1.0)
         for number, rate in enumerate(rates):
             load = make_load(100, *lengths, model.config.vocabulary, rate=rate, seed=number)
             bench.online(load, rate)
             told = bench.found.points[-1].predicted
             print(f"predicted: first token {told.ttft_p50:.4f} s, between tokens {told.itl_p50:.5f} s", flush=True)
+        seen.where_time_went()
     return bench.found.rows
 
 
@@ -288,7 +325,9 @@ def first_token_s(engine: Engine, prompt: Sequence[int]) -> float:
     return time.perf_counter() - began
 
 
-def serve_prefix(model: Transformer, told: dict[str, Any], length: int = 8192, turns: int = 8) -> dict[str, Any]:
+def serve_prefix(
+    model: Transformer, told: dict[str, Any], with_profile: bool, rate: float, length: int = 8192, turns: int = 8
+) -> dict[str, Any]:
     """Medians of the time to the first token: 90 % shared, nothing shared, and without a prefix cache."""
     draw = random.Random(2)
 
@@ -302,6 +341,7 @@ def serve_prefix(model: Transformer, told: dict[str, Any], length: int = 8192, t
         engine_of(model, 1, True, share_prefixes=True, **options) as engine,
         engine_of(model, 1, True, **options) as plain,
     ):
+        watched = Watched(engine, model, rate)
         for turn in range(turns + 2):
             times = {
                 "shared": first_token_s(engine, common + fresh(length - len(common))),
@@ -311,6 +351,9 @@ def serve_prefix(model: Transformer, told: dict[str, Any], length: int = 8192, t
             for name, seconds in times.items():
                 if turn >= 2:  # the first ones compile, and fill the cache
                     found[name].append(seconds)
+        watched.where_time_went()
+        if with_profile:
+            profile_launch(engine, common + fresh(length - len(common)))
     medians = {f"{name}_ms": statistics.median(seconds) * 1e3 for name, seconds in found.items()}
     row = {**told, "prompt": length, "shared": len(common), **medians}
     row["share_of_time"] = medians["shared_ms"] / medians["not_shared_ms"]
@@ -339,18 +382,18 @@ def main() -> None:
             rows.append(one_case(model, batch, prompt, told, asked.profile, rate))
             print(f"{time.perf_counter() - began:.0f} s")
         if asked.serve:
-            rows.append(serve_many(model, told, rate, 256, (100, 1024), (100, 1024)))
+            rows.append(serve_many(model, told, rate, 256, (100, 1024), (100, 1024), asked.profile))
             if shape == "tinyllama-1.1b":  # the load of a known figure of transformers
                 rows.append(serve_many(model, told, rate, 128, (128, 128), (512, 512)))
             print(f"{time.perf_counter() - began:.0f} s")
         if asked.json:
             write(asked.json, rows)
-        if asked.prefix:
-            rows.append(serve_prefix(with_context(model, 16_384), told))
         if asked.online:
             online = serve_online(model, shape, RATES[shape])
             if asked.json:
                 write_rows(online, asked.json.replace(".jsonl", f"-{shape}-online.jsonl"))
+        if asked.prefix:
+            rows.append(serve_prefix(with_context(model, 16_384), told, asked.profile, rate))
         print(f"{time.perf_counter() - began:.0f} s")
         del model
         torch.cuda.empty_cache()

@@ -2,8 +2,9 @@
 # docker run --rm --shm-size=1g -v "$PWD/runs:/work/runs" tilemesh train
 FROM python:3.12-slim
 
-# The CPU build of torch first: PyPI's brings gigabytes of CUDA packages.
-RUN pip install --no-cache-dir torch --index-url https://download.pytorch.org/whl/cpu
+# The CPU build of torch first: PyPI's brings gigabytes of CUDA packages. The version is
+# that of constraints.txt: another would be replaced by PyPI's below.
+RUN pip install --no-cache-dir torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu
 COPY . /src
 RUN pip install --no-cache-dir -c /src/constraints.txt '/src[mpi,hf,serve]'
 

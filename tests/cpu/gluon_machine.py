@@ -128,6 +128,12 @@ class Barriers(list):
         return self[int(at)]
 
 
+def instruction(assembly, constraints, values, **kind):
+    """The instructions of one operand that kernels ask for by name."""
+    (x,) = values
+    return Tile({"ex2": np.exp2, "rcp": np.reciprocal}[assembly.split(".")[0]](np.asarray(x, np.float32)))
+
+
 class Machine:
     """The names that kernels' source uses, standing for one program of a grid: all functions of these modules."""
 
@@ -149,6 +155,7 @@ class Machine:
             full=lambda shape, value, dtype, layout: Tile(np.full(shape, value, dtype)),
             max=wrapped(np.max), sum=wrapped(np.sum), exp2=wrapped(np.exp2), log2=wrapped(np.log2),
             expand_dims=wrapped(np.expand_dims), convert_layout=lambda x, layout: x, store=self.store,
+            inline_asm_elementwise=instruction,
             allocate_shared_memory=self.allocate, warp_specialize=self.specialize,
         )  # fmt: skip
         mbarrier = plain(

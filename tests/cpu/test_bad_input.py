@@ -322,6 +322,18 @@ def test_a_runs_own_configuration(
         assert expected in refusal(words, capsys)
 
 
+@pytest.mark.parametrize("name", ["a.jsonl", "folder", "a.txt"])
+def test_text_without_one_sequence(
+    name: str, tmp_path: Path, nothing_starts: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "b.txt").write_text("to be")
+    (tmp_path / "a.txt").write_text("to be")
+    (tmp_path / "a.jsonl").write_text('{"text": "to be"}\n')
+    said = refusal(["train", "--set", f"data.source={tmp_path / name}"], capsys)
+    assert "shorter than one sequence" in said
+
+
 def test_lines_of_json_are_never_trained_as_text(
     tmp_path: Path, nothing_starts: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

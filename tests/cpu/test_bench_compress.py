@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from tilemesh.bench.compress.peers import torchao_codes, why_not
+from tilemesh.bench.compress.peers import peer_model, torchao_codes, why_not
 from tilemesh.bench.compress.predict import CompressClocks, PassChange, ProductClock
 from tilemesh.cli.bench_compress_run import _that_fit
 from tilemesh.cli.main import main
@@ -128,6 +128,18 @@ def test_peers_say_why_they_are_not_there():
     assert "GPTQ runs on CUDA" in why_not("torchao", read_recipe("int4-g64-gptq"))
     assert "few bits" in why_not("torchao", read_recipe("mlp-25"))
     assert "no int8" in why_not("bitsandbytes", read_recipe("int8"))
+
+
+@pytest.mark.parametrize("name", ["int4-g32-awq", "int4-g32-clip"])
+def test_torchaos_awq_and_hqq_give_weights_that_its_codes_mean(name):
+    pytest.importorskip("torchao")
+    plain = Transformer(preset("tiny").replace(layers=1, width=64, mlp_width=128), seed=1).eval().requires_grad_(False)
+    tokens = torch.randint(0, 256, (4, 64), generator=torch.Generator().manual_seed(1))
+    assert why_not("torchao", read_recipe(name)) == ""
+    theirs = dict(projections(peer_model("torchao", plain, read_recipe(name), tokens)))
+    for matrix, module in projections(plain):
+        off = float((theirs[matrix].weight - module.weight).norm() / module.weight.norm())
+        assert (off == 0) if matrix == "output" else (0 < off < 0.15)
 
 
 @pytest.mark.parametrize("name", ["int8", "int8-tensor", "int4-g32", "int3-g32", "int2-g32", "int4-g32-affine"])

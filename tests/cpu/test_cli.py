@@ -30,6 +30,17 @@ def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
         assert all(command in said for command in ("doctor", "calibrate", "launch"))
 
 
+@pytest.mark.parametrize("arguments", [[], ["bench"], ["graph"], ["data"]])
+def test_what_a_command_is_for_fits_its_line(
+    arguments: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main([*arguments, "--help"]) == 0
+    _, _, listed = capsys.readouterr().out.partition("Commands:\n")
+    assert listed
+    assert [line for line in listed.splitlines() if line.endswith("...")] == []
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

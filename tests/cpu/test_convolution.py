@@ -14,7 +14,7 @@ from tilemesh.core.errors import UsageError
 from tilemesh.core.plan import ParallelPlan
 from tilemesh.parallel.apply import lay
 from tilemesh.parallel.mesh import Mesh
-from tilemesh.parallel.shard import Column, split_data
+from tilemesh.parallel.shard import ColumnSplit, split_data
 
 
 class Images(nn.Module):
@@ -49,7 +49,7 @@ def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
 SPLITS = {
     "batch": ({}, 2, 1),
     "output and input channels": ({"first": "column", "second": "row"}, 1, 2),
-    "output channels, joined": ({"first": Column(joins=True), "second": Column(joins=True)}, 1, 2),
+    "output channels, joined": ({"first": ColumnSplit(joins=True), "second": ColumnSplit(joins=True)}, 1, 2),
 }
 
 

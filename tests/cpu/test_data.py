@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.data.config import DataConfig
-from tilemesh.data.corpus import check_vocabulary, open_corpus
+from tilemesh.data.corpus import EncodedDocument, check_vocabulary, is_held_out, open_corpus, split_documents
 from tilemesh.data.order import Order
 from tilemesh.data.prepare import prepare
 from tilemesh.data.stream import Stream, batch
@@ -47,6 +47,18 @@ def test_the_standard_library_is_text_and_partly_held_out() -> None:
     assert b"import" in corpus.train.parts[0][:200_000].tobytes()
     assert corpus.train.fingerprint() == open_corpus(DataConfig()).train.fingerprint()
     assert corpus.train.fingerprint() != corpus.held_out.fingerprint()
+
+
+def test_of_many_documents_at_least_one_is_held_out() -> None:
+    pieces = [EncodedDocument(f"{number}", np.full(3, number, np.uint16), None, 0) for number in range(2000)]
+    is_held = [is_held_out(piece.name, 0.02) for piece in pieces]
+    none_by_name = [piece for piece, is_it in zip(pieces, is_held, strict=True) if not is_it][:60]
+    train, held = split_documents(none_by_name, 0.02)
+    assert (train.length, held.length) == (59 * 3, 3)
+    assert split_documents(none_by_name[::-1], 0.02)[1].parts[0].tolist() == held.parts[0].tolist()
+    assert split_documents(none_by_name, 0.0)[1].length == 0
+    by_name = [piece for piece, is_it in zip(pieces, is_held, strict=True) if is_it]
+    assert split_documents([*none_by_name, *by_name], 0.02)[1].length == 3 * len(by_name)
 
 
 def test_a_file_a_folder_and_what_is_not_there(tmp_path: Path) -> None:

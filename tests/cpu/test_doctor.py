@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tilemesh.cli import doctor_run as doctor
-from tilemesh.cli.doctor_run import Finding, judge
+from tilemesh.cli.doctor_run import Finding, guide_finding, judge
 from tilemesh.cli.main import main
 
 
@@ -28,8 +28,8 @@ def test_it_tries_everything_on_this_machine(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout
     found = json.loads((tmp_path / "found.json").read_text())
     states = {finding["name"]: finding["state"] for finding in found["tried"]}
-    assert set(states) == {"torch", "Triton", "CUDA graph", "MPI", "gloo", "nccl"}
-    assert states["torch"] == states["gloo"] == "works"
+    assert set(states) == {"torch", "Triton", "CUDA graph", "MPI", "gloo", "nccl", "guide"}
+    assert states["torch"] == states["gloo"] == states["guide"] == "works"
     assert found["able"] is True
     assert done.stdout.strip().splitlines()[-1] == found["verdict"]
 
@@ -41,6 +41,13 @@ def test_the_main_job_needs_torch_and_one_transport() -> None:
     able, verdict = judge(findings(torch="fails", MPI="works"))
     assert not able
     assert "torch does not work" in verdict
+
+
+def test_it_says_whether_the_guide_can_run() -> None:
+    able = findings(torch="works", gloo="works")
+    assert "every chapter can run (GPU rows included; C programs by gcc)" in guide_finding(able, "gcc", True).detail
+    assert "no C compiler: numpy takes the place" in guide_finding(able, None, False).detail
+    assert guide_finding(findings(torch="works", gloo="fails"), "gcc", True).state == "fails"
 
 
 def test_what_is_missing_is_said_with_the_line_that_gets_it(

@@ -8,14 +8,17 @@ import pytest
 import torch
 
 from tilemesh.comm import Communicator, run_threads
-from tilemesh.core.plan import ParallelPlan, Precision
+from tilemesh.core.plan import INTERLEAVED, ParallelPlan, Precision
+from tilemesh.core.step.book import SCHEDULES
+from tilemesh.core.step.program import chunk_layers
 from tilemesh.measure.trace import Trace
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.transformer import Transformer
+from tilemesh.model.work.step_exchanges import step_exchanges
 from tilemesh.model.work.task import Task
 from tilemesh.parallel.apply import lay
+from tilemesh.parallel.laid import StepPiece
 from tilemesh.parallel.mesh import Mesh
-from tilemesh.plan.clock import exchanged
 from tilemesh.train.record import CONTROL, Recorder, observe_mesh
 
 TIMEOUT_S = 60.0
@@ -54,7 +57,7 @@ def test_what_is_predicted_is_what_is_recorded(
 
     recorded = run_threads(dp * tp, main, timeout_s=TIMEOUT_S)[0]
     recorded.pop(CONTROL, None)
-    assert recorded == exchanged(config, plan, Task.of(plan, TOKENS, "eager"), (config.layers,))
+    assert recorded == step_exchanges(config, plan, Task.of(plan, TOKENS, "eager"), (config.layers,))
 
 
 @pytest.mark.parametrize("recompute", ["operators", "full"])
@@ -78,4 +81,79 @@ def test_what_is_computed_again_is_exchanged_again(recompute: Any, sequence: boo
 
     recorded = run_threads(2, main, timeout_s=TIMEOUT_S)[0]
     recorded.pop(CONTROL, None)
-    assert recorded == exchanged(config, plan, Task.of(plan, TOKENS, "eager"), (config.layers,))
+    assert recorded == step_exchanges(config, plan, Task.of(plan, TOKENS, "eager"), (config.layers,))
+
+
+TIED = ModelConfig(layers=4, width=16, heads=4, vocabulary=19, context=TOKENS)
+UNTIED = ModelConfig(
+    layers=5, width=16, heads=4, kv_heads=1, mlp_width=24, vocabulary=18, context=TOKENS, norm="rmsnorm",
+    positions="rotary", activation="swiglu", biases=False, tied=False,
+)  # fmt: skip
+LISTED: dict[str, tuple[ModelConfig, dict[str, Any]]] = {
+    # Every schedule, with ZeRO-3 over two replicas: what its list gathers and sums, each way of placing chunks.
+    **{
+        name: (TIED if turn % 2 else UNTIED, {"schedule": name, "dp": 2, "zero": 3})
+        for turn, name in enumerate(SCHEDULES)
+    },
+    "two holders, summed over stages": (TIED, {"schedule": "chimera"}),
+    "two holders, ZeRO-1": (UNTIED, {"schedule": "dualpipe", "dp": 2, "zero": 1}),
+    "two holders, split layers": (UNTIED, {"schedule": "chimera", "tp": 2, "sequence_parallel": True}),
+    "a tied table on both ends": (TIED, {"schedule": "1f1b", "tp": 2, "dp": 2, "zero": 2}),
+    "slices, ZeRO-2": (TIED, {"schedule": "terapipe", "slices": 3, "dp": 2, "zero": 2}),
+    "groups of replicas": (UNTIED, {"schedule": "zb-v", "dp": 4, "zero": 2, "zero_group": 2}),
+    "one stage recomputes": (
+        TIED, {"schedule": "1f1b", "tp": 2, "recompute": "full", "recompute_every": 2, "recompute_stages": (0,)},
+    ),
+    "four stages": (TIED, {"schedule": "chimera", "pp": 4}),
+    "no pipeline, a tied table, ZeRO-3": (TIED, {"pp": 1, "dp": 2, "zero": 3, "tp": 2, "sequence_parallel": True}),
+    "no pipeline, groups of replicas": (UNTIED, {"pp": 1, "dp": 4, "zero": 1, "zero_group": 2, "tp": 1}),
+    "no pipeline, ZeRO-2 and split layers": (UNTIED, {"pp": 1, "dp": 2, "zero": 2, "tp": 2, "sequence_parallel": True}),
+}  # fmt: skip
+
+
+def difference(after: dict[str, dict[str, int]], before: dict[str, dict[str, int]]) -> dict[str, dict[str, int]]:
+    """What came to it in between, without what did not change."""
+    more = {
+        axis: {name: nbytes - before.get(axis, {}).get(name, 0) for name, nbytes in by.items()}
+        for axis, by in after.items()
+    }
+    more = {axis: {name: nbytes for name, nbytes in by.items() if nbytes} for axis, by in more.items()}
+    return {axis: by for axis, by in more.items() if by}
+
+
+SLOW = (
+    "gpipe",
+    "breadth-first",
+    "zb-h1",
+    "zb-h2",
+    "v-half",
+    "v-min",
+    "dualpipe-v",
+    "four stages",
+    "no pipeline, groups of replicas",
+)
+
+
+@pytest.mark.parametrize("name", [pytest.param(key, marks=[pytest.mark.slow] * (key in SLOW)) for key in LISTED])
+def test_what_a_listed_step_exchanges_is_predicted_for_every_stage(name: str) -> None:
+    config, fields = LISTED[name]
+    more = {"interleave": 2} if fields.get("schedule") in INTERLEAVED else {}
+    plan = ParallelPlan(**{"pp": 2, "precision": "fp32", "microbatch": 2, "accumulation": 4, **fields, **more})
+
+    def main(comm: Communicator) -> dict[str, dict[str, int]]:
+        mesh, recorder = Mesh(comm, **plan.axes), Recorder(Trace(None))
+        observe_mesh(mesh, recorder)  # before: groups of stages are made when the model is laid
+        laid = lay(Transformer(config), mesh, plan)
+        before = recorder.bytes_by_axis()
+        tokens = torch.randint(0, config.vocabulary, (plan.microbatch, TOKENS + 1))
+        laid.passes([StepPiece(tokens[:, :-1], tokens[:, 1:], 0)] * plan.accumulation)
+        laid.gradients.finish()
+        laid.gradients.updated()
+        return difference(recorder.bytes_by_axis(), before)
+
+    counted = run_threads(plan.world, main, timeout_s=TIMEOUT_S)
+    counts = chunk_layers(plan, config.layers) if plan.pp > 1 else (config.layers,)
+    for stage in range(plan.pp):
+        recorded = counted[stage * plan.dp * plan.tp]
+        recorded.pop(CONTROL, None)
+        assert recorded == step_exchanges(config, plan, Task.of(plan, TOKENS, "eager"), counts, stage), stage

@@ -11,13 +11,15 @@ from torch import nn
 
 import tilemesh as tm
 from tilemesh.core.errors import UsageError
-from tilemesh.graph import build
+from tilemesh.graph import backend, build
 from tilemesh.graph.backend import as_kernels
 from tilemesh.graph.by_torch import run_torch
 from tilemesh.graph.emit import program
+from tilemesh.graph.generated import server
 from tilemesh.graph.ir import Graph
 from tilemesh.graph.joining import joined_products, saved_bytes
 from tilemesh.graph.kernel_call import kernel_of
+from tilemesh.graph.regions import fused
 from tilemesh.graph.rules import simplify
 from tilemesh.graph.templates import KernelUse, template
 
@@ -51,7 +53,7 @@ CASES: dict[str, tuple[Callable[..., Any], str, int]] = {
     "RMS norm": (lambda x, w, b, m, t: functional.rms_norm(x, (WIDTH,), w, 1e-5), "rms_norm", 1),
     "Llama's norm": (lambda x, w, b, m, t: _llama_norm(x, w), "rms_norm", 1),
     "softmax": (lambda x, w, b, m, t: torch.softmax(x, -1), "softmax", 1),
-    "loss": (lambda x, w, b, m, t: functional.cross_entropy(x.view(-1, WIDTH), t), "cross_entropy", 1),
+    "loss": (lambda x, w, b, m, t: functional.cross_entropy(x.view(-1, WIDTH), t), "cross_entropy", 2),
     "gelu": (lambda x, w, b, m, t: functional.gelu(functional.linear(x, m, b)) @ m, "fused_matmul", 1),
     "gelu, sum kept": (lambda x, w, b, m, t: _with_sum(x, m, b), "fused_matmul", 2),
     "GPT-2's gelu": (lambda x, w, b, m, t: _new_gelu(functional.linear(x, m, b)) @ m, "fused_matmul", 1),
@@ -129,3 +131,70 @@ def test_q_k_and_v_become_one_product() -> None:
 def test_few_rows_are_not_worth_joining() -> None:
     graph = _attention(8, 64)
     assert joined_products(graph) == (graph, 0)
+
+
+def _trained_equally(monkeypatch: pytest.MonkeyPatch, module: nn.Module, *given: torch.Tensor) -> list[Graph]:
+    """The programs of a training step by interpreted kernels, after it was compared with eager mode."""
+    monkeypatch.setattr(backend, "way_for", lambda device: "interpret")
+    module(*given).backward()
+    expected = [weight.grad for weight in module.parameters()]
+    module.zero_grad(set_to_none=True)
+    used = backend.Backend(rematerialise=True)
+    torch.compile(module, backend=used)(*given).backward()
+    for weight, gradient in zip(module.parameters(), expected, strict=True):
+        torch.testing.assert_close(weight.grad, gradient, rtol=1e-4, atol=1e-6)
+    return [piece.graph for piece in used.report.pieces if piece.graph is not None]
+
+
+class _Rotated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q = nn.Linear(8, 24, bias=False)
+        self.cosine, self.sine = torch.randn(3, 8), torch.randn(3, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q = self.q(x).unflatten(-1, (3, 8)).transpose(1, 2)
+        left, right = q.chunk(2, -1)
+        turned = q * self.cosine + torch.cat([-right, left], -1) * self.sine
+        return turned.transpose(1, 2).flatten(-2).square().sum()
+
+
+def test_rotary_positions_are_read_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the small tables of angles and signs are put together; activations are not."""
+    torch.manual_seed(0)
+    programs = _trained_equally(monkeypatch, _Rotated(), torch.randn(2, 3, 8))
+    nodes = [node for graph in programs for node in graph.nodes()]
+    assert any(node.op == "concat" for node in nodes)
+    assert all(len(node.shape) <= 2 for node in nodes if node.op == "concat")
+    assert not any(node.op == "negate" for node in nodes)
+
+
+class _WideLoss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(8, 17_000, bias=False)
+
+    def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return functional.cross_entropy(self.head(x), target)
+
+
+def test_a_loss_keeps_logits_and_writes_no_log_probabilities(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    target = torch.randint(0, 17_000, (5,))
+    target[2] = -100
+    forward, backward = _trained_equally(monkeypatch, _WideLoss(), torch.randn(5, 8), target)
+    wide = [node for node in forward.nodes() if node.shape == (5, 17_000) and node.op == "item"]
+    assert wide == []  # the product itself, and numbers per row
+    (region,) = [node for node in backward.nodes() if node.op == "region"]
+    assert region["columns"] == 17_000
+
+
+def test_a_result_lies_in_memory_as_its_operand_does() -> None:
+    x, y = build.argument("x", [2, 3, 5, 4]), build.argument("y", [5, 4])
+    spread = build.expand(y, x.shape)
+    graph = fused(Graph((x, y), (build.multiply(build.add(x, spread), spread),)), server("c"))
+    given = torch.randn(2, 5, 3, 4).transpose(1, 2), torch.randn(5, 4)
+    (ours,) = program(graph, inputs=given)(*given)
+    expected = (given[0] + given[1]) * given[1]
+    torch.testing.assert_close(ours, expected)
+    assert ours.stride() == expected.stride()

@@ -133,6 +133,21 @@ def test_a_reader_who_skips_has_no_guess_in_the_table() -> None:
     assert "your guess" not in out.getvalue()
 
 
+def test_a_prediction_without_a_cost_model_needs_a_reader() -> None:
+    lesson, out = lesson_with("2 ms")
+    row = lesson.show(lesson.predict("time of nothing", unit="s"), 1e-3, limit=5e-4)
+    assert (row.guess, row.predicted) == (2e-3, None)
+    assert row.missing["predicted"] == "no cost model was given"
+    lesson.close()
+    assert "Typically a factor of 2.\n" in out.getvalue()
+    alone = Lesson("1", console=Console(file=io.StringIO()))
+    with pytest.raises(
+        UsageError, match="nobody can be asked 'time of nothing', and there is no cost model"
+    ) as refused:
+        alone.predict("time of nothing", unit="s")
+    assert "\n" not in str(refused.value)
+
+
 def test_a_row_without_a_guess_is_as_before() -> None:
     lesson = Lesson("1", console=Console(file=io.StringIO()))
     row = lesson.show(lesson.predict("x", unit="s", model=1.0), 1.0, limit=1.0)
@@ -226,6 +241,22 @@ def test_a_function_is_read_from_a_file(tmp_path: Path) -> None:
             "    handles = [comm.irecv(box, other), comm.isend(mine, other)]\n"
             "    return [handle.wait() for handle in handles][0]\n",
             "a box of another dtype",
+        ),
+        (
+            "import numpy as np\ndef swap(comm, mine, other):\n    box = np.empty_like(mine)\n"
+            "    receiving = comm.irecv(box, other)\n    comm.isend(mine, other)\n    return receiving.wait()\n",
+            "a send was begun and never waited for",
+        ),
+        (
+            "import numpy as np\ndef swap(comm, mine, other):\n    box = np.empty_like(mine)\n"
+            "    comm.irecv(box, other)\n    comm.send(mine, other)\n    return np.full_like(mine, other)\n",
+            "a receive was never waited for",
+        ),
+        (
+            "import numpy as np\ndef swap(comm, mine, other):\n    box = np.empty_like(mine)\n"
+            "    handles = [comm.irecv(box, other), comm.isend(mine, other)]\n"
+            "    while not all([handle.test() for handle in handles]):\n        pass\n    return box\n",
+            "None",
         ),
     ],
 )
@@ -342,7 +373,7 @@ def test_drawings_of_no_chapter_are_as_the_code_draws_them() -> None:
     page = (ROOT / "docs" / "guide" / "figures.md").read_text()
     assert len(re.findall(r"^\| \d+ \|", page, re.MULTILINE)) == 69
     others = {name: text for name, text in every_figure().items() if name.startswith("figures/")}
-    assert len(others) == 14
+    assert len(others) == 17
     for name, text in others.items():
         ET.fromstring(text)
         committed = ROOT / "docs" / "guide" / name

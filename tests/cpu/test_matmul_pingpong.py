@@ -30,6 +30,7 @@ from tilemesh.kernels.matmul.problem import Matrix, dense
 from tilemesh.kernels.matmul.tuning import compile_ahead
 
 pingpong = pytest.importorskip("tilemesh.kernels.matmul.pingpong")
+quick_activations = pytest.importorskip("tilemesh.kernels.activations.hopper")
 
 
 def emulate(problem, config, tensors, programs=3):
@@ -46,7 +47,7 @@ def emulate(problem, config, tensors, programs=3):
         else:
             values[name] = argument
     for index in range(step.grid[0]):
-        Machine(index, step.grid[0], activation_kernels, kernel, pingpong).run(
+        Machine(index, step.grid[0], activation_kernels, quick_activations, kernel, pingpong).run(
             "pingpong_tiles", {**values, **step.constants}
         )
 
@@ -97,7 +98,7 @@ def test_the_kernels_source_computes_what_torch_does(case):
         assert (wrong := excess(views["z"], before, bound)) is None, wrong
 
 
-@pytest.mark.parametrize("activation", ["gelu_tanh", "relu"])
+@pytest.mark.parametrize("activation", ["gelu_tanh", "silu", "relu"])
 def test_a_product_times_an_activations_derivative(activation):
     config, shape = Config("pingpong", 64, 64, 32, 4, 3), (200, 136, 96)
     problem = replace(dense(*shape, activation=activation), slope=True)

@@ -94,10 +94,14 @@ def test_feedback_sends_later_what_was_left_out(scheme: Scheme, settings: dict, 
 
 @pytest.mark.parametrize(
     ("scheme", "settings"),
-    [("top-k", {"keep": 0.1}), ("top-k", {"keep": 0.5}), ("random-k", {"keep": 0.2}), ("powersgd", {"rank": 2})],
-)
+    [
+        ("top-k", {"keep": 0.1}), ("top-k", {"keep": 0.4}), ("top-k", {"keep": 0.5}), ("random-k", {"keep": 0.2}),
+        ("powersgd", {"rank": 2}), ("int8", {}), ("one-bit", {}),
+    ],
+)  # fmt: skip
 def test_bytes_are_as_computed(scheme: Scheme, settings: dict) -> None:
-    """Over a ring, whose parts differ by one element at most; the last exchange of a step is three numbers."""
+    """As the communicator counts what leaves: over a ring, whose parts differ by one element at most; the last exchange
+    of a step is three numbers."""
     wanted = 5 * sent_bytes(Compression(scheme, **settings), SHAPES, RANKS, 8)
     found = train(compressed(scheme, **settings), 5)
     control = train("bucketed", 5)
@@ -109,13 +113,24 @@ def test_bytes_are_as_computed(scheme: Scheme, settings: dict) -> None:
         assert wanted < 0.6 * whole
 
 
+@pytest.mark.parametrize("width", [2, 4, 8])
+@pytest.mark.parametrize("ranks", [2, 3, 4, 16])
+def test_top_k_takes_the_form_of_fewer_bytes(width: int, ranks: int) -> None:
+    """Gathered places and values, or a dense sum, by the bytes of each for values of this width."""
+    length = 10_000
+    for keep in (0.01, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.6, 0.9):
+        sparse, dense = (ranks - 1) * keep * length * (width + 4), 2 * (ranks - 1) / ranks * length * width
+        made = Compression("top-k", keep=keep)
+        assert made.is_dense(ranks, width) == (sparse >= dense)
+        assert sent_bytes(made, [(length,)], ranks, width) == pytest.approx(min(sparse, dense), rel=1e-3)
+
+
 def test_bytes_of_few_bits() -> None:
+    """8 bits and 1 bit of each value, twice; a part is padded to whole bytes of signs, and a scale goes with it."""
     length = sum(torch.Size(shape).numel() for shape in SHAPES)
     for scheme, bits in (("int8", 8), ("one-bit", 1)):
-        (_, gradients, _), *_ = train(compressed(scheme), 3)
-        assert gradients.sent_bytes == 3 * sent_bytes(Compression(scheme), SHAPES, RANKS, 8)
-        # A part is padded to whole bytes of signs, and a scale goes with it.
-        assert 0 <= gradients.sent_bytes - 3 * 4 / 3 * length * bits / 8 <= 3 * 2 * (RANKS - 1) * (8 + 4)
+        found = sent_bytes(Compression(scheme), SHAPES, RANKS, 8)
+        assert 0 <= found - 4 / 3 * length * bits / 8 <= 2 * (RANKS - 1) * (8 + 4)
 
 
 def test_whole_gradients_come_first(exact: Tensor) -> None:

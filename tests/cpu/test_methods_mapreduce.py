@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import runpy
 from collections import Counter
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tilemesh.comm import Communicator, connect, mapreduce, run_threads
-from tilemesh.comm.map_reduce import gathered, mapreduce_stream, owner, shuffle
+from tilemesh.comm.map_reduce import gathered, mapreduce_stream, owner
 from tilemesh.core.errors import UsageError
 from tilemesh.methods.programs import k_means, k_means_speedup, logistic_regression, small_cnn, word_counts
 
@@ -25,9 +26,7 @@ LINES = [
 
 @settings(max_examples=15, deadline=None)
 @example(["a file \udc80 name"], 2)
-@given(
-    st.lists(st.text(alphabet=st.characters(exclude_characters="\0\1"), max_size=20), max_size=20), st.integers(1, 4)
-)
+@given(st.lists(st.text(max_size=20), max_size=20), st.integers(1, 4))
 def test_words_of_all_ranks_are_counted_once(lines: list[str], ranks: int) -> None:
     parts = run_threads(ranks, lambda comm: word_counts(comm, lines[comm.rank :: ranks]))
     whole = Counter(word for line in lines for word in line.split())
@@ -68,9 +67,68 @@ def test_a_stream_in_micro_batches_ends_where_the_batch_ends() -> None:
         assert sum(results[0].values()) < sum(results[1].values())
 
 
-def test_values_that_do_not_fit_are_refused() -> None:
-    with pytest.raises(UsageError, match="rows of one length"):
-        shuffle(connect("alone"), {"a": [1, 2], "b": [1]})
+@pytest.mark.parametrize(
+    ("pairs", "dtype", "words"),
+    [
+        ([("a", [1, 2]), ("b", [1])], None, "rows of one length"),
+        ([("a", [1, 2]), ("a", [1])], None, "a row of numbers of one length"),
+        ([(1, 1)], None, "the key 1 is of type int: expected text"),
+        ([(b"a", 1)], None, "the key b'a' is of type bytes"),
+        ([("a", "many")], None, "the value 'many': expected a number"),
+        ([("a", None)], None, "the value None"),
+        ([("a", 0.5)], int, "the value 0.5 where dtype is int64: expected whole numbers, or dtype=float"),
+        ([("a", float("nan"))], int, "the value nan where dtype is int64"),
+    ],
+)
+def test_what_cannot_be_used_is_refused_on_every_rank_in_one_line(pairs: list, dtype: object, words: str) -> None:
+    """One rank is given it; the others would wait for it in the exchange, and refuse too."""
+
+    def main(comm: Communicator) -> str:
+        with pytest.raises(UsageError) as refused:
+            mapreduce(comm, pairs if comm.rank == 1 else [], lambda pair: [pair], dtype=dtype)
+        assert mapreduce(comm, ["x"], lambda key: [(key, 1)]) in ({}, {"x": 3})  # it is usable as before
+        return str(refused.value)
+
+    said = run_threads(3, main)
+    assert words in said[1]
+    assert "\n" not in said[1]
+    assert said[0] == said[2]
+    assert "another rank" in said[0]
+
+
+def test_any_text_is_a_key_and_values_keep_what_they_are() -> None:
+    """Zero characters and empty text; fractions, infinities and NaN; whole numbers beside fractions elsewhere."""
+    given = {"a\0b": 0.5, "": float("inf"), "n": float("nan"), "\1": -2.25}
+
+    def main(comm: Communicator) -> tuple[dict, dict, dict]:
+        mine = mapreduce(comm, list(given.items()) if comm.rank == 0 else [("w", 3)], lambda pair: [pair])
+        whole = mapreduce(comm, [("w", 2**53 + 1)], lambda pair: [pair])
+        return mine, gathered(comm, mine), whole
+
+    found = run_threads(2, main)
+    assert sum(len(mine) for mine, _, _ in found) == 5
+    for _, everyone, _ in found:
+        assert str(everyone.pop("n")) == "nan"
+        assert everyone == {"a\0b": 0.5, "": float("inf"), "\1": -2.25, "w": 3.0}
+    assert {key: int(value) for _, _, whole in found for key, value in whole.items()} == {"w": 2**54 + 2}
+
+
+def test_rows_of_other_lengths_elsewhere_are_refused() -> None:
+    def main(comm: Communicator) -> None:
+        with pytest.raises(UsageError, match="values of 1 numbers on one rank and of 2 on another"):
+            mapreduce(comm, [comm.rank], lambda rank: [("k", (1, 2) if rank else (1,))])
+        with pytest.raises(UsageError, match="rows of 2 numbers"):
+            gathered(comm, {"a": [1, 2]})
+
+    run_threads(2, main)
+
+
+def test_the_example_counts_the_words_of_its_folder() -> None:
+    path = Path(__file__).parents[2] / "examples" / "mapreduce.py"
+    example_module = runpy.run_path(str(path))
+    text = "\n".join(file.read_text() for file in sorted(path.parent.glob("*.py")))
+    for counts in run_threads(2, example_module["main"]):
+        assert counts == dict(Counter(text.split()))
 
 
 def points_of(count: int) -> tuple[np.ndarray, np.ndarray]:

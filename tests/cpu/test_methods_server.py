@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from tilemesh.comm import Communicator, run_threads
+from tilemesh.methods.link import ServerLink, even_cuts
 from tilemesh.methods.record import ServerEvent, largest_lead, replay, staleness
 from tilemesh.methods.rules import Push
-from tilemesh.methods.server import ParameterServer, ServerLink, SgdShard, even_cuts, mean_update
+from tilemesh.methods.server import Divergence, ParameterServer, SgdShard, mean_update
 
 LENGTH, WORKERS, RATE = 37, 3, 0.05
 
@@ -86,6 +87,17 @@ def test_an_asynchronous_run_is_its_serial_replay(bound: float, servers: int, ba
         assert sum(staleness(events).values()) == WORKERS * 12
 
 
+def test_divergence_is_how_far_weights_moved_between_read_and_application() -> None:
+    found, weights = Divergence(), torch.tensor([3.0, 4.0])
+    found.read(Push(0, 0), weights.clone())
+    found.read(Push(1, 0), weights.clone())  # only one read in seven is measured
+    found.note([Push(1, 0)], weights)
+    weights += torch.tensor([0.0, 8.0])
+    found.note([Push(0, 0), Push(1, 0)], weights)
+    assert found.seen == [pytest.approx(8 / math.hypot(3, 12))]
+    assert found.figures()["gradients"] == 1
+
+
 @pytest.mark.parametrize("servers", [1, 2])
 def test_bsp_is_data_parallelism(servers: int) -> None:
     """Gradients are summed in the order of workers whoever came first, so the bound is the rounding of one sum."""
@@ -125,6 +137,49 @@ def test_a_worker_that_dies_is_given_up_and_comes_back_and_no_push_counts_twice(
     assert figures["updates"] == 10
     # What it pushed after it was given up came too late, and the clocks that it missed are nobody's.
     assert 10 + 3 < sum(count for _, count in figures["staleness"]) < 20
+
+
+@pytest.mark.parametrize(("bound", "counts", "begins"), [(3.0, (5, 7), 7), (0.0, (5, 7), 7), (math.inf, (6, 2), 6)])
+def test_a_worker_that_comes_back_to_two_servers_has_one_clock(
+    bound: float, counts: tuple[int, int], begins: int
+) -> None:
+    """Worker 0 leaves; worker 1 is at another clock with each server when it comes back. Both then have one of it."""
+
+    def main(comm: Communicator) -> object:
+        if comm.rank > 1:
+            cut = even_cuts(LENGTH, 2)[comm.rank - 2]
+            server = ParameterServer(comm, [0, 1], SgdShard(first_weights()[cut].clone(), RATE), bound)
+            server.run()
+            return server.events
+        token, weights = torch.zeros(1), torch.empty(LENGTH, dtype=torch.float64)
+        if comm.rank == 0:
+            link = ServerLink(comm, [2, 3], even_cuts(LENGTH, 2))
+            link.leave()
+            comm.send(token, 1, 50)
+            comm.recv(token, 1, 51)
+            clock = link.pull(weights)
+            link.push(torch.ones(LENGTH, dtype=torch.float64), clock)
+            assert link.pull(weights) == clock + 1
+            link.end()
+            return clock
+        links = [ServerLink(comm, [2 + place], [cut]) for place, cut in enumerate(even_cuts(LENGTH, 2))]
+        comm.recv(token, 0, 50)
+        for link, count in zip(links, counts, strict=True):
+            for clock in range(count):
+                assert link.pull(weights) == clock
+                link.push(torch.ones(LENGTH, dtype=torch.float64), clock)
+            assert link.pull(weights) == count  # the last push has come
+        comm.send(token, 0, 51)
+        for link in links:  # so that nobody waits for the clocks that it is behind
+            link.end()
+        return None
+
+    clock, _, *records = run_threads(4, main)
+    assert clock == begins
+    for events in records:
+        applied = [push for event in events if event.kind == "apply" for push in event.pushes]
+        assert applied.count(Push(0, begins)) == 1
+        assert len(applied) == len(set(applied))
 
 
 def test_a_worker_that_never_comes_back_leaves_the_others_to_go_on() -> None:

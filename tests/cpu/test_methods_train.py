@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from tilemesh.comm import run_threads
 from tilemesh.core.errors import UsageError
 from tilemesh.data.corpus import open_corpus
-from tilemesh.methods.record import ServerEvent, replay
+from tilemesh.methods.record import read_record, replay, standing
 from tilemesh.methods.rules import Push
 from tilemesh.methods.server import mean_update
 from tilemesh.parallel import Mesh
@@ -21,7 +22,7 @@ from tilemesh.report.run import read as read_run
 from tilemesh.report.run_page import render
 from tilemesh.runs import folder as folders
 from tilemesh.runs.kind import TRAIN
-from tilemesh.runs.names import SERVER_RECORDS
+from tilemesh.runs.names import CHECKPOINTS, SERVER_RECORDS
 from tilemesh.runs.reader import open_checkpoint
 from tilemesh.train import load_config
 from tilemesh.train.config import TrainConfig
@@ -116,19 +117,48 @@ def test_asp_comes_to_its_end_with_its_figures(tmp_path: Path) -> None:
     page = render(read_run(tmp_path / "run"), Beside())
     assert "Staleness" in page
     assert "workers waited for others" in page
+    assert "Divergence from synchronous training" in page
+    assert 0 <= server["divergence"]["mean"] <= server["divergence"]["most"] < 1
+    assert server["divergence"]["gradients"] > 0
     sent = sum(tensor.nbytes for tensor in weights(tmp_path / "run").values())
+    # Two workers and a server are three ranks, which exchange the weights each way in every step.
+    assert summary["world"] == 3
+    assert [rank["name"] for rank in summary["ranks"]] == ["worker 0", "worker 1", "server 0"]
+    assert summary["exchanges"] == {"server": {"push": sent, "pull": sent}}
+    assert summary["shares"]["exchange"] > 0
+    assert len(summary["peak_memory_bytes"]) == 3
+    assert "dp 2 x tp 1 + 1 server = 3 ranks" in page
+    assert "2 workers (dp) and 1 server" in page
+    assert "One rank" not in page
     assert server["bytes"] == pytest.approx(sent * (16 + server["pulls"]), rel=1e-9)
 
 
-@pytest.mark.parametrize(("consistency", "batch"), [("asp", 1), ("ssp", 1), ("asp", 2)])
-def test_an_asynchronous_run_is_the_serial_replay_of_its_record(consistency: str, batch: int, tmp_path: Path) -> None:
-    """Two workers and two servers train; what the servers wrote of it is done again in one process."""
+@pytest.mark.parametrize(
+    ("consistency", "batch", "stops"),
+    [("asp", 1, ()), ("ssp", 1, ()), ("asp", 2, ()), ("ssp", 1, (6, 4)), ("asp", 1, (6, 0))],
+)
+def test_an_asynchronous_run_is_the_serial_replay_of_its_record(
+    consistency: str, batch: int, stops: tuple[int, ...], tmp_path: Path
+) -> None:
+    """Two workers and two servers train; what the servers wrote of it is done again in one process.
+
+    `stops`: after which step it is stopped, and the checkpoint that it goes on from where that is an earlier one, as
+    after a kill; 0: none, it begins anew."""
     method = (f"method.consistency={consistency}", "method.staleness=1", f"method.batch={batch}", "method.servers=2")
-    made = config(*SGD, "train.method=server", *method)
-    train(made, tmp_path / "run")
-    files = sorted((tmp_path / "run" / SERVER_RECORDS).iterdir())
-    records = [[ServerEvent.from_json(json.loads(line)) for line in file.read_text().splitlines()] for file in files]
-    assert [sum(event.kind == "push" for event in events) for events in records] == [16, 16]
+    made, folder = config(*SGD, "train.method=server", *method), tmp_path / "run"
+    if stops:
+        train(made, folder, stop_after=stops[0])
+        for lost in (folder / CHECKPOINTS).iterdir() if len(stops) > 1 else ():
+            if int(lost.name.rpartition("-")[2]) > stops[1]:
+                shutil.rmtree(lost)
+    train(made, folder, resume=bool(stops))
+    whole = [read_record(file) for file in sorted((folder / SERVER_RECORDS).iterdir())]
+    assert [sum(event.kind == "start" for event in events) for events in whole] == [1 + bool(stops)] * 2
+    if len(stops) > 1:
+        assert all(len(standing(events)) < len(events) for events in whole)
+    records = [standing(events) for events in whole]
+    if stops != (6, 4):  # there, of who was ahead of worker 0 or behind it, steps are done twice or lost
+        assert [sum(event.kind == "push" for event in events) for events in records] == [16, 16]
     alone = run_threads(1, lambda comm: comm)[0]
     laid = lay_model(as_worker(made), Mesh(alone), torch.device("cpu"), False)
     laid_before = {name: mine.tensor.detach().clone() for name, mine in laid.gradients.stepped.items()}
@@ -152,7 +182,7 @@ def test_an_asynchronous_run_is_the_serial_replay_of_its_record(consistency: str
         gradient,
         lambda server, pushes, gradients: mean_update(shards[server], pushes, gradients, 2),
     )
-    found = weights(tmp_path / "run")
+    found = weights(folder)
     ends = dict(zip(vectors.held, vectors.split(torch.cat([shard.weights for shard in shards])), strict=True))
     for name, value in ends.items():
         torch.testing.assert_close(found[f"weight:{name}"], value, rtol=0, atol=1e-10)
@@ -162,7 +192,10 @@ def test_an_asynchronous_run_is_the_serial_replay_of_its_record(consistency: str
 def test_compression_and_local_updates_tell_what_they_saved(tmp_path: Path) -> None:
     told = train(config("method.compress=powersgd", "method.rank=1"), tmp_path / "a")["method"]
     assert told["sent_bytes"] < 0.5 * told["whole_bytes"]
-    assert "Gradients compressed by powersgd" in render(read_run(tmp_path / "a"), Beside())
+    page = render(read_run(tmp_path / "a"), Beside())
+    assert "Gradients compressed by powersgd" in page
+    assert "Divergence from synchronous training" in page
+    assert 0 < told["left_out"] < 1
     told = train(config("train.method=local", "method.period=4"), tmp_path / "b")["method"]
     assert (told["rounds"], told["steps"]) == (2, 8)
     assert 0 < told["spread"] < 1
@@ -181,6 +214,7 @@ def test_an_asynchronous_pipeline_learns_and_tells_its_versions(name: str, tmp_p
     page = render(read_run(tmp_path / "run"), Beside())
     assert f"{name}: {told['updates']} updates" in page
     assert "delay in updates" in page
+    assert 0 < told["divergence"] < 1
 
 
 @pytest.mark.parametrize(

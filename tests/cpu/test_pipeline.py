@@ -20,6 +20,8 @@ from tilemesh.core.step.book import SCHEDULES, why_not_built
 from tilemesh.core.step.passes import exchange, recompute
 from tilemesh.core.step.program import PlannedStep
 from tilemesh.core.step.schedules import one_f_one_b
+from tilemesh.core.step.search import PassTimes, search
+from tilemesh.core.step.text import to_csv
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.transformer import IGNORED, Transformer, loss_sum
 from tilemesh.parallel import Mesh, lay, run
@@ -35,6 +37,8 @@ LLAMA = ModelConfig(
 ROWS, TOKENS, SEED = 2, 8, 5
 BOUND = 1e-12  # float64: a sum of some thousand terms in another order
 
+SEARCHED = to_csv(search(2, 4, PassTimes(1.0, 1.4, 0.6, 0.1), 2))
+WITH_MESSAGES = to_csv(exchange(one_f_one_b(2, 4), reduce="step"))  # as torch writes them: the messages are left out
 # Every schedule on two ranks; then with replicas, split layers, more stages, stages of unequal layers.
 LAYOUTS: dict[str, tuple[ModelConfig, dict[str, Any]]] = {
     **{
@@ -59,6 +63,10 @@ LAYOUTS: dict[str, tuple[ModelConfig, dict[str, Any]]] = {
     ),
     "one stage recomputes": (
         GPT, {"schedule": "1f1b", "pp": 2, "accumulation": 3, "recompute": "full", "recompute_stages": (0,)},
+    ),
+    "searched": (GPT, {"schedule": SEARCHED, "pp": 2, "accumulation": 4}),
+    "listed, with messages and replicas": (
+        LLAMA, {"schedule": WITH_MESSAGES, "pp": 2, "dp": 2, "accumulation": 4},
     ),
     "four stages": (GPT, {"schedule": "1f1b", "pp": 4, "accumulation": 2}),
 }  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,11 +14,13 @@ from torch.nn import functional
 from triton.backends.compiler import GPUTarget
 
 import tilemesh as tm
+from tilemesh.core.debug import VARIABLE
 from tilemesh.core.errors import UsageError
 from tilemesh.kernels.accuracy import excess
 from tilemesh.kernels.context import Context, use
 from tilemesh.kernels.cross_entropy import reference as losses
 from tilemesh.kernels.launch.call import Place
+from tilemesh.kernels.launch.operator import looks_at_values
 from tilemesh.kernels.launch.program import Operand, compile_step
 from tilemesh.kernels.linear_cross_entropy import cost as chunks
 from tilemesh.kernels.norm import kernel as norm_kernels
@@ -488,3 +491,34 @@ def test_what_is_saved_elsewhere_may_come_back_otherwise():
                 found = torch.autograd.grad(kernels.rms_norm(x, weight, **INTERPRET).sum(), (x, weight))
             wanted = torch.autograd.grad(kernels.rms_norm(x, weight).sum(), (x, weight))
             torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("columns", [9, 20_000, 70_000])
+def test_softmax_of_rows_at_the_least_number(columns: int) -> None:
+    """A row that is padded everywhere: the uniform distribution, as in torch, and not NaN."""
+    least = torch.finfo(torch.float32).min
+    x = torch.full((2, columns), least)
+    x[1, 3] = 1.0
+    made = kernels.softmax(x, implementation="interpret")
+    assert torch.allclose(made, torch.softmax(x, -1), rtol=1e-5, atol=0)
+
+
+def test_cross_entropy_of_rows_at_the_least_number_is_finite() -> None:
+    """The logarithm of the sum has float32's precision of the largest logit: there nothing of log(9) is left."""
+    least = torch.finfo(torch.float32).min
+    logits = torch.full((2, 9), least)
+    logits[1, 3] = 1.0
+    made = kernels.cross_entropy(logits, torch.tensor([0, 3]), reduction="none", implementation="interpret")
+    assert made.isfinite().all()
+    assert made[1] == 0.0
+
+
+def test_values_on_a_gpu_are_looked_at_where_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_gpu = [SimpleNamespace(device=SimpleNamespace(type="cuda"))]
+    assert not looks_at_values(on_gpu)
+    monkeypatch.setenv(VARIABLE, "collectives,values")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    assert looks_at_values(on_gpu)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert not looks_at_values(on_gpu)
+    assert looks_at_values([torch.ones(1)])

@@ -25,6 +25,7 @@ from tilemesh.serve.request import FinishReason
 from tilemesh.serve.runner import Runner
 from tilemesh.serve.sampling import DrawKind, RowDraws, TokenDraw, draw_on_device, draw_tokens
 from tilemesh.serve.scheduler import Scheduler, ServeLimits
+from tilemesh.serve.staging import Staging, StepSizes, rounded_tokens
 
 CONTEXT = 48
 LLAMA = ModelConfig(
@@ -133,7 +134,7 @@ def test_a_step_is_launched_before_the_last_is_read(models: list[ServedModel]) -
         core.step()
         heard.append(len(parts))
     assert heard == [0, 1, 2, 3, 4, 5, 6]  # the prompt's step, five of decoding, and one that only reads
-    assert (graphs.captured, graphs.warmed) == (1, 1)  # one number of rows
+    assert (graphs.captured, graphs.warmed) == (1, 2)  # the second step of one row; the prompt's came once
     assert core.scheduler.pool.used == 0
 
 
@@ -143,10 +144,13 @@ def test_rows_are_rounded_up_and_captured_once(models: list[ServedModel]) -> Non
     prompts = [[number + 1, 9] for number in range(7)]
     first = answered(core, prompts, Sampling(temperature=0, ignore_eos=True))
     assert graphs.captured == 1  # 7 rows as 8
+    captured = core.runner.ahead._captured  # type: ignore[union-attr]
+    assert [shape[:2] for shape in captured] == [("rows", 8)]
     assert answered(core, prompts[:3], Sampling(temperature=0, ignore_eos=True)) == first[:3]
-    assert graphs.captured == 2
+    # 3 rows as 4, and steps of up to 64 tokens with prompts, of which this was the second
+    assert [shape[:2] for shape in captured] == [("rows", 8), ("tokens", 64), ("rows", 4)]
     answered(core, prompts[:3], Sampling(temperature=1, ignore_eos=True))
-    assert graphs.captured == 3  # another kind of drawing
+    assert graphs.captured == 4  # another kind of drawing, for which prompts have come once
 
 
 def test_a_capture_that_fails_is_said_and_done_without(models: list[ServedModel]) -> None:
@@ -155,7 +159,7 @@ def test_a_capture_that_fails_is_said_and_done_without(models: list[ServedModel]
     sampling = Sampling(temperature=0, ignore_eos=True)
     found = answered(core_of(models[0], Refused(), said.append), prompts, sampling)
     assert found == answered(core_of(models[0], PlainCalls()), prompts, sampling)
-    assert said == ["decoding cannot be captured in a CUDA graph: because; steps are launched kernel by kernel"]
+    assert said == ["a step cannot be captured in a CUDA graph: because; steps are launched kernel by kernel"]
 
 
 def test_logits_that_are_nan_end_their_request_alone() -> None:
@@ -188,13 +192,11 @@ def test_rows_drawn_at_once_are_rows_drawn_one_by_one(seed: int) -> None:
             ), seed, 0, number, [], 0,
         ) for number in range(rows)
     ]  # fmt: skip
-    from tilemesh.serve.device_steps import _floats_of
-    from tilemesh.serve.sampling import kind_of
-
-    temperature, top_p, min_p, uniform = torch.tensor(_floats_of(drawings), dtype=torch.float64).t()
-    top_k = torch.tensor([drawing.sampling.top_k for drawing in drawings])
-    draws = RowDraws(temperature, uniform, top_k, top_p, min_p)
-    found = draw_on_device(logits, draws, max(kind_of(drawing.sampling, vocabulary) for drawing in drawings))
+    staging = Staging(StepSizes(ServeLimits(pages=1, context=8, running=rows), 8), vocabulary, pinned=False)
+    kind = staging.write_decoding((), drawings, {}, rows)
+    temperature, top_k, top_p, min_p, uniform = staging.host.floats
+    draws = RowDraws(temperature, uniform, top_k.long(), top_p, min_p)
+    found = draw_on_device(logits, draws, kind)
     assert found.tolist() == draw_tokens(logits, drawings)
     logits[0, 3] = torch.inf
     assert draw_on_device(logits, draws, DrawKind.GREEDY).tolist()[0] == -1
@@ -229,5 +231,30 @@ def test_steps_of_all_sizes_are_captured_before_the_first_request_where_asked_fo
             assert ahead is not None
             kept = sorted(ahead._captured)
         if prepare:
-            assert kept == [(rows, kind) for rows in (1, 2, 4, 8, 16, 20) for kind in (0, 1)]
+            shapes = [("rows", rows) for rows in (1, 2, 4, 8, 16, 20)]
+            shapes += [("tokens", tokens) for tokens in range(64, 513, 64)]
+            assert kept == [(*shape, kind) for shape in shapes for kind in (0, 1)]
     assert found[0] == found[1]
+
+
+@given(st.integers(1, 1 << 20))
+def test_tokens_are_rounded_up_to_few_numbers(tokens: int) -> None:
+    found = rounded_tokens(tokens)
+    assert tokens <= found < tokens + max(64, tokens / 8 + 1)
+    assert rounded_tokens(found) == found
+    octave = range(found // 2 + 1, found + 1)
+    if found > 1024 and found & (found - 1) == 0:
+        assert len({rounded_tokens(one) for one in range(octave.start, octave.stop, 32)} | {found}) == 8
+
+
+@given(st.integers(1, 700), st.integers(1, 300), st.sampled_from((1, 2, 8, 16)), st.randoms())
+def test_there_are_tiles_for_every_way_to_cut_a_step(step: int, running: int, tile: int, draw: random.Random) -> None:
+    sizes = StepSizes(ServeLimits(pages=1, context=8, step_tokens=max(step, running), running=running), tile)
+    tokens, counts = draw.randint(1, sizes.limits.step_tokens), []
+    while sum(counts) < tokens and len(counts) < running:
+        counts.append(draw.randint(1, min(tokens - sum(counts), draw.choice((1, 3, tokens)))))
+    needed = sum(-(-count // tile) for count in counts)
+    rounded = rounded_tokens(sum(counts))
+    assert needed <= sizes.tiles(rounded) <= sizes.tiles(sizes.most_tokens)
+    assert rounded in sizes.all_tokens()
+    assert len(counts) <= sizes.drawn(rounded)

@@ -379,6 +379,7 @@ def test_a_full_queue_is_a_429_with_a_time_and_hanging_up_frees_everything(serve
     response.close()
     connection.close()  # in the middle of the stream
     server.wait_until_idle()
+    assert b'tilemesh_answers_total{reason="abort"}' in server.send("GET", "/metrics")[1]
 
 
 def test_hanging_up_before_a_whole_reply_frees_its_pages(server: Serving) -> None:

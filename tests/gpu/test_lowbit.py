@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from tilemesh.kernels.accuracy import excess
+from tilemesh.kernels.launch import call
 from tilemesh.kernels.lowbit.codes import pack, quantize
 from tilemesh.kernels.lowbit.formats import FORMATS, Scheme
-from tilemesh.kernels.lowbit_linear import tokens
+from tilemesh.kernels.lowbit_linear import some_rows, tokens
 from tilemesh.kernels.lowbit_linear.reference import error_bound, exact, lowbit_linear
 from tilemesh.kernels.paged_attention import reference as paged
 from tilemesh.kernels.paged_attention.codes import CODES, put_pages
@@ -34,6 +35,27 @@ def test_codes_of_4_bits_times_a_few_tokens(dtype, count, outputs, inputs, group
     found = lowbit_linear(*given)
     assert excess(found, exact(*given), error_bound(*given)) is None
     assert torch.equal(found, lowbit_linear(*given))
+
+
+@pytest.mark.parametrize(
+    ("count", "outputs", "inputs", "group", "form"),
+    [
+        (20, 1000, 1024, 128, some_rows._form(20)),
+        (64, 512, 2048, 256, some_rows._form(64)),
+        (120, 384, 1024, 1024, some_rows._form(120)),
+        (200, 384, 1024, 512, some_rows._form(200)),
+        (200, 384, 1024, 1024, some_rows.SomeRows(128, 128, 8, 3, 1)),
+    ],
+)
+def test_codes_of_4_bits_times_some_rows(count, outputs, inputs, group, form):
+    if torch.cuda.get_device_capability()[0] < 9:
+        pytest.skip("tiles that fit into the shared memory of Hopper")
+    made = quantize(torch.randn(outputs, inputs, device="cuda"), Scheme("int4", "group", group))
+    x = torch.randn(count, inputs, device="cuda").bfloat16()
+    given = (x, pack(made.codes, FORMATS["int4"]), made.scales.contiguous())
+    y = torch.full((count, outputs), torch.nan, dtype=torch.bfloat16, device="cuda")
+    some_rows.product(call.compiled, *given, y, form)
+    assert excess(y, exact(*given), error_bound(*given)) is None
 
 
 @pytest.mark.parametrize(("count", "inputs", "group"), [(200, 1024, 128), (200, 96, 32), (5, 96, 32)])

@@ -7,6 +7,7 @@ import torch
 from torch.nn import functional
 
 import tilemesh as tm
+from tilemesh.core.errors import UsageError
 from tilemesh.kernels.accuracy import CONFIDENCE, accumulator, excess, norm_error, unit
 from tilemesh.kernels.cross_entropy import reference as losses
 from tilemesh.kernels.norm import reference as norms
@@ -90,6 +91,13 @@ def test_the_loss_and_its_gradient(classes, dtype):
         (true,) = torch.autograd.grad(exact.sum() / 299, wide)
         assert classes == 1 or error(mine, true) <= 2 * torch.finfo(dtype).eps + 1e-6 * (dtype != torch.float64)
         assert not mine[3].any()
+
+
+def test_a_target_outside_of_the_classes_is_named_in_debug_mode(monkeypatch):
+    monkeypatch.setenv("TILEMESH_DEBUG", "values")
+    logits, target = torch.randn(5, 7, device="cuda"), torch.tensor([0, 1, 2, 3, 7], device="cuda")
+    with pytest.raises(UsageError, match="target 7 is outside the 7 classes"):
+        kernels.cross_entropy(logits, target)
 
 
 def test_a_target_outside_of_the_classes_is_nan_and_harmless():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import sys
@@ -69,3 +70,9 @@ def misbehave(how: str) -> str:
     if (my_rank() == 1 and how == "hang") or how in ("kill", "leave", "raise alone"):
         time.sleep(300)
     return how
+
+
+def linger(seconds: float) -> int:
+    """Answers at once, and ends late."""
+    atexit.register(time.sleep, seconds)
+    return my_rank()

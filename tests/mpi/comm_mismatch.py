@@ -7,18 +7,18 @@ import os
 import numpy as np
 
 from tilemesh.comm import Communicator, connect
-from tilemesh.comm.runtime.texts import DEBUG_VARIABLE
+from tilemesh.core.debug import VARIABLE
 from tilemesh.core.errors import UsageError
 
 
 def on_a_rank() -> list[str]:
     """Debug mode is for this connection alone: the rank is kept for other tests."""
-    os.environ[DEBUG_VARIABLE] = "collectives"
+    os.environ[VARIABLE] = "collectives"
     try:
         with connect(timeout_s=60.0) as comm:
             return refusals(comm)
     finally:
-        del os.environ[DEBUG_VARIABLE]
+        del os.environ[VARIABLE]
 
 
 def refusals(comm: Communicator) -> list[str]:

@@ -31,7 +31,7 @@ from tilemesh.model.config import ModelConfig
 from tilemesh.model.transformer import IGNORED, Transformer, loss_sum
 from tilemesh.model.work.exchanges import Exchange
 from tilemesh.model.work.task import Task
-from tilemesh.parallel import Column, Mesh, Region, collect, lay, tensor, traffic
+from tilemesh.parallel import ColumnSplit, Mesh, Region, collect, lay, tensor, traffic
 from tilemesh.parallel.agree import agree
 from tilemesh.parallel.buckets import Bucketed
 from tilemesh.parallel.gate import alone
@@ -295,9 +295,9 @@ GENERATOR = threading.Lock()  # threads share torch's: one at a time draws weigh
 SPLITS: dict[str, Any] = {
     "table": "vocabulary",
     "block": Region(divides=("heads",)),
-    "block.qkv": Column(parts=3),
+    "block.qkv": ColumnSplit(parts=3),
     "block.back": "row",
-    "out": Column(joins=True),
+    "out": ColumnSplit(joins=True),
 }
 
 

@@ -19,7 +19,7 @@ from tilemesh.core.errors import UsageError
 from tilemesh.core.plan import ParallelPlan
 from tilemesh.launch import call
 from tilemesh.launch.start import find_mpiexec
-from tilemesh.parallel import Column, Mesh, Vocabulary, lay
+from tilemesh.parallel import ColumnSplit, Mesh, VocabularySplit, lay
 from tilemesh.parallel.buckets import Bucket, Bucketed
 from tilemesh.parallel.gradients import Gradients, GradientStep, Parts, read, settle
 
@@ -304,7 +304,7 @@ class Tied(torch.nn.Module):
         return y
 
 
-TIED = {"table": "vocabulary", "head": Vocabulary(joins=True), "up": "column", "down": "row"}
+TIED = {"table": "vocabulary", "head": VocabularySplit(joins=True), "up": "column", "down": "row"}
 
 
 def test_a_users_tied_table_of_a_size_that_does_not_divide() -> None:
@@ -330,8 +330,8 @@ def test_a_users_tied_table_of_a_size_that_does_not_divide() -> None:
     ("splits", "message"),
     [
         ({"table": "vocabulary"}, "head.weight is table.weight, one tensor, and they are split differently"),
-        ({"head": Vocabulary(joins=True)}, "head.weight is table.weight, one tensor"),
-        (TIED | {"head": Column(joins=True)}, "head.weight: its output of 13 is not divisible by 2"),
+        ({"head": VocabularySplit(joins=True)}, "head.weight is table.weight, one tensor"),
+        (TIED | {"head": ColumnSplit(joins=True)}, "head.weight: its output of 13 is not divisible by 2"),
         ({"up": None}, "a split is None: expected one of column, row"),
         ({"down": "row"}, "a row-split layer of 16 inputs got 16: this rank's part takes 8"),
     ],
@@ -347,7 +347,7 @@ def test_a_map_that_does_not_fit_the_module(splits: dict[str, Any], message: str
 
 def test_parts_cannot_be_joined_end_to_end() -> None:
     with pytest.raises(UsageError, match="cannot be joined end to end"):
-        Column(parts=3, joins=True)
+        ColumnSplit(parts=3, joins=True)
 
 
 def test_a_whole_state_that_lacks_a_parameter_is_refused() -> None:

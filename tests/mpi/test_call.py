@@ -173,6 +173,15 @@ def test_one_call_starts_and_ends_its_ranks(transport: str) -> None:
     assert [path for path in left if not (path / "lock").exists()] == []
 
 
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_results_of_ranks_that_end_late_are_kept(
+    transport: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("tilemesh.launch.calls._CLOSE_S", 0.5)
+    assert call("call_functions:linger", 2, 200.0, transport=transport, timeout_s=100.0) == [0, 1]
+    assert "after the last call, which all ranks had answered: they were ended" in capsys.readouterr().err
+
+
 def test_an_error_of_the_caller_ends_the_ranks() -> None:
     def fail(rank: int, value: Any) -> None:
         raise LookupError("not what was wanted")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -193,6 +194,15 @@ def test_wrong_words_are_refused_before_anything_starts(
 ) -> None:
     assert main(["verify", "--ranks", "2", *words]) == 2
     assert f"'{words[1]}'" in capsys.readouterr().err
+
+
+def test_what_the_documents_say_of_the_gate_is_so() -> None:
+    """How many cases there are, and which models: both are written by hand."""
+    root = Path(__file__).parents[2]
+    said = re.search(r"(\d+) cases of layout and model on up to 8 ranks", (root / "README.md").read_text())
+    assert said is not None
+    assert int(said[1]) == len(every_case(8))
+    assert f"Of {', '.join(MODELS)}, with commas; default" in (root / "docs" / "commands.md").read_text()
 
 
 @pytest.mark.slow

@@ -23,7 +23,7 @@ from tilemesh.model.config import ModelConfig, preset
 from tilemesh.model.transformer import Transformer
 from tilemesh.model.work.weights import shard_parameters
 from tilemesh.parallel.apply import transformer_splits
-from tilemesh.parallel.shard import Column, Split, Vocabulary, elements, join, shard, split_data, take
+from tilemesh.parallel.shard import ColumnSplit, Split, VocabularySplit, elements, join, shard, split_data, take
 
 NEEDS_MPI = pytest.mark.skipif(find_mpiexec() is None, reason="needs mpiexec")
 TP2, TP4 = (("tp", 2),), (("tp", 4),)
@@ -81,13 +81,15 @@ def test_a_batch_that_cannot_be_cut(arguments: tuple[object, ...], message: str)
 @given(
     tp=some.sampled_from([1, 2, 3, 4, 8]),
     times=some.integers(1, 3),
-    split=some.sampled_from(["column", "row", "vocabulary", "whole", Column(parts=3), Column(units=2, repeats=True)]),
+    split=some.sampled_from(
+        ["column", "row", "vocabulary", "whole", ColumnSplit(parts=3), ColumnSplit(units=2, repeats=True)]
+    ),
     is_bias=some.booleans(),
     is_torch=some.booleans(),
 )
 def test_every_split_has_its_inverse(tp: int, times: int, split: str | Split, is_bias: bool, is_torch: bool) -> None:
     """Every number is on some rank, once for each copy, and the parts put together are the whole."""
-    if split == Column(units=2, repeats=True) and tp == 3:
+    if split == ColumnSplit(units=2, repeats=True) and tp == 3:
         return
     rows = 72 * times + (5 if split == "vocabulary" else 0)
     shape = (rows,) if is_bias else (rows, 24)
@@ -106,7 +108,7 @@ def test_every_split_has_its_inverse(tp: int, times: int, split: str | Split, is
 
 
 def test_kv_heads_fewer_than_ranks_are_held_by_several() -> None:
-    split = Column(units=2, repeats=True)
+    split = ColumnSplit(units=2, repeats=True)
     shards = [shard("fc_k.weight", (6, 4), split, (("tp", 4),), rank) for rank in range(4)]
     assert [(mine.boxes[0][1].begin, mine.copies, mine.writes, mine.summed) for mine in shards] == [
         ((0, 0), 2, True, (("tp", 2),)), ((0, 0), 2, False, (("tp", 2),)),
@@ -115,7 +117,7 @@ def test_kv_heads_fewer_than_ranks_are_held_by_several() -> None:
 
 
 def test_a_vocabulary_that_tp_does_not_divide_is_cut_unevenly_without_padding() -> None:
-    shards = [shard("t.weight", (10, 2), Vocabulary(), (("tp", 4),), rank) for rank in range(4)]
+    shards = [shard("t.weight", (10, 2), VocabularySplit(), (("tp", 4),), rank) for rank in range(4)]
     assert [mine.shape for mine in shards] == [(3, 2), (3, 2), (2, 2), (2, 2)]
     whole = np.arange(20.0).reshape(10, 2)
     assert np.array_equal(join(shards, [take(mine, whole) for mine in shards]), whole)
@@ -127,13 +129,19 @@ def test_a_vocabulary_that_tp_does_not_divide_is_cut_unevenly_without_padding() 
         (lambda: shard("a.weight", (6, 4), "column", TP4), "a.weight: its output of 6 is not divisible by 4 ranks"),
         (lambda: shard("a.weight", (6, 5), "row", TP2), "a.weight: its input of 5 is not divisible by 2 ranks of tp"),
         (lambda: shard("a.weight", (6, 4), "colum", TP2), "unknown split 'colum': did you mean 'column'?"),
-        (lambda: shard("a.weight", (6, 4), Column(units=3), TP2), "the 3 units of a.weight cannot be split evenly"),
         (
-            lambda: shard("a.weight", (6, 4), Column(units=3, repeats=True), TP4),
+            lambda: shard("a.weight", (6, 4), ColumnSplit(units=3), TP2),
+            "the 3 units of a.weight cannot be split evenly",
+        ),
+        (
+            lambda: shard("a.weight", (6, 4), ColumnSplit(units=3, repeats=True), TP4),
             "the 3 units of a.weight cannot be split nor repeated evenly over it",
         ),
-        (lambda: shard("a.weight", (6, 4), Column(units=2), TP4), "tp is 4: the 2 units of a.weight"),
-        (lambda: shard("t.weight", (3, 2), Vocabulary(), TP4), "t.weight has 3 rows: every rank needs at least one"),
+        (lambda: shard("a.weight", (6, 4), ColumnSplit(units=2), TP4), "tp is 4: the 2 units of a.weight"),
+        (
+            lambda: shard("t.weight", (3, 2), VocabularySplit(), TP4),
+            "t.weight has 3 rows: every rank needs at least one",
+        ),
         (lambda: take(Shard("a.weight", (2, 2)), np.ones((2, 3))), "the whole array has shape (2, 3), expected (2, 2)"),
     ],
 )

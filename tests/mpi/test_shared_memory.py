@@ -78,7 +78,8 @@ def kill_once(transport: str, seed: int) -> None:
     outcome = launch(command, ranks=ranks, transport=transport, sink=sink)
     assert outcome.failure is not None, said
     assert outcome.failure.rank == who, (outcome.failure, said)
-    assert "SIGKILL" in outcome.failure.reason
+    # On a busy machine mpiexec may name only the others, whom the launcher ended.
+    assert "SIGKILL" in outcome.failure.reason or "it was killed" in outcome.failure.reason, outcome.failure
     assert connected
     assert time.monotonic() - connected[0] < ENDS_WITHIN_S
     assert not any(line == "survived" for _, line in said)

@@ -5,13 +5,22 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tilemesh.core.errors import UsageError
-from tilemesh.methods.record import ServerEvent, largest_lead, replay, staleness
+from tilemesh.methods.record import (
+    ServerEvent,
+    append_record,
+    largest_lead,
+    read_record,
+    replay,
+    staleness,
+    standing,
+)
 from tilemesh.methods.rules import Push, StalenessRule, bound_of, expected_excess
 from tilemesh.methods.simulate import (
     ServerTimes,
@@ -270,3 +279,43 @@ def run_quadratic(bound: float, rate: float, workers: int = 8) -> float:
         if abs(x) > 1e6:
             break
     return x
+
+
+def test_a_record_is_added_to_and_knows_what_a_restart_undid(tmp_path: Path) -> None:
+    def event(kind: str, clock: int, version: int) -> ServerEvent:
+        return ServerEvent(kind, (Push(0, clock),), version)
+
+    file = tmp_path / "records" / "0.jsonl"
+    first = [event("start", 0, 0), event("pull", 0, 0), event("apply", 0, 1), event("state", 1, 1)]
+    undone = [event("pull", 1, 1), event("apply", 1, 2), event("state", 2, 2)]
+    again = [event("start", 1, 1), event("pull", 1, 1), event("apply", 1, 2)]
+    append_record(file, first)
+    append_record(file, undone)
+    with file.open("a") as torn:
+        torn.write('["pull", [[0,')  # killed as it wrote
+    append_record(file, again)
+    assert read_record(file) == [*first, *undone, *again]
+    assert standing(read_record(file)) == [*first, *again]
+    assert standing([*first, *undone, event("start", 0, 0)]) == [event("start", 0, 0)]
+    assert largest_lead([event("start", 5, 0), event("pull", 7, 0)], [0, 1]) == 2
+    made: list[tuple[int, float]] = []
+    replay(
+        [standing(read_record(file))], lambda server: len(made), lambda push, read: [10.0 * push.clock + read[0]],
+        lambda server, pushes, gradients: made.append((pushes[0].clock, gradients[0])),
+    )  # fmt: skip
+    assert made == [(0, 0.0), (1, 11.0)]
+    with pytest.raises(UsageError, match="no checkpoint"):
+        standing([*first, event("start", 3, 3)])
+
+
+def test_a_worker_that_comes_back_begins_where_another_server_has_it() -> None:
+    rule = StalenessRule([0, 1], bound=1)
+    rule.leave(0)
+    for clock in range(4):
+        rule.push(1, clock)
+    assert rule.join(0) == 4
+    assert rule.join(0, at_least=6) == 6
+    assert rule.join(0, at_least=2) == 6
+    assert not rule.may_read(0)  # it would not have seen what worker 1 pushes at 4
+    rule.push(1, 4)
+    assert rule.may_read(0)

@@ -107,8 +107,11 @@ def test_save_is_what_a_plan_file_is(tmp_path: Path) -> None:
     out = run(*MEGATRON_530B, "--save", str(path)).stdout
     assert "cannot run it, not yet: materialized" in out
     assert "for one it can: --fix attention=fused" in out
-    found = config.load(ParallelPlan, file=path)
+    data = config.read_toml(path)
+    model, context = data.pop("model"), data.pop("train")["context"]
+    found = config.from_dict(ParallelPlan, data)
     assert (found.tp, found.pp, found.interleave, found.accumulation) == (8, 35, 3, 280)
+    assert (model["layers"], model["width"], context) == (105, 20480, 2048)
     assert "# predicted:" in path.read_text()
 
 

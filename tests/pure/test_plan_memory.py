@@ -17,7 +17,7 @@ from tilemesh.core.step.program import step_program
 from tilemesh.kernels.linear_cross_entropy.cost import CHUNK_BYTES
 from tilemesh.model.config import ModelConfig, preset
 from tilemesh.model.work.kept import kept_bytes, loss_kept_bytes, loss_tensors
-from tilemesh.model.work.task import Task
+from tilemesh.model.work.task import STATE_BYTES, Task
 from tilemesh.model.work.weights import count_parameters, shard_parameters
 from tilemesh.plan import memory
 from tilemesh.plan.cut import cut
@@ -157,7 +157,7 @@ def test_more_zero_never_needs_more_and_shards_cover_the_whole(parameters: int, 
     totals = [sum(memory.state_bytes(parameters, precision, stage, dp)) for stage in range(4)]
     assert totals == sorted(totals, reverse=True)
     whole, shard = totals[0], totals[3]
-    assert whole <= dp * shard < whole + dp * sum(memory.STATE_BYTES[precision])
+    assert whole <= dp * shard < whole + dp * sum(STATE_BYTES[precision])
 
 
 @given(models(), PRECISIONS, st.sampled_from([1, 2, 4]), st.booleans(), st.sampled_from(["fused", "materialized"]))

@@ -92,8 +92,11 @@ def test_the_command_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFix
     assert len(found["loads"]) >= 4
     for load in found["loads"]:
         assert load["ttft_p50"] > 0
-        # A history that begins and ends empty has fewer inside on average than the rate's law says, never more.
-        assert 0.5 * load["little"] < load["inside"] < 1.6 * load["little"]
+        # A history that begins and ends empty has fewer inside on average than the rate's law says, never more; many
+        # fewer where all of its few hundred requests come within the time that one takes.
+        assert load["inside"] < 1.6 * load["little"]
+        if load["share"] <= 0.25:
+            assert load["inside"] > 0.5 * load["little"]
     assert found["cost_per_million_tokens"] > 0
 
 

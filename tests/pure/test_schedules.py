@@ -23,10 +23,10 @@ from tilemesh.comm.schedules.schedule import (
     NOBODY,
     TEMP,
     Round,
+    RoundStep,
     Schedule,
     Shift,
     Sparse,
-    Step,
     copy,
     moves,
     read,
@@ -406,10 +406,10 @@ SAME = same(3, 0)
         (sync((0, 0, 1)), "only all of them together can meet"),
         (read((NOBODY, NOBODY, -3), INPUT, SAME, SAME, same(3, 1)), "reads from rank -3"),
         (read((1, 2, 0), TEMP, SAME, SAME, same(3, 1)), "reads temp of rank 1, which others cannot reach"),
-        (Step("shout", (1, 2, 0), SAME, same(3, 1)), "unknown kind, 'shout'"),  # type: ignore[arg-type]
+        (RoundStep("shout", (1, 2, 0), SAME, same(3, 1)), "unknown kind, 'shout'"),  # type: ignore[arg-type]
     ],
 )
-def test_what_the_runtime_cannot_do_is_not_proved(step: Step, words: str) -> None:
+def test_what_the_runtime_cannot_do_is_not_proved(step: RoundStep, words: str) -> None:
     schedule = Schedule("all_reduce", "made up", 3, 0, 1, lambda: iter([(step,)]), temp=1, shared=frozenset({0, 1}))
     with pytest.raises(BrokenScheduleError, match=words):
         check(schedule)

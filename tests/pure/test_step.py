@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tilemesh.core.errors import UsageError
+from tilemesh.core.plan import ASYNCHRONOUS
 from tilemesh.core.step.action import COMPUTE, Action, PassDone, StepProgram, makes, parts
 from tilemesh.core.step.book import SCHEDULES, build
 from tilemesh.core.step.check import BrokenStepError, check
@@ -82,6 +83,16 @@ def test_lists_survive_the_way_through_text(program: StepProgram) -> None:
     again = from_csv(to_csv(whole))
     assert again.actions == whole.actions
     assert again.placement.directions == whole.placement.directions or program.microbatches == 1
+
+
+@pytest.mark.parametrize("name", ASYNCHRONOUS)
+def test_versions_survive_the_way_through_text(name: str) -> None:
+    """What is read back keeps as many versions of the weights, and is proved as it was written."""
+    program = build(name, 4, 16)
+    again = from_csv(to_csv(program))
+    assert again.actions == program.actions
+    assert (again.versions, again.keeps_versions) == (program.versions, program.keeps_versions)
+    check(again)
 
 
 def test_gathers_follow_how_far_ahead_they_may_be() -> None:

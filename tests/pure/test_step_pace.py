@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tilemesh.core.step import pace
 from tilemesh.core.step.action import StepProgram
-from tilemesh.core.step.book import SCHEDULES, SPLIT, build, chunk_placement, microbatches_of
+from tilemesh.core.step.book import SCHEDULES, build, chunk_placement, is_split, microbatches_of
 from tilemesh.core.step.memory import StepBytes, memory_peaks
 from tilemesh.core.step.pace import RankLoad, simulated_s
 from tilemesh.core.step.simulate import StepTimes, number, number_anything, simulate
@@ -123,7 +123,7 @@ def test_lengths_in_closed_form(case: Case, i: float, w: float, transfer_s: floa
 def test_a_placement_is_known_without_the_lists(case: Case) -> None:
     program = made(case)
     assert chunk_placement(case[0], case[1], case[3]) == program.placement
-    assert (case[0] in SPLIT) == ("I" in program.kinds) or case[1] == 1 or case[0].startswith("dualpipe")
+    assert is_split(case[0]) == ("I" in program.kinds) or case[1] == 1 or case[0].startswith("dualpipe")
 
 
 @given(any_cases())

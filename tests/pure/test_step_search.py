@@ -91,6 +91,7 @@ def test_every_schedule_is_drawn(name: str) -> None:
     times = PassTimes(1.0, 1.2, 0.8, 0.1)
     timeline = simulate(program, times.times(program), keep_slots=True)
     curves = draw.curves(program, timeline, memory_curve(program, times.sizes(program)))
+    assert max(map(len, draw.text(program, timeline, curves, 100).splitlines())) <= 100
     lines = draw.text(program, timeline, curves).splitlines()
     lanes = [line for line in lines if line.startswith("rank")]
     assert len(lanes) == 4

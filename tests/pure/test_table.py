@@ -15,7 +15,7 @@ from rich.console import Console
 from tilemesh.measure import table
 from tilemesh.measure.row import Row
 from tilemesh.measure.sample import Sample
-from tilemesh.measure.table import PIPE_WIDTH, format_value, print_rows
+from tilemesh.measure.table import PIPE_WIDTH, format_value, print_rows, print_words
 
 WIDE = 160
 """Where a cell takes one line; most tests are about what stands in it."""
@@ -169,3 +169,14 @@ def test_a_width_that_is_no_number_is_passed_over(monkeypatch: pytest.MonkeyPatc
     out = io.StringIO()
     print_rows([row()], Console(file=out, force_terminal=False))
     assert out.getvalue()
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_sentence_breaks_between_words_on_a_terminal_only(is_terminal: bool) -> None:
+    console = Console(file=io.StringIO(), width=20, force_terminal=is_terminal, highlight=False, markup=False)
+    path = "/a/path/that/is/longer/than/a/line"
+    print_words(f"what was written is in {path} now", console)
+    assert isinstance(console.file, io.StringIO)
+    lines = [line.strip() for line in console.file.getvalue().splitlines()]
+    whole = ["what was written is", "in", path, "now"]
+    assert lines == (whole if is_terminal else [" ".join(whole)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tilemesh.core.errors import UsageError
+from tilemesh.core.hardware import parse_cluster
 from tilemesh.core.plan import ParallelPlan
+from tilemesh.core.step import search as schedules
+from tilemesh.core.step.program import step_program
+from tilemesh.core.step.search import PassTimes
+from tilemesh.core.step.text import to_csv
+from tilemesh.model.config import preset
+from tilemesh.plan import predict, search
+from tilemesh.plan.space import Pins
 from tilemesh.train import config
 from tilemesh.train.config import PRESETS
 from tilemesh.train.load import load, settled
@@ -64,6 +73,51 @@ def test_a_plan_says_layout_and_batch(tmp_path: Path) -> None:
         load(plan=tmp_path / "plan.toml", mesh="dp=2")
     over = load(plan=tmp_path / "plan.toml", sets=["plan.precision=bf16,plan.microbatch=2", "train.batch=8"])
     assert (over.plan.precision, over.plan.dp, over.plan.microbatch, over.batch) == ("bf16", 2, 2, 8)
+
+
+def test_a_saved_plan_names_its_model(tmp_path: Path) -> None:
+    """Whoever names nothing else trains that model, with that context; another one is refused in one line."""
+    path = tmp_path / "plan.toml"
+    model = replace(preset("tiny"), layers=6, width=96, heads=6, kv_heads=6, mlp_width=384, positions="rotary")
+    path.write_text(search(model, "2xcpu", batch=8, context=64).to_toml())
+    made = load(plan=path)
+    assert (made.model, made.context, made.batch, made.plan.world) == (model, 64, 8, 2)
+    assert load(plan=path, sets=["train.context=32"]).context == 32
+    for other in ({"name": "tiny"}, {"sets": ["model.layers=4"]}):
+        with pytest.raises(
+            UsageError, match=r"was made for another model: layers is 6 there and 4 here .* more\); leave"
+        ):
+            load(plan=path, **other)  # type: ignore[arg-type]
+    (tmp_path / "run.toml").write_text(made.to_toml())
+    assert load(str(tmp_path / "run.toml"), plan=path).model == model
+    small = search("gpt2-124m", "8xh100", batch=32, pins=Pins(dp=8))
+    path.write_text(small.to_toml())
+    assert load(plan=path).optimizer == load("gpt2-124m").optimizer  # of the preset that trains this model
+
+
+def test_a_schedule_of_ones_own_is_trained(tmp_path: Path) -> None:
+    """A list of passes from a CSV file becomes a part of the plan: planned, written down and read back like a name."""
+    path = tmp_path / "mine.csv"
+    program = schedules.search(2, 4, PassTimes(1.0, 1.4, 0.6, 0.1), 2)
+    path.write_text(to_csv(program))
+    made = load("tiny", mesh="dp=2,pp=2", sets=[f"plan.schedule={path},plan.zero=1"])
+    assert (made.plan.accumulation, made.plan.chunks, made.plan.schedule_name) == (4, program.chunks, "listed")
+    assert (
+        step_program(replace(made.plan, dp=1, zero=0), 4).program.placement.directions == program.placement.directions
+    )
+    assert config.from_toml(made.to_toml()) == made
+    assert predict(made.model, parse_cluster("4xcpu"), made.plan).exchanges["pp"]
+    for mesh, sets, words in (
+        ("pp=4", [], "is a list for pp 2 and 4 microbatches: pp is 4"),
+        ("pp=2", ["plan.accumulation=8"], "is a list for pp 2 and 4 microbatches: pp is 2 and accumulation 8"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            load("tiny", mesh=mesh, sets=[f"plan.schedule={path}", *sets])
+    path.write_text("0F0,0B0,0F1\n1F0,1B0,1F1,1B1\n")
+    with pytest.raises(UsageError, match="nobody does 0B1"):
+        load("tiny", mesh="pp=2", sets=[f"plan.schedule={path}"])
+    with pytest.raises(UsageError, match="the file cannot be read"):
+        load("tiny", mesh="pp=2", sets=[f"plan.schedule={tmp_path}/none.csv"])
 
 
 def test_a_file_and_settings(tmp_path: Path) -> None:

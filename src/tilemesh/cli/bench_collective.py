@@ -56,7 +56,7 @@ def bench_collective(
         str | None, typer.Option("--html", metavar="FILE", help="A page of the rows, or of the rounds with a slider.")
     ] = None,
 ) -> None:
-    """Time our collectives against the library's own, fit the machine, or look at schedules."""
+    """Time our collectives beside the library's own. Or fit the machine, or look at schedules."""
     from tilemesh.cli import bench_collective_run as run
 
     asked = [name for name, given in (("--draw", draw), ("--simulate", simulate), ("--fit", fit)) if given]

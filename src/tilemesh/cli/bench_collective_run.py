@@ -19,6 +19,7 @@ from tilemesh.comm.schedules.book import ALGORITHMS, build
 from tilemesh.core.errors import UsageError, unknown
 from tilemesh.core.files import write_text
 from tilemesh.measure.row import Row
+from tilemesh.measure.table import print_words
 from tilemesh.report.picture import check_picture
 
 MOST_SIMULATED, MOST_DRAWN = 65_536, 4096  # ranks: beyond it a simulation takes minutes and a drawing is no picture
@@ -108,7 +109,7 @@ def simulate_scale(
     counts, wanted = parse_ranks(ranks, MOST_SIMULATED), parse_sizes(sizes)
     if node_size is not None and node_size < 1:
         raise UsageError(f"--node-size {node_size}: expected at least 1")
-    print(assumptions(topology, node_size or NODE))
+    print_words(assumptions(topology, node_size or NODE), Console(highlight=False, markup=False))
     for collective in collectives:
         for count in counts:
             print("\n".join(simulated(collective, topology, count, wanted, node_size or NODE, _named(names))))

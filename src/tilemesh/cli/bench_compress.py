@@ -18,13 +18,18 @@ def bench_compress(
     seconds: Annotated[float, typer.Option(metavar="S", help="For the times of each recipe.")] = 3.0,
     data: Annotated[str | None, typer.Option(metavar="SOURCE", help="The text, where not the run's own.")] = None,
     seed: Annotated[int, typer.Option(help="Of the choice of calibration text.")] = 0,
+    device: Annotated[str, typer.Option(help="cpu, or cuda.")] = "cpu",
+    dtype: Annotated[
+        str | None, typer.Option(help="What is timed and counted in bytes: fp32 or bf16; losses are fp32's.")
+    ] = None,
     run: Annotated[str | None, typer.Option(metavar="FOLDER", help="Write a run with its page there.")] = None,
     json: Annotated[
         str | None, typer.Option(metavar="FILE", help="The rows, one object per line; - for stdout.")
     ] = None,
 ) -> None:
-    """Held-out loss, bytes, a forward pass and a decoded token of many recipes: predicted, measured, beside peers."""
+    """Compare compression recipes beside peers. Held-out loss, bytes, a forward pass and a decoded token."""
     from tilemesh.cli.bench_compress_run import CompressBenchQuestion, answer
 
     check_targets(json=json)
-    answer(CompressBenchQuestion(model, recipes, peers, calibrate, sequences, seconds, data, seed, run, json))
+    asked = (model, recipes, peers, calibrate, sequences, seconds, data, seed, device, dtype, run, json)
+    answer(CompressBenchQuestion(*asked))

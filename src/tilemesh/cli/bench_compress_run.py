@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
 from rich.console import Console
 
 from tilemesh.bench.compress.peers import PEERS
@@ -16,9 +17,11 @@ from tilemesh.compress.recipe import read_recipe
 from tilemesh.compress.shrink import check_recipe
 from tilemesh.core.errors import UsageError, unknown
 from tilemesh.core.ranges import SEED, Range
-from tilemesh.measure.row import CaseValue, write_rows
+from tilemesh.kernels.launch.tensors import read_device
+from tilemesh.measure.row import CaseValue, Row, write_rows
 from tilemesh.measure.table import print_rows
 from tilemesh.model.transformer import Transformer
+from tilemesh.serve.load import read_dtype
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,8 @@ class CompressBenchQuestion:
     seconds: float
     data: str | None
     seed: int
+    device: str
+    dtype: str | None
     run: str | None
     json: str | None
 
@@ -67,19 +72,28 @@ def answer(asked: CompressBenchQuestion) -> None:
         Range(1, 100_000).check(option, value, whole=True)
     Range(0, 1e4, above=True).check("--seconds", asked.seconds)
     SEED.check("--seed", asked.seed, whole=True)
+    device, dtype = read_device(asked.device), read_dtype(asked.dtype) or torch.float32
 
     def say(text: str) -> None:
         print(f"tilemesh: {text}", file=sys.stderr, flush=True)
 
+    def keep(rows: Sequence[Row]) -> None:
+        """A long run that is ended early leaves what it has."""
+        if asked.json not in (None, "-"):
+            write_rows(rows, asked.json)
+
     with open_source(asked.model, asked.data, None, say) as source:
-        recipes = _that_fit(source.model, recipes, asked.recipes.strip(" ,") == "", say)
+        model = source.model.to(device)
+        recipes = _that_fit(model, recipes, asked.recipes.strip(" ,") == "", say)
         text = source.text(asked.calibrate, asked.sequences, asked.seed)
         case: dict[str, CaseValue] = {"model": source.name, "sequences": len(text[1]), "calibrated": asked.calibrate}
-        found = bench_recipes(source.model, recipes, text, case, peers, asked.seconds, say)
+        if asked.dtype is not None:
+            case["dtype"] = asked.dtype
+        found = bench_recipes(model, recipes, text, case, peers, asked.seconds, say, dtype, keep)
     print_rows(found.rows, console)
     if asked.run is not None:
         folder = write_compress_run(asked.run, {**case, "recipes": recipes, "seed": asked.seed}, found)
         (page,) = make([str(folder)], None)
         console.print(f"page: {page}", soft_wrap=True)
-    if asked.json is not None:
+    if asked.json == "-":
         write_rows(found.rows, asked.json)

@@ -23,7 +23,7 @@ def bench_exchange(
     repeats: Annotated[int, typer.Option(help="Readings of each.")] = 20,
     json_file: Annotated[str | None, typer.Option("--json", metavar="FILE", help="Rows, one object per line.")] = None,
 ) -> None:
-    """Time a step with the bucketed exchange against the naive one, and how much of the exchange backward hides."""
+    """Time the bucketed gradient exchange beside a naive one. And how much of the exchange backward hides."""
     from tilemesh.bench.train.exchange import exchange_rows
     from tilemesh.measure.row import write_rows
     from tilemesh.measure.table import print_rows

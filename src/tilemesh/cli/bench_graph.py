@@ -37,7 +37,7 @@ def bench_graph(
     seconds: Annotated[float, typer.Option("--seconds", help="Time at most so many seconds of each model.")] = 20.0,
     json: Annotated[str | None, typer.Option("--json", metavar="FILE", help="Write the rows; - for stdout.")] = None,
 ) -> None:
-    """Time a model's training step: torch.compile(backend="tilemesh") beside eager and Inductor."""
+    """Time a compiled training step beside eager and Inductor. Compiled by torch.compile(backend="tilemesh")."""
     import torch
     from rich.console import Console
 

@@ -50,7 +50,7 @@ def bench_kernel(
         str | None, typer.Option("--tried", metavar="FILE", help="What `tune --json` wrote: a heat map for --html.")
     ] = None,
 ) -> None:
-    """Time operators against eager, torch.compile, Liger-Kernel and their own peers: kernel time and call time."""
+    """Time operators beside PyTorch's and others'. Eager, torch.compile, Liger-Kernel; kernel time and call time."""
     from rich.console import Console
 
     from tilemesh.bench.kernel.cases import KernelCase, cases_of

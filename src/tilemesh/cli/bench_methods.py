@@ -13,7 +13,10 @@ def bench_methods(
     slow: Annotated[str, typer.Option(metavar="rank=3,factor=4", help="Which worker is slow, and how much.")] = (
         "rank=3,factor=4"
     ),
-    steps: Annotated[int, typer.Option(metavar="N", help="Steps of each worker in a run.")] = 20,
+    steps: Annotated[
+        int,
+        typer.Option(metavar="N", help="Steps per worker with a random slow one; a third of it with a fixed one."),
+    ] = 60,
     blocks: Annotated[int, typer.Option(metavar="N", help="How many turns each method gets.")] = 2,
     json: Annotated[
         str | None, typer.Option(metavar="FILE", help="The rows, one object per line; - for stdout.")
@@ -23,8 +26,8 @@ def bench_methods(
     ] = None,
     html: Annotated[str, typer.Option(metavar="FILE", help="The page.")] = "methods.html",
 ) -> None:
-    """Train one model by data parallelism, BSP, SSP, ASP and local SGD while a rank is slow, and measure what else
-    replaces an all-reduce: server traffic, compressed gradients beside torch's hooks, K-means on MapReduce."""
+    """Measure what replaces an all-reduce while a rank is slow. Trains one model by data parallelism, BSP, SSP, ASP and
+    local SGD; then server traffic, compressed gradients beside torch's hooks, K-means on MapReduce."""
     from rich.console import Console
 
     from tilemesh.bench.methods.run import bench_methods as measure
@@ -32,7 +35,7 @@ def bench_methods(
     from tilemesh.core.errors import UsageError
     from tilemesh.core.files import write_text
     from tilemesh.measure.row import write_rows
-    from tilemesh.measure.table import print_rows
+    from tilemesh.measure.table import print_rows, print_words
     from tilemesh.report import methods_page
     from tilemesh.report.picture import check_picture, write_picture
 
@@ -43,13 +46,15 @@ def bench_methods(
         check_picture(chart)
     check_targets(json=json, chart=chart, html=html)
     console = Console(stderr=json == "-", highlight=False, markup=False)
-    found = measure(rank, factor, steps, blocks, console.print)
-    print_rows(found.rows, console)
-    for note in found.notes:
-        console.print(note, soft_wrap=True)
+    measured = measure(rank, factor, steps, blocks, console.print)
+    print_rows(measured.rows, console)
+    for note in measured.notes:
+        print_words(note, console)
     if json is not None:
-        write_rows(found.rows, json)
+        write_rows(measured.rows, json)
     if chart is not None:
-        write_picture(methods_page.drawings(found.curves, found.loads, found.bounds), chart)
-    write_text(methods_page.render(found.rows, found.curves, found.notes, found.loads, found.bounds), html)
+        write_picture(methods_page.drawings(measured.curves, measured.loads, measured.bounds), chart)
+    write_text(
+        methods_page.render(measured.rows, measured.curves, measured.notes, measured.loads, measured.bounds), html
+    )
     console.print(f"page: {html}", soft_wrap=True)

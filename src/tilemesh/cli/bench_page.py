@@ -57,10 +57,10 @@ def bench_drawings(rows: Sequence[Row]) -> list[Drawing]:
     """The charts of rows of `bench kernel` or `bench collective`, as the page has them."""
     if any(row.name in COLLECTIVES for row in rows):
         return collective_page.drawings(rows)
-    found = kernel_charts.drawings(kernel_charts.kernel_times(rows, [_work(row) for row in rows]))
-    if not found:
+    charts = kernel_charts.drawings(kernel_charts.kernel_times(rows, [_work(row) for row in rows]))
+    if not charts:
         raise UsageError("no kernel-time rows of an operator to draw a chart of")
-    return found
+    return charts
 
 
 def write_charts(rows: Sequence[Row], folder: str) -> list[str]:
@@ -110,7 +110,7 @@ def _work(row: Row) -> RowWork | None:
     if entry is None or entry.form is None or "shape" not in row.case:
         return None
     try:
-        found = entry.load("form").cost_of(row.case)
+        cost = entry.load("form").cost_of(row.case)
     except UsageError:  # a shape or a setting that this version's operator does not have
         return None
-    return RowWork(found.flops, found.bytes_moved)
+    return RowWork(cost.flops, cost.bytes_moved)

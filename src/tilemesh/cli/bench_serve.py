@@ -44,7 +44,8 @@ def bench_serve(
         str | None, typer.Option(metavar="FILE", help="The rows, one object per line; - for stdout.")
     ] = None,
 ) -> None:
-    """Serve random requests: all at once beside peers, or at random times; predicted before, with limits."""
+    """Time answers to random requests beside other engines. All at once, or at random times; predicted before, with
+    limits."""
     from tilemesh.cli.bench_serve_run import ServeQuestion, answer
 
     check_targets(json=json)

@@ -177,7 +177,7 @@ def _lengths(asked: ServeQuestion) -> tuple[Lengths, Lengths]:
 
 
 def _rates(text: str) -> list[float]:
-    found = []
+    collected = []
     for piece in text.split(","):
         if piece.strip():
             try:
@@ -186,19 +186,19 @@ def _rates(text: str) -> list[float]:
                 rate = 0.0
             if not 0 < rate < 1e6:
                 raise UsageError(f"--rates has '{piece.strip()}': expected requests per second, above 0")
-            found.append(rate)
-    return found
+            collected.append(rate)
+    return collected
 
 
 def _whole_list(option: str, text: str) -> list[int]:
-    found = []
+    collected = []
     for piece in text.split(","):
         if piece.strip():
             if not piece.strip().isascii() or not piece.strip().isdigit():
                 raise UsageError(f"{option} has '{piece.strip()}': expected whole numbers, such as 1,64")
             _WHOLE.check(option, int(piece), whole=True)
-            found.append(int(piece))
-    return found
+            collected.append(int(piece))
+    return collected
 
 
 def _peers(text: str) -> list[str]:

@@ -39,7 +39,8 @@ def bench_train(
         str | None, typer.Option(metavar="FILE", help="The rows, one object per line; - for stdout.")
     ] = None,
 ) -> None:
-    """Train steps of one model and batch in turns: ours, PyTorch, its DDP, sharding and pipelining, DeepSpeed.
+    """Time training steps beside PyTorch and DeepSpeed. One model and batch in turns: ours, PyTorch, its DDP, sharding
+    and pipelining, DeepSpeed.
 
     A row of tokens per second, and one of the fullest rank's memory.
     """
@@ -75,7 +76,7 @@ def bench_train(
     if profile is not None and os.path.lexists(profile) and not profile.is_dir():
         raise UsageError(f"--profile {profile}: expected a folder, and this is a file")
     predicted = predict_run(made, gpus)  # before anything is measured
-    found = compare(
+    compared = compare(
         made,
         peers=names,
         also=others,
@@ -86,7 +87,7 @@ def bench_train(
         profile=profile,
         say=console.print,
     )
-    rows = train_rows(made, found, predicted, gpus)
+    rows = train_rows(made, compared, predicted, gpus)
     print_rows(rows, console)
     if json is not None:
         write_rows(rows, json)

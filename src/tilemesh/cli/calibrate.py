@@ -16,7 +16,7 @@ def calibrate(
         bool, typer.Option("--host", help="Only what a GPU's host needs to launch a step (a minute); the rest stays.")
     ] = False,
 ) -> None:
-    """Measure this machine's matmul peak, memory bandwidth and launch cost, and store them."""
+    """Measure this machine's speed, for predictions and limits. Matmul peak, memory bandwidth, launch cost."""
     from tilemesh.cli.calibrate_run import measure_machine
 
     measure_machine(json, quick, if_missing, save, host)

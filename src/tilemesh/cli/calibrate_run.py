@@ -43,10 +43,12 @@ def measure_machine(json: str | None, quick: bool, if_missing: bool, save: bool,
         others = OtherWork()
         with _progress(console, brief=if_missing) as report:
             if stored is not None:
-                found = measuring.calibrate_further(stored, further, report)
+                calibrated = measuring.calibrate_further(stored, further, report)
             else:
-                found = measuring.calibrate(quick=quick, progress=report, further=further)
-        return found, others.busyness(row.measured for row in found.rows if row.measured and row.name != "host")
+                calibrated = measuring.calibrate(quick=quick, progress=report, further=further)
+        return calibrated, others.busyness(
+            row.measured for row in calibrated.rows if row.measured and row.name != "host"
+        )
 
     def warn(text: str) -> None:
         console.print(f"warning: {text}", style="yellow", soft_wrap=True, markup=False)
@@ -92,10 +94,10 @@ def _stored_for_host(has_gpu: bool) -> Calibration:
 
     if not has_gpu:
         raise UsageError("--host measures what launching on a GPU costs, and torch sees no GPU here")
-    found = find(this_machine().id)
-    if found is None or found.gpu is None:
+    stored_before = find(this_machine().id)
+    if stored_before is None or stored_before.gpu is None:
         raise UsageError("--host adds to a stored calibration, and this GPU has none: run `tilemesh calibrate`")
-    return found
+    return stored_before
 
 
 def _is_known() -> bool:

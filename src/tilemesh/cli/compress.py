@@ -31,7 +31,7 @@ def compress(
         str | None, typer.Option(metavar="FILE", help="The rows, one object per line; - for stdout.")
     ] = None,
 ) -> None:
-    """Quantise, prune or factorise a model, judge it on held-out text, and write it as a Hugging Face folder."""
+    """Quantise, prune or factorise a model. Judge it on held-out text, and write it as a Hugging Face folder."""
     from tilemesh.cli.compress_run import CompressQuestion, answer
 
     check_targets(json=json)

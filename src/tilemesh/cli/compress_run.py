@@ -6,6 +6,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from rich.console import Console
 
 from tilemesh.bench.compress.measure import PLAIN, clocks_of, judge, rows_of
@@ -54,7 +55,7 @@ def answer(asked: CompressQuestion) -> None:
     with open_source(asked.source, asked.data, asked.step, say) as source:
         train, tokens, targets = source.text(asked.calibrate, asked.sequences, asked.seed)
         small = shrink(source.model, recipe, train, say)
-        guess = clocks_of(source.model, tokens).expected(small)
+        guess = clocks_of(source.model, tokens, torch.float32).expected(small)
         found = judge({PLAIN: source.model, "small": small}, tokens, targets)
         huggingface.save(small, target, like=source.folder)
         point = point_of(asked.recipe, guess, found, {}, source.model, small)

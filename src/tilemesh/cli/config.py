@@ -18,7 +18,7 @@ def config(
         bool, typer.Option("--reference", help="Print the reference of all keys as Markdown.")
     ] = False,
 ) -> None:
-    """Print a configuration file for `tilemesh train`, with an explanation of every key."""
+    """Print a configuration file that explains every key. It is for `tilemesh train`."""
     from tilemesh.core.errors import UsageError
     from tilemesh.measure.machine import usable_gpus
     from tilemesh.train.load import load

@@ -12,7 +12,7 @@ def doctor(
         str | None, typer.Option(help="Also write the findings as JSON to this file (- for output).")
     ] = None,
 ) -> None:
-    """Say what this machine has, try what should work, and name what is missing. Exit code 0: the main job can run."""
+    """Say what works on this machine and what is missing. Each part is tried. Exit code 0: the main job can run."""
     from tilemesh.cli.doctor_run import examine
 
     raise typer.Exit(examine(json))

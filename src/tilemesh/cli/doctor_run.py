@@ -25,6 +25,7 @@ from tilemesh.core.context import outside_any_job
 from tilemesh.core.errors import RunError
 from tilemesh.core.files import write_output
 from tilemesh.core.units import format_bytes
+from tilemesh.guide.locality.build import compiler
 from tilemesh.launch import call
 from tilemesh.launch.start import find_mpiexec, source_path
 from tilemesh.measure.machine import this_machine
@@ -68,15 +69,35 @@ def examine(json: str | None) -> int:
     for trial in trials(bool(this_machine().gpus)):
         finding = trial()
         findings.append(finding)
-        console.print(f"  {finding.name:<14} {_MARKS[finding.state]}: {escape(finding.detail)}", soft_wrap=True)
-        if finding.remedy and finding.state in ("fails", "absent"):
-            console.print(f"  {'':<14} to get it: [bold]{escape(finding.remedy)}[/]", soft_wrap=True)
+        _print(finding, console)
+    findings.append(guide_finding(findings, compiler(), bool(this_machine().gpus)))
+    _print(findings[-1], console)
     able, verdict = judge(findings)
     console.print(f"[bold {'green' if able else 'red'}]{verdict}[/]", soft_wrap=True)
     if json is not None:
         text = jsonlib.dumps({"able": able, "verdict": verdict, "has": have, "tried": [asdict(f) for f in findings]})
         write_output(text + "\n", json)
     return 0 if able else 1
+
+
+def _print(finding: Finding, console: Console) -> None:
+    console.print(f"  {finding.name:<14} {_MARKS[finding.state]}: {escape(finding.detail)}", soft_wrap=True)
+    if finding.remedy and finding.state in ("fails", "absent"):
+        console.print(f"  {'':<14} to get it: [bold]{escape(finding.remedy)}[/]", soft_wrap=True)
+
+
+def guide_finding(findings: list[Finding], cc: str | None, gpu: bool) -> Finding:
+    """Whether the guide's chapters can run: they need what the main job needs; the rest only adds rows to them."""
+    able, _ = judge(findings)
+    if not able:
+        return Finding("guide", "fails", "its chapters start ranks and use torch (see above)")
+    extra = [
+        "GPU rows included" if gpu else "without GPU rows",
+        f"C programs by {cc}"
+        if cc
+        else "no C compiler: numpy takes the place of the C programs of chapter 4 and of the locality studies",
+    ]
+    return Finding("guide", "works", f"every chapter can run ({'; '.join(extra)}): tilemesh guide")
 
 
 def judge(findings: list[Finding]) -> tuple[bool, str]:
@@ -124,10 +145,10 @@ def _shared_memory() -> str:
 
 def _where(name: str) -> str:
     try:
-        found = distribution(name)
+        package = distribution(name)
     except PackageNotFoundError:
         return "not installed"
-    return f"{found.version}  {found.locate_file(name)}"
+    return f"{package.version}  {package.locate_file(name)}"
 
 
 def _mpiexec() -> str:
@@ -159,9 +180,9 @@ def trials(gpu: bool) -> list[Callable[[], Finding]]:
 def _try_torch(gpu: bool) -> Finding:
     if find_spec("torch") is None:
         return Finding("torch", "absent", "not installed", "make setup, or pip install 'torch>=2.11'")
-    found = _in_a_process("torch", ["tilemesh.cli.probes", "torch"], remedy="make clean && make setup")
-    words = "" if found.state != "works" else torch_build_words(_torch_version(), _installed(), gpu)
-    return replace(found, detail=f"{found.detail}{words}")
+    finding = _in_a_process("torch", ["tilemesh.cli.probes", "torch"], remedy="make clean && make setup")
+    words = "" if finding.state != "works" else torch_build_words(_torch_version(), _installed(), gpu)
+    return replace(finding, detail=f"{finding.detail}{words}")
 
 
 def torch_build_words(version: str, packages: Collection[str], gpu: bool) -> str:
@@ -185,7 +206,7 @@ def _torch_version() -> str:
 
 
 def _installed() -> set[str]:
-    return {str(found.metadata["Name"]).lower() for found in distributions()}
+    return {str(package.metadata["Name"]).lower() for package in distributions()}
 
 
 def _try_triton(gpu: bool) -> Finding:
@@ -212,7 +233,7 @@ def _try_mpi() -> Finding:
 def _try_nccl() -> Finding:
     gpus = len(this_machine().gpus)
     if gpus < 2:
-        return Finding("nccl", "skipped", f"needs two GPUs, one a rank; {gpus or 'none'} here")
+        return Finding("nccl", "skipped", f"needs two GPUs, one per rank; {gpus or 'none'} here")
     return _try_ranks("nccl")
 
 

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-graph = typer.Typer(help="Look at a model as a graph of operators, and at what rewriting does to it.")
+graph = typer.Typer(help="Look at a model as a graph of operators.")
 
 
 @graph.command("explain")
@@ -28,7 +28,7 @@ def explain(
     ] = None,
     json: Annotated[str | None, typer.Option("--json", help="Also write this as JSON; - is standard output.")] = None,
 ) -> None:
-    """Print a model's graph before and after rewriting, and what each rule saves."""
+    """Print a model's graph before and after rewriting. Says what each rule saves."""
     from tilemesh.cli.graph_run import explain_graph
 
     explain_graph(program, device, whole, svg, html, json)
@@ -44,7 +44,7 @@ def breaks(
         ),
     ],
 ) -> None:
-    """List where torch.compile cuts a model into pieces, with the line that causes it, and what guards each piece."""
+    """List where torch.compile cuts a model into pieces. With the line that causes it, and what guards each piece."""
     from tilemesh.cli.graph_run import list_breaks
 
     list_breaks(program)

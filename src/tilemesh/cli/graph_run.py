@@ -88,9 +88,9 @@ def list_breaks(program: str) -> None:
 
     model, inputs = _load(program)
     torch._dynamo.reset()
-    found = torch._dynamo.explain(model)(*inputs)
-    print(f"{found.graph_count} pieces, {found.graph_break_count} breaks, {found.op_count} operators")
-    for place, each in enumerate(found.break_reasons):
+    explained = torch._dynamo.explain(model)(*inputs)
+    print(f"{explained.graph_count} pieces, {explained.graph_break_count} breaks, {explained.op_count} operators")
+    for place, each in enumerate(explained.break_reasons):
         where = each.user_stack[-1] if each.user_stack else None
         line = f"{Path(where.filename).name}:{where.lineno}" if where else "unknown line"
         said = str(each.reason).strip().splitlines()
@@ -98,7 +98,7 @@ def list_breaks(program: str) -> None:
         if where is not None and where.line:
             print(f"   {where.line.strip()}")
     kinds: dict[str, int] = {}
-    for guard in found.out_guards or ():
+    for guard in explained.out_guards or ():
         kinds[str(guard.create_fn_name())] = kinds.get(str(guard.create_fn_name()), 0) + 1
     if kinds:
         words = ", ".join(f"{count} {kind.lower().replace('_', ' ')}" for kind, count in sorted(kinds.items()))

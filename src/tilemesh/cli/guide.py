@@ -29,7 +29,7 @@ def guide(
         str | None, typer.Option("--json", metavar="FILE", help="Also write the chapter's rows (- for output).")
     ] = None,
 ) -> None:
-    """Learn ML systems by running them: chapters that ask you to predict, then measure on this machine."""
+    """Learn ML systems by running them. Chapters ask you to predict, then measure on this machine."""
     from tilemesh.cli.guide_run import open_guide
 
     raise typer.Exit(open_guide(chapter, progress, exercise, answer, notebook, pause, json))

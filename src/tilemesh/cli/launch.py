@@ -16,7 +16,7 @@ def launch(
     transport: Annotated[str, typer.Option(help="One of: mpi, torch, auto.")] = "auto",
     restarts: Annotated[int, typer.Option(help="How often a failed job is started again.")] = 0,
 ) -> None:
-    """Start N ranks of a command, show what each prints, and end them all when one fails.
+    """Start N ranks of your own script or program. Show what each prints, and end them all when one fails.
 
     tilemesh launch --ranks 4 -- script.py --steps 10
     """

@@ -71,7 +71,7 @@ app.command()(verify.verify)
 app.command()(report.report)
 app.command()(report.watch)
 
-bench = typer.Typer(help="Measure ours against the peers: rows predicted | measured | limit | peer.")
+bench = typer.Typer(help="Measure ours beside what you would use instead.")
 bench.command("kernel")(bench_kernel.bench_kernel)
 bench.command("collective")(bench_collective.bench_collective)
 bench.command("exchange")(bench_exchange.bench_exchange)

@@ -9,11 +9,11 @@ from tilemesh.core.errors import UsageError
 
 def given_settings(pairs: Sequence[str] | None, **flags: str | None) -> dict[str, str]:
     """Settings by name, of the flags that were given and of `--set NAME=VALUE`; the operator knows which there are."""
-    found = {name: value for name, value in flags.items() if value is not None}
+    given = {name: value for name, value in flags.items() if value is not None}
     for pair in pairs or ():
         name, equals, value = pair.partition("=")
         if not equals or not name:
             raise UsageError(f"--set '{pair}': expected NAME=VALUE, as in activation=relu")
-        if found.setdefault(name, value) != value:
-            raise UsageError(f"{name} is given twice, as '{found[name]}' and as '{value}': give it once")
-    return found
+        if given.setdefault(name, value) != value:
+            raise UsageError(f"{name} is given twice, as '{given[name]}' and as '{value}': give it once")
+    return given

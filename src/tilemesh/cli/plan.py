@@ -74,7 +74,7 @@ def plan(
     svg: Annotated[str | None, typer.Option(metavar="FILE", help="Write the drawing as an SVG.")] = None,
     csv: Annotated[str | None, typer.Option(metavar="FILE", help="Write its actions in torch's format.")] = None,
 ) -> None:
-    """Predict step time and memory, choose a layout for a cluster, and say why."""
+    """Predict step time and memory; choose a layout for a cluster. `--explain` says why."""
     # Late: `tilemesh --help` needs none of it.
     from tilemesh.cli.plan_draw import DrawQuestion, draw_step, require_draw
     from tilemesh.cli.plan_run import PlanQuestion, run

@@ -6,6 +6,7 @@ import json as jsonlib
 import shlex
 import shutil
 import sys
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,8 +65,9 @@ def draw_step(asked: DrawQuestion, others: Sequence[str]) -> None:
     curves = draw.curves(program, timeline, memory_curve(program, given.sizes(program)))
     words = _words(program, timeline, curves, given)
     people = sys.stderr if asked.json == "-" else sys.stdout
-    print(words, file=people)
-    print(draw.text(program, timeline, curves, shutil.get_terminal_size((PIPE_WIDTH, 0)).columns), file=people)
+    columns = shutil.get_terminal_size((PIPE_WIDTH, 0)).columns
+    print("\n".join(textwrap.fill(line, columns) for line in words.splitlines()), file=people)
+    print(draw.text(program, timeline, curves, columns), file=people)
     if asked.svg is not None:
         write_text(draw.svg(program, timeline, curves, words.splitlines()[0]), asked.svg)
     if asked.csv is not None:

@@ -347,7 +347,7 @@ def _save(result: SearchResult, path: str) -> None:
     best = result.best
     note = f"# {_origin()['command']}\n"
     note += f"# predicted: {best.step_time_s:.4g} s per step, {best.memory.total_bytes} bytes per rank\n"
-    write_text(note + best.settled_plan.to_toml(), path)
+    write_text(note + result.to_toml(), path)
 
 
 def _write_json(objects: Iterable[dict[str, Any]], path: str) -> None:

@@ -173,12 +173,12 @@ def _load_table(loads: Sequence[SimulatedLoad]) -> Table:
         "Little",
         "goal kept",
     )
-    for one in loads:
-        figures = one.figures
+    for load in loads:
+        figures = load.figures
         table.add_row(
-            f"{one.share:.0%}", f"{one.rate:.2f}", format_seconds(figures.ttft_p50), format_seconds(figures.ttft_p99),
+            f"{load.share:.0%}", f"{load.rate:.2f}", format_seconds(figures.ttft_p50), format_seconds(figures.ttft_p99),
             f"{figures.itl_p50 * 1e3:.2f}", f"{figures.itl_p99 * 1e3:.2f}", f"{figures.tokens_per_s:,.0f}",
-            f"{figures.inside:.1f}", f"{one.little:.1f}", f"{figures.goodput:.0%}",
+            f"{figures.inside:.1f}", f"{load.little:.1f}", f"{figures.goodput:.0%}",
         )  # fmt: skip
     return table
 
@@ -232,7 +232,7 @@ def _object(
             for layout in layouts
         ],
         "loads": [
-            {"rate": one.rate, "share": one.share, "little": one.little, **one.figures.to_dict()} for one in loads
+            {"rate": load.rate, "share": load.share, "little": load.little, **load.figures.to_dict()} for load in loads
         ],
         "version": tilemesh.__version__,
     }  # fmt: skip

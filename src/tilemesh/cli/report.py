@@ -19,7 +19,7 @@ def report(
         str | None, typer.Option("--svg", metavar="FOLDER", help="Of rows: a chart per operator or collective.")
     ] = None,
 ) -> None:
-    """Make the page of a run, of two runs side by side, or of a benchmark's rows: one HTML file, no network."""
+    """Make the page of runs or of a benchmark's rows. One HTML file, no network; several runs are compared."""
     from tilemesh.cli.report_run import make
 
     for path in make(what, html, svg):
@@ -30,7 +30,7 @@ def watch(
     run: Annotated[str, typer.Argument(metavar="RUN", help="A run's folder.")],
     port: Annotated[int, typer.Option("--port", metavar="N", help="On loopback; 0 takes a free one.")] = 0,
 ) -> None:
-    """Serve the page of a run in progress to a browser on this machine; it refreshes by itself."""
+    """Show a run in progress in a browser on this machine. The page refreshes by itself."""
     from tilemesh.cli.report_run import follow
 
     follow(run, port)

@@ -21,22 +21,22 @@ from tilemesh.train.rows import rows
 def make(what: Sequence[str], html: str | None, svg: str | None = None) -> list[str]:
     """Write the page asked for, and charts of rows; where they are."""
     check_targets(html=html)
-    if all(Path(one).is_file() for one in what):
+    if all(Path(path).is_file() for path in what):
         return _rows_page(what, html, svg)
     if svg is not None:
         raise UsageError("--svg: charts are made of files of rows, and a run's page has its own; leave it out")
-    found = [run.read(one) for one in what]
-    if len(found) > 2:
+    runs = [run.read(path) for path in what]
+    if len(runs) > 2:
         if html is None:
-            raise UsageError(f"{len(found)} runs together need a name for their page: give --html FILE")
+            raise UsageError(f"{len(runs)} runs together need a name for their page: give --html FILE")
         target = Path(html)
-        write_text(several_page.render(found), target)
-    elif len(found) == 1:
+        write_text(several_page.render(runs), target)
+    elif len(runs) == 1:
         target = Path(html) if html else Path(what[0]) / PAGE
-        write_text(run_page.render(found[0], beside(found[0])), target)
+        write_text(run_page.render(runs[0], beside(runs[0])), target)
     else:
-        target = Path(html) if html else Path(what[0]) / page_beside(found[1].name)
-        write_text(compare_page.render(found[0], beside(found[0]), found[1], beside(found[1])), target)
+        target = Path(html) if html else Path(what[0]) / page_beside(runs[1].name)
+        write_text(compare_page.render(runs[0], beside(runs[0]), runs[1], beside(runs[1])), target)
     return [str(target)]
 
 
@@ -64,8 +64,8 @@ def follow(folder: str, port: int) -> None:
     run.read(folder)  # a folder that is no run is refused before a server starts
 
     def render(live: str) -> str:
-        found = run.read(folder)
-        return run_page.render(found, beside(found), live=live)
+        content = run.read(folder)
+        return run_page.render(content, beside(content), live=live)
 
     server = serve.PageServer(folder, render, port)
     print(f"watching {folder}: {server.address} (Ctrl-C ends this; the run goes on)", flush=True)

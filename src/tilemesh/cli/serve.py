@@ -45,7 +45,7 @@ def serve(
     seed: Annotated[int, typer.Option(help="Of requests that bring none.")] = 0,
     step: Annotated[int | None, typer.Option(metavar="N", help="Which checkpoint; the newest, if not given.")] = None,
 ) -> None:
-    """Serve a model over HTTP, as OpenAI's clients expect: /v1/completions, /v1/chat/completions, /metrics."""
+    """Serve a model over HTTP to OpenAI's clients. Paths: /v1/completions, /v1/chat/completions, /metrics."""
     from tilemesh.cli.serve_run import run
 
     options = {

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-data = typer.Typer(help="Token shards for training.")
+data = typer.Typer(help="Prepare large data for training.")
 
 
 def train(
@@ -40,7 +40,7 @@ def train(
         str | None, typer.Option(metavar="FILE", help="The rows, one object per line; - for stdout.")
     ] = None,
 ) -> None:
-    """Train a Transformer on one or several processes, with checkpoints, restarts and a report."""
+    """Train a Transformer on one or several processes. With checkpoints, restarts and a report."""
     from tilemesh.cli.targets import check_targets
     from tilemesh.cli.train_run import Asked, show_preview
     from tilemesh.cli.train_run import run as run_training
@@ -104,7 +104,7 @@ def export(
     ] = None,
     adapter: Annotated[bool, typer.Option("--adapter", help="Write the adapter alone, as PEFT reads it.")] = False,
 ) -> None:
-    """Write a checkpoint as a Hugging Face folder that `transformers` reads; adapters (LoRA) are merged."""
+    """Write a checkpoint as a Hugging Face folder. `transformers` reads it; adapters (LoRA) are merged."""
     from tilemesh.runs.reader import read_step
     from tilemesh.train.export import export as write
 
@@ -127,7 +127,8 @@ def prepare(
     held_out: Annotated[float, typer.Option(help="The fraction that is not trained on.")] = 0.02,
     pattern: Annotated[str, typer.Option(help="Which files of a folder, such as *.py.")] = "*",
 ) -> None:
-    """Make token shards, which training maps into memory: `tilemesh train --set data.source=FOLDER`.
+    """Make token shards, which training maps into memory. Train on them with
+    `tilemesh train --set data.source=FOLDER`.
 
     A call that was stopped goes on where it was when it is made again.
     """

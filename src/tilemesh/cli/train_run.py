@@ -22,7 +22,7 @@ from tilemesh.core.units import format_bytes, format_seconds, parse_seconds
 from tilemesh.launch.rank import INTERRUPTED_CODE, run_command
 from tilemesh.measure.machine import stamp, usable_gpus
 from tilemesh.measure.row import write_rows
-from tilemesh.measure.table import print_rows
+from tilemesh.measure.table import print_rows, print_words
 from tilemesh.runs import folder as folders
 from tilemesh.runs.names import CHECKPOINTS, CONFIG, METRICS, SAMPLE, SUMMARY, TRACE
 from tilemesh.train.check import check_job
@@ -190,9 +190,9 @@ def _as_rank(asked: Asked, config: TrainConfig, member: Membership) -> int:
 
 def show(result: Result, console: Console, json_file: str | None, page: str, lost: str) -> int:
     """What a run came to and where everything is; the exit code. `lost`: the last line, where weights are."""
-    found = folders.read_small(result.folder, SUMMARY)
-    if found.get("step") == result.step:
-        _show_summary(result, found, console)
+    summary = folders.read_small(result.folder, SUMMARY)
+    if summary.get("step") == result.step:
+        _show_summary(result, summary, console)
     else:
         lost = lost or f"tilemesh: {result.folder} has no {SUMMARY} of step {result.step}: was the disk full?"
     if json_file is not None:
@@ -215,22 +215,22 @@ def _show_summary(result: Result, found: Mapping[str, Any], console: Console) ->
     share = found["shares"]
     words = ", ".join(f"{name} {share[key]:.0%}".replace("%", " %") for key, name in _SHARES)
     if found["step_time_s"] is None:
-        console.print("\na step: too few were timed to say where the time goes", soft_wrap=True)
+        print_words("\na step: too few were timed to say where the time goes", console)
     else:
-        console.print(f"\na step: {words}\nto improve: {found['improve']}", soft_wrap=True)
+        print_words(f"\na step: {words}\nto improve: {found['improve']}", console)
     if counted := mfu_words(found):
-        console.print(counted, soft_wrap=True)
+        print_words(counted, console)
     baseline = max(found["memory_baseline_bytes"])
     if baseline:
-        console.print(f"memory: beside the model's, the process itself takes {format_bytes(baseline)} per rank")
+        print_words(f"memory: beside the model's, the process itself takes {format_bytes(baseline)} per rank", console)
     held = "" if found["held_out"] is None else f", held-out {found['held_out']:.3f}"
     first = found["seconds_to_first_step"]
-    words = f"training loss {found['loss']:.3f}{held} nats a token after {found['step']} steps, "
+    words = f"training loss {found['loss']:.3f}{held} nats per token after {found['step']} steps, "
     words += f"{format_seconds(found['seconds'])} in all"
     if found.get("bits_per_byte") is not None:
         words += f", {found['bits_per_byte']:.3f} bits per byte held out"
     words += f", first step after {format_seconds(first)}" if first is not None else "; there was nothing left to do"
-    console.print(words, soft_wrap=True)
+    print_words(words, console)
     further = "" if found["interrupted"] else f" --set train.steps={2 * found['step']}"
     console.print(f"written: {folder} ({CONFIG}, {METRICS}, {TRACE} for ui.perfetto.dev, {SUMMARY})", soft_wrap=True)
     if result.saved_step is None:

@@ -32,7 +32,7 @@ def tune(
     json: Annotated[str | None, typer.Option("--json", metavar="FILE", help="Write all that was tried.")] = None,
     html: Annotated[str | None, typer.Option("--html", metavar="FILE", help="A heat map of what was tried.")] = None,
 ) -> None:
-    """Search an operator's configurations; time finalists beside the built-ins; keep the winner."""
+    """Search an operator's configurations and keep the fastest. Finalists are timed beside the built-ins."""
     import torch
     from rich.console import Console
     from rich.status import Status
@@ -72,13 +72,13 @@ def tune(
                 def show(done: int, total: int, words: str, status: Status = status, key: str = problem.key) -> None:
                     status.update(f"{key} [{done}/{total}] {words}")
 
-                found = tune_one(tuning, problem, device, compiler=compiler, progress=show)
-            entries[problem.key] = found.entry
+                tuned = tune_one(tuning, problem, device, compiler=compiler, progress=show)
+            entries[problem.key] = tuned.entry
             trials += [
-                TimedConfig(problem.key, tuning.tables.encode(trial.config), trial.seconds) for trial in found.trials
+                TimedConfig(problem.key, tuning.tables.encode(trial.config), trial.seconds) for trial in tuned.trials
             ]
-            console.print(f"{problem.key}: {found.config.label}; tried {found.tried} of {found.grid}", soft_wrap=True)
-            for label, sample in sorted(found.finals.items(), key=lambda pair: pair[1].median):
+            console.print(f"{problem.key}: {tuned.config.label}; tried {tuned.tried} of {tuned.grid}", soft_wrap=True)
+            for label, sample in sorted(tuned.finals.items(), key=lambda pair: pair[1].median):
                 console.print(f"  {format_seconds(sample.median):>10}  {label}", soft_wrap=True)
     if save:
         try:

@@ -41,14 +41,17 @@ def verify(
     ranks: Annotated[int, typer.Option(help="1, 2, 4 or 8: all layouts of up to so many ranks.")] = 8,
     transport: Annotated[str, typer.Option(help=f"One of: {', '.join(TRANSPORTS)}.")] = "auto",
     precision: Annotated[str, typer.Option(help="fp64 (bound 1e-10), fp32 or bf16 (bound: another order).")] = "fp64",
-    models: Annotated[str, typer.Option(help="Of gpt, llama, post, query, with commas between; default: all.")] = "",
+    models: Annotated[
+        str, typer.Option(help="Of gpt, llama, post, query, gemma, neox, with commas; default: all.")
+    ] = "",
     device: Annotated[str, typer.Option(help="cpu, or cuda, which ranks share where they outnumber the GPUs.")] = "cpu",
     plant: Annotated[str | None, typer.Option(metavar="BUG", help="Plant this bug, to see the gate find it.")] = None,
     pairs: Annotated[bool, typer.Option(help="Also every pair of settings, with ZeRO and recomputation.")] = True,
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Each case, a line of JSON.")] = None,
 ) -> None:
-    """Train layouts beside one process and compare: every dp × tp × sequence parallel × accumulation, every schedule
-    of a pipeline, and every pair of settings (ZeRO and recomputation too) in at least one layout.
+    """Show that every layout computes what one process computes. Trains and compares every dp × tp × sequence parallel
+    × accumulation, every schedule of a pipeline, and every pair of settings (ZeRO and recomputation too) in at least
+    one layout.
 
     tilemesh verify --ranks 8
     """
@@ -159,7 +162,7 @@ def on_a_rank(options: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 class LayoutTable:
-    """A row a layout, printed when all its models are in: of each difference the one nearest to its bound."""
+    """A row per layout, printed when all its models are in: of each difference the one nearest to its bound."""
 
     def __init__(self, file: Path | None) -> None:
         self.file = file
@@ -169,9 +172,7 @@ class LayoutTable:
 
     def add(self, line: dict[str, Any]) -> None:
         if not self.lines:
-            print(
-                f"  {'ranks':>5}  {'layout':<44}" + "".join(f"{n:>10}{'bound':>10}" for n in _DIFFERENCES) + "  cases"
-            )
+            print(f"{'layout':<{_NAME}}" + "".join(f"{name:>9}" for name in (*_DIFFERENCES, "of bound")) + "  cases")
         if self.layout and line["layout"] != self.layout[0]["layout"]:
             self._print_layout()
         self.lines.append(line)
@@ -179,17 +180,17 @@ class LayoutTable:
         self.failed += not line["passed"]
 
     def _print_layout(self) -> None:
-        first = self.layout[0]
-        cells = ""
-        for name in _DIFFERENCES:
-            # NaN is the worst of all: `not <` puts it first.
-            worst = max(self.layout, key=lambda line: _ratio(line, name))
-            cells += f"{worst['apart'][name]:>10.1e}{worst['bound'][name]:>10.1e}"
+        name = self.layout[0]["layout"]
+        # NaN is the worst of all: `_ratio` puts it first.
+        worst = [max(self.layout, key=lambda line: _ratio(line, kind)) for kind in _DIFFERENCES]
+        cells = "".join(f"{line['apart'][kind]:>9.1e}" for line, kind in zip(worst, _DIFFERENCES, strict=True))
+        share = max(_ratio(line, kind) for line, kind in zip(worst, _DIFFERENCES, strict=True))
         red = [line for line in self.layout if not line["passed"]]
         verdict = f"{len(self.layout)} pass" if not red else f"{len(red)} of {len(self.layout)} FAIL"
-        print(f"  {first['ranks']:>5}  {first['layout']:<44}{cells}  {verdict}", flush=True)
+        start = f"{name:<{_NAME}}" if len(name) < _NAME else f"{name}\n{'':<{_NAME}}"
+        print(f"{start}{cells}{share:>9.0e}  {verdict}", flush=True)
         for line in red:
-            print(f"         {line['model']}: {line['where']}", flush=True)
+            print(f"  {line['model']}: {line['where']}", flush=True)
         self.layout = []
 
     def end(self) -> None:
@@ -210,6 +211,7 @@ class LayoutTable:
 
 
 _DIFFERENCES = ("loss", "gradient", "weights")
+_NAME = 54  # columns for a layout's name; a longer one has a line to itself
 
 
 def _ratio(line: dict[str, Any], name: str) -> float:

@@ -15,10 +15,10 @@ records many times per second, which it is not.
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import pairwise
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +28,7 @@ from tilemesh.core.errors import UsageError
 
 _TEXT = ("utf-8", "surrogatepass")
 """Keys may be any text of Python's, file names that are not UTF-8 included."""
+_LENGTH_BYTES = 4
 T = TypeVar("T")
 Rows = NDArray[Any]
 Combine = Callable[[Rows], Rows]
@@ -45,51 +46,117 @@ def mapreduce(
     items: Iterable[T],
     mapper: Callable[[T], Iterable[tuple[str, Any]]],
     combine: Combine = add,
-    dtype: Any = np.int64,
+    dtype: Any = None,
 ) -> dict[str, Any]:
     """This rank's keys with their values, of the items of all ranks (a collective call).
 
-    `mapper`: from an item to pairs of a key and a value, a number or a row of numbers, of one length for all.
+    `mapper`: from an item to pairs of a key, which is text, and a value, a number or a row of numbers, of one length
+    for all. `dtype`: of values; None: int64 where all of all ranks are whole numbers, else float64.
     """
-    pairs: dict[str, list[Any]] = {}
+    pairs: dict[Any, list[Any]] = {}
     for item in items:
         for key, value in mapper(item):
             pairs.setdefault(key, []).append(value)
-    return shuffle(comm, {key: combine(np.array(values, dtype)) for key, values in pairs.items()}, combine, dtype)
+    rows, agreed = _agreed_rows(comm, pairs, dtype)
+    return _shuffled(comm, {key: combine(values) for key, values in rows.items()}, combine, agreed)
 
 
-def shuffle(
-    comm: Communicator, pairs: Mapping[str, Any], combine: Combine = add, dtype: Any = np.int64
-) -> dict[str, Any]:
+def shuffle(comm: Communicator, pairs: Mapping[str, Any], combine: Combine = add, dtype: Any = None) -> dict[str, Any]:
     """Send every key to the rank it belongs to, and combine what came for each (a collective call)."""
-    rows = {key: np.atleast_1d(np.asarray(value, dtype)) for key, value in pairs.items()}
-    lengths = {row.shape for row in rows.values()}
-    if len(lengths) > 1 or any(row.ndim > 1 for row in rows.values()):
-        raise UsageError(f"values of {len(lengths)} shapes, such as {min(lengths)}: expected rows of one length")
-    width = int(comm.max_over_ranks([float(next(iter(lengths))[0]) if lengths else 0.0])[0])
-    if lengths and lengths != {(width,)}:
-        raise UsageError(f"values of {min(lengths)[0]} numbers here and of {width} elsewhere: expected the same")
+    rows, agreed = _agreed_rows(comm, {key: [value] for key, value in pairs.items()}, dtype)
+    return _shuffled(comm, {key: values[0] for key, values in rows.items()}, combine, agreed)
+
+
+class _Agreed(NamedTuple):
+    """What all ranks know of the values: their dtype, and the length of a row (0 where nobody has any)."""
+
+    dtype: Any
+    width: int
+
+
+def _agreed_rows(comm: Communicator, pairs: Mapping[Any, Sequence[Any]], dtype: Any) -> tuple[dict[str, Rows], _Agreed]:
+    """The values of each key as an array of rows. What is wrong on one rank is said on all of them, so that none waits
+    for another in a call that it does not make."""
+    problem, rows = "", dict[str, Rows]()
+    try:
+        rows = {_text_key(key): _rows_of(values, dtype) for key, values in pairs.items()}
+    except UsageError as error:
+        problem = str(error)
+    lengths = {row.shape[1] for row in rows.values()}
+    if len(lengths) > 1:
+        problem = problem or f"values of {min(lengths)} and of {max(lengths)} numbers: expected rows of one length"
+    mine, is_float = max(lengths, default=0), any(row.dtype.kind == "f" for row in rows.values())
+    least = min(lengths, default=math.inf)
+    width, shortest, floats, problems = comm.max_over_ranks([mine, -least, is_float, bool(problem)])
+    if not problem and problems:
+        problem = "another rank's keys or values cannot be used: it says which"
+    elif not problem and -shortest < width:
+        problem = f"values of {int(-shortest)} numbers on one rank and of {int(width)} on another: expected the same"
+    if problem:
+        raise UsageError(problem)
+    agreed = np.dtype(dtype) if dtype is not None else np.dtype(np.float64 if floats else np.int64)
+    return {key: row.astype(agreed, copy=False) for key, row in rows.items()}, _Agreed(agreed, int(width))
+
+
+def _text_key(key: Any) -> str:
+    if not isinstance(key, str):
+        raise UsageError(f"the key {key!r} is of type {type(key).__name__}: expected text, such as str(key)")
+    return key
+
+
+def _rows_of(values: Sequence[Any], dtype: Any) -> Rows:
+    """Values of a key, as rows; numbers that the wanted dtype cannot hold are refused, never rounded."""
+    try:
+        array = np.array(values)
+        made = array.reshape(len(values), -1) if array.ndim <= 2 else array
+        made = made.astype(np.int64, casting="safe") if made.dtype.kind in "bu" and made.itemsize < 8 else made
+    except (TypeError, ValueError, OverflowError):
+        array = made = np.empty(0, object)
+    if array.ndim not in (1, 2) or made.dtype.kind not in "iuf":
+        raise UsageError(f"the value {values[0]!r}: expected a number, or a row of numbers of one length for all")
+    if dtype is None:
+        return made
+    wanted = np.dtype(dtype)
+    if wanted.kind in "iu" and made.dtype.kind == "f":
+        wrong = made[~(np.isfinite(made) & (made == np.floor(made)))]
+        if wrong.size:
+            raise UsageError(f"the value {wrong[0]} where dtype is {wanted}: expected whole numbers, or dtype=float")
+    return made.astype(wanted)
+
+
+def _shuffled(comm: Communicator, rows: Mapping[str, Rows], combine: Combine, agreed: _Agreed) -> dict[str, Any]:
     parts: list[list[str]] = [[] for _ in range(comm.size)]
     for key in rows:
         parts[owner(key, comm.size)].append(key)
-    texts = ["\0".join(keys).encode(*_TEXT) for keys in parts]
+    texts = [_joined(keys) for keys in parts]
     sizes = np.array([[len(text), len(keys)] for text, keys in zip(texts, parts, strict=True)], np.int64)
     came = comm.all_to_all(sizes)
-    values = np.array([rows[key] for keys in parts for key in keys], dtype).reshape(-1, max(width, 1))
+    values = np.array([rows[key] for keys in parts for key in keys], agreed.dtype).reshape(-1, max(agreed.width, 1))
     keys_bytes = comm.all_to_all(
         np.frombuffer(b"".join(texts), np.uint8), send_counts=sizes[:, 0].tolist(), recv_counts=came[:, 0].tolist()
     )
-    found = comm.all_to_all(values, send_counts=sizes[:, 1].tolist(), recv_counts=came[:, 1].tolist())
+    received = comm.all_to_all(values, send_counts=sizes[:, 1].tolist(), recv_counts=came[:, 1].tolist())
     grouped: dict[str, list[int]] = {}
-    place = begin = 0
-    for length, count in came.tolist():
-        text = keys_bytes[begin : begin + length].tobytes().decode(*_TEXT)
-        for key in text.split("\0") if count else ():
-            grouped.setdefault(key, []).append(place)
-            place += 1
-        begin += length
-    reduced = {key: combine(found[places]) if len(places) > 1 else found[places[0]] for key, places in grouped.items()}
-    return {key: value[0] if width == 1 else value for key, value in reduced.items()}
+    for place, key in enumerate(_apart(keys_bytes.tobytes())):
+        grouped.setdefault(key, []).append(place)
+    reduced = {
+        key: combine(received[places]) if len(places) > 1 else received[places[0]] for key, places in grouped.items()
+    }
+    return {key: value[0] if agreed.width == 1 else value for key, value in reduced.items()}
+
+
+def _joined(keys: Iterable[str]) -> bytes:
+    """Keys one after the other, each after its length: a key may be any text."""
+    coded = [key.encode(*_TEXT) for key in keys]
+    return b"".join(len(key).to_bytes(_LENGTH_BYTES, "little") + key for key in coded)
+
+
+def _apart(joined: bytes) -> Iterator[str]:
+    place = 0
+    while place < len(joined):
+        begin = place + _LENGTH_BYTES
+        place = begin + int.from_bytes(joined[place:begin], "little")
+        yield joined[begin:place].decode(*_TEXT)
 
 
 def owner(key: str, ranks: int) -> int:
@@ -102,7 +169,7 @@ def mapreduce_stream(
     batches: Iterable[Sequence[T]],
     mapper: Callable[[T], Iterable[tuple[str, Any]]],
     combine: Combine = add,
-    dtype: Any = np.int64,
+    dtype: Any = None,
 ) -> Iterator[dict[str, Any]]:
     """After each micro-batch of a stream, all results so far of this rank's keys. Ranks may have different items, and
     must have equally many micro-batches (a collective call for each)."""
@@ -115,13 +182,12 @@ def mapreduce_stream(
 
 def gathered(comm: Communicator, mine: Mapping[str, Any]) -> dict[str, Any]:
     """The keys of all ranks, on every rank (a collective call): numbers alone, for results that are small."""
-    text = "\0".join(f"{key}\1{value}" for key, value in mine.items()).encode(*_TEXT)
-    counts = [int(count) for count in comm.all_gather(np.array([len(text)], np.int64))]
-    whole = comm.all_gather(np.frombuffer(text, np.uint8), counts=counts)
-    ends = np.cumsum([0, *counts])
-    found: dict[str, Any] = {}
-    for begin, end in pairwise(ends):
-        for pair in whole[begin:end].tobytes().decode(*_TEXT).split("\0") if end > begin else ():
-            key, _, value = pair.partition("\1")
-            found[key] = float(value) if "." in value or "e" in value else int(value)
-    return found
+    rows, agreed = _agreed_rows(comm, {key: [value] for key, value in mine.items()}, None)
+    if agreed.width > 1:
+        raise UsageError(f"rows of {agreed.width} numbers: expected one number for each key")
+    text = np.frombuffer(_joined(rows), np.uint8)
+    values = np.array([row[0, 0] for row in rows.values()], agreed.dtype)
+    counts = comm.all_gather(np.array([[len(text), len(values)]], np.int64))
+    texts = comm.all_gather(text, counts=counts[:, 0].tolist())
+    values_of_all = comm.all_gather(values, counts=counts[:, 1].tolist())
+    return dict(zip(_apart(texts.tobytes()), values_of_all.tolist(), strict=True))

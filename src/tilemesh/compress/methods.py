@@ -23,6 +23,7 @@ POWERS = tuple(step / 20 for step in range(21))
 """Of the activations' magnitudes, that AWQ's scales try."""
 DAMPING = 0.01
 """What GPTQ adds to H's diagonal, as a share of its mean (Frantar et al. 2022)."""
+_LEAST = 1e-30  # an error taken for none
 COLUMNS = 128
 """That GPTQ corrects at a time."""
 
@@ -32,21 +33,38 @@ def output_error(difference: Tensor, gram: Tensor) -> float:
     return float(((difference.float() @ gram) * difference.float()).sum())
 
 
-def clipped(weight: Tensor, scheme: Scheme, importance: Tensor | None = None) -> Quantized:
-    """Each group's range shrunk by what makes its squared error smallest, inputs weighed by their mean square."""
+def clipped(weight: Tensor, scheme: Scheme, gram: Tensor | None = None) -> Quantized:
+    """Each group's range shrunk by what changes the output least where only that group is rounded; without a Gram
+    matrix, by what makes the squared error smallest.
+
+    The whole block of the Gram matrix counts, not its diagonal alone: clipping makes the largest weights smaller, which
+    adds up over inputs that vary together, while errors of rounding cancel out.
+    """
     wide = weight.detach().float()
-    rows = wide if scheme.granularity != "tensor" else wide.reshape(1, -1)
-    groups = scheme.groups(wide.shape[1])
-    counted = torch.ones(wide.shape[1], device=wide.device) if importance is None else importance.float()
-    counted = counted.expand_as(wide).reshape(rows.shape)
-    best = torch.full((len(rows), groups), torch.inf, device=wide.device)
-    shrink = torch.ones_like(best)
-    for factor in SHRINKS:
-        back = rounded(wide, scheme, factor)
-        off = by_group((back - wide).reshape(rows.shape).square() * counted, groups).sum(-1)
+    best = shrink = torch.empty(0)
+    for place, factor in enumerate(SHRINKS):
+        off = _group_errors(rounded(wide, scheme, factor) - wide, scheme, gram)
+        if place == 0:
+            best, shrink = off, torch.ones_like(off)
         better = off < best
         best, shrink = torch.where(better, off, best), torch.where(better, factor, shrink)
     return quantize(wide, scheme, shrink)
+
+
+def _group_errors(difference: Tensor, scheme: Scheme, gram: Tensor | None) -> Tensor:
+    """What a change of the weight does to the output, by the matrix's scales (rows or 1, groups): d H d^T, with the
+    group's block of H."""
+    if scheme.granularity == "tensor":
+        whole = difference.square().sum() if gram is None else ((difference @ gram) * difference).sum()
+        return whole.reshape(1, 1)
+    groups = scheme.groups(difference.shape[1])
+    parts = by_group(difference, groups)
+    if gram is None:
+        return parts.square().sum(-1)
+    size = parts.shape[-1]
+    blocks = gram.float().view(groups, size, groups, size).diagonal(dim1=0, dim2=2).permute(2, 0, 1)
+    moved = torch.bmm(parts.transpose(0, 1).contiguous(), blocks).transpose(0, 1)
+    return (moved * parts).sum(-1)
 
 
 def gptq(weight: Tensor, scheme: Scheme, inputs: InputStatistics) -> Quantized:
@@ -92,8 +110,9 @@ def _inverse_factor(gram: Tensor) -> Tensor:
 
 METHODS: dict[str, Callable[[Tensor, Scheme, InputStatistics | None], Quantized]] = {
     "nearest": lambda weight, scheme, inputs: quantize(weight, scheme),
-    "clip": lambda weight, scheme, inputs: clipped(weight, scheme, None if inputs is None else inputs.gram.diagonal()),
-    "awq": lambda weight, scheme, inputs: quantize(weight, scheme),
+    "clip": lambda weight, scheme, inputs: clipped(weight, scheme, None if inputs is None else inputs.gram),
+    # As its authors' programs do: scales first, then ranges that are clipped.
+    "awq": lambda weight, scheme, inputs: clipped(weight, scheme, None if inputs is None else inputs.gram),
 }
 
 
@@ -111,31 +130,33 @@ class MovedScales:
     """What the inputs of some matrices are divided by, and their columns multiplied."""
 
     factors: Tensor
-    error: float
-    error_before: float
+    share: float
+    """Of the output error without them, the mean over the matrices."""
 
 
 def awq_scales(weights: Sequence[Tensor], schemes: Sequence[Scheme], inputs: InputStatistics) -> MovedScales:
     """Inputs with large activations get finer steps: s = magnitude^a, with the a of 0 to 1 that loses least.
 
-    a = 0 changes nothing, so what is found is never worse on this text (Lin et al. 2023, "AWQ").
+    a = 0 changes nothing, so what is found is never worse on this text (Lin et al. 2023, "AWQ"). Of matrices that share
+    their inputs each one's error counts as a share of what it was: queries and keys are many times larger than values,
+    whose error would count for nothing beside theirs.
     """
     size = inputs.magnitude.clamp(min=1e-5)
     found: MovedScales | None = None
-    before = 0.0
+    before: list[float] = []
     for power in POWERS:
         factors = size**power
         factors = factors / (factors.max() * factors.min()).sqrt()
-        error = 0.0
+        errors = []
         for weight, scheme in zip(weights, schemes, strict=True):
             wide = weight.detach().float()
-            error += output_error(rounded(wide * factors, scheme) / factors - wide, inputs.gram)
-        if power == 0:
-            before = error
-        if found is None or error < found.error:
-            found = MovedScales(factors, error, before)
+            errors.append(output_error(rounded(wide * factors, scheme) / factors - wide, inputs.gram))
+        before = before or errors
+        share = sum(now / max(was, _LEAST) for now, was in zip(errors, before, strict=True)) / len(weights)
+        if found is None or share < found.share:
+            found = MovedScales(factors, share)
     assert found is not None
-    return MovedScales(found.factors, found.error, before)
+    return found
 
 
 def smooth_factors(weights: Sequence[Tensor], inputs: InputStatistics, power: float) -> Tensor:

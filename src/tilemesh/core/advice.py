@@ -17,10 +17,10 @@ _WORTH_IT = 0.1  # of a step: where the limit is not known, waiting beyond this 
 
 def savings(shares: Mapping[str, float], of_limit: float | None) -> dict[str, float]:
     """Fractions of a step by kind, largest first. `of_limit`: the step the machine allows over the step it took."""
-    found = {kind: shares.get(kind, 0.0) for kind in ("exchange", "idle", "data")}
+    possible = {kind: shares.get(kind, 0.0) for kind in ("exchange", "idle", "data")}
     if of_limit is not None and "compute" in shares:
-        found["compute"] = shares["compute"] - of_limit
-    kept = {kind: value for kind, value in found.items() if value >= LEAST}
+        possible["compute"] = shares["compute"] - of_limit
+    kept = {kind: value for kind, value in possible.items() if value >= LEAST}
     return dict(sorted(kept.items(), key=lambda item: -item[1]))
 
 
@@ -34,11 +34,11 @@ def improvement(
     of_limit: float | None = None,
 ) -> str:
     """What acts on the largest saving. `exchanges`: seconds by "axis operation"; `step_bytes`: a step's, by axis."""
-    found = savings(shares, of_limit)
-    largest = next(iter(found), "compute")
-    if of_limit is None and found.get(largest, 0.0) < _WORTH_IT:
+    possible = savings(shares, of_limit)
+    largest = next(iter(possible), "compute")
+    if of_limit is None and possible.get(largest, 0.0) < _WORTH_IT:
         largest = "compute"
-    elif not found:
+    elif not possible:
         return "nothing measured leaves more than half a percent of a step to save"
     crowd = f"{ranks} ranks share {cores} cores, so" if ranks > cores else ""
     share = f"{shares[largest]:.0%}".replace("%", " %")
@@ -65,5 +65,6 @@ def _most(exchanges: Mapping[str, float], step_bytes: Mapping[str, Mapping[str, 
     advice = {
         "tp": "fewer ranks along tp (more along dp) send less",
         "dp": "more accumulation exchanges less often",
+        "server": "more servers (method.servers) share the bytes, more accumulation exchanges less often",
     }.get(axis, "a larger batch a step meets less often")
     return f", most of it {operation} over {axis}{size}: {advice}"

@@ -44,12 +44,12 @@ class Busyness:
     @property
     def score(self) -> float:
         """How disturbed: above 1, too much. The worst of what is known counts."""
-        found = [self.spread / MOST_SPREAD]
+        shares = [self.spread / MOST_SPREAD]
         if self.others is None:
-            found.append(self.load / MOST_LOAD)
+            shares.append(self.load / MOST_LOAD)
         else:
-            found += [self.others / MOST_OTHERS, (self.stolen or 0.0) / MOST_STOLEN]
-        return max(found)
+            shares += [self.others / MOST_OTHERS, (self.stolen or 0.0) / MOST_STOLEN]
+        return max(shares)
 
     @property
     def is_busy(self) -> bool:
@@ -58,16 +58,16 @@ class Busyness:
     @property
     def words(self) -> str:
         """What disturbed it; empty: nothing did."""
-        found = []
+        causes = []
         if self.others is not None and self.others > MOST_OTHERS:
-            found.append(f"other work used {self.others:.0%} of the cores")
+            causes.append(f"other work used {self.others:.0%} of the cores")
         if self.stolen is not None and self.stolen > MOST_STOLEN:
-            found.append(f"{self.stolen:.0%} of the cores' time was stolen by the hypervisor")
+            causes.append(f"{self.stolen:.0%} of the cores' time was stolen by the hypervisor")
         if self.others is None and self.load > MOST_LOAD:
-            found.append(f"the load average was {self.load:.1f} per core before it began")
+            causes.append(f"the load average was {self.load:.1f} per core before it began")
         if self.spread > MOST_SPREAD:
-            found.append(f"readings spread {self.spread:.1f}-fold")
-        return ", ".join(found)
+            causes.append(f"readings spread {self.spread:.1f}-fold")
+        return ", ".join(causes)
 
     def to_dict(self) -> dict[str, Any]:
         return {name: value for name, value in asdict(self).items() if value is not None}
@@ -109,12 +109,12 @@ def counts_of(stat: str, cores: Collection[int], ticks_per_s: int, at_s: float, 
     """From the text of `/proc/stat`: user, nice, system, idle, iowait, irq, softirq and steal of these cores."""
     names, used, idle, stolen = {f"cpu{core}" for core in cores}, 0, 0, 0
     lines = [line.split() for line in stat.splitlines()]
-    found = [[int(word) for word in words[1:9]] for words in lines if words and words[0] in names]
-    for line in found:
+    times_of_cores = [[int(word) for word in words[1:9]] for words in lines if words and words[0] in names]
+    for line in times_of_cores:
         user, nice, system, idle_now, waiting, interrupts, soft, steal = [*line, *[0] * 8][:8]
         used += user + nice + system + interrupts + soft
         idle += idle_now + waiting
         stolen += steal
-    if not found:
+    if not times_of_cores:
         return None
     return Counts(at_s, used / ticks_per_s, idle / ticks_per_s, stolen / ticks_per_s, load)

@@ -110,11 +110,11 @@ class Calibration:
         """The figures of a part, or an error that says which parts this calibration has."""
         if part not in PARTS:
             raise unknown("part of a machine", part, PARTS)
-        found = {"one_core": self.one_core, "all_cores": self.all_cores, "gpu": self.gpu}[part]
-        if found is None:
+        rates = {"one_core": self.one_core, "all_cores": self.all_cores, "gpu": self.gpu}[part]
+        if rates is None:
             have = ", ".join(name for name in PARTS if getattr(self, name) is not None) or "nothing"
             raise UsageError(f"'{part}' was not measured on {self.words}: this calibration has {have}")
-        return found
+        return rates
 
     def with_section(self, name: str, value: Any) -> Calibration:
         """A copy in which one section of `extra` is new or replaced."""
@@ -200,10 +200,10 @@ def find(identity: str, folder: Path | None = None) -> Calibration | None:
     path = path_for(identity, folder)
     if not path.exists():
         return None
-    found = load(path)
-    if found.identity != identity:
-        raise RunError(f"calibration '{path}' is of '{found.identity}', not of '{identity}': {_AGAIN}")
-    return found
+    stored = load(path)
+    if stored.identity != identity:
+        raise RunError(f"calibration '{path}' is of '{stored.identity}', not of '{identity}': {_AGAIN}")
+    return stored
 
 
 def default_folder() -> Path:
@@ -224,14 +224,14 @@ def path_for(identity: str, folder: Path | None = None) -> Path:
 
 def _leaves(rates: Rates) -> list[tuple[str, float]]:
     """Every figure there is, with its name."""
-    found: list[tuple[str, float]] = []
+    leaves: list[tuple[str, float]] = []
     for name in (f.name for f in fields(rates)):
         value = getattr(rates, name)
         if name in _BY_KEY:
-            found += [(f"{name}.{key}", each) for key, each in value.items()]
+            leaves += [(f"{name}.{key}", each) for key, each in value.items()]
         elif value is not None:
-            found.append((name, value))
-    return found
+            leaves.append((name, value))
+    return leaves
 
 
 def _text(data: Mapping[str, Any], key: str) -> str:

@@ -77,10 +77,10 @@ def from_dict(cls: type[T], data: Mapping[str, Any], source: str = "") -> T:
 
 def section(cls: type[T], name: str, text: str, source: str) -> T:
     """One section of a TOML text, whatever else the text says: what a reader needs that does not know all of it."""
-    found = parse_toml(text, source).get(name, {})
-    if not isinstance(found, Mapping):
-        raise UsageError(f"{source}: {name} is {found!r}: expected a section [{name}]")
-    return from_dict(cls, found, source)
+    values = parse_toml(text, source).get(name, {})
+    if not isinstance(values, Mapping):
+        raise UsageError(f"{source}: {name} is {values!r}: expected a section [{name}]")
+    return from_dict(cls, values, source)
 
 
 def to_dict(instance: Any) -> dict[str, Any]:

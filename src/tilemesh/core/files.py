@@ -16,14 +16,14 @@ def read_json_object(path: Path) -> dict[str, Any]:
     """The JSON object in a file that a user named."""
     try:
         with naming(path):
-            found = json.loads(path.read_text(encoding="utf-8"))
+            value = json.loads(path.read_text(encoding="utf-8"))
     except RecursionError:
         raise UsageError(f"{path} is not JSON that can be read: nested too deeply") from None
     except ValueError as error:  # no UTF-8, no JSON, or a number with thousands of digits
         raise UsageError(f"{path} is not JSON: {str(error).partition(';')[0]}") from None
-    if not isinstance(found, dict):
-        raise UsageError(f"{path} holds a {type(found).__name__}: expected a JSON object")
-    return found
+    if not isinstance(value, dict):
+        raise UsageError(f"{path} holds a {type(value).__name__}: expected a JSON object")
+    return value
 
 
 def write_text(text: str, path: Path | str) -> None:

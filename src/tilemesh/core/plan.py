@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -33,6 +34,8 @@ IN_A_V: tuple[Schedule, ...] = ("zb-v", "v-half", "v-min", "dualpipe-v")
 """Schedules whose stages hold two chunks each, one on the way down the ranks and one on the way up."""
 TWO_WAYS: tuple[Schedule, ...] = ("dualpipe", "chimera")
 """Schedules with as many chunks as stages, each of which two ranks hold: microbatches pass in both directions."""
+LISTED = "listed"
+"""What a schedule is called that no name stands for: the plan holds its lists of passes."""
 Recompute = Literal["none", "selective", "operators", "full"]
 """What a backward pass computes again, from the least to the most."""
 Attention = Literal["fused", "materialized"]
@@ -59,6 +62,16 @@ COMPUTE_DTYPE = {"fp32": "fp32", "bf16": "bf16", "bf16-master": "bf16", "fp16": 
 REPLAY_ROOM = 0.75
 """Of a GPU's memory, what the steps of one rank may take and still become a CUDA graph (`train/graph.py`): what a graph
 holds is lost to held-out text and samples."""
+
+
+def is_listed(schedule: str) -> bool:
+    """Whether a schedule is a list of passes and no name."""
+    return "," in schedule
+
+
+def listed_chunks(schedule: str) -> int:
+    """Chunks that a list of passes is about."""
+    return 1 + max((int(number) for number in re.findall(r"([0-9]{1,9})[FBIW][0-9]", schedule)), default=0)
 
 
 @dataclass(frozen=True, order=True)
@@ -120,9 +133,12 @@ class StepSettings:
     """Sequences in one forward pass of one replica."""
     accumulation: int = 1
     """Microbatches of one replica in a step; with pp > 1 these are what fills the pipeline."""
-    schedule: Schedule = "1f1b"
-    """Order of forward and backward passes over the stages; says nothing when pp is 1. pipedream, pipedream-2bw, ampnet
-    and pipemare update weights within a step, while other microbatches are under way."""
+    schedule: str = "1f1b"
+    """Order of forward and backward passes over the stages; says nothing when pp is 1. A name (gpipe, 1f1b, zb-h1,
+    zb-h2, interleaved, breadth-first, zb-v, v-half, v-min, dualpipe-v, dualpipe, chimera, terapipe; pipedream,
+    pipedream-2bw, ampnet and pipemare update weights within a step, while other microbatches are under way), or a
+    schedule of your own: a line of passes per stage, as 0F0,0F1,0B0,0B1, or the name of a .csv file with such lines,
+    which `tilemesh plan --draw search --csv FILE` and torch's pipelining write."""
     slices: int = 1
     """Pieces of each sequence that pass through the stages one after the other: for terapipe."""
     recompute: Recompute = "none"
@@ -157,7 +173,9 @@ class StepSettings:
         for name in self.offloads:
             if name not in OFFLOADS:
                 raise unknown("offload", name, OFFLOADS)
-        choices = {"schedule": Schedule, "recompute": Recompute, "attention": Attention, "precision": Precision}
+        if not is_listed(self.schedule) and self.schedule not in get_args(Schedule):
+            raise unknown("schedule", str(self.schedule), get_args(Schedule))
+        choices = {"recompute": Recompute, "attention": Attention, "precision": Precision}
         for name, choice in choices.items():
             if getattr(self, name) not in get_args(choice):
                 raise unknown(name, str(getattr(self, name)), get_args(choice))
@@ -168,6 +186,11 @@ class StepSettings:
         # A comma ends a setting on the command line, so a plus joins too.
         given = dict.fromkeys(name.strip() for name in self.offload.replace("+", ",").split(",") if name.strip())
         return tuple(sorted(given, key=lambda name: OFFLOADS.index(name) if name in OFFLOADS else len(OFFLOADS)))
+
+    @property
+    def schedule_name(self) -> str:
+        """For people: that of a list of passes does not hold the list."""
+        return LISTED if is_listed(self.schedule) else self.schedule
 
     def stretch(self, layers: int) -> int:
         """Of so many layers passed at once, how many are computed again together; 0: none are."""
@@ -206,14 +229,14 @@ class ParallelPlan(StepSettings, ModelPlacement):
         is_open = self.schedule in INTERLEAVED
         if self.interleave > 1 and not is_open:
             raise UsageError(
-                f"interleave is {self.interleave} and schedule is {self.schedule}: set schedule=interleaved"
+                f"interleave is {self.interleave} and schedule is {self.schedule_name}: set schedule=interleaved"
             )
         if is_open and self.interleave == 1:
             raise UsageError(
                 f"schedule is {self.schedule} and interleave is 1: set interleave to 2 or more, or use 1f1b"
             )
         if self.slices > 1 and self.schedule != "terapipe":
-            raise UsageError(f"slices is {self.slices} and schedule is {self.schedule}: set schedule=terapipe")
+            raise UsageError(f"slices is {self.slices} and schedule is {self.schedule_name}: set schedule=terapipe")
         if self.chunk_layers and self.pp > 1 and len(self.chunk_layers) != self.chunks:
             raise UsageError(
                 f"chunk_layers has {len(self.chunk_layers)} numbers and {self.chunks_words} is {self.chunks} "
@@ -238,6 +261,8 @@ class ParallelPlan(StepSettings, ModelPlacement):
         """Parts that the layers are cut into: one for each stage, or as many as the schedule has there."""
         if self.pp == 1:
             return 1
+        if is_listed(self.schedule):
+            return listed_chunks(self.schedule)
         return self.pp * (2 if self.schedule in IN_A_V else self.interleave)
 
     @property
@@ -255,6 +280,8 @@ class ParallelPlan(StepSettings, ModelPlacement):
         """What makes so many chunks, in words."""
         if self.pp > 1 and self.schedule in IN_A_V:
             return f"pp {self.pp} x 2 chunks of {self.schedule}"
+        if self.pp > 1 and is_listed(self.schedule):
+            return f"the listed schedule of {self.chunks} chunks"
         return f"pp {self.pp}" + (f" x interleave {self.interleave}" if self.interleave > 1 else "")
 
     @property
@@ -270,7 +297,7 @@ class ParallelPlan(StepSettings, ModelPlacement):
         if self.zero:
             parts.append(self._zero())
         if self.pp > 1:
-            parts.append(self.schedule + (f" {self.interleave}" if self.interleave > 1 else ""))
+            parts.append(self.schedule_name + (f" {self.interleave}" if self.interleave > 1 else ""))
         parts.append(f"microbatch {self.microbatch}")
         if self.recompute != "none":
             parts.append(self._recomputation())
@@ -287,7 +314,7 @@ class ParallelPlan(StepSettings, ModelPlacement):
             parts.append(self._zero())
         parts.append(f"batch {self.batch} ({self.accumulation} x {self.microbatch} per replica)")
         if self.pp > 1:
-            parts.append(self.schedule + (f" {self.interleave}" if self.interleave > 1 else ""))
+            parts.append(self.schedule_name + (f" {self.interleave}" if self.interleave > 1 else ""))
         if len(set(self.chunk_layers)) > 1:
             parts.append(f"layers {'+'.join(map(str, self.chunk_layers))}")
         if self.recompute != "none":

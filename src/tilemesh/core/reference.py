@@ -83,11 +83,11 @@ def _section(cls: type[Any], name: str, whole: Any, ranges: Mapping[str, Range])
 
 def field_meanings(cls: type[Any]) -> dict[str, str]:
     """The text under each field of a dataclass and of those it inherits from."""
-    found: dict[str, str] = {}
+    meanings: dict[str, str] = {}
     for base in reversed(cls.__mro__):
         if dataclasses.is_dataclass(base):
-            found |= _written_meanings(base)
-    return found
+            meanings |= _written_meanings(base)
+    return meanings
 
 
 def _written_meanings(cls: type[Any]) -> dict[str, str]:
@@ -96,12 +96,12 @@ def _written_meanings(cls: type[Any]) -> dict[str, str]:
     except OSError:  # installed without its source files
         return {}
     assert isinstance(tree, ast.ClassDef)
-    found = {}
+    meanings = {}
     for statement, after in zip(tree.body, tree.body[1:], strict=False):
         match statement, after:
             case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
-                found[name] = _joined(text)
-    return found
+                meanings[name] = _joined(text)
+    return meanings
 
 
 def allowed_words(hint: Any, numbers: Range | None) -> str:

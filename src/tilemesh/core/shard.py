@@ -132,13 +132,13 @@ class Shard:
     @cached_property
     def spans(self) -> tuple[tuple[Span, ...], ...]:
         """For each dim the stretches of the whole that this rank holds, in the order of its own tensor."""
-        found: list[tuple[Span, ...]] = [(Span(0, 0, length),) if length else () for length in self.whole]
+        by_dim: list[tuple[Span, ...]] = [(Span(0, 0, length),) if length else () for length in self.whole]
         place = coordinates(self.rank, self.axes)
         for cut in self.cuts:
-            length = sum(span.length for span in found[cut.dim])
+            length = sum(span.length for span in by_dim[cut.dim])
             kept = cut.stretches(length, size_of(self.axes, cut.axis), place.get(cut.axis, 0))
-            found[cut.dim] = _kept(found[cut.dim], kept)
-        return tuple(found)
+            by_dim[cut.dim] = _kept(by_dim[cut.dim], kept)
+        return tuple(by_dim)
 
     @cached_property
     def shape(self) -> tuple[int, ...]:

@@ -96,7 +96,7 @@ def read_messages(value: Any, where: str) -> list[dict[str, Any]]:
         raise UsageError(
             "data.field", f": {where} is {shown(value)}: expected a list of messages with role and content"
         )
-    found = []
+    messages = []
     for message in value:
         told = message if isinstance(message, dict) else {}
         role, content = told.get("role", told.get("from")), told.get("content", told.get("value"))
@@ -104,10 +104,10 @@ def read_messages(value: Any, where: str) -> list[dict[str, Any]]:
             raise UsageError(
                 "data.field", f": {where}: a message is {shown(message)}: expected role and content, texts"
             )
-        found.append({"role": _ROLE_NAMES.get(role, role), "content": content})
-    if not any(message["role"] == ASSISTANT for message in found):
+        messages.append({"role": _ROLE_NAMES.get(role, role), "content": content})
+    if not any(message["role"] == ASSISTANT for message in messages):
         raise UsageError("data.field", f": {where} has no message of role {ASSISTANT}: nothing in it would be learnt")
-    return found
+    return messages
 
 
 def template_of(tokenizer: Path | None) -> Template:

@@ -86,7 +86,7 @@ _EXPECTED = f"{STDLIB}, a text file, a JSONL or Parquet file, a folder of these,
 
 def mixture_of(data: DataConfig) -> list[tuple[str, float]]:
     """`data.mixture` as pairs."""
-    found = []
+    weighted = []
     for text in data.mixture:
         source, equals, number = text.rpartition("=")
         try:
@@ -95,8 +95,8 @@ def mixture_of(data: DataConfig) -> list[tuple[str, float]]:
             weight = math.nan
         if not equals or not source.strip() or math.isnan(weight):
             raise UsageError("data.mixture", f" has '{text}': expected SOURCE=WEIGHT, such as books=0.7")
-        found.append((source, weight))
-    return found
+        weighted.append((source, weight))
+    return weighted
 
 
 def source_path(source: str) -> Path:
@@ -180,5 +180,5 @@ def no_source(source: str) -> UsageError:
 
 
 def no_files(source: str, pattern: str) -> UsageError:
-    found = f" {shown(source)} has no text file named like {shown(pattern)}: set "
-    return UsageError("data.source", found, "data.pattern")
+    sentence = f" {shown(source)} has no text file named like {shown(pattern)}: set "
+    return UsageError("data.source", sentence, "data.pattern")

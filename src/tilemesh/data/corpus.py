@@ -45,8 +45,10 @@ def open_corpus(data: DataConfig) -> Corpus:
     if len(opened) > 1:
         total = sum(weight for _, weight in data.parts)
         shares = [f"{weight / total:.0%}".replace("%", " %") for _, weight in data.parts]
-        words = "a mixture of " + "; ".join(f"{share} {one.words}" for share, one in zip(shares, opened, strict=True))
-    return Corpus(tuple(one.parts[0] for one in opened), tokenizer, words)
+        words = "a mixture of " + "; ".join(
+            f"{share} {corpus.words}" for share, corpus in zip(shares, opened, strict=True)
+        )
+    return Corpus(tuple(corpus.parts[0] for corpus in opened), tokenizer, words)
 
 
 def tokenizer_of(data: DataConfig) -> Tokenizer:
@@ -68,12 +70,12 @@ def check_vocabulary(tokenizer: Tokenizer, vocabulary: int) -> None:
 
 
 def encoded_documents(
-    data: DataConfig, tokenizer: Tokenizer, found: Iterable[Document] | None = None
+    data: DataConfig, tokenizer: Tokenizer, chosen: Iterable[Document] | None = None
 ) -> Iterator[EncodedDocument]:
     """Every document of a source as tokens, with the token that ends it."""
     template = template_of(data.tokenizer) if data.chat else None
     end = np.array([tokenizer.end])
-    for name, content, read in documents(data) if found is None else found:
+    for name, content, read in documents(data) if chosen is None else chosen:
         if isinstance(content, bytes):
             tokens = tokenizer.encode(content)
             yield EncodedDocument(name, np.concatenate([tokens, end.astype(tokens.dtype)]), None, read)
@@ -93,14 +95,21 @@ def encoded_documents(
 
 def is_held_out(name: str, fraction: float) -> bool:
     """By name, so that it does not depend on what else is there: a document stays on its side as others come and go."""
-    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "little") < fraction * 2**32
+    return _draw(name) < fraction * 2**32
+
+
+def _draw(name: str) -> int:
+    """A number below 2**32 that follows from a document's name."""
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "little")
 
 
 def split_documents(pieces: Sequence[EncodedDocument], fraction: float) -> tuple[Stream, Stream]:
-    """What is trained on, and what is held out."""
+    """What is trained on, and what is held out: at least one document, where any is to be."""
     if len(pieces) < ENOUGH_DOCUMENTS:
         return cut_end(joined(pieces), fraction)
     sides = [is_held_out(piece.name, fraction) for piece in pieces]
+    if fraction and not any(sides):  # of 50 documents at 2 %, once in three times
+        sides[min(range(len(pieces)), key=lambda place: _draw(pieces[place].name))] = True
     train = [piece for piece, is_held in zip(pieces, sides, strict=True) if not is_held]
     return joined(train), joined([piece for piece, is_held in zip(pieces, sides, strict=True) if is_held])
 

@@ -54,12 +54,12 @@ def source_files(data: DataConfig) -> list[tuple[str, Path]]:
         return [(path.name, path)]
     if not path.is_dir():
         raise no_source(data.source)
-    found = _named(path, data.pattern)
-    for _, file in found:
+    files = _named(path, data.pattern)
+    for _, file in files:
         require_readable(file, data)
-    if not found:
+    if not files:
         raise no_files(data.source, data.pattern)
-    return found
+    return files
 
 
 def _named(root: Path, pattern: str, skip: frozenset[str] = frozenset()) -> list[tuple[str, Path]]:

@@ -60,8 +60,8 @@ def permuted(place: int, count: int, key: int) -> int:
     mask = (1 << half) - 1
     while True:
         left, right = place >> half, place & mask
-        for one in _round_keys(key):
-            left, right = right, left ^ (_mixed(one, right) & mask)
+        for round_key in _round_keys(key):
+            left, right = right, left ^ (_mixed(round_key, right) & mask)
         place = left << half | right
         if place < count:
             return place

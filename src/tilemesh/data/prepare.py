@@ -126,18 +126,18 @@ class _State:
         if not path.exists():
             return None
         try:
-            found = _State(**read_json_object(path))
+            state = _State(**read_json_object(path))
         except TypeError:
             raise UsageError(
                 f"{path} is not what `tilemesh data prepare` wrote: remove {target} and begin anew"
             ) from None
         now = _arguments(data, shard_tokens)
-        before = found.arguments
+        before = state.arguments
         different = [f"{key} was {before.get(key)!r} and is {now[key]!r}" for key in now if before.get(key) != now[key]]
         if different:
             told = "; ".join(different)
             raise UsageError(f"{target} was begun otherwise ({told}): do as then, or name another folder")
-        return found
+        return state
 
     def write(self, target: Path) -> None:
         _write_whole(target / PREPARING_FILE, json.dumps(dataclasses.asdict(self)).encode())

@@ -80,16 +80,16 @@ def _jsonl(path: Path, field: str) -> Iterator[FieldRecord]:
 
 def _field(line: bytes, field: str, where: str) -> Any:
     try:
-        found = json.loads(line)
+        record = json.loads(line)
     except RecursionError:
         raise UsageError("data.source", f" {where} is not JSON that can be read: nested too deeply") from None
     except ValueError as error:
         raise UsageError("data.source", f" {where} is not JSON: {str(error).partition(';')[0]}") from None
-    if not isinstance(found, dict):
-        raise UsageError("data.source", f" {where} is a {type(found).__name__}: expected one JSON object per line")
-    if field not in found:
-        raise _no_field(where, field, list(found))
-    return found[field]
+    if not isinstance(record, dict):
+        raise UsageError("data.source", f" {where} is a {type(record).__name__}: expected one JSON object per line")
+    if field not in record:
+        raise _no_field(where, field, list(record))
+    return record[field]
 
 
 def _parquet(path: Path, field: str) -> Iterator[FieldRecord]:

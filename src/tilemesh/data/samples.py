@@ -78,7 +78,8 @@ class Mixture:
             if not len(source):
                 which = f"source {number + 1} of data.mixture" if len(sources) > 1 else "the text"
                 raise UsageError(
-                    f"no samples: {which} is shorter than one sequence; give more data or a shorter context"
+                    f"no samples: {which} is shorter than one sequence ({source.stream.length} tokens are left for "
+                    f"training, a sequence takes {source.context + 1}); give more data or a shorter context"
                 )
         self.sources = list(sources)
         self.orders = [Order(len(source), seed + number) for number, source in enumerate(sources)]
@@ -129,9 +130,9 @@ def train_mixture(corpus: Corpus, context: int, packing: Packing, seed: int) -> 
 def held_out_samples(corpus: Corpus, context: int, packing: Packing, most: int) -> list[SamplePair]:
     """The first held-out sequences, of each source in turn: always the same ones."""
     sources = [Samples(part.held_out, context, packing, corpus.tokenizer.end) for part in corpus.parts]
-    found: list[Any] = []
+    samples: list[Any] = []
     for index in range(max((len(source) for source in sources), default=0)):
-        found += [source[index] for source in sources if index < len(source)][: most - len(found)]
-        if len(found) >= most:
+        samples += [source[index] for source in sources if index < len(source)][: most - len(samples)]
+        if len(samples) >= most:
             break
-    return found
+    return samples

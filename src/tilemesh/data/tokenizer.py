@@ -103,19 +103,19 @@ class FileTokenizer:
         described = json.loads(self._inner.to_str())
         steps = _steps(described.get("decoder"))
         kinds = {str(step["type"]) for step in steps}
-        added = {int(one["id"]): one for one in described.get("added_tokens", ())}
+        added = {int(token_entry["id"]): token_entry for token_entry in described.get("added_tokens", ())}
         if not steps or (kinds - _BYTE_DECODERS and kinds - _WORD_DECODERS):
             names = ", ".join(sorted(kinds)) or "none"
             raise UsageError(f"{self.name} has a decoder ({names}) whose tokens have no bytes of their own")
-        found: list[bytes | None] = [None] * self.vocabulary
+        token_bytes: list[bytes | None] = [None] * self.vocabulary
         for text, token in self._inner.get_vocab(with_added_tokens=True).items():
             if token in added:
-                found[token] = None if added[token]["special"] else text.encode()
+                token_bytes[token] = None if added[token]["special"] else text.encode()
             elif kinds <= _BYTE_DECODERS:
-                found[token] = _byte_letters(text)
+                token_bytes[token] = _byte_letters(text)
             else:
-                found[token] = _piece_bytes(text, steps, beginning)
-        return found
+                token_bytes[token] = _piece_bytes(text, steps, beginning)
+        return token_bytes
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,11 @@ _BYTE_DECODERS, _WORD_DECODERS = {"ByteLevel"}, {"Replace", "ByteFallback", "Fus
 def _steps(decoder: Any) -> list[Mapping[str, Any]]:
     if decoder is None:
         return []
-    return [step for one in decoder["decoders"] for step in _steps(one)] if decoder["type"] == "Sequence" else [decoder]
+    return (
+        [step for inner in decoder["decoders"] for step in _steps(inner)]
+        if decoder["type"] == "Sequence"
+        else [decoder]
+    )
 
 
 @functools.cache

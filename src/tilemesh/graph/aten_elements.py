@@ -186,6 +186,21 @@ def target_column(target: Node, shape: Shape) -> Node:
     return build.compare("equal", build.iota(shape, len(shape) - 1), column)
 
 
+def picked(x: Node, target: Node) -> Node:
+    """Of each row the element in its target's column; rows to be ignored have no such column, and any value.
+
+    What is subtracted from a whole row (a logarithm of a sum) is subtracted once, from the element: then a row has to
+    be read only for its largest element and for the sum.
+    """
+    if x.op == "cast" and x.inputs[0].dtype in FLOATS:
+        return build.cast(picked(x.inputs[0], target), x.dtype)
+    if x.op == "subtract" and x.inputs[1].op == "broadcast" and x.inputs[1]["dims"][:1] == (0,):
+        row = x.inputs[1].inputs[0]
+        if row.shape in (x.shape[:1], (x.shape[0], 1)):
+            return build.subtract(picked(x.inputs[0], target), build.reshape(row, x.shape[:1]))
+    return build.total(build.where(target_column(target, typed_shape(x)), x, 0.0), [1])
+
+
 def lower_loss(
     typed: Sequence[tuple[Shape, str]], x: Node, target: Node, weight: Any, reduction: int, ignored: int
 ) -> tuple[Node, ...] | None:
@@ -194,8 +209,7 @@ def lower_loss(
     if weight is not None or len(x.shape) != 2 or x.dtype != dtype or target.dtype != "int64":
         return None
     skipped = build.compare("equal", target, ignored)
-    picked = build.total(build.where(target_column(target, typed_shape(x)), x, 0.0), [1])
-    losses = build.where(skipped, build.multiply(picked, 0.0), build.negate(picked))
+    losses = build.where(skipped, build.constant(0.0, target.shape, dtype), build.negate(picked(x, target)))
     count = build.total(build.where(skipped, build.constant(0.0, target.shape, dtype), 1.0))
     total = build.total(losses)
     return (losses, total, build.divide(total, count))[(0, 2, 1)[reduction]], count

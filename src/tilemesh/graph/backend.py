@@ -19,6 +19,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.checkpoint import CheckpointPolicy
 
 from tilemesh.core.errors import UsageError, unknown
 from tilemesh.graph.aten import decompositions
@@ -30,6 +31,7 @@ from tilemesh.graph.joining import joined_products
 from tilemesh.graph.lower import NotServedError, apart, lower
 from tilemesh.graph.regions import fused
 from tilemesh.graph.rewrite import Applied
+from tilemesh.graph.rotations import with_rotations
 from tilemesh.graph.rules import ALGEBRA, simplify
 from tilemesh.graph.templates import with_products, with_rows
 
@@ -79,6 +81,7 @@ class Backend:
 
     def __init__(self, kernels: bool = True, cuda_graphs: bool = False, rematerialise: bool | None = None) -> None:
         self.report = Report([])
+        self.ahead: AheadCompilers | None = None  # after a model was compiled it has no processes
         self.kernels = kernels  # False: operator by operator, for comparison
         self.cuda_graphs = cuda_graphs  # record each program on a GPU once and replay it: no cost on the host
         # Whether the backward program computes cheap values again instead of reading them: None, on a GPU alone.
@@ -95,10 +98,12 @@ class Backend:
         settings: dict[str, Any] = {"decompositions": decompositions()} if way is not None else {}
         again = self.rematerialise if self.rematerialise is not None else _device(inputs).type == "cuda"
         if again and way is not None:
-            settings["partition_fn"] = min_cut_rematerialization_partition
+            settings["partition_fn"] = _partition
         names = ("fw_compiler", "bw_compiler", "inference_compiler")
         compiling = aot_autograd(**dict(zip(names, compilers, strict=True)), **settings)
-        return compiling(module, inputs, **options)
+        # Processes that compile kernels start while torch traces the backward pass.
+        with AheadCompilers(None if way == "triton" else 0) as self.ahead:
+            return compiling(module, inputs, **options)
 
     def _recorded(
         self, module: fx.GraphModule, inputs: Sequence[Any], way: str | None, given: int, kind: str
@@ -138,8 +143,7 @@ class Backend:
         began = time.perf_counter()
         count = sum(node.op == "call_function" for node in module.graph.nodes)
         try:
-            with AheadCompilers(None if way == "triton" else 0) as ahead:
-                run, before, graph, steps = compiled(module, inputs, way, ahead)
+            run, before, graph, steps = compiled(module, inputs, way, self.ahead)
         except NotServedError as error:
             self.report.pieces.append(Compiled(count, None, (), time.perf_counter() - began, str(error)))
             return make_boxed_func(module.forward)
@@ -174,7 +178,23 @@ class Backend:
         tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
         with torch.no_grad():
             static = make_fx(at_these_sizes, tracing_mode="fake")(*tensors)
-        return self._compile(static, tensors, way)
+        with AheadCompilers(None if way == "triton" else 0) as self.ahead:
+            return self._compile(static, tensors, way)
+
+
+def _partition(joint: fx.GraphModule, inputs: Any, **settings: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Forward and backward program by torch's least cut, which keeps what is cheap to keep and computes the rest again.
+
+    Of a loss the cut could keep the logits, or their log-probabilities, which are as large. The forward program has
+    the logits anyway and need not write the others, so those are computed again.
+    """
+    for node in joint.graph.nodes:
+        if node.target is torch.ops.aten.nll_loss_forward.default and isinstance(node.args[0], fx.Node):
+            chances = node.args[0]
+            if chances.target in (torch.ops.aten.sub.Tensor, torch.ops.aten._to_copy.default):
+                chances.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+    forward, backward = min_cut_rematerialization_partition(joint, inputs, **settings)
+    return forward, backward
 
 
 MOST_SIZES = 16  # programs for one piece whose sizes change; beyond, it runs as torch traced it
@@ -213,8 +233,8 @@ def as_kernels(graph: Graph, way: str) -> Graph:
     """The graph as kernels: hand-written ones where a pattern of theirs is found, generated ones for the rest."""
     if way == "c":
         return fused(graph, server(way))
-    graph = with_products(graph, PRODUCT_DTYPES[way])
-    return with_rows(fused(graph, server(way)))
+    graph = with_products(with_rotations(graph), PRODUCT_DTYPES[way])
+    return with_rows(fused(graph, server(way), swaps=True))
 
 
 PRODUCT_DTYPES = {"triton": ("bfloat16", "float16"), "interpret": ("bfloat16", "float16", "float32")}

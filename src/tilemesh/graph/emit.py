@@ -133,8 +133,10 @@ class _SourceWriter:
         return False
 
     def _merged(self) -> set[Node]:
-        """Products that are written as part of the sum that alone reads them."""
-        return {node.inputs[0] for node in self.order if self._is_addmm(node)}
+        """Products, and vectors as rows, that are written as part of the sum that alone reads them."""
+        sums = [node for node in self.order if self._is_addmm(node)]
+        vectors = {node.inputs[1] for node in sums if len(self.readers[node.inputs[1]]) == 1}
+        return {node.inputs[0] for node in sums} | (vectors - {*self.graph.outputs})
 
     def _is_addmm(self, node: Node) -> bool:
         if node.op != "add" or len(node.shape) != 2:
@@ -160,8 +162,9 @@ class _SourceWriter:
 
     def _expression(self, node: Node) -> str:
         if self._is_addmm(node):
-            product, vector = node.inputs
-            return f"torch.addmm({', '.join(self._name(value) for value in (vector, *product.inputs))})"
+            product, vector = node.inputs  # cuBLAS adds a vector as it writes; a matrix is copied first
+            given = (vector.inputs[0], *product.inputs) if vector not in self.names else (vector, *product.inputs)
+            return f"torch.addmm({', '.join(self._name(value) for value in given)})"
         names = [self._name(value) for value in node.inputs] if node.op != "opaque" else []
         if node.op in _OPERATORS:
             return f"{names[0]} {_OPERATORS[node.op]} {names[1]}"

@@ -18,8 +18,8 @@ from tilemesh.core.errors import UsageError, unknown
 from tilemesh.graph import kernel_c
 from tilemesh.graph.by_torch import dtype_of
 from tilemesh.graph.compile_ahead import AheadCompilers
-from tilemesh.graph.ir import Node
-from tilemesh.graph.kernel_plan import plan_kernel
+from tilemesh.graph.ir import Graph, Node
+from tilemesh.graph.kernel_plan import plan_kernel, reordered
 from tilemesh.graph.size import known
 
 Tensor = torch.Tensor
@@ -52,25 +52,52 @@ class RegionCall:
     def __init__(self, node: Node, device: torch.device) -> None:
         self.node, self.body, self.device = node, node["body"], device
         self.strides: list[tuple[int, ...]] | None = None
-        self.shapes = [
-            ([known(size, {}) for size in output.shape], dtype_of(output.dtype)) for output in self.body.outputs
-        ]
+        self.order: tuple[int, ...] = ()  # of the dims in memory, where rows do not lie one after the other
+        self.back: tuple[int, ...] = ()
+        self._set_body(self.body)
         self.launch: Callable[[Sequence[Tensor], list[Tensor]], None] | None = None
 
+    def _set_body(self, body: Graph) -> None:
+        self.body = body
+        self.shapes = [([known(size, {}) for size in output.shape], dtype_of(output.dtype)) for output in body.outputs]
+
     def __call__(self, *tensors: Tensor) -> list[Tensor]:
+        if self.strides is None:
+            self._lay_out(tensors)
+        if self.order:
+            tensors = tuple(
+                tensor.permute(self.order) if whole else tensor
+                for tensor, whole in zip(tensors, self.whole, strict=True)
+            )
         outputs = [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in self.shapes]
-        if self.launch is None:
-            if self.strides is not None:
-                raise UsageError("a region was run before its kernel was made")
+        if self.launch is not None:
+            self._run(tensors, outputs)
+        elif self.strides is not None:
+            raise UsageError("a region was run before its kernel was made")
+        else:
             self.strides = [tuple(tensor.stride()) for tensor in tensors]
-            return outputs
+        return [output.permute(self.back) for output in outputs] if self.order else outputs
+
+    def _lay_out(self, tensors: Sequence[Tensor]) -> None:
+        """Decides how results lie in memory, from how operands do."""
+        made = None
+        if not self.node["columns"]:
+            made = reordered(self.body, [tuple(tensor.stride()) for tensor in tensors])
+        if made is not None:
+            shape = self.body.outputs[0].shape
+            self.whole = [node.shape == shape for node in self.body.inputs]
+            body, self.order = made
+            self.back = tuple(self.order.index(dim) for dim in range(len(self.order)))
+            self._set_body(body)
+
+    def _run(self, tensors: Sequence[Tensor], outputs: list[Tensor]) -> None:
+        assert self.launch is not None
         assert self.strides is not None
         for tensor, strides in zip(tensors, self.strides, strict=True):
             if tensor.stride() != strides:
                 tensors = tuple(map(_laid, tensors, self.strides))
                 break
         self.launch(tensors, outputs)
-        return outputs
 
 
 def _laid(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 
 from tilemesh import kernels
-from tilemesh.graph.ir import Node
+from tilemesh.graph.by_torch import run_torch
+from tilemesh.graph.ir import Graph, Node
 from tilemesh.graph.size import known
-from tilemesh.graph.templates import KernelUse
+from tilemesh.graph.templates import ASIDE, KernelUse
 
 Tensor = torch.Tensor
 
@@ -29,13 +30,18 @@ class KernelCall:
         use = kernel_of(node)
         assert use is not None
         self.use, self.implementation = use, implementation
-        self.shapes = [[known(size, {}) for size in output.shape] for output in node["body"].outputs]
+        body: Graph = node["body"]
+        outputs = [output for output, place in zip(body.outputs, use.results, strict=True) if place == ASIDE]
+        self.aside = Graph(body.inputs, tuple(outputs)) if outputs else None
+        self.shapes = [[known(size, {}) for size in output.shape] for output in body.outputs]
         public = getattr(kernels, use.kernel)  # which also registers the operator with torch
         self.run = self._product if use.kernel == "fused_matmul" else self._rows(public)
 
     def __call__(self, *tensors: Tensor) -> list[Tensor]:
         results = self.run(*(tensors[place] for place in self.use.operands))
-        return [results[place].view(shape) for place, shape in zip(self.use.results, self.shapes, strict=True)]
+        aside = iter(run_torch(self.aside, *tensors) if self.aside else ())
+        values = [next(aside) if place == ASIDE else results[place] for place in self.use.results]
+        return [value.view(shape) for value, shape in zip(values, self.shapes, strict=True)]
 
     def _product(self, a: Tensor, b: Tensor, c: Tensor | None = None) -> Any:
         settings = dict(self.use.settings)
@@ -49,7 +55,7 @@ class KernelCall:
         settings, columns = dict(self.use.settings), self.use.columns
         if "ignore_index" in settings:
             settings["ignore_index"] = int(settings["ignore_index"])
-        alone = self.use.results == (0,)
+        alone = set(self.use.results) <= {0, ASIDE}
 
         def run(x: Tensor, *others: Tensor) -> Any:
             given = [x.reshape(-1, columns), *(other.reshape(-1) for other in others)]

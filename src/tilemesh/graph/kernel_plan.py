@@ -8,24 +8,28 @@ go are one size. Writers of C and of Triton read this plan; it knows neither. Pl
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import cast
 
-from tilemesh.graph.ir import Graph, Node
+from tilemesh.graph.ir import Graph, Node, make, rebuilt
+from tilemesh.graph.ops import primitive
 from tilemesh.graph.regions import COLUMN, FULL, ROW, cuts_of, elements, trailing
 from tilemesh.graph.rewrite import number_of
+from tilemesh.graph.rotations import swapped, swapped_source
 
 COSTLY = ("exp", "log", "tanh", "sigmoid", "erf", "power", "sin", "cos", "divide", "sqrt")
 
 
 @dataclass(frozen=True)
 class OperandRead:
-    """An operand: which input of the region it is, one number per element or per row, and its strides."""
+    """An operand: which input of the region it is, one number per element or per row, its strides, its order."""
 
     input: int
     level: str
     rows: tuple[int, ...]
     columns: tuple[int, ...]
+    swap: int = 0  # half of the last dim, where its halves are read in the other order
 
 
 @dataclass(frozen=True)
@@ -74,7 +78,7 @@ def plan_kernel(body: Graph, space: int, columns: int, strides: Sequence[Sequenc
     leaves: dict[Node, str] = {}
     cuts = {1, space, columns or 1}
     for node in body.nodes():
-        if node.op in ("input", "constant", "broadcast", "reshape", "iota"):
+        if node.op in ("input", "constant", "broadcast", "reshape", "iota", "slice", "concat"):
             continue
         if node.op in ("sum", "amax"):
             levels[node] = ROW if trailing(node) == columns else COLUMN
@@ -95,14 +99,21 @@ def plan_kernel(body: Graph, space: int, columns: int, strides: Sequence[Sequenc
         for leaf, level in leaves.items()
     }
     inner = order.index(columns) if columns else 0
-    kept, dims = _collapsed(sizes, inner, list(all_strides.values()))
+    # The last dim of an operand that is read in another order stays a size of its own: nothing else steps so.
+    ends = {leaf: cast(int, leaf.shape[-1]) for leaf in leaves if leaf.op == "concat"}
+    alone = [[start * (start < end) for start in order[:-1]] for end in ends.values()]
+    kept, dims = _collapsed(sizes, inner, [*all_strides.values(), *alone])
     split = dims if columns else min(1, len(kept))
     sizes = [size for size, _ in kept]
     reads = {}
     for place, (leaf, level) in enumerate(leaves.items()):
         own = [each[place] for _, each in kept]
         reads[leaf] = OperandRead(
-            body.inputs.index(_input(leaf)), level, tuple(reversed(own[split:])), tuple(reversed(own[:split]))
+            body.inputs.index(_input(leaf)),
+            level,
+            tuple(reversed(own[split:])),
+            tuple(reversed(own[:split])),
+            ends.get(leaf, 0) // 2,
         )
     rows, inside = tuple(reversed(sizes[split:])), tuple(reversed(sizes[:split]))
     return KernelPlan(body, rows or (1,), inside or (1,), _padded(reads, rows, inside), levels)
@@ -111,13 +122,13 @@ def plan_kernel(body: Graph, space: int, columns: int, strides: Sequence[Sequenc
 def _padded(reads: dict[Node, OperandRead], rows: Sequence[int], columns: Sequence[int]) -> dict[Node, OperandRead]:
     """A size of 1 where there is none has a stride of 0."""
     return {
-        leaf: OperandRead(read.input, read.level, read.rows if rows else (0,), read.columns if columns else (0,))
+        leaf: replace(read, rows=read.rows if rows else (0,), columns=read.columns if columns else (0,))
         for leaf, read in reads.items()
     }
 
 
 def _input(leaf: Node) -> Node:
-    node = leaf.inputs[0] if leaf.op == "broadcast" else leaf
+    node = leaf.inputs[0] if leaf.op == "broadcast" else swapped_source(leaf) or leaf
     assert node.op == "input", f"{node} is read by a region"
     return node
 
@@ -172,6 +183,54 @@ def passes(plan: KernelPlan) -> tuple[dict[Node, int], int]:
     return ready, max(full, default=0) + 1
 
 
+def reordered(body: Graph, strides: Sequence[Sequence[int]]) -> tuple[Graph, tuple[int, ...]] | None:
+    """An elementwise body with its dims in the order in which its first whole operand lies in memory, and that order.
+
+    Results then lie as this operand does, as torch's own elementwise operators leave them: what reads them through
+    the same transpose needs no copy. None where rows already lie one after the other, or the body is not that simple.
+    """
+    shape = body.outputs[0].shape
+    whole = [own for node, own in zip(body.inputs, strides, strict=True) if node.shape == shape]
+    if not whole or any(node.shape != shape for node in body.outputs):
+        return None
+    order = tuple(sorted(range(len(shape)), key=lambda dim: (-whole[0][dim], dim)))
+    if order == tuple(range(len(shape))) or whole[0][order[-1]] != 1 or 0 in whole[0]:
+        return None
+    new: dict[Node, Node] = {}
+    for node in body.nodes():
+        source = swapped_source(node)
+        if node.op == "input":
+            moved = tuple(shape[dim] for dim in order) if node.shape == shape else node.shape
+            new[node] = make("input", name=node["name"], shape=moved, dtype=node.dtype)
+        elif node.op == "broadcast" and node.shape == shape:
+            dims = tuple(order.index(dim) for dim in node["dims"])
+            if list(dims) != sorted(dims):
+                return None
+            new[node] = make("broadcast", new[node.inputs[0]], shape=tuple(shape[dim] for dim in order), dims=dims)
+        elif source is not None and order[-1] == len(shape) - 1:
+            new[node] = swapped(new[source])
+        elif node.op == "constant" or (primitive(node.op).kind == "elementwise" and node.shape == shape):
+            new[node] = rebuilt(node, [new[value] for value in node.inputs])
+        elif node.op != "slice":
+            return None
+    return Graph(tuple(new[node] for node in body.inputs), tuple(new[node] for node in body.outputs)), order
+
+
+def chosen_column(total: Node) -> Node | None:
+    """The value that says which column alone a sum over a row adds, where it adds one: a loss takes its target's."""
+    value = operand(total.inputs[0])
+    while value.op == "cast":
+        value = operand(value.inputs[0])
+    if total.op != "sum" or value.op != "where" or number_of(value.inputs[2]) != 0:
+        return None
+    chosen = operand(value.inputs[0])
+    if chosen.op == "where" and number_of(chosen.inputs[1]) == 0:
+        chosen = operand(chosen.inputs[2])
+    if chosen.op != "compare" or chosen["kind"] != "equal" or operand(chosen.inputs[0]).op != "iota":
+        return None
+    return operand(chosen.inputs[1])
+
+
 def needed(plan: KernelPlan, roots: Sequence[Node], stops: set[Node]) -> Iterator[Node]:
     """The full values that these need, each after its operands, not going beyond `stops`."""
     done: set[Node] = set()
@@ -188,13 +247,18 @@ def needed(plan: KernelPlan, roots: Sequence[Node], stops: set[Node]) -> Iterato
             waiting += [(operand(value), False) for value in reversed(node.inputs)]
 
 
-def offset_terms(index: str, sizes: Sequence[int], strides: Sequence[int], divide: str) -> list[str]:
-    """The offset of an operand as the terms of a sum: for every size, its index times the stride."""
+def offset_terms(index: str, sizes: Sequence[int], strides: Sequence[int], divide: str, swap: int = 0) -> list[str]:
+    """The offset of an operand as the terms of a sum: for every size, its index times the stride.
+
+    swap: half of the innermost size, where its halves are read in the other order.
+    """
     terms, inner = [], 1
     for place, (size, stride) in enumerate(reversed(list(zip(sizes, strides, strict=True)))):
         at = index if inner == 1 else f"{index} {divide} {inner}"
         if place < len(sizes) - 1:
             at = f"{at} % {size}"
+        if swap and place == 0:
+            at = f"({at} + {swap}) % {size}"
         if stride:
             terms.append(f"({at}) * {stride}" if stride != 1 else f"({at})")
         inner *= size

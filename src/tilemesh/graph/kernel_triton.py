@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from tilemesh.graph.ir import Node
-from tilemesh.graph.kernel_plan import KernelPlan, needed, offset_terms, operand, passes
+from tilemesh.graph.kernel_plan import KernelPlan, chosen_column, needed, offset_terms, operand, passes
 from tilemesh.graph.ops import DTYPES, FLOATS
 from tilemesh.graph.regions import COLUMN, FULL, ROW
 from tilemesh.graph.rewrite import number_of
@@ -84,8 +84,10 @@ class _TritonWriter:
         self.sums = [node for node in plan.members if plan.levels[node] == COLUMN]
         self.names: dict[Node, str] = {}
         self.lines: list[str] = []
+        self.named = 0
         self.indent = 1
         self.most = multiprocessors
+        self.column = "column"  # what the code calls the number of an element in its row
 
     def write(self) -> WrittenKernel:
         if not self.plan.reduces:
@@ -101,7 +103,8 @@ class _TritonWriter:
             self._block(blocks(blocks(self.rows, tall), grid))
         else:
             self._long()
-            grid, constants, warps = self.rows, {"COLUMNS": LONG_BLOCK}, 32
+            writes = any(self.plan.levels[node] == FULL for node in self.stored)
+            grid, constants, warps = self.rows, {"COLUMNS": LONG_BLOCK}, 16 if writes else 8
         names = [f"i{place}" for place in range(len(self.plan.body.inputs))]
         names += [f"o{place}" for place in range(len(self.plan.body.outputs))]
         names += [f"{name}: tl.constexpr" for name in constants]
@@ -110,6 +113,11 @@ class _TritonWriter:
 
     def _say(self, text: str) -> None:
         self.lines.append("    " * self.indent + text)
+
+    def _fresh(self, kind: str) -> str:
+        """A name that the code has nowhere else: Triton wants one type of a name, also after a loop."""
+        self.named += 1
+        return f"{kind}{self.named}"
 
     def _program(self) -> str:
         return "tl.program_id(0).to(tl.int64)" if self.rows * self.columns >= INT32_LIMIT else "tl.program_id(0)"
@@ -158,7 +166,7 @@ class _TritonWriter:
             self._say(f"tl.store({at}, tl.sum(sum{place}, 0), mask=tl.arange(0, COLUMNS) < {self.columns})")
 
     def _reduce(self, node: Node, shape: str, dim: int) -> None:
-        name = self.names[node] = f"v{len(self.names)}"
+        name = self.names[node] = self._fresh("v")
         value = self._value(node.inputs[0])
         if node.op == "sum":
             self._say(f"{name} = tl.sum(tl.where(inside, {value}, 0.0), {dim}){shape}")
@@ -172,7 +180,7 @@ class _TritonWriter:
         ready, runs = passes(self.plan)
         self._say(f"row = {self._program()}")
         for leaf, read in self.plan.reads.items():
-            if read.level == ROW:
+            if read.level == ROW or not any(read.columns):
                 self._load(leaf, "", "")
         for run in range(runs + 1):
             for node in self.plan.members:
@@ -186,6 +194,11 @@ class _TritonWriter:
                 for node in self.plan.members
                 if self.plan.levels[node] == ROW and node.op in ("sum", "amax") and ready[node] == run + 1
             ]
+            for node in reductions:
+                at = chosen_column(node)
+                if at in self.names:  # one number for the whole row
+                    self._picked(node, at)
+            reductions = [node for node in reductions if node not in self.names]
             results = [
                 node
                 for node in self.plan.members
@@ -194,25 +207,42 @@ class _TritonWriter:
             if reductions or results:
                 self._long_run(reductions, results)
 
+    def _picked(self, node: Node, at: Node) -> None:
+        """A sum of which one element at most is not zero: that element."""
+        before = dict(self.names)
+        self.column = self.names[at]
+        inside = f"({self.column} >= 0) & ({self.column} < {self.columns})"
+        value = operand(node.inputs[0])
+        computed = list(needed(self.plan, [value], set()))
+        self._load_full([*computed, node], inside)
+        for each in computed:
+            self._compute(each)
+        found = self.names[value]
+        self.names, self.column = before, "column"
+        self.names[node] = self._fresh("w")
+        self._say(f"{self.names[node]} = tl.where({inside}, {found}, 0.0)")
+
+    def _load_full(self, readers: Sequence[Node], mask: str) -> None:
+        for leaf in self.plan.reads:
+            if leaf not in self.names and any(operand(value) is leaf for node in readers for value in node.inputs):
+                self._load(leaf, mask, "")
+
     def _long_run(self, reductions: Sequence[Node], results: Sequence[Node]) -> None:
         held: dict[Node, str] = {}
         for node in reductions:
-            held[node] = f"part{len(self.names)}_{len(held)}"
+            held[node] = self._fresh("part")
             begin = "0.0" if node.op == "sum" else "-float('inf')"
             self._say(f"{held[node]} = tl.full((COLUMNS,), {begin}, tl.{_computed(node)})")
             if node.op == "amax":
                 self._say(f"{held[node]}_bad = tl.zeros((COLUMNS,), tl.int32)")
         before = dict(self.names)
-        self._say(f"for start in range(0, {self.columns}, COLUMNS):")
+        self._say(f"for start in tl.range(0, {self.columns}, COLUMNS, num_stages=1):")
         self.indent += 1
         self._say("column = start + tl.arange(0, COLUMNS)")
         self._say(f"inside = column < {self.columns}")
         starts = [operand(node.inputs[0]) for node in reductions] + list(results)
         computed = list(needed(self.plan, starts, set()))
-        for leaf, read in self.plan.reads.items():
-            readers = [*computed, *reductions]
-            if read.level == FULL and any(operand(value) is leaf for node in readers for value in node.inputs):
-                self._load(leaf, "inside", "")
+        self._load_full([*computed, *reductions], "inside")
         for node in computed:
             self._compute(node)
         for node in results:
@@ -228,7 +258,7 @@ class _TritonWriter:
         self.indent -= 1
         self.names = before
         for node in reductions:
-            name = self.names[node] = f"w{len(self.names)}"
+            name = self.names[node] = self._fresh("w")
             part = held[node]
             if node.op == "sum":
                 self._say(f"{name} = tl.sum({part}, 0)")
@@ -239,11 +269,12 @@ class _TritonWriter:
         read = self.plan.reads[leaf]
         terms = offset_terms("row", self.plan.rows, read.rows, "//") if self.rows > 1 else []
         mask = row
-        inner = offset_terms("column", self.plan.columns, read.columns, "//") if read.level == FULL else []
+        columns = self.plan.columns
+        inner = offset_terms(self.column, columns, read.columns, "//", read.swap) if read.level == FULL else []
         if inner:  # one number for a whole row has no columns to mask
             terms += inner
             mask = full
-        name = self.names[leaf] = f"a{len(self.names)}"
+        name = self.names[leaf] = self._fresh("a")
         wide = f".to(tl.{_computed(leaf)})" if leaf.dtype in _COMPUTED else ""
         if not terms:
             self._say(f"{name} = tl.load(i{read.input}){wide}")
@@ -253,14 +284,14 @@ class _TritonWriter:
 
     def _compute(self, node: Node) -> None:
         expression = self._expression(node)
-        name = self.names[node] = f"v{len(self.names)}"
+        name = self.names[node] = self._fresh("v")
         self._say(f"{name} = {expression}")
 
     def _value(self, node: Node) -> str:
         number = number_of(node)
         if number is None:
             leaf = operand(node)
-            return "column" if leaf.op == "iota" else self.names[leaf]
+            return self.column if leaf.op == "iota" else self.names[leaf]
         kind = _computed(node)
         if node.dtype not in FLOATS:
             return f"tl.full([], {int(number)}, tl.{kind})"

@@ -145,9 +145,9 @@ class _Lowering:
 
     def _call(self, node: fx.Node) -> Any:
         args = [self.values[value] if isinstance(value, fx.Node) else value for value in node.args]
-        if getattr(node.target, "__name__", "") == "getitem" and isinstance(args[0], tuple):
+        if _is_item(node) and isinstance(args[0], tuple):
             return args[0][int(args[1])]  # type: ignore[arg-type]
-        if getattr(node.target, "__name__", "") == "getitem" and isinstance(args[0], Node):
+        if _is_item(node) and isinstance(args[0], Node):
             shape, dtype = _typed(node.meta.get("val"), node)
             return make("item", args[0], index=args[1], shape=shape, dtype=dtype)
         if not isinstance(node.target, torch._ops.OpOverload):
@@ -222,18 +222,33 @@ def _flops(node: fx.Node, value: Any) -> int:
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda each: each.meta.get("val"))
     try:
         return int(count(*args, **kwargs, out_val=value))
-    except Exception:  # a formula of torch's that does not know these arguments: the operator costs its bytes
+    except (
+        TypeError,
+        ValueError,
+        AssertionError,
+    ):  # torch's formula does not serve these arguments
         return 0
 
 
 def _root(node: fx.Node) -> fx.Node:
     """The fx node whose memory this one is a view of."""
-    while node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload) and node.args:
+    while node.op == "call_function" and node.args:
         first = node.args[0]
-        if not isinstance(first, fx.Node) or not (node.target.is_view or node.target in SAME):
+        if not isinstance(first, fx.Node) or not (_is_view(node) or (_is_item(node) and _is_view(first))):
             break
         node = first
     return node
+
+
+def _is_view(node: fx.Node) -> bool:
+    """Whether a node's result, or each of its results, is memory of its first argument."""
+    target = node.target
+    return isinstance(target, torch._ops.OpOverload) and (target.is_view or target in SAME)
+
+
+def _is_item(node: fx.Node) -> bool:
+    """Whether a node is one of several results."""
+    return getattr(node.target, "__name__", "") == "getitem"
 
 
 def _copied(value: Node, serial: int) -> Node:

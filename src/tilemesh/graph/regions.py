@@ -19,6 +19,7 @@ from tilemesh.graph.ir import Graph, Node, make, rebuilt, users
 from tilemesh.graph.memory import owner
 from tilemesh.graph.ops import primitive
 from tilemesh.graph.rewrite import number_of
+from tilemesh.graph.rotations import swapped, swapped_source
 from tilemesh.graph.size import Shape, product
 
 FULL, ROW, COLUMN = "full", "row", "column"
@@ -47,9 +48,12 @@ class _Region:
         return self.space // self.columns if self.columns else -1
 
 
-def fused(graph: Graph, serves: Callable[[Node], bool], smallest: int = 2) -> Graph:
-    """The graph with every region of at least `smallest` operators as one node. `serves`: what a kernel can compute."""
-    return _Fusion(graph, serves).run(smallest)
+def fused(graph: Graph, serves: Callable[[Node], bool], smallest: int = 2, swaps: bool = False) -> Graph:
+    """The graph with every region of at least `smallest` operators as one node.
+
+    serves: what a kernel can compute. swaps: whether it can read an operand with its halves swapped (`rotations.py`).
+    """
+    return _Fusion(graph, serves, swaps).run(smallest)
 
 
 def fusible(node: Node) -> bool:
@@ -97,8 +101,8 @@ def chained(cuts: Iterable[int]) -> bool:
 
 
 class _Fusion:
-    def __init__(self, graph: Graph, serves: Callable[[Node], bool]) -> None:
-        self.graph, self.serves = graph, serves
+    def __init__(self, graph: Graph, serves: Callable[[Node], bool], swaps: bool) -> None:
+        self.graph, self.serves, self.swaps = graph, serves, swaps
         self.order = graph.nodes()
         self.groups: dict[int, _Region | None] = {}  # None: a node that stays alone
         self.before: dict[int, set[int]] = {}
@@ -117,7 +121,9 @@ class _Fusion:
     def _grouped(self, node: Node, number: int) -> None:
         """Puts a node into the region of an input, or begins one."""
         nearby = {self.place[owner(value)] for value in node.inputs if owner(value) in self.place}
-        candidates = sorted((place for place in nearby if self.groups[place] is not None), reverse=True)
+        # The largest first: one that has an element for each row of another becomes part of that one.
+        spaces = {place: group.space for place in nearby if (group := self.groups[place]) is not None}
+        candidates = sorted(spaces, key=lambda place: (spaces[place], place), reverse=True)
         for chosen in candidates:
             joined = self._joined(node, chosen)
             if joined is not None:
@@ -223,33 +229,42 @@ class _Fusion:
         self.place[node] = place
 
     def _merge(self, place: int, other: int) -> None:
-        """Joins the region `other` into this one, where both have the same elements and no cycle comes of it."""
+        """Joins the region `other` into this one, where both have the same elements, or `other` has one for each row
+        of this one, and no cycle comes of it."""
         group, second = self.groups[place], self.groups[other]
         assert group is not None
         assert second is not None
+        scale = group.columns if group.columns and second.space == group.rows and second.columns is None else 1
+        levels = second.levels if scale == 1 else dict.fromkeys(second.levels, ROW)
         known = {columns for columns in (group.columns, second.columns) if columns}
-        if second.space != group.space or len(known) > 1 or not chained(group.cuts | second.cuts | known):
+        cuts = group.cuts | {cut * scale for cut in second.cuts} | known
+        if second.space * scale != group.space or len(known) > 1 or not chained(cuts):
             return
-        if self._reaches(self.before[place] - {other}, other) or self._reaches(self.before[other] - {place}, place):
-            return
-        merged = _Region(
-            group.space, next(iter(known), None), {**group.levels, **second.levels}, group.cuts | second.cuts | known
-        )
+        merged = _Region(group.space, next(iter(known), None), {**group.levels, **levels}, cuts)
         members = [member for member in self.order if member in merged.levels]
-        if any(self.level(value, merged) == "" for member in members for value in member.inputs):
+        if any(not self._reads(merged, member, value) for member in members for value in member.inputs):
+            return
+        # What the joined region waits for: views between the two are inside it now.
+        waits = {wait for member in members for wait in self._outside(member, merged)} - {place, other}
+        if self._reaches(waits, place) or self._reaches(waits, other):
             return
         self.groups[place] = merged
         for member in second.levels:
             self.place[member] = place
-        waits: set[int] = set()
-        for member in members:
-            waits |= self._outside(member, merged)
         for each in self.before.values():
             if other in each:
                 each.discard(other)
                 each.add(place)
-        self.before[place] = waits - {place, other}
+        self.before[place] = waits
         del self.groups[other], self.before[other]
+
+    def _reads(self, group: _Region, member: Node, value: Node) -> bool:
+        """Whether a region can give a value to one of its members, or reads it from outside."""
+        level = self.level(value, group)
+        if level is None:
+            return True
+        wanted = group.levels[member] if primitive(member.op).kind == "elementwise" else FULL
+        return level == wanted
 
 
 class _Building:
@@ -291,8 +306,18 @@ class _Building:
         for node in self._members(group):
             for value in node.inputs:
                 if number_of(value) is None and self.fusion.level(value, group) is None and not _counts(value, group):
-                    found[_source(value)] = None
+                    found[self._source(value, group)] = None
         return tuple(found)
+
+    def _source(self, value: Node, group: _Region) -> Node:
+        """What is read from outside: a broadcast is done by the kernel's index, and so is a swap of halves."""
+        if value.op == "broadcast":
+            return value.inputs[0]
+        swapped = self._swapped(value)
+        return value if swapped is None or elements(value.shape) != group.space else swapped
+
+    def _swapped(self, value: Node) -> Node | None:
+        return swapped_source(value) if self.fusion.swaps else None
 
     def _region(self, group: _Region) -> None:
         needs = self._needs(group)
@@ -316,6 +341,9 @@ class _Building:
             return body[value]
         if value.op in ("constant", "broadcast", "reshape", "iota"):
             return rebuilt(value, [self._inner(each, body) for each in value.inputs])
+        source = self._swapped(value)
+        if source is not None:
+            return swapped(self._inner(source, body))
         raise AssertionError(f"{value} is outside of its region")
 
     def _leaves(self, node: Node, group: _Region) -> bool:
@@ -338,8 +366,3 @@ class _Building:
 def _counts(value: Node, group: _Region) -> bool:
     """Whether a value is the number of each column: a kernel has it without reading it."""
     return value.op == "iota" and value["dim"] == len(value.shape) - 1 and value.shape[-1] == group.columns
-
-
-def _source(value: Node) -> Node:
-    """What is read from outside: a broadcast is done by the kernel's index."""
-    return value.inputs[0] if value.op == "broadcast" else value

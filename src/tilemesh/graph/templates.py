@@ -25,6 +25,7 @@ from tilemesh.graph.ir import Graph, Node, make, rebuilt, users
 from tilemesh.graph.regions import elements, fusible, trailing
 from tilemesh.graph.rewrite import Match, Pattern, matches, number_of, parsed
 
+ASIDE = -1
 NARROW = ("bfloat16", "float16", "float32")  # a kernel computes all of them in float32
 
 
@@ -44,7 +45,7 @@ class KernelTemplate:
 class KernelUse:
     """Which kernel computes a region: its name, settings, the place of each operand and of each result.
 
-    results: for each output of the region which result of the kernel it is.
+    results: for each output of the region which result of the kernel it is; ASIDE: computed beside it, by torch.
     """
 
     kernel: str
@@ -113,8 +114,8 @@ ROWS = (
     template("softmax", f"divide(p := exp({_SHIFTED}), sum(p, dims=e)) = softmax(x)"),
     template(
         "loss",
-        f"where(k, multiply(s := sum(where(compare(i, t, kind='equal'), subtract({_SHIFTED},"
-        " log(sum(exp(q), dims=e))), 0.0), dims=f), 0.0), negate(s)) ="
+        "where(k, 0.0, negate(subtract(subtract(sum(where(compare(i, t, kind='equal'), x, 0.0), dims=f),"
+        " m := amax(x, dims=d)), log(sum(exp(subtract(x, m)), dims=e))))) ="
         " cross_entropy(x, t, ignore_index=k, reduction='none')",
     ),
 )
@@ -298,7 +299,7 @@ def _row_use(region: Node, each: KernelTemplate, found: Match, root: Node) -> Ke
         return None
     if "n" in named and number_of(named["n"]) != columns:
         return None
-    results = [0 if node is root else _kept(node, each, named) for node in body.outputs]
+    results = [0 if node is root else _kept(node, each, named, body) for node in body.outputs]
     if None in results or root.dtype != (x.dtype if "t" not in named else "float32"):
         return None
     settings = {}
@@ -334,8 +335,10 @@ def _ignored(region: Node, named: dict[str, Node]) -> int | None:
     return int(number) if number is not None else None
 
 
-def _kept(node: Node, each: KernelTemplate, named: dict[str, Node]) -> int | None:
-    """Which further result of the kernel a value is."""
+def _kept(node: Node, each: KernelTemplate, named: dict[str, Node], body: Graph) -> int | None:
+    """Which further result of the kernel a value is; ASIDE where the kernel's rows are not read for it."""
+    if named["x"] not in Graph(body.inputs, (node,)).nodes():
+        return ASIDE
     for place, name in enumerate(each.keeps):
         if seen(node) is named.get(name) and node.dtype == named[name].dtype:
             return place + 1

@@ -1,4 +1,4 @@
-"""Attention drawn with its numbers: scores, the causal mask, weights, and the weighted sum of values."""
+"""Drawings with their numbers: attention (scores, causal mask, weights, weighted sum), and a fused softmax."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CELL = 40
 
 def figures() -> dict[str, str]:
     """By file name, for `docs/guide/figures/`."""
-    return {"attention.svg": attention()}
+    return {"attention.svg": attention(), "softmax.svg": softmax()}
 
 
 def computed() -> dict[str, Array]:
@@ -63,4 +63,43 @@ def attention() -> str:
         x += matrix.shape[1] * CELL + 22
     note = "A row of weights adds up to 1; a token reads only itself and those before it: token 0 copies its own value."
     canvas.text(76, 296, note, quiet=True, size=11)
+    return canvas.svg()
+
+
+def softmax() -> str:
+    """What one program of a fused softmax kernel does with its row: everything between one load and one store."""
+    rows, columns, lanes = 4, 6, 8  # lanes: the next power of two, as Triton's blocks demand
+    x = np.random.default_rng(5).normal(size=(rows, columns)).round(1)
+    own = 1  # the row that is followed
+    loaded = np.full(lanes, -np.inf)
+    loaded[:columns] = x[own]
+    shifted = loaded - loaded.max()
+    exponentials = np.exp(shifted)
+    shares = exponentials / exponentials.sum()
+    canvas = Canvas(920, 282, "A fused softmax: one program per row, one load and one store of it")
+    canvas.text(96, 58, "x in memory", bold=True)
+    for row in range(rows):
+        canvas.text(86, 94 + row * CELL, f"program {row}", align="end", quiet=True, size=11)
+        for column in range(columns):
+            y, shown = 70 + row * CELL, f"{x[row, column]:.1f}"
+            canvas.box(96 + column * CELL, y, CELL - 3, CELL - 3, shown, colour=0, pale=row != own, size=11)
+    left = 540
+    canvas.text(left, 58, f"program {own}, in registers", bold=True)
+    steps = {
+        "load, masked lanes at -∞": loaded,
+        f"less the largest, {loaded.max():.1f}": shifted,
+        "exp": exponentials,
+        f"divided by the sum, {exponentials.sum():.2f}": shares,
+    }
+    for place, (name, values) in enumerate(steps.items()):
+        canvas.text(left - 10, 94 + place * CELL, name, align="end", size=11)
+        for lane, value in enumerate(values):
+            shown = f"{value:.2f}" if np.isfinite(value) else "-∞"
+            colour = 6 if lane >= columns else 2 if place == len(steps) - 1 else 0
+            canvas.box(left + lane * CELL, 70 + place * CELL, CELL - 3, CELL - 3, shown, colour=colour, size=11)
+    note = (
+        f"{columns} numbers are stored, with the same mask: {lanes - columns} of {lanes} lanes hold nothing. "
+        "Unfused, each of these lines is a kernel that reads and writes the matrix."
+    )
+    canvas.text(96, 70 + rows * CELL + 30, note, quiet=True, size=11)
     return canvas.svg()

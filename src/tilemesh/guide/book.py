@@ -54,7 +54,7 @@ class GuidePart:
 _ALL = (
     GuidePart("1", "ranks", "Hello, ranks", "processes, rank, world, groups"),
     GuidePart("2", "messages", "Messages", "send and receive, deadlock, waiting, the wrong device"),
-    GuidePart("3", "collectives", "Collectives", "the seven and all_to_all, ring and tree, α and β of this machine"),
+    GuidePart("3", "collectives", "Collectives", "eight of them, ring and tree, α and β of this machine"),
     GuidePart("4", "machine", "The machine", "memory hierarchy, links, roofline, Amdahl's law, profilers"),
     GuidePart("5", "data_parallel", "Data parallelism", "gradients, accumulation, batch arithmetic, ZeRO 1 to 3"),
     GuidePart("6", "tensor_parallel", "Tensor parallelism", "columns and rows, backward, sequence parallelism"),
@@ -72,3 +72,9 @@ def part_of(key: str) -> GuidePart:
         if key in (part.key, part.folder):
             return part
     raise unknown("chapter", key, [part.key for part in PARTS])
+
+
+def next_part(part: GuidePart) -> GuidePart | None:
+    """What to read after it; None after the last."""
+    place = PARTS.index(part) + 1
+    return PARTS[place] if place < len(PARTS) else None

@@ -18,11 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from tilemesh.core.errors import RunError, UsageError
-from tilemesh.guide.quantity import parse_quantity
+from tilemesh.guide.quantity import hint_of, parse_quantity
 
 Correction = Callable[[Any], str | None]
 """Why an answer is wrong; None for one that is right."""
-COLLECTIVE = -1  # the peer that a communicator's observer is told for what is no message
 
 
 @dataclass(frozen=True)
@@ -74,7 +73,7 @@ def numeric(
                 return why
         return f"That is too {'much' if given > answer else 'little'}. {otherwise}"
 
-    hint = "a number" if unit == "count" else f"a number of {unit}"
+    hint = hint_of(unit)
     return Exercise(
         key, question, hint, answer, tuple(wrong), correct, lambda text: parse_quantity(text, unit), explanation
     )

@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.syntax import Syntax
 
 from tilemesh.core.errors import UsageError, unknown
-from tilemesh.guide.book import part_of
+from tilemesh.guide.book import next_part, part_of
 from tilemesh.guide.exercise import Exercise
 from tilemesh.guide.progress import Guessed, ReaderProgress
 from tilemesh.guide.quantity import hint_of, parse_quantity
@@ -47,8 +47,9 @@ class Guess:
 
     question: str
     unit: str
-    value: float
-    model: float
+    value: float | None
+    """The reader's, or the cost model's where nobody can be asked; None: skipped."""
+    model: float | None
     by_reader: bool
     name: str
     """The question in a few words, for tables."""
@@ -93,11 +94,16 @@ class Lesson:
 
     # Predictions ------------------------------------------------------------------------------------------------
 
-    def predict(self, question: str, *, unit: str, model: float, name: str = "") -> Guess:
+    def predict(self, question: str, *, unit: str, model: float | None = None, name: str = "") -> Guess:
         """Ask for a prediction before it is measured. `model`: what the cost model says, not shown until `show`.
 
-        `name`: the question in a few words, for tables, where it is longer than that.
+        Without a model only a reader can answer. `name`: the question in a few words, for tables.
         """
+        if model is None and self._ask is None:
+            raise UsageError(
+                f"nobody can be asked '{question}', and there is no cost model to answer: give model=, or run it in a "
+                "terminal or a notebook"
+            )
         self.console.print(f"[bold]Predict:[/] {question}", soft_wrap=self._in_pipe)
         while self._ask is not None:
             text = self._ask(f"  your guess, {hint_of(unit)} (Enter to skip): ")
@@ -110,7 +116,8 @@ class Lesson:
         # A reader who skips has no guess; where nobody can be asked the cost model's is the guess.
         skipped = "no guess: the measurement follows" if self._ask else "nobody can be asked: the cost model answers"
         self.console.print(f"  {skipped}", soft_wrap=self._in_pipe)
-        return Guess(question, unit, model, model, by_reader=False, name=name or question)
+        value = model if self._ask is None else None
+        return Guess(question, unit, value, model, by_reader=False, name=name or question)
 
     def show(
         self,
@@ -125,6 +132,8 @@ class Lesson:
         """Put what was measured (or counted) beside the guess, and keep the row. A missing limit says why."""
         sample = measured if isinstance(measured, Sample) else Sample.of([measured])
         reasons = {"peers": "nothing else was run here"} if not peers else {}
+        if guess.model is None:
+            reasons["predicted"] = "no cost model was given"
         row = Row(
             name=guess.name,
             case=case or {},
@@ -134,19 +143,18 @@ class Lesson:
             limit=limit,
             peers=peers or {},
             missing={**reasons, **(missing or {})},
-            guess=guess.value if guess.by_reader or self._ask is None else None,
+            guess=guess.value,
             **stamp(),
         )
         self.guesses.append((guess, sample.median))
         self.add(row)
-        words = [
-            f"cost model {format_value(guess.model, guess.unit)}",
-            f"measured {format_value(sample.median, guess.unit)}",
-        ]
-        if guess.by_reader:
-            words.insert(0, f"your guess {format_value(guess.value, guess.unit)}")
-        if limit is not None:
-            words.append(f"limit {format_value(limit, guess.unit)}")
+        values = {
+            "your guess": guess.value if guess.by_reader else None,
+            "cost model": guess.model,
+            "measured": sample.median,
+            "limit": limit,
+        }
+        words = [f"{what} {format_value(value, guess.unit)}" for what, value in values.items() if value is not None]
         line = f"  {guess.name}: " + " · ".join(words)
         self.console.print(line, markup=False, soft_wrap=self._in_pipe)
         return row
@@ -220,12 +228,16 @@ class Lesson:
         made = [
             Guessed(guess.question, guess.unit, guess.value, measured)
             for guess, measured in self.guesses
-            if guess.by_reader
+            if guess.by_reader and guess.value is not None
         ]
         for line in how_far_off(self.guesses):
             self.console.print(line, markup=False, soft_wrap=self._in_pipe)
         if self._progress is not None:
             self._progress.finish(self.part.key, made)
+        following = next_part(self.part)
+        if following is not None:
+            line = f"Next: {following.words}, tilemesh guide {following.key}"
+            self.console.print(line, markup=False, soft_wrap=self._in_pipe)
 
 
 def _without_stars(text: str) -> str:
@@ -236,14 +248,20 @@ def _without_stars(text: str) -> str:
 def how_far_off(guesses: list[tuple[Guess, float]]) -> list[str]:
     """Sentences on the reader's guesses: each one's factor, and the typical one beside the cost model's."""
     mine = [
-        (guess, Guessed(guess.question, guess.unit, guess.value, real)) for guess, real in guesses if guess.by_reader
+        (guess, Guessed(guess.question, guess.unit, guess.value, real))
+        for guess, real in guesses
+        if guess.by_reader and guess.value is not None
     ]
     if not mine:
         return []
     lines = [f"  {one.question}: off by a factor of {one.factor:.3g}" for _, one in mine]
-    models = [Guessed(guess.question, guess.unit, guess.model, one.measured).factor for guess, one in mine]
-    typical, model = typical_factor([one.factor for _, one in mine]), typical_factor(models)
-    return [*lines, f"  Typically a factor of {typical:.3g}; the cost model's is {model:.3g}."]
+    typical = f"  Typically a factor of {typical_factor([one.factor for _, one in mine]):.3g}"
+    models = [
+        Guessed(guess.question, guess.unit, guess.model, one.measured).factor
+        for guess, one in mine
+        if guess.model is not None
+    ]
+    return [*lines, f"{typical}; the cost model's is {typical_factor(models):.3g}." if models else f"{typical}."]
 
 
 def typical_factor(factors: list[float]) -> float:

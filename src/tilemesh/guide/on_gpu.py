@@ -1,14 +1,15 @@
 """The GPU rows of the chapters: the same code as on the CPU, given tensors that lie on a GPU.
 
 Ranks that share a GPU cannot use its own library of collectives: what they send goes through page-locked memory of
-the host. So a row's prediction is what one process takes, plus the way to the host and back of what is sent, plus what
-the host does with it; all three are measured before. Every function takes the device as an argument: tests give "cpu".
+the host. So a row's prediction is what one process takes, plus what sending adds: for a collective, the way to the host
+and back and the same collective there; for messages, as many as there are. All of it is measured before. Every function
+takes the device as an argument: tests give "cpu".
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -16,8 +17,9 @@ import numpy as np
 
 from tilemesh.comm import Communicator, run_threads
 from tilemesh.core.hardware import device_for, host_link
+from tilemesh.core.units import format_bytes
 from tilemesh.measure.machine import stamp
-from tilemesh.measure.row import Row
+from tilemesh.measure.row import CaseValue, Row
 from tilemesh.measure.sample import Sample
 
 ROUNDS = 5
@@ -80,6 +82,30 @@ def staging_seconds(device: str, nbytes: int) -> float:
     return timed(device, there_and_back).median
 
 
+def message_seconds(device: str, nbytes: int) -> float:
+    """Seconds that one message of so many bytes takes between two ranks that share the device."""
+
+    def there_and_back(comm: Communicator) -> float:
+        import torch
+
+        box = torch.ones(nbytes // 8, dtype=torch.float64, device=device)
+        times = []
+        for _ in range(ROUNDS + 1):
+            comm.barrier()
+            began = time.perf_counter()
+            if comm.rank == 0:
+                comm.send(box, to=1)
+                comm.recv(box, source=1)
+            else:
+                comm.recv(box, source=0)
+                comm.send(box, to=0)
+            finish(device)
+            times.append((time.perf_counter() - began) / 2)
+        return float(np.median(times[1:]))
+
+    return run_threads(2, there_and_back)[0]
+
+
 def summing_seconds(ranks: int, nbytes: int) -> float:
     """Seconds of an all-reduce of so many bytes in the host's memory, on threads, by a ring."""
 
@@ -103,12 +129,13 @@ def shared_row(
     alone: Callable[[], Any],
     on_rank: Callable[[Communicator], Any],
     *,
+    sizes: Mapping[str, CaseValue],
     flops: float,
     added_s: float,
 ) -> tuple[Row, Any, list[Any]]:
     """A step of ranks that share a GPU beside one process that has it to itself: the row, and both results.
 
-    `added_s`: what sending adds to one process's time, computed by the caller from `staging_seconds`.
+    `added_s`: what sending adds to one process's time, computed by the caller.
     """
     one = timed(device, alone)
     ran = run_threads(ranks, partial(_on_rank, device=device, work=on_rank))
@@ -120,7 +147,7 @@ def shared_row(
     missing = {} if peak else {"limit": f"no fp64 peak of '{gpu_name}' is known here"}
     row = Row(
         name=name,
-        case={"gpu": gpu_name, "ranks": ranks, "dtype": "fp64"},
+        case={"gpu": gpu_name, "ranks": ranks, "dtype": "fp64", **sizes},
         unit="s",
         predicted=one.median + added_s,
         measured=together,
@@ -158,7 +185,7 @@ def all_reduce_row(device: str, ranks: int, nbytes: int, on_host: Sample, measur
     limit = None if known is None else sharing * nbytes / host_link(known).bytes_per_s
     return Row(
         name="all-reduce of GPU tensors",
-        case={"gpu": gpu_name, "ranks": ranks},
+        case={"gpu": gpu_name, "ranks": ranks, "array": format_bytes(nbytes)},
         unit="s",
         predicted=predicted,
         measured=measure(),

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 from tilemesh.graph import build, derive
 from tilemesh.graph.ir import Graph, Node, make
+from tilemesh.graph.memory import arena
 from tilemesh.graph.rewrite import rewrite
 from tilemesh.graph.rules import INFERENCE, simplify
 from tilemesh.guide.svg import Canvas
@@ -29,6 +30,7 @@ def figures() -> dict[str, str]:
         "common.svg": common(),
         "batch_norm.svg": batch_norm(),
         "qkv.svg": qkv(),
+        "buffers.svg": buffers(),
     }
 
 
@@ -208,3 +210,41 @@ def qkv() -> str:
         "Three projections as one product: fewer launches, a larger matrix",
         [("three products", three), ("one product, cut afterwards", one)],
     )
+
+
+def buffers() -> str:
+    """Where inference keeps the values of a chain of layers, as the memory planner places them."""
+    layers, rows, width = 6, 32, 256
+    value = x = build.argument("x", [rows, width])
+    weights = [build.argument(f"w{layer}", [width, width]) for layer in range(layers)]
+    for weight in weights:
+        value = build.tanh(build.dot(value, weight))
+    graph = Graph((x, *weights), (value,))
+    plan = arena(graph)
+    kept = sum(life.size for life in plan.lifetimes)
+    assert plan.size == plan.bound < kept
+    canvas = Canvas(860, 250, f"Inference through {layers} layers: {kept >> 10} KiB of values in {plan.size >> 10} KiB")
+    begin = min(life.born for life in plan.lifetimes)
+    end = max(life.dies for life in plan.lifetimes)
+    left, top, wide, high = 110, 62, 690 / (end - begin + 1), 120 / plan.size
+    buffer_offsets = sorted(set(plan.offsets))
+    for number, offset in enumerate(buffer_offsets):
+        canvas.text(left - 10, top + (offset + plan.lifetimes[0].size / 2) * high + 4, f"buffer {number}", align="end")
+    for place, (life, offset) in enumerate(zip(plan.lifetimes, plan.offsets, strict=True)):
+        across = (min(life.dies, end) - life.born + 1) * wide - 2
+        colour = buffer_offsets.index(offset) * 2
+        words = f"{_name(life.node)} {place // 2}"
+        canvas.box(
+            left + (life.born - begin) * wide,
+            top + offset * high,
+            across,
+            life.size * high - 4,
+            words,
+            colour=colour,
+            size=10,
+        )
+    canvas.arrow(left, top + 134, left + 690, top + 134, colour=6)
+    canvas.text(left + 690, top + 150, "operators, one after the other", align="end", quiet=True, size=11)
+    note = "a value lives from the operator that makes it to the last that reads it; then the next may have its place"
+    canvas.text(left, top + 174, note, quiet=True, size=11)
+    return canvas.svg()

@@ -1,4 +1,4 @@
-"""Drawings of a product cut in two dimensions, and of choosing how each product is cut so that least is sent.
+"""Drawings of an element-wise operator and a product that are cut, and of choosing cuts so that least is sent.
 
 The choice is a shortest path. A tensor between two products is whole, cut by rows, cut by columns, or a sum whose parts
 lie on different ranks; a product leads from one of these to another, and every step sends a number of bytes.
@@ -6,6 +6,7 @@ lie on different ranks; a product leads from one of these to another, and every 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
 
@@ -30,7 +31,7 @@ class CutStep:
 
 def figures() -> dict[str, str]:
     """By file name, for `docs/guide/figures/`."""
-    return {"grid.svg": grid(), "strategies.svg": strategies()}
+    return {"element_wise.svg": element_wise(), "grid.svg": grid(), "strategies.svg": strategies()}
 
 
 def _ring(nbytes: int) -> int:
@@ -108,6 +109,30 @@ def _label(canvas: Canvas, x: float, heights: tuple[float, float], step: CutStep
 
 def _rows_only(ranked: list[tuple[int, tuple[CutStep, CutStep]]]) -> int:
     return next(sent for sent, path in ranked if all(step.source == "rows" for step in path))
+
+
+def element_wise() -> str:
+    """Z = X + Y of 4 × 6 numbers on two devices, cut by rows, by columns and without a pattern."""
+    rows, columns, cell = 4, 6, 34
+    cuts: dict[str, Callable[[int, int], int]] = {
+        "by rows": lambda row, column: row * RANKS // rows,
+        "by columns": lambda row, column: column * RANKS // columns,
+        "any other way": lambda row, column: (row + column) % RANKS,
+    }
+    canvas = Canvas(860, 282, "An element-wise operator, Z = X + Y, on two devices: any cut of the elements works")
+    for place, (name, device_of) in enumerate(cuts.items()):
+        left = 70 + place * 260
+        owners = {(row, column): device_of(row, column) for row, column in product(range(rows), range(columns))}
+        # Element (row, column) of Z needs the same elements of X and Y alone, and those lie where it does.
+        shares = [sum(owner == device for owner in owners.values()) for device in range(RANKS)]
+        canvas.text(left + columns * cell / 2, 58, name, align="mid", bold=True)
+        for (row, column), owner in owners.items():
+            canvas.box(left + column * cell, 70 + row * cell, cell - 3, cell - 3, str(owner), colour=owner, size=11)
+        words = f"{shares[0]} and {shares[1]} additions, nothing sent"
+        canvas.text(left + columns * cell / 2, 70 + rows * cell + 18, words, align="mid", size=11)
+    note = "a number: the device that holds this element of X, of Y and of Z; backward needs no message either"
+    canvas.text(70, 256, note, size=11, quiet=True)
+    return canvas.svg()
 
 
 def grid() -> str:

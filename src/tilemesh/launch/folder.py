@@ -75,9 +75,9 @@ def sweep(base: Path) -> list[Path]:
     removed = []
     for folder in (*base.glob(_PREFIX + "*"), *base.glob(_NEW_PREFIX + "*")):
         with contextlib.suppress(OSError):
-            found = folder.stat()
+            status = folder.stat()
             is_new = folder.name.startswith(_NEW_PREFIX)
-            if found.st_uid != os.getuid() or (is_new and time.time() - found.st_mtime < _NEW_S):
+            if status.st_uid != os.getuid() or (is_new and time.time() - status.st_mtime < _NEW_S):
                 continue
             lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT * is_new | os.O_CLOEXEC, 0o600)
             try:

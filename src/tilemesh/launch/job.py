@@ -28,7 +28,7 @@ from tilemesh.core.context import VERDICT_FILE, membership
 from tilemesh.core.cores import available_cores
 from tilemesh.core.errors import Argument, UsageError
 from tilemesh.launch import start
-from tilemesh.launch.blame import GONE, LEFT, Death, Failure, blame, failure_of, last_words, mpi_deaths
+from tilemesh.launch.blame import GONE, Death, Failure, blame, failure_of, last_words, mpi_deaths
 from tilemesh.launch.board import DONE, FAILED, INTERRUPTED, Board, Record
 from tilemesh.launch.folder import is_leaving, job_folder, kill_processes_of
 from tilemesh.launch.output import Pipes, Sink, print_line
@@ -370,8 +370,9 @@ class Job:
         silent = [] if is_known else [rank for rank in self.vanished if not records[rank].ended_ns]
         deaths = mpi_deaths(said, code, silent)
         if self.gone_first and not reported and all(death.rank not in self.gone_first for death in deaths):
-            # mpiexec names those that it saw killed; Open MPI 4 names nobody when we end the others.
-            deaths = [Death(self.gone_first[0], LEFT if deaths else GONE)]
+            # mpiexec names whom it saw end, Open MPI 4 nobody when we end the others: on a busy machine it may see
+            # only those, so that it does not name this rank says nothing about how it ended.
+            deaths = [Death(self.gone_first[0], GONE)]
         failure = blame(records, deaths)
         if failure is None and code != 0:
             return Failure(None, f"mpiexec ended with code {code}: {last_words(said)}", "", 0.0)

@@ -42,8 +42,8 @@ def _spec(module: str) -> ModuleSpec | None:
         if name in sys.modules:
             path = getattr(sys.modules[name], "__path__", None)
             continue
-        found = (finder.find_spec(name, path) for finder in sys.meta_path if hasattr(finder, "find_spec"))
-        spec = next((one for one in found if one is not None), None)
+        specs = (finder.find_spec(name, path) for finder in sys.meta_path if hasattr(finder, "find_spec"))
+        spec = next((candidate for candidate in specs if candidate is not None), None)
         if spec is None:
             return None
         path = spec.submodule_search_locations

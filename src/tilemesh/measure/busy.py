@@ -33,8 +33,8 @@ class OtherWork:
     def busyness(self, samples: Iterable[Sample] = ()) -> Busyness:
         """Until now. `samples`: of what was measured meanwhile."""
         own_s = own_seconds() - self.own_before_s
-        found = judge(self.before, counts(), own_s, available_cores(), len(visible_cores()))
-        return replace(found, spread=spread_of(samples))
+        judged = judge(self.before, counts(), own_s, available_cores(), len(visible_cores()))
+        return replace(judged, spread=spread_of(samples))
 
 
 def counts() -> Counts | None:
@@ -53,8 +53,8 @@ def own_seconds() -> float:
 
 def spread_of(samples: Iterable[Sample]) -> float:
     """p80 / p20 of the typical one; 0: there are none."""
-    found = sorted(sample.p80 / sample.p20 for sample in samples if sample.p20 > 0)
-    return found[len(found) // 2] if found else 0.0
+    spreads = sorted(sample.p80 / sample.p20 for sample in samples if sample.p20 > 0)
+    return spreads[len(spreads) // 2] if spreads else 0.0
 
 
 def again_while_busy(
@@ -72,8 +72,8 @@ def again_while_busy(
             return best
         warn(f"this machine is busy ({best[1].words}): measuring again in {pause_s:g} s ({attempt} of {tries})")
         sleep(pause_s)
-        found = measure()
-        best = min(best, found, key=lambda one: one[1].score)
+        attempt_result = measure()
+        best = min(best, attempt_result, key=lambda result: result[1].score)
     if best[1].is_busy:
         warn(f"measured on a busy machine ({best[1].words}); measure again when it is idle")
     return best

@@ -62,18 +62,18 @@ def calibrate(*, quick: bool = False, progress: Progress | None = None, further:
 def calibrate_further(stored: Calibration, figures: Sequence[Figure], progress: Progress | None = None) -> Calibrated:
     """Measure these figures alone and put them in place of what a calibration has of their kind."""
     rows = measure_figures(figures, progress)
-    found = replace(stored, when=dt.datetime.now(dt.UTC).isoformat(timespec="seconds"))
+    updated = replace(stored, when=dt.datetime.now(dt.UTC).isoformat(timespec="seconds"))
     for figure, row in zip(figures, rows, strict=True):
         if row.measured is None:
             continue
-        before: Rates = getattr(found, figure.part) or Rates()
+        before: Rates = getattr(updated, figure.part) or Rates()
         value: Any = row.measured.median
         if figure.key or figure.dtype:
             value = {**getattr(before, figure.rate), (figure.key or figure.dtype): value}
         rates = replace(before, **{figure.rate: value})
         parts: dict[str, Any] = {figure.part: rates}
-        found = replace(found, **parts)
-    return Calibrated(tuple(rows), found)
+        updated = replace(updated, **parts)
+    return Calibrated(tuple(rows), updated)
 
 
 def measure_figures(figures: Sequence[Figure], progress: Progress | None = None) -> list[Row]:
@@ -135,12 +135,12 @@ def assemble(machine: Machine, figures: Sequence[Figure], rows: Sequence[Row]) -
 
 def doubts(calibration: Calibration, rows: Sequence[Row]) -> list[str]:
     """What says that other work was running: cores that together do no better than one, readings that wander."""
-    found = []
-    one, all_ = calibration.one_core, calibration.all_cores
-    if one is not None and all_ is not None and one != all_:
-        pairs = [("fp32 matmul", one.matmul_flops_per_s.get("fp32"), all_.matmul_flops_per_s.get("fp32"))]
-        pairs.append(("copy", one.copy_bytes_per_s, all_.copy_bytes_per_s))
-        found += [
+    reasons = []
+    alone_rates, all_ = calibration.one_core, calibration.all_cores
+    if alone_rates is not None and all_ is not None and alone_rates != all_:
+        pairs = [("fp32 matmul", alone_rates.matmul_flops_per_s.get("fp32"), all_.matmul_flops_per_s.get("fp32"))]
+        pairs.append(("copy", alone_rates.copy_bytes_per_s, all_.copy_bytes_per_s))
+        reasons += [
             f"{name} on all cores reached only {together / alone:.2f} times one core"
             for name, alone, together in pairs
             if alone and together and together < GAIN_OF_CORES * alone
@@ -149,8 +149,8 @@ def doubts(calibration: Calibration, rows: Sequence[Row]) -> list[str]:
     steady = [row for row in rows if row.measured and row.name != "host"]
     wandering = [row for row in steady if row.measured and row.measured.p80 > UNSTEADY * row.measured.p20]
     if wandering:
-        found.append(f"{len(wandering)} of {len(rows)} figures have a p80 above {UNSTEADY:g} times their p20")
-    return found
+        reasons.append(f"{len(wandering)} of {len(rows)} figures have a p80 above {UNSTEADY:g} times their p20")
+    return reasons
 
 
 def _rates(figures: dict[str, Any] | None) -> Rates | None:

@@ -134,7 +134,7 @@ def layer_passes(layers: int, *, width: int, hidden: int, heads: int, rows: int,
         [torch.rand(out, inner, requires_grad=True) for out, inner in _shapes(width, hidden)] for _ in range(layers)
     ]
     gains = [[torch.ones(width, requires_grad=True) for _ in range(2)] for _ in range(layers)]
-    flat = [one for layer in (*weights, *gains) for one in layer]
+    flat = [tensor for layer in (*weights, *gains) for tensor in layer]
     each = width // heads
     cos, sin = torch.rand(tokens, each // 2), torch.rand(tokens, each // 2)
     start = torch.rand(rows, tokens, width, requires_grad=True)
@@ -143,7 +143,7 @@ def layer_passes(layers: int, *, width: int, hidden: int, heads: int, rows: int,
         x = start
         for (q, k, v, o, gate, up, down), (first, second) in zip(weights, gains, strict=True):
             h = functional.rms_norm(x, (width,), first, 1e-5)
-            split = [functional.linear(h, one).view(rows, tokens, heads, -1).transpose(1, 2) for one in (q, k, v)]
+            split = [functional.linear(h, tensor).view(rows, tokens, heads, -1).transpose(1, 2) for tensor in (q, k, v)]
             keys, queries = _turned(split[1], cos, sin), _turned(split[0], cos, sin)
             y = functional.scaled_dot_product_attention(queries, keys, split[2], is_causal=True)
             x = x + functional.linear(y.transpose(1, 2).flatten(-2), o)

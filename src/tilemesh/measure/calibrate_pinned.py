@@ -39,37 +39,37 @@ class Pinned:
         return replace(figure, measure=partial(self._outcome, figure.rate, figure.key))
 
     def _outcome(self, rate: str, key: str) -> FigureOutcome:
-        found = self._found[f"{rate} {key}"]
-        if "why" in found:
-            raise RunError(str(found["why"]))
-        return FigureOutcome(Sample(**found["sample"]), case=found["case"])
+        reading = self._found[f"{rate} {key}"]
+        if "why" in reading:
+            raise RunError(str(reading["why"]))
+        return FigureOutcome(Sample(**reading["sample"]), case=reading["case"])
 
     @cached_property
     def _found(self) -> Mapping[str, dict[str, Any]]:
         """What the first of the processes read while all were busy."""
         started = [self._start(core) for core in visible_cores()[: self._processes]]
         try:
-            for one in started:  # all have torch loaded before the first measures
-                assert one.stdout is not None
-                if not one.stdout.readline():
+            for process in started:  # all have torch loaded before the first measures
+                assert process.stdout is not None
+                if not process.stdout.readline():
                     raise RunError("a process that was to measure one core ended before it began")
-            for one in started:
-                assert one.stdin is not None
-                one.stdin.write("go\n")
-                one.stdin.flush()
-            texts = [one.communicate(timeout=LONGEST_S)[0] for one in started]
+            for process in started:
+                assert process.stdin is not None
+                process.stdin.write("go\n")
+                process.stdin.flush()
+            texts = [process.communicate(timeout=LONGEST_S)[0] for process in started]
         except (OSError, subprocess.TimeoutExpired) as error:
             raise RunError(f"one core could not be measured: {error}") from None
         finally:
-            for one in started:
-                if one.poll() is None:
-                    one.kill()
-                    one.wait()
+            for process in started:
+                if process.poll() is None:
+                    process.kill()
+                    process.wait()
         try:
-            found: dict[str, dict[str, Any]] = json.loads(texts[0])
+            readings: dict[str, dict[str, Any]] = json.loads(texts[0])
         except ValueError:
             raise RunError("a process that measured one core said nothing that can be read") from None
-        return found
+        return readings
 
     def _start(self, core: int) -> subprocess.Popen[str]:
         return subprocess.Popen(
@@ -95,15 +95,15 @@ def main(core: int, seconds: float) -> None:
     gc.freeze()  # each figure begins with a collection, which need not look at all that was imported
     print("ready", flush=True)
     sys.stdin.readline()
-    found: dict[str, object] = {}
+    readings: dict[str, object] = {}
     for figure in (*operator_figures("one_core", 1, seconds), *layer_figures("one_core", 1, seconds)):
         try:
             outcome = figure.measure()
             assert outcome.measured is not None, outcome.missing.get("measured", "nothing was measured")
-            found[f"{figure.rate} {figure.key}"] = {"sample": asdict(outcome.measured), "case": dict(outcome.case)}
+            readings[f"{figure.rate} {figure.key}"] = {"sample": asdict(outcome.measured), "case": dict(outcome.case)}
         except Exception as error:  # one figure less, not none
-            found[f"{figure.rate} {figure.key}"] = {"why": reason_of(error)}
-    print(json.dumps(found))
+            readings[f"{figure.rate} {figure.key}"] = {"why": reason_of(error)}
+    print(json.dumps(readings))
 
 
 if __name__ == "__main__":

@@ -67,9 +67,9 @@ class Figure:
 
 def best(result: Comparison, amount: float | None, peers: Iterable[str] = ()) -> FigureOutcome:
     """The fastest candidate that is not a peer, as a rate of `amount` a second, or as seconds when that is None."""
-    samples = {name: one if amount is None else one.rate(amount) for name, one in result.items()}
+    samples = {name: sample if amount is None else sample.rate(amount) for name, sample in result.items()}
     named = set(peers)
-    ours = {name: one for name, one in result.items() if name not in named}
+    ours = {name: sample for name, sample in result.items() if name not in named}
     missing = {name: why for name, why in result.missing.items() if name in named}
     if not ours:
         reasons = [f"{name}: {why}" for name, why in result.missing.items() if name not in named]
@@ -85,13 +85,13 @@ def best_size(seconds_of: Callable[[int], float], sizes: Iterable[int], longest_
     processor has no unit for, which may be hundreds of times slower, ends at a small size instead of taking minutes.
     With `slack`, a larger size wins even if slower by that share: for times too rough to choose between close rates.
     """
-    found, highest, before, seconds = 0, 0.0, 0, 0.0
+    fastest, highest, before, seconds = 0, 0.0, 0, 0.0
     for size in sizes:
         if before and seconds * (size / before) ** 3 > longest_s:
             break
         seconds = seconds_of(size)
         rate = size**3 / seconds
         if rate > highest * (1 - slack):
-            found = size
+            fastest = size
         highest, before = max(highest, rate), size
-    return found
+    return fastest

@@ -138,11 +138,14 @@ def _capture_stream(index: int) -> torch.cuda.Stream:
 class CudaGraphs:
     """Capture and replay on a stream of their own, as capture requires."""
 
-    def __init__(self, device: torch.device | int | None = None) -> None:
+    def __init__(self, device: torch.device | int | None = None, one_pool: bool = False) -> None:
+        """`one_pool`: all captures use the same memory. They must then be replayed one after the other, and what they
+        leave must lie in memory that was there before."""
         if not torch.cuda.is_available():
             raise UsageError("kernel time needs an NVIDIA GPU and torch with CUDA; here torch sees none")
         index = device.index if isinstance(device, torch.device) else device
         self.stream = _capture_stream(torch.cuda.current_device() if index is None else index)
+        self._pool: Any = torch.cuda.graph_pool_handle() if one_pool else None
 
     def warm(self, body: Callable[[], object]) -> None:
         self.run(body)
@@ -163,7 +166,7 @@ class CudaGraphs:
     def capture(self, body: Callable[[], object]) -> CudaCaptured:
         """Record what `body` launches; its Python runs once, now."""
         graph = torch.cuda.CUDAGraph()
-        pool = torch.cuda.graph_pool_handle()
+        pool = self._pool or torch.cuda.graph_pool_handle()
         outside = torch.cuda.current_stream(self.stream.device)
         result: object = None
         failure: Exception | None = None

@@ -191,13 +191,13 @@ def usable_gpus() -> tuple[str, ...]:
 
 def versions() -> dict[str, str]:
     """Versions that can change a measurement, without importing what they belong to; what is absent is left out."""
-    found = {"python": platform.python_version(), "tilemesh": tilemesh.__version__}
+    installed = {"python": platform.python_version(), "tilemesh": tilemesh.__version__}
     for name in DISTRIBUTIONS:
         try:
-            found[name] = importlib.metadata.version(name)
+            installed[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return found
+    return installed
 
 
 @functools.cache

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import io
 import os
+import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -37,7 +38,7 @@ DECIMAL = ("", "k", "M", "G", "T", "P", "E")
 
 
 def print_rows(rows: Sequence[Row], console: Console | None = None) -> None:
-    """Print rows to the terminal, or plain to a pipe (as wide as COLUMNS says, or 160)."""
+    """Print rows to the terminal, or plain to a pipe (as wide as COLUMNS says, or 100)."""
     if not rows:
         return
     console = console or Console()
@@ -46,6 +47,18 @@ def print_rows(rows: Sequence[Row], console: Console | None = None) -> None:
     else:
         columns = os.environ.get("COLUMNS", "")
         console.file.write(render(rows, int(columns) if columns.isdecimal() else PIPE_WIDTH))
+
+
+def print_words(words: str, console: Console) -> None:
+    """Print a sentence: broken between words on a terminal, where longer words such as paths stay whole; never in a
+    pipe."""
+    if console.is_terminal:
+        broken = (
+            textwrap.fill(line, console.width, break_long_words=False, break_on_hyphens=False)
+            for line in words.split("\n")
+        )
+        words = "\n".join(broken)
+    console.print(words, soft_wrap=True)
 
 
 def render(rows: Sequence[Row], width: int = PIPE_WIDTH) -> str:

@@ -116,10 +116,10 @@ def compare(
     ready: dict[str, Ready] = {}
     for name, call in candidates.items():
         with trouble.of(name):
-            one = timer.prepare(call, sets=sets, warmup=warmup)
+            prepared = timer.prepare(call, sets=sets, warmup=warmup)
             if check is not None:
-                check.poison(name, one.last()[0])
-            ready[name] = one
+                check.poison(name, prepared.last()[0])
+            ready[name] = prepared
     with _no_garbage_collection():
         readings = _rounds(ready, trouble, repeats, seconds)
     if check is not None:

@@ -201,14 +201,14 @@ def merge(folder: str | Path, out: str | Path | None = None, *, offsets_ns: Mapp
     paths = sorted(Path(folder).glob(RANK_FILE.format(rank="*")))
     if not paths:
         raise UsageError(f"no {RANK_FILE.format(rank='N')} in {folder}: nothing was traced there")
-    files = sorted((_read(path) for path in paths), key=lambda one: one.rank)
+    files = sorted((_read(path) for path in paths), key=lambda trace: trace.rank)
     shifts = _shifts(files, offsets_ns or {})
-    zero_ns = min(one.clock_ns + shifts[one.rank] for one in files)
+    zero_ns = min(trace.clock_ns + shifts[trace.rank] for trace in files)
     target = Path(out) if out is not None else Path(folder) / MERGED_FILE
     try:
         with target.open("w", encoding="utf-8") as file:
             file.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
-            events = (event for one in files for event in _browser_events(one, shifts[one.rank] - zero_ns))
+            events = (event for trace in files for event in _browser_events(trace, shifts[trace.rank] - zero_ns))
             file.write(",\n".join(json.dumps(_finite(event), allow_nan=False) for event in events))
             file.write("\n]}\n")
     except (ValueError, TypeError, KeyError, IndexError, ArithmeticError) as error:  # an event that nobody wrote so

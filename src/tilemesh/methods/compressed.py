@@ -4,7 +4,7 @@ The one idea: a scheme replaces `exchange` of a bucket. It adds what earlier ste
 gradients, sends a small form of the sum, and keeps the difference: error feedback (Karimireddy et al. 2019), without
 which 1-bit and top-k do not converge. Nothing else of a step knows of it.
 
-    top-k      the k largest values with their places, gathered; summed densely where that is fewer bytes (k/n >= 1/p)
+    top-k      the k largest values with their places, gathered; summed densely where that is fewer bytes (`is_dense`)
     random-k   k values at places that a seed gives to all ranks alike: only values travel
     int8       values in steps of max/127, one-bit: signs with their mean size; both summed by all_to_all and all_gather
     powersgd   each matrix as P Qᵀ of rank r by one power iteration (Vogels et al. 2019); vectors travel whole
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from tilemesh.comm.runtime.communicator import Communicator
+from tilemesh.comm.schedules.book import algorithms
 from tilemesh.core.errors import UsageError
 from tilemesh.parallel.buckets import BUCKET_BYTES, Bucket, Bucketed
 from tilemesh.parallel.gradients import Parts
@@ -28,6 +29,8 @@ from tilemesh.parallel.gradients import Parts
 Scheme = Literal["top-k", "random-k", "one-bit", "int8", "powersgd"]
 SCHEMES: tuple[Scheme, ...] = ("top-k", "random-k", "one-bit", "int8", "powersgd")
 RESIDUAL = "residual"
+_MEASURED = 8  # steps of which one is measured
+_PLACE_BYTES = 4  # of a value's place
 
 
 @dataclass(frozen=True)
@@ -52,9 +55,10 @@ class Compression:
     def kept(self, length: int) -> int:
         return max(1, math.ceil(self.keep * length))
 
-    def is_dense(self, ranks: int) -> bool:
-        """Whether top-k sums a dense vector: gathering k values and places of p ranks would be more bytes."""
-        return self.keep >= 1 / ranks
+    def is_dense(self, ranks: int, width: int) -> bool:
+        """Whether top-k sums a dense vector of values of `width` bytes: gathering k of them with their places (4 bytes)
+        from p ranks, (p-1) k (w+4) bytes, would be no fewer than 2 (p-1)/p n w. In float32 from k/n = 1/p on."""
+        return self.keep * ranks * (width + _PLACE_BYTES) >= 2 * width
 
 
 def summed_bytes(nbytes: float, ranks: int) -> float:
@@ -69,10 +73,10 @@ def sent_bytes(compression: Compression | None, shapes: Sequence[Sequence[int]],
         return summed_bytes(length * width, ranks) if ranks > 1 else 0.0
     kept = compression.kept(length)
     match compression.scheme:
-        case "top-k" if compression.is_dense(ranks):
+        case "top-k" if compression.is_dense(ranks, width):
             return summed_bytes(length * width, ranks)
         case "top-k":
-            return (ranks - 1) * kept * (width + 4)
+            return (ranks - 1) * kept * (width + _PLACE_BYTES)
         case "random-k":
             return summed_bytes(kept * width, ranks)
         case "powersgd":
@@ -108,6 +112,8 @@ class CompressedGradients(Bucketed):
         self.own_errors: dict[int, Tensor] = {}
         self.sent_bytes, self.exchanged = 0.0, 0
         """What this rank has sent, as computed, and in how many steps."""
+        self.left_out: dict[int, tuple[float, float]] = {}
+        """Of each bucket, at the step that was measured last: the norms of what was left out and of all there was."""
 
     def exchange(self, bucket: Bucket) -> Any:
         if not bucket.batch_summed:
@@ -117,6 +123,8 @@ class CompressedGradients(Bucketed):
             self.sent_bytes += summed_bytes(bucket.flat.nbytes, group.size)
             return super().exchange(bucket)
         wanted = bucket.flat.add_(residual) if self.compression.feedback else bucket.flat
+        is_measured = self.steps % _MEASURED == 0
+        size = float(wanted.norm()) if is_measured else 0.0
         match self.compression.scheme:
             case "top-k" | "random-k":
                 self._chosen(bucket, wanted, residual, group)
@@ -124,6 +132,8 @@ class CompressedGradients(Bucketed):
                 self._factored(bucket, wanted, residual, group)
             case _:
                 self._quantised(bucket, wanted, residual, group)
+        if is_measured:
+            self.left_out[id(bucket)] = float(residual.norm()), size
         return None
 
     def finish(self, max_norm: float | None = None, *, divide: bool = True) -> Any:
@@ -149,7 +159,7 @@ class CompressedGradients(Bucketed):
         residual.copy_(wanted)
         residual[places] = 0
         wanted.zero_()
-        if self.compression.is_dense(group.size):
+        if self.compression.is_dense(group.size, wanted.element_size()):
             wanted[places] = values
             self._sum(wanted, group)
             return
@@ -192,18 +202,17 @@ class CompressedGradients(Bucketed):
                                for n, piece in enumerate(padded.view(ranks, part))), strict=True)  # fmt: skip
         kept = torch.cat([self._decode(code, scale, part) for code, scale in zip(packed, scales, strict=True)])
         residual.copy_(wanted - kept[:length])
-        came = group.all_to_all(torch.cat(packed)).view(ranks, -1)
-        came_scales = group.all_to_all(torch.stack(scales))
+        came = self._to_all(torch.cat(packed), group).view(ranks, -1)
+        came_scales = self._to_all(torch.stack(scales), group)
         error = self.own_errors.setdefault(id(bucket), torch.zeros_like(padded[:part]))
         mine = error + sum(self._decode(code, scale, part) for code, scale in zip(came, came_scales, strict=True))
         real = max(0, min(part, length - group.rank * part))
         code, scale = self._encode(mine, real)
         error.copy_(mine - self._decode(code, scale, part) if self.compression.feedback else error)
         error[real:] = 0
-        codes, everyone = group.all_gather(code).view(ranks, -1), group.all_gather(scale[None])
+        codes, everyone = self._gather(code, group).view(ranks, -1), self._gather(scale[None], group)
         whole = torch.cat([self._decode(one, size, part) for one, size in zip(codes, everyone, strict=True)])
         wanted.copy_(whole[:length])
-        self.sent_bytes += 2 * (ranks - 1) * (len(code) + scale.element_size())
 
     def _encode(self, piece: Tensor, real: int) -> tuple[Tensor, Tensor]:
         """Bytes and a scale. `real`: of the piece, what is no padding."""
@@ -233,6 +242,14 @@ class CompressedGradients(Bucketed):
     def _gather(self, values: Tensor, group: Communicator) -> Tensor:
         self.sent_bytes += (group.size - 1) * values.nbytes
         made: Tensor = group.all_gather(values, algorithm=self.algorithm)
+        return made
+
+    def _to_all(self, values: Tensor, group: Communicator) -> Tensor:
+        self.sent_bytes += (group.size - 1) / group.size * values.nbytes
+        algorithm = self.algorithm
+        if algorithm != "auto" and algorithm not in algorithms("all_to_all"):  # a ring, say: messages, as it is
+            algorithm = "pairwise"
+        made: Tensor = group.all_to_all(values, algorithm=algorithm)
         return made
 
     def _sum_all(self, tensors: Sequence[Tensor], group: Communicator) -> list[Tensor]:
@@ -269,8 +286,10 @@ class CompressedGradients(Bucketed):
         shapes = [view.shape for bucket in self.buckets for view in bucket.views]
         ranks, width = self.mesh.dp.size, self.buckets[0].flat.element_size()
         whole = sent_bytes(None, shapes, ranks, width)
+        left = math.hypot(*(left for left, _ in self.left_out.values()))
+        wanted = math.hypot(*(size for _, size in self.left_out.values()))
         return {
-            "compress": self.compression.scheme, "whole_bytes": whole,
+            "compress": self.compression.scheme, "whole_bytes": whole, "left_out": left / wanted if wanted else 0.0,
             "sent_bytes": self.sent_bytes / max(1, self.exchanged),
         }  # fmt: skip
 

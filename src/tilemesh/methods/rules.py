@@ -66,13 +66,15 @@ class StalenessRule:
         self._waiting.append(Push(worker, clock))
         return True
 
-    def join(self, worker: int) -> int:
+    def join(self, worker: int, at_least: int = 0) -> int:
         """A new member, or one that comes back: it begins at the slowest clock, so that nobody waits for it longer,
-        or after its own last push, so that none is made twice."""
+        or after its own last push, so that none is made twice. `at_least`: where another server has it begin, so that
+        all of them have one clock of it; the clocks that it skips here are nobody's."""
         if worker not in self.clocks:
             slowest = self.slowest
             begin = max(self._left.values(), default=0) if math.isinf(slowest) else int(slowest)
             self.clocks[worker] = max(begin, self._left.pop(worker, 0))
+        self.clocks[worker] = max(self.clocks[worker], at_least)
         return self.clocks[worker]
 
     def leave(self, worker: int) -> None:

@@ -1,4 +1,4 @@
-"""A parameter server and its workers over a communicator's messages: pull weights, compute, push a gradient.
+"""A parameter server over a communicator's messages; its workers pull weights, compute and push gradients (`link.py`).
 
 The one idea: a server holds a flat part of the weights and one `StalenessRule`, which decides everything; here are only
 the messages. A worker talks to every server, each for its part. Nothing is a collective call, so no worker waits for
@@ -14,24 +14,34 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from tilemesh.comm.runtime.communicator import Communicator
-from tilemesh.core.errors import UsageError
+from tilemesh.methods.link import (
+    END,
+    FIELDS,
+    FIGURES,
+    GRADIENT,
+    HEADER,
+    LEAVE,
+    PULL,
+    PUSH,
+    REPLY,
+    START,
+    STATE,
+    TELL,
+    WEIGHTS,
+)
 from tilemesh.methods.record import ServerEvent, staleness
 from tilemesh.methods.rules import Push, StalenessRule
+from tilemesh.methods.simulate import NAP_S
 
-_START, _PULL, _PUSH, _LEAVE, _END, _STATE, _FIGURES = range(7)
-_HEADER, _GRADIENT, _REPLY, _WEIGHTS = 1, 2, 3, 4  # tags
-_FIELDS = 4  # of a header: kind, clock, and two numbers that the kind gives a meaning
-_NAP_S = 2e-4
-_PATIENCE_S = 5.0  # how long a worker waits in naps, which leave its core to others, before the watchdog counts
+_MEASURED = 7  # prime, so that each of a few workers gets its turn
 
 
 class ServedShard(Protocol):
@@ -74,13 +84,39 @@ def mean_update(shard: ServedShard, pushes: Sequence[Push], gradients: Sequence[
     shard.apply(total / len(pushes), max(push.clock for push in pushes), len(pushes) / workers)
 
 
+class Divergence:
+    """How far the weights that a gradient is applied to are from those that it was computed from, by their norm: the
+    difference from a synchronous step, which has none. Of one read in `_MEASURED`, whose weights are kept meanwhile."""
+
+    def __init__(self) -> None:
+        self._reads, self._count = dict[Push, Tensor](), 0
+        self.seen: list[float] = []
+
+    def read(self, push: Push, weights: Tensor) -> None:
+        """`weights`: that nobody changes."""
+        if self._count % _MEASURED == 0:
+            self._reads[push] = weights
+        self._count += 1
+
+    def note(self, pushes: Sequence[Push], weights: Tensor) -> None:
+        for push in pushes:
+            read = self._reads.pop(push, None)
+            if read is not None:
+                self.seen.append(float((weights - read).norm() / weights.norm().clamp(min=1e-30)))
+
+    def figures(self) -> dict[str, float]:
+        count = len(self.seen)
+        return {"mean": sum(self.seen) / max(1, count), "most": max(self.seen, default=0.0), "gradients": count}
+
+
 @dataclass
 class _Mail:
     """What a server waits for from one worker."""
 
     handle: Any
     header: Tensor
-    gradient: Tensor | None = None
+    body: Tensor | None = None
+    """Of a push or of what a worker tells, after its header has come."""
     heard_s: float = 0.0
 
 
@@ -97,23 +133,32 @@ class ParameterServer:
         *,
         started: bool = True,
         silence_s: float = math.inf,
+        about: Callable[[], dict[str, Any]] = dict,
+        keep: Callable[[Sequence[ServerEvent]], None] = lambda events: None,
     ) -> None:
+        """`silence_s`: after which a worker that others wait for is given up; `about`: what else its figures say;
+        `keep`: takes what was done since it was last called, when a checkpoint is taken and at the end."""
         self.comm, self.workers, self.shard, self.silence_s = comm, tuple(workers), shard, silence_s
+        self.about, self.keep, self._kept = about, keep, 0
         self.rule = StalenessRule(workers, bound, batch)
         self.events: list[ServerEvent] = []
         self.updates, self.given_up = 0, list[int]()
         self.busy_s = self.nbytes = 0.0
-        self._started = started
+        self._started, self._ended_s = started, time.monotonic()
         self._last: int | None = None  # who reads when all others have ended
         self._gradients: dict[Push, Tensor] = {}
         self._asked: dict[int, float] = {}  # readers that wait, since when
         self.waited_s = dict.fromkeys(self.workers, 0.0)
+        self.divergence = Divergence()
+        self.told: dict[int, Any] = {}
+        """What workers have said of themselves."""
+        self._began_s = time.monotonic()
         self._sending: list[tuple[Any, Tensor]] = []
         self._copy: tuple[int, Tensor] = (-1, shard.weights)
         self._inbox = {worker: self._listen(worker) for worker in self.workers}
 
     def run(self) -> None:
-        """Serve until every worker has ended, or was given up and nobody is left."""
+        """Serve until every worker has ended; those that were given up may come back for a while after the others."""
         while self._inbox:
             moved = False
             for worker, mail in list(self._inbox.items()):
@@ -126,51 +171,62 @@ class ParameterServer:
             self._sending = [(handle, kept) for handle, kept in self._sending if not handle.test()]
             if not moved:
                 self._give_up_silent()
-                if self.given_up and not set(self._inbox) - set(self.given_up):
+                if not self._inbox.keys() - set(self.given_up) and time.monotonic() - self._ended_s > self.silence_s:
                     break  # those that are left are dead
-                time.sleep(_NAP_S)
+                time.sleep(NAP_S)
         for handle, _ in self._sending:
             handle.wait()
+        self._keep_events()
+
+    def _keep_events(self) -> None:
+        self.keep(self.events[self._kept :])
+        self._kept = len(self.events)
 
     def figures(self) -> dict[str, Any]:
         """What a run's summary says of a server."""
         pulls = sum(event.kind == "pull" for event in self.events)
         return {
             "updates": self.updates, "pulls": pulls, "bytes": self.nbytes, "busy_s": self.busy_s,
+            "seconds": time.monotonic() - self._began_s,
             "waited_s": [self.waited_s[worker] for worker in self.workers], "given_up": self.given_up,
-            "staleness": sorted(staleness(self.events).items()),
+            "staleness": sorted(staleness(self.events).items()), "divergence": self.divergence.figures(),
+            **self.about(),
         }  # fmt: skip
 
     def _listen(self, worker: int) -> _Mail:
-        header = torch.zeros(_FIELDS, dtype=torch.int64)
-        return _Mail(self.comm.irecv(header, worker, _HEADER, sized=False), header, heard_s=time.monotonic())
+        header = torch.zeros(FIELDS, dtype=torch.int64)
+        return _Mail(self.comm.irecv(header, worker, HEADER, sized=False), header, heard_s=time.monotonic())
 
     def _take(self, worker: int, mail: _Mail) -> None:
         """A message of a worker has come."""
         kind, clock, first, second = mail.header.tolist()
-        if mail.gradient is None and kind == _PUSH:
-            mail.gradient = torch.empty_like(self.shard.weights)
-            mail.handle = self.comm.irecv(mail.gradient, worker, _GRADIENT, sized=False)
+        if mail.body is None and kind in (PUSH, TELL):
+            mail.body = torch.empty(first, dtype=torch.uint8) if kind == TELL else torch.empty_like(self.shard.weights)
+            mail.handle = self.comm.irecv(mail.body, worker, GRADIENT, sized=False)
             return
-        gradient, mail.gradient = mail.gradient, None
-        if kind == _START:
+        body, mail.body = mail.body, None
+        if kind == START:
             self._load(worker, clock, count=first, updates=second)
-        elif kind == _PULL:
-            self.rule.join(worker)
+        elif kind == PULL:
+            self.rule.join(worker, at_least=clock)
             self.given_up = [other for other in self.given_up if other != worker]
             self._asked[worker] = time.monotonic()
             self._last = worker if first else self._last
-        elif kind == _PUSH:
-            assert gradient is not None
-            self._push(worker, clock, gradient)
-        elif kind == _STATE:
-            self._tell_state(worker)
-        elif kind == _FIGURES:
-            self._tell_text(worker, json.dumps(self.figures()))
-        elif kind in (_LEAVE, _END):
+        elif kind == PUSH:
+            assert body is not None
+            self._push(worker, clock, body)
+        elif kind == TELL:
+            assert body is not None
+            self.told[worker] = json.loads(bytes(body.numpy()))
+        elif kind == STATE:
+            self._tell_state(worker, clock)
+        elif kind == FIGURES:
+            self._tell_text(worker, json.dumps({**self.figures(), "told": sorted(self.told.items())}))
+        elif kind in (LEAVE, END):
             self.rule.leave(worker)
-        if kind == _END:
+        if kind == END:
             del self._inbox[worker]
+            self._ended_s = time.monotonic()
         else:
             self._inbox[worker] = self._listen(worker)
         self._go_on()
@@ -186,19 +242,22 @@ class ParameterServer:
         """Apply what is due, and answer the readers that may read now."""
         for group in self.rule.due():
             gradients = [self._gradients.pop(push) for push in group]
+            self.divergence.note(group, self.shard.weights)
             mean_update(self.shard, group, gradients, len(self.workers))
             self.updates += 1
             self.events.append(ServerEvent("apply", tuple(group), self.updates))
         if not self._started:
             return
         for worker in [worker for worker in self._asked if self._may_answer(worker)]:
-            self.waited_s[worker] += time.monotonic() - self._asked.pop(worker)
+            waited_s = time.monotonic() - self._asked.pop(worker)
+            self.waited_s[worker] += waited_s
             if self._copy[0] != self.updates:  # one copy for all readers of a version: it stays while it is sent
                 self._copy = (self.updates, self.shard.weights.clone())
             clock = self.rule.clocks[worker]
             self.events.append(ServerEvent("pull", (Push(worker, clock),), self.updates))
-            self._send(worker, torch.tensor([self.updates, clock]), _REPLY)
-            self._send(worker, self._copy[1], _WEIGHTS)
+            self.divergence.read(Push(worker, clock), self._copy[1])
+            self._send(worker, torch.tensor([round(1e6 * waited_s), clock]), REPLY)
+            self._send(worker, self._copy[1], WEIGHTS)
             self.nbytes += self._copy[1].nbytes
 
     def _may_answer(self, worker: int) -> bool:
@@ -222,123 +281,27 @@ class ParameterServer:
         """Begin at a clock with weights and states that a worker has read from a checkpoint; none: as they are."""
         values = [torch.empty_like(self.shard.weights) for _ in range(count)]
         for value in values:
-            self.comm.recv(value, worker, _WEIGHTS)
+            self.comm.recv(value, worker, WEIGHTS)
         if values:
             self.shard.weights.copy_(values[0])
             self.shard.load(updates, values[1:])
         self.rule = StalenessRule(self.workers, self.rule.bound, self.rule.batch, clock)
         self.updates, self._copy, self._started = updates, (-1, self.shard.weights), True
+        self._began_s = time.monotonic()
+        self.events.append(ServerEvent("start", (Push(worker, clock),), updates))
 
-    def _tell_state(self, worker: int) -> None:
+    def _tell_state(self, worker: int, step: int) -> None:
+        self.events.append(ServerEvent("state", (Push(worker, step),), self.updates))
+        self._keep_events()
         values = [self.shard.weights, *self.shard.kept()]
-        self._send(worker, torch.tensor([self.updates, len(values)]), _REPLY)
+        self._send(worker, torch.tensor([self.updates, len(values)]), REPLY)
         for value in values:
-            self._send(worker, value.clone(), _WEIGHTS)
+            self._send(worker, value.clone(), WEIGHTS)
 
     def _tell_text(self, worker: int, text: str) -> None:
         body = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
-        self._send(worker, torch.tensor([0, len(body)]), _REPLY)
-        self._send(worker, body, _WEIGHTS)
+        self._send(worker, torch.tensor([0, len(body)]), REPLY)
+        self._send(worker, body, WEIGHTS)
 
     def _send(self, worker: int, tensor: Tensor, tag: int) -> None:
         self._sending.append((self.comm.isend(tensor, worker, tag, sized=False), tensor))
-
-
-class ServerLink:
-    """A worker's side. `cuts`: each server's part of the flat weights, in the order of `servers`."""
-
-    def __init__(self, comm: Communicator, servers: Sequence[int], cuts: Sequence[slice]) -> None:
-        if len(servers) != len(cuts) or not servers:
-            raise UsageError(
-                f"{len(servers)} servers and {len(cuts)} parts of the weights: expected as many, at least 1"
-            )
-        self.comm, self.servers, self.cuts = comm, tuple(servers), tuple(cuts)
-        self.waited_s = 0.0
-
-    def pull(self, weights: Tensor, *, last: bool = False) -> int:
-        """Read the weights into a flat tensor; the clock at which this worker is, which a server that gave it up may
-        have moved on. `last`: when all other workers have ended."""
-        began_s = time.perf_counter()
-        replies = [torch.zeros(2, dtype=torch.int64) for _ in self.servers]
-        self._ask(_PULL, 0, int(last))
-        handles = []
-        for server, cut, reply in zip(self.servers, self.cuts, replies, strict=True):
-            handles.append(self.comm.irecv(reply, server, _REPLY, sized=False))
-            handles.append(self.comm.irecv(weights[cut], server, _WEIGHTS, sized=False))
-        wait_in_naps(handles)
-        self.waited_s += time.perf_counter() - began_s
-        return max(int(reply[1]) for reply in replies)
-
-    def push(self, gradient: Tensor, clock: int) -> None:
-        """Send a flat gradient; returns when it may be changed again."""
-        header = torch.tensor([_PUSH, clock, 0, 0])
-        handles = []
-        for server, cut in zip(self.servers, self.cuts, strict=True):
-            handles.append(self.comm.isend(header, server, _HEADER, sized=False))
-            handles.append(self.comm.isend(gradient[cut], server, _GRADIENT, sized=False))
-        wait_in_naps(handles)
-
-    def start(self, clock: int, values: Sequence[Tensor] = (), updates: int = 0) -> None:
-        """Let the servers begin, at a clock: with their own weights, or with flat ones and what was remembered of them
-        after so many updates."""
-        self._ask(_START, clock, len(values), updates)
-        for server, cut in zip(self.servers, self.cuts, strict=True):
-            for value in values:
-                self.comm.send(value[cut].contiguous(), server, _WEIGHTS)
-
-    def state(self, length: int, like: Tensor) -> tuple[int, list[Tensor]]:
-        """Updates made so far, the weights, and what is remembered of them, flat: what a checkpoint keeps."""
-        self._ask(_STATE)
-        found: list[Tensor] = []
-        updates = 0
-        for server, cut in zip(self.servers, self.cuts, strict=True):
-            updates, count = self._reply(server)
-            for number in range(count):
-                if number == len(found):
-                    found.append(torch.empty(length, dtype=like.dtype))
-                self.comm.irecv(found[number][cut], server, _WEIGHTS, sized=False).wait()
-        return updates, found
-
-    def figures(self) -> list[dict[str, Any]]:
-        """What each server says of itself."""
-        self._ask(_FIGURES)
-        found = []
-        for server in self.servers:
-            body = torch.empty(self._reply(server)[1], dtype=torch.uint8)
-            self.comm.irecv(body, server, _WEIGHTS, sized=False).wait()
-            found.append(json.loads(bytes(body.numpy())))
-        return found
-
-    def leave(self) -> None:
-        """Be waited for no more, until the next pull."""
-        self._ask(_LEAVE)
-
-    def end(self) -> None:
-        """The last message of a worker."""
-        self._ask(_END)
-
-    def _ask(self, kind: int, clock: int = 0, first: int = 0, second: int = 0) -> None:
-        for server in self.servers:
-            self.comm.isend(torch.tensor([kind, clock, first, second]), server, _HEADER, sized=False).wait()
-
-    def _reply(self, server: int) -> tuple[int, int]:
-        reply = torch.zeros(2, dtype=torch.int64)
-        self.comm.irecv(reply, server, _REPLY, sized=False).wait()
-        first, second = reply.tolist()
-        return first, second
-
-
-def wait_in_naps(handles: Sequence[Any]) -> None:
-    """Until all are done. A server may let a worker wait for many steps, in which the ranks that it waits for need the
-    cores: a call of the communicator looks 10,000 times per second."""
-    end_s = time.perf_counter() + _PATIENCE_S
-    while not all(handle.test() for handle in handles) and time.perf_counter() < end_s:
-        time.sleep(_NAP_S)
-    for handle in handles:
-        handle.wait()
-
-
-def even_cuts(length: int, servers: int) -> list[slice]:
-    """A flat vector cut as evenly as it goes."""
-    ends = [length * server // servers for server in range(servers + 1)]
-    return [slice(begin, end) for begin, end in pairwise(ends)]

@@ -17,6 +17,8 @@ from typing import NamedTuple
 from tilemesh.measure.method_curve import ServerLoad
 from tilemesh.methods.rules import StalenessRule
 
+NAP_S = 2e-4
+"""How long a server or worker without a message sleeps before it looks again."""
 Durations = Callable[[int, int], float]
 """Seconds of computing of a worker at a clock."""
 

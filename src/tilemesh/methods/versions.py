@@ -21,6 +21,7 @@ from tilemesh.core.step.asynchronous import delays
 from tilemesh.parallel.run import ChunkPasses, StepServices
 
 _KEPT_CHANGE = math.exp(-2)  # of a change of the weights, what is left in their mean change after the delay (PipeMare)
+_MEASURED = 8  # updates of which one is measured
 WeightUpdate = Callable[[Sequence[Tensor], int, float], None]
 """Moves weights, in place, by the gradients of their parameters, which it leaves zero. Given: the weights, in the order
 of the parameters; how many updates were made before; what the learning rate is divided by (PipeMare)."""
@@ -48,6 +49,9 @@ class ChunkVersions:
     """Of PipeMare: the mean change of the weights by an update."""
     most: int = 1
     """Versions held at once, at most."""
+    divergence: float = 0.0
+    """How far the weights of a gradient are at most from those that it is applied to, by their norm: as many changes as
+    updates lie between, each as large as the one that was measured last."""
 
     def __post_init__(self) -> None:
         self.stored[0] = [parameter.data for parameter in self.parameters]
@@ -85,11 +89,16 @@ class ChunkVersions:
         # Autograd keeps views of the weights that a forward pass read: their memory stays theirs while it is needed.
         is_kept = self.keeps and self.version in needed
         after = [value.clone() for value in before] if is_kept else before
-        old = [value.clone() for value in before] if self.changes else []
+        is_measured = self.updates % _MEASURED == 0
+        old = [value.clone() for value in before] if self.changes or is_measured else []
         self.move(after, self.updates, divisor)
+        if is_measured:
+            change = math.hypot(*(float((value - was).norm()) for value, was in zip(after, old, strict=True)))
+            size = math.hypot(*(float(value.norm()) for value in after))
+            self.divergence = (self.delay - 1) * change / max(size, 1e-30)
         keep = _KEPT_CHANGE ** (1 / max(1.0, self.delay - 1))
-        for change, value, was in zip(self.changes, after, old, strict=bool(self.changes)):
-            change.mul_(keep).add_(value - was, alpha=1 - keep)
+        for mean_change, value, was in zip(self.changes, after, old, strict=bool(self.changes)):
+            mean_change.mul_(keep).add_(value - was, alpha=1 - keep)
         self.version, self.updates = self.version + 1, self.updates + 1
         self.stored = {version: held for version, held in self.stored.items() if self.keeps and version in needed}
         self.stored[self.version] = after

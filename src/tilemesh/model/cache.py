@@ -112,6 +112,11 @@ class DenseCache:
         self._window_masks.clear()
         return self
 
+    def again(self) -> DenseCache:
+        """Prepare the last pass once more: its keys and values are written over. For timing one pass many times."""
+        self._attended.clear()
+        return self
+
     def _mask(self, window: int) -> Tensor | None:
         """Which keys each token attends to; None: those up to its own position, by torch's own triangle."""
         seen = max(self.lengths, default=0)

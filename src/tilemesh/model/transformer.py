@@ -659,7 +659,7 @@ def loss_sum(logits_BTV: Tensor, targets_BT: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def loss(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
-    """Mean cross-entropy in nats a token, at least float32; the target of a token is the one after it."""
+    """Mean cross-entropy in nats per token, at least float32; the target of a token is the one after it."""
     total, count = loss_sum(logits_BTV, targets_BT)
     return total / count.clamp(min=1)
 

@@ -10,22 +10,22 @@ if TYPE_CHECKING:
     from tilemesh.parallel.apply import lay
     from tilemesh.parallel.laid import Laid
     from tilemesh.parallel.mesh import Axis, Mesh
-    from tilemesh.parallel.shard import Column, Region, Row, Vocabulary, split_data
+    from tilemesh.parallel.shard import ColumnSplit, Region, RowSplit, VocabularySplit, split_data
 
 _WHERE = {
     "Axis": "tilemesh.parallel.mesh",
-    "Column": "tilemesh.parallel.shard",
+    "ColumnSplit": "tilemesh.parallel.shard",
     "Laid": "tilemesh.parallel.laid",
     "Mesh": "tilemesh.parallel.mesh",
     "Region": "tilemesh.parallel.shard",
-    "Row": "tilemesh.parallel.shard",
+    "RowSplit": "tilemesh.parallel.shard",
     "Shard": "tilemesh.core.shard",
-    "Vocabulary": "tilemesh.parallel.shard",
+    "VocabularySplit": "tilemesh.parallel.shard",
     "lay": "tilemesh.parallel.apply",
     "split_data": "tilemesh.parallel.shard",
 }
 
-__all__ = ["Axis", "Column", "Laid", "Mesh", "Region", "Row", "Shard", "Vocabulary", "lay", "split_data"]
+__all__ = ["Axis", "ColumnSplit", "Laid", "Mesh", "Region", "RowSplit", "Shard", "VocabularySplit", "lay", "split_data"]
 
 
 def __getattr__(name: str) -> Any:

@@ -34,7 +34,19 @@ from tilemesh.parallel.gradients import Gradients, LocalGradients, Naive, Parts,
 from tilemesh.parallel.laid import Laid
 from tilemesh.parallel.mesh import Mesh
 from tilemesh.parallel.pipeline import Pipeline, StageModule, holder_groups, holders_of
-from tilemesh.parallel.shard import Column, Held, Region, Row, Split, Vocabulary, Whole, shard, split_of, take, trained
+from tilemesh.parallel.shard import (
+    ColumnSplit,
+    Held,
+    Region,
+    RowSplit,
+    Split,
+    VocabularySplit,
+    Whole,
+    shard,
+    split_of,
+    take,
+    trained,
+)
 from tilemesh.parallel.tensor import RowConv2d, RowLinear, Seams, VocabularyEmbedding, enter_at, join_at
 from tilemesh.parallel.zero import Zero
 from tilemesh.parallel.zero3 import ZeroWeights, give_memory_back
@@ -197,7 +209,7 @@ def transformer_splits(config: ModelConfig, part: ModelPart | None = None) -> Sp
 
 def _split(weight: Weight) -> Split:
     if weight.split == "column":
-        return Column(units=weight.units or None, repeats=weight.repeats)
+        return ColumnSplit(units=weight.units or None, repeats=weight.repeats)
     return split_of(weight.split)
 
 
@@ -265,14 +277,18 @@ def _matched(model: nn.Module, kinds: Splits) -> dict[str, Split]:
 
 
 def _require_module(name: str, module: nn.Module, split: Split) -> None:
-    fits = {Column: (nn.Linear, nn.Conv2d), Row: (nn.Linear, nn.Conv2d), Vocabulary: (nn.Linear, nn.Embedding)}
+    fits = {
+        ColumnSplit: (nn.Linear, nn.Conv2d),
+        RowSplit: (nn.Linear, nn.Conv2d),
+        VocabularySplit: (nn.Linear, nn.Embedding),
+    }
     wanted = fits.get(type(split), (nn.Module,))
     if not isinstance(module, wanted):
         words = " or ".join(f"nn.{kind.__name__}" for kind in wanted)
         raise UsageError(
             f"{name} is a {type(module).__name__}: a {type(split).__name__.lower()} split takes an {words}"
         )
-    if isinstance(module, nn.Conv2d) and isinstance(split, (Column, Row)) and module.groups > 1:
+    if isinstance(module, nn.Conv2d) and isinstance(split, (ColumnSplit, RowSplit)) and module.groups > 1:
         raise UsageError(
             f"{name} has {module.groups} groups: of a grouped convolution each output sees some inputs only, and which "
             "ones a rank has would decide what it computes; leave it whole"
@@ -286,12 +302,12 @@ def _shards(model: nn.Module, found: Mapping[str, Split], mesh: Mesh, sequence: 
         split = found.get(module, Whole())
         owner = model.get_submodule(module)
         if isinstance(owner, CompressedLinear) and not isinstance(split, (Region, Whole)) and last != "bias":
-            by = "row" if isinstance(split, Row) else "column"
+            by = "row" if isinstance(split, RowSplit) else "column"
             split = split if owner.cut_with(last, by) == by else Whole()
         mine = shard(name, parameter.shape, split, mesh.shape, mesh.comm.rank)
         # A whole parameter sees one rank's part of the activations where these are cut: along the tokens outside the
         # regions, by features inside. A row-split layer's bias is added where the region has ended.
-        is_inside = _is_inside(name, found) and not isinstance(split, Row)
+        is_inside = _is_inside(name, found) and not isinstance(split, RowSplit)
         is_partial = bool(mine.partial) or (not mine.cuts and (sequence or is_inside))
         shards[name] = dataclasses.replace(mine, partial=(*BATCH, "tp") if is_partial else BATCH)
     _require_tied_alike(model, found, mesh, shards)
@@ -311,7 +327,7 @@ def _require_tied_alike(model: nn.Module, found: Mapping[str, Split], mesh: Mesh
             before = found.get(owner.rpartition(".")[0], Whole())
             raise UsageError(
                 f"{name} is {owner}, one tensor, and they are split differently ({split} and {before}): split both "
-                "alike, such as 'vocabulary' for the table and Vocabulary(joins=True) for the output"
+                "alike, such as 'vocabulary' for the table and VocabularySplit(joins=True) for the output"
             )
 
 
@@ -351,22 +367,22 @@ def _cut_modules(model: nn.Module, found: Mapping[str, Split], seams: Seams) -> 
             for attribute in split.divides:
                 setattr(module, attribute, max(1, getattr(module, attribute) // seams.comm.size))
             enter_at(module, seams)
-        elif isinstance(module, nn.Embedding) and isinstance(split, Vocabulary):
+        elif isinstance(module, nn.Embedding) and isinstance(split, VocabularySplit):
             first, _ = share(module.num_embeddings, seams.comm.size, seams.comm.rank)
             _replace(model, name, VocabularyEmbedding(module, seams, first))
         elif isinstance(module, CompressedLinear):
             _cut_compressed(name, module, split, seams)
-        elif isinstance(module, nn.Linear) and isinstance(split, Row):
+        elif isinstance(module, nn.Linear) and isinstance(split, RowSplit):
             _replace(model, name, RowLinear(module, seams))
-        elif isinstance(module, nn.Conv2d) and isinstance(split, Row):
+        elif isinstance(module, nn.Conv2d) and isinstance(split, RowSplit):
             _replace(model, name, RowConv2d(module, seams))
-        elif isinstance(module, nn.Conv2d) and isinstance(split, Column):
+        elif isinstance(module, nn.Conv2d) and isinstance(split, ColumnSplit):
             whole, module.out_channels = module.out_channels, module.weight.shape[0]
             if alone:
                 enter_at(module, seams)
             if split.joins:
                 join_at(module, seams, whole)
-        elif isinstance(module, nn.Linear) and isinstance(split, (Column, Vocabulary)):
+        elif isinstance(module, nn.Linear) and isinstance(split, (ColumnSplit, VocabularySplit)):
             whole, module.out_features = module.out_features, module.weight.shape[0]
             if alone:
                 enter_at(module, seams)
@@ -380,7 +396,7 @@ def _cut_compressed(name: str, module: CompressedLinear, split: Split, seams: Se
         raise UsageError(
             f"{name}: unstructured pruning ranks the weights of a whole matrix, and tp cuts it; prune 2:4, or set tp=1"
         )
-    ranks, is_row = seams.comm.size, isinstance(split, Row)
+    ranks, is_row = seams.comm.size, isinstance(split, RowSplit)
     if is_row:
         module.in_features //= ranks
         module.reduce = seams.leave

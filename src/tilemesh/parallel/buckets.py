@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -67,7 +68,9 @@ class Bucketed(Exchanging):
     def __init__(self, parts: Parts, bucket_bytes: int = BUCKET_BYTES, *, overlap: bool = True) -> None:
         super().__init__(parts)
         self.overlap, self.chunks = overlap, parts.chunks
-        self.buckets = [self.made(names) for names in packed(self.held, bucket_bytes, parts.chunks)]
+        self.buckets = [
+            self.made(names) for names in packed(self.held, bucket_bytes, parts.chunks, readers(parts.reads))
+        ]
         self._next = 0  # the first bucket that has not started
         self._is_last = False
         self._is_open = False
@@ -225,15 +228,32 @@ class Bucketed(Exchanging):
         bucket.handle = self.exchange(bucket)
 
 
-def packed(held: Mapping[str, Held], bucket_bytes: int, chunks: Mapping[str, int]) -> list[list[str]]:
-    """Names of parameters in the order backward comes to them, the last one first, packed by chunk, kind and size."""
+def readers(reads: Mapping[int, Sequence[str]]) -> dict[str, tuple[int, ...]]:
+    """The chunks whose passes read each parameter: one, or of a tied table two."""
+    found: dict[str, tuple[int, ...]] = {}
+    for chunk, names in reads.items():
+        for name in names:
+            found[name] = (*found.get(name, ()), chunk)
+    return found
+
+
+def packed(
+    held: Mapping[str, Held],
+    bucket_bytes: int,
+    chunks: Mapping[str, int],
+    read_by: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
+) -> list[list[str]]:
+    """Names of parameters in the order backward comes to them, the last one first, packed by chunk, kind and size.
+
+    What other chunks read too lies apart: gathering it for them brings nothing else.
+    """
     if bucket_bytes < 1:
         raise UsageError(f"bucket_bytes is {bucket_bytes}: expected at least 1")
     full: list[tuple[int, list[str]]] = []  # (place of its last parameter, names)
     filling: dict[Any, tuple[int, list[str], int]] = {}
     for place, (name, (parameter, shard)) in enumerate(list(held.items())[::-1]):
         sums = (shard.copies, batch_summed(shard), copies_summed(shard), chunks.get(name, 0), shard.holders)
-        kind = (sums, parameter.dtype, parameter.device)
+        kind = (sums, read_by.get(name), parameter.dtype, parameter.device)
         _, names, nbytes = filling.get(kind, (0, [], 0))
         names.append(name)
         nbytes += parameter.numel() * parameter.element_size()

@@ -43,7 +43,7 @@ def trained(module: nn.Module, shards: Mapping[str, Shard] | None = None) -> dic
 
 
 @dataclass(frozen=True)
-class Column:
+class ColumnSplit:
     """Cut by the output.
 
     `units`: so many pieces must stay whole (heads); with `repeats`, fewer of them than ranks are held by several.
@@ -62,12 +62,12 @@ class Column:
 
 
 @dataclass(frozen=True)
-class Row:
+class RowSplit:
     """Cut by the input; the ranks' outputs are partial sums."""
 
 
 @dataclass(frozen=True)
-class Vocabulary:
+class VocabularySplit:
     """A table (or output projection) cut by its rows, unevenly where they do not divide.
 
     `joins`: the ranks' parts of an output projection are put together again.
@@ -91,11 +91,11 @@ class Whole:
     """The same on every rank."""
 
 
-Split = Column | Row | Vocabulary | Region | Whole
+Split = ColumnSplit | RowSplit | VocabularySplit | Region | Whole
 KINDS: Mapping[str, Split] = {
-    "column": Column(),
-    "row": Row(),
-    "vocabulary": Vocabulary(),
+    "column": ColumnSplit(),
+    "row": RowSplit(),
+    "vocabulary": VocabularySplit(),
     "region": Region(),
     "whole": Whole(),
 }
@@ -106,7 +106,9 @@ def split_of(kind: str | Split) -> Split:
     if isinstance(kind, Split):
         return kind
     if not isinstance(kind, str):
-        raise UsageError(f"a split is {kind!r}: expected one of {', '.join(KINDS)}, or a value such as Column(parts=3)")
+        raise UsageError(
+            f"a split is {kind!r}: expected one of {', '.join(KINDS)}, or a value such as ColumnSplit(parts=3)"
+        )
     if kind not in KINDS:
         raise unknown("split", kind, KINDS)
     return KINDS[kind]
@@ -116,13 +118,13 @@ def shard(name: str, whole: Sequence[int], split: str | Split, axes: Axes = (), 
     """What a rank of a mesh holds of a parameter whose module is split so; by its name a weight or a bias."""
     split, shape, tp = split_of(split), tuple(whole), size_of(axes, "tp")
     is_bias = name.rpartition(".")[2] == "bias"
-    if isinstance(split, (Region, Whole)) or tp == 1 or (isinstance(split, Row) and is_bias):
+    if isinstance(split, (Region, Whole)) or tp == 1 or (isinstance(split, RowSplit) and is_bias):
         return Shard(name, shape, axes, rank)
-    if isinstance(split, Vocabulary):
+    if isinstance(split, VocabularySplit):
         if shape[0] < tp:
             raise UsageError(f"tp is {tp} and {name} has {shape[0]} rows: every rank needs at least one")
         return Shard(name, shape, axes, rank, (Cut("tp", 0),))
-    if isinstance(split, Row):
+    if isinstance(split, RowSplit):
         if len(shape) < 2:
             raise UsageError(f"{name} has shape {shape}: a row split needs a matrix")
         _require_even(name, "input", shape[1], tp)
@@ -130,7 +132,7 @@ def shard(name: str, whole: Sequence[int], split: str | Split, axes: Axes = (), 
     return _column(name, shape, split, tp, Shard(name, shape, axes, rank))
 
 
-def _column(name: str, shape: tuple[int, ...], split: Column, tp: int, uncut: Shard) -> Shard:
+def _column(name: str, shape: tuple[int, ...], split: ColumnSplit, tp: int, uncut: Shard) -> Shard:
     _require_even(name, "output", shape[0], split.parts, "parts")
     units = tp if split.units is None else split.units
     what = "ranks of tp" if split.units is None else "units"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from tilemesh.core import config
@@ -19,10 +19,9 @@ from tilemesh.core.plan import ParallelPlan
 from tilemesh.core.ranges import LARGEST_WHOLE, Range
 from tilemesh.core.units import format_bytes
 from tilemesh.model.config import ModelConfig, preset
-from tilemesh.model.work.task import Code
+from tilemesh.model.work.task import STATE_BYTES, Code
 from tilemesh.model.work.weights import count_parameters
 from tilemesh.plan.constants import HEADROOM
-from tilemesh.plan.memory import STATE_BYTES
 from tilemesh.plan.prediction import Prediction, prediction_figures
 from tilemesh.plan.space import Pins, candidates, default_precision, why_nothing
 from tilemesh.plan.step import Estimator
@@ -76,6 +75,14 @@ class SearchResult:
     def figures(self, place: int) -> dict[str, Any]:
         """The plan at that place, 0 being the best, with what was asked."""
         return plan_figures(self.model, self.cluster.name, self.pins, place, self.predictions[place])
+
+    def to_toml(self) -> str:
+        """The best plan as a file's text: the layout, and the model and the context that it was made for."""
+        model = replace(self.model, context=max(self.model.context, self.context))
+        return (
+            f"{self.best.settled_plan.to_toml()}\n[train]\ncontext = {self.context}\n\n"
+            f"[model]\n{config.dump_toml(model)}"
+        )
 
     def estimator(self) -> Estimator:
         """The cost model that these figures come from."""

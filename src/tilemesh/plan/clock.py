@@ -11,22 +11,19 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from typing import NamedTuple
 
 from tilemesh.core.calibration import Rates
 from tilemesh.core.hardware import Cluster
 from tilemesh.core.plan import IN_A_V, ParallelPlan
-from tilemesh.core.step.book import SPLIT, chunk_placement
-from tilemesh.core.step.program import step_program
+from tilemesh.core.step.book import chunk_placement, is_split
 from tilemesh.core.step.simulate import StepTimes
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.work.exchanges import Exchange, repeated_exchanges, replica_exchanges
 from tilemesh.model.work.operations import embedding_work, head_work, layer_work
-from tilemesh.model.work.task import Code, Task, default_code
-from tilemesh.model.work.weights import shard_parameters
+from tilemesh.model.work.step_exchanges import scatters_of, sent_bytes, updates_of
+from tilemesh.model.work.task import STATE_BYTES, Code, Task, default_code
 from tilemesh.plan import constants
-from tilemesh.plan.memory import STATE_BYTES
 from tilemesh.plan.speed import RanksOfNodes, group, neighbour_s, speed_of
 
 
@@ -141,10 +138,10 @@ class Clock:
     def chunks(self, plan: ParallelPlan, counts: tuple[int, ...], accumulate_s: float) -> Chunks:
         """Each chunk's passes; `accumulate_s` is what adding up a layer's gradients takes."""
         layer = self.layer(plan)
-        is_split = plan.pp > 1 and plan.schedule in SPLIT
+        splits = plan.pp > 1 and is_split(plan.schedule)
         forward = layer.forward_s + layer.exchange_s
         inputs = layer.backward_s - layer.weight_s
-        inputs += layer.exchange_split_s if is_split else layer.exchange_back_s
+        inputs += layer.exchange_split_s if splits else layer.exchange_back_s
         again = layer.recompute_s(plan.repeated)
         stages = chunk_placement(plan.schedule, plan.pp, plan.interleave).directions[0] if plan.recompute_stages else ()
         repeated = [again * plan.recomputes(stage) for stage in stages] or [again] * len(counts)
@@ -160,13 +157,6 @@ class Clock:
         fs[-1] += layer.head_s[0] + layer.head_exchange_s[0] - sent
         bs[-1] += layer.head_s[1] + layer.head_exchange_s[1]
         return Chunks(tuple(fs), tuple(bs), tuple(weights * count for count in counts), hop, sender_waits)
-
-
-def sent_bytes(model: ModelConfig, task: Task) -> int:
-    """Of one microbatch's activations between two layers, what a rank sends to the next stage. Ours sends what it has
-    of the residual stream; hand-fused code a share of it, which the receiving ranks gather."""
-    whole = task.tokens * model.width
-    return whole * task.size // task.tp if task.code == "fused" else whole * task.stream // task.split
 
 
 def layer_times(model: ModelConfig, cluster: Cluster, task: Task, rates: Rates | None = None) -> LayerTimes:
@@ -233,7 +223,7 @@ def data_exchange(
     nbytes = {"weights": weight * parameters, "gradients": gradient * parameters}
     shared = plan.zero_ranks if plan.zero else plan.dp
     axis = clock.group(shared, plan.tp)
-    found = replica_exchanges(plan.zero, plan.accumulation, gathered(plan))
+    found = replica_exchanges(plan.zero, scatters_of(plan), gathered(plan))
     exposed_s = sent_bytes = 0.0
     for exchanges, behind_s in ((found.forward, passes_s[0]), (found.backward, passes_s[1]), (found.alone, 0.0)):
         for times, several in itertools.groupby(exchanges, key=lambda one: one.times):
@@ -244,6 +234,7 @@ def data_exchange(
                 sent += axis.sent_bytes(nbytes[one.what], one.collective)
             hides = axis.hides and behind_s > 0
             slowed_s = constants.HIDDEN_COST * sent / axis.within.bytes_per_s if hides else 0.0
+            times *= updates_of(plan)
             exposed_s += times * (_left(exchange_s, behind_s if hides else 0.0, layers) + slowed_s)
             sent_bytes += times * sent
     if plan.zero and plan.dp > shared:  # what a group has summed, summed over the groups
@@ -263,81 +254,10 @@ def gathered(plan: ParallelPlan) -> int:
     return max(2, 2 * plan.accumulation // (1 if plan.schedule in IN_A_V else plan.pp))
 
 
-def gathers_of_chunks(plan: ParallelPlan, layers: int) -> dict[tuple[int, bool, bool], int]:
-    """How often a step of ZeRO-3 without a pipeline gathers chunks, by their layers and whether they have the embedding
-    and the head: as the step's list does it, where the chunks at a turning point are still whole. Every microbatch
-    after the first does the same, so two are enough to know all."""
-    found: dict[tuple[int, bool, bool], int] = {}
-    once, twice = (step_program(replace(plan, accumulation=count), layers) for count in (1, 2))
-    for chunk, held in enumerate(once.layers):
-        first, second = (
-            sum(action.kind == "GATHER" and action.chunk == chunk for action in step.program.actions[0])
-            for step in (once, twice)
-        )
-        key = (len(held), chunk == 0, chunk == len(once.layers) - 1)
-        found[key] = found.get(key, 0) + first + (plan.accumulation - 1) * (second - first)
-    return found
-
-
 def _left(exchange_s: float, behind_s: float, layers: int) -> float:
     """What does not hide behind a pass: the excess, and always one layer's part, which has no computation beside it."""
     alone = exchange_s / layers
     return max(alone, exchange_s - behind_s * (layers - 1) / layers)
-
-
-def exchanged(
-    model: ModelConfig, plan: ParallelPlan, task: Task, counts: tuple[int, ...], held: tuple[int, ...] = (0,)
-) -> dict[str, dict[str, int]]:
-    """Bytes of the buffers that the first rank, which holds these chunks, hands to each collective in a step, by axis
-    and operation.
-
-    The buffer is the whole one: what is summed, what gathering gives, what scatter-summing takes. It does not depend on
-    the algorithm. Sums of single numbers (the loss, the gradients' norm) are left out.
-    """
-    found: dict[str, dict[str, int]] = {"tp": {}, "pp": {}, "dp": {}}
-    last, shards = len(counts) - 1 in held, shard_parameters(model, plan.tp)
-    layers = sum(counts[chunk] for chunk in held)
-    weight, gradient, _ = STATE_BYTES[plan.precision]
-
-    def add(axis: str, collective: str, nbytes: int) -> None:
-        found[axis][collective] = found[axis].get(collective, 0) + nbytes
-
-    exchanges = layer_work(model, task).exchanges
-    for exchange in exchanges:
-        add(exchange.axis, exchange.collective, plan.accumulation * layers * exchange.nbytes)
-    if plan.repeats_exchanges:
-        # Of layers that are computed again together, all but the last repeat everything.
-        ends = sum(-(-counts[chunk] // max(1, plan.stretch(counts[chunk]))) for chunk in held)
-        forward = [exchange for exchange in exchanges if not exchange.backward]
-        for several, times in ((forward, layers - ends), (repeated_exchanges(model, task), ends)):
-            for one in several:
-                add(one.axis, one.collective, plan.accumulation * times * one.nbytes)
-    for one in (*embedding_work(model, task).exchanges, *(head_work(model, task).exchanges if last else ())):
-        add(one.axis, one.collective, plan.accumulation * one.nbytes)
-    if plan.tp > 1:
-        # Once a step, whatever the accumulation: the gradients of kv heads that several ranks hold, and of what tp
-        # leaves whole where each rank sees a part of the tokens.
-        whole = shards.replicated(layers, True, last) if plan.sequence_parallel else 0
-        add("tp", "all_reduce", gradient * (layers * shards.layer_repeated + whole))
-    if plan.pp > 1:
-        # Each chunk's output goes on, but for the model's own; the gradient of each chunk's input goes back, but for
-        # that of the model's own input.
-        ways = len(chunk_placement(plan.schedule, plan.pp, plan.interleave).directions)
-        sends = plan.accumulation * (2 * len(held) - 1 - last) // ways
-        for operation in ("send", "recv"):  # as much comes back
-            add("pp", operation, sends * sent_bytes(model, task))
-    if plan.dp > 1:
-        nbytes = {"weights": weight, "gradients": gradient}
-        whole_stage = shards.stage(layers, True, last)
-        by_list = plan.zero == 3 and plan.pp == 1
-        for over in itertools.chain(*replica_exchanges(plan.zero, plan.accumulation, gathered(plan))):
-            if not (by_list and over.what == "weights"):
-                add("dp", over.collective, over.times * nbytes[over.what] * whole_stage)
-        for (held_layers, first, end), times in gathers_of_chunks(plan, layers).items() if by_list else ():
-            add("dp", "all_gather", times * weight * shards.stage(held_layers, first, end))
-    return {
-        axis: {name: nbytes for name, nbytes in by.items() if nbytes} for axis, by in found.items() if any(by.values())
-    }
 
 
 def host_step_s(measured: Mapping[str, float], model: ModelConfig, code: Code, layers: int, microbatches: int) -> float:

@@ -202,14 +202,10 @@ SERVE_HOST_S: Mapping[str, tuple[float, float]] = {
 }
 """What the engine does while the device waits, a step and a sequence: planning, tables, drawing, booking, telling."""
 
-SERVE_LAUNCH_S = (250e-6, 8e-6)
-"""What a step takes the host of a GPU to plan, launch and book: in all, and for each sequence. CALCULATED from 13 us
-per sequence on a Neoverse-N1 core (a step of 256 takes 3.4 ms) and the ratio of the two hosts' times per sequence for
-an earlier version of the engine (0.6)."""
-
-SERVE_LAUNCH_LAYER_S = 245e-6
-"""What it takes the host to launch a layer kernel by kernel. MEASURED on the host of an H200, one sequence launched
-eagerly: 5.41 ms for 22 layers (1.1 B) and 7.81 ms for 32 (8 B)."""
+SERVE_LAUNCH_S = (250e-6, 8e-6, 0.3e-6)
+"""What a step takes the host of a GPU to plan, launch and book: in all, for each sequence, and for each token of a
+prompt. CALCULATED from 13 us per sequence on a Neoverse-N1 core (a step of 256 takes 3.4 ms) and the ratio of the two
+hosts' times per sequence for an earlier version of the engine (0.6); likewise for tokens."""
 
 PAGED_ATTENTION_FRACTION = 0.87
 """Of a copy's rate, what attention over pages reaches on a GPU. MEASURED on an H200 with 64 sequences of 1,024 tokens:

@@ -13,7 +13,7 @@ from tilemesh.core.units import format_bytes, format_count
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.work.kept import kept_by_operators, kept_bytes, kept_tensors
 from tilemesh.model.work.operations import forward_flops, recomputed_flops
-from tilemesh.model.work.task import Task
+from tilemesh.model.work.task import STATE_BYTES, Task
 from tilemesh.model.work.weights import count_parameters, why_not_tp
 from tilemesh.plan import memory
 
@@ -128,9 +128,9 @@ def states_section(model: ModelConfig, precision: str) -> ExplainedPart:
     parameters = count_parameters(model).total
     rounded = _three_digits(parameters)
     rows = []
-    for name, size in zip(("weights", "gradients", "optimizer"), memory.STATE_BYTES[precision], strict=True):
+    for name, size in zip(("weights", "gradients", "optimizer"), STATE_BYTES[precision], strict=True):
         rows.append(ExplainedFigure(name, f"{size} N", f"{size} x {parameters:,}", _gigabytes(size * parameters)))
-    whole = sum(memory.STATE_BYTES[precision])
+    whole = sum(STATE_BYTES[precision])
     rows.append(
         ExplainedFigure("all states", f"{whole} N", f"{whole} x {parameters:,}", _gigabytes(whole * parameters))
     )
@@ -153,7 +153,7 @@ def states_section(model: ModelConfig, precision: str) -> ExplainedPart:
 def zero_section(model: ModelConfig, precision: str, dp: int) -> ExplainedPart:
     """The ZeRO table, for the dp of the plan or, without one, for 64."""
     parameters, ranks = count_parameters(model).total, dp if dp > 1 else 64
-    w, g, o = memory.STATE_BYTES[precision]
+    w, g, o = STATE_BYTES[precision]
     forms = (
         f"{w + g + o} M",
         f"{w + g} M + {o} M/{ranks}",

@@ -12,10 +12,10 @@ from tilemesh.core.units import format_bytes, format_rate, format_seconds
 from tilemesh.model.work.kept import loss_tensors
 from tilemesh.model.work.operations import layer_work
 from tilemesh.model.work.passes import MemoryPass
+from tilemesh.model.work.task import STATE_BYTES
 from tilemesh.model.work.weights import output_weight
 from tilemesh.plan.choose import SearchResult
 from tilemesh.plan.explain import ExplainedFigure, ExplainedPart, activation_section, flops_section
-from tilemesh.plan.memory import STATE_BYTES
 from tilemesh.plan.offload import host_rates
 from tilemesh.plan.prediction import Prediction
 from tilemesh.plan.speed import speed_of
@@ -137,7 +137,10 @@ def bubble_section(best: Prediction) -> ExplainedPart:
         held = [max(ahead + late for ahead, late in moments) for moments in most]
         rows.append(
             ExplainedFigure(
-                "passes in flight", "first and last stage", f"{plan.schedule}", f"{held[0]} and {held[1]} of a chunk"
+                "passes in flight",
+                "first and last stage",
+                f"{plan.schedule_name}",
+                f"{held[0]} and {held[1]} of a chunk",
             )
         )
     return ExplainedPart("Pipeline", rows)
@@ -175,7 +178,7 @@ def time_section(estimator: Estimator, best: Prediction) -> ExplainedPart:
         ExplainedFigure(
             "bubble and waiting",
             "simulated - busy",
-            f"{plan.schedule}, {plan.pp} stages",
+            f"{plan.schedule_name}, {plan.pp} stages",
             format_seconds(times.bubble_s),
         ),
         ExplainedFigure(

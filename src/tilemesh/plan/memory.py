@@ -14,7 +14,7 @@ from tilemesh.core.plan import ParallelPlan
 from tilemesh.core.step import pace
 from tilemesh.core.step.action import StepProgram
 from tilemesh.core.step.asynchronous import copies_of_weights
-from tilemesh.core.step.book import SPLIT, chunk_placement
+from tilemesh.core.step.book import chunk_placement, is_split
 from tilemesh.core.step.memory import StepBytes, memory_peaks
 from tilemesh.core.step.passes import offload
 from tilemesh.core.step.placement import ChunkPlacement
@@ -27,19 +27,10 @@ from tilemesh.model.work.kept import (
     outlived_bytes,
     pass_kept_bytes,
 )
-from tilemesh.model.work.task import AUTOCAST, Code, Task, default_code
+from tilemesh.model.work.task import AUTOCAST, STATE_BYTES, Code, Task, default_code
 from tilemesh.model.work.weights import Shards, shard_parameters
 from tilemesh.plan import constants
 from tilemesh.plan.offload import on_device, optimizer_on_device
-
-# Bytes a parameter by precision: weights, gradients, optimiser (Adam's two moments, and a master copy).
-STATE_BYTES = {
-    "fp32": (4, 4, 8),
-    "bf16": (4, 4, 8),
-    "fp16": (4, 4, 8),
-    "bf16-master": (2, 2, 12),
-    "fp64": (8, 8, 16),
-}
 
 
 @dataclass(frozen=True)
@@ -279,7 +270,7 @@ class Room:
     def chunk(self, plan: ParallelPlan, layers: int) -> tuple[int, int]:
         """Bytes that a pass through so many layers keeps, and that its backward pass leaves for weight gradients."""
         kept, _ = self.layer(plan)
-        late = self._late_bytes(plan) if plan.schedule in SPLIT else 0
+        late = self._late_bytes(plan) if is_split(plan.schedule) else 0
         if plan.recompute_every != 1:  # one activation for so many layers, which are computed again together
             return -(-layers // plan.stretch(layers)) * kept // plan.slices, layers * late // plan.slices
         return layers * kept // plan.slices, layers * late // plan.slices  # slices of a sequence share what is kept

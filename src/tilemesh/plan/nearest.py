@@ -1,7 +1,7 @@
 """The nearest layout that works: what to set where a plan cannot be run, as the fields that would have to change.
 
-As many ranks and, where it can be, as large a batch; a changed axis of the mesh is farther away than another schedule,
-another ZeRO stage or another number of microbatches.
+As many ranks where that can be, and as large a batch; a changed axis of the mesh is farther away than another schedule,
+another ZeRO stage or another number of microbatches. What is offered has been tried: whoever types it is not refused.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from tilemesh.core.errors import UsageError
 from tilemesh.core.plan import INTERLEAVED, ParallelPlan
@@ -21,11 +21,19 @@ from tilemesh.model.work.weights import why_not
 _FIELDS = ("dp", "tp", "pp", "sequence_parallel", "zero", "zero_group", "interleave", "chunk_layers", "accumulation")
 _SETTINGS = ("schedule", "slices", "recompute", "recompute_every", "recompute_stages", "offload", "attention")
 
+_MOST_RANKS, _FEWER = 4096, 32
+"""Meshes beyond so many ranks are not looked around in; nor are meshes of so many ranks less."""
+_MOST_TRIES = 40
+"""Layouts that are looked at for one that is accepted."""
 
-def nearest_layout(model: ModelConfig, plan: ParallelPlan) -> ParallelPlan | None:
-    """A plan on as many ranks that the model allows and training runs; None where there is none."""
-    found = (one for one in _around(plan) if why_not(model, one) is None and next(lacks(one), None) is None)
-    return min(found, key=lambda one: (_distance(plan, one), one.tp, one.pp), default=None)
+
+def nearest_layouts(model: ModelConfig, plan: ParallelPlan) -> Iterator[ParallelPlan]:
+    """Plans that the model allows and training runs, the nearest first: those on as many ranks, then on fewer."""
+    if plan.world > _MOST_RANKS:
+        return
+    for world in range(plan.world, max(0, plan.world - _FEWER), -1):
+        found = (one for one in _around(plan, world) if why_not(model, one) is None and next(lacks(one), None) is None)
+        yield from sorted(found, key=lambda one: (_distance(plan, one), one.tp, one.pp))
 
 
 def changes(plan: ParallelPlan, other: ParallelPlan) -> str:
@@ -34,10 +42,20 @@ def changes(plan: ParallelPlan, other: ParallelPlan) -> str:
     return ",".join(f"plan.{name}={_word(getattr(other, name))}" for name in names)
 
 
-def advice(model: ModelConfig, plan: ParallelPlan) -> str:
-    """Words to go after what is wrong with a plan; empty where nothing near it works."""
-    other = nearest_layout(model, plan)
-    return "" if other is None or other == plan else f"; the nearest layout that works: --set {changes(plan, other)}"
+def advice(model: ModelConfig, plan: ParallelPlan, batch: int, accepts: Callable[[str], bool]) -> str:
+    """Words to go after what is wrong with a plan; empty where nothing near it works.
+
+    `batch`: sequences in a step, which replicas must divide. `accepts`: whether settings, typed beside all that was
+    given, make a run that is not refused.
+    """
+    dividing = (one for one in nearest_layouts(model, plan) if batch % one.dp == 0)
+    for other in itertools.islice(dividing, _MOST_TRIES):
+        # How the batch is cut follows from the rest, mostly.
+        for text in dict.fromkeys((changes(plan, dataclasses.replace(other, accumulation=plan.accumulation)), "")):
+            text = text or changes(plan, other)
+            if text and accepts(text):
+                return f"; the nearest layout that works: --set {text}"
+    return ""
 
 
 def without_offload(plan: ParallelPlan) -> Iterator[ParallelPlan]:
@@ -49,11 +67,11 @@ def without_offload(plan: ParallelPlan) -> Iterator[ParallelPlan]:
             yield dataclasses.replace(plan, offload="+".join(kept))
 
 
-def _around(plan: ParallelPlan) -> Iterator[ParallelPlan]:
-    for tp, pp in itertools.product(_divisors(plan.world), repeat=2):
-        if plan.world % (tp * pp):
+def _around(plan: ParallelPlan, world: int) -> Iterator[ParallelPlan]:
+    for tp, pp in itertools.product(_divisors(world), repeat=2):
+        if world % (tp * pp):
             continue
-        dp = plan.world // (tp * pp)
+        dp = world // (tp * pp)
         schedules = dict.fromkeys((plan.schedule, "1f1b")) if pp > 1 else ("1f1b",)
         for schedule, zero in itertools.product(schedules, sorted({plan.zero if dp > 1 else 0, 0})):
             for accumulation in _accumulations(plan, dp, pp, schedule):
@@ -92,7 +110,8 @@ def _distance(plan: ParallelPlan, other: ParallelPlan) -> float:
 
 
 def _divisors(number: int) -> list[int]:
-    return [size for size in range(1, number + 1) if number % size == 0]
+    small = [size for size in range(1, math.isqrt(number) + 1) if number % size == 0]
+    return sorted({*small, *(number // size for size in small)})
 
 
 def _word(value: object) -> str:

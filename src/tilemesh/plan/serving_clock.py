@@ -97,14 +97,12 @@ class StepClock:
         return StepSeconds(dense, attention, exchange, launches * launch_s, host)
 
     def launching(self, parts: Sequence[SequencePart]) -> float:
-        """What the host takes to launch a step on a GPU, beside which the GPU works: one call for the graph of a step
-        that only decodes; no graph fits every mix of chunks, so all other steps are launched kernel by kernel."""
+        """What the host takes to launch a step on a GPU, beside which the GPU works: one call for the step's graph, and
+        the numbers of its sequences and of its prompts' tokens."""
         if not parts or not self.gpu:
             return 0.0
-        prepared = constants.SERVE_LAUNCH_S[0] + len(parts) * constants.SERVE_LAUNCH_S[1]
-        if all(part.queries == 1 for part in parts):
-            return prepared
-        return prepared + self.model.layers * constants.SERVE_LAUNCH_LAYER_S
+        step_s, sequence_s, token_s = constants.SERVE_LAUNCH_S
+        return step_s + len(parts) * sequence_s + sum(part.queries for part in parts if part.queries > 1) * token_s
 
     def limit(self, parts: Sequence[SequencePart]) -> float:
         """The least time: weights, keys and values once through memory, or the FLOPs at the peak."""

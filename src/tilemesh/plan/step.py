@@ -18,17 +18,18 @@ from tilemesh.core.hardware import Cluster
 from tilemesh.core.plan import REPLAY_ROOM, ParallelPlan
 from tilemesh.core.ranges import Range
 from tilemesh.core.step import pace
-from tilemesh.core.step.book import SPLIT, chunk_placement
+from tilemesh.core.step.book import chunk_placement, is_split
 from tilemesh.core.step.pace import RankLoad
 from tilemesh.core.step.program import recomputed_layers
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.work.operations import hardware_flops, model_flops
-from tilemesh.model.work.task import Code
+from tilemesh.model.work.step_exchanges import sent_bytes, step_exchanges
+from tilemesh.model.work.task import STATE_BYTES, Code
 from tilemesh.model.work.weights import why_not
 from tilemesh.plan import constants
-from tilemesh.plan.clock import Chunks, Clock, DataExchange, data_exchange, exchanged, host_step_s, sent_bytes
+from tilemesh.plan.clock import Chunks, Clock, DataExchange, data_exchange, host_step_s
 from tilemesh.plan.cut import cut, spread
-from tilemesh.plan.memory import STATE_BYTES, Room, state_bytes, usable_bytes
+from tilemesh.plan.memory import Room, state_bytes, usable_bytes
 from tilemesh.plan.offload import MovedBytes, RankPassTimes, host_rates, offload_s, on_device
 from tilemesh.plan.prediction import Prediction, Times
 from tilemesh.plan.speed import speed_of
@@ -170,7 +171,7 @@ class Estimator:
             traffic=self._traffic(plan, frame),
             bubble_fraction=pace.bubble_fraction(plan.schedule, plan.pp, plan.accumulation, plan.interleave),
             chunk_layers=frame.counts,
-            exchanges=exchanged(self.model, plan.on_stage(0), self.clock.task(plan), frame.counts, frame.held[0]),
+            exchanges=step_exchanges(self.model, plan, self.clock.task(plan), frame.counts),
             passes=frame.chunks.step_times if plan.pp > 1 else None,
             kept=self.room.step_bytes(plan, frame.counts) if plan.pp > 1 else None,
         )
@@ -190,9 +191,9 @@ class Estimator:
         """What depends on neither ZeRO nor how many replicas share the batch, remembered."""
         near = plan.world <= self.cluster.node.count  # whether stages lie in one node
         placement = chunk_placement(plan.schedule, plan.pp, plan.interleave)
-        is_split = plan.schedule in SPLIT
+        splits = is_split(plan.schedule)
         key = (
-            plan.tp, plan.pp, plan.sequence_parallel, plan.microbatch, placement.name, plan.interleave, is_split,
+            plan.tp, plan.pp, plan.sequence_parallel, plan.microbatch, placement.name, plan.interleave, splits,
             plan.recompute, plan.recompute_stages, plan.attention, plan.precision, plan.accumulation > 1, near, exact,
             plan.chunk_layers, plan.zero == 3,
         )  # fmt: skip
@@ -240,7 +241,8 @@ class Estimator:
         return nbytes / self._stream_bytes_per_s
 
     def _exchange(self, plan: ParallelPlan, frame: Frame) -> DataExchange:
-        """Over replicas, and between the two ranks that hold a chunk where microbatches pass in two directions."""
+        """Over replicas, and between stages that hold the same weights: the two of a chunk where microbatches pass in
+        two directions, and those of both ends where the table is tied."""
         found = DataExchange(0.0, 0.0)
         if plan.dp > 1:
             chunks, mine = frame.chunks, frame.held[0]
@@ -249,8 +251,11 @@ class Estimator:
                 sum(chunks.input_s[chunk] + chunks.weight_s[chunk] for chunk in mine) / frame.ways,
             )
             found = data_exchange(plan, self.clock, frame.most_parameters, passes_s, max(frame.layers))
-        if frame.ways > 1:
-            nbytes = STATE_BYTES[plan.precision][1] * frame.most_parameters
+        shared = frame.most_parameters if frame.ways > 1 else 0
+        if not shared and plan.pp > 1 and len(frame.counts) - 1 not in frame.held[0]:
+            shared = self.room.shards(plan.tp).tied_head
+        if shared:
+            nbytes = STATE_BYTES[plan.precision][1] * -(-shared // plan.zero_ranks)
             pair = self.clock.group(2, plan.tp * plan.dp)
             exposed_s = found.exposed_s + pair.exchange_s("all_reduce", nbytes)
             found = DataExchange(exposed_s, found.sent_bytes + pair.sent_bytes(nbytes, "all_reduce"))
@@ -311,7 +316,7 @@ class Estimator:
         pipe_s = self._pipe_s(plan, frame)
         first, last = 0 in frame.held[rank], len(frame.counts) - 1 in frame.held[rank]
         count = frame.layers[rank]
-        back_s = layer.exchange_split_s if plan.pp > 1 and plan.schedule in SPLIT else layer.exchange_back_s
+        back_s = layer.exchange_split_s if plan.pp > 1 and is_split(plan.schedule) else layer.exchange_back_s
         compute = count * (layer.forward_s + layer.backward_s + self._accumulate_s(plan))
         exchange = count * (layer.exchange_s + back_s)
         own = plan.on_stage(rank)

@@ -10,7 +10,7 @@ import dataclasses
 
 from tilemesh.core.plan import ParallelPlan
 from tilemesh.core.units import format_bytes, format_seconds
-from tilemesh.plan import memory
+from tilemesh.model.work.task import STATE_BYTES
 from tilemesh.plan.choose import SearchResult
 from tilemesh.plan.memory import Room, usable_bytes
 from tilemesh.plan.prediction import Prediction
@@ -103,7 +103,7 @@ def _memory_techniques(result: SearchResult, best: Prediction) -> str:
     if plan.zero:
         sharded = ("optimizer states", "optimizer states and gradients", "optimizer states, gradients and weights")
         now = best.memory.weights_bytes + best.memory.gradients_bytes + best.memory.optimizer_bytes
-        whole = sum(memory.STATE_BYTES[plan.precision])
+        whole = sum(STATE_BYTES[plan.precision])
         parts.append(
             f"ZeRO-{plan.zero} keeps 1/{plan.zero_ranks} of the {sharded[plan.zero - 1]} on each GPU: "
             f"{format_bytes(now)} of states instead of {format_bytes(_unsharded(best, whole))}"
@@ -174,7 +174,7 @@ def _microbatches(plan: ParallelPlan) -> str:
 def _unsharded(best: Prediction, whole: int) -> int:
     """States of the fullest rank without ZeRO, from the part that its stage does not shard."""
     plan = best.plan
-    weights, _, _ = memory.STATE_BYTES[plan.precision]
+    weights, _, _ = STATE_BYTES[plan.precision]
     parameters = best.memory.weights_bytes // weights * (plan.dp if plan.zero == 3 else 1)
     return parameters * whole
 
@@ -202,7 +202,7 @@ def _across(result: SearchResult, best: Prediction) -> str:
         layers = [sum(best.chunk_layers[stage :: plan.pp]) for stage in range(plan.pp)]
         spread = f"{min(layers)} to {max(layers)} layers" if min(layers) != max(layers) else f"{layers[0]} layers"
         parts.append(
-            f"pp {plan.pp} gives each stage {spread}; with {_microbatches(plan)} the {plan.schedule} schedule's "
+            f"pp {plan.pp} gives each stage {spread}; with {_microbatches(plan)} the {plan.schedule_name} schedule's "
             f"bubble is {best.bubble_fraction:.1%}, and {best.times.bubble_s / best.step_time_s:.1%} of the "
             "step is waiting in all"
         )

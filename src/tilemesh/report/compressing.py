@@ -105,7 +105,7 @@ def _trade(run: Run, beside: Beside) -> Html | None:
         values = [number(point.get(key)) for point in points]
         whole = number(first.get(f"plain_{key}"))
         charts.append(_scatter(title, words, list(zip(names, values, loss, strict=True)), (whole, plain), show))
-    return el("div", *charts, class_="pair")
+    return el("div", *charts)  # one below the other: charts side by side are too narrow for the recipes' names
 
 
 def _errors(run: Run, beside: Beside) -> Html | None:
@@ -113,7 +113,7 @@ def _errors(run: Run, beside: Beside) -> Html | None:
     points = [point for point in _points(run) if point.get("errors")][:MOST_DRAWN]
     if not points:
         return None
-    matrices = list(points[0]["errors"])
+    matrices = [name for name in points[0]["errors"] if any(point["errors"].get(name) for point in points)]
     lines = [
         Line(str(one["recipe"]), [(place, one["errors"].get(name)) for place, name in enumerate(matrices)], colour)
         for colour, one in enumerate(points)

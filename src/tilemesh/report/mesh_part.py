@@ -33,7 +33,16 @@ def mesh(run: Run) -> Html:
     ]
     picture = join(el("ul", *legend, class_="legend"), picture)
     beside = el("div", el("div", picture), _traffic(run, exchanges), class_="aside")
-    return figure("The mesh", f"{run.world} ranks{panels}; a line is as thick as its traffic.", beside, None, wide=True)
+    words = f"{run.world} ranks{panels}; a line is as thick as its traffic."
+    servers = len(section(run.summary, "method").get("servers") or ())
+    if servers:
+        workers = run.world - servers
+        words = (
+            f"{workers} worker{'s' * (workers > 1)} (dp) and {servers} server{'s' * (servers > 1)} (ranks from "
+            f"{workers} on, not drawn): every worker pulls weights from each server and pushes gradients to it, and "
+            "sends other workers nothing."
+        )
+    return figure("The mesh", words, beside, None, wide=True)
 
 
 def _traffic(run: Run, exchanges: Mapping[str, object]) -> Html:

@@ -15,6 +15,8 @@ from tilemesh.report.rows import percent
 from tilemesh.report.run import Run
 from tilemesh.runs.values import number, numbers, section
 
+_DIVERGENCE = "Divergence from synchronous training:"
+
 
 def method(run: Run) -> Child:
     """None for a run by data parallelism, or of an older version."""
@@ -27,18 +29,25 @@ def method(run: Run) -> Child:
         return el(
             "p",
             f"Gradients compressed by {told['compress']}: {format_bytes(sent)} sent per step and rank instead of "
-            f"{format_bytes(whole)}, {percent(saved)} less.",
+            f"{format_bytes(whole)}, {percent(saved)} less. {_DIVERGENCE} of what a step has to send, gradients and "
+            f"what earlier steps left out, {percent(number(told.get('left_out'), 0.0))} by norm waits for later ones.",
         )
     if "period" in told:
         apart = number(told.get("spread"), 0.0)
         return el(
             "p",
             f"Weights averaged every {told['period']} steps, {told.get('rounds')} times in {told.get('steps')} steps. "
-            f"At the last average rank 0 had gone {apart:.2e} of the weights' norm from the mean.",
+            f"{_DIVERGENCE} at the last average rank 0 had gone {apart:.2e} of the weights' norm from the mean.",
         )
     if "delays" in told:
         return _versions(told)
     return None
+
+
+def _apart(told: Mapping[str, Any]) -> str:
+    if not told:
+        return "–"
+    return f"{number(told.get('mean'), 0.0):.1e} in the mean, {number(told.get('most'), 0.0):.1e} at most"
 
 
 def _versions(told: Mapping[str, Any]) -> Html:
@@ -55,7 +64,9 @@ def _versions(told: Mapping[str, Any]) -> Html:
     words = (
         f"{told.get('schedule')}: {number(told.get('updates'), 0.0):.0f} updates, "
         f"{number(told.get('updates_per_step'), 0.0):.0f} in each step. Bars: updates from a forward pass to the one "
-        "that its gradient makes, the own one included; 1 is what a synchronous step has."
+        f"that its gradient makes, the own one included; 1 is what a synchronous step has. {_DIVERGENCE} on the first "
+        f"stage the weights of a gradient were up to {number(told.get('divergence'), 0.0):.1e} of their norm from "
+        "those that it was applied to."
     )
     head = ["", "versions of the weights held", "delay in updates"]
     return join(figure("Delay", words, bars(items, most=most), PageTable(head, rows), wide=True))
@@ -80,8 +91,13 @@ def _servers(servers: list[dict[str, Any]]) -> Html:
                 format_seconds(number(server.get("busy_s"), 0.0)),
                 ", ".join(format_seconds(seconds) for seconds in waited),
                 ", ".join(str(worker) for worker in server.get("given_up", ())) or "none",
+                _apart(section(server, "divergence")),
             ]
         )
-    head = ["", "gradients by age in updates", "bytes", "busy", "workers waited for others", "given up"]
-    words = "Gradients by the updates that were made between the read of their weights and their own application."
+    head = ["", "gradients by age in updates", "bytes", "busy", "workers waited for others", "given up", "divergence"]
+    words = (
+        "Gradients by the updates that were made between the read of their weights and their own application, since "
+        f"the run was last started. {_DIVERGENCE} how far the weights that a gradient was applied to were from those "
+        "that it was computed from, by their norm; a synchronous step has 0."
+    )
     return join(figure("Staleness", words, bars(items, most=1.0), PageTable(head, rows), wide=True))

@@ -184,7 +184,7 @@ def _lanes(plan: ParallelPlan, measured: Measured, simulated: Timeline, whose: s
     rows.append(["all, the step", "", format_seconds(lengths[1]) if measured else "–", "", format_seconds(lengths[0])])
     rows.append(["bubble", "", waited, "", percent(simulated.bubble, 1)])
     words = (
-        f"{plan.schedule}: {plan.accumulation} microbatches through {plan.chunks} chunks on {plan.pp} stages. "
+        f"{plan.schedule_name}: {plan.accumulation} microbatches through {plan.chunks} chunks on {plan.pp} stages. "
         + (
             "Run: the stages in the traced step of median length; sim: "
             if measured

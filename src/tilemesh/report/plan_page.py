@@ -224,7 +224,7 @@ def pipeline_lanes(result: SearchResult) -> Html:
     rows = [[f"stage {stage}", format_seconds(one), format_seconds(total - one)] for stage, one in enumerate(busy)]
     few = schedule.microbatches < plan.accumulation
     shown = f"the first {schedule.microbatches} of {plan.accumulation}" if few else str(schedule.microbatches)
-    words = f"{plan.short()}: {plan.schedule}, {plan.pp} stages, {shown} microbatches."
+    words = f"{plan.short()}: {plan.schedule_name}, {plan.pp} stages, {shown} microbatches."
     if found is not result.best:
         words = f"The first has no pipeline; this is the first that has one. {words}"
     whole = [timeline.Stretch("all of it", 0.0, total)]

@@ -168,7 +168,7 @@ def step_figure(run: Run, figure: StepFigure) -> Html:
     if not values:
         return absent(figure.title.lower(), f"the metrics hold no {figure.key}")
     low, high = around(values, zero=figure.from_zero)
-    x, y = steps_axis(run), PlotAxis(low, high, figure.unit, figure.shown)
+    x, y = steps_axis(run), PlotAxis(low, high, figure.unit, figure.shown, binary=figure.shown is format_bytes)
     rows, places = [], []
     for bucket in series.buckets(points, MOST_ROWS):
         cells = (bucket.mean, bucket.low, bucket.high)

@@ -53,7 +53,11 @@ def by_rank(run: Run) -> Html:
 def _seconds(run: Run) -> tuple[list[tuple[str, dict[str, float]]], str]:
     told = run.summary.get("ranks")
     if isinstance(told, list) and not run.is_behind:
-        found = [(f"rank {index}", _of_rank(one)) for index, one in enumerate(told) if isinstance(one, dict)]
+        found = [
+            (str(one.get("name", f"rank {index}")), _of_rank(one))
+            for index, one in enumerate(told)
+            if isinstance(one, dict)
+        ]
         if found and all(seconds for _, seconds in found):
             return found, "Medians of ordinary steps, as each rank measured them."
     if run.timeline is not None:

@@ -178,8 +178,8 @@ class Writer:
         manifest = Manifest(
             step=step,
             values=self._values,
-            files=[StoredFile(**one) for record in records for one in record["files"]],
-            pieces=[Piece(**one) for record in records for one in record["pieces"]],
+            files=[StoredFile(**fields) for record in records for fields in record["files"]],
+            pieces=[Piece(**fields) for record in records for fields in record["pieces"]],
             written_by=self.written_by,
         )
         _write_text(place / MANIFEST_FILE, manifest.to_json())
@@ -192,7 +192,7 @@ class Writer:
             return 0
         os.rename(place, final)
         _flush_folder(self.folder)
-        return sum(one.nbytes for one in manifest.files)
+        return sum(file.nbytes for file in manifest.files)
 
 
 def _remove(folder: Path) -> None:

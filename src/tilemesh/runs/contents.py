@@ -116,10 +116,10 @@ def read_contents(folder: str | Path) -> Contents:
 
 
 def _summary(path: Path) -> dict[str, Any]:
-    found = read_object(path)
-    if found.get("schema", SCHEMA) != SCHEMA:
-        raise Unread(f"schema {found['schema']!r}, this version of tilemesh reads {SCHEMA}")
-    return found
+    summary = read_object(path)
+    if summary.get("schema", SCHEMA) != SCHEMA:
+        raise Unread(f"schema {summary['schema']!r}, this version of tilemesh reads {SCHEMA}")
+    return summary
 
 
 def version(folder: str | Path) -> str:
@@ -130,8 +130,8 @@ def version(folder: str | Path) -> str:
     marks = [f"{math.floor(math.log2(1 + silent / QUIET_S))}"]
     for name in _READ:
         try:
-            found = (Path(folder) / name).lstat()
-            marks.append(f"{found.st_mtime_ns:x}.{found.st_size:x}")
+            status = (Path(folder) / name).lstat()
+            marks.append(f"{status.st_mtime_ns:x}.{status.st_size:x}")
         except OSError:
             marks.append("-")
     return "_".join(marks)

@@ -36,13 +36,13 @@ def read_text(path: Path) -> str:
     except OSError as error:
         is_link = path.is_symlink()
         raise Unread("a link, which is not followed" if is_link else error.strerror or "unreadable") from None
-    found = os.fstat(descriptor)
-    if not stat.S_ISREG(found.st_mode):  # before it becomes a file of Python's, which a folder cannot
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode):  # before it becomes a file of Python's, which a folder cannot
         os.close(descriptor)
         raise Unread("not a plain file")
     with os.fdopen(descriptor, "rb") as file:
-        if found.st_size > MOST_BYTES:
-            raise Unread(f"{found.st_size >> 20} MiB, more than the {MOST_BYTES >> 20} MiB a page is made of")
+        if status.st_size > MOST_BYTES:
+            raise Unread(f"{status.st_size >> 20} MiB, more than the {MOST_BYTES >> 20} MiB a page is made of")
         try:
             return file.read().decode("utf-8", errors="replace")
         except OSError as error:
@@ -53,12 +53,12 @@ def read_object(path: Path) -> dict[str, Any]:
     """A JSON object."""
     text = read_text(path)
     try:
-        found = from_text(text)
+        value = from_text(text)
     except (ValueError, RecursionError):
         raise Unread("damaged, or cut short while it was written") from None
-    if not isinstance(found, dict):
+    if not isinstance(value, dict):
         raise Unread("not a JSON object")
-    return found
+    return value
 
 
 def read_toml(path: Path) -> dict[str, Any]:

@@ -108,9 +108,9 @@ def require_run(folder: str | Path) -> None:
 
 def require_kind(folder: str | Path, kind: Kind) -> None:
     """Refuse a run of another kind."""
-    found = kind_of(folder)
-    if found != kind.name:
-        raise UsageError(f"{folder} is a run of kind '{found}': expected one of kind '{kind.name}'")
+    actual = kind_of(folder)
+    if actual != kind.name:
+        raise UsageError(f"{folder} is a run of kind '{actual}': expected one of kind '{kind.name}'")
 
 
 def copy_run(run: Path, base: Path) -> Path:
@@ -180,18 +180,18 @@ def write_environment(folder: Path, command: str | None = None) -> None:
     """Machine, versions, code and the commands that made this run, first one first."""
     earlier = read_small(folder, ENVIRONMENT)
     before = earlier.get("commands")
-    found = stamp()
-    commands = [*(before if isinstance(before, list) else []), command or found["command"]]
+    origin = stamp()
+    commands = [*(before if isinstance(before, list) else []), command or origin["command"]]
     kept = {BUSY: earlier[BUSY]} if BUSY in earlier else {}
-    write_object(folder / ENVIRONMENT, {**found, "commands": commands, **kept})
+    write_object(folder / ENVIRONMENT, {**origin, "commands": commands, **kept})
 
 
 def write_busyness(folder: Path, busy: Busyness) -> None:
     """How much else the machine had to do meanwhile, beside machine and versions; of several attempts the worst."""
-    found = read_small(folder, ENVIRONMENT)
-    before = Busyness.from_dict(found.get(BUSY))
+    environment = read_small(folder, ENVIRONMENT)
+    before = Busyness.from_dict(environment.get(BUSY))
     worst = busy if before is None or busy.score >= before.score else before
-    write_object(folder / ENVIRONMENT, {**found, BUSY: worst.to_dict()})
+    write_object(folder / ENVIRONMENT, {**environment, BUSY: worst.to_dict()})
 
 
 def read_busyness(environment: Mapping[str, Any]) -> Busyness | None:
@@ -203,24 +203,24 @@ def read_summary(path: str | Path, kind: Kind) -> dict[str, Any]:
     """The summary of a run of this kind, from its folder or from the file itself; RunError says what is wrong."""
     file = Path(path) / SUMMARY if Path(path).is_dir() else Path(path)
     try:
-        found = read_object(file)
+        summary = read_object(file)
     except NotThere:
         raise RunError(f"'{path}' has no {SUMMARY}: give the folder of a run that has ended") from None
     except Unread as why:
         raise RunError(f"'{file}' cannot be read: {why}") from None
-    if found.get("schema") != SCHEMA:
-        raise RunError(f"'{file}' has schema {found.get('schema')!r}, this version reads {SCHEMA}")
-    told = found.get("kind", TRAIN.name)
+    if summary.get("schema") != SCHEMA:
+        raise RunError(f"'{file}' has schema {summary.get('schema')!r}, this version reads {SCHEMA}")
+    told = summary.get("kind", TRAIN.name)
     if told != kind.name:
         raise RunError(f"'{file}' is of a run of kind {told!r}: expected '{kind.name}'")
-    kind.check_summary(found, str(file))
-    return found
+    kind.check_summary(summary, str(file))
+    return summary
 
 
 def newest_checkpoint(folder: str | Path) -> int | None:
     """The step of the newest finished checkpoint."""
-    found = checkpoints(Path(folder) / CHECKPOINTS)
-    return found[0][0] if found else None
+    finished = checkpoints(Path(folder) / CHECKPOINTS)
+    return finished[0][0] if finished else None
 
 
 def newest_whole_checkpoint(folder: str | Path) -> int | None:

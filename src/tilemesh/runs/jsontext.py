@@ -51,9 +51,9 @@ def _plain(value: Any, path: str) -> Any:
         number = int(value) if isinstance(value, numbers.Integral) else float(value)
         return number if math.isfinite(number) else _word(number)
     if isinstance(value, Mapping):
-        return {_key(key, path): _plain(one, f"{path}.{key}" if path else str(key)) for key, one in value.items()}
+        return {_key(key, path): _plain(item, f"{path}.{key}" if path else str(key)) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(one, f"{path}[{place}]") for place, one in enumerate(value)]
+        return [_plain(item, f"{path}[{place}]") for place, item in enumerate(value)]
     if getattr(value, "ndim", None) == 0 and callable(getattr(value, "item", None)):
         item = value.item()
         if isinstance(item, bool | int | float | str):
@@ -77,5 +77,5 @@ def _restored(value: Any) -> Any:
     if isinstance(value, str):
         return _WORDS.get(value, value)
     if isinstance(value, dict):
-        return {key: _restored(one) for key, one in value.items()}
-    return [_restored(one) for one in value] if isinstance(value, list) else value
+        return {key: _restored(item) for key, item in value.items()}
+    return [_restored(item) for item in value] if isinstance(value, list) else value

@@ -127,13 +127,13 @@ class RunLock:
 
     def _replace(self) -> bool:
         """One that is stale; whether this one stands in its place. A living owner is an error."""
-        found = self._stale()
-        if found is None:
+        stale = self._stale()
+        if stale is None:
             return False
         with _alone_in(self.folder) as is_alone:
-            if _read(self.path) != found:
+            if _read(self.path) != stale:
                 return False
-            self.say(f"{self.path} was left by {_words(found.owner)}, which is gone: taken over")
+            self.say(f"{self.path} was left by {_words(stale.owner)}, which is gone: taken over")
             os.replace(self._mine, self.path)
         if not is_alone:
             time.sleep(_SETTLE_S)
@@ -143,19 +143,19 @@ class RunLock:
 
     def _stale(self) -> Found | None:
         """The lock there is, once it is known to be stale, or None where it has gone; a living owner is refused."""
-        first = found = _read(self.path)
+        first = latest = _read(self.path)
         has_said = False
-        while first is not None and found is not None:
-            owner = found.owner
+        while first is not None and latest is not None:
+            owner = latest.owner
             if owner is not None and owner.is_here():
                 if not owner.lives():
-                    return found
+                    return latest
                 break
             os.utime(self._mine)
-            age_s = (self._mine.stat().st_mtime_ns - found.touched_ns) / 1e9
+            age_s = (self._mine.stat().st_mtime_ns - latest.touched_ns) / 1e9
             if age_s > STALE_S:
-                return found
-            if found != first:
+                return latest
+            if latest != first:
                 break
             if not has_said:
                 has_said = True
@@ -164,11 +164,11 @@ class RunLock:
                     f"{STALE_S - age_s:.0f} s to see whether it lives"
                 )
             time.sleep(_POLL_S)
-            found = _read(self.path)
-        if found is None:
+            latest = _read(self.path)
+        if latest is None:
             return None
         raise UsageError(
-            f"{self.folder} is in use by {_words(found.owner)}: wait until it ends, stop it, or give another folder"
+            f"{self.folder} is in use by {_words(latest.owner)}: wait until it ends, stop it, or give another folder"
         )
 
     def _is_mine(self) -> bool:
@@ -230,8 +230,8 @@ def _read(path: Path) -> Found | None:
 
 
 def _token(path: Path) -> str | None:
-    found = _read(path)
-    return found.owner.token if found is not None and found.owner is not None else None
+    holder = _read(path)
+    return holder.owner.token if holder is not None and holder.owner is not None else None
 
 
 @contextlib.contextmanager

@@ -70,10 +70,10 @@ class Manifest:
     """The model, to be compared with the run's configuration; layout and versions, for people."""
 
     def tensors(self) -> dict[str, list[Piece]]:
-        found: dict[str, list[Piece]] = {}
+        by_name: dict[str, list[Piece]] = {}
         for piece in self.pieces:
-            found.setdefault(piece.name, []).append(piece)
-        return found
+            by_name.setdefault(piece.name, []).append(piece)
+        return by_name
 
     def to_json(self) -> str:
         told = {"schema": SCHEMA, **asdict(self)}
@@ -120,10 +120,10 @@ def _manifest(told: Mapping[str, Any]) -> Manifest:
     step, values, written_by = told["step"], told["values"], told["written_by"]
     if not _is_count(step) or not isinstance(values, dict) or not isinstance(written_by, dict):
         raise ValueError("expected a number as step and objects as values and written_by")
-    files = [_stored_file(one) for one in _list(told["files"])]
-    pieces = [_piece(one) for one in _list(told["pieces"])]
+    files = [_stored_file(entry) for entry in _list(told["files"])]
+    pieces = [_piece(entry) for entry in _list(told["pieces"])]
     made = Manifest(step, values, files, pieces, written_by)
-    missing = {piece.file for piece in pieces} - {one.file for one in files}
+    missing = {piece.file for piece in pieces} - {entry.file for entry in files}
     if missing:
         raise ValueError(f"pieces are said to be in {min(missing)}, and there is no such file")
     for name, parts in made.tensors().items():
@@ -195,8 +195,8 @@ def checkpoints(folder: Path) -> list[tuple[int, Path]]:
     """(step, folder) of every finished checkpoint, newest first; whether they are sound is another question."""
     if not folder.is_dir():
         return []
-    found = [(step, path) for path in folder.iterdir() if (step := step_of(path.name)) is not None]
-    return sorted(found, reverse=True)
+    finished = [(step, path) for path in folder.iterdir() if (step := step_of(path.name)) is not None]
+    return sorted(finished, reverse=True)
 
 
 def left_over(folder: Path) -> list[Path]:
@@ -217,13 +217,13 @@ def digest(path: Path) -> str:
 
 def damage(folder: Path, files: Sequence[StoredFile]) -> Iterator[str]:
     """A sentence for every file that is not as the manifest says."""
-    for one in files:
-        path = folder / one.file
+    for stored in files:
+        path = folder / stored.file
         try:
             size = path.stat().st_size
-            if size != one.nbytes:
-                yield f"{path} has {size} bytes, {one.nbytes} were written"
-            elif digest(path) != one.sha256:
+            if size != stored.nbytes:
+                yield f"{path} has {size} bytes, {stored.nbytes} were written"
+            elif digest(path) != stored.sha256:
                 yield f"{path} is not what was written: its SHA-256 differs from the manifest's"
         except OSError as error:
             yield f"{path} cannot be read: {error.strerror}"

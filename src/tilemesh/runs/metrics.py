@@ -52,22 +52,22 @@ class Told:
 
 def read_metrics(lines: Sequence[Mapping[str, Any]]) -> Told:
     told = Told()
-    for one in lines:
-        step = one.get("step")
+    for line in lines:
+        step = line.get("step")
         if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < MOST:
             continue
-        at = number(one.get("at"))
+        at = number(line.get("at"))
         when = at if math.isfinite(at) else None
-        kind = one.get("kind", STEP)
+        kind = line.get("kind", STEP)
         told.ending = None
         if kind == STEP:
-            told.steps[step], told.at_step = dict(one), step
+            told.steps[step], told.at_step = dict(line), step
             if when is not None:
                 told.clock.append((when, step))
             continue
         if kind == STARTED:
             continue
-        event = _event(kind, step, one, when, told.at_step)
+        event = _event(kind, step, line, when, told.at_step)
         told.events.append(event)
         told.ending = event if kind in (STOPPED, FAILED) else None
         if kind == RESUMED:

@@ -29,14 +29,14 @@ def open_checkpoint(run: str | Path, step: int | None = None, say: Callable[[str
     `say` hears why it is not the run's last step, where it is not.
     """
     folder = Path(run) / CHECKPOINTS
-    found = checkpoints(folder)
+    candidates = checkpoints(folder)
     if step is not None:
-        found = [(number, path) for number, path in found if number == step]
-        if not found:
+        candidates = [(number, path) for number, path in candidates if number == step]
+        if not candidates:
             known = ", ".join(str(number) for number, _ in reversed(checkpoints(folder))) or "none"
             raise UsageError(f"{run} has no checkpoint of step {step} ({folder_name(step)}): there are {known}")
     problems: list[str] = []
-    for _, path in found:
+    for _, path in candidates:
         try:
             reader = Reader(path)
         except RunError as error:
@@ -94,15 +94,15 @@ class Reader:
 
     def local(self, name: str, mine: Shard) -> Tensor:
         """This rank's part of a tensor in its own layout."""
-        found = self._pieces(name)
-        if found[0].whole != mine.whole:
+        pieces = self._pieces(name)
+        if pieces[0].whole != mine.whole:
             raise RunError(
-                f"{name} in {self.folder} has shape {found[0].whole} and this model's has {mine.whole}: "
+                f"{name} in {self.folder} has shape {pieces[0].whole} and this model's has {mine.whole}: "
                 "it is another model's checkpoint"
             )
         if len(mine.boxes) == 1:
             return self.box(name, mine.boxes[0][1])
-        local = empty(mine.shape, found[0].dtype)
+        local = empty(mine.shape, pieces[0].dtype)
         for here, there in mine.boxes:
             local[here.slices] = self.box(name, there)
         return local

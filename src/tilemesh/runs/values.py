@@ -26,11 +26,11 @@ def count(value: object, otherwise: int = 1) -> int:
 
 def section(of: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     """A table inside a table; empty when it is not there or no table."""
-    found = of.get(name)
-    return found if isinstance(found, Mapping) else {}
+    value = of.get(name)
+    return value if isinstance(value, Mapping) else {}
 
 
 def numbers(of: Mapping[str, Any], name: str) -> list[float]:
-    """A list of numbers inside a table, one a rank; empty when it is none."""
-    found = of.get(name)
-    return [number(one, 0.0) for one in found] if isinstance(found, list) else []
+    """A list of numbers inside a table, one per rank; empty when it is none."""
+    value = of.get(name)
+    return [number(item, 0.0) for item in value] if isinstance(value, list) else []

@@ -31,6 +31,8 @@ QUERY_BLOCK = 8
 """Invariant mode: queries of one sequence in one product, padded to as many."""
 _ROWS = {2: 64, 4: 32, 8: 16}
 """Our kernels: tokens times query heads of a tile of a prompt, by the bytes of an element."""
+_NARROW = 64
+"""Heads up to this width have twice as many: a key is then read for twice as many queries, and there is room."""
 _LEAST_ROWS = 16
 
 
@@ -110,7 +112,7 @@ class PagedKeyValues:
         self._batch = batch
         return self
 
-    def tile_sizes(self, heads: int, kv_heads: int, itemsize: int) -> TileSizes | None:
+    def tile_sizes(self, heads: int, kv_heads: int, width: int, itemsize: int) -> TileSizes | None:
         """How our kernels want the tokens of a pass."""
         if not self.by_kernel:
             return None
@@ -118,7 +120,8 @@ class PagedKeyValues:
         least = max(1, _LEAST_ROWS // group)
         if self.invariant:
             return TileSizes(least, least, kv_heads, uniform=True)
-        return TileSizes(1, max(least, _ROWS[itemsize] // group), kv_heads)
+        rows = _ROWS[itemsize] * (2 if width <= _NARROW and itemsize == 2 else 1)
+        return TileSizes(1, max(least, rows // group), kv_heads)
 
     def _pool(self, layer: int, dtype: torch.dtype, kv_heads: int, width: int) -> StoredPages:
         """Keys and values of a layer; its memory is taken when it first comes."""

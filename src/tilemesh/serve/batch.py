@@ -27,8 +27,6 @@ SPLIT, FEW_SPLIT = 256, 64
 """Keys of a part in our kernels, where several programs share a sequence; and where only a few sequences decode."""
 _FEW, _SHORT = 4, 16_384
 """Sequences, and tokens of the longest, up to which parts are small: adding many of them up takes time too."""
-_TILES = 16
-"""Tiles, and rows of tables, are rounded up to so many in a pass with prompts."""
 _ENOUGH, _EVEN = 256, 8192
 """Programs from which a GPU is full without parts, and tokens up to which no sequence keeps the others waiting."""
 
@@ -162,11 +160,9 @@ def make_batch(
     device: torch.device,
     pad_to: int = 0,
     tile_sizes: TileSizes | None = None,
-    even: bool = False,
 ) -> Batch:
     """One pass over these; padded with tokens of no sequence to `pad_to`, whose keys go nowhere. `tile_sizes`: for our
-    kernels; without, for plain torch. `even`, with tiles: shapes are rounded up (`rounded_tokens`), so that steps of
-    different prompts launch the same kernels with the same sizes, whose preparation is then found and not made."""
+    kernels; without, for plain torch."""
     ordered = sorted(pieces, key=lambda piece: (piece.end - piece.begin, piece.end))
     tokens: list[int] = []
     positions: list[int] = []
@@ -183,7 +179,7 @@ def make_batch(
             pages[position // page_tokens] * page_tokens + position % page_tokens
             for position in range(piece.begin, piece.end)
         ]
-    padding = max(0, (rounded_tokens(len(tokens)) if even else pad_to) - len(tokens))
+    padding = max(0, pad_to - len(tokens))
     made = torch.tensor(
         [tokens + [0] * padding, positions + [0] * padding, places + [-1] * padding], dtype=torch.int64
     ).to(device, non_blocking=True)  # or the host would wait for the step before
@@ -192,7 +188,7 @@ def make_batch(
     if tile_sizes is None:
         groups = tuple(_group(ordered[a:b], begins[a], page_tokens, device) for a, b in _together(ordered))
     else:
-        layout = (_even_layout if even else _layout)(ordered, begins, page_tokens, device, tile_sizes)
+        layout = _layout(ordered, begins, page_tokens, device, tile_sizes)
     wanted_N = torch.tensor(wanted, dtype=torch.int64).to(device, non_blocking=True)
     return Batch(made[0:1], made[1:2], made[2], groups, wanted_N, tuple(ordered), layout)
 
@@ -217,30 +213,13 @@ def _layout(
         made = torch.tensor(tiles, dtype=torch.int32, device=device)
         split = sizes.split(last - first, longest) if sizes.uniform or first < decoding else 0
         sets.append(TileSet(begin, end, made, tile, split, longest))
-    return PageLayout(_tables(ordered, len(ordered), page_tokens, device), tuple(sets))
+    return PageLayout(_tables(ordered, page_tokens, device), tuple(sets))
 
 
-def _even_layout(
-    ordered: Sequence[TokenSpan], begins: Sequence[int], page_tokens: int, device: torch.device, sizes: TileSizes
-) -> PageLayout:
-    """All sequences in tiles of prompts, which begin at the first token; tiles and rows of nothing at the end."""
-    tile = sizes.prompt
-    tiles = [
-        (row, begins[row] + at - piece.begin, min(tile, piece.end - at), at)
-        for row, piece in enumerate(ordered)
-        for at in range(piece.begin, piece.end, tile)
-    ]
-    tiles += [(0, 0, 0, 0)] * (-len(tiles) % _TILES)
-    tokens = rounded_tokens(begins[-1] + ordered[-1].end - ordered[-1].begin)
-    longest = rounded(max(piece.end for piece in ordered))
-    made = TileSet(0, tokens, torch.tensor(tiles, dtype=torch.int32).to(device, non_blocking=True), tile, 0, longest)
-    return PageLayout(_tables(ordered, -(-len(ordered) // _TILES) * _TILES, page_tokens, device), (made,))
-
-
-def _tables(ordered: Sequence[TokenSpan], rows: int, page_tokens: int, device: torch.device) -> Tensor:
-    """The pages of each sequence; rows after the last have none."""
+def _tables(ordered: Sequence[TokenSpan], page_tokens: int, device: torch.device) -> Tensor:
+    """The pages of each sequence."""
     columns = rounded(max(-(-piece.end // page_tokens) for piece in ordered))
-    tables = torch.zeros(rows, columns, dtype=torch.int32)
+    tables = torch.zeros(len(ordered), columns, dtype=torch.int32)
     for row, piece in enumerate(ordered):
         pages = piece.entry.pages[: -(-piece.end // page_tokens)]
         tables[row, : len(pages)] = torch.tensor(pages, dtype=torch.int32)
@@ -250,12 +229,6 @@ def _tables(ordered: Sequence[TokenSpan], rows: int, page_tokens: int, device: t
 def rounded(size: int) -> int:
     """To the next power of two, at least 64: what differs little from step to step is launched with the same sizes."""
     return max(64, 1 << (size - 1).bit_length())
-
-
-def rounded_tokens(tokens: int) -> int:
-    """Of a pass with prompts: to 64 more at most up to 1,024, to an eighth of a power of two beyond."""
-    step = max(64, 1 << max(0, (tokens - 1).bit_length() - 4))
-    return -(-tokens // step) * step
 
 
 def _together(ordered: Sequence[TokenSpan]) -> Iterator[tuple[int, int]]:

@@ -1,34 +1,39 @@
 """Steps that are launched and not waited for: tokens stay on the device until somebody reads them.
 
 The one idea: where a step needs the tokens of the one before, it takes them from memory of the device, so the host can
-plan and launch it while the one before still runs. Steps in which every request decodes are the same kernels on the
-same memory for each number of rows: they are captured as a CUDA graph per number of rows (rounded up to one of a few)
-and replayed; what differs is written into tensors that stay. Without CUDA the same code calls what it would capture.
+plan and launch it while the one before still runs. Steps are the same kernels on the same memory for each number of
+rows that decode, and for each number of tokens where prompts are computed (both rounded up to one of a few): they are
+captured as a CUDA graph each and replayed; what differs is written into tensors that stay (staging.py). Without CUDA
+the same code calls what it would capture.
 
-N: rows, one per request that samples; R: sequences; M: pages of the longest sequence.
+N: rows, one per request that samples.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from tilemesh.core.errors import RunError
-from tilemesh.model.sampling import keyed_uniform
 from tilemesh.serve.attention import PagedKeyValues
-from tilemesh.serve.batch import Batch, PageLayout, TileSet, TileSizes, make_batch, token_span
-from tilemesh.serve.request import Sampling
-from tilemesh.serve.sampling import DrawKind, RowDraws, TokenDraw, draw_on_device, kind_of
-from tilemesh.serve.scheduler import UNKNOWN, Scheduled, ServeLimits, StepPlan
+from tilemesh.serve.batch import Batch, PageLayout, TileSet, TileSizes
+from tilemesh.serve.sampling import DrawKind, RowDraws, TokenDraw, draw_on_device
+from tilemesh.serve.scheduler import Scheduled, ServeLimits, StepPlan
+from tilemesh.serve.staging import Staging, StepMemory, StepSizes, rounded_tokens
 
-_INTS = ("known", "source", "position", "place", "count", "top_k")
-_FLOATS = ("temperature", "top_p", "min_p", "uniform")
-_NO_ROW = (0, -1, 0, -1, 0)
-"""The first five numbers of a row of padding."""
+
+class StepShape(NamedTuple):
+    """What a captured step is made for."""
+
+    of: Literal["rows", "tokens"]
+    """Whether every request decodes, or prompts are computed beside."""
+    size: int
+    kind: DrawKind
 
 
 class Replayed(Protocol):
@@ -81,45 +86,6 @@ class DrawnTokens:
         return dict(zip(self.names, self._tokens.tolist(), strict=True))
 
 
-class _Staging:
-    """Host memory that a step's numbers are written into; pinned where they are then copied to a GPU.
-
-    A row mostly has the pages and the sampling that it had when it was last written: they are written if they differ.
-    """
-
-    def __init__(self, rows: int, columns: int, pinned: bool) -> None:
-        self.ints = torch.zeros(len(_INTS), rows, dtype=torch.int64, pin_memory=pinned)
-        self.floats = torch.zeros(len(_FLOATS), rows, dtype=torch.float64, pin_memory=pinned)
-        self.tables = torch.zeros(rows, columns, dtype=torch.int32, pin_memory=pinned)
-        self.drawn = torch.zeros(rows, dtype=torch.int64, pin_memory=pinned)
-        # The same memory, as numpy has it: a list is written there in a tenth of the time.
-        self._ints, self._floats, self._tables = self.ints.numpy(), self.floats.numpy(), self.tables.numpy()
-        self._pages: list[tuple[int, ...]] = [()] * rows
-        self._samplings: list[Sampling | None] = [None] * rows
-        self.kinds = [DrawKind.GREEDY] * rows
-
-    def write(self, numbers: Sequence[Sequence[int]], rows: int) -> None:
-        """The numbers of the first rows, of which the last ones are padding."""
-        count = len(numbers[0])
-        for index, (values, none) in enumerate(zip(numbers, _NO_ROW, strict=True)):
-            self._ints[index, :count] = values
-            self._ints[index, count:rows] = none
-
-    def write_pages(self, row: int, pages: tuple[int, ...]) -> None:
-        if self._pages[row] is not pages:
-            self._pages[row] = pages
-            self._tables[row, : len(pages)] = pages
-
-    def write_sampling(self, row: int, drawing: TokenDraw, vocabulary: int) -> None:
-        sampling = drawing.sampling
-        if self._samplings[row] is not sampling:
-            self._samplings[row], self.kinds[row] = sampling, kind_of(sampling, vocabulary)
-            self._ints[-1, row] = sampling.top_k
-            self._floats[:3, row] = sampling.temperature, sampling.top_p, sampling.min_p
-        if sampling.temperature > 0:
-            self._floats[3, row] = keyed_uniform(drawing.seed, drawing.answer, drawing.number)
-
-
 class DeviceSteps:
     """Launches the steps of a model over pages. `forward(batch)` gives the logits of a batch's wanted tokens."""
 
@@ -133,164 +99,153 @@ class DeviceSteps:
         graphs: ServeGraphs,
         say: Callable[[str], None] = lambda text: None,
     ) -> None:
-        self._forward, self._cache, self._limits, self._vocabulary = forward, cache, limits, vocabulary
-        self._tile_sizes, self._graphs, self._say = tile_sizes, graphs, say
-        rows, columns = limits.running, limits.pages_for(limits.context)
-        device = cache.device
-        self._on_gpu = device.type == "cuda"
-        self._staging = [_Staging(rows, columns, self._on_gpu) for _ in range(2)]  # one is read while one is written
+        self._forward, self._limits, self._tile_sizes = forward, limits, tile_sizes
+        self._graphs, self._say = graphs, say
+        self._sizes = StepSizes(limits, tile_sizes.prompt)
+        self._on_gpu = cache.device.type == "cuda"
+        # One is read by the device while the other is written.
+        self._staging = [Staging(self._sizes, vocabulary, self._on_gpu) for _ in range(2)]
         self._turn = 0
         with torch.inference_mode():
-            self._ints = torch.zeros(len(_INTS), rows, dtype=torch.int64, device=device)
-            self._floats = torch.zeros(len(_FLOATS), rows, dtype=torch.float64, device=device)
-            self._tables = torch.zeros(rows, columns, dtype=torch.int32, device=device)
-            self._drawn = torch.zeros(rows, dtype=torch.int64, device=device)
-            self._numbers = torch.arange(rows, device=device)
+            self._memory = StepMemory(self._sizes, cache.device)
+            self._numbers = torch.arange(limits.running, device=cache.device)
         self._rows: dict[str, int] = {}  # where the last step left each request's token
-        self._captured: dict[tuple[int, DrawKind], Replayed] = {}
+        self._warm: set[StepShape] = set()
+        self._captured: dict[StepShape, Replayed] = {}
         self._failed = False
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan, drawings: Sequence[TokenDraw]) -> DrawnTokens:
         """Begin a step; `drawings` are those of its entries that sample, in their order."""
         self._turn = 1 - self._turn
-        if not self._failed and all(entry.count == 1 and entry.samples for entry in plan.entries):
+        if all(entry.count == 1 and entry.samples for entry in plan.entries):
             return self._decode(plan.entries, drawings)
         return self._mixed(plan.entries, drawings)
 
     @torch.inference_mode()
     def prepare(self, rows: int, kind: DrawKind = DrawKind.GREEDY) -> None:
-        """Capture the step of so many rows before anybody waits for it."""
-        if not self._failed:
-            self._fill((), (), self._bucket(rows))
-            self._replay(self._bucket(rows), kind)
+        """Capture the step in which so many rows decode before anybody waits for it."""
+        rows = self._sizes.rows(rows)
+        self._staging[self._turn].write_decoding((), (), {}, rows)
+        self._copy(rows, rows, 0, kind)
+        self._capture(StepShape("rows", rows, kind), partial(self._decoding, rows, kind))
+
+    @torch.inference_mode()
+    def prepare_prompts(self, tokens: int, kind: DrawKind = DrawKind.GREEDY) -> None:
+        """The same for a step of so many tokens with prompts."""
+        tokens = rounded_tokens(tokens)
+        self._staging[self._turn].write_prompts((), (), {}, tokens)
+        self._copy(tokens, 0, self._sizes.tiles(tokens), kind)
+        self._capture(StepShape("tokens", tokens, kind), partial(self._prompting, tokens, kind))
 
     def prepare_all(self) -> None:
-        """Capture the steps of all numbers of rows, with tokens drawn in the two usual ways."""
-        for rows in sorted({self._bucket(rows) for rows in range(1, self._limits.running + 1)}):
-            for kind in (DrawKind.GREEDY, DrawKind.SAMPLED):
+        """Capture steps of all sizes, with tokens drawn in the two usual ways."""
+        for kind in (DrawKind.GREEDY, DrawKind.SAMPLED):
+            for tokens in reversed(self._sizes.all_tokens()):  # the largest first: the others fit into its memory
+                self.prepare_prompts(tokens, kind)
+            for rows in sorted({self._sizes.rows(rows) for rows in range(1, self._limits.running + 1)}):
                 self.prepare(rows, kind)
 
-    # ---- every request decodes ---------------------------------------------------------------------------------
+    def _capture(self, shape: StepShape, body: Callable[[], None]) -> None:
+        for _ in range(2):
+            if shape not in self._captured and not self._failed:
+                self._run(shape, body)
 
-    def _decode(self, entries: Sequence[Scheduled], drawings: Sequence[TokenDraw]) -> DrawnTokens:
-        rows = self._bucket(len(entries))
-        staging = self._fill(entries, drawings, rows)
-        self._replay(rows, max(staging.kinds[: len(entries)]))
-        return self._left(entries, staging)
-
-    def _fill(self, entries: Sequence[Scheduled], drawings: Sequence[TokenDraw], rows: int) -> _Staging:
-        """Write the rows of a step and copy them to the device, in order with its steps."""
-        staging, page_tokens = self._staging[self._turn], self._limits.page_tokens
-        known: list[int] = []
-        source: list[int] = []
-        place: list[int] = []
-        for row, (entry, drawing) in enumerate(zip(entries, drawings, strict=True)):
-            request, at, pages = entry.request, entry.start, entry.pages
-            last = request.tokens[at]
-            known.append(last)
-            source.append(self._rows[request.name] if last == UNKNOWN else -1)
-            place.append(pages[at // page_tokens] * page_tokens + at % page_tokens)
-            staging.write_pages(row, pages)
-            staging.write_sampling(row, drawing, self._vocabulary)
-        position = [entry.start for entry in entries]
-        staging.write((known, source, position, place, [1] * len(entries)), rows)
-        self._ints.copy_(staging.ints, non_blocking=True)
-        self._floats.copy_(staging.floats, non_blocking=True)
-        self._tables[:rows].copy_(staging.tables[:rows], non_blocking=True)
-        return staging
-
-    def _replay(self, rows: int, kind: DrawKind) -> None:
-        def body() -> None:
-            self._body(rows, kind)
-
-        captured = self._captured.get((rows, kind))
-        if captured is None and not self._failed:
-            # Compiles kernels, and takes memory that stays. The tokens that it reads are put back: it is called again.
-            before = self._drawn.clone()
+    def _run(self, shape: StepShape, body: Callable[[], None]) -> None:
+        """The first time in a way that compiles kernels and takes memory that stays; captured the second time."""
+        captured = self._captured.get(shape)
+        if captured is None and shape not in self._warm and not self._failed:
+            self._warm.add(shape)
             self._graphs.warm(body)
-            self._drawn.copy_(before)
+            return
+        if captured is None and not self._failed:
             try:
-                captured = self._captured[rows, kind] = self._graphs.capture(body)
+                captured = self._captured[shape] = self._graphs.capture(body)
             except RunError as error:
                 self._failed = True
-                self._say(f"decoding {error}; steps are launched kernel by kernel")
+                self._say(f"a step {error}; steps are launched kernel by kernel")
         if captured is None:
             body()
         else:
             captured.replay()
 
-    def _body(self, rows: int, kind: DrawKind) -> None:
-        """A whole step of decoding, from `_ints`, `_floats` and `_tables` to `_drawn`."""
-        known, source, position, place, count, top_k = self._ints[:, :rows]
-        temperature, top_p, min_p, uniform = self._floats[:, :rows]
-        # A row of which the last token was none (-1) is thrown away; it must not read outside of the table.
-        tokens = torch.where(source >= 0, self._drawn[source.clamp(min=0)], known).clamp(min=0)
-        number = self._numbers[:rows]
-        tiles = torch.stack((number, number, count, position), 1).to(torch.int32)
+    def _copy(self, tokens: int, rows: int, tiles: int, kind: DrawKind) -> None:
+        """The step's numbers to the device, in order with its steps: of so many tokens, sequences and tiles."""
+        host, memory, drawn = self._staging[self._turn].host, self._memory, self._sizes.drawn(tokens)
+        pairs = [(memory.of_tokens(tokens), host.of_tokens(tokens)), (memory.tables[:rows], host.tables[:rows])]
+        if kind is not DrawKind.GREEDY:
+            pairs.append((memory.floats, host.floats))
+        if tiles:
+            pairs += [(memory.tiles[:tiles], host.tiles[:tiles]), (memory.wanted[:drawn], host.wanted[:drawn])]
+        for to, written in pairs:
+            to.copy_(written, non_blocking=True)
+
+    # ---- every request decodes ---------------------------------------------------------------------------------
+
+    def _decode(self, entries: Sequence[Scheduled], drawings: Sequence[TokenDraw]) -> DrawnTokens:
+        rows = self._sizes.rows(len(entries))
+        kind = self._staging[self._turn].write_decoding(entries, drawings, self._rows, rows)
+        self._copy(rows, rows, 0, kind)
+        self._replay(rows, kind)
+        return self._left(entries)
+
+    def _replay(self, rows: int, kind: DrawKind) -> None:
+        self._run(StepShape("rows", rows, kind), partial(self._decoding, rows, kind))
+
+    def _decoding(self, rows: int, kind: DrawKind) -> None:
+        """A whole step of decoding, from numbers in the device's memory to drawn tokens there."""
+        tokens, position, place = self._tokens_of(rows)
+        number, tables = self._numbers[:rows], self._memory.tables[:rows]
+        tiles = torch.stack((number, number, place >= 0, position), 1).to(torch.int32)  # none of padding
         split = self._tile_sizes.split(rows, self._limits.context)
         layout = TileSet(0, rows, tiles, self._tile_sizes.decode, split, self._limits.context)
-        batch = Batch(tokens[None], position[None], place, (), None, (), PageLayout(self._tables[:rows], (layout,)))
-        logits_NV = self._forward(batch)
-        self._drawn[:rows] = draw_on_device(logits_NV, RowDraws(temperature, uniform, top_k, top_p, min_p), kind)
+        batch = Batch(tokens[None], position[None], place, (), None, (), PageLayout(tables, (layout,)))
+        self._draw(self._forward(batch), kind)
 
-    def _bucket(self, rows: int) -> int:
-        """The number of rows that a step is captured for: powers of two, and from 16 on multiples of 16."""
-        wanted = 1 << (rows - 1).bit_length() if rows <= 16 else -(-rows // 16) * 16
-        return min(wanted, self._limits.running)
+    def _tokens_of(self, count: int) -> tuple[Tensor, ...]:
+        known, source, position, place = self._memory.of_tokens(count)
+        # A token that the last step could not draw (-1) is thrown away; it must not read outside of the table.
+        tokens = torch.where(source >= 0, self._memory.drawn[source.clamp(min=0)], known).clamp(min=0)
+        return tokens, position, place
+
+    def _draw(self, logits_NV: Tensor, kind: DrawKind) -> None:
+        rows = len(logits_NV)
+        temperature, top_k, top_p, min_p, uniform = self._memory.floats[:, :rows]
+        if kind is DrawKind.FILTERED:
+            top_k = top_k.to(torch.int64)
+        draws = RowDraws(temperature, uniform, top_k, top_p, min_p)
+        self._memory.drawn[:rows] = draw_on_device(logits_NV, draws, kind)
 
     # ---- prompts beside --------------------------------------------------------------------------------------
 
     def _mixed(self, entries: Sequence[Scheduled], drawings: Sequence[TokenDraw]) -> DrawnTokens:
-        device = self._cache.device
-        spans = [token_span(entry, all_logits=False) for entry in entries]
-        batch = make_batch(spans, self._limits.page_tokens, device, tile_sizes=self._tile_sizes, even=True)
-        unknown: list[tuple[int, int]] = []
-        end = 0
-        for piece in batch.pieces:
-            end += piece.end - piece.begin
-            if piece.tokens[-1] == UNKNOWN:
-                unknown.append((end - 1, self._rows[piece.entry.request.name]))
-        if unknown:
-            at, source = torch.tensor(unknown).t().to(device, non_blocking=True)
-            batch.tokens_1T[0, at] = self._drawn[source].clamp(min=0)
         by_name = {
             entry.request.name: drawing
             for entry, drawing in zip([entry for entry in entries if entry.samples], drawings, strict=True)
         }
-        sampling = [piece.entry for piece in batch.pieces if piece.entry.samples]
-        ordered = [by_name[entry.request.name] for entry in sampling]
-        if sampling:  # of as many rows as a step that decodes has; the others draw again what the first does
-            rows = self._bucket(len(sampling))
-            ordered += ordered[:1] * (rows - len(ordered))
-            assert batch.wanted is not None
-            spare = batch.wanted[:1].expand(rows - len(batch.wanted))
-            batch = replace(batch, wanted=torch.cat((batch.wanted, spare)))
-        logits_NV = self._forward(batch)
-        if sampling:
-            floats = torch.tensor(_floats_of(ordered), dtype=torch.float64).t().to(device, non_blocking=True)
-            top_k_N = torch.tensor([drawing.sampling.top_k for drawing in ordered]).to(device, non_blocking=True)
-            temperature, top_p, min_p, uniform = floats
-            draws = RowDraws(temperature, uniform, top_k_N, top_p, min_p)
-            kind = max(kind_of(drawing.sampling, self._vocabulary) for drawing in drawings)
-            self._drawn[: len(ordered)] = draw_on_device(logits_NV, draws, kind)
-        return self._left(sampling, self._staging[self._turn])
+        ordered = sorted(entries, key=lambda entry: (entry.count, entry.start))
+        sampling = [entry for entry in ordered if entry.samples]
+        tokens = rounded_tokens(sum(entry.count for entry in entries))
+        in_order = [by_name[entry.request.name] for entry in sampling]
+        kind = self._staging[self._turn].write_prompts(ordered, in_order, self._rows, tokens)
+        self._copy(tokens, len(ordered), self._sizes.tiles(tokens), kind)
+        self._run(StepShape("tokens", tokens, kind), partial(self._prompting, tokens, kind))
+        return self._left(sampling)
 
-    def _left(self, entries: Sequence[Scheduled], staging: _Staging) -> DrawnTokens:
+    def _prompting(self, tokens: int, kind: DrawKind) -> None:
+        """A whole step with prompts. Tokens that decode are tiles of prompts as well: one kernel attends to all."""
+        made, position, place = self._tokens_of(tokens)
+        memory, rows = self._memory, self._sizes.drawn(tokens)
+        tiles = memory.tiles[: self._sizes.tiles(tokens)]
+        layout = TileSet(0, tokens, tiles, self._tile_sizes.prompt, 0, self._limits.context)
+        pages = PageLayout(memory.tables, (layout,))
+        self._draw(self._forward(Batch(made[None], position[None], place, (), memory.wanted[:rows], (), pages)), kind)
+
+    def _left(self, entries: Sequence[Scheduled]) -> DrawnTokens:
         """What a step leaves: the tokens of these entries, in their order."""
         names = [entry.request.name for entry in entries]
         self._rows = {name: row for row, name in enumerate(names)}
-        tokens_N = self._drawn[: len(names)]
-        return (
-            DrawnTokens(names, tokens_N, staging.drawn) if self._on_gpu else DrawnTokens(names, tokens_N.clone(), None)
-        )
-
-
-def _floats_of(drawings: Sequence[TokenDraw]) -> list[tuple[float, ...]]:
-    made: list[tuple[float, ...]] = []
-    for drawing in drawings:
-        sampling, uniform = drawing.sampling, 0.0
-        if sampling.temperature > 0:
-            uniform = keyed_uniform(drawing.seed, drawing.answer, drawing.number)
-        made.append((sampling.temperature, sampling.top_p, sampling.min_p, uniform))
-    return made
+        tokens_N = self._memory.drawn[: len(names)]
+        if not self._on_gpu:
+            return DrawnTokens(names, tokens_N.clone(), None)
+        return DrawnTokens(names, tokens_N, self._staging[self._turn].host.drawn)

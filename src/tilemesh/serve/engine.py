@@ -133,7 +133,7 @@ class Engine:
         on_gpu = place.type == "cuda"
         graphs: ServeGraphs | None = None
         if (on_gpu if launch_ahead is None else launch_ahead) and not invariant:
-            graphs = CudaGraphs(place) if on_gpu else PlainCalls()
+            graphs = CudaGraphs(place, one_pool=True) if on_gpu else PlainCalls()
         implementation = "auto" if on_gpu or graphs is None else "torch"
         runner: Runner | RankRunner
         if ranks:

@@ -112,15 +112,17 @@ class LiveReply:
                 number, part = await self.parts.get()
                 choice = number * self.asked.sampling.n + part.answer
                 self._measure(choice, part)
+                self.left -= part.finish is not None
                 if part.finish is FinishReason.ERROR:
                     raise RunError(f"the engine could not answer: {part.error}")
                 if part.finish is FinishReason.ABORT:
                     raise RunError("the server is stopping: this answer was not finished")
-                self.left -= part.finish is not None
                 yield choice, part
             self.metrics.whole.observe(time.monotonic() - self.began)
         finally:
             self.abort()
+            if self.left:  # the client hung up, or another answer of this body failed
+                self.metrics.finished.labels(FinishReason.ABORT.value).inc(self.left)
 
     def _measure(self, choice: int, part: AnswerPart) -> None:
         now, metrics = time.monotonic(), self.metrics

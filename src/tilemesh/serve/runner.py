@@ -73,7 +73,7 @@ class Runner:
         )  # fmt: skip
         config = model.config
         itemsize = next(model.parameters()).element_size()
-        self._tile_sizes = self.cache.tile_sizes(config.heads, config.kv_heads, itemsize)
+        self._tile_sizes = self.cache.tile_sizes(config.heads, config.kv_heads, config.head_width, itemsize)
         self._prepare_model()
         self._few: FewTokens | None = None
         """Computes passes of a few tokens, where the kernels for that can be had."""

@@ -127,7 +127,8 @@ class PipelinedGradients(Bucketed):
 
     def figures(self) -> dict[str, Any]:
         updates = max((chunk.versions.updates for chunk in self.versioned.values()), default=0)
-        return {**self._told, "updates": updates}
+        divergence = max((chunk.versions.divergence for chunk in self.versioned.values()), default=0.0)
+        return {**self._told, "updates": updates, "divergence": divergence}
 
 
 class AsynchronousStepper(Stepper):

@@ -24,7 +24,7 @@ from tilemesh.core.ranges import SAMPLED_TOKENS, SEED, TEMPERATURE, TOP_K, TOP_P
 from tilemesh.core.runnable import lacks
 from tilemesh.core.units import format_bytes
 from tilemesh.data.config import SHARD_SUFFIX, STDLIB, check_source, has_shards, source_path
-from tilemesh.data.records import is_records
+from tilemesh.data.documents import documents, source_bytes
 from tilemesh.launch.job import MOST_RANKS, RANKS_PER_CORE
 from tilemesh.launch.start import check_restarts, choose_transport
 from tilemesh.measure.machine import this_machine, usable_gpus
@@ -33,7 +33,7 @@ from tilemesh.model.config import ModelConfig, check_written_model, unlike
 from tilemesh.model.families.book import read_config
 from tilemesh.model.work.weights import layer_weights, shard_parameters, why_not
 from tilemesh.plan.memory import state_bytes
-from tilemesh.plan.nearest import advice, changes, without_offload
+from tilemesh.plan.nearest import changes, without_offload
 from tilemesh.runs import folder as folders
 from tilemesh.runs.manifest import MODEL, DamagedError, Manifest, checkpoints
 from tilemesh.runs.names import CHECKPOINTS, CONFIG, DAMAGED
@@ -98,6 +98,18 @@ def check_types(made: TrainConfig) -> None:
     config.from_dict(TrainConfig, config.to_dict(made))
 
 
+class LayoutError(UsageError):
+    """A mesh that does not divide the model or the batch: whoever knows what was typed adds what works instead."""
+
+    made: TrainConfig
+
+    @classmethod
+    def of(cls, made: TrainConfig, text: str) -> LayoutError:
+        error = cls(text)
+        error.made = made
+        return error
+
+
 def check_values(made: TrainConfig) -> None:
     """Refuse values that cannot be, alone or together. Pure: this machine is not looked at."""
     for path, numbers in RANGES.items():
@@ -132,7 +144,7 @@ def _check_plan(made: TrainConfig) -> None:
         raise UsageError(f"plan.{lack.given}: {lack.why}; set plan.{lack.instead}{other}")
     reason = why_not(made.model, plan)
     if reason:
-        raise UsageError(f"plan.{reason}{advice(made.model, plan)}")
+        raise LayoutError.of(made, f"plan.{reason}")
     if plan.slices > made.context:
         raise UsageError(
             f"plan.slices is {plan.slices} and a sequence has {made.context} tokens: set plan.slices to at most as many"
@@ -353,15 +365,26 @@ def _host_bytes(model: ModelConfig, plan: ParallelPlan) -> int:
     return optimizer * ("optimizer" in plan.offloads) + weights * ("weights" in plan.offloads)
 
 
+_READ_AT_ONCE = 1 << 18
+
+
 def _check_length(made: TrainConfig) -> None:
-    """Refuse one text that is shorter than a sequence; how long several files are, reading them shows."""
-    if made.data.source == STDLIB or made.data.tokenizer is not None or made.data.mixture:
+    """Refuse text that holds no sequence: a token stands for one byte or more, and one ends each document.
+
+    So little text that it could be too short is read; what is held out, and what a tokenizer joins, the ranks see.
+    """
+    size = 0
+    for part in (part for part, _ in made.data.parts):
+        if part.source == STDLIB or has_shards(source_path(part.source)):
+            return
+        size += source_bytes(part)
+    if size > _READ_AT_ONCE or made.data.chat or made.data.packing == "none":
         return
-    file = source_path(made.data.source)
-    if file.is_file() and not is_records(file) and file.stat().st_size <= made.context:
+    tokens = sum(len(document.content) + 1 for part, _ in made.data.parts for document in documents(part))
+    if tokens <= made.context:
         raise UsageError(
-            f"data.source {made.data.source} has {file.stat().st_size} bytes and a sequence {made.context + 1}: set "
-            "train.context lower, or give more text"
+            f"the text of data.source {made.data.source} is shorter than one sequence ({tokens} bytes with its ends, a "
+            f"sequence takes {made.context + 1}): set train.context lower, or give more text"
         )
 
 

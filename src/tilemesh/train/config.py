@@ -117,8 +117,8 @@ class MethodConfig:
     servers: int = 1
     """For train.method=server: ranks that hold parts of the weights, in addition to plan.dp workers."""
     consistency: Literal["bsp", "ssp", "asp"] = "bsp"
-    """For train.method=server: whether workers wait for all others in every step (bsp, the numbers of data
-    parallelism), for those more than `staleness` steps behind (ssp), or for nobody (asp)."""
+    """For train.method=server: whether workers wait for all others in every step (bsp, without clipping the numbers of
+    data parallelism), for those more than `staleness` steps behind (ssp), or for nobody (asp)."""
     staleness: int = 3
     """For ssp: how many steps a worker may be ahead of the slowest."""
     batch: int = 1

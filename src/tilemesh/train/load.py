@@ -8,9 +8,10 @@ mesh, the context), so that what is written down is what is done.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,14 @@ from tilemesh.compress.config import CompressConfig
 from tilemesh.compress.recipe import read_recipe
 from tilemesh.core import config
 from tilemesh.core.errors import Argument, UsageError
-from tilemesh.core.plan import ParallelPlan
+from tilemesh.core.plan import ParallelPlan, is_listed
 from tilemesh.core.ranges import shown
 from tilemesh.core.step.book import microbatches_of
 from tilemesh.model.config import PRESETS as MODELS
+from tilemesh.model.config import ModelConfig, unlike
 from tilemesh.model.families.book import read_config
-from tilemesh.train.check import RANGES, check_init, check_resumed, check_types, check_values
+from tilemesh.plan.nearest import advice
+from tilemesh.train.check import RANGES, LayoutError, check_init, check_resumed, check_types, check_values
 from tilemesh.train.config import DEFAULT_PRESET, PRESETS, TrainConfig, of_run
 
 _RANKS, _MESH = Argument("ranks"), Argument("mesh")
@@ -43,6 +46,15 @@ class _Start:
 
     def says(self, key: str) -> bool:
         return key in self.told or key in self.written
+
+    def says_of(self, section: str) -> bool:
+        """Whether settings or the file name a key of a section."""
+        return any(key.startswith(f"{section}.") for key in self.told | self.written)
+
+    @property
+    def told_axes(self) -> dict[str, int]:
+        """Sizes of the mesh that settings say: they go over all else."""
+        return {axis: getattr(self.made.plan, axis) for axis in ("dp", "tp", "pp") if f"plan.{axis}" in self.told}
 
     def plan(self, **changes: Any) -> _Start:
         if changes.get("pp", self.made.plan.pp) != self.made.plan.pp and "plan.chunk_layers" not in self.told:
@@ -67,7 +79,8 @@ def load(
 ) -> TrainConfig:
     """The run that a preset's name or a TOML file describes, with settings over it and its batch cut for the mesh.
 
-    `mesh`: "dp=2,tp=2". `plan`: a file of `tilemesh plan --save`; it also says the batch, and `sets` go over it.
+    `mesh`: "dp=2,tp=2". `plan`: a file of `tilemesh plan --save`; it also says the batch, the context and, where
+    nothing else does, the model, which a configuration that is named must agree with; `sets` go over it.
     `ranks`: how many there are, where neither says so. `gpus`: how many this machine has; without a word on the mesh
     there is one rank per GPU, unless train.device is cpu.
     `init`: a Hugging Face folder to begin from; where nothing else says what the model is, it is that one's.
@@ -75,14 +88,42 @@ def load(
     batch stays unless train.batch is set, and its model and its optimizer's kind cannot change.
     `recipe`: a recipe's name or TOML file, to train for compression; the configuration keeps what the file says.
     """
+    more: dict[str, Any] = {
+        "mesh": mesh, "plan": plan, "ranks": ranks, "gpus": gpus, "init": init, "resume": resume, "recipe": recipe,
+    }  # fmt: skip
+    try:
+        return _load(name, sets=sets, **more)
+    except LayoutError as error:
+        raise _with_advice(error, lambda text: _load(name, sets=[*sets, text], **more)) from None
+
+
+def _load(
+    name: str | None,
+    *,
+    sets: Sequence[str],
+    mesh: str | None,
+    plan: str | Path | None,
+    ranks: int | None,
+    gpus: int,
+    init: str | Path | None,
+    resume: str | Path | None,
+    recipe: str | Path | None,
+) -> TrainConfig:
     _refuse_empty(name=name, mesh=mesh, plan=plan, init=init, resume=resume)
-    start = _resumed(resume, name, init, sets) if resume is not None else _named(name, sets, init)
-    if plan is not None:
+    sets = _with_listed(sets)
+    saved = None if plan is None else _SavedPlan.read(plan)
+    if resume is not None:
+        start = _resumed(resume, name, init, sets)
+    else:
+        start = _named(name, sets, init)
+        if saved is not None and name is None and init is None and not start.says_of("model"):
+            start = _of_plan(saved, sets)
+    if saved is not None:
         if mesh is not None:
             raise UsageError(_MESH, " and ", Argument("plan"), " both say how ranks are laid out: give one of them")
-        start = _planned(start, plan, sets, keep_batch=resume is not None)
+        start = _planned(start, saved, sets, is_resumed=resume is not None)
     elif mesh is not None:
-        start = start.plan(**_axes(mesh))
+        start = start.plan(**_axes(mesh) | start.told_axes)
     elif resume is None:
         gpus = 0 if start.made.train.device == "cpu" else gpus
         laid_out = any(key.startswith("plan.") for key in start.told) or any(
@@ -101,7 +142,7 @@ def load(
         text = str(recipe) if not Path(recipe).is_file() else read_recipe(recipe).to_toml()
         start = dataclasses.replace(start, made=dataclasses.replace(start.made, compress=CompressConfig(text)))
     is_moved = plan is not None or mesh is not None or ranks is not None or gpus > 0
-    made = settled(_cut_as_said(start, is_moved))
+    made = _settled(_cut_as_said(start, is_moved))
     if resume is not None:
         check_resumed(of_run(resume), made)
     return made
@@ -109,6 +150,28 @@ def load(
 
 def settled(made: TrainConfig) -> TrainConfig:
     """The same run with nothing left open: batch, context and the plan's microbatches agree, or it is refused."""
+    try:
+        return _settled(made)
+    except LayoutError as error:
+        again = functools.partial(config.load, TrainConfig, preset="run", presets={"run": made})
+        raise _with_advice(error, lambda text: _settled(again(sets=[text]))) from None
+
+
+def _with_advice(error: LayoutError, again: Callable[[str], object]) -> UsageError:
+    """The error with the nearest layout that works; `again`: the same with more settings."""
+    made = error.made
+
+    def accepts(text: str) -> bool:
+        try:
+            again(text)
+        except UsageError:
+            return False
+        return True
+
+    return UsageError(*error.args, advice(made.model, made.plan, made.batch, accepts))
+
+
+def _settled(made: TrainConfig) -> TrainConfig:
     check_types(made)
     made = _cut(made, keep_accumulation=made.plan.accumulation > 1)
     made = dataclasses.replace(made, train=dataclasses.replace(made.train, batch=made.batch, context=made.context))
@@ -142,6 +205,21 @@ def _named(name: str | None, sets: Sequence[str], init: str | Path | None) -> _S
     if init is not None and name is None and not any(key.startswith("model.") for key in told):
         made = _of_folder(made, Path(init), told)
     return _Start(made, told, written)
+
+
+def _with_listed(sets: Sequence[str]) -> list[str]:
+    """Settings with the lists of passes that a .csv file has, where one is named as plan.schedule."""
+    made = []
+    for key, text in config.split_sets(sets):
+        if key == "plan.schedule" and text.endswith(".csv"):
+            try:
+                text = Path(text).read_text(encoding="utf-8").strip()
+            except (OSError, UnicodeDecodeError) as error:
+                raise UsageError(f"plan.schedule {text}: the file cannot be read: {error}") from None
+            if not is_listed(text):
+                raise UsageError("plan.schedule: the file has no list of passes, such as 0F0,0F1,0B0,0B1 in each line")
+        made.append(f"{key}={text}")
+    return made
 
 
 def _resumed(resume: str | Path, name: str | None, init: str | Path | None, sets: Sequence[str]) -> _Start:
@@ -186,16 +264,63 @@ def _axes(mesh: str) -> dict[str, int]:
     return axes
 
 
-def _planned(start: _Start, file: str | Path, sets: Sequence[str], keep_batch: bool) -> _Start:
+@dataclasses.dataclass(frozen=True)
+class _SavedPlan:
+    """A file of `tilemesh plan --save`. One that somebody wrote by hand may leave the model and the context out."""
+
+    file: str
+    plan: ParallelPlan
+    model: ModelConfig | None
+    context: int | None
+
+    @classmethod
+    def read(cls, file: str | Path) -> _SavedPlan:
+        found = config.read_toml(file)
+        if not found:
+            raise UsageError(Argument("plan"), f" '{file}' is empty: expected a file of `tilemesh plan … --save`")
+        told, train = found.pop("model", None), found.pop("train", {})
+        if told is not None and not isinstance(told, dict):
+            raise UsageError(f"{file}: model is {shown(told)}: expected a section [model]")
+        model = None if told is None else config.from_dict(ModelConfig, told, f"{file}: model")
+        context = train.get("context") if isinstance(train, dict) else None
+        if train != {} and (not isinstance(context, int) or isinstance(context, bool) or len(train) > 1):
+            raise UsageError(f"{file}: the section train of a plan holds the context alone, as a whole number")
+        return cls(str(file), config.from_dict(ParallelPlan, found, str(file)), model, context)
+
+
+def _of_plan(saved: _SavedPlan, sets: Sequence[str]) -> _Start:
+    """The model that a plan was made for, with the rest of the preset that trains it, or of the usual one."""
+    start = _named(None, sets, None)
+    if saved.model is None:
+        return start
+    wanted = config.to_dict(saved.model)
+    for name in PRESETS:
+        preset = _named(name, sets, None)
+        if not unlike(wanted, preset.made.model):
+            model = dataclasses.replace(saved.model, dropout=preset.made.model.dropout)
+            return dataclasses.replace(preset, made=dataclasses.replace(preset.made, model=model))
+    return dataclasses.replace(start, made=dataclasses.replace(start.made, model=saved.model))
+
+
+def _planned(start: _Start, saved: _SavedPlan, sets: Sequence[str], is_resumed: bool) -> _Start:
     """The layout of a plan's file, with settings over it."""
-    found = config.read_toml(file)
-    if not found:
-        raise UsageError(Argument("plan"), f" '{file}' is empty: expected a file of `tilemesh plan … --save`")
-    over = [f"{key.removeprefix('plan.')}={text}" for key, text in config.split_sets(sets) if key.startswith("plan.")]
-    laid = config.load(ParallelPlan, file=file, sets=over)
     made = start.made
-    if not keep_batch and "train.batch" not in start.told:
+    different = [] if saved.model is None else unlike(config.to_dict(saved.model), made.model)
+    if different:
+        raise UsageError(
+            Argument("plan"),
+            f" '{saved.file}' was made for another model: {different[0]}"
+            f"{f' ({len(different) - 1} more)' if len(different) > 1 else ''}; leave ",
+            Argument("name", "CONFIG"),
+            " and model settings out to train the plan's model, or make a plan for this one",
+        )
+    over = [f"{key.removeprefix('plan.')}={text}" for key, text in config.split_sets(sets) if key.startswith("plan.")]
+    laid = config.load(ParallelPlan, preset="plan", presets={"plan": saved.plan}, sets=over)
+    if not is_resumed and "train.batch" not in start.told:
         made = dataclasses.replace(made, train=dataclasses.replace(made.train, batch=laid.batch))
+    is_open = not is_resumed and not start.says("train.context")
+    if saved.context is not None and is_open and saved.context <= made.model.context:
+        made = dataclasses.replace(made, train=dataclasses.replace(made.train, context=saved.context))
     return dataclasses.replace(start, made=dataclasses.replace(made, plan=laid))
 
 
@@ -262,8 +387,8 @@ def _cut(made: TrainConfig, keep_accumulation: bool) -> TrainConfig:
     plan, batch = made.plan, made.batch
     RANGES["train.batch"].check("train.batch", batch, whole=True)
     if batch % plan.dp:
-        raise UsageError(
-            f"train.batch {batch} does not divide among dp={plan.dp} replicas: set a multiple of {plan.dp}"
+        raise LayoutError.of(
+            made, f"train.batch {batch} does not divide among dp={plan.dp} replicas: set a multiple of {plan.dp}"
         )
     rows = batch // plan.dp
     if plan.microbatch * plan.accumulation == rows:
@@ -281,6 +406,8 @@ def _cut(made: TrainConfig, keep_accumulation: bool) -> TrainConfig:
 def _enough_microbatches(plan: ParallelPlan) -> int:
     """What fills a pipeline of so many stages fairly: two for each, and as many as the schedule takes at least."""
     least, multiple = microbatches_of(plan.schedule, plan.pp)
+    if is_listed(plan.schedule):
+        return least
     return max(least, -(-2 * plan.pp // multiple) * multiple)
 
 

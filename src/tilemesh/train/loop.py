@@ -36,14 +36,14 @@ from tilemesh.train.config import TrainConfig
 from tilemesh.train.loggers import Loggers
 from tilemesh.train.memory import peak_bytes
 from tilemesh.train.optimizer import LossScale, Optimizer
-from tilemesh.train.record import DATA, IDLE
+from tilemesh.train.record import IDLE
 from tilemesh.train.result import Saved
 from tilemesh.train.schedule import rate
 from tilemesh.train.steps import Stepper
 
 Bytes = dict[str, dict[str, int]]  # axis: operation: bytes
 
-_WARM_UP_STEPS = 3  # first ones are slower: pages are touched, connections made, kernels compiled
+WARM_UP_STEPS = 3  # first ones are slower: pages are touched, connections made, kernels compiled
 _SPEED_STEPS = 20  # the shown speed is that of the last ones
 _READ_EVERY_S = 1.0  # where steps are not waited for, how often their loss is looked at
 
@@ -192,7 +192,7 @@ class Loop:
         self._began, self._read_at = progress.step, time.perf_counter()
         before = None  # the clock when the steps that are not read yet began
         while progress.step < config.train.steps and not self.interrupted and not self.ended_early:
-            before, bytes_before = before or self._clock(), self.recorder.bytes_by_axis()
+            before, bytes_before = before or self.recorder.parts_s(), self.recorder.bytes_by_axis()
             was_writing = self.writer.step is not None
             stop = self.step(interrupt)
             if self.timing.first_step_at is None:
@@ -202,7 +202,7 @@ class Loop:
             is_last = progress.step == config.train.steps
             due = self._is_due(config.checkpoint.every) or is_last or stop
             looks = self._is_due(config.evaluate.every) or is_last
-            waits = not self.stepper.is_late or self.steps_done <= _WARM_UP_STEPS
+            waits = not self.stepper.is_late or self.steps_done <= WARM_UP_STEPS
             if due or looks or waits or time.perf_counter() - self._read_at > _READ_EVERY_S:
                 self._between(before, due, looks, is_ordinary=not (due or was_writing))
                 before = None
@@ -246,7 +246,7 @@ class Loop:
         """What comes between two steps: the loss is read, perhaps the held-out text looked at, a checkpoint taken."""
         values = self.read()
         seconds = (time.perf_counter() - self._read_at) / len(values)
-        after = self._clock()
+        after = self.recorder.parts_s()
         self.progress.held_out = self.stepper.evaluate() if looks else None
         due = self._judge() or due
         if due:
@@ -335,10 +335,6 @@ class Loop:
 
     # Telling ------------------------------------------------------------------------------------------------------
 
-    def _clock(self) -> tuple[float, float, float]:
-        seconds = self.recorder.seconds
-        return self.recorder.exchange_s(), seconds.get(DATA, 0.0), seconds.get(IDLE, 0.0)
-
     def _note(
         self, values: list[tuple[int, float, float]], seconds: float, parts: list[float], is_ordinary: bool
     ) -> None:
@@ -346,7 +342,7 @@ class Loop:
         config, progress, timing = self.config, self.progress, self.timing
         exchange, waited, idle = parts
         self._recent = [*self._recent[-_SPEED_STEPS + 1 :], seconds]
-        if values[0][0] > _WARM_UP_STEPS and len(self._recent) > _WARM_UP_STEPS:
+        if values[0][0] > WARM_UP_STEPS and len(self._recent) > WARM_UP_STEPS:
             if is_ordinary:
                 timing.steps.append(seconds)
                 # The meeting is an exchange that carries nothing: its seconds are waiting.

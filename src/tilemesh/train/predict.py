@@ -21,6 +21,7 @@ from tilemesh.plan.local import local_machine
 from tilemesh.plan.prediction import prediction_figures
 from tilemesh.plan.step import predict
 from tilemesh.train.config import TrainConfig
+from tilemesh.train.served_prediction import served_figures
 
 
 def predict_run(config: TrainConfig, gpus: Sequence[str]) -> dict[str, Any]:
@@ -61,6 +62,7 @@ def predict_run(config: TrainConfig, gpus: Sequence[str]) -> dict[str, Any]:
         "mfu": found.mfu,
         "hfu": found.hfu,
         "exchange_share": found.times.exposed_s / found.step_time_s,
+        **(served_figures(config, found, cluster) if config.train.method == "server" else {}),
         "memory_bytes": found.memory.seen_bytes(cluster.device.kind),
         "limit_s": _limit_s(config, on_gpu),
         **_doubt(),

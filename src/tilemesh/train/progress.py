@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from tilemesh.core.units import format_bytes, format_rate, format_seconds
+from tilemesh.measure.table import print_words
 
 LINE_EVERY_S = 2.0  # in a log; a bar shows every step
 
@@ -41,7 +42,7 @@ class Shown:
         if kind == "run":
             self.console.print(f"run: {event['folder']}", soft_wrap=True)
         elif kind == "say":
-            self.console.print(event["text"], soft_wrap=True)
+            print_words(event["text"], self.console)
         elif kind == "output" and event["stream"] != "err":
             self.console.print(f"[{event['rank']}] {event['text']}", soft_wrap=True)
         elif kind in ("output", "launcher"):

@@ -69,7 +69,7 @@ from tilemesh.train.plain import product_parameters, suit_gpu
 from tilemesh.train.record import CONTROL, Recorder, observe_mesh
 from tilemesh.train.result import Result
 from tilemesh.train.resume import begin
-from tilemesh.train.served import Seat, ServedOptimizer, WorkerSource, as_worker, serve_shard
+from tilemesh.train.served import Seat, ServedOptimizer, WorkerSource, as_worker, serve_shard, work
 from tilemesh.train.source import TextSource, from_teacher, next_token
 from tilemesh.train.steps import Stepper
 
@@ -131,20 +131,19 @@ def _train_served(
     if everyone.rank == 0:
         return _train_on(config, folder, alone, resume, init, stop_after, emit, seat)
     nothing = Result(folder, 0, math.nan, None, False, saved_step=0, saved_in=folder)
-    laid = lay_model(worker, Mesh(alone), torch.device("cpu"), False)
+    here = torch.device("cpu")
+    baseline = peak_bytes(here)
+    laid = lay_model(worker, Mesh(alone), here, False)
     if everyone.rank >= seat.workers:
-        serve_shard(config, everyone, laid.gradients.stepped, folder)
+        serve_shard(config, everyone, laid.gradients.stepped, folder, baseline)
         return nothing
+    parts = folder / TRACE_PARTS if config.train.trace_steps else None
+    recorder = Recorder(Trace(parts, rank=everyone.rank, resume=resume), my_status().at)
     last = min(config.train.steps, stop_after or config.train.steps)
-    optimizer = seat.optimizer(laid.gradients.stepped, last)
-    source = WorkerSource(config, corpus, seat.axis, torch.device("cpu"))
-    stepper = Stepper(config, laid, optimizer, source, next_token(worker, laid), Recorder(Trace(None), my_status().at))
-    interrupt = Interrupt((signal.SIGINT,), stop_after, config.train.max_time_s)
-    optimizer.begin(0, starts=False)
-    while optimizer.clock < last and not interrupt.asked and not interrupt.is_time_over:
-        stepper(optimizer.clock + 1)
-    optimizer.link.end()
-    stepper.close()
+    optimizer = seat.optimizer(laid.gradients.stepped, last, recorder)
+    source = WorkerSource(config, corpus, seat.axis, here)
+    stepper = Stepper(config, laid, optimizer, source, next_token(worker, laid), recorder)
+    work(seat, stepper, Interrupt((signal.SIGINT,), stop_after, config.train.max_time_s), baseline)
     return nothing
 
 
@@ -207,7 +206,7 @@ def _train_on(
         source = TextSource(config, corpus, mesh.dp, device)
     else:
         last = min(config.train.steps, stop_after or config.train.steps)
-        optimizer = seat.optimizer(laid.gradients.stepped, last)
+        optimizer = seat.optimizer(laid.gradients.stepped, last, recorder)
         source = WorkerSource(config, corpus, seat.axis, device)
     writer = checkpoint.Writer(
         folder / CHECKPOINTS,

@@ -121,10 +121,23 @@ class Recorder:
 
         return note
 
+    def message(self, axis: str, operation: str, nbytes: int, began_s: float) -> None:
+        """An exchange that ended now and that no communicator tells of as one: a pull from servers, a push to them."""
+        ended_s, moved = time.perf_counter(), self.moved.setdefault((axis, operation), Moved())
+        self.trace.add(operation, began_s, ended_s, kind=EXCHANGE, bytes=nbytes, group=axis)
+        moved.calls += 1
+        moved.nbytes += nbytes
+        moved.seconds += ended_s - began_s
+        moved.step_seconds += (ended_s - began_s) * self.is_in_step
+
     def exchange_s(self) -> float:
         """Seconds in collectives so far, without the waiting at the end of a step."""
         self.tell()
         return sum(one.seconds for one in self.moved.values())
+
+    def parts_s(self) -> tuple[float, float, float]:
+        """Seconds so far in exchanges, waiting included, waiting for data, and waiting for other ranks."""
+        return self.exchange_s(), self.seconds.get(DATA, 0.0), self.seconds.get(IDLE, 0.0)
 
     def bytes_by_axis(self) -> dict[str, dict[str, int]]:
         self.tell()

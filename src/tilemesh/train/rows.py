@@ -7,7 +7,7 @@ from typing import Any
 
 from tilemesh.core.errors import UsageError
 from tilemesh.core.hardware import parse_cluster
-from tilemesh.core.plan import ParallelPlan
+from tilemesh.core.plan import LISTED, ParallelPlan, is_listed
 from tilemesh.core.step.program import chunk_layers, recomputed_layers
 from tilemesh.core.units import format_bytes
 from tilemesh.measure.machine import stamp
@@ -46,8 +46,13 @@ def rows(found: Mapping[str, Any], predicted: Mapping[str, Any]) -> list[Row]:
     tokens = batch * context
     limit_s = None if peak is None else flops / peak
     laid = {"dp": plan["dp"], "tp": plan["tp"]}
-    laid |= {"pp": plan["pp"], "schedule": plan["schedule"]} if plan.get("pp", 1) > 1 else {}
+    laid |= (
+        {"pp": plan["pp"], "schedule": LISTED if is_listed(plan["schedule"]) else plan["schedule"]}
+        if plan.get("pp", 1) > 1
+        else {}
+    )
     laid |= {"zero": plan["zero"]} if plan.get("zero") else {}
+    laid |= {"servers": len(servers)} if (servers := found.get("method", {}).get("servers")) else {}
     case = {
         **laid, "precision": plan["precision"], "ranks": found["world"],
         "cores": found["cores"], "batch": batch, "context": context,
@@ -123,7 +128,7 @@ def least_exchange_share(found: Mapping[str, Any]) -> float:
     The planner predicts the exchange itself, as if all ranks came to it together. A rank that comes early is in the
     collective for longer, waiting; whoever comes last is there for the exchange alone, or nearly.
     """
-    ranks = [one for one in found.get("ranks") or () if one["step_s"] > 0]
+    ranks = [one for one in found.get("ranks") or () if one["step_s"] > 0 and not one.get("is_server")]
     if not ranks:
         return float(found["shares"]["exchange"] + found["shares"]["idle"])
     return min(1.0, *(float(one["exchange_s"] + one["idle_s"]) / float(one["step_s"]) for one in ranks))

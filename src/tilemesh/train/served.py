@@ -12,8 +12,8 @@ are lost, and those that it was ahead are done twice.
 from __future__ import annotations
 
 import dataclasses
-import json
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,19 +23,27 @@ import torch
 from torch import Tensor, nn
 
 from tilemesh.comm.runtime.communicator import Communicator
-from tilemesh.core.errors import RunError, UsageError
-from tilemesh.core.files import write_text
+from tilemesh.core.errors import UsageError
 from tilemesh.core.shard import Shard
+from tilemesh.methods.link import ServerLink
+from tilemesh.methods.record import ServerEvent, append_record
 from tilemesh.methods.rules import bound_of
-from tilemesh.methods.server import ParameterServer, ServerLink
+from tilemesh.methods.server import ParameterServer
 from tilemesh.parallel.mesh import Axis
 from tilemesh.parallel.shard import Held
 from tilemesh.runs.manifest import WEIGHT
 from tilemesh.runs.names import SERVER_RECORDS
 from tilemesh.train.config import TrainConfig
+from tilemesh.train.loop import WARM_UP_STEPS, Interrupt
+from tilemesh.train.memory import peak_bytes
 from tilemesh.train.optimizer import Optimizer
+from tilemesh.train.record import IDLE, Recorder
 from tilemesh.train.schedule import rate
 from tilemesh.train.source import Microbatch, TextSource
+from tilemesh.train.steps import Stepper
+
+SERVERS_AXIS = "server"
+"""Under which a run counts what its workers pull from servers and push to them."""
 
 
 def as_worker(config: TrainConfig) -> TrainConfig:
@@ -122,30 +130,40 @@ class OptimizedShard:
 class ServedOptimizer(Optimizer):
     """A worker's optimizer: a step is a push and a pull. `last`: the clock at which a run ends."""
 
-    def __init__(self, config: TrainConfig, held: Mapping[str, Held], link_of: Any, last: int, *, waits: bool) -> None:
+    def __init__(
+        self, config: TrainConfig, held: Mapping[str, Held], link_of: Any, last: int, recorder: Recorder, *, waits: bool
+    ) -> None:
         """`waits`: with its last pull a worker waits for all others, so that what is saved then is what all did."""
         self.vectors = FlatWeights(held, config.method.servers)
         super().__init__(config.optimizer, held, config.plan.precision)
         self.link: ServerLink = link_of(self.vectors.cuts)
-        self.clock, self.last, self.waits = 0, last, waits
-        self._fetched: list[Tensor] = []
+        self.clock, self.last, self.recorder, self.waits = 0, last, recorder, waits
+        self._began = self._done = 0
 
     def begin(self, clock: int, *, starts: bool) -> None:
         """Tell the servers what to begin with, which is what is here, or take it from them."""
         if starts:
             self.link.start(clock, [self.vectors.flat, *flat_states(self, self.kinds)], self.steps)
-        self.clock = self.link.pull(self.vectors.flat)
+        self.clock = self._began = self.link.pull(self.vectors.flat)
+        self._done = clock
 
     def step(self, rate: float | Tensor, divisor: Tensor | None = None) -> None:
         assert divisor is None
         gradients = [mine.tensor.grad for mine in self.vectors.held.values()]
         pieces = [gradient.reshape(-1) for gradient in gradients if gradient is not None]
+        self._done += 1
+        began_s, nbytes = time.perf_counter(), self.vectors.flat.nbytes
         self.link.push(torch.cat(pieces), self.clock)
+        self.recorder.message(SERVERS_AXIS, "push", nbytes, began_s)
         is_last = self.waits and self.clock + 1 >= self.last
+        began_s, held_s = time.perf_counter(), self.link.held_s
         self.clock = self.link.pull(self.vectors.flat, last=is_last)
+        self.recorder.message(SERVERS_AXIS, "pull", nbytes, began_s)
+        # What a server made it wait for others is no exchange, and counts as waiting.
+        self.recorder.seconds[IDLE] = self.recorder.seconds.get(IDLE, 0.0) + self.link.held_s - held_s
 
     def tensors(self) -> Iterator[tuple[str, Shard, Tensor]]:
-        self.steps, (weights, *kept) = self.link.state(len(self.vectors.flat), self.vectors.flat)
+        self.steps, (weights, *kept) = self.link.state(len(self.vectors.flat), self.vectors.flat, self._done)
         for name, piece in zip(self.stepped, self.vectors.split(weights), strict=True):
             yield f"{WEIGHT}:{name}", self.shards[name], piece
         columns = [self.vectors.split(value) for value in kept]
@@ -154,7 +172,18 @@ class ServedOptimizer(Optimizer):
                 yield f"{kind}:{name}", self.shards[name], column[place]
 
     def figures(self) -> dict[str, Any]:
-        return {"servers": self.link.figures(), "pulling_s": self.link.waited_s}
+        servers = self.link.figures()
+        told = [worker for server in servers for _, worker in server.pop("told")]
+        others = [*told, *(self._of_server(number, server) for number, server in enumerate(servers))]
+        return {"servers": servers, "pulling_s": self.link.waited_s, "others": others}
+
+    def _of_server(self, number: int, server: dict[str, Any]) -> dict[str, Any]:
+        """A server's time per step, as those of workers are told: at work, or waiting for messages."""
+        steps = max(1, self.clock - self._began)
+        figures = {"step_s": server["seconds"] / steps, "exchange_s": 0.0, "data_s": 0.0}
+        figures["idle_s"] = max(0.0, server["seconds"] - server["busy_s"]) / steps
+        memory = {key: server.pop(key) for key in ("peak_memory_bytes", "memory_baseline_bytes")}
+        return {"name": f"server {number}", "is_server": True, **figures, **memory}
 
 
 class WorkerSource(TextSource):
@@ -183,13 +212,37 @@ class Seat:
     def axis(self) -> Axis:
         return Axis("dp", self.workers, self.everyone.rank, tuple(range(self.workers)), self.everyone)
 
-    def optimizer(self, held: Mapping[str, Held], last: int) -> ServedOptimizer:
+    def optimizer(self, held: Mapping[str, Held], last: int, recorder: Recorder) -> ServedOptimizer:
         servers = range(self.workers, self.everyone.size)
 
         def link_of(cuts: Sequence[slice]) -> ServerLink:
             return ServerLink(self.everyone, servers, cuts)
 
-        return ServedOptimizer(self.config, held, link_of, last, waits=self.everyone.rank == 0)
+        return ServedOptimizer(self.config, held, link_of, last, recorder, waits=self.everyone.rank == 0)
+
+
+def work(seat: Seat, stepper: Stepper, interrupt: Interrupt, baseline: int) -> None:
+    """As a worker but the first: step until the clock of the last step, then tell how long steps took."""
+    optimizer, recorder, config = stepper.optimizer, stepper.recorder, seat.config
+    assert isinstance(optimizer, ServedOptimizer)
+    optimizer.begin(0, starts=False)
+    parts: list[list[float]] = []
+    while optimizer.clock < optimizer.last and not interrupt.asked and not interrupt.is_time_over:
+        recorder.step = optimizer.clock + 1
+        recorder.trace.on = recorder.trace.on and len(parts) < config.train.trace_steps
+        began_s, before = time.perf_counter(), recorder.parts_s()
+        with recorder.in_step():
+            stepper(optimizer.clock + 1)
+        exchange_s, data_s, idle_s = (now - then for now, then in zip(recorder.parts_s(), before, strict=True))
+        parts.append([time.perf_counter() - began_s, exchange_s - idle_s, data_s, idle_s])
+    recorder.trace.close()
+    timed = parts[WARM_UP_STEPS:] or parts
+    medians = [sorted(column)[len(column) // 2] for column in zip(*timed, strict=True)] or [0.0] * 4
+    told = dict(zip(("step_s", "exchange_s", "data_s", "idle_s"), medians, strict=True))
+    memory = {"peak_memory_bytes": peak_bytes(stepper.device), "memory_baseline_bytes": baseline}
+    optimizer.link.tell({"name": f"worker {seat.everyone.rank}", "is_server": False, **told, **memory})
+    optimizer.link.end()
+    stepper.close()
 
 
 def served_shard(config: TrainConfig, held: Mapping[str, Held], number: int) -> OptimizedShard:
@@ -201,15 +254,22 @@ def served_shard(config: TrainConfig, held: Mapping[str, Held], number: int) -> 
     )
 
 
-def serve_shard(config: TrainConfig, comm: Communicator, held: Mapping[str, Held], folder: Path) -> None:
-    """As a server: hold this rank's part of the parameters until all workers have ended; then write what it did."""
+def serve_shard(config: TrainConfig, comm: Communicator, held: Mapping[str, Held], folder: Path, baseline: int) -> None:
+    """As a server: hold this rank's part of the parameters until all workers have ended, and write what it did."""
     workers, method = config.plan.dp, config.method
     number, bound = comm.rank - workers, bound_of(method.consistency, method.staleness)
+    record = folder / SERVER_RECORDS / f"{number}.jsonl"
+
+    def keep(events: Sequence[ServerEvent]) -> None:
+        try:
+            append_record(record, events)
+        except OSError as error:  # what was trained stays, with or without a record of it
+            print(f"tilemesh: no record of server {number}: {error}", file=sys.stderr, flush=True)
+
     shard, silence_s = served_shard(config, held, number), config.train.timeout_s / 2
-    server = ParameterServer(comm, range(workers), shard, bound, method.batch, started=False, silence_s=silence_s)
+    server = ParameterServer(
+        comm, range(workers), shard, bound, method.batch, started=False, silence_s=silence_s,
+        about=lambda: {"peak_memory_bytes": peak_bytes(shard.weights.device), "memory_baseline_bytes": baseline},
+        keep=keep,
+    )  # fmt: skip
     server.run()
-    text = "".join(json.dumps(event.to_json()) + "\n" for event in server.events)
-    try:
-        write_text(text, folder / SERVER_RECORDS / f"{number}.jsonl")
-    except RunError as error:  # what was trained stays, with or without a record of it
-        print(f"tilemesh: no record of server {number}: {error}", file=sys.stderr, flush=True)

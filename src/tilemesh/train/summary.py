@@ -51,12 +51,15 @@ def gather(
     step_s, exchange_s, data_s, idle_s = (float(value) for value in everyone[slowest, 2:6])
     parts = shares(step_s, exchange_s, data_s, idle_s)
     taken = timing.sample()
+    method = loop.method_figures()
+    # Ranks that lay nothing of the mesh: other workers beside parameter servers, and these.
+    others, world = method.pop("others", []), config.ranks if config.train.method == "server" else comm.size
     by_operation = {
         f"{axis} {name}": one.step_seconds
         for (axis, name), one in recorder.moved.items()
         if axis != CONTROL and one.step_seconds
     }
-    cluster = f"{comm.size}xlocal" if loop.device.type == "cpu" else f"{comm.size}x{_gpu()}"
+    cluster = f"{world}xlocal" if loop.device.type == "cpu" else f"{world}x{_gpu()}"
     return {
         "model": to_dict(config.model),
         "plan": config.plan.to_dict(),
@@ -65,7 +68,7 @@ def gather(
         "cluster": cluster,
         "device": loop.device.type,
         "machine": this_machine().id,
-        "world": comm.size,
+        "world": world,
         "backend": comm.backend,
         "cores": granted_cores(),
         "parameters": count_parameters(config.model).total,
@@ -87,7 +90,13 @@ def gather(
         "saved_step": loop.saved.step,
         "saved_in": None if loop.saved.folder == loop.folder else str(loop.saved.folder.resolve()),
         "shares": asdict(parts),
-        "ranks": [dict(zip(_PARTS, map(float, row[2:6]), strict=True)) for row in everyone],
+        "ranks": [
+            *(
+                {**({"name": "worker 0"} if others else {}), **dict(zip(_PARTS, map(float, row[2:6]), strict=True))}
+                for row in everyone
+            ),
+            *({key: other[key] for key in ("name", "is_server", *_PARTS)} for other in others),
+        ],
         "code": "compiled" if config.train.compile else "eager",
         "command": command(),
         "commit": commit(),
@@ -95,15 +104,15 @@ def gather(
         "exchange_seconds": by_operation,
         "exchange_steps": loop.steps_done,
         "exchanges": loop.step_bytes,
-        "method": loop.method_figures(),
-        "peak_memory_bytes": [int(value) for value in everyone[:, 0]],
-        "memory_baseline_bytes": [int(value) for value in everyone[:, 1]],
+        "method": method,
+        "peak_memory_bytes": [*map(int, everyone[:, 0]), *(other["peak_memory_bytes"] for other in others)],
+        "memory_baseline_bytes": [*map(int, everyone[:, 1]), *(other["memory_baseline_bytes"] for other in others)],
         "memory_bytes": _by_kind(everyone[:, 0] - everyone[:, 1], everyone[:, 6:]),
         "memory_how": HOW,
         "improve": "too few steps were timed to say"
         if taken is None
         else improvement(
-            asdict(parts), by_operation, loop.step_bytes, ranks=comm.size, cores=granted_cores(),
+            asdict(parts), by_operation, loop.step_bytes, ranks=world, cores=granted_cores(),
             of_limit=None if limit_s is None else limit_s / taken.median,
         ),
     }  # fmt: skip

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tilemesh.bench.compress.predict import CompressClocks, Expected
+from tilemesh.bench.compress.predict import CompressClocks, Expected, pass_timer
 from tilemesh.compress.calibrate import mean_loss
 from tilemesh.kernels.modules import FusedLinear
 from tilemesh.measure.machine import stamp
 from tilemesh.measure.row import CaseValue, Row
 from tilemesh.measure.sample import Sample
-from tilemesh.measure.timing import LoopTimer, compare
+from tilemesh.measure.timing import compare
 from tilemesh.model.cache import DenseCache
 from tilemesh.model.lowbit import LowBitLinear, model_bytes, projections, stack_low_bits
 from tilemesh.model.projection import PlainLinear
@@ -41,18 +41,18 @@ class Judged:
 def time_models(models: Mapping[str, Transformer], tokens: Tensor, seconds: float) -> dict[str, tuple[Sample, Sample]]:
     """A forward pass of some sequences, and one decoded token after a short prompt; models take turns.
 
-    They compute as in an engine: projections of the same activations by one product.
+    They compute as in an engine: projections of the same activations by one product, and on a GPU the kernels of a pass
+    from one recorded graph. The models given are changed: they belong to the caller no more.
     """
     batch = tokens[:_ROWS]
     passes: dict[str, Callable[[int], object]] = {}
     steps: dict[str, Callable[[int], object]] = {}
-    for name, given in models.items():
-        model = copy.deepcopy(given)
+    for name, model in models.items():
         stack_products(model, (Linear, FusedLinear, PlainLinear))
         stack_low_bits(model)
         passes[name] = _forward(model, batch)
         steps[name] = _decode(model, tokens[:1])
-    timer = LoopTimer()
+    timer = pass_timer(tokens.device)
     forward = compare(passes, timer=timer, repeats=12, warmup=1, seconds=seconds / 2, on_error="raise")
     decode = compare(steps, timer=timer, repeats=30, warmup=2, seconds=seconds / 2, on_error="raise")
     return {name: (forward[name], decode[name]) for name in models}
@@ -63,33 +63,35 @@ def _forward(model: Transformer, batch: Tensor) -> Callable[[int], object]:
 
 
 def _decode(model: Transformer, prompt: Tensor) -> Callable[[int], object]:
-    """The token after a prompt, again and again: the cache is set back after each."""
+    """The token after a prompt, again and again."""
     length = min(prompt.shape[1], model.config.context - 1)
-    cache = DenseCache(1, model.config.context)
+    cache = DenseCache(1, model.config.context, prompt.device)
     with torch.inference_mode():
         model(prompt[:, :length], cache=cache.extend(length))
     token = prompt[:, -1:]
-
-    def step(turn: int) -> object:
-        cache.lengths[0] = length
-        return model(token, cache=cache.extend(1))
-
-    return step
+    cache.extend(1)
+    return lambda turn: model(token, cache=cache.again())
 
 
-def clocks_of(plain: Transformer, tokens: Tensor) -> CompressClocks:
+def clocks_of(plain: Transformer, tokens: Tensor, dtype: torch.dtype) -> CompressClocks:
     """What predicts the passes that `time_models` times."""
-    return CompressClocks(plain, tokens[:_ROWS].numel())
+    return CompressClocks(plain, tokens[:_ROWS].numel(), dtype)
 
 
 def judge(
-    models: Mapping[str, Transformer], tokens: Tensor, targets: Tensor, seconds: float = 20.0
+    models: Mapping[str, Transformer],
+    tokens: Tensor,
+    targets: Tensor,
+    seconds: float = 20.0,
+    dtype: torch.dtype = torch.float32,
 ) -> dict[str, Judged]:
-    """All models on the same held-out text, timed in turns."""
-    times = time_models(models, tokens, seconds)
+    """All models on the same held-out text, timed in turns. Bytes and times are those of the dtype; losses are those of
+    the models as they are given, so that a dtype's own rounding is in none of the changes."""
+    copies = {name: copy.deepcopy(model).to(dtype) for name, model in models.items()}
+    sizes = {name: model_bytes(model) for name, model in copies.items()}
+    times = time_models(copies, tokens, seconds)
     return {
-        name: Judged(mean_loss(model, tokens, targets), model_bytes(model), *times[name])
-        for name, model in models.items()
+        name: Judged(mean_loss(model, tokens, targets), sizes[name], *times[name]) for name, model in models.items()
     }
 
 
@@ -108,28 +110,40 @@ def rows_of(
     told: dict[str, CaseValue] = {**case, "recipe": recipe}
     no_guess, no_size = "a compressed model's loss is measured", "no fewer bytes are known to keep the loss"
     no_limit = "the plain model's loss is no bound: a smaller model can be better"
-    no_time = "see the plain model's time; `tilemesh calibrate` has this machine's bandwidth"
+    no_time = {} if guess.limits else {"limit": guess.why_no_limit}
+    least = guess.limits or (None, None)
     loss_case: dict[str, CaseValue] = {**told, "change": round(found.loss - plain.loss, 5)}
     common = stamp()
 
-    def row(name: str, unit: str, guessed: float | None, value: Callable[[Judged], Sample], **why: str) -> Row:
+    def row(
+        name: str,
+        unit: str,
+        guessed: float | None,
+        value: Callable[[Judged], Sample],
+        limit: float | None,
+        why: Mapping[str, str],
+    ) -> Row:
         return Row(
             name=name,
             case=loss_case if unit == "nats" else told,
             unit=unit,
             predicted=guessed,
             measured=value(found),
-            limit=None,
+            limit=limit,
             peers={PLAIN: value(plain), **(losses if unit == "nats" else {})},
             missing={**why, **(missing if unit == "nats" else {})},
             **common,
         )
 
+    forward, decode = (
+        change.after(of.median) for change, of in ((guess.forward, plain.forward), (guess.decode, plain.decode))
+    )
+    whys = {"predicted": no_guess, "limit": no_limit}
     return [
-        row("held-out loss", "nats", None, lambda one: _exact(one.loss), predicted=no_guess, limit=no_limit),
-        row("size", "B", float(guess.nbytes), lambda one: _exact(float(one.nbytes)), limit=no_size),
-        row("forward pass", "s", guess.forward.after(plain.forward.median), lambda one: one.forward, limit=no_time),
-        row("decoded token", "s", guess.decode.after(plain.decode.median), lambda one: one.decode, limit=no_time),
+        row("held-out loss", "nats", None, lambda one: _exact(one.loss), None, whys),
+        row("size", "B", float(guess.nbytes), lambda one: _exact(float(one.nbytes)), None, {"limit": no_size}),
+        row("forward pass", "s", forward, lambda one: one.forward, least[0], no_time),
+        row("decoded token", "s", decode, lambda one: one.decode, least[1], no_time),
     ]
 
 

@@ -8,20 +8,31 @@ scheme. Bytes follow from shapes.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from tilemesh.core import calibration
+from tilemesh.core.cost import Ceiling, Cost, limit_s, short_dtype
+from tilemesh.core.errors import RunError, UsageError
 from tilemesh.kernels.lowbit.codes import quantize
-from tilemesh.measure.timing import LoopTimer, compare
+from tilemesh.measure.gpu import KernelTimer
+from tilemesh.measure.machine import this_machine
+from tilemesh.measure.timing import LoopTimer, Timer, compare
 from tilemesh.model.lowbit import FactoredLinear, LowBitLinear, model_bytes, projections
 from tilemesh.model.projection import PlainLinear
 from tilemesh.model.transformer import Transformer
 
 _SECONDS = 0.2
 """For one form of matrix."""
+
+
+def pass_timer(device: torch.device) -> Timer:
+    """Of passes and of products, so that one predicts the other: a loop on a CPU, a recorded graph on a GPU."""
+    return KernelTimer() if device.type == "cuda" else LoopTimer()
 
 
 @dataclass(frozen=True)
@@ -43,13 +54,29 @@ class Expected:
     nbytes: int
     forward: PassChange
     decode: PassChange
+    limits: tuple[float, float] | None = None
+    """Seconds that a forward pass and a decoded token take at least."""
+    why_no_limit: str = ""
+
+
+def least_seconds(model: Transformer, tokens: int, dtype: torch.dtype, ceiling: Ceiling) -> float:
+    """Every matrix read once, and its products at the peak of the dtype."""
+    flops = read = 0
+    for _, module in projections(model):
+        numbers = module.in_features * module.out_features
+        if isinstance(module, FactoredLinear):
+            numbers = module.rank * (module.in_features + module.out_features)
+        flops += 2 * numbers * tokens
+        read += module.nbytes if isinstance(module, LowBitLinear) else numbers * dtype.itemsize
+    short, _ = short_dtype(str(dtype).removeprefix("torch."))
+    return limit_s(Cost(flops, read, 0, launches=1, dtype=short), ceiling)
 
 
 class ProductClock:
     """How long the products of a model take with so many tokens at a time."""
 
-    def __init__(self, plain: Transformer, tokens: int) -> None:
-        self.tokens = tokens
+    def __init__(self, plain: Transformer, tokens: int, dtype: torch.dtype = torch.float32) -> None:
+        self.tokens, self.dtype, self.device = tokens, dtype, next(plain.parameters()).device
         shapes = {(module.out_features, module.in_features) for _, module in projections(plain)}
         ordered = sorted(shapes, key=lambda shape: shape[0] * shape[1])
         self._shapes = (ordered[0], ordered[-1])
@@ -72,11 +99,13 @@ class ProductClock:
 
     def _line(self, form: str, make: Callable[[Tensor], nn.Linear]) -> tuple[float, float]:
         if form not in self._lines:
-            modules = [make(torch.randn(shape) * 0.02) for shape in self._shapes]
-            inputs = [torch.randn(self.tokens, shape[1]) for shape in self._shapes]
+            weights = [torch.randn(shape, device=self.device) * 0.02 for shape in self._shapes]
+            modules = [make(weight).to(self.dtype) for weight in weights]
+            inputs = [torch.randn(self.tokens, shape[1]).to(self.device, self.dtype) for shape in self._shapes]
             calls = {str(place): _call(modules[place], inputs[place]) for place in range(2)}
+            timer = pass_timer(self.device)
             with torch.inference_mode():
-                found = compare(calls, timer=LoopTimer(), repeats=9, warmup=1, seconds=_SECONDS, on_error="raise")
+                found = compare(calls, timer=timer, repeats=9, warmup=1, seconds=_SECONDS, on_error="raise")
             (small, large), sizes = (found[name].median for name in calls), [a * b for a, b in self._shapes]
             each = (large - small) / (sizes[1] - sizes[0]) if sizes[1] > sizes[0] else large / sizes[1]
             each = max(each, 0.0)
@@ -111,16 +140,35 @@ def _coded(weight: Tensor, like: LowBitLinear) -> nn.Linear:
     return LowBitLinear(_plain(weight), like.scheme, quantize(weight, like.scheme), like.inputs, scale)
 
 
+def _ceiling(device: torch.device) -> tuple[Ceiling | None, str]:
+    try:
+        found = calibration.find(this_machine().id)
+        part = "gpu" if device.type == "cuda" else "all_cores"
+        if found is not None:
+            return Ceiling.of_calibration(found, part), ""
+    except (RunError, UsageError) as error:
+        return None, str(error)
+    return None, "this machine has no calibration: run `tilemesh calibrate` once"
+
+
 class CompressClocks:
     """For a forward pass of some sequences and for one decoded token."""
 
-    def __init__(self, plain: Transformer, tokens: int) -> None:
-        self.forward, self.decode = ProductClock(plain, tokens), ProductClock(plain, 1)
-        self.plain = plain
+    def __init__(self, plain: Transformer, tokens: int, dtype: torch.dtype = torch.float32) -> None:
+        self.forward, self.decode = ProductClock(plain, tokens, dtype), ProductClock(plain, 1, dtype)
+        self.plain, self.dtype = plain, dtype
 
     def expected(self, small: Transformer) -> Expected:
         """From shapes, schemes and the times of single products."""
         forward, decode = (
             PassChange(clock.seconds(self.plain), clock.seconds(small)) for clock in (self.forward, self.decode)
         )
-        return Expected(model_bytes(small), forward, decode)
+        nbytes = model_bytes(copy.deepcopy(small).to(self.dtype))
+        ceiling, why = _ceiling(self.forward.device)
+        if any(isinstance(module, LowBitLinear) and module.inputs is not None for _, module in projections(small)):
+            ceiling, why = None, "the peak of products of codes with codes is not calibrated"
+        if ceiling is None:
+            return Expected(nbytes, forward, decode, None, why)
+        counts = (self.forward.tokens, self.decode.tokens)
+        least = [least_seconds(small, tokens, self.dtype, ceiling) for tokens in counts]
+        return Expected(nbytes, forward, decode, (least[0], least[1]))

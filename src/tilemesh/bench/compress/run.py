@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from tilemesh.bench.compress.measure import PLAIN, Judged, clocks_of, histogram, judge, layer_errors, rows_of
@@ -48,19 +49,27 @@ def bench_recipes(
     peers: Sequence[str],
     seconds: float,
     say: Callable[[str], None],
+    dtype: torch.dtype = torch.float32,
+    keep: Callable[[Sequence[Row]], None] = lambda rows: None,
 ) -> CompressFindings:
-    """Every recipe is predicted, made, judged on the same held-out text, and timed in turns with the plain model."""
+    """Every recipe is predicted, made, judged on the same held-out text, and timed in turns with the plain model.
+
+    Where the model lies, all is computed; `dtype` is what is timed. `keep` is given the rows so far after each recipe.
+    """
+    place = next(model.parameters()).device
+    text = (text[0].to(place), text[1].to(place), text[2].to(place))
     train, tokens, targets = text
     found = CompressFindings()
-    clocks = clocks_of(model, tokens)
+    clocks = clocks_of(model, tokens, dtype)
     for name in recipes:
         recipe = read_recipe(name)
         small = shrink(model, recipe, train, say)
         guess = clocks.expected(small)
-        judged = judge({PLAIN: model, "small": small}, tokens, targets, seconds)
+        judged = judge({PLAIN: model, "small": small}, tokens, targets, seconds, dtype)
         losses, why = _peer_losses(peers, model, name, text)
         found.rows += rows_of(name, case, guess, judged["small"], judged[PLAIN], losses, why)
         found.points.append(point_of(name, guess, judged, losses, model, small))
+        keep(found.rows)
         say(f"{name}: loss {judged['small'].loss:.4f} ({judged['small'].loss - judged[PLAIN].loss:+.4f})")
     return found
 

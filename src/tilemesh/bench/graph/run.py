@@ -6,8 +6,10 @@ the memory of the values of a program beside the least that any plan needs.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -105,8 +107,14 @@ def bench_model(
     peers: Sequence[str] = ("eager", "compile"),
     repeats: int = 30,
     seconds: float = 20.0,
+    alone: AbstractContextManager[Any] | None = None,
+    watch: Callable[[str, Callable[[], object]], None] | None = None,
 ) -> GraphBench:
-    """Steps of one model in turns. The prediction is made before anything is timed."""
+    """Steps of one model in turns. The prediction is made before anything is timed.
+
+    alone: entered while steps are timed, so that processes which compile side by side time one after the other.
+    watch: given every way's name and step once all are timed, as for a profile.
+    """
     for peer in peers:
         if peer not in PEERS:
             raise unknown("peer", peer, PEERS)
@@ -115,7 +123,7 @@ def bench_model(
     backend = Backend()
     calls: dict[str, Callable[..., Any]] = {OURS: _compiled(trained, backend)}
     first = {OURS: _first_call(trained, calls[OURS])}
-    pieces = list(backend.report.pieces)  # after a peer's first call, which forgets what was compiled, there are more
+    pieces = list(backend.report.pieces)
     missing: dict[str, str] = {}
     for peer in peers:
         try:
@@ -139,7 +147,11 @@ def bench_model(
             missing["limit"] = f"no matmul in {dtype} was calibrated on this machine"
     timer = call_timer(device) if device.type == "cuda" else LoopTimer()
     steps = {key: _step(trained, call) for key, call in calls.items()}
-    timed = compare(steps, timer=timer, repeats=repeats, seconds=seconds)
+    with alone or nullcontext():
+        timed = compare(steps, timer=timer, repeats=repeats, seconds=seconds)
+        if watch is not None:
+            for key, step in steps.items():
+                watch(key, functools.partial(step, 0))
     missing |= timed.missing
     case = {
         "model": name, "width": size.width, "layers": size.layers, "batch": size.batch, "tokens": size.tokens,
@@ -162,14 +174,17 @@ def _backend_of(peer: str) -> Any:
 
 def _compiled(trained: Trained, backend: Any) -> Callable[..., Any]:
     torch._dynamo.config.allow_rnn = True
+    # One entry per backend and piece: what a peer compiled is not forgotten when the next one compiles.
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
     return torch.compile(trained.module, backend=backend)
 
 
 def _first_call(trained: Trained, call: Callable[..., Any]) -> float:
     """Seconds of the first step, which compiles."""
-    torch._dynamo.reset_code_caches()
     began = time.perf_counter()
     trained.step(call)
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
     return time.perf_counter() - began
 
 

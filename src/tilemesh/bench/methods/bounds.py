@@ -20,8 +20,9 @@ from torch.nn.functional import softplus
 from tilemesh.bench.methods.ranks import Straggling
 from tilemesh.comm.connection import connect
 from tilemesh.comm.runtime.communicator import Communicator
+from tilemesh.methods.link import ServerLink
 from tilemesh.methods.rules import expected_excess
-from tilemesh.methods.server import ParameterServer, ServerLink, SgdShard
+from tilemesh.methods.server import ParameterServer, SgdShard
 from tilemesh.methods.simulate import random_straggler
 
 DIMS, ROWS, RADIUS = 8, 16, 2.0

@@ -17,10 +17,11 @@ from torch import Tensor
 
 from tilemesh.comm.connection import connect
 from tilemesh.comm.runtime.communicator import Communicator
+from tilemesh.methods.link import ServerLink, even_cuts, wait_in_naps
 from tilemesh.methods.programs import k_means
 from tilemesh.methods.record import ServerEvent, largest_lead, replay
 from tilemesh.methods.rules import Push
-from tilemesh.methods.server import ParameterServer, ServerLink, SgdShard, even_cuts, mean_update, wait_in_naps
+from tilemesh.methods.server import ParameterServer, SgdShard, mean_update
 from tilemesh.methods.simulate import Durations, random_straggler, slow_rank
 
 INPUTS, HIDDEN, CLASSES, ROWS = 32, 64, 10, 32

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -83,41 +85,78 @@ class TransformersContinuous:
 
 
 class OpenVino:
-    """openvino-genai's ContinuousBatchingPipeline, from a GGUF file of the same weights in 16 bits."""
+    """openvino-genai, from a GGUF file of the same weights in 16 bits: its continuous batching, or its pipeline over
+    one padded batch where its paged attention does not know the CPU."""
 
     def __init__(self, folder: Path, dtype: str, device: str) -> None:
         if device != "cpu":
             raise RunError("openvino-genai runs on CPUs here")
-        from tilemesh.bench.serve.gguf_file import write_gguf
-
-        openvino, genai = import_module("openvino"), import_module("openvino_genai")
-        path = folder / "model.gguf"
-        if not path.exists():
-            write_gguf(folder, path)
-        self._tensor, self._genai = openvino.Tensor, genai
-        scheduler = genai.SchedulerConfig()
+        openvino, self._genai = import_module("openvino"), import_module("openvino_genai")
+        self._tensor = openvino.Tensor
+        hint = {"fp32": "f32", "bf16": "bf16", "fp16": "f16"}[dtype]
+        options: dict[str, Any] = {"INFERENCE_PRECISION_HINT": hint, "KV_CACHE_PRECISION": hint}
+        options["INFERENCE_NUM_THREADS"] = available_cores()
+        source = self._converted(folder)
+        scheduler = self._genai.SchedulerConfig()
         scheduler.cache_size = 2
         scheduler.max_num_batched_tokens = 512
         scheduler.dynamic_split_fuse = True
-        hint = {"fp32": "f32", "bf16": "bf16", "fp16": "f16"}[dtype]
-        options = {"INFERENCE_PRECISION_HINT": hint, "KV_CACHE_PRECISION": "f32" if dtype == "fp32" else hint}
-        self.pipeline = genai.ContinuousBatchingPipeline(str(path), scheduler, "CPU", options)
+        try:
+            self.pipeline: Any = self._genai.ContinuousBatchingPipeline(str(source), scheduler, "CPU", options)
+            self.how = "continuous batching"
+        except RuntimeError as error:
+            if "PagedAttention" not in str(error):
+                raise
+            self.pipeline = self._genai.LLMPipeline(str(source), "CPU", ATTENTION_BACKEND="SDPA", **options)
+            self.how = "one padded batch"
+
+    def _converted(self, folder: Path) -> Path:
+        """A folder of the model as openvino has it, without a tokenizer: those of a GGUF file do not compile, and none
+        is needed, because prompts are tokens."""
+        from tilemesh.bench.serve.gguf_file import write_gguf
+
+        target = folder / "openvino"
+        if target.exists():
+            return target
+        made = folder / "gguf"
+        made.mkdir()
+        write_gguf(folder, made / "model.gguf")
+        with contextlib.suppress(RuntimeError):  # of the tokenizer; the model has been written by then
+            self._genai.LLMPipeline(str(made / "model.gguf"), "CPU", enable_save_ov_model=True)
+        if not (made / "openvino_model.xml").exists():
+            raise RunError("openvino-genai wrote no model of the GGUF file")
+        target.mkdir()
+        for name in ("openvino_model.xml", "openvino_model.bin"):
+            (made / name).rename(target / name)
+        shutil.copy(folder / "config.json", target)
+        return target
 
     def generate(self, load: Sequence[AskedRequest]) -> None:
-        np = import_module("numpy")
-        prompts = [self._tensor(np.array([one["prompt"]], dtype=np.int64)) for one in load]
-        configs = []
-        for request in load:
-            config = self._genai.GenerationConfig()
-            config.max_new_tokens = config.min_new_tokens = request["output"]
-            config.ignore_eos = True
-            config.do_sample = False
-            configs.append(config)
-        made = self.pipeline.generate(prompts, configs)
-        found = sum(len(one.m_generation_ids[0]) for one in made)
+        if self.how == "continuous batching":
+            prompts = [self._ids([one["prompt"]]) for one in load]
+            made = self.pipeline.generate(prompts, [self._asked(one["output"]) for one in load])
+            answers = [one.m_generation_ids[0] for one in made]
+        else:
+            longest = max(len(one["prompt"]) for one in load)
+            ids = [[0] * (longest - len(one["prompt"])) + list(one["prompt"]) for one in load]
+            mask = [[0] * (longest - len(one["prompt"])) + [1] * len(one["prompt"]) for one in load]
+            batch = self._genai.TokenizedInputs(self._ids(ids), self._ids(mask))
+            answers = self.pipeline.generate(batch, self._asked(_most(load))).tokens
+        found = sum(map(len, answers))
         wanted = sum(one["output"] for one in load)
-        if found != wanted:
+        if found < wanted:
             raise RunError(f"openvino-genai gave {found} tokens of {wanted}")
+
+    def _ids(self, rows: Sequence[Sequence[int]]) -> Any:
+        return self._tensor(import_module("numpy").array(rows, dtype="int64"))
+
+    def _asked(self, tokens: int) -> Any:
+        config = self._genai.GenerationConfig()
+        config.max_new_tokens = config.min_new_tokens = tokens
+        config.ignore_eos = True
+        config.do_sample = False
+        config.set_eos_token_id(1)
+        return config
 
 
 def convert(folder: str, target: str, dtype: str) -> None:
@@ -179,7 +218,9 @@ def main(name: str, folder: str, dtype: str, device: str) -> None:
     except Exception as error:  # whatever a library of others raises: the row says so
         _say(out, {"why": _words(error)})
         return
-    _say(out, {"version": importlib.metadata.version(_PACKAGES.get(name, "transformers"))})
+    version = importlib.metadata.version(_PACKAGES.get(name, "transformers"))
+    how = getattr(peer, "how", "")  # of a peer that has several ways
+    _say(out, {"version": f"{version} ({how})" if how else version})
     for line in sys.stdin:
         load = json.loads(line)
         began = time.perf_counter()

@@ -33,9 +33,9 @@ def train_rows(
         missing["limit"] = why
     if not found.peers and not found.missing:
         missing["peers"] = "none was asked for"
-    case = {
+    case: dict[str, str | int | float | bool | None] = {
         "layers": config.model.layers, "width": config.model.width, "batch": config.batch, "context": config.context,
-        "dp": plan.dp, "tp": plan.tp, **({"pp": plan.pp, "schedule": plan.schedule} if plan.pp > 1 else {}),
+        "dp": plan.dp, "tp": plan.tp, **({"pp": plan.pp, "schedule": plan.schedule_name} if plan.pp > 1 else {}),
         **({"zero": plan.zero} if plan.zero else {}), "precision": plan.precision, "cores": available_cores(),
         "compiled": bool(config.train.compile),
     }  # fmt: skip

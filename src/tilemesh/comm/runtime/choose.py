@@ -235,9 +235,9 @@ def _fitted(request: Request, transport: Transport, fit: Fit) -> Choice | None:
     if direct is not None:  # found not to be open to all, a call goes on through the arena, or natively
         ordinary = {name: ordinary[name] for name in ordinary if is_shared(name) or name == "native"}
     sure = {name: ordinary[name] for name in ordinary if name == "native" or beats_native(name, SURE)}
-    name = min(sure, key=lambda one: sure[one])
+    name = min(sure, key=lambda algorithm: sure[algorithm])
     why = f"{format_seconds(sure[name])} predicted from this machine's fit"
-    if name == "native" and min(ordinary, key=lambda one: ordinary[one]) != "native":
+    if name == "native" and min(ordinary, key=lambda algorithm: ordinary[algorithm]) != "native":
         why += ", and nothing of ours was surely quicker at the sizes measured around it"
     return Choice(name, why, direct)
 

@@ -209,10 +209,10 @@ def key_of(transport: str, ranks: int, cores: int) -> str:
 def stored_fit(transport: str, ranks: int, cores: int) -> str:
     """This machine's fit as JSON text; empty when there is none that can be read."""
     try:
-        found = find(this_machine().id)
-        if found is None:
+        calibration = find(this_machine().id)
+        if calibration is None:
             return ""
-        fit = Fit.from_dict(found.extra[SECTION][key_of(transport, ranks, cores)])
+        fit = Fit.from_dict(calibration.extra[SECTION][key_of(transport, ranks, cores)])
     except (RunError, LookupError, TypeError, ValueError, AttributeError):  # damaged, or of another version: as if none
         return ""
     return json.dumps(fit.to_dict())

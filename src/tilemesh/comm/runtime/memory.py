@@ -131,7 +131,7 @@ def out_array(out: Any, shape: tuple[int, ...], like: Like) -> Array | None:
         return None
     array, given = opened(out, "out")
     if given.dtype != like.dtype or given.is_torch != like.is_torch:
-        kinds = [f"{'torch' if one.is_torch else 'numpy'} {one.dtype}" for one in (given, like)]
+        kinds = [f"{'torch' if side.is_torch else 'numpy'} {side.dtype}" for side in (given, like)]
         raise UsageError(f"out is {kinds[0]}: expected {kinds[1]}, as the input")
     if tuple(out.shape) != tuple(shape):
         raise UsageError(f"out has shape {tuple(out.shape)}: this call's result has {tuple(shape)}")

@@ -87,7 +87,7 @@ class Observers:
 
     def detach(self, observer: Observer) -> None:
         self.flush()
-        self.attached = [one for one in self.attached if one[0] is not observer]
+        self.attached = [entry for entry in self.attached if entry[0] is not observer]
         self._notes.clear()
 
     def tell_counted(self) -> None:

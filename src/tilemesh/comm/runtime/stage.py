@@ -161,7 +161,7 @@ def _begun(runs: list[list[Local] | None], local: Local) -> list[Local] | None:
             break
         if _goes_on(run, local):
             return run
-        if not all(_are_apart(local, one) and _are_apart(one, local) for one in run):
+        if not all(_are_apart(local, earlier) and _are_apart(earlier, local) for earlier in run):
             break
     return None
 

@@ -10,7 +10,6 @@ all_to_all of private sizes sends and expects is compared pair by pair.
 
 from __future__ import annotations
 
-import os
 import struct
 from collections import Counter
 from collections.abc import Generator, Sequence
@@ -19,12 +18,12 @@ from typing import TypeAlias, TypeVar
 import numpy as np
 
 from tilemesh.comm.runtime.transport import Bytes, Message, Token, Transport
+from tilemesh.core import debug
 from tilemesh.core.errors import UsageError
 
 T = TypeVar("T")
 Steps: TypeAlias = Generator[Token, None, T]  # yields what must be done before it can go on, and returns a T
 
-DEBUG_VARIABLE = "TILEMESH_DEBUG"
 _SHOWN = 200  # characters of a call in a message
 
 _HEAD = struct.Struct("<I")
@@ -77,7 +76,7 @@ def _post(transport: Transport, sent: dict[int, Bytes], landing: dict[int, Bytes
 
 
 def is_debugging() -> bool:
-    return "collectives" in os.environ.get(DEBUG_VARIABLE, "").split(",")
+    return debug.asks_for("collectives")
 
 
 def compare_calls(

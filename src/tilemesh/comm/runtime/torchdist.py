@@ -252,12 +252,12 @@ def end_waiting() -> None:
 
     gloo gives a message up only when a wait for it runs out, and closes the connection then.
     """
-    for one in list(_under_way):
-        if one.waiter is not None and one.waiter.is_alive():
-            for work in one.works:
+    for call in list(_under_way):
+        if call.waiter is not None and call.waiter.is_alive():
+            for work in call.works:
                 with contextlib.suppress(Exception):
                     work.wait(timedelta(milliseconds=1))
-            one.waiter.join(_END_S)
+            call.waiter.join(_END_S)
 
 
 def let_go() -> None:

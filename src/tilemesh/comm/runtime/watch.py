@@ -116,7 +116,7 @@ class Watchdog:
             self.found = self._natives(frames.values(), now)
             place = _where(frames.get(self.owner))
         under_way = [*self.found.items(), *((watch, note) for watch, note in notes if note is not None)]
-        waiting = min(under_way, key=lambda one: one[1][3] + one[0].timeout_s * 1e9, default=None)
+        waiting = min(under_way, key=lambda call: call[1][3] + call[0].timeout_s * 1e9, default=None)
         doing = None if waiting is None else Doing(waiting[0].label, *waiting[1])
         where = ", ".join(filter(None, [self.stage, place]))
         self.board.write(self.rank, CallRecord(os.getpid(), now, where, doing, self._seen()))

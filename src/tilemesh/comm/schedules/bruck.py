@@ -9,7 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tilemesh.comm.schedules.schedule import DATA, INPUT, TEMP, Round, Schedule, Shift, Step, copy, recv, same, send
+from tilemesh.comm.schedules.schedule import (
+    DATA,
+    INPUT,
+    TEMP,
+    Round,
+    RoundStep,
+    Schedule,
+    Shift,
+    copy,
+    recv,
+    same,
+    send,
+)
 
 
 def all_gather(ranks: int, root: int = 0) -> Schedule:
@@ -56,9 +68,9 @@ def all_to_all(ranks: int, root: int = 0) -> Schedule:
     return Schedule("all_to_all", "bruck", ranks, root, ranks, rounds, temp=ranks + 2 * half)
 
 
-def _gather(ranks: int, pairs: list[tuple[int, int]]) -> tuple[Step, ...]:
+def _gather(ranks: int, pairs: list[tuple[int, int]]) -> tuple[RoundStep, ...]:
     """TEMP copies from slot to slot; neighbours that stay neighbours move in one step."""
-    steps: list[Step] = []
+    steps: list[RoundStep] = []
     at = 0
     while at < len(pairs):
         source, target = pairs[at]

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from typing import get_args
 
 from tilemesh.comm.schedules.collectives import BLOCKED, ends, require_collective, starts
-from tilemesh.comm.schedules.schedule import DATA, INPUT, NOBODY, SPACES, TEMP, Kind, Round, Schedule, Sparse, Step
+from tilemesh.comm.schedules.schedule import DATA, INPUT, NOBODY, SPACES, TEMP, Kind, Round, RoundStep, Schedule, Sparse
 from tilemesh.core.errors import UsageError
 
 _KINDS = get_args(Kind)
@@ -141,7 +141,7 @@ class _Proof:
                     self.move(step, rank, peer, at, count, source_at)
         self.messages([step for step in steps if step.kind in ("send", "recv")])
 
-    def meet(self, step: Step) -> None:
+    def meet(self, step: RoundStep) -> None:
         if not self.schedule.shared:
             raise self.fail(0, "a sync in a schedule that is not marked as sharing memory")
         # A node's flags know one meeting, that of everybody: ranks that met in groups would wait for the others.
@@ -153,7 +153,7 @@ class _Proof:
         met = [max(clock[other] for clock in self.clock) for other in range(self.ranks)]
         self.clock = [list(met) for _ in range(self.ranks)]
 
-    def move(self, step: Step, rank: int, peer: int, at: int, count: int, source_at: int) -> None:
+    def move(self, step: RoundStep, rank: int, peer: int, at: int, count: int, source_at: int) -> None:
         owner = rank if step.kind == "copy" else peer
         if step.kind == "read" and not self.schedule.shared:
             raise self.fail(rank, "a read in a schedule that is not marked as sharing memory")
@@ -167,7 +167,7 @@ class _Proof:
                 self.note_read(rank, owner, step.source, source_at + i)
             self.put(rank, step.space, at + i, value, step.reduce)
 
-    def messages(self, steps: list[Step]) -> None:
+    def messages(self, steps: list[RoundStep]) -> None:
         wire: dict[tuple[int, int], list[tuple[bool, list[int]]]] = defaultdict(list)
         sent: dict[int, int] = defaultdict(int)
         for step in steps:
@@ -178,7 +178,7 @@ class _Proof:
                     values = [self.get(rank, step.space, slot, rank) for slot in range(at, at + count)]
                     wire[rank, peer].append((step.space == TEMP, values))
                     sent[rank] |= self.mask(step.space, at, count)
-        arriving: list[tuple[Step, int, int, list[int]]] = []
+        arriving: list[tuple[RoundStep, int, int, list[int]]] = []
         overwritten: dict[int, int] = defaultdict(int)
         combined: dict[int, int] = defaultdict(int)
         for step in steps:
@@ -315,7 +315,7 @@ class _Proof:
         return f"chunk {self.label(value)} of ranks {','.join(who)}"
 
 
-def _parts(step: Step) -> list[tuple[int, int, int, int, int]]:
+def _parts(step: RoundStep) -> list[tuple[int, int, int, int, int]]:
     """(rank, peer, at, count, source_at) of all who take part."""
     if isinstance(step.peer, Sparse):
         ranks = sorted(rank for rank, peer in step.peer.values.items() if peer != NOBODY)

@@ -13,7 +13,19 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from tilemesh.comm.schedules.hierarchical import NODE_SIZE, Nodes
-from tilemesh.comm.schedules.schedule import DATA, INPUT, TEMP, Round, Schedule, Sparse, Step, copy, recv, same, send
+from tilemesh.comm.schedules.schedule import (
+    DATA,
+    INPUT,
+    TEMP,
+    Round,
+    RoundStep,
+    Schedule,
+    Sparse,
+    copy,
+    recv,
+    same,
+    send,
+)
 
 
 def all_to_all(ranks: int, root: int = 0, node_size: int = NODE_SIZE) -> Schedule:
@@ -133,13 +145,13 @@ class _Exchange:
         }
         return (self._copy(before, DATA), self._copy(after, DATA))
 
-    def _send(self, rows: Mapping[int, tuple[int, int, int]]) -> Step:
+    def _send(self, rows: Mapping[int, tuple[int, int, int]]) -> RoundStep:
         return send(*self._columns(rows), space=TEMP)
 
-    def _recv(self, rows: Mapping[int, tuple[int, int, int]]) -> Step:
+    def _recv(self, rows: Mapping[int, tuple[int, int, int]]) -> RoundStep:
         return recv(*self._columns(rows), space=TEMP)
 
-    def _copy(self, rows: Mapping[int, tuple[int, int, int]], space: int) -> Step:
+    def _copy(self, rows: Mapping[int, tuple[int, int, int]], space: int) -> RoundStep:
         """Rows of (from TEMP slot, to slot of `space`, count)."""
         source, target, count = self._columns(rows)
         return copy(Sparse(self.ranks, dict.fromkeys(rows, 0)), TEMP, source, space, target, count)

@@ -21,9 +21,9 @@ from tilemesh.comm.schedules.schedule import (
     NOBODY,
     TEMP,
     Round,
+    RoundStep,
     Schedule,
     Shift,
-    Step,
     Vector,
     copy,
     read,
@@ -41,10 +41,10 @@ ON_STAGE = frozenset({TEMP})
 def all_reduce(ranks: int, root: int = 0, segments: int = 1) -> Schedule:
     """Everybody adds in the same order, 0 to n-1, so that all get the same bits."""
 
-    def put(k: int) -> list[Step]:
+    def put(k: int) -> list[RoundStep]:
         return [_stage(ranks, same(ranks, k), same(ranks, k % 2))]
 
-    def get(k: int) -> list[Step]:
+    def get(k: int) -> list[RoundStep]:
         slot, at = same(ranks, k % 2), same(ranks, k)
         return [read(same(ranks, p), TEMP, slot, at, same(ranks, 1), reduce=p > 0) for p in range(ranks)]
 
@@ -52,10 +52,10 @@ def all_reduce(ranks: int, root: int = 0, segments: int = 1) -> Schedule:
 
 
 def reduce(ranks: int, root: int = 0, segments: int = 1) -> Schedule:
-    def put(k: int) -> list[Step]:
+    def put(k: int) -> list[RoundStep]:
         return [_stage(ranks, same(ranks, k), same(ranks, k % 2))]
 
-    def get(k: int) -> list[Step]:
+    def get(k: int) -> list[RoundStep]:
         slot, at, one = same(ranks, k % 2), same(ranks, k), same(ranks, 1)
         return [read(_only(ranks, root, p), TEMP, slot, at, one, reduce=p > 0) for p in range(ranks)]
 
@@ -77,7 +77,7 @@ def reduce_scatter_by_one(ranks: int, root: int = 0, segments: int = 1) -> Sched
 
 
 def reduce_scatter(ranks: int, root: int = 0, segments: int = 1) -> Schedule:
-    def get(k: int) -> list[Step]:
+    def get(k: int) -> list[RoundStep]:
         mine = Shift(ranks, 0, 1, k % 2 * ranks)
         at = Shift(ranks, 0, segments, k)
         return [read(same(ranks, p), TEMP, mine, at, same(ranks, 1), reduce=p > 0) for p in range(ranks)]
@@ -86,10 +86,10 @@ def reduce_scatter(ranks: int, root: int = 0, segments: int = 1) -> Schedule:
 
 
 def all_gather(ranks: int, root: int = 0, segments: int = 1) -> Schedule:
-    def put(k: int) -> list[Step]:
+    def put(k: int) -> list[RoundStep]:
         return [_stage(ranks, same(ranks, k), same(ranks, k % 2))]
 
-    def get(k: int) -> list[Step]:
+    def get(k: int) -> list[RoundStep]:
         slot, one = same(ranks, k % 2), same(ranks, 1)
         return [read(Shift(ranks, p), TEMP, slot, Shift(ranks, p, segments, k), one) for p in range(ranks)]
 
@@ -97,10 +97,10 @@ def all_gather(ranks: int, root: int = 0, segments: int = 1) -> Schedule:
 
 
 def gather(ranks: int, root: int = 0, segments: int = 1) -> Schedule:
-    def put(k: int) -> list[Step]:
+    def put(k: int) -> list[RoundStep]:
         return [_stage(ranks, same(ranks, k), same(ranks, k % 2))]
 
-    def get(k: int) -> list[Step]:
+    def get(k: int) -> list[RoundStep]:
         slot, one = same(ranks, k % 2), same(ranks, 1)
         return [read(_only(ranks, root, p), TEMP, slot, same(ranks, p * segments + k), one) for p in range(ranks)]
 
@@ -108,7 +108,7 @@ def gather(ranks: int, root: int = 0, segments: int = 1) -> Schedule:
 
 
 def all_to_all(ranks: int, root: int = 0, segments: int = 1) -> Schedule:
-    def get(k: int) -> list[Step]:
+    def get(k: int) -> list[RoundStep]:
         mine, one = Shift(ranks, 0, 1, k % 2 * ranks), same(ranks, 1)
         return [read(Shift(ranks, p), TEMP, mine, Shift(ranks, p, segments, k), one) for p in range(ranks)]
 
@@ -116,21 +116,21 @@ def all_to_all(ranks: int, root: int = 0, segments: int = 1) -> Schedule:
 
 
 def broadcast(ranks: int, root: int = 0, segments: int = 1) -> Schedule:
-    def put(k: int) -> list[Step]:
+    def put(k: int) -> list[RoundStep]:
         return [_stage(ranks, same(ranks, k), same(ranks, k % 2), _only(ranks, root, root))]
 
-    def get(k: int) -> list[Step]:
+    def get(k: int) -> list[RoundStep]:
         return [read(same(ranks, root), TEMP, same(ranks, k % 2), same(ranks, k), same(ranks, 1))]
 
     return _staged("broadcast", ranks, root, segments, segments, 1, put, get)
 
 
 def scatter(ranks: int, root: int = 0, segments: int = 1) -> Schedule:
-    def put(k: int) -> list[Step]:
+    def put(k: int) -> list[RoundStep]:
         who, parity = _only(ranks, root, root), k % 2 * ranks
         return [_stage(ranks, same(ranks, b * segments + k), same(ranks, parity + b), who) for b in range(ranks)]
 
-    def get(k: int) -> list[Step]:
+    def get(k: int) -> list[RoundStep]:
         mine = Shift(ranks, 0, 1, k % 2 * ranks)
         return [read(same(ranks, root), TEMP, mine, Shift(ranks, 0, segments, k), same(ranks, 1))]
 
@@ -146,14 +146,14 @@ def all_reduce_slices(ranks: int, root: int = 0, segments: int = 1) -> Schedule:
         return _alone("all_reduce", "flat_slices", root, segments)
     one, whole, me = same(ranks, 1), same(ranks, ranks), Shift(ranks)
 
-    def put(k: int) -> list[Step]:
+    def put(k: int) -> list[RoundStep]:
         first, slot = k * ranks, k % 2 * ranks
         if segments == 1:
             return [copy(me, INPUT, same(ranks, first), TEMP, same(ranks, slot), whole)]
         others = [(Shift(ranks, j, 1, first), Shift(ranks, j, 1, slot)) for j in range(1, ranks)]
         return [copy(me, INPUT, at, TEMP, place, one) for at, place in others]
 
-    def add(k: int) -> list[Step]:
+    def add(k: int) -> list[RoundStep]:
         source, target = Shift(ranks, 0, 1, k % 2 * ranks), same(ranks, 2 * ranks + k % 2)
         if segments == 1:
             return [read(same(ranks, p), TEMP, source, target, one, reduce=p > 0, space=TEMP) for p in range(ranks)]
@@ -163,7 +163,7 @@ def all_reduce_slices(ranks: int, root: int = 0, segments: int = 1) -> Schedule:
 
     def rounds() -> Iterator[Round]:
         for k in range(segments + 2):
-            steps: list[Step] = put(k) if k < segments else []
+            steps: list[RoundStep] = put(k) if k < segments else []
             if 1 <= k <= segments:
                 steps += add(k - 1)
             if k >= 2:
@@ -184,7 +184,7 @@ def direct_all_reduce(ranks: int, root: int = 0, segments: int = 1) -> Schedule:
 
     def rounds() -> Iterator[Round]:
         for k in range(segments + 1):
-            steps: list[Step] = []
+            steps: list[RoundStep] = []
             if k < segments:
                 at, slot = Shift(ranks, 0, 1, k * ranks), same(ranks, k % 2)
                 steps += [read(same(ranks, p), INPUT, at, slot, one, reduce=p > 0, space=TEMP) for p in range(ranks)]
@@ -207,7 +207,7 @@ def direct_all_reduce_slices(ranks: int, root: int = 0, segments: int = 1) -> Sc
 
     def rounds() -> Iterator[Round]:
         for k in range(segments + 2):
-            steps: list[Step] = []
+            steps: list[RoundStep] = []
             if 1 <= k <= segments:
                 places = [Shift(ranks, j, 1, (k - 1) * ranks) for j in range(1, ranks)]
                 steps += [read(Shift(ranks, j + 1), DATA, at, at, one) for j, at in enumerate(places)]
@@ -254,8 +254,8 @@ def _staged(
     segments: int,
     chunks: int,
     slots: int,
-    put: Callable[[int], list[Step]],
-    get: Callable[[int], list[Step]],
+    put: Callable[[int], list[RoundStep]],
+    get: Callable[[int], list[RoundStep]],
 ) -> Schedule:
     """Segment k is put on the stage in round k and read in round k + 1. `slots`: of one segment."""
     if ranks == 1:
@@ -285,20 +285,20 @@ def _by_one(
         return _alone(collective, "flat_one", root, segments)
     count, first = same(ranks, slots), slots * min(2, segments)
 
-    def put(k: int) -> list[Step]:
+    def put(k: int) -> list[RoundStep]:
         if whole is not None or segments == 1:
             source = same(ranks, k) if whole is not None else same(ranks, 0)
             return [copy(Shift(ranks), INPUT, source, TEMP, same(ranks, k % 2 * slots), count)]
         return _put_all(ranks, segments)(k)
 
-    def add(k: int) -> list[Step]:
+    def add(k: int) -> list[RoundStep]:
         slot = same(ranks, k % 2 * slots)
         return [
             read(_only(ranks, 0, p), TEMP, slot, same(ranks, first), count, reduce=p > 0, space=TEMP)
             for p in range(ranks)
         ]
 
-    def get(k: int) -> list[Step]:
+    def get(k: int) -> list[RoundStep]:
         if whole is not None:
             return [read(same(ranks, 0), TEMP, same(ranks, first), whole(k), same(ranks, 1))]
         mine = Shift(ranks, 0, 1, first)
@@ -313,7 +313,7 @@ def _by_one(
     return Schedule(collective, "flat_one", ranks, root, chunks, rounds, first + slots, ON_STAGE)
 
 
-def _direct(collective: str, ranks: int, root: int, chunks: int, steps: list[Step]) -> Schedule:
+def _direct(collective: str, ranks: int, root: int, chunks: int, steps: list[RoundStep]) -> Schedule:
     if ranks == 1:
         return _alone(collective, "direct", root, 1)
 
@@ -333,10 +333,10 @@ def _alone(collective: str, algorithm: str, root: int, segments: int) -> Schedul
     return Schedule(collective, algorithm, 1, root, segments, rounds)
 
 
-def _put_all(ranks: int, segments: int) -> Callable[[int], list[Step]]:
+def _put_all(ranks: int, segments: int) -> Callable[[int], list[RoundStep]]:
     """Segment k of every block goes on the stage, for whoever wants it."""
 
-    def put(k: int) -> list[Step]:
+    def put(k: int) -> list[RoundStep]:
         if segments == 1:
             zero = same(ranks, 0)
             return [copy(Shift(ranks), INPUT, zero, TEMP, zero, same(ranks, ranks))]
@@ -346,13 +346,13 @@ def _put_all(ranks: int, segments: int) -> Callable[[int], list[Step]]:
     return put
 
 
-def _read_results(ranks: int, first: int, slot: int) -> list[Step]:
+def _read_results(ranks: int, first: int, slot: int) -> list[RoundStep]:
     """Everybody's reduced slice, each at its place in the segment that begins with chunk `first`."""
     one, held = same(ranks, 1), same(ranks, slot)
     return [read(Shift(ranks, k), TEMP, held, Shift(ranks, k, 1, first), one) for k in range(ranks)]
 
 
-def _stage(ranks: int, at: Vector, slot: Vector, who: Vector | None = None) -> Step:
+def _stage(ranks: int, at: Vector, slot: Vector, who: Vector | None = None) -> RoundStep:
     return copy(Shift(ranks) if who is None else who, INPUT, at, TEMP, slot, same(ranks, 1))
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 
-from tilemesh.comm.schedules.schedule import INPUT, NOBODY, Round, Schedule, Sparse, Step, Vector
+from tilemesh.comm.schedules.schedule import INPUT, NOBODY, Round, RoundStep, Schedule, Sparse, Vector
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,9 @@ def in_groups(ranks: int, parts: Sequence[GroupSchedule]) -> Iterator[Round]:
             yield tuple(merge(ranks, steps))
 
 
-def merge(ranks: int, steps: Sequence[Step]) -> list[Step]:
+def merge(ranks: int, steps: Sequence[RoundStep]) -> list[RoundStep]:
     """Steps of the same kind in which nobody takes part twice become one step."""
-    merged: list[Step] = []
+    merged: list[RoundStep] = []
     for step in steps:
         for index, before in enumerate(merged):
             if _alike(before, step) and not (_taking_part(before) & _taking_part(step)):
@@ -57,7 +57,7 @@ def spans_of(sizes: Sequence[int]) -> list[tuple[int, int]]:
     return result
 
 
-def _embed(ranks: int, part: GroupSchedule, step: Step) -> Step:
+def _embed(ranks: int, part: GroupSchedule, step: RoundStep) -> RoundStep:
     peer: dict[int, int] = {}
     at: dict[int, int] = {}
     count: dict[int, int] = {}
@@ -74,17 +74,17 @@ def _embed(ranks: int, part: GroupSchedule, step: Step) -> Step:
     return replace(step, peer=Sparse(ranks, peer), at=sparse, count=Sparse(ranks, count), source_at=sparse)
 
 
-def _alike(one: Step, other: Step) -> bool:
+def _alike(one: RoundStep, other: RoundStep) -> bool:
     return (one.kind, one.space, one.reduce, one.source) == (other.kind, other.space, other.reduce, other.source)
 
 
-def _taking_part(step: Step) -> set[int]:
+def _taking_part(step: RoundStep) -> set[int]:
     if isinstance(step.peer, Sparse):
         return set(step.peer.values)
     return {rank for rank, peer in enumerate(step.peer) if peer != NOBODY}
 
 
-def _join(ranks: int, one: Step, other: Step) -> Step:
+def _join(ranks: int, one: RoundStep, other: RoundStep) -> RoundStep:
     def both(first: Vector, second: Vector) -> Sparse:
         values = {rank: first[rank] for rank in _taking_part(one)}
         return Sparse(ranks, values | {rank: second[rank] for rank in _taking_part(other)})

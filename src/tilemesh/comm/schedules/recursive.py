@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from tilemesh.comm.schedules.ring import own_block, whole_input
-from tilemesh.comm.schedules.schedule import NOBODY, Round, Schedule, Shift, Step, Vector, recv, same, send, vector
+from tilemesh.comm.schedules.schedule import NOBODY, Round, RoundStep, Schedule, Shift, Vector, recv, same, send, vector
 
 
 def all_reduce(ranks: int, root: int = 0) -> Schedule:
@@ -130,7 +130,7 @@ def _partner(ranks: int, distance: int) -> tuple[int, ...]:
     return vector(ranks, lambda r: r ^ distance if r < power else NOBODY)
 
 
-def _swap(partner: Vector, mine: Vector, theirs: Vector, count: Vector, *, reduce: bool) -> tuple[Step, Step]:
+def _swap(partner: Vector, mine: Vector, theirs: Vector, count: Vector, *, reduce: bool) -> tuple[RoundStep, RoundStep]:
     return (send(partner, mine, count), recv(partner, theirs, count, reduce=reduce))
 
 
@@ -159,5 +159,5 @@ def _swap_groups(ranks: int, power: int, distance: int, *, halving: bool = False
 
 def _sends(
     partner: Vector, leaves: Vector, arrives: Vector, count: Vector, count_back: Vector, reduce: bool
-) -> tuple[Step, Step]:
+) -> tuple[RoundStep, RoundStep]:
     return (send(partner, leaves, count), recv(partner, arrives, count_back, reduce=reduce))

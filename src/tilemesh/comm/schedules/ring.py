@@ -14,9 +14,9 @@ from tilemesh.comm.schedules.schedule import (
     INPUT,
     NOBODY,
     Round,
+    RoundStep,
     Schedule,
     Shift,
-    Step,
     copy,
     recv,
     same,
@@ -112,7 +112,7 @@ def root_input(ranks: int, root: int, chunks: int) -> Round:
     return (copy(vector(ranks, lambda r: r if r == root else NOBODY), INPUT, zero, DATA, zero, same(ranks, chunks)),)
 
 
-def _down_the_line(ranks: int, root: int, chunks: int, number: int) -> list[Step]:
+def _down_the_line(ranks: int, root: int, chunks: int, number: int) -> list[RoundStep]:
     leaves = vector(ranks, lambda r: number - (r - root) % ranks)
     arrives = vector(ranks, lambda r: leaves[(r - 1) % ranks])
     to = _where(ranks, lambda r: (r + 1) % ranks != root, leaves, chunks, 1)

@@ -103,7 +103,7 @@ class Sparse:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class RoundStep:
     """One thing that ranks do in a round. `count` slots from `at` on, in `space`; peer NOBODY sits it out.
 
     `peer`: whom to send to, receive or read from; for a copy any rank number takes part; for a sync the group.
@@ -124,7 +124,7 @@ class Step:
             object.__setattr__(self, "source_at", self.at)
 
 
-Round: TypeAlias = tuple[Step, ...]
+Round: TypeAlias = tuple[RoundStep, ...]
 
 
 @dataclass(frozen=True)
@@ -195,24 +195,24 @@ def vector(ranks: int, of: Callable[[int], int]) -> tuple[int, ...]:
     return tuple(of(rank) for rank in range(ranks))
 
 
-def send(to: Vector, at: Vector, count: Vector, space: int = DATA) -> Step:
-    return Step("send", to, at, count, space)
+def send(to: Vector, at: Vector, count: Vector, space: int = DATA) -> RoundStep:
+    return RoundStep("send", to, at, count, space)
 
 
-def recv(source: Vector, at: Vector, count: Vector, *, reduce: bool = False, space: int = DATA) -> Step:
-    return Step("recv", source, at, count, space, reduce)
+def recv(source: Vector, at: Vector, count: Vector, *, reduce: bool = False, space: int = DATA) -> RoundStep:
+    return RoundStep("recv", source, at, count, space, reduce)
 
 
-def copy(who: Vector, source: int, source_at: Vector, space: int, at: Vector, count: Vector) -> Step:
-    return Step("copy", who, at, count, space, False, source, source_at)
+def copy(who: Vector, source: int, source_at: Vector, space: int, at: Vector, count: Vector) -> RoundStep:
+    return RoundStep("copy", who, at, count, space, False, source, source_at)
 
 
 def read(
     whom: Vector, source: int, source_at: Vector, at: Vector, count: Vector, *, reduce: bool = False, space: int = DATA
-) -> Step:
-    return Step("read", whom, at, count, space, reduce, source, source_at)
+) -> RoundStep:
+    return RoundStep("read", whom, at, count, space, reduce, source, source_at)
 
 
-def sync(group: Vector) -> Step:
+def sync(group: Vector) -> RoundStep:
     nothing = same(len(group), 0)
-    return Step("sync", group, nothing, nothing)
+    return RoundStep("sync", group, nothing, nothing)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from tilemesh.comm.schedules.collectives import BLOCKED
-from tilemesh.comm.schedules.schedule import NOBODY, Grid, Round, Schedule, Shift, Step, Vector
+from tilemesh.comm.schedules.schedule import NOBODY, Grid, Round, RoundStep, Schedule, Shift, Vector
 from tilemesh.comm.schedules.topology import Sent, Topology
 from tilemesh.core.errors import UsageError
 
@@ -109,19 +109,21 @@ class _Clock:
         if not any(step.kind in ("send", "recv") for step in steps):
             return
         self.free = [
-            max(free[rank], *(free[peer] for peer in one.peers)) + one.busy_s + one.after_s if one.peers else free[rank]
-            for rank, one in enumerate(self._exchanged(steps, count))
+            max(free[rank], *(free[peer] for peer in seconds.peers)) + seconds.busy_s + seconds.after_s
+            if seconds.peers
+            else free[rank]
+            for rank, seconds in enumerate(self._exchanged(steps, count))
         ]
 
     def _exchanged(self, steps: Round, count: int) -> list[Exchanged]:
         """What a round's messages are to each rank; remembered where rounds are many and say so in a few numbers."""
-        if not all(isinstance(one, (Shift, Grid)) for step in steps for one in (step.peer, step.count)):
+        if not all(isinstance(vector, (Shift, Grid)) for step in steps for vector in (step.peer, step.count)):
             return self._exchange(steps, count)
         key = (count, *((step.kind, step.peer, step.count, step.reduce) for step in steps))
-        found = self._known.get(key)
-        if found is None:
-            found = self._known[key] = self._exchange(steps, count)
-        return found
+        known = self._known.get(key)
+        if known is None:
+            known = self._known[key] = self._exchange(steps, count)
+        return known
 
     def _exchange(self, steps: Round, count: int) -> list[Exchanged]:
         sends, receives, after = [0.0] * count, [0.0] * count, [0.0] * count
@@ -143,7 +145,7 @@ class _Clock:
                 after[rank] += self.memory.reduce_s(slots * self.chunk) if step.reduce else 0.0
         return [Exchanged(tuple(peers[r]), max(sends[r], receives[r]), after[r]) for r in range(count)]
 
-    def _meet(self, step: Step, free: list[float]) -> None:
+    def _meet(self, step: RoundStep, free: list[float]) -> None:
         groups = step.peer if len(free) == self.ranks else [step.peer[rank] for rank in range(len(free))]
         latest: dict[int, float] = {}
         for rank, group in enumerate(groups):
@@ -153,7 +155,7 @@ class _Clock:
                 free[rank] = latest[group] + self.memory.sync_s
 
 
-def _period(step: Step, ranks: int) -> int:
+def _period(step: RoundStep, ranks: int) -> int:
     """How far apart ranks are that take part in the same way but for their place."""
     if not _is_constant(step.count):
         return ranks
@@ -166,7 +168,7 @@ def _is_constant(vector: Vector) -> bool:
     return isinstance(vector, Shift) and vector.scale == 0
 
 
-def _parts(step: Step, ranks: int) -> list[tuple[int, int, int]]:
+def _parts(step: RoundStep, ranks: int) -> list[tuple[int, int, int]]:
     """(rank, peer, slots) of the first so many ranks that take part."""
     if ranks == len(step.peer):
         pairs = enumerate(zip(step.peer, step.count, strict=True))

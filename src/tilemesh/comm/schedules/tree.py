@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from tilemesh.comm.schedules.ring import own_block, root_input, whole_input
-from tilemesh.comm.schedules.schedule import NOBODY, Round, Schedule, Step, recv, same, send, vector
+from tilemesh.comm.schedules.schedule import NOBODY, Round, RoundStep, Schedule, recv, same, send, vector
 
 
 def broadcast(ranks: int, root: int = 0) -> Schedule:
@@ -118,7 +118,7 @@ def _level(ranks: int, root: int, distance: int, chunks: int, *, upwards: bool) 
     if chunks:
         zero, count = same(ranks, 0), same(ranks, chunks)
         return (send(to, zero, count), recv(source, zero, count, reduce=upwards))
-    steps: list[Step] = []
+    steps: list[RoundStep] = []
     for wrapped in (False, True):
         leaves = _subtree(ranks, root, distance, children if not upwards else vector(ranks, int), wrapped)
         arrives = _subtree(ranks, root, distance, children if upwards else vector(ranks, int), wrapped)

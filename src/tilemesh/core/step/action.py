@@ -150,19 +150,19 @@ class StepProgram:
         kind, chunk, microbatch, piece = part.kind, part.chunk, part.microbatch, part.slice
         if kind == "W":
             return (PassDone("I", chunk, microbatch, piece),)
-        found = []
+        needs = []
         if kind == "F":
             if chunk:
-                found.append(PassDone("F", chunk - 1, microbatch, piece))
+                needs.append(PassDone("F", chunk - 1, microbatch, piece))
             if piece:
-                found.append(PassDone("F", chunk, microbatch, piece - 1))
-            return tuple(found)
-        found.append(PassDone("F", chunk, microbatch, piece))
+                needs.append(PassDone("F", chunk, microbatch, piece - 1))
+            return tuple(needs)
+        needs.append(PassDone("F", chunk, microbatch, piece))
         if chunk < self.chunks - 1:
-            found.append(PassDone("I", chunk + 1, microbatch, piece))
+            needs.append(PassDone("I", chunk + 1, microbatch, piece))
         if piece < self.slices - 1:
-            found.append(PassDone("I", chunk, microbatch, piece + 1))
-        return tuple(found)
+            needs.append(PassDone("I", chunk, microbatch, piece + 1))
+        return tuple(needs)
 
     def messages(self, part: Action) -> tuple[tuple[Action, Action, int], ...]:
         """What a pass sends to another rank: the SEND, the RECV that takes it, and the receiver."""

@@ -66,7 +66,7 @@ def asynchronous(name: str, ranks: int, microbatches: int, per_update: int = 1) 
 
 def held_versions(program: StepProgram) -> list[int]:
     """Versions of its weights that each rank holds at most: the newest, and those that passes will still read."""
-    found = []
+    most_held = []
     for actions in program.actions:
         last = {
             (action.chunk, action.version): place
@@ -79,8 +79,8 @@ def held_versions(program: StepProgram) -> list[int]:
                 newest = (action.chunk, action.version)
                 held = {key for key in held if last.get(key, -1) > place} | {newest}
             most = max(most, len(held))
-        found.append(most)
-    return found
+        most_held.append(most)
+    return most_held
 
 
 def copies_of_weights(name: str, rank: int, ranks: int, microbatches: int) -> int:
@@ -98,7 +98,7 @@ def copies_of_weights(name: str, rank: int, ranks: int, microbatches: int) -> in
 def delays(program: StepProgram) -> list[float]:
     """Of each chunk, updates between the forward pass of a microbatch and the update of its gradient, in the middle of
     the run: what PipeMare calls tau."""
-    found = []
+    of_chunks = []
     for actions in program.actions:
         read = {action.microbatch: action.version for action in actions if action.kind == "F"}
         made = [0.0] * program.microbatches
@@ -112,5 +112,5 @@ def delays(program: StepProgram) -> list[float]:
                     made[microbatch] = version - read[microbatch]
                 waiting = []
         middle = made[len(made) // 2 : max(len(made) // 2 + 1, math.ceil(0.75 * len(made)))]
-        found.append(sum(middle) / len(middle))
-    return found
+        of_chunks.append(sum(middle) / len(middle))
+    return of_chunks

@@ -47,16 +47,16 @@ def _require_lists(program: StepProgram) -> None:
         raise BrokenStepError(f"{program.name}: {len(program.actions)} lists of actions for {program.ranks} ranks")
     for rank, actions in enumerate(program.actions):
         for action in actions:
-            for one in (action, *parts(action)) if action.kind == "FB" else (action,):
-                words = f"{program.name}: rank {rank} does {one}"
-                is_known = 0 <= one.chunk < program.chunks and 0 <= one.slice < program.slices
-                if not is_known or not EVERY <= one.microbatch < program.microbatches:
+            for part in (action, *parts(action)) if action.kind == "FB" else (action,):
+                words = f"{program.name}: rank {rank} does {part}"
+                is_known = 0 <= part.chunk < program.chunks and 0 <= part.slice < program.slices
+                if not is_known or not EVERY <= part.microbatch < program.microbatches:
                     raise BrokenStepError(f"{words}, which this pipeline does not have")
-                holders = program.placement.holders[one.chunk]
-                if one.microbatch != EVERY:
-                    holders = (program.placement.rank(one.chunk, one.microbatch),)
+                holders = program.placement.holders[part.chunk]
+                if part.microbatch != EVERY:
+                    holders = (program.placement.rank(part.chunk, part.microbatch),)
                 if rank not in holders:
-                    raise BrokenStepError(f"{words}: chunk {one.chunk} lies on another rank, {holders[0]}")
+                    raise BrokenStepError(f"{words}: chunk {part.chunk} lies on another rank, {holders[0]}")
 
 
 def _require_passes(program: StepProgram) -> None:

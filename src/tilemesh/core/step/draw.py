@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from html import escape
 
@@ -32,21 +33,22 @@ def curves(
     program: StepProgram, timeline: Timeline, held: Sequence[Sequence[float]]
 ) -> list[list[tuple[float, float]]]:
     """`memory_curve` over time: what computing makes and gives back counts from its end, the rest from its start."""
-    found = []
+    of_ranks = []
     for rank in range(program.ranks):
         mine = sorted((slot for slot in timeline.slots if slot.rank == rank), key=lambda slot: slot.place)
         points, now = [(0.0, held[rank][0])], 0.0
         for slot in mine:
             now = max(now, slot.end_s if slot.action.kind in COMPUTE else slot.start_s)
             points.append((now, held[rank][slot.place + 1]))
-        found.append(points)
-    return found
+        of_ranks.append(points)
+    return of_ranks
 
 
 def text(program: StepProgram, timeline: Timeline, memory: Sequence[Curve] = (), columns: int = 160) -> str:
     """A line per rank, in time, and one of its memory below it."""
     _require_legible(timeline)
-    room = max(20, columns - 9)
+    peaks = [f" peak {max(value for _, value in curve):g}" for curve in memory]
+    room = max(20, columns - len("rank 0  ||") - max(map(len, peaks), default=0))
     # Three columns hold a letter and two digits; where the line gets too long, fewer do.
     per_column = max(_shortest_s(timeline) / 3, timeline.total_s / room)
     most = max((value for curve in memory for _, value in curve), default=0.0)
@@ -67,8 +69,8 @@ def text(program: StepProgram, timeline: Timeline, memory: Sequence[Curve] = (),
                 until = (column + 1) * per_column
                 value = max(_at(memory[rank], column * per_column, until), 0.0)
                 marks.append(_BARS[round(value / most * (len(_BARS) - 1))] if most else " ")
-            lines.append(f" memory |{''.join(marks)}| peak {max(value for _, value in memory[rank]):g}")
-    return "\n".join([*lines, LEGEND])
+            lines.append(f" memory |{''.join(marks)}|{peaks[rank]}")
+    return "\n".join([*lines, textwrap.fill(LEGEND, columns)])
 
 
 def _at(curve: Curve, begin_s: float, end_s: float) -> float:
@@ -176,16 +178,16 @@ def _area(curve: Curve, total_s: float, most: float, left: int, y: int, height: 
 
 def _pieces(program: StepProgram, timeline: Timeline, rank: int) -> list[tuple[float, float, Action]]:
     """Computing of a rank in time; an FB is its F and then its B."""
-    found = []
+    pieces = []
     for slot in timeline.slots:
         if slot.rank == rank and slot.action.kind in COMPUTE:
             halves = parts(slot.action) or (slot.action,)
             each_s = (slot.end_s - slot.start_s) / len(halves)
-            found += [
+            pieces += [
                 (slot.start_s + place * each_s, slot.start_s + (place + 1) * each_s, part)
                 for place, part in enumerate(halves)
             ]
-    return found
+    return pieces
 
 
 def _is_first(program: StepProgram, rank: int, part: Action) -> bool:

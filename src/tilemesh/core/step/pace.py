@@ -10,9 +10,9 @@ import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from tilemesh.core.plan import ASYNCHRONOUS
-from tilemesh.core.step.action import StepProgram
-from tilemesh.core.step.book import SPLIT, build, chunk_placement
+from tilemesh.core.plan import ASYNCHRONOUS, is_listed
+from tilemesh.core.step.action import StepProgram, parts
+from tilemesh.core.step.book import build, chunk_placement, is_split, listed
 from tilemesh.core.step.schedules import warmup
 from tilemesh.core.step.simulate import StepTimes, simulate
 from tilemesh.core.step.vees import held_in_vee
@@ -35,6 +35,8 @@ def most_held(name: str, rank: int, stages: int, microbatches: int, interleave: 
 
     Exact for equal chunks and, on a V, from 2p - 1 microbatches on; at least what is held otherwise.
     """
+    if is_listed(name):
+        return _held_in_list(listed(name), rank)
     p, m, r = stages, microbatches, rank
     match name:
         case "zb-h1" | "zb-h2":
@@ -57,11 +59,23 @@ def most_held(name: str, rank: int, stages: int, microbatches: int, interleave: 
     return ((warmup(name, rank, stages, microbatches, interleave) + 1, 0),)
 
 
+def _held_in_list(program: StepProgram, rank: int) -> Held:
+    """Every moment of a rank's list: what it holds until the backward pass, and from there to the weight gradient."""
+    ahead = late = 0
+    moments = {(0, 0)}
+    for action in program.actions[rank]:
+        for part in parts(action):
+            ahead += {"F": 1, "B": -1, "I": -1, "W": 0}[part.kind]
+            late += {"F": 0, "B": 0, "I": 1, "W": -1}[part.kind]
+        moments.add((ahead, late))
+    return tuple(sorted(moments))
+
+
 def program_for_memory(name: str, stages: int, microbatches: int, interleave: int, slices: int = 1) -> StepProgram:
     """A step that holds as much as that of so many microbatches: of most schedules a shorter one, as the steady state
     repeats."""
     enough = _SETTLED_FOR_MEMORY * stages + microbatches % stages
-    count = microbatches if name in ALL_AT_ONCE else min(microbatches, enough)
+    count = microbatches if name in ALL_AT_ONCE or is_listed(name) else min(microbatches, enough)
     return _built(name, stages, count, interleave, slices)
 
 
@@ -163,7 +177,7 @@ def simulated_s(name: str, stages: int, microbatches: int, interleave: int, time
         return simulate(_built(name, stages, count, interleave), times).total_s
 
     whole = _SETTLED_ROUNDS * stages + microbatches % stages
-    if microbatches <= whole + stages:
+    if microbatches <= whole + stages or is_listed(name):
         return total_s(microbatches)
     even = all(len({*taken}) == 1 for taken in (times.forward_s, times.input_s, times.weight_s))
     even = even and name in ("gpipe", "1f1b", "interleaved")
@@ -198,7 +212,7 @@ def _least_s(name: str, stages: int, microbatches: int, interleave: int, times: 
     return max(
         sum(times.forward_s[: held[0]])
         + microbatches * work_s(held)
-        + (0.0 if name in SPLIT else sum(times.input_s[: held[0]]) + sum(times.weight_s[: held[0]]))
+        + (0.0 if is_split(name) else sum(times.input_s[: held[0]]) + sum(times.weight_s[: held[0]]))
         for held in placement.held
     )
 

@@ -7,7 +7,7 @@ gradients, both at places that all ranks agree on. Each takes a program and give
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NamedTuple
 
 from tilemesh.core.errors import UsageError
@@ -98,26 +98,28 @@ def gather(program: StepProgram, ahead: int = 1) -> StepProgram:
     A rank holds the weights of the next 1 + `ahead` chunks it will read. With one chunk per layer, `ahead` counts
     layers.
     """
+    return _rewritten(program, lambda actions: gathers(actions, ahead))
+
+
+def gathers(actions: Sequence[Action], ahead: int = 1) -> list[Action]:
+    """One rank's actions with GATHER and FREE among them, as `gather` puts them."""
     if ahead < 0:
         raise UsageError(f"gathering {ahead} chunks ahead: expected 0 or more")
-
-    def gathered(actions: list[Action]) -> list[Action]:
-        uses = [_read(action) for action in actions]
-        whole: list[int] = []
-        out: list[Action] = []
-        for place, action in enumerate(actions):
-            if uses[place]:
-                coming = _next_distinct(uses, place, max(1 + ahead, len(uses[place])))
-                for chunk in [chunk for chunk in whole if chunk not in coming]:
-                    whole.remove(chunk)
-                    out.append(Action("FREE", chunk, of="weights"))
-                for chunk in [chunk for chunk in coming if chunk not in whole]:
-                    whole.append(chunk)
-                    out.append(Action("GATHER", chunk, of="weights"))
-            out.append(action)
-        return out + [Action("FREE", chunk, of="weights") for chunk in whole]
-
-    return _rewritten(program, gathered)
+    uses = [_read(action) for action in actions]
+    most = len({chunk for chunks in uses for chunk in chunks})  # to look for more would be to look through to the end
+    whole: list[int] = []
+    out: list[Action] = []
+    for place, action in enumerate(actions):
+        if uses[place]:
+            coming = _next_distinct(uses, place, max(min(1 + ahead, most), len(uses[place])))
+            for chunk in [chunk for chunk in whole if chunk not in coming]:
+                whole.remove(chunk)
+                out.append(Action("FREE", chunk, of="weights"))
+            for chunk in [chunk for chunk in coming if chunk not in whole]:
+                whole.append(chunk)
+                out.append(Action("GATHER", chunk, of="weights"))
+        out.append(action)
+    return out + [Action("FREE", chunk, of="weights") for chunk in whole]
 
 
 def _read(action: Action) -> tuple[int, ...]:

@@ -63,9 +63,9 @@ def search(ranks: int, microbatches: int, given: PassTimes, most_bytes: float) -
         if peak > most_bytes * (1 + 1e-9):
             continue
         timeline = simulate(program, given.times(program))
-        found = (timeline.total_s, max(timeline.spans_s), order, program)
-        if best is None or found[:3] < best[:3]:
-            best = found
+        candidate = (timeline.total_s, max(timeline.spans_s), order, program)
+        if best is None or candidate[:3] < best[:3]:
+            best = candidate
     if best is None:
         raise UsageError(
             f"no schedule of {ranks} stages and {microbatches} microbatches keeps within {most_bytes:g} bytes of "

@@ -280,10 +280,10 @@ def simulate(program: StepProgram, times: StepTimes, keep_slots: bool = False) -
 
 def program_numbers(program: StepProgram) -> Numbered:
     """`number`, once per program."""
-    found = program.__dict__.get("_numbered")
-    if found is None:
-        found = program.__dict__["_numbered"] = number(program)
-    return cast(Numbered, found)
+    numbered = program.__dict__.get("_numbered")
+    if numbered is None:
+        numbered = program.__dict__["_numbered"] = number(program)
+    return cast(Numbered, numbered)
 
 
 def time_numbered(program: StepProgram, numbered: Numbered, times: StepTimes, keep_slots: bool) -> Timeline:

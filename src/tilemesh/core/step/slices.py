@@ -67,11 +67,11 @@ def _shortest(times: list[list[float]], bound: float) -> tuple[float, list[int]]
     """The least sum of slices none of which takes longer than the bound, and their lengths in grains."""
     sums, came = [0.0], [0]
     for row in times:
-        found = min(
+        shortest = min(
             ((sums[begin] + time, begin) for begin, time in enumerate(row) if time <= bound), default=(float("inf"), 0)
         )
-        sums.append(found[0])
-        came.append(found[1])
+        sums.append(shortest[0])
+        came.append(shortest[1])
     cuts, end = [], len(times)
     while end:
         cuts.append(end - came[end])

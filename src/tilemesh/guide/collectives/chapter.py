@@ -106,7 +106,8 @@ for algorithm in ("ring", "tree"):
 
 # %%
 four = Ranks(4)
-small_s, middle_s, large_s = four.call(ping_pong, [8, 1 << 20, 8 << 20])[0]  # between ranks 0 and 1
+messages = four.call(ping_pong, [8, 1 << 20, 8 << 20], 15)[0]  # between ranks 0 and 1, 15 times each
+small_s, middle_s, large_s = (Sample.of(times).median for times in messages)
 alpha_s = small_s
 beta_s = max(large_s - middle_s, 1e-9) / (7 << 20)  # 7 MiB more took so much longer
 wire = Wire(alpha_s, 1 / beta_s)
@@ -140,11 +141,20 @@ ring_s, auto_s = measured["ring"].median, measured["auto"].median
 print(f"ring {format_seconds(ring_s)}, what tilemesh picks by itself {format_seconds(auto_s)}")
 
 # %% [markdown]
-# If four ranks have fewer than four cores, they take turns and the model is too optimistic by that factor, and by more
-# where other programs use the cores. What tilemesh picks by itself on one machine is no ring at all: ranks of one
-# machine can share memory, so nobody needs to send. `comm.explain("all_reduce", nbytes)` says what would be picked and
-# why.
+# The model is too optimistic, for reasons that it does not know. If four ranks have fewer than four cores, they take
+# turns, and other programs may take the cores as well. And β was measured with one message under way, of 8 MiB, which
+# caches may hold: now four ranks copy and add at the same time, out of one memory. (On 16 free cores of a Xeon the
+# model said 10 ms, and 73 were measured.)
 #
+# What tilemesh picks by itself on one machine is no ring at all: ranks of one machine can share memory (the *stage*
+# below), so nobody needs to send. `comm.explain("all_reduce", nbytes)` returns a text that says what would be picked
+# for so many bytes and why, and what every algorithm would send. Times stand there once `tilemesh bench collective
+# --fit` has measured this machine. Rank 0's:
+
+# %%
+print(four.call(work.explained, size)[0])
+
+# %% [markdown]
 # With a GPU, the same again with tensors that lie on it. The four ranks share it, so everything goes to the host's
 # memory and back. Without a GPU there is no such row.
 

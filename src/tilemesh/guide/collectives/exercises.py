@@ -9,7 +9,8 @@ import numpy as np
 
 from tilemesh.comm import Communicator, run_threads
 from tilemesh.core.errors import RunError
-from tilemesh.guide.exercise import COLLECTIVE, choice, code, numeric, why_stuck
+from tilemesh.guide.exercise import choice, code, numeric, why_stuck
+from tilemesh.guide.watched import WatchedCalls, watched
 
 PATIENCE_S = 0.4
 
@@ -141,6 +142,21 @@ def sends_first(comm: Communicator, value: int) -> list[int]:
     return [value, int(box[0])]
 
 
+def sends_left(comm: Communicator, value: int) -> list[int]:
+    """Wrong: right values, but no send is waited for."""
+    before, after = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
+    found, carried = [0] * comm.size, np.array([value])
+    found[comm.rank] = value
+    for turn in range(1, comm.size):
+        box = np.empty_like(carried)
+        receiving = comm.irecv(box, source=before)
+        comm.isend(carried, to=after)
+        receiving.wait()
+        carried = box
+        found[(comm.rank - turn) % comm.size] = int(box[0])
+    return found
+
+
 def by_the_library(comm: Communicator, value: int) -> list[int]:
     """Wrong: right values, but the exercise is to write it."""
     return [int(each) for each in comm.all_gather(np.array([value]))]
@@ -169,31 +185,30 @@ def why_not_ring(function: Callable[[Communicator, int], Any]) -> str | None:
     except RunError as error:
         return why_stuck(error)
     expected = [10 * rank for rank in range(ranks)]
-    for rank, (given, peers) in enumerate(results):
+    for rank, (given, calls) in enumerate(results):
         why = _ring_reason(rank, ranks, given, expected)
         if why is not None:
             return f"Rank {rank} returned {given}: {why}"
-        if COLLECTIVE in peers:
+        if calls.used_collective:
             return (
                 "The values are right, but a built-in collective brought them. Write it with messages: send, recv, "
                 "isend, irecv."
             )
-        strangers = peers - {(rank + 1) % ranks, (rank - 1) % ranks}
+        strangers = calls.peers - {(rank + 1) % ranks, (rank - 1) % ranks}
         if strangers:
             return (
                 f"The values are right, but rank {rank} exchanged messages with rank {min(strangers)}. In a ring a "
                 "rank "
                 "talks to its two neighbours only, and passes on what it got."
             )
+    for rank, (_, calls) in enumerate(results):  # of ranks that read too early some may have been lucky
+        if calls.unfinished:
+            return f"Rank {rank}'s values are right, {calls.why_unfinished}"
     return None
 
 
-def _watched(comm: Communicator, function: Callable[[Communicator, int], Any]) -> tuple[Any, set[int]]:
-    peers: set[int] = set()
-
-    comm.observe(lambda seen: peers.add(seen.peer))
-    given = function(comm, 10 * comm.rank)
-    return given, peers
+def _watched(comm: Communicator, function: Callable[[Communicator, int], Any]) -> tuple[Any, WatchedCalls]:
+    return watched(comm, lambda: function(comm, 10 * comm.rank))
 
 
 def _ring_reason(rank: int, ranks: int, given: Any, expected: list[int]) -> str | None:
@@ -237,7 +252,16 @@ def ring_gather(comm, value):
     before, after = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
     ...''',
     solution=ring_gather,
-    planted=(own_each_time, as_they_come, one_round_short, to_everybody, sends_first, by_the_library, box_of_floats),
+    planted=(
+        own_each_time,
+        as_they_come,
+        one_round_short,
+        to_everybody,
+        sends_first,
+        sends_left,
+        by_the_library,
+        box_of_floats,
+    ),
     correct=why_not_ring,
     explanation="Add what comes instead of noting it, and you have a reduce_scatter; one after the other, an "
     "all_reduce.",

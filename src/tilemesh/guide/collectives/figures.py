@@ -38,6 +38,10 @@ def collectives() -> str:
         canvas.text(x, y - 8, name, bold=True)
         for rank in range(RANKS):
             _blocks(canvas, name, rank, x, y + 6 + rank * 34)
+    legend = (
+        "a to d and their colours: whose block it is (rank 0 to 3); the number: which block of the array; empty: none"
+    )
+    canvas.text(16, 428, legend, quiet=True, size=11)
     return canvas.svg()
 
 
@@ -89,6 +93,8 @@ def rounds(algorithm: str) -> str:
                 )
                 words = f"piece {move.at}" if schedule.chunks > 1 else "all"
                 canvas.text(left + rank * wide + 8, y + 52, words, size=10, quiet=True)
+    legend = "an arrow: a message" + ("; its colour: which piece" if schedule.chunks > 1 else " with the whole array")
+    canvas.text(left, 66 + len(steps) * 58 + 22, legend, quiet=True, size=11)
     return canvas.svg()
 
 

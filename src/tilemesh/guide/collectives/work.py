@@ -70,6 +70,11 @@ def all_reduce_seconds(nbytes: int, algorithm: str, rounds: int = 3) -> list[flo
     return times
 
 
+def explained(nbytes: int) -> str:
+    """What this rank's communicator would pick for an all-reduce of so many bytes, and why."""
+    return connect().explain("all_reduce", nbytes)
+
+
 def gpu_all_reduce_seconds(nbytes: int, device: str) -> list[float]:
     """The same of tensors on a GPU, which the ranks share where there are fewer GPUs than ranks."""
     return seconds_on(connect(), nbytes, device)

@@ -7,7 +7,8 @@
 # new weights. Every way to train on many devices cuts one of these symbols. **Data parallelism** cuts D: each rank
 # has all weights and a part of the samples.
 #
-# The model here is a two-layer MLP with its backward pass written out, so that every matrix product can be seen:
+# The model here is a two-layer MLP with its backward pass written out, so that every matrix product can be seen. Names
+# end with the dims of their arrays: `x_BD` has B samples (rows) of D numbers, F is the hidden width, E the output's.
 
 # %%
 from functools import partial
@@ -83,7 +84,7 @@ lesson.source(work.step_accumulated)
 for pieces in (2, 5, 40):
     assert work.distance(work.step_accumulated(weights, x, y, pieces), alone) < 1e-12
 guess = predict(
-    "sequences per update with microbatches of 4, 8 of them accumulated, on 16 ranks",
+    "samples per update with microbatches of 4, 8 of them accumulated, on 16 ranks",
     name="global batch",
     unit="count",
     model=4 * 8 * 16,

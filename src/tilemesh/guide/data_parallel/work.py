@@ -174,6 +174,7 @@ def gpu_row(device: str, samples: int = 2048, width: int = 1024) -> tuple[Row, f
         ranks,
         lambda: step_alone(weights, x_BD, y_BE),
         lambda comm: step_parallel(comm, weights, x_BD, y_BE),
+        sizes={"samples": samples, "width": width},
         flops=5 * 2.0 * samples * width * width,
         added_s=ranks * on_gpu.staging_seconds(device, gradient_bytes) + on_gpu.summing_seconds(ranks, gradient_bytes),
     )

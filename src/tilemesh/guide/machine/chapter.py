@@ -171,10 +171,8 @@ assert abs(processor.amdahl(0.2, 100) - 4.8) < 0.01
 for name in ("nvlink4", "ndr", "ethernet10"):
     times = {count: work.matmul_on(H100, count, name) for count in (1, 2, 4, 8)}
     best = min(times, key=lambda count: times[count])
-    print(
-        f"{name:>11}: {', '.join(f'{count} GPUs {format_seconds(value)}' for count, value in times.items())}; best: "
-        f"{best}"
-    )
+    words = ", ".join(f"{count}: {format_seconds(value)}" for count, value in times.items())
+    print(f"{name:>11}, time by number of GPUs: {words}; best: {best}")
 assert work.matmul_on(H100, 8, "ethernet10") > work.matmul_on(H100, 1, "ethernet10")
 
 # %% [markdown]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import threading
@@ -61,6 +62,7 @@ def topology() -> str:
 
 def profiled() -> dict[str, int]:
     """Calls by name of a small network's forward and backward pass, as torch.profiler saw them."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or it prints when it begins and ends
     import torch
     from torch.profiler import ProfilerActivity, profile
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from tilemesh.comm import Communicator, run_threads
 from tilemesh.core.errors import RunError
-from tilemesh.guide.exercise import COLLECTIVE, choice, code, numeric, why_stuck
+from tilemesh.guide.exercise import choice, code, numeric, why_stuck
+from tilemesh.guide.watched import WatchedCalls, watched
 
 PATIENCE_S = 0.4  # how long a rank may wait before it counts as a deadlock
 
@@ -96,6 +97,15 @@ def no_wait(comm: Communicator, mine: Any, other: int) -> Any:
     return seen
 
 
+def send_left(comm: Communicator, mine: Any, other: int) -> Any:
+    """Wrong: begins a send and never waits for it."""
+    theirs = np.empty_like(mine)
+    receiving = comm.irecv(theirs, source=other)
+    comm.isend(mine, to=other)
+    receiving.wait()
+    return theirs
+
+
 def own_box(comm: Communicator, mine: Any, other: int) -> Any:
     """Wrong: puts what came into the array that was sent."""
     mine[...] = swap(comm, mine, other)
@@ -117,6 +127,15 @@ def by_a_collective(comm: Communicator, mine: Any, other: int) -> Any:
     return comm.all_gather(mine).reshape(comm.size, -1)[other]
 
 
+class Swapped(NamedTuple):
+    """What one rank saw of a try."""
+
+    before: Any
+    after: Any
+    given: Any
+    calls: WatchedCalls
+
+
 def why_not_swap(function: Callable[[Communicator, Any, int], Any]) -> str | None:
     """What is wrong with a swap, found by swapping on two threads and on four."""
     for ranks in (2, 4):
@@ -124,45 +143,51 @@ def why_not_swap(function: Callable[[Communicator, Any, int], Any]) -> str | Non
             results = run_threads(ranks, lambda comm: _try(comm, function), timeout_s=PATIENCE_S)
         except RunError as error:
             return why_stuck(error)
-        for rank, (before, after, given, used_messages) in enumerate(results):
-            other = rank ^ 1
-            if not used_messages:
-                return (
-                    f"Rank {rank} called a collective, for which all ranks must come together, and everybody's arrays "
-                    "move. Two ranks that swap need two messages: irecv, isend, and a wait for each."
-                )
-            if not np.array_equal(before, after):
-                return (
-                    f"Rank {rank}'s own array was overwritten: it was received into the array that is sent. Receive "
-                    "into a "
-                    "new one, `np.empty_like(mine)`."
-                )
-            if given is None or np.shape(given) != before.shape:
-                return f"Rank {rank} got {given!r}: return the array that came from rank {other}."
-            if given.dtype != before.dtype:
-                return (
-                    f"Rank {rank} got {given.dtype} numbers where rank {other} had sent {before.dtype}: messages are "
-                    "bytes, and a box of another dtype reads them as other numbers. Receive into `np.empty_like(mine)`."
-                )
-            if np.array_equal(given, before):
-                return f"Rank {rank} got its own array back: both directions are needed, each rank sends and receives."
-            if not np.array_equal(given, np.full(3, other)):
-                return (
-                    f"Rank {rank} got {given.tolist()} where rank {other} had sent {[other] * 3}: it was read before "
-                    "it "
-                    "had "
-                    "come. Wait for the receive before you return."
-                )
+        wrong = [why for rank, swapped in enumerate(results) if (why := _why_wrong(rank, swapped)) is not None]
+        # Wrong numbers on any rank say more than a wait that is missing: of two ranks that read too early one may be
+        # lucky and find its message there.
+        for rank, swapped in enumerate(results):
+            if swapped.calls.unfinished:
+                wrong.append(f"Rank {rank} got the right numbers, {swapped.calls.why_unfinished}")
+        if wrong:
+            return wrong[0]
     return None
 
 
-def _try(comm: Communicator, function: Callable[[Communicator, Any, int], Any]) -> tuple[Any, Any, Any, bool]:
-    mine, peers = np.full(3, comm.rank), set[int]()
+def _why_wrong(rank: int, swapped: Swapped) -> str | None:
+    before, given, other = swapped.before, swapped.given, rank ^ 1
+    if swapped.calls.used_collective:
+        return (
+            f"Rank {rank} called a collective, for which all ranks must come together, and everybody's arrays move. "
+            "Two ranks that swap need two messages: irecv, isend, and a wait for each."
+        )
+    if not np.array_equal(before, swapped.after):
+        return (
+            f"Rank {rank}'s own array was overwritten: it was received into the array that is sent. Receive into a new "
+            "one, `np.empty_like(mine)`."
+        )
+    if given is None or np.shape(given) != before.shape:
+        return f"Rank {rank} got {given!r}: return the array that came from rank {other}."
+    if given.dtype != before.dtype:
+        return (
+            f"Rank {rank} got {given.dtype} numbers where rank {other} had sent {before.dtype}: messages are bytes, "
+            "and a box of another dtype reads them as other numbers. Receive into `np.empty_like(mine)`."
+        )
+    if np.array_equal(given, before):
+        return f"Rank {rank} got its own array back: both directions are needed, each rank sends and receives."
+    if not np.array_equal(given, np.full(3, other)):
+        return (
+            f"Rank {rank} got {given.tolist()} where rank {other} had sent {[other] * 3}: it was read before it had "
+            "come. Wait for the receive before you return."
+        )
+    return None
+
+
+def _try(comm: Communicator, function: Callable[[Communicator, Any, int], Any]) -> Swapped:
+    mine = np.full(3, comm.rank)
     before = mine.copy()
-    comm.observe(lambda seen: peers.add(seen.peer))
-    given = function(comm, mine, comm.rank ^ 1)
-    result = None if given is None else np.array(given)
-    return before, mine.copy(), result, COLLECTIVE not in peers
+    given, calls = watched(comm, lambda: function(comm, mine, comm.rank ^ 1))
+    return Swapped(before, mine.copy(), None if given is None else np.array(given), calls)
 
 
 SWAP = code(
@@ -176,7 +201,7 @@ def swap(comm, mine, other):
     """Send `mine` to rank `other` and return the array that rank `other` sends here."""
     ...''',
     solution=swap,
-    planted=(send_first, no_wait, own_box, nothing_sent, by_a_collective),
+    planted=(send_first, no_wait, send_left, own_box, nothing_sent, by_a_collective),
     correct=why_not_swap,
     explanation="Most programs do it by irecv and isend and then two waits. The pair is called a *sendrecv*: rings "
     "are made of it.",

@@ -100,13 +100,13 @@ def copy_seconds(nbytes: int) -> float:
     return min(times)
 
 
-def ping_pong(sizes: Sequence[int], rounds: int = 60) -> list[float]:
-    """Seconds that a message of each size takes one way: half of there and back, the median of many.
+def ping_pong(sizes: Sequence[int], rounds: int = 60) -> list[list[float]]:
+    """Seconds that a message of each size takes one way, many times: half of there and back.
 
     Between ranks 0 and 1; others only look on.
     """
     comm = connect()
-    found: list[float] = []
+    found: list[list[float]] = []
     if comm.rank > 1:
         return found
     for size in sizes:
@@ -120,5 +120,5 @@ def ping_pong(sizes: Sequence[int], rounds: int = 60) -> list[float]:
                 comm.recv(box, source=0)
                 comm.send(box, to=0)
             times.append((time.perf_counter() - began) / 2)
-        found.append(sorted(times)[rounds // 2])
+        found.append(times)
     return found

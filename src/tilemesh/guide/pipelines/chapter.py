@@ -54,7 +54,8 @@ assert done == in_order == list(range(items))
 #
 # Cut a model's layers into D stages, one per rank, and the batch into N microbatches. Each microbatch goes forward
 # through all stages and then backward through them. A *schedule* says in which order each rank does its forward (F)
-# and backward (B) passes. GPipe does all forward passes first:
+# and backward (B) passes. GPipe does all forward passes first. In the drawings time runs to the right, `F3` is the
+# forward pass of microbatch 3, a dot is waiting, and the line `memory` rises with the activations that a rank keeps.
 
 # %%
 stages, microbatches = 4, 8
@@ -67,7 +68,7 @@ def show(name: str) -> tuple[float, list[float]]:
     given = PassTimes()
     timeline = simulate(made, given.times(made), keep_slots=True)
     curves = draw.curves(made, timeline, memory_curve(made, given.sizes(made)))
-    print(draw.text(made, timeline, curves, columns=118))
+    print(draw.text(made, timeline, curves, columns=max(60, min(118, lesson.console.width - 1))))
     return timeline.bubble, memory_peaks(made, given.sizes(made))
 
 
@@ -106,8 +107,9 @@ assert bubbles["zb-h1"] < bubbles["1f1b"]
 # %% [markdown]
 # ## A schedule is data
 #
-# `check` proved each of them: every pass happens once, inputs are there, nothing deadlocks. A list in which the last
-# rank does backward passes in another order than they come is refused, before anything runs:
+# `check` proved each of them: every pass happens once, inputs are there, nothing deadlocks. A list in which a rank does
+# the backward pass of a microbatch before its forward pass is refused, before anything runs (`1B0`: chunk 1, backward,
+# microbatch 0):
 
 # %%
 right = build("1f1b", 2, 2)

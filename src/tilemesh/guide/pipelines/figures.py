@@ -60,7 +60,9 @@ def schedule(name: str, stages: int = 4, microbatches: int = 8) -> str:
     ]  # fmt: skip
     peak = max(memory_peaks(program, given.sizes(program)))
     words = f"{name}: {timeline.bubble:.1%} bubble, at most {peak:g} microbatches kept"
-    note = "blue: forward · green: backward" + (" (of inputs) · brown: of weights" if name.startswith("zb") else "")
+    note = "a number: its microbatch · blue: forward · green: backward" + (
+        " (of inputs) · brown: of weights" if name.startswith("zb") else ""
+    )
     note += " · pale: the rank's second chunk" if program.chunks > stages or name == "chimera" else ""
     return lanes(words, [f"rank {rank}" for rank in range(stages)], blocks, unit="time", note=note)
 

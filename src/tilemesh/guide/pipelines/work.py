@@ -181,8 +181,9 @@ def gpu_row(device: str, stages: int = 4, microbatches: int = 8, width: int = 51
         stages,
         lambda: gradients_alone(problem),
         lambda comm: run_schedule(comm, made, problem),
+        sizes={"microbatches": microbatches, "width": width},
         flops=3 * 2.0 * width**3 * stages * microbatches,
-        added_s=messages * on_gpu.staging_seconds(device, width * width * 8),
+        added_s=messages * on_gpu.message_seconds(device, width * width * 8),
     )
     apart = [float(abs(value - expected[chunk]).max()) for sums, _ in results for chunk, value in sums.items()]
     return row, max(apart)

@@ -36,7 +36,8 @@ predict = lesson.predict
 #
 # `Ranks(4)` starts four processes that wait for work; `ranks.call(function)` runs a function on each and returns a
 # list with one result per rank. The function lives in a file that every process can import (`lesson.source` prints
-# its code):
+# its code). In it, `connect()` finds the other ranks and returns the **communicator**, the object through which a rank
+# knows its own number (`comm.rank`) and how many there are (`comm.size`), and through which it will reach the others:
 
 # %%
 lesson.source(work.hello)
@@ -117,8 +118,8 @@ assert sums == [6, 6, 6, 6]
 # ## Threads that play ranks
 #
 # For learning and for tests the same code can run on *threads* of this one process. Nothing is started, so it is
-# quick; but the pid is the same everywhere. `run_threads(n, main)` calls `main(comm)` on n threads: `comm` is the
-# *communicator*, the object through which a rank knows its number and reaches the others.
+# quick; but the pid is the same everywhere. `run_threads(n, main)` calls `main(comm)` on n threads, each with a
+# communicator of its own: nobody need call `connect()`.
 
 # %%
 pids = run_threads(4, lambda comm: (comm.rank, os.getpid()))

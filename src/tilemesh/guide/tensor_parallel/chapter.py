@@ -5,7 +5,8 @@
 #
 # What if one layer's weights are too large for a device, or one token's arithmetic takes too long? Then the matrices
 # themselves are cut. The building block is two products with something element-wise between them, z = relu(x·A)·B:
-# that is an MLP, and attention has the same shape (queries, keys and values first, the output projection last).
+# that is an MLP, and attention has the same shape (queries, keys and values first, the output projection last). Names
+# end with the dims of their arrays: `x_TD` has T tokens (rows) of D numbers, and F is the width in the middle.
 
 # %%
 from functools import partial
@@ -112,7 +113,8 @@ assert (split[0].forward_bytes, split[0].backward_bytes) == (2 * half, 3 * half)
 # ## The gate
 #
 # Is the parallel program still the same program? tilemesh answers by training a whole Transformer on a layout and on
-# one process, in float64, and comparing losses, gradients and weights. Here with tp = 2, on threads:
+# one process, in float64, and comparing losses, gradients and weights. Here with tp = 2, on threads (`×2`: in two
+# microbatches; True: nothing differed):
 
 # %%
 chosen = [case for case in cases(2, ("gpt",)) if case.layout.tp == 2 and case.layout.pp == 1][:2]

@@ -118,6 +118,7 @@ def gpu_row(device: str, tokens: int = 1024, width: int = 1024, hidden: int = 40
         ranks,
         lambda: alone(problem),
         lambda comm: columns_then_rows(comm, problem),
+        sizes={"tokens": tokens, "width": width, "hidden": hidden},
         flops=6 * 2.0 * tokens * width * hidden,
         added_s=ranks * on_gpu.staging_seconds(device, summed_bytes) + on_gpu.summing_seconds(ranks, summed_bytes),
     )

@@ -21,8 +21,8 @@ from tilemesh.kernels.launch.steps import Argument, LaunchPlan, Pointer, Step
 from tilemesh.kernels.rows import by_rows
 
 _BLOCK_OF_ROWS = 4096  # losses that the adding program takes at a time
-NOTHING = tl.constexpr(-1e30)
-"""Where a running maximum begins: below every logit that matters, and finite, so that no difference is inf - inf."""
+NOTHING = tl.constexpr(-3.4028234663852886e38)
+"""Where a running maximum begins: float32's least number, finite, so that no difference is inf - inf."""
 
 
 @triton.jit

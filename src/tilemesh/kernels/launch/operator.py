@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from operator import itemgetter
 from typing import Any
 
@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
+from tilemesh.core import debug
 from tilemesh.kernels import context
 from tilemesh.kernels.launch.computation import Computation, OperatorOptions, Reference, Restore, launcher
 from tilemesh.kernels.launch.implementation import check_implementation, implementation_of
@@ -204,12 +205,21 @@ class _Operator:
         check_device(there)
         if options.check is not None:
             options.check(*values)
-        if options.check_values is not None and next(iter(there.values())).device.type == "cpu":
+        if options.check_values is not None and looks_at_values(there.values()):
             options.check_values(*values)
 
     def _how(self, implementation: str, tensors: Sequence[Tensor]) -> str:
         how = implementation_of(implementation, tensors)
         return "torch" if any(0 in tensor.shape for tensor in tensors) else how
+
+
+def looks_at_values(tensors: Iterable[Tensor]) -> bool:
+    """Whether a call reads targets and tokens before it uses them: on a CPU, elsewhere where that is asked for.
+
+    On a GPU it waits at each call, and while a graph is captured it cannot.
+    """
+    kinds = {tensor.device.type for tensor in tensors}
+    return "cpu" in kinds or (debug.asks_for("values") and not torch.cuda.is_current_stream_capturing())
 
 
 class _PreparedCall:
@@ -224,8 +234,8 @@ class _PreparedCall:
         self.forward = RepeatedCall()
         self.shapes: list[tuple[torch.Size, torch.dtype, torch.device]] = []  # of the results
         self.stand_ins = computation.stand_ins([values[at] for at in tensors]) if asked else {}
-        on_cpu = any(values[at] is not None and values[at].device.type == "cpu" for at in tensors)
-        self.check_values = operator.options.check_values if on_cpu else None
+        given = [values[at] for at in tensors if values[at] is not None]
+        self.check_values = operator.options.check_values if looks_at_values(given) else None
         self.repeats = False
         """Whether a call is its recording and nothing else."""
         self.pick = itemgetter(0) if self.results == 1 else itemgetter(slice(self.results))

@@ -8,6 +8,7 @@ stored with an offset, without a sign: for 4 and 8 bits in the order of compress
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -85,7 +86,7 @@ def encode(weight: Tensor, scheme: Scheme, scales: Tensor, zeros: Tensor | None 
     if number.kind == "float":
         codes = scaled.clamp(number.low, number.high).float().to(_FLOAT8[number.name]).view(torch.uint8)
     elif number.kind == "table":
-        table = torch.tensor(number.table, dtype=scaled.dtype, device=scaled.device)
+        table = _table(number, scaled.dtype, scaled.device)
         codes = torch.bucketize(scaled.contiguous(), (table[1:] + table[:-1]) / 2).to(torch.uint8)
     else:
         shifted = torch.round(scaled) if zeros is None else torch.round(scaled) + zeros[..., None].to(parts.dtype)
@@ -106,8 +107,15 @@ def _values(codes: Tensor, number: NumberFormat, dtype: torch.dtype) -> Tensor:
     if number.kind == "float":
         return codes.view(_FLOAT8[number.name]).to(dtype)
     if number.kind == "table":
-        return torch.tensor(number.table, dtype=dtype, device=codes.device)[codes.long()]
+        return _table(number, dtype, codes.device)[codes.long()]
     return codes.to(dtype)
+
+
+@functools.cache
+def _table(number: NumberFormat, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Kept on its device: a copy from the host cannot be recorded in a CUDA graph."""
+    with torch.inference_mode(False):
+        return torch.tensor(number.table, dtype=dtype, device=device)
 
 
 def quantize(weight: Tensor, scheme: Scheme, shrink: Tensor | float = 1.0) -> Quantized:

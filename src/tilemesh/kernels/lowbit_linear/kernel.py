@@ -3,8 +3,8 @@
 A few rows: every code is read once and becomes a number in registers, on its way into the tensor cores as their first
 operand. A code of 4 bits is put behind a leading one (as a bfloat16, 0x4300 is 128 and its last four bits count ones),
 so that no conversion is needed; what that adds to every weight, x's sum times it, is taken off per group. On Hopper
-GPUs, few tokens and 4 bits are for the CUDA kernel of `tokens.py`. Many rows: the codes are made a matrix once, and the
-library multiplies.
+GPUs, 4 bits and few tokens are for the CUDA kernel of `tokens.py`, and some more for `some_rows.py`. Many rows: the
+codes are made a matrix once, and the library multiplies.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from tilemesh.kernels.launch.call import Place
 from tilemesh.kernels.launch.steps import Argument, Buffer, LaunchPlan, Pointer, Step, blocks
-from tilemesh.kernels.lowbit_linear import tokens
+from tilemesh.kernels.lowbit_linear import some_rows, tokens
 
 FEW, FEW_TOKENS = 128, 64
 """Up to so many rows codes are decoded on their way into the product, by the kernels here and by `tokens.py`'s; see
@@ -89,16 +89,6 @@ def few_rows(
 
 
 @triton.jit
-def add_parts(parts, y, COUNT, SPLIT: tl.constexpr, BLOCK: tl.constexpr):
-    """The sums of all programs, in one order."""
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    made = tl.zeros((BLOCK,), tl.float32)
-    for turn in tl.static_range(0, SPLIT):
-        made += tl.load(parts + turn * COUNT + at, mask=at < COUNT, other=0.0)
-    tl.store(y + at, made.to(y.dtype.element_ty), mask=at < COUNT)
-
-
-@triton.jit
 def decode_pass(
     w, scales, zeros, y, N, K, w_n, s_n,
     ROWS: tl.constexpr, CODES: tl.constexpr, GROUP: tl.constexpr, FOUR: tl.constexpr, ZEROS: tl.constexpr,
@@ -159,10 +149,7 @@ def plan(
     first = Step(f"{__name__}:few_rows", grid, arguments, constants, warps=warps, stages=stages)
     if split == 1:
         return LaunchPlan((first,))
-    count = m * n
-    given: dict[str, Argument] = {"parts": Pointer("parts"), "y": Pointer("y"), "COUNT": count}
-    last = Step(f"{__name__}:add_parts", (blocks(count, 1024), 1), given, {"SPLIT": split, "BLOCK": 1024})
-    return LaunchPlan((first, last), {"parts": Buffer(split * count, "float32")})
+    return LaunchPlan((first, some_rows.adding(m * n, split)), {"parts": Buffer(split * m * n, "float32")})
 
 
 def _configuration(rows: int, code: str) -> tuple[int, int, int, int]:
@@ -195,11 +182,17 @@ def forward(launch: Any, x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor
     given = {"w": codes.contiguous(), "scales": scales.contiguous()}
     if zeros is not None:
         given["zeros"] = zeros.contiguous()
-    if tokens.serves(rows, scales, code) and len(rows) <= FEW_TOKENS:
+    by_tokens = tokens.serves(rows, scales, code)
+    form = some_rows.form_of(rows) if by_tokens and zeros is None else None
+    if form is not None:
+        y = torch.empty((len(rows), len(codes)), dtype=x.dtype, device=x.device)
+        some_rows.product(launch, rows, given["w"], given["scales"], y, form)
+        return y.view(*x.shape[:-1], -1)
+    if by_tokens and len(rows) <= FEW_TOKENS:
         y = torch.empty((len(rows), len(codes)), dtype=x.dtype, device=x.device)
         tokens.product(rows.contiguous(), given["w"], given["scales"], given.get("zeros"), y)
         return y.view(*x.shape[:-1], -1)
-    if len(rows) > FEW or tokens.serves(rows, scales, code):
+    if len(rows) > FEW or by_tokens:
         weight = torch.empty((len(codes), x.shape[-1]), dtype=x.dtype, device=x.device)
         launch(decode_plan, {**given, "y": weight}, written=("y",), code=code)
         return functional.linear(x, weight)

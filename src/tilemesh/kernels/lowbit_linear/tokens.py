@@ -16,6 +16,8 @@ from torch import Tensor
 
 _SOURCE = Path(__file__).with_name("int4.cu")
 _CHUNK, _THREADS = 128, 256  # as in the source
+MOST = 16
+"""Tokens that a block takes at a time; with more, codes are unpacked again."""
 _NARROW = 4096
 """Outputs up to which blocks have fewer of them, so that all multiprocessors work."""
 

@@ -27,7 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from tilemesh.kernels.activations.kernel import activate, through
+from tilemesh.kernels.activations.hopper import quick_activate, quick_through
 from tilemesh.kernels.matmul.kernel import locate
 from tilemesh.kernels.warps import barriers
 
@@ -141,7 +141,7 @@ def compute_tiles(
             mbarrier.wait(c_ready.index(group), turn & 1)
             beside = part.load(layout).to(gl.float32)
             if SLOPE:
-                value = through(value, beside, ACTIVATION)
+                value = quick_through(value, beside, ACTIVATION)
             else:
                 value += beside
         else:
@@ -157,7 +157,7 @@ def compute_tiles(
             fence_async_shared()
             tma.async_copy_shared_to_global(z_desc, [row0, col0], part)
         if not SLOPE:
-            value = activate(value, ACTIVATION)
+            value = quick_activate(value, ACTIVATION)
         if KEEP:
             tma.store_wait(0)  # only now: the sum leaves while it is activated
         part.store(value.to(d_desc.dtype))

@@ -31,6 +31,7 @@ from tilemesh.kernels.paged_attention.reference import KEY_BLOCK
 _LOG2_E = 1.4426950408889634
 _PROGRAMS = 2112  # sixteen for each of 132 multiprocessors: parts of sequences are shared out among about so many
 _LEAST_ROWS = 16  # of a product
+_MANY_ROWS = 32  # from which it pays to ask about the keys of the last block alone
 _PARTS, _ADDING_WARPS = 8, 2  # parts that are added up at a time
 _VARYING = ("K", "M", "H", "T", "window", "turns")
 
@@ -44,59 +45,89 @@ def decoded(codes, like, FLOAT8: tl.constexpr):
 
 
 @triton.jit
+def attend_block(
+    query, at, counts, keys, values, key_scales, value_scales, table, page, start, end, window, factor, largest, sums,
+    total, k_p, k_n, v_p, v_n, K, E, PAGE: tl.constexpr, BLOCK_N: tl.constexpr, HEAD: tl.constexpr,
+    WINDOW: tl.constexpr, ALIKE: tl.constexpr, PADDED: tl.constexpr, UPCAST: tl.constexpr, FLOAT8: tl.constexpr,
+    ALL: tl.constexpr, kind: tl.constexpr,
+):  # fmt: skip
+    """One tile over the BLOCK_N keys from `start` on, which lie in `page`; and the pages of the next block. ALL: every
+    query sees all of them, and none lies behind the end."""
+    columns = tl.arange(0, HEAD)
+    key_at = start + tl.arange(0, BLOCK_N)
+    within = page * k_p + key_at % PAGE * k_n
+    from_keys = keys + within[:, None] + columns[None, :]
+    # Keys behind the end are some of page 0: their scores are not looked at. Values count as nothing only if zero.
+    inside = (key_at < end)[:, None]
+    if PADDED:
+        inside = inside & (columns < E)[None, :]
+        key = tl.load(from_keys, mask=inside, other=0)
+    else:
+        key = tl.load(from_keys)
+    if not ALIKE:
+        within = page * v_p + key_at % PAGE * v_n
+    from_values = values + within[:, None] + columns[None, :]
+    if ALL and not PADDED:
+        value = tl.load(from_values)
+    else:
+        value = tl.load(from_values, mask=inside, other=0)
+    if key_scales is not None:
+        key, value = decoded(key, query, FLOAT8), decoded(value, query, FLOAT8)
+    elif UPCAST:
+        key = key.to(tl.float32)
+        value = value.to(tl.float32)
+    scores = tl.dot(query, tl.trans(key), input_precision="ieee", out_dtype=kind) * factor
+    if key_scales is not None:
+        scale_at = (page * PAGE + key_at % PAGE) * K
+        scores *= tl.load(key_scales + scale_at, mask=key_at < end, other=0.0)[None, :]
+    if not ALL:
+        seen = counts[:, None] & (key_at[None, :] <= at[:, None])
+        if WINDOW:
+            seen = seen & (key_at[None, :] > at[:, None] - window)
+        scores = tl.where(seen, scores, float("-inf"))
+    larger = tl.maximum(largest, tl.max(scores, 1))
+    base = larger
+    if not ALL:  # A row that has seen no key yet is left at zero: -inf less -inf would be NaN.
+        base = tl.where(larger == float("-inf"), 0.0, larger)
+    weight = tl.exp2(scores - base[:, None])
+    before = tl.exp2(largest - base)
+    sums = sums * before + tl.sum(weight, 1)
+    if value_scales is not None:
+        weight *= tl.load(value_scales + scale_at, mask=key_at < end, other=0.0)[None, :]
+    total = total * before[:, None] + tl.dot(weight.to(value.dtype), value, input_precision="ieee", out_dtype=kind)
+    page = tl.load(table + (key_at + BLOCK_N) // PAGE, mask=key_at + BLOCK_N < end, other=0)
+    return larger, sums, total, page
+
+
+@triton.jit
 def attend_part(
-    query, at, counts, keys, values, key_scales, value_scales, table, begin, end, window, factor,
+    query, at, counts, keys, values, key_scales, value_scales, table, begin, whole, end, window, factor,
     k_p, k_n, v_p, v_n, K, E, PAGE: tl.constexpr, BLOCK_N: tl.constexpr, HEAD: tl.constexpr, ROWS: tl.constexpr,
     WINDOW: tl.constexpr, ALIKE: tl.constexpr, PADDED: tl.constexpr, UPCAST: tl.constexpr, FLOAT8: tl.constexpr,
-    kind: tl.constexpr,
+    WHOLE: tl.constexpr, kind: tl.constexpr,
 ):  # fmt: skip
     """One tile over the keys [begin, end): largest score, sum of weights, weighted values. Blocks begin at multiples
-    of BLOCK_N."""
-    columns = tl.arange(0, HEAD)
+    of BLOCK_N. WHOLE: every query sees the keys before `whole`, and nothing is asked about them."""
     largest = tl.full((ROWS,), float("-inf"), kind)
     sums = tl.zeros((ROWS,), kind)
     total = tl.zeros((ROWS, HEAD), kind)
     # A block's pages are looked up one block ahead: were keys to wait for them, no two blocks would be on their way.
     key_at = begin + tl.arange(0, BLOCK_N)
     page = tl.load(table + key_at // PAGE, mask=key_at < end, other=0)
+    if WHOLE:
+        for start in range(begin, whole, BLOCK_N):
+            largest, sums, total, page = attend_block(
+                query, at, counts, keys, values, key_scales, value_scales, table, page, start, end, window, factor,
+                largest, sums, total, k_p, k_n, v_p, v_n, K, E, PAGE, BLOCK_N, HEAD, WINDOW, ALIKE, PADDED, UPCAST,
+                FLOAT8, True, kind,
+            )  # fmt: skip
+        begin = whole
     for start in range(begin, end, BLOCK_N):
-        key_at = start + tl.arange(0, BLOCK_N)
-        within = page * k_p + key_at % PAGE * k_n
-        from_keys = keys + within[:, None] + columns[None, :]
-        # Keys behind the end are some of page 0: their scores are not looked at. Values count as nothing only if zero.
-        inside = (key_at < end)[:, None]
-        if PADDED:
-            inside = inside & (columns < E)[None, :]
-            key = tl.load(from_keys, mask=inside, other=0)
-        else:
-            key = tl.load(from_keys)
-        if not ALIKE:
-            within = page * v_p + key_at % PAGE * v_n
-        value = tl.load(values + within[:, None] + columns[None, :], mask=inside, other=0)
-        if key_scales is not None:
-            key, value = decoded(key, query, FLOAT8), decoded(value, query, FLOAT8)
-        elif UPCAST:
-            key = key.to(tl.float32)
-            value = value.to(tl.float32)
-        scores = tl.dot(query, tl.trans(key), input_precision="ieee", out_dtype=kind) * factor
-        if key_scales is not None:
-            scale_at = (page * PAGE + key_at % PAGE) * K
-            scores *= tl.load(key_scales + scale_at, mask=key_at < end, other=0.0)[None, :]
-        seen = counts[:, None] & (key_at[None, :] <= at[:, None])
-        if WINDOW:
-            seen = seen & (key_at[None, :] > at[:, None] - window)
-        scores = tl.where(seen, scores, float("-inf"))
-        larger = tl.maximum(largest, tl.max(scores, 1))
-        # A row that has seen no key yet is left at zero: -inf less -inf would be NaN.
-        base = tl.where(larger == float("-inf"), 0.0, larger)
-        weight = tl.exp2(scores - base[:, None])
-        before = tl.exp2(largest - base)
-        sums = sums * before + tl.sum(weight, 1)
-        if value_scales is not None:
-            weight *= tl.load(value_scales + scale_at, mask=key_at < end, other=0.0)[None, :]
-        total = total * before[:, None] + tl.dot(weight.to(value.dtype), value, input_precision="ieee", out_dtype=kind)
-        largest = larger
-        page = tl.load(table + (key_at + BLOCK_N) // PAGE, mask=key_at + BLOCK_N < end, other=0)
+        largest, sums, total, page = attend_block(
+            query, at, counts, keys, values, key_scales, value_scales, table, page, start, end, window, factor,
+            largest, sums, total, k_p, k_n, v_p, v_n, K, E, PAGE, BLOCK_N, HEAD, WINDOW, ALIKE, PADDED, UPCAST,
+            FLOAT8, False, kind,
+        )  # fmt: skip
     return largest, sums, total
 
 
@@ -106,7 +137,7 @@ def attend_pages(
     factor, turns, q_t, q_h, k_p, k_n, k_h, v_p, v_n, v_h, y_t, y_h,
     GROUP: tl.constexpr, ROWS: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr,
     HEAD: tl.constexpr, WINDOW: tl.constexpr, ALIKE: tl.constexpr, PADDED: tl.constexpr, UPCAST: tl.constexpr,
-    FLOAT8: tl.constexpr, WIDE: tl.constexpr, EARLY: tl.constexpr,
+    FLOAT8: tl.constexpr, WHOLE: tl.constexpr, WIDE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Reads the keys and values of its parts once. Without SPLIT it writes y, with it what `add_parts` reads."""
     if EARLY:
@@ -139,9 +170,10 @@ def attend_pages(
     if WINDOW:
         begin = tl.maximum(position - window + 1, 0) // BLOCK_N * BLOCK_N
     if SPLIT == 0:
+        whole = tl.minimum(position, end) // BLOCK_N * BLOCK_N
         _, sums, total = attend_part(
-            query, at, counts, keys, values, key_scales, value_scales, table, begin, end, window, factor,
-            k_p, k_n, v_p, v_n, K, E, PAGE, BLOCK_N, HEAD, ROWS, WINDOW, ALIKE, PADDED, UPCAST, FLOAT8, kind,
+            query, at, counts, keys, values, key_scales, value_scales, table, begin, whole, end, window, factor,
+            k_p, k_n, v_p, v_n, K, E, PAGE, BLOCK_N, HEAD, ROWS, WINDOW, ALIKE, PADDED, UPCAST, FLOAT8, WHOLE, kind,
         )  # fmt: skip
         made = total / tl.where(sums == 0.0, 1.0, sums)[:, None]
         to_y = y + ((first + token) * y_t + (head * GROUP + member) * y_h)[:, None] + columns[None, :]
@@ -151,8 +183,9 @@ def attend_pages(
             low = tl.maximum(begin, part * SPLIT)
             high = tl.minimum(end, part * SPLIT + SPLIT)
             largest, sums, total = attend_part(
-                query, at, counts, keys, values, key_scales, value_scales, table, low, high, window, factor,
-                k_p, k_n, v_p, v_n, K, E, PAGE, BLOCK_N, HEAD, ROWS, WINDOW, ALIKE, PADDED, UPCAST, FLOAT8, kind,
+                query, at, counts, keys, values, key_scales, value_scales, table, low, low, high, window, factor,
+                k_p, k_n, v_p, v_n, K, E, PAGE, BLOCK_N, HEAD, ROWS, WINDOW, ALIKE, PADDED, UPCAST, FLOAT8, False,
+                kind,
             )  # fmt: skip
             place = (part * T + first + token).to(tl.int64) * H + head * GROUP + member
             tl.store(extremes + place, largest, mask=counts)
@@ -234,6 +267,7 @@ def plan(
     constants = {
         **shared, "GROUP": group, "ROWS": rows, "PAGE": page, "ALIKE": keys.strides == values.strides,
         "PADDED": head != width, "UPCAST": upcast, "FLOAT8": keys.dtype == "uint8",
+        "WHOLE": rows >= _MANY_ROWS and not split and not window,
     }  # fmt: skip
     large = any(place.wide for place in places.values())
     warps, stages = _effort(rows, head, q.dtype)

@@ -23,14 +23,14 @@ from tilemesh.kernels.launch.gpu import device_index, gpu_of
 from tilemesh.kernels.launch.steps import Argument, LaunchPlan, Pointer, Step, blocks
 from tilemesh.kernels.rows import LONG_BLOCK, LONGEST, by_rows, load_stages, rows_config
 
-_LOG2_E = 1.4426950408889634
+LOG2_E = tl.constexpr(1.4426950408889634)  # multiplied in after the difference: before it, great logits overflow
 _HELD_BYTES = 65536  # of a row that one program holds
 _HELD_WARPS = (
     32  # measured on an H200: 4096 rows of 32768 in 144 µs, by 16 warps in 148; with one stage of loads in 163
 )
 _PROGRAMS_INTERPRETED = 3  # where there is no GPU to fill
-NOTHING = tl.constexpr(-1e30)
-"""Where a running maximum begins: below every logit that matters, and finite, so that no difference is inf - inf."""
+NOTHING = tl.constexpr(-3.4028234663852886e38)
+"""Where a running maximum begins: float32's least number, finite, so that no difference is inf - inf."""
 
 
 @triton.jit
@@ -62,7 +62,7 @@ def whole_rows(
     columns = tl.arange(0, COLUMNS)[None, :]
     counts = seen(rows, columns, N, T, CAUSAL) & (rows < M)
     value = scaled(tl.load(x + rows * x_m + columns * x_n, mask=counts, other=UNSEEN).to(kind), counts, factor, UNSEEN)
-    value = tl.exp2(value - tl.max(value, 1)[:, None])
+    value = tl.exp2((value - tl.max(value, 1)[:, None]) * LOG2_E)
     value = value / tl.sum(value, 1)[:, None]
     tl.store(y + rows * y_m + columns, value.to(y.dtype.element_ty), mask=(rows < M) & (columns < N))
 
@@ -84,16 +84,16 @@ def long_row(
         value = tl.load(x + row * x_m + columns * x_n, mask=counts, other=UNSEEN).to(kind)
         value = scaled(value, counts, factor, UNSEEN)
         larger = tl.maximum(largest, value)
-        total = total * tl.exp2(largest - larger) + tl.exp2(value - larger)
+        total = total * tl.exp2((largest - larger) * LOG2_E) + tl.exp2((value - larger) * LOG2_E)
         largest = larger
     top = tl.max(largest, 0)
-    inverse = 1.0 / tl.sum(total * tl.exp2(largest - top), 0)
+    inverse = 1.0 / tl.sum(total * tl.exp2((largest - top) * LOG2_E), 0)
     for block in range(count):
         columns = (count - 1 - block) * COLUMNS + tl.arange(0, COLUMNS)
         counts = seen(row, columns, N, T, CAUSAL)
         at = x + row * x_m + columns * x_n
         value = tl.load(at, mask=counts, other=UNSEEN, eviction_policy="evict_first").to(kind)
-        value = tl.exp2(scaled(value, counts, factor, UNSEEN) - top) * inverse
+        value = tl.exp2((scaled(value, counts, factor, UNSEEN) - top) * LOG2_E) * inverse
         tl.store(y + row * y_m + columns, value.to(y.dtype.element_ty), mask=columns < N)
 
 
@@ -109,7 +109,7 @@ def held_rows(
         counts = seen(row, columns, N, T, CAUSAL)
         value = tl.load(x + row * x_m + columns * x_n, mask=counts, other=UNSEEN).to(kind)
         value = scaled(value, counts, factor, UNSEEN)
-        value = tl.exp2(value - tl.max(value, 0))
+        value = tl.exp2((value - tl.max(value, 0)) * LOG2_E)
         value = value * (1.0 / tl.sum(value, 0))
         tl.store(y + row * y_m + columns, value.to(y.dtype.element_ty), mask=columns < N)
 
@@ -161,7 +161,7 @@ def forward_plan(
     x, y = places["x"], places["y"]
     m, n = x.shape
     arguments: dict[str, Argument] = {
-        "x": Pointer("x"), "y": Pointer("y"), "N": n, "T": queries, "factor": scale * _LOG2_E,
+        "x": Pointer("x"), "y": Pointer("y"), "N": n, "T": queries, "factor": float(scale),
         "x_m": x.strides[0], "x_n": x.strides[1], "y_m": y.strides[0],
     }  # fmt: skip
     unseen = math.copysign(math.inf, -scale) if scale else 0.0  # which becomes -inf when multiplied

@@ -16,6 +16,14 @@ Code = Literal["fused", "compiled", "eager"]
 """What runs a layer: hand-fused training code (Megatron's), torch.compile, or torch operation by operation."""
 AUTOCAST = ("bf16", "fp16")
 """Precisions whose weights and residual stream are float32, and whose products are 16 bits wide."""
+STATE_BYTES = {
+    "fp32": (4, 4, 8),
+    "bf16": (4, 4, 8),
+    "fp16": (4, 4, 8),
+    "bf16-master": (2, 2, 12),
+    "fp64": (8, 8, 16),
+}
+"""Bytes per parameter by precision: weights, gradients, optimizer (Adam's two moments, and a master copy)."""
 ALIGNED = 8
 """Elements a row of 16-bit values must be a multiple of for tensor cores to load it whole."""
 

@@ -58,19 +58,32 @@ class Weight(NamedTuple):
 
     def held(self, tp: int) -> int:
         """Parameters on one of tp ranks."""
+        return self.held_rows(tp)
+
+    def held_rows(self, tp: int, replicas: int = 1) -> int:
+        """Of those, what the first of so many replicas keeps that share their rows (ZeRO)."""
         outputs, inputs = self.shape(tp)
-        return outputs * (inputs + self.bias)
+        return -(-outputs // replicas) * (inputs + self.bias)
 
     @property
     def replicated(self) -> int:
         """Parameters that every rank of tp has, whole."""
+        return self.replicated_rows()
+
+    def replicated_rows(self, replicas: int = 1) -> int:
+        """Of those, what the first of so many replicas keeps that share their rows."""
+        rows = -(-self.outputs // replicas)
         if self.split == "whole":
-            return self.parameters
-        return self.outputs * self.bias if self.split == "row" else 0
+            return rows * (self.inputs + self.bias)
+        return rows * self.bias if self.split == "row" else 0
 
     def repeated(self, tp: int) -> int:
         """Of one rank's parameters, those that some other ranks of tp hold too, each using them for other queries."""
-        return self.held(tp) if self.repeats and self.units < tp else 0
+        return self.repeated_rows(tp)
+
+    def repeated_rows(self, tp: int, replicas: int = 1) -> int:
+        """Of those, what the first of so many replicas keeps that share their rows."""
+        return self.held_rows(tp, replicas) if self.repeats and self.units < tp else 0
 
 
 def layer_weights(model: ModelConfig) -> tuple[Weight, ...]:
@@ -245,7 +258,7 @@ def why_not(model: ModelConfig, plan: ParallelPlan, ranks: int | None = None) ->
     if ranks is not None and plan.world != ranks:
         return f"dp {plan.dp} x tp {plan.tp} x pp {plan.pp} is {plan.world} ranks, the cluster has {ranks}"
     if plan.pp == 1 and plan.interleave > 1:
-        return f"schedule is {plan.schedule} and pp is 1: one stage has nothing to interleave; use 1f1b"
+        return f"schedule is {plan.schedule_name} and pp is 1: one stage has nothing to interleave; use 1f1b"
     if plan.chunks > model.layers:
         most = model.layers // (plan.chunks // plan.pp)
         at_most = f": pp {most} at most" if most else ""

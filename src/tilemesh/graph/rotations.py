@@ -1,0 +1,66 @@
+"""Rotary positions inside a kernel: the halves of the last dim, swapped, are a way to read an operand. Plain Python.
+
+A model writes `x * cosine + cat([-x[half:], x[:half]]) * sine`. The concatenation would be a copy, and what reads it a
+kernel of its own. Here the signs leave it as a factor, and it goes past products to their operands: what is left, the
+two halves of an operand that another operator made, swapped, is an index of the kernel that reads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tilemesh.graph import build
+from tilemesh.graph.ir import Graph, Node, make, rebuilt
+from tilemesh.graph.rewrite import number_of
+
+
+def swapped(x: Node) -> Node:
+    """The two halves of the last dim, the second one first."""
+    last, size = len(x.shape) - 1, x.shape[-1]
+    assert isinstance(size, int)
+    return build.concat([build.part(x, last, size // 2, size), build.part(x, last, 0, size // 2)], last)
+
+
+def swapped_source(node: Node) -> Node | None:
+    """What a node has the two halves of, swapped; None for any other node."""
+    if node.op != "concat" or len(node.inputs) != 2 or node.inputs[0].op != "slice":
+        return None
+    x = node.inputs[0].inputs[0]
+    even = x.shape == node.shape and isinstance(x.shape[-1], int) and x.shape[-1] % 2 == 0
+    return x if even and swapped(x) is node else None
+
+
+def with_rotations(graph: Graph) -> Graph:
+    """The graph in which concatenations of negated halves are products of swapped halves and signs."""
+
+    def change(node: Node, inputs: Sequence[Node]) -> Node:
+        made = rebuilt(node, inputs)
+        if node.op != "concat" or len(inputs) != 2:
+            return made
+        plain = rebuilt(made, [value.inputs[0] if value.op == "negate" else value for value in inputs])
+        x = swapped_source(plain)
+        if x is None:
+            return made
+        half = plain.inputs[0].shape[-1:]
+        signs = [build.constant(-1.0 if value.op == "negate" else 1.0, half, x.dtype) for value in inputs]
+        turned = _turned(x)
+        if all(value.op != "negate" for value in inputs):
+            return turned
+        sign = make("broadcast", build.concat(signs, 0), shape=x.shape, dims=(len(x.shape) - 1,))
+        return build.multiply(turned, sign)
+
+    return graph.replace(change)
+
+
+def _turned(x: Node) -> Node:
+    """The swapped halves of a value, taken from its operands where it is a product."""
+    last = len(x.shape) - 1
+    if number_of(x) is not None:
+        return x
+    if x.op == "multiply":
+        return rebuilt(x, [_turned(value) for value in x.inputs])
+    if x.op == "broadcast" and last not in x["dims"]:
+        return x
+    if x.op == "broadcast" and x["dims"][-1] == last and x.inputs[0].shape[-1] == x.shape[-1]:
+        return rebuilt(x, [swapped(x.inputs[0])])
+    return swapped(x)

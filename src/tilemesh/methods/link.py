@@ -1,0 +1,150 @@
+"""A worker's side of parameter servers: its messages to each of them, and how it waits for their answers.
+
+What a message is, both sides know from here: a header of four whole numbers (its kind, a clock and two that the kind
+gives a meaning), and what follows it. The servers' side is `server.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilemesh.comm.runtime.communicator import Communicator
+from tilemesh.core.errors import UsageError
+from tilemesh.methods.simulate import NAP_S
+
+START, PULL, PUSH, LEAVE, END, STATE, FIGURES, TELL = range(8)
+HEADER, GRADIENT, REPLY, WEIGHTS = 1, 2, 3, 4
+"""Tags. A gradient's is also that of what a worker tells, weights' also that of what a server says of itself."""
+FIELDS = 4
+_PATIENCE_S = 5.0  # how long a worker waits in naps, which leave its core to others, before the watchdog counts
+
+
+class ServerLink:
+    """A worker's side. `cuts`: each server's part of the flat weights, in the order of `servers`."""
+
+    def __init__(self, comm: Communicator, servers: Sequence[int], cuts: Sequence[slice]) -> None:
+        if len(servers) != len(cuts) or not servers:
+            raise UsageError(
+                f"{len(servers)} servers and {len(cuts)} parts of the weights: expected as many, at least 1"
+            )
+        self.comm, self.servers, self.cuts = comm, tuple(servers), tuple(cuts)
+        self.waited_s = self.held_s = 0.0
+        """Seconds of all pulls, and of these what a server let this worker wait for others."""
+
+    def pull(self, weights: Tensor, *, last: bool = False) -> int:
+        """Read the weights into a flat tensor; the clock at which this worker is, which a server that gave it up may
+        have moved on. `last`: when all other workers have ended.
+
+        Servers give up a worker, and take it back, each at a moment of its own, so their clocks of it may differ then:
+        the largest counts, and those that have a smaller one are asked again, for weights of that clock."""
+        began_s = time.perf_counter()
+        clocks = self._pull_from(range(len(self.servers)), weights, 0, last)
+        while min(clocks) < max(clocks):
+            behind = [place for place, clock in enumerate(clocks) if clock < max(clocks)]
+            for place, clock in zip(behind, self._pull_from(behind, weights, max(clocks), last), strict=True):
+                clocks[place] = clock
+        self.waited_s += time.perf_counter() - began_s
+        return clocks[0]
+
+    def _pull_from(self, places: Sequence[int], weights: Tensor, clock: int, last: bool) -> list[int]:
+        """The parts of some servers, and the clocks at which they have this worker: `clock` at least."""
+        replies = [torch.zeros(2, dtype=torch.int64) for _ in places]
+        handles = []
+        for place, reply in zip(places, replies, strict=True):
+            server = self.servers[place]
+            self._tell(server, PULL, clock, int(last))
+            handles.append(self.comm.irecv(reply, server, REPLY, sized=False))
+            handles.append(self.comm.irecv(weights[self.cuts[place]], server, WEIGHTS, sized=False))
+        wait_in_naps(handles)
+        self.held_s += max(1e-6 * int(reply[0]) for reply in replies)
+        return [int(reply[1]) for reply in replies]
+
+    def push(self, gradient: Tensor, clock: int) -> None:
+        """Send a flat gradient; returns when it may be changed again."""
+        header = torch.tensor([PUSH, clock, 0, 0])
+        handles = []
+        for server, cut in zip(self.servers, self.cuts, strict=True):
+            handles.append(self.comm.isend(header, server, HEADER, sized=False))
+            handles.append(self.comm.isend(gradient[cut], server, GRADIENT, sized=False))
+        wait_in_naps(handles)
+
+    def start(self, clock: int, values: Sequence[Tensor] = (), updates: int = 0) -> None:
+        """Let the servers begin, at a clock: with their own weights, or with flat ones and what was remembered of them
+        after so many updates."""
+        self._ask(START, clock, len(values), updates)
+        for server, cut in zip(self.servers, self.cuts, strict=True):
+            for value in values:
+                self.comm.send(value[cut].contiguous(), server, WEIGHTS)
+
+    def state(self, length: int, like: Tensor, step: int = 0) -> tuple[int, list[Tensor]]:
+        """Updates made so far, the weights, and what is remembered of them, flat: what a step's checkpoint keeps."""
+        self._ask(STATE, step)
+        found: list[Tensor] = []
+        updates = 0
+        for server, cut in zip(self.servers, self.cuts, strict=True):
+            updates, count = self._reply(server)
+            for number in range(count):
+                if number == len(found):
+                    found.append(torch.empty(length, dtype=like.dtype))
+                self.comm.irecv(found[number][cut], server, WEIGHTS, sized=False).wait()
+        return updates, found
+
+    def figures(self) -> list[dict[str, Any]]:
+        """What each server says of itself."""
+        self._ask(FIGURES)
+        found = []
+        for server in self.servers:
+            body = torch.empty(self._reply(server)[1], dtype=torch.uint8)
+            self.comm.irecv(body, server, WEIGHTS, sized=False).wait()
+            found.append(json.loads(bytes(body.numpy())))
+        return found
+
+    def tell(self, figures: dict[str, Any]) -> None:
+        """Say something of this worker to the first server, whose figures have it."""
+        body = torch.frombuffer(bytearray(json.dumps(figures).encode()), dtype=torch.uint8)
+        self._tell(self.servers[0], TELL, 0, len(body))
+        self.comm.isend(body, self.servers[0], GRADIENT, sized=False).wait()
+
+    def leave(self) -> None:
+        """Be waited for no more, until the next pull."""
+        self._ask(LEAVE)
+
+    def end(self) -> None:
+        """The last message of a worker."""
+        self._ask(END)
+
+    def _ask(self, kind: int, clock: int = 0, first: int = 0, second: int = 0) -> None:
+        for server in self.servers:
+            self._tell(server, kind, clock, first, second)
+
+    def _tell(self, server: int, kind: int, clock: int = 0, first: int = 0, second: int = 0) -> None:
+        self.comm.isend(torch.tensor([kind, clock, first, second]), server, HEADER, sized=False).wait()
+
+    def _reply(self, server: int) -> tuple[int, int]:
+        reply = torch.zeros(2, dtype=torch.int64)
+        self.comm.irecv(reply, server, REPLY, sized=False).wait()
+        first, second = reply.tolist()
+        return first, second
+
+
+def wait_in_naps(handles: Sequence[Any]) -> None:
+    """Until all are done. A server may let a worker wait for many steps, in which the ranks that it waits for need the
+    cores: a call of the communicator looks 10,000 times per second."""
+    end_s = time.perf_counter() + _PATIENCE_S
+    while not all(handle.test() for handle in handles) and time.perf_counter() < end_s:
+        time.sleep(NAP_S)
+    for handle in handles:
+        handle.wait()
+
+
+def even_cuts(length: int, servers: int) -> list[slice]:
+    """A flat vector cut as evenly as it goes."""
+    ends = [length * server // servers for server in range(servers + 1)]
+    return [slice(begin, end) for begin, end in pairwise(ends)]

@@ -1,0 +1,185 @@
+"""The numbers of a step on their way to the device: written by the host, copied, then read by captured kernels.
+
+The one idea: what a captured step reads lies in memory that stays, so a step's numbers are written into host memory
+that stays as well and copied there as a whole. A row mostly has the pages and the sampling that it had when it was last
+written: they are written only if they differ.
+
+A step in which every request decodes has a token per row. A step with prompts has its tokens one after the other, those
+that decode first, rounded up to one of a few numbers; attention is given tiles, a few tokens of one sequence each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tilemesh.model.sampling import keyed_uniform
+from tilemesh.serve.request import Sampling
+from tilemesh.serve.sampling import DrawKind, TokenDraw, kind_of
+from tilemesh.serve.scheduler import UNKNOWN, Scheduled, ServeLimits
+
+TOKEN_NUMBERS = ("known", "source", "position", "place")
+"""Of each token: itself, or the row of the last step that has it (-1: it is known); where it stands, where it goes."""
+NO_TOKEN = (0, -1, 0, -1)
+ROW_FLOATS = ("temperature", "top_k", "top_p", "min_p", "uniform")
+"""Of each row that is drawn; the last one is a random number."""
+_TILE_NUMBERS = 4
+_ROUND = 16
+
+
+def rounded_tokens(tokens: int) -> int:
+    """Of a pass with prompts: to 64 more at most up to 1,024, to an eighth of a power of two beyond."""
+    step = max(64, 1 << max(0, (tokens - 1).bit_length() - 4))
+    return -(-tokens // step) * step
+
+
+@dataclass(frozen=True)
+class StepSizes:
+    """What a step's numbers have room for, and how they are rounded up."""
+
+    limits: ServeLimits
+    tile: int
+    """Tokens of a tile of a prompt."""
+
+    @property
+    def most_tokens(self) -> int:
+        return rounded_tokens(self.limits.step_tokens)
+
+    def all_tokens(self) -> list[int]:
+        """The numbers of tokens that steps with prompts are rounded up to."""
+        found = {rounded_tokens(tokens) for tokens in range(1, self.limits.step_tokens + 1, 64)}
+        return sorted(found | {self.most_tokens})
+
+    def rows(self, rows: int) -> int:
+        """The number of rows that a step is captured for: powers of two, and from 16 on multiples of 16."""
+        wanted = 1 << (rows - 1).bit_length() if rows <= _ROUND else -(-rows // _ROUND) * _ROUND
+        return min(wanted, self.limits.running)
+
+    def drawn(self, tokens: int) -> int:
+        """Rows that a step of so many tokens with prompts may draw for."""
+        return min(tokens, self.limits.running)
+
+    def tiles(self, tokens: int) -> int:
+        """As many as such a step may need: each of its sequences may have one that is not full."""
+        return -(-(-(-tokens // self.tile) + self.drawn(tokens)) // _ROUND) * _ROUND
+
+
+class StepMemory:
+    """Tensors that hold a step's numbers: on the device, or on the host."""
+
+    def __init__(self, sizes: StepSizes, device: torch.device, pinned: bool = False) -> None:
+        limits, most = sizes.limits, sizes.most_tokens
+        rows, columns = limits.running, limits.pages_for(limits.context)
+
+        def made(*shape: int, dtype: torch.dtype) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device, pin_memory=pinned)
+
+        self.tokens = made(len(TOKEN_NUMBERS) * most, dtype=torch.int64)
+        """TOKEN_NUMBERS one after the other, each of as many as the step has."""
+        self.tiles = made(sizes.tiles(most), _TILE_NUMBERS, dtype=torch.int32)
+        self.wanted = made(rows, dtype=torch.int64)
+        """Of a step with prompts: the tokens that something is drawn after."""
+        self.floats = made(len(ROW_FLOATS), rows, dtype=torch.float64)
+        self.tables = made(rows, columns, dtype=torch.int32)
+        self.drawn = made(rows, dtype=torch.int64)
+
+    def of_tokens(self, count: int) -> Tensor:
+        return self.tokens[: len(TOKEN_NUMBERS) * count].view(len(TOKEN_NUMBERS), count)
+
+
+class Staging:
+    """Host memory that a step's numbers are written into; pinned where they are then copied to a GPU."""
+
+    def __init__(self, sizes: StepSizes, vocabulary: int, pinned: bool) -> None:
+        self._sizes, self._vocabulary, self._page = sizes, vocabulary, sizes.limits.page_tokens
+        self.host = StepMemory(sizes, torch.device("cpu"), pinned)
+        # The same memory, as numpy has it: a list is written there in a tenth of the time.
+        self._tiles, self._wanted, self._floats, self._tables = (
+            getattr(self.host, name).numpy() for name in ("tiles", "wanted", "floats", "tables")
+        )
+        self._pages: list[tuple[int, ...]] = [()] * sizes.limits.running
+        self._samplings: list[Sampling | None] = [None] * sizes.limits.running
+        self._kinds = [DrawKind.GREEDY] * sizes.limits.running
+
+    def write_decoding(
+        self, entries: Sequence[Scheduled], drawings: Sequence[TokenDraw], left: Mapping[str, int], rows: int
+    ) -> DrawKind:
+        """A step of so many rows, of which the last ones are padding. `left`: where the last step left each request's
+        token."""
+        self._write_single(entries, left, self.host.of_tokens(rows).numpy())
+        for row, entry in enumerate(entries):
+            self._write_pages(row, entry.pages)
+        return self._write_sampling(drawings)
+
+    def write_prompts(
+        self, ordered: Sequence[Scheduled], drawings: Sequence[TokenDraw], left: Mapping[str, int], tokens: int
+    ) -> DrawKind:
+        """A step of so many tokens, of which the last ones are padding. The entries come with those of a single token
+        first, the drawings in the order of the entries that sample."""
+        single = sum(entry.count == 1 for entry in ordered)
+        numbers = self.host.of_tokens(tokens).numpy()
+        self._write_single(ordered[:single], left, numbers)
+        tiles, wanted, begin = [(row, row, 1, ordered[row].start) for row in range(single)], [], single
+        for row, entry in enumerate(ordered):
+            self._write_pages(row, entry.pages)
+            if row < single:
+                last = row
+            else:
+                self._write_chunk(entry, left, numbers[:, begin : begin + entry.count])
+                size = self._sizes.tile
+                for at in range(0, entry.count, size):
+                    tiles.append((row, begin + at, min(size, entry.count - at), entry.start + at))
+                begin += entry.count
+                last = begin - 1
+            if entry.samples:
+                wanted.append(last)
+        if tiles:
+            self._tiles[: len(tiles)] = tiles
+        self._tiles[len(tiles) : self._sizes.tiles(tokens)] = 0
+        self._wanted[: len(wanted)] = wanted
+        self._wanted[len(wanted) :] = 0  # what is drawn there is looked at by nobody
+        return self._write_sampling(drawings)
+
+    def _write_single(self, entries: Sequence[Scheduled], left: Mapping[str, int], numbers: NDArray[np.int64]) -> None:
+        """The tokens of entries that have one each, and padding behind them."""
+        page, count = self._page, len(entries)
+        known = [entry.request.tokens[entry.start] for entry in entries]
+        source = [
+            left[entry.request.name] if token == UNKNOWN else -1 for entry, token in zip(entries, known, strict=True)
+        ]
+        position = [entry.start for entry in entries]
+        place = [entry.pages[entry.start // page] * page + entry.start % page for entry in entries]
+        for row, (values, none) in enumerate(zip((known, source, position, place), NO_TOKEN, strict=True)):
+            numbers[row, :count] = values
+            numbers[row, count:] = none
+
+    def _write_chunk(self, entry: Scheduled, left: Mapping[str, int], numbers: NDArray[np.int64]) -> None:
+        end, page = entry.start + entry.count, self._page
+        known = entry.request.tokens[entry.start : end]
+        position = np.arange(entry.start, end)
+        pages = np.array(entry.pages[entry.start // page : -(-end // page)])
+        numbers[0], numbers[1], numbers[2] = known, -1, position
+        numbers[3] = pages[position // page - entry.start // page] * page + position % page
+        if known[-1] == UNKNOWN:
+            numbers[1, -1] = left[entry.request.name]
+
+    def _write_pages(self, row: int, pages: tuple[int, ...]) -> None:
+        if self._pages[row] is not pages:
+            self._pages[row] = pages
+            self._tables[row, : len(pages)] = pages
+
+    def _write_sampling(self, drawings: Sequence[TokenDraw]) -> DrawKind:
+        """A row each; what has to be done to draw them all."""
+        for row, drawing in enumerate(drawings):
+            sampling = drawing.sampling
+            if self._samplings[row] is not sampling:
+                self._samplings[row], self._kinds[row] = sampling, kind_of(sampling, self._vocabulary)
+                self._floats[:-1, row] = sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p
+            if sampling.temperature > 0:
+                self._floats[-1, row] = keyed_uniform(drawing.seed, drawing.answer, drawing.number)
+        return max(self._kinds[: len(drawings)], default=DrawKind.GREEDY)
