@@ -128,5 +128,5 @@ def test_a_tokenizers_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(UsageError, match="does not exist"):
         open_tokenizer(tmp_path / "none.json")
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(RunError, match="pip install tokenizers"):
+    with pytest.raises(RunError, match=r"pip install .tilemesh\[hf\]"):
         open_tokenizer(path)

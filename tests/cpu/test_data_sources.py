@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import bz2
+import gzip
 import itertools
 import json
+import lzma
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -15,6 +18,7 @@ from hypothesis import strategies as st
 
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.data import prepare as preparing
+from tilemesh.data import records
 from tilemesh.data.chat import ConversationPiece, Template, read_messages, template_of
 from tilemesh.data.config import DataConfig, check_source
 from tilemesh.data.corpus import open_corpus
@@ -52,7 +56,7 @@ class TestRecords:
         ("line", "words"),
         [
             ('{"body": "x", "id": 2}', r"a\.jsonl:2 has no field 'text': it has body, id; set data.field"),
-            ("[1]", r"a\.jsonl:2 is a list: expected one JSON object per line"),
+            ("[1]", r"a\.jsonl:2 is a list: expected one JSON object per record"),
             ('{"text": ', r"a\.jsonl:2 is not JSON"),
             ('{"text": 3}', r"text of .* record 2 is 3: expected text"),
             ('{"text": [{"role": "user"}]}', r"expected text; for conversations set data.chat=true"),
@@ -93,6 +97,135 @@ class TestRecords:
         (tmp_path / "b.parquet").write_bytes(b"nothing of the kind")
         with pytest.raises(UsageError, match="is not a Parquet file"):
             check_source(DataConfig(source=str(tmp_path / "b.parquet")))
+
+
+class TestFormats:
+    """A file is read as what it is, or refused with what to do; never as bytes that nobody meant."""
+
+    RECORDS: ClassVar = [{"text": "one", "id": 1}, {"text": "zwei", "tags": ["a", {"b": None}]}]
+
+    def _contents(self, path: Path, **settings: Any) -> list[Any]:
+        data = DataConfig(source=str(path), **settings)
+        check_source(data)
+        read = list(documents(data))
+        assert read[-1].read_bytes == path.stat().st_size
+        return [document.content for document in read]
+
+    @pytest.mark.parametrize("indent", [None, 2])
+    def test_an_array_of_records(self, tmp_path: Path, indent: int | None) -> None:
+        path = tmp_path / "a.json"
+        path.write_bytes(b"\xef\xbb\xbf\n " + json.dumps(self.RECORDS, indent=indent).encode() + b"\n")
+        assert self._contents(path) == [b"one", b"zwei"]
+        path.write_text(json.dumps([{"messages": CHAT}]))
+        assert self._contents(path, chat=True) == [CHAT]
+
+    @pytest.mark.parametrize("size", [1, 2, 7, 64])
+    def test_an_array_is_read_piece_by_piece(self, tmp_path: Path, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        values = [{"text": f'é"\\{number}', "n": [number, -1.5e-3, True, None, {}]} for number in range(40)]
+        (tmp_path / "a.json").write_text(json.dumps(values, indent=1))
+        monkeypatch.setattr(records, "_READ_CHARACTERS", size)
+        assert self._contents(tmp_path / "a.json") == [value["text"].encode() for value in values]
+
+    def test_a_large_array_is_checked_by_its_beginning(self, tmp_path: Path) -> None:
+        line = json.dumps({"text": "x" * 1000}) + ","
+        (tmp_path / "a.json").write_text("[" + line * 12_000 + "17]")  # 12 MB: the last record is not reached
+        check_source(DataConfig(source=str(tmp_path / "a.json")))
+        with pytest.raises(UsageError, match="record 12001 is a int: expected one JSON object"):
+            list(documents(DataConfig(source=str(tmp_path / "a.json"))))
+
+    def test_lines_and_single_objects_are_records_too(self, tmp_path: Path) -> None:
+        written(tmp_path / "lines.json", self.RECORDS)
+        assert self._contents(tmp_path / "lines.json") == [b"one", b"zwei"]
+        for indent in (None, 2):
+            (tmp_path / "one.json").write_text(json.dumps(self.RECORDS[0], indent=indent))
+            assert self._contents(tmp_path / "one.json") == [b"one"]
+
+    @pytest.mark.parametrize(
+        ("content", "words"),
+        [
+            ('{"rows": [{"text": "x"}]}', r"records under 'rows': expected an array.*jq -c '\.rows\[\]'"),
+            ('{\n"body": "x"\n}', r"has no field 'text': it has body; set data.field"),
+            ('[{"body": "x"}]', r"record 1 has no field 'text': it has body; set data.field"),
+            ('[{"text": "x"} {"text": "y"}]', "record 2 is not JSON: expected a comma"),
+            ('[{"text": "x"},]', "record 2 is not JSON"),
+            ('[{"text": "x"}, {"te', "record 2 is not JSON"),
+            ('[{"text": "x"}', "record 2 is not JSON: expected a comma or the array's end"),
+            ('[{"text": "x"}]\n[]', "more after its array"),
+            ('["x"]', "is a str: expected one JSON object per record"),
+            ("[]", "has no record"),
+            ("", "is not JSON"),
+            ("[" * 100_000, "nested too deeply"),
+            ('[{"n": ' + "1" * 5000 + "}]", "is not JSON"),
+            (b'[{"text": "\xff"}]', "is not JSON: 'utf-8' codec"),
+        ],
+    )
+    def test_json_that_is_no_records(self, tmp_path: Path, content: str | bytes, words: str) -> None:
+        (tmp_path / "a.json").write_bytes(content if isinstance(content, bytes) else content.encode())
+        with pytest.raises(UsageError, match=words):
+            check_source(DataConfig(source=str(tmp_path / "a.json")))
+
+    @pytest.mark.parametrize(("ending", "library"), [(".gz", gzip), (".bz2", bz2), (".xz", lzma)])
+    def test_compressed_files_are_read(self, tmp_path: Path, ending: str, library: Any) -> None:
+        lines = "".join(json.dumps(record) + "\n" for record in self.RECORDS).encode()
+        for name, content in (("a.jsonl", lines), ("a.json", json.dumps(self.RECORDS).encode())):
+            (tmp_path / (name + ending)).write_bytes(library.compress(content))
+            assert self._contents(tmp_path / (name + ending)) == [b"one", b"zwei"]
+        text = tmp_path / ("notes.txt" + ending)
+        text.write_bytes(library.compress(b"some text" * 1000))
+        assert self._contents(text) == [b"some text" * 1000]
+        text.write_bytes(text.read_bytes()[:40])
+        with pytest.raises(UsageError, match="cannot be decompressed"):
+            list(documents(DataConfig(source=str(text))))
+        text.write_bytes(b"not compressed at all")
+        with pytest.raises(UsageError, match="cannot be decompressed"):
+            check_source(DataConfig(source=str(text)))
+
+    @pytest.mark.parametrize(
+        ("name", "content", "words"),
+        [
+            ("a.jsonl.zst", b"\x28\xb5\x2f\xfd...", r"a\.jsonl\.zst': decompress it first \(zstd -d\)"),
+            ("a.tar.gz", b"\x1f\x8b...", "unpack it into a folder"),
+            ("a.zip", b"PK\x03\x04...", "unpack it into a folder"),
+            ("a.parquet.gz", b"\x1f\x8b...", "decompress it first"),
+            ("a.txt", gzip.compress(b"text"), r"is compressed by gzip: let its name end in \.gz"),
+            ("a", b"\x28\xb5\x2f\xfd...", "is compressed by zstd"),
+            ("a.txt.gz", gzip.compress(b"text\0"), "is not text"),
+            ("a.dat", b"\0\1\2", r"is not text \(it has zero bytes\)"),
+            ("a.txt", "text".encode("utf-16"), "expected text in UTF-8"),
+            ("a.pdf", b"%PDF-1.7 ", "turn it into text first"),
+            ("train-00000.bin", b"tokens", "is a shard: name the folder"),
+        ],
+    )
+    def test_what_is_not_text_is_refused(self, tmp_path: Path, name: str, content: bytes, words: str) -> None:
+        (tmp_path / name).write_bytes(content)
+        data = DataConfig(source=str(tmp_path / name))
+        with pytest.raises(UsageError, match=words):
+            check_source(data)
+        with pytest.raises(UsageError, match=words):
+            prepare(data, tmp_path / "shards")
+        assert not (tmp_path / "shards").exists()
+
+    def test_a_folder_refuses_archives_and_says_what_it_leaves_out(self, tmp_path: Path) -> None:
+        folder = tmp_path / "data"
+        folder.mkdir()
+        (folder / "a.txt.gz").write_bytes(gzip.compress(b"text"))
+        (folder / "b.json").write_text(json.dumps(self.RECORDS))
+        data = DataConfig(source=str(folder), held_out=0.0)
+        assert [(document.name, document.content) for document in documents(data)] == [
+            ("a.txt.gz", b"text"), ("b.json:1", b"one"), ("b.json:2", b"zwei"),
+        ]  # fmt: skip
+        assert "left out" not in open_corpus(data).words
+        (folder / "c.png").write_bytes(b"\x89PNG\0")
+        (folder / "d.txt").write_bytes(gzip.compress(b"misnamed"))
+        check_source(data)
+        assert open_corpus(data).words.endswith("(c.png and 1 other file left out: not text)")
+        assert open_corpus(data).train.length == len(b"text one zwei ")
+        (folder / "e.jsonl.zst").write_bytes(b"...")
+        with pytest.raises(UsageError, match=r"e\.jsonl\.zst': decompress .*; or leave it out with data\.pattern"):
+            check_source(data)
+        check_source(DataConfig(source=str(folder), pattern="*.gz"))
+        with pytest.raises(UsageError, match="has no text file"):
+            check_source(DataConfig(source=str(folder), pattern="*.png"))
 
 
 CHAT = [

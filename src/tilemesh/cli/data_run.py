@@ -12,6 +12,8 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from tilemesh.core.errors import UsageError
 from tilemesh.core.units import format_bytes
 from tilemesh.data.config import DataConfig
+from tilemesh.data.corpus import left_out_words
+from tilemesh.data.documents import left_out_files
 from tilemesh.data.prepare import prepare
 
 LINE_EVERY_S = 5.0  # in a log
@@ -30,6 +32,8 @@ def run_prepare(
         names = ("tokenizer", "field", "chat", "held_out", "pattern")
         typed = {f"data.{name}": f"--{name.replace('_', '-')}" for name in names}
         raise error.as_typed(typed | {"data.source": "SOURCE"}) from None
+    if skipped := left_out_files(data):
+        print(f"tilemesh: {left_out_words(skipped)}", file=sys.stderr)
     total = sum(made["files"].values())
     print(f"{out}: {total:,} tokens in {len(made['files'])} shards of {made['dtype']}, vocabulary {made['vocabulary']}")
 

@@ -118,7 +118,7 @@ def _tell(text: str) -> None:
 @data.command("prepare")
 def prepare(
     source: Annotated[
-        str, typer.Argument(metavar="SOURCE", help="stdlib, a text, JSONL or Parquet file, or a folder of these.")
+        str, typer.Argument(metavar="SOURCE", help="stdlib, a text, JSON, JSONL or Parquet file, or a folder.")
     ],
     out: Annotated[str, typer.Argument(metavar="FOLDER", help="Where to write the shards.")],
     tokenizer: Annotated[str | None, typer.Option(metavar="FILE", help="A tokenizer.json; without one, bytes.")] = None,

@@ -44,6 +44,9 @@ class UsageError(ValueError):
 class RunError(RuntimeError):
     """Something possible was asked for and failed: a rank died, memory ran out. Exit code 1."""
 
+    def __init__(self, message: str) -> None:
+        super().__init__(message)  # one piece: of several, RuntimeError would print a tuple
+
 
 def nearest(given: str, known: Iterable[str]) -> str | None:
     """The known name closest to what was given, or None when nothing is close."""

@@ -14,7 +14,8 @@ from typing import Literal
 
 from tilemesh.core.errors import UsageError
 from tilemesh.core.ranges import Range, shown
-from tilemesh.data.records import JSONL, PARQUET, check_records, is_records
+from tilemesh.data.formats import JSON, JSONL, PARQUET, binary_words, is_records, packed_words
+from tilemesh.data.records import check_records
 
 STDLIB = "stdlib"
 """The source that every Python has: its own library."""
@@ -30,13 +31,14 @@ class DataConfig:
     """The text that is trained on, and how it becomes tokens."""
 
     source: str = STDLIB
-    """`stdlib` (the source code of this Python's standard library), a text, JSONL or Parquet file, a folder of these,
-    or a folder of `.bin` token shards as `tilemesh data prepare` writes them."""
+    """`stdlib` (the source code of this Python's standard library), a text, JSONL, JSON or Parquet file (all but the
+    last also as .gz, .bz2 or .xz), a folder of these, or a folder of `.bin` token shards as `tilemesh data prepare`
+    writes them."""
     mixture: tuple[str, ...] = ()
     """Several sources with weights instead of one, each SOURCE=WEIGHT, such as ["books=0.7", "code.jsonl=0.3"]: weights
     are the shares of sequences that come from each source; a small source is repeated."""
     field: str = ""
-    """The field of a JSONL or Parquet record that is read; empty: `text`, or `messages` with data.chat."""
+    """The field of a JSONL, JSON or Parquet record that is read; empty: `text`, or `messages` with data.chat."""
     chat: bool = False
     """Whether records are conversations: a list of messages with role and content, written out by the chat template
     beside data.tokenizer (a plain one where there is none). Only answers, of role assistant, count in the loss."""
@@ -81,7 +83,7 @@ class DataConfig:
 
 
 _WEIGHT = Range(0, above=True)
-_EXPECTED = f"{STDLIB}, a text file, a JSONL or Parquet file, a folder of these, or a folder of {SHARD_SUFFIX} shards"
+_EXPECTED = f"{STDLIB}, a text, JSONL, JSON or Parquet file, a folder of these, or a folder of {SHARD_SUFFIX} shards"
 
 
 def mixture_of(data: DataConfig) -> list[tuple[str, float]]:
@@ -136,14 +138,23 @@ def _check_part(data: DataConfig) -> None:
         require_readable(path, data)
         if is_records(path):
             check_records(path, data.field_name, data.chat)
+        elif path.suffix == SHARD_SUFFIX:
+            raise UsageError("data.source", f" {shown(data.source)} is a shard: name the folder that it is in")
+        elif words := binary_words(path):
+            raise UsageError("data.source", f" {shown(data.source)} is {words}")
     elif not has_shards(path):
-        files = list(files_like(path, data.pattern))
-        if not files:
-            raise no_files(data.source, data.pattern)
+        files = sorted(files_like(path, data.pattern))
         for file in files:
             require_readable(file, data)
-        for file in [file for file in sorted(files) if is_records(file)][:_LOOKED_AT]:
+        if all(is_left_out(file) for file in files):
+            raise no_files(data.source, data.pattern)
+        for file in [file for file in files if is_records(file)][:_LOOKED_AT]:
             check_records(file, data.field_name, data.chat)
+
+
+def is_left_out(path: Path) -> bool:
+    """Whether a file of a folder is not read: an image beside text. A run says how many there are."""
+    return not is_records(path) and binary_words(path) is not None
 
 
 _LOOKED_AT = 8
@@ -151,13 +162,15 @@ _LOOKED_AT = 8
 
 
 def require_readable(path: Path, data: DataConfig) -> None:
-    """Refuse a file without records where conversations were asked for."""
+    """Refuse an archive, and a file without records where conversations were asked for."""
+    if words := packed_words(path):
+        is_inside = path != source_path(data.source)
+        also = ("; or leave it out with ", "data.pattern") if is_inside else ()
+        raise UsageError("data.source", f"{' has' if is_inside else ''} {shown(str(path))}: {words}", *also)
     if data.chat and not is_records(path):
-        raise UsageError(
-            "data.source",
-            f" has {path}: conversations are read from {', '.join((*JSONL, *PARQUET))} files; leave others out with ",
-            "data.pattern",
-        )
+        kinds = ", ".join((*JSONL, *JSON, *PARQUET))
+        words = f" has {path}: conversations are read from {kinds} files; leave others out with "
+        raise UsageError("data.source", words, "data.pattern")
 
 
 def files_like(root: Path, pattern: str, skip: frozenset[str] = frozenset()) -> Iterator[Path]:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from tilemesh.core.errors import UsageError
 from tilemesh.data.chat import template_of
 from tilemesh.data.config import DataConfig, has_shards, source_path
-from tilemesh.data.documents import Document, documents
+from tilemesh.data.documents import Document, documents, left_out_files
 from tilemesh.data.shards import ends_inside, open_shards, shards_tokenizer
 from tilemesh.data.stream import Corpus, CorpusPart, Stream, cut_end
 from tilemesh.data.tokenizer import FileTokenizer, Tokenizer, open_tokenizer
@@ -130,7 +130,15 @@ def _open_part(data: DataConfig, weight: float) -> Corpus:
     tokenizer = open_tokenizer(data.tokenizer)
     train, held = split_documents(list(encoded_documents(data, tokenizer)), data.held_out)
     words = f"{data.source} as {tokenizer.name}: {train.length:,} tokens, {held.length:,} held out"
+    if skipped := left_out_files(data):
+        words += f" ({left_out_words(skipped)})"
     return Corpus((CorpusPart(train, held, weight),), tokenizer, words)
+
+
+def left_out_words(names: Sequence[str]) -> str:
+    """For people: the files that are not read, by the first of them."""
+    others = f" and {len(names) - 1} other file{'s' * (len(names) > 2)}" if len(names) > 1 else ""
+    return f"{names[0]}{others} left out: not text"
 
 
 def _meaning(tokenizer: Tokenizer) -> str:

@@ -1,5 +1,5 @@
 """Documents in an order that is the same on every machine with the same files: this Python's own library, a file, or a
-folder. A document is a text file, or a record of a JSONL or Parquet file: text, or with `data.chat` a conversation."""
+folder. A document is a text file, or a record of a file of records: text, or with `data.chat` a conversation."""
 
 from __future__ import annotations
 
@@ -8,9 +8,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tilemesh.core.errors import RunError
-from tilemesh.data.config import STDLIB, DataConfig, files_like, no_files, no_source, require_readable, source_path
-from tilemesh.data.records import is_records, read_records, record_content, record_place
+from tilemesh.data.config import (
+    STDLIB,
+    DataConfig,
+    files_like,
+    is_left_out,
+    no_files,
+    no_source,
+    require_readable,
+    source_path,
+)
+from tilemesh.data.formats import is_records, opened
+from tilemesh.data.records import read_records, record_content, record_place
 
 _NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "lib2to3"})
 
@@ -33,9 +42,9 @@ def documents(data: DataConfig) -> Iterator[Document]:
                 content = record_content(record.value, data.field_name, data.chat, record_place(path, record))
                 yield Document(f"{name}:{record.number}", content, read + record.read_bytes)
         else:
-            content = _read(path)
-            if data.source == STDLIB or path == source_path(data.source) or b"\0" not in content[:4096]:
-                yield Document(name, content, read + size)
+            with opened(path) as file:
+                content = file.content.read()
+            yield Document(name, content, read + size)
         read += size
 
 
@@ -44,8 +53,16 @@ def source_bytes(data: DataConfig) -> int:
     return sum(path.stat().st_size for _, path in source_files(data))
 
 
+def left_out_files(data: DataConfig) -> list[str]:
+    """The names of a folder's files that are not read, because they are not text."""
+    path = source_path(data.source)
+    if data.source == STDLIB or not path.is_dir():
+        return []
+    return [name for name, file in _named(path, data.pattern) if is_left_out(file)]
+
+
 def source_files(data: DataConfig) -> list[tuple[str, Path]]:
-    """(name, path) of the files of a source, sorted by their names below it."""
+    """(name, path) of the files of a source that are read, sorted by their names below it."""
     if data.source == STDLIB:
         return _named(Path(sysconfig.get_path("stdlib")), "*.py", _NOT_LIBRARY)
     path = source_path(data.source)
@@ -54,9 +71,10 @@ def source_files(data: DataConfig) -> list[tuple[str, Path]]:
         return [(path.name, path)]
     if not path.is_dir():
         raise no_source(data.source)
-    files = _named(path, data.pattern)
-    for _, file in files:
+    named = _named(path, data.pattern)
+    for _, file in named:
         require_readable(file, data)
+    files = [(name, file) for name, file in named if not is_left_out(file)]
     if not files:
         raise no_files(data.source, data.pattern)
     return files
@@ -64,10 +82,3 @@ def source_files(data: DataConfig) -> list[tuple[str, Path]]:
 
 def _named(root: Path, pattern: str, skip: frozenset[str] = frozenset()) -> list[tuple[str, Path]]:
     return sorted((path.relative_to(root).as_posix(), path) for path in files_like(root, pattern, skip))
-
-
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise RunError(f"data: {path} cannot be read: {error.strerror}") from None

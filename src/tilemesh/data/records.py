@@ -1,21 +1,24 @@
-"""Records of JSONL and Parquet files, one field of each: text, or the messages of a conversation.
+"""Records of JSONL, JSON and Parquet files, one field of each: text, or the messages of a conversation.
 
 The one idea: a file is read record by record and never whole, and what a record lacks is said with its place and the
-fields that it has. JSON by the standard library; Parquet by pyarrow, which is optional.
+fields that it has. JSON by the standard library; Parquet by pyarrow, which is optional. A `.json` file is an array of
+records, records by lines under another name, or one object, which is one record.
 """
 
 from __future__ import annotations
 
+import io
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TextIO
 
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.core.ranges import shown
 from tilemesh.data.chat import read_messages
+from tilemesh.data.formats import file_format, opened
 
-JSONL, PARQUET = (".jsonl", ".ndjson"), (".parquet",)
 _SHOWN_FIELDS = 12
 _CHECKED_BYTES = 4 << 20
 """Of a file, before a run begins: about 40 ms of reading. What comes after is read when its turn comes."""
@@ -30,14 +33,9 @@ class FieldRecord(NamedTuple):
     read_bytes: int
 
 
-def is_records(path: Path) -> bool:
-    """Whether a file holds records, by its name."""
-    return path.suffix.lower() in (*JSONL, *PARQUET)
-
-
 def read_records(path: Path, field: str) -> Iterator[FieldRecord]:
     """The field of every record, in the file's order."""
-    return _parquet(path, field) if path.suffix.lower() in PARQUET else _jsonl(path, field)
+    return {"parquet": _parquet, "json": _json}.get(file_format(path).kind, _jsonl)(path, field)
 
 
 def record_content(value: Any, field: str, is_chat: bool, where: str) -> bytes | list[dict[str, Any]]:
@@ -67,26 +65,154 @@ def check_records(path: Path, field: str, is_chat: bool) -> None:
 
 
 def _jsonl(path: Path, field: str) -> Iterator[FieldRecord]:
-    read = 0
-    try:
-        with path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
-                read += len(line)
-                if line.strip():
-                    yield FieldRecord(number, _field(line, field, f"{path}:{number}"), read)
-    except OSError as error:
-        raise RunError(f"data: {path} cannot be read: {error.strerror}") from None
+    with opened(path) as file:
+        for number, line in enumerate(file.content, start=1):
+            if line.strip():
+                where = f"{path}:{number}"
+                yield FieldRecord(number, _field(_parsed(line, where), field, where), file.stored.tell())
 
 
-def _field(line: bytes, field: str, where: str) -> Any:
+def _json(path: Path, field: str) -> Iterator[FieldRecord]:
+    with opened(path) as file:
+        if file.content.read(_LONGEST_BLANK).lstrip(_BLANK).startswith(b"["):  # one line of gigabytes, it may be
+            return _array(path, field)
+        file.content.seek(0)
+        first, second = file.content.readline(_LARGEST_DOCUMENT), file.content.readline(_LARGEST_DOCUMENT)
+    if second.strip() and _is_object(first):  # JSONL under another name
+        return _jsonl(path, field)
+    return _document(path, field)
+
+
+_LONGEST_BLANK = 4096
+_BLANK = b"\xef\xbb\xbf \t\r\n"
+"""What may stand before JSON: a byte order mark, and white space."""
+_LARGEST_DOCUMENT = 256 << 20
+
+
+def _array(path: Path, field: str) -> Iterator[FieldRecord]:
+    with opened(path) as file:
+        text = io.TextIOWrapper(file.content, encoding="utf-8-sig")
+        try:
+            for number, record in enumerate(_values(text, path), start=1):
+                yield FieldRecord(number, _field(record, field, f"{path}, record {number}"), file.stored.tell())
+        except UnicodeDecodeError as error:
+            raise _not_json(str(path), error) from None
+
+
+def _document(path: Path, field: str) -> Iterator[FieldRecord]:
+    """One object: the only record of its file."""
+    with opened(path) as file:
+        content = file.content.read(_LARGEST_DOCUMENT + 1)
+        read = file.stored.tell()
+    if len(content) > _LARGEST_DOCUMENT:
+        raise UsageError("data.source", f" {path} is one large JSON document: {_EXPECTED_RECORDS}")
+    record = _parsed(content, str(path))
+    if isinstance(record, dict) and field not in record:
+        keys = [
+            key for key, value in record.items() if isinstance(value, list) and value and isinstance(value[0], dict)
+        ]
+        if keys:
+            raise UsageError(
+                "data.source",
+                f" {path} is one JSON object with records under {shown(keys[0])}: {_EXPECTED_RECORDS}, "
+                f"such as by jq -c '.{keys[0]}[]'",
+            )
+    yield FieldRecord(1, _field(record, field, str(path)), read)
+
+
+_EXPECTED_RECORDS = "expected an array of objects, or one object per line"
+
+
+def _values(text: TextIO, path: Path) -> Iterator[Any]:
+    """The values of a JSON array, each as soon as it is whole in what was read."""
+    number = 0
+    piece, place = _past_white(text, "", 0)
+    place += 1  # the bracket
+    while True:
+        where = f"{path}, record {number + 1}"
+        piece, place = _past_white(text, piece, place)
+        if piece.startswith("]", place):
+            break
+        if number:
+            if not piece.startswith(",", place):
+                raise UsageError("data.source", f" {where} is not JSON: expected a comma or the array's end before it")
+            piece, place = _past_white(text, piece, place + 1)
+        value, piece, place = _first_value(text, piece, place, where)
+        number += 1
+        yield value
+    if piece[place + 1 :].strip() or text.read(_READ_CHARACTERS).strip():
+        raise UsageError("data.source", f" {path} has more after its array: {_EXPECTED_RECORDS}")
+
+
+_READ_CHARACTERS = 1 << 20
+_WHITE = re.compile(r"[ \t\r\n]*")
+_LONGEST_TOKEN = 16
+"""Of JSON, beside strings: an error this near the end of what was read may be of a token that was cut."""
+
+
+def _past_white(text: TextIO, piece: str, place: int) -> tuple[str, int]:
+    """Where white space ends, in this piece of the text or the next one; at the text's end, the piece's end."""
+    while True:
+        white = _WHITE.match(piece, place)
+        place = white.end() if white else place
+        if place < len(piece):
+            return piece, place
+        more = text.read(_READ_CHARACTERS)
+        if not more:
+            return piece, place
+        piece, place = more, 0
+
+
+def _first_value(text: TextIO, piece: str, place: int, where: str) -> tuple[Any, str, int]:
+    """The value at a place, with the piece and the place of what follows; more is read where the value was cut."""
+    while True:
+        try:
+            value, end = json.JSONDecoder().raw_decode(piece, place)
+            return value, piece, end
+        except RecursionError:
+            raise _too_deep(where) from None
+        except ValueError as error:
+            more = ""
+            if _may_be_cut(error, piece) and len(piece) < _LARGEST_DOCUMENT:
+                more = text.read(max(_READ_CHARACTERS, len(piece)))  # doubled: long values are not tried often
+            if not more:
+                raise _not_json(where, error) from None
+            piece, place = piece[place:] + more, 0
+
+
+def _may_be_cut(error: ValueError, piece: str) -> bool:
+    if not isinstance(error, json.JSONDecodeError):  # a number of thousands of digits
+        return False
+    return error.pos >= len(piece) - _LONGEST_TOKEN or error.msg.startswith("Unterminated string")
+
+
+def _parsed(content: bytes, where: str) -> Any:
     try:
-        record = json.loads(line)
+        return json.loads(content)
     except RecursionError:
-        raise UsageError("data.source", f" {where} is not JSON that can be read: nested too deeply") from None
+        raise _too_deep(where) from None
     except ValueError as error:
-        raise UsageError("data.source", f" {where} is not JSON: {str(error).partition(';')[0]}") from None
+        raise _not_json(where, error) from None
+
+
+def _is_object(line: bytes) -> bool:
+    try:
+        return isinstance(json.loads(line), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+def _too_deep(where: str) -> UsageError:
+    return UsageError("data.source", f" {where} is not JSON that can be read: nested too deeply")
+
+
+def _not_json(where: str, error: ValueError) -> UsageError:
+    return UsageError("data.source", f" {where} is not JSON: {str(error).partition(';')[0]}")
+
+
+def _field(record: Any, field: str, where: str) -> Any:
     if not isinstance(record, dict):
-        raise UsageError("data.source", f" {where} is a {type(record).__name__}: expected one JSON object per line")
+        raise UsageError("data.source", f" {where} is a {type(record).__name__}: expected one JSON object per record")
     if field not in record:
         raise _no_field(where, field, list(record))
     return record[field]
@@ -107,8 +233,7 @@ def _opened(path: Path, field: str) -> Any:
         from pyarrow import parquet
     except ImportError:
         raise RunError(
-            "data.source",
-            f" {path} is Parquet and the package `pyarrow` is not installed: pip install 'tilemesh[data]'",
+            f"{path} is Parquet and the package `pyarrow` is not installed: pip install 'tilemesh[data]'"
         ) from None
     try:
         file = parquet.ParquetFile(path)

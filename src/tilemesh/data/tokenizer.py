@@ -73,10 +73,8 @@ class FileTokenizer:
             from tokenizers import Tokenizer as Loaded
         except ImportError:
             raise RunError(
-                "data.tokenizer",
-                f" is {path} and the package `tokenizers` is not installed: pip install tokenizers, or leave ",
-                "data.tokenizer",
-                " out to read text as bytes",
+                f"the tokenizer is {path} and the package `tokenizers` is not installed: pip install 'tilemesh[hf]', "
+                "or name no tokenizer to read text as bytes"
             ) from None
         if not path.is_file():
             raise UsageError("data.tokenizer", f" {path} does not exist: expected a tokenizer.json file")
