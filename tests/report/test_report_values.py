@@ -15,6 +15,7 @@ import pytest
 
 from tilemesh.core.busy import Busyness
 from tilemesh.core.errors import UsageError
+from tilemesh.core.units import format_bytes
 from tilemesh.measure.row import Row
 from tilemesh.measure.sample import Sample
 from tilemesh.report import compare, compare_page, kernel_page, kind_page, run, run_page, series, spans, verdict
@@ -209,6 +210,18 @@ def test_axes_have_round_ticks() -> None:
     assert PlotAxis(0, 10_000, "").ticks(5) == [0, 2000, 4000, 6000, 8000, 10_000]
     assert PlotAxis(0, 3, "", whole=True).ticks(6) == [0, 1, 2, 3]
     assert PlotAxis(0, 80 * 2**30, "", binary=True).ticks(4) == [0, 20 * 2**30, 40 * 2**30, 60 * 2**30, 80 * 2**30]
+    for top, ticks in {
+        435 * 2**20: ["0 B", "200 MiB", "400 MiB"],
+        1.1 * 2**30: ["0 B", "512 MiB", "1 GiB"],  # not 500 and 1000 MiB
+        2.7 * 2**30: ["0 B", "1 GiB", "2 GiB"],
+        11 * 2**30: ["0 B", "5 GiB", "10 GiB"],
+        3000: ["0 B", "1 KiB", "2 KiB"],
+        3.7 * 2**40: ["0 B", "1 TiB", "2 TiB", "3 TiB"],
+    }.items():
+        assert [format_bytes(tick) for tick in PlotAxis(0, top, "", binary=True).ticks(4)] == ticks
+    assert PlotAxis(1000 * 2**20, 1003 * 2**20, "", binary=True).ticks(4) == [
+        n * 2**20 for n in (1000, 1001, 1002, 1003)
+    ]
     assert PlotAxis(1e-6, 1e-3, "", log=True).ticks() == pytest.approx([1e-6, 1e-5, 1e-4, 1e-3])
     assert PlotAxis(1, 4096, "", log=True, binary=True).ticks() == [1, 16, 256, 4096]
     assert PlotAxis(5, 5, "").place(5) == 0.5

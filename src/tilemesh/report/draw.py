@@ -64,13 +64,26 @@ class PlotAxis:
         width = (self.high - self.low) / max(1, about)
         if width <= 0 or not math.isfinite(width):
             return [self.low]
-        scale = 1024.0 ** max(0, math.floor(math.log(width, 1024))) if self.binary else 1.0
-        unit = scale * 10.0 ** math.floor(math.log10(width / scale))
-        step = next(nice * unit for nice in _NICE if nice * unit >= width * 0.999)
+        step = _binary_step(width, self.high) if self.binary else _decimal_step(width)
         if self.whole:
             step = max(1.0, round(step))
         first, last = math.ceil(self.low / step - 1e-9), math.floor(self.high / step + 1e-9)
         return [round(number * step, 12) for number in range(first, last + 1)]
+
+
+def _decimal_step(width: float) -> float:
+    """The next round number above a width."""
+    unit = 10.0 ** math.floor(math.log10(width))
+    return next(nice * unit for nice in _NICE if nice * unit >= width * 0.999)
+
+
+def _binary_step(width: float, high: float) -> float:
+    """The same in the unit of the axis's end: 1, 2, 5, 10, … of it, or a half, a quarter, … (512 MiB), which are round."""
+    unit = 1024.0 ** max(0, math.floor(math.log(max(1.0, high), 1024)))
+    if width <= unit / 2:
+        return unit * 2.0 ** math.ceil(math.log2(width * 0.999 / unit))
+    step = _decimal_step(max(width, unit) / unit)
+    return unit * (2 * step if step == 2.5 else step)
 
 
 def _log_ticks(low: float, high: float, binary: bool) -> list[float]:
