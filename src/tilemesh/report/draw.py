@@ -78,7 +78,7 @@ def _decimal_step(width: float) -> float:
 
 
 def _binary_step(width: float, high: float) -> float:
-    """The same in the unit of the axis's end: 1, 2, 5, 10, … of it, or a half, a quarter, … (512 MiB), which are round."""
+    """The same in the unit of the axis's end: 1, 2, 5, 10, … of it, or a half, a quarter, … (512 MiB)."""
     unit = 1024.0 ** max(0, math.floor(math.log(max(1.0, high), 1024)))
     if width <= unit / 2:
         return unit * 2.0 ** math.ceil(math.log2(width * 0.999 / unit))
