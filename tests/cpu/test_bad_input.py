@@ -105,7 +105,7 @@ SETTINGS = [
     ),
     ("plan.microbatch=0", "plan.microbatch is 0: expected a whole number"),
     ("plan.microbatch=3", "plan.microbatch is 3 and a replica has 8 sequences in a step"),
-    ("data.source=", "data.source is '': expected stdlib, a text file"),
+    ("data.source=", "data.source is '': expected stdlib, a text, JSONL"),
     ("data.pattern=", "data.pattern is '': expected a pattern of file names"),
     ("data.held_out=nan", "data.held_out is nan: expected at least 0 and below 1"),
     # was a traceback

@@ -183,8 +183,12 @@ class TestFormats:
     @pytest.mark.parametrize(
         ("name", "content", "words"),
         [
-            ("a.jsonl.zst", b"\x28\xb5\x2f\xfd...", r"a\.jsonl\.zst': decompress it first \(zstd -d\)"),
-            ("a.tar.gz", b"\x1f\x8b...", "unpack it into a folder"),
+            (
+                "a.jsonl.zst",
+                b"\x28\xb5\x2f\xfd...",
+                r"a\.jsonl\.zst' is compressed by zstd: decompress it first \(zstd -d\)",
+            ),
+            ("a.tar.gz", b"\x1f\x8b...", "is an archive: unpack it into a folder"),
             ("a.zip", b"PK\x03\x04...", "unpack it into a folder"),
             ("a.parquet.gz", b"\x1f\x8b...", "decompress it first"),
             ("a.txt", gzip.compress(b"text"), r"is compressed by gzip: let its name end in \.gz"),
@@ -221,7 +225,9 @@ class TestFormats:
         assert open_corpus(data).words.endswith("(c.png and 1 other file left out: not text)")
         assert open_corpus(data).train.length == len(b"text one zwei ")
         (folder / "e.jsonl.zst").write_bytes(b"...")
-        with pytest.raises(UsageError, match=r"e\.jsonl\.zst': decompress .*; or leave it out with data\.pattern"):
+        with pytest.raises(
+            UsageError, match=r"e\.jsonl\.zst', compressed by zstd: decompress .*; or leave it out with data\.pattern"
+        ):
             check_source(data)
         check_source(DataConfig(source=str(folder), pattern="*.gz"))
         with pytest.raises(UsageError, match="has no text file"):

@@ -166,7 +166,11 @@ def require_readable(path: Path, data: DataConfig) -> None:
     if words := packed_words(path):
         is_inside = path != source_path(data.source)
         also = ("; or leave it out with ", "data.pattern") if is_inside else ()
-        raise UsageError("data.source", f"{' has' if is_inside else ''} {shown(str(path))}: {words}", *also)
+        raise UsageError(
+            "data.source",
+            f"{' has' if is_inside else ''} {shown(str(path))}{',' if is_inside else ' is'} {words}",
+            *also,
+        )
     if data.chat and not is_records(path):
         kinds = ", ".join((*JSONL, *JSON, *PARQUET))
         words = f" has {path}: conversations are read from {kinds} files; leave others out with "

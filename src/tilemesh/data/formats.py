@@ -19,21 +19,22 @@ from tilemesh.core.ranges import shown
 JSONL, JSON, PARQUET = (".jsonl", ".ndjson"), (".json",), (".parquet",)
 COMPRESSED = {".gz": "gzip", ".bz2": "bz2", ".xz": "lzma"}
 """Endings of compressed files that are read as they are, and the standard library's module for each."""
+_ARCHIVE = "an archive: unpack it into a folder and name the folder"
 _PACKED = {
-    ".zst": "decompress it first (zstd -d)", ".lz4": "decompress it first (lz4 -d)",
-    ".br": "decompress it first (brotli -d)", ".z": "decompress it first (uncompress)",
-    ".tar": "unpack it into a folder (tar -xf) and name the folder", ".tgz": "unpack it into a folder (tar -xf)",
-    ".zip": "unpack it into a folder (unzip) and name the folder", ".7z": "unpack it into a folder and name the folder",
-    ".rar": "unpack it into a folder and name the folder",
-}  # fmt: skip
+    ".zst": "compressed by zstd: decompress it first (zstd -d)",
+    ".lz4": "compressed by lz4: decompress it first (lz4 -d)",
+    ".br": "compressed by brotli: decompress it first (brotli -d)",
+    ".z": "compressed: decompress it first (uncompress)",
+    **dict.fromkeys((".tar", ".tgz", ".zip", ".7z", ".rar"), _ARCHIVE),
+}
 """Endings of files that are refused although they may hold text, and what to do."""
 _MAGIC = {
     b"\x1f\x8b": "compressed by gzip: let its name end in .gz",
     b"BZh": "compressed by bzip2: let its name end in .bz2",
     b"\xfd7zXZ\0": "compressed by xz: let its name end in .xz",
-    b"\x28\xb5\x2f\xfd": "compressed by zstd: decompress it first (zstd -d)",
-    b"PK\x03\x04": "a zip archive: unpack it into a folder (unzip) and name the folder",
-    b"7z\xbc\xaf\x27\x1c": "a 7z archive: unpack it into a folder and name the folder",
+    b"\x28\xb5\x2f\xfd": _PACKED[".zst"],
+    b"PK\x03\x04": _ARCHIVE,
+    b"7z\xbc\xaf\x27\x1c": _ARCHIVE,
     b"PAR1": "Parquet: let its name end in .parquet",
     b"%PDF-": "a PDF: turn it into text first (pdftotext)",
 }  # fmt: skip
@@ -61,9 +62,9 @@ def is_records(path: Path) -> bool:
 
 
 def packed_words(path: Path) -> str | None:
-    """What to do with a file that is an archive or compressed in a way that is not read, by its name; None: no need."""
+    """What a file is that cannot be read as it is, by its name, and what to do; None: it can."""
     inner, module = _endings(path)
-    return _PACKED.get(inner) or ("decompress it first" if inner in PARQUET and module else None)
+    return _PACKED.get(inner) or ("compressed Parquet: decompress it first" if inner in PARQUET and module else None)
 
 
 def binary_words(path: Path) -> str | None:
