@@ -21,9 +21,11 @@ from tilemesh.core.step.passes import exchange, recompute
 from tilemesh.core.step.program import PlannedStep
 from tilemesh.core.step.schedules import one_f_one_b
 from tilemesh.core.step.search import PassTimes, search
+from tilemesh.core.step.slices import cut_sequence
 from tilemesh.core.step.text import to_csv
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.transformer import IGNORED, Transformer, loss_sum
+from tilemesh.model.work.slices import slice_flops, slice_lengths
 from tilemesh.parallel import Mesh, lay, run
 from tilemesh.parallel.laid import StepPiece
 from tilemesh.parallel.pipeline import ModelServices, Pipeline
@@ -34,7 +36,9 @@ LLAMA = ModelConfig(
     layers=5, width=16, heads=4, kv_heads=2, mlp_width=24, vocabulary=18, context=8, norm="rmsnorm", positions="rotary",
     activation="swiglu", biases=False, tied=False,
 )  # fmt: skip
-ROWS, TOKENS, SEED = 2, 8, 5
+SHORT_AND_LONG = ModelConfig(layers=4, width=8, heads=2, mlp_width=8, vocabulary=19, context=40, dropout=0.1)
+"""So narrow, and of so many tokens, that attention takes most of a pass."""
+ROWS, SEED = 2, 5
 BOUND = 1e-12  # float64: a sum of some thousand terms in another order
 
 SEARCHED = to_csv(search(2, 4, PassTimes(1.0, 1.4, 0.6, 0.1), 2))
@@ -58,6 +62,7 @@ LAYOUTS: dict[str, tuple[ModelConfig, dict[str, Any]]] = {
         LLAMA, {"schedule": "zb-h1", "tp": 2, "pp": 2, "accumulation": 2, "sequence_parallel": True},
     ),
     "slices of sequences": (LLAMA, {"schedule": "terapipe", "slices": 3, "pp": 2, "accumulation": 2}),
+    "slices of unequal length": (SHORT_AND_LONG, {"schedule": "terapipe", "slices": 3, "pp": 4, "accumulation": 2}),
     "slices, replicas and split layers": (
         GPT, {"schedule": "terapipe", "slices": 3, "dp": 2, "tp": 2, "pp": 2, "accumulation": 2, "recompute": "full"},
     ),
@@ -79,7 +84,7 @@ def plan_of(**fields: Any) -> ParallelPlan:
 
 def text(config: ModelConfig, rows: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(1)
-    tokens = torch.randint(config.vocabulary, (rows, TOKENS), generator=generator)
+    tokens = torch.randint(config.vocabulary, (rows, config.context), generator=generator)
     targets = tokens.roll(-1, 1).clone()
     targets[0, :3] = targets[-1] = IGNORED
     return tokens, targets
@@ -115,6 +120,31 @@ def gradients_of(laid: Pipeline) -> dict[str, Tensor] | None:
 def far(found: dict[str, Tensor], wanted: dict[str, Tensor], norm: float) -> float:
     assert list(found) == list(wanted)
     return max(float((found[name] - wanted[name]).norm()) for name in wanted) / norm
+
+
+def test_slices_are_as_long_as_the_dynamic_program_says() -> None:
+    """The first slice attends to nothing before it, so it is the longest; a rank passes on just these tokens."""
+    config, fields = LAYOUTS["slices of unequal length"]
+    plan = plan_of(**fields)
+    best = tuple(cut_sequence(40, 4, slice_flops(config), 1, 3))
+    assert slice_lengths(config, 4, 3, 40) == best == (16, 13, 11)
+
+    def main(comm: Communicator) -> list[int]:
+        laid, seen = staged(comm, plan, config), []
+        for passer in laid.passers.values():
+            inner = passer.laid.activations
+
+            def activations(tokens_BT: Tensor, inner: Any = inner, **options: Any) -> Tensor:
+                seen.append(tokens_BT.shape[1])
+                made: Tensor = inner(tokens_BT, **options)
+                return made
+
+            passer.laid.activations = activations  # type: ignore[method-assign]
+        laid.passes(pieces(plan, config, 0), dropout_seed=SEED)
+        return seen
+
+    for seen in run_threads(plan.world, main)[:-1]:  # the last stage computes its loss at once
+        assert seen == [*best] * plan.accumulation
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

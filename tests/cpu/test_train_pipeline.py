@@ -13,7 +13,9 @@ import torch
 
 from tilemesh.comm import run_threads
 from tilemesh.core.errors import UsageError
+from tilemesh.core.hardware import CPU, Cluster, make_node
 from tilemesh.measure.machine import this_machine
+from tilemesh.plan.memory import Room
 from tilemesh.runs.folder import new_run
 from tilemesh.runs.kind import TRAIN
 from tilemesh.runs.metrics import latest
@@ -171,7 +173,7 @@ def test_what_cannot_be_trained_is_refused_before_a_rank_starts(text: str, mesh:
     ("mesh", "offload", "gigabytes", "words"),
     [
         ("dp=2", "optimizer", 3e-3, "that of 2 ranks takes .*the nearest layout that works: --set plan.zero=1$"),
-        ("dp=1", "optimizer+activations", 1e-3, "the nearest layout that works: --set plan.offload=activations$"),
+        ("dp=1", "optimizer+activations", 3e-3, "the nearest layout that works: --set plan.offload=optimizer$"),
         ("dp=1", "optimizer", 1e-3, "the nearest layout that works: --set plan.offload=$"),
     ],
 )
@@ -184,3 +186,30 @@ def test_states_that_the_host_does_not_hold_are_refused_with_what_it_does(
     monkeypatch.setattr("tilemesh.train.check.usable_gpus", lambda: ("NVIDIA H200",))
     with pytest.raises(UsageError, match=words):
         check_machine(config)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "offload", "share", "words"),
+    [
+        ("dp=2", "optimizer", 0.9, "of which 2 ranks need .* the nearest layout that works: --set plan.zero=1$"),
+        ("dp=1", "weights", 0.97, "of which 1 rank need.* the nearest layout that works: --set plan.offload=$"),
+        ("dp=1", "activations", 0.1, "no layout near it fits either: train a smaller model"),
+    ],
+)
+def test_on_a_cpu_what_is_moved_stays_in_its_memory_and_must_fit_there(
+    text: str, mesh: str, offload: str, share: float, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sets = f"plan.offload={offload},model.layers=8,model.width=1024,train.batch=2"
+    config = made(text, mesh, sets)
+    counts = (config.model.layers,)
+    room = Room(config.model, Cluster((make_node(CPU, config.ranks),)), config.context, "eager")
+    needed = config.ranks * room.fullest(config.plan, counts).total_bytes
+
+    def check(memory_bytes: int) -> None:
+        machine = dataclasses.replace(this_machine(), memory_bytes=memory_bytes)
+        monkeypatch.setattr("tilemesh.train.check.this_machine", lambda: machine)
+        check_machine(config)
+
+    check(needed)
+    with pytest.raises(UsageError, match=words):
+        check(int(share * needed))

@@ -347,6 +347,27 @@ def test_a_rank_that_hangs_is_named_with_its_step(config: TrainConfig, tmp_path:
 
 
 @NEEDS_MPI
+def test_a_stalled_stage_is_named_within_seconds_and_waited_for(config: TrainConfig, tmp_path: Path) -> None:
+    """With the usual timeout: what the other rank says comes long before the job would end."""
+    made = load(mesh="pp=2", sets=[SMALL, f"data.source={config.data.source}"])
+    folder = new_run(TRAIN, made.to_toml(), tmp_path / "run")
+    run = Started(made, folder)
+    until(lambda: run.reached(3))
+    pid = until(lambda: rank_pids(folder).get(1))
+    os.kill(pid, signal.SIGSTOP)
+    stopped = time.monotonic()
+    try:
+        words = until(lambda: next((line for line in run.printed if "rank 0 has waited" in line), ""))
+        assert time.monotonic() - stopped < 30  # 6 s, and what a busy machine adds
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert re.search(r"at step \d+: \w+.*rank 1 is in .*: stopped, or in code .*; the job ends after 60 s", words), (
+        words
+    )
+    assert run.wait().failure is None
+
+
+@NEEDS_MPI
 def test_ctrl_c_leaves_a_checkpoint_and_the_line_that_resumes(
     config: TrainConfig, undisturbed: Trained, tmp_path: Path
 ) -> None:

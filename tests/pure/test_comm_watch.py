@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from types import FrameType
 
@@ -57,6 +58,34 @@ def test_ranks_of_a_group_are_named_by_their_numbers_in_the_world() -> None:
     assert "rank 1 has waited " in words
     assert "in all_reduce #1 of world/1.1 (ranks 1, 3, 5) (32 B); not arrived: rank 3 is in no collective" in words
     assert "arrived: 5;" in words
+
+
+def test_every_rank_that_waits_says_for_whom_and_the_job_goes_on() -> None:
+    lines: list[str] = []
+    both = threading.Event()
+
+    def main(comm: Communicator) -> float:
+        def tell(text: str) -> None:
+            lines.append(text)
+            if {line.split(" has")[0] for line in lines} == {"rank 0", "rank 2"}:
+                both.set()
+
+        comm.watch.process.stage = f"step 3: {comm.rank}F0"
+        comm.watch.process.tell_waits(tell, 0.3)
+        if comm.rank == 1:
+            assert both.wait(60)
+        return float(comm.all_reduce(np.ones(1))[0])
+
+    assert run_threads(3, main, timeout_s=60) == [3.0] * 3
+    first = next(line for line in lines if line.startswith("rank 0"))
+    assert (
+        "in all_reduce #1 of world (8 B) at step 3: 0F0; not arrived: rank 1 is in no collective, at step 3: 1F0"
+        in first
+    )
+    assert first.endswith("the job ends after 60 s")
+    # Told again only when the wait has doubled.
+    waits = [float(line.split("waited ")[1].split(" s")[0]) for line in lines if line.startswith("rank 0")]
+    assert all(later >= 2 * sooner - 0.1 for sooner, later in pairwise(waits))
 
 
 def test_messages_in_a_group_name_the_rank_of_the_world() -> None:

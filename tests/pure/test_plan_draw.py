@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from tilemesh.cli.plan_draw import DrawQuestion, draw_step, require_draw
+from tilemesh.cli.plan_draw import DrawQuestion, draw_step, drawn_slice_time, require_draw
 from tilemesh.core.errors import UsageError
 from tilemesh.core.plan import ParallelPlan
 from tilemesh.core.step.book import SCHEDULES, build
 from tilemesh.core.step.draw import curves, svg
 from tilemesh.core.step.memory import StepBytes, memory_curve
 from tilemesh.core.step.program import step_program
+from tilemesh.core.step.search import PassTimes
 from tilemesh.core.step.simulate import StepTimes, simulate
 from tilemesh.core.step.text import from_csv
 
@@ -53,6 +54,18 @@ def test_the_pictures_in_the_documents_are_what_the_code_draws(name: str, tmp_pa
         settings = {"times": "1,1.2,0.7,0.1", "memory": 3}
     draw_step(asked(name, svg=str(tmp_path / "drawn.svg"), **settings), [])
     assert (tmp_path / "drawn.svg").read_text() == (PICTURES / f"{name}.svg").read_text()
+
+
+def test_slices_of_a_drawing_are_found_for_attention_that_grows(capsys: pytest.CaptureFixture[str]) -> None:
+    draw_step(asked("terapipe", microbatches=2, json="-"), [])
+    figures = json.loads(capsys.readouterr().out)
+    assert figures["slice_tokens"] == [18, 16, 15, 15]
+    shares = [drawn_slice_time(16, 16 * place) for place in range(4)]
+    times = PassTimes(slice_shares=tuple(share / sum(shares) for share in shares))
+    program = build("terapipe", 4, 2, slices=4)
+    assert figures["step_s"] < simulate(program, times.times(program)).total_s  # equal slices wait for the last one
+    with pytest.raises(UsageError, match="65 slices of a sequence of 64 tokens"):
+        draw_step(asked("terapipe", microbatches=2, slices=65), [])
 
 
 def zero_picture(stage: int) -> str:

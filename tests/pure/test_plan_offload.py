@@ -11,7 +11,8 @@ from tilemesh.core.hardware import parse_cluster
 from tilemesh.core.plan import OFFLOAD_PART_BYTES, ParallelPlan
 from tilemesh.model.config import preset
 from tilemesh.model.work.weights import count_parameters, shard_parameters
-from tilemesh.plan.choose import search
+from tilemesh.plan.choose import NothingFitsError, search
+from tilemesh.plan.memory import Room
 from tilemesh.plan.offload import HostRates, MovedBytes, RankPassTimes, host_rates, offload_s
 from tilemesh.plan.space import Pins
 from tilemesh.plan.step import predict
@@ -69,3 +70,39 @@ def test_whether_it_pays_is_said() -> None:
         pins=Pins.parse(["offload=optimizer,precision=bf16-master"]),
     )
     assert "which pays, as it would not fit otherwise" in " ".join(why(needs))
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+def test_on_a_cpu_the_host_has_no_memory_of_its_own(pp: int) -> None:
+    cluster, model = parse_cluster("2xcpu"), preset("gpt2-124m")
+    cut = (6, 6) if pp == 2 else ()
+    plan = ParallelPlan(dp=2 // pp, pp=pp, accumulation=4, precision="fp32", chunk_layers=cut)
+    alone = predict(model, cluster, plan, 256)
+    states = predict(model, cluster, dataclasses.replace(plan, offload="optimizer"), 256)
+    assert states.memory == alone.memory  # nothing moves ...
+    assert states.times.offload_s == 0.0  # ... so nothing takes time
+    kept = predict(model, cluster, dataclasses.replace(plan, offload="activations"), 256)
+    assert kept.times.offload_s > 0
+    # What comes back has two copies for a moment: of one of 12 layers, or of a chunk of which 1F1B holds two.
+    room, counts = Room(model, cluster, 256), cut or (12,)
+    before, after = (
+        room.stages(dataclasses.replace(plan, offload=what), counts)[0].activations_bytes
+        for what in ("", "activations")
+    )
+    assert after == pytest.approx(before * (1 + 1 / 12 if pp == 1 else 1.5), rel=1e-6)
+    if pp == 1:
+        weights = predict(model, cluster, dataclasses.replace(plan, offload="weights"), 256).memory
+        passed = weights.activations_bytes + weights.logits_bytes
+        assert weights.weights_bytes == int(alone.memory.weights_bytes * (2 - 2 / 12)) - passed
+    assert room.most_bytes(dataclasses.replace(plan, offload="optimizer"), counts) == room.most_bytes(plan, counts)
+
+
+def test_offload_is_named_where_nothing_fits_without_it() -> None:
+    with pytest.raises(NothingFitsError, match="with --fix offload=optimizer it fits here"):
+        search(preset("llama-3-70b"), "8xh200", batch=8)
+    with pytest.raises(NothingFitsError) as fixed:
+        search(preset("llama-3-70b"), "1xh200", batch=8, pins=Pins.parse(["offload=optimizer"]))
+    assert "--fix offload" not in str(fixed.value)
+    with pytest.raises(NothingFitsError) as on_cpu:
+        search(preset("llama-3-70b"), "8xcpu", batch=8)
+    assert "offload" not in str(on_cpu.value)

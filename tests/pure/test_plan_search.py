@@ -151,7 +151,8 @@ def test_clusters_too_small_for_the_states_are_not_searched(monkeypatch: pytest.
     monkeypatch.setattr(choose, "candidates", counted)
     with pytest.raises(NothingFitsError, match="40 such GPUs would do"):
         search("gpt3-175b", "8xa100")
-    assert worlds == [8, 40]  # 2.8 TB of states are more than 16, 24 and 32 hold
+    assert worlds[:2] == [8, 40]  # 2.8 TB of states are more than 16, 24 and 32 hold
+    assert worlds[2:] == [8, 8]  # with offload: without the optimizer's states or the weights they are too many for 8
 
 
 def test_ranks_of_a_cpu_are_no_gpus() -> None:
@@ -214,12 +215,20 @@ def test_what_is_fixed_against_its_purpose_is_said_so() -> None:
     ("fixed", "words"),
     [
         ("dp=1,tp=16,zero=3", "ZeRO shares among replicas and 16 ranks with dp=1, tp=16, zero=3 leave one: fix zero=0"),
+        ("zero=0,zero_group=4", "zero_group is 4 and zero is 0: without ZeRO nothing is cut .*; fix zero=1, 2 or 3"),
         ("tp=4,zero=2,zero_group=3", "zero_group is 3 and no dp of 16 ranks is a multiple of it: leave it out"),
     ],
 )
 def test_zero_without_replicas_to_share_among_is_refused(fixed: str, words: str) -> None:
     with pytest.raises(UsageError, match=words):
         search("llama-3-8b", "16xh100", batch=16, pins=Pins.parse([fixed]))
+
+
+def test_a_group_of_replicas_is_for_layouts_with_zero_alone() -> None:
+    found = search("llama-3-8b", "16xh100", batch=16, pins=Pins.parse(["zero_group=4"]), shown=40)
+    groups = {(bool(one.plan.zero), one.plan.zero_group) for one in found.predictions}
+    assert groups == {(False, 0), (True, 4)}
+    assert all(one.plan.dp % 4 == 0 for one in found.predictions if one.plan.zero)
 
 
 def test_layouts_that_differ_in_sequence_parallelism_have_different_words() -> None:

@@ -16,7 +16,7 @@ from tilemesh.model.config import ModelConfig, preset
 from tilemesh.model.work.weights import count_parameters, why_not
 from tilemesh.plan.choose import search
 from tilemesh.plan.constants import MATMUL_FRACTION
-from tilemesh.plan.prediction import pins_to_train, trainable
+from tilemesh.plan.prediction import pins_to_train, prediction_figures, trainable
 from tilemesh.plan.space import Pins, candidates
 from tilemesh.plan.step import Estimator, predict
 
@@ -182,3 +182,18 @@ def test_recomputation_of_some_stages_costs_and_saves_what_these_do() -> None:
     assert [lack.instead for lack in lacks(replace(first, recompute_stages=(1, 4)))] == ["recompute_stages=[1]"]
     both_ways = replace(first, schedule="dualpipe", recompute_stages=(0,))
     assert [lack.instead for lack in lacks(both_ways)] == ["recompute_stages=[0,3]"]
+
+
+def test_slices_of_a_sequence_shorten_a_pipeline_and_are_timed_apart() -> None:
+    plan = ParallelPlan(pp=4, schedule="terapipe", accumulation=2, precision="bf16-master")
+    model, cluster = preset("gpt2-124m"), parse_cluster("4xh100")
+    whole = predict(model, cluster, plan)
+    cut = predict(model, cluster, replace(plan, slices=4))
+    assert whole.passes is not None
+    assert cut.passes is not None
+    shares = cut.passes.slice_shares
+    assert len(shares) == 4
+    assert sum(shares) == pytest.approx(1.0)
+    # Two microbatches of four slices wait for three slices where two whole ones wait for three microbatches.
+    assert cut.times.bubble_s < 0.3 * whole.times.bubble_s
+    assert prediction_figures(cut)["pipeline"]["slice_shares"] == list(shares)

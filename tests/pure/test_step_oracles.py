@@ -159,6 +159,18 @@ def test_slices_are_the_best_of_all(stages: int, a: tuple[float, float, float, f
     assert terapipe_s(cut_sequence(10, stages, slice_s, grain=1), stages, slice_s) == pytest.approx(best)
 
 
+@pytest.mark.parametrize("slices", [1, 2, 4, 10])
+@pytest.mark.parametrize("a", [(0.0, 1.0, 0.0, 0.1), (2.0, 1.0, 0.1, 0.3), (0.5, 0.2, 0.3, 0.05)])
+def test_so_many_slices_are_the_best_of_all_that_are_so_many(slices: int, a: tuple[float, float, float, float]) -> None:
+    slice_s = linear_slice_time(*a)
+    best = min(terapipe_s(cut, 3, slice_s) for cut in all_cuts(10) if len(cut) == slices)
+    found = cut_sequence(10, 3, slice_s, grain=1, slices=slices)
+    assert len(found) == slices
+    assert terapipe_s(found, 3, slice_s) == pytest.approx(best)
+    uneven = cut_sequence(10, 3, slice_s, grain=4)  # 4, 8 and the end are places
+    assert sum(uneven) == 10
+
+
 def test_a_long_sequence_is_cut_into_shorter_and_shorter_slices() -> None:
     cut = cut_sequence(2048, 48, linear_slice_time(2.0, 0.02, 0.0, 1e-5), grain=8)
     assert sum(cut) == 2048

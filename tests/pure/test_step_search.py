@@ -81,8 +81,11 @@ def test_search_finds_what_trying_every_order_finds(times: tuple[float, ...], mi
 
 
 def test_a_limit_nothing_fits_is_refused() -> None:
-    with pytest.raises(UsageError, match="the least found is"):
-        search(4, 8, PassTimes(), 0.5)
+    for kept in (1.0, 2048.0):  # said in microbatches, whatever the unit of bytes
+        with pytest.raises(
+            UsageError, match=r"the activations of 0.5 microbatches on every rank; the least found is 1$"
+        ):
+            search(4, 8, PassTimes(kept=kept, kept_for_weights=kept), 0.5 * kept)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

@@ -145,6 +145,7 @@ def test_a_file_and_settings(tmp_path: Path) -> None:
         ("plan.recompute_every=2", "only full recomputation has stretches of layers; set plan.recompute=full"),
         ("plan.zero=4", "zero is 4: expected a whole number, between 0 and 3"),
         ("plan.dp=1,plan.zero=1", "plan.zero is 1 and dp is 1: ZeRO shares among replicas and there is one; set plan"),
+        ("plan.dp=8,plan.zero_group=4", "plan.zero_group is 4 and zero is 0: without ZeRO .*; set plan.zero_group=0"),
         ("plan.dp=8,plan.zero=1,plan.zero_group=3", "zero_group is 3 and dp is 8: .*; set plan.zero_group=2"),
         ("plan.offload=optimiser", "did you mean 'optimizer'"),
         ("optimizer.name=adam", "did you mean 'adamw'"),

@@ -48,13 +48,20 @@ def plan(
     chunks: Annotated[
         int | None, typer.Option(metavar="N", help="Of the drawing: chunks per rank, where it is open.")
     ] = None,
-    slices: Annotated[int | None, typer.Option(metavar="N", help="Of terapipe: slices of a sequence.")] = None,
+    slices: Annotated[
+        int | None, typer.Option(metavar="N", help="Of terapipe: slices of a sequence, their lengths found for it.")
+    ] = None,
     times: Annotated[
         str | None,
         typer.Option(metavar="F,I,W[,T]", help="Seconds of the passes and of a transfer. [default: 1,1,1,0]"),
     ] = None,
     memory: Annotated[
-        float | None, typer.Option(metavar="N", help="Of search: activations kept, in microbatches. [default: stages]")
+        float | None,
+        typer.Option(
+            metavar="N",
+            help="Of search: the most activations a rank keeps, in microbatches of its part of the model. "
+            "[default: stages]",
+        ),
     ] = None,
     serve: Annotated[bool, typer.Option("--serve", help="Plan for serving instead of training.")] = False,
     rate: Annotated[

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json as jsonlib
 import shlex
 import shutil
@@ -23,11 +24,21 @@ from tilemesh.core.step.check import check
 from tilemesh.core.step.memory import memory_curve
 from tilemesh.core.step.search import PassTimes, search
 from tilemesh.core.step.simulate import Timeline, simulate
+from tilemesh.core.step.slices import slice_lengths, slice_shares
 from tilemesh.core.step.text import from_csv, to_csv
 from tilemesh.report.step_page import render
 
 PIPE_WIDTH = 160  # a pipe has no width of its own
 MOST_PASSES = 40_000  # ranks x microbatches x chunks: beyond that making and proving takes minutes
+
+DRAWN_TOKENS, DRAWN_ATTENTION = 64, 0.25
+"""Of a drawn sequence: its tokens, and what attention takes of a pass through all of them at once."""
+
+
+def drawn_slice_time(tokens: int, before: int) -> float:
+    """Of a pass through the whole sequence, what a slice takes: attention is to all tokens up to its end."""
+    attention = tokens * (tokens + before) / DRAWN_TOKENS**2
+    return (1 - DRAWN_ATTENTION) * tokens / DRAWN_TOKENS + DRAWN_ATTENTION * attention
 
 
 @dataclass(frozen=True)
@@ -60,6 +71,9 @@ def draw_step(asked: DrawQuestion, others: Sequence[str]) -> None:
     check_targets(svg=asked.svg, csv=asked.csv, json=asked.json, html=asked.html)
     given = _times(asked.times)
     program = _program(asked, given)
+    lengths = _slice_lengths(program)
+    if program.slices > 1:
+        given = dataclasses.replace(given, slice_shares=slice_shares(lengths, drawn_slice_time))
     check(program)
     timeline = simulate(program, given.times(program), keep_slots=True)
     curves = draw.curves(program, timeline, memory_curve(program, given.sizes(program)))
@@ -78,6 +92,12 @@ def draw_step(asked: DrawQuestion, others: Sequence[str]) -> None:
         write_output(jsonlib.dumps(_figures(program, timeline, curves, given), allow_nan=False) + "\n", asked.json)
 
 
+def _slice_lengths(program: StepProgram) -> tuple[int, ...]:
+    if program.slices > DRAWN_TOKENS:
+        raise UsageError(f"{program.slices} slices of a sequence of {DRAWN_TOKENS} tokens: expected at most as many")
+    return slice_lengths(DRAWN_TOKENS, program.ranks, program.slices, drawn_slice_time)
+
+
 def _times(text: str | None) -> PassTimes:
     if text is None:
         return PassTimes()
@@ -88,7 +108,8 @@ def _times(text: str | None) -> PassTimes:
     is_sound = len(values) in (3, 4) and all(0 <= value < float("inf") for value in values) and sum(values[:3]) > 0
     if not is_sound:
         raise UsageError(f"--times {text}: expected seconds of F, I, W and of a transfer, such as 1,1,1,0.1")
-    return PassTimes(*values)
+    forward_s, input_s, weight_s, *transfer_s = values
+    return PassTimes(forward_s, input_s, weight_s, sum(transfer_s))
 
 
 def _program(asked: DrawQuestion, given: PassTimes) -> StepProgram:
@@ -121,9 +142,13 @@ def _program(asked: DrawQuestion, given: PassTimes) -> StepProgram:
 def _words(program: StepProgram, timeline: Timeline, curves: Sequence[draw.Curve], given: PassTimes) -> str:
     per_rank = max(len(held) for held in program.placement.held)
     peaks = [max(value for _, value in curve) for curve in curves]
+    cut = ""
+    if program.slices > 1:
+        *first, last = map(str, _slice_lengths(program))
+        cut = f", slices of {', '.join(first)} and {last} of {DRAWN_TOKENS} tokens"
     return (
         f"{program.name}: {program.ranks} stages, {program.microbatches} microbatches, {per_rank} "
-        f"chunk{'s' if per_rank > 1 else ''} per rank ({program.placement.name})\n"
+        f"chunk{'s' if per_rank > 1 else ''} per rank ({program.placement.name}){cut}\n"
         f"step {timeline.total_s:g} with F {given.forward_s:g}, I {given.input_s:g}, W {given.weight_s:g}, "
         f"transfer {given.transfer_s:g}; bubble {timeline.bubble:.1%} of all ranks' time, "
         f"{timeline.bubble_rate:.1%} between a rank's first and last pass\n"
@@ -141,6 +166,7 @@ def _figures(
         "microbatches": program.microbatches,
         "chunks": program.chunks,
         "slices": program.slices,
+        "slice_tokens": list(_slice_lengths(program)),
         "placement": program.placement.directions,
         "times_s": {
             "forward": given.forward_s,

@@ -140,7 +140,8 @@ class StepSettings:
     schedule of your own: a line of passes per stage, as 0F0,0F1,0B0,0B1, or the name of a .csv file with such lines,
     which `tilemesh plan --draw search --csv FILE` and torch's pipelining write."""
     slices: int = 1
-    """Pieces of each sequence that pass through the stages one after the other: for terapipe."""
+    """Pieces of each sequence that pass through the stages one after the other: for terapipe. How long each is, is
+    found by dynamic programming: later ones attend to more tokens and are shorter."""
     recompute: Recompute = "none"
     """Activations that are computed again in the backward pass to save memory: none; attention's scores (selective;
     fused attention always does so, and keeps none); all within a layer but the results of attention and of every second

@@ -34,6 +34,10 @@ def lacks(plan: ParallelPlan) -> Iterator[Lack]:
     if plan.zero and plan.dp == 1:
         why = "ZeRO shares among replicas and there is one"
         yield Lack(f"zero{plan.zero}", f"zero is {plan.zero} and dp is 1", why, "zero=0", is_wrong=True)
+    elif plan.zero_group and not plan.zero:
+        given = f"zero_group is {plan.zero_group} and zero is 0"
+        why = "without ZeRO nothing is cut within a group of replicas"
+        yield Lack("zero_group", given, why, "zero_group=0", is_wrong=True)
     elif plan.zero and plan.zero_group and (plan.dp % plan.zero_group or plan.zero_group == 1):
         given = f"zero_group is {plan.zero_group} and dp is {plan.dp}"
         why = "groups of several replicas must make up dp"

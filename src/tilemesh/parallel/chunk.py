@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from tilemesh.core.errors import UsageError
-from tilemesh.core.shard import share
 from tilemesh.core.step.action import Payload
 from tilemesh.model.deferral import Deferral, WeightProduct, multiply
 from tilemesh.model.dropout import DropoutPlace
@@ -35,7 +34,9 @@ class StepData:
     scale: float = 1.0
     """A factor on the loss."""
     slices: int = 1
-    """Into which every sequence is cut."""
+    """Into which every sequence is cut ..."""
+    lengths: Callable[[int], Sequence[int]] = lambda tokens: (tokens,)
+    """... and how long each of them is in a sequence of so many tokens."""
     count: Callable[[Tensor, Tensor], None] = lambda total, count: None
     """Told the summed loss of a microbatch and how many targets counted."""
 
@@ -43,8 +44,9 @@ class StepData:
         """Tokens and targets of one slice of a microbatch, and where they stand in the step's batch."""
         microbatch, number = place
         tokens_BT, targets_BT, row = self.pieces[microbatch]
-        begin, count = share(tokens_BT.shape[1], self.slices, number)
-        here = slice(begin, begin + count)
+        lengths = self.lengths(tokens_BT.shape[1])
+        begin = sum(lengths[:number])
+        here = slice(begin, begin + lengths[number])
         return tokens_BT[:, here], targets_BT[:, here], DropoutPlace(row=row, token=begin)
 
 

@@ -7,6 +7,7 @@ and backward passes, follows the list of the plan's schedule (`core/step/program
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -27,6 +28,7 @@ from tilemesh.model.config import ModelConfig
 from tilemesh.model.deferral import defer
 from tilemesh.model.part import TIED
 from tilemesh.model.transformer import Transformer
+from tilemesh.model.work.slices import slice_lengths
 from tilemesh.parallel.agree import tell
 from tilemesh.parallel.buckets import Bucketed
 from tilemesh.parallel.chunk import ModelChunk, StepData
@@ -106,7 +108,8 @@ class Pipeline(Laid):
         if not isinstance(gradients, Bucketed):
             raise UsageError(f"gradients of a pipeline by {type(gradients).__name__}: expected 'bucketed'")
         self.config, self._names, self.step, self.buckets = config, tuple(names), step, gradients
-        self.data = StepData(count=self._count, slices=step.program.slices)
+        lengths = functools.partial(slice_lengths, config, plan.pp, step.program.slices)
+        self.data = StepData(count=self._count, slices=step.program.slices, lengths=lengths)
         self.parts = {
             number: Laid(model, mesh, plan, _own(model, shards), {}, seams, gradients)
             for number, model in chunks.items()

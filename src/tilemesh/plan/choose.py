@@ -9,14 +9,16 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import combinations
 from typing import Any, NamedTuple
 
 from tilemesh.core import config
 from tilemesh.core.calibration import Rates
 from tilemesh.core.errors import Argument, RunError, UsageError
 from tilemesh.core.hardware import GPUS_PER_NODE, LOCAL, Cluster, grown, parse_cluster
-from tilemesh.core.plan import ParallelPlan
+from tilemesh.core.plan import OFFLOADS, ParallelPlan
 from tilemesh.core.ranges import LARGEST_WHOLE, Range
+from tilemesh.core.runnable import lacks
 from tilemesh.core.units import format_bytes
 from tilemesh.model.config import ModelConfig, preset
 from tilemesh.model.work.task import STATE_BYTES, Code
@@ -216,9 +218,29 @@ def _nothing_fits(estimator: Estimator, batch: int, pins: Pins, least: tuple[int
     return NothingFitsError(
         f"does not fit on {cluster.name}{under}: the least a {holder} needs is {format_bytes(memory.total_bytes)} "
         f"({smallest.plan.short()}) and it has {format_bytes(smallest.usable_bytes)} for a plan; {part} is the "
-        f"largest part, {format_bytes(getattr(memory, f'{part}_bytes'))}; {would_do}",
+        f"largest part, {format_bytes(getattr(memory, f'{part}_bytes'))}; {would_do}"
+        + _offloaded(estimator, batch, pins),
         smallest,
     )
+
+
+def _offloaded(estimator: Estimator, batch: int, pins: Pins) -> str:
+    """That it would fit with something in the host's memory, the least of it; nothing where that does not help."""
+    if pins.offload is not None or estimator.cluster.device.kind != "gpu":
+        return ""
+    parameters = count_parameters(estimator.model).total
+    weights, gradients, optimizer = STATE_BYTES[pins.precision or default_precision(estimator.cluster.device)]
+    for count in range(1, len(OFFLOADS) + 1):
+        for names in combinations(OFFLOADS, count):
+            stays = gradients + weights * ("weights" not in names) + optimizer * ("optimizer" not in names)
+            if stays * parameters > estimator.cluster.world * estimator.usable_bytes:
+                continue  # however they are split, some rank holds too much
+            moved = Pins(**{**vars(pins), "offload": "+".join(names)})
+            for group in candidates(estimator, batch, moved):
+                plan = group[-1]  # the one that recomputes most
+                if estimator.fits(plan) and next(lacks(plan), None) is None:
+                    return f", and with --fix offload={moved.offload} it fits here ({plan.short()})"
+    return ""
 
 
 def gpus_enough(estimator: Estimator, batch: int, pins: Pins) -> tuple[int, ParallelPlan] | None:

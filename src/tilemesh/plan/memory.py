@@ -15,7 +15,7 @@ from tilemesh.core.step import pace
 from tilemesh.core.step.action import StepProgram
 from tilemesh.core.step.asynchronous import copies_of_weights
 from tilemesh.core.step.book import chunk_placement, is_split
-from tilemesh.core.step.memory import StepBytes, memory_peaks
+from tilemesh.core.step.memory import StepBytes, away_peaks, memory_peaks
 from tilemesh.core.step.passes import offload
 from tilemesh.core.step.placement import ChunkPlacement
 from tilemesh.model.config import ModelConfig
@@ -167,10 +167,29 @@ def _left_on_device(
     return rank, weights, optimizer
 
 
-def _total_bytes(plan: ParallelPlan, rank: _RankNeeds) -> int:
+def _in_one_memory(
+    plan: ParallelPlan, rank: _RankNeeds, weights: int, is_counted: bool = False
+) -> tuple[_RankNeeds, int]:
+    """What a CPU holds at the fullest moment, where what is moved lies in the same memory.
+
+    Optimizer states do not move. Activations that come back have two copies for a moment, and memory for the copies
+    stays; of weights there are two copies when all of them are back, at the end of a step.
+    """
+    share = on_device(plan, rank.layers)
+    if "activations" in plan.offloads and not is_counted:
+        twice = max(0.0, share - 1 / max(1, rank.layers))  # the last layer's do not leave
+        rank = rank._replace(activations=int(rank.activations * (1 + twice)))
+    if "weights" in plan.offloads:
+        weights = max(weights, int(weights * (2 - share)) - rank.activations - rank.logits)
+    return rank, weights
+
+
+def _total_bytes(plan: ParallelPlan, rank: _RankNeeds, is_one_memory: bool) -> int:
     weights, gradients, optimizer = state_bytes(rank.parameters, plan.precision, plan.zero, plan.zero_ranks)
     weights *= rank.copies
-    if plan.offloads:
+    if plan.offloads and is_one_memory:
+        rank, weights = _in_one_memory(plan, rank, weights)
+    elif plan.offloads:
         rank, weights, optimizer = _left_on_device(plan, rank, weights, optimizer)
     states = weights + gradients + optimizer
     gathered = _gathered_bytes(plan, rank.at_work) if plan.zero >= 2 else 0
@@ -190,6 +209,8 @@ class Room:
     ) -> None:
         self.model = model
         self._device = cluster.device
+        self._is_one_memory = cluster.device.kind == "cpu"
+        """Whether the host's memory is the device's: what is moved there stays."""
         self._code, self._chunked_loss = code, chunked_loss
         self.context = context
         self._reserved = [reserved_bytes(cluster.device, cluster.world, compiler) for compiler in (False, True)]
@@ -218,8 +239,8 @@ class Room:
             looked = self._worth_a_look(plan, counts)
             ranks = self._ranks[key] = [self._rank(plan, rank, counts) for rank in looked]
         if len(ranks) == 1:
-            return _total_bytes(plan, ranks[0]) - self._later_bytes(plan, ranks[0])
-        return max([_total_bytes(plan, rank) for rank in ranks])
+            return _total_bytes(plan, ranks[0], self._is_one_memory) - self._later_bytes(plan, ranks[0])
+        return max([_total_bytes(plan, rank, self._is_one_memory) for rank in ranks])
 
     def fullest(self, plan: ParallelPlan, counts: tuple[int, ...]) -> RankMemory:
         """Memory of the fullest rank, with so many layers in each chunk, by liveness of the actions."""
@@ -239,7 +260,9 @@ class Room:
             found = found._replace(activations=peaks[rank] - own)
         weights, gradients, optimizer = state_bytes(found.parameters, plan.precision, plan.zero, plan.zero_ranks)
         weights *= found.copies
-        if plan.offloads:
+        if plan.offloads and self._is_one_memory:
+            found, weights = _in_one_memory(plan, found, weights, peaks is not None)
+        elif plan.offloads:
             found, weights, optimizer = _left_on_device(plan, found, weights, optimizer, peaks is not None)
         working = found.brief + _gathered_bytes(plan, found.at_work)
         later = self._later_bytes(plan, found)
@@ -256,11 +279,31 @@ class Room:
         return StepBytes(kept=[one + more for one, more in zip(kept, beside, strict=True)], kept_for_weights=late)
 
     def activation_peaks(self, plan: ParallelPlan, counts: tuple[int, ...]) -> list[int]:
-        """The most activations that each rank of a pipeline holds between two actions."""
-        program = self.program(plan)
-        if "activations" in plan.offloads:
-            program = offload(program, ahead=plan.prefetch)
-        return [round(peak) for peak in memory_peaks(program, self.step_bytes(plan, counts))]
+        """The most activations that each rank of a pipeline holds between two actions; on a CPU with those moved."""
+        program, sizes = self.program(plan), self.step_bytes(plan, counts)
+        if "activations" not in plan.offloads:
+            return [round(peak) for peak in memory_peaks(program, sizes)]
+        program = offload(program, ahead=plan.prefetch)
+        peaks = memory_peaks(program, sizes)
+        if self._is_one_memory:  # memory that was once moved to stays, for the next step too
+            peaks = [peak + away for peak, away in zip(peaks, away_peaks(program, sizes), strict=True)]
+        return [round(peak) for peak in peaks]
+
+    def host_bytes(self, plan: ParallelPlan, counts: tuple[int, ...]) -> list[int]:
+        """What each rank of a pipeline has in the memory of its host, where that is not the device's own."""
+        ranks = [self._rank(plan, rank, counts) for rank in range(plan.pp)]
+        away = [0] * plan.pp
+        if "activations" in plan.offloads and plan.pp > 1:
+            moved = offload(self.program(plan), ahead=plan.prefetch)
+            away = [round(peak) for peak in away_peaks(moved, self.step_bytes(plan, counts))]
+        elif "activations" in plan.offloads:
+            away = [ranks[0].activations * (ranks[0].layers - 1) // ranks[0].layers]
+        found = []
+        for rank, activations in zip(ranks, away, strict=True):
+            weights, _, optimizer = state_bytes(rank.parameters, plan.precision, plan.zero, plan.zero_ranks)
+            states = optimizer * ("optimizer" in plan.offloads) + weights * ("weights" in plan.offloads)
+            found.append(states + activations)
+        return found
 
     @staticmethod
     def program(plan: ParallelPlan) -> StepProgram:

@@ -59,12 +59,18 @@ def advice(model: ModelConfig, plan: ParallelPlan, batch: int, accepts: Callable
 
 
 def without_offload(plan: ParallelPlan) -> Iterator[ParallelPlan]:
-    """Plans that put less into the host's memory, the nearest first: more of it shared by replicas, then less moved."""
-    if plan.dp > 1:
-        yield from (dataclasses.replace(plan, zero=zero) for zero in range(plan.zero + 1, 4))
-    for count in range(len(plan.offloads) - 1, -1, -1):
-        for kept in itertools.combinations(plan.offloads, count):
-            yield dataclasses.replace(plan, offload="+".join(kept))
+    """Plans that put less into the host's memory, the nearest first: more of it shared by replicas, then less moved,
+    then both; last with everything computed again."""
+    stages = range(plan.zero, 4 if plan.dp > 1 else plan.zero + 1)
+    counts = range(len(plan.offloads), -1, -1)
+    kept = ["+".join(names) for count in counts for names in itertools.combinations(plan.offloads, count)]
+    ways = [(zero, kept[0]) for zero in stages] + [(plan.zero, what) for what in kept[1:]]
+    ways += [(zero, what) for what in kept[1:] for zero in stages[1:]]
+    for recompute in dict.fromkeys((plan.recompute, "full")):
+        for zero, what in ways:
+            other = dataclasses.replace(plan, zero=zero, offload=what, recompute=recompute)
+            if other != plan and next(lacks(other), None) is None:
+                yield other
 
 
 def _around(plan: ParallelPlan, world: int) -> Iterator[ParallelPlan]:

@@ -3,7 +3,8 @@
 The one idea: what is moved crosses the link to the host beside computing, so it costs what the passes do not cover.
 Optimizer states travel when nothing is left to compute but their own update: in and out at the same time, and they cost
 nearly all of it. Activations leave in the forward pass and come back in the backward pass. Weights leave in a step's
-first forward pass, and come back for every pass after it; nothing is written that the host has already.
+first forward pass, and come back for every pass after it; nothing is written that the host has already. On a CPU
+optimizer states are where they belong already, and the cores that compute do the copies, so nothing hides them.
 """
 
 from __future__ import annotations
@@ -41,8 +42,11 @@ class HostRates(NamedTuple):
 
 
 def host_rates(device: Device, measured: Rates | None = None) -> HostRates:
-    """As `tilemesh calibrate` measured them; else from the link's datasheet."""
+    """As `tilemesh calibrate` measured them; else from the link's datasheet. A CPU copies within its own memory."""
     known = {} if measured is None else measured.host_link_bytes_per_s
+    if device.kind == "cpu" and measured is not None and measured.copy_bytes_per_s:
+        copied = measured.copy_bytes_per_s / 2  # a copied byte is read and written
+        return HostRates(copied, copied, copied)
     assumed = host_link(device).bytes_per_s * constants.LINK_FRACTION
     return HostRates(*(known.get(way, assumed) for way in ("in", "out", "both")))
 

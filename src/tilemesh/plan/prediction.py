@@ -133,6 +133,7 @@ def _pipeline_figures(prediction: Prediction) -> dict[str, Any]:
         "input_s": list(times.input_s),
         "weight_s": list(times.weight_s),
         "transfer_s": times.transfer_s,
+        "slice_shares": list(times.slice_shares),
         "kept_bytes": list(sizes.kept),
         "kept_for_weights_bytes": list(sizes.kept_for_weights),
     }

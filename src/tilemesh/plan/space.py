@@ -60,6 +60,11 @@ class Pins(_Fixed):  # type: ignore[misc]  # its fields are made above
             raise UsageError(f"schedule is {self.schedule} and interleave is 1: fix interleave to 2 or more")
         if (self.slices or 1) > 1 and self.schedule != "terapipe":
             raise UsageError(f"slices is {self.slices} and schedule is {self.schedule}: fix schedule=terapipe")
+        if self.zero_group and self.zero == 0:
+            raise UsageError(
+                f"zero_group is {self.zero_group} and zero is 0: without ZeRO nothing is cut within a group of "
+                "replicas; fix zero=1, 2 or 3, or leave zero_group out"
+            )
 
     @classmethod
     def parse(cls, texts: Iterable[str]) -> Pins:
@@ -96,22 +101,24 @@ def candidates(estimator: Estimator, batch: int, pins: Pins) -> Iterator[list[Pa
     precision = pins.precision or default_precision(device)
     device.peak(ParallelPlan(precision=precision).compute_dtype)  # refuses a dtype the device lacks
     recomputes = [pins.recompute] if pins.recompute else _recomputes(attention)
-    said = ("prefetch", "offload", "zero_group", "slices")
+    said = ("prefetch", "offload", "slices")
     as_said = {name: value for name in said if (value := getattr(pins, name)) is not None}
     for tp, pp, dp in meshes(estimator, pins):
         if batch % dp:
             continue
+        group = pins.zero_group or dp
         for microbatch in _microbatches(batch // dp, pins, estimator.context):
             accumulation = batch // dp // microbatch
             for schedule, interleave in _schedules(estimator.model.layers, pp, accumulation, pins):
                 for parallel in _choices(pins.sequence_parallel, (True, False) if tp > 1 else (False,)):
-                    for zero in _choices(pins.zero, (0, 1, 2, 3) if dp > 1 else (0,)):
+                    for zero in _choices(pins.zero, (0, 1, 2, 3) if dp > 1 and not dp % group else (0,)):
                         # V-Half is there to keep less, which recomputing does too.
                         frugal = schedule == "v-half" and not pins.recompute
                         yield [
                             ParallelPlan.unchecked(
                                 dp=dp, tp=tp, pp=pp, sequence_parallel=parallel, zero=zero, interleave=interleave,
-                                chunk_layers=(), microbatch=microbatch, accumulation=accumulation, schedule=schedule,
+                                zero_group=(pins.zero_group or 0) if zero else 0, chunk_layers=(),
+                                microbatch=microbatch, accumulation=accumulation, schedule=schedule,
                                 recompute=recompute, attention=attention, precision=precision,
                                 recompute_every=(pins.recompute_every or 1) if recompute == "full" else 1,
                                 recompute_stages=() if recompute == "none" else pins.recompute_stages or (),

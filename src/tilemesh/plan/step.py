@@ -18,11 +18,13 @@ from tilemesh.core.hardware import Cluster
 from tilemesh.core.plan import REPLAY_ROOM, ParallelPlan
 from tilemesh.core.ranges import Range
 from tilemesh.core.step import pace
-from tilemesh.core.step.book import chunk_placement, is_split
+from tilemesh.core.step.book import build, chunk_placement, is_split
 from tilemesh.core.step.pace import RankLoad
 from tilemesh.core.step.program import recomputed_layers
+from tilemesh.core.step.simulate import StepTimes, simulate
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.work.operations import hardware_flops, model_flops
+from tilemesh.model.work.slices import slice_shares
 from tilemesh.model.work.step_exchanges import sent_bytes, step_exchanges
 from tilemesh.model.work.task import STATE_BYTES, Code
 from tilemesh.model.work.weights import why_not
@@ -172,13 +174,24 @@ class Estimator:
             bubble_fraction=pace.bubble_fraction(plan.schedule, plan.pp, plan.accumulation, plan.interleave),
             chunk_layers=frame.counts,
             exchanges=step_exchanges(self.model, plan, self.clock.task(plan), frame.counts),
-            passes=frame.chunks.step_times if plan.pp > 1 else None,
+            passes=self._step_times(plan, frame) if plan.pp > 1 else None,
             kept=self.room.step_bytes(plan, frame.counts) if plan.pp > 1 else None,
         )
 
     def chunk_times(self, plan: ParallelPlan) -> Chunks:
-        """Seconds of each chunk's passes, as `predict` simulates them."""
+        """Seconds of each chunk's passes and of a message."""
         return self._frame(plan, exact=True).chunks
+
+    def step_times(self, plan: ParallelPlan) -> StepTimes:
+        """Seconds of a step's passes, as `predict` simulates them."""
+        return self._step_times(plan, self._frame(plan, exact=True))
+
+    def _step_times(self, plan: ParallelPlan, frame: Frame) -> StepTimes:
+        times = frame.chunks.step_times
+        if plan.slices == 1:
+            return times
+        shares = slice_shares(self.model, plan.pp, plan.slices, self.context)
+        return dataclasses.replace(times, slice_shares=shares)
 
     def busiest_layers(self, plan: ParallelPlan) -> int:
         """Layers of the stage whose passes take longest."""
@@ -278,8 +291,10 @@ class Estimator:
         forward_s = sum(chunks.forward_s[chunk] for chunk in frame.held[rank])
         backward_s = chunks.busy_s(frame.held[rank]) - forward_s
         away = 1.0 - on_device(plan, frame.layers[rank])
-        moved = MovedBytes(optimizer, int(kept * away), int(weights * away))
         times = RankPassTimes(forward_s, backward_s, self._optimizer_s(plan, frame.most_parameters))
+        if self.cluster.device.kind == "cpu":
+            optimizer, times = 0, RankPassTimes(0.0, 0.0, 0.0)
+        moved = MovedBytes(optimizer, int(kept * away), int(weights * away))
         return offload_s(plan, host_rates(self.cluster.device, self.rates), moved, times)
 
     def optimizer_bytes(self, plan: ParallelPlan) -> int:
@@ -350,8 +365,11 @@ class Estimator:
         compute than there are cores.
         """
         per_rank, turns = len(frame.held[0]), self.cluster.device.ranks_per_core
-        if plan.pp == 1 or pace.simulated_passes(plan.pp, plan.accumulation, per_rank) > MOST_PASSES:
+        if plan.pp == 1 or pace.simulated_passes(plan.pp, plan.accumulation, per_rank) * plan.slices > MOST_PASSES:
             pipe_s = _closed_form_s(plan, frame)
+        elif plan.slices > 1:
+            program = build(plan.schedule, plan.pp, plan.accumulation, slices=plan.slices)
+            pipe_s = simulate(program, self._step_times(plan, frame)).total_s
         else:
             shape = (plan.schedule, plan.pp, plan.accumulation, plan.interleave)
             pipe_s = pace.simulated_s(*shape, frame.chunks.step_times)

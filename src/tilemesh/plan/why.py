@@ -132,6 +132,9 @@ def _offloading(result: SearchResult, best: Prediction) -> str:
     others = [estimator.predict(other) for other in dict.fromkeys((alone, small, *full))]
     saved = others[0].memory.total_bytes - best.memory.total_bytes
     cost = f"{format_seconds(best.times.offload_s)} ({best.times.offload_s / best.step_time_s:.1%}) of the step"
+    if saved <= 0:
+        what = " and ".join(plan.offloads)
+        return f"moving {what} to the host saves nothing, as a CPU's memory is its host's, and costs {cost}"
     fitting = [other for other in others if other.fits]
     if not fitting:
         pays = "pays, as it would not fit otherwise"

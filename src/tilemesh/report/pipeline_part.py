@@ -126,7 +126,10 @@ def _times(run: Run, program: StepProgram, measured: Measured) -> tuple[StepTime
     told = section(run.predicted, "pipeline")
     forward, back, weights = (numbers(told, name) for name in ("forward_s", "input_s", "weight_s"))
     if len(forward) == len(back) == len(weights) == program.chunks:
-        given = StepTimes(forward, back, weights, number(told.get("transfer_s"), 0.0))
+        shares = numbers(told, "slice_shares")
+        if len(shares) != program.slices:
+            shares = [1 / program.slices] * program.slices
+        given = StepTimes(forward, back, weights, number(told.get("transfer_s"), 0.0), slice_shares=shares)
         return given, "with the times that were predicted before the run"
     found: dict[tuple[str, int], list[float]] = {}
     for each in measured:

@@ -202,9 +202,8 @@ def simulated(result: SearchResult, best: Prediction) -> tuple[StepProgram, tupl
     rounds = next((count for count in ROUNDS if count * per_round <= MOST_SLOTS), ROUNDS[-1])
     few = min(plan.accumulation, rounds * plan.pp)
     estimator = result.estimator()
-    chunks = estimator.chunk_times(plan)
     schedule = build(plan.schedule, plan.pp, few, plan.interleave if plan.interleave > 1 else None, plan.slices)
-    found = simulate(schedule, chunks.step_times, keep_slots=True)
+    found = simulate(schedule, estimator.step_times(plan), keep_slots=True)
     return schedule, found.slots, found.total_s
 
 

@@ -19,9 +19,11 @@ from tilemesh.core import config
 from tilemesh.core.context import membership
 from tilemesh.core.cores import available_cores
 from tilemesh.core.errors import Argument, RunError, UsageError
+from tilemesh.core.hardware import CPU, H200, Cluster, make_node
 from tilemesh.core.plan import ASYNCHRONOUS, ParallelPlan
 from tilemesh.core.ranges import SAMPLED_TOKENS, SEED, TEMPERATURE, TOP_K, TOP_P, Range, shown
 from tilemesh.core.runnable import lacks
+from tilemesh.core.step.program import chunk_layers
 from tilemesh.core.units import format_bytes
 from tilemesh.data.config import SHARD_SUFFIX, STDLIB, check_source, has_shards, source_path
 from tilemesh.data.documents import documents, source_bytes
@@ -31,8 +33,9 @@ from tilemesh.measure.machine import this_machine, usable_gpus
 from tilemesh.model.adapter import adapted_modules
 from tilemesh.model.config import ModelConfig, check_written_model, unlike
 from tilemesh.model.families.book import read_config
-from tilemesh.model.work.weights import layer_weights, shard_parameters, why_not
-from tilemesh.plan.memory import state_bytes
+from tilemesh.model.work.task import Code
+from tilemesh.model.work.weights import layer_weights, why_not
+from tilemesh.plan.memory import Room
 from tilemesh.plan.nearest import changes, without_offload
 from tilemesh.runs import folder as folders
 from tilemesh.runs.manifest import MODEL, DamagedError, Manifest, checkpoints
@@ -337,32 +340,42 @@ def _axes_words(made: TrainConfig) -> str:
 
 
 def _check_host_memory(made: TrainConfig) -> None:
-    """Refuse optimizer states and weights on a host that has no room for those of all ranks that run on it."""
-    if not {"optimizer", "weights"} & {*made.plan.offloads} or made.train.device == "cpu" or not usable_gpus():
+    """Refuse an offload that the host's memory has no room for, with the nearest layout that it has room for.
+
+    On a CPU the host's memory is the device's: there all that the ranks hold is counted.
+    """
+    plan = made.plan
+    if not plan.offloads:
         return
+    on_gpu = made.train.device != "cpu" and bool(usable_gpus())
     member = membership()
-    here = made.plan.world if member is None else member.local_size
-    have = this_machine().memory_bytes
-    needed = here * _host_bytes(made.model, made.plan)
+    here = plan.world if member is None else member.local_size
+    have, needed = this_machine().memory_bytes, _host_bytes(made, plan, on_gpu, here)
     if needed <= have:
         return
-    fitting = next(
-        plan
-        for plan in without_offload(made.plan)
-        if here * _host_bytes(made.model, plan) <= have and next(lacks(plan), None) is None
-    )
-    raise UsageError(
-        f"plan.offload is {made.plan.offload}: that of {here} rank{'s' * (here > 1)} takes {format_bytes(needed)} of "
-        f"the host's memory and it has {format_bytes(have)}; the nearest layout that works: --set "
-        f"{changes(made.plan, fitting)}"
-    )
+    others = (other for other in without_offload(plan) if _host_bytes(made, other, on_gpu, here) <= have)
+    fitting = next(others, None)
+    ranks = f"{here} rank{'s' * (here > 1)}"
+    taken = f"that of {ranks} takes {format_bytes(needed)} of the host's memory and it has {format_bytes(have)}"
+    if not on_gpu:
+        taken = (
+            f"on a CPU nothing leaves the memory, of which {ranks} need {format_bytes(needed)} and this machine has "
+            f"{format_bytes(have)}"
+        )
+    nearest = "no layout near it fits either: train a smaller model, or one with fewer tokens per microbatch"
+    if fitting is not None:
+        nearest = f"the nearest layout that works: --set {changes(plan, fitting)}"
+    raise UsageError(f"plan.offload is {plan.offload}: {taken}; {nearest}")
 
 
-def _host_bytes(model: ModelConfig, plan: ParallelPlan) -> int:
-    """What a rank keeps in the host's memory for the whole run."""
-    parameters = shard_parameters(model, plan.tp).stage(-(-model.layers // plan.pp), True, True)
-    weights, _, optimizer = state_bytes(parameters, plan.precision, plan.zero, plan.zero_ranks)
-    return optimizer * ("optimizer" in plan.offloads) + weights * ("weights" in plan.offloads)
+def _host_bytes(made: TrainConfig, plan: ParallelPlan, on_gpu: bool, here: int) -> int:
+    """What so many ranks keep in the host's memory: what is moved there, or on a CPU all."""
+    code: Code = "compiled" if made.train.compile else "eager"
+    device = H200 if on_gpu else CPU  # of a GPU nothing counts here but that it is one
+    room = Room(made.model, Cluster((make_node(device, plan.world),)), made.context, code)
+    counts = chunk_layers(plan, made.model.layers) if plan.pp > 1 else (made.model.layers,)
+    stages = room.host_bytes(plan, counts) if on_gpu else [one.total_bytes for one in room.stages(plan, counts)]
+    return sum(stages) * plan.dp * plan.tp * here // plan.world
 
 
 _READ_AT_ONCE = 1 << 18

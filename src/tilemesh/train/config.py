@@ -102,7 +102,8 @@ class LoopConfig:
     """How replicas keep together: one exchange of gradients per step (synchronous), parameter servers beside them
     (server), or weights that are averaged every few steps (local); the section `method` has the settings."""
     timeout_s: float = 60.0
-    """Seconds that a rank may wait for another before the watchdog ends the job."""
+    """Seconds that a rank may wait for another before the watchdog ends the job. Each rank that waits says so, and for
+    whom, after 6 seconds already."""
     max_time_s: float = 0.0
     """Seconds after which a run stops with a checkpoint to go on from, counted from each start; 0: no limit.
     `--max-time 2h` sets it."""

@@ -109,9 +109,10 @@ def fit(
 def _train_here(config: TrainConfig, asked: FitRequest, held: contextlib.ExitStack) -> Result:
     """As the rank that this process is, or as the only one."""
     from tilemesh.comm.connection import connect  # late: numpy, MPI and torch, which a process that waits does not need
-    from tilemesh.train.rank import train_here
+    from tilemesh.train.rank import told, train_here
 
     comm = connect(asked.transport, timeout_s=config.train.timeout_s)
+    comm.watch.process.tell_waits(told)
     folder = _agreed_folder(config, asked, held, comm)
     others = OtherWork() if comm.size == 1 else None  # one rank of several does not know what is theirs
     try:

@@ -81,6 +81,7 @@ def main(argv: Sequence[str]) -> int:
     config = of_run(folder)
     my_status().at("connecting")
     comm = connect(timeout_s=config.train.timeout_s)
+    comm.watch.process.tell_waits(told)
     again = int(os.environ.get(ATTEMPT_VARIABLE, "0")) > 0
     train_here(
         config,
@@ -92,6 +93,11 @@ def main(argv: Sequence[str]) -> int:
         emit=send if comm.rank == 0 else ignore,
     )
     return 0
+
+
+def told(text: str) -> None:
+    """A rank's word to whoever started it."""
+    print(f"tilemesh: {text}", file=sys.stderr, flush=True)
 
 
 def train_here(
@@ -164,7 +170,7 @@ def _train_on(
 
     def say(text: str) -> None:
         if comm.rank:
-            print(f"tilemesh: {text}", file=sys.stderr, flush=True)
+            told(text)
             return
         emit({"kind": "say", "text": text})
         # What is shouted is kept; a checkpoint that failed has a line of its own.

@@ -1,5 +1,7 @@
 """The watchdog: past the timeout it says which rank has not come and what that rank does instead, and ends the job.
 
+Where it was asked to (`tell_waits`), every rank says so after a few seconds already, and goes on waiting.
+
 Our own calls note what they are (one tuple); the library's collectives note nothing at all. A thread that wakes a few
 times per second looks: at the notes, and for the library's at the stacks of this process, where their frame says the
 same. It publishes what it saw, together with the line of the program that the rank is at, and looks at the clock.
@@ -28,6 +30,7 @@ TIMEOUT_S = 60.0
 _SILENT_S = 5.0  # a rank that looks every TICK_S and has said nothing for so long is not merely busy
 _STOP_S = 1.0  # it may be in the middle of ending the job
 _TURN_S = 1.0  # the lowest waiting rank speaks first; the others only if it did not end the job
+_NOTICE_S = 6.0  # longer than _SILENT_S, so that a rank that was stopped is said to be
 _DIFFERENT_S = 2.0  # a wait after which it is worth looking whether the others make another call
 
 _TILEMESH = str(Path(__file__).parents[2])
@@ -69,6 +72,8 @@ class Watchdog:
         self.owner = threading.get_ident()
         self.stopped = threading.Event()
         self.thread: threading.Thread | None = None
+        self.tell: Callable[[str], object] | None = None
+        self.patience_s = _NOTICE_S
 
     def start(self) -> None:
         """Begin to watch; a single rank has nobody to wait for."""
@@ -76,6 +81,13 @@ class Watchdog:
             self.look()
             self.thread = threading.Thread(target=self._watch, name=f"tilemesh-watch-{self.rank}", daemon=True)
             self.thread.start()
+
+    def tell_waits(self, tell: Callable[[str], object], after_s: float = _NOTICE_S) -> None:
+        """Let somebody know of a wait before it ends the job: after so many seconds, then each time it has doubled.
+
+        A later wait is told of where it is twice as long as the longest before, so that usual ones are not.
+        """
+        self.tell, self.patience_s = tell, after_s
 
     def stop(self) -> None:
         self.stopped.set()
@@ -100,6 +112,9 @@ class Watchdog:
             if waited_s > watch.timeout_s + _TURN_S * self._turn(since_ns) and self._still(watch, note):
                 self.end(watch.report(note, waited_s))
                 return
+            if self.tell is not None and waited_s > self.patience_s and self._still(watch, note):
+                self.patience_s = 2 * waited_s
+                self.tell(watch.report(note, waited_s, f"the job ends after {watch.timeout_s:g} s"))
 
     def _tick_s(self) -> float:
         return min([TICK_S, *(watch.timeout_s / 4 for watch in self._open())])
@@ -224,8 +239,8 @@ class Watch:
         finally:
             self.leave()
 
-    def report(self, note: Note, waited_s: float) -> str:
-        """What to tell the user about a call that never ends."""
+    def report(self, note: Note, waited_s: float, then: str = "") -> str:
+        """What to tell the user about a call that never ends. `then`: what happens next; by default the end."""
         sequence, name, nbytes, _ = note
         me = self.process.rank
         what = f"{name} #{sequence}" if sequence >= 0 else name
@@ -253,7 +268,7 @@ class Watch:
             parts[1] = f"arrived, and went no further: {'; '.join(stopped)}"
         if here:
             parts.append(f"arrived: {ranges(here)}")
-        return "; ".join([*parts, f"ending the job after {self.timeout_s:g} s"])
+        return "; ".join([*parts, then or f"ending the job after {self.timeout_s:g} s"])
 
     def different_calls(self, note: Note) -> str | None:
         """What to tell the user when another rank's call of the same number is another one; None: none is."""

@@ -60,6 +60,19 @@ def memory_peaks(program: StepProgram, sizes: StepBytes) -> list[float]:
     return [max(curve) for curve in memory_curve(program, sizes)]
 
 
+def away_peaks(program: StepProgram, sizes: StepBytes) -> list[float]:
+    """The most activations that each rank has in the host's memory at once."""
+    found = []
+    for rank, actions in enumerate(program.actions):
+        ledger = _Ledger(program, rank, sizes)
+        most = 0.0
+        for action in actions:
+            ledger.apply(action)
+            most = max(most, ledger.away)
+        found.append(most)
+    return found
+
+
 class _Ledger:
     """What one rank holds."""
 
@@ -77,6 +90,8 @@ class _Ledger:
         )
         # Weights are the caller's to add, but for those that a step moves.
         self.held += sum(self.size("weights", chunk) for chunk in moves_weights if first["weights", chunk] == "OUT")
+        self.away = 0.0
+        """Activations in the host's memory."""
         self.has_gradient: set[int] = set()
         self.has_reduced: set[int] = set()
         self.computed_again: set[tuple[int, int, int]] = set()
@@ -122,6 +137,7 @@ class _Ledger:
                 if what == "activation":
                     is_input = which in self.program.recomputed and which not in self.computed_again
                     what = "inputs" if is_input else "kept"
+                    self.away += self.size(what, chunk) * (1 if action.kind == "OUT" else -1)
                 self.held += self.size(what, chunk) * (1 if action.kind == "IN" else -1)
 
     def _pass(self, part: Action) -> float:

@@ -41,12 +41,15 @@ class PassTimes:
     transfer_s: float = 0.0
     kept: float = 1.0
     kept_for_weights: float = 1.0
+    slice_shares: tuple[float, ...] = ()
+    """What each slice of a sequence takes of a pass; empty: all the same."""
 
     def times(self, program: StepProgram) -> StepTimes:
         share = program.ranks / program.chunks
         spent = (self.forward_s * share, self.input_s * share, self.weight_s * share)
         even = StepTimes.even(program.chunks, *spent, self.transfer_s)
-        return dataclasses.replace(even, slice_shares=[1 / program.slices] * program.slices)
+        shares = self.slice_shares or (1 / program.slices,) * program.slices
+        return dataclasses.replace(even, slice_shares=shares)
 
     def sizes(self, program: StepProgram) -> StepBytes:
         share = program.ranks / program.chunks / program.slices
@@ -54,7 +57,8 @@ class PassTimes:
 
 
 def search(ranks: int, microbatches: int, given: PassTimes, most_bytes: float) -> StepProgram:
-    """The shortest step found whose activations stay within `most_bytes` on every rank."""
+    """The shortest step found whose activations stay within `most_bytes` on every rank: in the unit of `given.kept`,
+    which is a microbatch of a rank's part of the model unless it is given."""
     best: tuple[float, float, int, StepProgram] | None = None
     least = float("inf")
     for order, program in enumerate(_candidates(ranks, microbatches, given, most_bytes)):
@@ -68,8 +72,8 @@ def search(ranks: int, microbatches: int, given: PassTimes, most_bytes: float) -
             best = candidate
     if best is None:
         raise UsageError(
-            f"no schedule of {ranks} stages and {microbatches} microbatches keeps within {most_bytes:g} bytes of "
-            f"activations; the least found is {least:g}"
+            f"no schedule of {ranks} stages and {microbatches} microbatches keeps within the activations of "
+            f"{most_bytes / given.kept:g} microbatches on every rank; the least found is {least / given.kept:g}"
         )
     return dataclasses.replace(_improved(best[3], given, most_bytes), name="search")
 
