@@ -14,7 +14,7 @@ from typing import Literal
 
 from tilemesh.core.errors import UsageError
 from tilemesh.core.ranges import Range, shown
-from tilemesh.data.formats import JSON, JSONL, PARQUET, binary_words, is_records, packed_words
+from tilemesh.data.file_formats import JSON, JSONL, PARQUET, binary_words, is_records, packed_words
 from tilemesh.data.records import check_records
 
 STDLIB = "stdlib"

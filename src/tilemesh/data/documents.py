@@ -18,7 +18,7 @@ from tilemesh.data.config import (
     require_readable,
     source_path,
 )
-from tilemesh.data.formats import is_records, opened
+from tilemesh.data.file_formats import is_records, opened
 from tilemesh.data.records import read_records, record_content, record_place
 
 _NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "lib2to3"})

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TextIO
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.core.ranges import shown
 from tilemesh.data.chat import read_messages
-from tilemesh.data.formats import file_format, opened
+from tilemesh.data.file_formats import file_format, opened
 
 _SHOWN_FIELDS = 12
 _CHECKED_BYTES = 4 << 20
