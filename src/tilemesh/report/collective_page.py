@@ -58,7 +58,7 @@ def render(rows: Sequence[Row], schedules: Sequence[Schedule] = ()) -> str:
         el("p", tied(verdict(panels)), class_="verdict") if panels else None,
         *(part for panel in panels for part in (el("h2", panel.title), _panel(panel))),
         el("h2", "Schedules, round by round") if picked else None,
-        el("div", *(draw_rounds(one) for one in picked), class_="pair") if picked else None,
+        el("div", *(draw_rounds(schedule) for schedule in picked), class_="pair") if picked else None,
         el("h2", "Every row") if rows else None,
         el("details", el("summary", "Rows"), row_table(rows, ("ranks", "bytes", "algorithm"))) if rows else None,
         origin(rows),
@@ -71,12 +71,12 @@ def render(rows: Sequence[Row], schedules: Sequence[Schedule] = ()) -> str:
 
 def panels_of(rows: Sequence[Row]) -> list[Panel]:
     """Rows by collective, ranks and whose memory; what is no collective's time is passed over."""
-    found: dict[tuple[str, int, str], tuple[dict[str, SizePoints], list[Row]]] = {}
+    panels: dict[tuple[str, int, str], tuple[dict[str, SizePoints], list[Row]]] = {}
     for row in rows:
         size, ranks, algorithm = row.case.get("bytes"), row.case.get("ranks"), row.case.get("algorithm")
         if row.unit != "s" or row.measured is None or not isinstance(size, int) or not isinstance(ranks, int):
             continue
-        times, auto = found.setdefault((row.name, ranks, str(row.case.get("buffers", ""))), ({}, []))
+        times, auto = panels.setdefault((row.name, ranks, str(row.case.get("buffers", ""))), ({}, []))
         times.setdefault(str(algorithm), []).append((size, row.measured.median))
         if algorithm == "auto":
             auto.append(row)
@@ -88,7 +88,7 @@ def panels_of(rows: Sequence[Row]) -> list[Panel]:
                     times.setdefault(name, []).append((size, peer.median))
     return [
         Panel(name, ranks, buffers, {key: sorted(set(points)) for key, points in times.items()}, auto)
-        for (name, ranks, buffers), (times, auto) in found.items()
+        for (name, ranks, buffers), (times, auto) in panels.items()
     ]
 
 
@@ -137,7 +137,7 @@ def over_size(panel: Panel) -> Drawing:
     drawn = names[: len(colours) + MOST_LINES]
     layers: list[PlotLayer] = []
     for name in drawn:
-        others = [one for one in drawn if one not in colours]
+        others = [other for other in drawn if other not in colours]
         place = others.index(name) if name in others else 0
         colour = colours.get(name, free[place % len(free)])
         dashed = name == "limit" or (name in others and place >= len(free))
@@ -150,7 +150,7 @@ def over_size(panel: Panel) -> Drawing:
     rows: list[list[Child]] = [
         [
             format_bytes(size),
-            *(format_seconds(found) if (found := dict(panel.times[name]).get(size)) else "–" for name in names),
+            *(format_seconds(seconds) if (seconds := dict(panel.times[name]).get(size)) else "–" for name in names),
         ]
         for size in sizes
     ]
@@ -161,7 +161,7 @@ def over_size(panel: Panel) -> Drawing:
 def where_it_went(panel: Panel) -> Html:
     """Parts of auto's time, a bar a size."""
     items, rows = [], []
-    for row in sorted(panel.auto, key=lambda one: int(str(one.case["bytes"]))):
+    for row in sorted(panel.auto, key=lambda row: int(str(row.case["bytes"]))):
         shares = {part: _number(row.case.get(f"in_{part}")) for part in PARTS}
         if not any(shares.values()) or row.measured is None:
             continue

@@ -49,53 +49,55 @@ def training_differences(
     first: Run, first_rows: Sequence[Row], second: Run, second_rows: Sequence[Row]
 ) -> list[Difference]:
     """Every figure that two training runs have: the rows', then losses at the end of the run."""
-    found = of_rows(first_rows, second_rows)
-    if not found:
+    differences = of_rows(first_rows, second_rows)
+    if not differences:
         for name, unit, a, b in (
             ("step time", "s", first.step_time(), second.step_time()),
             ("throughput", "tokens/s", first.tail("tokens_per_s"), second.tail("tokens_per_s")),
         ):
             if a is not None and b is not None:
-                found.append(_difference(name, unit, a, b, higher_is_better(unit)))
+                differences.append(_difference(name, unit, a, b, higher_is_better(unit)))
     a, b = first.tail("loss"), second.tail("loss")
     if a is not None and b is not None:
-        found.append(_difference("training loss, last steps", "nats", a, b, False))
+        differences.append(_difference("training loss, last steps", "nats", a, b, False))
     held = [number(run.figure("held_out")[-1][1]) for run in (first, second) if run.figure("held_out")]
     if len(held) == 2 and all(map(math.isfinite, held)):
-        found.append(_difference("held-out loss, last", "nats", _once(held[0]), _once(held[1]), False))
-    return found
+        differences.append(_difference("held-out loss, last", "nats", _once(held[0]), _once(held[1]), False))
+    return differences
 
 
 def general_differences(
     first: Run, first_rows: Sequence[Row], second: Run, second_rows: Sequence[Row]
 ) -> list[Difference]:
     """Every figure that two runs of any kind have: the rows', the summaries', and what their last steps say."""
-    found = of_rows(first_rows, second_rows)
+    differences = of_rows(first_rows, second_rows)
     ours, theirs = summary_figures(first), summary_figures(second)
-    found += [_difference(name, "", _once(ours[name]), _once(theirs[name]), None) for name in ours if name in theirs]
+    differences += [
+        _difference(name, "", _once(ours[name]), _once(theirs[name]), None) for name in ours if name in theirs
+    ]
     for key in first.figures:
         a, b = first.tail(key), second.tail(key)
         if a is not None and b is not None:
-            found.append(_difference(f"{key}, last steps", "", a, b, None))
-    return found
+            differences.append(_difference(f"{key}, last steps", "", a, b, None))
+    return differences
 
 
 def summary_figures(run: Run) -> dict[str, float]:
     """The numbers of a run's summary, by name; none of a summary that the run has gone on from."""
     told = {} if run.is_behind else flat(run.summary)
-    found = {name: number(value) for name, value in told.items() if name not in ("schema", "kind")}
-    return {name: value for name, value in found.items() if math.isfinite(value)}
+    figures = {name: number(value) for name, value in told.items() if name not in ("schema", "kind")}
+    return {name: value for name, value in figures.items() if math.isfinite(value)}
 
 
 def of_rows(first: Sequence[Row], second: Sequence[Row]) -> list[Difference]:
     """What both have measured."""
     theirs = {row.name: row for row in second}
-    found = []
+    differences = []
     for row in first:
         other = theirs.get(row.name)
         if other is not None and row.measured is not None and other.measured is not None and row.unit == other.unit:
-            found.append(_difference(row.name, row.unit, row.measured, other.measured, _more_is_better(row)))
-    return found
+            differences.append(_difference(row.name, row.unit, row.measured, other.measured, _more_is_better(row)))
+    return differences
 
 
 def _once(value: float) -> Sample:
@@ -120,19 +122,19 @@ def _difference(name: str, unit: str, first: Sample, second: Sample, more_is_bet
     return Difference(name, unit, first, second, verdict)
 
 
-def sentence(name: str, changed: Sequence[Change], found: Sequence[Difference]) -> str:
+def sentence(name: str, changed: Sequence[Change], differences: Sequence[Difference]) -> str:
     """What two runs, the second of this name, come to: what was changed, and what of it can be told from noise."""
-    settings = [one.name for one in changed if not one.name.startswith(("sample.", "checkpoint."))]
+    settings = [change.name for change in changed if not change.name.startswith(("sample.", "checkpoint."))]
     more = f" and {len(settings) - 3} more" if len(settings) > 3 else ""
     what = f"{', '.join(settings[:3])}{more} changed" if settings else "The configurations are the same"
-    if not found:
+    if not differences:
         return f"{what}; the runs have no figure in common."
-    told = [one for one in found if one.verdict in (BETTER, WORSE, DIFFERS)]
-    once = [one for one in found if one.verdict == UNSURE]
+    told = [difference for difference in differences if difference.verdict in (BETTER, WORSE, DIFFERS)]
+    once = [difference for difference in differences if difference.verdict == UNSURE]
     if not told and not once:
         return f"{what}; no figure differs by more than noise."
-    most = max(told or once, key=lambda one: abs((one.ratio or 1) - 1))
-    figures = f"{len(told or once)} of {len(found)} figures differ"
+    most = max(told or once, key=lambda difference: abs((difference.ratio or 1) - 1))
+    figures = f"{len(told or once)} of {len(differences)} figures differ"
     differ = f"{figures} by more than noise" if told else f"{figures}, each measured once"
     verdict = f", which is {most.verdict}" if most.verdict in (BETTER, WORSE) else ""
     return f"{what}; {differ}, most of all {most.name}: {_change(most)} {name}{verdict}."

@@ -29,17 +29,17 @@ def render(first: Run, first_beside: Beside, second: Run, second_beside: Beside)
         )
     kind_page = page_of(first.kind)
     changed = compare.changes(flat(first.config), flat(second.config))
-    found = kind_page.differences(first, first_beside, second, second_beside)
+    differences = kind_page.differences(first, first_beside, second, second_beside)
     title, names = _names(first, second)
     pairs = [(pair.title, pair.body(first, second, names)) for pair in kind_page.pairs]
     body = join(
         el("h1", title),
-        el("p", tied(compare.sentence(names[1], changed, found)), class_="verdict"),
+        el("p", tied(compare.sentence(names[1], changed, differences)), class_="verdict"),
         _missing(first, second, names, kind_page),
         el("h2", "What was changed"),
         _changes(changed, names),
         el("h2", "What it changed"),
-        _differences(found, names),
+        _differences(differences, names),
         *(part for heading, shown in pairs if shown is not None for part in (el("h2", heading), shown)),
     )
     return page(f"{title}: tilemesh", body)
@@ -66,7 +66,7 @@ def _missing(first: Run, second: Run, names: tuple[str, str], kind_page: KindPag
 def _changes(changed: Sequence[Change], names: tuple[str, str]) -> Html:
     if not changed:
         return el("p", "Nothing: the configurations are the same.")
-    rows: list[list[Child]] = [[one.name, _setting(one.before), _setting(one.after)] for one in changed]
+    rows: list[list[Child]] = [[change.name, _setting(change.before), _setting(change.after)] for change in changed]
     return grid(PageTable(["setting", *names], rows, words=True))
 
 
@@ -74,15 +74,15 @@ def _setting(value: object) -> str:
     return "not set" if value is None else str(value)
 
 
-def _differences(found: Sequence[Difference], names: tuple[str, str]) -> Html:
-    if not found:
+def _differences(differences: Sequence[Difference], names: tuple[str, str]) -> Html:
+    if not differences:
         return absent("figures", "the runs have none in common")
     rows: list[list[Child]] = []
-    for one in found:
-        kind = {BETTER: "good", WORSE: "worse"}.get(one.verdict, "quiet")
-        ratio = "–" if one.ratio is None else f"{one.ratio - 1:+.1%}".replace("%", " %")
-        cells = [_sample(one.first, one.unit), _sample(one.second, one.unit)]
-        rows.append([one.name, el("td", one.verdict, class_=kind), ratio, *cells])
+    for difference in differences:
+        kind = {BETTER: "good", WORSE: "worse"}.get(difference.verdict, "quiet")
+        ratio = "–" if difference.ratio is None else f"{difference.ratio - 1:+.1%}".replace("%", " %")
+        cells = [_sample(difference.first, difference.unit), _sample(difference.second, difference.unit)]
+        rows.append([difference.name, el("td", difference.verdict, class_=kind), ratio, *cells])
     note = (
         "Within noise: medians closer than 2 %, or overlapping p20 to p80. Last steps: a run's last tenth, ten at "
         "least. A figure that was measured once has no spread: run each configuration again to see what is noise."

@@ -23,7 +23,7 @@ MOST_DRAWN = 6
 
 def _points(run: Run) -> list[Mapping[str, Any]]:
     told = run.summary.get("points")
-    return [one for one in told if isinstance(one, dict)] if isinstance(told, list) and not run.is_behind else []
+    return [point for point in told if isinstance(point, dict)] if isinstance(told, list) and not run.is_behind else []
 
 
 def frontier(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -49,7 +49,7 @@ def _verdict(run: Run, beside: Beside) -> Verdict:
     good = [point for point in points if number(point.get("loss")) < plain + 0.01]
     if not good:
         return Verdict("Every recipe costs more than 0.01 nats per token of held-out loss.")
-    best = min(good, key=lambda one: number(one.get("bytes")))
+    best = min(good, key=lambda point: number(point.get("bytes")))
     share = number(best.get("plain_bytes")) / number(best.get("bytes"))
     return Verdict(f"{best['recipe']} makes the model {share:.1f} times smaller for less than 0.01 nats per token.")
 
@@ -59,7 +59,7 @@ def _facts(run: Run, beside: Beside) -> list[Fact]:
     if not points:
         return []
     first = points[0]
-    quick = min(points, key=lambda one: number(one.get("decode_s")))
+    quick = min(points, key=lambda point: number(point.get("decode_s")))
     return [
         Fact("plain model", f"{number(first.get('plain_loss')):.4f}", "nats per token, held out"),
         Fact("its size", format_bytes(number(first.get("plain_bytes")))),
@@ -73,8 +73,8 @@ def _scatter(
     """Loss up, `words` across; the frontier is joined."""
     drawn = [(x, y) for _, x, y in pairs]
     edge = frontier([*drawn, plain])
-    x = PlotAxis(*around([one[0] for one in (*drawn, plain)], zero=True), words, show)
-    y = PlotAxis(*around([one[1] for one in (*drawn, plain)]), "held-out loss, nats per token", "{:.3f}".format)
+    x = PlotAxis(*around([place[0] for place in (*drawn, plain)], zero=True), words, show)
+    y = PlotAxis(*around([place[1] for place in (*drawn, plain)]), "held-out loss, nats per token", "{:.3f}".format)
     layers: list[PlotLayer] = [
         Line("frontier", edge, 1, dashed=True),
         Dots("recipes", drawn, 0, words=[f"{name}: {show(a)}, {b:.4f}" for name, a, b in pairs]),
@@ -115,8 +115,8 @@ def _errors(run: Run, beside: Beside) -> Html | None:
         return None
     matrices = [name for name in points[0]["errors"] if any(point["errors"].get(name) for point in points)]
     lines = [
-        Line(str(one["recipe"]), [(place, one["errors"].get(name)) for place, name in enumerate(matrices)], colour)
-        for colour, one in enumerate(points)
+        Line(str(point["recipe"]), [(place, point["errors"].get(name)) for place, name in enumerate(matrices)], colour)
+        for colour, point in enumerate(points)
     ]
     x = PlotAxis(0, max(1, len(matrices) - 1), "matrix, in the order of computation", whole=True)
     values = [value for point in points for value in point["errors"].values()]

@@ -93,8 +93,8 @@ def _log_ticks(low: float, high: float, binary: bool) -> list[float]:
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     steps = (1, 2, 5) if math.log10(high / low) < 3 else (1,)
     every = max(1, len(decades) // 7)
-    found = [step * 10.0**decade for decade in decades for step in steps if decade % every == 0]
-    return [value for value in found if low * 0.999 <= value <= high * 1.001]
+    ticks = [step * 10.0**decade for decade in decades for step in steps if decade % every == 0]
+    return [value for value in ticks if low * 0.999 <= value <= high * 1.001]
 
 
 def around(values: Iterable[float], *, zero: bool = False, margin: float = 0.06) -> tuple[float, float]:
@@ -236,7 +236,7 @@ def numbers(table: PageTable, summary: str = "Numbers") -> Html:
 
 def grid(table: PageTable) -> Html:
     """A plain table that scrolls by itself where it is too wide."""
-    head = el("tr", *(el("th", one, scope="col") for one in table.head))
+    head = el("tr", *(el("th", heading, scope="col") for heading in table.head))
     places: Sequence[float | None] = table.places or [None] * len(table.rows)
     rows = [
         el("tr", *(_cell(cell) for cell in row), data_x=None if place is None else f"{place:.4f}")
@@ -278,12 +278,12 @@ def _plot(title: str, plot: Plot, cursor: bool) -> Html:
     texts += [
         el(
             "span",
-            one.text,
-            class_="note back" if one.at_left else "note",
-            style=f"left:{x.place(one.x):.2%};top:{_up(y, one.y) / SPAN:.2%}",
+            layer.text,
+            class_="note back" if layer.at_left else "note",
+            style=f"left:{x.place(layer.x):.2%};top:{_up(y, layer.y) / SPAN:.2%}",
         )
-        for one in plot.layers
-        if isinstance(one, Note)
+        for layer in plot.layers
+        if isinstance(layer, Note)
     ]
     marks = _in_rows(plot.marks, x)
     signs = [
@@ -325,15 +325,15 @@ def _plot(title: str, plot: Plot, cursor: bool) -> Html:
 def _in_rows(marks: Sequence[EventMark], x: PlotAxis) -> list[tuple[EventMark, float, int]]:
     """Each mark's place and row: checkpoints in the lowest, the others above, on top of each other where they meet."""
     ends = [-1.0] * _MARK_ROWS
-    found = []
-    for mark in sorted(marks, key=lambda one: one.at):
+    placed = []
+    for mark in sorted(marks, key=lambda mark: mark.at):
         place = min(1.0, max(0.0, x.place(mark.at)))
         row = 0
         if mark.kind != "checkpoint":
             row = next((index for index, end in enumerate(ends) if place - end > _MARK_WIDTH), _MARK_ROWS - 1) + 1
             ends[row - 1] = place
-        found.append((mark, place, row))
-    return found
+        placed.append((mark, place, row))
+    return placed
 
 
 def _thinned(ticks: Sequence[float], x: PlotAxis) -> list[tuple[float, bool]]:
@@ -405,19 +405,19 @@ def _dots(layer: Dots, x: PlotAxis, y: PlotAxis) -> list[Html]:
 
 def runs(values: Iterable[T | None]) -> list[list[T]]:
     """Stretches between the Nones."""
-    found: list[list[T]] = [[]]
+    stretches: list[list[T]] = [[]]
     for value in values:
         if value is None:
-            found.append([])
+            stretches.append([])
         else:
-            found[-1].append(value)
-    return [run for run in found if run]
+            stretches[-1].append(value)
+    return [run for run in stretches if run]
 
 
 def _legend(layers: Sequence[PlotLayer], marks: Sequence[EventMark]) -> Html | None:
     named = [layer for layer in layers if not isinstance(layer, Note) and layer.name]
     kinds = list(dict.fromkeys(mark.kind for mark in marks))
-    items = [el("li", el("i", class_=f"key k{one.colour} {_key(one)}"), one.name) for one in named]
+    items = [el("li", el("i", class_=f"key k{layer.colour} {_key(layer)}"), layer.name) for layer in named]
     items += [el("li", el("span", SIGNS.get(kind, "●"), class_=f"sign {kind}"), kind) for kind in kinds]
     return el("ul", *items, class_="legend") if len(items) > 1 else None
 

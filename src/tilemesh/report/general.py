@@ -43,7 +43,11 @@ def _summary(run: Run, beside: Beside) -> Html:
     told = {} if run.is_behind else {key: value for key, value in run.summary.items() if key not in ("schema", "kind")}
     measured, predicted = flat(told), flat(run.predicted)
     rows: list[list[Child]] = [
-        [name, *(_cell(one, name) for one in (measured, predicted)), _error(measured.get(name), predicted.get(name))]
+        [
+            name,
+            *(_cell(figures, name) for figures in (measured, predicted)),
+            _error(measured.get(name), predicted.get(name)),
+        ]
         for name in dict.fromkeys([*measured, *predicted])
     ]
     without = "the run has no summary" if run.was_cut_short else "it is written when the run ends"
@@ -84,19 +88,23 @@ def _steps(run: Run, beside: Beside) -> Html | None:
 
 def _chart(run: Run, key: str) -> Html:
     points = run.figure(key)
-    found = series.buckets(points)
-    values = [value for one in found for value in (one.low, one.high) if value is not None]
+    buckets = series.buckets(points)
+    values = [value for bucket in buckets for value in (bucket.low, bucket.high) if value is not None]
     x = run_parts.steps_axis(run)
     coarse = series.buckets(points, run_parts.MOST_ROWS)
-    rows: list[list[Child]] = [[one.steps, *map(run_parts.short, (one.mean, one.low, one.high))] for one in coarse]
-    table = PageTable(["step", "mean", "lowest", "highest"], rows, [x.place(one.middle) for one in coarse])
+    rows: list[list[Child]] = [
+        [bucket.steps, *map(run_parts.short, (bucket.mean, bucket.low, bucket.high))] for bucket in coarse
+    ]
+    table = PageTable(["step", "mean", "lowest", "highest"], rows, [x.place(bucket.middle) for bucket in coarse])
     words = (
-        "Mean of neighbouring steps; lowest to highest shaded." if any(one.last > one.first for one in found) else ""
+        "Mean of neighbouring steps; lowest to highest shaded."
+        if any(bucket.last > bucket.first for bucket in buckets)
+        else ""
     )
-    bad = sum(one.bad for one in found)
+    bad = sum(bucket.bad for bucket in buckets)
     words += f" In {bad:,} of {len(points):,} steps it is NaN, infinite or no number." if bad else ""
     y = PlotAxis(*around(values or [0.0]), "", "{:.4g}".format)
-    line = series.line(key, found, 0, dots=len(points) <= 100)
+    line = series.line(key, buckets, 0, dots=len(points) <= 100)
     return chart(key, words, Plot(x, y, [line], run_parts.marks_of(run), shaded=run_parts.shaded(run)), table)
 
 

@@ -28,7 +28,7 @@ Child = Html | str | int | float | None
 
 def escape(text: object) -> str:
     """Text for a page; characters that could turn the reading order or hide are shown as what they are."""
-    shown = "".join(f"\\u{ord(one):04x}" if _is_hidden(one) else one for one in str(text))
+    shown = "".join(f"\\u{ord(letter):04x}" if _is_hidden(letter) else letter for letter in str(text))
     return html.escape(shown, quote=True)
 
 
@@ -87,8 +87,8 @@ def page(title: str, body: Html, *, live: str | None = None) -> str:
     )
 
 
-def _is_hidden(one: str) -> bool:
+def _is_hidden(letter: str) -> bool:
     """Controls, and the marks that reverse or hide text around them; half a surrogate cannot be written at all."""
-    code = ord(one)
-    is_control = (code < 32 and one not in "\n\t") or 127 <= code < 160
+    code = ord(letter)
+    is_control = (code < 32 and letter not in "\n\t") or 127 <= code < 160
     return is_control or 0x202A <= code <= 0x202E or 0x2066 <= code <= 0x2069 or 0xD800 <= code <= 0xDFFF

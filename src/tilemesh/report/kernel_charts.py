@@ -59,15 +59,15 @@ def rates(pairs: Sequence[Worked]) -> list[Drawing]:
 def _groups(pairs: Sequence[Worked]) -> dict[str, list[Worked]]:
     """By operator and settings, those of one operator together; of a shape that was measured twice, the later row."""
     directions = {row.name for row, _ in pairs if "passes" in row.case}
-    found: dict[tuple[str, str], dict[str, Worked]] = {}
+    groups: dict[tuple[str, str], dict[str, Worked]] = {}
     for row, need in pairs:
         settings = {name: str(value) for name, value in row.case.items() if name not in _NOT_A_SETTING}
         passes = {"both": "forward and backward"}.get(settings.pop("passes", ""), "forward")
         words = ", ".join([*settings.values(), *([passes] if row.name in directions else [])])
-        found.setdefault((row.name, words), {})[str(row.case.get("shape", ""))] = (row, need)
-    order = list(dict.fromkeys(name for name, _ in found))
-    titles = sorted(found, key=lambda title: (order.index(title[0]), title[1]))
-    return {", ".join(part for part in title if part): list(found[title].values()) for title in titles}
+        groups.setdefault((row.name, words), {})[str(row.case.get("shape", ""))] = (row, need)
+    order = list(dict.fromkeys(name for name, _ in groups))
+    titles = sorted(groups, key=lambda title: (order.index(title[0]), title[1]))
+    return {", ".join(part for part in title if part): list(groups[title].values()) for title in titles}
 
 
 def _is_compute_bound(group: Sequence[Worked]) -> bool:
@@ -90,7 +90,7 @@ def _rates(title: str, group: Sequence[Worked]) -> Drawing:
         assert row.measured is not None
         seconds = {"limit": row.limit, "ours": row.measured.median}
         seconds |= {name: sample.median for name, sample in row.peers.items()}
-        here = {name: amount(need) / found for name in reached if (found := seconds.get(name))}
+        here = {name: amount(need) / taken_s for name in reached if (taken_s := seconds.get(name))}
         for name, points in reached.items():
             points.append((float(place), here.get(name)))
         size = format_rate(need.flops, "FLOP") if by_flops else format_bytes(need.nbytes)
@@ -165,8 +165,8 @@ def peers_of(row: Row) -> dict[str, float]:
 
 
 def best_peer(row: Row) -> str:
-    found = peers_of(row)
-    return min(found, key=lambda name: found[name])
+    peers = peers_of(row)
+    return min(peers, key=lambda name: peers[name])
 
 
 def case_name(row: Row) -> str:
@@ -233,5 +233,5 @@ def _free_place(name: str, here: float, up: float, taken: Sequence[Box]) -> tupl
     return None
 
 
-def _meet(one: Box, other: Box) -> bool:
-    return one[0] < other[2] and other[0] < one[2] and one[1] < other[3] and other[1] < one[3]
+def _meet(first: Box, other: Box) -> bool:
+    return first[0] < other[2] and other[0] < first[2] and first[1] < other[3] and other[1] < first[3]

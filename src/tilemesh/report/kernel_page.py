@@ -96,7 +96,7 @@ def verdict(rows: Sequence[Row]) -> str:
     of_time = [row for row in rows if row.unit == "s" or row.unit.endswith("/s")]
     timed = [(row.of_limit, row) for row in of_time if row.of_limit is not None]
     if timed:
-        timed.sort(key=lambda one: one[0])
+        timed.sort(key=lambda timing: timing[0])
         parts.append(f"median {percent(timed[len(timed) // 2][0])} of the limit")
         least, worst = timed[0]
         which, gain = worst.case.get("shape") or case_name(worst), percent(1 - least)
@@ -162,11 +162,11 @@ def by_case(rows: Sequence[Row]) -> Html:
     for row in rows:
         if row.measured is None:
             continue
-        found = {"ours": row.measured.median, **{name: one.median for name, one in row.peers.items()}}
-        found |= {"limit": row.limit} if row.limit else {}
+        seconds = {"ours": row.measured.median, **{name: timing.median for name, timing in row.peers.items()}}
+        seconds |= {"limit": row.limit} if row.limit else {}
         items = [
             Bar(name, [BarPart(value, _COLOURS.get(name, 6), name)], format_value(value, row.unit))
-            for name, value in found.items()
+            for name, value in seconds.items()
         ]
         groups.append(el("div", el("h3", case_name(row)), bars(items)))
     return el("details", el("summary", "Ours, every peer and the limit, by case"), el("div", *groups, class_="pair"))
@@ -219,16 +219,16 @@ def heat_map(problem: str, trials: Sequence[TimedConfig]) -> Html:
         lines.append((str(m), [None if cell is None else _heat_cell(cell, fastest) for cell in cells]))
     built_in = [trial for trial in trials if trial.config.get("kind") in BUILT_IN]
     words = f"Tile rows down, tile columns across; best {format_seconds(fastest)} of {len(trials)} tried"
-    words += "".join(f", {one.config['kind']} {format_seconds(one.seconds)}" for one in built_in) + "."
+    words += "".join(f", {trial.config['kind']} {format_seconds(trial.seconds)}" for trial in built_in) + "."
     head = ["tile", "seconds", "of the best", "configuration"]
     rows: list[list[Child]] = [
         [
             f"{m}x{n}",
-            format_seconds(one.seconds),
-            percent(fastest / one.seconds),
-            el("td", _config(one), class_="words"),
+            format_seconds(trial.seconds),
+            percent(fastest / trial.seconds),
+            el("td", _config(trial), class_="words"),
         ]
-        for (m, n), one in sorted(best.items(), key=lambda item: item[1].seconds)
+        for (m, n), trial in sorted(best.items(), key=lambda item: item[1].seconds)
     ]
     return figure(problem, words, heat([str(n) for n in columns], lines), PageTable(head, rows), wide=True)
 

@@ -37,11 +37,11 @@ def memory(run: Run, expected: Mapping[str, float]) -> Html:
     guess = joined(expected, held[0], run.plan.get("precision"))
     kinds = [*KINDS] if any(held) else []
     items = [Bar("predicted", _parts(guess), format_bytes(sum(guess.values())))] if guess else []
-    for rank, (peak, base, one) in enumerate(zip(peaks, bases, held, strict=False)):
+    for rank, (peak, base, kept) in enumerate(zip(peaks, bases, held, strict=False)):
         grown = max(0.0, peak - base)
-        parts = _parts(one) or [BarPart(grown, _UNTOLD[1], f"{_UNTOLD[0]}: {format_bytes(grown)}")]
+        parts = _parts(kept) or [BarPart(grown, _UNTOLD[1], f"{_UNTOLD[0]}: {format_bytes(grown)}")]
         items.append(Bar(f"rank {rank}", parts, format_bytes(grown)))
-    shown = [kind for kind in (kinds or guess) if kind in guess or any(kind in one for one in held)]
+    shown = [kind for kind in (kinds or guess) if kind in guess or any(kind in kept for kept in held)]
     legend = [(kind, COLOURS.get(kind, 7)) for kind in shown] + ([] if any(held) else [_UNTOLD])
     words = "What a rank took at most"
     words += (
@@ -55,15 +55,15 @@ def memory(run: Run, expected: Mapping[str, float]) -> Html:
 
 def _held(run: Run, rank: int, grown: float) -> BytesByKind:
     """What the run says this rank held, by kind; empty where it does not say."""
-    found: BytesByKind = {}
+    held: BytesByKind = {}
     for kind, sizes in section(run.summary, "memory_bytes").items():
         size = number(sizes[rank] if isinstance(sizes, list) and rank < len(sizes) else sizes, 0.0)
         known = kind if kind in KINDS else "other"
         if 0 < size < 1e100:
-            found[known] = found.get(known, 0.0) + size
-    if found and "other" not in found and grown > sum(found.values()):
-        found["other"] = grown - sum(found.values())
-    return found
+            held[known] = held.get(known, 0.0) + size
+    if held and "other" not in held and grown > sum(held.values()):
+        held["other"] = grown - sum(held.values())
+    return held
 
 
 def joined(expected: Mapping[str, float], held: Mapping[str, float], precision: object) -> BytesByKind:
@@ -72,14 +72,14 @@ def joined(expected: Mapping[str, float], held: Mapping[str, float], precision: 
     later = given.pop("later", 0.0)
     if not held:
         return _less(given, later, ("gradients",))
-    found: BytesByKind = {}
+    sums: BytesByKind = {}
     for kind, size in given.items():
         known = "activations" if kind == "working" and precision in ("bf16", "fp16") else JOINED.get(kind, kind)
         known = known if known in held else "other"  # compiled code does not tell its activations
-        found[known] = found.get(known, 0.0) + size
+        sums[known] = sums.get(known, 0.0) + size
     # A run counts its gradients whole: those not there yet at the fullest moment are missing from the rest of it.
-    found = _less(found, later, ("other", "activations", "gradients"))
-    return {kind: found[kind] for kind in KINDS if kind in found}
+    sums = _less(sums, later, ("other", "activations", "gradients"))
+    return {kind: sums[kind] for kind in KINDS if kind in sums}
 
 
 def _less(sizes: BytesByKind, nbytes: float, kinds: Sequence[str]) -> BytesByKind:
@@ -107,8 +107,8 @@ def _table(
         rows += [[f"rank {rank}, peak", format_bytes(peak)] for rank, peak in enumerate(peaks)]
         rows += [[f"rank {rank}, before the model", format_bytes(base)] for rank, base in enumerate(bases) if base]
         return PageTable(["what", "bytes"], rows)
-    kinds = [kind for kind in KINDS if kind in guess or any(kind in one for one in held)]
-    most = {kind: max(one.get(kind, 0.0) for one in held) for kind in kinds}
+    kinds = [kind for kind in KINDS if kind in guess or any(kind in kept for kept in held)]
+    most = {kind: max(kept.get(kind, 0.0) for kept in held) for kind in kinds}
     most_grown = max(peak - base for peak, base in zip(peaks, bases, strict=False))
     rows = []
     if guess:
@@ -121,8 +121,8 @@ def _table(
                 "",
             ]
         )
-    for rank, (one, peak, base) in enumerate(zip(held, peaks, bases, strict=False)):
-        cells = [*(_bytes(one.get(kind)) for kind in kinds), format_bytes(peak - base), format_bytes(base)]
+    for rank, (kept, peak, base) in enumerate(zip(held, peaks, bases, strict=False)):
+        cells = [*(_bytes(kept.get(kind)) for kind in kinds), format_bytes(peak - base), format_bytes(base)]
         rows.append([f"rank {rank}", *cells])
     how = str(run.summary.get("memory_how") or "")
     note = f"How it was measured: {how}." if how else ""

@@ -21,7 +21,7 @@ def mesh(run: Run) -> Html:
     if run.world <= 1:
         return el("p", "One rank: there is no communication.")
     exchanges = section(run.summary, "exchanges")
-    totals = {axis: sum(number(one, 0.0) for one in section(exchanges, axis).values()) for axis in exchanges}
+    totals = {axis: sum(number(nbytes, 0.0) for nbytes in section(exchanges, axis).values()) for axis in exchanges}
     picture = mesh_picture(ordered(sizes), totals)
     others = [f"{axis} {sizes[axis]}" for axis in ORDER if sizes[axis] > 1 and axis not in ("dp", "tp")]
     panels = f", a grid for each place on {' and '.join(others)}" if others else ""

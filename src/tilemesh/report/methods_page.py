@@ -51,28 +51,28 @@ def render(
 
 def drawings(curves: Sequence[MethodCurve], loads: Sequence[ServerLoad], bounds: Sequence[BoundCurve]) -> list[Drawing]:
     """The page's charts, for a picture of their own."""
-    found = []
+    drawn = []
     for slow in dict.fromkeys(curve.slow for curve in curves):
         mine = [curve for curve in curves if curve.slow == slow]
-        found += [replace(over_steps(mine), title=f"Slow: {slow}"), over_time(mine)]
-    return [*found, *([over_bounds(bounds)] if bounds else []), *([shares(loads)] if loads else [])]
+        drawn += [replace(over_steps(mine), title=f"Slow: {slow}"), over_time(mine)]
+    return [*drawn, *([over_bounds(bounds)] if bounds else []), *([shares(loads)] if loads else [])]
 
 
 def verdict(rows: Sequence[Row]) -> str:
     """Throughput beside data parallelism, for both kinds of stragglers, and why they differ."""
-    found = []
+    sentences = []
     for slow in dict.fromkeys(str(row.case["slow"]) for row in rows if row.name == "straggler"):
         told = [
             f"{row.case['method']} {row.speedup['synchronous']:.2f}"
             for row in rows
             if row.name == "straggler" and row.case["slow"] == slow and row.speedup
         ]
-        found.append(f"slow {slow}: {', '.join(told)}")
+        sentences.append(f"slow {slow}: {', '.join(told)}")
     why = (
         "A bound absorbs delays that change from step to step. A rank that is always slow uses the bound up once, and "
         "then all wait for it; only asynchronous workers leave it behind, and its gradients are then old."
     )
-    return f"Throughput beside synchronous data parallelism. {'. '.join(found)}. {why}"
+    return f"Throughput beside synchronous data parallelism. {'. '.join(sentences)}. {why}"
 
 
 def over_steps(curves: Sequence[MethodCurve]) -> Drawing:

@@ -57,13 +57,13 @@ def write_picture(drawings: Sequence[Drawing], path: str) -> None:
 
 def _converter(source: Path, drawn: Path, height: int) -> list[str]:
     """The command that turns an SVG into a PNG twice its size, with what this machine has."""
-    if found := shutil.which("rsvg-convert"):
-        return [found, "--zoom", "2", "--output", str(drawn), str(source)]
+    if program := shutil.which("rsvg-convert"):
+        return [program, "--zoom", "2", "--output", str(drawn), str(source)]
     for name in ("chromium", "chromium-browser", "google-chrome"):
-        if found := shutil.which(name):
+        if program := shutil.which(name):
             flags = ["--headless", "--no-sandbox", "--disable-gpu", "--force-device-scale-factor=2"]
             size = [f"--window-size={WIDTH},{height}", "--hide-scrollbars"]
-            return [found, *flags, *size, f"--screenshot={drawn}", source.as_uri()]
+            return [program, *flags, *size, f"--screenshot={drawn}", source.as_uri()]
     raise UsageError("a .png chart needs rsvg-convert or chromium on the PATH, found neither: write an .svg instead")
 
 

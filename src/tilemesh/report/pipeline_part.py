@@ -90,15 +90,17 @@ def _plan(run: Run) -> ParallelPlan | None:
 # ---- what was measured -------------------------------------------------------------------------------------------
 
 
-def measured_step(found: spans.TraceTimeline, step: spans.TracedStep, plan: ParallelPlan) -> Measured:
+def measured_step(timeline: spans.TraceTimeline, step: spans.TracedStep, plan: ParallelPlan) -> Measured:
     """The passes of one step on the first rank of every stage; empty where some stage has none."""
     stages = []
     for stage in range(plan.pp):
         mine = [
-            one for one in found.ranks.get(stage * plan.dp * plan.tp, ()) if step.began_s <= one.began_s <= step.ended_s
+            span
+            for span in timeline.ranks.get(stage * plan.dp * plan.tp, ())
+            if step.began_s <= span.began_s <= step.ended_s
         ]
-        waits = [one for one in mine if one.name == "wait recv"]
-        stages.append([_pass(one, waits) for one in mine if one.action in COMPUTE])
+        waits = [span for span in mine if span.name == "wait recv"]
+        stages.append([_pass(span, waits) for span in mine if span.action in COMPUTE])
     return stages if all(stages) else []
 
 
@@ -113,7 +115,7 @@ def median_step(run: Run, plan: ParallelPlan) -> Measured:
     if run.timeline is None:
         return []
     steps = [measured_step(run.timeline, step, plan) for step in spans.ordinary(run.timeline.steps)]
-    whole = sorted((one for one in steps if one), key=lambda one: _ends(one)[1] - _ends(one)[0])
+    whole = sorted((step for step in steps if step), key=lambda step: _ends(step)[1] - _ends(step)[0])
     return whole[len(whole) // 2] if whole else []
 
 
@@ -131,15 +133,15 @@ def _times(run: Run, program: StepProgram, measured: Measured) -> tuple[StepTime
             shares = [1 / program.slices] * program.slices
         given = StepTimes(forward, back, weights, number(told.get("transfer_s"), 0.0), slice_shares=shares)
         return given, "with the times that were predicted before the run"
-    found: dict[tuple[str, int], list[float]] = {}
+    by_pass: dict[tuple[str, int], list[float]] = {}
     for each in measured:
-        for one in each:
+        for traced in each:
             try:
-                action = parse_action(one.name)
+                action = parse_action(traced.name)
             except UsageError:  # a span of somebody else's making
                 continue
-            found.setdefault((one.kind, action.chunk), []).append(one.busy_s)
-    middle = {key: statistics.median(seconds) for key, seconds in found.items()}
+            by_pass.setdefault((traced.kind, action.chunk), []).append(traced.busy_s)
+    middle = {key: statistics.median(seconds) for key, seconds in by_pass.items()}
     forward, back, weights = [], [], []
     for chunk in range(program.chunks):
         pair = middle.get(("FB", chunk), 0.0)
@@ -164,7 +166,7 @@ def _lanes(plan: ParallelPlan, measured: Measured, simulated: Timeline, whose: s
         zero_s, end_s = _ends(measured)
         lengths.append(end_s - zero_s)
         for stage, each in enumerate(measured):
-            pieces = [(one.began_s - zero_s, one.ended_s - zero_s, one.name, one.kind) for one in each]
+            pieces = [(traced.began_s - zero_s, traced.ended_s - zero_s, traced.name, traced.kind) for traced in each]
             lanes.append(timeline.Lane(f"run {stage}", _with_waits(pieces, end_s - zero_s)))
     for stage in range(plan.pp):
         pieces = [
@@ -176,13 +178,13 @@ def _lanes(plan: ParallelPlan, measured: Measured, simulated: Timeline, whose: s
         busy = simulated.busy_s[stage]
         cells = ["–", "–"]
         if measured:
-            worked = sum(one.busy_s for one in measured[stage])
+            worked = sum(traced.busy_s for traced in measured[stage])
             cells = [format_seconds(worked), format_seconds(lengths[1] - worked)]
         rows.append([f"stage {stage}", *cells, format_seconds(busy), format_seconds(simulated.total_s - busy)])
     ideal = pace.bubble_fraction(plan.schedule, plan.pp, plan.accumulation, plan.interleave)
     waited = "–"
     if measured:
-        worked = sum(one.busy_s for each in measured for one in each)
+        worked = sum(traced.busy_s for each in measured for traced in each)
         waited = percent(1 - worked / (plan.pp * lengths[1]), 1)
     rows.append(["all, the step", "", format_seconds(lengths[1]) if measured else "–", "", format_seconds(lengths[0])])
     rows.append(["bubble", "", waited, "", percent(simulated.bubble, 1)])
@@ -207,14 +209,14 @@ def _lanes(plan: ParallelPlan, measured: Measured, simulated: Timeline, whose: s
 
 def _with_waits(pieces: Sequence[tuple[float, float, str, str]], total_s: float) -> list[timeline.LanePiece]:
     """A stage's passes, with what lies between them as waiting."""
-    found, now = [], 0.0
+    lane, now = [], 0.0
     for began_s, ended_s, name, kind in [*pieces, (total_s, total_s, "", "")]:
         if began_s > now:
-            found.append(timeline.LanePiece(now, began_s, "waits", WAITS))
+            lane.append(timeline.LanePiece(now, began_s, "waits", WAITS))
         if name:
-            found.append(timeline.LanePiece(began_s, ended_s, name, kind))
+            lane.append(timeline.LanePiece(began_s, ended_s, name, kind))
         now = max(now, ended_s)
-    return found
+    return lane
 
 
 # ---- memory ----------------------------------------------------------------------------------------------------------
@@ -272,7 +274,7 @@ def _counted(run: Run, plan: ParallelPlan) -> Mapping[int, list[float]]:
     for step in run.timeline.steps if run.timeline is not None else ():
         assert run.timeline is not None
         measured = measured_step(run.timeline, step, plan)
-        live = [[one.live for one in each] for each in measured]
+        live = [[traced.live for traced in each] for each in measured]
         if live and all(value is not None for each in live for value in each):
             return {stage: [0.0, *(value for value in each if value is not None)] for stage, each in enumerate(live)}
     return {}

@@ -70,7 +70,7 @@ def _asked(result: SearchResult) -> str:
 def verdict(best: Prediction) -> str:
     """One sentence: the layout, how near the peak, and what of the step is not compute."""
     lost = {words: getattr(best.times, key) for key, (words, _) in TIMES.items() if key != "compute_s"}
-    largest = max(lost, key=lambda one: lost[one])
+    largest = max(lost, key=lambda kind: lost[kind])
     share = lost[largest] / best.times.total_s if best.times.total_s else 0.0
     exposed = percent(best.times.exposed_s / best.step_time_s)
     saving = f"; the largest saving is {largest}, at most {percent(share)} of the step" if share >= 0.005 else ""
@@ -203,28 +203,30 @@ def simulated(result: SearchResult, best: Prediction) -> tuple[StepProgram, tupl
     few = min(plan.accumulation, rounds * plan.pp)
     estimator = result.estimator()
     schedule = build(plan.schedule, plan.pp, few, plan.interleave if plan.interleave > 1 else None, plan.slices)
-    found = simulate(schedule, estimator.step_times(plan), keep_slots=True)
-    return schedule, found.slots, found.total_s
+    simulation = simulate(schedule, estimator.step_times(plan), keep_slots=True)
+    return schedule, simulation.slots, simulation.total_s
 
 
 def pipeline_lanes(result: SearchResult) -> Html:
     """Passes of the first microbatches over the stages, as simulated."""
-    found = next((prediction for prediction in result.predictions if prediction.plan.pp > 1), None)
-    if found is None:
+    prediction = next((prediction for prediction in result.predictions if prediction.plan.pp > 1), None)
+    if prediction is None:
         return el("p", "There is no pipeline: every GPU has all layers (pp 1).")
-    plan = found.plan
-    schedule, slots, total = simulated(result, found)
+    plan = prediction.plan
+    schedule, slots, total = simulated(result, prediction)
     stages: list[list[timeline.LanePiece]] = [[] for _ in range(plan.pp)]
-    for slot in sorted(slots, key=lambda one: one.start_s):
+    for slot in sorted(slots, key=lambda slot: slot.start_s):
         kind = "forward" if slot.action.kind == "F" else "backward"
         stages[slot.rank].append(timeline.LanePiece(slot.start_s, slot.end_s, str(slot.action), kind))
     lanes = [timeline.Lane(f"stage {stage}", pieces) for stage, pieces in enumerate(stages)]
     busy = [sum(piece.ended_s - piece.began_s for piece in pieces) for pieces in stages]
-    rows = [[f"stage {stage}", format_seconds(one), format_seconds(total - one)] for stage, one in enumerate(busy)]
+    rows = [
+        [f"stage {stage}", format_seconds(busy_s), format_seconds(total - busy_s)] for stage, busy_s in enumerate(busy)
+    ]
     few = schedule.microbatches < plan.accumulation
     shown = f"the first {schedule.microbatches} of {plan.accumulation}" if few else str(schedule.microbatches)
     words = f"{plan.short()}: {plan.schedule_name}, {plan.pp} stages, {shown} microbatches."
-    if found is not result.best:
+    if prediction is not result.best:
         words = f"The first has no pipeline; this is the first that has one. {words}"
     whole = [timeline.Stretch("all of it", 0.0, total)]
     return timeline.draw("Pipeline", words, lanes, whole, PASSES, PageTable(["stage", "busy", "waiting"], rows))

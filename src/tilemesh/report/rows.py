@@ -68,15 +68,15 @@ def error_cell(fraction: float) -> Html:
 
 def peer(row: Row, name: str) -> Child:
     """What a peer took and how many times faster ours is; = where they cannot be told apart."""
-    found = row.peers.get(name)
-    if found is None:
+    timing = row.peers.get(name)
+    if timing is None:
         return el("td", "", title=row.missing.get(name, ""))
     if row.measured is None:
-        return _value(row, found.median)
+        return _value(row, timing.median)
     factor = row.speedup[name]
-    same = equal(row.measured, found)
+    same = equal(row.measured, timing)
     kind = "" if same else "good" if factor > 1 else "worse"
-    return el("td", _value(row, found.median), " ", el("span", f"{factor:.2f}×{' =' if same else ''}", class_=kind))
+    return el("td", _value(row, timing.median), " ", el("span", f"{factor:.2f}×{' =' if same else ''}", class_=kind))
 
 
 def origin(rows: Sequence[Row]) -> Html | None:

@@ -69,10 +69,10 @@ class Run:
     @property
     def figures(self) -> list[str]:
         """Names of what the steps say that is a number, in the order in which they first appear."""
-        found = dict.fromkeys(
+        names = dict.fromkeys(
             key for step in self.steps for key, value in step.items() if not math.isnan(number(value))
         )
-        return [key for key in found if key not in ("step", "at")]
+        return [key for key in names if key not in ("step", "at")]
 
     @property
     def last_step(self) -> int:
@@ -134,12 +134,12 @@ class Run:
 
 def read(folder: str | Path, *, now: float | None = None) -> Run:
     """The run in a folder, whatever its state; see `read_contents` for what is refused."""
-    found = read_contents(folder)
+    contents = read_contents(folder)
     now = time.time() if now is None else now
-    told, missing, timeline = found.told, dict(found.missing), None
-    if found.trace is not None:
+    told, missing, timeline = contents.told, dict(contents.missing), None
+    if contents.trace is not None:
         try:
-            timeline = spans.with_steps(found.trace)
+            timeline = spans.with_steps(contents.trace)
         except Unread as why:
             missing[TRACE] = str(why)
     steps = [told.steps[step] for step in sorted(told.steps)]
@@ -147,23 +147,23 @@ def read(folder: str | Path, *, now: float | None = None) -> Run:
         name=Path(folder).resolve().name,
         folder=str(folder),
         state="",
-        kind=found.kind,
-        config=found.config,
+        kind=contents.kind,
+        config=contents.config,
         steps=steps,
         clock=told.clock,
         events=sorted(told.events, key=lambda event: event.step),
-        summary=found.summary,
-        predicted=found.predicted,
-        environment=found.environment,
+        summary=contents.summary,
+        predicted=contents.predicted,
+        environment=contents.environment,
         timeline=timeline,
-        sample=found.sample,
-        rows=found.rows,
+        sample=contents.sample,
+        rows=contents.rows,
         missing=missing,
-        absent=found.absent,
+        absent=contents.absent,
         ending=told.ending,
-        silent_s=None if found.written_at is None else now - found.written_at,
-        is_unread=found.is_unread,
-        is_behind=_is_behind(found.summary, steps, told.resumed_at, found.summed_at),
+        silent_s=None if contents.written_at is None else now - contents.written_at,
+        is_unread=contents.is_unread,
+        is_behind=_is_behind(contents.summary, steps, told.resumed_at, contents.summed_at),
     )
     return _settled(run)
 
@@ -205,7 +205,7 @@ def _state(run: Run) -> str:
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """`{"train": {"steps": 2}}` as `{"train.steps": 2}`."""
-    found: dict[str, Any] = {}
+    leaves: dict[str, Any] = {}
     for key, value in tree.items():
-        found |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
-    return found
+        leaves |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
+    return leaves

@@ -33,10 +33,10 @@ def _section(name: str, title: str, body: Child) -> Html:
     return el("section", el("h2", title, id=name), body)
 
 
-def _verdict(found: Verdict) -> Html:
+def _verdict(verdict: Verdict) -> Html:
     return join(
-        el("p", tied(found.sentence), class_="verdict bad" if found.is_bad else "verdict"),
-        el("p", el("b", "What can be done: "), tied(found.advice)) if found.advice else None,
+        el("p", tied(verdict.sentence), class_="verdict bad" if verdict.is_bad else "verdict"),
+        el("p", el("b", "What can be done: "), tied(verdict.advice)) if verdict.advice else None,
     )
 
 

@@ -43,7 +43,7 @@ def short(value: float | None) -> str:
 
 
 def steps_axis(run: Run, *more: Run) -> PlotAxis:
-    ends = [one for each in (run, *more) for one in (each.last_step, each.planned_steps or 0)]
+    ends = [last for each in (run, *more) for last in (each.last_step, each.planned_steps or 0)]
     return PlotAxis(0, max(1, *ends), "step", lambda value: f"{value:,.0f}", whole=True)
 
 
@@ -69,10 +69,10 @@ def steps_between(first: int, last: int) -> str:
 
 def gap_words(run: Run) -> list[str]:
     """Steps that are missing from the metrics, and values that are no numbers, in words."""
-    found = series.gaps(one["step"] for one in run.steps)
-    words = [f"{steps_between(first, last)}: not in the metrics" for first, last in found[:5]]
-    if len(found) > 5:
-        words.append(f"{len(found) - 5} more gaps in the metrics")
+    gaps = series.gaps(step["step"] for step in run.steps)
+    words = [f"{steps_between(first, last)}: not in the metrics" for first, last in gaps[:5]]
+    if len(gaps) > 5:
+        words.append(f"{len(gaps) - 5} more gaps in the metrics")
     bad = [step for step, value in run.figure("loss") if not math.isfinite(value)]
     if bad:
         words.append(f"the loss of {len(bad):,} step{'s' * (len(bad) > 1)}, the first of step {bad[0]:,}: not a number")
@@ -96,18 +96,20 @@ def _bad_dots(run: Run, key: str, at: float) -> list[PlotLayer]:
 
 def loss(run: Run) -> Html:
     """Training and held-out loss against the step."""
-    found = series.buckets(run.figure("loss"))
+    buckets = series.buckets(run.figure("loss"))
     held = [point for point in run.figure("held_out") if math.isfinite(point[1])]
-    if not found:
+    if not buckets:
         return absent("loss", "no step is in the metrics")
-    values = [value for one in found for value in (one.low, one.high) if value is not None] + [v for _, v in held]
+    values = [value for bucket in buckets for value in (bucket.low, bucket.high) if value is not None] + [
+        v for _, v in held
+    ]
     low, high = around(values)
     x, y = steps_axis(run), PlotAxis(low, high, "nats per token", "{:.3g}".format)
     held_buckets = series.buckets(held, apart=10**9)
-    layers: list[PlotLayer] = [series.line("training loss", found, 0), *_bad_dots(run, "loss", high)]
+    layers: list[PlotLayer] = [series.line("training loss", buckets, 0), *_bad_dots(run, "loss", high)]
     if held:
         layers.append(series.line("held-out loss", held_buckets, 1, dots=len(held) <= 100))
-    many = any(one.last > one.first for one in found)
+    many = any(bucket.last > bucket.first for bucket in buckets)
     words = "Mean of neighbouring steps; lowest to highest shaded." if many else "Every step."
     plot = Plot(x, y, layers, marks_of(run), shaded=shaded(run))
     words += " Grey: steps that are not in the metrics." if plot.shaded else ""
@@ -163,8 +165,8 @@ MEMORY = StepFigure(
 def step_figure(run: Run, figure: StepFigure) -> Html:
     """A figure against the step."""
     points = run.figure(figure.key)
-    found = series.buckets(points)
-    values = [value for one in found for value in (one.low, one.high) if value is not None]
+    buckets = series.buckets(points)
+    values = [value for bucket in buckets for value in (bucket.low, bucket.high) if value is not None]
     if not values:
         return absent(figure.title.lower(), f"the metrics hold no {figure.key}")
     low, high = around(values, zero=figure.from_zero)
@@ -175,7 +177,7 @@ def step_figure(run: Run, figure: StepFigure) -> Html:
         rows.append([bucket.steps, *(short(None) if value is None else figure.shown(value) for value in cells)])
         places.append(x.place(bucket.middle))
     table = PageTable(["step", "mean", "lowest", "highest"], rows, places)
-    plot = Plot(x, y, [series.line(figure.unit, found, figure.colour)], marks_of(run), shaded=shaded(run))
+    plot = Plot(x, y, [series.line(figure.unit, buckets, figure.colour)], marks_of(run), shaded=shaded(run))
     return chart(figure.title, figure.words, plot, table)
 
 
@@ -216,7 +218,7 @@ def overlay(title: str, unit: str, key: str, runs: Sequence[Run], names: Sequenc
     # What is measured every so many steps has no gaps between.
     apart = 10**9 if key == "held_out" else 1
     drawn = [series.buckets(run.figure(key), apart=apart) for run in runs]
-    values = [value for each in drawn for one in each for value in (one.low, one.high) if value is not None]
+    values = [value for each in drawn for bucket in each for value in (bucket.low, bucket.high) if value is not None]
     if not values:
         return absent(title.lower(), f"no run has {key} in its metrics")
     x = steps_axis(*runs)
@@ -229,9 +231,9 @@ def overlay(title: str, unit: str, key: str, runs: Sequence[Run], names: Sequenc
     places: list[float] = []
     coarse = [series.buckets(run.figure(key), MOST_ROWS, apart=apart) for run in runs]
     for name, each in zip(names, coarse, strict=True):
-        for one in each:
-            rows.append([one.steps, name, short(one.mean), short(one.low), short(one.high)])
-            places.append(min(1.0, x.place(one.middle)))
+        for bucket in each:
+            rows.append([bucket.steps, name, short(bucket.mean), short(bucket.low), short(bucket.high)])
+            places.append(min(1.0, x.place(bucket.middle)))
     order = sorted(range(len(rows)), key=places.__getitem__)
     table = PageTable(
         ["step", "run", "mean", "lowest", "highest"], [rows[i] for i in order], [places[i] for i in order]
@@ -265,7 +267,7 @@ def _when(at: float | None, began: float | None) -> str:
 def again(run: Run, guess: str = "") -> Html:
     """The commands that made the run, its environment and its settings. `guess`: what makes it where none was kept."""
     told = run.environment.get("commands")
-    commands = [str(one) for one in told] if isinstance(told, list) and told else []
+    commands = [str(command) for command in told] if isinstance(told, list) and told else []
     kept = "What was typed:" if commands else "The command was not kept"
     shown = join(
         el("p", kept if commands else f"{kept}; this runs the same configuration:" if guess else f"{kept}."),
@@ -291,15 +293,15 @@ def again(run: Run, guess: str = "") -> Html:
 
 
 def _environment(run: Run) -> dict[str, str]:
-    found: dict[str, str] = {}
+    shown: dict[str, str] = {}
     for source in (run.environment, run.summary):
         for key in ("machine", "backend", "device", "cores", "cluster", "commit", "versions", "host"):
             value = source.get(key)
             if isinstance(value, Mapping):
-                found[key] = ", ".join(f"{name} {one}" for name, one in value.items())
+                shown[key] = ", ".join(f"{name} {version}" for name, version in value.items())
             elif value is not None:
-                found[key] = str(value)
-    return found
+                shown[key] = str(value)
+    return shown
 
 
 def disturbances(run: Run) -> list[str]:

@@ -69,18 +69,20 @@ def gaps(steps: Iterable[int]) -> list[tuple[int, int]]:
     return [(a + 1, b - 1) for a, b in itertools.pairwise(ordered) if b - a > 1]
 
 
-def line(name: str, found: Sequence[SeriesBucket], colour: int, *, dashed: bool = False, dots: bool = False) -> Line:
+def line(name: str, buckets: Sequence[SeriesBucket], colour: int, *, dashed: bool = False, dots: bool = False) -> Line:
     """The means joined, lowest and highest shaded behind them, broken where steps are missing or no numbers."""
     points: list[tuple[float, float | None]] = []
     band: list[tuple[float, float, float] | None] = []
-    for one in found:
-        if not one.follows and points:
-            points.append((one.first, None))
+    for bucket in buckets:
+        if not bucket.follows and points:
+            points.append((bucket.first, None))
             band.append(None)
-        points.append((one.middle, one.mean))
-        shaded = one.low is not None and one.high is not None and one.last > one.first
+        points.append((bucket.middle, bucket.mean))
+        shaded = bucket.low is not None and bucket.high is not None and bucket.last > bucket.first
         band.append(
-            (one.middle, one.low, one.high) if shaded and one.low is not None and one.high is not None else None
+            (bucket.middle, bucket.low, bucket.high)
+            if shaded and bucket.low is not None and bucket.high is not None
+            else None
         )
-    has_band = any(one is not None for one in band)
+    has_band = any(bucket is not None for bucket in band)
     return Line(name, points, colour, dashed=dashed, dots=dots, band=band if has_band else ())

@@ -26,12 +26,12 @@ _EQUAL = 0.2
 def _points(run: Run) -> list[Mapping[str, Any]]:
     """Loads that the summary tells of: each with a rate (None: all at once), figures measured and predicted."""
     told = run.summary.get("points")
-    return [one for one in told if isinstance(one, dict)] if isinstance(told, list) and not run.is_behind else []
+    return [point for point in told if isinstance(point, dict)] if isinstance(told, list) and not run.is_behind else []
 
 
 def _online(run: Run) -> list[Mapping[str, Any]]:
-    found = [point for point in _points(run) if number(point.get("rate"), 0) > 0]
-    return sorted(found, key=lambda one: number(one["rate"]))
+    points = [point for point in _points(run) if number(point.get("rate"), 0) > 0]
+    return sorted(points, key=lambda point: number(point["rate"]))
 
 
 def _about(run: Run) -> str:
@@ -51,13 +51,13 @@ def _verdict(run: Run, beside: Beside) -> Verdict:
             measured, guess = (number(section(point, which).get(key)) for which in ("measured", "predicted"))
             if measured > 0 and math.isfinite(guess):
                 errors.append(abs(guess / measured - 1))
-    best = max((number(section(one, "measured").get("tokens_per_s"), 0) for one in _points(run)), default=0.0)
+    best = max((number(section(point, "measured").get("tokens_per_s"), 0) for point in _points(run)), default=0.0)
     sentence = f"Up to {format_count(best)} output tokens per second."
     if errors:
         within = sum(error <= _EQUAL for error in errors)
         sentence += f" {within} of {len(errors)} medians of latency came within 20 % of their prediction."
-    kept = [number(section(one, "measured").get("goodput")) for one in _online(run)]
-    late = [one for one, share in zip(_online(run), kept, strict=True) if share < 0.99]
+    kept = [number(section(point, "measured").get("goodput")) for point in _online(run)]
+    late = [point for point, share in zip(_online(run), kept, strict=True) if share < 0.99]
     advice = ""
     if late:
         rate = number(late[0]["rate"])
@@ -68,10 +68,10 @@ def _verdict(run: Run, beside: Beside) -> Verdict:
 def _facts(run: Run, beside: Beside) -> list[Fact]:
     facts = []
     for name, key in (("first token", "ttft_p50"), ("between tokens", "itl_p50")):
-        found = [number(section(one, "measured").get(key)) for one in _online(run)]
-        if found:
+        figures = [number(section(point, "measured").get(key)) for point in _online(run)]
+        if figures:
             rates = _online(run)
-            facts.append(Fact(name, format_seconds(found[0]), f"median at {number(rates[0]['rate']):g} requests/s"))
+            facts.append(Fact(name, format_seconds(figures[0]), f"median at {number(rates[0]['rate']):g} requests/s"))
     used = [value for _, value in run.figure("pages_used")]
     pages = number(section(run.config, "serve").get("pages"))
     if used and pages > 0:
@@ -142,10 +142,10 @@ def _against_load(run: Run, title: str, words: str, keys: Sequence[str], show: C
 
 def _loads(run: Run) -> list[tuple[str, list[Mapping[str, Any]]]]:
     """Steps by the load that they belong to."""
-    found: dict[str, list[Mapping[str, Any]]] = {}
+    groups: dict[str, list[Mapping[str, Any]]] = {}
     for step in run.steps:
-        found.setdefault(str(step.get("load", "")), []).append(step)
-    return list(found.items())[-MOST_LOADS:]
+        groups.setdefault(str(step.get("load", "")), []).append(step)
+    return list(groups.items())[-MOST_LOADS:]
 
 
 def _steps(run: Run, beside: Beside) -> Html | None:
@@ -182,7 +182,7 @@ def _over_time(title: str, words: str, steps: Sequence[Mapping[str, Any]], serie
     times = [number(group[0].get("at_s"), 0.0) for group in groups]
     lines, columns = [], []
     for colour, (key, name) in enumerate(series.items()):
-        values = [sum(number(one.get(key), 0.0) for one in group) / len(group) for group in groups]
+        values = [sum(number(sample.get(key), 0.0) for sample in group) / len(group) for group in groups]
         lines.append(Line(name, list(zip(times, values, strict=True)), colour))
         columns.append(values)
     x = PlotAxis(*around(times, zero=True, margin=0.02), "seconds")

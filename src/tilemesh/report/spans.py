@@ -70,15 +70,15 @@ class TraceTimeline:
 
 def with_steps(events: Iterable[Any]) -> TraceTimeline:
     """The timeline of a run's trace; `Unread` where it has no steps."""
-    found = timeline(events)
-    if not found.steps:
+    traced = timeline(events)
+    if not traced.steps:
         raise Unread("holds no steps")
-    return found
+    return traced
 
 
 def timeline(events: Iterable[Any]) -> TraceTimeline:
     """Spans of the Trace Event Format; what is not one is passed over."""
-    found: dict[int, list[TraceSpan]] = {}
+    all_spans: dict[int, list[TraceSpan]] = {}
     numbers: dict[int, list[float]] = {}
     for event in events:
         if not isinstance(event, dict) or event.get("ph") != "X":
@@ -96,13 +96,13 @@ def timeline(events: Iterable[Any]) -> TraceTimeline:
         live = details.get("live")
         counted = float(live) if _is_time(live) else None
         span = TraceSpan(rank, lane, name, kind, began_s, ended_s, 0, _words(details), action, counted)
-        found.setdefault(rank, []).append(span)
+        all_spans.setdefault(rank, []).append(span)
         step = details.get("step")
         if _is_small(step):
             ends = numbers.setdefault(step, [math.inf, -math.inf])
             ends[0], ends[1] = min(ends[0], span.began_s), max(ends[1], span.ended_s)
     # One lane per rank: the one that steps run on, which is where most spans are.
-    ranks = {rank: _nested(_main_lane(spans)) for rank, spans in sorted(found.items())}
+    ranks = {rank: _nested(_main_lane(spans)) for rank, spans in sorted(all_spans.items())}
     steps = [TracedStep(number, *ends) for number, ends in sorted(numbers.items())]
     return TraceTimeline(ranks, steps)
 
@@ -129,7 +129,7 @@ def _main_lane(spans: Sequence[TraceSpan]) -> list[TraceSpan]:
     counts: dict[int, int] = {}
     for span in spans:
         counts[span.lane] = counts.get(span.lane, 0) + 1
-    lane = max(counts, key=lambda one: (counts[one], -one))
+    lane = max(counts, key=lambda number: (counts[number], -number))
     return [span for span in spans if span.lane == lane]
 
 
@@ -137,7 +137,7 @@ def _nested(spans: Sequence[TraceSpan]) -> list[TraceSpan]:
     """By time, each with its depth; what lies inside waiting (or a checkpoint, or evaluation) takes its kind."""
     open_: list[TraceSpan] = []
     made = []
-    for span in sorted(spans, key=lambda one: (one.began_s, -one.ended_s)):
+    for span in sorted(spans, key=lambda span: (span.began_s, -span.ended_s)):
         while open_ and span.began_s >= open_[-1].ended_s:
             open_.pop()
         kind = open_[-1].kind if open_ and open_[-1].kind in _WHOLE else span.kind
@@ -189,9 +189,9 @@ def _near(steps: Sequence[TracedStep], span: TraceSpan) -> Sequence[TracedStep]:
     return steps[max(0, low - 2) : low]
 
 
-def last_steps(found: TraceTimeline, most_spans: int, most_steps: int) -> list[TracedStep]:
+def last_steps(traced: TraceTimeline, most_spans: int, most_steps: int) -> list[TracedStep]:
     """As many of the last steps as can be drawn; one at least."""
-    total = sum(len(spans) for spans in found.ranks.values())
-    per_step = max(1.0, total / max(1, len(found.steps)))
+    total = sum(len(spans) for spans in traced.ranks.values())
+    per_step = max(1.0, total / max(1, len(traced.steps)))
     count = max(1, min(most_steps, int(most_spans / per_step)))
-    return list(found.steps[-count:])
+    return list(traced.steps[-count:])

@@ -50,7 +50,7 @@ def _memory(memory: Sequence[Curve]) -> Html:
     words = "Activations that each rank keeps, in microbatches of its part of the model."
     if len(memory) > MOST_LINES:
         words += f" The first {MOST_LINES} of {len(memory)} ranks."
-    across, up = (PlotAxis(0.0, max(found, default=1.0), name) for found, name in ((moments, "time"), (values, "kept")))
+    across, up = (PlotAxis(0.0, max(ends, default=1.0), name) for ends, name in ((moments, "time"), (values, "kept")))
     plot = Plot(across, up, lines)
     rows = [[f"rank {rank}", f"{max(value for _, value in curve):g}"] for rank, curve in enumerate(memory)]
     return chart("Memory", words, plot, PageTable(["rank", "most kept"], rows), wide=True)

@@ -23,15 +23,15 @@ MOST_STEPS = 8
 
 def by_rank(run: Run) -> Html:
     """Seconds a step by kind, a bar a rank: from the trace, else from what the run says of each rank or the slowest."""
-    found, source = _seconds(run)
-    if not found:
+    measured, source = _seconds(run)
+    if not measured:
         return absent("time by kind", "neither a trace nor shares of a step are in the folder")
     guess = _predicted(run)
-    found = [("predicted", guess), *found] if guess else found
-    kinds = [kind for kind in spans.KINDS if any(kind in one for _, one in found)]
+    shown = [("predicted", guess), *measured] if guess else measured
+    kinds = [kind for kind in spans.KINDS if any(kind in seconds for _, seconds in shown)]
     items = []
     rows = []
-    for name, seconds in found:
+    for name, seconds in shown:
         total = sum(seconds.values())
         parts = [
             BarPart(
@@ -53,16 +53,19 @@ def by_rank(run: Run) -> Html:
 def _seconds(run: Run) -> tuple[list[tuple[str, dict[str, float]]], str]:
     told = run.summary.get("ranks")
     if isinstance(told, list) and not run.is_behind:
-        found = [
-            (str(one.get("name", f"rank {index}")), _of_rank(one))
-            for index, one in enumerate(told)
-            if isinstance(one, dict)
+        measured = [
+            (str(rank_seconds.get("name", f"rank {index}")), _of_rank(rank_seconds))
+            for index, rank_seconds in enumerate(told)
+            if isinstance(rank_seconds, dict)
         ]
-        if found and all(seconds for _, seconds in found):
-            return found, "Medians of ordinary steps, as each rank measured them."
+        if measured and all(seconds for _, seconds in measured):
+            return measured, "Medians of ordinary steps, as each rank measured them."
     if run.timeline is not None:
         steps = spans.ordinary(run.timeline.steps)
-        each = [(f"rank {rank}", spans.seconds_by_kind(one, steps)) for rank, one in run.timeline.ranks.items()]
+        each = [
+            (f"rank {rank}", spans.seconds_by_kind(rank_spans, steps))
+            for rank, rank_spans in run.timeline.ranks.items()
+        ]
         return each, f"Means over the {len(steps)} traced steps from step {steps[0].number} on."
     shares, step = shares_of(run), run.step_time()
     if shares and step is not None:
@@ -79,25 +82,29 @@ def _predicted(run: Run) -> dict[str, float]:
         spans.EXCHANGE: ("tp_s", "pp_s", "dp_s"),
         spans.IDLE: ("bubble_s",),
     }
-    found = {kind: sum(told.get(key, 0.0) for key in keys) for kind, keys in sums.items()}
-    return {kind: seconds for kind, seconds in found.items() if seconds > 0}
+    summed = {kind: sum(told.get(key, 0.0) for key in keys) for kind, keys in sums.items()}
+    return {kind: seconds for kind, seconds in summed.items() if seconds > 0}
 
 
-def _of_rank(one: dict[str, Any]) -> dict[str, float]:
-    step = number(one.get("step_s"), 0.0)
-    parts = {kind: max(0.0, number(one.get(f"{kind}_s"), 0.0)) for kind in (spans.EXCHANGE, spans.DATA, spans.IDLE)}
+def _of_rank(told: dict[str, Any]) -> dict[str, float]:
+    step = number(told.get("step_s"), 0.0)
+    parts = {kind: max(0.0, number(told.get(f"{kind}_s"), 0.0)) for kind in (spans.EXCHANGE, spans.DATA, spans.IDLE)}
     return {spans.COMPUTE: max(0.0, step - sum(parts.values())), **parts} if step > 0 else {}
 
 
 def savings(run: Run, of_limit: float | None) -> Html | None:
-    found = find_savings(shares_of(run), of_limit)
-    if not found:
+    possible = find_savings(shares_of(run), of_limit)
+    if not possible:
         return None
     bars_ = [
-        Bar(one.what, [BarPart(one.fraction, 0, f"{one.what}: {one.fraction:.1%}")], percent(one.fraction))
-        for one in found
+        Bar(
+            saving.what,
+            [BarPart(saving.fraction, 0, f"{saving.what}: {saving.fraction:.1%}")],
+            percent(saving.fraction),
+        )
+        for saving in possible
     ]
-    rows = [[one.what, percent(one.fraction, 1)] for one in found]
+    rows = [[saving.what, percent(saving.fraction, 1)] for saving in possible]
     words = "How much shorter a step would be if this were perfect: an upper bound, not a promise."
     return figure(
         "What could be saved",
@@ -122,9 +129,9 @@ def lanes(run: Run) -> Html:
         timeline.Lane(
             f"rank {rank}",
             [
-                timeline.LanePiece(one.began_s, one.ended_s, one.name, one.kind, one.depth)
-                for one in each
-                if begin <= one.began_s <= end
+                timeline.LanePiece(span.began_s, span.ended_s, span.name, span.kind, span.depth)
+                for span in each
+                if begin <= span.began_s <= end
             ],
         )
         for rank, each in run.timeline.ranks.items()
@@ -134,17 +141,17 @@ def lanes(run: Run) -> Html:
     return timeline.draw("Timeline", words, drawn, stretches, spans.KINDS, _span_table(run.timeline, steps))
 
 
-def _span_table(found: spans.TraceTimeline, steps: list[spans.TracedStep]) -> PageTable:
+def _span_table(traced: spans.TraceTimeline, steps: list[spans.TracedStep]) -> PageTable:
     """What a rank's spans of one name add up to in these steps."""
     totals: dict[tuple[str, str], list[float]] = {}
     zero = steps[0].began_s - 1e-9
-    for each in found.ranks.values():
+    for each in traced.ranks.values():
         for span in each:
             if span.began_s >= zero:
-                one = totals.setdefault((span.name, span.kind), [0.0, 0.0, 0.0])
+                sums = totals.setdefault((span.name, span.kind), [0.0, 0.0, 0.0])
                 lasted = span.ended_s - span.began_s
-                one[0], one[1], one[2] = one[0] + 1, one[1] + lasted, max(one[2], lasted)
-    share = max(1, len(found.ranks) * len(steps))
+                sums[0], sums[1], sums[2] = sums[0] + 1, sums[1] + lasted, max(sums[2], lasted)
+    share = max(1, len(traced.ranks) * len(steps))
     rows = [
         [name, spans.KINDS[kind][0], f"{count / share:.3g}", format_seconds(total / share), format_seconds(longest)]
         for (name, kind), (count, total, longest) in sorted(totals.items(), key=lambda item: -item[1][1])

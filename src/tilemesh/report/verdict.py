@@ -37,9 +37,9 @@ class Saving:
 def shares_of(run: Run) -> dict[str, float]:
     """Parts of a step by kind; empty when the run does not say."""
     told = {} if run.is_behind else section(run.summary, "shares")
-    found = {key: number(told.get(key)) for key in ("compute", "exchange", "data", "idle")}
-    if all(math.isfinite(value) for value in found.values()):
-        return found
+    shares = {key: number(told.get(key)) for key in ("compute", "exchange", "data", "idle")}
+    if all(math.isfinite(value) for value in shares.values()):
+        return shares
     # Of the same steps, the last ones: a machine that others use is not as fast all the time.
     lines = [[number(step.get(key)) for key in ("seconds", "exchange_s", "data_s")] for step in run.last_steps()]
     known = [line for line in lines if all(math.isfinite(value) and value >= 0 for value in line)]
@@ -73,13 +73,13 @@ def improve(run: Run, of_limit: float | None) -> str:
 
 
 def _finite(told: Mapping[str, object]) -> dict[str, float]:
-    return {name: value for name, one in told.items() if math.isfinite(value := number(one))}
+    return {name: value for name, figure in told.items() if math.isfinite(value := number(figure))}
 
 
 def judge(run: Run, of_limit: float | None, why_no_limit: str = "", advice: str = "") -> Verdict:
     """The sentence for the top of the page. `why_no_limit`: what keeps the step from being held against it."""
     shares = {} if run.was_cut_short else shares_of(run)  # of a run that failed, speed is not the question
-    found = savings(shares, of_limit)
+    possible = savings(shares, of_limit)
     learned = _learned(run)
     parts = [_state(run), learned, _next(run)]
     if of_limit is not None:
@@ -89,10 +89,10 @@ def judge(run: Run, of_limit: float | None, why_no_limit: str = "", advice: str 
     if shares and run.world > 1:
         share = f"{shares['exchange'] + shares['idle']:.0%}".replace("%", " %")
         parts.append(f"communication (with waiting for ranks) is {share} of the step")
-    if found:
-        most = f"{found[0].fraction:.0%}".replace("%", " %")
+    if possible:
+        most = f"{possible[0].fraction:.0%}".replace("%", " %")
         known = "the largest saving" if of_limit is not None else "the largest saving beside compute"
-        parts.append(f"{known} is {found[0].what}, at most {most} of the step")
+        parts.append(f"{known} is {possible[0].what}, at most {most} of the step")
     elif shares and of_limit is not None:
         parts.append("nothing measured leaves more than half a percent to save")
     sentence = "; ".join(part for part in parts if part) or "the folder says nothing of how it went"
@@ -166,5 +166,5 @@ def _left(run: Run) -> str:
 
 
 def _is_lost(run: Run) -> bool:
-    found = run.figure("loss")
-    return bool(found) and not math.isfinite(found[-1][1])
+    losses = run.figure("loss")
+    return bool(losses) and not math.isfinite(losses[-1][1])
