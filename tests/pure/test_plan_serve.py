@@ -100,6 +100,15 @@ def test_the_command_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFix
     assert found["cost_per_million_tokens"] > 0
 
 
+def test_what_is_printed_fits_100_columns(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    assert main(["plan", "llama-3-8b", "--serve", "--cluster", "16xa100", "--rate", "200"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if len(line) > 100] == []
+    heading = next(line for line in lines if "KV/token" in line)
+    assert heading.split()[-4:] == ["tok/s", "req/s", "limit", "serves"]  # not cut, not broken
+
+
 @pytest.mark.parametrize(
     ("words", "reason"),
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as jsonlib
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -35,7 +36,8 @@ from tilemesh.serve.simulate import fresh_requests, poisson_arrivals, simulate_w
 LOADS = (0.25, 0.5, 0.8, 1.0)
 """Of what the chosen layout serves at most."""
 _FEWEST, _MOST = 60, 240
-_PIPE_WIDTH = 120
+_WIDTH = 100
+"""Of tables and sentences where nobody says how wide the terminal is."""
 
 
 @dataclass(frozen=True)
@@ -79,8 +81,8 @@ def refuse(given: Sequence[str]) -> None:
 
 def run(asked: ServePlanQuestion) -> None:
     console = Console(stderr=asked.json == "-", highlight=False, markup=False)
-    if not console.is_terminal:
-        console = Console(stderr=asked.json == "-", highlight=False, markup=False, width=_PIPE_WIDTH)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console = Console(stderr=asked.json == "-", highlight=False, markup=False, width=_WIDTH)
     check_targets(json=asked.json)
     if asked.model is None or asked.cluster is None:
         raise UsageError("--serve needs a model and a cluster: tilemesh plan llama-3-8b --serve --cluster 1xh200")
@@ -106,6 +108,9 @@ def run(asked: ServePlanQuestion) -> None:
         f"device, enough for {best.fits:,} such requests"
     )
     console.print(_layout_table(layouts, demand))
+    console.print(
+        "first: to the first token; limit: the share of a step that the hardware needs; serves: the rate asked for"
+    )
     loads = [_simulated(best, asked, share, goal) for share in _shares(best, asked.rate)]
     console.print(f"tp {best.tp}, batch up to {best.running} per replica, simulated with the engine's scheduler:")
     console.print(_load_table(loads))
@@ -146,8 +151,8 @@ def _simulated(best: ServeLayout, asked: ServePlanQuestion, share: float, goal: 
 
 
 def _layout_table(layouts: Sequence[ServeLayout], demand: ServeDemand) -> Table:
-    table = _table("tp", "replicas", "weights", "KV/token", "pages", "fits", "batch", "ms/token", "first token",
-                   "tokens/s", "requests/s", "of limit", "serves it")  # fmt: skip
+    table = _table("tp", "replicas", "weights", "KV/token", "pages", "fits", "batch", "ms/token", "first",
+                   "tok/s", "req/s", "limit", "serves")  # fmt: skip
     for layout in layouts:
         state = layout.needed or layout.largest
         table.add_row(
@@ -184,9 +189,9 @@ def _load_table(loads: Sequence[SimulatedLoad]) -> Table:
 
 
 def _table(*names: str) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=0)
     for name in names:
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", no_wrap=True)
     return table
 
 
