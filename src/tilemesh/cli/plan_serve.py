@@ -108,7 +108,7 @@ def run(asked: ServePlanQuestion) -> None:
         f"device, enough for {best.fits:,} such requests"
     )
     console.print(_layout_table(layouts, demand))
-    console.print(
+    console.print("first: to the first token; limit: the part of a step that the hardware needs; serves: the rate asked")
         "first: to the first token; limit: the share of a step that the hardware needs; serves: the rate asked for"
     )
     loads = [_simulated(best, asked, share, goal) for share in _shares(best, asked.rate)]
