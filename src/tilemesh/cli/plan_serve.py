@@ -108,9 +108,7 @@ def run(asked: ServePlanQuestion) -> None:
         f"device, enough for {best.fits:,} such requests"
     )
     console.print(_layout_table(layouts, demand))
-    console.print("first: to the first token; limit: the part of a step that the hardware needs; serves: the rate asked")
-        "first: to the first token; limit: the share of a step that the hardware needs; serves: the rate asked for"
-    )
+    console.print("first: to the first token; limit: what of a step the hardware needs; serves: the rate asked for")
     loads = [_simulated(best, asked, share, goal) for share in _shares(best, asked.rate)]
     console.print(f"tp {best.tp}, batch up to {best.running} per replica, simulated with the engine's scheduler:")
     console.print(_load_table(loads))
