@@ -156,7 +156,7 @@ class PagedKeyValues:
         return self._attend_tiles(batch.layout, q_THE, stored, window)[None]
 
     def _attend_tiles(self, layout: PageLayout, q_THE: Tensor, stored: StoredPages, window: int) -> Tensor:
-        found = [
+        results = [
             paged_attention(
                 q_THE[tokens.begin : tokens.end],
                 stored.held[0],
@@ -173,9 +173,9 @@ class PagedKeyValues:
             )
             for tokens in layout.sets
         ]
-        if found and layout.sets[-1].end < len(q_THE):  # what follows is padding
-            found.append(q_THE[layout.sets[-1].end :])
-        return found[0] if len(found) == 1 else torch.cat(found)
+        if results and layout.sets[-1].end < len(q_THE):  # what follows is padding
+            results.append(q_THE[layout.sets[-1].end :])
+        return results[0] if len(results) == 1 else torch.cat(results)
 
     def attend(self, layer: int, q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, *, window: int = 0) -> Tensor:
         batch = self._prepared

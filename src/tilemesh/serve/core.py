@@ -263,14 +263,16 @@ class EngineCore:
         drawn: list[tuple[Scheduled, Tensor, range, list[TokenDraw]]] = []
         unsound: dict[int, set[int]] = {}
         for entry in plan.entries:
-            found = logits.get(entry.request.name)
-            if found is None:
+            computed = logits.get(entry.request.name)
+            if computed is None:
                 continue
-            self._keep_prompt_logprobs(entry, found)
+            self._keep_prompt_logprobs(entry, computed)
             if not entry.samples:
                 continue
-            step_NV = found.step_NV
-            rows = range(found.begin + entry.start + entry.count - 1 - found.first, found.begin + found.count)
+            step_NV = computed.step_NV
+            rows = range(
+                computed.begin + entry.start + entry.count - 1 - computed.first, computed.begin + computed.count
+            )
             if id(step_NV) not in unsound:
                 unsound[id(step_NV)] = set(unsound_rows(step_NV))
             if not unsound[id(step_NV)].isdisjoint(rows):
@@ -283,7 +285,7 @@ class EngineCore:
                 continue
             drawn.append((entry, step_NV, rows, self._drawings(entry, allowed)))
         # In the order of the rows, so that the step's logits need not be copied.
-        drawn.sort(key=lambda one: one[2].start)
+        drawn.sort(key=lambda row_tokens: row_tokens[2].start)
         sampled, logprobs = {}, {}
         tokens = iter(self._drawn_tokens(drawn))
         for entry, step_NV, rows, drawings in drawn:
@@ -306,7 +308,7 @@ class EngineCore:
         if self.runner.invariant:
             # One row at a time: no kernel then sees how many rows there are.
             each = [step_NV[row][None] for _, step_NV, rows, _ in drawn for row in rows]
-            return [draw_tokens(row, [one])[0] for row, one in zip(each, drawings, strict=True)]
+            return [draw_tokens(row, [drawing])[0] for row, drawing in zip(each, drawings, strict=True)]
         step_NV = drawn[0][1]
         if any(other_NV is not step_NV for _, other_NV, _, _ in drawn):
             rows_NV = torch.cat([other_NV[rows.start : rows.stop] for _, other_NV, rows, _ in drawn])
@@ -360,18 +362,18 @@ class EngineCore:
             return None
         return self._drawings(entry, allowed)[-1]
 
-    def _keep_prompt_logprobs(self, entry: Scheduled, found: RequestLogits) -> None:
+    def _keep_prompt_logprobs(self, entry: Scheduled, computed: RequestLogits) -> None:
         request = entry.request
         answer = self._live[request.name]
         top = answer.job.sampling.prompt_logprobs
         if top is None or answer.number != 0:
             return
-        last = min(found.first + len(found.logits_NV), request.prompt - 1)
-        targets = request.tokens[found.first + 1 : last + 1]
+        last = min(computed.first + len(computed.logits_NV), request.prompt - 1)
+        targets = request.tokens[computed.first + 1 : last + 1]
         if targets:
-            made = logprobs_of(found.logits_NV[: len(targets)], targets, top)
-            for position, one in enumerate(made, found.first + 1):
-                answer.job.prompt_logprobs.setdefault(position, one)
+            made = logprobs_of(computed.logits_NV[: len(targets)], targets, top)
+            for position, logprob in enumerate(made, computed.first + 1):
+                answer.job.prompt_logprobs.setdefault(position, logprob)
 
     def _tell(self, progressed: Progressed, logprobs: Sequence[TokenLogprobs]) -> None:
         request, reason = progressed.request, progressed.finish

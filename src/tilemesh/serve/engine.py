@@ -406,4 +406,4 @@ class Engine:
 def _is_prompt(prompts: object) -> bool:
     if isinstance(prompts, str):
         return True
-    return isinstance(prompts, Sequence) and bool(prompts) and all(isinstance(one, int) for one in prompts)
+    return isinstance(prompts, Sequence) and bool(prompts) and all(isinstance(token, int) for token in prompts)

@@ -26,7 +26,7 @@ class ServeGoal:
     def parse(cls, text: str | None) -> ServeGoal:
         """From "ttft=1.0,itl=0.1", in seconds."""
         names = {"ttft": "first_token_s", "itl": "between_tokens_s"}
-        found: dict[str, float] = {}
+        goals: dict[str, float] = {}
         for piece in (text or "").split(","):
             if not piece.strip():
                 continue
@@ -37,8 +37,8 @@ class ServeGoal:
                 number = math.nan
             if name.strip() not in names or not number > 0:
                 raise UsageError(f"'{piece.strip()}' is no goal: expected ttft=SECONDS and itl=SECONDS, above 0")
-            found[names[name.strip()]] = number
-        return cls(**found)
+            goals[names[name.strip()]] = number
+        return cls(**goals)
 
     def is_met(self, record: RequestRecord) -> bool:
         first = record.first_token_s

@@ -179,8 +179,8 @@ class ServeHistory:
                 len(scheduler.waiting),
                 scheduler.pool.used,
                 len(scheduler.pool.idle),
-                sum(one.computed for one in running),
-                sum(len(one.pages) for one in running),
+                sum(request.computed for request in running),
+                sum(len(request.pages) for request in running),
             )
         )
         for entry in plan.entries:

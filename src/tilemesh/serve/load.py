@@ -131,30 +131,30 @@ def folder_defaults(source: str | Path) -> dict[str, Any]:
     if not path.is_file():
         raise UsageError(f"--generation-config was given and {path} is not there: leave it out")
     told = _optional(path)
-    found = {ours: told[theirs] for theirs, ours in _GENERATION_FIELDS.items() if told.get(theirs) is not None}
+    settings = {ours: told[theirs] for theirs, ours in _GENERATION_FIELDS.items() if told.get(theirs) is not None}
     if told.get("do_sample") is False:
-        found = {name: value for name, value in found.items() if name in ("max_tokens", "repetition_penalty")}
-        found["temperature"] = 0.0
+        settings = {name: value for name, value in settings.items() if name in ("max_tokens", "repetition_penalty")}
+        settings["temperature"] = 0.0
     try:
-        Sampling(**found)
+        Sampling(**settings)
     except UsageError as error:
         raise UsageError(f"{path}: {error}") from None
-    return found
+    return settings
 
 
 def _ends(path: Path, tokenizer: Tokenizer | None, vocabulary: int) -> frozenset[int]:
     for name in (MODEL_FILE, _GENERATION_CONFIG):
-        found = _optional(path / name).get("eos_token_id")
-        ids = found if isinstance(found, list) else [found]
-        if found is not None and all(isinstance(one, int) and 0 <= one < vocabulary for one in ids):
+        ends = _optional(path / name).get("eos_token_id")
+        ids = ends if isinstance(ends, list) else [ends]
+        if ends is not None and all(isinstance(end, int) and 0 <= end < vocabulary for end in ids):
             return frozenset(ids)
     return frozenset() if tokenizer is None else frozenset({tokenizer.end})
 
 
 def _content(value: object) -> str | None:
     """A special token's text: itself, or in older files an object that describes it."""
-    found = value.get("content") if isinstance(value, dict) else value
-    return found if isinstance(found, str) else None
+    content = value.get("content") if isinstance(value, dict) else value
+    return content if isinstance(content, str) else None
 
 
 def _optional(path: Path) -> dict[str, Any]:

@@ -37,8 +37,8 @@ def choose_pages(
     if share is not None:
         Range(0, 1, above=True).check("memory", share)
     free = torch.cuda.mem_get_info(device)[0] if on_gpu else _free_cpu_bytes()
-    models = [one for one in (config, draft) if one is not None]
-    numbers = [key_value_bytes(one, 1) * code_bytes(dtype.itemsize, one.head_width, kv_cache) for one in models]
+    models = [model for model in (config, draft) if model is not None]
+    numbers = [key_value_bytes(model, 1) * code_bytes(dtype.itemsize, model.head_width, kv_cache) for model in models]
     each = int(sum(numbers) * page_tokens)
     fitting = int(free * (share if share is not None else _GPU_SHARE if on_gpu else _CPU_SHARE)) // each
     if fitting < 1:

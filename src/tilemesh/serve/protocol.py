@@ -51,7 +51,7 @@ class AskedCompletion:
 
 
 @dataclass
-class _Found:
+class _BodyRead:
     """What the fields of a body said so far."""
 
     sampling: dict[str, Any] = field(default_factory=dict)
@@ -60,36 +60,36 @@ class _Found:
 
 def read_completion(body: object, defaults: Mapping[str, Any] = MappingProxyType({})) -> AskedCompletion:
     """A body of /v1/completions. `defaults`: fields of `Sampling` for bodies that do not say."""
-    found = _read(body, _COMPLETION, defaults)
-    if "prompts" not in found.asked:
+    body_read = _read(body, _COMPLETION, defaults)
+    if "prompts" not in body_read.asked:
         raise RefusedError("prompt", "prompt is missing: expected a text or a list of tokens, or a list of either")
-    found.sampling.setdefault("max_tokens", COMPLETION_TOKENS)
-    if found.asked.get("echo") and found.sampling.get("logprobs") is not None:
-        found.sampling["prompt_logprobs"] = found.sampling["logprobs"]
-    return _made(found)
+    body_read.sampling.setdefault("max_tokens", COMPLETION_TOKENS)
+    if body_read.asked.get("echo") and body_read.sampling.get("logprobs") is not None:
+        body_read.sampling["prompt_logprobs"] = body_read.sampling["logprobs"]
+    return _made(body_read)
 
 
 def read_chat(body: object, defaults: Mapping[str, Any] = MappingProxyType({})) -> AskedCompletion:
     """A body of /v1/chat/completions."""
-    found = _read(body, _CHAT, defaults)
-    if "messages" not in found.asked:
+    body_read = _read(body, _CHAT, defaults)
+    if "messages" not in body_read.asked:
         raise RefusedError("messages", "messages is missing: expected a list of messages with role and content")
-    wanted, top = found.asked.pop("logprobs", False), found.sampling.pop("logprobs", None)
+    wanted, top = body_read.asked.pop("logprobs", False), body_read.sampling.pop("logprobs", None)
     if top is not None and not wanted:
         raise RefusedError("top_logprobs", "top_logprobs is given and logprobs is not true: set logprobs to true")
-    found.sampling["logprobs"] = (top or 0) if wanted else None
-    return _made(found)
+    body_read.sampling["logprobs"] = (top or 0) if wanted else None
+    return _made(body_read)
 
 
 # ---- reading values --------------------------------------------------------------------------------------------
 
 
 def _read(
-    body: object, fields: Mapping[str, Callable[[str, Any, _Found], None]], defaults: Mapping[str, Any]
-) -> _Found:
+    body: object, fields: Mapping[str, Callable[[str, Any, _BodyRead], None]], defaults: Mapping[str, Any]
+) -> _BodyRead:
     if not isinstance(body, dict):
         raise RefusedError(None, f"the body is {shown(body)}: expected a JSON object")
-    found = _Found()
+    reading = _BodyRead()
     for name, value in body.items():
         if value is None:
             continue
@@ -97,104 +97,106 @@ def _read(
             close = nearest(name, fields)
             hint = f"did you mean '{close}'? " if close else ""
             raise RefusedError(name, f"{shown(name)} is not served here: {hint}leave it out")
-        fields[name](name, value, found)
-    found.sampling = {**defaults, **found.sampling}
-    return found
+        fields[name](name, value, reading)
+    reading.sampling = {**defaults, **reading.sampling}
+    return reading
 
 
-def _made(found: _Found) -> AskedCompletion:
-    if found.asked.get("stream_usage") and not found.asked.get("stream"):
+def _made(reading: _BodyRead) -> AskedCompletion:
+    if reading.asked.get("stream_usage") and not reading.asked.get("stream"):
         raise RefusedError("stream_options", "stream_options is given and stream is not true: set stream to true")
     try:
-        sampling = Sampling(**found.sampling)
+        sampling = Sampling(**reading.sampling)
     except RefusedError:
         raise
     except UsageError as error:
         raise RefusedError(str(error).split(" ", 1)[0], str(error)) from None
-    return AskedCompletion(sampling, **found.asked)
+    return AskedCompletion(sampling, **reading.asked)
 
 
-def _sampled(key: str) -> Callable[[str, Any, _Found], None]:
+def _sampled(key: str) -> Callable[[str, Any, _BodyRead], None]:
     """A field whose value goes to `Sampling` as it is, and is checked there."""
 
-    def read(name: str, value: Any, found: _Found) -> None:
-        if key in found.sampling:
+    def read(name: str, value: Any, reading: _BodyRead) -> None:
+        if key in reading.sampling:
             raise RefusedError(name, f"{name} is given beside another field of the same meaning: leave one out")
-        found.sampling[key] = value
+        reading.sampling[key] = value
 
     return read
 
 
-def _flag(key: str, into: str = "asked") -> Callable[[str, Any, _Found], None]:
-    def read(name: str, value: Any, found: _Found) -> None:
+def _flag(key: str, into: str = "asked") -> Callable[[str, Any, _BodyRead], None]:
+    def read(name: str, value: Any, reading: _BodyRead) -> None:
         if not isinstance(value, bool):
             raise RefusedError(name, f"{name} is {shown(value)}: expected true or false")
-        getattr(found, into)[key] = value
+        getattr(reading, into)[key] = value
 
     return read
 
 
-def _text(name: str, value: Any, found: _Found) -> None:
+def _text(name: str, value: Any, reading: _BodyRead) -> None:
     if not isinstance(value, str):
         raise RefusedError(name, f"{name} is {shown(value)}: expected text")
-    found.asked[name] = value
+    reading.asked[name] = value
 
 
-def _prompt(name: str, value: Any, found: _Found) -> None:
+def _prompt(name: str, value: Any, reading: _BodyRead) -> None:
     expected = "expected a text or a list of tokens, or a list of either"
     if _is_prompt(value):
         prompts = [value]
-    elif isinstance(value, list) and value and all(_is_prompt(one) for one in value):
+    elif isinstance(value, list) and value and all(_is_prompt(prompt) for prompt in value):
         prompts = value
     else:
         raise RefusedError(name, f"prompt is {shown(value)}: {expected}")
     if len(prompts) > _MOST_PROMPTS:
         raise RefusedError(name, f"prompt has {len(prompts)} prompts: expected at most {_MOST_PROMPTS}")
-    found.asked["prompts"] = tuple(one if isinstance(one, str) else tuple(one) for one in prompts)
+    reading.asked["prompts"] = tuple(prompt if isinstance(prompt, str) else tuple(prompt) for prompt in prompts)
 
 
 def _is_prompt(value: object) -> bool:
     if isinstance(value, str):
         return True
-    return isinstance(value, list) and bool(value) and all(type(one) is int for one in value)
+    return isinstance(value, list) and bool(value) and all(type(token) is int for token in value)
 
 
-def _messages(name: str, value: Any, found: _Found) -> None:
+def _messages(name: str, value: Any, reading: _BodyRead) -> None:
     if not isinstance(value, list) or not value:
         raise RefusedError(name, f"messages is {shown(value)}: expected a list of messages with role and content")
-    found.asked["messages"] = tuple(_message(index, one) for index, one in enumerate(value))
+    reading.asked["messages"] = tuple(_message(index, message) for index, message in enumerate(value))
 
 
 def _message(index: int, value: Any) -> ChatMessage:
     where = f"messages[{index}]"
     if not isinstance(value, dict):
         raise RefusedError("messages", f"{where} is {shown(value)}: expected an object with role and content")
-    others = [key for key, one in value.items() if key not in ("role", "content") and one is not None]
+    others = [key for key, given in value.items() if key not in ("role", "content") and given is not None]
     if others:
         raise RefusedError("messages", f"{where} has {shown(others[0])}, which is not served here: leave it out")
     role, content = value.get("role"), value.get("content")
     if isinstance(content, list):
-        parts = [one.get("text") if isinstance(one, dict) and one.get("type") == "text" else None for one in content]
+        parts = [
+            part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in content
+        ]
         content = "".join(parts) if all(isinstance(part, str) for part in parts) else None  # type: ignore[arg-type]
     if not isinstance(role, str) or not isinstance(content, str):
         raise RefusedError("messages", f"{where} is {shown(value)}: expected a role and a content of text")
     return ChatMessage(role, content)
 
 
-def _stop(name: str, value: Any, found: _Found) -> None:
+def _stop(name: str, value: Any, reading: _BodyRead) -> None:
     texts = [value] if isinstance(value, str) else value
     if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
         raise RefusedError(name, f"stop is {shown(value)}: expected a text or a list of texts")
-    found.sampling["stop"] = tuple(texts)
+    reading.sampling["stop"] = tuple(texts)
 
 
-def _token_list(name: str, value: Any, found: _Found) -> None:
+def _token_list(name: str, value: Any, reading: _BodyRead) -> None:
     if not isinstance(value, list) or not all(type(token) is int for token in value):
         raise RefusedError(name, f"{name} is {shown(value)}: expected a list of tokens")
-    found.sampling["stop_tokens"] = tuple(value)
+    reading.sampling["stop_tokens"] = tuple(value)
 
 
-def _bias(name: str, value: Any, found: _Found) -> None:
+def _bias(name: str, value: Any, reading: _BodyRead) -> None:
     expected = "expected an object from tokens to numbers"
     if not isinstance(value, dict):
         raise RefusedError(name, f"logit_bias is {shown(value)}: {expected}")
@@ -203,20 +205,22 @@ def _bias(name: str, value: Any, found: _Found) -> None:
         if not token.isdecimal() or len(token) > 12 or type(bias) not in (int, float):
             raise RefusedError(name, f"logit_bias has {shown(token)}: {shown(bias)}: {expected}")
         made[int(token)] = bias
-    found.sampling["logit_bias"] = made
+    reading.sampling["logit_bias"] = made
 
 
-def _stream_options(name: str, value: Any, found: _Found) -> None:
+def _stream_options(name: str, value: Any, reading: _BodyRead) -> None:
     known = isinstance(value, dict) and set(value) <= {"include_usage"}
     if not known or not isinstance(value.get("include_usage", False), bool):
         raise RefusedError(name, f'stream_options is {shown(value)}: expected {{"include_usage": true}}')
-    found.asked["stream_usage"] = value.get("include_usage", False)
+    reading.asked["stream_usage"] = value.get("include_usage", False)
 
 
-def _response_format(name: str, value: Any, found: _Found) -> None:
+def _response_format(name: str, value: Any, reading: _BodyRead) -> None:
     """OpenAI's way to ask for JSON; of text nothing is asked."""
     kind = value.get("type") if isinstance(value, dict) else None
-    told = {key: one for key, one in value.items() if key != "type" and one is not None} if kind is not None else {}
+    told = (
+        {key: given for key, given in value.items() if key != "type" and given is not None} if kind is not None else {}
+    )
     if kind == "json_schema" and set(told) == {"json_schema"} and isinstance(told["json_schema"], dict):
         described = told["json_schema"]
         others = set(described) - {"name", "description", "schema", "strict"}
@@ -224,34 +228,34 @@ def _response_format(name: str, value: Any, found: _Found) -> None:
             raise RefusedError(name, f"response_format has {shown(min(others))}, which is not served: leave it out")
         if described.get("schema") is None:
             raise RefusedError(name, "response_format has no json_schema.schema: expected a JSON schema")
-        found.sampling["json_schema"] = described["schema"]
+        reading.sampling["json_schema"] = described["schema"]
     elif kind == "json_object" and not told:
-        found.sampling["json_schema"] = {"type": "object"}
+        reading.sampling["json_schema"] = {"type": "object"}
     elif kind != "text" or told:
         expected = '{"type": "json_schema", "json_schema": {"schema": ...}}, json_object or text'
         raise RefusedError(name, f"response_format is {shown(value)}: expected {expected}")
 
 
-def _priority(name: str, value: Any, found: _Found) -> None:
+def _priority(name: str, value: Any, reading: _BodyRead) -> None:
     try:
         _PRIORITY.check(name, value, whole=True)
     except UsageError as error:
         raise RefusedError(name, str(error)) from None
-    found.asked["priority"] = value
+    reading.asked["priority"] = value
 
 
-def _only(*accepted: object) -> Callable[[str, Any, _Found], None]:
+def _only(*accepted: object) -> Callable[[str, Any, _BodyRead], None]:
     """A field of which only the values that change nothing are served."""
 
-    def read(name: str, value: Any, found: _Found) -> None:
-        if not any(value == one and type(value) is type(one) for one in accepted):
-            served = " or ".join(shown(one) for one in accepted) or "nothing"
+    def read(name: str, value: Any, reading: _BodyRead) -> None:
+        if not any(value == known and type(value) is type(known) for known in accepted):
+            served = " or ".join(shown(known) for known in accepted) or "nothing"
             raise RefusedError(name, f"{name} is {shown(value)}: only {served} is served here; leave it out")
 
     return read
 
 
-_COMMON: dict[str, Callable[[str, Any, _Found], None]] = {
+_COMMON: dict[str, Callable[[str, Any, _BodyRead], None]] = {
     "model": _text, "stream": _flag("stream"), "stream_options": _stream_options, "stop": _stop,
     "temperature": _sampled("temperature"), "top_p": _sampled("top_p"), "top_k": _sampled("top_k"),
     "min_p": _sampled("min_p"), "n": _sampled("n"), "seed": _sampled("seed"), "max_tokens": _sampled("max_tokens"),

@@ -48,9 +48,9 @@ def serve_steps(address: str, source: str, limits: Mapping[str, Any], options: M
             plan, spans = unpack_step(header, body)
             with torch.inference_mode():
                 runner.copy_pages(plan)
-            found = runner.compute(spans)
+            computed = runner.compute(spans)
             if comm.rank == 0:
-                rows = [found[span.entry.request.name].logits_NV for span in spans if span.wanted]
+                rows = [computed[span.entry.request.name].logits_NV for span in spans if span.wanted]
                 like = next(served.model.parameters())
                 joined = torch.cat(rows) if rows else like.new_empty(0, served.model.config.vocabulary)
                 send(connection, *pack_logits(joined))

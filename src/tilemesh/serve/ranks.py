@@ -71,13 +71,13 @@ class RankRunner:
     ) -> Mapping[str, RequestLogits]:
         spans = [token_span(entry, wants_all(entry.request)) for entry in plan.entries]
         logits_NV = self._group.step(plan, spans)
-        found, begin = {}, 0
+        computed, begin = {}, 0
         for span in spans:
             if span.wanted:
                 count = len(span.wanted)
-                found[span.entry.request.name] = RequestLogits(span.wanted.start, logits_NV, begin, count)
+                computed[span.entry.request.name] = RequestLogits(span.wanted.start, logits_NV, begin, count)
                 begin += count
-        return found
+        return computed
 
     def restart(self) -> None:
         """Start ranks again after some were lost; gives up when that happens again and again."""
@@ -144,9 +144,9 @@ class _RankGroup:
 
     def ready(self) -> None:
         """Wait for a connection of each rank."""
-        found: dict[int, socket.socket] = {}
+        sockets: dict[int, socket.socket] = {}
         end = time.monotonic() + _START_S
-        while not self._connections and len(found) < self._ranks:
+        while not self._connections and len(sockets) < self._ranks:
             if self._ended is not None:
                 raise RunError(f"the ranks that compute the model did not start: {self._ended}")
             if time.monotonic() > end:
@@ -158,8 +158,8 @@ class _RankGroup:
             self._stack.callback(connection.close)
             connection.settimeout(None)
             header, _ = receive(connection)
-            found[header["rank"]] = connection
-        self._connections = self._connections or [found[rank] for rank in range(self._ranks)]
+            sockets[header["rank"]] = connection
+        self._connections = self._connections or [sockets[rank] for rank in range(self._ranks)]
 
     def _live(self, ranks: int, environ: Mapping[str, str], address: str, arguments: tuple[Any, ...]) -> None:
         """Start ranks, pass on what they print, and end them; a rank that dies ends the others."""

@@ -78,7 +78,7 @@ def text_logprobs(
     tokens: Sequence[TokenLogprobs], decoder: Decoder, before: Sequence[int] = (), offset: int = 0
 ) -> dict[str, Any]:
     """As completions have them. `before`: tokens of which nothing is known, the first of a prompt that is echoed."""
-    texts = [decoder.decode([token]) for token in (*before, *(one.token for one in tokens))]
+    texts = [decoder.decode([token]) for token in (*before, *(entry.token for entry in tokens))]
     unknown = [None] * len(before)
     offsets = []
     for text in texts:
@@ -86,8 +86,11 @@ def text_logprobs(
         offset += len(text)
     return {
         "tokens": texts,
-        "token_logprobs": [*unknown, *(one.logprob for one in tokens)],
-        "top_logprobs": [*unknown, *({decoder.decode([token]): value for token, value in one.top} for one in tokens)],
+        "token_logprobs": [*unknown, *(entry.logprob for entry in tokens)],
+        "top_logprobs": [
+            *unknown,
+            *({decoder.decode([token]): value for token, value in entry.top} for entry in tokens),
+        ],
         "text_offset": offsets,
     }
 
@@ -97,10 +100,10 @@ def chat_logprobs(tokens: Sequence[TokenLogprobs], decoder: Decoder) -> dict[str
     return {
         "content": [
             {
-                **_shown(one.token, one.logprob, decoder),
-                "top_logprobs": [_shown(token, logprob, decoder) for token, logprob in one.top],
+                **_shown(entry.token, entry.logprob, decoder),
+                "top_logprobs": [_shown(token, logprob, decoder) for token, logprob in entry.top],
             }
-            for one in tokens
+            for entry in tokens
         ],
         "refusal": None,
     }

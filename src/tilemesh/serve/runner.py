@@ -123,9 +123,9 @@ class Runner:
     @torch.inference_mode()
     def compute(self, whole: Sequence[TokenSpan]) -> Mapping[str, RequestLogits]:
         """Keys and values of these tokens into their pages; the logits that are wanted, by the requests' names."""
-        found: dict[str, RequestLogits] = {}
+        computed: dict[str, RequestLogits] = {}
         if not whole:
-            return found
+            return computed
         for pieces in cut(whole, ROW_BLOCK) if self.invariant else [whole]:
             pad_to = ROW_BLOCK if self.invariant else 0
             batch = make_batch(pieces, self.limits.page_tokens, self.device, pad_to, self._tile_sizes)
@@ -137,11 +137,11 @@ class Runner:
                 name, count = piece.entry.request.name, len(piece.wanted)
                 made = RequestLogits(piece.wanted.start, logits_NV, begin, count)
                 begin += count
-                if name in found:
-                    both_NV = torch.cat((found[name].logits_NV, made.logits_NV))
-                    made = RequestLogits(found[name].first, both_NV, 0, len(both_NV))
-                found[name] = made
-        return found
+                if name in computed:
+                    both_NV = torch.cat((computed[name].logits_NV, made.logits_NV))
+                    made = RequestLogits(computed[name].first, both_NV, 0, len(both_NV))
+                computed[name] = made
+        return computed
 
     def _pass(self, batch: Batch) -> Tensor:
         """Logits of the wanted tokens. Those of the others are never computed, except where shapes are constants."""

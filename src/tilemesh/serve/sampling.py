@@ -139,7 +139,7 @@ def logprobs_of(logits_NV: Tensor, tokens: Sequence[int], top: int) -> list[Toke
     wide = torch.promote_types(logits_NV.dtype, torch.float32)
     logprobs_NV = torch.log_softmax(logits_NV.to(wide), dim=-1)
     own = logprobs_NV.gather(1, torch.tensor(tokens, device=logits_NV.device)[:, None])[:, 0].tolist()
-    values, ids = (found.tolist() for found in logprobs_NV.topk(min(top, logprobs_NV.shape[1])))
+    values, ids = (kept.tolist() for kept in logprobs_NV.topk(min(top, logprobs_NV.shape[1])))
     return [
         TokenLogprobs(token, logprob, tuple(zip(row_ids, row_values, strict=True)))
         for token, logprob, row_ids, row_values in zip(tokens, own, ids, values, strict=True)
@@ -156,8 +156,10 @@ def _change_logits(row_V: Tensor, drawing: TokenDraw) -> None:
         row_V[ids] += values
     if sampling.repetition_penalty != 1:
         seen = torch.tensor(sorted(set(drawing.tokens)), dtype=torch.int64, device=row_V.device)
-        found = row_V[seen]
-        row_V[seen] = torch.where(found > 0, found / sampling.repetition_penalty, found * sampling.repetition_penalty)
+        logits = row_V[seen]
+        row_V[seen] = torch.where(
+            logits > 0, logits / sampling.repetition_penalty, logits * sampling.repetition_penalty
+        )
     if sampling.presence_penalty or sampling.frequency_penalty:
         counts = Counter(drawing.tokens[drawing.prompt :])
         if counts:

@@ -232,7 +232,7 @@ class Scheduler:
         if self.pool.available * self.limits.page_tokens >= wanted:
             return True
         # In fact each takes what the tokens that it has still lack, the one that this step draws, and the one after it.
-        missing = (self.limits.pages_for(len(one.tokens) + 2) - len(one.pages) for one in self.running)
+        missing = (self.limits.pages_for(len(request.tokens) + 2) - len(request.pages) for request in self.running)
         return self.pool.available >= sum(pages for pages in missing if pages > 0)
 
     def assume(self, plan: StepPlan) -> None:

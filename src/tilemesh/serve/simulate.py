@@ -238,11 +238,11 @@ def replay(history: ServeHistory, limits: ServeLimits, guesser: NgramGuesser | N
 def poisson_arrivals(rate_per_s: float, count: int, seed: int = 0) -> list[int]:
     """Nanoseconds at which so many requests come, independent of each other."""
     draw = random.Random(seed)
-    now, found = 0.0, []
+    now, arrivals = 0.0, []
     for _ in range(count):
         now += draw.expovariate(rate_per_s)
-        found.append(round(now * NS))
-    return found
+        arrivals.append(round(now * NS))
+    return arrivals
 
 
 def fresh_requests(arrivals: Sequence[int], prompts: Sequence[int], outputs: Sequence[int]) -> list[SimRequest]:

@@ -69,12 +69,12 @@ class NgramGuesser(_Guesser):
         record = self._records.setdefault(request.name, _Record())
         tokens = request.tokens
         self._judge(record, len(tokens))
-        found = _follow(record, tokens)
+        guess = _follow(record, tokens)
         record.guessed = 0
-        if len(tokens) < record.paused_until or found is None:
+        if len(tokens) < record.paused_until or guess is None:
             return ()
         guesses: list[int] = []
-        for place in range(found, found + min(most, record.length, self.most)):
+        for place in range(guess, guess + min(most, record.length, self.most)):
             # What repeats every few tokens goes on repeating beyond the tokens that are there.
             guesses.append(tokens[place] if place < len(tokens) else guesses[place - len(tokens)])
         self._note(record, len(guesses), len(tokens))
@@ -101,9 +101,9 @@ def _follow(record: _Record, tokens: Sequence[int]) -> int | None:
             record.ends[tuple(tokens[end - size : end])] = end
     record.read = len(tokens)
     for size in range(min(LONGEST, len(tokens)), SHORTEST - 1, -1):
-        found = record.ends.get(tuple(tokens[-size:]))
-        if found is not None:
-            return found
+        ends = record.ends.get(tuple(tokens[-size:]))
+        if ends is not None:
+            return ends
     return None
 
 

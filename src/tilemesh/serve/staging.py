@@ -52,8 +52,8 @@ class StepSizes:
 
     def all_tokens(self) -> list[int]:
         """The numbers of tokens that steps with prompts are rounded up to."""
-        found = {rounded_tokens(tokens) for tokens in range(1, self.limits.step_tokens + 1, 64)}
-        return sorted(found | {self.most_tokens})
+        sizes = {rounded_tokens(tokens) for tokens in range(1, self.limits.step_tokens + 1, 64)}
+        return sorted(sizes | {self.most_tokens})
 
     def rows(self, rows: int) -> int:
         """The number of rows that a step is captured for: powers of two, and from 16 on multiples of 16."""

@@ -79,9 +79,9 @@ class TextStream:
             return text
         self._held += text
         # The one that is complete first wins, and of those the one that began first: as if characters came one by one.
-        found = [(at + len(stop), at, stop) for stop in self._stop if (at := self._held.find(stop)) >= 0]
-        if found:
-            _, at, self.stopped = min(found)
+        stops = [(at + len(stop), at, stop) for stop in self._stop if (at := self._held.find(stop)) >= 0]
+        if stops:
+            _, at, self.stopped = min(stops)
             given, self._held = self._held[:at], ""
             return given
         kept = max(_overlap(self._held, stop) for stop in self._stop)

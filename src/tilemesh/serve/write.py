@@ -58,11 +58,11 @@ def generate_tokens(engine: Engine, prompt: list[int], tokens: int, sampling: Sa
 def _ask(engine: Engine, window: list[int], sampling: Sampling, drawn: int) -> list[int]:
     parts: queue.SimpleQueue[AnswerPart] = queue.SimpleQueue()  # safe against Ctrl-C while `get` waits
     engine.submit(window, sampling, parts.put, drawn=drawn)
-    found: list[int] = []
+    tokens: list[int] = []
     while True:
         part = parts.get()
-        found += part.tokens
+        tokens += part.tokens
         if part.finish is FinishReason.ERROR:
             raise RunError(f"the text cannot be written: {part.error}")
         if part.finish is not None:
-            return found
+            return tokens

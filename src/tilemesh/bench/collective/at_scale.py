@@ -43,16 +43,18 @@ def simulated(
         cells = "".join(format_seconds(here[name]).rjust(14) for name in known)
         lines.append(f"  {format_bytes(size):>10}{cells}   {min(here, key=lambda name: here[name])}")
     for pair in combinations(known, 2):
-        for last, first, one, other in crossovers({name: times[name] for name in pair}):
-            lines.append(f"  {one} is overtaken by {other} between {format_bytes(last)} and {format_bytes(first)}")
+        for last, first, first_name, other in crossovers({name: times[name] for name in pair}):
+            lines.append(
+                f"  {first_name} is overtaken by {other} between {format_bytes(last)} and {format_bytes(first)}"
+            )
     return lines
 
 
 def assumptions(topology: str, node_size: int) -> str:
     """What a simulation takes the machine to be: latency (α), bytes per second on a link (β) and in memory (γ)."""
 
-    def wire(words: str, found: Wire) -> str:
-        return f"{words} α {format_seconds(found.latency_s)}, β {format_rate(found.bytes_per_s, 'B/s')}"
+    def wire(words: str, link: Wire) -> str:
+        return f"{words} α {format_seconds(link.latency_s)}, β {format_rate(link.bytes_per_s, 'B/s')}"
 
     wires = [wire("each message", INFINIBAND)]
     if topology == "two-level":

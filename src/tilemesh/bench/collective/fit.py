@@ -55,10 +55,10 @@ def measure_fit(comm: Communicator, *, seconds: float = 0.4, most_bytes: int = 6
             for size in wanted:
                 say(f"{collective} {size}")
                 cell = Cell(collective, comm.size, size)
-                found = times(comm, cell, seconds)
-                samples += found.values()
-                measured[size] = {name: sample.median for name, sample in found.items()}
-                for name, sample in found.items():
+                taken = times(comm, cell, seconds)
+                samples += taken.values()
+                measured[size] = {name: sample.median for name, sample in taken.items()}
+                for name, sample in taken.items():
                     curves.setdefault(f"{collective}/{name}", {})[cell.payload] = sample
             wanted = between(measured)
     say("a layer, alone and beside the others")
@@ -141,8 +141,8 @@ def arrays(comm: Communicator, cell: Cell) -> tuple[Any, Any]:
 
 def _meeting(comm: Communicator, seconds: float) -> float:
     meet = FlagBarrier(comm).barrier
-    found = compare({"meet": lambda _: meet()}, timer=timer_of(comm), repeats=15, seconds=seconds, on_error="raise")
-    return found["meet"].median
+    timed = compare({"meet": lambda _: meet()}, timer=timer_of(comm), repeats=15, seconds=seconds, on_error="raise")
+    return timed["meet"].median
 
 
 def layer_times(comm: Communicator, seconds: float) -> tuple[float, float]:

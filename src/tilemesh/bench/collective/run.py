@@ -88,17 +88,17 @@ def fit_ranks(ranks: int, most_bytes: int, transport: str, *, quick: bool, warn:
 def store(fit: Fit) -> str:
     """Keep a fit beside those for other ranks; where it is, or why one from a quieter machine stays instead."""
     machine = this_machine()
-    found = find(machine.id)
-    if found is None:
+    calibration = find(machine.id)
+    if calibration is None:
         now = dt.datetime.now(dt.UTC).isoformat(timespec="seconds")
-        found = Calibration(machine.id, machine.words, now, stamp()["versions"])
-    section, key = dict(found.extra.get(SECTION, {})), key_of(fit.transport, fit.ranks, fit.cores)
+        calibration = Calibration(machine.id, machine.words, now, stamp()["versions"])
+    section, key = dict(calibration.extra.get(SECTION, {})), key_of(fit.transport, fit.ranks, fit.cores)
     before = section.get(key)
     before = before if isinstance(before, dict) else {}
     if fit.busy is not None and not replaces(fit.busy, Busyness.from_dict(before.get("busy"))):
         return f"not stored: the fit of {before.get('when')} was measured on a quieter machine, and stays"
     section[key] = fit.to_dict()
-    return f"stored in {found.with_section(SECTION, section).save()}"
+    return f"stored in {calibration.with_section(SECTION, section).save()}"
 
 
 def _in_ranks(job: CollectiveJob, ranks: int, transport: str) -> list[str]:
@@ -109,8 +109,8 @@ def _in_ranks(job: CollectiveJob, ranks: int, transport: str) -> list[str]:
             sys.stderr.write(line.decode(errors="replace") + "\n")
             sys.stderr.flush()
 
-    found: list[list[str]] = call(
+    lines: list[list[str]] = call(
         "tilemesh.bench.collective.ranks:measure", ranks, asdict(job), transport=TRANSPORTS[transport],
         environ={"GLIBC_TUNABLES": MALLOC} | os.environ, sink=sink,
     )  # fmt: skip
-    return found[0]
+    return lines[0]

@@ -99,7 +99,7 @@ def rows_of(
     recipe: str,
     case: Mapping[str, CaseValue],
     guess: Expected,
-    found: Judged,
+    judged: Judged,
     plain: Judged,
     peer_losses: Mapping[str, float] | None = None,
     why_no_peer: Mapping[str, str] | None = None,
@@ -112,7 +112,7 @@ def rows_of(
     no_limit = "the plain model's loss is no bound: a smaller model can be better"
     no_time = {} if guess.limits else {"limit": guess.why_no_limit}
     least = guess.limits or (None, None)
-    loss_case: dict[str, CaseValue] = {**told, "change": round(found.loss - plain.loss, 5)}
+    loss_case: dict[str, CaseValue] = {**told, "change": round(judged.loss - plain.loss, 5)}
     common = stamp()
 
     def row(
@@ -128,7 +128,7 @@ def rows_of(
             case=loss_case if unit == "nats" else told,
             unit=unit,
             predicted=guessed,
-            measured=value(found),
+            measured=value(judged),
             limit=limit,
             peers={PLAIN: value(plain), **(losses if unit == "nats" else {})},
             missing={**why, **(missing if unit == "nats" else {})},
@@ -140,10 +140,10 @@ def rows_of(
     )
     whys = {"predicted": no_guess, "limit": no_limit}
     return [
-        row("held-out loss", "nats", None, lambda one: _exact(one.loss), None, whys),
-        row("size", "B", float(guess.nbytes), lambda one: _exact(float(one.nbytes)), None, {"limit": no_size}),
-        row("forward pass", "s", forward, lambda one: one.forward, least[0], no_time),
-        row("decoded token", "s", decode, lambda one: one.decode, least[1], no_time),
+        row("held-out loss", "nats", None, lambda judged: _exact(judged.loss), None, whys),
+        row("size", "B", float(guess.nbytes), lambda judged: _exact(float(judged.nbytes)), None, {"limit": no_size}),
+        row("forward pass", "s", forward, lambda judged: judged.forward, least[0], no_time),
+        row("decoded token", "s", decode, lambda judged: judged.decode, least[1], no_time),
     ]
 
 
@@ -154,14 +154,14 @@ def _exact(value: float) -> Sample:
 def layer_errors(plain: Transformer, small: Transformer) -> dict[str, float]:
     """Relative change of each matrix that has a counterpart: |W' - W| / |W|."""
     before = dict(projections(plain))
-    found = {}
+    errors = {}
     for name, module in projections(small):
         weight = before[name].weight.detach().float() if name in before else None
         if weight is None or tuple(weight.shape) != (module.out_features, module.in_features):
             continue
         now = module.decoded(torch.float32) if isinstance(module, LowBitLinear) else module.weight.detach().float()
-        found[name] = float((now - weight).norm() / weight.norm().clamp(min=1e-12))
-    return found
+        errors[name] = float((now - weight).norm() / weight.norm().clamp(min=1e-12))
+    return errors
 
 
 def histogram(model: Transformer, name: str, bins: int = 61) -> dict[str, Sequence[float]]:

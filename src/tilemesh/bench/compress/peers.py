@@ -152,18 +152,18 @@ def _torchao_awq(weight: Tensor, scheme: Scheme, inputs: Tensor) -> Tensor:
 
 def _inputs(model: Transformer, tokens: Tensor, names: Iterable[str]) -> dict[str, Tensor]:
     """What enters the matrices of the plain model, as torchao's observers see it."""
-    found: dict[str, list[Tensor]] = {name: [] for name in names}
+    inputs: dict[str, list[Tensor]] = {name: [] for name in names}
     hooks = [
         model.get_submodule(name).register_forward_pre_hook(
-            lambda module, given, name=name: found[name].append(given[0].detach().flatten(0, -2))
+            lambda module, given, name=name: inputs[name].append(given[0].detach().flatten(0, -2))
         )
-        for name in found
+        for name in inputs
     ]
     for piece in torch.split(tokens, ROWS):
         model(piece)
     for hook in hooks:
         hook.remove()
-    return {name: torch.cat(parts) for name, parts in found.items()}
+    return {name: torch.cat(parts) for name, parts in inputs.items()}
 
 
 def _bitsandbytes(weight: Tensor, scheme: Scheme) -> Tensor:

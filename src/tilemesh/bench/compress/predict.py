@@ -105,8 +105,8 @@ class ProductClock:
             calls = {str(place): _call(modules[place], inputs[place]) for place in range(2)}
             timer = pass_timer(self.device)
             with torch.inference_mode():
-                found = compare(calls, timer=timer, repeats=9, warmup=1, seconds=_SECONDS, on_error="raise")
-            (small, large), sizes = (found[name].median for name in calls), [a * b for a, b in self._shapes]
+                timed = compare(calls, timer=timer, repeats=9, warmup=1, seconds=_SECONDS, on_error="raise")
+            (small, large), sizes = (timed[name].median for name in calls), [a * b for a, b in self._shapes]
             each = (large - small) / (sizes[1] - sizes[0]) if sizes[1] > sizes[0] else large / sizes[1]
             each = max(each, 0.0)
             self._lines[form] = (max(large - each * sizes[1], 0.0), each)
@@ -142,10 +142,10 @@ def _coded(weight: Tensor, like: LowBitLinear) -> nn.Linear:
 
 def _ceiling(device: torch.device) -> tuple[Ceiling | None, str]:
     try:
-        found = calibration.find(this_machine().id)
+        known = calibration.find(this_machine().id)
         part = "gpu" if device.type == "cuda" else "all_cores"
-        if found is not None:
-            return Ceiling.of_calibration(found, part), ""
+        if known is not None:
+            return Ceiling.of_calibration(known, part), ""
     except (RunError, UsageError) as error:
         return None, str(error)
     return None, "this machine has no calibration: run `tilemesh calibrate` once"

@@ -59,7 +59,7 @@ def bench_recipes(
     place = next(model.parameters()).device
     text = (text[0].to(place), text[1].to(place), text[2].to(place))
     train, tokens, targets = text
-    found = CompressFindings()
+    findings = CompressFindings()
     clocks = clocks_of(model, tokens, dtype)
     for name in recipes:
         recipe = read_recipe(name)
@@ -67,11 +67,11 @@ def bench_recipes(
         guess = clocks.expected(small)
         judged = judge({PLAIN: model, "small": small}, tokens, targets, seconds, dtype)
         losses, why = _peer_losses(peers, model, name, text)
-        found.rows += rows_of(name, case, guess, judged["small"], judged[PLAIN], losses, why)
-        found.points.append(point_of(name, guess, judged, losses, model, small))
-        keep(found.rows)
+        findings.rows += rows_of(name, case, guess, judged["small"], judged[PLAIN], losses, why)
+        findings.points.append(point_of(name, guess, judged, losses, model, small))
+        keep(findings.rows)
         say(f"{name}: loss {judged['small'].loss:.4f} ({judged['small'].loss - judged[PLAIN].loss:+.4f})")
-    return found
+    return findings
 
 
 def _peer_losses(
@@ -113,13 +113,13 @@ def point_of(
     }  # fmt: skip
 
 
-def write_compress_run(path: str | None, settings: Mapping[str, Any], found: CompressFindings) -> Path:
+def write_compress_run(path: str | None, settings: Mapping[str, Any], findings: CompressFindings) -> Path:
     """As a run's folder, which `tilemesh report` makes a page of."""
     lines = [f"{name} = {toml_value(value)}" for name, value in settings.items() if value is not None]
     run = folders.new_run(COMPRESS, "\n".join(["[compress]", *lines, ""]), path, name="compress")
     folders.write_environment(run)
     journal = Journal(run)
     journal.add(STARTED, 0)
-    write_rows(found.rows, run / ROWS)
-    journal.summarize(COMPRESS, {"model": settings["model"], "points": found.points})
+    write_rows(findings.rows, run / ROWS)
+    journal.summarize(COMPRESS, {"model": settings["model"], "points": findings.points})
     return run

@@ -71,10 +71,10 @@ def figures(pieces: Sequence[Compiled]) -> GraphFigures:
 def calibrated_device(device: torch.device) -> tuple[Device | None, str]:
     """This machine as a device with its measured rates, or why there is none."""
     try:
-        found = calibration.find(this_machine().id)
+        known = calibration.find(this_machine().id)
     except RunError as error:
         return None, str(error)
-    rates = None if found is None else (found.gpu if device.type == "cuda" else found.all_cores)
+    rates = None if known is None else (known.gpu if device.type == "cuda" else known.all_cores)
     if rates is None or rates.copy_bytes_per_s is None or not rates.matmul_flops_per_s:
         return None, "this machine has no calibration: run `tilemesh calibrate` once"
     kind: Any = "gpu" if device.type == "cuda" else "cpu"
@@ -134,7 +134,7 @@ def bench_model(
         except Exception as error:  # a peer that cannot compile a model is left out with its reason
             missing[peer] = reason_of(error)
             calls.pop(peer, None)
-    found = figures(pieces)
+    counted = figures(pieces)
     machine, why = calibrated_device(device)
     predicted = limit = None
     if machine is None:
@@ -142,7 +142,7 @@ def bench_model(
     else:
         predicted = sum(graph_seconds(piece.graph, machine) for piece in pieces if piece.graph)
         peak = machine.peak_flops_per_s.get(PEAKS.get(str(dtype).removeprefix("torch."), "fp32"))
-        limit = found.flops / peak if peak else None
+        limit = counted.flops / peak if peak else None
         if limit is None:
             missing["limit"] = f"no matmul in {dtype} was calibrated on this machine"
     timer = call_timer(device) if device.type == "cuda" else LoopTimer()
@@ -155,15 +155,15 @@ def bench_model(
     missing |= timed.missing
     case = {
         "model": name, "width": size.width, "layers": size.layers, "batch": size.batch, "tokens": size.tokens,
-        "dtype": str(dtype).removeprefix("torch."), "device": device.type, "operators": found.operators,
-        "launches": found.launches, "opaque": found.opaque,
+        "dtype": str(dtype).removeprefix("torch."), "device": device.type, "operators": counted.operators,
+        "launches": counted.launches, "opaque": counted.opaque,
     }  # fmt: skip
     rows = [_row("graph step", case, "s", predicted, timed[OURS], limit, timed, missing)]
     rows.append(_first_row(case, first, missing))
-    rows.append(_memory_row(case, found, pieces, device))
+    rows.append(_memory_row(case, counted, pieces, device))
     if machine is not None:
-        rows.append(_roof_row(case, found, pieces, machine, timed))
-    return GraphBench(rows, found)
+        rows.append(_roof_row(case, counted, pieces, machine, timed))
+    return GraphBench(rows, counted)
 
 
 def _backend_of(peer: str) -> Any:
@@ -215,12 +215,14 @@ def _first_row(case: Any, first: dict[str, float], missing: dict[str, str]) -> R
     return _row("graph first step", case, "s", None, samples[OURS], None, samples, gone)
 
 
-def _memory_row(case: Any, found: GraphFigures, pieces: Sequence[Compiled], device: torch.device) -> Row:
+def _memory_row(case: Any, counted: GraphFigures, pieces: Sequence[Compiled], device: torch.device) -> Row:
     """The bytes of values at the fullest moment of each program, together: by liveness, in an arena, and measured."""
     gone = {"peers": "other compilers do not say what their values need"}
     peak = sum(measured_peak(piece.run, _made_up(piece, device)) for piece in pieces if piece.run is not None)
-    case = case | {"arena": found.arena}
-    return _row("graph values", case, "B", float(found.bound), Sample.of([float(peak)]), float(found.bound), {}, gone)
+    case = case | {"arena": counted.arena}
+    return _row(
+        "graph values", case, "B", float(counted.bound), Sample.of([float(peak)]), float(counted.bound), {}, gone
+    )
 
 
 def _made_up(piece: Compiled, device: torch.device) -> list[torch.Tensor]:
@@ -234,7 +236,7 @@ def _made_up(piece: Compiled, device: torch.device) -> list[torch.Tensor]:
 
 
 def _roof_row(
-    case: Any, found: GraphFigures, pieces: Sequence[Compiled], machine: Device, timed: Mapping[str, Sample]
+    case: Any, counted: GraphFigures, pieces: Sequence[Compiled], machine: Device, timed: Mapping[str, Sample]
 ) -> Row:
     """Launches, bytes and the share of the roof before fusion and after it.
 
@@ -243,7 +245,7 @@ def _roof_row(
     before = sum(graph_roof_seconds(piece.before, machine) for piece in pieces if piece.before)
     after = sum(graph_roof_seconds(piece.graph, machine) for piece in pieces if piece.graph)
     case = case | {
-        "bytes before": found.moved_before, "bytes": found.moved, "roof_s before": before, "roof_s": after,
+        "bytes before": counted.moved_before, "bytes": counted.moved, "roof_s before": before, "roof_s": after,
         "share of the roof": round(after / timed[OURS].median, 4),
     }  # fmt: skip
     if "eager" in timed:

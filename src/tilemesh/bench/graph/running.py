@@ -103,8 +103,8 @@ def branch_rows(seconds: float, place: torch.device) -> list[Row]:
         calls: dict[str, Callable[[int], object]] = {"ours": _called(made[True], inputs)}
         if place.type == "cuda":
             # Both as recorded programs: what is compared are streams, not the cost of launching.
-            one = ConcurrentProgram(graph, hardware(place), place, streams=1, at_once=True)
-            calls["one after the other, recorded"] = _called(one, inputs)
+            single = ConcurrentProgram(graph, hardware(place), place, streams=1, at_once=True)
+            calls["one after the other, recorded"] = _called(single, inputs)
         calls["one after the other"] = _called(made[False], inputs)
         rows.append(study_row("graph branches", case, plan.at_once_s, calls, seconds, place))
     return rows

@@ -74,20 +74,20 @@ def search_rows(seconds: float, place: torch.device) -> list[Row]:
     for name, make in SEARCHED.items():
         graph = make()
         cost = MeasuredCost(hardware(place), place)
-        found = refined_search(graph, rules, cost)
+        searched = refined_search(graph, rules, cost)
         stuck = greedy(graph, rules, cost)
         inputs = inputs_of(graph, place)
-        torch.testing.assert_close(run_torch(found.graph, *inputs), run_torch(graph, *inputs), rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(run_torch(searched.graph, *inputs), run_torch(graph, *inputs), rtol=1e-3, atol=1e-3)
         case = {
             "program": name, "operators": graph.launches, "greedy": stuck.graph.launches,
-            "search": found.graph.launches, "looked at": found.seen,
+            "search": searched.graph.launches, "looked at": searched.seen,
         }  # fmt: skip
         calls = {
-            "ours": call_of(found.graph, inputs),
+            "ours": call_of(searched.graph, inputs),
             "greedy": call_of(stuck.graph, inputs),
             "as given": call_of(graph, inputs),
         }
-        rows.append(study_row("graph search", case, cost(found.graph), calls, seconds, place))
+        rows.append(study_row("graph search", case, cost(searched.graph), calls, seconds, place))
     return rows
 
 

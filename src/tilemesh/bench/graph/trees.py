@@ -88,12 +88,12 @@ class PerTree:
         self.programs: dict[Any, Any] = {}
 
     def __call__(self, tree: Tree) -> Tensor:
-        found = self.programs.get(tree.shape)
-        if found is None:
-            found = self.programs[tree.shape] = program(self._graph(tree))
+        compiled = self.programs.get(tree.shape)
+        if compiled is None:
+            compiled = self.programs[tree.shape] = program(self._graph(tree))
         words = torch.tensor([left for left, right in tree.steps if right < 0])
         model = self.model
-        return found(words, model.table, model.a, model.b, model.c)[0]  # type: ignore[no-any-return]
+        return compiled(words, model.table, model.a, model.b, model.c)[0]  # type: ignore[no-any-return]
 
     def _graph(self, tree: Tree) -> Graph:
         words, given = build.argument("words", [tree.leaves], "int64"), _weights(self.model)

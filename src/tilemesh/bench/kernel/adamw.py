@@ -80,9 +80,9 @@ class AdamWBench(OperatorBench[SizedProblem]):
         for at, parameter in enumerate(parameters):
             exact, bound = exact_step(starts[at], *(tensors[at] for tensors in states), rate=_RATE, step=_STEP)
             bound = bound + _CORRECTION_ERROR * (exact - starts[at].double()).abs()
-            found = parameter if masters is None else masters[at]
-            wrong = excess(found, exact, bound + rounding_error(exact, found.dtype))
-            if wrong is None and masters is not None and not torch.equal(parameter, found.to(parameter.dtype)):
+            updated = parameter if masters is None else masters[at]
+            wrong = excess(updated, exact, bound + rounding_error(exact, updated.dtype))
+            if wrong is None and masters is not None and not torch.equal(parameter, updated.to(parameter.dtype)):
                 wrong = "the parameter is not its master, rounded"
             if wrong is not None:
                 return f"tensor {at}: {wrong}"

@@ -13,7 +13,7 @@ _OWN = ("matmul", "attention", "adamw")
 
 def bench_of(entry: OperatorEntry) -> OperatorBench[Any]:
     if entry.bench is None and entry.name in _OWN:
-        found: OperatorBench[Any] = importlib.import_module(f"tilemesh.bench.kernel.{entry.name}").BENCH
+        bench: OperatorBench[Any] = importlib.import_module(f"tilemesh.bench.kernel.{entry.name}").BENCH
     else:
-        found = entry.load("bench")
-    return found
+        bench = entry.load("bench")
+    return bench

@@ -37,7 +37,9 @@ def cases_of(
     known = {name: registry.find(name).load("form") for name in names}
     for setting in asked if len(names) > 1 else ():
         if not any(setting in form.settings for form in known.values()):
-            raise unknown("setting of these operators", setting, {one: 0 for f in known.values() for one in f.settings})
+            raise unknown(
+                "setting of these operators", setting, {name: 0 for f in known.values() for name in f.settings}
+            )
     for name, form in known.items():
         own = {key: value for key, value in asked.items() if len(names) == 1 or key in form.settings}
         each = [{**own, "dtype": dtype.strip()} for dtype in dtypes.split(",")] if dtypes else [own]

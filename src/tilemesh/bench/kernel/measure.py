@@ -215,10 +215,10 @@ def _check(
 
 def _limit(work: Cost, device_name: str) -> tuple[float | None, str]:
     """The least time this machine allows, as calibrated; else by its datasheet, with that word; else None and why."""
-    found = calibration.find(this_machine().id)
-    if found is not None:
+    known = calibration.find(this_machine().id)
+    if known is not None:
         try:
-            return limit_s(work, Ceiling.of_calibration(found, "gpu")), ""
+            return limit_s(work, Ceiling.of_calibration(known, "gpu")), ""
         except UsageError:
             pass
     device = device_for(device_name)

@@ -26,14 +26,14 @@ class OtherPeer:
 
 def other_peers(operator: str, options: dict[str, Any]) -> dict[str, OtherPeer]:
     """Peers of the operator whose public function has this name, called with these options."""
-    found = {}
+    peers = {}
     if operator == "linear_cross_entropy":
-        found[TORCHS_LOSS] = _torchs_loss()
+        peers[TORCHS_LOSS] = _torchs_loss()
     if operator in _LIGER:
-        found[LIGER] = _liger(_LIGER[operator])
+        peers[LIGER] = _liger(_LIGER[operator])
     if options.get("approximate", "tanh") != "tanh":
-        found[LIGER] = OtherPeer(None, "Liger-Kernel's geglu has the approximate gelu alone")
-    return found
+        peers[LIGER] = OtherPeer(None, "Liger-Kernel's geglu has the approximate gelu alone")
+    return peers
 
 
 def _torchs_loss() -> OtherPeer:

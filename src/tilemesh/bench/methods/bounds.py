@@ -86,14 +86,14 @@ def bounded_runs(
     """For each bound, the losses of this worker's reads, by step; nothing of a server."""
     torch.set_num_threads(1)
     comm = connect() if comm is None else comm
-    found: list[dict[str, Any]] = []
+    runs: list[dict[str, Any]] = []
     for bound in bounds:
         comm.barrier()
         if comm.rank >= workers:
             start = torch.zeros(DIMS, dtype=torch.float64)
             shard = ConvexShard(start, bound, workers) if convex else SgdShard(start + 1, RATE)
             ParameterServer(comm, range(workers), shard, bound).run()
-            found.append({})
+            runs.append({})
             continue
         # One generator for all: which worker is slow at a step, all draw alike.
         pace = Straggling(random_straggler(workers, factor, seed=bound, compute_s=COMPUTE_S), comm.rank)
@@ -106,9 +106,9 @@ def bounded_runs(
             link.push(pace.slept(clock, lambda: _gradient(weights, convex, comm.rank, clock, losses)), clock)  # noqa: B023
             clock = link.pull(newest)
         link.end()
-        found.append({"losses": losses})
+        runs.append({"losses": losses})
     comm.barrier()
-    return found
+    return runs
 
 
 def _gradient(weights: Tensor, convex: bool, worker: int, clock: int, losses: list[float]) -> Tensor:

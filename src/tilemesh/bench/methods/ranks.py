@@ -50,8 +50,8 @@ def loss_of(flat: Tensor, x: Tensor, y: Tensor) -> Tensor:
 
 def gradient(weights: Tensor, worker: int, clock: int) -> Tensor:
     flat = weights.detach().clone().requires_grad_()
-    (found,) = torch.autograd.grad(loss_of(flat, *examples(1000 + 7919 * clock + worker, ROWS)), flat)
-    return found
+    (result,) = torch.autograd.grad(loss_of(flat, *examples(1000 + 7919 * clock + worker, ROWS)), flat)
+    return result
 
 
 class Straggling:
@@ -74,12 +74,12 @@ class Straggling:
     def slept(self, clock: int, compute: Callable[[], Tensor]) -> Tensor:
         """Compute, then sleep until the time of this step is over."""
         began = time.time()
-        found = compute()
+        result = compute()
         left = began + self.durations(self.worker, clock) - time.time()
         if left > 0:
             time.sleep(left)
         self.spans.append((began, time.time()))
-        return found
+        return result
 
 
 def durations_of(slow: dict[str, Any], workers: int, compute_s: float) -> Durations:
@@ -100,7 +100,7 @@ def straggler_runs(
     torch.set_num_threads(1)
     comm = connect() if comm is None else comm
     among = comm.split(0 if comm.rank < workers else None)
-    found = []
+    runs = []
     for case in cases:
         comm.barrier()
         began = time.time()
@@ -110,9 +110,9 @@ def straggler_runs(
         else:
             mine = {} if among is None else _together(among, clocks, durations, case["period"])
             leave_the_cores(comm, range(workers, comm.size))
-        found.append({"began": began, **mine})
+        runs.append({"began": began, **mine})
     comm.barrier()
-    return found
+    return runs
 
 
 def leave_the_cores(comm: Communicator, idle: Sequence[int]) -> None:
@@ -192,7 +192,7 @@ def traffic_runs(counts: list[tuple[int, int]], length: int, clocks: int) -> lis
 
     Ranks are workers from 0 on and servers from the last rank down."""
     comm = connect()
-    found = []
+    runs = []
     for workers, servers in counts:
         comm.barrier()
         cuts, ranks = even_cuts(length, servers), [comm.size - 1 - number for number in range(servers)]
@@ -213,9 +213,9 @@ def traffic_runs(counts: list[tuple[int, int]], length: int, clocks: int) -> lis
             seconds = [time.perf_counter() - began, time.process_time() - on_core]
             link.end()
         leave_the_cores(comm, range(workers, comm.size - servers))
-        found.append(seconds)
+        runs.append(seconds)
     comm.barrier()
-    return found
+    return runs
 
 
 def clustering(points: int, dims: int, clusters: int, iterations: int, repeats: int) -> list[list[float]]:

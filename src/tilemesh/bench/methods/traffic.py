@@ -94,14 +94,14 @@ def traffic_rows(ranks: Ranks) -> tuple[list[Row], RoundTrip, RoundTrip]:
 
 def hotspots(alone: RoundTrip, compute_s: float) -> tuple[list[ServerLoad], list[str]]:
     """Simulated for many workers that compute for so long between two round trips: loads, and where hotspots begin."""
-    found, words = [], []
+    all_loads, words = [], []
     for servers in _SERVERS:
         loads = hotspot(_MANY, compute_s, alone.times(servers))
-        found += loads
+        all_loads += loads
         hot = next((load for load in loads if load.share < _SHARE), None)
         where = "none" if hot is None else f"{hot.workers} workers"
         words.append(f"{servers} server{'s' * (servers > 1)}: {where}")
-    return found, [
+    return all_loads, [
         f"Simulated, {1000 * compute_s:g} ms of computing and {_LENGTH * 4 / 1e6:.3g} MB each way: the first number of "
         f"workers that do less than {_SHARE:.0%} of what they would without waiting for a server: {', '.join(words)}"
     ]

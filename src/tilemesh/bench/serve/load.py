@@ -84,23 +84,25 @@ def read_trace(path: str | Path, vocabulary: int, seed: int = 0) -> list[LoadReq
     if not made:
         raise UsageError(f"the trace '{path}' has no requests: expected a JSON object per line")
     first = min(request.at_s for request in made)
-    return sorted((replace(one, at_s=one.at_s - first) for one in made), key=lambda request: request.at_s)
+    return sorted((replace(request, at_s=request.at_s - first) for request in made), key=lambda request: request.at_s)
 
 
 def _traced(line: str, where: str, vocabulary: int, source: random.Random) -> LoadRequest:
     try:
-        found = json.loads(line)
+        told = json.loads(line)
     except (ValueError, RecursionError):
         raise UsageError(f"{where} is not JSON: expected an object with at, prompt and output") from None
     wanted = {"at", "prompt", "output"}
-    if not isinstance(found, dict) or set(found) != wanted:
+    if not isinstance(told, dict) or set(told) != wanted:
         raise UsageError(f"{where}: expected an object with the keys at, prompt and output, and no others")
-    at, prompt, output = found["at"], found["prompt"], found["output"]
+    at, prompt, output = told["at"], told["prompt"], told["output"]
     if isinstance(at, bool) or not isinstance(at, int | float) or not 0 <= at < 1e9:
         raise UsageError(f"{where}: at is {shown(at)}, expected seconds from 0")
     if isinstance(prompt, int) and not isinstance(prompt, bool) and 1 <= prompt <= MOST_TOKENS:
         tokens = [source.randrange(vocabulary) for _ in range(prompt)]
-    elif isinstance(prompt, list) and prompt and all(type(one) is int and 0 <= one < vocabulary for one in prompt):
+    elif (
+        isinstance(prompt, list) and prompt and all(type(token) is int and 0 <= token < vocabulary for token in prompt)
+    ):
         tokens = prompt
     else:
         raise UsageError(f"{where}: prompt is {shown(prompt)}, expected how many tokens, or tokens below {vocabulary}")

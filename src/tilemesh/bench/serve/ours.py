@@ -83,25 +83,25 @@ def timed_steps(engine: Engine, batches: Sequence[int], seed: int = 1000) -> lis
     mixed steps of requests that arrive one after the other."""
     longest = engine.limits.context
     short, long = max(1, min(24, longest // 4)), max(1, min(384, longest // 2))
-    found: list[tuple[list[SequencePart], float]] = []
+    timed: list[tuple[list[SequencePart], float]] = []
     for number, batch in enumerate(batches):
         for length in (short, long):
             load = make_load(
                 batch, Lengths(length, length), Lengths(6, 6), engine.config.vocabulary, seed=seed + number
             )
             history = run_load(engine, load)
-            found += [(step.works, step.seconds) for step in history.steps]
+            timed += [(step.works, step.seconds) for step in history.steps]
     for length in sorted({min(length, max(1, longest // 2)) for length in (16, 64, 200, 600)}):
         load = make_load(1, Lengths(length, length), Lengths(1, 1), engine.config.vocabulary, seed=seed - length)
-        found += [(step.works, step.seconds) for step in run_load(engine, load).steps]
+        timed += [(step.works, step.seconds) for step in run_load(engine, load).steps]
     # Steps of one or two sequences with a prompt beside them are what an engine that is not busy does all the time.
-    alone = [seconds for parts, seconds in found if len(parts) == 1 and parts[0].queries == 1]
+    alone = [seconds for parts, seconds in timed if len(parts) == 1 and parts[0].queries == 1]
     for number, apart in enumerate(_STEPS_APART):
         rate = 1 / (apart * (statistics.median(alone) if alone else 0.02))
         some = (Lengths(short, max(short, long // 3)), Lengths(_ARRIVING_OUTPUT, _ARRIVING_OUTPUT))
         load = make_load(_ARRIVING, *some, engine.config.vocabulary, rate=rate, seed=seed + 500 + number)
-        found += [(step.works, step.seconds) for step in run_load(engine, load).steps]
-    return found
+        timed += [(step.works, step.seconds) for step in run_load(engine, load).steps]
+    return timed
 
 
 def fit_engine(engine: Engine, batches: Sequence[int]) -> FittedSteps:

@@ -30,7 +30,7 @@ class ServePeer(Protocol):
 
 
 def _most(load: Sequence[AskedRequest]) -> int:
-    return max(int(one["output"]) for one in load)
+    return max(int(request["output"]) for request in load)
 
 
 class TransformersStatic:
@@ -46,7 +46,7 @@ class TransformersStatic:
 
     def generate(self, load: Sequence[AskedRequest]) -> None:
         torch = import_module("torch")
-        longest, most = max(len(one["prompt"]) for one in load), _most(load)
+        longest, most = max(len(request["prompt"]) for request in load), _most(load)
         ids = torch.zeros(len(load), longest, dtype=torch.int64)
         mask = torch.zeros_like(ids)
         for row, request in enumerate(load):
@@ -77,11 +77,11 @@ class TransformersContinuous:
         config = self.transformers.GenerationConfig(
             max_new_tokens=most, do_sample=False, eos_token_id=-1, pad_token_id=0, use_cuda_graph=False
         )
-        made = self.model.generate_batch(inputs=[list(one["prompt"]) for one in load], generation_config=config)
-        found = sum(min(len(one.generated_tokens), most) for one in made.values())
+        made = self.model.generate_batch(inputs=[list(request["prompt"]) for request in load], generation_config=config)
+        tokens = sum(min(len(answer.generated_tokens), most) for answer in made.values())
         wanted = most * len(load)
-        if found < wanted:
-            raise RunError(f"transformers' continuous batching gave {found} tokens of {wanted}")
+        if tokens < wanted:
+            raise RunError(f"transformers' continuous batching gave {tokens} tokens of {wanted}")
 
 
 class OpenVino:
@@ -133,19 +133,19 @@ class OpenVino:
 
     def generate(self, load: Sequence[AskedRequest]) -> None:
         if self.how == "continuous batching":
-            prompts = [self._ids([one["prompt"]]) for one in load]
-            made = self.pipeline.generate(prompts, [self._asked(one["output"]) for one in load])
-            answers = [one.m_generation_ids[0] for one in made]
+            prompts = [self._ids([request["prompt"]]) for request in load]
+            made = self.pipeline.generate(prompts, [self._asked(request["output"]) for request in load])
+            answers = [answer.m_generation_ids[0] for answer in made]
         else:
-            longest = max(len(one["prompt"]) for one in load)
-            ids = [[0] * (longest - len(one["prompt"])) + list(one["prompt"]) for one in load]
-            mask = [[0] * (longest - len(one["prompt"])) + [1] * len(one["prompt"]) for one in load]
+            longest = max(len(request["prompt"]) for request in load)
+            ids = [[0] * (longest - len(request["prompt"])) + list(request["prompt"]) for request in load]
+            mask = [[0] * (longest - len(request["prompt"])) + [1] * len(request["prompt"]) for request in load]
             batch = self._genai.TokenizedInputs(self._ids(ids), self._ids(mask))
             answers = self.pipeline.generate(batch, self._asked(_most(load))).tokens
-        found = sum(map(len, answers))
-        wanted = sum(one["output"] for one in load)
-        if found < wanted:
-            raise RunError(f"openvino-genai gave {found} tokens of {wanted}")
+        tokens = sum(map(len, answers))
+        wanted = sum(request["output"] for request in load)
+        if tokens < wanted:
+            raise RunError(f"openvino-genai gave {tokens} tokens of {wanted}")
 
     def _ids(self, rows: Sequence[Sequence[int]]) -> Any:
         return self._tensor(import_module("numpy").array(rows, dtype="int64"))
@@ -192,12 +192,12 @@ class CTranslate2:
     def generate(self, load: Sequence[AskedRequest]) -> None:
         most = _most(load)
         made = self.generator.generate_batch(
-            [[f"t{token}" for token in one['prompt']] for one in load], min_length=most, max_length=most,
+            [[f"t{token}" for token in request['prompt']] for request in load], min_length=most, max_length=most,
             include_prompt_in_result=False, end_token="t1", sampling_topk=1, max_batch_size=0,
         )  # fmt: skip
-        found = sum(len(one.sequences_ids[0]) for one in made)
-        if found < most * len(load):
-            raise RunError(f"ctranslate2 gave {found} tokens of {most * len(load)}")
+        tokens = sum(len(answer.sequences_ids[0]) for answer in made)
+        if tokens < most * len(load):
+            raise RunError(f"ctranslate2 gave {tokens} tokens of {most * len(load)}")
 
 
 _MAKERS: Mapping[str, Callable[[Path, str, str], ServePeer]] = {

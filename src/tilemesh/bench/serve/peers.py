@@ -78,7 +78,7 @@ class PeerProcess:
             return None
         assert self._process.stdin is not None
         try:
-            body = json.dumps([{"prompt": one.prompt, "output": one.output} for one in load])
+            body = json.dumps([{"prompt": request.prompt, "output": request.output} for request in load])
             self._process.stdin.write(body + "\n")
             self._process.stdin.flush()
         except OSError:

@@ -16,17 +16,17 @@ from tilemesh.runs.metrics import STARTED, STEP
 from tilemesh.runs.names import ROWS
 
 
-def write_serve_run(path: str | None, settings: Mapping[str, Any], found: ServeFindings, page_tokens: int) -> Path:
+def write_serve_run(path: str | None, settings: Mapping[str, Any], findings: ServeFindings, page_tokens: int) -> Path:
     """Written after all loads: writing must not disturb them."""
     lines = [f"{name} = {toml_value(value)}" for name, value in settings.items() if value is not None]
     run = folders.new_run(SERVE, "\n".join(["[serve]", *lines, ""]), path, name="serve")
-    guesses = {load_name(point): point.predicted.to_dict() for point in found.points}
+    guesses = {load_name(point): point.predicted.to_dict() for point in findings.points}
     folders.write_prediction(run, guesses)
     folders.write_environment(run)
     journal = Journal(run)
     journal.add(STARTED, 0)
     number = 0
-    for point in found.points:
+    for point in findings.points:
         first = point.history.steps[0].began_ns if point.history.steps else 0
         for step in point.history.steps:
             number += 1
@@ -38,14 +38,14 @@ def write_serve_run(path: str | None, settings: Mapping[str, Any], found: ServeF
                 pages_idle=step.pages_idle, held_tokens=step.held_tokens, held_places=step.held_pages * page_tokens,
                 preempted=len(step.preempted),
             )  # fmt: skip
-    write_rows(found.rows, run / ROWS)
+    write_rows(findings.rows, run / ROWS)
     journal.summarize(
         SERVE,
         {
             "model": settings["model"],
-            "points": [point_figures(point) for point in found.points],
+            "points": [point_figures(point) for point in findings.points],
             "steps": number,
-            "fitted_error": found.fitted_error,
+            "fitted_error": findings.fitted_error,
         },
     )
     return run

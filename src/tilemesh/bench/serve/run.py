@@ -227,7 +227,7 @@ def server_rows(records: Sequence[RequestRecord], goal: ServeGoal, case: Mapping
     missing = {"predicted": unknown, "limit": unknown, "peers": "the server is the peer"}
     gaps = [gap for record in records for gap in record.gaps_s] or [figures.itl_p50]
     samples = [
-        ("server, first token", "s", Sample.of([one.first_token_s or 0.0 for one in records if one.token_ns])),
+        ("server, first token", "s", Sample.of([record.first_token_s or 0.0 for record in records if record.token_ns])),
         ("server, between tokens", "s", Sample.of(gaps)),
         ("server, between tokens, p99", "s", Sample.of([figures.itl_p99])),
         ("server, tokens", "tokens/s", Sample.of([figures.tokens_per_s])),

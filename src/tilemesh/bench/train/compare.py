@@ -110,15 +110,15 @@ def compare(
     others = [Contender(name, 1 if name in ALONE else config.plan.world, "torch") for name in peers]
     others += [Contender(name, made.plan.world, transport, settings=made) for name, made in (also or {}).items()]
     with _running([ours, *others], config, at_once, say) as missing:
-        ready = [one for one in (ours, *others) if one.name not in missing]
+        ready = [contender for contender in (ours, *others) if contender.name not in missing]
         _take_turns(ready, blocks, steps, say)
         if profile is not None:
             _profile(ready, profile, say)
     return TrainComparison(
         ours=Sample.of(ours.seconds),
-        peers={one.title: Sample.of(one.seconds) for one in ready if one is not ours},
+        peers={contender.title: Sample.of(contender.seconds) for contender in ready if contender is not ours},
         missing={PEERS.get(name, name): why for name, why in missing.items()},
-        memory_bytes={one.title: one.memory_bytes for one in ready},
+        memory_bytes={contender.title: contender.memory_bytes for contender in ready},
     )
 
 
@@ -130,31 +130,31 @@ def _running(
     missing: dict[str, str] = {}
     with contextlib.ExitStack() as stack:
 
-        def start(one: Contender) -> None:
-            one.start(config)
-            assert one.started is not None
-            stack.push(partial(_end, one.title, one.started, say))
+        def start(contender: Contender) -> None:
+            contender.start(config)
+            assert contender.started is not None
+            stack.push(partial(_end, contender.title, contender.started, say))
 
-        def attempt(one: Contender, begin: Callable[[], None]) -> None:
+        def attempt(contender: Contender, begin: Callable[[], None]) -> None:
             """A peer that cannot do this is missing, with the reason; without ours there is nothing to compare."""
-            if one.name in missing:
+            if contender.name in missing:
                 return
             try:
                 begin()
             except (RunError, OSError) as error:
-                if one.name == OURS:
+                if contender.name == OURS:
                     raise RunError(f"ours did not start: {error}") from error
-                missing[one.name] = str(error)
-                say(f"{one.title} does not take part: {error}")
+                missing[contender.name] = str(error)
+                say(f"{contender.title} does not take part: {error}")
 
-        for one in contenders if at_once else ():
-            attempt(one, partial(start, one))
-        for one in contenders:
-            say(f"{'waiting for' if at_once else 'starting'} {one.title}")
+        for contender in contenders if at_once else ():
+            attempt(contender, partial(start, contender))
+        for contender in contenders:
+            say(f"{'waiting for' if at_once else 'starting'} {contender.title}")
             if not at_once:
-                attempt(one, partial(start, one))
-            attempt(one, one.wait)
-            attempt(one, partial(require_same_losses, one, contenders[0], config))
+                attempt(contender, partial(start, contender))
+            attempt(contender, contender.wait)
+            attempt(contender, partial(require_same_losses, contender, contenders[0], config))
         yield missing
 
 
@@ -189,20 +189,20 @@ def _end(title: str, started: Ranks, say: Callable[[str], None], *error: Any) ->
 def _take_turns(ready: Sequence[Contender], blocks: int, steps: int, say: Callable[[str], None]) -> None:
     draw = random.Random(0)
     for number in range(blocks):
-        for one in draw.sample(ready, len(ready)):
-            found = one.turn("block", steps)
-            one.seconds.append(found["seconds"])
-            one.memory_bytes = found["memory_bytes"]
+        for contender in draw.sample(ready, len(ready)):
+            answer = contender.turn("block", steps)
+            contender.seconds.append(answer["seconds"])
+            contender.memory_bytes = answer["memory_bytes"]
         say(f"block {number + 1} of {blocks}")
 
 
 def _profile(ready: Sequence[Contender], into: Path, say: Callable[[str], None]) -> None:
     """A file for each contender: a line for each kernel, microseconds a step, calls a step, its name."""
     into.mkdir(parents=True, exist_ok=True)
-    for one in ready:
-        kernels = one.turn("profile")
+    for contender in ready:
+        kernels = contender.turn("profile")
         lines = [f"{seconds * 1e6:10.1f} {calls:7.1f}  {name}" for seconds, calls, name in kernels]
-        path = into / f"{one.name.replace('/', '-')}.txt"
+        path = into / f"{contender.name.replace('/', '-')}.txt"
         path.write_text("\n".join(["        us   calls  a step", *lines, ""]))
         total_ms, calls = sum(kernel[0] for kernel in kernels) * 1e3, sum(kernel[1] for kernel in kernels)
-        say(f"{one.title}: {total_ms:.2f} ms in {calls:.0f} calls per step, by kernel in {path}")
+        say(f"{contender.title}: {total_ms:.2f} ms in {calls:.0f} calls per step, by kernel in {path}")

@@ -29,11 +29,11 @@ def config_of(name: str) -> ModelConfig:
 
 def exchange_rows(ranks: int, transport: str, **given: Any) -> list[Row]:
     """Rows of `given` (model, rows, tokens, bucket_bytes, algorithm, repeats) on so many ranks."""
-    found = call(
+    taken = call(
         "tilemesh.bench.train.exchange_rank:on_a_rank", ranks, transport=transport,
         sink=lambda rank, stream, line: print(f"[{rank}] {line.decode(errors='replace')}", file=sys.stderr), **given,
     )  # fmt: skip
-    return rows_of(found[0], ranks)
+    return rows_of(taken[0], ranks)
 
 
 def rows_of(said: Mapping[str, Any], ranks: int) -> list[Row]:

@@ -78,23 +78,23 @@ def prepare(name: str, config_toml: str) -> list[float]:
 
 def block(steps: int) -> dict[str, float]:
     """Seconds per step, from the moment all ranks are there until all are done; and the fullest rank's peak memory."""
-    (one,) = _prepared
-    reads = one.device.type == "cpu"  # a loop that shows its loss reads it; on a GPU most do so only now and then
-    one.comm.barrier()
+    (prepared,) = _prepared
+    reads = prepared.device.type == "cpu"  # a loop that shows its loss reads it; on a GPU most do so only now and then
+    prepared.comm.barrier()
     began = time.perf_counter()
     for _ in range(steps):
-        one.step(reads)
-    _sync(one.device)
-    one.comm.barrier()
+        prepared.step(reads)
+    _sync(prepared.device)
+    prepared.comm.barrier()
     seconds = (time.perf_counter() - began) / steps
-    (peak,) = one.comm.max_over_ranks([float(peak_bytes(one.device) - one.baseline_bytes)])
+    (peak,) = prepared.comm.max_over_ranks([float(peak_bytes(prepared.device) - prepared.baseline_bytes)])
     return {"seconds": seconds, "memory_bytes": int(peak)}
 
 
 def profile() -> list[tuple[float, float, str]]:
     """What a step spends its time on, as `kernels` tells it."""
-    (one,) = _prepared
-    return kernels(lambda: one.step(False), one.device)
+    (prepared,) = _prepared
+    return kernels(lambda: prepared.step(False), prepared.device)
 
 
 def ours(config: TrainConfig, comm: Communicator, device: torch.device) -> Step:
@@ -178,13 +178,13 @@ def kernels(step: Callable[[], object], device: torch.device) -> list[tuple[floa
         for _ in range(_PROFILED_STEPS):
             step()
         _sync(device)
-    found = []
+    operators = []
     for event in seen.key_averages():
         spent = event.self_device_time_total if on_gpu else event.self_cpu_time_total
         # A range that somebody named ("Optimizer.step#AdamW.step") holds kernels that are counted by themselves.
         if spent and not (on_gpu and event.is_user_annotation):
-            found.append((spent * 1e-6 / _PROFILED_STEPS, event.count / _PROFILED_STEPS, event.key))
-    return sorted(found, reverse=True)
+            operators.append((spent * 1e-6 / _PROFILED_STEPS, event.count / _PROFILED_STEPS, event.key))
+    return sorted(operators, reverse=True)
 
 
 def _sync(device: torch.device) -> None:

@@ -17,7 +17,7 @@ from tilemesh.train.predict import calibrated_peak
 
 
 def train_rows(
-    config: TrainConfig, found: TrainComparison, predicted: Mapping[str, Any], gpus: Sequence[str]
+    config: TrainConfig, compared: TrainComparison, predicted: Mapping[str, Any], gpus: Sequence[str]
 ) -> list[Row]:
     """Tokens per second and memory, ours beside the peers."""
     plan, tokens = config.plan, config.tokens_per_step
@@ -26,12 +26,12 @@ def train_rows(
     peak, why = calibrated_peak(known)
     flops = model_flops(config.model, config.batch, config.context)
     guess = predicted.get("step_time_s")
-    missing = dict(found.missing)
+    missing = dict(compared.missing)
     if guess is None:
         missing["predicted"] = str(predicted["missing"])
     if peak is None:
         missing["limit"] = why
-    if not found.peers and not found.missing:
+    if not compared.peers and not compared.missing:
         missing["peers"] = "none was asked for"
     case: dict[str, str | int | float | bool | None] = {
         "layers": config.model.layers, "width": config.model.width, "batch": config.batch, "context": config.context,
@@ -41,11 +41,11 @@ def train_rows(
     }  # fmt: skip
     row = Row(
         name="train", case=case, unit="tokens/s", predicted=None if guess is None else tokens / guess,
-        measured=found.ours.rate(tokens), limit=None if peak is None else tokens * peak / flops,
-        peers={name: sample.rate(tokens) for name, sample in found.peers.items()}, missing=missing, **stamp(),
+        measured=compared.ours.rate(tokens), limit=None if peak is None else tokens * peak / flops,
+        peers={name: sample.rate(tokens) for name, sample in compared.peers.items()}, missing=missing, **stamp(),
     )  # fmt: skip
-    taken = {name: Sample.of([float(count)]) for name, count in found.memory_bytes.items()}
-    gone = dict(found.missing) if found.peers or found.missing else {"peers": "none was asked for"}
+    taken = {name: Sample.of([float(count)]) for name, count in compared.memory_bytes.items()}
+    gone = dict(compared.missing) if compared.peers or compared.missing else {"peers": "none was asked for"}
     gone["predicted"] = "what the planner counts holds the libraries' own memory too, which is left out here"
     gone["limit"] = "no step was said to be the smallest possible"
     memory = Row(

@@ -126,7 +126,9 @@ class TorchPipelineStep:
     def _clip(self, most: float) -> None:
         """By the norm over all ranks, every number counted once, with one exchange."""
         gradients = [p.grad for p in self.parameters if p.grad is not None]
-        squares = torch.stack([_local(one).square().sum() / _copies(one, self.config) for one in gradients]).sum()
+        squares = torch.stack(
+            [_local(gradient).square().sum() / _copies(gradient, self.config) for gradient in gradients]
+        ).sum()
         dist.all_reduce(squares)
         scale = torch.clamp(most / (squares.sqrt() + 1e-6), max=1.0)
         for gradient in gradients:

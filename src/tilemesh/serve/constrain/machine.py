@@ -227,18 +227,18 @@ def _useful(graph: _NodeGraph) -> set[int]:
         if call is not None:
             waiting.setdefault(call[0], []).append((node, call[1]))
     names = {node: name for name, node in graph.entries.items()}
-    found, left = set(graph.exits.values()), list(graph.exits.values())
+    useful, left = set(graph.exits.values()), list(graph.exits.values())
     while left:
         node = left.pop()
         reached = list(before[node])
         for caller, behind in waiting.pop(names[node], ()) if node in names else ():
             before[behind].append(caller)
-            if behind in found:
+            if behind in useful:
                 reached.append(caller)
-        new = [one for one in reached if one not in found]
-        found.update(new)
+        new = [state for state in reached if state not in useful]
+        useful.update(new)
         left += new
-    return found
+    return useful
 
 
 def _check_calls(graph: _NodeGraph) -> None:

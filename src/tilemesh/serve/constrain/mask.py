@@ -48,10 +48,10 @@ class TokenTree:
         for depth in range(int(lengths.max(initial=0))):
             alive = lengths > depth
             tokens, lengths, begins, at = tokens[alive], lengths[alive], begins[alive], at[alive]
-            found, at = np.unique(at * 256 + content[begins + depth], return_inverse=True)
-            self.levels.append((self.size, found // 256, (found % 256).astype(np.uint8)))
+            edges, at = np.unique(at * 256 + content[begins + depth], return_inverse=True)
+            self.levels.append((self.size, edges // 256, (edges % 256).astype(np.uint8)))
             at = at + self.size
-            self.size += len(found)
+            self.size += len(edges)
             done = lengths == depth + 1
             self.ends[tokens[done]] = at[done]
 
@@ -64,11 +64,11 @@ class TokenTree:
             if not len(alive):
                 break
             now = now[alive]
-            for one in np.flatnonzero(np.bincount(now, minlength=1)):
-                machine.fill(int(one))
+            for alive_state in np.flatnonzero(np.bincount(now, minlength=1)):
+                machine.fill(int(alive_state))
             reached[first + alive] = machine.table[now, byte[alive]]
-        found: NDArray[np.bool_] = (self.ends >= 0) & (reached[self.ends] != DEAD)
-        return found
+        allowed: NDArray[np.bool_] = (self.ends >= 0) & (reached[self.ends] != DEAD)
+        return allowed
 
 
 class Constraint:
@@ -81,13 +81,13 @@ class Constraint:
         self._masks: OrderedDict[tuple[int, bool], NDArray[np.bool_]] = OrderedDict()
 
     def mask(self, state: int, first: bool) -> NDArray[np.bool_]:
-        found = self._masks.pop((state, first), None)
-        if found is None:
-            found = self.trees[not first].allowed(self.machine, state)
-            while len(self._masks) * len(found) >= _MASK_BYTES:
+        mask = self._masks.pop((state, first), None)
+        if mask is None:
+            mask = self.trees[not first].allowed(self.machine, state)
+            while len(self._masks) * len(mask) >= _MASK_BYTES:
                 self._masks.popitem(last=False)
-        self._masks[state, first] = found
-        return found
+        self._masks[state, first] = mask
+        return mask
 
     def make_room(self) -> None:
         """Forget all states when there are too many: a cursor that finds its number gone reads its text again."""
@@ -127,15 +127,15 @@ class Cursor:
         """What may come next, and after each of these guesses; None behind a wrong one or a complete answer."""
         self._constraint.make_room()
         state = self._current()
-        found: list[NextTokens | None] = []
+        masks: list[NextTokens | None] = []
         for number, guess in enumerate([*guesses, None]):
             if state == DEAD or (number and self._constraint.machine.ended(state)):
-                return found + [None] * (len(guesses) + 1 - number)
+                return masks + [None] * (len(guesses) + 1 - number)
             mask = self._constraint.mask(state, self._tokens + number == 0)
-            found.append(NextTokens(mask, self._constraint.machine.accepts(state)))
+            masks.append(NextTokens(mask, self._constraint.machine.accepts(state)))
             if guess is not None:
                 state = self._after(state, self._spelled(guess, self._tokens + number)) if mask[guess] else DEAD
-        return found
+        return masks
 
     def _current(self) -> int:
         if self._epoch != self._constraint.epoch:
@@ -167,17 +167,17 @@ class Constraints:
         if len(key[1]) > _MOST_TEXT:
             raise UsageError(f"{key[0]} is {len(key[1]):,} characters long: expected at most {_MOST_TEXT:,}")
         with self._lock:
-            found = self._made.pop(key, None)
-            if found is None:
+            constraint = self._made.pop(key, None)
+            if constraint is None:
                 try:
                     grammar = Grammar(parse_regex(regex), {}) if regex is not None else parse_schema(schema)
-                    found = Constraint(grammar, *self._vocabulary())
+                    constraint = Constraint(grammar, *self._vocabulary())
                 except RecursionError:
                     raise UsageError(f"{key[0]} nests too deeply: expected fewer levels") from None
-            self._made[key] = found
+            self._made[key] = constraint
             if len(self._made) > _KEPT_MACHINES:
                 self._made.popitem(last=False)
-            return found
+            return constraint
 
     def _vocabulary(self) -> tuple[TokenTree, TokenTree]:
         if self._trees is None:

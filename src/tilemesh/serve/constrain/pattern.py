@@ -108,15 +108,15 @@ def maybe(part: Pattern | str) -> Repeat:
 
 def utf8_ranges(ranges: Ranges) -> list[tuple[tuple[int, int], ...]]:
     """The bytes of these characters: rows of ranges, each of which may be any of its bytes whatever the others are."""
-    found: list[tuple[tuple[int, int], ...]] = []
+    by_bytes: list[tuple[tuple[int, int], ...]] = []
     for first, last in ranges:
         for length, end in enumerate((0x7F, 0x7FF, 0xFFFF, LAST), 1):
             if first <= end:
-                found += _same_length(first, min(last, end), length)
+                by_bytes += _same_length(first, min(last, end), length)
                 first = end + 1
             if first > last:
                 break
-    return found
+    return by_bytes
 
 
 def _same_length(first: int, last: int, length: int) -> list[tuple[tuple[int, int], ...]]:

@@ -154,10 +154,10 @@ class _Parser:
                 number = int(digits, 16) if len(digits) == _HEX[char] and digits.isalnum() else -1
             except ValueError:
                 number = -1
-            found = merged([(number, number)]) if 0 <= number <= 0x10FFFF else ()
-            if not found:
+            ranges = merged([(number, number)]) if 0 <= number <= 0x10FFFF else ()
+            if not ranges:
                 self._refuse(f"\\{char}, which is not followed by the {_HEX[char]} digits of a character")
-            return found
+            return ranges
         if char == "b" and in_class:
             return chars("\b").ranges
         if not char or (char.isascii() and char.isalnum()):
@@ -167,7 +167,7 @@ class _Parser:
 
     def _class(self) -> Ranges:
         negated = self._taken("^")
-        found: list[tuple[int, int]] = []
+        ranges: list[tuple[int, int]] = []
         first = True
         while first or self._next() != "]":
             first = False
@@ -180,9 +180,9 @@ class _Parser:
                 if low[0][0] > high[0][0]:
                     self._refuse("a range that ends before it begins")
                 low = ((low[0][0], high[0][0]),)
-            found += low
+            ranges += low
         self.at += 1
-        return others(found) if negated else merged(found)
+        return others(ranges) if negated else merged(ranges)
 
     def _member(self) -> Ranges:
         char = self._next()

@@ -130,23 +130,23 @@ class _Schemas:
         if not isinstance(pointer, str) or (pointer != "#" and not pointer.startswith("#/")):
             raise UsageError(f"json_schema: {where[:200]} is {shown(pointer)}: expected '#' or '#/...' in this schema")
         if pointer not in self.rules:
-            found = self.root
+            target = self.root
             for word in pointer.split("/")[1:]:
                 key = word.replace("~1", "/").replace("~0", "~")
-                if isinstance(found, Mapping) and key in found:
-                    found = found[key]
-                elif isinstance(found, list) and key.isascii() and key.isdecimal() and int(key[:9]) < len(found):
-                    found = found[int(key[:9])]
+                if isinstance(target, Mapping) and key in target:
+                    target = target[key]
+                elif isinstance(target, list) and key.isascii() and key.isdecimal() and int(key[:9]) < len(target):
+                    target = target[int(key[:9])]
                 else:
                     raise UsageError(f"json_schema: {where[:200]} is {shown(pointer)}, which is not in this schema")
             self.rules[pointer] = NOTHING  # while it is made, so that it may refer to itself
-            self.rules[pointer] = self.pattern(found, pointer, depth)
+            self.rules[pointer] = self.pattern(target, pointer, depth)
         return RuleName(pointer)
 
     def _any_of(self, schemas: Any, where: str, depth: int) -> Pattern:
         if not isinstance(schemas, list) or not schemas:
             raise UsageError(f"json_schema: {where[:200]} is {shown(schemas)}: expected a list of schemas")
-        return choice(*(self.pattern(one, f"{where}/{index}", depth) for index, one in enumerate(schemas)))
+        return choice(*(self.pattern(schema, f"{where}/{index}", depth) for index, schema in enumerate(schemas)))
 
     def _all_of(self, schemas: Any, where: str, depth: int) -> Pattern:
         if not isinstance(schemas, list) or len(schemas) != 1:
@@ -193,7 +193,7 @@ class _Schemas:
                 break
         else:
             openings += [row(extra, rest[-1]), EMPTY]
-        body = choice(*(one if one is EMPTY else row(_SPACE, one, _SPACE) for one in openings))
+        body = choice(*(opening if opening is EMPTY else row(_SPACE, opening, _SPACE) for opening in openings))
         return row("{", body, "}")
 
     def _array(self, given: Mapping[str, Any], where: str, depth: int) -> Pattern:
@@ -206,7 +206,7 @@ class _Schemas:
             return _container("[", item, least, most, "]")
         if most is not None and most < len(first):
             raise UsageError(f"json_schema: {where[:200]}: maxItems is below the {len(first)} of prefixItems")
-        heads = [self.pattern(one, f"{where}/prefixItems/{index}", depth + 1) for index, one in enumerate(first)]
+        heads = [self.pattern(schema, f"{where}/prefixItems/{index}", depth + 1) for index, schema in enumerate(first)]
         joined = row(*(part for head in heads for part in (_COMMA, head)))
         rest = Repeat(row(_COMMA, item), max(0, least - len(first)), None if most is None else most - len(first))
         return row("[", _SPACE, Sequel(joined.parts[1:]), rest, _SPACE, "]")
@@ -242,8 +242,8 @@ def _listed(given: Mapping[str, Any], types: Sequence[str], where: str) -> Patte
     return choice(*(json.dumps(value, ensure_ascii=False, allow_nan=False) for value in values))
 
 
-def _same(one: Any, other: Any) -> bool:
-    return json.dumps(one, sort_keys=True) == json.dumps(other, sort_keys=True)
+def _same(first: Any, other: Any) -> bool:
+    return json.dumps(first, sort_keys=True) == json.dumps(other, sort_keys=True)
 
 
 def _is_type(value: Any, name: str) -> bool:
@@ -292,8 +292,8 @@ def _quoted(pattern: Pattern) -> Pattern:
     return pattern
 
 
-def _both(one: Sequence[tuple[int, int]], other: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    return merged((max(a, c), min(b, d)) for a, b in one for c, d in other if max(a, c) <= min(b, d))
+def _both(first: Sequence[tuple[int, int]], other: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    return merged((max(a, c), min(b, d)) for a, b in first for c, d in other if max(a, c) <= min(b, d))
 
 
 def _has(ranges: Sequence[tuple[int, int]], code: int) -> bool:
@@ -319,8 +319,8 @@ def _string(given: Mapping[str, Any], where: str) -> Pattern:
             if not isinstance(value, str) or (key == "format" and value not in _FORMATS):
                 expected = "a text" if key == "pattern" else f"one of {', '.join(_FORMATS)}"
                 raise UsageError(f"json_schema: {where[:200]}/{key} is {shown(value)}: expected {expected}")
-            found = parse_regex(value, search=True) if key == "pattern" else parse_regex(_FORMATS[value])
-            return row('"', _quoted(found), '"')
+            pattern = parse_regex(value, search=True) if key == "pattern" else parse_regex(_FORMATS[value])
+            return row('"', _quoted(pattern), '"')
     return row('"', Repeat(_STRING_CHAR, least, most), '"')
 
 
