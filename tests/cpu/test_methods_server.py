@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from tilemesh.comm import Communicator, run_threads
-from tilemesh.methods.link import ServerLink, even_cuts
+from tilemesh.core.errors import RunError
+from tilemesh.methods.link import ASKED, STOPPED, ServerLink, even_cuts
 from tilemesh.methods.record import ServerEvent, largest_lead, replay, staleness
 from tilemesh.methods.rules import Push
 from tilemesh.methods.server import Divergence, ParameterServer, SgdShard, mean_update
@@ -78,7 +79,7 @@ def test_an_asynchronous_run_is_its_serial_replay(bound: float, servers: int, ba
         records,
         lambda server: again[server].weights.clone(),
         made,
-        lambda server, pushes, gradients: mean_update(again[server], pushes, gradients, WORKERS),
+        lambda server, pushes, gradients, scale: mean_update(again[server], pushes, gradients, WORKERS, scale),
     )
     for ours, theirs in zip(weights, again, strict=True):
         np.testing.assert_allclose(ours, theirs.weights, rtol=0, atol=1e-10)
@@ -194,6 +195,84 @@ def test_a_worker_that_never_comes_back_leaves_the_others_to_go_on() -> None:
         return None
 
     assert run_threads(3, main)[2] == 5
+
+
+def test_a_keeper_of_the_results_that_never_comes_back_is_named() -> None:
+    """Nobody else can write a checkpoint, so to end as if all were well would lose the run."""
+
+    def main(comm: Communicator) -> str:
+        if comm.rank == 2:
+            shard = SgdShard(first_weights(), RATE)
+            with pytest.raises(RunError, match="worker 0, which writes the checkpoints, has said nothing") as error:
+                ParameterServer(comm, [0, 1], shard, 0, silence_s=0.2, keeper=0).run()
+            return str(error.value)
+        if comm.rank == 1:
+            work(comm, [2], 5, random.Random(0))
+        return ""
+
+    assert "--resume" in run_threads(3, main)[2]
+
+
+def test_who_reads_last_hears_now_and_then_that_it_still_has_to_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fast worker has ended long before a slow one; no watchdog may take its waiting for a fault."""
+    asks = []
+    pull_from = ServerLink._pull_from
+    monkeypatch.setattr(ServerLink, "_pull_from", lambda self, *rest: (asks.append(rest), pull_from(self, *rest))[1])
+
+    def main(comm: Communicator) -> int | None:
+        if comm.rank == 2:
+            server = ParameterServer(comm, [0, 1], SgdShard(first_weights(), RATE), math.inf, silence_s=2.0)
+            server.run()
+            assert server.given_up == []
+            return server.updates
+        link, weights = ServerLink(comm, [2], [slice(0, LENGTH)]), torch.empty(LENGTH, dtype=torch.float64)
+        for clock in range(link.pull(weights), 1 if comm.rank == 0 else 6):
+            time.sleep(0.5 * comm.rank)
+            link.push(gradient(weights, comm.rank, clock), clock)
+            link.pull(weights, last=comm.rank == 0)
+        if comm.rank == 0:
+            updates, (newest,) = link.state(LENGTH, weights)
+            assert updates == 7
+            assert torch.equal(weights, newest)
+        link.end()
+        return None
+
+    assert run_threads(3, main)[2] == 7
+    assert sum(rest[3] for rest in asks) >= 2  # `last`, made more than once
+
+
+@pytest.mark.parametrize("bound", [0.0, 2.0, math.inf])
+def test_any_rank_that_is_asked_stops_all_and_what_is_read_last_stays(bound: float) -> None:
+    """Worker 1 is asked at clock 3. Worker 0 hears of it, decides, and both servers hold what it read last: under BSP
+    exactly what its own clock says."""
+
+    def main(comm: Communicator) -> object:
+        if comm.rank > 1:
+            cut = even_cuts(LENGTH, 2)[comm.rank - 2]
+            shard = SgdShard(first_weights()[cut].clone(), RATE)
+            server = ParameterServer(comm, [0, 1], shard, bound, keeper=0)
+            server.run()
+            assert largest_lead(server.events, [0, 1]) <= bound
+            return shard.weights
+        link, weights = ServerLink(comm, [2, 3], even_cuts(LENGTH, 2)), torch.empty(LENGTH, dtype=torch.float64)
+        clock = link.pull(weights)
+        while link.told != (ASKED if comm.rank == 0 else STOPPED):
+            assert clock < 500, "nobody stopped"
+            link.push(gradient(weights, comm.rank, clock), clock)
+            clock = link.pull(weights, asked=comm.rank == 1 and clock >= 3)
+        if comm.rank == 0:
+            link.stop()
+            assert link.pull(weights, last=True) == clock
+        link.end()
+        return clock, weights
+
+    (clock, read), _, *held = run_threads(4, main)
+    assert torch.equal(read, torch.cat(held))
+    if not bound:
+        exact = first_weights()
+        for step in range(clock):
+            exact -= RATE * sum(gradient(exact, worker, step) for worker in range(2)) / 2
+        torch.testing.assert_close(read, exact, rtol=0, atol=1e-13)
 
 
 def test_state_goes_to_a_checkpoint_and_back() -> None:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from tilemesh.comm import run_threads
-from tilemesh.core.errors import UsageError
+from tilemesh.core.errors import RunError, UsageError
 from tilemesh.data.corpus import open_corpus
 from tilemesh.methods.record import read_record, replay, standing
 from tilemesh.methods.rules import Push
@@ -22,10 +26,12 @@ from tilemesh.report.run import read as read_run
 from tilemesh.report.run_page import render
 from tilemesh.runs import folder as folders
 from tilemesh.runs.kind import TRAIN
+from tilemesh.runs.manifest import checkpoints
 from tilemesh.runs.names import CHECKPOINTS, SERVER_RECORDS
 from tilemesh.runs.reader import open_checkpoint
 from tilemesh.train import load_config
 from tilemesh.train.config import TrainConfig
+from tilemesh.train.preview import preview
 from tilemesh.train.rank import lay_model, train_here
 from tilemesh.train.served import FlatWeights, WorkerSource, as_worker, served_shard, server_cuts
 
@@ -44,10 +50,19 @@ def config(*sets: str, mesh: str = "dp=2") -> TrainConfig:
     return load_config(sets=[*SMALL, f"data.source={TEXT}", *sets], mesh=mesh)
 
 
-def train(made: TrainConfig, folder: Path, *, stop_after: int | None = None, resume: bool = False) -> dict:
+def train(
+    made: TrainConfig,
+    folder: Path,
+    *,
+    stop_after: int | None = None,
+    resume: bool = False,
+    hear: Callable[[Any], None] = lambda event: None,
+) -> dict:
     if not resume:
         folders.new_run(TRAIN, made.to_toml(), folder)
-    run_threads(made.ranks, lambda comm: train_here(made, folder, comm, resume=resume, stop_after=stop_after))
+    run_threads(
+        made.ranks, lambda comm: train_here(made, folder, comm, resume=resume, stop_after=stop_after, emit=hear)
+    )
     return json.loads((folder / "summary.json").read_text())
 
 
@@ -85,6 +100,80 @@ def test_methods_that_are_data_parallelism(sets: tuple[str, ...], synchronous: P
     """Eight steps in float64: each sum of two gradients may round once more than the other's."""
     train(config(*SGD, *sets), tmp_path / "run")
     assert_equal(tmp_path / "run", synchronous, 1e-12)
+
+
+CLIP = "optimizer.clip=0.1"  # below the norm of every step's gradient
+
+
+@pytest.fixture(scope="module")
+def clipped(tmp_path_factory: pytest.TempPathFactory, synchronous: Path) -> Path:
+    folder = tmp_path_factory.mktemp("runs") / "clipped"
+    train(config(*SGD, CLIP), folder)
+    with pytest.raises(AssertionError):
+        assert_equal(folder, synchronous, 1e-3)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "sets",
+    [
+        ("train.method=server", "method.servers=3"),
+        ("train.method=server", "method.consistency=ssp", "method.staleness=0"),
+        ("train.method=local", "method.period=1"),
+        ("method.compress=top-k", "method.keep=1"),
+    ],
+)
+def test_methods_that_are_data_parallelism_clip_the_mean_of_all_gradients(
+    sets: tuple[str, ...], clipped: Path, tmp_path: Path
+) -> None:
+    """By the norm of the whole model, of which each server has a part."""
+    train(config(*SGD, CLIP, *sets), tmp_path / "run")
+    assert_equal(tmp_path / "run", clipped, 1e-12)
+
+
+def test_a_run_with_servers_that_is_out_of_time_goes_on_as_if_it_never_stopped(tmp_path: Path) -> None:
+    """Its first worker stops after the first step, wherever others are; what these have pushed since is not kept."""
+    sets = (*SGD, "train.method=server", "method.servers=2")
+    train(config(*sets), tmp_path / "whole")
+    summary = train(config(*sets, "train.max_time_s=0.001"), tmp_path / "stopped")
+    assert (summary["step"], summary["interrupted"]) == (1, True)
+    assert [rank["name"] for rank in summary["ranks"]] == ["worker 0", "worker 1", "server 0", "server 1"]
+    train(config(*sets), tmp_path / "stopped", resume=True)
+    assert_equal(tmp_path / "whole", tmp_path / "stopped", 0)
+
+
+def test_a_first_worker_that_was_given_up_goes_on_where_the_others_are(tmp_path: Path) -> None:
+    """It hangs after its second step for longer than servers wait; the other goes on to the end without it."""
+    said = []
+
+    def hear(event: Any) -> None:
+        if event["kind"] == "say":
+            said.append(event["text"])
+        if event["kind"] == "step" and event["step"] == 2:
+            time.sleep(5.0)
+
+    summary = train(config(*SGD, "train.method=server", "train.timeout_s=6"), tmp_path / "run", hear=hear)
+    (server,) = summary["method"]["servers"]
+    assert summary["step"] == server["updates"] == 8
+    assert checkpoints(tmp_path / "run" / CHECKPOINTS)[0][0] == 8
+    assert any(text.startswith("LATE: this rank was waited for no more in step 3") for text in said)
+    assert "2 workers (dp) + 1 server = 3 ranks" in said[0]
+
+
+def test_a_worker_whose_loss_is_no_number_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It pushes nothing, so that it would make the same step for ever."""
+    monkeypatch.setattr("tilemesh.train.served.read", lambda steps: [(math.nan, math.nan)])
+    with pytest.raises(RunError, match="worker 1, step 1: loss is nan"):
+        train(config("train.method=server"), tmp_path / "run")
+
+
+def test_what_would_be_started_counts_servers() -> None:
+    lines = dict(preview(config("train.method=server", "method.servers=2")).lines())
+    assert lines["layout"].startswith("2 workers (dp) + 2 servers = 4 ranks, ")
+    seen = preview(config("train.method=server", mesh="dp=1"))
+    assert dict(seen.lines())["layout"].startswith("1 worker (dp) + 1 server = 2 ranks, ")
+    assert "ranks exchange through" in dict(seen.lines())["layout"]
+    assert seen.rows()[0].case["ranks"] == 2
 
 
 @pytest.mark.parametrize(
@@ -135,7 +224,7 @@ def test_asp_comes_to_its_end_with_its_figures(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("consistency", "batch", "stops"),
-    [("asp", 1, ()), ("ssp", 1, ()), ("asp", 2, ()), ("ssp", 1, (6, 4)), ("asp", 1, (6, 0))],
+    [("asp", 1, ()), ("ssp", 1, ()), ("asp", 2, ()), ("ssp", 1, (6, 4)), ("asp", 1, (6, 0)), ("bsp", 1, ())],
 )
 def test_an_asynchronous_run_is_the_serial_replay_of_its_record(
     consistency: str, batch: int, stops: tuple[int, ...], tmp_path: Path
@@ -143,9 +232,10 @@ def test_an_asynchronous_run_is_the_serial_replay_of_its_record(
     """Two workers and two servers train; what the servers wrote of it is done again in one process.
 
     `stops`: after which step it is stopped, and the checkpoint that it goes on from where that is an earlier one, as
-    after a kill; 0: none, it begins anew."""
+    after a kill; 0: none, it begins anew. Under BSP servers clip, and say by how much."""
     method = (f"method.consistency={consistency}", "method.staleness=1", f"method.batch={batch}", "method.servers=2")
-    made, folder = config(*SGD, "train.method=server", *method), tmp_path / "run"
+    clip = (CLIP,) if consistency == "bsp" else ()
+    made, folder = config(*SGD, "train.method=server", *method, *clip), tmp_path / "run"
     if stops:
         train(made, folder, stop_after=stops[0])
         for lost in (folder / CHECKPOINTS).iterdir() if len(stops) > 1 else ():
@@ -180,7 +270,7 @@ def test_an_asynchronous_run_is_the_serial_replay_of_its_record(
         records,
         lambda server: shards[server].weights.clone(),
         gradient,
-        lambda server, pushes, gradients: mean_update(shards[server], pushes, gradients, 2),
+        lambda server, pushes, gradients, scale: mean_update(shards[server], pushes, gradients, 2, scale),
     )
     found = weights(folder)
     ends = dict(zip(vectors.held, vectors.split(torch.cat([shard.weights for shard in shards])), strict=True))
@@ -226,6 +316,8 @@ def test_an_asynchronous_pipeline_learns_and_tells_its_versions(name: str, tmp_p
         (("plan.schedule=ampnet", *PIPED, "plan.recompute=full"), "pp=2", "recompute=none"),
         (("plan.schedule=ampnet",), "dp=2", "schedule=1f1b"),
         (("train.method=server",), "dp=2,tp=2", "plan.tp=1"),
+        (("train.method=server", "plan.precision=bf16-master"), "dp=2", "plan.precision=bf16 or fp32"),
+        (("train.method=local", "plan.precision=bf16-master"), "dp=2", "plan.precision=bf16 or fp32"),
         (("train.method=local", "method.period=3"), "dp=2", "multiples"),
         (("train.method=local",), "dp=1", "plan.dp above 1"),
         (("method.compress=int8", "train.method=server"), "dp=2", "method.compress=none"),

@@ -398,6 +398,56 @@ def test_ctrl_c_leaves_a_checkpoint_and_the_line_that_resumes(
     assert trained(folder) == undisturbed
 
 
+SERVED = {
+    "bsp": ("bsp", signal.SIGINT, None),
+    "ssp, SIGTERM": ("ssp", signal.SIGTERM, None),
+    "asp": ("asp", signal.SIGINT, None),
+    "bsp, a worker alone": ("bsp", signal.SIGINT, 1),
+    "asp, a server alone": ("asp", signal.SIGINT, 3),
+}
+
+
+@NEEDS_MPI
+@pytest.mark.parametrize("case", ["bsp", *(pytest.param(name, marks=pytest.mark.slow) for name in list(SERVED)[1:])])
+def test_a_run_with_servers_that_is_asked_to_stop_leaves_a_checkpoint(
+    config: TrainConfig, tmp_path: Path, case: str
+) -> None:
+    """By the command line: the command gets a signal, as Ctrl-C or a scheduler sends it, or one rank alone gets it.
+    Under BSP what goes on from there is the run that nobody stopped."""
+    consistency, number, rank = SERVED[case]
+    method = f"train.method=server,method.servers=2,method.consistency={consistency},checkpoint.every=0,train.steps=60"
+    made = load(mesh="dp=2", sets=[SMALL, f"data.source={config.data.source}", method])
+    folder = tmp_path / "run"
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [_source(), os.environ.get("PYTHONPATH")]))}
+    base = [sys.executable, "-m", "tilemesh", "train"]
+    process = subprocess.Popen(
+        [*base, "--run", str(folder), "--mesh", "dp=2", "--set", f"{SMALL},data.source={config.data.source},{method}"],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environ, cwd=tmp_path,
+    )  # fmt: skip
+    until(lambda: max(losses(folder), default=0) >= 3)
+    if rank is None:
+        process.send_signal(number)
+    else:
+        os.kill(rank_pids(folder)[rank], number)
+    said, _ = process.communicate(timeout=120)
+    assert process.returncode == (130 if rank is None else 0), said
+    ((step, _),) = checkpoints(folder / CHECKPOINTS)
+    assert 3 <= step < 60
+    if rank is None:
+        assert f"checkpoint of step {step} written" in said
+        assert said.rstrip().splitlines()[-1].endswith(f"tilemesh train --resume {folder}")
+    stopped = json.loads((folder / "summary.json").read_text())
+    assert stopped["interrupted"]
+    assert [one["name"] for one in stopped["ranks"]] == ["worker 0", "worker 1", "server 0", "server 1"]
+    run_threads(4, lambda comm: train_here(made, folder, comm, resume=True))
+    summary = json.loads((folder / "summary.json").read_text())
+    assert (summary["step"], summary["interrupted"]) == (60, False)
+    if consistency == "bsp":
+        quiet = new_run(TRAIN, made.to_toml(), tmp_path / "quiet")
+        run_threads(4, lambda comm: train_here(made, quiet, comm))
+        assert trained(folder) == trained(quiet)
+
+
 # Killed under a pipeline and ZeRO, resumed in other layouts ---------------------------------------------------------
 
 SHARED = "plan.zero=2,plan.precision=fp64,train.steps=12,checkpoint.every=2,plan.microbatch=1"

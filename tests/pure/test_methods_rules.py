@@ -221,8 +221,8 @@ def test_replay_of_several_servers_uses_what_was_read_at_each() -> None:
         [ServerEvent("pull", (first,), 0), applied[0], late, applied[1]],
     ]
 
-    def apply(server: int, pushes, gradients) -> None:
-        weights[server] -= 0.1 * sum(gradients)
+    def apply(server: int, pushes, gradients, scale: float) -> None:
+        weights[server] -= 0.1 * scale * sum(gradients)
 
     replay(records, lambda server: weights[server], lambda push, shards: [x + push.worker for x in shards], apply)
     assert weights == pytest.approx([1.0 - 0.1 - 0.2, 1.8 - 0.1 * 2.8])
@@ -301,7 +301,7 @@ def test_a_record_is_added_to_and_knows_what_a_restart_undid(tmp_path: Path) -> 
     made: list[tuple[int, float]] = []
     replay(
         [standing(read_record(file))], lambda server: len(made), lambda push, read: [10.0 * push.clock + read[0]],
-        lambda server, pushes, gradients: made.append((pushes[0].clock, gradients[0])),
+        lambda server, pushes, gradients, scale: made.append((pushes[0].clock, gradients[0])),
     )  # fmt: skip
     assert made == [(0, 0.0), (1, 11.0)]
     with pytest.raises(UsageError, match="no checkpoint"):

@@ -306,9 +306,12 @@ class ParallelPlan(StepSettings, ModelPlacement):
             parts.append(f"{' and '.join(self.offloads)} on the host")
         return ", ".join(parts)
 
-    def describe(self) -> str:
-        """One line for people; what is off or has no effect is left out."""
+    def describe(self, servers: int = 0) -> str:
+        """One line for people; what is off or has no effect is left out. `servers`: ranks beside those of the plan."""
         parts = [f"dp {self.dp} x tp {self.tp} x pp {self.pp} = {self.world} rank{'s' * (self.world > 1)}"]
+        if servers:
+            workers = f"{self.world} worker{'s' * (self.world > 1)} (dp)"
+            parts = [f"{workers} + {servers} server{'s' * (servers > 1)} = {self.world + servers} ranks"]
         if self.sequence_parallel:
             parts.append("sequence parallel")
         if self.zero:

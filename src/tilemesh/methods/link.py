@@ -19,10 +19,13 @@ from tilemesh.comm.runtime.communicator import Communicator
 from tilemesh.core.errors import UsageError
 from tilemesh.methods.simulate import NAP_S
 
-START, PULL, PUSH, LEAVE, END, STATE, FIGURES, TELL = range(8)
-HEADER, GRADIENT, REPLY, WEIGHTS = 1, 2, 3, 4
+START, PULL, PUSH, LEAVE, END, STATE, FIGURES, TELL, STOP = range(9)
+HEADER, GRADIENT, REPLY, WEIGHTS, SQUARES = 1, 2, 3, 4, 5
 """Tags. A gradient's is also that of what a worker tells, weights' also that of what a server says of itself."""
-FIELDS = 4
+FIELDS, REPLY_FIELDS = 4, 3
+GO_ON, ASKED, STOPPED, AGAIN = range(4)
+"""What a server says with its weights: to go on; that some rank was asked to stop, which the worker that keeps the
+run's results decides on; that this worker has decided so, and all end; or that a last pull has to be made again."""
 _PATIENCE_S = 5.0  # how long a worker waits in naps, which leave its core to others, before the watchdog counts
 
 
@@ -37,34 +40,42 @@ class ServerLink:
         self.comm, self.servers, self.cuts = comm, tuple(servers), tuple(cuts)
         self.waited_s = self.held_s = 0.0
         """Seconds of all pulls, and of these what a server let this worker wait for others."""
+        self.told = GO_ON
+        """What servers said with the newest weights."""
 
-    def pull(self, weights: Tensor, *, last: bool = False) -> int:
+    def pull(self, weights: Tensor, *, last: bool = False, asked: bool = False) -> int:
         """Read the weights into a flat tensor; the clock at which this worker is, which a server that gave it up may
-        have moved on. `last`: when all other workers have ended.
+        have moved on. `last`: when all other workers have ended. `asked`: this rank was asked to stop.
 
         Servers give up a worker, and take it back, each at a moment of its own, so their clocks of it may differ then:
         the largest counts, and those that have a smaller one are asked again, for weights of that clock."""
-        began_s = time.perf_counter()
-        clocks = self._pull_from(range(len(self.servers)), weights, 0, last)
-        while min(clocks) < max(clocks):
-            behind = [place for place, clock in enumerate(clocks) if clock < max(clocks)]
-            for place, clock in zip(behind, self._pull_from(behind, weights, max(clocks), last), strict=True):
+        began_s, self.told = time.perf_counter(), GO_ON
+        places: Sequence[int] = range(len(self.servers))
+        clocks = [0 for _ in places]
+        while places:
+            replies = self._pull_from(places, weights, max(clocks), last, asked)
+            for place, (clock, _) in zip(places, replies, strict=True):
                 clocks[place] = clock
+            self.told = max(self.told, *(told for _, told in replies if told != AGAIN), GO_ON)
+            again = {place for place, (_, told) in zip(places, replies, strict=True) if told == AGAIN}
+            places = [place for place, clock in enumerate(clocks) if clock < max(clocks) or place in again]
         self.waited_s += time.perf_counter() - began_s
         return clocks[0]
 
-    def _pull_from(self, places: Sequence[int], weights: Tensor, clock: int, last: bool) -> list[int]:
-        """The parts of some servers, and the clocks at which they have this worker: `clock` at least."""
-        replies = [torch.zeros(2, dtype=torch.int64) for _ in places]
+    def _pull_from(
+        self, places: Sequence[int], weights: Tensor, clock: int, last: bool, asked: bool
+    ) -> list[tuple[int, int]]:
+        """The parts of some servers, the clocks at which they have this worker, `clock` at least, and what they say."""
+        replies = [torch.zeros(REPLY_FIELDS, dtype=torch.int64) for _ in places]
         handles = []
         for place, reply in zip(places, replies, strict=True):
             server = self.servers[place]
-            self._tell(server, PULL, clock, int(last))
+            self._tell(server, PULL, clock, int(last), int(asked))
             handles.append(self.comm.irecv(reply, server, REPLY, sized=False))
             handles.append(self.comm.irecv(weights[self.cuts[place]], server, WEIGHTS, sized=False))
         wait_in_naps(handles)
         self.held_s += max(1e-6 * int(reply[0]) for reply in replies)
-        return [int(reply[1]) for reply in replies]
+        return [(int(reply[1]), int(reply[2])) for reply in replies]
 
     def push(self, gradient: Tensor, clock: int) -> None:
         """Send a flat gradient; returns when it may be changed again."""
@@ -112,6 +123,10 @@ class ServerLink:
         self._tell(self.servers[0], TELL, 0, len(body))
         self.comm.isend(body, self.servers[0], GRADIENT, sized=False).wait()
 
+    def stop(self) -> None:
+        """Let all other workers end after the step that they are at; what this one then pulls last is the run's."""
+        self._ask(STOP)
+
     def leave(self) -> None:
         """Be waited for no more, until the next pull."""
         self._ask(LEAVE)
@@ -128,9 +143,9 @@ class ServerLink:
         self.comm.isend(torch.tensor([kind, clock, first, second]), server, HEADER, sized=False).wait()
 
     def _reply(self, server: int) -> tuple[int, int]:
-        reply = torch.zeros(2, dtype=torch.int64)
+        reply = torch.zeros(REPLY_FIELDS, dtype=torch.int64)
         self.comm.irecv(reply, server, REPLY, sized=False).wait()
-        first, second = reply.tolist()
+        first, second, _ = reply.tolist()
         return first, second
 
 

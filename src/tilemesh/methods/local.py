@@ -3,7 +3,8 @@
 The one idea: between two averages a replica is a run of its own; every `period` steps the mean of all weights is taken,
 and an outer step moves the last common weights towards it. With an outer rate of 1 and no momentum the mean itself is
 taken: local SGD. `start`: so many steps are synchronous first (post-local SGD, Lin et al. 2020). An outer rate of 0.7
-with Nesterov momentum 0.9 is DiLoCo (Douillard et al. 2023). With period 1 and plain SGD it is data parallelism.
+with Nesterov momentum 0.9 is DiLoCo (Douillard et al. 2023). With period 1 gradients are exchanged instead of weights:
+as many bytes, and what clips a gradient, or divides it by its past, has the mean before it. That is data parallelism.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class LocalPeriod:
 
     def is_alone(self, step: int) -> bool:
         """Whether replicas do not exchange gradients at this step, counted from 1."""
-        return step > self.start
+        return step > self.start and self.period > 1
 
     def meets(self, step: int) -> bool:
         """Whether all replicas have the same weights after this step."""
@@ -83,7 +84,7 @@ class LocalUpdates(Bucketed):
     @torch.no_grad()
     def updated(self) -> None:
         """After the optimizer's step: average where it is time. After a checkpoint was read: take its weights."""
-        if self._is_due and self.when.is_alone(self.step):
+        if self._is_due and self.step > self.when.start:
             self._average()
         if self._is_due or not self.step:
             for name, held in self.held.items():
@@ -99,8 +100,9 @@ class LocalUpdates(Bucketed):
         for bucket in self.buckets:
             for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
                 view.copy_(parameter)
-            self.sum_over(bucket.batch_summed, bucket.flat)
-            bucket.flat.div_(self.mesh.dp.size)
+            if self.when.is_alone(self.step):
+                self.sum_over(bucket.batch_summed, bucket.flat)
+                bucket.flat.div_(self.mesh.dp.size)
             for parameter, mean in zip(bucket.parameters, bucket.views, strict=True):
                 apart += float((parameter - mean).square().sum())
                 size += float(mean.square().sum())

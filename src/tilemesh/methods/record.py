@@ -31,14 +31,18 @@ class ServerEvent(NamedTuple):
     """Of a pull the one gradient that will be made of it; of state and start who asked, after so many steps."""
     version: int
     """That was read, that the server had, or that was made."""
+    scale: float = 1.0
+    """Of an apply: what the mean gradient was multiplied by, which clips it."""
 
     def to_json(self) -> list[Any]:
-        return [self.kind, [list(push) for push in self.pushes], self.version]
+        made = [self.kind, [list(push) for push in self.pushes], self.version]
+        return made if self.scale == 1.0 else [*made, self.scale]
 
     @classmethod
     def from_json(cls, value: Any) -> ServerEvent:
-        kind, pushes, version = value
-        return cls(str(kind), tuple(Push(int(worker), int(clock)) for worker, clock in pushes), int(version))
+        kind, pushes, version, *scale = value
+        made = tuple(Push(int(worker), int(clock)) for worker, clock in pushes)
+        return cls(str(kind), made, int(version), *map(float, scale[:1]))
 
 
 def append_record(path: Path, events: Sequence[ServerEvent]) -> None:
@@ -107,12 +111,12 @@ def replay(
     records: Sequence[Sequence[ServerEvent]],
     copy: Callable[[int], T],
     gradient: Callable[[Push, list[T]], list[T]],
-    apply: Callable[[int, Sequence[Push], list[T]], None],
+    apply: Callable[[int, Sequence[Push], list[T], float], object],
 ) -> None:
     """Do what the servers did, in one process. Of a run that was stopped, `standing` records.
 
     `copy(server)`: its weights as they are now. `gradient(push, shards)`: of the weights that were read, one part for
-    each server. `apply(server, pushes, gradients)`: one update.
+    each server. `apply(server, pushes, gradients, scale)`: one update.
     """
     at, starts = [0] * len(records), [0] * len(records)
     # By how often its server had begun: a push that a restart lost is made once more, of other weights.
@@ -135,7 +139,7 @@ def replay(
                     for key in keys:
                         if key not in made:
                             made[key] = gradient(key[1], [shard for _, shard in sorted(reads.pop(key).items())])
-                    apply(server, event.pushes, [made[key][server] for key in keys])
+                    apply(server, event.pushes, [made[key][server] for key in keys], event.scale)
                 at[server] += 1
                 moving = True
     left = [str(events[place]) for place, events in zip(at, records, strict=True) if place < len(events)]

@@ -7,6 +7,11 @@ another unless the rule says so. A server asks nobody: it looks at its inbox, on
 What each side promises when a process dies: a push counts once per server, however often it is sent, because clocks are
 counted there. A worker from which nothing came for `silence_s` while others wait for it is given up and may come back
 with its next pull. Weights and optimizer states outlive a server only in checkpoints (`state`, `start`).
+
+Who stops whom: a rank that is asked to stop says so to servers with its next pull (a server knows it of itself), they
+say it to the worker that keeps the run's results, and this one decides: at the end of its step it says STOP. Servers
+then answer every other worker at once, all end, and what the keeper reads last is what its checkpoint holds. A push of
+a clock that the keeper has not made is not in it: under BSP a stopped run is at one clock, as if nobody had asked.
 """
 
 from __future__ import annotations
@@ -22,20 +27,28 @@ import torch
 from torch import Tensor
 
 from tilemesh.comm.runtime.communicator import Communicator
+from tilemesh.core.errors import RunError
 from tilemesh.methods.link import (
+    AGAIN,
+    ASKED,
     END,
     FIELDS,
     FIGURES,
+    GO_ON,
     GRADIENT,
     HEADER,
     LEAVE,
     PULL,
     PUSH,
     REPLY,
+    SQUARES,
     START,
     STATE,
+    STOP,
+    STOPPED,
     TELL,
     WEIGHTS,
+    wait_in_naps,
 )
 from tilemesh.methods.record import ServerEvent, staleness
 from tilemesh.methods.rules import Push, StalenessRule
@@ -76,12 +89,43 @@ class SgdShard:
         return None
 
 
-def mean_update(shard: ServedShard, pushes: Sequence[Push], gradients: Sequence[Tensor], workers: int) -> None:
-    """Pushes as one update; a server and the replay of what it did both call this."""
-    total = gradients[0].clone()
+def mean_update(
+    shard: ServedShard,
+    pushes: Sequence[Push],
+    gradients: Sequence[Tensor],
+    workers: int,
+    scale: float | Callable[[Tensor], float] = 1.0,
+) -> float:
+    """Pushes as one update, of their mean times `scale`, or what that says of the mean; the factor that it was.
+
+    A server and the replay of what it did both call this."""
+    mean = gradients[0].clone()
     for gradient in gradients[1:]:
-        total += gradient
-    shard.apply(total / len(pushes), max(push.clock for push in pushes), len(pushes) / workers)
+        mean += gradient
+    mean /= len(pushes)
+    factor = scale(mean) if callable(scale) else scale
+    if factor != 1.0:
+        mean *= factor
+    shard.apply(mean, max(push.clock for push in pushes), len(pushes) / workers)
+    return factor
+
+
+class SharedNorm:
+    """The norm of a gradient of which each server has a part: every update they tell one another the square of theirs.
+
+    For BSP alone, where all servers make the same updates in the same order; each waits here for the slowest."""
+
+    def __init__(self, comm: Communicator, servers: Sequence[int]) -> None:
+        self.comm, self.servers = comm, tuple(servers)
+
+    def __call__(self, part: Tensor) -> float:
+        mine = torch.linalg.vector_norm(part).double().square().reshape(1)
+        squares = {server: torch.zeros_like(mine) for server in self.servers if server != self.comm.rank}
+        handles = [self.comm.isend(mine, server, SQUARES, sized=False) for server in squares]
+        handles += [self.comm.irecv(square, server, SQUARES, sized=False) for server, square in squares.items()]
+        wait_in_naps(handles)
+        squares[self.comm.rank] = mine
+        return math.sqrt(sum(float(squares[server]) for server in self.servers))  # in one order: all have the same
 
 
 class Divergence:
@@ -133,12 +177,18 @@ class ParameterServer:
         *,
         started: bool = True,
         silence_s: float = math.inf,
+        keeper: int | None = None,
+        asked: Callable[[], bool] = lambda: False,
+        scale: float | Callable[[Tensor], float] = 1.0,
         about: Callable[[], dict[str, Any]] = dict,
         keep: Callable[[Sequence[ServerEvent]], None] = lambda events: None,
     ) -> None:
-        """`silence_s`: after which a worker that others wait for is given up; `about`: what else its figures say;
-        `keep`: takes what was done since it was last called, when a checkpoint is taken and at the end."""
+        """`silence_s`: after which a worker that others wait for is given up; `keeper`: the worker without which a run
+        has no results; `asked`: whether this rank was asked to stop; `scale`: as `mean_update` takes it; `about`: what
+        else its figures say; `keep`: takes what was done since it was last called, when a checkpoint is taken and at
+        the end."""
         self.comm, self.workers, self.shard, self.silence_s = comm, tuple(workers), shard, silence_s
+        self.keeper, self.asked, self.scale = keeper, asked, scale
         self.about, self.keep, self._kept = about, keep, 0
         self.rule = StalenessRule(workers, bound, batch)
         self.events: list[ServerEvent] = []
@@ -146,6 +196,7 @@ class ParameterServer:
         self.busy_s = self.nbytes = 0.0
         self._started, self._ended_s = started, time.monotonic()
         self._last: int | None = None  # who reads when all others have ended
+        self._told, self._is_over = GO_ON, False  # over: the last read is answered, and nothing is applied any more
         self._gradients: dict[Push, Tensor] = {}
         self._asked: dict[int, float] = {}  # readers that wait, since when
         self.waited_s = dict.fromkeys(self.workers, 0.0)
@@ -171,12 +222,24 @@ class ParameterServer:
             self._sending = [(handle, kept) for handle, kept in self._sending if not handle.test()]
             if not moved:
                 self._give_up_silent()
-                if not self._inbox.keys() - set(self.given_up) and time.monotonic() - self._ended_s > self.silence_s:
-                    break  # those that are left are dead
+                self._let_ask_again()
+                if not self._inbox.keys() - set(self.given_up) and self._are_dead(time.monotonic() - self._ended_s):
+                    break
                 time.sleep(NAP_S)
         for handle, _ in self._sending:
             handle.wait()
         self._keep_events()
+
+    def _are_dead(self, waited_s: float) -> bool:
+        """Whether those that were given up, and are all that is left, will not come back any more."""
+        if self.keeper not in self._inbox:
+            return waited_s > self.silence_s
+        if waited_s > 2 * self.silence_s:
+            raise RunError(
+                f"worker {self.keeper}, which writes the checkpoints, has said nothing for {waited_s:.0f} s, and all "
+                "others have ended: see why it hangs, and go on from the newest checkpoint with --resume"
+            )
+        return False
 
     def _keep_events(self) -> None:
         self.keep(self.events[self._kept :])
@@ -212,12 +275,15 @@ class ParameterServer:
             self.given_up = [other for other in self.given_up if other != worker]
             self._asked[worker] = time.monotonic()
             self._last = worker if first else self._last
+            self._told = max(self._told, ASKED if second else GO_ON)
         elif kind == PUSH:
             assert body is not None
             self._push(worker, clock, body)
         elif kind == TELL:
             assert body is not None
             self.told[worker] = json.loads(bytes(body.numpy()))
+        elif kind == STOP:
+            self._told = STOPPED
         elif kind == STATE:
             self._tell_state(worker, clock)
         elif kind == FIGURES:
@@ -240,38 +306,51 @@ class ParameterServer:
 
     def _go_on(self) -> None:
         """Apply what is due, and answer the readers that may read now."""
-        for group in self.rule.due():
+        for group in () if self._is_over else self.rule.due():
             gradients = [self._gradients.pop(push) for push in group]
             self.divergence.note(group, self.shard.weights)
-            mean_update(self.shard, group, gradients, len(self.workers))
+            scale = mean_update(self.shard, group, gradients, len(self.workers), self.scale)
             self.updates += 1
-            self.events.append(ServerEvent("apply", tuple(group), self.updates))
+            self.events.append(ServerEvent("apply", tuple(group), self.updates, scale))
         if not self._started:
             return
         for worker in [worker for worker in self._asked if self._may_answer(worker)]:
-            waited_s = time.monotonic() - self._asked.pop(worker)
-            self.waited_s[worker] += waited_s
-            if self._copy[0] != self.updates:  # one copy for all readers of a version: it stays while it is sent
-                self._copy = (self.updates, self.shard.weights.clone())
-            clock = self.rule.clocks[worker]
+            told = max(self._told, ASKED if self.asked() else GO_ON)
+            # Who is to end makes no gradient of what it reads, and may be ahead of the bound.
+            self._answer(worker, told, counts=told != STOPPED or worker == self._last)
+            self._is_over = self._is_over or worker == self._last
+
+    def _answer(self, worker: int, told: int, *, counts: bool) -> None:
+        waited_s = time.monotonic() - self._asked.pop(worker)
+        self.waited_s[worker] += waited_s
+        if self._copy[0] != self.updates:  # one copy for all readers of a version: it stays while it is sent
+            self._copy = (self.updates, self.shard.weights.clone())
+        clock = self.rule.clocks[worker]
+        if counts:
             self.events.append(ServerEvent("pull", (Push(worker, clock),), self.updates))
             self.divergence.read(Push(worker, clock), self._copy[1])
-            self._send(worker, torch.tensor([round(1e6 * waited_s), clock]), REPLY)
-            self._send(worker, self._copy[1], WEIGHTS)
-            self.nbytes += self._copy[1].nbytes
+        self._send(worker, torch.tensor([round(1e6 * waited_s), clock, told]), REPLY)
+        self._send(worker, self._copy[1], WEIGHTS)
+        self.nbytes += self._copy[1].nbytes
 
     def _may_answer(self, worker: int) -> bool:
         if worker == self._last:
             return not set(self._inbox) - {worker} - set(self.given_up)
-        return self.rule.may_read(worker)
+        return self._told == STOPPED or self.rule.may_read(worker)
+
+    def _let_ask_again(self) -> None:
+        """Who reads last waits for all others, however long that takes: now and then it hears that it has to."""
+        if self._last in self._asked and time.monotonic() - self._asked[self._last] > self.silence_s / 2:
+            self._answer(self._last, AGAIN, counts=False)
 
     def _give_up_silent(self) -> None:
-        """Of the slowest workers, those that nothing came from for too long while others wait."""
+        """Of those that others wait for, the slowest, or at the end all: those that nothing came from for too long."""
         if not self._asked or math.isinf(self.silence_s):
             return
         late = time.monotonic() - self.silence_s
         slowest = self.rule.slowest
-        for worker in [worker for worker, clock in self.rule.clocks.items() if clock == slowest]:
+        is_end = self._last in self._asked
+        for worker in [worker for worker, clock in self.rule.clocks.items() if is_end or clock == slowest]:
             if worker not in self._asked and self._inbox[worker].heard_s < late:
                 self.rule.leave(worker)
                 self.given_up.append(worker)
@@ -294,13 +373,13 @@ class ParameterServer:
         self.events.append(ServerEvent("state", (Push(worker, step),), self.updates))
         self._keep_events()
         values = [self.shard.weights, *self.shard.kept()]
-        self._send(worker, torch.tensor([self.updates, len(values)]), REPLY)
+        self._send(worker, torch.tensor([self.updates, len(values), GO_ON]), REPLY)
         for value in values:
             self._send(worker, value.clone(), WEIGHTS)
 
     def _tell_text(self, worker: int, text: str) -> None:
         body = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
-        self._send(worker, torch.tensor([0, len(body)]), REPLY)
+        self._send(worker, torch.tensor([0, len(body), GO_ON]), REPLY)
         self._send(worker, body, WEIGHTS)
 
     def _send(self, worker: int, tensor: Tensor, tag: int) -> None:

@@ -153,6 +153,11 @@ def copies_summed(mine: Shard) -> Blocks:
     return tuple((name, count) for name, count in mine.summed if name not in BATCH)
 
 
+def clip_factor(norm: float, max_norm: float) -> float:
+    """What clips a gradient of this norm; 1 where the norm is no number, which others look at."""
+    return min(1.0, max_norm / (norm + _EPSILON)) if math.isfinite(norm) else 1.0
+
+
 def settle(
     gradients: Sequence[Tensor],
     loss: float | Tensor,
@@ -178,8 +183,8 @@ def settle(
             torch._foreach_mul_(list(gradients), divisor.reciprocal().to(gradients[0].dtype))
             divisor = None
         return GradientStep(loss, tokens, norm, divisor)
-    if max_norm is not None and math.isfinite(norm):
-        factor *= min(1.0, max_norm / (norm + _EPSILON))
+    if max_norm is not None:
+        factor *= clip_factor(norm, max_norm)
     if divide:
         for gradient in gradients:
             gradient.mul_(factor)

@@ -187,6 +187,11 @@ def _check_method(made: TrainConfig) -> None:
         if is_so:
             given = instead.partition("=")[0]
             raise UsageError(f"{other} with this {given}: it is for whole replicas on the CPU; set {instead}")
+    if plan.precision == "bf16-master" and name != "synchronous":
+        raise UsageError(
+            f"{other} with plan.precision bf16-master: what moves between ranks is the weights that are updated, which "
+            "here are float32 copies on each; set plan.precision=bf16 or fp32"
+        )
     if plan.dp == 1 and name != "server":
         raise UsageError(f"{other} with plan.dp 1: there is one replica and nothing to exchange; set plan.dp above 1")
     if name == "server" and (made.evaluate.patience or made.lora.rank):

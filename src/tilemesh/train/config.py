@@ -118,8 +118,8 @@ class MethodConfig:
     servers: int = 1
     """For train.method=server: ranks that hold parts of the weights, in addition to plan.dp workers."""
     consistency: Literal["bsp", "ssp", "asp"] = "bsp"
-    """For train.method=server: whether workers wait for all others in every step (bsp, without clipping the numbers of
-    data parallelism), for those more than `staleness` steps behind (ssp), or for nobody (asp)."""
+    """For train.method=server: whether workers wait for all others in every step (bsp: the numbers of data
+    parallelism), for those more than `staleness` steps behind (ssp), or for nobody (asp)."""
     staleness: int = 3
     """For ssp: how many steps a worker may be ahead of the slowest."""
     batch: int = 1
@@ -235,7 +235,12 @@ class TrainConfig:
     @property
     def ranks(self) -> int:
         """All that are started: those of the plan, and servers."""
-        return self.plan.world + (self.method.servers if self.train.method == "server" else 0)
+        return self.plan.world + self.servers
+
+    @property
+    def servers(self) -> int:
+        """Ranks that hold parts of the weights, beside those of the plan."""
+        return self.method.servers if self.train.method == "server" else 0
 
     @property
     def tokens_per_step(self) -> int:

@@ -167,6 +167,7 @@ class Loop:
         self.step_bytes: Bytes = {}
         self._unread: list[tuple[int, GradientStep]] = []
         self._began = 0  # the step this attempt goes on from
+        self._moved = 1  # steps that the last one brought this rank on: more where others went on without it
         self._read_at = time.perf_counter()
         self._recent: list[float] = []
 
@@ -216,16 +217,30 @@ class Loop:
         recorder.step = progress.step + 1
         recorder.trace.on = recorder.trace.on and progress.step - self._began < self.config.train.trace_steps
         with recorder.in_step():
-            self._unread.append((progress.step + 1, self.stepper(progress.step + 1)))
-            progress.step += 1
-            progress.position += self.config.batch
-            asked = interrupt is not None and (
-                interrupt.asked
-                or (interrupt.stop_after is not None and progress.step >= interrupt.stop_after)
-                or interrupt.is_time_over
+            made = self.stepper(progress.step + 1)
+            reached = self.optimizer.reached(progress.step + 1)
+            self._moved = reached - progress.step
+            if self._moved > 1:
+                self.writer.say(
+                    f"LATE: this rank was waited for no more in step {progress.step + 1} and goes on after step "
+                    f"{reached}; the steps in between are those of the others alone"
+                )
+            progress.step = reached
+            progress.position += self.config.batch * self._moved
+            self._unread.append((progress.step, made))
+            asked = self.optimizer.is_asked_to_stop or (
+                interrupt is not None
+                and (
+                    interrupt.asked
+                    or (interrupt.stop_after is not None and progress.step >= interrupt.stop_after)
+                    or interrupt.is_time_over
+                )
             )
             # Replicas that step alone wait for nobody: who is asked to stop does so when they meet.
-            return self._pulse(asked) if self.laid.gradients.meets(progress.step) else False
+            stops = self._pulse(asked) if self.laid.gradients.meets(progress.step) else False
+            if stops:
+                self.optimizer.stop()
+            return stops
 
     def read(self) -> list[tuple[int, float, float]]:
         """(step, loss, norm) of the steps since the last call; a step that came to no number ends the run here."""
@@ -240,7 +255,7 @@ class Loop:
         return values
 
     def _is_due(self, every: int) -> bool:
-        return every > 0 and self.progress.step % every == 0
+        return every > 0 and self.progress.step // every > (self.progress.step - self._moved) // every
 
     def _between(self, before: tuple[float, float, float], due: bool, looks: bool, is_ordinary: bool) -> None:
         """What comes between two steps: the loss is read, perhaps the held-out text looked at, a checkpoint taken."""

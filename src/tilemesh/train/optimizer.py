@@ -111,6 +111,18 @@ class Optimizer:
                 self._groups.append(UpdateGroup(config, parameters, decay[names[0]], is_fused, rule=rule[names[0]]))
         self._group_of = {name: group for group in self._groups for name in group.parameters}
 
+    clips_elsewhere = False
+    """Whether gradients are handed to `step` unclipped, since who makes the update clips them."""
+    is_asked_to_stop = False
+    """Whether a rank that only this optimizer hears of was asked to stop."""
+
+    def reached(self, step: int) -> int:
+        """The step at which this rank is after `step`; a later one where others have gone on without it."""
+        return step
+
+    def stop(self) -> None:
+        """The run stops after this step, before its last one: what a checkpoint keeps is now to be what it stays."""
+
     @property
     def is_ours(self) -> bool:
         """Whether tilemesh's kernels step the parameters; gradients that ranks have summed are then left undivided."""

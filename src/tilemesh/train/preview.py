@@ -74,7 +74,7 @@ class Preview:
         made = [
             ("model", model_words(self.config.model)),
             ("data", self._data()),
-            ("layout", f"{self.config.plan.describe()}; on {self.device}, {self.transport}"),
+            ("layout", f"{self.config.plan.describe(self.config.servers)}; on {self.device}, {self.transport}"),
             ("steps", self._steps()),
             *self._predictions(),
             ("files", self._files()),
@@ -85,7 +85,7 @@ class Preview:
 
     def rows(self) -> list[Row]:
         """The predictions as rows, without what was measured."""
-        case = {"ranks": self.config.plan.world, "batch": self.config.batch, "context": self.config.context}
+        case = {"ranks": self.config.ranks, "batch": self.config.batch, "context": self.config.context}
         figures = (
             ("step time", "s", "step_time_s"), ("throughput", "tokens/s", "tokens_per_s"), ("MFU", "fraction", "mfu"),
             ("peak memory per rank", "B", "memory_bytes"),
@@ -186,7 +186,7 @@ def preview(
         folder = str(resume)
     else:
         folder = str(run) if run is not None else f"{RUNS}/YYYYMMDD-HHMMSS-{name}"
-    if config.plan.world == 1:
+    if config.ranks == 1:
         how = "one process"
     else:
         how = "torch" if gpus and transport == "auto" else choose_transport(transport)

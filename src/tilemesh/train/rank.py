@@ -130,27 +130,46 @@ def _train_served(
 ) -> Result:
     """As what this rank is among workers and servers; each lays its replica alone."""
     corpus = open_corpus(config.data)
+    # The first worker decides when a run stops; from when it may train on, a signal must end none of the others.
+    interrupt = Interrupt(() if everyone.rank == 0 else _stop_signals())
     agree(everyone, {**_flat(to_dict(config)), "data": corpus.fingerprint()})
     alone = everyone.split(everyone.rank)
     assert alone is not None
-    seat, worker = Seat(config, everyone), as_worker(config)
-    if everyone.rank == 0:
-        return _train_on(config, folder, alone, resume, init, stop_after, emit, seat)
-    nothing = Result(folder, 0, math.nan, None, False, saved_step=0, saved_in=folder)
-    here = torch.device("cpu")
-    baseline = peak_bytes(here)
+    if everyone.rank == 0:  # which notes signals from when it has something to save
+        return _train_on(config, folder, alone, resume, init, stop_after, emit, Seat(config, everyone))
+    with contextlib.closing(interrupt):
+        _help(Seat(config, everyone), alone, corpus, folder, resume, stop_after, interrupt)
+    return Result(folder, 0, math.nan, None, False, saved_step=0, saved_in=folder)
+
+
+def _help(
+    seat: Seat,
+    alone: Communicator,
+    corpus: Corpus,
+    folder: Path,
+    resume: bool,
+    stop_after: int | None,
+    interrupt: Interrupt,
+) -> None:
+    """As a server, or as a worker but the first."""
+    config, everyone, here = seat.config, seat.everyone, torch.device("cpu")
+    worker, baseline = as_worker(config), peak_bytes(here)
     laid = lay_model(worker, Mesh(alone), here, False)
     if everyone.rank >= seat.workers:
-        serve_shard(config, everyone, laid.gradients.stepped, folder, baseline)
-        return nothing
+        serve_shard(config, everyone, laid.gradients.stepped, folder, interrupt, baseline)
+        return
     parts = folder / TRACE_PARTS if config.train.trace_steps else None
     recorder = Recorder(Trace(parts, rank=everyone.rank, resume=resume), my_status().at)
     last = min(config.train.steps, stop_after or config.train.steps)
     optimizer = seat.optimizer(laid.gradients.stepped, last, recorder)
     source = WorkerSource(config, corpus, seat.axis, here)
     stepper = Stepper(config, laid, optimizer, source, next_token(worker, laid), recorder)
-    work(seat, stepper, Interrupt((signal.SIGINT,), stop_after, config.train.max_time_s), baseline)
-    return nothing
+    work(seat, stepper, interrupt, baseline)
+
+
+def _stop_signals() -> tuple[signal.Signals, ...]:
+    """A scheduler that wants its machine back sends SIGTERM; our own launcher sends it when a rank has failed."""
+    return (signal.SIGINT,) if JOB_VARIABLE in os.environ else (signal.SIGINT, signal.SIGTERM)
 
 
 def _train_on(
@@ -247,9 +266,7 @@ def _train_on(
         say(_headline(config, mesh, corpus, device))
         if slow:
             say(slow)
-    # A scheduler that wants its machine back sends SIGTERM; our own launcher sends it when a rank has failed.
-    signals = (signal.SIGINT,) if JOB_VARIABLE in os.environ else (signal.SIGINT, signal.SIGTERM)
-    interrupt = Interrupt(signals, stop_after, config.train.max_time_s)
+    interrupt = Interrupt(_stop_signals(), stop_after, config.train.max_time_s)
     try:
         loop.run(interrupt)
         loop.saved = save_last(loop, interrupt)
@@ -455,7 +472,7 @@ def _headline(config: TrainConfig, mesh: Mesh, corpus: Corpus, device: torch.dev
     samples = train_mixture(corpus, config.context, config.data.packing, config.train.seed)
     epochs = config.train.steps * config.batch / max(1, len(samples))
     return (
-        f"{config.plan.describe()}; {mesh.comm.backend} between ranks, each on {where}\n"
+        f"{config.plan.describe(config.servers)}; {mesh.comm.backend} between ranks, each on {where}\n"
         f"{corpus.words}; {config.train.steps} steps of {config.tokens_per_step:,} tokens are {epochs:.3g} epochs"
     )
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +23,13 @@ import torch
 from torch import Tensor, nn
 
 from tilemesh.comm.runtime.communicator import Communicator
-from tilemesh.core.errors import UsageError
+from tilemesh.core.errors import RunError, UsageError
 from tilemesh.core.shard import Shard
-from tilemesh.methods.link import ServerLink
+from tilemesh.methods.link import ASKED, STOPPED, ServerLink
 from tilemesh.methods.record import ServerEvent, append_record
 from tilemesh.methods.rules import bound_of
-from tilemesh.methods.server import ParameterServer
+from tilemesh.methods.server import ParameterServer, SharedNorm
+from tilemesh.parallel.gradients import clip_factor, read
 from tilemesh.parallel.mesh import Axis
 from tilemesh.parallel.shard import Held
 from tilemesh.runs.manifest import WEIGHT
@@ -138,32 +139,45 @@ class ServedOptimizer(Optimizer):
         super().__init__(config.optimizer, held, config.plan.precision)
         self.link: ServerLink = link_of(self.vectors.cuts)
         self.clock, self.last, self.recorder, self.waits = 0, last, recorder, waits
-        self._began = self._done = 0
+        self.asked: Callable[[], bool] = lambda: False
+        """Whether this rank was asked to stop, which servers pass on to the worker that decides."""
+        self.clips_elsewhere = clips_mean(config)
+        self._began = 0
 
     def begin(self, clock: int, *, starts: bool) -> None:
         """Tell the servers what to begin with, which is what is here, or take it from them."""
         if starts:
             self.link.start(clock, [self.vectors.flat, *flat_states(self, self.kinds)], self.steps)
         self.clock = self._began = self.link.pull(self.vectors.flat)
-        self._done = clock
 
     def step(self, rate: float | Tensor, divisor: Tensor | None = None) -> None:
         assert divisor is None
         gradients = [mine.tensor.grad for mine in self.vectors.held.values()]
         pieces = [gradient.reshape(-1) for gradient in gradients if gradient is not None]
-        self._done += 1
         began_s, nbytes = time.perf_counter(), self.vectors.flat.nbytes
         self.link.push(torch.cat(pieces), self.clock)
         self.recorder.message(SERVERS_AXIS, "push", nbytes, began_s)
         is_last = self.waits and self.clock + 1 >= self.last
         began_s, held_s = time.perf_counter(), self.link.held_s
-        self.clock = self.link.pull(self.vectors.flat, last=is_last)
+        self.clock = self.link.pull(self.vectors.flat, last=is_last, asked=self.asked())
+        if self.waits and not is_last and self.clock >= self.last:  # it was given up, and others went on to the end
+            self.clock = self.link.pull(self.vectors.flat, last=True)
+        self.is_asked_to_stop = self.link.told == ASKED
         self.recorder.message(SERVERS_AXIS, "pull", nbytes, began_s)
         # What a server made it wait for others is no exchange, and counts as waiting.
         self.recorder.seconds[IDLE] = self.recorder.seconds.get(IDLE, 0.0) + self.link.held_s - held_s
 
+    def reached(self, step: int) -> int:
+        return self.clock
+
+    def stop(self) -> None:
+        """All others end after the step that they are at, and what is then read is what was made so far."""
+        if self.clock < self.last:
+            self.link.stop()
+            self.link.pull(self.vectors.flat, last=True)
+
     def tensors(self) -> Iterator[tuple[str, Shard, Tensor]]:
-        self.steps, (weights, *kept) = self.link.state(len(self.vectors.flat), self.vectors.flat, self._done)
+        self.steps, (weights, *kept) = self.link.state(len(self.vectors.flat), self.vectors.flat, self.clock)
         for name, piece in zip(self.stepped, self.vectors.split(weights), strict=True):
             yield f"{WEIGHT}:{name}", self.shards[name], piece
         columns = [self.vectors.split(value) for value in kept]
@@ -222,17 +236,24 @@ class Seat:
 
 
 def work(seat: Seat, stepper: Stepper, interrupt: Interrupt, baseline: int) -> None:
-    """As a worker but the first: step until the clock of the last step, then tell how long steps took."""
+    """As a worker but the first: step until the clock of the last step, or until the first worker has decided to stop;
+    then tell how long steps took."""
     optimizer, recorder, config = stepper.optimizer, stepper.recorder, seat.config
     assert isinstance(optimizer, ServedOptimizer)
+    optimizer.asked = lambda: interrupt.asked
     optimizer.begin(0, starts=False)
     parts: list[list[float]] = []
-    while optimizer.clock < optimizer.last and not interrupt.asked and not interrupt.is_time_over:
+    while optimizer.clock < optimizer.last and optimizer.link.told != STOPPED:
         recorder.step = optimizer.clock + 1
         recorder.trace.on = recorder.trace.on and len(parts) < config.train.trace_steps
         began_s, before = time.perf_counter(), recorder.parts_s()
         with recorder.in_step():
-            stepper(optimizer.clock + 1)
+            (loss, norm), number = *read([stepper(optimizer.clock + 1)]), recorder.step
+        if stepper.is_bad(loss, norm):  # it has pushed nothing, and would make the same step again
+            raise RunError(
+                f"worker {seat.everyone.rank}, step {number}: loss is {loss} and the gradient's norm {norm}; a smaller "
+                "optimizer.lr or optimizer.clip may help"
+            )
         exchange_s, data_s, idle_s = (now - then for now, then in zip(recorder.parts_s(), before, strict=True))
         parts.append([time.perf_counter() - began_s, exchange_s - idle_s, data_s, idle_s])
     recorder.trace.close()
@@ -254,7 +275,19 @@ def served_shard(config: TrainConfig, held: Mapping[str, Held], number: int) -> 
     )
 
 
-def serve_shard(config: TrainConfig, comm: Communicator, held: Mapping[str, Held], folder: Path, baseline: int) -> None:
+def clips_mean(config: TrainConfig) -> bool:
+    """Whether servers clip the mean of all workers' gradients, as data parallelism does; else each worker its own."""
+    return config.optimizer.clip > 0 and bound_of(config.method.consistency, config.method.staleness) == 0
+
+
+def serve_shard(
+    config: TrainConfig,
+    comm: Communicator,
+    held: Mapping[str, Held],
+    folder: Path,
+    interrupt: Interrupt,
+    baseline: int,
+) -> None:
     """As a server: hold this rank's part of the parameters until all workers have ended, and write what it did."""
     workers, method = config.plan.dp, config.method
     number, bound = comm.rank - workers, bound_of(method.consistency, method.staleness)
@@ -266,9 +299,15 @@ def serve_shard(config: TrainConfig, comm: Communicator, held: Mapping[str, Held
         except OSError as error:  # what was trained stays, with or without a record of it
             print(f"tilemesh: no record of server {number}: {error}", file=sys.stderr, flush=True)
 
+    norm = SharedNorm(comm, range(workers, comm.size))
+
+    def clipped(mean: Tensor) -> float:
+        return clip_factor(norm(mean), config.optimizer.clip)
+
     shard, silence_s = served_shard(config, held, number), config.train.timeout_s / 2
     server = ParameterServer(
-        comm, range(workers), shard, bound, method.batch, started=False, silence_s=silence_s,
+        comm, range(workers), shard, bound, method.batch, started=False, silence_s=silence_s, keeper=0,
+        asked=lambda: interrupt.asked, scale=clipped if clips_mean(config) else 1.0,
         about=lambda: {"peak_memory_bytes": peak_bytes(shard.weights.device), "memory_baseline_bytes": baseline},
         keep=keep,
     )  # fmt: skip

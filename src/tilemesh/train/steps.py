@@ -96,7 +96,8 @@ class Stepper:
             self._fetch_ahead(number)  # while the GPU is still at it
         with recorder.span("gradients"):
             divide = not self.optimizer.is_ours
-            done = self.gradients.finish(config.optimizer.clip or None, divide=divide)
+            max_norm = None if self.optimizer.clips_elsewhere else config.optimizer.clip or None
+            done = self.gradients.finish(max_norm, divide=divide)
         overflowed = not math.isfinite(done.norm)
         with recorder.span("optimizer"):
             if not overflowed:

@@ -180,7 +180,7 @@ def replay_difference(records: list[dict[str, Any]], workers: int) -> float:
         events,
         lambda server: again[server].weights.clone(),
         made,
-        lambda server, pushes, gradients: mean_update(again[server], pushes, gradients, workers),
+        lambda server, pushes, gradients, scale: mean_update(again[server], pushes, gradients, workers, scale),
     )
     ends = [torch.tensor(record["weights"], dtype=torch.float64) for record in records]
     return max(float((end - shard.weights).abs().max()) for end, shard in zip(ends, again, strict=True))
