@@ -21,7 +21,7 @@ from tilemesh.comm import run_threads
 from tilemesh.core.errors import UsageError
 from tilemesh.core.plan import SYNCHRONOUS
 from tilemesh.launch.start import find_mpiexec
-from tilemesh.parallel.gate.cases import MODELS, Case, GateLayout, cases, layouts, pipelines
+from tilemesh.parallel.gate.cases import MODELS, Case, GateLayout, cases, compressed, layouts, pipelines
 from tilemesh.parallel.gate.compare import Apart, Gate, GateResult
 from tilemesh.parallel.gate.pairs import OFFLOADED, _chosen, _possible, combinations, every_case
 from tilemesh.parallel.gate.plant import PLANTS, Plant
@@ -71,6 +71,62 @@ def test_a_planted_bug_turns_it_red_and_is_named(name: str) -> None:
     (result,) = run(case.layout.ranks, [case], plant)
     assert not result.passed
     assert plant.names in result.where
+
+
+def compressed_cases(plant: Plant) -> list[Case]:
+    """Of frozen codes and of matrices rounded in every pass, the first layout and model each that can have the bug."""
+    every = [
+        Case(model, layout, weights=weights)
+        for ranks in (2, 4)
+        for layout, weights in compressed(ranks)
+        for model in MODELS
+    ]
+    suited = [case for case in every if plant.applies(case.layout, case.config)]
+    return list({case.weights.startswith("rounded"): case for case in reversed(suited)}.values())
+
+
+OTHERWISE_PLANTED = ("attention-no-sum", "mlp-bias-everywhere", "mlp-wrong-slice")
+"""Bugs that are put into a compressed projection in another way than into a plain one."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in OTHERWISE_PLANTED else pytest.mark.slow)
+        for name, plant in PLANTS.items()
+        if compressed_cases(plant)
+    ],
+)
+def test_a_planted_bug_reaches_compressed_matrices(name: str) -> None:
+    """They hold their sum over ranks, their bias and their rows in other places than plain ones do."""
+    plant = PLANTS[name]
+    for case in compressed_cases(plant):
+        (result,) = run(case.layout.ranks, [case], plant)
+        assert not result.passed, f"{case} passes with the bug in it"
+        assert plant.names in result.where
+
+
+def test_every_bug_but_those_of_pipelines_and_deeper_zero_meets_compressed_matrices() -> None:
+    never = {name for name, plant in PLANTS.items() if not compressed_cases(plant)}
+    assert {name for name in never if not PLANTS[name].piped} == {
+        "zero-groups-not-summed",
+        "zero-microbatch-left-out",
+        "zero-early-free",
+    }, "ZeRO in groups, in stage 2 and 3: not among the compressed layouts"
+    codes = {name for name, plant in PLANTS.items() if any("rounded" not in c.weights for c in compressed_cases(plant))}
+    assert {PLANTS[name].kind for name in codes} >= {"attention", "mlp", "column", "embedding", "loss", "gradients"}
+
+
+@pytest.mark.parametrize("name", sorted(PLANTS.keys() - {"last-microbatch"}))  # one process can have that one
+def test_a_bug_that_nothing_asked_for_can_have_is_refused(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Or else the gate would be green with nothing planted. What it says to give instead does have it."""
+    assert main(["verify", "--ranks", "1", "--no-pairs", "--plant", name]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    given = re.search(r"give --ranks (\d)(?: --models (\w+))?( without --no-pairs)?$", said)
+    assert given is not None, said
+    asked = every_case(int(given[1]), (given[2],) if given[2] else (), pairs=bool(given[3]))
+    assert any(PLANTS[name].applies(case.layout, case.config) for case in asked)
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
@@ -181,10 +237,11 @@ def test_the_command_is_red_when_it_should_be(
     said = capfd.readouterr().out
     assert "1 of 1 FAIL" in said
     assert "gpt: forward differs first at layers.0.attention;" in said
-    assert "27 cases: 4 FAIL" in said
+    assert "planted in 7 cases, found in 7 of them\n27 cases: 7 FAIL" in said
     assert "dp=1 tp=2 int4-g4 " in said, "with compressed matrices"
     lines = [json.loads(line) for line in file.read_text().splitlines()]
-    assert [line["passed"] for line in lines].count(False) == 4
+    assert [line["passed"] for line in lines].count(False) == 7
+    assert [line["planted"] for line in lines] == [not line["passed"] for line in lines]
     assert all(line["passed"] == (line["apart"]["gradient"] <= line["bound"]["gradient"] == 1e-10) for line in lines)
 
 

@@ -93,12 +93,13 @@ def results(comm: Communicator, options: Options) -> Iterator[dict[str, Any]]:
     if options.device == "cpu":
         warnings.filterwarnings("ignore", message="mkldnn_matmul failed")  # a CPU without bf16: slow, and right
         torch.set_num_threads(1)  # the models are tiny, and there are as many ranks as asked for
-    gate = Gate(comm, options.device, PLANTS.get(options.plant))
+    plant = PLANTS.get(options.plant)
+    gate = Gate(comm, options.device, plant)
     for result in gate.run(every_case(options.ranks, options.models, options.precision, options.pairs)):
-        yield _fields(result)
+        yield _fields(result, plant is not None and plant.applies(result.case.layout, result.case.config))
 
 
-def _fields(result: GateResult) -> dict[str, Any]:
+def _fields(result: GateResult, planted: bool) -> dict[str, Any]:
     case = result.case
     return {
         "model": case.model,
@@ -107,6 +108,7 @@ def _fields(result: GateResult) -> dict[str, Any]:
         "precision": case.precision,
         "apart": dataclasses.asdict(result.apart),
         "bound": dataclasses.asdict(result.bound),
+        "planted": planted,
         "passed": result.passed,
         "where": result.where,
     }
@@ -129,6 +131,30 @@ def _require(options: Options) -> None:
 
         if options.plant not in PLANTS:
             raise unknown("bug", options.plant, PLANTS)
+        _require_a_place(options)
+
+
+def _require_a_place(options: Options) -> None:
+    """A bug that no layout has would leave the gate green and prove nothing."""
+    from tilemesh.parallel.gate.cases import MODELS
+    from tilemesh.parallel.gate.pairs import every_case
+    from tilemesh.parallel.gate.plant import PLANTS
+
+    def has_place(ranks: int, models: tuple[str, ...], pairs: bool) -> bool:
+        asked = every_case(ranks, models, options.precision, pairs)
+        return any(PLANTS[options.plant].applies(case.layout, case.config) for case in asked)
+
+    if has_place(options.ranks, options.models, options.pairs):
+        return
+    wider = ((pairs, ranks, models) for pairs in (options.pairs, True) for ranks in (2, 4, 8) if ranks >= options.ranks
+             for models in (options.models, *((name,) for name in MODELS)))  # fmt: skip
+    pairs, ranks, models = next(found for found in wider if has_place(found[1], found[2], found[0]))
+    words = f"--ranks {ranks}" + f" --models {','.join(models)}" * bool(models)
+    words += " without --no-pairs" * (pairs and not options.pairs)
+    raise UsageError(
+        f"--plant {options.plant}: none of the layouts and models asked for can have this bug, so the gate would pass "
+        f"with nothing planted; give {words}"
+    )
 
 
 def _on_threads(options: Options, table: LayoutTable) -> None:
@@ -207,6 +233,9 @@ class LayoutTable:
                 except OSError as error:
                     raise RunError(f"--json {self.file} cannot be written: {error.strerror}") from None
         verdict = "every layout computes what one process computes" if not self.failed else f"{self.failed} FAIL"
+        planted = [line for line in self.lines if line["planted"]]
+        if planted:
+            print(f"planted in {len(planted)} cases, found in {sum(not line['passed'] for line in planted)} of them")
         print(f"{len(self.lines)} cases: {verdict}")
 
 

@@ -40,11 +40,12 @@ def find(case: Case, mesh: Mesh, laid: Laid, device: str) -> str:
     forward = _first(mesh, list(wanted), off, tolerance)
     [(loss, norm)] = read([laid.gradients.finish()])
     gradients = laid.gather_gradients()
-    names = list(laid.names)
+    wanted_gradients = dict(_gradients_of(whole))
+    names = list(wanted_gradients)
     off = [0.0] * len(names)
     if gradients is not None:
         whole_norm = alone_norm(whole)
-        off = [float((gradients[n].double() - g.double()).norm()) / whole_norm for n, g in _gradients_of(whole)]
+        off = [float((gradients[n].double() - g.double()).norm()) / whole_norm for n, g in wanted_gradients.items()]
     if forward is not None:
         parameter = _first(mesh, names, off, tolerance)
         return f"forward differs first at {forward}; first parameter whose gradient differs: {parameter}"
@@ -158,8 +159,9 @@ def _first(mesh: Mesh, names: list[str], off: list[float], tolerance: float) -> 
 
 def _gradients_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for name, parameter in model.named_parameters():
-        assert parameter.grad is not None
-        yield name, parameter.grad.cpu()
+        if parameter.requires_grad:  # codes and scales of compressed matrices are not trained
+            assert parameter.grad is not None
+            yield name, parameter.grad.cpu()
 
 
 def alone_norm(model: nn.Module) -> float:

@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.dropout import ORIGIN
+from tilemesh.model.lowbit import CompressedLinear, LowBitLinear
 from tilemesh.parallel.buckets import Bucketed
 from tilemesh.parallel.gate.cases import GateLayout
 from tilemesh.parallel.laid import Laid, StepPiece
@@ -61,20 +62,33 @@ def _module(laid: Laid, name: str) -> Any:
     return laid.module.get_submodule(name)
 
 
+# A compressed projection holds its sum over ranks itself, and what its rows are made of is not `weight`.
+
+
 def _attention_without_sum(laid: Laid) -> None:
-    _module(laid, "layers.0.attention.fc_o").seams = _deaf(laid)
+    layer = _module(laid, "layers.0.attention.fc_o")
+    if isinstance(layer, CompressedLinear):
+        layer.reduce = _deaf(laid).leave
+    else:
+        layer.seams = _deaf(laid)
 
 
 def _bias_on_every_rank(laid: Laid) -> None:
     layer = _module(laid, "layers.1.mlp.fc_out")
-    layer.forward = lambda x: layer.seams.leave(functional.linear(x, layer.weight, layer.bias))
+    if isinstance(layer, CompressedLinear):
+        layer.forward = lambda x: laid.seams.leave(layer.product(x) + layer.bias)  # type: ignore[method-assign]
+    else:
+        layer.forward = lambda x: layer.seams.leave(functional.linear(x, layer.weight, layer.bias))
 
 
 def _shifted(name: str) -> Callable[[Laid], None]:
     @torch.no_grad()
     def put(laid: Laid) -> None:
-        weight = _module(laid, name).weight
-        weight.copy_(weight.roll(1, 0))
+        layer = _module(laid, name)
+        by_rows = ("codes", "scales", "zeros") if isinstance(layer, LowBitLinear) else ("weight",)
+        for value in (getattr(layer, parameter) for parameter in by_rows):
+            if value is not None:
+                value.copy_(value.roll(1, 0))
 
     return put
 
