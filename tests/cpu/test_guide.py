@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import re
+import time
 import xml.etree.ElementTree as ET
 from functools import partial
 from pathlib import Path
@@ -20,7 +22,7 @@ from tilemesh.cli.main import main
 from tilemesh.comm import run_threads
 from tilemesh.core.errors import UsageError
 from tilemesh.core.step.book import build
-from tilemesh.guide import attention, strategies
+from tilemesh.guide import apart, attention, strategies
 from tilemesh.guide.book import PARTS, GuidePart, part_of
 from tilemesh.guide.draw import every_figure
 from tilemesh.guide.exercise import Exercise, choice, function_in, listing, numeric
@@ -60,6 +62,8 @@ def lesson_with(*answers: str | None) -> tuple[Lesson, io.StringIO]:
         ("64 MiB", "B", 64 << 20), ("64MB", "B", 64e6), ("1,024", "B", 1024),
         ("2.5 GB/s", "B/s", 2.5e9),
         ("80 GFLOP/s", "FLOP/s", 80e9), ("80 G", "FLOP/s", 80e9), ("20 %", "fraction", 0.2), ("0.2", "fraction", 0.2),
+        ("50%", "fraction", 0.5), ("50 percent", "fraction", 0.5), ("50 per cent", "fraction", 0.5),
+        ("1", "fraction", 1), ("150 %", "fraction", 1.5), ("3/15", "fraction", 0.2), ("3 / 5", "count", 0.6),
         ("12", "count", 12), ("4k", "messages", 4000), ("6 messages", "messages", 6), ("1.5 GiB/s", "B/s", 1.5 * 2**30),
     ],
 )  # fmt: skip
@@ -79,6 +83,8 @@ def test_a_number_is_read_as_it_is_typed(text: str, unit: str, value: float) -> 
         ("1,5 us", "s"),
         ("1,5", "count"),
         ("60 us", "count"),
+        ("1/0", "count"),
+        ("1/2/3", "count"),
     ],
 )
 def test_what_is_no_number_of_the_unit_is_refused(text: str, unit: str) -> None:
@@ -87,6 +93,34 @@ def test_what_is_no_number_of_the_unit_is_refused(text: str, unit: str) -> None:
         match="is no number: " if unit == "count" else f"is no number of {'seconds' if unit == 's' else unit}: ",
     ):
         parse_quantity(text, unit)
+
+
+@pytest.mark.parametrize(
+    ("text", "unit", "said"),
+    [
+        ("20", "fraction", "'20' as a share would be 20 times the whole: write 20 % or 0.2"),
+        ("half", "fraction", "'half' is no share: write it such as 35 % or 0.35"),
+        ("50%", "s", "'50%' is a share, and a number of seconds is asked for: write it such as 3 ms"),
+        ("50 %", "B", "'50 %' is a share, and a number of B is asked for: write it such as 64 MiB"),
+        (
+            "50 percent",
+            "count",
+            "'50 percent' is a share, and a number is asked for: write the number alone, such as 37",
+        ),
+    ],
+)
+def test_a_share_says_which_unit_is_asked_for(text: str, unit: str, said: str) -> None:
+    with pytest.raises(UsageError) as refused:
+        parse_quantity(text, unit)
+    assert str(refused.value) == said
+
+
+def test_a_reader_may_answer_in_per_cent() -> None:
+    bubble = next(one for one in part_of("7").exercises() if one.key == "bubble")
+    assert [bubble.correct(bubble.read(text)) for text in ("20%", "20 %", "0.2", "3/15")] == [None] * 4
+    assert "compared with the useful time" in str(bubble.correct(bubble.read("25%")))
+    with pytest.raises(UsageError, match=r"write 20 % or 0\.2"):
+        bubble.read("20")
 
 
 @given(st.floats(1e-9, 1e3), st.sampled_from(["s", "B", "B/s", "FLOP/s", "fraction", "count"]))
@@ -188,6 +222,103 @@ def test_an_exercise_is_asked_in_its_chapter_and_named_once(part: GuidePart, exe
     assert f'lesson.exercise("{exercise.key}")' in part.script.read_text()
     assert f"`{exercise.key}`" in (ROOT / part.page).read_text()
     assert [one.key for one in part.exercises()].count(exercise.key) == 1
+
+
+@pytest.mark.parametrize(("part", "exercise"), EXERCISES, ids=exercise_id)
+def test_neither_a_hint_nor_a_refusal_tells_the_answer(part: GuidePart, exercise: Exercise) -> None:
+    if exercise.is_code:
+        return
+    said = exercise.hint
+    with pytest.raises(UsageError) as refused:
+        exercise.read("nonsense")
+    for number in re.findall(r"[0-9][0-9.]*(?: [%\w/]+)?", f"{said}; {refused.value}"):
+        try:
+            answer = exercise.read(number)
+        except UsageError:
+            continue
+        assert exercise.correct(answer) is not None, f"'{number}' is the answer"
+
+
+CODE = [pair for pair in EXERCISES if pair[1].is_code]
+
+
+@pytest.mark.parametrize(("part", "exercise"), EXERCISES, ids=exercise_id)
+def test_no_answer_is_told_so(part: GuidePart, exercise: Exercise) -> None:
+    for nothing in (None, object()):
+        correction = exercise.correct(nothing)
+        assert correction is not None
+        assert "There is no answer yet: expected" in correction or "is no answer: expected" in correction
+    if exercise.is_code:
+        assert "Your function returned None: it is not written yet" in str(exercise.correct(lambda *given: None))
+
+
+@pytest.mark.parametrize(("part", "exercise"), CODE, ids=exercise_id)
+def test_a_template_that_is_not_filled_in_returns_none(
+    part: GuidePart, exercise: Exercise, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(exercise.template)
+    assert main(["guide", part.key, "--exercise", exercise.key, "--answer", str(path)]) == 1
+    said = capsys.readouterr().out
+    assert said.startswith("  Not yet. Your function returned None: ")
+    assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize(("part", "exercise"), CODE, ids=exercise_id)
+def test_an_answer_that_never_ends_is_stopped(
+    part: GuidePart, exercise: Exercise, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def for_ever(*given: Any) -> Any:
+        while True:
+            pass
+
+    monkeypatch.setattr(apart, "LIMIT_S", 0.5)
+    began = time.monotonic()
+    assert "did not end within 0.5 s and was stopped" in str(exercise.correct(for_ever))
+    assert time.monotonic() - began < 30, "bounded, however busy the machine is"
+    monkeypatch.undo()
+    assert "goes on after 10,000 items" in str(exercise.correct(lambda *given: itertools.count()))
+    assert "goes on after 10,000 items" in str(exercise.correct(lambda *given: (itertools.count(), [1])))
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("    return sum(range(10**18))", "did not end within"),  # no Python code runs meanwhile: a thread would hang
+        ("    import time; time.sleep(1e6)", "did not end within"),
+        ("    import os; os._exit(3)", "ended the whole Python process (with exit code 3)"),
+        ("    import os; os.kill(os.getpid(), 9)", "ended the whole Python process (by signal 9)"),
+        ("    raise SystemExit('enough')", "raised SystemExit: enough"),
+        ("    return input('how many? ')", "raised EOFError in line 2 of mine.py"),
+        ("    return list(range(10**12))", "raised MemoryError in line 2 of mine.py"),
+        ("    yield 1.0", "did not return a number"),
+    ],
+)
+def test_what_a_function_does_to_its_process_is_not_done_to_ours(
+    body: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(f"def bound_time(flops, nbytes, peak, bandwidth):\n{body}\n")
+    exercise = next(one for one in part_of("4").exercises() if one.key == "bound_time")
+    monkeypatch.setattr(apart, "LIMIT_S", 1.0 if "did not end" in said else 20.0)
+    assert said in str(exercise.correct(exercise.read(str(path))))
+
+
+def test_a_file_is_run_once_and_only_where_it_is_judged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, notes = tmp_path / "mine.py", tmp_path / "notes"
+    path.write_text(f"open({str(notes)!r}, 'a').write('run ')\ndef bound_time(*given):\n    return 0.0\n")
+    words = ["guide", "4", "--exercise", "bound_time", "--answer", str(path)]
+    assert main(words) == 1
+    assert notes.read_text() == "run "
+    monkeypatch.setattr(apart, "LIMIT_S", 0.5)
+    path.write_text("while True:\n    pass\n")
+    assert main(words) == 1
+    assert "did not end within 0.5 s" in capsys.readouterr().out
+    path.write_text("raise ValueError('no')\n")
+    assert main(words) == 2
+    assert capsys.readouterr().err == f"tilemesh: '{path}' cannot be run: ValueError: no\n"
 
 
 def test_a_number_nobody_thought_of_is_told_how_to_count() -> None:

@@ -74,8 +74,8 @@ def _check(part: GuidePart, key: str, answer: str | None, console: Console) -> i
         return 0
     # An answer on the command line counts, whether or not the output is a terminal.
     lesson = Lesson(part.key, console=console, ask=lambda prompt: None)
-    known[key].read(answer)  # what is no answer at all is refused as any other bad option is
-    return 0 if lesson.answer(known[key], answer) else 1
+    # What is no answer at all is refused as any other bad option is.
+    return 0 if lesson.judge(known[key], known[key].read(answer)) else 1
 
 
 def _show_progress(console: Console) -> None:

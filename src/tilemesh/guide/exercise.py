@@ -3,21 +3,24 @@
 An exercise knows its solution, and it knows wrong answers: those that people give for a reason, each with a correction
 of its own. `correct(answer)` returns None for a right answer and the correction otherwise; an answer nobody thought of
 gets a general one. Four makers: `numeric`, `listing` (some ranks), `choice`, and `code` (a function, judged by what it
-does, never by what it looks like).
+does, never by what it looks like, in a process of its own: `apart.py`).
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 import runpy
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
 from tilemesh.core.errors import RunError, UsageError
+from tilemesh.guide.apart import judged_apart
 from tilemesh.guide.quantity import hint_of, parse_quantity
 
 Correction = Callable[[Any], str | None]
@@ -63,9 +66,12 @@ def numeric(
 
     `otherwise` says how it is computed, without saying what comes out.
     """
+    hint = hint_of(unit)
     near = tolerance if tolerance is not None else 1e-9 if unit == "count" and answer == int(answer) else 0.01
 
     def correct(given: float) -> str | None:
+        if not isinstance(given, Real):
+            return _no_answer(given, f"a number, {hint}")
         if math.isclose(given, answer, rel_tol=near):
             return None
         for value, why in wrong.items():
@@ -73,7 +79,6 @@ def numeric(
                 return why
         return f"That is too {'much' if given > answer else 'little'}. {otherwise}"
 
-    hint = hint_of(unit)
     return Exercise(
         key, question, hint, answer, tuple(wrong), correct, lambda text: parse_quantity(text, unit), explanation
     )
@@ -99,6 +104,8 @@ def listing(
         return tuple(int(word) for word in words)
 
     def correct(given: Sequence[int]) -> str | None:
+        if not isinstance(given, Sequence) or not all(isinstance(rank, Integral) for rank in given):
+            return _no_answer(given, "a list of ranks")
         if sorted(given) == sorted(answer):
             return None
         for value, why in wrong.items():
@@ -127,7 +134,16 @@ def choice(key: str, question: str, options: Mapping[str, str | None], *, explan
     listed = "\n".join(f"  {letter}) {sentence}" for letter, sentence in zip(letters, sentences, strict=True))
     planted = tuple(sentence for sentence in sentences if options[sentence] is not None)
     hint = f"one of {', '.join(letters)}"
-    return Exercise(key, f"{question}\n{listed}", hint, right[0], planted, options.__getitem__, read, explanation)
+
+    def correct(given: str) -> str | None:
+        return options[given] if given in sentences else _no_answer(given, "one of the sentences")
+
+    return Exercise(key, f"{question}\n{listed}", hint, right[0], planted, correct, read, explanation)
+
+
+def _no_answer(given: object, expected: str) -> str:
+    """Of what a notebook's `correct` may be given and nobody can type."""
+    return f"{'There is no answer yet' if given is None else f'{given!r:.60} is no answer'}: expected {expected}."
 
 
 def code(
@@ -135,6 +151,7 @@ def code(
     question: str,
     template: str,
     *,
+    returns: str,
     solution: Callable[..., Any],
     planted: Sequence[Callable[..., Any]],
     correct: Correction,
@@ -142,20 +159,73 @@ def code(
 ) -> Exercise:
     """A function named like the exercise, in a file of the reader's or handed over in a notebook.
 
-    One that raises gets what it raised, and where, as its correction.
+    `returns`: what it returns, in a few words. One that raises gets what it raised, and where, as its correction.
     """
 
-    def judged(function: Callable[..., Any]) -> str | None:
+    def judged(given: Callable[..., Any] | AnswerFile) -> str | None:
+        if not callable(given) and not isinstance(given, AnswerFile):
+            return _no_answer(given, f"a function `{key}`")
+        return judged_apart(lambda: judge(given))
+
+    def judge(given: Callable[..., Any] | AnswerFile) -> str | None:
+        function = function_in(given.path, key) if isinstance(given, AnswerFile) else given
         try:
-            return correct(function)
+            return correct(_with_a_result(function, returns))
+        except _NoResultError as error:
+            return str(error)
         except Exception as error:
             return f"The function raised {type(error).__name__}{_line_of(function, error)}: {error}"
 
-    def read(text: str) -> Callable[..., Any]:
-        return function_in(Path(text.strip()).expanduser(), key)
+    def read(text: str) -> AnswerFile:
+        path = Path(text.strip()).expanduser()
+        _source(path, key)
+        return AnswerFile(path)
 
     hint = f"a Python file with a function `{key}`"
     return Exercise(key, question, hint, solution, tuple(planted), judged, read, explanation, template)
+
+
+@dataclass(frozen=True)
+class AnswerFile:
+    """A reader's file, which is run only where it is judged."""
+
+    path: Path
+
+
+class _NoResultError(BaseException):
+    """A function returned nothing that could be judged. No Exception, which a check may take for the answer's own."""
+
+
+MOST_ITEMS = 10_000
+"""More than any answer has; what yields more is taken to have no end."""
+
+
+def _with_a_result(function: Callable[..., Any], returns: str) -> Callable[..., Any]:
+    """The function, refused where it returns None or something without an end."""
+
+    def called(*args: Any) -> Any:
+        result = function(*args)
+        if result is None:
+            raise _NoResultError(
+                f"Your function returned None: it is not written yet, or a `return` is missing. It returns {returns}."
+            )
+        return _listed(result, returns)
+
+    return called
+
+
+def _listed(result: Any, returns: str) -> Any:
+    """Generators and other iterators as lists, also inside a list or a tuple."""
+    if isinstance(result, Iterator):
+        found = list(itertools.islice(result, MOST_ITEMS + 1))
+        if len(found) > MOST_ITEMS:
+            raise _NoResultError(
+                f"Your function returned something that goes on after {MOST_ITEMS:,} items. It returns {returns}."
+            )
+        return found
+    if type(result) in (list, tuple):
+        return type(result)(_listed(item, returns) for item in result)
+    return result
 
 
 def _line_of(function: Callable[..., Any], error: BaseException) -> str:
@@ -177,8 +247,7 @@ def why_stuck(error: RunError) -> str:
 
 def function_in(path: Path, name: str) -> Callable[..., Any]:
     """The function of that name in a reader's file; the file is run."""
-    if not path.is_file():
-        raise UsageError(f"'{path}' is no file: write the function `{name}` into one and give its name")
+    _source(path, name)
     try:
         found = runpy.run_path(str(path)).get(name)
     except Exception as error:
@@ -187,3 +256,13 @@ def function_in(path: Path, name: str) -> Callable[..., Any]:
         raise UsageError(f"'{path}' defines no function `{name}`")
     result: Callable[..., Any] = found
     return result
+
+
+def _source(path: Path, name: str) -> None:
+    """Refuse what is no file, or no Python, before any of it is run."""
+    if not path.is_file():
+        raise UsageError(f"'{path}' is no file: write the function `{name}` into one and give its name")
+    try:
+        compile(path.read_bytes(), str(path), "exec")
+    except (SyntaxError, ValueError, OSError) as error:
+        raise UsageError(f"'{path}' cannot be run: {type(error).__name__}: {error}") from error

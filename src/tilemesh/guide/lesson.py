@@ -207,10 +207,13 @@ class Lesson:
     def answer(self, exercise: Exercise, text: str) -> bool | None:
         """Judge what a reader typed, say why it is wrong if it is, and remember the try. None: it is no answer."""
         try:
-            given = exercise.read(text)
+            return self.judge(exercise, exercise.read(text))
         except UsageError as error:
             self.console.print(f"  {error}", markup=False, soft_wrap=self._in_pipe)
             return None
+
+    def judge(self, exercise: Exercise, given: Any) -> bool:
+        """Judge an answer that was read; UsageError for a file that cannot be run."""
         why = exercise.correct(given)
         if self._progress is not None:
             self._progress.answered(self.part.key, exercise.key, why is None)

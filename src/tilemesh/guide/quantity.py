@@ -1,6 +1,7 @@
-"""Numbers as a reader types them: `3 ms`, `40us`, `2 seconds`, `2.5 GB/s`, `64 MiB`, `20 %`, `1,024`, `12`.
+"""Numbers as a reader types them: `3 ms`, `40us`, `2 seconds`, `2.5 GB/s`, `64 MiB`, `20 %`, `3/5`, `1,024`, `12`.
 
-A comma separates thousands and nothing else: `1,5` could mean 1.5 or 15, so it is refused.
+A comma separates thousands and nothing else: `1,5` could mean 1.5 or 15, so it is refused. So is a share of 20: it
+could be 20 % or 20 times the whole.
 """
 
 from __future__ import annotations
@@ -22,7 +23,10 @@ _SECONDS |= {
 }
 _DECIMAL = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "p": 1e15}
 _BINARY = {f"{letter}i": 1024.0**power for power, letter in enumerate("kmgtp", start=1)}
-_EXAMPLES = {"s": "3 ms", "B": "64 MiB", "B/s": "2.5 GB/s", "FLOP/s": "80 GFLOP/s", "fraction": "20 %"}
+_PERCENT = {"%", "percent", "per cent", "pct"}
+# No example is the answer of an exercise.
+_EXAMPLES = {"s": "3 ms", "B": "64 MiB", "B/s": "2.5 GB/s", "FLOP/s": "80 GFLOP/s", "fraction": "35 % or 0.35"}
+_EXAMPLE = "37"
 
 
 def hint_of(unit: str) -> str:
@@ -35,19 +39,36 @@ def hint_of(unit: str) -> str:
 def parse_quantity(text: str, unit: str) -> float:
     """The number in the unit's own scale (seconds, bytes, FLOP/s); a bare number is taken to be in it already."""
     higher_is_better(unit)  # refuses a unit that no row has
-    found = _NUMBER.fullmatch(text.strip())
-    kind = "number" if unit == "count" else f"number of {'seconds' if unit == 's' else unit}"
-    how = "write the number alone, such as 12" if unit == "count" else f"write it such as {_EXAMPLES.get(unit, '12')}"
-    if re.match(r"[0-9]+,[0-9]", text.strip()):
+    given = text.strip()
+    shown = given if len(given) <= 40 else f"{given[:40]}…"
+    kind = {"count": "number", "s": "number of seconds", "fraction": "share"}.get(unit, f"number of {unit}")
+    how = f"write the number alone, such as {_EXAMPLE}"
+    if unit != "count":
+        how = f"write it such as {_EXAMPLES.get(unit, _EXAMPLE)}"
+    if re.match(r"[0-9]+,[0-9]", given):
         how += ", with a point before decimals"
-    wrong = UsageError(f"'{text.strip()[:40]}' is no {kind}: {how}")
+    top, _, bottom = given.partition("/") if unit in ("count", "fraction") else (given, "", "")
+    value = _value(top, unit)
+    below = _value(bottom, "count") if bottom else 1.0
+    if value is None or not below or not math.isfinite(value / below):
+        word = _NUMBER.fullmatch(given)
+        if word is not None and word[2].strip().lower() in _PERCENT:
+            raise UsageError(f"'{shown}' is a share, and a {kind} is asked for: {how}")
+        raise UsageError(f"'{shown}' is no {kind}: {how}")
+    if unit == "fraction" and value / below > 1 and not bottom and given[-1:].isdecimal():
+        raise UsageError(
+            f"'{shown}' as a share would be {value:g} times the whole: write {value:g} % or {value / 100:g}"
+        )
+    return value / below
+
+
+def _value(text: str, unit: str) -> float | None:
+    """A single number with a word of the unit behind it; None for anything else."""
+    found = _NUMBER.fullmatch(text.strip())
     if found is None:
-        raise wrong
-    value = float(found[1].replace("_", "").replace(",", ""))
+        return None
     scale = _scale(found[2].strip(), unit)
-    if scale is None or not math.isfinite(value * scale):
-        raise wrong
-    return value * scale
+    return None if scale is None else float(found[1].replace("_", "").replace(",", "")) * scale
 
 
 def _scale(word: str, unit: str) -> float | None:
@@ -55,6 +76,6 @@ def _scale(word: str, unit: str) -> float | None:
     if unit == "s":
         return _SECONDS.get(word.lower())
     if unit == "fraction":
-        return {"%": 0.01, "": 1.0}.get(word)
+        return 0.01 if word.lower() in _PERCENT else {"": 1.0}.get(word)
     letters = word.lower().removesuffix(unit.lower()).strip()
     return _DECIMAL.get(letters, _BINARY.get(letters if unit in ("B", "B/s") else "-"))

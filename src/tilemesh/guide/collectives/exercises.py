@@ -251,6 +251,7 @@ def ring_gather(comm, value):
     """A list with every rank's value, in rank order."""
     before, after = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
     ...''',
+    returns="a list with every rank's value, in the order of ranks",
     solution=ring_gather,
     planted=(
         own_each_time,

@@ -167,6 +167,7 @@ MEAN = code(
 def mean_gradient(comm, gradient_sum, samples):
     """gradient_sum: an array; samples: how many samples it sums over."""
     ...''',
+    returns="the mean gradient, an array",
     solution=mean_gradient,
     planted=(mean_of_means, over_ranks, never_divided, only_mine, own_count, eleven),
     correct=why_not_mean,

@@ -146,7 +146,7 @@ if found:
 # E = D + (A + B) C as three loops moves 9 elements for 3 operations; fused it moves 5.
 
 # %%
-guess = predict("operations over elements moved, fused", name="intensity, fused", unit="fraction", model=3 / 5)
+guess = predict("operations over elements moved, fused", name="intensity, fused", unit="count", model=3 / 5)
 operations, moved = traffic.intensity("fused")
 lesson.show(guess, operations / moved, missing=counted_only)
 assert traffic.intensity("three_loops")[0] * 3 == traffic.intensity("three_loops")[1]

@@ -115,6 +115,7 @@ STRIDES_OF = code(
     "strides_of",
     "Write a function that returns the row-major strides of a shape, in elements.",
     "def strides_of(shape):\n    # strides_of((4, 5)) is (5, 1)\n    ...\n",
+    returns="the strides, a tuple of whole numbers",
     solution=_right_strides,
     planted=(_in_bytes, _column_major, _shapes),
     correct=_wrong_strides,

@@ -87,8 +87,9 @@ def why_not_bound(function: Callable[[float, float, float, float], Any]) -> str 
     """What is wrong with a roofline, tried on either side of the ridge."""
     peak, bandwidth = 100.0, 10.0
     for flops, nbytes, side in ((1000.0, 20.0, "right"), (50.0, 40.0, "left")):
+        result = function(flops, nbytes, peak, bandwidth)
         try:
-            given = float(function(flops, nbytes, peak, bandwidth))
+            given = float(result)
         except Exception as error:
             return f"bound_time({flops:g}, {nbytes:g}, {peak:g}, {bandwidth:g}) did not return a number: {error!r}"
         if given == bound_time(flops, nbytes, peak, bandwidth):
@@ -114,6 +115,7 @@ ROOF = code(
     '''def bound_time(flops, nbytes, peak, bandwidth):
     """Seconds; peak in FLOP/s, bandwidth in bytes/s."""
     ...''',
+    returns="the time in seconds, a number",
     solution=bound_time,
     planted=(added, shorter, only_flops, a_rate),
     correct=why_not_bound,

@@ -166,7 +166,7 @@ def _why_wrong(rank: int, swapped: Swapped) -> str | None:
             f"Rank {rank}'s own array was overwritten: it was received into the array that is sent. Receive into a new "
             "one, `np.empty_like(mine)`."
         )
-    if given is None or np.shape(given) != before.shape:
+    if np.shape(given) != before.shape:
         return f"Rank {rank} got {given!r}: return the array that came from rank {other}."
     if given.dtype != before.dtype:
         return (
@@ -187,7 +187,7 @@ def _try(comm: Communicator, function: Callable[[Communicator, Any, int], Any]) 
     mine = np.full(3, comm.rank)
     before = mine.copy()
     given, calls = watched(comm, lambda: function(comm, mine, comm.rank ^ 1))
-    return Swapped(before, mine.copy(), None if given is None else np.array(given), calls)
+    return Swapped(before, mine.copy(), np.array(given), calls)
 
 
 SWAP = code(
@@ -200,6 +200,7 @@ SWAP = code(
 def swap(comm, mine, other):
     """Send `mine` to rank `other` and return the array that rank `other` sends here."""
     ...''',
+    returns="the array that came from the other rank",
     solution=swap,
     planted=(send_first, no_wait, send_left, own_box, nothing_sent, by_a_collective),
     correct=why_not_swap,

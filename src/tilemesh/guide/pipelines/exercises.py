@@ -180,6 +180,7 @@ SCHEDULE = code(
     '''def one_f_one_b(rank, stages, microbatches):
     """The passes of a rank in order: 'F3' is the forward pass of microbatch 3, 'B3' its backward pass."""
     ...''',
+    returns="a list of passes, such as ['F0', 'B0']",
     solution=one_f_one_b,
     planted=(all_forward_first, no_warm_up, same_everywhere, last_backwards_missing, backward_first),
     correct=why_not_1f1b,

@@ -99,8 +99,8 @@ def why_not_groups(function: Callable[[int, int, int], Any]) -> str | None:
     for dp, tp in ((2, 4), (3, 2), (2, 2), (1, 4)):
         for rank in range(dp * tp):
             expected = groups_of(rank, dp, tp)
+            given = function(rank, dp, tp)
             try:
-                given = function(rank, dp, tp)
                 tensor, data = (sorted(int(member) for member in group) for group in given)
             except Exception as error:
                 return f"groups_of({rank}, dp={dp}, tp={tp}) did not return two lists of ranks: {error!r}"
@@ -133,6 +133,7 @@ GROUPS = code(
     '''def groups_of(rank, dp, tp):
     """(tensor-parallel group, data-parallel group): two lists of ranks of the world."""
     ...''',
+    returns="two lists of ranks: the tensor-parallel group, then the data-parallel group",
     solution=groups_of,
     planted=(data_major, other_order, without_me, local_numbers),
     correct=why_not_groups,

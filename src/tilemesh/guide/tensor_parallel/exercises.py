@@ -141,6 +141,7 @@ LINEAR = code(
     '''def row_linear(comm, h_part, b_part, bias):
     """h·B + bias from this rank's columns of h and rows of B."""
     ...''',
+    returns="h·B + bias, an array",
     solution=row_linear,
     planted=(bias_everywhere, no_sum, gathered, averaged, no_bias),
     correct=why_not_row,

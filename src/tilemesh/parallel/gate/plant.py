@@ -76,7 +76,7 @@ def _attention_without_sum(laid: Laid) -> None:
 def _bias_on_every_rank(laid: Laid) -> None:
     layer = _module(laid, "layers.1.mlp.fc_out")
     if isinstance(layer, CompressedLinear):
-        layer.forward = lambda x: laid.seams.leave(layer.product(x) + layer.bias)  # type: ignore[method-assign]
+        layer.forward = lambda x: laid.seams.leave(layer.product(x) + layer.bias)  # type: ignore[assignment, method-assign]
     else:
         layer.forward = lambda x: layer.seams.leave(functional.linear(x, layer.weight, layer.bias))
 
