@@ -555,6 +555,31 @@ def test_a_page_has_every_section(part: GuidePart) -> None:
     assert part.page.removeprefix("docs/guide/") in (ROOT / "docs" / "guide" / "README.md").read_text()
 
 
+@pytest.mark.parametrize("part", PARTS, ids=lambda part: part.folder)
+def test_a_page_leads_on(part: GuidePart) -> None:
+    """To the chapters before and after it, to all of them, to its script and to the rows that it quotes."""
+    page = (ROOT / part.page).read_text()
+    links = re.findall(r"\]\(([^)\s#]+)", page)
+    place = PARTS.index(part)
+    for neighbour in (*PARTS[max(0, place - 1) : place], *PARTS[place + 1 : place + 2]):
+        assert f"../{neighbour.folder}/README.md" in links, f"{part.page} does not lead to {neighbour.title}"
+    assert "../README.md" in links
+    assert f"../../../src/tilemesh/guide/{part.folder}/chapter.py" in links
+    for rows in re.findall(r"benchmarks/results/[\w.\-]+", page):
+        assert f"../../../{rows}" in links, f"{part.page} names {rows} and does not link it"
+
+
+@pytest.mark.parametrize("part", PARTS, ids=lambda part: part.folder)
+def test_what_a_chapter_shows_has_no_link_that_needs_its_folder(part: GuidePart) -> None:
+    """A terminal follows none, and a notebook lies wherever the reader wrote it. Files that it names are there."""
+    texts = [cell.source for cell in cells(part.script.read_text()) if not cell.is_code]
+    texts += [text for exercise in part.exercises() for text in (exercise.question, exercise.explanation)]
+    for text in texts:
+        assert not re.findall(r"\]\((?!https?:)[^)]*\)", text)
+        for name in re.findall(r"`([\w./-]+\.(?:py|md|jsonl|cu|c))`", text):
+            assert any((ROOT / start / name).exists() for start in ("", "src/tilemesh")), f"{name}: no such file"
+
+
 # The command -----------------------------------------------------------------------------------------------------
 
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
+import runpy
 import shlex
+import unicodedata
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -41,14 +44,44 @@ def test_links_lead_somewhere(document: Path) -> None:
         path = (document.parent / target) if target else document
         assert path.exists(), f"{link}: no such file"
         if anchor and path.suffix == ".md":
-            assert anchor in anchors(path.read_text()), f"{link}: no such heading"
+            assert anchor in anchors(path.read_text()), f"{link}: no such heading on a code host"
+            assert anchor in site_anchors(path.read_text()), f"{link}: no such heading on the site"
+
+
+def headings(text: str) -> list[str]:
+    found = re.findall(r"^#+ (.*)$", _FENCE.sub("", text), re.MULTILINE)
+    return [re.sub(r"[`*]|\[([^\]]*)\]\([^)]*\)", r"\1", heading).strip().lower() for heading in found]
 
 
 def anchors(text: str) -> set[str]:
-    """The anchors of headings, as code hosts and mkdocs make them."""
-    headings = re.findall(r"^#+ (.*)$", _FENCE.sub("", text), re.MULTILINE)
-    plain = (re.sub(r"[`*]|\[([^\]]*)\]\([^)]*\)", r"\1", heading).strip().lower() for heading in headings)
-    return {re.sub(r"[^\w\- ]", "", heading).replace(" ", "-") for heading in plain}
+    """The anchors of headings, as code hosts make them: every blank a dash, letters of all alphabets."""
+    return {re.sub(r"[^\w\- ]", "", heading).replace(" ", "-") for heading in headings(text)}
+
+
+def site_anchors(text: str) -> set[str]:
+    """As mkdocs makes them: plain letters only, and one dash where there are several."""
+    plain = (unicodedata.normalize("NFKD", heading).encode("ascii", "ignore").decode() for heading in headings(text))
+    return {re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", heading).strip()) for heading in plain}
+
+
+def test_anchors_of_a_code_host_and_of_the_site_differ() -> None:
+    text = "# The α of `this` - machine\n"
+    assert anchors(text) == {"the-α-of-this---machine"}
+    assert site_anchors(text) == {"the-of-this-machine"}
+
+
+@pytest.mark.parametrize("document", [path for path in DOCUMENTS if path.is_relative_to(ROOT / "docs")], ids=ids)
+def test_no_link_of_the_site_leads_out_of_it(document: Path) -> None:
+    """Files outside of docs/ are no part of the site: there `scripts/docs_links.py` names their path instead."""
+    hook = runpy.run_path(str(ROOT / "scripts" / "docs_links.py"))["on_page_markdown"]
+    docs = ROOT / "docs"
+    page = SimpleNamespace(file=SimpleNamespace(src_uri=document.relative_to(docs).as_posix()))
+    shown = _FENCE.sub("", hook(document.read_text(), page, {"docs_dir": str(docs)}, None))
+    for link in _LINK.findall(shown):
+        if not re.match(r"[a-z]+:|#", link):
+            target = (document.parent / link.partition("#")[0]).resolve()
+            assert target.is_relative_to(docs), f"{link}: leads out of the site"
+            assert target.is_file(), f"{link}: the site has no page for a folder"
 
 
 def test_every_document_is_in_the_site() -> None:

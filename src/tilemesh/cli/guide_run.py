@@ -55,7 +55,8 @@ def open_guide(
 
 def _list(console: Console) -> None:
     console.print(
-        "[bold]The guide[/]: run a chapter with [bold]tilemesh guide 1[/]; read along in docs/guide/README.md"
+        "[bold]The guide[/]: run a chapter with [bold]tilemesh guide 1[/]; read along in docs/guide/README.md of the "
+        "repository"
     )
     for part in PARTS:
         console.print(f"  {part.key:<9} {part.title:<24} {part.about}", markup=False, soft_wrap=True)
