@@ -65,6 +65,7 @@ def reader() -> Ask | None:
         try:
             return input(prompt)
         except EOFError:
+            print()  # Ctrl-D leaves the cursor behind the question
             return None
         except NotImplementedError:  # a notebook that is run by a program has no input line
             return None
