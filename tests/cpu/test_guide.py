@@ -337,6 +337,7 @@ def test_ranks_are_read_in_any_order_and_options_by_their_letter() -> None:
         ranks.read("all")
     which = choice("k", "q", {"yes": None, "no": "because", "maybe": "never"}, explanation="")
     assert [which.correct(which.read(letter)) for letter in "abc"] == ["never", "because", None]
+    assert which.correct(which.read("Yes")) is None, "the answer itself instead of its letter"
     with pytest.raises(UsageError, match="one letter"):
         which.read("d")
 
@@ -441,6 +442,8 @@ def test_progress_outlives_the_process_and_a_damaged_file_is_named(state: Path) 
     assert again.chapters == progress.chapters
     assert again.of("1").solved == {"a": 2}
     assert again.of("1").guesses[0].factor == 2
+    again.finish("1", [])
+    assert len(ReaderProgress().of("1").guesses) == 1, "a second run without guesses took the first one's away"
     for text in ("[]", "{", '{"schema": 9}', '{"schema": 1, "chapters": {"1": {}}}'):
         state.write_text(text)
         with pytest.raises(UsageError, match=r"guide\.json"):

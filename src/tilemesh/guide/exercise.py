@@ -127,6 +127,9 @@ def choice(key: str, question: str, options: Mapping[str, str | None], *, explan
 
     def read(text: str) -> str:
         letter = text.strip().lower().rstrip(".)")
+        written = [sentence for sentence in sentences if sentence.lower().rstrip(".") == letter]
+        if written:
+            return written[0]
         if letter not in list(letters):
             raise UsageError(f"'{text.strip()[:40]}' is none of {', '.join(letters)}: type one letter")
         return sentences[letters.index(letter)]

@@ -74,10 +74,10 @@ class ReaderProgress:
         return self.chapters.setdefault(key, ChapterDone())
 
     def finish(self, key: str, guesses: list[Guessed]) -> None:
-        """A chapter ran to its end, with these guesses; they replace those of an earlier run."""
+        """A chapter ran to its end, with these guesses; they replace those of an earlier run, if there are any."""
         done = self.of(key)
         done.finished = datetime.now(UTC).isoformat(timespec="seconds")
-        done.guesses = guesses
+        done.guesses = guesses or done.guesses  # whoever reads it once more and skips has still guessed
         self.save()
 
     def answered(self, key: str, exercise: str, right: bool) -> None:
