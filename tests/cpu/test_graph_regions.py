@@ -12,7 +12,8 @@ from tilemesh.graph.by_torch import run_torch
 from tilemesh.graph.emit import program
 from tilemesh.graph.generated import server
 from tilemesh.graph.ir import Graph, Node
-from tilemesh.graph.kernel_c import compiler
+from tilemesh.graph.kernel_c import compiler, write_kernels
+from tilemesh.graph.kernel_plan import plan_kernel
 from tilemesh.graph.regions import fused
 from tilemesh.graph.rules import simplify
 
@@ -126,6 +127,18 @@ def test_functions_of_c_are_precise(name: str) -> None:
     error[(exact.abs() > 3.4e38) & ours.isinf()] = 0.0
     error[(exact.abs() < 1.2e-38) & (ours.abs() < 1.2e-38)] = 0.0  # below the normal numbers
     assert float(error.max()) <= 4 * torch.finfo(torch.float32).eps
+
+
+@pytest.mark.parametrize("function", ["tanh", "sigmoid"])
+def test_a_costly_value_is_computed_once_though_two_runs_over_a_row_need_it(function: str) -> None:
+    """Scores that a function bounds before a softmax: its largest and its sum are two runs."""
+    x = build.argument("x", [4, 32])
+    graph, _ = simplify(Graph((x,), (build.softmax(build.multiply(getattr(build, function)(x), 50.0)),)))
+    (region,) = [node for node in fused(graph, server("c")).nodes() if node.op == "region"]
+    plan = plan_kernel(region["body"], region["space"], region["columns"], [(32, 1)])
+    text, _ = write_kernels([plan])
+    assert text.count(f"fast_{function}(") == 1
+    assert text.count("fast_exp(") == 1
 
 
 @needs_compiler

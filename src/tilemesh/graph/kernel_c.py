@@ -67,16 +67,13 @@ class _CWriter:
 
     def _kept(self) -> dict[Node, str]:
         """Costly full values that a later run needs again: they go into a buffer of a row."""
-        plan = self.plan
         kept: dict[Node, str] = {}
         for run in range(1, self.runs):
-            for node in needed(plan, self._roots(run), {node for node in self.ready if self.ready[node] < run}):
-                for value in map(operand, node.inputs):
-                    self._walk(value, run, kept)
-            for node in self._roots(run):
-                values = [operand(value) for value in node.inputs] if plan.levels[node] != FULL else [node]
-                for value in values:
-                    self._walk(value, run, kept)
+            starts = self._starts(self._roots(run))
+            earlier = {node for node in self.ready if self.ready[node] < run}
+            computed = needed(self.plan, starts, earlier)
+            for value in [*starts, *(operand(value) for node in computed for value in node.inputs)]:
+                self._walk(value, run, kept)
         return kept
 
     def _walk(self, value: Node, run: int, kept: dict[Node, str]) -> None:
@@ -87,6 +84,11 @@ class _CWriter:
             return
         for each in value.inputs:
             self._walk(operand(each), run, kept)
+
+    def _starts(self, roots: Sequence[Node]) -> list[Node]:
+        """The values that a run computes for its roots: results themselves, and what is reduced."""
+        reduced = [operand(value) for node in roots for value in node.inputs if self.plan.levels[node] != FULL]
+        return reduced + [node for node in roots if self.plan.levels[node] == FULL]
 
     def _roots(self, run: int) -> list[Node]:
         """What a run is for: reductions that end with it, results, and values to keep."""
@@ -191,8 +193,7 @@ class _CWriter:
         lines.append(f"#pragma omp simd {' '.join(reductions)}")
         lines.append("for (int64_t column = begin; column < end; column++) {")
         available = {node for node in self.kept if self.ready[node] < run}
-        starts = [operand(value) for node in roots for value in node.inputs if self.plan.levels[node] != FULL]
-        starts += [node for node in roots if self.plan.levels[node] == FULL] + keep
+        starts = self._starts(roots) + keep
         for node in available:
             self.names[node] = f"v{len(self.names)}"
             lines.append(f"const {_COMPUTED[node.dtype]} {self.names[node]} = {self.kept[node]}[column];")

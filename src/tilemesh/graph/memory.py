@@ -15,7 +15,9 @@ from tilemesh.core.errors import UsageError
 from tilemesh.graph.ir import Graph, Node
 from tilemesh.graph.ops import TUPLE, VIEWS, primitive, size_bytes
 
-MIXED, TRIES = 300, 30  # values of a graph up to which mixed orders are tried, and how many
+MIXED = 300  # values of a graph up to which mixed orders are tried
+PLACINGS = 9000  # values that are placed in mixed orders altogether: 30 orders of 300 values, more of fewer
+MOST_ORDERS = 200
 ALIGNMENT = 64  # bytes: a cache line, and enough for every vector instruction
 
 
@@ -114,8 +116,11 @@ def _orders(lives: Sequence[Lifetime]) -> Iterator[list[Lifetime]]:
     if len(lives) > MIXED:
         return
     mixer = random.Random(0)
-    for _ in range(TRIES):
-        yield sorted(lives, key=lambda life: -life.size * mixer.uniform(0.5, 1.5))
+    for _ in range(min(MOST_ORDERS, PLACINGS // max(1, len(lives)))):
+        by_life = mixer.choice((0.0, mixer.random()))  # half of the orders by size alone, the others by life too
+        yield sorted(
+            lives, key=lambda life: -life.size * (life.dies - life.born + 1) ** by_life * mixer.uniform(0.2, 1.8)
+        )
 
 
 def _placed(order: Sequence[Lifetime]) -> dict[Node, int]:
