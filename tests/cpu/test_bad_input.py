@@ -20,6 +20,7 @@ import tilemesh as tm
 from tilemesh.cli.main import main
 from tilemesh.core.errors import UsageError
 from tilemesh.data.config import DataConfig
+from tilemesh.data.prepare import prepare
 from tilemesh.model.families.book import from_json, read_config
 from tilemesh.runs.names import CHOICES, CONFIG
 from tilemesh.train.check import RANGES
@@ -322,16 +323,45 @@ def test_a_runs_own_configuration(
         assert expected in refusal(words, capsys)
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "folder", "a.txt"])
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ("data.source=a.jsonl", "6 tokens are left for training, a sequence takes 129"),
+        ("data.source=folder", "6 tokens are left for training"),
+        ("data.source=a.txt", "6 tokens are left for training"),
+        ("data.source=empty.txt", "1 tokens are left for training"),
+        ("data.source=empty.txt,data.packing=none", "has no document with a token in it"),
+        # One sequence, of which a part is held out.
+        ("data.source=edge.txt", "128 tokens are left for training, 2 are held out, a sequence takes 129"),
+        ("data.mixture=[stdlib=1,a.txt=1]", "the text of data.source a.txt is shorter than one sequence"),
+        ("data.source=shards", "3 tokens are left for training"),
+        ("data.source=tokens.txt,data.tokenizer=words.json", "111 tokens are left for training, 2 are held out"),
+        ("data.source=chat.jsonl,data.chat=true", "is shorter than one sequence"),
+    ],
+)  # fmt: skip
 def test_text_without_one_sequence(
-    name: str, tmp_path: Path, nothing_starts: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "folder" / "b.txt").write_text("to be")
-    (tmp_path / "a.txt").write_text("to be")
-    (tmp_path / "a.jsonl").write_text('{"text": "to be"}\n')
-    said = refusal(["train", "--set", f"data.source={tmp_path / name}"], capsys)
-    assert "shorter than one sequence" in said
+    settings: str, expected: str, tmp_path: Path, nothing_starts: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    Path("folder").mkdir()
+    for name, text in {
+        "folder/b.txt": "to be", "a.txt": "to be", "empty.txt": "", "edge.txt": "x" * 129, "two.txt": "ab",
+        "a.jsonl": '{"text": "to be"}\n', "tokens.txt": "to be " * 56,
+        "chat.jsonl": '{"messages": [{"role": "user", "content": "to"}, {"role": "assistant", "content": "be"}]}\n',
+    }.items():  # fmt: skip
+        Path(name).write_text(text)
+    if "words.json" in settings:
+        tokenizers = pytest.importorskip("tokenizers")
+        words = {"to": 0, "be": 1, "<eos>": 2, "?": 3}
+        tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="?"))
+        tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+        tokenizer.add_special_tokens(["<eos>"])
+        tokenizer.save("words.json")
+    if "shards" in settings:
+        prepare(DataConfig(source="two.txt"), Path("shards"))
+    assert expected in refusal(["train", "--set", settings], capsys)
+    assert not Path("runs").exists()
 
 
 def test_lines_of_json_are_never_trained_as_text(

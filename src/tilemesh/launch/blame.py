@@ -74,7 +74,7 @@ def death_reason(code: int) -> str:
     if code in (0, LEFT):
         return "left in the middle of the job without failing"
     if code == GONE:
-        return "ended without a word: it was killed, or it left in the middle of the job"
+        return "ended without a word: it was killed, or it exited in the middle of the job"
     if code > 0:
         return f"exited with code {code}"
     try:

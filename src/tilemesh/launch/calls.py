@@ -168,7 +168,8 @@ class Ranks:
     def close(self) -> None:
         """Let the ranks end, as a program does that has reached its last line.
 
-        Every call has been answered by then, so ranks that take too long are ended with a word, and nothing is lost.
+        Every call has been answered by then, so ranks that take too long are ended with a word and the answers kept.
+        A rank that fails while it ends is a failure of the job, as it is for a program of its own.
         """
         if self.ended is not None:
             return

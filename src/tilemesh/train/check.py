@@ -25,7 +25,7 @@ from tilemesh.core.ranges import SAMPLED_TOKENS, SEED, TEMPERATURE, TOP_K, TOP_P
 from tilemesh.core.runnable import lacks
 from tilemesh.core.step.program import chunk_layers
 from tilemesh.core.units import format_bytes
-from tilemesh.data.config import SHARD_SUFFIX, STDLIB, check_source, has_shards, source_path
+from tilemesh.data.config import SHARD_SUFFIX, STDLIB, DataConfig, check_source, has_shards, source_path
 from tilemesh.data.documents import documents, source_bytes
 from tilemesh.launch.job import MOST_RANKS, RANKS_PER_CORE
 from tilemesh.launch.start import check_restarts, choose_transport
@@ -384,26 +384,39 @@ def _host_bytes(made: TrainConfig, plan: ParallelPlan, on_gpu: bool, here: int) 
 
 
 _READ_AT_ONCE = 1 << 18
+_PLENTY = 16  # sequences' worth of bytes that hold one whatever a tokenizer joins and a few documents hold out
 
 
 def _check_length(made: TrainConfig) -> None:
-    """Refuse text that holds no sequence: a token stands for one byte or more, and one ends each document.
+    """Refuse a source that holds no sequence: what is small enough for that is read as the ranks will read it."""
+    for part, _ in made.data.parts:
+        if part.source == STDLIB or not _may_be_short(part, made.context):
+            continue
+        from tilemesh.data.corpus import open_corpus  # late: numpy, which plenty of bytes does not need
+        from tilemesh.data.samples import Samples
 
-    So little text that it could be too short is read; what is held out, and what a tokenizer joins, the ranks see.
-    """
-    size = 0
-    for part in (part for part, _ in made.data.parts):
-        if part.source == STDLIB or has_shards(source_path(part.source)):
-            return
-        size += source_bytes(part)
-    if size > _READ_AT_ONCE or made.data.chat or made.data.packing == "none":
-        return
-    tokens = sum(len(document.content) + 1 for part, _ in made.data.parts for document in documents(part))
-    if tokens <= made.context:
+        corpus = open_corpus(part)
+        if len(Samples(corpus.train, made.context, part.packing, corpus.tokenizer.end)):
+            continue
+        if part.packing == "none":
+            raise UsageError(f"data.source {part.source} has no document with a token in it: give one with text")
+        held = f", {corpus.held_out.length} are held out" if corpus.held_out.length else ""
         raise UsageError(
-            f"the text of data.source {made.data.source} is shorter than one sequence ({tokens} bytes with its ends, a "
-            f"sequence takes {made.context + 1}): set train.context lower, or give more text"
+            f"the text of data.source {part.source} is shorter than one sequence ({corpus.train.length} tokens are "
+            f"left for training{held}, a sequence takes {made.context + 1}): set train.context lower, or give more text"
         )
+
+
+def _may_be_short(part: DataConfig, context: int) -> bool:
+    """Whether a source has so few bytes that it might hold no sequence; without numpy."""
+    if has_shards(source_path(part.source)):
+        return part.packing != "none"  # their lengths are known; where documents begin would have to be looked for
+    enough = _PLENTY * (context + 1)
+    if source_bytes(part) > max(_READ_AT_ONCE, enough):
+        return False
+    if part.tokenizer is not None or part.chat or part.packing == "none" or part.held_out > 0.5:
+        return True
+    return sum(len(document.content) + 1 for document in documents(part)) < enough
 
 
 _BYTES = 256
