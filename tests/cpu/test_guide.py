@@ -84,6 +84,8 @@ def test_a_number_is_read_as_it_is_typed(text: str, unit: str, value: float) -> 
         ("1,5", "count"),
         ("60 us", "count"),
         ("1/0", "count"),
+        ("1/", "count"),
+        ("/2", "count"),
         ("1/2/3", "count"),
     ],
 )
@@ -346,6 +348,8 @@ def test_a_function_is_read_from_a_file(tmp_path: Path) -> None:
     path = tmp_path / "mine.py"
     with pytest.raises(UsageError, match="no file"):
         function_in(path, "f")
+    with pytest.raises(UsageError, match="'' is no file"):
+        part_of("2").exercises()[-1].read(" ")
     path.write_text("def g(): pass")
     with pytest.raises(UsageError, match="no function `f`"):
         function_in(path, "f")

@@ -264,7 +264,8 @@ def function_in(path: Path, name: str) -> Callable[..., Any]:
 def _source(path: Path, name: str) -> None:
     """Refuse what is no file, or no Python, before any of it is run."""
     if not path.is_file():
-        raise UsageError(f"'{path}' is no file: write the function `{name}` into one and give its name")
+        shown = "" if path == Path() else path
+        raise UsageError(f"'{shown}' is no file: write the function `{name}` into one and give its name")
     try:
         compile(path.read_bytes(), str(path), "exec")
     except (SyntaxError, ValueError, OSError) as error:

@@ -47,15 +47,15 @@ def parse_quantity(text: str, unit: str) -> float:
         how = f"write it such as {_EXAMPLES.get(unit, _EXAMPLE)}"
     if re.match(r"[0-9]+,[0-9]", given):
         how += ", with a point before decimals"
-    top, _, bottom = given.partition("/") if unit in ("count", "fraction") else (given, "", "")
+    top, slash, bottom = given.partition("/") if unit in ("count", "fraction") else (given, "", "")
     value = _value(top, unit)
-    below = _value(bottom, "count") if bottom else 1.0
+    below = _value(bottom, "count") if slash else 1.0
     if value is None or not below or not math.isfinite(value / below):
         word = _NUMBER.fullmatch(given)
         if word is not None and word[2].strip().lower() in _PERCENT:
             raise UsageError(f"'{shown}' is a share, and a {kind} is asked for: {how}")
         raise UsageError(f"'{shown}' is no {kind}: {how}")
-    if unit == "fraction" and value / below > 1 and not bottom and given[-1:].isdecimal():
+    if unit == "fraction" and value / below > 1 and not slash and given[-1:].isdecimal():
         raise UsageError(
             f"'{shown}' as a share would be {value:g} times the whole: write {value:g} % or {value / 100:g}"
         )
