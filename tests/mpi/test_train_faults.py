@@ -451,6 +451,33 @@ def test_a_run_with_servers_that_is_asked_to_stop_leaves_a_checkpoint(
         assert trained(folder) == trained(quiet)
 
 
+@pytest.mark.slow
+@NEEDS_MPI
+@pytest.mark.parametrize("consistency", ["bsp", "asp"])
+def test_a_first_worker_that_stood_still_goes_on_where_the_others_are(
+    config: TrainConfig, tmp_path: Path, consistency: str
+) -> None:
+    """Stopped for longer than servers wait for it; the run comes to its last step, and not beyond it."""
+    served = f"train.method=server,method.servers=2,method.consistency={consistency},train.timeout_s=16,train.steps=200"
+    made = load(mesh="dp=2", sets=[SMALL, f"data.source={config.data.source}", served, "checkpoint.every=50"])
+    folder = new_run(TRAIN, made.to_toml(), tmp_path / "run")
+    run = Started(made, folder)
+    until(lambda: run.reached(3), within_s=240)
+    pid = rank_pids(folder)[0]
+    os.kill(pid, signal.SIGSTOP)
+    time.sleep(14.0)
+    os.kill(pid, signal.SIGCONT)
+    outcome = run.wait(300)
+    assert outcome.failure is None, outcome.failure.sentence()
+    assert checkpoints(folder / CHECKPOINTS)[0][0] == 200
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["step"] == 200
+    assert max(losses(folder)) == 200
+    assert len(losses(folder)) < 200  # those that it missed are nobody's
+    for server in summary["method"]["servers"]:
+        assert server["updates"] <= (200 if consistency == "bsp" else 400)
+
+
 # Killed under a pipeline and ZeRO, resumed in other layouts ---------------------------------------------------------
 
 SHARED = "plan.zero=2,plan.precision=fp64,train.steps=12,checkpoint.every=2,plan.microbatch=1"
