@@ -399,6 +399,7 @@ def test_ctrl_c_leaves_a_checkpoint_and_the_line_that_resumes(
 
 
 SERVED = {
+    "one worker": ("bsp", signal.SIGINT, None),
     "bsp": ("bsp", signal.SIGINT, None),
     "ssp, SIGTERM": ("ssp", signal.SIGTERM, None),
     "asp": ("asp", signal.SIGINT, None),
@@ -408,20 +409,24 @@ SERVED = {
 
 
 @NEEDS_MPI
-@pytest.mark.parametrize("case", ["bsp", *(pytest.param(name, marks=pytest.mark.slow) for name in list(SERVED)[1:])])
+@pytest.mark.parametrize(
+    "case", ["one worker", *(pytest.param(name, marks=pytest.mark.slow) for name in list(SERVED)[1:])]
+)
 def test_a_run_with_servers_that_is_asked_to_stop_leaves_a_checkpoint(
     config: TrainConfig, tmp_path: Path, case: str
 ) -> None:
     """By the command line: the command gets a signal, as Ctrl-C or a scheduler sends it, or one rank alone gets it.
     Under BSP what goes on from there is the run that nobody stopped."""
     consistency, number, rank = SERVED[case]
-    method = f"train.method=server,method.servers=2,method.consistency={consistency},checkpoint.every=0"
-    made = load(mesh="dp=2", sets=[SMALL, f"data.source={config.data.source}", method])
+    count = 1 if case == "one worker" else 2
+    method = f"train.method=server,method.servers={count},method.consistency={consistency},checkpoint.every=0"
+    made = load(mesh=f"dp={count}", sets=[SMALL, f"data.source={config.data.source}", method])
     folder = tmp_path / "run"
     environ = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [_source(), os.environ.get("PYTHONPATH")]))}
     base = [sys.executable, "-m", "tilemesh", "train"]
     process = subprocess.Popen(
-        [*base, "--run", str(folder), "--mesh", "dp=2", "--set", f"{SMALL},data.source={config.data.source},{method}"],
+        [*base, "--run", str(folder), "--mesh", f"dp={count}", "--set",
+         f"{SMALL},data.source={config.data.source},{method}"],
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environ, cwd=tmp_path,
     )  # fmt: skip
     try:
@@ -441,13 +446,14 @@ def test_a_run_with_servers_that_is_asked_to_stop_leaves_a_checkpoint(
         assert said.rstrip().splitlines()[-1].endswith(f"tilemesh train --resume {folder}")
     stopped = json.loads((folder / "summary.json").read_text())
     assert stopped["interrupted"]
-    assert [one["name"] for one in stopped["ranks"]] == ["worker 0", "worker 1", "server 0", "server 1"]
-    run_threads(4, lambda comm: train_here(made, folder, comm, resume=True))
+    names = [f"{kind} {number}" for kind in ("worker", "server") for number in range(count)]
+    assert [one["name"] for one in stopped["ranks"]] == names
+    run_threads(made.ranks, lambda comm: train_here(made, folder, comm, resume=True))
     summary = json.loads((folder / "summary.json").read_text())
     assert (summary["step"], summary["interrupted"]) == (40, False)
     if consistency == "bsp":
         quiet = new_run(TRAIN, made.to_toml(), tmp_path / "quiet")
-        run_threads(4, lambda comm: train_here(made, quiet, comm))
+        run_threads(made.ranks, lambda comm: train_here(made, quiet, comm))
         assert trained(folder) == trained(quiet)
 
 
@@ -473,7 +479,8 @@ def test_a_first_worker_that_stood_still_goes_on_where_the_others_are(
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["step"] == 200
     assert max(losses(folder)) == 200
-    assert len(losses(folder)) < 200  # those that it missed are nobody's
+    if consistency == "bsp":  # under ASP nobody waits for it, so that it is never given up and makes all of its own
+        assert len(losses(folder)) < 200
     for server in summary["method"]["servers"]:
         assert server["updates"] <= (200 if consistency == "bsp" else 400)
 
