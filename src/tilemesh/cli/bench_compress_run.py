@@ -89,11 +89,11 @@ def answer(asked: CompressBenchQuestion) -> None:
         case: dict[str, CaseValue] = {"model": source.name, "sequences": len(text[1]), "calibrated": asked.calibrate}
         if asked.dtype is not None:
             case["dtype"] = asked.dtype
-        found = bench_recipes(model, recipes, text, case, peers, asked.seconds, say, dtype, keep)
-    print_rows(found.rows, console)
+        findings = bench_recipes(model, recipes, text, case, peers, asked.seconds, say, dtype, keep)
+    print_rows(findings.rows, console)
     if asked.run is not None:
-        folder = write_compress_run(asked.run, {**case, "recipes": recipes, "seed": asked.seed}, found)
+        folder = write_compress_run(asked.run, {**case, "recipes": recipes, "seed": asked.seed}, findings)
         (page,) = make([str(folder)], None)
         console.print(f"page: {page}", soft_wrap=True)
     if asked.json == "-":
-        write_rows(found.rows, asked.json)
+        write_rows(findings.rows, asked.json)

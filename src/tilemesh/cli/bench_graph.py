@@ -76,7 +76,7 @@ def bench_graph(
         print_rows(found_rows, console)
         rows += found_rows
     for name in names:
-        found = bench_model(
+        findings = bench_model(
             name,
             SIZES[size],
             dtype=getattr(torch, dtype),
@@ -85,14 +85,14 @@ def bench_graph(
             repeats=repeats,
             seconds=seconds,
         )
-        made = found.figures
+        made = findings.figures
         console.print(
             f"{name}: {made.operators} operators became {made.launches}, {made.opaque} of them torch's own; "
             f"{format_bytes(made.moved_before)} moved became {format_bytes(made.moved)}"
         )
         for reason in made.refused:
             console.print(f"  as torch traced it: {reason}")
-        print_rows(found.rows, console)
-        rows += found.rows
+        print_rows(findings.rows, console)
+        rows += findings.rows
     if json is not None:
         write_rows(rows, json)

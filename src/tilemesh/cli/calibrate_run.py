@@ -105,10 +105,10 @@ def _is_known() -> bool:
     from tilemesh.measure.machine import this_machine
 
     try:
-        found = find(this_machine().id)
+        known = find(this_machine().id)
     except RunError:
         return False
-    return found is not None and found.all_cores is not None and found.all_cores.operation_s is not None
+    return known is not None and known.all_cores is not None and known.all_cores.operation_s is not None
 
 
 @contextmanager

@@ -56,15 +56,15 @@ def answer(asked: CompressQuestion) -> None:
         train, tokens, targets = source.text(asked.calibrate, asked.sequences, asked.seed)
         small = shrink(source.model, recipe, train, say)
         guess = clocks_of(source.model, tokens, torch.float32).expected(small)
-        found = judge({PLAIN: source.model, "small": small}, tokens, targets)
+        judged = judge({PLAIN: source.model, "small": small}, tokens, targets)
         huggingface.save(small, target, like=source.folder)
-        point = point_of(asked.recipe, guess, found, {}, source.model, small)
+        point = point_of(asked.recipe, guess, judged, {}, source.model, small)
     case: dict[str, CaseValue] = {"model": source.name, "sequences": len(tokens), "calibrated": asked.calibrate}
-    rows = rows_of(asked.recipe, case, guess, found["small"], found[PLAIN])
+    rows = rows_of(asked.recipe, case, guess, judged["small"], judged[PLAIN])
     settings = {**case, "recipes": [asked.recipe], "seed": asked.seed}
     write_compress_run(str(target), settings, CompressFindings(rows, [point]))
     print_rows(rows, console)
-    before, after = found[PLAIN], found["small"]
+    before, after = judged[PLAIN], judged["small"]
     console.print(
         f"{asked.recipe}: {format_bytes(before.nbytes)} to {format_bytes(after.nbytes)}, held-out loss "
         f"{before.loss:.4f} to "

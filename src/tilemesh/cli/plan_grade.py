@@ -22,17 +22,17 @@ from tilemesh.plan.local import is_local, local_machine
 def grade_runs(paths: Sequence[str], console: Console) -> list[dict[str, Any]]:
     """Print the grades of each run and how well their order was foreseen; the same as plain data."""
     graded = [_grade(path) for path in paths]
-    for found in graded:
-        console.print(f"{found.source}: {found.plan.describe()}, on {found.cluster}", soft_wrap=True)
-        made = "before the run" if found.before else "now, from the run's model and layout"
+    for run in graded:
+        console.print(f"{run.source}: {run.plan.describe()}, on {run.cluster}", soft_wrap=True)
+        made = "before the run" if run.before else "now, from the run's model and layout"
         console.print(f"predicted {made}; error is (predicted - measured) / measured")
-        console.print(_table(found))
-        for line in found.advice:
+        console.print(_table(run))
+        for line in run.advice:
             console.print(f"  - {line}", soft_wrap=True)
-        if not found.advice:
+        if not run.advice:
             console.print("  every figure that was recorded is within its bound")
         console.print()
-    objects = [_plain(found) for found in graded]
+    objects = [_plain(run) for run in graded]
     if len(graded) > 1:
         objects.append(_order(graded, console))
     return objects
@@ -54,50 +54,51 @@ def _grade(path: str) -> Graded:
 
 def _order(graded: Sequence[Graded], console: Console) -> dict[str, Any]:
     """Whether the faster layout was foreseen as the faster."""
-    steps = [found.find("step time") for found in graded]
+    steps = [run.find("step time") for run in graded]
     pairs = [(s.predicted, s.measured) for s in steps if s.predicted is not None and s.measured is not None]
     value = rank_correlation([p for p, _ in pairs], [m for _, m in pairs])
     words = f"{value:+.2f}" if value is not None else "not defined: it takes three runs whose step times differ"
     console.print(f"rank correlation of predicted and measured step time over {len(pairs)} runs: {words}")
-    return {"name": "grade order", "runs": [found.source for found in graded], "rank_correlation": value}
+    return {"name": "grade order", "runs": [run.source for run in graded], "rank_correlation": value}
 
 
-def _table(found: Graded) -> Table:
+def _table(run: Graded) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     for heading in ("", "predicted", "measured", "limit", "error", "bound", ""):
         table.add_column(heading, justify="left" if heading == "" else "right", no_wrap=True)
-    for one in found.grades:
-        error = "-" if one.error is None else "exact" if one.error == 0 else f"{one.error:+.1%}"
-        verdict = {None: "", True: "", False: "off"}[one.holds]
-        note = one.note if one.measured is None else verdict
+    for figure in run.grades:
+        error = "-" if figure.error is None else "exact" if figure.error == 0 else f"{figure.error:+.1%}"
+        verdict = {None: "", True: "", False: "off"}[figure.holds]
+        note = figure.note if figure.measured is None else verdict
         table.add_row(
-            one.name, _value(one, one.predicted), _value(one, one.measured), _value(one, one.limit), error,
-            "-" if one.bound is None else f"{one.bound:.0%}" if one.bound else "exact", note,
+            figure.name, *(_value(figure, value) for value in (figure.predicted, figure.measured, figure.limit)), error,
+            "-" if figure.bound is None else f"{figure.bound:.0%}" if figure.bound else "exact", note,
         )  # fmt: skip
     return table
 
 
-def _value(one: Grade, value: float | None) -> str:
+def _value(figure: Grade, value: float | None) -> str:
     if value is None:
         return "-"
-    if one.unit == "s":
+    if figure.unit == "s":
         return format_seconds(value)
-    if one.unit == "B":
+    if figure.unit == "B":
         # Counts that should agree to the byte are shown to the byte.
-        return format_bytes(value) if one.name == "peak memory" else f"{value:,.0f} B"
-    return f"{value:,.0f}" if one.unit == "parameters" else format_count(value)
+        return format_bytes(value) if figure.name == "peak memory" else f"{value:,.0f} B"
+    return f"{value:,.0f}" if figure.unit == "parameters" else format_count(value)
 
 
-def _plain(found: Graded) -> dict[str, Any]:
+def _plain(run: Graded) -> dict[str, Any]:
     grades = [
-        dataclasses.asdict(one) | {"error": one.error, "bound": one.bound, "holds": one.holds} for one in found.grades
+        dataclasses.asdict(figure) | {"error": figure.error, "bound": figure.bound, "holds": figure.holds}
+        for figure in run.grades
     ]
     return {
         "name": "grade",
-        "run": found.source,
-        "plan": found.plan.to_dict(),
-        "cluster": found.cluster,
-        "predicted_before": found.before,
+        "run": run.source,
+        "plan": run.plan.to_dict(),
+        "cluster": run.cluster,
+        "predicted_before": run.before,
         "figures": grades,
-        "advice": list(found.advice),
+        "advice": list(run.advice),
     }

@@ -135,7 +135,7 @@ def _grade(asked: PlanQuestion, console: Console) -> None:
         raise UsageError(f"--grade takes model, layout and machine from the run: leave {shown} out")
     objects = grade_runs(asked.grade, console)
     if asked.json is not None:
-        _write_json((found | _origin() for found in objects), asked.json)
+        _write_json((object_ | _origin() for object_ in objects), asked.json)
 
 
 def _search(asked: PlanQuestion, model: ModelConfig, cluster: str) -> SearchResult:
@@ -245,7 +245,7 @@ def _print_layouts(console: Console, result: SearchResult) -> None:
     said = dict.fromkeys(trainable(prediction.plan) for prediction in result.predictions)
     lacks = [words for words in said if words != "yes"]
     marks = {"yes": "yes"} | {words: f"no [{place}]" for place, words in enumerate(lacks, start=1)}
-    lines = [_cells(place, found, marks) for place, found in enumerate(result.predictions, start=1)]
+    lines = [_cells(place, prediction, marks) for place, prediction in enumerate(result.predictions, start=1)]
     silent = {name for name in _OPTIONAL if all(line[name] in ("-", "0.0%") for line in lines)}
     shown = [{heading: text for heading, text in line.items() if heading not in silent} for line in lines]
     wide, narrow = _table(shown, gap=2), _table(shown, gap=1)
@@ -273,17 +273,18 @@ def _table(lines: Sequence[Mapping[str, str]], gap: int) -> Table:
     return table
 
 
-def _cells(place: int, found: Prediction, marks: Mapping[str, str]) -> dict[str, str]:
-    p = found.plan
+def _cells(place: int, prediction: Prediction, marks: Mapping[str, str]) -> dict[str, str]:
+    p = prediction.plan
     schedule = "-" if p.pp == 1 else p.schedule + (f" {p.interleave}" if p.interleave > 1 else "")
     return {
         "": str(place), "dp": str(p.dp), "tp": str(p.tp), "pp": "-" if p.pp == 1 else str(p.pp),
         "seq": "yes" if p.sequence_parallel else "-", "ZeRO": str(p.zero or "-"),
         "batch": f"{p.accumulation}x{p.microbatch}", "schedule": schedule,
         "recompute": "-" if p.recompute == "none" else p.recompute,
-        "step": _seconds(found.step_time_s), "tok/s": format_count(found.tokens_per_s), "MFU": f"{found.mfu:.1%}",
-        "memory": format_bytes(found.memory.total_bytes), "bubble": f"{found.bubble_fraction:.1%}",
-        "comm": f"{found.times.exposed_s / found.step_time_s:.1%}", "train": marks[trainable(p)],
+        "step": _seconds(prediction.step_time_s), "tok/s": format_count(prediction.tokens_per_s),
+        "MFU": f"{prediction.mfu:.1%}",
+        "memory": format_bytes(prediction.memory.total_bytes), "bubble": f"{prediction.bubble_fraction:.1%}",
+        "comm": f"{prediction.times.exposed_s / prediction.step_time_s:.1%}", "train": marks[trainable(p)],
     }  # fmt: skip
 
 
@@ -325,7 +326,7 @@ def _reasons(result: SearchResult) -> list[str]:
     if result.cluster.device.kind != "cpu":
         return lines
     # A rank of a CPU is some of its cores.
-    words = ("GPU", "rank"), *((f"{one} {result.cluster.device.name}", f"{one} rank") for one in ("one", "One"))
+    words = ("GPU", "rank"), *((f"{word} {result.cluster.device.name}", f"{word} rank") for word in ("one", "One"))
     for old, new in words:
         lines = [line.replace(old, new) for line in lines]
     return lines
@@ -351,4 +352,4 @@ def _save(result: SearchResult, path: str) -> None:
 
 
 def _write_json(objects: Iterable[dict[str, Any]], path: str) -> None:
-    write_output("".join(jsonlib.dumps(found, allow_nan=False) + "\n" for found in objects), path)
+    write_output("".join(jsonlib.dumps(object_, allow_nan=False) + "\n" for object_ in objects), path)

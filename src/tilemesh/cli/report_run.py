@@ -72,16 +72,16 @@ def follow(folder: str, port: int) -> None:
     server.serve()
 
 
-def beside(found: Run) -> Beside:
+def beside(run: Run) -> Beside:
     """Rows and expected memory of a run; whatever its folder lacks is left out, with the reason."""
-    if found.kind != TRAIN.name:
-        return Beside([] if found.is_behind else found.rows)
-    made, why = [] if found.is_behind else list(found.rows), ""
+    if run.kind != TRAIN.name:
+        return Beside([] if run.is_behind else run.rows)
+    made, why = [] if run.is_behind else list(run.rows), ""
     if not made:
         try:
-            made = rows(found.summary, found.predicted) if found.summary and not found.is_behind else []
+            made = rows(run.summary, run.predicted) if run.summary and not run.is_behind else []
             why = "" if made else "the run has no summary"
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RunError) as error:
             lacks = f"it has no {error}" if isinstance(error, LookupError) else str(error)
             why = f"the summary is of another version: {lacks}"
-    return Beside(made, why, expected_memory(found.config, found.predicted, found.summary))
+    return Beside(made, why, expected_memory(run.config, run.predicted, run.summary))

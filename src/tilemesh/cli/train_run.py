@@ -205,33 +205,33 @@ def show(result: Result, console: Console, json_file: str | None, page: str, los
     return 1
 
 
-def _show_summary(result: Result, found: Mapping[str, Any], console: Console) -> None:
+def _show_summary(result: Result, summary: Mapping[str, Any], console: Console) -> None:
     """The sample, the rows, where the time went, and how to go on."""
     folder, made = result.folder, result.rows
     sample = folder / SAMPLE
-    if sample.exists() and not found["interrupted"]:
+    if sample.exists() and not summary["interrupted"]:
         console.print(f"\n--- sample\n{sample.read_text(errors='replace')}\n---\n", soft_wrap=True)
     print_rows(made, console)
-    share = found["shares"]
+    share = summary["shares"]
     words = ", ".join(f"{name} {share[key]:.0%}".replace("%", " %") for key, name in _SHARES)
-    if found["step_time_s"] is None:
+    if summary["step_time_s"] is None:
         print_words("\na step: too few were timed to say where the time goes", console)
     else:
-        print_words(f"\na step: {words}\nto improve: {found['improve']}", console)
-    if counted := mfu_words(found):
+        print_words(f"\na step: {words}\nto improve: {summary['improve']}", console)
+    if counted := mfu_words(summary):
         print_words(counted, console)
-    baseline = max(found["memory_baseline_bytes"])
+    baseline = max(summary["memory_baseline_bytes"])
     if baseline:
         print_words(f"memory: beside the model's, the process itself takes {format_bytes(baseline)} per rank", console)
-    held = "" if found["held_out"] is None else f", held-out {found['held_out']:.3f}"
-    first = found["seconds_to_first_step"]
-    words = f"training loss {found['loss']:.3f}{held} nats per token after {found['step']} steps, "
-    words += f"{format_seconds(found['seconds'])} in all"
-    if found.get("bits_per_byte") is not None:
-        words += f", {found['bits_per_byte']:.3f} bits per byte held out"
+    held = "" if summary["held_out"] is None else f", held-out {summary['held_out']:.3f}"
+    first = summary["seconds_to_first_step"]
+    words = f"training loss {summary['loss']:.3f}{held} nats per token after {summary['step']} steps, "
+    words += f"{format_seconds(summary['seconds'])} in all"
+    if summary.get("bits_per_byte") is not None:
+        words += f", {summary['bits_per_byte']:.3f} bits per byte held out"
     words += f", first step after {format_seconds(first)}" if first is not None else "; there was nothing left to do"
     print_words(words, console)
-    further = "" if found["interrupted"] else f" --set train.steps={2 * found['step']}"
+    further = "" if summary["interrupted"] else f" --set train.steps={2 * summary['step']}"
     console.print(f"written: {folder} ({CONFIG}, {METRICS}, {TRACE} for ui.perfetto.dev, {SUMMARY})", soft_wrap=True)
     if result.saved_step is None:
         return

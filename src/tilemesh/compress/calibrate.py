@@ -83,10 +83,10 @@ def layer_by_layer(model: Transformer, tokens_BT: Tensor, change: Callable[[str,
     streams = [added(ResidualStream(model.enter(piece, None, now))) for piece, now in zip(pieces, passes, strict=True)]
     for number, layer in model.layers.named_children():
         assert isinstance(layer, Layer)
-        with _watching(layer) as found:
+        with _watching(layer) as statistics:
             for stream, now in zip(streams, passes, strict=True):
                 layer(ResidualStream(stream), now)
-        change(f"layers.{number}.", layer, found)
+        change(f"layers.{number}.", layer, statistics)
         streams = [added(layer(ResidualStream(stream), now)) for stream, now in zip(streams, passes, strict=True)]
 
 
@@ -98,7 +98,7 @@ class _watching:  # noqa: N801  (used like a function)
         self.hooks: list[torch.utils.hooks.RemovableHandle] = []
 
     def __enter__(self) -> dict[str, InputStatistics]:
-        found: dict[str, InputStatistics] = {}
+        statistics: dict[str, InputStatistics] = {}
         for first, members in SITES.items():
             module = self.layer.get_submodule(first)
             assert isinstance(module, nn.Linear)
@@ -107,13 +107,13 @@ class _watching:  # noqa: N801  (used like a function)
             for member in members:
                 parent, _, last = member.rpartition(".")
                 if getattr(self.layer.get_submodule(parent), last) is not None:
-                    found[member] = mine
+                    statistics[member] = mine
 
             def hook(module: nn.Module, args: tuple[Tensor, ...], mine: InputStatistics = mine) -> None:
                 mine.add(args[0])
 
             self.hooks.append(module.register_forward_pre_hook(hook))
-        return found
+        return statistics
 
     def __exit__(self, *_: object) -> None:
         for hook in self.hooks:

@@ -71,8 +71,8 @@ def factorize(model: Transformer, recipe: str | Path | Recipe, tokens: Tensor | 
             change(name, None)
         return made
 
-    def change_layer(prefix: str, layer: Layer, found: Statistics) -> None:
-        for name, inputs in found.items():
+    def change_layer(prefix: str, layer: Layer, statistics: Statistics) -> None:
+        for name, inputs in statistics.items():
             change(prefix + name, inputs)
 
     layer_by_layer(made, check_tokens(tokens, made, "this recipe"), change_layer)

@@ -142,7 +142,7 @@ def awq_scales(weights: Sequence[Tensor], schemes: Sequence[Scheme], inputs: Inp
     whose error would count for nothing beside theirs.
     """
     size = inputs.magnitude.clamp(min=1e-5)
-    found: MovedScales | None = None
+    best: MovedScales | None = None
     before: list[float] = []
     for power in POWERS:
         factors = size**power
@@ -153,10 +153,10 @@ def awq_scales(weights: Sequence[Tensor], schemes: Sequence[Scheme], inputs: Inp
             errors.append(output_error(rounded(wide * factors, scheme) / factors - wide, inputs.gram))
         before = before or errors
         share = sum(now / max(was, _LEAST) for now, was in zip(errors, before, strict=True)) / len(weights)
-        if found is None or share < found.share:
-            found = MovedScales(factors, share)
-    assert found is not None
-    return found
+        if best is None or share < best.share:
+            best = MovedScales(factors, share)
+    assert best is not None
+    return best
 
 
 def smooth_factors(weights: Sequence[Tensor], inputs: InputStatistics, power: float) -> Tensor:

@@ -61,17 +61,17 @@ def sensitivities(
     """For each matrix and scheme: the mean divergence (nats) of the predictions where only that matrix is rounded."""
     pieces = tokens_BT[: 2 * ROWS]
     whole = functional.log_softmax(model(pieces).float(), -1)
-    found: dict[str, list[float]] = {}
+    errors: dict[str, list[float]] = {}
     for name, choices in schemes.items():
         weight = model.get_parameter(f"{name}.weight")
         kept = weight.detach().clone()
-        found[name] = []
+        errors[name] = []
         for scheme in choices:
             weight.copy_(rounded(kept, scheme))
             changed = functional.log_softmax(model(pieces).float(), -1)
-            found[name].append(float((whole.exp() * (whole - changed)).sum(-1).mean().clamp(min=0)))
+            errors[name].append(float((whole.exp() * (whole - changed)).sum(-1).mean().clamp(min=0)))
         weight.copy_(kept)
-    return found
+    return errors
 
 
 def mixed_schemes(

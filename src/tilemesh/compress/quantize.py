@@ -72,12 +72,12 @@ class _LayerQuantizer:
         self.model, self.recipe, self.schemes, self.say = model, recipe, schemes, say
         self.without_bias = self.not_moved = 0
 
-    def change(self, prefix: str, layer: Layer, found: Statistics) -> None:
+    def change(self, prefix: str, layer: Layer, statistics: Statistics) -> None:
         recipe = self.recipe
         moves = recipe.weights.method == "awq" or recipe.activations.smooth > 0
         if moves:
-            self._move(prefix, layer, found)
-        for name, inputs in found.items():
+            self._move(prefix, layer, statistics)
+        for name, inputs in statistics.items():
             full = prefix + name
             if full not in self.schemes:
                 continue
@@ -88,13 +88,13 @@ class _LayerQuantizer:
             if recipe.weights.correct_bias:
                 self._correct(full, weight, inputs)
 
-    def _move(self, prefix: str, layer: Layer, found: Statistics) -> None:
+    def _move(self, prefix: str, layer: Layer, statistics: Statistics) -> None:
         """Scale columns of matrices that share their input, and divide what makes the input."""
         for members, divide in _sources(layer):
-            here = [name for name in members if name in found and prefix + name in self.schemes]
-            if not here or len(here) < sum(name in found for name in members):
+            here = [name for name in members if name in statistics and prefix + name in self.schemes]
+            if not here or len(here) < sum(name in statistics for name in members):
                 continue  # one that is left alone would be scaled too
-            inputs = found[here[0]]
+            inputs = statistics[here[0]]
             weights = [_weight(self.model, prefix + name) for name in here]
             if self.recipe.weights.method == "awq":
                 factors = awq_scales(weights, [self.schemes[prefix + name] for name in here], inputs).factors

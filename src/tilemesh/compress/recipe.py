@@ -163,20 +163,20 @@ def chosen_schemes(recipe: Recipe, shapes: dict[str, tuple[int, int]]) -> dict[s
     for pattern in (*weights.layers, *(pattern for pattern, _ in recipe.rules())):
         if not any(fnmatchcase(name, pattern) for name in shapes):
             raise _matches_nothing(pattern, shapes)
-    found: dict[str, Scheme] = {}
+    schemes: dict[str, Scheme] = {}
     for name, shape in shapes.items():
         if not any(fnmatchcase(name, pattern) for pattern in weights.layers):
             continue
         text = next((text for pattern, text in recipe.rules() if fnmatchcase(name, pattern)), weights.scheme)
         if text != LEFT_ALONE:
-            found[name] = parse_scheme(text)
+            schemes[name] = parse_scheme(text)
             try:
-                found[name].groups(shape[1])
+                schemes[name].groups(shape[1])
             except UsageError as error:
                 raise UsageError(f"{name}: {error}") from None
-    if not found:
+    if not schemes:
         raise UsageError("the recipe leaves every matrix alone: its rules say none for all that its layers match")
-    return found
+    return schemes
 
 
 def _matches_nothing(pattern: str, shapes: dict[str, tuple[int, int]]) -> UsageError:
@@ -228,14 +228,14 @@ def _named(text: str) -> Recipe:
         else:
             scheme.append(word)
     try:
-        found = parse_scheme("-".join(scheme))
+        named_scheme = parse_scheme("-".join(scheme))
     except UsageError as error:
         raise UsageError(
             f"recipe '{text}' is neither a TOML file nor a name: {error}; names are such as {', '.join(NAMES[:6])}"
         ) from None
-    weights["scheme"] = found.name
+    weights["scheme"] = named_scheme.name
     if "bits" in weights:  # as many bytes as the scheme takes in all matrices alike
-        weights["bits"] = float(found.bits)
+        weights["bits"] = float(named_scheme.bits)
     return config.from_dict(Recipe, {"weights": weights, "activations": activations})
 
 

@@ -59,7 +59,7 @@ def _most(exchanges: Mapping[str, float], step_bytes: Mapping[str, Mapping[str, 
     """Which exchange takes most, and what makes it less."""
     if not exchanges:
         return ""
-    axis, _, operation = max(exchanges, key=lambda one: exchanges[one]).partition(" ")
+    axis, _, operation = max(exchanges, key=lambda name: exchanges[name]).partition(" ")
     nbytes = step_bytes.get(axis, {}).get(operation, 0)
     size = f", {format_bytes(nbytes)} per step and rank" if nbytes else ""
     advice = {

@@ -57,7 +57,9 @@ def common(*shapes: Shape) -> Shape:
         for place, size in enumerate(reversed(shape), 1):
             if size != 1:
                 if sizes[-place] not in (1, size):
-                    raise UsageError(f"the shapes {' and '.join(str(list(one)) for one in shapes)} do not broadcast")
+                    raise UsageError(
+                        f"the shapes {' and '.join(str(list(shape)) for shape in shapes)} do not broadcast"
+                    )
                 sizes[-place] = size
     return tuple(sizes)
 

@@ -228,10 +228,10 @@ class _SourceWriter:
 
 def _operator(name: str) -> Any:
     """torch's operator of this name, as `aten.add.Tensor`."""
-    found: Any = torch.ops
+    namespace: Any = torch.ops
     for part in name.split("."):
-        found = getattr(found, part)
-    return found
+        namespace = getattr(namespace, part)
+    return namespace
 
 
 def _sizes(node: Node) -> str:

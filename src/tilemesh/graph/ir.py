@@ -78,12 +78,12 @@ _making = threading.Lock()
 
 def make(op: str, *inputs: Node, line: str = "", **attributes: Any) -> Node:
     """The node of this operator, inputs and attributes; its shape and dtype come from the operator's rule."""
-    found = primitive(op)
-    if found.arity is not None and len(inputs) != found.arity:
-        raise UsageError(f"{op} got {len(inputs)} inputs; give {found.arity}")
+    known = primitive(op)
+    if known.arity is not None and len(inputs) != known.arity:
+        raise UsageError(f"{op} got {len(inputs)} inputs; give {known.arity}")
     frozen = tuple(sorted((name, _frozen(value)) for name, value in attributes.items()))
     try:
-        shape, dtype = found.rule([node.typed for node in inputs], dict(frozen))
+        shape, dtype = known.rule([node.typed for node in inputs], dict(frozen))
     except UsageError as error:
         raise UsageError(f"{op}: {error}" + (f" ({line})" if line else "")) from None
     key = (op, inputs, frozen, shape, dtype)

@@ -93,16 +93,16 @@ class _CWriter:
     def _roots(self, run: int) -> list[Node]:
         """What a run is for: reductions that end with it, results, and values to keep."""
         plan = self.plan
-        found = []
+        roots = []
         for node in plan.members:
             level = plan.levels[node]
             if level == ROW and node.op in ("sum", "amax") and self.ready[node] == run + 1:
-                found.append(node)
+                roots.append(node)
             if level == COLUMN and self.ready[node] == run:
-                found.append(node)
+                roots.append(node)
             if level == FULL and self.ready[node] == run and node in self.stored:
-                found.append(node)
-        return found
+                roots.append(node)
+        return roots
 
     def write(self) -> str:
         plan = self.plan
@@ -346,7 +346,7 @@ def _built(text: str) -> Path:
 
 def _openmp() -> list[str]:
     """OpenMP through the library that torch has loaded: two of them would each keep threads of their own."""
-    found = sorted(Path(torch.__file__).parent.glob("lib/libgomp*.so*")) + sorted(
+    libraries = sorted(Path(torch.__file__).parent.glob("lib/libgomp*.so*")) + sorted(
         (Path(torch.__file__).parent.parent / "torch.libs").glob("libgomp*.so*")
     )
-    return ["-fopenmp", str(found[0])] if found else ["-fopenmp"]
+    return ["-fopenmp", str(libraries[0])] if libraries else ["-fopenmp"]

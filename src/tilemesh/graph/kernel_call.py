@@ -19,8 +19,8 @@ Tensor = torch.Tensor
 
 def kernel_of(node: Node) -> KernelUse | None:
     """The kernel that a region names."""
-    found: KernelUse | None = dict(node.attributes).get("kernel")
-    return found
+    use: KernelUse | None = dict(node.attributes).get("kernel")
+    return use
 
 
 class KernelCall:

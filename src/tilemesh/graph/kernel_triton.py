@@ -217,10 +217,10 @@ class _TritonWriter:
         self._load_full([*computed, node], inside)
         for each in computed:
             self._compute(each)
-        found = self.names[value]
+        name = self.names[value]
         self.names, self.column = before, "column"
         self.names[node] = self._fresh("w")
-        self._say(f"{self.names[node]} = tl.where({inside}, {found}, 0.0)")
+        self._say(f"{self.names[node]} = tl.where({inside}, {name}, 0.0)")
 
     def _load_full(self, readers: Sequence[Node], mask: str) -> None:
         for leaf in self.plan.reads:

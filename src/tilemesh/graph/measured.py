@@ -39,9 +39,9 @@ class MeasuredCost:
         return sum(self._node(node) for node in graph.nodes() if node.launched)
 
     def _node(self, node: Node) -> float:
-        found = self.seconds.get(_key(node))
-        if found is not None:
-            return found
+        seconds = self.seconds.get(_key(node))
+        if seconds is not None:
+            return seconds
         return node_seconds(node, self.device) * statistics.median(self.ratios.get(node.op, [1.0]))
 
     def save(self, path: Path) -> None:
@@ -91,9 +91,9 @@ def _key(node: Node) -> str:
 def refined_search(graph: Graph, rules: Sequence[RewriteRule], cost: MeasuredCost, rounds: int = 4) -> FoundProgram:
     """A search whose cost model is refined by every program that it finds."""
     cost.measure(graph)
-    found = search(graph, rules, cost)
+    searched = search(graph, rules, cost)
     for _ in range(rounds):
-        if not cost.measure(found.graph):
+        if not cost.measure(searched.graph):
             break
-        found = search(graph, rules, cost)
-    return found
+        searched = search(graph, rules, cost)
+    return searched

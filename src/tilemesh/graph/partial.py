@@ -151,20 +151,20 @@ def cuts_of(node: Node) -> list[list[int]]:
     if node.op == "conv":
         inner = cuts_of(node.inputs[0])
         taps = [known(size, {}) for size in node.inputs[1].shape[2:]]
-        found = [inner[0], [0, sizes[1]]]
+        cuts = [inner[0], [0, sizes[1]]]
         for dim, (count, stride, pad, dilation) in enumerate(zip(taps, *_settings(node), strict=True)):
             edges = {-(-(edge + pad - dilation * tap) // stride) for edge in inner[2 + dim] for tap in range(count)}
-            found.append(_within(edges, sizes[2 + dim]))
-        return found
+            cuts.append(_within(edges, sizes[2 + dim]))
+        return cuts
     if node.op == "concat":
         parts = [cuts_of(value) for value in node.inputs]
-        found = [sorted(set().union(*each)) for each in zip(*parts, strict=True)]
+        cuts = [sorted(set().union(*each)) for each in zip(*parts, strict=True)]
         edges, start = set(), 0
         for value, part in zip(node.inputs, parts, strict=True):
             edges |= {start + edge for edge in part[node["dim"]]}
             start += known(value.shape[node["dim"]], {})
-        found[node["dim"]] = sorted(edges)
-        return found
+        cuts[node["dim"]] = sorted(edges)
+        return cuts
     if node.op == "slice":
         inner = cuts_of(node.inputs[0])
         return [

@@ -87,12 +87,12 @@ def spread(node: Node) -> int | None:
 
 def cuts_of(shape: Shape) -> set[int]:
     """The products of the last sizes of a shape: 1, and where each dim begins."""
-    found, total = {1}, 1
+    cuts, total = {1}, 1
     for size in reversed(shape):
         assert isinstance(size, int)
         total *= size
-        found.add(total)
-    return found
+        cuts.add(total)
+    return cuts
 
 
 def chained(cuts: Iterable[int]) -> bool:
@@ -302,12 +302,12 @@ class _Building:
 
     def _needs(self, group: _Region) -> tuple[Node, ...]:
         """What a region reads from outside, in the order of its members; broadcasts are its own."""
-        found: dict[Node, None] = {}
+        needs: dict[Node, None] = {}
         for node in self._members(group):
             for value in node.inputs:
                 if number_of(value) is None and self.fusion.level(value, group) is None and not _counts(value, group):
-                    found[self._source(value, group)] = None
-        return tuple(found)
+                    needs[self._source(value, group)] = None
+        return tuple(needs)
 
     def _source(self, value: Node, group: _Region) -> Node:
         """What is read from outside: a broadcast is done by the kernel's index, and so is a swap of halves."""

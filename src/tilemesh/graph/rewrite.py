@@ -113,10 +113,10 @@ def rewrite(
 
 def by_operator(rules: Sequence[RewriteRule]) -> dict[str, list[RewriteRule]]:
     """The rules that can fit a node, by its operator."""
-    found: dict[str, list[RewriteRule]] = {}
+    groups: dict[str, list[RewriteRule]] = {}
     for each in rules:
-        found.setdefault(each.left.op, []).append(each)
-    return found
+        groups.setdefault(each.left.op, []).append(each)
+    return groups
 
 
 def _last(steps: Sequence[Applied]) -> str:

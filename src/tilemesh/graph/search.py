@@ -41,7 +41,7 @@ def read_proofs(text: str | None = None) -> list[tuple[Substitution, tuple[int, 
     A line is `NUMBER axiom LEFT = RIGHT` or `NUMBER proved LEFT = RIGHT by AXIOM AXIOM ...`. Nonsense is refused with
     the number of its line.
     """
-    found: list[tuple[Substitution, tuple[int, ...]]] = []
+    proofs: list[tuple[Substitution, tuple[int, ...]]] = []
     for line in (files("tilemesh.graph") / FILE).read_text().splitlines() if text is None else text.splitlines():
         if not line.strip() or line.startswith("#"):
             continue
@@ -54,10 +54,10 @@ def read_proofs(text: str | None = None) -> list[tuple[Substitution, tuple[int, 
         if how == "proved" and (not by or not set(by.split()) <= known):
             raise UsageError(f"substitution {number}: proved by {by or 'nothing'}; name axioms from 1 to {len(AXIOMS)}")
         try:
-            found.append((parse(rule_text), tuple(map(int, by.split()))))
+            proofs.append((parse(rule_text), tuple(map(int, by.split()))))
         except UsageError as error:
             raise UsageError(f"substitution {number}: {error}") from None
-    return found
+    return proofs
 
 
 def write_substitutions(proofs: Sequence[tuple[Substitution, Sequence[int]]]) -> str:

@@ -193,7 +193,7 @@ def generate(most: int = 3, names: Sequence[str] = NAMES) -> list[Substitution]:
     }
     kept: dict[tuple[Matrix, ...], Term] = {value: name for name, value in values.items()}
     prints = dict(values)
-    found: dict[str, Substitution] = {}
+    substitutions: dict[str, Substitution] = {}
     levels: list[list[Term]] = [list(names)]
     for count in range(1, most + 1):
         level: list[Term] = []
@@ -207,15 +207,15 @@ def generate(most: int = 3, names: Sequence[str] = NAMES) -> list[Substitution]:
                 level.append(term)
             else:
                 substitution = renamed(Substitution(term, simplest))
-                found.setdefault(str(substitution), substitution)
+                substitutions.setdefault(str(substitution), substitution)
         levels.append(level)
-    return _general(list(found.values()))
+    return _general(list(substitutions.values()))
 
 
-def _general(found: Sequence[Substitution]) -> list[Substitution]:
+def _general(substitutions: Sequence[Substitution]) -> list[Substitution]:
     """Without the pairs whose left side is an instance of another's: small ones with many names come first."""
     kept: dict[str, list[Substitution]] = {}
-    order = sorted(found, key=lambda each: (operators(each.left), -len(names_of(each.left)), str(each)))
+    order = sorted(substitutions, key=lambda each: (operators(each.left), -len(names_of(each.left)), str(each)))
     for each in order:
         same = kept.setdefault(each.left[0], [])
         if not any(matched(other.left, each.left, {}) for other in same):

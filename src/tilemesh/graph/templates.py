@@ -130,9 +130,9 @@ def with_products(graph: Graph, dtypes: Sequence[str]) -> Graph:
         if root.dtype not in dtypes or not elements(root.shape) > 0 or _feeds_elementwise(root, readers, graph):
             continue
         for each in PRODUCTS:
-            found = next(matches(each.left, root, Match(root), seen), None)
-            if found is not None:
-                made |= _product(graph, readers, each, found, root)
+            match = next(matches(each.left, root, Match(root), seen), None)
+            if match is not None:
+                made |= _product(graph, readers, each, match, root)
                 break
     return _replaced(graph, made)
 
@@ -150,11 +150,11 @@ def _feeds_elementwise(root: Node, readers: dict[Node, list[Node]], graph: Graph
 
 
 def _product(
-    graph: Graph, readers: dict[Node, list[Node]], each: KernelTemplate, found: Match, root: Node
+    graph: Graph, readers: dict[Node, list[Node]], each: KernelTemplate, match: Match, root: Node
 ) -> dict[Node, Node]:
     """What the root, and the sum before its activation where others read it, become; nothing where it does not fit."""
-    total = found.nodes["z"]
-    product = found.nodes.get("p", total)
+    total = match.nodes["z"]
+    product = match.nodes.get("p", total)
     leaves = list(product.inputs)
     if len(product.shape) != 2 or {value.dtype for value in (product, total, root)} != {product.dtype}:
         return {}
@@ -276,17 +276,17 @@ def _row_kernel(region: Node) -> KernelUse | None:
         return None
     for each in ROWS:
         for root in body.outputs:
-            found = next(matches(each.left, root, Match(root), seen), None)
-            if found is not None:
-                use = _row_use(region, each, found, root)
+            match = next(matches(each.left, root, Match(root), seen), None)
+            if match is not None:
+                use = _row_use(region, each, match, root)
                 if use is not None:
                     return use
     return None
 
 
-def _row_use(region: Node, each: KernelTemplate, found: Match, root: Node) -> KernelUse | None:
+def _row_use(region: Node, each: KernelTemplate, match: Match, root: Node) -> KernelUse | None:
     body, columns, space = region["body"], region["columns"], region["space"]
-    named = found.nodes
+    named = match.nodes
     x = named["x"]
     counts = {"x": space, "w": columns, "b": columns, "t": space // columns}
     for name, count in counts.items():

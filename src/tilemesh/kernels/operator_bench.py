@@ -157,8 +157,8 @@ def both_ways(function: Callable[..., Any], constant: Sequence[int]) -> Callable
 
 
 def _first(made: Any) -> Tensor:
-    found: Tensor = made[0] if isinstance(made, tuple) else made
-    return found
+    result: Tensor = made[0] if isinstance(made, tuple) else made
+    return result
 
 
 def _is_float(value: Any) -> bool:

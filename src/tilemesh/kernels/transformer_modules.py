@@ -232,7 +232,11 @@ class Rotary(nn.Module):
 def _check_options(options: dict[str, Any], function: Any) -> None:
     """Refused when the module is made, not when it is first called."""
     parameters = inspect.signature(function).parameters.values()
-    known = [one.name for one in parameters if one.kind is one.KEYWORD_ONLY and one.name not in _NOT_OPTIONS]
+    known = [
+        parameter.name
+        for parameter in parameters
+        if parameter.kind is parameter.KEYWORD_ONLY and parameter.name not in _NOT_OPTIONS
+    ]
     for name in options:
         if name not in known:
             raise unknown(f"option of {function.__name__}", name, known)

@@ -224,14 +224,14 @@ def _shifts(files: list[_RankFile], offsets_ns: Mapping[int, int]) -> dict[int, 
     return {rank: offsets_ns.get(rank, shift) for rank, shift in by_wall.items()}
 
 
-def _browser_events(one: _RankFile, shift_ns: int) -> Iterator[dict[str, Any]]:
+def _browser_events(rank_file: _RankFile, shift_ns: int) -> Iterator[dict[str, Any]]:
     """A rank's events in the Trace Event Format, which counts microseconds."""
-    yield {"ph": "M", "name": "process_name", "pid": one.rank, "args": {"name": one.name}}
-    yield {"ph": "M", "name": "process_sort_index", "pid": one.rank, "args": {"sort_index": one.rank}}
+    yield {"ph": "M", "name": "process_name", "pid": rank_file.rank, "args": {"name": rank_file.name}}
+    yield {"ph": "M", "name": "process_sort_index", "pid": rank_file.rank, "args": {"sort_index": rank_file.rank}}
     lanes: dict[int, int] = {}  # thread idents are huge; a lane is a small number, in order of appearance
     named: dict[str, list[int]] = {}
-    for event in one.events:
-        base: dict[str, Any] = {"ph": event[0], "name": event[1], "pid": one.rank}
+    for event in rank_file.events:
+        base: dict[str, Any] = {"ph": event[0], "name": event[1], "pid": rank_file.rank}
         match event:
             case ["X", _, thread, ended_ns, lasted_ns, kind, details]:
                 began_us = (ended_ns - lasted_ns + shift_ns) / 1e3
@@ -258,7 +258,7 @@ def _browser_events(one: _RankFile, shift_ns: int) -> Iterator[dict[str, Any]]:
                     if not free:
                         named.setdefault(name, []).append(lanes[thread])
                 lane = lanes[thread]
-                yield {"ph": "M", "name": "thread_name", "pid": one.rank, "tid": lane, "args": {"name": name}}
+                yield {"ph": "M", "name": "thread_name", "pid": rank_file.rank, "tid": lane, "args": {"name": name}}
 
 
 def _finite(value: Any) -> Any:

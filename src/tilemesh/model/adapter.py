@@ -68,7 +68,7 @@ def peft_names(model: ModelConfig, lora: LoraConfig) -> dict[str, str]:
     """Our module: what PEFT calls it, for every adapted module; refused where theirs is several of ours in one."""
     family = FAMILIES[family_of(model)]
     theirs = {ours: name for name, parts in family.modules.items() if len(parts) == 1 for ours in parts}
-    found = {}
+    names = {}
     for module in adapted_modules(model, lora):
         _, layer, inner = module.split(".", 2)
         if inner not in theirs:
@@ -77,8 +77,8 @@ def peft_names(model: ModelConfig, lora: LoraConfig) -> dict[str, str]:
                 f"an adapter of {inner} has no PEFT form: {family.architecture} has it inside {whole}, one matrix of "
                 f"several; leave --adapter out, which writes the merged model, or leave it out of lora.targets"
             )
-        found[module] = f"{family.prefix}{family.layer.format(layer)}{theirs[inner]}"
-    return found
+        names[module] = f"{family.prefix}{family.layer.format(layer)}{theirs[inner]}"
+    return names
 
 
 def peft_config(model: ModelConfig, lora: LoraConfig) -> Mapping[str, Any]:

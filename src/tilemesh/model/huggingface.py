@@ -217,21 +217,21 @@ def _checked(
     known = expected | {head: expected[table]} if config.tied else expected
     stored: dict[str, Stored] = {}
     lines = []
-    for found in _opened(folder, files):
-        name = found.name
+    for opened_file in _opened(folder, files):
+        name = opened_file.name
         if re.fullmatch(family.leftovers, name.removeprefix(family.prefix)):
             continue
         if name in coded:
-            stored[name] = found
+            stored[name] = opened_file
             continue
         full = name if name in known else family.prefix + name
         if full not in known or full in stored:
-            lines.append(f"unexpected: {name}, shape {found.shape}")
-        elif found.shape != known[full]:
-            lines.append(f"mis-shaped: {name}, shape {found.shape}, expected {known[full]}")
-        elif found.dtype not in _DTYPES:
-            lines.append(f"not floating point: {name}, {found.dtype}, expected one of {', '.join(_DTYPES)}")
-        stored.setdefault(full, found)
+            lines.append(f"unexpected: {name}, shape {opened_file.shape}")
+        elif opened_file.shape != known[full]:
+            lines.append(f"mis-shaped: {name}, shape {opened_file.shape}, expected {known[full]}")
+        elif opened_file.dtype not in _DTYPES:
+            lines.append(f"not floating point: {name}, {opened_file.dtype}, expected one of {', '.join(_DTYPES)}")
+        stored.setdefault(full, opened_file)
     lines += [f"missing: {name}, expected shape {shape}" for name, shape in expected.items() if name not in stored]
     lines += [f"missing: {name}, which {CONFIG} says is there" for name in sorted(coded) if name not in stored]
     if not lines and config.tied and head in stored and not torch.equal(stored[head].read(), stored[table].read()):
@@ -244,18 +244,18 @@ def _checked(
 
 def _opened(folder: Path, files: ExitStack) -> list[Stored]:
     """The headers of all tensors in a folder's files."""
-    found = []
+    opened_files = []
     for path in _files(folder):
         try:
             file = files.enter_context(safe_open(path, framework="pt"))
             for name in file.keys():  # noqa: SIM118  (not a dict)
                 header = file.get_slice(name)
-                found.append(Stored(file, name, tuple(header.get_shape()), header.get_dtype()))
+                opened_files.append(Stored(file, name, tuple(header.get_shape()), header.get_dtype()))
         except FileNotFoundError:
             raise UsageError(f"{path} does not exist, and {INDEX} names it: the folder is not complete") from None
         except (SafetensorError, OSError) as error:
             raise UsageError(f"{path} is not a whole safetensors file: {error}") from None
-    return found
+    return opened_files
 
 
 def _files(folder: Path) -> list[Path]:

@@ -92,8 +92,8 @@ class LowBitLinear(CompressedLinear):
             packed = pack(made.codes, scheme.number)
         self.codes = nn.Parameter(packed, requires_grad=False)
         self.scales = nn.Parameter(made.scales.float().contiguous(), requires_grad=False)
-        found = {ZEROS: made.zeros, INPUT_SCALE: input_scale}
-        for name, value in found.items():
+        buffers = {ZEROS: made.zeros, INPUT_SCALE: input_scale}
+        for name, value in buffers.items():
             self.register_parameter(name, None if value is None else nn.Parameter(value, requires_grad=False))
 
     @property
@@ -343,8 +343,8 @@ def _stack(parts: list[nn.Module]) -> StackedCodes | None:
             continue
         joined = torch.cat([getattr(module, name).detach() for module in modules])
         setattr(whole, name, nn.Parameter(joined, requires_grad=False))
-        for one, part in zip(modules, torch.split(joined, widths), strict=True):
-            getattr(one, name).data = part
+        for module, part in zip(modules, torch.split(joined, widths), strict=True):
+            getattr(module, name).data = part
     return StackedCodes(whole, widths)
 
 
@@ -353,7 +353,7 @@ def stack_low_bits(model: Transformer) -> None:
     for layer in model.layers.children():
         attention, mlp = layer.get_submodule("attention"), layer.get_submodule("mlp")
         if attention.stacked is None:
-            attention.stacked = _stack([attention.get_submodule(f"fc_{one}") for one in "qkv"])
+            attention.stacked = _stack([attention.get_submodule(f"fc_{letter}") for letter in "qkv"])
         if mlp.stacked is None and mlp.fc_gate is not None:
             mlp.stacked = _stack([mlp.get_submodule("fc_gate"), mlp.get_submodule("fc_in")])
 

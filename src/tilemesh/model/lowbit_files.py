@@ -46,14 +46,14 @@ class KeptMatrix:
 
 def describe(model: Transformer) -> dict[str, KeptMatrix]:
     """Every compressed matrix by our name."""
-    found = {}
+    described = {}
     for name, module in model.named_modules():
         if isinstance(module, LowBitLinear):
             inputs = "" if module.inputs is None else module.inputs.name
-            found[name] = KeptMatrix(module.scheme.name, inputs, module.input_scale is not None)
+            described[name] = KeptMatrix(module.scheme.name, inputs, module.input_scale is not None)
         elif isinstance(module, FactoredLinear):
-            found[name] = KeptMatrix(rank=module.rank)
-    return found
+            described[name] = KeptMatrix(rank=module.rank)
+    return described
 
 
 # ---- writing ---------------------------------------------------------------------------------------------------
@@ -84,11 +84,11 @@ def compressed_tensors(model: Transformer) -> tuple[dict[str, Any], dict[str, Te
 
 def _their_names(model: Transformer) -> dict[str, str]:
     """Of our matrices that are one plain Linear on their side."""
-    found = {}
+    names = {}
     for entry in entries(model.config):
         if len(entry.ours) == 1 and not entry.transposed and not entry.heads and entry.ours[0].endswith(".weight"):
-            found[entry.ours[0].removesuffix(".weight")] = entry.theirs.removesuffix(".weight")
-    return found
+            names[entry.ours[0].removesuffix(".weight")] = entry.theirs.removesuffix(".weight")
+    return names
 
 
 def _has_their_form(told: KeptMatrix) -> bool:
@@ -180,17 +180,17 @@ class CompressedFolder:
     def _of_ours(self, told: Mapping[str, Any]) -> dict[str, KeptMatrix]:
         matrices = told.get("matrices")
         known = {name for name, module in self.model.named_modules() if isinstance(module, nn.Linear)}
-        found = {}
+        weights = {}
         if not isinstance(matrices, Mapping):
             raise UsageError(f"{self.source}: quantization_config has no matrices: expected what tilemesh writes")
         for name, each in matrices.items():
             if name not in known:
                 raise unknown(f"matrix in {self.source}", name, sorted(known)[:3], near=known)
             try:
-                found[name] = KeptMatrix(**each)
+                weights[name] = KeptMatrix(**each)
             except TypeError:
                 raise UsageError(f"{self.source}: {name} is kept as {each!r}: expected scheme, or rank") from None
-        return found
+        return weights
 
     def _of_theirs(self, told: Mapping[str, Any]) -> dict[str, KeptMatrix]:
         groups = told.get("config_groups")

@@ -24,23 +24,23 @@ class Weights(Protocol):
 
 def read_model(config: ModelConfig, weights: Weights, device: torch.device | str = "cpu") -> Transformer:
     """The model with these weights, in their dtype: no dropout, no gradients."""
-    found = read_weights(config, weights)
-    model = Transformer(config, device="meta", dtype=next(iter(found.values())).dtype)
+    weights_read = read_weights(config, weights)
+    model = Transformer(config, device="meta", dtype=next(iter(weights_read.values())).dtype)
     model.to_empty(device=device)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.copy_(found[name])
+            parameter.copy_(weights_read[name])
     return model.eval().requires_grad_(False)
 
 
 def read_weights(config: ModelConfig, weights: Weights) -> dict[str, Tensor]:
     """Every parameter that a model of this configuration has, by name; weights of another shape are refused."""
-    found = {}
+    weights_read = {}
     for name, parameter in Transformer(config, device="meta").named_parameters():
-        found[name] = weights.weight(name)
-        if found[name].shape != parameter.shape:
-            there, here = tuple(found[name].shape), tuple(parameter.shape)
+        weights_read[name] = weights.weight(name)
+        if weights_read[name].shape != parameter.shape:
+            there, here = tuple(weights_read[name].shape), tuple(parameter.shape)
             raise RunError(
                 f"the weights of {name} have shape {there} and this model's {here}: they are another model's"
             )
-    return found
+    return weights_read

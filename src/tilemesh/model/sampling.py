@@ -50,8 +50,8 @@ def sample(
         if cache.lengths[0] + len(pending) > context:
             cache, pending = DenseCache(1, context, device), whole[-max(1, context // 2) :]
         with torch.no_grad():
-            found = logits(torch.tensor([pending], device=device), cache.extend(len(pending)))[0, -1]
-        scores_1V = found[None].cpu()  # drawn on the CPU: the same text on every device with the same logits
+            last_logits = logits(torch.tensor([pending], device=device), cache.extend(len(pending)))[0, -1]
+        scores_1V = last_logits[None].cpu()  # drawn on the CPU: the same text on every device with the same logits
         if not bool(torch.isfinite(scores_1V).all()):
             raise RunError(
                 "the model's logits are NaN or infinite, so there is no text to draw: was the rate too high?"

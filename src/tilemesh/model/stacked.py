@@ -96,10 +96,10 @@ def stack(projections: Sequence[nn.Linear], one_row: bool = False) -> StackedPro
     biases: list[Tensor] = [projection.bias for projection in projections if projection.bias is not None]
     bias = torch.cat(biases) if len(biases) == len(projections) else None
     begin = 0
-    for one, width in zip(projections, widths, strict=True):
-        one.weight.data = weight[begin : begin + width]
+    for projection, width in zip(projections, widths, strict=True):
+        projection.weight.data = weight[begin : begin + width]
         if bias is not None:
-            one.bias.data = bias[begin : begin + width]
+            projection.bias.data = bias[begin : begin + width]
         begin += width
     return StackedProduct(weight, bias, widths, one_row)
 

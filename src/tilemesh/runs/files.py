@@ -71,7 +71,8 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 def read_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
     """JSON objects a line, and how many lines were none; a last line without its end is still being written."""
-    found, damaged = [], 0
+    objects: list[dict[str, Any]] = []
+    damaged = 0
     lines = read_text(path).split("\n")
     for number, line in enumerate(lines):
         if not line.strip():
@@ -81,10 +82,10 @@ def read_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
         except (ValueError, RecursionError):
             value = None
         if isinstance(value, dict):
-            found.append(value)
+            objects.append(value)
         elif number < len(lines) - 1:
             damaged += 1
-    return found, damaged
+    return objects, damaged
 
 
 def names_in(folder: Path) -> list[str]:

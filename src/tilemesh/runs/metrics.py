@@ -80,16 +80,16 @@ def read_metrics(lines: Sequence[Mapping[str, Any]]) -> Told:
     return told
 
 
-def _event(kind: str, step: int, one: Mapping[str, Any], when: float | None, before: int) -> Event:
+def _event(kind: str, step: int, told: Mapping[str, Any], when: float | None, before: int) -> Event:
     """A line of metrics that is no step; `before`: the step that had been done."""
-    why = str(one.get("text") or one.get("why") or "")
+    why = str(told.get("text") or told.get("why") or "")
     after = f": {why}" if why else ""
     if kind == RESUMED:
-        return Event(step, RESTART, _resumed_words(one, before) + after, when)
+        return Event(step, RESTART, _resumed_words(told, before) + after, when)
     if kind == RESTART:
         return Event(step, RESTART, f"failed at step {step} and was started again{after}", when)
     if kind == CHECKPOINT:
-        failed = one.get("ok") is False or one.get("failed") is True
+        failed = told.get("ok") is False or told.get("failed") is True
         words = f"checkpoint of step {step} failed{after}" if failed else f"checkpoint of step {step}"
         return Event(step, WARNING if failed else CHECKPOINT, words, when)
     if kind == FAILED:
@@ -98,7 +98,7 @@ def _event(kind: str, step: int, one: Mapping[str, Any], when: float | None, bef
         return Event(step, STOPPED, f"stopped at step {step}{after}", when)
     if kind == WARNING:
         return Event(step, WARNING, why or "a warning without words", when)
-    return Event(step, str(kind), why or _values_of(one), when)
+    return Event(step, str(kind), why or _values_of(told), when)
 
 
 def _values_of(line: Mapping[str, Any]) -> str:
@@ -106,8 +106,8 @@ def _values_of(line: Mapping[str, Any]) -> str:
     return ", ".join(f"{key} {value}" for key, value in line.items() if key not in ("kind", "step", "at"))
 
 
-def _resumed_words(one: Mapping[str, Any], before: int) -> str:
-    plan, step = section(one, "plan"), int(one["step"])
+def _resumed_words(told: Mapping[str, Any], before: int) -> str:
+    plan, step = section(told, "plan"), int(told["step"])
     axes = ", ".join(f"{axis} {plan[axis]}" for axis in reversed(ORDER) if plan.get(axis, 1) != 1)
     again = f"; {before - step:,} step{'s' * (before > step + 1)} done again" if before > step else ""
     return f"went on after step {step}{f' on {axes}' if axes else ''}{again}"

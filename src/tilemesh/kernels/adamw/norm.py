@@ -63,14 +63,14 @@ def norm_bound(norm: Tensor, dtype: torch.dtype, elements: int) -> Tensor:
 def _norm_tables(tensors: Sequence[Tensor], block: int) -> list[tuple[list[int], torch.dtype, bool, BlockTable]]:
     kinds = tuple([(tensor.dtype, is_aligned(tensor), tensor.numel()) for tensor in tensors])
     key, runners = ("global_norm", tensors[0].device, *kinds), context.current.runners
-    found: list[tuple[list[int], torch.dtype, bool, BlockTable]] | None
-    found = runners.recent.get(key) or runners.older.get(key)
-    if found is None:
-        found = []
+    tables: list[tuple[list[int], torch.dtype, bool, BlockTable]] | None
+    tables = runners.recent.get(key) or runners.older.get(key)
+    if tables is None:
+        tables = []
         for dtype, aligned in dict.fromkeys(kind[:2] for kind in kinds):
             members = [at for at, kind in enumerate(kinds) if kind[:2] == (dtype, aligned)]
             sizes = [tensors[at].numel() for at in members]
             table = BlockTable(sizes, block, tensors[0].device, [0.0] * len(members))
-            found.append((members, dtype, aligned, table))
-        runners.keep(key, found)
-    return found
+            tables.append((members, dtype, aligned, table))
+        runners.keep(key, tables)
+    return tables

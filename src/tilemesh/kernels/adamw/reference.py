@@ -175,12 +175,12 @@ class AdamW:
 
     def _number(self, value: float) -> Tensor:
         """A number on the device; kept, because a divisor of 1 comes at every step."""
-        found = self._numbers.get(value)
-        if found is None:
-            found = torch.full((1,), value, dtype=torch.float64, device=self.parameters[0].device)
+        number = self._numbers.get(value)
+        if number is None:
+            number = torch.full((1,), value, dtype=torch.float64, device=self.parameters[0].device)
             if len(self._numbers) < MOST_KEPT and not self._is_capturing():
-                self._numbers[value] = found
-        return found
+                self._numbers[value] = number
+        return number
 
     def _grouped(self, gradients: Sequence[Tensor]) -> list[_Group]:
         lists = (self.parameters, gradients, self.exp_avgs, self.exp_avg_sqs)
@@ -193,7 +193,7 @@ class AdamW:
             made = []
             for kind in dict.fromkeys(kinds):
                 members = [
-                    at for at, one in enumerate(kinds) if one == kind and self.parameters[at].numel()
+                    at for at, other in enumerate(kinds) if other == kind and self.parameters[at].numel()
                 ]  # an empty one has no block
                 if members:
                     sizes, decays = zip(

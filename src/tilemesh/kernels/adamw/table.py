@@ -41,10 +41,10 @@ class BlockTable:
     def rows(self, tensors: Sequence[Sequence[Tensor]]) -> Tensor:
         """The table on the device for these tensors, given by column."""
         addresses = tuple([tensor.data_ptr() for column in tensors for tensor in column])
-        found = self._kept.get(addresses)
-        if found is None:
-            found = self._made(addresses)
-        return found[1]
+        pair = self._kept.get(addresses)
+        if pair is None:
+            pair = self._made(addresses)
+        return pair[1]
 
     def _made(self, addresses: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         count = len(self.ends)

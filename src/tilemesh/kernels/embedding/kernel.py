@@ -189,9 +189,9 @@ def backward(
 def _of_positions(grad: Tensor, positions: Tensor, start: int) -> Tensor:
     """Sums over all sequences, by torch: each position's are added in one order."""
     context, width = grad.shape[-2:]
-    found = grad.reshape(-1, context, width).sum(0)
+    summed = grad.reshape(-1, context, width).sum(0)
     if positions.shape[0] == context:
-        return found
+        return summed
     made = torch.zeros(positions.shape, dtype=positions.dtype, device=positions.device)
-    made[start : start + context] = found
+    made[start : start + context] = summed
     return made

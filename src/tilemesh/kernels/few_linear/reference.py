@@ -62,7 +62,7 @@ def few_linear(x: Tensor, weight: Tensor, *, gate: str = "none") -> Tensor:
     parts = max(1, parts_of(*weight.shape))
     if parts == 1:
         return functional.linear(x, weight)[None]
-    wide = [one.unflatten(1, (parts, -1)).transpose(0, 1).to(accumulator(x.dtype)) for one in (x, weight)]
+    wide = [matrix.unflatten(1, (parts, -1)).transpose(0, 1).to(accumulator(x.dtype)) for matrix in (x, weight)]
     return wide[0] @ wide[1].transpose(1, 2)
 
 

@@ -67,9 +67,9 @@ class KernelCompiler:
             for (slot, parameter), value in zip(parameters, given, strict=True):
                 state.slots[slot] = value if parameter.pointer else convert(parameter.type, value)
             run(state)
-            found = None if result is None else result(state)
+            returned = None if result is None else result(state)
             state.slots = outer
-            return found
+            return returned
 
         return call
 
@@ -187,8 +187,8 @@ class KernelCompiler:
         whole, index = self.place(node.value), node.index
 
         def part(state: CudaThreads) -> Value:
-            found = whole(state)
-            data = found.data if isinstance(found, RegisterArray) else found
+            vector = whole(state)
+            data = vector.data if isinstance(vector, RegisterArray) else vector
             return RegisterArray(data[index], four=False)
 
         return part
@@ -282,15 +282,15 @@ class KernelCompiler:
         base, index = self.place(node.base), self.value(node.index)
 
         def run(state: CudaThreads) -> Value:
-            found, at = base(state), index(state)
-            if isinstance(found, CudaPointer):
-                return found.index(at)
+            base_value, at = base(state), index(state)
+            if isinstance(base_value, CudaPointer):
+                return base_value.index(at)
             if isinstance(at, np.ndarray):
                 raise UsageError(
                     "an array in registers is indexed by a value that differs between threads: "
                     "a compiler would move it to local memory"
                 )
-            return RegisterArray(found.data[at], found.four)
+            return RegisterArray(base_value.data[at], base_value.four)
 
         return run
 
@@ -307,8 +307,8 @@ class KernelCompiler:
             return lambda state: ~value(state)
 
         def negated(state: CudaThreads) -> Value:
-            found = value(state)
-            return ~found if isinstance(found, np.ndarray) else not found
+            number = value(state)
+            return ~number if isinstance(number, np.ndarray) else not number
 
         return negated
 
@@ -320,10 +320,10 @@ class KernelCompiler:
         base, index = self.place(node.base), self.value(node.index)
 
         def run(state: CudaThreads) -> Value:
-            found = base(state)
-            if isinstance(found, RegisterArray):
-                return RegisterArray(found.data[index(state) :], found.four)
-            return found.index(index(state))
+            base_value = base(state)
+            if isinstance(base_value, RegisterArray):
+                return RegisterArray(base_value.data[index(state) :], base_value.four)
+            return base_value.index(index(state))
 
         return run
 

@@ -306,12 +306,12 @@ def _occupancy_rows(place: LadderPlace, repeats: int, seconds: float, blocks: in
     small = strided_copy(1, blocks, 256)
     registers = place.compile(small.text(), small.name, 0).registers
     resident = {unused: occupancy(place.device, 256, registers, unused) for unused in (0, 40_000, 90_000, 200_000)}
-    calls = {f"{found.blocks} blocks": _study_call(small, place, unused) for unused, found in resident.items()}
+    calls = {f"{fits.blocks} blocks": _study_call(small, place, unused) for unused, fits in resident.items()}
     timed = compare(calls, timer=place.timer(), repeats=repeats, seconds=seconds, warmup=1)
     limit = 8 * small.inputs / place.device.memory_bytes_per_s
     rows = []
-    for name, found in zip(calls, resident.values(), strict=True):
-        case = {"study": "occupancy", "variant": name, "warps_per_sm": found.warps, "limit_from": "datasheet"}
+    for name, fits in zip(calls, resident.values(), strict=True):
+        case = {"study": "occupancy", "variant": name, "warps_per_sm": fits.warps, "limit_from": "datasheet"}
         rows.append(_study_row(case, None, timed[name], limit, {"predicted": "no model of latency"}))
     return rows
 

@@ -61,7 +61,7 @@ def parse(text: str) -> CudaText:
 
 
 def _tokens(text: str) -> list[_Token]:
-    found, at, line = [], 0, 1
+    tokens, at, line = [], 0, 1
     while at < len(text):
         match = _TOKEN.match(text, at)
         if match is None:
@@ -70,10 +70,10 @@ def _tokens(text: str) -> list[_Token]:
             )
         kind = str(match.lastgroup)
         if kind != "skip":
-            found.append(_Token(kind, match.group(), line))
+            tokens.append(_Token(kind, match.group(), line))
         line += match.group().count("\n")
         at = match.end()
-    return [*found, _Token("end", "the end of the text", line)]
+    return [*tokens, _Token("end", "the end of the text", line)]
 
 
 class _CudaParser:
@@ -110,10 +110,10 @@ class _CudaParser:
     def type(self) -> str:
         while self.took(*QUALIFIERS):
             pass
-        found = self.take(*TYPES).text
+        name = self.take(*TYPES).text
         while self.took(*QUALIFIERS):
             pass
-        return found
+        return name
 
     # The text, functions, statements
 
@@ -185,9 +185,9 @@ class _CudaParser:
             return (Return(value, line),)
         if self.declares():
             return self.declarations()
-        found = self.simple()
+        made = self.simple()
         self.take(";")
-        return (found,)
+        return (made,)
 
     def declares(self) -> bool:
         return self.sees(*TYPES, *QUALIFIERS, "__shared__", "extern")
@@ -201,7 +201,7 @@ class _CudaParser:
             self.take()
             self.take(")")
         kind = self.type()
-        found = []
+        declared = []
         while True:
             name, lengths = self.name(), []
             while self.took("["):
@@ -214,11 +214,11 @@ class _CudaParser:
                     zeroed = True
                 else:
                     value = self.expression()
-            found.append(Declaration(kind, name, tuple(lengths), value, zeroed, shared, dynamic, line))
+            declared.append(Declaration(kind, name, tuple(lengths), value, zeroed, shared, dynamic, line))
             if not self.took(","):
                 break
         self.take(";")
-        return tuple(found)
+        return tuple(declared)
 
     def simple(self) -> Statement:
         """An assignment, `++x`, or a call."""

@@ -87,9 +87,9 @@ class CudaThreads:
         if not narrowed.any():
             return None
         self.narrow(narrowed)
-        found = run(self)
+        value = run(self)
         self.narrow(before)
-        return found
+        return value
 
 
 Value: TypeAlias = Any
@@ -115,15 +115,15 @@ def load(state: CudaThreads, place: Value) -> Value:
         return place
     if state.single and place.width == 1 and not isinstance(place.at, np.ndarray):
         return place.memory.load_one(place.at)
-    found = place.memory.load(place.places(state.count), state.mask, place.width)
-    return _joined(found, place)
+    values = place.memory.load(place.places(state.count), state.mask, place.width)
+    return _joined(values, place)
 
 
-def _joined(found: Array, place: CudaPointer) -> Array:
+def _joined(values: Array, place: CudaPointer) -> Array:
     """Two 16-bit elements that were read as one unsigned."""
-    if place.width == 2 and found.dtype == np.uint16:
-        return found[0].astype(np.uint32) | (found[1].astype(np.uint32) << np.uint32(16))
-    return found
+    if place.width == 2 and values.dtype == np.uint16:
+        return values[0].astype(np.uint32) | (values[1].astype(np.uint32) << np.uint32(16))
+    return values
 
 
 def store(state: CudaThreads, place: Value, value: Value) -> None:

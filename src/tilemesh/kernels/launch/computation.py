@@ -69,8 +69,8 @@ class Computation:
 
     def _kernels(self) -> Any:
         module, _, name = self.options.kernel.partition(":")
-        found = importlib.import_module(module)
-        return getattr(found, name) if name else found
+        kernels = importlib.import_module(module)
+        return getattr(kernels, name) if name else kernels
 
     def forward(self, how: str, values: Sequence[Any]) -> Sequence[Tensor]:
         """Results, then what is kept for the backward pass: where torch.compile's graphs call it."""
@@ -119,8 +119,8 @@ class Computation:
 
     def stand_ins(self, tensors: Tensors) -> dict[int, Tensor]:
         """Empty tensors in the place of arguments of which the backward pass needs the dtype alone."""
-        found = {at: tensors[at] for at in self.forgotten}
-        return {at: tensor.new_empty(0) for at, tensor in found.items() if tensor is not None}
+        tensors_kept = {at: tensors[at] for at in self.forgotten}
+        return {at: tensor.new_empty(0) for at, tensor in tensors_kept.items() if tensor is not None}
 
     def restored(self, values: Sequence[Any], kept: Sequence[Tensor]) -> list[Any]:
         """Arguments from which the reference computes the same results, in place of those that were not saved."""
@@ -145,8 +145,8 @@ class Computation:
             made = self.differentiate(filled, self.restored(values, kept), create_graph=True)
         else:
             made = getattr(torch.ops.tilemesh, f"{self.name}_backward")(*values, list(kept), filled, how)
-        found = iter(made)
-        return [None if values[at] is None else next(found) for at in self.tensors]
+        gradients_made = iter(made)
+        return [None if values[at] is None else next(gradients_made) for at in self.tensors]
 
     def _filled(
         self, gradients: Sequence[Tensor | None], values: Sequence[Any], kept: Sequence[Tensor]
@@ -156,15 +156,15 @@ class Computation:
         if self.options.partial or all(gradient is not None for gradient in wanted):
             return wanted
         shapes = self.fake(*self.restored(values, kept))
-        return [torch.zeros_like(one) if g is None else g for g, one in zip(wanted, shapes, strict=False)]
+        return [torch.zeros_like(shape) if g is None else g for g, shape in zip(wanted, shapes, strict=False)]
 
     def backward(
         self, how: str, gradients: Tensors, values: Sequence[Any], kept: Sequence[Tensor]
     ) -> Sequence[Tensor | None]:
         """One gradient, or None, for each tensor argument."""
         if not hasattr(self._kernels(), "backward"):
-            found = iter(self.differentiate(gradients, self.restored(values, kept), create_graph=False))
-            return [None if values[at] is None else next(found) for at in self.tensors]
+            computed = iter(self.differentiate(gradients, self.restored(values, kept), create_graph=False))
+            return [None if values[at] is None else next(computed) for at in self.tensors]
         results, count = self.results, self.results + len(self.tensors)
 
         def run(launch: Callable[..., Any], tensors: Tensors) -> Sequence[Tensor | None]:
@@ -203,8 +203,10 @@ class Computation:
             wanted = [tensor for tensor in inputs if tensor.requires_grad]
             pairs = [(made, g) for made, g in zip(results, gradients, strict=True) if g is not None]
             outputs, upstream = [made for made, _ in pairs], [gradient for _, gradient in pairs]
-            found = iter(torch.autograd.grad(outputs, wanted, upstream, create_graph=create_graph, allow_unused=True))
-        made = [next(found) if tensor.requires_grad else None for tensor in inputs]
+            computed = iter(
+                torch.autograd.grad(outputs, wanted, upstream, create_graph=create_graph, allow_unused=True)
+            )
+        made = [next(computed) if tensor.requires_grad else None for tensor in inputs]
         both = zip(made, inputs, strict=True)
         return [torch.zeros_like(tensor) if gradient is None else gradient for gradient, tensor in both]
 
@@ -219,10 +221,10 @@ class Computation:
     ) -> Sequence[Any]:
         """Repeat what the first call with this key did on tensors of this signature; or make that first call."""
         launch = launcher(how)
-        found = None if is_watched() else signature(tensors)
-        if found is None:
+        read = None if is_watched() else signature(tensors)
+        if read is None:
             return function(launch, tensors)
-        signed, addresses = found
+        signed, addresses = read
         whole = (*signed, *key)
         runners = context.current.runners
         repeated = runners.recent.get(whole)

@@ -89,16 +89,16 @@ def _language() -> list[tuple[Any, str, Any]]:
 
     Of `tl.standard` only what the interpreter compares reductions with, to let numpy do those at once.
     """
-    found: list[tuple[Any, str, Any]] = []
+    changes: list[tuple[Any, str, Any]] = []
     methods = dict(vars(tl.tensor))
     with _restored():
         for place in (tl, tl.standard):
             for name, value in list(vars(place).items()):
                 if isinstance(value, JITFunction) and (place is tl or name.startswith("_")):
-                    found.append((place, name, getattr(_interpreted(value.fn.__module__), value.fn.__name__)))
+                    changes.append((place, name, getattr(_interpreted(value.fn.__module__), value.fn.__name__)))
         changed = [(name, value) for name, value in vars(tl.tensor).items() if methods.get(name) is not value]
-        found += [(tl.tensor, name, value) for name, value in changed]
-    return found
+        changes += [(tl.tensor, name, value) for name, value in changed]
+    return changes
 
 
 @contextlib.contextmanager

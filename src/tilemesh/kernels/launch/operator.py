@@ -121,14 +121,14 @@ class _Operator:
             tensors = values[:leading] if leading else [values[at] for at in self.tensors]
             key, addresses = self._key(values, tensors, implementation)
             try:
-                found = None if key is None else context.current.runners.recent.get(key)
+                runner = None if key is None else context.current.runners.recent.get(key)
             except TypeError:  # something has no hash, a list for one: say which
-                found = None
-            if found is None:
+                runner = None
+            if runner is None:
                 return self(values, implementation)
-            if found.repeats:  # at once: a tiny call is all host time
-                return found.pick(found.forward.recording(tensors, addresses))
-            return found(values, tensors, addresses)
+            if runner.repeats:  # at once: a tiny call is all host time
+                return runner.pick(runner.forward.recording(tensors, addresses))
+            return runner(values, tensors, addresses)
 
         extra = inspect.Parameter("implementation", inspect.Parameter.KEYWORD_ONLY, default="auto", annotation=str)
         call.__signature__ = inspect.signature(reference).replace(  # type: ignore[attr-defined]
@@ -144,10 +144,10 @@ class _Operator:
 
         cast: whether these are values after autocast; a call that has yet to cast has no key.
         """
-        found = signature(tensors)
-        if found is None or (self.options.casts and not cast and _casts_now(tensors)):
+        signed = signature(tensors)
+        if signed is None or (self.options.casts and not cast and _casts_now(tensors)):
             return None, []
-        key, addresses = found
+        key, addresses = signed
         asked = False
         if torch.is_grad_enabled():
             for tensor in tensors:
@@ -277,9 +277,9 @@ class _PreparedCall:
                     for gradient, (shape, dtype, device) in zip(gradients, self.shapes, strict=True)
                 ]
             tensors = (*gradients, *saved)
-            found = signature(tensors)
-            if found is not None:
-                key, addresses = found
+            signed = signature(tensors)
+            if signed is not None:
+                key, addresses = signed
                 repeated = context.current.runners.recent.get((*key, *self.backward_key))
                 if repeated is not None and repeated.recording is not None:
                     return repeated.recording(tensors, addresses)

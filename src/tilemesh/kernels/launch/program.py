@@ -70,15 +70,15 @@ def compile_step(step: Step, operands: Mapping[str, Operand], target: GPUTarget 
     place = triton.runtime.driver.active.get_current_device() if target is None else target
     divisors = ((position, hint[0][1]) for position, hint in attributes.items())
     key = (step.kernel, *signature.items(), *constants.items(), *divisors, *options.values(), place)
-    found = KERNELS.get(key)
-    if found is None:
+    compiled = KERNELS.get(key)
+    if compiled is None:
         kernel = (function, signature, constants, attributes)
         if gluon:
-            found = _compile_gluon(kernel, target, options)
+            compiled = _compile_gluon(kernel, target, options)
         else:
-            found = triton.compile(ASTSource(*kernel), target=target, options=options)
-        KERNELS[key] = found
-    return found
+            compiled = triton.compile(ASTSource(*kernel), target=target, options=options)
+        KERNELS[key] = compiled
+    return compiled
 
 
 @functools.cache

@@ -85,7 +85,7 @@ def _recorded_backward(
         like = computation.restored(arguments, kept)
         whole = [torch.zeros_like(like[at]) if grad is None else grad.contiguous() for grad, at in pairs]
     # What is recorded must not return one tensor twice.
-    return [each.clone() if any(each is one for one in whole[:at]) else each for at, each in enumerate(whole)]
+    return [each.clone() if any(each is earlier for earlier in whole[:at]) else each for at, each in enumerate(whole)]
 
 
 def _register_autograd(computation: Computation, name: str) -> None:
@@ -104,8 +104,8 @@ def _register_autograd(computation: Computation, name: str) -> None:
         answer: list[Tensor | None] = [None] * (len(binding.names) + 1)
         if all(gradient is None for gradient in gradients[: computation.results]):
             return tuple(answer)
-        found = computation.recall(ctx.how, ctx.rest, ctx.saved_tensors, gradients)
-        for at, gradient in zip(binding.tensors, found, strict=True):
+        gradients_made = computation.recall(ctx.how, ctx.rest, ctx.saved_tensors, gradients)
+        for at, gradient in zip(binding.tensors, gradients_made, strict=True):
             answer[at] = gradient
         return tuple(answer)
 

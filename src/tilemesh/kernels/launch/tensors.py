@@ -46,17 +46,17 @@ def check_dtype(given: Mapping[str, Tensor], dtypes: Sequence[torch.dtype] = FLO
     """One dtype, of those the operator takes."""
     first = next(iter(given.values()))
     if first.dtype not in dtypes or any(tensor.dtype != first.dtype for tensor in given.values()):
-        found = ", ".join(f"{name} {dtype_name(tensor.dtype)}" for name, tensor in given.items())
+        given_dtypes = ", ".join(f"{name} {dtype_name(tensor.dtype)}" for name, tensor in given.items())
         known = ", ".join(dtype_name(dtype) for dtype in dtypes)
-        raise UsageError(f"dtypes {found}: expected one dtype for all, of {known}; cast with .to()")
+        raise UsageError(f"dtypes {given_dtypes}: expected one dtype for all, of {known}; cast with .to()")
 
 
 def check_device(given: Mapping[str, Tensor]) -> None:
     """One device."""
     first = next(iter(given.values()))
     if any(tensor.device != first.device for tensor in given.values()):
-        found = ", ".join(f"{name} on {tensor.device}" for name, tensor in given.items())
-        raise UsageError(f"tensors on different devices: {found}; move them with .to()")
+        given_devices = ", ".join(f"{name} on {tensor.device}" for name, tensor in given.items())
+        raise UsageError(f"tensors on different devices: {given_devices}; move them with .to()")
 
 
 def read_device(name: torch.device | str) -> torch.device:

@@ -279,7 +279,7 @@ def space(problem: Problem, *, shared_limit: int = HOPPER_SHARED_BYTES) -> list[
     rows = _sides(problem.m, (16, 64, 128, 256))
     columns = _sides(problem.n, (32, 64, 128, 256))
     depths = (64, 128) if problem.element_bytes == 2 else (32, 64)
-    found: list[Config] = []
+    configs: list[Config] = []
     for block_m, block_n, block_k in product(rows, columns, depths):
         area = block_m * block_n
         if area < 16 * 32 or area > 128 * 256:
@@ -291,9 +291,9 @@ def space(problem: Problem, *, shared_limit: int = HOPPER_SHARED_BYTES) -> list[
         # Few deep steps where a stage is large, many stages where it is small.
         depth = (2, 3) if area == 128 * 256 and block_k == depths[1] else (3, 4, 5)
         for warps, stages in product(warp_choices, depth):
-            found += _members(problem, block_m, block_n, block_k, warps, stages, tiles)
-    found += [config for config in libraries(problem) if config.padded]  # the plain one is timed beside the finalists
-    return [config for config in found if refusal(config, problem, shared_limit=shared_limit) is None]
+            configs += _members(problem, block_m, block_n, block_k, warps, stages, tiles)
+    configs += [config for config in libraries(problem) if config.padded]  # the plain one is timed beside the finalists
+    return [config for config in configs if refusal(config, problem, shared_limit=shared_limit) is None]
 
 
 def _members(problem: Problem, bm: int, bn: int, bk: int, warps: int, stages: int, tiles: int) -> list[Config]:

@@ -42,7 +42,7 @@ def aligned_copies(
     near = all(getattr(problem, name).tma(size) for name in names)
     rows, columns = (PLAIN_ROWS, PLAIN_COLUMNS) if near else (WORD_ROWS, WORD_COLUMNS * WORD_BYTES // size)
     arguments: dict[str, Argument] = dict.fromkeys(name for both in _NAMES for name in both)
-    words, counts, found, wide = [], [], {}, problem.wide
+    words, counts, copies, wide = [], [], {}, problem.wide
     for name, called in zip(names, _NAMES, strict=False):
         matrix: Matrix = getattr(problem, name)
         turned = abs(matrix.row_stride) < abs(matrix.column_stride)  # along the nearer stride: coalesced reads
@@ -58,7 +58,7 @@ def aligned_copies(
         counts.append(blocks(tall, rows) * blocks(long, columns))
         wide = wide or tall * leading >= INT32_LIMIT  # the copy's rows are longer than what it copies
         held = (matrix.rows, matrix.columns) if sides is None else sides.get(name, (matrix.rows, matrix.columns))
-        found[name] = copy, Matrix(*held, *((1, leading) if turned else (leading, 1)))
+        copies[name] = copy, Matrix(*held, *((1, leading) if turned else (leading, 1)))
     constants = {
         "ROWS": rows, "COLUMNS": columns, "BITS": 8 * size, "WORDS": words[0], "WORDS_2": words[-1],
         "BOTH": len(names) == 2, "EARLY": False,
@@ -66,7 +66,7 @@ def aligned_copies(
     arguments["blocks"] = counts[0]
     # Wide stores would put unaligned reads several words apart from thread to thread; without, they are neighbours.
     steps.append(Step(COPY_PASS, (sum(counts), 1), arguments, constants, wide=wide, hints=near))
-    return found
+    return copies
 
 
 def _turned(matrix: Matrix) -> Matrix:

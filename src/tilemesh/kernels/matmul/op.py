@@ -107,15 +107,15 @@ def _eager(
         if address & 15:
             key += tuple(t.data_ptr() & 15 for t in (a, b, c, out) if t is not None)
         runners = context.current.runners
-        found = runners.recent.get(key)
+        prepared = runners.recent.get(key)
     except (RuntimeError, TypeError):  # no address (a sparse tensor), or no hash (a list or a dict): say which
         check_given(a, b, c, out)
         checked_shape(a, b, c, activation, implementation, config)
         raise
-    if found is None:
-        found = runners.older.get(key) or _prepare(a, b, c, activation, out, implementation, config, keep)
-        runners.keep(key, found)
-    runner, shape = found
+    if prepared is None:
+        prepared = runners.older.get(key) or _prepare(a, b, c, activation, out, implementation, config, keep)
+        runners.keep(key, prepared)
+    runner, shape = prepared
     d = a.new_empty(shape) if out is None else out
     z = a.new_empty(shape) if keep else None
     if len(shape) == 2 and (c is None or c.dim() == 2 or c.dim() == 1) and a.dim() == 2:

@@ -149,8 +149,8 @@ def _tma_steps(
     }
     rest = tiles % multiprocessors if config.tail and tiles > multiprocessors else 0
     constants["EARLY"] = False
-    one = {"SPLIT": 1, "FOLLOWS": False, "C_EARLY": config.c_early and problem.c_kind != "none"}
-    whole = Step(f"{TILES}:tma_tiles", (tiles - rest, 1), arguments | {"work": None, "tile0": 0}, constants | one,
+    single = {"SPLIT": 1, "FOLLOWS": False, "C_EARLY": config.c_early and problem.c_kind != "none"}
+    whole = Step(f"{TILES}:tma_tiles", (tiles - rest, 1), arguments | {"work": None, "tile0": 0}, constants | single,
                  config.warps, config.stages, problem.wide, varying=_varying(problem, config))  # fmt: skip
     if config.kind == "split":
         return _cut(whole, problem, config, 0, tiles, buffers, False)

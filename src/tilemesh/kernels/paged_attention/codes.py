@@ -37,9 +37,9 @@ def put_pages(pool: Tensor, scales: Tensor | None, places_T: Tensor, x_TKE: Tens
         return
     scheme = code_scheme(str(pool.dtype).removeprefix("torch."))
     rows = x_TKE.reshape(-1, width)
-    found, _ = find_scales(rows, scheme)
-    into[places_T] = encode(rows, scheme, found).view(x_TKE.shape)
-    scales.view(-1, kv_heads)[places_T] = found.view(-1, kv_heads)
+    new_scales, _ = find_scales(rows, scheme)
+    into[places_T] = encode(rows, scheme, new_scales).view(x_TKE.shape)
+    scales.view(-1, kv_heads)[places_T] = new_scales.view(-1, kv_heads)
 
 
 def take_pages(pool: Tensor, scales: Tensor | None, pages: Tensor, dtype: torch.dtype) -> Tensor:

@@ -66,7 +66,7 @@ def _check_codes(
         if not q.dtype == keys.dtype == values.dtype:
             raise UsageError(f"q {q.dtype}, keys {keys.dtype}, values {values.dtype}: expected one dtype for all")
         return
-    shapes = [None if one is None else tuple(one.shape) for one in (key_scales, value_scales)]
+    shapes = [None if scales is None else tuple(scales.shape) for scales in (key_scales, value_scales)]
     if shapes != [tuple(keys.shape[:3])] * 2 or keys.dtype not in CODES.values() or values.dtype != keys.dtype:
         raise UsageError(
             f"keys {keys.dtype}, values {values.dtype}, scales of shapes {shapes}: expected int8 or uint8 (fp8) codes, "
@@ -114,10 +114,10 @@ def paged_attention(
     y_THE = torch.zeros_like(q)
     for row, first, count, position in tiles.tolist():
         if count:
-            found = slice(first, first + count)
-            weight_KGTS, v_KSE = _weights(q[found], keys, values, tables[row], position, window, accumulator(q.dtype))
+            rows = slice(first, first + count)
+            weight_KGTS, v_KSE = _weights(q[rows], keys, values, tables[row], position, window, accumulator(q.dtype))
             y_KGTE = weight_KGTS @ v_KSE[:, None]
-            y_THE[found] = y_KGTE.flatten(0, 1).transpose(0, 1).to(q.dtype)
+            y_THE[rows] = y_KGTE.flatten(0, 1).transpose(0, 1).to(q.dtype)
     return y_THE
 
 

@@ -91,7 +91,7 @@ def _tile(rows: int, outputs: int) -> tuple[int, int, int, int, int]:
 
 def forward(launch: Any, x: Tensor, weight: Tensor, x_scales: Tensor, scales: Tensor, code: str, dtype: str) -> Tensor:
     y = torch.empty((len(x), len(weight)), dtype=getattr(torch, dtype), device=x.device)
-    x, weight = (one if one.is_contiguous() else one.contiguous() for one in (x, weight))
+    x, weight = (matrix if matrix.is_contiguous() else matrix.contiguous() for matrix in (x, weight))
     on_cpu = x.device.type == "cpu"
     if code == "fp8" and not on_cpu:  # Triton's interpreter has no such memory
         x, weight = x.view(torch.float8_e4m3fn), weight.view(torch.float8_e4m3fn)

@@ -94,12 +94,12 @@ def error_bound(
 ) -> Tensor:
     """How far each element of a correct result may be from `exact`: whole numbers are added up without error."""
     y = exact(x, weight, x_scales, scales, code)
-    found = rounding_error(y, _RESULTS[dtype]) + 4 * 2.0**-24 * y.abs()
+    bound = rounding_error(y, _RESULTS[dtype]) + 4 * 2.0**-24 * y.abs()
     if code == "fp8":
         sizes = _values(x, code, torch.float64).abs() @ _values(weight, code, torch.float64).abs().mT
         size = sizes * x_scales.double() * scales.double().mT
-        found += sum_error(size, x.shape[1], torch.float32) + FLOAT8_UNIT * math.sqrt(x.shape[1] / 32 + 1) * size
-    return 1.01 * found
+        bound += sum_error(size, x.shape[1], torch.float32) + FLOAT8_UNIT * math.sqrt(x.shape[1] / 32 + 1) * size
+    return 1.01 * bound
 
 
 def arguments(problem: SizedProblem, device: torch.device, seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -89,10 +89,10 @@ def fit(
     feature, cut, leaf = np.zeros((trees, inner), np.int64), np.zeros((trees, inner)), np.zeros((trees, inner + 1))
     for number in range(trees):
         seen = np.nonzero(chance.random(len(left)) < 0.8)[0]
-        one = Trees(0.0, feature[number : number + 1], cut[number : number + 1], leaf[number : number + 1])
-        _grow(one, places, cuts, left, weight, seen, 0)
+        tree = Trees(0.0, feature[number : number + 1], cut[number : number + 1], leaf[number : number + 1])
+        _grow(tree, places, cuts, left, weight, seen, 0)
         leaf[number] *= share
-        left = left - one.predict(values)
+        left = left - tree.predict(values)
     return Trees(base, feature, cut, leaf)
 
 
@@ -104,13 +104,13 @@ def _grow(
     if node >= inner:
         tree.leaf[0, node - inner] = _mean(left[seen], weight[seen])
         return
-    found = _best_cut(places[seen], cuts, left[seen], weight[seen])
-    if found is None:
+    best_cut = _best_cut(places[seen], cuts, left[seen], weight[seen])
+    if best_cut is None:
         tree.cut[0, node] = np.inf
         for below in (2 * node + 1, 2 * node + 2):
             _grow(tree, places, cuts, left, weight, seen, below)
         return
-    index, place = found
+    index, place = best_cut
     tree.feature[0, node], tree.cut[0, node] = index, cuts[index][place]
     low = places[seen, index] <= place
     _grow(tree, places, cuts, left, weight, seen[low], 2 * node + 1)
@@ -119,7 +119,7 @@ def _grow(
 
 def _best_cut(places: Whole, cuts: Sequence[Array], left: Array, weight: Array) -> tuple[int, int] | None:
     """(feature, which of its cuts) that leaves the least squared error, or None where none has rows on both sides."""
-    best, found = 1e-12, None
+    best, best_place = 1e-12, None
     pulled = weight * left
     total, all_weight = pulled.sum(), weight.sum()
     before = total**2 / (all_weight + SHRINK)
@@ -134,8 +134,8 @@ def _best_cut(places: Whole, cuts: Sequence[Array], left: Array, weight: Array) 
         gain[(count < FEWEST) | (len(column) - count < FEWEST)] = -1.0
         place = int(gain.argmax())
         if gain[place] > best:
-            best, found = float(gain[place]), (index, place)
-    return found
+            best, best_place = float(gain[place]), (index, place)
+    return best_place
 
 
 def _mean(left: Array, weight: Array) -> float:

@@ -66,34 +66,34 @@ def read_config(folder: str | Path) -> ModelConfig:
     """The model that a folder's config.json describes."""
     path = Path(folder) / CONFIG
     try:
-        found = read_json_object(path)
+        told = read_json_object(path)
     except (FileNotFoundError, NotADirectoryError):
         raise UsageError(f"{path} does not exist: expected a folder as `save_pretrained` writes it") from None
-    return from_json(found, str(path))
+    return from_json(told, str(path))
 
 
-def from_json(found: Mapping[str, Any], source: str = CONFIG) -> ModelConfig:
+def from_json(told: Mapping[str, Any], source: str = CONFIG) -> ModelConfig:
     """A config.json's content as `ModelConfig`; what our model would compute differently is refused."""
-    kind = found.get("model_type")
+    kind = told.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise _unserved(kind)
     family = FAMILIES[kind]
     for key, value in family.expects.items():
-        if found.get(key, value) not in (value, None if value is False else value):  # null is as good as false
-            raise UsageError(f"{source}: {key} is {shown(found[key])}: only {value!r} is supported")
-    quantized = found.get(QUANTIZATION)
+        if told.get(key, value) not in (value, None if value is False else value):  # null is as good as false
+            raise UsageError(f"{source}: {key} is {shown(told[key])}: only {value!r} is supported")
+    quantized = told.get(QUANTIZATION)
     if quantized is not None and (
         not isinstance(quantized, Mapping) or quantized.get("quant_method") not in QUANTIZERS
     ):
         method = quantized.get("quant_method") if isinstance(quantized, Mapping) else quantized
         raise unknown(f"quant_method of {QUANTIZATION} in {source}", method, QUANTIZERS)
     for ours, key in family.sizes.items():
-        SIZES[ours].check(f"{source}: {key}", found.get(key), whole=True)
-    if found.get("head_dim") is not None:
-        SIZES["head_width"].check(f"{source}: head_dim", found["head_dim"], whole=True)
-    sizes = {ours: found[theirs] for ours, theirs in family.sizes.items()}
+        SIZES[ours].check(f"{source}: {key}", told.get(key), whole=True)
+    if told.get("head_dim") is not None:
+        SIZES["head_width"].check(f"{source}: head_dim", told["head_dim"], whole=True)
+    sizes = {ours: told[theirs] for ours, theirs in family.sizes.items()}
     try:
-        made = ModelConfig(**sizes, **family.read(found, source))
+        made = ModelConfig(**sizes, **family.read(told, source))
     except UsageError as error:
         raise UsageError(str(error) if str(error).startswith(source) else f"{source}: {error}") from None
     return made if family_of(made) == kind else made.replace(family=kind)
@@ -103,13 +103,13 @@ def to_json(config: ModelConfig, dtype: str) -> dict[str, Any]:
     """What config.json says of this model; enough for `transformers` 4.50 and later, whose keys moved in 5."""
     kind = family_of(config)
     family = FAMILIES[kind]
-    found = {theirs: getattr(config, ours) for ours, theirs in family.sizes.items()}
-    found |= {
+    told = {theirs: getattr(config, ours) for ours, theirs in family.sizes.items()}
+    told |= {
         "model_type": kind, "architectures": [family.architecture], "torch_dtype": dtype, "dtype": dtype,
         "tie_word_embeddings": config.tied, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
         "resid_pdrop": config.dropout,
     }  # fmt: skip
-    return found | family.write(config)
+    return told | family.write(config)
 
 
 def family_of(config: ModelConfig) -> str:

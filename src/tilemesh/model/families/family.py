@@ -94,17 +94,17 @@ class Family:
 # ---- readers that families share ---------------------------------------------------------------------------------
 
 
-def one_of(found: Mapping[str, Any], key: str, known: Mapping[str, str], default: str, source: str) -> str:
+def one_of(told: Mapping[str, Any], key: str, known: Mapping[str, str], default: str, source: str) -> str:
     """What a word of theirs is called here."""
-    value = found.get(key, default)
+    value = told.get(key, default)
     if not isinstance(value, str) or value not in known:
         raise unknown(f"{key} in {source}", value, known)
     return known[value]
 
 
-def one_dropout(found: Mapping[str, Any], embedding: str, residual: str, default: float, source: str) -> Any:
+def one_dropout(told: Mapping[str, Any], embedding: str, residual: str, default: float, source: str) -> Any:
     """The dropout after the embedding and after the blocks, which have to agree."""
-    dropout, first = found.get(residual, default), found.get(embedding, default)
+    dropout, first = told.get(residual, default), told.get(embedding, default)
     if first != dropout:
         raise UsageError(f"{source}: {embedding} is {first} and {residual} {dropout}: set one value")
     return dropout
@@ -115,14 +115,14 @@ SCALINGS = {"default": "none", "linear": "linear", "llama3": "llama3"}
 
 
 def read_rotary(
-    found: Mapping[str, Any], source: str, inner: str = "", base: float = 10_000.0, scalings: tuple[str, ...] = ()
+    told: Mapping[str, Any], source: str, inner: str = "", base: float = 10_000.0, scalings: tuple[str, ...] = ()
 ) -> dict[str, Any]:
     """Rotary settings. transformers 4 wrote rope_theta and rope_scaling, 5 writes rope_parameters with both; a file may
     have all three. `inner`: the kind of layer, where rope_parameters has several. `scalings`: that are served."""
-    made: dict[str, Any] = {"rotary_base": found.get("rope_theta", base)}
+    made: dict[str, Any] = {"rotary_base": told.get("rope_theta", base)}
     served = scalings or tuple(SCALINGS)
     for key in ("rope_scaling", "rope_parameters"):
-        rotary = found.get(key) or {}
+        rotary = told.get(key) or {}
         if isinstance(rotary, Mapping) and inner in rotary:
             rotary = rotary[inner] or {}
         if not isinstance(rotary, Mapping):
@@ -169,9 +169,9 @@ def write_rotary(config: ModelConfig) -> dict[str, Any]:
     return {"rope_theta": config.rotary_base, "rope_parameters": made, "rope_scaling": scaling}
 
 
-def read_window(found: Mapping[str, Any], layers: int, full: list[int], source: str) -> dict[str, Any]:
+def read_window(told: Mapping[str, Any], layers: int, full: list[int], source: str) -> dict[str, Any]:
     """The sliding window, and which layers have none: by layer_types, or those that older files mean."""
-    window, types = found.get("sliding_window"), found.get("layer_types")
+    window, types = told.get("sliding_window"), told.get("layer_types")
     if types is not None:
         known = ("full_attention", "sliding_attention")
         if not isinstance(types, list) or len(types) != layers or any(kind not in known for kind in types):

@@ -17,12 +17,12 @@ _NEOX_ACTIVATIONS = {"gelu": "gelu-erf", "gelu_new": "gelu", "gelu_pytorch_tanh"
 _THEIRS = {"gelu": "gelu_new", "gelu-erf": "gelu", "relu": "relu"}
 
 
-def _read_gpt2(found: Mapping[str, Any], source: str) -> dict[str, Any]:
+def _read_gpt2(told: Mapping[str, Any], source: str) -> dict[str, Any]:
     return {
-        "mlp_width": found.get("n_inner") or 0,
-        "activation": one_of(found, "activation_function", _GPT2_ACTIVATIONS, "gelu_new", source),
-        "dropout": one_dropout(found, "embd_pdrop", "resid_pdrop", 0.1, source),
-        "norm_epsilon": found.get("layer_norm_epsilon", 1e-5), "tied": found.get("tie_word_embeddings", True),
+        "mlp_width": told.get("n_inner") or 0,
+        "activation": one_of(told, "activation_function", _GPT2_ACTIVATIONS, "gelu_new", source),
+        "dropout": one_dropout(told, "embd_pdrop", "resid_pdrop", 0.1, source),
+        "norm_epsilon": told.get("layer_norm_epsilon", 1e-5), "tied": told.get("tie_word_embeddings", True),
     }  # fmt: skip
 
 
@@ -33,15 +33,15 @@ def _write_gpt2(config: ModelConfig) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _read_neox(found: Mapping[str, Any], source: str) -> dict[str, Any]:
-    rotary = read_rotary(found, source, base=found.get("rotary_emb_base", 10_000.0))
+def _read_neox(told: Mapping[str, Any], source: str) -> dict[str, Any]:
+    rotary = read_rotary(told, source, base=told.get("rotary_emb_base", 10_000.0))
     return {
-        "norm": "layernorm", "positions": "rotary", "rotary_fraction": found.get("rotary_pct", 0.25),
-        "activation": one_of(found, "hidden_act", _NEOX_ACTIVATIONS, "gelu", source),
-        "biases": True if found.get("attention_bias", True) else "mlp",
-        "parallel_residual": found.get("use_parallel_residual", True),
-        "dropout": found.get("hidden_dropout", 0.0), "norm_epsilon": found.get("layer_norm_eps", 1e-5),
-        "tied": found.get("tie_word_embeddings", False), **rotary,
+        "norm": "layernorm", "positions": "rotary", "rotary_fraction": told.get("rotary_pct", 0.25),
+        "activation": one_of(told, "hidden_act", _NEOX_ACTIVATIONS, "gelu", source),
+        "biases": True if told.get("attention_bias", True) else "mlp",
+        "parallel_residual": told.get("use_parallel_residual", True),
+        "dropout": told.get("hidden_dropout", 0.0), "norm_epsilon": told.get("layer_norm_eps", 1e-5),
+        "tied": told.get("tie_word_embeddings", False), **rotary,
     }  # fmt: skip
 
 

@@ -40,15 +40,15 @@ _MLP = {"mlp.gate_proj": ("mlp.fc_gate",), "mlp.up_proj": ("mlp.fc_in",), "mlp.d
 _BEFORE, _AFTER = {"input_layernorm": ("attention_norm",)}, {"post_attention_layernorm": ("mlp_norm",)}
 
 
-def _read_common(found: Mapping[str, Any], source: str, epsilon: float = 1e-6) -> dict[str, Any]:
+def _read_common(told: Mapping[str, Any], source: str, epsilon: float = 1e-6) -> dict[str, Any]:
     """What all of them say in the same words."""
-    heads, width = found["num_attention_heads"], found["hidden_size"]
-    head_width = found.get("head_dim") or 0
+    heads, width = told["num_attention_heads"], told["hidden_size"]
+    head_width = told.get("head_dim") or 0
     return {
-        "kv_heads": found.get("num_key_value_heads") or 0, "norm": "rmsnorm", "positions": "rotary",
-        "activation": "swiglu", "biases": False, "tied": found.get("tie_word_embeddings", False),
-        "dropout": found.get("resid_pdrop", 0.0), "norm_epsilon": found.get("rms_norm_eps", epsilon),
-        "head_width": 0 if head_width * heads == width else head_width, **read_rotary(found, source),
+        "kv_heads": told.get("num_key_value_heads") or 0, "norm": "rmsnorm", "positions": "rotary",
+        "activation": "swiglu", "biases": False, "tied": told.get("tie_word_embeddings", False),
+        "dropout": told.get("resid_pdrop", 0.0), "norm_epsilon": told.get("rms_norm_eps", epsilon),
+        "head_width": 0 if head_width * heads == width else head_width, **read_rotary(told, source),
     }  # fmt: skip
 
 
@@ -62,10 +62,10 @@ def _write_common(config: ModelConfig) -> dict[str, Any]:
 # ---- Llama and Mistral -------------------------------------------------------------------------------------------
 
 
-def _read_llama(found: Mapping[str, Any], source: str) -> dict[str, Any]:
-    attention, mlp = found.get("attention_bias", False), found.get("mlp_bias", False)
+def _read_llama(told: Mapping[str, Any], source: str) -> dict[str, Any]:
+    attention, mlp = told.get("attention_bias", False), told.get("mlp_bias", False)
     biases = attention if attention == mlp else "attention" if attention else "mlp"
-    return {**_read_common(found, source), "biases": biases}
+    return {**_read_common(told, source), "biases": biases}
 
 
 def _write_llama(config: ModelConfig) -> dict[str, Any]:
@@ -73,9 +73,9 @@ def _write_llama(config: ModelConfig) -> dict[str, Any]:
     return {**_write_common(config), **biases}
 
 
-def _read_mistral(found: Mapping[str, Any], source: str) -> dict[str, Any]:
-    window = read_window({"sliding_window": 4096, **found}, found["num_hidden_layers"], [], source)
-    return {**_read_common(found, source), "kv_heads": found.get("num_key_value_heads", 8) or 0, **window}
+def _read_mistral(told: Mapping[str, Any], source: str) -> dict[str, Any]:
+    window = read_window({"sliding_window": 4096, **told}, told["num_hidden_layers"], [], source)
+    return {**_read_common(told, source), "kv_heads": told.get("num_key_value_heads", 8) or 0, **window}
 
 
 def _write_mistral(config: ModelConfig) -> dict[str, Any]:
@@ -111,16 +111,16 @@ MISTRAL = dataclasses.replace(
 # ---- Qwen --------------------------------------------------------------------------------------------------------
 
 
-def _read_qwen2(found: Mapping[str, Any], source: str) -> dict[str, Any]:
-    layers = found["num_hidden_layers"]
-    first = found.get("max_window_layers", 28)
+def _read_qwen2(told: Mapping[str, Any], source: str) -> dict[str, Any]:
+    layers = told["num_hidden_layers"]
+    first = told.get("max_window_layers", 28)
     if not isinstance(first, int) or first < 0:
         raise UsageError(f"{source}: max_window_layers is {first!r}: expected a number of layers")
     window: dict[str, Any] = {}
-    if found.get("use_sliding_window", False):
-        window = read_window({"sliding_window": 4096, **found}, layers, list(range(min(first, layers))), source)
-    common = _read_common(found, source)
-    return {**common, "kv_heads": found.get("num_key_value_heads", 32) or 0, "biases": "qkv", **window}
+    if told.get("use_sliding_window", False):
+        window = read_window({"sliding_window": 4096, **told}, layers, list(range(min(first, layers))), source)
+    common = _read_common(told, source)
+    return {**common, "kv_heads": told.get("num_key_value_heads", 32) or 0, "biases": "qkv", **window}
 
 
 def _write_qwen2(config: ModelConfig) -> dict[str, Any]:
@@ -132,9 +132,9 @@ def _write_qwen2(config: ModelConfig) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _read_qwen3(found: Mapping[str, Any], source: str) -> dict[str, Any]:
-    given = {"head_dim": 128, **found}
-    biases = "attention" if found.get("attention_bias", False) else False
+def _read_qwen3(told: Mapping[str, Any], source: str) -> dict[str, Any]:
+    given = {"head_dim": 128, **told}
+    biases = "attention" if told.get("attention_bias", False) else False
     return {**_read_qwen2(given, source), "biases": biases, "qk_norm": "head"}
 
 
@@ -162,13 +162,13 @@ QWEN3 = dataclasses.replace(
 # ---- Phi-3 -------------------------------------------------------------------------------------------------------
 
 
-def _read_phi3(found: Mapping[str, Any], source: str) -> dict[str, Any]:
-    window = read_window(found, found["num_hidden_layers"], [], source)
-    fraction = {"rotary_fraction": found.get("partial_rotary_factor", 1.0)}
-    fraction |= read_rotary(found, source, scalings=("default",))
+def _read_phi3(told: Mapping[str, Any], source: str) -> dict[str, Any]:
+    window = read_window(told, told["num_hidden_layers"], [], source)
+    fraction = {"rotary_fraction": told.get("partial_rotary_factor", 1.0)}
+    fraction |= read_rotary(told, source, scalings=("default",))
     return {
-        **_read_common(found, source, epsilon=1e-5), **fraction,
-        "dropout": one_dropout(found, "embd_pdrop", "resid_pdrop", 0.0, source), **window,
+        **_read_common(told, source, epsilon=1e-5), **fraction,
+        "dropout": one_dropout(told, "embd_pdrop", "resid_pdrop", 0.0, source), **window,
     }  # fmt: skip
 
 
@@ -202,9 +202,9 @@ PHI3 = dataclasses.replace(
 # ---- OLMo 2 ------------------------------------------------------------------------------------------------------
 
 
-def _read_olmo2(found: Mapping[str, Any], source: str) -> dict[str, Any]:
-    biases = "attention" if found.get("attention_bias", False) else False
-    common = _read_common(found, source, epsilon=1e-5)
+def _read_olmo2(told: Mapping[str, Any], source: str) -> dict[str, Any]:
+    biases = "attention" if told.get("attention_bias", False) else False
+    common = _read_common(told, source, epsilon=1e-5)
     return {**common, "biases": biases, "qk_norm": "full", "norm_place": "branch"}
 
 
@@ -228,22 +228,22 @@ OLMO2 = dataclasses.replace(
 # ---- Gemma 3 -----------------------------------------------------------------------------------------------------
 
 
-def _read_gemma3(found: Mapping[str, Any], source: str) -> dict[str, Any]:
-    given = {"head_dim": 256, "num_key_value_heads": 4, "sliding_window": 4096, "rope_theta": 1e6, **found}
-    layers, every = found["num_hidden_layers"], found.get("sliding_window_pattern", 6)
+def _read_gemma3(told: Mapping[str, Any], source: str) -> dict[str, Any]:
+    given = {"head_dim": 256, "num_key_value_heads": 4, "sliding_window": 4096, "rope_theta": 1e6, **told}
+    layers, every = told["num_hidden_layers"], told.get("sliding_window_pattern", 6)
     if not isinstance(every, int) or every < 1:
         raise UsageError(f"{source}: sliding_window_pattern is {every!r}: expected every how many layers there is none")
     full = [index for index in range(layers) if (index + 1) % every == 0]
-    local = {"rope_theta": found.get("rope_local_base_freq", 10_000.0)}
-    local |= {"rope_parameters": {"inner": (found.get("rope_parameters") or {}).get("sliding_attention")}}
-    head_width, scored = given["head_dim"], found.get("query_pre_attn_scalar", 256)
+    local = {"rope_theta": told.get("rope_local_base_freq", 10_000.0)}
+    local |= {"rope_parameters": {"inner": (told.get("rope_parameters") or {}).get("sliding_attention")}}
+    head_width, scored = given["head_dim"], told.get("query_pre_attn_scalar", 256)
     common = _read_common(given, source) | read_rotary(given, source, "full_attention")
     return {
         **common, **read_window(given, layers, full, source), "activation": "geglu", "qk_norm": "head",
-        "biases": "attention" if found.get("attention_bias", False) else False, "norm_place": "sandwich",
+        "biases": "attention" if told.get("attention_bias", False) else False, "norm_place": "sandwich",
         "norm_offset": True, "scaled_embedding": True, "score_width": 0 if scored == head_width else scored,
         "rotary_local_base": read_rotary(local, source, "inner", scalings=("default",))["rotary_base"],
-        "tied": found.get("tie_word_embeddings", True),
+        "tied": told.get("tie_word_embeddings", True),
     }  # fmt: skip
 
 

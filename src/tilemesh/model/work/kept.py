@@ -151,7 +151,7 @@ def kept_by_operators(model: ModelConfig, task: Task) -> tuple[Kept, ...]:
 def kept_bytes(model: ModelConfig, task: Task, recompute: str) -> tuple[int, int]:
     """Bytes a layer keeps on one rank, and bytes that come back while its backward pass runs."""
     kept = kept_tensors(model, task)
-    everything, scores = sum(one.nbytes for one in kept), sum(one.nbytes for one in kept if one.scores)
+    everything, scores = sum(tensor.nbytes for tensor in kept), sum(tensor.nbytes for tensor in kept if tensor.scores)
     if recompute == "operators":
         stays = sum(tensor.nbytes for tensor in kept_by_operators(model, task))
         return stays, everything

@@ -40,20 +40,20 @@ def step_exchanges(
 ) -> AxisBytes:
     """Bytes of a step on the first rank of a stage, by axis and operation. `counts`: layers of each chunk of a
     pipeline."""
-    found = _Bytes()
+    total = _Bytes()
     placement = chunk_placement(plan.schedule, plan.pp, plan.interleave) if plan.pp > 1 else None
     held = placement.held[stage] if placement else (0,)
     for chunk in held:
         times = _microbatches(placement, stage, chunk, plan.accumulation)
-        for one in _pass_exchanges(model, plan.on_stage(stage), task, counts, chunk):
-            found.add(one.axis, one.collective, times * one.nbytes)
+        for exchange in _pass_exchanges(model, plan.on_stage(stage), task, counts, chunk):
+            total.add(exchange.axis, exchange.collective, times * exchange.nbytes)
         for _ in range(_neighbours(placement, chunk)):
             for operation in ("send", "recv"):  # a gradient comes back for every activation
-                found.add("pp", operation, times * sent_bytes(model, task))
-    _add_sums(found, model, plan, _held_weights(model, counts, held), placement)
+                total.add("pp", operation, times * sent_bytes(model, task))
+    _add_sums(total, model, plan, _held_weights(model, counts, held), placement)
     if plan.dp > 1 and plan.zero:
-        _add_zero(found, model, plan, counts, stage)
-    return found.by_axis
+        _add_zero(total, model, plan, counts, stage)
+    return total.by_axis
 
 
 class _Bytes:
@@ -104,7 +104,7 @@ def _pass_exchanges(
     if plan.repeats_exchanges:
         # Of layers that are computed again together, all but the last repeat everything.
         ends = -(-layers // max(1, plan.stretch(layers)))
-        yield from tuple(one for one in exchanges if not one.backward) * (layers - ends)
+        yield from tuple(exchange for exchange in exchanges if not exchange.backward) * (layers - ends)
         yield from tuple(repeated_exchanges(model, task)) * ends
     if chunk == 0:
         yield from embedding_exchanges(model, task)
@@ -125,20 +125,20 @@ class _Held(NamedTuple):
 
 def _held_weights(model: ModelConfig, counts: Sequence[int], held: Sequence[int]) -> list[_Held]:
     """A tied table is one tensor, the first chunk's where a rank holds both ends."""
-    found = []
+    weights = []
     for chunk in held:
-        found += [_Held(weight, counts[chunk], chunk) for weight in layer_weights(model)]
+        weights += [_Held(weight, counts[chunk], chunk) for weight in layer_weights(model)]
         if chunk == 0:
-            found += [_Held(weight, 1, chunk) for weight in embedding_weights(model)]
+            weights += [_Held(weight, 1, chunk) for weight in embedding_weights(model)]
         if chunk == len(counts) - 1:
-            found += [_Held(weight, 1, chunk) for weight in head_weights(model)]
+            weights += [_Held(weight, 1, chunk) for weight in head_weights(model)]
             if model.tied and 0 not in held:
-                found.append(_Held(output_weight(model)._replace(name=_TABLE), 1, chunk))
-    return found
+                weights.append(_Held(output_weight(model)._replace(name=_TABLE), 1, chunk))
+    return weights
 
 
 def _add_sums(
-    found: _Bytes, model: ModelConfig, plan: ParallelPlan, held: Sequence[_Held], placement: ChunkPlacement | None
+    total: _Bytes, model: ModelConfig, plan: ParallelPlan, held: Sequence[_Held], placement: ChunkPlacement | None
 ) -> None:
     """Of gradients, once a step whatever the accumulation, or with every update of an asynchronous pipeline.
 
@@ -149,19 +149,19 @@ def _add_sums(
     for weight, times, chunk in held:
         rows = times * gradient * updates * weight.held_rows(plan.tp, plan.zero_ranks)
         if not plan.zero and plan.dp > 1:
-            found.add("dp", "all_reduce", rows)
+            total.add("dp", "all_reduce", rows)
         if plan.zero and plan.dp > plan.zero_ranks:  # what a group has summed, summed over the groups
-            found.add("dp", "all_reduce", rows)
+            total.add("dp", "all_reduce", rows)
         if plan.tp > 1:
             # Of kv heads that several ranks hold, and of what tp leaves whole where each sees a part of the tokens.
             alike = weight.repeated_rows(plan.tp, plan.zero_ranks)
             alike += weight.replicated_rows(plan.zero_ranks) if plan.sequence_parallel else 0
-            found.add("tp", "all_reduce", times * gradient * updates * alike)
+            total.add("tp", "all_reduce", times * gradient * updates * alike)
         is_shared = placement is not None and len(placement.holders[chunk]) > 1
         if is_shared or (model.tied and weight.name == _TABLE and len(ends) > 1):
-            found.add("pp", "all_reduce", rows)
+            total.add("pp", "all_reduce", rows)
     if plan.dp > 1 and _is_asynchronous(plan):
-        found.add("dp", "all_reduce", 8 * updates)  # how many targets each update is the mean of
+        total.add("dp", "all_reduce", 8 * updates)  # how many targets each update is the mean of
 
 
 def _is_asynchronous(plan: ParallelPlan) -> bool:
@@ -184,7 +184,7 @@ def scatters_of(plan: ParallelPlan) -> int:
     return 1 if is_shared else plan.accumulation * plan.slices
 
 
-def _add_zero(found: _Bytes, model: ModelConfig, plan: ParallelPlan, counts: Sequence[int], stage: int) -> None:
+def _add_zero(total: _Bytes, model: ModelConfig, plan: ParallelPlan, counts: Sequence[int], stage: int) -> None:
     """Gradients scatter-summed, weights gathered: after the update, or with ZeRO-3 wherever the list says so."""
     size, gradient, _ = STATE_BYTES[plan.precision]
     if plan.zero == 3 and plan.pp == 1:
@@ -196,10 +196,10 @@ def _add_zero(found: _Bytes, model: ModelConfig, plan: ParallelPlan, counts: Seq
     both_ends = frozenset((0, len(counts) - 1))
     for weight, count, chunk in _held_weights(model, counts, held):
         numel = count * weight.held(plan.tp)
-        found.add("dp", "reduce_scatter", scatters_of(plan) * gradient * numel)
+        total.add("dp", "reduce_scatter", scatters_of(plan) * gradient * numel)
         is_in_both = model.tied and weight.name == _TABLE and both_ends <= set(held)
         gathered = times[both_ends if is_in_both else frozenset((chunk,))] if plan.zero == 3 else 1
-        found.add("dp", "all_gather", gathered * size * numel)
+        total.add("dp", "all_gather", gathered * size * numel)
 
 
 @functools.lru_cache(maxsize=256)
@@ -238,15 +238,15 @@ def gathers_of_chunks(plan: ParallelPlan, chunks: int, stage: int = 0) -> dict[f
 
 def _wanted(actions: Iterable[Action], chunks: int) -> dict[frozenset[int], int]:
     ends = frozenset((0, chunks - 1))
-    found: dict[frozenset[int], int] = {ends: 0}
+    wanted: dict[frozenset[int], int] = {ends: 0}
     whole: set[int] = set()
     for action in actions:
         if action.kind == "GATHER":
-            found[ends] += action.chunk in ends and not whole & ends
+            wanted[ends] += action.chunk in ends and not whole & ends
             if len(ends) > 1:
                 which = frozenset((action.chunk,))
-                found[which] = found.get(which, 0) + 1
+                wanted[which] = wanted.get(which, 0) + 1
             whole.add(action.chunk)
         elif action.kind == "FREE":
             whole.discard(action.chunk)
-    return found
+    return wanted
