@@ -607,6 +607,7 @@ def test_an_answer_is_checked_and_counts_as_progress(tmp_path: Path, capsys: pyt
     out = capsys.readouterr().out
     assert f"1 of {len(part_of('1').exercises())} exercises" in out
     assert "exercises left: memory" in out
+    assert max(map(len, out.splitlines()[:-1])) <= 100  # the last one is the path of the file
 
 
 @pytest.mark.parametrize(

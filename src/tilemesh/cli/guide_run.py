@@ -86,12 +86,13 @@ def _show_progress(console: Console) -> None:
         exercises = part.exercises()
         solved = [exercise.key for exercise in exercises if exercise.key in done.solved]
         state = f"run to its end {done.finished[:10]}" if done.finished else "not yet run to its end"
-        words = [state, f"{len(solved)} of {len(exercises)} exercises"]
+        lines = [f"{part.title:<24} {state}; {len(solved)} of {len(exercises)} exercises"]
         if done.guesses:
             factor = typical_factor([guess.factor for guess in done.guesses])
-            words.append(f"{len(done.guesses)} predictions, typically off by a factor of {factor:.3g}")
-        console.print(f"  {part.key:<9} {part.title:<24} {'; '.join(words)}", markup=False, soft_wrap=True)
+            lines.append(f"{len(done.guesses)} predictions, typically off by a factor of {factor:.3g}")
         todo = [exercise.key for exercise in exercises if exercise.key not in done.solved]
         if todo:
-            console.print(f"  {'':<9} {'':<24} exercises left: {', '.join(todo)}", markup=False, soft_wrap=True)
+            lines.append(f"exercises left: {', '.join(todo)}")
+        for name, line in zip([part.key, "", ""], lines, strict=False):
+            console.print(f"  {name:<9} {line}", markup=False, soft_wrap=True)
     console.print(f"[dim]{progress.path}[/]", soft_wrap=True)
