@@ -51,11 +51,11 @@ class Stream:
 
     def begins(self, end: int) -> NDArray[np.int64]:
         """Where documents begin: at the beginning, and after each token that ends one."""
-        found, before = [np.zeros(min(1, self.length), np.int64)], 0
+        begins, before = [np.zeros(min(1, self.length), np.int64)], 0
         for part in self.parts:
-            found.append(np.flatnonzero(np.asarray(part) == end) + before + 1)
+            begins.append(np.flatnonzero(np.asarray(part) == end) + before + 1)
             before += len(part)
-        whole = np.concatenate(found)
+        whole = np.concatenate(begins)
         return whole[whole < before]
 
     def fingerprint(self) -> str:
