@@ -119,7 +119,7 @@ def test_errors_of_the_machine_name_the_file() -> None:
     ("words", "said"),
     [
         (["train", "folder.toml"], "configuration file 'folder.toml' cannot be read: Is a directory"),
-        (["train", "--plan", "7"], "configuration file '7' cannot be read: Is a directory"),
+        (["train", "--plan", "7"], "plan file '7' cannot be read: Is a directory"),
         (["plan", "folder.toml", "--cluster", "8xh100"], "configuration file 'folder.toml' cannot be read"),
         (["plan", "tiny", "--cluster", "8xh100", "--batch", "8", "--json", "7"], "--json 7 cannot be written"),
         (["report", "7"], "7 is no run"),

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tilemesh.core.config import dump_toml, from_dict, load, parse_toml, split_sets, to_dict
+from tilemesh.core.config import dump_toml, from_dict, load, parse_toml, read_toml, split_sets, to_dict
 from tilemesh.core.errors import UsageError
 from tilemesh.core.ranges import LARGEST_WHOLE
 
@@ -256,6 +256,8 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(UsageError) as caught:
         load(Train, file=tmp_path / "latin.toml")
     assert str(caught.value) == f"configuration file '{tmp_path / 'latin.toml'}' is not UTF-8 text"
+    with pytest.raises(UsageError, match=r"recipe file 'no\.toml' does not exist"):
+        read_toml("no.toml", "recipe")
 
 
 def test_presets_refused() -> None:

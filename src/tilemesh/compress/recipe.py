@@ -204,7 +204,7 @@ def read_recipe(given: str | Path | Recipe) -> Recipe:
     if "[" in text and "\n" in text:  # a file's content, as a training configuration keeps it
         return config.from_dict(Recipe, config.parse_toml(text, "compress.recipe"), "compress.recipe")
     if text.endswith(".toml") or Path(text).is_file():
-        return config.from_dict(Recipe, config.read_toml(text), text)
+        return config.from_dict(Recipe, config.read_toml(text, "recipe"), text)
     return _named(text)
 
 

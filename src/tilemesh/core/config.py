@@ -107,21 +107,21 @@ def parse_toml(text: str, source: str) -> dict[str, Any]:
         raise UsageError(f"{source}:{line}: not valid TOML: {what[:1].lower()}{what[1:]}") from None
 
 
-def read_toml(file: str | Path) -> dict[str, Any]:
-    """The data in a TOML file."""
+def read_toml(file: str | Path, holds: str = "configuration") -> dict[str, Any]:
+    """The data in a TOML file; `holds` says for an error what the file was to hold."""
     path = Path(file)
     try:
         with path.open("rb") as opened:  # a device such as /dev/zero has no end
             content = opened.read(_MOST_BYTES)
         if len(content) == _MOST_BYTES:
-            raise UsageError(f"configuration file '{path}' is larger than any configuration: {_MOST_BYTES >> 20} MiB")
+            raise UsageError(f"{holds} file '{path}' is larger than any {holds}: {_MOST_BYTES >> 20} MiB")
         text = content.decode("utf-8")
     except FileNotFoundError:
-        raise UsageError(f"configuration file '{path}' does not exist") from None
+        raise UsageError(f"{holds} file '{path}' does not exist") from None
     except UnicodeDecodeError:
-        raise UsageError(f"configuration file '{path}' is not UTF-8 text") from None
+        raise UsageError(f"{holds} file '{path}' is not UTF-8 text") from None
     except OSError as error:
-        raise UsageError(f"configuration file '{path}' cannot be read: {error.strerror}") from None
+        raise UsageError(f"{holds} file '{path}' cannot be read: {error.strerror}") from None
     return parse_toml(text, str(path))
 
 

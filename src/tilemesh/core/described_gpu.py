@@ -119,7 +119,7 @@ def gpu_names() -> list[str]:
 
 def read_gpu(file: str | Path) -> ClusterNode:
     """The machine that a TOML file describes, to be given to `parse_cluster`."""
-    return config.from_dict(GpuDescription, config.read_toml(file), str(file)).node
+    return config.from_dict(GpuDescription, config.read_toml(file, "GPU"), str(file)).node
 
 
 def _or(given: float | None, unit: float, known: float) -> float:

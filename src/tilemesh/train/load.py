@@ -275,7 +275,7 @@ class _SavedPlan:
 
     @classmethod
     def read(cls, file: str | Path) -> _SavedPlan:
-        found = config.read_toml(file)
+        found = config.read_toml(file, "plan")
         if not found:
             raise UsageError(Argument("plan"), f" '{file}' is empty: expected a file of `tilemesh plan … --save`")
         told, train = found.pop("model", None), found.pop("train", {})
