@@ -12,10 +12,16 @@ import pytest
 import torch
 
 from tilemesh.comm import run_threads
+from tilemesh.core import config
 from tilemesh.core.errors import UsageError
 from tilemesh.core.hardware import CPU, Cluster, make_node
+from tilemesh.core.plan import ParallelPlan
+from tilemesh.core.step.program import one_rank
 from tilemesh.measure.machine import this_machine
+from tilemesh.plan.grade import expected_kept
 from tilemesh.plan.memory import Room
+from tilemesh.report.pipeline_part import memory_lines, memory_over_step
+from tilemesh.report.run import read
 from tilemesh.runs.folder import new_run
 from tilemesh.runs.kind import TRAIN
 from tilemesh.runs.metrics import latest
@@ -167,6 +173,34 @@ def test_microbatches_fill_the_pipeline_unless_something_was_said(text: str) -> 
 def test_what_cannot_be_trained_is_refused_before_a_rank_starts(text: str, mesh: str, sets: str, words: str) -> None:
     with pytest.raises(UsageError, match=words):
         made(text, mesh, *filter(None, [sets]))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "sets", "passes"),
+    [
+        ("dp=1", "plan.accumulation=2", 4),
+        ("dp=1", "plan.accumulation=1,plan.recompute=full", 2),
+        ("dp=1", "plan.accumulation=2,plan.offload=activations", 16),
+        ("dp=2", "plan.accumulation=1,plan.zero=3", 8),
+    ],
+)
+def test_memory_over_the_step_is_on_the_page_without_stages_too(
+    text: str, tmp_path: Path, mesh: str, sets: str, passes: int
+) -> None:
+    """Counted in the first step, after each pass, beside what liveness says: to the byte, but for some hundred bytes of
+    tokens and masks where layers come and go or are computed again."""
+    trained(made(text, mesh, sets), tmp_path / "run")
+    run = read(tmp_path / "run")
+    kept = expected_kept(run.config, run.predicted, run.summary)
+    assert kept is not None
+    page = str(memory_over_step(run, kept))
+    assert "Memory of a rank over the step" in page
+    plan = config.from_dict(ParallelPlan, dict(run.plan), "run")
+    guess, counted = memory_lines(run, plan, one_rank(len(kept.kept), plan.accumulation), kept)
+    assert len(counted[0]) == passes + 1
+    is_plain = not (plan.layer_by_layer or plan.recompute != "none")
+    assert counted[0] == (guess[0] if is_plain else pytest.approx(guess[0], rel=0.01))
+    assert max(guess[0]) > 0
 
 
 @pytest.mark.parametrize(

@@ -19,11 +19,11 @@ from tilemesh.core.errors import RunError, UsageError
 from tilemesh.core.hardware import Cluster, device_for, parse_cluster
 from tilemesh.core.plan import ParallelPlan
 from tilemesh.core.step.memory import StepBytes
-from tilemesh.core.step.program import settled
+from tilemesh.core.step.program import chunk_layers, settled
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.work.task import Code
 from tilemesh.model.work.weights import count_parameters, shard_parameters
-from tilemesh.plan.memory import state_bytes
+from tilemesh.plan.memory import Room, state_bytes
 from tilemesh.plan.prediction import Prediction
 from tilemesh.plan.step import predict
 from tilemesh.runs.folder import read_summary
@@ -284,13 +284,31 @@ def expected_memory(
 def expected_kept(
     settings: Mapping[str, Any], predicted: Mapping[str, Any], summary: Mapping[str, Any]
 ) -> StepBytes | None:
-    """The same of what a pipeline's passes keep, by chunk; None where there is no pipeline."""
+    """The same of what a step's passes keep, by chunk: of a pipeline, of layers that come and go, or of all layers."""
     told = section(predicted, "pipeline")
     kept, late = numbers(told, "kept_bytes"), numbers(told, "kept_for_weights_bytes")
     if kept and len(kept) == len(late):
         return StepBytes(kept=kept, kept_for_weights=late)
     counted = _counted(settings, summary)
-    return None if counted is None else counted.kept
+    if counted is not None and counted.plan.pp > 1:
+        return counted.kept
+    return None if counted is None else _kept_alone(settings, summary, counted.plan)
+
+
+def _kept_alone(settings: Mapping[str, Any], summary: Mapping[str, Any], plan: ParallelPlan) -> StepBytes:
+    """What the passes of a rank without stages keep, by the code that training runs."""
+    model = config.from_dict(ModelConfig, dict(section(settings, "model")), CONFIG)
+    train = section(settings, "train")
+    code: Code = "compiled" if train.get("compile") else "eager"
+    room = Room(model, _like(summary, plan), train.get("context") or model.context, code)
+    return room.step_bytes(plan, chunk_layers(plan, model.layers))
+
+
+def _like(summary: Mapping[str, Any], plan: ParallelPlan) -> Cluster:
+    """As many devices of the kind that a run had."""
+    name = str(summary.get("cluster", "")).partition("x")[2]
+    device = device_for(name) if name != "local" else None
+    return parse_cluster(f"{plan.world}x{device.name if device else 'cpu'}")
 
 
 def _counted(settings: Mapping[str, Any], summary: Mapping[str, Any]) -> Prediction | None:
@@ -299,9 +317,6 @@ def _counted(settings: Mapping[str, Any], summary: Mapping[str, Any]) -> Predict
         model = config.from_dict(ModelConfig, dict(section(settings, "model")), CONFIG)
         plan = config.from_dict(ParallelPlan, dict(section(settings, "plan")), CONFIG)
         context = section(settings, "train").get("context") or model.context
-        name = str(summary.get("cluster", "")).partition("x")[2]
-        device = device_for(name) if name != "local" else None
-        cluster = parse_cluster(f"{plan.world}x{device.name if device else 'cpu'}")
-        return predict(model, cluster, settled(plan, model.layers), context)
+        return predict(model, _like(summary, plan), settled(plan, model.layers), context)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RunError):
         return None

@@ -20,6 +20,7 @@ from tilemesh.core.step.action import COMPUTE, StepProgram
 from tilemesh.core.step.book import build
 from tilemesh.core.step.memory import StepBytes, memory_curve
 from tilemesh.core.step.passes import offload
+from tilemesh.core.step.program import one_rank
 from tilemesh.core.step.simulate import StepTimes, Timeline, simulate
 from tilemesh.core.step.text import parse_action
 from tilemesh.core.units import format_bytes, format_seconds
@@ -78,6 +79,17 @@ def pipeline(run: Run, kept: StepBytes | None) -> Child:
         return absent("the pipeline", f"{why}, and nothing was predicted")
     simulated = simulate(program, times, keep_slots=True)
     return join(_lanes(plan, measured, simulated, whose), _memory(run, plan, program, kept))
+
+
+def memory_over_step(run: Run, kept: StepBytes | None) -> Child:
+    """The curve of a run without stages, whose chunks are its layers where these come and go, else all of them."""
+    plan = _plan(run)
+    if plan is None or plan.pp > 1:
+        return None
+    chunks = 1 if kept is None else len(kept.kept)
+    if plan.accumulation * chunks > MOST_PASSES:
+        return absent("memory over the step", f"{plan.accumulation} microbatches of {chunks} chunks are too many")
+    return _memory(run, plan, one_rank(chunks, plan.accumulation), kept)
 
 
 def _plan(run: Run) -> ParallelPlan | None:
@@ -224,11 +236,8 @@ def _with_waits(pieces: Sequence[tuple[float, float, str, str]], total_s: float)
 
 def _memory(run: Run, plan: ParallelPlan, program: StepProgram, kept: StepBytes | None) -> Html | None:
     """What passes keep for their backward passes, after each pass of the list."""
-    expected = kept is not None and len(kept.kept) == program.chunks
-    if "activations" in plan.offloads:
-        program = offload(program, ahead=plan.prefetch)
-    guess = _after_passes(program, kept) if kept is not None and expected else [[] for _ in range(plan.pp)]
-    counted = _counted(run, plan)
+    guess, counted = memory_lines(run, plan, program, kept)
+    expected = any(guess)
     if not expected and not counted:
         return None
     lines: list[Line] = []
@@ -251,14 +260,24 @@ def _memory(run: Run, plan: ParallelPlan, program: StepProgram, kept: StepBytes 
     top = max((value or 0.0 for line in lines for _, value in line.points), default=1.0)
     across = PlotAxis(0.0, float(places - 1), "passes of the stage done", whole=True)
     plot = Plot(across, PlotAxis(0.0, top * 1.06 or 1.0, "kept", format_bytes, binary=True), lines)
-    words = (
-        "Activations that each stage keeps for backward passes, after each of its passes, by liveness of its actions"
-    )
+    whose = "each stage" if plan.pp > 1 else "a rank"
+    words = f"Activations that {whose} keeps for backward passes, after each of its passes, by liveness of its actions"
     words += "; measured in a traced step." if counted else "; no traced step counted them."
     if plan.pp > MOST_STAGES:
         words += f" The first {MOST_STAGES} of {plan.pp} stages are drawn."
     table = PageTable(["stage", "most, predicted", "most, measured", "error"], rows)
-    return chart("Memory of each stage over the step", words, plot, table, wide=True)
+    return chart(f"Memory of {whose} over the step", words, plot, table, wide=True)
+
+
+def memory_lines(
+    run: Run, plan: ParallelPlan, program: StepProgram, kept: StepBytes | None
+) -> tuple[list[list[float]], Mapping[int, list[float]]]:
+    """By stage, what liveness says and what was counted after each pass; empty where nobody says."""
+    if "activations" in plan.offloads:
+        program = offload(program, ahead=plan.prefetch)
+    is_known = kept is not None and len(kept.kept) == program.chunks
+    guess = _after_passes(program, kept) if kept is not None and is_known else [[] for _ in range(plan.pp)]
+    return guess, _counted(run, plan)
 
 
 def _after_passes(program: StepProgram, kept: StepBytes) -> list[list[float]]:

@@ -126,6 +126,11 @@ def _pipeline(run: Run, beside: Beside) -> Child:
     return pipeline_part.pipeline(run, expected_kept(run.config, run.predicted, run.summary))
 
 
+def _memory(run: Run, beside: Beside) -> Child:
+    kept = expected_kept(run.config, run.predicted, run.summary)
+    return join(memory_part.memory(run, beside.memory), pipeline_part.memory_over_step(run, kept))
+
+
 def _again(run: Run, beside: Beside) -> Html:
     return run_parts.again(run, guess=f"tilemesh train {run.folder.rstrip('/')}/{CONFIG}")
 
@@ -166,7 +171,7 @@ TRAIN_PAGE = KindPage(
         PageSection("time", "Where the time went", _time),
         PageSection("timeline", "A few steps, one lane per rank", lambda run, _: time_parts.lanes(run)),
         PageSection("pipeline", "The pipeline, measured and simulated", _pipeline),
-        PageSection("memory", "Where the memory went", lambda run, beside: memory_part.memory(run, beside.memory)),
+        PageSection("memory", "Where the memory went", _memory),
         PageSection("mesh", "The mesh and what crosses it", lambda run, _: mesh_part.mesh(run)),
         PageSection("method", "How ranks kept together", lambda run, _: method_part.method(run)),
         PageSection("events", "Checkpoints, restarts and warnings", lambda run, _: run_parts.events(run)),

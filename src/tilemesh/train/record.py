@@ -90,6 +90,13 @@ class Recorder:
             details["live"] = self.live()
         self.trace.add(str(action), began, ended, kind="action", action=action.kind, **details)
 
+    def holds(self, action: Action) -> None:
+        """What is alive after a pass that is no action of a list: a moment in the trace, where it is counted."""
+        if self.live is not None and self.trace.on:
+            now = time.perf_counter()
+            details = {"step": self.step, "chunk": action.chunk, "microbatch": action.microbatch, "live": self.live()}
+            self.trace.add(str(action), now, now, kind="action", action=action.kind, **details)
+
     def observer(self, mesh: Mesh) -> Observer:
         """What observes the communicators of a mesh. Making groups and memory is no exchange."""
 

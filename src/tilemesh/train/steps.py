@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from tilemesh.core.errors import UsageError
+from tilemesh.core.step.action import Action
 from tilemesh.model.dropout import DropoutPlace, fold_seed
 from tilemesh.parallel.gradients import GradientStep
 from tilemesh.parallel.laid import Laid, StepPiece
@@ -159,9 +160,12 @@ class Stepper:
                 dropping = {} if seed is None else {"dropout_seed": seed, "place": DropoutPlace(row=row)}
                 with self.recorder.span("forward"):
                     total, count = self.objective.loss(*tensors, **dropping)
+                self.recorder.holds(Action("F", 0, turn))
                 with self.recorder.span("backward"):
                     is_last = turn == len(batches) - 1
                     self.gradients.backward(total, count, last=is_last, scale=self.scale.value)
+                del total  # and the graph behind it
+                self.recorder.holds(Action("B", 0, turn))
 
     def _write(self, held: StepInputs, number: int, batches: Batch) -> None:
         """What is new in a step, into the tensors that a captured step reads."""
@@ -194,6 +198,7 @@ class Stepper:
             yield
             return
         with SavedBytes(self.laid.module.parameters()) as saved:
+            self.recorder.live = saved.now
             if isinstance(self.laid, Pipeline):
                 laid = self.laid
 
