@@ -225,8 +225,8 @@ def test_states_that_the_host_does_not_hold_are_refused_with_what_it_does(
 @pytest.mark.parametrize(
     ("mesh", "offload", "share", "words"),
     [
-        ("dp=2", "optimizer", 0.9, "of which 2 ranks need .* the nearest layout that works: --set plan.zero=1$"),
-        ("dp=1", "weights", 0.97, "of which 1 rank need.* the nearest layout that works: --set plan.offload=$"),
+        ("dp=2", "optimizer", 0.9, "of which 2 ranks take .* the nearest layout that works: --set plan.zero=1$"),
+        ("dp=1", "weights", 0.97, "of which 1 rank takes .* the nearest layout that works: --set plan.offload=$"),
         ("dp=1", "activations", 0.1, "no layout near it fits either: train a smaller model"),
     ],
 )

@@ -364,7 +364,8 @@ def _check_host_memory(made: TrainConfig) -> None:
     taken = f"that of {ranks} takes {format_bytes(needed)} of the host's memory and it has {format_bytes(have)}"
     if not on_gpu:
         taken = (
-            f"on a CPU nothing leaves the memory, of which {ranks} need {format_bytes(needed)} and this machine has "
+            f"on a CPU nothing leaves the memory, of which {ranks} take{'s' * (here == 1)} {format_bytes(needed)} and "
+            "this machine has "
             f"{format_bytes(have)}"
         )
     nearest = "no layout near it fits either: train a smaller model, or one with fewer tokens per microbatch"
