@@ -68,6 +68,10 @@ def test_live_bytes_are_the_curve_of_the_list(plan: ParallelPlan, ranks: int) ->
         laid.watch_actions(lambda text: None, around)
         laid.passes(pieces_of(plan, LLAMA))
         laid.gradients.close()
+        # What went to the host is given back: on a CPU that is memory which evaluation and the update can use.
+        moved = laid.host_activations
+        assert moved is not None
+        assert (moved.link.memory.nbytes, [*moved.here()]) == (0, [])
         return found
 
     for rank, found in enumerate(run_threads(ranks, measured)):

@@ -40,7 +40,8 @@ class HostActivations:
         self._away: dict[Place, list[_MovedStorage]] = {}
         self._marks: dict[Place, Mark] = {}
         self._spare: dict[int, list[tuple[Tensor, Mark]]] = {}
-        """Memory on the host that was used before, by its size, and the copy after which it may be used again."""
+        """Memory on the host that was used before, by its size, and the copy after which it may be used again. Locking
+        is what takes long: where nothing is locked (a CPU, whose memory this is) it is given back."""
 
     def keeping(self, place: Place) -> Any:
         """Inside `with`, what autograd keeps is of this place."""
@@ -83,7 +84,7 @@ class HostActivations:
                 view.put(flat)
         mark = self.link.into(pairs, self._marks.pop(place))
         self._marks[place] = mark
-        for _, home in pairs:
+        for _, home in pairs if self.link.memory.is_locked else ():
             self._spare.setdefault(home.numel(), []).append((home, mark))
 
     def ready(self, place: Place) -> None:
@@ -106,6 +107,8 @@ class HostActivations:
                 yield holder
 
     def _home(self, nbytes: int) -> tuple[Tensor, Mark]:
+        if not self.link.memory.is_locked:
+            return torch.empty(nbytes, dtype=torch.uint8, device="cpu"), None
         spare = self._spare.get(nbytes)
         if spare:
             return spare.pop(0)

@@ -172,8 +172,8 @@ def _in_one_memory(
 ) -> tuple[_RankNeeds, int]:
     """What a CPU holds at the fullest moment, where what is moved lies in the same memory.
 
-    Optimizer states do not move. Activations that come back have two copies for a moment, and memory for the copies
-    stays; of weights there are two copies when all of them are back, at the end of a step.
+    Optimizer states do not move. Activations that come back have two copies for a moment; of weights there are two
+    copies when all of them are back, at the end of a step.
     """
     share = on_device(plan, rank.layers)
     if "activations" in plan.offloads and not is_counted:
@@ -285,7 +285,7 @@ class Room:
             return [round(peak) for peak in memory_peaks(program, sizes)]
         program = offload(program, ahead=plan.prefetch)
         peaks = memory_peaks(program, sizes)
-        if self._is_one_memory:  # memory that was once moved to stays, for the next step too
+        if self._is_one_memory:  # and one chunk's twice, while it comes back
             peaks = [peak + away for peak, away in zip(peaks, away_peaks(program, sizes), strict=True)]
         return [round(peak) for peak in peaks]
 
