@@ -127,7 +127,7 @@ def test_ranks_that_raise_are_named_and_stay_usable(pool: Ranks) -> None:
     ("how", "words"),
     [
         ("kill", r"^rank 1 (was killed by SIGKILL|ended without a word: it was killed).*at: calling call_functions:m"),
-        ("leave", r"^rank 1 (|ended without a word: it was killed, or it )left in the middle of the job"),
+        ("leave", r"^rank 1 (left|ended without a word: it was killed, or it exited) in the middle of the job"),
         ("raise alone", r"^rank 1 raised ValueError: the widget is bent; rank 0 did not return after it, at: calling"),
         ("hang", r"^rank 1 was not done within 2.0 s, at: calling call_functions:misbehave"),
     ],

@@ -251,12 +251,16 @@ def _print_layouts(console: Console, result: SearchResult) -> None:
     wide, narrow = _table(shown, gap=2), _table(shown, gap=1)
     measured = console.options.update(max_width=PIPE_WIDTH)
     table = wide if console.measure(wide, options=measured).maximum <= min(console.width, WIDTH) else narrow
-    # A terminal too narrow for it breaks the lines; a figure is never cut.
-    natural = console.measure(table, options=measured).maximum
-    whole = Console(file=console.file, width=max(console.width, natural), highlight=False, markup=False)
-    whole.print(table)
+    print_whole(console, table)
     for words in lacks:
         console.print(f"{marks[words].removeprefix('no ')} {words} (`tilemesh train`)", soft_wrap=True)
+
+
+def print_whole(console: Console, table: Table) -> None:
+    """A terminal too narrow for a table breaks its lines; a figure is never cut."""
+    natural = console.measure(table, options=console.options.update(max_width=PIPE_WIDTH)).maximum
+    whole = Console(file=console.file, width=max(console.width, natural), highlight=False, markup=False)
+    whole.print(table)
 
 
 _OPTIONAL = ("pp", "seq", "ZeRO", "schedule", "recompute", "bubble")

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 import tilemesh
-from tilemesh.cli.plan_run import load_model, named_cluster
+from tilemesh.cli.plan_run import load_model, named_cluster, print_whole
 from tilemesh.cli.targets import check_targets
 from tilemesh.core.errors import UsageError
 from tilemesh.core.files import write_output
@@ -107,11 +107,11 @@ def run(asked: ServePlanQuestion) -> None:
         f"per page of {PAGE_TOKENS}; weights {format_bytes(best.weight_bytes)}; {best.pages:,} pages fit on each "
         f"device, enough for {best.fits:,} such requests"
     )
-    console.print(_layout_table(layouts, demand))
+    print_whole(console, _layout_table(layouts, demand))
     console.print("first: to the first token; limit: what of a step the hardware needs; serves: the rate asked for")
     loads = [_simulated(best, asked, share, goal) for share in _shares(best, asked.rate)]
     console.print(f"tp {best.tp}, batch up to {best.running} per replica, simulated with the engine's scheduler:")
-    console.print(_load_table(loads))
+    print_whole(console, _load_table(loads))
     console.print("Why")
     for line in [*serving_reasons(layouts, refused, demand), *_money(asked, best, cluster.world, loads)]:
         console.print(f"  - {line}")
