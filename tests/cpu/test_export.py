@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import tilemesh as tm
+from tilemesh.core.errors import UsageError
 from tilemesh.kernels.accuracy import excess, unit
 from tilemesh.model import huggingface
 from tilemesh.model.config import ModelConfig
@@ -123,3 +124,14 @@ def test_from_python_a_model_is_saved_like_the_folder_that_it_came_from(folder: 
     carried = {path.name for path in (tmp_path / "out").iterdir()}
     assert {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"} <= carried
     assert not any(name.endswith(".new") for name in carried)
+
+
+def test_neither_a_model_nor_a_run_is_written_over(folder: Path, tmp_path: Path) -> None:
+    run = trained(folder)
+    export(run, tmp_path / "out")
+    weights = (tmp_path / "out" / "model.safetensors").read_bytes()
+    with pytest.raises(UsageError, match=r"out holds a model already \(model\.safetensors\): name another folder"):
+        export(run, tmp_path / "out")
+    with pytest.raises(UsageError, match="is the folder of a run: name another"):
+        export(run, run)
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == weights

@@ -19,6 +19,7 @@ from tilemesh.data.corpus import open_corpus
 from tilemesh.methods.record import read_record, replay, standing
 from tilemesh.methods.rules import Push
 from tilemesh.methods.server import mean_update
+from tilemesh.model.transformer import Transformer
 from tilemesh.parallel import Mesh
 from tilemesh.parallel.mesh import Axis
 from tilemesh.report.kind_page import Beside
@@ -318,6 +319,7 @@ def test_an_asynchronous_pipeline_learns_and_tells_its_versions(name: str, tmp_p
         (("train.method=server",), "dp=2,tp=2", "plan.tp=1"),
         (("train.method=server", "plan.precision=bf16-master"), "dp=2", "plan.precision=bf16 or fp32"),
         (("train.method=local", "plan.precision=bf16-master"), "dp=2", "plan.precision=bf16 or fp32"),
+        (("train.method=server", "method.servers=500"), "dp=2", "method.servers to at most"),
         (("train.method=local", "method.period=3"), "dp=2", "multiples"),
         (("train.method=local",), "dp=1", "plan.dp above 1"),
         (("method.compress=int8", "train.method=server"), "dp=2", "method.compress=none"),
@@ -327,6 +329,18 @@ def test_an_asynchronous_pipeline_learns_and_tells_its_versions(name: str, tmp_p
 def test_what_is_refused(sets: tuple[str, ...], mesh: str, words: str) -> None:
     with pytest.raises(UsageError, match=words.replace(".", r"\.")):
         config(*sets, mesh=mesh)
+
+
+@pytest.mark.parametrize(
+    "settings", ["", "model.biases=true", "model.tied=false,model.norm=layernorm", "model.qk_norm=full"]
+)
+def test_as_many_servers_as_tensors_are_accepted(settings: str) -> None:
+    made = config(*[settings] if settings else [], mesh="dp=2")
+    tensors = len(list(Transformer(made.model).parameters()))
+    rest = [settings] if settings else []
+    assert config("train.method=server", f"method.servers={tensors}", *rest, mesh="dp=2").servers == tensors
+    with pytest.raises(UsageError, match=f"at most {tensors}$"):
+        config("train.method=server", f"method.servers={tensors + 1}", *rest, mesh="dp=2")
 
 
 def test_parameters_are_shared_out_among_servers() -> None:

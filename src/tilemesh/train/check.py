@@ -34,7 +34,7 @@ from tilemesh.model.adapter import adapted_modules
 from tilemesh.model.config import ModelConfig, check_written_model, unlike
 from tilemesh.model.families.book import read_config
 from tilemesh.model.work.task import Code
-from tilemesh.model.work.weights import layer_weights, why_not
+from tilemesh.model.work.weights import embedding_weights, head_weights, layer_weights, why_not
 from tilemesh.plan.memory import Room
 from tilemesh.plan.nearest import changes, without_offload
 from tilemesh.runs import folder as folders
@@ -197,12 +197,23 @@ def _check_method(made: TrainConfig) -> None:
     if name == "server" and (made.evaluate.patience or made.lora.rank):
         given, instead = ("evaluate.patience", "0") if made.evaluate.patience else ("lora.rank", "0")
         raise UsageError(f"train.method server with {given}: workers do not decide together; set {given}={instead}")
+    if made.servers > (tensors := _tensors(made.model)):
+        raise UsageError(
+            f"method.servers is {made.servers} and the model has {tensors} weights and biases, which stay whole: set "
+            f"method.servers to at most {tensors}"
+        )
     for key, every in (("checkpoint.every", made.checkpoint.every), ("evaluate.every", made.evaluate.every)):
         if name == "local" and (every % made.method.period or made.method.start % made.method.period):
             raise UsageError(
                 f"{key} is {every} and method.start {made.method.start} with method.period {made.method.period}: "
                 "replicas have common weights at multiples of the period; set both to multiples of it"
             )
+
+
+def _tensors(model: ModelConfig) -> int:
+    """How many weights and biases a model has."""
+    once = [*embedding_weights(model), *head_weights(model)]
+    return sum(1 + weight.bias for weight in [*once, *model.layers * layer_weights(model)])
 
 
 def _check_versions(made: TrainConfig) -> None:
@@ -317,7 +328,7 @@ def check_machine(made: TrainConfig) -> None:
     if membership() is None and made.ranks > most:
         raise UsageError(
             f"a plan of {made.ranks} ranks ({_axes_words(made)}) on a machine with {available_cores()} cores: at "
-            f"most {most} are started here; set plan.dp and plan.tp lower, or start them with mpiexec or srun"
+            f"most {most} are started here; set {_fewer(made)} lower, or start them with mpiexec or srun"
         )
     fallback = made.checkpoint.fallback_dir
     if fallback is not None and (fallback == Path() or (fallback.exists() and not fallback.is_dir())):
@@ -341,7 +352,12 @@ def check_machine(made: TrainConfig) -> None:
 
 
 def _axes_words(made: TrainConfig) -> str:
-    return " x ".join(f"{name} {size}" for name, size in made.plan.axes.items())
+    servers = f" + {made.servers} server{'s' * (made.servers > 1)}" if made.servers else ""
+    return " x ".join(f"{name} {size}" for name, size in made.plan.axes.items()) + servers
+
+
+def _fewer(made: TrainConfig) -> str:
+    return "plan.dp and method.servers" if made.servers else "plan.dp and plan.tp"
 
 
 def _check_host_memory(made: TrainConfig) -> None:

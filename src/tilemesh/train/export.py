@@ -21,7 +21,7 @@ from tilemesh.model.config import check_written_model
 from tilemesh.model.families.carried import TOKENIZER, TOKENIZER_CONFIG, copy_carried, special_ids
 from tilemesh.model.read import Weights, read_weights
 from tilemesh.runs.manifest import MODEL
-from tilemesh.runs.names import CARRIED, CONFIG
+from tilemesh.runs.names import CARRIED, CHECKPOINTS, CONFIG
 from tilemesh.runs.reader import Reader, open_checkpoint
 from tilemesh.train.config import TrainConfig, of_run
 
@@ -42,6 +42,7 @@ def export(
     from tilemesh.model import huggingface
 
     config = of_run(run)
+    _check_target(folder)
     reader = open_checkpoint(run, step, say)
     manifest = reader.manifest
     check_written_model(manifest.written_by.get(MODEL), manifest.step, config.model, Path(run) / CONFIG)
@@ -63,6 +64,16 @@ def export(
     elif found is not None:
         _write_tokenizer(found, config.model.context, Path(folder))
     return reader.manifest.step
+
+
+def _check_target(folder: str | Path) -> None:
+    """Refuse to write over a model, which may be the one that training began with, and into a run's folder."""
+    target = Path(folder)
+    if (target / CONFIG).exists() or (target / CHECKPOINTS).exists():
+        raise UsageError(f"{folder} is the folder of a run: name another one for the exported model")
+    weights = sorted(path.name for pattern in ("*.safetensors", "*.bin") for path in target.glob(pattern))
+    if weights:
+        raise UsageError(f"{folder} holds a model already ({weights[0]}): name another folder, or remove that first")
 
 
 def _save_adapter(config: TrainConfig, reader: Reader, folder: str | Path) -> None:

@@ -20,7 +20,7 @@ from tilemesh.model.adapter import adapter_parameters
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.work.weights import count_parameters, embedding_weights, head_weights, layer_weights
 from tilemesh.runs import folder as folders
-from tilemesh.runs.names import CHECKPOINTS, CONFIG, METRICS, PAGE, RUNS, SUMMARY, TRACE
+from tilemesh.runs.names import CHECKPOINTS, CONFIG, METRICS, PAGE, RUNS, SERVER_RECORDS, SUMMARY, TRACE
 from tilemesh.train.check import check_job
 from tilemesh.train.config import TrainConfig
 from tilemesh.train.load import settled
@@ -151,8 +151,9 @@ class Preview:
         few = "" if self.disk_bytes <= self.free_bytes else ": TOO LITTLE SPACE"
         every = self.config.checkpoint.every
         when = f"every {every} steps, the newest {self.config.checkpoint.keep} kept" if every else "at the end"
+        records = f"{SERVER_RECORDS}/, " if self.config.servers else ""
         return (
-            f"{self.folder}/: {CONFIG}, {METRICS}, {SUMMARY}, {TRACE}, {PAGE}, {CHECKPOINTS}/ ({when}; "
+            f"{self.folder}/: {CONFIG}, {METRICS}, {SUMMARY}, {TRACE}, {PAGE}, {records}{CHECKPOINTS}/ ({when}; "
             f"{format_bytes(self.checkpoint_bytes)} each, at most {format_bytes(self.disk_bytes)} at a time; "
             f"{format_bytes(self.free_bytes)} free{few})"
         )
