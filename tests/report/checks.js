@@ -14,6 +14,14 @@ var checks = {
   },
   // Words of an axis that begin left of the page.
   cutOff: () => [...document.querySelectorAll(".ty, .tx, .note")].filter(one => one.getBoundingClientRect().left < 0).length,
+  // Names of bars on more than one line: the pieces of their text do not all begin at one height.
+  wrapped() {
+    return [...document.querySelectorAll(".bars .who")].filter(one => {
+      const range = document.createRange();
+      range.selectNodeContents(one);
+      return new Set([...range.getClientRects()].map(box => Math.round(box.top))).size > 1;
+    }).map(one => one.textContent);
+  },
   // Words on top of other words, or beyond the page's sides; signs may stand on signs.
   overlaps() {
     const places = [...document.querySelectorAll(".tx, .ty, .note, .sign, .xlabel, .ylabel, .who, .what, h1, h2, h3, p, summary, .legend li")]

@@ -265,6 +265,29 @@ def test_a_plans_page(browser: Any, tmp_path: Path) -> None:
             check(page, charts=4)
 
 
+@pytest.mark.parametrize(
+    ("model", "cluster", "batch"), [("llama-3-8b", "8xh100", 128), ("gpt3-175b", "1024xh100", 1536)]
+)
+def test_the_names_of_a_plans_bars_do_not_wrap(
+    browser: Any, tmp_path: Path, model: str, cluster: str, batch: int
+) -> None:
+    result = search(model, cluster, batch=batch)
+    write_text(plan_page.render(result, model, why(result)), tmp_path / "plan.html")
+    for width in (1200, 1100, 800, 700):  # two charts beside each other, and one above the other
+        with browser.open(f"file://{tmp_path}/plan.html", width=width) as page:
+            check(page, charts=4)
+            names = page.value("[...document.querySelectorAll('.bars .who')].map(one => one.textContent)")
+            assert len(names) == 2 * len(result.predictions) > 2
+            assert page.value("checks.wrapped()") == []
+            # The names leave the bars room, and each begins a row of the table of the best layouts.
+            least = "Math.min(...[...document.querySelectorAll('.bar')].map(one => one.getBoundingClientRect().width))"
+            assert page.value(least) > 150
+            rows = page.value(
+                "[...document.querySelector('table').tBodies[0].rows].map(one => one.cells[0].textContent)"
+            )
+            assert [row.split(":")[0] for row in rows] * 2 == [name.split(":")[0] for name in names]
+
+
 # ---- watching --------------------------------------------------------------------------------------------------
 
 

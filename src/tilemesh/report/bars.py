@@ -27,10 +27,15 @@ class Bar:
     name: str
     parts: Sequence[BarPart]
     value: str = ""
+    words: str = ""
+    """What a short name leaves out, for whoever points at it."""
 
 
-def bars(items: Sequence[Bar], *, most: float | None = None, kinds: Sequence[tuple[str, int]] = ()) -> Html:
-    """Bars beside their names, pieces end to end; `most` is the length of the longest, `kinds` the legend."""
+def bars(
+    items: Sequence[Bar], *, most: float | None = None, kinds: Sequence[tuple[str, int]] = (), one_line: bool = False
+) -> Html:
+    """Bars beside their names, pieces end to end; `most` is the length of the longest, `kinds` the legend;
+    `one_line`: the names are short enough (some 40 letters) to stand on one line each."""
     longest = most or max((sum(part.size for part in item.parts) for item in items), default=1.0) or 1.0
     rows = []
     for item in items:
@@ -48,7 +53,7 @@ def bars(items: Sequence[Bar], *, most: float | None = None, kinds: Sequence[tup
         rows.append(
             el(
                 "div",
-                el("span", item.name, class_="who"),
+                el("span", item.name, class_="who", title=item.words or None),
                 el("span", *pieces, class_="bar"),
                 el("span", item.value, class_="what"),
                 class_="row",
@@ -61,6 +66,7 @@ def bars(items: Sequence[Bar], *, most: float | None = None, kinds: Sequence[tup
     # On a phone these words would leave no room for the bar: it then gets a line of its own.
     words = max((len(item.name) + len(item.value) for item in items), default=0)
     many += " long" if words > 22 else ""
+    many += " oneline" if one_line else ""
     return join(
         legend if kinds else None,
         el(

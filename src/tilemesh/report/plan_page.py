@@ -94,13 +94,28 @@ def _facts(best: Prediction) -> Html:
 def _table(result: SearchResult) -> Html:
     head = ["layout", "step", "tokens/s", "MFU", "memory", "bubble", "exposed", "train"]
     rows: list[list[Child]] = [
-        [prediction.plan.short(), format_seconds(prediction.step_time_s), format_count(prediction.tokens_per_s),
+        [_numbered(number, prediction), format_seconds(prediction.step_time_s), format_count(prediction.tokens_per_s),
          percent(prediction.mfu, 1), format_bytes(prediction.memory.total_bytes),
          percent(prediction.bubble_fraction, 1), percent(prediction.times.exposed_s / prediction.step_time_s, 1),
          trainable(prediction.plan)]
-        for prediction in result.predictions
+        for number, prediction in enumerate(result.predictions, 1)
     ]  # fmt: skip
     return grid(PageTable(head, rows))
+
+
+def _numbered(number: int, prediction: Prediction) -> str:
+    return f"{number}: {prediction.plan.short()}"
+
+
+def bar_name(number: int, prediction: Prediction) -> str:
+    """A layout in so few words that they stand on one line beside its bar; the number finds the rest in the table."""
+    plan = prediction.plan
+    parts = [f"{number}: dp{plan.dp} tp{plan.tp} pp{plan.pp}"]
+    if plan.zero:
+        parts.append(f"ZeRO-{plan.zero}")
+    if plan.pp > 1:
+        parts.append(plan.schedule_name + (f" {plan.interleave}" if plan.interleave > 1 else ""))
+    return " ".join(parts)
 
 
 def frontier(points: Sequence[tuple[float, float]]) -> list[int]:
@@ -156,19 +171,25 @@ def _label(layout: str, time_s: float, nbytes: float) -> str:
 
 def _times(result: SearchResult) -> Html:
     items, rows = [], []
-    for prediction in result.predictions:
+    for number, prediction in enumerate(result.predictions, 1):
         seconds = {key: getattr(prediction.times, key) for key in TIMES}
         parts = [
             BarPart(seconds[key], colour, f"{words}: {format_seconds(seconds[key])}")
             for key, (words, colour) in TIMES.items()
         ]
-        items.append(Bar(prediction.plan.short(), parts, format_seconds(prediction.step_time_s)))
-        rows.append([prediction.plan.short(), *(format_seconds(seconds[key]) for key in TIMES)])
+        value = format_seconds(prediction.step_time_s)
+        items.append(Bar(bar_name(number, prediction), parts, value, prediction.plan.short()))
+        rows.append([_numbered(number, prediction), *(format_seconds(seconds[key]) for key in TIMES)])
     kinds = [
         TIMES[key] for key in TIMES if any(getattr(prediction.times, key) > 0 for prediction in result.predictions)
     ]
     table = PageTable(["layout", *(words for words, _ in TIMES.values())], rows)
-    return figure("Step time", "Seen from the slowest stage.", bars(items, kinds=kinds), table)
+    return figure(
+        "Step time",
+        "Seen from the slowest stage; the numbers are those of the best layouts.",
+        bars(items, kinds=kinds, one_line=True),
+        table,
+    )
 
 
 def memory_parts(memory: RankMemory) -> dict[str, int]:
@@ -180,19 +201,20 @@ def memory_parts(memory: RankMemory) -> dict[str, int]:
 
 def _memory(result: SearchResult) -> Html:
     items, rows = [], []
-    for prediction in result.predictions:
+    for number, prediction in enumerate(result.predictions, 1):
         sizes = memory_parts(prediction.memory)
         parts = [
             BarPart(size, MEMORY[key], f"{key.removesuffix('_bytes')}: {format_bytes(size)}")
             for key, size in sizes.items()
         ]
-        items.append(Bar(prediction.plan.short(), parts, format_bytes(prediction.memory.total_bytes)))
-        rows.append([prediction.plan.short(), *(format_bytes(size) for size in sizes.values())])
+        value = format_bytes(prediction.memory.total_bytes)
+        items.append(Bar(bar_name(number, prediction), parts, value, prediction.plan.short()))
+        rows.append([_numbered(number, prediction), *(format_bytes(size) for size in sizes.values())])
     kinds = [(key.removesuffix("_bytes"), colour) for key, colour in MEMORY.items()]
     usable = result.best.usable_bytes
     table = PageTable(["layout", *(name for name, _ in kinds)], rows)
     words = f"The bars' full length is the {format_bytes(usable)} a rank may use."
-    return figure("Memory per rank", words, bars(items, most=float(usable), kinds=kinds), table)
+    return figure("Memory per rank", words, bars(items, most=float(usable), kinds=kinds, one_line=True), table)
 
 
 def simulated(result: SearchResult, best: Prediction) -> tuple[StepProgram, tuple[Slot, ...], float]:
