@@ -27,6 +27,7 @@ from tilemesh.guide.book import PARTS, GuidePart, part_of
 from tilemesh.guide.draw import every_figure
 from tilemesh.guide.exercise import Exercise, choice, function_in, listing, numeric
 from tilemesh.guide.lesson import Lesson, how_far_off, typical_factor
+from tilemesh.guide.machine import growth
 from tilemesh.guide.progress import Guessed, ReaderProgress
 from tilemesh.guide.quantity import parse_quantity
 from tilemesh.guide.runner import cells, notebook
@@ -117,6 +118,25 @@ def test_a_share_says_which_unit_is_asked_for(text: str, unit: str, said: str) -
     assert str(refused.value) == said
 
 
+@pytest.mark.parametrize(
+    ("chapter", "key", "right", "refused"),
+    [
+        ("2", "token", ("60", "60 us", "60 µs", "0.06 ms", "60 microseconds"), "60 MB"),
+        ("3", "ring_bytes", ("1400", "1,400 MB", "1.4 GB", "1400MB"), "1400 us"),
+        ("5", "zero_memory", ("16.64", "16.64 GB", "16.6 GB"), "16 ranks"),
+    ],
+)
+def test_the_unit_that_is_asked_for_may_be_typed(chapter: str, key: str, right: tuple[str, ...], refused: str) -> None:
+    exercise = next(one for one in part_of(chapter).exercises() if one.key == key)
+    assert [exercise.correct(exercise.read(text)) for text in right] == [None] * len(right)
+    asked = exercise.hint.removeprefix("a number of ")
+    assert asked in ("microseconds", "MB", "GB")
+    with pytest.raises(UsageError, match=f"^'{refused}' is no number of {asked}: write it such as 37 or 37 "):
+        exercise.read(refused)
+    with pytest.raises(UsageError, match="with a point before decimals"):
+        exercise.read("1,5")
+
+
 def test_a_reader_may_answer_in_per_cent() -> None:
     bubble = next(one for one in part_of("7").exercises() if one.key == "bubble")
     assert [bubble.correct(bubble.read(text)) for text in ("20%", "20 %", "0.2", "3/15")] == [None] * 4
@@ -148,6 +168,18 @@ def test_the_guess_is_a_column_of_the_row() -> None:
     text = out.getvalue()
     assert "time of nothing: off by a factor of 2" in text
     assert "the cost model's is 4" in text
+
+
+def test_a_guess_of_nothing_is_asked_again(capsys: pytest.CaptureFixture[str]) -> None:
+    lesson, out = lesson_with("0", "0 ms", "2 ms")
+    lesson.show(lesson.predict("time of nothing", unit="s", model=4e-3), 1e-3, limit=5e-4)
+    lesson.close()
+    assert out.getvalue().count("write a guess above 0") == 2
+    assert "off by a factor of 2" in out.getvalue()
+    assert "inf" not in out.getvalue()
+    ReaderProgress().finish("2", [Guessed("q", "s", 0.0, 1.0), Guessed("q", "s", 3.0, 1.0)])  # as once was possible
+    assert main(["guide", "--progress"]) == 0
+    assert "1 prediction, typically off by a factor of 3" in capsys.readouterr().out
 
 
 def test_without_a_reader_the_cost_model_answers_and_nothing_is_remembered(state: Path) -> None:
@@ -401,6 +433,57 @@ def test_a_function_that_fails_is_told_how_and_where(body: str, said: str, tmp_p
     path.write_text(body)
     exercise = next(one for one in part_of("2").exercises() if one.key == "swap")
     assert said in str(exercise.correct(exercise.read(str(path))))
+
+
+@pytest.mark.parametrize(
+    ("chapter", "key", "function", "said"),
+    [
+        ("7", "one_f_one_b", lambda *given: 5, "`one_f_one_b` did not return a list of passes, such as ['F0', 'B0']: "),
+        ("locality", "strides_of", lambda shape: 5, "`strides_of` did not return the strides, a tuple of whole "),
+        ("6", "row_linear", lambda *given: 3, "Rank 0 returned 3: expected an array of the shape (3, 2)."),
+        ("6", "row_linear", lambda *given: "z", "Rank 0 returned 'z': expected an array of the shape (3, 2)."),
+        ("3", "ring_gather", lambda comm, value: np.arange(comm.size), "Rank 0 returned [0 1 2 3 4] without any messa"),
+        ("3", "ring_gather", lambda comm, value: [0, 10, 20, 30, 40], "without any message"),
+        (
+            "7",
+            "one_f_one_b",
+            lambda rank, stages, count: [*(f"{kind}{one}" for kind in "FB" for one in range(count)), "F0"],
+            "Rank 0 does F0 2 times: every pass is done once.",
+        ),
+        (
+            "7",
+            "one_f_one_b",
+            lambda rank, stages, count: [f"{kind}{one}" for kind in "FB" for one in range(count + 1)],
+            "Rank 0 does F8: there are 8 microbatches, 0 to 7.",
+        ),
+    ],
+)
+def test_what_was_returned_is_told_and_nothing_else(chapter: str, key: str, function: Any, said: str) -> None:
+    exercise = next(one for one in part_of(chapter).exercises() if one.key == key)
+    correction = str(exercise.correct(function))
+    assert said in correction
+    assert "raised" not in correction
+
+
+def test_ranks_that_wait_are_not_told_how_patient_the_check_is() -> None:
+    swap = next(one for one in part_of("2").exercises() if one.key == "swap")
+    said = [str(swap.correct(answer)) for answer in swap.planted]
+    assert any("has waited" in words for words in said)
+    assert not any("ending the job" in words for words in said)
+
+
+def test_growth_on_the_page_is_that_of_the_figures() -> None:
+    page = (ROOT / part_of("4").page).read_text()
+    model, memory = growth.times_larger(2018, 2022)
+    assert f"grew about {round(model, -2):,.0f}-fold (GPT to PaLM), the memory of a GPU {memory:g}-fold" in page
+
+
+def test_strides_of_the_ladder_are_predicted_on_the_page_as_in_the_rows() -> None:
+    page = (ROOT / part_of("ladder").page).read_text()
+    rows = [json.loads(line) for line in (ROOT / "benchmarks/results/ladder_studies_h200.jsonl").open()]
+    predicted = [row["predicted"] for row in rows if row["case"]["study"] == "coalescing"]
+    words = [f"{value * 1e6:.0f}" for value in predicted if value is not None]
+    assert f"was {', '.join(words[:-1])} and {words[-1]} from stride 2 on" in page
 
 
 def test_words_that_a_page_would_stress_have_no_stars_on_a_terminal() -> None:

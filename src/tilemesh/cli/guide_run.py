@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from rich.console import Console
 
 from tilemesh.cli.targets import check_targets
@@ -87,9 +89,12 @@ def _show_progress(console: Console) -> None:
         solved = [exercise.key for exercise in exercises if exercise.key in done.solved]
         state = f"run to its end {done.finished[:10]}" if done.finished else "not yet run to its end"
         lines = [f"{part.title:<24} {state}; {len(solved)} of {len(exercises)} exercises"]
-        if done.guesses:
-            factor = typical_factor([guess.factor for guess in done.guesses])
-            lines.append(f"{len(done.guesses)} predictions, typically off by a factor of {factor:.3g}")
+        factors = [guess.factor for guess in done.guesses if math.isfinite(guess.factor)]
+        if factors:
+            factor = typical_factor(factors)
+            lines.append(
+                f"{len(factors)} prediction{'s' if len(factors) > 1 else ''}, typically off by a factor of {factor:.3g}"
+            )
         todo = [exercise.key for exercise in exercises if exercise.key not in done.solved]
         if todo:
             lines.append(f"exercises left: {', '.join(todo)}")

@@ -21,7 +21,7 @@ from typing import Any
 
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.guide.apart import judged_apart
-from tilemesh.guide.quantity import hint_of, parse_quantity
+from tilemesh.guide.quantity import hint_of, hint_of_asked, parse_asked, parse_quantity
 
 Correction = Callable[[Any], str | None]
 """Why an answer is wrong; None for one that is right."""
@@ -60,13 +60,15 @@ def numeric(
     otherwise: str,
     explanation: str,
     unit: str = "count",
+    asked: str = "",
     tolerance: float | None = None,
 ) -> Exercise:
     """A number, right within a tolerance: a whole count exactly, anything else within 1 % unless said otherwise.
 
-    `otherwise` says how it is computed, without saying what comes out.
+    `otherwise` says how it is computed, without saying what comes out. `asked`: the question asks for a number of
+    these (`ASKED`), which may be typed behind it.
     """
-    hint = hint_of(unit)
+    hint = hint_of_asked(asked) if asked else hint_of(unit)
     near = tolerance if tolerance is not None else 1e-9 if unit == "count" and answer == int(answer) else 0.01
 
     def correct(given: float) -> str | None:
@@ -79,9 +81,10 @@ def numeric(
                 return why
         return f"That is too {'much' if given > answer else 'little'}. {otherwise}"
 
-    return Exercise(
-        key, question, hint, answer, tuple(wrong), correct, lambda text: parse_quantity(text, unit), explanation
-    )
+    def read(text: str) -> float:
+        return parse_asked(text, asked) if asked else parse_quantity(text, unit)
+
+    return Exercise(key, question, hint, answer, tuple(wrong), correct, read, explanation)
 
 
 def listing(
@@ -172,11 +175,14 @@ def code(
 
     def judge(given: Callable[..., Any] | AnswerFile) -> str | None:
         function = function_in(given.path, key) if isinstance(given, AnswerFile) else given
+        calls = _Calls(function, returns)
         try:
-            return correct(_with_a_result(function, returns))
+            return correct(calls)
         except _NoResultError as error:
             return str(error)
         except Exception as error:
+            if not calls.raised and calls.results:  # it was the check that could do nothing with what came
+                return f"`{key}` did not return {returns}: it returned {calls.results[-1]!r:.60}."
             return f"The function raised {type(error).__name__}{_line_of(function, error)}: {error}"
 
     def read(text: str) -> AnswerFile:
@@ -203,18 +209,27 @@ MOST_ITEMS = 10_000
 """More than any answer has; what yields more is taken to have no end."""
 
 
-def _with_a_result(function: Callable[..., Any], returns: str) -> Callable[..., Any]:
-    """The function, refused where it returns None or something without an end."""
+class _Calls:
+    """The function, refused where it returns None or something without an end, and what its calls came to."""
 
-    def called(*args: Any) -> Any:
-        result = function(*args)
+    def __init__(self, function: Callable[..., Any], returns: str) -> None:
+        self.function, self.returns = function, returns
+        self.results: list[Any] = []
+        self.raised = False
+
+    def __call__(self, *args: Any) -> Any:
+        returns = self.returns
+        try:
+            result = self.function(*args)
+        except BaseException:
+            self.raised = True
+            raise
+        self.results.append(result)
         if result is None:
             raise _NoResultError(
                 f"Your function returned None: it is not written yet, or a `return` is missing. It returns {returns}."
             )
         return _listed(result, returns)
-
-    return called
 
 
 def _listed(result: Any, returns: str) -> Any:
@@ -241,10 +256,16 @@ def _line_of(function: Callable[..., Any], error: BaseException) -> str:
     return f" in line {lines[-1]} of {Path(code_of.co_filename).name}" if lines else ""
 
 
+def waiting(error: RunError) -> str:
+    """Who waited for whom. How patient the check was is nothing of the reader's."""
+    return str(error).partition("; ending the job")[0]
+
+
 def why_stuck(error: RunError) -> str:
     """What a failed exchange of messages means: ranks that wait for one another, or messages that do not fit."""
     if "has waited" in str(error):
-        return f"The ranks waited for one another: {error}. Begin the receive before you wait for the send (chapter 2)."
+        who = waiting(error)
+        return f"The ranks waited for one another: {who}. Begin the receive before you wait for the send (chapter 2)."
     return f"A message did not arrive as it was expected: {error}. A box has the shape and dtype of what will come."
 
 

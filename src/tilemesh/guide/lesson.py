@@ -111,7 +111,8 @@ class Lesson:
             if text is None or not text.strip():
                 break
             try:
-                return Guess(question, unit, parse_quantity(text, unit), model, by_reader=True, name=name or question)
+                guessed = _positive(text, unit)
+                return Guess(question, unit, guessed, model, by_reader=True, name=name or question)
             except UsageError as error:
                 self.console.print(f"  {error}", markup=False, soft_wrap=self._in_pipe)
         # A reader who skips has no guess; where nobody can be asked the cost model's is the guess.
@@ -242,6 +243,17 @@ class Lesson:
         if following is not None:
             line = f"Next: {following.words}, tilemesh guide {following.key}"
             self.console.print(line, markup=False, soft_wrap=self._in_pipe)
+
+
+def _positive(text: str, unit: str) -> float:
+    """A guess that can be judged by its factor; UsageError for any other."""
+    value = parse_quantity(text, unit)
+    if not value:
+        raise UsageError(
+            f"'{text.strip()[:40]}' cannot be judged by how many times too much or too little it is: write a guess "
+            "above 0"
+        )
+    return value
 
 
 def _without_stars(text: str) -> str:

@@ -6,6 +6,7 @@ could be 20 % or 20 times the whole.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 
@@ -60,6 +61,29 @@ def parse_quantity(text: str, unit: str) -> float:
             f"'{shown}' as a share would be {value:g} times the whole: write {value:g} % or {value / 100:g}"
         )
     return value / below
+
+
+ASKED = {"µs": ("microseconds", "s", 1e-6), "MB": ("MB", "B", 1e6), "GB": ("GB", "B", 1e9)}
+"""What a question may ask for a number of: its words, the unit it belongs to, and how much of that it is."""
+
+
+def hint_of_asked(asked: str) -> str:
+    """How a reader may write a number of what is asked for."""
+    return f"a number of {ASKED[asked][0]}"
+
+
+def parse_asked(text: str, asked: str) -> float:
+    """The number of what was asked for: bare (`60`), or with a word of its unit (`60 us`, `0.06 ms`)."""
+    words, unit, scale = ASKED[asked]
+    given = text.strip()
+    with contextlib.suppress(UsageError):
+        return parse_quantity(given, "count")
+    value = _value(given, unit)
+    if value is None or not math.isfinite(value):
+        shown = given if len(given) <= 40 else f"{given[:40]}…"
+        point = ", with a point before decimals" if re.match(r"[0-9]+,[0-9]", given) else ""
+        raise UsageError(f"'{shown}' is no number of {words}: write it such as {_EXAMPLE} or {_EXAMPLE} {asked}{point}")
+    return value / scale
 
 
 def _value(text: str, unit: str) -> float | None:

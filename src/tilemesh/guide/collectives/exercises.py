@@ -18,6 +18,7 @@ RING_BYTES = numeric(
     "ring_bytes",
     "8 ranks all-reduce 800 MB with the ring algorithm. How many MB does each rank send?",
     1400,
+    asked="MB",
     wrong={
         700: "700 MB is the first half, the reduce-scatter: 7 messages of 100 MB. The sums must then travel round "
         "once more "
@@ -187,6 +188,11 @@ def why_not_ring(function: Callable[[Communicator, int], Any]) -> str | None:
     expected = [10 * rank for rank in range(ranks)]
     for rank, (given, calls) in enumerate(results):
         why = _ring_reason(rank, ranks, given, expected)
+        if not calls.peers and not calls.used_collective:
+            return (
+                f"Rank {rank} returned {given} without any message. What other ranks were given it can only know from "
+                "messages: send, recv, isend, irecv."
+            )
         if why is not None:
             return f"Rank {rank} returned {given}: {why}"
         if calls.used_collective:

@@ -35,6 +35,7 @@ MEMORY = numeric(
     "(10^9 "
     "bytes) of weights, gradients and optimizer states does a GPU keep?",
     (2 + 14 / 64) * 7.5,
+    asked="GB",
     wrong={
         120.0: "120 GB is stage 0: 16 bytes for each parameter, nothing cut.",
         (4 + 12 / 64)

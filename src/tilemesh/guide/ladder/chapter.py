@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from tilemesh.core.hardware import find_device
-from tilemesh.guide.ladder.measured import h200_rows, reads_of
+from tilemesh.guide.ladder.measured import h200_rows, reads_of, reserved_by
 from tilemesh.guide.lesson import Lesson
 from tilemesh.kernels.ladder import rungs, studies, times
 from tilemesh.kernels.ladder.ours import our_rungs
@@ -169,12 +169,16 @@ lesson.show(guess, counted.total(shared=False).elements, missing=counted_only)
 
 # %%
 h200 = find_device("h200")
-for registers, shared_bytes in ((32, 0), (128, 16384), (215, 108544)):
-    held = studies.occupancy(h200, 256, registers, shared_bytes)
-    print(
-        f"{registers:3} registers, {shared_bytes:6} bytes: {held.blocks} blocks, {held.share:.0%}, limited by "
-        f"{held.limited_by}"
-    )
+rows_of = {row.case["rung"]: row for row in h200_rows()}
+for rung in rungs.ladder():
+    if rung.key in ("v1.5", "v3", "lower precision"):
+        registers, shared_bytes, blocks = reserved_by(rows_of[rung.key])
+        held = studies.occupancy(h200, rung.threads, registers, shared_bytes)
+        print(
+            f"{rung.key}: {rung.threads} threads of {registers} registers, {shared_bytes:,} bytes in a block: "
+            f"{held.blocks} blocks on an SM, {held.share:.0%} of its warps, limited by {held.limited_by}"
+        )
+        assert held.blocks == blocks  # as the driver of an H200 told it
 
 # %% [markdown]
 # ## On a GPU

@@ -11,8 +11,10 @@ BLOCKS = numeric(
     wrong={
         65: "65 threads have work. A grid is made of whole blocks: count the blocks first, rounded up in both "
         "directions.",
-        72: "72 would be 6 blocks: 13 / 4 and 5 / 3 were rounded down or to the nearest. The last column needs a "
-        "block, too.",
+        72: "72 would be 6 blocks, 3 x 2: 13 / 4 = 3.25 was rounded to the nearest. Three blocks of 4 reach to 12; the "
+        "13th element needs a block, too.",
+        36: "36 would be 3 blocks, 3 x 1: both quotients were rounded down. What is left over in each direction needs "
+        "blocks, too.",
         8: "8 is the number of blocks, 4 x 2. Each has 12 threads.",
     },
     otherwise="Blocks: 13 / 4 rounded up times 5 / 3 rounded up. Each has 4 * 3 threads.",

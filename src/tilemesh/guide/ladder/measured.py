@@ -19,6 +19,15 @@ def median_s(row: Row) -> float:
     return row.measured.median
 
 
+def reserved_by(row: Row) -> tuple[int, int, int]:
+    """Registers of a thread, shared bytes of a block, and blocks that a multiprocessor held, as the driver told it."""
+    registers, shared, blocks = (row.case[name] for name in ("registers", "shared_bytes", "blocks_per_sm"))
+    assert isinstance(registers, int)
+    assert isinstance(shared, int)
+    assert isinstance(blocks, int)
+    return registers, shared, blocks
+
+
 def reads_of(row: Row) -> int:
     reads = row.case["global_reads"]
     assert isinstance(reads, int)

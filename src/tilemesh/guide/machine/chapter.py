@@ -15,10 +15,10 @@
 
 # %%
 from tilemesh.core.cost import Ceiling, bound_by, limit_s
-from tilemesh.core.hardware import DEVICES, H100, LINKS
+from tilemesh.core.hardware import H100, LINKS
 from tilemesh.core.units import format_bytes, format_count, format_rate, format_seconds
 from tilemesh.guide.lesson import Lesson
-from tilemesh.guide.machine import hierarchy, layers, processor, work
+from tilemesh.guide.machine import growth, hierarchy, layers, processor, work
 from tilemesh.guide.messages.work import copy_seconds
 
 lesson = Lesson("4")
@@ -68,10 +68,10 @@ else:
     print("latencies need a C compiler (cc), and there is none here")
 
 # %% [markdown]
-# From a register to memory it is a factor of some hundred; to another process a factor of ten thousand; to the disk a
-# million. Bandwidths differ far less than latencies. So a program is fast when it reads each byte once, in large
-# pieces, and reuses it while it is close: **locality**. The studies of loop order and tiling are in `tilemesh guide
-# locality`.
+# From a register to memory it is a factor of some hundred; to another process a factor of ten thousand; to the disk
+# some hundred thousand and more. Bandwidths differ far less than latencies. So a program is fast when it reads each
+# byte once, in large pieces, and reuses it while it is close: **locality**. The studies of loop order and tiling are in
+# `tilemesh guide locality`.
 #
 # How the pieces hang together, the *topology*, decides which way is short. Ranks that talk most belong on cores that
 # share a cache, or on GPUs that share NVLink:
@@ -144,9 +144,9 @@ assert flops_share < time_share
 # Fusing such operators with their neighbours, so that their numbers never go to memory, is what the kernels of tilemesh
 # do.
 #
-# The RNN computes as much as the others and reads its weights again at every step, since a step needs the result of
-# the one before. It is bound by memory, and no amount of parallel hardware helps. That the Transformer has no such
-# chain over tokens is a reason for its success.
+# The RNN computes a quarter of what the MLP does and moves some eighty times as many bytes: it reads its weights again
+# at every step, since a step needs the result of the one before. It is bound by memory, and no amount of parallel
+# hardware helps. That the Transformer has no such chain over tokens is a reason for its success.
 #
 # ## Amdahl's law, and locality against parallelism
 #
@@ -178,14 +178,15 @@ assert work.matmul_on(H100, 8, "ethernet10") > work.matmul_on(H100, 1, "ethernet
 # %% [markdown]
 # ## Models against hardware
 #
-# GPT had 0.1 billion parameters in 2018, PaLM 540 billion in 2022; training keeps 16 bytes for each (chapter 5). In
-# the same years the memory of a GPU grew from 16 to 80 GiB. The gap is why the next chapters exist.
+# GPT had 0.117 billion parameters in 2018, PaLM 540 billion in 2022; training keeps 16 bytes for each (chapter 5). In
+# the same years the memory of a GPU grew from 32 to 80 GB. The gap is why the next chapters exist.
 
 # %%
-for year, name in ((2018, "t4"), (2020, "a100-80"), (2022, "h100"), (2024, "b200")):
-    device = DEVICES[name]
-    rates = f"{format_rate(device.peak('fp16'), 'FLOP/s')} in fp16, {format_rate(device.memory_bytes_per_s, 'B/s')}"
-    print(f"{year} {name:>8}: {format_bytes(device.memory_bytes)}, {rates}")
+for year, gpu in growth.GPUS.items():
+    rates = f"{format_rate(gpu.fp16_flops_per_s, 'FLOP/s')} in fp16, {format_rate(gpu.bytes_per_s, 'B/s')}"
+    print(f"{year} {gpu.name:>8}: {format_bytes(gpu.memory_bytes)}, {rates}")
+more_model, more_memory = growth.times_larger(2018, 2022)
+print(f"2018 to 2022: a model to train {more_model:,.0f} times larger, a GPU's memory {more_memory:.2g} times")
 
 # %% [markdown]
 # ## Look, do not guess

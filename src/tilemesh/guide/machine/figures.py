@@ -6,8 +6,9 @@ import json
 from pathlib import Path
 
 from tilemesh.core.cost import Ceiling
-from tilemesh.core.hardware import DEVICES, H100, LINKS
+from tilemesh.core.hardware import H100, LINKS
 from tilemesh.core.units import format_bytes, format_rate, format_seconds
+from tilemesh.guide.machine.growth import GPUS, MODELS, TRAINING_BYTES
 from tilemesh.guide.machine.hierarchy import MemoryLevel
 from tilemesh.guide.machine.layers import rows
 from tilemesh.guide.machine.processor import CYCLE, amdahl, chained, cycles, independent, pipelined
@@ -15,12 +16,7 @@ from tilemesh.guide.svg import Canvas, LaneBlock, lanes
 from tilemesh.report.draw import Dots, Drawing, Line, Note, PageTable, Plot, PlotAxis
 from tilemesh.report.picture import svg
 
-# Parameters as published: GPT (Radford et al. 2018), GPT-2 (Radford et al. 2019), GPT-3 (Brown et al. 2020),
-# PaLM (Chowdhery et al. 2022).
-MODELS = {2018: ("GPT", 0.117e9), 2019: ("GPT-2", 1.5e9), 2020: ("GPT-3", 175e9), 2022: ("PaLM", 540e9)}
-GPUS = {2018: "t4", 2020: "a100-80", 2022: "h100", 2023: "h200", 2024: "b200"}
 SHORT = {"execute": "exec"}
-TRAINING_BYTES = 16  # per parameter, chapter 5
 
 
 def figures() -> dict[str, str]:
@@ -173,11 +169,9 @@ def amdahl_curves() -> str:
 def growth() -> str:
     """Bytes to train models against bytes of a GPU, by year."""
     models = [(year, count * TRAINING_BYTES) for year, (_, count) in MODELS.items()]
-    gpus = [(year, float(DEVICES[name].memory_bytes)) for year, name in GPUS.items()]
+    gpus = [(year, float(gpu.memory_bytes)) for year, gpu in GPUS.items()]
     notes = [Note(year, count * TRAINING_BYTES, name) for year, (name, count) in MODELS.items()]
-    notes += [
-        Note(year, float(DEVICES[name].memory_bytes), name, at_left=True) for year, name in GPUS.items() if year == 2024
-    ]
+    notes.append(Note(2024, float(GPUS[2024].memory_bytes), GPUS[2024].name, at_left=True))
     lines = [
         Line("weights, gradients and Adam's states of a model", models, 1, dots=True),
         Line("memory of one GPU", gpus, 0, dots=True),

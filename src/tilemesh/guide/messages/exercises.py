@@ -20,6 +20,7 @@ TOKEN = numeric(
     "message "
     "takes 10 microseconds. How many microseconds does it take in all?",
     60,
+    asked="µs",
     wrong={
         10: "10 would be right if all 6 messages travelled at the same time. Each rank waits for the token before it "
         "can "

@@ -118,6 +118,13 @@ def why_not_1f1b(function: Callable[[int, int, int], Any]) -> str | None:
         if missing:
             kind, number = missing[0]
             return f"Rank {rank} never does {kind}{number}: every microbatch needs a forward and a backward pass."
+        words = [f"{action.kind}{action.microbatch}" for action in actions]
+        twice = [word for word in words if words.count(word) > 1]
+        if twice:
+            return f"Rank {rank} does {twice[0]} {words.count(twice[0])} times: every pass is done once."
+        unknown = [word for word in words if int(word[1:]) >= microbatches]
+        if unknown:
+            return f"Rank {rank} does {unknown[0]}: there are {microbatches} microbatches, 0 to {microbatches - 1}."
         for microbatch in range(microbatches):
             places = {action.kind: place for place, action in enumerate(actions) if action.microbatch == microbatch}
             if places["B"] < places["F"]:

@@ -9,7 +9,7 @@ import numpy as np
 
 from tilemesh.comm import Communicator, run_threads
 from tilemesh.core.errors import RunError
-from tilemesh.guide.exercise import choice, code, numeric
+from tilemesh.guide.exercise import choice, code, numeric, waiting
 
 TOKENS, WIDTH, TP = 8192, 4096, 8
 ARRAY = TOKENS * WIDTH * 2.0
@@ -113,11 +113,13 @@ def why_not_row(function: Callable[[Communicator, Any, Any, Any], Any]) -> str |
     try:
         results = run_threads(2, body, timeout_s=0.5)
     except RunError as error:
-        return f"The ranks waited for one another: {error}. All ranks must make the same collective calls."
+        return f"The ranks waited for one another: {waiting(error)}. All ranks must make the same collective calls."
     z = h @ b
     if all(result.shape == z.shape and np.allclose(result, z + bias) for result in results):
         return None
     first = results[0]
+    if first.shape != z.shape and first.size != z.size * len(cuts):
+        return f"Rank 0 returned {first.tolist()!r:.60}: expected an array of the shape {z.shape}."
     if first.shape != z.shape:
         return f"The shape is {first.shape}, expected {z.shape}: partial sums are added, not put beside each other."
     wrongs = {
