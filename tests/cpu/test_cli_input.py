@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,10 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from tilemesh.bench.collective.table import table
+from tilemesh.bench.collective.table import fit_lines, table
 from tilemesh.cli.main import explain, main, one_line
 from tilemesh.cli.targets import check_targets
+from tilemesh.comm.runtime.fit import Curve, Fit
+from tilemesh.comm.schedules.book import ALGORITHMS
 from tilemesh.core.errors import RunError, UsageError
+from tilemesh.core.units import format_bytes, format_rate
 from tilemesh.launch import start
 from tilemesh.measure.row import Row
 from tilemesh.measure.sample import Sample
@@ -199,6 +203,58 @@ def test_the_table_of_a_bench_explains_what_is_missing_in_it() -> None:
         "predicted is missing: not fitted",
     ]
     assert any(line.strip().startswith("4 B") for line in lines)
+
+
+def test_the_table_of_a_bench_fits_100_columns_and_cuts_no_figure() -> None:
+    names = ("auto", *ALGORITHMS, "native_by_us", "native")
+    native = Sample(9.99e-4, 9.99e-4, 9.99e-4, 1)
+    rows = []
+    for buffers in ("ordinary", "empty"):
+        for at, name in enumerate(names):
+            case = {
+                "algorithm": name, "bytes": 1023 << 10, "ranks": 128, "cores": 16, "transport": "mpi",
+                "buffers": buffers, "oversubscribed": True, "picked": "recursive_doubling", "sent_bytes": 1023 << 10,
+                "algorithm_bytes_per_s": 1.23e8, "bus_bytes_per_s": 4.56e8, "in_set-up": 0.11, "in_copy": 0.12,
+                "in_wire": 0.13, "in_reduce": 0.14, "in_wait": 0.5,
+            }  # fmt: skip
+            seconds = (101 + at) * 1e-6
+            rows.append(
+                Row(
+                    name="reduce_scatter",
+                    case=case,
+                    unit="s",
+                    predicted=7.77e-4,
+                    limit=6.66e-4,
+                    measured=Sample(seconds, seconds, seconds, 1),
+                    peers={} if name == "native" else {"native": native},
+                    missing={"peers": "none"} if name == "native" else {},
+                    machine="",
+                    versions={},
+                    commit=None,
+                    command="",
+                )
+            )
+    lines = table(rows)
+    assert max(map(len, lines)) <= 100
+    titles = [line for line in lines if line.startswith("reduce_scatter, ")]
+    assert [title.rpartition(", ")[2] for title in titles] == ["ordinary arrays", "arrays from comm.empty"]
+    # Each figure stands behind its name with its unit, on one line.
+    others = [f"{name} {101 + at} µs" for at, name in enumerate(names) if name not in ("auto", "native")]
+    shares = ["set-up 0.11", "copy 0.12", "wire 0.13", "reduce 0.14", "wait 0.50"]
+    for figure in (*others, *shares, "algorithm 123 MB/s", "bus 456 MB/s"):
+        found = [line for line in lines if re.search(rf"(?<![\w-]){figure}(,|$)", line)]
+        assert len(found) == 2, figure
+    first = "1023 KiB recursive_doubling 777 µs 101 µs 666 µs 999 µs 9.89 1023 KiB"
+    assert [" ".join(line.split()) for line in lines].count(first) == 2
+
+
+def test_a_fit_in_words_fits_100_columns() -> None:
+    points = tuple((float(1 << (4 * at)), 1e-6 * 3**at) for at in range(9))
+    lines = fit_lines(Fit("mpi", 2, 2, 1e-6, {"reduce_scatter/recursive_halving": Curve(points)}))
+    assert max(map(len, lines)) <= 100
+    pieces = [f"{format_rate(rate, 'B/s')} to {format_bytes(high)}" for _, high, rate in Curve(points).bytes_per_s()]
+    assert len(pieces) > 4
+    assert all(any(piece in line for line in lines) for piece in pieces)
 
 
 def test_a_model_whose_logits_are_nan_writes_nothing() -> None:

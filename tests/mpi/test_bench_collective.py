@@ -19,19 +19,22 @@ PARTS = ("set-up", "copy", "wire", "reduce", "wait")
 @pytest.mark.slow
 @pytest.mark.skipif(find_mpiexec() is None, reason="needs mpiexec")
 def test_a_fit_and_rows_with_all_their_neighbours(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     common = ["bench", "collective", "--ranks", "2", "--transport", "mpi", "--quick"]
     assert main([*common, "--fit", "--sizes", "2KiB"]) == 0
-    assert "a meeting takes" in capsys.readouterr().out
+    assert "a meeting takes" in capfd.readouterr().out
     (stored,) = (tmp_path / "tilemesh" / "calibration").iterdir()
     fit = Fit.from_dict(json.loads(stored.read_text())["collectives"][f"mpi/2/{available_cores()}"])
     assert {"message", "reduce", "copy", "call", "all_reduce/native", "all_to_all/direct"} <= set(fit.curves)
 
     rows_file, chart = tmp_path / "rows.jsonl", tmp_path / "chart.svg"
     assert main([*common, "all_reduce", "--sizes", "512B,1KiB", "--json", str(rows_file), "--chart", str(chart)]) == 0
-    page = capsys.readouterr().out
+    page, progress = capfd.readouterr()
+    assert max(len(line) for line in page.splitlines() if str(tmp_path) not in line) <= 100  # paths stay whole
+    assert "2 ranks: all_reduce 512 bytes, ordinary arrays\n" in progress
+    assert "2 ranks: all_reduce 512 bytes, arrays from comm.empty\n" in progress
     assert "native/ours" in page
     assert "auto within 10 % of the quickest it could have picked in" in page
     rows = [row for row in read_rows(rows_file) if row.unit == "s"]

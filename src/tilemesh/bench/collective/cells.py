@@ -74,6 +74,11 @@ class Cell:
         return self.read_bytes / read + self.written_bytes / write, ""
 
 
+def array_words(buffers: str) -> str:
+    """Which arrays a cell is measured with, for people: "empty" alone would read as arrays without elements."""
+    return "arrays from comm.empty" if buffers == "empty" else f"{buffers} arrays"
+
+
 def cells_of(collective: str, ranks: int, sizes: Sequence[int], buffers: str) -> list[Cell]:
     """The cells to measure for these sizes: several that come to the same payload (1 B and 4 B do) are one."""
     cells = [Cell(collective, ranks, size, buffers) for size in sizes]

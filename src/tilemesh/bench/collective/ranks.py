@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from tilemesh.bench.collective.cells import Cell, cells_of
+from tilemesh.bench.collective.cells import Cell, array_words, cells_of
 from tilemesh.bench.collective.fit import arrays, measure_fit, timer_of
 from tilemesh.bench.collective.peers import peer_call
 from tilemesh.bench.collective.run import CollectiveJob
@@ -54,7 +54,7 @@ def measure(fields: dict[str, Any]) -> list[str]:
         for buffers in job.buffers:
             for collective in job.collectives:
                 for cell in cells_of(collective, comm.size, job.sizes, buffers):
-                    say(f"{collective} {cell.payload} bytes, {buffers}")
+                    say(f"{collective} {cell.payload} bytes, {array_words(buffers)}")
                     lines += [row.to_json() for row in bench.cell(cell)]
         if job.overlap:
             lines += [row.to_json() for row in bench.overlaps()]

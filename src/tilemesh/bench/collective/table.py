@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from typing import Any
 
+from tilemesh.bench.collective.cells import array_words
 from tilemesh.comm.runtime.fit import Fit
 from tilemesh.core.units import format_bytes, format_rate, format_seconds
 from tilemesh.measure.row import Row
 
 PARTS = ("set-up", "copy", "wire", "reduce", "wait")
 _EXPLAINED = ("predicted", "limit", "native")
+_COLUMNS = 100  # no line is longer, on a terminal or in a pipe
+_BELOW = " " * 10  # what belongs to a cell stands below its line, from where its columns begin
 
 
 def fit_lines(fit: Fit) -> list[str]:
@@ -18,10 +22,8 @@ def fit_lines(fit: Fit) -> list[str]:
     where = f"{fit.transport}, {fit.ranks} ranks on {fit.cores} core{'s' if fit.cores > 1 else ''}"
     lines = [f"{where}, all busy: a meeting takes {format_seconds(fit.sync_s)}"]
     for name, curve in sorted(fit.curves.items()):
-        pieces = ", ".join(
-            f"{format_rate(rate, 'B/s')} to {format_bytes(high)}" for _, high, rate in curve.bytes_per_s()
-        )
-        lines.append(f"  {name:<28} α {format_seconds(curve.latency_s):>9}   β {pieces or 'none'}")
+        pieces = [f"{format_rate(rate, 'B/s')} to {format_bytes(high)}" for _, high, rate in curve.bytes_per_s()]
+        lines += _listed(f"  {name:<28} α {format_seconds(curve.latency_s):>9}   β ", pieces or ["none"])
     if fit.layer_s is not None:
         alone, together = fit.layer_s
         lines.append(
@@ -34,7 +36,8 @@ def fit_lines(fit: Fit) -> list[str]:
 
 
 def table(rows: Sequence[Row]) -> list[str]:
-    """One line per cell: auto with its neighbours, where its time went, and every other algorithm's time."""
+    """Per cell a line of auto with its neighbours; below it the bandwidths, where the time went, and every other
+    algorithm's time."""
     lines: list[str] = []
     cells: dict[tuple[Any, ...], dict[str, Row]] = {}
     for row in rows:
@@ -47,26 +50,29 @@ def table(rows: Sequence[Row]) -> list[str]:
             before = key[:4]
             auto = cell["auto"].case
             crowd = ", more ranks than cores" if auto["oversubscribed"] else ""
-            lines += ["", f"{key[0]}, {key[2]} ranks over {key[1]} on {auto['cores']} cores{crowd}, {key[3]} arrays"]
+            where = f"{key[0]}, {key[2]} ranks over {key[1]} on {auto['cores']} cores{crowd}"
+            lines += ["", *_prose(f"{where}, {array_words(str(key[3]))}")]
             lines.append(
                 f"{'size':>9} {'auto picks':<19}{'predicted':>10}{'measured':>10}{'limit':>10}{'native':>10}"
-                f"{'native/ours':>12}{'algorithm':>12}{'bus':>11}{'sent':>10}  set-up copy wire reduce wait | others"
+                f"{'native/ours':>12}{'sent':>10}"
             )
-        lines.append(_cell(int(str(key[4])), cell))
+        lines += _cell(int(str(key[4])), cell)
     # The columns of the table are those of auto's rows.
     shown = [row for row in rows if row.case.get("algorithm") == "auto"]
     reasons = {(column, row.missing[column]) for row in shown for column in _EXPLAINED if column in row.missing}
-    lines += ["", *(f"{column} is missing: {why}" for column, why in sorted(reasons))]
+    lines.append("")
+    for column, why in sorted(reasons):
+        lines += _prose(f"{column} is missing: {why}")
     for row in rows:
         if row.name == "overlap" and row.measured is not None:
-            lines.append(
+            lines += _prose(
                 f"overlap: {row.measured.median:.0%} of an all_reduce of {format_bytes(float(str(row.case['bytes'])))} "
                 f"by {row.case['algorithm']} on {row.case['ranks']} ranks hidden behind compute"
             )
     return lines
 
 
-def _cell(size: int, cell: dict[str, Row]) -> str:
+def _cell(size: int, cell: dict[str, Row]) -> list[str]:
     auto = cell["auto"]
     case, measured = auto.case, auto.measured
     assert measured is not None
@@ -77,19 +83,31 @@ def _cell(size: int, cell: dict[str, Row]) -> str:
     sent = "-" if case["sent_bytes"] is None else format_bytes(float(str(case["sent_bytes"])))
     native = auto.peers.get("native")
     ratio = f"{auto.speedup['native']:.2f}" if native is not None else "-"
-    parts = " ".join(f"{float(str(case.get(f'in_{part}', 0))):.2f}" for part in PARTS)
+    shares = [f"{part} {float(str(case.get(f'in_{part}', 0))):.2f}" for part in PARTS]
+    rates = [f"{name} {format_rate(float(str(case[f'{name}_bytes_per_s'])), 'B/s')}" for name in ("algorithm", "bus")]
     others = [
         f"{name} {format_seconds(row.measured.median)}"
         for name, row in cell.items()
         if name not in ("auto", "native") and row.measured is not None
     ]
-    return (
+    first = (
         f"{format_bytes(size):>9} {case['picked']!s:<19}{seconds(auto.predicted):>10}{seconds(measured.median):>10}"
-        f"{seconds(auto.limit):>10}{seconds(native.median if native else None):>10}{ratio:>12}"
-        f"{format_rate(float(str(case['algorithm_bytes_per_s'])), 'B/s'):>12}"
-        f"{format_rate(float(str(case['bus_bytes_per_s'])), 'B/s'):>11}"
-        f"{sent:>10}  {parts} | {', '.join(others)}"
+        f"{seconds(auto.limit):>10}{seconds(native.median if native else None):>10}{ratio:>12}{sent:>10}"
     )
+    lines = [first, *_listed(f"{_BELOW}bandwidth: ", rates), *_listed(f"{_BELOW}shares of the time: ", shares)]
+    return lines + (_listed(f"{_BELOW}others: ", others) if others else [])
+
+
+def _listed(start: str, items: Sequence[str]) -> list[str]:
+    """Items one after the other, continued below the first; a figure stays with its name and its unit."""
+    kept = ", ".join(item.replace(" ", "\N{NO-BREAK SPACE}") for item in items)
+    lines = textwrap.wrap(kept, _COLUMNS - len(start), break_long_words=False, break_on_hyphens=False)
+    lines = [line.replace("\N{NO-BREAK SPACE}", " ") for line in lines]
+    return [f"{' ' * len(start) if at else start}{line}" for at, line in enumerate(lines)]
+
+
+def _prose(words: str) -> list[str]:
+    return textwrap.wrap(words, _COLUMNS, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 
 def summary(rows: Sequence[Row]) -> list[str]:
