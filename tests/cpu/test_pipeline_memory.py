@@ -62,9 +62,10 @@ def test_a_stage_that_recomputes_keeps_less_and_the_other_as_much() -> None:
         name: [max(found) for found in run_threads(2, partial(counted, config=LLAMA, plan=plan))]
         for name, plan in plans.items()
     }
-    # What a stage hands on is held until it has arrived: one such tensor may or may not be there at the fullest moment.
+    # What a stage hands on is held until it has arrived: of the two that it sends before the first backward comes, any
+    # number may still be there at the fullest moment.
     message = 4 * plans["first"].microbatch * LLAMA.context * LLAMA.width
-    assert abs(most["first"][0] - most["all"][0]) in (0, message)
+    assert abs(most["first"][0] - most["all"][0]) in (0, message, 2 * message)
     assert most["first"][1] == most["none"][1]
     assert most["first"][0] + message < most["none"][0]
     counts = chunk_layers(plans["first"], LLAMA.layers)
