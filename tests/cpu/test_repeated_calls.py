@@ -7,8 +7,11 @@ import torch
 
 from tilemesh.kernels.launch import call
 from tilemesh.kernels.launch.replay import CallRecorder, RepeatedCall, signature
+from tilemesh.kernels.launch.steps import Descriptor, LaunchPlan, Pointer, Step
 
 pytest.importorskip("triton")
+
+from tilemesh.kernels.launch import program
 
 
 class Program(call.Launched):
@@ -154,6 +157,62 @@ def test_a_launch_has_the_stream_and_scratch_memory_of_its_own(several, monkeypa
     launched.launch([16, 32])
     assert launched.program.launched[-1][:3] == (7, 16, 32)
     assert len(launched.program.launched[-1]) == 4
+
+
+class Kernel:
+    """Stands for a compiled kernel with a descriptor, a pointer, a number and a constant; keeps its launches."""
+
+    global_scratch_size = profile_scratch_size = 0
+    launch_cooperative_grid, launch_pdl, function, packed_metadata = False, True, "function", "packed"
+    arg_annotations, kernel_signature = "annotations", "signature"
+
+    def __init__(self):
+        self.launched = []
+        self.run, self.src, self.fn, self.metadata = self, self, self, self
+        self.tensordesc_meta, self.arg_names = ["meta"], ["a", "out", "columns", "BLOCK"]
+
+    @property
+    def launch(self):
+        def launcher(*given):
+            self.launched.append(given)
+
+        def wrapped(*given):
+            launcher(*[f"encoded anew: {value}" for value in given])
+
+        return wrapped
+
+
+@pytest.mark.parametrize("version", [(3, 6), (3, 7)])
+def test_a_program_launches_on_each_memory_with_arguments_prepared_once(version, monkeypatch):
+    kernel, encoded = Kernel(), []
+    monkeypatch.setattr(program, "_VERSION", version)
+    monkeypatch.setattr(program, "compile_step", lambda step, operands: kernel)
+
+    def tensor_map(address, meta, shape, strides):
+        encoded.append((address, meta, tuple(shape), tuple(strides)))
+        return f"map of {address}"
+
+    monkeypatch.setattr(program, "_tensor_map", tensor_map)
+    described = Descriptor("x", (4, 8), (8, 1), (2, 8))
+    step = Step("module:kernel", (3, 2), {"a": described, "out": Pointer("y"), "columns": 8}, {"BLOCK": 64})
+    launched = program.LaunchProgram(LaunchPlan((step,)), {}, ["x", "y"])
+    # As many places as a benchmark rotates through to go past the L2, and more: none is prepared a second time.
+    places = [(7, 1000 * x, y) for x in range(1, 301) for y in (16, 32)]
+    prepared = [launched.calls(place) for place in places]
+    assert [launched.calls(place) for place in places] == prepared
+    assert all(launched.calls(place) is before for place, before in zip(places, prepared, strict=True))
+    assert encoded == [(1000 * x, "meta", (4, 8), (8, 1)) for x in range(1, 301)]
+    launched(*places[1])
+    arguments = ["map of 1000", 4, 8, 8, 1, 32, 8, None]
+    head = (3, 2, 1, 7, "function", False, True)
+    if version > (3, 6):
+        tail = ("packed", None, None, None, None, None, "annotations", "signature", arguments)
+    else:
+        tail = (None, None, "packed", None, None, None, *arguments)
+    assert kernel.launched == [(*head, *tail)]
+    for address in range(3000):
+        launched.calls((7, 16 * address, 16))
+    assert len(launched.known) <= 1024
 
 
 def test_a_backward_pass_in_a_graph_restores_nothing_that_it_does_not_need(monkeypatch):

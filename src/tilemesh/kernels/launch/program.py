@@ -13,7 +13,7 @@ import importlib
 import inspect
 import math
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +29,7 @@ _TYPES = {
     "float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64", "float8_e4m3fn": "fp8e4nv",
     "bool": "i1", "uint8": "u8", "int8": "i8", "int16": "i16", "int32": "i32", "int64": "i64",
 }  # fmt: skip
-_MOST_KEPT = 256  # argument lists a program keeps before it starts afresh
+_MOST_KEPT = 1024  # argument lists a program keeps before it starts afresh, and tensor maps of each descriptor
 # Sizes from here on are 64-bit: a size rounded up to a whole tile, and a tile's last row, must not pass 2**31.
 _WIDE_SIZE = INT32_LIMIT - 4096
 
@@ -181,40 +181,49 @@ class _Prepared:
             raise RunError(
                 f"kernel {step.function} needs scratch memory from Triton, which this launcher does not give"
             )
-        function = self.compiled.src.fn
-        self.descriptors = iter(self.compiled.metadata.tensordesc_meta or ())
-        self.fill: list[Callable[[tuple[int, ...]], list[Any]]] = []
-        for name in function.arg_names:
-            self.fill.append(self._filler(step.arguments.get(name), names))
+        self._head = (*step.grid, 1)
+        self._tail: tuple[Any, ...] = (
+            self.compiled.function,
+            self.launcher.launch_cooperative_grid,
+            self.launcher.launch_pdl,
+        )
+        if _VERSION <= (3, 6):
+            self._tail += (None, None, self.compiled.packed_metadata, None, None, None)
+        else:
+            annotations = (self.launcher.arg_annotations, self.launcher.kernel_signature)
+            self._tail += (self.compiled.packed_metadata, None, None, None, None, None, *annotations)
+        self._launch = _unwrapped(self.launcher.launch)
+        self._arguments: list[Any] = []
+        self._pointers: list[tuple[int, int]] = []
+        """Which of the arguments is which address."""
+        self._maps: list[tuple[int, int, Callable[[int], Any]]] = []
+        """Which of them describes what lies at which address, and how that is encoded."""
+        descriptors = iter(self.compiled.metadata.tensordesc_meta or ())
+        for name in self.compiled.src.fn.arg_names:
+            self._add_argument(step.arguments.get(name), names, descriptors)
 
-    def _filler(self, argument: Any, names: tuple[str, ...]) -> Callable[[tuple[int, ...]], list[Any]]:
+    def _add_argument(self, argument: Any, names: tuple[str, ...], descriptors: Iterator[Any]) -> None:
+        position = len(self._arguments)
         if isinstance(argument, Pointer):
-            at = names.index(argument.of)
-            return lambda addresses: [addresses[at]]
-        if isinstance(argument, Descriptor):
-            at, meta = names.index(argument.of), next(self.descriptors)
+            self._pointers.append((position, names.index(argument.of)))
+        elif isinstance(argument, Descriptor):
             shape, strides = list(argument.shape), list(argument.strides)
-            return lambda addresses: [_tensor_map(addresses[at], meta, shape, strides), *shape, *strides]
-        return lambda addresses: [argument]  # a number, or a placeholder where the value was compiled in
+            encode = functools.partial(_tensor_map, meta=next(descriptors), shape=shape, strides=strides)
+            self._maps.append((position, names.index(argument.of), functools.lru_cache(_MOST_KEPT)(encode)))
+            self._arguments += [None, *shape, *strides]
+            return
+        self._arguments.append(argument)  # a number, or a placeholder: for an address, or a value that was compiled in
 
     def call(self, stream: int, addresses: tuple[int, ...]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        arguments = [value for fill in self.fill for value in fill(addresses)]
-        launcher, compiled = self.launcher, self.compiled
-        head = (*self.step.grid, 1, stream, compiled.function, launcher.launch_cooperative_grid, launcher.launch_pdl)
-        launch = _unwrapped(launcher.launch)
+        """The launcher and what it is given. Quick: who works on ever new memory has this in every launch."""
+        arguments = self._arguments.copy()
+        for position, at in self._pointers:
+            arguments[position] = addresses[at]
+        for position, at, encode in self._maps:
+            arguments[position] = encode(addresses[at])
         if _VERSION <= (3, 6):
-            return launch, (*head, None, None, compiled.packed_metadata, None, None, None, *arguments)
-        tail = (
-            compiled.packed_metadata,
-            None,
-            None,
-            None,
-            None,
-            None,
-            launcher.arg_annotations,
-            launcher.kernel_signature,
-        )
-        return launch, (*head, *tail, arguments)
+            return self._launch, (*self._head, stream, *self._tail, *arguments)
+        return self._launch, (*self._head, stream, *self._tail, arguments)
 
 
 def _unwrapped(launch: Callable[..., Any]) -> Callable[..., Any]:
