@@ -1,29 +1,33 @@
 """Decoding on one GPU, with random weights: seconds of a step against the bytes it must read, as graphs and eagerly.
 
-    python benchmarks/serve_decode_h200.py [--shapes tinyllama-1.1b,llama-3-8b] [--profile] [--serve] [--online]
-        [--prefix] [--json FILE]
+    python benchmarks/serve_decode_h200.py [--shapes tinyllama-1.1b,llama-3-8b] [--plain] [--profile] [--serve]
+        [--online] [--prefix] [--json FILE]
 
 Three times per case. *step*: of an engine that decodes, planning and launching ahead. *busy*: of that, between the
 beginning and the end of the captured step on the GPU, by CUDA events; `waits` is the share of the pauses between.
 *eager*: the same engine with every kernel launched by itself and every token waited for. The limit is the weights and
 the keys and values that a step reads, at the rate of a large copy, which is measured first. *predicted*: by
 `plan/serving_clock.py`, before.
+`--plain`: the batch of 64 also with products in tiles of 64 rows of weights, and with attention that looks nothing up
+before the kernel ahead has ended. `--profile`: of its captured step every kernel, with when it ran in a layer.
 `--serve` also times 256 requests of 100 to 1,024 tokens each way against the larger of bytes and FLOPs (at 800 TFLOP/s,
 what a large product reaches), step by step. `--online`: requests at random times, predicted before by the simulator
 with the step times of `plan/serving_clock.py`. `--prefix`: the first token of prompts of 8,192 tokens of
 which 90 % are shared, beside prompts that share nothing, and beside an engine that looks for nothing.
+Rows are written as they come.
 """
 
 from __future__ import annotations
 
 import argparse
-import cProfile
 import json
-import pstats
 import random
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -34,13 +38,16 @@ from tilemesh.bench.serve.ours import run_load
 from tilemesh.bench.serve.run import ServeBench
 from tilemesh.core.hardware import parse_cluster
 from tilemesh.data.tokenizer import Unknown
+from tilemesh.kernels.few_linear import kernel as few_products
+from tilemesh.kernels.paged_attention.reference import paged_attention
 from tilemesh.measure.row import Row, write_rows
 from tilemesh.model.config import ModelConfig, preset
 from tilemesh.model.transformer import Transformer
 from tilemesh.model.work.decoding import SequencePart, key_value_bytes
 from tilemesh.plan.serving_clock import StepClock
 from tilemesh.serve import Engine, Sampling
-from tilemesh.serve.device_steps import DeviceSteps
+from tilemesh.serve import attention as serve_attention
+from tilemesh.serve.device_steps import DeviceSteps, StepShape
 from tilemesh.serve.figures import ServeGoal
 from tilemesh.serve.load import ServedModel
 from tilemesh.serve.sampling import DrawKind
@@ -202,37 +209,56 @@ def engine_of(model: Transformer, rows: int, ahead: bool, **options: Any) -> Eng
     return Engine(served, device="cuda", launch_ahead=ahead, say=print, **sizes)
 
 
-def profile(engine: Engine, rows: int) -> None:
-    """Which kernels steps of so many rows are made of, by their time."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
-        generate(engine, rows, 976, 8)
-        torch.cuda.synchronize()
-    print(found.key_averages().table(sort_by="cuda_time_total", row_limit=14, max_name_column_width=70))
+@contextmanager
+def plain_kernels() -> Iterator[None]:
+    """Products in tiles of 64 rows of weights; attention that waits before it looks anything up."""
+    plan = few_products.plan
+    few_products.plan = lambda places, **given: few_products.tile_plan(places, **given)
+    serve_attention.paged_attention = lambda *given, **options: paged_attention(*given, **options | {"settled": False})
+    try:
+        yield
+    finally:
+        few_products.plan, serve_attention.paged_attention = plan, paged_attention
 
 
-def profile_launch(engine: Engine, tokens: Sequence[int]) -> None:
-    """What the host does while it launches the step of a prompt."""
+def profile(engine: Engine, rows: int, turns: int = 4) -> None:
+    """The kernels of the captured step of so many rows: time by name, and when each ran in a layer in the middle."""
     ahead = engine._core.runner.ahead
     assert ahead is not None
-    mixed, found = ahead._mixed, cProfile.Profile()
-    ahead._mixed = lambda *given: found.runcall(mixed, *given)  # type: ignore[method-assign]
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as on_gpu:
-        first_token_s(engine, tokens)
-        torch.cuda.synchronize()
-    ahead._mixed = mixed  # type: ignore[method-assign]
-    pstats.Stats(found).sort_stats("tottime").print_stats(28)
-    print(on_gpu.key_averages().table(sort_by="cuda_time_total", row_limit=12, max_name_column_width=60))
+    graph = ahead._captured[StepShape("rows", rows, DrawKind.GREEDY)]
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
+        for _ in range(turns):
+            graph.replay()  # over the numbers of the last step, which had all rows
+            torch.cuda.synchronize()
+    spans = sorted(
+        (event.time_range.start, event.time_range.end, event.name)
+        for event in found.events()
+        if event.device_type == torch.autograd.DeviceType.CUDA and event.time_range.end > event.time_range.start
+    )
+    steps = [spans[at : at + len(spans) // turns] for at in range(0, len(spans), len(spans) // turns)][1:turns]
+    by_name: dict[str, list[float]] = {}
+    for begin, end, name in chain.from_iterable(steps):
+        by_name.setdefault(name[:60], []).append(end - begin)
+    for name, took in sorted(by_name.items(), key=lambda item: -sum(item[1])):
+        count = len(took) / len(steps)
+        print(f"  {sum(took) / len(steps):8.1f} us per step, {count:5.0f} of {statistics.median(took):6.2f} us: {name}")
+    last = steps[-1]
+    whole, at = last[-1][1] - last[0][0], [number for number, span in enumerate(last) if "attend_pages" in span[2]]
+    print(f"  a step of {rows} rows: {whole:.1f} us in {len(last)} kernels; before the first layer's attention:")
+    shown_spans = [*last[: at[0] + 1], *last[at[len(at) // 2] : at[len(at) // 2 + 1] + 1], *last[at[-1] :]]
+    for begin, end, name in shown_spans:
+        print(f"    {begin - last[0][0]:8.2f} + {end - begin:6.2f} us {name[:60]}")
 
 
 def one_case(
-    model: Transformer, rows: int, prompt: int, told: dict[str, Any], with_profile: bool, rate: float
+    model: Transformer, rows: int, prompt: int, told: dict[str, Any], with_profile: bool, rate: float, eager: bool
 ) -> dict[str, Any]:
     config = model.config
     moved = weight_bytes(model) + rows * (prompt + STEPS // 2) * key_value_bytes(config, 2)
     context = prompt + STEPS // 2
     row: dict[str, Any] = {**told, "rows": rows, "context": context, "limit_ms": moved / rate * 1e3}
     row["predicted_ms"] = predicted_ms(config, rows, context)
-    for ahead in (True, False) if rows == 1 else (True,):
+    for ahead in (True, False) if eager else (True,):
         with engine_of(model, rows, ahead) as engine:
             generate(engine, rows, 16, 4)  # compiles and captures
             watched = Watched(engine, model, rate)
@@ -244,7 +270,10 @@ def one_case(
                 busy, pause = watched.gpu_s(rows)
                 row["busy_ms"], row["pause_ms"] = busy * 1e3, pause * 1e3
                 if with_profile:
-                    profile(engine, rows)
+                    try:
+                        profile(engine, rows)
+                    except Exception as error:  # what was timed is worth more than where it went
+                        print(f"no profile: {type(error).__name__}: {error}")
         torch.cuda.empty_cache()
     best = row["step_ms"]
     row["share"] = row["limit_ms"] / best
@@ -268,7 +297,6 @@ def serve_many(
     count: int,
     prompts: tuple[int, int],
     outputs: tuple[int, int],
-    with_profile: bool = False,
 ) -> dict[str, Any]:
     """So many requests at once, of random lengths within these bounds."""
     draw = random.Random(1)
@@ -290,8 +318,6 @@ def serve_many(
             pass
         took = time.perf_counter() - began
         where = watched.where_time_went()
-        if with_profile:
-            profile(engine, count)
     produced, limit = sum(output for _, output in sizes), sum(watched.limits)
     row = {**told, "requests": count, "prompts": prompts, "outputs": outputs, "seconds": took}
     row |= {"limit_s": limit, "share": limit / took}
@@ -326,7 +352,7 @@ def first_token_s(engine: Engine, prompt: Sequence[int]) -> float:
 
 
 def serve_prefix(
-    model: Transformer, told: dict[str, Any], with_profile: bool, rate: float, length: int = 8192, turns: int = 8
+    model: Transformer, told: dict[str, Any], rate: float, length: int = 8192, turns: int = 8
 ) -> dict[str, Any]:
     """Medians of the time to the first token: 90 % shared, nothing shared, and without a prefix cache."""
     draw = random.Random(2)
@@ -352,8 +378,6 @@ def serve_prefix(
                 if turn >= 2:  # the first ones compile, and fill the cache
                     found[name].append(seconds)
         watched.where_time_went()
-        if with_profile:
-            profile_launch(engine, common + fresh(length - len(common)))
     medians = {f"{name}_ms": statistics.median(seconds) * 1e3 for name, seconds in found.items()}
     row = {**told, "prompt": length, "shared": len(common), **medians}
     row["share_of_time"] = medians["shared_ms"] / medians["not_shared_ms"]
@@ -364,46 +388,45 @@ def serve_prefix(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", default="tinyllama-1.1b,llama-3-8b")
-    parser.add_argument("--profile", action="store_true")
-    parser.add_argument("--serve", action="store_true")
-    parser.add_argument("--online", action="store_true")
-    parser.add_argument("--prefix", action="store_true")
+    for name in ("plain", "profile", "serve", "online", "prefix"):
+        parser.add_argument(f"--{name}", action="store_true")
     parser.add_argument("--json")
     asked = parser.parse_args()
-    rows = []
+    rows: list[dict[str, Any]] = []
     began = time.perf_counter()
+
+    def keep(row: dict[str, Any]) -> None:
+        rows.append(row)
+        print(f"{time.perf_counter() - began:.0f} s", flush=True)
+        if asked.json:
+            with open(asked.json, "w") as out:
+                out.writelines(json.dumps(row) + "\n" for row in rows)
+
     rate = copy_bytes_per_s()
     print(f"a copy moves {rate / 1e12:.3f} TB/s; {torch.cuda.get_device_name()}, torch {torch.__version__}")
     for shape in asked.shapes.split(","):
         model = random_model(preset(shape))
         told = {"shape": shape, "copy_TB_per_s": rate / 1e12}
         print(f"{shape}: weights {weight_bytes(model) / 1e9:.2f} GB per step; {time.perf_counter() - began:.0f} s")
-        for batch, prompt in ((1, 976), (64, 976)):
-            rows.append(one_case(model, batch, prompt, told, asked.profile, rate))
-            print(f"{time.perf_counter() - began:.0f} s")
+        case = partial(one_case, model, prompt=976, rate=rate)
+        keep(case(1, told=told, with_profile=False, eager=True))
+        keep(case(64, told=told, with_profile=asked.profile, eager=False))
+        if asked.plain:
+            with plain_kernels():
+                keep(case(64, told=told | {"kernels": "plain"}, with_profile=False, eager=False))
+        if asked.prefix:
+            keep(serve_prefix(with_context(model, 16_384), told, rate))
         if asked.serve:
-            rows.append(serve_many(model, told, rate, 256, (100, 1024), (100, 1024), asked.profile))
+            keep(serve_many(model, told, rate, 256, (100, 1024), (100, 1024)))
             if shape == "tinyllama-1.1b":  # the load of a known figure of transformers
-                rows.append(serve_many(model, told, rate, 128, (128, 128), (512, 512)))
-            print(f"{time.perf_counter() - began:.0f} s")
-        if asked.json:
-            write(asked.json, rows)
+                keep(serve_many(model, told, rate, 128, (128, 128), (512, 512)))
         if asked.online:
             online = serve_online(model, shape, RATES[shape])
             if asked.json:
                 write_rows(online, asked.json.replace(".jsonl", f"-{shape}-online.jsonl"))
-        if asked.prefix:
-            rows.append(serve_prefix(with_context(model, 16_384), told, asked.profile, rate))
-        print(f"{time.perf_counter() - began:.0f} s")
-        del model
+            print(f"{time.perf_counter() - began:.0f} s", flush=True)
+        del model, case
         torch.cuda.empty_cache()
-    if asked.json:
-        write(asked.json, rows)
-
-
-def write(path: str, rows: Sequence[dict[str, Any]]) -> None:
-    with open(path, "w") as out:
-        out.writelines(json.dumps(row) + "\n" for row in rows)
 
 
 if __name__ == "__main__":

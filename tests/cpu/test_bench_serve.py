@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from tilemesh.bench.serve import peers
+from tilemesh.bench.serve import peer_process, peers
 from tilemesh.bench.serve.load import Lengths, LoadRequest, make_load, read_trace, to_simulate
 from tilemesh.bench.serve.models import SHAPES, random_served
 from tilemesh.bench.serve.ours import fitting_batches, predict_load, run_load
@@ -114,6 +117,38 @@ def test_a_peer_that_is_not_installed_or_ends_says_why(tmp_path: Path, monkeypat
         assert missing.run([LoadRequest(0.0, (1,), 1)]) is None
     with PeerProcess("unknown", tmp_path, "fp32", "cpu") as broken:
         assert "KeyError" in broken.why
+
+
+@pytest.mark.parametrize(("device", "most"), [("cpu", 8 * 2**30), ("cuda", None)])
+def test_continuous_batching_on_a_cpu_gets_a_cache_that_fits(
+    monkeypatch: pytest.MonkeyPatch, device: str, most: int | None
+) -> None:
+    """By itself it takes more than half of the machine's memory, and where several run it is killed."""
+    asked: list[dict[str, Any]] = []
+
+    class Model:
+        def from_pretrained(self, *given: object, **options: object) -> Model:
+            return self
+
+        def to(self, device: str) -> Model:
+            return self
+
+        def eval(self) -> Model:
+            return self
+
+        def generate_batch(self, inputs: list[list[int]], **options: Any) -> dict[str, Any]:
+            asked.append(options)
+            return {str(at): SimpleNamespace(generated_tokens=[1, 2]) for at in range(len(inputs))}
+
+    fake = SimpleNamespace(AutoModelForCausalLM=Model(), GenerationConfig=dict, ContinuousBatchingConfig=dict)
+    monkeypatch.setattr(peer_process, "import_module", lambda name: torch if name == "torch" else fake)
+    peer = peer_process.TransformersContinuous(Path("nowhere"), "fp32", device)
+    peer.generate([{"prompt": [1], "output": 2}] * 3)
+    (options,) = asked
+    assert ("continuous_batching_config" in options) == (most is not None)
+    if most is not None:
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        assert options["continuous_batching_config"]["max_memory_percent"] * total <= most
 
 
 @pytest.mark.slow

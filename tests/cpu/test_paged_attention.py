@@ -131,6 +131,30 @@ def test_the_kernels_compile_for_an_h200() -> None:
         assert compile_step(step, {name: Operand(one.dtype) for name, one in stored.items()}, GPUTarget("cuda", 90, 32))
 
 
+@pytest.mark.parametrize("split", [0, 256])
+def test_pages_are_looked_up_before_the_kernel_ahead_has_ended(split: int) -> None:
+    """Only where they are settled; queries, which that kernel makes, and keys, of which it writes some, come after."""
+
+    def place(dtype: str, *shape: int) -> Place:
+        return Place(shape, torch.empty(shape, device="meta").stride(), dtype, aligned=True)
+
+    pool, q = place("bfloat16", 4000, 16, 4, 64), place("bfloat16", 64, 32, 64)
+    places = {"q": q, "keys": pool, "values": pool, "tables": place("int32", 64, 128), "tiles": place("int32", 64, 4)}
+    places["y"] = q
+    loads = {}
+    for settled in (True, False):
+        planned = kernel.plan(places, tile=1, split=split, longest=2048, window=0, early=True, settled=settled)
+        operands = {name: Operand(one.dtype) for name, one in (places | planned.buffers).items()}
+        ptx = compile_step(planned.steps[0], operands, GPUTarget("cuda", 90, 32)).asm["ptx"]
+        before, after = ptx.split("griddepcontrol.wait")
+        loads[settled] = before.count("ld.global")
+        assert "cp.async.cg" not in before  # keys and values
+        assert after.count("ld.global") > 0
+        assert "griddepcontrol.launch_dependents" in after
+    assert loads[False] == 0
+    assert loads[True] >= 5  # four numbers of the tile, and the pages of the first block
+
+
 @pytest.mark.parametrize("dtype", ["int8", "uint8"])
 def test_the_kernels_of_8_bits_compile_for_an_h200(dtype: str) -> None:
     def place(dtype: str, *shape: int) -> Place:

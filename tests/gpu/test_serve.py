@@ -105,7 +105,15 @@ def test_one_row_times_a_matrix_is_within_its_bound(dtype: torch.dtype, outputs:
 
 @pytest.mark.parametrize(
     ("rows", "outputs", "inputs", "gate"),
-    [(64, 2560, 2048, "none"), (2, 4096, 14336, "none"), (48, 5632, 2048, "silu"), (17, 2048, 2048, "none")],
+    [
+        (64, 2560, 2048, "none"),
+        (2, 4096, 14336, "none"),
+        (48, 5632, 2048, "silu"),
+        (64, 14336, 4096, "silu"),
+        (64, 6144, 4096, "none"),
+        (20, 5632, 2048, "silu"),
+        (17, 2048, 2048, "none"),
+    ],
 )
 def test_a_few_rows_times_a_matrix_are_within_their_bound(rows: int, outputs: int, inputs: int, gate: str) -> None:
     x, weight = random_on_gpu(rows, inputs), random_on_gpu(outputs * (1 if gate == "none" else 2), inputs, seed=1)

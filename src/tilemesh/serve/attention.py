@@ -169,6 +169,7 @@ class PagedKeyValues:
                 split=tokens.split,
                 longest=tokens.longest,
                 window=window,
+                settled=True,  # between the batch's numbers and here there is at least the product of queries and keys
                 implementation=self.implementation,
             )
             for tokens in layout.sets

@@ -19,6 +19,7 @@ from tilemesh.core.cores import available_cores
 from tilemesh.core.errors import RunError
 
 LONG_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+_CACHE_BYTES = 8 * 2**30
 AskedRequest = Mapping[str, Any]
 """{"prompt": tokens, "output": how many}"""
 
@@ -71,13 +72,23 @@ class TransformersContinuous:
             folder, dtype=wanted, attn_implementation="paged|sdpa"
         )
         self.model = self.model.to(device).eval()
+        self._cache = {} if device != "cpu" else self._bounded_cache()
+
+    def _bounded_cache(self) -> dict[str, Any]:
+        """On a CPU it would take more than half of the machine's memory, whatever else there is, and be killed."""
+        config = getattr(self.transformers, "ContinuousBatchingConfig", None)
+        if config is None:
+            return {}
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return {"continuous_batching_config": config(max_memory_percent=min(0.6, _CACHE_BYTES / total))}
 
     def generate(self, load: Sequence[AskedRequest]) -> None:
         most = _most(load)
         config = self.transformers.GenerationConfig(
             max_new_tokens=most, do_sample=False, eos_token_id=-1, pad_token_id=0, use_cuda_graph=False
         )
-        made = self.model.generate_batch(inputs=[list(request["prompt"]) for request in load], generation_config=config)
+        prompts = [list(request["prompt"]) for request in load]
+        made = self.model.generate_batch(inputs=prompts, generation_config=config, **self._cache)
         tokens = sum(min(len(answer.generated_tokens), most) for answer in made.values())
         wanted = most * len(load)
         if tokens < wanted:

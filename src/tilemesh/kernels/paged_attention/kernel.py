@@ -100,20 +100,26 @@ def attend_block(
 
 
 @triton.jit
+def pages_of(table, begin, end, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Of the BLOCK_N keys from `begin` on."""
+    key_at = begin + tl.arange(0, BLOCK_N)
+    return tl.load(table + key_at // PAGE, mask=key_at < end, other=0)
+
+
+@triton.jit
 def attend_part(
-    query, at, counts, keys, values, key_scales, value_scales, table, begin, whole, end, window, factor,
+    query, at, counts, keys, values, key_scales, value_scales, table, page, begin, whole, end, window, factor,
     k_p, k_n, v_p, v_n, K, E, PAGE: tl.constexpr, BLOCK_N: tl.constexpr, HEAD: tl.constexpr, ROWS: tl.constexpr,
     WINDOW: tl.constexpr, ALIKE: tl.constexpr, PADDED: tl.constexpr, UPCAST: tl.constexpr, FLOAT8: tl.constexpr,
     WHOLE: tl.constexpr, kind: tl.constexpr,
 ):  # fmt: skip
-    """One tile over the keys [begin, end): largest score, sum of weights, weighted values. Blocks begin at multiples
-    of BLOCK_N. WHOLE: every query sees the keys before `whole`, and nothing is asked about them."""
+    """One tile over the keys [begin, end), of which the first block lies in `page`: largest score, sum of weights,
+    weighted values. Blocks begin at multiples of BLOCK_N. WHOLE: every query sees the keys before `whole`, and nothing
+    is asked about them."""
     largest = tl.full((ROWS,), float("-inf"), kind)
     sums = tl.zeros((ROWS,), kind)
     total = tl.zeros((ROWS, HEAD), kind)
     # A block's pages are looked up one block ahead: were keys to wait for them, no two blocks would be on their way.
-    key_at = begin + tl.arange(0, BLOCK_N)
-    page = tl.load(table + key_at // PAGE, mask=key_at < end, other=0)
     if WHOLE:
         for start in range(begin, whole, BLOCK_N):
             largest, sums, total, page = attend_block(
@@ -140,7 +146,7 @@ def attend_pages(
     FLOAT8: tl.constexpr, WHOLE: tl.constexpr, WIDE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Reads the keys and values of its parts once. Without SPLIT it writes y, with it what `add_parts` reads."""
-    if EARLY:
+    if EARLY == 1:
         take_turn()
     kind: tl.constexpr = tl.float64 if WIDE else tl.float32
     tile = tl.program_id(0) // K
@@ -149,6 +155,19 @@ def attend_pages(
     first = tl.load(tiles + 4 * tile + 1)
     count = tl.load(tiles + 4 * tile + 2)
     position = tl.load(tiles + 4 * tile + 3)
+    table = tables + row * M
+    end = tl.where(count > 0, position + count, 0)
+    begin = end * 0
+    if WINDOW:
+        begin = tl.maximum(position - window + 1, 0) // BLOCK_N * BLOCK_N
+    part0 = 0
+    low = begin
+    if SPLIT:
+        part0 = begin // SPLIT + tl.program_id(1)
+        low = tl.maximum(begin, part0 * SPLIT)
+    page = pages_of(table, low, end, PAGE, BLOCK_N)
+    if EARLY == 2:  # where the keys lie was read before the kernel ahead had ended
+        take_turn()
     lanes = tl.arange(0, ROWS)
     token, member = lanes // GROUP, lanes % GROUP
     counts = token < count
@@ -164,33 +183,29 @@ def attend_pages(
     if key_scales is not None:
         key_scales += head
         value_scales += head
-    table = tables + row * M
-    end = tl.where(count > 0, position + count, 0)
-    begin = end * 0
-    if WINDOW:
-        begin = tl.maximum(position - window + 1, 0) // BLOCK_N * BLOCK_N
     if SPLIT == 0:
         whole = tl.minimum(position, end) // BLOCK_N * BLOCK_N
         _, sums, total = attend_part(
-            query, at, counts, keys, values, key_scales, value_scales, table, begin, whole, end, window, factor,
+            query, at, counts, keys, values, key_scales, value_scales, table, page, begin, whole, end, window, factor,
             k_p, k_n, v_p, v_n, K, E, PAGE, BLOCK_N, HEAD, ROWS, WINDOW, ALIKE, PADDED, UPCAST, FLOAT8, WHOLE, kind,
         )  # fmt: skip
         made = total / tl.where(sums == 0.0, 1.0, sums)[:, None]
         to_y = y + ((first + token) * y_t + (head * GROUP + member) * y_h)[:, None] + columns[None, :]
         tl.store(to_y, made.to(y.dtype.element_ty), mask=held)
     else:
-        for part in range(begin // SPLIT + tl.program_id(1), (end + SPLIT - 1) // SPLIT, turns):
+        for part in range(part0, (end + SPLIT - 1) // SPLIT, turns):
             low = tl.maximum(begin, part * SPLIT)
             high = tl.minimum(end, part * SPLIT + SPLIT)
             largest, sums, total = attend_part(
-                query, at, counts, keys, values, key_scales, value_scales, table, low, low, high, window, factor,
-                k_p, k_n, v_p, v_n, K, E, PAGE, BLOCK_N, HEAD, ROWS, WINDOW, ALIKE, PADDED, UPCAST, FLOAT8, False,
-                kind,
+                query, at, counts, keys, values, key_scales, value_scales, table, page, low, low, high, window,
+                factor, k_p, k_n, v_p, v_n, K, E, PAGE, BLOCK_N, HEAD, ROWS, WINDOW, ALIKE, PADDED, UPCAST, FLOAT8,
+                False, kind,
             )  # fmt: skip
             place = (part * T + first + token).to(tl.int64) * H + head * GROUP + member
             tl.store(extremes + place, largest, mask=counts)
             tl.store(weights + place, sums, mask=counts)
             tl.store(parts + place[:, None] * HEAD + columns[None, :], total, mask=counts[:, None])
+            page = pages_of(table, (part + turns) * SPLIT, end, PAGE, BLOCK_N)
 
 
 @triton.jit
@@ -237,7 +252,7 @@ def add_parts(
 
 def plan(
     places: Mapping[str, Place], *, tile: int, split: int, longest: int, window: int, early: bool = False,
-    interpreted: bool = False,
+    settled: bool = False, interpreted: bool = False,
 ) -> LaunchPlan:  # fmt: skip
     q, keys, values, y = (places[name] for name in ("q", "keys", "values", "y"))
     (tokens, heads, width), (_, page, kv_heads, _) = q.shape, keys.shape
@@ -262,12 +277,11 @@ def plan(
         "v_n": values.strides[1], "v_h": values.strides[2], "y_t": y.strides[0], "y_h": y.strides[1],
     }  # fmt: skip
     shared = {"BLOCK_N": KEY_BLOCK, "SPLIT": split, "HEAD": head, "WINDOW": bool(window), "WIDE": wide}
-    shared["EARLY"] = early
     upcast = interpreted and q.dtype in ("float16", "bfloat16")
     constants = {
-        **shared, "GROUP": group, "ROWS": rows, "PAGE": page, "ALIKE": keys.strides == values.strides,
-        "PADDED": head != width, "UPCAST": upcast, "FLOAT8": keys.dtype == "uint8",
-        "WHOLE": rows >= _MANY_ROWS and not split and not window,
+        **shared, "EARLY": (2 if settled else 1) if early else 0, "GROUP": group, "ROWS": rows, "PAGE": page,
+        "ALIKE": keys.strides == values.strides, "PADDED": head != width, "UPCAST": upcast,
+        "FLOAT8": keys.dtype == "uint8", "WHOLE": rows >= _MANY_ROWS and not split and not window,
     }  # fmt: skip
     large = any(place.wide for place in places.values())
     warps, stages = _effort(rows, head, q.dtype)
@@ -280,8 +294,8 @@ def plan(
     names = ("parts", "extremes", "weights", "tiles", "y", "H", "T", "E", "window", "y_t", "y_h")
     adding = Step(
         f"{__name__}:add_parts", (count * tile, heads), {name: arguments[name] for name in names},
-        {**shared, "TILE": tile, "PARTS": _PARTS}, warps=_ADDING_WARPS, stages=1, wide=large, varying=_VARYING,
-        early=early,
+        {**shared, "EARLY": early, "TILE": tile, "PARTS": _PARTS}, warps=_ADDING_WARPS, stages=1, wide=large,
+        varying=_VARYING, early=early,
     )  # fmt: skip
     return LaunchPlan((attending, adding), buffers)
 
@@ -302,7 +316,7 @@ def _effort(rows: int, head: int, dtype: str) -> tuple[int, int]:
 
 def forward(
     launch: Any, q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, tiles: Tensor, key_scales: Tensor | None,
-    value_scales: Tensor | None, tile: int, split: int, longest: int, window: int,
+    value_scales: Tensor | None, tile: int, split: int, longest: int, window: int, settled: bool,
 ) -> Tensor:  # fmt: skip
     y = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     q, keys, values = (tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (q, keys, values))
@@ -311,6 +325,6 @@ def forward(
     if key_scales is not None and value_scales is not None:
         given |= {"key_scales": key_scales.contiguous(), "value_scales": value_scales.contiguous()}
     planned = interpreted_plan if q.device.type == "cpu" else plan
-    options = {"tile": tile, "split": split, "longest": longest, "window": window}
+    options = {"tile": tile, "split": split, "longest": longest, "window": window, "settled": settled}
     launch(planned, given, written=("y",), **options, early=launches_early(q.device))
     return y

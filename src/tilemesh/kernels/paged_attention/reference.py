@@ -33,7 +33,7 @@ KEY_BLOCK = 64
 
 def check(
     q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, tiles: Tensor, key_scales: Tensor | None,
-    value_scales: Tensor | None, tile: int, split: int, longest: int, window: int,
+    value_scales: Tensor | None, tile: int, split: int, longest: int, window: int, settled: bool,
 ) -> None:  # fmt: skip
     shapes = f"q {tuple(q.shape)}, keys {tuple(keys.shape)}, values {tuple(values.shape)}"
     if q.dim() != 3 or keys.dim() != 4 or keys.shape != values.shape or q.shape[2] != keys.shape[3]:
@@ -98,6 +98,7 @@ def paged_attention(
     split: int = 0,
     longest: int = 1,
     window: int = 0,
+    settled: bool = False,
 ) -> Tensor:
     """softmax(q k / sqrt(E)) v of each new token over the keys of its own sequence up to its own position: (T, H, E).
 
@@ -108,7 +109,8 @@ def paged_attention(
     tile: the most tokens of a tile. split: keys are attended to in parts of so many, which run at the same time and are
     added up in order; 0: in one. longest: keys of the longest sequence, at least. window: a token sees the last so many
     keys, its own included; 0: all. A token's result depends on its own sequence, the tile's size and `split` alone.
-    Kernels compute in float32 (float64 for float64) and round probabilities to q's dtype.
+    Kernels compute in float32 (float64 for float64) and round probabilities to q's dtype. settled: tables and tiles are
+    no results of the kernel launched just before, and may be read before that one has ended.
     """
     keys, values = decoded_pages(keys, values, key_scales, value_scales, accumulator(q.dtype))
     y_THE = torch.zeros_like(q)
