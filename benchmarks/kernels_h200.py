@@ -43,12 +43,16 @@ PARTS: dict[str, tuple[str, ...]] = {
         "attention --shapes 8x2048x16x1x64,1x32x1x1x64 --times call --peers eager,cuDNN --repeats 8",
         f"adamw --shapes 16x1048576,16x65536 {CALLS}",
     ),
-    "linear": ("linear_cross_entropy --shapes 8192x768x50304,8192x4096x128256 --repeats 8",),
+    "mlp": (
+        "mlp --shapes 32768x768x3072,8192x2048x8192 --set passes=both --repeats 8",
+        "mlp --shapes 32768x768x3072 --repeats 8",
+    ),
+    "adamw": ("adamw --shapes 148x838656,16x65536 --times kernel --repeats 8",),
     "attention": (
         f"{ATTENTION} --times kernel --peers cuDNN,flash --repeats 8",
         f"{ATTENTION} --set passes=both --times kernel --peers cuDNN,flash --repeats 8",
     ),
-    "adamw": ("adamw --shapes 148x838656,16x65536 --times kernel --repeats 8",),
+    "linear": ("linear_cross_entropy --shapes 8192x768x50304,8192x4096x128256 --repeats 8",),
 }
 
 
