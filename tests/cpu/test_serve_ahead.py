@@ -21,10 +21,10 @@ from tilemesh.serve import Engine, Sampling
 from tilemesh.serve.core import EngineCore, PromptJob
 from tilemesh.serve.device_steps import PlainCalls
 from tilemesh.serve.load import ServedModel
-from tilemesh.serve.request import FinishReason
+from tilemesh.serve.request import FinishReason, ServeRequest
 from tilemesh.serve.runner import Runner
 from tilemesh.serve.sampling import DrawKind, RowDraws, TokenDraw, draw_on_device, draw_tokens
-from tilemesh.serve.scheduler import Scheduler, ServeLimits
+from tilemesh.serve.scheduler import UNKNOWN, Scheduled, Scheduler, ServeLimits
 from tilemesh.serve.staging import Staging, StepSizes, rounded_tokens
 
 CONTEXT = 48
@@ -200,6 +200,28 @@ def test_rows_drawn_at_once_are_rows_drawn_one_by_one(seed: int) -> None:
     assert found.tolist() == draw_tokens(logits, drawings)
     logits[0, 3] = torch.inf
     assert draw_on_device(logits, draws, DrawKind.GREEDY).tolist()[0] == -1
+
+
+def test_tokens_are_looked_up_in_one_place_whoever_knows_them() -> None:
+    """Those that the host knows, those that the last step drew, a prompt's, and padding; tiles of decoding rows."""
+    limits = ServeLimits(pages=9, context=32, page_tokens=4, running=3, step_tokens=64)
+    staging = Staging(StepSizes(limits, 8), 256, pinned=False)
+    known = Scheduled(ServeRequest("known", [7, 8, 9], 5), 2, 1, (), True, (5, 6))
+    drawn = Scheduled(ServeRequest("drawn", [4, 4, 4, 4, UNKNOWN], 5), 4, 1, (), True, (1, 3))
+    prompt = Scheduled(ServeRequest("prompt", [20, 21, 22, 23, 24, UNKNOWN], 5), 1, 5, (), True, (0, 8))
+    drawings = [TokenDraw(Sampling(temperature=0), 0, 0, 0, [], 0)] * 3
+    host = staging.host
+    host.drawn[:] = torch.tensor([100, 101, 102])
+    staging.write_decoding((known, drawn), drawings[:2], {"drawn": 2}, 3)
+    _, source, position, place = host.of_tokens(3)
+    assert host.numbers[source].tolist() == [9, 102, 0]
+    assert (position.tolist(), place.tolist()) == ([2, 4, 0], [5 * 4 + 2, 3 * 4, -1])
+    assert host.tiles_of_rows(3).tolist() == [[0, 0, 1, 2], [1, 1, 1, 4], [0, 0, 0, 0]]
+    staging.write_prompts((known, drawn, prompt), drawings, {"drawn": 0, "prompt": 1}, 64)
+    _, source, position, place = host.of_tokens(64)
+    assert host.numbers[source].tolist() == [9, 100, 21, 22, 23, 24, 101] + [0] * 57
+    assert position.tolist()[:8] == [2, 4, 1, 2, 3, 4, 5, 0]
+    assert place.tolist()[:8] == [22, 12, 1, 2, 3, 32, 33, -1]
 
 
 def test_stacked_weights_are_the_same_memory() -> None:

@@ -108,7 +108,6 @@ class DeviceSteps:
         self._turn = 0
         with torch.inference_mode():
             self._memory = StepMemory(self._sizes, cache.device)
-            self._numbers = torch.arange(limits.running, device=cache.device)
         self._rows: dict[str, int] = {}  # where the last step left each request's token
         self._warm: set[StepShape] = set()
         self._captured: dict[StepShape, Replayed] = {}
@@ -172,7 +171,11 @@ class DeviceSteps:
     def _copy(self, tokens: int, rows: int, tiles: int, kind: DrawKind) -> None:
         """The step's numbers to the device, in order with its steps: of so many tokens, sequences and tiles."""
         host, memory, drawn = self._staging[self._turn].host, self._memory, self._sizes.drawn(tokens)
-        pairs = [(memory.of_tokens(tokens), host.of_tokens(tokens)), (memory.tables[:rows], host.tables[:rows])]
+        if tiles:
+            pairs = [(memory.of_tokens(tokens), host.of_tokens(tokens))]
+        else:
+            pairs = [(memory.of_rows(rows), host.of_rows(rows))]
+        pairs.append((memory.tables[:rows], host.tables[:rows]))
         if kind is not DrawKind.GREEDY:
             pairs.append((memory.floats, host.floats))
         if tiles:
@@ -195,17 +198,16 @@ class DeviceSteps:
     def _decoding(self, rows: int, kind: DrawKind) -> None:
         """A whole step of decoding, from numbers in the device's memory to drawn tokens there."""
         tokens, position, place = self._tokens_of(rows)
-        number, tables = self._numbers[:rows], self._memory.tables[:rows]
-        tiles = torch.stack((number, number, place >= 0, position), 1).to(torch.int32)  # none of padding
+        tiles, tables = self._memory.tiles_of_rows(rows), self._memory.tables[:rows]
         split = self._tile_sizes.split(rows, self._limits.context)
         layout = TileSet(0, rows, tiles, self._tile_sizes.decode, split, self._limits.context)
         batch = Batch(tokens[None], position[None], place, (), None, (), PageLayout(tables, (layout,)))
         self._draw(self._forward(batch), kind)
 
     def _tokens_of(self, count: int) -> tuple[Tensor, ...]:
-        known, source, position, place = self._memory.of_tokens(count)
+        _, source, position, place = self._memory.of_tokens(count)
         # A token that the last step could not draw (-1) is thrown away; it must not read outside of the table.
-        tokens = torch.where(source >= 0, self._memory.drawn[source.clamp(min=0)], known).clamp(min=0)
+        tokens = self._memory.numbers[source].clamp(min=0)
         return tokens, position, place
 
     def _draw(self, logits_NV: Tensor, kind: DrawKind) -> None:

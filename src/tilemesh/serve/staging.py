@@ -24,8 +24,8 @@ from tilemesh.serve.sampling import DrawKind, TokenDraw, kind_of
 from tilemesh.serve.scheduler import UNKNOWN, Scheduled, ServeLimits
 
 TOKEN_NUMBERS = ("known", "source", "position", "place")
-"""Of each token: itself, or the row of the last step that has it (-1: it is known); where it stands, where it goes."""
-NO_TOKEN = (0, -1, 0, -1)
+"""Of each token: itself; which of the numbers on the device it is, one that the last step drew or the one just named;
+where it stands; where it goes."""
 ROW_FLOATS = ("temperature", "top_k", "top_p", "min_p", "uniform")
 """Of each row that is drawn; the last one is a random number."""
 _TILE_NUMBERS = 4
@@ -79,17 +79,27 @@ class StepMemory:
         def made(*shape: int, dtype: torch.dtype) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device, pin_memory=pinned)
 
-        self.tokens = made(len(TOKEN_NUMBERS) * most, dtype=torch.int64)
-        """TOKEN_NUMBERS one after the other, each of as many as the step has."""
+        self.numbers = made(rows + (len(TOKEN_NUMBERS) + _TILE_NUMBERS // 2) * most, dtype=torch.int64)
+        """What was drawn, then TOKEN_NUMBERS one after the other, each of as many as the step has: a token that is
+        known and one that only the device knows are looked up in one place. Behind them the tiles of a step in which
+        every request decodes."""
+        self.drawn, self._tokens = self.numbers[:rows], self.numbers[rows:]
         self.tiles = made(sizes.tiles(most), _TILE_NUMBERS, dtype=torch.int32)
         self.wanted = made(rows, dtype=torch.int64)
         """Of a step with prompts: the tokens that something is drawn after."""
         self.floats = made(len(ROW_FLOATS), rows, dtype=torch.float64)
         self.tables = made(rows, columns, dtype=torch.int32)
-        self.drawn = made(rows, dtype=torch.int64)
 
     def of_tokens(self, count: int) -> Tensor:
-        return self.tokens[: len(TOKEN_NUMBERS) * count].view(len(TOKEN_NUMBERS), count)
+        return self._tokens[: len(TOKEN_NUMBERS) * count].view(len(TOKEN_NUMBERS), count)
+
+    def of_rows(self, rows: int) -> Tensor:
+        """All that a step of so many decoding rows has of them: numbers of tokens, and tiles."""
+        return self._tokens[: (len(TOKEN_NUMBERS) + _TILE_NUMBERS // 2) * rows]
+
+    def tiles_of_rows(self, rows: int) -> Tensor:
+        """Of a step in which every request decodes: one per row."""
+        return self.of_rows(rows)[len(TOKEN_NUMBERS) * rows :].view(torch.int32).view(rows, _TILE_NUMBERS)
 
 
 class Staging:
@@ -102,6 +112,8 @@ class Staging:
         self._tiles, self._wanted, self._floats, self._tables = (
             getattr(self.host, name).numpy() for name in ("tiles", "wanted", "floats", "tables")
         )
+        self._own = np.arange(sizes.most_tokens)
+        self._drawn = sizes.limits.running
         self._pages: list[tuple[int, ...]] = [()] * sizes.limits.running
         self._samplings: list[Sampling | None] = [None] * sizes.limits.running
         self._kinds = [DrawKind.GREEDY] * sizes.limits.running
@@ -111,7 +123,12 @@ class Staging:
     ) -> DrawKind:
         """A step of so many rows, of which the last ones are padding. `left`: where the last step left each request's
         token."""
-        self._write_single(entries, left, self.host.of_tokens(rows).numpy())
+        numbers, tiles, count = self.host.of_tokens(rows).numpy(), self.host.tiles_of_rows(rows).numpy(), len(entries)
+        self._write_single(entries, left, numbers)
+        tiles[:count, 0] = tiles[:count, 1] = self._own[:count]
+        tiles[:count, 2] = 1
+        tiles[:count, 3] = numbers[2, :count]
+        tiles[count:] = 0
         for row, entry in enumerate(entries):
             self._write_pages(row, entry.pages)
         return self._write_sampling(drawings)
@@ -130,7 +147,7 @@ class Staging:
             if row < single:
                 last = row
             else:
-                self._write_chunk(entry, left, numbers[:, begin : begin + entry.count])
+                self._write_chunk(entry, left, numbers, begin)
                 size = self._sizes.tile
                 for at in range(0, entry.count, size):
                     tiles.append((row, begin + at, min(size, entry.count - at), entry.start + at))
@@ -150,23 +167,28 @@ class Staging:
         page, count = self._page, len(entries)
         known = [entry.request.tokens[entry.start] for entry in entries]
         source = [
-            left[entry.request.name] if token == UNKNOWN else -1 for entry, token in zip(entries, known, strict=True)
+            left[entry.request.name] if token == UNKNOWN else self._drawn + row
+            for row, (entry, token) in enumerate(zip(entries, known, strict=True))
         ]
-        position = [entry.start for entry in entries]
-        place = [entry.pages[entry.start // page] * page + entry.start % page for entry in entries]
-        for row, (values, none) in enumerate(zip((known, source, position, place), NO_TOKEN, strict=True)):
-            numbers[row, :count] = values
-            numbers[row, count:] = none
+        numbers[0, :count], numbers[1, :count] = known, source
+        numbers[1, count:] = self._own[count : numbers.shape[1]]
+        numbers[1, count:] += self._drawn
+        numbers[2, :count] = [entry.start for entry in entries]
+        numbers[3, :count] = [entry.pages[entry.start // page] * page + entry.start % page for entry in entries]
+        numbers[0, count:] = numbers[2, count:] = 0
+        numbers[3, count:] = -1
 
-    def _write_chunk(self, entry: Scheduled, left: Mapping[str, int], numbers: NDArray[np.int64]) -> None:
+    def _write_chunk(self, entry: Scheduled, left: Mapping[str, int], numbers: NDArray[np.int64], begin: int) -> None:
+        """A chunk of a prompt, from the token `begin` of the step on."""
         end, page = entry.start + entry.count, self._page
         known = entry.request.tokens[entry.start : end]
         position = np.arange(entry.start, end)
         pages = np.array(entry.pages[entry.start // page : -(-end // page)])
-        numbers[0], numbers[1], numbers[2] = known, -1, position
-        numbers[3] = pages[position // page - entry.start // page] * page + position % page
+        last = begin + entry.count - 1
+        numbers[0, begin : last + 1], numbers[2, begin : last + 1] = known, position
+        numbers[3, begin : last + 1] = pages[position // page - entry.start // page] * page + position % page
         if known[-1] == UNKNOWN:
-            numbers[1, -1] = left[entry.request.name]
+            numbers[1, last] = left[entry.request.name]
 
     def _write_pages(self, row: int, pages: tuple[int, ...]) -> None:
         if self._pages[row] is not pages:
