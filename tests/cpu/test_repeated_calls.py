@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 
 from tilemesh.kernels.launch import call
 from tilemesh.kernels.launch.replay import CallRecorder, RepeatedCall, signature
-from tilemesh.kernels.launch.steps import Descriptor, LaunchPlan, Pointer, Step
+from tilemesh.kernels.launch.steps import Buffer, Descriptor, LaunchPlan, Pointer, Step
 
 pytest.importorskip("triton")
 
@@ -147,16 +149,36 @@ def test_a_launch_has_the_stream_and_scratch_memory_of_its_own(several, monkeypa
     monkeypatch.setattr(call.torch.cuda, "current_device", lambda: 0)
     launched = call.Launched.__new__(call.Launched)
     launched.device, launched.index, launched.several = torch.device("cpu"), 0, several
-    launched.buffers, launched.program = [], Compiled()
+    launched.scratch_begins, launched.program = [], Compiled()
     launched.known = launched.program.known
     for _ in range(2):
         launched.launch([16, 32])
     launched.launch([16, 48])
     assert launched.program.launched == [(7, 16, 32), (7, 16, 32), (7, 16, 48)]
-    launched.buffers = [(8, torch.float32)]
+    launched.scratch_begins, launched.scratch_bytes = [0, 512], 1024
+    allocated, empty = [], torch.empty
+
+    def kept(*given, **named):
+        allocated.append(empty(*given, **named))
+        return allocated[-1]
+
+    monkeypatch.setattr(call.torch, "empty", kept)
     launched.launch([16, 32])
-    assert launched.program.launched[-1][:3] == (7, 16, 32)
-    assert len(launched.program.launched[-1]) == 4
+    (block,) = allocated
+    assert block.nbytes == 1024
+    assert launched.program.launched[-1] == (7, 16, 32, block.data_ptr(), block.data_ptr() + 512)
+
+
+def test_scratch_buffers_do_not_overlap(monkeypatch):
+    monkeypatch.setattr(program, "LaunchProgram", lambda plan, operands, names: Compiled())
+    monkeypatch.setattr(call, "device_index", lambda device: 0)
+    monkeypatch.setattr(call.torch.cuda, "device", lambda index: contextlib.nullcontext())
+    step = Step("module:kernel", (1, 1), {"out": Pointer("work")}, {})
+    buffers = {"copy": Buffer(300, "float16"), "work": Buffer(128, "float32"), "last": Buffer(1, "int64")}
+    plan = LaunchPlan((step,), buffers)
+    launched = call.Launched(plan, dict.fromkeys(buffers), [], torch.device("cpu"))
+    assert launched.scratch_begins == [0, 1024, 1536]  # 600 and 512 bytes lie before
+    assert launched.scratch_bytes == 2048
 
 
 class Kernel:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tilemesh.core.hardware import DEVICES
 from tilemesh.kernels.matmul import learnt, select
-from tilemesh.kernels.matmul.config import Config, refusal
+from tilemesh.kernels.matmul.config import HOPPER_SHARED_BYTES, Config, refusal
 from tilemesh.kernels.matmul.cost import copy_bytes, rates_of
 from tilemesh.kernels.matmul.portfolio import PORTFOLIO, offered
 from tilemesh.kernels.matmul.problem import LAYOUTS, Problem, dense
@@ -103,3 +103,17 @@ def test_no_matrix_is_copied_to_multiply_a_vector(m: int, n: int) -> None:
     assert any(config.kind == "library" for config in ways)
     assert not any(copy_bytes(problem, config) for config in ways)
     assert any(copy_bytes(dense(1823, 2, 6663), config) for config in offered(dense(1823, 2, 6663)))
+
+
+def test_a_call_that_waits_for_the_host_is_not_put_together_from_three() -> None:
+    """Copies, the vendor's product and a pass take 64 to 67 us of host time on shapes whose kernels take 15 to 22."""
+    for shape, layout in (((331, 1375, 1715), "nn"), ((646, 7710, 260), "tn")):
+        problem = dense(*shape, layout=layout)
+        ranked = select.ranked(problem, H200, RATES, tma=True, hopper=True, shared_limit=HOPPER_SHARED_BYTES)
+        assert ranked[0].padded
+        chosen = select.by_learnt(problem, H200, RATES)
+        assert chosen.kind != "library"
+        expected = H200.expected_s(problem, [chosen, ranked[0]], RATES)
+        assert expected[0] <= select.NEARLY_AS_FAST * expected[1]
+    for shape in ((3320, 3154, 2612), (9591, 9951, 2019)):  # long enough for the host to be ahead
+        assert select.by_learnt(dense(*shape, layout="nt"), H200, RATES).padded

@@ -38,6 +38,8 @@ class Place:
         return sum((size - 1) * abs(stride) for size, stride in pairs if size > 0) + 1 >= INT32_LIMIT
 
 
+SCRATCH_ALIGNMENT_BYTES = 512  # where one of several buffers may begin: as far apart as torch's own allocations
+
 # Places by the tensors' names, and constants by theirs.
 Plan = Callable[..., LaunchPlan]
 
@@ -82,17 +84,26 @@ class Launched:
 
         self.device, self.index = device, device_index(device)
         self.several = torch.cuda.device_count() > 1
-        self.buffers = [(buffer.elements, getattr(torch, buffer.dtype)) for buffer in plan.buffers.values()]
+        self.scratch_begins: list[int] = []
+        self.scratch_bytes = 0
+        for buffer in plan.buffers.values():
+            self.scratch_begins.append(self.scratch_bytes)
+            size = buffer.elements * getattr(torch, buffer.dtype).itemsize
+            self.scratch_bytes += -(-size // SCRATCH_ALIGNMENT_BYTES) * SCRATCH_ALIGNMENT_BYTES
         check_names(plan, operands)
         with torch.cuda.device(self.index):
             self.program = LaunchProgram(plan, operands, [*names, *plan.buffers])
         self.known = self.program.known
 
     def launch(self, addresses: Sequence[int]) -> None:
-        """On the current stream of the plan's GPU; scratch memory is fresh each time, so streams do not race for it."""
-        if self.buffers:
-            scratch = [torch.empty(elements, dtype=dtype, device=self.device) for elements, dtype in self.buffers]
-            addresses = [*addresses, *(buffer.data_ptr() for buffer in scratch)]
+        """On the current stream of the plan's GPU; scratch memory is fresh each time, so streams do not race for it.
+
+        All of it is one allocation: each takes as long as a launch.
+        """
+        if self.scratch_begins:
+            scratch = torch.empty(self.scratch_bytes, dtype=torch.uint8, device=self.device)
+            begin = scratch.data_ptr()
+            addresses = [*addresses, *[begin + offset for offset in self.scratch_begins]]
         # A launch belongs to the current device's context; with one GPU there is no other.
         if self.several and torch.cuda.current_device() != self.index:
             with torch.cuda.device(self.index):

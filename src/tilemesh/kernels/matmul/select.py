@@ -35,6 +35,10 @@ NEARLY_SAME = 0.45  # within which a tuned shape is believed before a model lear
 OTHER_KIND = 0.2  # added for another C kind, activation or 16-bit dtype
 # The model is believed against the library only when it promises this much.
 SURE = 0.85
+# Up to this long a call waits for the host; aligned copies, the vendor's product and a pass are prepared one by one,
+# tiles behind the same copies in one go. So there tiles that are expected to be nearly as fast are taken instead.
+HOST_BOUND_S = 60e-6
+NEARLY_AS_FAST = 1.1
 
 
 def choose(
@@ -103,20 +107,33 @@ def by_learnt(
     shared_limit: int = HOPPER_SHARED_BYTES,
 ) -> Config:
     """The fastest of the portfolio and of the library's ways, as trials of other shapes have it."""
-    return ranked(problem, learnt, rates, tma=tma, hopper=hopper, shared_limit=shared_limit)[0]
+    pairs = _expected(problem, learnt, rates, tma=tma, hopper=hopper, shared_limit=shared_limit)
+    fastest_s, fastest = pairs[0]
+    if fastest.padded and fastest_s < HOST_BOUND_S:
+        seconds, tiles = next((pair for pair in pairs if pair[1].kind != "library"), pairs[0])
+        return tiles if seconds <= NEARLY_AS_FAST * fastest_s else fastest
+    return fastest
 
 
 def ranked(
     problem: Problem, learnt: Learnt, rates: TileRates, *, tma: bool, hopper: bool, shared_limit: int
 ) -> list[Config]:
     """What is offered for this problem on this GPU, the fastest first by the learnt model."""
+    pairs = _expected(problem, learnt, rates, tma=tma, hopper=hopper, shared_limit=shared_limit)
+    return [config for _, config in pairs]
+
+
+def _expected(
+    problem: Problem, learnt: Learnt, rates: TileRates, *, tma: bool, hopper: bool, shared_limit: int
+) -> list[tuple[float, Config]]:
+    """The same with the seconds that each should take."""
     configs = [
         config
         for config in offered(problem, shared_limit=shared_limit)
         if (tma or not config.uses_tma) and (hopper or config.kind != "pingpong")
     ]
     expected = learnt.expected_s(problem, configs, rates)
-    return [config for _, config in sorted(zip(expected, configs, strict=True), key=lambda pair: pair[0])]
+    return sorted(zip(expected, configs, strict=True), key=lambda pair: pair[0])
 
 
 def by_model(
