@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.library import opcheck
 from torch.nn import functional
 from triton.backends.compiler import GPUTarget
@@ -343,12 +344,46 @@ def test_it_compiles_to_one_graph_forward_and_backward(name, recording):
 
 
 def test_torchs_own_check_of_operators():
-    x, weight = normal(5, 6, grad=True), normal(6, seed=1, grad=True)
-    opcheck(torch.ops.tilemesh.rms_norm.default, (x, weight, 1e-5, "interpret"))
-    opcheck(torch.ops.tilemesh.add_layer_norm.default, (x, x.detach(), weight, None, 1e-5, "interpret"))
-    opcheck(torch.ops.tilemesh.softmax.default, (x, 1.0, True, "interpret"))
+    x, weight, head = normal(5, 6, grad=True), normal(6, seed=1, grad=True), normal(7, 6, grad=True)
+    target, summand = torch.tensor([1, -100, 5, 0, 2]), normal(5, 6)
+    given = {
+        "rms_norm": (x, weight, 1e-5),
+        "layer_norm": (x, weight, weight.detach(), 1e-5),
+        "add_rms_norm": (x, summand, weight, 1e-5),
+        "add_layer_norm": (x, summand, weight, None, 1e-5),
+        "softmax": (x, 1.0, True),
+        "cross_entropy": (x, target, -100, 0.1, 0.0, "mean", False),
+        "linear_cross_entropy": (x, head, target, -100, 0.0, 0.0, "mean", False, True),
+    }
+    for name, values in given.items():
+        assert callable(getattr(kernels, name))  # registers it
+        opcheck(getattr(torch.ops.tilemesh, name).default, (*values, "interpret"))
+
+
+def test_fake_tensors_have_the_shapes_of_results():
+    with FakeTensorMode():
+        x, weight, target = torch.empty(5, 6), torch.empty(6), torch.empty(5, dtype=torch.int64)
+        rows = [kernels.softmax(x, **INTERPRET), kernels.rms_norm(x, weight, **INTERPRET)]
+        rows += [kernels.layer_norm(x, weight, weight, **INTERPRET)]
+        rows += [*kernels.add_rms_norm(x, x, weight, **INTERPRET), *kernels.add_layer_norm(x, x, weight, **INTERPRET)]
+        losses = [kernels.cross_entropy(x, target, **INTERPRET)]
+        losses += [kernels.linear_cross_entropy(x, torch.empty(7, 6), target, **INTERPRET)]
+        assert all(isinstance(made, FakeTensor) for made in rows + losses)
+        assert [made.shape for made in rows] == [x.shape] * 7
+        assert [made.shape for made in losses] == [()] * 2
+
+
+def test_autocast_casts_products_and_leaves_rows_as_they_are():
+    x, weight, head = normal(5, 6).float(), normal(6, seed=1).float(), normal(7, 6, seed=2).float()
     target = torch.tensor([1, -100, 5, 0, 2])
-    opcheck(torch.ops.tilemesh.cross_entropy.default, (x, target, -100, 0.1, 0.0, "mean", False, "interpret"))
+    plain = [kernels.softmax(x, **INTERPRET), kernels.rms_norm(x, weight, **INTERPRET)]
+    plain += [kernels.layer_norm(x, weight, weight, **INTERPRET), kernels.cross_entropy(x, target, **INTERPRET)]
+    product = kernels.linear_cross_entropy(x.bfloat16(), head.bfloat16(), target, **INTERPRET)
+    with torch.autocast("cpu", torch.bfloat16):
+        cast = [kernels.softmax(x, **INTERPRET), kernels.rms_norm(x, weight, **INTERPRET)]
+        cast += [kernels.layer_norm(x, weight, weight, **INTERPRET), kernels.cross_entropy(x, target, **INTERPRET)]
+        assert torch.equal(kernels.linear_cross_entropy(x, head, target, **INTERPRET), product)
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(cast, plain, strict=True))
 
 
 @pytest.mark.parametrize("implementation", ["auto", "interpret"])
