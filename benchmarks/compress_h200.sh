@@ -14,26 +14,26 @@ $python benchmarks/known_calibration.py || $python -m tilemesh calibrate --quick
 if [ "${1:-}" = speed ]; then
   for part in products decode pruned; do
     timeout ${LIMIT:-110} $python benchmarks/compress_h200.py $part --out "$out" 2>&1 |
-      tee "$out/compress_$part.txt"
+      tee -a "$out/compress_speed.txt"
   done
 elif [ "${1:-}" = quality ]; then
   run=$(mktemp -d)/gpt2-124m
   timeout 400 $python -m tilemesh train gpt2-124m --mesh dp=1 --transport torch --out "$run" --max-time ${TRAIN:-310s} \
     --set train.steps=${STEPS:-4400},checkpoint.every=0,evaluate.every=500,sample.tokens=0 2>&1 |
-    tail -40 | tee "$out/compress_trained.txt"
+    tail -40 | tee -a "$out/compress_quality.txt"
   # What targets are judged by first, other seeds of it next, then the table.
   judged=int2-g64,int2-g64-gptq,int2-g64-awq,int2-g64-clip,int3-g64,int3-g64-gptq,int3-g64-awq,int3-g64-mixed
   timeout 150 $python -m tilemesh bench compress "$run" --device cuda --dtype bf16 --recipes $judged \
     --sequences ${SEQUENCES:-512} --calibrate 64 --seconds 0.6 --json "$out/compress_gpt2_124m_judged_h200.jsonl" 2>&1 |
-    tee "$out/compress_judged.txt"
+    tee -a "$out/compress_quality.txt"
   timeout 60 $python -m tilemesh bench compress "$run" --device cuda --dtype bf16 --seed 1 --peers none \
     --recipes int2-g64-gptq,int2-g64-awq,int2-g64-clip --sequences ${SEQUENCES:-512} --calibrate 64 --seconds 0.1 \
-    --json "$out/compress_gpt2_124m_seed1_h200.jsonl" 2>&1 | tee -a "$out/compress_judged.txt"
+    --json "$out/compress_gpt2_124m_seed1_h200.jsonl" 2>&1 | tee -a "$out/compress_quality.txt"
   table=int8,int8-a8,fp8,fp8-a8,int4-g64,int4-g64-gptq,int4-g128,nf4-g64,fixed16,mlp-25,heads-25,layers-25,2:4
   table=$table,unstructured-50,rank-50
   timeout 120 $python -m tilemesh bench compress "$run" --device cuda --dtype bf16 --recipes $table \
     --sequences ${SEQUENCES:-512} --calibrate 64 --seconds 0.6 --json "$out/compress_gpt2_124m_h200.jsonl" 2>&1 |
-    tee "$out/compress_table.txt"
+    tee -a "$out/compress_quality.txt"
   rm -rf "$run"
 else
   echo "compress_h200.sh: expected speed or quality" >&2
