@@ -5,11 +5,13 @@ import json
 import pytest
 import torch
 
+from tilemesh.bench.compress.layers import LayerClock
 from tilemesh.bench.compress.peers import peer_model, torchao_codes, why_not
 from tilemesh.bench.compress.predict import CompressClocks, PassChange, ProductClock
 from tilemesh.cli.bench_compress_run import _that_fit
 from tilemesh.cli.main import main
 from tilemesh.compress.factorize import factorize
+from tilemesh.compress.prune import prune
 from tilemesh.compress.quantize import quantize
 from tilemesh.compress.recipe import read_recipe
 from tilemesh.kernels.lowbit import codes
@@ -103,7 +105,7 @@ def test_the_frontier_is_what_nothing_beats():
 
 def test_a_pass_is_expected_to_lose_its_products_and_gain_the_new_ones(monkeypatch):
     plain = Transformer(preset("tiny").replace(layers=1), seed=1)
-    clocks = CompressClocks(plain, 8)
+    clocks = CompressClocks(plain, (1, 8))
     # Seconds of a call and per weight, as if they had been timed.
     lines = {"plain": (1.0, 0.5), "int8 None False": (2.0, 0.25)}
     monkeypatch.setattr(ProductClock, "_line", lambda self, form, make: lines[form])
@@ -115,6 +117,26 @@ def test_a_pass_is_expected_to_lose_its_products_and_gain_the_new_ones(monkeypat
     assert guess.decode.new_s - guess.decode.gone_s == pytest.approx(calls * 1.0 - 0.25 * weights)
     assert PassChange(2.0, 0.5).after(3.0) == 1.5
     assert PassChange(2.0, 0.5).after(1.0) == 0.5
+
+
+def test_fewer_layers_are_expected_to_take_less_of_everything_but_what_is_around_them(monkeypatch):
+    plain = Transformer(preset("tiny").replace(layers=4), seed=1)
+    clocks = CompressClocks(plain, (1, 8))
+    # Seconds around the layers and of one, as if they had been timed: of a forward pass, and of a token.
+    monkeypatch.setattr(LayerClock, "_seconds", lambda self, *configs: [(2.0, 1.0, 1.0), (0.5, 0.25, 0.25)])
+    guess = clocks.expected(prune(plain, "layers-50"))
+    assert guess.forward.after(6.0) == pytest.approx(2.0 + 4.0 / 2)
+    assert guess.decode.after(1.5) == pytest.approx(0.5 + 1.0 / 2)
+    assert guess.decode.after(0.3) == pytest.approx(0.3)  # a plain pass that took less than what is around
+
+
+def test_layers_are_timed_in_the_shape_that_a_model_has():
+    clock = LayerClock((2, 32), torch.float32, torch.device("cpu"))
+    config = preset("tiny").replace(layers=2)
+    fewer = clock.change(config, config.replace(layers=1))
+    assert [change.factor for change in fewer] == [0.5, 0.5]
+    narrow = clock.change(config, config.replace(mlp_width=16))
+    assert all(0 <= change.around_s < 10 and 0 < change.factor < 1e6 for change in narrow)
 
 
 def test_products_are_timed_in_the_form_that_a_model_has():

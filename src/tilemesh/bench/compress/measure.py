@@ -10,20 +10,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tilemesh.bench.compress.predict import CompressClocks, Expected, pass_timer
+from tilemesh.bench.compress.passes import ROWS, pass_timer, passes_of
+from tilemesh.bench.compress.predict import CompressClocks, Expected
 from tilemesh.compress.calibrate import mean_loss
-from tilemesh.kernels.modules import FusedLinear
 from tilemesh.measure.machine import stamp
 from tilemesh.measure.row import CaseValue, Row
 from tilemesh.measure.sample import Sample
 from tilemesh.measure.timing import compare
-from tilemesh.model.cache import DenseCache
-from tilemesh.model.lowbit import LowBitLinear, model_bytes, projections, stack_low_bits
-from tilemesh.model.projection import PlainLinear
-from tilemesh.model.stacked import stack_products
-from tilemesh.model.transformer import Linear, Transformer
+from tilemesh.model.lowbit import LowBitLinear, model_bytes, projections
+from tilemesh.model.transformer import Transformer
 
-_ROWS = 4  # sequences of a timed forward pass
 PLAIN = "plain"
 
 
@@ -44,38 +40,20 @@ def time_models(models: Mapping[str, Transformer], tokens: Tensor, seconds: floa
     They compute as in an engine: projections of the same activations by one product, and on a GPU the kernels of a pass
     from one recorded graph. The models given are changed: they belong to the caller no more.
     """
-    batch = tokens[:_ROWS]
-    passes: dict[str, Callable[[int], object]] = {}
+    forwards: dict[str, Callable[[int], object]] = {}
     steps: dict[str, Callable[[int], object]] = {}
     for name, model in models.items():
-        stack_products(model, (Linear, FusedLinear, PlainLinear))
-        stack_low_bits(model)
-        passes[name] = _forward(model, batch)
-        steps[name] = _decode(model, tokens[:1])
+        forwards[name], steps[name] = passes_of(model, tokens[:ROWS])
     timer = pass_timer(tokens.device)
-    forward = compare(passes, timer=timer, repeats=12, warmup=1, seconds=seconds / 2, on_error="raise")
+    forward = compare(forwards, timer=timer, repeats=12, warmup=1, seconds=seconds / 2, on_error="raise")
     decode = compare(steps, timer=timer, repeats=30, warmup=2, seconds=seconds / 2, on_error="raise")
     return {name: (forward[name], decode[name]) for name in models}
 
 
-def _forward(model: Transformer, batch: Tensor) -> Callable[[int], object]:
-    return lambda turn: model(batch)
-
-
-def _decode(model: Transformer, prompt: Tensor) -> Callable[[int], object]:
-    """The token after a prompt, again and again."""
-    length = min(prompt.shape[1], model.config.context - 1)
-    cache = DenseCache(1, model.config.context, prompt.device)
-    with torch.inference_mode():
-        model(prompt[:, :length], cache=cache.extend(length))
-    token = prompt[:, -1:]
-    cache.extend(1)
-    return lambda turn: model(token, cache=cache.again())
-
-
 def clocks_of(plain: Transformer, tokens: Tensor, dtype: torch.dtype) -> CompressClocks:
     """What predicts the passes that `time_models` times."""
-    return CompressClocks(plain, tokens[:_ROWS].numel(), dtype)
+    rows, length = tokens[:ROWS].shape
+    return CompressClocks(plain, (rows, length), dtype)
 
 
 def judge(

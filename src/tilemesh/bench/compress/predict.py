@@ -3,7 +3,7 @@
 The one idea: compression changes the products with matrices and nothing else. So a pass takes what the plain model's
 takes, less the plain products, plus the small model's. What a product takes is a line over the number of weights,
 found by timing random matrices of the model's smallest and largest shape, in the same form: plain, or codes of a
-scheme. Bytes follow from shapes.
+scheme. A model that lost heads, channels or layers is another plain model: `layers.py`. Bytes follow from shapes.
 """
 
 from __future__ import annotations
@@ -15,24 +15,20 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from tilemesh.bench.compress.layers import LayerChange, LayerClock
+from tilemesh.bench.compress.passes import pass_timer
 from tilemesh.core import calibration
 from tilemesh.core.cost import Ceiling, Cost, limit_s, short_dtype
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.kernels.lowbit.codes import quantize
-from tilemesh.measure.gpu import KernelTimer
 from tilemesh.measure.machine import this_machine
-from tilemesh.measure.timing import LoopTimer, Timer, compare
-from tilemesh.model.lowbit import FactoredLinear, LowBitLinear, model_bytes, projections
+from tilemesh.measure.timing import compare
+from tilemesh.model.lowbit import FactoredLinear, LowBitLinear, compressed, model_bytes, projections
 from tilemesh.model.projection import PlainLinear
 from tilemesh.model.transformer import Transformer
 
 _SECONDS = 0.2
 """For one form of matrix."""
-
-
-def pass_timer(device: torch.device) -> Timer:
-    """Of passes and of products, so that one predicts the other: a loop on a CPU, a recorded graph on a GPU."""
-    return KernelTimer() if device.type == "cuda" else LoopTimer()
 
 
 @dataclass(frozen=True)
@@ -52,8 +48,8 @@ class Expected:
     """Of one compressed model, before it is measured."""
 
     nbytes: int
-    forward: PassChange
-    decode: PassChange
+    forward: PassChange | LayerChange
+    decode: PassChange | LayerChange
     limits: tuple[float, float] | None = None
     """Seconds that a forward pass and a decoded token take at least."""
     why_no_limit: str = ""
@@ -154,15 +150,22 @@ def _ceiling(device: torch.device) -> tuple[Ceiling | None, str]:
 class CompressClocks:
     """For a forward pass of some sequences and for one decoded token."""
 
-    def __init__(self, plain: Transformer, tokens: int, dtype: torch.dtype = torch.float32) -> None:
-        self.forward, self.decode = ProductClock(plain, tokens, dtype), ProductClock(plain, 1, dtype)
+    def __init__(self, plain: Transformer, shape: tuple[int, int], dtype: torch.dtype = torch.float32) -> None:
+        """`shape`: sequences of a forward pass, and tokens of each."""
+        self.forward, self.decode = ProductClock(plain, shape[0] * shape[1], dtype), ProductClock(plain, 1, dtype)
+        self.layers = LayerClock(shape, dtype, self.forward.device)
         self.plain, self.dtype = plain, dtype
 
     def expected(self, small: Transformer) -> Expected:
-        """From shapes, schemes and the times of single products."""
-        forward, decode = (
-            PassChange(clock.seconds(self.plain), clock.seconds(small)) for clock in (self.forward, self.decode)
-        )
+        """From shapes, schemes and the times of single products; of single layers where these changed their shape."""
+        forward: PassChange | LayerChange
+        decode: PassChange | LayerChange
+        if small.config != self.plain.config and not compressed(small):
+            forward, decode = self.layers.change(self.plain.config, small.config)
+        else:
+            forward, decode = (
+                PassChange(clock.seconds(self.plain), clock.seconds(small)) for clock in (self.forward, self.decode)
+            )
         nbytes = model_bytes(copy.deepcopy(small).to(self.dtype))
         ceiling, why = _ceiling(self.forward.device)
         if any(isinstance(module, LowBitLinear) and module.inputs is not None for _, module in projections(small)):

@@ -1,0 +1,45 @@
+"""The two passes that models are timed by, computed as in an engine: some sequences forward, and one decoded token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from tilemesh.kernels.modules import FusedLinear
+from tilemesh.measure.gpu import KernelTimer
+from tilemesh.measure.timing import LoopTimer, Timer
+from tilemesh.model.cache import DenseCache
+from tilemesh.model.lowbit import stack_low_bits
+from tilemesh.model.projection import PlainLinear
+from tilemesh.model.stacked import stack_products
+from tilemesh.model.transformer import Linear, Transformer
+
+ROWS = 4
+"""Sequences of a timed forward pass."""
+
+
+def pass_timer(device: torch.device) -> Timer:
+    """Of passes and of products, so that one predicts the other: a loop on a CPU, a recorded graph on a GPU."""
+    return KernelTimer() if device.type == "cuda" else LoopTimer()
+
+
+def passes_of(model: Transformer, tokens: Tensor) -> tuple[Callable[[int], object], Callable[[int], object]]:
+    """A forward pass of all sequences, and the token after the first of them, again and again.
+
+    Projections of the same activations become one product: the model belongs to the caller no more.
+    """
+    stack_products(model, (Linear, FusedLinear, PlainLinear))
+    stack_low_bits(model)
+    return lambda turn: model(tokens), _decode(model, tokens[:1])
+
+
+def _decode(model: Transformer, prompt: Tensor) -> Callable[[int], object]:
+    length = min(prompt.shape[1], model.config.context - 1)
+    cache = DenseCache(1, model.config.context, prompt.device)
+    with torch.inference_mode():
+        model(prompt[:, :length], cache=cache.extend(length))
+    token = prompt[:, -1:]
+    cache.extend(1)
+    return lambda turn: model(token, cache=cache.again())
