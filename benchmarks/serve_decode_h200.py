@@ -9,7 +9,8 @@ beginning and the end of the captured step on the GPU, by CUDA events; `waits` i
 the keys and values that a step reads, at the rate of a large copy, which is measured first. *predicted*: by
 `plan/serving_clock.py`, before.
 `--plain`: the batch of 64 also with products in tiles of 64 rows of weights, and with attention that looks nothing up
-before the kernel ahead has ended. `--profile`: of its captured step every kernel, with when it ran in a layer.
+before the kernel ahead has ended and leaves turning and storing to a kernel of its own;
+`--only-plain`: all of them so. `--profile`: of its captured step every kernel, with when it ran in a layer.
 `--serve` also times 256 requests of 100 to 1,024 tokens each way against the larger of bytes and FLOPs (at 800 TFLOP/s,
 what a large product reaches), step by step. `--online`: requests at random times, predicted before by the simulator
 with the step times of `plan/serving_clock.py`. `--prefix`: the first token of prompts of 8,192 tokens of
@@ -25,7 +26,7 @@ import random
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -211,14 +212,16 @@ def engine_of(model: Transformer, rows: int, ahead: bool, **options: Any) -> Eng
 
 @contextmanager
 def plain_kernels() -> Iterator[None]:
-    """Products in tiles of 64 rows of weights; attention that waits before it looks anything up."""
-    plan = few_products.plan
+    """Products in tiles of 64 rows of weights; attention that waits before it looks anything up, and stores nothing."""
+    plan, is_fresh = few_products.plan, serve_attention.PagedKeyValues._is_fresh
+    serve_attention.PagedKeyValues._is_fresh = lambda *given: False
     few_products.plan = lambda places, **given: few_products.tile_plan(places, **given)
     serve_attention.paged_attention = lambda *given, **options: paged_attention(*given, **options | {"settled": False})
     try:
         yield
     finally:
         few_products.plan, serve_attention.paged_attention = plan, paged_attention
+        serve_attention.PagedKeyValues._is_fresh = is_fresh
 
 
 def profile(engine: Engine, rows: int, turns: int = 4) -> None:
@@ -388,10 +391,15 @@ def serve_prefix(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", default="tinyllama-1.1b,llama-3-8b")
-    for name in ("plain", "profile", "serve", "online", "prefix"):
+    for name in ("plain", "only-plain", "profile", "serve", "online", "prefix"):
         parser.add_argument(f"--{name}", action="store_true")
     parser.add_argument("--json")
     asked = parser.parse_args()
+    with plain_kernels() if asked.only_plain else nullcontext():
+        measure(asked)
+
+
+def measure(asked: argparse.Namespace) -> None:
     rows: list[dict[str, Any]] = []
     began = time.perf_counter()
 
@@ -411,7 +419,7 @@ def main() -> None:
         case = partial(one_case, model, prompt=976, rate=rate)
         keep(case(1, told=told, with_profile=False, eager=True))
         keep(case(64, told=told, with_profile=asked.profile, eager=False))
-        if asked.plain:
+        if asked.plain and not asked.only_plain:
             with plain_kernels():
                 keep(case(64, told=told | {"kernels": "plain"}, with_profile=False, eager=False))
         if asked.prefix:

@@ -44,14 +44,20 @@ cpu_row() { # CPUS SECONDS NAME ARGUMENTS...
   tail -n 12 "$scratch/cpu-$name.txt"
 }
 
+plain=--plain
+if [[ $parts == *" small "* || $parts == *" large "* ]]; then
+  # Kernels that are wrong are not worth timing.
+  timeout 70 "$python" -m pytest -q -x tests/gpu/test_serve.py -k "fresh or few_rows or pages_is_within" \
+    || plain=--only-plain
+fi
 if [[ $parts == *" products "* ]]; then
   limited 60 "$python" benchmarks/serve_products_h200.py --json "$out/serve_products_h200.jsonl"
 fi
 if [[ $parts == *" small "* ]]; then
-  decode 90 tinyllama-1.1b --plain --profile --prefix --serve --online
+  decode 90 tinyllama-1.1b "$plain" --profile --prefix --serve --online
 fi
 if [[ $parts == *" large "* ]]; then
-  decode 100 llama-3-8b --plain --profile --prefix --serve
+  decode 100 llama-3-8b "$plain" --profile --prefix --serve
 fi
 if [[ $parts == *" start "* ]]; then
   limited 60 "$python" benchmarks/serve_start_h200.py make "$scratch/model"
