@@ -1,13 +1,18 @@
 #!/usr/bin/env bash
 # Layouts of the tiny preset on this machine, each predicted before it runs, then all of them graded.
-#   benchmarks/plan_layouts.sh [FOLDER] [STEPS]     (about five minutes on two cores; leave the machine alone meanwhile)
+#   benchmarks/plan_layouts.sh [FOLDER] [STEPS] [LAYOUT...]     (about five minutes on two cores, alone on the machine)
 # Once before: tilemesh bench collective --fit --ranks 2,4 --sizes 16B..16MiB --quick
+# LAYOUT: names from below; none: all. CALIBRATE=no: as this machine was calibrated before. UNTIL=SECONDS: no layout
+# begins after them, and those that ran are graded. PYTHON=python3: tilemesh from PYTHONPATH instead of the command.
 set -eu
-out=${1:-runs/layouts} steps=${2:-18} grades=()
-tilemesh calibrate
+out=${1:-runs/layouts} steps=${2:-18} grades=() only=" ${*:3} "
+tilemesh() { if [[ -n ${PYTHON:-} ]]; then "$PYTHON" -m tilemesh "$@"; else command tilemesh "$@"; fi; }
+[[ ${CALIBRATE:-} == no ]] || tilemesh calibrate
 run() {
     name=$1
     shift
+    [[ $only == "  " || $only == *" $name "* ]] || return 0
+    ((SECONDS < ${UNTIL:-100000})) || return 0
     tilemesh train --out "$out/$name" "$@" \
         --set "train.steps=$steps,checkpoint.every=0,evaluate.every=0,sample.tokens=0"
     grades+=(--grade "$name")

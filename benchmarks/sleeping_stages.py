@@ -3,6 +3,8 @@ measured, and torch's own in the same run.
 
     python benchmarks/sleeping_stages.py [--ranks 2,4,8] [--repeats 5] [--schedules gpipe,1f1b] [--no-peers]
         [--transport mpi] [--json FILE]
+
+FILE gets a line per schedule, added as soon as its number of ranks is done.
 """
 
 from __future__ import annotations
@@ -30,7 +32,6 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     peers = not options.no_peers
-    lines = []
     print(f"{'schedule':15}{'ranks':>6}{'simulated':>11}{'measured':>10}{'over':>8}{'torch':>10}{'speedup':>9}")
     for number in map(int, options.ranks.split(",")):
         wanted = options.schedules.split(",")
@@ -47,12 +48,12 @@ def main() -> None:
             end = f"{torch_s * 1e3:8.1f}{torch_s / measured_s:9.2f}" if torch_s else ""
             over = measured_s / ideal_s - 1
             print(f"{name:15}{number:6}{ideal_s * 1e3:9.1f}  {measured_s * 1e3:8.1f}{over:8.1%}  {end}", flush=True)
-            lines.append(
-                {"schedule": name, "ranks": number, "microbatches": MICROBATCHES, "simulated_s": ideal_s,
-                 "measured_s": sorted(taken[name]), "torch_s": sorted(theirs) if theirs else None, **stamp()}
-            )  # fmt: skip
-    if options.json is not None:
-        options.json.write_text("".join(json.dumps(line) + "\n" for line in lines))
+            line = {"schedule": name, "ranks": number, "microbatches": MICROBATCHES, "simulated_s": ideal_s,
+                    "measured_s": sorted(taken[name]), "torch_s": sorted(theirs) if theirs else None,
+                    "transport": transport, **stamp()}  # fmt: skip
+            if options.json is not None:
+                with options.json.open("a") as file:
+                    file.write(json.dumps(line) + "\n")
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import json
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,6 +18,7 @@ import parallel_cases
 import torch
 
 from tilemesh.cli.main import main
+from tilemesh.cli.verify import LayoutTable
 from tilemesh.comm import run_threads
 from tilemesh.core.errors import UsageError
 from tilemesh.core.plan import SYNCHRONOUS
@@ -25,6 +27,7 @@ from tilemesh.parallel.gate.cases import MODELS, Case, GateLayout, cases, compre
 from tilemesh.parallel.gate.compare import Apart, Gate, GateResult
 from tilemesh.parallel.gate.pairs import OFFLOADED, _chosen, _possible, combinations, every_case
 from tilemesh.parallel.gate.plant import PLANTS, Plant
+from tilemesh.parallel.mesh import Mesh
 
 NEEDS_MPI = pytest.mark.skipif(find_mpiexec() is None, reason="needs mpiexec")
 PROCESSES = [pytest.param("mpi", marks=NEEDS_MPI), "torch"]
@@ -46,6 +49,20 @@ def test_a_sample_of_layouts_over_processes(transport: str) -> None:
 def test_a_layout_with_everything_for_every_model(model: str) -> None:
     chosen = [Case(model, GateLayout(2, 2, True, 2)), Case(model, GateLayout(1, 4, False, 1))]
     assert [result for result in run(4, chosen) if not result.passed] == []
+
+
+def test_ranks_without_a_part_wait_for_a_case_and_not_for_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine with much else to do takes longer for all small layouts than any wait may take."""
+    result = GateResult(Case("gpt", GateLayout(2)), Apart(0, 0, 0), Apart(1, 1, 1))
+
+    def slowly(gate: Gate, case: Case, mesh: Mesh) -> GateResult | None:
+        time.sleep(0.5)
+        return None if mesh.comm.rank else result
+
+    monkeypatch.setattr(Gate, "_one", slowly)
+    chosen = [Case("gpt", GateLayout(2))] * 3 + [Case("gpt", GateLayout(1, 2))] * 3 + [Case("gpt", GateLayout(1))] * 2
+    found = run_threads(4, lambda comm: list(Gate(comm).run(chosen)), timeout_s=2.0)
+    assert found == [[result] * 8, [], [], []]
 
 
 def test_float32_within_twice_another_order_of_summation() -> None:
@@ -224,6 +241,26 @@ def test_the_command_prints_its_table_and_keeps_the_lines(tmp_path: Path) -> Non
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     assert len(lines) == len(every_case(2, ("gpt",)))
     assert all(line["passed"] and line["apart"]["gradient"] <= line["bound"]["gradient"] == 1e-10 for line in lines)
+
+
+def test_a_case_is_in_the_file_as_soon_as_it_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A run of many minutes that is stopped leaves what it has found; a file of an earlier run is replaced."""
+    file = tmp_path / "new" / "gate.jsonl"
+    file.parent.mkdir()
+    file.write_text("of an earlier run\n")
+    zeros = {"loss": 0.0, "gradient": 0.0, "weights": 0.0}
+    ones = dict.fromkeys(zeros, 1.0)
+    lines = [
+        {"model": "gpt", "layout": f"dp={dp}", "passed": True, "apart": zeros, "bound": ones, "planted": False}
+        for dp in (1, 2, 4)
+    ]
+    table = LayoutTable(file)
+    for count, line in enumerate(lines, start=1):
+        table.add(line)
+        assert [json.loads(text) for text in file.read_text().splitlines()] == lines[:count]
+    table.end()
+    assert [json.loads(text) for text in file.read_text().splitlines()] == lines
+    assert "3 cases" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("transport", ["threads", pytest.param("mpi", marks=[NEEDS_MPI, pytest.mark.slow])])

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from tilemesh.parallel.gate.compare import GateResult
 
 TRANSPORTS = ("auto", "mpi", "torch", "threads")
-TIMEOUT_S = 600.0  # ranks that a small layout does not need wait until it is done
+TIMEOUT_S = 180.0  # for one case, under a second on free cores: ranks that a layout does not need wait until it is done
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,9 +201,21 @@ class LayoutTable:
             print(f"{'layout':<{_NAME}}" + "".join(f"{name:>9}" for name in (*_DIFFERENCES, "of bound")) + "  cases")
         if self.layout and line["layout"] != self.layout[0]["layout"]:
             self._print_layout()
+        self._keep([line])
         self.lines.append(line)
         self.layout.append(line)
         self.failed += not line["passed"]
+
+    def _keep(self, lines: list[dict[str, Any]]) -> None:
+        """Write them at once, so that a run which is stopped leaves what it has found."""
+        if self.file is None or str(self.file) == "-":
+            return
+        try:
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            with self.file.open("a" if self.lines else "w", encoding="utf-8") as file:
+                file.writelines(json.dumps(line) + "\n" for line in lines)
+        except OSError as error:
+            raise RunError(f"--json {self.file} cannot be written: {error.strerror}") from None
 
     def _print_layout(self) -> None:
         name = self.layout[0]["layout"]
@@ -222,16 +234,9 @@ class LayoutTable:
     def end(self) -> None:
         if self.layout:
             self._print_layout()
-        if self.file is not None:
-            text = "".join(json.dumps(line) + "\n" for line in self.lines)
-            if str(self.file) == "-":
-                print(text, end="")
-            else:
-                try:
-                    self.file.parent.mkdir(parents=True, exist_ok=True)
-                    self.file.write_text(text, encoding="utf-8")
-                except OSError as error:
-                    raise RunError(f"--json {self.file} cannot be written: {error.strerror}") from None
+        self._keep([])  # there is a file also where nothing was found
+        if str(self.file) == "-":
+            print("".join(json.dumps(line) + "\n" for line in self.lines), end="")
         verdict = "every layout computes what one process computes" if not self.failed else f"{self.failed} FAIL"
         planted = [line for line in self.lines if line["planted"]]
         if planted:

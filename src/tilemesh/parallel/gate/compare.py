@@ -69,18 +69,20 @@ class Gate:
         """Results on rank 0 as they come, nothing on the others (a collective call: every rank takes all of it)."""
         for ranks in sorted({case.layout.ranks for case in cases}, reverse=True):
             group = self.comm.split(0 if self.comm.rank < ranks else None)
-            if group is None:
-                continue
-            mine = [case for case in cases if case.layout.ranks == ranks]
-            for axes in sorted({case.layout.axes for case in mine}):
-                mesh = Mesh(group, **dict(zip(("dp", "tp", "pp"), axes, strict=True)))
-                for case in mine:
+            those = [case for case in cases if case.layout.ranks == ranks]
+            for axes in sorted({case.layout.axes for case in those}):
+                mesh = None if group is None else Mesh(group, **dict(zip(("dp", "tp", "pp"), axes, strict=True)))
+                for case in those:
                     if case.layout.axes == axes:
-                        result = self._one(case, mesh)
+                        result = None if mesh is None else self._one(case, mesh)
+                        if ranks < self.comm.size:  # who has no part in it waits for one case at a time, not for all
+                            self.comm.barrier()
                         if result is not None:
                             yield result
-                mesh.close()
-            group.close()
+                if mesh is not None:
+                    mesh.close()
+            if group is not None:
+                group.close()
 
     def _one(self, case: Case, mesh: Mesh) -> GateResult | None:
         try:
