@@ -31,7 +31,7 @@ say "$(nproc) processors, ${#cores[@]} cores: layouts on $two, sleeping stages o
 
 layouts() {
     # Collectives up to 1 MiB: the planner takes latency and bandwidth from 16 B and 1 MiB.
-    bounded "$python" -m tilemesh calibrate --quick | grep -v "^ *[0-9]*/"
+    bounded "$python" -m tilemesh calibrate --quick 2>&1 | grep -E "^(warning|calibrat|[0-9]+ figures)"
     say "calibrated"
     for ranks in 2 4; do
         bounded "$python" -m tilemesh bench collective --fit --ranks $ranks --sizes 16B..1MiB --quick 2>&1 |
