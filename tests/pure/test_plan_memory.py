@@ -218,7 +218,7 @@ def test_autocast_counts_fp32_weights_and_their_copies() -> None:
 
 
 def test_gradients_that_come_after_the_fullest_moment() -> None:
-    """Alone, with one microbatch, a compiled step begins without gradients; at its end all of them are there."""
+    """Alone, with one microbatch, a step of torch's begins without gradients; at its end all of them are there."""
     cluster = parse_cluster("1xh200")
 
     def found(model: str, **fields: Any) -> memory.RankMemory:
@@ -234,8 +234,10 @@ def test_gradients_that_come_after_the_fullest_moment() -> None:
     ).memory
     assert small.later_bytes == small.activations_bytes + small.logits_bytes < small.gradients_bytes
     assert small.dominant == "optimizer"
-    eager = predict(preset("gpt2-124m"), cluster, ParallelPlan(precision="bf16", microbatch=32), code="eager").memory
-    assert eager.later_bytes == 0
+    plan = ParallelPlan(precision="bf16", microbatch=32)
+    eager, fused = (predict(preset("gpt2-124m"), cluster, plan, code=code).memory for code in ("eager", "fused"))
+    assert eager.later_bytes == eager.gradients_bytes
+    assert fused.later_bytes == 0
 
 
 def test_a_kv_cache_by_hand() -> None:

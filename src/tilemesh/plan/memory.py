@@ -345,8 +345,8 @@ class Room:
         parameters = shards.stage(sum(counts[chunk] for chunk in held), has_embedding, has_head)
         brief = self.layer(plan)[1] * max(1, plan.stretch(max(counts)))
         if plan.precision in AUTOCAST:  # kept from forward to backward beside the fp32 weights
-            looked_up = 0  # tables from which rows are only taken, so that compiled code does not cast them
-            if code == "compiled" and has_embedding:
+            looked_up = 0  # tables from which rows are only taken, which torch does not cast
+            if code != "fused" and not is_cpu and has_embedding:
                 looked_up = shards.embeddings - (shards.tied_head if has_head else 0)
             brief += 2 * (parameters - looked_up)
         if code == "eager" and is_cpu:
@@ -367,9 +367,9 @@ class Room:
         )
 
     def _later_bytes(self, plan: ParallelPlan, rank: _RankNeeds) -> int:
-        """Gradients that are not there when the loss is: alone and with one microbatch, a step of compiled code begins
+        """Gradients that are not there when the loss is: alone and with one microbatch, a step of torch's begins
         without any. They come as activations go, so what the end of the backward pass holds is a bound."""
-        if plan.world > 1 or plan.accumulation > 1 or self._device.kind != "gpu" or self.code(plan) != "compiled":
+        if plan.world > 1 or plan.accumulation > 1 or self._device.kind != "gpu" or self.code(plan) == "fused":
             return 0
         return min(state_bytes(rank.parameters, plan.precision)[1], rank.activations + rank.logits)
 

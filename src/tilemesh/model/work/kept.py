@@ -69,7 +69,7 @@ def kept_tensors(model: ModelConfig, task: Task) -> tuple[Kept, ...]:
     if task.code == "compiled":
         kept += _kept_by_the_compiler(model, task, whole, hidden)
     elif task.code == "eager":
-        kept += _kept_by_torch(model, task, whole, hidden)
+        kept += _kept_by_torch(model, task, whole, hidden, entering)
     return tuple(kept)
 
 
@@ -87,14 +87,20 @@ def _kept_by_the_compiler(model: ModelConfig, task: Task, whole: int, hidden: in
         yield Kept("result of attention, before its heads are joined", "b S D", whole, task.size, task.tp)
 
 
-def _kept_by_torch(model: ModelConfig, task: Task, whole: int, hidden: int) -> Iterator[Kept]:
-    """What torch's own operators keep beyond that, each operation for itself."""
+def _kept_by_torch(model: ModelConfig, task: Task, whole: int, hidden: int, entering: int) -> Iterator[Kept]:
+    """What torch's own operators keep beyond that, each operation for itself. `entering`: how many ranks share what
+    enters attention and MLP."""
     wide = max(4, task.stream)
-    if (
-        model.positions == "rotary"
-    ):  # attention's result is laid out as turned queries are, and joining its heads copies
+    if model.positions == "rotary":
+        # Attention's result is laid out as turned queries are, and joining its heads copies.
         yield Kept("result of attention, before its heads are joined", "b S D", whole, task.size, task.tp)
-    if model.norm == "rmsnorm":  # a product of its own; the input of its gain's gradient
+    if task.gpu and task.stream != task.size:
+        # Autocast casts the input of every projection anew: of q, k and v, and of a gate and what it opens.
+        casts = 1 + model.mlp_inputs
+        yield Kept(
+            "casts of the inputs for the further projections", f"{casts} b S D", casts * whole, task.size, entering
+        )
+    if model.norm == "rmsnorm" and task.takes_norms_apart:  # a product of its own; the input of its gain's gradient
         yield Kept("norms before their gains", "2 b S D", 2 * whole, task.stream, task.split)
     numbers = 2 if model.norm == "rmsnorm" else 4  # a scale, and of a LayerNorm a mean
     yield Kept("scale and mean of each token in the norms", f"{numbers} b S", numbers * task.tokens, wide, task.split)
@@ -176,7 +182,14 @@ def loss_tensors(model: ModelConfig, task: Task) -> tuple[Kept, ...]:
         return (Kept("logits, in fp32 for the loss, and their gradient", "b S V/tp", logits, 10, 1),)
     if task.loss_code == "eager":
         wide = max(size, 4)
-        return (Kept("log-softmax, the gradient of its result, and of its input", "b S V/tp", logits, 3 * wide, 1),)
+        loss = Kept("log-softmax, the gradient of its result, and of its input", "b S V/tp", logits, 3 * wide, 1)
+        if not task.gpu:
+            return (loss,)
+        return (
+            loss,
+            Kept("input of the final norm", "b S D", whole, task.stream, 1),
+            Kept("input of the logits", "b S D", whole, size, 1),
+        )
     return (
         Kept("logits and their gradient", "b S V/tp", logits, 2 * size, 1),
         Kept("input of the final norm", "b S D", whole, task.stream, 1),

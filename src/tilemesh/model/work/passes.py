@@ -160,8 +160,9 @@ def _eager(model: ModelConfig, task: Task) -> tuple[list[MemoryPass], list[Memor
     T, x, (own, kv, inner, weights) = task.tokens, _stream_elements(model, task), _columns(model, task)
     size, stream, qk = task.size, x * task.stream, T * (own + kv) * task.size
     hidden, first = T * inner * size, model.mlp_inputs * T * inner * size
-    # torch's RMSNorm is square, mean, root, two products: 7 tensors moved; its backward, eleven calls, 25.
-    norm, norm_back, calls, calls_back = (7, 25, 5, 11) if model.norm == "rmsnorm" else (2, 5, 1, 2)
+    # Square, mean, root, two products: 7 tensors moved; backward, eleven calls, 25. Else a kernel, and two backward.
+    is_taken_apart = model.norm == "rmsnorm" and task.takes_norms_apart
+    norm, norm_back, calls, calls_back = (7, 25, 5, 11) if is_taken_apart else (2, 5, 1, 2)
     forward = [
         MemoryPass("norms", 2 * norm * stream, 2 * calls, kind="rows"),
         MemoryPass("residuals", 2 * 3 * stream, 2),

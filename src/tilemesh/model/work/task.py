@@ -92,6 +92,12 @@ class Task:
         return "eager" if self.code == "compiled" and self.by_layers else self.code
 
     @property
+    def takes_norms_apart(self) -> bool:
+        """Whether eager code computes an RMSNorm operation by operation. On a CPU torch itself does; on a GPU it has a
+        kernel (since 2.9), which our Transformer calls and the models of PyTorch's sharded training do not."""
+        return not self.gpu or self.by_layers
+
+    @property
     def split(self) -> int:
         """Ranks that share what tensor parallelism does not split."""
         return self.tp if self.sequence_parallel else 1
