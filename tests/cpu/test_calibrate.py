@@ -274,18 +274,23 @@ def test_a_busy_machine_is_measured_again_and_its_figures_never_replace_quiet_on
     identity = made.calibration.identity
 
     def stored() -> object:
-        found = find(identity)
-        assert found is not None
-        return found.extra["busy"]
+        calibration = find(identity)
+        assert calibration is not None
+        return calibration.extra["busy"]
 
-    out, _ = run(made, monkeypatch, others=[0.5, 0.3, 0.4])
+    def said(*others: float) -> str:
+        out, _ = run(made, monkeypatch, others=others)
+        assert max(len(line) for line in out.splitlines() if not line.startswith("calibration: ")) <= 100
+        return " ".join(out.split())
+
+    out = said(0.5, 0.3, 0.4)
     assert out.count("measuring again in 5 s") == 2
     assert "measured on a busy machine (other work used 30% of the cores)" in out
     assert stored() == Busyness(0.3, 0.0).to_dict()
-    out, _ = run(made, monkeypatch, others=[0.5, 0.01])
+    out = said(0.5, 0.01)
     assert out.count("measuring again") == 1
     assert stored() == Busyness(0.01, 0.0).to_dict()
-    out, _ = run(made, monkeypatch, others=[0.2, 0.2, 0.2])
+    out = said(0.2, 0.2, 0.2)
     assert "was measured on a quieter machine, and stays" in out
     assert stored() == Busyness(0.01, 0.0).to_dict()
 

@@ -11,7 +11,7 @@ import pytest
 
 from tilemesh.cli.bench_collective import bench_collective
 from tilemesh.comm.schedules import draw as drawing
-from tilemesh.comm.schedules.book import build
+from tilemesh.comm.schedules.book import algorithms, build
 from tilemesh.comm.schedules.draw import LEGEND
 from tilemesh.core.errors import UsageError
 
@@ -98,9 +98,29 @@ def test_a_simulation_shows_who_overtakes_whom(capsys: pytest.CaptureFixture[str
 
 def test_a_simulation_of_named_algorithms(capsys: pytest.CaptureFixture[str]) -> None:
     bench_collective(["all_to_all"], simulate="flat", ranks="8", sizes="1KiB", algorithms="bruck,naive")
-    assert capsys.readouterr().out.splitlines()[2].split() == ["size", "bruck", "naive", "quickest"]
+    (head,) = (line for line in capsys.readouterr().out.splitlines() if line.endswith("quickest"))
+    assert head.split() == ["size", "bruck", "naive", "quickest"]
     with pytest.raises(UsageError, match="none of ring serves all_to_all: expected some of pairwise, bruck"):
         bench_collective(["all_to_all"], simulate="flat", algorithms="ring")
+
+
+@pytest.mark.parametrize("collective", ["all_reduce", "all_gather"])
+@pytest.mark.parametrize("topology", ["two-level", "flat"])
+def test_a_simulation_fits_100_columns_and_keeps_its_headings_apart(
+    collective: str, topology: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    names = algorithms(collective)
+    bench_collective([collective], simulate=topology, ranks="16", sizes="4B,64MiB", algorithms=",".join(names))
+    lines = capsys.readouterr().out.splitlines()
+    assert max(len(line) for line in lines) <= 100
+    heads = [line.split() for line in lines if line.endswith("   quickest")]
+    assert len(heads) > 1
+    assert all(head[0] == "size" for head in heads)
+    assert tuple(name for head in heads for name in head[1:-1]) == names
+    rows = [line.split() for line in lines if line.lstrip().startswith("4 B")]
+    assert len(rows) == len(heads)
+    assert len({row[-1] for row in rows}) == 1
 
 
 @pytest.mark.parametrize("module", ["tilemesh.comm", "tilemesh.comm.schedules.book", "tilemesh.comm.schedules.draw"])

@@ -172,11 +172,21 @@ def test_a_width_that_is_no_number_is_passed_over(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])
-def test_a_sentence_breaks_between_words_on_a_terminal_only(is_terminal: bool) -> None:
+def test_a_sentence_breaks_between_words(is_terminal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "20")
     console = Console(file=io.StringIO(), width=20, force_terminal=is_terminal, highlight=False, markup=False)
     path = "/a/path/that/is/longer/than/a/line"
     print_words(f"what was written is in {path} now", console)
     assert isinstance(console.file, io.StringIO)
-    lines = [line.strip() for line in console.file.getvalue().splitlines()]
-    whole = ["what was written is", "in", path, "now"]
-    assert lines == (whole if is_terminal else [" ".join(whole)])
+    assert [line.strip() for line in console.file.getvalue().splitlines()] == ["what was written is", "in", path, "now"]
+
+
+def test_a_sentence_in_a_pipe_fits_100_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    console = Console(file=io.StringIO(), force_terminal=False)
+    words = "every rank has its own part of the model " * 8
+    print_words(words, console)
+    assert isinstance(console.file, io.StringIO)
+    lines = console.file.getvalue().splitlines()
+    assert 90 < max(len(line) for line in lines) <= PIPE_WIDTH
+    assert " ".join(lines).split() == words.split()

@@ -7,6 +7,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree as ET
@@ -233,7 +234,7 @@ def test_a_collectives_page(browser: Any, tmp_path: Path) -> None:
     assert ">all_reduce, 8 ranks, ordinary arrays<" in picture
     assert all(f">{name}<" in picture for name in ("auto", "native", "limit", "ring", "tree"))
     ET.fromstring(picture)
-    assert [one[2:] for one in collective_page.panels_of(rows)[0].crossovers()] == [("tree", "ring")]
+    assert [change[2:] for change in collective_page.panels_of(rows)[0].crossovers()] == [("tree", "ring")]
     with browser.open(f"file://{path}", width=NARROW) as page:
         check(page, charts=4)
         words = page.value("document.querySelector('.verdict').textContent")
@@ -244,6 +245,18 @@ def test_a_collectives_page(browser: Any, tmp_path: Path) -> None:
         page.press("ArrowRight")
         assert page.value("document.querySelector('.rounds output').textContent") != first
         assert page.value("document.querySelector('.rounds').querySelectorAll('.round.on').length") == 1
+
+
+def test_a_collectives_page_explains_arrays_from_comm_empty() -> None:
+    rows = list(collective_rows())
+    explained = "makes an array that the other ranks of this machine can read where it is"
+    assert explained not in collective_page.render(rows)
+    shared = [replace(row, case={**row.case, "buffers": "empty"}) for row in rows]
+    text = collective_page.render(shared)
+    assert "all_reduce, 8 ranks, arrays from comm.empty" in text
+    assert explained in text
+    assert "arrays of comm.empty" not in text
+    assert "empty arrays" not in text
 
 
 def test_every_round_of_a_schedule_is_drawn(browser: Any, tmp_path: Path) -> None:

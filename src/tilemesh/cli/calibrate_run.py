@@ -29,7 +29,7 @@ def measure_machine(json: str | None, quick: bool, if_missing: bool, save: bool,
     from tilemesh.measure.busy import TRIES, OtherWork, again_while_busy
     from tilemesh.measure.machine import this_machine
     from tilemesh.measure.row import write_rows
-    from tilemesh.measure.table import print_rows
+    from tilemesh.measure.table import print_rows, print_words
     from tilemesh.train.host import host_figures
 
     stored = _stored_for_host(torch.cuda.is_available()) if host else None
@@ -51,7 +51,7 @@ def measure_machine(json: str | None, quick: bool, if_missing: bool, save: bool,
         )
 
     def warn(text: str) -> None:
-        console.print(f"warning: {text}", style="yellow", soft_wrap=True, markup=False)
+        print_words(f"warning: {text}", console, style="yellow")
 
     # Who only wants to get on waits for one more try at most.
     result, busy = again_while_busy(measured, warn, tries=2 if if_missing else TRIES)

@@ -18,7 +18,7 @@ from tilemesh.core.errors import UsageError
 from tilemesh.core.ranges import SEED, Range
 from tilemesh.core.units import format_bytes
 from tilemesh.measure.row import CaseValue, write_rows
-from tilemesh.measure.table import print_rows
+from tilemesh.measure.table import print_rows, print_words
 from tilemesh.model import huggingface
 
 _COUNT = Range(1, 100_000)
@@ -65,11 +65,10 @@ def answer(asked: CompressQuestion) -> None:
     write_compress_run(str(target), settings, CompressFindings(rows, [point]))
     print_rows(rows, console)
     before, after = judged[PLAIN], judged["small"]
-    console.print(
+    print_words(
         f"{asked.recipe}: {format_bytes(before.nbytes)} to {format_bytes(after.nbytes)}, held-out loss "
-        f"{before.loss:.4f} to "
-        f"{after.loss:.4f}; written to {target}, which `tilemesh report` makes a page of",
-        soft_wrap=True,
+        f"{before.loss:.4f} to {after.loss:.4f}; written to {target}, which `tilemesh report` makes a page of",
+        console,
     )
     if asked.json is not None:
         write_rows(rows, asked.json)

@@ -45,20 +45,22 @@ def print_rows(rows: Sequence[Row], console: Console | None = None) -> None:
     if console.is_terminal:
         _print(rows, console, console.width)
     else:
-        columns = os.environ.get("COLUMNS", "")
-        console.file.write(render(rows, int(columns) if columns.isdecimal() else PIPE_WIDTH))
+        console.file.write(render(rows, pipe_width()))
 
 
-def print_words(words: str, console: Console) -> None:
-    """Print a sentence: broken between words on a terminal, where longer words such as paths stay whole; never in a
-    pipe."""
-    if console.is_terminal:
-        broken = (
-            textwrap.fill(line, console.width, break_long_words=False, break_on_hyphens=False)
-            for line in words.split("\n")
-        )
-        words = "\n".join(broken)
-    console.print(words, soft_wrap=True)
+def pipe_width() -> int:
+    """How wide text in a pipe may be: what COLUMNS says, or 100."""
+    columns = os.environ.get("COLUMNS", "")
+    return int(columns) if columns.isdecimal() else PIPE_WIDTH
+
+
+def print_words(words: str, console: Console, style: str | None = None) -> None:
+    """Print a sentence, broken between words where the line ends; longer words such as paths stay whole, and so does
+    what a NO-BREAK SPACE joins, a number and its unit, which is printed as an ordinary one."""
+    width = console.width if console.is_terminal else max(pipe_width(), 1)
+    broken = (textwrap.fill(line, width, break_long_words=False, break_on_hyphens=False) for line in words.split("\n"))
+    text = "\n".join(broken).replace("\N{NO-BREAK SPACE}", " ")
+    console.print(text, style=style, soft_wrap=True, markup=False)
 
 
 def render(rows: Sequence[Row], width: int = PIPE_WIDTH) -> str:

@@ -38,7 +38,7 @@ class Panel:
 
     @property
     def title(self) -> str:
-        memory = {"": "", "empty": ", arrays of comm.empty"}.get(self.buffers, f", {self.buffers} arrays")
+        memory = {"": "", "empty": ", arrays from comm.empty"}.get(self.buffers, f", {self.buffers} arrays")
         return f"{self.collective}, {self.ranks} ranks{memory}"
 
     def crossovers(self) -> list[tuple[int, int, str, str]]:
@@ -56,7 +56,7 @@ def render(rows: Sequence[Row], schedules: Sequence[Schedule] = ()) -> str:
     body = join(
         el("h1", title),
         el("p", tied(verdict(panels)), class_="verdict") if panels else None,
-        *(part for panel in panels for part in (el("h2", panel.title), _panel(panel))),
+        *(part for panel in panels for part in (el("h2", panel.title), _arrays(panel.buffers), _panel(panel))),
         el("h2", "Schedules, round by round") if picked else None,
         el("div", *(draw_rounds(schedule) for schedule in picked), class_="pair") if picked else None,
         el("h2", "Every row") if rows else None,
@@ -119,6 +119,19 @@ def verdict(panels: Sequence[Panel]) -> str:
 def drawings(rows: Sequence[Row]) -> list[Drawing]:
     """Time against size, for each collective, number of ranks and kind of memory."""
     return [replace(over_size(panel), title=panel.title) for panel in panels_of(rows)]
+
+
+def _arrays(buffers: str) -> Html | None:
+    """What the arrays of a panel are, where their name alone does not say it."""
+    if buffers != "empty":
+        return None
+    return el(
+        "p",
+        el("code", "comm.empty(shape, dtype)"),
+        " makes an array that the other ranks of this machine can read where it is, so that large ones are not copied "
+        "to a staging buffer first. Ordinary arrays are.",
+        class_="quiet",
+    )
 
 
 def _panel(panel: Panel) -> Html:
