@@ -333,7 +333,7 @@ def test_a_runs_own_configuration(
         ("data.source=empty.txt,data.packing=none", "has no document with a token in it"),
         # One sequence, of which a part is held out.
         ("data.source=edge.txt", "128 tokens are left for training, 2 are held out, a sequence takes 129"),
-        ("data.mixture=[stdlib=1,a.txt=1]", "the text of data.source a.txt is shorter than one sequence"),
+        ("data.mixture=[stdlib=1,a.txt=1]", "the text of data.mixture a.txt is shorter than one sequence"),
         ("data.source=shards", "3 tokens are left for training"),
         ("data.source=tokens.txt,data.tokenizer=words.json", "111 tokens are left for training, 2 are held out"),
         ("data.source=chat.jsonl,data.chat=true", "is shorter than one sequence"),

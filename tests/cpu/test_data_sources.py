@@ -71,6 +71,28 @@ class TestRecords:
         with pytest.raises(UsageError, match=words):
             check_source(source)
 
+    @pytest.mark.parametrize("asked", [{}, {"chat": True, "field": "text"}])
+    def test_conversations_are_named_where_text_was_expected(self, tmp_path: Path, asked: dict[str, Any]) -> None:
+        messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
+        source = written(tmp_path / "chats.jsonl", [{"id": 1, "messages": messages}])
+        words = "it has id, messages; to read the conversations in it set data.chat to true and data.field to messages"
+        with pytest.raises(UsageError, match=words):
+            check_source(DataConfig(source=source, **asked))
+        check_source(DataConfig(source=source, chat=True, field="messages"))
+        pa, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+        parquet.write_table(pa.table({"id": [1], "messages": [messages]}), tmp_path / "chats.parquet")
+        with pytest.raises(UsageError, match=words):
+            check_source(DataConfig(source=str(tmp_path / "chats.parquet"), **asked))
+
+    def test_what_is_wrong_in_a_mixture_is_said_of_the_mixture(self, tmp_path: Path) -> None:
+        good = written(tmp_path / "good.jsonl", [{"text": "x"}])
+        with pytest.raises(UsageError, match=r"^data.mixture '.*gone' does not exist"):
+            check_source(DataConfig(mixture=(f"{good}=1", f"{tmp_path / 'gone'}=1")))
+        late = tmp_path / "late.jsonl"  # nobody looks so far before reading begins
+        late.write_text('{"text": "%s"}\n' % ("x" * 1000) * 2000 + "{}\n")
+        with pytest.raises(UsageError, match=r"^data.mixture .*late.jsonl:2001 has no field 'text'"):
+            open_corpus(DataConfig(mixture=(f"{good}=1", f"{late}=1")))
+
     def test_the_first_records_are_looked_at_before_anything_begins(self, tmp_path: Path) -> None:
         source = written(tmp_path / "a.jsonl", [{"prompt": "x", "answer": "y"}])
         with pytest.raises(UsageError, match="has no field 'text': it has prompt, answer"):

@@ -268,6 +268,7 @@ def test_rotary_settings_of_older_files_are_read() -> None:
     ("case", "changes", "words"),
     [
         ("gpt2", {"model_type": "gpt3"}, "unknown model_type 'gpt3': did you mean 'gpt2'"),
+        ("gpt2", {"model_type": "foo"}, "unknown model_type 'foo': there is no table of its keys and tensors here"),
         ("gpt2", {"model_type": "wholly_new"}, "there is no table of its keys and tensors here; known are gpt2, llama"),
         ("llama", {"model_type": "mixtral"}, "'mixtral' cannot be read: the nearest is mistral; missing here: mixture"),
         ("llama", {"model_type": "gemma2"}, "the nearest is gemma3_text; missing here: soft-capped scores"),

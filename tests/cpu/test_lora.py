@@ -21,6 +21,8 @@ from tilemesh.model.adapter import LoraConfig, adapted_modules, adapter_paramete
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.lora import LoraLinear, attach
 from tilemesh.model.transformer import Transformer
+from tilemesh.runs import base
+from tilemesh.runs.names import BASE
 from tilemesh.serve.load import load_served
 from tilemesh.serve.write import generate
 from tilemesh.train.check import check_resumed
@@ -191,3 +193,42 @@ class TestRefused:
         (moved / "config.toml").write_text(text.replace(str(hub / "model"), str(tmp_path / "gone")))
         with pytest.raises(UsageError, match=r"has no config.json"):
             export(moved, tmp_path / "out")
+
+    def test_a_base_that_changed(self, hub: Path, run: Path, tmp_path: Path) -> None:
+        folder = shutil.copytree(hub / "model", tmp_path / "base")
+        moved = shutil.copytree(run, tmp_path / "run")
+        text = (
+            (run / "config.toml").read_text().replace(str(hub / "model"), str(folder)).replace("steps = 4", "steps = 6")
+        )
+        (moved / "config.toml").write_text(text)
+        export(moved, tmp_path / "same")  # where the weights lie makes no difference
+        huggingface.save(Transformer(LLAMA, seed=2, dtype=torch.float64), folder)
+        words = r"were trained on other weights than .*base holds now \(model.safetensors changed since the run began\)"
+        with pytest.raises(UsageError, match=words):
+            export(moved, tmp_path / "merged")
+        assert not (tmp_path / "merged").exists()
+        with pytest.raises(UsageError, match=words):
+            load_served(moved)
+        with pytest.raises(UsageError, match=words):
+            tm.train.fit(of_run(moved), resume=moved)
+        export(moved, tmp_path / "adapter", adapter=True)  # the adapter alone is what it was
+        (moved / BASE).unlink()  # a run of a version that wrote none
+        export(moved, tmp_path / "merged")
+
+
+def test_one_changed_piece_of_a_long_file_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(base, "PIECE", 8)
+    monkeypatch.setattr(base, "PIECES", 4)
+    monkeypatch.setattr(base, "WHOLE", 32)
+    path = tmp_path / "model.safetensors"
+    before = bytes(100)
+    path.write_bytes(before)
+    first = base.digests(tmp_path)
+    seen = []
+    for place in range(100):
+        path.write_bytes(before[:place] + b"1" + before[place + 1 :])
+        if base.digests(tmp_path) != first:
+            seen.append(place)
+    assert seen == [place + at for place in (0, 30, 61, 92) for at in range(8)]
+    path.write_bytes(before + b"0")
+    assert base.digests(tmp_path) != first

@@ -12,12 +12,21 @@ from test_train_run import losses, made, state, trained
 from torch.optim._muon import _zeropower_via_newtonschulz
 
 from tilemesh.core.errors import UsageError
+from tilemesh.model.config import ModelConfig
+from tilemesh.model.transformer import Transformer
+from tilemesh.model.work.weights import parameter_names
 from tilemesh.train.check import check_values
 from tilemesh.train.config import OptimizerConfig
 from tilemesh.train.rules import decay_of, kinds_of, rule_of
 from tilemesh.train.update import NEWTON_SCHULZ, NEWTON_SCHULZ_STEPS, UpdateGroup, orthogonal
 
 LAYERS = "model.layers=2"
+SMALL = {"layers": 2, "width": 16, "heads": 4, "vocabulary": 64, "context": 8}
+MODELS = [
+    ModelConfig(**SMALL),
+    ModelConfig(**SMALL, positions="rotary", norm="rmsnorm", activation="swiglu", biases=False, tied=False),
+    ModelConfig(**SMALL, positions="rotary", norm="rmsnorm", norm_place="sandwich", norm_offset=True, qk_norm="head"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -102,6 +111,19 @@ class TestDecayGroups:
     def test_what_is_none(self, text: str, wrong: str) -> None:
         with pytest.raises(UsageError, match="expected PATTERN=NUMBER"):
             check_values(made(text, "dp=1,tp=1", f"optimizer.decay_groups=['{wrong}']"))
+
+    def test_a_pattern_that_matches_nothing_is_refused(self, text: str) -> None:
+        words = (
+            r"has 'token_embeding\.\*', which matches no parameter that is trained: expected .* token_embedding.weight"
+        )
+        with pytest.raises(UsageError, match=words):
+            check_values(made(text, "dp=1,tp=1", "optimizer.decay_groups=['*norm*=0','token_embeding.*=0']"))
+        check_values(made(text, "dp=1,tp=1", "optimizer.decay_groups=['*norm*=0','token_embedding.*=0']"))
+
+    @pytest.mark.parametrize("config", MODELS)
+    def test_the_names_are_the_models_own(self, config: ModelConfig) -> None:
+        names = {name for name, _ in Transformer(config, device="meta").named_parameters()}
+        assert set(parameter_names(config)) == names
 
     def test_a_run_keeps_to_them(self, text: str, tmp_path: Path) -> None:
         """Without a learning rate's gradient part: a rate of 1 and weights that nothing but the decay moves."""

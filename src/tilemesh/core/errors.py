@@ -48,8 +48,8 @@ class RunError(RuntimeError):
         super().__init__(message)  # one piece: of several, RuntimeError would print a tuple
 
 
-def nearest(given: str, known: Iterable[str]) -> str | None:
-    """The known name closest to what was given, or None when nothing is close."""
+def nearest(given: str, known: Iterable[str], least: float = 0.5) -> str | None:
+    """The known name closest to what was given, or None when nothing is close: when less than `least` of it agrees."""
     folded = {name.lower(): name for name in known}
     # "lr" shares too few letters with "train.lr" to be close to it, and yet is what was meant.
     tails = [name for name in folded if name.rpartition(".")[2] == given.lower().rpartition(".")[2]]
@@ -58,7 +58,7 @@ def nearest(given: str, known: Iterable[str]) -> str | None:
     scores = {name: difflib.SequenceMatcher(None, name, given.lower()).ratio() for name in folded}
     # People get the first letter right: of two equally close names, "dpp" means "dp" and not "pp".
     best = max(scores, key=lambda name: (scores[name], name[:1] == given[:1].lower()), default="")
-    return folded[best] if scores.get(best, 0) >= 0.5 else None
+    return folded[best] if scores.get(best, 0) >= least else None
 
 
 def unknown(kind: str, given: object, known: Iterable[str], near: Iterable[str] | None = None) -> UsageError:

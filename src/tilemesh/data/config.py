@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -119,7 +120,19 @@ def check_source(data: DataConfig) -> None:
         given = shown(str(data.tokenizer))
         raise UsageError("data.tokenizer", f" {given} does not exist: expected a tokenizer.json file")
     for part, _ in data.parts:
-        _check_part(part)
+        with blaming_mixture(data):
+            _check_part(part)
+
+
+@contextmanager
+def blaming_mixture(data: DataConfig) -> Iterator[None]:
+    """What is wrong with a source of a mixture stands in `data.mixture`, not in `data.source`."""
+    try:
+        yield
+    except UsageError as error:
+        if not data.mixture:
+            raise
+        raise UsageError(*("data.mixture" if piece == "data.source" else piece for piece in error.args)) from None
 
 
 def _check_part(data: DataConfig) -> None:

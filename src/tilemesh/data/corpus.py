@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from tilemesh.core.errors import UsageError
 from tilemesh.data.chat import template_of
-from tilemesh.data.config import DataConfig, has_shards, source_path
+from tilemesh.data.config import DataConfig, blaming_mixture, has_shards, source_path
 from tilemesh.data.documents import Document, documents, left_out_files
 from tilemesh.data.shards import ends_inside, open_shards, shards_tokenizer
 from tilemesh.data.stream import Corpus, CorpusPart, Stream, cut_end
@@ -34,7 +34,8 @@ class EncodedDocument(NamedTuple):
 
 def open_corpus(data: DataConfig) -> Corpus:
     """The tokens of a source, or of several; documents are read and tokenised here, shards are only mapped."""
-    opened = [_open_part(part, weight) for part, weight in data.parts]
+    with blaming_mixture(data):
+        opened = [_open_part(part, weight) for part, weight in data.parts]
     tokenizer = opened[0].tokenizer
     for other in opened[1:]:
         if _meaning(other.tokenizer) != _meaning(tokenizer):

@@ -214,7 +214,7 @@ def _field(record: Any, field: str, where: str) -> Any:
     if not isinstance(record, dict):
         raise UsageError("data.source", f" {where} is a {type(record).__name__}: expected one JSON object per record")
     if field not in record:
-        raise _no_field(where, field, list(record))
+        raise _no_field(where, field, list(record), [key for key, value in record.items() if _is_chat(value)])
     return record[field]
 
 
@@ -241,10 +241,24 @@ def _opened(path: Path, field: str) -> Any:
         raise UsageError("data.source", f" {path} is not a Parquet file: {str(error).partition(chr(10))[0]}") from None
     names = file.schema_arrow.names
     if field not in names:
-        raise _no_field(str(path), field, names)
+        kinds = {name: file.schema_arrow.field(name).type for name in names}
+        lists = [name for name, kind in kinds.items() if pa.types.is_list(kind) and pa.types.is_struct(kind.value_type)]
+        raise _no_field(str(path), field, names, lists)
     return file
 
 
-def _no_field(where: str, field: str, known: list[str]) -> UsageError:
+def _is_chat(value: Any) -> bool:
+    """Whether a field looks like the messages of a conversation."""
+    return (
+        isinstance(value, list) and bool(value) and isinstance(value[0], dict) and bool({"role", "from"} & {*value[0]})
+    )
+
+
+def _no_field(where: str, field: str, known: list[str], chats: list[str]) -> UsageError:
+    """`chats`: fields that hold conversations."""
     names = ", ".join(known[:_SHOWN_FIELDS]) + (", …" if len(known) > _SHOWN_FIELDS else "") or "no field"
-    return UsageError("data.source", f" {where} has no field {shown(field)}: it has {names}; set ", "data.field")
+    start = f" {where} has no field {shown(field)}: it has {names}; "
+    if chats:
+        more = ("to read the conversations in it set ", "data.chat", " to true and ", "data.field", f" to {chats[0]}")
+        return UsageError("data.source", start, *more)
+    return UsageError("data.source", start, "set ", "data.field")

@@ -8,6 +8,7 @@ choices.json     what `auto` picked                   trace/, trace.json  what e
 checkpoints/     step-00000050/, newest last          report.html       the page
 lock.json        who runs in this folder now          huggingface/      tokenizer and config.json of the first weights
 server-records/  what each parameter server did, in its order, since the run was last started
+base.json        size and digest of the frozen weights below adapters (LoRA), as the run began
 
 What lies inside a checkpoint is named in `manifest.py`.
 """
@@ -36,6 +37,7 @@ CHECKPOINTS = "checkpoints"
 PAGE = "report.html"
 LOCK = "lock.json"
 SERVER_RECORDS = "server-records"
+BASE = "base.json"
 CARRIED = "huggingface"
 """What lay beside the weights that a run began with: `export` writes it again."""
 

@@ -25,6 +25,7 @@ from tilemesh.model.lora import MergedWeights
 from tilemesh.model.read import read_model
 from tilemesh.model.transformer import Transformer
 from tilemesh.runs import folder as folders
+from tilemesh.runs.base import check_base
 from tilemesh.runs.kind import TRAIN
 from tilemesh.runs.manifest import MODEL
 from tilemesh.runs.names import CONFIG
@@ -89,6 +90,8 @@ def load_served(
     reader = open_checkpoint(path, step, say)
     check_written_model(reader.manifest.written_by.get(MODEL), reader.manifest.step, config, path / CONFIG)
     lora = section(LoraConfig, "lora", text, where)
+    if lora.rank and with_weights:
+        check_base(path, lora.base)
     weights = MergedWeights(lora, reader, adapted_modules(config, lora)) if lora.rank else reader
     model = read_model(config, weights, device) if with_weights else Transformer(config, device="meta")
     tokenizer = tokenizer_of(data)

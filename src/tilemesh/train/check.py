@@ -10,6 +10,7 @@ is a run's folder or a rank. Sections that others use too (model, data, plan) ch
 from __future__ import annotations
 
 from collections.abc import Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +31,15 @@ from tilemesh.data.documents import documents, source_bytes
 from tilemesh.launch.job import MOST_RANKS, RANKS_PER_CORE
 from tilemesh.launch.start import check_restarts, choose_transport
 from tilemesh.measure.machine import this_machine, usable_gpus
-from tilemesh.model.adapter import adapted_modules
+from tilemesh.model.adapter import A, B, adapted_modules
 from tilemesh.model.config import ModelConfig, check_written_model, unlike
 from tilemesh.model.families.book import read_config
 from tilemesh.model.work.task import Code
-from tilemesh.model.work.weights import embedding_weights, head_weights, layer_weights, why_not
+from tilemesh.model.work.weights import embedding_weights, head_weights, layer_weights, parameter_names, why_not
 from tilemesh.plan.memory import Room
 from tilemesh.plan.nearest import changes, without_offload
 from tilemesh.runs import folder as folders
+from tilemesh.runs.base import check_base
 from tilemesh.runs.manifest import MODEL, DamagedError, Manifest, checkpoints
 from tilemesh.runs.names import CHECKPOINTS, CONFIG, DAMAGED
 from tilemesh.train.config import NO_GRAPH, TrainConfig, of_run
@@ -233,7 +235,7 @@ def _check_versions(made: TrainConfig) -> None:
 
 
 def _check_optimizer(made: TrainConfig) -> None:
-    decay_patterns(made.optimizer)
+    _check_decay_groups(made)
     plan = made.plan
     cut, instead = (f"plan.tp {plan.tp}", "plan.tp=1") if plan.tp > 1 else (f"plan.zero {plan.zero}", "plan.zero=0")
     if made.optimizer.name == "muon" and (plan.tp > 1 or plan.zero):
@@ -241,6 +243,23 @@ def _check_optimizer(made: TrainConfig) -> None:
             f"optimizer.name muon with {cut}: Muon makes the update of a whole matrix orthogonal, and here ranks hold "
             f"parts of matrices; set {instead}, or optimizer.name to adamw, lion or sgd"
         )
+
+
+def _check_decay_groups(made: TrainConfig) -> None:
+    """Refuse a pattern that no parameter's name matches: its decay would silently apply to nothing."""
+    patterns = decay_patterns(made.optimizer)
+    if not patterns:
+        return
+    names = parameter_names(made.model)
+    if made.lora.rank:  # nothing else is trained
+        names = [f"{module}.{part}" for module in adapted_modules(made.model, made.lora) for part in (A, B)]
+    for pattern, _ in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            few = ", ".join(dict.fromkeys([names[0], names[len(names) // 2], names[-1]]))
+            raise UsageError(
+                f"optimizer.decay_groups has '{pattern}', which matches no parameter that is trained: expected a "
+                f"pattern of names such as {few}"
+            )
 
 
 def _check_lora(made: TrainConfig) -> None:
@@ -406,6 +425,7 @@ _PLENTY = 16  # sequences' worth of bytes that hold one whatever a tokenizer joi
 
 def _check_length(made: TrainConfig) -> None:
     """Refuse a source that holds no sequence: what is small enough for that is read as the ranks will read it."""
+    setting = "data.mixture" if made.data.mixture else "data.source"
     for part, _ in made.data.parts:
         if part.source == STDLIB or not _may_be_short(part, made.context):
             continue
@@ -416,10 +436,10 @@ def _check_length(made: TrainConfig) -> None:
         if len(Samples(corpus.train, made.context, part.packing, corpus.tokenizer.end)):
             continue
         if part.packing == "none":
-            raise UsageError(f"data.source {part.source} has no document with a token in it: give one with text")
+            raise UsageError(f"{setting} {part.source} has no document with a token in it: give one with text")
         held = f", {corpus.held_out.length} are held out" if corpus.held_out.length else ""
         raise UsageError(
-            f"the text of data.source {part.source} is shorter than one sequence ({corpus.train.length} tokens are "
+            f"the text of {setting} {part.source} is shorter than one sequence ({corpus.train.length} tokens are "
             f"left for training{held}, a sequence takes {made.context + 1}): set train.context lower, or give more text"
         )
 
@@ -513,6 +533,8 @@ def check_job(
             )  # fmt: skip
         check_resumed(of_run(resume), made)
         _check_checkpoints(Path(resume), made)
+        if made.lora.rank:
+            check_base(resume, made.lora.base)
     if run is not None and not str(run):
         raise UsageError(_RUN, " is empty: expected a folder to write, or leave it out for a new one under runs/")
     if not name or Path(name).name != name:

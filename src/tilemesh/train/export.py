@@ -20,6 +20,7 @@ from tilemesh.model.adapter import A, B, adapted_modules
 from tilemesh.model.config import check_written_model
 from tilemesh.model.families.carried import TOKENIZER, TOKENIZER_CONFIG, copy_carried, special_ids
 from tilemesh.model.read import Weights, read_weights
+from tilemesh.runs.base import check_base
 from tilemesh.runs.manifest import MODEL
 from tilemesh.runs.names import CARRIED, CHECKPOINTS, CONFIG
 from tilemesh.runs.reader import Reader, open_checkpoint
@@ -57,6 +58,7 @@ def export(
     if lora.rank:
         from tilemesh.model.lora import MergedWeights
 
+        check_base(run, lora.base)
         weights = MergedWeights(lora, reader, adapted_modules(config.model, lora))
     huggingface.save_parameters(config.model, read_weights(config.model, weights), folder, special)
     if carried.is_dir():

@@ -21,6 +21,7 @@ from tilemesh.measure.machine import usable_gpus
 from tilemesh.measure.row import Row, write_rows
 from tilemesh.model.families.carried import copy_carried
 from tilemesh.runs import folder as folders
+from tilemesh.runs.base import write_base
 from tilemesh.runs.journal import Journal
 from tilemesh.runs.kind import TRAIN
 from tilemesh.runs.lock import RunLock
@@ -198,6 +199,8 @@ def _prepared(config: TrainConfig, asked: FitRequest, held: contextlib.ExitStack
         folders.new_run(TRAIN, config.to_toml(), folder)
         if asked.init is not None or config.lora.rank:
             copy_carried(asked.init or config.lora.base or "", folder / CARRIED, with_config=True)
+        if config.lora.rank and config.lora.base is not None:
+            write_base(folder, config.lora.base)
     elif of_run(folder) != config:
         folders.change_config(folder, config.to_toml())
     folders.write_prediction(folder, predict_run(config, usable_gpus()))

@@ -153,6 +153,7 @@ def _unserved(kind: object) -> UsageError:
         return UsageError(
             f"model_type '{kind}' cannot be read: the nearest is {near}; missing here: {missing} (known are {known})"
         )
-    close = nearest(str(kind), FAMILIES)
+    # Names are short: "foo" is no slip of the pen for "olmo2", though they share half their letters.
+    close = nearest(str(kind), FAMILIES, least=0.7)
     hint = f"did you mean '{close}'? " if close else "there is no table of its keys and tensors here; "
     return UsageError(f"unknown model_type {shown(kind)}: {hint}known are {known}")
