@@ -43,7 +43,7 @@ format: setup
 
 # The documents and the Python API as one static site; a link that leads nowhere is an error. Installs the extra `docs`.
 docs: setup
-	@$(BIN)/python -m pip install --quiet '.[docs]'
+	@$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[docs]'
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 setup:

@@ -315,3 +315,11 @@ def test_the_real_thing_moved_then_killed_half_way(tmp_path: Path) -> None:
     subprocess.run(["make", "setup"], cwd=clone, env=environ, check=True)
     assert subprocess.run([clone / ".venv" / "bin" / "tilemesh", "doctor"], check=False).returncode == 0
     assert (ROOT / ".venv" / setup.STAMP).exists()
+
+
+def test_no_target_of_make_replaces_the_editable_install() -> None:
+    """`pip install .` would put a copy of the package in place of this checkout, and later edits would do nothing."""
+    lines = (ROOT / "Makefile").read_text(encoding="utf-8").splitlines()
+    installs = [line.split() for line in lines if "pip install" in line]
+    assert installs
+    assert all("-e" in words for words in installs)

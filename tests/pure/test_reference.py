@@ -75,6 +75,10 @@ def test_a_file_comments_out_what_is_a_default_and_a_table_escapes_bars() -> Non
     assert '| `part.pick` | Which; a \\| b. | `"a"` | one of a, b |' in markdown(describe(Whole, KNOWN))
 
 
+def test_a_value_that_follows_from_others_is_said_to() -> None:
+    assert "Default: 0, which here means 512.\n#mlp_width = 512" in commented_file(load())
+
+
 def test_every_key_is_explained_in_a_sentence_and_every_number_has_its_range() -> None:
     """A key that somebody adds is in the reference; its meaning is the text under the field, its range is named."""
     known, keys = ranges(), {key.path: key for section in sections() for key in section.keys}

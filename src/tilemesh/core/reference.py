@@ -134,8 +134,11 @@ def commented_toml(instance: Any, sections: Sequence[SectionDescription]) -> str
         lines += ["", f"[{section.name}]", *_comment(section.meaning)]
         for key in section.keys:
             value = config.plain_value(getattr(held, key.name))
-            is_default = value == key.default or _follows(held, key)
-            default = "" if is_default else f" Default: {key.default_words}."
+            follows = value != key.default and _follows(held, key)
+            is_default = value == key.default or follows
+            default = "" if value == key.default else f" Default: {key.default_words}."
+            if follows:
+                default = f" Default: {key.default_words}, which here means {toml_value(value)}."
             if key.default is dataclasses.MISSING:
                 default = " Required."
             lines += ["", *_comment(f"{key.meaning} Allowed: {key.allowed}.{default}")]
