@@ -96,7 +96,7 @@ def test_a_layers_calls_are_counted_as_the_planner_counts_them() -> None:
         layers=1, width=8, heads=2, vocabulary=8, context=8, mlp_width=16, norm="rmsnorm", positions="rotary",
         activation="swiglu", biases=False, tied=False,
     )  # fmt: skip
-    work = layer_work(model, Task(1, 8, 8, precision="fp32", code="eager"))
+    work = layer_work(model, Task(1, 8, 8, precision="fp32", code="eager", gpu=False))
     assert sum(getattr(op, "launches", 1) for op in (*work.forward, *work.backward)) == BLOCK_CALLS
     moved = [op.nbytes for op in (*work.forward, *work.backward) if op.name == "norms" and isinstance(op, MemoryPass)]
     assert sum(moved) == 2 * NORM_MOVES * 4 * 8 * 8  # two norms of 8 tokens, 8 wide
