@@ -110,6 +110,19 @@ def test_rows_have_prediction_limit_and_reasons(engine: Engine) -> None:
     assert bench.found.points[1].measured.goodput == 1.0
 
 
+def test_every_turn_computes_its_prompts(engine: Engine) -> None:
+    """The engine keeps prompts that it has seen, and a peer without such a cache has to compute them every time."""
+    bench = ServeBench(engine, {"model": "tiny"}, None, "", ServeGoal(60.0, 60.0), lambda text: None)
+    load = make_load(4, Lengths(40, 40), Lengths(3, 3), TINY.vocabulary)
+    seen = []
+    peer = SimpleNamespace(name="peer", run=lambda given: seen.append(given) or 1.0, why="")
+    bench.offline(load, 2, [peer])  # type: ignore[list-item]
+    assert [[len(request.prompt) for request in given] for given in seen] == [[40] * 4] * 3
+    assert len({request.prompt for given in seen for request in given}) == 12
+    history = run_load(engine, seen[0])
+    assert sum(step.prefill_tokens for step in history.steps) < 160  # these it has seen
+
+
 def test_a_peer_that_is_not_installed_or_ends_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers, "PEERS", {"nobody": ("a_package_that_nobody_has",), "unknown": ("torch",)})
     with PeerProcess("nobody", tmp_path, "fp32", "cpu") as missing:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from tilemesh.bench.serve.load import Lengths, LoadRequest, make_load, read_trace
+from tilemesh.bench.serve.load import Lengths, LoadRequest, make_load, other_prompts, read_trace
 from tilemesh.bench.serve.models import SHAPES, random_served
 from tilemesh.bench.serve.peers import PEERS
 from tilemesh.bench.serve.record import write_serve_run
@@ -82,7 +82,10 @@ def answer(asked: ServeQuestion) -> None:
             f"a request may have {longest} tokens and the context of {asked.model} is {config.context}: give --prompt, "
             "--output or --step-length fewer"
         )
-    loads = [(rate, _load(asked, config, rate)) for rate in rates]
+    loads = [
+        (rate, other_prompts(_load(asked, config, rate), config.vocabulary, -1 - number))
+        for number, rate in enumerate(rates)
+    ]
     if asked.trace is not None:
         traced = read_trace(asked.trace, config.vocabulary, asked.seed)
         span = traced[-1].at_s - traced[0].at_s
@@ -133,6 +136,7 @@ def _answer_url(asked: ServeQuestion, rates: Sequence[float], goal: ServeGoal, c
         (rate, make_load(asked.requests, *_lengths(asked), URL_VOCABULARY, rate=rate, seed=asked.seed))
         for rate in ((None,) if asked.blocks else ()) + tuple(rates)
     ]
+    loads = [(rate, other_prompts(load, URL_VOCABULARY, number)) for number, (rate, load) in enumerate(loads)]
     if asked.trace is not None:
         loads.append((None, read_trace(asked.trace, URL_VOCABULARY, asked.seed)))
     rows = []

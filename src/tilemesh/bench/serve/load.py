@@ -68,6 +68,12 @@ def make_load(
     return made
 
 
+def other_prompts(load: Sequence[LoadRequest], vocabulary: int, seed: int) -> list[LoadRequest]:
+    """The same requests with other tokens: an engine that keeps prompts it has seen would not compute them again."""
+    source = random.Random(f"prompts {seed}")
+    return [replace(request, prompt=tuple(source.randrange(vocabulary) for _ in request.prompt)) for request in load]
+
+
 def read_trace(path: str | Path, vocabulary: int, seed: int = 0) -> list[LoadRequest]:
     """A file of one JSON object per line: {"at": seconds, "prompt": tokens, "output": tokens}; `prompt` may be a list
     of token numbers. In any order."""

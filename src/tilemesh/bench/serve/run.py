@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from tilemesh.bench.serve.load import Lengths, LoadRequest, make_load
+from tilemesh.bench.serve.load import Lengths, LoadRequest, make_load, other_prompts
 from tilemesh.bench.serve.ours import fit_engine, fitting_batches, predict_load, run_load
 from tilemesh.bench.serve.peers import PeerProcess, write_folder
 from tilemesh.core.errors import RunError, UsageError
@@ -117,8 +117,11 @@ class ServeBench:
         """Output tokens per second with all requests there from the beginning; everyone in turn."""
         expected = self._expected(load)
         guess = None if expected is None else load_figures(expected.requests.values(), self.goal)
-        # Everyone warms up with the same prompts and the beginnings of their answers.
+        # Everyone warms up with prompts of these lengths and the beginnings of their answers. Every turn has prompts of
+        # its own: what is timed is computing them, not finding them in a cache.
+        vocabulary = self.engine.config.vocabulary
         short = [replace(request, output=min(request.output, _WARM_TOKENS)) for request in load]
+        short = other_prompts(short, vocabulary, blocks)
         run_load(self.engine, short, self.watched)
         for peer in peers:
             peer.run(short)
@@ -126,6 +129,7 @@ class ServeBench:
         theirs: dict[str, list[float]] = {peer.name: [] for peer in peers}
         tokens = sum(request.output for request in load)
         for block in range(blocks):
+            load = other_prompts(load, vocabulary, block)
             history = run_load(self.engine, load, self.watched)
             ours.append(load_figures(history.requests.values()).tokens_per_s)
             for peer in peers:
