@@ -161,6 +161,17 @@ def test_transforms_inside_compile_see_through_it(implementation, recording):
     assert "tilemesh.fused_matmul.default" in recorded
 
 
+def test_a_transform_inside_compile_after_one_of_other_sizes(recording):
+    """The second one's sizes are not known while torch.compile traces: `5 in (1, size)` is False of such a size."""
+    x, row = torch.randn(6, 5), torch.randn(5)
+    a, b, c = (t.detach() for t in leaves(6, 5, 4, (5,), torch.float32))
+    first = torch.func.jacfwd(lambda x: tm.kernels.scale_shift(x, row, row, implementation="interpret").sum(0))
+    second = torch.func.jacfwd(lambda a: fused(a, b, c, activation="silu", implementation="interpret").sum(0))
+    for transformed, given in ((first, x), (second, a)):
+        compiled = torch.compile(transformed, fullgraph=True, backend=recording[0])
+        torch.testing.assert_close(compiled(given), transformed(given))
+
+
 def test_compile_with_a_forced_config_and_out():
     def call(a, b, out):
         return fused(a, b, implementation="interpret", config=Config("pointer", 64, 64, 32), out=out)

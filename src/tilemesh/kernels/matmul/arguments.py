@@ -82,7 +82,8 @@ def check_strides(out: Tensor) -> None:
 def _broadcasts(given: tuple[int, ...], shape: tuple[int, ...]) -> bool:
     if len(given) > len(shape):
         return False
-    return all(have in (1, want) for have, want in zip(reversed(given), reversed(shape), strict=False))
+    # Not `have in (1, want)`: of sizes that torch.compile traces as unknown, it finds none in a tuple.
+    return all(have == 1 or have == want for have, want in zip(reversed(given), reversed(shape), strict=False))
 
 
 def two_dim(

@@ -26,7 +26,12 @@ def check(x: Tensor, cos: Tensor, sin: Tensor) -> None:
     wanted = (*x.shape[:-1], x.shape[-1] // 2)
     fits = cos.shape == sin.shape and cos.dim() <= x.dim()
     pairs = zip(reversed(cos.shape), reversed(wanted), strict=False)
-    if not fits or not cos.dim() or cos.shape[-1] != wanted[-1] or any(size not in (1, want) for size, want in pairs):
+    if (
+        not fits
+        or not cos.dim()
+        or cos.shape[-1] != wanted[-1]
+        or any(size != 1 and size != want for size, want in pairs)
+    ):
         raise UsageError(
             f"cos has shape {tuple(cos.shape)} and sin {tuple(sin.shape)}: expected one shape that broadcasts to "
             f"{wanted}, such as (T, E/2) for x (B, H, T, E) and (T, 1, E/2) or (B, T, 1, E/2) for x (B, T, H, E)"
