@@ -1,6 +1,7 @@
 """Compression on one H200: products with few-bit weights, decoding an 8 B shape, sparse products, pruned models.
 
-    PYTHONPATH=src python benchmarks/compress_h200.py products|decode|pruned [--seconds S] [--out FOLDER]
+    PYTHONPATH=src python benchmarks/compress_h200.py products|decode|dense|pruned
+        [--rows 1,16] [--seconds S] [--out FOLDER]
 
 `products`: x W^T with 4-bit codes in groups of 128 for 1 to 8,192 tokens, every form that is in question beside bf16
 and the operator as it is; fp8 and int8 codes beside `_scaled_mm` and `_int_mm`; 2:4 through torch's sparse kernels.
@@ -16,7 +17,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from serve_decode_h200 import Watched, engine_of, generate, random_model
 from torch import Tensor
 from torch.nn import functional
 
+from tilemesh.bench.compress.passes import passes_of
 from tilemesh.bench.compress.run import bench_recipes
 from tilemesh.kernels.accuracy import excess
 from tilemesh.kernels.launch import call
@@ -33,7 +35,7 @@ from tilemesh.kernels.lowbit.formats import parse_scheme
 from tilemesh.kernels.lowbit_linear import some_rows, tokens
 from tilemesh.kernels.lowbit_linear.reference import arguments, error_bound, exact, lowbit_linear
 from tilemesh.kernels.lowbit_linear.some_rows import SomeRows
-from tilemesh.kernels.lowbit_linear.tokens import RingForm, TokenForm
+from tilemesh.kernels.lowbit_linear.tokens import TokenForm
 from tilemesh.kernels.problems import SizedProblem
 from tilemesh.kernels.scaled_matmul import reference as scaled
 from tilemesh.measure.gpu import KernelTimer
@@ -43,40 +45,23 @@ from tilemesh.model.config import preset
 from tilemesh.model.lowbit import LowBitLinear, compress_all, model_bytes, projections, put
 from tilemesh.model.transformer import Transformer
 
-FORMS: Mapping[int, tuple[TokenForm | RingForm | SomeRows, ...]] = {
+FORMS: Mapping[int, tuple[TokenForm | SomeRows, ...]] = {
     1: (
-        RingForm(2, 1, 8, 1, 3, 2), RingForm(2, 1, 8, 1, 3, 2, fold=0), RingForm(1, 1, 8, 1, 2, 4),
-        RingForm(4, 1, 8, 1, 4, 1), RingForm(1, 1, 4, 2, 6, 2), RingForm(2, 1, 4, 2, 3, 2, cluster=2),
+        TokenForm(2, 1, 3, 2), TokenForm(2, 1, 2, 2), TokenForm(1, 1, 6, 2), TokenForm(1, 1, 3, 3),
+        TokenForm(4, 1, 3, 1), TokenForm(4, 1, 2, 1),
     ),
-    8: (RingForm(2, 1, 8, 1, 3, 2), RingForm(4, 1, 8, 1, 4, 1), RingForm(2, 1, 4, 2, 3, 2, cluster=2)),
+    8: (TokenForm(2, 1, 3, 2), TokenForm(2, 1, 2, 2), TokenForm(4, 1, 3, 1)),
     16: (
-        RingForm(4, 2, 8, 1, 3, 1), RingForm(4, 2, 8, 1, 3, 1, fold=0), RingForm(2, 2, 8, 1, 2, 2),
-        RingForm(4, 2, 4, 2, 4, 1, cluster=2), RingForm(2, 2, 4, 2, 3, 2, cluster=2), RingForm(2, 2, 4, 2, 6, 1),
+        TokenForm(4, 2, 2, 1), TokenForm(4, 2, 3, 1), TokenForm(2, 2, 3, 1), TokenForm(2, 2, 2, 2),
+        TokenForm(2, 2, 1, 2), TokenForm(1, 2, 3, 2),
     ),
-    32: (
-        RingForm(2, 4, 4, 2, 4, 1, fold=0), RingForm(2, 4, 2, 4, 5, 1, cluster=2, fold=0),
-        RingForm(1, 4, 4, 2, 2, 2, cluster=2, fold=0), SomeRows(32, 128, 4, 4, 4, True),
-    ),
-    64: (
-        RingForm(1, 8, 2, 4, 4, 1, fold=0), RingForm(2, 8, 2, 4, 4, 1, cluster=2, fold=0),
-        RingForm(2, 8, 4, 2, 2, 1, fold=0), SomeRows(64, 128, 4, 4, 4, True), SomeRows(64, 256, 8, 3, 4, True),
-    ),
-    128: (SomeRows(128, 128, 4, 3, 2, True), SomeRows(128, 128, 4, 2, 4, True), SomeRows(128, 256, 8, 3, 4, True)),
-    256: (
-        SomeRows(128, 128, 4, 3, 1, True), SomeRows(128, 128, 4, 3, 2, True), SomeRows(128, 256, 8, 3, 2, True),
-        SomeRows(256, 128, 8, 3, 2, True),
-    ),
-    512: (SomeRows(128, 128, 4, 3, 1, True), SomeRows(128, 256, 8, 3, 1, True)),
-    1024: (SomeRows(128, 256, 8, 3, 1, True),),
-    8192: (),
+    32: (), 64: (), 128: (), 256: (), 512: (), 1024: (), 8192: (),
 }  # fmt: skip
-"""By the number of tokens, for 8192 x 8192."""
+"""By the number of tokens, for 8192 x 8192: what is timed beside the operator as it is."""
 DECODED_SHAPES = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096))
 """Outputs and inputs of llama-3-8b's products, side by side where they have the same activations."""
 DECODED_FORMS = (
-    RingForm(2, 1, 8, 1, 3, 2), RingForm(1, 1, 8, 1, 2, 4), RingForm(1, 1, 4, 2, 6, 2), RingForm(1, 1, 4, 2, 4, 3),
-    RingForm(2, 1, 4, 2, 3, 2, cluster=2), RingForm(1, 1, 8, 1, 2, 4, cluster=2), RingForm(1, 1, 4, 2, 4, 3, cluster=2),
-    RingForm(2, 1, 8, 1, 3, 2, cluster=2),
+    TokenForm(2, 1, 3, 2), TokenForm(2, 1, 2, 2), TokenForm(1, 1, 4, 2), TokenForm(1, 1, 6, 2), TokenForm(1, 1, 3, 3),
 )  # fmt: skip
 _L2_BYTES = 60 << 20
 _STEPS = 96
@@ -98,7 +83,7 @@ def _short(value: Any) -> str:
     return f"{value:.3f}" if isinstance(value, float) else str(value)
 
 
-def by_form(form: TokenForm | RingForm | SomeRows, x: Tensor, codes: Tensor, scales: Tensor, y: Tensor) -> None:
+def by_form(form: TokenForm | SomeRows, x: Tensor, codes: Tensor, scales: Tensor, y: Tensor) -> None:
     if isinstance(form, SomeRows):
         some_rows.product(call.compiled, x, codes, scales, y, form)
     else:
@@ -109,9 +94,7 @@ def _sets(nbytes: int) -> int:
     return max(2, -(-_L2_BYTES // nbytes) + 1)
 
 
-def times(
-    sizes: tuple[int, int, int], forms: tuple[TokenForm | RingForm | SomeRows, ...], keep: Readings, seconds: float
-) -> Any:
+def times(sizes: tuple[int, int, int], forms: tuple[TokenForm | SomeRows, ...], keep: Readings, seconds: float) -> Any:
     """The quickest form that is right; each one's time is kept. None: the operator as it is."""
     count, outputs, inputs = sizes
     problem = SizedProblem(sizes, "bfloat16", {"code": "int4"})
@@ -211,10 +194,12 @@ def sparse_products(keep: Readings, seconds: float) -> None:
         keep.add(what="2:4", sizes=(count, 8192, 8192), us=fewer * 1e6, bf16_us=plain * 1e6, times_bf16=plain / fewer)
 
 
-def products(keep: Readings, seconds: float) -> None:
-    for count, forms in FORMS.items():
-        times((count, 8192, 8192), forms, keep, seconds)
+def products(keep: Readings, seconds: float, rows: Sequence[int] | None) -> None:
+    for count in rows or FORMS:
+        times((count, 8192, 8192), FORMS[count], keep, seconds)
         torch.cuda.empty_cache()
+    if rows:
+        return
     for code in ("fp8", "int8"):
         for count in (16, 64, 1024, 8192):
             code_product(code, count, keep, seconds)
@@ -265,6 +250,21 @@ def decode(keep: Readings, seconds: float, shape: str = "llama-3-8b") -> None:
     tokens.product = as_it_is
 
 
+def dense(keep: Readings, seconds: float, shape: str = "llama-3-8b") -> None:
+    """The same without an engine: a token after 128, keys and values side by side, all kernels as one graph."""
+    models = {name: random_model(preset(shape)) for name in ("bf16", "int4-g128")}
+    compress_all(models["int4-g128"], "int4-g128")
+    tokens_given = torch.randint(models["bf16"].config.vocabulary, (1, 128), device="cuda")
+    with torch.inference_mode():
+        calls = {name: passes_of(model, tokens_given)[1] for name, model in models.items()}
+        timed = compare(calls, timer=KernelTimer(), repeats=20, warmup=2, seconds=4 * seconds)
+    for name, sample in timed.items():
+        ratio = timed["bf16"].median / sample.median
+        keep.add(shape=shape, weights=name, way="dense", step_ms=sample.median * 1e3, times_bf16=ratio)
+    for name, why in timed.missing.items():
+        keep.add(shape=shape, weights=name, way="dense", failed=why)
+
+
 def pruned(keep: Readings, seconds: float, folder: Path) -> None:
     """On tinyllama's shape with random weights: times count, losses do not."""
     model = random_model(preset("tinyllama-1.1b")).float()
@@ -288,8 +288,11 @@ def pruned(keep: Readings, seconds: float, folder: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="+", choices=("products", "decode", "pruned"))
+    parser.add_argument("parts", nargs="+", choices=("products", "decode", "dense", "pruned"))
     parser.add_argument("--seconds", type=float, default=0.4)
+    parser.add_argument(
+        "--rows", metavar="1,16", help="products with int4 weights and so many tokens, and nothing else"
+    )
     parser.add_argument("--out", type=Path, default=Path())
     asked = parser.parse_args()
     asked.out.mkdir(parents=True, exist_ok=True)
@@ -302,8 +305,11 @@ def main() -> None:
         try:
             if part == "pruned":
                 pruned(keep, asked.seconds, asked.out)
+            elif part == "products":
+                rows = [int(count) for count in asked.rows.split(",")] if asked.rows else None
+                products(keep, asked.seconds, rows)
             else:
-                {"products": products, "decode": decode}[part](keep, asked.seconds)
+                {"decode": decode, "dense": dense}[part](keep, asked.seconds)
         except Exception as error:
             keep.add(part=part, failed=f"{type(error).__name__}: {error}"[:500])
         keep.add(part=part, seconds=time.perf_counter() - began)

@@ -23,7 +23,14 @@ pytestmark = needs_gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
     ("count", "outputs", "inputs", "group", "symmetric"),
-    [(1, 512, 1024, 128, True), (3, 1000, 1152, 128, False), (16, 8192, 1024, 256, True), (40, 200, 2048, 2048, False)],
+    [
+        (1, 512, 1024, 128, True),
+        (1, 33, 4224, 128, False),
+        (7, 5001, 640, 128, True),
+        (3, 1000, 1152, 128, False),
+        (16, 8192, 1024, 256, True),
+        (40, 200, 2048, 2048, False),
+    ],
 )
 def test_codes_of_4_bits_times_a_few_tokens(dtype, count, outputs, inputs, group, symmetric):
     generator = torch.Generator("cuda").manual_seed(0)
@@ -31,32 +38,10 @@ def test_codes_of_4_bits_times_a_few_tokens(dtype, count, outputs, inputs, group
     made = quantize(weight, Scheme("int4", "group", group, symmetric))
     x = torch.randn(count, inputs, generator=generator, device="cuda").to(dtype)
     given = (x, pack(made.codes, FORMATS["int4"]), made.scales.contiguous(), made.zeros)
-    assert tokens.serves(x, made.scales, "int4") == (torch.cuda.get_device_capability()[0] >= 8)
+    assert tokens.serves(x, given[1], made.scales, "int4") == (torch.cuda.get_device_capability()[0] >= 8)
     found = lowbit_linear(*given)
     assert excess(found, exact(*given), error_bound(*given)) is None
     assert torch.equal(found, lowbit_linear(*given))
-
-
-@pytest.mark.parametrize("zeros", [False, True])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(
-    ("count", "outputs", "inputs", "group", "form"),
-    [
-        (3, 1000, 1152, 128, tokens.RingForm(2, 1, 8, 1, 3, 2)),
-        (16, 200, 2304, 256, tokens.RingForm(2, 2, 4, 2, 3, 2, cluster=2)),
-        (11, 64, 128, 128, tokens.RingForm(1, 2, 4, 2, 2, 1, cluster=2, fold=0)),
-        (70, 130, 4096, 4096, tokens.RingForm(1, 8, 2, 4, 4, 1, fold=0)),
-    ],
-)
-def test_codes_of_4_bits_through_a_ring(count, outputs, inputs, group, form, dtype, zeros):
-    if torch.cuda.get_device_capability()[0] != 9:
-        pytest.skip("bulk copies of Hopper")
-    made = quantize(torch.randn(outputs, inputs, device="cuda"), Scheme("int4", "group", group, not zeros))
-    x = torch.randn(count, inputs, device="cuda").to(dtype)
-    given = (x, pack(made.codes, FORMATS["int4"]), made.scales.contiguous(), made.zeros)
-    y = torch.full((count, outputs), torch.nan, dtype=dtype, device="cuda")
-    tokens.product(*given, y, form)
-    assert excess(y, exact(*given), error_bound(*given)) is None
 
 
 @pytest.mark.parametrize(
@@ -67,7 +52,6 @@ def test_codes_of_4_bits_through_a_ring(count, outputs, inputs, group, form, dty
         (120, 384, 1024, 1024, some_rows._form(120)),
         (200, 384, 1024, 512, some_rows._form(200)),
         (200, 384, 1024, 1024, some_rows.SomeRows(128, 128, 8, 3, 1)),
-        (200, 384, 1024, 128, some_rows.SomeRows(128, 128, 4, 3, 1, True)),
     ],
 )
 def test_codes_of_4_bits_times_some_rows(count, outputs, inputs, group, form):

@@ -49,13 +49,12 @@ def _codes_as_bf16(raw):
 def some_rows(
     x, w, scales, y, parts, M, N, K, turns, w_n, s_n, y_m,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, STEP: tl.constexpr, GROUP: tl.constexpr, SPLIT: tl.constexpr,
-    UPCAST: tl.constexpr, SCALED: tl.constexpr,
+    UPCAST: tl.constexpr,
 ):  # fmt: skip
     """OUTPUTS of the N columns of y for ROWS of its rows, where codes of 4 bits have no zero points.
 
     x: (2, M, K / 2), the even inputs and then the odd ones, so that both are tiles that tensor cores read where a copy
-    left them. Codes are made numbers once for all ROWS, in the registers that tensor cores take them from. SCALED: they
-    become weights there, rounded as a decoded matrix is, and one set of sums does; else the sums of a group are scaled.
+    left them. Codes are made numbers once for all ROWS, in the registers that tensor cores take them from.
     """
     n = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     turn = tl.program_id(1) % SPLIT
@@ -72,21 +71,16 @@ def some_rows(
         raw = tl.load(lines + at[None, :])
         even = tl.load(even_at + at[None, :])
         odd = tl.load(odd_at + at[None, :])
-        scale = tl.load(to_scale + start // GROUP)[:, None]
+        part = tl.zeros((OUTPUTS, ROWS), tl.float32)
         if UPCAST:
             first, second = (raw & 15).to(tl.float32) - 8.0, (raw >> 4).to(tl.float32) - 8.0
-            even, odd = even.to(tl.float32), odd.to(tl.float32)
+            part = tl.dot(first, even.to(tl.float32).T, part, input_precision="ieee")
+            part = tl.dot(second, odd.to(tl.float32).T, part, input_precision="ieee")
         else:
             first, second = _codes_as_bf16(raw)
-        if SCALED:
-            first = (first.to(tl.float32) * scale).to(first.dtype)
-            second = (second.to(tl.float32) * scale).to(second.dtype)
-            made = tl.dot(first, even.T, made, input_precision="ieee")
-            made = tl.dot(second, odd.T, made, input_precision="ieee")
-        else:
-            part = tl.dot(first, even.T, input_precision="ieee")
-            part = tl.dot(second, odd.T, part, input_precision="ieee")
-            made += scale * part
+            part = tl.dot(first, even.T, part)
+            part = tl.dot(second, odd.T, part)
+        made += tl.load(to_scale + start // GROUP)[:, None] * part
     kept = (n < N)[:, None] & (m < M)[None, :]
     if SPLIT == 1:
         tl.store(y + m[None, :] * y_m + n[:, None], made.to(y.dtype.element_ty), mask=kept)
@@ -106,15 +100,13 @@ def add_parts(parts, y, COUNT, SPLIT: tl.constexpr, BLOCK: tl.constexpr):
 
 @dataclass(frozen=True)
 class SomeRows:
-    """Of a program of `some_rows`: rows, outputs, warps, stages, over how many programs inputs are divided, and whether
-    weights are scaled before they are multiplied."""
+    """Of a program of `some_rows`: rows, outputs, warps, stages, and over how many programs inputs are divided."""
 
     rows: int
     outputs: int
     warps: int
     stages: int
     split: int
-    scaled: bool = False
 
 
 def form_of(x: Tensor) -> SomeRows | None:
@@ -138,9 +130,8 @@ def _form(rows: int) -> SomeRows:
 
 
 def plan(
-    places: Mapping[str, Place], *, rows: int, outputs: int, warps: int, stages: int, split: int,
-    scaled: bool = False, upcast: bool = False,
-) -> LaunchPlan:  # fmt: skip
+    places: Mapping[str, Place], *, rows: int, outputs: int, warps: int, stages: int, split: int, upcast: bool = False
+) -> LaunchPlan:
     x, w, scales = places["x"], places["w"], places["scales"]
     (_, m, half), n = x.shape, w.shape[0]
     k = 2 * half
@@ -151,7 +142,7 @@ def plan(
     arguments |= {"w_n": w.strides[0], "s_n": s_n, "y_m": places["y"].strides[0]}
     constants = {
         "ROWS": rows, "OUTPUTS": outputs, "STEP": STEP, "GROUP": k // scales.shape[1], "SPLIT": split,
-        "UPCAST": upcast, "SCALED": scaled,
+        "UPCAST": upcast,
     }  # fmt: skip
     grid = (blocks(n, outputs), blocks(m, rows) * split)
     first = Step(f"{__name__}:some_rows", grid, arguments, constants, warps=warps, stages=stages)
