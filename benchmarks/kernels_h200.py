@@ -1,134 +1,220 @@
-"""Operators beside their peers on this GPU, in one file of rows: `tilemesh bench kernel`, one line after the other.
+"""Operators beside their peers on this GPU in little time: processes that compile together and measure in turn.
 
-    PYTHONPATH=src:FOLDER_OF_LIGER python benchmarks/kernels_h200.py FOLDER [--seconds 260] [--parts named,norms]
+    PYTHONPATH=src:FOLDER_OF_LIGER python benchmarks/kernels_h200.py FOLDER [--seconds 45] [--jobs norms,loss]
 
-The lines run in one process, which loads torch and its compiler once; each row names its own line. Where that process
-ends early (a failure of the GPU leaves it without one), another goes on with the next line. Rows are gathered in
-FOLDER/kernels.jsonl every few seconds, so a run that is cut off keeps them.
+Most of `tilemesh bench kernel` is waiting for torch.compile. Here each job is a process of its own: it makes inputs,
+compiles what it will time, and waits. When all are ready (or --ready seconds have passed: who is not is left out), one
+after the other measures, so that none is disturbed. Rows are those of the command they name; FOLDER/kernels.jsonl has
+the rows of every job as it ends, in the order below, and FOLDER/untuned_calls.jsonl those of products.
 """
 
 from __future__ import annotations
 
 import argparse
-import shlex
+import json
+import os
 import subprocess
 import sys
 import tempfile
 import time
-import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-NAMED = "128x14336x4096,1x4096x4096,100000x64x64,1536x1536x1536,777x1333x2049"
-NORMS = "rms_norm layer_norm --shapes 32768x768,16384x4096,8192x8192 --repeats 8"
-ATTENTION = "attention --shapes 2x8192x8x4x64,2x8192x8x4x128"
-CALLS = "--times call --peers eager --repeats 8"
-ROWS = "softmax rms_norm layer_norm add_rms_norm add_layer_norm cross_entropy swiglu geglu scale_shift"
-WITH_GRADIENT = ROWS.removesuffix(" scale_shift")
+REPEATS = 8
+BEHIND = (  # shapes of `untuned_matmul.py judge` whose calls took longer than eager's
+    "659x143x4940", "9840x304x1976", "2x400x456", "64x19x64", "125x26x152", "665x3x56", "646x7710x260",
+    "331x1375x1715", "80x1x2",
+)  # fmt: skip
 
-# In the order of their worth: what comes last is what a run without time leaves out.
-PARTS: dict[str, tuple[str, ...]] = {
-    "named": (f"matmul --shapes {NAMED} --repeats 10",),
-    "norms": (f"{NORMS} --set passes=both", NORMS),
-    "softmax": ("softmax --shapes 16384x1024,8192x8192,4096x32768,512x262144 --repeats 8",),
-    "loss": ("cross_entropy --shapes 8192x50304,8192x128256 --set passes=both --repeats 8",),
-    "calls": (
-        f"{ROWS} --shapes 16384x1024,32x64 {CALLS}",
-        f"{WITH_GRADIENT} --shapes 16384x1024,32x64 --set passes=both {CALLS}",
-        f"rotary --shapes 8x2048x16x64,1x64x4x64 {CALLS}",
-        f"embedding --shapes 16384x1024x32000,32x64x100 {CALLS}",
-        f"embedding --shapes 16384x1024x32000,32x64x100 --set passes=both {CALLS}",
-        f"mlp --shapes 16384x1024x4096,32x64x256 {CALLS}",
-        f"mlp --shapes 16384x1024x4096,32x64x256 --set passes=both {CALLS}",
-        f"linear_cross_entropy --shapes 16384x1024x32000,32x64x128 {CALLS}",
-        "attention --shapes 8x2048x16x1x64,1x32x1x1x64 --times call --peers eager,cuDNN --repeats 8",
-        f"adamw --shapes 16x1048576,16x65536 {CALLS}",
-    ),
-    "mlp": (
-        "mlp --shapes 32768x768x3072,8192x2048x8192 --set passes=both --repeats 8",
-        "mlp --shapes 32768x768x3072 --repeats 8",
-    ),
-    "adamw": ("adamw --shapes 148x838656,16x65536 --times kernel --repeats 8",),
-    "attention": (
-        f"{ATTENTION} --times kernel --peers cuDNN,flash --repeats 8",
-        f"{ATTENTION} --set passes=both --times kernel --peers cuDNN,flash --repeats 8",
-    ),
-    "linear": ("linear_cross_entropy --shapes 8192x768x50304,8192x4096x128256 --repeats 8",),
+
+@dataclass(frozen=True)
+class Timed:
+    """Some shapes of an operator as `tilemesh bench kernel` times them. peers: `all`, or names with commas between."""
+
+    operator: str
+    shapes: str
+    peers: str = "all"
+    times: str = "kernel,call"
+    both: bool = False
+
+    @property
+    def words(self) -> list[str]:
+        """Of the command that makes the same rows."""
+        words = ["bench", "kernel", self.operator, "--shapes", self.shapes, *(["--set", "passes=both"] * self.both)]
+        words += ["--peers", self.peers] * (self.peers != "all") + ["--times", self.times] * ("," not in self.times)
+        return ["tilemesh", *words, "--repeats", str(REPEATS), "--json", "rows.jsonl"]
+
+
+def calls(operator: str, shapes: str, both: bool = False) -> Timed:
+    return Timed(operator, shapes, "eager", "call", both)
+
+
+SIZES = "16384x1024,32x64"
+# In the order of their worth: where time ends, the last ones are left out.
+JOBS: dict[str, tuple[Timed, ...]] = {
+    "layer_norm": (Timed("layer_norm", "32768x768", both=True),),
+    "loss": (Timed("cross_entropy", "8192x50304", both=True),),
+    "untuned": (),
+    "calls": tuple(calls(name, SIZES) for name in ("softmax", "rms_norm", "layer_norm", "cross_entropy", "geglu")),
+    "calls_both": tuple(calls(name, "16384x1024", True) for name in ("swiglu", "rms_norm", "layer_norm", "softmax")),
+    "layer_norm_forward": (Timed("layer_norm", "32768x768", times="kernel"),),
+    "rms_norm_forward": (Timed("rms_norm", "32768x768", times="kernel"),),
+    "softmax": (Timed("softmax", "16384x1024", times="kernel"),),
+    "mlp": (Timed("mlp", "32768x768x3072", times="kernel", both=True),),
+    "rms_norm_wide": (Timed("rms_norm", "8192x8192", times="kernel"),),
+    "layer_norm_wide": (Timed("layer_norm", "16384x4096", times="kernel", both=True),),
+    "rms_norm_middle": (Timed("rms_norm", "16384x4096", times="kernel", both=True),),
+    "attention": (Timed("attention", "2x8192x8x4x64", "cuDNN", "kernel", both=True),),
+    "softmax_long": (Timed("softmax", "4096x32768,512x262144", "eager,liger", "kernel"),),
 }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--seconds", type=float, default=260, help="end what is running after so many")
-    parser.add_argument("--parts", default=",".join(PARTS), help="names with commas between, in their order")
-    parser.add_argument("--lines-to", type=Path, help=argparse.SUPPRESS)  # the process that measures: its files
-    parser.add_argument("--first", type=int, default=0, help=argparse.SUPPRESS)
+    parser.add_argument("--seconds", type=float, default=45, help="end what is running after so many")
+    parser.add_argument("--ready", type=float, default=27, help="seconds that jobs may take to compile")
+    parser.add_argument("--jobs", default=",".join(JOBS), help="names with commas between, in their order")
+    parser.add_argument("--job", help=argparse.SUPPRESS)  # of the process that measures: its name
     given = parser.parse_args()
-    unknown = [name for name in given.parts.split(",") if name not in PARTS]
+    names = given.jobs.split(",")
+    unknown = [name for name in names if name not in JOBS]
     if unknown:
-        parser.error(f"no part is called {unknown[0]}: {', '.join(PARTS)}")
-    lines = [line for name in given.parts.split(",") for line in PARTS[name]]
-    if given.lines_to is not None:
-        measure(lines, given.first, given.lines_to)
+        parser.error(f"no job is called {unknown[0]}: {', '.join(JOBS)}")
+    if given.job is not None:
+        measure(given.job, given.folder)
         return
     given.folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory() as parts:
-        gather_while_measuring(lines, given, Path(parts))
+    with tempfile.TemporaryDirectory() as place:
+        take_turns(names, Path(place), given)
 
 
-def gather_while_measuring(lines: list[str], given: argparse.Namespace, parts: Path) -> None:
-    rows, end, first = given.folder / "kernels.jsonl", time.monotonic() + given.seconds, 0
-    while first < len(lines) and time.monotonic() < end:
-        child = [sys.executable, __file__, str(given.folder), "--parts", given.parts]
-        process = subprocess.Popen([*child, "--lines-to", str(parts), "--first", str(first)])
-        while process.poll() is None and time.monotonic() < end:
-            time.sleep(2)
-            gather(parts, rows)
-        if process.poll() is None:
-            print("the time was up", flush=True)
+# ---- the process that gives turns --------------------------------------------------------------------------------
+
+
+def take_turns(names: Sequence[str], place: Path, given: argparse.Namespace) -> None:
+    begun = time.monotonic()
+    environment = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "1"}  # as many processes as there are cores compile
+    started = {
+        name: subprocess.Popen([sys.executable, __file__, str(place), "--job", name], env=environment)
+        for name in names
+    }  # fmt: skip
+    try:
+        wait_until(
+            lambda: all((place / f"{name}.ready").exists() or started[name].poll() is not None for name in names),
+            begun + given.ready,
+        )
+        late = [name for name in names if not (place / f"{name}.ready").exists()]
+        for name in late:
+            print(f"{name}: not ready after {time.monotonic() - begun:.0f} s", flush=True)
+            started[name].kill()
+        print(f"== {len(names) - len(late)} of {len(names)} ready: {time.monotonic() - begun:.0f} s", flush=True)
+        for name in names:
+            if name not in late and time.monotonic() < begun + given.seconds:
+                (place / f"{name}.turn").touch()
+                wait_until(lambda name=name: started[name].poll() is not None, begun + given.seconds)
+                started[name].kill()
+                gather(names, place, given.folder)
+                print(f"== {name}: {time.monotonic() - begun:.0f} s", flush=True)
+    finally:
+        for process in started.values():
             process.kill()
-        process.wait()
-        gather(parts, rows)
-        first = max([int(begun.stem) for begun in parts.glob("*.begun")], default=first) + 1
-    print(f"{len(rows.read_text(encoding='utf-8').splitlines()) if rows.exists() else 0} rows in {rows}", flush=True)
+            process.wait()
 
 
-def gather(parts: Path, rows: Path) -> None:
-    text = "".join(part.read_text(encoding="utf-8") for part in sorted(parts.glob("*.jsonl")))
-    if text:
-        rows.write_text(text, encoding="utf-8")
+def wait_until(holds: Callable[[], bool], end: float) -> None:
+    while not holds() and time.monotonic() < end:
+        time.sleep(0.05)
 
 
-def measure(lines: list[str], first: int, parts: Path) -> None:
-    """The lines from `first` on, as the command `tilemesh` would run them; a line that fails is named."""
-    from tilemesh.cli.main import main as tilemesh
+def gather(names: Sequence[str], place: Path, folder: Path) -> None:
+    for kind, target in (("rows", "kernels.jsonl"), ("untuned", "untuned_calls.jsonl")):
+        parts = [place / f"{name}.{kind}" for name in names]
+        text = "".join(part.read_text(encoding="utf-8") for part in parts if part.exists())
+        if text:
+            (folder / target).write_text(text, encoding="utf-8")
 
-    begun_s = time.monotonic()
-    for number, line in list(enumerate(lines))[first:]:
-        (parts / f"{number:02}.begun").touch()
-        words = ["bench", "kernel", *shlex.split(line)]
-        sys.argv = ["tilemesh", *words, "--json", "rows.jsonl"]  # what the rows name; below, where they go
+
+# ---- a process that measures -------------------------------------------------------------------------------------
+
+
+def measure(name: str, place: Path) -> None:
+    from tilemesh.bench.kernel.measure import this_gpu
+    from tilemesh.measure.row import Row, write_rows
+
+    on = this_gpu()
+    if name == "untuned":
+        measure_untuned(on.device, place)
+        return
+    prepared = [(timed, case) for timed in JOBS[name] for case in prepare(timed, on)]
+    for _, case in prepared:
+        case.warm()
+    wait_for_turn(name, place)
+    rows: list[Row] = []
+    for timed, case in prepared:
+        sys.argv = timed.words  # what the rows name
         try:
-            code = tilemesh([*words, "--json", str(parts / f"{number:02}.jsonl")])
-            print(f"exit {code}: {line}" if code else "", flush=True)
-        except Exception:  # the other lines are worth having
-            traceback.print_exc()
-        print(f"== {time.monotonic() - begun_s:.0f} s: {line}", flush=True)
-        if gpu_is_lost():
-            sys.exit(3)
+            rows += case.rows(REPEATS)
+        except Exception as error:  # of torch, a driver or a peer; the others are worth having
+            print(f"{timed.operator} {timed.shapes}: {type(error).__name__}: {error}", flush=True)
+        if rows:
+            write_rows(rows, place / f"{name}.rows")
+    for row in rows:
+        seconds = 1.0 if row.measured is None else row.measured.median
+        beside = {peer: f"{sample.median / seconds:.2f}" for peer, sample in row.peers.items()}
+        limit = "" if row.limit is None else f"{row.limit / seconds:.2f} of the limit"
+        print(row.name, *row.case.values(), f"{seconds * 1e6:.1f} us", limit, beside, flush=True)
 
 
-def gpu_is_lost() -> bool:
+def prepare(timed: Timed, on):  # type: ignore[no-untyped-def]
+    from tilemesh.bench.kernel.book import bench_of
+    from tilemesh.bench.kernel.measure import Candidates, PreparedCase
+    from tilemesh.kernels import registry
+
+    bench, settings = bench_of(registry.find(timed.operator)), {"passes": "both"} if timed.both else {}
+    wanted = None if timed.peers == "all" else timed.peers.split(",")
+    on = replace(on, timers={figure: on.timers[figure] for figure in timed.times.split(",")})
+    for shape in timed.shapes.split(","):
+        problem = bench.form.problem(shape, settings)
+        candidates = Candidates.of(bench, problem, compiled=True, wanted=wanted)
+        yield PreparedCase(bench, problem, bench.form.case(shape, settings), candidates, on)
+
+
+def measure_untuned(device, place: Path) -> None:  # type: ignore[no-untyped-def]
+    """As `untuned_matmul.py judge --peers eager`, of those shapes alone."""
+    from untuned_matmul import JUDGED, _calls, draw
+
+    from tilemesh.kernels.matmul.choose import choose
+    from tilemesh.kernels.matmul.trial import MatmulBench
+    from tilemesh.measure.gpu import call_timer
+    from tilemesh.measure.machine import stamp
+    from tilemesh.measure.timing import compare
+
+    problems = [problem for problem in draw(JUDGED, 0) if problem.key.split(" ")[0] in BEHIND]
+    benches = [MatmulBench(problem, device, seed=7) for problem in problems]
+    prepared = [_calls(bench, autotune=False, peers=["eager"]) for bench in benches]
+    wait_for_turn("untuned", place)
+    marks = stamp()
+    with (place / "untuned.untuned").open("w", encoding="utf-8") as out:
+        for problem, bench, both in zip(problems, benches, prepared, strict=True):
+            for clock, timer in (("call", call_timer(device)), ("kernel", bench.timer)):
+                result = compare(both, timer=timer, repeats=11, sets=len(bench.sets), seconds=0.15)
+                medians = {name: sample.median for name, sample in result.items()}
+                ratio, config = medians["eager"] / medians["ours"], choose(problem, "auto", None, device).label
+                row = {"problem": problem.key, "clock": clock, "config": config, "ratio": ratio, "median_s": medians}
+                out.write(json.dumps(row | marks) + "\n")
+                shown = {name: f"{seconds * 1e6:.1f}" for name, seconds in medians.items()}
+                print(clock, f"{ratio:.2f}", problem.key, config, shown, flush=True)
+            out.flush()
+
+
+def wait_for_turn(name: str, place: Path) -> None:
     import torch
 
-    if torch.cuda.is_available():
-        try:
-            torch.cuda.synchronize()
-            torch.cuda.empty_cache()
-        except RuntimeError as error:
-            print(f"this process cannot use the GPU any more: {str(error).splitlines()[0]}", flush=True)
-            return True
-    return False
+    torch.cuda.synchronize()
+    (place / f"{name}.ready").touch()
+    wait_until((place / f"{name}.turn").exists, time.monotonic() + 600)
 
 
 if __name__ == "__main__":

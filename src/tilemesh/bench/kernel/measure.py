@@ -6,6 +6,7 @@ The prediction is made before anything is timed, every candidate is checked agai
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence, Set
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,7 +72,7 @@ def bench_rows(
     on = this_gpu() if on is None else on
     rows = []
     for shape, problem, functions in zip(shapes, problems, candidates, strict=True):
-        rows += _rows(bench, problem, bench.form.case(shape, settings), functions, on, repeats)
+        rows += PreparedCase(bench, problem, bench.form.case(shape, settings), functions, on).rows(repeats)
     return rows
 
 
@@ -123,49 +124,70 @@ class Candidates:
         }
 
 
-def _rows(
-    bench: OperatorBench[Any],
-    problem: Any,
-    case: dict[str, Any],
-    candidates: Candidates,
-    on: MeasuredDevice,
-    repeats: int,
-) -> list[Row]:
-    chosen, figures = bench.chosen(problem, on.device), device_for(on.name)
-    predicted = None if figures is None else bench.predict_s(problem, on.device, figures)  # before anything is timed
-    limit, why = _limit(bench.form.cost(problem), on.name)
-    missing = dict(candidates.missing)
-    if limit is None:
-        missing["limit"] = why
-    elif why:
-        case = {**case, "limit": why}  # rows of two ceilings in one chart or table must be told apart
-    sets = rotating_sets(lambda seed: bench.arguments(problem, on.device, seed), bench.bytes_held(problem), on.l2_bytes)
-    functions = {name: bench.timed(problem, function) for name, function in candidates.compiled().items()}
-    own_sets = [_copied(given) for given in sets] if candidates.overwriting & functions.keys() else []
-    calls = {
-        name: _on_sets(function, own_sets if name in candidates.overwriting else sets)
-        for name, function in functions.items()
-    }
-    rows = []
-    for figure, timer in on.timers.items():
-        check = _check(bench, problem, functions, candidates.overwriting, sets, on) if figure == "kernel" else None
-        result = compare(calls, timer=timer, repeats=repeats, sets=len(sets), seconds=SECONDS, check=check)
-        ours = result.get(OURS)
-        if ours is None:
-            raise RunError(f"{case['shape']}: {result.missing[OURS]}")
-        without = {**missing, **{name: why for name, why in result.missing.items() if name != OURS}}
-        if figure != "kernel":
-            without["predicted"] = "the cost model is of kernel time"
-        elif predicted is None:
-            without["predicted"] = f"no figures for {on.name}"
-        rows.append(
-            Row(
-                name=bench.name, case={**case, "time": figure, **chosen}, unit="s",
-                predicted=predicted if figure == "kernel" else None, measured=ours, limit=limit,
-                peers={name: sample for name, sample in result.items() if name != OURS}, missing=without, **stamp(),
+class PreparedCase:
+    """One problem with its inputs and candidates on a device: to be measured once, by `rows`."""
+
+    def __init__(
+        self,
+        bench: OperatorBench[Any],
+        problem: Any,
+        case: dict[str, Any],
+        candidates: Candidates,
+        on: MeasuredDevice,
+    ) -> None:
+        self.bench, self.problem, self.on, self.overwriting = bench, problem, on, candidates.overwriting
+        figures = device_for(on.name)
+        self.chosen = bench.chosen(problem, on.device)
+        # Before anything is timed.
+        self.predicted = None if figures is None else bench.predict_s(problem, on.device, figures)
+        self.limit, why = _limit(bench.form.cost(problem), on.name)
+        self.missing = dict(candidates.missing)
+        if self.limit is None:
+            self.missing["limit"] = why
+        # Rows of two ceilings in one chart or table must be told apart.
+        self.case = {**case, "limit": why} if self.limit is not None and why else case
+        self.sets = rotating_sets(
+            lambda seed: bench.arguments(problem, on.device, seed), bench.bytes_held(problem), on.l2_bytes
+        )
+        self.functions = {name: bench.timed(problem, function) for name, function in candidates.compiled().items()}
+        own_sets = [_copied(given) for given in self.sets] if self.overwriting & self.functions.keys() else []
+        self.calls = {
+            name: _on_sets(function, own_sets if name in self.overwriting else self.sets)
+            for name, function in self.functions.items()
+        }
+
+    def warm(self) -> None:
+        """Call every candidate once, which compiles what is to be compiled; one that fails is named by its row."""
+        for call in self.calls.values():
+            with suppress(Exception):
+                call(0)
+
+    def rows(self, repeats: int) -> list[Row]:
+        """A row for each kind of time."""
+        bench, rows = self.bench, []
+        for figure, timer in self.on.timers.items():
+            check = None
+            if figure == "kernel":
+                check = _check(bench, self.problem, self.functions, self.overwriting, self.sets, self.on)
+            result = compare(
+                self.calls, timer=timer, repeats=repeats, sets=len(self.sets), seconds=SECONDS, check=check
             )
-        )  # fmt: skip
-    return rows
+            ours = result.get(OURS)
+            if ours is None:
+                raise RunError(f"{self.case['shape']}: {result.missing[OURS]}")
+            without = {**self.missing, **{name: why for name, why in result.missing.items() if name != OURS}}
+            if figure != "kernel":
+                without["predicted"] = "the cost model is of kernel time"
+            elif self.predicted is None:
+                without["predicted"] = f"no figures for {self.on.name}"
+            rows.append(
+                Row(
+                    name=bench.name, case={**self.case, "time": figure, **self.chosen}, unit="s",
+                    predicted=self.predicted if figure == "kernel" else None, measured=ours, limit=self.limit,
+                    peers={name: sample for name, sample in result.items() if name != OURS}, missing=without, **stamp(),
+                )
+            )  # fmt: skip
+        return rows
 
 
 def _on_sets(function: Callable[..., object], sets: Sequence[Arguments]) -> Callable[[int], object]:
