@@ -1,20 +1,21 @@
 """Decoding on one GPU, with random weights: seconds of a step against the bytes it must read, as graphs and eagerly.
 
-    python benchmarks/serve_decode_h200.py [--shapes tinyllama-1.1b,llama-3-8b] [--plain] [--profile] [--serve]
-        [--online] [--prefix] [--json FILE]
+    python benchmarks/serve_decode_h200.py [--shapes tinyllama-1.1b,llama-3-8b] [--check] [--one] [--ways WAY,WAY]
+        [--profile] [--serve] [--online] [--prefix] [--prepare] [--json FILE]
 
 Three times per case. *step*: of an engine that decodes, planning and launching ahead. *busy*: of that, between the
 beginning and the end of the captured step on the GPU, by CUDA events; `waits` is the share of the pauses between.
 *eager*: the same engine with every kernel launched by itself and every token waited for. The limit is the weights and
 the keys and values that a step reads, at the rate of a large copy, which is measured first. *predicted*: by
 `plan/serving_clock.py`, before.
-`--plain`: the batch of 64 also with products in tiles of 64 rows of weights, and with attention that looks nothing up
-before the kernel ahead has ended and leaves turning and storing to a kernel of its own;
-`--only-plain`: all of them so. `--profile`: of its captured step every kernel, with when it ran in a layer.
+`--check`: runs the tests of the kernels first. `--one`: also a single sequence. `--ways`: the batch of 64 with these of
+WAYS in turn; what follows takes the quickest. `--profile`: of its captured step every kernel, and when it ran in a
+layer.
 `--serve` also times 256 requests of 100 to 1,024 tokens each way against the larger of bytes and FLOPs (at 800 TFLOP/s,
 what a large product reaches), step by step. `--online`: requests at random times, predicted before by the simulator
 with the step times of `plan/serving_clock.py`. `--prefix`: the first token of prompts of 8,192 tokens of
-which 90 % are shared, beside prompts that share nothing, and beside an engine that looks for nothing.
+which 90 % are shared, beside prompts that share nothing, and beside an engine that looks for nothing. `--prepare`: how
+long all graphs of a server take.
 Rows are written as they come.
 """
 
@@ -25,7 +26,7 @@ import json
 import random
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import chain
@@ -210,13 +211,26 @@ def engine_of(model: Transformer, rows: int, ahead: bool, **options: Any) -> Eng
     return Engine(served, device="cuda", launch_ahead=ahead, say=print, **sizes)
 
 
+WAYS = {"plain": (False, False, False), "settled": (False, True, False), "fresh": (False, True, True)}
+WAYS["even"] = (True, True, True)
+"""Of a step that decodes many sequences, by name: products of which every multiprocessor has the same to read, rather
+than tiles of 64 rows of weights; attention that looks its pages up before the kernel ahead has ended; and one that
+turns and stores new keys itself."""
+
+
 @contextmanager
-def plain_kernels() -> Iterator[None]:
-    """Products in tiles of 64 rows of weights; attention that waits before it looks anything up, and stores nothing."""
+def kernels(way: str) -> Iterator[None]:
+    even, settled, fresh = WAYS[way]
     plan, is_fresh = few_products.plan, serve_attention.PagedKeyValues._is_fresh
-    serve_attention.PagedKeyValues._is_fresh = lambda *given: False
-    few_products.plan = lambda places, **given: few_products.tile_plan(places, **given)
-    serve_attention.paged_attention = lambda *given, **options: paged_attention(*given, **options | {"settled": False})
+    if even:
+        few_products.plan = lambda places, **given: few_products.even_or_tile_plan(places, **given)
+    else:
+        few_products.plan = lambda places, **given: few_products.tile_plan(places, **given)
+    serve_attention.paged_attention = lambda *given, **options: paged_attention(
+        *given, **options | {"settled": settled}
+    )
+    if not fresh:
+        serve_attention.PagedKeyValues._is_fresh = lambda *given: False
     try:
         yield
     finally:
@@ -229,10 +243,25 @@ def profile(engine: Engine, rows: int, turns: int = 4) -> None:
     ahead = engine._core.runner.ahead
     assert ahead is not None
     graph = ahead._captured[StepShape("rows", rows, DrawKind.GREEDY)]
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
-        for _ in range(turns):
-            graph.replay()  # over the numbers of the last step, which had all rows
-            torch.cuda.synchronize()
+    replay, seen, profiled = ahead._replay, [0], []
+
+    def watched(given: int, kind: DrawKind) -> None:
+        replay(given, kind)
+        seen[0] += given == rows
+        if seen[0] != 4 or profiled:
+            return
+        # Again and again over the numbers of this step: those of a later one may be of another size.
+        torch.cuda.synchronize()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
+            for _ in range(turns):
+                graph.replay()
+                torch.cuda.synchronize()
+        profiled.append(found)
+
+    ahead._replay = watched  # type: ignore[method-assign]
+    generate(engine, rows, 976, 8 + rows // 4)  # prompts come four at a time: until all decode, some steps go by
+    ahead._replay = replay  # type: ignore[method-assign]
+    (found,) = profiled
     spans = sorted(
         (event.time_range.start, event.time_range.end, event.name)
         for event in found.events()
@@ -246,7 +275,7 @@ def profile(engine: Engine, rows: int, turns: int = 4) -> None:
         count = len(took) / len(steps)
         print(f"  {sum(took) / len(steps):8.1f} us per step, {count:5.0f} of {statistics.median(took):6.2f} us: {name}")
     last = steps[-1]
-    whole, at = last[-1][1] - last[0][0], [number for number, span in enumerate(last) if "attend_pages" in span[2]]
+    whole, at = last[-1][1] - last[0][0], [number for number, span in enumerate(last) if "attend_" in span[2]]
     print(f"  a step of {rows} rows: {whole:.1f} us in {len(last)} kernels; before the first layer's attention:")
     shown_spans = [*last[: at[0] + 1], *last[at[len(at) // 2] : at[len(at) // 2 + 1] + 1], *last[at[-1] :]]
     for begin, end, name in shown_spans:
@@ -388,20 +417,32 @@ def serve_prefix(
     return shown(row)
 
 
+def serve_prepare(model: Transformer, told: dict[str, Any]) -> dict[str, Any]:
+    """Seconds until an engine with the server's own sizes has captured all its steps and answered once."""
+    began = time.perf_counter()
+    with engine_of(model, 64, True, step_tokens=512, prepare=True) as engine:
+        generate(engine, 1, 16, 1)
+        captured = 0 if engine._core.runner.ahead is None else len(engine._core.runner.ahead._captured)
+    return shown({**told, "prepare_s": time.perf_counter() - began, "graphs": captured})
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", default="tinyllama-1.1b,llama-3-8b")
-    for name in ("plain", "only-plain", "profile", "serve", "online", "prefix"):
+    parser.add_argument("--ways", default="")
+    for name in ("check", "one", "profile", "serve", "online", "prefix", "prepare"):
         parser.add_argument(f"--{name}", action="store_true")
     parser.add_argument("--json")
     asked = parser.parse_args()
-    with plain_kernels() if asked.only_plain else nullcontext():
-        measure(asked)
-
-
-def measure(asked: argparse.Namespace) -> None:
     rows: list[dict[str, Any]] = []
     began = time.perf_counter()
+    if asked.check:
+        import pytest
+
+        failed = pytest.main(
+            ["-q", "-x", "-p", "no:cacheprovider", "tests/gpu/test_serve.py", "-k", "fresh or few_rows"]
+        )
+        print(f"tests: code {int(failed)}; {time.perf_counter() - began:.0f} s", flush=True)
 
     def keep(row: dict[str, Any]) -> None:
         rows.append(row)
@@ -417,24 +458,43 @@ def measure(asked: argparse.Namespace) -> None:
         told = {"shape": shape, "copy_TB_per_s": rate / 1e12}
         print(f"{shape}: weights {weight_bytes(model) / 1e9:.2f} GB per step; {time.perf_counter() - began:.0f} s")
         case = partial(one_case, model, prompt=976, rate=rate)
-        keep(case(1, told=told, with_profile=False, eager=True))
-        keep(case(64, told=told, with_profile=asked.profile, eager=False))
-        if asked.plain and not asked.only_plain:
-            with plain_kernels():
-                keep(case(64, told=told | {"kernels": "plain"}, with_profile=False, eager=False))
-        if asked.prefix:
-            keep(serve_prefix(with_context(model, 16_384), told, rate))
-        if asked.serve:
-            keep(serve_many(model, told, rate, 256, (100, 1024), (100, 1024)))
-            if shape == "tinyllama-1.1b":  # the load of a known figure of transformers
-                keep(serve_many(model, told, rate, 128, (128, 128), (512, 512)))
-        if asked.online:
-            online = serve_online(model, shape, RATES[shape])
-            if asked.json:
-                write_rows(online, asked.json.replace(".jsonl", f"-{shape}-online.jsonl"))
-            print(f"{time.perf_counter() - began:.0f} s", flush=True)
+        if asked.one:
+            keep(case(1, told=told, with_profile=False, eager=True))
+        quickest = ""
+        if asked.ways:
+            took = {}
+            for way in asked.ways.split(","):
+                with kernels(way):
+                    row = case(64, told=told | {"kernels": way}, with_profile=asked.profile, eager=False)
+                keep(row)
+                took[way] = row["step_ms"]
+            quickest = min(took, key=lambda way: took[way])
+            print(f"the quickest: {quickest}", flush=True)
+        else:
+            keep(case(64, told=told, with_profile=asked.profile, eager=False))
+        with kernels(quickest) if quickest else nullcontext():
+            loads(model, shape, told, rate, asked, keep)
+        print(f"{time.perf_counter() - began:.0f} s", flush=True)
         del model, case
         torch.cuda.empty_cache()
+
+
+def loads(
+    model: Transformer, shape: str, told: dict[str, Any], rate: float, asked: argparse.Namespace,
+    keep: Callable[[dict[str, Any]], None],
+) -> None:  # fmt: skip
+    if asked.prefix:
+        keep(serve_prefix(with_context(model, 16_384), told, rate))
+    if asked.serve:
+        keep(serve_many(model, told, rate, 256, (100, 1024), (100, 1024)))
+        if shape == "tinyllama-1.1b":  # the load of a known figure of transformers
+            keep(serve_many(model, told, rate, 128, (128, 128), (512, 512)))
+    if asked.online:
+        online = serve_online(model, shape, RATES[shape])
+        if asked.json:
+            write_rows(online, asked.json.replace(".jsonl", f"-{shape}-online.jsonl"))
+    if asked.prepare:
+        keep(serve_prepare(model, told))
 
 
 if __name__ == "__main__":

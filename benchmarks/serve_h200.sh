@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # Serving on one H200, random weights, 1.1 B and 8 B Llama shapes: products and decode steps, 256 requests, prefix
-# sharing, online load, `tilemesh serve` of the 8 B model from cold, transformers beside ours; then two cores of the CPU.
+# sharing, online load, `tilemesh serve` of the 8 B model from cold, transformers beside ours; and two cores of the CPU.
 # Usage: benchmarks/serve_h200.sh FOLDER [PART ...]
-#   parts: products small large start peers cpu    (all: about 330 s; each part has a limit of its own)
+#   parts: tests products small large loads online start peers, one after the other; cpu after them, or beside: the same
+#   while they run, on cores of its own. All but beside: about 400 s; each part has a limit of its own.
 #   OPENVINO=FILE: an archive of openvino, openvino_genai, openvino_tokenizers and gguf, for a machine without them.
 set -u
 out=${1:?the folder for the rows}
@@ -15,23 +16,23 @@ python=${PYTHON:-python3}
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
 exec > >(tee -a "$out/log.txt") 2>&1
-parts=" ${*:-products small large start peers cpu} "
+parts=" ${*:-tests products small large loads online start peers cpu} "
 
 limited() { # SECONDS COMMAND...
   local seconds=$1 begun=$SECONDS
   shift
   echo "== $*"
   timeout "$seconds" "$@"
-  echo "== code $?, $((SECONDS - begun)) s"
+  echo "== code $?, $((SECONDS - begun)) s, $SECONDS s since the beginning"
 }
 
-decode() { # SECONDS SHAPE ARGUMENTS...: both shapes' rows come into one file
+decode() { # SECONDS SHAPE ARGUMENTS...: rows of all shapes come into one file
   local seconds=$1 shape=$2
   shift 2
   limited "$seconds" "$python" benchmarks/serve_decode_h200.py --shapes "$shape" "$@" \
     --json "$scratch/serve_decode_h200.jsonl"
   cat "$scratch/serve_decode_h200.jsonl" >> "$out/serve_decode_h200.jsonl"
-  cat "$scratch"/serve_decode_h200-*-online.jsonl >> "$out/serve_online_h200.jsonl"
+  cat "$scratch"/serve_decode_h200-*-online.jsonl >> "$out/serve_online_h200.jsonl" 2> /dev/null
   rm -f "$scratch"/serve_decode_h200*
 }
 
@@ -41,23 +42,78 @@ cpu_row() { # CPUS SECONDS NAME ARGUMENTS...
   OMP_NUM_THREADS=2 CUDA_VISIBLE_DEVICES='' timeout "$seconds" taskset -c "$cpus" "$python" -m tilemesh bench serve \
     "$@" --predict machine --json "$scratch/cpu-$name.jsonl" > "$scratch/cpu-$name.txt" 2>&1
   echo "== cpus $cpus: bench serve $*: code $?"
-  tail -n 12 "$scratch/cpu-$name.txt"
+  tail -n 9 "$scratch/cpu-$name.txt" | cut -c 1-200
+  cat "$scratch/cpu-$name.jsonl" >> "$out/serve_cpu_2c.jsonl"
 }
 
-plain=--plain
-if [[ $parts == *" small "* || $parts == *" large "* ]]; then
-  # Kernels that are wrong are not worth timing.
-  timeout 70 "$python" -m pytest -q -x tests/gpu/test_serve.py -k "fresh or few_rows or pages_is_within" \
-    || plain=--only-plain
+# One CPU of each core, so that no two threads of a row share one; rows take them from the end.
+mapfile -t cores < <(lscpu -p=CPU,CORE,SOCKET | grep -v '^#' | sort -t, -u -k2,3 | cut -d, -f1 | sort -nr)
+
+cpu_rows() { # SECONDS MOST: rows of two cores each, so many at the same time
+  local most=transformers-static,openvino-genai
+  local last=transformers-continuous # by itself: where it takes too long, the other rows are there
+  local sixteen="--requests 16 --running 16 --prompt 16-128 --output 32" many="--requests 64 --running 64"
+  local jobs=(
+    "27m-fp32 llama-27m --dtype fp32 $sixteen --blocks 3 --peers $most"
+    "27m-bf16 llama-27m --dtype bf16 $sixteen --blocks 3 --peers $most"
+    "110m-fp32 llama-110m --dtype fp32 $sixteen --blocks 3 --peers $most"
+    "110m-bf16 llama-110m --dtype bf16 $sixteen --blocks 3 --peers $most"
+    "27m-fp32-last llama-27m --dtype fp32 $sixteen --blocks 2 --peers $last"
+    "27m-bf16-last llama-27m --dtype bf16 $sixteen --blocks 2 --peers $last"
+    "27m-fp32-64 llama-27m --dtype fp32 $many --prompt 16-128 --output 32 --blocks 2 --peers $most"
+    "27m-bf16-64 llama-27m --dtype bf16 $many --prompt 16-128 --output 32 --blocks 2 --peers $most"
+  )
+  local at=0 job words
+  for job in "${jobs[@]}"; do
+    if ((at + 2 > 2 * $2)); then
+      [[ $3 == once ]] && break
+      wait
+      at=0
+    fi
+    read -ra words <<< "$job"
+    cpu_row "${cores[at + 1]},${cores[at]}" "$1" "${words[@]}" &
+    at=$((at + 2))
+  done
+  wait
+}
+
+if [[ $parts == *" cpu "* || $parts == *" beside "* ]]; then
+  if [[ -n ${OPENVINO:-} && -e ${OPENVINO:-} ]]; then
+    mkdir "$scratch/openvino" && tar -xf "$OPENVINO" -C "$scratch/openvino"
+    export PYTHONPATH=$PYTHONPATH:$scratch/openvino
+  fi
+  lscpu | grep -E "^(Model name|CPU\(s\)|Thread|Core)"
+fi
+beside=
+if [[ $parts == *" beside "* ]]; then
+  rows=$(((${#cores[@]} - 2) / 2))
+  rows=$((rows > 6 ? 6 : rows))
+  cpu_rows 58 "$rows" once &
+  beside=$!
+  taken=$(IFS='|'; echo "${cores[*]:0:2*rows}")
+  free=$(lscpu -p=CPU,CORE | grep -v '^#' | awk -F, -v taken="^($taken)$" '
+    { cpu[NR] = $1; core[NR] = $2; if ($1 ~ taken) busy[$2] = 1 }
+    END { for (at = 1; at <= NR; at++) if (!(core[at] in busy)) line = line "," cpu[at]; print substr(line, 2) }')
+  echo "== $rows rows of the CPU beside; the rest runs on $free"
+  taskset -cp "$free" $$
+fi
+if [[ $parts == *" tests "* ]]; then
+  limited 120 "$python" -m pytest -q -x tests/gpu/test_serve.py
 fi
 if [[ $parts == *" products "* ]]; then
   limited 60 "$python" benchmarks/serve_products_h200.py --json "$out/serve_products_h200.jsonl"
 fi
 if [[ $parts == *" small "* ]]; then
-  decode 90 tinyllama-1.1b "$plain" --profile --prefix --serve --online
+  decode 60 tinyllama-1.1b --check --ways settled,fresh,even --profile --prefix --serve
 fi
 if [[ $parts == *" large "* ]]; then
-  decode 100 llama-3-8b "$plain" --profile --prefix --serve
+  decode 45 llama-3-8b --ways fresh,even --prepare
+fi
+if [[ $parts == *" loads "* ]]; then
+  decode 60 llama-3-8b --one --prefix --serve
+fi
+if [[ $parts == *" online "* ]]; then
+  decode 45 tinyllama-1.1b --one --online
 fi
 if [[ $parts == *" start "* ]]; then
   limited 60 "$python" benchmarks/serve_start_h200.py make "$scratch/model"
@@ -71,38 +127,7 @@ if [[ $parts == *" peers "* ]]; then
     --peers transformers-static,transformers-continuous
 fi
 if [[ $parts == *" cpu "* ]]; then
-  if [[ -n ${OPENVINO:-} && -e ${OPENVINO:-} ]]; then
-    mkdir "$scratch/openvino" && tar -xf "$OPENVINO" -C "$scratch/openvino"
-    export PYTHONPATH=$PYTHONPATH:$scratch/openvino
-    "$python" -c "import openvino_genai; print('openvino-genai', openvino_genai.__version__)"
-  fi
-  lscpu | grep -E "^(Model name|CPU\(s\)|Thread|Core)"
-  # One CPU of each core, so that no two threads of a row share one.
-  mapfile -t cores < <(lscpu -p=CPU,CORE,SOCKET | grep -v '^#' | sort -t, -u -k2,3 | cut -d, -f1 | sort -n)
-  most=transformers-static,openvino-genai
-  last=transformers-continuous # by itself: where it takes too long, the other rows are there
-  load=(--prompt 16-128 --output 32)
-  jobs=(
-    "27m-fp32 llama-27m --dtype fp32 --requests 16 --running 16 --blocks 3 --peers $most"
-    "27m-bf16 llama-27m --dtype bf16 --requests 16 --running 16 --blocks 3 --peers $most"
-    "110m-fp32 llama-110m --dtype fp32 --requests 16 --running 16 --blocks 3 --peers $most"
-    "110m-bf16 llama-110m --dtype bf16 --requests 16 --running 16 --blocks 3 --peers $most"
-    "27m-fp32-last llama-27m --dtype fp32 --requests 16 --running 16 --blocks 2 --peers $last"
-    "27m-bf16-last llama-27m --dtype bf16 --requests 16 --running 16 --blocks 2 --peers $last"
-    "27m-fp32-64 llama-27m --dtype fp32 --requests 64 --running 64 --blocks 2 --peers $most"
-    "27m-bf16-64 llama-27m --dtype bf16 --requests 64 --running 64 --blocks 2 --peers $most"
-  )
-  at=0
-  for job in "${jobs[@]}"; do
-    if ((at + 2 > ${#cores[@]})); then
-      wait
-      at=0
-    fi
-    read -ra words <<< "$job"
-    cpu_row "${cores[at]},${cores[at + 1]}" 70 "${words[@]}" "${load[@]}" &
-    at=$((at + 2))
-  done
-  wait
-  cat "$scratch"/cpu-*.jsonl > "$out/serve_cpu_2c.jsonl"
+  cpu_rows 70 $((${#cores[@]} / 2)) all
 fi
+[[ -n $beside ]] && wait "$beside"
 echo "== $SECONDS s in all"

@@ -142,6 +142,12 @@ def norm_parts(
 
 
 def plan(places: Mapping[str, Place], *, gated: bool, early: bool = False, interpreted: bool = False) -> LaunchPlan:
+    return even_or_tile_plan(places, gated=gated, early=early, interpreted=interpreted)
+
+
+def even_or_tile_plan(
+    places: Mapping[str, Place], *, gated: bool, early: bool = False, interpreted: bool = False
+) -> LaunchPlan:
     parts, rows, outputs = places["y"].shape
     pieces = pieces_of(outputs, parts)
     if rows > _TILE // 2 and pieces != (_TILE,):
