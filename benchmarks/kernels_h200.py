@@ -3,8 +3,8 @@
     PYTHONPATH=src:FOLDER_OF_LIGER python benchmarks/kernels_h200.py FOLDER [--seconds 45] [--jobs norms,loss]
 
 Most of `tilemesh bench kernel` is waiting for torch.compile. Here each job is a process of its own: it makes inputs,
-compiles what it will time, and waits. When all are ready (or --ready seconds have passed: who is not is left out), one
-after the other measures, so that none is disturbed. Rows are those of the command they name; FOLDER/kernels.jsonl has
+compiles what it will time, and waits. When all are ready, or --ready seconds have passed, one after the other measures,
+so that none is disturbed; who is late comes last. Rows are those of the command they name; FOLDER/kernels.jsonl has
 the rows of every job as it ends, in the order below, and FOLDER/untuned_calls.jsonl those of products.
 """
 
@@ -100,23 +100,27 @@ def take_turns(names: Sequence[str], place: Path, given: argparse.Namespace) -> 
         name: subprocess.Popen([sys.executable, __file__, str(place), "--job", name], env=environment)
         for name in names
     }  # fmt: skip
+
+    def is_ready(name: str) -> bool:
+        return (place / f"{name}.ready").exists()
+
+    def is_over(name: str) -> bool:
+        return started[name].poll() is not None
+
     try:
-        wait_until(
-            lambda: all((place / f"{name}.ready").exists() or started[name].poll() is not None for name in names),
-            begun + given.ready,
-        )
-        late = [name for name in names if not (place / f"{name}.ready").exists()]
-        for name in late:
-            print(f"{name}: not ready after {time.monotonic() - begun:.0f} s", flush=True)
+        wait_until(lambda: all(is_ready(name) or is_over(name) for name in names), begun + given.ready)
+        left = list(names)
+        print(f"== {sum(map(is_ready, left))} of {len(left)} ready: {time.monotonic() - begun:.0f} s", flush=True)
+        while left and time.monotonic() < begun + given.seconds:
+            wait_until(lambda: any(is_ready(name) or is_over(name) for name in left), begun + given.seconds)
+            name = next((name for name in left if is_ready(name) or is_over(name)), left[0])
+            left.remove(name)
+            (place / f"{name}.turn").touch()
+            wait_until(lambda name=name: is_over(name), begun + given.seconds)
             started[name].kill()
-        print(f"== {len(names) - len(late)} of {len(names)} ready: {time.monotonic() - begun:.0f} s", flush=True)
-        for name in names:
-            if name not in late and time.monotonic() < begun + given.seconds:
-                (place / f"{name}.turn").touch()
-                wait_until(lambda name=name: started[name].poll() is not None, begun + given.seconds)
-                started[name].kill()
-                gather(names, place, given.folder)
-                print(f"== {name}: {time.monotonic() - begun:.0f} s", flush=True)
+            gather(names, place, given.folder)
+            print(f"== {name}: {time.monotonic() - begun:.0f} s", flush=True)
+        print(f"not measured: {', '.join(left) or 'none'}", flush=True)
     finally:
         for process in started.values():
             process.kill()
