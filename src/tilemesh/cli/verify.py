@@ -148,7 +148,7 @@ def _require_a_place(options: Options) -> None:
         return
     wider = ((pairs, ranks, models) for pairs in (options.pairs, True) for ranks in (2, 4, 8) if ranks >= options.ranks
              for models in (options.models, *((name,) for name in MODELS)))  # fmt: skip
-    pairs, ranks, models = next(found for found in wider if has_place(found[1], found[2], found[0]))
+    pairs, ranks, models = next(choice for choice in wider if has_place(choice[1], choice[2], choice[0]))
     words = f"--ranks {ranks}" + f" --models {','.join(models)}" * bool(models)
     words += " without --no-pairs" * (pairs and not options.pairs)
     raise UsageError(

@@ -39,8 +39,8 @@ class GuidePart:
         if not (self.script.parent / "exercises.py").exists():
             return ()
         module = importlib.import_module(f"tilemesh.guide.{self.folder}.exercises")
-        found: tuple[Exercise, ...] = module.EXERCISES
-        return found
+        exercises: tuple[Exercise, ...] = module.EXERCISES
+        return exercises
 
     def figures(self) -> dict[str, str]:
         """The chapter's drawings by file name: the same text each time."""

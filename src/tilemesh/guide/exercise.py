@@ -235,12 +235,12 @@ class _Calls:
 def _listed(result: Any, returns: str) -> Any:
     """Generators and other iterators as lists, also inside a list or a tuple."""
     if isinstance(result, Iterator):
-        found = list(itertools.islice(result, MOST_ITEMS + 1))
-        if len(found) > MOST_ITEMS:
+        items = list(itertools.islice(result, MOST_ITEMS + 1))
+        if len(items) > MOST_ITEMS:
             raise _NoResultError(
                 f"Your function returned something that goes on after {MOST_ITEMS:,} items. It returns {returns}."
             )
-        return found
+        return items
     if type(result) in (list, tuple):
         return type(result)(_listed(item, returns) for item in result)
     return result
@@ -273,12 +273,12 @@ def function_in(path: Path, name: str) -> Callable[..., Any]:
     """The function of that name in a reader's file; the file is run."""
     _source(path, name)
     try:
-        found = runpy.run_path(str(path)).get(name)
+        defined = runpy.run_path(str(path)).get(name)
     except Exception as error:
         raise UsageError(f"'{path}' cannot be run: {type(error).__name__}: {error}") from error
-    if not callable(found):
+    if not callable(defined):
         raise UsageError(f"'{path}' defines no function `{name}`")
-    result: Callable[..., Any] = found
+    result: Callable[..., Any] = defined
     return result
 
 

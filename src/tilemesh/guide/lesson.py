@@ -270,11 +270,11 @@ def how_far_off(guesses: list[tuple[Guess, float]]) -> list[str]:
     ]
     if not mine:
         return []
-    lines = [f"  {one.question}: off by a factor of {one.factor:.3g}" for _, one in mine]
-    typical = f"  Typically a factor of {typical_factor([one.factor for _, one in mine]):.3g}"
+    lines = [f"  {guessed.question}: off by a factor of {guessed.factor:.3g}" for _, guessed in mine]
+    typical = f"  Typically a factor of {typical_factor([guessed.factor for _, guessed in mine]):.3g}"
     models = [
-        Guessed(guess.question, guess.unit, guess.model, one.measured).factor
-        for guess, one in mine
+        Guessed(guess.question, guess.unit, guess.model, guessed.measured).factor
+        for guess, guessed in mine
         if guess.model is not None
     ]
     return [*lines, f"{typical}; the cost model's is {typical_factor(models):.3g}." if models else f"{typical}."]

@@ -137,7 +137,7 @@ def shared_row(
 
     `added_s`: what sending adds to one process's time, computed by the caller.
     """
-    one = timed(device, alone)
+    by_itself = timed(device, alone)
     ran = run_threads(ranks, partial(_on_rank, device=device, work=on_rank))
     # A step is done when its slowest rank is: of each repetition the longest time counts.
     together = Sample.of([max(times) for times in zip(*(times for times, _ in ran), strict=True)])
@@ -149,10 +149,10 @@ def shared_row(
         name=name,
         case={"gpu": gpu_name, "ranks": ranks, "dtype": "fp64", **sizes},
         unit="s",
-        predicted=one.median + added_s,
+        predicted=by_itself.median + added_s,
         measured=together,
         limit=flops / peak if peak else None,
-        peers={"one process": one},
+        peers={"one process": by_itself},
         missing=missing,
         **stamp(),
     )

@@ -205,10 +205,10 @@ def qkv() -> str:
     weights = [build.argument(name, [8, 8]) for name in ("wq", "wk", "wv")]
     three = Graph((x, *weights), tuple(build.dot(x, weight) for weight in weights))
     joined = build.dot(x, build.concat(weights, 1))
-    one = Graph((x, *weights), tuple(build.part(joined, 1, 8 * place, 8 * place + 8) for place in range(3)))
+    cut = Graph((x, *weights), tuple(build.part(joined, 1, 8 * place, 8 * place + 8) for place in range(3)))
     return drawn(
         "Three projections as one product: fewer launches, a larger matrix",
-        [("three products", three), ("one product, cut afterwards", one)],
+        [("three products", three), ("one product, cut afterwards", cut)],
     )
 
 

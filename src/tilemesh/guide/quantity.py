@@ -88,11 +88,11 @@ def parse_asked(text: str, asked: str) -> float:
 
 def _value(text: str, unit: str) -> float | None:
     """A single number with a word of the unit behind it; None for anything else."""
-    found = _NUMBER.fullmatch(text.strip())
-    if found is None:
+    number = _NUMBER.fullmatch(text.strip())
+    if number is None:
         return None
-    scale = _scale(found[2].strip(), unit)
-    return None if scale is None else float(found[1].replace("_", "").replace(",", "")) * scale
+    scale = _scale(number[2].strip(), unit)
+    return None if scale is None else float(number[1].replace("_", "").replace(",", "")) * scale
 
 
 def _scale(word: str, unit: str) -> float | None:

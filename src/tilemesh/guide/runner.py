@@ -43,16 +43,16 @@ def cells(script: str) -> Iterator[ScriptCell]:
     kind: str | None = None
     begun, lines = 0, list[str]()
     for number, line in enumerate([*script.splitlines(), "# %%"], start=1):
-        found = _MARK.fullmatch(line)
-        if found is None:
+        mark = _MARK.fullmatch(line)
+        if mark is None:
             lines.append(line)
             continue
-        if kind is not None and any(one.strip() for one in lines):
+        if kind is not None and any(text.strip() for text in lines):
             if kind == "markdown":
                 yield ScriptCell(False, _text(lines, begun), begun)
             else:
                 yield ScriptCell(True, "\n".join(lines).strip("\n"), begun + _blank(lines))
-        kind, begun, lines = found[1] or "code", number + 1, []
+        kind, begun, lines = mark[1] or "code", number + 1, []
 
 
 def _blank(lines: list[str]) -> int:

@@ -58,8 +58,8 @@ def paths(tokens: int = TOKENS) -> list[tuple[int, tuple[CutStep, CutStep]]]:
     x, h = ITEM_BYTES * tokens * WIDTH, ITEM_BYTES * tokens * HIDDEN
     matrix = ITEM_BYTES * WIDTH * HIDDEN
     pairs = product(steps(x, matrix, h), steps(h, matrix, x))
-    found = [(a.sent_bytes + b.sent_bytes, (a, b)) for a, b in pairs if a.target == b.source]
-    return sorted(found, key=lambda pair: pair[0])
+    ways = [(a.sent_bytes + b.sent_bytes, (a, b)) for a, b in pairs if a.target == b.source]
+    return sorted(ways, key=lambda pair: pair[0])
 
 
 def strategies() -> str:

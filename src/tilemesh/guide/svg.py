@@ -119,11 +119,11 @@ def lanes(
         y = 40 + number * (lane + 6)
         canvas.text(left - 10, y + lane / 2 + 4, name, align="end")
         canvas.line(left, y + lane, left + end * scale, y + lane)
-    for one in stretches:
-        y = 40 + one.lane * (lane + 6)
+    for stretch in stretches:
+        y = 40 + stretch.lane * (lane + 6)
         canvas.box(
-            left + one.begin * scale, y + 3, (one.end - one.begin) * scale, lane - 6, one.words, colour=one.colour,
-            pale=one.pale, size=11,
+            left + stretch.begin * scale, y + 3, (stretch.end - stretch.begin) * scale, lane - 6, stretch.words,
+            colour=stretch.colour, pale=stretch.pale, size=11,
         )  # fmt: skip
     below = 40 + len(names) * (lane + 6) + 10
     canvas.arrow(left, below, left + end * scale, below, colour=6)

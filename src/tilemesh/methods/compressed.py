@@ -211,7 +211,7 @@ class CompressedGradients(Bucketed):
         error.copy_(mine - self._decode(code, scale, part) if self.compression.feedback else error)
         error[real:] = 0
         codes, everyone = self._gather(code, group).view(ranks, -1), self._gather(scale[None], group)
-        whole = torch.cat([self._decode(one, size, part) for one, size in zip(codes, everyone, strict=True)])
+        whole = torch.cat([self._decode(code, size, part) for code, size in zip(codes, everyone, strict=True)])
         wanted.copy_(whole[:length])
 
     def _encode(self, piece: Tensor, real: int) -> tuple[Tensor, Tensor]:

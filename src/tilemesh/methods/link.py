@@ -97,25 +97,25 @@ class ServerLink:
     def state(self, length: int, like: Tensor, step: int = 0) -> tuple[int, list[Tensor]]:
         """Updates made so far, the weights, and what is remembered of them, flat: what a step's checkpoint keeps."""
         self._ask(STATE, step)
-        found: list[Tensor] = []
+        vectors: list[Tensor] = []
         updates = 0
         for server, cut in zip(self.servers, self.cuts, strict=True):
             updates, count = self._reply(server)
             for number in range(count):
-                if number == len(found):
-                    found.append(torch.empty(length, dtype=like.dtype))
-                self.comm.irecv(found[number][cut], server, WEIGHTS, sized=False).wait()
-        return updates, found
+                if number == len(vectors):
+                    vectors.append(torch.empty(length, dtype=like.dtype))
+                self.comm.irecv(vectors[number][cut], server, WEIGHTS, sized=False).wait()
+        return updates, vectors
 
     def figures(self) -> list[dict[str, Any]]:
         """What each server says of itself."""
         self._ask(FIGURES)
-        found = []
+        figures = []
         for server in self.servers:
             body = torch.empty(self._reply(server)[1], dtype=torch.uint8)
             self.comm.irecv(body, server, WEIGHTS, sized=False).wait()
-            found.append(json.loads(bytes(body.numpy())))
-        return found
+            figures.append(json.loads(bytes(body.numpy())))
+        return figures
 
     def tell(self, figures: dict[str, Any]) -> None:
         """Say something of this worker to the first server, whose figures have it."""

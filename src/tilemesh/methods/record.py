@@ -58,40 +58,40 @@ def append_record(path: Path, events: Sequence[ServerEvent]) -> None:
 
 def read_record(path: Path) -> list[ServerEvent]:
     """All that a server wrote. A line that was written in part is of what a restart undid, and is left out."""
-    found = []
+    events = []
     for line in path.read_text(encoding="utf-8").splitlines():
         try:
-            found.append(ServerEvent.from_json(json.loads(line)))
+            events.append(ServerEvent.from_json(json.loads(line)))
         except ValueError:
             continue
-    return found
+    return events
 
 
 def standing(events: Sequence[ServerEvent]) -> list[ServerEvent]:
     """What counts of a record: without what was done after a checkpoint that servers began with again later."""
-    found: list[ServerEvent] = []
+    kept: list[ServerEvent] = []
     for event in events:
-        if event.kind == "start" and found:
+        if event.kind == "start" and kept:
             (begun,) = event.pushes
-            states = [place for place, known in enumerate(found) if known.kind == "state" and known.pushes == (begun,)]
+            states = [place for place, known in enumerate(kept) if known.kind == "state" and known.pushes == (begun,)]
             if begun.clock and not states:
                 raise UsageError(f"a record that begins again at step {begun.clock}, of which it has no checkpoint")
-            found = found[: states[-1] + 1] if states else []
-        found.append(event)
-    return found
+            kept = kept[: states[-1] + 1] if states else []
+        kept.append(event)
+    return kept
 
 
 def staleness(events: Sequence[ServerEvent]) -> Counter[int]:
     """Updates between the read and the application of each push, by how often."""
     read: dict[Push, int] = {}
-    found: Counter[int] = Counter()
+    counts: Counter[int] = Counter()
     for event in events:
         for push in event.pushes:
             if event.kind == "pull":
                 read[push] = event.version
             elif event.kind == "apply":
-                found[event.version - 1 - read[push]] += 1
-    return found
+                counts[event.version - 1 - read[push]] += 1
+    return counts
 
 
 def largest_lead(events: Sequence[ServerEvent], workers: Sequence[int], first: int = 0) -> int:

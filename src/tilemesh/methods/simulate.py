@@ -183,10 +183,10 @@ def hotspot(
     counts: Sequence[int], compute_s: float, times: ServerTimes, bound: float = math.inf, clocks: int = 40
 ) -> list[ServerLoad]:
     """For each number of workers, what they do beside as many that never wait for a server, and how busy that is."""
-    found = []
+    loads = []
     for workers in counts:
         run = simulate_server(workers, clocks, lambda worker, clock: compute_s, bound, times)
         ideal = workers / (compute_s + (times.pull_s + times.push_s) / times.servers + 4 * times.message_s)
         busy, queue_s = run.server_busy_s / run.seconds, run.queued_s / run.pushes
-        found.append(ServerLoad(workers, times.servers, run.throughput / ideal, busy, queue_s))
-    return found
+        loads.append(ServerLoad(workers, times.servers, run.throughput / ideal, busy, queue_s))
+    return loads

@@ -91,16 +91,16 @@ class SearchResult:
         return Estimator(self.model, self.cluster, self.context, self.rates, self.code, headroom=self.headroom)
 
 
-def plan_figures(model: ModelConfig, cluster: str, pins: Pins, place: int, found: Prediction) -> dict[str, Any]:
+def plan_figures(model: ModelConfig, cluster: str, pins: Pins, place: int, prediction: Prediction) -> dict[str, Any]:
     """One layout with what was asked; also for one that does not fit."""
     case = {
         "model": config.to_dict(model),
         "cluster": cluster,
-        "context": found.tokens // found.plan.batch,
-        "batch": found.plan.batch,
+        "context": prediction.tokens // prediction.plan.batch,
+        "batch": prediction.plan.batch,
         "fixed": pins.describe(),
     }
-    return {"name": "plan", "place": place, "case": case, **prediction_figures(found)}
+    return {"name": "plan", "place": place, "case": case, **prediction_figures(prediction)}
 
 
 class NothingFitsError(RunError):
@@ -142,7 +142,7 @@ def search(
     predictions = [estimator.predict(candidate) for candidate in _distinct(ranked, shown)]
     # The exact cut may weigh a little more than the quick one that was found to fit.
     kept = [prediction for prediction in predictions if prediction.fits] or predictions
-    kept.sort(key=lambda found: (found.step_time_s, found.memory.total_bytes))
+    kept.sort(key=lambda prediction: (prediction.step_time_s, prediction.memory.total_bytes))
     return SearchResult(
         model, cluster, estimator.context, batch, pins, tuple(kept), considered, tuple(ranked), rates, code, headroom
     )

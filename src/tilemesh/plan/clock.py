@@ -114,10 +114,10 @@ class Clock:
     def layer(self, plan: ParallelPlan) -> LayerTimes:
         by_layers = plan.zero == 3
         key = (plan.tp, plan.sequence_parallel, plan.microbatch, plan.attention, plan.precision, by_layers)
-        found = self._layers.get(key)
-        if found is None:
-            found = self._layers[key] = layer_times(self.model, self.cluster, self.task(plan), self._rates)
-        return found
+        times = self._layers.get(key)
+        if times is None:
+            times = self._layers[key] = layer_times(self.model, self.cluster, self.task(plan), self._rates)
+        return times
 
     def code(self, plan: ParallelPlan) -> Code:
         """What runs this layout: as told, or what its precision and device are usually trained with."""
@@ -223,15 +223,19 @@ def data_exchange(
     nbytes = {"weights": weight * parameters, "gradients": gradient * parameters}
     shared = plan.zero_ranks if plan.zero else plan.dp
     axis = clock.group(shared, plan.tp)
-    found = replica_exchanges(plan.zero, scatters_of(plan), gathered(plan))
+    exchanged = replica_exchanges(plan.zero, scatters_of(plan), gathered(plan))
     exposed_s = sent_bytes = 0.0
-    for exchanges, behind_s in ((found.forward, passes_s[0]), (found.backward, passes_s[1]), (found.alone, 0.0)):
-        for times, several in itertools.groupby(exchanges, key=lambda one: one.times):
+    for exchanges, behind_s in (
+        (exchanged.forward, passes_s[0]),
+        (exchanged.backward, passes_s[1]),
+        (exchanged.alone, 0.0),
+    ):
+        for times, several in itertools.groupby(exchanges, key=lambda exchange: exchange.times):
             exchange_s = sent = 0.0
-            for one in several:
+            for exchange in several:
                 # One exchange per layer, so that it can hide behind the next layer's passes.
-                exchange_s += layers * axis.exchange_s(one.collective, nbytes[one.what] / layers)
-                sent += axis.sent_bytes(nbytes[one.what], one.collective)
+                exchange_s += layers * axis.exchange_s(exchange.collective, nbytes[exchange.what] / layers)
+                sent += axis.sent_bytes(nbytes[exchange.what], exchange.collective)
             hides = axis.hides and behind_s > 0
             slowed_s = constants.HIDDEN_COST * sent / axis.within.bytes_per_s if hides else 0.0
             times *= updates_of(plan)

@@ -41,7 +41,7 @@ def plan_sections(result: SearchResult) -> list[ExplainedPart]:
 def memory_section(estimator: Estimator, best: Prediction) -> ExplainedPart:
     """The fullest rank: which stage it is on, and its terms."""
     plan, room, model = best.plan, estimator.room, estimator.model
-    stages = [one.total_bytes for one in room.stages(plan, best.chunk_layers)]
+    stages = [stage.total_bytes for stage in room.stages(plan, best.chunk_layers)]
     stage = stages.index(max(stages))
     mine = chunk_placement(plan.schedule, plan.pp, plan.interleave).held[stage] if plan.pp > 1 else (0,)
     first, last = mine[0] == 0, mine[-1] == len(best.chunk_layers) - 1

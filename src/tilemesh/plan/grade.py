@@ -205,21 +205,21 @@ def _exchanges(run: RunSummary, now: Prediction) -> list[Grade]:
 def _advice(run: RunSummary, now: Prediction, grades: Sequence[Grade]) -> list[str]:
     """What to measure or mend, from the figures that are off."""
     off = {g.name: g for g in grades if g.holds is False}
-    found = []
+    advice = []
     if "parameters" in off:
-        found.append("parameters differ: the run's model is not the one its summary describes")
+        advice.append("parameters differ: the run's model is not the one its summary describes")
     if any(g.unit == "B" and g.name != "peak memory" for g in off.values()):
-        found.append("exchanged bytes differ: training and model/work/exchanges.py do not describe the same exchange")
+        advice.append("exchanged bytes differ: training and model/work/exchanges.py do not describe the same exchange")
     if "step time" in off:
-        found.append(_which_part(run, now))
+        advice.append(_which_part(run, now))
         _, spread = _sample(run.data.get("step_time_s"))
         if spread is not None and spread[1] > 1.3 * spread[0]:
-            found.append("the run's own steps wander (p80 above 1.3 times p20): other work was running beside it")
+            advice.append("the run's own steps wander (p80 above 1.3 times p20): other work was running beside it")
     if "peak memory" in off:
-        found.append(
+        advice.append(
             "memory: compare the terms of `tilemesh plan --explain` with the run; a process's own part wanders"
         )
-    return found
+    return advice
 
 
 def _which_part(run: RunSummary, now: Prediction) -> str:

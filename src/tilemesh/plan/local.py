@@ -82,14 +82,14 @@ def local_machine(text: str, machine: AnyMachine) -> MeasuredCluster:
     match = _PATTERN.fullmatch(text.strip().lower())
     if match is None:
         raise UsageError(f"'{text}' is not understood: write local, 4xlocal or 4xlocal-cpu")
-    found = calibration.find(machine.id)
-    if found is None:
+    known = calibration.find(machine.id)
+    if known is None:
         raise UsageError(f"this machine ({machine.words}) was not measured yet: run `tilemesh calibrate`, then again")
     on_gpu = bool(machine.gpus) and match[2] is None
     ranks = int(match[1]) if match[1] else (len(machine.gpus) if on_gpu else machine.cores)
     if on_gpu:
-        return local_gpu(found, ranks, machine.gpus)
-    return local_cpu(found, ranks, machine.cores, machine.memory_bytes)
+        return local_gpu(known, ranks, machine.gpus)
+    return local_cpu(known, ranks, machine.cores, machine.memory_bytes)
 
 
 def local_cpu(calibration: Calibration, ranks: int, cores: int, memory_bytes: int) -> MeasuredCluster:
@@ -138,18 +138,18 @@ def measured_link(calibration: Calibration, ranks: int, cores: int) -> Link | No
     counts, as in a run: at the smallest size for the latency, at the one nearest to 1 MiB for the bandwidth. What an
     exchange takes more after computing is added to each.
     """
-    found = _fits(calibration, ranks, cores)
+    fits = _fits(calibration, ranks, cores)
     try:
         # "direct" ones need arrays in memory that ranks share, which a model's are not.
-        names = [name for name in found[0]["curves"] if name.startswith("all_reduce/") and "direct" not in name]
-        curves = [dict(found[0]["curves"][name]) for name in names]
+        names = [name for name in fits[0]["curves"] if name.startswith("all_reduce/") and "direct" not in name]
+        curves = [dict(fits[0]["curves"][name]) for name in names]
         quickest = {size: min(curve[size] for curve in curves if size in curve) for size in set().union(*curves)}
         small, large = min(quickest), min(quickest, key=lambda size: (abs(math.log(size / LINK_BYTES)), size))
         alpha_s = quickest[small] / (2 * math.ceil(math.log2(ranks)))  # a tree's messages, up and down
         each_s = quickest[large] / (2 * (ranks - 1)) - alpha_s  # of a ring's messages, the bytes
         if large <= small or each_s <= 0:
             return None
-        meeting_s = float(found[0].get("worked_s") or 0.0)
+        meeting_s = float(fits[0].get("worked_s") or 0.0)
     except (LookupError, TypeError, ValueError, AttributeError):  # none, or of another version: as if there were none
         return None
     return Link("memory", large / ranks / each_s / constants.LINK_FRACTION, alpha_s, meeting_s)
@@ -171,10 +171,10 @@ def crowding(calibration: Calibration, ranks: int, cores: int) -> float:
     """
     try:
         alone, together = map(float, _fits(calibration, ranks, cores)[0]["layer_s"])
-        found = together / alone / max(1.0, ranks / cores)
+        factor = together / alone / max(1.0, ranks / cores)
     except (LookupError, TypeError, ValueError, ZeroDivisionError):  # none, or of another version
         return 1.0
-    return max(1.0, found) if math.isfinite(found) else 1.0
+    return max(1.0, factor) if math.isfinite(factor) else 1.0
 
 
 def local_gpu(calibration: Calibration, ranks: int, gpus: tuple[str, ...]) -> MeasuredCluster:
@@ -188,7 +188,7 @@ def local_gpu(calibration: Calibration, ranks: int, gpus: tuple[str, ...]) -> Me
     return MeasuredCluster(Cluster((make_node(device, ranks),)), calibration.rates("gpu"), words)
 
 
-def rank_rates(one: Rates, whole: Rates, ranks: int, cores: int, crowd: float = 1.0) -> Rates:
+def rank_rates(single: Rates, whole: Rates, ranks: int, cores: int, crowd: float = 1.0) -> Rates:
     """What a rank gets of a machine's rates when all ranks are busy, which makes everything take `crowd` times as long
     but for streams, whose rate was measured with all cores at it."""
     threads = threads_for(ranks, cores)
@@ -204,11 +204,11 @@ def rank_rates(one: Rates, whole: Rates, ranks: int, cores: int, crowd: float = 
         shared = name in ("copy_bytes_per_s", "read_bytes_per_s", "write_bytes_per_s") and high is not None
         return min(each * turn, max(high, low) / ranks) if shared and high is not None else each * turn / crowd
 
-    found: dict[str, object] = {}
+    shares: dict[str, object] = {}
     for field in fields(Rates):
-        low, high = getattr(one, field.name), getattr(whole, field.name)
+        low, high = getattr(single, field.name), getattr(whole, field.name)
         if isinstance(low, (int, float)):
-            found[field.name] = share(field.name, low, high)
+            shares[field.name] = share(field.name, low, high)
         elif low:
-            found[field.name] = {key: share(field.name, value, (high or {}).get(key)) for key, value in low.items()}
-    return Rates(**found)  # type: ignore[arg-type]  # fields of Rates by their own names
+            shares[field.name] = {key: share(field.name, value, (high or {}).get(key)) for key, value in low.items()}
+    return Rates(**shares)  # type: ignore[arg-type]  # fields of Rates by their own names

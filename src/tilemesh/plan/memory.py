@@ -244,7 +244,7 @@ class Room:
 
     def fullest(self, plan: ParallelPlan, counts: tuple[int, ...]) -> RankMemory:
         """Memory of the fullest rank, with so many layers in each chunk, by liveness of the actions."""
-        return max(self.stages(plan, counts, self._worth_a_look(plan, counts)), key=lambda one: one.total_bytes)
+        return max(self.stages(plan, counts, self._worth_a_look(plan, counts)), key=lambda stage: stage.total_bytes)
 
     def stages(
         self, plan: ParallelPlan, counts: tuple[int, ...], ranks: Iterable[int] | None = None
@@ -254,19 +254,19 @@ class Room:
         return [self._stage(plan, rank, counts, peaks) for rank in (range(plan.pp) if ranks is None else ranks)]
 
     def _stage(self, plan: ParallelPlan, rank: int, counts: tuple[int, ...], peaks: list[int] | None) -> RankMemory:
-        found = self._rank(plan, rank, counts)
+        needs = self._rank(plan, rank, counts)
         if peaks is not None:
-            own = self._loss_kept(plan) if found.logits else 0  # one of them is among the logits
-            found = found._replace(activations=peaks[rank] - own)
-        weights, gradients, optimizer = state_bytes(found.parameters, plan.precision, plan.zero, plan.zero_ranks)
-        weights *= found.copies
+            own = self._loss_kept(plan) if needs.logits else 0  # one of them is among the logits
+            needs = needs._replace(activations=peaks[rank] - own)
+        weights, gradients, optimizer = state_bytes(needs.parameters, plan.precision, plan.zero, plan.zero_ranks)
+        weights *= needs.copies
         if plan.offloads and self._is_one_memory:
-            found, weights = _in_one_memory(plan, found, weights, peaks is not None)
+            needs, weights = _in_one_memory(plan, needs, weights, peaks is not None)
         elif plan.offloads:
-            found, weights, optimizer = _left_on_device(plan, found, weights, optimizer, peaks is not None)
-        working = found.brief + _gathered_bytes(plan, found.at_work)
-        later = self._later_bytes(plan, found)
-        passing = (found.activations, found.logits, working, found.reserved, later)
+            needs, weights, optimizer = _left_on_device(plan, needs, weights, optimizer, peaks is not None)
+        working = needs.brief + _gathered_bytes(plan, needs.at_work)
+        later = self._later_bytes(plan, needs)
+        passing = (needs.activations, needs.logits, working, needs.reserved, later)
         return RankMemory(weights, gradients, optimizer, *passing)
 
     def step_bytes(self, plan: ParallelPlan, counts: tuple[int, ...]) -> StepBytes:
@@ -276,7 +276,7 @@ class Room:
         kept, late = zip(*sizes, strict=True)
         beside = [pass_kept_bytes(self.model, self.task(plan), chunk == 0) for chunk in range(len(counts))]
         beside[-1] += self._loss_kept(plan)
-        return StepBytes(kept=[one + more for one, more in zip(kept, beside, strict=True)], kept_for_weights=late)
+        return StepBytes(kept=[layers + more for layers, more in zip(kept, beside, strict=True)], kept_for_weights=late)
 
     def activation_peaks(self, plan: ParallelPlan, counts: tuple[int, ...]) -> list[int]:
         """The most activations that each rank of a pipeline holds between two actions; on a CPU with those moved."""
@@ -298,12 +298,12 @@ class Room:
             away = [round(peak) for peak in away_peaks(moved, self.step_bytes(plan, counts))]
         elif "activations" in plan.offloads:
             away = [ranks[0].activations * (ranks[0].layers - 1) // ranks[0].layers]
-        found = []
+        by_rank = []
         for rank, activations in zip(ranks, away, strict=True):
             weights, _, optimizer = state_bytes(rank.parameters, plan.precision, plan.zero, plan.zero_ranks)
             states = optimizer * ("optimizer" in plan.offloads) + weights * ("weights" in plan.offloads)
-            found.append(states + activations)
-        return found
+            by_rank.append(states + activations)
+        return by_rank
 
     @staticmethod
     def program(plan: ParallelPlan) -> StepProgram:
@@ -323,14 +323,14 @@ class Room:
         if plan.pp == 1:
             return (0,)
         placement = self._placement(plan)
-        found = self._looked.get((placement.name, plan.pp, counts))
-        if found is None:
+        ranks = self._looked.get((placement.name, plan.pp, counts))
+        if ranks is None:
             first: dict[tuple[int, ...], int] = {}
             for rank, held in enumerate(placement.held):
                 first.setdefault(tuple(counts[chunk] for chunk in held), rank)
             ends = {0, plan.pp - 1, *first.values()} | ({plan.pp // 2} if placement.name == "two-way" else set())
-            found = self._looked[placement.name, plan.pp, counts] = tuple(sorted(ends))
-        return found
+            ranks = self._looked[placement.name, plan.pp, counts] = tuple(sorted(ends))
+        return ranks
 
     @staticmethod
     def _placement(plan: ParallelPlan) -> ChunkPlacement:
@@ -430,10 +430,10 @@ class Room:
     def layer(self, plan: ParallelPlan) -> tuple[int, int]:
         """Bytes a layer keeps of a microbatch, and bytes that come back while one is recomputed."""
         key = (plan.tp, plan.sequence_parallel, plan.microbatch, plan.attention, plan.precision, plan.recompute)
-        found = self._activations.get(key)
-        if found is None:
-            found = self._activations[key] = kept_bytes(self.model, self.task(plan), plan.repeated)
-        return found
+        held = self._activations.get(key)
+        if held is None:
+            held = self._activations[key] = kept_bytes(self.model, self.task(plan), plan.repeated)
+        return held
 
 
 def in_flight(plan: ParallelPlan, rank: int, held: tuple[int, ...]) -> list[tuple[int, int]]:

@@ -32,8 +32,12 @@ def nearest_layouts(model: ModelConfig, plan: ParallelPlan) -> Iterator[Parallel
     if plan.world > _MOST_RANKS:
         return
     for world in range(plan.world, max(0, plan.world - _FEWER), -1):
-        found = (one for one in _around(plan, world) if why_not(model, one) is None and next(lacks(one), None) is None)
-        yield from sorted(found, key=lambda one: (_distance(plan, one), one.tp, one.pp))
+        possible = (
+            layout
+            for layout in _around(plan, world)
+            if why_not(model, layout) is None and next(lacks(layout), None) is None
+        )
+        yield from sorted(possible, key=lambda layout: (_distance(plan, layout), layout.tp, layout.pp))
 
 
 def changes(plan: ParallelPlan, other: ParallelPlan) -> str:
@@ -48,7 +52,7 @@ def advice(model: ModelConfig, plan: ParallelPlan, batch: int, accepts: Callable
     `batch`: sequences in a step, which replicas must divide. `accepts`: whether settings, typed beside all that was
     given, make a run that is not refused.
     """
-    dividing = (one for one in nearest_layouts(model, plan) if batch % one.dp == 0)
+    dividing = (layout for layout in nearest_layouts(model, plan) if batch % layout.dp == 0)
     for other in itertools.islice(dividing, _MOST_TRIES):
         # How the batch is cut follows from the rest, mostly.
         for text in dict.fromkeys((changes(plan, dataclasses.replace(other, accumulation=plan.accumulation)), "")):
@@ -101,11 +105,11 @@ def _around(plan: ParallelPlan, world: int) -> Iterator[ParallelPlan]:
 
 def _accumulations(plan: ParallelPlan, dp: int, pp: int, schedule: str) -> set[int]:
     """Microbatches that keep the batch, that are as many as before, or the next that the schedule takes."""
-    found = {plan.accumulation}
+    counts = {plan.accumulation}
     if plan.batch % (dp * plan.microbatch) == 0:
-        found.add(plan.batch // (dp * plan.microbatch))
+        counts.add(plan.batch // (dp * plan.microbatch))
     least, multiple = microbatches_of(schedule, pp) if pp > 1 else (1, 1)
-    return found | {max(least, -(-one // multiple) * multiple) for one in found}
+    return counts | {max(least, -(-count // multiple) * multiple) for count in counts}
 
 
 def _distance(plan: ParallelPlan, other: ParallelPlan) -> float:

@@ -108,7 +108,7 @@ def serve_layouts(
         raise UsageError(
             f"a prompt of {demand.prompt} and an output of {demand.output} tokens: the context is {model.context}"
         )
-    found: list[ServeLayout] = []
+    layouts: list[ServeLayout] = []
     refused: list[str] = []
     for tp in (tp for tp in range(1, cluster.node.count + 1) if cluster.node.count % tp == 0):
         reason = why_not_tp(model, tp)
@@ -116,10 +116,10 @@ def serve_layouts(
         if isinstance(layout, str):
             refused.append(layout)
         else:
-            found.append(layout)
-    if not found:
+            layouts.append(layout)
+    if not layouts:
         raise RunError(f"nothing fits: {'; '.join(refused)}")
-    return sorted(found, key=lambda layout: _order(layout, demand)), refused
+    return sorted(layouts, key=lambda layout: _order(layout, demand)), refused
 
 
 def _order(layout: ServeLayout, demand: ServeDemand) -> tuple[object, ...]:

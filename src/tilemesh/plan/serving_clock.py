@@ -118,7 +118,7 @@ class StepClock:
         layer, ends = dense_operations(model, task), end_operations(model, task, logits)
         busy = model.layers * self._speed.seconds(layer) + self._speed.seconds(ends)
         exchanges = pass_exchanges(model, task, logits)
-        exchange = sum(self._group.exchange_s(one.collective, one.nbytes) for one in exchanges)
+        exchange = sum(self._group.exchange_s(part.collective, part.nbytes) for part in exchanges)
         return busy, exchange, model.layers * _launches(layer) + _launches(ends) + len(exchanges)
 
 
@@ -162,10 +162,10 @@ class FittedSteps:
         weights = [1.0] * len(rows)
         for _ in range(_FITS):
             weighted = [[value * weight for value in row] for row, weight in zip(rows, weights, strict=True)]
-            found = non_negative_least_squares(weighted, weights)
-            errors = [abs(sum(c * f for c, f in zip(found, row, strict=True)) - 1) for row in rows]
+            coefficients = non_negative_least_squares(weighted, weights)
+            errors = [abs(sum(c * f for c, f in zip(coefficients, row, strict=True)) - 1) for row in rows]
             weights = [max(error, _EXACT) ** -0.5 for error in errors]
-        return cls(tuple(found), len(rows), sorted(errors)[len(errors) // 2])
+        return cls(tuple(coefficients), len(rows), sorted(errors)[len(errors) // 2])
 
 
 def _features(parts: Sequence[SequencePart]) -> list[float]:

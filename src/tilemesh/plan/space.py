@@ -71,10 +71,10 @@ class Pins(_Fixed):  # type: ignore[misc]  # its fields are made above
         """From "tp=8,pp=35,recompute=selective": an unknown name is an error with the nearest, two values are one."""
         texts = tuple(texts)
         try:
-            found: dict[str, str] = {}
+            given: dict[str, str] = {}
             for name, value in config.split_sets(texts):
-                if found.setdefault(name, value) != value:
-                    raise UsageError(f"--fix: {name} is {found[name]} and {value}: give one")
+                if given.setdefault(name, value) != value:
+                    raise UsageError(f"--fix: {name} is {given[name]} and {value}: give one")
             return config.load(cls, sets=texts)
         except UsageError as error:
             words = str(error).replace("--set:", "--fix:", 1).replace("such as train.steps=200", "such as tp=8")
@@ -176,7 +176,7 @@ def _schedules(layers: int, pp: int, accumulation: int, pins: Pins) -> list[tupl
         if pins.schedule in INTERLEAVED or (pins.interleave or 1) > 1:
             return []
         return [(pins.schedule or "1f1b", 1)]
-    found: list[tuple[Schedule, int]] = []
+    named: list[tuple[Schedule, int]] = []
     for name in (pins.schedule,) if pins.schedule else SEARCHED:
         if why_not_built(name, pp, accumulation):
             continue
@@ -185,12 +185,12 @@ def _schedules(layers: int, pp: int, accumulation: int, pins: Pins) -> list[tupl
             whole = [chunks for chunks in wanted if chunks > 1 and pp * chunks <= layers]
             even = [chunks for chunks in whole if layers % (pp * chunks) == 0]
             # Chunks of unequal layers only where there are no equal ones.
-            found += [(name, chunks) for chunks in (even or whole[:1])]
+            named += [(name, chunks) for chunks in (even or whole[:1])]
         elif name == "zb-h1" and not pins.schedule and 2 * pp <= layers:
             continue  # with two chunks per stage ZB-V takes as much memory and half of the bubble
         elif pins.interleave in (None, 1) and pp * (2 if name in IN_A_V else 1) <= layers:
-            found.append((name, 1))
-    return found
+            named.append((name, 1))
+    return named
 
 
 def _recomputes(attention: str) -> list[Recompute]:

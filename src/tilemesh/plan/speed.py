@@ -148,11 +148,11 @@ PEAK_WIDTH = 1024
 def _narrow(measured: Rates) -> tuple[RateCurve, RateCurve]:
     """Measured rates of narrow products, as fractions of the measured peak, so that they hold for any dtype."""
     peak = measured.matmul_flops_per_s.get("fp32")
-    found: dict[str, list[tuple[int, float]]] = {"forward": [], "backward": []}
+    fractions: dict[str, list[tuple[int, float]]] = {"forward": [], "backward": []}
     for key, rate in measured.projection_flops_per_s.items() if peak else ():
         name, _, width = key.partition("-")
-        found[name].append((int(width), rate / (peak or 1.0)))
-    curves = (tuple(sorted(points)) for points in (found["forward"], found["backward"]))
+        fractions[name].append((int(width), rate / (peak or 1.0)))
+    curves = (tuple(sorted(points)) for points in (fractions["forward"], fractions["backward"]))
     forward, backward = ((*points, (PEAK_WIDTH, 1.0)) if points else () for points in curves)
     return forward, backward
 

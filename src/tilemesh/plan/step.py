@@ -210,8 +210,8 @@ class Estimator:
             plan.recompute, plan.recompute_stages, plan.attention, plan.precision, plan.accumulation > 1, near, exact,
             plan.chunk_layers, plan.zero == 3,
         )  # fmt: skip
-        found = self._frames.get(key)
-        if found is None:
+        frame = self._frames.get(key)
+        if frame is None:
             counts = self._counts(plan, exact)
             chunks = self.clock.chunks(plan, counts, self._accumulate_s(plan))
             held = placement.held if plan.pp > 1 else ((0,),)
@@ -220,8 +220,8 @@ class Estimator:
             most = max(shards.stage(count, 0 in mine, last in mine) for count, mine in zip(layers, held, strict=True))
             ways = len(placement.directions)
             load = RankLoad.of(held, chunks.step_times, ways)
-            found = self._frames[key] = Frame(counts, held, ways, layers, chunks, most, load)
-        return found
+            frame = self._frames[key] = Frame(counts, held, ways, layers, chunks, most, load)
+        return frame
 
     def _counts(self, plan: ParallelPlan, exact: bool) -> tuple[int, ...]:
         """Layers of each chunk: as the plan says, or as even in time as can be; `exact`: by dynamic programming."""
@@ -236,11 +236,11 @@ class Estimator:
         ends = self._ends.get(key)
         if ends is None:
             layer = self.clock.layer(plan)
-            one = layer.forward_s + layer.backward_s + layer.exchange_s + layer.exchange_back_s
-            one += layer.recompute_s(plan.repeated) + self._accumulate_s(plan)
+            layer_s = layer.forward_s + layer.backward_s + layer.exchange_s + layer.exchange_back_s
+            layer_s += layer.recompute_s(plan.repeated) + self._accumulate_s(plan)
             # Tenths of a layer are as fine as a cut can use, and few enough to be remembered.
-            first = round((sum(layer.embedding_s) + layer.embedding_exchange_s) / one, 1)
-            last = round((sum(layer.head_s) + sum(layer.head_exchange_s)) / one, 1)
+            first = round((sum(layer.embedding_s) + layer.embedding_exchange_s) / layer_s, 1)
+            last = round((sum(layer.head_s) + sum(layer.head_exchange_s)) / layer_s, 1)
             ends = self._ends[key] = (first, last)
         if exact and self.model.layers * plan.chunks < MOST_CUTS:
             return cut((1.0,) * self.model.layers, plan.chunks, *ends)
@@ -256,23 +256,23 @@ class Estimator:
     def _exchange(self, plan: ParallelPlan, frame: Frame) -> DataExchange:
         """Over replicas, and between stages that hold the same weights: the two of a chunk where microbatches pass in
         two directions, and those of both ends where the table is tied."""
-        found = DataExchange(0.0, 0.0)
+        exchanged = DataExchange(0.0, 0.0)
         if plan.dp > 1:
             chunks, mine = frame.chunks, frame.held[0]
             passes_s = (
                 sum(chunks.forward_s[chunk] for chunk in mine) / frame.ways,
                 sum(chunks.input_s[chunk] + chunks.weight_s[chunk] for chunk in mine) / frame.ways,
             )
-            found = data_exchange(plan, self.clock, frame.most_parameters, passes_s, max(frame.layers))
+            exchanged = data_exchange(plan, self.clock, frame.most_parameters, passes_s, max(frame.layers))
         shared = frame.most_parameters if frame.ways > 1 else 0
         if not shared and plan.pp > 1 and len(frame.counts) - 1 not in frame.held[0]:
             shared = self.room.shards(plan.tp).tied_head
         if shared:
             nbytes = STATE_BYTES[plan.precision][1] * -(-shared // plan.zero_ranks)
             pair = self.clock.group(2, plan.tp * plan.dp)
-            exposed_s = found.exposed_s + pair.exchange_s("all_reduce", nbytes)
-            found = DataExchange(exposed_s, found.sent_bytes + pair.sent_bytes(nbytes, "all_reduce"))
-        return found
+            exposed_s = exchanged.exposed_s + pair.exchange_s("all_reduce", nbytes)
+            exchanged = DataExchange(exposed_s, exchanged.sent_bytes + pair.sent_bytes(nbytes, "all_reduce"))
+        return exchanged
 
     def _optimizer_s(self, plan: ParallelPlan, parameters: int) -> float:
         updated = -(-parameters // plan.zero_ranks)
@@ -343,7 +343,7 @@ class Estimator:
         if last:
             compute, exchange = compute + sum(layer.head_s), exchange + sum(layer.head_exchange_s)
         hops = 2 * len(frame.held[rank]) - first - last if plan.pp > 1 and chunks.sender_waits else 0
-        found = Times(
+        times = Times(
             compute_s=m * compute,
             recompute_s=m * again,
             tp_s=m * exchange,
@@ -353,8 +353,8 @@ class Estimator:
             optimizer_s=self._optimizer_s(plan, frame.most_parameters),
             offload_s=self._offload_s(plan, frame),
         )
-        late_s = self._host_s(plan, max(frame.layers)) - found.total_s
-        return dataclasses.replace(found, host_s=late_s) if late_s > 0 else found
+        late_s = self._host_s(plan, max(frame.layers)) - times.total_s
+        return dataclasses.replace(times, host_s=late_s) if late_s > 0 else times
 
     def _pipe_s(self, plan: ParallelPlan, frame: Frame) -> float:
         """All passes of a step: simulated, but for pipelines that would take seconds to simulate.

@@ -128,7 +128,7 @@ def _offloading(result: SearchResult, best: Prediction) -> str:
     plan, estimator = best.plan, result.estimator()
     alone = dataclasses.replace(plan, offload="")
     small = dataclasses.replace(alone, microbatch=1, accumulation=plan.accumulation * plan.microbatch)
-    full = (dataclasses.replace(one, recompute="full") for one in (alone, small))
+    full = (dataclasses.replace(layout, recompute="full") for layout in (alone, small))
     others = [estimator.predict(other) for other in dict.fromkeys((alone, small, *full))]
     saved = others[0].memory.total_bytes - best.memory.total_bytes
     cost = f"{format_seconds(best.times.offload_s)} ({best.times.offload_s / best.step_time_s:.1%}) of the step"
@@ -139,7 +139,7 @@ def _offloading(result: SearchResult, best: Prediction) -> str:
     if not fitting:
         pays = "pays, as it would not fit otherwise"
     else:
-        other = min(fitting, key=lambda one: one.step_time_s)
+        other = min(fitting, key=lambda prediction: prediction.step_time_s)
         how = "pays" if other.step_time_s > best.step_time_s else "does not pay"
         layout = f"microbatch {other.plan.microbatch}, recomputation {other.plan.recompute}"
         pays = f"{how}: without it ({layout}) a step takes {format_seconds(other.step_time_s)}"

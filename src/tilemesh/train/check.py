@@ -317,8 +317,8 @@ def _check_compress(made: TrainConfig) -> None:
 def _matrices(model: ModelConfig) -> dict[str, tuple[int, int]]:
     """(outputs, inputs) of the matrices that a recipe may name."""
     inside = {weight.name: (weight.outputs, weight.inputs) for weight in layer_weights(model) if weight.inputs > 1}
-    found = {f"layers.{layer}.{name}": shape for layer in range(model.layers) for name, shape in inside.items()}
-    return found if model.tied else {**found, "output": (model.vocabulary, model.width)}
+    shapes = {f"layers.{layer}.{name}": shape for layer in range(model.layers) for name, shape in inside.items()}
+    return shapes if model.tied else {**shapes, "output": (model.vocabulary, model.width)}
 
 
 def _check_held_out(made: TrainConfig) -> None:
@@ -415,7 +415,7 @@ def _host_bytes(made: TrainConfig, plan: ParallelPlan, on_gpu: bool, here: int) 
     device = H200 if on_gpu else CPU  # of a GPU nothing counts here but that it is one
     room = Room(made.model, Cluster((make_node(device, plan.world),)), made.context, code)
     counts = chunk_layers(plan, made.model.layers) if plan.pp > 1 else (made.model.layers,)
-    stages = room.host_bytes(plan, counts) if on_gpu else [one.total_bytes for one in room.stages(plan, counts)]
+    stages = room.host_bytes(plan, counts) if on_gpu else [stage.total_bytes for stage in room.stages(plan, counts)]
     return sum(stages) * plan.dp * plan.tp * here // plan.world
 
 

@@ -19,8 +19,8 @@ def shares(step_s: float, exchange_s: float, data_s: float, idle_s: float) -> Sh
     """The four parts of a step of `step_s` seconds; what is in none of the others is compute."""
     if step_s <= 0:
         return Shares(1.0, 0.0, 0.0, 0.0)
-    parts = [max(0.0, one) / step_s for one in (exchange_s, data_s, idle_s)]
+    parts = [max(0.0, seconds) / step_s for seconds in (exchange_s, data_s, idle_s)]
     total = sum(parts)
     if total > 1:
-        parts = [one / total for one in parts]
+        parts = [part / total for part in parts]
     return Shares(max(0.0, 1 - sum(parts)), *parts)

@@ -52,8 +52,8 @@ def export(
         _save_adapter(config, reader, folder)
         return reader.manifest.step
     carried = Path(run) / CARRIED
-    found = None if carried.is_dir() else _tokenizer(config, say)
-    special = special_ids(carried) if found is None else _end_of(found)
+    tokenizer = None if carried.is_dir() else _tokenizer(config, say)
+    special = special_ids(carried) if tokenizer is None else _end_of(tokenizer)
     weights: Weights = reader
     if lora.rank:
         from tilemesh.model.lora import MergedWeights
@@ -63,8 +63,8 @@ def export(
     huggingface.save_parameters(config.model, read_weights(config.model, weights), folder, special)
     if carried.is_dir():
         copy_carried(carried, folder)
-    elif found is not None:
-        _write_tokenizer(found, config.model.context, Path(folder))
+    elif tokenizer is not None:
+        _write_tokenizer(tokenizer, config.model.context, Path(folder))
     return reader.manifest.step
 
 
@@ -90,11 +90,11 @@ def _save_adapter(config: TrainConfig, reader: Reader, folder: str | Path) -> No
 def _tokenizer(config: TrainConfig, say: Callable[[str], None]) -> Tokenizer | None:
     """What the run's tokens mean; None, which is said, where that cannot be found out any more."""
     try:
-        found = tokenizer_of(config.data)
+        tokenizer = tokenizer_of(config.data)
     except (UsageError, RunError) as error:
         say(f"no tokenizer is written beside the weights: {error}")
         return None
-    return None if isinstance(found, Unknown) else found
+    return None if isinstance(tokenizer, Unknown) else tokenizer
 
 
 def _end_of(tokenizer: Tokenizer) -> dict[str, Any]:

@@ -59,12 +59,12 @@ _LEAST_S = 1e-9  # what noise makes negative costs nothing, and a calibration ho
 def host_figures(device: str = "cuda", *, kinds: tuple[str, ...] = tuple(KINDS)) -> list[Figure]:
     """Not yet measured; what belongs to one kind and code is measured with the first of its figures."""
     name = torch.cuda.get_device_name() if device == "cuda" else device
-    found = []
+    figures = []
     for kind in kinds:
         for code in CODES:
             costs = HostCosts(kind, code, device)
-            found += [_figure(name, costs, part) for part in PARTS]
-    return found
+            figures += [_figure(name, costs, part) for part in PARTS]
+    return figures
 
 
 def _figure(name: str, costs: HostCosts, part: str) -> Figure:
@@ -97,15 +97,15 @@ class Read:
 def split(shallow: Read, deep: Read, depths: tuple[int, int] = DEPTHS) -> dict[str, float]:
     """Seconds by part: a line through the two depths, for the passes and for what comes after them."""
     few, many = depths
-    found = {}
+    parts = {}
     for name, low, high in (
         ("passes", shallow.passes_s, deep.passes_s),
         ("update", shallow.update_s, deep.update_s),
     ):
         layer = max(_LEAST_S, (high - low) / (many - few))
-        found[f"{name}-layer"] = layer
-        found[name] = max(_LEAST_S, low - few * layer)
-    return found
+        parts[f"{name}-layer"] = layer
+        parts[name] = max(_LEAST_S, low - few * layer)
+    return parts
 
 
 class HostCosts:
@@ -115,7 +115,7 @@ class HostCosts:
         self.kind, self.code, self.device, self.rounds = kind, code, device, rounds
 
     def outcome(self, part: str) -> FigureOutcome:
-        return FigureOutcome(Sample.of([one[part] for one in self.rounds_read]))
+        return FigureOutcome(Sample.of([parts[part] for parts in self.rounds_read]))
 
     @cached_property
     def rounds_read(self) -> list[dict[str, float]]:
@@ -126,11 +126,11 @@ class HostCosts:
             for _ in range(WARM_STEPS):  # compiles
                 step.passes()
                 step.update()
-        found = []
+        rounds = []
         for _ in range(self.rounds):
             shallow, deep = (self._read(step) for step in steps)
-            found.append(split(shallow, deep))
-        return found
+            rounds.append(split(shallow, deep))
+        return rounds
 
     def _read(self, step: SmallStep) -> Read:
         """Medians over some steps: one that the machine interrupts moves neither."""

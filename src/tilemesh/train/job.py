@@ -219,8 +219,8 @@ def _note(folder: Path, others: OtherWork) -> None:
 
 def _rows(folder: Path) -> list[Row]:
     """Made of the summary and the prediction, and written beside them; none where there is no summary."""
-    found = folders.read_small(folder, SUMMARY)
-    made = rows(found, folders.read_small(folder, PREDICTED)) if found else []
+    summary = folders.read_small(folder, SUMMARY)
+    made = rows(summary, folders.read_small(folder, PREDICTED)) if summary else []
     with contextlib.suppress(RunError):  # the disk may be full; what is returned was measured all the same
         write_rows(made, folder / ROWS)
     return made

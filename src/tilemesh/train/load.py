@@ -275,17 +275,17 @@ class _SavedPlan:
 
     @classmethod
     def read(cls, file: str | Path) -> _SavedPlan:
-        found = config.read_toml(file, "plan")
-        if not found:
+        told_plan = config.read_toml(file, "plan")
+        if not told_plan:
             raise UsageError(Argument("plan"), f" '{file}' is empty: expected a file of `tilemesh plan … --save`")
-        told, train = found.pop("model", None), found.pop("train", {})
+        told, train = told_plan.pop("model", None), told_plan.pop("train", {})
         if told is not None and not isinstance(told, dict):
             raise UsageError(f"{file}: model is {shown(told)}: expected a section [model]")
         model = None if told is None else config.from_dict(ModelConfig, told, f"{file}: model")
         context = train.get("context") if isinstance(train, dict) else None
         if train != {} and (not isinstance(context, int) or isinstance(context, bool) or len(train) > 1):
             raise UsageError(f"{file}: the section train of a plan holds the context alone, as a whole number")
-        return cls(str(file), config.from_dict(ParallelPlan, found, str(file)), model, context)
+        return cls(str(file), config.from_dict(ParallelPlan, told_plan, str(file)), model, context)
 
 
 def _of_plan(saved: _SavedPlan, sets: Sequence[str]) -> _Start:

@@ -407,8 +407,8 @@ class Loop:
 
 def _difference(now: Bytes, then: Bytes) -> Bytes:
     """What was moved in between; what was not is left out."""
-    found = {
+    differences = {
         axis: {name: nbytes - then.get(axis, {}).get(name, 0) for name, nbytes in moved.items()}
         for axis, moved in now.items()
     }
-    return {axis: {name: nbytes for name, nbytes in moved.items() if nbytes} for axis, moved in found.items()}
+    return {axis: {name: nbytes for name, nbytes in moved.items() if nbytes} for axis, moved in differences.items()}

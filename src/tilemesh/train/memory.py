@@ -19,8 +19,12 @@ from torch import Tensor
 
 def storage_bytes(tensors: Iterable[Tensor | None]) -> int:
     """Of all of them together, each storage once."""
-    found = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in tensors if one is not None}
-    return sum(found.values())
+    sizes = {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+        for tensor in tensors
+        if tensor is not None
+    }
+    return sum(sizes.values())
 
 
 class SavedBytes:
@@ -32,7 +36,7 @@ class SavedBytes:
     def __init__(self, but: Iterable[Tensor]) -> None:
         self.peak = 0
         self._now = 0
-        self._but = {_key(one) for one in but}
+        self._but = {_key(tensor) for tensor in but}
         self._held: dict[int, int] = {}  # storage: how many saved tensors lie in it
         self._hooks: Any = torch.autograd.graph.saved_tensors_hooks(lambda tensor: _Kept(self, tensor), _Kept.give)
 
@@ -45,7 +49,7 @@ class SavedBytes:
 
     def now(self, beside: Iterable[Tensor] = ()) -> int:
         """Bytes kept at this moment, those of other tensors with them."""
-        others = (one for one in beside if one.untyped_storage().data_ptr() not in self._held)
+        others = (tensor for tensor in beside if tensor.untyped_storage().data_ptr() not in self._held)
         return self._now + storage_bytes(others)
 
     def take(self, key: int, nbytes: int) -> None:

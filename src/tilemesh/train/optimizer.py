@@ -210,9 +210,9 @@ class Optimizer:
         states = {}
         for name, value in self.stepped.items():
             states[name] = {kind: tensors[kind, name].to(value.device, value.dtype) for kind in self.kinds[name]}
-            for kind, found in states[name].items():
-                if found.shape != value.shape:
-                    raise RunError(f"{kind} of {name} has shape {tuple(found.shape)}, expected {tuple(value.shape)}")
+            for kind, moment in states[name].items():
+                if moment.shape != value.shape:
+                    raise RunError(f"{kind} of {name} has shape {tuple(moment.shape)}, expected {tuple(value.shape)}")
         if self._kernels is not None:
             self._kernels.put(steps, states)
             return

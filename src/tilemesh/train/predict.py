@@ -43,7 +43,7 @@ def predict_run(config: TrainConfig, gpus: Sequence[str]) -> dict[str, Any]:
         model, plan = config.model, settled(config.plan, config.model.layers)
         # On a CPU tilemesh's loss is torch's, from logits of all tokens.
         is_chunked = on_gpu and config.kernels_on("cuda").loss != TORCH
-        found = predict(
+        prediction = predict(
             model,
             cluster,
             plan,
@@ -57,13 +57,13 @@ def predict_run(config: TrainConfig, gpus: Sequence[str]) -> dict[str, Any]:
         return {"missing": f"the planner: {error}", **stamp()}
     return {
         **stamp(),
-        **prediction_figures(found),
-        "step_time_s": found.step_time_s,
-        "mfu": found.mfu,
-        "hfu": found.hfu,
-        "exchange_share": found.times.exposed_s / found.step_time_s,
-        **(served_figures(config, found, cluster) if config.train.method == "server" else {}),
-        "memory_bytes": found.memory.seen_bytes(cluster.device.kind),
+        **prediction_figures(prediction),
+        "step_time_s": prediction.step_time_s,
+        "mfu": prediction.mfu,
+        "hfu": prediction.hfu,
+        "exchange_share": prediction.times.exposed_s / prediction.step_time_s,
+        **(served_figures(config, prediction, cluster) if config.train.method == "server" else {}),
+        "memory_bytes": prediction.memory.seen_bytes(cluster.device.kind),
         "limit_s": _limit_s(config, on_gpu),
         **_doubt(),
     }
@@ -76,25 +76,25 @@ def _doubt() -> dict[str, str]:
     return {} if busy is None or not busy.is_busy else {"calibration_busy": busy.words}
 
 
-def compute_dtype(found: Mapping[str, Any]) -> str:
+def compute_dtype(summary: Mapping[str, Any]) -> str:
     """What products of a run are made in."""
-    return ParallelPlan(precision=found["plan"]["precision"]).compute_dtype
+    return ParallelPlan(precision=summary["plan"]["precision"]).compute_dtype
 
 
-def calibrated_peak(found: Mapping[str, Any]) -> tuple[float | None, str]:
+def calibrated_peak(summary: Mapping[str, Any]) -> tuple[float | None, str]:
     """FLOP/s that all ranks' devices together were measured to reach, or why that is not known."""
-    dtype = compute_dtype(found)
+    dtype = compute_dtype(summary)
     try:
-        known = calibration.find(str(found["machine"]))
+        known = calibration.find(str(summary["machine"]))
     except RunError as error:
         return None, str(error)
     if known is None:
         return None, "this machine has no calibration: run `tilemesh calibrate` once"
-    rates = known.all_cores if found["device"] == "cpu" else known.gpu
+    rates = known.all_cores if summary["device"] == "cpu" else known.gpu
     rate = None if rates is None else rates.matmul_flops_per_s.get(dtype)
     if rate is None:
         return None, f"no matmul in {dtype} was calibrated on this machine"
-    return rate * (1 if found["device"] == "cpu" else found["world"]), ""
+    return rate * (1 if summary["device"] == "cpu" else summary["world"]), ""
 
 
 def _limit_s(config: TrainConfig, on_gpu: bool) -> float | None:

@@ -292,17 +292,17 @@ def earlier_choices(folder: Path, resume: bool, say: Callable[[str], None]) -> d
     """What `auto` picked in an earlier part of this run; what is no table of names is picked afresh, and said."""
     afresh = "chosen afresh, and sums may round otherwise than before"
     try:
-        found = read_object(folder / CHOICES)
+        choices = read_object(folder / CHOICES)
     except NotThere:
-        found = {}
+        choices = {}
         if resume and newest_checkpoint(folder) is not None:  # which is written before it
             say(f"LOST CHOICES: {CHOICES} is not there: algorithms are {afresh}")
     except Unread as error:
-        found = {}
+        choices = {}
         say(f"DAMAGED CHOICES: {CHOICES} is {error}: algorithms are {afresh}")
     made = {}
     for part in ("collectives", "matmul"):
-        table = found.get(part, {})
+        table = choices.get(part, {})
         is_sound = isinstance(table, dict) and all(isinstance(name, str) for name in table.values())
         if not is_sound:
             say(f"DAMAGED CHOICES: {CHOICES}: {part} is no table of names: they are {afresh}")
@@ -401,11 +401,11 @@ def _finish(loop: Loop, corpus: Corpus, recorder: Recorder, journal: Journal, ba
             loop.writer.say(f"no sample: {error}")
     recorder.at("summary")
     predicted = read_small(loop.folder, PREDICTED) if comm.rank == 0 else {}
-    found = summary.gather(loop, recorder, baseline, began, limit_s=predicted.get("limit_s"))
+    figures = summary.gather(loop, recorder, baseline, began, limit_s=predicted.get("limit_s"))
     comm.barrier()
     if comm.rank == 0:
         if not stays:
-            journal.summarize(TRAIN, {**found, "predicted": predicted} if predicted else found)
+            journal.summarize(TRAIN, {**figures, "predicted": predicted} if predicted else figures)
             loop.write_choices()
         if text is not None:
             journal.write(SAMPLE, text)
@@ -478,13 +478,13 @@ def _headline(config: TrainConfig, mesh: Mesh, corpus: Corpus, device: torch.dev
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for key, value in tree.items():
         if isinstance(value, Mapping):
-            found |= _flat(value, f"{prefix}{key}.")
+            flat |= _flat(value, f"{prefix}{key}.")
         else:
-            found[prefix + key] = None if isinstance(value, float) and math.isnan(value) else value
-    return found
+            flat[prefix + key] = None if isinstance(value, float) and math.isnan(value) else value
+    return flat
 
 
 if __name__ == "__main__":

@@ -140,7 +140,7 @@ class Recorder:
     def exchange_s(self) -> float:
         """Seconds in collectives so far, without the waiting at the end of a step."""
         self.tell()
-        return sum(one.seconds for one in self.moved.values())
+        return sum(transfers.seconds for transfers in self.moved.values())
 
     def parts_s(self) -> tuple[float, float, float]:
         """Seconds so far in exchanges, waiting included, waiting for data, and waiting for other ranks."""
@@ -148,10 +148,10 @@ class Recorder:
 
     def bytes_by_axis(self) -> dict[str, dict[str, int]]:
         self.tell()
-        found: dict[str, dict[str, int]] = {}
-        for (axis, operation), one in self.moved.items():
-            found.setdefault(axis, {})[operation] = one.nbytes
-        return found
+        nbytes: dict[str, dict[str, int]] = {}
+        for (axis, operation), transfers in self.moved.items():
+            nbytes.setdefault(axis, {})[operation] = transfers.nbytes
+        return nbytes
 
 
 def observe_mesh(mesh: Mesh, recorder: Recorder) -> None:

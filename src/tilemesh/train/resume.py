@@ -44,12 +44,12 @@ def begin(loop: Loop, init: str | Path | None, resume: bool, say: Say) -> None:
     if loop.config.lora.base is not None and loop.config.lora.rank:
         _load_base(loop, loop.config.lora.base, say)
         init = None
-    found = sound_checkpoint(loop.folder, comm, say) if resume else None
-    if found is not None:
-        restore(loop, Reader(found))
+    checkpoint = sound_checkpoint(loop.folder, comm, say) if resume else None
+    if checkpoint is not None:
+        restore(loop, Reader(checkpoint))
         loop.journal.add(RESUMED, loop.progress.step, plan=loop.config.plan.to_dict())
         if comm.rank == 0:
-            say(f"going on from step {loop.progress.step} ({found})")
+            say(f"going on from step {loop.progress.step} ({checkpoint})")
     elif init is not None:
         _load_hugging_face(loop, Path(init))
         if comm.rank == 0:

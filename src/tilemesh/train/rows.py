@@ -28,19 +28,19 @@ _STATES_DEPEND_ON = ("dp", "tp", "pp", "zero", "zero_group", "precision")
 _NO_PEER = "a run has no peer of its own: see `tilemesh bench train`"
 
 
-def rows(found: Mapping[str, Any], predicted: Mapping[str, Any]) -> list[Row]:
+def rows(summary: Mapping[str, Any], predicted: Mapping[str, Any]) -> list[Row]:
     """Step time, throughput, MFU, HFU, exchange share and peak memory of a run's summary."""
-    model = ModelConfig(**found["model"])
-    plan = found["plan"]
-    context, batch = int(found["context"]), int(found["batch"])
+    model = ModelConfig(**summary["model"])
+    plan = summary["plan"]
+    context, batch = int(summary["context"]), int(summary["batch"])
     flops = model_flops(model, batch, context)
     as_run = ParallelPlan(**plan)
     repeated = recomputed_layers(as_run, chunk_layers(as_run, model.layers)) / model.layers
     done_flops = hardware_flops(model, batch, context, as_run.repeated, repeated)
-    peak, why_no_peak = calibrated_peak(found)
-    if found.get("lora"):
+    peak, why_no_peak = calibrated_peak(summary)
+    if summary.get("lora"):
         peak, why_no_peak = None, "the FLOPs of a step with adapters beside frozen weights are not counted"
-    step = None if found["step_time_s"] is None else Sample(**found["step_time_s"])
+    step = None if summary["step_time_s"] is None else Sample(**summary["step_time_s"])
     no_step = "too few steps: the first ones and those with a checkpoint do not count"
     why = str(predicted.get("missing", "no prediction was made before the run"))
     tokens = batch * context
@@ -52,10 +52,10 @@ def rows(found: Mapping[str, Any], predicted: Mapping[str, Any]) -> list[Row]:
         else {}
     )
     laid |= {"zero": plan["zero"]} if plan.get("zero") else {}
-    laid |= {"servers": len(servers)} if (servers := found.get("method", {}).get("servers")) else {}
+    laid |= {"servers": len(servers)} if (servers := summary.get("method", {}).get("servers")) else {}
     case = {
-        **laid, "precision": plan["precision"], "ranks": found["world"],
-        "cores": found["cores"], "batch": batch, "context": context,
+        **laid, "precision": plan["precision"], "ranks": summary["world"],
+        "cores": summary["cores"], "batch": batch, "context": context,
     }  # fmt: skip
 
     def row(
@@ -73,11 +73,11 @@ def rows(found: Mapping[str, Any], predicted: Mapping[str, Any]) -> list[Row]:
             name=name, case=case, unit=unit, predicted=guess, measured=measured, limit=limit, missing=reasons, **stamp()
         )
 
-    share, shares_cores = least_exchange_share(found), int(found["world"]) > int(found["cores"])
+    share, shares_cores = least_exchange_share(summary), int(summary["world"]) > int(summary["cores"])
     # What the process itself takes (the interpreter, torch) is not the model's: the planner knows nothing of it either.
-    pairs = zip(found["peak_memory_bytes"], found["memory_baseline_bytes"], strict=True)
+    pairs = zip(summary["peak_memory_bytes"], summary["memory_baseline_bytes"], strict=True)
     memory = max(peak - baseline for peak, baseline in pairs)
-    told_s, whole = predicted.get("step_time_s"), None if found.get("lora") else _datasheet_peak(found) or peak
+    told_s, whole = predicted.get("step_time_s"), None if summary.get("lora") else _datasheet_peak(summary) or peak
     predicted = {**predicted, "tokens_per_s": told_s and tokens / told_s}
     made = [
         row("step time", "s", "step_time_s", step, limit_s, {}),
@@ -91,7 +91,7 @@ def rows(found: Mapping[str, Any], predicted: Mapping[str, Any]) -> list[Row]:
         made.append(row(name, "fraction", key, value, None if peak is None or whole is None else peak / whole, {}))
         if value is None and step is not None:
             made[-1] = _without_measured(made[-1], why_no_peak)
-    if found["world"] > 1:
+    if summary["world"] > 1:
         measured_share = None if step is None else _exact(share)
         made.append(
             row(
@@ -104,34 +104,34 @@ def rows(found: Mapping[str, Any], predicted: Mapping[str, Any]) -> list[Row]:
         least_bytes(model, ParallelPlan(**{name: plan[name] for name in _STATES_DEPEND_ON if name in plan}))
     )
     least = f"weights, gradients and optimizer states alone take {kept} per rank; activations have no lower bound"
-    if found.get("lora"):
+    if summary.get("lora"):
         least = "frozen weights need neither gradients nor optimizer states; activations have no lower bound"
     made.append(row("peak memory per rank", "B", "memory_bytes", _exact(memory), None, {"limit": least}))
     return made
 
 
-def mfu_words(found: Mapping[str, Any]) -> str:
+def mfu_words(summary: Mapping[str, Any]) -> str:
     """How MFU counts attention, and what it would be by the other common count; nothing where there is no MFU."""
-    peak = None if found.get("lora") else _datasheet_peak(found) or calibrated_peak(found)[0]
-    if found["step_time_s"] is None or peak is None:
+    peak = None if summary.get("lora") else _datasheet_peak(summary) or calibrated_peak(summary)[0]
+    if summary["step_time_s"] is None or peak is None:
         return ""
-    tokens = int(found["batch"]) * int(found["context"])
-    flops = 6 * count_parameters(ModelConfig(**found["model"])).total * tokens
-    share = Sample(**found["step_time_s"]).rate(flops).scaled(1 / peak).median
+    tokens = int(summary["batch"]) * int(summary["context"])
+    flops = 6 * count_parameters(ModelConfig(**summary["model"])).total * tokens
+    share = Sample(**summary["step_time_s"]).rate(flops).scaled(1 / peak).median
     other = f"by 6 FLOPs per parameter and token it is {100 * share:.1f} %"
     return f"MFU counts attention, the whole square of its scores; {other}"
 
 
-def least_exchange_share(found: Mapping[str, Any]) -> float:
+def least_exchange_share(summary: Mapping[str, Any]) -> float:
     """Of a step, what the rank that waited least spent in collectives.
 
     The planner predicts the exchange itself, as if all ranks came to it together. A rank that comes early is in the
     collective for longer, waiting; whoever comes last is there for the exchange alone, or nearly.
     """
-    ranks = [one for one in found.get("ranks") or () if one["step_s"] > 0 and not one.get("is_server")]
+    ranks = [rank for rank in summary.get("ranks") or () if rank["step_s"] > 0 and not rank.get("is_server")]
     if not ranks:
-        return float(found["shares"]["exchange"] + found["shares"]["idle"])
-    return min(1.0, *(float(one["exchange_s"] + one["idle_s"]) / float(one["step_s"]) for one in ranks))
+        return float(summary["shares"]["exchange"] + summary["shares"]["idle"])
+    return min(1.0, *(float(rank["exchange_s"] + rank["idle_s"]) / float(rank["step_s"]) for rank in ranks))
 
 
 def _without_measured(row: Row, why: str) -> Row:
@@ -143,15 +143,15 @@ def _exact(value: float) -> Sample:
     return Sample(float(value), float(value), float(value), 1)
 
 
-def _datasheet_peak(found: Mapping[str, Any]) -> float | None:
+def _datasheet_peak(summary: Mapping[str, Any]) -> float | None:
     """FLOP/s of all GPUs of a run by their datasheet, which MFU and HFU are fractions of; None for one that has none.
 
     So the planner has them too. A CPU's peak is what was measured.
     """
-    if found["device"] == "cpu":
+    if summary["device"] == "cpu":
         return None
     try:
-        return parse_cluster(str(found["cluster"])).device.peak(compute_dtype(found)) * int(found["world"])
+        return parse_cluster(str(summary["cluster"])).device.peak(compute_dtype(summary)) * int(summary["world"])
     except UsageError:
         return None
 

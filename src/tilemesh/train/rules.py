@@ -54,7 +54,7 @@ def decay_of(config: OptimizerConfig, name: str, whole: Sequence[int]) -> float:
 
 def decay_patterns(config: OptimizerConfig) -> list[tuple[str, float]]:
     """`optimizer.decay_groups` as pairs."""
-    found = []
+    patterns = []
     for text in config.decay_groups:
         pattern, equals, number = text.rpartition("=")
         try:
@@ -66,5 +66,5 @@ def decay_patterns(config: OptimizerConfig) -> list[tuple[str, float]]:
                 f"optimizer.decay_groups has '{text}': expected PATTERN=NUMBER, such as token_embedding.*=0, with a "
                 "number of 0 or more"
             )
-        found.append((pattern, decay))
-    return found
+        patterns.append((pattern, decay))
+    return patterns

@@ -91,14 +91,14 @@ class FlatWeights:
 
 def flat_states(optimizer: Optimizer, kinds: Mapping[str, Sequence[str]]) -> list[Tensor]:
     """What an optimizer remembers, one vector for each kind; zeros where a parameter has fewer kinds than others."""
-    found = []
+    vectors = []
     for number in range(max((len(names) for names in kinds.values()), default=0) if optimizer.steps else 0):
         pieces = [
             optimizer._state(name)[kinds[name][number]] if number < len(kinds[name]) else torch.zeros_like(value)
             for name, value in optimizer.stepped.items()
         ]
-        found.append(torch.cat([piece.reshape(-1) for piece in pieces]))
-    return found
+        vectors.append(torch.cat([piece.reshape(-1) for piece in pieces]))
+    return vectors
 
 
 class OptimizedShard:

@@ -22,29 +22,35 @@ _NAPS = 5
 gradient."""
 
 
-def served_figures(config: TrainConfig, found: Prediction, cluster: Cluster) -> dict[str, Any]:
+def served_figures(config: TrainConfig, predicted: Prediction, cluster: Cluster) -> dict[str, Any]:
     """What differs from the prediction for data parallelism, by the same names. `exchanges` count one worker's bytes of
     weights and of gradients in a step, to all servers together."""
     method, workers = config.method, config.plan.dp
     nbytes = count_parameters(config.model).total * (8 if config.plan.precision == "fp64" else 4)
-    computing_s = found.times.total_s - found.times.exposed_s - found.times.optimizer_s
+    computing_s = predicted.times.total_s - predicted.times.exposed_s - predicted.times.optimizer_s
     link = cluster.node.intra
     copied_s = 2 * nbytes / cluster.device.memory_bytes_per_s
     on_the_way_s = 2 * nbytes / method.servers / link.bytes_per_s + 4 * link.latency_s + _NAPS * NAP_S / 2
-    times = ServerTimes(copied_s, copied_s + found.times.optimizer_s, on_the_way_s / 4, method.servers)
+    times = ServerTimes(copied_s, copied_s + predicted.times.optimizer_s, on_the_way_s / 4, method.servers)
     bound = bound_of(method.consistency, method.staleness)
     run = simulate_server(workers, _CLOCKS, lambda worker, clock: computing_s, bound, times, method.batch)
     step_s = workers / run.throughput
-    slower = found.step_time_s / step_s
+    slower = predicted.step_time_s / step_s
     outside_s = step_s - computing_s
     return {
         "step_time_s": step_s,
-        "tokens_per_s": found.tokens / step_s,
-        "mfu": found.mfu * slower,
-        "hfu": found.hfu * slower,
+        "tokens_per_s": predicted.tokens / step_s,
+        "mfu": predicted.mfu * slower,
+        "hfu": predicted.hfu * slower,
         "exchange_share": outside_s / step_s,
         "exposed_communication_s": outside_s,
-        "times": {**dataclasses.asdict(found.times), "tp_s": 0.0, "pp_s": 0.0, "dp_s": outside_s, "optimizer_s": 0.0},
+        "times": {
+            **dataclasses.asdict(predicted.times),
+            "tp_s": 0.0,
+            "pp_s": 0.0,
+            "dp_s": outside_s,
+            "optimizer_s": 0.0,
+        },
         "traffic": {"server": nbytes},
         "exchanges": {"server": {"push": nbytes, "pull": nbytes}},
     }

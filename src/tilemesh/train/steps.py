@@ -203,9 +203,9 @@ class Stepper:
                 laid = self.laid
 
                 def live() -> int:
-                    found = saved.now(laid.kept())
-                    saved.peak = max(saved.peak, found)  # what may go to the host is kept by others than autograd
-                    return found
+                    nbytes = saved.now(laid.kept())
+                    saved.peak = max(saved.peak, nbytes)  # what may go to the host is kept by others than autograd
+                    return nbytes
 
                 self.recorder.live = live
             yield

@@ -55,9 +55,9 @@ def gather(
     # Ranks that lay nothing of the mesh: other workers beside parameter servers, and these.
     others, world = method.pop("others", []), config.ranks if config.train.method == "server" else comm.size
     by_operation = {
-        f"{axis} {name}": one.step_seconds
-        for (axis, name), one in recorder.moved.items()
-        if axis != CONTROL and one.step_seconds
+        f"{axis} {name}": transfers.step_seconds
+        for (axis, name), transfers in recorder.moved.items()
+        if axis != CONTROL and transfers.step_seconds
     }
     cluster = f"{world}xlocal" if loop.device.type == "cpu" else f"{world}x{_gpu()}"
     return {

@@ -60,7 +60,7 @@ class LayerClock:
             for kind, config in kinds.items()
             for count in (_FEW, _SOME)
         }
-        found = []
+        seconds = []
         for which in range(2):
             calls = {f"{kind} {count}": passes[which] for (kind, count), passes in made.items()}
             timed = compare(
@@ -71,8 +71,8 @@ class LayerClock:
                 for kind in kinds
             }
             around = max(timed[f"plain {_FEW}"].median - _FEW * layer["plain"], 0.0)
-            found.append((around, layer["plain"], layer.get("small", layer["plain"])))
-        return found
+            seconds.append((around, layer["plain"], layer.get("small", layer["plain"])))
+        return seconds
 
     def _random(self, config: ModelConfig) -> Transformer:
         model = Transformer(config, device="meta", dtype=self.dtype)

@@ -58,19 +58,19 @@ def bench_methods(
     slow_rank: int, factor: float, clocks: int = CLOCKS, blocks: int = 2, say: Callable[[str], None] = lambda text: None
 ) -> MethodsFound:
     """All parts, one after the other. `slow_rank`: of the second straggler study; the first draws one at every step."""
-    found = MethodsFound()
+    findings = MethodsFound()
     say(f"server traffic and stragglers: {WORKERS} workers, {SERVERS} server")
     with Ranks(WORKERS + SERVERS, sink=lambda rank, stream, line: None) as ranks:
         rows, large, small = traffic_rows(ranks)
         loads, notes = hotspots(large, COMPUTE_S)
-        found.rows, found.loads, found.notes = rows, loads, notes
-        _stragglers(ranks, found, slow_rank, factor, clocks, blocks, small.times(SERVERS))
-        _bounds(ranks, found, factor)
+        findings.rows, findings.loads, findings.notes = rows, loads, notes
+        _stragglers(ranks, findings, slow_rank, factor, clocks, blocks, small.times(SERVERS))
+        _bounds(ranks, findings, factor)
     say("K-means on MapReduce")
-    _clusters(found)
+    _clusters(findings)
     say("compressed and local updates beside torch's hooks")
-    _hooks(found)
-    return found
+    _hooks(findings)
+    return findings
 
 
 def parse_slow(text: str) -> tuple[int, float]:
@@ -87,13 +87,13 @@ def parse_slow(text: str) -> tuple[int, float]:
     return rank, factor
 
 
-def _bounds(ranks: Ranks, found: MethodsFound, factor: float) -> None:
+def _bounds(ranks: Ranks, findings: MethodsFound, factor: float) -> None:
     """Ho et al.'s bound beside the measured difference, and a staleness bound that is too large to converge."""
     call = "tilemesh.bench.methods.bounds:bounded_runs"
     taken = ranks.call(call, _BOUNDS, True, WORKERS, _BOUND_CLOCKS, factor, timeout_s=120)
     for number, bound in enumerate(_BOUNDS):
         losses = [rank[number]["losses"] for rank in taken if rank[number]]
-        found.rows.append(
+        findings.rows.append(
             Row(
                 name="excess loss", unit="nats",
                 case={"bound": bound, "workers": WORKERS, "pushes": WORKERS * _BOUND_CLOCKS, **ranks_case(len(taken))},
@@ -105,16 +105,16 @@ def _bounds(ranks: Ranks, found: MethodsFound, factor: float) -> None:
     taken = ranks.call(call, _WIDE_BOUNDS, False, WORKERS, _BOUND_CLOCKS, factor, timeout_s=120)
     for number, bound in enumerate(_WIDE_BOUNDS):
         losses = [rank[number]["losses"] for rank in taken if rank[number]]
-        found.bounds.append(BoundCurve(bound, [sum(step) / len(step) for step in zip(*losses, strict=True)]))
-    ended = ", ".join(f"s = {curve.bound}: {curve.losses[-1] / curve.losses[0]:.1e}" for curve in found.bounds)
-    found.notes.append(
+        findings.bounds.append(BoundCurve(bound, [sum(step) / len(step) for step in zip(*losses, strict=True)]))
+    ended = ", ".join(f"s = {curve.bound}: {curve.losses[-1] / curve.losses[0]:.1e}" for curve in findings.bounds)
+    findings.notes.append(
         f"A quadratic whose workers keep what they read for s steps, loss after {_BOUND_CLOCKS} steps beside the first "
         f"one: {ended}. At this rate bounds below {CONVERGES_BELOW:.1f} converge by arithmetic"
     )
 
 
 def _stragglers(
-    ranks: Ranks, found: MethodsFound, slow: int, factor: float, steps: int, blocks: int, times: ServerTimes
+    ranks: Ranks, findings: MethodsFound, slow: int, factor: float, steps: int, blocks: int, times: ServerTimes
 ) -> None:
     # A rank that is drawn anew uses a bound up now and then; one that is always slow does so at once: a third of the
     # steps shows it.
@@ -137,10 +137,10 @@ def _stragglers(
             seen = [rank[number] for rank in taken]
             rates[name].append(throughput(seen))
             if number >= len(cases) - len(METHODS):
-                found.curves.append(_curve(name, words, seen))
+                findings.curves.append(_curve(name, words, seen))
         synchronous = Sample.of(rates["synchronous"])
         for name in METHODS:
-            found.rows.append(
+            findings.rows.append(
                 Row(
                     name="straggler", unit="steps/s",
                     case={
@@ -156,7 +156,7 @@ def _stragglers(
             )  # fmt: skip
     many = durations_of({"rank": 17, "factor": factor}, 100, 1.0)
     apart = simulate_server(100, 40, many, math.inf).throughput / simulate_synchronous(100, 40, many).throughput
-    found.notes.append(
+    findings.notes.append(
         f"Simulated for 100 workers of which one is {factor:g} times slower: asynchronous {apart:.2f} times the "
         "synchronous throughput"
     )
@@ -195,28 +195,28 @@ def _curve(name: str, words: str, seen: Sequence[dict[str, Any]]) -> MethodCurve
     return MethodCurve(name, words, losses, [part / (ended - began) for part in busy], **served)
 
 
-def _clusters(found: MethodsFound) -> None:
+def _clusters(findings: MethodsFound) -> None:
     """K-means on 1 rank and on as many as there are cores; then the study of 100 million points on 100 ranks."""
     cores = available_cores()
     case: dict[str, CaseValue] = {"points": _POINTS, "clusters": _CLUSTERS, "dims": _DIMS, "iterations": _ITERATIONS}
     with Ranks(cores, sink=lambda rank, stream, line: None, transport="auto") as ranks:
         call = "tilemesh.bench.methods.ranks:clustering"
         taken = ranks.call(call, _POINTS, _DIMS, _CLUSTERS, _ITERATIONS, _TURNS, timeout_s=120)[0]
-    one, together, summed = map(Sample.of, taken)
-    rate = _ITERATIONS * _POINTS * _CLUSTERS * _DIMS / one.median
+    single, together, summed = map(Sample.of, taken)
+    rate = _ITERATIONS * _POINTS * _CLUSTERS * _DIMS / single.median
     if cores > 1:
         predicted = k_means_speedup(
             _POINTS, _CLUSTERS, _DIMS, cores, _ITERATIONS, rate, summed.median / _ITERATIONS
         )[1]  # fmt: skip
-        found.rows.append(
+        findings.rows.append(
             Row(
                 name="K-means", unit="s", case={**case, **ranks_case(cores)}, predicted=predicted, measured=together,
-                limit=one.median / cores, peers={"one rank": one}, **stamp(),
+                limit=single.median / cores, peers={"one rank": single}, **stamp(),
             )
         )  # fmt: skip
     reduce_s = _simulated_sum_s(_STUDY["ranks"], summed.median / _ITERATIONS)
     alone_s, together_s, ratio = k_means_speedup(**_STUDY, rate=rate, reduce_s=reduce_s)
-    found.notes.append(
+    findings.notes.append(
         f"K-means of {_STUDY['points']:,} points of {_DIMS} numbers, k = {_STUDY['clusters']}, "
         f"{_STUDY['iterations']} iterations, from this machine's rate of one rank: {alone_s:.4g} s on one processor, "
         f"{together_s:.4g} s on {_STUDY['ranks']} ({1e6 * reduce_s:.3g} µs of each iteration for the simulated sum), "
@@ -231,7 +231,7 @@ def _simulated_sum_s(ranks: int, pair_s: float) -> float:
     return simulate(build("all_reduce", "recursive_doubling", ranks), nbytes, wires, Memory(math.inf, math.inf)).seconds
 
 
-def _hooks(found: MethodsFound) -> None:
+def _hooks(findings: MethodsFound) -> None:
     with Ranks(2, transport="torch", sink=lambda rank, stream, line: None) as ranks:
         said = ranks.call("tilemesh.bench.methods.hooks:hook_steps", repeats=6, seconds=8.0, timeout_s=180)[0]
     samples = {name: Sample(**sample) for name, sample in said["samples"].items()}
@@ -242,7 +242,7 @@ def _hooks(found: MethodsFound) -> None:
         missing = {"predicted": "computing of this size was not calibrated", "limit": "none is known on shared cores"}
         if peer is None:
             missing["peers"] = "torch has no such hook"
-        found.rows.append(
+        findings.rows.append(
             Row(
                 name="step", unit="s", case={"method": name, **case}, predicted=None, measured=samples[name],
                 limit=None, peers={} if peer is None else {peer: samples[peer]}, missing=missing, **stamp(),
@@ -250,7 +250,7 @@ def _hooks(found: MethodsFound) -> None:
         )  # fmt: skip
         if name in said["bytes"]:
             counted, computed = said["bytes"][name]
-            found.rows.append(
+            findings.rows.append(
                 Row(
                     name="bytes sent per step", unit="B", case={"method": name, "algorithm": "ring", **case},
                     predicted=computed, measured=_once(counted), limit=None,

@@ -279,7 +279,7 @@ def _sends(name: str, request: Request, transport: Transport, node_size: int) ->
         return "sends nothing: reads the neighbours' " + ("arrays (of comm.empty)" if is_direct(name) else "stage")
     collective, nbytes = request.collective, request.nbytes
     each = [traffic(collective, name, ranks, nbytes, rank=rank, node_size=node_size) for rank in range(ranks)]
-    most = max(each, key=lambda one: one.nbytes)
+    most = max(each, key=lambda sent: sent.nbytes)
     if request.op == "avg" and request.dtype in WIDENED:
         return f"{most.messages} messages, {format_bytes(2 * most.nbytes)} sent by the busiest rank (as float32)"
     return f"{most.messages} messages, {format_bytes(most.nbytes)} sent by the busiest rank"

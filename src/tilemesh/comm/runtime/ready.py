@@ -355,8 +355,8 @@ def _large(group: Group, call: Call, x: Any, choice: Choice, natively: ReadyCall
             if asks and arena.live:
                 if seen != (id(x), id(out)):
                     seen = (id(x), id(out))
-                elif (found := shared.places(given, data)) is not None:
-                    known_x, known_out, places = ref(x), ref(out), found
+                elif (shared_places := shared.places(given, data)) is not None:
+                    known_x, known_out, places = ref(x), ref(out), shared_places
             run(given, data)
         if is_average:
             np.divide(out, ranks, out)

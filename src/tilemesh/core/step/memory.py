@@ -62,15 +62,15 @@ def memory_peaks(program: StepProgram, sizes: StepBytes) -> list[float]:
 
 def away_peaks(program: StepProgram, sizes: StepBytes) -> list[float]:
     """The most activations that each rank has in the host's memory at once."""
-    found = []
+    peaks = []
     for rank, actions in enumerate(program.actions):
         ledger = _Ledger(program, rank, sizes)
         most = 0.0
         for action in actions:
             ledger.apply(action)
             most = max(most, ledger.away)
-        found.append(most)
-    return found
+        peaks.append(most)
+    return peaks
 
 
 class _Ledger:

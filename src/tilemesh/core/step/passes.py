@@ -24,7 +24,7 @@ def recompute(program: StepProgram, chunks: Collection[int] | None = None) -> St
                 yield part._replace(kind="RECOMPUTE")
         yield action
 
-    return _rewritten(program, lambda actions: [one for action in actions for one in again(action)])
+    return _rewritten(program, lambda actions: [made for action in actions for made in again(action)])
 
 
 def offload(program: StepProgram, chunks: Collection[int] | None = None, ahead: int = 1) -> StepProgram:
@@ -53,9 +53,9 @@ def offload(program: StepProgram, chunks: Collection[int] | None = None, ahead: 
                         after.setdefault(start, []).append(Action("OUT", *which, of="activation"))
                         before.setdefault(computing[back], []).append(Action("IN", *which, of="activation"))
         return [
-            one
+            made
             for place, action in enumerate(actions)
-            for one in (*before.get(place, ()), action, *after.get(place, ()))
+            for made in (*before.get(place, ()), action, *after.get(place, ()))
         ]
 
     return _rewritten(program, moved)
@@ -130,12 +130,12 @@ def _read(action: Action) -> tuple[int, ...]:
 
 
 def _next_distinct(uses: list[tuple[int, ...]], place: int, count: int) -> list[int]:
-    found: dict[int, None] = {}
+    distinct: dict[int, None] = {}
     for chunks in uses[place:]:
-        found.update(dict.fromkeys(chunks))
-        if len(found) >= count:
+        distinct.update(dict.fromkeys(chunks))
+        if len(distinct) >= count:
             break
-    return list(found)[:count]
+    return list(distinct)[:count]
 
 
 def exchange(program: StepProgram, reduce: str = "", update: bool = False, states_on_host: bool = False) -> StepProgram:

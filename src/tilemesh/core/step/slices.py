@@ -96,15 +96,15 @@ def _shortest(times: list[list[float]], bound: float, slices: int | None) -> tup
     sums, came = [0.0] + [never] * len(times), []
     for _ in range(1 if slices is None else slices):
         # With a number of slices each round adds one; without, a slice may follow any other of the same round.
-        found, steps = [0.0 if slices is None else never], [0]
+        sums_here, steps = [0.0 if slices is None else never], [0]
         for row in times:
-            before = found if slices is None else sums
+            before = sums_here if slices is None else sums
             shortest = min(
                 ((before[begin] + time, begin) for begin, time in enumerate(row) if time <= bound), default=(never, 0)
             )
-            found.append(shortest[0])
+            sums_here.append(shortest[0])
             steps.append(shortest[1])
-        sums = found
+        sums = sums_here
         came.append(steps)
     if sums[-1] == never:
         return never, []

@@ -74,8 +74,8 @@ BACKWARD = choice(
 def ring_gather(comm: Communicator, value: int) -> list[int]:
     """The solution: n-1 times, hand on what came last, and note whose it was."""
     before, after = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
-    found = [0] * comm.size
-    found[comm.rank] = value
+    gathered = [0] * comm.size
+    gathered[comm.rank] = value
     carried = np.array([value])
     for turn in range(1, comm.size):
         arriving = np.empty_like(carried)
@@ -83,8 +83,8 @@ def ring_gather(comm: Communicator, value: int) -> list[int]:
         for handle in handles:
             handle.wait()
         carried = arriving
-        found[(comm.rank - turn) % comm.size] = int(carried[0])
-    return found
+        gathered[(comm.rank - turn) % comm.size] = int(carried[0])
+    return gathered
 
 
 def _round(comm: Communicator, carried: Any) -> Any:
@@ -98,30 +98,30 @@ def _round(comm: Communicator, carried: Any) -> Any:
 
 def own_each_time(comm: Communicator, value: int) -> list[int]:
     """Wrong: sends its own value in every round."""
-    found = [0] * comm.size
-    found[comm.rank] = value
+    gathered = [0] * comm.size
+    gathered[comm.rank] = value
     for turn in range(1, comm.size):
-        found[(comm.rank - turn) % comm.size] = int(_round(comm, np.array([value]))[0])
-    return found
+        gathered[(comm.rank - turn) % comm.size] = int(_round(comm, np.array([value]))[0])
+    return gathered
 
 
 def as_they_come(comm: Communicator, value: int) -> list[int]:
     """Wrong: in the order of arrival."""
-    found, carried = [value], np.array([value])
+    gathered, carried = [value], np.array([value])
     for _ in range(comm.size - 1):
         carried = _round(comm, carried)
-        found.append(int(carried[0]))
-    return found
+        gathered.append(int(carried[0]))
+    return gathered
 
 
 def one_round_short(comm: Communicator, value: int) -> list[int]:
     """Wrong: n-2 rounds."""
-    found, carried = [0] * comm.size, np.array([value])
-    found[comm.rank] = value
+    gathered, carried = [0] * comm.size, np.array([value])
+    gathered[comm.rank] = value
     for turn in range(1, comm.size - 1):
         carried = _round(comm, carried)
-        found[(comm.rank - turn) % comm.size] = int(carried[0])
-    return found
+        gathered[(comm.rank - turn) % comm.size] = int(carried[0])
+    return gathered
 
 
 def to_everybody(comm: Communicator, value: int) -> list[int]:
@@ -146,16 +146,16 @@ def sends_first(comm: Communicator, value: int) -> list[int]:
 def sends_left(comm: Communicator, value: int) -> list[int]:
     """Wrong: right values, but no send is waited for."""
     before, after = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
-    found, carried = [0] * comm.size, np.array([value])
-    found[comm.rank] = value
+    gathered, carried = [0] * comm.size, np.array([value])
+    gathered[comm.rank] = value
     for turn in range(1, comm.size):
         box = np.empty_like(carried)
         receiving = comm.irecv(box, source=before)
         comm.isend(carried, to=after)
         receiving.wait()
         carried = box
-        found[(comm.rank - turn) % comm.size] = int(box[0])
-    return found
+        gathered[(comm.rank - turn) % comm.size] = int(box[0])
+    return gathered
 
 
 def by_the_library(comm: Communicator, value: int) -> list[int]:
@@ -166,16 +166,16 @@ def by_the_library(comm: Communicator, value: int) -> list[int]:
 def box_of_floats(comm: Communicator, value: int) -> list[int]:
     """Wrong: whole numbers arrive in a box of float64."""
     before, after = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
-    found, carried = [0] * comm.size, np.array([value])
-    found[comm.rank] = value
+    gathered, carried = [0] * comm.size, np.array([value])
+    gathered[comm.rank] = value
     for turn in range(1, comm.size):
         box = np.empty(1)
         handles = [comm.irecv(box, source=before), comm.isend(carried, to=after)]
         for handle in handles:
             handle.wait()
         carried = box
-        found[(comm.rank - turn) % comm.size] = int(box[0])
-    return found
+        gathered[(comm.rank - turn) % comm.size] = int(box[0])
+    return gathered
 
 
 def why_not_ring(function: Callable[[Communicator, int], Any]) -> str | None:

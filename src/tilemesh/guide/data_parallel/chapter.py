@@ -50,10 +50,10 @@ lesson.source(work.step_parallel)
 alone = work.step_alone(weights, x, y)
 for ranks in (2, 3, 4):
     stepped = run_threads(ranks, lambda comm: work.step_parallel(comm, weights, x, y))
-    apart = max(work.distance(one, alone) for one in stepped)
+    apart = max(work.distance(mine, alone) for mine in stepped)
     print(f"{ranks} ranks: at most {apart:.1e} from one process")
     assert apart < 1e-12
-    assert all(work.distance(one, stepped[0]) == 0 for one in stepped)  # the same bits on every rank
+    assert all(work.distance(mine, stepped[0]) == 0 for mine in stepped)  # the same bits on every rank
 
 # %% [markdown]
 # The same functions take torch tensors. With a GPU, two ranks that share it do a larger step: they compute what one
@@ -110,10 +110,10 @@ guess = predict(
 )
 kept = [work.kept_bytes(stage, ranks, parameters) for stage in range(4)]
 lesson.show(guess, float(kept[1].total), limit=16 / ranks * parameters)
-for stage, one in enumerate(kept):
-    print(f"stage {stage}: weights {format_bytes(one.weights)}, gradients {format_bytes(one.gradients)}, "
-          f"optimizer {format_bytes(one.optimizer)}: {one.total / parameters:g} bytes per parameter")  # fmt: skip
-assert [one.total / parameters for one in kept] == [16, 4 + 12 / 4, 2 + 14 / 4, 16 / 4]
+for stage, held in enumerate(kept):
+    print(f"stage {stage}: weights {format_bytes(held.weights)}, gradients {format_bytes(held.gradients)}, "
+          f"optimizer {format_bytes(held.optimizer)}: {held.total / parameters:g} bytes per parameter")  # fmt: skip
+assert [held.total / parameters for held in kept] == [16, 4 + 12 / 4, 2 + 14 / 4, 16 / 4]
 
 # %% [markdown]
 # What does it cost? Stage 0 sends an all_reduce of the gradients: 2·(n-1)/n of their bytes per rank (chapter 3).

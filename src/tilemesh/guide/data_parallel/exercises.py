@@ -119,7 +119,7 @@ def why_not_mean(function: Callable[[Communicator, Any, int], Any]) -> str | Non
     if all(result.shape == expected.shape and np.allclose(result, expected) for result in results):
         return _why_not_other_counts(function)
     first = results[0]
-    means = [one / count for one, count in zip(SUMS, COUNTS, strict=True)]
+    means = [total / count for total, count in zip(SUMS, COUNTS, strict=True)]
     wrongs = {
         "This is the mean of the ranks' means. With 5, 3 and 3 samples a sample of rank 0 would count less than one of "
         "rank 1: add up sums and counts, and divide once.": np.mean(means, axis=0),

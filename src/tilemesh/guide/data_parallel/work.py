@@ -126,15 +126,17 @@ def zero_step(
     began = comm.sent.nbytes
     if stage == 0:
         sums = gradient_sums(weights, x_BD, y_BE)
-        summed = [comm.all_reduce(one.ravel(), algorithm="ring") for one in (sums.w1_DF, sums.w2_FE)]
-        flat = [one.ravel() - rate * total / samples for one, total in zip(_both(weights), summed, strict=True)]
+        summed = [comm.all_reduce(matrix.ravel(), algorithm="ring") for matrix in (sums.w1_DF, sums.w2_FE)]
+        flat = [matrix.ravel() - rate * total / samples for matrix, total in zip(_both(weights), summed, strict=True)]
         return _shaped(flat, weights), comm.sent.nbytes - began
-    parts = [one.ravel().reshape(comm.size, -1)[comm.rank].copy() for one in _both(weights)]  # what this rank owns
+    parts = [
+        matrix.ravel().reshape(comm.size, -1)[comm.rank].copy() for matrix in _both(weights)
+    ]  # what this rank owns
     if stage == 3:
         _gathered(comm, parts, weights)  # for forward; freed layer by layer
         weights = _gathered(comm, parts, weights)  # again for backward
     sums = gradient_sums(weights, x_BD, y_BE)
-    reduced = [comm.reduce_scatter(one.ravel(), algorithm="ring") for one in _both(sums)]
+    reduced = [comm.reduce_scatter(matrix.ravel(), algorithm="ring") for matrix in _both(sums)]
     parts = [part - rate * total / samples for part, total in zip(parts, reduced, strict=True)]  # f, on a part
     if stage == 3:
         sent = comm.sent.nbytes - began  # weights stay cut: putting them together is only for the comparison
@@ -165,7 +167,7 @@ def distance(one: MlpWeights, other: MlpWeights) -> float:
 def gpu_row(device: str, samples: int = 2048, width: int = 1024) -> tuple[Row, float]:
     """`step_parallel` by two ranks that share a GPU; the row, and how far their weights are from one process's."""
     weights, x_BD, y_BE = make(width, width, width, samples)
-    weights = MlpWeights(*(on_gpu.moved(device, one) for one in _both(weights)))
+    weights = MlpWeights(*(on_gpu.moved(device, matrix) for matrix in _both(weights)))
     x_BD, y_BE = on_gpu.moved(device, x_BD), on_gpu.moved(device, y_BE)
     ranks, gradient_bytes = 2, 2 * width * width * 8
     row, expected, stepped = on_gpu.shared_row(
@@ -178,4 +180,4 @@ def gpu_row(device: str, samples: int = 2048, width: int = 1024) -> tuple[Row, f
         flops=5 * 2.0 * samples * width * width,
         added_s=ranks * on_gpu.staging_seconds(device, gradient_bytes) + on_gpu.summing_seconds(ranks, gradient_bytes),
     )
-    return row, max(distance(one, expected) for one in stepped)
+    return row, max(distance(weights_of_rank, expected) for weights_of_rank in stepped)

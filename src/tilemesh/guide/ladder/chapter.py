@@ -114,14 +114,14 @@ assert (counted.total(shared=False).elements, counted.total(shared=True).element
 
 # %%
 made = [make(v=4, tile=64) for make in (rungs.v3, rungs.coalescing, rungs.padding, rungs.vector)]
-found = {rung.key: rungs.count(rung, 64)[0] for rung in made}
+counts = {rung.key: rungs.count(rung, 64)[0] for rung in made}
 print("rung          requests   sectors of A   passes to store sA")
-for key, counted in found.items():
+for key, counted in counts.items():
     a, stored = counted.reads["A"], counted.writes["sA"]
     print(f"{key:14}{a.requests:8}{a.passes / a.requests:14.1f}{stored.passes / stored.requests:18.1f}")
-assert found["v3"].reads["A"].passes == 8 * found["coalescing"].reads["A"].passes
-assert found["coalescing"].writes["sA"].passes == 16 * found["padding"].writes["sA"].passes
-assert found["padding"].reads["A"].requests == 4 * found["vector loads"].reads["A"].requests
+assert counts["v3"].reads["A"].passes == 8 * counts["coalescing"].reads["A"].passes
+assert counts["coalescing"].writes["sA"].passes == 16 * counts["padding"].writes["sA"].passes
+assert counts["padding"].reads["A"].requests == 4 * counts["vector loads"].reads["A"].requests
 
 # %% [markdown]
 # ## Divergence, strides and banks, one at a time

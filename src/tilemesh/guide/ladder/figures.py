@@ -172,17 +172,17 @@ def divergence() -> str:
 
 def convolution() -> str:
     """384 reads become 130."""
-    found = []
+    reads = []
     for shared in (False, True):
         kernel = studies.convolution(shared=shared, blocks=1)
         counted, _ = kernel.run(np.ones(kernel.inputs, np.float32))
-        found.append(counted.total(shared=False).elements)
+        reads.append(counted.total(shared=False).elements)
     canvas = Canvas(
-        860, 210, f"A convolution of width 3, 128 threads: {found[0]} reads of global memory become {found[1]}"
+        860, 210, f"A convolution of width 3, 128 threads: {reads[0]} reads of global memory become {reads[1]}"
     )
     for place, (count, words) in enumerate(
         zip(
-            found,
+            reads,
             ("each thread reads its three inputs", "the block brings 128 + 2 inputs to shared memory"),
             strict=True,
         )

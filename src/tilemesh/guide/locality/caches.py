@@ -19,24 +19,24 @@ def cache_sizes(root: Path = Path("/sys/devices/system/cpu/cpu0/cache")) -> dict
     """Bytes by level of the first core's data caches, such as {"L1d": 65536, "L2": 1048576}; empty where unknown."""
     if sys.platform == "darwin" and root == Path("/sys/devices/system/cpu/cpu0/cache"):
         return _of_macos()
-    found = {}
+    sizes = {}
     for index in sorted(root.glob("index*")):
         try:
             kind, level, size = ((index / name).read_text().strip() for name in ("type", "level", "size"))
         except OSError:
             continue
         if kind != "Instruction":
-            found[f"L{level}{'d' if kind == 'Data' else ''}"] = int(size.rstrip("KMG")) * _UNITS.get(size[-1], 1)
-    return found
+            sizes[f"L{level}{'d' if kind == 'Data' else ''}"] = int(size.rstrip("KMG")) * _UNITS.get(size[-1], 1)
+    return sizes
 
 
 def _of_macos() -> dict[str, int]:
-    found = {}
+    sizes = {}
     for name, key in (("L1d", "hw.l1dcachesize"), ("L2", "hw.l2cachesize")):
         done = subprocess.run(["sysctl", "-n", key], capture_output=True, text=True, check=False)
         if done.returncode == 0 and done.stdout.strip().isdigit():
-            found[name] = int(done.stdout)
-    return found
+            sizes[name] = int(done.stdout)
+    return sizes
 
 
 @dataclass

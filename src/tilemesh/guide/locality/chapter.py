@@ -133,11 +133,11 @@ for key, sample in times.items():
 # caches drawn in.
 
 # %%
-found = measured.tile_map(256, (16, 32, 64, 128, 256), repeats=1)
-if found:
-    best = min(found, key=found.__getitem__)
+seconds = measured.tile_map(256, (16, 32, 64, 128, 256), repeats=1)
+if seconds:
+    best = min(seconds, key=seconds.__getitem__)
     print(
-        "fastest tile:", best, f"{4 * best[0] * best[1]} bytes; picture:", write_picture(heat_map(found, caches, 256))
+        "fastest tile:", best, f"{4 * best[0] * best[1]} bytes; picture:", write_picture(heat_map(seconds, caches, 256))
     )
 
 # %% [markdown]

@@ -37,12 +37,12 @@ def measured_rows() -> list[Row]:
 
 
 def tile_times(rows: list[Row]) -> dict[tuple[int, int], float]:
-    found = {}
+    seconds = {}
     for row in rows:
         if row.case["study"] == "tile map" and row.measured is not None:
             down, across = str(row.case["variant"]).split("x")
-            found[int(down), int(across)] = row.measured.median
-    return found
+            seconds[int(down), int(across)] = row.measured.median
+    return seconds
 
 
 def strides() -> str:

@@ -57,10 +57,10 @@ guess = predict(
     "time of one read from main memory that no cache helps", name="one read from memory", unit="s",
     model=hierarchy.TYPICAL_S["memory"],
 )  # fmt: skip
-found = hierarchy.measure()
-by_name = {level.name: level for level in found}
+levels = hierarchy.measure()
+by_name = {level.name: level for level in levels}
 print(f"{'level':<10} {'read':>9} {'latency':>10} {'bandwidth':>12}")
-print("\n".join(level.words() for level in found))
+print("\n".join(level.words() for level in levels))
 memory = by_name["memory"]
 if memory.latency_s is not None:
     lesson.show(guess, memory.latency_s, missing={"limit": "no datasheet of this machine's memory is known here"})
@@ -132,12 +132,12 @@ assert bound_by(layers.rnn(512, 1024).cost, ceiling) == "memory"
 
 # %%
 operators = layers.operators(512, 1024)
-by_memory = [one for one in operators if bound_by(one.cost, ceiling) == "memory"]
-flops_share = sum(one.cost.flops for one in by_memory) / sum(one.cost.flops for one in operators)
-time_share = sum(limit_s(one.cost, ceiling) for one in by_memory) / sum(limit_s(one.cost, ceiling) for one in operators)
-print(f"{len(by_memory)} of {len(operators)} operators are bound by memory: {', '.join(one.name for one in by_memory)}")
+by_memory = [op for op in operators if bound_by(op.cost, ceiling) == "memory"]
+flops_share = sum(op.cost.flops for op in by_memory) / sum(op.cost.flops for op in operators)
+time_share = sum(limit_s(op.cost, ceiling) for op in by_memory) / sum(limit_s(op.cost, ceiling) for op in operators)
+print(f"{len(by_memory)} of {len(operators)} operators are bound by memory: {', '.join(op.name for op in by_memory)}")
 print(f"they do {flops_share:.1%} of the FLOPs and take {time_share:.0%} of the least time")
-assert {one.name for one in by_memory} >= {"norm", "rotary", "residual sum", "activation"}
+assert {op.name for op in by_memory} >= {"norm", "rotary", "residual sum", "activation"}
 assert flops_share < time_share
 
 # %% [markdown]

@@ -39,15 +39,15 @@ def measured() -> tuple[str, list[MemoryLevel]]:
 
 def hierarchy() -> str:
     """Latency of each level on a logarithmic scale, with its bandwidth beside it."""
-    machine, found = measured()
-    found = [level for level in found if level.latency_s is not None]
-    canvas = Canvas(860, 76 + 36 * len(found) + 24, f"How long one read takes, level by level, measured on {machine}")
+    machine, levels = measured()
+    levels = [level for level in levels if level.latency_s is not None]
+    canvas = Canvas(860, 76 + 36 * len(levels) + 24, f"How long one read takes, level by level, measured on {machine}")
     scale = PlotAxis(1e-10, 1e-2, "", log=True)
     for power in range(-10, -1):
         x = 190 + 460 * scale.place(10.0**power)
-        canvas.line(x, 52, x, 60 + 36 * len(found), faint=True)
+        canvas.line(x, 52, x, 60 + 36 * len(levels), faint=True)
         canvas.text(x, 48, format_seconds(10.0**power), size=10, align="mid", quiet=True)
-    for place, level in enumerate(found):
+    for place, level in enumerate(levels):
         y = 62 + place * 36
         assert level.latency_s is not None
         size = f" ({format_bytes(level.size_bytes)} read)" if level.size_bytes else ""
@@ -56,7 +56,7 @@ def hierarchy() -> str:
         canvas.box(190, y, width, 26, colour=(0, 2, 2, 2, 1, 3, 5)[min(place, 6)])
         rate = "" if level.bytes_per_s is None else f", {format_rate(level.bytes_per_s, 'B/s')}"
         canvas.text(198 + width, y + 18, f"{format_seconds(level.latency_s)}{rate}", size=11)
-    canvas.text(190, 80 + 36 * len(found), "each line to the right is ten times slower", size=11, quiet=True)
+    canvas.text(190, 80 + 36 * len(levels), "each line to the right is ten times slower", size=11, quiet=True)
     return canvas.svg()
 
 
@@ -125,19 +125,19 @@ def roofline() -> str:
     peak, rate = ceiling.peak("bf16"), ceiling.read_bytes_per_s
     low, high = 0.1, 3000.0
     roof = [(low, low * rate), (peak / rate, peak), (high, peak)]
-    found = rows()
-    points = [(row.cost.intensity, min(peak, row.cost.intensity * rate)) for row in found]
+    layers = rows()
+    points = [(row.cost.intensity, min(peak, row.cost.intensity * rate)) for row in layers]
     # MLP and Transformer stand so close that one label serves both.
     names = {"Transformer": "Transformer, MLP", "MLP": ""}
     notes = [
         Note(x, y, names.get(row.name, row.name), at_left=row.name == "CNN")
-        for row, (x, y) in zip(found, points, strict=True)
+        for row, (x, y) in zip(layers, points, strict=True)
     ]
     notes.append(Note(1 / 6, rate / 6, "x + y"))
     dots = Dots("layers of the table", [*points, (1 / 6, rate / 6)], 1)
     x_axis = PlotAxis(low, high, "FLOPs per byte moved", log=True)
     y_axis = PlotAxis(1e11, 2e15, "FLOP/s at best", lambda value: format_rate(value, "FLOP/s"), log=True)
-    table = PageTable(["layer", "FLOPs per byte"], [[row.name, f"{row.cost.intensity:.3g}"] for row in found])
+    table = PageTable(["layer", "FLOPs per byte"], [[row.name, f"{row.cost.intensity:.3g}"] for row in layers])
     title = "Roofline of an H100 in bf16: left of the ridge memory is the limit, right of it arithmetic"
     return svg([Drawing(title, "", Plot(x_axis, y_axis, [Line("roof", roof, 0), dots, *notes]), table)])
 

@@ -83,13 +83,13 @@ class MemoryLevel:
 def measure() -> list[MemoryLevel]:
     """Every level, fastest first."""
     compiled = library(PROGRAM)
-    found = []
+    measured = []
     if compiled is not None:
         compiled.chain.restype = ctypes.c_long
-        found.append(MemoryLevel("register", 0, _per_step(lambda steps: compiled.chain(ctypes.c_long(steps))), None))
+        measured.append(MemoryLevel("register", 0, _per_step(lambda steps: compiled.chain(ctypes.c_long(steps))), None))
     for name, size in levels().items():
-        found.append(MemoryLevel(name, size, _latency_s(compiled, size), _read_rate(compiled, size)))
-    return [*found, _loopback(), _disk()]
+        measured.append(MemoryLevel(name, size, _latency_s(compiled, size), _read_rate(compiled, size)))
+    return [*measured, _loopback(), _disk()]
 
 
 def levels() -> dict[str, int]:

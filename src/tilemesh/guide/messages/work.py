@@ -106,9 +106,9 @@ def ping_pong(sizes: Sequence[int], rounds: int = 60) -> list[list[float]]:
     Between ranks 0 and 1; others only look on.
     """
     comm = connect()
-    found: list[list[float]] = []
+    times_by_size: list[list[float]] = []
     if comm.rank > 1:
-        return found
+        return times_by_size
     for size in sizes:
         box, times = np.zeros(size, np.uint8), []
         for _ in range(rounds):
@@ -120,5 +120,5 @@ def ping_pong(sizes: Sequence[int], rounds: int = 60) -> list[list[float]]:
                 comm.recv(box, source=0)
                 comm.send(box, to=0)
             times.append((time.perf_counter() - began) / 2)
-        found.append(times)
-    return found
+        times_by_size.append(times)
+    return times_by_size

@@ -173,7 +173,7 @@ def gpu_row(device: str, stages: int = 4, microbatches: int = 8, width: int = 51
     host = make(made.chunks, microbatches, width, samples=width)
     scaled = [weight / width**0.5 for weight in host.weights]  # so that tanh does not saturate
     lists = (scaled, host.inputs, host.output_gradients)
-    problem = PipelineProblem(*([on_gpu.moved(device, one) for one in arrays] for arrays in lists))
+    problem = PipelineProblem(*([on_gpu.moved(device, array) for array in arrays] for arrays in lists))
     messages = 2 * (stages - 1) * microbatches
     row, expected, results = on_gpu.shared_row(
         "1F1B step on the GPU",

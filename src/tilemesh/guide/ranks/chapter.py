@@ -139,10 +139,10 @@ assert {pid for _, pid in pids} == {os.getpid()}
 
 # %%
 lesson.source(work.in_groups)
-found = run_threads(8, lambda comm: work.in_groups(comm, tp=4))
-for rank, groups in enumerate(found):
+by_rank = run_threads(8, lambda comm: work.in_groups(comm, tp=4))
+for rank, groups in enumerate(by_rank):
     print(f"rank {rank}: row {groups['row']}, column {groups['column']}")
-assert found[6] == {"row": [4, 5, 6, 7], "column": [2, 6]}
+assert by_rank[6] == {"row": [4, 5, 6, 7], "column": [2, 6]}
 
 # %% [markdown]
 # ## Exercises

@@ -86,7 +86,7 @@ def other_order(rank: int, dp: int, tp: int) -> Groups:
 def without_me(rank: int, dp: int, tp: int) -> Groups:
     """Wrong: leaves the rank itself out."""
     tensor, data = groups_of(rank, dp, tp)
-    return [one for one in tensor if one != rank], [one for one in data if one != rank]
+    return [other for other in tensor if other != rank], [other for other in data if other != rank]
 
 
 def local_numbers(rank: int, dp: int, tp: int) -> Groups:

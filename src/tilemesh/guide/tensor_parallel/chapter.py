@@ -36,8 +36,8 @@ whole = work.alone(problem)
 # %%
 lesson.source(work.by_rows)
 rows = run_threads(2, partial(work.by_rows, p=problem))
-assert work.distance([one.z_TD for one in rows], whole.z_TD, 0) < 1e-12
-assert work.distance([one.da_DF for one in rows], whole.da_DF, -1) < 1e-12
+assert work.distance([result.z_TD for result in rows], whole.z_TD, 0) < 1e-12
+assert work.distance([result.da_DF for result in rows], whole.da_DF, -1) < 1e-12
 
 # %% [markdown]
 # ## Columns, then rows
@@ -57,10 +57,10 @@ guess = predict(
 )
 cut = run_threads(ranks, partial(work.columns_then_rows, p=problem))
 lesson.show(guess, float(cut[0].forward_bytes), missing={"limit": "the least depends on what may stay cut"})
-assert work.distance([one.z_TD for one in cut], whole.z_TD, -1) < 1e-12
-assert work.distance([one.dx_TD for one in cut], whole.dx_TD, -1) < 1e-12
-assert work.distance([one.da_DF for one in cut], whole.da_DF, 1) < 1e-12  # gradients are cut like their matrices
-assert work.distance([one.db_FD for one in cut], whole.db_FD, 0) < 1e-12
+assert work.distance([result.z_TD for result in cut], whole.z_TD, -1) < 1e-12
+assert work.distance([result.dx_TD for result in cut], whole.dx_TD, -1) < 1e-12
+assert work.distance([result.da_DF for result in cut], whole.da_DF, 1) < 1e-12  # gradients are cut like their matrices
+assert work.distance([result.db_FD for result in cut], whole.db_FD, 0) < 1e-12
 assert cut[0].forward_bytes == cut[0].backward_bytes == 2 * array_bytes * (ranks - 1) // ranks
 
 # %% [markdown]
@@ -100,9 +100,9 @@ guess = predict(
 )
 split = run_threads(ranks, partial(work.with_sequence, p=problem))
 lesson.show(guess, float(split[0].backward_bytes), missing={"limit": "the least depends on what may be kept"})
-assert work.distance([one.z_TD for one in split], whole.z_TD, 0) < 1e-12
-assert work.distance([one.dx_TD for one in split], whole.dx_TD, 0) < 1e-12
-assert work.distance([one.da_DF for one in split], whole.da_DF, 1) < 1e-12
+assert work.distance([result.z_TD for result in split], whole.z_TD, 0) < 1e-12
+assert work.distance([result.dx_TD for result in split], whole.dx_TD, 0) < 1e-12
+assert work.distance([result.da_DF for result in split], whole.da_DF, 1) < 1e-12
 assert (split[0].forward_bytes, split[0].backward_bytes) == (2 * half, 3 * half)
 
 # %% [markdown]
@@ -119,7 +119,7 @@ assert (split[0].forward_bytes, split[0].backward_bytes) == (2 * half, 3 * half)
 # %%
 chosen = [case for case in cases(2, ("gpt",)) if case.layout.tp == 2 and case.layout.pp == 1][:2]
 passed = run_threads(
-    2, lambda comm: [(str(one.case.layout), one.passed) for one in Gate(comm, "cpu", None).run(chosen)]
+    2, lambda comm: [(str(checked.case.layout), checked.passed) for checked in Gate(comm, "cpu", None).run(chosen)]
 )
 print(passed[0])
 assert passed[0]
@@ -132,7 +132,9 @@ assert all(right for _, right in passed[0])
 # %%
 planted = run_threads(
     2,
-    lambda comm: [(one.passed, one.where) for one in Gate(comm, "cpu", PLANTS["mlp-bias-everywhere"]).run(chosen[:1])],
+    lambda comm: [
+        (checked.passed, checked.where) for checked in Gate(comm, "cpu", PLANTS["mlp-bias-everywhere"]).run(chosen[:1])
+    ],
 )
 print(planted[0])
 assert not planted[0][0][0]

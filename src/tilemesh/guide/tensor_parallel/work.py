@@ -60,7 +60,7 @@ def by_rows(comm: Communicator, p: BlockProblem) -> BlockResult:
     mine = _part(len(p.x_TD), comm)
     local = alone(BlockProblem(p.x_TD[mine], p.a_DF, p.b_FD, p.dz_TD[mine]))
     began = comm.sent.nbytes
-    da_DF, db_FD = (comm.all_reduce(one, algorithm="ring") for one in (local.da_DF, local.db_FD))
+    da_DF, db_FD = (comm.all_reduce(gradient, algorithm="ring") for gradient in (local.da_DF, local.db_FD))
     return BlockResult(local.z_TD, local.dx_TD, da_DF, db_FD, 0, comm.sent.nbytes - began)
 
 
@@ -110,7 +110,7 @@ def distance(parts: list[Array], whole: Array, axis: int) -> float:
 def gpu_row(device: str, tokens: int = 1024, width: int = 1024, hidden: int = 4096) -> tuple[Row, float]:
     """`columns_then_rows` by two ranks that share a GPU; the row, and how far they are from one process."""
     host = make(tokens, width, hidden)
-    problem = BlockProblem(*(on_gpu.moved(device, one) for one in (host.x_TD, host.a_DF, host.b_FD, host.dz_TD)))
+    problem = BlockProblem(*(on_gpu.moved(device, array) for array in (host.x_TD, host.a_DF, host.b_FD, host.dz_TD)))
     ranks, summed_bytes = 2, 2 * tokens * width * 8  # z forward, dx backward
     row, whole, cut = on_gpu.shared_row(
         "column, row: step on the GPU",
