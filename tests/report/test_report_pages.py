@@ -259,6 +259,17 @@ def test_a_collectives_page_explains_arrays_from_comm_empty() -> None:
     assert "empty arrays" not in text
 
 
+@pytest.mark.parametrize("file", ["train_h200.jsonl", "ladder_h200.jsonl", "methods-neoverse-n1-2c.jsonl"])
+def test_the_names_of_bars_of_rows_stand_on_one_line(browser: Any, tmp_path: Path, file: str) -> None:
+    (path,) = make([str(RESULTS / file)], str(tmp_path / "rows.html"))
+    for width in (WIDE, 800):
+        with browser.open(f"file://{path}", width=width) as page:
+            page.value(CHECKS)
+            assert page.value("document.querySelectorAll('.bars .who').length") > 2
+            assert page.value("checks.wrapped()") == []
+            assert page.value("document.documentElement.scrollWidth") <= page.value("innerWidth")
+
+
 def test_every_round_of_a_schedule_is_drawn(browser: Any, tmp_path: Path) -> None:
     write_text(collective_page.render([], [build("all_reduce", "ring", 8)]), tmp_path / "ring.html")
     with browser.open(f"file://{tmp_path}/ring.html") as page:

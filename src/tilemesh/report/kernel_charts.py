@@ -176,6 +176,24 @@ def case_name(row: Row) -> str:
     return " ".join([row.name, *(_part(key, value) for key, value in row.case.items() if key != "by")])
 
 
+def bar_names(rows: Sequence[Row]) -> list[str]:
+    """Cases in so few words that each stands on one line beside its bar: as they are where all are short, else what
+    tells rows of one name apart, with a number that finds the rest in the table."""
+    whole = [case_name(row) for row in rows]
+    if max((len(name) for name in whole), default=0) <= _BAR_LETTERS:
+        return whole
+    names = []
+    for number, row in enumerate(rows, 1):
+        alike = [other.case for other in rows if other.name == row.name]
+        telling = (key for key in row.case if key != "by" and len({str(case.get(key, "")) for case in alike}) > 1)
+        text = " ".join([f"{number}: {row.name}", *(_part(key, row.case[key]) for key in telling)])
+        names.append(text if len(text) <= _BAR_LETTERS else f"{text[: _BAR_LETTERS - 1].rstrip()}…")
+    return names
+
+
+_BAR_LETTERS = 40
+
+
 def _part(key: str, value: object) -> str:
     if isinstance(value, bool):
         return key if value else f"not {key}"

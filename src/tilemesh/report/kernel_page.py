@@ -20,6 +20,7 @@ from tilemesh.report.draw import PageTable, figure
 from tilemesh.report.html import Child, Html, el, join, page, tied
 from tilemesh.report.kernel_charts import (
     RowWork,
+    bar_names,
     best_peer,
     case_name,
     is_kernel_time,
@@ -121,12 +122,14 @@ def limits(rows: Sequence[Row]) -> Html | None:
     known = [(row, row.of_limit) for row in rows if row.of_limit is not None]
     if not known:
         return None
+    names = bar_names([row for row, _ in known])
     items = [
-        Bar(case_name(row), [BarPart(share, 0, percent(share), percent(share))], percent(share)) for row, share in known
+        Bar(name, [BarPart(share, 0, percent(share), percent(share))], percent(share), case_name(row))
+        for name, (row, share) in zip(names, known, strict=True)
     ]
-    rows_ = [[case_name(row), percent(share, 1)] for row, share in known]
+    rows_ = [[_numbered(name, row), percent(share, 1)] for name, (row, share) in zip(names, known, strict=True)]
     longest = max(1.0, *(share for _, share in known))
-    drawn = bars(items, most=longest)
+    drawn = bars(items, most=longest, one_line=True)
     return figure("Of the limit", "100 % is the limit.", drawn, PageTable(["what", "of the limit"], rows_), wide=True)
 
 
@@ -134,23 +137,29 @@ def speedups(rows: Sequence[Row]) -> Html:
     """How many times faster than the best peer, shape by shape."""
     judged = [row for row in rows if peers_of(row)]
     items, table = [], []
-    for row in judged:
+    for name, row in zip(bar_names(judged), judged, strict=True):
         factor = _factor(row)
         same = _is_equal(row)
         colour = 6 if same else 2 if factor > 1 else 1
         words = f"{factor:.2f}×{' =' if same else ''}"
         items.append(
             Bar(
-                case_name(row),
+                name,
                 [BarPart(factor, colour, f"{case_name(row)}: {words} {best_peer(row)}", words)],
                 best_peer(row),
+                case_name(row),
             )
         )
-        table.append([case_name(row), words, best_peer(row)])
+        table.append([_numbered(name, row), words, best_peer(row)])
     kinds = [("faster", 2), ("equal", 6), ("slower", 1)]
-    drawn = bars(items, kinds=kinds) if items else el("p", "No peer was run.")
+    drawn = bars(items, kinds=kinds, one_line=True) if items else el("p", "No peer was run.")
     return figure("Speedup over the best peer", "1.00× is the peer; equal is within 2 % or overlapping spreads.", drawn,
                   PageTable(["shape", "speedup", "best peer"], table), wide=True)  # fmt: skip
+
+
+def _numbered(name: str, row: Row) -> str:
+    """A case as the table has it: whole, with the number that its bar has."""
+    return case_name(row) if name == case_name(row) else f"{name.partition(':')[0]}: {case_name(row)}"
 
 
 _COLOURS = {"ours": 0, "limit": 2}

@@ -119,6 +119,9 @@ def links() -> str:
     return canvas.svg()
 
 
+_ABOVE, _BELOW = 1.4, 1.8  # factors on the logarithmic axis: some ten pixels
+
+
 def roofline() -> str:
     """The roof of an H100 in bf16 and four layers under it."""
     ceiling = Ceiling.of_device(H100)
@@ -129,11 +132,12 @@ def roofline() -> str:
     points = [(row.cost.intensity, min(peak, row.cost.intensity * rate)) for row in layers]
     # MLP and Transformer stand so close that one label serves both.
     names = {"Transformer": "Transformer, MLP", "MLP": ""}
+    # Names stand beside the roof, not on it: to the left above, to the right below.
     notes = [
-        Note(x, y, names.get(row.name, row.name), at_left=row.name == "CNN")
+        Note(x, y * _ABOVE if row.name == "CNN" else y / _BELOW, names.get(row.name, row.name), row.name == "CNN")
         for row, (x, y) in zip(layers, points, strict=True)
     ]
-    notes.append(Note(1 / 6, rate / 6, "x + y"))
+    notes.append(Note(1 / 6, rate / 6 / _BELOW, "x + y"))
     dots = Dots("layers of the table", [*points, (1 / 6, rate / 6)], 1)
     x_axis = PlotAxis(low, high, "FLOPs per byte moved", log=True)
     y_axis = PlotAxis(1e11, 2e15, "FLOP/s at best", lambda value: format_rate(value, "FLOP/s"), log=True)
