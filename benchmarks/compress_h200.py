@@ -1,14 +1,15 @@
 """Compression on one H200: products with few-bit weights, decoding an 8 B shape, sparse products, pruned models.
 
-    PYTHONPATH=src python benchmarks/compress_h200.py products|decode|dense|pruned
-        [--rows 1,16] [--seconds S] [--out FOLDER]
+    PYTHONPATH=src python benchmarks/compress_h200.py products|shapes|decode|dense|pruned
+        [--rows 1,16] [--shape NAME] [--seconds S] [--out FOLDER]
 
 `products`: x W^T with 4-bit codes in groups of 128 for 1 to 8,192 tokens, every form that is in question beside bf16
 and the operator as it is; fp8 and int8 codes beside `_scaled_mm` and `_int_mm`; 2:4 through torch's sparse kernels.
 Each form is checked against its error bound before it is timed. Kernel time, by replays of a CUDA graph, with weights
-rotated past the L2. `decode`: a step of the engine with llama-3-8b's shape at batch 1, bf16 and int4, and where its
-time goes. `pruned`: what structured pruning should gain and gains. Readings are written as they come, so that a part
-that is cut off keeps what it has; each part in a process of its own: a kernel that fails takes the process's GPU along.
+rotated past the L2. `shapes`: the same for one token and llama-3-8b's matrices. `decode`: a step of the engine with
+that shape at batch 1, bf16 and int4, and where its time goes; `dense`: without an engine. `pruned`: what structured
+pruning should gain and gains. Readings are written as they come, so that a part that is cut off keeps what it has; each
+part in a process of its own, because a kernel that fails takes the process's GPU along.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import argparse
 import json
 import sys
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -210,6 +212,7 @@ def step_ms(model: Transformer, told: Mapping[str, Any], keep: Readings, with_pr
     """A decoding step of the engine at batch 1."""
     with engine_of(model, 1, True) as engine:
         generate(engine, 1, 16, 4)  # compiles and captures
+        print(f"{told}: answers", flush=True)
         watched = Watched(engine, model, 1.0)
         generate(engine, 1, 128, _STEPS)
         took = watched.decode_s(1) * 1e3
@@ -224,33 +227,31 @@ def step_ms(model: Transformer, told: Mapping[str, Any], keep: Readings, with_pr
     return took
 
 
-def decode(keep: Readings, seconds: float, shape: str = "llama-3-8b") -> None:
-    best = {sizes: times((1, *sizes), DECODED_FORMS, keep, seconds / 2) for sizes in DECODED_SHAPES}
-    torch.cuda.empty_cache()
-    plain = step_ms(random_model(preset(shape)), {"shape": shape, "weights": "bf16"}, keep, False)
-    model = random_model(preset(shape))  # a new one: an engine puts the plain weights side by side
-    began = time.perf_counter()
+def decoded_products(keep: Readings, seconds: float) -> None:
+    """Of llama-3-8b's shapes, one token."""
+    for sizes in DECODED_SHAPES:
+        times((1, *sizes), DECODED_FORMS, keep, seconds / 2)
+        torch.cuda.empty_cache()
+
+
+def decode(keep: Readings, seconds: float, shape: str) -> None:
+    """int4 first: an engine puts plain weights side by side, so each form of weights is a model of its own."""
+    model = random_model(preset(shape))
     compress_all(model, "int4-g128")
-    print(f"int4 in {time.perf_counter() - began:.1f} s", flush=True)
-    now = step_ms(model, {"shape": shape, "weights": "int4-g128", "forms": "as they are"}, keep, True)
-    as_it_is = tokens.product
-
-    def by_best(x: Tensor, codes: Tensor, scales: Tensor, zeros: Any, y: Tensor, form: Any = None) -> None:
-        as_it_is(x, codes, scales, zeros, y, form or (best.get((len(codes), x.shape[1])) if len(x) == 1 else None))
-
-    tokens.product = by_best
-    then = step_ms(model, {"shape": shape, "weights": "int4-g128", "forms": "quickest"}, keep, True)
-    keep.add(shape=shape, bf16_over_int4=plain / now, bf16_over_int4_quickest=plain / then)
-    output = dict(projections(model))["output"]
-    for name in ("int8", "int4-g128"):
-        scheme = parse_scheme(name)
-        put(model, "output", LowBitLinear(output, scheme, quantize(output.weight, scheme)))
-        told = {"shape": shape, "weights": f"int4-g128, output {name}", "forms": "quickest"}
-        keep.add(shape=shape, output=name, bf16_over_int4_quickest=plain / step_ms(model, told, keep, False))
-    tokens.product = as_it_is
+    torch.cuda.synchronize()
+    found = {"int4-g128": step_ms(model, {"shape": shape, "weights": "int4-g128"}, keep, True)}
+    output, scheme = dict(projections(model))["output"], parse_scheme("int4-g128")
+    put(model, "output", LowBitLinear(output, scheme, quantize(output.weight, scheme)))
+    told = {"shape": shape, "weights": "int4-g128, output too"}
+    found["int4-g128, output too"] = step_ms(model, told, keep, False)
+    del model, output
+    torch.cuda.empty_cache()
+    plain = step_ms(random_model(preset(shape)), {"shape": shape, "weights": "bf16"}, keep, True)
+    for name, took in found.items():
+        keep.add(shape=shape, weights=name, times_bf16=plain / took)
 
 
-def dense(keep: Readings, seconds: float, shape: str = "llama-3-8b") -> None:
+def dense(keep: Readings, seconds: float, shape: str) -> None:
     """The same without an engine: a token after 128, keys and values side by side, all kernels as one graph."""
     models = {name: random_model(preset(shape)) for name in ("bf16", "int4-g128")}
     compress_all(models["int4-g128"], "int4-g128")
@@ -288,11 +289,12 @@ def pruned(keep: Readings, seconds: float, folder: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="+", choices=("products", "decode", "dense", "pruned"))
+    parser.add_argument("parts", nargs="+", choices=("products", "shapes", "decode", "dense", "pruned"))
     parser.add_argument("--seconds", type=float, default=0.4)
     parser.add_argument(
         "--rows", metavar="1,16", help="products with int4 weights and so many tokens, and nothing else"
     )
+    parser.add_argument("--shape", default="llama-3-8b", help="what is decoded with")
     parser.add_argument("--out", type=Path, default=Path())
     asked = parser.parse_args()
     asked.out.mkdir(parents=True, exist_ok=True)
@@ -308,9 +310,12 @@ def main() -> None:
             elif part == "products":
                 rows = [int(count) for count in asked.rows.split(",")] if asked.rows else None
                 products(keep, asked.seconds, rows)
+            elif part == "shapes":
+                decoded_products(keep, asked.seconds)
             else:
-                {"decode": decode, "dense": dense}[part](keep, asked.seconds)
+                {"decode": decode, "dense": dense}[part](keep, asked.seconds, asked.shape)
         except Exception as error:
+            traceback.print_exc()
             keep.add(part=part, failed=f"{type(error).__name__}: {error}"[:500])
         keep.add(part=part, seconds=time.perf_counter() - began)
 

@@ -12,7 +12,7 @@ python=${PYTHON:-python3}
 $python benchmarks/known_calibration.py || $python -m tilemesh calibrate --quick >"$out/calibrate.txt" 2>&1
 
 if [ "${1:-}" = speed ]; then
-  for part in products decode dense pruned; do
+  for part in products shapes dense decode pruned; do
     timeout ${LIMIT:-110} $python benchmarks/compress_h200.py $part --out "$out" 2>&1 |
       tee -a "$out/compress_speed.txt"
   done
