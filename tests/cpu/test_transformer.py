@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +19,17 @@ from tilemesh.kernels.accuracy import norm_error
 from tilemesh.model.cache import DenseCache
 from tilemesh.model.config import PRESETS, ModelConfig, preset
 from tilemesh.model.dropout import DropoutPlace, Site, dropout, fold_seed, keep_mask
-from tilemesh.model.transformer import IGNORED, Layer, ResidualStream, Transformer, initialize, loss, loss_sum
+from tilemesh.model.transformer import (
+    IGNORED,
+    Layer,
+    ResidualStream,
+    Transformer,
+    draw,
+    drawn_ahead,
+    initialize,
+    loss,
+    loss_sum,
+)
 from tilemesh.model.work.weights import count_parameters
 
 SMALL = {"layers": 2, "width": 24, "heads": 4, "vocabulary": 19, "context": 12}
@@ -569,3 +580,25 @@ def test_a_recomputed_layer_meets_its_mask_again() -> None:
         gradients.append([parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None])
     assert len(gradients[0]) == len(list(model.parameters()))
     assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
+
+
+def test_fresh_weights_are_drawn_by_threads_into_memory_of_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that another thread had taken stays with an allocator as arm64's: a process held every weight twice."""
+    takers = set()
+
+    def taken(make: Any) -> Any:
+        def counted(*arguments: Any, **options: Any) -> Tensor:
+            takers.add(threading.get_ident())
+            return make(*arguments, **options)
+
+        return counted
+
+    shapes = {"layers.0.mlp.fc_in.weight": (8, 4), "layers.0.mlp.fc_out.weight": (4, 8), "final_norm.weight": (4,)}
+    alone = {name: draw(name, shape, 5, 2) for name, shape in shapes.items()}
+    for name in ("empty", "full", "zeros", "ones"):
+        monkeypatch.setattr(torch, name, taken(getattr(torch, name)))
+    ahead = dict(drawn_ahead(shapes, 5, 2))
+    assert takers == {threading.get_ident()}
+    assert [*ahead] == [*shapes]
+    for name, drawn in ahead.items():
+        assert torch.equal(drawn, alone[name])

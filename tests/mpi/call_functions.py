@@ -24,6 +24,10 @@ def given(*arguments: Any, **options: Any) -> dict[str, Any]:
     return {"rank": my_rank(), "pid": os.getpid(), "arguments": arguments, "options": options}
 
 
+def my_cores() -> list[int]:
+    return sorted(os.sched_getaffinity(0))
+
+
 def total(length: int) -> Any:
     from tilemesh.comm import connect
 

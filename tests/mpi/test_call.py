@@ -50,6 +50,19 @@ def test_results_come_in_rank_order_and_the_ranks_stay(pool: Ranks) -> None:
     assert [result["pid"] for result in first] == [result["pid"] for result in second], "the same processes"
 
 
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="the system pins no process")
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("ranks", [2, 3])  # Open MPI 4 binds two ranks to cores of its own choice, three to a socket
+def test_ranks_stay_on_the_cores_that_were_given(transport: str, ranks: int) -> None:
+    """`taskset -c 0,1 tilemesh train` leaves the other cores alone, also where ranks outnumber those that are left."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {max(before)})
+    try:
+        assert call("call_functions:my_cores", ranks, transport=transport) == [[max(before)]] * ranks
+    finally:
+        os.sched_setaffinity(0, before)
+
+
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_ranks_outlive_the_thread_that_started_them(transport: str) -> None:
     started: list[Ranks] = []

@@ -338,6 +338,13 @@ def test_ranks_of_one_machine_listen_on_loopback_only(transport: str) -> None:
         assert set(addresses) <= {"0100007F", "00000000000000000000000001000000"}, addresses
 
 
+def test_mpi_is_told_to_bind_no_rank(tmp_path: Path) -> None:
+    """Open MPI 4 binds ranks to cores that who started them may not use (`test_ranks_stay_on_the_cores_…`)."""
+    for name in ("PRTE_MCA_hwloc_default_binding_policy", "OMPI_MCA_hwloc_base_binding_policy"):  # Open MPI 5 and 4
+        assert mpi_environment(2, tmp_path, {})[name] == "none"
+        assert name not in mpi_environment(2, tmp_path, {name: "core"}), "whoever set it knows better"
+
+
 def test_mpi_keeps_its_tcp_transport_where_ranks_may_be_on_several_machines(tmp_path: Path) -> None:
     assert mpi_environment(2, tmp_path, {})["OMPI_MCA_btl"] == "^tcp"
     assert "OMPI_MCA_btl" not in mpi_environment(2, tmp_path, {"OMPI_MCA_btl": "tcp,self"})

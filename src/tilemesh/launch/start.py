@@ -118,7 +118,9 @@ def mpi_environment(ranks: int, job: Path, environ: Mapping[str, str]) -> dict[s
         "PRTE_MCA_prte_tmpdir_base": str(job),
         "OMPI_MCA_btl_sm_backing_directory": str(job),
         "OMPI_MCA_osc_sm_backing_directory": str(job),
-        # The same in Open MPI 4, which calls them by other names.
+        # The same in Open MPI 4, which calls them by other names. Its own binding leaves the cores that the launcher
+        # may use: two ranks get a core each, and more a whole socket.
+        "OMPI_MCA_hwloc_base_binding_policy": "none",
         "OMPI_MCA_orte_tmpdir_base": str(job),
         "OMPI_MCA_btl_vader_backing_directory": str(job),
     }

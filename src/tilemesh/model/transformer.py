@@ -725,7 +725,11 @@ def initialize(model: nn.Module, seed: int, prefix: str = "", layers: int | None
 
 def drawn_ahead(shapes: Mapping[str, tuple[int, ...]], seed: int, layers: int) -> Iterator[tuple[str, Tensor]]:
     """What `draw` gives for each of these names, in their order, by as many threads as torch has: a generator draws its
-    numbers one after the other, and billions of them take minutes. Never more than two per thread are held."""
+    numbers one after the other, and billions of them take minutes. Never more than two per thread are held.
+
+    Their memory is this thread's: on arm64 torch's allocator (mimalloc) keeps what another thread had taken and this
+    one gives back, so a process held every weight twice.
+    """
     threads = torch.get_num_threads()
     waiting: deque[tuple[str, Future[Tensor]]] = deque()
     with ThreadPoolExecutor(threads) as pool:
@@ -733,20 +737,23 @@ def drawn_ahead(shapes: Mapping[str, tuple[int, ...]], seed: int, layers: int) -
             if len(waiting) >= 2 * threads:
                 first, drawn = waiting.popleft()
                 yield first, drawn.result()
-            waiting.append((name, pool.submit(draw, name, shape, seed, layers)))
+            empty = torch.empty(shape, dtype=torch.float32, device="cpu")
+            waiting.append((name, pool.submit(draw, name, shape, seed, layers, empty)))
         for first, drawn in waiting:
             yield first, drawn.result()
 
 
-def draw(name: str, shape: tuple[int, ...], seed: int, layers: int) -> Tensor:
-    """Fresh weights of the parameter with this full name, as `initialize` writes them; float32 on the CPU."""
+def draw(name: str, shape: tuple[int, ...], seed: int, layers: int, out: Tensor | None = None) -> Tensor:
+    """Fresh weights of the parameter with this full name, as `initialize` writes them; float32 on the CPU, in `out`."""
+    if out is None:
+        out = torch.empty(shape, dtype=torch.float32, device="cpu")
     kind = name.rpartition(".")[0].rpartition(".")[2]
     if kind.endswith("norm") or name.endswith("bias"):
-        return torch.full(shape, 1.0 if name.endswith("weight") else 0.0, dtype=torch.float32, device="cpu")
+        return out.fill_(1.0 if name.endswith("weight") else 0.0)
     std = INIT_STD / (2 * layers) ** 0.5 if kind in ("fc_o", "fc_out") else INIT_STD
     digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") % 2**63)
-    return torch.empty(shape, dtype=torch.float32, device="cpu").normal_(0, std, generator=generator)
+    return out.normal_(0, std, generator=generator)
 
 
 def _check_cache(cache: KeyValueCache, tokens_BT: Tensor, config: ModelConfig) -> None:
