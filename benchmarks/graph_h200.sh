@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
 # The graph room on a GPU: a training step of GPT-2 and Llama blocks eager, by Inductor and by our backend, with and
 # without CUDA graphs, and the kernels of a step of each; the models of transformers beside eager; branches at once;
-# the tests. Rows go into the folder that is given, model by model. Nothing has to be installed: run from the
+# the tests; the first step of each compiler in a process of its own. Rows go into the folder that is given, model by model. Nothing has to be installed: run from the
 # repository's root. Models compile side by side and are timed one after the other; caches begin empty.
-# About 90 s on an H200 with 16 cores. PARTS chooses: blocks, models, studies, tests.
+# About 3 minutes on an H200 with 16 cores. PARTS chooses: first, blocks, pictures, models, studies, tests.
 # Rehearsal without a GPU: DEVICE=cpu BLOCKS="gpt2-blocks llama-blocks" BLOCK_SIZE=tiny MODELS=lstm SIZE=tiny AT_ONCE=1 benchmarks/graph_h200.sh /tmp/out
 set -u
 out=${1:?give a folder for the rows}
-parts=${PARTS:-blocks tests models studies}
+parts=${PARTS:-first blocks pictures tests models studies}
 device=${DEVICE:-cuda}
 dtype=${DTYPE:-$([ "$device" = cuda ] && echo bfloat16 || echo float32)}
 python=${PYTHON:-python3}
@@ -27,6 +27,21 @@ export out device dtype python
 for part in $parts; do
     began=$SECONDS
     case $part in
+    first) # both models at once, by one compiler after the other; caches begin empty for each
+        for way in ours compile; do
+            for model in ${BLOCKS:-gpt2-blocks llama-blocks}; do
+                caches=$(mktemp -d)
+                XDG_CACHE_HOME=$caches TORCHINDUCTOR_CACHE_DIR=$caches/inductor TRITON_CACHE_DIR=$caches/triton \
+                    timeout -k 5 60 "$python" benchmarks/graph_step.py "$model" "$out" --size "${BLOCK_SIZE:-$model}" --device "$device" \
+                    --dtype "$dtype" --first $way ${STAGES:+--stages} 2>&1 | tail -n 3 &
+            done
+            wait
+        done
+        ;;
+    pictures)
+        step resnet "${PICTURES:-pictures}" "compile,eager$([ "$device" = cuda ] && echo ,recorded)" --profile
+        (cd "$out" && for file in resnet.*; do mv "$file" "pictures.${file#resnet.}"; done)
+        ;;
     blocks)
         for model in ${BLOCKS:-gpt2-blocks llama-blocks}; do
             step "$model" "${BLOCK_SIZE:-$model}" "compile,eager$([ "$device" = cuda ] && echo ,recorded)" --profile &

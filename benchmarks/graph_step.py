@@ -1,31 +1,65 @@
 """A model's training step as `tilemesh bench graph` times it, in a process that may compile beside others.
 
-Timing waits for the file that all of them lock, so models compile at once and are timed one after the other. Rows go
-into OUT/MODEL.jsonl; with --profile the kernels of a step, longest first, into OUT/MODEL.WAY.txt.
+Timing waits for a file that all of them lock, until nobody compiles and nobody else is timed: models compile at once
+and are timed one after the other on a quiet machine. Rows go into OUT/MODEL.jsonl; with --profile the kernels of a
+step, longest first, into OUT/MODEL.WAY.txt. With --first only the first step of one way is timed, in a process that
+compiled nothing before and has not loaded a compiler: OUT/first.jsonl gets a line. With --stages it is not timed, and
+OUT/MODEL.WAY.first.txt gets a profile of it.
 """
 
 from __future__ import annotations
 
 import argparse
+import cProfile
 import fcntl
+import json
+import pstats
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, TextIO
 
 import torch
 
-from tilemesh.bench.graph.models import SIZES
-from tilemesh.bench.graph.run import bench_model
-from tilemesh.bench.train.rank import kernels
-from tilemesh.measure.row import write_rows
-from tilemesh.measure.table import print_rows
+from tilemesh.bench.graph.models import SIZES, ModelSize, make_trained
+from tilemesh.measure.machine import stamp
 
 
 @contextmanager
-def alone(path: Path) -> Iterator[None]:
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+def alone(file: TextIO) -> Iterator[None]:
+    """While this process times. Before and after, it holds the lock together with others that compile."""
+    fcntl.flock(file, fcntl.LOCK_EX)
+    yield
+    fcntl.flock(file, fcntl.LOCK_SH)
+
+
+def first_step(
+    name: str, size: ModelSize, dtype: torch.dtype, device: torch.device, way: str, out: Path, stages: bool
+) -> None:
+    """Seconds of the first step of a compiled model. An eager step before it sets torch's own libraries up."""
+    trained = make_trained(name, size, dtype, device)
+    trained.step(trained.module)
+    profile = cProfile.Profile() if stages else None
+    began = time.perf_counter()
+    if profile:
+        profile.enable()
+    backend: Any = "inductor"
+    if way == "ours":  # as torch finds it by name: its entry point is imported now
+        from tilemesh.graph.backend import tilemesh as backend
+    trained.step(torch.compile(trained.module, backend=backend))
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    if profile:
+        profile.disable()
+        with (out / f"{name}.{way}.first.txt").open("w") as file:
+            pstats.Stats(profile, stream=file).sort_stats("cumulative").print_stats(120)
+        return
+    seconds = time.perf_counter() - began
+    line = json.dumps({"model": name, "way": way, "first step": seconds, "dtype": str(dtype), **stamp()})
+    with (out / "first.jsonl").open("a") as file:
+        file.write(line + "\n")
+    print(f"{name} by {way}: first step {seconds:.2f} s")
 
 
 def main() -> None:
@@ -39,8 +73,21 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--seconds", type=float, default=3.0)
     parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--first", choices=["ours", "compile"], help="time only the first step of this way")
+    parser.add_argument("--stages", action="store_true")
     given = parser.parse_args()
     device = torch.device(given.device)
+    if given.first:
+        dtype = getattr(torch, given.dtype)
+        first_step(given.model, SIZES[given.size], dtype, device, given.first, given.out, given.stages)
+        return
+    from tilemesh.bench.graph.run import bench_model
+    from tilemesh.bench.train.rank import kernels
+    from tilemesh.measure.row import write_rows
+    from tilemesh.measure.table import print_rows
+
+    lock = (given.out / "timing.lock").open("w")
+    fcntl.flock(lock, fcntl.LOCK_SH)
 
     def profile(way: str, step: Callable[[], object]) -> None:
         lines = [
@@ -56,7 +103,7 @@ def main() -> None:
         peers=given.peers.split(","),
         repeats=given.repeats,
         seconds=given.seconds,
-        alone=alone(given.out / "timing.lock"),
+        alone=alone(lock),
         watch=profile if given.profile else None,
     )
     write_rows(found.rows, str(given.out / f"{given.model}.jsonl"))

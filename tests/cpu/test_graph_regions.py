@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from tilemesh.graph import build, derive
 from tilemesh.graph.by_torch import run_torch
+from tilemesh.graph.compile_ahead import AheadCompilers
 from tilemesh.graph.emit import program
-from tilemesh.graph.generated import server
+from tilemesh.graph.generated import RegionCall, kernel_job, server
 from tilemesh.graph.ir import Graph, Node
 from tilemesh.graph.kernel_c import compiler, write_kernels
 from tilemesh.graph.kernel_plan import plan_kernel
+from tilemesh.graph.kernel_triton import launch_plans
 from tilemesh.graph.regions import fused
 from tilemesh.graph.rules import simplify
 
@@ -141,13 +147,48 @@ def test_a_costly_value_is_computed_once_though_two_runs_over_a_row_need_it(func
     assert text.count("fast_exp(") == 1
 
 
-@needs_compiler
-def test_operands_that_lie_otherwise_are_laid_anew() -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_operands_that_lie_otherwise_get_a_kernel_of_their_own(way: str) -> None:
+    """Transposed, and with numbers of their own where one was repeated."""
     x, y = build.argument("x", [8, 6], "float64"), build.argument("y", [8, 6], "float64")
     graph = Graph((x, y), (build.exp(build.multiply(x, build.add(y, 1.0))),))
-    run = program(fused(graph, server("c")), way="c")
-    values = torch.randn(6, 8, dtype=torch.float64).t(), torch.randn(8, 6, dtype=torch.float64)
-    torch.testing.assert_close(run(*values)[0], run_torch(graph, *values)[0], rtol=1e-14, atol=0)
+    numbers = torch.randn(8, 6, dtype=torch.float64)
+    run = program(fused(graph, server(way)), inputs=[numbers[:1].expand(8, 6), numbers], way=way)
+    for values in ((numbers, numbers), (numbers[:1].expand(8, 6), numbers), (numbers.t().contiguous().t(), numbers)):
+        torch.testing.assert_close(run(*values)[0], run_torch(graph, *values)[0], rtol=1e-14, atol=0)
+    assert len(run.regions[0].others) == 2
+
+
+def test_the_largest_of_a_row_and_its_powers_are_found_in_one_run() -> None:
+    """Also where a row has infinities or is NaN: as torch computes it."""
+    x = build.argument("x", [6, 20_000], "float32")
+    most = build.amax(x, [1])
+    powers = build.exp(build.subtract(x, build.expand(build.reshape(most, [6, 1]), x.shape)))
+    graph = fused(Graph((x,), (most, build.total(powers, [1]))), server("interpret"))
+    values = torch.randn(6, 20_000) * 30
+    values[1, 17_000:] = -torch.inf
+    values[2] = -torch.inf
+    values[3, 5] = torch.inf
+    values[4, 19_999] = torch.nan
+    values[5] = torch.finfo(torch.float32).min
+    run = program(graph, way="interpret")
+    for ours, theirs in zip(run(values), run_torch(graph, values), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0, equal_nan=True)
+    (region,) = [node for node in graph.nodes() if node.op == "region"]
+    plan = plan_kernel(region["body"], region["space"], region["columns"], [(20_000, 1)])
+    ((_, written),) = launch_plans([plan], torch.device("cpu"))
+    assert written.text.count("for start in") == 1
+
+
+def test_weights_are_widened_as_they_are_read() -> None:
+    x, w, b = (build.argument(name, shape, "bfloat16") for name, shape in (("x", [4, 5, 8]), ("w", [8]), ("b", [8])))
+    wide = build.layer_norm(*(build.cast(value, "float32") for value in (x, w, b)))
+    graph = fused(Graph((x, w, b), (build.cast(wide, "bfloat16"),)), server("interpret"))
+    assert [node.op for node in graph.nodes() if node.op not in ("input", "item")] == ["region"]
+    values = [torch.randn(4, 5, 8).bfloat16(), torch.randn(8).bfloat16(), torch.randn(8).bfloat16()]
+    given, *weights = (value.float() for value in values)
+    expected = torch.nn.functional.layer_norm(given, [8], *weights)
+    torch.testing.assert_close(program(graph, way="interpret")(*values)[0], expected.bfloat16())
 
 
 def test_a_region_never_waits_for_itself() -> None:
@@ -161,3 +202,40 @@ def test_a_region_never_waits_for_itself() -> None:
     for mine, theirs in zip(run_torch(better, *values), run_torch(graph, *values), strict=True):
         assert torch.equal(mine, theirs)
     assert sum(node.op == "region" for node in better.nodes()) == 2
+
+
+def test_workers_compile_kernels_for_a_gpu_that_is_not_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Handed over by two programs of a model, compiled while the second is written, there when the context ends."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    jobs = [_job(_norm("bfloat16")), _job(_long("float32"))]
+    with AheadCompilers(1) as ahead:
+        for job in jobs:
+            ahead.hand_over([job])
+        assert ahead.done == 0
+    assert ahead.done == 2
+    assert len(list(tmp_path.rglob("*.cubin"))) == 2
+    assert not ahead.workers
+
+
+def test_a_worker_that_is_gone_and_an_error_leave_no_process() -> None:
+    with AheadCompilers(1) as ahead:
+        (worker,) = ahead.workers
+        worker.kill()
+        worker.wait()
+        ahead.hand_over([_job(_long("float32"))])
+    assert ahead.done == 0
+    with suppress(ZeroDivisionError), AheadCompilers(1) as ahead:
+        (worker,) = ahead.workers
+        raise ZeroDivisionError
+    assert not ahead.workers
+    assert worker.returncode == -signal.SIGKILL
+
+
+def _job(graph: Graph) -> dict[str, Any]:
+    """The first region of a graph as a job for an H100 or H200."""
+    region = next(node for node in fused(simplify(graph)[0], server("interpret")).nodes() if node.op == "region")
+    body = region["body"]
+    strides = [torch.empty(node.shape).stride() for node in body.inputs]
+    plan = plan_kernel(body, region["space"], region["columns"], strides)
+    ((launch, written),) = launch_plans([plan], torch.device("cpu"))
+    return kernel_job(written, launch.steps[0], RegionCall(region, torch.device("cpu")), ["cuda", 90, 32])

@@ -20,6 +20,7 @@ from tilemesh.graph.streams import StreamPlan, maker, plan_streams
 from tilemesh.kernels.launch.tensors import read_device
 
 Tensor = torch.Tensor
+COPIED = ("constant", "iota")  # from the host, which cannot be recorded
 
 
 class ConcurrentProgram:
@@ -39,6 +40,7 @@ class ConcurrentProgram:
         self.order = [node for node in graph.nodes() if node not in graph.inputs]
         self.recorded: Any = None
         self.given: list[Tensor] = []
+        self.constants: dict[Node, Any] = {}
         self.results: tuple[Any, ...] = ()
         self.pool = ThreadPoolExecutor(streams) if self.at_once and self.device.type == "cpu" else None
 
@@ -91,12 +93,13 @@ class ConcurrentProgram:
         program(self.graph, self.device)(*tensors)
         torch.cuda.synchronize(self.device)
         self.given = [tensor.clone() for tensor in tensors]
+        self.constants = {node: evaluate_torch(node, [], {}, self.device) for node in self.order if node.op in COPIED}
         self.recorded = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.recorded):
             self.results = self._on_streams(torch.cuda.current_stream(self.device))
 
     def _on_streams(self, main: Any) -> tuple[Any, ...]:
-        values: dict[Node, Any] = dict(zip(self.graph.inputs, self.given, strict=True))
+        values: dict[Node, Any] = {**dict(zip(self.graph.inputs, self.given, strict=True)), **self.constants}
         stream: Any = torch.cuda.Stream
         others = {place: stream(self.device) for place in set(self.plan.streams.values()) - {0}}
         lanes = {0: main, **others}
@@ -105,6 +108,8 @@ class ConcurrentProgram:
         made: dict[Node, Any] = {}  # when each value is there
         held = []  # memory of a value is not given to another stream while the recording goes on
         for node in self.order:
+            if node in self.constants:
+                continue
             lane = lanes[self._stream(node)]
             with torch.cuda.stream(lane):
                 for value in node.inputs:

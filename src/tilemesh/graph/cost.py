@@ -33,10 +33,16 @@ def roof_seconds(node: Node, device: Device) -> float:
     """The least time of an operator: the longer of computing and moving, without its launch."""
     if not node.launched:
         return 0.0
-    dtype = PEAKS.get(node.dtype, "fp32")
-    peak = device.peak(dtype if dtype in device.peak_flops_per_s else "fp32")
-    compute = known(node.flops, {}) / peak
-    return max(compute, known(node.moved_bytes, {}) / device.memory_bytes_per_s)
+    return max(_compute_seconds(node, device), known(node.moved_bytes, {}) / device.memory_bytes_per_s)
+
+
+def _compute_seconds(node: Node, device: Device) -> float:
+    """Floating-point operations at the rate of a dtype: of a region's own operators, of an opaque one's operands."""
+    if node.op == "region":
+        return sum(_compute_seconds(inner, device) for inner in node["body"].nodes())
+    floats = [each.dtype for each in (node, *node.inputs) if each.dtype in PEAKS]
+    dtype = PEAKS[floats[0]] if floats and (node.op == "opaque" or node.dtype in PEAKS) else "fp32"
+    return known(node.flops, {}) / device.peak(dtype if dtype in device.peak_flops_per_s else "fp32")
 
 
 def graph_seconds(graph: Graph, device: Device) -> float:

@@ -6,6 +6,7 @@ which have shapes and strides and no data; then all kernels are compiled togethe
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -23,6 +24,8 @@ from tilemesh.graph.kernel_plan import plan_kernel, reordered
 from tilemesh.graph.size import known
 
 Tensor = torch.Tensor
+Launch = Callable[[Sequence[Tensor], list[Tensor]], None]
+Strides = tuple[tuple[int, ...], ...]
 WAYS = ("c", "triton", "interpret")
 
 
@@ -51,11 +54,13 @@ class RegionCall:
 
     def __init__(self, node: Node, device: torch.device) -> None:
         self.node, self.body, self.device = node, node["body"], device
-        self.strides: list[tuple[int, ...]] | None = None
+        self.strides: Strides | None = None
         self.order: tuple[int, ...] = ()  # of the dims in memory, where rows do not lie one after the other
         self.back: tuple[int, ...] = ()
         self._set_body(self.body)
-        self.launch: Callable[[Sequence[Tensor], list[Tensor]], None] | None = None
+        self.launch: Launch | None = None
+        self.made_for: Callable[[Strides], Launch] | None = None
+        self.others: dict[Strides, Launch] = {}  # where operands lie otherwise than torch's fake tensors said
 
     def _set_body(self, body: Graph) -> None:
         self.body = body
@@ -71,11 +76,13 @@ class RegionCall:
             )
         outputs = [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in self.shapes]
         if self.launch is not None:
-            self._run(tensors, outputs)
+            given = tuple(tensor.stride() for tensor in tensors)
+            launch = self.launch if given == self.strides else self._launch_for(tensors, given)
+            launch(tensors, outputs)
         elif self.strides is not None:
             raise UsageError("a region was run before its kernel was made")
         else:
-            self.strides = [tuple(tensor.stride()) for tensor in tensors]
+            self.strides = tuple(tensor.stride() for tensor in tensors)
         return [output.permute(self.back) for output in outputs] if self.order else outputs
 
     def _lay_out(self, tensors: Sequence[Tensor]) -> None:
@@ -90,22 +97,22 @@ class RegionCall:
             self.back = tuple(self.order.index(dim) for dim in range(len(self.order)))
             self._set_body(body)
 
-    def _run(self, tensors: Sequence[Tensor], outputs: list[Tensor]) -> None:
+    def _launch_for(self, tensors: Sequence[Tensor], given: Strides) -> Launch:
+        """The kernel for operands with these strides; of dims of size 1 they do not matter."""
         assert self.launch is not None
         assert self.strides is not None
-        for tensor, strides in zip(tensors, self.strides, strict=True):
-            if tensor.stride() != strides:
-                tensors = tuple(map(_laid, tensors, self.strides))
-                break
-        self.launch(tensors, outputs)
-
-
-def _laid(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
-    """A tensor with the strides that a kernel was made for; of dims of size 1 they do not matter."""
-    pairs = zip(tensor.shape, tensor.stride(), strides, strict=True)
-    if all(own == expected or size == 1 for size, own, expected in pairs):
-        return tensor
-    return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+        assert self.made_for is not None
+        known = self.others.get(given)
+        if known is None:
+            alike = tuple(
+                tuple(
+                    one if size == 1 else own
+                    for size, own, one in zip(tensor.shape, tensor.stride(), each, strict=True)
+                )
+                for tensor, each in zip(tensors, self.strides, strict=True)
+            )
+            known = self.others[given] = self.launch if alike == self.strides else self.made_for(alike)
+        return known
 
 
 def prepare(
@@ -124,62 +131,66 @@ def prepare(
             function([_fake(value, mode) for value in inputs])
     finally:
         mode.allow_non_fake_inputs = before
-    plans = []
-    for call in calls:
-        assert call.strides is not None
-        plans.append(plan_kernel(call.body, call.node["space"], call.node["columns"], call.strides))
+    given = [call.strides for call in calls if call.strides is not None]
+    for call, launch in zip(calls, _launches(calls, given, device, way, ahead), strict=True):
+        call.launch = launch
+        call.made_for = functools.partial(_launch_of, call, device, way)
+
+
+def _launch_of(call: RegionCall, device: torch.device, way: str, strides: Strides) -> Launch:
+    return _launches([call], [strides], device, way, None)[0]
+
+
+def _launches(
+    calls: Sequence[RegionCall], given: Sequence[Strides], device: torch.device, way: str, ahead: AheadCompilers | None
+) -> list[Launch]:
+    """A kernel for each region, for operands with these strides."""
+    plans = [
+        plan_kernel(call.body, call.node["space"], call.node["columns"], strides)
+        for call, strides in zip(calls, given, strict=True)
+    ]
     if way == "c":
-        for call, kernel in zip(calls, kernel_c.load_kernels(plans), strict=True):
-            call.launch = _c_launch(kernel)
-        return
+        return [_c_launch(kernel) for kernel in kernel_c.load_kernels(plans)]
     from tilemesh.graph import kernel_triton
 
     written_plans = kernel_triton.launch_plans(plans, device)
     if ahead is not None and ahead.workers:
-        _compiled_ahead(written_plans, calls, ahead)
-    for call, (plan, written) in zip(calls, written_plans, strict=True):
-        call.launch = _triton_launch(plan, written, call, way)
-
-
-def _compiled_ahead(plans: Sequence[tuple[Any, Any]], calls: Sequence[RegionCall], ahead: AheadCompilers) -> None:
-    """Fills Triton's cache on disk with the kernels of a program."""
-    import triton
-
-    target = triton.runtime.driver.active.get_current_target()
-    jobs = {}
-    for (plan, written), call in zip(plans, calls, strict=True):
-        (step,) = plan.steps
-        module, _, _ = step.kernel.partition(":")
-        jobs[written.text] = {
-            "module": module, "path": sys.modules[module].__file__, "kernel": step.kernel, "grid": step.grid,
-            "constants": dict(step.constants), "warps": step.warps, "length": len(written.text),
-            "dtypes": dict(zip(_names(call), _dtypes(written, call), strict=True)),
-            "target": [target.backend, target.arch, target.warp_size],
-        }  # fmt: skip
-    ahead.compile(list(jobs.values()))
-
-
-def _operands(written: Any, call: RegionCall, aligned: bool) -> dict[str, Any]:
-    """What compiling needs to know of a region's tensors; sums over rows are partial sums, and wide."""
-    from tilemesh.kernels.launch.program import Operand
-
-    names, dtypes = _names(call), _dtypes(written, call)
-    return {name: Operand(dtype, aligned) for name, dtype in zip(names, dtypes, strict=True)}
-
-
-def _names(call: RegionCall) -> list[str]:
+        _hand_over(written_plans, calls, ahead)
     return [
-        *(f"i{place}" for place in range(len(call.body.inputs))),
-        *(f"o{place}" for place in range(len(call.body.outputs))),
+        _triton_launch(plan, written, call, way) for call, (plan, written) in zip(calls, written_plans, strict=True)
     ]
 
 
-def _dtypes(written: Any, call: RegionCall) -> list[str]:
-    dtypes = [node.dtype for node in (*call.body.inputs, *call.body.outputs)]
-    for place in written.sums:
-        at = len(call.body.inputs) + place
-        dtypes[at] = "float64" if dtypes[at] == "float64" else "float32"
-    return dtypes
+def _hand_over(plans: Sequence[tuple[Any, Any]], calls: Sequence[RegionCall], ahead: AheadCompilers) -> None:
+    """Lets the workers fill Triton's cache on disk with the kernels of a program."""
+    import triton
+
+    ahead.warmed()
+    target = triton.runtime.driver.active.get_current_target()
+    named = [target.backend, target.arch, target.warp_size]
+    jobs: dict[str, dict[str, Any]] = {}
+    for (plan, written), call in zip(plans, calls, strict=True):
+        jobs |= {step.kernel: kernel_job(written, step, call, named) for step in plan.steps}
+    ahead.hand_over(list(jobs.values()))
+
+
+def kernel_job(written: Any, step: Any, call: RegionCall, target: Sequence[Any]) -> dict[str, Any]:
+    """What a worker has to know to compile a region's kernel for a target."""
+    module, _, _ = step.kernel.partition(":")
+    dtypes = _dtypes(written, call)
+    return {
+        "module": module, "path": sys.modules[module].__file__, "kernel": step.kernel, "grid": step.grid,
+        "constants": dict(step.constants), "warps": step.warps, "length": len(written.text),
+        "dtypes": {name: dtypes[pointer.of] for name, pointer in step.arguments.items()}, "target": list(target),
+    }  # fmt: skip
+
+
+def _dtypes(written: Any, call: RegionCall) -> dict[str, str]:
+    """The dtypes of a region's operands, results, and what its programs leave of sums over rows."""
+    dtypes = {f"i{place}": node.dtype for place, node in enumerate(call.body.inputs)}
+    dtypes |= {f"o{place}": node.dtype for place, node in enumerate(call.body.outputs)}
+    wide = "float64" if "float64" in {dtypes[f"o{place}"] for place in written.sums} else "float32"
+    return dtypes | {f"p{place}": wide for place in written.sums}
 
 
 def _fake(value: Any, mode: FakeTensorMode) -> Any:
@@ -188,40 +199,44 @@ def _fake(value: Any, mode: FakeTensorMode) -> Any:
     return value
 
 
-def _c_launch(kernel: Any) -> Callable[[Sequence[Tensor], list[Tensor]], None]:
+def _c_launch(kernel: Any) -> Launch:
     def launch(tensors: Sequence[Tensor], outputs: list[Tensor]) -> None:
         kernel(*[tensor.data_ptr() for tensor in tensors], *[output.data_ptr() for output in outputs])
 
     return launch
 
 
-def _triton_launch(
-    plan: Any, written: Any, call: RegionCall, way: str
-) -> Callable[[Sequence[Tensor], list[Tensor]], None]:
-    """A launch, and the addition of what its programs summed over their rows."""
+def _triton_launch(plan: Any, written: Any, call: RegionCall, way: str) -> Launch:
+    """The launches of a region, with memory for what its programs leave of sums over rows."""
     from tilemesh.kernels.launch import interpret
     from tilemesh.kernels.launch.gpu import current_stream, device_index
-    from tilemesh.kernels.launch.program import LaunchProgram
+    from tilemesh.kernels.launch.program import LaunchProgram, Operand
 
-    names, dtypes = _names(call), _dtypes(written, call)
+    dtypes = _dtypes(written, call)
+    names = list(dtypes)
     programs: dict[bool, LaunchProgram] = {}
+    # What programs leave of all sums lies in one block of memory, each sum's part beginning at a whole line.
+    apart = -(-written.grid * written.columns // 128) * 128
+    kind = dtype_of(dtypes[f"p{written.sums[0]}"]) if written.sums else torch.float32
+    device, count = call.device, len(written.sums)
 
     def launch(tensors: Sequence[Tensor], outputs: list[Tensor]) -> None:
-        targets = list(outputs)
-        for place, columns in written.sums.items():
-            kind = dtype_of(dtypes[len(tensors) + place])
-            targets[place] = torch.empty(written.grid, columns, dtype=kind, device=call.device)
-        everything = [*tensors, *targets]
+        left = torch.empty(count * apart, dtype=kind, device=device) if count else None
         if way == "interpret":
-            interpret.run(plan, dict(zip(names, everything, strict=True)), names[len(tensors) :])
-        else:
-            addresses = [tensor.data_ptr() for tensor in everything]
-            aligned = not any(address % 16 for address in addresses)
-            program = programs.get(aligned)
-            if program is None:
-                program = programs[aligned] = LaunchProgram(plan, _operands(written, call, aligned), names)
-            program(current_stream(device_index(call.device)), *addresses)
-        for place in written.sums:
-            outputs[place].copy_(targets[place].sum(0).reshape(outputs[place].shape))
+            parts = [left.narrow(0, apart * place, apart) for place in range(count)] if left is not None else []
+            everything = dict(zip(names, [*tensors, *outputs, *parts], strict=True))
+            interpret.run(plan, everything, names[len(tensors) : len(tensors) + len(outputs)])
+            return
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        addresses += [output.data_ptr() for output in outputs]
+        if left is not None:
+            first, step = left.data_ptr(), apart * left.element_size()
+            addresses += [first + place * step for place in range(count)]
+        aligned = not any(address % 16 for address in addresses)
+        program = programs.get(aligned)
+        if program is None:
+            operands = {name: Operand(dtype, aligned) for name, dtype in dtypes.items()}
+            program = programs[aligned] = LaunchProgram(plan, operands, names)
+        program(current_stream(device_index(device)), *addresses)
 
     return launch

@@ -7,7 +7,7 @@ go are one size. Writers of C and of Triton read this plan; it knows neither. Pl
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import cast
@@ -171,10 +171,16 @@ def _collapsed(
     return kept, columns
 
 
-def passes(plan: KernelPlan) -> tuple[dict[Node, int], int]:
-    """In which run over a row each value can be computed, and how many runs there are: a reduction ends one."""
+def passes(plan: KernelPlan, beside: Mapping[Node, Node] | None = None) -> tuple[dict[Node, int], int]:
+    """In which run over a row each value can be computed, and how many runs there are: a reduction ends one.
+
+    beside: sums that are known with another reduction (`sums_of_powers`).
+    """
     ready: dict[Node, int] = {}
     for node in plan.members:
+        if beside and node in beside:
+            ready[node] = ready[beside[node]]
+            continue
         first = max((ready.get(operand(value), 0) for value in node.inputs), default=0)
         reduced = plan.levels[node] == ROW and node.op in ("sum", "amax")
         ready[node] = first + 1 if reduced else first
@@ -214,6 +220,25 @@ def reordered(body: Graph, strides: Sequence[Sequence[int]]) -> tuple[Graph, tup
         elif node.op != "slice":
             return None
     return Graph(tuple(new[node] for node in body.inputs), tuple(new[node] for node in body.outputs)), order
+
+
+def sums_of_powers(plan: KernelPlan) -> dict[Node, Node]:
+    """Sums of exp(x - m) over a row where m is the row's largest x, with that maximum.
+
+    Both can be had in one run over the row: where a larger x is found, what was summed so far is scaled down.
+    """
+    found = {}
+    for node in plan.members:
+        power = operand(node.inputs[0])
+        if node.op != "sum" or plan.levels[node] != ROW or power.op != "exp":
+            continue
+        shifted = operand(power.inputs[0])
+        if shifted.op != "subtract" or {node.dtype, power.dtype, shifted.dtype} != {node.dtype}:
+            continue
+        x, most = (operand(value) for value in shifted.inputs)
+        if most.op == "amax" and plan.levels.get(most) == ROW and operand(most.inputs[0]) is x:
+            found[node] = most
+    return found
 
 
 def chosen_column(total: Node) -> Node | None:

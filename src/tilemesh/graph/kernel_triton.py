@@ -16,7 +16,15 @@ from dataclasses import dataclass
 import torch
 
 from tilemesh.graph.ir import Node
-from tilemesh.graph.kernel_plan import KernelPlan, chosen_column, needed, offset_terms, operand, passes
+from tilemesh.graph.kernel_plan import (
+    KernelPlan,
+    chosen_column,
+    needed,
+    offset_terms,
+    operand,
+    passes,
+    sums_of_powers,
+)
 from tilemesh.graph.ops import DTYPES, FLOATS
 from tilemesh.graph.regions import COLUMN, FULL, ROW
 from tilemesh.graph.rewrite import number_of
@@ -27,6 +35,7 @@ from tilemesh.kernels.tuning.table import cache_folder
 
 LINE = 1024  # elements of a program that has no reduction
 PROGRAMS_INTERPRETED = 3
+ADDED = {"TALL": 128, "WIDE": 16}  # rows and columns of the sums that a program adds at a time
 WARPS_IN_FLIGHT = 16  # per multiprocessor, of programs that take rows in turn: enough loads to hide their latency
 _BINARY = {"add": "+", "subtract": "-", "multiply": "*", "divide": "/"}
 _COMPARE = {"equal": "==", "less": "<", "less_equal": "<="}
@@ -67,13 +76,19 @@ def serves(node: Node) -> bool:
 
 @dataclass(frozen=True)
 class WrittenKernel:
-    """The text of a kernel, how it is launched, and the sums over rows that its programs leave to be added."""
+    """The text of a kernel, how it is launched, and the sums over rows that its programs leave to be added.
+
+    sums: the outputs that are sums over the rows, each of `columns` numbers; `added` is the kernel that adds up what
+    the programs leave of them.
+    """
 
     text: str
     grid: int
     constants: dict[str, int]
     warps: int
-    sums: dict[int, int]  # which output is a sum over the rows: its columns
+    columns: int
+    sums: tuple[int, ...]
+    added: str
 
 
 class _TritonWriter:
@@ -87,6 +102,7 @@ class _TritonWriter:
         self.named = 0
         self.indent = 1
         self.most = multiprocessors
+        self.beside: dict[Node, Node] = {}  # sums that are found with a maximum
         self.column = "column"  # what the code calls the number of an element in its row
 
     def write(self) -> WrittenKernel:
@@ -109,7 +125,28 @@ class _TritonWriter:
         names += [f"o{place}" for place in range(len(self.plan.body.outputs))]
         names += [f"{name}: tl.constexpr" for name in constants]
         text = f"@triton.jit\ndef @({', '.join(names)}):\n" + "\n".join(self.lines) + "\n"
-        return WrittenKernel(text, grid, constants, warps, {self.stored[node]: self.columns for node in self.sums})
+        sums = tuple(self.stored[node] for node in self.sums)
+        return WrittenKernel(text, grid, constants, warps, self.columns, sums, self._added(grid) if sums else "")
+
+    def _added(self, grid: int) -> str:
+        """A kernel that adds the sums of all programs, some columns per program of its own."""
+        pairs = [(self.stored[node], _computed(node)) for node in self.sums]
+        given = ", ".join(f"p{place}, o{place}" for place, _ in pairs)
+        lines = [
+            f"def @({given}, TALL: tl.constexpr, WIDE: tl.constexpr):",
+            "column = tl.program_id(0) * WIDE + tl.arange(0, WIDE)",
+            *(f"sum{place} = tl.zeros((TALL, WIDE), tl.{kind})" for place, kind in pairs),
+            f"for start in range(0, {grid}, TALL):",
+            "    row = start + tl.arange(0, TALL)[:, None]",
+            f"    there = (row < {grid}) & (column < {self.columns})[None, :]",
+            f"    at = row * {self.columns} + column[None, :]",
+            *(f"    sum{place} += tl.load(p{place} + at, mask=there, other=0.0)" for place, _ in pairs),
+            *(
+                f"tl.store(o{place} + column, tl.sum(sum{place}, 0), mask=column < {self.columns})"
+                for place, _ in pairs
+            ),
+        ]
+        return "@triton.jit\n" + "\n    ".join(lines) + "\n"
 
     def _say(self, text: str) -> None:
         self.lines.append("    " * self.indent + text)
@@ -177,7 +214,8 @@ class _TritonWriter:
 
     def _long(self) -> None:
         """One row per program, read once for every reduction."""
-        ready, runs = passes(self.plan)
+        self.beside = sums_of_powers(self.plan)
+        ready, runs = passes(self.plan, self.beside)
         self._say(f"row = {self._program()}")
         for leaf, read in self.plan.reads.items():
             if read.level == ROW or not any(read.columns):
@@ -240,15 +278,19 @@ class _TritonWriter:
         self.indent += 1
         self._say("column = start + tl.arange(0, COLUMNS)")
         self._say(f"inside = column < {self.columns}")
-        starts = [operand(node.inputs[0]) for node in reductions] + list(results)
+        alone = [node for node in reductions if node not in self.beside]
+        starts = [operand(node.inputs[0]) for node in alone] + list(results)
         computed = list(needed(self.plan, starts, set()))
-        self._load_full([*computed, *reductions], "inside")
+        self._load_full([*computed, *alone], "inside")
         for node in computed:
             self._compute(node)
         for node in results:
             at = f"o{self.stored[node]} + row * {self.columns} + column"
             self._say(f"tl.store({at}, {self.names[node]}, mask=inside)")
         for node in reductions:
+            if node in self.beside:
+                self._scaled_sum(held[node], self._value(self.beside[node].inputs[0]), held[self.beside[node]])
+        for node in alone:
             value, part = self._value(node.inputs[0]), held[node]
             if node.op == "sum":
                 self._say(f"{part} += tl.where(inside, {value}, 0.0)")
@@ -260,10 +302,23 @@ class _TritonWriter:
         for node in reductions:
             name = self.names[node] = self._fresh("w")
             part = held[node]
-            if node.op == "sum":
+            if node in self.beside:  # NaN where the maximum is: then every power is
+                most = self.beside[node]
+                self._say(f"{name} = tl.sum({part} * tl.exp({held[most]} - {self.names[most]}), 0)")
+            elif node.op == "sum":
                 self._say(f"{name} = tl.sum({part}, 0)")
             else:
                 self._say(f"{name} = tl.where(tl.max({part}_bad, 0) > 0, float('nan'), tl.max({part}, 0))")
+
+    def _scaled_sum(self, part: str, value: str, most: str) -> None:
+        """Adds exp(value - most) where `most` is the largest value so far: one power for each value.
+
+        Both at minus infinity, as beyond a row's end, add nothing.
+        """
+        x, power = self._fresh("x"), self._fresh("p")
+        self._say(f"{x} = tl.where(inside, {value}, -float('inf'))")
+        self._say(f"{power} = tl.where({x} > -float('inf'), tl.exp(-tl.abs({x} - {most})), 0.0)")
+        self._say(f"{part} = tl.where({x} > {most}, {part} * {power} + 1.0, {part} + {power})")
 
     def _load(self, leaf: Node, full: str, row: str) -> None:
         read = self.plan.reads[leaf]
@@ -329,18 +384,29 @@ def _computed(node: Node) -> str:
 
 
 def launch_plans(plans: Sequence[KernelPlan], device: torch.device) -> list[tuple[LaunchPlan, WrittenKernel]]:
-    """For every region its launch; the kernels are one module, which the cache keeps by its text."""
+    """For every region its launches; the kernels are one module, which the cache keeps by its text.
+
+    Where a region sums over rows, its second launch adds what the programs of the first left in p0, p1, ...
+    """
     most = gpu_of(device_index(device)).multiprocessors if device.type == "cuda" else PROGRAMS_INTERPRETED
     written = [_TritonWriter(plan, most).write() for plan in plans]
-    names = {text: f"region{place}" for place, text in enumerate(dict.fromkeys(each.text for each in written))}
+    texts = dict.fromkeys(text for each in written for text in (each.text, each.added) if text)
+    names = {text: f"region{place}" for place, text in enumerate(texts)}
     module = _module(HEAD + "".join(f"\n\n{text.replace('@(', name + '(', 1)}" for text, name in names.items()))
     made = []
     for plan, kernel in zip(plans, written, strict=True):
         inputs = {f"i{place}": Pointer(f"i{place}") for place in range(len(plan.body.inputs))}
-        outputs = {f"o{place}": Pointer(f"o{place}") for place in range(len(plan.body.outputs))}
-        kernel_name = f"{module}:{names[kernel.text]}"
-        step = Step(kernel_name, (kernel.grid, 1), {**inputs, **outputs}, kernel.constants, warps=kernel.warps)
-        made.append((LaunchPlan((step,), {}), kernel))
+        outputs = {
+            f"o{place}": Pointer(f"{'p' if place in kernel.sums else 'o'}{place}")
+            for place in range(len(plan.body.outputs))
+        }
+        at = f"{module}:{names[kernel.text]}"
+        steps = [Step(at, (kernel.grid, 1), {**inputs, **outputs}, kernel.constants, warps=kernel.warps)]
+        if kernel.sums:
+            pairs = {f"{kind}{place}": Pointer(f"{kind}{place}") for place in kernel.sums for kind in "po"}
+            grid = (blocks(kernel.columns, ADDED["WIDE"]), 1)
+            steps.append(Step(f"{module}:{names[kernel.added]}", grid, pairs, ADDED))
+        made.append((LaunchPlan(tuple(steps), {}), kernel))
     return made
 
 

@@ -23,6 +23,7 @@ from tilemesh.graph.rotations import swapped, swapped_source
 from tilemesh.graph.size import Shape, product
 
 FULL, ROW, COLUMN = "full", "row", "column"
+NARROW = ("bfloat16", "float16")
 MOST_COLUMNS = 1 << 18  # of a row that is reduced: beyond, few rows are left and one reduction has to be shared
 
 MOST_SUMS = 16_384  # sums over the rows that one kernel keeps: they stay in registers
@@ -310,11 +311,18 @@ class _Building:
         return tuple(needs)
 
     def _source(self, value: Node, group: _Region) -> Node:
-        """What is read from outside: a broadcast is done by the kernel's index, and so is a swap of halves."""
+        """What is read from outside: a broadcast is done by the kernel's index, and so is a swap of halves; a vector
+        that is widened first, as a norm's weights are, is widened as it is read."""
         if value.op == "broadcast":
-            return value.inputs[0]
+            return value.inputs[0].inputs[0] if self._widened(value) else value.inputs[0]
         swapped = self._swapped(value)
         return value if swapped is None or elements(value.shape) != group.space else swapped
+
+    def _widened(self, value: Node) -> bool:
+        """Whether a value is a 16-bit one, repeated after it became a wider one."""
+        inner = value.inputs[0]
+        narrow = inner.op == "cast" and inner.inputs[0].dtype in NARROW and inner.dtype in ("float32", "float64")
+        return narrow and self.fusion.serves(inner) and inner not in self.inside
 
     def _swapped(self, value: Node) -> Node | None:
         return swapped_source(value) if self.fusion.swaps else None
@@ -339,6 +347,10 @@ class _Building:
         """A value as the region's own program reads it: reshapes, broadcasts and numbers are copied into it."""
         if value in body:
             return body[value]
+        if value.op == "broadcast" and self._widened(value) and value.inputs[0] not in body:
+            wide = value.inputs[0]
+            repeated = rebuilt(value, [body[wide.inputs[0]]])
+            return rebuilt(wide, [repeated])
         if value.op in ("constant", "broadcast", "reshape", "iota"):
             return rebuilt(value, [self._inner(each, body) for each in value.inputs])
         source = self._swapped(value)

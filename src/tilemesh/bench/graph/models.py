@@ -34,9 +34,11 @@ SIZES: Mapping[str, ModelSize] = {
     "gpt2": ModelSize(768, 12, 12, 50304, 8, 1024, 224),
     "gpt2-blocks": ModelSize(768, 4, 12, 50304, 32, 1024, 224),
     "llama-blocks": ModelSize(2048, 2, 32, 32000, 8, 2048, 224),
+    "pictures": ModelSize(256, 4, 4, 2048, 64, 128, 224),
 }
 """`gpt2` has the width, layers and context of GPT-2 124M: for a GPU. `gpt2-blocks` and `llama-blocks` are some blocks
-of GPT-2 124M and of TinyLlama 1.1B with batches of 32 x 1024 and 8 x 2048 tokens."""
+of GPT-2 124M and of TinyLlama 1.1B with batches of 32 x 1024 and 8 x 2048 tokens; `pictures` fills a GPU with 64
+pictures of 224 x 224."""
 
 
 @dataclass(frozen=True)
