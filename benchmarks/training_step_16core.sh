@@ -66,7 +66,7 @@ together() {
         mine=()
         for ((place = lane; place < ${#names[@]}; place += lanes)); do mine+=("${names[place]}"); done
         PYTHON=$python CALIBRATE=no UNTIL=$((limit - SECONDS - 14)) taskset -c "${cores[2 * lane]},${cores[2 * lane + 1]}" \
-            timeout --kill-after=5 "$(left)" bash benchmarks/plan_layouts.sh "$work/runs$lane" 5 "${mine[@]}" \
+            timeout --kill-after=5 "$(left)" bash benchmarks/plan_layouts.sh "$work/runs$lane" 8 "${mine[@]}" \
             >"$work/lane$lane.txt" 2>&1 &
         pids+=($!)
     done
