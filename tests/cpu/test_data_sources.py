@@ -75,7 +75,7 @@ class TestRecords:
     def test_conversations_are_named_where_text_was_expected(self, tmp_path: Path, asked: dict[str, Any]) -> None:
         messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
         source = written(tmp_path / "chats.jsonl", [{"id": 1, "messages": messages}])
-        words = "it has id, messages; to read the conversations in it set data.chat to true and data.field to messages"
+        words = "it has id, messages; to read the conversations in it set data.chat=true and data.field=messages"
         with pytest.raises(UsageError, match=words):
             check_source(DataConfig(source=source, **asked))
         check_source(DataConfig(source=source, chat=True, field="messages"))

@@ -35,6 +35,22 @@ def run(*arguments: str) -> Any:
     return result
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["llama-3-8b", "--cluster", "8xh100", "--explain"],
+        ["llama-3-70b", "--cluster", "64xh100", "--batch-tokens", "4M"],
+        ["--draw", "1f1b", "--stages", "4", "--microbatches", "8"],
+    ],
+    ids=["explain", "layouts", "draw"],
+)
+def test_in_a_pipe_everything_fits_100_columns(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    lines = CliRunner().invoke(app, arguments, catch_exceptions=False).stdout.splitlines()
+    assert len(lines) > 10
+    assert max(map(len, lines)) <= 100
+
+
 def test_json_has_every_figure_by_name() -> None:
     out = run(*MEGATRON_530B, "--json", "-")
     (best,) = [json.loads(line) for line in out.stdout.splitlines()]

@@ -33,10 +33,9 @@ def test_a_schedule_is_drawn_everywhere(tmp_path: Path, capsys: pytest.CaptureFi
     draw_step(asked("zb-v", stages=4, microbatches=8, **files), [])
     said = capsys.readouterr().out
     assert said.startswith("zb-v: 4 stages, 8 microbatches, 2 chunks per rank (v)\nstep 25.5 with F 1, I 1, W 1")
-    assert "bubble 5.9% of all ranks' time, 0.0% between" in " ".join(
-        said.split()
-    )  # lines break at the terminal's width
-    assert "at most 4 (by rank: 4, 4, 4, 4)" in said
+    words = " ".join(said.split())  # lines break at the terminal's width
+    assert "bubble 5.9% of all ranks' time, 0.0% between" in words
+    assert "at most 4 (by rank: 4, 4, 4, 4)" in words
     figures = json.loads(Path(files["json"]).read_text())
     assert (figures["step_s"], figures["bubble_rate"], figures["peak_microbatches"]) == (25.5, 0.0, [4.0] * 4)
     assert from_csv(Path(files["csv"]).read_text()).actions == build("zb-v", 4, 8).actions

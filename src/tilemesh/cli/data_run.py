@@ -31,7 +31,7 @@ def run_prepare(
     except UsageError as error:
         names = ("tokenizer", "field", "chat", "held_out", "pattern")
         typed = {f"data.{name}": f"--{name.replace('_', '-')}" for name in names}
-        raise error.as_typed(typed | {"data.source": "SOURCE"}) from None
+        raise error.as_typed(typed | {"data.source": "SOURCE", "data.chat=true": "--chat"}) from None
     if skipped := left_out_files(data):
         print(f"tilemesh: {left_out_words(skipped)}", file=sys.stderr)
     total = sum(made["files"].values())

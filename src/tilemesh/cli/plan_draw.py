@@ -26,9 +26,9 @@ from tilemesh.core.step.search import PassTimes, search
 from tilemesh.core.step.simulate import Timeline, simulate
 from tilemesh.core.step.slices import slice_lengths, slice_shares
 from tilemesh.core.step.text import from_csv, to_csv
+from tilemesh.measure.table import PIPE_WIDTH
 from tilemesh.report.step_page import render
 
-PIPE_WIDTH = 160  # a pipe has no width of its own
 MOST_PASSES = 40_000  # ranks x microbatches x chunks: beyond that making and proving takes minutes
 
 DRAWN_TOKENS, DRAWN_ATTENTION = 64, 0.25

@@ -48,9 +48,10 @@ from tilemesh.plan.step import Estimator
 from tilemesh.plan.why import runner_up, why
 from tilemesh.report.plan_page import render
 
-PIPE_WIDTH = 160  # a pipe has no width of its own
 WIDTH = 100
-"""Columns that the table of layouts takes at most, where its figures allow that."""
+"""Columns that the table of layouts takes at most, where its figures allow that; and all else in a pipe, which has no
+width of its own."""
+_NATURAL = 1000  # wider than any table: what it is measured in
 REFERENCE_DEVICE = "h100"  # for the roofline when no cluster is named
 
 
@@ -211,7 +212,7 @@ def load_model(name: str, sets: Sequence[str]) -> ModelConfig:
 def _console(stderr: bool) -> Console:
     console = Console(stderr=stderr, highlight=False, markup=False)
     if not console.is_terminal and "COLUMNS" not in os.environ:
-        console = Console(stderr=stderr, highlight=False, markup=False, width=PIPE_WIDTH)
+        console = Console(stderr=stderr, highlight=False, markup=False, width=WIDTH)
     return console
 
 
@@ -249,7 +250,7 @@ def _print_layouts(console: Console, result: SearchResult) -> None:
     silent = {name for name in _OPTIONAL if all(line[name] in ("-", "0.0%") for line in lines)}
     shown = [{heading: text for heading, text in line.items() if heading not in silent} for line in lines]
     wide, narrow = _table(shown, gap=2), _table(shown, gap=1)
-    measured = console.options.update(max_width=PIPE_WIDTH)
+    measured = console.options.update(max_width=_NATURAL)
     table = wide if console.measure(wide, options=measured).maximum <= min(console.width, WIDTH) else narrow
     print_whole(console, table)
     for words in lacks:
@@ -258,7 +259,7 @@ def _print_layouts(console: Console, result: SearchResult) -> None:
 
 def print_whole(console: Console, table: Table) -> None:
     """A terminal too narrow for a table breaks its lines; a figure is never cut."""
-    natural = console.measure(table, options=console.options.update(max_width=PIPE_WIDTH)).maximum
+    natural = console.measure(table, options=console.options.update(max_width=_NATURAL)).maximum
     whole = Console(file=console.file, width=max(console.width, natural), highlight=False, markup=False)
     whole.print(table)
 

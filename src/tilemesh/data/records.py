@@ -259,6 +259,6 @@ def _no_field(where: str, field: str, known: list[str], chats: list[str]) -> Usa
     names = ", ".join(known[:_SHOWN_FIELDS]) + (", …" if len(known) > _SHOWN_FIELDS else "") or "no field"
     start = f" {where} has no field {shown(field)}: it has {names}; "
     if chats:
-        more = ("to read the conversations in it set ", "data.chat", " to true and ", "data.field", f" to {chats[0]}")
+        more = ("to read the conversations in it set ", "data.chat=true", " and ", "data.field", f"={chats[0]}")
         return UsageError("data.source", start, *more)
     return UsageError("data.source", start, "set ", "data.field")

@@ -13,8 +13,9 @@ _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 _COLOURS = ("#4269d0", "#efb118", "#ff725c", "#3ca951", "#6cc5b0", "#a463f2", "#97bbf5", "#9c6b4e")
 
 LEGEND = (
-    "→2:3 sends chunk 3 to rank 2; ←1:0 receives chunk 0 from rank 1, + adds it to what is there; ⇒ copies\n"
-    "i: the caller's input, t: scratch, else the result; 1[0]: chunk 0 in rank 1's memory; sync: all meet; ·: idle"
+    "→2:3 sends chunk 3 to rank 2; ←1:0 receives chunk 0 from rank 1, + adds it to what is there;\n"
+    "⇒ copies; i: the caller's input, t: scratch, else the result; 1[0]: chunk 0 in rank 1's memory;\n"
+    "sync: all meet; ·: idle"
 )
 
 MAX_ROUNDS = 400  # of a drawing: beyond that nobody can read it
