@@ -54,10 +54,17 @@ def files_of(folder: Path) -> set[str]:
     return {str(path.relative_to(folder)) for path in folder.rglob("*")}
 
 
-def test_fit_writes_what_the_command_writes_except_the_page(run: Path, tmp_path: Path) -> None:
+def test_fit_writes_what_the_command_writes_except_the_page(
+    run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The command starts a rank through the launcher, `fit` trained in this process: the folders are alike."""
+    monkeypatch.delenv("COLUMNS", raising=False)
     other, source = tmp_path / "run", f"data.source={run.parent / 'text.txt'}"
     assert main(["train", "--set", SMALL, "--set", source, "--out", str(other)]) == 0
+    (first,) = (line for line in capfd.readouterr().out.splitlines() if line.startswith("dp 1 x tp 1"))
+    assert "= 1 rank, batch 4" in first
+    assert "fp32; on the CPU with " in first  # alone it talks to nobody
+    assert len(first) <= 100
     assert files_of(other) == {*files_of(run), names.PAGE}
     assert {names.PREDICTED, names.ENVIRONMENT, names.SUMMARY, names.ROWS, names.ABOUT, names.SAMPLE} <= files_of(run)
     assert kind_of(run) == kind_of(other) == "train"

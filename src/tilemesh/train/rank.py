@@ -469,10 +469,11 @@ def _headline(config: TrainConfig, mesh: Mesh, corpus: Corpus, device: torch.dev
     where = f"the CPU with {threads} thread{'s' * (threads > 1)}"
     if device.type == "cuda":
         where = torch.cuda.get_device_name(device)
+    ranks = f"{mesh.comm.backend} between ranks, each on {where}" if config.ranks > 1 else f"on {where}"
     samples = train_mixture(corpus, config.context, config.data.packing, config.train.seed)
     epochs = config.train.steps * config.batch / max(1, len(samples))
     return (
-        f"{config.plan.describe(config.servers)}; {mesh.comm.backend} between ranks, each on {where}\n"
+        f"{config.plan.describe(config.servers)}; {ranks}\n"
         f"{corpus.words}; {config.train.steps} steps of {config.tokens_per_step:,} tokens are {epochs:.3g} epochs"
     )
 
