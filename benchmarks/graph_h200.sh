@@ -17,10 +17,11 @@ fresh=$(mktemp -d)
 export XDG_CACHE_HOME=$fresh TORCHINDUCTOR_CACHE_DIR=$fresh/inductor TRITON_CACHE_DIR=$fresh/triton
 # Limits come from this machine's calibration: the committed one where it is this machine's.
 "$python" benchmarks/known_calibration.py >"$out/calibration.txt" 2>&1
-step() { # MODEL SIZE PEERS [--profile]: one model, in the background; its rows and its last lines are kept
-    timeout -k 5 "${LIMIT:-100}" "$python" benchmarks/graph_step.py "$1" "$out" --size "$2" --device "$device" --dtype "$dtype" \
-        --peers "$3" --seconds "${SECONDS_EACH:-3}" ${4:-} >"$out/$1.txt" 2>&1 || echo "$1: exit code $?" >>"$out/$1.txt"
-    tail -n 30 "$out/$1.txt"
+step() { # MODEL SIZE PEERS [--profile [NAME]]: one model; its rows and its last lines are kept
+    local name=${5:-$1}
+    timeout -k 5 "${LIMIT:-100}" "$python" benchmarks/graph_step.py "$1" "$out" --size "$2" --device "$device" --dtype "$dtype" --name "$name" \
+        --peers "$3" --seconds "${SECONDS_EACH:-3}" ${4:-} >"$out/$name.txt" 2>&1 || echo "$name: exit code $?" >>"$out/$name.txt"
+    tail -n 30 "$out/$name.txt"
 }
 export -f step
 export out device dtype python
@@ -30,7 +31,7 @@ for part in $parts; do
     first) # both models at once, by one compiler after the other; caches begin empty for each
         for way in ours compile; do
             for model in ${BLOCKS:-gpt2-blocks llama-blocks}; do
-                caches=$(mktemp -d)
+                caches=$(mktemp -d -p "$fresh")
                 XDG_CACHE_HOME=$caches TORCHINDUCTOR_CACHE_DIR=$caches/inductor TRITON_CACHE_DIR=$caches/triton \
                     timeout -k 5 60 "$python" benchmarks/graph_step.py "$model" "$out" --size "${BLOCK_SIZE:-$model}" --device "$device" \
                     --dtype "$dtype" --first $way ${STAGES:+--stages} 2>&1 | tail -n 3 &
@@ -38,9 +39,8 @@ for part in $parts; do
             wait
         done
         ;;
-    pictures)
-        step resnet "${PICTURES:-pictures}" "compile,eager$([ "$device" = cuda ] && echo ,recorded)" --profile
-        (cd "$out" && for file in resnet.*; do mv "$file" "pictures.${file#resnet.}"; done)
+    pictures) # beside the models
+        step resnet "${PICTURES:-pictures}" "compile,eager$([ "$device" = cuda ] && echo ,recorded)" --profile pictures &
         ;;
     blocks)
         for model in ${BLOCKS:-gpt2-blocks llama-blocks}; do
@@ -57,8 +57,8 @@ for part in $parts; do
             --json "$out/studies.jsonl" >"$out/studies.txt" 2>&1
         tail -n 40 "$out/studies.txt"
         ;;
-    tests) # beside the models: they time nothing
-        (timeout -k 5 "${LIMIT:-100}" "$python" -m pytest -q tests/gpu/test_graph_gpu.py -p no:cacheprovider >"$out/tests.txt" 2>&1
+    tests) # beside the models: nothing is timed meanwhile
+        (flock -s "$out/timing.lock" timeout -k 5 "${LIMIT:-100}" "$python" -m pytest -q tests/gpu/test_graph_gpu.py -p no:cacheprovider >"$out/tests.txt" 2>&1
             tail -n 15 "$out/tests.txt") &
         ;;
     esac

@@ -2,9 +2,9 @@
 
 Timing waits for a file that all of them lock, until nobody compiles and nobody else is timed: models compile at once
 and are timed one after the other on a quiet machine. Rows go into OUT/MODEL.jsonl; with --profile the kernels of a
-step, longest first, into OUT/MODEL.WAY.txt. With --first only the first step of one way is timed, in a process that
-compiled nothing before and has not loaded a compiler: OUT/first.jsonl gets a line. With --stages it is not timed, and
-OUT/MODEL.WAY.first.txt gets a profile of it.
+step, longest first, into OUT/MODEL.WAY.txt, and our programs into OUT/MODEL.programs.txt. With --first only the first
+step of one way is timed, in a process that compiled nothing before and has not loaded a compiler: OUT/first.jsonl gets
+a line. With --stages it is not timed, and OUT/MODEL.WAY.first.txt gets a profile of it.
 """
 
 from __future__ import annotations
@@ -66,6 +66,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model")
     parser.add_argument("out", type=Path)
+    parser.add_argument("--name", help="of the files, where it is not the model's")
     parser.add_argument("--size", default="small")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--device", default="cuda")
@@ -86,6 +87,7 @@ def main() -> None:
     from tilemesh.measure.row import write_rows
     from tilemesh.measure.table import print_rows
 
+    name = given.name or given.model
     lock = (given.out / "timing.lock").open("w")
     fcntl.flock(lock, fcntl.LOCK_SH)
 
@@ -93,7 +95,7 @@ def main() -> None:
         lines = [
             f"{seconds * 1e3:9.3f} ms {calls:6.1f} x {name[:150]}" for seconds, calls, name in kernels(step, device)
         ]
-        (given.out / f"{given.model}.{way}.txt").write_text("\n".join(lines) + "\n")
+        (given.out / f"{name}.{way}.txt").write_text("\n".join(lines) + "\n")
 
     found = bench_model(
         given.model,
@@ -106,7 +108,10 @@ def main() -> None:
         alone=alone(lock),
         watch=profile if given.profile else None,
     )
-    write_rows(found.rows, str(given.out / f"{given.model}.jsonl"))
+    write_rows(found.rows, str(given.out / f"{name}.jsonl"))
+    if given.profile:
+        programs = [f"{piece.graph}\n" for piece in found.pieces if piece.graph is not None]
+        (given.out / f"{name}.programs.txt").write_text("\n".join(programs))
     made = found.figures
     print(f"{given.model}: {made.operators} operators became {made.launches}, {made.opaque} of them torch's own")
     for reason in made.refused:

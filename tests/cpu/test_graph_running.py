@@ -21,6 +21,7 @@ from tilemesh.graph.by_torch import run_torch
 from tilemesh.graph.concurrent import ConcurrentProgram
 from tilemesh.graph.emit import program
 from tilemesh.graph.ir import Graph
+from tilemesh.graph.kernel_call import embedding_gradient
 from tilemesh.graph.memory import arena
 from tilemesh.graph.planned import PlannedProgram
 from tilemesh.graph.rematerialise import peak_bytes, rematerialised
@@ -205,3 +206,16 @@ def test_modes_that_are_known() -> None:
     for given in ({"mode": "reduce-overhead"}, {"options": {"rematerialise": True}}):
         torch._dynamo.reset()
         torch.testing.assert_close(torch.compile(model, backend=tilemesh, **given)(x), model(x))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize(("padding", "by_count"), [(-1, False), (2, False), (2, True)])
+def test_a_tables_gradient_is_the_sum_of_its_tokens(dtype: torch.dtype, padding: int, by_count: bool) -> None:
+    """What a GPU adds in any order equals torch's own operator."""
+    torch.manual_seed(0)
+    gradient, tokens = torch.randn(3, 4, 5, dtype=dtype), torch.randint(0, 6, (3, 4))
+    expected = torch.ops.aten.embedding_dense_backward(gradient.double(), tokens, 6, padding, by_count)
+    ours = embedding_gradient(gradient, tokens, 6, padding, by_count)
+    assert ours.dtype == dtype
+    bound = 1e-2 if dtype is torch.bfloat16 else 1e-14
+    torch.testing.assert_close(ours.double(), expected, rtol=bound, atol=bound)

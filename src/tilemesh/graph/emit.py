@@ -18,7 +18,7 @@ from tilemesh.graph.by_torch import TORCH, constant, dtype_of, evaluate_torch
 from tilemesh.graph.compile_ahead import AheadCompilers
 from tilemesh.graph.generated import RegionCall, prepare, way_for
 from tilemesh.graph.ir import Graph, Node, users
-from tilemesh.graph.kernel_call import KernelCall, kernel_of
+from tilemesh.graph.kernel_call import KernelCall, embedding_gradient, kernel_of
 from tilemesh.graph.lower import InputSlot
 from tilemesh.graph.ops import FLOATS
 from tilemesh.graph.rewrite import number_of
@@ -212,6 +212,8 @@ class _SourceWriter:
 
     def _opaque(self, node: Node) -> str:
         target = _operator(node["target"])
+        if target is torch.ops.aten.embedding_dense_backward.default and self.device.type == "cuda":
+            target = embedding_gradient
         words = [self._argument(value, node) for value in node["args"]]
         words += [f"{name}={self._argument(value, node)}" for name, value in node["kwargs"]]
         return f"{self._held(target, 'f')}({', '.join(words)})"

@@ -23,6 +23,23 @@ def kernel_of(node: Node) -> KernelUse | None:
     return use
 
 
+def embedding_gradient(gradient: Tensor, indices: Tensor, rows: int, padding: int, by_count: bool) -> Tensor:
+    """A table's gradient: each token's is added to its row, in float32 or wider and in any order, as Inductor does.
+
+    torch's own operator sorts the tokens first, which takes longer than adding them; it is used where the order of
+    additions has to be the same in every run.
+    """
+    if by_count or torch.are_deterministic_algorithms_enabled():
+        sorted_sums: Tensor = torch.ops.aten.embedding_dense_backward(gradient, indices, rows, padding, by_count)
+        return sorted_sums
+    width, kind = gradient.shape[-1], torch.promote_types(gradient.dtype, torch.float32)
+    sums = torch.zeros(rows, width, dtype=kind, device=gradient.device)
+    sums.index_add_(0, indices.reshape(-1), gradient.reshape(-1, width).to(kind))
+    if padding >= 0:
+        sums[padding] = 0
+    return sums.to(gradient.dtype)
+
+
 class KernelCall:
     """One region, by its kernel. `implementation`: triton on a GPU, interpret or torch on a CPU."""
 

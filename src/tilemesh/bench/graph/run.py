@@ -96,6 +96,7 @@ class GraphBench:
 
     rows: list[Row]
     figures: GraphFigures
+    pieces: Sequence[Compiled]
 
 
 def bench_model(
@@ -163,7 +164,7 @@ def bench_model(
     rows.append(_memory_row(case, counted, pieces, device))
     if machine is not None:
         rows.append(_roof_row(case, counted, pieces, machine, timed))
-    return GraphBench(rows, counted)
+    return GraphBench(rows, counted, pieces)
 
 
 def _backend_of(peer: str) -> Any:
