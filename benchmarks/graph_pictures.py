@@ -9,11 +9,14 @@ from tilemesh.core.hardware import DEVICES
 from tilemesh.graph import build, derive
 from tilemesh.graph.cost import graph_seconds
 from tilemesh.graph.draw import drawing
-from tilemesh.graph.ir import Graph
+from tilemesh.graph.folding import prune
+from tilemesh.graph.ir import Graph, Node
+from tilemesh.graph.joining import joined_products
 from tilemesh.graph.partial import correct, mutants
 from tilemesh.graph.regions import fused
 from tilemesh.graph.rules import ALGEBRA, INFERENCE, LAYOUT, simplify
 from tilemesh.graph.search import as_rules, greedy, read_substitutions, search
+from tilemesh.graph.templates import with_products
 
 
 def regression() -> list[tuple[str, Graph]]:
@@ -35,6 +38,46 @@ def normalised() -> list[tuple[str, Graph]]:
     graph = Graph((x, w, scale, shift), (build.relu(build.add(build.multiply(result, spread[0]), spread[1])),))
     after = simplify(graph, [*ALGEBRA, *INFERENCE])[0]
     return [("convolution, scale, shift, ReLU", graph), ("the scale is in the weights", after)]
+
+
+def constants() -> list[tuple[str, Graph]]:
+    """What was written twice is one node; numbers are computed now; what nothing reads is not there."""
+    x, y = build.argument("x", [64]), build.argument("y", [64])
+    build.exp(y)  # written, and read by nobody
+    scale = build.multiply(build.constant(2.0, [64]), build.constant(3.0, [64]))
+    zero = build.subtract(scale, build.constant(6.0, [64]))
+    product = build.multiply(build.add(x, y), build.tanh(build.add(x, y)))
+    graph = Graph((x, y), (build.add(build.multiply(product, scale), build.multiply(build.add(x, zero), 1.0)),))
+    return [("as written: x + y is one node", graph), ("numbers folded, + 0 and * 1 gone", simplify(graph)[0])]
+
+
+def branches() -> list[tuple[str, Graph]]:
+    """A switch and a merge, their gradient, and what is left where the condition is known."""
+    x, chosen = build.argument("x", [64]), build.argument("chosen", (), "bool")
+
+    def both(condition: Node) -> Node:
+        high = build.multiply(build.switch(x, condition, True), 3.0)
+        return build.total(build.merge(condition, high, build.exp(build.switch(x, condition, False))))
+
+    result, known = both(chosen), build.constant(True, (), "bool")
+    gradient = Graph((x, chosen), tuple(derive.gradient(result, [x])))
+    return [
+        ("one of two branches", Graph((x, chosen), (result,))),
+        ("the gradient: switches and merges again", gradient),
+        ("the condition is known", prune(Graph((x,), (both(known),)))),
+    ]
+
+
+def joined() -> list[tuple[str, Graph]]:
+    """q, k and v as one product; a product, its bias and its activation as one kernel."""
+    x = build.argument("x", [4096, 256], "bfloat16")
+    q, k, v = (build.argument(name, [256, 256], "bfloat16") for name in "qkv")
+    mixed = build.multiply(build.multiply(build.dot(x, q), build.dot(x, k)), build.dot(x, v))
+    w, bias = build.argument("w", [256, 256], "bfloat16"), build.argument("bias", [256], "bfloat16")
+    out = build.relu(build.add(build.dot(mixed, w), build.expand(bias, mixed.shape)))
+    graph = Graph((x, q, k, v, w, bias), (out,))
+    after = with_products(joined_products(graph)[0], ("bfloat16",))
+    return [("four products", graph), ("two: q, k and v joined; bias and ReLU in the last one's kernel", after)]
 
 
 def layouts() -> list[tuple[str, Graph]]:
@@ -78,8 +121,8 @@ def partly() -> list[tuple[str, Graph]]:
 
 
 PICTURES = {
-    "gradient": regression, "batch-norm": normalised, "transposes": layouts, "kernels": kernels, "search": searched,
-    "partial": partly,
+    "gradient": regression, "constants": constants, "branches": branches, "batch-norm": normalised, "joined": joined,
+    "transposes": layouts, "kernels": kernels, "search": searched, "partial": partly,
 }  # fmt: skip
 
 if __name__ == "__main__":

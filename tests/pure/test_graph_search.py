@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 from importlib.resources import files
 
@@ -15,7 +16,7 @@ from tilemesh.graph.cost import graph_seconds
 from tilemesh.graph.evaluate import run_numpy
 from tilemesh.graph.ir import Graph
 from tilemesh.graph.search import as_rules, greedy, read_proofs, read_substitutions, search, write_substitutions
-from tilemesh.graph.substitute import AXIOMS, generate, matched, operators, parse, refuted
+from tilemesh.graph.substitute import AXIOMS, Substitution, generate, matched, operators, parse, refuted
 
 FALSE = (
     "dot(x, y) = dot(y, x)",  # the wrong order
@@ -26,6 +27,12 @@ FALSE = (
 needs_z3 = pytest.mark.skipif(
     importlib.util.find_spec("z3") is None, reason="z3 is not installed: pip install 'tilemesh[graph]'"
 )
+
+
+@functools.cache
+def _generated() -> list[Substitution]:
+    """Some seconds of work that two tests look at."""
+    return generate(3)
 
 
 @pytest.mark.parametrize("text", AXIOMS)
@@ -61,7 +68,7 @@ def test_what_is_committed_is_proved() -> None:
 
 
 def test_the_committed_file_is_what_is_generated() -> None:
-    made = generate(3)
+    made = _generated()
     committed = read_substitutions()
     assert [str(each) for each in committed] == [*AXIOMS, *map(str, made)]
     proofs = [(substitution, used) for substitution, used in read_proofs() if used]
@@ -71,7 +78,7 @@ def test_the_committed_file_is_what_is_generated() -> None:
 
 def test_pruning() -> None:
     """No pair is an instance of another one, and none has more operators than were asked for."""
-    made = generate(3)
+    made = _generated()
     assert len({str(each) for each in made}) == len(made)
     assert all(operators(each.left) <= 3 for each in made)
     for number, each in enumerate(made):

@@ -21,7 +21,8 @@ def bench_graph(
         ),
     ] = "",
     size: Annotated[
-        str, typer.Option("--size", help="tiny, small, gpt2 (12 layers, 768 wide), gpt2-blocks or llama-blocks.")
+        str,
+        typer.Option("--size", help="tiny, small, gpt2 (12 layers of 768), gpt2-blocks, llama-blocks or pictures."),
     ] = "small",
     dtype: Annotated[str, typer.Option("--dtype", help="float32, float64 or bfloat16.")] = "float32",
     device: Annotated[str, typer.Option("--device", help="cpu or cuda.")] = "cpu",
