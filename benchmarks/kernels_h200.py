@@ -199,6 +199,7 @@ def measure_untuned(device, place: Path) -> None:  # type: ignore[no-untyped-def
     benches = [MatmulBench(problem, device, seed=7) for problem in problems]
     prepared = [_calls(bench, autotune=False, peers=["eager"]) for bench in benches]
     wait_for_turn("untuned", place)
+    sys.argv = [__file__, "FOLDER", "--jobs", "untuned"]  # what the rows name
     marks = stamp()
     with (place / "untuned.untuned").open("w", encoding="utf-8") as out:
         for problem, bench, both in zip(problems, benches, prepared, strict=True):
