@@ -6,9 +6,9 @@
 // one load brings from memory into the registers that the tensor cores take them from. DEPTH such loads are on their way
 // while one is multiplied. Activations, which all blocks read, come from the caches.
 //
-// A code is put behind a leading one (a bfloat16's 128, a float16's 1024). What that and the zero point add is taken off the
-// sums of a group: it is the sum of the group's activations times it. Sums of a group are multiplied by its scale in float32;
-// at the end the warps' sums are added up in the order of the warps. N is at least 16 STRIPS.
+// A code is put behind a leading one (a bfloat16's 128, a float16's 1024), and the leading one and the zero point are
+// subtracted, exactly. Sums of a group are multiplied by its scale in float32; at the end the warps' sums are added up
+// in the order of the warps.
 //
 // Set before: STRIPS, TILES (of 8 tokens), DEPTH, BLOCKS (per multiprocessor), PER_GROUP (how many times 128 inputs share
 // a scale), HALF (x is float16), ZEROS.
@@ -19,13 +19,6 @@ constexpr int CHUNK = 128;  // inputs that a warp multiplies between two loads
 constexpr int WARPS = 8;
 constexpr int TOKENS = 8 * TILES;
 constexpr int OUTPUTS = 16 * STRIPS;
-#if HALF
-constexpr u32 LEAD = 0x64006400u, ONE = 0x3C003C00u;
-constexpr float ADDS = 1032.0f;  // the leading one, and the 8 that codes are stored with
-#else
-constexpr u32 LEAD = 0x43004300u, ONE = 0x3F803F80u;
-constexpr float ADDS = 136.0f;
-#endif
 
 __device__ __forceinline__ uint4 load_codes(const unsigned char* from) {
     uint4 made;
@@ -44,12 +37,34 @@ __device__ __forceinline__ void multiply(float* c, u32 a0, u32 a1, u32 a2, u32 a
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
-// Pairs of codes (0, 4), (1, 5), (2, 6), (3, 7) of a word, each behind the leading one. One instruction selects the bits
-// and puts the leading ones: the compiler would take two.
-__device__ __forceinline__ void unpack(u32 word, u32* made) {
+// Pairs of codes (0, 4), (1, 5), (2, 6), (3, 7) of a word as numbers; `offset` (negative, in both halves) is added.
+__device__ __forceinline__ void unpack(u32 word, u32 offset, u32* made) {
+#if HALF
+    const u32 lead = 0x64006400u, one = 0x3C003C00u;
+#else
+    const u32 lead = 0x43004300u, one = 0x3F803F80u;
+#endif
 #pragma unroll
-    for (int i = 0; i < 4; i++)
-        asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(made[i]) : "r"(word >> (4 * i)), "n"(0x000F000F), "r"(LEAD));
+    for (int i = 0; i < 4; i++) {
+        const u32 raw = ((word >> (4 * i)) & 0x000F000Fu) | lead;
+#if HALF
+        asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(made[i]) : "r"(raw), "r"(one), "r"(offset));
+#else
+        asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(made[i]) : "r"(raw), "r"(one), "r"(offset));
+#endif
+    }
+}
+
+// Minus (8 + zero + the leading one), in both halves.
+__device__ __forceinline__ u32 offset_of(int zero) {
+#if HALF
+    u16 half;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(half) : "f"((float)(-1032 - zero)));
+    const u32 bits = half;
+#else
+    const u32 bits = __float_as_uint((float)(-136 - zero)) >> 16;
+#endif
+    return bits | (bits << 16);
 }
 
 __device__ __forceinline__ u16 rounded(float value) {
@@ -78,27 +93,36 @@ int4_tokens(const unsigned char* codes, const float* scales, const signed char* 
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, row = lane >> 2, quarter = lane & 3;
     const int turns = (K / CHUNK - warp + WARPS - 1) / WARPS;
     const int token0 = blockIdx.y * TOKENS;
-    // The last block has its outputs from the end: some are computed twice, to the same.
-    const int first = min((int)blockIdx.x * OUTPUTS, N - OUTPUTS);
-    const unsigned char* const lines = codes + (long long)(first + row) * (K / 2) + warp * (CHUNK / 2) + quarter * 16;
-    const long long factors = (long long)(first + row) * scale_step;
-    const int eight_lines = 4 * K, eight_factors = 8 * scale_step;
-    const u16* tokens[TILES];
+    const unsigned char* lines[STRIPS][2];
+    u32 factors[STRIPS][2];
 #pragma unroll
-    for (int tile = 0; tile < TILES; tile++)  // a token that is not there reads the last one, and is not written
-        tokens[tile] = x + (long long)min(token0 + tile * 8 + row, M - 1) * K + warp * CHUNK + quarter * 32;
+    for (int strip = 0; strip < STRIPS; strip++)
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            // What is outside reads the last row, and is not written.
+            const int own = min(blockIdx.x * OUTPUTS + strip * 16 + half * 8 + row, N - 1);
+            lines[strip][half] = codes + (long long)own * (K / 2) + warp * (CHUNK / 2) + quarter * 16;
+            factors[strip][half] = (u32)own * (u32)scale_step;
+        }
+    const u16* tokens[TILES];
+    bool there[TILES];
+#pragma unroll
+    for (int tile = 0; tile < TILES; tile++) {
+        const int token = token0 + tile * 8 + row;
+        there[tile] = token < M;
+        tokens[tile] = x + (long long)(there[tile] ? token : 0) * K + warp * CHUNK + quarter * 32;
+    }
 
     auto fetch = [&](Codes& into, int turn) {
-        const unsigned char* const from = lines + turn * (WARPS * CHUNK / 2);
-        const long long factor = factors + (warp + turn * WARPS) / PER_GROUP;
+        const int group = (warp + turn * WARPS) / PER_GROUP;
 #pragma unroll
         for (int strip = 0; strip < STRIPS; strip++)
 #pragma unroll
             for (int half = 0; half < 2; half++) {
-                into.words[strip][half] = load_codes(from + (strip * 2 + half) * (long long)eight_lines);
-                into.scale[strip][half] = __ldg(scales + factor + (strip * 2 + half) * eight_factors);
+                into.words[strip][half] = load_codes(lines[strip][half] + turn * (WARPS * CHUNK / 2));
+                into.scale[strip][half] = __ldg(scales + factors[strip][half] + group);
 #if ZEROS
-                into.zero[strip][half] = __ldg(zeros + factor + (strip * 2 + half) * eight_factors);
+                into.zero[strip][half] = __ldg(zeros + factors[strip][half] + group);
 #endif
             }
     };
@@ -107,18 +131,22 @@ int4_tokens(const unsigned char* codes, const float* scales, const signed char* 
         for (int tile = 0; tile < TILES; tile++)
 #pragma unroll
             for (int word = 0; word < 4; word++)
-                into[tile][word] = __ldg((const uint4*)(tokens[tile] + turn * (WARPS * CHUNK) + word * 8));
+                if (there[tile])
+                    into[tile][word] = __ldg((const uint4*)(tokens[tile] + turn * (WARPS * CHUNK) + word * 8));
     };
 
     Codes ring[DEPTH];
     uint4 ahead[TILES][4];
     float total[STRIPS][TILES][4];
 #pragma unroll
-    for (int strip = 0; strip < STRIPS; strip++)
+    for (int tile = 0; tile < TILES; tile++) {
 #pragma unroll
-        for (int tile = 0; tile < TILES; tile++)
+        for (int word = 0; word < 4; word++) ahead[tile][word] = make_uint4(0, 0, 0, 0);
+#pragma unroll
+        for (int strip = 0; strip < STRIPS; strip++)
 #pragma unroll
             for (int i = 0; i < 4; i++) total[strip][tile][i] = 0.0f;
+    }
 #pragma unroll
     for (int place = 0; place < DEPTH; place++)
         if (place < turns) fetch(ring[place], place);
@@ -129,13 +157,12 @@ int4_tokens(const unsigned char* codes, const float* scales, const signed char* 
         for (int place = 0; place < DEPTH; place++) {
             const int turn = begin + place;
             if (turn >= turns) break;
-            // Pairs of activations in the order of the codes' pairs, and their sums.
+            const Codes now = ring[place];
+            if (turn + DEPTH < turns) fetch(ring[place], turn + DEPTH);
+            // Pairs of activations in the order of the codes' pairs.
             u32 b[TILES][4][4];
-            float summed[TILES][4];
 #pragma unroll
-            for (int tile = 0; tile < TILES; tile++) {
-#pragma unroll
-                for (int i = 0; i < 4; i++) summed[tile][i] = 0.0f;
+            for (int tile = 0; tile < TILES; tile++)
 #pragma unroll
                 for (int word = 0; word < 4; word++) {
                     const uint4 v = ahead[tile][word];
@@ -143,12 +170,8 @@ int4_tokens(const unsigned char* codes, const float* scales, const signed char* 
                     b[tile][word][1] = __byte_perm(v.x, v.z, 0x7632);
                     b[tile][word][2] = __byte_perm(v.y, v.w, 0x5410);
                     b[tile][word][3] = __byte_perm(v.y, v.w, 0x7632);
-                    multiply(summed[tile], ONE, ONE, ONE, ONE, b[tile][word][0], b[tile][word][1]);
-                    multiply(summed[tile], ONE, ONE, ONE, ONE, b[tile][word][2], b[tile][word][3]);
                 }
-            }
             if (turn + 1 < turns) fetch_tokens(ahead, turn + 1);
-            const Codes& now = ring[place];
 #pragma unroll
             for (int strip = 0; strip < STRIPS; strip++) {
                 float part[TILES][4];
@@ -158,11 +181,16 @@ int4_tokens(const unsigned char* codes, const float* scales, const signed char* 
                     for (int i = 0; i < 4; i++) part[tile][i] = 0.0f;
                 const u32 low[4] = {now.words[strip][0].x, now.words[strip][0].y, now.words[strip][0].z, now.words[strip][0].w};
                 const u32 high[4] = {now.words[strip][1].x, now.words[strip][1].y, now.words[strip][1].z, now.words[strip][1].w};
+#if ZEROS
+                const u32 offsets[2] = {offset_of(now.zero[strip][0]), offset_of(now.zero[strip][1])};
+#else
+                const u32 offsets[2] = {offset_of(0), offset_of(0)};
+#endif
 #pragma unroll
                 for (int word = 0; word < 4; word++) {
                     u32 a[4], c[4];
-                    unpack(low[word], a);
-                    unpack(high[word], c);
+                    unpack(low[word], offsets[0], a);
+                    unpack(high[word], offsets[1], c);
 #pragma unroll
                     for (int tile = 0; tile < TILES; tile++) {
                         multiply(part[tile], a[0], c[0], a[1], c[1], b[tile][word][0], b[tile][word][1]);
@@ -172,16 +200,8 @@ int4_tokens(const unsigned char* codes, const float* scales, const signed char* 
 #pragma unroll
                 for (int tile = 0; tile < TILES; tile++)
 #pragma unroll
-                    for (int i = 0; i < 4; i++) {
-#if ZEROS
-                        const float adds = ADDS + (float)now.zero[strip][i >> 1];
-#else
-                        const float adds = ADDS;
-#endif
-                        total[strip][tile][i] += now.scale[strip][i >> 1] * (part[tile][i] - adds * summed[tile][i]);
-                    }
+                    for (int i = 0; i < 4; i++) total[strip][tile][i] += now.scale[strip][i >> 1] * part[tile][i];
             }
-            if (turn + DEPTH < turns) fetch(ring[place], turn + DEPTH);
         }
     }
 
@@ -194,8 +214,8 @@ int4_tokens(const unsigned char* codes, const float* scales, const signed char* 
                 sums[warp][tile * 8 + quarter * 2 + (i & 1)][strip * 16 + (i >> 1) * 8 + row] = total[strip][tile][i];
     __syncthreads();
     for (int at = threadIdx.x; at < TOKENS * OUTPUTS; at += 32 * WARPS) {
-        const int token = at / OUTPUTS, output = at % OUTPUTS, n = first + output;
-        if (token0 + token >= M) continue;
+        const int token = at / OUTPUTS, output = at % OUTPUTS, n = blockIdx.x * OUTPUTS + output;
+        if (token0 + token >= M || n >= N) continue;
         float made = 0.0f;
 #pragma unroll
         for (int other = 0; other < WARPS; other++) made += sums[other][token][output];

@@ -182,7 +182,7 @@ def forward(launch: Any, x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor
     given = {"w": codes.contiguous(), "scales": scales.contiguous()}
     if zeros is not None:
         given["zeros"] = zeros.contiguous()
-    by_tokens = tokens.serves(rows, codes, scales, code)
+    by_tokens = tokens.serves(rows, scales, code)
     form = some_rows.form_of(rows) if by_tokens and zeros is None else None
     if form is not None:
         y = torch.empty((len(rows), len(codes)), dtype=x.dtype, device=x.device)

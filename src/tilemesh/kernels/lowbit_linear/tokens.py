@@ -7,7 +7,7 @@ want; this kernel chooses an order in which they need not move. It takes groups 
 from __future__ import annotations
 
 import functools
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,6 @@ from torch import Tensor
 
 _SOURCE = Path(__file__).with_name("int4.cu")
 _CHUNK, _THREADS = 128, 256  # as in the source
-_LEAST = 32
-"""Outputs: a block has so many where rows are many."""
 MOST = 16
 """Tokens that a block takes at a time; with more, codes are unpacked again."""
 _NARROW = 4096
@@ -40,15 +38,13 @@ class TokenForm:
 def form_of(tokens: int, outputs: int) -> TokenForm:
     """By the numbers of tokens and outputs; docs/compress/LOG.md has what was measured."""
     if tokens <= 8:
-        return TokenForm(1, 1, 4, 2) if outputs <= _NARROW else TokenForm(2, 1, 3, 2)
+        return TokenForm(1, 1, 4, 2) if outputs <= _NARROW else TokenForm(2, 1, 2, 2)
     return TokenForm(2, 2, 3, 1) if outputs <= _NARROW else TokenForm(4, 2, 2, 1)
 
 
-def serves(x: Tensor, codes: Tensor, scales: Tensor, code: str) -> bool:
-    """Whether there is such a kernel for these activations and codes."""
+def serves(x: Tensor, scales: Tensor, code: str) -> bool:
+    """Whether there is such a kernel for these activations."""
     if x.device.type != "cuda" or code != "int4" or x.dtype not in (torch.bfloat16, torch.float16):
-        return False
-    if len(codes) < _LEAST:
         return False
     inputs = x.shape[-1]
     fits = inputs % _CHUNK == 0 and inputs // scales.shape[1] % _CHUNK == 0 and scales.numel() < 2**31
@@ -57,8 +53,10 @@ def serves(x: Tensor, codes: Tensor, scales: Tensor, code: str) -> bool:
 
 @functools.cache
 def _compiled(form: TokenForm, per_group: int, half: bool, zeros: bool, device: torch.device) -> Any:
-    names = {field.upper(): value for field, value in asdict(form).items()}
-    names |= {"PER_GROUP": per_group, "HALF": int(half), "ZEROS": int(zeros)}
+    names = {
+        "STRIPS": form.strips, "TILES": form.tiles, "DEPTH": form.depth, "BLOCKS": form.blocks,
+        "PER_GROUP": per_group, "HALF": int(half), "ZEROS": int(zeros),
+    }  # fmt: skip
     lines = "".join(f"#define {name} {value}\n" for name, value in names.items())
     with torch.cuda.device(device):
         return torch.cuda._compile_kernel(lines + _SOURCE.read_text(), "int4_tokens")
