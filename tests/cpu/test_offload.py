@@ -112,6 +112,9 @@ def test_weights_are_on_the_device_as_the_list_says() -> None:
             assert seen == [stays + held for held in memory_curve(step.program, StepBytes(weights=sizes))[0][1:]]
             assert seen[-1] == before == sum(sizes)
             assert min(seen) <= 3 * max(sizes)
+            # Copies that stay on the host, which a CPU's plan counts (`plan/memory.py`).
+            assert laid.host_weights is not None
+            assert sum(home.numel() for home in laid.host_weights._homes.values()) == sum(sizes)
             laid.gradients.finish()
             with torch.no_grad():
                 for parameter in laid.module.parameters():

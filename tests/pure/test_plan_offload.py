@@ -91,9 +91,12 @@ def test_on_a_cpu_the_host_has_no_memory_of_its_own(pp: int) -> None:
     )
     assert after == pytest.approx(before * (1 + 1 / 12 if pp == 1 else 1.5), rel=1e-6)
     if pp == 1:
-        weights = predict(model, cluster, dataclasses.replace(plan, offload="weights"), 256).memory
-        passed = weights.activations_bytes + weights.logits_bytes
-        assert weights.weights_bytes == int(alone.memory.weights_bytes * (2 - 2 / 12)) - passed
+        # A copy stays on the host: beside all weights at the end of a step, where activations are gone, and beside two
+        # of 12 layers at work when they are most.
+        for context, copies in ((256, 2), (1024, 1 + 2 / 12)):
+            weights = predict(model, cluster, dataclasses.replace(plan, offload="weights"), context).memory
+            passed = weights.activations_bytes + weights.logits_bytes if context == 256 else 0
+            assert weights.weights_bytes == pytest.approx(alone.memory.weights_bytes * copies - passed, abs=1)
     assert room.most_bytes(dataclasses.replace(plan, offload="optimizer"), counts) == room.most_bytes(plan, counts)
 
 

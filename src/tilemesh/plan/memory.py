@@ -172,15 +172,15 @@ def _in_one_memory(
 ) -> tuple[_RankNeeds, int]:
     """What a CPU holds at the fullest moment, where what is moved lies in the same memory.
 
-    Optimizer states do not move. Activations that come back have two copies for a moment; of weights there are two
-    copies when all of them are back, at the end of a step.
+    Optimizer states do not move. Activations that come back have two copies for a moment. Of the weights a copy stays
+    on the host: beside the layers at work when activations are most, and beside all of them at the end of a step.
     """
     share = on_device(plan, rank.layers)
     if "activations" in plan.offloads and not is_counted:
         twice = max(0.0, share - 1 / max(1, rank.layers))  # the last layer's do not leave
         rank = rank._replace(activations=int(rank.activations * (1 + twice)))
     if "weights" in plan.offloads:
-        weights = max(weights, int(weights * (2 - share)) - rank.activations - rank.logits)
+        weights = max(int(weights * (1 + share)), 2 * weights - rank.activations - rank.logits)
     return rank, weights
 
 
