@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
+from tilemesh.core.hardware import DEVICES
+from tilemesh.graph import build
 from tilemesh.graph.backend import Backend
+from tilemesh.graph.by_torch import run_torch
+from tilemesh.graph.concurrent import ConcurrentProgram
+from tilemesh.graph.folding import constant_of
+from tilemesh.graph.ir import Graph
+from tilemesh.graph.kernel_call import embedding_gradient
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 
@@ -48,3 +56,24 @@ def test_a_step_equals_eager(dtype: torch.dtype, bound: float, graphs: bool) -> 
     assert distance**0.5 <= bound * size**0.5
     assert all(piece.graph is not None for piece in backend.report.pieces)
     assert any(node.op == "region" for piece in backend.report.pieces for node in piece.graph.nodes())  # type: ignore[union-attr]
+
+
+def test_branches_at_once_are_recorded_and_compute_the_same() -> None:
+    """With constants, which are made before the recording: they come from the host."""
+    x = build.argument("x", [64, 64], "float64")
+    table = constant_of(np.arange(64.0), "float64")
+    branches = [build.exp(build.multiply(build.dot(x, x), factor)) for factor in (1e-3, 2e-3, 3e-3)]
+    result = build.add(build.add(*branches[:2]), build.multiply(branches[2], build.expand(table, x.shape)))
+    graph = Graph((x,), (result,))
+    run = ConcurrentProgram(graph, DEVICES["h200"], "cuda", at_once=True)
+    given = torch.randn(64, 64, dtype=torch.float64, device="cuda")
+    torch.testing.assert_close(run(given)[0].cpu(), run_torch(graph, given.cpu())[0], rtol=1e-12, atol=1e-12)
+
+
+def test_a_tables_gradient_in_bfloat16() -> None:
+    torch.manual_seed(0)
+    tokens = torch.randint(0, 50, (4, 33), device="cuda")
+    gradient = torch.randn(4, 33, 96, device="cuda", dtype=torch.bfloat16)
+    exact = torch.ops.aten.embedding_dense_backward(gradient.double(), tokens, 50, -1, False)
+    ours = embedding_gradient(gradient, tokens, 50, -1, False)
+    torch.testing.assert_close(ours.double(), exact, rtol=1e-2, atol=1e-2)

@@ -8,7 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tilemesh.core.errors import UsageError
+from tilemesh.core.hardware import DEVICES
 from tilemesh.graph import build
+from tilemesh.graph.cost import graph_seconds
 from tilemesh.graph.evaluate import run_numpy
 from tilemesh.graph.folding import constant_of, prune, specialise
 from tilemesh.graph.ir import Graph, Node, make
@@ -211,3 +213,16 @@ def test_rules_that_undo_one_another_end() -> None:
     )
     with pytest.raises(UsageError, match="two rules undo one another: there, back"):
         rewrite(Graph((x,), (build.exp(build.negate(x)),)), [there, back], limit=50)
+
+
+def test_a_product_in_a_kernel_takes_as_long_as_alone() -> None:
+    """At the rate of 16-bit products, though the kernel's own result is a tuple; and so does an opaque one."""
+    device = DEVICES["h100"]
+    a, b = build.argument("a", [4096, 4096], "bfloat16"), build.argument("b", [4096, 4096], "bfloat16")
+    product = build.dot(a, b)
+    alone = graph_seconds(Graph((a, b), (product,)), device)
+    body = Graph((a, b), (build.relu(product),))
+    region = make("region", a, b, body=body, space=4096 * 4096, columns=0)
+    assert graph_seconds(Graph((a, b), (region,)), device) == pytest.approx(alone, rel=0.01)
+    opaque = make("opaque", a, b, target="t", args=(), kwargs=(), shape=(), dtype="tuple", flops=product.flops)
+    assert graph_seconds(Graph((a, b), (opaque,)), device) == pytest.approx(alone, rel=0.01)
