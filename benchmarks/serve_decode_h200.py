@@ -1,6 +1,6 @@
 """Decoding on one GPU, with random weights: seconds of a step against the bytes it must read, as graphs and eagerly.
 
-    python benchmarks/serve_decode_h200.py [--shapes tinyllama-1.1b,llama-3-8b] [--check] [--one] [--ways WAY,WAY]
+    python benchmarks/serve_decode_h200.py [--shapes tinyllama-1.1b,llama-3-8b] [--check] [--one]
         [--profile] [--serve] [--online] [--prefix] [--prepare] [--json FILE]
 
 Three times per case. *step*: of an engine that decodes, planning and launching ahead. *busy*: of that, between the
@@ -8,9 +8,8 @@ beginning and the end of the captured step on the GPU, by CUDA events; `waits` i
 *eager*: the same engine with every kernel launched by itself and every token waited for. The limit is the weights and
 the keys and values that a step reads, at the rate of a large copy, which is measured first. *predicted*: by
 `plan/serving_clock.py`, before.
-`--check`: runs the tests of the kernels first. `--one`: also a single sequence. `--ways`: the batch of 64 with these of
-WAYS in turn; what follows takes the quickest. `--profile`: of its captured step every kernel, and when it ran in a
-layer.
+`--check`: runs the tests of the kernels first. `--one`: also a single sequence. `--profile`: of the captured step of 64
+rows every kernel, and when it ran in a layer.
 `--serve` also times 256 requests of 100 to 1,024 tokens each way against the larger of bytes and FLOPs (at 800 TFLOP/s,
 what a large product reaches), step by step. `--online`: requests at random times, predicted before by the simulator
 with the step times of `plan/serving_clock.py`. `--prefix`: the first token of prompts of 8,192 tokens of
@@ -26,8 +25,7 @@ import json
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -40,15 +38,12 @@ from tilemesh.bench.serve.ours import run_load
 from tilemesh.bench.serve.run import ServeBench
 from tilemesh.core.hardware import parse_cluster
 from tilemesh.data.tokenizer import Unknown
-from tilemesh.kernels.few_linear import kernel as few_products
-from tilemesh.kernels.paged_attention.reference import paged_attention
 from tilemesh.measure.row import Row, write_rows
 from tilemesh.model.config import ModelConfig, preset
 from tilemesh.model.transformer import Transformer
 from tilemesh.model.work.decoding import SequencePart, key_value_bytes
 from tilemesh.plan.serving_clock import StepClock
 from tilemesh.serve import Engine, Sampling
-from tilemesh.serve import attention as serve_attention
 from tilemesh.serve.device_steps import DeviceSteps, StepShape
 from tilemesh.serve.figures import ServeGoal
 from tilemesh.serve.load import ServedModel
@@ -209,33 +204,6 @@ def engine_of(model: Transformer, rows: int, ahead: bool, **options: Any) -> Eng
     served = ServedModel("random", model, Unknown(model.config.vocabulary), frozenset())
     sizes = {"pages": rows * 72 + 200, "running": rows, "step_tokens": 4096, "share_prefixes": False, **options}
     return Engine(served, device="cuda", launch_ahead=ahead, say=print, **sizes)
-
-
-WAYS = {"plain": (False, False, False), "settled": (False, True, False), "fresh": (False, True, True)}
-WAYS["even"] = (True, True, True)
-"""Of a step that decodes many sequences, by name: products of which every multiprocessor has the same to read, rather
-than tiles of 64 rows of weights; attention that looks its pages up before the kernel ahead has ended; and one that
-turns and stores new keys itself."""
-
-
-@contextmanager
-def kernels(way: str) -> Iterator[None]:
-    even, settled, fresh = WAYS[way]
-    plan, is_fresh = few_products.plan, serve_attention.PagedKeyValues._is_fresh
-    if even:
-        few_products.plan = lambda places, **given: few_products.even_or_tile_plan(places, **given)
-    else:
-        few_products.plan = lambda places, **given: few_products.tile_plan(places, **given)
-    serve_attention.paged_attention = lambda *given, **options: paged_attention(
-        *given, **options | {"settled": settled}
-    )
-    if not fresh:
-        serve_attention.PagedKeyValues._is_fresh = lambda *given: False
-    try:
-        yield
-    finally:
-        few_products.plan, serve_attention.paged_attention = plan, paged_attention
-        serve_attention.PagedKeyValues._is_fresh = is_fresh
 
 
 def profile(engine: Engine, rows: int, turns: int = 4) -> None:
@@ -429,7 +397,6 @@ def serve_prepare(model: Transformer, told: dict[str, Any]) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", default="tinyllama-1.1b,llama-3-8b")
-    parser.add_argument("--ways", default="")
     for name in ("check", "one", "profile", "serve", "online", "prefix", "prepare"):
         parser.add_argument(f"--{name}", action="store_true")
     parser.add_argument("--json")
@@ -440,7 +407,7 @@ def main() -> None:
         import pytest
 
         failed = pytest.main(
-            ["-q", "-x", "-p", "no:cacheprovider", "tests/gpu/test_serve.py", "-k", "fresh or few_rows"]
+            ["-q", "-x", "-p", "no:cacheprovider", "tests/gpu/test_serve.py", "-k", "few_rows or pages_is_within"]
         )
         print(f"tests: code {int(failed)}; {time.perf_counter() - began:.0f} s", flush=True)
 
@@ -460,20 +427,8 @@ def main() -> None:
         case = partial(one_case, model, prompt=976, rate=rate)
         if asked.one:
             keep(case(1, told=told, with_profile=False, eager=True))
-        quickest = ""
-        if asked.ways:
-            took = {}
-            for way in asked.ways.split(","):
-                with kernels(way):
-                    row = case(64, told=told | {"kernels": way}, with_profile=asked.profile, eager=False)
-                keep(row)
-                took[way] = row["step_ms"]
-            quickest = min(took, key=lambda way: took[way])
-            print(f"the quickest: {quickest}", flush=True)
-        else:
-            keep(case(64, told=told, with_profile=asked.profile, eager=False))
-        with kernels(quickest) if quickest else nullcontext():
-            loads(model, shape, told, rate, asked, keep)
+        keep(case(64, told=told, with_profile=asked.profile, eager=False))
+        loads(model, shape, told, rate, asked, keep)
         print(f"{time.perf_counter() - began:.0f} s", flush=True)
         del model, case
         torch.cuda.empty_cache()

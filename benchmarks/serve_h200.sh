@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Serving on one H200, random weights, 1.1 B and 8 B Llama shapes: products and decode steps, 256 requests, prefix
+# Serving on one H200, random weights, 1.1 B and 8 B Llama shapes: decode steps, 256 requests, prefix
 # sharing, online load, `tilemesh serve` of the 8 B model from cold, transformers beside ours; and two cores of the CPU.
 # Usage: benchmarks/serve_h200.sh FOLDER [PART ...]
-#   parts: tests products small large loads online start peers, one after the other; cpu after them, or beside: the same
+#   parts: tests small large loads online start peers, one after the other; cpu after them, or beside: the same
 #   while they run, on cores of its own. All but beside: about 400 s; each part has a limit of its own.
 #   OPENVINO=FILE: an archive of openvino, openvino_genai, openvino_tokenizers and gguf, for a machine without them.
 set -u
@@ -16,7 +16,7 @@ python=${PYTHON:-python3}
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
 exec > >(tee -a "$out/log.txt") 2>&1
-parts=" ${*:-tests products small large loads online start peers cpu} "
+parts=" ${*:-tests small large loads online start peers cpu} "
 
 limited() { # SECONDS COMMAND...
   local seconds=$1 begun=$SECONDS
@@ -100,20 +100,17 @@ fi
 if [[ $parts == *" tests "* ]]; then
   limited 120 "$python" -m pytest -q -x tests/gpu/test_serve.py
 fi
-if [[ $parts == *" products "* ]]; then
-  limited 60 "$python" benchmarks/serve_products_h200.py --json "$out/serve_products_h200.jsonl"
-fi
 if [[ $parts == *" small "* ]]; then
-  decode 60 tinyllama-1.1b --check --ways settled,fresh,even --profile --prefix --serve
+  decode 60 tinyllama-1.1b --one --profile --prefix --serve
 fi
 if [[ $parts == *" large "* ]]; then
-  decode 45 llama-3-8b --ways fresh,even --prepare
+  decode 45 llama-3-8b --one --profile --prepare
 fi
 if [[ $parts == *" loads "* ]]; then
-  decode 60 llama-3-8b --one --prefix --serve
+  decode 60 llama-3-8b --prefix --serve
 fi
 if [[ $parts == *" online "* ]]; then
-  decode 45 tinyllama-1.1b --one --online
+  decode 45 tinyllama-1.1b --online
 fi
 if [[ $parts == *" start "* ]]; then
   limited 60 "$python" benchmarks/serve_start_h200.py make "$scratch/model"

@@ -10,23 +10,13 @@ from triton.backends.compiler import GPUTarget
 from tilemesh.core.errors import UsageError
 from tilemesh.kernels.accuracy import excess
 from tilemesh.kernels.few_linear import kernel
-from tilemesh.kernels.few_linear.cost import parts_of, pieces_of
+from tilemesh.kernels.few_linear.cost import parts_of
 from tilemesh.kernels.few_linear.reference import error_bound, exact, few_linear, parts_rms_norm
 from tilemesh.kernels.launch.call import Place
 from tilemesh.kernels.launch.program import Operand, compile_step
 
 
-@pytest.mark.parametrize(
-    ("rows", "outputs", "inputs", "gate"),
-    [
-        (3, 128, 1024, "none"),
-        (20, 64, 256, "silu"),
-        (40, 128, 1024, "none"),
-        (64, 2560, 1024, "none"),
-        (33, 5312, 128, "silu"),
-        (50, 13760, 128, "silu"),
-    ],
-)
+@pytest.mark.parametrize(("rows", "outputs", "inputs", "gate"), [(3, 128, 1024, "none"), (20, 64, 256, "silu")])
 def test_the_kernel_is_within_its_bound(rows: int, outputs: int, inputs: int, gate: str) -> None:
     generator = torch.Generator().manual_seed(0)
     high = outputs * (1 if gate == "none" else 2)
@@ -62,21 +52,7 @@ def test_parts_fill_a_gpu_or_there_is_no_kernel() -> None:
     assert parts_of(5632, 2048, "silu") == 1
 
 
-def test_pieces_give_every_multiprocessor_about_the_same() -> None:
-    """Of a 1.1 B and an 8 B model's gated and joined products; the last two stay in tiles of 64."""
-    asked = ((5632, 1), (14336, 1), (2560, 4), (6144, 2), (2048, 4), (4096, 2))
-    found = [pieces_of(*sizes) for sizes in asked]
-    assert found == [(32, 16), (64, 32, 16), (64, 16), (64, 32), (64,), (64,)]
-    programs = [-(-outputs // sum(pieces)) * parts for (outputs, parts), pieces in zip(asked, found, strict=True)]
-    assert programs == [118, 128, 128, 128, 128, 128]
-    assert pieces_of(13760, 1) == (64, 32, 16)  # with a last program that has less
-    assert pieces_of(32000, 1) == (64, 32)  # more than fit at once: three rounds
-
-
-@pytest.mark.parametrize(
-    ("rows", "outputs", "inputs", "gated"),
-    [(64, 2560, 2048, False), (48, 14336, 4096, True), (64, 5632, 2048, True), (32, 5632, 2048, True)],
-)
+@pytest.mark.parametrize(("rows", "outputs", "inputs", "gated"), [(64, 2560, 2048, False), (48, 14336, 4096, True)])
 def test_it_compiles_for_an_h200_with_tma_and_tensor_cores(rows: int, outputs: int, inputs: int, gated: bool) -> None:
     high, parts = outputs * (2 if gated else 1), parts_of(outputs, inputs, "silu" if gated else "none")
     places = {

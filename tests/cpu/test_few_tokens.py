@@ -13,7 +13,6 @@ from tilemesh.model.config import ModelConfig
 from tilemesh.model.few_tokens import FewTokens
 from tilemesh.model.stacked import stack_products
 from tilemesh.model.transformer import Layer, Linear, Transformer
-from tilemesh.serve import attention, batch
 from tilemesh.serve.request import ServeRequest
 from tilemesh.serve.runner import Runner
 from tilemesh.serve.scheduler import Scheduler, ServeLimits
@@ -89,24 +88,6 @@ def test_one_token_with_norms_inside_of_products(monkeypatch: pytest.MonkeyPatch
     found = logits_of(torch.float64, 1, with_rows, implementation="interpret")
     assert len(passed) == 2  # all layers but the first, whose stream has no branch yet, in two steps
     torch.testing.assert_close(found, exact, rtol=1e-12, atol=1e-12)
-
-
-def test_sequences_that_fill_a_gpu_are_stored_and_attended_to_by_one_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """float64, so that it is the same but for the order of sums; where sequences are cut into parts it is two."""
-    used = []
-    one_kernel = attention.attend_fresh_tokens
-
-    def watched(qkv: torch.Tensor, *given: torch.Tensor, **options: object) -> torch.Tensor:
-        used.append(qkv.shape[1])
-        return one_kernel(qkv, *given, **options)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(attention, "attend_fresh_tokens", watched)
-    exact = logits_of(torch.float64, 3)
-    torch.testing.assert_close(logits_of(torch.float64, 3, implementation="interpret"), exact, rtol=1e-12, atol=1e-12)
-    assert not used
-    monkeypatch.setattr(batch, "_ENOUGH", 1)
-    torch.testing.assert_close(logits_of(torch.float64, 3, implementation="interpret"), exact, rtol=1e-12, atol=1e-12)
-    assert used == [3] * 4  # two layers in two steps; the prompts of the first step have more tokens each
 
 
 def _first_kinds(model: Transformer) -> list[type[torch.nn.Linear]]:

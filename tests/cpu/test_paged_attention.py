@@ -15,9 +15,8 @@ from tilemesh.core.errors import UsageError
 from tilemesh.kernels.accuracy import excess
 from tilemesh.kernels.launch.call import Place
 from tilemesh.kernels.launch.program import Operand, compile_step
-from tilemesh.kernels.paged_attention import fresh, kernel, store
+from tilemesh.kernels.paged_attention import kernel, store
 from tilemesh.kernels.paged_attention.codes import CODES, put_pages, take_pages
-from tilemesh.kernels.paged_attention.fresh import attend_fresh_tokens
 from tilemesh.kernels.paged_attention.reference import error_bound, exact, paged_attention
 from tilemesh.kernels.paged_attention.store import store_pages
 
@@ -154,77 +153,6 @@ def test_pages_are_looked_up_before_the_kernel_ahead_has_ended(split: int) -> No
         assert "griddepcontrol.launch_dependents" in after
     assert loads[False] == 0
     assert loads[True] >= 5  # four numbers of the tile, and the pages of the first block
-
-
-@pytest.mark.parametrize(
-    ("dtype", "parts", "window", "rotary", "group"),
-    [
-        (torch.float64, 1, 0, True, 2),
-        (torch.float64, 3, 37, True, 1),
-        (torch.float32, 2, 1, False, 3),
-        (torch.bfloat16, 4, 0, True, 8),
-    ],
-)
-def test_a_fresh_token_is_stored_and_attended_to_at_once(
-    dtype: torch.dtype, parts: int, window: int, rotary: bool, group: int
-) -> None:
-    """One kernel is what two are: the same keys and values in the same places, and the same attention over them."""
-    befores, width, kv_heads = (0, 70, 64, 63, 129), 16, 2
-    _, keys, values, tables, _ = make([(before, 1) for before in befores], kv_heads, group, width, dtype, 1)
-    heads, generator, tokens = kv_heads * group, torch.Generator().manual_seed(3), len(befores) + 1
-    wide = torch.float64 if dtype is torch.float64 else torch.float32
-    # The last one is padding. Numbers that 16 bits hold: the interpreter does not round to bfloat16.
-    qkv = torch.randint(-8, 9, (parts, tokens, (heads + 2 * kv_heads) * width), generator=generator).to(wide) / 8
-    quarter = torch.randint(0, 4, (tokens, width // 2), generator=generator)
-    angles = tuple(table[quarter] for table in torch.tensor([[1, 0, -1, 0], [0, 1, 0, -1]], dtype=wide))
-    listed = [(row, row, 1, before) for row, before in enumerate(befores)] + [(0, 0, 0, 0)]
-    places = [int(tables[row, before // PAGE]) * PAGE + before % PAGE for row, before in enumerate(befores)] + [-1]
-    tiles, at = torch.tensor(listed, dtype=torch.int32), torch.tensor(places)
-    given = (tables, tiles)
-    options: dict[str, Any] = {"heads": heads, "longest": 131, "window": window}
-    turn = angles if rotary else None
-    found = {}
-    for how in ("interpret", "torch"):
-        pool = keys.clone(), values.clone()
-        y = attend_fresh_tokens(qkv, turn, at, *pool, *given, **options, implementation=how)  # type: ignore[arg-type]
-        found[how] = (y[:-1], *pool)
-    for ours, theirs in zip(found["interpret"][1:], found["torch"][1:], strict=True):
-        assert torch.equal(ours, theirs)
-    pool = keys.clone(), values.clone()
-    q = store_pages(qkv, turn, at, *pool, heads=heads, implementation="torch")  # type: ignore[arg-type]
-    call: dict[str, Any] = {"tile": 1, "longest": 131, "window": window}
-    want, bound = (compute(q, *pool, *given, **call)[:-1] for compute in (exact, error_bound))
-    assert excess(found["interpret"][0], want, bound) is None
-    assert excess(found["torch"][0], want, bound) is None
-    assert excess(found["interpret"][0].roll(1, 0), want, bound) is not None
-
-
-def test_a_fresh_tokens_kernel_compiles_for_an_h200_and_reads_settled_numbers_before_it_waits() -> None:
-    def place(dtype: str, *shape: int) -> Place:
-        return Place(shape, torch.empty(shape, device="meta").stride(), dtype, aligned=True)
-
-    pool, angles = place("bfloat16", 4000, 16, 4, 64), place("float32", 64, 32)
-    places = {"x": place("float32", 4, 64, 2560), "cos": angles, "sin": angles, "places": place("int64", 64)}
-    places |= {"keys": pool, "values": pool, "tables": place("int32", 64, 128), "tiles": place("int32", 64, 4)}
-    places["y"] = place("bfloat16", 64, 32, 64)
-    (step,) = fresh.plan(places, window=0, rotary=True, early=True).steps
-    operands = {name: Operand(one.dtype) for name, one in places.items()}
-    ptx = compile_step(step, operands, GPUTarget("cuda", 90, 32)).asm["ptx"]
-    before, after = ptx.split("griddepcontrol.wait")
-    assert before.count("ld.global") >= 8  # four numbers of the tile, pages, place and angles
-    assert "cp.async.cg" not in before
-    assert "st.global" not in before
-    assert "cp.async.cg" in after
-
-
-def test_a_fresh_token_of_odd_heads_is_refused() -> None:
-    pool = torch.zeros(3, PAGE, 1, 20)
-    tables, tiles = torch.zeros(1, 2, dtype=torch.int32), torch.zeros(1, 4, dtype=torch.int32)
-    with pytest.raises(UsageError, match="a power of two"):
-        attend_fresh_tokens(
-            torch.zeros(1, 1, 60), None, torch.zeros(1, dtype=torch.int64), pool, pool.clone(), tables, tiles, heads=1,
-            longest=9,
-        )  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", ["int8", "uint8"])

@@ -11,7 +11,6 @@ import torch
 from tilemesh.data.tokenizer import Bytes
 from tilemesh.kernels.accuracy import excess
 from tilemesh.kernels.few_linear import reference as few
-from tilemesh.kernels.paged_attention.fresh import attend_fresh_tokens
 from tilemesh.kernels.paged_attention.reference import error_bound, exact, paged_attention
 from tilemesh.kernels.paged_attention.store import store_pages
 from tilemesh.kernels.row_linear import reference as row
@@ -65,41 +64,6 @@ def test_attention_over_pages_is_within_its_bound(dtype: torch.dtype, width: int
         found = paged_attention(*given, **options, implementation="triton")
         want, bound = exact(*given, **options), error_bound(*given, **options)
         assert excess(found[rows], want[rows], bound[rows]) is None
-
-
-@pytest.mark.parametrize(
-    ("dtype", "width", "group", "window", "parts"),
-    [(torch.bfloat16, 64, 8, 0, 4), (torch.bfloat16, 128, 4, 200, 2), (torch.float32, 32, 1, 0, 1)],
-)
-def test_fresh_tokens_are_stored_and_attended_to_at_once(
-    dtype: torch.dtype, width: int, group: int, window: int, parts: int
-) -> None:
-    """In a chain of kernels that are launched early: the product of each is written just before."""
-    generator, kv_heads, page, count = torch.Generator("cuda").manual_seed(0), 2, 16, 7
-    heads, drawn = kv_heads * group, {"device": "cuda", "generator": generator}
-    keys, values = (torch.randn(300, page, kv_heads, width, **drawn).to(dtype) for _ in range(2))  # type: ignore[call-overload]
-    tables = torch.randperm(300, **drawn)[:280].view(count, 40).to(torch.int32)  # type: ignore[call-overload]
-    positions = torch.tensor([0, 15, 63, 64, 255, 256, 639], device="cuda")
-    row = torch.arange(count, device="cuda")
-    tiles = torch.stack((row, row, torch.ones_like(row), positions), 1).to(torch.int32)
-    places = tables[row, positions // page].long() * page + positions % page
-    angle = torch.rand(count, width // 2, **drawn) * 6  # type: ignore[call-overload]
-    angles = angle.cos(), angle.sin()
-    x = torch.randn(parts, count, (heads + 2 * kv_heads) * width, **drawn)  # type: ignore[call-overload]
-    x = x.to(dtype) if parts == 1 else x
-    for turn in range(3):
-        pool, made = (keys.clone(), values.clone()), x * (turn + 1)
-        found = attend_fresh_tokens(
-            made, angles, places, *pool, tables, tiles, heads=heads, longest=640, window=window,
-            implementation="triton",
-        )  # fmt: skip
-        stored = keys.clone(), values.clone()
-        q = store_pages(made, angles, places, *stored, heads=heads, implementation="triton")
-        for ours, theirs in zip(pool, stored, strict=True):
-            assert torch.equal(ours, theirs)
-        options: dict[str, Any] = {"tile": 1, "longest": 640, "window": window}
-        want, bound = (compute(q, *stored, tables, tiles, **options) for compute in (exact, error_bound))
-        assert excess(found, want, bound) is None
 
 
 def random_on_gpu(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:

@@ -11,9 +11,10 @@ Inputs that stay in the L2 make every memory-bound kernel look fast, so they rot
 from __future__ import annotations
 
 import functools
+import gc
 import math
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -135,6 +136,18 @@ def _capture_stream(index: int) -> torch.cuda.Stream:
     return made
 
 
+@contextmanager
+def without_collection() -> Iterator[None]:
+    """Python's collector is off: it may end graphs that nobody holds any more, and ending one breaks a capture."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
 class CudaGraphs:
     """Capture and replay on a stream of their own, as capture requires."""
 
@@ -172,7 +185,10 @@ class CudaGraphs:
         failure: Exception | None = None
         try:
             # thread_local: another thread's allocation (a compile worker's, say) is no error of this capture's.
-            with torch.cuda.graph(graph, pool=pool, stream=self.stream, capture_error_mode="thread_local"):
+            with (
+                without_collection(),
+                torch.cuda.graph(graph, pool=pool, stream=self.stream, capture_error_mode="thread_local"),
+            ):
                 try:
                     result = body()
                 except Exception as error:  # kept here: ending a broken capture raises again, less helpfully

@@ -2,7 +2,7 @@
 
 The one idea: a decoding batch has so little to compute that the time between two kernels counts. So every kernel of a
 layer is ours and launched before the one ahead has ended, norms add up the parts that products leave, and there are
-seven to nine of them. It computes what `Transformer` does, for plain layers: RMSNorm before attention and a gated MLP.
+eight or nine of them. It computes what `Transformer` does, for plain layers: RMSNorm before attention and a gated MLP.
 
 S: parts of a sum; T: tokens; D: width; F: MLP width.
 """

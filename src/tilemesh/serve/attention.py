@@ -21,7 +21,6 @@ from torch.nn import functional
 
 from tilemesh.core.errors import UsageError
 from tilemesh.kernels.paged_attention.codes import CODES, put_pages, take_pages
-from tilemesh.kernels.paged_attention.fresh import attend_fresh_tokens, serves
 from tilemesh.kernels.paged_attention.reference import paged_attention
 from tilemesh.kernels.paged_attention.store import store_pages
 from tilemesh.serve.batch import AttentionGroup, Batch, PageLayout, TileSizes
@@ -150,24 +149,11 @@ class PagedKeyValues:
         stored = self._pool(layer, wanted, kv_heads, width)
         scales = None if stored.scales is None else (stored.scales[0], stored.scales[1])
         tables = None if rotary is None else (rotary[0][0, :, 0], rotary[1][0, :, 0])
-        if self._is_fresh(batch.layout, qkv_BTF.shape[1], width):
-            (tokens,) = batch.layout.sets
-            return attend_fresh_tokens(
-                qkv_BTF, tables, batch.places_T, stored.held[0], stored.held[1], batch.layout.tables_RM,
-                tokens.tiles_B4, heads=heads, longest=tokens.longest, window=window,
-                implementation=self.implementation,
-            )[None]  # fmt: skip
         q_THE = store_pages(
             qkv_BTF, tables, batch.places_T, *stored.held, heads=heads, scales=scales, dtype=wanted,
             implementation=self.implementation,
         )  # fmt: skip
         return self._attend_tiles(batch.layout, q_THE, stored, window)[None]
-
-    def _is_fresh(self, layout: PageLayout, tokens: int, width: int) -> bool:
-        """Whether every sequence has one new token, and they are so many that none is cut into parts."""
-        one = layout.sets[0] if len(layout.sets) == 1 else None
-        whole = one is not None and (one.begin, one.end, one.tile, one.split) == (0, tokens, 1, 0)
-        return whole and not self.code and not self.invariant and serves(width)
 
     def _attend_tiles(self, layout: PageLayout, q_THE: Tensor, stored: StoredPages, window: int) -> Tensor:
         results = [

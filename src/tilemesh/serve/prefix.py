@@ -34,11 +34,14 @@ class PrefixCache:
         counted yet: call `pool.share`."""
         pages: list[int] = []
         serials: list[int] = []
-        while (page := self._pages.get(self.key(tokens, serials), -1)) >= 0:
-            if (len(pages) + 1) * self.page_tokens > most:
+        serial, size = ROOT, self.page_tokens
+        for begin in range(0, most - size + 1, size):  # `key` written out: a long prompt has hundreds of pages
+            page = self._pages.get((serial, tuple(tokens[begin : begin + size])))
+            if page is None:
                 break
+            serial = self._entries[page][0]
             pages.append(page)
-            serials.append(self._entries[page][0])
+            serials.append(serial)
         return pages, serials
 
     def key(self, tokens: Sequence[int], serials: Sequence[int]) -> Key:

@@ -9,8 +9,6 @@ MOST_ROWS = 64
 _ENOUGH = 128  # programs, of which each reads 64 rows of weights: about one for each multiprocessor
 _MOST_PARTS = 8
 _TILE, _STEP = 64, 128  # rows and columns of weights that a program reads at a time
-_PROGRAMS = 132  # the multiprocessors of an H200
-_PIECES = (64, 32, 16)  # rows of weights, of which a program may have one of each
 
 
 def parts_of(outputs: int, inputs: int, gate: str = "none") -> int:
@@ -23,16 +21,6 @@ def parts_of(outputs: int, inputs: int, gate: str = "none") -> int:
             break
         parts *= 2
     return parts
-
-
-def pieces_of(outputs: int, parts: int) -> tuple[int, ...]:
-    """Results of a program, in pieces that are powers of two: so many that all programs run at the same time, and none
-    has much less to read than another."""
-    rounds = 1
-    while (each := -(-outputs // (_PROGRAMS * rounds // parts))) > sum(_PIECES):
-        rounds += 1
-    each = -(-each // _PIECES[-1]) * _PIECES[-1]
-    return tuple(piece for piece in _PIECES if each & piece)
 
 
 def cost(rows: int, outputs: int, inputs: int, dtype: str = "bfloat16", gate: str = "none") -> Cost:

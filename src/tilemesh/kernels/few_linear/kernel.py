@@ -2,9 +2,7 @@
 
 A program has 64 rows of the weight (with a gate, 64 of each half) and a part of the columns; both operands are copied
 by TMA, several tiles ahead. The weight stands on the side of the product that tensor cores want to be 64 high, the
-tokens on the side that may be short. From 33 tokens on they are the side that is 64 high: the weight's side may then
-have any multiple of 16 rows, and a program gets as many as give every multiprocessor the same to read. The order of
-all sums is fixed.
+tokens on the side that may be short. The order of all sums is fixed.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -18,13 +16,12 @@ import triton.language as tl
 from torch import Tensor
 
 from tilemesh.kernels.early import take_turn
-from tilemesh.kernels.few_linear.cost import parts_of, pieces_of
+from tilemesh.kernels.few_linear.cost import parts_of
 from tilemesh.kernels.launch.call import Place
 from tilemesh.kernels.launch.gpu import launches_early
 from tilemesh.kernels.launch.steps import Argument, Descriptor, LaunchPlan, Pointer, Step, blocks
 
-_TILE = 64  # rows of the weight, or tokens
-_SHARED_BYTES = 200 * 1024  # of tiles on their way
+_TILE = 64  # rows of the weight
 
 
 @triton.jit
@@ -59,65 +56,6 @@ def few_product(
 
 
 @triton.jit
-def add_product(made, tokens, w, row, at, UPCAST: tl.constexpr):
-    """What some columns of some rows of the weight add to the products of all tokens with these rows."""
-    weight = w.load([row, at])
-    if UPCAST:
-        weight = weight.to(tl.float32)
-    return tl.dot(tokens, weight.T, made)
-
-
-@triton.jit
-def leave_product(y, made, values, row0, M, N, HIGH: tl.constexpr, PIECE: tl.constexpr, GATED: tl.constexpr):
-    if GATED:
-        made = made / (1.0 + tl.exp(-made)) * values
-    token = tl.arange(0, HIGH)[:, None]
-    rows = row0 + tl.arange(0, PIECE)[None, :]
-    tl.store(y + token * N + rows, made.to(y.dtype.element_ty), mask=(token < M) & (rows < N))
-
-
-@triton.jit
-def even_product(
-    x, w_a, w_b, w_c, y, M, N, SHARE,
-    HIGH: tl.constexpr, A: tl.constexpr, B: tl.constexpr, C: tl.constexpr, BLOCK_K: tl.constexpr, GATED: tl.constexpr,
-    UPCAST: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
-    """A + B + C of the N results of all M rows over SHARE columns; B and C may be 0. Reads as `few_product` does."""
-    if EARLY:
-        take_turn()
-    row0 = tl.program_id(0) * (A + B + C)
-    first = tl.program_id(1) * SHARE
-    made_a, values_a = tl.zeros((HIGH, A), tl.float32), tl.zeros((HIGH, A), tl.float32)
-    # A piece that is not there is a number that nobody looks at.
-    made_b, values_b, made_c, values_c = 0.0, 0.0, 0.0, 0.0
-    if B:
-        made_b, values_b = tl.zeros((HIGH, B), tl.float32), tl.zeros((HIGH, B), tl.float32)
-    if C:
-        made_c, values_c = tl.zeros((HIGH, C), tl.float32), tl.zeros((HIGH, C), tl.float32)
-    for at in range(first, first + SHARE, BLOCK_K):
-        tokens = x.load([0, at])
-        if UPCAST:
-            tokens = tokens.to(tl.float32)
-        made_a = add_product(made_a, tokens, w_a, row0, at, UPCAST)
-        if B:
-            made_b = add_product(made_b, tokens, w_b, row0 + A, at, UPCAST)
-        if C:
-            made_c = add_product(made_c, tokens, w_c, row0 + A + B, at, UPCAST)
-        if GATED:
-            values_a = add_product(values_a, tokens, w_a, N + row0, at, UPCAST)
-            if B:
-                values_b = add_product(values_b, tokens, w_b, N + row0 + A, at, UPCAST)
-            if C:
-                values_c = add_product(values_c, tokens, w_c, N + row0 + A + B, at, UPCAST)
-    y += tl.program_id(1).to(tl.int64) * M * N
-    leave_product(y, made_a, values_a, row0, M, N, HIGH, A, GATED)
-    if B:
-        leave_product(y, made_b, values_b, row0 + A, M, N, HIGH, B, GATED)
-    if C:
-        leave_product(y, made_c, values_c, row0 + A + B, M, N, HIGH, C, GATED)
-
-
-@triton.jit
 def norm_parts(
     parts, x, scale, y, total, M, N, eps,
     SPLIT: tl.constexpr, COLUMNS: tl.constexpr, WIDE: tl.constexpr, EARLY: tl.constexpr,
@@ -142,22 +80,9 @@ def norm_parts(
 
 
 def plan(places: Mapping[str, Place], *, gated: bool, early: bool = False, interpreted: bool = False) -> LaunchPlan:
-    return even_or_tile_plan(places, gated=gated, early=early, interpreted=interpreted)
-
-
-def even_or_tile_plan(
-    places: Mapping[str, Place], *, gated: bool, early: bool = False, interpreted: bool = False
-) -> LaunchPlan:
-    parts, rows, outputs = places["y"].shape
-    pieces = pieces_of(outputs, parts)
-    if rows > _TILE // 2 and pieces != (_TILE,):
-        return even_plan(places, gated=gated, early=early, interpreted=interpreted, pieces=pieces)
-    return tile_plan(places, gated=gated, early=early, interpreted=interpreted)
-
-
-def tile_plan(places: Mapping[str, Place], *, gated: bool, early: bool, interpreted: bool = False) -> LaunchPlan:
     x, w, y = places["x"], places["w"], places["y"]
     parts, rows, outputs = y.shape
+    share = x.shape[1] // parts
     high = max(16, triton.next_power_of_2(rows))
     programs = (blocks(outputs, _TILE), parts)
     # As many tiles ahead as fit beside a second program where there are two of them, else all that fit.
@@ -165,39 +90,12 @@ def tile_plan(places: Mapping[str, Place], *, gated: bool, early: bool, interpre
     arguments: dict[str, Argument] = {
         "x": Descriptor("x", x.shape, x.strides, (high, columns)),
         "w": Descriptor("w", w.shape, w.strides, (_TILE, columns)),
-        "y": Pointer("y"), "M": rows, "N": outputs, "SHARE": x.shape[1] // parts,
+        "y": Pointer("y"), "M": rows, "N": outputs, "SHARE": share,
     }  # fmt: skip
     constants = {
         "BLOCK_M": high, "TILE": _TILE, "BLOCK_K": columns, "GATED": gated, "UPCAST": interpreted, "EARLY": early,
     }  # fmt: skip
     step = Step(f"{__name__}:few_product", programs, arguments, constants, stages=stages, wide=w.wide, early=early)
-    return LaunchPlan((step,))
-
-
-def even_plan(
-    places: Mapping[str, Place], *, gated: bool, early: bool, interpreted: bool = False, pieces: tuple[int, ...],
-    columns: int = 64, stages: int = 0,
-) -> LaunchPlan:  # fmt: skip
-    """`pieces`: the results of a program. `stages` of loads on their way, each of so many columns; 0: as many as there
-    is room for, up to eight."""
-    x, w, y = places["x"], places["w"], places["y"]
-    parts, rows, outputs = y.shape
-    each, sides = sum(pieces), 2 if gated else 1
-    arguments: dict[str, Argument] = {
-        "x": Descriptor("x", x.shape, x.strides, (_TILE, columns)), "y": Pointer("y"), "M": rows, "N": outputs,
-        "SHARE": x.shape[1] // parts,
-    }  # fmt: skip
-    for name, piece in zip(("w_a", "w_b", "w_c"), (*pieces, 0, 0), strict=False):
-        arguments[name] = Descriptor("w", w.shape, w.strides, (piece, columns)) if piece else None
-    constants = {
-        **dict(zip("ABC", (*pieces, 0, 0), strict=False)), "HIGH": _TILE, "BLOCK_K": columns, "GATED": gated,
-        "UPCAST": interpreted, "EARLY": early,
-    }  # fmt: skip
-    room = _SHARED_BYTES // ((each * sides + _TILE) * columns * 2)
-    step = Step(
-        f"{__name__}:even_product", (blocks(outputs, each), parts), arguments, constants, stages=stages or min(8, room),
-        wide=w.wide, early=early,
-    )  # fmt: skip
     return LaunchPlan((step,))
 
 

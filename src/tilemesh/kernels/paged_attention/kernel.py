@@ -28,9 +28,9 @@ from tilemesh.kernels.launch.gpu import launches_early
 from tilemesh.kernels.launch.steps import Argument, Buffer, LaunchPlan, Pointer, Step, blocks
 from tilemesh.kernels.paged_attention.reference import KEY_BLOCK
 
-LOG2_E = 1.4426950408889634
+_LOG2_E = 1.4426950408889634
 _PROGRAMS = 2112  # sixteen for each of 132 multiprocessors: parts of sequences are shared out among about so many
-LEAST_ROWS = 16  # of a product
+_LEAST_ROWS = 16  # of a product
 _MANY_ROWS = 32  # from which it pays to ask about the keys of the last block alone
 _PARTS, _ADDING_WARPS = 8, 2  # parts that are added up at a time
 _VARYING = ("K", "M", "H", "T", "window", "turns")
@@ -257,7 +257,7 @@ def plan(
     q, keys, values, y = (places[name] for name in ("q", "keys", "values", "y"))
     (tokens, heads, width), (_, page, kv_heads, _) = q.shape, keys.shape
     count, group = places["tiles"].shape[0], heads // kv_heads
-    rows = max(LEAST_ROWS, triton.next_power_of_2(tile * group))
+    rows = max(_LEAST_ROWS, triton.next_power_of_2(tile * group))
     head = max(16, triton.next_power_of_2(width))
     parts = blocks(longest, split) if split else 1
     turns = min(parts, max(4, blocks(_PROGRAMS, count * kv_heads)))
@@ -272,7 +272,7 @@ def plan(
     arguments |= {name: Pointer(name) for name in (*places, *buffers)}
     arguments |= {
         "K": kv_heads, "M": places["tables"].strides[0], "H": heads, "T": tokens, "E": width, "window": window,
-        "factor": LOG2_E / math.sqrt(width), "turns": turns, "q_t": q.strides[0], "q_h": q.strides[1],
+        "factor": _LOG2_E / math.sqrt(width), "turns": turns, "q_t": q.strides[0], "q_h": q.strides[1],
         "k_p": keys.strides[0], "k_n": keys.strides[1], "k_h": keys.strides[2], "v_p": values.strides[0],
         "v_n": values.strides[1], "v_h": values.strides[2], "y_t": y.strides[0], "y_h": y.strides[1],
     }  # fmt: skip
@@ -284,7 +284,7 @@ def plan(
         "FLOAT8": keys.dtype == "uint8", "WHOLE": rows >= _MANY_ROWS and not split and not window,
     }  # fmt: skip
     large = any(place.wide for place in places.values())
-    warps, stages = effort(rows, head, q.dtype)
+    warps, stages = _effort(rows, head, q.dtype)
     attending = Step(
         f"{__name__}:attend_pages", (count * kv_heads, turns), arguments, constants, warps=warps, stages=stages,
         wide=large, varying=_VARYING, early=early,
@@ -305,11 +305,11 @@ def interpreted_plan(places: Mapping[str, Place], **constants: Any) -> LaunchPla
     return plan(places, **constants, interpreted=True)
 
 
-def effort(rows: int, head: int, dtype: str) -> tuple[int, int]:
+def _effort(rows: int, head: int, dtype: str) -> tuple[int, int]:
     """Warps, and stages of loads in flight. Those of few rows were measured on an H200 (docs/serve/LOG.md)."""
     if dtype in ("float32", "float64"):
         return 4, 1
-    if rows <= LEAST_ROWS:
+    if rows <= _LEAST_ROWS:
         return 4, (4 if head <= 64 else 2)
     return (8 if rows > 64 else 4), (3 if head <= 128 else 2)
 
