@@ -12,9 +12,9 @@ import sys
 
 from tilemesh.bench.kernel.matmul import ALONE
 from tilemesh.measure.row import Row, read_rows
-from tilemesh.measure.sample import equal
 
 COLUMNS = ("eager", "addmm", "compile", "compile max-autotune", ALONE)
+NOT_SLOWER = 0.98  # of a peer's speed, by medians
 
 
 def main() -> None:
@@ -38,10 +38,7 @@ def line(row: Row) -> str:
     for name in COLUMNS:
         peer = row.peers.get(name)
         cells.append("" if peer is None else f"{peer.median * 1e6:.1f} ({row.speedup[name]:.2f})")
-    slower = [
-        name for name, peer in row.peers.items()
-        if name != ALONE and peer.median < row.measured.median and not equal(row.measured, peer)
-    ]  # fmt: skip
+    slower = [f"{name} {ratio:.3f}" for name, ratio in row.speedup.items() if name != ALONE and ratio < NOT_SLOWER]
     return "| " + " | ".join([*cells, ", ".join(slower) or "no"]) + " |"
 
 

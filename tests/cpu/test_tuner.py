@@ -350,6 +350,10 @@ def test_commands_say_that_they_need_a_gpu():
         tune(["8x8x8"])
     with pytest.raises(UsageError, match="GPU"):
         bench_kernel(shapes="8x8x8")
+    with pytest.raises(UsageError, match="--peers cuDNN: this peer needs a GPU"):
+        bench_kernel(["attention"], peers="eager,cuDNN")
+    with pytest.raises(UsageError, match="'cudnnn': did you mean 'cuDNN'"):
+        bench_kernel(["attention"], peers="cudnnn")
 
 
 def test_the_claim_holds_on_the_recorded_grids():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import runpy
 import shlex
@@ -82,6 +83,37 @@ def test_no_link_of_the_site_leads_out_of_it(document: Path) -> None:
             target = (document.parent / link.partition("#")[0]).resolve()
             assert target.is_relative_to(docs), f"{link}: leads out of the site"
             assert target.is_file(), f"{link}: the site has no page for a folder"
+
+
+def test_counts_of_matrix_products_are_those_of_their_rows() -> None:
+    """How many shapes are at 0.98 and at 0.95 of the best peer: every page says what the committed rows say."""
+    results, pages = ROOT / "benchmarks" / "results", ROOT / "docs" / "kernels"
+    readme, log = (pages / "README.md").read_text(), (pages / "LOG.md").read_text()
+
+    def rows(name: str) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (results / name).read_text().splitlines()]
+
+    ratios = {row["problem"]: row["ratio"] for row in rows("matmul_untuned_h200.jsonl") if row["clock"] == "kernel"}
+
+    def counts() -> tuple[int, int]:
+        return sum(ratio >= 0.98 for ratio in ratios.values()), sum(ratio >= 0.95 for ratio in ratios.values())
+
+    good, fair = counts()
+    assert f"| kernel time | {good} of {len(ratios)} | {fair} |" in readme
+    assert f"| {good} of {len(ratios)} at 0.98; **{fair} at 0.95**" in log
+    for row in rows("matmul_untuned_autotune_h200.jsonl"):
+        if row["clock"] == "kernel":
+            ratios[row["problem"]] = min(ratios[row["problem"]], row["ratio"])
+    good, fair = counts()
+    assert f"| kernel time, with max-autotune on eight | {good} of {len(ratios)} | {fair} |" in readme
+    assert f"with max-autotune on eight of them **{good}** and **{fair}**" in log
+    assert f"**{good} of the {len(ratios)}** shapes are at 0.98 or more and {fair} at 0.95 or more" in log
+    for dtype in ("float16", "bfloat16"):
+        tuned = [row for row in rows(f"matmul_rows_h200_{dtype}.jsonl") if row["case"]["time"] == "kernel"]
+        best = [min(ratio for peer, ratio in row["speedup"].items() if peer != "a @ b alone") for row in tuned]
+        count = f"{sum(ratio >= 0.98 for ratio in best)} of {len(best)}"
+        assert f"in {count} shapes" in readme
+        assert f"(at least 0.98), kernel time | **{count}**" in log
 
 
 def test_every_document_is_in_the_site() -> None:

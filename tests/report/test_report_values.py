@@ -357,6 +357,20 @@ def test_the_saving_of_rows_is_of_time_and_every_command_is_named() -> None:
     assert "step time not compiled" in shown
 
 
+def test_the_largest_saving_is_of_seconds_and_not_of_the_share() -> None:
+    def row(shape: str, median: float, limit: float, unit: str = "s") -> Row:
+        return Row(
+            name="softmax", case={"shape": shape}, unit=unit, measured=Sample(median, median, median, 3), limit=limit,
+            predicted=None, missing={"peers": "none", "predicted": "none"}, machine="m", versions={}, commit="a",
+            command="c",
+        )  # fmt: skip
+
+    tiny, large = row("32x64", 2e-6, 2e-9), row("8192x8192", 1e-3, 6e-4)
+    assert kernel_page.verdict([tiny, large]).endswith("the largest saving is 8192x8192, at most 40 % of its time.")
+    rates = [row("a", 50.0, 100.0, "tokens/s"), row("b", 40.0, 100.0, "tokens/s")]
+    assert kernel_page.verdict(rates).endswith("the largest saving is b, at most 60 % of its time.")
+
+
 def test_what_a_tuner_tried_has_a_sentence() -> None:
     def trial(problem: str, kind: str, seconds: float) -> kernel_page.TimedConfig:
         return kernel_page.TimedConfig(problem, {"kind": kind, "block_m": 64, "block_n": 64}, seconds)

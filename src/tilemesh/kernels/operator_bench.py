@@ -35,6 +35,8 @@ class OperatorBench(ABC, Generic[ProblemT]):
     """Peers that torch.compile makes of `eager`, and the mode of each."""
     no_peers: Sequence[str] = ()
     """Calls that compute less: shown for what they tell, neither checked nor compared."""
+    gpu_peers: ClassVar[Sequence[str]] = ()
+    """Peers that `calls` has on a GPU alone."""
     in_place: ClassVar[bool] = False
     """Whether a call changes its arguments and returns nothing."""
 

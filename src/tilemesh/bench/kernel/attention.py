@@ -35,6 +35,7 @@ class AttentionBench(OperatorBench[AttentionProblem]):
 
     name = "attention"
     form = FORM
+    gpu_peers = ("cuDNN", "flash", "flex_attention")
 
     def arguments(self, problem: AttentionProblem, device: torch.device, seed: int) -> Arguments:
         """As projections leave them: tokens before heads in memory, heads before tokens in shape."""

@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+import torch
+
 from tilemesh.bench.kernel.book import bench_of
 from tilemesh.bench.kernel.cases import KernelCase
 from tilemesh.bench.kernel.measure import MeasuredDevice, bench_rows, peer_names, this_gpu
@@ -43,9 +45,12 @@ def measure_cases(
     problems = [benches[case.operator].form.problem(case.shape, case.settings) for case in cases]
     if peers is not None:
         has = [peer_names(benches[case.operator], problem) for case, problem in zip(cases, problems, strict=True)]
+        absent = [] if torch.cuda.is_available() else [name for bench in benches.values() for name in bench.gpu_peers]
         for name in peers:
             if not any(name in names for names in has):
-                raise unknown("peer", name, dict.fromkeys(name for names in has for name in names))
+                if name in absent:
+                    raise UsageError(f"--peers {name}: this peer needs a GPU, and torch sees none here")
+                raise unknown("peer", name, dict.fromkeys([*(name for names in has for name in names), *absent]))
     on = this_gpu() if on is None else on
     on = replace(on, timers={figure: timer for figure, timer in on.timers.items() if figure in times})
     rows: list[Row] = []
