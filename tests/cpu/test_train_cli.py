@@ -12,6 +12,7 @@ import pytest
 
 import tilemesh as tm
 from tilemesh.cli.main import main
+from tilemesh.cli.report_run import beside
 from tilemesh.cli.train_run import program
 from tilemesh.core.errors import UsageError
 from tilemesh.measure.row import Row
@@ -19,6 +20,8 @@ from tilemesh.model.config import ModelConfig
 from tilemesh.model.transformer import Transformer
 from tilemesh.model.work.weights import count_parameters
 from tilemesh.plan.local import AnyMachine, MeasuredCluster
+from tilemesh.report import run_page
+from tilemesh.report.run import read as read_run
 from tilemesh.runs import names
 from tilemesh.runs.files import read_object
 from tilemesh.runs.folder import kind_of
@@ -28,7 +31,7 @@ from tilemesh.train.events import sink_to
 from tilemesh.train.load import load
 from tilemesh.train.preview import preview
 from tilemesh.train.progress import Shown, step_words
-from tilemesh.train.rows import TAKING_TURNS, mfu_words, rows
+from tilemesh.train.rows import TAKING_TURNS, rows, run_mfu_words
 
 SMALL = (
     "model.layers=1,model.width=16,model.heads=2,model.kv_heads=2,model.mlp_width=32,model.context=16,train.steps=6,"
@@ -218,8 +221,15 @@ def test_mfu_by_six_flops_per_parameter_stands_beside(run: Path, monkeypatch: py
     tokens = found["batch"] * found["context"]
     timed = {**found, "step_time_s": {"median": 0.5, "p20": 0.4, "p80": 0.6, "n": 3}}
     share = 100 * 6 * parameters * tokens / 0.5 / 1e12
-    assert mfu_words(timed).endswith(f"by 6 FLOPs per parameter and token it is {share:.1f} %")
-    assert mfu_words({**found, "step_time_s": None}) == ""
+    words = run_mfu_words(timed, rows(timed, {}))
+    assert words.endswith(f"by 6 FLOPs per parameter and token it is {share:.1f} %")
+    untimed = {**found, "step_time_s": None}
+    assert run_mfu_words(untimed, rows(untimed, {})) == ""
+    # The page says the same, also where another calibration is, or none: its rows and words are of the run's.
+    shown = beside(dataclasses.replace(read_run(run), summary=timed, rows=rows(timed, {})))
+    monkeypatch.undo()
+    assert shown.mfu_words == words
+    assert f"{words}." in run_page.render(read_run(run), shown).replace("\u00a0", " ")
 
 
 def test_of_a_gpu_the_memory_that_torch_allocates_is_predicted(monkeypatch: pytest.MonkeyPatch) -> None:

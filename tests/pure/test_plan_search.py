@@ -12,6 +12,7 @@ from tilemesh.core.errors import UsageError
 from tilemesh.core.hardware import parse_cluster
 from tilemesh.core.plan import ParallelPlan
 from tilemesh.model.config import ModelConfig, preset
+from tilemesh.model.work.weights import count_parameters
 from tilemesh.plan import choose
 from tilemesh.plan.choose import NothingFitsError, SearchResult, choose_batch, search
 from tilemesh.plan.prediction import trainable
@@ -28,6 +29,15 @@ def result() -> SearchResult:
 
 def test_the_same_question_has_the_same_answer(result: SearchResult) -> None:
     assert search("llama-3-70b", "64xh100", batch_tokens=4_000_000) == result
+
+
+def test_the_page_says_how_mfu_is_counted(result: SearchResult) -> None:
+    best = result.best
+    by_six = 6 * count_parameters(result.model).total * best.tokens / (best.step_time_s * best.peak_flops_per_s)
+    counted = "MFU counts attention, the whole square of its scores"
+    page = render(result, "llama-3-70b", why(result)).replace("\u00a0", " ")
+    assert f"{counted}; by 6 FLOPs per parameter and token it is {100 * by_six:.1f} %." in page
+    assert best.mfu > by_six
 
 
 def test_ten_that_fit_best_first(result: SearchResult) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from tilemesh.cli.targets import check_targets
@@ -15,7 +16,10 @@ from tilemesh.report.kind_page import Beside
 from tilemesh.report.run import Run
 from tilemesh.runs.kind import TRAIN
 from tilemesh.runs.names import PAGE, page_beside
-from tilemesh.train.rows import rows
+from tilemesh.train.rows import rows, run_mfu_words
+
+_NOT_AS_EXPECTED = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RunError)
+"""What a summary of another version, or one that somebody edited, ends in."""
 
 
 def make(what: Sequence[str], html: str | None, svg: str | None = None) -> list[str]:
@@ -76,12 +80,14 @@ def beside(run: Run) -> Beside:
     """Rows and expected memory of a run; whatever its folder lacks is left out, with the reason."""
     if run.kind != TRAIN.name:
         return Beside([] if run.is_behind else run.rows)
-    made, why = [] if run.is_behind else list(run.rows), ""
+    made, why, counted = [] if run.is_behind else list(run.rows), "", ""
     if not made:
         try:
             made = rows(run.summary, run.predicted) if run.summary and not run.is_behind else []
             why = "" if made else "the run has no summary"
-        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RunError) as error:
+        except _NOT_AS_EXPECTED as error:
             lacks = f"it has no {error}" if isinstance(error, LookupError) else str(error)
             why = f"the summary is of another version: {lacks}"
-    return Beside(made, why, expected_memory(run.config, run.predicted, run.summary))
+    with suppress(*_NOT_AS_EXPECTED):
+        counted = run_mfu_words(run.summary, made)
+    return Beside(made, why, expected_memory(run.config, run.predicted, run.summary), counted)

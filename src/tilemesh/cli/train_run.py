@@ -32,7 +32,7 @@ from tilemesh.train.load import load
 from tilemesh.train.preview import preview
 from tilemesh.train.progress import Shown
 from tilemesh.train.result import RanksFailedError, Result, WeightsLostError
-from tilemesh.train.rows import mfu_words
+from tilemesh.train.rows import run_mfu_words
 
 WIDTH = 100
 """Columns that text for people takes at most."""
@@ -218,7 +218,7 @@ def _show_summary(result: Result, summary: Mapping[str, Any], console: Console) 
         print_words("\na step: too few were timed to say where the time goes", console)
     else:
         print_words(f"\na step: {words}\nto improve: {summary['improve']}", console)
-    if counted := mfu_words(summary):
+    if counted := run_mfu_words(summary, made):
         print_words(counted, console)
     baseline = max(summary["memory_baseline_bytes"])
     if baseline:

@@ -24,7 +24,7 @@ from tilemesh.model.config import ModelConfig, preset
 from tilemesh.model.work.task import STATE_BYTES, Code
 from tilemesh.model.work.weights import count_parameters
 from tilemesh.plan.constants import HEADROOM
-from tilemesh.plan.prediction import Prediction, prediction_figures
+from tilemesh.plan.prediction import Prediction, mfu_words, prediction_figures
 from tilemesh.plan.space import Pins, candidates, default_precision, why_nothing
 from tilemesh.plan.step import Estimator
 
@@ -73,6 +73,12 @@ class SearchResult:
     @property
     def best(self) -> Prediction:
         return self.predictions[0]
+
+    @property
+    def mfu_words(self) -> str:
+        """How the best plan's MFU is counted, and what it is by 6 FLOPs per parameter and token."""
+        by_six = 6 * count_parameters(self.model).total * self.best.tokens
+        return mfu_words(self.best.mfu * by_six / self.best.model_flops)
 
     def figures(self, place: int) -> dict[str, Any]:
         """The plan at that place, 0 being the best, with what was asked."""

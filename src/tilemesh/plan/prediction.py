@@ -98,6 +98,12 @@ class Prediction:
         return self.memory.total_bytes <= self.usable_bytes
 
 
+def mfu_words(by_six: float) -> str:
+    """Which attention MFU counts, and what it would be by the other common count of a step's FLOPs."""
+    other = f"by 6 FLOPs per parameter and token it is {100 * by_six:.1f} %"
+    return f"MFU counts attention, the whole square of its scores; {other}"
+
+
 def prediction_figures(prediction: Prediction) -> dict[str, Any]:
     """Seconds, bytes and fractions; names end in their unit."""
     memory = dataclasses.asdict(prediction.memory)

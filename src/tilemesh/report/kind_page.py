@@ -23,6 +23,8 @@ class Beside:
     why_no_rows: str = ""
     memory: Mapping[str, float] = field(default_factory=dict)
     """Bytes per rank that the planner expects, by kind."""
+    mfu_words: str = ""
+    """How the rows' MFU is counted."""
 
 
 @dataclass(frozen=True)

@@ -42,6 +42,7 @@ def render(result: SearchResult, name: str, why: Sequence[str]) -> str:
         el("p", _asked(result), class_="quiet"),
         el("p", tied(verdict(best)), class_="verdict"),
         _facts(best),
+        el("p", tied(f"{result.mfu_words}."), class_="quiet"),
         el("h2", "The best layouts"),
         _table(result),
         el("h2", "Why the first" if len(result.predictions) > 1 else "Why"),

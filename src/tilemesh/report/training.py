@@ -9,7 +9,7 @@ from tilemesh.core.units import format_bytes, format_count, format_seconds
 from tilemesh.measure.sample import Sample
 from tilemesh.plan.grade import expected_kept
 from tilemesh.report import compare, memory_part, mesh_part, method_part, pipeline_part, run_parts, time_parts
-from tilemesh.report.html import Child, Html, el, join
+from tilemesh.report.html import Child, Html, el, join, tied
 from tilemesh.report.kind_page import Beside, Fact, KindPage, PageSection, PairSection, Verdict
 from tilemesh.report.rows import percent, row_table
 from tilemesh.report.run import RUNNING, Run
@@ -115,7 +115,8 @@ def _rows(run: Run, beside: Beside) -> Html:
     words = (
         "Errors of a prediction are coloured in three steps: within 15 %, within 50 %, beyond. 100 % is at the limit."
     )
-    return join(el("p", words, class_="quiet"), row_table(beside.rows))
+    counted = f" {beside.mfu_words}." if beside.mfu_words else ""
+    return join(el("p", tied(words + counted), class_="quiet"), row_table(beside.rows))
 
 
 def _time(run: Run, beside: Beside) -> Html:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tilemesh.core.errors import UsageError
@@ -17,6 +17,7 @@ from tilemesh.model.config import ModelConfig
 from tilemesh.model.work.operations import hardware_flops, model_flops
 from tilemesh.model.work.weights import count_parameters, shard_parameters
 from tilemesh.plan.memory import state_bytes
+from tilemesh.plan.prediction import mfu_words
 from tilemesh.train.predict import calibrated_peak, compute_dtype
 
 TAKING_TURNS = (
@@ -110,16 +111,15 @@ def rows(summary: Mapping[str, Any], predicted: Mapping[str, Any]) -> list[Row]:
     return made
 
 
-def mfu_words(summary: Mapping[str, Any]) -> str:
-    """How MFU counts attention, and what it would be by the other common count; nothing where there is no MFU."""
-    peak = None if summary.get("lora") else _datasheet_peak(summary) or calibrated_peak(summary)[0]
-    if summary["step_time_s"] is None or peak is None:
+def run_mfu_words(summary: Mapping[str, Any], made: Sequence[Row]) -> str:
+    """How the MFU of a run's rows counts attention, and what it would be by the other common count; nothing where
+    there is no MFU. Of the rows' own peak: a page may be made where another calibration is."""
+    measured = next((row.measured for row in made if row.name == "MFU"), None)
+    if measured is None:
         return ""
-    tokens = int(summary["batch"]) * int(summary["context"])
-    flops = 6 * count_parameters(ModelConfig(**summary["model"])).total * tokens
-    share = Sample(**summary["step_time_s"]).rate(flops).scaled(1 / peak).median
-    other = f"by 6 FLOPs per parameter and token it is {100 * share:.1f} %"
-    return f"MFU counts attention, the whole square of its scores; {other}"
+    model, batch, context = ModelConfig(**summary["model"]), int(summary["batch"]), int(summary["context"])
+    by_six = 6 * count_parameters(model).total * batch * context
+    return mfu_words(measured.median * by_six / model_flops(model, batch, context))
 
 
 def least_exchange_share(summary: Mapping[str, Any]) -> float:
