@@ -347,7 +347,7 @@ def test_a_preview_says_what_the_planner_says_of_memory_and_time(monkeypatch: py
     )
     memory = {f"{name}_bytes": size for name, size in parts.items()} | {"total_bytes": 7 << 30, "usable_bytes": 6 << 30}
     told = {"memory": memory, "fits": False, "step_time_s": 0.5, "tokens_per_s": 128.0}
-    monkeypatch.setattr("tilemesh.train.preview.predict_run", lambda config, gpus: told)
+    monkeypatch.setattr(sys.modules["tilemesh.train.preview"], "predict_run", lambda config, gpus: told)
     seen = preview(config)
     lines = dict(seen.lines())
     assert seen.seconds == 500

@@ -9,6 +9,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from tilemesh.core.packages import offer_functions
+
 if TYPE_CHECKING:
     from tilemesh.compress.distill import distill
     from tilemesh.compress.factorize import factorize
@@ -23,11 +25,12 @@ _WHERE = {
 }  # fmt: skip
 
 __all__ = ["Recipe", "distill", "factorize", "prune", "quantize", "read_recipe", "shrink"]
+offer_functions(__name__, frozenset(__all__))
 
 
 def __getattr__(name: str) -> Any:
     if name in _WHERE:
-        # A function may have its module's name: what is stored here is the function.
+        # Stored, so that the next use finds it without coming here.
         value = getattr(importlib.import_module(f"tilemesh.compress.{_WHERE[name]}"), name)
         globals()[name] = value
         return value

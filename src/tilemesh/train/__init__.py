@@ -9,6 +9,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from tilemesh.core.packages import offer_functions
+
 if TYPE_CHECKING:
     from tilemesh.train.config import TrainConfig
     from tilemesh.train.job import fit
@@ -40,6 +42,7 @@ __all__ = [
     "load_config",
     "preview",
 ]
+offer_functions(__name__, frozenset({"preview"}))
 
 
 def __getattr__(name: str) -> Any:
