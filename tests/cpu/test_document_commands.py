@@ -264,11 +264,16 @@ def test_a_how_to_runs(name: str, commands: int, place: Path, capsys: pytest.Cap
 def test_the_module_of_the_how_to_trains_as_in_one_process(capsys: pytest.CaptureFixture[str]) -> None:
     (program,) = [block.text for block in blocks(ROOT / "docs/how-to/own-module.md") if block.kind == "python"]
     losses = []
-    for written in (program, program.replace("tp=2", "tp=1").replace("run_threads(2,", "run_threads(1,")):
+    single = program.replace("tp=2", "tp=1").replace("run_threads(2,", "run_threads(1,")
+    # By batch, as the text says: whole matrices and half of the rows each.
+    replicas = program.replace("tp=2", "dp=2")
+    for written in (program, single, replicas, replicas.replace("return done.loss", "return len(y)")):
         exec(compile(written, "own-module.md", "exec"), {"__name__": "document"})
         losses.append(json.loads(capsys.readouterr().out))
-    (first, second), (alone,) = losses
+    (first, second), (alone,), replicas, rows = losses
     assert first == second == pytest.approx(alone, rel=1e-5)
+    assert replicas == pytest.approx([alone, alone], rel=1e-5)
+    assert rows == [16, 16]
     assert f"[{str(first)[:5]}…" in program
 
 

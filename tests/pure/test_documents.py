@@ -122,6 +122,19 @@ def test_every_document_is_in_the_site() -> None:
     assert listed == there, "mkdocs.yml: nav names what is not there, or leaves documents out"
 
 
+@pytest.mark.parametrize(
+    ("row", "part"),
+    [("do something", "How to"), ("look something up", "Reference"), ("know how it works", "How it works")],
+)
+def test_documents_are_sorted_alike_in_the_table_and_on_the_site(row: str, part: str) -> None:
+    (line,) = re.findall(rf"^\| \*\*{row}\*\* \|(.*)$", (ROOT / "docs/README.md").read_text(), re.MULTILINE)
+    linked = {link.partition("#")[0] for link in _LINK.findall(line)} - {"LOG.md"}  # the site has a part for logs
+    (nav,) = re.findall(rf"^  - {part}:\n((?:      .*\n)+)", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    listed = set(re.findall(r": ([\w/\-.]+\.md)$", nav, re.MULTILINE))
+    assert linked
+    assert linked <= listed, f"mkdocs.yml has them elsewhere: {sorted(linked - listed)}"
+
+
 def test_the_reference_of_commands_is_what_the_commands_are() -> None:
     page = (ROOT / "docs" / "commands.md").read_text()
     assert page == reference_page(), "run `python -m tilemesh.cli.reference > docs/commands.md`"

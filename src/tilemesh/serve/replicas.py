@@ -1,4 +1,4 @@
-"""Several engines behind one door, each with a model of its own in other processes.
+"""Several engines used as one, each with a model of its own in other processes.
 
 What the HTTP application asks of an engine, it asks of this: a prompt goes to the replica that `route.py` names, and an
 abort to where its job is. A replica whose ranks were lost starts again by itself; meanwhile the others are asked.
