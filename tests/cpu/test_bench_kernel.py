@@ -29,6 +29,7 @@ from tilemesh.kernels.matmul.problem import dense
 from tilemesh.kernels.rates import pass_s
 from tilemesh.measure.row import read_rows
 from tilemesh.measure.timing import LoopTimer
+from tilemesh.report.draw import Note
 from tilemesh.report.picture import svg, write_picture
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -266,6 +267,15 @@ def test_no_name_of_the_roofline_covers_a_dot_or_another():
         if one < len(names):
             (a, b, c, d), (e, f, g, h) = boxes[one], boxes[other]
             assert a >= g or e >= c or b >= h or f >= d, (names[one], boxes[other])
+
+
+def test_the_roofline_explains_numbers_where_it_has_any():
+    rows = read_rows(RECORDED)
+    for some in (rows, [row for row in rows if row.case["shape"] == rows[0].case["shape"]][:1]):
+        drawing = bench_drawings(some)[-1]
+        assert drawing.title == "Roofline"
+        numbers = [layer.text for layer in drawing.plot.layers if isinstance(layer, Note) and layer.text.isdigit()]
+        assert ("A number stands for" in drawing.words) == bool(numbers) == (some is rows)
 
 
 def test_the_committed_charts_are_of_the_committed_rows(tmp_path):

@@ -303,6 +303,9 @@ def test_the_names_of_a_plans_bars_do_not_wrap(
             names = page.value("[...document.querySelectorAll('.bars .who')].map(one => one.textContent)")
             assert len(names) == 2 * len(result.predictions) > 2
             assert page.value("checks.wrapped()") == []
+            # The whole table of the best layouts is seen, its last column too, without scrolling to the side.
+            if width >= 1100:
+                assert page.value("(box => box.scrollWidth - box.clientWidth)(document.querySelector('.scroll'))") <= 0
             # The names leave the bars room, and each begins a row of the table of the best layouts.
             least = "Math.min(...[...document.querySelectorAll('.bar')].map(one => one.getBoundingClientRect().width))"
             assert page.value(least) > 150

@@ -18,7 +18,18 @@ from tilemesh.core.errors import UsageError
 from tilemesh.core.units import format_bytes
 from tilemesh.measure.row import Row
 from tilemesh.measure.sample import Sample
-from tilemesh.report import compare, compare_page, kernel_page, kind_page, run, run_page, series, spans, verdict
+from tilemesh.report import (
+    compare,
+    compare_page,
+    kernel_page,
+    kind_page,
+    run,
+    run_page,
+    run_parts,
+    series,
+    spans,
+    verdict,
+)
 from tilemesh.report.draw import PlotAxis, around
 from tilemesh.report.html import asset, data, el, escape, page
 from tilemesh.report.run import DIED, DONE, RUNNING, STARTING, STOPPED
@@ -355,6 +366,15 @@ def test_the_saving_of_rows_is_of_time_and_every_command_is_named() -> None:
     shown = kernel_page.render(rows, [None, None])
     assert "first<br>second" in shown
     assert "step time not compiled" in shown
+
+
+def test_curves_beside_each_other_end_with_the_last_step_done(make_run: MakeRun) -> None:
+    runs = [
+        run.read(make_run(name, steps=55, planned=planned), now=later()) for name, planned in (("a", 55), ("b", 4000))
+    ]
+    shown = run_parts.overlay("Loss", "nats per token", "loss", runs, ["a", "b"], zero=False)
+    assert "4,000" not in shown
+    assert "4,000" in run_parts.loss(runs[1])  # alone, what is left of a run is shown
 
 
 def test_the_largest_saving_is_of_seconds_and_not_of_the_share() -> None:

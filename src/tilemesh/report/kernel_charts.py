@@ -149,14 +149,13 @@ def roofline(pairs: Sequence[Worked]) -> Drawing:
         Line("limit", _hull(roof), 6),
         Dots("best peer", theirs, 1, 10, hollow=True),
         Dots("ours", ours, 0, 10, words=labels),
-        *names_beside(ours, theirs, labels, x_axis, y_axis, numbers=True),
+        *(notes := names_beside(ours, theirs, labels, x_axis, y_axis, numbers=True)),
     ]
     head = ["shape", "FLOPs per byte", "ours", "best peer", "which", "of limit"]
     table = PageTable(head, rows, [x_axis.place(x) for x in places])
-    words = (
-        "Kernel time. The height between dot and ring is what fusing and tuning gained. A number stands for the shape "
-        "of that number in the table."
-    )
+    words = "Kernel time. The height between dot and ring is what fusing and tuning gained."
+    if any(note.text.isdigit() for note in notes):
+        words += " A number stands for the shape of that number in the table."
     return Drawing("Roofline", words, Plot(x_axis, y_axis, layers, height=420), table)
 
 

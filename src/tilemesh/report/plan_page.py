@@ -95,8 +95,9 @@ def _facts(best: Prediction) -> Html:
 def _table(result: SearchResult) -> Html:
     head = ["layout", "step", "tokens/s", "MFU", "memory", "bubble", "exposed", "train"]
     rows: list[list[Child]] = [
-        [_numbered(number, prediction), format_seconds(prediction.step_time_s), format_count(prediction.tokens_per_s),
-         percent(prediction.mfu, 1), format_bytes(prediction.memory.total_bytes),
+        [el("td", _numbered(number, prediction), class_="words"),  # wraps, so that the last column is seen
+         format_seconds(prediction.step_time_s), format_count(prediction.tokens_per_s), percent(prediction.mfu, 1),
+         format_bytes(prediction.memory.total_bytes),
          percent(prediction.bubble_fraction, 1), percent(prediction.times.exposed_s / prediction.step_time_s, 1),
          trainable(prediction.plan)]
         for number, prediction in enumerate(result.predictions, 1)

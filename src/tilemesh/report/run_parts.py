@@ -42,8 +42,12 @@ def short(value: float | None) -> str:
     return "–" if value is None else f"{value:.4g}"
 
 
-def steps_axis(run: Run, *more: Run) -> PlotAxis:
-    ends = [last for each in (run, *more) for last in (each.last_step, each.planned_steps or 0)]
+def steps_axis(run: Run) -> PlotAxis:
+    """All steps that were planned: what is left of a run can be seen."""
+    return _steps_to(run.last_step, run.planned_steps or 0)
+
+
+def _steps_to(*ends: int) -> PlotAxis:
     return PlotAxis(0, max(1, *ends), "step", lambda value: f"{value:,.0f}", whole=True)
 
 
@@ -221,7 +225,8 @@ def overlay(title: str, unit: str, key: str, runs: Sequence[Run], names: Sequenc
     values = [value for each in drawn for bucket in each for value in (bucket.low, bucket.high) if value is not None]
     if not values:
         return absent(title.lower(), f"no run has {key} in its metrics")
-    x = steps_axis(*runs)
+    # To the last step that a run has done: one that ended early would press the others' curves into a corner.
+    x = _steps_to(*(run.last_step for run in runs))
     y = PlotAxis(*around(values, zero=zero), unit, format_count if zero else "{:.3g}".format)
     layers: list[PlotLayer] = [
         series.line(name, each, colour, dashed=colour % 2 == 1)
