@@ -181,9 +181,11 @@ def test_a_simulation_takes_the_ranks_it_was_given_and_says_what_it_assumes(caps
     out = capsys.readouterr().out
     for count in (2, 4, 8):
         assert f"all_reduce, {count} ranks" in out
-    first, second = out.splitlines()[:2]
-    assert first.endswith("inside nodes of 8 α 1 µs, β 450 GB/s; between nodes α 3 µs, β 50 GB/s;")
-    assert second == "γ 1 TB/s reduced, 1.5 TB/s copied, 2 µs per barrier"
+    assumed = (
+        "assumed, not measured: inside nodes of 8 α 1 µs, β 450 GB/s; between nodes α 3 µs, β 50 GB/s; "
+        "γ 1 TB/s reduced, 1.5 TB/s copied, 2 µs per barrier"
+    )
+    assert " ".join(out.split()).startswith(assumed)
 
 
 def test_the_table_of_a_bench_explains_what_is_missing_in_it() -> None:
