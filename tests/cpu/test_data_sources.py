@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import bz2
+import dataclasses
 import gzip
 import itertools
 import json
 import lzma
+import signal
 from collections import Counter
 from pathlib import Path
 from typing import Any, ClassVar
@@ -16,6 +18,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tilemesh.cli.main import main
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.data import prepare as preparing
 from tilemesh.data import records
@@ -23,7 +26,7 @@ from tilemesh.data.chat import ConversationPiece, Template, read_messages, templ
 from tilemesh.data.config import DataConfig, check_source
 from tilemesh.data.corpus import open_corpus
 from tilemesh.data.documents import documents
-from tilemesh.data.prepare import prepare
+from tilemesh.data.prepare import PreparationStoppedError, prepare
 from tilemesh.data.samples import IGNORED, PERIOD, Mixture, Samples, apportioned, held_out_samples, train_mixture
 from tilemesh.data.stream import Stream
 from tilemesh.model.transformer import IGNORED as MODEL_IGNORED
@@ -306,26 +309,137 @@ class TestChat:
         with pytest.raises(UsageError, match="which has no conversations"):
             check_source(DataConfig(chat=True))
 
-    def test_answers_that_end_as_documents_do_cannot_be_packed_by_documents(self, tmp_path: Path) -> None:
-        tokenizers = pytest.importorskip("tokenizers")
-        words = {word: number for number, word in enumerate(["</s>", "hi", "hello", "more", "yes", "?"])}
-        inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="?"))
-        inner.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-        inner.save(str(tmp_path / "tokenizer.json"))
-        template = (
-            "{% for m in messages %}{{ m['content'] }} {% if m['role'] == 'assistant' %}</s> {% endif %}{% endfor %}"
-        )
-        (tmp_path / "chat_template.jinja").write_text(template)
-        source = written(tmp_path / "a.jsonl", [{"messages": CHAT}])
-        data = DataConfig(source=source, chat=True, tokenizer=tmp_path / "tokenizer.json", held_out=0.0)
-        corpus = open_corpus(data)
-        assert corpus.train.parts[0].tolist() == [1, 2, 0, 3, 4, 0]
-        assert corpus.train.counted[0].tolist() == [False, True, True, False, True, True]
-        with pytest.raises(UsageError, match="conversations would be cut in the middle"):
-            open_corpus(DataConfig(**{**vars(data), "packing": "documents"}))
+    @pytest.mark.parametrize("turns", [1, 2])
+    @pytest.mark.parametrize("family", ["mistral", "zephyr", "olmo2", "chatml", "llama3"])
+    def test_an_answer_counts_up_to_its_first_end_token(self, tmp_path: Path, family: str, turns: int) -> None:
+        corpus = open_corpus(conversations(tmp_path, family, turns))
+        (tokens,), (counted,) = corpus.train.parts, corpus.train.counted
+        stop = {"chatml": "<|im_end|>", "llama3": "<|eot_id|>", "olmo2": "<|endoftext|>"}.get(family, "</s>")
+        once = ["hello", stop, *(["yes", stop] if turns == 2 else [])]
+        assert spelt(tmp_path / family, tokens[counted]) == once * 3
+
+    @pytest.mark.parametrize("turns", [1, 2])
+    @pytest.mark.parametrize("family", ["mistral", "zephyr", "olmo2", "chatml"])
+    def test_conversations_are_documents_whatever_ends_an_answer(self, tmp_path: Path, family: str, turns: int) -> None:
+        data = conversations(tmp_path, family, turns)
         prepare(data, tmp_path / "shards")
-        with pytest.raises(UsageError, match="conversations would be cut in the middle"):
-            open_corpus(DataConfig(source=str(tmp_path / "shards"), packing="none"))
+        for corpus in (open_corpus(data), open_corpus(DataConfig(source=str(tmp_path / "shards"), held_out=0.0))):
+            end, stream = corpus.tokenizer.end, corpus.train
+            whole, counts = stream.tokens(0, stream.length), stream.counts(0, stream.length)
+            size = stream.length // 3  # the same conversation three times
+            assert stream.begins(end).tolist() == [0, size, 2 * size]
+            alone = Samples(stream, size + 4, "none", end)
+            assert len(alone) == 3
+            for inputs, targets in (alone[0], alone[2]):
+                assert inputs.tolist() == [*whole[: size - 1], *[end] * 5]
+                wanted = np.where(counts[1:size], whole[1:size], IGNORED)
+                assert targets.tolist() == [*wanted, *[IGNORED] * 5]
+            context = size + 2  # so that conversations begin inside of sequences, the third in the second one
+            first, second = (Samples(stream, context, "documents", end)[index] for index in (0, 1))
+            assert np.flatnonzero(first.inputs < 0).tolist() == [size]
+            assert np.flatnonzero(second.inputs < 0).tolist() == [2 * size - context]
+            for number, (inputs, targets) in enumerate((first, second)):
+                begin = number * context
+                here = slice(begin + 1, begin + context + 1)
+                assert np.where(inputs < 0, -1 - inputs, inputs).tolist() == whole[begin : begin + context].tolist()
+                is_first = np.arange(stream.length) % size == 0
+                wanted = np.where(counts[here] & ~is_first[here], whole[here], IGNORED)
+                assert targets.tolist() == wanted.tolist()
+
+    def test_held_out_conversations_keep_their_boundaries(self, tmp_path: Path) -> None:
+        corpus = open_corpus(dataclasses.replace(conversations(tmp_path, "zephyr", 2), held_out=0.5))
+        train, held, end = corpus.train, corpus.held_out, corpus.tokenizer.end
+        size = (train.length + held.length) // 3
+        assert train.begins(end).tolist() == [0, size]
+        assert held.begins(end).tolist() == [0, 2 * size - train.length]
+
+    def test_shards_without_boundaries_are_read_as_before(self, tmp_path: Path) -> None:
+        prepare(conversations(tmp_path, "zephyr", 1), tmp_path / "shards")
+        meta = json.loads((tmp_path / "shards/meta.json").read_text())
+        assert meta.pop("begins")
+        (tmp_path / "shards/train-00000.begins").unlink()
+        (tmp_path / "shards/meta.json").write_text(json.dumps(meta))
+        old = DataConfig(source=str(tmp_path / "shards"), packing="none", held_out=0.0)
+        with pytest.raises(UsageError, match="cut in the middle: prepare the shards again, or set "):
+            open_corpus(old)
+        meta["ends_inside"] = False
+        (tmp_path / "shards/meta.json").write_text(json.dumps(meta))
+        stream = open_corpus(old).train
+        ends = np.flatnonzero(stream.parts[0] == 0)[:-1]
+        assert stream.begins(0).tolist() == [0, *(ends + 1)]
+
+    def test_boundaries_that_were_lost_are_missed(self, tmp_path: Path) -> None:
+        prepare(conversations(tmp_path, "zephyr", 1), tmp_path / "shards")
+        (tmp_path / "shards/train-00000.begins").unlink()
+        with pytest.raises(UsageError, match="does not say where conversations begin in train-00000"):
+            open_corpus(DataConfig(source=str(tmp_path / "shards")))
+
+
+TEMPLATES = {
+    "mistral": "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'user' %}"
+    "{{ '[INST] ' + m['content'] + ' [/INST]' }}{% else %}{{ ' ' + m['content'] + eos_token }}{% endif %}{% endfor %}",
+    "zephyr": "{% for m in messages %}\n{{ '<|' + m['role'] + '|>\n' + m['content'] + eos_token }}\n"
+    "{% if loop.last and add_generation_prompt %}\n{{ '<|assistant|>' }}\n{% endif %}\n{% endfor %}",
+    "olmo2": "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'user' %}"
+    "{{ '<|user|>\n' + m['content'] + '\n' }}{% else %}{{ '<|assistant|>\n' + m['content'] + eos_token }}"
+    "{% if not loop.last %}{{ '\n' }}{% endif %}{% endif %}"
+    "{% if loop.last and add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}{% endfor %}",
+    "chatml": "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}",
+    "llama3": "{{ bos_token }}{% for m in messages %}{{ '<|start_header_id|>' + m['role'] + '<|end_header_id|>\n\n' "
+    "+ m['content'] | trim + '<|eot_id|>' }}{% endfor %}{% if add_generation_prompt %}"
+    "{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}",
+}
+"""As the families' folders have them, without their error messages: how answers end is what differs."""
+SPECIAL = {
+    "mistral": ["</s>", "<s>"],
+    "zephyr": ["</s>", "<s>"],
+    "olmo2": ["<|endoftext|>"],
+    "chatml": ["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+    "llama3": ["<|end_of_text|>", "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"],
+}
+"""The first of them ends documents."""
+
+
+def write_chat_tokenizer(folder: Path, family: str) -> None:
+    """A tokenizer of words with a family's special tokens and chat template."""
+    tokenizers = pytest.importorskip("tokenizers")
+    folder.mkdir(exist_ok=True)
+    plain = [
+        "?",
+        "\n",
+        "hi",
+        "hello",
+        "more",
+        "yes",
+        "[INST]",
+        "[/INST]",
+        "<|user|>",
+        "<|assistant|>",
+        "user",
+        "assistant",
+    ]
+    words = {word: number for number, word in enumerate([*SPECIAL[family], *plain])}
+    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="?"))
+    pattern = tokenizers.Regex(r"\n|[^\s]+")
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.Split(pattern, "removed", invert=True)
+    inner.add_special_tokens(SPECIAL[family])
+    inner.save(str(folder / "tokenizer.json"))
+    told = {"eos_token": SPECIAL[family][0], "bos_token": SPECIAL[family][min(1, len(SPECIAL[family]) - 1)]}
+    (folder / "tokenizer_config.json").write_text(json.dumps({**told, "chat_template": TEMPLATES[family]}))
+
+
+def conversations(folder: Path, family: str, turns: int) -> DataConfig:
+    """The same conversation three times."""
+    write_chat_tokenizer(folder / family, family)
+    source = written(folder / "a.jsonl", [{"messages": CHAT[: 2 * turns]}] * 3)
+    return DataConfig(source=source, chat=True, tokenizer=folder / family / "tokenizer.json", held_out=0.0)
+
+
+def spelt(folder: Path, tokens: Any) -> list[str]:
+    tokenizers = pytest.importorskip("tokenizers")
+    inner = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    return [inner.id_to_token(int(token)) for token in tokens]
 
 
 class TestPacking:
@@ -350,7 +464,7 @@ class TestPacking:
     def test_no_document_is_predicted_from_the_one_before(self) -> None:
         stream = Stream((np.array([5, 6, 0, 7, 8, 0, 9]),))
         inputs, targets = Samples(stream, 6, "documents", 0)[0]
-        assert inputs.tolist() == [5, 6, 0, 7, 8, 0]
+        assert inputs.tolist() == [5, 6, 0, -1 - 7, 8, 0]
         assert targets.tolist() == [6, 0, IGNORED, 8, 0, IGNORED]
         assert Samples(stream, 6, "stream", 0)[0].targets.tolist() == [6, 0, 7, 8, 0, 9]
 
@@ -434,6 +548,8 @@ class TestPrepare:
             assert [bool(ours.counted), bool(theirs.counted)] == [chat, chat]
             if chat:
                 assert np.array_equal(np.concatenate(ours.counted), np.concatenate(theirs.counted) != 0)
+                assert len(ours.kept_begins[0]) > 10
+            assert np.array_equal(ours.begins(0), theirs.begins(0))
 
     @pytest.mark.parametrize("stops_at", [1, 3, 4, 7])
     def test_a_call_that_was_killed_goes_on_to_the_same_files(
@@ -466,6 +582,51 @@ class TestPrepare:
         assert seen[-1] == Path(source.source).stat().st_size
         with pytest.raises(UsageError, match="has shards already"):
             prepare(source, tmp_path / "ours")
+
+    @pytest.mark.parametrize("chat", [False, True])
+    @pytest.mark.parametrize("after", [1, 30, 120, 199])
+    def test_a_call_that_was_asked_to_stop_keeps_what_it_read(
+        self, tmp_path: Path, source: DataConfig, after: int, chat: bool
+    ) -> None:
+        if chat:
+            source = conversations(tmp_path, "zephyr", 1)
+            written(tmp_path / "a.jsonl", [{"messages": CHAT[: 2 + 2 * (number % 2)]} for number in range(200)])
+        prepare(source, tmp_path / "whole", shard_tokens=800)
+        ours, read = tmp_path / "ours", itertools.count(1)
+        with pytest.raises(PreparationStoppedError, match=rf"stopped after {after} documents, which are kept in "):
+            prepare(source, ours, shard_tokens=800, is_asked_to_stop=lambda: next(read) == after)
+        rest = itertools.count()
+        prepare(source, ours, shard_tokens=800, is_asked_to_stop=lambda: next(rest) < 0)
+        assert next(rest) == 200 - after  # none was tokenised twice
+        files = {path.name: path.read_bytes() for path in (tmp_path / "whole").iterdir()}
+        assert {path.name: path.read_bytes() for path in ours.iterdir()} == files
+
+    @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+    def test_signals_stop_the_command_and_it_says_so(
+        self, tmp_path: Path, source: DataConfig, number: signal.Signals, monkeypatch: pytest.MonkeyPatch, capsys: Any
+    ) -> None:
+        def signalled(data: DataConfig) -> Any:
+            for at, document in enumerate(documents(data)):
+                if at == 69:
+                    signal.raise_signal(number)
+                yield document
+
+        before = signal.getsignal(number)
+        with monkeypatch.context() as patched:
+            patched.setattr(preparing, "documents", signalled)
+            assert main(["data", "prepare", source.source, str(tmp_path / "shards")]) == 130
+        assert signal.getsignal(number) is before
+        assert "stopped after 70 documents, which are kept in " in capsys.readouterr().err
+        assert main(["data", "prepare", source.source, str(tmp_path / "shards")]) == 0
+        meta = json.loads((tmp_path / "shards/meta.json").read_text())
+        assert meta["documents"] == 200
+
+    def test_a_file_of_waiting_documents_that_is_not_ours(self, tmp_path: Path, source: DataConfig) -> None:
+        with pytest.raises(PreparationStoppedError):
+            prepare(source, tmp_path / "shards", is_asked_to_stop=lambda: True)
+        (tmp_path / "shards/preparing.npz").write_bytes(b"something else")
+        with pytest.raises(UsageError, match=r"preparing.npz is not what `tilemesh data prepare` wrote"):
+            prepare(source, tmp_path / "shards")
 
     def test_shards_are_not_prepared_again(self, tmp_path: Path, source: DataConfig) -> None:
         prepare(source, tmp_path / "shards")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from test_data_sources import write_chat_tokenizer
 from test_train_run import losses, made, state, trained
 
 from tilemesh.core.errors import UsageError
@@ -23,10 +24,17 @@ WINDOWED = dataclasses.replace(ROTARY, window=3)
 
 
 def test_where_documents_begin() -> None:
-    places = document_places(torch.tensor([[5, END, 6, 7, END, 8], [END, END, 1, 2, 3, 4]]), END)
+    places = document_places(torch.tensor([[5, END, -7, 7, END, -9], [END, -1 - END, -2, 2, 3, 4]]))
     assert places.positions_BT.tolist() == [[0, 1, 0, 1, 2, 0], [0, 0, 0, 1, 2, 3]]
     assert places.number_BT.tolist() == [[1, 1, 2, 2, 2, 3], [1, 2, 3, 3, 3, 3]]
     assert places.starts.tolist() == [0, 2, 5, 6, 7, 8, 12]
+
+
+def marked(tokens_BT: torch.Tensor, begins: list[int]) -> torch.Tensor:
+    """Tokens of one row with those marked that begin a document."""
+    tokens_BT = tokens_BT.clone()
+    tokens_BT[:, begins] = -1 - tokens_BT[:, begins]
+    return tokens_BT
 
 
 @pytest.mark.parametrize("config", [ROTARY, LEARNED, WINDOWED], ids=["rotary", "learned", "window"])
@@ -35,10 +43,11 @@ def test_a_packed_document_is_what_it_would_be_alone(config: ModelConfig) -> Non
     draw = torch.Generator().manual_seed(0)
     lengths = [5, 9, 1, 7]
     documents = [torch.randint(1, 32, (length,), generator=draw) for length in lengths]
+    documents[1][4] = END  # as some chat templates end every answer
     packed = torch.cat([torch.cat([document, torch.tensor([END])]) for document in documents])[None, :24]
-    model.document_end = END
-    together = model(packed)
-    model.document_end = None
+    model.documents_marked = True
+    together = model(marked(packed, [6, 16, 18]))
+    model.documents_marked = False
     begin = 0
     for document in documents:
         end = min(begin + len(document) + 1, 24)
@@ -50,8 +59,8 @@ def test_a_packed_document_is_what_it_would_be_alone(config: ModelConfig) -> Non
 
 @pytest.mark.parametrize("window", [0, 3])
 def test_both_ways_of_attending_agree_with_their_gradients(window: int) -> None:
-    tokens = torch.randint(0, 4, (3, 12), generator=torch.Generator().manual_seed(2))
-    places = document_places(tokens, END)
+    tokens = torch.randint(-1, 3, (3, 12), generator=torch.Generator().manual_seed(2))
+    places = document_places(tokens)
     found = []
     for end_to_end in (False, True):
         draw = torch.Generator().manual_seed(3)
@@ -68,8 +77,8 @@ def test_both_ways_of_attending_agree_with_their_gradients(window: int) -> None:
 def test_the_loss_is_that_of_the_documents_by_themselves() -> None:
     """Two documents in one row, and the same two in rows of their own, padded: one loss."""
     model = Transformer(ROTARY, seed=1, dtype=torch.float64)
-    model.document_end = END
-    packed = torch.tensor([[3, 4, 5, END, 6, 7, END, 9]])
+    model.documents_marked = True
+    packed = marked(torch.tensor([[3, 4, 5, END, 6, 7, END, 9]]), [4, 7])
     targets = torch.tensor([[4, 5, END, -100, 7, END, -100, -100]])
     together = loss_sum(model(packed), targets)
     rows = torch.tensor([[3, 4, 5, END], [6, 7, END, END]])
@@ -88,6 +97,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for n in range(300)
     ]
     (place / "chat.jsonl").write_text("".join(json.dumps(record) + "\n" for record in chats))
+    write_chat_tokenizer(place / "zephyr", "zephyr")
     return place
 
 
@@ -115,6 +125,8 @@ def test_every_layout_trains_what_one_process_trains(folder: Path, tmp_path: Pat
         "data.packing=none,data.source={}/text.jsonl",
         "data.packing=documents,data.chat=true,data.source={}/chat.jsonl",
         "data.packing=none,data.chat=true,data.source={}/chat.jsonl",
+        "data.packing=documents,data.chat=true,data.source={0}/chat.jsonl,data.tokenizer={0}/zephyr/tokenizer.json",
+        "data.packing=none,data.chat=true,data.source={0}/chat.jsonl,data.tokenizer={0}/zephyr/tokenizer.json",
         "data.mixture=[{}/text.jsonl=3,stdlib=1]",
     ],
 )

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
@@ -14,7 +17,7 @@ from tilemesh.core.units import format_bytes
 from tilemesh.data.config import DataConfig
 from tilemesh.data.corpus import left_out_words
 from tilemesh.data.documents import left_out_files
-from tilemesh.data.prepare import prepare
+from tilemesh.data.prepare import PreparationStoppedError, prepare
 
 LINE_EVERY_S = 5.0  # in a log
 
@@ -26,8 +29,11 @@ def run_prepare(
     chosen = None if tokenizer is None else Path(tokenizer)
     try:
         data = DataConfig(source=source, tokenizer=chosen, field=field, chat=chat, held_out=held_out, pattern=pattern)
-        with PreparationShown() as shown:
-            made = prepare(data, out, on_progress=shown)
+        with PreparationShown() as shown, StopSignals() as stop:
+            made = prepare(data, out, on_progress=shown, is_asked_to_stop=stop)
+    except PreparationStoppedError as stopped:
+        print(f"tilemesh: {stopped}", file=sys.stderr)
+        raise KeyboardInterrupt from None
     except UsageError as error:
         names = ("tokenizer", "field", "chat", "held_out", "pattern")
         typed = {f"data.{name}": f"--{name.replace('_', '-')}" for name in names}
@@ -36,6 +42,32 @@ def run_prepare(
         print(f"tilemesh: {left_out_words(skipped)}", file=sys.stderr)
     total = sum(made["files"].values())
     print(f"{out}: {total:,} tokens in {len(made['files'])} shards of {made['dtype']}, vocabulary {made['vocabulary']}")
+
+
+class StopSignals:
+    """Whether SIGINT (Ctrl-C) or SIGTERM came; a second one ends the command at once."""
+
+    def __init__(self) -> None:
+        self._is_asked = False
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> StopSignals:
+        self._before = {number: signal.signal(number, self._ask) for number in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def __call__(self) -> bool:
+        return self._is_asked
+
+    def _ask(self, number: int, frame: object) -> None:
+        if self._is_asked:
+            raise KeyboardInterrupt
+        self._is_asked = True
+        # Not by print: the signal may have come in the middle of one.
+        os.write(2, b"tilemesh: stopping after this document\n")
 
 
 class PreparationShown:

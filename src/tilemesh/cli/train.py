@@ -130,7 +130,8 @@ def prepare(
     """Make token shards, which training maps into memory. Train on them with
     `tilemesh train --set data.source=FOLDER`.
 
-    A call that was stopped goes on where it was when it is made again.
+    Stopped with Ctrl-C or SIGTERM it keeps what it has read, and the same command goes on from there; killed, it goes
+    on from the last whole shard.
     """
     from tilemesh.cli.data_run import run_prepare
 

@@ -2,7 +2,7 @@
 
 A chat template is a jinja2 program that comes with a tokenizer; it is run in a sandbox. What the template writes for
 the messages before an answer, up to where an answer begins, must be the beginning of what it writes with the answer:
-what comes after it is the answer with the token that ends it, and that is what training counts.
+what comes after it is the answer with the token that ends it, and that is what training counts, up to that token.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ class ConversationPiece(NamedTuple):
 
     text: str
     is_answer: bool
+    content_end: int = 0
+    """Of an answer: where in the text its own words end, and what the template writes behind them begins."""
 
 
 class Template:
@@ -79,7 +81,9 @@ class Template:
                     f"this chat template writes the messages before answer {number} differently once the answer is "
                     "there, so that the answer cannot be told from them: use another template, or data.chat=false"
                 )
-            made += [ConversationPiece(before[len(done) :], False), ConversationPiece(after[len(before) :], True)]
+            answer = after[len(before) :]
+            made.append(ConversationPiece(before[len(done) :], False))
+            made.append(ConversationPiece(answer, True, _content_end(answer, message["content"])))
             done = after
         rest = self.render(messages, answer_follows=False)
         if rest.startswith(done) and len(rest) > len(done):
@@ -125,6 +129,16 @@ def template_of(tokenizer: Path | None) -> Template:
             if name.endswith("_token") and isinstance(text, str):
                 special[name] = text
     return Template(source if isinstance(source, str) else PLAIN_TEMPLATE, special)
+
+
+def _content_end(answer: str, content: str) -> int:
+    """Where an answer's own words end; many templates strip them. Where they were rewritten: nowhere before the end."""
+    for words in (content, content.strip()):
+        # From the right: the template may write the same words before the answer, "assistant" for instance.
+        place = answer.rfind(words) if words else 0
+        if place >= 0:
+            return place + len(words)
+    return len(answer)
 
 
 def _to_json(value: Any, indent: int | None = None) -> str:

@@ -11,10 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tilemesh.core.errors import UsageError
-from tilemesh.data.chat import template_of
+from tilemesh.data.chat import ConversationPiece, template_of
 from tilemesh.data.config import DataConfig, blaming_mixture, has_shards, source_path
 from tilemesh.data.documents import Document, documents, left_out_files
-from tilemesh.data.shards import ends_inside, open_shards, shards_tokenizer
+from tilemesh.data.shards import open_shards, shards_tokenizer
 from tilemesh.data.stream import Corpus, CorpusPart, Stream, cut_end
 from tilemesh.data.tokenizer import FileTokenizer, Tokenizer, open_tokenizer
 
@@ -82,16 +82,32 @@ def encoded_documents(
             yield EncodedDocument(name, np.concatenate([tokens, end.astype(tokens.dtype)]), None, read)
             continue
         assert template is not None
-        pieces = [(tokenizer.encode(piece.text.encode()), piece.is_answer) for piece in template.pieces(content)]
-        tokens = np.concatenate([tokens for tokens, _ in pieces])
-        counted = np.concatenate([np.full(len(tokens), is_answer) for tokens, is_answer in pieces])
+        pieces = [_encoded_piece(tokenizer, piece) for piece in template.pieces(content)]
+        tokens = np.concatenate([piece.tokens for piece in pieces])
+        counted = np.concatenate([np.arange(len(piece.tokens)) < piece.counted for piece in pieces])
         if tokens[-1] != tokenizer.end:  # some templates end with it
             tokens = np.concatenate([tokens, end.astype(tokens.dtype)])
-            counted = np.append(counted, counted[-1])
-        is_inside = bool((tokens[:-1] == tokenizer.end).any())
-        if data.packing != "stream" and is_inside:
-            raise ends_inside(name, data.packing)
-        yield EncodedDocument(name, tokens, counted, read, is_inside)
+            # An answer that the template did not end, ends here; one that it did, is over.
+            counted = np.append(counted, pieces[-1].is_open)
+        yield EncodedDocument(name, tokens, counted, read, bool((tokens[:-1] == tokenizer.end).any()))
+
+
+class _EncodedPiece(NamedTuple):
+    """A stretch of a conversation as tokens, of which the first `counted` are targets."""
+
+    tokens: NDArray[Any]
+    counted: int
+    is_open: bool
+    """Whether it is an answer without a token that ends it."""
+
+
+def _encoded_piece(tokenizer: Tokenizer, piece: ConversationPiece) -> _EncodedPiece:
+    if not piece.is_answer or not isinstance(tokenizer, FileTokenizer):
+        tokens = tokenizer.encode(piece.text.encode())
+        return _EncodedPiece(tokens, len(tokens) if piece.is_answer else 0, piece.is_answer)
+    # What a template writes behind the answer's end token, a line break for instance, no model is asked for.
+    tokens, until = tokenizer.encode_until_special(piece.text, piece.content_end)
+    return _EncodedPiece(tokens, len(tokens) if until is None else until, until is None)
 
 
 def is_held_out(name: str, fraction: float) -> bool:
@@ -121,7 +137,11 @@ def joined(pieces: Sequence[EncodedDocument]) -> Stream:
         return Stream(())
     counted = [piece.counted for piece in pieces if piece.counted is not None]
     whole = np.concatenate([piece.tokens for piece in pieces])
-    return Stream((whole,), (np.concatenate(counted),) if counted else ())
+    if not counted:
+        return Stream((whole,))
+    # Kept, because a template may end answers with the token that ends documents.
+    begins = np.cumsum([0, *(len(piece.tokens) for piece in pieces[:-1])])
+    return Stream((whole,), (np.concatenate(counted),), (begins,))
 
 
 def _open_part(data: DataConfig, weight: float) -> Corpus:

@@ -2,18 +2,19 @@
 
 The one idea: documents come in one order, and shards end where documents do. After every shard a small file says how
 many documents are in the shards so far; a call that finds it reads past so many documents and goes on, and what it
-then writes is what one call would have written. The file is gone once `meta.json`, which makes the folder a source, is
-there.
+then writes is what one call would have written. A call that is asked to stop also keeps the documents that fill no
+shard yet, in a file of their own. Both files are gone once `meta.json`, which makes the folder a source, is there.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
+import io
 import itertools
 import json
 import os
-from collections.abc import Callable, Iterator
+import zipfile
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +33,19 @@ from tilemesh.data.corpus import (
     split_documents,
 )
 from tilemesh.data.documents import Document, documents, source_bytes
-from tilemesh.data.shards import COUNTED_SUFFIX, DTYPES, HELD_OUT_PREFIX, META_FILE
+from tilemesh.data.shards import BEGINS_SUFFIX, COUNTED_SUFFIX, DTYPES, HELD_OUT_PREFIX, META_FILE
 from tilemesh.data.stream import Stream
 from tilemesh.data.tokenizer import Tokenizer, open_tokenizer
 
 SHARD_TOKENS = 1 << 26
+WAITING_FILE = "preparing.npz"
+"""Documents that were tokenised and are in no shard yet, of a call that was asked to stop."""
 Progress = Callable[[int, int], None]
 """Told how many bytes of the source were read, of how many."""
+
+
+class PreparationStoppedError(Exception):
+    """Asked to stop, and everything that was read is kept."""
 
 
 def prepare(
@@ -46,10 +53,12 @@ def prepare(
     out: str | Path,
     shard_tokens: int = SHARD_TOKENS,
     on_progress: Progress = lambda read, total: None,
+    is_asked_to_stop: Callable[[], bool] = lambda: False,
 ) -> dict[str, Any]:
     """Write a source as token shards that `data.source` then names; returns what `meta.json` says.
 
-    Where an earlier call with the same arguments was stopped, it goes on.
+    Where an earlier call with the same arguments was stopped, it goes on. `is_asked_to_stop` is asked after every
+    document; if so, what was read is kept and `PreparationStoppedError` raised.
     """
     target = _target(data, out)
     tokenizer = open_tokenizer(data.tokenizer)
@@ -61,10 +70,10 @@ def prepare(
             (target / "tokenizer.json").write_bytes(data.tokenizer.read_bytes())
     writer = _ShardWriter(target, tokenizer, state)
     total = source_bytes(data)
-    on_progress(state.read_bytes, total)
-    waiting: list[EncodedDocument] = []
-    size = 0
-    for document in encoded_documents(data, tokenizer, _after(data, state.documents)):
+    waiting = _read_waiting(target, state)
+    size = sum(len(document.tokens) for document in waiting)
+    on_progress(waiting[-1].read_bytes if waiting else state.read_bytes, total)
+    for document in encoded_documents(data, tokenizer, _after(data, state.documents + len(waiting))):
         waiting.append(document)
         size += len(document.tokens)
         state.ends_inside |= document.ends_inside
@@ -74,6 +83,12 @@ def prepare(
             writer.flush(waiting, data.held_out)
             waiting, size = [], 0
             on_progress(document.read_bytes, total)
+        if is_asked_to_stop():
+            _keep_waiting(target, state, waiting)
+            raise PreparationStoppedError(
+                f"stopped after {state.documents + len(waiting):,} documents, which are kept in {target}: the same "
+                "command goes on from there"
+            )
     if state.documents:
         writer.flush(waiting, data.held_out)
     else:  # few documents, or a small source: whole, as training would read it
@@ -103,6 +118,50 @@ def _after(data: DataConfig, done: int) -> Iterator[Document]:
     return itertools.islice(documents(data), done, None)
 
 
+def _keep_waiting(target: Path, state: _State, waiting: Sequence[EncodedDocument]) -> None:
+    """Documents that fill no shard yet, and how many are in shards before them."""
+    path = target / WAITING_FILE
+    if not waiting:
+        path.unlink(missing_ok=True)
+        return
+    tokens = [document.tokens for document in waiting]
+    counted = [document.counted for document in waiting if document.counted is not None]
+    content = io.BytesIO()
+    np.savez(
+        content,
+        after=np.array(state.documents),
+        names=np.frombuffer(json.dumps([document.name for document in waiting]).encode(), np.uint8),
+        lengths=np.array([len(piece) for piece in tokens]),
+        read_bytes=np.array([document.read_bytes for document in waiting]),
+        ends_inside=np.array([document.ends_inside for document in waiting]),
+        tokens=np.concatenate(tokens),
+        counted=np.concatenate(counted) if counted else np.zeros(0, np.bool_),
+    )
+    _write_whole(path, content.getvalue())
+
+
+def _read_waiting(target: Path, state: _State) -> list[EncodedDocument]:
+    """What an earlier call kept, unless shards were written since."""
+    path = target / WAITING_FILE
+    if not path.exists():
+        return []
+    try:
+        with np.load(path, allow_pickle=False) as kept:
+            content = {name: kept[name] for name in kept.files}
+        if int(content["after"]) != state.documents:
+            return []
+        names = json.loads(content["names"].tobytes())
+        cuts = np.cumsum(content["lengths"])[:-1]
+        tokens = np.split(content["tokens"], cuts)
+        counted = np.split(content["counted"], cuts) if len(content["counted"]) else [None] * len(names)
+        told = zip(names, tokens, counted, content["read_bytes"], content["ends_inside"], strict=True)
+        waiting = [EncodedDocument(*row[:3], int(row[3]), bool(row[4])) for row in told]
+    except (OSError, ValueError, KeyError, zipfile.BadZipFile):
+        raise UsageError(f"{path} is not what `tilemesh data prepare` wrote: remove {target} and begin anew") from None
+    state.ends_inside |= any(document.ends_inside for document in waiting)
+    return waiting
+
+
 def _arguments(data: DataConfig, shard_tokens: int) -> dict[str, Any]:
     return {**to_dict(data), "shard_tokens": shard_tokens, "source_bytes": source_bytes(data)}
 
@@ -118,6 +177,7 @@ class _State:
     """Shards of each side."""
     files: dict[str, int] = dataclasses.field(default_factory=dict)
     has_counted: bool = False
+    has_begins: bool = False
     ends_inside: bool = False
 
     @staticmethod
@@ -131,6 +191,8 @@ class _State:
             raise UsageError(
                 f"{path} is not what `tilemesh data prepare` wrote: remove {target} and begin anew"
             ) from None
+        if state.has_counted and not state.has_begins:
+            raise UsageError(f"{target} was begun by an earlier version: remove it and begin anew")
         now = _arguments(data, shard_tokens)
         before = state.arguments
         different = [f"{key} was {before.get(key)!r} and is {now[key]!r}" for key in now if before.get(key) != now[key]]
@@ -160,19 +222,22 @@ class _ShardWriter:
     def write(self, train: Stream, held: Stream, *, documents: int, read: int, most: int = 0) -> None:
         for prefix, stream in (("train", train), (HELD_OUT_PREFIX, held)):
             for part, tokens in enumerate(stream.parts):
-                counted = stream.counted[part] if stream.counted else None
                 for begin in range(0, len(tokens), most or len(tokens)):
                     here = slice(begin, begin + (most or len(tokens)))
-                    self._shard(prefix, tokens[here], None if counted is None else counted[here])
+                    self._shard(prefix, stream.stretch(part, here))
         self.state.documents += documents
         self.state.read_bytes = read
         self.state.write(self.target)
 
-    def _shard(self, prefix: str, tokens: Any, counted: Any) -> None:
+    def _shard(self, prefix: str, stretch: Stream) -> None:
         name = f"{prefix}-{self.state.counts[prefix]:05d}{SHARD_SUFFIX}"
-        if counted is not None:
+        (tokens,) = stretch.parts
+        for counted in stretch.counted:
             self.state.has_counted = True
             _write_whole((self.target / name).with_suffix(COUNTED_SUFFIX), np.asarray(counted, np.uint8).tobytes())
+        for begins in stretch.kept_begins:
+            self.state.has_begins = True
+            _write_whole((self.target / name).with_suffix(BEGINS_SUFFIX), begins.astype("<i8").tobytes())
         _write_whole(self.target / name, tokens.astype(DTYPES[self.dtype]).tobytes())
         self.state.counts[prefix] += 1
         self.state.files[name] = len(tokens)
@@ -182,11 +247,11 @@ class _ShardWriter:
             "dtype": self.dtype, "vocabulary": self.tokenizer.vocabulary, "end": self.tokenizer.end,
             "tokenizer": "bytes" if data.tokenizer is None else "tokenizer.json", "source": data.source,
             "documents": self.state.documents, "counted": self.state.has_counted,
-            "ends_inside": self.state.ends_inside, "files": self.state.files,
+            "begins": self.state.has_begins, "ends_inside": self.state.ends_inside, "files": self.state.files,
         }  # fmt: skip
         _write_whole(self.target / META_FILE, (json.dumps(meta, indent=2) + "\n").encode())
-        with contextlib.suppress(FileNotFoundError):
-            (self.target / PREPARING_FILE).unlink()
+        for name in (WAITING_FILE, PREPARING_FILE):
+            (self.target / name).unlink(missing_ok=True)
         return meta
 
 

@@ -27,7 +27,11 @@ Packing = Literal["stream", "documents", "none"]
 
 
 class SamplePair(NamedTuple):
-    """What a model is given, and what it is to predict after each token."""
+    """What a model is given, and what it is to predict after each token.
+
+    With packing by documents, a token t that begins a document inside of the sequence is given as -1 - t, which is how
+    a model with `documents_marked` takes it.
+    """
 
     inputs: NDArray[np.int64]
     targets: NDArray[np.int64]
@@ -54,7 +58,9 @@ class Samples:
         inputs[: length - 1] = tokens[:-1]
         targets[: length - 1] = np.where(counts[1:], tokens[1:], IGNORED)
         if self.packing == "documents":
-            targets[inputs == self.end] = IGNORED  # nothing before it says how the next document begins
+            begins = self.stream.begins_among(begin, tokens, self.end)
+            targets[begins[1:]] = IGNORED  # nothing before it says how the next document begins
+            inputs[begins[:-1]] = -1 - inputs[begins[:-1]]
         return SamplePair(inputs, targets)
 
     @cached_property

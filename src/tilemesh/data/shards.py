@@ -1,7 +1,9 @@
 """Token shards on disk: `.bin` files of tokens and a `meta.json` that says what they are.
 
 Shards are memory-mapped: a rank touches what it reads. Beside a shard of conversations lies a `.counted` file, a byte
-per token: whether it counts as a target. `prepare.py` writes them.
+per token: whether it counts as a target; and a `.begins` file of 64-bit integers: at which tokens of the shard
+conversations begin. Shards of earlier versions have no such file: there, documents end with a token. `prepare.py`
+writes them.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from tilemesh.data.tokenizer import Tokenizer, Unknown, open_tokenizer
 META_FILE = "meta.json"
 HELD_OUT_PREFIX = "heldout"
 COUNTED_SUFFIX = ".counted"
+BEGINS_SUFFIX = ".begins"
 DTYPES: dict[str, Any] = {"uint8": np.uint8, "uint16": np.uint16, "uint32": np.uint32}
 _VOCABULARY = Range(0, 2**32)
 
@@ -34,13 +37,18 @@ def open_shards(folder: Path, data: DataConfig, weight: float = 1.0) -> Corpus:
             "it goes on where it was"
         )
     meta = _read_meta(folder)
-    if data.packing != "stream" and meta.get("ends_inside"):
-        raise ends_inside(str(folder), data.packing)
+    if data.packing != "stream" and meta.get("ends_inside") and not meta.get("begins"):
+        raise UsageError(
+            "data.packing",
+            f" is {data.packing} and in {folder}, of an earlier version, the chat template ends answers with the token "
+            "that ends documents, so that conversations would be cut in the middle: prepare the shards again, or set "
+            "data.packing=stream",
+        )
     dtype = DTYPES[meta.get("dtype", "uint16")]
     paths = sorted(folder.glob("*" + SHARD_SUFFIX))
     held_paths = [path for path in paths if path.name.startswith((HELD_OUT_PREFIX, "val"))]
     train, held = (
-        _stream(some, dtype, bool(meta.get("counted")))
+        _stream(some, dtype, bool(meta.get("counted")), bool(meta.get("begins")))
         for some in ([path for path in paths if path not in held_paths], held_paths)
     )
     if not held_paths:
@@ -54,16 +62,7 @@ def shards_tokenizer(folder: Path, data: DataConfig) -> Tokenizer:
     return _tokenizer(folder, data, _read_meta(folder))
 
 
-def ends_inside(where: str, packing: str) -> UsageError:
-    """For conversations that would be cut in the middle."""
-    return UsageError(
-        "data.packing",
-        f" is {packing} and in {where} the chat template ends answers with the token that ends documents, so that "
-        "conversations would be cut in the middle: set data.packing=stream",
-    )
-
-
-def _stream(paths: list[Path], dtype: Any, has_counted: bool) -> Stream:
+def _stream(paths: list[Path], dtype: Any, has_counted: bool, has_begins: bool) -> Stream:
     tokens = tuple(_mapped(path, dtype) for path in paths)
     counted = tuple(_mapped(path.with_suffix(COUNTED_SUFFIX), np.uint8) for path in paths) if has_counted else ()
     for path, part, beside in zip(paths, tokens, counted, strict=False):
@@ -71,7 +70,17 @@ def _stream(paths: list[Path], dtype: Any, has_counted: bool) -> Stream:
             raise UsageError(
                 f"{path.with_suffix(COUNTED_SUFFIX)} is of {len(beside)} tokens, {path.name} of {len(part)}"
             )
-    return Stream(tokens, counted)
+    begins = tuple(_begins(path, len(part)) for path, part in zip(paths, tokens, strict=True)) if has_begins else ()
+    return Stream(tokens, counted, begins)
+
+
+def _begins(path: Path, tokens: int) -> NDArray[np.int64]:
+    beside = path.with_suffix(BEGINS_SUFFIX)
+    content = beside.read_bytes() if beside.exists() else b"missing"
+    begins = np.frombuffer(content, "<i8").astype(np.int64) if len(content) % 8 == 0 else np.array([-1])
+    if len(begins) and (begins[0] < 0 or begins[-1] >= tokens or (np.diff(begins) <= 0).any()):
+        raise UsageError(f"{beside} does not say where conversations begin in {path.name}: prepare the shards again")
+    return begins
 
 
 def _tokenizer(folder: Path, data: DataConfig, meta: dict[str, Any]) -> Tokenizer:

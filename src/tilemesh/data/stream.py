@@ -10,6 +10,7 @@ import hashlib
 import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,8 @@ class Stream:
     parts: tuple[NDArray[Any], ...]
     counted: tuple[NDArray[Any], ...] = ()
     """Of each part, which tokens count as targets (not 0); empty: all do."""
+    kept_begins: tuple[NDArray[np.int64], ...] = ()
+    """Of each part, at which of its tokens documents begin; empty: after each token that ends one."""
 
     @property
     def length(self) -> int:
@@ -49,8 +52,17 @@ class Stream:
             return np.ones(min(count, self.length - begin), np.bool_)
         return _taken(self.counted, begin, count).astype(np.bool_)
 
+    def stretch(self, number: int, here: slice) -> Stream:
+        """Some tokens of one part, with what is known of them."""
+        part = self.parts[number]
+        first, last, _ = here.indices(len(part))
+        kept = [begins[(begins >= first) & (begins < last)] - first for begins in self.kept_begins[number : number + 1]]
+        return Stream((part[here],), tuple(counted[here] for counted in self.counted[number : number + 1]), tuple(kept))
+
     def begins(self, end: int) -> NDArray[np.int64]:
-        """Where documents begin: at the beginning, and after each token that ends one."""
+        """Where documents begin: at the beginning, and as was kept; else after each token that ends one."""
+        if self.kept_begins:
+            return self._begins
         begins, before = [np.zeros(min(1, self.length), np.int64)], 0
         for part in self.parts:
             begins.append(np.flatnonzero(np.asarray(part) == end) + before + 1)
@@ -58,10 +70,27 @@ class Stream:
         whole = np.concatenate(begins)
         return whole[whole < before]
 
+    def begins_among(self, begin: int, tokens: NDArray[np.int64], end: int) -> NDArray[np.bool_]:
+        """Of tokens taken from a place on, which begin a document; the first, before which none is known, does not."""
+        begins = np.zeros(len(tokens), np.bool_)
+        if self.kept_begins:
+            first, last = np.searchsorted(self._begins, [begin + 1, begin + len(tokens)])
+            begins[self._begins[first:last] - begin] = True
+        else:
+            begins[1:] = tokens[:-1] == end
+        return begins
+
+    @cached_property
+    def _begins(self) -> NDArray[np.int64]:
+        """Those that were kept, over all parts, and the beginning of the stream."""
+        before = np.cumsum([0, *(len(part) for part in self.parts)])
+        kept = [begins + place for begins, place in zip(self.kept_begins, before, strict=False)]
+        return np.unique(np.concatenate([np.zeros(min(1, self.length), np.int64), *kept]))
+
     def fingerprint(self) -> str:
         """A short name of the content: length, and a checksum of some of it spread over the whole."""
         digest = hashlib.sha256(str(self.length).encode())
-        for part in (*self.parts, *self.counted):
+        for part in (*self.parts, *self.counted, *self.kept_begins):
             step = max(1, len(part) // (1 << 20))
             digest.update(zlib.crc32(np.ascontiguousarray(part[::step]).tobytes()).to_bytes(4, "little"))
         return digest.hexdigest()[:16]
@@ -132,13 +161,13 @@ def cut_end(whole: Stream, fraction: float) -> tuple[Stream, Stream]:
 def _cut(whole: Stream, keep: int, is_end: bool) -> Stream:
     """What comes before a place, or what comes from it on."""
     before = 0
-    parts: list[NDArray[Any]] = []
-    counted: list[NDArray[Any]] = []
+    kept = Stream(())
     for number, part in enumerate(whole.parts):
         here = min(max(0, keep - before), len(part))
         before += len(part)
-        stretch = slice(here, None) if is_end else slice(0, here)
-        if len(part[stretch]):
-            parts.append(part[stretch])
-            counted += [whole.counted[number][stretch]] if whole.counted else []
-    return Stream(tuple(parts), tuple(counted))
+        stretch = whole.stretch(number, slice(here, None) if is_end else slice(0, here))
+        if stretch.length:
+            kept = Stream(
+                kept.parts + stretch.parts, kept.counted + stretch.counted, kept.kept_begins + stretch.kept_begins
+            )
+    return kept

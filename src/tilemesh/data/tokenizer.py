@@ -88,10 +88,23 @@ class FileTokenizer:
         self.end_token = next(iter(ends), None)
         """The text of the token that ends a document, where the file has one of the usual names for it."""
         self.end = self.vocabulary - 1 if self.end_token is None else int(ends[self.end_token])
+        added = self._inner.get_added_tokens_decoder()
+        self._special = {self.end, *(int(token) for token, entry in added.items() if entry.special)}
 
     def encode(self, text: bytes, special: bool = False) -> NDArray[Any]:
         ids = self._inner.encode(text.decode(errors="replace"), add_special_tokens=special).ids
         return np.asarray(ids, np.uint32)
+
+    def encode_until_special(self, text: str, place: int) -> tuple[NDArray[Any], int | None]:
+        """Tokens of a text, and how many they are up to and with the first special one from a character on; None:
+        there is no such token."""
+        encoded = self._inner.encode(text, add_special_tokens=False)
+        pairs = enumerate(zip(encoded.ids, encoded.offsets, strict=True))
+        until = next(
+            (at + 1 for at, (token, (at_character, _)) in pairs if token in self._special and at_character >= place),
+            None,
+        )
+        return np.asarray(encoded.ids, np.uint32), until
 
     def decode(self, tokens: Sequence[int]) -> str:
         return str(self._inner.decode([int(token) for token in tokens], skip_special_tokens=False))

@@ -286,11 +286,11 @@ def attend_within(
     return y_BHTE
 
 
-def document_places(tokens_BT: Tensor, end: int) -> DocumentPlaces:
-    """Where documents begin: with each sequence, and after each token that ends one."""
+def document_places(tokens_BT: Tensor) -> DocumentPlaces:
+    """Where documents begin: with each sequence, and with each token t that is given as -1 - t."""
     rows, tokens = tokens_BT.shape
-    begins_BT = torch.ones_like(tokens_BT, dtype=torch.bool)
-    begins_BT[:, 1:] = tokens_BT[:, :-1] == end
+    begins_BT = tokens_BT < 0
+    begins_BT[:, 0] = True
     place_T = torch.arange(tokens, device=tokens_BT.device)
     first_BT = torch.where(begins_BT, place_T, 0).cummax(dim=1).values
     starts = torch.cat([begins_BT.flatten().nonzero()[:, 0], torch.tensor([rows * tokens], device=tokens_BT.device)])
@@ -452,8 +452,9 @@ class Transformer(nn.Module):
             self.layers.add_module(str(index), Layer(config, index, dtype, kernels))
         has_norm = self.part.head and config.norm_place != "post"
         self.final_norm = _norm(config, dtype, kernels) if has_norm else None
-        self.document_end: int | None = None
-        """The token that ends a document, where documents packed into one sequence must not see each other."""
+        self.documents_marked = False
+        """Whether documents packed into one sequence must not see each other: the first token t of each is then given
+        as -1 - t. No token could say so itself: some chat templates end answers as they end conversations."""
         self.align_vocabulary = 1
         """The output projection is computed as if the vocabulary were a multiple of this; what it has more is cut off.
         16-bit products on a GPU want multiples of 8: others run at a sixth of the speed."""
@@ -522,8 +523,8 @@ class Transformer(nn.Module):
                 f"dropout is {config.dropout} and no dropout_seed was given: pass one for each step, or call .eval()"
             )
         documents = None
-        if self.document_end is not None and cache is None:
-            documents = document_places(tokens_BT, self.document_end)
+        if self.documents_marked and cache is None:
+            documents = document_places(tokens_BT)
         rotary = local = None
         if config.positions == "rotary":
             held = next(self.parameters()) if self.token_embedding is None else self.token_embedding.weight
@@ -564,6 +565,8 @@ class Transformer(nn.Module):
         fused = self.kernels.embedding != TORCH and type(self.token_embedding) is Embedding and now.cache is None
         fused = fused and not self.config.scaled_embedding  # positions are added after the scaling
         fused = fused and now.documents is None
+        if now.documents is not None:
+            tokens_BT = torch.where(tokens_BT < 0, -1 - tokens_BT, tokens_BT)
         x_BTD: Tensor
         if fused:
             positions = None if self.position_embedding is None else self.position_embedding.weight

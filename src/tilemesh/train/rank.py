@@ -224,7 +224,7 @@ def _train_on(
     is_steady = seat is None and corpus.counts_all and config.data.packing == "stream"
     laid = lay_model(laying, mesh, device, None if is_steady else False)
     if config.data.packing == "documents":
-        _respect_documents(laid, corpus.tokenizer.end)
+        _respect_documents(laid)
     optimizer: Optimizer
     if seat is None:
         optimizer = make_optimizer(config, laid, config.optimizer_kernels_on(device.type))
@@ -359,12 +359,12 @@ def method_gradients(config: TrainConfig) -> Way | None:
     return None
 
 
-def _respect_documents(laid: Laid, end: int) -> None:
-    """Let attention and positions begin anew after each token that ends a document."""
+def _respect_documents(laid: Laid) -> None:
+    """Let attention and positions begin anew with each document."""
     parts = laid.parts.values() if isinstance(laid, Pipeline) else [laid]
     for part in parts:
         assert isinstance(part.module, Transformer)
-        part.module.document_end = end
+        part.module.documents_marked = True
 
 
 def make_optimizer(config: TrainConfig, laid: Laid, kernels: str) -> Optimizer:

@@ -90,6 +90,7 @@ def from_teacher(config: TrainConfig, laid: Laid, device: torch.device) -> Objec
     teacher = huggingface.load(config.distill.teacher, device=device, dtype=next(student.parameters()).dtype)
     check_teacher(student, teacher, config.distill)
     teacher.eval().requires_grad_(False)
+    teacher.documents_marked = student.documents_marked  # both are given the same tokens
 
     def loss(tokens_BT: Tensor, targets_BT: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
         with laid.autocast():
@@ -163,7 +164,8 @@ class TextSource:
     def _on_device(self, pairs: Sequence[SamplePair]) -> tuple[Tensor, Tensor]:
         """Inputs and targets of some sequences."""
         whole = np.stack([np.stack(pair) for pair in pairs], axis=1)
-        vocabulary, largest = self.config.model.vocabulary, int(whole.max())
+        vocabulary = self.config.model.vocabulary
+        largest = max(int(whole.max()), -1 - int(whole[0].min()))  # tokens that begin a document are marked
         if largest >= vocabulary:  # shards from elsewhere; a GPU would end the process without a word on why
             raise UsageError(
                 f"the data has token {largest} and the model's vocabulary is {vocabulary}: set model.vocabulary, or "
