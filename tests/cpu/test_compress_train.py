@@ -68,6 +68,16 @@ def test_a_student_is_trained_by_the_loop(text, tmp_path):
     assert taught.held_out != plain.held_out
 
 
+def test_a_teacher_is_given_the_documents_of_its_student(text, tmp_path):
+    teacher = Transformer(config(text).model.replace(layers=2), seed=5)
+    huggingface.save(teacher, tmp_path / "teacher")
+    source = tmp_path / "documents.jsonl"
+    source.write_text("".join(f'{{"text": "{number} fox"}}\n' for number in range(2000)))
+    sets = (f"data.source={source}", "data.packing=documents")
+    taught = fit(config(text, *sets, f"distill.teacher={tmp_path / 'teacher'}"), run=tmp_path / "taught")
+    assert 0 < taught.loss < 10
+
+
 @pytest.mark.parametrize(
     ("sets", "recipe", "words"),
     [
