@@ -18,6 +18,10 @@ if find_spec("hypothesis") is not None:  # a GPU machine may lack it, and tests/
     settings.register_profile("tilemesh", deadline=None, derandomize=os.environ.get("CI") is not None)
     settings.load_profile("tilemesh")
 
+# Text is as wide as in a pipe: pytest's processes hand on 80 columns, which readline says of no terminal.
+for width in ("COLUMNS", "LINES"):
+    os.environ.pop(width, None)
+
 gc.disable()  # until everything is imported: what is imported stays
 
 

@@ -271,6 +271,8 @@ def test_rotary_settings_of_older_files_are_read() -> None:
         ("gpt2", {"model_type": "foo"}, "unknown model_type 'foo': there is no table of its keys and tensors here"),
         ("gpt2", {"model_type": "wholly_new"}, "there is no table of its keys and tensors here; known are gpt2, llama"),
         ("llama", {"model_type": "mixtral"}, "'mixtral' cannot be read: the nearest is mistral; missing here: mixture"),
+        ("llama", {"model_type": "smollm3"}, "the nearest is llama; missing here: layers without rotary positions"),
+        ("llama", {"model_type": "qwen2_5_vl"}, "the nearest is qwen2; missing here: images"),
         ("llama", {"model_type": "gemma2"}, "the nearest is gemma3_text; missing here: soft-capped scores"),
         ("gpt2", {"activation_function": "gelu_fast"}, "unknown activation_function in config.json 'gelu_fast'"),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "only False is supported"),
