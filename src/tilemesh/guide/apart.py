@@ -22,6 +22,7 @@ from typing import NoReturn
 from tilemesh.core.errors import UsageError
 
 LIMIT_S = 20.0
+PATIENCE_S = 2.0  # a rank that waits so long has met a deadlock; a rank of a busy machine may wait for a second
 """Every exercise is judged in about a second on free cores; beyond this the answer does not end."""
 MEMORY_BYTES = 4 << 30  # on top of what this process has already
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from tilemesh.comm import Communicator, run_threads
 from tilemesh.core.errors import RunError
+from tilemesh.guide.apart import PATIENCE_S
 from tilemesh.guide.exercise import choice, code, numeric
 
 BATCH = numeric(
@@ -110,7 +111,9 @@ def why_not_mean(function: Callable[[Communicator, Any, int], Any]) -> str | Non
     """What is wrong with a mean over uneven shards."""
     try:
         results = run_threads(
-            len(COUNTS), lambda comm: np.array(function(comm, SUMS[comm.rank].copy(), COUNTS[comm.rank])), timeout_s=0.5
+            len(COUNTS),
+            lambda comm: np.array(function(comm, SUMS[comm.rank].copy(), COUNTS[comm.rank])),
+            timeout_s=PATIENCE_S,
         )
     except RunError as error:
         return f"The ranks waited for one another: {error}. All ranks must make the same collective calls."
@@ -147,7 +150,9 @@ def _why_not_other_counts(function: Callable[[Communicator, Any, int], Any]) -> 
     """The same sums of other numbers of samples: the last step of an epoch has fewer."""
     counts = (4, 3, 1)
     results = run_threads(
-        len(counts), lambda comm: np.array(function(comm, SUMS[comm.rank].copy(), counts[comm.rank])), timeout_s=0.5
+        len(counts),
+        lambda comm: np.array(function(comm, SUMS[comm.rank].copy(), counts[comm.rank])),
+        timeout_s=PATIENCE_S,
     )
     expected = np.sum(SUMS, axis=0) / sum(counts)
     if all(result.shape == expected.shape and np.allclose(result, expected) for result in results):

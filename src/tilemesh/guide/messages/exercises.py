@@ -9,10 +9,9 @@ import numpy as np
 
 from tilemesh.comm import Communicator, run_threads
 from tilemesh.core.errors import RunError
+from tilemesh.guide.apart import PATIENCE_S
 from tilemesh.guide.exercise import choice, code, numeric, why_stuck
 from tilemesh.guide.watched import WatchedCalls, watched
-
-PATIENCE_S = 0.4  # how long a rank may wait before it counts as a deadlock
 
 TOKEN = numeric(
     "token",

@@ -9,6 +9,7 @@ import numpy as np
 
 from tilemesh.comm import Communicator, run_threads
 from tilemesh.core.errors import RunError
+from tilemesh.guide.apart import PATIENCE_S
 from tilemesh.guide.exercise import choice, code, numeric, waiting
 
 TOKENS, WIDTH, TP = 8192, 4096, 8
@@ -111,7 +112,7 @@ def why_not_row(function: Callable[[Communicator, Any, Any, Any], Any]) -> str |
         return np.array(function(comm, h[:, part].copy(), b[part].copy(), bias.copy()))
 
     try:
-        results = run_threads(2, body, timeout_s=0.5)
+        results = run_threads(2, body, timeout_s=PATIENCE_S)
     except RunError as error:
         return f"The ranks waited for one another: {waiting(error)}. All ranks must make the same collective calls."
     z = h @ b
