@@ -7,6 +7,7 @@ import contextlib
 import pytest
 import torch
 
+import tilemesh as tm
 from tilemesh.kernels.launch import call
 from tilemesh.kernels.launch.replay import CallRecorder, RepeatedCall, signature
 from tilemesh.kernels.launch.steps import Buffer, Descriptor, LaunchPlan, Pointer, Step
@@ -116,6 +117,61 @@ def test_what_computes_is_not_recorded():
         )
         assert torch.equal(made, x + 1)
     assert repeated.recording is None
+
+
+COPIES = {
+    "contiguous": lambda x: x.contiguous(),
+    "reshape": lambda x: x.reshape(-1),
+    "to": lambda x: x.to(torch.float16),
+}
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("name", COPIES)
+def test_what_copies_is_not_recorded(name, mode):
+    """In inference mode these come as views, whether they copied or not: the second call read what was freed."""
+    repeated, programs = RepeatedCall(), []
+
+    def launch(plan, tensors, written, **constants):
+        programs.append(tensors["x"].float().sum())
+        return Program()
+
+    def forward(launch, tensors):
+        y = torch.empty(3)
+        launch(None, {"x": COPIES[name](tensors[0]), "y": y}, written=("y",))
+        return [y]
+
+    with mode():
+        for _ in range(2):
+            x = torch.randn(4, 3).t()
+            repeated((x,), [x.data_ptr()], launch, forward)
+    assert repeated.recording is None
+    assert len(programs) == 2
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_what_need_not_copy_is_recorded(mode):
+    def forward(launch, x):
+        y = torch.empty(x.shape)
+        launch(None, {"x": x.reshape(-1, 3).contiguous()[1:], "y": y}, written=("y",))
+        return (y,)
+
+    with mode():
+        recording, (program,) = recorded(forward, torch.randn(2, 2, 3))
+        x = torch.randn(2, 2, 3)
+        (y,) = repeat(recording, x)
+    assert program.launched[-1] == (x.data_ptr() + 12, y.data_ptr())
+
+
+@pytest.mark.parametrize("name", ["softmax", "scale_shift"])
+def test_operators_in_inference_mode_take_any_strides_again_and_again(name):
+    function = getattr(tm.kernels, name)
+    with torch.inference_mode():
+        for _ in range(3):
+            given = [torch.randn(40, 6, 2).transpose(0, 1).transpose(0, 2)]
+            given += [torch.randn(6), torch.randn(6)] if name == "scale_shift" else []
+            ours, plain = (function(*given, implementation=way) for way in ("interpret", "torch"))
+            torch.testing.assert_close(ours, plain)
 
 
 def test_the_signature_of_what_is_no_plain_tensor():

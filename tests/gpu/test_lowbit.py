@@ -58,6 +58,17 @@ def test_codes_of_4_bits_times_some_rows(count, outputs, inputs, group, form):
     assert excess(y, exact(*given), error_bound(*given)) is None
 
 
+@pytest.mark.parametrize("count", [5, 20, 64, 200, 300])
+def test_a_product_again_and_again_in_inference_mode(count):
+    """A second call of the same shapes was repeated without the copy of the activations that the kernel reads."""
+    made = quantize(torch.randn(384, 1024, device="cuda"), Scheme("int4", "group", 128))
+    codes, scales = pack(made.codes, FORMATS["int4"]), made.scales.contiguous()
+    with torch.inference_mode():
+        for _ in range(3):
+            given = (torch.randn(count, 1024, device="cuda").bfloat16(), codes, scales)
+            assert excess(lowbit_linear(*given), exact(*given), error_bound(*given)) is None
+
+
 @pytest.mark.parametrize(("count", "inputs", "group"), [(200, 1024, 128), (200, 96, 32), (5, 96, 32)])
 def test_many_tokens_and_small_groups_are_decoded(count, inputs, group):
     made = quantize(torch.randn(130, inputs, device="cuda"), Scheme("int4", "group", group))

@@ -15,6 +15,7 @@ from tilemesh.kernels.paged_attention.reference import error_bound, exact, paged
 from tilemesh.kernels.paged_attention.store import store_pages
 from tilemesh.kernels.row_linear import reference as row
 from tilemesh.model.config import ModelConfig
+from tilemesh.model.lowbit import compress_all
 from tilemesh.model.transformer import Transformer
 from tilemesh.serve import Engine, Sampling
 from tilemesh.serve.load import ServedModel
@@ -197,6 +198,20 @@ def test_graphs_in_16_bits_are_near_eager_steps() -> None:
             found.append([completion.answers[0].tokens for completion in engine.generate(prompts, asked)])
     same = sum(ours == theirs for ours, theirs in zip(*found, strict=True))
     assert same >= 15
+
+
+def test_weights_of_4_bits_answer_with_graphs_as_without() -> None:
+    """Prompts are padded to 64 tokens, which is a kernel of its own; then one token at a time."""
+    prompts = prompts_of(12, 300)
+    asked = Sampling(max_tokens=8, temperature=0, ignore_eos=True)
+    found = []
+    for ahead in (True, False):
+        given = served(torch.bfloat16, "cuda")
+        compress_all(given.model, "int4-g128")
+        with Engine(given, device="cuda", pages=600, running=12, launch_ahead=ahead) as engine:
+            found.append([completion.answers[0].tokens for completion in engine.generate(prompts, asked)])
+    firsts = [[tokens[0] for tokens in answers] for answers in found]
+    assert sum(ours == theirs for ours, theirs in zip(*firsts, strict=True)) >= 10
 
 
 def test_invariant_bits_do_not_depend_on_the_batch() -> None:

@@ -204,10 +204,14 @@ class CallRecorder(TorchDispatchMode):
             self._slot_of[id(made)] = len(self._slots)
             self._slots.append(made)
         elif function.is_view:
-            slot = self._slot_of.get(id(arguments[0]))
+            slot, storage = self._slot_of.get(id(arguments[0])), arguments[0].untyped_storage()._cdata
             for view in made if isinstance(made, (list, tuple)) else (made,):
                 self._views.append(view)
-                if slot is not None:
+                # `contiguous` and `reshape` are listed as views, and copy where they must; in inference mode they come
+                # here as they are called, and not as the copy that they make.
+                if view.untyped_storage()._cdata != storage:
+                    self._computes = True
+                elif slot is not None:
                     self._slot_of[id(view)] = slot
         else:
             self._computes = True
