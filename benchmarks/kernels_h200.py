@@ -1,6 +1,6 @@
 """Operators beside their peers on this GPU in little time: processes that compile together and measure in turn.
 
-    PYTHONPATH=src:FOLDER_OF_LIGER python benchmarks/kernels_h200.py FOLDER [--seconds 45] [--jobs norms,loss]
+    PYTHONPATH=src:FOLDER_OF_LIGER python benchmarks/kernels_h200.py FOLDER [--seconds 150] [--jobs norms,loss]
 
 Most of `tilemesh bench kernel` is waiting for torch.compile. Here each job is a process of its own: it makes inputs,
 compiles what it will time, and waits. When all are ready, or --ready seconds have passed, one after the other measures,
@@ -37,11 +37,18 @@ class Timed:
     peers: str = "all"
     times: str = "kernel,call"
     both: bool = False
+    mask: str = ""
+
+    @property
+    def settings(self) -> dict[str, str]:
+        return ({"mask": self.mask} if self.mask else {}) | ({"passes": "both"} if self.both else {})
 
     @property
     def words(self) -> list[str]:
         """Of the command that makes the same rows."""
-        words = ["bench", "kernel", self.operator, "--shapes", self.shapes, *(["--set", "passes=both"] * self.both)]
+        words = ["bench", "kernel", self.operator, "--shapes", self.shapes]
+        for name, value in self.settings.items():
+            words += ["--set", f"{name}={value}"]
         words += ["--peers", self.peers] * (self.peers != "all") + ["--times", self.times] * ("," not in self.times)
         return ["tilemesh", *words, "--repeats", str(REPEATS), "--json", "rows.jsonl"]
 
@@ -50,31 +57,63 @@ def calls(operator: str, shapes: str, both: bool = False) -> Timed:
     return Timed(operator, shapes, "eager", "call", both)
 
 
+def both_ways(timed: Timed) -> tuple[Timed, Timed]:
+    return timed, replace(timed, both=True)
+
+
 SIZES = "16384x1024,32x64"
-# In the order of their worth: where time ends, the last ones are left out.
+NORMED = "32768x768,16384x4096,8192x8192"
+# Every target of docs/kernels/LOG.md has its row here. In the order of their worth: where time ends, the last ones are
+# left out.
 JOBS: dict[str, tuple[Timed, ...]] = {
-    "layer_norm": (Timed("layer_norm", "32768x768", both=True),),
-    "loss": (Timed("cross_entropy", "8192x50304", both=True),),
-    "untuned": (),
-    "calls": tuple(calls(name, SIZES) for name in ("softmax", "rms_norm", "layer_norm", "cross_entropy", "geglu")),
-    "calls_both": tuple(calls(name, "16384x1024", True) for name in ("swiglu", "rms_norm", "layer_norm", "softmax")),
-    "layer_norm_forward": (Timed("layer_norm", "32768x768", times="kernel"),),
-    "rms_norm_forward": (Timed("rms_norm", "32768x768", times="kernel"),),
-    "softmax": (Timed("softmax", "16384x1024", times="kernel"),),
+    "layer_norm": (Timed("layer_norm", NORMED, times="kernel", both=True),),
+    "rms_norm": (Timed("rms_norm", NORMED, times="kernel", both=True),),
+    "layer_norm_forward": (Timed("layer_norm", NORMED, times="kernel"),),
+    "rms_norm_forward": (Timed("rms_norm", NORMED, times="kernel"),),
+    "softmax": (Timed("softmax", "16384x1024,8192x8192,4096x32768,512x262144", times="kernel"),),
+    "loss": (Timed("cross_entropy", "8192x50304,8192x128256", both=True),),
+    "calls": (
+        *(calls(name, SIZES) for name in ("softmax", "rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm")),
+        *(calls(name, SIZES) for name in ("cross_entropy", "swiglu", "geglu", "scale_shift")),
+        calls("rotary", "8x2048x32x64,1x64x4x64"),
+        calls("attention", "1x64x4x1x64"),
+        calls("mlp", "32x64x128"),
+        calls("linear_cross_entropy", "32x64x1000"),
+    ),
+    "calls_both": (
+        *(calls(name, SIZES, True) for name in ("softmax", "rms_norm", "layer_norm", "add_rms_norm", "swiglu")),
+        *(calls(name, SIZES, True) for name in ("add_layer_norm", "cross_entropy", "geglu")),
+    ),
+    "attention": both_ways(Timed("attention", "4x4096x8x4x128,2x8192x8x4x128,1x16384x8x4x128", "cuDNN", "kernel")),
+    "attention_64": both_ways(Timed("attention", "8x2048x16x1x64,4x4096x16x1x64,1x16384x16x1x64", "cuDNN", "kernel")),
+    "window": both_ways(Timed("attention", "4x4096x8x4x128", "flex_attention", "kernel", mask="window")),
+    "packed": both_ways(Timed("attention", "4x4096x8x4x128", "flex_attention", "kernel", mask="packed")),
+    "linear_loss": (Timed("linear_cross_entropy", "8192x768x50304", both=True),),
+    "adamw": (Timed("adamw", "148x838656,16x65536"),),
     "mlp": (Timed("mlp", "32768x768x3072", times="kernel", both=True),),
-    "rms_norm_wide": (Timed("rms_norm", "8192x8192", times="kernel"),),
-    "layer_norm_wide": (Timed("layer_norm", "16384x4096", times="kernel", both=True),),
-    "rms_norm_middle": (Timed("rms_norm", "16384x4096", times="kernel", both=True),),
-    "attention": (Timed("attention", "2x8192x8x4x64", "cuDNN", "kernel", both=True),),
-    "softmax_long": (Timed("softmax", "4096x32768,512x262144", "eager,liger", "kernel"),),
+    "linear_loss_wide": (Timed("linear_cross_entropy", "8192x4096x128256", both=True),),
+    "gated": (
+        *both_ways(Timed("swiglu", "16384x5632", times="kernel")),
+        *both_ways(Timed("geglu", "16384x5632", times="kernel")),
+    ),
+    "elements": (
+        *both_ways(Timed("rotary", "8x2048x32x128", times="kernel")),
+        Timed("scale_shift", "16384x1024", times="kernel"),
+    ),
+    "adds": (
+        *both_ways(Timed("add_rms_norm", "16384x4096", times="kernel")),
+        *both_ways(Timed("add_layer_norm", "32768x768", times="kernel")),
+    ),
+    "embedding": (Timed("embedding", "32768x768x50304", times="kernel", both=True),),
+    "untuned": (),
 }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--seconds", type=float, default=45, help="end what is running after so many")
-    parser.add_argument("--ready", type=float, default=27, help="seconds that jobs may take to compile")
+    parser.add_argument("--seconds", type=float, default=150, help="end what is running after so many")
+    parser.add_argument("--ready", type=float, default=45, help="seconds that jobs may take to compile")
     parser.add_argument("--jobs", default=",".join(JOBS), help="names with commas between, in their order")
     parser.add_argument("--job", help=argparse.SUPPRESS)  # of the process that measures: its name
     given = parser.parse_args()
@@ -176,7 +215,7 @@ def prepare(timed: Timed, on):  # type: ignore[no-untyped-def]
     from tilemesh.bench.kernel.measure import Candidates, PreparedCase
     from tilemesh.kernels import registry
 
-    bench, settings = bench_of(registry.find(timed.operator)), {"passes": "both"} if timed.both else {}
+    bench, settings = bench_of(registry.find(timed.operator)), timed.settings
     wanted = None if timed.peers == "all" else timed.peers.split(",")
     on = replace(on, timers={figure: on.timers[figure] for figure in timed.times.split(",")})
     for shape in timed.shapes.split(","):
