@@ -31,7 +31,7 @@ from tilemesh.report import (
     verdict,
 )
 from tilemesh.report.draw import PlotAxis, around
-from tilemesh.report.html import asset, data, el, escape, page
+from tilemesh.report.html import asset, coded, data, el, escape, page
 from tilemesh.report.run import DIED, DONE, RUNNING, STARTING, STOPPED
 from tilemesh.runs.folder import write_busyness
 
@@ -285,7 +285,7 @@ def test_ranks_files_are_joined_where_no_trace_was_merged(make_run: MakeRun) -> 
 def test_the_verdict_names_the_largest_saving(make_run: MakeRun) -> None:
     found = run.read(make_run(exchange=0.3))
     assert verdict.judge(found, 0.62).sentence == (
-        "The loss fell from 4.75 to 1.23; 62 % of the calibrated limit; "
+        "The loss fell from 4.75 in the first 3 steps to 1.23 in the last 10 steps; 62 % of the calibrated limit; "
         "communication (with waiting for ranks) is 34 % of the step; "
         "the largest saving is exchanges that hide behind compute, at most 30 % of the step."
     )
@@ -447,6 +447,13 @@ def test_two_runs_differ_by_more_than_noise_or_not(make_run: MakeRun) -> None:
 
 
 # ---- escaping --------------------------------------------------------------------------------------------------
+
+
+def test_what_stands_between_backticks_is_set_as_code() -> None:
+    assert coded("see `tilemesh plan <a>`, twice `b`") == (
+        "see <code>tilemesh plan &lt;a&gt;</code>, twice <code>b</code>"
+    )
+    assert coded("a ` alone & nothing") == "a ` alone &amp; nothing"
 
 
 def test_text_is_escaped_unless_it_is_markup() -> None:

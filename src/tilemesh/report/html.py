@@ -53,6 +53,14 @@ def join(*children: Child) -> Html:
     return Html("".join(child if isinstance(child, Html) else escape(child) for child in children if child is not None))
 
 
+def coded(text: str) -> Html:
+    """Words for a page in which what stands between two backticks is set as code; a backtick alone stays one."""
+    pieces = text.split("`")
+    if len(pieces) % 2 == 0:
+        return join(text)
+    return join(*(el("code", piece) if place % 2 else piece for place, piece in enumerate(pieces)))
+
+
 def data(value: Any, **attributes: Any) -> Html:
     """Numbers for the script. `<` is written so that no text can end the element; what is no number becomes null."""
     text = json.dumps(value, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")

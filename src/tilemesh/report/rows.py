@@ -8,7 +8,7 @@ from tilemesh.measure.row import Row
 from tilemesh.measure.sample import equal
 from tilemesh.measure.table import format_value
 from tilemesh.report.draw import PageTable, grid
-from tilemesh.report.html import Child, Html, el, join
+from tilemesh.report.html import Child, Html, coded, el, join
 
 NEAR, FAR = 0.15, 0.5
 """Errors of a prediction: within the first it is good, beyond the second it misleads."""
@@ -48,7 +48,7 @@ def row_table(rows: Sequence[Row], lead: Sequence[str] = ()) -> Html:
         if not peers:
             cells.append(mark(row.missing.get("peers", "no peer was run")))
         body.append(cells)
-    notes = [el("p", f"[{index}] {reason}", class_="quiet") for index, reason in enumerate(reasons, start=1)]
+    notes = [el("p", coded(f"[{index}] {reason}"), class_="quiet") for index, reason in enumerate(reasons, start=1)]
     return join(grid(PageTable(head, body)), *notes)
 
 

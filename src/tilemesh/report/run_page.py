@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tilemesh.report.html import Child, Html, el, join, page, tied
+from tilemesh.report.html import Child, Html, coded, el, join, page, tied
 from tilemesh.report.kind_page import Beside, Fact, KindPage, Verdict
 from tilemesh.report.kinds import page_of
 from tilemesh.report.run import RUNNING, Run
@@ -35,8 +35,8 @@ def _section(name: str, title: str, body: Child) -> Html:
 
 def _verdict(verdict: Verdict) -> Html:
     return join(
-        el("p", tied(verdict.sentence), class_="verdict bad" if verdict.is_bad else "verdict"),
-        el("p", el("b", "What can be done: "), tied(verdict.advice)) if verdict.advice else None,
+        el("p", coded(tied(verdict.sentence)), class_="verdict bad" if verdict.is_bad else "verdict"),
+        el("p", el("b", "What can be done: "), coded(tied(verdict.advice))) if verdict.advice else None,
     )
 
 

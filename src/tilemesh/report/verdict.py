@@ -143,7 +143,7 @@ def _learned(run: Run) -> str:
         return ""
     first = sum(values[:3]) / 3
     way = "fell" if last.p80 < first else "rose" if last.p20 > first else "stayed as it was,"
-    return f"the loss {way} from {first:.3g} to {last.median:.3g}"
+    return f"the loss {way} from {first:.3g} in the first 3 steps to {last.median:.3g} in {run.tail_words}"
 
 
 def _next(run: Run) -> str:
