@@ -104,10 +104,10 @@ class AgainMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 f"{operator.name()} is computed again and its result is gone: a layer that recomputes by operators "
                 "goes backward once; set plan.recompute=full to go backward twice"
             )
-        found = self.kept.popleft()
-        if _versions(found.tensors) != found.versions:
+        result = self.kept.popleft()
+        if _versions(result.tensors) != result.versions:
             raise RunError(f"the kept result of {operator.name()} was written to before the backward pass read it")
-        return found.tensors
+        return result.tensors
 
 
 def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:

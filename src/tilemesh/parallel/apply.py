@@ -107,15 +107,15 @@ def _cut(
     model: nn.Module, kinds: Splits, mesh: Mesh, plan: ParallelPlan, seams: Seams, device: torch.device
 ) -> dict[str, Shard]:
     """Make a module this rank's part of it; what its parameters are of the whole."""
-    found = _matched(model, kinds)
+    splits = _matched(model, kinds)
     if mesh.tp.size > 1:
         for module in model.modules():
             if isinstance(module, LowBitLinear):
                 module.open()  # a part of a matrix need not begin with a byte
-    shards = _shards(model, found, mesh, plan.sequence_parallel)
+    shards = _shards(model, splits, mesh, plan.sequence_parallel)
     _cut_parameters(model, shards, device)
     if mesh.tp.size > 1:
-        _cut_modules(model, found, seams)
+        _cut_modules(model, splits, seams)
     return shards
 
 
@@ -264,16 +264,16 @@ def _require_fit(model: nn.Module, mesh: Mesh, plan: ParallelPlan) -> None:
 def _matched(model: nn.Module, kinds: Splits) -> dict[str, Split]:
     """The split of every module that has one. A pattern that matches nothing is a mistake."""
     names = [name for name, _ in model.named_modules() if name]
-    found: dict[str, Split] = {}
+    splits: dict[str, Split] = {}
     for pattern, kind in kinds.items():
         hits = [name for name in names if fnmatchcase(name, pattern)]
         if not hits:
             raise unknown("module", pattern, names[:20], near=names)
         for name in hits:
-            found[name] = split_of(kind)
-    for name, split in found.items():
+            splits[name] = split_of(kind)
+    for name, split in splits.items():
         _require_module(name, model.get_submodule(name), split)
-    return found
+    return splits
 
 
 def _require_module(name: str, module: nn.Module, split: Split) -> None:
@@ -295,11 +295,11 @@ def _require_module(name: str, module: nn.Module, split: Split) -> None:
         )
 
 
-def _shards(model: nn.Module, found: Mapping[str, Split], mesh: Mesh, sequence: bool) -> dict[str, Shard]:
+def _shards(model: nn.Module, splits: Mapping[str, Split], mesh: Mesh, sequence: bool) -> dict[str, Shard]:
     shards = {}
     for name, parameter in model.named_parameters():
         module, _, last = name.rpartition(".")
-        split = found.get(module, Whole())
+        split = splits.get(module, Whole())
         owner = model.get_submodule(module)
         if isinstance(owner, CompressedLinear) and not isinstance(split, (Region, Whole)) and last != "bias":
             by = "row" if isinstance(split, RowSplit) else "column"
@@ -307,34 +307,34 @@ def _shards(model: nn.Module, found: Mapping[str, Split], mesh: Mesh, sequence: 
         mine = shard(name, parameter.shape, split, mesh.shape, mesh.comm.rank)
         # A whole parameter sees one rank's part of the activations where these are cut: along the tokens outside the
         # regions, by features inside. A row-split layer's bias is added where the region has ended.
-        is_inside = _is_inside(name, found) and not isinstance(split, RowSplit)
+        is_inside = _is_inside(name, splits) and not isinstance(split, RowSplit)
         is_partial = bool(mine.partial) or (not mine.cuts and (sequence or is_inside))
         shards[name] = dataclasses.replace(mine, partial=(*BATCH, "tp") if is_partial else BATCH)
-    _require_tied_alike(model, found, mesh, shards)
+    _require_tied_alike(model, splits, mesh, shards)
     return shards
 
 
-def _require_tied_alike(model: nn.Module, found: Mapping[str, Split], mesh: Mesh, shards: Mapping[str, Shard]) -> None:
+def _require_tied_alike(model: nn.Module, splits: Mapping[str, Split], mesh: Mesh, shards: Mapping[str, Shard]) -> None:
     """A parameter that several modules share is one tensor: all of them must cut it alike."""
     first = {id(parameter): name for name, parameter in model.named_parameters()}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owner = first[id(parameter)]
-        split = found.get(name.rpartition(".")[0], Whole())
+        split = splits.get(name.rpartition(".")[0], Whole())
         if name == owner:
             continue
         other = shard(name, parameter.shape, split, mesh.shape, mesh.comm.rank)
         if other.boxes != shards[owner].boxes:
-            before = found.get(owner.rpartition(".")[0], Whole())
+            before = splits.get(owner.rpartition(".")[0], Whole())
             raise UsageError(
                 f"{name} is {owner}, one tensor, and they are split differently ({split} and {before}): split both "
                 "alike, such as 'vocabulary' for the table and VocabularySplit(joins=True) for the output"
             )
 
 
-def _is_inside(name: str, found: Mapping[str, Split]) -> bool:
+def _is_inside(name: str, splits: Mapping[str, Split]) -> bool:
     """Whether a module or parameter of this name lies in a region."""
     parts = name.split(".")
-    return any(isinstance(found.get(".".join(parts[:end])), Region) for end in range(1, len(parts)))
+    return any(isinstance(splits.get(".".join(parts[:end])), Region) for end in range(1, len(parts)))
 
 
 @torch.no_grad()
@@ -355,14 +355,14 @@ def _cut_parameters(model: nn.Module, shards: Mapping[str, Shard], device: torch
                 setattr(module, name, local[id(held)])
 
 
-def _cut_modules(model: nn.Module, found: Mapping[str, Split], seams: Seams) -> None:
+def _cut_modules(model: nn.Module, splits: Mapping[str, Split], seams: Seams) -> None:
     """Seams where regions begin and end; modules are told of their new sizes."""
     for module in model.modules():
         if isinstance(module, ResidualNorm):  # what enters a region sends back gradients that ranks sum: not in 16 bits
             module.is_wide = True
-    for name, split in found.items():
+    for name, split in splits.items():
         module = model.get_submodule(name)
-        alone = not _is_inside(name, found)
+        alone = not _is_inside(name, splits)
         if isinstance(split, Region):
             for attribute in split.divides:
                 setattr(module, attribute, max(1, getattr(module, attribute) // seams.comm.size))

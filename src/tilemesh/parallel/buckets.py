@@ -54,7 +54,7 @@ class Bucket:
     @classmethod
     def of(cls, held: Sequence[Held], chunk: int, flat: Tensor, views: list[Tensor]) -> Bucket:
         """Of parameters that are all held and summed alike."""
-        mine, parameters = held[0].shard, [one.tensor for one in held]
+        mine, parameters = held[0].shard, [parameter.tensor for parameter in held]
         sums = (mine.copies, batch_summed(mine), copies_summed(mine))
         return cls(*sums, parameters, flat, views, chunk, mine.holders)
 
@@ -230,11 +230,11 @@ class Bucketed(Exchanging):
 
 def readers(reads: Mapping[int, Sequence[str]]) -> dict[str, tuple[int, ...]]:
     """The chunks whose passes read each parameter: one, or of a tied table two."""
-    found: dict[str, tuple[int, ...]] = {}
+    chunks_of: dict[str, tuple[int, ...]] = {}
     for chunk, names in reads.items():
         for name in names:
-            found[name] = (*found.get(name, ()), chunk)
-    return found
+            chunks_of[name] = (*chunks_of.get(name, ()), chunk)
+    return chunks_of
 
 
 def packed(

@@ -147,8 +147,8 @@ class ModelChunk:
             return taken.pop()
         if x is None:
             return None
-        found, x.grad = x.grad, None
-        return found
+        of_input, x.grad = x.grad, None
+        return of_input
 
     def weights(self, microbatch: int, piece: int) -> None:
         multiply(self._products.pop((microbatch, piece)))

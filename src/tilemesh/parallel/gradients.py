@@ -311,12 +311,12 @@ class Naive(Exchanging):
 
 def _norms(tensors: Sequence[Tensor], wide: torch.dtype) -> list[Tensor]:
     """The norm of each. Tensors of one dtype take a few launches; of several, torch would launch one for each."""
-    found: dict[int, Tensor] = {}
+    norms: dict[int, Tensor] = {}
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
         alike = [at for at, tensor in enumerate(tensors) if tensor.dtype == dtype]
         made = torch._foreach_norm([tensors[at] for at in alike], 2, dtype=wide)
-        found |= dict(zip(alike, made, strict=True))
-    return [found[at] for at in range(len(tensors))]
+        norms |= dict(zip(alike, made, strict=True))
+    return [norms[at] for at in range(len(tensors))]
 
 
 class LocalGradients(Synchronous):

@@ -59,12 +59,12 @@ def packed_bytes(tensors: Iterable[Tensor]) -> int:
 
 def packed_into(buffer: Tensor, tensors: Iterable[Tensor]) -> list[Tensor]:
     """Contiguous tensors of these shapes and dtypes, one after the other in a buffer of bytes."""
-    found, begin = [], 0
+    views, begin = [], 0
     for tensor in tensors:
         nbytes = tensor.numel() * tensor.element_size()
-        found.append(buffer[begin : begin + nbytes].view(tensor.dtype).view(tensor.shape))
+        views.append(buffer[begin : begin + nbytes].view(tensor.dtype).view(tensor.shape))
         begin += _aligned(nbytes)
-    return found
+    return views
 
 
 class HostLink:

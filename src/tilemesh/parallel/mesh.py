@@ -105,7 +105,7 @@ class Mesh:
     def members(self, *names: str) -> tuple[int, ...]:
         """Their ranks in the mesh."""
         wanted = tuple((name, self.axis(name).size) for name in names)
-        return members(self.comm.rank, tuple(one for one in wanted if one[0] in self.axes), self.shape)
+        return members(self.comm.rank, tuple(block for block in wanted if block[0] in self.axes), self.shape)
 
     def among(self, blocks: Blocks) -> Communicator:
         """The ranks in one block with this one, such as `(("tp", 2),)` where kv heads are held by two ranks of tp each.

@@ -101,8 +101,8 @@ class HostActivations:
                     yield holder.tensor
 
     def _holders(self, place: Place) -> Iterator[_KeptTensor]:
-        for found in self._kept.get(place, ()):
-            holder = found()
+        for reference in self._kept.get(place, ()):
+            holder = reference()
             if holder is not None:
                 yield holder
 
@@ -216,7 +216,8 @@ class HostWeights:
             if not self._chunks[parameter]:
                 leaving.append(parameter)
         new = [parameter for parameter in leaving if parameter not in self._homes]
-        for parameter, home in zip(new, self.link.memory.like([_bytes_of(one) for one in new]), strict=True):
+        homes = self.link.memory.like([_bytes_of(parameter) for parameter in new])
+        for parameter, home in zip(new, homes, strict=True):
             self._homes[parameter] = home
         written = [parameter for parameter in leaving if parameter not in self._is_written]
         mark = self.link.out([(_bytes_of(parameter), self._homes[parameter]) for parameter in written])

@@ -219,9 +219,9 @@ class Pipeline(Laid):
             return part.activations(tokens_BT, x_BTD=x_BTD, **options)
 
         with torch.no_grad():
-            found = self._through(tokens_BT, run)
+            counted = self._through(tokens_BT, run)
         zeros = torch.zeros(2, dtype=torch.float64, device=tokens_BT.device)
-        return (zeros[0], zeros[1]) if found is None else found
+        return (zeros[0], zeros[1]) if counted is None else counted
 
     def logits(self, tokens_BT: Tensor, *, cache: KeyValueCache | None = None, x_BTD: Tensor | None = None) -> Tensor:
         """Whole logits on every rank, nothing dropped, at least float32. A cache holds the layers of its own rank."""
@@ -234,13 +234,13 @@ class Pipeline(Laid):
         was_whole, self.seams.sequence = self.seams.sequence, False  # one new token cannot be cut over ranks
         try:
             with torch.no_grad():
-                found = self._through(tokens_BT, run)
+                last_BTV = self._through(tokens_BT, run)
         finally:
             self.seams.sequence = was_whole
         wide = torch.promote_types(self.stream_dtype, torch.float32)
         logits_BTV = torch.empty((*tokens_BT.shape, self.config.vocabulary), dtype=wide, device=tokens_BT.device)
-        if found is not None:
-            logits_BTV.copy_(found)
+        if last_BTV is not None:
+            logits_BTV.copy_(last_BTV)
         made: Tensor = self.mesh.pp.comm.broadcast(logits_BTV, root=self.step.program.placement.directions[0][-1])
         return made
 

@@ -238,7 +238,7 @@ class StepRunner:
             while len(self.sending) > _UNDER_WAY:
                 self.sending.pop(0)[0].wait()
         else:
-            self.sending = [one for one in self.sending if not one[0].test()]
+            self.sending = [sent for sent in self.sending if not sent[0].test()]
 
     def _serve(self, action: Action) -> None:
         match action.kind:
@@ -258,14 +258,14 @@ class StepRunner:
 
 def sends_first(actions: Sequence[Action]) -> list[Action]:
     """Of messages that follow one another, those that leave before those that come: another rank waits for them."""
-    found: list[Action] = []
+    ordered: list[Action] = []
     waiting: list[Action] = []
     for action in actions:
         if action.kind == "RECV":
             waiting.append(action)
             continue
         if action.kind != "SEND":
-            found += waiting
+            ordered += waiting
             waiting = []
-        found.append(action)
-    return found + waiting
+        ordered.append(action)
+    return ordered + waiting

@@ -19,13 +19,13 @@ def microbatch(config: ModelConfig, task: Task) -> list[Exchange]:
     """What the ranks of tp exchange in one forward and backward pass."""
     before, after = list(embedding_exchanges(config, task)), list(head_exchanges(config, task))
     layers = [
-        dataclasses.replace(one, site=f"layers.{layer}.{one.site}")
+        dataclasses.replace(exchange, site=f"layers.{layer}.{exchange.site}")
         for layer in range(config.layers)
-        for one in layer_exchanges(config, task)
+        for exchange in layer_exchanges(config, task)
     ]
-    forward = [one for one in (*before, *layers, *after) if not one.backward]
-    layers.sort(key=lambda one: -int(one.site.split(".")[1]))
-    return [*forward, *(one for one in (*after, *layers, *before) if one.backward)]
+    forward = [exchange for exchange in (*before, *layers, *after) if not exchange.backward]
+    layers.sort(key=lambda exchange: -int(exchange.site.split(".")[1]))
+    return [*forward, *(exchange for exchange in (*after, *layers, *before) if exchange.backward)]
 
 
 def step_end(buckets: Sequence[tuple[int, Blocks]], axes: Axes, itemsize: int) -> list[Exchange]:

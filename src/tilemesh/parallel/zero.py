@@ -54,7 +54,7 @@ class RowsOfRanks:
         self.everyone = [
             [cut_over_replicas(mine.on(first + rank * stride), group) for mine in shards] for rank in range(group)
         ]
-        sizes = [[math.prod(one.shape) for one in rank] for rank in self.everyone]
+        sizes = [[math.prod(part.shape) for part in rank] for rank in self.everyone]
         self.counts = tuple(map(sum, sizes))
         self.numel = sum(self.counts)
         self.places: list[list[tuple[int, int, int]]] = [[] for _ in shards]
@@ -146,7 +146,7 @@ class Zero(Bucketed):
     def made(self, names: Sequence[str]) -> ZeroBucket:
         held = [self.held[name] for name in names]
         first = held[0]
-        rows = RowsOfRanks([one.shard for one in held], self.group)
+        rows = RowsOfRanks([parameter.shard for parameter in held], self.group)
         part = torch.empty(rows.counts[rows.index], dtype=first.tensor.dtype, device=first.tensor.device)
         flat = part.new_empty(0)
         whole = Bucket.of(held, self.chunks.get(names[0], 0), flat, rows.split(part))

@@ -71,8 +71,8 @@ class ZeroWeights(Zero):
     def gather(self, chunk: int) -> None:
         """Begin to make a chunk's weights whole."""
         for bucket in self.reads[chunk]:
-            found = self._whole.get(id(bucket))
-            if found is None:
+            gathered = self._whole.get(id(bucket))
+            if gathered is None:
                 flat = self._memory(bucket)
                 handle = self.sharing.all_gather(
                     self._own[id(bucket)],
@@ -81,15 +81,15 @@ class ZeroWeights(Zero):
                     algorithm=self.algorithm,
                     wait=False,
                 )
-                found = self._whole[id(bucket)] = _Gathered(set(), handle, flat)
-            found.chunks.add(chunk)
+                gathered = self._whole[id(bucket)] = _Gathered(set(), handle, flat)
+            gathered.chunks.add(chunk)
 
     @torch.no_grad()
     def ready(self, chunk: int) -> None:
         """Wait until a chunk's weights, whose gathering has begun, are whole."""
         for bucket in self.reads[chunk]:
-            found = self._whole.get(id(bucket))
-            if found is None:
+            gathered = self._whole.get(id(bucket))
+            if gathered is None:
                 # Every rank is here: what it has begun can end.
                 begun = [
                     *(gathered.handle for gathered in self._whole.values()),
@@ -102,24 +102,24 @@ class ZeroWeights(Zero):
                     f"chunk {chunk} is read and its weights are not whole: an early FREE in the step's list, or a "
                     "GATHER that is missing"
                 )
-            if found.handle is None:
+            if gathered.handle is None:
                 continue
-            found.handle.wait()
-            found.handle = None
+            gathered.handle.wait()
+            gathered.handle = None
             for parameter in bucket.parameters:
                 parameter.untyped_storage().resize_(parameter.numel() * parameter.element_size())
             # By `.data`: nothing has changed that autograd should know of.
-            bucket.rows.empty_into(found.flat, [parameter.data for parameter in bucket.parameters])
-            self._spare.append(found.flat)
-            found.flat = found.flat.new_empty(0)
+            bucket.rows.empty_into(gathered.flat, [parameter.data for parameter in bucket.parameters])
+            self._spare.append(gathered.flat)
+            gathered.flat = gathered.flat.new_empty(0)
 
     def free(self, chunk: int) -> None:
         """Give a chunk's weights back, but for those that another chunk still wants."""
         for bucket in self.reads[chunk]:
-            found = self._whole[id(bucket)]
-            found.chunks.discard(chunk)
-            if not found.chunks:
-                if found.handle is not None:  # no pass has read it
+            gathered = self._whole[id(bucket)]
+            gathered.chunks.discard(chunk)
+            if not gathered.chunks:
+                if gathered.handle is not None:  # no pass has read it
                     self.ready(chunk)
                 give_memory_back(bucket.parameters)
                 del self._whole[id(bucket)]

@@ -19,19 +19,19 @@ from tilemesh.kernels.launch.steps import Argument, LaunchPlan, Pointer, Step
 @triton.jit
 def address(rows, at, LIKE, ALIGNED: tl.constexpr):
     """A tensor's address from the table, typed like another pointer."""
-    found = tl.load(rows + at).to(LIKE.dtype)
+    pointer = tl.load(rows + at).to(LIKE.dtype)
     if ALIGNED:
-        found = tl.multiple_of(found, 16)
-    return found
+        pointer = tl.multiple_of(pointer, 16)
+    return pointer
 
 
 @triton.jit
 def count(rows, at, ALIGNED: tl.constexpr):
     """A tensor's number of elements; the compiler needs a divisor of it to make accesses wide."""
-    found = tl.load(rows + at)
+    elements = tl.load(rows + at)
     if ALIGNED:
-        found = tl.multiple_of(found, 16)
-    return found
+        elements = tl.multiple_of(elements, 16)
+    return elements
 
 
 @triton.jit

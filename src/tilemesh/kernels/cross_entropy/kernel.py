@@ -233,11 +233,11 @@ def add_up(
         total += tl.load(losses + rows, mask=rows < M, other=0.0)
         at = tl.load(target + rows * t_m, mask=rows < M, other=ignore)
         count += ((rows < M) & (at != ignore)).to(tl.int32)
-    found = tl.sum(total, 0)
+    loss = tl.sum(total, 0)
     number = tl.sum(count, 0).to(kind)
     if MEAN:
-        found = found / number
-    tl.store(result, found)
+        loss = loss / number
+    tl.store(result, loss)
     tl.store(counted, number)
 
 

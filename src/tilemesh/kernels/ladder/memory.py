@@ -37,7 +37,7 @@ class Accesses:
     lines: int = 0  # global: 128-byte lines, one of which a multiprocessor's L1 looks up in a cycle
     fewest: int = 0  # passes, had neighbouring threads touched neighbouring elements
 
-    def one(self, size: int) -> None:
+    def count_single(self, size: int) -> None:
         """A single thread's access to one element."""
         self.elements += 1
         self.bytes += size
@@ -124,7 +124,7 @@ class GlobalArray:
             raise RunError(f"{self.name}[{at}] is touched, which has {self.data.size} elements")
         if self.observer is not None:
             self.observer(self.name, np.array([at]))
-        accesses.one(self.data.itemsize)
+        accesses.count_single(self.data.itemsize)
 
     def store(self, at: Array, values: Array, mask: Array, width: int = 1) -> None:
         self._count(self.written, at, mask, width)
@@ -196,7 +196,7 @@ class SharedArray:
     def _one(self, accesses: Accesses, at: int) -> None:
         if not 0 <= at < self.flat.size:
             raise RunError(f"{self.name}[{at}] is touched, which has {self.flat.size} elements")
-        accesses.one(self.data.itemsize)
+        accesses.count_single(self.data.itemsize)
 
     def writing(self, at: Array, mask: Array, width: int) -> None:
         """Checks that no other thread touched these elements since the barrier, and notes who writes them."""

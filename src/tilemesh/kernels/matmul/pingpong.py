@@ -78,10 +78,10 @@ def load_tiles(
                                 c_desc, [row0 + each * rows, col0], c_ready.index(each), parts.index(each)
                             )
                     else:
-                        one = turn % GROUPS
-                        mbarrier.wait(c_free.index(one), ((turn // GROUPS) & 1) ^ 1)
-                        mbarrier.expect(c_ready.index(one), rows * BLOCK_N * size)
-                        tma.async_copy_global_to_shared(c_desc, [row0, col0], c_ready.index(one), parts.index(one))
+                        group = turn % GROUPS
+                        mbarrier.wait(c_free.index(group), ((turn // GROUPS) & 1) ^ 1)
+                        mbarrier.expect(c_ready.index(group), rows * BLOCK_N * size)
+                        tma.async_copy_global_to_shared(c_desc, [row0, col0], c_ready.index(group), parts.index(group))
         turn += 1  # noqa: SIM113
 
 

@@ -116,13 +116,13 @@ def add_up(sums, dweight, dbias, P, N, s_v, ROWS: tl.constexpr, COLUMNS: tl.cons
         rows = begin + tl.arange(0, ROWS)
         inside = (rows[:, None] < P) & (columns[None, :] < N)
         total += tl.load(sums + tl.program_id(1) * s_v + rows[:, None] * N + columns[None, :], mask=inside, other=0.0)
-    found = tl.sum(total, 0)
+    column_sums = tl.sum(total, 0)
     if tl.program_id(1) == 0:
         if dweight is not None:
-            tl.store(dweight + columns, found.to(dweight.dtype.element_ty), mask=columns < N)
+            tl.store(dweight + columns, column_sums.to(dweight.dtype.element_ty), mask=columns < N)
     else:
         if dbias is not None:
-            tl.store(dbias + columns, found.to(dbias.dtype.element_ty), mask=columns < N)
+            tl.store(dbias + columns, column_sums.to(dbias.dtype.element_ty), mask=columns < N)
 
 
 def _pointers(places: Mapping[str, Place], names: tuple[str, ...]) -> dict[str, Argument]:

@@ -245,9 +245,9 @@ def add_parts(
         sums = sums * before + tl.sum(weight * now, 0)
         total = total * before + tl.sum(made * now[:, None], 0)
         largest = larger
-    found = total / tl.where(sums == 0.0, 1.0, sums)
+    mean = total / tl.where(sums == 0.0, 1.0, sums)
     there = (columns < E) & (token < count)
-    tl.store(y + first * y_t + head * y_h + columns, found.to(y.dtype.element_ty), mask=there)
+    tl.store(y + first * y_t + head * y_h + columns, mean.to(y.dtype.element_ty), mask=there)
 
 
 def plan(

@@ -129,28 +129,28 @@ def microbatches(layout: GateLayout, dp_index: int) -> list[tuple[int, int]]:
 
 def layouts(ranks: int) -> list[GateLayout]:
     """Every dp × tp of so many ranks, with and without sequence parallelism, in one microbatch and in two."""
-    found = []
+    every = []
     for tp in (n for n in range(1, ranks + 1) if ranks % n == 0):
         for sequence in (False, True) if tp > 1 else (False,):
-            found += [GateLayout(ranks // tp, tp, sequence, accumulation) for accumulation in (1, 2)]
-    return found
+            every += [GateLayout(ranks // tp, tp, sequence, accumulation) for accumulation in (1, 2)]
+    return every
 
 
 def pipelines(ranks: int) -> list[GateLayout]:
     """Every schedule on two stages, with what is left of so many ranks shared in turn between dp and tp, and some on
     more. Each of dp, tp, sequence parallelism meets every family of schedules as the number of ranks grows."""
-    found = []
+    every = []
     for place, schedule in enumerate(SYNCHRONOUS):
         if ranks < 2:
             continue
         rest = ranks // 2
         tp = 1 if rest == 1 else (rest, 1, 2)[place % 3]
         sequence = tp > 1 and place % 2 == 0 and schedule != "terapipe"
-        found.append(GateLayout(rest // tp, tp, sequence, 4, 2, schedule))
+        every.append(GateLayout(rest // tp, tp, sequence, 4, 2, schedule))
     if ranks >= 4:
         deep: tuple[Schedule, ...] = ("1f1b", "zb-h2", "interleaved", "zb-v", "dualpipe")
-        found += [GateLayout(ranks // 4, 1, False, 8, 4, schedule) for schedule in deep]
-    return found
+        every += [GateLayout(ranks // 4, 1, False, 8, 4, schedule) for schedule in deep]
+    return every
 
 
 def compressed(ranks: int) -> list[tuple[GateLayout, str]]:
@@ -180,11 +180,11 @@ def cases(ranks: int, models: Sequence[str] = (), precision: str = "fp64") -> li
     chosen = next(name for name in PRECISIONS if name == precision)
     counts = [n for n in (8, 4, 2, 1) if n <= ranks]
     names = list(models or MODELS)
-    found = [Case(name, layout, chosen) for n in counts for layout in layouts(n) for name in names]
+    every = [Case(name, layout, chosen) for n in counts for layout in layouts(n) for name in names]
     # A pipeline has the same parts in it whatever the model: each schedule meets them all as ranks and models go round.
     piped = [layout for n in counts for layout in pipelines(n)]
-    found += [Case(names[place % len(names)], layout, chosen) for place, layout in enumerate(piped)]
+    every += [Case(names[place % len(names)], layout, chosen) for place, layout in enumerate(piped)]
     if precision == "fp64":  # in others a sum's rounding now and then makes a weight another code
         small = [pair for n in counts for pair in compressed(n)]
-        found += [Case(names[place % len(names)], *pair[:1], chosen, pair[1]) for place, pair in enumerate(small)]
-    return found
+        every += [Case(names[place % len(names)], *pair[:1], chosen, pair[1]) for place, pair in enumerate(small)]
+    return every

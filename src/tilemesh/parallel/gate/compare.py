@@ -161,18 +161,20 @@ class Gate:
         )
 
 
-def apart(one: GateTrace, other: GateTrace) -> Apart:
-    losses = [abs(a - b) / abs(b) for a, b in zip(one.losses, other.losses, strict=True)]
-    norms = [abs(a - b) / abs(b) for a, b in zip(one.norms, other.norms, strict=True)]
-    gradients = [distance(a, b) for a, b in zip(one.gradients, other.gradients, strict=True)]
+def apart(trace: GateTrace, reference: GateTrace) -> Apart:
+    losses = [abs(a - b) / abs(b) for a, b in zip(trace.losses, reference.losses, strict=True)]
+    norms = [abs(a - b) / abs(b) for a, b in zip(trace.norms, reference.norms, strict=True)]
+    gradients = [distance(a, b) for a, b in zip(trace.gradients, reference.gradients, strict=True)]
     # `max` drops a NaN that does not come first; the sum keeps it.
     worst = [math.nan if math.isnan(sum(values)) else max(values) for values in (losses, norms + gradients)]
-    return Apart(worst[0], worst[1], distance(one.weights, other.weights))
+    return Apart(worst[0], worst[1], distance(trace.weights, reference.weights))
 
 
-def distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
-    """The norm of the difference over the whole model, relative to the norm of `other`."""
-    assert one.keys() == other.keys()
-    off = sum(float((one[name].double().cpu() - value.double().cpu()).square().sum()) for name, value in other.items())
-    size = sum(float(value.double().square().sum()) for value in other.values())
+def distance(values: dict[str, Tensor], reference: dict[str, Tensor]) -> float:
+    """The norm of the difference over the whole model, relative to the norm of `reference`."""
+    assert values.keys() == reference.keys()
+    off = sum(
+        float((values[name].double().cpu() - right.double().cpu()).square().sum()) for name, right in reference.items()
+    )
+    size = sum(float(right.double().square().sum()) for right in reference.values())
     return math.sqrt(off / size)

@@ -47,15 +47,15 @@ class _Combination(NamedTuple):
 
 def every_case(ranks: int, models: Sequence[str] = (), precision: str = "fp64", pairs: bool = True) -> list[Case]:
     """All that `tilemesh verify` compares: `cases`, and with `pairs` the combinations, of the models asked for."""
-    found = cases(ranks, models, precision)
+    plain = cases(ranks, models, precision)
     if not pairs or ranks < 2:
-        return found
-    return found + [case for case in combinations(ranks, found[0].precision) if case.model in (models or MODELS)]
+        return plain
+    return plain + [case for case in combinations(ranks, plain[0].precision) if case.model in (models or MODELS)]
 
 
 def combinations(ranks: int, precision: Precision = "fp64") -> list[Case]:
     """Few layouts of up to so many ranks, at least two, that have every pair of settings that can be together."""
-    return [Case(found.model, _layout(found), precision) for found in _chosen(ranks)]
+    return [Case(choice.model, _layout(choice), precision) for choice in _chosen(ranks)]
 
 
 @functools.cache
@@ -63,8 +63,8 @@ def _chosen(ranks: int) -> tuple[_Combination, ...]:
     every = list(_possible(ranks))
     number: dict[object, int] = {}  # of each pair of values
     masks = []
-    for found in every:
-        pairs = itertools.combinations(enumerate(found), 2)
+    for combination in every:
+        pairs = itertools.combinations(enumerate(combination), 2)
         masks.append(sum(1 << number.setdefault(pair, len(number)) for pair in pairs))
     left, chosen = (1 << len(number)) - 1, []
     while left:
@@ -87,10 +87,10 @@ def _possible(ranks: int) -> Iterator[_Combination]:
                 if count > ROWS // dp:
                     continue
                 for ahead in (1, 0, 2) if zero == 3 else (1, 0) if moved else (1,):
-                    found = _Combination("", dp, tp, pp, sequence, schedule, zero, group, ahead, again, moved, count)
-                    if not any(lacks(_layout(found).plan("fp64"))):
+                    choice = _Combination("", dp, tp, pp, sequence, schedule, zero, group, ahead, again, moved, count)
+                    if not any(lacks(_layout(choice).plan("fp64"))):
                         for model in MODELS:
-                            yield found._replace(model=model)
+                            yield choice._replace(model=model)
 
 
 def _schedules(pp: int) -> tuple[str, ...]:
@@ -103,13 +103,13 @@ def _microbatches(schedule: str, pp: int) -> int:
     return max(least, -(-pp // multiple) * multiple)
 
 
-def _layout(found: _Combination) -> GateLayout:
-    again, every = found.recompute
+def _layout(choice: _Combination) -> GateLayout:
+    again, every = choice.recompute
     return GateLayout(
-        dp=found.dp, tp=found.tp, sequence=found.sequence, accumulation=found.turns, pp=found.pp,
-        schedule=found.schedule,  # type: ignore[arg-type]
-        zero=found.zero, zero_group=found.zero_group, prefetch=found.prefetch,
+        dp=choice.dp, tp=choice.tp, sequence=choice.sequence, accumulation=choice.turns, pp=choice.pp,
+        schedule=choice.schedule,  # type: ignore[arg-type]
+        zero=choice.zero, zero_group=choice.zero_group, prefetch=choice.prefetch,
         recompute=again,  # type: ignore[arg-type]
         recompute_every=every,  # type: ignore[arg-type]
-        offload=found.offload,
+        offload=choice.offload,
     )  # fmt: skip
