@@ -17,7 +17,7 @@ from tilemesh.bench.kernel.book import bench_of
 from tilemesh.bench.kernel.cases import cases_of
 from tilemesh.bench.kernel.measure import MeasuredDevice, _limit, bench_rows
 from tilemesh.bench.kernel.run import measure_cases
-from tilemesh.cli.bench_page import bench_drawings, write_charts
+from tilemesh.cli.bench_page import _work, bench_drawings, write_charts
 from tilemesh.cli.main import main
 from tilemesh.core import calibration
 from tilemesh.core.cost import Ceiling, limit_s
@@ -29,7 +29,9 @@ from tilemesh.kernels.matmul.problem import dense
 from tilemesh.kernels.rates import pass_s
 from tilemesh.measure.row import read_rows
 from tilemesh.measure.timing import LoopTimer
-from tilemesh.report.draw import Note
+from tilemesh.report import kernel_page
+from tilemesh.report.draw import Drawing, Note, PageTable, Plot, PlotAxis
+from tilemesh.report.kernel_charts import compute_bound, kernel_times, names_beside, roofline
 from tilemesh.report.picture import svg, write_picture
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -269,13 +271,41 @@ def test_no_name_of_the_roofline_covers_a_dot_or_another():
             assert a >= g or e >= c or b >= h or f >= d, (names[one], boxes[other])
 
 
+def test_a_name_of_the_roofline_is_near_its_dot_or_a_line_leads_to_it():
+    x, y = PlotAxis(0.0, 1.0, "x", str), PlotAxis(0.0, 1.0, "y", str)
+    heap = [(0.5, 0.5 + place / 100) for place in range(10)]
+    made = names_beside(heap, [], [f"{place}x8192x8192 float16" for place in range(10)], x, y, numbers=True)
+    assert len(made) == len(heap)
+    line = 0.06
+    far = [note for note, (_, height) in zip(made, heap, strict=True) if abs(note.y - height) > 1.5 * line]
+    assert far
+    assert all(note.text.isdigit() for note in far)  # where names are far away they are short
+    assert [note for note in made if note.named_y is not None] == far
+    plot = Plot(x, y, made)
+    assert str(Drawing("t", "", plot, PageTable([], [])).show()).count('class="lead"') == len(far)
+    assert svg([Drawing("t", "", plot, PageTable([], []))]).count('class="edge"') == len(far) + 1  # and the axes
+
+
+def test_the_roofline_of_several_operators_names_them():
+    rows = [row for row in read_rows(BENCHMARKS / "results" / "operators_h200.jsonl") if row.name != "train"]
+    work = [_work(row) for row in rows]
+    pairs = kernel_times(rows, work)
+    assert {row.name for row, _ in compute_bound(pairs)} == {"linear_cross_entropy"}
+    drawing = roofline(pairs)
+    notes = [layer.text for layer in drawing.plot.layers if isinstance(layer, Note)]
+    assert sorted(notes, key=int) == [str(number + 1) for number in range(len(pairs))]
+    assert any(cells[0].endswith(": softmax 8192x8192 bfloat16") for cells in drawing.table.rows)
+    shown = kernel_page.render(rows, work)
+    assert "the largest saving is linear_cross_entropy 8192x4096x128256" in shown
+
+
 def test_the_roofline_explains_numbers_where_it_has_any():
     rows = read_rows(RECORDED)
     for some in (rows, [row for row in rows if row.case["shape"] == rows[0].case["shape"]][:1]):
         drawing = bench_drawings(some)[-1]
         assert drawing.title == "Roofline"
         numbers = [layer.text for layer in drawing.plot.layers if isinstance(layer, Note) and layer.text.isdigit()]
-        assert ("A number stands for" in drawing.words) == bool(numbers) == (some is rows)
+        assert ("A number is that of a case" in drawing.words) == bool(numbers) == (some is rows)
 
 
 def test_the_committed_charts_are_of_the_committed_rows(tmp_path):

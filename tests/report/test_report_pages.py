@@ -238,13 +238,40 @@ def test_a_collectives_page(browser: Any, tmp_path: Path) -> None:
     with browser.open(f"file://{path}", width=NARROW) as page:
         check(page, charts=4)
         words = page.value("document.querySelector('.verdict').textContent")
-        assert words == "Faster than native in 4 of 4 cells, equal in 0, 1.33× in the middle."
+        assert words == "auto is faster than native in 4 of 4 cases, equal in 0; median speedup 1.33×."
         assert "ring overtakes tree between 4 KiB and 256 KiB" in page.value("document.body.textContent")
         page.value("document.querySelector('input[type=range]').focus()")
         first = page.value("document.querySelector('.rounds output').textContent")
         page.press("ArrowRight")
         assert page.value("document.querySelector('.rounds output').textContent") != first
         assert page.value("document.querySelector('.rounds').querySelectorAll('.round.on').length") == 1
+
+
+def test_a_collectives_page_says_what_its_lines_are() -> None:
+    rows = list(collective_rows())
+    text = collective_page.render(rows)
+    assert "auto: what tilemesh picks for each size; native: the collective of the library underneath" in text
+    assert "the other lines: tilemesh&#x27;s algorithms, each one forced." in text
+    assert "native_by_us" not in text
+    assert "more ranks than cores" not in text
+    crowded = [
+        replace(row, case={**row.case, "oversubscribed": True}) for row in rows if row.case["algorithm"] == "auto"
+    ]
+    text = collective_page.render(crowded)
+    assert "There were more ranks than cores" in text
+    assert "the other lines" not in text
+
+
+def test_a_collectives_page_says_where_native_is_furthest_ahead() -> None:
+    rows = [
+        replace(row, peers={"native": Sample.of([row.measured.median * factor])})
+        for row, factor in zip(collective_rows(), [0.5] + [2.0] * 11, strict=True)
+        if row.measured
+    ]
+    assert collective_page.verdict(collective_page.panels_of(rows)) == (
+        "auto is faster than native in 3 of 4 cases, equal in 0; median speedup 2.00×; native is furthest ahead in "
+        "all_reduce, 8 ranks, ordinary arrays at 64 B, taking 50 % less time."
+    )
 
 
 def test_a_collectives_page_explains_arrays_from_comm_empty() -> None:

@@ -20,6 +20,7 @@ from tilemesh.report.rounds import MOST_RANKS, draw_rounds, schedule_title
 from tilemesh.report.rows import origin, percent, row_table
 
 PARTS = {"set-up": 4, "copy": 5, "wire": 1, "reduce": 0, "wait": 6}
+_PARTS_WORDS = "Copy and reduce: in memory. Wire: messages, or the library's collective. Wait: for other ranks."
 ORDER = ("auto", "native", "limit")
 MOST_LINES = 8  # colours that can be told apart
 
@@ -56,6 +57,7 @@ def render(rows: Sequence[Row], schedules: Sequence[Schedule] = ()) -> str:
     body = join(
         el("h1", title),
         el("p", tied(verdict(panels)), class_="verdict") if panels else None,
+        _names(panels) if panels else None,
         *(part for panel in panels for part in (el("h2", panel.title), _arrays(panel.buffers), _panel(panel))),
         el("h2", "Schedules, round by round") if picked else None,
         el("div", *(draw_rounds(schedule) for schedule in picked), class_="pair") if picked else None,
@@ -93,7 +95,7 @@ def panels_of(rows: Sequence[Row]) -> list[Panel]:
 
 
 def verdict(panels: Sequence[Panel]) -> str:
-    """How often auto beats native, by how much in the middle, and where most is lost."""
+    """How often auto beats native, the median speedup, and where native is furthest ahead."""
     cells = [
         (row, panel) for panel in panels for row in panel.auto if "native" in row.peers and row.measured is not None
     ]
@@ -104,12 +106,14 @@ def verdict(panels: Sequence[Panel]) -> str:
     faster = sum(row.speedup["native"] > 1 for row, _ in told)
     middle = sorted(row.speedup["native"] for row, _ in cells)[len(cells) // 2]
     same = len(cells) - len(told)
-    words = f"Faster than native in {faster} of {len(cells)} cells, equal in {same}, {middle:.2f}× in the middle"
+    words = (
+        f"auto is faster than native in {faster} of {len(cells)} cases, equal in {same}; median speedup {middle:.2f}×"
+    )
     slower = [cell for cell in told if cell[0].speedup["native"] < 1]
     if slower:
         row, panel = min(slower, key=lambda cell: cell[0].speedup["native"])
         where = f"{panel.title} at {format_bytes(int(str(row.case['bytes'])))}"
-        words += f"; the largest saving is {where}, where native takes {percent(1 - row.speedup['native'])} less"
+        words += f"; native is furthest ahead in {where}, taking {percent(1 - row.speedup['native'])} less time"
     return words + "."
 
 
@@ -119,6 +123,23 @@ def verdict(panels: Sequence[Panel]) -> str:
 def drawings(rows: Sequence[Row]) -> list[Drawing]:
     """Time against size, for each collective, number of ranks and kind of memory."""
     return [replace(over_size(panel), title=panel.title) for panel in panels_of(rows)]
+
+
+def _names(panels: Sequence[Panel]) -> Html:
+    """What the lines of the charts are, for a reader who has not run the bench."""
+    names = {name for panel in panels for name in panel.times}
+    told = {
+        "auto": "what tilemesh picks for each size",
+        "native": "the collective of the library underneath, called directly",
+        "native_by_us": "the same called through tilemesh",
+        "limit": "reading every input and writing every result once, at the calibrated memory speed",
+    }
+    parts = [f"{name}: {words}" for name, words in told.items() if name in names]
+    if names - set(told):
+        parts.append("the other lines: tilemesh's algorithms, each one forced")
+    many = any(row.case.get("oversubscribed") for panel in panels for row in panel.auto)
+    crowd = " There were more ranks than cores, so ranks also waited for a core." if many else ""
+    return el("p", f"{'; '.join(parts)}.{crowd}", class_="quiet")
 
 
 def _arrays(buffers: str) -> Html | None:
@@ -168,7 +189,8 @@ def over_size(panel: Panel) -> Drawing:
         for size in sizes
     ]
     table = PageTable(["bytes", *names], rows, [x.place(size) for size in sizes])
-    return Drawing("Time against size", f"Among ours {words}." if words else "", Plot(x, y, layers, height=320), table)
+    said = f"Upright lines, among tilemesh's algorithms: {words}." if words else ""
+    return Drawing("Time against size", said, Plot(x, y, layers, height=320), table)
 
 
 def where_it_went(panel: Panel) -> Html:
@@ -187,7 +209,7 @@ def where_it_went(panel: Panel) -> Html:
     if not items:
         return el("p", "Not shown: where the time went (the rows do not say).", class_="missing")
     drawn = bars(items, most=1.0, kinds=list(PARTS.items()))
-    return figure("Where auto's time went", "By size; at the right what auto picked.", drawn,
+    return figure("Where auto's time went", f"{_PARTS_WORDS} At the right: what auto picked.", drawn,
                   PageTable(["bytes", *PARTS, "in all"], rows))  # fmt: skip
 
 

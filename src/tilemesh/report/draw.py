@@ -15,6 +15,7 @@ from typing import TypeVar
 from tilemesh.report.html import Child, Html, el, join
 
 SPAN = 1000  # units of the drawing across and up
+_LEAD = 0.008  # of a plot: how far beside its dot a name begins that a line leads to
 _NICE = (1, 2, 2.5, 5, 10)
 _MARK_ROWS, _MARK_WIDTH = 3, 0.045  # rows of signs above a plot, and a sign's share of a narrow one
 NAMES_FIT = 100  # letters of names beside each other below a plot
@@ -150,12 +151,14 @@ class Rule:
 
 @dataclass(frozen=True)
 class Note:
-    """A word beside a place of the plot: at its right, or at its left."""
+    """A word beside a place of the plot: at its right, or at its left. `named_y`: the height of the dot that it names,
+    if a line is to lead there."""
 
     x: float
     y: float
     text: str
     at_left: bool = False
+    named_y: float | None = None
 
 
 @dataclass(frozen=True)
@@ -367,7 +370,10 @@ def _shapes(layer: PlotLayer, x: PlotAxis, y: PlotAxis) -> list[Html]:
         return [el("path", el("title", layer.name), class_=f"s{layer.colour} line dashed", d=way)]
     if isinstance(layer, Dots):
         return _dots(layer, x, y)
-    return []
+    if layer.named_y is None:
+        return []
+    begin, end = _across(x, layer.x), _across(x, layer.x) + (-_LEAD if layer.at_left else _LEAD) * SPAN
+    return [el("path", class_="lead", d=f"M{begin:.1f},{_up(y, layer.named_y):.1f}L{end:.1f},{_up(y, layer.y):.1f}")]
 
 
 def _line(layer: Line, x: PlotAxis, y: PlotAxis) -> list[Html]:

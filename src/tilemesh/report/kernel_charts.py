@@ -47,8 +47,13 @@ def is_kernel_time(row: Row) -> bool:
 
 def drawings(pairs: Sequence[Worked]) -> list[Drawing]:
     """Every operator's rates, and the roofline of those that compute more than they move."""
-    bound = [pair for group in _groups(pairs).values() if _is_compute_bound(group) for pair in group]
+    bound = compute_bound(pairs)
     return [*rates(pairs), *([roofline(bound)] if bound else [])]
+
+
+def compute_bound(pairs: Sequence[Worked]) -> list[Worked]:
+    """Those of operators that compute more than they move: the others' dots would all lie on the roof's slope."""
+    return [pair for group in _groups(pairs).values() if _is_compute_bound(group) for pair in group]
 
 
 def rates(pairs: Sequence[Worked]) -> list[Drawing]:
@@ -104,7 +109,9 @@ def _rates(title: str, group: Sequence[Worked]) -> Drawing:
     head = ["shape", "size", "ours", *peers, "limit", "of limit"]
     table = PageTable(head, rows, [x.place(place) for place in range(len(rows))])
     origins = {str(row.case.get("limit", "calibrated")) for row, _ in ordered if row.limit}
-    words = f"Kernel time. The limit is this machine's, {' or '.join(sorted(origins))}." if origins else "Kernel time."
+    known = {"calibrated": "as calibrated on this machine", "datasheet": "by the GPU's datasheet"}
+    limit = " or ".join(known.get(origin, origin) for origin in sorted(origins))
+    words = f"Kernel time. Limit: {limit}." if origins else "Kernel time."
     return Drawing(title, words, Plot(x, y, layers, height=240), table)
 
 
@@ -127,18 +134,20 @@ def roofline(pairs: Sequence[Worked]) -> Drawing:
     """FLOP/s against FLOPs per byte, ours and the best peer, under the limit."""
     ours, theirs, roof, labels, places = [], [], [], [], []
     rows: list[list[str]] = []
+    has_many = len({row.name for row, _ in pairs}) > 1  # operators: a shape alone would not tell which
     for row, need in sorted(pairs, key=lambda pair: pair[1].intensity):
         assert row.measured is not None
+        name = f"{row.name} {case_name(row)}" if has_many else case_name(row)
         x, reached = need.intensity, need.flops / row.measured.median
         ours.append((x, reached))
-        labels.append(case_name(row))
+        labels.append(name)
         best = best_peer(row) if peers_of(row) else None
         peer = need.flops / row.peers[best].median if best else None
         if peer:
             theirs.append((x, peer))
         if row.limit:
             roof.append((x, need.flops / row.limit))
-        rows.append([f"{len(rows) + 1}: {case_name(row)}", f"{x:.3g}", format_rate(reached, "FLOP/s"),
+        rows.append([f"{len(rows) + 1}: {name}", f"{x:.3g}", format_rate(reached, "FLOP/s"),
                      format_rate(peer, "FLOP/s") if peer else "–", best or "–",
                      percent(row.of_limit) if row.of_limit is not None else "–"])  # fmt: skip
         places.append(x)
@@ -149,13 +158,13 @@ def roofline(pairs: Sequence[Worked]) -> Drawing:
         Line("limit", _hull(roof), 6),
         Dots("best peer", theirs, 1, 10, hollow=True),
         Dots("ours", ours, 0, 10, words=labels),
-        *(notes := names_beside(ours, theirs, labels, x_axis, y_axis, numbers=True)),
+        *(notes := names_beside(ours, theirs, [] if has_many else labels, x_axis, y_axis, numbers=True)),
     ]
-    head = ["shape", "FLOPs per byte", "ours", "best peer", "which", "of limit"]
+    head = ["case", "FLOPs per byte", "ours", "best peer", "which", "of limit"]
     table = PageTable(head, rows, [x_axis.place(x) for x in places])
     words = "Kernel time. The height between dot and ring is what fusing and tuning gained."
     if any(note.text.isdigit() for note in notes):
-        words += " A number stands for the shape of that number in the table."
+        words += " A number is that of a case in the table below (Numbers)."
     return Drawing("Roofline", words, Plot(x_axis, y_axis, layers, height=420), table)
 
 
@@ -210,7 +219,7 @@ def _hull(roof: Sequence[tuple[float, float]]) -> list[tuple[float, float | None
 
 
 _LETTER, _LINE, _DOT = 0.0135, 0.06, 0.012  # of a plot: a letter's width where names are shown at all, a line, a dot
-_LINES = (0, 1, -1, 2, -2, 3, -3, 4, -4, 5, -5, 6, -6)
+_NEAR, _FAR = (0, 1, -1), (2, -2, 3, -3, 4, -4, 5, -5, 6, -6)  # lines above or below a dot
 Box = tuple[float, float, float, float]  # from left and bottom to right and top, as fractions of a plot
 
 
@@ -222,27 +231,31 @@ def names_beside(
     y: PlotAxis,
     numbers: bool = False,
 ) -> list[Note]:
-    """A name for every dot, as near to it as there is room that no dot and no other name takes. `numbers`: where there
-    is none for the name, its number in the order of the dots, which takes less."""
+    """A name for every dot, as near to it as there is room that no dot and no other name takes; a line leads to one
+    that is further away. `numbers`: where there is no room near the dot for its name, or there are no names, its
+    number in the order of the dots, which takes less."""
     dots = [(x.place(at), y.place(value)) for at, value in [*points, *others]]
     taken: list[Box] = [(at - _DOT, up - _DOT * 1.5, at + _DOT, up + _DOT * 1.5) for at, up in dots]
     made = []
-    for number, ((at, value), label) in enumerate(zip(points, labels, strict=True), start=1):
-        here, up = x.place(at), y.place(value)
-        for name in (label.split(" ")[0], *([str(number)] if numbers else [])):
-            free = _free_place(name, here, up, taken)
+    for place, (at, value) in enumerate(points):
+        words = [*([labels[place].split(" ")[0]] if labels else []), *([str(place + 1)] if numbers else [])]
+        choices = ((word, lines) for lines in (_NEAR, _FAR) for word in (words if lines == _NEAR else words[::-1]))
+        for word, lines in choices:
+            free = _free_place(word, x.place(at), y.place(value), taken, lines)
             if free is not None:
                 box, at_left = free
-                made.append(Note(at, y.value((box[1] + box[3]) / 2), name, at_left))
+                made.append(Note(at, y.value((box[1] + box[3]) / 2), word, at_left, value if lines == _FAR else None))
                 taken.append(box)
                 break
     return made
 
 
-def _free_place(name: str, here: float, up: float, taken: Sequence[Box]) -> tuple[Box, bool] | None:
+def _free_place(
+    name: str, here: float, up: float, taken: Sequence[Box], lines: Sequence[int]
+) -> tuple[Box, bool] | None:
     """The nearest place for a name beside a dot that covers nothing, and whether it is left of the dot."""
     width = _LETTER * len(name)
-    for shift, at_left in ((lines * _LINE, side) for lines in _LINES for side in (False, True)):
+    for shift, at_left in ((line * _LINE, side) for line in lines for side in (False, True)):
         begin = here - _DOT - width if at_left else here + _DOT
         box = (begin, up + shift - _LINE / 2, begin + width, up + shift + _LINE / 2)
         if min(box) > 0 and max(box) < 1 and not any(_meet(box, other) for other in taken):

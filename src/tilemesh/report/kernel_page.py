@@ -23,6 +23,7 @@ from tilemesh.report.kernel_charts import (
     bar_names,
     best_peer,
     case_name,
+    compute_bound,
     is_kernel_time,
     kernel_times,
     peers_of,
@@ -64,7 +65,7 @@ def render(rows: Sequence[Row], work: Sequence[RowWork | None], trials: Sequence
         el("p", tied(verdict(drawn) if drawn else tuned(trials)), class_="verdict") if drawn or trials else None,
         el("h2", "Against the machine's limit") if any(row.limit for row in drawn) else None,
         el("div", *(drawing.show() for drawing in rates(pairs)), class_="pair") if pairs else None,
-        roofline(pairs).show(wide=True) if pairs else limits(drawn),
+        roofline(compute_bound(pairs) or pairs).show(wide=True) if pairs else limits(drawn),
         el("h2", "Against the peers") if drawn else None,
         speedups(drawn) if drawn else None,
         by_case(drawn) if drawn else None,
@@ -100,7 +101,9 @@ def verdict(rows: Sequence[Row]) -> str:
         timed.sort(key=lambda timing: timing[0])
         parts.append(f"median {percent(timed[len(timed) // 2][0])} of the limit")
         reached, worst = max(timed, key=_saving)
-        which, gain = worst.case.get("shape") or case_name(worst), percent(1 - reached)
+        which, gain = str(worst.case.get("shape") or case_name(worst)), percent(1 - reached)
+        if len({row.name for row in rows}) > 1 and not which.startswith(worst.name):
+            which = f"{worst.name} {which}"
         parts.append(f"the largest saving is {which}, at most {gain} of its time")
     words = "; ".join(parts) or "nothing to compare with"
     return f"{words[0].upper()}{words[1:]}."

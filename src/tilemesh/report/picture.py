@@ -188,7 +188,11 @@ class _Frame:
             side, anchor = (-9, "end") if layer.at_left else (9, "start")
             at = self.across(layer.x) + side
             place = f'x="{at:.1f}" y="{self.up(layer.y) + 4:.1f}" text-anchor="{anchor}"'
-            return [f'<text class="note" font-size="11" {place}>{escape(layer.text)}</text>']
+            made = []
+            if layer.named_y is not None:
+                way = f"M{self.across(layer.x):.1f},{self.up(layer.named_y):.1f}L{at:.1f},{self.up(layer.y):.1f}"
+                made.append(f'<path class="edge" d="{way}"/>')
+            return [*made, f'<text class="note" font-size="11" {place}>{escape(layer.text)}</text>']
         if isinstance(layer, Rule):
             upright = f"M{self.across(layer.at):.1f},{self.top:.0f}v{self.height:.0f}"
             way = upright if layer.upright else f"M{self.left:.0f},{self.up(layer.at):.1f}h{self.width:.0f}"
