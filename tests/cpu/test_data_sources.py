@@ -25,7 +25,7 @@ from tilemesh.data import records
 from tilemesh.data.chat import ConversationPiece, Template, read_messages, template_of
 from tilemesh.data.config import DataConfig, check_source
 from tilemesh.data.corpus import open_corpus
-from tilemesh.data.documents import documents
+from tilemesh.data.documents import documents, misnamed_words
 from tilemesh.data.prepare import PreparationStoppedError, prepare
 from tilemesh.data.samples import IGNORED, PERIOD, Mixture, Samples, apportioned, held_out_samples, train_mixture
 from tilemesh.data.stream import Stream
@@ -233,6 +233,37 @@ class TestFormats:
         with pytest.raises(UsageError, match=words):
             prepare(data, tmp_path / "shards")
         assert not (tmp_path / "shards").exists()
+
+    @pytest.mark.parametrize(
+        ("name", "content", "is_said"),
+        [
+            ("a.txt", '{"text": "one"}\n{"text": "zwei"}\n', True),
+            ("a.log", '{"text": "one"}', True),
+            ("a.txt.gz", '{"text": "one"}\n{"text": "zwei"}\n', True),
+            ("a.jsonl", '{"text": "one"}\n{"text": "zwei"}\n', False),
+            ("a.txt", '{"text": "one"}\nand then prose\n', False),
+            ("a.txt", "[1, 2]\n[3]\n", False),
+            ("a.txt", "\nprose\n", False),
+            ("a.py", "{\n  1: 2}\n", False),
+        ],
+    )
+    def test_text_that_looks_like_json_lines_is_said(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, content: str, is_said: bool
+    ) -> None:
+        folder = tmp_path / "data"
+        folder.mkdir()
+        (folder / name).write_bytes(gzip.compress(content.encode()) if name.endswith(".gz") else content.encode())
+        (folder / "b.txt").write_text("prose " * 100)
+        for source in (folder, folder / name):
+            data = DataConfig(source=str(source), held_out=0.0)
+            words = f"{name} looks like JSON lines and is read as text" if is_said else ""
+            assert misnamed_words(data).startswith(words)
+            assert bool(misnamed_words(data)) == is_said
+        mixture = DataConfig(mixture=("stdlib=1", f"{folder}=1"))
+        assert bool(misnamed_words(mixture)) == is_said
+        assert main(["data", "prepare", str(folder), str(tmp_path / "shards"), "--held-out", "0"]) == 0
+        assert ("(--field, now 'text')" in capsys.readouterr().err) == is_said
+        assert misnamed_words(DataConfig(source=str(tmp_path / "shards"))) == ""
 
     def test_a_folder_refuses_archives_and_says_what_it_leaves_out(self, tmp_path: Path) -> None:
         folder = tmp_path / "data"

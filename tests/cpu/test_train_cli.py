@@ -325,6 +325,20 @@ def test_a_dry_run_shows_what_would_run_and_writes_nothing(
     assert [Row.from_json(line).measured for line in (tmp_path / "rows.jsonl").read_text().splitlines()] == [None] * 4
 
 
+def test_training_says_that_text_looks_like_json_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text('{"text": "some words of a line"}\n' * 200)
+    asked = ["--set", SMALL, "--set", "data.mixture=[text.txt=3,stdlib=1]"]
+    assert main(["train", *asked, "--dry-run"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "data: 75 % text.txt and 25 % this Python's standard library, bytes as tokens" in shown
+    assert "text.txt looks like JSON lines and is read as text" in shown
+    assert main(["train", *asked, "--set", "train.steps=1"]) == 0
+    assert "text.txt looks like JSON lines and is read as text" in " ".join(capsys.readouterr().out.split())
+
+
 def test_a_dry_run_refuses_what_training_refuses(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "--dry-run", "--set", SMALL, "--set", "data.source=/nowhere"]) == 2
     assert "data.source '/nowhere' does not exist" in capsys.readouterr().err

@@ -16,7 +16,7 @@ from tilemesh.core.errors import UsageError
 from tilemesh.core.units import format_bytes
 from tilemesh.data.config import DataConfig
 from tilemesh.data.corpus import left_out_words
-from tilemesh.data.documents import left_out_files
+from tilemesh.data.documents import left_out_files, misnamed_words
 from tilemesh.data.prepare import PreparationStoppedError, prepare
 
 LINE_EVERY_S = 5.0  # in a log
@@ -40,6 +40,8 @@ def run_prepare(
         raise error.as_typed(typed | {"data.source": "SOURCE", "data.chat=true": "--chat"}) from None
     if skipped := left_out_files(data):
         print(f"tilemesh: {left_out_words(skipped)}", file=sys.stderr)
+    if misnamed := misnamed_words(data):
+        print(f"tilemesh: {misnamed.replace('data.field', '--field')}", file=sys.stderr)
     total = sum(made["files"].values())
     print(f"{out}: {total:,} tokens in {len(made['files'])} shards of {made['dtype']}, vocabulary {made['vocabulary']}")
 

@@ -161,7 +161,7 @@ def _check_part(data: DataConfig) -> None:
             require_readable(file, data)
         if all(is_left_out(file) for file in files):
             raise no_files(data.source, data.pattern)
-        for file in [file for file in files if is_records(file)][:_LOOKED_AT]:
+        for file in [file for file in files if is_records(file)][:LOOKED_AT]:
             check_records(file, data.field_name, data.chat)
 
 
@@ -170,8 +170,8 @@ def is_left_out(path: Path) -> bool:
     return not is_records(path) and binary_words(path) is not None
 
 
-_LOOKED_AT = 8
-"""Files of records whose first records are looked at before anything begins; others are read when their turn comes."""
+LOOKED_AT = 8
+"""Files whose first lines are looked at before anything begins; others are read when their turn comes."""
 
 
 def require_readable(path: Path, data: DataConfig) -> None:

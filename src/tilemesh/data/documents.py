@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tilemesh.data.config import (
+    LOOKED_AT,
     STDLIB,
     DataConfig,
     files_like,
+    has_shards,
     is_left_out,
     no_files,
     no_source,
@@ -19,7 +21,7 @@ from tilemesh.data.config import (
     source_path,
 )
 from tilemesh.data.file_formats import is_records, opened
-from tilemesh.data.records import read_records, record_content, record_place
+from tilemesh.data.records import looks_like_jsonl, read_records, record_content, record_place
 
 _NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "lib2to3"})
 
@@ -59,6 +61,21 @@ def left_out_files(data: DataConfig) -> list[str]:
     if data.source == STDLIB or not path.is_dir():
         return []
     return [name for name, file in _named(path, data.pattern) if is_left_out(file)]
+
+
+def misnamed_words(data: DataConfig) -> str:
+    """For people: the first text file of a source that looks like JSON lines, and what to do; empty: there is none."""
+    for part, _ in data.parts:
+        if part.source == STDLIB or has_shards(source_path(part.source)):
+            continue
+        texts = [(name, path) for name, path in source_files(part) if not is_records(path)]
+        for name, path in texts[:LOOKED_AT]:
+            if looks_like_jsonl(path):
+                return (
+                    f"{name} looks like JSON lines and is read as text, braces and all: let its name end in .jsonl to "
+                    f"train on a field of each line (data.field, now {part.field_name!r})"
+                )
+    return ""
 
 
 def source_files(data: DataConfig) -> list[tuple[str, Path]]:

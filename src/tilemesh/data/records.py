@@ -64,6 +64,16 @@ def check_records(path: Path, field: str, is_chat: bool) -> None:
         raise UsageError("data.source", f" {path} has no record: expected at least one")
 
 
+def looks_like_jsonl(path: Path) -> bool:
+    """Whether the first lines of a file that is read as text are JSON objects, which its name does not say."""
+    with opened(path) as file:
+        lines = [file.content.readline(_LONGEST_LOOKED_AT) for _ in range(2)]
+    return _is_object(lines[0]) and (not lines[1].strip() or _is_object(lines[1]))
+
+
+_LONGEST_LOOKED_AT = 1 << 20
+
+
 def _jsonl(path: Path, field: str) -> Iterator[FieldRecord]:
     with opened(path) as file:
         for number, line in enumerate(file.content, start=1):

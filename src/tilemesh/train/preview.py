@@ -13,6 +13,7 @@ from typing import Any
 
 from tilemesh.core.units import format_bytes, format_seconds
 from tilemesh.data.config import STDLIB
+from tilemesh.data.documents import misnamed_words
 from tilemesh.launch.start import choose_transport
 from tilemesh.measure.machine import stamp, usable_gpus
 from tilemesh.measure.row import Row
@@ -111,9 +112,16 @@ class Preview:
 
     def _data(self) -> str:
         data = self.config.data
-        source = "this Python's standard library" if data.source == STDLIB else data.source
+        total = sum(weight for _, weight in data.parts)
+        names = {STDLIB: "this Python's standard library"}
+        sources = [
+            f"{weight / total:.0%} " * bool(data.mixture) + names.get(part.source, part.source)
+            for part, weight in data.parts
+        ]
         tokens = "bytes as tokens" if data.tokenizer is None else f"tokens of {data.tokenizer}"
-        return f"{source}, {tokens}, {data.held_out:.1%} held out".replace("%", " %")
+        words = f"{' and '.join(sources)}, {tokens}, {data.held_out:.1%} held out".replace("%", " %")
+        misnamed = misnamed_words(data)
+        return f"{words}; {misnamed}" if misnamed else words
 
     def _steps(self) -> str:
         made, per_step = self.config, self.config.tokens_per_step

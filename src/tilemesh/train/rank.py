@@ -28,6 +28,7 @@ from tilemesh.core.config import to_dict
 from tilemesh.core.context import JOB_VARIABLE, membership
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.data.corpus import check_vocabulary, open_corpus
+from tilemesh.data.documents import misnamed_words
 from tilemesh.data.samples import train_mixture
 from tilemesh.data.stream import Corpus
 from tilemesh.data.tokenizer import encode_prompt
@@ -264,8 +265,8 @@ def _train_on(
     slow = warning(config.plan.precision, device)
     if comm.rank == 0:
         say(_headline(config, mesh, corpus, device))
-        if slow:
-            say(slow)
+        for note in filter(None, (misnamed_words(config.data), slow)):
+            say(note)
     interrupt = Interrupt(_stop_signals(), stop_after, config.train.max_time_s)
     try:
         loop.run(interrupt)
