@@ -3,7 +3,9 @@
 # sharing, online load, `tilemesh serve` of the 8 B model from cold, transformers beside ours; and two cores of the CPU.
 # Usage: benchmarks/serve_h200.sh FOLDER [PART ...]
 #   parts: tests small large loads online start peers, one after the other; cpu after them, or beside: the same
-#   while they run, on cores of its own. All but beside: about 400 s; each part has a limit of its own.
+#   while they run, on cores of its own; packed: weights laid out for the CPU and not, on eight cores, beside as well.
+#   All but beside and packed: about 400 s; each part has a limit of its own, and WITHIN seconds are the limit of all.
+#   DETAIL= leaves out single sequences and profiles.
 #   OPENVINO=FILE: an archive of openvino, openvino_genai, openvino_tokenizers and gguf, for a machine without them.
 set -u
 out=${1:?the folder for the rows}
@@ -18,9 +20,17 @@ trap 'rm -rf "$scratch"' EXIT
 exec > >(tee -a "$out/log.txt") 2>&1
 parts=" ${*:-tests small large loads online start peers cpu} "
 
+within=${WITHIN:-3600}
+detail=${DETAIL---one --profile}
+
 limited() { # SECONDS COMMAND...
-  local seconds=$1 begun=$SECONDS
+  local seconds=$1 begun=$SECONDS left=$((within - SECONDS))
   shift
+  if ((left < 10)); then
+    echo "== left out, $left s are left: $*"
+    return
+  fi
+  seconds=$((seconds < left ? seconds : left))
   echo "== $*"
   timeout "$seconds" "$@"
   echo "== code $?, $((SECONDS - begun)) s, $SECONDS s since the beginning"
@@ -44,6 +54,35 @@ cpu_row() { # CPUS SECONDS NAME ARGUMENTS...
   echo "== cpus $cpus: bench serve $*: code $?"
   tail -n 9 "$scratch/cpu-$name.txt" | cut -c 1-200
   cat "$scratch/cpu-$name.jsonl" >> "$out/serve_cpu_2c.jsonl"
+}
+
+packed_row() { # CPUS DTYPE: with and without in turn; the tests of it first where they are asked for
+  OMP_NUM_THREADS=2 CUDA_VISIBLE_DEVICES='' timeout 40 taskset -c "$1" "$python" benchmarks/serve_packed_cpu.py \
+    --dtype "$2" --json "$scratch/packed-$2.jsonl" > "$scratch/packed-$2.txt" 2>&1
+  echo "== cpus $1: packed weights, $2: code $?"
+  cut -c 1-300 "$scratch/packed-$2.txt"
+  cat "$scratch/packed-$2.jsonl" >> "$out/serve_packed_cpu.jsonl"
+}
+
+packed_tests() { # CPUS
+  CUDA_VISIBLE_DEVICES='' timeout 40 taskset -c "$1" "$python" -m pytest -q -p no:cacheprovider tests/cpu/test_packed.py \
+    > "$scratch/packed-tests.txt" 2>&1
+  echo "== cpus $1: tests of packed weights: code $?"
+  tail -n 5 "$scratch/packed-tests.txt"
+}
+
+packed_rows() { # two cores each
+  local most=transformers-static,openvino-genai load="--requests 16 --running 16 --prompt 16-128 --output 32 --blocks 3"
+  local first="${cores[1]},${cores[0]}" second="${cores[3]},${cores[2]}"
+  local third="${cores[5]},${cores[4]}" fourth="${cores[7]},${cores[6]}"
+  # shellcheck disable=SC2086
+  {
+    { packed_row "$first" fp32; cpu_row "$first" 70 110m-fp32 llama-110m --dtype fp32 $load --peers $most; } &
+    { packed_row "$second" bf16; cpu_row "$second" 70 110m-bf16 llama-110m --dtype bf16 $load --peers $most; } &
+    { cpu_row "$third" 60 27m-fp32 llama-27m --dtype fp32 $load --peers $most; packed_tests "$third"; } &
+    cpu_row "$fourth" 60 27m-bf16 llama-27m --dtype bf16 $load --peers $most &
+  }
+  wait
 }
 
 # One CPU of each core, so that no two threads of a row share one; rows take them from the end.
@@ -77,7 +116,7 @@ cpu_rows() { # SECONDS MOST: rows of two cores each, so many at the same time
   wait
 }
 
-if [[ $parts == *" cpu "* || $parts == *" beside "* ]]; then
+if [[ $parts == *" cpu "* || $parts == *" beside "* || $parts == *" packed "* ]]; then
   if [[ -n ${OPENVINO:-} && -e ${OPENVINO:-} ]]; then
     mkdir "$scratch/openvino" && tar -xf "$OPENVINO" -C "$scratch/openvino"
     export PYTHONPATH=$PYTHONPATH:$scratch/openvino
@@ -85,26 +124,37 @@ if [[ $parts == *" cpu "* || $parts == *" beside "* ]]; then
   lscpu | grep -E "^(Model name|CPU\(s\)|Thread|Core)"
 fi
 beside=
+keep_to() { # CPUS: this process and what it starts leaves these, and their cores, to others
+  local taken free
+  taken=$(IFS='|'; echo "$*")
+  free=$(lscpu -p=CPU,CORE | grep -v '^#' | awk -F, -v taken="^($taken)$" '
+    { cpu[NR] = $1; core[NR] = $2; if ($1 ~ taken) busy[$2] = 1 }
+    END { for (at = 1; at <= NR; at++) if (!(core[at] in busy)) line = line "," cpu[at]; print substr(line, 2) }')
+  echo "== rows of the CPU beside; the rest runs on $free"
+  taskset -cp "$free" $$
+}
+if [[ $parts == *" packed "* ]] && ((${#cores[@]} >= 10)); then
+  packed_rows &
+  beside=$!
+  keep_to "${cores[@]:0:8}"
+fi
 if [[ $parts == *" beside "* ]]; then
   rows=$(((${#cores[@]} - 2) / 2))
   rows=$((rows > 6 ? 6 : rows))
   cpu_rows 58 "$rows" once &
   beside=$!
-  taken=$(IFS='|'; echo "${cores[*]:0:2*rows}")
-  free=$(lscpu -p=CPU,CORE | grep -v '^#' | awk -F, -v taken="^($taken)$" '
-    { cpu[NR] = $1; core[NR] = $2; if ($1 ~ taken) busy[$2] = 1 }
-    END { for (at = 1; at <= NR; at++) if (!(core[at] in busy)) line = line "," cpu[at]; print substr(line, 2) }')
-  echo "== $rows rows of the CPU beside; the rest runs on $free"
-  taskset -cp "$free" $$
+  keep_to "${cores[@]:0:2*rows}"
 fi
 if [[ $parts == *" tests "* ]]; then
   limited 120 "$python" -m pytest -q -x tests/gpu/test_serve.py
 fi
 if [[ $parts == *" small "* ]]; then
-  decode 60 tinyllama-1.1b --one --profile --prefix --serve
+  # shellcheck disable=SC2086
+  decode 75 tinyllama-1.1b $detail --prefix --serve
 fi
 if [[ $parts == *" large "* ]]; then
-  decode 45 llama-3-8b --one --profile --prepare
+  # shellcheck disable=SC2086
+  decode 45 llama-3-8b $detail ${detail:+--prepare}
 fi
 if [[ $parts == *" loads "* ]]; then
   decode 60 llama-3-8b --prefix --serve

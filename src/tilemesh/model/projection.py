@@ -12,7 +12,7 @@ from tilemesh.kernels.modules import FusedLinear
 from tilemesh.model.deferral import Deferral
 from tilemesh.model.kernels import TORCH
 
-_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "none": lambda x: x,
     "relu": functional.relu,
     "gelu": functional.gelu,
@@ -38,7 +38,7 @@ class PlainLinear(nn.Linear):
         return self.activated(product(input, self.weight, self.bias))
 
     def activated(self, x: Tensor) -> Tensor:
-        return _ACTIVATIONS[self.activation](x)
+        return ACTIVATIONS[self.activation](x)
 
 
 def make_projection(

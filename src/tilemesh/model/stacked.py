@@ -35,6 +35,12 @@ class SideBySide(Protocol):
     def normed(self, x: Tensor, branch: Tensor, norm: ResidualNorm, gate: str = "none") -> tuple[Tensor, Tensor]: ...
 
 
+class WeightProduct(Protocol):
+    """Computes products with a weight that it holds: see `model.packed`."""
+
+    def product(self, x: Tensor, bias: Tensor | None) -> Tensor: ...
+
+
 @dataclass(frozen=True)
 class StackedProduct:
     """Call it with activations: the projections' results side by side, `widths` of them each."""
@@ -44,19 +50,26 @@ class StackedProduct:
     widths: list[int]
     one_row: bool = False
     """Whether the product of a single token is `row_linear`'s."""
+    packed: WeightProduct | None = None
+    """Who computes the product on a CPU, where somebody does."""
 
     def __call__(self, x: Tensor) -> Tensor:
         if self.one_row and is_one_row(x):
             return times_row(x, self.weight, self.bias)
-        return functional.linear(x, self.weight, self.bias)
+        return self._product(x)
 
     def gated(self, x: Tensor) -> Tensor:
         """silu of the first of two projections times the second."""
         if self.one_row and is_one_row(x):
             return times_row(x, self.weight, self.bias, gate="silu")
-        gate, values = functional.linear(x, self.weight, self.bias).chunk(2, -1)
+        gate, values = self._product(x).chunk(2, -1)
         product: Tensor = swiglu(gate, values)
         return product
+
+    def _product(self, x: Tensor) -> Tensor:
+        if self.packed is not None:
+            return self.packed.product(x, self.bias)
+        return functional.linear(x, self.weight, self.bias)
 
     def takes_norm(self, norm: ResidualNorm) -> bool:
         """Whether the product of a single token can have this norm inside."""

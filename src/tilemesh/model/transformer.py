@@ -39,7 +39,7 @@ from tilemesh.model.kernels import STANDARD, TORCH, ModelKernels
 from tilemesh.model.norm import ResidualNorm
 from tilemesh.model.part import ModelPart, whole_part
 from tilemesh.model.projection import PlainLinear, make_projection
-from tilemesh.model.stacked import SideBySide, is_one_row, times_row
+from tilemesh.model.stacked import SideBySide, WeightProduct, is_one_row, times_row
 
 IGNORED = -100  # a target with this value counts for nothing in the loss
 INIT_STD = 0.02  # Radford et al. 2019, and the published Llama configurations
@@ -459,6 +459,8 @@ class Transformer(nn.Module):
         """The output projection is computed as if the vocabulary were a multiple of this; what it has more is cut off.
         16-bit products on a GPU want multiples of 8: others run at a sixth of the speed."""
         self.output = None
+        self.tied_product: WeightProduct | None = None
+        """Who computes the product with the embedding's table, in a model that only computes forward."""
         if self.part.head and not config.tied:
             self.output = Linear(config.width, config.vocabulary, bias=False, device="meta", dtype=dtype)
         self._rotary_kept: tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
@@ -607,6 +609,8 @@ class Transformer(nn.Module):
             padded = functional.linear(x_BTD, functional.pad(weight_VD, (0, 0, 0, more)))
             return padded[..., : len(weight_VD)]
         if self.output is None:
+            if self.tied_product is not None:
+                return self.tied_product.product(x_BTD, None)
             return functional.linear(x_BTD, weight_VD)
         logits_BTV: Tensor = self.output(x_BTD)
         return logits_BTV

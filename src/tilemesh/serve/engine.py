@@ -67,6 +67,7 @@ class Engine:
         invariant: bool = False,
         kv_cache: str = "",
         launch_ahead: bool | None = None,
+        packed: bool | None = None,
         prepare: bool = False,
         dtype: str | None = None,
         device: str = "cpu",
@@ -86,6 +87,8 @@ class Engine:
         `ranks`: so many processes share each matrix (tensor parallel, over `parallel/`); 0: this process computes.
         `shared_by`: how many engines share this machine's cores; such ones do not wait for their ranks: `wait_ready`.
         `kv_cache`: int8 or fp8 keeps keys and values in 8 bits, with a scale for each token and head.
+        `packed`: on a CPU, hold weights in the layout of its products as well, which makes these faster and takes as
+        much memory again; None: where a quarter of the free memory is enough, and never in invariant mode.
         `history`: where every step and request is written down, which takes memory for as long as it goes on.
         """
         if pages is not None and memory is not None:
@@ -140,7 +143,7 @@ class Engine:
             told: dict[str, Any] = {"dtype": dtype, "device": device, "step": step, "invariant": invariant}
             runner = RankRunner(str(source), self.limits, ranks, shared_by=shared_by, say=say, **told)
         else:
-            runner = Runner(model, self.limits, place, invariant, implementation, graphs, say)
+            runner = Runner(model, self.limits, place, invariant, implementation, graphs, say, packed)
         self._core = EngineCore(
             runner, self._scheduler, self.served.tokenizer, self.served.ends, self.config.vocabulary
         )

@@ -36,7 +36,7 @@ def choose_pages(
     on_gpu = device.type == "cuda"
     if share is not None:
         Range(0, 1, above=True).check("memory", share)
-    free = torch.cuda.mem_get_info(device)[0] if on_gpu else _free_cpu_bytes()
+    free = torch.cuda.mem_get_info(device)[0] if on_gpu else free_cpu_bytes()
     models = [model for model in (config, draft) if model is not None]
     numbers = [key_value_bytes(model, 1) * code_bytes(dtype.itemsize, model.head_width, kv_cache) for model in models]
     each = int(sum(numbers) * page_tokens)
@@ -49,7 +49,7 @@ def choose_pages(
     return fitting if on_gpu else min(fitting, -(-useful_tokens // page_tokens))
 
 
-def _free_cpu_bytes() -> int:
+def free_cpu_bytes() -> int:
     """What can be had without swapping; where the system does not say, what it has in all."""
     try:
         with open("/proc/meminfo") as lines:

@@ -20,16 +20,20 @@ from tilemesh.kernels.row_linear.reference import row_linear
 from tilemesh.model.few_tokens import FewTokens
 from tilemesh.model.lowbit import stack_low_bits
 from tilemesh.model.norm import ResidualNorm
+from tilemesh.model.packed import pack_products, packed_bytes, packs
 from tilemesh.model.projection import PlainLinear
 from tilemesh.model.stacked import stack_products
 from tilemesh.model.transformer import Linear, ResidualStream, Transformer
 from tilemesh.serve.attention import PagedKeyValues
 from tilemesh.serve.batch import Batch, TokenSpan, cut, make_batch, token_span
 from tilemesh.serve.device_steps import DeviceSteps, ServeGraphs
+from tilemesh.serve.memory import free_cpu_bytes
 from tilemesh.serve.request import ServeRequest
 from tilemesh.serve.scheduler import ServeLimits, StepPlan
 
 ROW_BLOCK = 32
+_PACKED_SHARE = 0.25
+"""Of a CPU's free memory: what weights in a second layout may take."""
 
 
 @dataclass(frozen=True)
@@ -59,9 +63,11 @@ class Runner:
         implementation: str = "auto",
         graphs: ServeGraphs | None = None,
         say: Callable[[str], None] = lambda text: None,
+        packed: bool | None = None,
     ) -> None:
         """`implementation`: of the kernels of attention, see `PagedKeyValues`. `graphs`: what captures steps that are
-        launched ahead; without, every step is waited for. `say` hears where capturing fails."""
+        launched ahead; without, every step is waited for. `say` hears where capturing fails. `packed`: whether a CPU's
+        products have weights of their own layout; None: where this CPU has such products and there is memory."""
         self.model = model
         self._say = say
         self.limits = limits
@@ -74,7 +80,7 @@ class Runner:
         config = model.config
         itemsize = next(model.parameters()).element_size()
         self._tile_sizes = self.cache.tile_sizes(config.heads, config.kv_heads, config.head_width, itemsize)
-        self._prepare_model()
+        self._prepare_model(packed)
         self._few: FewTokens | None = None
         """Computes passes of a few tokens, where the kernels for that can be had."""
         if launches_early(self.device) and not invariant and FewTokens.serves(model):
@@ -84,18 +90,26 @@ class Runner:
         if graphs is not None and self._tile_sizes is not None and not invariant:
             self.ahead = DeviceSteps(self._pass, self.cache, limits, config.vocabulary, self._tile_sizes, graphs, say)
 
-    def _prepare_model(self) -> None:
-        """Fewer and larger products, positions' angles computed once, and on a GPU our norms."""
+    def _prepare_model(self, packed: bool | None) -> None:
+        """Fewer and larger products, positions' angles computed once, weights as a CPU wants them, a GPU's norms."""
         one_row = self.device.type == "cuda" and self._has_row_kernel()
         stack_products(self.model, (Linear, FusedLinear, PlainLinear), one_row)
         stack_low_bits(self.model)
         self.model.keep_rotary()
+        if self.device.type == "cpu" and (self._can_pack() if packed is None else packed):
+            pack_products(self.model)
         if self.device.type == "cuda":
             for module in self.model.modules():
                 if isinstance(module, ResidualNorm):
                     module.implementation = "auto"
                 elif type(module) is Linear:
                     module.serves = one_row
+
+    def _can_pack(self) -> bool:
+        # Invariant answers must not depend on how much memory was free.
+        if self.invariant or not packs(next(self.model.parameters()).dtype):
+            return False
+        return packed_bytes(self.model) <= _PACKED_SHARE * free_cpu_bytes()
 
     def _has_row_kernel(self) -> bool:
         """Whether the products of a single token can be our kernel's: tried once, before anybody waits for it."""

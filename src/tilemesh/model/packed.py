@@ -1,0 +1,118 @@
+"""Weights in the layout that a CPU's products want, in a model that only computes forward.
+
+The one idea: torch hands a weight to its library as it lies, and the library lays it out for its kernel in every call.
+For a prompt that is little; for the few tokens of a decode step it is as much work as the product. oneDNN's product
+takes a weight that was laid out once (torch's `mkldnn` operators, which torch.compile uses as well). The plain weight
+stays where it is: a state dict is what it was, one row is multiplied by it (it is read once, there is nothing to gain),
+and whoever writes into it in place is noticed. So each weight is held twice.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from tilemesh.kernels.modules import FusedLinear
+from tilemesh.model.projection import ACTIVATIONS, PlainLinear
+from tilemesh.model.stacked import StackedProduct
+from tilemesh.model.transformer import Linear, Transformer
+
+LEAST_ROWS = 2
+"""One row is a matrix times a vector."""
+_CPU = torch.device("cpu")
+_PLANNED_ROWS = 16
+"""The layout is chosen for about as many; products of other numbers of rows take it as it is."""
+
+
+def packs(dtype: torch.dtype) -> bool:
+    """Whether this CPU's library has products of weights laid out before: tried once."""
+    if dtype not in (torch.float32, torch.bfloat16) or not torch._C._has_mkldnn:
+        return False
+    try:
+        if dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+            return False
+        weight = torch.eye(16, dtype=dtype)
+        x = torch.arange(32.0, dtype=dtype).view(2, 16)
+        return torch.equal(PackedWeight(weight).product(x, None), x)
+    except (AttributeError, RuntimeError):  # NotImplementedError is one: this build has no such operator
+        return False
+
+
+class PackedWeight:
+    """A weight (N, K) as it lies and as the library wants it. `written`: the parameters that are its parts, if any."""
+
+    def __init__(self, weight: Tensor, written: tuple[Tensor, ...] = ()) -> None:
+        self.weight, self._written = weight, written or (weight,)
+        self._dtype = weight.dtype
+        self._seen = self._state()
+        self._packed = self._pack()
+
+    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        # A model that was moved or cast since, and one row, take the plain weight.
+        is_same = x.dtype == self._dtype == self.weight.dtype and x.device == self.weight.device == _CPU
+        if not is_same or x.requires_grad or x.numel() < LEAST_ROWS * x.shape[-1]:
+            return functional.linear(x, self.weight, bias)
+        if self._state() != self._seen:
+            self._seen, self._packed = self._state(), self._pack()
+        made: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, bias, "none", [], "")
+        return made
+
+    def _pack(self) -> Tensor:
+        packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(self.weight.detach(), _PLANNED_ROWS)
+        return packed
+
+    def _state(self) -> list[tuple[int, int]]:
+        """Another one where a weight was written in place or is other memory."""
+        return [(part.data_ptr(), 0 if part.is_inference() else part._version) for part in self._written]
+
+
+class PackedLinear(nn.Linear):
+    """A projection with its activation, over the parameters of the one it stands for."""
+
+    def __init__(self, given: nn.Linear) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = given.in_features, given.out_features
+        self.weight, self.bias = given.weight, given.bias
+        self.activation = getattr(given, "activation", "none")
+        self._packed = PackedWeight(given.weight)
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  (the name nn.Linear uses)
+        return ACTIVATIONS[self.activation](self._packed.product(input, self.bias))
+
+
+def packed_bytes(model: Transformer) -> int:
+    """What `pack_products` would take at most."""
+    table = model.output_weight
+    inner = [parameter for parameter in model.layers.parameters() if parameter.dim() == 2]
+    return sum(parameter.nbytes for parameter in (*inner, table))
+
+
+@torch.no_grad()
+def pack_products(model: Transformer) -> None:
+    """Every product whose weight is plain: after `stack_products`, whose products are packed as they are stacked.
+
+    Projections that are something else (split over ranks, in few bits, with adapters) stay as they are.
+    """
+    for layer in model.layers.children():
+        attention, mlp = layer.get_submodule("attention"), layer.get_submodule("mlp")
+        for block, names in ((attention, ("fc_q", "fc_k", "fc_v")), (mlp, ("fc_gate", "fc_in"))):
+            stacked = block.stacked
+            if isinstance(stacked, StackedProduct) and stacked.packed is None:
+                parts = tuple(block.get_submodule(name).get_parameter("weight") for name in names)
+                block.stacked = replace(stacked, packed=PackedWeight(stacked.weight, parts))
+            for name, module in list(block.named_children()):
+                if _is_plain(module) and (stacked is None or name not in names):
+                    setattr(block, name, PackedLinear(module))  # type: ignore[arg-type]
+    if model.output is None:
+        model.tied_product = PackedWeight(model.output_weight)
+    elif _is_plain(model.output):
+        model.output = PackedLinear(model.output)  # type: ignore[assignment]
+
+
+def _is_plain(module: nn.Module) -> bool:
+    if type(module) not in (Linear, PlainLinear, FusedLinear) or module._forward_hooks or module._forward_pre_hooks:
+        return False
+    return getattr(module, "activation", "none") in ACTIVATIONS and not module.get_parameter("weight").requires_grad
