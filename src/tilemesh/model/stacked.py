@@ -35,7 +35,7 @@ class SideBySide(Protocol):
     def normed(self, x: Tensor, branch: Tensor, norm: ResidualNorm, gate: str = "none") -> tuple[Tensor, Tensor]: ...
 
 
-class WeightProduct(Protocol):
+class HeldProduct(Protocol):
     """Computes products with a weight that it holds: see `model.packed`."""
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor: ...
@@ -50,7 +50,7 @@ class StackedProduct:
     widths: list[int]
     one_row: bool = False
     """Whether the product of a single token is `row_linear`'s."""
-    packed: WeightProduct | None = None
+    packed: HeldProduct | None = None
     """Who computes the product on a CPU, where somebody does."""
 
     def __call__(self, x: Tensor) -> Tensor:

@@ -39,7 +39,7 @@ from tilemesh.model.kernels import STANDARD, TORCH, ModelKernels
 from tilemesh.model.norm import ResidualNorm
 from tilemesh.model.part import ModelPart, whole_part
 from tilemesh.model.projection import PlainLinear, make_projection
-from tilemesh.model.stacked import SideBySide, WeightProduct, is_one_row, times_row
+from tilemesh.model.stacked import HeldProduct, SideBySide, is_one_row, times_row
 
 IGNORED = -100  # a target with this value counts for nothing in the loss
 INIT_STD = 0.02  # Radford et al. 2019, and the published Llama configurations
@@ -459,7 +459,7 @@ class Transformer(nn.Module):
         """The output projection is computed as if the vocabulary were a multiple of this; what it has more is cut off.
         16-bit products on a GPU want multiples of 8: others run at a sixth of the speed."""
         self.output = None
-        self.tied_product: WeightProduct | None = None
+        self.tied_product: HeldProduct | None = None
         """Who computes the product with the embedding's table, in a model that only computes forward."""
         if self.part.head and not config.tied:
             self.output = Linear(config.width, config.vocabulary, bias=False, device="meta", dtype=dtype)
