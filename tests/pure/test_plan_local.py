@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,15 @@ def test_bandwidth_is_shared_by_all_ranks() -> None:
 def test_between_one_core_and_all_rates_lie_between() -> None:
     found = rank_rates(ONE, ALL, 4, 16).matmul_flops_per_s["fp32"]
     assert 40e9 < found < 80e9
+
+
+def test_a_process_bound_to_some_cores_is_not_promised_the_rates_of_all() -> None:
+    box = replace(HERE, words="a box, 16 cores, 32 GiB, no GPU")
+    bound, whole = local_cpu(box, 1, 2, MEMORY).rates, local_cpu(box, 1, 16, MEMORY).rates
+    assert whole.matmul_flops_per_s["fp32"] == pytest.approx(80e9)
+    # Two of sixteen cores: a quarter of the way, as powers go.
+    assert bound.matmul_flops_per_s["fp32"] == pytest.approx(40e9 * 2**0.25)
+    assert bound.copy_bytes_per_s == pytest.approx(30e9 * (50 / 30) ** 0.25)
 
 
 def test_two_ranks_a_core_take_about_twice_as_long() -> None:

@@ -97,7 +97,8 @@ def local_cpu(calibration: Calibration, ranks: int, cores: int, memory_bytes: in
     if ranks < 1:
         raise UsageError(f"{ranks} ranks on this machine: expected at least 1")
     whole = calibration.rates("all_cores")
-    rates = rank_rates(calibration.rates("one_core"), whole, ranks, cores, crowding(calibration, ranks, cores))
+    crowd = crowding(calibration, ranks, cores)
+    rates = rank_rates(calibration.rates("one_core"), whole, ranks, cores, crowd, _measured_cores(calibration, cores))
     copy = whole.copy_bytes_per_s
     if not rates.matmul_flops_per_s or copy is None:
         raise UsageError(f"the calibration of {calibration.words} has no matmul or copy rate: run `tilemesh calibrate`")
@@ -188,12 +189,21 @@ def local_gpu(calibration: Calibration, ranks: int, gpus: tuple[str, ...]) -> Me
     return MeasuredCluster(Cluster((make_node(device, ranks),)), calibration.rates("gpu"), words)
 
 
-def rank_rates(single: Rates, whole: Rates, ranks: int, cores: int, crowd: float = 1.0) -> Rates:
+def _measured_cores(calibration: Calibration, cores: int) -> int:
+    """How many cores `all_cores` were: a process that is bound to some of a machine's has fewer."""
+    found = re.search(r", (\d+) cores?,", calibration.words)
+    return max(cores, int(found[1])) if found else cores
+
+
+def rank_rates(
+    single: Rates, whole: Rates, ranks: int, cores: int, crowd: float = 1.0, measured_cores: int | None = None
+) -> Rates:
     """What a rank gets of a machine's rates when all ranks are busy, which makes everything take `crowd` times as long
-    but for streams, whose rate was measured with all cores at it."""
-    threads = threads_for(ranks, cores)
+    but for streams, whose rate was measured with all cores at it. `measured_cores`: how many those were, if not
+    `cores`."""
+    threads, all_cores = threads_for(ranks, cores), measured_cores or cores
     # Between one core and all, a rate grows as a power of the cores; ranks that outnumber cores take turns.
-    power = math.log(threads) / math.log(cores) if cores > 1 else 1.0
+    power = math.log(threads) / math.log(all_cores) if all_cores > 1 else 1.0
     turn = min(1.0, cores / ranks)
 
     def share(name: str, low: float, high: float | None) -> float:
