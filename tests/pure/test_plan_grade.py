@@ -7,11 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
+from tilemesh.cli.plan_grade import grade_runs
 from tilemesh.core import config
+from tilemesh.core.calibration import Calibration, Rates
 from tilemesh.core.errors import RunError
 from tilemesh.core.hardware import parse_cluster
 from tilemesh.core.plan import ParallelPlan, Schedule
+from tilemesh.measure.machine import Machine
 from tilemesh.model.config import preset
 from tilemesh.model.work.weights import count_parameters
 from tilemesh.plan.grade import Graded, grade, rank_correlation, read_run
@@ -150,6 +154,21 @@ def test_a_folder_that_is_no_run(tmp_path: Path, text: str | None, words: str) -
         (tmp_path / "summary.json").write_text(text)
     with pytest.raises(RunError, match=words):
         read_run(tmp_path)
+
+
+def test_a_run_on_the_cores_of_a_machine_with_a_gpu_is_judged_by_the_cores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    machine = Machine("box", "a box with a GPU", "a CPU", 2, 8 << 30, ("NVIDIA H200",))
+    monkeypatch.setattr("tilemesh.cli.plan_grade.this_machine", lambda: machine)
+    one_core, all_cores = (Rates({"fp32": flops}, copy_bytes_per_s=1e10) for flops in (1e10, 2e10))
+    Calibration("box", "a box with a GPU", "today", one_core=one_core, all_cores=all_cores).save()
+    (tmp_path / "summary.json").write_text(json.dumps(summary(cluster="4xlocal", device="cpu", machine="box")))
+    [row] = grade_runs([str(tmp_path)], Console(quiet=True))
+    step = next(figure for figure in row["figures"] if figure["name"] == "step time")
+    # Four ranks share two cores of 1e10 FLOP/s each; a GPU would be ten thousand times as fast.
+    assert step["limit"] > predict(TINY, CLUSTER, PLAN).model_flops / 2.1e10
 
 
 def test_rank_correlation() -> None:

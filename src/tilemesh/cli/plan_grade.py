@@ -48,7 +48,8 @@ def _grade(path: str) -> Graded:
             f"'{path}' ran on {machine} and this is {here.id}: its prediction needs that machine's calibration; "
             f"grade it there"
         )
-    local = local_machine(run.cluster, here)
+    # Only runs on a CPU say "local" (others name their GPU), whatever else the machine has.
+    local = local_machine(f"{run.cluster.strip().lower().removesuffix('-cpu')}-cpu", here)
     return grade(run, local.cluster, local.rates)
 
 
