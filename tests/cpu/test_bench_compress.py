@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 
+from tilemesh.bench.compress import run as compress_run
 from tilemesh.bench.compress.layers import LayerClock
 from tilemesh.bench.compress.peers import peer_model, torchao_codes, why_not
 from tilemesh.bench.compress.predict import CompressClocks, PassChange, ProductClock
@@ -14,6 +15,8 @@ from tilemesh.compress.factorize import factorize
 from tilemesh.compress.prune import prune
 from tilemesh.compress.quantize import quantize
 from tilemesh.compress.recipe import read_recipe
+from tilemesh.compress.shrink import shrink
+from tilemesh.kernels.launch.steps import FitError
 from tilemesh.kernels.lowbit import codes
 from tilemesh.kernels.lowbit.formats import parse_scheme
 from tilemesh.measure.row import read_rows
@@ -84,6 +87,28 @@ def test_bench_compress_makes_rows_and_a_page(source, tmp_path, capsys):
     page = (tmp_path / "run" / "report.html").read_text()
     for words in ("Loss against bytes", "Loss against time of a decoded token", "Error per matrix", "frontier"):
         assert words in page
+
+
+def test_a_recipe_that_fails_does_not_end_the_others(source, tmp_path, capsys, monkeypatch):
+    def failing(model, recipe, *rest):
+        if recipe == read_recipe("fp8"):
+            raise FitError("kernel scaled_product: shared memory 327712, this GPU has 232448")
+        return shrink(model, recipe, *rest)
+
+    monkeypatch.setattr(compress_run, "shrink", failing)
+    asked = ["--seconds", "0.1", "--calibrate", "16", "--sequences", "4", "--data", str(source / "text.txt")]
+    where = ["--json", str(tmp_path / "rows.jsonl"), "--run", str(tmp_path / "run")]
+    asked = ["bench", "compress", str(source / "model"), *asked, *where, "--recipes"]
+    assert main([*asked, "int8,fp8,mlp-25"]) == 1
+    said = capsys.readouterr().err.splitlines()
+    assert (
+        "tilemesh: fp8 failed and has no rows: kernel scaled_product: shared memory 327712, this GPU has 232448" in said
+    )
+    assert "1 of 3 recipes failed: fp8" in said[-1]
+    assert [row.case["recipe"] for row in read_rows(tmp_path / "rows.jsonl")] == ["int8"] * 4 + ["mlp-25"] * 4
+    assert "Loss against bytes" in (tmp_path / "run" / "report.html").read_text()
+    assert main([*asked, "fp8"]) == 1
+    assert "1 of 1 recipes failed: fp8" in capsys.readouterr().err
 
 
 def test_recipes_that_do_not_fit_are_known_before_the_first_is_measured(source, capsys):

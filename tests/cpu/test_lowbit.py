@@ -1,5 +1,7 @@
 """Quantise, dequantise, pack; the CPU's integer products; compressed projections in a model."""
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -13,6 +15,7 @@ from tilemesh.core.plan import ParallelPlan
 from tilemesh.kernels.accuracy import excess
 from tilemesh.kernels.launch.call import Place
 from tilemesh.kernels.launch.program import Operand, compile_step
+from tilemesh.kernels.launch.steps import FitError
 from tilemesh.kernels.lowbit import codes, cpu
 from tilemesh.kernels.lowbit.formats import FORMATS, SECOND_LEVEL, Scheme, parse_scheme
 from tilemesh.kernels.scaled_matmul import kernel as scaled_kernel
@@ -204,16 +207,61 @@ def test_a_projection_of_codes_by_codes_is_one_of_rounded_activations(name, stat
     torch.testing.assert_close(low.product_of_codes(x), want, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
-def test_the_product_of_8_bit_codes_compiles_for_an_h200(dtype):
+def test_the_tile_of_every_product_of_8_bit_codes_fits_its_gpu():
+    """Three widths of shared memory: data-centre GPUs from Hopper on, an A100's, consumer GPUs'."""
+    # The figure that an H200 refused, and what it takes at 16 bits.
+    assert scaled_kernel.bytes_of_tile((128, 256, 128, 8, 4), "float32") == 327712
+    assert scaled_kernel.bytes_of_tile((128, 256, 128, 8, 4), "bfloat16") == 229408
+    best = {"float32": (128, 128, 128, 8, 4), "bfloat16": (128, 256, 128, 8, 4), "float16": (128, 256, 128, 8, 4)}
+    for dtype, rows, outputs in itertools.product(
+        best, (1, 17, 64, 65, 200, 1024, 4096, 512 * 1024), (16, 768, 2304, 3072, 8192, 50257)
+    ):
+        for limit in (227 << 10, 163 << 10, 99 << 10):
+            tile = scaled_kernel.tile_of(rows, outputs, dtype, limit)
+            assert scaled_kernel.bytes_of_tile(tile, dtype) <= limit
+        if rows * outputs > 2048 * 2048 and rows > 64:  # what was measured to be the best is taken where it fits
+            assert scaled_kernel.tile_of(rows, outputs, dtype, 227 << 10) == best[dtype]
+    with pytest.raises(FitError, match="this GPU has 48000"):
+        scaled_kernel.tile_of(1, 16, "float32", 48000)
+
+
+@pytest.mark.parametrize("name", ["int8", "fp8"])
+def test_a_product_of_8_bit_codes_that_fits_no_kernel_is_computed_by_the_reference(name):
+    def refuses(*arguments, **named):
+        raise FitError("kernel scaled_product: shared memory 327712, this GPU has 232448")
+
+    x, weight = (codes.quantize(matrix(seed, 6, 48), Scheme(name)) for seed in (1, 2))
+    given = (x.codes, weight.codes, x.scales, weight.scales)
+    found = scaled_kernel.forward(refuses, *given, name, "float32")
+    torch.testing.assert_close(found, scaled.scaled_matmul(*given, code=name, dtype="float32", implementation="torch"))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "result"), [("int8", "bfloat16"), ("float8_e4m3fn", "bfloat16"), ("int8", "float32")]
+)
+def test_the_product_of_8_bit_codes_compiles_for_an_h200(dtype, result):
     def place(kind, *shape):
         return Place(shape, torch.empty(shape, device="meta").stride(), kind, aligned=True)
 
-    places = {"x": place(dtype, 4096, 4096), "w": place(dtype, 4096, 4096), "y": place("bfloat16", 4096, 4096)}
+    places = {"x": place(dtype, 4096, 4096), "w": place(dtype, 4096, 4096), "y": place(result, 4096, 4096)}
     places |= {"x_scales": place("float32", 4096, 1), "scales": place("float32", 4096, 1)}
     (step,) = scaled_kernel.plan(places, multiprocessors=132).steps
     made = compile_step(step, {name: Operand(one.dtype) for name, one in places.items()}, GPUTarget("cuda", 90, 32))
     assert "wgmma" in made.asm["ptx"]
+    tile = scaled_kernel.tile_of(4096, 4096, result, scaled_kernel.HOPPER_SHARED_BYTES)
+    assert made.metadata.shared <= scaled_kernel.bytes_of_tile(tile, result) <= 227 << 10
+
+
+def test_the_bytes_of_a_tile_are_what_triton_takes():
+    def place(kind, *shape):
+        return Place(shape, torch.empty(shape, device="meta").stride(), kind, aligned=True)
+
+    for tile, result in (((128, 256, 128, 8, 4), "float32"), ((128, 128, 128, 8, 3), "bfloat16")):
+        places = {"x": place("int8", 4096, 768), "w": place("int8", 3072, 768), "y": place(result, 4096, 3072)}
+        places |= {"x_scales": place("float32", 4096, 1), "scales": place("float32", 3072, 1)}
+        (step,) = scaled_kernel.plan(places, multiprocessors=132, tile=tile).steps
+        made = compile_step(step, {name: Operand(one.dtype) for name, one in places.items()}, GPUTarget("cuda", 90, 32))
+        assert made.metadata.shared == scaled_kernel.bytes_of_tile(tile, result)
 
 
 def test_rounding_while_training_passes_gradients_straight_through():

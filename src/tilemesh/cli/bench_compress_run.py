@@ -15,7 +15,7 @@ from tilemesh.bench.compress.text import open_source
 from tilemesh.cli.report_run import make
 from tilemesh.compress.recipe import read_recipe
 from tilemesh.compress.shrink import check_recipe
-from tilemesh.core.errors import UsageError, unknown
+from tilemesh.core.errors import RunError, UsageError, unknown
 from tilemesh.core.ranges import SEED, Range
 from tilemesh.kernels.launch.tensors import read_device
 from tilemesh.measure.row import CaseValue, Row, write_rows
@@ -90,6 +90,9 @@ def answer(asked: CompressBenchQuestion) -> None:
         if asked.dtype is not None:
             case["dtype"] = asked.dtype
         findings = bench_recipes(model, recipes, text, case, peers, asked.seconds, say, dtype, keep)
+    told = f"{len(findings.failed)} of {len(recipes)} recipes failed: {', '.join(findings.failed)}; see the lines above"
+    if not findings.rows:
+        raise RunError(told)
     print_rows(findings.rows, console)
     if asked.run is not None:
         folder = write_compress_run(asked.run, {**case, "recipes": recipes, "seed": asked.seed}, findings)
@@ -97,3 +100,5 @@ def answer(asked: CompressBenchQuestion) -> None:
         console.print(f"page: {page}", soft_wrap=True)
     if asked.json == "-":
         write_rows(findings.rows, asked.json)
+    if findings.failed:
+        raise RunError(told)

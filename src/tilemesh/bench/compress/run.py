@@ -16,7 +16,7 @@ from tilemesh.bench.compress.predict import Expected
 from tilemesh.compress.calibrate import mean_loss
 from tilemesh.compress.recipe import read_recipe
 from tilemesh.compress.shrink import shrink
-from tilemesh.core.errors import RunError
+from tilemesh.core.errors import RunError, UsageError
 from tilemesh.core.toml import toml_value
 from tilemesh.measure.row import CaseValue, Row, write_rows
 from tilemesh.model.lowbit import projections
@@ -39,6 +39,8 @@ class CompressFindings:
 
     rows: list[Row] = field(default_factory=list)
     points: list[dict[str, Any]] = field(default_factory=list)
+    failed: dict[str, str] = field(default_factory=dict)
+    """Recipes without rows, and why."""
 
 
 def bench_recipes(
@@ -55,6 +57,7 @@ def bench_recipes(
     """Every recipe is predicted, made, judged on the same held-out text, and timed in turns with the plain model.
 
     Where the model lies, all is computed; `dtype` is what is timed. `keep` is given the rows so far after each recipe.
+    One that fails is said, and the others go on.
     """
     place = next(model.parameters()).device
     text = (text[0].to(place), text[1].to(place), text[2].to(place))
@@ -62,13 +65,19 @@ def bench_recipes(
     findings = CompressFindings()
     clocks = clocks_of(model, tokens, dtype)
     for name in recipes:
-        recipe = read_recipe(name)
-        small = shrink(model, recipe, train, say)
-        guess = clocks.expected(small)
-        judged = judge({PLAIN: model, "small": small}, tokens, targets, seconds, dtype)
-        losses, why = _peer_losses(peers, model, name, text)
-        findings.rows += rows_of(name, case, guess, judged["small"], judged[PLAIN], losses, why)
-        findings.points.append(point_of(name, guess, judged, losses, model, small))
+        try:
+            small = shrink(model, read_recipe(name), train, say)
+            guess = clocks.expected(small)
+            judged = judge({PLAIN: model, "small": small}, tokens, targets, seconds, dtype)
+            losses, why = _peer_losses(peers, model, name, text)
+            rows = rows_of(name, case, guess, judged["small"], judged[PLAIN], losses, why)
+            point = point_of(name, guess, judged, losses, model, small)
+        except (UsageError, RuntimeError) as error:  # a kernel that does not fit, or memory that ran out
+            findings.failed[name] = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            say(f"{name} failed and has no rows: {findings.failed[name]}")
+            continue
+        findings.rows += rows
+        findings.points.append(point)
         keep(findings.rows)
         say(f"{name}: loss {judged['small'].loss:.4f} ({judged['small'].loss - judged[PLAIN].loss:+.4f})")
     return findings

@@ -15,11 +15,14 @@ import triton.language as tl
 from torch import Tensor
 
 from tilemesh.kernels.launch.call import Place
-from tilemesh.kernels.launch.steps import Argument, Descriptor, LaunchPlan, Pointer, Step, blocks
-from tilemesh.kernels.scaled_matmul.reference import by_library
+from tilemesh.kernels.launch.steps import Argument, Descriptor, FitError, LaunchPlan, Pointer, Step, blocks
+from tilemesh.kernels.scaled_matmul.reference import by_library, scaled_matmul
 
 _TOGETHER = 4  # rows of tiles that are computed before the next columns
 _FEW, _MANY = 64, 4096  # rows
+HOPPER_SHARED_BYTES = 227 << 10  # of a block, on an H100 or H200
+_TILES = ((128, 256, 128, 8), (128, 128, 128, 8), (64, 64, 256, 4))
+_STAGES = (4, 3, 2)
 
 
 @triton.jit
@@ -61,12 +64,13 @@ def scaled_product(
 
 def plan(
     places: Mapping[str, Place], *, multiprocessors: int, interpreted: bool = False,
-    tile: tuple[int, int, int, int, int] | None = None, flatten: bool = True, together: int = _TOGETHER,
+    shared_bytes: int = HOPPER_SHARED_BYTES, tile: tuple[int, int, int, int, int] | None = None, flatten: bool = True,
+    together: int = _TOGETHER,
 ) -> LaunchPlan:  # fmt: skip
-    """`tile`: rows, columns, inputs, warps and stages of a program."""
+    """`tile`: rows, columns, inputs, warps and stages of a program. `shared_bytes`: the shared memory of a block."""
     x, w = places["x"], places["w"]
     (m, k), n = x.shape, w.shape[0]
-    high, across, deep, warps, stages = tile or _tile(m, n)
+    high, across, deep, warps, stages = tile or tile_of(m, n, places["y"].dtype, shared_bytes)
     arguments: dict[str, Argument] = {
         "x": Descriptor("x", x.shape, x.strides, (high, deep)),
         "w": Descriptor("w", w.shape, w.strides, (across, deep)),
@@ -82,12 +86,27 @@ def plan(
     return LaunchPlan((step,))
 
 
-def _tile(rows: int, outputs: int) -> tuple[int, int, int, int, int]:
-    """Rows, columns and inputs of a tile, warps and stages: the best of those tried on an H200, see
-    docs/compress/LOG.md."""
-    if rows <= _FEW:
-        return _FEW, 64, 256, 4, 4
-    return (128, 128, 128, 8, 4) if rows * outputs <= 2048 * 2048 else (128, 256, 128, 8, 4)
+def tile_of(rows: int, outputs: int, dtype: str, limit_bytes: int) -> tuple[int, int, int, int, int]:
+    """Rows, columns and inputs of a tile, warps and stages: the best of those tried on an H200 (docs/compress/LOG.md)
+    that fits the shared memory of a block; fewer stages, then smaller tiles, where it does not."""
+    small = 2 if rows <= _FEW else 1 if rows * outputs <= 2048 * 2048 else 0
+    for tile in _TILES[small:]:
+        for stages in _STAGES[:2] if tile is _TILES[0] else _STAGES:  # two of the widest were not tried
+            if bytes_of_tile((*tile, stages), dtype) <= limit_bytes:
+                return (*tile, stages)
+    raise FitError(f"a product of 8-bit codes needs {bytes_of_tile((*tile, stages), dtype)} bytes of shared memory per "
+                   f"block, this GPU has {limit_bytes}")  # fmt: skip
+
+
+def bytes_of_tile(tile: tuple[int, int, int, int, int], dtype: str) -> int:
+    """Shared memory of a block, at most: the codes of all stages with a barrier each, and the results on their way from
+    the tensor cores' order to memory's, which are there at the same time (the loop over tiles is flattened). Triton
+    moves the widest tile's results of 16 bits in two halves."""
+    high, across, deep, _, stages = tile
+    results = high * across * (4 if dtype == "float32" else 2)
+    if across == 256 and dtype != "float32":
+        results //= 2
+    return stages * ((high + across) * deep + 8) + results
 
 
 def library_is_quicker(x: Tensor, weight: Tensor, code: str, dtype: str) -> bool:
@@ -107,6 +126,14 @@ def forward(launch: Any, x: Tensor, weight: Tensor, x_scales: Tensor, scales: Te
     if code == "fp8" and not on_cpu:  # Triton's interpreter has no such memory
         x, weight = x.view(torch.float8_e4m3fn), weight.view(torch.float8_e4m3fn)
     given = {"x": x, "w": weight, "x_scales": x_scales.contiguous(), "scales": scales.contiguous(), "y": y}
-    count = 4 if on_cpu else torch.cuda.get_device_properties(x.device).multi_processor_count
-    launch(plan, given, written=("y",), multiprocessors=count, interpreted=on_cpu)
+    device = {"multiprocessors": 4}
+    if not on_cpu:
+        known = torch.cuda.get_device_properties(x.device)
+        device = {
+            "multiprocessors": known.multi_processor_count, "shared_bytes": known.shared_memory_per_block_optin,
+        }  # fmt: skip
+    try:
+        launch(plan, given, written=("y",), **device, interpreted=on_cpu)
+    except FitError:  # another GPU's shared memory, or another Triton's use of it
+        y = scaled_matmul.reference(x, weight, x_scales, scales, code=code, dtype=dtype)  # type: ignore[attr-defined]
     return y
