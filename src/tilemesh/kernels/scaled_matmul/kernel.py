@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tilemesh.kernels.launch.call import Place
+from tilemesh.kernels.launch.gpu import device_index, gpu_of
 from tilemesh.kernels.launch.steps import Argument, Descriptor, FitError, LaunchPlan, Pointer, Step, blocks
 from tilemesh.kernels.scaled_matmul.reference import by_library, scaled_matmul
 
@@ -128,10 +129,8 @@ def forward(launch: Any, x: Tensor, weight: Tensor, x_scales: Tensor, scales: Te
     given = {"x": x, "w": weight, "x_scales": x_scales.contiguous(), "scales": scales.contiguous(), "y": y}
     device = {"multiprocessors": 4}
     if not on_cpu:
-        known = torch.cuda.get_device_properties(x.device)
-        device = {
-            "multiprocessors": known.multi_processor_count, "shared_bytes": known.shared_memory_per_block_optin,
-        }  # fmt: skip
+        gpu = gpu_of(device_index(x.device))
+        device = {"multiprocessors": gpu.multiprocessors, "shared_bytes": gpu.shared_bytes}
     try:
         launch(plan, given, written=("y",), **device, interpreted=on_cpu)
     except FitError:  # another GPU's shared memory, or another Triton's use of it
