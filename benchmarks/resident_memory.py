@@ -63,7 +63,13 @@ void _ZN3c108free_cpuEPv(void *data) { if (data) free(((void **)data)[-1]); }
 
 # Runs inside every rank: Python imports it when it starts.
 WATCH = r"""
-import os, sys, threading
+import atexit, os, sys, threading
+def used(folder):
+    import json, resource
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    told = {"page_faults": usage.ru_minflt, "user_s": usage.ru_utime, "system_s": usage.ru_stime}
+    with open(os.path.join(folder, f"{os.getpid()}.used"), "w") as file:
+        json.dump(told, file)
 def watch(folder):
     import ctypes, json, time
     names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()
@@ -102,7 +108,9 @@ def watch(folder):
         time.sleep(0.015)
 folder = os.environ.get("RESIDENT_MEMORY")
 if folder and ("tilemesh.launch.rank" in sys.orig_argv or "dp=1" in sys.orig_argv):
-    threading.Thread(target=watch, args=(folder,), daemon=True).start()
+    atexit.register(used, folder)
+    if "RESIDENT_MEMORY_WATCH" in os.environ:
+        threading.Thread(target=watch, args=(folder,), daemon=True).start()
 """
 
 NORM = """
@@ -159,9 +167,9 @@ def run(case: Case, cores: list[int], work: Path, ends: float) -> dict[str, obje
     folder = work / case.name.replace(" ", "-").replace(",", "")
     folder.mkdir()
     environ = {**os.environ, **case.environ, "CUDA_VISIBLE_DEVICES": "", "XDG_CACHE_HOME": str(work / "cache")}
-    environ["PYTHONPATH"] = f"{work}/watch:{SOURCE}" if case.watched else str(SOURCE)
+    environ |= {"PYTHONPATH": f"{work}/watch:{SOURCE}", "RESIDENT_MEMORY": str(folder)}
     if case.watched:
-        environ["RESIDENT_MEMORY"] = str(folder)
+        environ["RESIDENT_MEMORY_WATCH"] = "1"
     if case.layout:
         mesh, sets = LAYOUTS[case.layout]
         shared = f"train.steps={STEPS},checkpoint.every=0,evaluate.every=0,sample.tokens=0"
@@ -196,6 +204,7 @@ def run(case: Case, cores: list[int], work: Path, ends: float) -> dict[str, obje
     said = [line for line in done.stdout.splitlines() if line.startswith("step ")]
     steps = {key: round(1e3 * summary["step_time_s"][key], 1) for key in ("median", "p20", "p80")}
     row |= {"grown_mib": grown, "step_ms": steps, "backend": summary["backend"], "told": [said[0], said[-1]]}
+    row["used"] = [json.loads(path.read_text()) for path in folder.glob("*.used")]
     if case.watched:
         told = [json.loads(path.read_text()) for path in folder.glob("*.json")]
         row["fullest"] = max(told, key=lambda one: one["VmRSS"]) if told else "not watched"
@@ -208,6 +217,7 @@ def shown(row: dict[str, object]) -> str:
     text = (
         f"{row['case']}: grown {row['grown_mib']} MiB, step {row['step_ms']} ms, {row['backend']}, {row['seconds']} s"
     )
+    text += f"\n  {row['used']}"
     fullest = row.get("fullest")
     if isinstance(fullest, dict):
         numbers = {key: round(value) for key, value in fullest.items() if isinstance(value, float)}
