@@ -201,7 +201,7 @@ def run(case: Case, cores: list[int], work: Path, ends: float) -> dict[str, obje
         round((peak - base) / 2**20, 1)
         for peak, base in zip(summary["peak_memory_bytes"], summary["memory_baseline_bytes"], strict=True)
     ]
-    said = [line for line in done.stdout.splitlines() if line.startswith("step ")]
+    said = [line for line in done.stdout.splitlines() if line.startswith("step  ") and "loss" in line]
     steps = {key: round(1e3 * summary["step_time_s"][key], 1) for key in ("median", "p20", "p80")}
     row |= {"grown_mib": grown, "step_ms": steps, "backend": summary["backend"], "told": [said[0], said[-1]]}
     row["used"] = [json.loads(path.read_text()) for path in folder.glob("*.used")]
