@@ -181,6 +181,14 @@ def test_a_sentence_breaks_between_words(is_terminal: bool, monkeypatch: pytest.
     assert [line.strip() for line in console.file.getvalue().splitlines()] == ["what was written is", "in", path, "now"]
 
 
+def test_a_percent_sign_stays_with_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "20")
+    console = Console(file=io.StringIO(), force_terminal=False)
+    print_words("as it is counted 10 % of it", console)
+    assert isinstance(console.file, io.StringIO)
+    assert console.file.getvalue() == "as it is counted\n10 % of it\n"
+
+
 def test_a_sentence_in_a_pipe_fits_100_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("COLUMNS", raising=False)
     console = Console(file=io.StringIO(), force_terminal=False)

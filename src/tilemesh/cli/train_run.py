@@ -232,7 +232,7 @@ def _show_summary(result: Result, summary: Mapping[str, Any], console: Console) 
     words += f", first step after {format_seconds(first)}" if first is not None else "; there was nothing left to do"
     print_words(words, console)
     further = "" if summary["interrupted"] else f" --set train.steps={2 * summary['step']}"
-    console.print(f"written: {folder} ({CONFIG}, {METRICS}, {TRACE} for ui.perfetto.dev, {SUMMARY})", soft_wrap=True)
+    print_words(f"written: {folder} ({CONFIG}, {METRICS}, {TRACE} for ui.perfetto.dev, {SUMMARY})", console)
     if result.saved_step is None:
         return
     weights, step = result.saved_in or folder, result.saved_step

@@ -56,9 +56,10 @@ def pipe_width() -> int:
 
 def print_words(words: str, console: Console, style: str | None = None) -> None:
     """Print a sentence, broken between words where the line ends; longer words such as paths stay whole, and so does
-    what a NO-BREAK SPACE joins, a number and its unit, which is printed as an ordinary one."""
+    what a NO-BREAK SPACE joins, a number and its unit, printed as an ordinary one. Percent signs are joined."""
     width = console.width if console.is_terminal else max(pipe_width(), 1)
-    broken = (textwrap.fill(line, width, break_long_words=False, break_on_hyphens=False) for line in words.split("\n"))
+    lines = words.replace(" %", "\N{NO-BREAK SPACE}%").split("\n")
+    broken = (textwrap.fill(line, width, break_long_words=False, break_on_hyphens=False) for line in lines)
     text = "\n".join(broken).replace("\N{NO-BREAK SPACE}", " ")
     console.print(text, style=style, soft_wrap=True, markup=False)
 
