@@ -15,7 +15,7 @@ from rich.console import Console
 from tilemesh.measure import table
 from tilemesh.measure.row import Row
 from tilemesh.measure.sample import Sample
-from tilemesh.measure.table import PIPE_WIDTH, format_value, print_rows, print_words
+from tilemesh.measure.table import PIPE_WIDTH, format_value, print_rows, print_words, wrapped
 
 WIDE = 160
 """Where a cell takes one line; most tests are about what stands in it."""
@@ -181,12 +181,17 @@ def test_a_sentence_breaks_between_words(is_terminal: bool, monkeypatch: pytest.
     assert [line.strip() for line in console.file.getvalue().splitlines()] == ["what was written is", "in", path, "now"]
 
 
-def test_a_percent_sign_stays_with_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("unit", ["%", "s", "ms", "µs", "GiB", "B/s", "min"])
+def test_a_unit_stays_with_its_number(monkeypatch: pytest.MonkeyPatch, unit: str) -> None:
     monkeypatch.setenv("COLUMNS", "20")
     console = Console(file=io.StringIO(), force_terminal=False)
-    print_words("as it is counted 10 % of it", console)
+    print_words(f"as it is counted 10 {unit}, of it", console)
     assert isinstance(console.file, io.StringIO)
-    assert console.file.getvalue() == "as it is counted\n10 % of it\n"
+    assert console.file.getvalue() == f"as it is counted\n10 {unit}, of it\n"
+
+
+def test_a_number_and_a_word_may_be_parted() -> None:
+    assert wrapped("it takes all of 10 seconds", 18, "- ", "  ") == "- it takes all of\n  10 seconds"
 
 
 def test_a_sentence_in_a_pipe_fits_100_columns(monkeypatch: pytest.MonkeyPatch) -> None:

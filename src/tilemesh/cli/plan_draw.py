@@ -7,7 +7,6 @@ import json as jsonlib
 import shlex
 import shutil
 import sys
-import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +25,7 @@ from tilemesh.core.step.search import PassTimes, search
 from tilemesh.core.step.simulate import Timeline, simulate
 from tilemesh.core.step.slices import slice_lengths, slice_shares
 from tilemesh.core.step.text import from_csv, to_csv
-from tilemesh.measure.table import PIPE_WIDTH
+from tilemesh.measure.table import PIPE_WIDTH, wrapped
 from tilemesh.report.step_page import render
 
 MOST_PASSES = 40_000  # ranks x microbatches x chunks: beyond that making and proving takes minutes
@@ -80,7 +79,7 @@ def draw_step(asked: DrawQuestion, others: Sequence[str]) -> None:
     words = _words(program, timeline, curves, given)
     people = sys.stderr if asked.json == "-" else sys.stdout
     columns = shutil.get_terminal_size((PIPE_WIDTH, 0)).columns
-    print("\n".join(textwrap.fill(line, columns) for line in words.splitlines()), file=people)
+    print("\n".join(wrapped(line, columns) for line in words.splitlines()), file=people)
     print(draw.text(program, timeline, curves, columns), file=people)
     if asked.svg is not None:
         write_text(draw.svg(program, timeline, curves, words.splitlines()[0]), asked.svg)

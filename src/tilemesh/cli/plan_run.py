@@ -6,7 +6,6 @@ import json as jsonlib
 import os
 import shlex
 import sys
-import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast, get_args
@@ -27,6 +26,7 @@ from tilemesh.core.hardware import Cluster, parse_cluster
 from tilemesh.core.plan import ParallelPlan
 from tilemesh.core.units import format_bytes, format_count, format_seconds, parse_count, parse_fraction
 from tilemesh.measure.machine import this_machine
+from tilemesh.measure.table import wrapped
 from tilemesh.model.config import PRESETS, ModelConfig
 from tilemesh.model.work.task import Code
 from tilemesh.model.work.weights import count_parameters
@@ -103,7 +103,7 @@ def run(asked: PlanQuestion) -> None:
     console.print("Why the first" if len(result.predictions) > 1 else "Why")
     reasons = _reasons(result)
     for line in reasons:
-        console.print(textwrap.fill(line, console.width, initial_indent="  - ", subsequent_indent="    "))
+        console.print(wrapped(line, console.width, "  - ", "    "), soft_wrap=True)
     if asked.save is not None:
         _save(result, asked.save)
         console.print(f"plan: {asked.save}{_cannot_train(result.best.plan)}", soft_wrap=True)

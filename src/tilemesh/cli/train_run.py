@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import sys
-import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +21,7 @@ from tilemesh.core.units import format_bytes, format_seconds, parse_seconds
 from tilemesh.launch.rank import INTERRUPTED_CODE, run_command
 from tilemesh.measure.machine import stamp, usable_gpus
 from tilemesh.measure.row import write_rows
-from tilemesh.measure.table import print_rows, print_words
+from tilemesh.measure.table import print_rows, print_words, wrapped
 from tilemesh.runs import folder as folders
 from tilemesh.runs.names import CHECKPOINTS, CONFIG, METRICS, SAMPLE, SUMMARY, TRACE
 from tilemesh.train.check import check_job
@@ -109,8 +108,7 @@ def show_preview(asked: Asked) -> int:
     width = min(console.width, WIDTH) if console.is_terminal else WIDTH
     for subject, words in seen.lines():
         start = f"{subject + ':':9}"
-        text = textwrap.wrap(words, width - len(start), break_long_words=False, break_on_hyphens=False)
-        console.print(start + f"\n{' ' * len(start)}".join(text), soft_wrap=True)
+        console.print(wrapped(words, width, start, " " * len(start)), soft_wrap=True)
     console.print("nothing was started: leave --dry-run out to train", soft_wrap=True)
     if asked.json is not None:
         write_rows(seen.rows(), asked.json)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -55,13 +56,24 @@ def pipe_width() -> int:
 
 
 def print_words(words: str, console: Console, style: str | None = None) -> None:
-    """Print a sentence, broken between words where the line ends; longer words such as paths stay whole, and so does
-    what a NO-BREAK SPACE joins, a number and its unit, printed as an ordinary one. Percent signs are joined."""
+    """Print a sentence, broken between words where the line ends; longer words such as paths stay whole."""
     width = console.width if console.is_terminal else max(pipe_width(), 1)
-    lines = words.replace(" %", "\N{NO-BREAK SPACE}%").split("\n")
-    broken = (textwrap.fill(line, width, break_long_words=False, break_on_hyphens=False) for line in lines)
-    text = "\n".join(broken).replace("\N{NO-BREAK SPACE}", " ")
-    console.print(text, style=style, soft_wrap=True, markup=False)
+    broken = (wrapped(line, width) for line in words.split("\n"))
+    console.print("\n".join(broken), style=style, soft_wrap=True, markup=False)
+
+
+def wrapped(words: str, width: int, indent: str = "", further: str = "") -> str:
+    """Words broken between them, the first line behind `indent` and others behind `further`. A number stays with its
+    unit, and so does what a NO-BREAK SPACE joins, which becomes an ordinary one."""
+    joined = _UNIT.sub("\N{NO-BREAK SPACE}", words)
+    lines = textwrap.fill(
+        joined, width, initial_indent=indent, subsequent_indent=further, break_long_words=False, break_on_hyphens=False
+    )
+    return lines.replace("\N{NO-BREAK SPACE}", " ")
+
+
+_UNIT = re.compile(r"(?<=\d) (?=(?:%|(?:[KMGTP]i?)?B(?:/s)?|[mµn]?s|min|h)(?!\w))")
+"""The space between a number and its unit."""
 
 
 def render(rows: Sequence[Row], width: int = PIPE_WIDTH) -> str:
