@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -30,9 +32,9 @@ class Block(nn.Module):
         return nn.functional.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
 
 
-@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("graphs", [None, False, True])
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-10), (torch.float32, 1e-4), (torch.bfloat16, 3e-2)])
-def test_a_step_equals_eager(dtype: torch.dtype, bound: float, graphs: bool) -> None:
+def test_a_step_equals_eager(dtype: torch.dtype, bound: float, graphs: bool | None) -> None:
     """In float32 and bfloat16 the reference is float64: our error stays within the bound, as torch's own does."""
     torch._dynamo.reset()
     torch.manual_seed(0)
@@ -55,6 +57,8 @@ def test_a_step_equals_eager(dtype: torch.dtype, bound: float, graphs: bool) -> 
         size += float(theirs.grad.square().sum())
     assert distance**0.5 <= bound * size**0.5
     assert all(piece.graph is not None for piece in backend.report.pieces)
+    # By default a program is recorded that takes the host longer than the GPU, as this one.
+    assert [piece.recorded for piece in backend.report.pieces] == [graphs is not False] * 2, str(backend.report)
     assert any(node.op == "region" for piece in backend.report.pieces for node in piece.graph.nodes())  # type: ignore[union-attr]
 
 
@@ -77,3 +81,76 @@ def test_a_tables_gradient_in_bfloat16() -> None:
     exact = torch.ops.aten.embedding_dense_backward(gradient.double(), tokens, 50, -1, False)
     ours = embedding_gradient(gradient, tokens, 50, -1, False)
     torch.testing.assert_close(ours.double(), exact, rtol=1e-2, atol=1e-2)
+
+
+class Scaled(nn.Module):
+    """A number that is a tensor of the host, as Gemma2 and Mistral have it."""
+
+    def __init__(self, drop: float = 0.0) -> None:
+        super().__init__()
+        self.drop = drop
+        self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.first(x)) * torch.tensor(8.0, dtype=x.dtype)
+        return self.second(nn.functional.dropout(hidden, self.drop, self.training and self.drop > 0)).softmax(-1)
+
+
+def test_recorded_programs_leave_results_to_their_caller() -> None:
+    """Results and gradients of earlier steps stay, two steps before one backward pass, gradients that are added up,
+    forward passes without gradients between them, and a CUDA graph that the caller captures."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = Scaled().cuda()
+    inputs = [torch.randn(16, 64, device="cuda") for _ in range(6)]
+    backend = Backend()
+    compiled = torch.compile(model, backend=backend)
+
+    def used(call: Any) -> list[torch.Tensor]:
+        torch.manual_seed(1)
+        model.zero_grad(set_to_none=True)
+        kept: list[torch.Tensor] = []
+        for x in inputs:
+            kept.append(call(x))
+            kept[-1].square().sum().backward()
+            kept.append(model.first.weight.grad)  # type: ignore[arg-type]
+            model.first.weight.grad = None
+            with torch.no_grad():
+                kept.append(call(x + 1))
+        for one, two in zip(inputs[:3], inputs[3:], strict=True):
+            (call(one) * call(two)).sum().backward()
+        return [*kept, *(weight.grad for weight in model.parameters() if weight.grad is not None)]
+
+    used(compiled)  # compiles and records
+    for mine, theirs in zip(used(compiled), used(model), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+    assert all(piece.recorded for piece in backend.report.pieces), str(backend.report)
+    with torch.no_grad():
+        model.eval()
+        stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+        for _ in range(3):
+            compiled(inputs[0])
+        torch.cuda.synchronize()
+        with torch.cuda.stream(stream):
+            compiled(inputs[0])
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            result = compiled(inputs[0])
+        graph.replay()
+        torch.testing.assert_close(result, compiled(inputs[0]), rtol=1e-5, atol=1e-6)
+
+
+def test_recorded_dropout_draws_what_eager_draws() -> None:
+    torch._dynamo.reset()
+    model = Scaled(0.25).cuda()
+    x = torch.randn(16, 64, device="cuda")
+    backend = Backend()
+    compiled = torch.compile(model, backend=backend)
+    for _ in range(3):
+        compiled(x).sum().backward()
+    torch.manual_seed(2)
+    mine = [compiled(x).detach() for _ in range(2)]
+    torch.manual_seed(2)
+    theirs = [model(x).detach() for _ in range(2)]
+    torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+    assert not torch.equal(*mine)

@@ -10,12 +10,14 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd
+from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -29,6 +31,7 @@ from tilemesh.graph.generated import server, way_for
 from tilemesh.graph.ir import Graph, Node
 from tilemesh.graph.joining import joined_products
 from tilemesh.graph.lower import NotServedError, apart, lower
+from tilemesh.graph.recorded import reason_against, recorded, waits_for_host
 from tilemesh.graph.regions import fused
 from tilemesh.graph.rewrite import Applied
 from tilemesh.graph.rotations import with_rotations
@@ -48,6 +51,9 @@ class Compiled:
     before: Graph | None = None  # as it was lowered
     run: Callable[[list[Any]], Any] | None = None
     given: int = 0  # inputs of a call; further ones of the graph are tensors that the program holds
+    held: Sequence[Any] = ()  # these
+    recorded: bool = False  # as a CUDA graph
+    unrecorded: str = ""  # why not, where it would be
 
     @property
     def opaque(self) -> list[str]:
@@ -72,6 +78,8 @@ class Report:
                 lines.append(
                     f"{place}: {piece.nodes_before} operators became {after}, {len(piece.opaque)} of them torch's own,"
                     f" by {len(piece.steps)} rewrites in {piece.seconds:.2f} s"
+                    + (", one CUDA graph" if piece.recorded else "")
+                    + (f", not recorded: {piece.unrecorded}" if piece.unrecorded else "")
                 )
         return "\n".join(lines)
 
@@ -79,20 +87,24 @@ class Report:
 class Backend:
     """A backend for torch.compile that keeps a report. `tilemesh` is the one that torch finds by name."""
 
-    def __init__(self, kernels: bool = True, cuda_graphs: bool = False, rematerialise: bool | None = None) -> None:
+    def __init__(
+        self, kernels: bool = True, cuda_graphs: bool | None = None, rematerialise: bool | None = None
+    ) -> None:
         self.report = Report([])
         self.ahead: AheadCompilers | None = None  # after a model was compiled it has no processes
         self.kernels = kernels  # False: operator by operator, for comparison
-        self.cuda_graphs = cuda_graphs  # record each program on a GPU once and replay it: no cost on the host
+        # Record programs on a GPU once and replay them: no cost on the host. None: those that wait for the host.
+        self.cuda_graphs = cuda_graphs
         # Whether the backward program computes cheap values again instead of reading them: None, on a GPU alone.
         self.rematerialise = rematerialise
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
         way = way_for(_device(inputs)) if self.kernels else None
         compilers: list[Any] = [functools.partial(self._compile, way=way)] * 3
-        if self.cuda_graphs and _device(inputs).type == "cuda":
+        if self.cuda_graphs is not False and _device(inputs).type == "cuda":
+            known: dict[str, bool] = {}
             compilers = [
-                functools.partial(self._recorded, way=way, given=len(inputs), kind=kind)
+                functools.partial(self._recorded, way=way, kind=kind, known=known)
                 for kind in ("forward", "backward", "inference")
             ]
         settings: dict[str, Any] = {"decompositions": decompositions()} if way is not None else {}
@@ -101,41 +113,34 @@ class Backend:
             settings["partition_fn"] = _partition
         names = ("fw_compiler", "bw_compiler", "inference_compiler")
         compiling = aot_autograd(**dict(zip(names, compilers, strict=True)), **settings)
-        # Processes that compile kernels start while torch traces the backward pass.
-        with AheadCompilers(None if way == "triton" else 0) as self.ahead:
+        # Processes that compile kernels start while torch traces the backward pass. torch would compile the backward
+        # program when it is first run; compiled here, its kernels are made beside the forward program's.
+        with AheadCompilers(None if way == "triton" else 0) as self.ahead, _backward_at_once(way):
             return compiling(module, inputs, **options)
 
     def _recorded(
-        self, module: fx.GraphModule, inputs: Sequence[Any], way: str | None, given: int, kind: str
+        self, module: fx.GraphModule, inputs: Sequence[Any], way: str | None, kind: str, known: dict[str, bool]
     ) -> Callable[[list[Any]], Any]:
-        """The program as a CUDA graph, by torch's own recorder, which shares memory between forward and backward.
+        """The program as a CUDA graph where it can be one. known: whether the forward program was recorded.
 
-        What lies at one address in every call (weights, and what the forward program hands to the backward one) is
-        read where it is; other inputs are copied first.
+        The recorder takes it that what the forward program leaves for the backward one lies where it lay before, which
+        holds only where both are recorded.
         """
-        from torch._dynamo.backends.cudagraphs import check_for_skip, get_device_index, get_stack_traces
-        from torch._inductor.cudagraph_trees import cudagraphify_impl
-        from torch._inductor.cudagraph_utils import get_placeholder_info
-        from torch._inductor.utils import count_tangents, num_fw_fixed_arguments
-
         run = self._compile(module, inputs, way)
-        fixed = count_tangents(module) if kind == "backward" else num_fw_fixed_arguments(given, len(inputs))
-        skip = check_for_skip(module, fixed)
-        if skip or any(_changes(value) for value in inputs):
+        if any(_changes(value) for value in inputs):
             return run
-        recorded: Callable[[list[Any]], Any] = cudagraphify_impl(
-            run,
-            list(inputs),
-            range(fixed),
-            device_index=get_device_index(module),
-            is_backward=kind == "backward",
-            is_inference=kind == "inference",
-            stack_traces=get_stack_traces(module),
-            placeholders=get_placeholder_info(module.graph),
-            mutated_input_idxs=(),
-        )
-        recorded._boxed_call = True  # type: ignore[attr-defined]
-        return recorded
+        piece = self.report.pieces[-1]
+        if kind == "backward":
+            wanted = known.get("forward", False)
+        else:
+            wanted = self.cuda_graphs or (piece.graph is not None and waits_for_host(piece.graph))
+        if not wanted:
+            return run
+        piece.unrecorded = reason_against(piece.graph, module, inputs, piece.held)
+        if piece.unrecorded:
+            return run
+        known[kind] = piece.recorded = True
+        return recorded(run, module, inputs, kind)
 
     def _compile(self, module: fx.GraphModule, inputs: Sequence[Any], way: str | None) -> Callable[[list[Any]], Any]:
         if any(_changes(value) for value in inputs):
@@ -143,12 +148,12 @@ class Backend:
         began = time.perf_counter()
         count = sum(node.op == "call_function" for node in module.graph.nodes)
         try:
-            run, before, graph, steps = compiled(module, inputs, way, self.ahead)
+            run, before, graph, steps, held = compiled(module, inputs, way, self.ahead)
         except NotServedError as error:
             self.report.pieces.append(Compiled(count, None, (), time.perf_counter() - began, str(error)))
             return make_boxed_func(module.forward)
         took = time.perf_counter() - began
-        self.report.pieces.append(Compiled(count, graph, steps, took, "", before, run, len(inputs)))
+        self.report.pieces.append(Compiled(count, graph, steps, took, "", before, run, len(inputs), held))
         return run
 
     def _by_sizes(self, module: fx.GraphModule, way: str | None) -> Callable[[list[Any]], Any]:
@@ -180,6 +185,14 @@ class Backend:
             static = make_fx(at_these_sizes, tracing_mode="fake")(*tensors)
         with AheadCompilers(None if way == "triton" else 0) as self.ahead:
             return self._compile(static, tensors, way)
+
+
+def _backward_at_once(way: str | None) -> AbstractContextManager[Any]:
+    """Where compiling takes long, torch is asked for the backward program together with the forward one."""
+    if way in (None, "c") or not hasattr(functorch_config, "force_non_lazy_backward_lowering"):
+        return nullcontext()
+    patch: AbstractContextManager[Any] = functorch_config.patch(force_non_lazy_backward_lowering=True)
+    return patch
 
 
 def _partition(joint: fx.GraphModule, inputs: Any, **settings: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
@@ -214,8 +227,9 @@ def _device(inputs: Sequence[Any]) -> torch.device:
 
 def compiled(
     module: fx.GraphModule, inputs: Sequence[Any], way: str | None = None, ahead: AheadCompilers | None = None
-) -> tuple[Callable[[list[Any]], Any], Graph, Graph, Sequence[Applied]]:
-    """A traced module as a boxed function (it may free its inputs), its graph before and after, and the rewrites."""
+) -> tuple[Callable[[list[Any]], Any], Graph, Graph, Sequence[Applied], Sequence[Any]]:
+    """A traced module as a boxed function (it may free its inputs), its graph before and after, the rewrites, and the
+    tensors that it holds."""
     lowered = lower(module, kernels=way is not None)
     better, steps = simplify(lowered.graph, ALGEBRA)
     better, _ = joined_products(better)
@@ -226,7 +240,7 @@ def compiled(
     run = program(better, _device(inputs), [*inputs, *extra], way, ahead)
     nodes = iter(range(len(returned)))
     kept = [next(nodes) if isinstance(value, Node) else None for value in returned]
-    return _boxed(run, extra, kept, returned), lowered.graph, better, steps
+    return _boxed(run, extra, kept, returned), lowered.graph, better, steps, extra
 
 
 def as_kernels(graph: Graph, way: str) -> Graph:
@@ -268,7 +282,8 @@ def tilemesh(
 ) -> Any:
     """The backend that `torch.compile(model, backend="tilemesh")` finds.
 
-    mode="reduce-overhead" or options={"cuda_graphs": True} records CUDA graphs on a GPU.
+    On a GPU, programs that wait for the host are recorded as CUDA graphs; mode="reduce-overhead" or
+    options={"cuda_graphs": True} records all, options={"cuda_graphs": False} none.
     """
     if mode is not None and mode not in MODES:
         raise unknown("mode", mode, MODES)
@@ -276,6 +291,6 @@ def tilemesh(
     for name, value in given.items():
         if name not in OPTIONS:
             raise unknown("option", name, OPTIONS)
-        if not isinstance(value, bool) and not (name == "rematerialise" and value is None):
+        if not isinstance(value, bool) and not (name != "kernels" and value is None):
             raise UsageError(f"option {name} is {value!r}; give True or False")
     return Backend(**given)(module, inputs)

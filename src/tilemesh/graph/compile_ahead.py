@@ -4,24 +4,28 @@ Triton compiles one kernel at a time in a process (its functions are not safe to
 is `python -m tilemesh.graph.compile_ahead`: it reads one job per line of its input as JSON, compiles it for a named
 target into Triton's cache on disk, and answers with a line. The process that launches kernels then finds them there.
 Workers start before torch traces the backward pass; jobs are handed over as soon as a program's kernels are written,
-and nobody waits for them until all programs of a model are.
+and nobody waits for them until all programs of a piece are. A model that torch cuts into many pieces finds the workers
+of the last piece: they end when they had nothing to do for a while.
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
+import itertools
 import json
 import os
+import queue
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
 from types import TracebackType
 from typing import Any
 
 MOST_WORKERS = 8
+IDLE_S = 20.0  # after which a worker that was given nothing ends
 
 
 class AheadCompilers:
@@ -30,25 +34,18 @@ class AheadCompilers:
     def __init__(self, count: int | None = None) -> None:
         free = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         self.count = min(MOST_WORKERS, free // 2) if count is None else count
-        self.workers: list[subprocess.Popen[str]] = []
-        self.given: list[int] = []  # to each worker, the length of its jobs' texts
+        self.open = False  # takes jobs
+        self.wanted = True
+        self.given = 0
+        self.answered = threading.Semaphore(0)
         self.done = 0
+        self.own: dict[Hashable, Callable[[], None]] = {}
         self.warming: threading.Thread | None = None
 
     def __enter__(self) -> AheadCompilers:
-        for _ in range(self.count):
-            self.workers.append(
-                subprocess.Popen(
-                    [sys.executable, "-m", "tilemesh.graph.compile_ahead"],
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.DEVNULL,
-                    text=True,
-                    env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
-                )
-            )
-            self.given.append(0)
-        if self.workers:
+        self.open = self.count > 0
+        if self.open:
+            _WORKERS.at_least(self.count)
             import tilemesh.kernels.launch.program  # noqa: F401  here and not in the thread: torch imports Triton as well
 
             self.warming = threading.Thread(target=_warm, daemon=True)
@@ -59,18 +56,13 @@ class AheadCompilers:
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
         """Waits for what was handed over; after an error nobody needs it."""
-        for worker in self.workers:
-            if kind is not None:
-                worker.kill()
-            assert worker.stdin is not None
-            with suppress(BrokenPipeError):
-                worker.stdin.close()
-        for worker in self.workers:
-            assert worker.stdout is not None
-            self.done += worker.stdout.read().split().count("done")
-            worker.stdout.close()
-            worker.wait()
-        self.workers.clear()
+        self.open = False
+        self.wanted = kind is None
+        if self.wanted:
+            for make in self.own.values():
+                make()
+            for _ in range(self.given):
+                self.answered.acquire()
         self.warmed()
 
     def warmed(self) -> None:
@@ -80,15 +72,106 @@ class AheadCompilers:
             self.warming = None
 
     def hand_over(self, jobs: Sequence[dict[str, Any]]) -> None:
-        """Gives jobs to the workers that have least to do. The longest texts are likely the slowest: they begin."""
-        for job in sorted(jobs, key=lambda job: -job["length"]):
-            place = self.given.index(min(self.given))
-            self.given[place] += job["length"]
-            stdin = self.workers[place].stdin
-            assert stdin is not None
-            with suppress(BrokenPipeError):  # a worker that is gone: its share is compiled by the caller
-                stdin.write(json.dumps(job) + "\n")
-                stdin.flush()
+        """Gives jobs to whoever is free."""
+        self.given += len(jobs)
+        _WORKERS.give(jobs, self)
+
+    def meanwhile(self, made: Mapping[Hashable, Callable[[], None]]) -> None:
+        """What this process makes itself, once for each key, while it waits for the others: hand-written kernels."""
+        self.own |= made
+
+    def answer(self, done: bool) -> None:
+        self.done += done
+        self.answered.release()
+
+
+class _Workers:
+    """The workers of this process, for all that compile in it. The longest texts are likely the slowest: they begin."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.alive: list[_Worker] = []
+        self.jobs: queue.PriorityQueue[tuple[int, int, dict[str, Any], AheadCompilers]] = queue.PriorityQueue()
+        self.numbers = itertools.count()
+
+    def at_least(self, count: int) -> None:
+        with self.lock:
+            self._at_least(count)
+
+    def _at_least(self, count: int) -> None:
+        for _ in range(count - len(self.alive)):
+            self.alive.append(_Worker(self))
+            self.alive[-1].start()
+
+    def give(self, jobs: Sequence[dict[str, Any]], giver: AheadCompilers) -> None:
+        cache = os.environ.get("TRITON_CACHE_DIR", "")  # a worker may be older than this setting
+        with self.lock:
+            for job in jobs:
+                self.jobs.put((-job["length"], next(self.numbers), {**job, "cache": cache}, giver))
+            self._at_least(giver.count)
+
+    def may_end(self, worker: _Worker) -> bool:
+        """Whether an idle worker may end. What is given meanwhile is seen by it, or by another that starts."""
+        with self.lock:
+            if not self.jobs.empty():
+                return False
+            self.alive.remove(worker)
+            return True
+
+
+class _Worker(threading.Thread):
+    """Hands jobs to a process of its own, one at a time."""
+
+    def __init__(self, workers: _Workers) -> None:
+        super().__init__(daemon=True)
+        self.workers = workers
+        self.process = self._begin()
+
+    def _begin(self) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-m", "tilemesh.graph.compile_ahead"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+        )
+
+    def run(self) -> None:
+        while True:
+            try:
+                _, _, job, giver = self.workers.jobs.get(timeout=IDLE_S)
+            except queue.Empty:
+                if self.workers.may_end(self):
+                    break
+                continue
+            giver.answer(giver.wanted and self._compiled(job))
+        self._end()
+
+    def _compiled(self, job: dict[str, Any]) -> bool:
+        if self.process.poll() is not None:  # it was ended from outside
+            self._end()
+            self.process = self._begin()
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        try:
+            self.process.stdin.write(json.dumps(job) + "\n")
+            self.process.stdin.flush()
+        except BrokenPipeError:
+            return False
+        return self.process.stdout.readline().strip() == "done"
+
+    def _end(self) -> None:
+        for stream in (self.process.stdin, self.process.stdout):
+            assert stream is not None
+            with suppress(BrokenPipeError):
+                stream.close()
+        self.process.wait()
+
+
+_WORKERS = _Workers()
+if hasattr(os, "register_at_fork"):  # threads do not live on in a process that was forked, and the pipes are another's
+    os.register_at_fork(after_in_child=_WORKERS.__init__)  # type: ignore[misc]
 
 
 def _warm() -> None:
@@ -109,6 +192,9 @@ def _key_of_triton() -> None:
 
 
 def _compile(job: dict[str, Any]) -> None:
+    os.environ.pop("TRITON_CACHE_DIR", None)
+    if job.get("cache"):
+        os.environ["TRITON_CACHE_DIR"] = job["cache"]
     from triton.backends.compiler import GPUTarget
 
     from tilemesh.kernels.launch.program import Operand, compile_step

@@ -60,6 +60,9 @@ class Emitted:
                 raise UsageError(f"a graph with regions on {device}, where nothing compiles kernels")
             given = examples(graph, device) if inputs is None else inputs
             prepare(self.regions, self.function, given, device, chosen, ahead)
+        if ahead is not None and ahead.open:
+            calls = [value for value in writer.values.values() if isinstance(value, KernelCall)]
+            ahead.meanwhile({(call.use, call.laid): call.made for call in calls if call.laid})
 
     def __call__(self, *tensors: Any) -> tuple[Any, ...]:
         return self.function(list(tensors))

@@ -154,7 +154,7 @@ def _launches(
     from tilemesh.graph import kernel_triton
 
     written_plans = kernel_triton.launch_plans(plans, device)
-    if ahead is not None and ahead.workers:
+    if ahead is not None and ahead.open:
         _hand_over(written_plans, calls, ahead)
     return [
         _triton_launch(plan, written, call, way) for call, (plan, written) in zip(calls, written_plans, strict=True)

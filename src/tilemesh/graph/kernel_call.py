@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 from tilemesh import kernels
 from tilemesh.graph.by_torch import run_torch
@@ -15,6 +17,7 @@ from tilemesh.graph.size import known
 from tilemesh.graph.templates import ASIDE, KernelUse
 
 Tensor = torch.Tensor
+Laid = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, torch.device]  # a tensor's shape, strides, dtype and device
 
 
 def kernel_of(node: Node) -> KernelUse | None:
@@ -51,14 +54,27 @@ class KernelCall:
         outputs = [output for output, place in zip(body.outputs, use.results, strict=True) if place == ASIDE]
         self.aside = Graph(body.inputs, tuple(outputs)) if outputs else None
         self.shapes = [[known(size, {}) for size in output.shape] for output in body.outputs]
+        self.laid: tuple[Laid, ...] = ()  # how operands lie, from a run on tensors without data
         public = getattr(kernels, use.kernel)  # which also registers the operator with torch
         self.run = self._product if use.kernel == "fused_matmul" else self._rows(public)
 
     def __call__(self, *tensors: Tensor) -> list[Tensor]:
+        if not self.laid and isinstance(tensors[0], FakeTensor):
+            self.laid = tuple((tuple(each.shape), each.stride(), each.dtype, each.device) for each in tensors)
         results = self.run(*(tensors[place] for place in self.use.operands))
         aside = iter(run_torch(self.aside, *tensors) if self.aside else ())
         values = [next(aside) if place == ASIDE else results[place] for place in self.use.results]
         return [value.view(shape) for value, shape in zip(values, self.shapes, strict=True)]
+
+    def made(self) -> None:
+        """Has the kernel compiled, by a run on zeros that lie as operands will. What is wrong shows when it is used."""
+        with unset_fake_temporarily(), torch.no_grad(), suppress(Exception):
+            self(
+                *(
+                    torch.empty_strided(at, strides, dtype=kind, device=on).zero_()
+                    for at, strides, kind, on in self.laid
+                )
+            )
 
     def _product(self, a: Tensor, b: Tensor, c: Tensor | None = None) -> Any:
         settings = dict(self.use.settings)

@@ -13,9 +13,11 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils.flop_counter import flop_registry
 
 from tilemesh.core.errors import UsageError
+from tilemesh.graph import build
 from tilemesh.graph.aten import CONVOLUTIONS, FOR_KERNELS, LOWERED, SEVERAL
 from tilemesh.graph.ir import Graph, Node, make
 from tilemesh.graph.memory import owner
@@ -119,6 +121,10 @@ class _Lowering:
         for node in self.module.graph.nodes:
             if node.op == "placeholder":
                 self.values[node] = self._argument(node, next(self.names, node.name))
+            elif node.op == "get_attr" and self._is_number(node):
+                value = _attribute(self.module, str(node.target))
+                with unset_fake_temporarily():  # torch compiles under fake tensors; this one is real
+                    self.values[node] = build.constant(value.item(), (), dtype_name(value.dtype))
             elif node.op == "get_attr":
                 self.held[f"held {node.target}"] = _attribute(self.module, str(node.target))
                 self.values[node] = self._argument(node, f"held {node.target}")
@@ -133,6 +139,20 @@ class _Lowering:
         roots = [_root(value) for value in outputs if isinstance(value, fx.Node) and value in self.values]
         made = tuple(root.name if root.op == "call_function" else None for root in roots)
         return Lowered(Graph(tuple(self.inputs), nodes), self.held, flat, made)
+
+    def _is_number(self, node: fx.Node) -> bool:
+        """A number that the program was traced with, as a tensor of the host: it need not be read from there."""
+        value = _attribute(self.module, str(node.target))
+        if not isinstance(value, torch.Tensor) or isinstance(value, FakeTensor):
+            return False
+        if value.dim() or value.device.type != "cpu":
+            return False
+        if any(user.target is not torch.ops.aten.lift_fresh_copy.default for user in node.users):
+            return False
+        # A result that is a tensor of the host in a program for a GPU would become one of the GPU.
+        returned = self.module.graph.output_node().all_input_nodes
+        given = [each for each in self.module.graph.nodes if each.op == "placeholder"]
+        return all(_on_host(given)) or not any(_on_host(returned))
 
     def _argument(self, node: fx.Node, name: str) -> Node:
         value = node.meta.get("val")
@@ -211,6 +231,12 @@ class _Lowering:
         if extra:
             self.random = made
         return made
+
+
+def _on_host(nodes: Sequence[fx.Node]) -> list[bool]:
+    """For each node that is a tensor whether it lies in the host's memory."""
+    values = [node.meta.get("val") for node in nodes]
+    return [value.device.type == "cpu" for value in values if isinstance(value, torch.Tensor)]
 
 
 def _flops(node: fx.Node, value: Any) -> int:

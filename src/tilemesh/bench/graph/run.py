@@ -32,8 +32,8 @@ from tilemesh.measure.sample import Sample
 from tilemesh.measure.timing import LoopTimer, compare, reason_of
 
 OURS = "ours"
-PEERS = ("eager", "compile", "operators", "recorded")
-"""`operators`: our backend without kernels; `recorded`: our backend with CUDA graphs, on a GPU."""
+PEERS = ("eager", "compile", "operators", "recorded", "launched")
+"""`operators`: our backend without kernels; `recorded` and `launched`: all of it as CUDA graphs on a GPU, and none."""
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,7 @@ def bench_model(
 def _backend_of(peer: str) -> Any:
     if peer == "compile":
         return "inductor"
-    return Backend(kernels=False) if peer == "operators" else Backend(cuda_graphs=True)
+    return Backend(kernels=False) if peer == "operators" else Backend(cuda_graphs=peer == "recorded")
 
 
 def _compiled(trained: Trained, backend: Any) -> Callable[..., Any]:
