@@ -85,12 +85,12 @@ class AheadCompilers:
         self.answered.release()
 
 
-class _Workers:
+class CompilingProcesses:
     """The workers of this process, for all that compile in it. The longest texts are likely the slowest: they begin."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.alive: list[_Worker] = []
+        self.alive: list[CompilingProcess] = []
         self.jobs: queue.PriorityQueue[tuple[int, int, dict[str, Any], AheadCompilers]] = queue.PriorityQueue()
         self.numbers = itertools.count()
 
@@ -100,7 +100,7 @@ class _Workers:
 
     def _at_least(self, count: int) -> None:
         for _ in range(count - len(self.alive)):
-            self.alive.append(_Worker(self))
+            self.alive.append(CompilingProcess(self))
             self.alive[-1].start()
 
     def give(self, jobs: Sequence[dict[str, Any]], giver: AheadCompilers) -> None:
@@ -110,7 +110,7 @@ class _Workers:
                 self.jobs.put((-job["length"], next(self.numbers), {**job, "cache": cache}, giver))
             self._at_least(giver.count)
 
-    def may_end(self, worker: _Worker) -> bool:
+    def may_end(self, worker: CompilingProcess) -> bool:
         """Whether an idle worker may end. What is given meanwhile is seen by it, or by another that starts."""
         with self.lock:
             if not self.jobs.empty():
@@ -119,10 +119,10 @@ class _Workers:
             return True
 
 
-class _Worker(threading.Thread):
+class CompilingProcess(threading.Thread):
     """Hands jobs to a process of its own, one at a time."""
 
-    def __init__(self, workers: _Workers) -> None:
+    def __init__(self, workers: CompilingProcesses) -> None:
         super().__init__(daemon=True)
         self.workers = workers
         self.process = self._begin()
@@ -169,7 +169,7 @@ class _Worker(threading.Thread):
         self.process.wait()
 
 
-_WORKERS = _Workers()
+_WORKERS = CompilingProcesses()
 if hasattr(os, "register_at_fork"):  # threads do not live on in a process that was forked, and the pipes are another's
     os.register_at_fork(after_in_child=_WORKERS.__init__)  # type: ignore[misc]
 
