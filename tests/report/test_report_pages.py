@@ -314,6 +314,9 @@ def test_a_plans_page(browser: Any, tmp_path: Path) -> None:
     for width, dark in ((WIDE, False), (NARROW, True)):
         with browser.open(f"file://{tmp_path}/plan.html", width=width, dark=dark) as page:
             check(page, charts=4)
+            shown = page.value("document.body.textContent")
+            assert "Train: whether tilemesh train can run it." in shown  # every column that needs it is explained
+            assert "Each layout as formulas estimate it" in shown
 
 
 @pytest.mark.parametrize(

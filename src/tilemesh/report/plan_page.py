@@ -14,7 +14,7 @@ from tilemesh.plan.prediction import Prediction, trainable
 from tilemesh.report import timeline
 from tilemesh.report.bars import Bar, BarPart, bars
 from tilemesh.report.draw import Dots, Line, PageTable, Plot, PlotAxis, PlotLayer, Rule, chart, figure, grid
-from tilemesh.report.html import Child, Html, el, join, page, tied
+from tilemesh.report.html import Child, Html, coded, el, join, page, tied
 from tilemesh.report.rows import percent
 
 MOST_POINTS = 2000
@@ -102,7 +102,11 @@ def _table(result: SearchResult) -> Html:
          trainable(prediction.plan)]
         for number, prediction in enumerate(result.predictions, 1)
     ]  # fmt: skip
-    return grid(PageTable(head, rows))
+    words = (
+        "Memory: per rank. Bubble: idle time of the pipeline's schedule. Exposed: communication that does not hide "
+        "behind computing. Train: whether `tilemesh train` can run it."
+    )
+    return join(grid(PageTable(head, rows)), el("p", coded(words), class_="quiet"))
 
 
 def _numbered(number: int, prediction: Prediction) -> str:
@@ -163,7 +167,8 @@ def trade_off(result: SearchResult) -> Html:
     places = [points[i][0] / right for i in front]
     table = PageTable(["layout on the frontier", "step", "memory"], rows, places)
     hidden = sum(time > right for time, _ in points)
-    words = f"In closed form; {hidden:,} slower layouts lie to the right." if hidden else "In closed form."
+    words = "Each layout as formulas estimate it; the best ones, in the table above, were then simulated."
+    words += f" {hidden:,} slower layouts lie to the right." if hidden else ""
     return chart("Trade-off", words, plot, table, wide=True)
 
 
