@@ -124,10 +124,10 @@ def _matmul_call(dtype: str, size: int) -> Call:
     # Random values: a GPU's clock under load depends on how many bits flip, and zeros would flatter it.
     a, b = (torch.randn(size, size, device="cuda").to(DTYPES[dtype]) for _ in range(2))
     if dtype == "fp8":
-        one = torch.ones((), device="cuda")
+        scale = torch.ones((), device="cuda")
         # torch's only way to cuBLASLt's fp8 product; it wants the second matrix column-major.
         return lambda index: torch._scaled_mm(
-            a, b.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=True
+            a, b.t(), scale_a=scale, scale_b=scale, out_dtype=torch.bfloat16, use_fast_accum=True
         )
     out = torch.empty_like(a)
     return lambda index: torch.mm(a, b, out=out)

@@ -191,8 +191,8 @@ def local_gpu(calibration: Calibration, ranks: int, gpus: tuple[str, ...]) -> Me
 
 def _measured_cores(calibration: Calibration, cores: int) -> int:
     """How many cores `all_cores` were: a process that is bound to some of a machine's has fewer."""
-    found = re.search(r", (\d+) cores?,", calibration.words)
-    return max(cores, int(found[1])) if found else cores
+    match = re.search(r", (\d+) cores?,", calibration.words)
+    return max(cores, int(match[1])) if match else cores
 
 
 def rank_rates(

@@ -62,7 +62,7 @@ class ArenaProgram:
     ) -> Iterator[Token]:
         """Carry the program out. `is_met`: the ranks have just met, so its first meeting is behind it."""
         half = self.arena.half() if self.uses_stage else 0
-        for code, one, two in self.code[half]:
+        for code, into, origin in self.code[half]:
             if stopwatch is not None:
                 stopwatch.begin(_PARTS[code])
             if code == MEET:
@@ -70,36 +70,36 @@ class ArenaProgram:
                     yield from met(self.arena)
                 is_met = False
             else:
-                self._do(code, one, two, given, data)
+                self._do(code, into, origin, given, data)
         if stopwatch is not None:
             stopwatch.begin(None)
 
     def run(self, given: Array, data: Array, *, is_met: bool = False) -> None:
         """The same, blocking."""
         meet, do = self.arena.flags.meet, self._do
-        for code, one, two in self.code[self.arena.half() if self.uses_stage else 0]:
+        for code, into, origin in self.code[self.arena.half() if self.uses_stage else 0]:
             if code == MEET:
                 if not is_met:
                     meet()
                 is_met = False
             else:
-                do(code, one, two, given, data)
+                do(code, into, origin, given, data)
 
-    def _do(self, code: int, one: Any, two: Any, given: Array, data: Array) -> None:
+    def _do(self, code: int, into: Any, origin: Any, given: Array, data: Array) -> None:
         if code == PUT:
-            one[:] = given if two is None else given[two]
+            into[:] = given if origin is None else given[origin]
         elif code == GET:
-            target = data if one is None else data[one]
-            (target if two.ndim == 1 else target.reshape(two.shape))[:] = two
+            target = data if into is None else data[into]
+            (target if origin.ndim == 1 else target.reshape(origin.shape))[:] = origin
         elif code == REDUCE:
-            self.reducer(data if one is None else data[one], two)  # type: ignore[misc]
+            self.reducer(data if into is None else data[into], origin)  # type: ignore[misc]
         elif code == REDUCE_ON_STAGE:
-            self.reducer(one, two)  # type: ignore[misc]
+            self.reducer(into, origin)  # type: ignore[misc]
         elif code == ADD_TO_OWN:
-            part, others = two
-            self.reducer(one, [given if part is None else given[part], *others])  # type: ignore[misc]
+            part, others = origin
+            self.reducer(into, [given if part is None else given[part], *others])  # type: ignore[misc]
         else:
-            target, source = data if one is None else data[one], given if two is None else given[two]
+            target, source = data if into is None else data[into], given if origin is None else given[origin]
             if target.__array_interface__["data"] != source.__array_interface__["data"]:
                 target[:] = source
 
@@ -114,17 +114,17 @@ class ArenaProgram:
         code = self.code[0]
         assert code[0][0] == MEET
         calls: list[Callable[[], object]] = []
-        for what, one, two in code[1:]:
+        for what, into, origin in code[1:]:
             if what == MEET:
                 calls.append(self.arena.flags.meet)
                 continue
-            target = data if one is None else data[one]
+            target = data if into is None else data[into]
             if what == REDUCE:
                 assert self.reducer is not None
-                calls.append(partial(self.reducer, target, two))
+                calls.append(partial(self.reducer, target, origin))
             else:
                 assert what == GET
-                calls.append(partial(np.copyto, target, two))
+                calls.append(partial(np.copyto, target, origin))
         return calls
 
 
@@ -206,12 +206,12 @@ def stack_adder(function: Any, rows: Array, carrier: np.dtype[Any]) -> Callable[
     if not rest:
         return partial(combine, first, second)
     *middle, last = rest
-    one, other = np.empty_like(first), np.empty_like(first)
+    scratch, spare = np.empty_like(first), np.empty_like(first)
 
     def add_up(out: Array) -> None:
         # Never onto an operand: with a single element numpy takes that for a reduction, which costs another call.
-        combine(first, second, one)
-        sums, free = one, other
+        combine(first, second, scratch)
+        sums, free = scratch, spare
         for row in middle:
             combine(sums, row, free)
             sums, free = free, sums
@@ -227,12 +227,12 @@ def _halving(combine: Callable[[Array, Array, Array], object], rows: Array) -> C
         sums = np.empty_like(rows[:half])
         steps.append((rows[:half], rows[half:], sums))
         rows = sums
-    one, other = _each(rows)
+    upper, lower = _each(rows)
 
     def add_up(out: Array) -> None:
         for some, others, sums in steps:
             combine(some, others, sums)
-        combine(one, other, out)
+        combine(upper, lower, out)
 
     return add_up
 
@@ -240,7 +240,7 @@ def _halving(combine: Callable[[Array, Array, Array], object], rows: Array) -> C
 def _into(function: Any) -> Callable[[Array, Array, Array], object]:
     """The function with its result by position, which costs a tenth less than by name. numpy keeps that from two."""
     if function in (np.minimum, np.maximum):
-        return lambda one, other, out: function(one, other, out=out)
+        return lambda left, right, out: function(left, right, out=out)
     combine: Callable[[Array, Array, Array], object] = function
     return combine
 

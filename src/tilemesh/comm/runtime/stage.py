@@ -122,7 +122,7 @@ class StageBinding:
             if ranks != sorted(ranks) or self.stacks is None:
                 return None
         else:
-            by_rank = sorted(zip(ranks, run, strict=True), key=lambda one: one[0])
+            by_rank = sorted(zip(ranks, run, strict=True), key=lambda pair: pair[0])
             starts = [local.target.lo for _, local in by_rank]
             length = source.hi - source.lo
             if starts != [starts[0] + length * place for place in range(len(starts))]:

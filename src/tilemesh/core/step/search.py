@@ -133,7 +133,7 @@ def _improved(program: StepProgram, given: PassTimes, most_bytes: float) -> Step
     return program
 
 
-def _depends(one: Action, two: Action) -> bool:
+def _depends(first: Action, second: Action) -> bool:
     """Whether two actions are passes of the same microbatch through the same chunk."""
-    places = [{(part.chunk, part.microbatch, part.slice) for part in parts(action)} for action in (one, two)]
-    return all(one & two for one, two in pairwise(places))
+    places = [{(part.chunk, part.microbatch, part.slice) for part in parts(action)} for action in (first, second)]
+    return all(first & second for first, second in pairwise(places))
