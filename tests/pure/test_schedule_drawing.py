@@ -16,11 +16,24 @@ from tilemesh.comm.schedules.draw import LEGEND
 from tilemesh.core.errors import UsageError
 
 
-def test_the_schedule_is_printed_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_schedule_is_printed_and_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
     bench_collective(["all_reduce"], draw="ring", ranks="8", svg=tmp_path / "ring.svg")
     said = capsys.readouterr().out.splitlines()
     assert said[0] == "ring all_reduce: 8 ranks, 8 chunks"
     assert len(said) == 3 + 1 + 14 + len(["", *LEGEND.splitlines()])
+    monkeypatch.delenv("COLUMNS")
+    bench_collective(["all_reduce"], draw="ring", ranks="8")
+    narrow = capsys.readouterr().out.splitlines()
+    assert max(map(len, narrow)) <= 100
+    heads = [line.split("  ") for line in narrow if line.startswith("round")]
+    assert [name.strip() for head in heads for name in head if name.strip() != "round" and name] == [
+        f"rank {rank}" for rank in range(8)
+    ]
+    assert len(heads) == 2
+    assert len(narrow) == len(said) + len(heads[1:]) * (1 + 15 + 1)  # the names of ranks, rounds 0 to 14, a blank line
     image = ET.parse(tmp_path / "ring.svg")
     arrows = [line for line in image.iter("{http://www.w3.org/2000/svg}line") if line.get("marker-end")]
     assert len(arrows) == 14 * 8

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,7 +20,7 @@ from tilemesh.comm.schedules.book import ALGORITHMS, build
 from tilemesh.core.errors import UsageError, unknown
 from tilemesh.core.files import write_text
 from tilemesh.measure.row import Row
-from tilemesh.measure.table import print_words
+from tilemesh.measure.table import PIPE_WIDTH, print_words
 from tilemesh.report.picture import check_picture
 
 MOST_SIMULATED, MOST_DRAWN = 65_536, 4096  # ranks: beyond it a simulation takes minutes and a drawing is no picture
@@ -90,7 +91,7 @@ def draw_schedule(
     if len(counts) != 1:
         raise UsageError(f"--draw with --ranks {ranks}: expected one number of ranks")
     schedule = build(collectives[0], algorithm, counts[0], root, node_size=node_size)
-    print(drawing.text(schedule))
+    print(drawing.text(schedule, shutil.get_terminal_size((PIPE_WIDTH, 0)).columns))
     if svg is not None:
         write_text(drawing.svg(schedule), svg)
     if html is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from html import escape
 from itertools import islice
 
@@ -24,8 +25,10 @@ MAX_RANKS = 128
 _LINE = 13  # pixels from one label to the next below it
 
 
-def text(schedule: Schedule) -> str:
-    """One line per round, one column a rank: →2 is a send to rank 2, ←1 a receipt from it (+ adds), with the slots."""
+def text(schedule: Schedule, columns: int | None = None) -> str:
+    """One line per round, one column a rank: →2 is a send to rank 2, ←1 a receipt from it (+ adds), with the slots.
+
+    `columns`: how wide a line may be. Ranks that do not fit follow below, with the rounds again."""
     _require_legible(schedule)
     rows = [["round", *(f"rank {rank}" for rank in range(schedule.ranks))]]
     for number, round_ in enumerate(schedule.rounds()):
@@ -35,8 +38,23 @@ def text(schedule: Schedule) -> str:
         cells = ["  ".join(_words(move, rank) for move in moves(round_, rank)) for rank in range(schedule.ranks)]
         rows.append([str(number), *(cell or "·" for cell in cells)])
     widths = [max(len(row[column]) for row in rows) for column in range(schedule.ranks + 1)]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return "\n".join([_title(schedule), "", *lines, "", LEGEND])
+    lines: list[str] = []
+    for ranks in _fitting(widths, columns):
+        shown = (0, *ranks)
+        lines += ["  ".join(row[place].ljust(widths[place]) for place in shown).rstrip() for row in rows]
+        lines.append("")
+    return "\n".join([_title(schedule), "", *lines, LEGEND])
+
+
+def _fitting(widths: Sequence[int], columns: int | None) -> list[list[int]]:
+    """The columns of a table but the first, in as few groups of one size as fit beside it: one at least in each."""
+    places = list(range(1, len(widths)))
+    for count in range(1, len(places) + 1):
+        size = -(-len(places) // count)
+        groups = [places[begin : begin + size] for begin in range(0, len(places), size)]
+        if columns is None or all(widths[0] + sum(2 + widths[at] for at in group) <= columns for group in groups):
+            return groups
+    return [[at] for at in places]
 
 
 def svg(schedule: Schedule) -> str:
