@@ -171,6 +171,21 @@ def test_a_run_on_the_cores_of_a_machine_with_a_gpu_is_judged_by_the_cores(
     assert step["limit"] > predict(TINY, CLUSTER, PLAN).model_flops / 2.1e10
 
 
+def test_what_is_said_of_a_graded_run_fits_100_columns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    slow = 10 * predict(TINY, CLUSTER, PLAN).step_time_s
+    changed = summary(step_time_s={"median": slow, "p20": slow, "p80": 2 * slow, "n": 9}, cluster="4xh100")
+    folder = tmp_path / ("a run with a name of many words " * 2)
+    folder.mkdir()
+    (folder / "summary.json").write_text(json.dumps(changed))
+    grade_runs([str(folder)], Console(highlight=False, markup=False, width=100))
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("  - ") for line in lines)
+    assert max(map(len, lines)) <= 100
+
+
 def test_rank_correlation() -> None:
     assert rank_correlation([1, 2, 3, 4], [10, 20, 30, 40]) == pytest.approx(1.0)
     assert rank_correlation([1, 2, 3, 4], [4, 3, 2, 1]) == pytest.approx(-1.0)

@@ -15,6 +15,7 @@ from tilemesh.core.errors import RunError
 from tilemesh.core.hardware import parse_cluster
 from tilemesh.core.units import format_bytes, format_count, format_seconds
 from tilemesh.measure.machine import this_machine
+from tilemesh.measure.table import print_words, wrapped
 from tilemesh.plan.grade import Grade, Graded, grade, rank_correlation, read_run
 from tilemesh.plan.local import is_local, local_machine
 
@@ -23,12 +24,12 @@ def grade_runs(paths: Sequence[str], console: Console) -> list[dict[str, Any]]:
     """Print the grades of each run and how well their order was foreseen; the same as plain data."""
     graded = [_grade(path) for path in paths]
     for run in graded:
-        console.print(f"{run.source}: {run.plan.describe()}, on {run.cluster}", soft_wrap=True)
+        print_words(f"{run.source}: {run.plan.describe()}, on {run.cluster}", console)
         made = "before the run" if run.before else "now, from the run's model and layout"
         console.print(f"predicted {made}; error is (predicted - measured) / measured")
         console.print(_table(run))
         for line in run.advice:
-            console.print(f"  - {line}", soft_wrap=True)
+            console.print(wrapped(line, console.width, "  - ", "    "), soft_wrap=True)
         if not run.advice:
             console.print("  every figure that was recorded is within its bound")
         console.print()
