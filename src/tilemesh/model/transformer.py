@@ -603,15 +603,16 @@ class Transformer(nn.Module):
 
     def project(self, x_BTD: Tensor) -> Tensor:
         """The output projection, or the embedding's table in its place."""
-        weight_VD = self.output_weight
-        more = -len(weight_VD) % self.align_vocabulary
-        if more:
-            padded = functional.linear(x_BTD, functional.pad(weight_VD, (0, 0, 0, more)))
-            return padded[..., : len(weight_VD)]
+        if self.align_vocabulary > 1:  # only then: a weight in few bits is computed when it is asked for
+            weight_VD = self.output_weight
+            more = -len(weight_VD) % self.align_vocabulary
+            if more:
+                padded = functional.linear(x_BTD, functional.pad(weight_VD, (0, 0, 0, more)))
+                return padded[..., : len(weight_VD)]
         if self.output is None:
             if self.tied_product is not None:
                 return self.tied_product.product(x_BTD, None)
-            return functional.linear(x_BTD, weight_VD)
+            return functional.linear(x_BTD, self.output_weight)
         logits_BTV: Tensor = self.output(x_BTD)
         return logits_BTV
 
