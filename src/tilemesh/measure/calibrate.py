@@ -17,6 +17,7 @@ import torch
 
 from tilemesh.core.calibration import Calibration, Part, Rates, find
 from tilemesh.core.errors import RunError
+from tilemesh.core.heap import keep_freed_memory
 from tilemesh.measure.calibrate_cpu import cpu_figures
 from tilemesh.measure.calibrate_gpu import gpu_figures
 from tilemesh.measure.calibrate_link import link_figures
@@ -50,6 +51,7 @@ def calibrate(*, quick: bool = False, progress: Progress | None = None, further:
     stored calibration (fitted collectives, say) are carried over.
     """
     machine = this_machine()
+    keep_freed_memory()  # as ranks that train do
     figures = cpu_figures(machine, quick=quick)
     if torch.cuda.is_available():
         figures += [*gpu_figures(quick=quick), *link_figures()]

@@ -19,6 +19,7 @@ from typing import Any
 
 from tilemesh.core.cores import visible_cores
 from tilemesh.core.errors import RunError
+from tilemesh.core.heap import keep_freed_memory
 from tilemesh.measure.figure import Figure, FigureOutcome
 from tilemesh.measure.sample import Sample
 
@@ -91,6 +92,7 @@ def main(core: int, seconds: float) -> None:
     from tilemesh.measure.calibrate_operators import operator_figures
     from tilemesh.measure.timing import reason_of
 
+    keep_freed_memory()  # as a rank that trains does
     gc.collect()
     gc.freeze()  # each figure begins with a collection, which need not look at all that was imported
     print("ready", flush=True)

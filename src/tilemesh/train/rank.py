@@ -27,6 +27,7 @@ from tilemesh.compress.prepare import between_steps, prepare
 from tilemesh.core.config import to_dict
 from tilemesh.core.context import JOB_VARIABLE, membership
 from tilemesh.core.errors import RunError, UsageError
+from tilemesh.core.heap import keep_freed_memory
 from tilemesh.data.corpus import check_vocabulary, open_corpus
 from tilemesh.data.documents import misnamed_words
 from tilemesh.data.samples import train_mixture
@@ -80,6 +81,7 @@ def main(argv: Sequence[str]) -> int:
     folder, *rest = argv
     options = dict(zip(rest[::2], rest[1::2], strict=True))
     config = of_run(folder)
+    keep_freed_memory()
     my_status().at("connecting")
     comm = connect(timeout_s=config.train.timeout_s)
     comm.watch.process.tell_waits(told)
