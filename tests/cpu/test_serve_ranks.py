@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
 import threading
@@ -184,10 +185,25 @@ def test_what_cannot_start_says_why(folder: Path, tmp_path: Path) -> None:
     assert read_mesh(None) == {"tp": 1, "dp": 1}
 
 
+def test_a_model_that_cannot_be_shared_by_so_many_is_refused_before_a_rank_starts(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def started(*given: object, **options: object) -> None:
+        raise AssertionError("ranks were started")
+
+    monkeypatch.setattr("tilemesh.serve.engine.RankRunner", started)
+    with pytest.raises(UsageError, match=r"tp is 3: 4 heads are not divisible by it; the nearest that can are 2 and 4"):
+        Engine(folder, pages=9, ranks=3)
+
+
 @pytest.mark.slow
-def test_a_model_that_cannot_be_shared_by_so_many_says_why(folder: Path) -> None:
-    with pytest.raises(RunError, match=r"did not start.*heads"):
-        Engine(folder, pages=9, ranks=3)  # 4 heads over 3 ranks
+def test_ranks_that_cannot_read_the_model_say_why(folder: Path, tmp_path: Path) -> None:
+    torn = tmp_path / "torn"
+    shutil.copytree(folder, torn)
+    for file in torn.rglob("*.safetensors"):
+        file.write_bytes(file.read_bytes()[:100])
+    with pytest.raises(RunError, match=r"did not start"):
+        Engine(torn, pages=9, ranks=2)
 
 
 def test_a_step_is_the_same_on_the_other_side() -> None:

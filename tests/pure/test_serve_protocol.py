@@ -80,7 +80,7 @@ CHAT = {"messages": [{"role": "user", "content": "a"}]}
         (False, {"prompt": []}, "prompt", "expected a text or a list of tokens"),
         (False, {"prompt": [1, "a"]}, "prompt", "expected a text or a list of tokens"),
         (False, {"prompt": ["a"] * 129}, "prompt", "at most 128"),
-        (False, {"prompt": "a", "user": "me"}, "user", "'user' is not served here"),
+        (False, {"prompt": "a", "user": "me"}, "user", "'user' is not served here: leave it out"),
         (False, {"prompt": "a", "top_pp": 1}, "top_pp", "did you mean 'top_p'"),
         (False, {"prompt": "a", "n": 1.5}, "n", "n is 1.5: expected a whole number"),
         (False, {"prompt": "a", "stop": 3}, "stop", "expected a text or a list of texts"),

@@ -17,11 +17,13 @@ from types import TracebackType
 from typing import Any
 
 from tilemesh.core.errors import RunError, UsageError
+from tilemesh.core.plan import ParallelPlan
 from tilemesh.core.ranges import LARGEST_WHOLE, SEED, Range
 from tilemesh.data.tokenizer import encode_prompt
 from tilemesh.kernels.launch.tensors import read_device
 from tilemesh.measure.gpu import CudaGraphs
 from tilemesh.model.config import ModelConfig
+from tilemesh.model.work.weights import why_not
 from tilemesh.serve.answers import Completion, EngineStatus
 from tilemesh.serve.constrain.mask import Constraints
 from tilemesh.serve.core import AnswerPart, EngineCore, PromptJob
@@ -106,6 +108,8 @@ class Engine:
             raise UsageError("ranks on GPUs and no pages: say how many with pages (--pages)")
         model = self.served.model
         self.config: ModelConfig = model.config
+        if ranks and (reason := why_not(self.config, ParallelPlan(tp=ranks))):
+            raise UsageError(reason)  # before any of them is started
         longest = self.config.context if context is None else min(context, self.config.context)
         weight_dtype = next(model.parameters()).dtype
         if draft is not None and not isinstance(draft, ServedModel):

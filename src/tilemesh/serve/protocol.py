@@ -81,6 +81,31 @@ def read_chat(body: object, defaults: Mapping[str, Any] = MappingProxyType({})) 
     return _made(body_read)
 
 
+_NOT_SERVED = frozenset(
+    [
+        "audio",
+        "function_call",
+        "functions",
+        "metadata",
+        "modalities",
+        "parallel_tool_calls",
+        "prediction",
+        "prompt_cache_key",
+        "reasoning_effort",
+        "safety_identifier",
+        "service_tier",
+        "store",
+        "suffix",
+        "tool_choice",
+        "tools",
+        "user",
+        "verbosity",
+        "web_search_options",
+    ]
+)
+"""Fields of OpenAI's that are no slip of the pen for one that is served."""
+
+
 # ---- reading values --------------------------------------------------------------------------------------------
 
 
@@ -94,7 +119,7 @@ def _read(
         if value is None:
             continue
         if name not in fields:
-            close = nearest(name, fields)
+            close = None if name in _NOT_SERVED else nearest(name, fields)
             hint = f"did you mean '{close}'? " if close else ""
             raise RefusedError(name, f"{shown(name)} is not served here: {hint}leave it out")
         fields[name](name, value, reading)
