@@ -90,7 +90,7 @@ class Engine:
         `shared_by`: how many engines share this machine's cores; such ones do not wait for their ranks: `wait_ready`.
         `kv_cache`: int8 or fp8 keeps keys and values in 8 bits, with a scale for each token and head.
         `packed`: on a CPU, hold weights in the layout of its products as well, which makes these faster and takes as
-        much memory again; None: where a quarter of the free memory is enough, and never in invariant mode.
+        much memory again; None: on arm64, where a quarter of the free memory is enough, and never in invariant mode.
         `history`: where every step and request is written down, which takes memory for as long as it goes on.
         """
         if pages is not None and memory is not None:
