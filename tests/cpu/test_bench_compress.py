@@ -1,6 +1,8 @@
 """`tilemesh compress` and `tilemesh bench compress` on a small model: folders, rows, the page, what is refused."""
 
 import json
+import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from tilemesh.compress.prune import prune
 from tilemesh.compress.quantize import quantize
 from tilemesh.compress.recipe import read_recipe
 from tilemesh.compress.shrink import shrink
+from tilemesh.core.units import format_bytes
 from tilemesh.kernels.launch.steps import FitError
 from tilemesh.kernels.lowbit import codes
 from tilemesh.kernels.lowbit.formats import parse_scheme
@@ -24,7 +27,7 @@ from tilemesh.model import huggingface
 from tilemesh.model.config import preset
 from tilemesh.model.lowbit import model_bytes, projections
 from tilemesh.model.transformer import Transformer
-from tilemesh.report.compressing import frontier
+from tilemesh.report.compressing import _facts, _scatter, frontier
 from tilemesh.serve import Engine, Sampling
 
 
@@ -122,6 +125,18 @@ def test_recipes_that_do_not_fit_are_known_before_the_first_is_measured(source, 
     kept = _that_fit(model, ["int8", "int4-g64", "mlp-25"], True, said.append)
     assert kept == ["int8", "mlp-25"]
     assert "int4-g64 is left out" in said[0]
+
+
+def test_the_page_names_the_plain_model_where_it_is_the_quickest_and_marks_differ():
+    pairs = [("int4-g64", 800.0, 2.41384)]
+    drawn = str(_scatter("Loss against bytes", "size of the model", pairs, (4000.0, 2.41382), format_bytes))
+    marks = re.findall(r"class=\"ty\"[^>]*>(2\.41\d+)<", drawn)
+    assert len(marks) == len(set(marks)) > 1
+    point = {"recipe": "int4-g64", "decode_s": 7e-3, "plain_decode_s": 6e-3, "plain_loss": 2.4, "plain_bytes": 4000}
+    run = SimpleNamespace(summary={"points": [point]}, is_behind=False)
+    assert _facts(run, None)[-1].value == "plain model"
+    point["decode_s"] = 5e-3
+    assert _facts(run, None)[-1].value == "int4-g64"
 
 
 def test_the_frontier_is_what_nothing_beats():

@@ -3,6 +3,7 @@ histograms."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -59,11 +60,13 @@ def _facts(run: Run, beside: Beside) -> list[Fact]:
     if not points:
         return []
     first = points[0]
-    quick = min(points, key=lambda point: number(point.get("decode_s")))
+    times = [(number(first.get("plain_decode_s")), "plain model")]
+    times += [(number(point.get("decode_s")), str(point["recipe"])) for point in points]
+    quick_s, quick = min(times)
     return [
         Fact("plain model", f"{number(first.get('plain_loss')):.4f}", "nats per token, held out"),
         Fact("its size", format_bytes(number(first.get("plain_bytes")))),
-        Fact("quickest to decode", str(quick["recipe"]), format_seconds(number(quick.get("decode_s"))) + " per token"),
+        Fact("quickest to decode", quick, format_seconds(quick_s) + " per token"),
     ]
 
 
@@ -74,7 +77,9 @@ def _scatter(
     drawn = [(x, y) for _, x, y in pairs]
     edge = frontier([*drawn, plain])
     x = PlotAxis(*around([place[0] for place in (*drawn, plain)], zero=True), words, show)
-    y = PlotAxis(*around([place[1] for place in (*drawn, plain)]), "held-out loss, nats per token", "{:.3f}".format)
+    low, high = around([place[1] for place in (*drawn, plain)])
+    digits = min(8, max(3, math.ceil(1 - math.log10(max(high - low, 1e-9)))))  # so that two marks never read the same
+    y = PlotAxis(low, high, "held-out loss, nats per token", f"{{:.{digits}f}}".format)
     layers: list[PlotLayer] = [
         Line("frontier", edge, 1, dashed=True),
         Dots("recipes", drawn, 0, words=[f"{name}: {show(a)}, {b:.4f}" for name, a, b in pairs]),
