@@ -232,6 +232,14 @@ def test_what_has_no_derivative_is_named() -> None:
     value = make("opaque", x, target="aten.unheard_of", shape=(3, 4), dtype=F64, line="model.py:7")
     with pytest.raises(UsageError, match=r"aten.unheard_of has no derivative here \(model.py:7\)"):
         derive.gradient(build.total(value), [x])
+    several = make("opaque", x, target="aten.of_several", shape=(), dtype="tuple", line="model.py:8")
+    first = make("item", several, index=0, shape=(3, 4), dtype=F64)
+    for derived in (
+        lambda: derive.gradient(build.total(first), [x]),  # was a gradient of zeros
+        lambda: derive.jvp(Graph((x,), (build.total(first),)), [x]),
+    ):
+        with pytest.raises(UsageError, match=r"aten.of_several has no derivative here \(model.py:8\)"):
+            derived()
     with pytest.raises(UsageError, match="a gradient is of one number"):
         derive.gradient(x, [x])
 

@@ -17,7 +17,7 @@ from tilemesh.core.errors import UsageError
 from tilemesh.graph import build
 from tilemesh.graph.build import add, divide, like, multiply, negate, subtract
 from tilemesh.graph.ir import Graph, Node, make, ordered, rebuilt
-from tilemesh.graph.ops import FLOATS, primitive
+from tilemesh.graph.ops import FLOATS, TUPLE, primitive
 from tilemesh.graph.size import Dim, product
 
 Partials: TypeAlias = Callable[[Node], Sequence[Node | None]]
@@ -27,7 +27,11 @@ def jvp(graph: Graph, wrt: Sequence[Node]) -> Graph:
     """The graph of outputs and their directional derivatives: further inputs `d NAME` are the direction."""
     directions = [build.argument(f"d {node['name']}", node.shape, node.dtype) for node in wrt]
     tangents: dict[Node, Node | None] = dict(zip(wrt, directions, strict=True))
-    for node in graph.nodes():
+    order = graph.nodes()
+    needed = _depend(order, wrt)
+    for node in order:
+        if node.op == "item" and node in needed and node.dtype in FLOATS:
+            raise _underivable(node.inputs[0])
         if node not in tangents:
             tangents[node] = _tangent(node, [tangents[value] for value in node.inputs])
     derivatives = tuple(tangents[node] or like(node, 0.0) for node in graph.outputs)
@@ -85,6 +89,8 @@ def vjp(outputs: Sequence[Node], cotangents: Sequence[Node], wrt: Sequence[Node]
         gradient = _sum(arrived)
         assert gradient is not None
         for at, value in enumerate(node.inputs):
+            if value in needed and value.dtype == TUPLE:  # one of several results of an operator of torch's own
+                raise _underivable(value)
             if value in needed and value.dtype in FLOATS:
                 contribution = _transposed(node, at, gradient)
                 if contribution is not None:
