@@ -171,6 +171,11 @@ def one(dtype=torch.float32, size=4):
         (lambda: kernels.adamw(one(), one(), one(), one(), weight_decay=10**400), "weight_decay has 1"),
         (lambda: kernels.adamw(one(), one(), one(), one(), eps=10**400), "eps is a whole number of 1329 bits"),
         (lambda: kernels.adamw(one(), one(), one(), one(), rate=torch.ones(2)), "rate has shape (2,)"),
+        (lambda: kernels.adamw(one(), one(), one(), one(), step=0), "step is 0: expected a whole number, at least 1"),
+        (lambda: kernels.adamw(one(), one(), one(), one(), step=1.5), "step is 1.5: expected a whole number"),
+        (lambda: kernels.adamw(one(), one(), one(), one(), rate="a"), "rate is 'a': expected a number"),
+        (lambda: kernels.adamw(one(), one(), one(), one(), rate=float("nan")), "rate is nan: expected 0 or more"),
+        (lambda: kernels.adamw(one(), one(), one(), one(), divisor=0.0), "divisor is 0: expected"),
         (lambda: kernels.adamw(one(), one(), one(), one(), implementation="cuda"), "unknown implementation"),
         (lambda: kernels.adamw(one(), one(), one(), one(), implementation="triton"), "needs CUDA tensors"),
         (lambda: kernels.global_norm([]), "at least one"),
@@ -180,6 +185,61 @@ def test_bad_arguments_get_a_reason(call, words):
     with pytest.raises(UsageError) as caught:
         call()
     assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("how", ["interpret", "torch"])
+@pytest.mark.parametrize("with_masters", [False, True])
+def test_a_compiled_step_is_the_one_outside(how, with_masters):
+    """One operator of a graph, clipping included; a number that changes makes no new graph when it is a tensor."""
+    dtype = torch.bfloat16 if with_masters else torch.float32
+    shapes = ((3, 5), (1500,))
+
+    def step(parameters, gradients, averages, squares, masters, rate, count):
+        norm = kernels.global_norm(gradients, implementation=how)
+        kernels.adamw(
+            parameters, gradients, averages, squares, masters, rate=rate, step=count, divisor=norm.clamp(min=1.0),
+            weight_decay=[0.1, 0.0], implementation=how,
+        )  # fmt: skip
+        return norm
+
+    made = []
+    for function in (step, torch.compile(step, fullgraph=True, backend="aot_eager")):
+        parameters = drawn(dtype, shapes=shapes)
+        averages, squares = ([torch.zeros(shape) for shape in shapes] for _ in range(2))
+        masters = [parameters[0].float(), None] if with_masters else None
+        if with_masters:
+            parameters[1] = parameters[1].float()
+        for count in (1, 2):
+            gradients = [g.to(p.dtype) for g, p in zip(drawn(seed=count, shapes=shapes), parameters, strict=True)]
+            numbers = torch.tensor(0.01 * count), torch.tensor(count)
+            norm = function(parameters, gradients, averages, squares, masters, *numbers)
+        made.append([*parameters, *averages, *squares, norm, *[m for m in masters or () if m is not None]])
+    for ours, other in zip(*made, strict=True):
+        assert torch.equal(ours, other)
+
+
+def test_the_operators_of_a_graph_are_sound():
+    def given():
+        lists = [drawn(torch.float32, seed, ((3, 5), (7,))) for seed in range(2)]
+        averages = [[torch.ones(3, 5), torch.ones(7)] for _ in range(2)]
+        numbers = [torch.full((1,), value, dtype=torch.float64) for value in (0.01, 2.0, 1.0)]
+        return [*lists, *averages, [], [], *numbers, [0.9, 0.99], 1e-8, [0.1, 0.0], "interpret"]
+
+    torch.library.opcheck(torch.ops.tilemesh.adamw.default, tuple(given()))
+    torch.library.opcheck(torch.ops.tilemesh.global_norm.default, (given()[0], "interpret"))
+
+
+@pytest.mark.parametrize("how", ["interpret", "torch"])
+def test_fake_tensors_are_stepped(how):
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        parameters, gradients, averages, squares = ([torch.ones(3, 5)] for _ in range(4))
+        kernels.adamw(parameters, gradients, averages, squares, rate=0.1, step=1, implementation=how)
+        assert parameters[0].shape == (3, 5)
+        assert kernels.global_norm(gradients, implementation=how).shape == ()
+    with FakeTensorMode(), pytest.raises(UsageError, match="step is 0"):
+        kernels.adamw(parameters, gradients, averages, squares, step=0, implementation=how)
 
 
 class Program:

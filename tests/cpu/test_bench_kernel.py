@@ -224,7 +224,7 @@ def test_the_chart_has_every_recorded_shape_and_peer(tmp_path):
 
 def test_a_rate_is_work_over_time():
     """Bandwidth for what moves more than it computes, else FLOP/s; the limit's and the peers' from the same row."""
-    rows = read_rows(BENCHMARKS / "results" / "operators_h200.jsonl")
+    rows = read_rows(BENCHMARKS / "results" / "kernels_h200.jsonl")
     drawings = {drawing.title: drawing for drawing in bench_drawings(rows)}
     softmax = drawings["softmax, bfloat16"]
     assert softmax.plot.y.words == "B/s reached"

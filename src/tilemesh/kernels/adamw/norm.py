@@ -10,9 +10,11 @@ from torch import Tensor
 from tilemesh.core.errors import UsageError
 from tilemesh.kernels import context
 from tilemesh.kernels.accuracy import accumulator, rounding_error, unit
+from tilemesh.kernels.adamw.op import traced_norm
 from tilemesh.kernels.adamw.table import NORM_BLOCK, NORM_WARPS, BlockTable, check_lists, is_aligned
 from tilemesh.kernels.launch import call
 from tilemesh.kernels.launch.implementation import implementation_of
+from tilemesh.kernels.launch.tensors import is_plain, is_traced
 
 
 @torch.no_grad()
@@ -21,6 +23,8 @@ def global_norm(tensors: Sequence[Tensor], *, implementation: str = "auto") -> T
     if not tensors:
         raise UsageError("global_norm of no tensors: expected at least one")
     check_lists({"tensors": tensors})
+    if is_traced() or not all(map(is_plain, tensors)):
+        return traced_norm(tensors, implementation)
     kind = torch.float64 if any(tensor.dtype is torch.float64 for tensor in tensors) else torch.float32
     tensors = [tensor.detach().contiguous() for tensor in tensors if tensor.numel()] or [tensors[0].new_zeros(1)]
     how = implementation_of(implementation, tensors)

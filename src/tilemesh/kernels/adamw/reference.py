@@ -7,6 +7,7 @@ device's table of addresses between steps; `adamw` is one call of it. Everything
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,10 +17,11 @@ from torch import Tensor
 from tilemesh.core.errors import UsageError
 from tilemesh.core.ranges import Range
 from tilemesh.kernels.accuracy import accumulator, unit
+from tilemesh.kernels.adamw.op import traced_step
 from tilemesh.kernels.adamw.table import BLOCK, MOST_KEPT, BlockTable, check_lists, is_aligned
 from tilemesh.kernels.launch import call
 from tilemesh.kernels.launch.implementation import implementation_of
-from tilemesh.kernels.launch.tensors import check_device, dtype_name
+from tilemesh.kernels.launch.tensors import check_device, dtype_name, is_plain, is_traced
 
 
 class AdamW:
@@ -88,9 +90,7 @@ class AdamW:
         if seen not in self._seen:  # a training loop gives the same ones at each step
             check_lists({"parameters": self.parameters, "gradients": gradients})
             self._seen.add(seen)
-        for name, value in (("rate", rate), ("step", step), ("divisor", divisor)):
-            if isinstance(value, Tensor) and value.numel() != 1:
-                raise UsageError(f"{name} has shape {tuple(value.shape)}: expected a number or a tensor of one element")
+        _check_step(rate, step, divisor)
         if not self.parameters:
             return
         with torch.no_grad():
@@ -102,6 +102,13 @@ class AdamW:
             if len(self._repeated) >= MOST_KEPT:
                 self._repeated.pop(next(iter(self._repeated)))
             self._repeated[key] = made
+
+    def check_step(
+        self, gradients: Sequence[Tensor], rate: float | Tensor, step: int | Tensor, divisor: float | Tensor
+    ) -> None:
+        """Refuse what `step` refuses."""
+        check_lists({"parameters": self.parameters, "gradients": gradients})
+        _check_step(rate, step, divisor)
 
     def _key(self, gradients: Sequence[Tensor], scalars: tuple[float | Tensor, ...]) -> tuple[object, ...] | None:
         """All that decides what a step launches, on which memory; None where it may not simply be repeated.
@@ -260,11 +267,22 @@ def adamw(
     weight_decay: float | Sequence[float] = 0.01,
     implementation: str = "auto",
 ) -> None:
-    """One step over all parameters, in place: `AdamW` says what is expected, and is what a training loop keeps."""
+    """One step over all parameters, in place: `AdamW` says what is expected, and is what a training loop keeps.
+
+    In torch.compile's graphs it is one operator; `AdamW` is for calls outside of them.
+    """
     kept = AdamW(
         parameters, exp_avgs, exp_avg_sqs, masters=masters, betas=betas, eps=eps, weight_decay=weight_decay,
         implementation=implementation,
     )  # fmt: skip
+    if parameters and (is_traced() or not all(map(is_plain, parameters))):
+        kept.check_step(gradients, rate, step, divisor)
+        numbers = (rate, step, divisor)
+        traced_step(
+            parameters, gradients, exp_avgs, exp_avg_sqs, kept.masters, numbers, kept.betas, kept.eps, kept.decays,
+            implementation,
+        )  # fmt: skip
+        return
     kept.step(gradients, rate=rate, step=step, divisor=divisor)
 
 
@@ -294,6 +312,21 @@ def _log2(beta: float) -> float:
 
 
 _NOT_NEGATIVE = Range(0)
+_ANY_NUMBER = Range(-sys.float_info.max)
+_FROM_ONE = Range(1)
+
+
+def _check_step(rate: float | Tensor, step: int | Tensor, divisor: float | Tensor) -> None:
+    for name, value in (("rate", rate), ("step", step), ("divisor", divisor)):
+        if isinstance(value, Tensor):
+            if value.numel() != 1:
+                raise UsageError(f"{name} has shape {tuple(value.shape)}: expected a number or a tensor of one element")
+        elif name == "step":
+            _FROM_ONE.check(name, value, whole=True)
+        else:
+            (_NOT_NEGATIVE if name == "rate" else _ANY_NUMBER).check(name, value)
+            if name == "divisor" and value == 0:
+                raise UsageError("divisor is 0: expected a number that gradients can be divided by")
 
 
 def _check_numbers(betas: tuple[float, float], eps: float, decays: Sequence[float], count: int) -> None:
