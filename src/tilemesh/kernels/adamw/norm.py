@@ -10,7 +10,7 @@ from torch import Tensor
 from tilemesh.core.errors import UsageError
 from tilemesh.kernels import context
 from tilemesh.kernels.accuracy import accumulator, rounding_error, unit
-from tilemesh.kernels.adamw.op import traced_norm
+from tilemesh.kernels.adamw.op import register, traced_norm
 from tilemesh.kernels.adamw.table import NORM_BLOCK, NORM_WARPS, BlockTable, check_lists, is_aligned
 from tilemesh.kernels.launch import call
 from tilemesh.kernels.launch.implementation import implementation_of
@@ -46,6 +46,19 @@ def global_norm(tensors: Sequence[Tensor], *, implementation: str = "auto") -> T
     norm = torch.empty(1, dtype=kind, device=device)
     launch(kernel.norm_plan, {"partial": partial, "norm": norm}, written=("norm",))
     return norm[0]
+
+
+def _norm_of_a_graph(tensors: Sequence[Tensor], implementation: str) -> Tensor:
+    # A copy: a result that is a part of another tensor would be a view in the operator's schema.
+    return global_norm(tensors, implementation=implementation).clone()
+
+
+def _norm_without_memory(tensors: Sequence[Tensor], implementation: str) -> Tensor:
+    wide = any(tensor.dtype is torch.float64 for tensor in tensors)
+    return tensors[0].new_empty((), dtype=torch.float64 if wide else torch.float32)
+
+
+register("global_norm", _norm_of_a_graph, _norm_without_memory)
 
 
 def norm_bound(norm: Tensor, dtype: torch.dtype, elements: int) -> Tensor:

@@ -6,7 +6,8 @@ a graph is not made anew at each step.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,38 +44,8 @@ def traced_norm(tensors: Sequence[Tensor], implementation: str) -> Tensor:
     return norm
 
 
-def _adamw(  # type: ignore[no-untyped-def]
-    parameters, gradients, exp_avgs, exp_avg_sqs, masters, mastered, rate, step, divisor, betas, eps, decays,
-    implementation,
-):  # fmt: skip
-    from tilemesh.kernels.adamw.reference import AdamW
-
-    by_place = dict(zip(mastered, masters, strict=True))
-    kept = AdamW(
-        parameters, exp_avgs, exp_avg_sqs, masters=[by_place.get(at) for at in range(len(parameters))],
-        betas=tuple(betas), eps=eps, weight_decay=decays, implementation=implementation,
-    )  # fmt: skip
-    kept.step(gradients, rate=rate, step=step, divisor=divisor)
-
-
-def _global_norm(tensors, implementation):  # type: ignore[no-untyped-def]
-    from tilemesh.kernels.adamw.norm import global_norm
-
-    # A result that is a part of another tensor would be a view in the operator's schema.
-    return global_norm(tensors, implementation=implementation).clone()
-
-
-def _no_result(*given: object) -> None:
-    """Everything is in place."""
-
-
-def _norm_like(tensors, implementation):  # type: ignore[no-untyped-def]
-    wide = any(tensor.dtype is torch.float64 for tensor in tensors)
-    return tensors[0].new_empty((), dtype=torch.float64 if wide else torch.float32)
-
-
-for _device in ("CPU", "CUDA"):
-    _library.impl("adamw", _adamw, _device)
-    _library.impl("global_norm", _global_norm, _device)
-torch.library.register_fake("tilemesh::adamw", _no_result, lib=_library)
-torch.library.register_fake("tilemesh::global_norm", _norm_like, lib=_library)
+def register(name: str, implementation: Callable[..., Any], fake: Callable[..., Any]) -> None:
+    """What an operator does, and the shapes of what it makes: the modules that import this one say both."""
+    for device in ("CPU", "CUDA"):
+        _library.impl(name, implementation, device)
+    torch.library.register_fake(f"tilemesh::{name}", fake, lib=_library)

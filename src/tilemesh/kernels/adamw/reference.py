@@ -17,7 +17,7 @@ from torch import Tensor
 from tilemesh.core.errors import UsageError
 from tilemesh.core.ranges import Range
 from tilemesh.kernels.accuracy import accumulator, unit
-from tilemesh.kernels.adamw.op import traced_step
+from tilemesh.kernels.adamw.op import register, traced_step
 from tilemesh.kernels.adamw.table import BLOCK, MOST_KEPT, BlockTable, check_lists, is_aligned
 from tilemesh.kernels.launch import call
 from tilemesh.kernels.launch.implementation import implementation_of
@@ -284,6 +284,21 @@ def adamw(
         )  # fmt: skip
         return
     kept.step(gradients, rate=rate, step=step, divisor=divisor)
+
+
+def _step_of_a_graph(  # type: ignore[no-untyped-def]
+    parameters, gradients, exp_avgs, exp_avg_sqs, masters, mastered, rate, step, divisor, betas, eps, decays,
+    implementation,
+):  # fmt: skip
+    by_place = dict(zip(mastered, masters, strict=True))
+    kept = AdamW(
+        parameters, exp_avgs, exp_avg_sqs, masters=[by_place.get(at) for at in range(len(parameters))],
+        betas=tuple(betas), eps=eps, weight_decay=decays, implementation=implementation,
+    )  # fmt: skip
+    kept.step(gradients, rate=rate, step=step, divisor=divisor)
+
+
+register("adamw", _step_of_a_graph, lambda *given: None)  # everything is in place
 
 
 def exact_step(
