@@ -18,6 +18,7 @@ from tilemesh.core.heap import keep_freed_memory
 platform.machine = lambda: "x86_64"
 print(sys.argv[1] == "yes" and keep_freed_memory())
 libc = ctypes.CDLL(None)
+libc.prctl(41, 1, 0, 0, 0)  # PR_SET_THP_DISABLE: a fault per 2 MiB would be too few to tell the two apart
 libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
 def use():
     blocks = [libc.malloc(4 << 20) for _ in range(8)]
