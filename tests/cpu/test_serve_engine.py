@@ -59,6 +59,13 @@ def engine(small: ServedModel) -> Iterator[Engine]:
         yield made
 
 
+def test_a_context_beyond_the_models_is_said(small: ServedModel) -> None:
+    said: list[str] = []
+    with Engine(small, pages=40, page_tokens=4, context=CONTEXT + 100, say=said.append) as engine:
+        assert engine.limits.context == CONTEXT
+    assert any(f"served with {CONTEXT}" in line for line in said)
+
+
 def plain(model: ServedModel, prompt: Sequence[int], tokens: int, temperature: float, seed: int) -> list[int]:
     """What `model.sampling` draws, up to the end token."""
     found = sample(

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from test_train_run import made, state, trained
 
+from tilemesh.cli.main import main
 from tilemesh.core.errors import UsageError
 from tilemesh.core.units import parse_seconds
 from tilemesh.runs.manifest import checkpoints
@@ -107,6 +108,10 @@ class TestTime:
         for wrong in ("", "h", "1h30", "5x", "-3", "1 h", "90 90"):
             with pytest.raises(UsageError, match="is no duration"):
                 parse_seconds(wrong)
+
+    def test_no_time_at_all_is_refused(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert main(["train", "--max-time", "0", "--dry-run"]) == 2
+        assert "--max-time is 0: expected more than nothing" in " ".join(capsys.readouterr().err.split())
 
 
 def test_bits_per_byte_of_bytes_are_nats_over_ln_2(text: str, tmp_path: Path) -> None:

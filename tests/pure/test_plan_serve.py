@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -91,7 +92,10 @@ def test_the_command_prints_and_writes(
     for piece in ("KV/token", "Little", "Why", "million output tokens", " J at 700 W"):
         assert piece in " ".join(shown.split())
     assert "…" not in shown
+    batch = re.search(r"batches of up to ([\d,]+) per replica", " ".join(shown.split()))
+    assert batch is not None  # the loads are of this batch, not of the smaller one that the rate needs
     found = json.loads(target.read_text())
+    assert int(batch[1].replace(",", "")) > found["batch"]
     assert found["kv_bytes_per_token"] * found["tp"] == 22_528
     assert len(found["loads"]) >= 4
     for load in found["loads"]:

@@ -110,7 +110,10 @@ def run(asked: ServePlanQuestion) -> None:
     print_whole(console, _layout_table(layouts, demand))
     console.print("first: to the first token; limit: what of a step the hardware needs; serves: the rate asked for")
     loads = [_simulated(best, asked, share, goal) for share in _shares(best, asked.rate)]
-    console.print(f"tp {best.tp}, batch up to {best.running} per replica, simulated with the engine's scheduler:")
+    console.print(
+        f"tp {best.tp}, batches of up to {best.largest.batch:,} per replica, the most that fit and keep the goal, "
+        f"simulated with the engine's scheduler ({_FEWEST} to {_MOST} requests); a load is a share of what these serve:"
+    )
     print_whole(console, _load_table(loads))
     console.print("Why")
     for line in [*serving_reasons(layouts, refused, demand), *_money(asked, best, cluster.world, loads)]:

@@ -153,7 +153,12 @@ def configuration(asked: Asked, member: Membership | None) -> TrainConfig:
         if ranks is not None and ranks != member.size:
             raise UsageError(f"--ranks {ranks} inside a job of {member.size} ranks: leave --ranks out here")
         ranks = member.size if asked.mesh is None and asked.plan is None and asked.resume is None else None
-    limit = () if asked.max_time is None else (f"train.max_time_s={parse_seconds(asked.max_time)}",)
+    limit: tuple[str, ...] = ()
+    if asked.max_time is not None:
+        seconds = parse_seconds(asked.max_time)
+        if not seconds:  # train.max_time_s = 0 is a run without a limit, which no one asks for by a time
+            raise UsageError(f"--max-time is {asked.max_time}: expected more than nothing; leave it out for no limit")
+        limit = (f"train.max_time_s={seconds}",)
     return load(
         asked.config,
         sets=(*asked.sets, *limit),

@@ -111,6 +111,8 @@ class Engine:
         if ranks and (reason := why_not(self.config, ParallelPlan(tp=ranks))):
             raise UsageError(reason)  # before any of them is started
         longest = self.config.context if context is None else min(context, self.config.context)
+        if context is not None and context > longest:
+            say(f"context {context:,} is more than the model's {longest:,}: served with {longest:,}")
         weight_dtype = next(model.parameters()).dtype
         if draft is not None and not isinstance(draft, ServedModel):
             draft = load_served(draft, dtype=weight_dtype, device=place, say=say)
