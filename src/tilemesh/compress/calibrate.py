@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from tilemesh.core.errors import UsageError
 from tilemesh.model.transformer import Layer, ResidualStream, Transformer, added
@@ -60,6 +61,8 @@ class InputStatistics:
 
 Statistics = Mapping[str, InputStatistics]
 """Of every matrix of a layer, by its name in the layer."""
+Trial = Callable[[Layer], float]
+"""The mean square by which a layer in the place of the plain one moves the residual stream, on text held back."""
 
 
 def check_tokens(tokens_BT: Tensor | None, model: Transformer, what: str) -> Tensor:
@@ -74,20 +77,53 @@ def check_tokens(tokens_BT: Tensor | None, model: Transformer, what: str) -> Ten
     return tokens_BT
 
 
+def held_back(tokens_BT: Tensor) -> tuple[Tensor, Tensor]:
+    """Sequences to find something by, and a quarter of them to judge it by; a single one is for both."""
+    back = max(1, len(tokens_BT) // 4)
+    return (tokens_BT[:-back], tokens_BT[-back:]) if len(tokens_BT) > 1 else (tokens_BT, tokens_BT)
+
+
 @torch.no_grad()
-def layer_by_layer(model: Transformer, tokens_BT: Tensor, change: Callable[[str, Layer, Statistics], None]) -> None:
-    """Call `change(prefix, layer, statistics)` for each layer in turn, with what enters its matrices now; the next
-    layer is given what this one then makes of the text."""
-    pieces = list(_pieces(tokens_BT))
-    passes = [model.prepare(piece) for piece in pieces]
-    streams = [added(ResidualStream(model.enter(piece, None, now))) for piece, now in zip(pieces, passes, strict=True)]
+def layer_by_layer(
+    model: Transformer,
+    tokens_BT: Tensor,
+    change: Callable[[str, Layer, Statistics, Trial], None],
+    judged_BT: Tensor | None = None,
+) -> None:
+    """Call `change(prefix, layer, statistics, trial)` for each layer in turn, with what enters its matrices now; the
+    next layer is given what this one, or what was put into its place, then makes of the text.
+
+    `judged_BT`: the text of trials.
+    """
+    streams, judged = _Streams(model, tokens_BT), _Streams(model, judged_BT)
     for number, layer in model.layers.named_children():
         assert isinstance(layer, Layer)
         with _watching(layer) as statistics:
-            for stream, now in zip(streams, passes, strict=True):
-                layer(ResidualStream(stream), now)
-        change(f"layers.{number}.", layer, statistics)
-        streams = [added(layer(ResidualStream(stream), now)) for stream, now in zip(streams, passes, strict=True)]
+            streams.after(layer)
+        plain = judged.after(layer)
+
+        def trial(tried: Layer, plain: list[Tensor] = plain) -> float:
+            moved = zip(judged.after(tried), plain, strict=True)
+            return sum(float((now - was).square().sum()) for now, was in moved) / sum(was.numel() for was in plain)
+
+        change(f"layers.{number}.", layer, statistics, trial)
+        chosen = model.layers.get_submodule(number)
+        for each in (streams, judged):
+            each.between = each.after(chosen)
+
+
+class _Streams:
+    """The residual stream of some text between two layers."""
+
+    def __init__(self, model: Transformer, tokens_BT: Tensor | None) -> None:
+        pieces = [] if tokens_BT is None else list(_pieces(tokens_BT))
+        self.passes = [model.prepare(piece) for piece in pieces]
+        entered = (model.enter(piece, None, now) for piece, now in zip(pieces, self.passes, strict=True))
+        self.between = [added(ResidualStream(stream)) for stream in entered]
+
+    def after(self, layer: nn.Module) -> list[Tensor]:
+        pairs = zip(self.between, self.passes, strict=True)
+        return [added(layer(ResidualStream(stream), now)) for stream, now in pairs]
 
 
 class _watching:  # noqa: N801  (used like a function)
@@ -122,6 +158,16 @@ class _watching:  # noqa: N801  (used like a function)
 
 def _pieces(tokens_BT: Tensor) -> Iterator[Tensor]:
     yield from torch.split(tokens_BT, ROWS)
+
+
+@torch.no_grad()
+def mean_divergence(model: Transformer, plain: Transformer, tokens_BT: Tensor) -> float:
+    """Of the model's predictions from those of the plain one, in nats per token."""
+    total = 0.0
+    for piece in _pieces(tokens_BT):
+        whole, changed = (functional.log_softmax(each(piece).float(), -1) for each in (plain, model))
+        total += float((whole.exp() * (whole - changed)).sum())
+    return total / tokens_BT.numel()
 
 
 @torch.no_grad()

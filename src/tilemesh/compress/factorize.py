@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from tilemesh.compress.calibrate import InputStatistics, Statistics, check_tokens, layer_by_layer
+from tilemesh.compress.calibrate import InputStatistics, Statistics, Trial, check_tokens, layer_by_layer
 from tilemesh.compress.methods import DAMPING
 from tilemesh.compress.recipe import Recipe, read_recipe
 from tilemesh.core.errors import UsageError
@@ -71,7 +71,7 @@ def factorize(model: Transformer, recipe: str | Path | Recipe, tokens: Tensor | 
             change(name, None)
         return made
 
-    def change_layer(prefix: str, layer: Layer, statistics: Statistics) -> None:
+    def change_layer(prefix: str, layer: Layer, statistics: Statistics, _: Trial) -> None:
         for name, inputs in statistics.items():
             change(prefix + name, inputs)
 

@@ -7,8 +7,8 @@ square of trace((W - Q) H (W - Q)^T). Every method here makes that, or a part of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ POWERS = tuple(step / 20 for step in range(21))
 DAMPING = 0.01
 """What GPTQ adds to H's diagonal, as a share of its mean (Frantar et al. 2022)."""
 _LEAST = 1e-30  # an error taken for none
+_AT_ONCE = 1 << 26  # numbers that clipping tries at a time
 COLUMNS = 128
 """That GPTQ corrects at a time."""
 
@@ -34,16 +35,25 @@ def output_error(difference: Tensor, gram: Tensor) -> float:
 
 
 def clipped(weight: Tensor, scheme: Scheme, gram: Tensor | None = None) -> Quantized:
-    """Each group's range shrunk by what changes the output least where only that group is rounded; without a Gram
-    matrix, by what makes the squared error smallest.
+    """Each group's range shrunk by what changes the output least; without a Gram matrix, by the squared error.
 
-    The whole block of the Gram matrix counts, not its diagonal alone: clipping makes the largest weights smaller, which
-    adds up over inputs that vary together, while errors of rounding cancel out.
+    With one, groups take turns, beginning with all of them rounded to nearest, and each is chosen beside what the
+    others do to the output: clipping makes weights smaller, all in the same sense, and inputs that vary together add
+    that up, over the groups of a row as within one. So the output error is at most that of rounding.
     """
     wide = weight.detach().float()
+    if gram is not None and scheme.granularity != "tensor":
+        alone = replace(scheme, levels=1)  # a second level looks at all groups: it is put on what was chosen
+        shrink = torch.cat([_shrinks_in_turns(rows, alone, gram.float()) for rows in _few_rows(wide, scheme)])
+        return quantize(wide, scheme, shrink)
     best = shrink = torch.empty(0)
     for place, factor in enumerate(SHRINKS):
-        off = _group_errors(rounded(wide, scheme, factor) - wide, scheme, gram)
+        change = rounded(wide, scheme, factor) - wide
+        off = change.square() if gram is None else (change @ gram) * change
+        if scheme.granularity == "tensor":
+            off = off.sum().reshape(1, 1)
+        else:
+            off = by_group(off, scheme.groups(wide.shape[1])).sum(-1)
         if place == 0:
             best, shrink = off, torch.ones_like(off)
         better = off < best
@@ -51,20 +61,33 @@ def clipped(weight: Tensor, scheme: Scheme, gram: Tensor | None = None) -> Quant
     return quantize(wide, scheme, shrink)
 
 
-def _group_errors(difference: Tensor, scheme: Scheme, gram: Tensor | None) -> Tensor:
-    """What a change of the weight does to the output, by the matrix's scales (rows or 1, groups): d H d^T, with the
-    group's block of H."""
-    if scheme.granularity == "tensor":
-        whole = difference.square().sum() if gram is None else ((difference @ gram) * difference).sum()
-        return whole.reshape(1, 1)
-    groups = scheme.groups(difference.shape[1])
-    parts = by_group(difference, groups)
-    if gram is None:
-        return parts.square().sum(-1)
-    size = parts.shape[-1]
-    blocks = gram.float().view(groups, size, groups, size).diagonal(dim1=0, dim2=2).permute(2, 0, 1)
-    moved = torch.bmm(parts.transpose(0, 1).contiguous(), blocks).transpose(0, 1)
-    return (moved * parts).sum(-1)
+def _few_rows(wide: Tensor, scheme: Scheme) -> Iterator[Tensor]:
+    """Rows of which all shrinks of a group fit into some memory at once."""
+    size = wide.shape[1] // scheme.groups(wide.shape[1])
+    yield from torch.split(wide, max(1, _AT_ONCE // (len(SHRINKS) * size)))
+
+
+def _shrinks_in_turns(wide: Tensor, scheme: Scheme, gram: Tensor) -> Tensor:
+    """(rows, groups): the error of a row is d H d^T with its change d in all groups."""
+    rows, groups = len(wide), scheme.groups(wide.shape[1])
+    factors = torch.tensor(SHRINKS, device=wide.device)
+    each_row = torch.arange(rows, device=wide.device)
+    change = rounded(wide, scheme) - wide
+    moved = change @ gram
+    shrinks = []
+    for part in torch.arange(wide.shape[1]).chunk(groups):
+        own = slice(int(part[0]), int(part[-1]) + 1)
+        block = gram[own, own]
+        tried = wide[:, own].repeat(len(factors), 1)
+        tried = rounded(tried, scheme, factors.repeat_interleave(rows)[:, None]) - tried
+        tried = tried.view(len(factors), rows, -1)
+        of_others = moved[:, own] - change[:, own] @ block
+        best = ((tried @ block + 2 * of_others) * tried).sum(-1).argmin(0)
+        found = tried[best, each_row]
+        moved += (found - change[:, own]) @ gram[own]
+        change[:, own] = found
+        shrinks.append(factors[best])
+    return torch.stack(shrinks, 1)
 
 
 def gptq(weight: Tensor, scheme: Scheme, inputs: InputStatistics) -> Quantized:

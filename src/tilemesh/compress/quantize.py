@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from tilemesh.compress.calibrate import InputStatistics, Statistics, check_tokens, layer_by_layer
+from tilemesh.compress.calibrate import (
+    InputStatistics,
+    Statistics,
+    Trial,
+    check_tokens,
+    held_back,
+    layer_by_layer,
+    mean_divergence,
+)
 from tilemesh.compress.methods import awq_scales, find_codes, smooth_factors
 from tilemesh.compress.mixed import mixed_schemes
 from tilemesh.compress.recipe import Recipe, chosen_schemes, default_choices, read_recipe
@@ -21,6 +30,9 @@ from tilemesh.model.norm import ResidualNorm
 from tilemesh.model.transformer import Layer, Transformer
 
 Say = Callable[[str], None]
+JUDGED = ("awq", "clip")
+"""Methods that make each matrix's output error small on the text, which need not do good to a layer's output or to the
+predictions: they are taken where, on text held back, they do more good than rounding to nearest."""
 
 
 def quantize(
@@ -44,6 +56,8 @@ def quantize(
         raise UsageError("the recipe has no weights.scheme: name one, such as int4-g128")
     made = model if in_place else copy.deepcopy(model)
     made.eval().requires_grad_(False)
+    judged = recipe.weights.method in JUDGED
+    plain = copy.deepcopy(made) if judged and (in_place or model.training) else model
     if not recipe.needs_text:
         for name, scheme in schemes.items():
             _put(made, name, scheme, find_codes(_weight(made, name), scheme, "nearest", None), recipe, None)
@@ -57,12 +71,23 @@ def quantize(
                 scheme.groups(shapes[name][1])
         schemes = mixed_schemes(made, text, choices, recipe.weights.bits)
     worker = _LayerQuantizer(made, recipe, schemes, say)
-    layer_by_layer(made, text, worker.change)
+    known, other = held_back(text) if judged else (text, None)
+    layer_by_layer(made, known, worker.change, other)
     for name, scheme in schemes.items():
         if not name.startswith("layers."):  # the output projection: nothing after it is corrected
             _put(made, name, scheme, find_codes(_weight(made, name), scheme, "clip", None), recipe, None)
     worker.tell()
+    if other is not None and worker.taken:
+        nearest = quantize(plain, _rounding_of(recipe), text)
+        if mean_divergence(nearest, plain, other) < mean_divergence(made, plain, other):
+            say(f"{recipe.weights.method} moves the predictions on text held back more than rounding: rounded instead")
+            for name, part in nearest.named_children():
+                setattr(made, name, part)
     return made
+
+
+def _rounding_of(recipe: Recipe) -> Recipe:
+    return replace(recipe, weights=replace(recipe.weights, method="nearest"))
 
 
 class _LayerQuantizer:
@@ -70,13 +95,29 @@ class _LayerQuantizer:
 
     def __init__(self, model: Transformer, recipe: Recipe, schemes: dict[str, Scheme], say: Say) -> None:
         self.model, self.recipe, self.schemes, self.say = model, recipe, schemes, say
-        self.without_bias = self.not_moved = 0
+        self.without_bias: set[str] = set()
+        self.not_moved: set[str] = set()
+        self.taken = 0
+        """Layers that a judged method has changed."""
 
-    def change(self, prefix: str, layer: Layer, statistics: Statistics) -> None:
-        recipe = self.recipe
-        moves = recipe.weights.method == "awq" or recipe.activations.smooth > 0
-        if moves:
-            self._move(prefix, layer, statistics)
+    def change(self, prefix: str, layer: Layer, statistics: Statistics, trial: Trial) -> None:
+        """By the recipe's method; where that moves the layer's output more than rounding does, by rounding."""
+        if self.recipe.weights.method not in JUDGED:
+            self._quantize(prefix, layer, statistics, self.recipe)
+            return
+        other, known = copy.deepcopy(layer), copy.deepcopy(statistics)
+        self._quantize(prefix, layer, statistics, self.recipe)
+        by_method = trial(layer)
+        put(self.model, prefix[:-1], other)
+        self._quantize(prefix, other, known, _rounding_of(self.recipe))
+        if by_method < trial(other):
+            put(self.model, prefix[:-1], layer)
+            self.taken += 1
+
+    def _quantize(self, prefix: str, layer: Layer, statistics: Statistics, recipe: Recipe) -> None:
+        """The layer in its place in the model."""
+        if recipe.weights.method == "awq" or recipe.activations.smooth > 0:
+            self._move(prefix, layer, statistics, recipe)
         for name, inputs in statistics.items():
             full = prefix + name
             if full not in self.schemes:
@@ -88,7 +129,7 @@ class _LayerQuantizer:
             if recipe.weights.correct_bias:
                 self._correct(full, weight, inputs)
 
-    def _move(self, prefix: str, layer: Layer, statistics: Statistics) -> None:
+    def _move(self, prefix: str, layer: Layer, statistics: Statistics, recipe: Recipe) -> None:
         """Scale columns of matrices that share their input, and divide what makes the input."""
         for members, divide in _sources(layer):
             here = [name for name in members if name in statistics and prefix + name in self.schemes]
@@ -96,12 +137,12 @@ class _LayerQuantizer:
                 continue  # one that is left alone would be scaled too
             inputs = statistics[here[0]]
             weights = [_weight(self.model, prefix + name) for name in here]
-            if self.recipe.weights.method == "awq":
+            if recipe.weights.method == "awq":
                 factors = awq_scales(weights, [self.schemes[prefix + name] for name in here], inputs).factors
             else:
-                factors = smooth_factors(weights, inputs, self.recipe.activations.smooth)
+                factors = smooth_factors(weights, inputs, recipe.activations.smooth)
             if not divide(factors):
-                self.not_moved += 1
+                self.not_moved.add(prefix + here[0])
                 continue
             for weight in weights:
                 weight.mul_(factors.to(weight.dtype))
@@ -113,16 +154,18 @@ class _LayerQuantizer:
         module = self.model.get_submodule(name)
         assert isinstance(module, LowBitLinear)
         if module.bias is None:
-            self.without_bias += 1
+            self.without_bias.add(name)
             return
         lost = (weight.float() - module.decoded(torch.float32)) @ inputs.mean
         module.bias.data = module.bias.data + lost.to(module.bias.dtype)
 
     def tell(self) -> None:
         if self.without_bias:
-            self.say(f"{self.without_bias} matrices have no bias to correct, and stay as they are")
+            self.say(f"{len(self.without_bias)} matrices have no bias to correct, and stay as they are")
         if self.not_moved:
-            self.say(f"{self.not_moved} matrices follow nothing that could take up their scales, and are not scaled")
+            self.say(
+                f"{len(self.not_moved)} matrices follow nothing that could take up their scales, and are not scaled"
+            )
 
 
 Divide = Callable[[Tensor], bool]
