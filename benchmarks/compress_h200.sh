@@ -18,25 +18,24 @@ if [ "${1:-}" = speed ]; then
       tee -a "$out/compress_speed.txt"
   done
 elif [ "${1:-}" = quality ]; then
-  began=$SECONDS
-  left() { echo $((${LIMIT:-585} - (SECONDS - began))); }
+  left() { echo $((${LIMIT:-580} - SECONDS)); }
   folder=$(mktemp -d)
   run=$folder/gpt2-124m
   lean=checkpoint.every=0,sample.tokens=0
   timeout 400 $python -m tilemesh train ${SHAPE:-gpt2-124m} --mesh dp=1 --transport torch --out "$run" \
     --max-time ${TRAIN:-302s} --set train.steps=${STEPS:-4400},evaluate.every=500,$lean 2>&1 |
     tail -30 | tee -a "$out/compress_quality.txt"
-  echo "trained after $((SECONDS - began)) s" | tee -a "$out/compress_quality.txt"
+  echo "trained after $SECONDS s" | tee -a "$out/compress_quality.txt"
   losses="$python benchmarks/compress_losses.py --device ${DEVICE:-cuda} --sequences ${SEQUENCES:-512}"
 
   # What targets are judged by: three choices of calibration text side by side, of losses alone.
   by_text=int3-g64-awq,int3-g64-gptq,int2-g64-awq,int2-g64-gptq
   timeout $(left) $losses "$run" --recipes int3-g64,int2-g64,$by_text,int3-g64-clip,int3-g64-mixed,int2-g64-clip \
-    --peers torchao --seed 0 --json "$out/compress_gpt2_124m_seed0_h200.jsonl" >"$folder/seed0.txt" 2>&1 &
+    --peers torchao --seed 0 --json "$out/compress_gpt2_124m_seed0_h200.jsonl" >>"$out/compress_quality.txt" 2>&1 &
   jobs="$!"
   for seed in 1 2; do
     timeout $(left) $losses "$run" --recipes $by_text,int3-g64-clip,int3-g64-mixed,int2-g64-clip --peers torchao \
-      --seed $seed --json "$out/compress_gpt2_124m_seed${seed}_h200.jsonl" >"$folder/seed$seed.txt" 2>&1 &
+      --seed $seed --json "$out/compress_gpt2_124m_seed${seed}_h200.jsonl" >>"$out/compress_quality.txt" 2>&1 &
     jobs="$jobs $!"
   done
   # Quantisation-aware training beside as many steps without, each then rounded.
@@ -53,9 +52,9 @@ elif [ "${1:-}" = quality ]; then
     wait
   ) >"$folder/aware.txt" 2>&1 &
   wait $jobs $!
-  tail -n 40 "$folder"/seed?.txt | tee -a "$out/compress_quality.txt"
-  tail -n 60 "$folder/aware.txt" | tee -a "$out/compress_quality.txt"
-  echo "judged after $((SECONDS - began)) s" | tee -a "$out/compress_quality.txt"
+  tail -n 60 "$folder/aware.txt" >>"$out/compress_quality.txt"
+  grep -E "^seed|plain|Error" "$out/compress_quality.txt"
+  echo "judged after $SECONDS s" | tee -a "$out/compress_quality.txt"
 
   # The table, with bytes and times, alone on the GPU.
   table=int8,int8-a8,fp8,int4-g64,int4-g64-awq,int4-g64-gptq,nf4-g64,mlp-25,layers-25,2:4,fp8-a8,rank-50,heads-25
