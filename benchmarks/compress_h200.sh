@@ -28,7 +28,9 @@ elif [ "${1:-}" = quality ]; then
   echo "trained after $SECONDS s" | tee -a "$out/compress_quality.txt"
   losses="$python benchmarks/compress_losses.py --device ${DEVICE:-cuda} --sequences ${SEQUENCES:-512}"
 
-  # What targets are judged by: three choices of calibration text side by side, of losses alone.
+  # What targets are judged by: three choices of calibration text side by side, of losses alone. One thread each:
+  # threads of five processes that wait for each other would take the cores from all.
+  export OMP_NUM_THREADS=1
   by_text=int3-g64-awq,int3-g64-gptq,int2-g64-awq,int2-g64-gptq
   timeout $(left) $losses "$run" --recipes int3-g64,int2-g64,$by_text,int3-g64-clip,int3-g64-mixed,int2-g64-clip \
     --peers torchao --seed 0 --json "$out/compress_gpt2_124m_seed0_h200.jsonl" >>"$out/compress_quality.txt" 2>&1 &
@@ -57,6 +59,7 @@ elif [ "${1:-}" = quality ]; then
   echo "judged after $SECONDS s" | tee -a "$out/compress_quality.txt"
 
   # The table, with bytes and times, alone on the GPU.
+  unset OMP_NUM_THREADS
   table=int8,int8-a8,fp8,int4-g64,int4-g64-awq,int4-g64-gptq,nf4-g64,mlp-25,layers-25,2:4,fp8-a8,rank-50,heads-25
   timeout $(left) $python -m tilemesh bench compress "$run" --device ${DEVICE:-cuda} --dtype bf16 --recipes $table \
     --sequences ${SEQUENCES:-512} --calibrate 64 --seconds 0.3 --json "$out/compress_gpt2_124m_h200.jsonl" 2>&1 |
