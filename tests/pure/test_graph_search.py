@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
+import itertools
 from importlib.resources import files
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tilemesh.core.errors import UsageError
 from tilemesh.core.hardware import DEVICES
 from tilemesh.graph import build
 from tilemesh.graph.cost import graph_seconds
 from tilemesh.graph.evaluate import run_numpy
-from tilemesh.graph.ir import Graph
-from tilemesh.graph.search import as_rules, greedy, read_proofs, read_substitutions, search, write_substitutions
+from tilemesh.graph.ir import Graph, Node, make
+from tilemesh.graph.rewrite import by_operator
+from tilemesh.graph.search import (
+    _neighbours,
+    as_rules,
+    greedy,
+    read_proofs,
+    read_substitutions,
+    search,
+    write_substitutions,
+)
 from tilemesh.graph.substitute import AXIOMS, Substitution, generate, matched, operators, parse, refuted
 
 FALSE = (
@@ -129,3 +142,99 @@ def test_the_search_keeps_shapes() -> None:
     found = search(graph, as_rules(read_substitutions()), lambda each: float(each.launches), slack=2.0, limit=50)
     assert found.graph.outputs[0].shape == (5, 2)
     assert found.cost == 1.0
+
+
+def _steps(graph: Graph) -> list[str]:
+    """Every program that one rule at one place makes of this one gives the same numbers; the rules that fitted."""
+    numbers = np.random.default_rng(5)
+    values = [numbers.normal(size=[int(size) for size in node.shape]) for node in graph.inputs]  # type: ignore[call-overload]
+    expected = run_numpy(graph, *values)[0]
+    fitted = []
+    for name, changed in _neighbours(graph, _BY_OPERATOR):
+        np.testing.assert_allclose(run_numpy(changed, *values)[0], expected, rtol=1e-9, atol=1e-9, err_msg=name)
+        fitted.append(name)
+    return fitted
+
+
+_BY_OPERATOR = by_operator(as_rules(read_substitutions()))
+
+
+def _grown(pool: list[Node], picks: list[tuple[str, int, int]]) -> Node:
+    """Sums, products and concatenations of values that fit one another."""
+    for op, first, second in picks:
+        left = pool[first % len(pool)]
+        fits = [node for node in pool if node.shape == left.shape and node is not left] or [left]
+        right = fits[second % len(fits)]
+        pool.append(make(op, left, right) if op in ("add", "multiply") else build.concat([left, right], int(op[-1])))
+    return pool[-1]
+
+
+_PICKS = st.lists(
+    st.tuples(st.sampled_from(["add", "add", "multiply", "dim 0", "dim 1"]), st.integers(0, 99), st.integers(0, 99)),
+    min_size=1,
+    max_size=4,
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    maps=st.lists(st.tuples(st.just(1), st.integers(1, 2), st.integers(1, 6)), min_size=2, max_size=4),
+    weights=st.lists(st.tuples(st.integers(1, 2), st.integers(1, 2), st.integers(1, 3)), min_size=2, max_size=4),
+    stride=st.integers(1, 3),
+    padding=st.integers(0, 2),
+    dilation=st.integers(1, 2),
+    picks=_PICKS,
+)
+def test_no_rule_changes_what_convolutions_give(
+    maps: list[tuple[int, int, int]],
+    weights: list[tuple[int, int, int]],
+    stride: int,
+    padding: int,
+    dilation: int,
+    picks: list[tuple[str, int, int]],
+) -> None:
+    """Whatever sizes, strides and paddings meet: maps and taps of other sizes may give results of the same size."""
+    pictures = [build.argument(f"x{place}", shape, "float64") for place, shape in enumerate(maps)]
+    filters = [build.argument(f"w{place}", shape, "float64") for place, shape in enumerate(weights)]
+    pool = []
+    for x, w in itertools.product(pictures, filters):
+        with contextlib.suppress(UsageError):  # other numbers of channels, or a window larger than its map
+            pool.append(build.conv(x, w, [stride], [padding], [dilation]))
+    if pool:
+        _steps(Graph((*pictures, *filters), (_grown(pool, picks),)))
+
+
+def test_a_rule_is_left_where_shapes_would_have_to_be_repeated() -> None:
+    """Taps of 1 and 2 with a stride of 2 give results of one size; the sum of the two weights is no weight."""
+    x, (y, z) = _argument("x", 1, 2, 6), (_argument(f"w{taps}", 3, 2, taps) for taps in (1, 2))
+    graph = Graph((x, y, z), (build.add(build.conv(x, y, [2]), build.conv(x, z, [2])),))
+    assert not any("conv(x, add(" in name for name in _steps(graph))
+    short, long, w = _argument("short", 1, 2, 1), _argument("long", 1, 2, 2), _argument("w", 3, 2, 3)
+    graph = Graph((short, long, w), (build.add(build.conv(short, w, [2], [1]), build.conv(long, w, [2], [1])),))
+    assert not any("= conv(add(" in name for name in _steps(graph))
+    alike = _argument("alike", 3, 2, 2)
+    graph = Graph((x, alike, z), (build.add(build.conv(x, alike, [2]), build.conv(x, z, [2])),))
+    assert any("= conv(x, add(" in name for name in _steps(graph))
+
+
+def _argument(name: str, *shape: int) -> Node:
+    return build.argument(name, shape, "float64")
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    shapes=st.lists(st.tuples(st.integers(1, 3), st.integers(1, 3)), min_size=2, max_size=4),
+    products=st.lists(st.tuples(st.booleans(), st.integers(0, 99), st.integers(0, 99)), max_size=4),
+    picks=_PICKS,
+)
+def test_no_rule_changes_what_matrices_give(
+    shapes: list[tuple[int, int]], products: list[tuple[bool, int, int]], picks: list[tuple[str, int, int]]
+) -> None:
+    given_matrices = [build.argument(f"x{place}", shape, "float64") for place, shape in enumerate(shapes)]
+    pool = list(given_matrices)
+    for turned, first, second in products:
+        left, right = (pool[pick % len(pool)] for pick in (first, second))
+        pool.append(build.transpose(left))
+        if not turned and left.shape[1] == right.shape[0]:
+            pool.append(build.dot(left, right))
+    _steps(Graph(tuple(given_matrices), (_grown(pool, picks),)))

@@ -64,10 +64,13 @@ class RewriteRule:
     exact: bool = True  # False: the same in real numbers, with other roundings
 
     def apply(self, node: Node) -> Node | None:
-        """What this node becomes; None where the rule does not fit."""
+        """What this node becomes; None where the rule, or the shapes of its right side, do not fit."""
         for match in matches(self.left, node, Match(node)):
             if self.condition is None or self.condition(match):
-                new = _built(self.right, match, self.name)
+                try:
+                    new = _built(self.right, match)
+                except UsageError:
+                    continue
                 if new is not node and new.typed == node.typed:
                     return new
         return None
@@ -217,22 +220,24 @@ def _attributes(pattern: Pattern, node: Node, match: Match) -> Match | None:
     return match
 
 
-def _built(pattern: Any, match: Match, name: str) -> Node:
-    """The right side of a rule as nodes."""
+def _built(pattern: Any, match: Match) -> Node:
+    """The right side of a rule as nodes.
+
+    Every operator is made of operands that have its shapes, never of broadcast ones: a rule is true of the shapes that
+    its text says, and a weight of one tap repeated to two is another convolution. Only numbers take any shape.
+    """
     if isinstance(pattern, Anything):
         return match.nodes[pattern.name]
     if isinstance(pattern, int | float):
         return build.like(match.root, float(pattern))
-    inputs: list[Any] = [
-        value if isinstance(value, int | float) else _built(value, match, name) for value in pattern.inputs
-    ]
+    given = [value if isinstance(value, int | float) else _built(value, match) for value in pattern.inputs]
+    beside = next((value for value in given if isinstance(value, Node)), match.root)
+    inputs = [value if isinstance(value, Node) else build.like(beside, float(value)) for value in given]
     attributes = {key: _value(value, match) for key, value in pattern.attributes}
     if pattern.rest:
         attributes |= match.attributes[pattern.rest]
     if pattern.op in SHORTHANDS:
         return SHORTHANDS[pattern.op](match, *inputs, **attributes)
-    if primitive(pattern.op).kind == "elementwise" and not attributes and len(inputs) == 2:
-        return getattr(build, pattern.op)(*inputs)  # type: ignore[no-any-return]
     return make(pattern.op, *inputs, line=match.root.line, **attributes)
 
 

@@ -174,14 +174,6 @@ def _neighbours(graph: Graph, by_op: dict[str, list[RewriteRule]]) -> Iterator[t
     """Every graph that one rule at one place makes of this one."""
     for node in graph.nodes():
         for each in by_op.get(node.op, ()):
-            new = _tried(each, node)
+            new = each.apply(node)
             if new is not None:
                 yield each.name, graph.substitute({node: new})
-
-
-def _tried(each: RewriteRule, node: Node) -> Node | None:
-    """What a rule makes of a node; None also where the shapes of the other side do not fit."""
-    try:
-        return each.apply(node)
-    except UsageError:
-        return None
