@@ -6,6 +6,7 @@ import contextlib
 import functools
 import importlib.util
 import itertools
+import random
 from importlib.resources import files
 
 import numpy as np
@@ -29,7 +30,18 @@ from tilemesh.graph.search import (
     search,
     write_substitutions,
 )
-from tilemesh.graph.substitute import AXIOMS, Substitution, generate, matched, operators, parse, refuted
+from tilemesh.graph.substitute import (
+    AXIOMS,
+    Substitution,
+    draw_matrix,
+    evaluate,
+    generate,
+    matched,
+    operators,
+    parse,
+    refuted,
+    shape_of,
+)
 
 FALSE = (
     "dot(x, y) = dot(y, x)",  # the wrong order
@@ -101,18 +113,64 @@ def test_pruning() -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("7 proven add(x, y) = add(y, x)", "substitution 7: 'proven' is neither axiom nor proved"),
-        ("8 proved add(x, y) by 1", "substitution 8: .* has no ' = '"),
-        ("9 proved plus(x, y) = x by 1", "substitution 9: plus"),
-        ("10 proved add(x, x) = y by 1", "substitution 10: .*the right side has y"),
-        ("11 proved add(x, = x by 1", "substitution 11: .*is no term"),
-        ("12 proved add(x, y) = add(y, x)", "substitution 12: proved by nothing"),
-        ("13 proved add(x, y) = add(y, x) by 99", "substitution 13: proved by 99; name axioms"),
+        ("37 proven add(x, y) = add(y, x)", "substitution 37: 'proven' is neither axiom nor proved"),
+        ("38 proved add(x, y) by 1", "substitution 38: .* has no ' = '"),
+        ("39 proved plus(x, y) = x by 1", "substitution 39: plus"),
+        ("40 proved add(x, x) = y by 1", "substitution 40: .*the right side has y"),
+        ("41 proved add(x, = x by 1", "substitution 41: .*is no term"),
+        ("42 proved add(x, y) = add(y, x)", "substitution 42: proved by nothing"),
+        ("43 proved add(x, y) = add(y, x) by 99", "substitution 43: proved by 99; name axioms that stand above it"),
+        ("30 proved add(x, y) = add(y, x) by 1 1", "substitution 30: proved by 1; name axioms .* each once"),
+        ("30 proved dot(x, y) = dot(y, x) by 6", r"substitution 30: .* differs for x \[1, 2\], y \[2, 1\]"),
+        ("30 proved add(x, y) = multiply(x, y) by 1", "substitution 30: .* differs for"),
+        ("30 proved add(dot(x, y), dot(z, x)) = dot(x, add(y, z)) by 6", "substitution 30: .* differs for"),
+        ("30 proved add(x, transpose(rows(x, x))) = x by 6", "substitution 30: .* fits no shapes"),
+        ("30 proved add(add(add(x, y), add(z, a)), add(b, c)) = x by 1", "substitution 30: .* has 6 names"),
+        ("30 axiom transpose(x) = x", "substitution 30: .* is no axiom; there are 29"),
+        ("30 axiom add(x, y) = add(y, x)", "substitution 30: .* is no axiom; there are 29"),
+        ("30 proved " + "transpose(" * 40 + "x" + ")" * 40 + " = x by 9", "substitution 30: .* has 121 words"),
+        ("30 proved " + "transpose(" * 20_000 + "x = x by 9", "substitution 30: .* has 40001 words"),
+        ("30 proved add(x, y)(z) = x by 1", "substitution 30: .* is no term"),
+        ("30 proved add(x y) = x by 1", "substitution 30: .* is no term"),
+        ("30 proved \x00 = x by 1", "substitution 30: .* is no term"),
+        ("abc proved add(x, y) = add(y, x) by 1", "substitution abc: a rule begins with a number of its own"),
+        ("0 proved add(x, y) = add(y, x) by 1", "substitution 0: a rule begins with a number of its own"),
+        ("9" * 5000 + " proved add(x, y) = add(y, x) by 1", "substitution 9{20}: a rule begins with a number"),
+        (" proved add(x, y) = add(y, x) by 1", "substitution proved add.*: a rule begins with a number of its own"),
+        ("29 proved add(x, y) = add(y, x) by 1", "substitution 29: a rule begins with a number of its own"),
     ],
 )
 def test_a_file_edited_into_nonsense_is_refused(line: str, message: str) -> None:
+    """A line behind the axioms, which stand as they are committed."""
+    axioms = "".join(f"{number} axiom {text}\n" for number, text in enumerate(AXIOMS, 1))
     with pytest.raises(UsageError, match=message):
-        read_substitutions(line)
+        read_substitutions(axioms + line)
+
+
+def test_an_axiom_stands_under_its_own_number() -> None:
+    with pytest.raises(UsageError, match=r"substitution 2: .* is no axiom; axiom 2 is add\(x, add\(y, z\)\) = "):
+        read_substitutions(f"2 axiom {AXIOMS[0]}\n")
+    with pytest.raises(UsageError, match=r"substitution 1: .* is no axiom; axiom 1 is"):
+        read_substitutions(f"1 axiom {AXIOMS[0]} by 1\n")
+    with pytest.raises(UsageError, match="substitution 30: proved by 1; name axioms that stand above it"):
+        read_substitutions(f"30 proved transpose(transpose(x)) = x by 1\n1 axiom {AXIOMS[0]}\n")
+    with pytest.raises(UsageError, match="substitution 31: proved by 30; name axioms"):
+        read_substitutions(
+            f"1 axiom {AXIOMS[0]}\n30 proved add(x, y) = add(y, x) by 1\n31 proved add(x, y) = add(y, x) by 30\n"
+        )
+
+
+def test_shapes_are_those_that_evaluation_finds() -> None:
+    """The quick rule of shapes and the arithmetic agree on every axiom and small shape."""
+    draws = random.Random(1)
+    sizes = [(rows, columns) for rows in (1, 2, 3) for columns in (1, 2, 3, 6)]
+    for text in AXIOMS:
+        term = parse(text).left
+        for _ in range(100):
+            chosen = {name: draws.choice(sizes) for name in "xyzw"}
+            values = {name: draw_matrix(*shape, 101, draws) for name, shape in chosen.items()}
+            result = evaluate(term, values, 101)
+            assert shape_of(term, chosen) == (None if result is None else (len(result), len(result[0])))
 
 
 def test_the_search_goes_where_greedy_is_stuck() -> None:

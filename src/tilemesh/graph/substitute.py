@@ -11,8 +11,8 @@ subgraph or by the order of operands never appears.
 
 from __future__ import annotations
 
-import ast
 import random
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -25,6 +25,7 @@ Matrix: TypeAlias = "tuple[tuple[int, ...], ...]"
 
 PRIMES = (536_870_909, 268_435_399)  # a product and a sum of eight of them fit into 64 bits
 NAMES = ("x", "y", "z", "v", "w")
+LONGEST = 64  # words of one side of a substitution: more is nothing that was ever generated
 WEIGHTS = ("v", "w")  # of convolutions, while programs are generated
 TAPS = 3
 SIZE = 3  # of 2 x 2 matrices more is true than of all: there the square of x is a sum of x and the identity
@@ -115,23 +116,34 @@ def parse(text: str) -> Substitution:
 
 
 def _read(text: str) -> Term:
-    try:
-        return _term(ast.parse(text.strip(), mode="eval").body)
-    except SyntaxError:
-        raise UsageError(f"{text.strip()!r} is no term; write names and operators, as add(x, y)") from None
+    """A term from its text: a name, or an operator and its terms between brackets."""
+    words = re.findall(r"\w+|\S", text)
+    if len(words) > LONGEST:
+        raise UsageError(f"{text.strip()[:40]!r}... has {len(words)} words; a side of at most {LONGEST} can be checked")
+    term, rest = _term(words, text.strip())
+    if rest:
+        raise UsageError(f"{text.strip()!r} is no term: nothing may stand after {text_of(term)}")
+    return term
 
 
-def _term(tree: Any) -> Term:
-    if isinstance(tree, ast.Name):
-        return tree.id
-    if not isinstance(tree, ast.Call) or not isinstance(tree.func, ast.Name) or tree.keywords:
-        raise UsageError(f"{ast.unparse(tree)} is no term; write names and operators, as add(x, y)")
-    op = tree.func.id
-    if OPERANDS.get(op) != len(tree.args):
-        raise UsageError(
-            f"{ast.unparse(tree)}: there are {', '.join(f'{name} of {n}' for name, n in OPERANDS.items())}"
-        )
-    return (op, *(_term(argument) for argument in tree.args))
+def _term(words: Sequence[str], text: str) -> tuple[Term, Sequence[str]]:
+    """The term that these words begin with, and the words behind it."""
+    nonsense = UsageError(f"{text!r} is no term; write names and operators, as add(x, y)")
+    if not words or not words[0].isidentifier():
+        raise nonsense
+    op, rest = words[0], words[1:]
+    if not rest or rest[0] != "(":
+        return op, rest
+    parts: list[Term] = []
+    while rest[0] in ("(", ","):
+        part, rest = _term(rest[1:], text)
+        parts.append(part)
+        if not rest or rest[0] not in (")", ","):
+            raise nonsense
+    if OPERANDS.get(op) != len(parts):
+        known = ", ".join(f"{name} of {n}" for name, n in OPERANDS.items())
+        raise UsageError(f"{op} of {len(parts)} in {text!r}: there are {known}")
+    return (op, *parts), rest[1:]
 
 
 def evaluate(term: Term, values: Mapping[str, Matrix], prime: int) -> Matrix | None:
@@ -270,20 +282,42 @@ def refuted(substitution: Substitution, tries: int = 2) -> str | None:
     substitution of degree d survives one try with a probability of at most d / prime.
     """
     names = names_of(substitution.left)
+    if len(names) > len(NAMES):
+        return f"{substitution} has {len(names)} names; all shapes of at most {len(NAMES)} can be tried"
     draws = random.Random(7)
     shapes = [(rows, columns) for rows in (1, 2) for columns in (1, 2)]
     if "conv" in str(substitution):
         shapes += [(rows, columns) for rows in (1, 2) for columns in (TAPS, 2 * TAPS)]
     fitted = 0
     for chosen in (*product(shapes, repeat=len(names)), ((3, 3),) * len(names)):
+        sizes = dict(zip(names, chosen, strict=True))
+        if shape_of(substitution.left, sizes) is None or shape_of(substitution.right, sizes) is None:
+            continue
+        fitted += 1
         for prime in PRIMES:
             for _ in range(tries):
-                values = {name: draw_matrix(*shape, prime, draws) for name, shape in zip(names, chosen, strict=True)}
+                values = {name: draw_matrix(*shape, prime, draws) for name, shape in sizes.items()}
                 left, right = (evaluate(side, values, prime) for side in (substitution.left, substitution.right))
-                if left is None or right is None:
-                    break
-                fitted += 1
                 if left != right:
-                    sizes = ", ".join(f"{name} {list(shape)}" for name, shape in zip(names, chosen, strict=True))
-                    return f"{substitution} differs for {sizes}"
+                    words = ", ".join(f"{name} {list(shape)}" for name, shape in sizes.items())
+                    return f"{substitution} differs for {words}"
     return None if fitted else f"{substitution} fits no shapes"
+
+
+def shape_of(term: Term, sizes: Mapping[str, tuple[int, int]]) -> tuple[int, int] | None:
+    """Rows and columns of a term, for these of its names; None where shapes do not fit: what `apply` says, at once."""
+    if isinstance(term, str):
+        return sizes[term]
+    first = shape_of(term[1], sizes)
+    second = shape_of(term[-1], sizes) if first is not None else None
+    if first is None or second is None:
+        return None
+    (rows, columns), (below, beside) = first, second
+    made = {
+        "transpose": (True, (columns, rows)),
+        "dot": (columns == below, (rows, beside)),
+        "conv": (beside == TAPS * rows, (below, columns)),
+        "rows": (columns == beside, (rows + below, columns)),
+        "columns": (rows == below, (rows, columns + beside)),
+    }.get(term[0], (first == second, first))
+    return made[1] if made[0] else None
