@@ -20,6 +20,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._guards import TracingContext
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -31,6 +32,7 @@ from tilemesh.graph.generated import server, way_for
 from tilemesh.graph.ir import Graph, Node
 from tilemesh.graph.joining import joined_products
 from tilemesh.graph.lower import NotServedError, apart, lower
+from tilemesh.graph.opaque import Strides, laid, traced_strides
 from tilemesh.graph.recorded import reason_against, recorded, waits_for_host
 from tilemesh.graph.regions import fused
 from tilemesh.graph.rewrite import Applied
@@ -100,13 +102,11 @@ class Backend:
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
         way = way_for(_device(inputs)) if self.kernels else None
-        compilers: list[Any] = [functools.partial(self._compile, way=way)] * 3
+        kinds = ("forward", "backward", "inference")
+        compilers: list[Any] = [functools.partial(self._compile, way=way, kind=kind) for kind in kinds]
         if self.cuda_graphs is not False and _device(inputs).type == "cuda":
             known: dict[str, bool] = {}
-            compilers = [
-                functools.partial(self._recorded, way=way, kind=kind, known=known)
-                for kind in ("forward", "backward", "inference")
-            ]
+            compilers = [functools.partial(self._recorded, way=way, kind=kind, known=known) for kind in kinds]
         settings: dict[str, Any] = {"decompositions": decompositions()} if way is not None else {}
         again = self.rematerialise if self.rematerialise is not None else _device(inputs).type == "cuda"
         if again and way is not None:
@@ -126,7 +126,7 @@ class Backend:
         The recorder takes it that what the forward program leaves for the backward one lies where it lay before, which
         holds only where both are recorded.
         """
-        run = self._compile(module, inputs, way)
+        run = self._compile(module, inputs, way, kind)
         if any(_changes(value) for value in inputs):
             return run
         piece = self.report.pieces[-1]
@@ -142,16 +142,18 @@ class Backend:
         known[kind] = piece.recorded = True
         return recorded(run, module, inputs, kind)
 
-    def _compile(self, module: fx.GraphModule, inputs: Sequence[Any], way: str | None) -> Callable[[list[Any]], Any]:
+    def _compile(
+        self, module: fx.GraphModule, inputs: Sequence[Any], way: str | None, kind: str = "inference"
+    ) -> Callable[[list[Any]], Any]:
         if any(_changes(value) for value in inputs):
             return self._by_sizes(module, way)
         began = time.perf_counter()
         count = sum(node.op == "call_function" for node in module.graph.nodes)
         try:
-            run, before, graph, steps, held = compiled(module, inputs, way, self.ahead)
+            run, before, graph, steps, held = compiled(module, inputs, way, self.ahead, kind)
         except NotServedError as error:
             self.report.pieces.append(Compiled(count, None, (), time.perf_counter() - began, str(error)))
-            return make_boxed_func(module.forward)
+            return _as_traced(module)
         took = time.perf_counter() - began
         self.report.pieces.append(Compiled(count, graph, steps, took, "", before, run, len(inputs), held))
         return run
@@ -161,7 +163,9 @@ class Backend:
         programs: dict[tuple[Any, ...], Callable[[list[Any]], Any]] = {}
 
         def run(inputs: list[Any]) -> Any:
-            sizes = tuple(tuple(value.shape) if isinstance(value, torch.Tensor) else value for value in inputs)
+            sizes = tuple(
+                (tuple(value.shape), value.stride()) if isinstance(value, torch.Tensor) else value for value in inputs
+            )
             if sizes not in programs and len(programs) < MOST_SIZES:
                 programs[sizes] = self._specialised(module, inputs, way)
             if sizes in programs:
@@ -226,21 +230,64 @@ def _device(inputs: Sequence[Any]) -> torch.device:
 
 
 def compiled(
-    module: fx.GraphModule, inputs: Sequence[Any], way: str | None = None, ahead: AheadCompilers | None = None
+    module: fx.GraphModule,
+    inputs: Sequence[Any],
+    way: str | None = None,
+    ahead: AheadCompilers | None = None,
+    kind: str = "inference",
 ) -> tuple[Callable[[list[Any]], Any], Graph, Graph, Sequence[Applied], Sequence[Any]]:
     """A traced module as a boxed function (it may free its inputs), its graph before and after, the rewrites, and the
-    tensors that it holds."""
+    tensors that it holds. kind: forward, backward or inference."""
     lowered = lower(module, kernels=way is not None)
     better, steps = simplify(lowered.graph, ALGEBRA)
     better, _ = joined_products(better)
-    better = apart(better, lowered.made)
-    if way is not None:
-        better = as_kernels(better, way)
-    extra, returned = list(lowered.held.values()), lowered.returned
-    run = program(better, _device(inputs), [*inputs, *extra], way, ahead)
+    returned, returns = lowered.returned, _returns(kind)
     nodes = iter(range(len(returned)))
     kept = [next(nodes) if isinstance(value, Node) else None for value in returned]
-    return _boxed(run, extra, kept, returned), lowered.graph, better, steps, extra
+    # A forward program's own results lie as in eager; what it leaves for the backward one lies as it comes.
+    own = len([place for place in kept[:returns] if place is not None])
+    strides = [*lowered.strides[:own], *[None] * (len(lowered.strides) - own)]
+    better = apart(better, lowered.made, lowered.strides)
+    if way is not None:
+        better = as_kernels(better, way)
+    extra = list(lowered.held.values())
+    run = program(better, _device(inputs), [*inputs, *extra], way, ahead, strides)
+    if returns is not None:
+        _tell_strides([run.strides[place] if run.strides and place is not None else None for place in kept])
+    return _boxed(run, extra, kept, returned), lowered.graph, run.graph, steps, extra
+
+
+def _returns(kind: str) -> int | None:
+    """Of a forward program how many of its results are the caller's; the others are for the backward program.
+
+    None: all. So too where torch does not ask how they lie, because it would compile the backward program for the
+    strides that it traced.
+    """
+    context = TracingContext.try_get()
+    if kind != "forward" or context is None or context.fw_metadata is None or context.output_strides is None:
+        return None
+    returns: int = context.fw_metadata.num_forward_returns
+    return returns
+
+
+def _tell_strides(strides: Sequence[Strides | None]) -> None:
+    """Tells torch how a forward program's results lie: it compiles the backward program for these."""
+    context = TracingContext.try_get()
+    assert context is not None
+    assert context.output_strides is not None
+    context.output_strides += strides
+
+
+def _as_traced(module: fx.GraphModule) -> Callable[[list[Any]], Any]:
+    """The module as torch traced it, for inputs that may lie otherwise than they did then."""
+    traced = [traced_strides(node.meta.get("val")) for node in module.graph.find_nodes(op="placeholder")]
+
+    def run(*inputs: Any) -> Any:
+        return module.forward(
+            *[value if steps is None else laid(value, steps) for value, steps in zip(inputs, traced, strict=True)]
+        )
+
+    return make_boxed_func(run)
 
 
 def as_kernels(graph: Graph, way: str) -> Graph:

@@ -10,6 +10,7 @@ import torch
 from tilemesh.core.errors import UsageError
 from tilemesh.graph.evaluate import control, dense, numbers, pad_ranges, ranges, sizes_of
 from tilemesh.graph.ir import Dense, Graph, Node
+from tilemesh.graph.opaque import laid, run_opaque
 from tilemesh.graph.ops import DTYPES
 
 Tensor = torch.Tensor
@@ -172,6 +173,8 @@ TORCH: dict[str, Callable[..., Any]] = {
     "conv_weight": _conv_weight,
     "windows": _windows,
     "unwindows": _unwindows,
+    "opaque": lambda node, sizes, *xs: run_opaque(node, xs),
+    "lay": lambda node, sizes, x: laid(x, node["strides"]),
     "item": lambda node, sizes, values: values[node["index"]],
     "region": lambda node, sizes, *xs: run_torch(node["body"], *xs),
 }

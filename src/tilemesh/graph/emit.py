@@ -7,7 +7,7 @@ instead of tensors; every value is deleted after its last use.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -16,10 +16,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from tilemesh.core.errors import UsageError
 from tilemesh.graph.by_torch import TORCH, constant, dtype_of, evaluate_torch
 from tilemesh.graph.compile_ahead import AheadCompilers
-from tilemesh.graph.generated import RegionCall, prepare, way_for
+from tilemesh.graph.generated import RegionCall, prepare, run_without_data, way_for
 from tilemesh.graph.ir import Graph, Node, users
 from tilemesh.graph.kernel_call import KernelCall, embedding_gradient, kernel_of
-from tilemesh.graph.lower import InputSlot
+from tilemesh.graph.opaque import InputSlot, Laid, LayCall, Strides, operator_of, traced_strides, with_lays
 from tilemesh.graph.ops import FLOATS
 from tilemesh.graph.rewrite import number_of
 from tilemesh.graph.size import known
@@ -41,28 +41,47 @@ class Emitted:
     """A graph as a function of torch tensors. `source` is its code; `regions` run by generated kernels.
 
     inputs: tensors, real or fake, with the strides that calls will have; without them, rows one after the other.
+    results: the strides that outputs shall have; None: any. `graph` is what runs: with a `lay` node where a value has
+    other strides than its reader needs. Where `inputs` are known, that is decided here; otherwise in each call.
+    `strides` are those that outputs then have.
     """
 
     def __init__(
         self, graph: Graph, device: torch.device, inputs: Sequence[Any] | None = None, way: str | None = None,
-        ahead: AheadCompilers | None = None,
+        ahead: AheadCompilers | None = None, results: Sequence[Strides | None] | None = None,
     ) -> None:  # fmt: skip
-        writer = _SourceWriter(graph, device, way or way_for(device))
+        self.device, self.way = device, way or way_for(device)
+        self.strides: list[Strides | None] | None = None
+        self._made: dict[Node, Any] = {}
+        lays = self._write(graph, results)
+        self.regions = [value for value in self._made.values() if isinstance(value, RegionCall)]
+        if self.regions or inputs is not None:
+            given = examples(graph, device) if inputs is None else inputs
+            outputs = run_without_data(self.function, given)
+            if inputs is not None:
+                self.strides = [traced_strides(value) for value in outputs]
+        if inputs is not None and not all(call.copied for call in lays):
+            self._write(graph, results, {lays[call] for call in lays if call.copied})
+        if self.regions:
+            if self.way is None:
+                raise UsageError(f"a graph with regions on {device}, where nothing compiles kernels")
+            prepare(self.regions, device, self.way, ahead)
+        if ahead is not None and ahead.open:
+            calls = [value for value in self._made.values() if isinstance(value, KernelCall)]
+            ahead.meanwhile({(call.use, call.laid): call.made for call in calls if call.laid})
+
+    def _write(
+        self, graph: Graph, results: Sequence[Strides | None] | None, needed: Collection[Laid] | None = None
+    ) -> dict[LayCall, Laid]:
+        """The code, with these `lay` nodes or all; what each of them is for."""
+        self.graph, origins, lays = with_lays(graph, results, needed)
+        writer = _SourceWriter(self.graph, self.device, self.way, self._made, origins)
         with unset_fake_temporarily():  # torch compiles under fake tensors; constants are real ones
             self.source = writer.write()
         namespace: dict[str, Any] = {"torch": torch, "inf": math.inf, "nan": math.nan, **writer.values}
         exec(compile(self.source, "<graph>", "exec"), namespace)
         self.function: Callable[[list[Any]], tuple[Any, ...]] = namespace["program"]
-        self.regions = [value for value in writer.values.values() if isinstance(value, RegionCall)]
-        if self.regions:
-            chosen = way or way_for(device)
-            if chosen is None:
-                raise UsageError(f"a graph with regions on {device}, where nothing compiles kernels")
-            given = examples(graph, device) if inputs is None else inputs
-            prepare(self.regions, self.function, given, device, chosen, ahead)
-        if ahead is not None and ahead.open:
-            calls = [value for value in writer.values.values() if isinstance(value, KernelCall)]
-            ahead.meanwhile({(call.use, call.laid): call.made for call in calls if call.laid})
+        return {call: lays[node] for node, call in writer.lays.items() if node in lays}
 
     def __call__(self, *tensors: Any) -> tuple[Any, ...]:
         return self.function(list(tensors))
@@ -70,10 +89,11 @@ class Emitted:
 
 def program(
     graph: Graph, device: torch.device | str = "cpu", inputs: Sequence[Any] | None = None, way: str | None = None,
-    ahead: AheadCompilers | None = None,
+    ahead: AheadCompilers | None = None, results: Sequence[Strides | None] | None = None,
 ) -> Emitted:  # fmt: skip
-    """A graph as a function. way: how regions are computed; ahead: processes that compile Triton kernels."""
-    return Emitted(graph, read_device(device), inputs, way, ahead)
+    """A graph as a function. way: how regions are computed; ahead: processes that compile Triton kernels; results: the
+    strides that outputs shall have."""
+    return Emitted(graph, read_device(device), inputs, way, ahead, results)
 
 
 def examples(graph: Graph, device: torch.device) -> list[Any]:
@@ -86,8 +106,12 @@ def examples(graph: Graph, device: torch.device) -> list[Any]:
 
 
 class _SourceWriter:
-    def __init__(self, graph: Graph, device: torch.device, way: str | None) -> None:
+    def __init__(
+        self, graph: Graph, device: torch.device, way: str | None, made: dict[Node, Any], origins: dict[Node, Node]
+    ) -> None:
         self.graph, self.device, self.way = graph, device, way
+        self.made, self.origins = made, origins  # constants and regions, made once for a node of the given graph
+        self.lays: dict[Node, LayCall] = {}
         self.order = graph.nodes()
         self.readers = users(self.order)
         self.names: dict[Node, str] = {}
@@ -190,13 +214,22 @@ class _SourceWriter:
         if node.op == "opaque":
             return self._opaque(node)
         if node.op == "constant":
-            return self._held(constant(node, self.device), "c")
+            return self._held(self._once(node, lambda: constant(node, self.device)), "c")
         if node.op == "iota":
-            return self._held(evaluate_torch(node, [], {}, self.device), "c")
+            return self._held(self._once(node, lambda: evaluate_torch(node, [], {}, self.device)), "c")
         if node.op == "region":
-            return f"{self._held(self._region(node), 'r')}({', '.join(names)})"
+            return f"{self._held(self._once(node, lambda: self._region(node)), 'r')}({', '.join(names)})"
+        if node.op == "lay":
+            self.lays[node] = LayCall(node["strides"])
+            return f"{self._held(self.lays[node], 's')}({names[0]})"
         function = self._held(_bound(node), "f")
         return f"{function}({', '.join(names)})"
+
+    def _once(self, node: Node, make: Callable[[], Any]) -> Any:
+        origin = self.origins[node]
+        if origin not in self.made:
+            self.made[origin] = make()
+        return self.made[origin]
 
     def _region(self, node: Node) -> RegionCall | KernelCall:
         if kernel_of(node) is None:
@@ -214,7 +247,7 @@ class _SourceWriter:
         return f"torch.clamp_{'min' if node.op == 'maximum' else 'max'}({self._name(value)}, {bound})"
 
     def _opaque(self, node: Node) -> str:
-        target = _operator(node["target"])
+        target = operator_of(node["target"])
         if target is torch.ops.aten.embedding_dense_backward.default and self.device.type == "cuda":
             target = embedding_gradient
         words = [self._argument(value, node) for value in node["args"]]
@@ -229,14 +262,6 @@ class _SourceWriter:
         if value is None or isinstance(value, bool | int | str):
             return repr(value)
         return self._held(value, "k")
-
-
-def _operator(name: str) -> Any:
-    """torch's operator of this name, as `aten.add.Tensor`."""
-    namespace: Any = torch.ops
-    for part in name.split("."):
-        namespace = getattr(namespace, part)
-    return namespace
 
 
 def _sizes(node: Node) -> str:

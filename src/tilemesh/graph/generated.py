@@ -115,22 +115,19 @@ class RegionCall:
         return known
 
 
-def prepare(
-    calls: Sequence[RegionCall],
-    function: Callable[[list[Any]], Any],
-    inputs: Sequence[Any],
-    device: torch.device,
-    way: str,
-    ahead: AheadCompilers | None = None,
-) -> None:
-    """Finds the strides by a run without data, and gives every region its kernel."""
+def run_without_data(function: Callable[[list[Any]], Any], inputs: Sequence[Any]) -> Any:
+    """Runs a program on torch's fake tensors, which have shapes and strides alone; regions remember those they saw."""
     mode = detect_fake_mode(inputs) or FakeTensorMode(allow_non_fake_inputs=True)
     before, mode.allow_non_fake_inputs = mode.allow_non_fake_inputs, True
     try:
         with mode, torch.no_grad():
-            function([_fake(value, mode) for value in inputs])
+            return function([_fake(value, mode) for value in inputs])
     finally:
         mode.allow_non_fake_inputs = before
+
+
+def prepare(calls: Sequence[RegionCall], device: torch.device, way: str, ahead: AheadCompilers | None = None) -> None:
+    """Gives every region its kernel, for the strides that a run without data found."""
     given = [call.strides for call in calls if call.strides is not None]
     for call, launch in zip(calls, _launches(calls, given, device, way, ahead), strict=True):
         call.launch = launch

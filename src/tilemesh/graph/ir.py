@@ -70,7 +70,11 @@ class Dense:
 
 
 # Attributes that the text of a graph leaves out.
-HIDDEN = {"source": ("shape", "dtype"), "opaque": ("shape", "dtype", "target", "kwargs", "flops"), "region": ("body",)}
+HIDDEN = {
+    "source": ("shape", "dtype"),
+    "opaque": ("shape", "dtype", "target", "kwargs", "flops", "strides"),
+    "region": ("body",),
+}
 
 _nodes: weakref.WeakValueDictionary[tuple[Any, ...], Node] = weakref.WeakValueDictionary()
 _making = threading.Lock()

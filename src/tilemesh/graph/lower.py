@@ -21,12 +21,18 @@ from tilemesh.graph import build
 from tilemesh.graph.aten import CONVOLUTIONS, FOR_KERNELS, LOWERED, SEVERAL
 from tilemesh.graph.ir import Graph, Node, make
 from tilemesh.graph.memory import owner
+from tilemesh.graph.opaque import InputSlot, Strides, contiguous, traced_strides
 from tilemesh.graph.ops import DTYPES, TUPLE, primitive
 
 aten = torch.ops.aten
 # What they return depends on how their input lies in memory, which a rewritten program may change.
 SAME = (aten.detach.default, aten.alias.default)
 ASSERTED = (aten._assert_tensor_metadata.default,)  # what tracing found is so by construction: nothing to run
+# They go by the strides of what they read, so nothing is copied for them.
+ANY_STRIDES = (
+    aten.copy.default, aten.slice_scatter.default, aten.select_scatter.default, aten.scatter.src, aten.scatter.value,
+    aten.unbind.int, aten._scaled_dot_product_flash_attention_for_cpu.default,
+)  # fmt: skip
 LAYOUT_BOUND = ("aten.as_strided", "aten.as_strided_", "aten.set_", "aten.resize_")
 
 
@@ -34,33 +40,19 @@ class NotServedError(UsageError):
     """A program that cannot be a graph; the message says what is in the way."""
 
 
-class InputSlot:
-    """The place of a node's input among an opaque operator's arguments."""
-
-    def __init__(self, index: int) -> None:
-        self.index = index
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, InputSlot) and other.index == self.index
-
-    def __hash__(self) -> int:
-        return hash(("slot", self.index))
-
-    def __repr__(self) -> str:
-        return f"#{self.index}"
-
-
 @dataclass(frozen=True)
 class Lowered:
     """A traced module as a graph, the tensors it holds by name, and what it returns: nodes, or None and numbers.
 
     made: for each output of the graph the operator of torch that makes its memory; None where that is an input's.
+    strides: for each output how torch has it in memory; None where it is an input's memory, which stays as it is.
     """
 
     graph: Graph
     held: dict[str, Any]
     returned: list[Any]
     made: tuple[str | None, ...]
+    strides: tuple[Strides | None, ...]
 
 
 def lower(
@@ -73,15 +65,15 @@ def lower(
     return _Lowering(module, names, kernels, convolutions).run()
 
 
-def apart(graph: Graph, made: Sequence[str | None]) -> Graph:
+def apart(graph: Graph, made: Sequence[str | None], strides: Sequence[Strides | None]) -> Graph:
     """The graph with copies where a result that torch makes anew would be the memory of an input, of a constant or of
-    another result: the caller may change it in place."""
+    another result: the caller may change it in place. strides: how results lie in memory, for the copies."""
     outputs: list[Node] = []
     taken: dict[Node, str | None] = {}
-    for value, maker in zip(graph.outputs, made, strict=True):
+    for value, maker, steps in zip(graph.outputs, made, strides, strict=True):
         memory = owner(value)
         if maker and (primitive(memory.op).kind == "source" or taken.get(memory, maker) != maker):
-            outputs.append(_copied(value, -1 - len(outputs)))
+            outputs.append(_copied(value, steps, -1 - len(outputs)))
         else:
             taken.setdefault(memory, maker)
             outputs.append(value)
@@ -138,7 +130,9 @@ class _Lowering:
         nodes = tuple(value for value in flat if isinstance(value, Node))
         roots = [_root(value) for value in outputs if isinstance(value, fx.Node) and value in self.values]
         made = tuple(root.name if root.op == "call_function" else None for root in roots)
-        return Lowered(Graph(tuple(self.inputs), nodes), self.held, flat, made)
+        laid = [traced_strides(self._traced(value)) for value in outputs if isinstance(value, fx.Node)]
+        strides = tuple(steps if maker else None for maker, steps in zip(made, laid, strict=True))
+        return Lowered(Graph(tuple(self.inputs), nodes), self.held, flat, made, strides)
 
     def _is_number(self, node: fx.Node) -> bool:
         """A number that the program was traced with, as a tensor of the host: it need not be read from there."""
@@ -155,13 +149,15 @@ class _Lowering:
         return all(_on_host(given)) or not any(_on_host(returned))
 
     def _argument(self, node: fx.Node, name: str) -> Node:
-        value = node.meta.get("val")
-        if value is None and node.op == "get_attr":
-            value = self.held[name]
-        shape, dtype = _typed(value, node)
+        shape, dtype = _typed(self._traced(node), node)
         made = make("input", name=name, shape=shape, dtype=dtype)
         self.inputs.append(made)
         return made
+
+    def _traced(self, node: fx.Node) -> Any:
+        """The tensor without data that torch found for a node, or the one that the module holds."""
+        value = node.meta.get("val")
+        return _attribute(self.module, str(node.target)) if value is None and node.op == "get_attr" else value
 
     def _call(self, node: fx.Node) -> Any:
         args = [self.values[value] if isinstance(value, fx.Node) else value for value in node.args]
@@ -196,9 +192,11 @@ class _Lowering:
 
     def _opaque(self, node: fx.Node, value: Any) -> Node:
         inputs: list[Node] = []
+        strides: list[Strides | None] = []
 
         def slot(each: fx.Node) -> Any:
             inputs.append(self.values[each])
+            strides.append(traced_strides(self._traced(each)))
             return InputSlot(len(inputs) - 1)
 
         args = fx.node.map_arg(node.args, slot)
@@ -225,6 +223,7 @@ class _Lowering:
             kwargs=_hashable(tuple(sorted(kwargs.items()))),
             shape=shape,
             dtype=dtype,
+            strides=() if target in ANY_STRIDES else tuple(strides),
             **extra,
             **counted,
         )
@@ -277,8 +276,9 @@ def _is_item(node: fx.Node) -> bool:
     return getattr(node.target, "__name__", "") == "getitem"
 
 
-def _copied(value: Node, serial: int) -> Node:
-    kwargs = (("memory_format", torch.contiguous_format),)
+def _copied(value: Node, strides: Strides | None, serial: int) -> Node:
+    in_order = strides is None or strides == contiguous(value.shape)
+    kwargs = (("memory_format", torch.contiguous_format if in_order else torch.preserve_format),)
     target, args = "aten.clone.default", (InputSlot(0),)
     shape, dtype = value.typed
     return make("opaque", value, target=target, args=args, kwargs=kwargs, shape=shape, dtype=dtype, serial=serial)

@@ -295,6 +295,12 @@ def _item(inputs: Sequence[Typed], attributes: Attributes) -> Typed:
     return tuple(attributes["shape"]), attributes["dtype"]
 
 
+def _laid(inputs: Sequence[Typed], attributes: Attributes) -> Typed:
+    if len(attributes["strides"]) != len(inputs[0][0]):
+        raise UsageError(f"the strides {attributes['strides']} do not fit the shape {list(inputs[0][0])}")
+    return inputs[0]
+
+
 def _each(inputs: Sequence[Typed], output: Typed, attributes: Attributes) -> Dim:
     return product(output[0])
 
@@ -322,6 +328,7 @@ def _conv_weight_flops(inputs: Sequence[Typed], output: Typed, attributes: Attri
 _define("input constant iota", 0, "source", _given)
 _define("opaque", None, "opaque", _item, flops=_opaque_flops)
 _define("item", 1, "opaque", _item)
+_define("lay", 1, "opaque", _laid)  # the same values in certain strides, for operators that read memory in order
 _define("region", None, "region", _region, flops=_region_flops)
 _define("add multiply", 2, "elementwise", _same, flops=_each, commutes=True)
 _define("maximum minimum", 2, "elementwise", _same, flops=_each, commutes=True)

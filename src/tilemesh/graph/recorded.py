@@ -17,6 +17,7 @@ from torch._guards import TracingContext
 from tilemesh.core.hardware import DEVICES
 from tilemesh.graph.cost import graph_roof_seconds
 from tilemesh.graph.ir import Graph
+from tilemesh.graph.opaque import operator_of, overlap, unrepeated
 
 Boxed = Callable[[list[Any]], Any]
 HOST_S = 30e-6  # of a launch from Python, with what torch does around it
@@ -46,9 +47,8 @@ def reason_against(graph: Graph | None, module: fx.GraphModule, inputs: Sequence
                 isinstance(each, torch.device) and each.type != "cuda" for each in _flat((node["args"], node["kwargs"]))
             ):
                 return f"{node['target']} makes a tensor on the host"
-            if torch.Tag.data_dependent_output in _tags(node["target"]) or torch.Tag.dynamic_output_shape in _tags(
-                node["target"]
-            ):
+            tags = operator_of(node["target"]).tags
+            if torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags:
                 return f"what {node['target']} returns depends on values"
     return ""
 
@@ -98,22 +98,23 @@ def recorded(run: Boxed, module: fx.GraphModule, inputs: Sequence[Any], kind: st
 
 
 def own_memory(values: Sequence[Any]) -> list[Any]:
-    """Tensors as copies, by one launch for many."""
-    places = [place for place, value in enumerate(values) if isinstance(value, torch.Tensor)]
+    """Tensors as copies with the same strides, by one launch for many."""
     made = list(values)
+    sources, targets = [], []
     with torch.no_grad():
-        for place in places:
-            made[place] = torch.empty_like(values[place])
-        if places:
-            torch._foreach_copy_([made[place] for place in places], [values[place] for place in places])
+        for place, value in enumerate(values):
+            if isinstance(value, torch.Tensor):
+                part = unrepeated(value, value.stride())
+                if overlap(part.shape, part.stride()):
+                    new = torch.empty_like(part)
+                else:
+                    new = torch.empty_strided(part.shape, part.stride(), dtype=part.dtype, device=part.device)
+                sources.append(part)
+                targets.append(new)
+                made[place] = new.expand(value.shape)
+        if targets:
+            torch._foreach_copy_(targets, sources)
     return made
-
-
-def _tags(target: str) -> Sequence[Any]:
-    operator: Any = torch.ops
-    for part in target.split("."):
-        operator = getattr(operator, part)
-    return tuple(operator.tags)
 
 
 def _flat(value: Any) -> list[Any]:

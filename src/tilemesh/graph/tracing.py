@@ -18,6 +18,7 @@ from tilemesh.graph.emit import examples, program
 from tilemesh.graph.folding import specialise
 from tilemesh.graph.ir import Graph
 from tilemesh.graph.lower import lower
+from tilemesh.graph.opaque import Strides
 from tilemesh.graph.rules import ALGEBRA, INFERENCE, simplify
 from tilemesh.kernels.launch.tensors import read_device
 
@@ -28,10 +29,11 @@ class Traced:
 
     graph: Graph
     weights: dict[str, Tensor]
+    strides: tuple[Strides | None, ...] | None = None  # how results lie in memory
 
     def run(self, *tensors: Tensor) -> tuple[Any, ...]:
         device = tensors[0].device if tensors else "cpu"
-        return program(self.graph, device)(*self.weights.values(), *tensors)
+        return program(self.graph, device, results=self.strides)(*self.weights.values(), *tensors)
 
     def frozen(self) -> Graph:
         """The graph of the last inputs alone: weights are constants, and batch norms become part of convolutions."""
@@ -85,7 +87,7 @@ def trace(model: Callable[..., Any], inputs: Sequence[Tensor]) -> Traced:
     if lowered.held:
         held = ", ".join(lowered.held)
         raise UsageError(f"the program holds tensors of its own ({held}); make them inputs or buffers")
-    return Traced(lowered.graph, weights)
+    return Traced(lowered.graph, weights, lowered.strides)
 
 
 def export(graph: Graph, device: torch.device | str = "cpu") -> fx.GraphModule:
