@@ -154,3 +154,39 @@ def test_recorded_dropout_draws_what_eager_draws() -> None:
     theirs = [model(x).detach() for _ in range(2)]
     torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
     assert not torch.equal(*mine)
+
+
+@torch.library.custom_op("tilemesh_gpu_test::in_order", mutates_args=())
+def in_order(x: torch.Tensor) -> torch.Tensor:
+    """The elements as they lie in memory, as a kernel in C reads them."""
+    return torch.as_strided(x, (x.numel(),), (1,), x.storage_offset()).clone()
+
+
+@in_order.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return x.new_empty(x.numel())
+
+
+def test_operators_get_operands_that_lie_as_traced() -> None:
+    def run(x: torch.Tensor) -> torch.Tensor:
+        return in_order((x * 1.5).t().contiguous()) + in_order(torch.ones(64, 32, device="cuda")) * 2
+
+    torch._dynamo.reset()
+    x = torch.randn(64, 32, device="cuda")
+    torch.testing.assert_close(torch.compile(run, backend=Backend())(x), run(x))
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+def test_results_lie_as_in_eager(graphs: bool) -> None:
+    def run(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        y = torch.tanh(x + 1)
+        return y.t().contiguous(), x.t() + 1, x.t().contiguous(), torch.exp(y)[:, ::2], y.sum(0).expand(4, 32)
+
+    torch._dynamo.reset()
+    x = torch.randn(64, 32, device="cuda")
+    compiled = torch.compile(run, backend=Backend(cuda_graphs=graphs))
+    with torch.no_grad():
+        for _ in range(3):
+            for ours, theirs in zip(compiled(x), run(x), strict=True):
+                assert ours.stride() == theirs.stride()
+                torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
