@@ -24,6 +24,13 @@ class Scaled(nn.Module):
 def make():
     return Scaled(), [torch.randn(8, 4)]
 
+class Turned(nn.Module):
+    def forward(self, x):
+        return torch.relu(x.t() * 2.0).t() + 1.0
+
+def turned():
+    return Turned(), [torch.randn(8, 4)]
+
 def wrong():
     return 7
 
@@ -52,6 +59,29 @@ def test_what_each_rule_saves(file: Path, capsys: pytest.CaptureFixture[str]) ->
     assert fewer == sum(rule["launches"] for rule in record["rules"]) == 4
     saved = sum(rule["seconds"] for rule in record["rules"])
     assert record["before"]["seconds"] - record["after"]["seconds"] == pytest.approx(saved)
+
+
+def test_transposes_meet_wherever_a_model_is_rewritten(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In `explain`, in a frozen graph and in what torch.compile runs."""
+    import torch
+
+    import tilemesh as tm
+
+    assert main(["graph", "explain", f"{file}:turned"]) == 0
+    before, _, after = capsys.readouterr().out.partition("transposes meet")
+    assert before.count("transpose(") == 2
+    assert after
+    assert "transpose(" not in after
+
+    def turned(x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(x.t() * 2.0).t() + 1.0
+
+    x = torch.randn(8, 4, dtype=torch.float64)
+    assert "transpose" not in {node.op for node in tm.graph.trace(turned, [x]).frozen().nodes()}
+    backend = tm.graph.Backend()
+    torch.testing.assert_close(torch.compile(turned, backend=backend)(x), turned(x), rtol=0, atol=0)
+    (piece,) = backend.report.pieces
+    assert "transposes meet" in {step.rule for step in piece.steps}
 
 
 @pytest.mark.parametrize(

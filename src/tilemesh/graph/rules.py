@@ -1,7 +1,8 @@
 """The rules that simplify every graph, and the pass that applies them.
 
 Each rule is exact in the arithmetic it is used in, or says that it is not (`exact=False`: equal in real numbers, other
-roundings). There is none that is wrong for NaN or infinity: `x * 0` stays, because it is not 0 for every x.
+roundings). There is none that is wrong for NaN or infinity: `x * 0` stays, because it is not 0 for every x. The sign of
+a zero may be lost: `x + 0` is taken as x, and for x = -0.0 the sum is 0.0.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Sequence
 
 from tilemesh.graph.folding import folded
 from tilemesh.graph.ir import Graph
+from tilemesh.graph.layout import met_transposes
 from tilemesh.graph.ops import FLOATS
 from tilemesh.graph.rewrite import Applied, Match, RewriteRule, rewrite, rule
 
@@ -34,11 +36,6 @@ def _same_dtype(match: Match) -> bool:
     return bool(match.nodes["x"].dtype == match.attributes["d"])
 
 
-def _swaps(match: Match) -> bool:
-    order = tuple(match.attributes["p"])
-    return order == (*range(len(order) - 2), len(order) - 1, len(order) - 2)
-
-
 def _square(match: Match) -> bool:
     return match.root.dtype in FLOATS
 
@@ -49,7 +46,7 @@ def _per_channel(vector: str) -> str:
 
 
 ALGEBRA: tuple[RewriteRule, ...] = (
-    rule("x + 0", "add(x, 0.0) = x"),  # -0 + 0 is 0: equal numbers
+    rule("x + 0", "add(x, 0.0) = x"),  # for -0.0 the sum is 0.0: equal, though 1/x is not. Inductor does the same
     rule("x - 0", "subtract(x, 0.0) = x"),
     rule("x * 1", "multiply(x, 1.0) = x"),
     rule("x / 1", "divide(x, 1.0) = x"),
@@ -72,24 +69,6 @@ ALGEBRA: tuple[RewriteRule, ...] = (
     rule("cast in place", "cast(x, dtype=d) = x", _same_dtype),
     rule("cast there and back", "cast(cast(x, dtype=d), dtype=e) = cast(x, dtype=e)", _widens),
     rule("same branches", "where(c, x, x) = x"),
-)
-LAYOUT: tuple[RewriteRule, ...] = (
-    rule(
-        "transpose of a product",
-        "transpose(dot(x, y), order=p) = dot(transpose(y, order=p), transpose(x, order=p))",
-        _swaps,
-    ),
-    *(
-        rule(f"{op} of transpose", f"{op}(transpose(x, order=p)) = transpose({op}(x), order=p)")
-        for op in ("negate", "exp", "log", "sqrt", "tanh", "sigmoid", "erf", "sin", "cos")
-    ),
-    *(
-        rule(
-            f"{op} of transposes",
-            f"{op}(transpose(x, order=p), transpose(y, order=p)) = transpose({op}(x, y), order=p)",
-        )
-        for op in ("add", "subtract", "multiply", "divide", "maximum", "minimum")
-    ),
 )
 INFERENCE: tuple[RewriteRule, ...] = (
     rule(
@@ -128,5 +107,11 @@ INFERENCE: tuple[RewriteRule, ...] = (
 
 
 def simplify(graph: Graph, rules: Sequence[RewriteRule] = ALGEBRA) -> tuple[Graph, list[Applied]]:
-    """The graph with constants folded and every rule applied."""
-    return rewrite(graph, rules, finish=folded)
+    """The graph with constants folded, every rule applied, and transposes that meet gone."""
+    steps: list[Applied] = []
+    while True:
+        graph, done = rewrite(graph, rules, finish=folded)
+        graph, met = met_transposes(graph)  # fewer transposes each time, so this ends
+        steps += [*done, *met]
+        if not met:
+            return graph, steps

@@ -1,0 +1,97 @@
+"""Transposes that meet: one before and one behind elementwise operators undo one another, and both go. Plain Python.
+
+    transpose(exp(transpose(x, order=(1, 0))), order=(1, 0))  =  exp(x)
+
+How many operators stand between them, and how many transposed operands they have, is no fixed pattern, so this is a
+pass and not a rule. It takes a transpose away only where no other one has to be put in its place: every operand is
+transposed already, a number, or repeated along dims that can be named in another order. The operators between are read
+by nobody else, so none is computed twice, and a program never has more to do than before.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping, Sequence
+
+from tilemesh.graph import build
+from tilemesh.graph.ir import Graph, Node, make, rebuilt, users
+from tilemesh.graph.ops import primitive
+from tilemesh.graph.rewrite import Applied, number_of
+
+MOST = 64  # operators between two transposes
+NAME = "transposes meet"
+
+
+def met_transposes(graph: Graph) -> tuple[Graph, list[Applied]]:
+    """The graph without the transposes that undo one another, and the steps that led there."""
+    nodes = graph.nodes()
+    readers: dict[Node, set[Node | None]] = {node: set(found) for node, found in users(nodes).items()}
+    for node in graph.outputs:
+        readers[node].add(None)  # whoever runs the program
+    place = {node: index for index, node in enumerate(nodes)}
+    new: dict[Node, Node] = {}
+    steps: list[Applied] = []
+    for node in nodes:
+        new[node] = rebuilt(node, [new[value] for value in node.inputs])
+        between = _between(node, nodes, place, readers) if node.op == "transpose" else []
+        if between:
+            steps.append(Applied(NAME, new[node], _turned(between, node["order"], new)))
+            new[node] = steps[-1].after
+    return (Graph(graph.inputs, tuple(new[node] for node in graph.outputs)) if steps else graph), steps
+
+
+def _between(
+    last: Node, nodes: Sequence[Node], place: Mapping[Node, int], readers: Mapping[Node, set[Node | None]]
+) -> list[Node]:
+    """The operators before this transpose that can do without it, last ones first; none where it has to stay."""
+    inside: set[Node | None] = {last}
+    between: list[Node] = []
+    waiting = [-place[last.inputs[0]]]  # later nodes first: whoever reads a node was looked at before it
+    while waiting:
+        node = nodes[-heapq.heappop(waiting)]
+        if node in inside:
+            continue
+        if primitive(node.op).kind == "elementwise" and readers[node] <= inside and len(between) < MOST:
+            inside.add(node)
+            between.append(node)
+            for value in dict.fromkeys(node.inputs):
+                heapq.heappush(waiting, -place[value])
+        elif not _turns(node, last["order"], readers[node] <= inside):
+            return []
+    return between
+
+
+def _turns(leaf: Node, order: Sequence[int], alone: bool) -> bool:
+    """Whether an operand in another order of dims needs no transpose that is not there yet."""
+    if leaf.op == "transpose":
+        return alone or _composed(leaf["order"], order) == sorted(order)
+    if leaf.op == "broadcast":
+        moved = [order.index(dim) for dim in leaf["dims"]]
+        return moved == sorted(moved)
+    return number_of(leaf) is not None
+
+
+def _turned(between: Sequence[Node], order: Sequence[int], new: Mapping[Node, Node]) -> Node:
+    """The operators on operands in another order of dims."""
+    made: dict[Node, Node] = {}
+
+    def operand(leaf: Node) -> Node:
+        if leaf in made:
+            return made[leaf]
+        shape = tuple(leaf.shape[dim] for dim in order)
+        if leaf.op == "transpose":
+            return build.transpose(new[leaf.inputs[0]], _composed(leaf["order"], order))
+        if leaf.op == "broadcast":
+            dims = tuple(order.index(dim) for dim in leaf["dims"])
+            return make("broadcast", new[leaf.inputs[0]], shape=shape, dims=dims)
+        number = number_of(leaf)
+        assert number is not None
+        return build.constant(number, shape, leaf.dtype)
+
+    for node in reversed(between):
+        made[node] = make(node.op, *map(operand, node.inputs), line=node.line, **dict(node.attributes))
+    return made[between[0]]
+
+
+def _composed(first: Sequence[int], second: Sequence[int]) -> list[int]:
+    return [first[dim] for dim in second]
