@@ -10,6 +10,7 @@ from tilemesh.graph.ir import Graph, Node, users
 from tilemesh.graph.rewrite import number_of
 
 LETTER, BOX, LEVEL, GAP, MARGIN = 6.6, 36, 66, 14, 16
+LINE = 2  # the width of a line's place among boxes
 MOST = 400  # boxes of one drawing: beyond, nobody can read it
 COLOURS = {"input": "#e8eefc", "region": "#d4ecd4", "dot": "#fbe3c3", "conv": "#fbe3c3", "opaque": "#e6e6e6"}
 
@@ -34,12 +35,12 @@ def drawing(graphs: Sequence[tuple[str, Graph]]) -> str:
             parts.append(_text(left, 24, text, 13))
             left, height = left + LETTER * len(text) + 2 * MARGIN, max(height, 60.0)
             continue
-        boxes = _placed(graph, shown)
-        width = max([box.x + box.width for box in boxes], default=0.0)
+        layout = _placed(graph, shown)
+        width = max([box.x + box.width for box in layout.boxes] + list(layout.lines.values()), default=0.0)
         width = max(width, LETTER * 1.15 * len(title))
-        parts.append(f'<g transform="translate({left:.0f},{MARGIN})">{_drawn(title, graph, boxes)}</g>')
+        parts.append(f'<g transform="translate({left:.0f},{MARGIN})">{_drawn(title, graph, layout)}</g>')
         left += width + 3 * MARGIN
-        height = max([height, *(box.y + BOX for box in boxes)])
+        height = max([height, *(box.y + BOX for box in layout.boxes)])
     size = f"{left:.0f} {height + 3 * MARGIN:.0f}"
     style = "font-family:ui-sans-serif,system-ui,sans-serif"
     arrow = (
@@ -84,8 +85,17 @@ def _label(node: Node) -> tuple[str, str]:
     return f"{node.op} {' '.join(known)}".strip(), shape
 
 
-def _placed(graph: Graph, shown: Sequence[Node]) -> list[_Box]:
-    """Levels by the longest way from an input; within one, near what is read."""
+@dataclass(frozen=True)
+class _Layout:
+    """Where everything stands: boxes, and for every level between a box and its reader the place of its line."""
+
+    boxes: list[_Box]
+    lines: dict[tuple[Node, int], float]
+    level: dict[Node, int]
+
+
+def _levels(graph: Graph, shown: Sequence[Node]) -> dict[Node, int]:
+    """Levels by the longest way from an input; what reads nothing stands right above its first reader."""
     level: dict[Node, int] = {}
     for node in shown:
         level[node] = max((level[value] + 1 for value in _reads(node)), default=0)
@@ -94,40 +104,61 @@ def _placed(graph: Graph, shown: Sequence[Node]) -> list[_Box]:
         below = [level[reader] for reader in readers.get(node, ()) if reader in level]
         if not _reads(node) and below:
             level[node] = min(below) - 1
+    first = min(level.values(), default=0)
+    return {node: depth - first for node, depth in level.items()}
+
+
+def _placed(graph: Graph, shown: Sequence[Node]) -> _Layout:
+    """Within a level everything stands near what it reads. A line that passes a level has a place there, as a box has:
+    so no line runs behind a box."""
+    level = _levels(graph, shown)
     rows: dict[int, list[Node]] = {}
+    passing: dict[int, dict[Node, None]] = {}
     for node in shown:
         rows.setdefault(level[node], []).append(node)
+        for value in _reads(node):
+            for depth in range(level[value] + 1, level[node]):
+                passing.setdefault(depth, {})[value] = None
     boxes: dict[Node, _Box] = {}
-    for depth in sorted(rows):
-        wanted = []
-        for node in rows[depth]:
-            above = [boxes[value] for value in _reads(node) if value in boxes]
-            centre = sum(box.x + box.width / 2 for box in above) / len(above) if above else -1.0
-            wanted.append((centre, node))
+    lines: dict[tuple[Node, int], float] = {}
+
+    def above(node: Node, depth: int) -> float:
+        """Where the line of a node comes from, seen from this level."""
+        return lines.get((node, depth - 1), boxes[node].x + boxes[node].width / 2)
+
+    for depth in sorted({*rows, *passing}):
+        wanted: list[tuple[float, Node, bool]] = [(above(node, depth), node, True) for node in passing.get(depth, ())]
+        for node in rows.get(depth, ()):
+            centres = [above(value, depth) for value in _reads(node)]
+            wanted.append((sum(centres) / len(centres) if centres else -1.0, node, False))
         edge = 0.0
-        for centre, node in sorted(wanted, key=lambda each: each[0]):
-            label, below_text = _label(node)
-            width = max(LETTER * max(len(label) * 1.1, len(below_text) * 0.85) + 14, 40)
+        for centre, node, passes in sorted(wanted, key=lambda each: each[0]):
+            label, below_text = ("", "") if passes else _label(node)
+            width = LINE if passes else max(LETTER * max(len(label) * 1.1, len(below_text) * 0.85) + 14, 40)
             x = max(edge, centre - width / 2)
-            boxes[node] = _Box(node, label, below_text, x, (depth - min(rows)) * LEVEL + 22, width)
+            if passes:
+                lines[node, depth] = x + width / 2
+            else:
+                boxes[node] = _Box(node, label, below_text, x, _top(depth), width)
             edge = x + width + GAP
-    return list(boxes.values())
+    return _Layout(list(boxes.values()), lines, level)
 
 
-def _drawn(title: str, graph: Graph, boxes: Sequence[_Box]) -> str:
-    at = {box.node: box for box in boxes}
+def _top(depth: int) -> int:
+    return depth * LEVEL + 22
+
+
+def _drawn(title: str, graph: Graph, layout: _Layout) -> str:
     outputs = {_source(node) for node in graph.outputs}
     parts = [_text(0, 8, title, 13, "600")]
-    for box in boxes:
+    at = {box.node: box for box in layout.boxes}
+    for box in layout.boxes:
         for value in dict.fromkeys(_reads(box.node)):
-            start, x, y = at[value], box.x + box.width / 2, box.y
-            from_x, from_y = start.x + start.width / 2, start.y + BOX
-            middle = (from_y + y) / 2
             parts.append(
-                f'<path d="M{from_x:.0f} {from_y:.0f}C{from_x:.0f} {middle:.0f} {x:.0f} {middle:.0f} {x:.0f} {y:.0f}" '
+                f'<path d="{_line(at[value], box, layout)}" '
                 'fill="none" stroke="#667" stroke-width="1" marker-end="url(#arrow)"/>'
             )
-    for box in boxes:
+    for box in layout.boxes:
         edge = "#a33" if box.node in outputs else "#667"
         parts.append(
             f'<rect x="{box.x:.0f}" y="{box.y:.0f}" width="{box.width:.0f}" height="{BOX}" rx="6" '
@@ -136,6 +167,20 @@ def _drawn(title: str, graph: Graph, boxes: Sequence[_Box]) -> str:
         parts.append(_text(box.x + 7, box.y + 15, box.label, 12))
         parts.append(_text(box.x + 7, box.y + 29, box.below, 9.5, colour="#556"))
     return "".join(parts)
+
+
+def _line(start: _Box, end: _Box, layout: _Layout) -> str:
+    """From one box to another: straight past the boxes of a level, curved between levels."""
+    x, y = start.x + start.width / 2, start.y + BOX
+    path = f"M{x:.0f} {y:.0f}"
+    for depth in range(layout.level[start.node] + 1, layout.level[end.node] + 1):
+        last = depth == layout.level[end.node]
+        to_x, to_y = end.x + end.width / 2 if last else layout.lines[start.node, depth], _top(depth)
+        middle = (y + to_y) / 2
+        path += f"C{x:.0f} {middle:.0f} {to_x:.0f} {middle:.0f} {to_x:.0f} {to_y:.0f}"
+        x, y = to_x, to_y + BOX
+        path += "" if last else f"V{y:.0f}"
+    return path
 
 
 def _text(x: float, y: float, words: str, size: float, weight: str = "400", colour: str = "#112") -> str:
