@@ -116,6 +116,67 @@ def test_counts_of_matrix_products_are_those_of_their_rows() -> None:
         assert f"(at least 0.98), kernel time | **{count}**" in log
 
 
+GRAPH_LOG, GRAPH_README = ((ROOT / "docs/graph" / name).read_text() for name in ("LOG.md", "README.md"))
+COUNTS = ("none", "one", "two", "three", "four", "five")
+GRAPH_MODELS = {
+    "gpt2-blocks": "GPT-2 blocks", "llama-blocks": "Llama blocks", "gpt2": "GPT-2", "llama": "Llama", "bert": "BERT",
+    "mistral": "Mistral", "qwen2": "Qwen2", "gemma2": "Gemma2", "gpt-neox": "GPT-NeoX", "opt": "OPT", "vit": "ViT",
+    "resnet": "ResNet",
+}  # fmt: skip
+
+
+def _graph_rows(file: str, name: str) -> list[dict[str, Any]]:
+    lines = (ROOT / "benchmarks/results" / file).read_text().splitlines()
+    return [row for row in map(json.loads, lines) if row["name"] == name]
+
+
+GRAPH_STUDIES, GRAPH_CPU, GRAPH_H200 = (
+    "graph_studies_neoverse_n1_2c.jsonl",
+    "graph_models_neoverse_n1_2c.jsonl",
+    "graph_h200.jsonl",
+)
+
+
+def test_in_how_many_programs_greedy_rewriting_is_stuck() -> None:
+    rows = _graph_rows(GRAPH_STUDIES, "graph search")
+    ahead = [row["speedup"]["greedy"] for row in rows if row["speedup"]["greedy"] >= 1.1]
+    assert f"stuck in {COUNTS[len(ahead)]} of the {COUNTS[len(rows)]} programs" in " ".join(GRAPH_README.split())
+    for gain in ahead:
+        assert f"{gain:.2f}x" in GRAPH_LOG or f"{gain:.1f}x" in GRAPH_LOG
+
+
+def test_what_computing_layers_again_costs() -> None:
+    (row,) = (row for row in _graph_rows(GRAPH_STUDIES, "graph memory step") if row["case"]["way"] == "layers again")
+    assert f"{row['speedup']['kept']:.2f}x the speed" in GRAPH_LOG
+
+
+def test_a_step_of_gpt2_on_a_cpu() -> None:
+    (roof,) = (row for row in _graph_rows(GRAPH_CPU, "graph roof") if row["case"]["model"] == "gpt2")
+    (step,) = (row for row in _graph_rows(GRAPH_CPU, "graph step") if row["case"]["model"] == "gpt2")
+    before, after = roof["case"]["bytes before"] / 2**30, roof["case"]["bytes"] / 2**20
+    assert f"| bytes they move | {before:.2f} GiB | {after:.0f} MiB |" in GRAPH_LOG
+    eager, ours = step["peers"]["eager"]["median"], step["measured"]["median"]
+    assert f"| {eager:.2f} s | {ours:.2f} s, {step['speedup']['eager']:.2f}x |" in GRAPH_LOG
+
+
+@pytest.mark.parametrize("file", [GRAPH_STUDIES, GRAPH_CPU])
+def test_rows_of_code_that_was_not_committed_are_named(file: str) -> None:
+    rows = [json.loads(line) for line in (ROOT / "benchmarks/results" / file).read_text().splitlines()]
+    changed = {row["commit"][:8] for row in rows if row["commit"].endswith("-dirty")}
+    assert all(commit in GRAPH_LOG for commit in changed)
+
+
+def test_memory_on_an_h200_beside_its_prediction() -> None:
+    rows = _graph_rows(GRAPH_H200, "graph values")
+    lines = GRAPH_LOG.splitlines()
+    head = next(place for place, line in enumerate(lines) if line.startswith("| GPT-2 blocks | Llama blocks |"))
+    names, shares = ([cell.strip() for cell in lines[place].strip("|").split("|")] for place in (head, head + 2))
+    said = {name: share.split()[0] for name, share in zip(names, shares, strict=True)}
+    assert said == {
+        GRAPH_MODELS[row["case"]["model"]]: f"{row['measured']['median'] / row['predicted']:.2f}" for row in rows
+    }
+
+
 def test_every_document_is_in_the_site() -> None:
     listed = set(re.findall(r": ([\w/\-.]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
     there = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
