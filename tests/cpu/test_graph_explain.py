@@ -31,6 +31,21 @@ class Turned(nn.Module):
 def turned():
     return Turned(), [torch.randn(8, 4)]
 
+class Branching(nn.Module):
+    def forward(self, x):
+        if x.sum() > 0:
+            return x
+        return -x
+
+def branching():
+    return Branching(), [torch.ones(3)]
+
+def narrow():
+    return nn.Linear(3, 3), [torch.randn(2, 4)]
+
+def bare():
+    return nn.Linear(3, 3), torch.randn(2, 3)
+
 def wrong():
     return 7
 
@@ -92,10 +107,22 @@ def test_transposes_meet_wherever_a_model_is_rewritten(file: Path, capsys: pytes
         ("{file}:mkae", 2, "make"),
         ("{file}:wrong", 2, "returned int; return a model and a list of its inputs"),
         ("{file}:fails", 1, "fails: KeyError: 'weights'"),
+        ("{file}:bare", 2, "are Tensor; return a list of tensors"),
+        ("{file}:branching", 1, "depends on a tensor's values (tilemesh graph breaks lists where) (model.py:25)"),
+        ("{file}:narrow", 1, "the program cannot be traced: RuntimeError: a and b must have same reduction dim"),
     ],
 )
 def test_what_is_refused(program: str, code: int, message: str, file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["graph", "explain", program.format(file=file)]) == code
     said = capsys.readouterr().err
     assert message in said
+    assert said.count("\n") == 1
+
+
+def test_breaks_of_a_model_that_fails(file: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["graph", "breaks", f"{file}:branching"]) == 0
+    assert "model.py:25" in capfd.readouterr().out
+    assert main(["graph", "breaks", f"{file}:narrow"]) == 1
+    said = capfd.readouterr().err
+    assert "the model fails with these inputs: RuntimeError: a and b must have same reduction dim" in said
     assert said.count("\n") == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,15 +14,17 @@ import tilemesh as tm
 from tilemesh.bench.graph.peak import measured_peak
 from tilemesh.bench.graph.running import inception
 from tilemesh.bench.graph.trees import WAYS, Switched, TreeModel, random_tree
-from tilemesh.core.errors import UsageError
+from tilemesh.core.errors import RunError, UsageError
 from tilemesh.core.hardware import DEVICES
 from tilemesh.graph import build, derive
 from tilemesh.graph.backend import tilemesh
 from tilemesh.graph.by_torch import run_torch
 from tilemesh.graph.concurrent import ConcurrentProgram
 from tilemesh.graph.emit import program
+from tilemesh.graph.evaluate import run_numpy
 from tilemesh.graph.ir import Graph
 from tilemesh.graph.kernel_call import embedding_gradient
+from tilemesh.graph.measured import MeasuredCost
 from tilemesh.graph.memory import arena
 from tilemesh.graph.planned import PlannedProgram
 from tilemesh.graph.rematerialise import peak_bytes, rematerialised
@@ -155,6 +158,125 @@ def test_export_gives_an_fx_module() -> None:
     assert {node.op for node in module.graph.nodes} == {"placeholder", "call_function", "output"}
     torch.testing.assert_close(module(*traced.weights.values(), x)[0], model(x))
     torch.testing.assert_close(traced.run(x)[0], model(x))
+
+
+class Masked(nn.Module):
+    """Constants that tracing makes: a mask, a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.mix = nn.Embedding(9, 4), nn.MultiheadAttention(4, 2, batch_first=True)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.table(tokens)
+        mask = torch.tril(torch.ones(5, 5, dtype=torch.bool))
+        return self.mix(hidden, hidden, hidden, attn_mask=~mask)[0] * 2 + torch.tensor(3.0)  # type: ignore[no-any-return]
+
+
+def test_export_of_programs_with_constants() -> None:
+    torch.manual_seed(0)
+    pictures = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU()).eval()
+    x, tokens, rows = torch.randn(1, 3, 5, 5), torch.randint(0, 9, (2, 5)), torch.randn(2, 5, 3)
+    with torch.no_grad():
+        module = tm.graph.export(tm.graph.trace(pictures, [x]).frozen())
+        torch.testing.assert_close(module(x)[0], pictures(x))
+        for model, given in ((Masked(), tokens), (nn.LSTM(3, 4, batch_first=True), rows)):
+            traced = tm.graph.trace(model, [given])
+            expected = model(given) if isinstance(model, Masked) else model(given)[0]
+            torch.testing.assert_close(traced.export()(*traced.weights.values(), given)[0], expected)
+
+
+POOLS = {
+    "largest": nn.MaxPool2d(2),
+    "largest, overlapping, padded": nn.MaxPool2d(3, 2, 1),
+    "largest along a line": nn.Sequential(nn.Flatten(2), nn.MaxPool1d(3, 2, 1)),
+    "largest in three dims": nn.Sequential(nn.Unflatten(1, (2, 4)), nn.MaxPool3d(2)),
+    "mean": nn.AvgPool2d(2),
+    "mean, overlapping, padded": nn.AvgPool2d(3, 2, 1),
+}
+
+
+@pytest.mark.parametrize("name", POOLS)
+def test_pooling_is_made_of_primitives(name: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.Tanh(), POOLS[name]).double()
+    x = torch.randn(2, 3, 9, 9, dtype=torch.float64)
+    traced = tm.graph.trace(model, [x])
+    assert not [node for node in traced.graph.nodes() if node.op == "opaque"]
+    expected = model(x)
+    loss = build.total(traced.graph.outputs[0])
+    slopes = Graph(traced.graph.inputs, tuple(derive.gradient(loss, traced.graph.inputs[:2])))
+    given = [*traced.weights.values(), x]
+    torch.testing.assert_close(traced.run(x)[0], expected)
+    torch.testing.assert_close(tm.graph.PlannedProgram(traced.graph)(*given)[0], expected)
+    torch.testing.assert_close(torch.from_numpy(run_numpy(traced.frozen(), x.numpy())[0]), expected)
+    for ours, theirs in zip(
+        run_torch(slopes, *given), torch.autograd.grad(expected.sum(), list(model.parameters())), strict=True
+    ):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_pooling_that_primitives_do_not_have_runs_everywhere_as_torchs_own() -> None:
+    x = torch.randn(2, 3, 9, 9)
+    for model in (nn.MaxPool2d(2, ceil_mode=True), nn.MaxPool2d(2, dilation=2), nn.AvgPool2d(3, 2, 1, ceil_mode=True)):
+        traced = tm.graph.trace(model, [x])
+        assert [node.op for node in traced.graph.nodes() if node.launched] == ["opaque"]
+        for run in (traced.run, lambda x: run_torch(traced.graph, x), tm.graph.PlannedProgram(traced.graph)):  # noqa: B023
+            torch.testing.assert_close(run(x)[0], model(x))
+
+
+def test_switches_by_every_way_to_run_them() -> None:
+    chosen, x = build.argument("chosen", [], "bool"), build.argument("x", [5], "float64")
+    merged = build.merge(
+        chosen,
+        build.multiply(build.switch(x, chosen, True), 3.0),
+        build.add(build.exp(build.switch(x, chosen, False)), 1.0),
+    )
+    loss = build.total(merged)
+    graph = Graph((chosen, x), (loss, *derive.gradient(loss, [x]), build.switch(x, chosen, True)))
+    for which in (True, False):
+        given = torch.tensor(which), torch.randn(5, dtype=torch.float64)
+        expected = run_torch(graph, *given)
+        for run in (tm.graph.PlannedProgram(graph), tm.graph.program(graph)):
+            results = run(*given)
+            torch.testing.assert_close(results[:2], expected[:2])
+            alive = torch.equal(results[2], given[1]) if which else str(results[2]) == "dead: its branch was not taken"
+            assert alive
+    with pytest.raises(UsageError, match="has switches, which an fx module has not"):
+        tm.graph.export(graph)
+
+
+def test_what_tracing_and_running_refuse() -> None:
+    model, x = nn.Linear(4, 3), torch.randn(2, 4)
+    with pytest.raises(UsageError, match=r"give a list of tensors: trace\(model, \[x\]\)"):
+        tm.graph.trace(model, x)  # type: ignore[arg-type]
+    traced = tm.graph.trace(model, [x])
+    with pytest.raises(UsageError, match=r"was given \[5, 4\]; the program was traced for \[2, 4\]"):
+        traced.run(torch.randn(5, 4))
+    with pytest.raises(UsageError, match="was given nothing"):
+        traced.run()
+    with pytest.raises(UsageError, match=r"input input0 has shape \[5, 4\]"):
+        tm.graph.program(traced.graph)(*traced.weights.values(), torch.randn(5, 4))
+    with pytest.raises(RunError, match="the program cannot be traced: RuntimeError: a and b must have same"):
+        tm.graph.trace(model, [torch.randn(2, 5)])
+
+
+def test_measured_costs_are_kept_and_a_bad_file_is_refused(tmp_path: Path) -> None:
+    traced = tm.graph.trace(nn.Sequential(nn.Linear(4, 4), nn.MaxPool1d(2, ceil_mode=True)), [torch.randn(2, 4)])
+    cost, path = MeasuredCost(DEVICES["cpu"]), tmp_path / "rows.jsonl"
+    assert cost.measure(traced.graph) == traced.graph.launches
+    cost.save(path)
+    again = MeasuredCost(DEVICES["cpu"])
+    again.load(path)
+    assert (again.seconds, again.ratios) == (cost.seconds, cost.ratios)
+    whole = path.read_text()
+    for text, line in (("", 1), ("nonsense\n", 1), ("[1]\n", 1), (whole + '{"operator": "x"}\n', 99), (whole[:-9], 99)):
+        path.write_text(text)
+        with pytest.raises(UsageError, match=r"line \d+ is .*give a file that MeasuredCost.save wrote") as refused:
+            again.load(path)
+        assert line == 99 or "line 1 is" in str(refused.value)
+    with pytest.raises(UsageError, match="cannot be read"):
+        again.load(tmp_path / "missing.jsonl")
 
 
 def test_a_batch_norm_becomes_part_of_the_convolution_before_it() -> None:

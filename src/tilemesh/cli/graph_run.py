@@ -86,9 +86,15 @@ def list_breaks(program: str) -> None:
     """Where Dynamo cuts a model, and how many guards hold each piece."""
     import torch
 
+    from tilemesh.graph.tracing import quiet, tracing_failure
+
     model, inputs = _load(program)
     torch._dynamo.reset()
-    explained = torch._dynamo.explain(model)(*inputs)
+    try:
+        with quiet():
+            explained = torch._dynamo.explain(model)(*inputs)
+    except Exception as error:
+        raise RunError(f"the model fails with these inputs: {tracing_failure(error)}") from error
     print(f"{explained.graph_count} pieces, {explained.graph_break_count} breaks, {explained.op_count} operators")
     for place, each in enumerate(explained.break_reasons):
         where = each.user_stack[-1] if each.user_stack else None
@@ -130,6 +136,8 @@ def _load(program: str) -> tuple[Any, list[Any]]:
         raise RunError(f"{name} of {path} fails: {type(error).__name__}: {error}") from error
     if not isinstance(made, tuple) or len(made) != 2 or not callable(made[0]):
         raise UsageError(f"{name} of {path} returned {type(made).__name__}; return a model and a list of its inputs")
+    if not isinstance(made[1], list | tuple):
+        raise UsageError(f"the inputs from {name} of {path} are {type(made[1]).__name__}; return a list of tensors")
     return made[0], list(made[1])
 
 

@@ -109,13 +109,45 @@ def _convolution(
     if transposed or any(extra) or not 1 <= space <= 3 or {x.dtype, w.dtype} != {dtype}:
         return None
 
-    def each(value: Sequence[int]) -> list[int]:
-        return list(value) * (space if len(value) == 1 else 1)
-
-    made = build.conv(x, w, each(stride), each(padding), each(dilation), groups)
+    made = build.conv(x, w, _spread(stride, space), _spread(padding, space), _spread(dilation, space), groups)
     if bias is None:
         return made
     return build.add(made, make("broadcast", bias, shape=shape, dims=(1,)))
+
+
+def _spread(value: Sequence[int] | int, space: int) -> list[int]:
+    """A setting for each dim in space; torch lets one number stand for all."""
+    numbers = [value] if isinstance(value, int) else list(value)
+    return numbers * (space if len(numbers) == 1 else 1)
+
+
+def lower_max_pool(
+    x: Node, taps: Sequence[int], stride: Sequence[int] = (), padding: Any = 0, dilation: Any = 1,
+    whole: bool = False, *, space: int,
+) -> Node | None:  # fmt: skip
+    """Of each window the largest. Where several are, its gradient is shared, and torch's goes to the first."""
+    sides = _spread(padding, space)
+    if whole or set(_spread(dilation, space)) != {1} or x.dtype not in FLOATS:
+        return None
+    if any(sides):
+        low = (*[0] * (len(x.shape) - space), *sides)
+        inside = build.pad(truth(True, x.shape), low, low)  # type: ignore[arg-type]
+        x = build.where(inside, build.pad(x, low, low), float("-inf"))
+    taps = _spread(taps, space)
+    return build.max_pool(x, taps, _spread(stride, space) or taps)
+
+
+def _average_pool(
+    shape: Shape, dtype: str, x: Node, taps: Sequence[int], stride: Sequence[int] = (), padding: Any = 0,
+    whole: bool = False, padding_counts: bool = True, divisor: int | None = None,
+) -> Node | None:  # fmt: skip
+    space = len(taps)
+    sides = _spread(padding, space)
+    if whole or divisor is not None or x.dtype not in FLOATS or (any(sides) and not padding_counts):
+        return None
+    low = (*[0] * (len(x.shape) - space), *sides)
+    taps = _spread(taps, space)
+    return build.average_pool(build.pad(x, low, low), taps, _spread(stride, space) or taps)
 
 
 LOWERED: Mapping[Any, Callable[..., Node | None]] = {
@@ -206,8 +238,15 @@ LOWERED: Mapping[Any, Callable[..., Node | None]] = {
     aten.addmm.default: _addmm,
     aten.embedding.default: _embedding,
 }
-# Where a program is only looked at or frozen; a compiled one calls torch's convolution with its bias.
-CONVOLUTIONS: Mapping[Any, Callable[..., Node | None]] = {aten.convolution.default: _convolution}
+# Where a program is only looked at or frozen; a compiled one calls torch's convolution with its bias, and its pooling.
+CONVOLUTIONS: Mapping[Any, Callable[..., Node | None]] = {
+    aten.convolution.default: _convolution,
+    **dict.fromkeys((aten.avg_pool1d.default, aten.avg_pool2d.default, aten.avg_pool3d.default), _average_pool),
+}
+MAX_POOLS: Mapping[Any, int] = {
+    aten.max_pool2d_with_indices.default: 2,
+    aten.max_pool3d_with_indices.default: 3,
+}  # dims in space
 SEVERAL: Mapping[Any, Callable[..., tuple[Node, ...] | None]] = {
     aten.var_mean.correction: lower_variance,
     aten.split.Tensor: _split,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,11 +17,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from tilemesh.core.errors import UsageError
 from tilemesh.graph.by_torch import TORCH, constant, dtype_of, evaluate_torch
 from tilemesh.graph.compile_ahead import AheadCompilers
+from tilemesh.graph.evaluate import sizes_of
 from tilemesh.graph.generated import RegionCall, prepare, run_without_data, way_for
 from tilemesh.graph.ir import Graph, Node, users
 from tilemesh.graph.kernel_call import KernelCall, embedding_gradient, kernel_of
 from tilemesh.graph.opaque import InputSlot, Laid, LayCall, Strides, operator_of, traced_strides, with_lays
-from tilemesh.graph.ops import FLOATS
+from tilemesh.graph.ops import FLOATS, primitive
 from tilemesh.graph.rewrite import number_of
 from tilemesh.graph.size import known
 from tilemesh.kernels.launch.tensors import read_device
@@ -84,6 +86,7 @@ class Emitted:
         return {call: lays[node] for node, call in writer.lays.items() if node in lays}
 
     def __call__(self, *tensors: Any) -> tuple[Any, ...]:
+        sizes_of(self.graph, [tensor.shape for tensor in tensors])  # refuses what does not fit
         return self.function(list(tensors))
 
 
@@ -98,7 +101,7 @@ def program(
 
 def examples(graph: Graph, device: torch.device) -> list[Any]:
     """Inputs of a graph without data."""
-    with FakeTensorMode():
+    with FakeTensorMode(allow_non_fake_inputs=True):  # constants of a program are real
         return [
             torch.empty([known(size, {}) for size in node.shape], dtype=dtype_of(node.dtype), device=device)
             for node in graph.inputs
@@ -113,6 +116,8 @@ class _SourceWriter:
         self.made, self.origins = made, origins  # constants and regions, made once for a node of the given graph
         self.lays: dict[Node, LayCall] = {}
         self.order = graph.nodes()
+        # Which values live is known when it runs: then every operator asks.
+        self.steered = any(primitive(node.op).kind == "control" for node in self.order)
         self.readers = users(self.order)
         self.names: dict[Node, str] = {}
         self.values: dict[str, Any] = {}  # what the code names: operators, constants
@@ -146,7 +151,7 @@ class _SourceWriter:
 
     def _only_number(self, node: Node) -> bool:
         """A repeated number that every reader can have as a number in the code."""
-        if number_of(node) is None or node in self.graph.outputs:
+        if self.steered or number_of(node) is None or node in self.graph.outputs:
             return False
         return all(
             self._takes_number(reader, node) or (reader.op in ("broadcast", "reshape") and self._only_number(reader))
@@ -166,7 +171,7 @@ class _SourceWriter:
         return {node.inputs[0] for node in sums} | (vectors - {*self.graph.outputs})
 
     def _is_addmm(self, node: Node) -> bool:
-        if node.op != "add" or len(node.shape) != 2:
+        if self.steered or node.op != "add" or len(node.shape) != 2:
             return False
         product, vector = node.inputs
         once = len(self.readers[product]) == 1 and product not in self.graph.outputs
@@ -192,6 +197,9 @@ class _SourceWriter:
             product, vector = node.inputs  # cuBLAS adds a vector as it writes; a matrix is copied first
             given = (vector.inputs[0], *product.inputs) if vector not in self.names else (vector, *product.inputs)
             return f"torch.addmm({', '.join(self._name(value) for value in given)})"
+        if self.steered:
+            function = self._held(partial(_evaluated, node, self.device), "f")
+            return f"{function}({', '.join(self._name(value) for value in node.inputs)})"
         names = [self._name(value) for value in node.inputs] if node.op != "opaque" else []
         if node.op in _OPERATORS:
             return f"{names[0]} {_OPERATORS[node.op]} {names[1]}"
@@ -266,6 +274,10 @@ class _SourceWriter:
 
 def _sizes(node: Node) -> str:
     return str([known(size, {}) for size in node.shape])
+
+
+def _evaluated(node: Node, device: torch.device, *inputs: Any) -> Any:
+    return evaluate_torch(node, inputs, {}, device)
 
 
 def _bound(node: Node) -> Callable[..., Any]:

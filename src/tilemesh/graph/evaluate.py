@@ -19,7 +19,14 @@ from tilemesh.graph.ir import Dense, Graph, Node
 from tilemesh.graph.size import Dim, Shape, Size, known
 
 Array: TypeAlias = npt.NDArray[Any]
-DEAD = object()
+
+
+class _Dead:
+    def __repr__(self) -> str:
+        return "dead: its branch was not taken"
+
+
+DEAD = _Dead()
 
 
 def sizes_of(graph: Graph, shapes: Sequence[Sequence[int]]) -> dict[str, int]:

@@ -18,7 +18,7 @@ from torch.utils.flop_counter import flop_registry
 
 from tilemesh.core.errors import UsageError
 from tilemesh.graph import build
-from tilemesh.graph.aten import CONVOLUTIONS, FOR_KERNELS, LOWERED, SEVERAL
+from tilemesh.graph.aten import CONVOLUTIONS, FOR_KERNELS, LOWERED, MAX_POOLS, SEVERAL, lower_max_pool
 from tilemesh.graph.ir import Graph, Node, make
 from tilemesh.graph.memory import owner
 from tilemesh.graph.opaque import InputSlot, Strides, contiguous, traced_strides
@@ -60,7 +60,8 @@ def lower(
 ) -> Lowered:
     """The graph of a traced module. Without generated kernels, what torch has one good kernel for stays opaque.
 
-    convolutions: whether they are primitives with a sum after them, instead of torch's own with their bias.
+    convolutions: whether they are primitives with a sum after them, instead of torch's own with their bias;
+    poolings too.
     """
     return _Lowering(module, names, kernels, convolutions).run()
 
@@ -101,6 +102,7 @@ class _Lowering:
     def __init__(self, module: fx.GraphModule, names: Sequence[str], kernels: bool, convolutions: bool) -> None:
         self.module, self.names = module, iter(names)
         self.whole = () if kernels else FOR_KERNELS
+        self.pools = MAX_POOLS if convolutions else {}
         self.table = {**LOWERED, **CONVOLUTIONS} if convolutions else LOWERED
         self.values: dict[fx.Node, Any] = {}
         self.inputs: list[Node] = []
@@ -180,6 +182,12 @@ class _Lowering:
                 if made.typed != (shape, dtype):
                     raise NotServedError(f"{node.target} became {made}; torch has {dtype}{list(shape)}")
                 return made
+        if node.target in self.pools and all(_is_item(user) and user.args[1] == 0 for user in node.users):
+            pooled = lower_max_pool(
+                *self._nested(node.args), **self._nested(node.kwargs), space=self.pools[node.target]
+            )
+            if pooled is not None:
+                return (pooled,)  # nobody reads where the largest were
         if isinstance(value, tuple | list) and node.target in SEVERAL:
             typed = [_typed(each, node) for each in value]
             several = SEVERAL[node.target](typed, *self._nested(node.args), **self._nested(node.kwargs))

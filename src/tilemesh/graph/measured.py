@@ -11,6 +11,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -47,16 +48,16 @@ class MeasuredCost:
     def save(self, path: Path) -> None:
         """What was measured, one row per operator, for a later search on this machine."""
         head = {"machine": this_machine().id, "device": self.place.type}
-        rows = [head, *({"operator": key, "seconds": value} for key, value in self.seconds.items())]
+        rows: list[dict[str, Any]] = [head]
+        rows += [{"operator": key, "seconds": value} for key, value in self.seconds.items()]
+        rows += [{"kind": op, "ratios": values} for op, values in self.ratios.items()]
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
     def load(self, path: Path) -> None:
-        """Rows that were measured before; those of another machine are refused."""
-        head, *rows = (json.loads(line) for line in path.read_text().splitlines())
-        here = {"machine": this_machine().id, "device": self.place.type}
-        if head != here:
-            raise UsageError(f"{path} was measured on {head}; this is {here}: measure again")
-        self.seconds |= {row["operator"]: float(row["seconds"]) for row in rows}
+        """Rows that were measured before; those of another machine are refused, and so is a file that is cut."""
+        seconds, ratios = _read_rows(path, {"machine": this_machine().id, "device": self.place.type})
+        self.seconds |= seconds
+        self.ratios |= ratios
 
     def measure(self, graph: Graph) -> int:
         """Times what was not timed yet; how many operators that were."""
@@ -81,6 +82,33 @@ class MeasuredCost:
                 torch.cuda.synchronize(self.place)
             readings.append(time.perf_counter() - began)
         return statistics.median(readings[1:])
+
+
+def _read_rows(path: Path, here: dict[str, str]) -> tuple[dict[str, float], dict[str, list[float]]]:
+    seconds: dict[str, float] = {}
+    ratios: dict[str, list[float]] = {}
+    try:
+        lines = path.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path} cannot be read: {error}; give a file that MeasuredCost.save wrote") from error
+    for number, line in enumerate(lines or [""], 1):
+        try:
+            row = json.loads(line)
+            if number == 1:
+                head = {"machine": row["machine"], "device": row["device"]}
+                if head != here:
+                    raise UsageError(f"{path} was measured on {head}; this is {here}: measure again")
+            elif "operator" in row:
+                seconds[row["operator"]] = float(row["seconds"])
+            else:
+                ratios[row["kind"]] = [float(value) for value in row["ratios"]]
+        except UsageError:
+            raise
+        except (KeyError, TypeError, ValueError):
+            raise UsageError(
+                f"{path}, line {number} is {line[:60]!r}; give a file that MeasuredCost.save wrote, or measure again"
+            ) from None
+    return seconds, ratios
 
 
 def _key(node: Node) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from tilemesh.graph.by_torch import COMPARE, dtype_of, evaluate_torch
+from tilemesh.graph.evaluate import DEAD, control
 from tilemesh.graph.ir import Graph, Node
 from tilemesh.graph.memory import MemoryPlan, arena
 from tilemesh.graph.ops import DTYPES
@@ -39,10 +40,13 @@ class PlannedProgram:
         place = self.places.get(node)
         if place is None:
             return evaluate_torch(node, inputs, {}, self.device)
+        steered, value = control(node, inputs)
+        if value is DEAD:
+            return value
         if node.op in _INTO:
             _INTO[node.op](node, place, *inputs)
         else:
-            place.copy_(evaluate_torch(node, inputs, {}, self.device))
+            place.copy_(value if steered else evaluate_torch(node, inputs, {}, self.device))
         return place
 
 

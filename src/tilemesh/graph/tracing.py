@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+import re
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import fx, nn
 from torch._functorch.aot_autograd import aot_export_module
+from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
-from tilemesh.core.errors import UsageError
+from tilemesh.core.errors import RunError, UsageError
 from tilemesh.graph.aten import decompositions
 from tilemesh.graph.by_torch import Tensor
 from tilemesh.graph.emit import examples, program
@@ -19,6 +26,7 @@ from tilemesh.graph.folding import specialise
 from tilemesh.graph.ir import Graph
 from tilemesh.graph.lower import lower
 from tilemesh.graph.opaque import Strides
+from tilemesh.graph.ops import primitive
 from tilemesh.graph.rules import ALGEBRA, INFERENCE, simplify
 from tilemesh.kernels.launch.tensors import read_device
 
@@ -32,6 +40,11 @@ class Traced:
     strides: tuple[Strides | None, ...] | None = None  # how results lie in memory
 
     def run(self, *tensors: Tensor) -> tuple[Any, ...]:
+        given = self.graph.inputs[len(self.weights) :]
+        if [tuple(tensor.shape) for tensor in tensors] != [node.shape for node in given]:
+            needed = ", ".join(str(list(node.shape)) for node in given)
+            shapes = ", ".join(str(list(tensor.shape)) for tensor in tensors) or "nothing"
+            raise UsageError(f"run was given {shapes}; the program was traced for {needed}: trace it for these")
         device = tensors[0].device if tensors else "cpu"
         return program(self.graph, device, results=self.strides)(*self.weights.values(), *tensors)
 
@@ -42,7 +55,7 @@ class Traced:
         return simplify(fixed, [*ALGEBRA, *INFERENCE])[0]
 
     def export(self) -> fx.GraphModule:
-        return export(self.graph)
+        return _exported(self.graph, "cpu", self.strides)
 
     def __str__(self) -> str:
         return str(self.graph)
@@ -65,6 +78,8 @@ def trace(model: Callable[..., Any], inputs: Sequence[Tensor]) -> Traced:
 
     Buffers that a module changes as it runs (the averages of a batch norm in training) stay as they are.
     """
+    if isinstance(inputs, torch.Tensor):
+        raise UsageError("trace was given a tensor; give a list of tensors: trace(model, [x])")
     if not all(isinstance(tensor, torch.Tensor) for tensor in inputs):
         raise UsageError(f"trace was given {[type(tensor).__name__ for tensor in inputs]}; give tensors")
     whole = _Whole(model)
@@ -72,10 +87,13 @@ def trace(model: Callable[..., Any], inputs: Sequence[Tensor]) -> Traced:
         name.removeprefix("model."): value.detach()
         for name, value in (*whole.named_parameters(), *whole.named_buffers())
     }
-    with torch.no_grad():
-        exported, signature = aot_export_module(
-            whole, list(inputs), trace_joint=False, decompositions=decompositions(norms=True)
-        )
+    try:
+        with torch.no_grad(), quiet():
+            exported, signature = aot_export_module(
+                whole, list(inputs), trace_joint=False, decompositions=decompositions(norms=True)
+            )
+    except Exception as error:
+        raise RunError(f"the program cannot be traced: {tracing_failure(error)}") from error
     module: Any = exported
     if signature.user_inputs_to_mutate:
         raise UsageError("the program changes its inputs in place; give it a copy: x = x.clone()")
@@ -90,8 +108,47 @@ def trace(model: Callable[..., Any], inputs: Sequence[Tensor]) -> Traced:
     return Traced(lowered.graph, weights, lowered.strides)
 
 
+@contextmanager
+def quiet() -> Iterator[None]:
+    """torch's tracing logs an operator that fails with its whole stack; the error that follows says what is wrong."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
+
+
+def tracing_failure(error: BaseException) -> str:
+    """What torch says about a program that it cannot trace, on one line, and the user's line."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    if isinstance(error, DataDependentOutputException | GuardOnDataDependentSymNode):
+        said = "what it does depends on a tensor's values (tilemesh graph breaks lists where)"
+    else:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        # Dynamo puts words of its own around an operator's error.
+        inner = re.search(r"got (\w+Error)\(['\"](.*)['\"]\)", str(error))
+        if inner is not None:
+            said = f"{inner[1]}: {inner[2]}"
+        else:
+            said = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    frames = [
+        f"{Path(frame.filename).name}:{frame.lineno}"
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not {"torch", "tilemesh"} & set(Path(frame.filename).parts) and not frame.filename.startswith("<")
+    ]
+    return said + (f" ({frames[-1]})" if frames else "")
+
+
 def export(graph: Graph, device: torch.device | str = "cpu") -> fx.GraphModule:
-    """A graph as an fx module of aten operators, for torch's own tools. Sizes must be known."""
+    """A graph as an fx module of aten operators, for torch's own tools. Sizes must be known; inputs lie in order."""
+    return _exported(graph, device, None)
+
+
+def _exported(graph: Graph, device: torch.device | str, results: Sequence[Strides | None] | None) -> fx.GraphModule:
     place = read_device(device)
-    run = program(graph, place)
+    if any(primitive(node.op).kind == "control" for node in graph.nodes()):
+        raise UsageError("the graph has switches, which an fx module has not: run it by program or run_torch")
+    run = program(graph, place, results=results)
     return make_fx(lambda *tensors: run(*tensors), tracing_mode="fake")(*examples(graph, place))
