@@ -148,6 +148,8 @@ OPTIONS = [
     (["train", "--mesh", "dp=4294967296"], "expected axes and sizes"),
     (["train", "--mesh", ""], "--mesh is empty"),
     (["train", "--mesh", "dp=-1"], "expected axes and sizes"),
+    (["train", "--mesh", "pp=2,pp=2"], "--mesh 'pp=2,pp=2': pp is there twice: say each axis once"),
+    (["train", "--mesh", "dp=2,pp=2", "--ranks", "3"], "--ranks is 3 and the mesh has 4 (dp=2,tp=1,pp=2): say with"),
     (["train", ""], "CONFIG is empty"),
     (["train", "--plan", ""], "--plan is empty"),
     (["train", "--resume", ""], "--resume is empty"),

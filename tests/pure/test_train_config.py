@@ -13,6 +13,7 @@ from tilemesh.core.errors import UsageError
 from tilemesh.core.hardware import parse_cluster
 from tilemesh.core.plan import ParallelPlan
 from tilemesh.core.step import search as schedules
+from tilemesh.core.step.book import build
 from tilemesh.core.step.program import step_program
 from tilemesh.core.step.search import PassTimes
 from tilemesh.core.step.text import to_csv
@@ -108,14 +109,21 @@ def test_a_schedule_of_ones_own_is_trained(tmp_path: Path) -> None:
     assert config.from_toml(made.to_toml()) == made
     assert predict(made.model, parse_cluster("4xcpu"), made.plan).exchanges["pp"]
     for mesh, sets, words in (
-        ("pp=4", [], "is a list for pp 2 and 4 microbatches: pp is 4"),
+        ("pp=4", [], r"^plan\.schedule is a list for pp 2 and 4 microbatches: pp is 4"),
+        ("pp=2", ["model.layers=1"], r"^plan\.schedule is a list of [24] chunks and needs as many layers, the model "),
         ("pp=2", ["plan.accumulation=8"], "is a list for pp 2 and 4 microbatches: pp is 2 and accumulation 8"),
     ):
         with pytest.raises(UsageError, match=words):
             load("tiny", mesh=mesh, sets=[f"plan.schedule={path}", *sets])
     path.write_text("0F0,0B0,0F1\n1F0,1B0,1F1,1B1\n")
-    with pytest.raises(UsageError, match="nobody does 0B1"):
+    with pytest.raises(UsageError, match=r"^plan\.schedule: the schedule's list: nobody does 0B1"):
         load("tiny", mesh="pp=2", sets=[f"plan.schedule={path}"])
+    path.write_text("0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0\n")
+    with pytest.raises(UsageError, match=r"^plan\.schedule: the schedule's list deadlocks: rank 0 at 0B0"):
+        load("tiny", mesh="pp=2", sets=[f"plan.schedule={path}"])
+    path.write_text(to_csv(build("zb-v", 4, 8)))
+    with pytest.raises(UsageError, match="is a list for pp 4 and 8 microbatches: pp is 2 and accumulation 8; the near"):
+        load("tiny", mesh="pp=2", sets=[f"plan.schedule={path}"])  # and not that its 8 chunks need 8 layers
     with pytest.raises(UsageError, match="the file cannot be read"):
         load("tiny", mesh="pp=2", sets=[f"plan.schedule={tmp_path}/none.csv"])
 
@@ -161,7 +169,51 @@ def test_what_cannot_be_is_refused(sets: str, words: str) -> None:
         load(sets=[sets])
 
 
-@pytest.mark.parametrize("mesh", ["dp=0", "ep=2", "dp", "dp=two"])
+def test_settings_that_only_go_with_a_mesh_are_judged_with_it(tmp_path: Path) -> None:
+    """With --mesh, with a file that does not say tp, with a run's other mesh, and over a saved plan."""
+    sequence = "plan.sequence_parallel=true"
+    assert load("gpt2-124m", mesh="tp=2", sets=[sequence]).plan.sequence_parallel
+    path = tmp_path / "run.toml"
+    model = "[model]\nlayers=4\nwidth=32\nheads=4\nmlp_width=64\ncontext=16\nvocabulary=256\n[train]\nbatch=8\n"
+    path.write_text(f"{model}[plan]\npp=2\nchunk_layers=[3,1]\n")
+    found = load(str(path), mesh="tp=2,pp=2", sets=[sequence]).plan
+    assert (found.tp, found.sequence_parallel, found.chunk_layers) == (2, True, (3, 1))
+    assert load(str(path), mesh="pp=4").plan.chunk_layers == ()
+    assert load(str(path), mesh="pp=4", sets=["plan.chunk_layers=[1,1,1,1]"]).plan.chunk_layers == (1, 1, 1, 1)
+    path.write_text(f"{model}[plan]\nsequence_parallel=true\n")
+    assert load(str(path), mesh="tp=2,dp=2").plan.sequence_parallel
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.toml").write_text(load("tiny", mesh="dp=2").to_toml())
+    assert load(resume=tmp_path / "run", mesh="tp=2", sets=[sequence]).plan.sequence_parallel
+    saved = tmp_path / "plan.toml"
+    saved.write_text(ParallelPlan(tp=2, pp=2, schedule="interleaved", interleave=2, accumulation=4).to_toml())
+    over = load(plan=saved, sets=[sequence, "model.layers=8,plan.interleave=4"]).plan
+    assert (over.tp, over.sequence_parallel, over.interleave, over.chunks) == (2, True, 4, 8)
+    with pytest.raises(UsageError, match=r"^plan\.interleave is 1|^plan\.schedule is interleaved and interleave is 1"):
+        load(plan=saved, sets=["plan.interleave=1"])
+    with pytest.raises(UsageError, match="tp is 1: set tp above 1 or leave it off"):
+        load(mesh="dp=2", sets=["plan.tp=1", sequence])
+
+
+@pytest.mark.parametrize(("mesh", "layers"), [("pp=2", "[4]"), (None, "[1,2,1]"), ("dp=2,pp=2", "[1,1,1,1]")])
+def test_layers_for_another_number_of_chunks(mesh: str | None, layers: str) -> None:
+    sets = [f"plan.chunk_layers={layers}", *([] if mesh else ["plan.pp=2"])]
+    with pytest.raises(UsageError, match=r"^plan\.chunk_layers has \d numbers? and pp 2 is 2 chunks") as refused:
+        load("tiny", mesh=mesh, sets=sets)
+    _, _, offered = str(refused.value).partition("; the nearest layout that works: --set ")
+    assert load("tiny", mesh=mesh, sets=[*sets, offered]).plan.chunk_layers == ()
+
+
+def test_the_model_of_a_plan_is_not_named_again(tmp_path: Path) -> None:
+    saved = tmp_path / "plan.toml"
+    saved.write_text(ParallelPlan(dp=2).to_toml())
+    with pytest.raises(UsageError, match="leave it out to train the model that the plan was made for"):
+        load("llama-3-70b", plan=saved)
+    with pytest.raises(UsageError, match=r"write a TOML file with a \[model\] section"):
+        load("llama-3-70b")
+
+
+@pytest.mark.parametrize("mesh", ["dp=0", "ep=2", "dp", "dp=two", "pp=2,pp=2"])
 def test_a_mesh_that_is_none(mesh: str) -> None:
     with pytest.raises(UsageError):
         load(mesh=mesh)

@@ -36,6 +36,8 @@ TWO_WAYS: tuple[Schedule, ...] = ("dualpipe", "chimera")
 """Schedules with as many chunks as stages, each of which two ranks hold: microbatches pass in both directions."""
 LISTED = "listed"
 """What a schedule is called that no name stands for: the plan holds its lists of passes."""
+LIST_WORDS = "the schedule's list"
+"""What its lists of passes are called in messages."""
 Recompute = Literal["none", "selective", "operators", "full"]
 """What a backward pass computes again, from the least to the most."""
 Attention = Literal["fused", "materialized"]
@@ -240,8 +242,9 @@ class ParallelPlan(StepSettings, ModelPlacement):
             raise UsageError(f"slices is {self.slices} and schedule is {self.schedule_name}: set schedule=terapipe")
         if self.chunk_layers and self.pp > 1 and len(self.chunk_layers) != self.chunks:
             raise UsageError(
-                f"chunk_layers has {len(self.chunk_layers)} numbers and {self.chunks_words} is {self.chunks} "
-                f"chunk{'s' * (self.chunks > 1)}: give one for each, or leave it empty"
+                f"chunk_layers has {len(self.chunk_layers)} number{'s' * (len(self.chunk_layers) > 1)} and "
+                f"{self.chunks_words} is {self.chunks} chunk{'s' * (self.chunks > 1)}: give one for each, or leave it "
+                "empty"
             )
 
     @classmethod
@@ -282,7 +285,7 @@ class ParallelPlan(StepSettings, ModelPlacement):
         if self.pp > 1 and self.schedule in IN_A_V:
             return f"pp {self.pp} x 2 chunks of {self.schedule}"
         if self.pp > 1 and is_listed(self.schedule):
-            return f"the listed schedule of {self.chunks} chunks"
+            return LIST_WORDS
         return f"pp {self.pp}" + (f" x interleave {self.interleave}" if self.interleave > 1 else "")
 
     @property

@@ -18,7 +18,10 @@ from tilemesh.core.step.book import microbatches_of
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.work.weights import why_not
 
-_FIELDS = ("dp", "tp", "pp", "sequence_parallel", "zero", "zero_group", "interleave", "chunk_layers", "accumulation")
+_FIELDS = (
+    "dp", "tp", "pp", "sequence_parallel", "zero", "zero_group", "interleave", "chunk_layers", "microbatch",
+    "accumulation",
+)  # fmt: skip
 _SETTINGS = ("schedule", "slices", "recompute", "recompute_every", "recompute_stages", "offload", "attention")
 
 _MOST_RANKS, _FEWER = 4096, 32
@@ -75,6 +78,14 @@ def without_offload(plan: ParallelPlan) -> Iterator[ParallelPlan]:
             other = dataclasses.replace(plan, zero=zero, offload=what, recompute=recompute)
             if other != plan and next(lacks(other), None) is None:
                 yield other
+
+
+def smaller_microbatches(plan: ParallelPlan) -> Iterator[ParallelPlan]:
+    """Plans with the same batch in more and smaller microbatches, the largest first."""
+    size = plan.microbatch
+    while size % 2 == 0:
+        size //= 2
+        yield dataclasses.replace(plan, microbatch=size, accumulation=plan.accumulation * plan.microbatch // size)
 
 
 def _around(plan: ParallelPlan, world: int) -> Iterator[ParallelPlan]:

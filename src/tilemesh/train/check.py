@@ -9,6 +9,7 @@ is a run's folder or a rank. Sections that others use too (model, data, plan) ch
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -20,12 +21,9 @@ from tilemesh.core import config
 from tilemesh.core.context import membership
 from tilemesh.core.cores import available_cores
 from tilemesh.core.errors import Argument, RunError, UsageError
-from tilemesh.core.hardware import CPU, H200, Cluster, make_node
 from tilemesh.core.plan import ASYNCHRONOUS, ParallelPlan
 from tilemesh.core.ranges import SAMPLED_TOKENS, SEED, TEMPERATURE, TOP_K, TOP_P, Range, shown
 from tilemesh.core.runnable import lacks
-from tilemesh.core.step.program import chunk_layers
-from tilemesh.core.units import format_bytes
 from tilemesh.data.config import SHARD_SUFFIX, STDLIB, DataConfig, check_source, has_shards, source_path
 from tilemesh.data.documents import documents, source_bytes
 from tilemesh.launch.job import MOST_RANKS, RANKS_PER_CORE
@@ -34,15 +32,13 @@ from tilemesh.measure.machine import this_machine, usable_gpus
 from tilemesh.model.adapter import A, B, adapted_modules
 from tilemesh.model.config import ModelConfig, check_written_model, unlike
 from tilemesh.model.families.book import read_config
-from tilemesh.model.work.task import Code
 from tilemesh.model.work.weights import embedding_weights, head_weights, layer_weights, parameter_names, why_not
-from tilemesh.plan.memory import Room
-from tilemesh.plan.nearest import changes, without_offload
 from tilemesh.runs import folder as folders
 from tilemesh.runs.base import check_base
 from tilemesh.runs.manifest import MODEL, DamagedError, Manifest, checkpoints
 from tilemesh.runs.names import CHECKPOINTS, CONFIG, DAMAGED
 from tilemesh.train.config import NO_GRAPH, TrainConfig, of_run
+from tilemesh.train.fits import check_fits
 from tilemesh.train.loggers import check_loggers
 from tilemesh.train.rules import decay_patterns
 
@@ -355,7 +351,7 @@ def check_machine(made: TrainConfig) -> None:
     check_loggers(made.log)
     if made.lora.rank:
         check_init(made.lora.base, made)
-    _check_host_memory(made)
+    check_fits(made, this_machine().memory_bytes, usable_gpus(), lambda plan: _takes(made, plan))
     check_source(made.data)
     _check_length(made)
     first, _ = made.data.parts[0]
@@ -370,6 +366,14 @@ def check_machine(made: TrainConfig) -> None:
         )
 
 
+def _takes(made: TrainConfig, plan: ParallelPlan) -> bool:
+    try:
+        check_values(dataclasses.replace(made, plan=plan))
+    except UsageError:
+        return False
+    return True
+
+
 def _axes_words(made: TrainConfig) -> str:
     servers = f" + {made.servers} server{'s' * (made.servers > 1)}" if made.servers else ""
     return " x ".join(f"{name} {size}" for name, size in made.plan.axes.items()) + servers
@@ -377,46 +381,6 @@ def _axes_words(made: TrainConfig) -> str:
 
 def _fewer(made: TrainConfig) -> str:
     return "plan.dp and method.servers" if made.servers else "plan.dp and plan.tp"
-
-
-def _check_host_memory(made: TrainConfig) -> None:
-    """Refuse an offload that the host's memory has no room for, with the nearest layout that it has room for.
-
-    On a CPU the host's memory is the device's: there all that the ranks hold is counted.
-    """
-    plan = made.plan
-    if not plan.offloads:
-        return
-    on_gpu = made.train.device != "cpu" and bool(usable_gpus())
-    member = membership()
-    here = plan.world if member is None else member.local_size
-    have, needed = this_machine().memory_bytes, _host_bytes(made, plan, on_gpu, here)
-    if needed <= have:
-        return
-    others = (other for other in without_offload(plan) if _host_bytes(made, other, on_gpu, here) <= have)
-    fitting = next(others, None)
-    ranks = f"{here} rank{'s' * (here > 1)}"
-    taken = f"that of {ranks} takes {format_bytes(needed)} of the host's memory and it has {format_bytes(have)}"
-    if not on_gpu:
-        taken = (
-            f"on a CPU nothing leaves the memory, of which {ranks} take{'s' * (here == 1)} {format_bytes(needed)} and "
-            "this machine has "
-            f"{format_bytes(have)}"
-        )
-    nearest = "no layout near it fits either: train a smaller model, or one with fewer tokens per microbatch"
-    if fitting is not None:
-        nearest = f"the nearest layout that works: --set {changes(plan, fitting)}"
-    raise UsageError(f"plan.offload is {plan.offload}: {taken}; {nearest}")
-
-
-def _host_bytes(made: TrainConfig, plan: ParallelPlan, on_gpu: bool, here: int) -> int:
-    """What so many ranks keep in the host's memory: what is moved there, or on a CPU all."""
-    code: Code = "compiled" if made.train.compile else "eager"
-    device = H200 if on_gpu else CPU  # of a GPU nothing counts here but that it is one
-    room = Room(made.model, Cluster((make_node(device, plan.world),)), made.context, code)
-    counts = chunk_layers(plan, made.model.layers) if plan.pp > 1 else (made.model.layers,)
-    stages = room.host_bytes(plan, counts) if on_gpu else [stage.total_bytes for stage in room.stages(plan, counts)]
-    return sum(stages) * plan.dp * plan.tp * here // plan.world
 
 
 _READ_AT_ONCE = 1 << 18

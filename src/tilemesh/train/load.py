@@ -21,7 +21,7 @@ from tilemesh.core import config
 from tilemesh.core.errors import Argument, UsageError
 from tilemesh.core.plan import ParallelPlan, is_listed
 from tilemesh.core.ranges import shown
-from tilemesh.core.step.book import microbatches_of
+from tilemesh.core.step.book import listed, microbatches_of
 from tilemesh.model.config import PRESETS as MODELS
 from tilemesh.model.config import ModelConfig, unlike
 from tilemesh.model.families.book import read_config
@@ -30,6 +30,7 @@ from tilemesh.train.check import RANGES, LayoutError, check_init, check_resumed,
 from tilemesh.train.config import DEFAULT_PRESET, PRESETS, TrainConfig, of_run
 
 _RANKS, _MESH = Argument("ranks"), Argument("mesh")
+_CHUNKS = "plan.chunk_layers"
 _BYTES = {"model": {"vocabulary": 256}}
 """Below a TOML file, which then need not say the vocabulary of text that is read as bytes."""
 
@@ -57,7 +58,7 @@ class _Start:
         return {axis: getattr(self.made.plan, axis) for axis in ("dp", "tp", "pp") if f"plan.{axis}" in self.told}
 
     def plan(self, **changes: Any) -> _Start:
-        if changes.get("pp", self.made.plan.pp) != self.made.plan.pp and "plan.chunk_layers" not in self.told:
+        if changes.get("pp", self.made.plan.pp) != self.made.plan.pp and _CHUNKS not in self.told:
             changes["chunk_layers"] = ()
         made = _changed(self.made.plan, **changes)
         if made.dp == 1 and "plan.zero" not in self.told:  # nobody is left to share with
@@ -95,6 +96,11 @@ def load(
         return _load(name, sets=sets, **more)
     except LayoutError as error:
         raise _with_advice(error, lambda text: _load(name, sets=[*sets, text], **more)) from None
+    except UsageError as error:
+        even = f"{_CHUNKS}=[]"  # a plan refuses this by itself, and there is no layout to look around in
+        if not str(error).startswith(_CHUNKS) or not _is_accepted(lambda: _load(name, sets=[*sets, even], **more)):
+            raise
+        raise UsageError(*error.args, f"; the nearest layout that works: --set {even}") from None
 
 
 def _load(
@@ -111,19 +117,23 @@ def _load(
 ) -> TrainConfig:
     _refuse_empty(name=name, mesh=mesh, plan=plan, init=init, resume=resume)
     sets = _with_listed(sets)
+    told = frozenset(key for key, _ in config.split_sets(sets))
     saved = None if plan is None else _SavedPlan.read(plan)
+    if saved is not None and mesh is not None:
+        raise UsageError(_MESH, " and ", Argument("plan"), " both say how ranks are laid out: give one of them")
+    axes = None if mesh is None else _axes(mesh)
+    over = _with_mesh(sets, axes, told) if saved is None else _without_plan(sets)
     if resume is not None:
-        start = _resumed(resume, name, init, sets)
+        start = _resumed(resume, name, init, over)
     else:
-        start = _named(name, sets, init)
+        start = _named(name, over, init, saved is not None)
         if saved is not None and name is None and init is None and not start.says_of("model"):
-            start = _of_plan(saved, sets)
+            start = _of_plan(saved, over)
+    start = dataclasses.replace(start, told=told)
     if saved is not None:
-        if mesh is not None:
-            raise UsageError(_MESH, " and ", Argument("plan"), " both say how ranks are laid out: give one of them")
         start = _planned(start, saved, sets, is_resumed=resume is not None)
-    elif mesh is not None:
-        start = start.plan(**_axes(mesh) | start.told_axes)
+    elif axes is not None:
+        start = start.plan(**axes | start.told_axes)
     elif resume is None:
         gpus = 0 if start.made.train.device == "cpu" else gpus
         laid_out = any(key.startswith("plan.") for key in start.told) or any(
@@ -134,7 +144,7 @@ def _load(
     world = start.made.plan.world
     if ranks is not None and ranks != world:
         whose = "the run" if resume is not None and mesh is None and plan is None else "the mesh"
-        shape = f"dp={start.made.plan.dp},tp={start.made.plan.tp}"
+        shape = ",".join(f"{axis}={size}" for axis, size in start.made.plan.axes.items())
         raise UsageError(
             _RANKS, f" is {ranks} and {whose} has {world} ({shape}): say with ", _MESH, " how they are laid out"
         )
@@ -160,15 +170,16 @@ def settled(made: TrainConfig) -> TrainConfig:
 def _with_advice(error: LayoutError, again: Callable[[str], object]) -> UsageError:
     """The error with the nearest layout that works; `again`: the same with more settings."""
     made = error.made
+    nearest = advice(made.model, made.plan, made.batch, lambda text: _is_accepted(lambda: again(text)))
+    return UsageError(*error.args, nearest)
 
-    def accepts(text: str) -> bool:
-        try:
-            again(text)
-        except UsageError:
-            return False
-        return True
 
-    return UsageError(*error.args, advice(made.model, made.plan, made.batch, accepts))
+def _is_accepted(attempt: Callable[[], object]) -> bool:
+    try:
+        attempt()
+    except UsageError:
+        return False
+    return True
 
 
 def _settled(made: TrainConfig) -> TrainConfig:
@@ -182,7 +193,7 @@ def _settled(made: TrainConfig) -> TrainConfig:
 # ---- where it begins -------------------------------------------------------------------------------------------
 
 
-def _named(name: str | None, sets: Sequence[str], init: str | Path | None) -> _Start:
+def _named(name: str | None, sets: Sequence[str], init: str | Path | None, has_plan: bool = False) -> _Start:
     """A preset or a file, with settings over it."""
     told = frozenset(key for key, _ in config.split_sets(sets))
     written: frozenset[str] = frozenset()
@@ -195,9 +206,12 @@ def _named(name: str | None, sets: Sequence[str], init: str | Path | None) -> _S
         made = config.load(TrainConfig, file=chosen, preset=below, presets={"bytes": _BYTES}, sets=sets)
     else:
         if chosen in MODELS and chosen not in PRESETS:
+            other = "for another model write a TOML file with a [model] section"
+            if has_plan:
+                other = "leave it out to train the model that the plan was made for"
             raise UsageError(
                 f"training has no preset for the model '{chosen}', which only the planner knows: known are "
-                f"{', '.join(PRESETS)}; for another model write a TOML file with a [model] section"
+                f"{', '.join(PRESETS)}; {other}"
             )
         made = config.load(TrainConfig, preset=chosen, presets=PRESETS, sets=sets)
     check_init(init)
@@ -205,6 +219,20 @@ def _named(name: str | None, sets: Sequence[str], init: str | Path | None) -> _S
     if init is not None and name is None and not any(key.startswith("model.") for key in told):
         made = _of_folder(made, Path(init), told)
     return _Start(made, told, written)
+
+
+def _with_mesh(sets: Sequence[str], axes: dict[str, int] | None, told: frozenset[str]) -> list[str]:
+    """Settings over the sizes of a mesh that some of them only make sense with; the rest of the mesh comes later, since
+    what a file says for another mesh goes with that one."""
+    if axes is None:
+        return [*sets]
+    needed = {"tp": axes["tp"] > 1, "pp": _CHUNKS in told}
+    return [*(f"plan.{axis}={axes[axis]}" for axis, is_so in needed.items() if is_so), *sets]
+
+
+def _without_plan(sets: Sequence[str]) -> list[str]:
+    """Settings without those that go over a saved plan and mean nothing before it is there."""
+    return [f"{key}={text}" for key, text in config.split_sets(sets) if not key.startswith("plan.")]
 
 
 def _with_listed(sets: Sequence[str]) -> list[str]:
@@ -218,6 +246,10 @@ def _with_listed(sets: Sequence[str]) -> list[str]:
                 raise UsageError(f"plan.schedule {text}: the file cannot be read: {error}") from None
             if not is_listed(text):
                 raise UsageError("plan.schedule: the file has no list of passes, such as 0F0,0F1,0B0,0B1 in each line")
+            try:
+                listed(text)
+            except UsageError as error:
+                raise UsageError(f"plan.schedule: {error}") from None
         made.append(f"{key}={text}")
     return made
 
@@ -254,14 +286,16 @@ def _refuse_empty(**given: str | Path | None) -> None:
 
 def _axes(mesh: str) -> dict[str, int]:
     """Sizes of the axes in "dp=2,tp=2"; what is not named is 1."""
-    axes = {"dp": 1, "tp": 1, "pp": 1}
+    axes: dict[str, int] = {}
     for key, text in config.split_sets([mesh]):
-        if key not in axes or not re.fullmatch(r"[0-9]{1,9}", text) or int(text) < 1:
+        if key not in ("dp", "tp", "pp") or not re.fullmatch(r"[0-9]{1,9}", text) or int(text) < 1:
             raise UsageError(
                 _MESH, f" {shown(mesh)}: expected axes and sizes, such as dp=2,tp=2 (known are dp, tp, pp)"
             )
+        if key in axes:
+            raise UsageError(_MESH, f" {shown(mesh)}: {key} is there twice: say each axis once, such as dp=2,tp=2")
         axes[key] = int(text)
-    return axes
+    return {"dp": 1, "tp": 1, "pp": 1} | axes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -314,8 +348,9 @@ def _planned(start: _Start, saved: _SavedPlan, sets: Sequence[str], is_resumed: 
             Argument("name", "CONFIG"),
             " and model settings out to train the plan's model, or make a plan for this one",
         )
-    over = [f"{key.removeprefix('plan.')}={text}" for key, text in config.split_sets(sets) if key.startswith("plan.")]
-    laid = config.load(ParallelPlan, preset="plan", presets={"plan": saved.plan}, sets=over)
+    over = [f"{key}={text}" for key, text in config.split_sets(sets) if key.startswith("plan.")]
+    presets = {"plan": dataclasses.replace(made, plan=saved.plan)}
+    laid = config.load(TrainConfig, preset="plan", presets=presets, sets=over).plan
     if not is_resumed and "train.batch" not in start.told:
         made = dataclasses.replace(made, train=dataclasses.replace(made.train, batch=laid.batch))
     is_open = not is_resumed and not start.says("train.context")

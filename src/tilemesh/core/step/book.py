@@ -7,7 +7,7 @@ import functools
 from collections.abc import Callable
 
 from tilemesh.core.errors import UsageError, unknown
-from tilemesh.core.plan import ASYNCHRONOUS, is_listed
+from tilemesh.core.plan import ASYNCHRONOUS, LIST_WORDS, is_listed
 from tilemesh.core.step.action import PASSES, StepProgram
 from tilemesh.core.step.asynchronous import asynchronous
 from tilemesh.core.step.check import check
@@ -38,10 +38,10 @@ _SPLIT = frozenset(("zb-h1", "zb-h2", *_TWO_CHUNKS, "dualpipe"))
 @functools.lru_cache(maxsize=32)
 def listed(text: str) -> StepProgram:
     """The passes of a list, proved; messages, gathers and sums that it may hold are left out, since passes add them."""
-    whole = from_csv(text, "the listed schedule")
+    whole = from_csv(text, LIST_WORDS)
     if whole.slices > 1 or "UPDATE" in whole.kinds:
         more = "cuts sequences: use schedule=terapipe" if whole.slices > 1 else "updates weights: leave UPDATE out"
-        raise UsageError(f"the listed schedule {more}")
+        raise UsageError(f"{LIST_WORDS} {more}")
     passes = tuple(tuple(action for action in actions if action.kind in PASSES) for actions in whole.actions)
     placement = dataclasses.replace(whole.placement, name=f"listed {whole.placement.directions}")
     program = dataclasses.replace(whole, actions=passes, placement=placement)

@@ -272,7 +272,7 @@ class _StepProof:
                     moving = True
         stuck = [f"rank {rank} at {action}" for rank in range(self.program.ranks) if (action := self.current(rank))]
         if stuck:
-            raise BrokenStepError(f"schedule {self.program.name} deadlocks: {', '.join(stuck[:4])} wait for ever")
+            raise BrokenStepError(f"{self.program.name} deadlocks: {', '.join(stuck[:4])} wait for ever")
         for state in self.states:
             state.finish()
         self.require_updates()

@@ -64,7 +64,7 @@ def fill(program: StepProgram, times: StepTimes, most_held: Sequence[int], patie
         for since, sleeper in sleeping.pop(event, ()):
             heapq.heappush(turns, (max(since, now), sleeper))
     if any(orders):
-        raise UsageError(f"schedule {program.name} deadlocks: its forward passes and input gradients wait in a circle")
+        raise UsageError(f"{program.name} deadlocks: its forward passes and input gradients wait in a circle")
     return StepProgram(program.name, program.placement, program.microbatches, tuple(map(tuple, lists)), program.slices)
 
 

@@ -352,4 +352,4 @@ def _require_finished(program: StepProgram, done: Sequence[int]) -> None:
         if count < len(actions)
     ]
     if stuck:
-        raise UsageError(f"schedule {program.name} deadlocks: {', '.join(stuck[:4])} wait for ever")
+        raise UsageError(f"{program.name} deadlocks: {', '.join(stuck[:4])} wait for ever")

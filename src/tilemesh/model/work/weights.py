@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from tilemesh.core.plan import ParallelPlan
+from tilemesh.core.plan import ParallelPlan, is_listed
 from tilemesh.core.step.book import why_not_built
 from tilemesh.model.config import ModelConfig
 
@@ -272,11 +272,15 @@ def why_not(model: ModelConfig, plan: ParallelPlan, ranks: int | None = None) ->
         return f"dp {plan.dp} x tp {plan.tp} x pp {plan.pp} is {plan.world} ranks, the cluster has {ranks}"
     if plan.pp == 1 and plan.interleave > 1:
         return f"schedule is {plan.schedule_name} and pp is 1: one stage has nothing to interleave; use 1f1b"
+    reason = why_not_built(plan.schedule, plan.pp, plan.accumulation) if plan.pp > 1 else None
+    if reason and is_listed(plan.schedule):  # its chunks are those of the stages that it was made for
+        return f"schedule {reason}"
     if plan.chunks > model.layers:
+        if plan.pp > 1 and is_listed(plan.schedule):
+            return f"schedule is a list of {plan.chunks} chunks and needs as many layers, the model has {model.layers}"
         most = model.layers // (plan.chunks // plan.pp)
         at_most = f": pp {most} at most" if most else ""
         return f"{plan.chunks_words} needs as many layers, the model has {model.layers}{at_most}"
-    reason = why_not_built(plan.schedule, plan.pp, plan.accumulation) if plan.pp > 1 else None
     if reason:
         return f"schedule {reason}"
     if plan.chunk_layers and sum(plan.chunk_layers) != model.layers:
