@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -173,3 +176,25 @@ def test_a_model_that_fits_nowhere_fails_and_still_gives_figures(tmp_path: Path)
     assert (found["case"]["cluster"], found["case"]["batch"], found["case"]["context"]) == ("1x8xh100", 512, 2048)
     assert found["fits"] is False
     assert found["memory"]["total_bytes"] > found["memory"]["usable_bytes"]
+
+
+@pytest.mark.parametrize(
+    ("words", "option"),
+    [
+        ("plan gpt2-124m --cluster 2xh100", "--save"),
+        ("plan gpt2-124m --cluster 2xh100", "--json"),
+        ("plan --draw zb-v", "--csv"),
+        ("plan --draw zb-v", "--svg"),
+        ("plan llama-3-8b --serve --cluster 1xh200 --rate 0.1", "--json"),
+        ("bench collective all_reduce --draw ring --ranks 4", "--svg"),
+    ],
+)
+def test_files_are_there_also_where_nobody_reads_the_text(words: str, option: str, tmp_path: Path) -> None:
+    """As with `| head`, which stops reading: the text has no reader from the start here."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-u", "-m", "tilemesh", *words.split(), option, str(tmp_path / "file")]
+    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=100, check=False)
+    os.close(writing)
+    assert (tmp_path / "file").stat().st_size > 100, done.stderr
+    assert "Traceback" not in done.stderr

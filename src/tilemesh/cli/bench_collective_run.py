@@ -91,13 +91,15 @@ def draw_schedule(
     if len(counts) != 1:
         raise UsageError(f"--draw with --ranks {ranks}: expected one number of ranks")
     schedule = build(collectives[0], algorithm, counts[0], root, node_size=node_size)
-    print(drawing.text(schedule, shutil.get_terminal_size((PIPE_WIDTH, 0)).columns))
+    drawn = drawing.text(schedule, shutil.get_terminal_size((PIPE_WIDTH, 0)).columns)
     if svg is not None:
         write_text(drawing.svg(schedule), svg)
     if html is not None:
         from tilemesh.report.collective_page import render
 
         write_text(render([], [schedule]), html)
+    print(drawn)
+    if html is not None:
         print(f"page: {html}")
 
 

@@ -36,18 +36,7 @@ def explain_graph(program: str, device: str, whole: bool, svg: str | None, html:
         "after": _figures(after, device),
         "rules": [vars(gain) for gain in gains],
     }
-    if json != "-":
-        _print_graph("before", before, whole)
-        width = max([len(gain.rule) for gain in gains], default=0)
-        for gain in gains:
-            print(
-                f"  {gain.rule:<{width}}  {gain.times:>4} times, {gain.launches:>4} operators fewer,"
-                f" {format_bytes(gain.moved_bytes)} less to move, {format_seconds(gain.seconds)} predicted"
-            )
-        print() if gains else print("no rule fits\n")
-        _print_graph("after", after, whole)
-        for name, figures in (("before", record["before"]), ("after", record["after"])):
-            print(f"{name:>6}: {_words(figures, device)}")
+    # Files first: whoever reads the text may stop early, as `| head` does.
     if svg is not None or html is not None:
         from tilemesh.graph.draw import drawing
         from tilemesh.graph.kernel_c import serves
@@ -60,6 +49,18 @@ def explain_graph(program: str, device: str, whole: bool, svg: str | None, html:
             write_output(_page(program, drawn, record, device), html)
     if json is not None:
         write_output(jsonlib.dumps(record) + "\n", json)
+    if json != "-":
+        _print_graph("before", before, whole)
+        width = max([len(gain.rule) for gain in gains], default=0)
+        for gain in gains:
+            print(
+                f"  {gain.rule:<{width}}  {gain.times:>4} times, {gain.launches:>4} operators fewer,"
+                f" {format_bytes(gain.moved_bytes)} less to move, {format_seconds(gain.seconds)} predicted"
+            )
+        print() if gains else print("no rule fits\n")
+        _print_graph("after", after, whole)
+        for name, figures in (("before", record["before"]), ("after", record["after"])):
+            print(f"{name:>6}: {_words(figures, device)}")
 
 
 def _page(program: str, drawn: str, record: dict[str, Any], device: str) -> str:

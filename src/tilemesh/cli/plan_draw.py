@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json as jsonlib
+import math
 import shlex
 import shutil
 import sys
@@ -30,6 +31,8 @@ from tilemesh.report.step_page import render
 
 MOST_PASSES = 40_000  # ranks x microbatches x chunks: beyond that making and proving takes minutes
 
+LEAST_S, MOST_S = 1e-9, 1e9
+"""Of a pass that is drawn: sums and quotients of such times stay numbers."""
 DRAWN_TOKENS, DRAWN_ATTENTION = 64, 0.25
 """Of a drawn sequence: its tokens, and what attention takes of a pass through all of them at once."""
 
@@ -79,8 +82,8 @@ def draw_step(asked: DrawQuestion, others: Sequence[str]) -> None:
     words = _words(program, timeline, curves, given)
     people = sys.stderr if asked.json == "-" else sys.stdout
     columns = shutil.get_terminal_size((PIPE_WIDTH, 0)).columns
-    print("\n".join(wrapped(line, columns) for line in words.splitlines()), file=people)
-    print(draw.text(program, timeline, curves, columns), file=people)
+    drawn = draw.text(program, timeline, curves, columns)
+    # Files first: whoever reads the text may stop early, as `| head` does.
     if asked.svg is not None:
         write_text(draw.svg(program, timeline, curves, words.splitlines()[0]), asked.svg)
     if asked.csv is not None:
@@ -89,6 +92,8 @@ def draw_step(asked: DrawQuestion, others: Sequence[str]) -> None:
         write_text(render(program, timeline, curves, words), asked.html)
     if asked.json is not None:
         write_output(jsonlib.dumps(_figures(program, timeline, curves, given), allow_nan=False) + "\n", asked.json)
+    print("\n".join(wrapped(line, columns) for line in words.splitlines()), file=people)
+    print(drawn, file=people)
 
 
 def _slice_lengths(program: StepProgram) -> tuple[int, ...]:
@@ -104,9 +109,12 @@ def _times(text: str | None) -> PassTimes:
         values = [float(part) for part in text.split(",")]
     except ValueError:
         values = []
-    is_sound = len(values) in (3, 4) and all(0 <= value < float("inf") for value in values) and sum(values[:3]) > 0
-    if not is_sound:
-        raise UsageError(f"--times {text}: expected seconds of F, I, W and of a transfer, such as 1,1,1,0.1")
+    is_sound = len(values) in (3, 4) and all(not value or LEAST_S <= value <= MOST_S for value in values)
+    if not is_sound or not sum(values[:3]):
+        raise UsageError(
+            f"--times {text}: expected seconds of F, I, W and of a transfer, such as 1,1,1,0.1, each 0 or from "
+            f"{LEAST_S:g} to {MOST_S:g}"
+        )
     forward_s, input_s, weight_s, *transfer_s = values
     return PassTimes(forward_s, input_s, weight_s, sum(transfer_s))
 
@@ -126,7 +134,17 @@ def _program(asked: DrawQuestion, given: PassTimes) -> StepProgram:
     size = stages * microbatches * (asked.chunks or 1) * (asked.slices or 1)
     if size > MOST_PASSES:
         raise UsageError(f"{size} passes are too many to draw: expected at most {MOST_PASSES}")
+    if asked.slices is not None and asked.slices < 1:
+        raise UsageError(f"--slices is {asked.slices}: expected at least 1")
     if name == "search":
+        for option in ("chunks", "slices"):
+            if getattr(asked, option) is not None:
+                raise UsageError(f"--{option} with --draw search: it finds that itself; leave it out")
+        if asked.memory is not None and not math.isfinite(asked.memory):
+            raise UsageError(
+                f"--memory is {asked.memory}: expected the most microbatches whose activations a rank keeps, such as "
+                f"{stages}"
+            )
         for word, value in (("stages", stages), ("microbatches", microbatches)):
             if value < 1:
                 raise UsageError(f"a pipeline with {value} {word}: expected at least 1")

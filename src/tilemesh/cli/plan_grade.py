@@ -20,9 +20,22 @@ from tilemesh.plan.grade import Grade, Graded, grade, rank_correlation, read_run
 from tilemesh.plan.local import is_local, local_machine
 
 
-def grade_runs(paths: Sequence[str], console: Console) -> list[dict[str, Any]]:
-    """Print the grades of each run and how well their order was foreseen; the same as plain data."""
-    graded = [_grade(path) for path in paths]
+def grade_runs(paths: Sequence[str]) -> list[Graded]:
+    """Each run beside its prediction."""
+    return [_grade(path) for path in paths]
+
+
+def grade_objects(graded: Sequence[Graded]) -> list[dict[str, Any]]:
+    """The grades of each run and how well their order was foreseen, as plain data."""
+    objects = [_plain(run) for run in graded]
+    if len(graded) > 1:
+        value = rank_correlation(*_step_times(graded))
+        objects.append({"name": "grade order", "runs": [run.source for run in graded], "rank_correlation": value})
+    return objects
+
+
+def print_grades(graded: Sequence[Graded], console: Console) -> None:
+    """The same for people."""
     for run in graded:
         print_words(f"{run.source}: {run.plan.describe()}, on {run.cluster}", console)
         made = "before the run" if run.before else "now, from the run's model and layout"
@@ -33,10 +46,11 @@ def grade_runs(paths: Sequence[str], console: Console) -> list[dict[str, Any]]:
         if not run.advice:
             console.print("  every figure that was recorded is within its bound")
         console.print()
-    objects = [_plain(run) for run in graded]
     if len(graded) > 1:
-        objects.append(_order(graded, console))
-    return objects
+        predicted, measured = _step_times(graded)
+        value = rank_correlation(predicted, measured)
+        words = f"{value:+.2f}" if value is not None else "not defined: it takes three runs whose step times differ"
+        console.print(f"rank correlation of predicted and measured step time over {len(measured)} runs: {words}")
 
 
 def _grade(path: str) -> Graded:
@@ -54,14 +68,11 @@ def _grade(path: str) -> Graded:
     return grade(run, local.cluster, local.rates)
 
 
-def _order(graded: Sequence[Graded], console: Console) -> dict[str, Any]:
-    """Whether the faster layout was foreseen as the faster."""
+def _step_times(graded: Sequence[Graded]) -> tuple[list[float], list[float]]:
+    """Predicted and measured, of the runs that have both: whether the faster layout was foreseen as the faster."""
     steps = [run.find("step time") for run in graded]
     pairs = [(s.predicted, s.measured) for s in steps if s.predicted is not None and s.measured is not None]
-    value = rank_correlation([p for p, _ in pairs], [m for _, m in pairs])
-    words = f"{value:+.2f}" if value is not None else "not defined: it takes three runs whose step times differ"
-    console.print(f"rank correlation of predicted and measured step time over {len(pairs)} runs: {words}")
-    return {"name": "grade order", "runs": [run.source for run in graded], "rank_correlation": value}
+    return [predicted for predicted, _ in pairs], [measured for _, measured in pairs]
 
 
 def _table(run: Graded) -> Table:

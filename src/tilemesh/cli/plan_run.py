@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 import tilemesh
-from tilemesh.cli.plan_grade import grade_runs
+from tilemesh.cli.plan_grade import grade_objects, grade_runs, print_grades
 from tilemesh.cli.targets import check_targets
 from tilemesh.core import config
 from tilemesh.core.calibration import Rates
@@ -94,6 +94,14 @@ def run(asked: PlanQuestion) -> None:
         _explain_model(console, asked, asked.model, model)
         return
     result = _search(asked, model, asked.cluster)
+    reasons = _reasons(result)
+    # Files first: whoever reads the text may stop early, as `| head` does.
+    if asked.save is not None:
+        _save(result, asked.save)
+    if asked.html is not None:
+        write_text(render(result, asked.model, reasons), asked.html)
+    if asked.json is not None:
+        _write_json((result.figures(place) | _origin() for place in range(len(result.predictions))), asked.json)
     console.print(_headline(asked, result))
     _print_layouts(console, result)
     if asked.explain:
@@ -101,17 +109,12 @@ def run(asked: PlanQuestion) -> None:
         arithmetic = [parameter_section(model), states_section(model, best.precision)]
         _print_sections(console, [*arithmetic, zero_section(model, best.precision, best.dp), *plan_sections(result)])
     console.print("Why the first" if len(result.predictions) > 1 else "Why")
-    reasons = _reasons(result)
     for line in reasons:
         console.print(wrapped(line, console.width, "  - ", "    "), soft_wrap=True)
     if asked.save is not None:
-        _save(result, asked.save)
         console.print(f"plan: {asked.save}{_cannot_train(result.best.plan)}", soft_wrap=True)
     if asked.html is not None:
-        write_text(render(result, asked.model, reasons), asked.html)
         console.print(f"page: {asked.html}", soft_wrap=True)
-    if asked.json is not None:
-        _write_json((result.figures(place) | _origin() for place in range(len(result.predictions))), asked.json)
 
 
 def _grade(asked: PlanQuestion, console: Console) -> None:
@@ -134,9 +137,10 @@ def _grade(asked: PlanQuestion, console: Console) -> None:
     if given:
         shown = "MODEL" if given[0] == "model" else "--set" if given[0] == "sets" else f"--{given[0].replace('_', '-')}"
         raise UsageError(f"--grade takes model, layout and machine from the run: leave {shown} out")
-    objects = grade_runs(asked.grade, console)
+    graded = grade_runs(asked.grade)
     if asked.json is not None:
-        _write_json((object_ | _origin() for object_ in objects), asked.json)
+        _write_json((object_ | _origin() for object_ in grade_objects(graded)), asked.json)
+    print_grades(graded, console)
 
 
 def _search(asked: PlanQuestion, model: ModelConfig, cluster: str) -> SearchResult:

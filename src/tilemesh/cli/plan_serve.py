@@ -98,6 +98,9 @@ def run(asked: ServePlanQuestion) -> None:
     headroom = HEADROOM if asked.headroom is None else parse_fraction(asked.headroom)
     layouts, refused = serve_layouts(model, cluster, demand, dtype, rates, headroom, asked.step_tokens)
     best = layouts[0]
+    loads = [_simulated(best, asked, share, goal) for share in _shares(best, asked.rate)]
+    if asked.json is not None:  # before the text, which a reader may not take whole
+        write_output(jsonlib.dumps(_object(asked, dtype, cluster.name, layouts, loads)) + "\n", asked.json)
     console.print(
         f"{asked.model}: {count_parameters(model).total:,} parameters in {dtype} on {cluster.name}; {asked.rate:g} "
         f"requests/s of {asked.prompt:,} prompt and {asked.output:,} output tokens"
@@ -109,7 +112,6 @@ def run(asked: ServePlanQuestion) -> None:
     )
     print_whole(console, _layout_table(layouts, demand))
     console.print("first: to the first token; limit: what of a step the hardware needs; serves: the rate asked for")
-    loads = [_simulated(best, asked, share, goal) for share in _shares(best, asked.rate)]
     console.print(
         f"tp {best.tp}, batches of up to {best.largest.batch:,} per replica, the most that fit and keep the goal, "
         f"simulated with the engine's scheduler ({_FEWEST} to {_MOST} requests); a load is a share of what these serve:"
@@ -118,8 +120,6 @@ def run(asked: ServePlanQuestion) -> None:
     console.print("Why")
     for line in [*serving_reasons(layouts, refused, demand), *_money(asked, best, cluster.world, loads)]:
         console.print(f"  - {line}")
-    if asked.json is not None:
-        write_output(jsonlib.dumps(_object(asked, dtype, cluster.name, layouts, loads)) + "\n", asked.json)
 
 
 def _shares(best: ServeLayout, rate: float) -> list[float]:

@@ -104,14 +104,14 @@ def show_preview(asked: Asked) -> int:
     seen = preview(config, **_job(asked))
     if member is not None and member.rank:
         return 0
+    if asked.json is not None:  # before the text, which a reader may not take whole
+        write_rows(seen.rows(), asked.json)
     console = Console(stderr=asked.json == "-", highlight=False, markup=False)
     width = min(console.width, WIDTH) if console.is_terminal else WIDTH
     for subject, words in seen.lines():
         start = f"{subject + ':':9}"
         console.print(wrapped(words, width, start, " " * len(start)), soft_wrap=True)
     console.print("nothing was started: leave --dry-run out to train", soft_wrap=True)
-    if asked.json is not None:
-        write_rows(seen.rows(), asked.json)
     return 0
 
 
@@ -193,13 +193,13 @@ def _as_rank(asked: Asked, config: TrainConfig, member: Membership) -> int:
 
 def show(result: Result, console: Console, json_file: str | None, page: str, lost: str) -> int:
     """What a run came to and where everything is; the exit code. `lost`: the last line, where weights are."""
+    if json_file is not None:  # before the text, which a reader may not take whole
+        write_rows(result.rows, json_file)
     summary = folders.read_small(result.folder, SUMMARY)
     if summary.get("step") == result.step:
         _show_summary(result, summary, console)
     else:
         lost = lost or f"tilemesh: {result.folder} has no {SUMMARY} of step {result.step}: was the disk full?"
-    if json_file is not None:
-        write_rows(result.rows, json_file)
     console.print(page, soft_wrap=True)
     if not lost:
         return 0
