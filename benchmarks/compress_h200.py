@@ -37,7 +37,7 @@ from tilemesh.kernels.lowbit.formats import parse_scheme
 from tilemesh.kernels.lowbit_linear import some_rows, tokens
 from tilemesh.kernels.lowbit_linear.reference import arguments, error_bound, exact, lowbit_linear
 from tilemesh.kernels.lowbit_linear.some_rows import SomeRows
-from tilemesh.kernels.lowbit_linear.tokens import TokenForm
+from tilemesh.kernels.lowbit_linear.tokens import OneTokenForm, TokenForm
 from tilemesh.kernels.problems import SizedProblem
 from tilemesh.kernels.scaled_matmul import reference as scaled
 from tilemesh.measure.gpu import KernelTimer
@@ -47,10 +47,11 @@ from tilemesh.model.config import preset
 from tilemesh.model.lowbit import LowBitLinear, compress_all, model_bytes, projections, put
 from tilemesh.model.transformer import Transformer
 
-FORMS: Mapping[int, tuple[TokenForm | SomeRows, ...]] = {
+Form = TokenForm | OneTokenForm | SomeRows
+FORMS: Mapping[int, tuple[Form, ...]] = {
     1: (
-        TokenForm(2, 1, 3, 2), TokenForm(2, 1, 2, 2), TokenForm(1, 1, 6, 2), TokenForm(1, 1, 3, 3),
-        TokenForm(4, 1, 3, 1), TokenForm(4, 1, 2, 1),
+        TokenForm(2, 1, 2, 2), OneTokenForm(16, 4, 6), OneTokenForm(16, 4, 7), OneTokenForm(16, 4, 8),
+        OneTokenForm(8, 2, 8), OneTokenForm(16, 8, 6), OneTokenForm(16, 2, 6),
     ),
     8: (TokenForm(2, 1, 3, 2), TokenForm(2, 1, 2, 2), TokenForm(4, 1, 3, 1)),
     16: (
@@ -63,7 +64,8 @@ FORMS: Mapping[int, tuple[TokenForm | SomeRows, ...]] = {
 DECODED_SHAPES = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096))
 """Outputs and inputs of llama-3-8b's products, side by side where they have the same activations."""
 DECODED_FORMS = (
-    TokenForm(2, 1, 3, 2), TokenForm(2, 1, 2, 2), TokenForm(1, 1, 4, 2), TokenForm(1, 1, 6, 2), TokenForm(1, 1, 3, 3),
+    TokenForm(2, 1, 2, 2), TokenForm(1, 1, 4, 2), OneTokenForm(16, 8), OneTokenForm(16, 4), OneTokenForm(12, 4),
+    OneTokenForm(16, 2), OneTokenForm(14, 1), OneTokenForm(16, 1), OneTokenForm(12, 1, 8), OneTokenForm(16, 16),
 )  # fmt: skip
 _L2_BYTES = 60 << 20
 _STEPS = 96
@@ -85,7 +87,7 @@ def _short(value: Any) -> str:
     return f"{value:.3f}" if isinstance(value, float) else str(value)
 
 
-def by_form(form: TokenForm | SomeRows, x: Tensor, codes: Tensor, scales: Tensor, y: Tensor) -> None:
+def by_form(form: Form, x: Tensor, codes: Tensor, scales: Tensor, y: Tensor) -> None:
     if isinstance(form, SomeRows):
         some_rows.product(call.compiled, x, codes, scales, y, form)
     else:
@@ -96,7 +98,7 @@ def _sets(nbytes: int) -> int:
     return max(2, -(-_L2_BYTES // nbytes) + 1)
 
 
-def times(sizes: tuple[int, int, int], forms: tuple[TokenForm | SomeRows, ...], keep: Readings, seconds: float) -> Any:
+def times(sizes: tuple[int, int, int], forms: tuple[Form, ...], keep: Readings, seconds: float) -> Any:
     """The quickest form that is right; each one's time is kept. None: the operator as it is."""
     count, outputs, inputs = sizes
     problem = SizedProblem(sizes, "bfloat16", {"code": "int4"})

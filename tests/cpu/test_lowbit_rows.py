@@ -1,13 +1,15 @@
-"""The kernel of 4-bit codes times some rows, under Triton's interpreter; its machine code is for GPUs."""
+"""4-bit codes times some rows, under Triton's interpreter, and which form of the CUDA kernels a GPU would be given."""
 
 import pytest
 import torch
+from hypothesis import given as drawn
+from hypothesis import strategies as st
 
 from tilemesh.kernels.accuracy import excess
 from tilemesh.kernels.launch import call
 from tilemesh.kernels.lowbit.codes import pack, quantize
 from tilemesh.kernels.lowbit.formats import FORMATS, Scheme
-from tilemesh.kernels.lowbit_linear import some_rows
+from tilemesh.kernels.lowbit_linear import some_rows, tokens
 from tilemesh.kernels.lowbit_linear.reference import error_bound, exact
 
 
@@ -22,3 +24,36 @@ def test_some_rows_are_within_their_bound(count, outputs, inputs, group, split):
     y = torch.full((count, outputs), torch.nan)
     some_rows.product(call.interpreted, *given, y, some_rows.SomeRows(32, 64, 4, 3, split))
     assert excess(y, exact(*given), error_bound(*given)) is None
+
+
+@drawn(st.integers(1, 300_000), st.integers(1, 300), st.integers(1, 200))
+def test_blocks_for_one_token_have_all_outputs_and_no_more_work_than_asked(outputs, chunks, multiprocessors):
+    form = tokens.form_of(1, outputs, 128 * chunks, multiprocessors)
+    if not isinstance(form, tokens.OneTokenForm):
+        assert outputs < 16 or -(-outputs // (16 * multiprocessors)) * 16 > outputs or chunks > 180
+        return
+    assert form.warps <= 16
+    assert form.warps % form.ways == 0
+    assert form.shared_bytes(128 * chunks) < 48 << 10
+    blocks = form.grid(1, outputs)[0]
+    assert form.outputs <= outputs <= blocks * form.outputs < outputs + form.outputs
+    if outputs <= 16 * 16 * multiprocessors:
+        assert blocks <= multiprocessors
+
+
+@pytest.mark.parametrize(
+    ("outputs", "inputs", "form"),
+    [
+        (8192, 8192, (16, 4)),
+        (6144, 4096, (12, 4)),
+        (28672, 4096, (14, 1)),
+        (4096, 14336, (16, 8)),
+        (128256, 4096, (16, 1)),
+    ],
+)  # fmt: skip
+def test_one_token_fills_an_h200(outputs, inputs, form):
+    """128 of its 132 multiprocessors have the same work, or four rounds of it."""
+    found = tokens.form_of(1, outputs, inputs, 132)
+    assert isinstance(found, tokens.OneTokenForm)
+    assert (found.warps, found.ways) == form
+    assert found.grid(1, outputs)[0] in (128, 501)

@@ -23,8 +23,12 @@ pytestmark = needs_gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
     ("count", "outputs", "inputs", "group", "symmetric"),
-    [(1, 512, 1024, 128, True), (3, 1000, 1152, 128, False), (16, 8192, 1024, 256, True), (40, 200, 2048, 2048, False)],
-)
+    [
+        (1, 512, 1024, 128, True), (1, 1000, 1152, 128, False), (1, 16, 128, 128, True), (1, 28672, 1024, 256, False),
+        (1, 9, 1024, 128, True), (1, 64, 24576, 128, True), (3, 1000, 1152, 128, False), (16, 8192, 1024, 256, True),
+        (40, 200, 2048, 2048, False),
+    ],
+)  # fmt: skip
 def test_codes_of_4_bits_times_a_few_tokens(dtype, count, outputs, inputs, group, symmetric):
     generator = torch.Generator("cuda").manual_seed(0)
     weight = torch.randn(outputs, inputs, generator=generator, device="cuda")
@@ -58,7 +62,7 @@ def test_codes_of_4_bits_times_some_rows(count, outputs, inputs, group, form):
     assert excess(y, exact(*given), error_bound(*given)) is None
 
 
-@pytest.mark.parametrize("count", [5, 20, 64, 200, 300])
+@pytest.mark.parametrize("count", [1, 5, 20, 64, 200, 300])
 def test_a_product_again_and_again_in_inference_mode(count):
     """A second call of the same shapes was repeated without the copy of the activations that the kernel reads."""
     made = quantize(torch.randn(384, 1024, device="cuda"), Scheme("int4", "group", 128))

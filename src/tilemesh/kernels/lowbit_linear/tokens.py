@@ -1,23 +1,26 @@
-"""The CUDA kernel of `int4.cu`: which of its forms serves how many tokens, compiled by NVRTC when first asked for.
+"""The CUDA kernels of `int4.cu` and, for one token, `int4_token.cu`: which form serves how many tokens and outputs,
+compiled by NVRTC when first asked for.
 
 Triton chooses where numbers lie in registers, and moves codes through shared memory into the order that tensor cores
-want; this kernel chooses an order in which they need not move. It takes groups of 128 inputs or more.
+want; these kernels choose an order in which they need not move. They take groups of 128 inputs or more.
 """
 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-_SOURCE = Path(__file__).with_name("int4.cu")
+_SOURCE, _ONE_TOKEN = (Path(__file__).with_name(name) for name in ("int4.cu", "int4_token.cu"))
 _CHUNK, _THREADS = 128, 256  # as in the source
 MOST = 16
 """Tokens that a block takes at a time; with more, codes are unpacked again."""
+_WARPS, _SHARED = 16, 48 << 10
+"""Of a block for one token: the most warps whose loads fit into registers, and shared memory that needs no asking."""
 _NARROW = 4096
 """Outputs up to which blocks have fewer of them, so that all multiprocessors work."""
 
@@ -35,8 +38,40 @@ class TokenForm:
         return -(-outputs // (16 * self.strips)), -(-tokens // (8 * self.tiles)), 1
 
 
-def form_of(tokens: int, outputs: int) -> TokenForm:
+@dataclass(frozen=True)
+class OneTokenForm:
+    """Constants of one compiled kernel for one token: warps of a block, how many share 16 outputs, loads ahead."""
+
+    warps: int
+    ways: int
+    depth: int = 6
+
+    @property
+    def outputs(self) -> int:
+        return 16 * self.warps // self.ways
+
+    def grid(self, tokens: int, outputs: int) -> tuple[int, int, int]:
+        return -(-outputs // self.outputs), 1, 1
+
+    def shared_bytes(self, inputs: int) -> int:
+        return 2 * inputs + 4 * (inputs // _CHUNK) + 64 * self.warps
+
+
+def one_token_form(outputs: int, inputs: int, multiprocessors: int) -> OneTokenForm | None:
+    """A block for each multiprocessor, where that is enough: its part of the outputs, 16 to a warp or to several."""
+    strips = -(-outputs // (16 * multiprocessors))
+    blocks = -(-strips // _WARPS)
+    strips = -(-strips // blocks)
+    ways = 1 << ((_WARPS // strips).bit_length() - 1)
+    form = OneTokenForm(strips * ways, ways)
+    return form if form.outputs <= outputs and form.shared_bytes(inputs) < _SHARED else None
+
+
+def form_of(tokens: int, outputs: int, inputs: int, multiprocessors: int) -> TokenForm | OneTokenForm:
     """By the numbers of tokens and outputs; docs/compress/LOG.md has what was measured."""
+    one = one_token_form(outputs, inputs, multiprocessors) if tokens == 1 else None
+    if one is not None:
+        return one
     if tokens <= 8:
         return TokenForm(1, 1, 4, 2) if outputs <= _NARROW else TokenForm(2, 1, 2, 2)
     return TokenForm(2, 2, 3, 1) if outputs <= _NARROW else TokenForm(4, 2, 2, 1)
@@ -52,24 +87,47 @@ def serves(x: Tensor, scales: Tensor, code: str) -> bool:
 
 
 @functools.cache
-def _compiled(form: TokenForm, per_group: int, half: bool, zeros: bool, device: torch.device) -> Any:
-    names = {
-        "STRIPS": form.strips, "TILES": form.tiles, "DEPTH": form.depth, "BLOCKS": form.blocks,
-        "PER_GROUP": per_group, "HALF": int(half), "ZEROS": int(zeros),
-    }  # fmt: skip
-    lines = "".join(f"#define {name} {value}\n" for name, value in names.items())
+def _compiled(
+    form: TokenForm | OneTokenForm, per_group: int, half: bool, zeros: bool, pieces: int, device: torch.device
+) -> Any:
+    names = asdict(form) | {"per_group": per_group, "half": int(half), "zeros": int(zeros)}
+    source, entry = _SOURCE, "int4_tokens"
+    if isinstance(form, OneTokenForm):
+        names |= {"blocks": 1, "pieces": pieces}
+        source, entry = _ONE_TOKEN, "int4_token"
+    lines = "".join(f"#define {name.upper()} {value}\n" for name, value in names.items())
     with torch.cuda.device(device):
-        return torch.cuda._compile_kernel(lines + _SOURCE.read_text(), "int4_tokens")
+        return torch.cuda._compile_kernel(lines + source.read_text(), entry)
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def product(
-    x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, y: Tensor, form: TokenForm | None = None
-) -> None:
+    x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, y: Tensor,
+    form: TokenForm | OneTokenForm | None = None,
+) -> None:  # fmt: skip
     """y (M, N) = x (M, K) W^T, all of it contiguous."""
     (tokens, inputs), outputs = x.shape, len(codes)
-    form = form or form_of(tokens, outputs)
+    form = form or form_of(tokens, outputs, inputs, _multiprocessors(x.device))
     per_group = inputs // scales.shape[1] // _CHUNK
-    kernel = _compiled(form, per_group, x.dtype is torch.float16, zeros is not None, x.device)
+    one = isinstance(form, OneTokenForm)
+    threads = 32 * form.warps if isinstance(form, OneTokenForm) else _THREADS
+    pieces = -(-inputs // (8 * threads)) if one else 0
+    kernel = _compiled(form, per_group, x.dtype is torch.float16, zeros is not None, pieces, x.device)
     step = 0 if len(scales) == 1 else scales.shape[1]
-    given = [codes, scales, scales if zeros is None else zeros, x, y, tokens, outputs, inputs, step]
-    kernel(form.grid(tokens, outputs), (_THREADS, 1, 1), given)
+    given = [
+        codes,
+        scales,
+        scales if zeros is None else zeros,
+        x,
+        y,
+        *((tokens,) if not one else ()),
+        outputs,
+        inputs,
+        step,
+    ]
+    shared = form.shared_bytes(inputs) if isinstance(form, OneTokenForm) else 0
+    kernel(form.grid(tokens, outputs), (threads, 1, 1), given, shared)

@@ -1,0 +1,187 @@
+// y (1, N) = x (1, K) W^T with weights of 4 bits in groups of 128 inputs or more, for one token.
+//
+// A warp has 16 outputs, a strip, and WAYS warps share the inputs of a strip, 128 at a time in turns. The order of inputs
+// in a sum is free, and is chosen such that codes are multiplied where they are loaded: of 128 inputs, the four lanes that
+// share an output have 32 neighbours each, 16 bytes of codes that one load brings from memory into the registers that the
+// tensor cores take them from. DEPTH such loads are on their way while one is multiplied, and nothing else is asked of
+// memory meanwhile: what a multiprocessor asks for comes back in the order in which it was asked, so an activation that is
+// fetched behind codes would wait for all of them. Activations are put into shared memory first, in the order in which the
+// tensor cores take them, with the sum of every 128 of them. All columns of a product are the one token.
+//
+// A code is put behind a leading one (a bfloat16's 128, a float16's 1024). What that and the zero point add to a sum of
+// 128 products is the sum of the activations times it, and is what the sum begins with, negative. Sums are multiplied by
+// their scale in float32; at the end the sums of the warps of a strip are added up in the order of the warps.
+//
+// N is at least what a block has: the last block has its outputs from the end, and some are computed twice, to the same.
+//
+// Set before: WARPS, WAYS, DEPTH, BLOCKS (per multiprocessor), PIECES (of 8 activations that a thread puts in order),
+// PER_GROUP (how many times 128 inputs share a scale), HALF (x is float16), ZEROS.
+typedef unsigned int u32;
+typedef unsigned short u16;
+
+constexpr int CHUNK = 128;  // inputs that a warp multiplies between two loads
+constexpr int THREADS = 32 * WARPS;
+constexpr int OUTPUTS = 16 * (WARPS / WAYS);
+#if HALF
+constexpr u32 LEAD = 0x64006400u;
+constexpr float ADDS = 1032.0f;  // the leading one, and the 8 that codes are stored with
+#else
+constexpr u32 LEAD = 0x43004300u;
+constexpr float ADDS = 136.0f;
+#endif
+
+__device__ __forceinline__ uint4 load_codes(const unsigned char* from) {
+    uint4 made;
+    asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(made.x), "=r"(made.y), "=r"(made.z), "=r"(made.w) : "l"(from));
+    return made;
+}
+
+__device__ __forceinline__ void multiply(float* c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+#if HALF
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+#else
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+#endif
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+// Pairs of codes (0, 4), (1, 5), (2, 6), (3, 7) of a word, each behind the leading one. One instruction selects the bits
+// and puts the leading ones: the compiler would take two.
+__device__ __forceinline__ void unpack(u32 word, u32* made) {
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+        asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(made[i]) : "r"(word >> (4 * i)), "n"(0x000F000F), "r"(LEAD));
+}
+
+__device__ __forceinline__ float sum_of_pair(u32 pair) {
+#if HALF
+    float low, high;
+    asm("{.reg .f16 a, b; mov.b32 {a, b}, %2; cvt.f32.f16 %0, a; cvt.f32.f16 %1, b;}" : "=f"(low), "=f"(high) : "r"(pair));
+    return low + high;
+#else
+    return __uint_as_float(pair << 16) + __uint_as_float(pair & 0xFFFF0000u);
+#endif
+}
+
+__device__ __forceinline__ u16 rounded(float value) {
+    u16 bits;
+#if HALF
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+#else
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+#endif
+    return bits;
+}
+
+// What a warp loads of its outputs for 128 inputs: a lane has a row of the first eight, and one of the second.
+struct Codes {
+    uint4 words[2];
+    float scale[2];
+#if ZEROS
+    signed char zero[2];
+#endif
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
+int4_token(const unsigned char* codes, const float* scales, const signed char* zeros, const u16* x, u16* y,
+           int N, int K, int scale_step) {
+    extern __shared__ __align__(16) unsigned char held[];
+    const int chunks = K / CHUNK;
+    uint4* const pairs = (uint4*)held;                // [chunks][4 words][4 lanes], 8 activations each
+    float* const x_sums = (float*)(held + 2 * K);     // [chunks]
+    float* const sums = x_sums + chunks;              // [WARPS][16]
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, row = lane >> 2, quarter = lane & 3;
+    const int strip = warp / WAYS, way = warp % WAYS;
+    const int first = min((int)blockIdx.x * OUTPUTS, N - OUTPUTS);
+    const int own = first + strip * 16 + row, turns = (chunks - way + WAYS - 1) / WAYS;
+    const unsigned char* const line = codes + (long long)own * (K / 2) + quarter * 16;
+    const float* const factor = scales + (long long)own * scale_step;
+    const int eight_factors = 8 * scale_step;
+    const long long eight_lines = 4ll * K;
+
+    auto fetch = [&](Codes& into, int turn) {
+        const int chunk = way + turn * WAYS, group = chunk / PER_GROUP;
+        into.words[0] = load_codes(line + chunk * (CHUNK / 2));
+        into.words[1] = load_codes(line + eight_lines + chunk * (CHUNK / 2));
+        into.scale[0] = __ldg(factor + group);
+        into.scale[1] = __ldg(factor + eight_factors + group);
+#if ZEROS
+        const signed char* const zero = zeros + (long long)own * scale_step + group;
+        into.zero[0] = __ldg(zero);
+        into.zero[1] = __ldg(zero + eight_factors);
+#endif
+    };
+
+    // Activations are asked for first, and put in order while the first codes are on their way.
+    uint4 piece[PIECES];
+#pragma unroll
+    for (int i = 0; i < PIECES; i++)
+        if (i * THREADS + threadIdx.x < chunks * 16) piece[i] = __ldg((const uint4*)x + i * THREADS + threadIdx.x);
+    Codes ring[DEPTH];
+#pragma unroll
+    for (int place = 0; place < DEPTH; place++)
+        if (place < turns) fetch(ring[place], place);
+#pragma unroll
+    for (int i = 0; i < PIECES; i++) {
+        const int at = i * THREADS + threadIdx.x;  // 16 threads have 128 activations, four of them those of a lane
+        const bool is_there = at < chunks * 16;
+        const uint4 v = piece[i];
+        float sum = 0.0f;
+        if (is_there) {
+            pairs[at / 16 * 16 + at % 4 * 4 + at / 4 % 4] =
+                make_uint4(__byte_perm(v.x, v.z, 0x5410), __byte_perm(v.x, v.z, 0x7632), __byte_perm(v.y, v.w, 0x5410),
+                           __byte_perm(v.y, v.w, 0x7632));
+            sum = sum_of_pair(v.x) + sum_of_pair(v.y) + sum_of_pair(v.z) + sum_of_pair(v.w);
+        }
+#pragma unroll
+        for (int apart = 8; apart > 0; apart /= 2) sum += __shfl_xor_sync(0xFFFFFFFFu, sum, apart);
+        if (is_there && at % 16 == 0) x_sums[at / 16] = sum;
+    }
+    __syncthreads();
+
+    float total[2] = {0.0f, 0.0f};
+    for (int begin = 0; begin < turns; begin += DEPTH) {
+#pragma unroll
+        for (int place = 0; place < DEPTH; place++) {
+            const int turn = begin + place;
+            if (turn >= turns) break;
+            Codes& now = ring[place];
+            const int chunk = way + turn * WAYS;
+            const float x_sum = x_sums[chunk];
+#if ZEROS
+            const float from[2] = {-(ADDS + now.zero[0]) * x_sum, -(ADDS + now.zero[1]) * x_sum};
+#else
+            const float from[2] = {-ADDS * x_sum, -ADDS * x_sum};
+#endif
+            float part[4] = {from[0], from[0], from[1], from[1]};
+            const u32 low[4] = {now.words[0].x, now.words[0].y, now.words[0].z, now.words[0].w};
+            const u32 high[4] = {now.words[1].x, now.words[1].y, now.words[1].z, now.words[1].w};
+#pragma unroll
+            for (int word = 0; word < 4; word++) {
+                u32 a[4], c[4];
+                unpack(low[word], a);
+                unpack(high[word], c);
+                const uint4 b = pairs[(chunk * 4 + word) * 4 + quarter];
+                multiply(part, a[0], c[0], a[1], c[1], b.x, b.y);
+                multiply(part, a[2], c[2], a[3], c[3], b.z, b.w);
+            }
+            total[0] += now.scale[0] * part[0];
+            total[1] += now.scale[1] * part[2];
+            if (turn + DEPTH < turns) fetch(now, turn + DEPTH);
+        }
+    }
+
+    if (quarter == 0) {
+        sums[warp * 16 + row] = total[0];
+        sums[warp * 16 + 8 + row] = total[1];
+    }
+    __syncthreads();
+    for (int output = threadIdx.x; output < OUTPUTS; output += THREADS) {
+        float made = 0.0f;
+#pragma unroll
+        for (int other = 0; other < WAYS; other++) made += sums[(output / 16 * WAYS + other) * 16 + output % 16];
+        y[first + output] = rounded(made);
+    }
+}
