@@ -203,3 +203,12 @@ def test_results_of_a_recorded_program_keep_their_strides() -> None:
             assert ours.stride() == theirs.stride()
             assert ours.untyped_storage().data_ptr() != theirs.untyped_storage().data_ptr()
             assert torch.equal(ours, theirs)
+
+
+def test_results_of_a_recorded_program_can_be_changed_in_place() -> None:
+    """As those of eager can: Mixtral adds its experts' results to zeros that another piece of it made."""
+    (zeros,) = own_memory([torch.zeros(4, 3)])
+    part = torch.ones(2, 3, requires_grad=True)
+    zeros.index_add_(0, torch.tensor([0, 2]), part)
+    zeros.sum().backward()
+    assert torch.equal(part.grad, torch.ones(2, 3))

@@ -111,7 +111,8 @@ def own_memory(values: Sequence[Any]) -> list[Any]:
                     new = torch.empty_strided(part.shape, part.stride(), dtype=part.dtype, device=part.device)
                 sources.append(part)
                 targets.append(new)
-                made[place] = new.expand(value.shape)
+                # A view made without gradients could not be changed in place later, with gradients.
+                made[place] = new if new.shape == value.shape else new.expand(value.shape)
         if targets:
             torch._foreach_copy_(targets, sources)
     return made

@@ -285,9 +285,7 @@ def _require_module(name: str, module: nn.Module, split: Split) -> None:
     wanted = fits.get(type(split), (nn.Module,))
     if not isinstance(module, wanted):
         words = " or ".join(f"nn.{kind.__name__}" for kind in wanted)
-        raise UsageError(
-            f"{name} is a {type(module).__name__}: a {type(split).__name__} takes an {words}"
-        )
+        raise UsageError(f"{name} is a {type(module).__name__}: a {type(split).__name__} takes an {words}")
     if isinstance(module, nn.Conv2d) and isinstance(split, (ColumnSplit, RowSplit)) and module.groups > 1:
         raise UsageError(
             f"{name} has {module.groups} groups: of a grouped convolution each output sees some inputs only, and which "

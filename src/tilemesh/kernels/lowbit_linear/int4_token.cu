@@ -4,9 +4,9 @@
 // in a sum is free, and is chosen such that codes are multiplied where they are loaded: of 128 inputs, the four lanes that
 // share an output have 32 neighbours each, 16 bytes of codes that one load brings from memory into the registers that the
 // tensor cores take them from. DEPTH such loads are on their way while one is multiplied, and nothing else is asked of
-// memory meanwhile: what a multiprocessor asks for comes back in the order in which it was asked, so an activation that is
-// fetched behind codes would wait for all of them. Activations are put into shared memory first, in the order in which the
-// tensor cores take them, with the sum of every 128 of them. All columns of a product are the one token.
+// memory meanwhile: activations that are fetched between codes make a product wait as if they came back behind them
+// (docs/compress/LOG.md). Activations are put into shared memory first, in the order in which the tensor cores take them,
+// with the sum of every 128 of them. All columns of a product are the one token.
 //
 // A code is put behind a leading one (a bfloat16's 128, a float16's 1024). What that and the zero point add to a sum of
 // 128 products is the sum of the activations times it, and is what the sum begins with, negative. Sums are multiplied by

@@ -15,7 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_SOURCE, _ONE_TOKEN = (Path(__file__).with_name(name) for name in ("int4.cu", "int4_token.cu"))
+from tilemesh.kernels.launch.gpu import device_index, gpu_of
+
+_SOURCE = Path(__file__).with_name("int4.cu")
+_ONE_TOKEN = Path(__file__).with_name("int4_token.cu")
 _CHUNK, _THREADS = 128, 256  # as in the source
 MOST = 16
 """Tokens that a block takes at a time; with more, codes are unpacked again."""
@@ -100,34 +103,19 @@ def _compiled(
         return torch.cuda._compile_kernel(lines + source.read_text(), entry)
 
 
-@functools.cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
 def product(
     x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, y: Tensor,
     form: TokenForm | OneTokenForm | None = None,
 ) -> None:  # fmt: skip
     """y (M, N) = x (M, K) W^T, all of it contiguous."""
     (tokens, inputs), outputs = x.shape, len(codes)
-    form = form or form_of(tokens, outputs, inputs, _multiprocessors(x.device))
+    form = form or form_of(tokens, outputs, inputs, gpu_of(device_index(x.device)).multiprocessors)
+    threads, pieces, shared, sizes = _THREADS, 0, 0, [tokens, outputs, inputs]
+    if isinstance(form, OneTokenForm):
+        threads, shared, sizes = 32 * form.warps, form.shared_bytes(inputs), [outputs, inputs]
+        pieces = -(-inputs // (8 * threads))
     per_group = inputs // scales.shape[1] // _CHUNK
-    one = isinstance(form, OneTokenForm)
-    threads = 32 * form.warps if isinstance(form, OneTokenForm) else _THREADS
-    pieces = -(-inputs // (8 * threads)) if one else 0
     kernel = _compiled(form, per_group, x.dtype is torch.float16, zeros is not None, pieces, x.device)
     step = 0 if len(scales) == 1 else scales.shape[1]
-    given = [
-        codes,
-        scales,
-        scales if zeros is None else zeros,
-        x,
-        y,
-        *((tokens,) if not one else ()),
-        outputs,
-        inputs,
-        step,
-    ]
-    shared = form.shared_bytes(inputs) if isinstance(form, OneTokenForm) else 0
+    given = [codes, scales, scales if zeros is None else zeros, x, y, *sizes, step]
     kernel(form.grid(tokens, outputs), (threads, 1, 1), given, shared)
