@@ -121,7 +121,7 @@ COUNTS = ("none", "one", "two", "three", "four", "five")
 GRAPH_MODELS = {
     "gpt2-blocks": "GPT-2 blocks", "llama-blocks": "Llama blocks", "gpt2": "GPT-2", "llama": "Llama", "bert": "BERT",
     "mistral": "Mistral", "qwen2": "Qwen2", "gemma2": "Gemma2", "gpt-neox": "GPT-NeoX", "opt": "OPT", "vit": "ViT",
-    "resnet": "ResNet",
+    "resnet": "ResNet", "t5": "T5",
 }  # fmt: skip
 
 
