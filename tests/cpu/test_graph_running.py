@@ -257,7 +257,7 @@ def test_what_tracing_and_running_refuse() -> None:
         traced.run()
     with pytest.raises(UsageError, match=r"input input0 has shape \[5, 4\]"):
         tm.graph.program(traced.graph)(*traced.weights.values(), torch.randn(5, 4))
-    with pytest.raises(RunError, match="the program cannot be traced: RuntimeError: a and b must have same"):
+    with pytest.raises(RunError, match="the program cannot be traced: RuntimeError: "):
         tm.graph.trace(model, [torch.randn(2, 5)])
 
 
