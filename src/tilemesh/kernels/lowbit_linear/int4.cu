@@ -12,30 +12,9 @@
 //
 // Set before: STRIPS, TILES (of 8 tokens), DEPTH, BLOCKS (per multiprocessor), PER_GROUP (how many times 128 inputs share
 // a scale), HALF (x is float16), ZEROS.
-typedef unsigned int u32;
-typedef unsigned short u16;
-
-constexpr int CHUNK = 128;  // inputs that a warp multiplies between two loads
 constexpr int WARPS = 8;
 constexpr int TOKENS = 8 * TILES;
 constexpr int OUTPUTS = 16 * STRIPS;
-
-__device__ __forceinline__ uint4 load_codes(const unsigned char* from) {
-    uint4 made;
-    asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(made.x), "=r"(made.y), "=r"(made.z), "=r"(made.w) : "l"(from));
-    return made;
-}
-
-__device__ __forceinline__ void multiply(float* c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-#if HALF
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-#else
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-#endif
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-}
 
 // Pairs of codes (0, 4), (1, 5), (2, 6), (3, 7) of a word as numbers; `offset` (negative, in both halves) is added.
 __device__ __forceinline__ void unpack(u32 word, u32 offset, u32* made) {
@@ -65,16 +44,6 @@ __device__ __forceinline__ u32 offset_of(int zero) {
     const u32 bits = __float_as_uint((float)(-136 - zero)) >> 16;
 #endif
     return bits | (bits << 16);
-}
-
-__device__ __forceinline__ u16 rounded(float value) {
-    u16 bits;
-#if HALF
-    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
-#else
-    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(value));
-#endif
-    return bits;
 }
 
 // What a warp loads of its outputs for 128 inputs.

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from tilemesh.kernels.launch.gpu import device_index, gpu_of
 
-_SOURCE = Path(__file__).with_name("int4.cu")
-_ONE_TOKEN = Path(__file__).with_name("int4_token.cu")
+_FOLDER = Path(__file__).parent
 _CHUNK, _THREADS = 128, 256  # as in the source
 MOST = 16
 """Tokens that a block takes at a time; with more, codes are unpacked again."""
@@ -89,18 +88,22 @@ def serves(x: Tensor, scales: Tensor, code: str) -> bool:
     return fits and torch.cuda.get_device_capability(x.device)[0] >= 8 and hasattr(torch.cuda, "_compile_kernel")
 
 
+def _source(file: str) -> str:
+    return "\n".join((_FOLDER / name).read_text() for name in ("int4_common.cu", file))
+
+
 @functools.cache
 def _compiled(
     form: TokenForm | OneTokenForm, per_group: int, half: bool, zeros: bool, pieces: int, device: torch.device
 ) -> Any:
     names = asdict(form) | {"per_group": per_group, "half": int(half), "zeros": int(zeros)}
-    source, entry = _SOURCE, "int4_tokens"
+    file, entry = "int4.cu", "int4_tokens"
     if isinstance(form, OneTokenForm):
         names |= {"blocks": 1, "pieces": pieces}
-        source, entry = _ONE_TOKEN, "int4_token"
+        file, entry = "int4_token.cu", "int4_token"
     lines = "".join(f"#define {name.upper()} {value}\n" for name, value in names.items())
     with torch.cuda.device(device):
-        return torch.cuda._compile_kernel(lines + source.read_text(), entry)
+        return torch.cuda._compile_kernel(lines + _source(file), entry)
 
 
 def product(

@@ -1,0 +1,32 @@
+// What both kernels of 4-bit codes have: it stands before each of them. Set before: HALF (activations are float16).
+typedef unsigned int u32;
+typedef unsigned short u16;
+
+constexpr int CHUNK = 128;  // inputs that a warp multiplies between two loads
+
+__device__ __forceinline__ uint4 load_codes(const unsigned char* from) {
+    uint4 made;
+    asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(made.x), "=r"(made.y), "=r"(made.z), "=r"(made.w) : "l"(from));
+    return made;
+}
+
+__device__ __forceinline__ void multiply(float* c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+#if HALF
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+#else
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+#endif
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+__device__ __forceinline__ u16 rounded(float value) {
+    u16 bits;
+#if HALF
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+#else
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+#endif
+    return bits;
+}
