@@ -40,7 +40,7 @@ elif [ "${1:-}" = quality ]; then
       --seed $seed --json "$out/compress_gpt2_124m_seed${seed}_h200.jsonl" >>"$out/compress_quality.txt" 2>&1 &
     jobs="$jobs $!"
   done
-  # Quantisation-aware training beside as many steps without, each then rounded.
+  # Quantisation-aware training, then as many steps without, each then rounded: one at a time, for they take 55 GiB.
   (
     $python -m tilemesh export "$run" "$folder/plain"
     for kind in aware further; do
@@ -49,9 +49,8 @@ elif [ "${1:-}" = quality ]; then
         --transport torch --out "$folder/$kind" \
         --set train.steps=${AWARE_STEPS:-100},optimizer.lr=1e-4,optimizer.warmup=10,train.compile=false,$lean &&
         timeout $(left) $losses "$folder/$kind" --recipes int3-g64 --name gpt2-124m-$kind \
-          --json "$out/compress_gpt2_124m_${kind}_h200.jsonl" &
+          --json "$out/compress_gpt2_124m_${kind}_h200.jsonl"
     done
-    wait
   ) >"$folder/aware.txt" 2>&1 &
   wait $jobs $!
   tail -n 60 "$folder/aware.txt" >>"$out/compress_quality.txt"

@@ -11,6 +11,7 @@ from tilemesh.bench.compress import run as compress_run
 from tilemesh.bench.compress.layers import LayerClock
 from tilemesh.bench.compress.peers import peer_model, torchao_codes, why_not
 from tilemesh.bench.compress.predict import CompressClocks, PassChange, ProductClock
+from tilemesh.bench.compress.text import CompressSource
 from tilemesh.cli.bench_compress_run import _that_fit
 from tilemesh.cli.main import main
 from tilemesh.compress.factorize import factorize
@@ -19,6 +20,9 @@ from tilemesh.compress.quantize import quantize
 from tilemesh.compress.recipe import read_recipe
 from tilemesh.compress.shrink import shrink
 from tilemesh.core.units import format_bytes
+from tilemesh.data.config import DataConfig
+from tilemesh.data.corpus import open_corpus
+from tilemesh.data.samples import held_out_samples
 from tilemesh.kernels.launch.steps import FitError
 from tilemesh.kernels.lowbit import codes
 from tilemesh.kernels.lowbit.formats import parse_scheme
@@ -38,6 +42,25 @@ def source(tmp_path_factory):
     huggingface.save(model, folder / "model")
     (folder / "text.txt").write_text("def f(x):\n    return x + 1\n" * 2000)
     return folder
+
+
+def test_calibration_is_on_text_that_is_neither_learnt_nor_judged(source, tmp_path):
+    (tmp_path / "text.txt").write_text("".join(f"line {number} of many\n" for number in range(40_000)))
+    model = huggingface.load(source / "model")
+    data = DataConfig(source=str(tmp_path / "text.txt"))
+    given = CompressSource("model", source / "model", model, data)
+    held = [tuple(inputs) for inputs, _ in held_out_samples(open_corpus(data), 64, "stream", 10_000)]
+    chosen = []
+    for seed in (0, 1):
+        calibration, judged, _ = given.text(16, 4, seed)
+        assert [tuple(row) for row in judged.tolist()] == held[:4]
+        chosen.append({tuple(row) for row in calibration[:, :-1].tolist()})
+        assert len(chosen[-1]) == 16
+        assert chosen[-1] <= set(held[4:])
+    assert chosen[0] != chosen[1]
+    learnt, judged, _ = given.text(16, len(held) - 8, 0)  # too little is left
+    assert len(judged) == len(held) - 8
+    assert not {tuple(row) for row in learnt[:, :-1].tolist()} & set(held)
 
 
 def test_compress_writes_a_folder_that_generates_and_serves(source, tmp_path, capsys):

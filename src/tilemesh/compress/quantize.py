@@ -18,6 +18,7 @@ from tilemesh.compress.calibrate import (
     held_back,
     layer_by_layer,
     mean_divergence,
+    mean_loss,
 )
 from tilemesh.compress.methods import awq_scales, find_codes, smooth_factors
 from tilemesh.compress.mixed import mixed_schemes
@@ -32,7 +33,9 @@ from tilemesh.model.transformer import Layer, Transformer
 Say = Callable[[str], None]
 JUDGED = ("awq", "clip")
 """Methods that make each matrix's output error small on the text, which need not do good to a layer's output or to the
-predictions: they are taken where, on text held back, they do more good than rounding to nearest."""
+predictions: they are taken where, on text held back, they do more good than rounding to nearest. There the
+predictions have to be closer to the plain model's, and the loss not larger by more than its noise: the first is less
+noisy, and the second is what counts (rounding can make a model that knows its text by heart better on other text)."""
 
 
 def quantize(
@@ -79,11 +82,23 @@ def quantize(
     worker.tell()
     if other is not None and worker.taken:
         nearest = quantize(plain, _rounding_of(recipe), text)
-        if mean_divergence(nearest, plain, other) < mean_divergence(made, plain, other):
-            say(f"{recipe.weights.method} moves the predictions on text held back more than rounding: rounded instead")
+        is_closer = mean_divergence(made, plain, other) <= mean_divergence(nearest, plain, other)
+        if not is_closer or _has_more_loss(made, nearest, other):
+            say(f"{recipe.weights.method} does worse than rounding on text held back: rounded instead")
             for name, part in nearest.named_children():
                 setattr(made, name, part)
     return made
+
+
+def _has_more_loss(model: Transformer, than: Transformer, tokens: Tensor) -> bool:
+    """By more than the standard error of the sequences' differences."""
+    losses = [
+        [mean_loss(each, row[:, :-1].contiguous(), row[:, 1:].contiguous()) for row in tokens.split(1)]
+        for each in (model, than)
+    ]
+    more = torch.tensor(losses[0]) - torch.tensor(losses[1])
+    noise = float(more.std()) / len(more) ** 0.5 if len(more) > 1 else 0.0
+    return float(more.mean()) > noise
 
 
 def _rounding_of(recipe: Recipe) -> Recipe:

@@ -27,6 +27,9 @@ from tilemesh.train.export import export
 LONGEST = 256
 """Tokens of a sequence, where the model's context is longer: calibration and judgement see many short ones."""
 
+MOST_UNSEEN = 4096
+"""Held-out sequences after the judged ones, that calibration chooses from."""
+
 
 @dataclass(frozen=True)
 class CompressSource:
@@ -38,7 +41,11 @@ class CompressSource:
     data: DataConfig
 
     def text(self, calibrate: int, held_out: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Calibration tokens (sequences, tokens + 1), held-out tokens and their targets."""
+        """Calibration tokens (sequences, tokens + 1), held-out tokens and their targets.
+
+        Calibration is on held-out text after that which is judged, where there is enough, and else on training text:
+        what a model does with text that it knows by heart says little about other text.
+        """
         context = min(LONGEST, self.model.config.context)
         corpus = open_corpus(self.data)
         check_vocabulary(corpus.tokenizer, self.model.config.vocabulary)
@@ -49,12 +56,17 @@ class CompressSource:
                 f"{len(mixture)}: expected "
                 f"at least {LEAST_TOKENS} tokens; set --calibrate, or --data to a longer text"
             )
-        held = held_out_samples(corpus, context, "stream", held_out)
+        held = held_out_samples(corpus, context, "stream", held_out + MOST_UNSEEN)
         if not held:
             raise UsageError(f"the text of {self.data.source} has nothing held out: set --data to a longer text")
-        train = _joined([mixture.at(place) for place in range(calibrate)])
-        tokens, targets = (torch.from_numpy(np.stack(part)) for part in zip(*held, strict=True))
-        return train, tokens.long(), targets.long()
+        unseen = held[held_out:]
+        if len(unseen) >= calibrate:
+            order = np.random.default_rng(seed).permutation(len(unseen))[:calibrate]
+            chosen = [unseen[place] for place in order]
+        else:
+            chosen = [mixture.at(place) for place in range(calibrate)]
+        tokens, targets = (torch.from_numpy(np.stack(part)) for part in zip(*held[:held_out], strict=True))
+        return _joined(chosen), tokens.long(), targets.long()
 
 
 def _joined(pairs: list[SamplePair]) -> Tensor:
