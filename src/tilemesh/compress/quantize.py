@@ -93,7 +93,7 @@ def quantize(
 def _has_more_loss(model: Transformer, than: Transformer, tokens: Tensor) -> bool:
     """By more than the standard error of the sequences' differences."""
     losses = [
-        [mean_loss(each, row[:, :-1].contiguous(), row[:, 1:].contiguous()) for row in tokens.split(1)]
+        [mean_loss(each, row[:, :-1].contiguous(), row[:, 1:].contiguous()) for row in torch.split(tokens, 1)]
         for each in (model, than)
     ]
     more = torch.tensor(losses[0]) - torch.tensor(losses[1])
