@@ -141,6 +141,25 @@ def test_a_rank_that_stopped_inside_the_call_is_named_though_it_arrived() -> Non
     assert "no rank is missing: the network, or a rank that died, holds it up; arrived: 1, 2;" in mine.report(note, 6.0)
 
 
+def test_a_rank_that_stopped_outside_the_group_is_named_too() -> None:
+    """Rank 0 waits for rank 1, which waits for rank 3 of another group: what is wrong is with rank 3."""
+    process = watch.Watchdog(0, private_board(4), lambda reason: None)
+    ours = watch.Watch(process, [0, 1], "world/1.0")
+    now = time.monotonic_ns()
+    waits = Doing("world/2.1", -1, "recv from rank 3", 1024, now - int(6e9))
+    process.board.write(1, CallRecord(os.getpid(), now, "step 4: 0B0", waits, {"world/1.0": 6}))
+    process.board.write(2, CallRecord(os.getpid(), now, "step 4: gradients"))
+    process.board.write(3, CallRecord(os.getpid(), now - int(7e9), "step 4: 1RECV_F0"))
+    words = ours.report((7, "all_reduce", 1024, 0), 6.0)
+    assert "; not arrived: rank 1 is in recv from rank 3 of world/2.1 for 6.0 s, at step 4: 0B0; " in words
+    assert (
+        "; behind it: rank 3 is in no collective, at step 4: 1RECV_F0 (its last word is 7 s old: stopped, or in code "
+        "that lets no other thread run); ending the job after 60 s"
+    ) in words
+    process.board.write(3, CallRecord(os.getpid(), now - int(7e9), "", is_over=True))
+    assert "behind it" not in ours.report((7, "all_reduce", 1024, 0), 6.0)
+
+
 def test_of_too_many_groups_those_that_moved_last_are_kept() -> None:
     process = watch.Watchdog(0, private_board(2), lambda reason: None)
     watches = [watch.Watch(process, [0, 1], f"world/{number}.0") for number in range(3000)]

@@ -45,7 +45,7 @@ def verify(
         str, typer.Option(help="Of gpt, llama, post, query, gemma, neox, with commas; default: all.")
     ] = "",
     device: Annotated[str, typer.Option(help="cpu, or cuda, which ranks share where they outnumber the GPUs.")] = "cpu",
-    plant: Annotated[str | None, typer.Option(metavar="BUG", help="Plant this bug, to see the gate find it.")] = None,
+    plant: Annotated[str | None, typer.Option(metavar="BUG", help="Plant this bug, until a case shows it.")] = None,
     pairs: Annotated[bool, typer.Option(help="Also every pair of settings, with ZeRO and recomputation.")] = True,
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Each case, a line of JSON.")] = None,
 ) -> None:
@@ -94,9 +94,11 @@ def results(comm: Communicator, options: Options) -> Iterator[dict[str, Any]]:
         warnings.filterwarnings("ignore", message="mkldnn_matmul failed")  # a CPU without bf16: slow, and right
         torch.set_num_threads(1)  # the models are tiny, and there are as many ranks as asked for
     plant = PLANTS.get(options.plant)
-    gate = Gate(comm, options.device, plant)
-    for result in gate.run(every_case(options.ranks, options.models, options.precision, options.pairs)):
-        yield _fields(result, plant is not None and plant.applies(result.case.layout, result.case.config))
+    chosen = every_case(options.ranks, options.models, options.precision, options.pairs)
+    if plant is not None:
+        chosen = [case for case in chosen if plant.applies(case.layout, case.config)]
+    for result in Gate(comm, options.device, plant, stops_when_found=plant is not None).run(chosen):
+        yield _fields(result, plant is not None)
 
 
 def _fields(result: GateResult, planted: bool) -> dict[str, Any]:
@@ -240,8 +242,9 @@ class LayoutTable:
         verdict = "every layout computes what one process computes" if not self.failed else f"{self.failed} FAIL"
         planted = [line for line in self.lines if line["planted"]]
         if planted:
-            print(f"planted in {len(planted)} cases, found in {sum(not line['passed'] for line in planted)} of them")
-        print(f"{len(self.lines)} cases: {verdict}")
+            cases = f"{len(planted)} case{'s' * (len(planted) > 1)}"
+            print(f"planted in {cases}, found in {sum(not line['passed'] for line in planted)} of them")
+        print(f"{len(self.lines)} case{'s' * (len(self.lines) > 1)}: {verdict}")
 
 
 _DIFFERENCES = ("loss", "gradient", "weights")

@@ -31,6 +31,7 @@ _SILENT_S = 5.0  # a rank that looks every TICK_S and has said nothing for so lo
 _STOP_S = 1.0  # it may be in the middle of ending the job
 _TURN_S = 1.0  # the lowest waiting rank speaks first; the others only if it did not end the job
 _NOTICE_S = 6.0  # longer than _SILENT_S, so that a rank that was stopped is said to be
+_MOST_NAMED = 4  # ranks outside a group that are said to have stopped
 _DIFFERENT_S = 2.0  # a wait after which it is worth looking whether the others make another call
 
 _TILEMESH = str(Path(__file__).parents[2])
@@ -254,7 +255,7 @@ class Watch:
                 continue
             if record is not None and sequence >= 0 and record.seen.get(self.label, -1) >= sequence:
                 here.append(rank)
-                if not record.is_over and (_is_silent(record) or (self.process.pids and not _is_alive(record.pid))):
+                if self._is_stopped(record):
                     stopped.append(f"rank {rank} {self._instead(record)}")
             else:
                 missing.append(f"rank {rank} {self._instead(record)}")
@@ -268,7 +269,23 @@ class Watch:
             parts[1] = f"arrived, and went no further: {'; '.join(stopped)}"
         if here:
             parts.append(f"arrived: {ranges(here)}")
+        if beyond := self._stopped_beyond():
+            parts.append(f"behind it: {'; '.join(beyond)}")
         return "; ".join([*parts, then or f"ending the job after {self.timeout_s:g} s"])
+
+    def _is_stopped(self, record: CallRecord) -> bool:
+        return not record.is_over and (_is_silent(record) or (self.process.pids and not _is_alive(record.pid)))
+
+    def _stopped_beyond(self) -> list[str]:
+        """Ranks that are no members and do nothing more: whoever waits for a member may wait for one of them."""
+        others = (rank for rank in range(self.process.board.ranks) if rank not in self.members)
+        records = ((rank, self.process.board.read(rank)) for rank in others)
+        words = [
+            f"rank {rank} {self._instead(record)}"
+            for rank, record in records
+            if record is not None and self._is_stopped(record)
+        ]
+        return words[:_MOST_NAMED]
 
     def different_calls(self, note: Note) -> str | None:
         """What to tell the user when another rank's call of the same number is another one; None: none is."""

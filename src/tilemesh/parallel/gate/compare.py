@@ -58,11 +58,13 @@ class GateResult:
 
 @dataclass
 class Gate:
-    """The gate as one rank runs it. `plant`: a bug to put into every laid model, to see that the gate sees it."""
+    """The gate as one rank runs it. `plant`: a bug to put into every laid model, to see that the gate sees it; with
+    `stops_when_found` a case that shows it is the last."""
 
     comm: Communicator
     device: str = "cpu"
     plant: Plant | None = None
+    stops_when_found: bool = False
     traces: dict[tuple[object, ...], GateTrace] = field(default_factory=dict)
 
     def run(self, cases: Sequence[Case]) -> Iterator[GateResult]:
@@ -77,12 +79,23 @@ class Gate:
                         result = None if mesh is None else self._one(case, mesh)
                         if ranks < self.comm.size:  # who has no part in it waits for one case at a time, not for all
                             self.comm.barrier()
+                        is_last = self.stops_when_found and self._is_red(result)
                         if result is not None:
                             yield result
+                        if is_last:
+                            for opened in (mesh, group):
+                                if opened is not None:
+                                    opened.close()
+                            return
                 if mesh is not None:
                     mesh.close()
             if group is not None:
                 group.close()
+
+    def _is_red(self, result: GateResult | None) -> bool:
+        """Whether rank 0 has a result that failed; the same on every rank."""
+        verdict = np.array([float(result is not None and not result.passed)])
+        return bool(self.comm.broadcast(verdict, root=0)[0])
 
     def _one(self, case: Case, mesh: Mesh) -> GateResult | None:
         try:

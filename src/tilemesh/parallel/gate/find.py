@@ -17,6 +17,7 @@ from tilemesh.core.shard import share
 from tilemesh.model.transformer import ResidualStream, Transformer, added, loss_sum
 from tilemesh.parallel.gate import alone
 from tilemesh.parallel.gate.cases import TOKENS, Case, GateLayout, microbatches
+from tilemesh.parallel.gate.cause import gradient_cause, norm_cause, order_cause, order_words
 from tilemesh.parallel.gradients import read
 from tilemesh.parallel.laid import Laid, StepPiece
 from tilemesh.parallel.mesh import Mesh
@@ -28,7 +29,8 @@ _TOLERANCE = {"fp64": 1e-9, "fp32": 1e-3, "bf16": 0.1}
 
 
 def find(case: Case, mesh: Mesh, laid: Laid, device: str) -> str:
-    """The first layer and parameter that differ, in words; the same on every rank (a collective call)."""
+    """The first layer and parameter that differ, in words, and on rank 0 what the difference looks like (a collective
+    call)."""
     tolerance = _TOLERANCE[case.precision]
     whole = alone.whole_model(case.config, case.precision, case.weights, device)
     seen, _ = _record(laid.module, lambda: _step(case, mesh, laid, device))
@@ -38,6 +40,10 @@ def find(case: Case, mesh: Mesh, laid: Laid, device: str) -> str:
         slices = _slices(case, mesh, laid, site, whole_batch)
         off.append(max((_off(a, b) for a, b in zip(seen.get(site, ()), slices, strict=False)), default=0.0))
     forward = _first(mesh, list(wanted), off, tolerance)
+    if forward is not None:
+        slices = _slices(case, mesh, laid, forward, wanted[forward])
+        code = float(order_cause(seen.get(forward, ()), list(slices), tolerance))
+        forward += order_words(int(mesh.comm.all_reduce(np.array([code]), "max")[0]))
     [(loss, norm)] = read([laid.gradients.finish()])
     gradients = laid.gather_gradients()
     wanted_gradients = dict(_gradients_of(whole))
@@ -56,12 +62,14 @@ def find(case: Case, mesh: Mesh, laid: Laid, device: str) -> str:
     if parameter is None:
         wanted_norm = alone_norm(whole)
         if abs(norm - wanted_norm) > tolerance * wanted_norm:
-            return (
-                f"every gradient agrees and their norm differs, {norm:.6g} for {wanted_norm:.6g}: a part counts wrongly"
-            )
+            cause = norm_cause(norm, wanted_gradients, tolerance)
+            return f"every gradient agrees and their norm differs, {norm:.6g} for {wanted_norm:.6g}: {cause}"
         return "one step agrees in every layer and parameter: what differs comes with the update, or in later steps"
-    layer = parameter.rpartition(".")[0]
-    return f"forward agrees; backward differs first at layer {layer}, parameter {parameter}"
+    layer, cause = parameter.rpartition(".")[0], ""
+    if gradients is not None:
+        right = wanted_gradients[parameter]
+        cause = gradient_cause(case.layout, whole, parameter, gradients[parameter].cpu(), right, tolerance)
+    return f"forward agrees; backward differs first at layer {layer}, parameter {parameter}{cause}"
 
 
 def step_pieces(layout: GateLayout, replica: int, tokens_BT: Tensor, targets_BT: Tensor) -> list[StepPiece]:
