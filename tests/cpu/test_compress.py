@@ -304,6 +304,7 @@ def test_a_student_learns_its_teacher(model, tokens):
         ("int4-g32-gptq", 3, "387 tokens to calibrate with: expected at least 512"),
         ("heads-10", None, "prune.amount 0.1 of 2 groups of heads takes 0 out"),
         ("rank-1", None, "leaves rank 0"),
+        ("2:4-30", None, "2:4 takes two of every four weights and no percentage"),
     ],
 )
 def test_what_cannot_be_done_is_said_in_one_line(recipe, text, words, model, tokens):
@@ -318,8 +319,21 @@ def test_a_compressed_model_is_not_compressed_again(model, tokens):
     for again in (lambda: quantize(small, "int8"), lambda: prune(small, "mlp-25"), lambda: factorize(small, "rank-50")):
         with pytest.raises(UsageError, match="compressed already"):
             again()
-    with pytest.raises(UsageError, match="cannot quantise a Linear"):
-        quantize(torch.nn.Linear(2, 2), "int8")
+
+
+def test_a_module_that_is_no_transformer_is_refused(model):
+    """Pruning single weights of one once returned it as it was, without a word."""
+    other = torch.nn.Sequential(torch.nn.Linear(4, 4))
+    ways = {
+        "quantise": lambda: quantize(other, "int8"),
+        "prune": lambda: prune(other, "2:4"),
+        "factorise": lambda: factorize(other, "rank-50"),
+        "distil into": lambda: distill(other, model),
+        "distil from": lambda: distill(model, other),
+    }
+    for words, way in ways.items():
+        with pytest.raises(UsageError, match=f"cannot {words} a Sequential: expected a tilemesh Transformer"):
+            way()
 
 
 def test_mixed_bits_take_no_more_bytes_than_uniform_ones_and_lose_less(model, tokens):

@@ -201,3 +201,11 @@ def weight_gradients(
         for parameter, was in zip(parameters, asked, strict=True):
             parameter.requires_grad_(was)
     return dict(zip(names, sums, strict=True))
+
+
+def require_transformer(model: object, what: str) -> None:
+    if not isinstance(model, Transformer):
+        raise UsageError(
+            f"cannot {what} a {type(model).__name__}: expected a tilemesh Transformer; `tilemesh compress FOLDER` "
+            "reads a Hugging Face folder into one"
+        )

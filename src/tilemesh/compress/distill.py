@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from tilemesh.compress.calibrate import require_transformer
 from tilemesh.compress.config import DistillConfig
 from tilemesh.core.errors import UsageError
 from tilemesh.model.transformer import IGNORED, ResidualStream, Transformer, loss_sum
@@ -19,6 +20,8 @@ def distill(
     student: Transformer, teacher: Transformer, *, share: float = 0.5, temperature: float = 2.0, hidden: float = 0.0
 ) -> DistillLoss:
     """A loss (tokens, targets) -> (sum over targets, how many count), of whose gradient the student learns."""
+    require_transformer(student, "distil into")
+    require_transformer(teacher, "distil from")
     config = DistillConfig(None, share, temperature, hidden)
     check_teacher(student, teacher, config)
     teacher.eval().requires_grad_(False)

@@ -12,7 +12,14 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from tilemesh.compress.calibrate import InputStatistics, Statistics, Trial, check_tokens, layer_by_layer
+from tilemesh.compress.calibrate import (
+    InputStatistics,
+    Statistics,
+    Trial,
+    check_tokens,
+    layer_by_layer,
+    require_transformer,
+)
 from tilemesh.compress.methods import DAMPING
 from tilemesh.compress.recipe import Recipe, read_recipe
 from tilemesh.core.errors import UsageError
@@ -47,6 +54,7 @@ def factors(weight: Tensor, rank: int, inputs: InputStatistics | None = None) ->
 def factorize(model: Transformer, recipe: str | Path | Recipe, tokens: Tensor | None = None) -> Transformer:
     """A copy whose matrices in the layers are products of thin ones. `tokens`: text, for `rank.aware`."""
     wanted = read_recipe(recipe).rank
+    require_transformer(model, "factorise")
     require_plain(model, "factorisation")
     if not wanted.keep:
         raise UsageError("the recipe keeps matrices whole: set rank.keep to a share, such as 0.5")

@@ -19,6 +19,7 @@ from tilemesh.compress.calibrate import (
     layer_by_layer,
     mean_divergence,
     mean_loss,
+    require_transformer,
 )
 from tilemesh.compress.methods import awq_scales, find_codes, smooth_factors
 from tilemesh.compress.mixed import mixed_schemes
@@ -51,7 +52,7 @@ def quantize(
     `tokens`: (sequences, tokens) of text, for recipes that look at activations. `say` hears what could not be done.
     """
     recipe = read_recipe(recipe)
-    _require_transformer(model, "quantise")
+    require_transformer(model, "quantise")
     require_plain(model, "quantisation")
     shapes = {name: (module.out_features, module.in_features) for name, module in projections(model)}
     schemes = chosen_schemes(recipe, shapes)
@@ -239,11 +240,3 @@ def _put(
 
 def _weight(model: Transformer, name: str) -> Tensor:
     return model.get_parameter(f"{name}.weight").data
-
-
-def _require_transformer(model: object, what: str) -> None:
-    if not isinstance(model, Transformer):
-        raise UsageError(
-            f"cannot {what} a {type(model).__name__}: expected a tilemesh Transformer; `tilemesh compress FOLDER` "
-            "reads a Hugging Face folder into one"
-        )

@@ -211,6 +211,8 @@ def read_recipe(given: str | Path | Recipe) -> Recipe:
 def _named(text: str) -> Recipe:
     for structure in _STRUCTURES:
         if text == structure or text.startswith(f"{structure}-"):
+            if structure == "2:4" and text != structure:
+                raise UsageError(f"recipe '{text}': 2:4 takes two of every four weights and no percentage; give 2:4")
             return Recipe(prune=PruneRecipe(structure=structure, amount=_percent(text, structure, 50)))  # type: ignore[arg-type]
     if text == "rank" or text.startswith("rank-"):
         return Recipe(rank=RankRecipe(keep=_percent(text, "rank", 50)))

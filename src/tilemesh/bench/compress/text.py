@@ -85,7 +85,12 @@ def open_source(given: str, data: str | None, step: int | None, say: Callable[[s
         config = DataConfig(source=data or "stdlib", tokenizer=tokenizer if tokenizer.is_file() else None)
         yield CompressSource(path.resolve().name, path, huggingface.load(path).eval().requires_grad_(False), config)
         return
-    config = of_run(path).data
+    try:
+        config = of_run(path).data
+    except UsageError as error:
+        if "is no run" not in str(error):
+            raise
+        raise UsageError(f"{error}; a folder of Hugging Face would do too, and has a {CONFIG}") from None
     if data is not None:
         config = DataConfig(source=data, tokenizer=config.tokenizer)
     with tempfile.TemporaryDirectory(prefix="tilemesh-compress-") as made:
