@@ -263,7 +263,7 @@ def test_export(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert "is a file, or lies below one" in refusal(["export", str(run), str(tmp_path / "file" / "x")], capsys)
     assert "is no run" in refusal(["export", str(tmp_path), str(tmp_path / "out")], capsys)
     asked = ["compress", str(tmp_path), "--recipe", "int8", "--out", str(tmp_path / "out")]
-    assert "is no run: it has no config.toml; a folder of Hugging Face would do too" in refusal(asked, capsys)
+    assert "is neither a run, with a config.toml, nor a folder of Hugging Face" in refusal(asked, capsys)
 
 
 # ---- files -----------------------------------------------------------------------------------------------------

@@ -205,6 +205,19 @@ def test_results_of_a_recorded_program_keep_their_strides() -> None:
             assert torch.equal(ours, theirs)
 
 
+def test_results_can_be_changed_in_place() -> None:
+    x = torch.randn(3, 4, requires_grad=True)
+    made = torch.compile(lambda x: (x + 1).t().contiguous(), backend="tilemesh")(x)
+    made.mul_(2).sum().backward()
+    assert torch.equal(x.grad, torch.full((3, 4), 2.0))
+
+
+def test_a_copy_that_repeats_nothing_is_no_view() -> None:
+    x = torch.randn(3, 4)
+    assert not laid(x.t(), (3, 1))._is_view()
+    assert laid(x[:1].expand(5, 4), (0, 1)).stride() == (0, 1)
+
+
 def test_results_of_a_recorded_program_can_be_changed_in_place() -> None:
     """As those of eager can: Mixtral adds its experts' results to zeros that another piece of it made."""
     (zeros,) = own_memory([torch.zeros(4, 3)])

@@ -103,7 +103,7 @@ def laid(value: Tensor, strides: Strides) -> Tensor:
     part = unrepeated(value, strides)
     if overlap(part.shape, strides):
         return value
-    return part.new_empty_strided(part.shape, strides).copy_(part).expand(value.shape)
+    return repeated(part.new_empty_strided(part.shape, strides).copy_(part), value.shape)
 
 
 def unrepeated(value: Tensor, strides: Strides) -> Tensor:
@@ -112,6 +112,12 @@ def unrepeated(value: Tensor, strides: Strides) -> Tensor:
         if step == 0 and value.shape[dim]:
             value = value.narrow(dim, 0, 1)
     return value
+
+
+def repeated(part: Tensor, shape: Sequence[int]) -> Tensor:
+    """The reverse of `unrepeated`. Itself where nothing is to be repeated: a view that is made without gradients cannot
+    be changed in place later, with gradients."""
+    return part if part.shape == shape else part.expand(shape)
 
 
 def overlap(shape: Sequence[int], strides: Strides) -> bool:

@@ -17,7 +17,7 @@ from torch._guards import TracingContext
 from tilemesh.core.hardware import DEVICES
 from tilemesh.graph.cost import graph_roof_seconds
 from tilemesh.graph.ir import Graph
-from tilemesh.graph.opaque import operator_of, overlap, unrepeated
+from tilemesh.graph.opaque import operator_of, overlap, repeated, unrepeated
 
 Boxed = Callable[[list[Any]], Any]
 HOST_S = 30e-6  # of a launch from Python, with what torch does around it
@@ -111,8 +111,7 @@ def own_memory(values: Sequence[Any]) -> list[Any]:
                     new = torch.empty_strided(part.shape, part.stride(), dtype=part.dtype, device=part.device)
                 sources.append(part)
                 targets.append(new)
-                # A view made without gradients could not be changed in place later, with gradients.
-                made[place] = new if new.shape == value.shape else new.expand(value.shape)
+                made[place] = repeated(new, value.shape)
         if targets:
             torch._foreach_copy_(targets, sources)
     return made

@@ -21,6 +21,7 @@ from tilemesh.model import huggingface
 from tilemesh.model.families.book import CONFIG
 from tilemesh.model.families.carried import TOKENIZER
 from tilemesh.model.transformer import Transformer
+from tilemesh.runs.names import CONFIG as RUN_CONFIG
 from tilemesh.train.config import of_run
 from tilemesh.train.export import export
 
@@ -85,12 +86,12 @@ def open_source(given: str, data: str | None, step: int | None, say: Callable[[s
         config = DataConfig(source=data or "stdlib", tokenizer=tokenizer if tokenizer.is_file() else None)
         yield CompressSource(path.resolve().name, path, huggingface.load(path).eval().requires_grad_(False), config)
         return
-    try:
-        config = of_run(path).data
-    except UsageError as error:
-        if "is no run" not in str(error):
-            raise
-        raise UsageError(f"{error}; a folder of Hugging Face would do too, and has a {CONFIG}") from None
+    if not (path / RUN_CONFIG).is_file():
+        raise UsageError(
+            f"{path} is neither a run, with a {RUN_CONFIG}, nor a folder of Hugging Face, with a {CONFIG}: give one "
+            "of them"
+        )
+    config = of_run(path).data
     if data is not None:
         config = DataConfig(source=data, tokenizer=config.tokenizer)
     with tempfile.TemporaryDirectory(prefix="tilemesh-compress-") as made:

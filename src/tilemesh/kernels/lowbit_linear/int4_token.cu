@@ -14,8 +14,8 @@
 //
 // N is at least what a block has: the last block has its outputs from the end, and some are computed twice, to the same.
 //
-// Set before: WARPS, WAYS, DEPTH, BLOCKS (per multiprocessor), PIECES (of 8 activations that a thread puts in order),
-// PER_GROUP (how many times 128 inputs share a scale), HALF (x is float16), ZEROS.
+// Set before: WARPS, WAYS, DEPTH, PIECES (of 8 activations that a thread puts in order), PER_GROUP (how many times
+// 128 inputs share a scale), HALF (x is float16), ZEROS.
 constexpr int THREADS = 32 * WARPS;
 constexpr int OUTPUTS = 16 * (WARPS / WAYS);
 #if HALF
@@ -53,7 +53,7 @@ struct Codes {
 #endif
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
 int4_token(const unsigned char* codes, const float* scales, const signed char* zeros, const u16* x, u16* y,
            int N, int K, int scale_step) {
     extern __shared__ __align__(16) unsigned char held[];

@@ -99,7 +99,7 @@ def _compiled(
     names = asdict(form) | {"per_group": per_group, "half": int(half), "zeros": int(zeros)}
     file, entry = "int4.cu", "int4_tokens"
     if isinstance(form, OneTokenForm):
-        names |= {"blocks": 1, "pieces": pieces}
+        names |= {"pieces": pieces}
         file, entry = "int4_token.cu", "int4_token"
     lines = "".join(f"#define {name.upper()} {value}\n" for name, value in names.items())
     with torch.cuda.device(device):
