@@ -1,7 +1,9 @@
 """`tilemesh compress` and `tilemesh bench compress` on a small model: folders, rows, the page, what is refused."""
 
 import json
+import os
 import re
+import signal
 from types import SimpleNamespace
 
 import pytest
@@ -31,7 +33,7 @@ from tilemesh.model import huggingface
 from tilemesh.model.config import preset
 from tilemesh.model.lowbit import model_bytes, projections
 from tilemesh.model.transformer import Transformer
-from tilemesh.report.compressing import _facts, _scatter, frontier
+from tilemesh.report.compressing import _facts, _scatter, _trade, frontier
 from tilemesh.serve import Engine, Sampling
 
 
@@ -111,7 +113,7 @@ def test_bench_compress_makes_rows_and_a_page(source, tmp_path, capsys):
     for row in rows:
         assert "plain" in row.peers
     page = (tmp_path / "run" / "report.html").read_text()
-    for words in ("Loss against bytes", "Loss against time of a decoded token", "Error per matrix", "frontier"):
+    for words in ("Loss against bytes", "Loss against decoding speed", "Error per matrix", "frontier"):
         assert words in page
 
 
@@ -133,8 +135,36 @@ def test_a_recipe_that_fails_does_not_end_the_others(source, tmp_path, capsys, m
     assert "1 of 3 recipes failed: fp8" in said[-1]
     assert [row.case["recipe"] for row in read_rows(tmp_path / "rows.jsonl")] == ["int8"] * 4 + ["mlp-25"] * 4
     assert "Loss against bytes" in (tmp_path / "run" / "report.html").read_text()
+    assert main([*asked, "int8"]) == 2  # before anything is measured
+    assert "has a run already: name another folder" in capsys.readouterr().err
+    asked[asked.index("--run") + 1] = str(tmp_path / "other")
     assert main([*asked, "fp8"]) == 1
     assert "1 of 1 recipes failed: fp8" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("by", ["interrupt", "terminate"])
+def test_a_bench_that_is_cut_short_keeps_its_rows_and_makes_its_page(by, source, tmp_path, capsys, monkeypatch):
+    def cut(model, recipe, *rest):
+        if recipe == read_recipe("mlp-25"):
+            # What the folder holds now is what a bench leaves that is killed outright.
+            assert [row.case["recipe"] for row in read_rows(tmp_path / "run" / "rows.jsonl")] == ["int8"] * 4
+            assert main(["report", str(tmp_path / "run"), "--html", str(tmp_path / "killed.html")]) == 0
+            if by == "interrupt":
+                raise KeyboardInterrupt
+            os.kill(os.getpid(), signal.SIGTERM)
+        return shrink(model, recipe, *rest)
+
+    monkeypatch.setattr(compress_run, "shrink", cut)
+    asked = ["--seconds", "0.1", "--calibrate", "16", "--sequences", "4", "--data", str(source / "text.txt")]
+    asked = ["bench", "compress", str(source / "model"), *asked, "--run", str(tmp_path / "run")]
+    before = signal.getsignal(signal.SIGTERM)
+    assert main([*asked, "--recipes", "int8,mlp-25,rank-50"]) == 130
+    assert signal.getsignal(signal.SIGTERM) == before
+    told = capsys.readouterr()
+    assert "ended after 1 of 3 recipes" in told.err
+    assert "decoded token" in told.out
+    for page in (tmp_path / "run" / "report.html", tmp_path / "killed.html"):
+        assert "Ended after 1 of 3 recipes." in page.read_text()
 
 
 def test_recipes_that_do_not_fit_are_known_before_the_first_is_measured(source, capsys):
@@ -160,6 +190,25 @@ def test_the_page_names_the_plain_model_where_it_is_the_quickest_and_marks_diffe
     assert _facts(run, None)[-1].value == "plain model"
     point["decode_s"] = 5e-3
     assert _facts(run, None)[-1].value == "int4-g64"
+
+
+def test_recipes_are_compared_by_the_plain_model_timed_in_turns_with_them():
+    """The second has the smaller time, measured while the machine was twice as quick."""
+    both = {"plain_loss": 2.4, "plain_bytes": 4000, "bytes": 1000}
+    points = [
+        {"recipe": "int8", "decode_s": 5e-3, "plain_decode_s": 6e-3, "loss": 2.40000001, **both},
+        {"recipe": "rank-50", "decode_s": 4e-3, "plain_decode_s": 3e-3, "loss": 2.45, **both},
+    ]
+    run = SimpleNamespace(summary={"points": points}, is_behind=False)
+    quickest = _facts(run, None)[-1]
+    assert (quickest.value, quickest.remark[:5]) == ("int8", "1.20×")
+    drawn = str(_trade(run, None))
+    assert "rank-50: 0.75×" in drawn
+    speed = drawn[drawn.index("Loss against decoding speed") :]
+    assert "frontier: none is better in both" in speed
+    cells = [re.findall(r"<td[^>]*>([^<]*)", line) for line in re.findall(r"<tr.*?</tr>", speed)]
+    assert ["int8", "1.20×", "5 ms", "6 ms", "2.4000", "+0.00000001", "yes"] in cells
+    assert ["rank-50", "0.75×", "4 ms", "3 ms", "2.4500", "+0.0500", ""] in cells
 
 
 def test_the_frontier_is_what_nothing_beats():

@@ -4,18 +4,20 @@ import copy
 import importlib
 import itertools
 import json
+import re
+from dataclasses import replace
 
 import pytest
 import torch
 
 from tilemesh.compress import methods
 from tilemesh.compress.calibrate import InputStatistics, held_back, layer_by_layer, mean_divergence, mean_loss
-from tilemesh.compress.distill import distill
+from tilemesh.compress.distill import distill, last_activations
 from tilemesh.compress.factorize import factorize, factors, rank_of
 from tilemesh.compress.methods import MovedScales, awq_scales, clipped, gptq, output_error
 from tilemesh.compress.prune import prune, sparsity_at
 from tilemesh.compress.quantize import quantize
-from tilemesh.compress.recipe import PruneRecipe, read_recipe
+from tilemesh.compress.recipe import PruneRecipe, Recipe, WeightsRecipe, read_recipe
 from tilemesh.compress.shrink import shrink
 from tilemesh.core.errors import UsageError
 from tilemesh.kernels.lowbit import codes
@@ -143,8 +145,10 @@ def test_awq_is_rounding_where_the_predictions_come_out_worse(in_place, model, t
     monkeypatch.setattr(quantizing, "awq_scales", scales_that_do_harm)
     tried = itertools.count()
 
-    def layers_seem_better(model, text, change, judged):
-        layer_by_layer(model, text, lambda *given: change(*given[:3], lambda layer: float(next(tried))), judged)
+    def layers_seem_better(model, text, change, judged, *output):
+        layer_by_layer(
+            model, text, lambda *given: change(*given[:3], lambda layer: float(next(tried))), judged, *output
+        )
 
     monkeypatch.setattr(quantizing, "layer_by_layer", layers_seem_better)
     given = copy.deepcopy(model)
@@ -208,6 +212,39 @@ def test_moved_scales_change_nothing_by_themselves(model, tokens, monkeypatch):
         assert (after - before).norm() < 2e-3 * before.norm()
 
 
+def test_the_output_projection_is_quantised_by_the_method_with_what_enters_it(tokens):
+    plain = Transformer(preset("tiny").replace(layers=1, tied=False), seed=3).eval().requires_grad_(False)
+    with torch.no_grad():
+        spread = torch.randn(plain.final_norm.weight.shape, generator=torch.Generator().manual_seed(1))
+        plain.final_norm.weight.mul_(torch.exp(spread))
+    text, other = tokens[:6, :-1], tokens[6:, :-1]
+    found = InputStatistics.empty(plain.config.width, torch.device("cpu"))
+    found.add(last_activations(plain, text))
+
+    def made(method: str) -> Transformer:
+        weights = WeightsRecipe(scheme="int3-g32", method=method, layers=("output",))
+        return quantize(plain, Recipe(weights=weights), text)
+
+    expected = gptq(plain.output.weight, parse_scheme("int3-g32"), found)
+    by_gptq = made("gptq").output
+    assert torch.equal(codes.unpack(by_gptq.codes, parse_scheme("int3-g32").number, 128), expected.codes)
+    nearest = mean_divergence(made("nearest"), plain, other)
+    for method in ("gptq", "clip", "awq"):
+        assert mean_divergence(made(method), plain, other) < 0.8 * nearest
+    assert not torch.equal(made("awq").final_norm.weight, plain.final_norm.weight)  # it takes up the scales
+
+
+def test_the_output_projection_is_rounded_where_a_method_moves_the_logits_more(tokens, monkeypatch):
+    plain = Transformer(preset("tiny").replace(layers=1, tied=False), seed=3).eval().requires_grad_(False)
+    recipe = Recipe(weights=WeightsRecipe(scheme="int3-g32", method="awq", layers=("output",)))
+    bad = MovedScales(torch.logspace(-3, 3, plain.config.width), 0.0)
+    monkeypatch.setattr(quantizing, "awq_scales", lambda *_: bad)
+    made = quantize(plain, recipe, tokens[:, :-1])
+    nearest = quantize(plain, Recipe(weights=replace(recipe.weights, method="nearest")))
+    assert torch.equal(made.output.codes, nearest.output.codes)
+    assert torch.equal(made.final_norm.weight, plain.final_norm.weight)
+
+
 def test_bias_correction_keeps_the_mean():
     config = MODELS["gpt"].replace(dropout=0.0, context=64)
     plain = Transformer(config, seed=1).eval().requires_grad_(False)
@@ -253,6 +290,24 @@ def test_unstructured_pruning_sets_zeros(recipe, zeros, model, tokens):
         model, first.__class__(prune=PruneRecipe(first.prune.structure, first.prune.amount, "first-order")), tokens
     )
     assert not torch.equal(scored.layers[0].mlp.fc_in.weight, weight)
+
+
+@pytest.mark.parametrize("structure", ["heads", "layers"])
+def test_an_amount_that_takes_nothing_or_all_is_told_which_percentages_do_something(structure, model):
+    units = {"heads": model.config.kv_heads, "layers": model.config.layers}[structure]
+    for percent, taken in ((1, "none"), (99, "all")):
+        with pytest.raises(UsageError, match=f"takes {taken} of this model's {units} ") as caught:
+            prune(model, f"{structure}-{percent}")
+        least, most = (int(word) for word in re.findall(rf"{structure}-(\d+)", str(caught.value)))
+        assert least < most
+        for works in (least, most):
+            prune(model, f"{structure}-{works}")
+        for too_far in (least - 1, most + 1):
+            with pytest.raises(UsageError):
+                prune(model, f"{structure}-{too_far}")
+    single = Transformer(preset("tiny").replace(layers=1, heads=2, kv_heads=1), seed=3)
+    with pytest.raises(UsageError, match="cannot go: set it to "):
+        prune(single, f"{structure}-50")
 
 
 def test_gradual_pruning_rises_from_nothing_to_the_amount():
@@ -302,7 +357,7 @@ def test_a_student_learns_its_teacher(model, tokens):
         ("int4-g48", None, "groups of 48 do not divide 128 inputs"),
         ("int4-g32-gptq", None, "looks at activations: give tokens"),
         ("int4-g32-gptq", 3, "387 tokens to calibrate with: expected at least 512"),
-        ("heads-10", None, "prune.amount 0.1 of 2 groups of heads takes 0 out"),
+        ("heads-10", None, "prune.amount 0.1 takes none of this model's 2 groups of heads"),
         ("rank-1", None, "leaves rank 0"),
         ("2:4-30", None, "2:4 takes two of every four weights and no percentage"),
     ],

@@ -32,6 +32,11 @@ def test_rules_are_looked_at_in_order_and_the_output_stays():
     ("toml", "words"),
     [
         ('[weights]\nschema = "int4"', "unknown key 'weights.schema': did you mean 'weights.scheme'"),
+        ("[weights]\nfoo = 1", r"unknown key 'weights.foo': known are weights.scheme, .*weights.correct_bias$"),
+        ("[weights]\nkeep = 0.5", "unknown key 'weights.keep': did you mean 'rank.keep'"),
+        ('[weights]\nscheme = "int4-g64-g32"', "names g64 and g32, and has one granularity"),
+        ('[weights]\nscheme = "int8"\n[activations]\nstatic = true', "static without activations.scheme"),
+        ('[weights]\nscheme = "int8"\nmethod = "awq"\n[activations]\nsmooth = 0.5', "choose one"),
         ('[weights]\nscheme = "int7"', "unknown number format 'int7'"),
         ('[weights]\nscheme = "int4-g48"', "layers.0.attention.fc_q: groups of 48 do not divide 128 inputs"),
         ('[weights]\nscheme = "int4"\nlayers = ["blocks.*"]', "'blocks.\\*' matches no matrix of this model"),
@@ -56,6 +61,24 @@ def test_what_is_wrong_with_a_recipe_is_said_in_one_line(toml, words, tmp_path):
 def test_what_is_no_name_is_refused(name):
     with pytest.raises(UsageError):
         read_recipe(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("int8-a8-a8", "has the word 'a8' twice"),
+        ("int4-g64-gptq-gptq", "has the word 'gptq' twice"),
+        ("int4-gptq-awq", "names gptq and awq, and has one method"),
+        ("int4-tensor-g64", "names tensor and g64, and has one granularity"),
+        ("int8-static", "without activations.scheme"),
+        ("int4-g64-gtpq", "unknown word 'gtpq': did you mean 'gptq'"),
+        ("heads-", "expected a percentage"),
+    ],
+)
+def test_a_name_says_each_thing_once_and_in_known_words(name, words):
+    with pytest.raises(UsageError, match=words) as caught:
+        read_recipe(name)
+    assert "\n" not in str(caught.value)
 
 
 @settings(deadline=None, max_examples=60)

@@ -191,6 +191,15 @@ def test_a_joined_list_of_settings_splits_back(pairs: list[tuple[str, Any]]) -> 
             "known are model.layers, model.width, model.activation, model.dropout",
         ),
         (
+            "model.foo=3",
+            "--set: unknown key 'model.foo': known are model.layers, model.width, model.activation, model.dropout",
+        ),
+        (
+            "model.splits=3",
+            "--set: unknown key 'model.splits': did you mean 'data.splits'? "
+            "known are model.layers, model.width, model.activation, model.dropout",
+        ),
+        (
             "splits=3",
             "--set: unknown key 'splits': did you mean 'data.splits'? "
             "known are name, seed, note, compile, model, data, teacher",

@@ -11,13 +11,31 @@ from hypothesis import strategies as st
 from tilemesh.core.errors import UsageError
 from tilemesh.core.units import (
     format_bytes,
+    format_change,
     format_count,
+    format_plain,
     format_rate,
     format_seconds,
     parse_bytes,
     parse_count,
     parse_fraction,
 )
+
+
+@pytest.mark.parametrize(
+    ("x", "expected"),
+    [(0.00134, "+0.0013"), (-0.1, "-0.1000"), (-0.000004, "-0.000004"), (0.0, "0"), (-0.0, "0"), (-1e-12, "0")],
+)
+def test_a_change_has_the_digits_that_tell_it_from_none(x: float, expected: str) -> None:
+    assert format_change(x) == expected
+
+
+@pytest.mark.parametrize(
+    ("x", "expected"),
+    [(7e-05, "0.00007"), (-0.0, "0"), (0.5, "0.5"), (1e9, "1e+09"), (-0.00018, "-0.00018"), (1e-20, "1e-20")],
+)
+def test_a_plain_number_has_no_exponent_where_that_is_short_and_no_negative_zero(x: float, expected: str) -> None:
+    assert format_plain(x) == expected
 
 
 @pytest.mark.parametrize(

@@ -391,6 +391,29 @@ def test_the_largest_saving_is_of_seconds_and_not_of_the_share() -> None:
     assert kernel_page.verdict(rates).endswith("the largest saving is b, at most 60 % of its time.")
 
 
+def test_only_times_are_faster_and_a_limit_is_more_than_nothing() -> None:
+    def row(name: str, unit: str, ours: float, peer: float, limit: float | None = None) -> Row:
+        return Row(
+            name=name, case={"recipe": "int8"}, unit=unit, measured=Sample(ours, ours, ours, 1), limit=limit,
+            predicted=None, peers={"plain": Sample(peer, peer, peer, 1)}, machine="m", versions={}, commit="a",
+            command="c", missing={"predicted": "none"} | ({} if limit else {"limit": "none"}),
+        )  # fmt: skip
+
+    rows = [row("token", "s", 2.0, 1.0, 0.006), row("size", "B", 10.0, 40.0), row("held-out loss", "nats", 2.1, 2.0)]
+    assert kernel_page.verdict(rows) == (
+        "Faster than every peer in 0 of 1 cases, equal in 0; smaller than every peer in 1 of 1 cases, equal in 0; "
+        "a lower loss than every peer in 0 of 1 cases, equal in 0; median 0 % of the limit; "
+        "the largest saving is token int8, at most 99.7 % of its time."
+    )
+    shown = kernel_page.render(rows, [None] * 3)
+    for title in ("Speedup over the best peer", "Bytes beside the best peer", "Loss beside the best peer"):
+        assert title in shown
+    assert "calibrate again" not in shown
+    quick = kernel_page.render([row("token", "s", 1.0, 1.0, 1.5)], [None])
+    assert "calibrate again" in quick
+    assert "Of the limit" not in kernel_page.render([row("excess loss", "nats", 1.0, 1.0, 80.0)], [None])
+
+
 def test_what_a_tuner_tried_has_a_sentence() -> None:
     def trial(problem: str, kind: str, seconds: float) -> kernel_page.TimedConfig:
         return kernel_page.TimedConfig(problem, {"kind": kind, "block_m": 64, "block_n": 64}, seconds)

@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 
 from tilemesh.bench.compress.measure import PLAIN, clocks_of, judge, rows_of
-from tilemesh.bench.compress.run import CompressFindings, point_of, write_compress_run
+from tilemesh.bench.compress.run import CompressFindings, begin_compress_run, keep_compress_run, point_of
 from tilemesh.bench.compress.text import open_source
 from tilemesh.compress.recipe import read_recipe
 from tilemesh.compress.shrink import shrink
@@ -62,7 +62,7 @@ def answer(asked: CompressQuestion) -> None:
     case: dict[str, CaseValue] = {"model": source.name, "sequences": len(tokens), "calibrated": asked.calibrate}
     rows = rows_of(asked.recipe, case, guess, judged["small"], judged[PLAIN])
     settings = {**case, "recipes": [asked.recipe], "seed": asked.seed}
-    write_compress_run(str(target), settings, CompressFindings(rows, [point]))
+    keep_compress_run(begin_compress_run(str(target), settings), settings, CompressFindings(rows, [point]))
     print_rows(rows, console)
     before, after = judged[PLAIN], judged["small"]
     print_words(

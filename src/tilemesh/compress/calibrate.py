@@ -58,6 +58,12 @@ class InputStatistics:
         torch.maximum(self.largest, rows.abs().amax(0), out=self.largest)
         self.tokens = total
 
+    def divide(self, factors: Tensor) -> None:
+        """As if the activations had been divided by these."""
+        self.gram.div_(factors[:, None]).div_(factors[None, :])
+        for part in (self.mean, self.magnitude, self.largest):
+            part.div_(factors)
+
 
 Statistics = Mapping[str, InputStatistics]
 """Of every matrix of a layer, by its name in the layer."""
@@ -89,11 +95,13 @@ def layer_by_layer(
     tokens_BT: Tensor,
     change: Callable[[str, Layer, Statistics, Trial], None],
     judged_BT: Tensor | None = None,
+    change_output: Callable[[InputStatistics, InputStatistics | None], None] | None = None,
 ) -> None:
     """Call `change(prefix, layer, statistics, trial)` for each layer in turn, with what enters its matrices now; the
     next layer is given what this one, or what was put into its place, then makes of the text.
 
-    `judged_BT`: the text of trials.
+    `judged_BT`: the text of trials. `change_output` is called at the end with what enters the output projection, on the
+    text and on that of trials.
     """
     streams, judged = _Streams(model, tokens_BT), _Streams(model, judged_BT)
     for number, layer in model.layers.named_children():
@@ -110,12 +118,15 @@ def layer_by_layer(
         chosen = model.layers.get_submodule(number)
         for each in (streams, judged):
             each.between = each.after(chosen)
+    if change_output is not None:
+        change_output(streams.into_output(), judged.into_output() if judged_BT is not None else None)
 
 
 class _Streams:
     """The residual stream of some text between two layers."""
 
     def __init__(self, model: Transformer, tokens_BT: Tensor | None) -> None:
+        self.model = model
         pieces = [] if tokens_BT is None else list(_pieces(tokens_BT))
         self.passes = [model.prepare(piece) for piece in pieces]
         entered = (model.enter(piece, None, now) for piece, now in zip(pieces, self.passes, strict=True))
@@ -124,6 +135,13 @@ class _Streams:
     def after(self, layer: nn.Module) -> list[Tensor]:
         pairs = zip(self.between, self.passes, strict=True)
         return [added(layer(ResidualStream(stream), now)) for stream, now in pairs]
+
+    def into_output(self) -> InputStatistics:
+        """Of what the output projection is given, after the last layer: sums over inputs, and no logits."""
+        statistics = InputStatistics.empty(self.model.config.width, self.between[0].device)
+        for stream in self.between:
+            statistics.add(self.model.normalize(ResidualStream(stream)))
+        return statistics
 
 
 class _watching:  # noqa: N801  (used like a function)

@@ -66,12 +66,7 @@ def smaller_config(config: ModelConfig, wanted: PruneRecipe) -> tuple[ModelConfi
     units = {"heads": config.kv_heads, "mlp": config.mlp_width, "layers": config.layers}[wanted.structure]
     gone = round(wanted.amount * units)
     if not 0 < gone < units:
-        what = {"heads": "groups of heads", "mlp": "channels", "layers": "layers"}[wanted.structure]
-        least = 1 / units
-        raise UsageError(
-            f"prune.amount {wanted.amount} of {units} {what} takes {gone} out: set it from {least:.2g} to "
-            f"{1 - least:.2g}"
-        )
+        raise _takes_too_little_or_all(wanted, units, gone)
     if wanted.structure == "mlp":
         return config.replace(mlp_width=units - gone), gone
     if wanted.structure == "heads":
@@ -84,6 +79,24 @@ def smaller_config(config: ModelConfig, wanted: PruneRecipe) -> tuple[ModelConfi
     if full and config.full_layers:
         raise UsageError("layers of this model differ (sliding windows): prune heads or mlp")
     return config.replace(layers=units - gone), gone
+
+
+def _takes_too_little_or_all(wanted: PruneRecipe, units: int, gone: int) -> UsageError:
+    """Which whole percentages take something of so few units out, and leave something."""
+    what = {"heads": "group of heads", "mlp": "channel", "layers": "layer"}[wanted.structure]
+    if units == 1:
+        others = " or ".join(name for name in ("heads", "mlp", "layers") if name != wanted.structure)
+        return UsageError(
+            f"prune.structure is {wanted.structure}, and the model's only {what} cannot go: set it to {others}"
+        )
+    some = [percent for percent in range(1, 100) if 0 < round(percent / 100 * units) < units]
+    many = "groups of heads" if wanted.structure == "heads" else f"{what}s"
+    taken = "none" if gone == 0 else "all"
+    return UsageError(
+        f"prune.amount {wanted.amount:g} takes {taken} of this model's {units} {many}: set it from "
+        f"{some[0] / 100:g} to {some[-1] / 100:g} ({wanted.structure}-{some[0]} to {wanted.structure}-{some[-1]}), "
+        f"which takes {'1' if units == 2 else f'1 to {units - 1}'}"
+    )
 
 
 def _narrower(model: Transformer, wanted: PruneRecipe, scores: dict[str, Tensor]) -> Transformer:

@@ -21,7 +21,7 @@ from tilemesh.compress.calibrate import (
     mean_loss,
     require_transformer,
 )
-from tilemesh.compress.methods import awq_scales, find_codes, smooth_factors
+from tilemesh.compress.methods import awq_scales, find_codes, output_error, smooth_factors
 from tilemesh.compress.mixed import mixed_schemes
 from tilemesh.compress.recipe import Recipe, chosen_schemes, default_choices, read_recipe
 from tilemesh.core.errors import UsageError
@@ -32,6 +32,8 @@ from tilemesh.model.norm import ResidualNorm
 from tilemesh.model.transformer import Layer, Transformer
 
 Say = Callable[[str], None]
+OUTPUT = "output"
+"""The output projection: no layer's, and quantised where the recipe's `weights.layers` name it."""
 JUDGED = ("awq", "clip")
 """Methods that make each matrix's output error small on the text, which need not do good to a layer's output or to the
 predictions: they are taken where, on text held back, they do more good than rounding to nearest. There the
@@ -76,10 +78,7 @@ def quantize(
         schemes = mixed_schemes(made, text, choices, recipe.weights.bits)
     worker = _LayerQuantizer(made, recipe, schemes, say)
     known, other = held_back(text) if judged else (text, None)
-    layer_by_layer(made, known, worker.change, other)
-    for name, scheme in schemes.items():
-        if not name.startswith("layers."):  # the output projection: nothing after it is corrected
-            _put(made, name, scheme, find_codes(_weight(made, name), scheme, "clip", None), recipe, None)
+    layer_by_layer(made, known, worker.change, other, worker.change_output if OUTPUT in schemes else None)
     worker.tell()
     if other is not None and worker.taken:
         nearest = quantize(plain, _rounding_of(recipe), text)
@@ -114,7 +113,7 @@ class _LayerQuantizer:
         self.without_bias: set[str] = set()
         self.not_moved: set[str] = set()
         self.taken = 0
-        """Layers that a judged method has changed."""
+        """Layers, and output projections, that a judged method has changed."""
 
     def change(self, prefix: str, layer: Layer, statistics: Statistics, trial: Trial) -> None:
         """By the recipe's method; where that moves the layer's output more than rounding does, by rounding."""
@@ -129,6 +128,39 @@ class _LayerQuantizer:
         if by_method < trial(other):
             put(self.model, prefix[:-1], layer)
             self.taken += 1
+
+    def change_output(self, inputs: InputStatistics, judged: InputStatistics | None) -> None:
+        """The output projection, with what enters it, as a layer's matrix: under AWQ the last norm takes up its scales,
+        and `judged`, of the text held back, says whether rounding would move the logits less.
+
+        Its activations are never rounded, so what is done to the logits is known from the Gram matrix alone.
+        """
+        scheme, method, norm = self.schemes[OUTPUT], self.recipe.weights.method, self.model.final_norm
+        plain, weight = self.model.get_submodule(OUTPUT), _weight(self.model, OUTPUT)
+        factors = torch.ones_like(inputs.mean)
+        if method == "awq" and norm is not None:
+            factors = awq_scales([weight], [scheme], inputs).factors
+            inputs.divide(factors)
+        codes = find_codes(weight * factors.to(weight.dtype), scheme, method, inputs)
+        _put(self.model, OUTPUT, scheme, codes, self.recipe, None)
+        if judged is not None:
+            by_method, moved = self.model.get_submodule(OUTPUT), self._decoded(OUTPUT) / factors - weight
+            put(self.model, OUTPUT, plain)
+            _put(self.model, OUTPUT, scheme, find_codes(weight, scheme, "nearest", None), self.recipe, None)
+            if output_error(moved, judged.gram) < output_error(self._decoded(OUTPUT) - weight, judged.gram):
+                put(self.model, OUTPUT, by_method)
+                self.taken += 1
+            else:
+                factors = torch.ones_like(factors)
+        if norm is not None:
+            _divide_norm(norm, factors)
+        if self.recipe.weights.correct_bias:
+            self.without_bias.add(OUTPUT)
+
+    def _decoded(self, name: str) -> Tensor:
+        module = self.model.get_submodule(name)
+        assert isinstance(module, LowBitLinear)
+        return module.decoded(torch.float32)
 
     def _quantize(self, prefix: str, layer: Layer, statistics: Statistics, recipe: Recipe) -> None:
         """The layer in its place in the model."""
@@ -162,9 +194,7 @@ class _LayerQuantizer:
                 continue
             for weight in weights:
                 weight.mul_(factors.to(weight.dtype))
-            inputs.gram.div_(factors[:, None]).div_(factors[None, :])
-            for part in (inputs.mean, inputs.magnitude, inputs.largest):
-                part.div_(factors)
+            inputs.divide(factors)
 
     def _correct(self, name: str, weight: Tensor, inputs: InputStatistics) -> None:
         module = self.model.get_submodule(name)
@@ -195,11 +225,7 @@ def _sources(layer: Layer) -> list[tuple[Sequence[str], Divide]]:
         def divide(factors: Tensor) -> bool:
             if place not in ("pre", "sandwich"):
                 return False  # there a norm's result is the residual stream, or comes after the matrix
-            weight, less = (norm.weight, 0.0) if norm.offset is None else (norm.offset, 1.0)
-            assert weight is not None
-            weight.data = (weight.data + less) / factors.to(weight.dtype) - less
-            if norm.bias is not None:
-                norm.bias.data = norm.bias.data / factors.to(norm.bias.dtype)
+            _divide_norm(norm, factors)
             return True
 
         return divide
@@ -223,6 +249,15 @@ def _sources(layer: Layer) -> list[tuple[Sequence[str], Divide]]:
         (("attention.fc_q", "attention.fc_k", "attention.fc_v"), by_norm(layer.attention_norm)),
         (("mlp.fc_in", "mlp.fc_gate"), by_norm(layer.mlp_norm)),
     ]
+
+
+def _divide_norm(norm: ResidualNorm, factors: Tensor) -> None:
+    """What the norm gives, divided by factors."""
+    weight, less = (norm.weight, 0.0) if norm.offset is None else (norm.offset, 1.0)
+    assert weight is not None
+    weight.data = (weight.data + less) / factors.to(weight.dtype) - less
+    if norm.bias is not None:
+        norm.bias.data = norm.bias.data / factors.to(norm.bias.dtype)
 
 
 def _put(

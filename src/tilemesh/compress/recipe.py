@@ -23,6 +23,8 @@ METHODS: tuple[Method, ...] = ("nearest", "clip", "gptq", "awq")
 _STRUCTURES = ("unstructured", "2:4", "heads", "mlp", "layers")
 LEFT_ALONE = "none"
 _FRACTION = Range(0, 1, below=True)
+_WORDS = ("tensor", "g128", "affine", "2level", *METHODS, "a8", "static", "smooth", "bias", "mixed")
+"""After a format, in a recipe's name."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,8 @@ class WeightsRecipe:
     smallest; gptq: column by column, errors made good by the columns after; awq: inputs with large activations are
     scaled up first."""
     layers: tuple[str, ...] = ("layers.*",)
-    """Patterns of the matrices' names; all of the layers, by default, and not the output projection."""
+    """Patterns of the matrices' names; all of the layers, by default, and not the output projection, which "output"
+    names (where it is no embedding's). Activations on their way into that stay as they are."""
     rules: tuple[str, ...] = ()
     """Other schemes for some of them, each PATTERN=SCHEME, such as ["*.fc_out=int8", "layers.0.*=none"]; the first that
     matches counts."""
@@ -103,6 +106,7 @@ class Recipe:
         schemes = [*weights.choices, *(text for _, text in self.rules() if text != LEFT_ALONE)]
         for text in [weights.scheme, *schemes]:
             if text:
+                _check_words("scheme", text)
                 parse_scheme(text)
         if not weights.scheme and (weights.rules or weights.bits or weights.method != "nearest"):
             raise UsageError(
@@ -113,6 +117,16 @@ class Recipe:
         if self.activations.scheme and not weights.scheme:
             raise UsageError(
                 "recipe.activations without weights.scheme: activations are quantised for quantised matrices"
+            )
+        if self.activations.static and not self.activations.scheme:
+            raise UsageError(
+                "recipe.activations.static without activations.scheme: it says how activations are rounded; set the "
+                "scheme to int8 or fp8 (the word a8 in a name), or leave static out"
+            )
+        if self.activations.smooth and weights.method == "awq":
+            raise UsageError(
+                "recipe.activations.smooth with weights.method awq: each scales the inputs of the same matrices; "
+                "choose one"
             )
         numbers = {
             "activations.smooth": (self.activations.smooth, Range(0, 1)), "prune.amount": (self.prune.amount,
@@ -216,6 +230,7 @@ def _named(text: str) -> Recipe:
             return Recipe(prune=PruneRecipe(structure=structure, amount=_percent(text, structure, 50)))  # type: ignore[arg-type]
     if text == "rank" or text.startswith("rank-"):
         return Recipe(rank=RankRecipe(keep=_percent(text, "rank", 50)))
+    _check_words("recipe", text)
     scheme: list[str] = []
     weights: dict[str, Any] = {}
     activations: dict[str, Any] = {}
@@ -232,13 +247,35 @@ def _named(text: str) -> Recipe:
     try:
         named_scheme = parse_scheme("-".join(scheme))
     except UsageError as error:
+        strange = [word for word in scheme[1:] if scheme[0] in FORMATS and not _is_part_of_scheme(word)]
+        told = unknown("word", strange[0], _WORDS) if strange else error
         raise UsageError(
-            f"recipe '{text}' is neither a TOML file nor a name: {error}; names are such as {', '.join(NAMES[:6])}"
+            f"recipe '{text}' is neither a TOML file nor a name: {told}; names are such as {', '.join(NAMES[:6])}"
         ) from None
     weights["scheme"] = named_scheme.name
     if "bits" in weights:  # as many bytes as the scheme takes in all matrices alike
         weights["bits"] = float(named_scheme.bits)
     return config.from_dict(Recipe, {"weights": weights, "activations": activations})
+
+
+def _is_granularity(word: str) -> bool:
+    return word == "tensor" or (word[:1] == "g" and word[1:].isdecimal())
+
+
+def _is_part_of_scheme(word: str) -> bool:
+    return _is_granularity(word) or word in ("affine", "2level", "e5m2")
+
+
+def _check_words(what: str, text: str) -> None:
+    """Refuse a name that says one thing twice: the last would count, and the first be forgotten."""
+    said: dict[str, str] = {}
+    for word in filter(None, text.split("-")):
+        kind = "method" if word in METHODS else "granularity" if _is_granularity(word) else word
+        if said.get(kind) == word:
+            raise UsageError(f"{what} '{text}' has the word '{word}' twice: name it once")
+        if kind in said:
+            raise UsageError(f"{what} '{text}' names {said[kind]} and {word}, and has one {kind}: keep one of them")
+        said[kind] = word
 
 
 def _activation_words(word: str, text: str) -> dict[str, Any]:
@@ -248,7 +285,7 @@ def _activation_words(word: str, text: str) -> dict[str, Any]:
 
 
 def _percent(text: str, prefix: str, default: int) -> float:
-    given = text[len(prefix) + 1 :] or str(default)
+    given = str(default) if text == prefix else text[len(prefix) + 1 :]
     if not given.isdecimal() or not 0 < int(given) < 100:
         raise UsageError(f"recipe '{text}': expected a percentage after {prefix}-, such as {prefix}-{default}")
     return int(given) / 100

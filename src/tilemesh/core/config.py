@@ -154,7 +154,7 @@ def _check_section(cls: type[Any], data: Mapping[str, Any], prefix: str, root: t
     for key, value in data.items():
         path = f"{prefix}{key}"
         if key not in hints:
-            raise unknown("key", path, [prefix + name for name in hints], near=_paths(root))
+            raise unknown("key", path, [prefix + name for name in hints], near=_near_keys(path, prefix, hints, root))
         section = section_type(hints[key])
         if section is not None and isinstance(value, section):
             value = to_dict(value)
@@ -344,6 +344,18 @@ def section_type(hint: Any) -> type[Any] | None:
         if isinstance(member, type) and dataclasses.is_dataclass(member):
             return member
     return None
+
+
+def _near_keys(path: str, prefix: str, names: Iterable[str], root: type[Any]) -> list[str]:
+    """What an unknown key may stand for: the key of that name in another table, else one of its own table that is
+    spelt like it. The table's own name, which the path begins with, makes none of them any closer."""
+    paths = list(_paths(root))
+    if not prefix:
+        return paths
+    last = path.removeprefix(prefix)
+    close = nearest(last, names)
+    elsewhere = [known for known in paths if known.rpartition(".")[2] == last.lower()]
+    return elsewhere if len(elsewhere) == 1 else [prefix + close] if close else []
 
 
 def _paths(cls: type[Any], prefix: str = "") -> Iterator[str]:

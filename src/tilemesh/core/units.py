@@ -124,6 +124,22 @@ def format_seconds(s: float) -> str:
     return f"{_three_digits(s)} s"
 
 
+def format_change(x: float) -> str:
+    """A change of a loss with its sign and four digits after the point, or as many as tell it from none: "+0.0013",
+    "-0.000004"; "0" where nothing changed."""
+    for digits in range(4, 10):
+        text = f"{x:+.{digits}f}"
+        if float(text) != 0:
+            return text
+    return "0"
+
+
+def format_plain(x: float) -> str:
+    """A number in six digits without an exponent where that is short, and never as a negative zero."""
+    text = f"{x + 0.0:g}"
+    return f"{x:.9f}".rstrip("0").rstrip(".") if "e-0" in text else text
+
+
 def _split(text: str, kind: str, examples: str) -> tuple[Decimal, str]:
     match = _NUMBER.fullmatch(text.strip())
     if match is None:

@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from tilemesh.core.units import format_bytes, format_count, format_rate, format_seconds
+from tilemesh.core.units import format_bytes, format_count, format_plain, format_rate, format_seconds
 from tilemesh.measure.row import CaseValue, Row
 from tilemesh.measure.sample import Sample, equal
 
@@ -320,5 +320,5 @@ def _case_words(case: dict[str, CaseValue]) -> list[str]:
         elif isinstance(value, str):
             words.append(value)
         elif value is not None:
-            words.append(f"{key} {value:g}" if isinstance(value, float) else f"{key} {value}")
+            words.append(f"{key} {format_plain(value)}" if isinstance(value, float) else f"{key} {value}")
     return words

@@ -4,10 +4,10 @@ histograms."""
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from tilemesh.core.units import format_bytes, format_seconds
+from tilemesh.core.units import format_bytes, format_change, format_seconds
 from tilemesh.report import compare, run_parts
 from tilemesh.report.draw import Dots, Line, PageTable, Plot, PlotAxis, PlotLayer, around, chart
 from tilemesh.report.html import Child, Html, el, join
@@ -25,6 +25,17 @@ MOST_DRAWN = 6
 def _points(run: Run) -> list[Mapping[str, Any]]:
     told = run.summary.get("points")
     return [point for point in told if isinstance(point, dict)] if isinstance(told, list) and not run.is_behind else []
+
+
+def _is_part(run: Run) -> bool:
+    """Whether recipes were asked for that the run did not come to."""
+    return run.summary.get("interrupted") is True
+
+
+def speedup(point: Mapping[str, Any]) -> float:
+    """Of decoding, over the plain model timed in turns with this recipe: the machine is not as quick all the time, so
+    times of different turns say nothing about each other."""
+    return number(point.get("plain_decode_s")) / number(point.get("decode_s"))
 
 
 def frontier(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -46,13 +57,17 @@ def _verdict(run: Run, beside: Beside) -> Verdict:
     points = _points(run)
     if not points:
         return Verdict(state_words(run), run.was_cut_short)
+    asked = section(run.config, "compress").get("recipes")
+    early = f"Ended after {len(points)} of {len(asked)} recipes. " if _is_part(run) and isinstance(asked, list) else ""
     plain = number(points[0].get("plain_loss"), 0.0)
     good = [point for point in points if number(point.get("loss")) < plain + 0.01]
     if not good:
-        return Verdict("Every recipe costs more than 0.01 nats per token of held-out loss.")
+        return Verdict(f"{early}Every recipe costs more than 0.01 nats per token of held-out loss.")
     best = min(good, key=lambda point: number(point.get("bytes")))
     share = number(best.get("plain_bytes")) / number(best.get("bytes"))
-    return Verdict(f"{best['recipe']} makes the model {share:.1f} times smaller for less than 0.01 nats per token.")
+    return Verdict(
+        f"{early}{best['recipe']} makes the model {share:.1f} times smaller for less than 0.01 nats per token."
+    )
 
 
 def _facts(run: Run, beside: Beside) -> list[Fact]:
@@ -60,39 +75,55 @@ def _facts(run: Run, beside: Beside) -> list[Fact]:
     if not points:
         return []
     first = points[0]
-    times = [(number(first.get("plain_decode_s")), "plain model")]
-    times += [(number(point.get("decode_s")), str(point["recipe"])) for point in points]
-    quick_s, quick = min(times)
+    quick = max(points, key=speedup)
+    beside_plain = f"{speedup(quick):.2f}× the plain model's speed, timed in turns"
+    is_quicker = speedup(quick) > 1
     return [
         Fact("plain model", f"{number(first.get('plain_loss')):.4f}", "nats per token, held out"),
         Fact("its size", format_bytes(number(first.get("plain_bytes")))),
-        Fact("quickest to decode", quick, format_seconds(quick_s) + " per token"),
+        Fact(
+            "quickest to decode",
+            str(quick["recipe"]) if is_quicker else "plain model",
+            beside_plain if is_quicker else f"the quickest recipe, {quick['recipe']}, has {beside_plain}",
+        ),
     ]
 
 
 def _scatter(
-    title: str, words: str, pairs: Sequence[tuple[str, float, float]], plain: tuple[float, float], show: Any
+    title: str,
+    words: str,
+    pairs: Sequence[tuple[str, float, float]],
+    plain: tuple[float, float],
+    show: Callable[[float], str],
+    more: Mapping[str, Sequence[str]] | None = None,
+    is_more_better: bool = False,
 ) -> Html:
-    """Loss up, `words` across; the frontier is joined."""
+    """Loss up, `words` across; the frontier is joined. `more`: further columns of the table."""
     drawn = [(x, y) for _, x, y in pairs]
-    edge = frontier([*drawn, plain])
-    x = PlotAxis(*around([place[0] for place in (*drawn, plain)], zero=True), words, show)
+    sign = -1 if is_more_better else 1
+    edge = [(sign * x, y) for x, y in frontier([(sign * x, y) for x, y in (*drawn, plain)])]
+    x = PlotAxis(*around([place[0] for place in (*drawn, plain)], zero=True), words, show, binary=show is format_bytes)
     low, high = around([place[1] for place in (*drawn, plain)])
     digits = min(8, max(3, math.ceil(1 - math.log10(max(high - low, 1e-9)))))  # so that two marks never read the same
     y = PlotAxis(low, high, "held-out loss, nats per token", f"{{:.{digits}f}}".format)
     layers: list[PlotLayer] = [
-        Line("frontier", edge, 1, dashed=True),
+        Line("frontier: none is better in both", edge, 1, dashed=True),
         Dots("recipes", drawn, 0, words=[f"{name}: {show(a)}, {b:.4f}" for name, a, b in pairs]),
-        Dots("plain", [plain], 2, words=[f"plain: {show(plain[0])}, {plain[1]:.4f}"]),
+        Dots("plain model", [plain], 2, words=[f"plain model: {show(plain[0])}, {plain[1]:.4f}"]),
     ]
     # Those on the frontier come first: where there is no room for all names, theirs are shown.
     first = sorted(pairs, key=lambda pair: (pair[1], pair[2]) not in edge)
     layers += names_beside([(a, b) for _, a, b in first], [plain], [name for name, _, _ in first], x, y)
+    more = more or {}
     rows: list[list[Child]] = [
-        [name, show(a), f"{b:.4f}", f"{b - plain[1]:+.4f}", "yes" if (a, b) in edge else ""] for name, a, b in pairs
+        [name, show(a), *others, f"{b:.4f}", format_change(b - plain[1]), "yes" if (a, b) in edge else ""]
+        for (name, a, b), *others in zip(pairs, *more.values(), strict=True)
     ]
-    table = PageTable(["recipe", words, "loss", "change", "on the frontier"], rows, [x.place(a) for _, a, _ in pairs])
-    return chart(title, "Dashed: no other recipe is better in both.", Plot(x, y, layers), table)
+    head = ["recipe", words, *more, "loss", "change", "on the frontier"]
+    table = PageTable(head, rows, [x.place(a) for _, a, _ in pairs])
+    alone = [name for name, a, b in pairs if (a, b) in edge] if len(edge) == 1 else []
+    sentence = f"{alone[0]} is better than all others in both." if alone else ""
+    return chart(title, sentence, Plot(x, y, layers), table)
 
 
 def _trade(run: Run, beside: Beside) -> Html | None:
@@ -102,15 +133,30 @@ def _trade(run: Run, beside: Beside) -> Html | None:
     loss, first = [number(point.get("loss")) for point in points], points[0]
     names = [str(point["recipe"]) for point in points]
     plain = number(first.get("plain_loss"))
-    charts = []
-    for title, words, key, show in (
-        ("Loss against bytes", "size of the model", "bytes", format_bytes),
-        ("Loss against time of a decoded token", "time per decoded token", "decode_s", format_seconds),
-    ):
-        values = [number(point.get(key)) for point in points]
-        whole = number(first.get(f"plain_{key}"))
-        charts.append(_scatter(title, words, list(zip(names, values, loss, strict=True)), (whole, plain), show))
-    return el("div", *charts)  # one below the other: charts side by side are too narrow for the recipes' names
+    sizes = [number(point.get("bytes")) for point in points]
+    seconds = {
+        "a token": [format_seconds(number(point.get("decode_s"))) for point in points],
+        "the plain model's, in turns": [format_seconds(number(point.get("plain_decode_s"))) for point in points],
+    }
+    return el(  # one below the other: charts side by side are too narrow for the recipes' names
+        "div",
+        _scatter(
+            "Loss against bytes",
+            "size of the model",
+            list(zip(names, sizes, loss, strict=True)),
+            (number(first.get("plain_bytes")), plain),
+            format_bytes,
+        ),
+        _scatter(
+            "Loss against decoding speed",
+            "tokens/s over those of the plain model, timed in turns",
+            list(zip(names, map(speedup, points), loss, strict=True)),
+            (1.0, plain),
+            "{:.2f}×".format,
+            seconds,
+            is_more_better=True,
+        ),
+    )
 
 
 def _errors(run: Run, beside: Beside) -> Html | None:

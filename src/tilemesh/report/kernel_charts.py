@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from tilemesh.core.units import format_bytes, format_rate
+from tilemesh.core.units import format_bytes, format_plain, format_rate
 from tilemesh.measure.row import Row
 from tilemesh.report.draw import Dots, Drawing, Line, Note, PageTable, Plot, PlotAxis, PlotLayer
 from tilemesh.report.rows import percent
@@ -205,6 +205,8 @@ _BAR_LETTERS = 40
 def _part(key: str, value: object) -> str:
     if isinstance(value, bool):
         return key if value else f"not {key}"
+    if isinstance(value, float):
+        return format_plain(value)
     return f"{value} {key}" if isinstance(value, int) else str(value)
 
 

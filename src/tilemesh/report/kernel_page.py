@@ -37,6 +37,39 @@ BUILT_IN = ("library", "torch")
 
 
 @dataclass(frozen=True)
+class UnitWords:
+    """What is said of rows of one unit beside a peer's: only a time or a rate is faster."""
+
+    better: str
+    worse: str
+    than: str
+    title: str
+    legend: str
+
+
+_FASTER = UnitWords("faster", "slower", "faster than every peer", "Speedup over the best peer", "1.00× is the peer")
+_WORDS = {
+    "B": UnitWords("smaller", "larger", "smaller than every peer", "Bytes beside the best peer",
+                   "2.00× is half of the peer's bytes"),
+    "nats": UnitWords("lower", "higher", "a lower loss than every peer", "Loss beside the best peer",
+                      "The peer's loss over ours: above 1.00× ours is lower"),
+}  # fmt: skip
+_OTHERS = UnitWords("better", "worse", "better than every peer", "Beside the best peer", "1.00× is the peer")
+
+
+def _words(row: Row) -> UnitWords:
+    return _FASTER if row.unit == "s" or row.unit.endswith("/s") else _WORDS.get(row.unit, _OTHERS)
+
+
+def _by_words(rows: Sequence[Row]) -> list[tuple[UnitWords, list[Row]]]:
+    """Rows that have a peer, times and rates first."""
+    judged = [row for row in rows if peers_of(row)]
+    kinds = [_FASTER, *_WORDS.values(), _OTHERS]
+    groups = [(words, [row for row in judged if _words(row) is words]) for words in kinds]
+    return [(words, some) for words, some in groups if some]
+
+
+@dataclass(frozen=True)
 class TimedConfig:
     """One configuration the tuner timed; `seconds` is infinite when it did not run."""
 
@@ -67,7 +100,8 @@ def render(rows: Sequence[Row], work: Sequence[RowWork | None], trials: Sequence
         el("div", *(drawing.show() for drawing in rates(pairs)), class_="pair") if pairs else None,
         roofline(compute_bound(pairs) or pairs).show(wide=True) if pairs else limits(drawn),
         el("h2", "Against the peers") if drawn else None,
-        speedups(drawn) if drawn else None,
+        *(speedups(some, words) for words, some in _by_words(drawn)),
+        el("p", "No peer was run.") if drawn and not any(peers_of(row) for row in drawn) else None,
         by_case(drawn) if drawn else None,
         el("h2", "Every row") if rows else None,
         row_table(rows, lead) if rows else None,
@@ -87,13 +121,13 @@ def _lead(rows: Sequence[Row]) -> list[str]:
 
 
 def verdict(rows: Sequence[Row]) -> str:
-    """How many are faster than every peer, how near the limit, and which shape has most to gain."""
-    judged = [row for row in rows if peers_of(row)]
-    faster = [row for row in judged if _factor(row) > 1 and not _is_equal(row)]
-    same = [row for row in judged if _is_equal(row)]
+    """How many are faster than every peer (smaller, where they are bytes), how near the limit, and which shape has most
+    to gain."""
     parts = []
-    if judged:
-        parts.append(f"faster than every peer in {len(faster)} of {len(judged)} cases, equal in {len(same)}")
+    for words, judged in _by_words(rows):
+        same = [row for row in judged if _is_equal(row)]
+        better = [row for row in judged if _factor(row) > 1 and not _is_equal(row)]
+        parts.append(f"{words.than} in {len(better)} of {len(judged)} cases, equal in {len(same)}")
     # Bytes and fractions of a peak are no time: nothing of them is saved by being faster.
     of_time = [row for row in rows if row.unit == "s" or row.unit.endswith("/s")]
     timed = [(row.of_limit, row) for row in of_time if row.of_limit is not None]
@@ -101,12 +135,18 @@ def verdict(rows: Sequence[Row]) -> str:
         timed.sort(key=lambda timing: timing[0])
         parts.append(f"median {percent(timed[len(timed) // 2][0])} of the limit")
         reached, worst = max(timed, key=_saving)
-        which, gain = str(worst.case.get("shape") or case_name(worst)), percent(1 - reached)
+        which, gain = str(worst.case.get("shape") or case_name(worst)), _below_all(1 - reached)
         if len({row.name for row in rows}) > 1 and not which.startswith(worst.name):
             which = f"{worst.name} {which}"
         parts.append(f"the largest saving is {which}, at most {gain} of its time")
-    words = "; ".join(parts) or "nothing to compare with"
-    return f"{words[0].upper()}{words[1:]}."
+    sentence = "; ".join(parts) or "nothing to compare with"
+    return f"{sentence[0].upper()}{sentence[1:]}."
+
+
+def _below_all(share: float) -> str:
+    """A share with as many digits as keep it below 100 %, where it is: a limit is not nothing."""
+    texts = (percent(share, digits) for digits in range(5))
+    return next((text for text in texts if share >= 1 or float(text.removesuffix(" %")) < 100), "nearly all")
 
 
 def _saving(timing: tuple[float, Row]) -> tuple[float, float]:
@@ -132,7 +172,8 @@ def _is_equal(row: Row) -> bool:
 
 def limits(rows: Sequence[Row]) -> Html | None:
     """How much of the limit was reached, one bar per row: where FLOPs per byte are not the question."""
-    known = [(row, row.of_limit) for row in rows if row.of_limit is not None]
+    # A bound on a loss is none of the machine's.
+    known = [(row, row.of_limit) for row in rows if row.of_limit is not None and row.unit != "nats"]
     if not known:
         return None
     names = bar_names([row for row, _ in known])
@@ -143,12 +184,14 @@ def limits(rows: Sequence[Row]) -> Html | None:
     rows_ = [[_numbered(name, row), percent(share, 1)] for name, (row, share) in zip(names, known, strict=True)]
     longest = max(1.0, *(share for _, share in known))
     drawn = bars(items, most=longest, one_line=True)
-    return figure("Of the limit", "100 % is the limit.", drawn, PageTable(["what", "of the limit"], rows_), wide=True)
+    words = "100 % is the limit."
+    if any(percent(share) != "100 %" and share > 1 for _, share in known):
+        words += " What is above it was quicker than this machine's calibration says is possible: calibrate again."
+    return figure("Of the limit", words, drawn, PageTable(["what", "of the limit"], rows_), wide=True)
 
 
-def speedups(rows: Sequence[Row]) -> Html:
-    """How many times faster than the best peer, shape by shape."""
-    judged = [row for row in rows if peers_of(row)]
+def speedups(judged: Sequence[Row], said: UnitWords) -> Html:
+    """How many times faster (or smaller) than the best peer, shape by shape."""
     items, table = [], []
     for name, row in zip(bar_names(judged), judged, strict=True):
         factor = _factor(row)
@@ -164,10 +207,10 @@ def speedups(rows: Sequence[Row]) -> Html:
             )
         )
         table.append([_numbered(name, row), words, best_peer(row)])
-    kinds = [("faster", 2), ("equal", 6), ("slower", 1)]
-    drawn = bars(items, kinds=kinds, one_line=True) if items else el("p", "No peer was run.")
-    return figure("Speedup over the best peer", "1.00× is the peer; equal is within 2 % or overlapping spreads.", drawn,
-                  PageTable(["shape", "speedup", "best peer"], table), wide=True)  # fmt: skip
+    drawn = bars(items, kinds=[(said.better, 2), ("equal", 6), (said.worse, 1)], one_line=True)
+    sentence = f"{said.legend}; equal is within 2 % or overlapping spreads."
+    factor_name = "speedup" if said is _FASTER else f"times {said.better}"
+    return figure(said.title, sentence, drawn, PageTable(["shape", factor_name, "best peer"], table), wide=True)
 
 
 def _numbered(name: str, row: Row) -> str:

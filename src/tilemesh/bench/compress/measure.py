@@ -90,7 +90,7 @@ def rows_of(
     no_limit = "the plain model's loss is no bound: a smaller model can be better"
     no_time = {} if guess.limits else {"limit": guess.why_no_limit}
     least = guess.limits or (None, None)
-    loss_case: dict[str, CaseValue] = {**told, "change": round(judged.loss - plain.loss, 5)}
+    loss_case: dict[str, CaseValue] = {**told, "change": round(judged.loss - plain.loss, 5) + 0.0}  # no -0.0
     common = stamp()
 
     def row(

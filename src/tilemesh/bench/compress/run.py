@@ -18,6 +18,7 @@ from tilemesh.compress.recipe import read_recipe
 from tilemesh.compress.shrink import shrink
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.core.toml import toml_value
+from tilemesh.core.units import format_change
 from tilemesh.measure.row import CaseValue, Row, write_rows
 from tilemesh.model.lowbit import projections
 from tilemesh.model.transformer import Transformer
@@ -53,16 +54,18 @@ def bench_recipes(
     say: Callable[[str], None],
     dtype: torch.dtype = torch.float32,
     keep: Callable[[Sequence[Row]], None] = lambda rows: None,
+    findings: CompressFindings | None = None,
 ) -> CompressFindings:
     """Every recipe is predicted, made, judged on the same held-out text, and timed in turns with the plain model.
 
     Where the model lies, all is computed; `dtype` is what is timed. `keep` is given the rows so far after each recipe.
-    One that fails is said, and the others go on.
+    One that fails is said, and the others go on. `findings`: what to fill in, for whoever still wants it when this is
+    ended early.
     """
     place = next(model.parameters()).device
     text = (text[0].to(place), text[1].to(place), text[2].to(place))
     train, tokens, targets = text
-    findings = CompressFindings()
+    findings = CompressFindings() if findings is None else findings
     clocks = clocks_of(model, tokens, dtype)
     for name in recipes:
         try:
@@ -79,7 +82,7 @@ def bench_recipes(
         findings.rows += rows
         findings.points.append(point)
         keep(findings.rows)
-        say(f"{name}: loss {judged['small'].loss:.4f} ({judged['small'].loss - judged[PLAIN].loss:+.4f})")
+        say(f"{name}: loss {judged['small'].loss:.4f} ({format_change(judged['small'].loss - judged[PLAIN].loss)})")
     return findings
 
 
@@ -122,13 +125,18 @@ def point_of(
     }  # fmt: skip
 
 
-def write_compress_run(path: str | None, settings: Mapping[str, Any], findings: CompressFindings) -> Path:
-    """As a run's folder, which `tilemesh report` makes a page of."""
+def begin_compress_run(path: str | None, settings: Mapping[str, Any]) -> Path:
+    """A run's folder with nothing measured yet; refused where there is a run already."""
     lines = [f"{name} = {toml_value(value)}" for name, value in settings.items() if value is not None]
     run = folders.new_run(COMPRESS, "\n".join(["[compress]", *lines, ""]), path, name="compress")
     folders.write_environment(run)
-    journal = Journal(run)
-    journal.add(STARTED, 0)
-    write_rows(findings.rows, run / ROWS)
-    journal.summarize(COMPRESS, {"model": settings["model"], "points": findings.points})
+    Journal(run).add(STARTED, 0)
     return run
+
+
+def keep_compress_run(run: Path, settings: Mapping[str, Any], findings: CompressFindings) -> None:
+    """What there is so far, which `tilemesh report` makes a page of; a run that ends early leaves that."""
+    write_rows(findings.rows, run / ROWS)
+    done = len(findings.points) + len(findings.failed)
+    told = {"model": settings["model"], "points": findings.points, "interrupted": done < len(settings["recipes"])}
+    Journal(run).summarize(COMPRESS, told)
