@@ -15,6 +15,7 @@ part in a process of its own, because a kernel that fails takes the process's GP
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
 import time
@@ -22,6 +23,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from serve_decode_h200 import Watched, engine_of, generate, random_model
@@ -35,7 +37,7 @@ from tilemesh.kernels.launch import call
 from tilemesh.kernels.lowbit.codes import quantize
 from tilemesh.kernels.lowbit.formats import parse_scheme
 from tilemesh.kernels.lowbit_linear import some_rows, tokens
-from tilemesh.kernels.lowbit_linear.reference import arguments, error_bound, exact, lowbit_linear
+from tilemesh.kernels.lowbit_linear.reference import arguments, error_bound, exact, lowbit_linear, norm_lowbit_linear
 from tilemesh.kernels.lowbit_linear.some_rows import SomeRows
 from tilemesh.kernels.lowbit_linear.tokens import OneTokenForm, TokenForm
 from tilemesh.kernels.problems import SizedProblem
@@ -44,15 +46,12 @@ from tilemesh.measure.gpu import KernelTimer
 from tilemesh.measure.row import write_rows
 from tilemesh.measure.timing import compare
 from tilemesh.model.config import preset
-from tilemesh.model.lowbit import LowBitLinear, compress_all, model_bytes, projections, put
+from tilemesh.model.lowbit import LowBitLinear, StackedCodes, compress_all, model_bytes, projections, put
 from tilemesh.model.transformer import Transformer
 
 Form = TokenForm | OneTokenForm | SomeRows
 FORMS: Mapping[int, tuple[Form, ...]] = {
-    1: (
-        TokenForm(2, 1, 2, 2), OneTokenForm(16, 4, 6), OneTokenForm(16, 4, 7), OneTokenForm(16, 4, 8),
-        OneTokenForm(8, 2, 8), OneTokenForm(16, 8, 6), OneTokenForm(16, 2, 6),
-    ),
+    1: (OneTokenForm(16, 4, 5), OneTokenForm(16, 4, 7), OneTokenForm(8, 2, 6, 2), OneTokenForm(8, 2, 4, 2)),
     8: (TokenForm(2, 1, 3, 2), TokenForm(2, 1, 2, 2), TokenForm(4, 1, 3, 1)),
     16: (
         TokenForm(4, 2, 2, 1), TokenForm(4, 2, 3, 1), TokenForm(2, 2, 3, 1), TokenForm(2, 2, 2, 2),
@@ -64,8 +63,8 @@ FORMS: Mapping[int, tuple[Form, ...]] = {
 DECODED_SHAPES = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096))
 """Outputs and inputs of llama-3-8b's products, side by side where they have the same activations."""
 DECODED_FORMS = (
-    TokenForm(2, 1, 2, 2), TokenForm(1, 1, 4, 2), OneTokenForm(16, 8), OneTokenForm(16, 4), OneTokenForm(12, 4),
-    OneTokenForm(16, 2), OneTokenForm(14, 1), OneTokenForm(16, 1), OneTokenForm(12, 1, 8), OneTokenForm(16, 16),
+    OneTokenForm(16, 8), OneTokenForm(16, 4), OneTokenForm(8, 1, 6, 2), OneTokenForm(4, 1, 6, 4),
+    OneTokenForm(8, 2, 6, 2), OneTokenForm(14, 1),
 )  # fmt: skip
 _L2_BYTES = 60 << 20
 _STEPS = 96
@@ -91,7 +90,7 @@ def by_form(form: Form, x: Tensor, codes: Tensor, scales: Tensor, y: Tensor) -> 
     if isinstance(form, SomeRows):
         some_rows.product(call.compiled, x, codes, scales, y, form)
     else:
-        tokens.product(x, codes, scales, None, y, form)
+        tokens.product(x, codes, scales, None, y, form, settled=True)
 
 
 def _sets(nbytes: int) -> int:
@@ -114,6 +113,14 @@ def times(sizes: tuple[int, int, int], forms: tuple[Form, ...], keep: Readings, 
         "bf16": lambda turn: functional.linear(x, weights[turn % len(weights)]),
         "as it is": lambda turn: lowbit_linear(*given[turn]),
     }
+    if count <= tokens.MOST:
+        calls["settled"] = lambda turn: lowbit_linear(*given[turn], settled=True)
+        calls["not launched early"] = lambda turn: tokens.product(*given[turn], None, y, early=False)
+    if count == 1:
+        gain, gates = torch.rand(inputs, device="cuda").bfloat16(), {"gate": "silu", "settled": True}
+        calls["settled, gate inside"] = lambda turn: lowbit_linear(*given[turn], **gates)
+        calls["settled, norm inside"] = lambda turn: norm_lowbit_linear(x, x, gain, *given[turn][1:], settled=True)
+        calls["settled, norm and gate inside"] = lambda turn: norm_lowbit_linear(x, x, gain, *given[turn][1:], **gates)
     wrong: dict[str, str] = {}
     found = {"as it is": lowbit_linear(*given[0])}
     right: dict[str, Any] = {"as it is": None}
@@ -246,6 +253,13 @@ def decode(keep: Readings, seconds: float, shape: str) -> None:
     put(model, "output", LowBitLinear(output, scheme, quantize(output.weight, scheme)))
     told = {"shape": shape, "weights": "int4-g128, output too"}
     found["int4-g128, output too"] = step_ms(model, told, keep, False)
+    plainly = mock.patch.object(tokens, "launches_early", return_value=False)
+    apart = mock.patch.object(StackedCodes, "_takes_one_token", return_value=False)
+    for name, patches in {"not launched early": (plainly,), "norms and gates apart": (plainly, apart)}.items():
+        with contextlib.ExitStack() as stack:
+            for patch in patches:
+                stack.enter_context(patch)
+            step_ms(model, {**told, "how": name}, keep, False)
     del model, output
     torch.cuda.empty_cache()
     plain = step_ms(random_model(preset(shape)), {"shape": shape, "weights": "bf16"}, keep, True)

@@ -5,12 +5,19 @@ import torch
 from hypothesis import given as drawn
 from hypothesis import strategies as st
 
+from tilemesh.core.errors import UsageError
 from tilemesh.kernels.accuracy import excess
 from tilemesh.kernels.launch import call
 from tilemesh.kernels.lowbit.codes import pack, quantize
 from tilemesh.kernels.lowbit.formats import FORMATS, Scheme
 from tilemesh.kernels.lowbit_linear import some_rows, tokens
-from tilemesh.kernels.lowbit_linear.reference import error_bound, exact
+from tilemesh.kernels.lowbit_linear.reference import (
+    error_bound,
+    exact,
+    lowbit_linear,
+    norm_lowbit_linear,
+    norm_row,
+)
 
 
 @pytest.mark.parametrize(
@@ -57,3 +64,36 @@ def test_one_token_fills_an_h200(outputs, inputs, form):
     assert isinstance(found, tokens.OneTokenForm)
     assert (found.warps, found.ways) == form
     assert found.grid(1, outputs)[0] in (128, 501)
+
+
+@pytest.mark.parametrize("gate", ["none", "silu"])
+@pytest.mark.parametrize("how", ["torch", "interpret"])
+@pytest.mark.parametrize(("outputs", "inputs", "group", "symmetric"), [(24, 256, 128, True), (34, 128, 64, False)])
+def test_a_norm_before_and_a_gate_after_the_product_are_within_their_bounds(
+    gate, how, outputs, inputs, group, symmetric
+):
+    generator = torch.Generator().manual_seed(5)
+    x, branch = (torch.randn(1, inputs, generator=generator) for _ in range(2))
+    gain = torch.rand(inputs, generator=generator)
+    made = quantize(torch.randn(outputs, inputs, generator=generator), Scheme("int4", "group", group, symmetric))
+    codes = (pack(made.codes, FORMATS["int4"]), made.scales.contiguous(), made.zeros)
+    found = lowbit_linear(x, *codes, gate=gate, implementation=how)
+    assert excess(found, exact(x, *codes, gate=gate), error_bound(x, *codes, gate=gate)) is None
+    found, total = norm_lowbit_linear(x, branch, gain, *codes, eps=1e-5, gate=gate, implementation=how)
+    row = norm_row(x, branch, gain, 1e-5)
+    want, bound = exact(row, *codes, gate=gate), error_bound(row, *codes, gate=gate, dtype=x.dtype, roundings=4)
+    assert torch.equal(total, x + branch)
+    assert excess(found, want, bound) is None
+    assert excess(found.flip(1), want, bound) is not None
+
+
+def test_a_gate_or_norm_that_does_not_fit_is_refused():
+    made = quantize(torch.randn(3, 128), Scheme("int4"))
+    codes = (pack(made.codes, FORMATS["int4"]), made.scales)
+    x = torch.randn(1, 128)
+    with pytest.raises(UsageError, match="codes have 3 rows: expected as many for the gate"):
+        lowbit_linear(x, *codes, gate="silu")
+    with pytest.raises(UsageError, match="gate 'relu'"):
+        lowbit_linear(x, *codes, gate="relu")
+    with pytest.raises(UsageError, match=r"branch \(1, 64\)"):
+        norm_lowbit_linear(x, x[:, :64], torch.ones(128), *codes)

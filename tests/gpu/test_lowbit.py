@@ -10,7 +10,13 @@ from tilemesh.kernels.launch import call
 from tilemesh.kernels.lowbit.codes import pack, quantize
 from tilemesh.kernels.lowbit.formats import FORMATS, Scheme
 from tilemesh.kernels.lowbit_linear import some_rows, tokens
-from tilemesh.kernels.lowbit_linear.reference import error_bound, exact, lowbit_linear
+from tilemesh.kernels.lowbit_linear.reference import (
+    error_bound,
+    exact,
+    lowbit_linear,
+    norm_lowbit_linear,
+    norm_row,
+)
 from tilemesh.kernels.paged_attention import reference as paged
 from tilemesh.kernels.paged_attention.codes import CODES, put_pages
 from tilemesh.kernels.problems import SizedProblem
@@ -39,6 +45,66 @@ def test_codes_of_4_bits_times_a_few_tokens(dtype, count, outputs, inputs, group
     found = lowbit_linear(*given)
     assert excess(found, exact(*given), error_bound(*given)) is None
     assert torch.equal(found, lowbit_linear(*given))
+
+
+@pytest.mark.parametrize("settled", [False, True])
+@pytest.mark.parametrize("gate", ["none", "silu"])
+@pytest.mark.parametrize(
+    ("dtype", "outputs", "inputs", "group", "symmetric"),
+    [
+        (torch.bfloat16, 6144, 4096, 128, True), (torch.bfloat16, 28672, 4096, 128, True),
+        (torch.float16, 1000, 1152, 128, False), (torch.bfloat16, 4096, 14336, 256, True),
+        (torch.float16, 40, 256, 256, True), (torch.bfloat16, 14, 256, 128, True),
+    ],
+)  # fmt: skip
+def test_one_token_has_the_norm_before_and_the_gate_after_the_product_inside(
+    dtype, outputs, inputs, group, symmetric, gate, settled
+):
+    generator = torch.Generator("cuda").manual_seed(1)
+    x, branch = (torch.randn(1, inputs, generator=generator, device="cuda").to(dtype) for _ in range(2))
+    gain = torch.rand(inputs, generator=generator, device="cuda").to(dtype)
+    weight = torch.randn(outputs, inputs, generator=generator, device="cuda") / 50
+    made = quantize(weight, Scheme("int4", "group", group, symmetric))
+    codes = (pack(made.codes, FORMATS["int4"]), made.scales.contiguous(), made.zeros)
+    row = norm_row(x, branch, gain, 1e-5)
+    want, bound = exact(row, *codes, gate=gate), error_bound(row, *codes, gate=gate, dtype=dtype, roundings=3)
+    with torch.inference_mode():
+        for _ in range(3):  # a product behind itself is launched before the one ahead has ended
+            found = lowbit_linear(x, *codes, gate=gate, settled=settled)
+            normed, total = norm_lowbit_linear(x, branch, gain, *codes, eps=1e-5, gate=gate, settled=settled)
+    assert excess(found, exact(x, *codes, gate=gate), error_bound(x, *codes, gate=gate)) is None
+    assert torch.equal(total, x + branch)
+    assert excess(normed, want, bound) is None
+    assert excess(normed.flip(1), want, bound) is not None
+
+
+def test_a_chain_of_products_launched_early_reads_what_the_one_before_wrote():
+    """Each is one token of the product before; as one graph, and one by one with waits between."""
+    weights = [torch.randn(4096, 4096, device="cuda") / 64 for _ in range(4)]
+    all_codes = []
+    for weight in weights:
+        made = quantize(weight, Scheme("int4", "group", 128))
+        all_codes.append((pack(made.codes, FORMATS["int4"]), made.scales.contiguous()))
+    first, gain = torch.randn(1, 4096, device="cuda").bfloat16(), torch.ones(4096, device="cuda").bfloat16()
+
+    def chain(wait):
+        x, y = first, torch.zeros_like(first)
+        for codes in all_codes * 8:
+            y, x = norm_lowbit_linear(x, y, gain, *codes, settled=True)
+            if wait:
+                torch.cuda.synchronize()
+            y = lowbit_linear(y, *codes, settled=True)
+        return x + y
+
+    with torch.inference_mode():
+        want = chain(True)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = chain(False)
+        for _ in range(20):
+            graph.replay()
+        torch.cuda.synchronize()
+    assert torch.equal(found, want)
 
 
 @pytest.mark.parametrize(

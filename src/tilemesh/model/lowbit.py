@@ -21,10 +21,11 @@ from tilemesh.kernels.gated.reference import swiglu
 from tilemesh.kernels.lowbit import cpu
 from tilemesh.kernels.lowbit.codes import Agree, Quantized, decode, encode, find_scales, pack, quantize, rounded, unpack
 from tilemesh.kernels.lowbit.formats import Scheme, parse_scheme
-from tilemesh.kernels.lowbit_linear.reference import lowbit_linear
+from tilemesh.kernels.lowbit_linear.reference import lowbit_linear, norm_lowbit_linear, takes_one_token
 from tilemesh.kernels.scaled_matmul.reference import scaled_matmul
 from tilemesh.model.norm import ResidualNorm
 from tilemesh.model.projection import PlainLinear
+from tilemesh.model.stacked import is_one_row
 from tilemesh.model.transformer import Attention, Transformer
 
 CODES, SCALES, ZEROS, INPUT_SCALE = "codes", "scales", "zeros", "input_scale"
@@ -68,6 +69,8 @@ class LowBitLinear(CompressedLinear):
     scales: nn.Parameter
     zeros: nn.Parameter | None
     input_scale: nn.Parameter | None
+    serves: bool = False
+    """Whether it only computes forward: its codes are then never what the kernel before has just made."""
 
     def __init__(
         self, like: nn.Linear, scheme: Scheme, made: Quantized | None = None, inputs: Scheme | None = None,
@@ -127,7 +130,9 @@ class LowBitLinear(CompressedLinear):
         if inputs_bits == 8:
             x = self._quantized(x)
         if x.is_cuda and self.is_packed and self.scheme.format in ("int8", "int4"):
-            made: Tensor = lowbit_linear(x, self.codes, self.scales, self.zeros, code=self.scheme.format)
+            made: Tensor = lowbit_linear(
+                x, self.codes, self.scales, self.zeros, code=self.scheme.format, settled=self.serves
+            )
             return made
         return functional.linear(x, self.decoded(x.dtype))
 
@@ -307,15 +312,34 @@ class StackedCodes:
 
     def gated(self, x: Tensor) -> Tensor:
         """silu of the first of two projections times the second."""
-        gate, values = self.whole.product(x).chunk(2, -1)
-        made: Tensor = swiglu(gate, values)
+        made: Tensor
+        if is_one_row(x) and self._takes_one_token(x):
+            told = {"code": self.whole.scheme.format, "gate": "silu", "settled": self.whole.serves}
+            made = lowbit_linear(x, *self._codes(), **told)
+        else:
+            made = swiglu(*self.whole.product(x).chunk(2, -1))
         return made
 
     def takes_norm(self, norm: ResidualNorm) -> bool:
-        return False
+        """Whether the product of a single token can have this norm inside."""
+        return norm.kind == "rmsnorm" and norm.weight is not None and self._takes_one_token(norm.weight)
 
     def normed(self, x: Tensor, branch: Tensor, norm: ResidualNorm, gate: str = "none") -> tuple[Tensor, Tensor]:
-        raise NotImplementedError("products of codes have no norm inside")
+        """Of a single token: the product of the norm of x + branch, and x + branch."""
+        assert norm.weight is not None
+        made, total = norm_lowbit_linear(
+            x.view(1, -1), branch.view(1, -1), norm.weight, *self._codes(), code=self.whole.scheme.format,
+            eps=norm.epsilon, gate=gate, settled=self.whole.serves,
+        )  # fmt: skip
+        return made.view(*x.shape[:-1], -1), total.view(x.shape)
+
+    def _codes(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        return self.whole.codes, self.whole.scales, self.whole.zeros
+
+    def _takes_one_token(self, like: Tensor) -> bool:
+        """Whether there is a kernel for one token, of which `like` is a row; on a GPU."""
+        whole = self.whole
+        return whole.inputs is None and takes_one_token(like, whole.codes, whole.scales, whole.scheme.format)
 
 
 def _stack(parts: list[nn.Module]) -> StackedCodes | None:
@@ -338,6 +362,7 @@ def _stack(parts: list[nn.Module]) -> StackedCodes | None:
     with torch.device("meta"):
         like = PlainLinear(first.in_features, sum(widths), bias=False)
     whole = LowBitLinear(like, first.scheme, None, first.inputs)
+    whole.serves = True
     for name in (CODES, SCALES, ZEROS):
         if getattr(first, name) is None:
             continue

@@ -19,7 +19,7 @@ from tilemesh.kernels.modules import FusedLinear
 from tilemesh.kernels.row_linear.cost import GATES
 from tilemesh.kernels.row_linear.reference import row_linear
 from tilemesh.model.few_tokens import FewTokens
-from tilemesh.model.lowbit import stack_low_bits
+from tilemesh.model.lowbit import LowBitLinear, stack_low_bits
 from tilemesh.model.norm import ResidualNorm
 from tilemesh.model.packed import pack_products, packed_bytes, packs
 from tilemesh.model.projection import PlainLinear
@@ -105,6 +105,8 @@ class Runner:
                     module.implementation = "auto"
                 elif type(module) is Linear:
                     module.serves = one_row
+                elif isinstance(module, LowBitLinear):
+                    module.serves = True
 
     def _can_pack(self) -> bool:
         # On x86-64 such products are quicker as well, but whole steps were not (docs/serve/LOG.md). Invariant answers

@@ -11,7 +11,7 @@
 // in the order of the warps.
 //
 // Set before: STRIPS, TILES (of 8 tokens), DEPTH, BLOCKS (per multiprocessor), PER_GROUP (how many times 128 inputs share
-// a scale), HALF (x is float16), ZEROS.
+// a scale), HALF (x is float16), ZEROS, EARLY.
 constexpr int WARPS = 8;
 constexpr int TOKENS = 8 * TILES;
 constexpr int OUTPUTS = 16 * STRIPS;
@@ -89,7 +89,7 @@ int4_tokens(const unsigned char* codes, const float* scales, const signed char* 
 #pragma unroll
             for (int half = 0; half < 2; half++) {
                 into.words[strip][half] = load_codes(lines[strip][half] + turn * (WARPS * CHUNK / 2));
-                into.scale[strip][half] = __ldg(scales + factors[strip][half] + group);
+                into.scale[strip][half] = load_scale(scales + factors[strip][half] + group);
 #if ZEROS
                 into.zero[strip][half] = __ldg(zeros + factors[strip][half] + group);
 #endif
@@ -100,8 +100,7 @@ int4_tokens(const unsigned char* codes, const float* scales, const signed char* 
         for (int tile = 0; tile < TILES; tile++)
 #pragma unroll
             for (int word = 0; word < 4; word++)
-                if (there[tile])
-                    into[tile][word] = __ldg((const uint4*)(tokens[tile] + turn * (WARPS * CHUNK) + word * 8));
+                if (there[tile]) into[tile][word] = load_tokens(tokens[tile] + turn * (WARPS * CHUNK) + word * 8);
     };
 
     Codes ring[DEPTH];
@@ -116,9 +115,11 @@ int4_tokens(const unsigned char* codes, const float* scales, const signed char* 
 #pragma unroll
             for (int i = 0; i < 4; i++) total[strip][tile][i] = 0.0f;
     }
+    if (EARLY < 2) take_turn();
 #pragma unroll
     for (int place = 0; place < DEPTH; place++)
         if (place < turns) fetch(ring[place], place);
+    if (EARLY == 2) take_turn();
     if (turns > 0) fetch_tokens(ahead, 0);
 
     for (int begin = 0; begin < turns; begin += DEPTH) {

@@ -1,4 +1,6 @@
-// What both kernels of 4-bit codes have: it stands before each of them. Set before: HALF (activations are float16).
+// What both kernels of 4-bit codes have: it stands before each of them. Set before: HALF (activations are float16),
+// EARLY (0: launched when the kernel ahead has ended. 1: before, and waits for it. 2: the same, but codes, scales and the
+// gains of a norm were there before the kernel ahead began, and are on their way before it has ended).
 typedef unsigned int u32;
 typedef unsigned short u16;
 
@@ -9,6 +11,28 @@ __device__ __forceinline__ uint4 load_codes(const unsigned char* from) {
     asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0,%1,%2,%3}, [%4];"
                  : "=r"(made.x), "=r"(made.y), "=r"(made.z), "=r"(made.w) : "l"(from));
     return made;
+}
+
+__device__ __forceinline__ float load_scale(const float* from) {
+    float made;
+    asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(made) : "l"(from));
+    return made;
+}
+
+// Not the read-only way: the kernel ahead may still write them when this one begins.
+__device__ __forceinline__ uint4 load_tokens(const void* from) {
+    uint4 made;
+    asm volatile("ld.global.v4.u32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(made.x), "=r"(made.y), "=r"(made.z), "=r"(made.w) : "l"(from) : "memory");
+    return made;
+}
+
+// As `take_turn` in kernels/early.py: only who has seen the kernel ahead end lets the one behind begin.
+__device__ __forceinline__ void take_turn() {
+#if EARLY
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
 }
 
 __device__ __forceinline__ void multiply(float* c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {

@@ -8,16 +8,21 @@
 // (docs/compress/LOG.md). Activations are put into shared memory first, in the order in which the tensor cores take them,
 // with the sum of every 128 of them. All columns of a product are the one token.
 //
+// NORMED: activations are the RMSNorm of x + branch, times the norm's gains. Every block computes it, while its first codes
+// are on their way; one of them writes x + branch. GATED: the first half of the rows are gates, and a result is
+// silu(x G^T) * (x V^T): of a strip's 16 outputs 8 are gates, and 8 the values that belong to them.
+//
 // A code is put behind a leading one (a bfloat16's 128, a float16's 1024). What that and the zero point add to a sum of
 // 128 products is the sum of the activations times it, and is what the sum begins with, negative. Sums are multiplied by
 // their scale in float32; at the end the sums of the warps of a strip are added up in the order of the warps.
 //
 // N is at least what a block has: the last block has its outputs from the end, and some are computed twice, to the same.
 //
-// Set before: WARPS, WAYS, DEPTH, PIECES (of 8 activations that a thread puts in order), PER_GROUP (how many times
-// 128 inputs share a scale), HALF (x is float16), ZEROS.
+// Set before: WARPS, WAYS, DEPTH, BLOCKS (per multiprocessor), PIECES (of 8 activations that a thread puts in order),
+// PER_GROUP (how many times 128 inputs share a scale), HALF (x is float16), ZEROS, EARLY, NORMED, GATED.
 constexpr int THREADS = 32 * WARPS;
 constexpr int OUTPUTS = 16 * (WARPS / WAYS);
+constexpr int RESULTS = GATED ? OUTPUTS / 2 : OUTPUTS;
 #if HALF
 constexpr u32 LEAD = 0x64006400u;
 constexpr float ADDS = 1032.0f;  // the leading one, and the 8 that codes are stored with
@@ -34,14 +39,24 @@ __device__ __forceinline__ void unpack(u32 word, u32* made) {
         asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(made[i]) : "r"(word >> (4 * i)), "n"(0x000F000F), "r"(LEAD));
 }
 
-__device__ __forceinline__ float sum_of_pair(u32 pair) {
+// Two activations side by side, as numbers and back.
+__device__ __forceinline__ float2 numbers(u32 pair) {
 #if HALF
     float low, high;
     asm("{.reg .f16 a, b; mov.b32 {a, b}, %2; cvt.f32.f16 %0, a; cvt.f32.f16 %1, b;}" : "=f"(low), "=f"(high) : "r"(pair));
-    return low + high;
+    return make_float2(low, high);
 #else
-    return __uint_as_float(pair << 16) + __uint_as_float(pair & 0xFFFF0000u);
+    return make_float2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xFFFF0000u));
 #endif
+}
+
+__device__ __forceinline__ u32 pair_of(float low, float high) {
+    return (u32)rounded(low) | ((u32)rounded(high) << 16);
+}
+
+__device__ __forceinline__ float sum_of_pair(u32 pair) {
+    const float2 two = numbers(pair);
+    return two.x + two.y;
 }
 
 // What a warp loads of its outputs for 128 inputs: a lane has a row of the first eight, and one of the second.
@@ -53,60 +68,126 @@ struct Codes {
 #endif
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
-int4_token(const unsigned char* codes, const float* scales, const signed char* zeros, const u16* x, u16* y,
-           int N, int K, int scale_step) {
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
+int4_token(const unsigned char* codes, const float* scales, const signed char* zeros, const u16* x, const u16* branch,
+           const u16* gains, u16* y, u16* total_row, int N, int K, int scale_step, double eps) {
     extern __shared__ __align__(16) unsigned char held[];
     const int chunks = K / CHUNK;
     uint4* const pairs = (uint4*)held;                // [chunks][4 words][4 lanes], 8 activations each
     float* const x_sums = (float*)(held + 2 * K);     // [chunks]
     float* const sums = x_sums + chunks;              // [WARPS][16]
+    float* const squares = sums + 16 * WARPS;         // [WARPS]
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, row = lane >> 2, quarter = lane & 3;
     const int strip = warp / WAYS, way = warp % WAYS;
-    const int first = min((int)blockIdx.x * OUTPUTS, N - OUTPUTS);
-    const int own = first + strip * 16 + row, turns = (chunks - way + WAYS - 1) / WAYS;
+    const int first = min((int)blockIdx.x * RESULTS, (GATED ? N / 2 : N) - RESULTS);
+    const int own = first + strip * (GATED ? 8 : 16) + row, apart = GATED ? N / 2 : 8;  // rows of the two eights
+    const int turns = (chunks - way + WAYS - 1) / WAYS;
     const unsigned char* const line = codes + (long long)own * (K / 2) + quarter * 16;
     const float* const factor = scales + (long long)own * scale_step;
-    const int eight_factors = 8 * scale_step;
-    const long long eight_lines = 4ll * K;
+    const int factors_apart = apart * scale_step;
+    const long long lines_apart = (long long)apart * (K / 2);
 
     auto fetch = [&](Codes& into, int turn) {
         const int chunk = way + turn * WAYS, group = chunk / PER_GROUP;
         into.words[0] = load_codes(line + chunk * (CHUNK / 2));
-        into.words[1] = load_codes(line + eight_lines + chunk * (CHUNK / 2));
-        into.scale[0] = __ldg(factor + group);
-        into.scale[1] = __ldg(factor + eight_factors + group);
+        into.words[1] = load_codes(line + lines_apart + chunk * (CHUNK / 2));
+        into.scale[0] = load_scale(factor + group);
+        into.scale[1] = load_scale(factor + factors_apart + group);
 #if ZEROS
         const signed char* const zero = zeros + (long long)own * scale_step + group;
         into.zero[0] = __ldg(zero);
-        into.zero[1] = __ldg(zero + eight_factors);
+        into.zero[1] = __ldg(zero + factors_apart);
 #endif
     };
 
-    // Activations are asked for first, and put in order while the first codes are on their way.
+    // Activations are asked for first, and put in order while the first codes are on their way; unless there are codes to
+    // be asked for before the activations are made.
     uint4 piece[PIECES];
-#pragma unroll
-    for (int i = 0; i < PIECES; i++)
-        if (i * THREADS + threadIdx.x < chunks * 16) piece[i] = __ldg((const uint4*)x + i * THREADS + threadIdx.x);
     Codes ring[DEPTH];
+#if NORMED
+    uint4 to_add[PIECES], gain[PIECES];
+#endif
+    auto at_of = [&](int i) { return i * THREADS + (int)threadIdx.x; };
+    auto is_there = [&](int i) { return at_of(i) < chunks * 16; };
+    auto fetch_first = [&]() {
 #pragma unroll
-    for (int place = 0; place < DEPTH; place++)
-        if (place < turns) fetch(ring[place], place);
+        for (int place = 0; place < DEPTH; place++)
+            if (place < turns) fetch(ring[place], place);
+    };
+    auto fetch_gains = [&]() {
+#if NORMED
+#pragma unroll
+        for (int i = 0; i < PIECES; i++)
+            if (is_there(i)) gain[i] = load_tokens(gains + 8 * at_of(i));
+#endif
+    };
+    if (EARLY == 2) {
+        fetch_gains();
+        fetch_first();
+    }
+    take_turn();
 #pragma unroll
     for (int i = 0; i < PIECES; i++) {
-        const int at = i * THREADS + threadIdx.x;  // 16 threads have 128 activations, four of them those of a lane
-        const bool is_there = at < chunks * 16;
+        if (!is_there(i)) continue;
+        piece[i] = load_tokens(x + 8 * at_of(i));
+#if NORMED
+        to_add[i] = load_tokens(branch + 8 * at_of(i));
+#endif
+    }
+    if (EARLY < 2) {
+        fetch_gains();
+        fetch_first();
+    }
+#if NORMED
+    float square = 0.0f;
+#pragma unroll
+    for (int i = 0; i < PIECES; i++) {
+        if (!is_there(i)) continue;
+        u32* const words = (u32*)&piece[i];
+        const u32* const more = (const u32*)&to_add[i];
+#pragma unroll
+        for (int word = 0; word < 4; word++) {
+            const float2 had = numbers(words[word]), come = numbers(more[word]);
+            words[word] = pair_of(had.x + come.x, had.y + come.y);  // the norm is of the sum as it is stored
+            const float2 sum = numbers(words[word]);
+            square += sum.x * sum.x + sum.y * sum.y;
+        }
+        if (blockIdx.x == 0) *(uint4*)(total_row + 8 * at_of(i)) = piece[i];
+    }
+#pragma unroll
+    for (int apart_by = 16; apart_by > 0; apart_by /= 2) square += __shfl_xor_sync(0xFFFFFFFFu, square, apart_by);
+    if (lane == 0) squares[warp] = square;
+    __syncthreads();
+    float all_squares = 0.0f;
+#pragma unroll
+    for (int other = 0; other < WARPS; other++) all_squares += squares[other];
+    const float inverse = 1.0f / sqrtf(all_squares / (float)K + (float)eps);
+#pragma unroll
+    for (int i = 0; i < PIECES; i++) {
+        if (!is_there(i)) continue;
+        u32* const words = (u32*)&piece[i];
+        const u32* const times = (const u32*)&gain[i];
+#pragma unroll
+        for (int word = 0; word < 4; word++) {
+            const float2 sum = numbers(words[word]), by = numbers(times[word]);
+            words[word] = pair_of(sum.x * inverse * by.x, sum.y * inverse * by.y);
+        }
+    }
+#endif
+#pragma unroll
+    for (int i = 0; i < PIECES; i++) {
+        const int at = at_of(i);  // 16 threads have 128 activations, four of them those of a lane
         const uint4 v = piece[i];
         float sum = 0.0f;
-        if (is_there) {
+        if (is_there(i)) {
             pairs[at / 16 * 16 + at % 4 * 4 + at / 4 % 4] =
                 make_uint4(__byte_perm(v.x, v.z, 0x5410), __byte_perm(v.x, v.z, 0x7632), __byte_perm(v.y, v.w, 0x5410),
                            __byte_perm(v.y, v.w, 0x7632));
             sum = sum_of_pair(v.x) + sum_of_pair(v.y) + sum_of_pair(v.z) + sum_of_pair(v.w);
         }
 #pragma unroll
-        for (int apart = 8; apart > 0; apart /= 2) sum += __shfl_xor_sync(0xFFFFFFFFu, sum, apart);
-        if (is_there && at % 16 == 0) x_sums[at / 16] = sum;
+        for (int apart_by = 8; apart_by > 0; apart_by /= 2) sum += __shfl_xor_sync(0xFFFFFFFFu, sum, apart_by);
+        if (is_there(i) && at % 16 == 0) x_sums[at / 16] = sum;
     }
     __syncthreads();
 
@@ -147,10 +228,17 @@ int4_token(const unsigned char* codes, const float* scales, const signed char* z
         sums[warp * 16 + 8 + row] = total[1];
     }
     __syncthreads();
-    for (int output = threadIdx.x; output < OUTPUTS; output += THREADS) {
+    for (int result = threadIdx.x; result < RESULTS; result += THREADS) {
+        const int from = GATED ? result / 8 * WAYS * 16 + result % 8 : result / 16 * WAYS * 16 + result % 16;
         float made = 0.0f;
 #pragma unroll
-        for (int other = 0; other < WAYS; other++) made += sums[(output / 16 * WAYS + other) * 16 + output % 16];
-        y[first + output] = rounded(made);
+        for (int other = 0; other < WAYS; other++) made += sums[from + other * 16];
+#if GATED
+        float value = 0.0f;
+#pragma unroll
+        for (int other = 0; other < WAYS; other++) value += sums[from + other * 16 + 8];
+        made = made / (1.0f + __expf(-made)) * value;
+#endif
+        y[first + result] = rounded(made);
     }
 }

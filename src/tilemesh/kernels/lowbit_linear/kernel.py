@@ -21,6 +21,7 @@ from torch.nn import functional
 from tilemesh.kernels.launch.call import Place
 from tilemesh.kernels.launch.steps import Argument, Buffer, LaunchPlan, Pointer, Step, blocks
 from tilemesh.kernels.lowbit_linear import some_rows, tokens
+from tilemesh.kernels.row_linear.reference import gated
 
 FEW, FEW_TOKENS = 128, 64
 """Up to so many rows codes are decoded on their way into the product, by the kernels here and by `tokens.py`'s; see
@@ -176,12 +177,17 @@ def decode_plan(places: Mapping[str, Place], *, code: str) -> LaunchPlan:
     return LaunchPlan((Step(f"{__name__}:decode_pass", grid, arguments, constants),))
 
 
-def forward(launch: Any, x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, code: str) -> Tensor:
+def forward(
+    launch: Any, x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, code: str, gate: str, settled: bool
+) -> Tensor:
     rows = x.reshape(-1, x.shape[-1])
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
     given = {"w": codes.contiguous(), "scales": scales.contiguous()}
     if zeros is not None:
         given["zeros"] = zeros.contiguous()
+    is_gated = gate != "none"
+    if is_gated and not (len(rows) == 1 and tokens.takes_one(rows, codes, scales, code)):
+        return gated(forward(launch, x, codes, scales, zeros, code, "none", settled), gate)
     by_tokens = tokens.serves(rows, scales, code)
     form = some_rows.form_of(rows) if by_tokens and zeros is None else None
     if form is not None:
@@ -189,8 +195,9 @@ def forward(launch: Any, x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor
         some_rows.product(launch, rows, given["w"], given["scales"], y, form)
         return y.view(*x.shape[:-1], -1)
     if by_tokens and len(rows) <= FEW_TOKENS:
-        y = torch.empty((len(rows), len(codes)), dtype=x.dtype, device=x.device)
-        tokens.product(rows.contiguous(), given["w"], given["scales"], given.get("zeros"), y)
+        y = torch.empty((len(rows), len(codes) // (2 if is_gated else 1)), dtype=x.dtype, device=x.device)
+        told = (rows.contiguous(), given["w"], given["scales"], given.get("zeros"), y)
+        tokens.product(*told, gated=is_gated, settled=settled)
         return y.view(*x.shape[:-1], -1)
     if len(rows) > FEW or by_tokens:
         weight = torch.empty((len(codes), x.shape[-1]), dtype=x.dtype, device=x.device)
@@ -199,3 +206,26 @@ def forward(launch: Any, x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor
     y = torch.empty((len(rows), len(codes)), dtype=x.dtype, device=x.device)
     launch(plan, {"x": rows, **given, "y": y}, written=("y",), code=code, upcast=x.device.type == "cpu")
     return y.view(*x.shape[:-1], -1)
+
+
+class NormedCodes:
+    """The kernel of `norm_lowbit_linear`."""
+
+    @staticmethod
+    def forward(
+        launch: Any, x: Tensor, branch: Tensor, gain: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None,
+        code: str, eps: float, gate: str, settled: bool,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        if not tokens.takes_one(x, codes, scales, code):
+            total = x + branch
+            row = functional.rms_norm(total, x.shape[1:], gain, eps)
+            return forward(launch, row, codes, scales, zeros, code, gate, settled), total
+        y = torch.empty((1, len(codes) // (1 if gate == "none" else 2)), dtype=x.dtype, device=x.device)
+        total = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        before = tokens.Before(branch.contiguous(), gain.contiguous(), total, float(eps))
+        told = (x.contiguous(), codes.contiguous(), scales.contiguous(), None if zeros is None else zeros.contiguous())
+        tokens.product(*told, y, gated=gate != "none", settled=settled, before=before)
+        return y, total
+
+
+NORMED = NormedCodes()

@@ -10,12 +10,13 @@ from __future__ import annotations
 import functools
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from tilemesh.kernels.launch.gpu import device_index, gpu_of
+from tilemesh.kernels.launch.driver import launch_early
+from tilemesh.kernels.launch.gpu import device_index, gpu_of, launches_early
 
 _FOLDER = Path(__file__).parent
 _CHUNK, _THREADS = 128, 256  # as in the source
@@ -42,11 +43,13 @@ class TokenForm:
 
 @dataclass(frozen=True)
 class OneTokenForm:
-    """Constants of one compiled kernel for one token: warps of a block, how many share 16 outputs, loads ahead."""
+    """Constants of one compiled kernel for one token: warps of a block, how many share 16 outputs, loads ahead, blocks
+    of a multiprocessor."""
 
     warps: int
     ways: int
     depth: int = 6
+    blocks: int = 1
 
     @property
     def outputs(self) -> int:
@@ -56,7 +59,7 @@ class OneTokenForm:
         return -(-outputs // self.outputs), 1, 1
 
     def shared_bytes(self, inputs: int) -> int:
-        return 2 * inputs + 4 * (inputs // _CHUNK) + 64 * self.warps
+        return 2 * inputs + 4 * (inputs // _CHUNK) + 68 * self.warps
 
 
 def one_token_form(outputs: int, inputs: int, multiprocessors: int) -> OneTokenForm | None:
@@ -88,37 +91,69 @@ def serves(x: Tensor, scales: Tensor, code: str) -> bool:
     return fits and torch.cuda.get_device_capability(x.device)[0] >= 8 and hasattr(torch.cuda, "_compile_kernel")
 
 
+def takes_one(x: Tensor, codes: Tensor, scales: Tensor, code: str) -> bool:
+    """Whether there is a kernel for x as a single token, which can have a norm before and a gate after the product."""
+    if not serves(x, scales, code):
+        return False
+    return one_token_form(len(codes), x.shape[-1], gpu_of(device_index(x.device)).multiprocessors) is not None
+
+
 def _source(file: str) -> str:
     return "\n".join((_FOLDER / name).read_text() for name in ("int4_common.cu", file))
 
 
+class Before(NamedTuple):
+    """A norm inside of the product of one token: activations are the RMSNorm of x + branch, times the gains."""
+
+    branch: Tensor
+    gains: Tensor
+    total: Tensor
+    """What x + branch is written to."""
+    eps: float
+
+
 @functools.cache
-def _compiled(
-    form: TokenForm | OneTokenForm, per_group: int, half: bool, zeros: bool, pieces: int, device: torch.device
-) -> Any:
-    names = asdict(form) | {"per_group": per_group, "half": int(half), "zeros": int(zeros)}
-    file, entry = "int4.cu", "int4_tokens"
-    if isinstance(form, OneTokenForm):
-        names |= {"pieces": pieces}
-        file, entry = "int4_token.cu", "int4_token"
-    lines = "".join(f"#define {name.upper()} {value}\n" for name, value in names.items())
+def _compiled(form: TokenForm | OneTokenForm, device: torch.device, **constants: int) -> Any:
+    file, entry = ("int4_token.cu", "int4_token") if isinstance(form, OneTokenForm) else ("int4.cu", "int4_tokens")
+    lines = "".join(f"#define {name.upper()} {value}\n" for name, value in (asdict(form) | constants).items())
     with torch.cuda.device(device):
         return torch.cuda._compile_kernel(lines + _source(file), entry)
 
 
 def product(
     x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, y: Tensor,
-    form: TokenForm | OneTokenForm | None = None,
+    form: TokenForm | OneTokenForm | None = None, *, gated: bool = False, settled: bool = False,
+    before: Before | None = None, early: bool | None = None,
 ) -> None:  # fmt: skip
-    """y (M, N) = x (M, K) W^T, all of it contiguous."""
+    """y (M, N) = x (M, K) W^T, all of it contiguous. A gate or a norm are for a single token and a `OneTokenForm`.
+
+    gated: the first half of the outputs are gates of the second. settled: codes and scales are not results of the
+    kernel launched just before. early: None where this GPU can launch it before that one has ended.
+    """
     (tokens, inputs), outputs = x.shape, len(codes)
     form = form or form_of(tokens, outputs, inputs, gpu_of(device_index(x.device)).multiprocessors)
-    threads, pieces, shared, sizes = _THREADS, 0, 0, [tokens, outputs, inputs]
-    if isinstance(form, OneTokenForm):
-        threads, shared, sizes = 32 * form.warps, form.shared_bytes(inputs), [outputs, inputs]
-        pieces = -(-inputs // (8 * threads))
-    per_group = inputs // scales.shape[1] // _CHUNK
-    kernel = _compiled(form, per_group, x.dtype is torch.float16, zeros is not None, pieces, x.device)
+    early = launches_early(x.device) if early is None else early
+    constants = {
+        "per_group": inputs // scales.shape[1] // _CHUNK, "half": int(x.dtype is torch.float16),
+        "zeros": int(zeros is not None), "early": (2 if settled else 1) if early else 0,
+    }  # fmt: skip
     step = 0 if len(scales) == 1 else scales.shape[1]
-    given = [codes, scales, scales if zeros is None else zeros, x, y, *sizes, step]
-    kernel(form.grid(tokens, outputs), (threads, 1, 1), given, shared)
+    given: list[Tensor | int | float] = [codes, scales, scales if zeros is None else zeros, _aligned(x)]
+    if isinstance(form, OneTokenForm):
+        threads, shared = 32 * form.warps, form.shared_bytes(inputs)
+        constants |= {"pieces": -(-inputs // (8 * threads)), "normed": int(before is not None), "gated": int(gated)}
+        branch, gains, total, eps = before or Before(x, x, y, 0.0)
+        given += [_aligned(branch), _aligned(gains), y, total, outputs, inputs, step, eps]
+    else:
+        threads, shared = _THREADS, 0
+        given += [y, tokens, outputs, inputs, step]
+    kernel = _compiled(form, x.device, **constants)
+    if early:
+        launch_early(kernel, form.grid(tokens, outputs), threads, given, shared)
+    else:
+        kernel(form.grid(tokens, outputs), (threads, 1, 1), given, shared)
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """Threads load 16 bytes at once."""
+    return x if x.data_ptr() % 16 == 0 else x.clone()

@@ -48,7 +48,7 @@ def row_linear(
     A library's product reads whole tiles of rows and has only one to compute. Kernels add up in float32. settled: the
     weight is not a result of the kernel launched just before, and may be read before that one has ended.
     """
-    return _gated(functional.linear(x, weight, bias), gate)
+    return gated(functional.linear(x, weight, bias), gate)
 
 
 @operator(kernel="tilemesh.kernels.row_linear.kernel:NORMED", check=check_norm, served=served)
@@ -64,10 +64,11 @@ def norm_row_linear(
 ) -> tuple[Tensor, Tensor]:
     """`row_linear` of the RMSNorm of x + branch, times scale (K,); and x + branch. The norm is not rounded between."""
     total = x + branch
-    return _gated(functional.linear(functional.rms_norm(total, x.shape[1:], scale, eps), weight), gate), total
+    return gated(functional.linear(functional.rms_norm(total, x.shape[1:], scale, eps), weight), gate), total
 
 
-def _gated(y: Tensor, gate: str) -> Tensor:
+def gated(y: Tensor, gate: str) -> Tensor:
+    """Of gates and values side by side: the values after the gate."""
     if gate == "none":
         return y
     gates, values = y.to(accumulator(y.dtype)).chunk(2, -1)
@@ -89,10 +90,10 @@ def error_bound(x: Tensor, weight: Tensor, bias: Tensor | None = None, gate: str
     magnitude = functional.linear(
         x.double().abs(), weight.double().abs(), None if bias is None else bias.double().abs()
     )
-    return _bound(y, sum_error(magnitude, x.shape[1] + 1, accumulator(x.dtype)), x.dtype, gate)
+    return bound_after_gate(y, sum_error(magnitude, x.shape[1] + 1, accumulator(x.dtype)), x.dtype, gate)
 
 
-def _bound(y: Tensor, each: Tensor, dtype: torch.dtype, gate: str) -> Tensor:
+def bound_after_gate(y: Tensor, each: Tensor, dtype: torch.dtype, gate: str) -> Tensor:
     """Of results y before the gate, each with its error; the last rounding is to `dtype`."""
     if gate == "none":
         return 1.01 * (each + rounding_error(y, dtype))
@@ -119,7 +120,7 @@ def norm_error_bound(
     wide = accumulator(x.dtype)
     more = (x.shape[1] ** 0.5 + 8) * unit(wide)
     y, magnitude = exact(row, weight), functional.linear(row.abs(), weight.double().abs())
-    return _bound(y, sum_error(magnitude, x.shape[1], wide) + more * magnitude, x.dtype, gate)
+    return bound_after_gate(y, sum_error(magnitude, x.shape[1], wide) + more * magnitude, x.dtype, gate)
 
 
 def arguments(problem: SizedProblem, device: torch.device, seed: int) -> tuple[Tensor, Tensor]:
