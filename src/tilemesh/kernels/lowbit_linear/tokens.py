@@ -24,6 +24,8 @@ MOST = 16
 """Tokens that a block takes at a time; with more, codes are unpacked again."""
 _WARPS, _SHARED = 16, 48 << 10
 """Of a block for one token: the most warps whose loads fit into registers, and shared memory that needs no asking."""
+_LONG = 4096
+"""Inputs up to which four warps have room for them beside the codes."""
 _NARROW = 4096
 """Outputs up to which blocks have fewer of them, so that all multiprocessors work."""
 
@@ -63,12 +65,12 @@ class OneTokenForm:
 
 
 def one_token_form(outputs: int, inputs: int, multiprocessors: int) -> OneTokenForm | None:
-    """A block for each multiprocessor, where that is enough: its part of the outputs, 16 to a warp or to several."""
+    """A block for each multiprocessor, where that is enough: its part of the outputs, 16 to a warp or to several. Where
+    it is not, several small ones, so that some multiply while another one begins."""
     strips = -(-outputs // (16 * multiprocessors))
-    blocks = -(-strips // _WARPS)
-    strips = -(-strips // blocks)
-    ways = 1 << ((_WARPS // strips).bit_length() - 1)
-    form = OneTokenForm(strips * ways, ways)
+    ways = 1 << (max(1, _WARPS // strips).bit_length() - 1)
+    warps = 4 if inputs <= _LONG else 8  # so that a row of activations fits into the registers
+    form = OneTokenForm(strips * ways, ways) if strips <= _WARPS else OneTokenForm(warps, 1, blocks=16 // warps)
     return form if form.outputs <= outputs and form.shared_bytes(inputs) < _SHARED else None
 
 
