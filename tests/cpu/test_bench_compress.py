@@ -92,7 +92,9 @@ def test_compress_writes_a_folder_that_generates_and_serves(source, tmp_path, ca
         (["--recipe", "int4-g48"], "groups of 48 do not divide 64 inputs"),
         (["--recipe", "int9"], "neither a TOML file nor a name"),
         (["--recipe", "int8", "--calibrate", "2"], "expected at least 512 tokens"),
+        (["--recipe", "int8", "--calibrate", "2"], "set --calibrate from 8 to "),
         (["--recipe", "int8", "--step", "3"], "has no steps"),
+        (["--recipe", "int8", "--out", "/proc/x"], "--out /proc/x cannot be made"),
     ],
 )
 def test_wrong_use_is_one_line(source, options, words, tmp_path, capsys):
@@ -167,8 +169,25 @@ def test_a_bench_that_is_cut_short_keeps_its_rows_and_makes_its_page(by, source,
         assert "Ended after 1 of 3 recipes." in page.read_text()
 
 
+def test_a_folder_without_a_tokenizer_is_told_that_its_text_is_bytes(source, tmp_path, capsys):
+    told = {}
+    for vocabulary in (256, 300):
+        model = Transformer(preset("tiny").replace(layers=1, width=16, heads=2, vocabulary=vocabulary), seed=1)
+        huggingface.save(model, tmp_path / f"{vocabulary}")
+        asked = ["--recipe", "int8", "--data", str(source / "text.txt"), "--calibrate", "8", "--sequences", "1"]
+        assert (
+            main(["compress", str(tmp_path / f"{vocabulary}"), *asked, "--out", str(tmp_path / f"s{vocabulary}")]) == 0
+        )
+        told[vocabulary] = "has no tokenizer.json: text is read as bytes" in capsys.readouterr().err
+    assert told == {256: False, 300: True}
+    assert main(["generate", str(tmp_path / "s300"), "--prompt", "a"]) == 2
+    assert "put its tokenizer.json into the model's folder" in capsys.readouterr().err
+
+
 def test_recipes_that_do_not_fit_are_known_before_the_first_is_measured(source, capsys):
     asked = ["bench", "compress", str(source / "model"), "--data", str(source / "text.txt"), "--recipes"]
+    assert main([*asked, "int8,int8"]) == 2
+    assert "--recipes has int8 twice" in capsys.readouterr().err
     assert main([*asked, "int8,int4-g48"]) == 2
     told = capsys.readouterr()
     assert "int4-g48: " in told.err

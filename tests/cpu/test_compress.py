@@ -369,6 +369,20 @@ def test_what_cannot_be_done_is_said_in_one_line(recipe, text, words, model, tok
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("some text", "tokens are a str: expected a tensor of whole numbers"),
+        (torch.zeros(8, 128), "tokens are torch.float32"),
+        (torch.full((8, 128), 999), "token 999 in the text to calibrate with: the model has 256"),
+        (torch.full((8, 128), -1), "token -1 "),
+    ],
+)
+def test_calibration_text_that_is_none_is_refused(text, words, model):
+    with pytest.raises(UsageError, match=words):
+        quantize(model, "int4-g32-gptq", text)
+
+
 def test_a_compressed_model_is_not_compressed_again(model, tokens):
     small = quantize(model, "int8")
     for again in (lambda: quantize(small, "int8"), lambda: prune(small, "mlp-25"), lambda: factorize(small, "rank-50")):

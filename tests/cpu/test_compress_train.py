@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tilemesh.cli.main import main
 from tilemesh.compress.config import DistillConfig
 from tilemesh.compress.quantize import quantize
 from tilemesh.core.errors import UsageError
@@ -87,14 +88,44 @@ def test_a_teacher_is_given_the_documents_of_its_student(text, tmp_path):
         (("plan.zero=3,plan.dp=2",), "int4-g16", "set plan.pp=1, plan.zero at most 2"),
         (("distill.teacher=/no/such/folder,plan.tp=1",), None, "expected a Hugging Face folder"),
         (("distill.temperature=0",), None, "distill.temperature is 0"),
+        (("distill.teacher=TEACHER,plan.tp=1,model.vocabulary=300",), None, "must share a tokenizer"),
+        (("distill.teacher=TEACHER,plan.tp=1,model.context=64",), None, "context is 32 and the student's 64"),
+        (("distill.teacher=TEACHER,plan.tp=1,model.width=16,distill.hidden=1",), None, "set distill.hidden to 0"),
+        (("plan.tp=2,plan.dp=1",), "unstructured-50", "prune 2:4, or set plan.tp=1"),
+        (("plan.tp=2,plan.dp=1",), "int4-g32", "fc_o: groups of 32 do not divide the 16 inputs of a rank"),
+        (("plan.tp=2,plan.dp=1,model.mlp_width=68",), "2:4", "of 34 inputs: expected a multiple of 4 on each of 2"),
+        (("model.mlp_width=66",), "2:4", "2:4 sparsity of 66 inputs: expected a multiple of 4"),
     ],
 )
 def test_what_training_cannot_do_is_refused_before_there_is_a_folder(text, sets, recipe, words, tmp_path):
+    if "TEACHER" in str(sets):
+        huggingface.save(Transformer(config(text).model, seed=5), tmp_path / "teacher")
+        sets = [part.replace("TEACHER", str(tmp_path / "teacher")) for part in sets]
+
     def asked():
         fit(load_config(sets=[SMALL, f"data.source={text}", *sets], recipe=recipe), run=tmp_path / "run")
 
     with pytest.raises(UsageError, match=words):
         asked()
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_user_is_told_what_is_trained_for_and_how_to_shrink_the_result(text, tmp_path, capsys):
+    asked = ["train", "--mesh", "dp=1", "--set", f"{SMALL},data.source={text}", "--recipe", "int4-g16"]
+    assert main([*asked, "--dry-run"]) == 0
+    assert "int4-g16: weights are rounded in every pass" in " ".join(capsys.readouterr().out.split())
+    assert main([*asked, "--out", str(tmp_path / "run")]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "int4-g16: weights are rounded in every pass" in shown
+    assert f"compress {tmp_path / 'run'} --recipe int4-g16 --out FOLDER" in shown
+    huggingface.save(Transformer(config(text).model, seed=5), tmp_path / "teacher")
+    asked[-2:] = ["--out", str(tmp_path / "taught")]
+    asked[4] += f",distill.teacher={tmp_path / 'teacher'}"
+    assert main(asked) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "0.5 of the loss is the divergence from its predictions" in shown
+    assert "(with the teacher's part), held-out" in shown
+    assert "shrink:" not in shown
 
 
 def test_a_distill_config_checks_itself():

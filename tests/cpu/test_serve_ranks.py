@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from tilemesh.cli.serve_run import read_mesh
+from tilemesh.compress.quantize import quantize
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.model import huggingface
 from tilemesh.model.config import ModelConfig
@@ -70,6 +71,23 @@ def test_two_ranks_answer_as_one_process_does(folder: Path, laid: Engine) -> Non
             assert [told.logprob for told in one.logprobs] == pytest.approx(values, abs=1e-11)
         values = [told.logprob for told in theirs.prompt_logprobs]
         assert [told.logprob for told in ours.prompt_logprobs] == pytest.approx(values, abs=1e-11)
+
+
+def test_two_ranks_of_a_compressed_model_answer_as_one_process_does(folder: Path, tmp_path: Path) -> None:
+    small = quantize(huggingface.load(folder), "int4-g16")
+    huggingface.save(small, tmp_path / "small", like=folder)
+    greedy = Sampling(max_tokens=12, temperature=0, logprobs=1)
+    answers = []
+    for ranks in (0, 2):
+        with Engine(tmp_path / "small", dtype="fp64", pages=60, ranks=ranks, kv_cache="int8") as engine:
+            answers.append([made.answers[0] for made in engine.generate(PROMPTS, greedy)])
+    for one, other in zip(*answers, strict=True):
+        assert one.tokens == other.tokens
+        values = [told.logprob for told in other.logprobs]
+        assert [told.logprob for told in one.logprobs] == pytest.approx(values, abs=0.02)
+    huggingface.save(quantize(huggingface.load(folder), "int4-g32"), tmp_path / "wide", like=folder)
+    with pytest.raises(UsageError, match=r"fc_o has 1 group of 32 inputs, which cannot be shared.*groups of 16"):
+        Engine(tmp_path / "wide", pages=60, ranks=2)
 
 
 def rank_processes(engine: Engine) -> list[int]:

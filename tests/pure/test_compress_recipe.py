@@ -22,6 +22,13 @@ def test_names_are_recipes_and_come_back_from_toml(name, tmp_path):
     assert read_recipe(path) == recipe
 
 
+def test_a_model_whose_output_is_its_embedding_is_told_so():
+    recipe = from_dict(Recipe, {"weights": {"scheme": "int8", "layers": ["layers.*", "output"]}})
+    assert "output" in chosen_schemes(recipe, SHAPES)
+    with pytest.raises(UsageError, match="it shares the embedding's table"):
+        chosen_schemes(recipe, {name: shape for name, shape in SHAPES.items() if name != "output"})
+
+
 def test_rules_are_looked_at_in_order_and_the_output_stays():
     told = {"weights": {"scheme": "int4-g64", "rules": ["*.fc_out=int8", "*.fc_*=none"]}}
     found = chosen_schemes(from_dict(Recipe, told), SHAPES)
@@ -37,6 +44,7 @@ def test_rules_are_looked_at_in_order_and_the_output_stays():
         ('[weights]\nscheme = "int4-g64-g32"', "names g64 and g32, and has one granularity"),
         ('[weights]\nscheme = "int8"\n[activations]\nstatic = true', "static without activations.scheme"),
         ('[weights]\nscheme = "int8"\nmethod = "awq"\n[activations]\nsmooth = 0.5', "choose one"),
+        ('[weights]\nscheme = "int8"\n[rank]\nkeep = 0.5', "thin factors are not quantised"),
         ('[weights]\nscheme = "int7"', "unknown number format 'int7'"),
         ('[weights]\nscheme = "int4-g48"', "layers.0.attention.fc_q: groups of 48 do not divide 128 inputs"),
         ('[weights]\nscheme = "int4"\nlayers = ["blocks.*"]', "'blocks.\\*' matches no matrix of this model"),

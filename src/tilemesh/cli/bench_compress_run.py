@@ -74,6 +74,8 @@ def answer(asked: CompressBenchQuestion) -> None:
     recipes = [name.strip() for name in asked.recipes.split(",") if name.strip()] or list(DEFAULT)
     for name in recipes:
         read_recipe(name)
+        if recipes.count(name) > 1:
+            raise UsageError(f"--recipes has {name} twice: name it once")
     peers = [name.strip() for name in asked.peers.split(",") if name.strip() not in ("", "none")]
     for name in peers:
         if name not in PEERS:
@@ -102,7 +104,7 @@ def answer(asked: CompressBenchQuestion) -> None:
     with open_source(asked.model, asked.data, None, say) as source:
         model = source.model.to(device)
         recipes = _that_fit(model, recipes, asked.recipes.strip(" ,") == "", say)
-        text = source.text(asked.calibrate, asked.sequences, asked.seed)
+        text = source.text(asked.calibrate, asked.sequences, asked.seed, say)
         case: dict[str, CaseValue] = {"model": source.name, "sequences": len(text[1]), "calibrated": asked.calibrate}
         if asked.dtype is not None:
             case["dtype"] = asked.dtype

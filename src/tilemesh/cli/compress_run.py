@@ -12,9 +12,9 @@ from rich.console import Console
 from tilemesh.bench.compress.measure import PLAIN, clocks_of, judge, rows_of
 from tilemesh.bench.compress.run import CompressFindings, begin_compress_run, keep_compress_run, point_of
 from tilemesh.bench.compress.text import open_source
+from tilemesh.cli.targets import check_folder
 from tilemesh.compress.recipe import read_recipe
 from tilemesh.compress.shrink import shrink
-from tilemesh.core.errors import UsageError
 from tilemesh.core.ranges import SEED, Range
 from tilemesh.core.units import format_bytes
 from tilemesh.measure.row import CaseValue, write_rows
@@ -46,14 +46,13 @@ def answer(asked: CompressQuestion) -> None:
     _COUNT.check("--sequences", asked.sequences, whole=True)
     SEED.check("--seed", asked.seed, whole=True)
     target = Path(asked.out)
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise UsageError(f"--out {target} is there already and not empty: name a new folder")
+    check_folder("out", target)
 
     def say(text: str) -> None:
         print(f"tilemesh: {text}", file=sys.stderr)
 
     with open_source(asked.source, asked.data, asked.step, say) as source:
-        train, tokens, targets = source.text(asked.calibrate, asked.sequences, asked.seed)
+        train, tokens, targets = source.text(asked.calibrate, asked.sequences, asked.seed, say)
         small = shrink(source.model, recipe, train, say)
         guess = clocks_of(source.model, tokens, torch.float32).expected(small)
         judged = judge({PLAIN: source.model, "small": small}, tokens, targets)

@@ -19,6 +19,16 @@ def check_targets(**targets: str | Path | None) -> None:
                 raise UsageError(f"--{option.replace('_', '-')} {said} cannot be written: {why}")
 
 
+def check_folder(option: str, given: str | Path) -> None:
+    """Refuse a new folder that cannot be made, or one that is there and not empty."""
+    target = Path(given)
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise UsageError(f"--{option} {target} is there already and not empty: name a new folder")
+    why = _why_not(target / "in it")
+    if why:
+        raise UsageError(f"--{option} {target} cannot be made: {why}")
+
+
 def _why_not(target: Path) -> str:
     """Why this file cannot be written; empty where it can. Tried out, as root has every right and /proc takes none."""
     try:

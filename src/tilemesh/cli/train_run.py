@@ -15,6 +15,7 @@ from typing import Any
 from rich.console import Console
 
 from tilemesh.cli import report_run
+from tilemesh.compress.recipe import is_file_text
 from tilemesh.core.context import Membership, membership
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.core.units import format_bytes, format_seconds, parse_seconds
@@ -25,7 +26,7 @@ from tilemesh.measure.table import print_rows, print_words, wrapped
 from tilemesh.runs import folder as folders
 from tilemesh.runs.names import CHECKPOINTS, CONFIG, METRICS, SAMPLE, SUMMARY, TRACE
 from tilemesh.train.check import check_job
-from tilemesh.train.config import DEFAULT_PRESET, TrainConfig
+from tilemesh.train.config import DEFAULT_PRESET, TrainConfig, of_run
 from tilemesh.train.job import fit
 from tilemesh.train.load import load
 from tilemesh.train.preview import preview
@@ -228,7 +229,9 @@ def _show_summary(result: Result, summary: Mapping[str, Any], console: Console) 
         print_words(f"memory: beside the model's, the process itself takes {format_bytes(baseline)} per rank", console)
     held = "" if summary["held_out"] is None else f", held-out {summary['held_out']:.3f}"
     first = summary["seconds_to_first_step"]
-    words = f"training loss {summary['loss']:.3f}{held} nats per token after {summary['step']} steps, "
+    asked = of_run(folder)
+    taught = " (with the teacher's part)" if asked.distill.teacher is not None else ""
+    words = f"training loss {summary['loss']:.3f}{taught}{held} nats per token after {summary['step']} steps, "
     words += f"{format_seconds(summary['seconds'])} in all"
     if summary.get("bits_per_byte") is not None:
         words += f", {summary['bits_per_byte']:.3f} bits per byte held out"
@@ -246,6 +249,9 @@ def _show_summary(result: Result, summary: Mapping[str, Any], console: Console) 
         f"write:   {program()} generate {weights} --prompt 'import '",
         soft_wrap=True,
     )
+    if asked.compress.recipe:
+        recipe = "FILE" if is_file_text(asked.compress.recipe) else asked.compress.recipe
+        console.print(f"shrink:  {program()} compress {weights} --recipe {recipe} --out FOLDER", soft_wrap=True)
 
 
 def program() -> str:

@@ -75,10 +75,19 @@ def check_tokens(tokens_BT: Tensor | None, model: Transformer, what: str) -> Ten
     """Refuse calibration text that is missing or too short."""
     if tokens_BT is None:
         raise UsageError(f"{what} looks at activations: give tokens, some sequences of text (rows, tokens)")
+    if not isinstance(tokens_BT, Tensor) or tokens_BT.is_floating_point():
+        given = tokens_BT.dtype if isinstance(tokens_BT, Tensor) else f"a {type(tokens_BT).__name__}"
+        raise UsageError(f"tokens are {given}: expected a tensor of whole numbers (rows, tokens), as a tokenizer gives")
     if tokens_BT.dim() != 2 or tokens_BT.numel() < LEAST_TOKENS:
         raise UsageError(
             f"{tokens_BT.numel()} tokens to calibrate with: expected at least {LEAST_TOKENS}, in sequences of up to "
             f"{model.config.context}"
+        )
+    low, high = int(tokens_BT.min()), int(tokens_BT.max())
+    if low < 0 or high >= model.config.vocabulary:
+        raise UsageError(
+            f"token {low if low < 0 else high} in the text to calibrate with: the model has {model.config.vocabulary}, "
+            "from 0 on; give the tokens of its own tokenizer"
         )
     return tokens_BT
 

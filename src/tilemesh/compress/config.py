@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from tilemesh.compress.recipe import Recipe, read_recipe
+from tilemesh.compress.recipe import Recipe, is_file_text, read_recipe
 from tilemesh.core.errors import UsageError
 from tilemesh.core.ranges import Range
+from tilemesh.model.config import ModelConfig
 
 RANGES = {"share": Range(0, 1), "temperature": Range(0, above=True), "hidden": Range(0)}
 
@@ -42,6 +43,39 @@ class CompressConfig:
     makes the small model. Empty: weights are trained as they are."""
 
 
+def check_teacher(student: ModelConfig, teacher: ModelConfig, config: DistillConfig) -> None:
+    """Refuse a teacher whose predictions cannot be compared with the student's."""
+    if teacher.vocabulary != student.vocabulary:
+        raise UsageError(
+            f"the teacher has {teacher.vocabulary} tokens and the student {student.vocabulary}: they must share a "
+            "tokenizer"
+        )
+    if teacher.context < student.context:
+        raise UsageError(
+            f"the teacher's context is {teacher.context} and the student's {student.context}: set model.context to at "
+            "most the teacher's"
+        )
+    if config.hidden and teacher.width != student.width:
+        raise UsageError(
+            f"distill.hidden compares activations, and the teacher is {teacher.width} wide, the student "
+            f"{student.width}: set distill.hidden to 0"
+        )
+
+
+def aims(compress: CompressConfig, distill: DistillConfig) -> list[tuple[str, str]]:
+    """What is trained for beside the text's loss, each with a word for the subject; none, as a rule."""
+    told = []
+    recipe = training_recipe(compress.recipe)
+    if recipe is not None:
+        name = "of a file" if is_file_text(compress.recipe) else compress.recipe
+        how = "rounded" if recipe.weights.scheme else "pruned"
+        told.append(("recipe", f"{name}: weights are {how} in every pass, and trained and written in full"))
+    if distill.teacher is not None:
+        part = f"{distill.share:g} of the loss is the divergence from its predictions"
+        told.append(("teacher", f"{distill.teacher}: {part}"))
+    return told
+
+
 def training_recipe(text: str) -> Recipe | None:
     """The recipe of a training run, checked for what training can do; None where there is none."""
     if not text:
@@ -58,7 +92,8 @@ def training_recipe(text: str) -> Recipe | None:
         if is_so:
             raise UsageError(
                 f"compress.recipe sets {key}, which is done after training by `tilemesh compress`: training rounds to "
-                "nearest and prunes the smallest weights; leave it out"
+                "nearest and prunes the smallest weights; leave it out, or compress first and train the result with "
+                "--init"
             )
     if recipe.is_empty:
         raise UsageError("compress.recipe changes nothing: set weights.scheme or prune.structure")

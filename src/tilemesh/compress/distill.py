@@ -9,8 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from tilemesh.compress.calibrate import require_transformer
-from tilemesh.compress.config import DistillConfig
-from tilemesh.core.errors import UsageError
+from tilemesh.compress.config import DistillConfig, check_teacher
 from tilemesh.model.transformer import IGNORED, ResidualStream, Transformer, loss_sum
 
 DistillLoss = Callable[..., tuple[Tensor, Tensor]]
@@ -23,7 +22,7 @@ def distill(
     require_transformer(student, "distil into")
     require_transformer(teacher, "distil from")
     config = DistillConfig(None, share, temperature, hidden)
-    check_teacher(student, teacher, config)
+    check_teacher(student.config, teacher.config, config)
     teacher.eval().requires_grad_(False)
 
     def loss(tokens_BT: Tensor, targets_BT: Tensor, **options: object) -> tuple[Tensor, Tensor]:
@@ -31,21 +30,6 @@ def distill(
         return student_loss(student.project(x_BTD), x_BTD, tokens_BT, targets_BT, teacher, config)
 
     return loss
-
-
-def check_teacher(student: Transformer, teacher: Transformer, config: DistillConfig) -> None:
-    theirs, ours = teacher.config, student.config
-    if theirs.vocabulary != ours.vocabulary:
-        raise UsageError(
-            f"the teacher has {theirs.vocabulary} tokens and the student {ours.vocabulary}: they must share a tokenizer"
-        )
-    if theirs.context < ours.context:
-        raise UsageError(f"the teacher's context is {theirs.context} and the student's {ours.context}: set it lower")
-    if config.hidden and theirs.width != ours.width:
-        raise UsageError(
-            f"distill.hidden compares activations, and the teacher is {theirs.width} wide, the student {ours.width}: "
-            "set distill.hidden to 0"
-        )
 
 
 def last_activations(model: Transformer, tokens_BT: Tensor, **options: object) -> Tensor:

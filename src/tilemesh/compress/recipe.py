@@ -135,6 +135,8 @@ class Recipe:
         }  # fmt: skip
         for name, (value, allowed) in numbers.items():
             allowed.check(f"recipe.{name}", value)
+        if self.rank.keep and weights.scheme:
+            raise UsageError("a recipe with rank.keep and weights.scheme: thin factors are not quantised; choose one")
         if self.prune.begin > self.prune.end:
             raise UsageError(f"recipe.prune.begin is {self.prune.begin}: expected at most prune.end, {self.prune.end}")
 
@@ -193,7 +195,19 @@ def chosen_schemes(recipe: Recipe, shapes: dict[str, tuple[int, int]]) -> dict[s
     return schemes
 
 
+def check_blocks(recipe: Recipe, shapes: dict[str, tuple[int, int]]) -> None:
+    """Refuse 2:4 sparsity of matrices whose inputs are not divided by four."""
+    for name, (_, inputs) in shapes.items():
+        if recipe.prune.structure == "2:4" and name.startswith("layers.") and inputs % 4:
+            raise UsageError(f"{name}: 2:4 sparsity of {inputs} inputs: expected a multiple of 4")
+
+
 def _matches_nothing(pattern: str, shapes: dict[str, tuple[int, int]]) -> UsageError:
+    if pattern == "output" and shapes:
+        return UsageError(
+            "the recipe names output, and this model has no output projection of its own: it shares the embedding's "
+            "table, which is not compressed; leave output out"
+        )
     close = nearest(pattern, shapes)
     some = ", ".join(list(shapes)[:2])
     hint = f"did you mean '{close}'? " if close else ""
@@ -215,11 +229,16 @@ def read_recipe(given: str | Path | Recipe) -> Recipe:
     if isinstance(given, Recipe):
         return given
     text = str(given)
-    if "[" in text and "\n" in text:  # a file's content, as a training configuration keeps it
+    if is_file_text(text):
         return config.from_dict(Recipe, config.parse_toml(text, "compress.recipe"), "compress.recipe")
     if text.endswith(".toml") or Path(text).is_file():
         return config.from_dict(Recipe, config.read_toml(text, "recipe"), text)
     return _named(text)
+
+
+def is_file_text(text: str) -> bool:
+    """Whether this is a file's content, as a training configuration keeps it."""
+    return "[" in text and "\n" in text
 
 
 def _named(text: str) -> Recipe:

@@ -8,9 +8,9 @@ from pathlib import Path
 from torch import Tensor
 
 from tilemesh.compress.factorize import factorize
-from tilemesh.compress.prune import BLOCK, prune, smaller_config
+from tilemesh.compress.prune import prune, smaller_config
 from tilemesh.compress.quantize import quantize
-from tilemesh.compress.recipe import Recipe, chosen_schemes, read_recipe
+from tilemesh.compress.recipe import Recipe, check_blocks, chosen_schemes, read_recipe
 from tilemesh.core.errors import UsageError
 from tilemesh.model.lowbit import projections
 from tilemesh.model.transformer import Transformer
@@ -23,10 +23,7 @@ def check_recipe(model: Transformer, recipe: str | Path | Recipe) -> None:
     chosen_schemes(wanted, shapes)
     if wanted.prune.structure in ("heads", "mlp", "layers"):
         smaller_config(model.config, wanted.prune)
-    of = BLOCK[1] if wanted.prune.structure == "2:4" else 1
-    for name, (_, inputs) in shapes.items():
-        if name.startswith("layers.") and inputs % of:
-            raise UsageError(f"{name}: 2:4 sparsity of {inputs} inputs: expected a multiple of {of}")
+    check_blocks(wanted, shapes)
 
 
 def shrink(
@@ -39,8 +36,6 @@ def shrink(
     recipe = read_recipe(recipe)
     if recipe.is_empty:
         raise UsageError("the recipe changes nothing: set weights.scheme, prune.structure or rank.keep")
-    if recipe.rank.keep and recipe.weights.scheme:
-        raise UsageError("a recipe with rank.keep and weights.scheme: thin factors are not quantised; choose one")
     inputs = None if tokens is None else tokens[:, :-1].contiguous()
     if recipe.prune.structure != "none":
         model = prune(model, recipe, tokens)

@@ -138,7 +138,11 @@ class Unknown:
     end: int = 0
 
     def encode(self, text: bytes, special: bool = False) -> NDArray[Any]:
-        raise UsageError("these shards do not say which tokenizer made them: set ", "data.tokenizer")
+        raise UsageError(
+            "it is not known which tokenizer made these tokens: put its tokenizer.json into the model's folder, or for "
+            "shards set ",
+            "data.tokenizer",
+        )
 
     def decode(self, tokens: Sequence[int]) -> str:
         return " ".join(str(int(token)) for token in tokens)

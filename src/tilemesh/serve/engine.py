@@ -30,7 +30,7 @@ from tilemesh.serve.core import AnswerPart, EngineCore, PromptJob
 from tilemesh.serve.device_steps import PlainCalls, ServeGraphs
 from tilemesh.serve.draft import DraftModel, check_draft
 from tilemesh.serve.history import ServeHistory
-from tilemesh.serve.load import ServedModel, load_served, read_dtype
+from tilemesh.serve.load import ServedModel, check_groups, load_served, read_dtype
 from tilemesh.serve.memory import choose_pages
 from tilemesh.serve.offline import whole_answers
 from tilemesh.serve.ranks import RankRunner
@@ -110,6 +110,7 @@ class Engine:
         self.config: ModelConfig = model.config
         if ranks and (reason := why_not(self.config, ParallelPlan(tp=ranks))):
             raise UsageError(reason)  # before any of them is started
+        check_groups(model, max(1, ranks))
         longest = self.config.context if context is None else min(context, self.config.context)
         if context is not None and context > longest:
             say(f"context {context:,} is more than the model's {longest:,}: served with {longest:,}")

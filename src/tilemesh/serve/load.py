@@ -20,8 +20,10 @@ from tilemesh.model import huggingface
 from tilemesh.model.adapter import LoraConfig, adapted_modules
 from tilemesh.model.config import ModelConfig, check_written_model
 from tilemesh.model.families.book import CONFIG as MODEL_FILE
-from tilemesh.model.families.book import read_config
+from tilemesh.model.families.book import QUANTIZATION, read_config
 from tilemesh.model.lora import MergedWeights
+from tilemesh.model.lowbit import LowBitLinear
+from tilemesh.model.lowbit_files import CompressedFolder
 from tilemesh.model.read import read_model
 from tilemesh.model.transformer import Transformer
 from tilemesh.runs import folder as folders
@@ -98,6 +100,20 @@ def load_served(
     return ServedModel(path.resolve().name, _converted(model, dtype), tokenizer, frozenset({tokenizer.end}))
 
 
+def check_groups(model: Transformer, ranks: int) -> None:
+    """Refuse codes whose groups of inputs cannot be shared by so many ranks, where a matrix is cut by its inputs."""
+    for name, module in model.named_modules():
+        if not isinstance(module, LowBitLinear) or not name.endswith((".fc_o", ".fc_out")):
+            continue
+        groups = module.scheme.groups(module.in_features)
+        if module.scheme.granularity == "group" and groups % ranks:
+            most = module.in_features // ranks
+            raise UsageError(
+                f"tp is {ranks}: {name} has {groups} group{'s' * (groups > 1)} of {module.scheme.group} inputs, which "
+                f"cannot be shared evenly; compress in groups of {most} or a divisor of it, or per channel (int8)"
+            )
+
+
 def _of_huggingface(
     path: Path, dtype: torch.dtype | None, device: torch.device | str, with_weights: bool
 ) -> ServedModel:
@@ -105,6 +121,8 @@ def _of_huggingface(
         model = huggingface.load(path, device=device, dtype=dtype).eval().requires_grad_(False)
     else:
         model = Transformer(read_config(path), device="meta", dtype=dtype)
+        if isinstance(told := read_json_object(path / MODEL_FILE).get(QUANTIZATION), Mapping):
+            CompressedFolder(model, told, str(path / MODEL_FILE))  # puts in modules of that kind
     vocabulary = model.config.vocabulary
     has_tokenizer = (path / _TOKENIZER_FILE).is_file()
     tokenizer: Tokenizer = FileTokenizer(path / _TOKENIZER_FILE) if has_tokenizer else Unknown(vocabulary)

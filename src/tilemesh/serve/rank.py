@@ -15,6 +15,7 @@ from torch import Tensor
 from tilemesh.comm import connect
 from tilemesh.core.plan import ParallelPlan
 from tilemesh.kernels.launch.tensors import read_device
+from tilemesh.model.lowbit import CompressedLinear
 from tilemesh.parallel.apply import lay
 from tilemesh.parallel.laid import Laid
 from tilemesh.parallel.mesh import Mesh
@@ -33,8 +34,12 @@ def serve_steps(address: str, source: str, limits: Mapping[str, Any], options: M
     served = load_served(source, dtype=read_dtype(options["dtype"]), device=place, step=options["step"])
     runner = Runner(served.model, ServeLimits(**limits), place, options["invariant"]) if comm.size == 1 else None
     if runner is None:
-        # `lay` prepares a model to be trained; here nothing is.
-        laid = lay(served.model.requires_grad_(True), mesh, ParallelPlan(tp=comm.size), gradients="naive")
+        # `lay` prepares a model to be trained; here nothing is. Codes of compressed matrices never are.
+        for part in served.model.modules():
+            if not isinstance(part, CompressedLinear):
+                for parameter in part.parameters(recurse=False):
+                    parameter.requires_grad_(True)
+        laid = lay(served.model, mesh, ParallelPlan(tp=comm.size), gradients="naive")
         served.model.eval().requires_grad_(False)
         runner = LaidRunner(laid, ServeLimits(**limits), place, options["invariant"])
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:

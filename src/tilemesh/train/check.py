@@ -15,8 +15,8 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from tilemesh.compress.config import training_recipe
-from tilemesh.compress.recipe import chosen_schemes
+from tilemesh.compress.config import check_teacher, training_recipe
+from tilemesh.compress.recipe import Recipe, check_blocks, chosen_schemes
 from tilemesh.core import config
 from tilemesh.core.context import membership
 from tilemesh.core.cores import available_cores
@@ -47,6 +47,8 @@ _COUNT_OR_NONE = Range(0)
 _FRACTION = Range(0, 1, below=True)
 _RUN = Argument("run", "--out")
 _STOP_AFTER = Argument("stop_after")
+_CUT_BY_INPUTS = (".fc_o", ".fc_out")
+"""Matrices of a layer of which a rank of tp has some inputs; of the others it has some outputs."""
 
 RANGES: dict[str, Range] = {
     "train.steps": _COUNT,
@@ -295,6 +297,9 @@ def _check_compress(made: TrainConfig) -> None:
         )
     if recipe is not None:
         chosen_schemes(recipe, _matrices(made.model))
+        check_blocks(recipe, _matrices(made.model))
+        if plan.tp > 1:
+            _check_cut(recipe, _matrices(made.model), plan.tp)
     if made.distill.teacher is None:
         return
     if plan.tp > 1 or plan.recompute != "none" or made.train.compile:
@@ -308,6 +313,28 @@ def _check_compress(made: TrainConfig) -> None:
             f"distill.teacher is {made.distill.teacher}: expected a Hugging Face folder; `tilemesh export` "
             "makes one of a run"
         )
+    check_teacher(made.model, read_config(made.distill.teacher), made.distill)
+
+
+def _check_cut(recipe: Recipe, shapes: dict[str, tuple[int, int]], tp: int) -> None:
+    """Refuse what cannot be done in the parts of matrices that ranks hold, as they would."""
+    if recipe.prune.structure == "unstructured":
+        raise UsageError(
+            f"compress.recipe prunes unstructured and plan.tp is {tp}: the smallest weights of a whole matrix go, and "
+            "tp cuts it; prune 2:4, or set plan.tp=1"
+        )
+    cut = {name: (outputs, inputs // tp) for name, (outputs, inputs) in shapes.items() if name.endswith(_CUT_BY_INPUTS)}
+    whole = chosen_schemes(recipe, shapes)
+    for name, (_, inputs) in cut.items():
+        if name in whole and whole[name].granularity == "group" and inputs % whole[name].group:
+            raise UsageError(
+                f"{name}: groups of {whole[name].group} do not divide the {inputs} inputs of a rank; round in smaller "
+                "groups or per channel, or set a smaller plan.tp"
+            )
+    try:
+        check_blocks(recipe, cut)
+    except UsageError as error:
+        raise UsageError(f"{error} on each of {tp} ranks; set a smaller plan.tp") from None
 
 
 def _matrices(model: ModelConfig) -> dict[str, tuple[int, int]]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tilemesh.compress.config import aims
 from tilemesh.core.units import format_bytes, format_seconds
 from tilemesh.data.config import STDLIB
 from tilemesh.data.documents import misnamed_words
@@ -80,6 +81,7 @@ class Preview:
             *self._predictions(),
             ("files", self._files()),
         ]
+        made[2:2] = aims(self.config.compress, self.config.distill)
         if self.init:
             made.insert(1, ("weights", f"begin with those in {self.init}"))
         return made

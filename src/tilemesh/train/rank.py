@@ -22,7 +22,7 @@ import torch
 from tilemesh.comm.connection import connect
 from tilemesh.comm.runtime.choose import Choices
 from tilemesh.comm.runtime.communicator import Communicator
-from tilemesh.compress.config import training_recipe
+from tilemesh.compress.config import aims, training_recipe
 from tilemesh.compress.prepare import between_steps, prepare
 from tilemesh.core.config import to_dict
 from tilemesh.core.context import JOB_VARIABLE, membership
@@ -475,9 +475,11 @@ def _headline(config: TrainConfig, mesh: Mesh, corpus: Corpus, device: torch.dev
     ranks = f"{mesh.comm.backend} between ranks, each on {where}" if config.ranks > 1 else f"on {where}"
     samples = train_mixture(corpus, config.context, config.data.packing, config.train.seed)
     epochs = config.train.steps * config.batch / max(1, len(samples))
+    beside = "".join(f"\n{subject} {words}" for subject, words in aims(config.compress, config.distill))
     return (
         f"{config.plan.describe(config.servers)}; {ranks}\n"
         f"{corpus.words}; {config.train.steps} steps of {config.tokens_per_step:,} tokens are {epochs:.3g} epochs"
+        f"{beside}"
     )
 
 

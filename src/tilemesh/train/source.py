@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tilemesh.compress.distill import check_teacher, last_activations, student_loss
+from tilemesh.compress.distill import last_activations, student_loss
 from tilemesh.core.errors import UsageError
 from tilemesh.data.order import rows_of
 from tilemesh.data.samples import IGNORED, SamplePair, held_out_samples, train_mixture
@@ -88,7 +88,6 @@ def from_teacher(config: TrainConfig, laid: Laid, device: torch.device) -> Objec
     student = laid.module
     assert isinstance(student, Transformer)
     teacher = huggingface.load(config.distill.teacher, device=device, dtype=next(student.parameters()).dtype)
-    check_teacher(student, teacher, config.distill)
     teacher.eval().requires_grad_(False)
     teacher.documents_marked = student.documents_marked  # both are given the same tokens
 

@@ -17,6 +17,7 @@ from tilemesh.core.errors import UsageError
 from tilemesh.data.config import DataConfig
 from tilemesh.data.corpus import check_vocabulary, open_corpus
 from tilemesh.data.samples import SamplePair, held_out_samples, train_mixture
+from tilemesh.data.tokenizer import Bytes
 from tilemesh.model import huggingface
 from tilemesh.model.families.book import CONFIG
 from tilemesh.model.families.carried import TOKENIZER
@@ -41,7 +42,9 @@ class CompressSource:
     model: Transformer
     data: DataConfig
 
-    def text(self, calibrate: int, held_out: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    def text(
+        self, calibrate: int, held_out: int, seed: int, say: Callable[[str], None] = lambda words: None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Calibration tokens (sequences, tokens + 1), held-out tokens and their targets.
 
         Calibration is on held-out text after that which is judged, where there is enough, and else on training text:
@@ -52,10 +55,11 @@ class CompressSource:
         check_vocabulary(corpus.tokenizer, self.model.config.vocabulary)
         mixture = train_mixture(corpus, context, "stream", seed)
         if calibrate * context < LEAST_TOKENS or len(mixture) < calibrate:
+            least = -(-LEAST_TOKENS // context)
+            what = f"set --calibrate from {least} to {len(mixture)}" if len(mixture) >= least else "set --data to more"
             raise UsageError(
-                f"{calibrate} sequences of {context} tokens to calibrate with, and the text has "
-                f"{len(mixture)}: expected "
-                f"at least {LEAST_TOKENS} tokens; set --calibrate, or --data to a longer text"
+                f"{calibrate} sequences of {context} tokens to calibrate with, and the text has {len(mixture)}: "
+                f"expected at least {LEAST_TOKENS} tokens; {what}"
             )
         held = held_out_samples(corpus, context, "stream", held_out + MOST_UNSEEN)
         if not held:
@@ -66,6 +70,9 @@ class CompressSource:
             chosen = [unseen[place] for place in order]
         else:
             chosen = [mixture.at(place) for place in range(calibrate)]
+        is_guess = isinstance(corpus.tokenizer, Bytes) and not (self.folder / TOKENIZER).is_file()
+        if is_guess and self.model.config.vocabulary > corpus.tokenizer.vocabulary:
+            say(f"{self.name} has no {TOKENIZER}: text is read as bytes, which says little of a model of other tokens")
         tokens, targets = (torch.from_numpy(np.stack(part)) for part in zip(*held[:held_out], strict=True))
         return _joined(chosen), tokens.long(), targets.long()
 
