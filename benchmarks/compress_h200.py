@@ -51,13 +51,11 @@ from tilemesh.model.transformer import Transformer
 
 Form = TokenForm | OneTokenForm | SomeRows
 FORMS: Mapping[int, tuple[Form, ...]] = {
-    1: (OneTokenForm(16, 4, 5), OneTokenForm(16, 4, 7), OneTokenForm(8, 2, 6, 2), OneTokenForm(8, 2, 4, 2)),
-    8: (TokenForm(2, 1, 3, 2), TokenForm(2, 1, 2, 2), TokenForm(4, 1, 3, 1)),
-    16: (
-        TokenForm(4, 2, 2, 1), TokenForm(4, 2, 3, 1), TokenForm(2, 2, 3, 1), TokenForm(2, 2, 2, 2),
-        TokenForm(2, 2, 1, 2), TokenForm(1, 2, 3, 2),
-    ),
-    32: (), 64: (), 128: (), 256: (), 512: (), 1024: (), 8192: (),
+    1: (OneTokenForm(16, 4, 7), OneTokenForm(16, 4, 8), OneTokenForm(8, 2, 6, 2), OneTokenForm(16, 8)),
+    8: (TokenForm(2, 1, 3, 2), TokenForm(1, 1, 4, 2), TokenForm(4, 1, 3, 1)),
+    16: (TokenForm(4, 2, 3, 1), TokenForm(2, 2, 3, 1), TokenForm(2, 2, 2, 2)),
+    32: (), 64: (SomeRows(64, 128, 4, 3, 4), SomeRows(64, 128, 4, 2, 4), SomeRows(64, 64, 4, 4, 2)), 128: (), 256: (),
+    512: (), 1024: (), 8192: (),
 }  # fmt: skip
 """By the number of tokens, for 8192 x 8192: what is timed beside the operator as it is."""
 DECODED_SHAPES = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096))

@@ -6,45 +6,21 @@
 // one load brings from memory into the registers that the tensor cores take them from. DEPTH such loads are on their way
 // while one is multiplied. Activations, which all blocks read, come from the caches.
 //
-// A code is put behind a leading one (a bfloat16's 128, a float16's 1024), and the leading one and the zero point are
-// subtracted, exactly. Sums of a group are multiplied by its scale in float32; at the end the warps' sums are added up
-// in the order of the warps.
+// A code is put behind a leading one (a bfloat16's 128, a float16's 1024). What that and the zero point add is the sum of
+// the activations times it, and is taken off the sum of 128 products; tensor cores add up the activations too, by a product
+// with ones. Sums of a group are multiplied by its scale in float32; at the end the warps' sums are added up in the order
+// of the warps.
 //
 // Set before: STRIPS, TILES (of 8 tokens), DEPTH, BLOCKS (per multiprocessor), PER_GROUP (how many times 128 inputs share
 // a scale), HALF (x is float16), ZEROS, EARLY.
 constexpr int WARPS = 8;
 constexpr int TOKENS = 8 * TILES;
 constexpr int OUTPUTS = 16 * STRIPS;
-
-// Pairs of codes (0, 4), (1, 5), (2, 6), (3, 7) of a word as numbers; `offset` (negative, in both halves) is added.
-__device__ __forceinline__ void unpack(u32 word, u32 offset, u32* made) {
 #if HALF
-    const u32 lead = 0x64006400u, one = 0x3C003C00u;
+constexpr u32 ONES = 0x3C003C00u;
 #else
-    const u32 lead = 0x43004300u, one = 0x3F803F80u;
+constexpr u32 ONES = 0x3F803F80u;
 #endif
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-        const u32 raw = ((word >> (4 * i)) & 0x000F000Fu) | lead;
-#if HALF
-        asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(made[i]) : "r"(raw), "r"(one), "r"(offset));
-#else
-        asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(made[i]) : "r"(raw), "r"(one), "r"(offset));
-#endif
-    }
-}
-
-// Minus (8 + zero + the leading one), in both halves.
-__device__ __forceinline__ u32 offset_of(int zero) {
-#if HALF
-    u16 half;
-    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(half) : "f"((float)(-1032 - zero)));
-    const u32 bits = half;
-#else
-    const u32 bits = __float_as_uint((float)(-136 - zero)) >> 16;
-#endif
-    return bits | (bits << 16);
-}
 
 // What a warp loads of its outputs for 128 inputs.
 struct Codes {
@@ -62,17 +38,25 @@ int4_tokens(const unsigned char* codes, const float* scales, const signed char* 
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, row = lane >> 2, quarter = lane & 3;
     const int turns = (K / CHUNK - warp + WARPS - 1) / WARPS;
     const int token0 = blockIdx.y * TOKENS;
+    // Where the loads of the first place of the ring go next: those of the others are a fixed distance behind.
     const unsigned char* lines[STRIPS][2];
-    u32 factors[STRIPS][2];
+    const float* factors[STRIPS][2];
+#if ZEROS
+    const signed char* zero_at[STRIPS][2];
+#endif
 #pragma unroll
     for (int strip = 0; strip < STRIPS; strip++)
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             // What is outside reads the last row, and is not written.
-            const int own = min(blockIdx.x * OUTPUTS + strip * 16 + half * 8 + row, N - 1);
+            const int own = min((int)blockIdx.x * OUTPUTS + strip * 16 + half * 8 + row, N - 1);
             lines[strip][half] = codes + (long long)own * (K / 2) + warp * (CHUNK / 2) + quarter * 16;
-            factors[strip][half] = (u32)own * (u32)scale_step;
+            factors[strip][half] = scales + (long long)own * scale_step + (PER_GROUP == 1 ? warp : 0);
+#if ZEROS
+            zero_at[strip][half] = zeros + (long long)own * scale_step;
+#endif
         }
+    int first_turn = 0;  // of the ring's next loads
     const u16* tokens[TILES];
     bool there[TILES];
 #pragma unroll
@@ -82,25 +66,35 @@ int4_tokens(const unsigned char* codes, const float* scales, const signed char* 
         tokens[tile] = x + (long long)(there[tile] ? token : 0) * K + warp * CHUNK + quarter * 32;
     }
 
-    auto fetch = [&](Codes& into, int turn) {
-        const int group = (warp + turn * WARPS) / PER_GROUP;
+    auto fetch = [&](Codes& into, int place) {
+        const int group = (warp + (first_turn + place) * WARPS) / PER_GROUP;
 #pragma unroll
         for (int strip = 0; strip < STRIPS; strip++)
 #pragma unroll
             for (int half = 0; half < 2; half++) {
-                into.words[strip][half] = load_codes(lines[strip][half] + turn * (WARPS * CHUNK / 2));
-                into.scale[strip][half] = load_scale(scales + factors[strip][half] + group);
+                into.words[strip][half] = load_codes(lines[strip][half] + place * (WARPS * CHUNK / 2));
+                into.scale[strip][half] = load_scale(factors[strip][half] + (PER_GROUP == 1 ? place * WARPS : group));
 #if ZEROS
-                into.zero[strip][half] = __ldg(zeros + factors[strip][half] + group);
+                into.zero[strip][half] = __ldg(zero_at[strip][half] + group);
 #endif
             }
     };
-    auto fetch_tokens = [&](uint4 (&into)[TILES][4], int turn) {
+    auto go_on = [&]() {
+#pragma unroll
+        for (int strip = 0; strip < STRIPS; strip++)
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                lines[strip][half] += DEPTH * WARPS * CHUNK / 2;
+                if (PER_GROUP == 1) factors[strip][half] += DEPTH * WARPS;
+            }
+        first_turn += DEPTH;
+    };
+    auto fetch_tokens = [&](uint4 (&into)[TILES][4], int ahead_by) {
 #pragma unroll
         for (int tile = 0; tile < TILES; tile++)
 #pragma unroll
             for (int word = 0; word < 4; word++)
-                if (there[tile]) into[tile][word] = load_tokens(tokens[tile] + turn * (WARPS * CHUNK) + word * 8);
+                if (there[tile]) into[tile][word] = load_tokens(tokens[tile] + ahead_by * (WARPS * CHUNK) + word * 8);
     };
 
     Codes ring[DEPTH];
@@ -115,24 +109,26 @@ int4_tokens(const unsigned char* codes, const float* scales, const signed char* 
 #pragma unroll
             for (int i = 0; i < 4; i++) total[strip][tile][i] = 0.0f;
     }
-    if (EARLY < 2) take_turn();
+    if (EARLY < 2) take_turn(K < 0);
 #pragma unroll
     for (int place = 0; place < DEPTH; place++)
         if (place < turns) fetch(ring[place], place);
-    if (EARLY == 2) take_turn();
+    go_on();
+    if (EARLY == 2) take_turn(K < 0);
     if (turns > 0) fetch_tokens(ahead, 0);
 
-    for (int begin = 0; begin < turns; begin += DEPTH) {
+    for (int left = turns; left > 0; left -= DEPTH) {
 #pragma unroll
         for (int place = 0; place < DEPTH; place++) {
-            const int turn = begin + place;
-            if (turn >= turns) break;
-            const Codes now = ring[place];
-            if (turn + DEPTH < turns) fetch(ring[place], turn + DEPTH);
-            // Pairs of activations in the order of the codes' pairs.
+            if (place >= left) break;
+            Codes& now = ring[place];
+            // Pairs of activations in the order of the codes' pairs, and their sums.
             u32 b[TILES][4][4];
+            float summed[TILES][4];
 #pragma unroll
-            for (int tile = 0; tile < TILES; tile++)
+            for (int tile = 0; tile < TILES; tile++) {
+#pragma unroll
+                for (int i = 0; i < 4; i++) summed[tile][i] = 0.0f;
 #pragma unroll
                 for (int word = 0; word < 4; word++) {
                     const uint4 v = ahead[tile][word];
@@ -140,8 +136,11 @@ int4_tokens(const unsigned char* codes, const float* scales, const signed char* 
                     b[tile][word][1] = __byte_perm(v.x, v.z, 0x7632);
                     b[tile][word][2] = __byte_perm(v.y, v.w, 0x5410);
                     b[tile][word][3] = __byte_perm(v.y, v.w, 0x7632);
+                    multiply(summed[tile], ONES, ONES, ONES, ONES, b[tile][word][0], b[tile][word][1]);
+                    multiply(summed[tile], ONES, ONES, ONES, ONES, b[tile][word][2], b[tile][word][3]);
                 }
-            if (turn + 1 < turns) fetch_tokens(ahead, turn + 1);
+            }
+            if (place + 1 < left) fetch_tokens(ahead, place + 1);
 #pragma unroll
             for (int strip = 0; strip < STRIPS; strip++) {
                 float part[TILES][4];
@@ -151,16 +150,11 @@ int4_tokens(const unsigned char* codes, const float* scales, const signed char* 
                     for (int i = 0; i < 4; i++) part[tile][i] = 0.0f;
                 const u32 low[4] = {now.words[strip][0].x, now.words[strip][0].y, now.words[strip][0].z, now.words[strip][0].w};
                 const u32 high[4] = {now.words[strip][1].x, now.words[strip][1].y, now.words[strip][1].z, now.words[strip][1].w};
-#if ZEROS
-                const u32 offsets[2] = {offset_of(now.zero[strip][0]), offset_of(now.zero[strip][1])};
-#else
-                const u32 offsets[2] = {offset_of(0), offset_of(0)};
-#endif
 #pragma unroll
                 for (int word = 0; word < 4; word++) {
                     u32 a[4], c[4];
-                    unpack(low[word], offsets[0], a);
-                    unpack(high[word], offsets[1], c);
+                    unpack(low[word], a);
+                    unpack(high[word], c);
 #pragma unroll
                     for (int tile = 0; tile < TILES; tile++) {
                         multiply(part[tile], a[0], c[0], a[1], c[1], b[tile][word][0], b[tile][word][1]);
@@ -170,9 +164,20 @@ int4_tokens(const unsigned char* codes, const float* scales, const signed char* 
 #pragma unroll
                 for (int tile = 0; tile < TILES; tile++)
 #pragma unroll
-                    for (int i = 0; i < 4; i++) total[strip][tile][i] += now.scale[strip][i >> 1] * part[tile][i];
+                    for (int i = 0; i < 4; i++) {
+#if ZEROS
+                        const float adds = ADDS + (float)now.zero[strip][i >> 1];
+#else
+                        const float adds = ADDS;
+#endif
+                        total[strip][tile][i] += now.scale[strip][i >> 1] * (part[tile][i] - adds * summed[tile][i]);
+                    }
             }
+            if (place + DEPTH < left) fetch(now, place);
         }
+        go_on();
+#pragma unroll
+        for (int tile = 0; tile < TILES; tile++) tokens[tile] += DEPTH * WARPS * CHUNK;
     }
 
 #pragma unroll

@@ -27,12 +27,32 @@ __device__ __forceinline__ uint4 load_tokens(const void* from) {
     return made;
 }
 
-// As `take_turn` in kernels/early.py: only who has seen the kernel ahead end lets the one behind begin.
-__device__ __forceinline__ void take_turn() {
+// As `take_turn` in kernels/early.py: only who has seen the kernel ahead end lets the one behind begin. `never` is false,
+// which the assembler does not know: it would take the wait past the loads before it, but not past a branch.
+__device__ __forceinline__ void take_turn(bool never) {
+#if EARLY == 2
+    if (never) asm volatile("trap;");
+#endif
 #if EARLY
     asm volatile("griddepcontrol.wait;" ::: "memory");
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
+}
+
+#if HALF
+constexpr u32 LEAD = 0x64006400u;
+constexpr float ADDS = 1032.0f;  // the leading one, and the 8 that codes are stored with
+#else
+constexpr u32 LEAD = 0x43004300u;
+constexpr float ADDS = 136.0f;
+#endif
+
+// Pairs of codes (0, 4), (1, 5), (2, 6), (3, 7) of a word, each behind the leading one. One instruction selects the bits
+// and puts the leading ones: the compiler would take two.
+__device__ __forceinline__ void unpack(u32 word, u32* made) {
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+        asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(made[i]) : "r"(word >> (4 * i)), "n"(0x000F000F), "r"(LEAD));
 }
 
 __device__ __forceinline__ void multiply(float* c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {

@@ -23,21 +23,6 @@
 constexpr int THREADS = 32 * WARPS;
 constexpr int OUTPUTS = 16 * (WARPS / WAYS);
 constexpr int RESULTS = GATED ? OUTPUTS / 2 : OUTPUTS;
-#if HALF
-constexpr u32 LEAD = 0x64006400u;
-constexpr float ADDS = 1032.0f;  // the leading one, and the 8 that codes are stored with
-#else
-constexpr u32 LEAD = 0x43004300u;
-constexpr float ADDS = 136.0f;
-#endif
-
-// Pairs of codes (0, 4), (1, 5), (2, 6), (3, 7) of a word, each behind the leading one. One instruction selects the bits
-// and puts the leading ones: the compiler would take two.
-__device__ __forceinline__ void unpack(u32 word, u32* made) {
-#pragma unroll
-    for (int i = 0; i < 4; i++)
-        asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(made[i]) : "r"(word >> (4 * i)), "n"(0x000F000F), "r"(LEAD));
-}
 
 // Two activations side by side, as numbers and back.
 __device__ __forceinline__ float2 numbers(u32 pair) {
@@ -82,22 +67,36 @@ int4_token(const unsigned char* codes, const float* scales, const signed char* z
     const int first = min((int)blockIdx.x * RESULTS, (GATED ? N / 2 : N) - RESULTS);
     const int own = first + strip * (GATED ? 8 : 16) + row, apart = GATED ? N / 2 : 8;  // rows of the two eights
     const int turns = (chunks - way + WAYS - 1) / WAYS;
-    const unsigned char* const line = codes + (long long)own * (K / 2) + quarter * 16;
-    const float* const factor = scales + (long long)own * scale_step;
-    const int factors_apart = apart * scale_step;
-    const long long lines_apart = (long long)apart * (K / 2);
-
-    auto fetch = [&](Codes& into, int turn) {
-        const int chunk = way + turn * WAYS, group = chunk / PER_GROUP;
-        into.words[0] = load_codes(line + chunk * (CHUNK / 2));
-        into.words[1] = load_codes(line + lines_apart + chunk * (CHUNK / 2));
-        into.scale[0] = load_scale(factor + group);
-        into.scale[1] = load_scale(factor + factors_apart + group);
+    // Where the loads of the first place of the ring go next: those of the others are a fixed distance behind.
+    const unsigned char* lines[2];
+    const float* factors[2];
+    lines[0] = codes + (long long)own * (K / 2) + quarter * 16 + way * (CHUNK / 2);
+    lines[1] = lines[0] + (long long)apart * (K / 2);
+    factors[0] = scales + (long long)own * scale_step + (PER_GROUP == 1 ? way : 0);
+    factors[1] = factors[0] + apart * scale_step;
 #if ZEROS
-        const signed char* const zero = zeros + (long long)own * scale_step + group;
-        into.zero[0] = __ldg(zero);
-        into.zero[1] = __ldg(zero + factors_apart);
+    const signed char* const zero_at[2] = {zeros + (long long)own * scale_step, zeros + (long long)(own + apart) * scale_step};
 #endif
+    int first_turn = 0;  // of the ring's next loads
+
+    auto fetch = [&](Codes& into, int place) {
+        const int group = (way + (first_turn + place) * WAYS) / PER_GROUP;
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            into.words[half] = load_codes(lines[half] + place * (WAYS * CHUNK / 2));
+            into.scale[half] = load_scale(factors[half] + (PER_GROUP == 1 ? place * WAYS : group));
+#if ZEROS
+            into.zero[half] = __ldg(zero_at[half] + group);
+#endif
+        }
+    };
+    auto go_on = [&]() {
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            lines[half] += DEPTH * WAYS * CHUNK / 2;
+            if (PER_GROUP == 1) factors[half] += DEPTH * WAYS;
+        }
+        first_turn += DEPTH;
     };
 
     // Activations are asked for first, and put in order while the first codes are on their way; unless there are codes to
@@ -113,6 +112,7 @@ int4_token(const unsigned char* codes, const float* scales, const signed char* z
 #pragma unroll
         for (int place = 0; place < DEPTH; place++)
             if (place < turns) fetch(ring[place], place);
+        go_on();
     };
     auto fetch_gains = [&]() {
 #if NORMED
@@ -125,7 +125,7 @@ int4_token(const unsigned char* codes, const float* scales, const signed char* z
         fetch_gains();
         fetch_first();
     }
-    take_turn();
+    take_turn(K < 0);
 #pragma unroll
     for (int i = 0; i < PIECES; i++) {
         if (!is_there(i)) continue;
@@ -192,14 +192,14 @@ int4_token(const unsigned char* codes, const float* scales, const signed char* z
     __syncthreads();
 
     float total[2] = {0.0f, 0.0f};
-    for (int begin = 0; begin < turns; begin += DEPTH) {
+    const uint4* pair = pairs + way * 16 + quarter;
+    const float* x_sum_at = x_sums + way;
+    for (int left = turns; left > 0; left -= DEPTH) {
 #pragma unroll
         for (int place = 0; place < DEPTH; place++) {
-            const int turn = begin + place;
-            if (turn >= turns) break;
+            if (place >= left) break;
             Codes& now = ring[place];
-            const int chunk = way + turn * WAYS;
-            const float x_sum = x_sums[chunk];
+            const float x_sum = x_sum_at[place * WAYS];
 #if ZEROS
             const float from[2] = {-(ADDS + now.zero[0]) * x_sum, -(ADDS + now.zero[1]) * x_sum};
 #else
@@ -213,14 +213,17 @@ int4_token(const unsigned char* codes, const float* scales, const signed char* z
                 u32 a[4], c[4];
                 unpack(low[word], a);
                 unpack(high[word], c);
-                const uint4 b = pairs[(chunk * 4 + word) * 4 + quarter];
+                const uint4 b = pair[place * (WAYS * 16) + word * 4];
                 multiply(part, a[0], c[0], a[1], c[1], b.x, b.y);
                 multiply(part, a[2], c[2], a[3], c[3], b.z, b.w);
             }
             total[0] += now.scale[0] * part[0];
             total[1] += now.scale[1] * part[2];
-            if (turn + DEPTH < turns) fetch(now, turn + DEPTH);
+            if (place + DEPTH < left) fetch(now, place);
         }
+        go_on();
+        pair += DEPTH * WAYS * 16;
+        x_sum_at += DEPTH * WAYS;
     }
 
     if (quarter == 0) {

@@ -16,7 +16,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tilemesh.kernels.early import take_turn
 from tilemesh.kernels.launch.call import Place
+from tilemesh.kernels.launch.gpu import launches_early
 from tilemesh.kernels.launch.steps import Argument, Buffer, LaunchPlan, Pointer, Step, blocks
 from tilemesh.kernels.lowbit_linear import tokens
 
@@ -24,6 +26,8 @@ MOST = 256
 """Rows; with more, decoding the matrix once and the library's product are quicker."""
 STEP = 128
 """Inputs of a step: at most a group."""
+_SMALL = 32  # rows of a program, several of which fit on a multiprocessor
+_PAIRS = 512  # of neighbouring inputs that a program puts apart
 
 
 @triton.jit
@@ -46,22 +50,37 @@ def _codes_as_bf16(raw):
 
 
 @triton.jit
+def put_apart(x, halves, COUNT, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+    """The even columns of all rows, and then the odd ones: COUNT pairs."""
+    if EARLY:
+        take_turn()
+    first = tl.program_id(0) * BLOCK
+    both = 2 * first + tl.arange(0, 2 * BLOCK)
+    even, odd = tl.split(tl.reshape(tl.load(x + both, mask=both < 2 * COUNT, other=0.0), (BLOCK, 2)))
+    at = first + tl.arange(0, BLOCK)
+    tl.store(halves + at, even, mask=at < COUNT)
+    tl.store(halves + COUNT + at, odd, mask=at < COUNT)
+
+
+@triton.jit
 def some_rows(
-    x, w, scales, y, parts, M, N, K, turns, w_n, s_n, y_m,
+    halves, w, scales, y, parts, M, N, K, turns, w_n, s_n, y_m,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, STEP: tl.constexpr, GROUP: tl.constexpr, SPLIT: tl.constexpr,
-    UPCAST: tl.constexpr,
+    UPCAST: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """OUTPUTS of the N columns of y for ROWS of its rows, where codes of 4 bits have no zero points.
 
-    x: (2, M, K / 2), the even inputs and then the odd ones, so that both are tiles that tensor cores read where a copy
-    left them. Codes are made numbers once for all ROWS, in the registers that tensor cores take them from.
+    halves: (2, M, K / 2), the even inputs and then the odd ones, so that both are tiles that tensor cores read where a
+    copy left them. Codes are made numbers once for all ROWS, in the registers that tensor cores take them from.
     """
+    if EARLY:
+        take_turn()
     n = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     turn = tl.program_id(1) % SPLIT
     m = tl.program_id(1) // SPLIT * ROWS + tl.arange(0, ROWS)
     half = K // 2
     lines = w + tl.minimum(n, N - 1)[:, None].to(tl.int64) * w_n
-    even_at = x + tl.minimum(m, M - 1)[:, None] * half
+    even_at = halves + tl.minimum(m, M - 1)[:, None] * half
     odd_at = even_at + M * half
     to_scale = scales + tl.minimum(n, N - 1) * s_n
     made = tl.zeros((OUTPUTS, ROWS), tl.float32)
@@ -89,8 +108,10 @@ def some_rows(
 
 
 @triton.jit
-def add_parts(parts, y, COUNT, SPLIT: tl.constexpr, BLOCK: tl.constexpr):
+def add_parts(parts, y, COUNT, SPLIT: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
     """The sums of all programs, in one order."""
+    if EARLY:
+        take_turn()
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     made = tl.zeros((BLOCK,), tl.float32)
     for turn in tl.static_range(0, SPLIT):
@@ -130,34 +151,46 @@ def _form(rows: int) -> SomeRows:
 
 
 def plan(
-    places: Mapping[str, Place], *, rows: int, outputs: int, warps: int, stages: int, split: int, upcast: bool = False
-) -> LaunchPlan:
+    places: Mapping[str, Place], *, rows: int, outputs: int, warps: int, stages: int, split: int, upcast: bool = False,
+    early: bool = False,
+) -> LaunchPlan:  # fmt: skip
     x, w, scales = places["x"], places["w"], places["scales"]
-    (_, m, half), n = x.shape, w.shape[0]
-    k = 2 * half
-    arguments: dict[str, Argument] = {name: Pointer(name) for name in places}
+    (m, k), n = x.shape, w.shape[0]
+    pairs = m * k // 2
+    apart: dict[str, Argument] = {"x": Pointer("x"), "halves": Pointer("halves"), "COUNT": pairs}
+    first = Step(
+        f"{__name__}:put_apart", (blocks(pairs, _PAIRS), 1), apart, {"BLOCK": _PAIRS, "EARLY": early}, early=early
+    )
+    arguments: dict[str, Argument] = {name: Pointer(name) for name in ("halves", "w", "scales", "y")}
     arguments["parts"] = Pointer("parts") if split > 1 else None
     s_n = 0 if scales.shape[0] == 1 else scales.strides[0]
     arguments |= {"M": m, "N": n, "K": k, "turns": k // STEP // split}
     arguments |= {"w_n": w.strides[0], "s_n": s_n, "y_m": places["y"].strides[0]}
+    # Small programs that begin while others still end would be put where there is room first, several to one
+    # multiprocessor and none to another.
+    is_early = early and rows > _SMALL
     constants = {
         "ROWS": rows, "OUTPUTS": outputs, "STEP": STEP, "GROUP": k // scales.shape[1], "SPLIT": split,
-        "UPCAST": upcast,
+        "UPCAST": upcast, "EARLY": is_early,
     }  # fmt: skip
     grid = (blocks(n, outputs), blocks(m, rows) * split)
-    first = Step(f"{__name__}:some_rows", grid, arguments, constants, warps=warps, stages=stages)
+    second = Step(f"{__name__}:some_rows", grid, arguments, constants, warps=warps, stages=stages, early=is_early)
+    buffers = {"halves": Buffer(m * k, x.dtype)}
     if split == 1:
-        return LaunchPlan((first,))
-    return LaunchPlan((first, adding(m * n, split)), {"parts": Buffer(split * m * n, "float32")})
+        return LaunchPlan((first, second), buffers)
+    return LaunchPlan(
+        (first, second, adding(m * n, split, early)), {**buffers, "parts": Buffer(split * m * n, "float32")}
+    )
 
 
 def product(launch: Any, x: Tensor, codes: Tensor, scales: Tensor, y: Tensor, form: SomeRows) -> None:
     """y (M, N) = x (M, K) W^T; K is a multiple of the form's splits times 128."""
-    halves = x.view(len(x), -1, 2).permute(2, 0, 1).contiguous()
-    given = {"x": halves, "w": codes, "scales": scales, "y": y}
-    launch(plan, given, written=("y",), **asdict(form), upcast=x.device.type == "cpu")
+    given = {"x": x.contiguous(), "w": codes, "scales": scales, "y": y}
+    told = {"upcast": x.device.type == "cpu", "early": launches_early(x.device)}
+    launch(plan, given, written=("y",), **asdict(form), **told)
 
 
-def adding(count: int, split: int) -> Step:
+def adding(count: int, split: int, early: bool = False) -> Step:
     given: dict[str, Argument] = {"parts": Pointer("parts"), "y": Pointer("y"), "COUNT": count}
-    return Step(f"{__name__}:add_parts", (blocks(count, 1024), 1), given, {"SPLIT": split, "BLOCK": 1024})
+    constants = {"SPLIT": split, "BLOCK": 1024, "EARLY": early}
+    return Step(f"{__name__}:add_parts", (blocks(count, 1024), 1), given, constants, early=early)
