@@ -146,7 +146,7 @@ def _form(rows: int) -> SomeRows:
     if rows <= 32:
         return SomeRows(32, 64, 4, 4, 2)
     if rows <= 64:
-        return SomeRows(64, 128, 4, 4, 4)
+        return SomeRows(64, 64, 4, 4, 2)
     return SomeRows(128, 64, 4, 3, 2 if rows <= 128 else 1)
 
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tilemesh.kernels.launch.driver import launch_early
+from tilemesh.kernels.launch.driver import allow_shared, launch_early
 from tilemesh.kernels.launch.gpu import device_index, gpu_of, launches_early
 
 _FOLDER = Path(__file__).parent
@@ -24,6 +24,8 @@ MOST = 16
 """Tokens that a block takes at a time; with more, codes are unpacked again."""
 _WARPS, _SHARED = 16, 48 << 10
 """Of a block for one token: the most warps whose loads fit into registers, and shared memory that needs no asking."""
+_TURNS = 8
+"""Of a warp, for one token: with fewer, fewer warps share the inputs."""
 _LONG = 4096
 """Inputs up to which four warps have room for them beside the codes."""
 _NARROW = 4096
@@ -32,15 +34,24 @@ _NARROW = 4096
 
 @dataclass(frozen=True)
 class TokenForm:
-    """Constants of one compiled kernel: 16 outputs and 8 tokens each, loads ahead, blocks of a multiprocessor."""
+    """Constants of one compiled kernel: 16 outputs and 8 tokens each, loads ahead, blocks of a multiprocessor, blocks
+    that share the inputs of the same outputs (which needs a Hopper GPU)."""
 
     strips: int
     tiles: int
     depth: int
     blocks: int
+    parts: int = 1
+
+    @property
+    def outputs(self) -> int:
+        return 16 * self.strips
 
     def grid(self, tokens: int, outputs: int) -> tuple[int, int, int]:
-        return -(-outputs // (16 * self.strips)), -(-tokens // (8 * self.tiles)), 1
+        return -(-outputs // self.outputs) * self.parts, -(-tokens // (8 * self.tiles)), 1
+
+    def shared_bytes(self, inputs: int) -> int:
+        return 4 * (_THREADS // 32) * 8 * self.tiles * self.outputs
 
 
 @dataclass(frozen=True)
@@ -68,9 +79,15 @@ def one_token_form(outputs: int, inputs: int, multiprocessors: int) -> OneTokenF
     """A block for each multiprocessor, where that is enough: its part of the outputs, 16 to a warp or to several. Where
     it is not, several small ones, so that some multiply while another one begins."""
     strips = -(-outputs // (16 * multiprocessors))
-    ways = 1 << (max(1, _WARPS // strips).bit_length() - 1)
-    warps = 4 if inputs <= _LONG else 8  # so that a row of activations fits into the registers
-    form = OneTokenForm(strips * ways, ways) if strips <= _WARPS else OneTokenForm(warps, 1, blocks=16 // warps)
+    if strips > _WARPS:
+        warps = 4 if inputs <= _LONG else 8  # so that a row of activations fits into the registers
+        form = OneTokenForm(warps, 1, blocks=16 // warps)
+    else:
+        ways = 1 << ((_WARPS // strips).bit_length() - 1)
+        # A warp that has few turns waits for its first codes most of the time: half as many blocks are better.
+        if inputs // _CHUNK < _TURNS * ways and ways > 1 and outputs // (32 * strips) >= 0.45 * multiprocessors:
+            strips, ways = 2 * strips, ways // 2
+        form = OneTokenForm(strips * ways, ways)
     return form if form.outputs <= outputs and form.shared_bytes(inputs) < _SHARED else None
 
 
@@ -81,7 +98,9 @@ def form_of(tokens: int, outputs: int, inputs: int, multiprocessors: int) -> Tok
         return one
     if tokens <= 8:
         return TokenForm(1, 1, 4, 2) if outputs <= _NARROW else TokenForm(2, 1, 2, 2)
-    return TokenForm(2, 2, 3, 1) if outputs <= _NARROW else TokenForm(4, 2, 2, 1)
+    if outputs <= _NARROW:
+        return TokenForm(2 if outputs >= 32 else 1, 2, 3, 1)
+    return TokenForm(4, 2, 2, 1)
 
 
 def serves(x: Tensor, scales: Tensor, code: str) -> bool:
@@ -115,11 +134,14 @@ class Before(NamedTuple):
 
 
 @functools.cache
-def _compiled(form: TokenForm | OneTokenForm, device: torch.device, **constants: int) -> Any:
+def _compiled(form: TokenForm | OneTokenForm, device: torch.device, shared_bytes: int, **constants: int) -> Any:
     file, entry = ("int4_token.cu", "int4_token") if isinstance(form, OneTokenForm) else ("int4.cu", "int4_tokens")
     lines = "".join(f"#define {name.upper()} {value}\n" for name, value in (asdict(form) | constants).items())
     with torch.cuda.device(device):
-        return torch.cuda._compile_kernel(lines + _source(file), entry)
+        kernel = torch.cuda._compile_kernel(lines + _source(file), entry)
+        if shared_bytes >= _SHARED:
+            allow_shared(kernel, shared_bytes)
+    return kernel
 
 
 def product(
@@ -141,15 +163,15 @@ def product(
     }  # fmt: skip
     step = 0 if len(scales) == 1 else scales.shape[1]
     given: list[Tensor | int | float] = [codes, scales, scales if zeros is None else zeros, _aligned(x)]
+    threads, shared = _THREADS, form.shared_bytes(inputs)
     if isinstance(form, OneTokenForm):
-        threads, shared = 32 * form.warps, form.shared_bytes(inputs)
+        threads = 32 * form.warps
         constants |= {"pieces": -(-inputs // (8 * threads)), "normed": int(before is not None), "gated": int(gated)}
         branch, gains, total, eps = before or Before(x, x, y, 0.0)
         given += [_aligned(branch), _aligned(gains), y, total, outputs, inputs, step, eps]
     else:
-        threads, shared = _THREADS, 0
         given += [y, tokens, outputs, inputs, step]
-    kernel = _compiled(form, x.device, **constants)
+    kernel = _compiled(form, x.device, shared, **constants)
     if early:
         launch_early(kernel, form.grid(tokens, outputs), threads, given, shared)
     else:
