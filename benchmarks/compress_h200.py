@@ -52,8 +52,7 @@ from tilemesh.model.transformer import Transformer
 Form = TokenForm | OneTokenForm | SomeRows
 FORMS: Mapping[int, tuple[Form, ...]] = {
     1: (OneTokenForm(16, 4, 7), OneTokenForm(16, 4, 8), OneTokenForm(8, 2, 6, 2), OneTokenForm(16, 8)),
-    8: (TokenForm(2, 1, 3, 2), TokenForm(4, 1, 3, 1), TokenForm(8, 1, 1, 1, 2), TokenForm(8, 1, 2, 1, 2)),
-    16: (TokenForm(4, 2, 3, 1), TokenForm(4, 2, 2, 1, 2), TokenForm(8, 2, 1, 1, 2)),
+    8: (TokenForm(2, 1, 3, 2), TokenForm(4, 1, 3, 1)), 16: (TokenForm(4, 2, 3, 1),),
     32: (), 64: (SomeRows(64, 128, 4, 3, 4), SomeRows(64, 64, 4, 3, 2)), 128: (), 256: (),
     512: (), 1024: (), 8192: (),
 }  # fmt: skip

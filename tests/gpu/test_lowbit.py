@@ -47,28 +47,6 @@ def test_codes_of_4_bits_times_a_few_tokens(dtype, count, outputs, inputs, group
     assert torch.equal(found, lowbit_linear(*given))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(
-    "form",
-    [
-        tokens.TokenForm(2, 1, 2, 2), tokens.TokenForm(4, 2, 2, 1), tokens.TokenForm(4, 2, 3, 1),
-        tokens.TokenForm(8, 2, 1, 1, 2), tokens.TokenForm(4, 2, 2, 1, 2), tokens.TokenForm(8, 1, 2, 1, 2),
-    ],
-    ids=str,
-)  # fmt: skip
-def test_every_form_for_a_few_tokens_is_within_its_bound(dtype, form):
-    if form.parts > 1 and torch.cuda.get_device_capability()[0] < 9:
-        pytest.skip("blocks that read each other's shared memory came with Hopper")
-    for symmetric, count, outputs, inputs in ((True, 8 * form.tiles, 1000, 2048), (False, 3, 512, 1280)):
-        made = quantize(torch.randn(outputs, inputs, device="cuda"), Scheme("int4", "group", 128, symmetric))
-        x = torch.randn(count, inputs, device="cuda").to(dtype)
-        given = (x, pack(made.codes, FORMATS["int4"]), made.scales.contiguous(), made.zeros)
-        y = torch.full((count, outputs), torch.nan, dtype=dtype, device="cuda")
-        for settled in (True, False):
-            tokens.product(*given, y, form, settled=settled)
-            assert excess(y, exact(*given), error_bound(*given)) is None
-
-
 @pytest.mark.parametrize("settled", [False, True])
 @pytest.mark.parametrize("gate", ["none", "silu"])
 @pytest.mark.parametrize(

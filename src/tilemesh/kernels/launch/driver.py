@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_MOST_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _EARLY = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 
 
@@ -48,21 +47,11 @@ def launch_early(
         (ctypes.c_uint * 3)(*grid), (ctypes.c_uint * 3)(threads, 1, 1), shared_bytes, stream,
         ctypes.pointer(attribute), 1,
     )  # fmt: skip
-    _check(driver, driver.cuLaunchKernelEx(ctypes.byref(told), kernel.func, pointers, None), "launch of a CUDA kernel")
-
-
-def allow_shared(kernel: Any, nbytes: int) -> None:
-    """Let a kernel be launched with more shared memory than the 48 KiB that need no asking."""
-    driver = ctypes.CDLL("libcuda.so.1")
-    result = driver.cuFuncSetAttribute(kernel.func, _MOST_SHARED, nbytes)
-    _check(driver, result, f"{nbytes} bytes of shared memory for a CUDA kernel")
-
-
-def _check(driver: Any, result: int, what: str) -> None:
+    result = driver.cuLaunchKernelEx(ctypes.byref(told), kernel.func, pointers, None)
     if result:
         name = ctypes.c_char_p()
         driver.cuGetErrorString(result, ctypes.byref(name))
-        raise RuntimeError(f"{what}: {(name.value or b'an error without a name').decode()}")
+        raise RuntimeError(f"launch of a CUDA kernel: {(name.value or b'an error without a name').decode()}")
 
 
 def _argument(value: Tensor | int | float) -> Any:

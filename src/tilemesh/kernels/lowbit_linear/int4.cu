@@ -11,14 +11,8 @@
 // with ones. Sums of a group are multiplied by its scale in float32; at the end the warps' sums are added up in the order
 // of the warps.
 //
-// Every block reads the activations of all its inputs, and blocks of more outputs are fewer. So where outputs of a block
-// are many, the PARTS blocks of a cluster share the inputs, and read each other's sums.
-//
-// The last block has its outputs from the end, and some are computed twice, to the same. Fewer outputs than a block has are
-// served with one strip alone: what is outside reads the last row, and is not written.
-//
-// Set before: STRIPS, TILES (of 8 tokens), DEPTH, BLOCKS (per multiprocessor), PARTS, PER_GROUP (how many times 128 inputs
-// share a scale), HALF (x is float16), ZEROS, EARLY.
+// Set before: STRIPS, TILES (of 8 tokens), DEPTH, BLOCKS (per multiprocessor), PER_GROUP (how many times 128 inputs share
+// a scale), HALF (x is float16), ZEROS, EARLY.
 constexpr int WARPS = 8;
 constexpr int TOKENS = 8 * TILES;
 constexpr int OUTPUTS = 16 * STRIPS;
@@ -37,41 +31,31 @@ struct Codes {
 #endif
 };
 
-#if PARTS > 1
-#define CLUSTER __cluster_dims__(PARTS, 1, 1)
-__device__ __forceinline__ void cluster_sync() {
-    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-
-__device__ __forceinline__ float of_block(const float* own, int block) {
-    u32 there;
-    float value;
-    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"((u32)__cvta_generic_to_shared(own)), "r"(block));
-    asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(value) : "r"(there));
-    return value;
-}
-#else
-#define CLUSTER
-#endif
-
-extern "C" __global__ void CLUSTER __launch_bounds__(32 * WARPS, BLOCKS)
+extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
 int4_tokens(const unsigned char* codes, const float* scales, const signed char* zeros, const u16* x, u16* y,
             int M, int N, int K, int scale_step) {
-    extern __shared__ float sums[];  // [WARPS][TOKENS][OUTPUTS]
+    __shared__ float sums[WARPS][TOKENS][OUTPUTS];
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, row = lane >> 2, quarter = lane & 3;
-    const int part = PARTS > 1 ? (int)blockIdx.x % PARTS : 0, chunks = K / CHUNK / PARTS, from = part * chunks + warp;
-    const int turns = (chunks - warp + WARPS - 1) / WARPS;
+    const int turns = (K / CHUNK - warp + WARPS - 1) / WARPS;
     const int token0 = blockIdx.y * TOKENS;
-    const int first = max(0, min((int)blockIdx.x / PARTS * OUTPUTS, N - OUTPUTS));
-    const int own = min(first + row, N - 1), apart = min(own + 8, N - 1) - own;
     // Where the loads of the first place of the ring go next: those of the others are a fixed distance behind.
-    const unsigned char* line = codes + (long long)own * (K / 2) + from * (CHUNK / 2) + quarter * 16;
-    const float* factor = scales + (long long)own * scale_step + (PER_GROUP == 1 ? from : 0);
+    const unsigned char* lines[STRIPS][2];
+    const float* factors[STRIPS][2];
 #if ZEROS
-    const signed char* const zero_at = zeros + (long long)own * scale_step;
+    const signed char* zero_at[STRIPS][2];
 #endif
-    const int lines_apart = apart * (K / 2), strip_lines = 8 * K, factors_apart = apart * scale_step;
-    const int strip_factors = 16 * scale_step;
+#pragma unroll
+    for (int strip = 0; strip < STRIPS; strip++)
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            // What is outside reads the last row, and is not written.
+            const int own = min((int)blockIdx.x * OUTPUTS + strip * 16 + half * 8 + row, N - 1);
+            lines[strip][half] = codes + (long long)own * (K / 2) + warp * (CHUNK / 2) + quarter * 16;
+            factors[strip][half] = scales + (long long)own * scale_step + (PER_GROUP == 1 ? warp : 0);
+#if ZEROS
+            zero_at[strip][half] = zeros + (long long)own * scale_step;
+#endif
+        }
     int first_turn = 0;  // of the ring's next loads
     const u16* tokens[TILES];
     bool there[TILES];
@@ -79,25 +63,30 @@ int4_tokens(const unsigned char* codes, const float* scales, const signed char* 
     for (int tile = 0; tile < TILES; tile++) {
         const int token = token0 + tile * 8 + row;
         there[tile] = token < M;
-        tokens[tile] = x + (long long)(there[tile] ? token : 0) * K + from * CHUNK + quarter * 32;
+        tokens[tile] = x + (long long)(there[tile] ? token : 0) * K + warp * CHUNK + quarter * 32;
     }
 
-    auto fetch = [&](Codes& into, int place, int strip) {
-        const int group = (from + (first_turn + place) * WARPS) / PER_GROUP;
+    auto fetch = [&](Codes& into, int place) {
+        const int group = (warp + (first_turn + place) * WARPS) / PER_GROUP;
 #pragma unroll
-        for (int half = 0; half < 2; half++) {
-            const int scale_at = strip * strip_factors + half * factors_apart;
-            into.words[strip][half] =
-                load_codes(line + (strip * strip_lines + half * lines_apart) + place * (WARPS * CHUNK / 2));
-            into.scale[strip][half] = load_scale(factor + scale_at + (PER_GROUP == 1 ? place * WARPS : group));
+        for (int strip = 0; strip < STRIPS; strip++)
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                into.words[strip][half] = load_codes(lines[strip][half] + place * (WARPS * CHUNK / 2));
+                into.scale[strip][half] = load_scale(factors[strip][half] + (PER_GROUP == 1 ? place * WARPS : group));
 #if ZEROS
-            into.zero[strip][half] = __ldg(zero_at + scale_at + group);
+                into.zero[strip][half] = __ldg(zero_at[strip][half] + group);
 #endif
-        }
+            }
     };
     auto go_on = [&]() {
-        line += DEPTH * WARPS * CHUNK / 2;
-        if (PER_GROUP == 1) factor += DEPTH * WARPS;
+#pragma unroll
+        for (int strip = 0; strip < STRIPS; strip++)
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                lines[strip][half] += DEPTH * WARPS * CHUNK / 2;
+                if (PER_GROUP == 1) factors[strip][half] += DEPTH * WARPS;
+            }
         first_turn += DEPTH;
     };
     auto fetch_tokens = [&](uint4 (&into)[TILES][4], int ahead_by) {
@@ -123,9 +112,7 @@ int4_tokens(const unsigned char* codes, const float* scales, const signed char* 
     if (EARLY < 2) take_turn(K < 0);
 #pragma unroll
     for (int place = 0; place < DEPTH; place++)
-#pragma unroll
-        for (int strip = 0; strip < STRIPS; strip++)
-            if (place < turns) fetch(ring[place], place, strip);
+        if (place < turns) fetch(ring[place], place);
     go_on();
     if (EARLY == 2) take_turn(K < 0);
     if (turns > 0) fetch_tokens(ahead, 0);
@@ -156,11 +143,11 @@ int4_tokens(const unsigned char* codes, const float* scales, const signed char* 
             if (place + 1 < left) fetch_tokens(ahead, place + 1);
 #pragma unroll
             for (int strip = 0; strip < STRIPS; strip++) {
-                float made[TILES][4];
+                float part[TILES][4];
 #pragma unroll
                 for (int tile = 0; tile < TILES; tile++)
 #pragma unroll
-                    for (int i = 0; i < 4; i++) made[tile][i] = 0.0f;
+                    for (int i = 0; i < 4; i++) part[tile][i] = 0.0f;
                 const u32 low[4] = {now.words[strip][0].x, now.words[strip][0].y, now.words[strip][0].z, now.words[strip][0].w};
                 const u32 high[4] = {now.words[strip][1].x, now.words[strip][1].y, now.words[strip][1].z, now.words[strip][1].w};
 #pragma unroll
@@ -170,8 +157,8 @@ int4_tokens(const unsigned char* codes, const float* scales, const signed char* 
                     unpack(high[word], c);
 #pragma unroll
                     for (int tile = 0; tile < TILES; tile++) {
-                        multiply(made[tile], a[0], c[0], a[1], c[1], b[tile][word][0], b[tile][word][1]);
-                        multiply(made[tile], a[2], c[2], a[3], c[3], b[tile][word][2], b[tile][word][3]);
+                        multiply(part[tile], a[0], c[0], a[1], c[1], b[tile][word][0], b[tile][word][1]);
+                        multiply(part[tile], a[2], c[2], a[3], c[3], b[tile][word][2], b[tile][word][3]);
                     }
                 }
 #pragma unroll
@@ -183,10 +170,10 @@ int4_tokens(const unsigned char* codes, const float* scales, const signed char* 
 #else
                         const float adds = ADDS;
 #endif
-                        total[strip][tile][i] += now.scale[strip][i >> 1] * (made[tile][i] - adds * summed[tile][i]);
+                        total[strip][tile][i] += now.scale[strip][i >> 1] * (part[tile][i] - adds * summed[tile][i]);
                     }
-                if (place + DEPTH < left) fetch(now, place, strip);
             }
+            if (place + DEPTH < left) fetch(now, place);
         }
         go_on();
 #pragma unroll
@@ -199,31 +186,14 @@ int4_tokens(const unsigned char* codes, const float* scales, const signed char* 
         for (int tile = 0; tile < TILES; tile++)
 #pragma unroll
             for (int i = 0; i < 4; i++)
-                sums[(warp * TOKENS + tile * 8 + quarter * 2 + (i & 1)) * OUTPUTS + strip * 16 + (i >> 1) * 8 + row] =
-                    total[strip][tile][i];
-#if PARTS > 1
-    cluster_sync();
-#else
+                sums[warp][tile * 8 + quarter * 2 + (i & 1)][strip * 16 + (i >> 1) * 8 + row] = total[strip][tile][i];
     __syncthreads();
-#endif
-    for (int at = part * 32 * WARPS + (int)threadIdx.x; at < TOKENS * OUTPUTS; at += PARTS * 32 * WARPS) {
-        const int token = at / OUTPUTS, n = first + at % OUTPUTS;
+    for (int at = threadIdx.x; at < TOKENS * OUTPUTS; at += 32 * WARPS) {
+        const int token = at / OUTPUTS, output = at % OUTPUTS, n = blockIdx.x * OUTPUTS + output;
         if (token0 + token >= M || n >= N) continue;
         float made = 0.0f;
 #pragma unroll
-        for (int block = 0; block < PARTS; block++)
-#pragma unroll
-            for (int other = 0; other < WARPS; other++) {
-                const float* const place = sums + other * TOKENS * OUTPUTS + at;
-#if PARTS > 1
-                made += of_block(place, block);
-#else
-                made += *place;
-#endif
-            }
+        for (int other = 0; other < WARPS; other++) made += sums[other][token][output];
         y[(long long)(token0 + token) * N + n] = rounded(made);
     }
-#if PARTS > 1
-    cluster_sync();  // nobody ends while others read
-#endif
 }

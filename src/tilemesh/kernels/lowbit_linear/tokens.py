@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tilemesh.kernels.launch.driver import allow_shared, launch_early
+from tilemesh.kernels.launch.driver import launch_early
 from tilemesh.kernels.launch.gpu import device_index, gpu_of, launches_early
 
 _FOLDER = Path(__file__).parent
@@ -34,24 +34,15 @@ _NARROW = 4096
 
 @dataclass(frozen=True)
 class TokenForm:
-    """Constants of one compiled kernel: 16 outputs and 8 tokens each, loads ahead, blocks of a multiprocessor, blocks
-    that share the inputs of the same outputs (which needs a Hopper GPU)."""
+    """Constants of one compiled kernel: 16 outputs and 8 tokens each, loads ahead, blocks of a multiprocessor."""
 
     strips: int
     tiles: int
     depth: int
     blocks: int
-    parts: int = 1
-
-    @property
-    def outputs(self) -> int:
-        return 16 * self.strips
 
     def grid(self, tokens: int, outputs: int) -> tuple[int, int, int]:
-        return -(-outputs // self.outputs) * self.parts, -(-tokens // (8 * self.tiles)), 1
-
-    def shared_bytes(self, inputs: int) -> int:
-        return 4 * (_THREADS // 32) * 8 * self.tiles * self.outputs
+        return -(-outputs // (16 * self.strips)), -(-tokens // (8 * self.tiles)), 1
 
 
 @dataclass(frozen=True)
@@ -98,9 +89,7 @@ def form_of(tokens: int, outputs: int, inputs: int, multiprocessors: int) -> Tok
         return one
     if tokens <= 8:
         return TokenForm(1, 1, 4, 2) if outputs <= _NARROW else TokenForm(2, 1, 2, 2)
-    if outputs <= _NARROW:
-        return TokenForm(2 if outputs >= 32 else 1, 2, 3, 1)
-    return TokenForm(4, 2, 2, 1)
+    return TokenForm(2, 2, 3, 1) if outputs <= _NARROW else TokenForm(4, 2, 2, 1)
 
 
 def serves(x: Tensor, scales: Tensor, code: str) -> bool:
@@ -134,14 +123,11 @@ class Before(NamedTuple):
 
 
 @functools.cache
-def _compiled(form: TokenForm | OneTokenForm, device: torch.device, shared_bytes: int, **constants: int) -> Any:
+def _compiled(form: TokenForm | OneTokenForm, device: torch.device, **constants: int) -> Any:
     file, entry = ("int4_token.cu", "int4_token") if isinstance(form, OneTokenForm) else ("int4.cu", "int4_tokens")
     lines = "".join(f"#define {name.upper()} {value}\n" for name, value in (asdict(form) | constants).items())
     with torch.cuda.device(device):
-        kernel = torch.cuda._compile_kernel(lines + _source(file), entry)
-        if shared_bytes >= _SHARED:
-            allow_shared(kernel, shared_bytes)
-    return kernel
+        return torch.cuda._compile_kernel(lines + _source(file), entry)
 
 
 def product(
@@ -163,15 +149,15 @@ def product(
     }  # fmt: skip
     step = 0 if len(scales) == 1 else scales.shape[1]
     given: list[Tensor | int | float] = [codes, scales, scales if zeros is None else zeros, _aligned(x)]
-    threads, shared = _THREADS, form.shared_bytes(inputs)
+    threads, shared = _THREADS, 0
     if isinstance(form, OneTokenForm):
-        threads = 32 * form.warps
+        threads, shared = 32 * form.warps, form.shared_bytes(inputs)
         constants |= {"pieces": -(-inputs // (8 * threads)), "normed": int(before is not None), "gated": int(gated)}
         branch, gains, total, eps = before or Before(x, x, y, 0.0)
         given += [_aligned(branch), _aligned(gains), y, total, outputs, inputs, step, eps]
     else:
         given += [y, tokens, outputs, inputs, step]
-    kernel = _compiled(form, x.device, shared, **constants)
+    kernel = _compiled(form, x.device, **constants)
     if early:
         launch_early(kernel, form.grid(tokens, outputs), threads, given, shared)
     else:
