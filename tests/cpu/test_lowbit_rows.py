@@ -33,9 +33,9 @@ def test_some_rows_are_within_their_bound(count, outputs, inputs, group, split):
     assert excess(y, exact(*given), error_bound(*given)) is None
 
 
-@drawn(st.integers(1, 300_000), st.integers(1, 300), st.integers(1, 200))
-def test_blocks_for_one_token_have_all_outputs_and_no_more_work_than_asked(outputs, chunks, multiprocessors):
-    form = tokens.form_of(1, outputs, 128 * chunks, multiprocessors)
+@drawn(st.integers(1, 300_000), st.integers(1, 300), st.integers(1, 200), st.booleans())
+def test_blocks_for_one_token_have_all_outputs_and_no_more_work_than_asked(outputs, chunks, multiprocessors, settled):
+    form = tokens.form_of(1, outputs, 128 * chunks, multiprocessors, settled)
     if not isinstance(form, tokens.OneTokenForm):
         assert outputs < 16 or -(-outputs // (16 * multiprocessors)) * 16 > outputs or chunks > 180
         return
@@ -97,3 +97,10 @@ def test_a_gate_or_norm_that_does_not_fit_is_refused():
         lowbit_linear(x, *codes, gate="relu")
     with pytest.raises(UsageError, match=r"branch \(1, 64\)"):
         norm_lowbit_linear(x, x[:, :64], torch.ones(128), *codes)
+
+
+def test_few_turns_of_a_settled_product_are_for_half_as_many_blocks():
+    """Measured: 4.6 in place of 4.9 us where codes are asked for ahead, 7.2 in place of 5.5 where they are not."""
+    found, settled = (tokens.one_token_form(4096, 4096, 132, settled) for settled in (False, True))
+    assert (found, settled) == (tokens.OneTokenForm(16, 8), tokens.OneTokenForm(16, 4))
+    assert tokens.one_token_form(4096, 14336, 132, True) == tokens.OneTokenForm(16, 8)

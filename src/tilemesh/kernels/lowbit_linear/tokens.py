@@ -66,25 +66,29 @@ class OneTokenForm:
         return 2 * inputs + 4 * (inputs // _CHUNK) + 68 * self.warps
 
 
-def one_token_form(outputs: int, inputs: int, multiprocessors: int) -> OneTokenForm | None:
+def one_token_form(outputs: int, inputs: int, multiprocessors: int, settled: bool = False) -> OneTokenForm | None:
     """A block for each multiprocessor, where that is enough: its part of the outputs, 16 to a warp or to several. Where
-    it is not, several small ones, so that some multiply while another one begins."""
+    it is not, several small ones, so that some multiply while another one begins. settled: see `product`."""
     strips = -(-outputs // (16 * multiprocessors))
     if strips > _WARPS:
         warps = 4 if inputs <= _LONG else 8  # so that a row of activations fits into the registers
         form = OneTokenForm(warps, 1, blocks=16 // warps)
     else:
         ways = 1 << ((_WARPS // strips).bit_length() - 1)
-        # A warp that has few turns waits for its first codes most of the time: half as many blocks are better.
-        if inputs // _CHUNK < _TURNS * ways and ways > 1 and outputs // (32 * strips) >= 0.45 * multiprocessors:
+        # Where warps have few turns, all their codes are on their way before the kernel ahead has ended: what is left
+        # is to put activations in place, and half as many blocks do that half as often.
+        are_few = settled and ways > 1 and inputs // _CHUNK < _TURNS * ways
+        if are_few and outputs // (32 * strips) >= 0.45 * multiprocessors:
             strips, ways = 2 * strips, ways // 2
         form = OneTokenForm(strips * ways, ways)
     return form if form.outputs <= outputs and form.shared_bytes(inputs) < _SHARED else None
 
 
-def form_of(tokens: int, outputs: int, inputs: int, multiprocessors: int) -> TokenForm | OneTokenForm:
+def form_of(
+    tokens: int, outputs: int, inputs: int, multiprocessors: int, settled: bool = False
+) -> TokenForm | OneTokenForm:
     """By the numbers of tokens and outputs; docs/compress/LOG.md has what was measured."""
-    one = one_token_form(outputs, inputs, multiprocessors) if tokens == 1 else None
+    one = one_token_form(outputs, inputs, multiprocessors, settled) if tokens == 1 else None
     if one is not None:
         return one
     if tokens <= 8:
@@ -141,7 +145,7 @@ def product(
     kernel launched just before. early: None where this GPU can launch it before that one has ended.
     """
     (tokens, inputs), outputs = x.shape, len(codes)
-    form = form or form_of(tokens, outputs, inputs, gpu_of(device_index(x.device)).multiprocessors)
+    form = form or form_of(tokens, outputs, inputs, gpu_of(device_index(x.device)).multiprocessors, settled)
     early = launches_early(x.device) if early is None else early
     constants = {
         "per_group": inputs // scales.shape[1] // _CHUNK, "half": int(x.dtype is torch.float16),
