@@ -162,10 +162,11 @@ def product(
     else:
         given += [y, tokens, outputs, inputs, step]
     kernel = _compiled(form, x.device, **constants)
-    if early:
-        launch_early(kernel, form.grid(tokens, outputs), threads, given, shared)
-    else:
-        kernel(form.grid(tokens, outputs), (threads, 1, 1), given, shared)
+    with torch.cuda.device(x.device):  # whose stream it is launched on
+        if early:
+            launch_early(kernel, form.grid(tokens, outputs), threads, given, shared)
+        else:
+            kernel(form.grid(tokens, outputs), (threads, 1, 1), given, shared)
 
 
 def _aligned(x: Tensor) -> Tensor:
