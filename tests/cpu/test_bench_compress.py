@@ -11,6 +11,7 @@ import torch
 
 from tilemesh.bench.compress import run as compress_run
 from tilemesh.bench.compress.layers import LayerClock
+from tilemesh.bench.compress.measure import layer_errors
 from tilemesh.bench.compress.peers import peer_model, torchao_codes, why_not
 from tilemesh.bench.compress.predict import CompressClocks, PassChange, ProductClock
 from tilemesh.bench.compress.text import CompressSource
@@ -228,6 +229,25 @@ def test_recipes_are_compared_by_the_plain_model_timed_in_turns_with_them():
     cells = [re.findall(r"<td[^>]*>([^<]*)", line) for line in re.findall(r"<tr.*?</tr>", speed)]
     assert ["int8", "1.20×", "5 ms", "6 ms", "2.4000", "+0.00000001", "yes"] in cells
     assert ["rank-50", "0.75×", "4 ms", "3 ms", "2.4500", "+0.0500", ""] in cells
+
+
+@pytest.mark.parametrize(("recipe", "bound"), [("int8-a8-smooth", 0.02), ("int8-smooth-clip", 0.02)])
+def test_factors_that_were_moved_are_no_error_of_a_matrix(recipe, bound):
+    plain = Transformer(preset("tiny").replace(layers=2, kv_heads=4), seed=1).eval().requires_grad_(False)
+    with torch.no_grad():
+        for norm in (part.weight for layer in plain.layers for part in (layer.attention_norm, layer.mlp_norm)):
+            norm.mul_(torch.exp(torch.randn(norm.shape, generator=torch.Generator().manual_seed(2))))
+        for layer in plain.layers:
+            layer.attention.fc_v.weight[::3] *= 4
+            layer.mlp.fc_in.weight[::3] *= 4
+    tokens = torch.randint(0, 256, (8, 128), generator=torch.Generator().manual_seed(3))
+    moved = {}
+    small = quantize(plain, recipe, tokens, moved=moved)
+    errors = layer_errors(plain, small, moved)
+    assert len(errors) == 15
+    assert max(errors.values()) < bound
+    assert max(layer_errors(plain, small).values()) > 2 * bound
+    assert any(columns is not None and rows is not None for columns, rows in moved.values())
 
 
 def test_the_frontier_is_what_nothing_beats():

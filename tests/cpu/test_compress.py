@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tilemesh.compress import methods
+from tilemesh.compress import methods, mixed
 from tilemesh.compress.calibrate import InputStatistics, held_back, layer_by_layer, mean_divergence, mean_loss
 from tilemesh.compress.distill import distill, last_activations
 from tilemesh.compress.factorize import factorize, factors, rank_of
@@ -411,6 +411,20 @@ def test_mixed_bits_take_no_more_bytes_than_uniform_ones_and_lose_less(model, to
     assert model_bytes(mixed) <= model_bytes(uniform)
     plain = mean_loss(model, held[:, :-1], held[:, 1:])
     assert abs(mean_loss(mixed, held[:, :-1], held[:, 1:]) - plain) < 1
+
+
+def test_too_few_mixed_bits_are_told_how_many_would_do(model, tokens, monkeypatch):
+    def made(bits: float) -> Transformer:
+        return quantize(model, Recipe(weights=WeightsRecipe(scheme="int4-g32", bits=bits)), tokens[:, :-1])
+
+    with monkeypatch.context() as patch:
+        patch.setattr(mixed, "sensitivities", None)  # nothing is measured before
+        with pytest.raises(UsageError, match=r"set it to at least \S+$") as caught:
+            made(0.5)
+    least = float(str(caught.value).rpartition(" ")[2])
+    made(least)
+    with pytest.raises(UsageError, match="set it to at least"):
+        made(least - 0.02)
 
 
 def test_config_of_a_config_with_wide_heads_survives_head_pruning():

@@ -13,6 +13,7 @@ from tilemesh.bench.compress.measure import PLAIN, clocks_of, judge, rows_of
 from tilemesh.bench.compress.run import CompressFindings, begin_compress_run, keep_compress_run, point_of
 from tilemesh.bench.compress.text import open_source
 from tilemesh.cli.targets import check_folder
+from tilemesh.compress.quantize import Moved
 from tilemesh.compress.recipe import read_recipe
 from tilemesh.compress.shrink import shrink
 from tilemesh.core.ranges import SEED, Range
@@ -53,11 +54,12 @@ def answer(asked: CompressQuestion) -> None:
 
     with open_source(asked.source, asked.data, asked.step, say) as source:
         train, tokens, targets = source.text(asked.calibrate, asked.sequences, asked.seed, say)
-        small = shrink(source.model, recipe, train, say)
+        moved: dict[str, Moved] = {}
+        small = shrink(source.model, recipe, train, say, moved)
         guess = clocks_of(source.model, tokens, torch.float32).expected(small)
         judged = judge({PLAIN: source.model, "small": small}, tokens, targets)
         huggingface.save(small, target, like=source.folder)
-        point = point_of(asked.recipe, guess, judged, {}, source.model, small)
+        point = point_of(asked.recipe, guess, judged, {}, source.model, small, moved)
     case: dict[str, CaseValue] = {"model": source.name, "sequences": len(tokens), "calibrated": asked.calibrate}
     rows = rows_of(asked.recipe, case, guess, judged["small"], judged[PLAIN])
     settings = {**case, "recipes": [asked.recipe], "seed": asked.seed}

@@ -6,6 +6,7 @@ predictions from those of the whole model; costs of different matrices are taken
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -85,6 +86,14 @@ def mixed_schemes(
         outputs, inputs = shapes[name]
         scales = each[0].nbytes(outputs, inputs) - outputs * each[0].row_bytes(inputs)
         budget += scales + int(outputs * inputs * bits / 8)
+    least = sum(min(each) for each in sizes.values())
+    if least > budget:  # known before anything is measured
+        weights = sum(outputs * inputs for outputs, inputs in shapes.values())
+        needed = math.ceil(100 * (bits + (least - budget) * 8 / weights)) / 100
+        raise UsageError(
+            f"weights.bits is {bits:g}, {budget:,} bytes in all, and the smallest choices take {least:,}: set it to at "
+            f"least {needed:g}"
+        )
     costs = sensitivities(model, tokens_BT, choices)
     names = list(choices)
     numbers = choose([costs[name] for name in names], [sizes[name] for name in names], budget)

@@ -32,6 +32,9 @@ from tilemesh.model.norm import ResidualNorm
 from tilemesh.model.transformer import Layer, Transformer
 
 Say = Callable[[str], None]
+Moved = tuple[Tensor | None, Tensor | None]
+"""Factors of a matrix's columns (inputs) and of its rows (outputs), by which it was multiplied before it was rounded;
+None: by nothing. What comes before and after has the inverse, so that the model computes the same."""
 OUTPUT = "output"
 """The output projection: no layer's, and quantised where the recipe's `weights.layers` name it."""
 JUDGED = ("awq", "clip")
@@ -48,10 +51,12 @@ def quantize(
     *,
     in_place: bool = False,
     say: Say = lambda text: None,
+    moved: dict[str, Moved] | None = None,
 ) -> Transformer:
     """The model with its matrices quantised as the recipe's `weights` and `activations` say; a copy, unless in place.
 
     `tokens`: (sequences, tokens) of text, for recipes that look at activations. `say` hears what could not be done.
+    `moved`: gets what AWQ and SmoothQuant have multiplied inputs and outputs of matrices by, by name.
     """
     recipe = read_recipe(recipe)
     require_transformer(model, "quantise")
@@ -80,13 +85,18 @@ def quantize(
     known, other = held_back(text) if judged else (text, None)
     layer_by_layer(made, known, worker.change, other, worker.change_output if OUTPUT in schemes else None)
     worker.tell()
+    told = worker.moved
     if other is not None and worker.taken:
-        nearest = quantize(plain, _rounding_of(recipe), text)
+        of_nearest: dict[str, Moved] = {}
+        nearest = quantize(plain, _rounding_of(recipe), text, moved=of_nearest)
         is_closer = mean_divergence(made, plain, other) <= mean_divergence(nearest, plain, other)
         if not is_closer or _has_more_loss(made, nearest, other):
             say(f"{recipe.weights.method} does worse than rounding on text held back: rounded instead")
             for name, part in nearest.named_children():
                 setattr(made, name, part)
+            told = of_nearest
+    if moved is not None:
+        moved |= told
     return made
 
 
@@ -112,22 +122,26 @@ class _LayerQuantizer:
         self.model, self.recipe, self.schemes, self.say = model, recipe, schemes, say
         self.without_bias: set[str] = set()
         self.not_moved: set[str] = set()
+        self.moved: dict[str, Moved] = {}
         self.taken = 0
         """Layers, and output projections, that a judged method has changed."""
 
     def change(self, prefix: str, layer: Layer, statistics: Statistics, trial: Trial) -> None:
         """By the recipe's method; where that moves the layer's output more than rounding does, by rounding."""
         if self.recipe.weights.method not in JUDGED:
-            self._quantize(prefix, layer, statistics, self.recipe)
+            self.moved |= self._quantize(prefix, layer, statistics, self.recipe)
             return
         other, known = copy.deepcopy(layer), copy.deepcopy(statistics)
-        self._quantize(prefix, layer, statistics, self.recipe)
+        moved = self._quantize(prefix, layer, statistics, self.recipe)
         by_method = trial(layer)
         put(self.model, prefix[:-1], other)
-        self._quantize(prefix, other, known, _rounding_of(self.recipe))
+        moved_by_rounding = self._quantize(prefix, other, known, _rounding_of(self.recipe))
         if by_method < trial(other):
             put(self.model, prefix[:-1], layer)
             self.taken += 1
+        else:
+            moved = moved_by_rounding
+        self.moved |= moved
 
     def change_output(self, inputs: InputStatistics, judged: InputStatistics | None) -> None:
         """The output projection, with what enters it, as a layer's matrix: under AWQ the last norm takes up its scales,
@@ -154,6 +168,7 @@ class _LayerQuantizer:
                 factors = torch.ones_like(factors)
         if norm is not None:
             _divide_norm(norm, factors)
+            self.moved[OUTPUT] = (factors, None)
         if self.recipe.weights.correct_bias:
             self.without_bias.add(OUTPUT)
 
@@ -162,10 +177,11 @@ class _LayerQuantizer:
         assert isinstance(module, LowBitLinear)
         return module.decoded(torch.float32)
 
-    def _quantize(self, prefix: str, layer: Layer, statistics: Statistics, recipe: Recipe) -> None:
-        """The layer in its place in the model."""
+    def _quantize(self, prefix: str, layer: Layer, statistics: Statistics, recipe: Recipe) -> dict[str, Moved]:
+        """The layer in its place in the model; what was moved."""
+        moved: dict[str, Moved] = {}
         if recipe.weights.method == "awq" or recipe.activations.smooth > 0:
-            self._move(prefix, layer, statistics, recipe)
+            moved = self._move(prefix, layer, statistics, recipe)
         for name, inputs in statistics.items():
             full = prefix + name
             if full not in self.schemes:
@@ -176,9 +192,12 @@ class _LayerQuantizer:
             _put(self.model, full, scheme, codes, recipe, static)
             if recipe.weights.correct_bias:
                 self._correct(full, weight, inputs)
+        return moved
 
-    def _move(self, prefix: str, layer: Layer, statistics: Statistics, recipe: Recipe) -> None:
+    def _move(self, prefix: str, layer: Layer, statistics: Statistics, recipe: Recipe) -> dict[str, Moved]:
         """Scale columns of matrices that share their input, and divide what makes the input."""
+        columns: dict[str, Tensor] = {}
+        rows: dict[str, Tensor] = {}
         for members, divide in _sources(layer):
             here = [name for name in members if name in statistics and prefix + name in self.schemes]
             if not here or len(here) < sum(name in statistics for name in members):
@@ -195,6 +214,10 @@ class _LayerQuantizer:
             for weight in weights:
                 weight.mul_(factors.to(weight.dtype))
             inputs.divide(factors)
+            columns |= dict.fromkeys(here, factors)
+            if here[0] in _MADE_BY:
+                rows[_MADE_BY[here[0]]] = 1 / factors
+        return {prefix + name: (columns.get(name), rows.get(name)) for name in {**columns, **rows}}
 
     def _correct(self, name: str, weight: Tensor, inputs: InputStatistics) -> None:
         module = self.model.get_submodule(name)
@@ -215,6 +238,8 @@ class _LayerQuantizer:
 
 
 Divide = Callable[[Tensor], bool]
+_MADE_BY = {"attention.fc_o": "attention.fc_v", "mlp.fc_out": "mlp.fc_in"}
+"""Matrices whose input is divided by dividing the rows of another."""
 
 
 def _sources(layer: Layer) -> list[tuple[Sequence[str], Divide]]:

@@ -103,11 +103,20 @@ class Recipe:
 
     def __post_init__(self) -> None:
         weights = self.weights
-        schemes = [*weights.choices, *(text for _, text in self.rules() if text != LEFT_ALONE)]
-        for text in [weights.scheme, *schemes]:
-            if text:
-                _check_words("scheme", text)
-                parse_scheme(text)
+        ruled = [text for _, text in self.rules() if text != LEFT_ALONE]
+        for key, texts in (("scheme", [weights.scheme]), ("choices", weights.choices), ("rules", ruled)):
+            for text in filter(None, texts):
+                try:
+                    _check_words("scheme", text)
+                    parse_scheme(text)
+                except UsageError as error:
+                    raise UsageError(f"recipe.weights.{key}: {error}") from None
+        if weights.choices and not weights.bits:
+            raise UsageError(
+                "recipe.weights.choices without weights.bits: they are what mixed bits choose from; set bits, such as 4"
+            )
+        if not weights.layers:
+            raise UsageError('recipe.weights.layers is empty: name some matrices, as ["layers.*"]')
         if not weights.scheme and (weights.rules or weights.bits or weights.method != "nearest"):
             raise UsageError(
                 "recipe.weights has a method, rules or bits and no scheme: set weights.scheme, as int4-g128"
@@ -211,7 +220,10 @@ def _matches_nothing(pattern: str, shapes: dict[str, tuple[int, int]]) -> UsageE
     close = nearest(pattern, shapes)
     some = ", ".join(list(shapes)[:2])
     hint = f"did you mean '{close}'? " if close else ""
-    return UsageError(f"the recipe's '{pattern}' matches no matrix of this model: {hint}there are {some}, …")
+    return UsageError(
+        f"the recipe's '{pattern}' matches no matrix of this model: {hint}there are {some}, …; embeddings and norms "
+        "stay as they are"
+    )
 
 
 # ---- reading ---------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tilemesh.compress.factorize import factorize
 from tilemesh.compress.prune import prune, smaller_config
-from tilemesh.compress.quantize import quantize
+from tilemesh.compress.quantize import Moved, quantize
 from tilemesh.compress.recipe import Recipe, check_blocks, chosen_schemes, read_recipe
 from tilemesh.core.errors import UsageError
 from tilemesh.model.lowbit import projections
@@ -31,8 +31,10 @@ def shrink(
     recipe: str | Path | Recipe,
     tokens: Tensor | None = None,
     say: Callable[[str], None] = lambda text: None,
+    moved: dict[str, Moved] | None = None,
 ) -> Transformer:
-    """A smaller copy. `tokens`: (sequences, tokens + 1) of text, for recipes that look at it."""
+    """A smaller copy. `tokens`: (sequences, tokens + 1) of text, for recipes that look at it; `moved`: as `quantize`
+    fills it."""
     recipe = read_recipe(recipe)
     if recipe.is_empty:
         raise UsageError("the recipe changes nothing: set weights.scheme, prune.structure or rank.keep")
@@ -42,5 +44,5 @@ def shrink(
     if recipe.rank.keep:
         model = factorize(model, recipe, inputs)
     if recipe.weights.scheme:
-        model = quantize(model, recipe, inputs, say=say)
+        model = quantize(model, recipe, inputs, say=say, moved=moved)
     return model

@@ -13,6 +13,7 @@ from torch import Tensor
 from tilemesh.bench.compress.passes import ROWS, pass_timer, passes_of
 from tilemesh.bench.compress.predict import CompressClocks, Expected
 from tilemesh.compress.calibrate import mean_loss
+from tilemesh.compress.quantize import Moved
 from tilemesh.measure.machine import stamp
 from tilemesh.measure.row import CaseValue, Row
 from tilemesh.measure.sample import Sample
@@ -129,8 +130,8 @@ def _exact(value: float) -> Sample:
     return Sample(value, value, value, 1)
 
 
-def layer_errors(plain: Transformer, small: Transformer) -> dict[str, float]:
-    """Relative change of each matrix that has a counterpart: |W' - W| / |W|."""
+def layer_errors(plain: Transformer, small: Transformer, moved: Mapping[str, Moved] | None = None) -> dict[str, float]:
+    """Relative change of each matrix that has a counterpart: |W' - W| / |W|, without the factors that were moved."""
     before = dict(projections(plain))
     errors = {}
     for name, module in projections(small):
@@ -138,6 +139,9 @@ def layer_errors(plain: Transformer, small: Transformer) -> dict[str, float]:
         if weight is None or tuple(weight.shape) != (module.out_features, module.in_features):
             continue
         now = module.decoded(torch.float32) if isinstance(module, LowBitLinear) else module.weight.detach().float()
+        columns, rows = (moved or {}).get(name, (None, None))
+        now = now if columns is None else now / columns
+        now = now if rows is None else now / rows[:, None]
         errors[name] = float((now - weight).norm() / weight.norm().clamp(min=1e-12))
     return errors
 

@@ -14,6 +14,7 @@ from tilemesh.bench.compress.measure import PLAIN, Judged, clocks_of, histogram,
 from tilemesh.bench.compress.peers import peer_model, why_not
 from tilemesh.bench.compress.predict import Expected
 from tilemesh.compress.calibrate import mean_loss
+from tilemesh.compress.quantize import Moved
 from tilemesh.compress.recipe import read_recipe
 from tilemesh.compress.shrink import shrink
 from tilemesh.core.errors import RunError, UsageError
@@ -69,12 +70,13 @@ def bench_recipes(
     clocks = clocks_of(model, tokens, dtype)
     for name in recipes:
         try:
-            small = shrink(model, read_recipe(name), train, say)
+            moved: dict[str, Moved] = {}
+            small = shrink(model, read_recipe(name), train, say, moved)
             guess = clocks.expected(small)
             judged = judge({PLAIN: model, "small": small}, tokens, targets, seconds, dtype)
             losses, why = _peer_losses(peers, model, name, text)
             rows = rows_of(name, case, guess, judged["small"], judged[PLAIN], losses, why)
-            point = point_of(name, guess, judged, losses, model, small)
+            point = point_of(name, guess, judged, losses, model, small, moved)
         except (UsageError, RuntimeError) as error:  # a kernel that does not fit, or memory that ran out
             findings.failed[name] = (str(error).strip().splitlines() or [type(error).__name__])[0]
             say(f"{name} failed and has no rows: {findings.failed[name]}")
@@ -110,6 +112,7 @@ def point_of(
     losses: Mapping[str, float],
     before: Transformer,
     after: Transformer,
+    moved: Mapping[str, Moved] | None = None,
 ) -> dict[str, Any]:
     """What the page draws of one recipe; histograms are of the first layer's first matrix of the MLP."""
     small, plain = judged["small"], judged[PLAIN]
@@ -120,7 +123,7 @@ def point_of(
         plain.nbytes, "decode_s": small.decode.median, "plain_decode_s": plain.decode.median, "predicted_decode_s":
         guess.decode.after(plain.decode.median), "forward_s": small.forward.median, "plain_forward_s":
         plain.forward.median, "predicted_forward_s": guess.forward.after(plain.forward.median), "peers": dict(losses),
-        "errors": layer_errors(before, after), "matrix": shown, "before": histogram(before, shown), "after":
+        "errors": layer_errors(before, after, moved), "matrix": shown, "before": histogram(before, shown), "after":
         histogram(after, shown) if has_shape else None,
     }  # fmt: skip
 
