@@ -1,9 +1,12 @@
 """Training for compression: rounding and masks in every pass, a teacher, and what is refused."""
 
+import io
+
 import pytest
 import torch
+from rich.console import Console
 
-from tilemesh.cli.main import main
+from tilemesh.cli.train_run import _show_summary
 from tilemesh.compress.config import DistillConfig
 from tilemesh.compress.quantize import quantize
 from tilemesh.core.errors import UsageError
@@ -11,8 +14,11 @@ from tilemesh.kernels.lowbit.codes import rounded
 from tilemesh.kernels.lowbit.formats import parse_scheme
 from tilemesh.model import huggingface
 from tilemesh.model.transformer import Transformer
+from tilemesh.runs.folder import read_small
+from tilemesh.runs.names import SUMMARY
 from tilemesh.train import fit, load_config
 from tilemesh.train.export import export
+from tilemesh.train.preview import preview
 
 SMALL = (
     "model.layers=1,model.width=32,model.heads=2,model.kv_heads=1,model.context=32,train.steps=4,train.batch=4,"
@@ -110,22 +116,20 @@ def test_what_training_cannot_do_is_refused_before_there_is_a_folder(text, sets,
     assert not (tmp_path / "run").exists()
 
 
-def test_a_user_is_told_what_is_trained_for_and_how_to_shrink_the_result(text, tmp_path, capsys):
-    asked = ["train", "--mesh", "dp=1", "--set", f"{SMALL},data.source={text}", "--recipe", "int4-g16"]
-    assert main([*asked, "--dry-run"]) == 0
-    assert "int4-g16: weights are rounded in every pass" in " ".join(capsys.readouterr().out.split())
-    assert main([*asked, "--out", str(tmp_path / "run")]) == 0
-    shown = " ".join(capsys.readouterr().out.split())
-    assert "int4-g16: weights are rounded in every pass" in shown
-    assert f"compress {tmp_path / 'run'} --recipe int4-g16 --out FOLDER" in shown
+def test_a_user_is_told_what_is_trained_for_and_how_to_shrink_the_result(text, tmp_path):
     huggingface.save(Transformer(config(text).model, seed=5), tmp_path / "teacher")
-    asked[-2:] = ["--out", str(tmp_path / "taught")]
-    asked[4] += f",distill.teacher={tmp_path / 'teacher'}"
-    assert main(asked) == 0
-    shown = " ".join(capsys.readouterr().out.split())
-    assert "0.5 of the loss is the divergence from its predictions" in shown
+    asked = config(text, f"distill.teacher={tmp_path / 'teacher'}", recipe="int4-g16")
+    told = ("int4-g16: weights are rounded in every pass", "0.5 of the loss is the divergence from its predictions")
+    lines = dict(preview(asked).lines())
+    assert all(words in f"{lines['recipe']} {lines['teacher']}" for words in told)
+    heard: list[str] = []
+    result = fit(asked, run=tmp_path / "run", on_event=lambda event: heard.append(str(event)))
+    assert all(words in " ".join(heard) for words in told)
+    console = Console(file=io.StringIO(), width=200)
+    _show_summary(result, read_small(result.folder, SUMMARY), console)
+    shown = " ".join(console.file.getvalue().split())
     assert "(with the teacher's part), held-out" in shown
-    assert "shrink:" not in shown
+    assert f"compress {tmp_path / 'run'} --recipe int4-g16 --out FOLDER" in shown
 
 
 def test_a_distill_config_checks_itself():
