@@ -34,7 +34,7 @@ from tilemesh.model import huggingface
 from tilemesh.model.config import preset
 from tilemesh.model.lowbit import model_bytes, projections
 from tilemesh.model.transformer import Transformer
-from tilemesh.report.compressing import _facts, _scatter, _trade, frontier
+from tilemesh.report.compressing import _facts, _scatter, _trade, frontier, together
 from tilemesh.serve import Engine, Sampling
 
 
@@ -229,6 +229,24 @@ def test_recipes_are_compared_by_the_plain_model_timed_in_turns_with_them():
     cells = [re.findall(r"<td[^>]*>([^<]*)", line) for line in re.findall(r"<tr.*?</tr>", speed)]
     assert ["int8", "1.20×", "5 ms", "6 ms", "2.4000", "+0.00000001", "yes"] in cells
     assert ["rank-50", "0.75×", "4 ms", "3 ms", "2.4500", "+0.0500", ""] in cells
+
+
+def test_several_runs_have_their_recipes_in_the_same_charts(source, tmp_path, capsys):
+    asked = ["--data", str(source / "text.txt"), "--calibrate", "16"]
+    for name in ("int8", "rank-50", "mlp-25"):
+        run = ["compress", str(source / "model"), "--recipe", name, "--out", str(tmp_path / name)]
+        assert main([*run, *asked, "--sequences", "2"]) == 0
+    page = tmp_path / "page.html"
+    assert main(["report", *(str(tmp_path / name) for name in ("int8", "rank-50", "mlp-25")), "--html", str(page)]) == 0
+    shown = page.read_text()
+    for words in ("Loss against bytes", "Loss against decoding speed", "int8: ", "rank-50: ", "mlp-25: "):
+        assert words in shown
+    assert "Not shown" not in shown
+    runs = [
+        SimpleNamespace(summary={"points": [{"recipe": "int8", "plain_loss": loss, "plain_bytes": 4}]}, is_behind=False)
+        for loss in (2.4, 2.4, 2.5)
+    ]
+    assert "recipes of different runs cannot be compared" in str(together(runs))
 
 
 @pytest.mark.parametrize(("recipe", "bound"), [("int8-a8-smooth", 0.02), ("int8-smooth-clip", 0.02)])

@@ -127,9 +127,26 @@ def _scatter(
 
 
 def _trade(run: Run, beside: Beside) -> Html | None:
-    points = _points(run)
+    return _charts(points) if (points := _points(run)) else None
+
+
+def together(runs: Sequence[Run]) -> Html:
+    """All recipes of several runs in the same charts, where they were judged alike."""
+    points = [point for run in runs for point in _points(run)]
     if not points:
-        return None
+        return el("p", "No recipe was measured.")
+    plain = {(round(number(point.get("plain_loss")), 6), number(point.get("plain_bytes"))) for point in points}
+    if len(plain) > 1:
+        losses = ", ".join(f"{loss:.4f}" for loss, _ in sorted(plain))
+        return el(
+            "p",
+            f"The plain models of these runs have losses of {losses}: other models, or judged on other text, so that "
+            "recipes of different runs cannot be compared.",
+        )
+    return _charts(points)
+
+
+def _charts(points: Sequence[Mapping[str, Any]]) -> Html:
     loss, first = [number(point.get("loss")) for point in points], points[0]
     names = [str(point["recipe"]) for point in points]
     plain = number(first.get("plain_loss"))
@@ -218,5 +235,6 @@ COMPRESS_PAGE = KindPage(
     ),
     differences=_differences,
     pairs=(),
+    together=together,
     expects={SUMMARY: "loss, bytes and times"},
 )

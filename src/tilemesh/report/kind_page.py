@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from tilemesh.measure.row import Row
 from tilemesh.report.compare import Difference
-from tilemesh.report.html import Child
+from tilemesh.report.html import Child, Html
 from tilemesh.report.run import Run
 
 
@@ -74,5 +74,7 @@ class KindPage:
     differences: Callable[[Run, Beside, Run, Beside], Sequence[Difference]]
     """Figures that both runs have."""
     pairs: Sequence[PairSection]
+    together: Callable[[Sequence[Run]], Html] | None = None
+    """Three or more runs on one page; None: their last figures, and the curves of their steps."""
     expects: Mapping[str, str] = field(default_factory=dict)
     """Files that every run of this kind has, with what they are needed for: the page says which are not there."""

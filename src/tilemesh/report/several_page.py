@@ -14,6 +14,7 @@ from tilemesh.report import run_parts
 from tilemesh.report.compare_page import MOST_LETTERS
 from tilemesh.report.draw import PageTable, grid
 from tilemesh.report.html import Child, Html, el, join, page
+from tilemesh.report.kinds import page_of
 from tilemesh.report.run import Run, flat
 from tilemesh.runs.values import numbers as figures
 
@@ -34,6 +35,17 @@ def render(runs: Sequence[Run]) -> str:
         el("h1", title),
         el("h2", "What differs"),
         _settings(runs, names),
+        *_together(runs, names),
+    )
+    return page(f"{title}: tilemesh", body)
+
+
+def _together(runs: Sequence[Run], names: Sequence[str]) -> list[Html]:
+    """What the kind of run has to show, or where the runs ended and the curves of their steps."""
+    drawn = page_of(runs[0].kind).together
+    if drawn is not None:
+        return [el("h2", "Together"), drawn(runs)]
+    return [
         el("h2", "Where they ended"),
         _figures(runs, names),
         el("h2", "Together"),
@@ -45,8 +57,7 @@ def render(runs: Sequence[Run]) -> str:
             run_parts.overlay("Gradient norm", "norm", "norm", runs, names, zero=False),
             class_="pair",
         ),
-    )
-    return page(f"{title}: tilemesh", body)
+    ]
 
 
 def _names(runs: Sequence[Run]) -> list[str]:
