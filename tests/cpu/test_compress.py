@@ -15,7 +15,7 @@ from tilemesh.compress.calibrate import InputStatistics, held_back, layer_by_lay
 from tilemesh.compress.distill import distill, last_activations
 from tilemesh.compress.factorize import factorize, factors, rank_of
 from tilemesh.compress.methods import MovedScales, awq_scales, clipped, gptq, output_error
-from tilemesh.compress.prune import prune, sparsity_at
+from tilemesh.compress.prune import check_writable, prune, sparsity_at
 from tilemesh.compress.quantize import quantize
 from tilemesh.compress.recipe import PruneRecipe, Recipe, WeightsRecipe, read_recipe
 from tilemesh.compress.shrink import shrink
@@ -308,6 +308,18 @@ def test_an_amount_that_takes_nothing_or_all_is_told_which_percentages_do_someth
     single = Transformer(preset("tiny").replace(layers=1, heads=2, kv_heads=1), seed=3)
     with pytest.raises(UsageError, match="cannot go: set it to "):
         prune(single, f"{structure}-50")
+
+
+def test_fewer_heads_of_a_family_that_cannot_write_them_are_refused_before_anything_is_computed(model):
+    """The weights had been judged for a minute before a folder was found to have no place for them."""
+    gpt2 = preset("gpt2-124m")
+    with pytest.raises(UsageError, match=r"fewer heads of a gpt2 model: .* prune mlp or layers \(mlp-25, layers-25\)"):
+        check_writable(gpt2, PruneRecipe("heads", 0.5))
+    with pytest.raises(UsageError, match="takes none of this model's 12"):
+        check_writable(gpt2, PruneRecipe("heads", 0.01))
+    for structure in ("mlp", "layers"):
+        check_writable(gpt2, PruneRecipe(structure, 0.25))
+    check_writable(model.config, PruneRecipe("heads", 0.5))
 
 
 def test_gradual_pruning_rises_from_nothing_to_the_amount():

@@ -97,6 +97,23 @@ def test_a_gate_or_norm_that_does_not_fit_is_refused():
         lowbit_linear(x, *codes, gate="relu")
     with pytest.raises(UsageError, match=r"branch \(1, 64\)"):
         norm_lowbit_linear(x, x[:, :64], torch.ones(128), *codes)
+    with pytest.raises(UsageError, match=r"eps is -1.0: expected at least 0"):
+        norm_lowbit_linear(x, x, torch.ones(128), *codes, eps=-1.0)
+
+
+@pytest.mark.parametrize(
+    ("what", "told"),
+    [
+        (lambda x, codes, scales: (x.int(), codes, scales), "x of torch.int32: expected activations in floating point"),
+        (lambda x, codes, scales: (x, codes, scales.bfloat16()), "scales of torch.bfloat16: expected torch.float32"),
+        (lambda x, codes, scales: (x, codes, scales, scales), "zeros of torch.float32: expected torch.int8"),
+        (lambda x, codes, scales: (x, codes, scales[:, :0]), r"scales \(4, 0\): expected \(N or 1, G\)"),
+    ],
+)
+def test_numbers_of_a_kind_that_kernels_do_not_read_are_refused(what, told):
+    made = quantize(torch.randn(4, 128), Scheme("int4"))
+    with pytest.raises(UsageError, match=told):
+        lowbit_linear(*what(torch.randn(1, 128), pack(made.codes, FORMATS["int4"]), made.scales))
 
 
 def test_few_turns_of_a_settled_product_are_for_half_as_many_blocks():

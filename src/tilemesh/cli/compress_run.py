@@ -13,6 +13,7 @@ from tilemesh.bench.compress.measure import PLAIN, clocks_of, judge, rows_of
 from tilemesh.bench.compress.run import CompressFindings, begin_compress_run, keep_compress_run, point_of
 from tilemesh.bench.compress.text import open_source
 from tilemesh.cli.targets import check_folder
+from tilemesh.compress.prune import check_writable
 from tilemesh.compress.quantize import Moved
 from tilemesh.compress.recipe import read_recipe
 from tilemesh.compress.shrink import shrink
@@ -53,6 +54,7 @@ def answer(asked: CompressQuestion) -> None:
         print(f"tilemesh: {text}", file=sys.stderr)
 
     with open_source(asked.source, asked.data, asked.step, say) as source:
+        check_writable(source.model.config, recipe.prune)
         train, tokens, targets = source.text(asked.calibrate, asked.sequences, asked.seed, say)
         moved: dict[str, Moved] = {}
         small = shrink(source.model, recipe, train, say, moved)

@@ -17,6 +17,7 @@ from tilemesh.compress.calibrate import check_tokens, require_transformer, weigh
 from tilemesh.compress.recipe import PruneRecipe, Recipe, read_recipe
 from tilemesh.core.errors import UsageError
 from tilemesh.model.config import ModelConfig
+from tilemesh.model.families.book import family_of
 from tilemesh.model.lowbit import magnitude_mask, projections, require_plain
 from tilemesh.model.transformer import Transformer
 
@@ -53,6 +54,22 @@ def _scores(model: Transformer, wanted: PruneRecipe, tokens: Tensor | None) -> d
     text = check_tokens(tokens, model, "a first-order score")
     gradients = weight_gradients(model, text[:, :-1].contiguous(), text[:, 1:].contiguous(), names)
     return {name: (weights[name] * gradients[name]).abs().float() for name in names}
+
+
+def check_writable(config: ModelConfig, wanted: PruneRecipe) -> None:
+    """Refuse what would be pruned and then found to have no place in a folder of the model's family."""
+    if wanted.structure != "heads":
+        return
+    try:
+        family_of(smaller_config(config, wanted)[0])
+    except UsageError as error:
+        if "layout" not in str(error):
+            raise
+        raise UsageError(
+            f"fewer heads of a {family_of(config)} model: folders of that family do not say how wide a head is, so "
+            "what is left cannot be written: prune mlp or layers (mlp-25, layers-25), or a model of another family; "
+            "tm.compress.prune gives the smaller model in Python"
+        ) from error
 
 
 def kept_units(score: Tensor, gone: int) -> Tensor:

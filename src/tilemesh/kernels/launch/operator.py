@@ -201,7 +201,8 @@ class _Operator:
         floats = {name: tensor for name, tensor in there.items() if tensor.is_floating_point()} or there
         if not (options.casts and autocasts(next(iter(there.values())))):
             alike = {name: tensor for name, tensor in floats.items() if name not in options.own_dtype}
-            check_dtype(alike, options.dtypes)
+            if alike:  # else `check` says what those with dtypes of their own may be
+                check_dtype(alike, options.dtypes)
         check_device(there)
         if options.check is not None:
             options.check(*values)

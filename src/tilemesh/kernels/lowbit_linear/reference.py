@@ -35,7 +35,13 @@ def check(
             f"x {tuple(x.shape)} and codes {tuple(codes.shape)} of {codes.dtype}: expected (..., K) and, for {code}, "
             f"(N, K{' / 2' if wanted[1] == 2 else ''}) of {wanted[0]}"
         )
-    if scales.dim() != 2 or len(scales) not in (1, len(codes)) or x.shape[-1] % scales.shape[1]:
+    kinds = {"scales": (scales, torch.float32), "zeros": (zeros, torch.int8)}
+    for name, (tensor, wanted_dtype) in kinds.items():
+        if tensor is not None and tensor.dtype is not wanted_dtype:
+            raise UsageError(f"{name} of {tensor.dtype}: expected {wanted_dtype}; cast with .to()")
+    if not x.is_floating_point():
+        raise UsageError(f"x of {x.dtype}: expected activations in floating point; cast with .to()")
+    if scales.dim() != 2 or len(scales) not in (1, len(codes)) or not scales.shape[1] or x.shape[-1] % scales.shape[1]:
         raise UsageError(f"scales {tuple(scales.shape)}: expected (N or 1, G) where G divides K = {x.shape[-1]}")
     if zeros is not None and zeros.shape != scales.shape:
         raise UsageError(f"zeros {tuple(zeros.shape)}: expected the shape of the scales, {tuple(scales.shape)}")
@@ -46,6 +52,8 @@ def check_norm(
     gate: str, settled: bool,
 ) -> None:  # fmt: skip
     check(x, codes, scales, zeros, code, gate)
+    if not eps >= 0:
+        raise UsageError(f"eps is {eps}: expected at least 0")
     if x.dim() != 2 or len(x) != 1 or branch.shape != x.shape or gain.shape != x.shape[1:]:
         raise UsageError(
             f"x {tuple(x.shape)}, branch {tuple(branch.shape)} and gain {tuple(gain.shape)}: expected (1, K) twice "
