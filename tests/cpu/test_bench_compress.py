@@ -208,6 +208,8 @@ def test_the_page_names_the_plain_model_where_it_is_the_quickest_and_marks_diffe
     point = {"recipe": "int4-g64", "decode_s": 7e-3, "plain_decode_s": 6e-3, "plain_loss": 2.4, "plain_bytes": 4000}
     run = SimpleNamespace(summary={"points": [point]}, is_behind=False)
     assert _facts(run, None)[-1].value == "plain model"
+    point["decode_s"] = 5.95e-3  # a hundredth less is no difference
+    assert _facts(run, None)[-1].value == "plain model"
     point["decode_s"] = 5e-3
     assert _facts(run, None)[-1].value == "int4-g64"
 

@@ -38,6 +38,9 @@ def speedup(point: Mapping[str, Any]) -> float:
     return number(point.get("plain_decode_s")) / number(point.get("decode_s"))
 
 
+_TELLS = 1.02  # times of two models that differ by less are no difference on most machines
+
+
 def frontier(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     """Those that no other is both smaller and better than, by the first value."""
     kept: list[tuple[float, float]] = []
@@ -77,7 +80,7 @@ def _facts(run: Run, beside: Beside) -> list[Fact]:
     first = points[0]
     quick = max(points, key=speedup)
     beside_plain = f"{speedup(quick):.2f}× the plain model's speed, timed in turns"
-    is_quicker = speedup(quick) > 1
+    is_quicker = speedup(quick) > _TELLS
     return [
         Fact("plain model", f"{number(first.get('plain_loss')):.4f}", "nats per token, held out"),
         Fact("its size", format_bytes(number(first.get("plain_bytes")))),
@@ -122,7 +125,7 @@ def _scatter(
     head = ["recipe", words, *more, "loss", "change", "on the frontier"]
     table = PageTable(head, rows, [x.place(a) for _, a, _ in pairs])
     alone = [name for name, a, b in pairs if (a, b) in edge] if len(edge) == 1 else []
-    sentence = f"{alone[0]} is better than all others in both." if alone else ""
+    sentence = f"{alone[0]} is ahead of all others in both, by however little." if alone else ""
     return chart(title, sentence, Plot(x, y, layers), table)
 
 
