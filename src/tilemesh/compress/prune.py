@@ -60,11 +60,10 @@ def check_writable(config: ModelConfig, wanted: PruneRecipe) -> None:
     """Refuse what would be pruned and then found to have no place in a folder of the model's family."""
     if wanted.structure != "heads":
         return
+    smaller, _ = smaller_config(config, wanted)
     try:
-        family_of(smaller_config(config, wanted)[0])
+        family_of(smaller)
     except UsageError as error:
-        if "layout" not in str(error):
-            raise
         raise UsageError(
             f"fewer heads of a {family_of(config)} model: folders of that family do not say how wide a head is, so "
             "what is left cannot be written: prune mlp or layers (mlp-25, layers-25), or a model of another family; "

@@ -20,6 +20,7 @@ from tilemesh.runs.names import SUMMARY
 from tilemesh.runs.values import number, section
 
 MOST_DRAWN = 6
+_TELLS = 1.02  # times of two models that differ by less are no difference on most machines
 
 
 def _points(run: Run) -> list[Mapping[str, Any]]:
@@ -36,9 +37,6 @@ def speedup(point: Mapping[str, Any]) -> float:
     """Of decoding, over the plain model timed in turns with this recipe: the machine is not as quick all the time, so
     times of different turns say nothing about each other."""
     return number(point.get("plain_decode_s")) / number(point.get("decode_s"))
-
-
-_TELLS = 1.02  # times of two models that differ by less are no difference on most machines
 
 
 def frontier(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
