@@ -19,6 +19,7 @@ from tilemesh.data.corpus import open_corpus
 from tilemesh.methods.record import read_record, replay, standing
 from tilemesh.methods.rules import Push
 from tilemesh.methods.server import mean_update
+from tilemesh.model import huggingface
 from tilemesh.model.transformer import Transformer
 from tilemesh.parallel import Mesh
 from tilemesh.parallel.mesh import Axis
@@ -101,6 +102,24 @@ def test_methods_that_are_data_parallelism(sets: tuple[str, ...], synchronous: P
     """Eight steps in float64: each sum of two gradients may round once more than the other's."""
     train(config(*SGD, *sets), tmp_path / "run")
     assert_equal(tmp_path / "run", synchronous, 1e-12)
+
+
+@pytest.mark.parametrize("what", ["teacher", "pruning", "documents"])
+def test_every_worker_trains_for_what_the_configuration_says(what: str, tmp_path: Path) -> None:
+    """A teacher, weights left out more and more, attention within documents: under BSP as by data parallelism. Of the
+    documents each sequence holds two whole ones, so that all workers count equally many targets."""
+    if what == "teacher":
+        huggingface.save(Transformer(config().model, seed=5).double(), tmp_path / "teacher")
+        sets = (f"distill.teacher={tmp_path / 'teacher'}", "distill.share=0.75")
+    elif what == "pruning":
+        sets = ("compress.recipe=[prune]\nstructure = 'unstructured'\namount = 0.5",)
+    else:
+        lines = [json.dumps({"text": f"{number:07d}"}) for number in range(0, 5000, 7)]
+        (tmp_path / "text.jsonl").write_text("\n".join(lines))
+        sets = ("data.packing=documents", f"data.source={tmp_path / 'text.jsonl'}")
+    for name, method in (("synchronous", "synchronous"), ("served", "server")):
+        train(config(*SGD, *sets, f"train.method={method}", "train.steps=4", "evaluate.every=0"), tmp_path / name)
+    assert_equal(tmp_path / "served", tmp_path / "synchronous", 1e-12)
 
 
 CLIP = "optimizer.clip=0.1"  # below the norm of every step's gradient

@@ -156,8 +156,8 @@ def _help(
 ) -> None:
     """As a server, or as a worker but the first."""
     config, everyone, here = seat.config, seat.everyone, torch.device("cpu")
-    worker, baseline = as_worker(config), peak_bytes(here)
-    laid = lay_model(worker, Mesh(alone), here, False)
+    baseline = peak_bytes(here)
+    laid = lay_model(as_worker(config), Mesh(alone), here, False)
     if everyone.rank >= seat.workers:
         serve_shard(config, everyone, laid.gradients.stepped, folder, interrupt, baseline)
         return
@@ -166,8 +166,7 @@ def _help(
     last = min(config.train.steps, stop_after or config.train.steps)
     optimizer = seat.optimizer(laid.gradients.stepped, last, recorder)
     source = WorkerSource(config, corpus, seat.axis, here)
-    stepper = Stepper(config, laid, optimizer, source, next_token(worker, laid), recorder)
-    work(seat, stepper, interrupt, baseline)
+    work(seat, make_stepper(config, laid, optimizer, source, recorder), interrupt, baseline)
 
 
 def _stop_signals() -> tuple[signal.Signals, ...]:
@@ -226,8 +225,6 @@ def _train_on(
     # Steps are only left unwaited for where the number of targets that count is known beforehand.
     is_steady = seat is None and corpus.counts_all and config.data.packing == "stream"
     laid = lay_model(laying, mesh, device, None if is_steady else False)
-    if config.data.packing == "documents":
-        _respect_documents(laid)
     optimizer: Optimizer
     if seat is None:
         optimizer = make_optimizer(config, laid, config.optimizer_kernels_on(device.type))
@@ -246,16 +243,7 @@ def _train_on(
         say=say,
         note=journal.add,
     )
-    objective = next_token(laying, laid) if config.distill.teacher is None else from_teacher(config, laid, device)
-    kind = Stepper
-    if isinstance(laid.gradients, PipelinedGradients):
-        assert isinstance(laid, Pipeline)
-        laid.gradients.join(laid, optimizer, config.method.anneal)
-        kind = AsynchronousStepper
-    stepper = kind(config, laid, optimizer, source, objective, recorder)
-    recipe = training_recipe(config.compress.recipe)
-    if recipe is not None:
-        stepper.before = between_steps(laid.module, recipe, config.train.steps)
+    stepper = make_stepper(config, laid, optimizer, source, recorder)
     loggers = Loggers(config.log, folder, to_dict(config), say, on=comm.rank == 0)
     loop = Loop(config, stepper, writer, journal, folder, emit, earlier, collectives, loggers)
     if comm.rank == 0:
@@ -344,8 +332,28 @@ def lay_model(config: TrainConfig, mesh: Mesh, device: torch.device, late: bool 
     laid = lay(model, mesh, config.plan, device=device, gradients=way, tokens=config.tokens_per_step)
     if config.plan.has_chunks:
         laid.initialize(config.train.seed)
+    if config.data.packing == "documents":
+        _respect_documents(laid)
     laid.module.train()
     return laid
+
+
+def make_stepper(
+    config: TrainConfig, laid: Laid, optimizer: Optimizer, source: TextSource, recorder: Recorder
+) -> Stepper:
+    """What every rank that trains does in a step, whoever exchanges its gradients: the objective, the order of passes,
+    and what a recipe changes between steps."""
+    objective = next_token(config, laid) if config.distill.teacher is None else from_teacher(config, laid)
+    kind = Stepper
+    if isinstance(laid.gradients, PipelinedGradients):
+        assert isinstance(laid, Pipeline)
+        laid.gradients.join(laid, optimizer, config.method.anneal)
+        kind = AsynchronousStepper
+    stepper = kind(config, laid, optimizer, source, objective, recorder)
+    recipe = training_recipe(config.compress.recipe)
+    if recipe is not None:
+        stepper.before = between_steps(laid.module, recipe, config.train.steps)
+    return stepper
 
 
 def method_gradients(config: TrainConfig) -> Way | None:

@@ -80,14 +80,15 @@ def next_token(config: TrainConfig, laid: Laid) -> Objective:
     return Objective(compiled, laid.loss)
 
 
-def from_teacher(config: TrainConfig, laid: Laid, device: torch.device) -> Objective:
+def from_teacher(config: TrainConfig, laid: Laid) -> Objective:
     """The loss of a student: its text's, and how far its predictions are from the teacher's; judged by the text's."""
     from tilemesh.model import huggingface  # late: it needs safetensors
 
     assert config.distill.teacher is not None
     student = laid.module
     assert isinstance(student, Transformer)
-    teacher = huggingface.load(config.distill.teacher, device=device, dtype=next(student.parameters()).dtype)
+    like = next(student.parameters())
+    teacher = huggingface.load(config.distill.teacher, device=like.device, dtype=like.dtype)
     teacher.eval().requires_grad_(False)
     teacher.documents_marked = student.documents_marked  # both are given the same tokens
 

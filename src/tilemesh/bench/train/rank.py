@@ -30,10 +30,9 @@ from tilemesh.runs.journal import Journal
 from tilemesh.train.config import TrainConfig, from_toml
 from tilemesh.train.loop import Loop
 from tilemesh.train.memory import peak_bytes
-from tilemesh.train.rank import choose_device, keep_collectives, lay_model, make_optimizer
+from tilemesh.train.rank import choose_device, keep_collectives, lay_model, make_optimizer, make_stepper
 from tilemesh.train.record import Recorder, observe_mesh
-from tilemesh.train.source import TextSource, next_token
-from tilemesh.train.steps import Stepper
+from tilemesh.train.source import TextSource
 
 WARM_UP_STEPS = 3
 _PROFILED_STEPS = 3
@@ -108,7 +107,7 @@ def ours(config: TrainConfig, comm: Communicator, device: torch.device) -> Step:
     nowhere = Path(os.devnull)
     writer = checkpoint.Writer(nowhere, comm.rank, keep=1)
     source = TextSource(config, open_corpus(config.data), mesh.dp, device)
-    stepper = Stepper(config, laid, optimizer, source, next_token(config, laid), recorder)
+    stepper = make_stepper(config, laid, optimizer, source, recorder)
     loop = Loop(config, stepper, writer, Journal(nowhere, False, print), nowhere, lambda event: None)
 
     def run(reads: bool) -> float:
