@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from hypothesis import given
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from tilemesh.core.errors import UsageError
 from tilemesh.core.hardware import parse_cluster
-from tilemesh.core.plan import ParallelPlan
+from tilemesh.core.plan import INTERLEAVED, ParallelPlan, Schedule
 from tilemesh.core.step import search as schedules
 from tilemesh.core.step.book import build
 from tilemesh.core.step.program import step_program
@@ -74,6 +75,31 @@ def test_a_plan_says_layout_and_batch(tmp_path: Path) -> None:
         load(plan=tmp_path / "plan.toml", mesh="dp=2")
     over = load(plan=tmp_path / "plan.toml", sets=["plan.precision=bf16,plan.microbatch=2", "train.batch=8"])
     assert (over.plan.precision, over.plan.dp, over.plan.microbatch, over.batch) == ("bf16", 2, 2, 8)
+
+
+def test_a_resumed_run_has_the_plan_of_its_folder(tmp_path: Path) -> None:
+    """However its batch was cut, and also where its own mesh is said again; another batch is cut anew."""
+    (tmp_path / "run").mkdir()
+    for schedule in get_args(Schedule):
+        sets = [f"plan.schedule={schedule},train.batch=8,plan.microbatch=1,optimizer.clip=0"]
+        sets += ["plan.interleave=2"] if schedule in INTERLEAVED else []
+        made = load("tiny", mesh="pp=2", sets=sets)
+        assert made.plan.accumulation == 8
+        (tmp_path / "run" / "config.toml").write_text(made.to_toml())
+        assert load(resume=tmp_path / "run", gpus=2) == made, schedule
+    assert load(resume=tmp_path / "run", mesh="pp=2", ranks=2) == made
+    other = load(resume=tmp_path / "run", sets=["train.steps=500,plan.precision=bf16"])
+    assert other.plan == replace(made.plan, precision="bf16")
+    again = load(resume=tmp_path / "run", sets=["train.batch=16"]).plan
+    assert (again.microbatch, again.accumulation) == (4, 4)
+
+
+def test_a_pipelines_plan_is_trained_as_it_was_saved(tmp_path: Path) -> None:
+    plan = ParallelPlan(pp=2, microbatch=1, accumulation=16, precision="fp32")
+    (tmp_path / "plan.toml").write_text(plan.to_toml())
+    assert load("tiny", plan=tmp_path / "plan.toml").plan == plan
+    over = load("tiny", plan=tmp_path / "plan.toml", sets=["train.batch=8"]).plan
+    assert (over.microbatch, over.accumulation) == (2, 4)
 
 
 def test_a_saved_plan_names_its_model(tmp_path: Path) -> None:

@@ -44,6 +44,8 @@ class _Start:
     """By settings."""
     written: frozenset[str]
     """By the file."""
+    laid: ParallelPlan | None = None
+    """Of a run or a plan's file, which has the batch cut already."""
 
     def says(self, key: str) -> bool:
         return key in self.told or key in self.written
@@ -262,7 +264,7 @@ def _resumed(resume: str | Path, name: str | None, init: str | Path | None, sets
     before = of_run(resume)
     # As a preset: settings over them are checked and converted as anywhere.
     made = config.load(TrainConfig, preset="run", presets={"run": before}, sets=sets)
-    return _Start(made, frozenset(key for key, _ in config.split_sets(sets)), frozenset())
+    return _Start(made, frozenset(key for key, _ in config.split_sets(sets)), frozenset(), before.plan)
 
 
 def _of_folder(made: TrainConfig, folder: Path, told: frozenset[str]) -> TrainConfig:
@@ -356,7 +358,7 @@ def _planned(start: _Start, saved: _SavedPlan, sets: Sequence[str], is_resumed: 
     is_open = not is_resumed and not start.says("train.context")
     if saved.context is not None and is_open and saved.context <= made.model.context:
         made = dataclasses.replace(made, train=dataclasses.replace(made.train, context=saved.context))
-    return dataclasses.replace(start, made=dataclasses.replace(made, plan=laid))
+    return dataclasses.replace(start, made=dataclasses.replace(made, plan=laid), laid=saved.plan)
 
 
 def _spread(start: _Start, ranks: int, gpus: int) -> _Start:
@@ -383,8 +385,11 @@ def _changed(plan: ParallelPlan, **changes: Any) -> ParallelPlan:
 
 
 def _cut_as_said(start: _Start, is_moved: bool) -> TrainConfig:
-    """Cut the batch as the settings say, or the file if neither mesh nor batch were changed after it; else anew."""
+    """Cut the batch as the run or the plan's file has it, as the settings say, or as the file does if neither mesh nor
+    batch were changed after it; else anew."""
     made = start.made
+    if start.laid is not None and _cut_of(start.laid, start.laid.batch) == _cut_of(made.plan, made.batch):
+        return made
     is_moved = is_moved or "train.batch" in start.told or "plan.dp" in start.told
     keep_accumulation = "plan.accumulation" in start.told or (start.says("plan.accumulation") and not is_moved)
     says_size = "plan.microbatch" in start.told or (start.says("plan.microbatch") and not is_moved)
@@ -415,6 +420,11 @@ def _cut_as_said(start: _Start, is_moved: bool) -> TrainConfig:
             made, plan=dataclasses.replace(made.plan, microbatch=size, accumulation=rows // size)
         )
     return _cut(made, keep_accumulation)
+
+
+def _cut_of(plan: ParallelPlan, batch: int) -> tuple[int | str, ...]:
+    """How a batch is cut, and what that depends on."""
+    return batch, plan.dp, plan.pp, plan.schedule, plan.microbatch, plan.accumulation
 
 
 def _cut(made: TrainConfig, keep_accumulation: bool) -> TrainConfig:
