@@ -108,6 +108,21 @@ def test_a_stopped_run_goes_on_bit_for_bit() -> None:
         assert torch.equal(found, whole.tensors()[name])
 
 
+def test_16_bit_gradients_are_divided_in_float32() -> None:
+    """By masters too: divided before, each would be rounded to 16 bits once more, and a factor on a GPU as well."""
+    torchs, ours = Stepped("bf16-master", "torch"), Stepped("bf16-master", "interpret")
+    assert torchs.optimizer.divides_wide
+    assert ours.optimizer.divides_wide
+    for stepped in (torchs, ours):
+        stepped.step(1, torch.tensor(3.3))
+    averages = {name: value for name, value in torchs.tensors().items() if name.startswith("exp_avg:")}
+    for name, gradient in drawn(torch.bfloat16, 1).items():
+        exact = (1 - CONFIG.betas[0]) * gradient.double() / 3.3
+        torch.testing.assert_close(averages[f"exp_avg:{name}"].double(), exact, rtol=4 * unit(torch.float32), atol=0)
+    for name, value in ours.tensors().items():
+        torch.testing.assert_close(value, torchs.tensors()[name], rtol=16 * unit(torch.float32), atol=1e-9)
+
+
 @pytest.mark.parametrize("norm", [5.0, 0.5])
 def test_clipping_over_a_mesh_is_folded_into_the_step(norm: float) -> None:
     """What `settle` leaves undivided, the step divides: sums over 8 tokens, clipped to a norm of 1."""

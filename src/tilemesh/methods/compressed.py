@@ -25,6 +25,7 @@ from tilemesh.comm.schedules.book import algorithms
 from tilemesh.core.errors import UsageError
 from tilemesh.parallel.buckets import BUCKET_BYTES, Bucket, Bucketed
 from tilemesh.parallel.gradients import Parts
+from tilemesh.parallel.norms import norm_of
 
 Scheme = Literal["top-k", "random-k", "one-bit", "int8", "powersgd"]
 SCHEMES: tuple[Scheme, ...] = ("top-k", "random-k", "one-bit", "int8", "powersgd")
@@ -124,7 +125,7 @@ class CompressedGradients(Bucketed):
             return super().exchange(bucket)
         wanted = bucket.flat.add_(residual) if self.compression.feedback else bucket.flat
         is_measured = self.steps % _MEASURED == 0
-        size = float(wanted.norm()) if is_measured else 0.0
+        size = norm_of(wanted) if is_measured else 0.0
         match self.compression.scheme:
             case "top-k" | "random-k":
                 self._chosen(bucket, wanted, residual, group)
@@ -133,7 +134,7 @@ class CompressedGradients(Bucketed):
             case _:
                 self._quantised(bucket, wanted, residual, group)
         if is_measured:
-            self.left_out[id(bucket)] = float(residual.norm()), size
+            self.left_out[id(bucket)] = norm_of(residual), size
         return None
 
     def finish(self, max_norm: float | None = None, *, divide: bool = True) -> Any:

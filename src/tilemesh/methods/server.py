@@ -53,6 +53,7 @@ from tilemesh.methods.link import (
 from tilemesh.methods.record import ServerEvent, staleness
 from tilemesh.methods.rules import Push, StalenessRule
 from tilemesh.methods.simulate import NAP_S
+from tilemesh.parallel.norms import norm_of, norms_of
 
 _MEASURED = 7  # prime, so that each of a few workers gets its turn
 
@@ -119,7 +120,7 @@ class SharedNorm:
         self.comm, self.servers = comm, tuple(servers)
 
     def __call__(self, part: Tensor) -> float:
-        mine = torch.linalg.vector_norm(part).double().square().reshape(1)
+        mine = norms_of([part]).double().square()
         squares = {server: torch.zeros_like(mine) for server in self.servers if server != self.comm.rank}
         handles = [self.comm.isend(mine, server, SQUARES, sized=False) for server in squares]
         handles += [self.comm.irecv(square, server, SQUARES, sized=False) for server, square in squares.items()]
@@ -146,7 +147,7 @@ class Divergence:
         for push in pushes:
             read = self._reads.pop(push, None)
             if read is not None:
-                self.seen.append(float((weights - read).norm() / weights.norm().clamp(min=1e-30)))
+                self.seen.append(norm_of(weights - read) / max(norm_of(weights), 1e-30))
 
     def figures(self) -> dict[str, float]:
         count = len(self.seen)

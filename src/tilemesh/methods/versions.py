@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from tilemesh.core.step.action import Payload, StepProgram, parts
 from tilemesh.core.step.asynchronous import delays
+from tilemesh.parallel.norms import norm_of
 from tilemesh.parallel.run import ChunkPasses, StepServices
 
 _KEPT_CHANGE = math.exp(-2)  # of a change of the weights, what is left in their mean change after the delay (PipeMare)
@@ -93,8 +94,8 @@ class ChunkVersions:
         old = [value.clone() for value in before] if self.changes or is_measured else []
         self.move(after, self.updates, divisor)
         if is_measured:
-            change = math.hypot(*(float((value - was).norm()) for value, was in zip(after, old, strict=True)))
-            size = math.hypot(*(float(value.norm()) for value in after))
+            change = norm_of(*(value - was for value, was in zip(after, old, strict=True)))
+            size = norm_of(*after)
             self.divergence = (self.delay - 1) * change / max(size, 1e-30)
         keep = _KEPT_CHANGE ** (1 / max(1.0, self.delay - 1))
         for mean_change, value, was in zip(self.changes, after, old, strict=bool(self.changes)):

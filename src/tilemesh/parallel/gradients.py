@@ -34,6 +34,7 @@ from tilemesh.core.axes import BATCH, Blocks
 from tilemesh.core.errors import UsageError
 from tilemesh.core.shard import Shard
 from tilemesh.parallel.mesh import Mesh
+from tilemesh.parallel.norms import norms_of
 from tilemesh.parallel.shard import Held
 
 _EPSILON = 1e-6  # as torch's clip_grad_norm_ has it
@@ -242,7 +243,8 @@ class Exchanging(Synchronous):
 
     def settled(self, summed: list[tuple[Tensor, int]], max_norm: float | None, divide: bool) -> GradientStep:
         """`summed`: gradients that have been exchanged, each with how many ranks of the mesh hold the same."""
-        parts = [torch.linalg.vector_norm(flat).double().square() / copies for flat, copies in summed]
+        norms = norms_of([flat for flat, _ in summed]).double()
+        parts = [norm.square() / copies for norm, (_, copies) in zip(norms, summed, strict=True)]
         loss_sum, tokens, squares = self.totals(torch.stack(parts).sum())
         factor = 1 / (max(tokens, 1) * self._scale)
         norm = math.sqrt(squares) * factor if math.isfinite(squares) else squares
@@ -309,16 +311,6 @@ class Naive(Exchanging):
         return self.settled(summed, max_norm, divide)
 
 
-def _norms(tensors: Sequence[Tensor], wide: torch.dtype) -> list[Tensor]:
-    """The norm of each. Tensors of one dtype take a few launches; of several, torch would launch one for each."""
-    norms: dict[int, Tensor] = {}
-    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
-        alike = [at for at, tensor in enumerate(tensors) if tensor.dtype == dtype]
-        made = torch._foreach_norm([tensors[at] for at in alike], 2, dtype=wide)
-        norms |= dict(zip(alike, made, strict=True))
-    return [norms[at] for at in range(len(tensors))]
-
-
 class LocalGradients(Synchronous):
     """Gradients of a model on one process, for steps that the host does not wait for.
 
@@ -352,9 +344,8 @@ class LocalGradients(Synchronous):
         if self._total is None:
             raise UsageError("finish() before the last microbatch: call backward(…, last=True)")
         gradients = self.buffers
-        # At least float32: the squares of 16-bit gradients do not fit into 16 bits.
         wide = torch.promote_types(gradients[0].dtype, torch.float32)
-        norm = torch.linalg.vector_norm(torch.stack(_norms(gradients, wide)))
+        norm = torch.linalg.vector_norm(norms_of(gradients)).to(wide)
         total, self._total = self._total, None
         return settle(gradients, total, self.tokens, norm, max_norm=max_norm, divide=divide)
 

@@ -26,6 +26,7 @@ from tilemesh.methods.versions import VersionedChunk, VersionServices, WeightUpd
 from tilemesh.model.transformer import IGNORED
 from tilemesh.parallel.buckets import Bucketed
 from tilemesh.parallel.gradients import GradientStep, Parts
+from tilemesh.parallel.norms import norms_of
 from tilemesh.parallel.pipeline import Pipeline
 from tilemesh.parallel.shard import Held
 from tilemesh.train.config import TrainConfig
@@ -93,7 +94,7 @@ class PipelinedGradients(Bucketed):
                 self.sum_over(bucket.batch_summed, bucket.flat)
                 self.sum_over(bucket.copies_summed, bucket.flat)
                 bucket.flat.div_(tokens)
-                self._squares += torch.linalg.vector_norm(bucket.flat).double().square() / bucket.copies
+                self._squares += norms_of([bucket.flat])[0].double().square() / bucket.copies
             for parameter, own, value in zip(parameters, newest, values, strict=True):
                 own.data, own.grad = value, parameter.grad
             optimizer.step(self.rate / divisor)

@@ -66,6 +66,10 @@ class HostOptimizer(Optimizer):
         return all(part.is_ours for part in self.parts)
 
     @property
+    def divides_wide(self) -> bool:
+        return all(part.divides_wide for part in self.parts)
+
+    @property
     def divides(self) -> bool:
         return all(part.divides for part in self.parts)
 

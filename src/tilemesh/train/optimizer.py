@@ -125,13 +125,18 @@ class Optimizer:
 
     @property
     def is_ours(self) -> bool:
-        """Whether tilemesh's kernels step the parameters; gradients that ranks have summed are then left undivided."""
+        """Whether tilemesh's kernels step the parameters."""
         return self._kernels is not None
+
+    @property
+    def divides_wide(self) -> bool:
+        """Whether `step` divides gradients on its way, 16-bit ones too in float32: else they are rounded once more."""
+        return self.is_ours or bool(self.mastered)
 
     @property
     def divides(self) -> bool:
         """Whether `step` can divide gradients on its way: torch's fused kernels can, by what they call a scale."""
-        return self.is_ours or (not self.mastered and self.is_capturable)
+        return self.divides_wide or self.is_capturable
 
     @property
     def is_capturable(self) -> bool:
@@ -158,11 +163,10 @@ class Optimizer:
             for group in self._groups:
                 group.step(rate, divisor)
             return
-        assert divisor is None
         for name, group in self._group_of.items():
             master, parameter = self.stepped[name], self.parameters[name]
             assert parameter.grad is not None
-            master.grad = parameter.grad.float()
+            master.grad = parameter.grad.float() if divisor is None else parameter.grad.float().div_(divisor)
             group.step(rate, None)
             master.grad = None
             parameter.copy_(master)

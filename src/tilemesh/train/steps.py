@@ -96,7 +96,7 @@ class Stepper:
         if self.device.type == "cuda":
             self._fetch_ahead(number)  # while the GPU is still at it
         with recorder.span("gradients"):
-            divide = not self.optimizer.is_ours
+            divide = not self.optimizer.divides_wide
             max_norm = None if self.optimizer.clips_elsewhere else config.optimizer.clip or None
             done = self.gradients.finish(max_norm, divide=divide)
         overflowed = not math.isfinite(done.norm)
