@@ -66,6 +66,16 @@ def test_a_recipe_file_is_kept_in_the_configuration(text, tmp_path):
     assert model.layers[0].mlp.fc_in.weight.count_nonzero() > 0
 
 
+def test_resuming_a_finished_pruned_run_writes_the_same_sample(text, tmp_path):
+    """With the weights left out that the last step left out."""
+    sets = ("train.steps=8", "optimizer.lr=0.02", "sample.tokens=100", "sample.temperature=1")
+    fit(config(text, *sets, recipe="2:4"), run=tmp_path / "run")
+    before = (tmp_path / "run" / "sample.txt").read_text()
+    (tmp_path / "run" / "sample.txt").unlink()
+    fit(None, resume=tmp_path / "run")
+    assert (tmp_path / "run" / "sample.txt").read_text() == before
+
+
 def test_a_student_is_trained_by_the_loop(text, tmp_path):
     teacher = Transformer(config(text).model.replace(layers=2), seed=5)
     huggingface.save(teacher, tmp_path / "teacher")

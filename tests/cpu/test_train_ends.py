@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import sys
 import types
 from pathlib import Path
@@ -77,6 +78,17 @@ class TestEarlyStopping:
         assert steps_of(stopped) == [2, 6]
         assert (read_step(stopped, "best"), read_step(stopped, "6")) == (2, 6)
         assert state(stopped, 2).keys() == state(stopped, 6).keys()
+
+    def test_resumed_it_has_ended_until_there_is_more_patience(self, text: str, stopped: Path, tmp_path: Path) -> None:
+        shutil.copytree(stopped, folder := tmp_path / "run")
+        config = made(text, "dp=2,tp=1", self.SETS, "checkpoint.keep_best=true,checkpoint.keep=1")
+        for _ in range(2):
+            result, said = trained(config, folder, resume=True)
+            assert (result.step, result.held_out) == (6, held_out(stopped)[6])
+            assert any("nothing left to do: it has ended early" in line for line in said)
+            assert (folder / "summary.json").read_bytes() == (stopped / "summary.json").read_bytes()
+        more = made(text, "dp=2,tp=1", self.SETS, "evaluate.patience=3")
+        assert trained(more, folder, resume=True)[0].step == 8
 
     def test_a_step_that_is_none(self, stopped: Path, tmp_path: Path) -> None:
         with pytest.raises(UsageError, match="expected a number, or best"):

@@ -256,6 +256,26 @@ class TestFiles:
         trained(config, folder, resume=True)
         assert read_object(folder / "choices.json")["collectives"].items() >= ours.items()
 
+    @pytest.mark.parametrize(
+        ("sets", "words"),
+        [
+            ("train.steps=12,train.context=8", "train.context was 16 and is 8:"),
+            (
+                "train.steps=12,train.seed=3,data.packing=documents",
+                "train.seed was 0 and is 3; data.packing was stream",
+            ),
+            ("train.steps=12,train.batch=4", ""),
+        ],
+    )
+    def test_other_sequences_than_before_are_said(
+        self, text: str, whole: Path, tmp_path: Path, sets: str, words: str
+    ) -> None:
+        shutil.copytree(whole, tmp_path / "run")
+        _, said = trained(made(text, "dp=2,tp=2", sets), tmp_path / "run", resume=True, stop_after=11)
+        (told,) = [line for line in said if line.startswith("THE DATA")] or [""]
+        assert words in told
+        assert bool(words) == bool(told)
+
     @pytest.mark.parametrize("table", [None, [1], "x", {"key": 3}, {"key": None}])
     def test_choices_of_wrong_types_are_made_afresh_and_said(self, table: object, tmp_path: Path) -> None:
         (tmp_path / "choices.json").write_text(json.dumps({"collectives": table, "matmul": {"a": "kind=torch"}}))

@@ -170,7 +170,8 @@ class EvaluateConfig:
     sequences: int = 32
     """Held-out sequences that are evaluated each time, always the same ones; 0: none."""
     patience: int = 0
-    """Early stopping: the run ends after so many evaluations in a row without a lower held-out loss; 0: never."""
+    """Early stopping: the run ends after so many evaluations in a row without a lower held-out loss, and stays ended
+    when it is resumed, unless with a larger number; 0: never."""
     min_improvement: float = 0.0
     """For patience: by how much a held-out loss, in nats per token, has to be lower than the best one to count."""
 

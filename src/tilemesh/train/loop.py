@@ -35,10 +35,10 @@ from tilemesh.runs.tensors import parts_of, write_tensors
 from tilemesh.train.config import TrainConfig
 from tilemesh.train.loggers import Loggers
 from tilemesh.train.memory import peak_bytes
-from tilemesh.train.optimizer import LossScale, Optimizer
 from tilemesh.train.record import IDLE
 from tilemesh.train.result import Saved
 from tilemesh.train.schedule import rate
+from tilemesh.train.source import order_settings
 from tilemesh.train.steps import Stepper
 
 Bytes = dict[str, dict[str, int]]  # axis: operation: bytes
@@ -80,10 +80,11 @@ class Progress:
             self.best_step, self.best_held_out = int(told["step"]), float(told["held_out"])
             self.evaluations_since_best = int(told["evaluations_since"])
 
-    def values(self, scale: LossScale, optimizer: Optimizer, fingerprint: str) -> dict[str, Any]:
+    def values(self, stepper: Stepper, fingerprint: str) -> dict[str, Any]:
         return {
-            "position": self.position, "optimizer_steps": optimizer.steps, "scale": scale.state(),
+            "position": self.position, "optimizer_steps": stepper.optimizer.steps, "scale": stepper.scale.state(),
             "loss": self.loss if math.isfinite(self.loss) else None, "data": fingerprint,
+            "order": order_settings(stepper.config),
             "best": {
                 "step": self.best_step, "held_out": self.best_held_out,
                 "evaluations_since": self.evaluations_since_best,
@@ -191,6 +192,7 @@ class Loop:
         """Train to the last step, or until somebody asks to stop; then the last checkpoint is written, or failed."""
         config, progress = self.config, self.progress
         self._began, self._read_at = progress.step, time.perf_counter()
+        self._end_early()
         before = None  # the clock when the steps that are not read yet began
         while progress.step < config.train.steps and not self.interrupted and not self.ended_early:
             before, bytes_before = before or self.recorder.parts_s(), self.recorder.bytes_by_axis()
@@ -274,21 +276,26 @@ class Loop:
 
     def _judge(self) -> bool:
         """What follows from a held-out loss, which all ranks know alike; whether a checkpoint is to be written now."""
-        progress, options = self.progress, self.config.evaluate
+        progress = self.progress
         if progress.held_out is None:
             return False
-        is_best = progress.judge(options.min_improvement)
+        is_best = progress.judge(self.config.evaluate.min_improvement)
         if is_best and self.config.checkpoint.keep_best:
             self.writer.best = progress.step
             return True
-        if options.patience and progress.evaluations_since_best >= options.patience:
-            if progress.step < self.config.train.steps:
-                self.ended_early = (
-                    f"early stopping: no held-out loss below {progress.best_held_out:.4f}, that of step "
-                    f"{progress.best_step}, in {progress.evaluations_since_best} evaluations"
-                )
-            return True
-        return False
+        return self._end_early()
+
+    def _end_early(self) -> bool:
+        """Whether enough evaluations brought no lower loss, after which the run ends; a resumed one has ended then."""
+        progress, patience = self.progress, self.config.evaluate.patience
+        if not patience or progress.evaluations_since_best < patience:
+            return False
+        if progress.step < self.config.train.steps:
+            self.ended_early = (
+                f"early stopping: no held-out loss below {progress.best_held_out:.4f}, that of step "
+                f"{progress.best_step}, in {progress.evaluations_since_best} evaluations"
+            )
+        return True
 
     # Meeting ------------------------------------------------------------------------------------------------------
 
@@ -319,7 +326,7 @@ class Loop:
             self.laid.gradients.agree(list(self.optimizer.kept()))
             tensors = [*self.optimizer.tensors(), *self._remembered()]
             parts = [part for name, shard, tensor in tensors for part in parts_of(name, shard, tensor)]
-            values = self.progress.values(self.stepper.scale, self.optimizer, self.fingerprint)
+            values = self.progress.values(self.stepper, self.fingerprint)
             self.writer.begin(self.progress.step, parts, values)
         self.write_choices()
 

@@ -401,7 +401,9 @@ def _finish(loop: Loop, corpus: Corpus, recorder: Recorder, journal: Journal, ba
     if stays:
         progress.held_out = told.get("held_out")
         if comm.rank == 0:
-            loop.writer.say(f"nothing left to do: all {progress.step} steps are done; for more, set train.steps")
+            more = "it has ended early; to train on, set evaluate.patience"
+            more = more if loop.ended_early else f"all {progress.step} steps are done; for more, set train.steps"
+            loop.writer.say(f"nothing left to do: {more}")
     recorder.at("writing a sample")
     text = None
     takes_part = loop.mesh.dp.index == 0 or loop.laid.gathers_weights

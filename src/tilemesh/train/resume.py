@@ -30,6 +30,7 @@ from tilemesh.runs.metrics import RESUMED
 from tilemesh.runs.names import CHECKPOINTS, CONFIG, DAMAGED
 from tilemesh.runs.reader import Reader
 from tilemesh.train.check import nothing_whole
+from tilemesh.train.source import order_settings
 
 if TYPE_CHECKING:
     from tilemesh.comm.runtime.communicator import Communicator
@@ -86,11 +87,23 @@ def restore(loop: Loop, reader: Reader) -> None:
     if values.get("loss") is not None:
         loop.progress.loss = float(values["loss"])
     loop.writer.last = step
+    if loop.stepper.before is not None:
+        loop.stepper.before(step)  # what a recipe left out in the last step, a sample leaves out
+    _say_what_differs(loop, values)
+
+
+def _say_what_differs(loop: Loop, values: Mapping[str, Any]) -> None:
+    """A run that goes on with other text, or with other sequences of it, is told so."""
     if values.get("data") != loop.fingerprint and loop.mesh.comm.rank == 0:
         loop.writer.say(
             "THE DATA IS NOT WHAT THIS RUN BEGAN WITH (the text has changed, or this is another Python): going on with "
             "what is there, but not bit for bit"
         )
+    before = values.get("order", {})  # an older version kept none
+    now = order_settings(loop.config)
+    changed = [f"{key} was {before[key]} and is {now[key]}" for key in now if before.get(key, now[key]) != now[key]]
+    if changed and loop.mesh.comm.rank == 0:
+        loop.writer.say(f"THE DATA IS CUT OR ORDERED ANEW: {'; '.join(changed)}: other sequences follow than before")
 
 
 def sound_checkpoint(run: Path, comm: Communicator, say: Say) -> Path | None:

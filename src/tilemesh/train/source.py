@@ -112,6 +112,13 @@ def regions(laid: Laid) -> CompiledRegions:
     return CompiledRegions(layers, head)
 
 
+def order_settings(config: TrainConfig) -> dict[str, Any]:
+    """What decides, besides the text, which sequence stands at a position of the data."""
+    data = config.data
+    order = {"train.context": config.context, "train.seed": config.train.seed, "data.packing": data.packing}
+    return {**order, "data.mixture": [str(part) for part in data.mixture]}
+
+
 class TextSource:
     """Sequences of a corpus in the order that the seed says."""
 
