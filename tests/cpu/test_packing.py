@@ -14,7 +14,10 @@ from test_train_run import losses, made, state, trained
 from tilemesh.core.errors import UsageError
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.transformer import Transformer, attend_within, document_places, loss_sum
+from tilemesh.runs.files import read_object
+from tilemesh.runs.metrics import latest
 from tilemesh.train.check import check_values
+from tilemesh.train.rows import rows
 
 END = 0
 ROTARY = ModelConfig(layers=2, width=16, heads=4, kv_heads=2, vocabulary=32, context=24, norm="rmsnorm", mlp_width=32,
@@ -142,6 +145,21 @@ def test_a_run_that_was_stopped_goes_on_with_the_same_sequences(folder: Path, tm
     ours, theirs = losses(tmp_path / "run"), losses(tmp_path / "whole")
     assert [ours[step] for step in (1, 2)] == [theirs[step] for step in (1, 2)]
     assert [ours[step] for step in (3, 4)] == pytest.approx([theirs[step] for step in (3, 4)], rel=1e-5)
+
+
+def test_padding_is_no_throughput(tmp_path: Path) -> None:
+    """Documents of seven bytes and their end are sequences of seven tokens, whatever the context has room for."""
+    (tmp_path / "text.jsonl").write_text("".join(f'{{"text": "{number:07d}"}}\n' for number in range(500)))
+    sets = f"data.packing=none,data.source={tmp_path}/text.jsonl,train.steps=6,checkpoint.every=0,evaluate.every=0"
+    trained(made("", "dp=2,tp=1", f"{sets},sample.tokens=0"), tmp_path / "run")
+    lines = [line for line in latest(tmp_path / "run") if line["kind"] == "step"]
+    for count in range(1, 7):
+        median = sorted(line["seconds"] for line in lines[:count])[count // 2]
+        assert lines[count - 1]["tokens_per_s"] == pytest.approx(8 * 7 / median)
+    summary = read_object(tmp_path / "run" / "summary.json")
+    (throughput,) = [row for row in rows(summary, {}) if row.name == "throughput"]
+    assert throughput.measured is not None
+    assert throughput.measured.median == pytest.approx(8 * 7 / summary["step_time_s"]["median"])
 
 
 def test_slices_of_a_sequence_are_refused(folder: Path) -> None:

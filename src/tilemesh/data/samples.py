@@ -63,6 +63,10 @@ class Samples:
             inputs[begins[:-1]] = -1 - inputs[begins[:-1]]
         return SamplePair(inputs, targets)
 
+    def tokens(self, index: int) -> int:
+        """Tokens of a sequence, without those that fill it up to the context."""
+        return int(self._rows[index, 1]) - 1 if self.packing == "none" else self.context
+
     @cached_property
     def _rows(self) -> NDArray[np.int64]:
         """(begin, tokens) of each sequence of a document by itself; longer ones are cut, each piece's last target being
@@ -106,6 +110,10 @@ class Mixture:
     def at(self, position: int) -> SamplePair:
         source, index = self.place(position)
         return self.sources[source][index]
+
+    def tokens(self, position: int) -> int:
+        source, index = self.place(position)
+        return self.sources[source].tokens(index)
 
     def place(self, position: int) -> tuple[int, int]:
         """(source, sequence) at a position, counted from the run's beginning."""

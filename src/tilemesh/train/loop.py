@@ -97,6 +97,8 @@ class Timing:
     """Seconds of ordinary steps: without warm-up, evaluation and checkpoints."""
 
     steps: list[float] = field(default_factory=list)
+    tokens: list[float] = field(default_factory=list)
+    """Of these steps, over all replicas, padding not counted."""
     exchange: list[float] = field(default_factory=list)
     data: list[float] = field(default_factory=list)
     idle: list[float] = field(default_factory=list)
@@ -170,7 +172,7 @@ class Loop:
         self._began = 0  # the step this attempt goes on from
         self._moved = 1  # steps that the last one brought this rank on: more where others went on without it
         self._read_at = time.perf_counter()
-        self._recent: list[float] = []
+        self._recent: list[tuple[float, float]] = []  # seconds and tokens of the last steps
 
     @property
     def steps_done(self) -> int:
@@ -363,10 +365,12 @@ class Loop:
         """Keep and show what these steps came to; `seconds` and `parts` are of each of them."""
         config, progress, timing = self.config, self.progress, self.timing
         exchange, waited, idle = parts
-        self._recent = [*self._recent[-_SPEED_STEPS + 1 :], seconds]
+        tokens = sum(self.stepper.source.tokens(step) for step, _, _ in values) / len(values)
+        self._recent = [*self._recent[-_SPEED_STEPS + 1 :], (seconds, tokens)]
         if values[0][0] > WARM_UP_STEPS and len(self._recent) > WARM_UP_STEPS:
             if is_ordinary:
                 timing.steps.append(seconds)
+                timing.tokens.append(tokens)
                 # The meeting is an exchange that carries nothing: its seconds are waiting.
                 timing.exchange.append(max(0.0, exchange - idle))
                 timing.data.append(waited)
@@ -374,13 +378,14 @@ class Loop:
             else:
                 timing.checkpoint_steps.append(seconds)
         memory = peak_bytes(self.device)
-        median = sorted(self._recent)[len(self._recent) // 2]
+        median, _ = sorted(self._recent)[len(self._recent) // 2]
+        tokens_per_s = sum(count for _, count in self._recent) / len(self._recent) / median
         first = len(self._recent) == 1
         for step, loss, norm in values:
             line = {
                 "loss": loss, "norm": norm if math.isfinite(norm) else None,
                 "rate": rate(step - 1, config.train.steps, config.optimizer), "seconds": seconds,
-                "tokens_per_s": config.tokens_per_step / median, "exchange_s": exchange, "data_s": waited,
+                "tokens_per_s": tokens_per_s, "exchange_s": exchange, "data_s": waited,
                 "memory_bytes": memory,
             }  # fmt: skip
             if progress.held_out is not None and step == progress.step:

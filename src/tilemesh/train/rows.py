@@ -44,7 +44,7 @@ def rows(summary: Mapping[str, Any], predicted: Mapping[str, Any]) -> list[Row]:
     step = None if summary["step_time_s"] is None else Sample(**summary["step_time_s"])
     no_step = "too few steps: the first ones and those with a checkpoint do not count"
     why = str(predicted.get("missing", "no prediction was made before the run"))
-    tokens = batch * context
+    tokens = float(summary.get("tokens_per_step", batch * context))  # without padding
     limit_s = None if peak is None else flops / peak
     laid = {"dp": plan["dp"], "tp": plan["tp"]}
     laid |= (

@@ -53,6 +53,9 @@ class Source(Protocol):
     def held_out_bytes_per_token(self) -> float | None:
         """Bytes of text per target of what is held out; None where the tokens stand for no text."""
 
+    def tokens(self, number: int) -> int:
+        """Tokens of step `number` over all replicas, padding not counted."""
+
     def fingerprint(self) -> str:
         """A short name of the content: a run that goes on with other data is told so."""
 
@@ -137,13 +140,23 @@ class TextSource:
 
     def fetch(self, number: int) -> list[Microbatch]:
         config, plan = self.config, self.config.plan
-        position = self._position + (number - 1 - self._steps) * config.batch
+        position = self._position_of(number)
         made = []
         for micro in range(plan.accumulation):
             rows = rows_of(config.batch, plan.dp, self.dp.index, plan.accumulation, micro)
             pairs = [self.mixture.at(position + row) for row in rows]
             made.append(Microbatch(self._on_device(pairs), rows.start))
         return made
+
+    def tokens(self, number: int) -> int:
+        if self.config.data.packing != "none":
+            return self.config.tokens_per_step
+        position = self._position_of(number)
+        return sum(self.mixture.tokens(position + row) for row in range(self.config.batch))
+
+    def _position_of(self, number: int) -> int:
+        """Where the samples of step `number` begin."""
+        return self._position + (number - 1 - self._steps) * self.config.batch
 
     def held_out(self) -> Iterator[Microbatch]:
         """The first held-out sequences, divided among the replicas."""

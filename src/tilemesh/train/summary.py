@@ -65,6 +65,7 @@ def gather(
         "plan": config.plan.to_dict(),
         "context": config.context,
         "batch": config.batch,
+        "tokens_per_step": sum(timing.tokens) / len(timing.tokens) if timing.tokens else config.tokens_per_step,
         "cluster": cluster,
         "device": loop.device.type,
         "machine": this_machine().id,
