@@ -113,6 +113,52 @@ def test_any_text_is_a_key_and_values_keep_what_they_are() -> None:
     assert {key: int(value) for _, _, whole in found for key, value in whole.items()} == {"w": 2**54 + 2}
 
 
+@pytest.mark.parametrize(
+    ("values", "dtype", "sums"),
+    [
+        ([2**62] * 4, None, None),
+        ([2**62, -(2**62), -1, 2**62], None, 2**62 - 1),
+        ([2**63 - 2, 1, 0, 0], None, 2**63 - 1),
+        ([-(2**62)] * 2, None, -(2**63)),
+        ([2**63], None, None),
+        ([2**63, -1], None, None),
+        ([2**63, 2**62], np.uint64, 2**63 + 2**62),
+        ([2**63, 2**63], np.uint64, None),
+        ([-1], np.uint64, None),
+        ([100, 27], np.int8, 127),
+        ([100, 28], np.int8, None),
+        ([300], np.int8, None),
+        ([1e19], int, None),
+        ([2**62, 0.5], None, 2.0**62),
+    ],
+)
+def test_whole_numbers_are_exact_or_refused_on_every_rank(values: list, dtype: object, sums: int | None) -> None:
+    """They never wrap: neither where one rank has all of a key's, nor where each has some, nor along a stream."""
+
+    def main(comm: Communicator) -> None:
+        mine = values[comm.rank :: comm.size]
+        everything = values if comm.rank == 1 else []
+
+        def total(items: list) -> dict:
+            return mapreduce(comm, items, lambda value: [("k", value)], dtype=dtype)
+
+        def streamed() -> dict:
+            batches = [mine[turn : turn + 1] for turn in range(len(values))]
+            *_, last = mapreduce_stream(comm, batches, lambda value: [("k", value)], dtype=dtype)
+            return last
+
+        for run in (lambda: total(mine), lambda: total(everything), streamed):
+            if sums is not None:
+                found = run()
+                assert not found or found["k"] == sums
+                assert comm.max_over_ranks([len(found)])[0] == 1
+                continue
+            with pytest.raises(UsageError, match=r"does not fit into|another rank"):
+                run()
+
+    run_threads(2, main)
+
+
 def test_rows_of_other_lengths_elsewhere_are_refused() -> None:
     def main(comm: Communicator) -> None:
         with pytest.raises(UsageError, match="values of 1 numbers on one rank and of 2 on another"):

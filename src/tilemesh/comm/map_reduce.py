@@ -29,6 +29,8 @@ from tilemesh.core.errors import UsageError
 _TEXT = ("utf-8", "surrogatepass")
 """Keys may be any text of Python's, file names that are not UTF-8 included."""
 _LENGTH_BYTES = 4
+_MAY_WRAP = 2.0**62  # below a sum of sizes as float64 has it, no sum of whole numbers leaves int64
+_ELSEWHERE = "another rank's keys or values cannot be used: it says which"
 T = TypeVar("T")
 Rows = NDArray[Any]
 Combine = Callable[[Rows], Rows]
@@ -36,7 +38,9 @@ Combine = Callable[[Rows], Rows]
 
 
 def add(rows: Rows) -> Rows:
-    """The usual combination."""
+    """The usual combination. Whole numbers whose sum may need more than 64 bits are added as Python's."""
+    if rows.dtype.kind in "iu" and np.abs(rows.astype(np.float64)).sum(axis=0).max(initial=0) >= _MAY_WRAP:
+        rows = rows.astype(object)
     made: Rows = rows.sum(axis=0)
     return made
 
@@ -51,20 +55,36 @@ def mapreduce(
     """This rank's keys with their values, of the items of all ranks (a collective call).
 
     `mapper`: from an item to pairs of a key, which is text, and a value, a number or a row of numbers, of one length
-    for all. `dtype`: of values; None: int64 where all of all ranks are whole numbers, else float64.
+    for all. `dtype`: of values; None: int64 where all of all ranks are whole numbers, else float64. Whole numbers are
+    exact: one that the dtype cannot hold, a rank's own sum of a key included, is refused.
     """
+    return _plain(_mapped(comm, items, mapper, combine, dtype))
+
+
+def _mapped(
+    comm: Communicator,
+    items: Iterable[T],
+    mapper: Callable[[T], Iterable[tuple[str, Any]]],
+    combine: Combine,
+    dtype: Any,
+) -> dict[str, Rows]:
     pairs: dict[Any, list[Any]] = {}
     for item in items:
         for key, value in mapper(item):
             pairs.setdefault(key, []).append(value)
     rows, agreed = _agreed_rows(comm, pairs, dtype)
-    return _shuffled(comm, {key: combine(values) for key, values in rows.items()}, combine, agreed)
+    return _shuffled(comm, _combined(comm, rows, combine), combine, agreed)
 
 
 def shuffle(comm: Communicator, pairs: Mapping[str, Any], combine: Combine = add, dtype: Any = None) -> dict[str, Any]:
     """Send every key to the rank it belongs to, and combine what came for each (a collective call)."""
     rows, agreed = _agreed_rows(comm, {key: [value] for key, value in pairs.items()}, dtype)
-    return _shuffled(comm, {key: values[0] for key, values in rows.items()}, combine, agreed)
+    return _plain(_shuffled(comm, {key: values[0] for key, values in rows.items()}, combine, agreed))
+
+
+def _plain(rows: Mapping[str, Rows]) -> dict[str, Any]:
+    """A number where a row has one."""
+    return {key: row[0] if len(row) == 1 else row for key, row in rows.items()}
 
 
 class _Agreed(NamedTuple):
@@ -89,7 +109,7 @@ def _agreed_rows(comm: Communicator, pairs: Mapping[Any, Sequence[Any]], dtype: 
     least = min(lengths, default=math.inf)
     width, shortest, floats, problems = comm.max_over_ranks([mine, -least, is_float, bool(problem)])
     if not problem and problems:
-        problem = "another rank's keys or values cannot be used: it says which"
+        problem = _ELSEWHERE
     elif not problem and -shortest < width:
         problem = f"values of {int(-shortest)} numbers on one rank and of {int(width)} on another: expected the same"
     if problem:
@@ -105,26 +125,53 @@ def _text_key(key: Any) -> str:
 
 
 def _rows_of(values: Sequence[Any], dtype: Any) -> Rows:
-    """Values of a key, as rows; numbers that the wanted dtype cannot hold are refused, never rounded."""
+    """Values of a key, as rows of the wanted dtype, or of int64 or float64."""
     try:
         array = np.array(values)
-        made = array.reshape(len(values), -1) if array.ndim <= 2 else array
-        made = made.astype(np.int64, casting="safe") if made.dtype.kind in "bu" and made.itemsize < 8 else made
+        if array.dtype.kind == "f" and np.abs(array).max(initial=0) >= 2.0**63:  # numpy's for 2**63 beside -1
+            exact = np.array(values, object)
+            array = exact if all(isinstance(value, int) for value in exact.flat) else array
+        rows = array.reshape(len(values), -1) if array.ndim <= 2 else array
     except (TypeError, ValueError, OverflowError):
-        array = made = np.empty(0, object)
-    if array.ndim not in (1, 2) or made.dtype.kind not in "iuf":
+        array = rows = np.empty(0, object)
+    is_whole = rows.dtype.kind in "biu" or (rows.size > 0 and all(isinstance(value, int) for value in rows.flat))
+    if array.ndim not in (1, 2) or not (is_whole or rows.dtype.kind == "f"):
         raise UsageError(f"the value {values[0]!r}: expected a number, or a row of numbers of one length for all")
-    if dtype is None:
-        return made
-    wanted = np.dtype(dtype)
-    if wanted.kind in "iu" and made.dtype.kind == "f":
-        wrong = made[~(np.isfinite(made) & (made == np.floor(made)))]
-        if wrong.size:
-            raise UsageError(f"the value {wrong[0]} where dtype is {wanted}: expected whole numbers, or dtype=float")
-    return made.astype(wanted)
+    usual = np.int64 if is_whole else np.float64
+    return _fitting(rows, np.dtype(usual if dtype is None else dtype))
 
 
-def _shuffled(comm: Communicator, rows: Mapping[str, Rows], combine: Combine, agreed: _Agreed) -> dict[str, Any]:
+def _fitting(rows: Rows, dtype: np.dtype[Any]) -> Rows:
+    """In this dtype; numbers that it cannot hold are refused, never rounded, and never wrap."""
+    if dtype.kind in "iu" and rows.dtype != dtype and rows.size:
+        if rows.dtype.kind == "f":
+            wrong = rows[~(np.isfinite(rows) & (rows == np.floor(rows)))]
+            if wrong.size:
+                raise UsageError(f"the value {wrong[0]} where dtype is {dtype}: expected whole numbers, or dtype=float")
+        limits = np.iinfo(dtype)
+        for value in (int(rows.min()), int(rows.max())):
+            if not limits.min <= value <= limits.max:
+                raise UsageError(f"the value {value} does not fit into {dtype}: set a wider dtype, or dtype=float")
+    return rows.astype(dtype, copy=False)
+
+
+def _combined(comm: Communicator, rows: Mapping[str, Rows], combine: Combine) -> dict[str, Rows]:
+    """One row for each key, in the dtype of its rows (a collective call: what is wrong on one rank is said on all)."""
+    problem, made = "", dict[str, Rows]()
+    for key, values in rows.items():
+        try:
+            row = values[0] if len(values) == 1 else np.asarray(combine(values)).reshape(-1)
+            made[key] = _fitting(row, values.dtype)
+        except UsageError as error:
+            problem = f"key {key!r}: {error}"
+            break
+    (problems,) = comm.max_over_ranks([bool(problem)])
+    if problems:
+        raise UsageError(problem or _ELSEWHERE)
+    return made
+
+
+def _shuffled(comm: Communicator, rows: Mapping[str, Rows], combine: Combine, agreed: _Agreed) -> dict[str, Rows]:
     parts: list[list[str]] = [[] for _ in range(comm.size)]
     for key in rows:
         parts[owner(key, comm.size)].append(key)
@@ -139,10 +186,7 @@ def _shuffled(comm: Communicator, rows: Mapping[str, Rows], combine: Combine, ag
     grouped: dict[str, list[int]] = {}
     for place, key in enumerate(_apart(keys_bytes.tobytes())):
         grouped.setdefault(key, []).append(place)
-    reduced = {
-        key: combine(received[places]) if len(places) > 1 else received[places[0]] for key, places in grouped.items()
-    }
-    return {key: value[0] if agreed.width == 1 else value for key, value in reduced.items()}
+    return _combined(comm, {key: received[places] for key, places in grouped.items()}, combine)
 
 
 def _joined(keys: Iterable[str]) -> bytes:
@@ -173,11 +217,12 @@ def mapreduce_stream(
 ) -> Iterator[dict[str, Any]]:
     """After each micro-batch of a stream, all results so far of this rank's keys. Ranks may have different items, and
     must have equally many micro-batches (a collective call for each)."""
-    known: dict[str, Any] = {}
+    known: dict[str, Rows] = {}
     for items in batches:
-        for key, value in mapreduce(comm, items, mapper, combine, dtype).items():
-            known[key] = combine(np.array([known[key], value])) if key in known else value
-        yield dict(known)
+        new = _mapped(comm, items, mapper, combine, dtype)
+        both = {key: np.stack([known[key], row]) if key in known else row[None] for key, row in new.items()}
+        known |= _combined(comm, both, combine)
+        yield _plain(known)
 
 
 def gathered(comm: Communicator, mine: Mapping[str, Any]) -> dict[str, Any]:
