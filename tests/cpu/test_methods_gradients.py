@@ -12,7 +12,7 @@ from torch import Tensor
 from tilemesh.comm import Communicator, run_threads
 from tilemesh.core.errors import UsageError
 from tilemesh.core.plan import ParallelPlan
-from tilemesh.methods.compressed import CompressedGradients, Compression, Scheme, sent_bytes
+from tilemesh.methods.compressed import SCHEMES, CompressedGradients, Compression, Scheme, sent_bytes
 from tilemesh.methods.local import LocalPeriod, LocalUpdates
 from tilemesh.parallel import Mesh, lay
 
@@ -158,6 +158,56 @@ def test_residuals_that_are_averaged_for_a_checkpoint_keep_their_sum() -> None:
     total = sum(before for before, _ in found)
     for _, after in found:
         torch.testing.assert_close(after * RANKS, total)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_what_is_left_out_is_sent_later_as_a_mean(scheme: Scheme) -> None:
+    """Whatever was applied, and what is still to be sent, add up to the mean gradients of all steps, though these count
+    1,000, 10 and 300 targets over all ranks."""
+    counts = ((400, 350, 250), (2, 8, 0), (100, 100, 100))
+
+    def main(comm: Communicator) -> tuple[Tensor, Tensor]:
+        mesh, made = Mesh(comm, dp=RANKS), torch.nn.Linear(9, 11, dtype=torch.float64)
+        way = compressed(scheme, keep=0.1, rank=1)
+        laid = lay(made, mesh, ParallelPlan(dp=RANKS, precision="fp64"), {}, gradients=way)
+        applied = torch.zeros(110, dtype=torch.float64)
+        for step, targets in enumerate(counts):
+            draw = torch.Generator().manual_seed(10 * step + comm.rank)
+            slopes = torch.randn(11, 9, dtype=torch.float64, generator=draw) * targets[comm.rank]
+            loss = (laid.module.weight * slopes).sum() + laid.module.bias.sum() * targets[comm.rank]
+            laid.gradients.backward(loss, targets[comm.rank])
+            laid.gradients.finish()
+            applied += torch.cat([laid.module.weight.grad.reshape(-1), laid.module.bias.grad])
+        laid.gradients.agree([])
+        kept = {name: RANKS * value.reshape(-1) for _, name, value in laid.gradients.remembered()}
+        return applied, torch.cat([kept["weight"], kept["bias"]])
+
+    wanted = torch.zeros(11, 9, dtype=torch.float64)
+    for step, targets in enumerate(counts):
+        for rank, count in enumerate(targets):
+            draw = torch.Generator().manual_seed(10 * step + rank)
+            wanted += torch.randn(11, 9, dtype=torch.float64, generator=draw) * count / sum(targets)
+    whole = torch.cat([wanted.reshape(-1), torch.full((11,), 3.0, dtype=torch.float64)])
+    for applied, kept in run_threads(RANKS, main):
+        # Of one-bit and int8 a scale is sent as float32, and what it rounds is kept as well: sums in float64.
+        torch.testing.assert_close(applied + kept, whole, rtol=0, atol=1e-12)
+        if scheme != "powersgd":  # which may be exact
+            assert kept.any()
+
+
+def test_one_bit_takes_its_scale_of_values_alone() -> None:
+    """Of 9 values on 2 ranks the second sums one, in a part of 8: where all are 1, signs and their mean are exact."""
+
+    def main(comm: Communicator) -> Tensor:
+        made = torch.nn.Linear(1, 9, bias=False, dtype=torch.float64)
+        plan = ParallelPlan(dp=2, precision="fp64")
+        laid = lay(made, Mesh(comm, dp=2), plan, {}, gradients=compressed("one-bit"))
+        laid.gradients.backward(laid.module.weight.sum(), 1)
+        laid.gradients.finish()
+        return laid.module.weight.grad.reshape(-1)
+
+    for found in run_threads(2, main):
+        assert found.tolist() == [1.0] * 9
 
 
 def local(**settings: Any) -> Callable[..., LocalUpdates]:

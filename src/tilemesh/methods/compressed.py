@@ -2,7 +2,8 @@
 
 The one idea: a scheme replaces `exchange` of a bucket. It adds what earlier steps left out (the residual) to the
 gradients, sends a small form of the sum, and keeps the difference: error feedback (Karimireddy et al. 2019), without
-which 1-bit and top-k do not converge. Nothing else of a step knows of it.
+which 1-bit and top-k do not converge. Gradients travel as sums over a step's targets, of which steps may count more or
+fewer; a residual is kept as a mean, so a step exchanges nothing before the ranks know how many there are.
 
     top-k      the k largest values with their places, gathered; summed densely where that is fewer bytes (`is_dense`)
     random-k   k values at places that a seed gives to all ranks alike: only values travel
@@ -17,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -29,7 +31,7 @@ from tilemesh.parallel.norms import norm_of
 
 Scheme = Literal["top-k", "random-k", "one-bit", "int8", "powersgd"]
 SCHEMES: tuple[Scheme, ...] = ("top-k", "random-k", "one-bit", "int8", "powersgd")
-RESIDUAL = "residual"
+RESIDUAL = "mean_residual"  # of earlier versions "residual", which was a sum
 _MEASURED = 8  # steps of which one is measured
 _PLACE_BYTES = 4  # of a value's place
 
@@ -106,8 +108,9 @@ class CompressedGradients(Bucketed):
     """The bucketed exchange by a compression."""
 
     def __init__(self, parts: Parts, compression: Compression, bucket_bytes: int = BUCKET_BYTES) -> None:
-        super().__init__(parts, bucket_bytes)
+        super().__init__(parts, bucket_bytes, overlap=False)
         self.compression, self.steps = compression, 0
+        self._divisor = 1.0  # what turns the sums of the step at work into means
         self.residuals = {id(bucket): torch.zeros_like(bucket.flat) for bucket in self.buckets}
         self.factors: dict[int, dict[int, Tensor]] = {}
         self.own_errors: dict[int, Tensor] = {}
@@ -123,7 +126,9 @@ class CompressedGradients(Bucketed):
         if self.steps < self.compression.start:
             self.sent_bytes += summed_bytes(bucket.flat.nbytes, group.size)
             return super().exchange(bucket)
-        wanted = bucket.flat.add_(residual) if self.compression.feedback else bucket.flat
+        wanted = bucket.flat
+        if self.compression.feedback:
+            wanted.add_(residual, alpha=self._divisor)
         is_measured = self.steps % _MEASURED == 0
         size = norm_of(wanted) if is_measured else 0.0
         match self.compression.scheme:
@@ -135,12 +140,22 @@ class CompressedGradients(Bucketed):
                 self._quantised(bucket, wanted, residual, group)
         if is_measured:
             self.left_out[id(bucket)] = norm_of(residual), size
+        residual /= self._divisor
         return None
 
+    def reduce(self, chunk: int) -> None:
+        """Nothing yet: in a pipeline the last stage alone counts targets, and it does so until its last pass."""
+
     def finish(self, max_norm: float | None = None, *, divide: bool = True) -> Any:
+        self._require_last()
+        assert self._totals is not None
+        mine = np.array([float(self._totals[1]) / self._alike])
+        count = float(self.counted_over.all_reduce(mine, algorithm=self.algorithm)[0])
+        self._divisor = max(count, 1.0) * self._scale
+        step = super().finish(max_norm, divide=divide)
         self.steps += 1
         self.exchanged += 1
-        return super().finish(max_norm, divide=divide)
+        return step
 
     # Schemes ------------------------------------------------------------------------------------------------------
 
@@ -206,11 +221,13 @@ class CompressedGradients(Bucketed):
         came = self._to_all(torch.cat(packed), group).view(ranks, -1)
         came_scales = self._to_all(torch.stack(scales), group)
         error = self.own_errors.setdefault(id(bucket), torch.zeros_like(padded[:part]))
-        mine = error + sum(self._decode(code, scale, part) for code, scale in zip(came, came_scales, strict=True))
+        mine = error * self._divisor
+        mine += sum(self._decode(code, scale, part) for code, scale in zip(came, came_scales, strict=True))
         real = max(0, min(part, length - group.rank * part))
         code, scale = self._encode(mine, real)
-        error.copy_(mine - self._decode(code, scale, part) if self.compression.feedback else error)
-        error[real:] = 0
+        if self.compression.feedback:
+            error.copy_(mine - self._decode(code, scale, part)).div_(self._divisor)
+            error[real:] = 0
         codes, everyone = self._gather(code, group).view(ranks, -1), self._gather(scale[None], group)
         whole = torch.cat([self._decode(code, size, part) for code, size in zip(codes, everyone, strict=True)])
         wanted.copy_(whole[:length])
@@ -221,7 +238,7 @@ class CompressedGradients(Bucketed):
             scale = (piece.abs().max() / 127).float()
             steps = piece / scale.clamp(min=torch.finfo(torch.float32).tiny)
             return steps.round().clamp(-127, 127).to(torch.int8).view(torch.uint8), scale
-        scale = (piece.abs().sum() / max(1, real)).float()
+        scale = (piece[:real].abs().sum() / max(1, real)).float()
         weights = 2 ** torch.arange(8, dtype=torch.uint8, device=piece.device)
         return ((piece >= 0).view(-1, 8).to(torch.uint8) * weights).sum(1, dtype=torch.uint8), scale
 
