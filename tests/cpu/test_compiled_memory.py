@@ -80,6 +80,19 @@ def _by_token(value: torch.Tensor) -> bool:
     return shape[:2] == (ROWS, TOKENS) or shape[:1] == (ROWS * TOKENS,) or (shape[:1] == (ROWS,) and TOKENS in shape)
 
 
+KEYS: dict[str, dict[str, Any]] = {
+    "wide-heads": {**LLAMA, "head_width": 16},
+    "head-norms": {**LLAMA, "qk_norm": "head"},
+    "full-head-norms": {**LLAMA, "qk_norm": "full"},
+    "parallel": {**LLAMA, "parallel_residual": True},
+    "branch-norms": {**LLAMA, "norm_place": "branch"},
+    "sandwich-norms": {**LLAMA, "norm_place": "sandwich"},
+    "scaled-queries": {"score_width": 9},
+    "gemma": {
+        **LLAMA, "norm_place": "sandwich", "activation": "geglu", "qk_norm": "head", "head_width": 16,
+        "norm_offset": True, "scaled_embedding": True, "score_width": 9,
+    },
+}  # fmt: skip
 CASES = [
     pytest.param(LLAMA, 0.0, True, id="llama"),
     pytest.param({}, 0.1, True, id="gpt-dropout", marks=pytest.mark.slow),
@@ -88,6 +101,7 @@ CASES = [
     pytest.param({"activation": "relu"}, 0.0, True, id="relu", marks=pytest.mark.slow),
     pytest.param(LLAMA, 0.1, True, id="llama-dropout", marks=pytest.mark.slow),
     pytest.param(LLAMA, 0.0, False, id="llama-fp32", marks=pytest.mark.slow),
+    *(pytest.param(fields, 0.0, True, id=name, marks=pytest.mark.slow) for name, fields in KEYS.items()),
 ]
 
 

@@ -11,7 +11,7 @@ from typing import NamedTuple, get_args
 from tilemesh.core.plan import Attention, ParallelPlan, Recompute
 from tilemesh.core.units import format_bytes, format_count
 from tilemesh.model.config import ModelConfig
-from tilemesh.model.work.kept import kept_by_operators, kept_bytes, kept_tensors
+from tilemesh.model.work.kept import kept_by_operators, kept_bytes, kept_tensors, layer_input
 from tilemesh.model.work.operations import forward_flops, recomputed_flops
 from tilemesh.model.work.task import STATE_BYTES, Task
 from tilemesh.model.work.weights import count_parameters, why_not_tp
@@ -176,6 +176,8 @@ def activation_section(model: ModelConfig, task: Task, recompute: Recompute) -> 
     """Tensor by tensor, what a layer keeps for its backward pass."""
     rows = []
     tensors = kept_by_operators(model, task) if recompute == "operators" else kept_tensors(model, task)
+    if recompute == "full":
+        tensors = (layer_input(model, task), *tensors)
     for tensor in tensors:
         dropped = tensor is not tensors[0] and (recompute == "full" or (recompute == "selective" and tensor.scores))
         below = f" / {tensor.over}" if tensor.over > 1 else ""

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from tilemesh.kernels.linear_cross_entropy.cost import chunk_rows
-from tilemesh.model.config import ModelConfig
-from tilemesh.model.work.passes import product_weights
+from tilemesh.model.config import GATED, ModelConfig
+from tilemesh.model.work.passes import joins_qkv, product_weights
 from tilemesh.model.work.task import Task
 from tilemesh.model.work.weights import output_weight
 
@@ -17,7 +17,7 @@ class Kept(NamedTuple):
 
     name: str
     formula: str
-    """Its elements: b sequences, S tokens, D, K, F."""
+    """Its elements: b sequences of S tokens; D, Q, K, F: widths of the stream, of queries, keys and the MLP."""
     elements: int
     element_bytes: int
     over: int
@@ -30,36 +30,104 @@ class Kept(NamedTuple):
         return self.elements * self.element_bytes // self.over
 
 
+class _Norm(NamedTuple):
+    """One of a layer's norms, as far as its backward pass is concerned."""
+
+    name: str
+    formula: str
+    kind: str
+    elements: int
+    rows: int
+    """Each of these has a scale, and in a LayerNorm a mean."""
+    element_bytes: int
+    """Of what it normalizes."""
+    over: int
+    shares_input: bool = False
+    """Whether it reads what the norm before it read."""
+
+
+def _norms(model: ModelConfig, task: Task) -> tuple[_Norm, ...]:
+    """Of the residual stream (or of what is added to it), in the order in which they run; then of queries and keys."""
+    elements, tokens, size, stream = task.tokens * model.width, task.tokens, task.size, task.stream
+    common = (model.norm, elements, tokens)
+    before = size if model.norm_place == "branch" else stream
+    norms = [
+        _Norm("first norm", "b S D", *common, before, task.split),
+        _Norm("second norm", "b S D", *common, before, task.split, shares_input=model.parallel_residual),
+    ]
+    if model.norm_place == "sandwich":
+        norms += [
+            _Norm(f"norm of {branch}'s result", "b S D", *common, size, task.split)
+            for branch in ("attention", "the MLP")
+        ]
+    if model.qk_norm != "none":
+        kv_ranks = min(task.tp, model.kv_heads)
+        for name, width, heads, letter, over in (
+            ("norm of the queries", model.query_width, model.heads, "Q", task.tp),
+            ("norm of the keys", model.kv_width, model.kv_heads, "K", kv_ranks),
+        ):
+            rows = tokens * (heads if model.qk_norm == "head" else 1)
+            norms.append(_Norm(name, f"b S {letter}", "rmsnorm", tokens * width, rows, size, over))
+    return tuple(norms)
+
+
+def _kept_by_norm(norm: _Norm, model: ModelConfig, task: Task) -> Iterator[Kept]:
+    """Its input, and beside that what torch's operators, or its compiler, keep for the backward pass.
+
+    Where torch computes an RMSNorm operation by operation, or its weights are stored less 1, a 16-bit input is cast to
+    float32 first, and each norm keeps a cast of its own.
+    """
+    name, formula, element_bytes, is_eager = norm.name, norm.formula, norm.element_bytes, task.code == "eager"
+    is_apart = is_eager and norm.kind == "rmsnorm" and task.takes_norms_apart
+    wide = max(4, element_bytes)
+    if is_apart or (is_eager and model.norm_offset):
+        element_bytes = wide
+    if not norm.shares_input or element_bytes != norm.element_bytes:
+        yield Kept(f"input of the {name}", formula, norm.elements, element_bytes, norm.over)
+    if is_apart:  # a product of its own; the input of its gain's gradient
+        yield Kept(f"result of the {name} before its gain", formula, norm.elements, wide, norm.over)
+    if task.code == "compiled" and not norm.shares_input:  # of one input the compiler computes a scale once
+        yield Kept(f"scale of each row in the {name}", f"{norm.rows // task.tokens} b S", norm.rows, wide, norm.over)
+    if is_eager:
+        numbers, words = (1, "scale") if norm.kind == "rmsnorm" else (2, "scale and mean")
+        count = numbers * norm.rows // task.tokens
+        # A LayerNorm on a CPU keeps them as wide as its weights.
+        number_bytes = task.stream if norm.kind == "layernorm" and not task.gpu else wide
+        yield Kept(f"{words} of each row in the {name}", f"{count} b S", numbers * norm.rows, number_bytes, norm.over)
+    if is_eager and model.norm_offset:
+        yield Kept(f"gain of the {name}, 1 + what is stored", "D", norm.elements // norm.rows, max(4, task.stream), 1)
+
+
+def layer_input(model: ModelConfig, task: Task) -> Kept:
+    """What full recomputation keeps of a layer."""
+    return Kept("input of the layer", "b S D", task.tokens * model.width, task.stream, task.split)
+
+
 def kept_tensors(model: ModelConfig, task: Task) -> tuple[Kept, ...]:
-    """What a layer keeps for its backward pass when nothing is recomputed; its own input first.
+    """What a layer keeps for its backward pass when nothing is recomputed.
 
     For a GPT with dropout, 16-bit values and materialised attention this adds up to s b h (10 + 24/t + 5 a s/(h t)),
     the formula of Korthikanti et al. 2022, to its sequence-parallel (34/t + 5 a s/(h t)) and its selective (34/t) form.
     """
-    size, stream, tp, cut = task.size, task.stream, task.tp, task.split
+    size, tp, cut = task.size, task.tp, task.split
     tokens, per_kv = task.tokens, min(tp, model.kv_heads)  # heads fewer than ranks are repeated
-    whole, kv, hidden = tokens * model.width, tokens * model.kv_width, tokens * model.mlp_width
-    square = task.sequences * model.heads * task.queries * task.keys
+    whole, own, kv, hidden = (tokens * width for width in _widths(model))
     # Hand-fused code keeps what enters a region cut along the sequence and gathers it again; our layers keep it joined.
     entering = 1 if not task.gpu and task.code == "eager" else cut
+    first, *norms = _norms(model, task)
     kept = [
-        Kept("input of the first norm", "b S D", whole, stream, cut),
+        *_kept_by_norm(first, model, task),
         Kept("input of q, k, v", "b S D", whole, size, entering),
-        Kept("queries", "b S D", whole, size, tp),
+        Kept("queries", "b S Q", own, size, tp),
         Kept("keys", "b S K", kv, size, per_kv),
         Kept("values", "b S K", kv, size, per_kv),
+        *_kept_by_attention(model, task),
+        Kept("input of the output projection", "b S Q", own, size, tp),
     ]
-    if task.attention == "materialized":
-        kept.append(Kept("softmax of the scores", "b heads S S", square, size, tp, scores=True))
-        if model.dropout:
-            kept.append(Kept("mask of the scores' dropout", "b heads S S", square, 1, tp, scores=True))
-            kept.append(Kept("scores after dropout", "b heads S S", square, size, tp, scores=True))
-    else:
-        kept.append(Kept("log-sum-exp of the scores", "b heads S", tokens * model.heads, 4, tp, scores=True))
-    kept.append(Kept("input of the output projection", "b S D", whole, size, tp))
     if model.dropout:
         kept.append(Kept("mask of attention's dropout", "b S D", whole, 1, cut))
-    kept.append(Kept("input of the second norm", "b S D", whole, stream, cut))
+    for norm in norms:
+        kept += _kept_by_norm(norm, model, task)
     kept.append(Kept("input of the MLP", "b S D", whole, size, entering))
     if model.activation != "relu":  # relu's backward needs only its result, which the last projection keeps
         kept.append(Kept("input of the activation", "b S F (each input)", model.mlp_inputs * hidden, size, tp))
@@ -67,44 +135,65 @@ def kept_tensors(model: ModelConfig, task: Task) -> tuple[Kept, ...]:
     if model.dropout:
         kept.append(Kept("mask of the MLP's dropout", "b S D", whole, 1, cut))
     if task.code == "compiled":
-        kept += _kept_by_the_compiler(model, task, whole, hidden)
+        kept += _kept_by_the_compiler(model, task)
     elif task.code == "eager":
-        kept += _kept_by_torch(model, task, whole, hidden, entering)
+        kept += _kept_by_torch(model, task, entering)
     return tuple(kept)
 
 
-def _kept_by_the_compiler(model: ModelConfig, task: Task, whole: int, hidden: int) -> Iterator[Kept]:
+def _widths(model: ModelConfig) -> tuple[int, int, int, int]:
+    """D, Q, K and F: of the stream, of all queries, of all keys, of the MLP."""
+    return model.width, model.query_width, model.kv_width, model.mlp_width
+
+
+def _kept_by_attention(model: ModelConfig, task: Task) -> Iterator[Kept]:
+    """Between the queries, keys and values and their result; all of it is what selective recomputation drops."""
+    square, size, tp = task.sequences * model.heads * task.queries * task.keys, task.size, task.tp
+    if task.attention == "materialized":
+        yield Kept("softmax of the scores", "b heads S S", square, size, tp, scores=True)
+        if model.dropout:
+            yield Kept("mask of the scores' dropout", "b heads S S", square, 1, tp, scores=True)
+            yield Kept("scores after dropout", "b heads S S", square, size, tp, scores=True)
+        return
+    yield Kept("log-sum-exp of the scores", "b heads S", task.tokens * model.heads, task.wide, tp, scores=True)
+    windowed = sum(0 < model.window_of(layer) < task.queries for layer in range(model.layers))
+    if windowed and not task.gpu:  # a mask for torch's attention, which knows of no window; our kernels need none
+        share = "" if windowed == model.layers else f" x {windowed} of {model.layers} layers"
+        elements = task.queries * task.keys * windowed // model.layers
+        yield Kept("mask of the window", f"S S{share}", elements, size, 1, scores=True)
+
+
+def _kept_by_the_compiler(model: ModelConfig, task: Task) -> Iterator[Kept]:
     """What torch.compile keeps beyond that: its partition of the graph, read off (a test does so again).
 
     It makes nothing anew that a product of the backward pass reads, so of an activation both ends stay. A LayerNorm
     keeps its input normalised, in place of it.
     """
-    yield Kept("scale of each token in the norms", "2 b S", 2 * task.tokens, 4, task.split)
+    _, own, _, hidden = (task.tokens * width for width in _widths(model))
     if model.activation == "relu":
         yield Kept("where the activation's input was above 0", "b S F", hidden, 1, task.tp)
+    if joins_qkv(model, task) and model.qk_norm == "none" and model.query_factor != 1:
+        # Keys and values are parts of one product, which stays whole beside the queries made of it.
+        yield Kept("queries before they are scaled", "b S Q", own, task.size, task.tp)
     if model.positions == "rotary":
         # Attention's result is laid out as the queries are, which turning has put head by head.
-        yield Kept("result of attention, before its heads are joined", "b S D", whole, task.size, task.tp)
+        yield Kept("result of attention, before its heads are joined", "b S Q", own, task.size, task.tp)
 
 
-def _kept_by_torch(model: ModelConfig, task: Task, whole: int, hidden: int, entering: int) -> Iterator[Kept]:
+def _kept_by_torch(model: ModelConfig, task: Task, entering: int) -> Iterator[Kept]:
     """What torch's own operators keep beyond that, each operation for itself. `entering`: how many ranks share what
     enters attention and MLP."""
-    wide = max(4, task.stream)
+    whole, own, _, hidden = (task.tokens * width for width in _widths(model))
     if model.positions == "rotary":
         # Attention's result is laid out as turned queries are, and joining its heads copies.
-        yield Kept("result of attention, before its heads are joined", "b S D", whole, task.size, task.tp)
-    if task.gpu and task.stream != task.size:
+        yield Kept("result of attention, before its heads are joined", "b S Q", own, task.size, task.tp)
+    if task.stream != task.size:
         # Autocast casts the input of every projection anew: of q, k and v, and of a gate and what it opens.
         casts = 1 + model.mlp_inputs
         yield Kept(
             "casts of the inputs for the further projections", f"{casts} b S D", casts * whole, task.size, entering
         )
-    if model.norm == "rmsnorm" and task.takes_norms_apart:  # a product of its own; the input of its gain's gradient
-        yield Kept("norms before their gains", "2 b S D", 2 * whole, task.stream, task.split)
-    numbers = 2 if model.norm == "rmsnorm" else 4  # a scale, and of a LayerNorm a mean
-    yield Kept("scale and mean of each token in the norms", f"{numbers} b S", numbers * task.tokens, wide, task.split)
-    if model.activation == "swiglu":
+    if model.activation in GATED:
         yield Kept("gate after its activation", "b S F", hidden, task.size, task.tp)
 
 
@@ -120,13 +209,12 @@ def kept_for_weights(model: ModelConfig, task: Task) -> tuple[Kept, ...]:
     """What a layer keeps between the two halves of its backward pass: both operands of each weight gradient, which are
     a matrix's input and the gradient of its output."""
     size, tp, cut = task.size, task.tp, task.split
-    tokens, per_kv = task.tokens, min(tp, model.kv_heads)
-    whole, kv, hidden = tokens * model.width, tokens * model.kv_width, tokens * model.mlp_width
+    whole, own, kv, hidden = (task.tokens * width for width in _widths(model))
     joined = 1 if not task.gpu and task.code == "eager" else cut
     return (
         *(tensor for tensor in kept_tensors(model, task) if tensor.name in _INPUTS),
-        Kept("gradient of the queries", "b S D", whole, size, tp),
-        Kept("gradients of keys and values", "2 b S K", 2 * kv, size, per_kv),
+        Kept("gradient of the queries", "b S Q", own, size, tp),
+        Kept("gradients of keys and values", "2 b S K", 2 * kv, size, min(tp, model.kv_heads)),
         Kept("gradient of the output projection's result", "b S D", whole, size, joined),
         Kept("gradient of the activation's input", "b S F (each input)", model.mlp_inputs * hidden, size, tp),
         Kept("gradient of the MLP's result", "b S D", whole, size, joined),
@@ -138,7 +226,7 @@ def kept_by_operators(model: ModelConfig, task: Task) -> tuple[Kept, ...]:
     second product from the first one on. torch, operation by operation, also keeps the last one of these, which no
     backward pass reads; the compiler sees that."""
     products = product_weights(model, task)
-    kept = [kept_tensors(model, task)[0]]
+    kept = [layer_input(model, task)]
     for place in range(0, len(products), 2):
         if place == len(products) - 1 and task.code != "eager":
             continue
@@ -148,9 +236,9 @@ def kept_by_operators(model: ModelConfig, task: Task) -> tuple[Kept, ...]:
     if task.code == "eager" and model.activation in ("gelu", "gelu-erf"):  # its product gives both ends of it
         kept.append(Kept("input of the activation", "b S F", task.tokens * model.mlp_width, task.size, task.tp))
     if task.attention == "fused":
-        whole = task.tokens * model.query_width
-        kept.append(Kept("result of attention", "b S D", whole, task.size, task.tp))
-        kept.append(Kept("log-sum-exp of the scores", "b heads S", task.tokens * model.heads, 4, task.tp))
+        own = task.tokens * model.query_width
+        kept.append(Kept("result of attention", "b S Q", own, task.size, task.tp))
+        kept.append(Kept("log-sum-exp of the scores", "b heads S", task.tokens * model.heads, task.wide, task.tp))
     return tuple(kept)
 
 
@@ -163,7 +251,7 @@ def kept_bytes(model: ModelConfig, task: Task, recompute: str) -> tuple[int, int
         return stays, everything
     if recompute == "none":
         return everything, 0
-    return (everything - scores, scores) if recompute == "selective" else (kept[0].nbytes, everything)
+    return (everything - scores, scores) if recompute == "selective" else (layer_input(model, task).nbytes, everything)
 
 
 def loss_tensors(model: ModelConfig, task: Task) -> tuple[Kept, ...]:
@@ -207,11 +295,16 @@ def outlived_bytes(model: ModelConfig, task: Task) -> int:
 
 def pass_kept_bytes(model: ModelConfig, task: Task, has_embedding: bool) -> int:
     """What a forward pass through some layers keeps beside what each of them does, where torch's operators run one by
-    one: the angles of rotary positions, and the tokens whose rows were looked up."""
+    one: the angles of rotary positions, the tokens whose rows were looked up, and the mask of their dropout."""
     if task.gpu or task.code != "eager":
         return 0
-    angles = 4 * task.queries * model.head_width if model.positions == "rotary" else 0
-    return angles + 8 * task.tokens * has_embedding
+    kept = 0
+    if model.positions == "rotary":
+        tables = 1 + (model.has_local_rotary and 0 < len(model.full_layers) < model.layers)
+        kept += tables * task.wide * task.queries * model.rotary_width
+    if has_embedding:
+        kept += 8 * task.tokens + (task.tokens * model.width if model.dropout else 0)  # and what its dropout left
+    return kept
 
 
 def loss_kept_bytes(model: ModelConfig, task: Task) -> int:
@@ -220,10 +313,11 @@ def loss_kept_bytes(model: ModelConfig, task: Task) -> int:
     if task.chunked_loss:  # both gradients are made in the forward pass
         return whole * task.size + rows * model.width * 4
     wide = max(task.size, 4) if task.loss_code != "compiled" else task.size
-    kept = task.tokens * rows * wide + whole * (task.stream + task.size)
-    if not task.gpu and task.loss_code == "eager":
-        # Each operation of torch for itself: targets, the loss, a norm before its gain, its scale and mean.
-        kept += 8 * task.tokens + max(4, task.size)
-        before = whole * task.stream if model.norm == "rmsnorm" else task.tokens * max(4, task.stream)
-        kept += before + task.tokens * max(4, task.stream)
-    return kept
+    kept = task.tokens * rows * wide + whole * task.size
+    has_norm = model.norm_place != "post"
+    if task.gpu or task.loss_code != "eager":
+        return kept + whole * task.stream * has_norm
+    # Each operation of torch for itself: targets, the loss, and the final norm.
+    kept += 8 * task.tokens + task.wide
+    final = _Norm("final norm", "b S D", model.norm, whole, task.tokens, task.stream, 1)
+    return kept + has_norm * sum(tensor.nbytes for tensor in _kept_by_norm(final, model, task))

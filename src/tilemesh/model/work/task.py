@@ -82,6 +82,11 @@ class Task:
         return DTYPE_BYTES[self.dtype]
 
     @property
+    def wide(self) -> int:
+        """Bytes of what sums over products are made in."""
+        return max(4, self.size)
+
+    @property
     def stream(self) -> int:
         """Bytes of an element of the residual stream and its gradients: autocast leaves them in float32."""
         return 4 if self.precision in AUTOCAST else self.size
