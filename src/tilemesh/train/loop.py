@@ -196,14 +196,15 @@ class Loop:
         self._began, self._read_at = progress.step, time.perf_counter()
         self._end_early()
         before = None  # the clock when the steps that are not read yet began
+        is_counted = False
         while progress.step < config.train.steps and not self.interrupted and not self.ended_early:
             before, bytes_before = before or self.recorder.parts_s(), self.recorder.bytes_by_axis()
             was_writing = self.writer.step is not None
             stop = self.step(interrupt)
-            if self.timing.first_step_at is None:
-                self.timing.first_step_at = time.time()
-                # Every step sends the same: the first one's bytes are any one's.
-                self.step_bytes = _difference(self.recorder.bytes_by_axis(), bytes_before)
+            self.timing.first_step_at = self.timing.first_step_at or time.time()
+            if not is_counted and not self.stepper.overflowed:
+                # Every step sends the same, unless it is made again: the first one's bytes are any one's.
+                self.step_bytes, is_counted = _difference(self.recorder.bytes_by_axis(), bytes_before), True
             is_last = progress.step == config.train.steps
             due = self._is_due(config.checkpoint.every) or is_last or stop
             looks = self._is_due(config.evaluate.every) or is_last
@@ -222,6 +223,8 @@ class Loop:
         recorder.trace.on = recorder.trace.on and progress.step - self._began < self.config.train.trace_steps
         with recorder.in_step():
             made = self.stepper(progress.step + 1)
+            if self.stepper.overflowed and self.mesh.comm.rank == 0:
+                self._tell_overflow(progress.step + 1, self.stepper.overflowed)
             reached = self.optimizer.reached(progress.step + 1)
             self._moved = reached - progress.step
             if self._moved > 1:
@@ -398,6 +401,13 @@ class Loop:
             self.recorder.trace.counter("loss", loss)
         left = (config.train.steps - progress.step) * median
         self.emit({"kind": STEP, "step": step, **line, "steps": config.train.steps, "left_s": left, "first": first})
+
+    def _tell_overflow(self, step: int, scales: list[float]) -> None:
+        tried = " and ".join(f"{scale:,.0f}" for scale in scales)
+        self.writer.say(
+            f"OVERFLOW: gradients of step {step} overflowed in fp16 at a loss scale of {tried}; it was made again "
+            f"at {scales[-1] / 2:,.0f}"
+        )
 
     def _refuse(self, step: int, loss: float, norm: float) -> None:
         """A step that came to no number: keep the batch for whoever looks into it, and stop everywhere."""

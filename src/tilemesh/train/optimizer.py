@@ -234,26 +234,39 @@ class Optimizer:
 class LossScale:
     """A factor that keeps fp16 gradients off zero: doubled after a while without overflow, halved at one.
 
-    A pure function of which steps overflowed, which all ranks see alike.
+    It multiplies the mean loss of a step, which does not grow with the batch; what is summed over a step's tokens is
+    multiplied by `factor`. Both are powers of two, so nothing but overflow and underflow depends on them. A pure
+    function of which steps overflowed, which all ranks see alike.
     """
 
-    def __init__(self, on: bool, value: float = 2.0**14, patience: int = 1000) -> None:
+    def __init__(self, on: bool, tokens: int = 1, value: float = 2.0**16, patience: int = 1000) -> None:
+        """`tokens`: of a step, over all ranks and microbatches."""
         self.on, self.value, self.patience = on, value if on else 1.0, patience
+        self._tokens = 1 << (tokens - 1).bit_length() if on else 1
         self.good = 0
 
-    def update(self, overflowed: bool) -> None:
-        if not self.on:
-            return
-        if overflowed:
-            self.value, self.good = max(1.0, self.value / 2), 0
-        else:
-            self.good += 1
-            if self.good % self.patience == 0:
-                self.value = min(2.0**24, self.value * 2)
+    @property
+    def factor(self) -> float:
+        """What a loss that is summed over tokens is multiplied by."""
+        return self.value / self._tokens
+
+    def halve(self) -> bool:
+        """After an overflow; False where there is nothing left to halve, so that something else is wrong."""
+        if not self.on or self.value <= 1.0:
+            return False
+        self.value, self.good = self.value / 2, 0
+        return True
+
+    def grow(self) -> None:
+        """After a step without overflow."""
+        self.good += self.on
+        if self.on and self.good % self.patience == 0:
+            self.value = min(2.0**24, self.value * 2)
 
     def state(self) -> dict[str, float]:
-        return {"scale": self.value, "good": self.good}
+        """`of_mean` is missing in checkpoints of older versions, whose scale was that of a microbatch's summed loss."""
+        return {"scale": self.value, "good": self.good, "of_mean": int(self.on)}
 
     def load(self, state: Mapping[str, float]) -> None:
-        if self.on:
+        if self.on and state.get("of_mean"):  # else of a run in another precision: this one begins with its own
             self.value, self.good = float(state["scale"]), int(state["good"])

@@ -58,7 +58,9 @@ class Stepper:
         self.config, self.laid, self.optimizer, self.recorder = config, laid, optimizer, recorder
         self.source, self.objective, self.gradients = source, objective, laid.gradients
         self.device = next(laid.module.parameters()).device
-        self.scale = LossScale(config.plan.precision == "fp16")
+        self.scale = LossScale(config.plan.precision == "fp16", config.tokens_per_step)
+        self.overflowed: list[float] = []
+        """Loss scales at which the last step's gradients overflowed, before they did not."""
         self.is_late = laid.gradients.is_late
         """Whether steps are not waited for."""
         self.replay: StepGraph | None = None
@@ -90,24 +92,33 @@ class Stepper:
         self.gradients.close()
 
     def _met(self, number: int, batches: Batch) -> GradientStep:
-        """A step whose ranks meet in its gradients, and whose loss is known when it ends."""
-        config, recorder = self.config, self.recorder
-        self._passes(batches, self._seed(number))
-        if self.device.type == "cuda":
-            self._fetch_ahead(number)  # while the GPU is still at it
-        with recorder.span("gradients"):
-            divide = not self.optimizer.divides_wide
-            max_norm = None if self.optimizer.clips_elsewhere else config.optimizer.clip or None
-            done = self.gradients.finish(max_norm, divide=divide)
-        overflowed = not math.isfinite(done.norm)
-        with recorder.span("optimizer"):
-            if not overflowed:
+        """A step whose ranks meet in its gradients, and whose loss is known when it ends.
+
+        Where gradients overflow in fp16 it is made again at half the loss scale: no batch is passed over, and the
+        step's number says how far the schedule is.
+        """
+        self.overflowed = []
+        done = self._gradients(number, batches)
+        while math.isfinite(done.loss) and not math.isfinite(done.norm) and self.scale.halve():
+            self.overflowed.append(2 * self.scale.value)
+            self.gradients.clear()
+            done = self._gradients(number, batches)
+        with self.recorder.span("optimizer"):
+            if math.isfinite(done.norm):
                 self.optimizer.step(self._rate(number), done.divisor)
                 self.gradients.updated()
-            self.scale.update(overflowed)
+                self.scale.grow()
             self._count_gradients()
             self.gradients.clear()
         return done
+
+    def _gradients(self, number: int, batches: Batch) -> GradientStep:
+        self._passes(batches, self._seed(number))
+        if self.device.type == "cuda" and not self.overflowed:
+            self._fetch_ahead(number)  # while the GPU is still at it
+        with self.recorder.span("gradients"):
+            max_norm = None if self.optimizer.clips_elsewhere else self.config.optimizer.clip or None
+            return self.gradients.finish(max_norm, divide=not self.optimizer.divides_wide)
 
     def _late(self, number: int, batches: Batch) -> GradientStep:
         """A step that nobody waits for, replayed where it can be."""
@@ -152,7 +163,7 @@ class Stepper:
         if isinstance(self.laid, Pipeline):
             with self._counted(), self._counted_live(), self.recorder.span("pipeline"):
                 pieces = [StepPiece(tokens, targets, row) for (tokens, targets), row in batches]
-                self.laid.passes(pieces, dropout_seed=seed, scale=self.scale.value)
+                self.laid.passes(pieces, dropout_seed=seed, scale=self.scale.factor)
             return
         with self._counted():
             for turn, (tensors, row) in enumerate(batches):
@@ -163,7 +174,7 @@ class Stepper:
                 self.recorder.holds(Action("F", 0, turn))
                 with self.recorder.span("backward"):
                     is_last = turn == len(batches) - 1
-                    self.gradients.backward(total, count, last=is_last, scale=self.scale.value)
+                    self.gradients.backward(total, count, last=is_last, scale=self.scale.factor)
                 del total  # and the graph behind it
                 self.recorder.holds(Action("B", 0, turn))
 
@@ -224,8 +235,8 @@ class Stepper:
         self.recorder.live = None
 
     def is_bad(self, loss: float, norm: float) -> bool:
-        """Whether a step came to no number; with a loss scale a gradient that overflows is only passed over."""
-        return not math.isfinite(loss) or (not math.isfinite(norm) and not self.scale.on)
+        """Whether a step came to no number."""
+        return not (math.isfinite(loss) and math.isfinite(norm))
 
     def _rate(self, number: int) -> float:
         """As float32 holds it, which a captured step reads it from: launched step by step, the bits are the same."""
