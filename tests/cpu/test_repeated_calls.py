@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import tilemesh as tm
-from tilemesh.kernels.launch import call
+from tilemesh.kernels.context import Context, use
+from tilemesh.kernels.launch import call, operator
 from tilemesh.kernels.launch.replay import CallRecorder, RepeatedCall, signature
 from tilemesh.kernels.launch.steps import Buffer, Descriptor, LaunchPlan, Pointer, Step
 
@@ -183,6 +184,49 @@ def test_the_signature_of_what_is_no_plain_tensor():
     for other in (torch._neg_view(x), x.to_sparse(), torch.nn.Buffer(x) if hasattr(torch.nn, "Buffer") else None):
         found = signature((other,)) if other is not None else None
         assert found is None or type(other) is torch.Tensor
+
+
+def test_each_pattern_of_gradients_has_a_choice_of_its_own():
+    """`rotary` has kernels only where its tables need no gradient: a call without one must not decide for others."""
+    x, angle = torch.randn(2, 3, 4, 6), torch.randn(4, 3)
+    tables = [angle.cos(), angle.sin()]
+    with use(Context()):
+        for wanted in ((0,), (0, 1), (0, 1, 2), (2,), (0,), (1, 2)):
+            given = [tensor.clone().requires_grad_(at in wanted) for at, tensor in enumerate((x, *tables))]
+            leaves = [given[at] for at in wanted]
+            ours, plain = (
+                torch.autograd.grad(tm.kernels.rotary(*given, implementation=how).square().sum(), leaves)
+                for how in ("interpret", "torch")
+            )
+            torch.testing.assert_close(ours, plain)
+
+
+def test_compiled_plans_are_found_by_the_names_of_their_tensors(monkeypatch):
+    """A norm with a weight and no bias, then one with a bias and no weight: the same shapes, another kernel."""
+    programs = []
+
+    def compile_plan(plan, tensors, device, constants):
+        programs.append(tuple(tensors))
+        return Program()
+
+    monkeypatch.setattr(call, "_compile", compile_plan)
+    x, vector = torch.randn(3, 4), torch.randn(4)
+    with use(Context()):
+        for name in ("weight", "bias", "weight", "bias"):
+            call.compiled(None, {"x": x, name: vector}, written=())
+    assert programs == [("x", "weight"), ("x", "bias")]
+
+
+def test_a_call_that_was_first_captured_is_checked_later(monkeypatch):
+    """And the other way round: values on a GPU cannot be read while a graph is captured, whatever came before."""
+    asked = []
+    monkeypatch.setattr(operator, "looks_at_values", lambda tensors: asked.append(len(list(tensors))))
+    logits, target = torch.randn(2, 5), torch.tensor([1, 4])
+    with use(Context()):
+        for _ in range(3):
+            tm.kernels.cross_entropy(logits, target, implementation="interpret")
+    assert len(asked) > 3  # at every call, of both tensors
+    assert set(asked) == {2}
 
 
 class Compiled:

@@ -51,6 +51,14 @@ def test_norms(shape, dtype):
     assert excess(y, exact, norms.error_bound(x, weight, bias, eps=1e-5, centred=True)) is None
 
 
+def test_a_norm_with_a_weight_is_no_norm_with_a_bias():
+    """Their tensors lie alike in memory: the program of the first served the second."""
+    x, vector = normal(7, 96), normal(96, seed=1)
+    for weight, bias in ((vector, None), (None, vector), (vector, None)):
+        made, plain = (kernels.layer_norm(x, weight, bias, implementation=how) for how in ("triton", "torch"))
+        torch.testing.assert_close(made, plain)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ["softmax", "rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm"])
 def test_gradients_are_as_near_as_torchs(name, dtype):

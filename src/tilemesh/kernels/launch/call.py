@@ -53,7 +53,7 @@ def compiled(plan: Plan, tensors: Mapping[str, Tensor], written: Sequence[str], 
 
     Returns what was launched, for other tensors that lie in memory as these do.
     """
-    addresses, key = [], [plan, *constants.values()]
+    addresses, key = [], [plan, *tensors, *constants.values()]  # by name: one left out may look like another
     for tensor in tensors.values():
         address = tensor.data_ptr()
         addresses.append(address)

@@ -76,10 +76,10 @@ def operator(
     keeps_results: whether `backward` is given the results too, before what is kept, or which of them; they are rounded
     to their dtype. dtypes: those it takes; all floating point arguments have the same, except those named in own_dtype.
     casts: whether arguments are cast to autocast's dtype. served: whether there is a kernel for arguments of these
-    shapes; where there is none, the reference computes. gains: whether `auto` takes the kernel on a GPU for arguments
-    of these shapes; it always does without. overwrites: the name of a bool argument that lets `backward` write over a
-    tensor it was given; where calls are recorded (torch.compile) it is False in `backward`. told: the name of a bool
-    argument that is filled in at each call: whether a gradient may be asked for.
+    shapes, where these need gradients; where there is none, the reference computes. gains: whether `auto` takes the
+    kernel on a GPU for arguments of these shapes; it always does without. overwrites: the name of a bool argument that
+    lets `backward` write over a tensor it was given; where calls are recorded (torch.compile) it is False in
+    `backward`. told: the name of a bool argument that is filled in at each call: whether a gradient may be asked for.
 
     forgets: names of tensors that `backward` does not read: it is given an empty one of the same dtype, so that their
     memory is free after the forward pass. restored: then needed for where the reference differentiates; a function of
@@ -148,14 +148,11 @@ class _Operator:
         if signed is None or (self.options.casts and not cast and _casts_now(tensors)):
             return None, []
         key, addresses = signed
-        asked = False
+        needing: tuple[int, ...] = ()  # a gradient: which of them, and not whether one, since `served` may ask that
         if torch.is_grad_enabled():
-            for tensor in tensors:
-                if tensor is not None and tensor.requires_grad:
-                    asked = True
-                    break
+            needing = tuple([at for at, tensor in enumerate(tensors) if tensor is not None and tensor.requires_grad])
         others = values[self.leading :] if self.leading else [values[at] for at in self.other_places]
-        key += self, implementation, asked, cast, *others
+        key += self, implementation, needing, cast, *others
         key += map(type, others)  # 1, 1.0 and True are equal, but not accepted alike
         return tuple(key), addresses
 
@@ -214,12 +211,12 @@ class _Operator:
         return "torch" if any(0 in tensor.shape for tensor in tensors) else how
 
 
-def looks_at_values(tensors: Iterable[Tensor]) -> bool:
+def looks_at_values(tensors: Iterable[Tensor | None]) -> bool:
     """Whether a call reads targets and tokens before it uses them: on a CPU, elsewhere where that is asked for.
 
     On a GPU it waits at each call, and while a graph is captured it cannot.
     """
-    kinds = {tensor.device.type for tensor in tensors}
+    kinds = {tensor.device.type for tensor in tensors if tensor is not None}
     return "cpu" in kinds or (debug.asks_for("values") and not torch.cuda.is_current_stream_capturing())
 
 
@@ -235,14 +232,14 @@ class _PreparedCall:
         self.forward = RepeatedCall()
         self.shapes: list[tuple[torch.Size, torch.dtype, torch.device]] = []  # of the results
         self.stand_ins = computation.stand_ins([values[at] for at in tensors]) if asked else {}
-        given = [values[at] for at in tensors if values[at] is not None]
-        self.check_values = operator.options.check_values if looks_at_values(given) else None
+        on_cpu = any(values[at] is not None and values[at].device.type == "cpu" for at in tensors)
+        self.check_values = operator.options.check_values if on_cpu or debug.asks_for("values") else None
         self.repeats = False
         """Whether a call is its recording and nothing else."""
         self.pick = itemgetter(0) if self.results == 1 else itemgetter(slice(self.results))
 
     def __call__(self, values: Sequence[Any], tensors: Tensors, addresses: list[int]) -> Any:
-        if self.check_values is not None:
+        if self.check_values is not None and looks_at_values(tensors):
             self.check_values(*values)
         if self.how == "torch":
             return self.computation.compute(values)
