@@ -538,14 +538,46 @@ def test_softmax_of_rows_at_the_least_number(columns: int) -> None:
     assert torch.allclose(made, torch.softmax(x, -1), rtol=1e-5, atol=0)
 
 
-def test_cross_entropy_of_rows_at_the_least_number_is_finite() -> None:
-    """The logarithm of the sum has float32's precision of the largest logit: there nothing of log(9) is left."""
-    least = torch.finfo(torch.float32).min
-    logits = torch.full((2, 9), least)
+def test_cross_entropy_of_rows_at_the_least_number() -> None:
+    logits = torch.full((2, 9), torch.finfo(torch.float32).min)
     logits[1, 3] = 1.0
     made = kernels.cross_entropy(logits, torch.tensor([0, 3]), reduction="none", implementation="interpret")
-    assert made.isfinite().all()
-    assert made[1] == 0.0
+    assert torch.allclose(made, functional.cross_entropy(logits, torch.tensor([0, 3]), reduction="none"))
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_losses_of_logits_that_share_an_offset(smoothing: float) -> None:
+    """Whole numbers beside 2^22 are exact in float32, and so is everything that is subtracted: not a bit may differ."""
+    whole, target = (3 * normal(6, 40, dtype=torch.float32)).round(), torch.tensor([3, 0, -100, 39, 7, 7])
+    options = {"label_smoothing": smoothing, "implementation": "interpret"}
+    one, weight = torch.ones(6, 1), torch.zeros(40, 41)
+    weight[:, 1:] = torch.eye(40)
+
+    def from_logits(offset):
+        logits = (whole + offset).requires_grad_()
+        loss = kernels.cross_entropy(logits, target, **options)
+        return loss.detach(), *torch.autograd.grad(loss, logits)
+
+    def from_activations(offset):
+        x, weight[:, 0] = torch.cat((one, whole), 1).requires_grad_(), offset
+        loss = kernels.linear_cross_entropy(x, weight, target, **options)
+        return loss.detach(), torch.autograd.grad(loss, x)[0][:, 1:]
+
+    for made in (from_logits, from_activations):
+        for plain, shifted in zip(made(0.0), made(2.0**22), strict=True):
+            assert torch.equal(plain, shifted)
+    # The stated bound is that of the logits without their offset.
+    bounds = [losses.error_bound(whole + offset, target) for offset in (0.0, 2.0**22)]
+    torch.testing.assert_close(*bounds, rtol=1e-6, atol=0)
+
+
+def test_a_target_that_has_no_probability() -> None:
+    logits, target = normal(3, 7, dtype=torch.float32), torch.tensor([2, 5, 1])
+    logits[0, 2] = logits[1, 4] = -torch.inf
+    for smoothing in (0.0, 0.1):
+        options = {"label_smoothing": smoothing, "reduction": "none"}
+        made = kernels.cross_entropy(logits, target, **options, **INTERPRET)
+        torch.testing.assert_close(made, functional.cross_entropy(logits, target, **options))
 
 
 def test_values_on_a_gpu_are_looked_at_where_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -264,7 +264,7 @@ def implementation_in_training(kernels: str, logits: Tensor) -> str:
 class _PartLoss(torch.autograd.Function):
     """By tilemesh's kernels. Holds the logits themselves from forward to backward, which turns them into the gradient.
 
-    What ranks exchange is as in `_VocabularyLoss`; the maximum is that of their logarithms of sums.
+    What ranks exchange is as in `_VocabularyLoss`.
     """
 
     @staticmethod
@@ -272,21 +272,22 @@ class _PartLoss(torch.autograd.Function):
         ctx: Any, logits_NV: Tensor, targets_N: Tensor, seams: Seams, first: int, vocabulary: int, kernels: str
     ) -> Tensor:
         options: dict[str, Any] = {"ignore_index": IGNORED, "implementation": kernels}
-        mine_N, own_N = part_sums(logits_NV, targets_N, first, vocabulary, **options)
+        mine_N, total_N, own_N = part_sums(logits_NV, targets_N, first, vocabulary, **options)
         top_N = seams.sum(mine_N, "max")
-        sum_N, target_N = seams.sum(torch.stack(((mine_N - top_N).exp(), own_N))).unbind()
-        log_sums_N = top_N + sum_N.log()
-        ctx.save_for_backward(logits_NV, targets_N, log_sums_N)
+        here_N = (targets_N >= first) & (targets_N < first + logits_NV.shape[1])
+        own_N = own_N - torch.where(here_N, top_N, 0.0)
+        sum_N, target_N = seams.sum(torch.stack((total_N * (mine_N - top_N).exp(), own_N))).unbind()
+        ctx.save_for_backward(logits_NV, targets_N, top_N, sum_N)
         ctx.first, ctx.options = first, options
-        return (log_sums_N - target_N).masked_fill(targets_N == IGNORED, 0).sum()
+        return (sum_N.log() - target_N).masked_fill(targets_N == IGNORED, 0).sum()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        logits_NV, targets_N, log_sums_N = ctx.saved_tensors
+        logits_NV, targets_N, top_N, sum_N = ctx.saved_tensors
         # A second backward through the same graph is refused by autograd, which sees the change.
         torch.autograd.graph.increment_version(logits_NV)
         over_NV = logits_NV.detach()
-        write_part_gradient(over_NV, targets_N, ctx.first, log_sums_N, grad.to(log_sums_N.dtype), **ctx.options)
+        write_part_gradient(over_NV, targets_N, ctx.first, top_N, sum_N, grad.to(sum_N.dtype), **ctx.options)
         return over_NV, None, None, None, None, None
 
 

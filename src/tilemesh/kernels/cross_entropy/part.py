@@ -1,8 +1,8 @@
 """Cross-entropy over logits of which each of several processes has some classes: what one of them computes alone.
 
-Per row, a part gives log(sum(exp(its logits))) and the logit of the target where that is one of its classes; from the
-sums over all parts, which the caller exchanges, every part makes the gradient of its own logits. The logits are never
-joined, and nothing of their size is allocated: the gradient is written over them.
+Per row, a part gives its largest logit, sum(exp(its logits - largest)) and the logit of the target where that is one of
+its classes; from what these are over all parts, which the caller exchanges, every part makes the gradient of its own.
+The logits are never joined, and nothing of their size is allocated: the gradient is written over them.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ from tilemesh.kernels.launch.tensors import check_device, check_dtype, check_ten
 
 def part_sums(
     logits: Tensor, target: Tensor, first: int, classes: int, *, ignore_index: int = -100, implementation: str = "auto"
-) -> tuple[Tensor, Tensor]:
-    """Of each row log(sum(exp(logits))) and its target's logit, 0 where that is another part's; at least float32.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of each row its largest logit, sum(exp(logits - largest)), and its target's logit; at least float32.
+
+    The target's logit is 0 where it is another part's, and all three are where the target is ignored.
 
     logits: (N, V), the classes from `first` on of `classes` in all; target: (N,), int64 or int32. A target outside of
     all classes is an error on a CPU; on a GPU the row's target logit is NaN in the part that begins with class 0.
@@ -32,19 +34,19 @@ def part_sums(
     from tilemesh.kernels.cross_entropy import kernel
 
     kind = accumulator(logits.dtype)
-    log_sums, chosen = (torch.empty(target.shape, dtype=kind, device=logits.device) for _ in range(2))
-    given = {"logits": logits, "target": target, "log_sums": log_sums, "chosen": chosen}
-    launcher(how)(
-        kernel.part_plan, given, written=("log_sums", "chosen"), first=first, classes=classes, ignore=ignore_index
-    )
-    return log_sums, chosen
+    tops, totals, chosen = (torch.empty(target.shape, dtype=kind, device=logits.device) for _ in range(3))
+    made = {"tops": tops, "totals": totals, "chosen": chosen}
+    given = {"logits": logits, "target": target, **made}
+    launcher(how)(kernel.part_plan, given, written=tuple(made), first=first, classes=classes, ignore=ignore_index)
+    return tops, totals, chosen
 
 
 def write_part_gradient(
     logits: Tensor,
     target: Tensor,
     first: int,
-    log_sums: Tensor,
+    tops: Tensor,
+    totals: Tensor,
     upstream: Tensor,
     *,
     ignore_index: int = -100,
@@ -52,14 +54,14 @@ def write_part_gradient(
 ) -> Tensor:
     """Turn a part's logits into their gradient: upstream * (softmax - target), zeros where a target is ignored.
 
-    log_sums: (N,), over all parts; upstream: of every row's loss, one number.
+    tops, totals: (N,), of each row over all parts; upstream: of every row's loss, one number.
     """
     how = implementation_of(implementation, [logits])
     if how == "torch":
-        return _gradient_by_torch(logits, target, first, log_sums, upstream, ignore_index)
+        return _gradient_by_torch(logits, target, first, tops, totals, upstream, ignore_index)
     from tilemesh.kernels.cross_entropy import kernel
 
-    given = {"logits": logits, "target": target, "log_sums": log_sums, "grad": upstream}
+    given = {"logits": logits, "target": target, "tops": tops, "totals": totals, "grad": upstream}
     launcher(how)(
         kernel.backward_plan, given, written=("logits",), ignore=ignore_index, smoothing=0.0, z=0.0, mean=False,
         first=first,
@@ -89,19 +91,21 @@ def _here(target: Tensor, first: int, width: int) -> tuple[Tensor, Tensor]:
     return inside, (target.long() - first).masked_fill(~inside, 0)
 
 
-def _sums_by_torch(logits: Tensor, target: Tensor, first: int, ignore_index: int) -> tuple[Tensor, Tensor]:
+def _sums_by_torch(logits: Tensor, target: Tensor, first: int, ignore_index: int) -> tuple[Tensor, Tensor, Tensor]:
     wide = logits.to(accumulator(logits.dtype))
     inside, columns = _here(target, first, logits.shape[1])
     counts = target != ignore_index
     chosen = wide.gather(1, columns[:, None])[:, 0].masked_fill(~(inside & counts), 0)
-    return torch.logsumexp(wide, 1).masked_fill(~counts, 0), chosen
+    tops = wide.amax(1).clamp(min=torch.finfo(wide.dtype).min)  # no difference is inf - inf
+    totals = (wide - tops[:, None]).exp_().sum(1)
+    return tops.masked_fill(~counts, 0), totals.masked_fill(~counts, 0), chosen
 
 
 def _gradient_by_torch(
-    logits: Tensor, target: Tensor, first: int, log_sums: Tensor, upstream: Tensor, ignore_index: int
+    logits: Tensor, target: Tensor, first: int, tops: Tensor, totals: Tensor, upstream: Tensor, ignore_index: int
 ) -> Tensor:
-    wide = (logits.to(log_sums.dtype) - log_sums[:, None]).exp_()
+    counts = target != ignore_index
+    wide = (logits.to(tops.dtype) - tops[:, None]).exp_().div_(totals[:, None])
     inside, columns = _here(target, first, logits.shape[1])
     wide.scatter_add_(1, columns[:, None], -inside.to(wide.dtype)[:, None])
-    wide.mul_((upstream * (target != ignore_index))[:, None])
-    return logits.copy_(wide)
+    return logits.copy_(wide.mul_(upstream).masked_fill_(~counts[:, None], 0))

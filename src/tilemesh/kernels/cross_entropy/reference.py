@@ -52,8 +52,8 @@ def check_targets(target: Tensor, classes: int, ignore_index: int) -> None:
         )
 
 
-def log_sums(logits: Tensor, *_: object) -> Tensor:
-    """Kept of each row: log(sum(exp(logits)))."""
+def of_row(logits: Tensor, *_: object) -> Tensor:
+    """Kept of each row: its largest logit, and sum(exp(logits - largest))."""
     return logits.new_empty(logits.shape[:-1], dtype=accumulator(logits.dtype))
 
 
@@ -66,7 +66,7 @@ def counted(logits: Tensor, *_: object) -> Tensor:
     kernel="tilemesh.kernels.cross_entropy.kernel",
     check=check,
     check_values=check_values,
-    kept=(log_sums, counted),
+    kept=(of_row, of_row, counted),
     overwrites="overwrite",
 )
 def cross_entropy(
@@ -100,13 +100,19 @@ def cross_entropy(
 
 
 def error_bound(logits: Tensor, target: Tensor, ignore_index: int = -100, z_loss: float = 0.0) -> Tensor:
-    """How far each row's loss may be from the float64 one: the sum of V exponentials, a logarithm, two subtractions."""
+    """How far each row's loss may be from the float64 one: the sum of V exponentials, a logarithm, two subtractions.
+
+    All of it is relative to the largest logit, so that what the logits share does not count: an exponential is off by
+    its own distance from the largest, weighed by its probability. z_loss has the rounding of the logarithm itself.
+    """
     u, classes = unit(accumulator(logits.dtype)), logits.shape[-1]
     rows = logits.double()
-    total = torch.logsumexp(rows, -1)
-    size = rows.abs().amax(-1) + total.abs()
+    total, below = torch.logsumexp(rows, -1), rows.amax(-1, keepdim=True) - rows
+    chosen = rows.gather(-1, torch.where(target == ignore_index, 0, target).long()[..., None])[..., 0]
+    size = (torch.softmax(rows, -1) * below).sum(-1) + (total - chosen).abs()
     bound = (CONFIDENCE * classes**0.5 + 16 + 8 * size) * u
-    return 1.01 * torch.where(target == ignore_index, 0.0, bound * (1 + 2 * z_loss * total.abs()))
+    bound = bound + 2 * z_loss * total.abs() * (bound + 2 * total.abs() * u)
+    return 1.01 * torch.where(target == ignore_index, 0.0, bound)
 
 
 def arguments(problem: SizedProblem, device: torch.device, seed: int) -> tuple[Tensor, Tensor]:
