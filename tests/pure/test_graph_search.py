@@ -124,6 +124,14 @@ def test_pruning() -> None:
         ("30 proved dot(x, y) = dot(y, x) by 6", r"substitution 30: .* differs for x \[1, 2\], y \[2, 1\]"),
         ("30 proved add(x, y) = multiply(x, y) by 1", "substitution 30: .* differs for"),
         ("30 proved add(dot(x, y), dot(z, x)) = dot(x, add(y, z)) by 6", "substitution 30: .* differs for"),
+        (
+            "30 proved add(x, add(y, z)) = add(add(y, x), z) by 2",
+            "substitution 30: .* does not follow from 2; name the",
+        ),
+        (
+            "30 proved dot(dot(x, y), z) = dot(x, dot(y, z)) by 7 8 12",
+            "substitution 30: .* does not follow from 7, 8, 12",
+        ),
         ("30 proved add(x, transpose(rows(x, x))) = x by 6", "substitution 30: .* fits no shapes"),
         ("30 proved add(add(add(x, y), add(z, a)), add(b, c)) = x by 1", "substitution 30: .* has 6 names"),
         ("30 axiom transpose(x) = x", "substitution 30: .* is no axiom; there are 29"),

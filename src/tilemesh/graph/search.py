@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from importlib.resources import files
 
 from tilemesh.core.errors import UsageError
+from tilemesh.graph.follows import follows
 from tilemesh.graph.ir import Graph
 from tilemesh.graph.rewrite import Match, RewriteRule, by_operator, rule
 from tilemesh.graph.substitute import AXIOMS, OPERANDS, Substitution, Term, names_of, parse, refuted
@@ -42,7 +43,7 @@ def read_proofs(text: str | None = None) -> list[tuple[Substitution, tuple[int, 
 
     A line is `NUMBER axiom LEFT = RIGHT` or `NUMBER proved LEFT = RIGHT by AXIOM AXIOM ...`. What is no rule is refused
     with its number: an axiom must be that one of `AXIOMS`, a proof names axioms that stand above it, and what is called
-    proved is evaluated on all small shapes (0.3 s for the committed file, once in a process).
+    proved is evaluated on all small shapes and follows from its axioms (0.4 s for the committed file, once).
     """
     given = (files("tilemesh.graph") / FILE).read_text() if text is None else text
     return list(_checked(given))
@@ -87,6 +88,8 @@ def _proof(
     why = refuted(substitution, tries=1)
     if why:
         raise UsageError(f"{why}: nothing proves it")
+    if not follows(substitution, [above[int(name)][0] for name in names]):
+        raise UsageError(f"{substitution} does not follow from {', '.join(names)}; name the axioms that prove it")
     return substitution, tuple(map(int, names))
 
 
