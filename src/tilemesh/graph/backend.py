@@ -100,6 +100,10 @@ class Backend:
         # Whether the backward program computes cheap values again instead of reading them: None, on a GPU alone.
         self.rematerialise = rematerialise
 
+    def __deepcopy__(self, memo: Any) -> Backend:
+        """Itself: copies of a compiled module share their backend, as they share torch's own, and its report."""
+        return self
+
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
         way = way_for(_device(inputs)) if self.kernels else None
         kinds = ("forward", "backward", "inference")

@@ -165,6 +165,8 @@ class _Lowering:
         args = [self.values[value] if isinstance(value, fx.Node) else value for value in node.args]
         if _is_item(node) and isinstance(args[0], tuple):
             return args[0][int(args[1])]  # type: ignore[arg-type]
+        if _is_item(node) and node.meta.get("val") is None:
+            return None  # a result that an operator was not asked for: the gradient of a convolution's input
         if _is_item(node) and isinstance(args[0], Node):
             shape, dtype = _typed(node.meta.get("val"), node)
             return make("item", args[0], index=args[1], shape=shape, dtype=dtype)
