@@ -47,8 +47,8 @@ def constants() -> list[tuple[str, Graph]]:
     scale = build.multiply(build.constant(2.0, [64]), build.constant(3.0, [64]))
     zero = build.subtract(scale, build.constant(6.0, [64]))
     product = build.multiply(build.add(x, y), build.tanh(build.add(x, y)))
-    graph = Graph((x, y), (build.add(build.multiply(product, scale), build.multiply(build.add(x, zero), 1.0)),))
-    return [("as written: x + y is one node", graph), ("numbers folded, + 0 and * 1 gone", simplify(graph)[0])]
+    graph = Graph((x, y), (build.add(build.multiply(product, scale), build.multiply(build.subtract(x, zero), 1.0)),))
+    return [("as written: x + y is one node", graph), ("numbers folded, - 0 and * 1 gone", simplify(graph)[0])]
 
 
 def branches() -> list[tuple[str, Graph]]:

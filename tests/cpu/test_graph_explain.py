@@ -19,7 +19,7 @@ class Scaled(nn.Module):
         self.inner = nn.Linear(4, 4)
 
     def forward(self, x):
-        return (-(-self.inner(x)) * 1.0 + 0.0).transpose(0, 1).transpose(0, 1)
+        return (-(-self.inner(x)) * 1.0 - 0.0).transpose(0, 1).transpose(0, 1)
 
 def make():
     return Scaled(), [torch.randn(8, 4)]

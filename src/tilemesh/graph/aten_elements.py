@@ -12,18 +12,28 @@ from typing import Any, TypeAlias
 import torch
 
 from tilemesh.graph import build
+from tilemesh.graph.evaluate import stored_number
 from tilemesh.graph.ir import Node, make
-from tilemesh.graph.ops import DTYPES, FLOATS
+from tilemesh.graph.ops import DTYPES, FLOATS, WIDER
 from tilemesh.graph.size import known, product
+from tilemesh.graph.targets import checked_targets
 
 Shape: TypeAlias = tuple[int, ...]
 
 
 def _at(value: Any, shape: Shape, dtype: str) -> Node:
-    """An operand as torch takes it: cast to the result's dtype and broadcast to its shape."""
+    """An operand as torch takes it: cast to the result's dtype and broadcast to its shape. A number stays as it is."""
     if isinstance(value, Node):
         return build.expand(build.cast(value, dtype), shape)
     return build.constant(value if "float" in dtype else int(value), shape, dtype)
+
+
+def _stored(value: Any, shape: Shape, dtype: str) -> Node | None:
+    """An operand that torch stores before it is used: a number as this dtype has it, or None where it has it not."""
+    if isinstance(value, Node):
+        return _at(value, shape, dtype)
+    number = stored_number(value, dtype)
+    return None if number is None else build.constant(number, shape, dtype)
 
 
 WHOLE = ("int64", "int32")
@@ -83,7 +93,10 @@ def lower_comparison(kind: str, swapped: bool) -> Callable[..., Node | None]:
         else:
             if x.dtype == "bool" or ("float" not in x.dtype and isinstance(y, float)):
                 return None
-            other = build.constant(y, shape, x.dtype)
+            constant = _stored(y, shape, x.dtype)
+            if constant is None:
+                return None
+            other = constant
         pair = (build.expand(x, shape), other)
         return make("compare", *(reversed(pair) if swapped else pair), kind=kind)
 
@@ -91,9 +104,10 @@ def lower_comparison(kind: str, swapped: bool) -> Callable[..., Node | None]:
 
 
 def lower_where(shape: Shape, dtype: str, chosen: Node, x: Any, y: Any) -> Node | None:
-    if chosen.dtype != "bool":
+    first, second = _stored(x, shape, dtype), _stored(y, shape, dtype)
+    if chosen.dtype != "bool" or first is None or second is None:
         return None
-    return make("where", build.expand(chosen, shape), _at(x, shape, dtype), _at(y, shape, dtype))
+    return make("where", build.expand(chosen, shape), first, second)
 
 
 def lower_cast(shape: Shape, dtype: str, x: Node, /, **settings: Any) -> Node | None:
@@ -111,22 +125,25 @@ def lower_same_value(shape: Shape, dtype: str, x: Node, /, **settings: Any) -> N
 def lower_filled(shape: Shape, dtype: str, /, *given: Any, **settings: Any) -> Node | None:
     """A number everywhere: `full`, `scalar_tensor` and the like; the number is their last argument."""
     value = given[-1]
-    if isinstance(value, Node) or dtype not in DTYPES:
-        return None
-    return build.constant(float(value) if dtype in FLOATS else type(value)(value), shape, dtype)
+    return None if isinstance(value, Node) or dtype not in DTYPES else _stored(value, shape, dtype)
 
 
 def lower_masked(shape: Shape, dtype: str, x: Node, mask: Node, value: Any) -> Node | None:
-    if mask.dtype != "bool" or isinstance(value, Node):
+    number = None if isinstance(value, Node) else _stored(value, shape, dtype)
+    if mask.dtype != "bool" or number is None:
         return None
-    return make("where", build.expand(mask, shape), _at(value, shape, dtype), build.expand(x, shape))
+    return make("where", build.expand(mask, shape), number, build.expand(x, shape))
 
 
 def lower_clamp(shape: Shape, dtype: str, x: Node, low: Any = None, high: Any = None) -> Node | None:
     if dtype not in FLOATS or x.dtype != dtype or isinstance(low, Node) or isinstance(high, Node):
         return None
-    x = x if low is None else build.maximum(x, float(low))
-    return x if high is None else build.minimum(x, float(high))
+    for op, bound in (("maximum", low), ("minimum", high)):
+        limit = None if bound is None else _stored(bound, shape, dtype)
+        if bound is not None and limit is None:
+            return None
+        x = x if limit is None else make(op, x, limit)
+    return x
 
 
 def lower_logic(choose: Callable[[Node, Node, Shape], Node]) -> Callable[..., Node | None]:
@@ -149,11 +166,8 @@ def lower_unequal(shape: Shape, dtype: str, x: Node, y: Any) -> Node | None:
 
 
 def lower_mean(shape: Shape, dtype: str, x: Node, dims: Any = None, keep: bool = False, /, **other: Any) -> Node | None:
-    total = lower_reduction("sum")(shape, dtype, x, dims, keep, **other)
-    count = 1 if total is None else product(x.shape)
-    if total is None or not isinstance(count, int) or not count or not product(shape):
-        return None
-    return build.divide(total, float(count // int(product(shape))))  # type: ignore[arg-type]
+    chosen = _reduced_dims(dtype, x, dims, other)
+    return build.reshape(build.mean(x, chosen), shape) if chosen and product(x.shape) else None
 
 
 def lower_variance(
@@ -170,10 +184,11 @@ def lower_variance(
     free = count - (1 if correction is None else correction)
     if free <= 0:
         return None
-    mean = build.divide(build.total(x, chosen, keep=True), float(count))
+    x = build.cast(x, WIDER.get(dtype, dtype))
+    mean = build.mean(x, chosen, keep=True)
     centred = build.subtract(x, mean)
     variance = build.divide(build.total(build.multiply(centred, centred), chosen), float(free))
-    return build.reshape(variance, shape), build.reshape(mean, shape)
+    return tuple(build.cast(build.reshape(value, shape), dtype) for value in (variance, mean))
 
 
 def typed_shape(x: Node) -> Shape:
@@ -208,6 +223,7 @@ def lower_loss(
     (_, dtype), _ = typed
     if weight is not None or len(x.shape) != 2 or x.dtype != dtype or target.dtype != "int64":
         return None
+    target = checked_targets(target, typed_shape(x)[1], ignored)
     skipped = build.compare("equal", target, ignored)
     losses = build.where(skipped, build.constant(0.0, target.shape, dtype), build.negate(picked(x, target)))
     count = build.total(build.where(skipped, build.constant(0.0, target.shape, dtype), 1.0))
@@ -231,12 +247,15 @@ def lower_reduction(op: str) -> Callable[..., Node | None]:
     def lowered(
         shape: Shape, dtype: str, x: Node, dims: Any = None, keep: bool = False, /, **other: Any
     ) -> Node | None:
-        if x.dtype != dtype or dtype not in FLOATS or any(value is not None for value in other.values()):
-            return None
-        rank = len(x.shape)
-        if not rank:
-            return None
-        chosen = tuple(sorted(dim % rank for dim in dims)) if dims else tuple(range(rank))
+        chosen = _reduced_dims(dtype, x, dims, other)
         return build.reshape(make(op, x, dims=chosen), shape) if chosen else None
 
     return lowered
+
+
+def _reduced_dims(dtype: str, x: Node, dims: Any, other: Mapping[str, Any]) -> tuple[int, ...]:
+    """The dims that a reduction is over; none where it stays torch's own."""
+    rank = len(x.shape)
+    if x.dtype != dtype or dtype not in FLOATS or any(value is not None for value in other.values()) or not rank:
+        return ()
+    return tuple(sorted(dim % rank for dim in dims)) if dims else tuple(range(rank))

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 from tilemesh.core.errors import UsageError
 from tilemesh.graph.ir import Node, make
-from tilemesh.graph.ops import FLOATS
+from tilemesh.graph.ops import FLOATS, WIDER
 from tilemesh.graph.size import Dim, Shape, product
 
 Value: TypeAlias = Node | int | float | bool
@@ -172,7 +172,8 @@ def mean(node: Node, dims: Sequence[int] | None = None, keep: bool = False) -> N
     count = product(node.shape[dim] for dim in chosen)
     if not isinstance(count, int):
         raise UsageError(f"a mean over {count} elements: the sizes must be known")
-    return multiply(total(node, chosen, keep), 1.0 / count)
+    wide = cast(node, WIDER.get(node.dtype, node.dtype))  # a sum of 16-bit numbers may be too large for 16 bits
+    return cast(divide(total(wide, chosen, keep), float(count)), node.dtype)
 
 
 def _dims(node: Node, dims: Sequence[int] | None) -> tuple[int, ...]:

@@ -86,6 +86,11 @@ def _pad(node: Node, sizes: Mapping[str, int], x: Tensor) -> Tensor:
     return padded
 
 
+def _take(node: Node, sizes: Mapping[str, int], table: Tensor, index: Tensor) -> Tensor:
+    """Rows of a table. An index counts from 0: indexing would take a negative one from the end."""
+    return table.index_select(0, index.reshape(-1)).reshape(numbers(node.shape, sizes))
+
+
 def _put_add(node: Node, sizes: Mapping[str, int], values: Tensor, index: Tensor) -> Tensor:
     shape = numbers(node.shape, sizes)
     table = values.new_zeros(shape)
@@ -166,7 +171,7 @@ TORCH: dict[str, Callable[..., Any]] = {
     "pad": _pad,
     "reverse": lambda node, sizes, x: torch.flip(x, node["dims"]),
     "dot": lambda node, sizes, x, y: torch.matmul(x, y),
-    "take": lambda node, sizes, table, index: table[index],
+    "take": _take,
     "put_add": _put_add,
     "conv": _conv,
     "conv_input": _conv_input,

@@ -6,9 +6,9 @@ let through is `DEAD`; whatever reads it is dead as well, except a merge.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import product as places
-from math import erf
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -88,6 +88,23 @@ def dense(node: Node) -> Array:
     return np.asarray(value, dtype=node.dtype)
 
 
+def stored_number(value: float | int | bool, dtype: str) -> float | int | bool | None:
+    """The number that a tensor of this dtype holds of another one; None where it has none that is near."""
+    if dtype == "bool":
+        return bool(value)
+    if "float" not in dtype:
+        if not math.isfinite(value) or not np.iinfo(dtype).min <= int(value) <= np.iinfo(dtype).max:
+            return None
+        return int(value)
+    with np.errstate(over="ignore"):
+        near = np.asarray(value, np.float32 if dtype == "bfloat16" else dtype)
+        if dtype == "bfloat16" and near == near:
+            bits = near.view(np.uint32).astype(np.uint64)
+            near = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16 << 16).astype(np.uint32).view(np.float32)
+    number = float(near)
+    return None if math.isinf(number) and not math.isinf(value) else number
+
+
 def numbers(shape: Shape | Sequence[Dim], sizes: Mapping[str, int]) -> tuple[int, ...]:
     return tuple(known(dim, sizes) for dim in shape)
 
@@ -124,8 +141,15 @@ def pad_ranges(node: Node, shape: Sequence[int]) -> tuple[slice, ...]:
 
 def _put_add(node: Node, sizes: Mapping[str, int], values: Array, index: Array) -> Array:
     table = np.zeros(numbers(node.shape, sizes), values.dtype)
-    np.add.at(table, index, values)
+    np.add.at(table, _rows(index, len(table)), values)
     return table
+
+
+def _rows(index: Array, count: int) -> Array:
+    """Indices of rows, which count from 0: numpy would take a negative one from the end."""
+    if index.size and not 0 <= index.min() <= index.max() < count:
+        raise IndexError(f"indices from {index.min()} to {index.max()} of {count} rows")
+    return index
 
 
 def _last(*index: Any) -> Any:
@@ -213,7 +237,7 @@ _COMPARE: dict[str, Callable[[Array, Array], Array]] = {
     "less": np.less,
     "less_equal": np.less_equal,
 }
-_erf = np.vectorize(erf, otypes=[np.float64])
+_erf = np.vectorize(math.erf, otypes=[np.float64])
 _NUMPY: dict[str, Callable[..., Any]] = {
     "region": lambda node, sizes, *xs: run_numpy(node["body"], *xs),
     "item": lambda node, sizes, values: values[node["index"]],
@@ -251,7 +275,7 @@ _NUMPY: dict[str, Callable[..., Any]] = {
     "pad": _pad,
     "reverse": lambda node, sizes, x: np.flip(x, node["dims"]),
     "dot": lambda node, sizes, x, y: x @ y,
-    "take": lambda node, sizes, table, index: table[index],
+    "take": lambda node, sizes, table, index: table[_rows(index, len(table))],
     "put_add": _put_add,
     "conv": _conv,
     "conv_input": _conv_input,

@@ -19,7 +19,9 @@ LARGEST = 1 << 16  # elements of an array that is worth being part of a program
 def folded(node: Node) -> Node:
     """A constant, where the operator has constants alone; else the node."""
     kind = primitive(node.op).kind
-    if node.dtype == "bfloat16" or not node.inputs or kind in ("opaque", "control"):
+    if not node.inputs or kind in ("opaque", "control"):
+        return node
+    if "bfloat16" in (node.dtype, *(value.dtype for value in node.inputs)):  # numpy has none
         return node
     numbers = [number_of(value) for value in node.inputs]
     if kind == "elementwise" and None not in numbers:

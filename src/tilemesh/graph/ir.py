@@ -90,7 +90,7 @@ def make(op: str, *inputs: Node, line: str = "", **attributes: Any) -> Node:
         shape, dtype = known.rule([node.typed for node in inputs], dict(frozen))
     except UsageError as error:
         raise UsageError(f"{op}: {error}" + (f" ({line})" if line else "")) from None
-    key = (op, inputs, frozen, shape, dtype)
+    key = (op, inputs, _identity(frozen), shape, dtype)
     with _making:
         node = _nodes.get(key)
         if node is None:
@@ -100,6 +100,13 @@ def make(op: str, *inputs: Node, line: str = "", **attributes: Any) -> Node:
 
 def _frozen(value: Any) -> Any:
     return tuple(_frozen(item) for item in value) if isinstance(value, list | tuple) else value
+
+
+def _identity(value: Any) -> Any:
+    """What tells two attributes apart: 0.0 and -0.0, or 1, 1.0 and True, are equal in Python and are not one number."""
+    if isinstance(value, tuple):
+        return tuple(_identity(item) for item in value)
+    return (type(value), repr(value)) if isinstance(value, bool | float | complex) else value
 
 
 @dataclass(frozen=True)

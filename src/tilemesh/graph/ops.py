@@ -18,6 +18,7 @@ from tilemesh.graph.size import Dim, Shape, product
 DTYPES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "int16": 2}
 DTYPES |= {"int8": 1, "uint8": 1, "bool": 1}
 FLOATS = ("float64", "float32", "bfloat16", "float16")
+WIDER = {"bfloat16": "float32", "float16": "float32"}  # what sums of them are kept in
 COMPARISONS = ("equal", "less", "less_equal")
 VIEWS = ("reshape", "transpose", "broadcast", "slice", "item")  # they name memory again: no work for a device
 TUPLE = "tuple"  # the dtype of an opaque operator that returns several tensors, each taken out by `item`

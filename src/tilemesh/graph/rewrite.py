@@ -1,6 +1,6 @@
 """Rewriting a graph by rules. A rule is two small programs and a condition, written as text. Plain Python.
 
-    add(x, 0.0)                                          = x
+    subtract(x, 0.0)                                     = x
     transpose(transpose(x, order=p), order=q)            = transpose(x, order=compose(p, q))
     multiply(conv(x, w, **a), broadcast(s, dims=(1,)))   = conv(x, multiply(w, column(s)), **a)
 
@@ -13,6 +13,7 @@ none does; it keeps what it did.
 from __future__ import annotations
 
 import ast
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -163,6 +164,13 @@ def number_of(node: Node) -> float | int | bool | None:
     return value
 
 
+def _is_number(number: float | int | bool | None, pattern: float) -> bool:
+    """Whether a number is the one of a pattern: of floats, 0.0 and -0.0 are two."""
+    if not isinstance(number, float):
+        return number == pattern
+    return number == pattern and math.copysign(1.0, number) == math.copysign(1.0, pattern)
+
+
 def _itself(node: Node) -> Node:
     return node
 
@@ -172,7 +180,7 @@ def matches(pattern: Any, node: Node, match: Match, seen: Callable[[Node], Node]
     if not isinstance(pattern, int | float):
         node = seen(node)
     if isinstance(pattern, int | float):
-        if number_of(node) == pattern:
+        if _is_number(number_of(node), pattern):
             yield match
         return
     if isinstance(pattern, Anything):
