@@ -29,6 +29,7 @@ from tilemesh.report.run_page import render
 from tilemesh.runs import folder as folders
 from tilemesh.runs.kind import TRAIN
 from tilemesh.runs.manifest import checkpoints
+from tilemesh.runs.metrics import latest
 from tilemesh.runs.names import CHECKPOINTS, SERVER_RECORDS
 from tilemesh.runs.reader import open_checkpoint
 from tilemesh.train import load_config
@@ -81,6 +82,18 @@ def assert_equal(one: Path, other: Path, bound: float) -> None:
         torch.testing.assert_close(value, second[name], rtol=0, atol=bound)
 
 
+def told(folder: Path) -> dict[int, tuple[float, float]]:
+    """Loss and norm that the metrics have of each step."""
+    return {line["step"]: (line["loss"], line["norm"]) for line in latest(folder) if line["kind"] == "step"}
+
+
+def assert_tell_the_same(one: Path, other: Path) -> None:
+    first, second = told(one), told(other)
+    assert sorted(first) == sorted(second) == list(range(1, len(first) + 1))
+    for step, figures in first.items():
+        assert figures == pytest.approx(second[step], rel=1e-10)
+
+
 @pytest.fixture(scope="module")
 def synchronous(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs") / "synchronous"
@@ -102,6 +115,7 @@ def test_methods_that_are_data_parallelism(sets: tuple[str, ...], synchronous: P
     """Eight steps in float64: each sum of two gradients may round once more than the other's."""
     train(config(*SGD, *sets), tmp_path / "run")
     assert_equal(tmp_path / "run", synchronous, 1e-12)
+    assert_tell_the_same(tmp_path / "run", synchronous)
 
 
 @pytest.mark.parametrize("what", ["teacher", "pruning", "documents"])
@@ -120,6 +134,53 @@ def test_every_worker_trains_for_what_the_configuration_says(what: str, tmp_path
     for name, method in (("synchronous", "synchronous"), ("served", "server")):
         train(config(*SGD, *sets, f"train.method={method}", "train.steps=4", "evaluate.every=0"), tmp_path / name)
     assert_equal(tmp_path / "served", tmp_path / "synchronous", 1e-12)
+
+
+def test_a_server_weighs_answers_as_data_parallelism_does(tmp_path: Path) -> None:
+    """Workers whose conversations have more targets that count weigh more, and metrics are of all of them."""
+    records = [
+        {"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "x" * (1 + n * n % 11)}]}
+        for n in range(300)
+    ]
+    (tmp_path / "chat.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    sets = (*SGD, f"data.source={tmp_path / 'chat.jsonl'}", "data.chat=true", "data.packing=none", "train.steps=4")
+    sets += ("model.context=48", "optimizer.clip=0.1", "plan.microbatch=1", "train.batch=2", "evaluate.every=0")
+    for method in ("synchronous", "server"):
+        train(config(*sets, f"train.method={method}", "method.servers=2"), tmp_path / method)
+    assert_equal(tmp_path / "server", tmp_path / "synchronous", 1e-12)
+    assert_tell_the_same(tmp_path / "server", tmp_path / "synchronous")
+
+
+@pytest.mark.parametrize("method", [("train.method=server", "method.consistency=asp"), ("train.method=local",)])
+def test_metrics_are_of_all_replicas(method: tuple[str, ...], tmp_path: Path) -> None:
+    """At a learning rate of nearly 0 a step's loss and norm are those of its batch at the first weights."""
+    made = config(*SGD, "optimizer.lr=1e-14", *method, "method.period=4")
+    train(made, tmp_path / "run")
+    alone = run_threads(1, lambda comm: comm)[0]
+    laid, corpus = lay_model(as_worker(made), Mesh(alone), torch.device("cpu"), False), open_corpus(made.data)
+    of_push = {}
+    for worker in (0, 1):
+        source = WorkerSource(made, corpus, Axis("dp", 2, worker, (0,), alone), torch.device("cpu"))
+        for clock in range(8):
+            pairs = [tensors for tensors, _ in source.fetch(clock + 1)]
+            tokens, targets = (torch.cat(column) for column in zip(*pairs, strict=True))
+            loss = torch.nn.functional.cross_entropy(laid.module(tokens).flatten(0, 1), targets.flatten())
+            grads = torch.autograd.grad(loss, list(laid.module.parameters()))
+            of_push[worker, clock] = loss.item(), float(sum(grad.square().sum() for grad in grads))
+    steps = [[(worker, clock) for worker in (0, 1)] for clock in range(8)]
+    if "server" in method[0]:  # what was applied between two reads of the first worker
+        steps, since = [], []
+        for event in read_record(tmp_path / "run" / SERVER_RECORDS / "0.jsonl"):
+            since += event.pushes if event.kind == "apply" else ()
+            if event.kind == "pull" and event.pushes[0].worker == 0:
+                steps, since = [*steps, since], []
+        steps = steps[1:]
+    figures = told(tmp_path / "run")
+    assert len(figures) == len(steps) == 8
+    for step, pushes in enumerate(steps, start=1):
+        losses, squares = zip(*(of_push[tuple(push)] for push in pushes), strict=True)
+        expected = sum(losses) / len(pushes), math.sqrt(sum(squares) / len(pushes))
+        assert figures[step] == pytest.approx(expected, rel=1e-6)
 
 
 CLIP = "optimizer.clip=0.1"  # below the norm of every step's gradient
@@ -300,15 +361,15 @@ def test_an_asynchronous_run_is_the_serial_replay_of_its_record(
 
 
 def test_compression_and_local_updates_tell_what_they_saved(tmp_path: Path) -> None:
-    told = train(config("method.compress=powersgd", "method.rank=1"), tmp_path / "a")["method"]
-    assert told["sent_bytes"] < 0.5 * told["whole_bytes"]
+    figures = train(config("method.compress=powersgd", "method.rank=1"), tmp_path / "a")["method"]
+    assert figures["sent_bytes"] < 0.5 * figures["whole_bytes"]
     page = render(read_run(tmp_path / "a"), Beside())
     assert "Gradients compressed by powersgd" in page
     assert "Divergence from synchronous training" in page
-    assert 0 < told["left_out"] < 1
-    told = train(config("train.method=local", "method.period=4"), tmp_path / "b")["method"]
-    assert (told["rounds"], told["steps"]) == (2, 8)
-    assert 0 < told["spread"] < 1
+    assert 0 < figures["left_out"] < 1
+    figures = train(config("train.method=local", "method.period=4"), tmp_path / "b")["method"]
+    assert (figures["rounds"], figures["steps"]) == (2, 8)
+    assert 0 < figures["spread"] < 1
     assert "Weights averaged every 4 steps, 2 times" in render(read_run(tmp_path / "b"), Beside())
 
 
@@ -317,14 +378,14 @@ def test_an_asynchronous_pipeline_learns_and_tells_its_versions(name: str, tmp_p
     """By AdamW, in as many updates as its list has: more than one for each step."""
     made = config(*PIPED, f"plan.schedule={name}", "train.batch=8", "optimizer.lr=0.01", mesh="pp=2")
     summary = train(made, tmp_path / "run")
-    told = summary["method"]
-    assert told["updates"] == 8 * told["updates_per_step"] == 8 * (2 if name == "pipedream-2bw" else 4)
-    assert told["versions"] == ([2, 2] if name == "pipedream-2bw" else [1, 1])
+    figures = summary["method"]
+    assert figures["updates"] == 8 * figures["updates_per_step"] == 8 * (2 if name == "pipedream-2bw" else 4)
+    assert figures["versions"] == ([2, 2] if name == "pipedream-2bw" else [1, 1])
     assert summary["held_out"] < 5.0  # of 5.55 at first
     page = render(read_run(tmp_path / "run"), Beside())
-    assert f"{name}: {told['updates']} updates" in page
+    assert f"{name}: {figures['updates']} updates" in page
     assert "delay in updates" in page
-    assert 0 < told["divergence"] < 1
+    assert 0 < figures["divergence"] < 1
 
 
 @pytest.mark.parametrize(

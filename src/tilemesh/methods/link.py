@@ -1,7 +1,7 @@
 """A worker's side of parameter servers: its messages to each of them, and how it waits for their answers.
 
-What a message is, both sides know from here: a header of four whole numbers (its kind, a clock and two that the kind
-gives a meaning), and what follows it. The servers' side is `server.py`.
+What a message is, both sides know from here: a header of five numbers (its kind, a clock and three that the kind gives
+a meaning), and what follows it. The servers' side is `server.py`.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ import json
 import time
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,11 +23,30 @@ from tilemesh.methods.simulate import NAP_S
 START, PULL, PUSH, LEAVE, END, STATE, FIGURES, TELL, STOP = range(9)
 HEADER, GRADIENT, REPLY, WEIGHTS, SQUARES = 1, 2, 3, 4, 5
 """Tags. A gradient's is also that of what a worker tells, weights' also that of what a server says of itself."""
-FIELDS, REPLY_FIELDS = 4, 3
+FIELDS, REPLY_FIELDS = 5, 9
 GO_ON, ASKED, STOPPED, AGAIN = range(4)
 """What a server says with its weights: to go on; that some rank was asked to stop, which the worker that keeps the
 run's results decides on; that this worker has decided so, and all end; or that a last pull has to be made again."""
 _PATIENCE_S = 5.0  # how long a worker waits in naps, which leave its core to others, before the watchdog counts
+
+
+class PushFigures(NamedTuple):
+    """What a worker says of a gradient: the targets that it is the mean over, their mean loss, and its norm."""
+
+    targets: float = 1.0
+    loss: float = 0.0
+    norm: float = 0.0
+
+
+class AppliedFigures(NamedTuple):
+    """What servers applied between two reads of a worker, over all workers."""
+
+    loss: float
+    targets: float
+    norm_of_mean: float
+    """Of the mean gradient of an update, where servers measure it; the root mean square over the updates."""
+    norm: float
+    """Of the workers' own gradients, the root mean square over them."""
 
 
 class ServerLink:
@@ -42,6 +62,7 @@ class ServerLink:
         """Seconds of all pulls, and of these what a server let this worker wait for others."""
         self.told = GO_ON
         """What servers said with the newest weights."""
+        self._applied = np.zeros((len(cuts), REPLY_FIELDS - 3))
 
     def pull(self, weights: Tensor, *, last: bool = False, asked: bool = False) -> int:
         """Read the weights into a flat tensor; the clock at which this worker is, which a server that gave it up may
@@ -66,7 +87,7 @@ class ServerLink:
         self, places: Sequence[int], weights: Tensor, clock: int, last: bool, asked: bool
     ) -> list[tuple[int, int]]:
         """The parts of some servers, the clocks at which they have this worker, `clock` at least, and what they say."""
-        replies = [torch.zeros(REPLY_FIELDS, dtype=torch.int64) for _ in places]
+        replies = [torch.zeros(REPLY_FIELDS, dtype=torch.float64) for _ in places]
         handles = []
         for place, reply in zip(places, replies, strict=True):
             server = self.servers[place]
@@ -74,12 +95,24 @@ class ServerLink:
             handles.append(self.comm.irecv(reply, server, REPLY, sized=False))
             handles.append(self.comm.irecv(weights[self.cuts[place]], server, WEIGHTS, sized=False))
         wait_in_naps(handles)
-        self.held_s += max(1e-6 * int(reply[0]) for reply in replies)
+        self.held_s += max(float(reply[0]) for reply in replies)
+        for place, reply in zip(places, replies, strict=True):
+            self._applied[place] += reply[3:].numpy()
         return [(int(reply[1]), int(reply[2])) for reply in replies]
 
-    def push(self, gradient: Tensor, clock: int) -> None:
+    def applied(self) -> AppliedFigures | None:
+        """What was applied since the last call, as the pulls since then were told; None where nothing was."""
+        seen, self._applied = self._applied, np.zeros_like(self._applied)
+        loss_sum, targets, _, _, squares, pushes = seen[0].tolist()
+        if not targets:
+            return None
+        # Each server has a part of a mean, and under SSP and ASP it may have made other updates than the others.
+        of_mean = float(np.sqrt((seen[:, 2] / np.maximum(seen[:, 3], 1)).sum()))
+        return AppliedFigures(loss_sum / targets, targets, of_mean, float(np.sqrt(squares / pushes)))
+
+    def push(self, gradient: Tensor, clock: int, figures: PushFigures = PushFigures()) -> None:  # noqa: B008
         """Send a flat gradient; returns when it may be changed again."""
-        header = torch.tensor([PUSH, clock, 0, 0])
+        header = torch.tensor([PUSH, clock, *figures], dtype=torch.float64)
         handles = []
         for server, cut in zip(self.servers, self.cuts, strict=True):
             handles.append(self.comm.isend(header, server, HEADER, sized=False))
@@ -140,13 +173,13 @@ class ServerLink:
             self._tell(server, kind, clock, first, second)
 
     def _tell(self, server: int, kind: int, clock: int = 0, first: int = 0, second: int = 0) -> None:
-        self.comm.isend(torch.tensor([kind, clock, first, second]), server, HEADER, sized=False).wait()
+        header = torch.tensor([kind, clock, first, second, 0], dtype=torch.float64)
+        self.comm.isend(header, server, HEADER, sized=False).wait()
 
     def _reply(self, server: int) -> tuple[int, int]:
-        reply = torch.zeros(REPLY_FIELDS, dtype=torch.int64)
+        reply = torch.zeros(REPLY_FIELDS, dtype=torch.float64)
         self.comm.irecv(reply, server, REPLY, sized=False).wait()
-        first, second, _ = reply.tolist()
-        return first, second
+        return int(reply[0]), int(reply[1])
 
 
 def wait_in_naps(handles: Sequence[Any]) -> None:

@@ -14,12 +14,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from tilemesh.core.errors import UsageError
 from tilemesh.parallel.buckets import BUCKET_BYTES, Bucket, Bucketed
-from tilemesh.parallel.gradients import GradientStep, Parts
+from tilemesh.parallel.gradients import GradientStep, Parts, StepFigures
 
 OUTER = "outer_momentum"
 
@@ -80,6 +81,22 @@ class LocalUpdates(Bucketed):
 
     def meets(self, step: int) -> bool:
         return self.when.meets(step)
+
+    def over_replicas(self, steps: Sequence[StepFigures]) -> Sequence[StepFigures]:
+        """Losses are means over all targets. Of a step that replicas made alone there is no common gradient: its norm
+        is the root mean square of theirs."""
+        alone = [figures for figures in steps if self.when.is_alone(figures.step)]
+        if not alone:
+            return steps
+        mine = np.array([[figures.loss * figures.tokens, figures.tokens, figures.norm**2] for figures in alone])
+        summed = self.mesh.dp.comm.all_reduce(mine, algorithm=self.algorithm).tolist()
+        over = {
+            figures.step: StepFigures(
+                figures.step, loss_sum / max(tokens, 1), math.sqrt(squares / self.mesh.dp.size), round(tokens)
+            )
+            for figures, (loss_sum, tokens, squares) in zip(alone, summed, strict=True)
+        }
+        return [over.get(figures.step, figures) for figures in steps]
 
     @torch.no_grad()
     def updated(self) -> None:

@@ -21,8 +21,9 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -41,6 +42,7 @@ from tilemesh.methods.link import (
     PULL,
     PUSH,
     REPLY,
+    REPLY_FIELDS,
     SQUARES,
     START,
     STATE,
@@ -48,6 +50,7 @@ from tilemesh.methods.link import (
     STOPPED,
     TELL,
     WEIGHTS,
+    PushFigures,
     wait_in_naps,
 )
 from tilemesh.methods.record import ServerEvent, staleness
@@ -90,25 +93,37 @@ class SgdShard:
         return None
 
 
+class MeanUpdate(NamedTuple):
+    """An update as it was applied."""
+
+    mean: Tensor
+    """The pushes' mean gradient, times `scale`."""
+    scale: float
+
+
 def mean_update(
     shard: ServedShard,
     pushes: Sequence[Push],
     gradients: Sequence[Tensor],
     workers: int,
     scale: float | Callable[[Tensor], float] = 1.0,
-) -> float:
-    """Pushes as one update, of their mean times `scale`, or what that says of the mean; the factor that it was.
+    targets: Sequence[float] = (),
+) -> MeanUpdate:
+    """Pushes as one update, of their mean times `scale`, or what that says of the mean.
 
-    A server and the replay of what it did both call this."""
-    mean = gradients[0].clone()
-    for gradient in gradients[1:]:
-        mean += gradient
+    `targets`: of which each gradient is the mean, so that all of them count alike, as by data parallelism; by default
+    equally many. A server and the replay of what it did both call this."""
+    counts = targets or [1.0] * len(pushes)
+    weights = [count * len(pushes) / max(sum(counts), 1.0) for count in counts]  # exactly 1 where all are equal
+    mean = gradients[0] * weights[0]
+    for gradient, weight in zip(gradients[1:], weights[1:], strict=True):
+        mean.add_(gradient, alpha=weight)
     mean /= len(pushes)
     factor = scale(mean) if callable(scale) else scale
     if factor != 1.0:
         mean *= factor
     shard.apply(mean, max(push.clock for push in pushes), len(pushes) / workers)
-    return factor
+    return MeanUpdate(mean, factor)
 
 
 class SharedNorm:
@@ -181,15 +196,16 @@ class ParameterServer:
         keeper: int | None = None,
         asked: Callable[[], bool] = lambda: False,
         scale: float | Callable[[Tensor], float] = 1.0,
+        measures: bool = False,
         about: Callable[[], dict[str, Any]] = dict,
         keep: Callable[[Sequence[ServerEvent]], None] = lambda events: None,
     ) -> None:
         """`silence_s`: after which a worker that others wait for is given up; `keeper`: the worker without which a run
-        has no results; `asked`: whether this rank was asked to stop; `scale`: as `mean_update` takes it; `about`: what
-        else its figures say; `keep`: takes what was done since it was last called, when a checkpoint is taken and at
-        the end."""
+        has no results; `asked`: whether this rank was asked to stop; `scale`: as `mean_update` takes it; `measures`:
+        whether it takes the norm of every mean, to tell workers; `about`: what else its figures say; `keep`: takes what
+        was done since it was last called, when a checkpoint is taken and at the end."""
         self.comm, self.workers, self.shard, self.silence_s = comm, tuple(workers), shard, silence_s
-        self.keeper, self.asked, self.scale = keeper, asked, scale
+        self.keeper, self.asked, self.scale, self.measures = keeper, asked, scale, measures
         self.about, self.keep, self._kept = about, keep, 0
         self.rule = StalenessRule(workers, bound, batch)
         self.events: list[ServerEvent] = []
@@ -198,7 +214,9 @@ class ParameterServer:
         self._started, self._ended_s = started, time.monotonic()
         self._last: int | None = None  # who reads when all others have ended
         self._told, self._is_over = GO_ON, False  # over: the last read is answered, and nothing is applied any more
-        self._gradients: dict[Push, Tensor] = {}
+        self._gradients: dict[Push, tuple[Tensor, PushFigures]] = {}
+        # Since each worker's last read: summed loss, targets, squares of means, updates, squares of pushes, pushes.
+        self._applied = {worker: np.zeros(REPLY_FIELDS - 3) for worker in self.workers}
         self._asked: dict[int, float] = {}  # readers that wait, since when
         self.waited_s = dict.fromkeys(self.workers, 0.0)
         self.divergence = Divergence()
@@ -258,12 +276,12 @@ class ParameterServer:
         }  # fmt: skip
 
     def _listen(self, worker: int) -> _Mail:
-        header = torch.zeros(FIELDS, dtype=torch.int64)
+        header = torch.zeros(FIELDS, dtype=torch.float64)
         return _Mail(self.comm.irecv(header, worker, HEADER, sized=False), header, heard_s=time.monotonic())
 
     def _take(self, worker: int, mail: _Mail) -> None:
         """A message of a worker has come."""
-        kind, clock, first, second = mail.header.tolist()
+        kind, clock, first, second = map(int, mail.header[:4].tolist())
         if mail.body is None and kind in (PUSH, TELL):
             mail.body = torch.empty(first, dtype=torch.uint8) if kind == TELL else torch.empty_like(self.shard.weights)
             mail.handle = self.comm.irecv(mail.body, worker, GRADIENT, sized=False)
@@ -279,7 +297,7 @@ class ParameterServer:
             self._told = max(self._told, ASKED if second else GO_ON)
         elif kind == PUSH:
             assert body is not None
-            self._push(worker, clock, body)
+            self._push(worker, clock, body, PushFigures(*mail.header[2:].tolist()))
         elif kind == TELL:
             assert body is not None
             self.told[worker] = json.loads(bytes(body.numpy()))
@@ -298,21 +316,23 @@ class ParameterServer:
             self._inbox[worker] = self._listen(worker)
         self._go_on()
 
-    def _push(self, worker: int, clock: int, gradient: Tensor) -> None:
+    def _push(self, worker: int, clock: int, gradient: Tensor, figures: PushFigures) -> None:
         self.nbytes += gradient.nbytes
         self.rule.join(worker)
         if self.rule.push(worker, clock):
-            self._gradients[Push(worker, clock)] = gradient
+            self._gradients[Push(worker, clock)] = gradient, figures
             self.events.append(ServerEvent("push", (Push(worker, clock),), self.updates))
 
     def _go_on(self) -> None:
         """Apply what is due, and answer the readers that may read now."""
         for group in () if self._is_over else self.rule.due():
-            gradients = [self._gradients.pop(push) for push in group]
+            gradients, figures = zip(*(self._gradients.pop(push) for push in group), strict=True)
             self.divergence.note(group, self.shard.weights)
-            scale = mean_update(self.shard, group, gradients, len(self.workers), self.scale)
+            targets = [told.targets for told in figures]
+            update = mean_update(self.shard, group, gradients, len(self.workers), self.scale, targets)
             self.updates += 1
-            self.events.append(ServerEvent("apply", tuple(group), self.updates, scale))
+            self._count(update, figures)
+            self.events.append(ServerEvent("apply", tuple(group), self.updates, update.scale))
         if not self._started:
             return
         for worker in [worker for worker in self._asked if self._may_answer(worker)]:
@@ -320,6 +340,15 @@ class ParameterServer:
             # Who is to end makes no gradient of what it reads, and may be ahead of the bound.
             self._answer(worker, told, counts=told != STOPPED or worker == self._last)
             self._is_over = self._is_over or worker == self._last
+
+    def _count(self, update: MeanUpdate, figures: Sequence[PushFigures]) -> None:
+        """Add an update to what workers are told with their next weights."""
+        square = float(norms_of([update.mean]).double().square()) / update.scale**2 if self.measures else 0.0
+        losses = sum(told.loss * told.targets for told in figures)
+        squares = sum(told.norm**2 for told in figures)
+        seen = [losses, sum(told.targets for told in figures), square, 1.0, squares, len(figures)]
+        for applied in self._applied.values():
+            applied += seen
 
     def _answer(self, worker: int, told: int, *, counts: bool) -> None:
         waited_s = time.monotonic() - self._asked.pop(worker)
@@ -330,7 +359,8 @@ class ParameterServer:
         if counts:
             self.events.append(ServerEvent("pull", (Push(worker, clock),), self.updates))
             self.divergence.read(Push(worker, clock), self._copy[1])
-        self._send(worker, torch.tensor([round(1e6 * waited_s), clock, told]), REPLY)
+        self._reply(worker, waited_s, clock, told, *self._applied[worker].tolist())
+        self._applied[worker][:] = 0.0
         self._send(worker, self._copy[1], WEIGHTS)
         self.nbytes += self._copy[1].nbytes
 
@@ -374,14 +404,18 @@ class ParameterServer:
         self.events.append(ServerEvent("state", (Push(worker, step),), self.updates))
         self._keep_events()
         values = [self.shard.weights, *self.shard.kept()]
-        self._send(worker, torch.tensor([self.updates, len(values), GO_ON]), REPLY)
+        self._reply(worker, self.updates, len(values))
         for value in values:
             self._send(worker, value.clone(), WEIGHTS)
 
     def _tell_text(self, worker: int, text: str) -> None:
         body = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
-        self._send(worker, torch.tensor([0, len(body), GO_ON]), REPLY)
+        self._reply(worker, 0, len(body))
         self._send(worker, body, WEIGHTS)
+
+    def _reply(self, worker: int, *values: float) -> None:
+        rest = [0.0] * (REPLY_FIELDS - len(values))
+        self._send(worker, torch.tensor([*values, *rest], dtype=torch.float64), REPLY)
 
     def _send(self, worker: int, tensor: Tensor, tag: int) -> None:
         self._sending.append((self.comm.isend(tensor, worker, tag, sized=False), tensor))

@@ -23,7 +23,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -56,6 +56,15 @@ class GradientStep:
         """Loss and norm in memory of their own: where a captured step leaves them, its next replay writes."""
         loss, norm = (value.clone() if isinstance(value, Tensor) else value for value in (self.loss, self.norm))
         return replace(self, loss=loss, norm=norm, divisor=None)
+
+
+class StepFigures(NamedTuple):
+    """What a step came to, as numbers."""
+
+    step: int
+    loss: float
+    norm: float
+    tokens: int
 
 
 def read(steps: Sequence[GradientStep]) -> list[tuple[float, float]]:
@@ -103,6 +112,9 @@ class Gradients(Protocol):
 
     def meets(self, step: int) -> bool:
         """Whether all replicas have the same weights after this step; until then none waits for another."""
+
+    def over_replicas(self, steps: Sequence[StepFigures]) -> Sequence[StepFigures]:
+        """The steps since replicas last met, over all of them (a collective call, when they meet)."""
 
     def agree(self, states: Sequence[Tensor]) -> None:
         """Before a checkpoint: make alike over replicas what it keeps one copy of, an optimizer's states included."""
@@ -200,6 +212,9 @@ class Synchronous:
 
     def meets(self, step: int) -> bool:
         return True
+
+    def over_replicas(self, steps: Sequence[StepFigures]) -> Sequence[StepFigures]:
+        return steps
 
     def agree(self, states: Sequence[Tensor]) -> None:
         return None

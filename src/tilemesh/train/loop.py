@@ -26,7 +26,7 @@ from tilemesh.core.errors import RunError
 from tilemesh.core.shard import Shard
 from tilemesh.kernels.context import default_context
 from tilemesh.measure.sample import Sample
-from tilemesh.parallel.gradients import GradientStep, read
+from tilemesh.parallel.gradients import GradientStep, StepFigures, read
 from tilemesh.runs import checkpoint
 from tilemesh.runs.journal import Journal
 from tilemesh.runs.metrics import STEP, STOPPED
@@ -169,6 +169,9 @@ class Loop:
         self.saved = Saved(None, folder)
         self.step_bytes: Bytes = {}
         self._unread: list[tuple[int, GradientStep]] = []
+        self._alone: list[StepFigures] = []  # of steps since replicas last met
+        self._figures: dict[int, StepFigures] = {}  # over all replicas, of steps that are not told yet
+        self._lines: list[tuple[int, dict[str, Any]]] = []  # of metrics: those of steps that are not told yet
         self._began = 0  # the step this attempt goes on from
         self._moved = 1  # steps that the last one brought this rank on: more where others went on without it
         self._read_at = time.perf_counter()
@@ -253,12 +256,16 @@ class Loop:
         """(step, loss, norm) of the steps since the last call; a step that came to no number ends the run here."""
         numbers = read([step for _, step in self._unread])
         values = [(number, loss, norm) for (number, _), (loss, norm) in zip(self._unread, numbers, strict=True)]
-        self._unread = []
+        tokens, self._unread = [step.tokens for _, step in self._unread], []
         for step, loss, norm in values:
             if self.stepper.is_bad(loss, norm):
                 self._refuse(step, loss, norm)
+        self._alone += [StepFigures(*value, count) for value, count in zip(values, tokens, strict=True)]
+        if self._alone and self.laid.gradients.meets(self._alone[-1].step):
+            self._figures |= {figures.step: figures for figures in self.laid.gradients.over_replicas(self._alone)}
+            self._alone = []
         if values:
-            self.progress.loss = values[-1][1]
+            self.progress.loss = self._figures[values[-1][0]].loss if not self._alone else values[-1][1]
         return values
 
     def _is_due(self, every: int) -> bool:
@@ -384,9 +391,8 @@ class Loop:
         median, _ = sorted(self._recent)[len(self._recent) // 2]
         tokens_per_s = sum(count for _, count in self._recent) / len(self._recent) / median
         first = len(self._recent) == 1
-        for step, loss, norm in values:
-            line = {
-                "loss": loss, "norm": norm if math.isfinite(norm) else None,
+        for step, _, _ in values:
+            line: dict[str, Any] = {
                 "rate": rate(step - 1, config.train.steps, config.optimizer), "seconds": seconds,
                 "tokens_per_s": tokens_per_s, "exchange_s": exchange, "data_s": waited,
                 "memory_bytes": memory,
@@ -395,10 +401,17 @@ class Loop:
                 line["held_out"] = progress.held_out
                 if self.bytes_per_token:
                     line["bits_per_byte"] = progress.held_out / math.log(2) / self.bytes_per_token
+            self._lines.append((step, line))
+        if self._alone:  # what the other replicas' steps came to is known when they meet
+            return
+        for step, line in self._lines:
+            figures = self._figures.pop(step)
+            line = {"loss": figures.loss, "norm": figures.norm if math.isfinite(figures.norm) else None, **line}
             self.journal.add(STEP, step, **line)
             if self.loggers is not None:
                 self.loggers.add(step, line)
-            self.recorder.trace.counter("loss", loss)
+            self.recorder.trace.counter("loss", figures.loss)
+        self._lines = []
         left = (config.train.steps - progress.step) * median
         self.emit({"kind": STEP, "step": step, **line, "steps": config.train.steps, "left_s": left, "first": first})
 

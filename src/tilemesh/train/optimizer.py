@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from tilemesh.core.errors import RunError
 from tilemesh.core.shard import Shard
 from tilemesh.model.kernels import TORCH
+from tilemesh.parallel.gradients import GradientStep
 from tilemesh.parallel.shard import Held
 from tilemesh.runs.manifest import WEIGHT
 from tilemesh.train.config import OptimizerConfig
@@ -147,6 +148,11 @@ class Optimizer:
         """What torch's AdamW wants to be told before `move` is captured, and after."""
         for group in self._groups:
             group.is_capturing = now
+
+    def update(self, rate: float | Tensor, done: GradientStep) -> GradientStep:
+        """Step by the gradients that a step came to; what it came to over all who took part in the update."""
+        self.step(rate, done.divisor)
+        return done
 
     def step(self, rate: float | Tensor, divisor: Tensor | None = None) -> None:
         """Move the parameters, and count it."""

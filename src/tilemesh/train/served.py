@@ -25,11 +25,11 @@ from torch import Tensor, nn
 from tilemesh.comm.runtime.communicator import Communicator
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.core.shard import Shard
-from tilemesh.methods.link import ASKED, STOPPED, ServerLink
+from tilemesh.methods.link import ASKED, STOPPED, PushFigures, ServerLink
 from tilemesh.methods.record import ServerEvent, append_record
 from tilemesh.methods.rules import bound_of
 from tilemesh.methods.server import ParameterServer, SharedNorm
-from tilemesh.parallel.gradients import clip_factor, read
+from tilemesh.parallel.gradients import GradientStep, clip_factor, read
 from tilemesh.parallel.mesh import Axis
 from tilemesh.parallel.shard import Held
 from tilemesh.runs.manifest import WEIGHT
@@ -142,6 +142,8 @@ class ServedOptimizer(Optimizer):
         self.asked: Callable[[], bool] = lambda: False
         """Whether this rank was asked to stop, which servers pass on to the worker that decides."""
         self.clips_elsewhere = clips_mean(config)
+        self._is_bsp = is_bsp(config)
+        self._figures = PushFigures()
         self._began = 0
 
     def begin(self, clock: int, *, starts: bool) -> None:
@@ -150,12 +152,23 @@ class ServedOptimizer(Optimizer):
             self.link.start(clock, [self.vectors.flat, *flat_states(self, self.kinds)], self.steps)
         self.clock = self._began = self.link.pull(self.vectors.flat)
 
+    def update(self, rate: float | Tensor, done: GradientStep) -> GradientStep:
+        """The step as all workers made it: of what the servers applied meanwhile. Each of the other workers looks at
+        its own."""
+        self._figures = PushFigures(done.tokens, float(done.loss), float(done.norm))
+        self.step(rate, done.divisor)
+        applied = self.link.applied()
+        if not self.waits or applied is None:
+            return done
+        norm = applied.norm_of_mean if self._is_bsp else applied.norm
+        return dataclasses.replace(done, loss=applied.loss, tokens=round(applied.targets), norm=norm)
+
     def step(self, rate: float | Tensor, divisor: Tensor | None = None) -> None:
         assert divisor is None
         gradients = [mine.tensor.grad for mine in self.vectors.held.values()]
         pieces = [gradient.reshape(-1) for gradient in gradients if gradient is not None]
         began_s, nbytes = time.perf_counter(), self.vectors.flat.nbytes
-        self.link.push(torch.cat(pieces), self.clock)
+        self.link.push(torch.cat(pieces), self.clock, self._figures)
         self.recorder.message(SERVERS_AXIS, "push", nbytes, began_s)
         is_last = self.waits and self.clock + 1 >= self.last
         began_s, held_s = time.perf_counter(), self.link.held_s
@@ -277,7 +290,12 @@ def served_shard(config: TrainConfig, held: Mapping[str, Held], number: int) -> 
 
 def clips_mean(config: TrainConfig) -> bool:
     """Whether servers clip the mean of all workers' gradients, as data parallelism does; else each worker its own."""
-    return config.optimizer.clip > 0 and bound_of(config.method.consistency, config.method.staleness) == 0
+    return config.optimizer.clip > 0 and is_bsp(config)
+
+
+def is_bsp(config: TrainConfig) -> bool:
+    """Whether workers wait for all others in every step."""
+    return bound_of(config.method.consistency, config.method.staleness) == 0
 
 
 def serve_shard(
@@ -307,7 +325,7 @@ def serve_shard(
     shard, silence_s = served_shard(config, held, number), config.train.timeout_s / 2
     server = ParameterServer(
         comm, range(workers), shard, bound, method.batch, started=False, silence_s=silence_s, keeper=0,
-        asked=lambda: interrupt.asked, scale=clipped if clips_mean(config) else 1.0,
+        asked=lambda: interrupt.asked, scale=clipped if clips_mean(config) else 1.0, measures=bound == 0,
         about=lambda: {"peak_memory_bytes": peak_bytes(shard.weights.device), "memory_baseline_bytes": baseline},
         keep=keep,
     )  # fmt: skip

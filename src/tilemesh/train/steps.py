@@ -105,7 +105,7 @@ class Stepper:
             done = self._gradients(number, batches)
         with self.recorder.span("optimizer"):
             if math.isfinite(done.norm):
-                self.optimizer.step(self._rate(number), done.divisor)
+                done = self.optimizer.update(self._rate(number), done)
                 self.gradients.updated()
                 self.scale.grow()
             self._count_gradients()
