@@ -4,7 +4,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: docs train test test-units test-ranks test-again test-setup test-all check format setup setup-train clean
+.PHONY: docs train test test-units test-ranks test-again test-setup test-all mutants check format setup setup-train clean
 
 # Without the tools of the tests: what training needs and no more.
 train: setup-train
@@ -31,6 +31,10 @@ test-setup: setup
 
 test-all: setup
 	@$(BIN)/python scripts/test.py --all
+
+# Small faults in the source, one at a time, and whether a test notices: an hour on sixteen cores is plenty.
+mutants: setup
+	@$(BIN)/python tests/mutants/mutants_run.py -n $$(nproc)
 
 check: setup
 	@$(BIN)/ruff check .
