@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import json
 import math
@@ -20,16 +21,27 @@ import parallel_cases
 import torch
 
 from tilemesh.cli.main import main
-from tilemesh.cli.verify import LayoutTable
-from tilemesh.comm import run_threads
+from tilemesh.cli.verify import LayoutTable, train_optimizer
+from tilemesh.comm import connect, run_threads
 from tilemesh.core.errors import UsageError
 from tilemesh.core.plan import SYNCHRONOUS
 from tilemesh.launch.start import find_mpiexec
-from tilemesh.parallel.gate.cases import MODELS, Case, GateLayout, cases, compressed, layouts, pipelines
+from tilemesh.parallel.gate.cases import (
+    MODELS,
+    OPTIMIZERS,
+    Case,
+    GateLayout,
+    cases,
+    compressed,
+    layouts,
+    numerics,
+    pipelines,
+)
 from tilemesh.parallel.gate.cause import gradient_cause, norm_cause, order_cause, order_words
 from tilemesh.parallel.gate.compare import Apart, Gate, GateResult
 from tilemesh.parallel.gate.pairs import OFFLOADED, _chosen, _possible, combinations, every_case
-from tilemesh.parallel.gate.plant import PLANTS, Plant
+from tilemesh.parallel.gate.plant import PLANTS
+from tilemesh.parallel.gate.plant_numerics import Plant
 from tilemesh.parallel.mesh import Mesh
 
 NEEDS_MPI = pytest.mark.skipif(find_mpiexec() is None, reason="needs mpiexec")
@@ -38,7 +50,8 @@ PROCESSES = [pytest.param("mpi", marks=NEEDS_MPI), "torch"]
 
 def run(ranks: int, chosen: list[Case], plant: Plant | None = None) -> list[GateResult]:
     torch.set_num_threads(1)
-    results = run_threads(ranks, lambda comm: list(Gate(comm, plant=plant).run(chosen)), timeout_s=100)
+    gate = functools.partial(Gate, plant=plant, optimizer=train_optimizer)
+    results = run_threads(ranks, lambda comm: list(gate(comm).run(chosen)), timeout_s=100)
     assert [rank for rank, found in enumerate(results) if found and rank] == []
     return results[0]
 
@@ -68,6 +81,26 @@ def test_ranks_without_a_part_wait_for_a_case_and_not_for_all_of_them(monkeypatc
     assert found == [[result] * 8, [], [], []]
 
 
+def test_every_optimizer_and_a_scaled_loss_on_one_process() -> None:
+    """On two ranks, and with 16-bit weights: `test_the_whole_gate`."""
+    chosen = [case for case in numerics(1) if case.precision == "fp64" and not case.by_papers]
+    assert {case.optimizer for case in chosen} == {*OPTIMIZERS, ""}
+    results = run(1, chosen)
+    assert [result for result in results if not result.passed] == []
+    assert max(max(dataclasses.astuple(result.apart)) for result in results) < 1e-13
+
+
+@pytest.mark.slow
+def test_16_bit_weights_report_the_norm_of_their_own_gradients() -> None:
+    results = run(2, [case for case in numerics(2) if case.precision == "bf16-master"])
+    assert [result.apart.norm <= 1e-6 and result.passed for result in results] == [True] * 4
+
+
+def test_a_case_of_an_optimizer_needs_one() -> None:
+    with pytest.raises(UsageError, match="a case of adamw, and the gate was given no optimizer"):
+        list(Gate(connect("alone")).run([Case("gpt", GateLayout(), optimizer="adamw")]))
+
+
 def test_float32_within_twice_another_order_of_summation() -> None:
     results = run(4, [Case(model, GateLayout(2, 2, True), "fp32") for model in MODELS])
     assert [result for result in results if not result.passed] == []
@@ -83,6 +116,8 @@ CAUSES = {
     "stage-scaled-by-microbatches": "4 times what it should be, as if it were not divided by the 4 microbatches",
     "stage-not-reduced": "as if only replica 0 counted: a sum along dp is missing",
     "stage-steps-early": ", from microbatch 1 on: as if the weights changed within the step",
+    "scale-first-microbatch": "as if the loss scale of 1024 were applied to microbatch 0 alone",
+    "scale-left-in-norm": ": as if the loss scale of 1024 were not taken out of it",
     "zero-norm-twice": ": as if every part were counted twice",
     "zero-groups-not-summed": "counted: a sum between groups of replicas is missing",
     "zero-microbatch-left-out": "as if only microbatch 0 of 2 counted",
@@ -91,10 +126,17 @@ CAUSES = {
 """Of bugs that leave more than a place: what the gate says of their cause."""
 
 
-@pytest.mark.parametrize("name", PLANTS)
+def slow_in_16_bits(name: str) -> Any:
+    """Products in bf16 take seconds on a CPU that has none."""
+    return pytest.param(name, marks=pytest.mark.slow if PLANTS[name].kind == "masters" else ())
+
+
+@pytest.mark.parametrize("name", [slow_in_16_bits(name) for name in PLANTS])
 def test_a_planted_bug_turns_it_red_and_is_named(name: str) -> None:
     plant = PLANTS[name]
-    if plant.zero:
+    if plant.only is not None:
+        candidates = numerics(1)
+    elif plant.zero:
         candidates = [case for ranks in (2, 4) for case in combinations(ranks)]
     else:
         candidates = [
@@ -103,7 +145,7 @@ def test_a_planted_bug_turns_it_red_and_is_named(name: str) -> None:
             for layout in (pipelines(ranks) if plant.piped else layouts(ranks))
             for model in MODELS
         ]
-    case = next(case for case in candidates if plant.applies(case.layout, case.config))
+    case = next(case for case in candidates if plant.applies(case))
     (result,) = run(case.layout.ranks, [case], plant)
     assert not result.passed
     assert plant.names in result.where
@@ -143,7 +185,7 @@ def compressed_cases(plant: Plant) -> list[Case]:
         for layout, weights in compressed(ranks)
         for model in MODELS
     ]
-    suited = [case for case in every if plant.applies(case.layout, case.config)]
+    suited = [case for case in every if plant.applies(case)]
     return list({case.weights.startswith("rounded"): case for case in reversed(suited)}.values())
 
 
@@ -170,7 +212,7 @@ def test_a_planted_bug_reaches_compressed_matrices(name: str) -> None:
 
 def test_every_bug_but_those_of_pipelines_and_deeper_zero_meets_compressed_matrices() -> None:
     never = {name for name, plant in PLANTS.items() if not compressed_cases(plant)}
-    assert {name for name in never if not PLANTS[name].piped} == {
+    assert {name for name in never if not PLANTS[name].piped and PLANTS[name].only is None} == {
         "zero-groups-not-summed",
         "zero-microbatch-left-out",
         "zero-early-free",
@@ -179,7 +221,10 @@ def test_every_bug_but_those_of_pipelines_and_deeper_zero_meets_compressed_matri
     assert {PLANTS[name].kind for name in codes} >= {"attention", "mlp", "column", "embedding", "loss", "gradients"}
 
 
-@pytest.mark.parametrize("name", sorted(PLANTS.keys() - {"last-microbatch"}))  # one process can have that one
+OF_ONE_PROCESS = {name for name, plant in PLANTS.items() if any(map(plant.applies, every_case(1)))}
+
+
+@pytest.mark.parametrize("name", sorted(PLANTS.keys() - OF_ONE_PROCESS))
 def test_a_bug_that_nothing_asked_for_can_have_is_refused(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Or else the gate would be green with nothing planted. What it says to give instead does have it."""
     assert main(["verify", "--ranks", "1", "--no-pairs", "--plant", name]) == 2
@@ -188,7 +233,7 @@ def test_a_bug_that_nothing_asked_for_can_have_is_refused(name: str, capsys: pyt
     given = re.search(r"give --ranks (\d)(?: --models (\w+))?( without --no-pairs)?$", said)
     assert given is not None, said
     asked = every_case(int(given[1]), (given[2],) if given[2] else (), pairs=bool(given[3]))
-    assert any(PLANTS[name].applies(case.layout, case.config) for case in asked)
+    assert any(PLANTS[name].applies(case) for case in asked)
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
@@ -230,14 +275,19 @@ def test_there_is_a_bug_for_every_kind_of_layer() -> None:
         "gradients",
         "pipeline",
         "zero",
+        "scale",
+        "masters",
+        "optimizer",
+        "papers",
     }
+    assert {"last-microbatch", "scale-first-microbatch", "rotary-angles-everywhere"} <= OF_ONE_PROCESS
 
 
 def test_not_a_number_is_within_no_bound() -> None:
-    bound = Apart(1.0, 1.0, 1.0)
+    bound = Apart(1.0, 1.0, 1.0, 1.0)
     assert Apart(0, 0, 0).within(bound)
-    for apart in (Apart(float("nan"), 0, 0), Apart(0, float("nan"), 0), Apart(0, 0, float("nan")), Apart(0, 0, 2)):
-        assert not apart.within(bound)
+    for place, value in itertools.product(range(4), (math.nan, 2.0)):
+        assert not Apart(*(value if place == other else 0.0 for other in range(4))).within(bound)
 
 
 def test_what_it_covers() -> None:
@@ -293,7 +343,7 @@ def test_a_case_is_in_the_file_as_soon_as_it_is_found(tmp_path: Path, capsys: py
     file = tmp_path / "new" / "gate.jsonl"
     file.parent.mkdir()
     file.write_text("of an earlier run\n")
-    zeros = {"loss": 0.0, "gradient": 0.0, "weights": 0.0}
+    zeros = {"loss": 0.0, "gradient": 0.0, "weights": 0.0, "norm": 0.0}
     ones = dict.fromkeys(zeros, 1.0)
     lines = [
         {"model": "gpt", "layout": f"dp={dp}", "passed": True, "apart": zeros, "bound": ones, "planted": False}

@@ -10,7 +10,7 @@ import dataclasses
 import json
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,6 +22,8 @@ from tilemesh.core.errors import RunError, UsageError, unknown
 if TYPE_CHECKING:
     from tilemesh.comm.runtime.communicator import Communicator
     from tilemesh.parallel.gate.compare import GateResult
+    from tilemesh.parallel.shard import Held
+    from tilemesh.train.optimizer import Optimizer
 
 TRANSPORTS = ("auto", "mpi", "torch", "threads")
 TIMEOUT_S = 180.0  # for one case, under a second on free cores: ranks that a layout does not need wait until it is done
@@ -51,7 +53,7 @@ def verify(
 ) -> None:
     """Show that every layout computes what one process computes. Trains and compares every dp × tp × sequence parallel
     × accumulation, every schedule of a pipeline, and every pair of settings (ZeRO and recomputation too) in at least
-    one layout.
+    one layout; each optimizer, a scaled loss, and one process beside a Transformer written from the papers.
 
     tilemesh verify --ranks 8
     """
@@ -96,16 +98,27 @@ def results(comm: Communicator, options: Options) -> Iterator[dict[str, Any]]:
     plant = PLANTS.get(options.plant)
     chosen = every_case(options.ranks, options.models, options.precision, options.pairs)
     if plant is not None:
-        chosen = [case for case in chosen if plant.applies(case.layout, case.config)]
-    for result in Gate(comm, options.device, plant, stops_when_found=plant is not None).run(chosen):
+        chosen = [case for case in chosen if plant.applies(case)]
+    gate = Gate(comm, options.device, plant, stops_when_found=plant is not None, optimizer=train_optimizer)
+    for result in gate.run(chosen):
         yield _fields(result, plant is not None)
+
+
+def train_optimizer(name: str, held: Mapping[str, Held], precision: str) -> Optimizer:
+    """The optimizer that training runs step by, as the gate's settings have it."""
+    from tilemesh.parallel.gate.cases import SETTINGS, rate_of
+    from tilemesh.train.config import OptimizerConfig
+    from tilemesh.train.optimizer import Optimizer
+
+    values: dict[str, Any] = {"name": name, "lr": rate_of(name), **SETTINGS}
+    return Optimizer(OptimizerConfig(**values), held, precision)
 
 
 def _fields(result: GateResult, planted: bool) -> dict[str, Any]:
     case = result.case
     return {
         "model": case.model,
-        "layout": " ".join(filter(None, (str(case.layout), case.weights))),
+        "layout": str(case),
         "ranks": case.layout.ranks,
         "precision": case.precision,
         "apart": dataclasses.asdict(result.apart),
@@ -144,7 +157,7 @@ def _require_a_place(options: Options) -> None:
 
     def has_place(ranks: int, models: tuple[str, ...], pairs: bool) -> bool:
         asked = every_case(ranks, models, options.precision, pairs)
-        return any(PLANTS[options.plant].applies(case.layout, case.config) for case in asked)
+        return any(PLANTS[options.plant].applies(case) for case in asked)
 
     if has_place(options.ranks, options.models, options.pairs):
         return
@@ -247,7 +260,7 @@ class LayoutTable:
         print(f"{len(self.lines)} case{'s' * (len(self.lines) > 1)}: {verdict}")
 
 
-_DIFFERENCES = ("loss", "gradient", "weights")
+_DIFFERENCES = ("loss", "gradient", "weights", "norm")
 _NAME = 54  # columns for a layout's name; a longer one has a line to itself
 
 

@@ -8,7 +8,8 @@ arithmetic rounds: every product that a layout cuts into `parts` is summed from 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+import math
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -24,10 +25,11 @@ from tilemesh.model.config import ModelConfig
 from tilemesh.model.dropout import DropoutPlace, fold_seed
 from tilemesh.model.lowbit import compress_all
 from tilemesh.model.transformer import IGNORED, Transformer, loss_sum
-from tilemesh.parallel.gate.cases import MAX_NORM, RATE, ROWS, STEPS, TOKENS
+from tilemesh.parallel.gate import papers
+from tilemesh.parallel.gate.cases import MAX_NORM, ROWS, STEPS, TOKENS
+from tilemesh.parallel.gate.rules import PaperRule
 
 SEED = 11
-MOMENTUM = 0.9
 
 
 @dataclass(frozen=True)
@@ -36,12 +38,13 @@ class GateTrace:
 
     losses: list[float]
     norms: list[float]
+    """As they were reported."""
     gradients: list[dict[str, Tensor]]
     weights: dict[str, Tensor]
 
 
 def weights_dtype(precision: Precision) -> torch.dtype:
-    return torch.float64 if precision == "fp64" else torch.float32
+    return {"fp64": torch.float64, "bf16-master": torch.bfloat16}.get(precision, torch.float32)
 
 
 def start(config: ModelConfig, precision: Precision) -> dict[str, Tensor]:
@@ -68,29 +71,6 @@ def dropout_seed(step: int) -> int:
     return fold_seed(SEED, step)
 
 
-class Momentum:
-    """Gradient descent with momentum, as `torch.optim.SGD` has it, whose making imports all that compiles.
-
-    Not Adam: it divides by the gradient's own size, so where the true gradient is 0 (the bias of keys) it would turn a
-    rounding error of 1e-18 into a full step.
-    """
-
-    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        self.parameters = list(parameters)
-        self.velocities: dict[int, Tensor] = {}
-
-    @torch.no_grad()
-    def step(self) -> None:
-        for number, parameter in enumerate(self.parameters):
-            if parameter.grad is None:
-                continue
-            if number in self.velocities:
-                self.velocities[number].mul_(MOMENTUM).add_(parameter.grad)
-            else:
-                self.velocities[number] = parameter.grad.clone()
-            parameter.add_(self.velocities[number], alpha=-RATE)
-
-
 def whole_model(config: ModelConfig, precision: Precision, weights: str, device: str) -> Transformer:
     """In one process, with its matrices compressed where the case says so."""
     model = Transformer(config, device=device, dtype=weights_dtype(precision))
@@ -104,30 +84,54 @@ def train(
     config: ModelConfig,
     precision: Precision,
     weights: str = "",
+    optimizer: str = "",
+    by_papers: bool = False,
     *,
     parts: int = 1,
     pieces: int = 1,
     device: str = "cpu",
 ) -> GateTrace:
-    """Train the whole model; with `parts` or `pieces` above 1, in another order of summation."""
+    """Train the whole model; with `parts` or `pieces` above 1, in another order of summation.
+
+    `optimizer`: by the rule of this name; `by_papers`: passes are those of `papers.py`, and only the weights are ours.
+    """
     model = whole_model(config, precision, weights, device)
     if parts > 1:
         _cut_products(model, parts)
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    optimizer = Momentum(trained.values())
+    wide = torch.promote_types(weights_dtype(precision), torch.float32)
+    masters = {name: parameter.detach().to(wide) for name, parameter in trained.items()}  # in full: the same memory
+    rule = PaperRule(optimizer)
     losses, norms, gradients = [], [], []
     for step in range(STEPS):
-        total, count = _accumulate(model, precision, step, pieces, device)
-        with torch.no_grad():
-            for parameter in trained.values():
-                assert parameter.grad is not None
-                parameter.grad /= count
-        gradients.append({name: p.grad.clone() for name, p in trained.items() if p.grad is not None})
+        if by_papers:
+            total, count = _by_papers(config, trained, step, device)
+        else:
+            total, count = _accumulate(model, precision, step, pieces, device)
+        means = {name: p.grad.to(wide) / count for name, p in trained.items() if p.grad is not None}
         losses.append(total / count)
-        norms.append(float(nn.utils.clip_grad_norm_(trained.values(), MAX_NORM)))
-        optimizer.step()
+        norms.append(whole_norm(means))
+        clip = min(1.0, MAX_NORM / (norms[-1] + 1e-6))
+        rule.step(masters, {name: mean * clip for name, mean in means.items()})
+        gradients.append(means)
+        with torch.no_grad():
+            for name, parameter in trained.items():
+                parameter.copy_(masters[name])
         model.zero_grad()
     return GateTrace(losses, norms, gradients, {name: p.detach().clone() for name, p in trained.items()})
+
+
+def whole_norm(values: Mapping[str, Tensor]) -> float:
+    """Of all values together, in float64."""
+    return math.sqrt(sum(float(value.double().square().sum()) for value in values.values()))
+
+
+def _by_papers(config: ModelConfig, weights: Mapping[str, Tensor], step: int, device: str) -> tuple[float, int]:
+    tokens_BT, targets_BT = (x.to(device) for x in batch(config, step))
+    count = int((targets_BT != IGNORED).sum())
+    total = papers.mean_loss(papers.logits(config, weights, tokens_BT), targets_BT, IGNORED) * count
+    total.backward()  # type: ignore[no-untyped-call]
+    return total.item(), count
 
 
 def _accumulate(model: Transformer, precision: Precision, step: int, pieces: int, device: str) -> tuple[float, int]:

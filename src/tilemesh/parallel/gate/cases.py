@@ -16,6 +16,14 @@ ROWS = 18  # a step's batch: no replica count divides it, so replicas hold unequ
 TOKENS = 10  # not divisible by 4 or 8: sequence shards are uneven
 MAX_NORM = 0.5  # below the gradients' norms, so that clipping is part of what is compared
 RATE = 0.2
+MOMENTUM = 0.9
+SETTINGS: dict[str, Any] = {"betas": (0.9, 0.95), "epsilon": 1e-6, "weight_decay": 0.1, "momentum": 0.9}
+"""Of an optimizer that the gate is given: the names are those of `train`'s configuration."""
+OPTIMIZERS = {"adamw": 0.01, "sgd": 0.1, "lion": 0.005, "muon": 0.02}
+"""Those it is given, with the rate they step by."""
+LOSS_SCALE = 2.0**10
+"""A power of two: in float64 nothing is rounded by it, so that it must leave no trace."""
+NORM_BOUND = 1e-6  # a reported norm beside that of the same gradients in float64, in other precisions
 BOUND = 1e-10  # relative, on whole-model norms, in float64
 ORDER_FACTOR = 2.0  # in other precisions: so many times what another order of summation alone does
 OPERATIONS = 30
@@ -43,6 +51,40 @@ MODELS: Mapping[str, ModelConfig] = {
         activation="gelu-erf",
     ),
 }  # fmt: skip
+
+
+_PLAIN: dict[str, Any] = {"layers": 2, "width": 16, "heads": 4, "mlp_width": 24, "context": 12, "vocabulary": 31}
+_LLAMA: dict[str, Any] = {**_PLAIN, **_ROTARY, "kv_heads": 2, "activation": "swiglu", "biases": False}
+_WAVES: dict[str, Any] = {"rotary_base": 100.0, "rotary_factor": 8.0, "rotary_trained": 64}
+
+# What one process is compared with the papers in: every family, and every value of every setting. The rotary waves are
+# shorter, in between and longer than the context that llama3 scales by.
+PAPERS: Mapping[str, ModelConfig] = {
+    "gpt2": ModelConfig(**_PLAIN, family="gpt2"),
+    "llama": ModelConfig(**_LLAMA, family="llama"),
+    "llama3": ModelConfig(**{**_LLAMA, "heads": 2, "biases": "attention", "rotary_scaling": "llama3"}, **_WAVES),
+    "mistral": ModelConfig(**_LLAMA, window=3, head_width=8, family="mistral"),
+    "qwen2": ModelConfig(**{**_LLAMA, "biases": "qkv", "tied": True}, rotary_scaling="linear", rotary_factor=4.0),
+    "qwen3": ModelConfig(**_LLAMA, qk_norm="head", head_width=6, family="qwen3"),
+    "gemma3_text": ModelConfig(
+        **{**_LLAMA, "activation": "geglu", "tied": True}, qk_norm="head", norm_place="sandwich", norm_offset=True,
+        scaled_embedding=True, window=4, full_layers=(1,), score_width=5, rotary_local_base=50.0,
+        rotary_scaling="linear", rotary_factor=8.0, family="gemma3_text",
+    ),
+    "phi3": ModelConfig(**{**_LLAMA, "heads": 2}, rotary_fraction=0.5, window=5, family="phi3"),
+    "gpt_neox": ModelConfig(
+        **_PLAIN, positions="rotary", rotary_fraction=0.5, parallel_residual=True, tied=False, activation="gelu-erf",
+        family="gpt_neox",
+    ),
+    "olmo2": ModelConfig(**_LLAMA, norm_place="branch", qk_norm="full", norm_epsilon=1e-3, family="olmo2"),
+    "neox": ModelConfig(**_PLAIN, positions="rotary", biases="mlp", activation="relu", family="gpt_neox"),
+    "post": ModelConfig(**{**_PLAIN, "kv_heads": 1}, norm_place="post", scaled_embedding=True, qk_norm="full"),
+}  # fmt: skip
+
+
+def rate_of(optimizer: str) -> float:
+    """What the gate has an optimizer step by."""
+    return OPTIMIZERS.get(optimizer, RATE)
 
 
 @dataclass(frozen=True)
@@ -109,11 +151,26 @@ class Case:
     weights: str = ""
     """How the layers' matrices are compressed: by a scheme's name (int4-g4); "rounded" before it: in every pass, while
     they are trained in full."""
+    optimizer: str = ""
+    """Of those that the gate was given; "": its own."""
+    scale: float = 1.0
+    """Of the loss, taken out of the gradients again."""
+    by_papers: bool = False
+    """Compared with `papers.py` instead of one process of the same model; dropout has masks of its own and is left
+    out."""
+
+    def __str__(self) -> str:
+        scaled = f"loss × {self.scale:g}" if self.scale != 1 else ""
+        narrow = self.precision if self.precision not in PRECISIONS else ""
+        papers = "by the papers" if self.by_papers else ""
+        return " ".join(filter(None, (str(self.layout), self.weights, narrow, self.optimizer, scaled, papers)))
 
     @property
     def config(self) -> ModelConfig:
         """The model; for a pipeline with one layer more than it has chunks, so that its stages are uneven, and with
         five where layers are gathered, moved or computed again in stretches."""
+        if self.by_papers:
+            return PAPERS[self.model]
         config, plan = MODELS[self.model], self.layout.plan(self.precision)
         if plan.pp > 1:
             return config.replace(layers=plan.chunks + 1)
@@ -188,3 +245,23 @@ def cases(ranks: int, models: Sequence[str] = (), precision: str = "fp64") -> li
         small = [pair for n in counts for pair in compressed(n)]
         every += [Case(names[place % len(names)], *pair[:1], chosen, pair[1]) for place, pair in enumerate(small)]
     return every
+
+
+def numerics(ranks: int, models: Sequence[str] = ()) -> list[Case]:
+    """What is no matter of layout: each optimizer, a scaled loss, 16-bit weights beside float32 ones, and the papers.
+
+    Lion steps by signs and is compared where no gradient is 0 but for rounding; Muon where matrices are whole.
+    """
+    if ranks == 1:
+        steps = dict.fromkeys(OPTIMIZERS, GateLayout(accumulation=2))
+        scaled, narrow = [GateLayout(accumulation=2)], [GateLayout(accumulation=2)]
+    else:
+        split, piped = GateLayout(2, accumulation=2), GateLayout(pp=2, accumulation=4, schedule="zb-h1")
+        zero, cut = GateLayout(2, accumulation=2, zero=2), GateLayout(1, 2, True, 2)
+        steps = {"adamw": zero, "sgd": cut, "lion": piped, "muon": split}
+        scaled, narrow = [split, piped, zero, cut], [split, piped, zero, cut]
+    every = [Case("llama", layout, optimizer=name) for name, layout in steps.items()]
+    every += [Case("gpt", layout, scale=LOSS_SCALE) for layout in scaled]
+    every += [Case("llama", layout, "bf16-master", optimizer="sgd") for layout in narrow]
+    chosen = [case for case in every if case.model in (models or MODELS)]
+    return chosen if models else chosen + [Case(name, GateLayout(), by_papers=True) for name in PAPERS]

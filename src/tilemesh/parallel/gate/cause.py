@@ -27,28 +27,37 @@ _SWAPPED, _LATER, _TURNS = 1, 2, 1000
 
 
 def gradient_cause(
-    layout: GateLayout, whole: Transformer, name: str, gradient: Tensor, wanted: Tensor, tolerance: float
+    layout: GateLayout,
+    whole: Transformer,
+    name: str,
+    gradient: Tensor,
+    wanted: Tensor,
+    tolerance: float,
+    scale: float = 1.0,
 ) -> str:
-    """What the wrong gradient of a parameter is, beside the right one; empty where it is nothing known."""
+    """What the wrong gradient of a parameter is, beside the right one; empty where it is nothing known. `scale`: of the
+    loss."""
     size = float(wanted.double().norm())
     if tolerance > _SHARP or not size or not bool(torch.isfinite(gradient).all()):
         return ""
     ratio = float((gradient.double() * wanted.double()).sum()) / size**2
     if _is_close(gradient, ratio * wanted.double(), tolerance):
         return f": {ratio:.4g} times what it should be{_scaled(layout, ratio, tolerance)}"
-    for words, value in _partial(layout, whole, name):
+    for words, value in _partial(layout, whole, name, scale):
         if _is_close(gradient, value, tolerance):
             return f": as if {words}"
     return ""
 
 
-def norm_cause(norm: float, gradients: Mapping[str, Tensor], tolerance: float) -> str:
+def norm_cause(norm: float, gradients: Mapping[str, Tensor], tolerance: float, scale: float = 1.0) -> str:
     """What counts wrongly in a norm of gradients that are right."""
     if tolerance > _SHARP or not math.isfinite(norm):
         return "a part counts wrongly"
     squares = {name: float(gradient.double().square().sum()) for name, gradient in gradients.items()}
     whole = sum(squares.values())
     ratio = norm**2 / whole
+    if scale != 1 and abs(ratio / scale**2 - 1) < _CLOSE * tolerance:
+        return f"as if the loss scale of {scale:g} were not taken out of it"
     if ratio > 1.5 and abs(ratio - round(ratio)) < _CLOSE * tolerance * ratio:
         return f"as if every part were counted {_times(round(ratio))}"
     for name, square in squares.items():
@@ -99,7 +108,7 @@ def _scaled(layout: GateLayout, ratio: float, tolerance: float) -> str:
     return f", as if {' or '.join(words)}" if words else ""
 
 
-def _partial(layout: GateLayout, whole: Transformer, name: str) -> Iterator[tuple[str, Tensor]]:
+def _partial(layout: GateLayout, whole: Transformer, name: str, scale: float) -> Iterator[tuple[str, Tensor]]:
     """Gradients that lack some rows of the batch, and what is missing then."""
     parts = [
         [_of_rows(whole, name, row, rows) for row, rows in microbatches(layout, replica)]
@@ -120,6 +129,9 @@ def _partial(layout: GateLayout, whole: Transformer, name: str) -> Iterator[tupl
             yield f"only microbatch {turn} of {layout.accumulation} counted", value
         for turn, value in enumerate(turns):
             yield f"microbatch {turn} of {layout.accumulation} were left out", torch.stack(turns).sum(0) - value
+        if scale != 1:
+            rest = torch.stack(turns[1:]).sum(0)
+            yield f"the loss scale of {scale:g} were applied to microbatch 0 alone", turns[0] + rest / scale
 
 
 def _of_rows(whole: Transformer, name: str, row: int, rows: int) -> Tensor:

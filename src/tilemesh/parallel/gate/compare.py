@@ -7,40 +7,46 @@ for the first place where the two differ: `find.py`.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import astuple, dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from tilemesh.comm.runtime.communicator import Communicator
+from tilemesh.core.errors import UsageError
+from tilemesh.core.plan import Precision
 from tilemesh.kernels.accuracy import norm_error
+from tilemesh.model.config import ModelConfig
 from tilemesh.model.transformer import Transformer
 from tilemesh.parallel.apply import lay
 from tilemesh.parallel.gate import alone
 from tilemesh.parallel.gate.alone import GateTrace
-from tilemesh.parallel.gate.cases import BOUND, MAX_NORM, OPERATIONS, ORDER_FACTOR, STEPS, Case
+from tilemesh.parallel.gate.cases import BOUND, MAX_NORM, NORM_BOUND, OPERATIONS, ORDER_FACTOR, STEPS, Case, rate_of
 from tilemesh.parallel.gate.find import find, step_pieces
-from tilemesh.parallel.gate.plant import Plant
+from tilemesh.parallel.gate.plant_numerics import Plant
+from tilemesh.parallel.gate.rules import GateOptimizer, PaperRule
 from tilemesh.parallel.gradients import read
 from tilemesh.parallel.laid import Laid
 from tilemesh.parallel.mesh import Mesh
+from tilemesh.parallel.shard import Held
 from tilemesh.parallel.zero3 import NotWholeError
 
 
 @dataclass(frozen=True)
 class Apart:
-    """Relative differences between two trainings, the largest over the steps: of loss, gradient and weights."""
+    """Relative differences between two trainings, the largest over the steps: of loss, gradient and weights; and of the
+    norm that was reported from that of the layout's own gradients."""
 
     loss: float
     gradient: float
     weights: float
+    norm: float = 0.0
 
     def within(self, bound: Apart) -> bool:
         """Written so that NaN is not within anything."""
-        pairs = ((self.loss, bound.loss), (self.gradient, bound.gradient), (self.weights, bound.weights))
-        return all(value <= limit for value, limit in pairs)
+        return all(value <= limit for value, limit in zip(astuple(self), astuple(bound), strict=True))
 
 
 @dataclass(frozen=True)
@@ -56,15 +62,28 @@ class GateResult:
         return self.apart.within(self.bound)
 
 
+class _OwnRule:
+    """The gate's own, on shards: it works element by element."""
+
+    def __init__(self, held: Mapping[str, Held]) -> None:
+        self.held, self.rule = held, PaperRule("")
+
+    def step(self, rate: float, divisor: Tensor | None = None) -> None:
+        values = {name: mine.tensor for name, mine in self.held.items() if mine.tensor.grad is not None}
+        self.rule.step(values, {name: value.grad for name, value in values.items() if value.grad is not None})
+
+
 @dataclass
 class Gate:
     """The gate as one rank runs it. `plant`: a bug to put into every laid model, to see that the gate sees it; with
-    `stops_when_found` a case that shows it is the last."""
+    `stops_when_found` a case that shows it is the last. `optimizer`: makes the one of a name (`OPTIMIZERS`) over some
+    parameters in a precision; its settings are to be `SETTINGS`."""
 
     comm: Communicator
     device: str = "cpu"
     plant: Plant | None = None
     stops_when_found: bool = False
+    optimizer: Callable[[str, Mapping[str, Held], Precision], GateOptimizer] | None = None
     traces: dict[tuple[object, ...], GateTrace] = field(default_factory=dict)
 
     def run(self, cases: Sequence[Case]) -> Iterator[GateResult]:
@@ -101,7 +120,7 @@ class Gate:
         try:
             trace = self.train(case, mesh)
         except NotWholeError as error:  # replicas follow one list: all of them are here
-            nothing = Apart(math.nan, math.nan, math.nan)
+            nothing = Apart(math.nan, math.nan, math.nan, math.nan)
             return None if mesh.comm.rank else GateResult(case, nothing, self.bound(case), str(error))
         verdict = np.zeros(1)
         result = None
@@ -111,66 +130,85 @@ class Gate:
             verdict[0] = not result.passed
         if not mesh.comm.broadcast(verdict, root=0)[0]:
             return result
-        where = find(case, mesh, self.laid(case, mesh), self.device)
+        where = find(case, self.config(case), mesh, self.laid(case, mesh), self.device)
         return None if result is None else GateResult(case, result.apart, result.bound, where)
 
     def laid(self, case: Case, mesh: Mesh) -> Laid:
-        plan = case.layout.plan(case.precision)
+        plan, config = case.layout.plan(case.precision), self.config(case)
         if case.weights:
-            model = alone.whole_model(case.config, case.precision, case.weights, self.device)
+            model = alone.whole_model(config, case.precision, case.weights, self.device)
             laid = lay(model, mesh, plan, device=self.device, bucket_bytes=32 << 10)
         else:
-            model = Transformer(case.config, device="meta", dtype=alone.weights_dtype(case.precision))
+            model = Transformer(config, device="meta", dtype=alone.weights_dtype(case.precision))
             laid = lay(model, mesh, plan, device=self.device, bucket_bytes=32 << 10)
-            laid.load(alone.start(case.config, case.precision))
-        if self.plant is not None and self.plant.applies(case.layout, case.config):
+            laid.load(alone.start(config, case.precision))
+        if self.plant is not None and self.plant.applies(case):
             self.plant.put(laid)
         return laid
+
+    def config(self, case: Case) -> ModelConfig:
+        """What our own model is made from: a planted bug that all layouts share is in here."""
+        return case.config if self.plant is None else self.plant.shared(case.config)
+
+    def steps(self, case: Case, laid: Laid) -> GateOptimizer:
+        """What steps the layout's parameters."""
+        held = laid.gradients.stepped
+        if not case.optimizer:
+            return _OwnRule(held)
+        if self.optimizer is None:
+            raise UsageError(f"a case of {case.optimizer}, and the gate was given no optimizer: pass Gate(optimizer=…)")
+        made = self.optimizer(case.optimizer, held, case.precision)
+        return made if self.plant is None or not self.plant.applies(case) else self.plant.steps(made)
 
     def train(self, case: Case, mesh: Mesh) -> GateTrace | None:
         """The layout's training, whole, on rank 0 of the mesh."""
         laid = self.laid(case, mesh)
-        config = case.config
-        optimizer = alone.Momentum(held.tensor for held in laid.gradients.stepped.values())
+        config, optimizer = case.config, self.steps(case, laid)
         losses, norms, gradients = [], [], []
         for step in range(STEPS):
             tokens_BT, targets_BT = (x.to(self.device) for x in alone.batch(config, step))
             pieces = step_pieces(case.layout, mesh.dp.index, tokens_BT, targets_BT)
-            laid.passes(pieces, dropout_seed=alone.dropout_seed(step))
-            [(loss_mean, norm)] = read([laid.gradients.finish(MAX_NORM)])
-            clip = min(1.0, MAX_NORM / (norm + 1e-6))
-            gradients.append(laid.gather_gradients() or {})
-            for value in gradients[-1].values():
-                value /= clip  # as it was before clipping
+            laid.passes(pieces, dropout_seed=alone.dropout_seed(step), scale=case.scale)
+            # 16-bit gradients are left as they are, for the optimizer to divide: dividing would round them.
+            done = laid.gradients.finish(MAX_NORM, divide=case.precision != "bf16-master")
+            [(loss_mean, norm)] = read([done])
+            clip = min(1.0, MAX_NORM / (norm + 1e-6)) * (1.0 if done.divisor is None else float(done.divisor))
+            gradients.append(  # as they were before clipping
+                {name: value.double() / clip for name, value in (laid.gather_gradients() or {}).items()}
+            )
             losses.append(loss_mean)
             norms.append(norm)
-            optimizer.step()
+            optimizer.step(rate_of(case.optimizer), done.divisor)
             laid.gradients.updated()
         trained = {name: held.tensor for name, held in laid.held.items()} if case.weights else None
         weights = laid.gather(trained)
         return None if weights is None else GateTrace(losses, norms, gradients, weights)
 
     def trace(self, case: Case, parts: int = 1, pieces: int = 1) -> GateTrace:
-        key = (case.config, case.precision, case.weights, parts, pieces)
+        config = case.config if case.by_papers else self.config(case)
+        settings = (config, case.precision, case.weights, case.optimizer, case.by_papers)
+        key = (*settings, parts, pieces)
         if key not in self.traces:
-            self.traces[key] = alone.train(*key[:3], parts=parts, pieces=pieces, device=self.device)
+            self.traces[key] = alone.train(*settings, parts=parts, pieces=pieces, device=self.device)
         return self.traces[key]
 
     def bound(self, case: Case) -> Apart:
         """1e-10 in float64; elsewhere twice what another order of summation does to one process."""
         if case.precision == "fp64":
-            return Apart(BOUND, BOUND, BOUND)
+            return Apart(BOUND, BOUND, BOUND, BOUND)
         # A layout that cuts nothing still sums in another order than a process does: at least two parts and pieces.
         parts, pieces = max(2, case.layout.tp), max(2, case.layout.dp * case.layout.accumulation)
         other = apart(self.trace(case, parts, pieces), self.trace(case))
         # A loss is one number: by luck two orders may agree to the last bit, which says nothing of a third.
         least = torch.finfo(torch.float32 if case.precision == "fp32" else torch.bfloat16).eps
-        # So may products be that a CPU happens to add up alike in both orders. Weights are float32 in either precision.
-        chain = norm_error(OPERATIONS * case.config.layers, torch.float32)
+        # So may products be that a CPU happens to add up alike in both orders.
+        stored = alone.weights_dtype(case.precision)
+        chain = norm_error(OPERATIONS * case.config.layers, stored)
         return Apart(
             ORDER_FACTOR * max(other.loss, least),
             ORDER_FACTOR * max(other.gradient, chain),
-            ORDER_FACTOR * max(other.weights, norm_error(STEPS, torch.float32)),
+            ORDER_FACTOR * max(other.weights, norm_error(STEPS, stored)),
+            NORM_BOUND,
         )
 
 
@@ -178,9 +216,12 @@ def apart(trace: GateTrace, reference: GateTrace) -> Apart:
     losses = [abs(a - b) / abs(b) for a, b in zip(trace.losses, reference.losses, strict=True)]
     norms = [abs(a - b) / abs(b) for a, b in zip(trace.norms, reference.norms, strict=True)]
     gradients = [distance(a, b) for a, b in zip(trace.gradients, reference.gradients, strict=True)]
+    own = [
+        abs(norm - size) / size for norm, size in zip(trace.norms, map(alone.whole_norm, trace.gradients), strict=True)
+    ]
     # `max` drops a NaN that does not come first; the sum keeps it.
-    worst = [math.nan if math.isnan(sum(values)) else max(values) for values in (losses, norms + gradients)]
-    return Apart(worst[0], worst[1], distance(trace.weights, reference.weights))
+    worst = [math.nan if math.isnan(sum(values)) else max(values) for values in (losses, norms + gradients, own)]
+    return Apart(worst[0], worst[1], distance(trace.weights, reference.weights), worst[2])
 
 
 def distance(values: dict[str, Tensor], reference: dict[str, Tensor]) -> float:
@@ -189,5 +230,4 @@ def distance(values: dict[str, Tensor], reference: dict[str, Tensor]) -> float:
     off = sum(
         float((values[name].double().cpu() - right.double().cpu()).square().sum()) for name, right in reference.items()
     )
-    size = sum(float(right.double().square().sum()) for right in reference.values())
-    return math.sqrt(off / size)
+    return math.sqrt(off) / alone.whole_norm(reference)

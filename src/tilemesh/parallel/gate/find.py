@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from tilemesh.core.shard import share
-from tilemesh.model.transformer import ResidualStream, Transformer, added, loss_sum
-from tilemesh.parallel.gate import alone
-from tilemesh.parallel.gate.cases import TOKENS, Case, GateLayout, microbatches
+from tilemesh.model.config import ModelConfig
+from tilemesh.model.transformer import IGNORED, ResidualStream, Transformer, added, loss_sum
+from tilemesh.parallel.gate import alone, papers
+from tilemesh.parallel.gate.cases import NORM_BOUND, TOKENS, Case, GateLayout, microbatches
 from tilemesh.parallel.gate.cause import gradient_cause, norm_cause, order_cause, order_words
 from tilemesh.parallel.gradients import read
 from tilemesh.parallel.laid import Laid, StepPiece
@@ -25,16 +26,19 @@ from tilemesh.parallel.pipeline import Pipeline
 
 # Looser than the gate's bounds, because these are single tensors: what a bug does is far above, rounding far below.
 _INPUT = "the input of "
-_TOLERANCE = {"fp64": 1e-9, "fp32": 1e-3, "bf16": 0.1}
+_TOLERANCE = {"fp64": 1e-9, "fp32": 1e-3, "bf16": 0.1, "bf16-master": 0.1}
 
 
-def find(case: Case, mesh: Mesh, laid: Laid, device: str) -> str:
+def find(case: Case, config: ModelConfig, mesh: Mesh, laid: Laid, device: str) -> str:
     """The first layer and parameter that differ, in words, and on rank 0 what the difference looks like (a collective
-    call)."""
+    call). `config`: what our model was made from."""
     tolerance = _TOLERANCE[case.precision]
-    whole = alone.whole_model(case.config, case.precision, case.weights, device)
+    whole = alone.whole_model(config, case.precision, case.weights, device)
     seen, _ = _record(laid.module, lambda: _step(case, mesh, laid, device))
-    wanted, wanted_loss = _record(whole, lambda: _whole_step(whole, device))
+    if case.by_papers:
+        wanted, wanted_loss = _papers_step(case, whole, device)
+    else:
+        wanted, wanted_loss = _record(whole, lambda: _whole_step(whole, device))
     off = []
     for site, whole_batch in wanted.items():  # all sites of the model: a stage of a pipeline has seen some of them
         slices = _slices(case, mesh, laid, site, whole_batch)
@@ -44,8 +48,11 @@ def find(case: Case, mesh: Mesh, laid: Laid, device: str) -> str:
         slices = _slices(case, mesh, laid, forward, wanted[forward])
         code = float(order_cause(seen.get(forward, ()), list(slices), tolerance))
         forward += order_words(int(mesh.comm.all_reduce(np.array([code]), "max")[0]))
-    [(loss, norm)] = read([laid.gradients.finish()])
+    done = laid.gradients.finish(divide=case.precision != "bf16-master")
+    [(loss, norm)] = read([done])
     gradients = laid.gather_gradients()
+    if gradients is not None and done.divisor is not None:
+        gradients = {name: value.double() / float(done.divisor) for name, value in gradients.items()}
     wanted_gradients = dict(_gradients_of(whole))
     names = list(wanted_gradients)
     off = [0.0] * len(names)
@@ -62,13 +69,16 @@ def find(case: Case, mesh: Mesh, laid: Laid, device: str) -> str:
     if parameter is None:
         wanted_norm = alone_norm(whole)
         if abs(norm - wanted_norm) > tolerance * wanted_norm:
-            cause = norm_cause(norm, wanted_gradients, tolerance)
+            cause = norm_cause(norm, wanted_gradients, tolerance, case.scale)
             return f"every gradient agrees and their norm differs, {norm:.6g} for {wanted_norm:.6g}: {cause}"
+        own = norm if gradients is None else alone.whole_norm(gradients)
+        if abs(norm - own) > NORM_BOUND * own:
+            return f"every gradient agrees and the norm is not theirs, {norm:.8g} for {own:.8g}"
         return "one step agrees in every layer and parameter: what differs comes with the update, or in later steps"
     layer, cause = parameter.rpartition(".")[0], ""
-    if gradients is not None:
+    if gradients is not None and not case.by_papers:
         right = wanted_gradients[parameter]
-        cause = gradient_cause(case.layout, whole, parameter, gradients[parameter].cpu(), right, tolerance)
+        cause = gradient_cause(case.layout, whole, parameter, gradients[parameter].cpu(), right, tolerance, case.scale)
     return f"forward agrees; backward differs first at layer {layer}, parameter {parameter}{cause}"
 
 
@@ -86,10 +96,20 @@ def _whole_step(model: Transformer, device: str) -> float:
     return mean.item()
 
 
+def _papers_step(case: Case, holder: Transformer, device: str) -> tuple[dict[str, list[Tensor]], float]:
+    """A step as the papers have it; its gradients are left with the parameters of `holder`, which computes nothing."""
+    tokens_BT, targets_BT = (x.to(device) for x in alone.batch(case.config, 0))
+    sites: dict[str, Tensor] = {}
+    logits_BTV = papers.logits(case.config, dict(holder.named_parameters()), tokens_BT, sites)
+    mean = papers.mean_loss(logits_BTV, targets_BT, IGNORED)
+    mean.backward()  # type: ignore[no-untyped-call]
+    return {site: [value.detach()] for site, value in sites.items()}, mean.item()
+
+
 def _step(case: Case, mesh: Mesh, laid: Laid, device: str) -> float:
     tokens_BT, targets_BT = (x.to(device) for x in alone.batch(case.config, 0))
     pieces = step_pieces(case.layout, mesh.dp.index, tokens_BT, targets_BT)
-    laid.passes(pieces, dropout_seed=alone.dropout_seed(0))
+    laid.passes(pieces, dropout_seed=alone.dropout_seed(0), scale=case.scale)
     return 0.0
 
 
@@ -173,4 +193,4 @@ def _gradients_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def alone_norm(model: nn.Module) -> float:
-    return float(torch.stack([gradient.double().norm() for _, gradient in _gradients_of(model)]).norm())
+    return alone.whole_norm(dict(_gradients_of(model)))

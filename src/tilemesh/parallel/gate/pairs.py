@@ -15,7 +15,7 @@ from typing import NamedTuple
 from tilemesh.core.plan import SYNCHRONOUS, Precision
 from tilemesh.core.runnable import lacks
 from tilemesh.core.step.book import microbatches_of
-from tilemesh.parallel.gate.cases import MODELS, ROWS, Case, GateLayout, cases
+from tilemesh.parallel.gate.cases import MODELS, ROWS, Case, GateLayout, cases, numerics
 
 RECOMPUTED: tuple[tuple[str, int | str], ...] = (
     ("none", 1),
@@ -46,8 +46,9 @@ class _Combination(NamedTuple):
 
 
 def every_case(ranks: int, models: Sequence[str] = (), precision: str = "fp64", pairs: bool = True) -> list[Case]:
-    """All that `tilemesh verify` compares: `cases`, and with `pairs` the combinations, of the models asked for."""
+    """All that `tilemesh verify` compares: `cases`, `numerics`, and with `pairs` the combinations, of these models."""
     plain = cases(ranks, models, precision)
+    plain += numerics(ranks, models) if precision == "fp64" else []
     if not pairs or ranks < 2:
         return plain
     return plain + [case for case in combinations(ranks, plain[0].precision) if case.model in (models or MODELS)]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,28 +19,11 @@ from tilemesh.model.dropout import ORIGIN
 from tilemesh.model.lowbit import CompressedLinear, LowBitLinear
 from tilemesh.parallel.buckets import Bucketed
 from tilemesh.parallel.gate.cases import GateLayout
+from tilemesh.parallel.gate.plant_numerics import NUMERIC, Plant
 from tilemesh.parallel.laid import Laid, StepPiece
 from tilemesh.parallel.pipeline import Pipeline
 from tilemesh.parallel.tensor import Seams, vocabulary_loss
 from tilemesh.parallel.zero import Zero, ZeroBucket
-
-
-@dataclass(frozen=True)
-class Plant:
-    """A bug. `names`: what the gate must say of it; `suits`: the layouts and models in which it is one; `piped`: a bug
-    of pipelines, and otherwise of models on one stage; `zero`: of ZeRO, and otherwise of whole replicas."""
-
-    name: str
-    kind: str
-    names: str
-    put: Callable[[Laid], None]
-    suits: Callable[[GateLayout, ModelConfig], bool]
-    piped: bool = False
-    zero: bool = False
-
-    def applies(self, layout: GateLayout, config: ModelConfig) -> bool:
-        is_kind = (layout.pp > 1, layout.zero > 0) == (self.piped, self.zero)
-        return is_kind and self.suits(layout, config)
 
 
 class _Deaf(Seams):
@@ -336,4 +318,4 @@ _ALL = (
     ),
     Plant("zero-early-free", "zero", "an early FREE", _freed_early, lambda layout, config: layout.zero == 3, zero=True),
 )  # fmt: skip
-PLANTS = {plant.name: plant for plant in _ALL}
+PLANTS = {plant.name: plant for plant in (*_ALL, *NUMERIC)}

@@ -1,0 +1,185 @@
+"""The gate's second oracle: a decoder as its papers write it, which shares no line with `model/`.
+
+Layouts are compared with one process of the same model, so a fault that both have would show nowhere. Here is the whole
+model once more, written from the sources named below and nothing else: heads one by one, scores as a matrix, rotations
+as complex numbers, frequencies one by one. Slow, plain, and float64. Weights come by name, shapes from a `ModelConfig`.
+
+    attention, residual stream          Vaswani et al. 2017 (1706.03762); before the blocks: Radford et al. 2019
+    LayerNorm, RMSNorm                  Ba et al. 2016 (1607.06450); Zhang and Sennrich 2019 (1910.07467)
+    GELU; gates                         Hendrycks and Gimpel 2016 (1606.08415); Shazeer 2020 (2002.05202)
+    rotary positions; scaled            Su et al. 2021 (2104.09864); Chen et al. 2023 (2306.15595), Llama 3.1's code
+    shared keys and values              Shazeer 2019 (1911.02150), Ainslie et al. 2023 (2305.13245)
+    windows                             Beltagy et al. 2020 (2004.05150), Jiang et al. 2023 (2310.06825)
+    blocks added at once                Black et al. 2022 (2204.06745)
+    norms of q and k, after blocks      OLMo 2 (2501.00656), Qwen 3 (2505.09388), Gemma 3 (2503.19786)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from tilemesh.model.config import ModelConfig
+
+Weights = Mapping[str, Tensor]
+Sites = dict[str, Tensor]
+
+
+def mean_loss(logits: Tensor, targets: Tensor, ignored: int) -> Tensor:
+    """Minus the mean log-likelihood of the targets, but for those that are `ignored`."""
+    counts = targets != ignored
+    chosen = logits.gather(-1, targets.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    return ((torch.logsumexp(logits, -1) - chosen) * counts).sum() / counts.sum()
+
+
+def logits(config: ModelConfig, weights: Weights, tokens: Tensor, sites: Sites | None = None) -> Tensor:
+    """Of every token (rows, tokens, vocabulary). `sites`: takes what attention, MLP and layers give, by their names."""
+    table = weights["token_embedding.weight"]
+    x = table[tokens]
+    if config.scaled_embedding:
+        x = x * math.sqrt(config.width)
+    if config.positions == "learned":
+        x = x + weights["position_embedding.weight"][torch.arange(tokens.shape[1], device=tokens.device)]
+    kept = {} if sites is None else sites
+    for number in range(config.layers):
+        x = _layer(config, weights, number, x, kept)
+        kept[f"layers.{number}"] = x
+    if config.norm_place != "post":
+        x = _norm(config, weights, "final_norm", x)
+    return x @ (table if config.tied else weights["output.weight"]).T
+
+
+def _layer(config: ModelConfig, weights: Weights, number: int, x: Tensor, sites: Sites) -> Tensor:
+    """Attention, then the MLP, each added to what it read, with norms where `norm_place` has them."""
+    prefix = f"layers.{number}."
+
+    def norm(name: str) -> Callable[[Tensor], Tensor]:
+        return lambda value: _norm(config, weights, prefix + name, value)
+
+    def attention(value: Tensor) -> Tensor:
+        sites[prefix + "attention"] = _attention(config, weights, number, value)
+        return sites[prefix + "attention"]
+
+    def mlp(value: Tensor) -> Tensor:
+        sites[prefix + "mlp"] = _mlp(config, weights, prefix + "mlp.", value)
+        return sites[prefix + "mlp"]
+
+    if config.parallel_residual:
+        return x + attention(norm("attention_norm")(x)) + mlp(norm("mlp_norm")(x))
+    for name, block in (("attention", attention), ("mlp", mlp)):
+        match config.norm_place:
+            case "pre":
+                x = x + block(norm(f"{name}_norm")(x))
+            case "post":
+                x = norm(f"{name}_norm")(x + block(x))
+            case "branch":
+                x = x + norm(f"{name}_norm")(block(x))
+            case "sandwich":
+                x = x + norm(f"{name}_out_norm")(block(norm(f"{name}_norm")(x)))
+    return x
+
+
+def _norm(config: ModelConfig, weights: Weights, name: str, x: Tensor) -> Tensor:
+    """y = gain (x − mean) / sqrt(variance + ε) + bias, or y = gain x / sqrt(mean of squares + ε)."""
+    if config.norm == "rmsnorm":
+        return _rms(config, weights, name, x)
+    centred = x - x.mean(-1, keepdim=True)
+    spread = torch.sqrt((centred**2).mean(-1, keepdim=True) + config.norm_epsilon)
+    return weights[f"{name}.weight"] * centred / spread + weights[f"{name}.bias"]
+
+
+def _rms(config: ModelConfig, weights: Weights, name: str, x: Tensor) -> Tensor:
+    gain = 1 + weights[f"{name}.offset"] if config.norm_offset else weights[f"{name}.weight"]
+    return gain * x / torch.sqrt((x**2).mean(-1, keepdim=True) + config.norm_epsilon)
+
+
+def _project(weights: Weights, name: str, x: Tensor) -> Tensor:
+    """y = W x + b, where there is a b."""
+    y = torch.einsum("oi,bti->bto", weights[f"{name}.weight"], x)
+    return y + weights[f"{name}.bias"] if f"{name}.bias" in weights else y
+
+
+def _attention(config: ModelConfig, weights: Weights, number: int, x: Tensor) -> Tensor:
+    """softmax(q kᵀ / sqrt(width)) v of each head, over what the head may see."""
+    prefix, count, width = f"layers.{number}.attention.", x.shape[1], config.head_width
+    q, k, v = (_project(weights, prefix + name, x) for name in ("fc_q", "fc_k", "fc_v"))
+    if config.qk_norm == "full":
+        q, k = (_rms(config, weights, f"{prefix}{name}_norm", value) for name, value in (("q", q), ("k", k)))
+    is_local = bool(config.window) and number not in config.full_layers
+    distance = torch.arange(count)[:, None] - torch.arange(count)[None, :]
+    may_see = (distance >= 0) & (distance < (config.window if is_local else count))
+    heads = []
+    for head in range(config.heads):
+        shared = head // (config.heads // config.kv_heads)
+        mine = q[..., head * width : (head + 1) * width]
+        keys, values = (value[..., shared * width : (shared + 1) * width] for value in (k, v))
+        if config.qk_norm == "head":
+            mine, keys = _rms(config, weights, f"{prefix}q_norm", mine), _rms(config, weights, f"{prefix}k_norm", keys)
+        if config.positions != "learned":
+            mine, keys = (_turned(config, value, is_local) for value in (mine, keys))
+        scores = torch.einsum("bqe,bke->bqk", mine, keys) / math.sqrt(config.score_width or width)
+        scores = torch.where(may_see.to(scores.device), scores, torch.full_like(scores, -math.inf))
+        powers = torch.exp(scores - scores.max(-1, keepdim=True).values.detach())
+        heads.append(torch.einsum("bqk,bke->bqe", powers / powers.sum(-1, keepdim=True), values))
+    return _project(weights, prefix + "fc_o", torch.cat(heads, -1))
+
+
+def _turned(config: ModelConfig, x: Tensor, is_local: bool) -> Tensor:
+    """Token t of a head, as complex numbers x_i + j x_(i + R/2), times exp(j t θ_i); beyond R elements as it was."""
+    size = int(config.head_width * config.rotary_fraction)
+    angles = torch.tensor(
+        [[token * frequency for frequency in _frequencies(config, size, is_local)] for token in range(x.shape[1])],
+        dtype=torch.float64,
+        device=x.device,
+    )
+    turned = torch.complex(x[..., : size // 2], x[..., size // 2 : size]) * torch.polar(torch.ones_like(angles), angles)
+    return torch.cat([turned.real, turned.imag, x[..., size:]], -1)
+
+
+def _frequencies(config: ModelConfig, size: int, is_local: bool) -> list[float]:
+    """θ_i = base^(−2i/R); divided by a factor where the context was stretched, all of them or those of long waves."""
+    if is_local and config.rotary_local_base:
+        return [config.rotary_local_base ** (-2 * i / size) for i in range(size // 2)]
+    frequencies = [config.rotary_base ** (-2 * i / size) for i in range(size // 2)]
+    match config.rotary_scaling:
+        case "linear":
+            return [frequency / config.rotary_factor for frequency in frequencies]
+        case "llama3":
+            return [_by_wave(config, frequency) for frequency in frequencies]
+    return frequencies
+
+
+def _by_wave(config: ModelConfig, frequency: float) -> float:
+    """Llama 3.1: short waves stay, long ones are stretched, in between both have a part."""
+    wave, factor = 2 * math.pi / frequency, config.rotary_factor
+    if wave < config.rotary_trained / config.rotary_high:
+        return frequency
+    if wave > config.rotary_trained / config.rotary_low:
+        return frequency / factor
+    smooth = (config.rotary_trained / wave - config.rotary_low) / (config.rotary_high - config.rotary_low)
+    return (1 - smooth) * frequency / factor + smooth * frequency
+
+
+def _mlp(config: ModelConfig, weights: Weights, prefix: str, x: Tensor) -> Tensor:
+    hidden = _project(weights, prefix + "fc_in", x)
+    match config.activation:
+        case "swiglu":
+            gate = _project(weights, prefix + "fc_gate", x)
+            hidden = hidden * gate / (1 + torch.exp(-gate))
+        case "geglu":
+            hidden = hidden * _gelu(_project(weights, prefix + "fc_gate", x))
+        case "relu":
+            hidden = torch.where(hidden > 0, hidden, torch.zeros_like(hidden))
+        case "gelu":
+            hidden = _gelu(hidden)
+        case "gelu-erf":
+            hidden = hidden * (1 + torch.erf(hidden / math.sqrt(2))) / 2
+    return _project(weights, prefix + "fc_out", hidden)
+
+
+def _gelu(x: Tensor) -> Tensor:
+    """By the hyperbolic tangent."""
+    return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))

@@ -1,0 +1,97 @@
+"""One process beside the papers: a Transformer of its own, written from them, that shares no line with `model/`."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+from typing import get_args
+
+import pytest
+import torch
+
+from tilemesh.comm import connect
+from tilemesh.model import config as model_config
+from tilemesh.model import transformer
+from tilemesh.model.config import ModelConfig
+from tilemesh.model.families.book import FAMILIES, family_of
+from tilemesh.model.transformer import IGNORED, loss
+from tilemesh.parallel.gate import alone, papers
+from tilemesh.parallel.gate.cases import PAPERS, Case, GateLayout
+from tilemesh.parallel.gate.compare import Gate
+
+
+@pytest.mark.parametrize("name", PAPERS)
+def test_logits_and_gradients_are_the_papers(name: str) -> None:
+    config = PAPERS[name]
+    model = alone.whole_model(config, "fp64", "", "cpu")
+    tokens, targets = alone.batch(config, 0)
+    ours = model(tokens[:4])
+    loss(ours, targets[:4]).backward()
+    weights = {key: value.detach().clone().requires_grad_() for key, value in model.named_parameters()}
+    theirs = papers.logits(config, weights, tokens[:4])
+    papers.mean_loss(theirs, targets[:4], IGNORED).backward()
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12 * float(theirs.detach().abs().max()))
+    size = max(float(value.grad.norm()) for value in weights.values())
+    for key, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, weights[key].grad, rtol=0, atol=1e-12 * size, msg=f"{name}: {key}")
+
+
+def test_every_family_and_every_setting_is_among_them() -> None:
+    assert {family_of(config.replace(family=config.family or name)) for name, config in PAPERS.items()
+            if name not in ("post", "llama3", "neox")} == {*FAMILIES}  # fmt: skip
+    for field in dataclasses.fields(ModelConfig):
+        values = {getattr(config, field.name) for config in PAPERS.values()}
+        choices = {
+            "norm": model_config.Norm, "norm_place": model_config.NormPlace, "positions": model_config.Positions,
+            "activation": model_config.Activation, "qk_norm": model_config.HeadNorm,
+            "rotary_scaling": model_config.RotaryScaling,
+        }  # fmt: skip
+        if field.name in choices:
+            assert values == {*get_args(choices[field.name])}, field.name
+        elif field.name == "biases":
+            assert values == {True, False, "qkv", "attention", "mlp"}
+        elif field.name not in ("dropout", "layers", "width", "vocabulary", "context", "mlp_width", "family"):
+            # Both with and without; sizes that have no default meaning need not differ.
+            assert len(values) > 1 or field.name in ("rotary_low", "rotary_high"), field.name
+
+
+def test_scaled_waves_are_shorter_longer_and_in_between() -> None:
+    config = PAPERS["llama3"]
+    ratios = [
+        after / before
+        for after, before in zip(
+            papers._frequencies(config, config.rotary_width, False),
+            papers._frequencies(config.replace(rotary_scaling="none"), config.rotary_width, False),
+            strict=True,
+        )
+    ]
+    assert ratios[0] == 1
+    assert ratios[-1] == 1 / config.rotary_factor
+    assert any(1 / config.rotary_factor < ratio < 1 for ratio in ratios)
+
+
+def test_the_reference_shares_no_line_with_the_model() -> None:
+    """And is short enough to be read beside the papers."""
+    source = inspect.getsource(papers)
+    assert len(source.splitlines()) <= 200
+    assert re.findall(r"^(?:from|import) (tilemesh\S*)", source, re.M) == ["tilemesh.model.config"]
+
+    def lines(text: str) -> set[str]:
+        code = {line.strip() for line in text.splitlines()}
+        return {line for line in code if len(line) > 30 and not line.startswith(("import", "from", "#", '"""'))}
+
+    assert lines(source) & lines(inspect.getsource(transformer)) == set()
+
+
+def test_wrong_rotary_angles_everywhere_do_not_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fault of the code that every layout shares: one process of the same model cannot show it."""
+    right = transformer.rotary_table
+    monkeypatch.setattr(
+        transformer, "rotary_table", lambda positions, *more, **told: right(2 * positions, *more, **told)
+    )
+    cases = [Case("llama", GateLayout(), by_papers=is_by_papers) for is_by_papers in (False, True)]
+    (beside_itself, beside_papers) = Gate(connect("alone")).run(cases)
+    assert beside_itself.passed
+    assert not beside_papers.passed
+    assert beside_papers.where.startswith("forward differs first at layers.0.attention;")
