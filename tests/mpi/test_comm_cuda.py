@@ -20,3 +20,23 @@ def test_tensors_on_a_gpu(how: str, more: int) -> None:
 def test_the_path_of_gpu_tensors_on_cpu_tensors() -> None:
     """Its logic, where there is no GPU: every call goes through it, and gives what the ordinary path gives."""
     assert ranks_of("torch", 3).call("comm_device:cases_right") == [87] * 3
+
+
+@pytest.mark.parametrize(
+    ("transport", "starter", "ranks"),
+    [
+        ("mpi", "mpiexec", 2),
+        pytest.param("mpi", "mpiexec", 4, marks=pytest.mark.slow),
+        pytest.param("torch", "torchrun", 5, marks=pytest.mark.slow),  # ranks that no other test has let meet
+        pytest.param("torch", "srun", 6, marks=pytest.mark.slow),
+    ],
+)
+def test_ranks_with_a_gpu_each_use_nccl_whoever_started_them(transport: str, starter: str, ranks: int) -> None:
+    """What is in the host's memory goes by MPI all the same, where MPI has started them."""
+    if transport == "mpi":
+        pytest.importorskip("mpi4py")
+    why = "ranks 0 and 1 share GPU-0, and NCCL wants a GPU for each rank"
+    wanted = {1: [transport, 0, why], ranks: [transport, 2, ""]}
+    gpus = [1, ranks] if transport == "mpi" else [ranks]  # torch's own meeting is once for a process
+    found = ranks_of(transport, ranks).call("comm_own_gpu:moved_by", starter, gpus)
+    assert found == [[wanted[count] for count in gpus]] * ranks

@@ -4,26 +4,35 @@ from __future__ import annotations
 
 import atexit
 import os
+import shutil
+import socket
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from tilemesh.comm.runtime.arguments import seconds, whole
 from tilemesh.comm.runtime.call import watched_call
 from tilemesh.comm.runtime.communicator import Communicator
 from tilemesh.comm.runtime.engine import CallEngine, Running
+from tilemesh.comm.runtime.gpus import gpu_of, why_staged
 from tilemesh.comm.runtime.meeting import meeting
 from tilemesh.comm.runtime.records import leave_verdict, private_board, shared_board
-from tilemesh.comm.runtime.texts import Steps, spread
+from tilemesh.comm.runtime.texts import Steps, exchange, spread
 from tilemesh.comm.runtime.threads import ThreadTransport, World, run_ranks
 from tilemesh.comm.runtime.transport import TAG_KINDS, Token, Transport
 from tilemesh.comm.runtime.watch import TIMEOUT_S, Watch, Watchdog
 from tilemesh.core.context import JOB_VARIABLE, Membership, membership, torch_environment
 from tilemesh.core.errors import UsageError, unknown
+from tilemesh.measure.machine import visible_gpus
+
+if TYPE_CHECKING:
+    from tilemesh.comm.runtime.mpi import MpiTransport
+    from tilemesh.comm.runtime.torchdist import TorchTransport
 
 _LAST_S = 0.5  # for what is still under way when the program ends
 TRANSPORTS = ("auto", "mpi", "torch", "alone")
@@ -58,7 +67,11 @@ def connect(transport: str = "auto", *, timeout_s: float = TIMEOUT_S, node_size:
         if name == "mpi":
             from tilemesh.comm.runtime.mpi import MpiTransport
 
-            return _over(MpiTransport.world(), timeout_s, node_size)
+            world = MpiTransport.world()
+            # Where srun was not told of MPI, each rank is a world of its own; SLURM's variables serve torch.
+            if member is None or transport == "mpi" or member.starter != "srun" or world.size == member.size:
+                _put_nccl_beside(world, member, timeout_s)
+                return _over(world, timeout_s, node_size)
         assert member is not None
         return _over(_torch_world(member, timeout_s), timeout_s, node_size)
 
@@ -142,8 +155,8 @@ def _watchdog_of(transport: Transport) -> Watchdog:
     return _watchdog
 
 
-def _told(steps: Steps[str]) -> Running:
-    heard: list[str] = []
+def _told(steps: Steps[T]) -> Running:
+    heard: list[T] = []
 
     def keep() -> Iterator[Token]:
         heard.append((yield from steps))
@@ -159,7 +172,42 @@ def _found(member: Membership | None) -> str:
     return "mpi" if member.starter == "mpiexec" or find_spec("mpi4py") is not None else "torch"
 
 
-def _torch_world(member: Membership, timeout_s: float) -> Transport:
+def _put_nccl_beside(world: MpiTransport, member: Membership | None, timeout_s: float) -> None:
+    """MPI moves the host's memory; where each rank has a GPU of its own, a transport of torch's moves theirs."""
+    if world.size == 1:
+        return
+    place = member or Membership("mpiexec", world.rank, world.size, world.rank, world.size)
+    mine = gpu_of(place.local_rank, visible_gpus()) if find_spec("torch") is not None else ""
+    tag = (TAG_KINDS - 1) * world.tags
+    world.staged_because = why_staged(CallEngine().run(_told(exchange(world, mine, tag))))
+    if not world.staged_because:
+        is_one_node = place.local_size == place.size
+        store = _store_of_first(
+            world.rank, is_one_node, lambda text: CallEngine().run(_told(spread(world, text, 0, tag)))
+        )
+        world.put_beside(_torch_world(place, timeout_s, store))
+
+
+def _store_of_first(rank: int, is_one_node: bool, tell: Callable[[str], str]) -> Callable[[int, timedelta], Any]:
+    """Where ranks that MPI has brought together meet again: a file of the first one's, or on several nodes its port."""
+    import torch.distributed
+
+    dist: Any = torch.distributed
+    if is_one_node:
+        path = tell(str(Path(tempfile.mkdtemp(prefix="tilemesh-"), "comm-store")) if rank == 0 else "")
+        if rank == 0:
+            atexit.register(shutil.rmtree, Path(path).parent, ignore_errors=True)
+        return lambda size, limit: dist.FileStore(path, size)
+    host = os.environ.get("MASTER_ADDR") or socket.gethostname()
+    first = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False) if rank == 0 else None
+    name, _, port = tell(f"{host} {first.port}" if first is not None else "").partition(" ")
+    return lambda size, limit: first or dist.TCPStore(name, int(port), is_master=False, timeout=limit)
+
+
+def _torch_world(
+    member: Membership, timeout_s: float, store_of: Callable[[int, timedelta], Any] | None = None
+) -> TorchTransport:
+    """`store_of`: where the ranks meet, given their number and how long to wait; by default as the environment says."""
     import torch
     import torch.distributed as dist
 
@@ -168,22 +216,43 @@ def _torch_world(member: Membership, timeout_s: float) -> Transport:
     # Also bounds the meeting itself. Longer than ours, whose message says more than torch's.
     limit = timedelta(seconds=min(2 * timeout_s + 30, 1e6))
     is_first = not dist.is_initialized()
+    staged_because = "torch.distributed was initialised without NCCL"
     if is_first:
-        folder = os.environ.get(JOB_VARIABLE)
-        # nccl needs a GPU for each rank; ranks that share one are served through the host.
-        has_gpus = torch.cuda.is_available() and torch.cuda.device_count() >= member.local_size
-        backend = "cpu:gloo,cuda:nccl" if has_gpus and dist.is_nccl_available() else "gloo"
-        if has_gpus:
-            torch.cuda.set_device(member.local_rank)
-        if folder is not None:
-            # Through a file: torch's own server would listen on every interface of the machine.
-            method = Path(folder, "comm-store").as_uri()
-        else:
-            method = "env://"
-            os.environ.update(torch_environment())
-        dist.init_process_group(backend, init_method=method, rank=member.rank, world_size=member.size, timeout=limit)
+        store = store_of(member.size, limit) if store_of else _rendezvous(member, limit)
+        can_use = torch.cuda.is_available() and dist.is_nccl_available()
+        uuids = [_uuid(index) for index in range(torch.cuda.device_count())] if can_use else []
+        store.set(f"tilemesh/gpu/{member.rank}", gpu_of(member.local_rank, uuids))
+        staged_because = why_staged([store.get(f"tilemesh/gpu/{rank}").decode() for rank in range(member.size)])
+        if not staged_because:
+            torch.cuda.set_device(member.local_rank % torch.cuda.device_count())
+        backend = "gloo" if staged_because else "cpu:gloo,cuda:nccl"
+        dist.init_process_group(backend, store=store, rank=member.rank, world_size=member.size, timeout=limit)
         atexit.register(_leave_torch)
-    return TorchTransport.world(limit, is_shared=not is_first)
+    world = TorchTransport.world(limit, is_shared=not is_first)
+    world.staged_because = staged_because
+    return world
+
+
+def _uuid(index: int) -> str:
+    import torch
+
+    return f"GPU-{torch.cuda.get_device_properties(index).uuid}"
+
+
+def _rendezvous(member: Membership, limit: timedelta) -> Any:
+    """Where ranks meet that torchrun, srun or our launcher has started."""
+    from torch.distributed.rendezvous import rendezvous
+
+    folder = os.environ.get(JOB_VARIABLE)
+    if folder is not None:
+        # Through a file: torch's own server would listen on every interface of the machine.
+        method = Path(folder, "comm-store").as_uri()
+    else:
+        method = "env://"
+        os.environ.update(torch_environment())
+    store, _, _ = next(rendezvous(method, member.rank, member.size, timeout=limit))
+    store.set_timeout(limit)
+    return store
 
 
 def _leave_torch() -> None:

@@ -173,6 +173,31 @@ def gpu_names() -> tuple[str, ...]:
     return ()
 
 
+@functools.cache
+def visible_gpus() -> tuple[str, ...]:
+    """UUIDs of the GPUs that this process may use, or of parts of them (MIG), in CUDA's order; asked without torch."""
+    if not shutil.which("nvidia-smi"):
+        return ()
+    # What a scheduler keeps from this process, nvidia-smi does not list.
+    uuids = (_output(["nvidia-smi", "--query-gpu=uuid", "--format=csv,noheader"]) or "").split()
+    return shown_gpus(uuids, os.environ.get("CUDA_VISIBLE_DEVICES"))
+
+
+def shown_gpus(uuids: Sequence[str], listed: str | None) -> tuple[str, ...]:
+    """Those of the GPUs that `CUDA_VISIBLE_DEVICES` lists, as CUDA reads it."""
+    if listed is None:
+        return tuple(uuids)
+    shown: list[str] = []
+    for entry in (part.strip() for part in listed.split(",")):
+        if entry.isdecimal() and int(entry) < len(uuids):
+            shown.append(uuids[int(entry)])
+        elif entry.startswith(("GPU-", "MIG-")):  # whose end may be left out
+            shown.append(next((uuid for uuid in uuids if uuid.startswith(entry)), entry))
+        else:
+            break  # what follows an entry that is none is hidden too
+    return tuple(shown)
+
+
 def usable_gpus() -> tuple[str, ...]:
     """Names of those that this process may use: `CUDA_VISIBLE_DEVICES` hides what it does not list."""
     names, listed = gpu_names(), os.environ.get("CUDA_VISIBLE_DEVICES")

@@ -128,7 +128,7 @@ class Caller(Group):
         nbytes = 0 if call.private else call.nbytes
         request = Request(call.collective, nbytes, call.like.dtype, call.op, uneven, call.private)
         by_device = call.like.is_cuda and algorithm in ("auto", "native") and not is_complex(call.like.dtype)
-        device = self.transport.device if by_device else None
+        device = self.device_for(by_device)
         # What the device's library does is its own, and private sizes must not matter: neither is kept to.
         if algorithm == "auto" and self.choices is not None and device is None and not call.private:
             choices, group = self.choices

@@ -363,7 +363,7 @@ class Communicator(Inspected):
         return self.transport.caps.moved_by_threads and 2 * self.watch.process.board.ranks <= self.cores
 
     def _goes_by_device(self, x: Any) -> bool:
-        return self.transport.device is not None and bool(getattr(x, "is_cuda", False))
+        return self._caller.device_for(bool(getattr(x, "is_cuda", False))) is not None
 
     def _message(self, is_send: bool, peer: int, tag: int, flat: Any, finish: Any, sized: bool) -> Handle:
         peer = check.rank_of(peer, self.size, "to" if is_send else "source")

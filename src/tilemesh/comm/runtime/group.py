@@ -8,6 +8,7 @@ The calls themselves are in `call.py` (collectives), `ready.py` (the same, made 
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn, TypeAlias, TypeVar
@@ -83,6 +84,16 @@ class Group:
         if arena is not None:
             arena.flags.disagreement = self._disagreement
         self.fit = self._stored_fit()
+
+    def device_for(self, is_cuda: bool) -> Any:
+        """What moves GPU memory, for a tensor there; where nothing does, the first rank says so once, and why."""
+        device, process = self.transport.device, self.watch.process
+        if is_cuda and device is None and self.transport.size > 1 and not process.has_staged:
+            process.has_staged = True
+            if process.rank == 0:
+                why = self.transport.staged_because
+                print(f"tilemesh: GPU tensors go through the host's memory: {why}", file=sys.stderr, flush=True)
+        return device if is_cuda else None
 
     def _open_arena(self) -> Arena | None:
         """Memory shared with all ranks of this communicator, where they are on one node. A collective call."""

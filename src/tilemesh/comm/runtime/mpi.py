@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import cache, lru_cache, partial
 from itertools import accumulate
 from queue import SimpleQueue
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 from weakref import ref
 
 import numpy as np
@@ -39,6 +39,9 @@ from tilemesh.comm.runtime.transport import (
 from tilemesh.comm.runtime.watch import Watch
 from tilemesh.comm.schedules.collectives import COLLECTIVES, REDUCING
 from tilemesh.core.errors import RunError, UsageError
+
+if TYPE_CHECKING:
+    from tilemesh.comm.runtime.torchdist import TorchTransport
 
 _OPS = {"sum": MPI.SUM, "avg": MPI.SUM, "prod": MPI.PROD, "min": MPI.MIN, "max": MPI.MAX}
 _LOGIC = {"sum": MPI.LOR, "max": MPI.LOR, "prod": MPI.LAND, "min": MPI.LAND}  # MPI does not add bools
@@ -165,7 +168,9 @@ class MpiTransport:
     name = "mpi"
     # Open MPI adds 8- and 16-bit integers with AVX's saturating instructions; which library this is does not matter.
     caps = Caps(native=frozenset(COLLECTIVES), saturating=frozenset({"int8", "uint8", "int16", "uint16"}), spins=True)
-    device = None
+    device: Any = None
+    staged_because = "MPI moves the host's memory alone"
+    beside: TorchTransport | None = None  # among the same ranks, where NCCL moves what is on their GPUs
 
     def __init__(self, comm: Any, blocks: bool) -> None:
         """`comm` becomes ours: give a duplicate. `blocks`: every rank makes collectives in their blocking form."""
@@ -246,14 +251,24 @@ class MpiTransport:
         everyone = self.comm.Get_group()
         group = everyone.Incl(list(members))
         try:
-            return MpiTransport(self.comm.Create_group(group), self.blocks)
+            made = MpiTransport(self.comm.Create_group(group), self.blocks)
         finally:
             group.Free()
             everyone.Free()
+        made.staged_because = self.staged_because
+        if self.beside is not None:
+            made.put_beside(self.beside.split(members, label))
+        return made
+
+    def put_beside(self, transport: TorchTransport) -> None:
+        """Let a transport among the same ranks move what is on GPUs, if it can."""
+        self.beside, self.device, self.staged_because = transport, transport.device, transport.staged_because
 
     def close(self) -> None:
         self.worker.end()
         self.comm.Free()
+        if self.beside is not None:
+            self.beside.close()
 
     def abort(self, reason: str) -> NoReturn:
         print(f"tilemesh: {reason}", file=sys.stderr, flush=True)

@@ -66,6 +66,7 @@ class ThreadTransport:
     name = "threads"
     caps = Caps(arena=True, crowded=True)  # threads of one interpreter take turns, whatever the cores
     device = None
+    staged_because = "its ranks are threads of one process"
     tags = TAGS
 
     def __init__(self, world: World, rank: int, size: int, label: str = "world") -> None:

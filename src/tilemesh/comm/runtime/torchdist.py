@@ -104,6 +104,7 @@ class _Works:
 class TorchTransport:
     caps = Caps(native=_NATIVE, tells_sizes=False, moves_alone=True)
     tags = TAGS
+    staged_because = ""
 
     def __init__(self, group: Any, has_nccl: bool, timeout: timedelta) -> None:
         """`timeout`: torch's own, for this group and those split from it."""
@@ -196,7 +197,9 @@ class TorchTransport:
 
     def split(self, members: Sequence[int], label: str) -> TorchTransport:
         group = _new_group(label, members.index(self.rank), len(members), self.device is not None, self.timeout)
-        return TorchTransport(group, self.device is not None, self.timeout)
+        made = TorchTransport(group, self.device is not None, self.timeout)
+        made.staged_because = self.staged_because
+        return made
 
     def close(self) -> None:
         if self.group is not dist.group.WORLD:  # without it torch has no groups at all: it goes when the process ends

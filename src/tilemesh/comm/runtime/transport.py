@@ -107,6 +107,7 @@ class Transport(Protocol):
     caps: Caps
     sent: Sent
     device: Any  # collectives on GPU memory (`device.DeviceCollectives`), or None
+    staged_because: str  # why there are none, and GPU tensors go through the host's memory
     tags: int  # a user's tags lie below this, those of collectives in a few times as many above
     names: Sequence[int]  # what its ranks are called in messages to people: their numbers in the world
 

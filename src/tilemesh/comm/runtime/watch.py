@@ -67,6 +67,7 @@ class Watchdog:
         self.native_codes: set[CodeType] = set()  # of functions that make the library's calls, and say so in `watched`
         self.stage = ""  # what the program says it is at ("step 12: backward"), for the others to read
         self.worlds = 0  # how often this rank has connected
+        self.has_staged = False  # GPU tensors have gone through the host's memory
         self.watches: dict[str, Watch] = {}
         self.found: dict[Watch, Note] = {}
         self.seen: dict[str, int] = {}
