@@ -1,19 +1,27 @@
 """Training for compression: rounding and masks in every pass, a teacher, and what is refused."""
 
+import copy
 import io
+from dataclasses import replace
 
 import pytest
 import torch
 from rich.console import Console
 
 from tilemesh.cli.train_run import _show_summary
+from tilemesh.comm import run_threads
 from tilemesh.compress.config import DistillConfig
+from tilemesh.compress.factorize import factorize
+from tilemesh.compress.prepare import prepare
 from tilemesh.compress.quantize import quantize
+from tilemesh.compress.recipe import RankRecipe, Recipe, WeightsRecipe, read_recipe
 from tilemesh.core.errors import UsageError
+from tilemesh.core.plan import ParallelPlan
 from tilemesh.kernels.lowbit.codes import rounded
 from tilemesh.kernels.lowbit.formats import parse_scheme
 from tilemesh.model import huggingface
 from tilemesh.model.transformer import Transformer
+from tilemesh.parallel import Mesh, lay
 from tilemesh.runs.folder import read_small
 from tilemesh.runs.names import SUMMARY
 from tilemesh.train import fit, load_config
@@ -54,6 +62,54 @@ def test_training_with_a_recipe_sees_the_loss_of_the_rounded_model(text, tmp_pat
     small = quantize(model, "int4-g16")
     for layer in small.layers:
         torch.testing.assert_close(layer.mlp.fc_in.decoded(torch.float32), rounded(weight, parse_scheme("int4-g16")))
+
+
+SAMPLE = ("int4-affine", "int8-tensor", "int3-g16-2level", "int4-g16-affine-2level")
+OTHERS = (
+    "int8", "int4-g16", "int4-g16-affine", "int4-tensor-affine", "int8-g8-2level", "nf4-g16-2level", "fp8",
+    "fp8-g16-2level", "fixed16",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("scheme", [*SAMPLE, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])
+def test_rounding_while_training_is_the_same_on_ranks_that_cut_a_matrix(scheme, text):
+    """Rows that are cut share one scale, and with two levels what the scales of their groups are multiples of; in
+    float64, so that only the order of sums differs."""
+    model = Transformer(config(text, "model.width=64,model.tied=false").model, seed=3).double()
+    prepare(model, Recipe(weights=WeightsRecipe(scheme=scheme)))
+    tokens = torch.randint(0, 256, (2, 9), generator=torch.Generator().manual_seed(1))
+
+    def main(comm):
+        plan = ParallelPlan(tp=comm.size, precision="fp64")
+        laid = lay(copy.deepcopy(model), Mesh(comm, tp=comm.size), plan)
+        with torch.no_grad():
+            return float(laid.loss(tokens[:, :-1], tokens[:, 1:])[0])
+
+    alone, *halves = [loss for ranks in (1, 2) for loss in run_threads(ranks, main)]
+    assert halves == pytest.approx([alone] * 2, rel=1e-13)
+
+
+@pytest.mark.parametrize("recipe", ["int8-a8", "int4-g16-a8", "fp8-a8"])
+def test_training_rounds_the_activations_that_quantize_does(recipe, text):
+    """Those of the layers, not what enters the output projection, though that is rounded too."""
+    whole = replace(read_recipe(recipe), weights=replace(read_recipe(recipe).weights, layers=("layers.*", "output")))
+    plain = Transformer(config(text, "model.tied=false").model, seed=3).double().eval()
+    small, trained = quantize(plain, whole), copy.deepcopy(plain)
+    prepare(trained, whole)
+    tokens = torch.randint(0, 256, (2, 20), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        torch.testing.assert_close(trained(tokens), small(tokens), rtol=0, atol=1e-9)
+
+
+def test_factors_of_a_folder_without_biases_are_trained(text, tmp_path):
+    model = Transformer(config(text, "model.biases=false,model.activation=swiglu").model, seed=3)
+    huggingface.save(factorize(model, Recipe(rank=RankRecipe(keep=0.5, aware=False))), tmp_path / "folder")
+    loaded = huggingface.load(tmp_path / "folder")
+    tokens = torch.randint(0, 256, (2, 9), generator=torch.Generator().manual_seed(1))
+    loaded(tokens).sum().backward()
+    factors = [name for name, _ in loaded.named_parameters() if name.endswith((".left", ".right"))]
+    assert len(factors) == 14
+    assert [name for name, parameter in loaded.named_parameters() if parameter.grad is None] == []
 
 
 def test_a_recipe_file_is_kept_in_the_configuration(text, tmp_path):

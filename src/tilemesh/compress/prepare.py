@@ -8,7 +8,6 @@ from torch import nn
 
 from tilemesh.compress.prune import BLOCK, sparsity_at
 from tilemesh.compress.recipe import Recipe, chosen_schemes
-from tilemesh.kernels.lowbit.formats import Scheme
 from tilemesh.model.lowbit import MaskedLinear, RoundedLinear, projections, put
 from tilemesh.model.transformer import Transformer
 
@@ -17,9 +16,8 @@ def prepare(model: Transformer, recipe: Recipe) -> None:
     """Replace the recipe's projections by ones that round or mask in every pass, in place."""
     shapes = {name: (module.out_features, module.in_features) for name, module in projections(model)}
     if recipe.weights.scheme:
-        inputs = Scheme(recipe.activations.scheme) if recipe.activations.scheme else None
         for name, scheme in chosen_schemes(recipe, shapes).items():
-            put(model, name, RoundedLinear(_plain(model, name), scheme, inputs))
+            put(model, name, RoundedLinear(_plain(model, name), scheme, recipe.inputs_of(name)))
         return
     block = BLOCK if recipe.prune.structure == "2:4" else None
     for name in [name for name in shapes if name.startswith("layers.")]:

@@ -290,8 +290,7 @@ def _put(
 ) -> None:
     plain = model.get_submodule(name)
     assert isinstance(plain, nn.Linear)
-    activations = recipe.activations
-    inputs = Scheme(activations.scheme) if activations.scheme and name.startswith("layers.") else None
+    inputs = recipe.inputs_of(name)
     input_scale = None
     if inputs is not None and largest is not None:
         input_scale = (largest / inputs.number.half_range).reshape(1, 1).clamp(min=torch.finfo(torch.float32).tiny)

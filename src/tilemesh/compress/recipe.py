@@ -159,6 +159,10 @@ class Recipe:
             pairs.append((pattern, scheme))
         return pairs
 
+    def inputs_of(self, name: str) -> Scheme | None:
+        """By which scheme the activations that enter a quantised matrix are rounded, in training as afterwards."""
+        return Scheme(self.activations.scheme) if self.activations.scheme and name.startswith("layers.") else None
+
     @property
     def is_empty(self) -> bool:
         """Whether a model stays what it is."""

@@ -227,8 +227,7 @@ class RoundedLinear(CompressedLinear):
             rows = x.detach().reshape(-1, x.shape[-1])
             x = x + (rounded(rows, self.inputs, agree=self.agree).view(x.shape) - x).detach()
         weight = self.weight
-        is_shared = self.scheme.granularity != "group"
-        back = rounded(weight.detach(), self.scheme, agree=self.agree if is_shared else None)
+        back = rounded(weight.detach(), self.scheme, agree=self.agree)
         return functional.linear(x, weight + (back - weight).detach())
 
 
@@ -276,8 +275,8 @@ class FactoredLinear(CompressedLinear):
     def __init__(self, like: nn.Linear, left: Tensor, right: Tensor) -> None:
         super().__init__(like)
         del self.weight
-        grad = left.is_floating_point() and like.bias is not None and like.bias.requires_grad
-        self.left, self.right = (nn.Parameter(factor, requires_grad=grad) for factor in (left, right))
+        is_trained = like.weight.requires_grad
+        self.left, self.right = (nn.Parameter(factor, requires_grad=is_trained) for factor in (left, right))
 
     @property
     def rank(self) -> int:

@@ -45,31 +45,31 @@ def find_scales(
 ) -> tuple[Tensor, Tensor | None]:
     """Scales and zero points by the largest magnitude, or by smallest and largest, of each group.
 
-    `shrink`: by how much that range is made smaller first, one number or one per scale. `agree`: where the weight is a
-    part of a matrix whose other parts share the scales.
+    `shrink`: by how much that range is made smaller first, one number or one per scale. `agree`: where rows are cut, or
+    the weight is a part of a matrix under one scale: whole groups have scales of their own, and share their row's step.
     """
     number = scheme.number
     whole = weight.detach().float()
     parts = by_group(whole.reshape(1, -1) if scheme.granularity == "tensor" else whole, scheme.groups(whole.shape[1]))
-    over: Agree = (lambda most: most) if agree is None else agree
+    over: Agree = (lambda most: most) if agree is None or scheme.granularity == "group" else agree
     if scheme.symmetric:
         most = over(parts.abs().amax(-1))
         scales = (most * shrink / number.half_range).clamp(min=_LEAST)
         if number.kind == "fixed":
             # The next power of two, for which the largest magnitude still fits.
             scales = torch.exp2(torch.ceil(torch.log2(most.clamp(min=_LEAST) / number.high)))
-        return _two_levels(scales, scheme), None
+        return _two_levels(scales, scheme, agree), None
     low, high = (-over(-parts.amin(-1)) * shrink).clamp(max=0), (over(parts.amax(-1)) * shrink).clamp(min=0)
-    scales = _two_levels(((high - low) / (number.high - number.low)).clamp(min=_LEAST), scheme)
+    scales = _two_levels(((high - low) / (number.high - number.low)).clamp(min=_LEAST), scheme, agree)
     zeros = (number.low - torch.round(low / scales)).clamp(number.low, number.high)
     return scales, zeros.to(torch.int8)
 
 
-def _two_levels(scales: Tensor, scheme: Scheme) -> Tensor:
+def _two_levels(scales: Tensor, scheme: Scheme, agree: Agree | None) -> Tensor:
     """With two levels each group's scale becomes the next larger of 255 parts of the row's largest."""
     if scheme.levels == 1:
         return scales
-    step = row_steps(scales)
+    step = row_steps(scales) if agree is None else agree(row_steps(scales))
     return torch.ceil((scales / step).clamp(max=SECOND_LEVEL) - 1e-4).clamp(min=1) * step
 
 
