@@ -66,6 +66,24 @@ def test_groups_lie_on_nodes_by_stride() -> None:
     assert group(cluster, 1, 8).all_reduce_s(1e9) == 0
 
 
+@pytest.mark.parametrize(
+    ("nodes", "size", "stride", "expected"),
+    [
+        ("2x6", 4, 1, (2, 2)),  # ranks 4 to 7: two on either node
+        ("3x5", 3, 1, (1, 3)),  # ranks 3 to 5: two and one
+        ("2x6", 3, 1, (3, 1)),
+        ("2x6", 2, 3, (2, 1)),
+        ("2x6", 6, 2, (3, 2)),
+        ("3x4", 3, 2, (1, 3)),  # ranks 0, 2 and 4
+    ],
+)
+def test_the_group_that_ends_of_nodes_cut_sets_the_pace(
+    nodes: str, size: int, stride: int, expected: tuple[int, int]
+) -> None:
+    axis = group(parse_cluster(f"{nodes}xh100"), size, stride)
+    assert (axis.inside, axis.nodes) == expected
+
+
 def test_small_messages_go_by_tree_and_large_ones_by_ring() -> None:
     axis = group(parse_cluster("512xh100"), 512, 1)
     ring = 2 * axis.all_gather_s(8)

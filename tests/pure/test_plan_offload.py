@@ -97,7 +97,7 @@ def test_on_a_cpu_the_host_has_no_memory_of_its_own(pp: int) -> None:
             weights = predict(model, cluster, dataclasses.replace(plan, offload="weights"), context).memory
             passed = weights.activations_bytes + weights.logits_bytes if context == 256 else 0
             assert weights.weights_bytes == pytest.approx(alone.memory.weights_bytes * copies - passed, abs=1)
-    assert room.most_bytes(dataclasses.replace(plan, offload="optimizer"), counts) == room.most_bytes(plan, counts)
+    assert room.fullest(dataclasses.replace(plan, offload="optimizer"), counts) == room.fullest(plan, counts)
 
 
 def test_offload_is_named_where_nothing_fits_without_it() -> None:

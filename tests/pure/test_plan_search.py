@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -17,7 +19,7 @@ from tilemesh.plan import choose
 from tilemesh.plan.choose import NothingFitsError, SearchResult, choose_batch, search
 from tilemesh.plan.prediction import trainable
 from tilemesh.plan.space import Pins, candidates
-from tilemesh.plan.step import Estimator
+from tilemesh.plan.step import Estimator, predict
 from tilemesh.plan.why import runner_up, why
 from tilemesh.report.plan_page import frontier, render
 
@@ -51,17 +53,21 @@ def test_ten_that_fit_best_first(result: SearchResult) -> None:
 SMALL = ModelConfig(layers=12, width=1024, heads=8, vocabulary=4096, context=512)
 
 
+@functools.cache
+def found_for_small(cluster: str, batch: int) -> SearchResult:
+    return search(SMALL, cluster, batch=batch)
+
+
 @settings(max_examples=25, deadline=None)
 @given(st.sampled_from(["1xh100", "4xt4", "8xa100", "2x4xa10"]), st.sampled_from([8, 24, 64]), st.data())
 def test_nothing_it_looked_at_beats_it(cluster: str, batch: int, data: st.DataObject) -> None:
-    best = search(SMALL, cluster, batch=batch, shown=40).best
+    result = found_for_small(cluster, batch)
     estimator = Estimator(SMALL, parse_cluster(cluster))
     groups = list(candidates(estimator, batch, Pins()))
     rival = data.draw(st.sampled_from(groups))[0]
     assert estimator.fits(rival)
-    assert min(found.time_s for found in search(SMALL, cluster, batch=batch).points) <= estimator.rank_s(rival)
-    # The winner is graded by simulation, which may differ from the closed form by little.
-    assert best.step_time_s <= estimator.predict(rival).step_time_s * 1.01
+    assert min(found.time_s for found in result.points) <= estimator.rank_s(rival)
+    assert result.best.step_time_s <= estimator.predict(rival).step_time_s
 
 
 def test_pins_hold_and_never_help(result: SearchResult) -> None:
@@ -114,20 +120,18 @@ def test_a_batch_in_tokens_is_near(tokens: int, context: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("batch", "sizes"), [(7, {1, 7}), (6, {1, 2, 3, 6}), (48, {1, 2, 4, 8, 16, 24, 48}), (31, {1, 31})]
+    ("batch", "sizes"), [(7, {1, 7}), (6, {1, 2, 3, 6}), (48, {1, 2, 3, 4, 6, 8, 12, 16, 24, 48}), (31, {1, 31})]
 )
-def test_a_batch_that_no_power_of_two_divides_is_not_taken_one_by_one(batch: int, sizes: set[int]) -> None:
+def test_every_divisor_of_a_batch_is_tried(batch: int, sizes: set[int]) -> None:
     estimator = Estimator(preset("tiny"), parse_cluster("1xh200"))
     assert {group[0].microbatch for group in candidates(estimator, batch, Pins())} == sizes
-    assert search("tiny", "1xh200", batch=batch).best.plan.microbatch == max(sizes)
 
 
-def test_short_sequences_are_taken_by_more_than_32() -> None:
-    """Up to 65,536 tokens a pass; the usual lengths are not looked at any longer for it."""
-    for context, most in ((128, 512), (1024, 64), (2048, 32), (8192, 32)):
-        model = preset("tiny").replace(context=context)
-        found = candidates(Estimator(model, parse_cluster("1xh200")), 4096, Pins())
-        assert max(group[0].microbatch for group in found) == most
+def test_microbatches_of_which_no_layer_fits_are_not_looked_at() -> None:
+    estimator = Estimator(preset("llama-3-8b"), parse_cluster("8xh100"))
+    largest = max(group[0].microbatch for group in candidates(estimator, 4096, Pins(tp=1)))
+    sizes = [ParallelPlan(microbatch=count, precision="bf16-master") for count in (largest, 2 * largest)]
+    assert [estimator.room.pass_bytes(plan) <= estimator.usable_bytes for plan in sizes] == [True, False]
 
 
 def test_two_batches_are_one_too_many() -> None:
@@ -280,3 +284,32 @@ def test_headroom_is_what_a_plan_leaves_free() -> None:
     assert roomy.estimator().usable_bytes == roomy.best.usable_bytes
     with pytest.raises(UsageError, match="headroom is 1: expected at least 0 and below 1"):
         search("llama-3-8b", "8xh100", batch=64, headroom=1)
+
+
+def small(layers: int, width: int, heads: int, vocabulary: int, context: int) -> ModelConfig:
+    return ModelConfig(layers=layers, width=width, heads=heads, vocabulary=vocabulary, context=context)
+
+
+HELD_OUT = [
+    # By closed form others came first, or the layout was not tried.
+    (small(12, 192, 12, 32000, 2048), "4x8xa100", 6, {"schedule": "zb-h1"}),
+    (small(16, 256, 8, 1000, 64), "2x6xa100", 2, {"tp": 2, "schedule": "v-half"}),
+    (small(16, 128, 8, 256, 1024), "2x6xa100", 256, {"schedule": "zb-h2"}),
+    (small(12, 1024, 16, 256, 64), "2x4xa100", 32, {"schedule": "interleaved"}),
+    (small(3, 384, 12, 32000, 2048), "3xh100", 64, {"microbatch": 64}),
+]
+
+
+@pytest.mark.parametrize(("model", "cluster", "batch", "fixed"), HELD_OUT)
+def test_the_best_of_all_is_at_most_the_best_of_a_part(
+    model: ModelConfig, cluster: str, batch: int, fixed: dict[str, Any]
+) -> None:
+    best = search(model, cluster, batch=batch).best
+    assert best.step_time_s <= search(model, cluster, batch=batch, pins=Pins(**fixed)).best.step_time_s
+
+
+def test_two_directions_of_one_stage_are_one() -> None:
+    """A pipeline of one stage has nobody to share the passes with, whatever its schedule is called."""
+    model, cluster = preset("tiny"), parse_cluster("1xa100")
+    plain, both = (predict(model, cluster, ParallelPlan(schedule=name, accumulation=2)) for name in ("1f1b", "chimera"))
+    assert plain.step_time_s == both.step_time_s

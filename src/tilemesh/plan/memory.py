@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 from tilemesh.core.hardware import DTYPE_BYTES, Cluster, Device
-from tilemesh.core.plan import ParallelPlan
+from tilemesh.core.plan import ASYNCHRONOUS, ParallelPlan
 from tilemesh.core.step import pace
 from tilemesh.core.step.action import StepProgram
 from tilemesh.core.step.asynchronous import copies_of_weights
@@ -184,18 +184,6 @@ def _in_one_memory(
     return rank, weights
 
 
-def _total_bytes(plan: ParallelPlan, rank: _RankNeeds, is_one_memory: bool) -> int:
-    weights, gradients, optimizer = state_bytes(rank.parameters, plan.precision, plan.zero, plan.zero_ranks)
-    weights *= rank.copies
-    if plan.offloads and is_one_memory:
-        rank, weights = _in_one_memory(plan, rank, weights)
-    elif plan.offloads:
-        rank, weights, optimizer = _left_on_device(plan, rank, weights, optimizer)
-    states = weights + gradients + optimizer
-    gathered = _gathered_bytes(plan, rank.at_work) if plan.zero >= 2 else 0
-    return states + rank.activations + rank.logits + rank.brief + gathered + rank.reserved
-
-
 class Room:
     """Memory of layouts of one model; remembers what they share."""
 
@@ -215,6 +203,7 @@ class Room:
         self.context = context
         self._reserved = [reserved_bytes(cluster.device, cluster.world, compiler) for compiler in (False, True)]
         self._ranks: dict[tuple[object, ...], list[_RankNeeds]] = {}
+        self._peaks: dict[tuple[object, ...], list[int]] = {}
         self._looked: dict[tuple[str, int, tuple[int, ...]], tuple[int, ...]] = {}
         self._activations: dict[tuple[object, ...], tuple[int, int]] = {}
         self._logits: dict[tuple[object, ...], int] = {}
@@ -227,43 +216,58 @@ class Room:
             self._shards[tp] = shard_parameters(self.model, tp)
         return self._shards[tp]
 
-    def most_bytes(self, plan: ParallelPlan, counts: tuple[int, ...]) -> int:
-        """What the fullest rank needs, in closed form: a search asks for tens of thousands."""
-        key = (
-            plan.schedule, plan.pp, plan.accumulation, plan.interleave, plan.slices, plan.tp, plan.sequence_parallel,
-            plan.microbatch, plan.attention, plan.precision, plan.recompute, plan.recompute_every,
-            plan.recompute_stages, plan.prefetch, counts, plan.zero == 3,
-        )  # fmt: skip
-        ranks = self._ranks.get(key)
-        if ranks is None:
-            looked = self._worth_a_look(plan, counts)
-            ranks = self._ranks[key] = [self._rank(plan, rank, counts) for rank in looked]
-        if len(ranks) == 1:
-            return _total_bytes(plan, ranks[0], self._is_one_memory) - self._later_bytes(plan, ranks[0])
-        return max([_total_bytes(plan, rank, self._is_one_memory) for rank in ranks])
-
     def fullest(self, plan: ParallelPlan, counts: tuple[int, ...]) -> RankMemory:
-        """Memory of the fullest rank, with so many layers in each chunk, by liveness of the actions."""
+        """Memory of the fullest rank, with so many layers in each chunk."""
         return max(self.stages(plan, counts, self._worth_a_look(plan, counts)), key=lambda stage: stage.total_bytes)
 
     def stages(
-        self, plan: ParallelPlan, counts: tuple[int, ...], ranks: Iterable[int] | None = None
+        self, plan: ParallelPlan, counts: tuple[int, ...], ranks: tuple[int, ...] | None = None
     ) -> list[RankMemory]:
-        """Memory of these ranks of the pipeline, or of all."""
-        peaks = self.activation_peaks(plan, counts) if plan.pp > 1 else None
-        return [self._stage(plan, rank, counts, peaks) for rank in (range(plan.pp) if ranks is None else ranks)]
+        """Memory of these ranks of the pipeline, or of all: activations by liveness of the step's actions."""
+        ranks = tuple(range(plan.pp)) if ranks is None else ranks
+        key = (
+            plan.schedule, plan.pp, plan.accumulation, plan.interleave, plan.slices, plan.tp, plan.sequence_parallel,
+            plan.microbatch, plan.attention, plan.precision, plan.recompute, plan.recompute_every,
+            plan.recompute_stages, plan.prefetch, plan.offload, counts, plan.zero == 3, ranks,
+        )  # fmt: skip
+        peaks = self._peaks.get(key)
+        if peaks is None:
+            peaks = self._peaks[key] = self.activation_peaks(plan, counts, ranks)
+        rest = self._rests(plan, counts, ranks)
+        # One microbatch of what the loss keeps is among the logits.
+        own = self._loss_kept(plan) if plan.pp > 1 else 0
+        return [
+            self._stage(plan, needs._replace(activations=peak - (own if needs.logits else 0)))
+            for needs, peak in zip(rest, peaks, strict=True)
+        ]
 
-    def _stage(self, plan: ParallelPlan, rank: int, counts: tuple[int, ...], peaks: list[int] | None) -> RankMemory:
-        needs = self._rank(plan, rank, counts)
-        if peaks is not None:
-            own = self._loss_kept(plan) if needs.logits else 0  # one of them is among the logits
-            needs = needs._replace(activations=peaks[rank] - own)
+    def least_bytes(self, plan: ParallelPlan, counts: tuple[int, ...]) -> int:
+        """What the fullest rank needs without any activations, quickly; 0 where what is moved to the host makes that no
+        bound."""
+        if plan.offload:
+            return 0
+        rest = self._rests(plan, counts, self._worth_a_look(plan, counts))
+        return max([self._stage(plan, needs).total_bytes for needs in rest])
+
+    def _rests(self, plan: ParallelPlan, counts: tuple[int, ...], ranks: tuple[int, ...]) -> list[_RankNeeds]:
+        """What ranks need beside their activations."""
+        key = (
+            plan.schedule, plan.pp, plan.interleave, plan.tp, plan.sequence_parallel, plan.microbatch, plan.attention,
+            plan.precision, plan.recompute, plan.recompute_every, plan.recompute_stages, plan.prefetch, counts,
+            plan.zero == 3, ranks, plan.accumulation if plan.schedule in ASYNCHRONOUS else 0,
+        )  # fmt: skip
+        rest = self._ranks.get(key)
+        if rest is None:
+            rest = self._ranks[key] = [self._rank(plan, rank, counts) for rank in ranks]
+        return rest
+
+    def _stage(self, plan: ParallelPlan, needs: _RankNeeds) -> RankMemory:
         weights, gradients, optimizer = state_bytes(needs.parameters, plan.precision, plan.zero, plan.zero_ranks)
         weights *= needs.copies
         if plan.offloads and self._is_one_memory:
-            needs, weights = _in_one_memory(plan, needs, weights, peaks is not None)
+            needs, weights = _in_one_memory(plan, needs, weights, plan.pp > 1)
         elif plan.offloads:
-            needs, weights, optimizer = _left_on_device(plan, needs, weights, optimizer, peaks is not None)
+            needs, weights, optimizer = _left_on_device(plan, needs, weights, optimizer, plan.pp > 1)
         working = needs.brief + _gathered_bytes(plan, needs.at_work)
         later = self._later_bytes(plan, needs)
         passing = (needs.activations, needs.logits, working, needs.reserved, later)
@@ -272,32 +276,47 @@ class Room:
     def step_bytes(self, plan: ParallelPlan, counts: tuple[int, ...]) -> StepBytes:
         """What the actions of a step make and give back, by chunk: activations, until I and from there to W."""
         owners = self._placement(plan).directions[0] if plan.pp > 1 else (0,) * len(counts)
-        sizes = (self.chunk(plan.on_stage(stage), count) for stage, count in zip(owners, counts, strict=True))
-        kept, late = zip(*sizes, strict=True)
-        beside = [pass_kept_bytes(self.model, self.task(plan), chunk == 0) for chunk in range(len(counts))]
+        stages = {stage: plan.on_stage(stage) if plan.recompute_stages else plan for stage in {*owners}}
+        owned = [(stage if plan.recompute_stages else 0, count) for stage, count in zip(owners, counts, strict=True)]
+        sizes = {(stage, count): self.chunk(stages[stage], count) for stage, count in {*owned}}
+        kept, late = zip(*[sizes[pair] for pair in owned], strict=True)
+        task = self.task(plan)
+        beside = [pass_kept_bytes(self.model, task, chunk == 0) for chunk in range(min(2, len(counts)))]
+        beside += beside[-1:] * (len(counts) - len(beside))
         beside[-1] += self._loss_kept(plan)
         return StepBytes(kept=[layers + more for layers, more in zip(kept, beside, strict=True)], kept_for_weights=late)
 
-    def activation_peaks(self, plan: ParallelPlan, counts: tuple[int, ...]) -> list[int]:
-        """The most activations that each rank of a pipeline holds between two actions; on a CPU with those moved."""
-        program, sizes = self.program(plan), self.step_bytes(plan, counts)
-        if "activations" not in plan.offloads:
-            return [round(peak) for peak in memory_peaks(program, sizes)]
-        program = offload(program, ahead=plan.prefetch)
-        peaks = memory_peaks(program, sizes)
-        if self._is_one_memory:  # and one chunk's twice, while it comes back
-            peaks = [peak + away for peak, away in zip(peaks, away_peaks(program, sizes), strict=True)]
-        return [round(peak) for peak in peaks]
+    def activation_peaks(
+        self, plan: ParallelPlan, counts: tuple[int, ...], ranks: Iterable[int] | None = None
+    ) -> list[int]:
+        """The most activations that these ranks of a pipeline hold between two actions; on a CPU with those moved."""
+        ranks = range(plan.pp) if ranks is None else ranks
+        if plan.pp == 1:
+            return [self.chunk(plan, counts[0])[0] for _ in ranks]
+        sizes = self.step_bytes(plan, counts)
+        if "activations" in plan.offloads:
+            program = offload(self.program(plan), ahead=plan.prefetch)
+            peaks = memory_peaks(program, sizes)
+            if self._is_one_memory:  # and one chunk's twice, while it comes back
+                peaks = [peak + away for peak, away in zip(peaks, away_peaks(program, sizes), strict=True)]
+            return [round(peaks[rank]) for rank in ranks]
+        kept, late = sizes.kept, sizes.kept_for_weights
+        shape = (plan.schedule, plan.pp, plan.accumulation, plan.interleave, plan.slices)
+        moments = pace.moments_for_memory(*shape)
+        return [
+            round(max(sum([a * kept[chunk] + b * late[chunk] for chunk, a, b in moment]) for moment in moments[rank]))
+            for rank in ranks
+        ]
 
     def host_bytes(self, plan: ParallelPlan, counts: tuple[int, ...]) -> list[int]:
         """What each rank of a pipeline has in the memory of its host, where that is not the device's own."""
-        ranks = [self._rank(plan, rank, counts) for rank in range(plan.pp)]
+        ranks = self._rests(plan, counts, tuple(range(plan.pp)))
         away = [0] * plan.pp
         if "activations" in plan.offloads and plan.pp > 1:
             moved = offload(self.program(plan), ahead=plan.prefetch)
             away = [round(peak) for peak in away_peaks(moved, self.step_bytes(plan, counts))]
         elif "activations" in plan.offloads:
-            away = [ranks[0].activations * (ranks[0].layers - 1) // ranks[0].layers]
+            away = [self.activation_peaks(plan, counts)[0] * (ranks[0].layers - 1) // ranks[0].layers]
         by_rank = []
         for rank, activations in zip(ranks, away, strict=True):
             weights, _, optimizer = state_bytes(rank.parameters, plan.precision, plan.zero, plan.zero_ranks)
@@ -337,7 +356,7 @@ class Room:
         return chunk_placement(plan.schedule, plan.pp, plan.interleave)
 
     def _rank(self, plan: ParallelPlan, rank: int, counts: tuple[int, ...]) -> _RankNeeds:
-        """What a rank of the pipeline needs, whatever ZeRO cuts; activations in closed form."""
+        """What a rank of the pipeline needs beside its activations, whatever ZeRO cuts."""
         plan = plan.on_stage(rank)
         held = self._placement(plan).held[rank] if plan.pp > 1 else (0,)
         has_embedding, has_head = held[0] == 0, held[-1] == len(counts) - 1
@@ -356,7 +375,7 @@ class Room:
             brief += 2 * task.tokens * self.model.width * task.stream // task.split
         return _RankNeeds(
             parameters,
-            self._activations_at_most(plan, rank, held, counts),
+            0,
             self.logits_bytes(plan) if has_head else 0,
             brief,
             sum(counts[chunk] for chunk in held),
@@ -372,23 +391,6 @@ class Room:
         if plan.world > 1 or plan.accumulation > 1 or self._device.kind != "gpu" or self.code(plan) == "fused":
             return 0
         return min(state_bytes(rank.parameters, plan.precision)[1], rank.activations + rank.logits)
-
-    def _activations_at_most(
-        self, plan: ParallelPlan, rank: int, held: tuple[int, ...], counts: tuple[int, ...]
-    ) -> int:
-        """In closed form: passes held at the schedule's fullest moments, of chunks of the rank's mean size."""
-        if plan.pp == 1:
-            return self.chunk(plan, counts[0])[0]
-        if plan.schedule == "interleaved":
-            return sum([passes * self.chunk(plan, counts[chunk])[0] for passes, chunk in in_flight(plan, rank, held)])
-        sizes = [self.chunk(plan, counts[chunk]) for chunk in held]
-        kept, late = sizes[0] if len(sizes) == 1 else map(sum, zip(*sizes, strict=True))
-        most = 0
-        for ahead, behind in pace.most_held(plan.schedule, rank, plan.pp, plan.accumulation, plan.interleave):
-            most = max(most, (ahead * kept + behind * late) // len(held))
-        if held[-1] == len(counts) - 1 and plan.schedule in pace.ALL_AT_ONCE:
-            most += (plan.accumulation - 1) * self._loss_kept(plan)
-        return most
 
     def _at_work(self, plan: ParallelPlan, held: tuple[int, ...], counts: tuple[int, ...]) -> tuple[int, ...]:
         """Parameters of what ZeRO gathers or scatters at once: layer by layer, in a pipeline chunk by chunk. The
@@ -427,6 +429,11 @@ class Room:
             self._late[key] = sum(tensor.nbytes for tensor in kept_for_weights(self.model, self.task(plan)))
         return self._late[key]
 
+    def pass_bytes(self, plan: ParallelPlan) -> int:
+        """What a microbatch needs at least, whatever is recomputed: one layer's activations, and on the last stage,
+        at another moment, the logits."""
+        return max(self.layer(plan)[0], self.logits_bytes(plan))
+
     def layer(self, plan: ParallelPlan) -> tuple[int, int]:
         """Bytes a layer keeps of a microbatch, and bytes that come back while one is recomputed."""
         key = (plan.tp, plan.sequence_parallel, plan.microbatch, plan.attention, plan.precision, plan.recompute)
@@ -434,13 +441,3 @@ class Room:
         if held is None:
             held = self._activations[key] = kept_bytes(self.model, self.task(plan), plan.repeated)
         return held
-
-
-def in_flight(plan: ParallelPlan, rank: int, held: tuple[int, ...]) -> list[tuple[int, int]]:
-    """Passes of each of a rank's chunks whose activations interleaved 1F1B holds at its fullest moment."""
-    # A rank's passes go through its chunks in groups of pp microbatches, from the first chunk on.
-    [(passes, _)] = pace.most_held(plan.schedule, rank, plan.pp, plan.accumulation, plan.interleave)
-    rounds, rest = divmod(passes, plan.pp * plan.interleave)
-    return [
-        (rounds * plan.pp + min(plan.pp, max(0, rest - place * plan.pp)), chunk) for place, chunk in enumerate(held)
-    ]

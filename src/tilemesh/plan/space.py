@@ -6,7 +6,6 @@ ranks add up, microbatches fill the batch); whether it fits in memory is the sea
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, make_dataclass
 from typing import Any, get_args, get_type_hints
@@ -19,17 +18,11 @@ from tilemesh.core.step.book import why_not_built
 from tilemesh.model.work.weights import why_not_tp
 from tilemesh.plan.step import Estimator
 
-MICROBATCHES = (1, 2, 4, 8, 16, 32)
-"""Sequences in one pass, up to each of these what divides the batch: 7 are one pass of 7, not seven of one. Beyond the
-last, and beyond `PASS_TOKENS`, a pass gains nothing that more microbatches would not."""
-PASS_TOKENS = 1 << 16
-"""Short sequences are taken by more than 32 up to so many tokens: twice what 32 of 1,024 are."""
 INTERLEAVES = (2, 3, 4, 5, 6, 8)
-SEARCHED: tuple[Schedule, ...] = ("1f1b", "zb-h1", "zb-v", "v-half", "interleaved")
+SEARCHED: tuple[Schedule, ...] = ("1f1b", "zb-h1", "zb-h2", "zb-v", "v-half", "interleaved")
 """Schedules that are tried unless one is fixed. The others lose to one of these in time and in memory as they are
-predicted here: GPipe, TeraPipe and breadth-first hold every microbatch, ZB-H2 waits no less than ZB-V in a step that
-ends with all ranks' update, Chimera and DualPipe hold weights twice, and V-Min, whose slots are all as long as the
-longest pass, takes about as long as recomputing everything."""
+predicted here: GPipe, TeraPipe and breadth-first hold every microbatch, Chimera and DualPipe hold weights twice, and
+V-Min, whose slots are all as long as the longest pass, takes about as long as recomputing everything."""
 CUT = ("chunk_layers",)
 """What nobody fixes: stages are cut for each layout."""
 TP_NODES = 2
@@ -107,13 +100,16 @@ def candidates(estimator: Estimator, batch: int, pins: Pins) -> Iterator[list[Pa
         if batch % dp:
             continue
         group = pins.zero_group or dp
-        for microbatch in _microbatches(batch // dp, pins, estimator.context):
+        sizes = _microbatches(batch // dp, pins)
+        alike: dict[str, Any] = {"tp": tp, "sequence_parallel": tp > 1, "attention": attention, "precision": precision}
+        for microbatch in sizes:
             accumulation = batch // dp // microbatch
+            least_bytes = estimator.room.pass_bytes(ParallelPlan(microbatch=microbatch, **alike)) // (pins.slices or 1)
+            if microbatch > sizes[0] and least_bytes > estimator.usable_bytes:
+                break  # nor do more sequences fit; the fewest stay, to say what they need
             for schedule, interleave in _schedules(estimator.model.layers, pp, accumulation, pins):
                 for parallel in _choices(pins.sequence_parallel, (True, False) if tp > 1 else (False,)):
                     for zero in _choices(pins.zero, (0, 1, 2, 3) if dp > 1 and not dp % group else (0,)):
-                        # V-Half is there to keep less, which recomputing does too.
-                        frugal = schedule == "v-half" and not pins.recompute
                         yield [
                             ParallelPlan.unchecked(
                                 dp=dp, tp=tp, pp=pp, sequence_parallel=parallel, zero=zero, interleave=interleave,
@@ -124,7 +120,7 @@ def candidates(estimator: Estimator, batch: int, pins: Pins) -> Iterator[list[Pa
                                 recompute_stages=() if recompute == "none" else pins.recompute_stages or (),
                                 **as_said,
                             )
-                            for recompute in (recomputes[:1] if frugal else recomputes)
+                            for recompute in recomputes
                         ]  # fmt: skip
 
 
@@ -150,7 +146,7 @@ def divisors(n: int) -> list[int]:
     return [d for d in range(1, n + 1) if n % d == 0]
 
 
-def _microbatches(per_replica: int, pins: Pins, context: int) -> list[int]:
+def _microbatches(per_replica: int, pins: Pins) -> list[int]:
     if pins.accumulation is not None:
         if per_replica % pins.accumulation:
             return []
@@ -158,16 +154,7 @@ def _microbatches(per_replica: int, pins: Pins, context: int) -> list[int]:
         return [only] if pins.microbatch in (None, only) else []
     if pins.microbatch:
         return [] if per_replica % pins.microbatch else [pins.microbatch]
-    sizes = list(MICROBATCHES)
-    while 2 * sizes[-1] * context <= PASS_TOKENS:
-        sizes.append(2 * sizes[-1])
-    return sorted({_largest_divisor(per_replica, size) for size in sizes})
-
-
-@functools.cache
-def _largest_divisor(n: int, most: int) -> int:
-    """The largest divisor of n that is not above `most`."""
-    return next(size for size in range(most, 0, -1) if n % size == 0)
+    return divisors(per_replica)
 
 
 def _schedules(layers: int, pp: int, accumulation: int, pins: Pins) -> list[tuple[Schedule, int]]:
@@ -182,12 +169,7 @@ def _schedules(layers: int, pp: int, accumulation: int, pins: Pins) -> list[tupl
             continue
         if name in INTERLEAVED:
             wanted = [pins.interleave] if pins.interleave else INTERLEAVES
-            whole = [chunks for chunks in wanted if chunks > 1 and pp * chunks <= layers]
-            even = [chunks for chunks in whole if layers % (pp * chunks) == 0]
-            # Chunks of unequal layers only where there are no equal ones.
-            named += [(name, chunks) for chunks in (even or whole[:1])]
-        elif name == "zb-h1" and not pins.schedule and 2 * pp <= layers:
-            continue  # with two chunks per stage ZB-V takes as much memory and half of the bubble
+            named += [(name, chunks) for chunks in wanted if chunks > 1 and pp * chunks <= layers]
         elif pins.interleave in (None, 1) and pp * (2 if name in IN_A_V else 1) <= layers:
             named.append((name, 1))
     return named
@@ -246,7 +228,7 @@ def why_nothing(estimator: Estimator, batch: int, pins: Pins) -> str:
             f"{-(-batch // dps[0]) * dps[0]}"
         )
     per_replica = batch // good[0]
-    if not any(_microbatches(batch // dp, pins, estimator.context) for dp in good):
+    if not any(_microbatches(batch // dp, pins) for dp in good):
         asked = f"accumulation {pins.accumulation}" if pins.accumulation else f"microbatch {pins.microbatch}"
         if pins.accumulation and pins.microbatch:
             asked += f" x microbatch {pins.microbatch}"

@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -261,10 +262,9 @@ def _sent_share(collective: str, ranks: int) -> float:
 
 
 def group(cluster: Cluster, size: int, stride: int) -> RanksOfNodes:
-    """The group of an axis: `size` ranks, `stride` apart, ranks laid on nodes in order."""
+    """The slowest group of an axis: `size` ranks, `stride` apart, ranks laid on nodes in order."""
     node = cluster.node
-    fit = max(1, min(size, node.count // stride))
-    inside = max(d for d in range(1, fit + 1) if size % d == 0)
+    inside = _ranks_inside(cluster.world, node.count, size, stride)
     return RanksOfNodes(
         inside=inside,
         nodes=size // inside,
@@ -273,6 +273,15 @@ def group(cluster: Cluster, size: int, stride: int) -> RanksOfNodes:
         hides=node.device.kind == "gpu",
         meeting_s=node.intra.meeting_s,
     )
+
+
+@functools.cache
+def _ranks_inside(world: int, per_node: int, size: int, stride: int) -> int:
+    """How many ranks of a group share a node, for the group that the ends of nodes cut worst. Shares of unequal size
+    exchange as their greatest common divisor would: the smallest share's adapters set the pace."""
+    firsts = (block + offset for block in range(0, world, size * stride) for offset in range(stride))
+    shares = (Counter((first + place * stride) // per_node for place in range(size)) for first in firsts)
+    return min(math.gcd(*share.values()) for share in shares)
 
 
 def neighbour_s(cluster: Cluster, stride: int, ranks: int, nbytes: float) -> float:

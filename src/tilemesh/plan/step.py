@@ -30,7 +30,7 @@ from tilemesh.model.work.task import STATE_BYTES, Code
 from tilemesh.model.work.weights import why_not
 from tilemesh.plan import constants
 from tilemesh.plan.clock import Chunks, Clock, DataExchange, data_exchange, host_step_s
-from tilemesh.plan.cut import cut, spread
+from tilemesh.plan.cut import spread
 from tilemesh.plan.memory import Room, state_bytes, usable_bytes
 from tilemesh.plan.offload import MovedBytes, RankPassTimes, host_rates, offload_s, on_device
 from tilemesh.plan.prediction import Prediction, Times
@@ -39,8 +39,10 @@ from tilemesh.plan.speed import speed_of
 _HEADROOM = Range(0, 1, below=True)
 MOST_PASSES = 60_000
 """Pipelines beyond this (deeper than about 70 stages) are timed in closed form: simulating ten would take seconds."""
-MOST_CUTS = 20_000
-"""Layers times chunks beyond which stages are cut the quick way, which is as good for equal layers."""
+
+
+_ROUNDING = 1e-9
+"""By how much sums of the same seconds in another order may differ."""
 
 
 class Frame(NamedTuple):
@@ -133,17 +135,35 @@ class Estimator:
     # ---- two answers -------------------------------------------------------------------------------------------
 
     def fits(self, plan: ParallelPlan) -> bool:
-        return self.total_bytes(plan) <= self.usable_bytes
+        return self.least_bytes(plan) <= self.usable_bytes and self.total_bytes(plan) <= self.usable_bytes
+
+    def least_bytes(self, plan: ParallelPlan) -> int:
+        """What `total_bytes` is no less than, quickly."""
+        return self.room.least_bytes(plan, self._counts(plan))
 
     def total_bytes(self, plan: ParallelPlan) -> int:
-        """Of the fullest rank, quickly."""
-        return self.room.most_bytes(plan, self._counts(plan, exact=False))
+        """Of the fullest rank."""
+        return self.room.fullest(plan, self._counts(plan)).total_bytes
 
     def rank_s(self, plan: ParallelPlan) -> float:
         """Step time in closed form, quickly; the layout must be possible."""
         frame = self._frame(plan)
+        return self._step_s(plan, frame, _closed_form_s(plan, frame))
+
+    def least_s(self, plan: ParallelPlan) -> float:
+        """What the layout's step is no shorter than, quickly."""
+        frame = self._frame(plan)
+        return self._step_s(plan, frame, self._least_pipe_s(plan, frame)) * (1 - _ROUNDING)
+
+    def step_s(self, plan: ParallelPlan) -> float:
+        """Step time with the pipeline simulated: that of `predict`."""
+        frame = self._frame(plan)
+        return self._times(plan, frame).total_s
+
+    def _step_s(self, plan: ParallelPlan, frame: Frame, pipe_s: float) -> float:
+        """All passes, and what comes before and after them."""
         device_s = (
-            _closed_form_s(plan, frame)
+            pipe_s
             + self._exchange(plan, frame).exposed_s
             + self._optimizer_s(plan, frame.most_parameters)
             + self._offload_s(plan, frame)
@@ -156,7 +176,7 @@ class Estimator:
         problem = why_not(self.model, plan, self.cluster.world)
         if problem:
             raise UsageError(problem)
-        frame = self._frame(plan, exact=True)
+        frame = self._frame(plan)
         times = self._times(plan, frame)
         repeated = recomputed_layers(plan, frame.counts) / self.model.layers
         peak = self.cluster.device.peak(plan.compute_dtype) * plan.world
@@ -180,11 +200,11 @@ class Estimator:
 
     def chunk_times(self, plan: ParallelPlan) -> Chunks:
         """Seconds of each chunk's passes and of a message."""
-        return self._frame(plan, exact=True).chunks
+        return self._frame(plan).chunks
 
     def step_times(self, plan: ParallelPlan) -> StepTimes:
         """Seconds of a step's passes, as `predict` simulates them."""
-        return self._step_times(plan, self._frame(plan, exact=True))
+        return self._step_times(plan, self._frame(plan))
 
     def _step_times(self, plan: ParallelPlan, frame: Frame) -> StepTimes:
         times = frame.chunks.step_times
@@ -195,36 +215,36 @@ class Estimator:
 
     def busiest_layers(self, plan: ParallelPlan) -> int:
         """Layers of the stage whose passes take longest."""
-        frame = self._frame(plan, exact=True)
+        frame = self._frame(plan)
         return frame.layers[frame.busiest]
 
     # ---- pieces ------------------------------------------------------------------------------------------------
 
-    def _frame(self, plan: ParallelPlan, exact: bool = False) -> Frame:
+    def _frame(self, plan: ParallelPlan) -> Frame:
         """What depends on neither ZeRO nor how many replicas share the batch, remembered."""
         near = plan.world <= self.cluster.node.count  # whether stages lie in one node
         placement = chunk_placement(plan.schedule, plan.pp, plan.interleave)
         splits = is_split(plan.schedule)
         key = (
             plan.tp, plan.pp, plan.sequence_parallel, plan.microbatch, placement.name, plan.interleave, splits,
-            plan.recompute, plan.recompute_stages, plan.attention, plan.precision, plan.accumulation > 1, near, exact,
+            plan.recompute, plan.recompute_stages, plan.attention, plan.precision, plan.accumulation > 1, near,
             plan.chunk_layers, plan.zero == 3,
         )  # fmt: skip
         frame = self._frames.get(key)
         if frame is None:
-            counts = self._counts(plan, exact)
+            counts = self._counts(plan)
             chunks = self.clock.chunks(plan, counts, self._accumulate_s(plan))
             held = placement.held if plan.pp > 1 else ((0,),)
             layers = tuple(sum(counts[chunk] for chunk in mine) for mine in held)
             shards, last = self.room.shards(plan.tp), len(counts) - 1
             most = max(shards.stage(count, 0 in mine, last in mine) for count, mine in zip(layers, held, strict=True))
-            ways = len(placement.directions)
+            ways = len(placement.directions) if plan.pp > 1 else 1
             load = RankLoad.of(held, chunks.step_times, ways)
             frame = self._frames[key] = Frame(counts, held, ways, layers, chunks, most, load)
         return frame
 
-    def _counts(self, plan: ParallelPlan, exact: bool) -> tuple[int, ...]:
-        """Layers of each chunk: as the plan says, or as even in time as can be; `exact`: by dynamic programming."""
+    def _counts(self, plan: ParallelPlan) -> tuple[int, ...]:
+        """Layers of each chunk: as the plan says, or as even in time as can be."""
         if plan.chunk_layers:
             return plan.chunk_layers
         if plan.pp == 1:
@@ -242,8 +262,6 @@ class Estimator:
             first = round((sum(layer.embedding_s) + layer.embedding_exchange_s) / layer_s, 1)
             last = round((sum(layer.head_s) + sum(layer.head_exchange_s)) / layer_s, 1)
             ends = self._ends[key] = (first, last)
-        if exact and self.model.layers * plan.chunks < MOST_CUTS:
-            return cut((1.0,) * self.model.layers, plan.chunks, *ends)
         return spread(self.model.layers, plan.chunks, *ends)
 
     def _accumulate_s(self, plan: ParallelPlan) -> float:
@@ -364,8 +382,8 @@ class Estimator:
         schedule takes with a core for every rank, whichever is more; a little longer where for a moment fewer ranks
         compute than there are cores.
         """
-        per_rank, turns = len(frame.held[0]), self.cluster.device.ranks_per_core
-        if plan.pp == 1 or pace.simulated_passes(plan.pp, plan.accumulation, per_rank) * plan.slices > MOST_PASSES:
+        turns = self.cluster.device.ranks_per_core
+        if not self._is_simulated(plan, frame):
             pipe_s = _closed_form_s(plan, frame)
         elif plan.slices > 1:
             program = build(plan.schedule, plan.pp, plan.accumulation, slices=plan.slices)
@@ -377,6 +395,21 @@ class Estimator:
             return pipe_s
         busy_s = plan.accumulation * statistics.fmean(frame.busy_s(rank) for rank in range(plan.pp))
         return max(pipe_s / turns, busy_s)
+
+    def _is_simulated(self, plan: ParallelPlan, frame: Frame) -> bool:
+        passes = pace.simulated_passes(plan.pp, plan.accumulation, len(frame.held[0])) * plan.slices
+        return plan.pp > 1 and passes <= MOST_PASSES
+
+    def _least_pipe_s(self, plan: ParallelPlan, frame: Frame) -> float:
+        """What `_pipe_s` is no less than."""
+        if not self._is_simulated(plan, frame):
+            return self._pipe_s(plan, frame)
+        busy_s = [plan.accumulation * frame.busy_s(rank) for rank in range(plan.pp)]
+        pipe_s, turns = max(busy_s), self.cluster.device.ranks_per_core
+        if plan.slices == 1:
+            shape = (plan.schedule, plan.pp, plan.accumulation, plan.interleave)
+            pipe_s = max(pipe_s, pace.least_s(*shape, frame.chunks.step_times))
+        return pipe_s if turns == 1.0 else max(pipe_s / turns, statistics.fmean(busy_s))
 
     def _traffic(self, plan: ParallelPlan, frame: Frame) -> dict[str, float]:
         """Bytes sent by a rank in the middle of the pipeline, where both neighbours are served."""

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from tilemesh.core.plan import ASYNCHRONOUS, is_listed
 from tilemesh.core.step.action import StepProgram, parts
 from tilemesh.core.step.book import build, chunk_placement, is_split, listed
+from tilemesh.core.step.memory import Moment, fullest_moments
 from tilemesh.core.step.schedules import warmup
 from tilemesh.core.step.simulate import StepTimes, simulate
 from tilemesh.core.step.vees import held_in_vee
@@ -74,9 +75,24 @@ def _held_in_list(program: StepProgram, rank: int) -> Held:
 def program_for_memory(name: str, stages: int, microbatches: int, interleave: int, slices: int = 1) -> StepProgram:
     """A step that holds as much as that of so many microbatches: of most schedules a shorter one, as the steady state
     repeats."""
+    return _built(name, stages, _settled(name, stages, microbatches), interleave, slices)
+
+
+def moments_for_memory(
+    name: str, stages: int, microbatches: int, interleave: int, slices: int = 1
+) -> tuple[tuple[Moment, ...], ...]:
+    """The moments of that step at which each rank can hold most."""
+    return _moments(name, stages, _settled(name, stages, microbatches), interleave, slices)
+
+
+def _settled(name: str, stages: int, microbatches: int) -> int:
     enough = _SETTLED_FOR_MEMORY * stages + microbatches % stages
-    count = microbatches if name in ALL_AT_ONCE or is_listed(name) else min(microbatches, enough)
-    return _built(name, stages, count, interleave, slices)
+    return microbatches if name in ALL_AT_ONCE or is_listed(name) else min(microbatches, enough)
+
+
+@functools.lru_cache(maxsize=4096)
+def _moments(name: str, stages: int, microbatches: int, interleave: int, slices: int) -> tuple[tuple[Moment, ...], ...]:
+    return fullest_moments(_built(name, stages, microbatches, interleave, slices))
 
 
 @functools.cache
@@ -194,11 +210,11 @@ def simulated_s(name: str, stages: int, microbatches: int, interleave: int, time
         if even or walked > _CHEAP_PASSES or (len(last) == _STEADY_ROUNDS and max(last) - min(last) <= _SAME * taken_s):
             break
     paced_s = taken_s + rounds_s[-1] * ((microbatches - whole) // stages)
-    least_s = _least_s(name, stages, microbatches, interleave, times)
-    return least_s if least_s > paced_s * (1 + _SAME) else paced_s
+    shortest_s = least_s(name, stages, microbatches, interleave, times)
+    return shortest_s if shortest_s > paced_s * (1 + _SAME) else paced_s
 
 
-def _least_s(name: str, stages: int, microbatches: int, interleave: int, times: StepTimes) -> float:
+def least_s(name: str, stages: int, microbatches: int, interleave: int, times: StepTimes) -> float:
     """What no order of passes is shorter than: a rank's work, after the first input has come to it and, where backward
     passes are whole, before the last gradient has left it. A rank that is busiest by little sets the pace only after
     many rounds."""
