@@ -51,7 +51,11 @@ CASES = {
                                        "head_dim": 8, "attention_bias": True}),
     "gemma3": ("gemma3_text", GEMMA),
     "gemma3-plain": ("gemma3_text", GEMMA | {"layer_types": None, "query_pre_attn_scalar": 8, "attention_bias": True}),
+    "gemma3-equal-bases": ("gemma3_text", GEMMA | {"rope_parameters": {
+        "full_attention": {"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 500.0}}}),
     "phi3": ("phi3", LLAMA | {"pad_token_id": None}),
+    "phi3-types": ("phi3", LLAMA | {"pad_token_id": None, "sliding_window": 4, "layer_types": ["full_attention"] * 2}),
     "phi3-partial": ("phi3", LLAMA | {"pad_token_id": None, "num_attention_heads": 3, "num_key_value_heads": 3,
                                       "sliding_window": 5, "tie_word_embeddings": True,
                                       "rope_parameters": {"rope_type": "default", "rope_theta": 50.0,
@@ -291,6 +295,20 @@ def test_rotary_settings_of_older_files_are_read() -> None:
         ("gemma3", {"layer_types": None, "sliding_window_pattern": 0}, "sliding_window_pattern is 0"),
         ("llama", {"quantization_config": {"bits": 4}}, "quantization_config"),
         ("llama", {"hidden_act": "gelu"}, "hidden_act is 'gelu': only 'silu'"),
+        ("llama", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "say different things: leave one away"),
+        ("llama-3.1", {"original_max_position_embeddings": 7}, "is 12 here and 7 outside: leave one away"),
+        ("llama", {"rope_parameters": {"full_attention": {}}}, "has full_attention: expected one object for all"),
+        ("gemma3", {"rope_parameters": {"rope_theta": 5.0}}, "expected full_attention and sliding_attention in it"),
+        ("gpt2", {"num_attention_heads": 2}, "num_attention_heads is 2 and n_head 3: set one value"),
+        ("gpt_neox", {"head_dim": 4}, "head_dim is 4 and hidden_size / num_attention_heads 8: set one value"),
+        *(
+            (case, {"is_causal": wrong}, f"is_causal is {wrong}: only True is supported")
+            for case, wrong in zip(
+                ("gpt2", "llama", "mistral", "qwen2", "qwen3", "gemma3", "phi3", "gpt_neox", "olmo2"),
+                (False, None, *[False] * 7),
+                strict=True,
+            )
+        ),
     ],
 )
 def test_a_config_that_means_another_model_is_refused(case: str, changes: dict[str, Any], words: str) -> None:

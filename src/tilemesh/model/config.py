@@ -190,7 +190,8 @@ class ModelConfig:
     @property
     def has_local_rotary(self) -> bool:
         """Whether layers with a window have rotary frequencies of their own."""
-        return bool(self.window) and (self.rotary_local_base not in (0.0, self.rotary_base))
+        is_other = self.rotary_local_base != self.rotary_base or self.rotary_scaling != "none"
+        return bool(self.window) and self.rotary_local_base != 0.0 and is_other
 
     @property
     def query_factor(self) -> float:

@@ -79,6 +79,9 @@ _UNSERVED: Mapping[str, tuple[str, str]] = {
 }
 """Families that people have and that are not read: the nearest that is, and what is missing."""
 
+_EXPECTS: dict[str, Any] = {"is_causal": True}
+"""As `Family.expects`, of every family."""
+
 _COMMON = ("dropout", "norm_epsilon", "tied", "family")
 """Our fields that every family expresses."""
 
@@ -99,7 +102,7 @@ def from_json(told: Mapping[str, Any], source: str = CONFIG) -> ModelConfig:
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise _unserved(kind)
     family = FAMILIES[kind]
-    for key, value in family.expects.items():
+    for key, value in (_EXPECTS | family.expects).items():
         if told.get(key, value) not in (value, None if value is False else value):  # null is as good as false
             raise UsageError(f"{source}: {key} is {shown(told[key])}: only {value!r} is supported")
     quantized = told.get(QUANTIZATION)

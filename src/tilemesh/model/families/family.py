@@ -58,7 +58,7 @@ class Family:
     """Modules whose matrix has the inputs first."""
     by_heads: tuple[str, ...] = ()
     """Modules whose rows are ordered by heads: query, key and value of the first, then of the second."""
-    expects: Mapping[str, Any] = field(default_factory=dict)
+    expects: dict[str, Any] = field(default_factory=dict)
     """Their key: the only value that our model computes. Absent is as good."""
     leftovers: str = ""
     """Tensors that old versions wrote and nobody reads (a pattern): causal masks, rotary frequencies."""
@@ -110,43 +110,53 @@ def one_dropout(told: Mapping[str, Any], embedding: str, residual: str, default:
     return dropout
 
 
+LAYER_TYPES = ("full_attention", "sliding_attention")
 SCALINGS = {"default": "none", "linear": "linear", "llama3": "llama3"}
 """Their rope_type: our rotary_scaling."""
 
 
 def read_rotary(
-    told: Mapping[str, Any], source: str, inner: str = "", base: float = 10_000.0, scalings: tuple[str, ...] = ()
+    told: Mapping[str, Any], source: str, base: float = 10_000.0, scalings: tuple[str, ...] = tuple(SCALINGS)
 ) -> dict[str, Any]:
     """Rotary settings. transformers 4 wrote rope_theta and rope_scaling, 5 writes rope_parameters with both; a file may
-    have all three. `inner`: the kind of layer, where rope_parameters has several. `scalings`: that are served."""
-    made: dict[str, Any] = {"rotary_base": told.get("rope_theta", base)}
-    served = scalings or tuple(SCALINGS)
-    for key in ("rope_scaling", "rope_parameters"):
-        rotary = told.get(key) or {}
-        if isinstance(rotary, Mapping) and inner in rotary:
-            rotary = rotary[inner] or {}
-        if not isinstance(rotary, Mapping):
-            raise UsageError(f"{source}: {key} is {shown(rotary)}: expected an object")
-        kind = rotary.get("rope_type", rotary.get("type", "default"))
-        if kind not in served:
+    have all three, which then have to agree: versions of transformers differ in which of them they follow."""
+    ways = {key: told[key] for key in ("rope_scaling", "rope_parameters") if told.get(key)}
+    read = [_read_rotary(rotary, told, f"{source}: {key}", base, scalings) for key, rotary in ways.items()]
+    if len(read) > 1 and read[0] != read[1]:
+        raise UsageError(f"{source}: rope_scaling and rope_parameters say different things: leave one away")
+    return read[0] if read else {"rotary_base": told.get("rope_theta", base)}
+
+
+def _read_rotary(
+    rotary: Any, told: Mapping[str, Any], where: str, base: float, scalings: tuple[str, ...]
+) -> dict[str, Any]:
+    """One of the two ways to write them down."""
+    if not isinstance(rotary, Mapping):
+        raise UsageError(f"{where} is {shown(rotary)}: expected an object")
+    if inner := [key for key, value in rotary.items() if isinstance(value, Mapping) or key in LAYER_TYPES]:
+        raise UsageError(f"{where} has {inner[0]}: expected one object for all layers of this family")
+    kind = rotary.get("rope_type", rotary.get("type", "default"))
+    if kind not in scalings:
+        raise UsageError(f"{where}: positions scaled by {shown(kind)}: only {', '.join(scalings)} can be computed")
+    made: dict[str, Any] = {"rotary_base": rotary.get("rope_theta", told.get("rope_theta", base))}
+    if "partial_rotary_factor" in rotary:
+        made["rotary_fraction"] = rotary["partial_rotary_factor"]
+    if kind != "default":
+        made |= {"rotary_scaling": SCALINGS[kind], "rotary_factor": rotary.get("factor")}
+    if kind == "llama3":
+        trained = rotary.get(_TRAINED)
+        if told.get(_TRAINED, trained) != trained:
             raise UsageError(
-                f"{source}: {key}: positions scaled by {shown(kind)}: only {', '.join(served)} can be computed"
+                f"{where}: {_TRAINED} is {shown(trained)} here and {told[_TRAINED]} outside: leave one away"
             )
-        made["rotary_base"] = rotary.get("rope_theta", made["rotary_base"])
-        if "partial_rotary_factor" in rotary:
-            made["rotary_fraction"] = rotary["partial_rotary_factor"]
-        if kind == "default":
-            continue
-        scaled = {"rotary_scaling": SCALINGS[kind], "rotary_factor": rotary.get("factor")}
-        if kind == "llama3":
-            scaled |= {
-                "rotary_low": rotary.get("low_freq_factor"), "rotary_high": rotary.get("high_freq_factor"),
-                "rotary_trained": rotary.get("original_max_position_embeddings"),
-            }  # fmt: skip
-        if "rotary_scaling" in made and {**made, **scaled} != made:
-            raise UsageError(f"{source}: rope_scaling and rope_parameters scale positions differently: leave one away")
-        made |= scaled
+        made |= {
+            "rotary_low": rotary.get("low_freq_factor"), "rotary_high": rotary.get("high_freq_factor"),
+            "rotary_trained": trained,
+        }  # fmt: skip
     return made
+
+
+_TRAINED = "original_max_position_embeddings"
 
 
 def rotary_parameters(config: ModelConfig) -> dict[str, Any]:
@@ -173,9 +183,9 @@ def read_window(told: Mapping[str, Any], layers: int, full: list[int], source: s
     """The sliding window, and which layers have none: by layer_types, or those that older files mean."""
     window, types = told.get("sliding_window"), told.get("layer_types")
     if types is not None:
-        known = ("full_attention", "sliding_attention")
-        if not isinstance(types, list) or len(types) != layers or any(kind not in known for kind in types):
-            raise UsageError(f"{source}: layer_types is {shown(types)}: expected {layers} of {' and '.join(known)}")
+        if not isinstance(types, list) or len(types) != layers or any(kind not in LAYER_TYPES for kind in types):
+            known = " and ".join(LAYER_TYPES)
+            raise UsageError(f"{source}: layer_types is {shown(types)}: expected {layers} of {known}")
         full = [index for index, kind in enumerate(types) if kind == "full_attention"]
     if window is None or len(full) == layers:
         return {}

@@ -9,15 +9,26 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from tilemesh.core.errors import UsageError
+from tilemesh.core.ranges import shown
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.families.family import ANY, Family, one_dropout, one_of, read_rotary, rotary_parameters
 
 _GPT2_ACTIVATIONS = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "relu": "relu", "gelu": "gelu-erf"}
 _NEOX_ACTIVATIONS = {"gelu": "gelu-erf", "gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "relu": "relu"}
+_WIDTH = "hidden_size / num_attention_heads"
 _THEIRS = {"gelu": "gelu_new", "gelu-erf": "gelu", "relu": "relu"}
 
 
+_GPT2_ALIASES = {
+    "hidden_size": "n_embd", "max_position_embeddings": "n_positions", "num_attention_heads": "n_head",
+    "num_hidden_layers": "n_layer",
+}  # fmt: skip
+"""Names by which transformers also reads GPT-2's sizes."""
+
+
 def _read_gpt2(told: Mapping[str, Any], source: str) -> dict[str, Any]:
+    _check_same(told, _GPT2_ALIASES, source)
     return {
         "mlp_width": told.get("n_inner") or 0,
         "activation": one_of(told, "activation_function", _GPT2_ACTIVATIONS, "gelu_new", source),
@@ -33,7 +44,17 @@ def _write_gpt2(config: ModelConfig) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def _check_same(told: Mapping[str, Any], aliases: Mapping[str, str], source: str) -> None:
+    """Refuse two names of one setting with two values."""
+    for alias, key in aliases.items():
+        if None not in (told.get(alias), told.get(key)) and told[alias] != told[key]:
+            raise UsageError(f"{source}: {alias} is {shown(told[alias])} and {key} {shown(told[key])}: set one value")
+
+
 def _read_neox(told: Mapping[str, Any], source: str) -> dict[str, Any]:
+    width = told["hidden_size"] // told["num_attention_heads"]
+    _check_same({_WIDTH: width, **told}, {"head_dim": _WIDTH}, source)
+    _check_same(told, {"rope_theta": "rotary_emb_base"}, source)
     rotary = read_rotary(told, source, base=told.get("rotary_emb_base", 10_000.0))
     return {
         "norm": "layernorm", "positions": "rotary", "rotary_fraction": told.get("rotary_pct", 0.25),

@@ -11,9 +11,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from tilemesh.core.errors import UsageError
+from tilemesh.core.ranges import shown
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.families.family import (
     ANY,
+    LAYER_TYPES,
     Family,
     layer_types,
     one_dropout,
@@ -74,7 +76,7 @@ def _write_llama(config: ModelConfig) -> dict[str, Any]:
 
 
 def _read_mistral(told: Mapping[str, Any], source: str) -> dict[str, Any]:
-    window = read_window({"sliding_window": 4096, **told}, told["num_hidden_layers"], [], source)
+    window = {"window": told.get("sliding_window", 4096) or 0}  # in every layer, whatever layer_types says
     return {**_read_common(told, source), "kv_heads": told.get("num_key_value_heads", 8) or 0, **window}
 
 
@@ -163,7 +165,7 @@ QWEN3 = dataclasses.replace(
 
 
 def _read_phi3(told: Mapping[str, Any], source: str) -> dict[str, Any]:
-    window = read_window(told, told["num_hidden_layers"], [], source)
+    window = {"window": told.get("sliding_window") or 0}  # in every layer, whatever layer_types says
     fraction = {"rotary_fraction": told.get("partial_rotary_factor", 1.0)}
     fraction |= read_rotary(told, source, scalings=("default",))
     return {
@@ -234,17 +236,31 @@ def _read_gemma3(told: Mapping[str, Any], source: str) -> dict[str, Any]:
     if not isinstance(every, int) or every < 1:
         raise UsageError(f"{source}: sliding_window_pattern is {every!r}: expected every how many layers there is none")
     full = [index for index in range(layers) if (index + 1) % every == 0]
-    local = {"rope_theta": told.get("rope_local_base_freq", 10_000.0)}
-    local |= {"rope_parameters": {"inner": (told.get("rope_parameters") or {}).get("sliding_attention")}}
+    rotary = _layer_rotary(given, source)
     head_width, scored = given["head_dim"], told.get("query_pre_attn_scalar", 256)
-    common = _read_common(given, source) | read_rotary(given, source, "full_attention")
+    common = _read_common({**given, "rope_parameters": rotary["full_attention"]}, source)
+    local = {"rope_theta": told.get("rope_local_base_freq", 10_000.0), "rope_parameters": rotary["sliding_attention"]}
     return {
         **common, **read_window(given, layers, full, source), "activation": "geglu", "qk_norm": "head",
         "biases": "attention" if told.get("attention_bias", False) else False, "norm_place": "sandwich",
         "norm_offset": True, "scaled_embedding": True, "score_width": 0 if scored == head_width else scored,
-        "rotary_local_base": read_rotary(local, source, "inner", scalings=("default",))["rotary_base"],
+        "rotary_local_base": read_rotary(local, source, scalings=("default",))["rotary_base"],
         "tied": told.get("tie_word_embeddings", True),
     }  # fmt: skip
+
+
+def _layer_rotary(told: Mapping[str, Any], source: str) -> Mapping[str, Any]:
+    """What rope_parameters says of each kind of layer; rope_scaling is of those without a window."""
+    rotary = told.get("rope_parameters") or dict.fromkeys(LAYER_TYPES)
+    if not isinstance(rotary, Mapping) or not set(rotary) <= set(LAYER_TYPES):
+        raise UsageError(f"{source}: rope_parameters is {shown(rotary)}: expected {' and '.join(LAYER_TYPES)} in it")
+    scaling = told.get("rope_scaling") or {}
+    if isinstance(scaling, Mapping) and "rope_type" not in scaling and "type" in scaling:
+        raise UsageError(f"{source}: rope_scaling has type, which is passed over in this family: call it rope_type")
+    for key, value in (("rope_parameters", rotary.get("sliding_attention") or {}), ("rope_scaling", scaling)):
+        if isinstance(value, Mapping) and value.get("partial_rotary_factor", 1.0) != 1.0:
+            raise UsageError(f"{source}: {key}: partial_rotary_factor is {value['partial_rotary_factor']}: only 1 is")
+    return {**dict.fromkeys(LAYER_TYPES), **rotary}
 
 
 def _write_gemma3(config: ModelConfig) -> dict[str, Any]:
