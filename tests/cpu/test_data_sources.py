@@ -22,13 +22,14 @@ from tilemesh.cli.main import main
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.data import prepare as preparing
 from tilemesh.data import records
-from tilemesh.data.chat import ConversationPiece, Template, read_messages, template_of
+from tilemesh.data.chat import Conversation, Template, read_conversation, template_of
 from tilemesh.data.config import DataConfig, check_source
 from tilemesh.data.corpus import open_corpus
 from tilemesh.data.documents import documents, misnamed_words
 from tilemesh.data.prepare import PreparationStoppedError, prepare
 from tilemesh.data.samples import IGNORED, PERIOD, Mixture, Samples, apportioned, held_out_samples, train_mixture
 from tilemesh.data.stream import Stream
+from tilemesh.data.tokenizer import FileTokenizer
 from tilemesh.model.transformer import IGNORED as MODEL_IGNORED
 
 
@@ -142,7 +143,7 @@ class TestFormats:
         path.write_bytes(b"\xef\xbb\xbf\n " + json.dumps(self.RECORDS, indent=indent).encode() + b"\n")
         assert self._contents(path) == [b"one", b"zwei"]
         path.write_text(json.dumps([{"messages": CHAT}]))
-        assert self._contents(path, chat=True) == [CHAT]
+        assert self._contents(path, chat=True) == [Conversation(CHAT)]
 
     @pytest.mark.parametrize("size", [1, 2, 7, 64])
     def test_an_array_is_read_piece_by_piece(self, tmp_path: Path, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -301,10 +302,10 @@ CHAT = [
 
 class TestChat:
     def test_answers_are_what_counts(self) -> None:
-        pieces = template_of(None).pieces(CHAT)
-        assert "".join(piece.text for piece in pieces) == template_of(None).render(CHAT, answer_follows=False)
-        assert [piece.text for piece in pieces if piece.is_answer] == ["hello\n", "yes\n"]
-        assert pieces[0] == ConversationPiece("<|user|>\nhi\n<|assistant|>\n", False)
+        text, answers = template_of(None).write(Conversation(CHAT))
+        assert text == template_of(None).render(CHAT, answer_follows=False)
+        assert [text[answer.begin : answer.end] for answer in answers] == ["hello\n", "yes\n"]
+        assert text[: answers[0].begin] == "<|user|>\nhi\n<|assistant|>\n"
 
     def test_a_conversation_as_tokens(self, tmp_path: Path) -> None:
         source = written(tmp_path / "a.jsonl", [{"messages": CHAT}, {"messages": CHAT[:2]}])
@@ -313,8 +314,8 @@ class TestChat:
         assert counted == b"hello\nyes\n\0hello\n\0"
 
     def test_the_older_form_of_messages(self) -> None:
-        told = read_messages([{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}], "here")
-        assert told == [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+        told = read_conversation([{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}], None, "here")
+        assert told.messages == [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
 
     @pytest.mark.parametrize(
         ("value", "words"),
@@ -327,12 +328,12 @@ class TestChat:
     )
     def test_what_is_no_conversation(self, value: Any, words: str) -> None:
         with pytest.raises(UsageError, match=words):
-            read_messages(value, "a.jsonl:1")
+            read_conversation(value, None, "a.jsonl:1")
 
     def test_a_template_that_rewrites_the_past_is_refused(self) -> None:
-        template = Template("{{ messages|length }}{% for m in messages %}{{ m['content'] }}{% endfor %}", {})
+        source = "{{ messages|length }}{% for m in messages %}{{ m['content'] }}{% endfor %}"
         with pytest.raises(UsageError, match="cannot be told from them"):
-            template.pieces(CHAT)
+            Template({"default": source}, {}).write(Conversation(CHAT))
 
     def test_text_files_are_refused(self, tmp_path: Path) -> None:
         (tmp_path / "a.txt").write_text("text")
@@ -406,7 +407,72 @@ class TestChat:
         with pytest.raises(UsageError, match="does not say where conversations begin in train-00000"):
             open_corpus(DataConfig(source=str(tmp_path / "shards")))
 
+    def test_tools_and_calls_are_written_or_refused(self, tmp_path: Path) -> None:
+        call = {"type": "function", "function": {"name": "look", "arguments": {"at": "é"}}}
+        messages = [CHAT[0], {"role": "assistant", "content": None, "tool_calls": [call]}, *CHAT[2:]]
+        record = {"messages": messages, "tools": [{"name": "look"}]}
+        source = DataConfig(source=written(tmp_path / "a.jsonl", [record]), chat=True, held_out=0.0)
+        with pytest.raises(UsageError, match=r"^a\.jsonl:1: this chat template does not write tools, which are there"):
+            open_corpus(source)
+        written(tmp_path / "a.jsonl", [{"messages": messages}])
+        with pytest.raises(UsageError, match="does not write tool_calls, which are there: use another template"):
+            open_corpus(source)
+        template = Template({"default": "other", "tool_use": TOOL_TEMPLATE}, {})
+        text, answers = template.write(read_conversation(messages, record["tools"], "here"))
+        assert text.startswith('[{"name": "look"}]|user:hi|')
+        assert text[answers[0].begin : answers[0].end] == '{"name": "look", "arguments": {"at": "é"}}|'
+        for wrong, words in (("look", "tools is 'look': expected a list"), ({}, "tools is {}: expected a list")):
+            with pytest.raises(UsageError, match=words):
+                read_conversation(messages, wrong, "here")
+        with pytest.raises(UsageError, match="expected role and content, texts"):
+            read_conversation([CHAT[0], {"role": "assistant", "content": None}], None, "here")
 
+    def test_templates_by_name_want_a_default(self) -> None:
+        with pytest.raises(UsageError, match="templates for rag, tool_use and none called default"):
+            Template({"rag": "x", "tool_use": "y"}, {})
+
+
+class TestTokenizerFiles:
+    def test_the_end_is_told_or_asked_for(self, tmp_path: Path) -> None:
+        write_chat_tokenizer(tmp_path, "mistral")
+        for settings, end in (({"eos_token": "<s>"}, 1), ({"eos_token": {"content": "yes"}}, 7), ({}, 0)):
+            (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+            assert FileTokenizer(tmp_path / "tokenizer.json").end == end
+        text = (tmp_path / "tokenizer.json").read_text().replace("</s>", "<end>")
+        (tmp_path / "tokenizer.json").write_text(text)
+        source = written(tmp_path / "a.jsonl", [{"text": "hi"}])
+        with pytest.raises(UsageError, match=r"no token that is known to end a document: name it as eos_token"):
+            open_corpus(DataConfig(source=source, tokenizer=tmp_path / "tokenizer.json"))
+
+    def test_text_that_is_not_utf8_is_refused_with_its_place(self, tmp_path: Path) -> None:
+        write_chat_tokenizer(tmp_path / "mistral", "mistral")
+        (tmp_path / "notes.txt").write_bytes("un café".encode("latin-1"))
+        data = DataConfig(source=str(tmp_path / "notes.txt"), held_out=0.0)
+        with pytest.raises(UsageError, match=r"^notes\.txt: byte 6 is 0xe9, which is not UTF-8: .* iconv -f latin1"):
+            open_corpus(dataclasses.replace(data, tokenizer=tmp_path / "mistral/tokenizer.json"))
+        assert open_corpus(data).train.parts[0].tobytes() == b"un caf\xe9\0"  # a byte is a token
+        source = tmp_path / "a.jsonl"
+        source.write_text('{"text": "\\ud800"}\n')
+        with pytest.raises(UsageError, match="half a surrogate pair"):
+            open_corpus(DataConfig(source=str(source)))
+
+    def test_a_vocabulary_with_holes_is_as_wide_as_its_largest_id(self, tmp_path: Path) -> None:
+        write_chat_tokenizer(tmp_path, "zephyr")
+        described = json.loads((tmp_path / "tokenizer.json").read_text())
+        described["model"]["vocab"]["yes"] = 300
+        (tmp_path / "tokenizer.json").write_text(json.dumps(described))
+        source = written(tmp_path / "a.jsonl", [{"text": "yes hi"}])
+        meta = prepare(DataConfig(source=source, tokenizer=tmp_path / "tokenizer.json"), tmp_path / "shards")
+        assert (meta["dtype"], meta["vocabulary"]) == ("uint16", 301)
+        corpus = open_corpus(DataConfig(source=str(tmp_path / "shards"), held_out=0.0))
+        assert np.concatenate(corpus.train.parts).tolist() == [300, described["model"]["vocab"]["hi"], 0]
+
+
+TOOL_TEMPLATE = (
+    "{% if tools %}{{ tools | tojson }}|{% endif %}{% for m in messages %}{{ m.role }}:"
+    "{% for c in m.tool_calls %}{{ c.function | tojson }}{% endfor %}{{ m.content or '' }}|{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
 TEMPLATES = {
     "mistral": "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'user' %}"
     "{{ '[INST] ' + m['content'] + ' [/INST]' }}{% else %}{{ ' ' + m['content'] + eos_token }}{% endif %}{% endfor %}",

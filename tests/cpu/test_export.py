@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,16 @@ import torch
 
 import tilemesh as tm
 from tilemesh.core.errors import UsageError
+from tilemesh.data.chat import PLAIN_TEMPLATE
+from tilemesh.data.config import DataConfig
+from tilemesh.data.corpus import chat_template_of, tokenizer_of
+from tilemesh.data.prepare import prepare
 from tilemesh.kernels.accuracy import excess, unit
 from tilemesh.model import huggingface
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.transformer import Transformer
 from tilemesh.runs import names
+from tilemesh.serve.load import load_served
 from tilemesh.serve.write import generate
 from tilemesh.train.export import export
 
@@ -86,6 +92,30 @@ def test_a_fine_tuned_model_keeps_its_family_tokenizer_and_special_tokens(
     # The folder is one of ours, too: text can be written from it as from the run.
     texts = [generate(place, "the ", tokens=4, temperature=0) for place in (run, tmp_path / "out")]
     assert texts[0] == texts[1]
+
+
+def test_a_run_on_conversations_is_served_with_its_chat_template_and_ends(folder: Path, tmp_path: Path) -> None:
+    messages = [{"role": "user", "content": "the quick"}, {"role": "assistant", "content": "brown fox"}]
+    (tmp_path / "chats.jsonl").write_text((json.dumps({"messages": messages}) + "\n") * 60)
+    (folder / "model" / "generation_config.json").write_text('{"eos_token_id": [1, 5]}')
+    sets = f"data.chat=true,data.packing=none,data.source={tmp_path / 'chats.jsonl'}"
+    run = trained(folder, sets, init=folder / "model")
+    served = load_served(run)
+    assert served.ends == {1, 5}
+    assert served.chat_template == (folder / "model" / "chat_template.jinja").read_text()
+    assert (served.special_tokens or {})["bos_token"] == "<s>"
+    assert load_served(folder / "model").ends == {1, 5}  # config.json has 1 and 2: transformers follows the other file
+    (folder / "model" / "generation_config.json").unlink()
+    assert load_served(folder / "model").ends == {1, 2}
+    # Shards keep what their tokens mean: the same template, and a plain one for conversations as bytes.
+    data = DataConfig(source=str(tmp_path / "chats.jsonl"), chat=True, tokenizer=folder / "model" / "tokenizer.json")
+    prepare(data, tmp_path / "tokens")
+    prepare(dataclasses.replace(data, tokenizer=None), tmp_path / "bytes")
+    for name, template in (("tokens", served.chat_template), ("bytes", PLAIN_TEMPLATE)):
+        shards = DataConfig(source=str(tmp_path / name))
+        assert chat_template_of(shards, tokenizer_of(shards))[0] == template
+    text = DataConfig(source=str(folder / "text.txt"))
+    assert chat_template_of(text, tokenizer_of(text))[0] is None
 
 
 def test_a_model_of_bytes_gets_a_tokenizer_of_bytes(transformers: Any, folder: Path, tmp_path: Path) -> None:

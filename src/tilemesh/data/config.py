@@ -42,7 +42,8 @@ class DataConfig:
     """The field of a JSONL, JSON or Parquet record that is read; empty: `text`, or `messages` with data.chat."""
     chat: bool = False
     """Whether records are conversations: a list of messages with role and content, written out by the chat template
-    beside data.tokenizer (a plain one where there is none). Only answers, of role assistant, count in the loss."""
+    beside data.tokenizer (a plain one where there is none), with the tools of a record. Only answers, of role
+    assistant, count in the loss."""
     packing: Literal["stream", "documents", "none"] = "stream"
     """How documents become sequences of train.context tokens: stream, one after the other; documents, the same, but
     attention and positions begin anew with each document; none, one document (or a part of it) per sequence, the rest

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tilemesh.core.errors import UsageError
-from tilemesh.data.chat import ConversationPiece, template_of
+from tilemesh.data.chat import PLAIN_TEMPLATE, AnswerPlace, template_of
 from tilemesh.data.config import DataConfig, blaming_mixture, has_shards, source_path
 from tilemesh.data.documents import Document, documents, left_out_files
-from tilemesh.data.shards import open_shards, shards_tokenizer
+from tilemesh.data.shards import has_conversations, open_shards, shards_tokenizer
 from tilemesh.data.stream import Corpus, CorpusPart, Stream, cut_end
 from tilemesh.data.tokenizer import FileTokenizer, Tokenizer, open_tokenizer
+from tilemesh.data.tokenizer_files import DEFAULT, TokenizerFiles
 
 ENOUGH_DOCUMENTS = 50
 """To hold whole ones out; below, the end of the text is held out."""
@@ -61,6 +62,15 @@ def tokenizer_of(data: DataConfig) -> Tokenizer:
     return open_tokenizer(first.tokenizer)
 
 
+def chat_template_of(data: DataConfig, tokenizer: Tokenizer) -> tuple[str | None, Mapping[str, str]]:
+    """How conversations are written for a model that a source trained, with the special tokens that the template uses;
+    None: it has no template, and was not trained on conversations."""
+    files = tokenizer.files if isinstance(tokenizer, FileTokenizer) else TokenizerFiles()
+    first, _ = data.parts[0]
+    is_chat = data.chat or has_conversations(source_path(first.source))
+    return files.templates.get(DEFAULT, PLAIN_TEMPLATE if is_chat else None), files.special_tokens
+
+
 def check_vocabulary(tokenizer: Tokenizer, vocabulary: int) -> None:
     """Refuse a model that has no row for some token."""
     if tokenizer.vocabulary > vocabulary:
@@ -78,36 +88,53 @@ def encoded_documents(
     end = np.array([tokenizer.end])
     for name, content, read in documents(data) if chosen is None else chosen:
         if isinstance(content, bytes):
-            tokens = tokenizer.encode(content)
+            with _naming(name):
+                tokens = tokenizer.encode(content)
             yield EncodedDocument(name, np.concatenate([tokens, end.astype(tokens.dtype)]), None, read)
             continue
         assert template is not None
-        pieces = [_encoded_piece(tokenizer, piece) for piece in template.pieces(content)]
-        tokens = np.concatenate([piece.tokens for piece in pieces])
-        counted = np.concatenate([np.arange(len(piece.tokens)) < piece.counted for piece in pieces])
+        with _naming(name):
+            tokens, counted, is_open = _encoded_conversation(tokenizer, *template.write(content))
         if tokens[-1] != tokenizer.end:  # some templates end with it
             tokens = np.concatenate([tokens, end.astype(tokens.dtype)])
             # An answer that the template did not end, ends here; one that it did, is over.
-            counted = np.append(counted, pieces[-1].is_open)
+            counted = np.append(counted, is_open)
         yield EncodedDocument(name, tokens, counted, read, bool((tokens[:-1] == tokenizer.end).any()))
 
 
-class _EncodedPiece(NamedTuple):
-    """A stretch of a conversation as tokens, of which the first `counted` are targets."""
+@contextlib.contextmanager
+def _naming(document: str) -> Iterator[None]:
+    """What is wrong with a document is said with its name."""
+    try:
+        yield
+    except UsageError as error:
+        raise UsageError(f"{document}: ", *error.args) from None
 
-    tokens: NDArray[Any]
-    counted: int
-    is_open: bool
-    """Whether it is an answer without a token that ends it."""
 
-
-def _encoded_piece(tokenizer: Tokenizer, piece: ConversationPiece) -> _EncodedPiece:
-    if not piece.is_answer or not isinstance(tokenizer, FileTokenizer):
-        tokens = tokenizer.encode(piece.text.encode())
-        return _EncodedPiece(tokens, len(tokens) if piece.is_answer else 0, piece.is_answer)
-    # What a template writes behind the answer's end token, a line break for instance, no model is asked for.
-    tokens, until = tokenizer.encode_until_special(piece.text, piece.content_end)
-    return _EncodedPiece(tokens, len(tokens) if until is None else until, until is None)
+def _encoded_conversation(
+    tokenizer: Tokenizer, text: str, answers: Sequence[AnswerPlace]
+) -> tuple[NDArray[Any], NDArray[np.bool_], bool]:
+    """Tokens of a conversation, encoded once as a whole; which of them are targets; whether the last answer has no
+    token that ends it."""
+    tokens, begins, ends, is_special = tokenizer.encode_text(text)
+    counted, is_open = np.zeros(len(tokens), np.bool_), False
+    for answer in answers:
+        inside = np.flatnonzero((begins < answer.end) & (ends > answer.begin))
+        if not len(inside):
+            continue
+        first, last = int(inside[0]), int(inside[-1])
+        closing = inside[is_special[inside] & (begins[inside] >= (answer.content_end or answer.begin))]
+        if not answer.is_marked and len(closing):
+            # What a template writes behind the answer's end token, a line break for instance, no model is asked for.
+            last = int(closing[-1 if answer.content_end is None else 0])
+        elif answer.needs_end:
+            raise UsageError(
+                "this chat template ends an answer with no special token, and writes it differently once more messages "
+                "follow, so that it cannot be told where it ends: use another template, or data.chat=false"
+            )
+        counted[first : last + 1] = True
+        is_open = not is_special[last] and last + 1 == len(tokens)
+    return tokens, counted, is_open
 
 
 def is_held_out(name: str, fraction: float) -> bool:
@@ -165,5 +192,5 @@ def left_out_words(names: Sequence[str]) -> str:
 def _meaning(tokenizer: Tokenizer) -> str:
     """What tells tokenizers apart: a file by its content, others by their name."""
     if isinstance(tokenizer, FileTokenizer):
-        return hashlib.sha256(Path(tokenizer.name).read_bytes()).hexdigest()
+        return tokenizer.digest()
     return f"{tokenizer.name} {tokenizer.vocabulary}"

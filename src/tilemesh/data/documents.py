@@ -6,8 +6,9 @@ from __future__ import annotations
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from tilemesh.data.chat import Conversation
 from tilemesh.data.config import (
     LOOKED_AT,
     STDLIB,
@@ -28,8 +29,7 @@ _NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "id
 
 class Document(NamedTuple):
     name: str
-    content: bytes | list[dict[str, Any]]
-    """Text, or the messages of a conversation."""
+    content: bytes | Conversation
     read_bytes: int
     """Of the source's files, up to the end of this document."""
 
@@ -41,7 +41,7 @@ def documents(data: DataConfig) -> Iterator[Document]:
         size = path.stat().st_size
         if is_records(path) and data.source != STDLIB:
             for record in read_records(path, data.field_name):
-                content = record_content(record.value, data.field_name, data.chat, record_place(path, record))
+                content = record_content(record, data.field_name, data.chat, record_place(path, record))
                 yield Document(f"{name}:{record.number}", content, read + record.read_bytes)
         else:
             with opened(path) as file:

@@ -22,7 +22,7 @@ import numpy as np
 
 from tilemesh.core.config import to_dict
 from tilemesh.core.errors import RunError, UsageError
-from tilemesh.core.files import naming, read_json_object
+from tilemesh.core.files import read_json_object
 from tilemesh.data.config import PREPARING_FILE, SHARD_SUFFIX, DataConfig, check_source, has_shards, source_path
 from tilemesh.data.corpus import (
     ENOUGH_DOCUMENTS,
@@ -35,7 +35,8 @@ from tilemesh.data.corpus import (
 from tilemesh.data.documents import Document, documents, source_bytes
 from tilemesh.data.shards import BEGINS_SUFFIX, COUNTED_SUFFIX, DTYPES, HELD_OUT_PREFIX, META_FILE
 from tilemesh.data.stream import Stream
-from tilemesh.data.tokenizer import Tokenizer, open_tokenizer
+from tilemesh.data.tokenizer import FileTokenizer, Tokenizer, open_tokenizer
+from tilemesh.data.tokenizer_files import TOKENIZER
 
 SHARD_TOKENS = 1 << 26
 WAITING_FILE = "preparing.npz"
@@ -65,9 +66,8 @@ def prepare(
     state = _State.read(target, data, shard_tokens) or _State(_arguments(data, shard_tokens))
     target.mkdir(parents=True, exist_ok=True)
     state.write(target)
-    if data.tokenizer is not None:
-        with naming(target / "tokenizer.json"):
-            (target / "tokenizer.json").write_bytes(data.tokenizer.read_bytes())
+    if isinstance(tokenizer, FileTokenizer):
+        tokenizer.write(target)
     writer = _ShardWriter(target, tokenizer, state)
     total = source_bytes(data)
     waiting = _read_waiting(target, state)
@@ -245,7 +245,7 @@ class _ShardWriter:
     def finish(self, data: DataConfig) -> dict[str, Any]:
         meta = {
             "dtype": self.dtype, "vocabulary": self.tokenizer.vocabulary, "end": self.tokenizer.end,
-            "tokenizer": "bytes" if data.tokenizer is None else "tokenizer.json", "source": data.source,
+            "tokenizer": "bytes" if data.tokenizer is None else TOKENIZER, "source": data.source,
             "documents": self.state.documents, "counted": self.state.has_counted,
             "begins": self.state.has_begins, "ends_inside": self.state.ends_inside, "files": self.state.files,
         }  # fmt: skip

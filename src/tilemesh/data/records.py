@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TextIO
 
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.core.ranges import shown
-from tilemesh.data.chat import read_messages
+from tilemesh.data.chat import Conversation, read_conversation
 from tilemesh.data.file_formats import file_format, opened
 
 _SHOWN_FIELDS = 12
@@ -31,6 +31,8 @@ class FieldRecord(NamedTuple):
     """From 1, in its file."""
     value: Any
     read_bytes: int
+    tools: Any = None
+    """Of a record of a conversation: what the assistant may call."""
 
 
 def read_records(path: Path, field: str) -> Iterator[FieldRecord]:
@@ -38,14 +40,18 @@ def read_records(path: Path, field: str) -> Iterator[FieldRecord]:
     return {"parquet": _parquet, "json": _json}.get(file_format(path).kind, _jsonl)(path, field)
 
 
-def record_content(value: Any, field: str, is_chat: bool, where: str) -> bytes | list[dict[str, Any]]:
-    """A field's value as text, or as the messages of a conversation; what is neither is refused with its place."""
+def record_content(record: FieldRecord, field: str, is_chat: bool, where: str) -> bytes | Conversation:
+    """A record's field as text, or as a conversation; what is neither is refused with its place."""
+    value = record.value
     if is_chat:
-        return read_messages(value, where)
+        return read_conversation(value, record.tools, where)
     if not isinstance(value, str):
         more = "; for conversations set data.chat=true" if isinstance(value, list) else ""
         raise UsageError("data.field", f": {field} of {where} is {shown(value)}: expected text{more}")
-    return value.encode(errors="replace")
+    try:
+        return value.encode()
+    except UnicodeEncodeError:
+        raise UsageError("data.field", f": {field} of {where} has half a surrogate pair, which is no text") from None
 
 
 def record_place(path: Path, record: FieldRecord) -> str:
@@ -56,7 +62,7 @@ def check_records(path: Path, field: str, is_chat: bool) -> None:
     """Refuse a file of which one of the first records is not as expected, before anybody goes to read it all."""
     empty = True
     for record in read_records(path, field):
-        record_content(record.value, field, is_chat, record_place(path, record))
+        record_content(record, field, is_chat, record_place(path, record))
         empty = False
         if record.read_bytes >= _CHECKED_BYTES:
             break
@@ -79,7 +85,7 @@ def _jsonl(path: Path, field: str) -> Iterator[FieldRecord]:
         for number, line in enumerate(file.content, start=1):
             if line.strip():
                 where = f"{path}:{number}"
-                yield FieldRecord(number, _field(_parsed(line, where), field, where), file.stored.tell())
+                yield _of_record(number, _parsed(line, where), field, where, file.stored.tell())
 
 
 def _json(path: Path, field: str) -> Iterator[FieldRecord]:
@@ -104,7 +110,7 @@ def _array(path: Path, field: str) -> Iterator[FieldRecord]:
         text = io.TextIOWrapper(file.content, encoding="utf-8-sig")
         try:
             for number, record in enumerate(_values(text, path), start=1):
-                yield FieldRecord(number, _field(record, field, f"{path}, record {number}"), file.stored.tell())
+                yield _of_record(number, record, field, f"{path}, record {number}", file.stored.tell())
         except UnicodeDecodeError as error:
             raise _not_json(str(path), error) from None
 
@@ -127,7 +133,7 @@ def _document(path: Path, field: str) -> Iterator[FieldRecord]:
                 f" {path} is one JSON object with records under {shown(keys[0])}: {_EXPECTED_RECORDS}, "
                 f"such as by jq -c '.{keys[0]}[]'",
             )
-    yield FieldRecord(1, _field(record, field, str(path)), read)
+    yield _of_record(1, record, field, str(path), read)
 
 
 _EXPECTED_RECORDS = "expected an array of objects, or one object per line"
@@ -220,21 +226,25 @@ def _not_json(where: str, error: ValueError) -> UsageError:
     return UsageError("data.source", f" {where} is not JSON: {str(error).partition(';')[0]}")
 
 
-def _field(record: Any, field: str, where: str) -> Any:
+def _of_record(number: int, record: Any, field: str, where: str, read_bytes: int) -> FieldRecord:
     if not isinstance(record, dict):
         raise UsageError("data.source", f" {where} is a {type(record).__name__}: expected one JSON object per record")
     if field not in record:
         raise _no_field(where, field, list(record), [key for key, value in record.items() if _is_chat(value)])
-    return record[field]
+    return FieldRecord(number, record[field], read_bytes, record.get(_TOOLS))
+
+
+_TOOLS = "tools"
 
 
 def _parquet(path: Path, field: str) -> Iterator[FieldRecord]:
     file, size, number = _opened(path, field), path.stat().st_size, 0
     total = max(1, file.metadata.num_rows)
-    for batch in file.iter_batches(columns=[field]):
-        for value in batch.column(0).to_pylist():
+    columns = [field, *([_TOOLS] if _TOOLS in file.schema_arrow.names and field != _TOOLS else [])]
+    for batch in file.iter_batches(columns=columns):
+        for row in batch.to_pylist():
             number += 1
-            yield FieldRecord(number, value, size * number // total)
+            yield FieldRecord(number, row[field], size * number // total, row.get(_TOOLS))
 
 
 def _opened(path: Path, field: str) -> Any:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from tilemesh.core.errors import UsageError
 from tilemesh.core.files import read_json_object
 from tilemesh.core.ranges import Range, shown
-from tilemesh.data.config import PREPARING_FILE, SHARD_SUFFIX, DataConfig
+from tilemesh.data.config import PREPARING_FILE, SHARD_SUFFIX, DataConfig, has_shards
 from tilemesh.data.stream import Corpus, CorpusPart, Stream, cut_end
 from tilemesh.data.tokenizer import Tokenizer, Unknown, open_tokenizer
 
@@ -60,6 +60,11 @@ def open_shards(folder: Path, data: DataConfig, weight: float = 1.0) -> Corpus:
 def shards_tokenizer(folder: Path, data: DataConfig) -> Tokenizer:
     """What the shards' tokens mean, without opening them."""
     return _tokenizer(folder, data, _read_meta(folder))
+
+
+def has_conversations(folder: Path) -> bool:
+    """Whether a source is shards of conversations."""
+    return has_shards(folder) and bool(_read_meta(folder).get("counted"))
 
 
 def _stream(paths: list[Path], dtype: Any, has_counted: bool, has_begins: bool) -> Stream:

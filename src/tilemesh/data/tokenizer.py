@@ -6,20 +6,32 @@ A document ends with one token that no text contains, so that a model learns whe
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tilemesh.core.errors import RunError, UsageError
+from tilemesh.core.files import naming, read_json_object
+from tilemesh.data.tokenizer_files import TOKENIZER, TOKENIZER_CONFIG, as_built, read_beside
 
 END_BYTE = 0  # never part of a text file
 _END_NAMES = ("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>", "[SEP]")
+
+
+class EncodedText(NamedTuple):
+    """A text's tokens, and the characters of it that each was made of."""
+
+    tokens: NDArray[Any]
+    begins: NDArray[np.int64]
+    ends: NDArray[np.int64]
+    is_special: NDArray[np.bool_]
 
 
 class Tokenizer(Protocol):
@@ -40,6 +52,8 @@ class Tokenizer(Protocol):
         """Tokens of a text; with `special` also those that stand around every prompt, if the tokenizer has such."""
         ...
 
+    def encode_text(self, text: str) -> EncodedText: ...
+
     def decode(self, tokens: Sequence[int]) -> str: ...
 
     def spell(self, beginning: bool) -> list[bytes | None]:
@@ -58,6 +72,11 @@ class Bytes:
     def encode(self, text: bytes, special: bool = False) -> NDArray[Any]:
         return np.frombuffer(text, np.uint8)
 
+    def encode_text(self, text: str) -> EncodedText:
+        tokens = self.encode(text.encode())
+        place = np.repeat(np.arange(len(text)), [len(character.encode()) for character in text])
+        return EncodedText(tokens, place, place + 1, np.zeros(len(tokens), np.bool_))
+
     def decode(self, tokens: Sequence[int]) -> str:
         return bytes(int(token) & 0xFF for token in tokens).decode(errors="replace")
 
@@ -66,10 +85,11 @@ class Bytes:
 
 
 class FileTokenizer:
-    """A Hugging Face `tokenizers` file."""
+    """A Hugging Face `tokenizers` file, as transformers reads it with the files beside it (`tokenizer_files`)."""
 
     def __init__(self, path: Path) -> None:
         try:
+            from tokenizers import AddedToken
             from tokenizers import Tokenizer as Loaded
         except ImportError:
             raise RunError(
@@ -78,33 +98,89 @@ class FileTokenizer:
             ) from None
         if not path.is_file():
             raise UsageError("data.tokenizer", f" {path} does not exist: expected a tokenizer.json file")
+        self.name, self.files = str(path), read_beside(path)
         try:
-            self._inner = Loaded.from_file(str(path))
+            if self.files.tokenizer_class:
+                self._inner = Loaded.from_str(json.dumps(as_built(read_json_object(path), self.files)))
+            else:
+                self._inner = Loaded.from_file(str(path))
+            self._inner.add_tokens([AddedToken(**entry) for entry in self.files.added_tokens])
         except Exception as error:  # the library raises a bare Exception
             raise UsageError("data.tokenizer", f" {path} is not a tokenizers file: {error}") from None
-        self.name = str(path)
-        self.vocabulary = int(self._inner.get_vocab_size())
-        ends = {name: end for name in _END_NAMES if (end := self._inner.token_to_id(name)) is not None}
-        self.end_token = next(iter(ends), None)
-        """The text of the token that ends a document, where the file has one of the usual names for it."""
-        self.end = self.vocabulary - 1 if self.end_token is None else int(ends[self.end_token])
+        self._inner.no_truncation()  # which a file may ask for, and a document has no length
+        self._inner.no_padding()
+        self._add_named(AddedToken)
+        self._inner.encode_special_tokens = bool(self.files.settings.get("split_special_tokens"))
+        ids = self._inner.get_vocab(with_added_tokens=True)
+        self.vocabulary = max(ids.values(), default=-1) + 1
+        """One above the largest id: there may be holes."""
+        named = self.files.special_tokens.get("eos_token")
+        self.end_token = named if named in ids else next((name for name in _END_NAMES if name in ids), None)
+        """The text of the token that ends a document: as the folder names it, or a usual name for it."""
         added = self._inner.get_added_tokens_decoder()
-        self._special = {self.end, *(int(token) for token, entry in added.items() if entry.special)}
+        special = {int(token) for token, entry in added.items() if entry.special}
+        self._end = None if self.end_token is None else ids[self.end_token]
+        self._is_special = np.zeros(self.vocabulary, np.bool_)
+        self._is_special[[*special, *([] if self._end is None else [self._end])]] = True
+
+    def _add_named(self, added_token: Any) -> None:
+        """Tokens that the folder names as special are one token each, also where tokenizer.json does not say so."""
+        added = {entry.content for entry in self._inner.get_added_tokens_decoder().values()}
+        known = self._inner.get_vocab(with_added_tokens=True)
+        for name, text in self.files.special_tokens.items():
+            if text not in added and (text in known or name not in self.files.implied):
+                self._inner.add_special_tokens([added_token(text, special=True)])
+
+    @property
+    def end(self) -> int:
+        if self._end is None:
+            raise UsageError(
+                f"{self.name} has no token that is known to end a document: name it as eos_token in a "
+                f"{TOKENIZER_CONFIG} beside it"
+            )
+        return self._end
 
     def encode(self, text: bytes, special: bool = False) -> NDArray[Any]:
-        ids = self._inner.encode(text.decode(errors="replace"), add_special_tokens=special).ids
+        try:
+            ids = self._inner.encode(text.decode(), add_special_tokens=special).ids
+        except UnicodeDecodeError as error:
+            raise UsageError(
+                f"byte {error.start} is {text[error.start]:#04x}, which is not UTF-8: convert the text first, such as "
+                "by iconv -f latin1 -t utf-8"
+            ) from None
         return np.asarray(ids, np.uint32)
 
-    def encode_until_special(self, text: str, place: int) -> tuple[NDArray[Any], int | None]:
-        """Tokens of a text, and how many they are up to and with the first special one from a character on; None:
-        there is no such token."""
+    def encode_text(self, text: str) -> EncodedText:
+        if self._inner.encode_special_tokens:
+            raise UsageError(
+                f"split_special_tokens in the {TOKENIZER_CONFIG} beside {self.name}: the special tokens of a "
+                "conversation would be cut into pieces, so that no answer has an end; take it out"
+            )
         encoded = self._inner.encode(text, add_special_tokens=False)
-        pairs = enumerate(zip(encoded.ids, encoded.offsets, strict=True))
-        until = next(
-            (at + 1 for at, (token, (at_character, _)) in pairs if token in self._special and at_character >= place),
-            None,
-        )
-        return np.asarray(encoded.ids, np.uint32), until
+        tokens = np.asarray(encoded.ids, np.uint32)
+        offsets = np.asarray(encoded.offsets, np.int64).reshape(-1, 2)
+        return EncodedText(tokens, offsets[:, 0], offsets[:, 1], self._is_special[tokens])
+
+    def digest(self) -> str:
+        """The same for two files that mean the same tokens."""
+        return hashlib.sha256(f"{self.end_token} {self._inner.to_str()}".encode()).hexdigest()
+
+    def write(self, folder: Path, **settings: Any) -> None:
+        """Files that mean this tokenizer, to transformers and to us; `settings` go into its configuration."""
+        files = self.files
+        told: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", **files.special_tokens, **settings}
+        if self.end_token is not None:
+            told["eos_token"] = self.end_token
+        if files.templates:
+            told["chat_template"] = [{"name": name, "template": text} for name, text in files.templates.items()]
+            if set(files.templates) == {"default"}:
+                told["chat_template"] = files.templates["default"]
+        for name, text in (
+            (TOKENIZER, self._inner.to_str()),
+            (TOKENIZER_CONFIG, json.dumps(told, indent=2, ensure_ascii=False) + "\n"),
+        ):
+            with naming(folder / name):
+                (folder / name).write_text(text, encoding="utf-8")
 
     def decode(self, tokens: Sequence[int]) -> str:
         return str(self._inner.decode([int(token) for token in tokens], skip_special_tokens=False))
@@ -138,6 +214,9 @@ class Unknown:
     end: int = 0
 
     def encode(self, text: bytes, special: bool = False) -> NDArray[Any]:
+        return self.encode_text("").tokens
+
+    def encode_text(self, text: str) -> EncodedText:
         raise UsageError(
             "it is not known which tokenizer made these tokens: put its tokenizer.json into the model's folder, or for "
             "shards set ",

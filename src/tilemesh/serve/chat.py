@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from tilemesh.data.chat import Template
+from tilemesh.data.tokenizer_files import DEFAULT
 from tilemesh.serve.protocol import ChatMessage
 
 
 class ChatTemplate:
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        self._template = Template(source, special_tokens)
+        self._template = Template({DEFAULT: source}, special_tokens)
 
     def __call__(self, messages: Sequence[ChatMessage]) -> str:
         """The prompt, special tokens included, up to where the assistant's answer begins."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,9 +12,11 @@ import torch
 from tilemesh.core.config import section
 from tilemesh.core.errors import UsageError
 from tilemesh.core.files import read_json_object
+from tilemesh.core.ranges import shown
 from tilemesh.data.config import DataConfig
-from tilemesh.data.corpus import tokenizer_of
+from tilemesh.data.corpus import chat_template_of, tokenizer_of
 from tilemesh.data.tokenizer import FileTokenizer, Tokenizer, Unknown
+from tilemesh.data.tokenizer_files import DEFAULT, TOKENIZER, read_beside
 from tilemesh.model import huggingface
 from tilemesh.model.adapter import LoraConfig, adapted_modules
 from tilemesh.model.config import ModelConfig, check_written_model
@@ -30,13 +31,10 @@ from tilemesh.runs import folder as folders
 from tilemesh.runs.base import check_base
 from tilemesh.runs.kind import TRAIN
 from tilemesh.runs.manifest import MODEL
-from tilemesh.runs.names import CONFIG
+from tilemesh.runs.names import CARRIED, CONFIG
 from tilemesh.runs.reader import open_checkpoint
 from tilemesh.serve.request import Sampling
 
-_TOKENIZER_FILE = "tokenizer.json"
-_TOKENIZER_CONFIG = "tokenizer_config.json"
-_TEMPLATE_FILE = "chat_template.jinja"
 _GENERATION_CONFIG = "generation_config.json"
 _GENERATION_FIELDS = {
     "temperature": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p",
@@ -97,7 +95,9 @@ def load_served(
     weights = MergedWeights(lora, reader, adapted_modules(config, lora)) if lora.rank else reader
     model = read_model(config, weights, device) if with_weights else Transformer(config, device="meta")
     tokenizer = tokenizer_of(data)
-    return ServedModel(path.resolve().name, _converted(model, dtype), tokenizer, frozenset({tokenizer.end}))
+    ends = _ends(path / CARRIED, config.vocabulary) | _end(tokenizer)
+    chat = chat_template_of(data, tokenizer)
+    return ServedModel(path.resolve().name, _converted(model, dtype), tokenizer, ends, *chat)
 
 
 def check_groups(model: Transformer, ranks: int) -> None:
@@ -124,26 +124,17 @@ def _of_huggingface(
         if isinstance(told := read_json_object(path / MODEL_FILE).get(QUANTIZATION), Mapping):
             CompressedFolder(model, told, str(path / MODEL_FILE))  # puts in modules of that kind
     vocabulary = model.config.vocabulary
-    has_tokenizer = (path / _TOKENIZER_FILE).is_file()
-    tokenizer: Tokenizer = FileTokenizer(path / _TOKENIZER_FILE) if has_tokenizer else Unknown(vocabulary)
+    has_tokenizer = (path / TOKENIZER).is_file()
+    tokenizer: Tokenizer = FileTokenizer(path / TOKENIZER) if has_tokenizer else Unknown(vocabulary)
     if tokenizer.vocabulary > vocabulary:
         raise UsageError(
-            f"{path / _TOKENIZER_FILE} has {tokenizer.vocabulary} tokens and the model's vocabulary is {vocabulary}: "
+            f"{path / TOKENIZER} has {tokenizer.vocabulary} tokens and the model's vocabulary is {vocabulary}: "
             "they do not belong together"
         )
-    told = _optional(path / _TOKENIZER_CONFIG)
-    special = {name: text for name, value in told.items() if name.endswith("_token") and (text := _content(value))}
-    template = told.get("chat_template")
-    if (path / _TEMPLATE_FILE).is_file():
-        template = (path / _TEMPLATE_FILE).read_text()
-    return ServedModel(
-        path.resolve().name,
-        model,
-        tokenizer,
-        _ends(path, tokenizer if has_tokenizer else None, vocabulary),
-        template if isinstance(template, str) else None,
-        special,
-    )
+    files = read_beside(path / TOKENIZER)
+    ends = _ends(path, vocabulary) or _end(tokenizer)
+    template, special = files.templates.get(DEFAULT), files.special_tokens
+    return ServedModel(path.resolve().name, model, tokenizer, ends, template, special)
 
 
 def folder_defaults(source: str | Path) -> dict[str, Any]:
@@ -163,26 +154,26 @@ def folder_defaults(source: str | Path) -> dict[str, Any]:
     return settings
 
 
-def _ends(path: Path, tokenizer: Tokenizer | None, vocabulary: int) -> frozenset[int]:
-    for name in (MODEL_FILE, _GENERATION_CONFIG):
+def _ends(path: Path, vocabulary: int) -> frozenset[int]:
+    """What ends an answer: generation_config.json says it, else config.json, as transformers has it."""
+    for name in (_GENERATION_CONFIG, MODEL_FILE):
         ends = _optional(path / name).get("eos_token_id")
-        ids = ends if isinstance(ends, list) else [ends]
-        if ends is not None and all(isinstance(end, int) and 0 <= end < vocabulary for end in ids):
-            return frozenset(ids)
-    return frozenset() if tokenizer is None else frozenset({tokenizer.end})
+        if ends is not None:
+            ids: list[Any] = ends if isinstance(ends, list) else [ends]
+            if not all(isinstance(end, int) for end in ids):
+                raise UsageError(f"{path / name}: eos_token_id is {shown(ends)}: expected a token's id, or several")
+            return frozenset(end for end in ids if 0 <= end < vocabulary)
+    return frozenset()
 
 
-def _content(value: object) -> str | None:
-    """A special token's text: itself, or in older files an object that describes it."""
-    content = value.get("content") if isinstance(value, dict) else value
-    return content if isinstance(content, str) else None
+def _end(tokenizer: Tokenizer) -> frozenset[int]:
+    """What ends a document, where that is known."""
+    is_known = not isinstance(tokenizer, Unknown) and getattr(tokenizer, "end_token", "") is not None
+    return frozenset({tokenizer.end}) if is_known else frozenset()
 
 
 def _optional(path: Path) -> dict[str, Any]:
-    try:
-        return dict(read_json_object(path)) if path.is_file() else {}
-    except json.JSONDecodeError as error:
-        raise UsageError(f"{path} is not JSON: {error}") from None
+    return read_json_object(path) if path.is_file() else {}
 
 
 def _converted(model: Transformer, dtype: torch.dtype | None) -> Transformer:

@@ -105,12 +105,11 @@ def _end_of(tokenizer: Tokenizer) -> dict[str, Any]:
 
 def _write_tokenizer(tokenizer: Tokenizer, context: int, folder: Path) -> None:
     """The tokenizer of a run that did not begin with a Hugging Face folder."""
-    told: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": context}
     if isinstance(tokenizer, FileTokenizer):
-        text = Path(tokenizer.name).read_text(encoding="utf-8")
-        told |= {"eos_token": tokenizer.end_token} if tokenizer.end_token else {}
-    else:
-        text = json.dumps(byte_tokenizer(), ensure_ascii=False)
+        tokenizer.write(folder, model_max_length=context)
+        return
+    told = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": context}
+    text = json.dumps(byte_tokenizer(), ensure_ascii=False)
     for name, content in ((TOKENIZER, text), (TOKENIZER_CONFIG, json.dumps(told, indent=2) + "\n")):
         with naming(folder / name):
             (folder / name).write_text(content, encoding="utf-8")
