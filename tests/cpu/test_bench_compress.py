@@ -301,6 +301,15 @@ def test_fewer_layers_are_expected_to_take_less_of_everything_but_what_is_around
     assert guess.decode.after(0.3) == pytest.approx(0.3)  # a plain pass that took less than what is around
 
 
+def test_layers_of_another_shape_are_expected_to_take_what_one_of_them_took(monkeypatch):
+    clock = LayerClock((1, 8), torch.float32, torch.device("cpu"))
+    monkeypatch.setattr(LayerClock, "_seconds", lambda self, *configs: [(2.0, 1.0, 0.25), (0.5, 0.5, 1.0)])
+    plain = preset("tiny").replace(layers=4)
+    forward, decode = clock.change(plain, plain.replace(layers=3, mlp_width=16))
+    assert forward.after(6.0) == pytest.approx(2.0 + 4.0 * (3 * 0.25) / (4 * 1.0))
+    assert decode.after(2.5) == pytest.approx(0.5 + 2.0 * (3 * 1.0) / (4 * 0.5))
+
+
 def test_layers_are_timed_in_the_shape_that_a_model_has():
     clock = LayerClock((2, 32), torch.float32, torch.device("cpu"))
     config = preset("tiny").replace(layers=2)

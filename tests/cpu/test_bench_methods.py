@@ -60,6 +60,9 @@ def test_ssp_stays_below_its_expectation_bound_and_too_large_a_bound_does_not_co
     found = [bounds.excess([rank[number]["losses"] for rank in taken[:3]]) for number in (0, 1)]
     assert 0 < found[0] < bounds.excess_limit(0, 3, 30)
     assert 0 < found[1] < bounds.excess_limit(4, 3, 30)
+    # Two weights of the ball are at most its diameter apart, half of whose square is F²; (4 F L)² 2 (s + 1) P / (P T).
+    squared = 16 * (2 * bounds.RADIUS) ** 2 / 2 * bounds.LIPSCHITZ**2 * 2 / 30
+    assert [bounds.excess_limit(bound, 3, 30) ** 2 for bound in (0, 4)] == pytest.approx([squared, 5 * squared])
     taken = run_threads(4, lambda comm: bounds.bounded_runs([0, 30], False, 3, 70, 3.0, comm))
     fresh, stale = taken[0][0]["losses"], taken[0][1]["losses"]
     assert fresh[-1] < 0.1 * fresh[0]

@@ -143,6 +143,27 @@ def test_clipping_over_a_mesh_is_folded_into_the_step(norm: float) -> None:
         torch.testing.assert_close(found, divided.tensors()[name], rtol=0, atol=1e-14)
 
 
+@pytest.mark.parametrize("norm", [5.0, 0.5])
+@pytest.mark.parametrize("factor", [1.0, 1 / 8])
+@pytest.mark.parametrize("max_norm", [None, 1.0])
+def test_a_norm_that_is_still_being_computed_clips_as_a_number_does(
+    norm: float, factor: float, max_norm: float | None
+) -> None:
+    """Means longer than `max_norm` become that long, shorter ones stay: multiplied here, or divided by the step."""
+    expected = factor * (min(1.0, max_norm / (norm + 1e-6)) if max_norm else 1.0)  # torch's clip_grad_norm_
+    gradient = torch.tensor([3.0, -4.0], dtype=torch.float64)
+    for known in (norm, torch.tensor(norm, dtype=torch.float64)):
+        multiplied = gradient.clone()
+        done = settle([multiplied], 2.0, 8, known, factor=factor, max_norm=max_norm)
+        assert done.divisor is None
+        torch.testing.assert_close(multiplied, gradient * expected, rtol=1e-14, atol=0)
+        left = gradient.clone()
+        done = settle([left], 2.0, 8, known, factor=factor, max_norm=max_norm, divide=False)
+        assert torch.equal(left, gradient)
+        divisor = 1.0 if done.divisor is None else float(done.divisor)
+        assert divisor == pytest.approx(1 / expected, rel=1e-14)
+
+
 def test_who_steps_is_decided_by_device_and_configuration() -> None:
     assert not Stepped("fp32", "auto").optimizer.is_ours  # on a CPU torch's own fused step is the quicker one
     held = Stepped("fp32", "torch").held

@@ -237,6 +237,10 @@ def test_ssp_stays_within_its_expectation_bound_and_a_large_bound_does_not_conve
     for bound in (0, 3, 10):
         loss = run_convex(bound, targets)
         assert 0 <= loss <= expected_excess(math.sqrt(2), 1.0, bound, 4, 4000)
+    # Theorem 1 by hand, F² = 2, L = 1, P = 4, T = 4000: (4 F L)² 2 (s + 1) P / T = 32 (s + 1) / 500.
+    assert [expected_excess(math.sqrt(2), 1.0, bound, 4, 4000) ** 2 for bound in (0, 3)] == pytest.approx(
+        [0.064, 0.256]
+    )
     assert abs(run_quadratic(0, 1.8)) < 1e-6
     assert abs(run_quadratic(20, 1.8)) > 1e3
 

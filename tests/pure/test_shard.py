@@ -117,6 +117,7 @@ def test_the_boxes_of_all_ranks_are_the_whole_once_for_each_copy(shard: Shard) -
     held: Counter[tuple[int, ...]] = Counter()
     written: Counter[tuple[int, ...]] = Counter()
     for mine in everyone:
+        assert all(span.length > 0 for spans in mine.spans for span in spans)
         local = [place for here, _ in mine.boxes for place in places(here)]
         assert sorted(local) == places(Box((0,) * len(mine.shape), mine.shape)), "the local tensor, once"
         there = [place for _, box in mine.boxes for place in places(box)]

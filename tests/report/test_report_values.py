@@ -259,7 +259,8 @@ def test_seconds_by_kind_count_each_second_once(make_run: MakeRun) -> None:
 
 def test_events_that_are_none_are_passed_over() -> None:
     base = {"ph": "X", "ts": 0, "dur": 5, "pid": 0, "name": "<b>", "cat": ["?"], "args": None}
-    events = [None, 3, {"ph": "X"}, base | {"ts": "a"}, base | {"dur": math.nan}, base | {"pid": None}, base]
+    events = [None, 3, {"ph": "X"}, base | {"ts": "a"}, base | {"dur": math.nan}, base | {"dur": -1}]
+    events += [base | {"pid": None}, base]
     found = spans.timeline(events)
     assert [(span.name, span.kind) for span in found.ranks[0]] == [("<b>", "compute")]
     assert found.steps == []
