@@ -12,6 +12,7 @@ from torch import Tensor
 from tilemesh.comm import Communicator, run_threads
 from tilemesh.core.errors import UsageError
 from tilemesh.core.plan import ParallelPlan
+from tilemesh.core.shard import Shard
 from tilemesh.methods.compressed import SCHEMES, CompressedGradients, Compression, Scheme, sent_bytes
 from tilemesh.methods.local import LocalPeriod, LocalUpdates
 from tilemesh.parallel import Mesh, lay
@@ -142,22 +143,42 @@ def test_whole_gradients_come_first(exact: Tensor) -> None:
     assert any(residual.any() for residual in late[0][1].residuals.values())
 
 
-def test_residuals_that_are_averaged_for_a_checkpoint_keep_their_sum() -> None:
-    def main(comm: Communicator) -> tuple[Tensor, Tensor]:
-        mesh = Mesh(comm, dp=RANKS)
-        laid = lay(model(), mesh, ParallelPlan(dp=RANKS, precision="fp64"), {}, gradients=compressed("top-k"))
-        x, y = batch(comm.rank, 0)
-        laid.gradients.backward((laid.module(x) - y).square().sum(), 4)
-        laid.gradients.finish()
-        before = {name: value.clone() for _, name, value in laid.gradients.remembered()}
-        laid.gradients.agree([])
-        after = {name: value for _, name, value in laid.gradients.remembered()}
-        return before["0.weight"], after["0.weight"]
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_what_is_remembered_makes_the_next_steps_the_same(scheme: Scheme) -> None:
+    """And remembering changes nothing: of three runs one remembers after a step, and one goes on from there."""
 
-    found = run_threads(RANKS, main)
-    total = sum(before for before, _ in found)
-    for _, after in found:
-        torch.testing.assert_close(after * RANKS, total)
+    def main(comm: Communicator) -> list[list[Tensor]]:
+        runs = [
+            lay(
+                model(), Mesh(comm, dp=RANKS), ParallelPlan(dp=RANKS, precision="fp64"), {},
+                gradients=compressed(scheme, rank=1),
+            )
+            for _ in range(3)
+        ]  # fmt: skip
+        whole, remembers, goes_on = runs
+        kept: dict[str, Tensor] = {}
+
+        def recall(name: str, shard: Shard, *, by_replica: bool = False) -> Tensor | None:
+            return kept[name][0] if by_replica and name in kept else kept.get(name)
+
+        made: list[list[Tensor]] = []
+        for step in range(3):
+            for laid in (whole, remembers) if step == 0 else runs:
+                x, y = batch(comm.rank, step)
+                laid.gradients.backward((laid.module(x) - y).square().sum(), 4)
+                laid.gradients.finish()
+            if step == 0:
+                kept |= {name: value.clone() for name, _, value in remembers.gradients.remembered()}
+                goes_on.gradients.recall(recall)
+                goes_on.gradients.go_on(1)
+            else:
+                made.append([torch.cat([p.grad.reshape(-1) for p in laid.module.parameters()]) for laid in runs])
+        return made
+
+    for made in run_threads(RANKS, main):
+        for whole, remembers, goes_on in made:
+            assert torch.equal(remembers, whole)
+            assert torch.equal(goes_on, whole)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -178,9 +199,14 @@ def test_what_is_left_out_is_sent_later_as_a_mean(scheme: Scheme) -> None:
             laid.gradients.backward(loss, targets[comm.rank])
             laid.gradients.finish()
             applied += torch.cat([laid.module.weight.grad.reshape(-1), laid.module.bias.grad])
-        laid.gradients.agree([])
-        kept = {name: RANKS * value.reshape(-1) for _, name, value in laid.gradients.remembered()}
-        return applied, torch.cat([kept["weight"], kept["bias"]])
+        kept = torch.zeros(2, 110, dtype=torch.float64)  # of each rank its own; of the sum of its part, all of it
+        for name, _, value in laid.gradients.remembered():
+            kind, _, parameter = name.partition(":")
+            if kind != "factor":
+                kept[int(kind == "sum_error"), slice(99) if parameter == "weight" else slice(99, 110)] = value.reshape(
+                    -1
+                )
+        return applied, torch.from_numpy(comm.all_reduce(kept[0].numpy())) + kept[1]
 
     wanted = torch.zeros(11, 9, dtype=torch.float64)
     for step, targets in enumerate(counts):

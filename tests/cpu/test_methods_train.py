@@ -1,4 +1,4 @@
-"""Training by each method: equal to data parallelism where that is promised, resumed as if never stopped, refusals."""
+"""Training by each method: equal to data parallelism where that is promised, refusals. Resumed: tests/resume."""
 
 from __future__ import annotations
 
@@ -255,27 +255,6 @@ def test_what_would_be_started_counts_servers() -> None:
     assert dict(seen.lines())["layout"].startswith("1 worker (dp) + 1 server = 2 ranks, ")
     assert "ranks exchange through" in dict(seen.lines())["layout"]
     assert seen.rows()[0].case["ranks"] == 2
-
-
-@pytest.mark.parametrize(
-    "sets",
-    [
-        ("train.method=server", "method.servers=2", "optimizer.name=adamw"),
-        ("train.method=local", "method.period=2", "method.outer_lr=0.7", "method.outer_momentum=0.9"),
-        ("method.compress=top-k",),
-        ("method.compress=one-bit",),
-        ("method.compress=powersgd", "method.rank=1"),
-        ("plan.schedule=pipedream", *PIPED),
-        ("plan.schedule=pipemare", "method.anneal=12", *PIPED),
-    ],
-)
-def test_a_resumed_run_is_the_run_that_never_stopped(sets: tuple[str, ...], tmp_path: Path) -> None:
-    made = config(*sets, mesh="pp=2" if "plan" in sets[0] else "dp=2")
-    train(made, tmp_path / "whole")
-    train(made, tmp_path / "stopped", stop_after=4)
-    summary = train(made, tmp_path / "stopped", resume=True)
-    assert summary["step"] == 8
-    assert_equal(tmp_path / "whole", tmp_path / "stopped", 1e-12)
 
 
 def test_asp_comes_to_its_end_with_its_figures(tmp_path: Path) -> None:

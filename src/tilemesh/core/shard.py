@@ -166,6 +166,11 @@ class Shard:
         """Cut once more."""
         return replace(self, cuts=(*self.cuts, cut))
 
+    def by_replica(self) -> Shard:
+        """With a first dim of replicas, of which each rank has its own: for what differs between them."""
+        cuts = tuple(replace(cut, dim=cut.dim + 1) for cut in self.cuts)
+        return replace(self, whole=(size_of(self.axes, "dp"), *self.whole), cuts=(Cut("dp", 0), *cuts))
+
     def copies_along(self, axis: str) -> int:
         """How many ranks along an axis hold the same: all of them, or where it cuts, mostly 1."""
         if axis == "pp" and self.holders:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -24,14 +24,18 @@ from torch import Tensor
 
 from tilemesh.comm.runtime.communicator import Communicator
 from tilemesh.comm.schedules.book import algorithms
+from tilemesh.core.axes import coordinates, size_of
 from tilemesh.core.errors import UsageError
+from tilemesh.core.shard import Cut, Shard
 from tilemesh.parallel.buckets import BUCKET_BYTES, Bucket, Bucketed
-from tilemesh.parallel.gradients import Parts
+from tilemesh.parallel.gradients import Parts, Recall
 from tilemesh.parallel.norms import norm_of
 
 Scheme = Literal["top-k", "random-k", "one-bit", "int8", "powersgd"]
 SCHEMES: tuple[Scheme, ...] = ("top-k", "random-k", "one-bit", "int8", "powersgd")
+QUANTISED: tuple[Scheme, ...] = ("one-bit", "int8")
 RESIDUAL = "mean_residual"  # of earlier versions "residual", which was a sum
+ERROR, FACTOR = "sum_error", "factor"
 _MEASURED = 8  # steps of which one is measured
 _PLACE_BYTES = 4  # of a value's place
 
@@ -87,9 +91,14 @@ def sent_bytes(compression: Compression | None, shapes: Sequence[Sequence[int]],
             whole = sum(math.prod(shape) for shape, rank in zip(shapes, factors, strict=True) if not rank)
             sides = sum(rank * sum(_sides(shape)) for shape, rank in zip(shapes, factors, strict=True) if rank)
             return summed_bytes((whole + sides) * width, ranks)
-    part = -(-length // (8 * ranks)) * 8  # of one rank, in whole bytes of signs
+    part = _part(length, ranks)
     packed = part / 8 if compression.scheme == "one-bit" else part
     return 2 * (ranks - 1) * (packed + 4)
+
+
+def _part(length: int, ranks: int) -> int:
+    """What one rank sums of so many values, in whole bytes of signs."""
+    return -(-length // (8 * ranks)) * 8
 
 
 def _sides(shape: Sequence[int]) -> tuple[int, int]:
@@ -116,6 +125,7 @@ class CompressedGradients(Bucketed):
         self.own_errors: dict[int, Tensor] = {}
         self.sent_bytes, self.exchanged = 0.0, 0
         """What this rank has sent, as computed, and in how many steps."""
+        self._names = {id(mine.tensor): name for name, mine in self.held.items()}
         self.left_out: dict[int, tuple[float, float]] = {}
         """Of each bucket, at the step that was measured last: the norms of what was left out and of all there was."""
 
@@ -211,7 +221,7 @@ class CompressedGradients(Bucketed):
     def _quantised(self, bucket: Bucket, wanted: Tensor, residual: Tensor, group: Communicator) -> None:
         """Each rank sums one part of what all have sent it, and sends the sum to all, both in few bits."""
         ranks, length = group.size, wanted.numel()
-        part = -(-length // (8 * ranks)) * 8
+        part = _part(length, ranks)
         padded = torch.zeros(ranks * part, dtype=wanted.dtype, device=wanted.device)
         padded[:length] = wanted
         packed, scales = zip(*(self._encode(piece, max(0, min(part, length - n * part)))
@@ -283,20 +293,6 @@ class CompressedGradients(Bucketed):
 
     # What outlives a step -----------------------------------------------------------------------------------------
 
-    def agree(self, states: Sequence[Tensor]) -> None:
-        """Before a checkpoint, which keeps one copy: every rank takes the mean of all residuals, which leaves their sum
-        what it was. What a rank lost of the sum of its part joins its residual; PowerSGD begins with new factors."""
-        self.factors.clear()
-        for bucket in self.buckets:
-            if bucket.batch_summed:
-                group, residual = self.groups[bucket.batch_summed], self.residuals[id(bucket)]
-                error = self.own_errors.pop(id(bucket), None)
-                if error is not None:
-                    mine = residual[group.rank * len(error) :][: len(error)]
-                    mine += error[: len(mine)]
-                group.all_reduce(residual, out=residual, algorithm=self.algorithm)
-                residual /= group.size
-
     def go_on(self, step: int) -> None:
         self.steps = step
 
@@ -311,11 +307,66 @@ class CompressedGradients(Bucketed):
             "sent_bytes": self.sent_bytes / max(1, self.exchanged),
         }  # fmt: skip
 
-    def remembered(self) -> Iterator[tuple[str, str, Tensor]]:
-        """(kind, parameter, tensor) of what a checkpoint keeps: what was not sent yet."""
-        names = {id(mine.tensor): name for name, mine in self.held.items()}
+    def remembered(self) -> Iterator[tuple[str, Shard, Tensor]]:
+        """What each rank has not sent yet; what it lost of the sum of its part, which is no other rank's; and factors,
+        which begin the next step's."""
         for bucket in self.buckets:
-            for parameter, piece in zip(
-                bucket.parameters, self._split(bucket, self.residuals[id(bucket)]), strict=True
-            ):
-                yield RESIDUAL, names[id(parameter)], piece
+            if not bucket.batch_summed:
+                continue
+            named = [self._names[id(parameter)] for parameter in bucket.parameters]
+            for name, piece in zip(named, self._split(bucket, self.residuals[id(bucket)]), strict=True):
+                kind, shard = self._kept_as(RESIDUAL, name)
+                yield kind, shard.by_replica(), piece[None]
+            error, group = self.own_errors.get(id(bucket)), self.groups[bucket.batch_summed]
+            if error is not None:
+                whole = torch.zeros_like(bucket.flat)
+                mine = whole[group.rank * len(error) :][: len(error)]
+                mine += error[: len(mine)]
+                group.all_reduce(whole, out=whole, algorithm=self.algorithm)
+                for name, piece in zip(named, self._split(bucket, whole), strict=True):
+                    yield *self._kept_as(ERROR, name), piece
+            for number, factor in self.factors.get(id(bucket), {}).items():
+                yield *self._factor_as(named[number], factor.shape), factor[None]
+
+    def recall(self, read: Recall) -> None:
+        for bucket in self.buckets:
+            if not bucket.batch_summed:
+                continue
+            named = [self._names[id(parameter)] for parameter in bucket.parameters]
+            for name, piece in zip(named, self._split(bucket, self.residuals[id(bucket)]), strict=True):
+                kept = read(*self._kept_as(RESIDUAL, name), by_replica=True)
+                if kept is not None:
+                    piece.copy_(kept)
+            errors = [read(*self._kept_as(ERROR, name)) for name in named]
+            if self.compression.scheme in QUANTISED and all(error is not None for error in errors):
+                group, length = self.groups[bucket.batch_summed], bucket.flat.numel()
+                part = _part(length, group.size)
+                mine = torch.zeros(part, dtype=bucket.flat.dtype, device=bucket.flat.device)
+                whole = torch.cat([error.reshape(-1) for error in errors if error is not None])
+                own = whole[group.rank * part :][:part]
+                mine[: len(own)] = own
+                self.own_errors[id(bucket)] = mine
+            self._recall_factors(bucket, named, read)
+
+    def _recall_factors(self, bucket: Bucket, named: Sequence[str], read: Recall) -> None:
+        """All of a bucket, or none: the first step then draws them."""
+        ranks = {number: _factor_rank(view.shape, self.compression.rank) for number, view in enumerate(bucket.views)}
+        sizes = {number: (_sides(bucket.views[number].shape)[1], rank) for number, rank in ranks.items() if rank}
+        kept = {number: read(*self._factor_as(named[number], size)) for number, size in sizes.items()}
+        if self.compression.scheme == "powersgd" and all(factor is not None for factor in kept.values()):
+            device = bucket.flat.device
+            self.factors[id(bucket)] = {n: factor[0].to(device) for n, factor in kept.items() if factor is not None}
+
+    def _kept_as(self, kind: str, name: str) -> tuple[str, Shard]:
+        """Under which name and of which shard: each stage that holds a parameter has its own part of its gradient."""
+        shard = self.held[name].shard
+        if len(shard.holders) < 2:
+            return f"{kind}:{name}", shard
+        place = coordinates(shard.rank, shard.axes)["pp"]
+        return f"{kind}@{place}:{name}", replace(shard, holders=(place,))
+
+    def _factor_as(self, name: str, size: Sequence[int]) -> tuple[str, Shard]:
+        """Ranks along tp have a factor each, of their part of the matrix."""
+        kind, shard = self._kept_as(FACTOR, name)
+        whole = (size_of(shard.axes, "tp"), *size)
+        return kind, replace(shard, whole=whole, cuts=(Cut("tp", 0),))

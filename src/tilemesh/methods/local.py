@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from tilemesh.core.errors import UsageError
+from tilemesh.core.shard import Shard
 from tilemesh.parallel.buckets import BUCKET_BYTES, Bucket, Bucketed
-from tilemesh.parallel.gradients import GradientStep, Parts, StepFigures
+from tilemesh.parallel.gradients import GradientStep, Parts, Recall, StepFigures
 
 OUTER = "outer_momentum"
 
@@ -50,6 +51,8 @@ class LocalPeriod:
 
 class LocalUpdates(Bucketed):
     """Gradients of a replica's own, and weights that are averaged. `step`: how many were made before."""
+
+    states_differ = True
 
     def __init__(self, parts: Parts, when: LocalPeriod, bucket_bytes: int = BUCKET_BYTES) -> None:
         super().__init__(parts, bucket_bytes)
@@ -142,14 +145,13 @@ class LocalUpdates(Bucketed):
     def figures(self) -> dict[str, Any]:
         return {"period": self.when.period, "rounds": self.rounds, "steps": self.step, "spread": self.spread}
 
-    def agree(self, states: Sequence[Tensor]) -> None:
-        """Before a checkpoint, which has room for one replica's optimizer: all take the mean of their states."""
-        for state in states:
-            if state.dim():
-                self.mesh.dp.comm.all_reduce(state, out=state, algorithm=self.algorithm)
-                state /= self.mesh.dp.size
-
-    def remembered(self) -> Iterator[tuple[str, str, Tensor]]:
+    def remembered(self) -> Iterator[tuple[str, Shard, Tensor]]:
         if self.when.outer_momentum:
             for name, value in self.momentum.items():
-                yield OUTER, name, value
+                yield f"{OUTER}:{name}", self.held[name].shard, value
+
+    def recall(self, read: Recall) -> None:
+        for name, shard, value in self.remembered():
+            kept = read(name, shard)
+            if kept is not None:
+                value.copy_(kept)

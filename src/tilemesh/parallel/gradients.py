@@ -75,11 +75,21 @@ def read(steps: Sequence[GradientStep]) -> list[tuple[float, float]]:
     return [(loss, norm) for loss, norm in torch.stack([torch.stack(pair) for pair in pairs]).tolist()]
 
 
+class Recall(Protocol):
+    """Reads this rank's part of a tensor that a checkpoint keeps; None where it has none that fits."""
+
+    def __call__(self, name: str, shard: Shard, *, by_replica: bool = False) -> Tensor | None:
+        """`by_replica`: it was written with `shard.by_replica()`; of other replicas than there are now, the mean."""
+
+
 class Gradients(Protocol):
     """How gradients are made, exchanged, divided and clipped."""
 
     is_late: bool
     """Whether `finish` returns before the device is done: its loss and norm are tensors."""
+
+    states_differ: bool
+    """Whether each replica has optimizer states of its own."""
 
     stepped: Mapping[str, Held]
     """What an optimizer steps, with its gradient after `finish`: the parameters, or under ZeRO this rank's rows."""
@@ -116,11 +126,12 @@ class Gradients(Protocol):
     def over_replicas(self, steps: Sequence[StepFigures]) -> Sequence[StepFigures]:
         """The steps since replicas last met, over all of them (a collective call, when they meet)."""
 
-    def agree(self, states: Sequence[Tensor]) -> None:
-        """Before a checkpoint: make alike over replicas what it keeps one copy of, an optimizer's states included."""
+    def remembered(self) -> Iterator[tuple[str, Shard, Tensor]]:
+        """(name, shard, tensor) of what a checkpoint keeps besides weights and an optimizer's states: all that decides
+        later steps, so that taking it changes nothing (a collective call)."""
 
-    def remembered(self) -> Iterator[tuple[str, str, Tensor]]:
-        """(kind, parameter, tensor) of what a checkpoint keeps besides weights and an optimizer's states."""
+    def recall(self, read: Recall) -> None:
+        """Take up what `remembered` gave, as far as a checkpoint has it."""
 
     def go_on(self, step: int) -> None:
         """A run goes on after so many steps; what was remembered has been read."""
@@ -210,17 +221,19 @@ def settle(
 class Synchronous:
     """What holds for implementations whose replicas have the same weights after every step, and remember nothing."""
 
+    states_differ = False
+
     def meets(self, step: int) -> bool:
         return True
 
     def over_replicas(self, steps: Sequence[StepFigures]) -> Sequence[StepFigures]:
         return steps
 
-    def agree(self, states: Sequence[Tensor]) -> None:
-        return None
-
-    def remembered(self) -> Iterator[tuple[str, str, Tensor]]:
+    def remembered(self) -> Iterator[tuple[str, Shard, Tensor]]:
         return iter(())
+
+    def recall(self, read: Recall) -> None:
+        return None
 
     def go_on(self, step: int) -> None:
         return None

@@ -92,6 +92,10 @@ class Reader:
     def names(self) -> list[str]:
         return list(self._tensors)
 
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        """Of the whole tensor; None where there is none of this name."""
+        return self._tensors[name][0].whole if name in self._tensors else None
+
     def local(self, name: str, mine: Shard) -> Tensor:
         """This rank's part of a tensor in its own layout."""
         pieces = self._pieces(name)

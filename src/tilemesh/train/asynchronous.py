@@ -21,11 +21,12 @@ import torch
 from torch import Tensor, nn
 
 from tilemesh.core.plan import ASYNCHRONOUS
+from tilemesh.core.shard import Shard
 from tilemesh.core.step.asynchronous import delays, held_versions
 from tilemesh.methods.versions import VersionedChunk, VersionServices, WeightUpdate, versioned
 from tilemesh.model.transformer import IGNORED
 from tilemesh.parallel.buckets import Bucketed
-from tilemesh.parallel.gradients import GradientStep, Parts
+from tilemesh.parallel.gradients import GradientStep, Parts, Recall
 from tilemesh.parallel.norms import norms_of
 from tilemesh.parallel.pipeline import Pipeline
 from tilemesh.parallel.shard import Held
@@ -120,11 +121,18 @@ class PipelinedGradients(Bucketed):
         for chunk in self.versioned.values():
             chunk.versions.updates = step * self.updates_per_step
 
-    def remembered(self) -> Iterator[tuple[str, str, Tensor]]:
+    def remembered(self) -> Iterator[tuple[str, Shard, Tensor]]:
         names = {id(mine.tensor): name for name, mine in self.held.items()}
         for chunk in self.versioned.values():
             for parameter, change in zip(chunk.versions.parameters, chunk.versions.changes, strict=False):
-                yield CHANGE, names[id(parameter)], change
+                name = names[id(parameter)]
+                yield f"{CHANGE}:{name}", self.held[name].shard, change
+
+    def recall(self, read: Recall) -> None:
+        for name, shard, change in self.remembered():
+            kept = read(name, shard)
+            if kept is not None:
+                change.copy_(kept)
 
     def figures(self) -> dict[str, Any]:
         updates = max((chunk.versions.updates for chunk in self.versioned.values()), default=0)

@@ -29,6 +29,7 @@ from tilemesh.measure.sample import Sample
 from tilemesh.parallel.gradients import GradientStep, StepFigures, read
 from tilemesh.runs import checkpoint
 from tilemesh.runs.journal import Journal
+from tilemesh.runs.manifest import WEIGHT
 from tilemesh.runs.metrics import STEP, STOPPED
 from tilemesh.runs.names import CHOICES, bad_batch
 from tilemesh.runs.tensors import parts_of, write_tensors
@@ -335,17 +336,17 @@ class Loop:
     def _begin_checkpoint(self) -> None:
         self._settle_checkpoint()
         with self.recorder.span("checkpoint", "checkpoint"):
-            self.laid.gradients.agree(list(self.optimizer.kept()))
-            tensors = [*self.optimizer.tensors(), *self._remembered()]
-            parts = [part for name, shard, tensor in tensors for part in parts_of(name, shard, tensor)]
+            parts = [part for name, shard, tensor in self._kept() for part in parts_of(name, shard, tensor)]
             values = self.progress.values(self.stepper, self.fingerprint)
             self.writer.begin(self.progress.step, parts, values)
         self.write_choices()
 
-    def _remembered(self) -> Iterator[tuple[str, Shard, torch.Tensor]]:
-        """What the method of exchange keeps, as `Optimizer.tensors` gives its own."""
-        for kind, name, tensor in self.laid.gradients.remembered():
-            yield f"{kind}:{name}", self.optimizer.shards[name], tensor
+    def _kept(self) -> Iterator[tuple[str, Shard, torch.Tensor]]:
+        """What the optimizer and the method of exchange keep."""
+        for name, shard, tensor in self.optimizer.tensors():
+            differs = self.laid.gradients.states_differ and not name.startswith(f"{WEIGHT}:")
+            yield (name, shard.by_replica(), tensor[None]) if differs else (name, shard, tensor)
+        yield from self.laid.gradients.remembered()
 
     def write_choices(self) -> None:
         """What `auto` has picked so far, and what an earlier part of this run had: a run that goes on keeps to it."""

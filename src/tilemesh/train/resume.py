@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ import numpy as np
 
 from tilemesh.core.config import to_dict
 from tilemesh.core.errors import RunError, UsageError
+from tilemesh.core.shard import Shard
 from tilemesh.model.adapter import adapter_parameters
 from tilemesh.model.config import check_written_model, unlike
 from tilemesh.model.families.book import read_config
@@ -68,17 +70,17 @@ def restore(loop: Loop, reader: Reader) -> None:
     more -= {f"{WEIGHT}:{name}" for name in loop.laid.names}
     if more:
         raise RunError(f"{reader.folder} has {min(more)}, and this model has not: it is another model's checkpoint")
-    tensors = {
-        (kind, name): reader.local(f"{kind}:{name}", loop.optimizer.shards[name])
-        for name in loop.optimizer.stepped
-        for kind in (WEIGHT, *(loop.optimizer.kinds[name] if values["optimizer_steps"] else ()))
-    }
+    read, shards, gradients = partial(recalled, reader), loop.optimizer.shards, loop.laid.gradients
+    tensors = {}
+    for name, shard in ((name, shards[name]) for name in loop.optimizer.stepped):
+        tensors[WEIGHT, name] = reader.local(f"{WEIGHT}:{name}", shard)
+        for kind in loop.optimizer.kinds[name] if values["optimizer_steps"] else ():
+            state = read(f"{kind}:{name}", shard, by_replica=gradients.states_differ)
+            tensors[kind, name] = reader.local(f"{kind}:{name}", shard) if state is None else state
     loop.optimizer.load(int(values["optimizer_steps"]), tensors)
-    loop.laid.gradients.updated()
-    for kind, name, tensor in loop.laid.gradients.remembered():
-        if f"{kind}:{name}" in reader.names:  # a run may go on by another method
-            tensor.copy_(reader.local(f"{kind}:{name}", loop.optimizer.shards[name]))
-    loop.laid.gradients.go_on(step)
+    gradients.updated()
+    gradients.recall(read)
+    gradients.go_on(step)
     loop.stepper.scale.load(values["scale"])
     loop.progress.step, loop.progress.position = step, int(values["position"])
     loop.stepper.source.go_on(step, int(values["position"]))
@@ -90,6 +92,18 @@ def restore(loop: Loop, reader: Reader) -> None:
     if loop.stepper.before is not None:
         loop.stepper.before(step)  # what a recipe left out in the last step, a sample leaves out
     _say_what_differs(loop, values)
+
+
+def recalled(reader: Reader, name: str, shard: Shard, *, by_replica: bool = False) -> Any:
+    """This rank's part of a tensor, where a checkpoint has one that fits. Where each replica had its own, that of this
+    replica; of other replicas than there are now, or where all are to have the same, their mean."""
+    stored = reader.shape(name)
+    if stored == shard.whole:
+        return reader.local(name, shard)
+    if stored is None or stored[1:] != shard.whole:
+        return None
+    own = shard.by_replica()
+    return reader.local(name, own)[0] if by_replica and stored == own.whole else take(shard, reader.whole(name).mean(0))
 
 
 def _say_what_differs(loop: Loop, values: Mapping[str, Any]) -> None:

@@ -1,0 +1,61 @@
+"""Resume is a function of the checkpoint: a sample of its cases in `make test`, all of them in `make test-all`.
+
+A run that is stopped anywhere, or killed, and goes on comes to the checkpoint of the run that nobody stopped, bit for
+bit: weights, optimizer states, metrics and sample. What a case is: `resume_cases.py`. A failure prints the line that
+repeats it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from resume_cases import AXES, PLAIN, all_pairs, cover, furnish, is_trained, named, of_name, pairs_of
+from resume_check import why_skipped, why_wrong
+from resume_run import LEAST
+
+SHARDS = 8
+SAMPLE = (
+    {"method": "diloco", "stop": "6"},
+    {"method": "one-bit", "optimizer": "sgd", "stop": "3"},
+    {"method": "powersgd", "data": "chat", "stop": "1"},
+    {"layout": "pipemare", "optimizer": "lion", "stop": "2-5"},
+    {"method": "asp", "data": "padded", "stop": "killed"},
+)
+
+
+def check(name: str, place: Path) -> None:
+    why = why_wrong(of_name(name), place)
+    assert not why, f"{why}; repeat it with: python tests/resume/resume_run.py '{name}'"
+
+
+@pytest.mark.parametrize("values", SAMPLE, ids=lambda values: " ".join(values.values()))
+def test_a_sample(values: dict[str, str], tmp_path: Path) -> None:
+    check(named(PLAIN | values), tmp_path)
+
+
+def test_the_cover_has_every_value() -> None:
+    cases = [of_name(name) for name in cover()]
+    assert len(set(cover())) == len(cases) >= LEAST
+    assert {axis: {case[axis] for case in cases} for axis in AXES} == {axis: set(AXES[axis]) for axis in AXES}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_the_cover_has_every_pair_that_trains(tmp_path: Path) -> None:
+    furnish(tmp_path)
+    covered = set().union(*(pairs_of(of_name(name)) for name in cover()))
+    for pair in all_pairs():
+        assert pair in covered or not is_trained(PLAIN | dict(pair), tmp_path), sorted(pair)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("shard", range(SHARDS))
+def test_all(shard: int, tmp_path: Path) -> None:
+    wrong = []
+    for number, name in enumerate(cover()[shard::SHARDS]):
+        if not why_skipped(of_name(name)):
+            why = why_wrong(of_name(name), tmp_path / str(number))
+            wrong += [f"'{name}': {why}"] if why else []
+    assert not wrong, "python tests/resume/resume_run.py, with each of:\n" + "\n".join(wrong)
