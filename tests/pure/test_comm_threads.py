@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from tilemesh.comm import Communicator, connect, minimal, run_threads
 from tilemesh.comm.runtime import watch
-from tilemesh.comm.runtime.call import watched_call
 from tilemesh.comm.runtime.engine import CallEngine, Running
 from tilemesh.comm.runtime.records import private_board
 from tilemesh.comm.runtime.texts import compare_calls
@@ -250,19 +249,24 @@ class Library(ThreadTransport):
         return Lazy(self.during, lambda: DONE)
 
 
-def test_a_native_call_notes_nothing_and_is_found_on_the_stack() -> None:
+def test_a_native_call_says_what_it_is_and_not_since_when(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is no matter of what its frames look like: here there are none to look at."""
+    monkeypatch.setattr("sys._current_frames", dict)
     looks: list[tuple[watch.Watch, watch.Note] | None] = []
 
     def look_twice() -> None:
         assert mine.note is None
         looks.extend([process.look(), process.look()])
 
-    process = watch.Watchdog(0, private_board(1), lambda reason: None, watched_call)
+    process = watch.Watchdog(0, private_board(1), lambda reason: None)
     mine = watch.Watch(process, [0])
     comm = Communicator(Library(look_twice), CallEngine(), mine)
     for _ in range(2):
         comm.all_reduce(np.ones(4, np.float32), algorithm="native")
     assert process.look() is None
+    with pytest.raises(ZeroDivisionError):
+        Communicator(Library(lambda: 1 // 0), CallEngine(), mine).barrier(algorithm="native")
+    assert mine.native is None
     notes = [look[1] for look in looks if look is not None]
     assert [note[:3] for note in notes] == [(1, "all_reduce", 16)] * 2 + [(2, "all_reduce", 16)] * 2
     assert notes[0] is notes[1], "waiting since the first look"

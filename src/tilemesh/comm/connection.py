@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from tilemesh.comm.runtime.arguments import seconds, whole
-from tilemesh.comm.runtime.call import watched_call
 from tilemesh.comm.runtime.communicator import Communicator
 from tilemesh.comm.runtime.engine import CallEngine, Running
 from tilemesh.comm.runtime.gpus import gpu_of, why_staged
@@ -149,7 +148,7 @@ def _watchdog_of(transport: Transport) -> Watchdog:
             transport.abort(reason)
 
         board = shared_board(transport.rank, transport.size, tell)
-        _watchdog = Watchdog(transport.rank, board, end, watched_call)
+        _watchdog = Watchdog(transport.rank, board, end)
         _watchdog.start()
         atexit.register(_watchdog.stop)
     return _watchdog

@@ -10,7 +10,6 @@ the transports take them too and this file imports those. What a call like it wi
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -27,7 +26,6 @@ from tilemesh.comm.runtime.observe import BEGIN, CALL, clock
 from tilemesh.comm.runtime.ready import ready_call
 from tilemesh.comm.runtime.texts import Steps, spread
 from tilemesh.comm.runtime.transport import Array
-from tilemesh.comm.runtime.watch import Watch
 from tilemesh.comm.schedules.schedule import DATA
 from tilemesh.core.errors import UsageError
 
@@ -60,7 +58,11 @@ class Caller(Group):
             self._keep(key, decided)
         self.watch.sequence = sequence  # from here on the call counts: what fails before leaves the ranks in step
         if wait and is_native:
-            result = self.engine.run(running)  # the watchdog knows of it from this frame: see `watched_call`
+            self.watch.native = (call.collective, call.nbytes)
+            try:
+                result = self.engine.run(running)
+            finally:
+                self.watch.native = None
         else:
             doing = (sequence, call.collective, call.nbytes)
             if wait:
@@ -245,17 +247,3 @@ class Caller(Group):
             store(shaped, call.out)
             return call.out
         return call.like.back(np.ascontiguousarray(shaped) if call.shape else shaped)
-
-
-def watched_call(frame: FrameType) -> tuple[Watch, str, int] | None:
-    """What the watchdog makes of a frame: `Caller.run` inside one of the library's collectives, or nothing.
-
-    These calls then cost nothing for being watched, which for one of a few microseconds is worth reading locals for.
-    """
-    if frame.f_code is not Caller.run.__code__:
-        return None
-    known = frame.f_locals
-    if not known.get("is_native") or "running" not in known or not known["wait"]:
-        return None
-    caller, call = known["self"], known["call"]
-    return caller.watch, call.collective, call.nbytes

@@ -355,7 +355,7 @@ def _ready(
     other. When the same two arrays come again, even what mpi4py finds out about them is kept: where they lie.
     """
     result, is_average = call.shape, call.op == "avg"
-    watched = (watch, call.collective, call.nbytes)
+    watched = (call.collective, call.nbytes)
     ndarray, combines = np.ndarray, bool(rest)
     count = call.sizes[0] * made.itemsize // unit.Get_size()  # of one block, where there are blocks
     seen = (0, 0)
@@ -368,14 +368,17 @@ def _ready(
         there = MPI.buffer.fromaddress(array.__array_interface__["data"][0], array.nbytes)
         return [there, count, unit]
 
-    def ready(x: Any, out: Any, watched: tuple[Watch, str, int] = watched) -> Any:
-        # No notes for the watchdog: it knows of the call from this frame's `watched` (`Watchdog.native_codes`).
+    def ready(x: Any, out: Any) -> Any:
         nonlocal seen, known_x, known_out, again
         if pending:
             return NotImplemented
         if out is not None and out is known_out() and x is known_x() and out.flags.writeable:
             watch.sequence += 1
-            again()
+            watch.native = watched
+            try:
+                again()
+            finally:
+                watch.native = None
         else:
             if type(x) is not ndarray or not x.flags.c_contiguous or not x.flags.aligned:
                 return NotImplemented
@@ -390,15 +393,18 @@ def _ready(
             else:
                 seen = (id(x), id(out))
             watch.sequence += 1
-            if combines:
-                function(x, out, *rest)
-            else:
-                function([x, count, unit], [out, count, unit])
+            watch.native = watched
+            try:
+                if combines:
+                    function(x, out, *rest)
+                else:
+                    function([x, count, unit], [out, count, unit])
+            finally:
+                watch.native = None
         if is_average:
             np.divide(out, ranks, out)
         return out
 
-    watch.process.native_codes.add(ready.__code__)
     return ready
 
 

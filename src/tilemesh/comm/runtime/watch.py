@@ -2,9 +2,9 @@
 
 Where it was asked to (`tell_waits`), every rank says so after a few seconds already, and goes on waiting.
 
-Our own calls note what they are (one tuple); the library's collectives note nothing at all. A thread that wakes a few
-times per second looks: at the notes, and for the library's at the stacks of this process, where their frame says the
-same. It publishes what it saw, together with the line of the program that the rank is at, and looks at the clock.
+Our own calls note what they are and since when (`Watch.note`); the library's collectives, which may take a microsecond,
+what they are alone (`Watch.native`). A thread that wakes a few times per second looks at both, publishes what it saw,
+together with the line of the program that the rank is at, and looks at the clock.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from types import CodeType, FrameType
+from types import FrameType
 from typing import TypeAlias
 
 from tilemesh.comm.runtime.records import CallBoard, CallRecord, Doing
@@ -46,25 +46,13 @@ Note: TypeAlias = tuple[int, str, int, int]
 
 
 class Watchdog:
-    """What one rank publishes and watches over, for all its communicators.
+    """What one rank publishes and watches over, for all its communicators."""
 
-    `find(frame)`: the communicator's watch and the call, if this is the frame of one of the library's collectives.
-    """
-
-    def __init__(
-        self,
-        rank: int,
-        board: CallBoard,
-        end: Callable[[str], object],
-        find: Callable[[FrameType], tuple[Watch, str, int] | None] | None = None,
-        pids: bool = True,
-    ) -> None:
+    def __init__(self, rank: int, board: CallBoard, end: Callable[[str], object], pids: bool = True) -> None:
         self.rank = rank
         self.board = board
         self.end = end
-        self.find = find
         self.pids = pids
-        self.native_codes: set[CodeType] = set()  # of functions that make the library's calls, and say so in `watched`
         self.stage = ""  # what the program says it is at ("step 12: backward"), for the others to read
         self.worlds = 0  # how often this rank has connected
         self.has_staged = False  # GPU tensors have gone through the host's memory
@@ -129,8 +117,8 @@ class Watchdog:
         now = time.monotonic_ns()
         watches = self._open()
         notes = [(watch, watch.note) for watch in watches]
+        self.found = self._natives(now)
         with Stacks() as frames:
-            self.found = self._natives(frames.values(), now)
             place = _where(frames.get(self.owner))
         under_way = [*self.found.items(), *((watch, note) for watch, note in notes if note is not None)]
         waiting = min(under_way, key=lambda call: call[1][3] + call[0].timeout_s * 1e9, default=None)
@@ -146,30 +134,21 @@ class Watchdog:
         self.seen = still | {label: number for label, number in now.items() if label not in still}
         return self.seen
 
-    def _natives(self, frames: Iterable[FrameType], now: int) -> dict[Watch, Note]:
+    def _natives(self, now: int) -> dict[Watch, Note]:
         """The library's collectives that this rank is inside of, since the look that first saw them."""
         result: dict[Watch, Note] = {}
-        if self.find is None:  # ranks that are threads have no library underneath
-            return result
-        for innermost in frames:
-            frame: FrameType | None = innermost
-            while frame is not None:
-                call = frame.f_locals["watched"] if frame.f_code in self.native_codes else self.find(frame)
-                if call is not None and call[0].process is self:
-                    watch, name, nbytes = call
-                    before = self.found.get(watch)
-                    if before is None or before[0] != watch.sequence:
-                        before = (watch.sequence, name, nbytes, now)
-                    result[watch] = before
-                frame = _outer(frame)
+        for watch in self._open():
+            sequence, call = watch.sequence, watch.native  # in this order: a call's own number, or an earlier one
+            if call is not None:
+                before = self.found.get(watch)
+                if before is None or before[0] != sequence:
+                    before = (sequence, *call, now)
+                result[watch] = before
         return result
 
     def _still(self, watch: Watch, note: Note) -> bool:
         """Whether the call did not end while this thread was thinking about it."""
-        if watch.note is note:
-            return True
-        with Stacks() as frames:
-            return self._natives(frames.values(), 0).get(watch) is note
+        return watch.note is note or self._natives(0).get(watch) is note
 
     def _turn(self, since_ns: int) -> int:
         """How many ranks that have waited about as long as this one come before it in speaking up."""
@@ -217,6 +196,7 @@ class Watch:
         self.timeout_s = timeout_s
         self.sequence = 0
         self.note: Note | None = None
+        self.native: tuple[str, int] | None = None  # name and bytes of the library's collective that is under way
         process.watches[label] = self
 
     def of(self, members: Sequence[int], label: str) -> Watch:
