@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 import torch
 
+from tilemesh.core.c_library import compiler
 from tilemesh.graph import build, compile_ahead, derive
 from tilemesh.graph.by_torch import run_torch
 from tilemesh.graph.compile_ahead import AheadCompilers
 from tilemesh.graph.emit import program
 from tilemesh.graph.generated import RegionCall, kernel_job, server
 from tilemesh.graph.ir import Graph, Node
-from tilemesh.graph.kernel_c import compiler, write_kernels
+from tilemesh.graph.kernel_c import write_kernels
 from tilemesh.graph.kernel_plan import plan_kernel
 from tilemesh.graph.kernel_triton import launch_plans
 from tilemesh.graph.regions import fused

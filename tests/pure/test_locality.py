@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tilemesh.core.c_library import compiler
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.guide.locality import build, caches, measured, traffic
 from tilemesh.guide.locality.strides import StridedView, column_major, row_major
@@ -108,7 +109,7 @@ def test_reads_of_the_convolution(tile):
 
 # Compiled -------------------------------------------------------------------------------------------------------------
 
-needs_compiler = pytest.mark.skipif(build.compiler() is None, reason="no C compiler")
+needs_compiler = pytest.mark.skipif(compiler() is None, reason="no C compiler")
 
 
 @needs_compiler
@@ -129,8 +130,8 @@ def test_a_text_that_does_not_compile_says_so(tmp_path, monkeypatch):
 
 
 def test_without_a_compiler_there_is_no_library(monkeypatch):
-    monkeypatch.setattr(build.shutil, "which", lambda name: None)
-    assert build.compiler() is None
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    assert compiler() is None
     assert build.library("int f(void) { return 1; }") is None
     assert traffic.nest_of("ijk").function({"N": 4}) is None
 
@@ -199,7 +200,7 @@ def test_the_guides_rows_are_the_committed_ones():
 
 
 def test_without_a_compiler_numpy_runs_the_loops(monkeypatch):
-    monkeypatch.setattr(build.shutil, "which", lambda name: None)
+    monkeypatch.setattr("shutil.which", lambda name: None)
     for nest in traffic.NESTS:
         a, b, c, product = traffic.operands(16, nest.turned)
         measured.IN_NUMPY[nest.key](a, b, c, tiles=measured.TILES)

@@ -21,11 +21,11 @@ from rich.console import Console
 from rich.markup import escape
 
 from tilemesh.cli.targets import check_targets
+from tilemesh.core.c_library import compiler
 from tilemesh.core.context import outside_any_job
 from tilemesh.core.errors import RunError
 from tilemesh.core.files import write_output
 from tilemesh.core.units import format_bytes
-from tilemesh.guide.locality.build import compiler
 from tilemesh.launch import call
 from tilemesh.launch.start import find_mpiexec, source_path
 from tilemesh.measure.machine import this_machine

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from tilemesh.core.errors import RunError, UsageError
+
+
+def cache_folder() -> Path:
+    """The user's cache folder by the XDG convention."""
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(base).expanduser() / "tilemesh"
 
 
 def read_json_object(path: Path) -> dict[str, Any]:

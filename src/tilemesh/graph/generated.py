@@ -15,6 +15,7 @@ import torch
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from tilemesh.core.c_library import compiler
 from tilemesh.core.errors import UsageError, unknown
 from tilemesh.graph import kernel_c
 from tilemesh.graph.by_torch import dtype_of
@@ -35,7 +36,7 @@ def way_for(device: torch.device) -> str | None:
         from tilemesh.kernels.launch.implementation import implementation_of
 
         return "triton" if implementation_of("auto", [torch.empty(0, device=device)]) == "triton" else None
-    return "c" if device.type == "cpu" and kernel_c.compiler() is not None else None
+    return "c" if device.type == "cpu" and compiler() is not None else None
 
 
 def server(way: str) -> Callable[[Node], bool]:

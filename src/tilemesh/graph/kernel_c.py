@@ -8,13 +8,6 @@ run needs again is computed again, or kept in a buffer if it is costly. Loops ov
 from __future__ import annotations
 
 import ctypes
-import functools
-import hashlib
-import os
-import platform
-import shutil
-import subprocess
-import tempfile
 from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
@@ -22,13 +15,12 @@ from typing import Any
 
 import torch
 
-from tilemesh.core.errors import RunError
+from tilemesh.core.c_library import NATIVE, build_library
 from tilemesh.graph.ir import Node
 from tilemesh.graph.kernel_plan import COSTLY, KernelPlan, needed, offset_terms, operand, passes
 from tilemesh.graph.ops import FLOATS
 from tilemesh.graph.regions import COLUMN, FULL, ROW
 from tilemesh.graph.rewrite import number_of
-from tilemesh.kernels.tuning.table import cache_folder
 
 DTYPES = {"float32": "float", "float64": "double", "bfloat16": "uint16_t", "int64": "int64_t", "int32": "int32_t"}
 DTYPES |= {"bool": "uint8_t"}
@@ -37,6 +29,7 @@ BLOCK = 4_096  # columns that a thread takes at once where a region has one row
 _COMPUTED = DTYPES | {"bfloat16": "float"}
 _BINARY = {"add": "+", "subtract": "-", "multiply": "*", "divide": "/"}
 _COMPARE = {"equal": "==", "less": "<", "less_equal": "<="}
+_OPTIONS = ("-O3", NATIVE, "-fno-math-errno", "-fno-trapping-math", "-std=gnu11", "-fopenmp")
 _FLOAT = {name: f"fast_{name}" for name in ("exp", "log", "tanh", "sigmoid", "erf")}
 _FLOAT |= {"sqrt": "sqrtf", "sin": "sinf", "cos": "cosf", "absolute": "fabsf", "power": "powf"}
 _DOUBLE = {name: name for name in ("exp", "log", "tanh", "erf", "sqrt", "sin", "cos")}
@@ -284,12 +277,6 @@ def _literal(number: float | int, dtype: str) -> str:
     return f"({float(number)!r}{'' if dtype == 'float64' else 'f'})"
 
 
-@functools.cache
-def compiler() -> str | None:
-    """The system's C compiler, where there is one."""
-    return shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc") or shutil.which("clang")
-
-
 def write_kernels(plans: Sequence[KernelPlan]) -> tuple[str, list[str]]:
     """The text of a library with these kernels, and the name of each; equal ones are written once."""
     names: dict[str, str] = {}
@@ -306,7 +293,8 @@ def write_kernels(plans: Sequence[KernelPlan]) -> tuple[str, list[str]]:
 def load_kernels(plans: Sequence[KernelPlan]) -> list[Any]:
     """The kernels of these plans, compiled or taken from the cache."""
     text, names = write_kernels(plans)
-    library = ctypes.CDLL(str(_built(text)))
+    whole = (files("tilemesh.graph") / "kernel_math.h").read_text() + text
+    library = ctypes.CDLL(str(build_library("graph", whole, _OPTIONS, [*_openmp(), "-lm"])))
     functions = []
     for plan, name in zip(plans, names, strict=True):
         function = library[name]
@@ -314,34 +302,6 @@ def load_kernels(plans: Sequence[KernelPlan]) -> list[Any]:
         function.argtypes = [ctypes.c_void_p] * (len(plan.body.inputs) + len(plan.body.outputs))
         functions.append(function)
     return functions
-
-
-def _built(text: str) -> Path:
-    """The library of a text: it has the name of the text, the compiler and the machine, and is built once."""
-    program = compiler()
-    if program is None:
-        raise RunError("generated kernels need a C compiler; install gcc or clang")
-    whole = (files("tilemesh.graph") / "kernel_math.h").read_text() + text
-    openmp = _openmp()
-    flags = ["-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-std=gnu11", "-shared", "-fPIC", *openmp]
-    key = hashlib.sha256("\0".join([whole, program, *flags, platform.node()]).encode()).hexdigest()[:32]
-    folder = cache_folder() / "graph"
-    target = folder / f"{key}.so"
-    if target.exists():
-        return target
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        source, made = Path(scratch) / "kernels.c", Path(scratch) / "kernels.so"
-        source.write_text(whole)
-        ran = subprocess.run(
-            [program, *flags[: -len(openmp) or None], str(source), "-o", str(made), *openmp, "-lm"],
-            capture_output=True,
-            text=True,
-        )
-        if ran.returncode:
-            raise RunError(f"{program} refused a generated kernel: {ran.stderr.strip().splitlines()[:3]}")
-        os.replace(made, target)
-    return target
 
 
 def _openmp() -> list[str]:

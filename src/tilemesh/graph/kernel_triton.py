@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
+from tilemesh.core.files import cache_folder
 from tilemesh.graph.ir import Node
 from tilemesh.graph.kernel_plan import (
     KernelPlan,
@@ -31,7 +32,6 @@ from tilemesh.graph.rewrite import number_of
 from tilemesh.kernels.launch.gpu import device_index, gpu_of
 from tilemesh.kernels.launch.steps import INT32_LIMIT, LaunchPlan, Pointer, Step, blocks
 from tilemesh.kernels.rows import LONG_BLOCK, LONGEST, rows_config
-from tilemesh.kernels.tuning.table import cache_folder
 
 LINE = 1024  # elements of a program that has no reduction
 PROGRAMS_INTERPRETED = 3

@@ -10,9 +10,10 @@
 # counts what it reads. Without a compiler the loops run in numpy.
 
 # %%
+from tilemesh.core.c_library import compiler
 from tilemesh.guide.lesson import Lesson
 from tilemesh.guide.locality import measured, traffic
-from tilemesh.guide.locality.build import compiler, source
+from tilemesh.guide.locality.build import source
 from tilemesh.guide.locality.caches import LINE_BYTES, SimulatedCache, cache_sizes
 from tilemesh.guide.locality.figures import heat_map
 from tilemesh.guide.locality.strides import StridedView

@@ -13,22 +13,18 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
 import os
 import platform
-import shutil
-import subprocess
-import tempfile
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from tilemesh.core.c_library import NATIVE, build_library
+from tilemesh.core.errors import RunError
 from tilemesh.kernels.lowbit.formats import Scheme
-from tilemesh.kernels.tuning.table import cache_folder
 
 _SOURCE = Path(__file__).with_name("cpu.c")
-_TIMEOUT_S = 60
 MOST_GROUP = 131_072  # inputs under one scale whose sum fits 32 bits
 FEW_ROWS = {"int8": 16, "int4": 4, "fixed16": 16}
 """Up to so many rows of activations the integer loops are used; larger batches are worth dequantising for."""
@@ -37,16 +33,10 @@ FEW_ROWS = {"int8": 16, "int4": 4, "fixed16": 16}
 @functools.cache
 def library() -> ctypes.CDLL | None:
     """The compiled functions; None where they cannot be had here."""
-    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
-    if compiler is None or platform.system() != "Linux":
+    if platform.system() != "Linux":
         return None
-    native = "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
-    flags = ("-O3", "-ffast-math", native, "-fopenmp", "-fPIC")
-    digest = hashlib.sha256(_SOURCE.read_bytes() + repr((flags, platform.node(), platform.machine())).encode())
-    made = cache_folder() / "lowbit" / f"{digest.hexdigest()[:16]}.so"
     try:
-        if not made.is_file():
-            _compile(compiler, flags, made)
+        made = build_library("lowbit", _SOURCE.read_text(), ("-O3", "-ffast-math", NATIVE, "-fopenmp"))
         for path in _openmp():
             ctypes.CDLL(path, mode=os.RTLD_GLOBAL)
         loaded = ctypes.CDLL(str(made), mode=os.RTLD_NOW)
@@ -54,7 +44,7 @@ def library() -> ctypes.CDLL | None:
         loaded.fixed_product.argtypes = [ctypes.c_void_p] * 7 + [ctypes.c_long] * 5
         loaded.product.restype = loaded.fixed_product.restype = None
         return loaded if _is_right(loaded) else None
-    except (OSError, subprocess.SubprocessError, AttributeError):
+    except (OSError, RunError, AttributeError):
         return None
 
 
@@ -62,18 +52,6 @@ def _openmp() -> list[str]:
     """OpenMP's library that this process has loaded with torch."""
     lines = Path("/proc/self/maps").read_text().splitlines()
     return sorted({line.split(maxsplit=5)[5] for line in lines if "libgomp" in line or "libiomp5" in line})
-
-
-def _compile(compiler: str, flags: tuple[str, ...], made: Path) -> None:
-    made.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=made.parent) as folder:
-        middle, end = Path(folder) / "cpu.o", Path(folder) / "cpu.so"
-        for command in (
-            [compiler, *flags, "-c", str(_SOURCE), "-o", str(middle)],
-            [compiler, "-shared", str(middle), "-o", str(end)],
-        ):
-            subprocess.run(command, check=True, capture_output=True, timeout=_TIMEOUT_S)
-        os.replace(end, made)  # whoever else compiles the same puts the same there
 
 
 def _is_right(loaded: ctypes.CDLL) -> bool:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from tilemesh.core.errors import UsageError
+from tilemesh.core.files import cache_folder
 
 FORMAT = 1
 
@@ -123,12 +123,6 @@ def versions() -> dict[str, str]:
     import triton
 
     return {"torch": torch.__version__.split("+")[0], "triton": triton.__version__}
-
-
-def cache_folder() -> Path:
-    """The user's cache folder by the XDG convention."""
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(base).expanduser() / "tilemesh"
 
 
 @contextlib.contextmanager
