@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tilemesh.core.errors import RunError, UsageError
+from tilemesh.core.errors import UsageError
 from tilemesh.data.tokenizer import Bytes, FileTokenizer
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.transformer import Transformer
@@ -138,7 +138,7 @@ def test_a_vocabulary_that_cannot_spell_it_fails_that_request_alone(small: Serve
             return [None if 48 <= byte <= 57 else bytes([byte]) for byte in range(256)]
 
     with Engine(ServedModel("less", small.model, NoDigits(), frozenset({0})), pages=40) as engine:
-        with pytest.raises(RunError, match="no token of this vocabulary"):
+        with pytest.raises(UsageError, match="no token of this vocabulary"):
             next(engine.generate(["a"], Sampling(max_tokens=9, regex="a{3}1")))
         assert next(engine.generate(["a"], Sampling(max_tokens=9, regex="a{3}"))).text == "aaa"
         with pytest.raises(UsageError, match="looking ahead"):

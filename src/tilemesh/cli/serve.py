@@ -12,6 +12,19 @@ def serve(
     source: Annotated[str, typer.Argument(metavar="RUN|FOLDER", help="A run's folder, or a Hugging Face folder.")],
     port: Annotated[int, typer.Option(metavar="N", help="Where to listen; 0 takes any that is free.")] = 8000,
     host: Annotated[str, typer.Option(help="By default only this machine can connect.")] = "127.0.0.1",
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY|@FILE", help="Answer only who sends one of these; also from TILEMESH_API_KEYS."),
+    ] = None,
+    no_key: Annotated[bool, typer.Option("--no-key", help="Let other machines ask without a key.")] = False,
+    allow_host: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="Another name that this server is asked for under.")
+    ] = None,
+    allow_origin: Annotated[
+        list[str] | None, typer.Option(metavar="URL", help="Pages that may ask from a browser, or *; else none.")
+    ] = None,
+    tls_cert: Annotated[str | None, typer.Option(metavar="FILE", help="Serve HTTPS with this certificate.")] = None,
+    tls_key: Annotated[str | None, typer.Option(metavar="FILE", help="The certificate's private key.")] = None,
     name: Annotated[str | None, typer.Option(help="What the model is called; by default as its folder.")] = None,
     dtype: Annotated[str | None, typer.Option(help="fp32, bf16, fp16 or fp64; by default that of the weights.")] = None,
     device: Annotated[str, typer.Option(help="cpu, or cuda.")] = "cpu",
@@ -46,8 +59,11 @@ def serve(
     step: Annotated[int | None, typer.Option(metavar="N", help="Which checkpoint; the newest, if not given.")] = None,
 ) -> None:
     """Serve a model over HTTP to OpenAI's clients. Paths: /v1/completions, /v1/chat/completions, /metrics."""
-    from tilemesh.cli.serve_run import run
+    from tilemesh.cli.serve_run import ListenOptions, run
 
+    listen = ListenOptions(
+        host, port, tuple(api_key or ()), no_key, tuple(allow_host or ()), tuple(allow_origin or ()), tls_cert, tls_key
+    )
     options = {
         "dtype": dtype, "device": device, "pages": pages, "memory": memory, "page_tokens": page_tokens,
         "context": context, "step_tokens": step_tokens, "chunk_tokens": chunk_tokens, "running": running,
@@ -55,7 +71,7 @@ def serve(
         "invariant": invariant, "speculate": speculate, "draft": draft, "kv_cache": kv_cache,
         "seed": seed, "step": step, "prepare": True,
     }  # fmt: skip
-    raise typer.Exit(run(source, host, port, name, mesh, options, _tell, generation_config))
+    raise typer.Exit(run(source, listen, name, mesh, options, _tell, generation_config))
 
 
 def _tell(text: str) -> None:

@@ -48,9 +48,14 @@ class RunError(RuntimeError):
         super().__init__(message)  # one piece: of several, RuntimeError would print a tuple
 
 
+_LONGEST_NAME = 200
+
+
 def nearest(given: str, known: Iterable[str], least: float = 0.5) -> str | None:
     """The known name closest to what was given, or None when nothing is close: when less than `least` of it agrees."""
     folded = {name.lower(): name for name in known}
+    if len(given) > _LONGEST_NAME:
+        return None  # no slip of the pen, and comparing takes as long as it is
     # "lr" shares too few letters with "train.lr" to be close to it, and yet is what was meant.
     tails = [name for name in folded if name.rpartition(".")[2] == given.lower().rpartition(".")[2]]
     if len(tails) == 1:

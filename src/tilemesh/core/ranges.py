@@ -6,6 +6,7 @@ A range never contains NaN, and infinity only where it says so: a comparison wit
 from __future__ import annotations
 
 import math
+import reprlib
 import sys
 from dataclasses import dataclass
 from typing import Any
@@ -78,8 +79,14 @@ def shown(value: object) -> str:
     """A value as a message shows it: text in quotes, and nothing longer than a line."""
     if isinstance(value, int) and abs(value) > LARGEST_WHOLE:
         return f"a whole number of {value.bit_length()} bits"  # thousands of digits, which Python may refuse to print
-    text = f"'{value}'" if isinstance(value, str) else str(value)
+    if isinstance(value, str):
+        text = f"'{value[:_SHOWN]}'"
+    else:  # of a long list only the beginning is read: to write all of it down takes as long as it is
+        text = _SHORT.repr(value) if isinstance(value, list | tuple | dict) else str(value)
     return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 1]}…"
 
 
 _SHOWN = 120
+_SHORT = reprlib.Repr()
+_SHORT.maxlist = _SHORT.maxtuple = _SHORT.maxdict = _SHOWN // 2
+_SHORT.maxstring = _SHORT.maxlong = _SHORT.maxother = 2 * _SHOWN

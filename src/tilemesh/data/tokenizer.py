@@ -275,9 +275,19 @@ def open_tokenizer(path: Path | None) -> Tokenizer:
     return Bytes() if path is None else FileTokenizer(path)
 
 
-def encode_prompt(tokenizer: Tokenizer, prompt: str, special: bool = False) -> list[int]:
+_BORDER_TOKENS = 16
+"""By how many tokens a text may have fewer than its beginning has alone: a cut word takes more than a whole one."""
+
+
+def encode_prompt(tokenizer: Tokenizer, prompt: str, special: bool = False, most: int | None = None) -> list[int]:
+    """A prompt's tokens. A text that has more than `most` of them is refused before it is read to its end."""
     try:
         text = prompt.encode()
     except UnicodeEncodeError:  # bytes of the command line that are no text
         raise UsageError("the prompt is not UTF-8 text: give it in UTF-8") from None
+    beginning = 8 * (most or 0) + 4096
+    while most is not None and beginning < len(text):
+        if len(tokenizer.encode(text[:beginning], special)) > most + _BORDER_TOKENS:
+            raise UsageError(f"the prompt of {len(text):,} bytes has more than {most:,} tokens: give at most {most:,}")
+        beginning *= 4
     return [int(token) for token in tokenizer.encode(text, special)]

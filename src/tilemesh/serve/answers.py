@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tilemesh.core.errors import RunError
+from tilemesh.core.errors import RunError, UsageError
 from tilemesh.serve.core import AnswerPart, PromptJob
 from tilemesh.serve.request import FinishReason
 from tilemesh.serve.sampling import TokenLogprobs
@@ -64,6 +64,8 @@ def collect(job: PromptJob, parts: Sequence[AnswerPart]) -> Completion:
         own = [part for part in parts if part.answer == number]
         last = own[-1]
         if last.finish is FinishReason.ERROR:
+            if last.refused:
+                raise UsageError(str(last.error))
             raise RunError(f"the engine could not answer: {last.error}")
         assert last.finish is not None
         answers.append(

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tilemesh.core.errors import UsageError
 from tilemesh.serve.constrain.mask import Constraint, Cursor
 from tilemesh.serve.device_steps import DrawnTokens
 from tilemesh.serve.draft import DraftModel
@@ -41,6 +42,8 @@ class AnswerPart(NamedTuple):
     stopped_by: str | int | None = None
     """The stop string or stop token that ended it."""
     error: str | None = None
+    refused: bool = False
+    """Whether it failed for what the request asked for, not for the engine's state."""
 
 
 @dataclass(eq=False)
@@ -278,10 +281,12 @@ class EngineCore:
             if not unsound[id(step_NV)].isdisjoint(rows):
                 self._end(self._live[entry.request.name], FinishReason.ERROR, UNSOUND)
                 continue
-            allowed = self._allowed(entry)
-            if allowed and allowed[0] is not None and not bool(allowed[0].any()):
-                why = "no token of this vocabulary goes on as the regex or json_schema wants it"
-                self._end(self._live[entry.request.name], FinishReason.ERROR, why)
+            try:
+                allowed = self._allowed(entry)
+                if allowed and allowed[0] is not None and not bool(allowed[0].any()):
+                    raise UsageError("no token of this vocabulary goes on as the regex or json_schema wants it")
+            except UsageError as error:
+                self._end(self._live[entry.request.name], FinishReason.ERROR, str(error), refused=True)
                 continue
             drawn.append((entry, step_NV, rows, self._drawings(entry, allowed)))
         # In the order of the rows, so that the step's logits need not be copied.
@@ -357,7 +362,10 @@ class EngineCore:
 
     def _next_drawing(self, entry: Scheduled) -> TokenDraw | None:
         """What the token after an entry's drafts is drawn with; None where a constraint would let nothing follow."""
-        allowed = self._allowed(entry)
+        try:
+            allowed = self._allowed(entry)
+        except UsageError:  # what the step itself will say of this request
+            return None
         if allowed and (allowed[-1] is None or not bool(allowed[-1].any())):
             return None
         return self._drawings(entry, allowed)[-1]
@@ -412,7 +420,7 @@ class EngineCore:
         tokens = (*answer.held, *progressed.tokens[:kept])
         answer.job.tell(AnswerPart(answer.number, text, tokens, tuple(logprobs[:kept]), reason, stopped_by))
 
-    def _end(self, answer: LiveAnswer, reason: FinishReason, error: str | None = None) -> None:
+    def _end(self, answer: LiveAnswer, reason: FinishReason, error: str | None = None, refused: bool = False) -> None:
         if self._live.pop(answer.request.name, None) is not None:
             self._involved.discard(answer.request.name)
             self.scheduler.finish(answer.request, reason)
@@ -420,4 +428,4 @@ class EngineCore:
                 self.history.aborted(answer.request.name, self.now_ns)
             self.on_end(answer.request.name)
             text = answer.text.add(answer.held, last=True)
-            answer.job.tell(AnswerPart(answer.number, text, tuple(answer.held), (), reason, None, error))
+            answer.job.tell(AnswerPart(answer.number, text, tuple(answer.held), (), reason, None, error, refused))

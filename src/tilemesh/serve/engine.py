@@ -264,7 +264,9 @@ class Engine:
     def encode(self, prompt: Prompt, special: bool = True) -> list[int]:
         """A prompt's tokens; text gets the special tokens (such as a beginning) that its tokenizer adds, if wanted."""
         if isinstance(prompt, str):
-            return encode_prompt(self.served.tokenizer, prompt, special)
+            return encode_prompt(self.served.tokenizer, prompt, special, self.limits.sequence_tokens - 1)
+        if len(prompt) >= self.limits.sequence_tokens:
+            self._scheduler.check(len(prompt), None)
         tokens, most = list(prompt), self.config.vocabulary
         # Long prompts are looked at without a loop of Python's: token by token, 8,192 take as long as a decode step.
         if set(map(type, tokens)) == {int} and min(tokens) >= 0 and max(tokens) < most:

@@ -2,7 +2,8 @@
 
 The one idea: a body is read (`protocol`), its prompts become jobs of the engine, and one loop hears their parts: a
 whole reply collects them, a stream passes them on. When that loop ends for any reason, a client that hung up included,
-what is left of the jobs is aborted.
+what is left of the jobs is aborted. Reading (tokens, templates, constraints) takes as long as a stranger likes: it has
+threads of its own, so that the loop answers everybody else meanwhile, and limits, so that it ends.
 """
 
 from __future__ import annotations
@@ -12,14 +13,19 @@ import json
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, suppress
 from typing import Any
 
 from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
+from tilemesh.core.access import Access
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.serve.answers import Completion, collect
 from tilemesh.serve.chat import ChatTemplate
@@ -40,16 +46,24 @@ from tilemesh.serve.replies import (
 from tilemesh.serve.request import FinishReason
 from tilemesh.serve.scheduler import QueueFullError
 
-_MOST_BYTES = 32 << 20  # of a body
+_LEAST_LIMIT, _BYTES_PER_TOKEN = 4 << 20, 32
+"""A body may have as many bytes as the context has tokens times this, and never fewer than 4 MiB."""
+_DISCARDED = 8
+"""A body that is too long is read and forgotten up to so many times the limit, so that its sender hears why."""
+_READERS = 2  # threads that read bodies
 _CLOSED_BY_CLIENT = 499  # what others log for it; nobody reads the reply
 _INVALID, _FAILED = "invalid_request_error", "server_error"
 
 
 def make_app(
-    engine: Engine | Replicas, name: str | None = None, defaults: Mapping[str, Any] | None = None
+    engine: Engine | Replicas,
+    name: str | None = None,
+    defaults: Mapping[str, Any] | None = None,
+    access: Access | None = None,
 ) -> Starlette:
     """The application: `name` is what the model is called, by default as its folder; `defaults` are fields of
-    `Sampling` for requests that do not say."""
+    `Sampling` for requests that do not say; `access` says who may ask, by default everybody but other pages."""
+    access = access or Access()
     server = ServingApp(engine, name or engine.served.name, defaults or {})
     answer: Callable[[str, bool], Callable[[Request], Awaitable[Response]]] = server.answering
     return Starlette(
@@ -62,7 +76,34 @@ def make_app(
             Route("/metrics", server.prometheus),
         ],
         exception_handlers={404: _not_here, 405: _not_here},
+        middleware=[*_cross_origin(access), Middleware(_Guard, access=access)],
     )
+
+
+def _cross_origin(access: Access) -> list[Middleware]:
+    """What lets a browser's page read answers: only where pages are allowed."""
+    if not access.origins:
+        return []
+    origins, methods = sorted(access.origins), ["GET", "POST"]
+    return [Middleware(CORSMiddleware, allow_origins=origins, allow_methods=methods, allow_headers=["*"])]
+
+
+class _Guard:
+    """Answers those who may not ask, before anything is read of what they send. /health needs no key."""
+
+    def __init__(self, app: ASGIApp, access: Access) -> None:
+        self.app, self.access = app, access
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            headers = {key.decode("latin-1"): value.decode("latin-1") for key, value in scope["headers"]}
+            refusal = self.access.refusal(headers, needs_key=scope["path"] != "/health")
+            if refusal is not None:
+                more = {"WWW-Authenticate": "Bearer"} if refusal.status == 401 else {}
+                body = failure(refusal.why, _INVALID, None, refusal.code)
+                await JSONResponse(body, refusal.status, more)(scope, receive, send)
+                return
+        await self.app(scope, receive, send)
 
 
 async def _not_here(request: Request, error: Exception) -> Response:
@@ -76,8 +117,14 @@ class LiveReply:
     """The jobs of one body, and the one queue that their parts come through."""
 
     def __init__(
-        self, engine: Engine | Replicas, prompts: list[list[int]], asked: AskedCompletion, metrics: ServerMetrics
+        self,
+        engine: Engine | Replicas,
+        prompts: list[list[int]],
+        asked: AskedCompletion,
+        metrics: ServerMetrics,
+        loop: asyncio.AbstractEventLoop,
     ) -> None:
+        """`loop` is where the parts are heard; this may be called in any thread."""
         self.engine, self.asked, self.metrics = engine, asked, metrics
         self.began = time.monotonic()
         self.parts: asyncio.Queue[tuple[int, AnswerPart]] = asyncio.Queue()
@@ -85,7 +132,6 @@ class LiveReply:
         self.jobs: list[PromptJob] = []
         self.output_tokens = 0
         self._last: dict[int, float] = {}
-        loop = asyncio.get_running_loop()
 
         def teller(number: int) -> Callable[[AnswerPart], None]:
             def tell(part: AnswerPart) -> None:
@@ -113,6 +159,8 @@ class LiveReply:
                 choice = number * self.asked.sampling.n + part.answer
                 self._measure(choice, part)
                 self.left -= part.finish is not None
+                if part.refused:
+                    raise RefusedError(None, str(part.error))
                 if part.finish is FinishReason.ERROR:
                     raise RunError(f"the engine could not answer: {part.error}")
                 if part.finish is FinishReason.ABORT:
@@ -147,6 +195,8 @@ class ServingApp:
         self.engine, self.name, self.defaults = engine, name, defaults
         self.metrics = ServerMetrics(lambda: engine.status)
         self.created = int(time.time())
+        self._most_bytes = max(_LEAST_LIMIT, _BYTES_PER_TOKEN * engine.limits.context)
+        self._readers = ThreadPoolExecutor(_READERS, thread_name_prefix="tilemesh-read")
         source = engine.served.chat_template
         self.template = None if source is None else ChatTemplate(source, engine.served.special_tokens or {})
 
@@ -162,12 +212,11 @@ class ServingApp:
 
     async def _answer(self, request: Request, chat: bool) -> Response:
         try:
-            asked = (read_chat if chat else read_completion)(await _body(request), self.defaults)
-            self._check_model(asked.model)
-            prompts = self._prompts(asked)
-            reply = LiveReply(self.engine, prompts, asked, self.metrics)
+            body = await _body(request, self._most_bytes)
+            loop = asyncio.get_running_loop()
+            reply = await loop.run_in_executor(self._readers, self._begin, body, chat, loop)
         except RefusedError as error:
-            return JSONResponse(failure(str(error), _INVALID, error.parameter), 400)
+            return JSONResponse(failure(str(error), _INVALID, error.parameter, error.code), error.status)
         except UsageError as error:
             return JSONResponse(failure(str(error), _INVALID), 400)
         except QueueFullError as error:
@@ -179,7 +228,8 @@ class ServingApp:
             return JSONResponse(failure(str(error), _FAILED), 503)
         except ClientDisconnect:
             return Response(status_code=_CLOSED_BY_CLIENT)
-        self.metrics.prompt_tokens.inc(sum(map(len, prompts)))
+        asked = reply.asked
+        self.metrics.prompt_tokens.inc(sum(len(job.prompt) for job in reply.jobs))
         kind = "chatcmpl" if chat else "cmpl"
         head = ReplyHead(f"{kind}-{uuid.uuid4().hex}", int(time.time()), self.name, chat)
         if asked.stream:
@@ -187,15 +237,28 @@ class ServingApp:
             return StreamingResponse(self._stream(reply, head), media_type="text/event-stream", headers=headers)
         return await self._whole(request, reply, head)
 
+    def _begin(self, body: bytes, chat: bool, loop: asyncio.AbstractEventLoop) -> LiveReply:
+        """Read a body and hand its prompts to the engine. In a thread of the readers."""
+        asked = (read_chat if chat else read_completion)(_parsed(body), self.defaults)
+        self._check_model(asked.model)
+        return LiveReply(self.engine, self._prompts(asked), asked, self.metrics, loop)
+
     def _check_model(self, name: str | None) -> None:
         if name is not None and name != self.name:
-            raise RefusedError("model", f"model '{name[:200]}' is not served here: there is '{self.name}'")
+            why = f"model '{name[:200]}' is not served here: there is '{self.name}'"
+            raise RefusedError("model", why, 404, "model_not_found")
 
     def _prompts(self, asked: AskedCompletion) -> list[list[int]]:
         if asked.messages:
             if self.template is None:
                 raise RefusedError(
                     "messages", f"'{self.name}' has no chat template in its folder: use /v1/completions, or add one"
+                )
+            if len(asked.messages) > self.engine.limits.context:  # of which each takes at least one token
+                raise RefusedError(
+                    "messages",
+                    f"{len(asked.messages):,} messages and the context is {self.engine.limits.context:,} tokens: "
+                    "send fewer",
                 )
             encoded = [self.engine.encode(self.template(asked.messages), special=False)]
         else:
@@ -217,6 +280,8 @@ class ServingApp:
             return Response(status_code=_CLOSED_BY_CLIENT)
         try:
             completions = collecting.result()
+        except UsageError as error:
+            return JSONResponse(failure(str(error), _INVALID), 400)
         except RunError as error:
             return JSONResponse(failure(str(error), _FAILED), 500)
         self._count_found(reply)
@@ -257,8 +322,8 @@ class ServingApp:
             if asked.stream_usage:
                 yield _event({**head([], chunk=True), "usage": reply.usage()})
             yield b"data: [DONE]\n\n"
-        except RunError as error:
-            yield _event(failure(str(error), _FAILED))
+        except (RunError, UsageError) as error:
+            yield _event(failure(str(error), _FAILED if isinstance(error, RunError) else _INVALID))
 
     def _opening(self, reply: LiveReply, index: int) -> tuple[str, None, dict[str, Any] | None]:
         """What comes before an answer's own text: nothing, or the prompt where it is echoed."""
@@ -281,7 +346,7 @@ class ServingApp:
         try:
             self._check_model(request.path_params["name"])
         except RefusedError as error:
-            return JSONResponse(failure(str(error), _INVALID, "model", "model_not_found"), 404)
+            return JSONResponse(failure(str(error), _INVALID, error.parameter, error.code), error.status)
         return JSONResponse(self._described())
 
     def _described(self) -> dict[str, Any]:
@@ -301,16 +366,24 @@ class ServingApp:
 # ---- bodies and clients ----------------------------------------------------------------------------------------
 
 
-async def _body(request: Request) -> object:
-    read = bytearray()
+async def _body(request: Request, most: int) -> bytes:
+    size, pieces = 0, bytearray()
     async for piece in request.stream():
-        read += piece
-        if len(read) > _MOST_BYTES:
-            raise RefusedError(None, f"the body is longer than {_MOST_BYTES >> 20} MiB: send less")
+        size += len(piece)
+        if size <= most:
+            pieces += piece
+        elif size > _DISCARDED * most:
+            break
+    if size > most:
+        raise RefusedError(None, f"the body is longer than {most >> 20} MiB: send less", 413)
+    return bytes(pieces)
+
+
+def _parsed(body: bytes) -> object:
     try:
-        return json.loads(bytes(read), parse_constant=_no_number)
+        return json.loads(body, parse_constant=_no_number)
     except (ValueError, RecursionError) as error:  # a syntax error, bytes that are no text, or nesting without end
-        raise RefusedError(None, f"the body is not JSON: {error}") from None
+        raise RefusedError(None, f"the body is not JSON: {str(error)[:200]}") from None
 
 
 def _no_number(name: str) -> None:

@@ -18,16 +18,16 @@ from tilemesh.serve.request import Sampling
 
 COMPLETION_TOKENS = 16
 """max_tokens of a completion that does not say, as OpenAI has it; a chat completion then ends with the context."""
-_MOST_PROMPTS = 128
+_MOST_PROMPTS, _MOST_MESSAGES = 128, 8192
 _PRIORITY = Range(-100, 100)
 
 
 class RefusedError(UsageError):
-    """A body that is not served; `parameter` is the field at fault."""
+    """A body that is not served; `parameter` is the field at fault, `code` OpenAI's word for it."""
 
-    def __init__(self, parameter: str | None, message: str) -> None:
+    def __init__(self, parameter: str | None, message: str, status: int = 400, code: str | None = None) -> None:
         super().__init__(message)
-        self.parameter = parameter
+        self.parameter, self.status, self.code = parameter, status, code
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ def _read(
         if name not in fields:
             close = None if name in _NOT_SERVED else nearest(name, fields)
             hint = f"did you mean '{close}'? " if close else ""
-            raise RefusedError(name, f"{shown(name)} is not served here: {hint}leave it out")
+            raise RefusedError(name[:200], f"{shown(name)} is not served here: {hint}leave it out")
         fields[name](name, value, reading)
     reading.sampling = {**defaults, **reading.sampling}
     return reading
@@ -181,12 +181,14 @@ def _prompt(name: str, value: Any, reading: _BodyRead) -> None:
 def _is_prompt(value: object) -> bool:
     if isinstance(value, str):
         return True
-    return isinstance(value, list) and bool(value) and all(type(token) is int for token in value)
+    return isinstance(value, list) and set(map(type, value)) == {int}
 
 
 def _messages(name: str, value: Any, reading: _BodyRead) -> None:
     if not isinstance(value, list) or not value:
         raise RefusedError(name, f"messages is {shown(value)}: expected a list of messages with role and content")
+    if len(value) > _MOST_MESSAGES:
+        raise RefusedError(name, f"messages has {len(value):,} messages: expected at most {_MOST_MESSAGES:,}")
     reading.asked["messages"] = tuple(_message(index, message) for index, message in enumerate(value))
 
 

@@ -116,4 +116,5 @@ def _shown(token: int, logprob: float, decoder: Decoder) -> dict[str, Any]:
 
 def failure(message: str, kind: str, parameter: str | None = None, code: str | None = None) -> dict[str, Any]:
     """An error as OpenAI's clients read it."""
-    return {"error": {"message": message, "type": kind, "param": parameter, "code": code}}
+    readable = message.encode("utf-8", "replace").decode()  # half a surrogate pair, as JSON may spell it, is no text
+    return {"error": {"message": readable, "type": kind, "param": parameter, "code": code}}

@@ -17,7 +17,8 @@ from tilemesh.core.ranges import SEED, TEMPERATURE, Range, shown
 
 _NUMBERS = {
     "temperature": TEMPERATURE, "top_p": Range(0, 1, above=True), "min_p": Range(0, 1),
-    "repetition_penalty": Range(0, above=True), "presence_penalty": Range(-2, 2), "frequency_penalty": Range(-2, 2),
+    "repetition_penalty": Range(0, 1_000_000, above=True), "presence_penalty": Range(-2, 2),
+    "frequency_penalty": Range(-2, 2),
 }  # fmt: skip
 MOST_LOGPROBS = 20
 _WHOLE = {
@@ -26,7 +27,8 @@ _WHOLE = {
 }  # fmt: skip
 _MAY_BE_NONE = ("max_tokens", "seed", "logprobs", "prompt_logprobs")
 _BIAS = Range(-100, 100)
-_MOST_STOPS = 16
+_MOST_STOPS, _LONGEST_STOP = 16, 1024
+_MOST_TOKENS_NAMED = 4096
 
 
 @dataclass(frozen=True)
@@ -92,10 +94,17 @@ class Sampling:
             raise UsageError(f"stop is {shown(self.stop)}: expected texts that are not empty")
         if len(self.stop) > _MOST_STOPS:
             raise UsageError(f"stop has {len(self.stop)} texts: expected at most {_MOST_STOPS}")
+        if any(len(text) > _LONGEST_STOP for text in self.stop):
+            longest = max(map(len, self.stop))
+            raise UsageError(f"stop has a text of {longest:,} characters: expected at most {_LONGEST_STOP:,}")
         if not isinstance(self.stop_tokens, tuple) or not isinstance(self.logit_bias, Mapping):
             raise UsageError(
                 "stop_tokens and logit_bias: expected a tuple of tokens and a mapping from tokens to numbers"
             )
+        for name in ("stop_tokens", "logit_bias"):
+            if len(getattr(self, name)) > _MOST_TOKENS_NAMED:
+                count = len(getattr(self, name))
+                raise UsageError(f"{name} names {count:,} tokens: expected at most {_MOST_TOKENS_NAMED:,}")
         for token in (*self.stop_tokens, *self.logit_bias):
             if not isinstance(token, int) or isinstance(token, bool) or token < 0:
                 raise UsageError(f"stop_tokens and logit_bias name token {shown(token)}: expected whole numbers from 0")

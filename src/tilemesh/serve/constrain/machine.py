@@ -8,6 +8,9 @@ new states the deeper it nests; everything else has finitely many.
 
 from __future__ import annotations
 
+import math
+import sys
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -15,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tilemesh.core.errors import UsageError
-from tilemesh.serve.constrain.pattern import Chars, Grammar, OneOf, Pattern, RuleName, Sequel, utf8_ranges
+from tilemesh.serve.constrain.pattern import Chars, Grammar, OneOf, Pattern, RuleName, Sequel, count_nodes, utf8_ranges
 
 MOST_NODES = 30_000
 MOST_STATES = 8192
@@ -24,6 +27,21 @@ DEAD, UNKNOWN = -1, -2
 Place = tuple[int, int]
 """A node, and the number of the stack of nodes to return to; stack 0 is empty."""
 State = frozenset[Place]
+
+
+class WorkBudget:
+    """How many places may be looked at, and for how long: a short pattern can ask for any amount of either."""
+
+    def __init__(self, places: int, seconds: float) -> None:
+        self.left = places
+        self._until = time.monotonic() + seconds
+
+    def spend(self, places: int) -> None:
+        self.left -= places
+        if self.left < 0 or time.monotonic() > self._until:
+            raise UsageError(
+                "this regex or json_schema takes too much work to follow: give fewer alternatives and repetitions"
+            )
 
 
 @dataclass
@@ -40,10 +58,6 @@ class _NodeGraph:
     exits: dict[str, int] = field(default_factory=dict)
 
     def node(self) -> int:
-        if len(self.edges) >= MOST_NODES:
-            raise UsageError(
-                f"this regex or json_schema needs more than {MOST_NODES:,} nodes: give fewer or shorter repetitions"
-            )
         self.edges.append([])
         self.free.append([])
         self.calls.append(None)
@@ -103,12 +117,19 @@ def _bits(span: tuple[int, int]) -> int:
 class ByteMachine:
     """A grammar's states. One thread at a time."""
 
-    def __init__(self, grammar: Grammar) -> None:
-        graph = _NodeGraph()
-        for name, pattern in [("", grammar.start), *grammar.rules.items()]:
+    def __init__(self, grammar: Grammar, work: WorkBudget | None = None) -> None:
+        self.work = work
+        """What filling the table may take; whoever asks next sets its own. None: anything."""
+        graph, patterns = _NodeGraph(), [("", grammar.start), *grammar.rules.items()]
+        counted: dict[int, int] = {}
+        if sum(1 + count_nodes(pattern, counted) for _, pattern in patterns) > MOST_NODES:
+            raise UsageError(
+                f"this regex or json_schema needs more than {MOST_NODES:,} nodes: give fewer or shorter repetitions"
+            )
+        for name, pattern in patterns:
             graph.entries[name] = graph.node()
             graph.exits[name] = graph.add(pattern, graph.entries[name])
-        _check_calls(graph)
+        _check_calls(graph, work or WorkBudget(sys.maxsize, math.inf))
         useful = _useful(graph)
         if graph.entries[""] not in useful:
             raise UsageError("this regex or json_schema matches no text at all")
@@ -153,6 +174,8 @@ class ByteMachine:
             return
         reached: list[set[Place]] = [set() for _ in self._classes]
         for node, stack in self._states[state]:
+            if self.work is not None:
+                self.work.spend(1 + len(self._graph.edges[node]) * len(self._classes) // 8)
             for bits, target in self._graph.edges[node]:
                 for number, (first, _) in enumerate(self._classes):
                     if bits >> first & 1:
@@ -197,6 +220,8 @@ class ByteMachine:
                 if place not in seen:
                     seen.add(place)
                     left.append(place)
+        if self.work is not None:
+            self.work.spend(len(seen))
         last = (graph.exits[""], 0)
         return frozenset(place for place in seen if graph.edges[place[0]] or place == last)
 
@@ -241,7 +266,7 @@ def _useful(graph: _NodeGraph) -> set[int]:
     return useful
 
 
-def _check_calls(graph: _NodeGraph) -> None:
+def _check_calls(graph: _NodeGraph, work: WorkBudget) -> None:
     """Refuse rules that begin with themselves: no byte would ever end the search for the first one."""
     passable: set[str] = set()
     while True:  # rules that the empty text matches, until no more are found
@@ -249,6 +274,7 @@ def _check_calls(graph: _NodeGraph) -> None:
         known = len(passable)
         for name, entry in graph.entries.items():
             reached, first_calls[name] = _free_reach(graph, entry, passable)
+            work.spend(len(reached))
             if graph.exits[name] in reached:
                 passable.add(name)
         if len(passable) == known:
@@ -258,6 +284,7 @@ def _check_calls(graph: _NodeGraph) -> None:
         path = [(name, sorted(first_calls[name]))]
         while path:
             at, ahead = path[-1]
+            work.spend(len(path) // 8 + 1)
             if not ahead:
                 done.add(at)
                 path.pop()

@@ -19,14 +19,20 @@ from numpy.typing import NDArray
 
 from tilemesh.core.errors import UsageError
 from tilemesh.data.tokenizer import Tokenizer
-from tilemesh.serve.constrain.machine import DEAD, MOST_STATES, ByteMachine
+from tilemesh.serve.constrain.machine import DEAD, MOST_STATES, ByteMachine, WorkBudget
 from tilemesh.serve.constrain.pattern import Grammar
 from tilemesh.serve.constrain.regex import parse_regex
 from tilemesh.serve.constrain.schema import parse_schema
 
-_MOST_TEXT = 100_000
+_LONGEST = {"regex": 16_384, "json_schema": 100_000}
+"""Characters: longer ones have more nodes than a machine may, and take long to read."""
 _KEPT_MACHINES = 32
 _MASK_BYTES = 64 << 20
+_COMPILE_WORK = (2_000_000, 10.0)
+"""Places and seconds that reading a constraint and its first mask may take: about a second."""
+_ANSWER_WORK, _TOKEN_WORK = 1_000_000, 20_000
+"""Places that following a constraint may take per answer, and per token of it: the other answers wait meanwhile."""
+_ANSWER_S = 86_400.0
 
 
 class TokenTree:
@@ -75,10 +81,11 @@ class Constraint:
     """A machine with the masks of its states."""
 
     def __init__(self, grammar: Grammar, first: TokenTree, later: TokenTree) -> None:
-        self.machine = ByteMachine(grammar)
+        self.machine = ByteMachine(grammar, WorkBudget(*_COMPILE_WORK))
         self.trees = (first, later)
         self.epoch = 0
         self._masks: OrderedDict[tuple[int, bool], NDArray[np.bool_]] = OrderedDict()
+        self.mask(self.machine.start, True)  # what takes too much work is refused here, before it is an answer
 
     def mask(self, state: int, first: bool) -> NDArray[np.bool_]:
         mask = self._masks.pop((state, first), None)
@@ -92,6 +99,7 @@ class Constraint:
     def make_room(self) -> None:
         """Forget all states when there are too many: a cursor that finds its number gone reads its text again."""
         if self.machine.size > MOST_STATES:
+            self.machine.work = None
             self.machine.forget()
             self._masks.clear()
             self.epoch += 1
@@ -113,19 +121,32 @@ class Cursor:
         self._constraint = constraint
         self._content = bytearray()
         self._tokens = 0
+        self._work = WorkBudget(_ANSWER_WORK, _ANSWER_S)
+        self._refusal: UsageError | None = None
         self._state, self._epoch = constraint.machine.start, constraint.epoch
 
     def add(self, token: int) -> bool:
         """Go on by a token; returns whether the answer is complete: nothing may follow."""
         content = self._spelled(token, self._tokens)
-        self._state = self._after(self._current(), content)
+        self._constraint.machine.work = self._work
+        self._work.left += _TOKEN_WORK
+        try:
+            self._state = self._after(self._current(), content)
+            ended = self._state != DEAD and self._constraint.machine.ended(self._state)
+        except UsageError as error:  # the token stands: what comes after it is refused
+            self._refusal = error
+            return False
         self._content += content
         self._tokens += 1
-        return self._state != DEAD and self._constraint.machine.ended(self._state)
+        return ended
 
     def ahead(self, guesses: Sequence[int]) -> list[NextTokens | None]:
-        """What may come next, and after each of these guesses; None behind a wrong one or a complete answer."""
+        """What may come next, and after each of these guesses; None behind a wrong one or a complete answer. Refuses
+        where that takes too much work."""
+        if self._refusal is not None:
+            raise self._refusal
         self._constraint.make_room()
+        self._constraint.machine.work = self._work
         state = self._current()
         masks: list[NextTokens | None] = []
         for number, guess in enumerate([*guesses, None]):
@@ -155,7 +176,7 @@ class Constraints:
 
     def __init__(self, tokenizer: Tokenizer, ends: frozenset[int]) -> None:
         self._tokenizer, self._ends = tokenizer, ends
-        self._lock = threading.Lock()
+        self._lock, self._reading = threading.Lock(), threading.Lock()
         self._trees: tuple[TokenTree, TokenTree] | None = None
         self._made: OrderedDict[tuple[str, str], Constraint] = OrderedDict()
 
@@ -164,26 +185,29 @@ class Constraints:
         if regex is None and schema is None:
             return None
         key = ("regex", regex) if regex is not None else ("json_schema", json.dumps(schema))
-        if len(key[1]) > _MOST_TEXT:
-            raise UsageError(f"{key[0]} is {len(key[1]):,} characters long: expected at most {_MOST_TEXT:,}")
+        if len(key[1]) > _LONGEST[key[0]]:
+            raise UsageError(f"{key[0]} is {len(key[1]):,} characters long: expected at most {_LONGEST[key[0]]:,}")
         with self._lock:
-            constraint = self._made.pop(key, None)
-            if constraint is None:
-                try:
-                    grammar = Grammar(parse_regex(regex), {}) if regex is not None else parse_schema(schema)
-                    constraint = Constraint(grammar, *self._vocabulary())
-                except RecursionError:
-                    raise UsageError(f"{key[0]} nests too deeply: expected fewer levels") from None
-            self._made[key] = constraint
+            constraint = self._made.get(key)
+        if constraint is None:  # made without the lock: nobody waits for what somebody else asks for
+            try:
+                grammar = Grammar(parse_regex(regex), {}) if regex is not None else parse_schema(schema)
+                constraint = Constraint(grammar, *self._vocabulary())
+            except RecursionError:
+                raise UsageError(f"{key[0]} nests too deeply: expected fewer levels") from None
+        with self._lock:
+            constraint = self._made.setdefault(key, constraint)
+            self._made.move_to_end(key)
             if len(self._made) > _KEPT_MACHINES:
                 self._made.popitem(last=False)
             return constraint
 
     def _vocabulary(self) -> tuple[TokenTree, TokenTree]:
-        if self._trees is None:
-            first, later = (self._tokenizer.spell(beginning) for beginning in (True, False))
-            for token in self._ends:  # what ends an answer is no part of it
-                first[token] = later[token] = None
-            tree = TokenTree(later)
-            self._trees = (tree if first == later else TokenTree(first), tree)
-        return self._trees
+        with self._reading:
+            if self._trees is None:
+                first, later = (self._tokenizer.spell(beginning) for beginning in (True, False))
+                for token in self._ends:  # what ends an answer is no part of it
+                    first[token] = later[token] = None
+                tree = TokenTree(later)
+                self._trees = (tree if first == later else TokenTree(first), tree)
+            return self._trees

@@ -6,6 +6,7 @@ knowing where it came from. A rule may use itself, which is how values nest; eve
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -84,6 +85,7 @@ def others(ranges: Iterable[tuple[int, int]]) -> Ranges:
     return merged((first, last) for first, last in [*made, (begin, LAST)] if first <= last)
 
 
+@functools.lru_cache(4096)
 def chars(text: str) -> Chars:
     """One of these characters."""
     return Chars(merged((ord(char), ord(char)) for char in text))
@@ -104,6 +106,28 @@ def choice(*parts: Pattern | str) -> OneOf:
 
 def maybe(part: Pattern | str) -> Repeat:
     return Repeat(text(part) if isinstance(part, str) else part, 0, 1)
+
+
+def count_nodes(pattern: Pattern, known: dict[int, int]) -> int:
+    """How many nodes `machine.py` needs for a pattern, counted without making them: a short one can ask for any number.
+
+    What is empty counts as one, so that repeating it has a cost too. `known`: counts by id, of parts that stand in
+    several places.
+    """
+    if id(pattern) not in known:
+        if isinstance(pattern, Chars):
+            nodes = 1 + len({row[at:] for row in utf8_ranges(pattern.ranges) for at in range(1, len(row))})
+        elif isinstance(pattern, RuleName):
+            nodes = 2
+        elif isinstance(pattern, Repeat):
+            once = count_nodes(pattern.part, known)
+            more = 1 if pattern.most is None else pattern.most - pattern.least
+            nodes = 1 + pattern.least * once + more * (1 + once)
+        else:
+            each = [count_nodes(part, known) for part in pattern.parts]
+            nodes = max(1, sum(each)) if isinstance(pattern, Sequel) else 1 + len(each) + sum(each)
+        known[id(pattern)] = nodes
+    return known[id(pattern)]
 
 
 def utf8_ranges(ranges: Ranges) -> list[tuple[tuple[int, int], ...]]:

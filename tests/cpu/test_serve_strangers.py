@@ -1,0 +1,239 @@
+"""A server that strangers may reach: keys, names, certificates, slow clients, and bodies that cost too much to read."""
+
+from __future__ import annotations
+
+import http.client
+import shutil
+import socket
+import ssl
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from served import make_folder
+
+from tilemesh.cli.main import main
+from tilemesh.core.access import server_access
+from tilemesh.core.errors import UsageError
+from tilemesh.data.tokenizer import Bytes, encode_prompt
+from tilemesh.serve import Engine, Sampling
+from tilemesh.serve.constrain import mask
+
+for package in ("starlette", "uvicorn", "prometheus_client", "tokenizers", "jinja2"):
+    pytest.importorskip(package, reason=f"the server's tests need {package}: pip install -e '.[dev,serve]'")
+
+uvicorn: Any = pytest.importorskip("uvicorn")
+Starlette: Any = pytest.importorskip("starlette.applications").Starlette
+connection: Any = pytest.importorskip("tilemesh.serve.connection")
+make_app: Any = pytest.importorskip("tilemesh.serve.http").make_app
+
+
+class Live:
+    """An application behind a real socket, in a thread of this process."""
+
+    def __init__(self, app: Any, **settings: Any) -> None:
+        self.socket = socket.create_server(("127.0.0.1", 0))
+        self.port = self.socket.getsockname()[1]
+        config = uvicorn.Config(app, log_level="error", lifespan="off", http=connection.PatientConnection, **settings)
+        self.server = uvicorn.Server(config)
+        self.thread = threading.Thread(target=self.server.run, kwargs={"sockets": [self.socket]})
+        self.thread.start()
+
+    def __enter__(self) -> Live:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.server.should_exit = True
+        self.thread.join(30)
+        self.socket.close()
+
+    def get(self, path: str, **headers: str) -> int:
+        asking = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
+        try:
+            asking.request("GET", path, headers={name.replace("_", "-"): value for name, value in headers.items()})
+            return asking.getresponse().status
+        finally:
+            asking.close()
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    with Engine(make_folder(tmp_path_factory.mktemp("served") / "small"), pages=64) as started:
+        yield started
+
+
+def test_keys_names_and_pages_are_asked_for_before_anything_else(engine: Engine) -> None:
+    access = server_access("127.0.0.1", ["key-of-anna", "key-of-ben"], ["gpu7"], ["https://app.example"], False)
+    with Live(make_app(engine, access=access)) as live:
+        assert live.get("/health") == 200  # for those who look after machines
+        assert live.get("/v1/models") == live.get("/metrics") == live.get("/nothing") == 401
+        assert live.get("/v1/models", Authorization="Bearer key-of-ben") == 200
+        assert live.get("/v1/models", Authorization="Bearer key-of-ben", Host="evil.com") == 403
+        assert live.get("/health", Host="evil.com") == 403
+        assert live.get("/v1/models", Authorization="Bearer key-of-ben", Host="gpu7:1") == 200
+        assert live.get("/v1/models", Authorization="Bearer key-of-ben", Origin="https://evil.example") == 403
+        asking = http.client.HTTPConnection("127.0.0.1", live.port, timeout=30)
+        asking.request("OPTIONS", "/v1/models", headers={
+            "Origin": "https://app.example", "Access-Control-Request-Method": "GET",
+            "Access-Control-Request-Headers": "authorization",
+        })  # fmt: skip
+        assert asking.getresponse().headers["access-control-allow-origin"] == "https://app.example"
+        asking.close()
+
+
+def test_no_page_may_ask_unless_it_was_named(engine: Engine) -> None:
+    with Live(make_app(engine)) as live:
+        asking = http.client.HTTPConnection("127.0.0.1", live.port, timeout=30)
+        asking.request("GET", "/v1/models", headers={"Origin": "https://app.example"})
+        response = asking.getresponse()
+        assert response.status == 403
+        assert "access-control-allow-origin" not in response.headers
+        asking.close()
+
+
+def closed_after(client: socket.socket) -> bool:
+    """Whether the server ends this connection within a time that only a hang exceeds."""
+    client.settimeout(30)
+    try:
+        while client.recv(1024):
+            pass
+    except ConnectionResetError:
+        return True
+    except TimeoutError:
+        return False
+    return True
+
+
+def test_half_sent_requests_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "REQUEST_S", 0.3)
+    with Live(Starlette()) as live:
+        halves = [b"", b"GET / HT", b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n\r\nab"]
+        clients = [socket.create_connection(("127.0.0.1", live.port)) for _ in halves]
+        for client, half in zip(clients, halves, strict=True):
+            client.sendall(half)
+        second = socket.create_connection(("127.0.0.1", live.port))  # whose first request was whole
+        second.sendall(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
+        assert second.recv(1024).startswith(b"HTTP/1.1 404")
+        second.sendall(b"GET / HT")
+        for client in (*clients, second):
+            assert closed_after(client)
+            client.close()
+        assert live.get("/") == 404
+
+
+def test_too_many_connections_close_the_one_that_waited_longest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "most_connections", lambda: 4)
+    with Live(Starlette()) as live:
+        clients = []
+        for _ in range(8):
+            clients.append(socket.create_connection(("127.0.0.1", live.port)))
+            clients[-1].sendall(b"GET / HT")
+            time.sleep(0.01)
+        assert all(closed_after(client) for client in clients[:4])
+        assert live.get("/") == 404
+        for client in clients:
+            client.close()
+
+
+def test_a_client_that_reads_nothing_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "UNREAD_S", 0.3)
+    ended = threading.Event()
+
+    async def endless(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        try:
+            for _ in range(4096):
+                await send({"type": "http.response.body", "body": b"x" * 65536, "more_body": True})
+        finally:
+            ended.set()
+
+    with Live(endless) as live, socket.create_connection(("127.0.0.1", live.port)) as client:
+        client.sendall(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
+        assert ended.wait(60)
+        assert live.get("/nothing") == 200
+
+
+def test_a_prompt_that_is_too_long_is_refused_by_its_beginning() -> None:
+    read: list[int] = []
+
+    class Counting(Bytes):
+        def encode(self, text: bytes, special: bool = False) -> Any:
+            read.append(len(text))
+            return super().encode(text, special)
+
+    with pytest.raises(UsageError, match="the prompt of 4,000,000 bytes has more than 100 tokens"):
+        encode_prompt(Counting(), "x" * 4_000_000, most=100)
+    assert sum(read) < 10_000
+    assert encode_prompt(Counting(), "xyz", most=100) == [120, 121, 122]
+
+
+@pytest.mark.parametrize(
+    "regex",
+    [
+        "(((){10000}){10000}){10000}b",
+        "((a{1000}){1000}){1000}",
+        "(a{0,100}){0,9999}",
+        ".{0,9999}.{0,9999}",
+        "a" * 20_000,
+    ],
+)
+def test_a_regex_of_any_number_of_nodes_is_refused_uncounted(engine: Engine, regex: str) -> None:
+    began = time.thread_time()
+    with pytest.raises(UsageError, match=r"needs more than 30,000 nodes|characters long"):
+        engine.check([1], Sampling(regex=regex))
+    assert time.thread_time() - began < 1  # the first of them used to take years
+
+
+def test_following_a_regex_has_a_limit_per_answer(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """States of thousands of places, a new one for each token: the answer is refused, and the next request answered."""
+    monkeypatch.setattr(mask, "_ANSWER_WORK", 300)
+    monkeypatch.setattr(mask, "_TOKEN_WORK", 10)
+    hostile = Sampling(max_tokens=60, regex="([a-z]|[a-m][a-z]){0,400}[0-9]", ignore_eos=True)
+    with pytest.raises(UsageError, match="takes too much work to follow"):
+        list(engine.generate(["a"], hostile))
+    (answer,) = engine.generate(["a"], Sampling(max_tokens=3, ignore_eos=True))
+    assert len(answer.answers[0].tokens) == 3
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--host", "0.0.0.0"], "can be reached from other machines and there is no key"),
+        (["--host", "::"], "can be reached from other machines and there is no key"),
+        (["--api-key", ""], "a key of 0 characters cannot be used"),
+        (["--api-key", "@/nowhere"], "--api-key @/nowhere cannot be read"),
+        (["--no-key", "--api-key", "long-enough"], "--no-key is given beside keys"),
+        (["--allow-host", "https://x/"], "--allow-host is"),
+        (["--allow-origin", "x"], "--allow-origin is 'x'"),
+        (["--tls-cert", "/nowhere.pem"], "--tls-cert and --tls-key belong together"),
+        (["--tls-cert", "/nowhere.pem", "--tls-key", "/nowhere.pem"], "cannot be used: No such file"),
+    ],
+)
+def test_what_the_command_refuses_before_it_reads_a_model(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", "/no/model", "--port", "0", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="makes a certificate with openssl")
+def test_certificates_make_it_https(engine: Engine, tmp_path: Path) -> None:
+    from tilemesh.cli.serve_run import ListenOptions
+
+    certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost", "-addext",
+         "subjectAltName=DNS:localhost,IP:127.0.0.1", "-keyout", str(key), "-out", str(certificate)],
+        check=True, capture_output=True,
+    )  # fmt: skip
+    tls = ListenOptions("127.0.0.1", 0, (), False, (), (), str(certificate), str(key)).check_tls()
+    with Live(make_app(engine), **tls) as live:
+        trusting = ssl.create_default_context(cafile=str(certificate))
+        asking = http.client.HTTPSConnection("localhost", live.port, timeout=30, context=trusting)
+        asking.request("GET", "/health")
+        assert asking.getresponse().status == 200
+        asking.close()
