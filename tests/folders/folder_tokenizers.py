@@ -435,15 +435,16 @@ def _judge(case: TokenizerCase, root: Path) -> tuple[str, str]:
     except Exception as error:
         return "refused by transformers", _line(error)
     try:
-        wrong = _compare_texts(FileTokenizer(root / "ours" / "tokenizer.json"), theirs)
+        lines = [_compare_texts(FileTokenizer(root / "ours" / "tokenizer.json"), theirs)]
     except UsageError as error:
         return "refused by tilemesh", _line(error)
-    for name in () if wrong else CHATS:
+    for name in CHATS:
         try:
-            wrong = wrong or _compare_chat(name, root, theirs, case.is_marked)
+            lines.append(_compare_chat(name, root, theirs, case.is_marked))
         except UsageError as error:
-            if case.change == "as it is" and name in _MUST:
-                wrong = f"{name} is refused: {_line(error)}"
+            is_due = case.change == "as it is" and name in _MUST
+            lines.append(f"{name} is refused: {_line(error)}" if is_due else "")
+    wrong = " | ".join(filter(None, lines))
     return ("wrong", wrong) if wrong else ("equal", "")
 
 
@@ -454,6 +455,11 @@ def _compare_texts(ours: Any, theirs: Any) -> str:
             tokens = ours.encode(text.encode(), special).tolist()
             if tokens != expected:
                 return f"{text!r}{' with special tokens' * special}: {tokens}, transformers {expected}"
+    try:
+        tokens = ours.encode("café".encode("latin-1")).tolist()
+        return f"bytes that are not UTF-8: {tokens}"
+    except ValueError:  # a refusal: transformers takes text alone
+        pass
     if theirs.eos_token_id is not None and ours.end != theirs.eos_token_id:
         return f"ends with {ours.end}, transformers {theirs.eos_token_id}"
     largest = max(theirs.get_vocab().values())
