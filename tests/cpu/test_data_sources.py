@@ -438,6 +438,11 @@ class TestTokenizerFiles:
         for settings, end in (({"eos_token": "<s>"}, 1), ({"eos_token": {"content": "yes"}}, 7), ({}, 0)):
             (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
             assert FileTokenizer(tmp_path / "tokenizer.json").end == end
+        known = FileTokenizer(tmp_path / "tokenizer.json").vocabulary
+        for name, more in (("pad_token", 0), ("eos_token", 1)):  # tokens that the vocabulary lacks
+            (tmp_path / "tokenizer_config.json").write_text(json.dumps({name: "[NEW]"}))
+            assert FileTokenizer(tmp_path / "tokenizer.json").vocabulary == known + more
+        (tmp_path / "tokenizer_config.json").unlink()
         text = (tmp_path / "tokenizer.json").read_text().replace("</s>", "<end>")
         (tmp_path / "tokenizer.json").write_text(text)
         source = written(tmp_path / "a.jsonl", [{"text": "hi"}])

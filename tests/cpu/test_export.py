@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -149,7 +150,11 @@ def test_a_model_trained_with_a_tokenizer_file_gets_that_one(transformers: Any, 
 
 def test_from_python_a_model_is_saved_like_the_folder_that_it_came_from(folder: Path, tmp_path: Path) -> None:
     model = huggingface.load(folder / "model")
-    huggingface.save(model, tmp_path / "out", like=folder / "model")
+    shutil.copytree(folder / "model", tmp_path / "model")
+    (tmp_path / "model" / "additional_chat_templates").mkdir()
+    (tmp_path / "model" / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools }}")
+    huggingface.save(model, tmp_path / "out", like=tmp_path / "model")
+    assert (tmp_path / "out" / "additional_chat_templates" / "tool_use.jinja").read_text() == "{{ tools }}"
     assert json.loads((tmp_path / "out" / "config.json").read_text())["eos_token_id"] == [1, 2]
     carried = {path.name for path in (tmp_path / "out").iterdir()}
     assert {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"} <= carried

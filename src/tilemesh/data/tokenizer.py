@@ -22,6 +22,7 @@ from tilemesh.core.files import naming, read_json_object
 from tilemesh.data.tokenizer_files import TOKENIZER, TOKENIZER_CONFIG, as_built, read_beside
 
 END_BYTE = 0  # never part of a text file
+_NEVER_WRITTEN = ("pad_token", "unk_token", "mask_token", "cls_token", "sep_token")
 _END_NAMES = ("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>", "[SEP]")
 
 
@@ -128,7 +129,9 @@ class FileTokenizer:
         added = {entry.content for entry in self._inner.get_added_tokens_decoder().values()}
         known = self._inner.get_vocab(with_added_tokens=True)
         for name, text in self.files.special_tokens.items():
-            if text not in added and (text in known or name not in self.files.implied):
+            # One that the vocabulary lacks gets the next id, unless no text of ours could have it.
+            is_needed = name not in self.files.implied and name not in _NEVER_WRITTEN
+            if text not in added and (text in known or is_needed):
                 self._inner.add_special_tokens([added_token(text, special=True)])
 
     @property

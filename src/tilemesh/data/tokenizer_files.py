@@ -130,13 +130,16 @@ def as_built(described: Mapping[str, Any], files: TokenizerFiles) -> dict[str, A
     if not kind or described["model"].get("type") != "BPE" or (kind == "LlamaTokenizer" and is_bytes):
         return dict(described)
     model = {**described["model"], "dropout": None, "ignore_merges": False}
-    model |= {"fuse_unk": True, "byte_fallback": True} if kind in _WORD_CLASSES else dict(_BYTE_MODEL)
+    if kind in _WORD_CLASSES:
+        unknown = files.special_tokens.get("unk_token") if kind == "GemmaTokenizer" else None
+        model |= {"fuse_unk": True, "byte_fallback": True, "unk_token": unknown}
+    else:
+        model |= {"fuse_unk": False, "byte_fallback": False, "unk_token": None}
     added = [] if files.added_tokens else described["added_tokens"]
     return {**described, "model": model, "added_tokens": added, **_BUILDERS[kind](files.settings)}
 
 
 _WORD_CLASSES = ("LlamaTokenizer", "GemmaTokenizer")
-_BYTE_MODEL = {"fuse_unk": False, "byte_fallback": False, "unk_token": None}
 _END_OF_TEXT = "<|endoftext|>"
 _DEFAULT_TOKENS: Mapping[str, Mapping[str, str]] = {
     "LlamaTokenizer": {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"},

@@ -22,12 +22,14 @@ _FILES = (
     "vocab.txt", "tokenizer.model", "spiece.model", "chat_template.jinja", "chat_template.json",
     "generation_config.json",
 )  # fmt: skip
+_TEMPLATES = "additional_chat_templates"
 _IDS = ("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "decoder_start_token_id")
 
 
 def carried_files(folder: str | Path) -> list[Path]:
     """The files of a Hugging Face folder that go wherever its model goes."""
-    return [path for name in _FILES if (path := Path(folder) / name).is_file()]
+    files = [path for name in _FILES if (path := Path(folder) / name).is_file()]
+    return files + sorted((Path(folder) / _TEMPLATES).glob("*.jinja"))
 
 
 def copy_carried(source: str | Path, target: str | Path, with_config: bool = False) -> None:
@@ -38,8 +40,10 @@ def copy_carried(source: str | Path, target: str | Path, with_config: bool = Fal
         target.mkdir(parents=True, exist_ok=True)
         for path in files:
             # First under another name: a full disk leaves no half-written file under a name that is read.
-            shutil.copyfile(path, target / (path.name + ".new"))
-            os.replace(target / (path.name + ".new"), target / path.name)
+            copied = target / path.relative_to(source)
+            copied.parent.mkdir(exist_ok=True)
+            shutil.copyfile(path, copied.with_name(path.name + ".new"))
+            os.replace(copied.with_name(path.name + ".new"), copied)
 
 
 def special_ids(folder: str | Path) -> dict[str, Any]:
