@@ -9,9 +9,9 @@ from tilemesh.comm import connect
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool, torch.uint8)
 
 
-def cases_right(how: str) -> int:
+def cases_right(how: str, transport: str = "torch") -> int:
     """How many answers were the same; `how`: "nccl", or "staged" through the host."""
-    comm = connect("torch", timeout_s=60.0)
+    comm = connect(transport, timeout_s=60.0)
     n, me = comm.size, comm.rank
     where = "nccl" if comm.transport.device is not None else "staged"
     assert where == how, where

@@ -11,10 +11,17 @@ torch = pytest.importorskip("torch")
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("transport", ["torch", "mpi"])
 @pytest.mark.parametrize(("how", "more"), [("nccl", 0), ("staged", 1)])
-def test_tensors_on_a_gpu(how: str, more: int) -> None:
+def test_tensors_on_a_gpu(how: str, more: int, transport: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """Staging is said once, by the first rank."""
     ranks = torch.cuda.device_count() + more
-    assert call("comm_cuda:cases_right", ranks, how, transport="torch") == [72] * ranks
+    if transport == "mpi":
+        pytest.importorskip("mpi4py")
+    if transport == "mpi" and ranks < 2:
+        pytest.skip("a single rank has nobody to move anything to")
+    assert call("comm_cuda:cases_right", ranks, how, transport, transport=transport) == [72] * ranks
+    assert capfd.readouterr().err.count("go through the host's memory: ranks 0 and") == more
 
 
 def test_the_path_of_gpu_tensors_on_cpu_tensors() -> None:
