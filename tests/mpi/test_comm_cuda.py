@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
 import pytest
 from started import ranks_of
 
+from tilemesh.comm import connection
+from tilemesh.comm.runtime.threads import ThreadTransport, run_ranks
+from tilemesh.core.context import Membership
 from tilemesh.launch import call
 
 torch = pytest.importorskip("torch")
@@ -29,13 +36,44 @@ def test_the_path_of_gpu_tensors_on_cpu_tensors() -> None:
     assert ranks_of("torch", 3).call("comm_device:cases_right") == [87] * 3
 
 
+class World(ThreadTransport):
+    """Ranks as threads, in place of MPI's."""
+
+    beside: Any = None
+
+    def put_beside(self, transport: Any) -> None:
+        self.beside = transport
+
+
+@pytest.mark.parametrize("gpus", [1, 3])
+def test_ranks_that_mpi_brought_together_meet_again_for_their_gpus(gpus: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where each has its own: at one store, which the first has made for all."""
+
+    def met(member: Membership, timeout_s: float, store_of: Callable[..., Any]) -> list[str]:
+        store = store_of(member.size, timedelta(seconds=timeout_s))
+        store.set(f"rank {member.rank}", f"GPU of {member.local_rank}")
+        return [store.get(f"rank {rank}").decode() for rank in range(member.size)]
+
+    monkeypatch.setattr(connection, "_torch_world", met)
+    monkeypatch.setattr(connection, "visible_gpus", lambda: tuple(f"GPU-{number}" for number in range(gpus)))
+
+    def body(transport: ThreadTransport) -> tuple[str, Any]:
+        world = World(transport.world, transport.rank, transport.size)
+        connection._put_nccl_beside(world, Membership("mpiexec", world.rank, 3, world.rank, 3), 20.0)  # type: ignore[arg-type]
+        return world.staged_because, world.beside
+
+    shared = ("ranks 0 and 1 share GPU-0, and NCCL wants a GPU for each rank", None)
+    assert run_ranks(3, body) == [shared if gpus == 1 else ("", [f"GPU of {rank}" for rank in range(3)])] * 3
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("transport", "starter", "ranks"),
     [
         ("mpi", "mpiexec", 2),
-        pytest.param("mpi", "mpiexec", 4, marks=pytest.mark.slow),
-        pytest.param("torch", "torchrun", 5, marks=pytest.mark.slow),  # ranks that no other test has let meet
-        pytest.param("torch", "srun", 6, marks=pytest.mark.slow),
+        ("mpi", "mpiexec", 4),
+        ("torch", "torchrun", 5),  # ranks that no other test has let meet
+        ("torch", "srun", 6),
     ],
 )
 def test_ranks_with_a_gpu_each_use_nccl_whoever_started_them(transport: str, starter: str, ranks: int) -> None:
