@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "mpi"))  # ranks import paral
 from tilemesh.launch import call
 from tilemesh.launch.start import find_mpiexec
 from tilemesh.parallel.gate.pairs import every_case
+from tilemesh.parallel.norms import norm_of, norms_of
 from tilemesh.runs.metrics import STEP, latest
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
@@ -51,6 +52,17 @@ def test_two_stages_that_share_a_gpu_train(precision: str, tmp_path: Path) -> No
     losses = [line["loss"] for line in latest(tmp_path / "run") if line["kind"] == STEP]
     assert len(losses) == 8
     assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_norms_are_those_of_float64(dtype: torch.dtype) -> None:
+    """Of many values, of few, of none, and of another dtype among them: by parts in float32 on the GPU."""
+    sizes = (40_000_000, 5, 0, 70_000)
+    values = [torch.randn(size, device="cuda", generator=torch.Generator("cuda").manual_seed(size)) for size in sizes]
+    tensors = [*(value.to(dtype) for value in values[:3]), values[3]]
+    exact = [float(torch.linalg.vector_norm(tensor.double())) for tensor in tensors]
+    assert norms_of(tensors).tolist() == pytest.approx(exact, rel=1e-6)
+    assert norm_of(*tensors) == pytest.approx(sum(norm**2 for norm in exact) ** 0.5, rel=1e-6)
 
 
 SHARED = {
