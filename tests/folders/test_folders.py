@@ -20,6 +20,7 @@ FOUND = [
         "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 500.0},
         "sliding_attention": {"rope_type": "default", "rope_theta": 500.0}}),)),
     ConfigCase("phi3-window", (("layer_types", ["full_attention", "full_attention"]),)),
+    ConfigCase("mistral-window", (("layer_types", ["full_attention", "sliding_attention"]),)),
     ConfigCase("gpt2", (("num_attention_heads", 2),)),
     ConfigCase("gpt_neox", (("head_dim", 16),)),
     ConfigCase("llama-scaled", (("rope_scaling", {"rope_theta": 70.0}),)),

@@ -76,7 +76,7 @@ def _write_llama(config: ModelConfig) -> dict[str, Any]:
 
 
 def _read_mistral(told: Mapping[str, Any], source: str) -> dict[str, Any]:
-    window = {"window": told.get("sliding_window", 4096) or 0}  # in every layer, whatever layer_types says
+    window = read_window({"sliding_window": 4096, **told}, told["num_hidden_layers"], [], source)
     return {**_read_common(told, source), "kv_heads": told.get("num_key_value_heads", 8) or 0, **window}
 
 
