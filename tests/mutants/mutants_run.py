@@ -230,9 +230,16 @@ def judge_all(mutants: Sequence[Mutant], tests: Sequence[Reach], options: argpar
 
 
 def fresh_copy(folder: Path) -> Path:
+    """The checkout without what it has made itself, which lies at its top."""
     shutil.rmtree(folder, ignore_errors=True)
-    ignored = shutil.ignore_patterns(".git", ".venv", ".*_cache", ".hypothesis", "build", "dist", "runs", "site")
-    return Path(shutil.copytree(ROOT, folder, ignore=ignored, symlinks=True))
+    made = {".git", ".venv", ".hypothesis", "build", "dist", "runs", "site"} | {
+        path.name for path in ROOT.glob(".*_cache")
+    }
+
+    def left_out(inside: str, names: list[str]) -> set[str]:
+        return made & set(names) if Path(inside) == ROOT else set()
+
+    return Path(shutil.copytree(ROOT, folder, ignore=left_out, symlinks=True))
 
 
 def uses_of_names() -> dict[str, list[tuple[str, int]]]:

@@ -117,6 +117,13 @@ def test_of_two_mutants_the_tests_of_a_small_project_see_one(tmp_path: Path, mon
     assert mutants_run.judge(listed[0], [], tmp_path, script, end=float("inf")) == {"verdict": "unreached", "tests": 0}
 
 
+def test_a_copy_has_all_of_the_source(tmp_path: Path) -> None:
+    copied = mutants_run.fresh_copy(tmp_path / "copy") / "src" / "tilemesh"
+    assert {path.relative_to(copied) for path in copied.rglob("*.py")} == {
+        path.relative_to(SOURCE) for path in SOURCE.rglob("*.py")
+    }
+
+
 @pytest.mark.parametrize(("verdict", "reasons", "code"), [("killed", {}, 0), ("survived", {}, 1), ("", {}, 3)])
 def test_the_summary_judges(
     verdict: str, reasons: dict[str, str], code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
