@@ -228,7 +228,7 @@ def _torch_world(
         dist.init_process_group(backend, store=store, rank=member.rank, world_size=member.size, timeout=limit)
         atexit.register(_leave_torch)
     world = TorchTransport.world(limit, is_shared=not is_first)
-    world.staged_because = staged_because
+    world.staged_because = staged_because if world.device is None else ""
     return world
 
 
