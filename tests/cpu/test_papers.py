@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import itertools
 import re
 from typing import get_args
 
@@ -35,6 +36,22 @@ def test_logits_and_gradients_are_the_papers(name: str) -> None:
     size = max(float(value.grad.norm()) for value in weights.values())
     for key, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.grad, weights[key].grad, rtol=0, atol=1e-12 * size, msg=f"{name}: {key}")
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama3", "gemma3_text"])
+def test_documents_packed_into_a_sequence_are_the_papers_one_by_one(name: str) -> None:
+    """Positions begin anew with each, and none sees another: as if every document were computed alone."""
+    config = PAPERS[name]
+    model = alone.whole_model(config, "fp64", "", "cpu")
+    model.documents_marked = True
+    tokens, _ = alone.batch(config, 0)
+    marked, weights = tokens[:1].clone(), dict(model.named_parameters())
+    bounds = (0, 4, 5, tokens.shape[1])
+    for begin in bounds[1:-1]:
+        marked[0, begin] = -1 - marked[0, begin]
+    each = [papers.logits(config, weights, tokens[:1, begin:end]) for begin, end in itertools.pairwise(bounds)]
+    theirs = torch.cat(each, 1)
+    torch.testing.assert_close(model(marked), theirs, rtol=0, atol=1e-12 * float(theirs.detach().abs().max()))
 
 
 def test_every_family_and_every_setting_is_among_them() -> None:
