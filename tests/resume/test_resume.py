@@ -7,14 +7,17 @@ repeats it.
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from resume_cases import AXES, PLAIN, all_pairs, cover, furnish, is_trained, named, of_name, pairs_of
-from resume_check import why_skipped, why_wrong
+from resume_check import why_wrong
 from resume_run import LEAST
 
-SHARDS = 8
+from tilemesh.core.cores import available_cores
+
 SAMPLE = (
     {"method": "diloco", "stop": "6"},
     {"method": "one-bit", "optimizer": "sgd", "stop": "3"},
@@ -50,12 +53,11 @@ def test_the_cover_has_every_pair_that_trains(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize("shard", range(SHARDS))
-def test_all(shard: int, tmp_path: Path) -> None:
-    wrong = []
-    for number, name in enumerate(cover()[shard::SHARDS]):
-        if not why_skipped(of_name(name)):
-            why = why_wrong(of_name(name), tmp_path / str(number))
-            wrong += [f"'{name}': {why}"] if why else []
-    assert not wrong, "python tests/resume/resume_run.py, with each of:\n" + "\n".join(wrong)
+@pytest.mark.timeout(5400)
+def test_all() -> None:
+    """As many at a time as there are cores."""
+    script = Path(__file__).parent / "resume_run.py"
+    command = [sys.executable, str(script), "--all", "-n", str(available_cores())]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
+    assert f"{len(cover())} cases, 0 failed" in done.stdout
