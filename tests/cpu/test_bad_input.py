@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
+import fuzz_cases
 import pytest
 
 import tilemesh as tm
@@ -150,12 +151,12 @@ OPTIONS = [
     (["train", "--mesh", "dp=-1"], "expected axes and sizes"),
     (["train", "--mesh", "pp=2,pp=2"], "--mesh 'pp=2,pp=2': pp is there twice: say each axis once"),
     (["train", "--mesh", "dp=2,pp=2", "--ranks", "3"], "--ranks is 3 and the mesh has 4 (dp=2,tp=1,pp=2): say with"),
-    (["train", ""], "CONFIG is empty"),
+    (["train", ""], "CONFIG.toml|PRESET is empty"),
     (["train", "--plan", ""], "--plan is empty"),
     (["train", "--resume", ""], "--resume is empty"),
     (["train", "--init", ""], "--init is empty"),
     (["train", "--out", ""], "--out is empty"),
-    (["train", "--set", ""], "sets nothing: write key=value"),
+    (["train", "--set", ""], "--set is empty: give a value, or leave it out"),
     (["train", "--ranks", "0"], "--ranks is 0: expected at least 1"),
     (["train", "--ranks", "-4"], "--ranks is -4: expected at least 1"),
     (["train", "--ranks", "100000"], "does not divide among dp=50000"),
@@ -163,7 +164,7 @@ OPTIONS = [
     (["plan", "llama-3-8b", "--set", "model.layers=1000003"], "model.layers is 1000003: expected"),
     (["plan", "llama-3-8b", "--set", f"model.layers={MANY_DIGITS}"], "expected a whole number below 2**63"),
     (["plan", "llama-3-8b", "--set", "model.dropout=nan"], "model.dropout is nan"),
-    (["plan", "", "--cluster", "8xh100"], "unknown model ''"),
+    (["plan", "", "--cluster", "8xh100"], "is empty: give a value"),
     (["plan", "tiny", "--cluster", "²xh100"], "cluster '²xh100' is not understood"),
     (["plan", "tiny", "--cluster", f"{MANY_DIGITS}xh100"], "is not understood: write 64xh100"),
     (["plan", "tiny", "--cluster", "8xh100", "--batch", "1" + "0" * 18], "--batch is 1000000000000000000: expected"),
@@ -177,10 +178,24 @@ OPTIONS = [
     (["data", "prepare", "stdlib", "out", "--held-out", "1"], "--held-out is 1.0"),
     (["data", "prepare", "stdlib", "out", "--held-out", "2"], "--held-out is 2.0"),
     (["data", "prepare", "stdlib", "out", "--held-out", "nan"], "--held-out is nan"),
-    (["data", "prepare", "stdlib", "out", "--pattern", ""], "--pattern is ''"),
+    (["data", "prepare", "stdlib", "out", "--pattern", ""], "--pattern is empty"),
     (["data", "prepare", "stdlib", "out", "--pattern", "."], "--pattern is '.'"),
-    (["data", "prepare", "", "out"], "SOURCE is ''"),
-    (["data", "prepare", "stdlib", ""], "is empty"),
+    (["data", "prepare", "", "out"], "SOURCE is empty"),
+    (["data", "prepare", "stdlib", ""], "FOLDER is empty"),
+    (["export", "run", ""], "FOLDER is empty"),
+    (["serve", "run", "--name", ""], "--name is empty"),
+    (["bench", "serve", "tiny", "--rates", ""], "--rates is empty"),
+    (["bench", "collective", "all_reduce", "--ranks", " "], "--ranks is empty"),
+    (["bench", "serve", "tiny", "--step-tokens", "0"], "--step-tokens is 0: expected a whole number, between 1 and"),
+    (["bench", "serve", "tiny", "--step-length", "-1"], "--step-length is -1: expected a whole number"),
+    (["bench", "train", "tiny", "--profile", "/proc/x"], "--profile /proc/x/kernels.txt cannot be written"),
+    (["plan", "llama-3-8b", "--cluster", "1xh100", "--serve", "--dtype", "fp3"], "unknown dtype 'fp3'"),
+    (["plan", "llama-3-8b", "--cluster", "1xh100", "--serve", "--rate", "inf"], "--rate is inf: expected above 0"),
+    (["guide", "--answer", "3"], "--answer belongs to a chapter"),
+    (["train", "tiny", "--max-time", "1d1d"], "'1d1d' is no duration"),
+    (["compress", "run", "--recipe", "awq", "--out", "o"], "names no number format: write such as int4-g128-awq"),
+    (["compress", "run", "--recipe", "int8-smooth", "--out", "o"], "no a8: write int8-smooth-a8"),
+    (["compress", "run", "--recipe", "heads-100", "--out", "o"], "expected a percentage from 1 to 99"),
     (["data", "prepare", "~nosuchuser/x", "out"], "does not exist"),
     (
         ["data", "prepare", "stdlib", "out", "--tokenizer", "/nonexistent"],
@@ -192,6 +207,20 @@ OPTIONS = [
 @pytest.mark.parametrize(("words", "expected"), OPTIONS, ids=[" ".join(words)[:50] for words, _ in OPTIONS])
 def test_options(words: list[str], expected: str, nothing_starts: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert expected in refusal(words, capsys)
+
+
+def test_no_command_takes_an_empty_word(nothing_starts: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every option and argument of every command, found in the tree that typer makes."""
+    tried = 0
+    for name, command in fuzz_cases.commands().items():
+        base = fuzz_cases.BASES.get(name, (fuzz_cases.Base(),))[0]
+        for parameter in fuzz_cases.parameters(command):
+            if (name, parameter.name) in (("launch", "command"), ("generate", "prompt")):
+                continue  # of the user's own script; a prompt is refused by the tokens that it has
+            said = refusal(list(fuzz_cases._with(base, name, parameter, "")), capsys)
+            assert "is empty" in said or "invalid value for" in said, (name, parameter.name, said)
+            tried += 1
+    assert tried > 150
 
 
 RESUMED = [
@@ -259,7 +288,22 @@ def test_the_smallest_temperature_takes_the_likeliest(run: Path) -> None:
 
 def test_export(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_text("")
-    assert "is a file, or lies below one" in refusal(["export", str(run), str(tmp_path / "file")], capsys)
+    assert "file is a file: expected a new folder" in refusal(["export", str(run), str(tmp_path / "file")], capsys)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "config.json").write_text("mine")
+    assert "mine is there already and not empty" in refusal(["export", str(run), str(tmp_path / "mine")], capsys)
+    assert (tmp_path / "mine" / "config.json").read_text() == "mine"
+    (tmp_path / "text.txt").write_text("to be or not to be\n" * 50)
+    asked = ["data", "prepare", str(tmp_path / "text.txt"), str(tmp_path / "mine")]
+    assert "mine is there already and not empty" in refusal(asked, capsys)
+    assert [path.name for path in (tmp_path / "mine").iterdir()] == ["config.json"]
+    asked = ["data", "prepare", str(tmp_path / "file"), str(tmp_path / "out")]
+    assert "file is empty: there is no text to prepare" in refusal(asked, capsys)
+    assert not (tmp_path / "out").exists()
+    (tmp_path / "ends.py").write_text("raise SystemExit(0)")
+    for command in ("explain", "breaks"):
+        assert main(["graph", command, f"{tmp_path / 'ends.py'}:make"]) == 1
+        assert "ends.py fails when it is loaded: SystemExit: 0" in capsys.readouterr().err
     assert "is a file, or lies below one" in refusal(["export", str(run), str(tmp_path / "file" / "x")], capsys)
     assert "is no run" in refusal(["export", str(tmp_path), str(tmp_path / "out")], capsys)
     asked = ["compress", str(tmp_path), "--recipe", "int8", "--out", str(tmp_path / "out")]

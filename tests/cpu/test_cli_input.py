@@ -128,7 +128,7 @@ def test_errors_of_the_machine_name_the_file() -> None:
         (["plan", "tiny", "--cluster", "8xh100", "--batch", "8", "--json", "7"], "--json 7 cannot be written"),
         (["report", "7"], "7 is no run"),
         (["data", "prepare", "7", "out"], "SOURCE '7' has no text file named like '*': set --pattern"),
-        (["data", "prepare", "file", "file"], "file is a file: expected a folder to write shards to"),
+        (["data", "prepare", "file", "file"], "the folder file is a file: expected a new folder"),
     ],
 )
 def test_a_folder_in_the_place_of_a_file_is_named(

@@ -165,7 +165,7 @@ def test_neither_a_model_nor_a_run_is_written_over(folder: Path, tmp_path: Path)
     run = trained(folder)
     export(run, tmp_path / "out")
     weights = (tmp_path / "out" / "model.safetensors").read_bytes()
-    with pytest.raises(UsageError, match=r"out holds a model already \(model\.safetensors\): name another folder"):
+    with pytest.raises(UsageError, match="out is there already and not empty: name a new folder"):
         export(run, tmp_path / "out")
     with pytest.raises(UsageError, match="is the folder of a run: name another"):
         export(run, run)

@@ -82,7 +82,7 @@ def test_what_is_no_name_is_refused(name):
         ("int4-g64-gptq-gptq", "has the word 'gptq' twice"),
         ("int4-gptq-awq", "names gptq and awq, and has one method"),
         ("int4-tensor-g64", "names tensor and g64, and has one granularity"),
-        ("int8-static", "without activations.scheme"),
+        ("int8-static", "and no a8: write int8-static-a8"),
         ("int4-g64-gtpq", "unknown word 'gtpq': did you mean 'gptq'"),
         ("heads-", "expected a percentage"),
     ],

@@ -72,7 +72,7 @@ def test_a_promise_bounds_the_batch_and_a_rate_too_high_is_said() -> None:
     assert layouts[0].needed is None
     assert "No layout serves" in serving_reasons(layouts, refused, demand)[0]
     for bad in ({"rate": 0.0}, {"prompt": 0}, {"output": -1}):
-        with pytest.raises(UsageError, match="expected a number above 0"):
+        with pytest.raises(UsageError, match="expected above 0 and at most"):
             ServeDemand(**{"rate": 1.0, "prompt": 10, "output": 10, **bad})  # type: ignore[arg-type]
 
 

@@ -69,6 +69,8 @@ def answer(asked: ServeQuestion) -> None:
             f"--requests {asked.requests:,} of up to {each:,} tokens: expected at most {_MOST_TOKENS:,} tokens in all"
         )
     Range(0, 1000).check("--blocks", asked.blocks, whole=True)
+    Range(1, _MOST_TOKENS).check("--step-tokens", asked.step_tokens, whole=True)
+    Range(1, _MOST_TOKENS).check("--step-length", asked.step_length, whole=True)
     if asked.predict not in ("fitted", "machine"):
         raise unknown("--predict", asked.predict, ("fitted", "machine"))
     if asked.url is not None:

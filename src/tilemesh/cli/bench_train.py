@@ -73,8 +73,10 @@ def bench_train(
         transport = "torch"
     choose_transport(transport)
     check_targets(json=json)
-    if profile is not None and os.path.lexists(profile) and not profile.is_dir():
-        raise UsageError(f"--profile {profile}: expected a folder, and this is a file")
+    if profile is not None:
+        if os.path.lexists(profile) and not profile.is_dir():
+            raise UsageError(f"--profile {profile}: expected a folder, and this is a file")
+        check_targets(profile=profile / "kernels.txt")
     predicted = predict_run(made, gpus)  # before anything is measured
     compared = compare(
         made,

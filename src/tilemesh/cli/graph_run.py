@@ -125,7 +125,7 @@ def _load(program: str) -> tuple[Any, list[Any]]:
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise RunError(f"{path} fails when it is loaded: {type(error).__name__}: {error}") from error
     make = getattr(module, name, None)
     if not callable(make):
@@ -133,7 +133,7 @@ def _load(program: str) -> tuple[Any, list[Any]]:
         raise unknown("function", name, functions)
     try:
         made = make()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise RunError(f"{name} of {path} fails: {type(error).__name__}: {error}") from error
     if not isinstance(made, tuple) or len(made) != 2 or not callable(made[0]):
         raise UsageError(f"{name} of {path} returned {type(made).__name__}; return a model and a list of its inputs")

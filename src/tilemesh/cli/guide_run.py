@@ -32,7 +32,9 @@ def open_guide(
         _show_progress(console)
         return 0
     if chapter is None:
-        for name, given in (("--exercise", exercise), ("--notebook", notebook), ("--json", json)):
+        for name, given in (
+            ("--exercise", exercise), ("--answer", answer), ("--notebook", notebook), ("--json", json)
+        ):  # fmt: skip
             if given is not None:
                 raise UsageError(f"{name} belongs to a chapter: write tilemesh guide CHAPTER {name} {given}")
         _list(console)

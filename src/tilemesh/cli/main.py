@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 import tilemesh
 from tilemesh.cli import (
@@ -42,6 +43,28 @@ from tilemesh.cli import (
     verify,
 )
 from tilemesh.core.errors import RunError, UsageError, unknown
+
+
+class _Command(TyperCommand):
+    """A command that refuses empty words wherever it takes one: `export RUN ""` would write where the user stands."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        rest = super().parse_args(ctx, args)
+        for parameter in self.params:
+            value = ctx.params.get(parameter.name)
+            words = value if isinstance(value, list | tuple) else [value]
+            if not any(isinstance(word, str) and not word.strip() for word in words):
+                continue
+            if ctx.get_parameter_source(parameter.name).name == "COMMANDLINE" and parameter.name not in _PASSED_ON:
+                option = next((name for name in parameter.opts if name.startswith("--")), "")
+                called = option or str(parameter.metavar or parameter.name.upper()).strip("[]")
+                instead = ", or leave it out" if option and not parameter.required else ""
+                raise UsageError(f"{called} is empty: give a value{instead}")
+        return rest
+
+
+_PASSED_ON = ("command", "prompt")
+"""Words of a user's own script, and text: those may be empty."""
 
 
 def _empty_app() -> typer.Typer:
@@ -83,6 +106,9 @@ bench.command("compress")(bench_compress.bench_compress)
 app.add_typer(bench, name="bench")
 app.add_typer(graph.graph, name="graph")
 app.command()(guide.guide)
+for _commands in (app, bench, graph.graph, train.data):
+    for _command in _commands.registered_commands:
+        _command.cls = _Command
 
 # typer's own errors: it carries them, but exports only the most special one by name.
 _LibraryUsageError: Any = typer.BadParameter.__mro__[1]
@@ -111,7 +137,7 @@ def app_for(first: str) -> typer.Typer:
     for command in app.registered_commands:
         assert command.callback is not None
         is_asked = first == (command.name or command.callback.__name__)
-        made.command(command.name)(command.callback if is_asked else _without_options(command.callback))
+        made.command(command.name, cls=_Command)(command.callback if is_asked else _without_options(command.callback))
     for group in app.registered_groups:
         assert group.typer_instance is not None
         if group.name == first:

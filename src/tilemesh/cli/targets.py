@@ -7,6 +7,7 @@ import tempfile
 from pathlib import Path
 
 from tilemesh.core.errors import UsageError
+from tilemesh.core.files import check_new_folder
 
 
 def check_targets(**targets: str | Path | None) -> None:
@@ -22,8 +23,7 @@ def check_targets(**targets: str | Path | None) -> None:
 def check_folder(option: str, given: str | Path) -> None:
     """Refuse a new folder that cannot be made, or one that is there and not empty."""
     target = Path(given)
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise UsageError(f"--{option} {target} is there already and not empty: name a new folder")
+    check_new_folder(target, f"--{option}")
     why = _why_not(target / "in it")
     if why:
         raise UsageError(f"--{option} {target} cannot be made: {why}")

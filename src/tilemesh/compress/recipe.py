@@ -279,6 +279,10 @@ def _named(text: str) -> Recipe:
             weights |= {"correct_bias": True} if word == "bias" else {}
         else:
             scheme.append(word)
+    if not scheme:
+        raise UsageError(f"recipe '{text}' names no number format: write such as int4-g128-{text}")
+    if ("smooth" in text.split("-") or "static" in text.split("-")) and "scheme" not in activations:
+        raise UsageError(f"recipe '{text}' has smooth or static, which are of activations, and no a8: write {text}-a8")
     try:
         named_scheme = parse_scheme("-".join(scheme))
     except UsageError as error:
@@ -322,7 +326,9 @@ def _activation_words(word: str, text: str) -> dict[str, Any]:
 def _percent(text: str, prefix: str, default: int) -> float:
     given = str(default) if text == prefix else text[len(prefix) + 1 :]
     if not given.isdecimal() or not 0 < int(given) < 100:
-        raise UsageError(f"recipe '{text}': expected a percentage after {prefix}-, such as {prefix}-{default}")
+        raise UsageError(
+            f"recipe '{text}': expected a percentage from 1 to 99 after {prefix}-, such as {prefix}-{default}"
+        )
     return int(given) / 100
 
 

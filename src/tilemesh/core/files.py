@@ -33,6 +33,17 @@ def read_json_object(path: Path) -> dict[str, Any]:
     return value
 
 
+def check_new_folder(folder: Path, called: str = "the folder") -> None:
+    """Refuse a folder that holds anything, or is none: nothing that others made is ever written over."""
+    if not str(folder).strip() or str(folder) == ".":
+        raise UsageError(f"{called} is empty, or the one you stand in: name a new folder")
+    if os.path.lexists(folder) and not folder.is_dir():
+        raise UsageError(f"{called} {folder} is a file: expected a new folder")
+    # A file that was being written when a process was killed has no name of its own yet.
+    if folder.exists() and any(path.suffix != ".part" for path in folder.iterdir()):
+        raise UsageError(f"{called} {folder} is there already and not empty: name a new folder")
+
+
 def write_text(text: str, path: Path | str) -> None:
     """Write a file whole, making its folder; RunError where that cannot be."""
     target = Path(path)

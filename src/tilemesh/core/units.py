@@ -72,8 +72,9 @@ def parse_seconds(text: str) -> float:
     pieces = re.findall(r"(\d+(?:\.\d+)?)([smhd]?)", text.strip())
     if not pieces or "".join(number + unit for number, unit in pieces) != text.strip():
         raise wrong
-    if any(not unit for _, unit in pieces) and len(pieces) > 1:
-        raise wrong
+    lengths = [_SECONDS[unit or "s"] for _, unit in pieces]
+    if (any(not unit for _, unit in pieces) and len(pieces) > 1) or lengths != sorted(set(lengths), reverse=True):
+        raise wrong  # 1d1d, 30m1h
     return sum(float(number) * _SECONDS[unit or "s"] for number, unit in pieces)
 
 

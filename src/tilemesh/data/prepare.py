@@ -22,7 +22,7 @@ import numpy as np
 
 from tilemesh.core.config import to_dict
 from tilemesh.core.errors import RunError, UsageError
-from tilemesh.core.files import read_json_object
+from tilemesh.core.files import check_new_folder, read_json_object
 from tilemesh.data.config import PREPARING_FILE, SHARD_SUFFIX, DataConfig, check_source, has_shards, source_path
 from tilemesh.data.corpus import (
     ENOUGH_DOCUMENTS,
@@ -64,12 +64,14 @@ def prepare(
     target = _target(data, out)
     tokenizer = open_tokenizer(data.tokenizer)
     state = _State.read(target, data, shard_tokens) or _State(_arguments(data, shard_tokens))
+    total = source_bytes(data)
+    if total == 0:
+        raise UsageError("data.source", f" {data.source} is empty: there is no text to prepare")
     target.mkdir(parents=True, exist_ok=True)
     state.write(target)
     if isinstance(tokenizer, FileTokenizer):
         tokenizer.write(target)
     writer = _ShardWriter(target, tokenizer, state)
-    total = source_bytes(data)
     waiting = _read_waiting(target, state)
     size = sum(len(document.tokens) for document in waiting)
     on_progress(waiting[-1].read_bytes if waiting else state.read_bytes, total)
@@ -98,18 +100,16 @@ def prepare(
 
 
 def _target(data: DataConfig, out: str | Path) -> Path:
-    if not str(out).strip():
-        raise UsageError("the folder to write to is empty: name one")
     target = Path(out)
     if data.mixture:
         raise UsageError("data.mixture", " is for training: prepare each of its sources by itself")
     check_source(data)
     if has_shards(source_path(data.source)):
         raise UsageError("data.source", f" {data.source} has shards already: there is nothing to prepare")
-    if target.exists() and not target.is_dir():
-        raise UsageError(f"{target} is a file: expected a folder to write shards to")
     if has_shards(target) and not (target / PREPARING_FILE).exists():
         raise UsageError(f"{target} has shards already: name another folder, or remove it first")
+    if not (target / PREPARING_FILE).exists():
+        check_new_folder(target)
     return target
 
 

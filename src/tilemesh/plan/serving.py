@@ -12,8 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tilemesh.core.calibration import Rates
-from tilemesh.core.errors import RunError, UsageError
+from tilemesh.core.errors import RunError, UsageError, unknown
 from tilemesh.core.hardware import DTYPE_BYTES, Cluster
+from tilemesh.core.ranges import Range
 from tilemesh.core.units import format_bytes
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.work.decoding import SequencePart, key_value_bytes, weight_bytes
@@ -25,6 +26,9 @@ PAGE_TOKENS = 16
 MOST_BATCH = 4096
 LOAD = 0.8
 """Of what a layout can serve, how much a plan asks of it: queues grow without bound towards 1."""
+
+
+_DEMAND = Range(0, 1e9, above=True)
 
 
 @dataclass(frozen=True)
@@ -39,8 +43,7 @@ class ServeDemand:
 
     def __post_init__(self) -> None:
         for name in ("rate", "prompt", "output"):
-            if not getattr(self, name) > 0:
-                raise UsageError(f"--{name} is {getattr(self, name)}: expected a number above 0")
+            _DEMAND.check(f"--{name}", getattr(self, name))
 
 
 @dataclass(frozen=True)
@@ -104,6 +107,8 @@ def serve_layouts(
     chunk: int = 512,
 ) -> tuple[list[ServeLayout], list[str]]:
     """All that fit, best first, and why the others do not."""
+    if dtype not in DTYPE_BYTES:
+        raise unknown("dtype", dtype, DTYPE_BYTES)
     if demand.prompt + demand.output > model.context + 1:
         raise UsageError(
             f"a prompt of {demand.prompt} and an output of {demand.output} tokens: the context is {model.context}"

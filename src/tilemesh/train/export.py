@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tilemesh.core.errors import Argument, RunError, UsageError
-from tilemesh.core.files import naming
+from tilemesh.core.files import check_new_folder, naming
 from tilemesh.data.corpus import tokenizer_of
 from tilemesh.data.tokenizer import FileTokenizer, Tokenizer, Unknown
 from tilemesh.model.adapter import A, B, adapted_modules
@@ -69,13 +69,11 @@ def export(
 
 
 def _check_target(folder: str | Path) -> None:
-    """Refuse to write over a model, which may be the one that training began with, and into a run's folder."""
+    """Refuse to write over anything: a model, which may be the one that training began with, or a run."""
     target = Path(folder)
     if (target / CONFIG).exists() or (target / CHECKPOINTS).exists():
         raise UsageError(f"{folder} is the folder of a run: name another one for the exported model")
-    weights = sorted(path.name for pattern in ("*.safetensors", "*.bin") for path in target.glob(pattern))
-    if weights:
-        raise UsageError(f"{folder} holds a model already ({weights[0]}): name another folder, or remove that first")
+    check_new_folder(target)
 
 
 def _save_adapter(config: TrainConfig, reader: Reader, folder: str | Path) -> None:
