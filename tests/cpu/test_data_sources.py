@@ -460,6 +460,9 @@ class TestTokenizerFiles:
         source.write_text('{"text": "\\ud800"}\n')
         with pytest.raises(UsageError, match="half a surrogate pair"):
             open_corpus(DataConfig(source=str(source)))
+        for content in ("\ud800", "\ufdd0"):
+            with pytest.raises(UsageError, match="which are no text: take them out"):
+                read_conversation([CHAT[0], {"role": "assistant", "content": content}], None, "a.jsonl:1")
 
     def test_a_vocabulary_with_holes_is_as_wide_as_its_largest_id(self, tmp_path: Path) -> None:
         write_chat_tokenizer(tmp_path, "zephyr")

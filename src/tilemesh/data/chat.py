@@ -194,8 +194,8 @@ def read_conversation(value: Any, tools: Any, where: str) -> Conversation:
     if tools is not None and not isinstance(tools, list):
         raise UsageError(f"{where}: tools is {shown(tools)}: expected a list of JSON schemas")
     text = json.dumps([messages, tools], ensure_ascii=False)
-    if _OPENS in text or _CLOSES in text:
-        raise UsageError(f"{where} has U+FDD0 or U+FDD1 in it, which are no characters: take them out")
+    if _OPENS in text or _CLOSES in text or any("\ud800" <= character <= "\udfff" for character in text):
+        raise UsageError(f"{where} has U+FDD0, U+FDD1 or half a surrogate pair in it, which are no text: take them out")
     return Conversation(messages, tools)
 
 

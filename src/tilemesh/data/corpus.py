@@ -95,7 +95,7 @@ def encoded_documents(
         assert template is not None
         with _naming(name):
             tokens, counted, is_open = _encoded_conversation(tokenizer, *template.write(content))
-        if tokens[-1] != tokenizer.end:  # some templates end with it
+        if not len(tokens) or tokens[-1] != tokenizer.end:  # some templates end with it
             tokens = np.concatenate([tokens, end.astype(tokens.dtype)])
             # An answer that the template did not end, ends here; one that it did, is over.
             counted = np.append(counted, is_open)

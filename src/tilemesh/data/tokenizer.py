@@ -170,8 +170,9 @@ class FileTokenizer:
 
     def write(self, folder: Path, **settings: Any) -> None:
         """Files that mean this tokenizer, to transformers and to us; `settings` go into its configuration."""
-        files = self.files
-        told: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", **files.special_tokens, **settings}
+        files, known = self.files, self._inner.get_vocab(with_added_tokens=True)
+        special = {name: text for name, text in files.special_tokens.items() if text in known}
+        told: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", **special, **settings}
         if self.end_token is not None:
             told["eos_token"] = self.end_token
         if files.templates:
