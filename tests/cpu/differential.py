@@ -1,17 +1,22 @@
 """What the differential gates share: values that break arithmetic, and how far a result may be from the exact one.
 
 A result is compared with the same function in plain torch, once in the same dtypes (*eager*) and once in float64
-(*exact*). Twice eager's error is the bound. On few elements eager may be lucky, so a few roundings are allowed as well:
-one of the result's dtype, and `ROUNDINGS` in the precision that sums are kept in, of the row's largest element. What
-is infinite or NaN is either eager's or the exact result's. Nothing here knows what is compared.
+(*exact*). Twice eager's error is the bound, of each row relative to its largest element; a row that eager itself has
+lost (NaN or infinite where the exact one is not, or off by half) has none. On few elements eager may be lucky, so a few
+roundings are allowed as well: `ROUNDINGS` in the precision that sums are kept in, and of 16 bits four. What is infinite
+or NaN is either eager's or the exact result's. Nothing here knows what is compared.
 """
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
-ROUNDINGS = 16
+ROUNDINGS = 64  # as many as exp(x) has in float32 for the x of a softmax
+HALF_ROUNDINGS = 4  # of a result of 16 bits, which was computed from others of 16 bits
+DOUBLE_ROUNDINGS = 1024  # of a float64 result, beside which nothing is exact: both may have cancelled
 KINDS = ("plain", "offset", "-inf", "inf", "nan", "zeros", "largest", "subnormal")
 """Of special values, as `planted` puts them into a tensor."""
 
@@ -27,13 +32,14 @@ def planted(x: Tensor, kind: str) -> Tensor:
         return x
     limits, places = torch.finfo(x.dtype), x.view(-1)
     if kind == "offset":
-        x += 4 / limits.eps**0.5
+        x += 4 * 2.0 ** (-math.log2(limits.eps) // 2)  # beside which whole numbers are exact
     elif kind in ("-inf", "inf", "nan"):
         places[x.numel() // 3] = float(kind)
     elif kind == "zeros":
         places[::3], places[1::3] = 0.0, -0.0
     elif kind == "largest":
-        places[x.numel() // 3], places[x.numel() // 2] = limits.max, limits.min
+        third = x.numel() // 3
+        places[third : third + 2], places[x.numel() // 2] = limits.max, limits.min  # two: a sum of them overflows
     elif kind == "subnormal":
         places[::3] *= limits.smallest_normal / 8
     elif kind != "plain":
@@ -55,8 +61,8 @@ def disagreement(found: Tensor, eager: Tensor, exact: Tensor, *, signs: bool = F
         )
     made, plain, true = found.double(), eager.double(), exact.double()
     rounded = true.to(found.dtype).double()  # an exact result that the dtype cannot hold is infinite
-    allowed = _allowed(plain, true, found.dtype)
-    right = ((made - true).abs() <= allowed) | _same(made, plain) | _same(made, rounded)
+    allowed = _allowed(plain, true, found.dtype).expand(found.shape)
+    right = ((made - true).abs() <= allowed) | _same(made, plain) | _same(made, rounded) | allowed.isinf()
     if signs:
         right &= (made != 0) | (plain != 0) | (made.signbit() == plain.signbit())
     if bool(right.all()):
@@ -73,14 +79,23 @@ def disagreement(found: Tensor, eager: Tensor, exact: Tensor, *, signs: bool = F
 
 def _allowed(eager: Tensor, exact: Tensor, dtype: torch.dtype) -> Tensor:
     """How far from exact each element may be: eager's largest error of all rows, relative to their largest elements."""
-    limits = torch.finfo(dtype)
     wide = torch.finfo(torch.promote_types(dtype, torch.float32))
     size = torch.where(exact.isfinite(), exact.abs(), 0.0)
-    row = size.amax(-1, keepdim=True) if size.dim() else size
-    error = torch.where(exact.isfinite() & eager.isfinite(), (eager - exact).abs(), 0.0)
-    relative = torch.where(row > 0, error / row, 0.0).amax()
-    roundings = limits.eps / 2 * size + limits.smallest_normal * limits.eps
-    return 2 * relative * row + roundings + ROUNDINGS * wide.eps / 2 * row + wide.tiny
+    row = _row(size)
+    error = torch.where(exact.isfinite(), (eager - exact).abs(), 0.0)
+    lost = ~(_row(error) <= row / 2) & (row > 0)
+    relative = torch.where((row > 0) & ~lost, error / row, 0.0).amax()
+    eagers = torch.where(row > 0, relative * row, error.nan_to_num(nan=torch.inf).amax())
+    count = DOUBLE_ROUNDINGS if dtype is torch.float64 else ROUNDINGS
+    roundings = count * (wide.eps / 2 * row + wide.tiny)
+    if dtype.itemsize == 2:
+        limits = torch.finfo(dtype)
+        roundings += HALF_ROUNDINGS * (limits.eps / 2 * row + limits.smallest_normal * limits.eps)
+    return torch.where(lost, torch.inf, 2 * eagers + roundings)
+
+
+def _row(x: Tensor) -> Tensor:
+    return x.amax(-1, keepdim=True) if x.dim() else x
 
 
 def _same(one: Tensor, other: Tensor) -> Tensor:

@@ -215,6 +215,7 @@ class AdamW:
         self, gradients: Sequence[Tensor], rate: float | Tensor, step: int | Tensor, divisor: float | Tensor
     ) -> None:
         beta1, beta2 = self.betas
+        rate, step, divisor = _number(rate), _number(step), _number(divisor)
         for at, (parameter, average, square) in enumerate(
             zip(self.parameters, self.exp_avgs, self.exp_avg_sqs, strict=True)
         ):
@@ -320,6 +321,11 @@ def exact_step(
     bound = u * (3 * value.abs() + per_first * (6 * terms + 24 * first.abs()))
     made = decayed - per_first * first
     return made, 1.01 * (bound + u * made.abs())
+
+
+def _number(value: Any) -> Any:
+    """A tensor as numbers are: in float64, and without a dimension, so that nothing becomes as wide as it is."""
+    return value.detach().reshape(()).double() if isinstance(value, Tensor) else value
 
 
 def _log2(beta: float) -> float:

@@ -10,15 +10,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tilemesh.core.errors import UsageError
 from tilemesh.kernels.accuracy import CONFIDENCE, accumulator, rounding_error, unit
 from tilemesh.kernels.launch.operator import operator
-from tilemesh.kernels.launch.tensors import is_plain, is_traced
+from tilemesh.kernels.launch.tensors import is_plain, is_traced, is_transformed
 
 WIDEST_HEAD = 256
 
@@ -123,9 +125,54 @@ def attention(
         q, factor = -q, -factor
     grouped = bool(q.shape[1] != k.shape[1])  # of symbolic sizes it is no bool
     if causal and not window and starts is None and q.shape[2] == k.shape[2]:
-        return functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=factor, enable_gqa=grouped)
+        return differentiable(q, k, v, is_causal=True, scale=factor, enable_gqa=grouped)
     mask = seen(q, k, starts, causal, window) if causal or window or starts is not None else None
-    return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=factor, enable_gqa=grouped)
+    return differentiable(q, k, v, attn_mask=mask, scale=factor, enable_gqa=grouped)
+
+
+def differentiable(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    """torch's attention, of which every derivative can be taken.
+
+    Its kernels have one derivative, backwards. Under function transforms and with forward-mode derivatives plain
+    operators compute instead; where a derivative is itself recorded (create_graph), they compute that.
+    """
+    attend = functional.scaled_dot_product_attention
+    if is_transformed(q, k, v):
+        with sdpa_kernel(SDPBackend.MATH):
+            return attend(q, k, v, **options)
+    y = attend(q, k, v, **options)
+    if not is_traced() and y.requires_grad:
+        node = y.grad_fn
+        for _ in range(_MOST_VIEWS):  # after a kernel whose heads were padded
+            if node is not None and not node.name().startswith(_KERNEL):
+                node = node.next_functions[0][0]
+        if node is not None and node.name().startswith(_KERNEL):
+            node.register_hook(_recorded)
+    return y
+
+
+_KERNEL = "ScaledDotProduct"  # as torch's nodes of such kernels are called
+_MOST_VIEWS = 2
+
+
+def _recorded(gradients: tuple[Tensor | None, ...], upstream: tuple[Tensor | None, ...]) -> Any:
+    """In place of what a kernel computed backwards: the same by plain operators, where that is recorded."""
+    if not torch.is_grad_enabled() or upstream[0] is None:
+        return None
+    node: Any = torch._C._current_autograd_node()
+    mask = getattr(node, "_saved_attn_mask", getattr(node, "_saved_attn_bias", None))
+    # Aliases: where one was computed from another, gradients stop here and do not go on to that one.
+    inputs = [x.view_as(x) for x in (node._saved_query, node._saved_key, node._saved_value)]
+    q, k, v = inputs
+    options = {"is_causal": node._saved_is_causal, "scale": node._saved_scale, "enable_gqa": q.shape[1] != k.shape[1]}
+    with sdpa_kernel(SDPBackend.MATH):
+        y = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, **options)
+    places = [at for at, gradient in enumerate(gradients[:3]) if gradient is not None]
+    made = torch.autograd.grad(y, [inputs[at] for at in places], upstream[0], create_graph=True)
+    answer = list(gradients)
+    for at, gradient in zip(places, made, strict=True):
+        answer[at] = gradient
+    return tuple(answer)
 
 
 def seen(q: Tensor, k: Tensor, starts: Tensor | None, causal: bool, window: int) -> Tensor:

@@ -5,7 +5,6 @@ Nothing here chooses an implementation (operator.py does) or knows how torch lea
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,14 +12,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tilemesh.core.errors import RunError
 from tilemesh.kernels import context
 from tilemesh.kernels.launch import call
 from tilemesh.kernels.launch.binding import Binding
 from tilemesh.kernels.launch.replay import RepeatedCall, Tensors, signature
-from tilemesh.kernels.launch.tensors import FLOATS, is_plain, is_traced, is_watched
+from tilemesh.kernels.launch.tensors import FLOATS, autocasts, is_plain, is_traced, is_watched
 
 Reference = Callable[..., Any]
 Restore = Callable[[list[Any], Sequence[Tensor]], list[Any]]
@@ -62,10 +60,14 @@ class Computation:
     # ---- forward -------------------------------------------------------------------------------------------------
 
     def compute(self, values: Sequence[Any]) -> Any:
-        """By the reference."""
+        """By the reference, in the dtypes of the values: as for the kernels, autocast ends with the arguments."""
         positional = self.binding.positional
         named = dict(zip(self.binding.names[positional:], values[positional:], strict=True))
-        return self.reference(*values[:positional], **named)
+        first = next(values[at] for at in self.tensors if values[at] is not None)
+        if not autocasts(first):
+            return self.reference(*values[:positional], **named)
+        with torch.autocast(first.device.type, enabled=False):
+            return self.reference(*values[:positional], **named)
 
     def _kernels(self) -> Any:
         module, _, name = self.options.kernel.partition(":")
@@ -191,9 +193,7 @@ class Computation:
 
     def differentiate(self, gradients: Tensors, values: Sequence[Any], *, create_graph: bool) -> list[Tensor]:
         """The same by the reference: slower, and differentiable again with `create_graph`."""
-        # Of torch's attention kernels, only those made of plain operators can be differentiated again.
-        again = sdpa_kernel(SDPBackend.MATH) if create_graph else contextlib.nullcontext()
-        with torch.enable_grad(), again:
+        with torch.enable_grad():
             # Aliases: where one argument was computed from another, gradients stop here and do not go on to that one.
             taken = _alias if create_graph else _leaf
             values = [taken(value) if isinstance(value, Tensor) else value for value in values]

@@ -75,11 +75,12 @@ def operator(
     tensor that `forward` returns beyond the reference's, a function of the arguments that makes an empty one.
     keeps_results: whether `backward` is given the results too, before what is kept, or which of them; they are rounded
     to their dtype. dtypes: those it takes; all floating point arguments have the same, except those named in own_dtype.
-    casts: whether arguments are cast to autocast's dtype. served: whether there is a kernel for arguments of these
-    shapes, where these need gradients; where there is none, the reference computes. gains: whether `auto` takes the
-    kernel on a GPU for arguments of these shapes; it always does without. overwrites: the name of a bool argument that
-    lets `backward` write over a tensor it was given; where calls are recorded (torch.compile) it is False in
-    `backward`. told: the name of a bool argument that is filled in at each call: whether a gradient may be asked for.
+    casts: whether arguments are cast to autocast's dtype, except those named in own_dtype; without, autocast changes
+    nothing. served: whether there is a kernel for arguments of these shapes, where these need gradients; where there is
+    none, the reference computes. gains: whether `auto` takes the kernel on a GPU for arguments of these shapes; it
+    always does without. overwrites: the name of a bool argument that lets `backward` write over a tensor it was given;
+    where calls are recorded (torch.compile) it is False in `backward`. told: the name of a bool argument that is filled
+    in at each call: whether a gradient may be asked for.
 
     forgets: names of tensors that `backward` does not read: it is given an empty one of the same dtype, so that their
     memory is free after the forward pass. restored: then needed for where the reference differentiates; a function of
@@ -160,6 +161,12 @@ class _Operator:
         """A call whose signature is new, or one that torch watches."""
         computation, options = self.computation, self.options
         self._checked(values, implementation)
+        cast = options.casts and _casts_now([values[at] for at in self.tensors])
+        if cast:
+            values = [
+                autocast(value) if isinstance(value, Tensor) and name not in options.own_dtype else value
+                for name, value in zip(self.binding.names, values, strict=True)
+            ]
         tensors = [values[at] for at in self.tensors]
         given = [tensor for tensor in tensors if tensor is not None]
         if is_transformed(*given):
@@ -168,11 +175,6 @@ class _Operator:
         conditions = (options.served, options.gains if implementation == "auto" else None)
         if how != "torch" and not all(holds is None or holds(*values) for holds in conditions):
             how = "torch"
-        cast = how != "torch" and options.casts and autocasts(given[0])
-        if cast:
-            values = [autocast(value) if isinstance(value, Tensor) else value for value in values]
-            tensors = [values[at] for at in self.tensors]
-            given = [tensor for tensor in tensors if tensor is not None]
         traced = is_traced() or not all(is_plain(tensor) for tensor in given)
         asked = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given)
         if traced and how != "torch":

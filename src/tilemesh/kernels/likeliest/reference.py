@@ -25,6 +25,6 @@ def served(logits: Tensor) -> bool:
 def likeliest(logits: Tensor) -> Tensor:
     """The place of the largest of each row's logits (N, V), the first of equals: (N,) int64. -1: some are NaN or
     infinite."""
-    # A sum is infinite or NaN if a term is; in float32 at least, so that only absurd logits could overflow it.
-    sound_N = torch.isfinite(logits.sum(-1, dtype=torch.promote_types(logits.dtype, torch.float32)))
-    return torch.where(sound_N, logits.argmax(-1), -1)
+    # NaN is the largest and the least of all that it is among.
+    least_N, most_N = logits.aminmax(dim=-1)
+    return torch.where(least_N.isfinite() & most_N.isfinite(), logits.argmax(-1), -1)

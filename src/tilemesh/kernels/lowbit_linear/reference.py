@@ -70,9 +70,7 @@ def served_norm(x: Tensor, branch: Tensor, gain: Tensor, codes: Tensor, scales: 
     return served(x, codes, scales)
 
 
-@operator(
-    kernel="tilemesh.kernels.lowbit_linear.kernel", check=check, served=served, own_dtype=("scales",), casts=False
-)
+@operator(kernel="tilemesh.kernels.lowbit_linear.kernel", check=check, served=served, own_dtype=("scales",), casts=True)
 def lowbit_linear(
     x: Tensor,
     codes: Tensor,
@@ -94,8 +92,7 @@ def lowbit_linear(
 
 
 @operator(
-    kernel="tilemesh.kernels.lowbit_linear.kernel:NORMED", check=check_norm, served=served_norm, own_dtype=("scales",),
-    casts=False,
+    kernel="tilemesh.kernels.lowbit_linear.kernel:NORMED", check=check_norm, served=served_norm, own_dtype=("scales",)
 )  # fmt: skip
 def norm_lowbit_linear(
     x: Tensor,

@@ -39,7 +39,7 @@ def served(x: Tensor, *_: object) -> bool:
     return x.dtype is not torch.float64 or x.device.type == "cpu"
 
 
-@operator(kernel="tilemesh.kernels.row_linear.kernel", check=check, served=served)
+@operator(kernel="tilemesh.kernels.row_linear.kernel", check=check, served=served, casts=True)
 def row_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *, gate: str = "none", settled: bool = False
 ) -> Tensor:

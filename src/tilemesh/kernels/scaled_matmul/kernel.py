@@ -118,11 +118,20 @@ def library_is_quicker(x: Tensor, weight: Tensor, code: str, dtype: str) -> bool
     return (len(x) <= _FEW or len(x) >= _MANY) and x.shape[1] % 16 == 0 and len(weight) % 16 == 0
 
 
+def is_for_tma(matrix: Tensor) -> bool:
+    """Whether rows follow each other and begin at multiples of 16 bytes; a single row may have any stride."""
+    return matrix.data_ptr() % 16 == 0 and matrix.stride() == (matrix.shape[1], 1)
+
+
+def _copied(matrix: Tensor) -> Tensor:
+    return torch.empty(matrix.shape, dtype=matrix.dtype, device=matrix.device).copy_(matrix)
+
+
 def forward(launch: Any, x: Tensor, weight: Tensor, x_scales: Tensor, scales: Tensor, code: str, dtype: str) -> Tensor:
+    x, weight = (matrix if is_for_tma(matrix) else _copied(matrix) for matrix in (x, weight))
     if library_is_quicker(x, weight, code, dtype):
-        return by_library(x.contiguous(), weight.contiguous(), x_scales, scales, code=code, dtype=dtype)
+        return by_library(x, weight, x_scales, scales, code=code, dtype=dtype)
     y = torch.empty((len(x), len(weight)), dtype=getattr(torch, dtype), device=x.device)
-    x, weight = (matrix if matrix.is_contiguous() else matrix.contiguous() for matrix in (x, weight))
     on_cpu = x.device.type == "cpu"
     if code == "fp8" and not on_cpu:  # Triton's interpreter has no such memory
         x, weight = x.view(torch.float8_e4m3fn), weight.view(torch.float8_e4m3fn)

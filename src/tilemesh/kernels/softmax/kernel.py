@@ -30,7 +30,8 @@ _HELD_WARPS = (
 )
 _PROGRAMS_INTERPRETED = 3  # where there is no GPU to fill
 NOTHING = tl.constexpr(-3.4028234663852886e38)
-"""Where a running maximum begins: float32's least number, finite, so that no difference is inf - inf."""
+NOTHING_WIDE = tl.constexpr(-1.7976931348623157e308)
+"""Where a running maximum begins: the least number of float32 and float64, so that no difference is inf - inf."""
 
 
 @triton.jit
@@ -75,7 +76,7 @@ def long_row(
     """One row per program, in blocks: reads 2 N (about half of the second time from the L2 cache), writes N."""
     kind: tl.constexpr = tl.float64 if WIDE else tl.float32
     row = tl.program_id(0)
-    largest = tl.full((COLUMNS,), NOTHING, kind)
+    largest = tl.full((COLUMNS,), NOTHING_WIDE if WIDE else NOTHING, kind)
     total = tl.zeros((COLUMNS,), kind)
     count = (N + COLUMNS - 1) // COLUMNS
     for block in range(count):
@@ -116,23 +117,24 @@ def held_rows(
 
 @triton.jit
 def whole_rows_back(
-    grad, y, dx, M, N, scale, g_m, g_n, y_m, d_m, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDE: tl.constexpr,
+    grad, y, dx, M, N, T, scale, g_m, g_n, y_m, d_m,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, CAUSAL: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """dx = scale * y * (grad - sum(grad * y)). Reads 2 MN, writes MN."""
+    """dx = scale * y * (grad - sum(grad * y)), and 0 where nothing counts. Reads 2 MN, writes MN."""
     kind: tl.constexpr = tl.float64 if WIDE else tl.float32
     rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
     columns = tl.arange(0, COLUMNS)[None, :]
-    inside = (rows < M) & (columns < N)
-    value = tl.load(y + rows * y_m + columns, mask=inside, other=0.0).to(kind)
-    slope = tl.load(grad + rows * g_m + columns * g_n, mask=inside, other=0.0).to(kind)
+    counts = seen(rows, columns, N, T, CAUSAL) & (rows < M)
+    value = tl.load(y + rows * y_m + columns, mask=counts, other=0.0).to(kind)
+    slope = tl.load(grad + rows * g_m + columns * g_n, mask=counts, other=0.0).to(kind)
     slope = tl.where(value == 0.0, 0.0, slope)  # what was masked has no gradient, whatever arrives
-    mean = tl.sum(slope * value, 1)[:, None]
-    tl.store(dx + rows * d_m + columns, (scale * value * (slope - mean)).to(dx.dtype.element_ty), mask=inside)
+    made = tl.where(counts, scale * value * (slope - tl.sum(slope * value, 1)[:, None]), 0.0)
+    tl.store(dx + rows * d_m + columns, made.to(dx.dtype.element_ty), mask=(rows < M) & (columns < N))
 
 
 @triton.jit
 def long_row_back(
-    grad, y, dx, N, scale, g_m, g_n, y_m, d_m, COLUMNS: tl.constexpr, WIDE: tl.constexpr,
+    grad, y, dx, N, T, scale, g_m, g_n, y_m, d_m, COLUMNS: tl.constexpr, CAUSAL: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """The same for one long row: reads 4 N (about half of the second time from the L2 cache), writes N."""
     kind: tl.constexpr = tl.float64 if WIDE else tl.float32
@@ -141,16 +143,18 @@ def long_row_back(
     count = (N + COLUMNS - 1) // COLUMNS
     for block in range(count):
         columns = block * COLUMNS + tl.arange(0, COLUMNS)
-        value = tl.load(y + row * y_m + columns, mask=columns < N, other=0.0).to(kind)
-        slope = tl.load(grad + row * g_m + columns * g_n, mask=columns < N, other=0.0).to(kind)
+        counts = seen(row, columns, N, T, CAUSAL)
+        value = tl.load(y + row * y_m + columns, mask=counts, other=0.0).to(kind)
+        slope = tl.load(grad + row * g_m + columns * g_n, mask=counts, other=0.0).to(kind)
         total += value * tl.where(value == 0.0, 0.0, slope)
     mean = tl.sum(total, 0)
     for block in range(count):
         columns = (count - 1 - block) * COLUMNS + tl.arange(0, COLUMNS)
-        value = tl.load(y + row * y_m + columns, mask=columns < N, other=0.0, eviction_policy="evict_first").to(kind)
-        slope = tl.load(grad + row * g_m + columns * g_n, mask=columns < N, other=0.0).to(kind)
+        counts = seen(row, columns, N, T, CAUSAL)
+        value = tl.load(y + row * y_m + columns, mask=counts, other=0.0, eviction_policy="evict_first").to(kind)
+        slope = tl.load(grad + row * g_m + columns * g_n, mask=counts, other=0.0).to(kind)
         slope = tl.where(value == 0.0, 0.0, slope)
-        made = scale * value * (slope - mean)
+        made = tl.where(counts, scale * value * (slope - mean), 0.0)
         tl.store(dx + row * d_m + columns, made.to(dx.dtype.element_ty), mask=columns < N)
 
 
@@ -184,15 +188,15 @@ def forward_plan(
     return LaunchPlan((Step(f"{__name__}:long_row", (m, 1), arguments, constants, warps=32, wide=wide),))
 
 
-def backward_plan(places: Mapping[str, Place], *, scale: float) -> LaunchPlan:
+def backward_plan(places: Mapping[str, Place], *, scale: float, causal: bool, queries: int) -> LaunchPlan:
     grad, y, dx = (places[name] for name in ("grad", "y", "dx"))
     m, n = y.shape
     arguments: dict[str, Argument] = {name: Pointer(name) for name in places}
     arguments |= {
-        "N": n, "scale": float(scale), "g_m": grad.strides[0], "g_n": grad.strides[1], "y_m": y.strides[0],
-        "d_m": dx.strides[0],
+        "N": n, "T": queries, "scale": float(scale), "g_m": grad.strides[0], "g_n": grad.strides[1],
+        "y_m": y.strides[0], "d_m": dx.strides[0],
     }  # fmt: skip
-    constants: dict[str, object] = {"WIDE": y.dtype == "float64"}
+    constants: dict[str, object] = {"CAUSAL": causal, "WIDE": y.dtype == "float64"}
     wide = any(place.wide for place in places.values())
     if n > LONGEST:
         constants |= {"COLUMNS": LONG_BLOCK}
@@ -221,9 +225,10 @@ def forward(launch: Any, x: Tensor, scale: float, causal: bool) -> Tensor:
 def backward(
     launch: Any, gradients: tuple[Tensor, ...], arguments: tuple[Any, ...], kept: tuple[Tensor, ...]
 ) -> Tensor:
-    _, scale, _ = arguments
+    _, scale, causal = arguments
     (y,) = kept
     dx = torch.empty(y.shape, dtype=y.dtype, device=y.device)
     given = {"grad": by_rows(gradients[0]), "y": by_rows(y), "dx": by_rows(dx)}
-    launch(backward_plan, given, written=("dx",), scale=float(scale))
+    queries = y.shape[-2] if causal else 1
+    launch(backward_plan, given, written=("dx",), scale=float(scale), causal=causal, queries=queries)
     return dx
