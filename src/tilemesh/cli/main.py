@@ -49,6 +49,7 @@ class _Command(TyperCommand):
     """A command that refuses empty words wherever it takes one: `export RUN ""` would write where the user stands."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        typed = list(args)
         rest = super().parse_args(ctx, args)
         for parameter in self.params:
             value = ctx.params.get(parameter.name)
@@ -60,6 +61,9 @@ class _Command(TyperCommand):
                 called = option or str(parameter.metavar or parameter.name.upper()).strip("[]")
                 instead = ", or leave it out" if option and not parameter.required else ""
                 raise UsageError(f"{called} is empty: give a value{instead}")
+        for option, word in itertools.pairwise(typed):
+            if option.startswith("--") and option != "--" and not word.strip() and option[2:] not in _PASSED_ON:
+                raise UsageError(f"{option} is empty: give a value")  # of an option that is no text: a path, say
         return rest
 
 
