@@ -50,27 +50,35 @@ def model_sections(model: ModelConfig, context: int, layout: ParallelPlan, seque
 
 def parameter_section(model: ModelConfig) -> ExplainedPart:
     parts = count_parameters(model)
-    D, F, V, kv = model.width, model.mlp_width, model.vocabulary, model.kv_width
-    bias = model.biases
+    D, Q, K, E, F, V = (
+        model.width,
+        model.query_width,
+        model.kv_width,
+        model.head_width,
+        model.mlp_width,
+        model.vocabulary,
+    )
     inputs = model.mlp_inputs
     # A LayerNorm has a weight and a bias, an RMSNorm a weight.
-    norm = 2 if model.norm == "layernorm" else 1
+    norm, norms = 2 if model.norm == "layernorm" else 1, 4 if model.norm_place == "sandwich" else 2
+    attention = [("D (Q + 2 K) + Q D", f"{D:,} x {Q + 2 * K:,} + {Q:,} x {D:,}")]
+    attention += [("Q + 2 K", f"{Q + 2 * K:,}")] * model.has_biases("qkv") + [("D", f"{D:,}")] * model.has_biases(
+        "output"
+    )
+    head_norms = {"none": [], "head": [("2 E", f"2 x {E:,}")], "full": [("Q + K", f"{Q + K:,}")]}
+    attention_formula, attention_numbers = map(" + ".join, zip(*attention, *head_norms[model.qk_norm], strict=True))
+    has_bias = model.has_biases("mlp")
     rows = [
         ExplainedFigure("token embedding", "V D", f"{V:,} x {D:,}", f"{parts.token_embedding:,}"),
         ExplainedFigure("position embedding", "S D", f"{model.context:,} x {D:,}", f"{parts.position_embedding:,}"),
-        ExplainedFigure(
-            "attention, a layer",
-            "D (D + 2 K) + D D" + (" + (D + 2 K) + D" if bias else ""),
-            f"{D:,} x {D + 2 * kv:,} + {D:,} x {D:,}" + (f" + {D + 2 * kv:,} + {D:,}" if bias else ""),
-            f"{parts.attention:,}",
-        ),
+        ExplainedFigure("attention, a layer", attention_formula, attention_numbers, f"{parts.attention:,}"),
         ExplainedFigure(
             "MLP, a layer",
-            f"{inputs + 1} D F" + (f" + {inputs} F + D" if bias else ""),
-            f"{inputs + 1} x {D:,} x {F:,}" + (f" + {inputs} x {F:,} + {D:,}" if bias else ""),
+            f"{inputs + 1} D F" + (f" + {inputs} F + D" if has_bias else ""),
+            f"{inputs + 1} x {D:,} x {F:,}" + (f" + {inputs} x {F:,} + {D:,}" if has_bias else ""),
             f"{parts.mlp:,}",
         ),
-        ExplainedFigure("norms, a layer", f"2 x {norm} D", f"2 x {norm} x {D:,}", f"{parts.norms:,}"),
+        ExplainedFigure("norms, a layer", f"{norms} x {norm} D", f"{norms} x {norm} x {D:,}", f"{parts.norms:,}"),
         ExplainedFigure(
             "layers",
             "L (attention + MLP + norms)",
@@ -84,15 +92,15 @@ def parameter_section(model: ModelConfig) -> ExplainedPart:
     shown = [row for row in rows if row.value != "0"]
     tied = "; the output projection is the embedding" if model.tied else ""
     return ExplainedPart(
-        f"Parameters (L {model.layers} layers, D {D:,} wide, K {kv:,} wide keys, F {F:,} in the MLP, V {V:,} tokens"
-        f"{tied})",
+        f"Parameters (L {model.layers} layers, D {D:,} wide, Q {Q:,} wide queries, K {K:,} wide keys, E {E:,} of a head, "
+        f"F {F:,} in the MLP, V {V:,} tokens{tied})",
         shown,
     )
 
 
 def flops_section(model: ModelConfig, sequences: int, context: int, recompute: str) -> ExplainedPart:
     """A step over so many sequences."""
-    T, s, D, kv = sequences * context, context, model.width, model.kv_width
+    T, s, D, Q, K = sequences * context, context, model.width, model.query_width, model.kv_width
     L, F, V, inputs = model.layers, model.mlp_width, model.vocabulary, model.mlp_inputs
     forward = forward_flops(model, sequences, context)
     again = recomputed_flops(model, sequences, context, recompute)
@@ -103,9 +111,9 @@ def flops_section(model: ModelConfig, sequences: int, context: int, recompute: s
     }[recompute]  # fmt: skip
     six = 6 * parameters * T
     rows = [
-        ExplainedFigure("q, k, v and output", "2 T D (2 D + 2 K) L", f"2 x {T:,} x {D:,} x {2 * D + 2 * kv:,} x {L}",
+        ExplainedFigure("q, k, v and output", "2 T D (2 Q + 2 K) L", f"2 x {T:,} x {D:,} x {2 * Q + 2 * K:,} x {L}",
             _flops(forward.projections)),
-        ExplainedFigure("scores and values", "4 T S D L", f"4 x {T:,} x {s:,} x {D:,} x {L}", _flops(forward.scores)),
+        ExplainedFigure("scores and values", "4 T S Q L", f"4 x {T:,} x {s:,} x {Q:,} x {L}", _flops(forward.scores)),
         ExplainedFigure("MLP", f"2 T {inputs + 1} D F L", f"2 x {T:,} x {inputs + 1} x {D:,} x {F:,} x {L}",
             _flops(forward.mlp)),
         ExplainedFigure("logits", "2 T D V", f"2 x {T:,} x {D:,} x {V:,}", _flops(forward.logits)),
@@ -233,8 +241,9 @@ def recipes_section(model: ModelConfig, context: int, layout: ParallelPlan, tp: 
 
 def _is_paper_model(model: ModelConfig, precision: str) -> bool:
     """Whether the forms of Korthikanti et al. 2022 are what the tensors add up to."""
-    plain = model.mlp_width == 4 * model.width and model.kv_heads == model.heads and model.activation == "gelu"
-    return plain and model.dropout > 0 and precision == "bf16-master"
+    plain = model.mlp_width == 4 * model.width and model.kv_width == model.query_width == model.width
+    plain = plain and model.activation == "gelu" and model.norm_place in ("pre", "post") and model.qk_norm == "none"
+    return plain and not model.parallel_residual and model.dropout > 0 and precision == "bf16-master"
 
 
 def _paper_form(attention: str, recompute: str, ranks: int, sp: bool) -> str:

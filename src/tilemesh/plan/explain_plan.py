@@ -13,7 +13,6 @@ from tilemesh.model.work.kept import loss_tensors
 from tilemesh.model.work.operations import layer_work
 from tilemesh.model.work.passes import MemoryPass
 from tilemesh.model.work.task import STATE_BYTES
-from tilemesh.model.work.weights import output_weight
 from tilemesh.plan.choose import SearchResult
 from tilemesh.plan.explain import ExplainedFigure, ExplainedPart, activation_section, flops_section
 from tilemesh.plan.offload import host_rates
@@ -58,22 +57,25 @@ def memory_section(estimator: Estimator, best: Prediction) -> ExplainedPart:
             f"{parameters:,}",
         )
     ]
-    # ZeRO divides by dp: the optimizer from stage 1 on, gradients from 2, weights from 3.
+    # ZeRO divides by its ranks: the optimizer from stage 1 on, gradients from 2, weights from 3.
     names = ("weights", "gradients", "optimizer")
     for name, size, sharded_from in zip(names, STATE_BYTES[plan.precision], (3, 2, 1), strict=True):
-        sharded = plan.zero >= sharded_from and plan.dp > 1
+        sharded = plan.zero >= sharded_from and plan.zero_ranks > 1
         value: int = getattr(best.memory, f"{name}_bytes")
+        there = size * -(-parameters // (plan.zero_ranks if sharded else 1))
+        rest = value - there  # copies of an asynchronous pipeline, or what is not on the device at the fullest moment
+        sign = "+-"[rest < 0]
         rows.append(
             ExplainedFigure(
                 name,
-                f"{size} B x P" + " / dp" * sharded,
-                f"{size} x {parameters:,}" + f" / {plan.dp}" * sharded,
+                f"{size} B x P" + " / ranks of ZeRO" * sharded + f" {sign} copies and moved" * bool(rest),
+                f"{size} x {parameters:,}" + f" / {plan.zero_ranks}" * sharded + f" {sign} {abs(rest):,}" * bool(rest),
                 format_bytes(value),
             )
         )
-    task = estimator.clock.task(plan)
+    task = estimator.room.task(plan)
     logits, *others = loss_tensors(model, task)
-    vocabulary = output_weight(model).shape(plan.tp)[0]
+    loss_ends = sum(tensor.nbytes for tensor in others)
     rows += [
         ExplainedFigure(
             "activations",
@@ -83,8 +85,10 @@ def memory_section(estimator: Estimator, best: Prediction) -> ExplainedPart:
         ),
         ExplainedFigure(
             "logits",
-            f"{logits.element_bytes} B x {logits.formula}, last stage" + (" + its ends" if others else ""),
-            f"{logits.element_bytes} x {task.tokens:,} x {vocabulary:,}" if last else "not the last stage",
+            f"{logits.element_bytes} B x {logits.formula}, last stage" + " + its ends" * bool(loss_ends),
+            (f"{logits.element_bytes} x {logits.elements:,}" + f" + {loss_ends:,}" * bool(loss_ends))
+            if last
+            else "not the last stage",
             format_bytes(best.memory.logits_bytes),
         ),
         ExplainedFigure(
@@ -149,31 +153,38 @@ def bubble_section(best: Prediction) -> ExplainedPart:
 def time_section(estimator: Estimator, best: Prediction) -> ExplainedPart:
     """Each part with what it is made of: m microbatches, n layers on the busiest stage."""
     plan, times, layer = best.plan, best.times, estimator.clock.layer(best.plan)
-    m, n = plan.accumulation, estimator.busiest_layers(plan)
+    ways = len(chunk_placement(plan.schedule, plan.pp, plan.interleave).directions) if plan.pp > 1 else 1
+    m, n = plan.accumulation / ways, estimator.busiest_layers(plan)
     compute, back = layer.forward_s, layer.backward_s
-    passed = format_seconds(estimator.chunk_times(plan).hop_s)
+    hop_s = estimator.chunk_times(plan).hop_s
     ends = times.compute_s / m - n * (compute + back)
+    tp_ends = times.tp_s / m - n * (layer.exchange_s + layer.exchange_back_s)
+    updated, moved = estimator.updated_parameters(plan), estimator.optimizer_bytes(plan)
     rows = [
         ExplainedFigure(
             "compute",
             "m (n (forward + backward) + ends)",
-            f"{m} x ({n} x ({format_seconds(compute)} + {format_seconds(back)}) + {format_seconds(max(0.0, ends))})",
+            f"{m:g} x ({n} x ({format_seconds(compute)} + {format_seconds(back)}) + {format_seconds(ends)})",
             format_seconds(times.compute_s),
         ),
         ExplainedFigure(
             "recomputation",
             "m n (what is done again)",
-            f"{m} x {n} x {format_seconds(times.recompute_s / m / n)}",
+            f"{m:g} x {n} x {format_seconds(times.recompute_s / m / n)}",
             format_seconds(times.recompute_s),
         ),
         ExplainedFigure(
             "tensor-parallel exchanges",
             "m (n (forward + backward [+ forward]) + ends)",
-            f"{m} x ({n} x ({format_seconds(layer.exchange_s)} + {format_seconds(layer.exchange_back_s)}) + ...)",
+            f"{m:g} x ({n} x ({format_seconds(layer.exchange_s)} + {format_seconds(layer.exchange_back_s)}) + "
+            f"{format_seconds(tp_ends)})",
             format_seconds(times.tp_s),
         ),
         ExplainedFigure(
-            "sending between stages", "m x messages x one", f"one takes {passed}", format_seconds(times.pp_s)
+            "sending between stages",
+            "m x messages x one",
+            f"{m:g} x {round(times.pp_s / m / hop_s) if times.pp_s else 0} x {format_seconds(hop_s)}",
+            format_seconds(times.pp_s),
         ),
         ExplainedFigure(
             "bubble and waiting",
@@ -189,8 +200,8 @@ def time_section(estimator: Estimator, best: Prediction) -> ExplainedPart:
         ),
         ExplainedFigure(
             "optimizer",
-            "bytes per parameter x P / bandwidth",
-            f"{estimator.optimizer_bytes(plan)} B per parameter",
+            "bytes per parameter x parameters updated / bandwidth",
+            f"{moved} x {updated:,} / {format_rate(moved * updated / times.optimizer_s, 'B/s')}",
             format_seconds(times.optimizer_s),
         ),
         ExplainedFigure(
@@ -238,21 +249,21 @@ def scaling_section(best: Prediction) -> ExplainedPart:
     useful = best.times.compute_s + best.times.recompute_s
     share = useful / best.step_time_s
     speedup = n * share
-    serial = (1 / speedup - 1 / n) / (1 - 1 / n)
+    serial = (1 / share - 1) / (n - 1)
     rows = [
         ExplainedFigure("working share", "compute / step", f"{useful:.4g} / {best.step_time_s:.4g}", f"{share:.1%}"),
         ExplainedFigure("speed-up over one rank", "n x share", f"{n} x {share:.4f}", f"{speedup:.1f}"),
         ExplainedFigure(
             "serial fraction f (Karp-Flatt)",
-            "(1/S - 1/n) / (1 - 1/n)",
-            f"S = {speedup:.1f}, n = {n}",
+            "(1 / share - 1) / (n - 1)",
+            f"(1 / {share:.6f} - 1) / {n - 1}",
             f"{serial:.2e}",
         ),
         ExplainedFigure(
             "Amdahl: this batch on any n",
             "1 / f at most",
             f"1 / {serial:.2e}",
-            f"{1 / serial:,.0f}" if serial > 0 else "no bound",
+            f"{1 / serial:,.1f}" if serial > 0 else "no bound",
         ),
         ExplainedFigure(
             "Gustafson: a batch that grows",

@@ -292,6 +292,10 @@ class Estimator:
             exchanged = DataExchange(exposed_s, exchanged.sent_bytes + pair.sent_bytes(nbytes, "all_reduce"))
         return exchanged
 
+    def updated_parameters(self, plan: ParallelPlan) -> int:
+        """Of the rank that updates most."""
+        return -(-self._frame(plan).most_parameters // plan.zero_ranks)
+
     def _optimizer_s(self, plan: ParallelPlan, parameters: int) -> float:
         updated = -(-parameters // plan.zero_ranks)
         rate = self._stream_bytes_per_s

@@ -17,7 +17,8 @@ class Kept(NamedTuple):
 
     name: str
     formula: str
-    """Its elements: b sequences of S tokens; D, Q, K, F: widths of the stream, of queries, keys and the MLP."""
+    """Its elements: b sequences of S tokens; D, Q, K, E, F: widths of the stream, of all queries, of all
+    keys, of a head and of the MLP."""
     elements: int
     element_bytes: int
     over: int
@@ -95,7 +96,9 @@ def _kept_by_norm(norm: _Norm, model: ModelConfig, task: Task) -> Iterator[Kept]
         number_bytes = task.stream if norm.kind == "layernorm" and not task.gpu else wide
         yield Kept(f"{words} of each row in the {name}", f"{count} b S", numbers * norm.rows, number_bytes, norm.over)
     if is_eager and model.norm_offset:
-        yield Kept(f"gain of the {name}, 1 + what is stored", "D", norm.elements // norm.rows, max(4, task.stream), 1)
+        letter = "E" if norm.rows > task.tokens else formula[-1]
+        width = norm.elements // norm.rows
+        yield Kept(f"gain of the {name}, 1 + what is stored", letter, width, max(4, task.stream), 1)
 
 
 def layer_input(model: ModelConfig, task: Task) -> Kept:
@@ -130,7 +133,7 @@ def kept_tensors(model: ModelConfig, task: Task) -> tuple[Kept, ...]:
         kept += _kept_by_norm(norm, model, task)
     kept.append(Kept("input of the MLP", "b S D", whole, size, entering))
     if model.activation != "relu":  # relu's backward needs only its result, which the last projection keeps
-        kept.append(Kept("input of the activation", "b S F (each input)", model.mlp_inputs * hidden, size, tp))
+        kept.append(Kept("input of the activation", f"{model.mlp_inputs} b S F", model.mlp_inputs * hidden, size, tp))
     kept.append(Kept("input of the MLP's last projection", "b S F", hidden, size, tp))
     if model.dropout:
         kept.append(Kept("mask of the MLP's dropout", "b S D", whole, 1, cut))
@@ -158,9 +161,10 @@ def _kept_by_attention(model: ModelConfig, task: Task) -> Iterator[Kept]:
     yield Kept("log-sum-exp of the scores", "b heads S", task.tokens * model.heads, task.wide, tp, scores=True)
     windowed = sum(0 < model.window_of(layer) < task.queries for layer in range(model.layers))
     if windowed and not task.gpu:  # a mask for torch's attention, which knows of no window; our kernels need none
-        share = "" if windowed == model.layers else f" x {windowed} of {model.layers} layers"
         elements = task.queries * task.keys * windowed // model.layers
-        yield Kept("mask of the window", f"S S{share}", elements, size, 1, scores=True)
+        yield Kept(
+            "mask of the window, a mean over the layers", f"{windowed}/{model.layers} S S", elements, size, 1, True
+        )
 
 
 def _kept_by_the_compiler(model: ModelConfig, task: Task) -> Iterator[Kept]:
@@ -216,7 +220,7 @@ def kept_for_weights(model: ModelConfig, task: Task) -> tuple[Kept, ...]:
         Kept("gradient of the queries", "b S Q", own, size, tp),
         Kept("gradients of keys and values", "2 b S K", 2 * kv, size, min(tp, model.kv_heads)),
         Kept("gradient of the output projection's result", "b S D", whole, size, joined),
-        Kept("gradient of the activation's input", "b S F (each input)", model.mlp_inputs * hidden, size, tp),
+        Kept("gradient of the activation's input", f"{model.mlp_inputs} b S F", model.mlp_inputs * hidden, size, tp),
         Kept("gradient of the MLP's result", "b S D", whole, size, joined),
     )
 
@@ -232,7 +236,7 @@ def kept_by_operators(model: ModelConfig, task: Task) -> tuple[Kept, ...]:
             continue
         name = f"result of {', '.join(weight.words for weight in products[place])}"
         columns = sum(weight.shape(task.tp)[0] for weight in products[place])
-        kept.append(Kept(name, "b S outputs", task.tokens * columns, task.size, 1))
+        kept.append(Kept(name, f"b S x {columns:,}", task.tokens * columns, task.size, 1))
     if task.code == "eager" and model.activation in ("gelu", "gelu-erf"):  # its product gives both ends of it
         kept.append(Kept("input of the activation", "b S F", task.tokens * model.mlp_width, task.size, task.tp))
     if task.attention == "fused":
