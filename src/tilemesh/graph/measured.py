@@ -39,6 +39,10 @@ class MeasuredCost:
     def __call__(self, graph: Graph) -> float:
         return sum(self._node(node) for node in graph.nodes() if node.launched)
 
+    def has_measured(self, graph: Graph) -> bool:
+        """Whether all of it was timed here, so that nothing of its time comes from the device's figures."""
+        return all(_key(node) in self.seconds for node in graph.nodes() if node.launched)
+
     def _node(self, node: Node) -> float:
         seconds = self.seconds.get(_key(node))
         if seconds is not None:

@@ -92,8 +92,8 @@ def parameter_section(model: ModelConfig) -> ExplainedPart:
     shown = [row for row in rows if row.value != "0"]
     tied = "; the output projection is the embedding" if model.tied else ""
     return ExplainedPart(
-        f"Parameters (L {model.layers} layers, D {D:,} wide, Q {Q:,} wide queries, K {K:,} wide keys, E {E:,} of a head, "
-        f"F {F:,} in the MLP, V {V:,} tokens{tied})",
+        f"Parameters (L {model.layers} layers, D {D:,} wide, Q {Q:,} wide queries, K {K:,} wide keys, E {E:,} of a "
+        f"head, F {F:,} in the MLP, V {V:,} tokens{tied})",
         shown,
     )
 

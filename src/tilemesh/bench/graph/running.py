@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable
 from typing import Any
@@ -9,8 +10,9 @@ from typing import Any
 import torch
 
 from tilemesh.bench.graph.peak import measured_peak
-from tilemesh.bench.graph.study import call_of, hardware, inputs_of, study_row
+from tilemesh.bench.graph.study import NOT_PREDICTED, call_of, inputs_of, predicted_here, ranking_device, study_row
 from tilemesh.bench.graph.trees import WAYS, TreeModel, random_tree
+from tilemesh.core.hardware import Device
 from tilemesh.graph import build, derive
 from tilemesh.graph.concurrent import ConcurrentProgram
 from tilemesh.graph.cost import graph_seconds
@@ -19,6 +21,7 @@ from tilemesh.graph.ir import Graph, Node
 from tilemesh.graph.memory import arena
 from tilemesh.graph.planned import PlannedProgram
 from tilemesh.graph.rematerialise import peak_bytes, rematerialised
+from tilemesh.graph.streams import StreamPlan
 from tilemesh.measure.machine import stamp
 from tilemesh.measure.row import Row
 from tilemesh.measure.sample import Sample
@@ -59,7 +62,7 @@ def host_rows(seconds: float, place: torch.device) -> list[Row]:
         "eager, graph built and walked": both,
     }
     case = {"operators": 2 * LENGTH, "elements": 16}
-    row = study_row("graph host", case, None, calls, seconds, place)
+    row = study_row("graph host", case, NOT_PREDICTED, calls, seconds, place)
     return [row]
 
 
@@ -90,24 +93,32 @@ def branch_rows(seconds: float, place: torch.device) -> list[Row]:
         graph = inception(batch, channels, side)
         inputs = inputs_of(graph, place)
         made = {
-            way: ConcurrentProgram(graph, hardware(place), place, streams=2 if place.type == "cpu" else 4, at_once=way)
+            way: ConcurrentProgram(
+                graph, ranking_device(place), place, streams=2 if place.type == "cpu" else 4, at_once=way
+            )
             for way in (True, False)
         }
         expected, got = made[False](*inputs)[0], made[True](*inputs)[0]
         torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-3)
         plan = made[True].plan
-        case = {
+        case: dict[str, float] = {
             "batch": batch, "channels": channels, "side": side, "waits": plan.waits, "taken": plan.pays,
-            "predicted gain": round(plan.one_by_one_s / plan.at_once_s, 3),
         }  # fmt: skip
+        guess = predicted_here(place, functools.partial(_at_once_s, plan))
+        if guess[0] is not None:
+            case["predicted gain"] = round(plan.one_by_one_s / plan.at_once_s, 3)
         calls: dict[str, Callable[[int], object]] = {"ours": _called(made[True], inputs)}
         if place.type == "cuda":
             # Both as recorded programs: what is compared are streams, not the cost of launching.
-            single = ConcurrentProgram(graph, hardware(place), place, streams=1, at_once=True)
+            single = ConcurrentProgram(graph, ranking_device(place), place, streams=1, at_once=True)
             calls["one after the other, recorded"] = _called(single, inputs)
         calls["one after the other"] = _called(made[False], inputs)
-        rows.append(study_row("graph branches", case, plan.at_once_s, calls, seconds, place))
+        rows.append(study_row("graph branches", case, guess, calls, seconds, place))
     return rows
+
+
+def _at_once_s(plan: StreamPlan, device: Device) -> float:
+    return plan.at_once_s
 
 
 def _called(run: Any, inputs: list[torch.Tensor]) -> Callable[[int], object]:
@@ -136,7 +147,7 @@ def tree_rows(seconds: float, place: torch.device) -> list[Row]:
         return call
 
     calls = {("ours" if name == "levels in buckets" else name): calling(run) for name, run in runs.items()}
-    return [study_row("graph trees", case, None, calls, seconds)]
+    return [study_row("graph trees", case, NOT_PREDICTED, calls, seconds)]
 
 
 def memory_rows(seconds: float, place: torch.device) -> list[Row]:
@@ -164,7 +175,8 @@ def memory_rows(seconds: float, place: torch.device) -> list[Row]:
             "extra flops": made.extra_flops,
         }  # fmt: skip
         timed = study_row(
-            "graph memory step", {"way": name, "values again": made.values}, graph_seconds(made.graph, hardware(place)),
+            "graph memory step", {"way": name, "values again": made.values},
+            predicted_here(place, functools.partial(graph_seconds, made.graph)),
             {"ours": call_of(made.graph, inputs), "kept": call_of(graph, inputs)}, seconds, place,
         )  # fmt: skip
         gone = {"peers": "the other rows are the other ways"}

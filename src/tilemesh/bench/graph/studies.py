@@ -10,8 +10,9 @@ from typing import Any
 import torch
 
 from tilemesh.bench.graph.running import branch_rows, host_rows, memory_rows, tree_rows
-from tilemesh.bench.graph.study import call_of, hardware, inputs_of, study_row
+from tilemesh.bench.graph.study import call_of, inputs_of, predicted_here, ranking_device, study_row
 from tilemesh.core.errors import unknown
+from tilemesh.core.hardware import Device
 from tilemesh.graph import build, derive
 from tilemesh.graph.by_torch import run_torch
 from tilemesh.graph.cost import graph_seconds
@@ -73,7 +74,7 @@ def search_rows(seconds: float, place: torch.device) -> list[Row]:
     rules, rows = as_rules(read_substitutions()), []
     for name, make in SEARCHED.items():
         graph = make()
-        cost = MeasuredCost(hardware(place), place)
+        cost = MeasuredCost(ranking_device(place), place)
         searched = refined_search(graph, rules, cost)
         stuck = greedy(graph, rules, cost)
         inputs = inputs_of(graph, place)
@@ -87,8 +88,16 @@ def search_rows(seconds: float, place: torch.device) -> list[Row]:
             "greedy": call_of(stuck.graph, inputs),
             "as given": call_of(graph, inputs),
         }
-        rows.append(study_row("graph search", case, cost(searched.graph), calls, seconds, place))
+        # Whatever the programs were ranked by, a sum of operators that were timed here is of this machine.
+        guess = predicted_here(place, functools.partial(_by_cost, cost, searched.graph))
+        if cost.has_measured(searched.graph):
+            guess = (cost(searched.graph), "")
+        rows.append(study_row("graph search", case, guess, calls, seconds, place))
     return rows
+
+
+def _by_cost(cost: MeasuredCost, graph: Graph, device: Device) -> float:
+    return cost(graph)
 
 
 def partial_rows(seconds: float, place: torch.device) -> list[Row]:
@@ -109,9 +118,8 @@ def partial_rows(seconds: float, place: torch.device) -> list[Row]:
                 "positions": mutant.positions, "wrong rows": wrong,
             }  # fmt: skip
             calls = {"ours": call_of(corrected, inputs), "apart": call_of(graph, inputs)}
-            rows.append(
-                study_row("graph partial", case, graph_seconds(corrected, hardware(place)), calls, seconds, place)
-            )
+            guess = predicted_here(place, functools.partial(graph_seconds, corrected))
+            rows.append(study_row("graph partial", case, guess, calls, seconds, place))
     return rows
 
 
@@ -136,7 +144,8 @@ def imperative_rows(seconds: float, place: torch.device) -> list[Row]:
             "imperative": functools.partial(_imperative_call, inputs),
             "one by one": functools.partial(_one_by_one, graph, inputs),
         }
-        rows.append(study_row("graph symbolic", case, graph_seconds(better, hardware(place)), calls, seconds, place))
+        guess = predicted_here(place, functools.partial(graph_seconds, better))
+        rows.append(study_row("graph symbolic", case, guess, calls, seconds, place))
     return rows
 
 
