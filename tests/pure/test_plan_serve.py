@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 from pathlib import Path
 
 import pytest
 
+from tilemesh.cli import plan_serve
 from tilemesh.cli.main import main
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.core.hardware import parse_cluster
@@ -23,6 +25,8 @@ from tilemesh.plan.serving import (
     steady_state,
 )
 from tilemesh.plan.serving_clock import StepClock
+from tilemesh.serve.scheduler import ServeLimits
+from tilemesh.serve.simulate import fresh_requests, simulate_with
 
 DEMAND = ServeDemand(rate=5.0, prompt=1000, output=300)
 
@@ -41,7 +45,8 @@ def test_the_batch_for_a_rate_is_littles_law() -> None:
     (layout,), _ = serve_layouts(preset("llama-3-8b"), parse_cluster("1xh200"), DEMAND)
     assert layout.needed is not None
     state = layout.needed
-    assert state.batch == pytest.approx(state.requests_per_s * DEMAND.output * state.step_s)
+    chunks = DEMAND.prompt / min(512, DEMAND.prompt)  # a place each, for a step
+    assert state.batch == pytest.approx(state.requests_per_s * (DEMAND.output + chunks) * state.step_s)
     assert LOAD * state.requests_per_s >= DEMAND.rate
     assert state.limit_s < state.step_s
     clock = StepClock(preset("llama-3-8b"), parse_cluster("1xh200"))
@@ -135,3 +140,57 @@ def test_wrong_use_is_one_line(words: str, reason: str, capsys: pytest.CaptureFi
     said = capsys.readouterr().err
     assert reason in said
     assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("model", "cluster", "tp", "prompt", "output", "batch", "step_tokens"),
+    [
+        ("llama-3-8b", "8xh100", 8, 4000, 16, 32, 512),
+        ("llama-3-8b", "8xh100", 4, 4000, 16, 32, 512),
+        ("llama-3-8b", "1xh100", 1, 1000, 50, 24, 128),
+        ("llama-3-8b", "1xh200", 1, 64, 64, 32, 32),
+        ("llama-3-8b", "1xh100", 1, 100, 20, 16, 512),
+        ("tiny", "1xcpu", 1, 32, 16, 24, 64),
+    ],
+)
+def test_what_is_claimed_is_what_the_scheduler_does_when_it_is_never_idle(
+    model: str, cluster: str, tp: int, prompt: int, output: int, batch: int, step_tokens: int
+) -> None:
+    clock = StepClock(preset(model), parse_cluster(cluster), "fp32" if "cpu" in cluster else "bf16", tp)
+    claimed = steady_state(clock, ServeDemand(1.0, prompt, output), batch, step_tokens).requests_per_s
+    limits = ServeLimits(
+        pages=1 << 20, context=8192, page_tokens=PAGE_TOKENS, step_tokens=step_tokens, chunk_tokens=step_tokens,
+        running=batch, waiting=1 << 20, share_prefixes=False,
+    )  # fmt: skip
+    count = 12 * batch
+    draws = random.Random(0)  # equal answers would end together, and their successors' prompts come together
+    outputs = [draws.randint(output // 2, output + output // 2) for _ in range(count)]
+    history = simulate_with(clock, limits, fresh_requests([0] * count, [prompt] * count, outputs))
+    ends = sorted(record.token_ns[-1] for record in history.requests.values())
+    # Past the beginning, where all prompts are computed at once, and before the end, where none are.
+    first, last = count // 3, 5 * count // 6
+    assert claimed == pytest.approx((last - first) / (ends[last] - ends[first]) * 1e9, rel=0.1)
+
+
+def test_a_batch_is_no_larger_than_a_step(tmp_path: Path) -> None:
+    target = tmp_path / "plan.json"
+    asked = ["--serve", "--cluster", "8xh100", "--prompt", "64", "--output", "16", "--rate", "10"]
+    assert main(["plan", "llama-3-8b", *asked, "--step-tokens", "32", "--json", str(target)]) == 0
+    plan = json.loads(target.read_text())
+    assert all(layout["batch"] <= 32 for layout in plan["layouts"])
+
+
+@pytest.mark.slow
+def test_a_load_is_judged_when_the_engine_has_filled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five times the requests give about the same time per token, and those inside are what Little's law says."""
+    figures = []
+    for fewest in (plan_serve._FEWEST, 5 * plan_serve._FEWEST):
+        monkeypatch.setattr(plan_serve, "_FEWEST", fewest)
+        target = tmp_path / f"{fewest}.json"
+        asked = ["--serve", "--cluster", "1xh100", "--prompt", "256", "--output", "64", "--rate", "1"]
+        assert main(["plan", "llama-3-8b", *asked, "--step-tokens", "256", "--json", str(target)]) == 0
+        figures.append({load["share"]: load for load in json.loads(target.read_text())["loads"]})
+    for share in plan_serve.LOADS[:-1]:
+        few, many = (loads[share] for loads in figures)
+        assert few["itl_p50"] == pytest.approx(many["itl_p50"], rel=0.25)
+        assert few["inside"] == pytest.approx(few["little"], rel=0.2)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json as jsonlib
+import math
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rich import box
@@ -30,12 +31,14 @@ from tilemesh.plan.serving import (
     serving_reasons,
 )
 from tilemesh.serve.figures import LoadFigures, ServeGoal, load_figures
+from tilemesh.serve.history import RequestRecord
 from tilemesh.serve.scheduler import ServeLimits
 from tilemesh.serve.simulate import fresh_requests, poisson_arrivals, simulate_with
 
 LOADS = (0.25, 0.5, 0.8, 1.0)
 """Of what the chosen layout serves at most."""
-_FEWEST, _MOST = 60, 240
+_FEWEST = 240
+"""Requests that a load is judged by, at least: as many as are inside at once, where these are more."""
 _WIDTH = 100
 """Of tables and sentences where nobody says how wide the terminal is."""
 
@@ -114,7 +117,7 @@ def run(asked: ServePlanQuestion) -> None:
     console.print("first: to the first token; limit: what of a step the hardware needs; serves: the rate asked for")
     console.print(
         f"tp {best.tp}, batches of up to {best.largest.batch:,} per replica, the most that fit and keep the goal, "
-        f"simulated with the engine's scheduler ({_FEWEST} to {_MOST} requests); a load is a share of what these serve:"
+        f"simulated with the engine's scheduler once it has filled; a load is a share of what these serve:"
     )
     print_whole(console, _load_table(loads))
     console.print("Why")
@@ -131,13 +134,15 @@ def _shares(best: ServeLayout, rate: float) -> list[float]:
 def _simulated(best: ServeLayout, asked: ServePlanQuestion, share: float, goal: ServeGoal) -> SimulatedLoad:
     state = best.largest
     rate = share * state.requests_per_s  # of one replica
-    inside = rate * asked.output * state.step_s
-    count = int(min(_MOST, max(_FEWEST, 3 * inside)))
+    # Those inside at once when the engine has filled; until then, and when no more come, tokens are too quick.
+    inside = min(state.batch, math.ceil(rate * (state.first_token_s + asked.output * state.step_s)))
+    before, measured, after = 3 * inside // 2, max(_FEWEST, inside), inside // 2
+    count = before + measured + after
     limits = ServeLimits(
         pages=best.pages,
         context=best.clock.model.context,
         page_tokens=PAGE_TOKENS,
-        step_tokens=max(asked.step_tokens, state.batch),
+        step_tokens=asked.step_tokens,
         chunk_tokens=asked.step_tokens,
         running=state.batch,
         waiting=1 << 20,
@@ -145,10 +150,27 @@ def _simulated(best: ServeLayout, asked: ServePlanQuestion, share: float, goal: 
     )
     requests = fresh_requests(poisson_arrivals(rate, count), [asked.prompt] * count, [asked.output] * count)
     history = simulate_with(best.clock, limits, requests)
-    records = list(history.requests.values())
-    figures = load_figures(records, goal)
+    everyone = list(history.requests.values())
+    records = everyone[before : before + measured]
     whole = sum(record.whole_s or 0.0 for record in records) / len(records)
+    figures = _between(load_figures(records, goal), everyone, records[0].asked_ns, records[-1].asked_ns)
     return SimulatedLoad(rate * best.replicas, share, figures, rate * whole)
+
+
+def _between(figures: LoadFigures, everyone: Sequence[RequestRecord], begin_ns: int, end_ns: int) -> LoadFigures:
+    """With rates, and with the requests inside, of all that went on between two moments."""
+    seconds = (end_ns - begin_ns) * 1e-9
+    spans = ((max(begin_ns, record.asked_ns), min(end_ns, record.token_ns[-1])) for record in everyone)
+    tokens = sum(begin_ns < at_ns <= end_ns for record in everyone for at_ns in record.token_ns)
+    ended = sum(begin_ns < record.token_ns[-1] <= end_ns for record in everyone)
+    return replace(
+        figures,
+        seconds=seconds,
+        output_tokens=tokens,
+        tokens_per_s=tokens / seconds,
+        requests_per_s=ended / seconds,
+        inside=sum(max(0, end - begin) for begin, end in spans) * 1e-9 / seconds,
+    )
 
 
 def _layout_table(layouts: Sequence[ServeLayout], demand: ServeDemand) -> Table:

@@ -1,9 +1,10 @@
 """Serving a model on a cluster: what fits, how fast it is, which tensor parallelism and batch to take, and why.
 
-The one idea: in a steady state, b requests decode at a time, and for each that ends another begins. So a step has b
-decoding tokens and b x prompt / output tokens of prompts, and its time follows from the work (`serving_clock.py`).
-Requests per second are then b / (output x step time); the batch that a rate needs is the b for which that is the rate,
-which is Little's law: requests inside = rate x time inside. What queues do is simulated, in `serve/simulate.py`.
+The one idea: in a steady state d requests decode at a time, and for each that ends another begins. So a step has d
+decoding tokens and d x prompt / output tokens of prompts, as far as its budget goes, and its time follows from the work
+(`serving_clock.py`). Requests per second are then d / (output x step time); the batch that a rate needs is the one for
+which that is the rate, which is Little's law: requests inside = rate x time inside. What queues do is simulated, in
+`serve/simulate.py`, and a test holds what is said here to what the scheduler does when it is never idle.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class ServeDemand:
 
 @dataclass(frozen=True)
 class SteadyState:
-    """So many requests decoding at a time, on one replica."""
+    """So many requests inside at a time, on one replica."""
 
     batch: int
     step_s: float
@@ -104,7 +105,7 @@ def serve_layouts(
     dtype: str = "bf16",
     rates: Rates | None = None,
     headroom: float = constants.HEADROOM,
-    chunk: int = 512,
+    step_tokens: int = 512,
 ) -> tuple[list[ServeLayout], list[str]]:
     """All that fit, best first, and why the others do not."""
     if dtype not in DTYPE_BYTES:
@@ -117,7 +118,7 @@ def serve_layouts(
     refused: list[str] = []
     for tp in (tp for tp in range(1, cluster.node.count + 1) if cluster.node.count % tp == 0):
         reason = why_not_tp(model, tp)
-        layout = _layout(model, cluster, demand, dtype, rates, headroom, tp, chunk) if reason is None else reason
+        layout = _layout(model, cluster, demand, dtype, rates, headroom, tp, step_tokens) if reason is None else reason
         if isinstance(layout, str):
             refused.append(layout)
         else:
@@ -136,12 +137,12 @@ def _order(layout: ServeLayout, demand: ServeDemand) -> tuple[object, ...]:
 
 def _layout(
     model: ModelConfig, cluster: Cluster, demand: ServeDemand, dtype: str, rates: Rates | None, headroom: float,
-    tp: int, chunk: int,
+    tp: int, step_tokens: int,
 ) -> ServeLayout | str:  # fmt: skip
     size, device = DTYPE_BYTES[dtype], cluster.device
     weights, each = weight_bytes(model, size, tp), key_value_bytes(model, size, tp)
     room = device.usable_bytes * (1 - headroom) - constants.RESERVED_BYTES[device.kind] - weights
-    room -= chunk * (2 * model.mlp_width + 8 * model.width) * size  # a chunk's activations
+    room -= step_tokens * (2 * model.mlp_width + 8 * model.width) * size  # a chunk's activations
     pages = int(room // (each * PAGE_TOKENS)) if room > 0 else 0
     fits = min(MOST_BATCH, pages // -(-(demand.prompt + demand.output) // PAGE_TOKENS))
     if fits < 1:
@@ -151,8 +152,8 @@ def _layout(
     clock = StepClock(model, cluster, dtype, tp, rates)
     replicas = cluster.world // tp
     share = demand.rate / replicas
-    batches = _batches(fits)
-    states = [steady_state(clock, demand, batch, chunk) for batch in batches]
+    batches = _batches(min(fits, step_tokens))  # a step has a token of each, or the scheduler refuses the batch
+    states = [steady_state(clock, demand, batch, step_tokens) for batch in batches]
     kept = [state for state in states if state.step_s <= demand.between_tokens_s] or states[:1]
     needed = next((state for state in kept if LOAD * state.requests_per_s >= share), None)
     return ServeLayout(tp, replicas, weights, each, pages, fits, kept[-1], needed, clock)
@@ -163,24 +164,29 @@ def _batches(most: int) -> list[int]:
     return sorted({size for power in range(13) for size in (1 << power, 3 << power) if size < most} | {most})
 
 
-def steady_state(clock: StepClock, demand: ServeDemand, batch: int, chunk: int = 512) -> SteadyState:
-    """So many requests decoding, their prompts' work spread over the steps."""
-    length = demand.prompt + demand.output // 2
-    decoding = [SequencePart(1, length, 1)] * batch
-    # Prompts come in whole chunks now and then; on average a step has this many of their tokens.
-    arriving = batch * demand.prompt / demand.output
-    plain = clock(decoding)
-    size = min(chunk, demand.prompt)
-    with_chunk = clock([*decoding, SequencePart(size, max(size, demand.prompt // 2), 1)])
-    step_s = plain + (with_chunk - plain) * arriving / size
-    least = clock.limit(decoding) + clock.limit([SequencePart(size, demand.prompt, 1)]) * arriving / size
-    chunks = -(-demand.prompt // chunk)
+def steady_state(clock: StepClock, demand: ServeDemand, batch: int, step_tokens: int = 512) -> SteadyState:
+    """So many requests inside, with as many of their tokens in a step as it has room for.
+
+    For each request that ends another's prompt has been computed, so of d that decode a step has d x prompt / output
+    tokens of prompts, in chunks, each of which takes one of the requests' places. The step's budget holds both.
+    """
+    per_decoding = demand.prompt / demand.output
+    decoding = min(batch / (1 + per_decoding / min(step_tokens, demand.prompt)), step_tokens / (1 + per_decoding))
+    arriving = decoding * per_decoding
+    tokens = [SequencePart(1, demand.prompt + demand.output // 2, 1)] * max(1, round(decoding))
+    size = min(demand.prompt, max(1, step_tokens - len(tokens)))
+    chunk = SequencePart(size, max(size, demand.prompt // 2), 1)
+    # Chunks come whole: on average a step has this many, so some steps have one more than the others.
+    whole, share = divmod(arriving / size, 1)
+    fewer, more = (clock([*tokens, *[chunk] * (int(whole) + extra)]) for extra in (0, 1))
+    step_s = fewer + (more - fewer) * share
+    least = clock.limit(tokens) + clock.limit([SequencePart(size, demand.prompt, 1)]) * arriving / size
     return SteadyState(
         batch=batch,
         step_s=step_s,
-        tokens_per_s=batch / step_s,
-        requests_per_s=batch / step_s / demand.output,
-        first_token_s=chunks * with_chunk,
+        tokens_per_s=decoding / step_s,
+        requests_per_s=decoding / step_s / demand.output,
+        first_token_s=-(-demand.prompt // step_tokens) * clock([*tokens, chunk]),
         limit_s=min(least, step_s),
     )
 
