@@ -122,10 +122,10 @@ def test_integer_products_are_right_to_the_activations_rounding(name, outputs, r
     made = codes.quantize(weight, scheme)
     exact = x.double() @ codes.decode(made.codes, scheme, made.scales, made.zeros, torch.float64).t()
     packed = codes.pack(made.codes, scheme.number)
-    for bits, steps in ((16, 127 * 128), (8, 127)):
+    for x_scales, steps in ((None, 127 * 128), (codes.find_scales(x, Scheme("int8"))[0], 127.5)):
         assert cpu.serves(x, scheme, 48, made.scales.shape[1])
         bias = torch.arange(float(outputs))
-        y = cpu.product(x, packed, scheme, made.scales, made.zeros, bias, bits) - bias
+        y = cpu.product(x, packed, scheme, made.scales, made.zeros, bias, x_scales) - bias
         weights = codes.decode(made.codes, scheme, made.scales, made.zeros, torch.float64).abs().sum(1)
         bound = 0.5 / steps * x.double().abs().amax(1)[:, None] * weights + 1e-5 * (1 + exact.abs())
         assert ((y.double() - exact).abs() <= bound).all()
@@ -339,3 +339,55 @@ def test_layouts_that_cannot_hold_a_compressed_model_say_so(plan, scheme, words)
             lay(model, Mesh(comm, **plan.axes), plan)
 
     run_threads(2, main)
+
+
+ROWS = (1, 4, 5, 16, 17, 200)
+"""Of activations: products of few rows are computed by `cpu.c`, of more by torch."""
+
+
+def compressed_tensors_codes(x: torch.Tensor, scale: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes of activations and their scales as compressed-tensors defines them for 8 bits, symmetric, per token."""
+    scale = x.abs().amax(-1, keepdim=True) / (255 / 2) if scale is None else scale
+    return torch.clamp(torch.round(x / scale), -128, 127), scale
+
+
+def activations(columns: int, dtype: torch.dtype) -> torch.Tensor:
+    """Rows of many sizes; one has every tie and both ends of the range."""
+    x = matrix(3, 200, columns, 20.0)
+    x[3] = torch.linspace(-127.5, 127.5, 256)[:: 256 // columns][:columns].round(decimals=0) + 0.5
+    x[3, 0], x[3, 1] = -127.5, 127.5
+    return x.to(dtype)
+
+
+@pytest.mark.parametrize("is_static", [False, True], ids=["per token", "static"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_activations_have_the_same_codes_for_any_number_of_rows(is_static, dtype):
+    """The identity as a weight shows codes and scales themselves: each result is a code times its scale."""
+    x = activations(64, dtype)
+    static = torch.tensor([[0.125]]) if is_static else None
+    eye = codes.Quantized(torch.eye(64, dtype=torch.int8), torch.ones(64, 1), None)
+    layer = lowbit.LowBitLinear(nn.Linear(64, 64, bias=False), Scheme(), eye, Scheme(), static)
+    theirs, scale = compressed_tensors_codes(x.float(), static)
+    assert theirs.min() == -128
+    assert theirs.max() == 127
+    for rows in ROWS:
+        found = torch.cat([layer(part) for part in x.split(rows)])
+        assert torch.equal(found, (theirs * scale).to(dtype)), rows
+
+
+@pytest.mark.parametrize("name", ["int8", "int8-tensor", "int8-g32", "int4-g32", "int4-g32-affine"])
+@pytest.mark.parametrize("is_static", [False, True], ids=["per token", "static"])
+def test_products_of_codes_are_one_arithmetic_for_any_number_of_rows(name, is_static):
+    """Against the codes' own product in float64: 1e-6 of the sum of magnitudes, whichever way it is computed."""
+    x, scheme = activations(128, torch.float32), parse_scheme(name)
+    made = codes.quantize(matrix(5, 24, 128), scheme)
+    static = torch.tensor([[0.25]]) if is_static else None
+    layer = lowbit.LowBitLinear(nn.Linear(128, 24, bias=False), scheme, made, Scheme(), static)
+    theirs, scale = compressed_tensors_codes(x, static)
+    back = theirs.double() * scale.double()
+    weight = codes.decode(made.codes, scheme, made.scales, made.zeros, torch.float64)
+    # With a zero point codes and zero points are multiplied apart.
+    sizes = weight.abs() if made.zeros is None else weight.abs() + 16 * made.scales.double().repeat_interleave(32, 1)
+    for rows in ROWS:
+        found = torch.cat([layer(part) for part in x.split(rows)])
+        assert ((found.double() - back @ weight.T).abs() <= 1e-6 * (back.abs() @ sizes.T)).all(), rows

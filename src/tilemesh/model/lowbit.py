@@ -119,15 +119,14 @@ class LowBitLinear(CompressedLinear):
     def product(self, x: Tensor) -> Tensor:
         if x.is_cuda and self._has_codes_of_both() and not (torch.is_grad_enabled() and x.requires_grad):
             return self.product_of_codes(x)
-        inputs_bits = 16
-        if self.inputs is not None:
-            if self.inputs.format == "int8" and self.input_scale is None and self.agree is None:
-                inputs_bits = 8
-            else:
-                x = self._quantized(x)
         if self.is_packed and cpu.serves(x, self.scheme, self.in_features, self.scales.shape[1]):
-            return cpu.product(x, self.codes, self.scheme, self.scales, self.zeros, None, inputs_bits)
-        if inputs_bits == 8:
+            x_scales = None
+            if self.inputs is not None and self.inputs.format == "int8" and self.scheme.format != "fixed16":
+                x_scales = self._input_scales(x.reshape(-1, x.shape[-1]))
+            elif self.inputs is not None:
+                x = self._quantized(x)
+            return cpu.product(x, self.codes, self.scheme, self.scales, self.zeros, None, x_scales)
+        if self.inputs is not None:
             x = self._quantized(x)
         if x.is_cuda and self.is_packed and self.scheme.format in ("int8", "int4"):
             made: Tensor = lowbit_linear(
@@ -162,12 +161,16 @@ class LowBitLinear(CompressedLinear):
         """Activations as they come back from their codes; their gradient passes as if nothing had been rounded."""
         assert self.inputs is not None
         rows = x.detach().reshape(-1, x.shape[-1])
-        if self.input_scale is not None:
-            scales = self.input_scale.float().expand(len(rows), 1)
-        else:
-            scales, _ = find_scales(rows, self.inputs, agree=self.agree)
+        scales = self._input_scales(rows)
         back = decode(encode(rows, self.inputs, scales), self.inputs, scales, None, x.dtype).view(x.shape)
         return x + (back - x).detach() if x.requires_grad else back
+
+    def _input_scales(self, rows: Tensor) -> Tensor:
+        """Of activations (M, K): (M, 1)."""
+        assert self.inputs is not None
+        if self.input_scale is not None:
+            return self.input_scale.float().expand(len(rows), 1)
+        return find_scales(rows, self.inputs, agree=self.agree)[0]
 
     def cut_with(self, parameter: str, by: str) -> str:
         if parameter == INPUT_SCALE or (parameter in (SCALES, ZEROS) and self.scheme.granularity == "tensor"):

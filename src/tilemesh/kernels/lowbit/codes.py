@@ -82,7 +82,7 @@ def encode(weight: Tensor, scheme: Scheme, scales: Tensor, zeros: Tensor | None 
     """Codes (N, K), each the nearest; ties between whole numbers go to the even one, as IEEE 754 rounds."""
     number = scheme.number
     parts = by_group(weight.detach().to(torch.promote_types(weight.dtype, torch.float32)), scales.shape[1])
-    scaled = parts * (1 / scales)[..., None].to(parts.dtype)  # as torchao rounds: by the reciprocal in float32
+    scaled = parts / scales[..., None].to(parts.dtype)  # as compressed-tensors does; `cpu.c` too
     if number.kind == "float":
         codes = scaled.clamp(number.low, number.high).float().to(_FLOAT8[number.name]).view(torch.uint8)
     elif number.kind == "table":

@@ -17,20 +17,23 @@
 #define PIECE 128 /* codes of 4 bits that are unpacked at a time, from half as many bytes */
 
 /* One row of activations to bytes; `apart`: even elements first, then odd ones, as the halves of a byte meet them.
- * `low` may be NULL: 8 bits. `totals`: sums of the whole numbers over each group. */
+ * `low` may be NULL: 8 bits under the scale that is given, by the very operations of codes.py (a division, ties to even),
+ * so that a token has the same codes however many are beside it. `totals`: sums over each group. */
 static void to_fixed(const float *restrict x, int8_t *restrict high, int8_t *restrict low, float *scale,
                      int32_t *restrict totals, long K, long G, int apart) {
-    float most = 0;
-    for (long k = 0; k < K; k++) most = fmaxf(most, fabsf(x[k]));
-    const float limit = low ? 127 * 128 : 127;
-    *scale = fmaxf(most / limit, 1.17549435e-38f);
-    const float factor = most > 0 ? limit / most : 0;
+    const float limit = low ? 127 * 128 : 127, least = low ? -127 * 128 : -128;
+    if (low) {
+        float most = 0;
+        for (long k = 0; k < K; k++) most = fmaxf(most, fabsf(x[k]));
+        *scale = fmaxf(most / limit, 1.17549435e-38f);
+    }
+    const float step = *scale;
     const long group = K / G;
     for (long g = 0; g < G; g++) {
         int32_t total = 0;
         for (long i = 0; i < group; i++) {
             const long k = g * group + i, to = apart ? k / 2 + (k & 1) * (K / 2) : k;
-            const int32_t whole = (int32_t)rintf(x[k] * factor);
+            const int32_t whole = (int32_t)fminf(fmaxf(rintf(x[k] / step), least), limit);
             total += whole;
             const int32_t upper = low ? (whole + 64) >> 7 : whole;
             high[to] = (int8_t)upper;
@@ -82,7 +85,7 @@ static void sums_of(const int8_t *w, long stride, const int8_t *high, const int8
 
 /* y (M, N) = x (M, K) W^T + bias, W of `bits` 8 (signed bytes) or 4 (two codes per byte, the first in the low half, with
  * an offset of 8). `scale` and `zero` are (scale_rows, G), scale_rows 1 or N; `zero`, `bias` and `low` may be NULL.
- * `high`, `low`: M * K bytes each; `x_scale`: M; `totals`: M * G. */
+ * `high`, `low`: M * K bytes each; `x_scale`: M, given where `low` is NULL; `totals`: M * G. */
 void product(const uint8_t *w, const float *scale, const int8_t *zero, const float *x, const float *bias, float *y,
              int8_t *high, int8_t *low, float *x_scale, int32_t *totals, long M, long N, long K, long G, long scale_rows,
              long bits) {

@@ -3,7 +3,8 @@
 The one idea: decoding reads every weight once per token, so a weight of one byte in place of four is worth up to four
 times the speed, if arithmetic keeps up. torch has no such product for every CPU; a page of C and the compiler that is
 there do. Where there is no compiler, callers dequantise and let torch multiply. Activations become 16-bit fixed point
-(an error of at most 2^-15 of a row's largest magnitude), or 8 bits where a recipe asks for that.
+(an error of at most 2^-15 of a row's largest magnitude), or codes of 8 bits where a recipe asks for that, the same that
+`codes.encode` makes.
 
 The object file is linked without OpenMP's library, so that its loops run on the threads that torch has already: two
 pools of threads would take turns on the same cores.
@@ -25,6 +26,8 @@ from tilemesh.core.errors import RunError
 from tilemesh.kernels.lowbit.formats import Scheme
 
 _SOURCE = Path(__file__).with_name("cpu.c")
+# What lets compilers vectorise a largest magnitude and a rounding, and leaves divisions as IEEE 754 has them.
+_FINITE = ("-fno-math-errno", "-fno-trapping-math", "-ffinite-math-only", "-fno-signed-zeros")
 MOST_GROUP = 131_072  # inputs under one scale whose sum fits 32 bits
 FEW_ROWS = {"int8": 16, "int4": 4, "fixed16": 16}
 """Up to so many rows of activations the integer loops are used; larger batches are worth dequantising for."""
@@ -36,7 +39,7 @@ def library() -> ctypes.CDLL | None:
     if platform.system() != "Linux":
         return None
     try:
-        made = build_library("lowbit", _SOURCE.read_text(), ("-O3", "-ffast-math", NATIVE, "-fopenmp"))
+        made = build_library("lowbit", _SOURCE.read_text(), ("-O3", *_FINITE, NATIVE, "-fopenmp"))
         for path in _openmp():
             ctypes.CDLL(path, mode=os.RTLD_GLOBAL)
         loaded = ctypes.CDLL(str(made), mode=os.RTLD_NOW)
@@ -57,7 +60,7 @@ def _openmp() -> list[str]:
 def _is_right(loaded: ctypes.CDLL) -> bool:
     """One small product, before anybody relies on it."""
     w, x, y = torch.arange(-8, 8, dtype=torch.int8).repeat(5, 1), torch.full((1, 16), 3.0), torch.empty(1, 5)
-    _call(loaded, w, torch.ones(5, 1), None, x, None, y, 8, 16)
+    _call(loaded, w, torch.ones(5, 1), None, x, None, y, 8, None)
     return bool(((y + 24).abs() < 0.01).all())
 
 
@@ -73,9 +76,15 @@ def serves(x: Tensor, scheme: Scheme, inputs: int, groups: int) -> bool:
 
 
 def product(
-    x: Tensor, packed: Tensor, scheme: Scheme, scales: Tensor, zeros: Tensor | None, bias: Tensor | None, bits: int = 16
+    x: Tensor,
+    packed: Tensor,
+    scheme: Scheme,
+    scales: Tensor,
+    zeros: Tensor | None,
+    bias: Tensor | None,
+    x_scales: Tensor | None = None,
 ) -> Tensor:
-    """x W^T + bias for x (..., K). `bits`: of the activations, 16 or 8."""
+    """x W^T + bias for x (..., K). `x_scales`: one per row, where activations become int8 codes; not for fixed16."""
     loaded = library()
     assert loaded is not None
     rows = x.reshape(-1, x.shape[-1]).to(torch.float32).contiguous()
@@ -84,7 +93,7 @@ def product(
     if scheme.format == "fixed16":
         _fixed(loaded, packed, scales, rows, wide, y)
         return y.to(x.dtype).view(*x.shape[:-1], len(packed))
-    _call(loaded, packed, scales, zeros, rows, wide, y, scheme.bits, bits)
+    _call(loaded, packed, scales, zeros, rows, wide, y, scheme.bits, x_scales)
     return y.to(x.dtype).view(*x.shape[:-1], len(packed))
 
 
@@ -106,16 +115,17 @@ def _call(
     bias: Tensor | None,
     y: Tensor,
     bits: int,
-    activation_bits: int,
+    x_scales: Tensor | None,
 ) -> None:
     rows, inputs = x.shape
     groups = scales.shape[1]
-    # Room for the activations as bytes, for a scale per row and for the sums of groups.
+    # Room for the activations as bytes, for the sums of groups, and for a scale per row where none is given.
     halves = torch.empty(2, rows, inputs, dtype=torch.int8)
-    more = torch.empty(rows * (1 + groups), dtype=torch.int32)
-    low = halves[1].data_ptr() if activation_bits == 16 else None
+    totals = torch.empty(rows * groups, dtype=torch.int32)
+    low = halves[1].data_ptr() if x_scales is None else None
+    x_scales = torch.empty(rows) if x_scales is None else x_scales.to(torch.float32).contiguous()
     loaded.product(
         packed.data_ptr(), scales.data_ptr(), None if zeros is None else zeros.data_ptr(), x.data_ptr(),
-        None if bias is None else bias.data_ptr(), y.data_ptr(), halves.data_ptr(), low, more.data_ptr(),
-        more.data_ptr() + 4 * rows, rows, y.shape[1], inputs, groups, len(scales), bits,
+        None if bias is None else bias.data_ptr(), y.data_ptr(), halves.data_ptr(), low, x_scales.data_ptr(),
+        totals.data_ptr(), rows, y.shape[1], inputs, groups, len(scales), bits,
     )  # fmt: skip
