@@ -144,6 +144,24 @@ def test_whole_gradients_come_first(exact: Tensor) -> None:
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
+def test_gradients_of_16_bits_are_compressed(scheme: Scheme) -> None:
+    """As bf16-master has them: what was sent and what is left to be sent is the gradient, but for rounding."""
+
+    def main(comm: Communicator) -> float:
+        made = torch.nn.Linear(9, 11, bias=False, dtype=torch.bfloat16)
+        plan = ParallelPlan(dp=RANKS, precision="bf16-master")
+        laid = lay(made, Mesh(comm, dp=RANKS), plan, {}, gradients=compressed(scheme, keep=0.5, rank=1))
+        laid.gradients.backward(laid.module.weight.sum() * 3, 3)
+        laid.gradients.finish()
+        kept = [value for name, _, value in laid.gradients.remembered() if not name.startswith("factor")]
+        left = sum(float(value.double().sum()) * (1 if value.dim() == 2 else RANKS) for value in kept)
+        return float(made.weight.grad.double().sum()) + left
+
+    for total in run_threads(RANKS, main):
+        assert total == pytest.approx(99, rel=4 * 2**-8)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
 def test_what_is_remembered_makes_the_next_steps_the_same(scheme: Scheme) -> None:
     """And remembering changes nothing: of three runs one remembers after a step, and one goes on from there."""
 

@@ -105,6 +105,13 @@ def _sides(shape: Sequence[int]) -> tuple[int, int]:
     return shape[0], math.prod(shape[1:])
 
 
+def _orthonormal(columns: Tensor) -> Tensor:
+    """Of the same span. QR is in float32 at least: torch has none of 16-bit numbers."""
+    wide = columns.to(torch.promote_types(columns.dtype, torch.float32))
+    basis: Tensor = torch.linalg.qr(wide).Q
+    return basis.to(columns.dtype)
+
+
 def _factor_rank(shape: Sequence[int], rank: int) -> int:
     """The rank of a matrix's factors; 0 where the whole is no larger than they are, or it is no matrix."""
     if len(shape) < 2:
@@ -205,7 +212,7 @@ class CompressedGradients(Bucketed):
         residual.copy_(wanted)
         left = [matrix @ known[number] for number, matrix in views.items()]
         summed = self._sum_all([*left, *whole], group)
-        bases = dict(zip(views, [torch.linalg.qr(p).Q for p in summed[: len(left)]], strict=True))
+        bases = dict(zip(views, [_orthonormal(p) for p in summed[: len(left)]], strict=True))
         right = self._sum_all([matrix.T @ bases[number] for number, matrix in views.items()], group)
         for (number, matrix), q in zip(views.items(), right, strict=True):
             known[number] = q
