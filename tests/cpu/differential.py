@@ -47,7 +47,9 @@ def planted(x: Tensor, kind: str) -> Tensor:
     return x
 
 
-def disagreement(found: Tensor, eager: Tensor, exact: Tensor, *, signs: bool = False) -> str | None:
+def disagreement(
+    found: Tensor, eager: Tensor, exact: Tensor, *, signs: bool = False, roundings: int = ROUNDINGS
+) -> str | None:
     """What is wrong with a result, by its worst element; None where all is well. signs: those of zeros count too."""
     if (found.dtype, found.shape) != (eager.dtype, eager.shape):
         return f"is {found.dtype} of shape {tuple(found.shape)}, eager's {eager.dtype} of {tuple(eager.shape)}"
@@ -61,7 +63,7 @@ def disagreement(found: Tensor, eager: Tensor, exact: Tensor, *, signs: bool = F
         )
     made, plain, true = found.double(), eager.double(), exact.double()
     rounded = true.to(found.dtype).double()  # an exact result that the dtype cannot hold is infinite
-    allowed = _allowed(plain, true, found.dtype).expand(found.shape)
+    allowed = _allowed(plain, true, found.dtype, roundings).expand(found.shape)
     right = ((made - true).abs() <= allowed) | _same(made, plain) | _same(made, rounded) | allowed.isinf()
     if signs:
         right &= (made != 0) | (plain != 0) | (made.signbit() == plain.signbit())
@@ -77,7 +79,7 @@ def disagreement(found: Tensor, eager: Tensor, exact: Tensor, *, signs: bool = F
     return f"{values} at {place}; {int((~right).sum())} of {found.numel()} elements are wrong"
 
 
-def _allowed(eager: Tensor, exact: Tensor, dtype: torch.dtype) -> Tensor:
+def _allowed(eager: Tensor, exact: Tensor, dtype: torch.dtype, count: int) -> Tensor:
     """How far from exact each element may be: eager's largest error of all rows, relative to their largest elements."""
     wide = torch.finfo(torch.promote_types(dtype, torch.float32))
     size = torch.where(exact.isfinite(), exact.abs(), 0.0)
@@ -86,7 +88,7 @@ def _allowed(eager: Tensor, exact: Tensor, dtype: torch.dtype) -> Tensor:
     lost = ~(_row(error) <= row / 2) & (row > 0)
     relative = torch.where((row > 0) & ~lost, error / row, 0.0).amax()
     eagers = torch.where(row > 0, relative * row, error.nan_to_num(nan=torch.inf).amax())
-    count = DOUBLE_ROUNDINGS if dtype is torch.float64 else ROUNDINGS
+    count = max(count, DOUBLE_ROUNDINGS) if dtype is torch.float64 else count
     roundings = count * (wide.eps / 2 * row + wide.tiny)
     if dtype.itemsize == 2:
         limits = torch.finfo(dtype)

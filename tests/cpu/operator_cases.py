@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from differential import ROUNDINGS
 from torch import Tensor
 from torch.nn import functional
 
@@ -56,8 +57,12 @@ class Subject:
     signs: bool = False
     """Whether zeros keep their signs."""
     skips: Sequence[str] = ()
-    """Kinds of values that say nothing. A layer norm's mean is stored in float32: beside an offset the rounding of that
-    one number is all the error there is, eager's as ours, and one is no bound of the other."""
+    """Kinds of values that say nothing, after a dtype where only there. The mean of a layer norm is a float32: beside
+    an offset the rounding of that one number is all the error there is, eager's as ours, and one is no bound of the
+    other. Attention's slopes are operands in 16 bits: float16's least number times its largest is 0.004, and beside an
+    offset nothing of a score is left. Codes of 4 bits are multiplied with an offset: of infinities that leaves NaN."""
+    roundings: int = ROUNDINGS
+    """More for attention: the error of a score, a sum of products, is the relative error of its probability."""
     same: Mapping[str, Any] = field(default_factory=dict)
     """What only ours is told."""
 
@@ -109,17 +114,35 @@ def softmax(x: Tensor, scale: float = 1.0, causal: bool = False) -> Tensor:
 def cross_entropy(
     logits: Tensor, target: Tensor, label_smoothing: float = 0.0, z_loss: float = 0.0, reduction: str = "mean"
 ) -> Tensor:
-    rows, targets = wide(logits).flatten(0, -2), target.flatten().long()
-    counts = targets != -100  # what is ignored has no part in anything, whatever its logits are
-    kept = functional.cross_entropy(rows[counts], targets[counts], label_smoothing=label_smoothing, reduction="none")
-    losses = rows.new_zeros(len(rows)).masked_scatter(counts, kept + z_loss * rows[counts].logsumexp(-1).square())
+    """Of the rows that count: what is ignored has no part in anything, whatever its logits are."""
+    counts = (target != -100).flatten()
+    rows, targets = wide(logits).flatten(0, -2)[counts], target.flatten().long()[counts]
+    losses = functional.cross_entropy(rows, targets, label_smoothing=label_smoothing, reduction="none")
+    losses = losses + z_loss * rows.logsumexp(-1).square()
     if reduction == "none":
-        return losses.view(target.shape)
-    return losses.sum() if reduction == "sum" else losses.sum() / counts.sum()
+        return rows.new_zeros(len(counts)).masked_scatter(counts, losses).view(target.shape)
+    return losses.sum() if reduction == "sum" else losses.mean()
+
+
+def torch_cross_entropy(
+    logits: Tensor, target: Tensor, label_smoothing: float = 0.0, z_loss: float = 0.0, reduction: str = "mean"
+) -> Tensor:
+    rows, targets = wide(logits).flatten(0, -2), target.flatten().long()
+    options = {"label_smoothing": label_smoothing, "reduction": reduction}
+    loss = functional.cross_entropy(rows, targets, **options).view(target.shape if reduction == "none" else ())
+    if not z_loss:
+        return loss
+    more = z_loss * rows.logsumexp(-1).square().masked_fill(targets == -100, 0).view(target.shape)
+    total = more.sum() / (targets != -100).sum() if reduction == "mean" else more.sum()
+    return loss + (more if reduction == "none" else total)
 
 
 def linear_cross_entropy(x: Tensor, weight: Tensor, target: Tensor, **options: Any) -> Tensor:
     return cross_entropy(functional.linear(x, weight), target, **options)
+
+
+def torch_linear_cross_entropy(x: Tensor, weight: Tensor, target: Tensor, **options: Any) -> Tensor:
+    return torch_cross_entropy(functional.linear(x, weight), target, **options)
 
 
 def embedding(tokens: Tensor, weight: Tensor, positions: Tensor, start: int = 0) -> Tensor:
@@ -298,6 +321,7 @@ def tables_of(draw: Draw) -> tuple[Tensor, Tensor]:
 SMOOTHED = {"label_smoothing": 0.1, "z_loss": 0.01, "reduction": "none"}
 STATES = ({"step": 1}, {"step": torch.tensor([1])}, {"step": torch.tensor(7.0), "rate": torch.tensor([25.0])})
 ADAMW_OPTIONS = [{"rate": 50.0, "divisor": 2.0, **state} for state in STATES]
+ATTENTION_SKIPS = ("float16 largest", "float16 offset", "bfloat16 offset")
 HALVES = (torch.float16, torch.bfloat16)
 BELOW_DOUBLE = FLOATS[:3]
 
@@ -333,12 +357,13 @@ SUBJECTS: dict[str, Subject] = {
     ),
     "cross_entropy": Subject(
         tm.kernels.cross_entropy, cross_entropy, lambda d: (d.normal(2, 3, 40), classes(d, 2, 3)), (0,),
-        [{}, {"reduction": "sum", "z_loss": 0.01}, SMOOTHED, {"label_smoothing": 0.1}],
+        [{}, {"reduction": "sum", "z_loss": 0.01}, SMOOTHED, {"label_smoothing": 0.1}], eager=torch_cross_entropy,
     ),
     "linear_cross_entropy": Subject(
         tm.kernels.linear_cross_entropy, linear_cross_entropy,
         lambda d: (d.normal(2, 3, 16).round(), d.normal(40, 16).round(), classes(d, 2, 3)), (0, 1),
-        [{}, {"label_smoothing": 0.1}], values=(1,),  # which gives all logits of a row the same offset, exactly
+        [{}, {"label_smoothing": 0.1}], eager=torch_linear_cross_entropy,
+        values=(1,),  # which gives all logits of a row the same offset, exactly
     ),
     "embedding": Subject(
         tm.kernels.embedding, embedding, lambda d: (d.whole(0, 11, 3, 5), d.normal(11, 24), d.normal(8, 24)), (1, 2),
@@ -353,13 +378,14 @@ SUBJECTS: dict[str, Subject] = {
         tm.kernels.attention, attention,
         lambda d: (d.normal(2, 4, 7, 16), d.normal(2, 2, 9, 16), d.normal(2, 2, 9, 16)), (0, 1, 2),
         [{}, {"causal": True}, {"causal": True, "window": 3, "scale": -0.5}], eager=torch_attention,
+        skips=ATTENTION_SKIPS, roundings=512,
     ),
     "self_attention": Subject(
         tm.kernels.self_attention, self_attention, lambda d: (d.normal(2, 7, 8 * 16),), (0,),
-        [{"heads": 4, "kv_heads": 2}], eager=torch_self_attention,
+        [{"heads": 4, "kv_heads": 2}], eager=torch_self_attention, skips=ATTENTION_SKIPS, roundings=512,
     ),
     "paged_attention": Subject(
-        tm.kernels.paged_attention, paged_attention, pages, (), [{}, {"window": 5}], fixed=(1, 2, 3, 4),
+        tm.kernels.paged_attention, paged_attention, pages, (), [{}, {"window": 5}], fixed=(1, 2, 3, 4), roundings=512,
         same={"tile": 3, "longest": 21},
     ),
     "rotary": Subject(tm.kernels.rotary, rotary, lambda d: (d.normal(2, 3, 4, 12), *tables_of(d)), (0, 1, 2)),
@@ -378,7 +404,7 @@ SUBJECTS: dict[str, Subject] = {
     ),
     "lowbit_linear": Subject(
         tm.kernels.lowbit_linear, lowbit, lambda d: (d.normal(3, 64), *low_codes(d, "int4", True)), (0,),
-        [{}, {"gate": "silu"}], BELOW_DOUBLE,
+        [{}, {"gate": "silu"}], BELOW_DOUBLE, skips=("inf", "-inf"),
     ),
     "lowbit_linear of bytes": Subject(
         tm.kernels.lowbit_linear, lowbit, lambda d: (d.normal(1, 64), *low_codes(d, "int8", False)), (0,),
@@ -387,7 +413,7 @@ SUBJECTS: dict[str, Subject] = {
     "norm_lowbit_linear": Subject(
         norm_lowbit_linear, norm_lowbit,
         lambda d: (d.normal(1, 64), d.normal(1, 64), d.normal(64), *low_codes(d, "int4", False)), (0, 1, 2),
-        [{"eps": 1e-6}], BELOW_DOUBLE,
+        [{"eps": 1e-6}], BELOW_DOUBLE, skips=("inf", "-inf"),
     ),
     "scaled_matmul": Subject(
         tm.kernels.scaled_matmul, scaled_matmul,
