@@ -101,7 +101,7 @@ KEYS_OF = [(LLAMA, "fp32"), *(slow(base, name) for base in (GPT, LLAMA) for name
 
 
 @WARNINGS
-@pytest.mark.parametrize("precision", ["fp32", "bf16", slow("bf16-master"), slow("fp64")])
+@pytest.mark.parametrize("precision", ["fp32", *map(slow, PRECISIONS[1:])])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_keeps_what_the_planner_counts(family: str, precision: str) -> None:
     check(FAMILIES[family], precision)

@@ -37,7 +37,7 @@ from tilemesh.serve.simulate import fresh_requests, poisson_arrivals, simulate_w
 
 LOADS = (0.25, 0.5, 0.8, 1.0)
 """Of what the chosen layout serves at most."""
-_FEWEST = 240
+_FEWEST = 120
 """Requests that a load is judged by, at least: as many as are inside at once, where these are more."""
 _WIDTH = 100
 """Of tables and sentences where nobody says how wide the terminal is."""

@@ -186,6 +186,8 @@ class StepSettings:
     @property
     def offloads(self) -> tuple[str, ...]:
         """What is moved to the host's memory, in the order of `OFFLOADS`; a word that is none of them comes last."""
+        if not self.offload:  # asked for tens of thousands of layouts
+            return ()
         # A comma ends a setting on the command line, so a plus joins too.
         given = dict.fromkeys(name.strip() for name in self.offload.replace("+", ",").split(",") if name.strip())
         return tuple(sorted(given, key=lambda name: OFFLOADS.index(name) if name in OFFLOADS else len(OFFLOADS)))
