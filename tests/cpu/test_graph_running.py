@@ -341,3 +341,12 @@ def test_a_tables_gradient_is_the_sum_of_its_tokens(dtype: torch.dtype, padding:
     assert ours.dtype == dtype
     bound = 1e-2 if dtype is torch.bfloat16 else 1e-14
     torch.testing.assert_close(ours.double(), expected, rtol=bound, atol=bound)
+
+
+def test_a_tables_gradient_is_added_up_in_more_digits() -> None:
+    """Many tokens on few rows, as position biases have them: one rounding, where one after the other has hundreds."""
+    torch.manual_seed(0)
+    gradient, tokens = torch.randn(20_000, 3), torch.randint(0, 2, (20_000,))
+    exact = torch.ops.aten.embedding_dense_backward(gradient.double(), tokens, 2, -1, False)
+    ours = embedding_gradient(gradient, tokens, 2, -1, False)
+    assert bool(((ours.double() - exact).abs() <= 2.0**-24 * exact.abs()).all())

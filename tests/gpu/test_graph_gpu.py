@@ -190,3 +190,50 @@ def test_results_lie_as_in_eager(graphs: bool) -> None:
             for ours, theirs in zip(compiled(x), run(x), strict=True):
                 assert ours.stride() == theirs.stride()
                 torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_t5_is_as_near_to_float64_as_eager() -> None:
+    """Every parameter's gradient in float32: at most twice as far from float64's as eager's own is."""
+    transformers = pytest.importorskip("transformers")
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    config = transformers.T5Config(
+        d_model=512, d_kv=64, d_ff=1024, num_layers=4, num_heads=8, vocab_size=8192, dropout_rate=0.0,
+        decoder_start_token_id=0,
+    )  # fmt: skip
+    model = transformers.T5ForConditionalGeneration(config).cuda()
+    exact = transformers.T5ForConditionalGeneration(config).cuda().double()
+    exact.load_state_dict({name: value.double() for name, value in model.state_dict().items()})
+    tokens, labels = (torch.randint(0, 8192, (4, 256), device="cuda") for _ in range(2))
+
+    def gradients(module: nn.Module, call: Any) -> dict[str, torch.Tensor]:
+        module.zero_grad(set_to_none=True)
+        call(input_ids=tokens, labels=labels).loss.backward()
+        return {name: value.grad.double() for name, value in module.named_parameters() if value.grad is not None}
+
+    true, plain = gradients(exact, exact), gradients(model, model)
+    ours = gradients(model, torch.compile(model, backend=Backend()))
+    ratios = {name: float((ours[name] - true[name]).norm() / (plain[name] - true[name]).norm()) for name in true}
+    far = {name: f"{ratio:.2f}" for name, ratio in ratios.items() if ratio > 2}
+    assert len(ratios) > 50
+    assert not far, f"times eager's error: {far}"
+
+
+@pytest.mark.parametrize("bad", [7, -1])
+def test_targets_and_rows_that_are_none_end_with_an_error(bad: int) -> None:
+    """The device ends with it, and with it the process: each is tried in one of its own."""
+    import subprocess
+    import sys
+
+    for call in (
+        "cross_entropy(torch.randn(3, 5, device='cuda'), i)",
+        "embedding(i, torch.randn(5, 2, device='cuda'))",
+    ):
+        text = (
+            "import torch; from tilemesh.graph.backend import Backend; from torch.nn.functional import *\n"
+            f"i = torch.tensor([1, {bad}, 2], device='cuda')\n"
+            f"torch.compile(lambda i: {call} * 2, backend=Backend(cuda_graphs=False))(i); torch.cuda.synchronize()"
+        )
+        ended = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=300)
+        assert ended.returncode != 0, call
+        assert "device-side assert" in ended.stderr, ended.stderr[-400:]

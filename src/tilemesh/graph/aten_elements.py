@@ -47,6 +47,8 @@ def lower_binary(op: str) -> Callable[..., Node | None]:
             return None
         if alpha != 1 and dtype not in FLOATS:
             return None
+        if op == "subtract" and (isinstance(x, bool) or isinstance(y, bool)):
+            return None  # torch refuses it
         right = _at(y, shape, dtype)
         return make(op, _at(x, shape, dtype), build.multiply(right, float(alpha)) if alpha != 1 else right)
 

@@ -250,7 +250,7 @@ class _SourceWriter:
     def _clamped(self, node: Node) -> str:
         value, number = sorted(node.inputs, key=self._number)
         bound = self._name(number)
-        if node.op == "maximum" and float(bound) == 0.0:
+        if node.op == "maximum" and bound == "0.0":
             return f"torch.relu({self._name(value)})"
         return f"torch.clamp_{'min' if node.op == 'maximum' else 'max'}({self._name(value)}, {bound})"
 

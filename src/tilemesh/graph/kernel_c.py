@@ -259,6 +259,10 @@ class _CWriter:
         if node.op == "cast":
             if node.dtype == "bool":
                 return f"{values[0]} != 0"
+            inner = operand(node.inputs[0])
+            if node.dtype in FLOATS and inner.op == "cast" and "int" in inner.dtype and inner.inputs[0].dtype in FLOATS:
+                # gcc writes (float)(int)x as trunc(x), which is -0.0 for x = -0.5: the sum is 0.0.
+                values = [f"(trunc({self._value(inner.inputs[0])}) + 0.0)"]
             return f"round_bf16(({kind}){values[0]})" if node.dtype == "bfloat16" else f"({kind}){values[0]}"
         return f"{functions[node.op]}({', '.join(values)})"
 
