@@ -259,11 +259,12 @@ FOR_KERNELS = (
     aten.var_mean.correction, aten.nll_loss_forward.default, aten.nll_loss_backward.default,
 )  # fmt: skip
 # Operators that torch writes in terms of those above: they become part of generated kernels. Never all that torch could
-# decompose: its attention on a CPU would then have a backward pass that does not fit its forward pass.
+# decompose: its attention on a CPU would then have a backward pass that does not fit its forward pass, and its
+# derivatives of ELU and hardswish are numbers where the input is NaN.
 DECOMPOSED = (
     aten.gelu, aten.gelu_backward, aten.silu, aten.silu_backward, aten.tanh_backward, aten.sigmoid_backward,
-    aten.threshold_backward, aten.leaky_relu, aten.leaky_relu_backward, aten.elu, aten.elu_backward, aten.softplus,
-    aten.softplus_backward, aten.hardtanh, aten.hardswish, aten.hardswish_backward, aten.mse_loss,
+    aten.threshold_backward, aten.leaky_relu, aten.leaky_relu_backward, aten.elu, aten.softplus,
+    aten.softplus_backward, aten.hardtanh, aten.hardswish, aten.mse_loss,
     aten.mse_loss_backward, aten.smooth_l1_loss, aten.native_layer_norm, aten.native_layer_norm_backward,
     aten._softmax, aten._softmax_backward_data, aten._safe_softmax, aten._log_softmax,
     aten._log_softmax_backward_data, aten.addcmul, aten.addcdiv, aten.rsub, aten.lerp, aten.glu, aten.glu_backward,
