@@ -6,9 +6,11 @@ import itertools
 import json
 import re
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from tilemesh.compress import methods, mixed
 from tilemesh.compress.calibrate import InputStatistics, held_back, layer_by_layer, mean_divergence, mean_loss
@@ -21,10 +23,10 @@ from tilemesh.compress.recipe import PruneRecipe, Recipe, WeightsRecipe, read_re
 from tilemesh.compress.shrink import shrink
 from tilemesh.core.errors import UsageError
 from tilemesh.kernels.lowbit import codes
-from tilemesh.kernels.lowbit.formats import parse_scheme
-from tilemesh.model import huggingface
+from tilemesh.kernels.lowbit.formats import Scheme, parse_scheme
+from tilemesh.model import huggingface, lowbit_files
 from tilemesh.model.config import ModelConfig, preset
-from tilemesh.model.lowbit import LowBitLinear, model_bytes
+from tilemesh.model.lowbit import LowBitLinear, model_bytes, put
 from tilemesh.model.transformer import Transformer
 from tilemesh.parallel.gate.cases import MODELS
 
@@ -188,6 +190,63 @@ def test_what_is_written_comes_back_bit_for_bit(name, model, tokens, tmp_path):
     assert plain.keys() == dict(model.named_parameters()).keys()
     for key, value in plain.items():
         assert value.shape == model.get_parameter(key).shape
+
+
+def by_their_definition(tensors: dict[str, torch.Tensor], name: str, weights: dict[str, Any]) -> torch.Tensor:
+    """A matrix as compressed-tensors reads it: bits from dense 32-bit words, plus 2^(bits - 1); (code - zero) scale."""
+
+    def unpacked(words: torch.Tensor, count: int) -> torch.Tensor:
+        rows = [sum((word % 2**32) << 32 * place for place, word in enumerate(row)) for row in words.tolist()]
+        bits = weights["num_bits"]
+        return torch.tensor([[(row >> bits * k) % 2**bits - 2 ** (bits - 1) for k in range(count)] for row in rows])
+
+    scale, zero = tensors[f"{name}.weight_scale"].double(), tensors.get(f"{name}.weight_zero_point")
+    if f"{name}.weight_packed" in tensors:
+        outputs, inputs = tensors[f"{name}.weight_shape"].tolist()
+        codes = unpacked(tensors[f"{name}.weight_packed"], inputs)
+        zero = zero if zero is None else unpacked(zero.t(), outputs).t()
+    else:
+        codes = tensors[f"{name}.weight"].double()
+    groups = codes.double().reshape(len(codes), scale.shape[1] if scale.dim() > 1 else 1, -1)
+    return ((groups - (0 if zero is None else zero.double()[..., None])) * scale[..., None]).reshape(codes.shape)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["int2-g32", "int3", "int3-g32-affine", "int4-g32-affine", "int8-g32-affine", "int4-g32-a8", "int4-g32+int8"],
+)
+def test_folders_of_whole_numbers_are_compressed_tensors(name, model, tokens, tmp_path):
+    small = shrink(model, name.removesuffix("+int8"), tokens)
+    if name.endswith("+int8"):  # as a mixed recipe may decide
+        plain = model.layers[0].mlp.fc_in
+        put(small, "layers.0.mlp.fc_in", LowBitLinear(plain, Scheme(), codes.quantize(plain.weight, Scheme())))
+    huggingface.save(small, tmp_path)
+    told = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    assert told["quant_method"] == "compressed-tensors"
+    assert told["format"] in {group["format"] for group in told["config_groups"].values()} | {"mixed-precision"}
+    tensors, theirs = load_file(tmp_path / "model.safetensors"), lowbit_files._their_names(small)
+    kept = {theirs[key]: module for key, module in small.named_modules() if isinstance(module, LowBitLinear)}
+    groups = {target: group for group in told["config_groups"].values() for target in group["targets"]}
+    assert groups.keys() == kept.keys()
+    for target, group in groups.items():
+        meant = by_their_definition(tensors, target, group["weights"])
+        torch.testing.assert_close(meant, kept[target].decoded(torch.float64), rtol=0, atol=0)
+    again = huggingface.load(tmp_path).eval().requires_grad_(False)
+    assert torch.equal(again(tokens[:2, :-1]), small(tokens[:2, :-1]))
+
+
+@pytest.mark.parametrize("name", ["nf4-g32", "int2-g32-2level", "rank-50"])
+def test_folders_that_only_we_can_read_are_refused_by_transformers(name, model, tokens, tmp_path):
+    """There they were loaded with random matrices; folders of before, with the usual name, still load here."""
+    huggingface.save(model, tmp_path)  # plain weights, which must not stay beside a config.json of others
+    small = shrink(model, name, tokens)
+    huggingface.save(small, tmp_path)
+    assert sorted(path.name for path in tmp_path.glob("*.safetensors")) == [huggingface.OWN_WEIGHTS]
+    transformers = pytest.importorskip("transformers")
+    with pytest.raises(OSError, match=r"no file named model\.safetensors"):
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    (tmp_path / huggingface.OWN_WEIGHTS).rename(tmp_path / huggingface.WEIGHTS)
+    assert torch.equal(huggingface.load(tmp_path).eval()(tokens[:2, :-1]), small(tokens[:2, :-1]))
 
 
 @pytest.mark.parametrize("kind", ["gpt", "neox"])

@@ -26,10 +26,13 @@ from tilemesh.model.config import ModelConfig
 from tilemesh.model.families.book import CONFIG, FAMILIES, QUANTIZATION, entries, family_of, read_config, to_json
 from tilemesh.model.families.carried import copy_carried, special_ids
 from tilemesh.model.families.family import Entry
-from tilemesh.model.lowbit_files import CompressedFolder, compressed_tensors
+from tilemesh.model.lowbit_files import OURS, CompressedFolder, compressed_tensors
 from tilemesh.model.transformer import Transformer
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+OWN_WEIGHTS = "tilemesh.safetensors"
+"""Where matrices are kept in a form of ours: transformers, which knows no quant_method of ours and would begin with
+random ones, finds no weights under this name and refuses the folder."""
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _LISTED = 20  # lines of a refusal; a folder of another model would fill the screen
 
@@ -58,7 +61,8 @@ def load(
 
 
 def save(model: Transformer, folder: str | Path, like: str | Path | None = None) -> None:
-    """Write config.json and model.safetensors such that `transformers` and `load` read the same model.
+    """Write config.json and model.safetensors such that `transformers` and `load` read the same model; a model that
+    was compressed in a form of ours goes to tilemesh.safetensors, which `load` alone reads.
 
     `like`: the Hugging Face folder that the model came from; its tokenizer and special tokens are carried along.
     """
@@ -114,15 +118,19 @@ def save_parameters(
         raise UsageError(f"{folder} is a file, or lies below one: expected a folder to write to") from None
     # First under other names: a full disk or a crash leaves no half-written file under a name that is read.
     dtype = str(parameters["token_embedding.weight"].dtype).removeprefix("torch.")
-    text = json.dumps(to_json(config, dtype) | dict(special_tokens or {}), indent=2, sort_keys=True) + "\n"
+    more = dict(special_tokens or {})
+    text = json.dumps(to_json(config, dtype) | more, indent=2, sort_keys=True) + "\n"
+    own = more.get(QUANTIZATION, {}).get("quant_method") == OURS
+    weights, other = (OWN_WEIGHTS, WEIGHTS) if own else (WEIGHTS, OWN_WEIGHTS)
     try:
-        save_file(tensors, folder / (WEIGHTS + ".new"), metadata={"format": "pt"})
+        save_file(tensors, folder / (weights + ".new"), metadata={"format": "pt"})
     except SafetensorError as error:  # a full disk, mostly
-        raise RunError(f"{folder / WEIGHTS} cannot be written: {error}") from None
+        raise RunError(f"{folder / weights} cannot be written: {error}") from None
     with naming(folder / CONFIG):
         (folder / (CONFIG + ".new")).write_text(text)
-    for name in (WEIGHTS, CONFIG):
+    for name in (weights, CONFIG):
         os.replace(folder / (name + ".new"), folder / name)
+    (folder / other).unlink(missing_ok=True)  # of a model that was written here before
 
 
 # ---- files -----------------------------------------------------------------------------------------------------
@@ -259,8 +267,9 @@ def _opened(folder: Path, files: ExitStack) -> list[Stored]:
 
 
 def _files(folder: Path) -> list[Path]:
-    if (folder / WEIGHTS).exists():
-        return [folder / WEIGHTS]
+    for name in (WEIGHTS, OWN_WEIGHTS):
+        if (folder / name).exists():
+            return [folder / name]
     try:
         names = sorted(set(read_json_object(folder / INDEX)["weight_map"].values()))
     except FileNotFoundError:

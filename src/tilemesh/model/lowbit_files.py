@@ -1,19 +1,19 @@
-"""Folders of compressed models: config.json says how each matrix is kept, model.safetensors has codes and scales.
+"""Folders of compressed models: config.json says how each matrix is kept, a safetensors file has codes and scales.
 
-The one idea: two layouts, one reader. Where Hugging Face's compressed-tensors has a form for it (whole numbers of 4
-and 8 bits and fp8, in matrices that are one Linear there), names and bits are theirs; everything else is kept by our
-names under `quantization_config.quant_method` "tilemesh". What is not compressed lies in the folder as
-`huggingface.py` writes it.
+The one idea: two layouts, one reader. Where Hugging Face's compressed-tensors has a form for every matrix (whole
+numbers of 2, 3, 4 and 8 bits and fp8, in matrices that are one Linear there), names and bits are theirs, one group for
+each way in which matrices are kept; everything else is kept by our names under `quantization_config.quant_method`
+"tilemesh", in a file that other readers do not find. What is not compressed lies there as `huggingface.py` writes it.
 
 Their form (compressed-tensors 0.20): M.weight (int8 or float8_e4m3fn) or M.weight_packed (int32 words, the first code
-in the lowest bits, plus 2^(bits-1)), M.weight_shape, M.weight_scale, M.weight_zero_point (for groups and channels
-packed along the outputs), M.input_scale. Ours: M.codes, M.scales, M.zeros, M.input_scale, M.left, M.right, M.bias.
+in the lowest bits, plus 2^(bits-1)), M.weight_shape, M.weight_scale, M.weight_zero_point (with packed codes packed too,
+along the outputs), M.input_scale. Ours: M.codes, M.scales, M.zeros, M.input_scale, M.left, M.right, M.bias.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from typing import Any
 
 import torch
@@ -21,13 +21,14 @@ from torch import Tensor, nn
 
 from tilemesh.core.errors import UsageError, unknown
 from tilemesh.kernels.lowbit.codes import decode, pack, unpack
-from tilemesh.kernels.lowbit.formats import FORMATS, Scheme, parse_scheme
+from tilemesh.kernels.lowbit.formats import Scheme, parse_scheme
 from tilemesh.model.families.book import FAMILIES, QUANTIZERS, entries, family_of
 from tilemesh.model.lowbit import INPUT_SCALE, FactoredLinear, LowBitLinear, put
 from tilemesh.model.transformer import Transformer
 
 THEIRS, OURS = QUANTIZERS
-_PACKED, _WHOLE, _FLOAT = "pack-quantized", "int-quantized", "float-quantized"
+_PACKED, _WHOLE, _FLOAT, _SEVERAL = "pack-quantized", "int-quantized", "float-quantized", "mixed-precision"
+_FORMS = {"int2": _PACKED, "int3": _PACKED, "int4": _PACKED, "int8": _WHOLE, "fp8": _FLOAT}
 _PARTS = ("codes", "scales", "zeros", INPUT_SCALE, "left", "right")
 
 
@@ -64,14 +65,11 @@ def compressed_tensors(model: Transformer) -> tuple[dict[str, Any], dict[str, Te
     kept = describe(model)
     covered = {f"{name}.weight" for name in kept}
     theirs = _their_names(model)
-    alike = set(kept.values())
-    if len(alike) == 1 and _has_their_form(next(iter(alike))) and set(kept) <= theirs.keys():
-        (told,) = alike
-        tensors: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
+    if kept and set(kept) <= theirs.keys() and all(map(_has_their_form, kept.values())):
         for name in kept:
             tensors |= _in_their_form(theirs[name], model.get_submodule(name))  # type: ignore[arg-type]
-        return _their_config(told, [theirs[name] for name in kept], model), tensors, covered
-    tensors = {}
+        return _their_config(kept, theirs, model), tensors, covered
     for name in kept:
         module = model.get_submodule(name)
         for part in _PARTS:
@@ -95,15 +93,30 @@ def _has_their_form(told: KeptMatrix) -> bool:
     if not told.scheme:
         return False
     scheme = parse_scheme(told.scheme)
-    plain = scheme.levels == 1 and (scheme.symmetric or scheme.format == "int4")
+    if scheme.format not in _FORMS or scheme.levels != 1 or (not scheme.symmetric and scheme.granularity == "tensor"):
+        return False
     if scheme.format == "fp8":
-        plain = plain and scheme.granularity != "group"
-    return plain and scheme.format in ("int4", "int8", "fp8") and told.inputs in ("", scheme.format)
+        return scheme.granularity != "group" and told.inputs in ("", "fp8")
+    return told.inputs in ("", "int8")
 
 
-def _their_config(told: KeptMatrix, targets: list[str], model: Transformer) -> dict[str, Any]:
+def _their_config(kept: Mapping[str, KeptMatrix], theirs: Mapping[str, str], model: Transformer) -> dict[str, Any]:
+    """One group for each way in which matrices are kept."""
+    ways = list(dict.fromkeys(kept.values()))
+    targets = {way: sorted(theirs[name] for name in kept if kept[name] == way) for way in ways}
+    forms = {_FORMS[parse_scheme(way.scheme).format] for way in ways}
+    head = FAMILIES[family_of(model.config)].head.removesuffix(".weight")
+    ignored = [] if any(head in names for names in targets.values()) else [head]
+    return {
+        "quant_method": THEIRS, "format": forms.pop() if len(forms) == 1 else _SEVERAL,
+        "config_groups": {f"group_{number}": _their_group(way, targets[way]) for number, way in enumerate(ways)},
+        "quantization_status": "compressed", "ignore": ignored, "kv_cache_scheme": None,
+        "global_compression_ratio": None, "version": "0.20.0",
+    }  # fmt: skip
+
+
+def _their_group(told: KeptMatrix, targets: list[str]) -> dict[str, Any]:
     scheme = parse_scheme(told.scheme)
-    kind = {"int4": _PACKED, "int8": _WHOLE, "fp8": _FLOAT}[scheme.format]
     weights = {
         "num_bits": scheme.bits, "type": "float" if scheme.format == "fp8" else "int", "symmetric": scheme.symmetric,
         "strategy": scheme.granularity, "group_size": scheme.group or None, "dynamic": False, "actorder": None,
@@ -114,13 +127,9 @@ def _their_config(told: KeptMatrix, targets: list[str], model: Transformer) -> d
             "num_bits": 8, "type": "float" if told.inputs == "fp8" else "int", "symmetric": True,
             "strategy": "tensor" if told.static else "token", "dynamic": not told.static,
         }  # fmt: skip
-    group = {"targets": sorted(targets), "weights": weights, "input_activations": inputs, "output_activations": None}
-    head = FAMILIES[family_of(model.config)].head.removesuffix(".weight")
-    ignored = [] if head in targets else [head]
     return {
-        "quant_method": THEIRS, "format": kind, "quantization_status": "compressed",
-        "config_groups": {"group_0": {**group, "format": kind}}, "ignore": ignored, "kv_cache_scheme": None,
-        "global_compression_ratio": None, "version": "0.20.0",
+        "targets": targets, "weights": weights, "input_activations": inputs, "output_activations": None,
+        "format": _FORMS[scheme.format],
     }  # fmt: skip
 
 
@@ -132,6 +141,8 @@ def _in_their_form(name: str, module: LowBitLinear) -> dict[str, Tensor]:
         made[f"{name}.weight"] = codes.view(torch.float8_e4m3fn).contiguous()
     elif scheme.format == "int8":
         made[f"{name}.weight"] = codes.contiguous()
+        if module.zeros is not None:
+            made[f"{name}.weight_zero_point"] = module.zeros.detach().contiguous()
     else:
         made[f"{name}.weight_packed"] = _words(codes, scheme)
         made[f"{name}.weight_shape"] = torch.tensor(codes.shape)
@@ -194,34 +205,39 @@ class CompressedFolder:
 
     def _of_theirs(self, told: Mapping[str, Any]) -> dict[str, KeptMatrix]:
         groups = told.get("config_groups")
-        if not isinstance(groups, Mapping) or len(groups) != 1 or told.get("format") not in (_PACKED, _WHOLE, _FLOAT):
-            raise UsageError(
-                f"{self.source}: compressed-tensors of format {told.get('format')!r} in several groups: only one group "
-                f"of {_PACKED}, {_WHOLE} or {_FLOAT} can be read"
-            )
-        (group,) = groups.values()
+        if not isinstance(groups, Mapping) or not all(isinstance(group, Mapping) for group in groups.values()):
+            raise UsageError(f"{self.source}: quantization_config has no config_groups: expected compressed-tensors'")
+        kept: dict[str, KeptMatrix] = {}
+        for group in groups.values():
+            way = self._way(group, group.get("format") or told.get("format"))
+            kept |= dict.fromkeys(self._targeted(group, set(told.get("ignore") or ())), way)
+        return kept
+
+    def _way(self, group: Mapping[str, Any], form: object) -> KeptMatrix:
         weights, inputs = group.get("weights") or {}, group.get("input_activations") or {}
-        is_float = weights.get("type") == "float"
-        format_name = "fp8" if is_float else f"int{weights.get('num_bits')}"
-        strategy = weights.get("strategy")
-        if format_name not in FORMATS or strategy not in ("tensor", "channel", "group") or weights.get("actorder"):
+        format_name = "fp8" if weights.get("type") == "float" else f"int{weights.get('num_bits')}"
+        strategy, symmetric = weights.get("strategy"), bool(weights.get("symmetric", True))
+        is_known = _FORMS.get(format_name) == form and strategy in ("tensor", "channel", "group")
+        if not is_known or weights.get("actorder") or (strategy == "tensor" and not symmetric):
             raise UsageError(
-                f"{self.source}: weights of {format_name} per {strategy}"
+                f"{self.source}: weights of {format_name} per {strategy}, {form}"
                 + (", reordered" * bool(weights.get("actorder")))
-                + ": only int4, int8 and fp8 per tensor, channel or group can be read"
+                + f": only {', '.join(_FORMS)} per tensor, channel or group can be read, those of few bits {_PACKED}"
             )
         size = weights.get("group_size") if strategy == "group" else 0
-        scheme = Scheme(format_name, strategy, int(size or 0), bool(weights.get("symmetric", True)))
+        scheme = Scheme(format_name, strategy, int(size or 0), symmetric)  # type: ignore[arg-type]  # known from above
         given = "fp8" if inputs.get("type") == "float" else "int8" if inputs else ""
-        kept = KeptMatrix(scheme.name, given, bool(inputs) and not inputs.get("dynamic", True))
-        targets, ignored = set(group.get("targets") or ()), set(told.get("ignore") or ())
-        by_kind = "Linear" in targets
-        return {
-            ours: kept
+        return KeptMatrix(scheme.name, given, bool(inputs) and not inputs.get("dynamic", True))
+
+    def _targeted(self, group: Mapping[str, Any], ignored: Set[str]) -> list[str]:
+        """Our names of a group's matrices."""
+        targets = set(group.get("targets") or ())
+        return [
+            ours
             for ours, theirs in self.names.items()
-            if (by_kind or theirs in targets) and theirs not in ignored and not ours.endswith("embedding")
-            and isinstance(self.model.get_submodule(ours), nn.Linear)
-        }  # fmt: skip
+            if ("Linear" in targets or theirs in targets) and theirs not in ignored
+            and not ours.endswith("embedding") and isinstance(self.model.get_submodule(ours), nn.Linear)
+        ]  # fmt: skip
 
     def covers(self, parameter: str) -> bool:
         """Whether a parameter of ours is read from here, and not as a plain weight."""
@@ -237,7 +253,7 @@ class CompressedFolder:
                 continue
             base, scheme = self.names[name], parse_scheme(kept.scheme)
             yield f"{base}.weight_scale"
-            if scheme.format == "int4":
+            if _FORMS[scheme.format] == _PACKED:
                 yield from (f"{base}.weight_packed", f"{base}.weight_shape")
             else:
                 yield f"{base}.weight"
@@ -267,15 +283,15 @@ class CompressedFolder:
         assert isinstance(module, LowBitLinear)
         base, scheme, shape = self.names[name], module.scheme, (module.out_features, module.in_features)
         made = {"scales": read[f"{base}.weight_scale"].float().reshape(scheme.scales(*shape))}
-        if scheme.format == "int4":
+        if _FORMS[scheme.format] == _PACKED:
             codes = _from_words(read[f"{base}.weight_packed"], scheme, shape[1])
             made["codes"] = pack(codes, scheme.number)
         else:
             raw = read[f"{base}.weight"]
             made["codes"] = raw.view(torch.uint8) if scheme.format == "fp8" else raw
         if not scheme.symmetric:
-            words = read[f"{base}.weight_zero_point"]
-            made["zeros"] = _from_words(words.t(), scheme, shape[0]).t().contiguous()
+            zeros = read[f"{base}.weight_zero_point"]
+            made["zeros"] = zeros if scheme.bits == 8 else _from_words(zeros.t(), scheme, shape[0]).t().contiguous()
         if module.input_scale is not None:
             made[INPUT_SCALE] = read[f"{base}.input_scale"].float().reshape(1, 1)
         return made
