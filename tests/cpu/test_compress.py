@@ -446,6 +446,7 @@ def test_what_cannot_be_done_is_said_in_one_line(recipe, text, words, model, tok
         ("some text", "tokens are a str: expected a tensor of whole numbers"),
         (torch.zeros(8, 128), "tokens are torch.float32"),
         (torch.full((8, 128), 999), "token 999 in the text to calibrate with: the model has 256"),
+        (torch.full((8, 128), 256), "token 256 in the text to calibrate with: the model has 256"),
         (torch.full((8, 128), -1), "token -1 "),
     ],
 )

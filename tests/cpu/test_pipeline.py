@@ -23,12 +23,12 @@ from tilemesh.core.step.schedules import one_f_one_b
 from tilemesh.core.step.search import PassTimes, search
 from tilemesh.core.step.slices import cut_sequence
 from tilemesh.core.step.text import to_csv
-from tilemesh.model.config import ModelConfig
+from tilemesh.model.config import ModelConfig, preset
 from tilemesh.model.transformer import IGNORED, Transformer, loss_sum
 from tilemesh.model.work.slices import slice_flops, slice_lengths
 from tilemesh.parallel import Mesh, lay, run
 from tilemesh.parallel.laid import StepPiece
-from tilemesh.parallel.pipeline import ModelServices, Pipeline
+from tilemesh.parallel.pipeline import ModelServices, Pipeline, StageModule
 from tilemesh.parallel.run import StepRunner, StepServices, sends_first
 
 GPT = ModelConfig(layers=4, width=16, heads=4, vocabulary=19, context=8, dropout=0.1)
@@ -362,3 +362,11 @@ def test_what_cannot_run_is_refused(fields: dict[str, Any], words: str) -> None:
             lay(Transformer(GPT, device="meta"), mesh, plan)
 
     run_threads(plan.world, main)
+
+
+def test_a_stage_trains_unless_it_is_told_not_to() -> None:
+    model = Transformer(preset("tiny").replace(layers=1), seed=1)
+    stage = StageModule({0: model})
+    for turn, mode in ((stage.eval, False), (stage.train, True)):
+        turn()
+        assert {module.training for module in (stage, model, *stage.modules())} == {mode}

@@ -56,7 +56,14 @@ def test_where_a_quota_grants_fewer_cores_others_matter_only_if_none_is_idle() -
     """64 cores are seen and two granted: what the neighbours do on the others is their business."""
     neighbours = after(used_s=320.0, idle_s=320.0)
     assert judge(BEFORE, neighbours, 20.0, cores=2, visible=64).others == 0.0
-    assert judge(BEFORE, after(used_s=640.0), 20.0, cores=2, visible=64).is_busy
+    busy = judge(BEFORE, after(used_s=640.0), 20.0, cores=2, visible=64)
+    assert busy.is_busy
+    assert busy.others == 1.0  # all of what may be used, however much they used elsewhere
+
+
+def test_nothing_known_is_no_disturbance() -> None:
+    assert Busyness().score == 0.0
+    assert Busyness(0.0, 0.0).score == 0.0
 
 
 def test_a_kernel_that_counts_nothing_leaves_the_load_to_judge_by() -> None:

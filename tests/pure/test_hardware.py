@@ -51,6 +51,22 @@ def test_memory_and_shared_memory_are_plausible(device: Device) -> None:
     assert device.registers_per_sm == 65536
 
 
+@pytest.mark.parametrize(
+    ("name", "bus_bits", "bits_per_pin_s", "l2_mib"),
+    [
+        *[("t4", 256, 10e9, 4), ("a10", 384, 12.5e9, 6), ("a100-80", 5120, 3.186e9, 40), ("h100", 5120, 5.24e9, 50)],
+        *[("h200", 6144, 6.25e9, 60), ("b200", 7680, 7.992e9, 126.5)],
+    ],
+)
+def test_memory_is_as_wide_and_fast_as_its_chips(
+    name: str, bus_bits: int, bits_per_pin_s: float, l2_mib: float
+) -> None:
+    """Bandwidth is the bus times what a pin carries, as the white papers have both."""
+    device = DEVICES[name]
+    assert device.memory_bytes_per_s == pytest.approx(bus_bits / 8 * bits_per_pin_s, rel=0.01)
+    assert device.l2_bytes == int(l2_mib * 2**20)
+
+
 def test_known_figures() -> None:
     assert A100.peak("bf16") == 312e12
     assert A100.memory_bytes_per_s == 2.039e12

@@ -150,3 +150,15 @@ def test_from_toml_refuses_an_unknown_key_and_bad_syntax() -> None:
     with pytest.raises(UsageError) as caught:
         ParallelPlan.from_toml("dp = 1\ntp =\n")
     assert str(caught.value) == "plan:2: not valid TOML: invalid value"
+
+
+def test_what_has_no_effect_is_left_out_of_the_words() -> None:
+    assert ParallelPlan().describe().startswith("dp 1 x tp 1 x pp 1 = 1 rank, batch 1 (1 x 1 per replica)")
+    assert "1f1b" not in ParallelPlan().describe().lower()
+    assert ", 1f1b," in ParallelPlan(pp=2, accumulation=4).describe()
+    assert "interleaved 2" in ParallelPlan(pp=2, accumulation=4, schedule="interleaved", interleave=2).describe()
+    assert "layers 2+3" in ParallelPlan(pp=2, accumulation=4, chunk_layers=(2, 3)).describe()
+    assert "layers" not in ParallelPlan(pp=2, accumulation=4, chunk_layers=(3, 3)).describe()
+    one, two = (ParallelPlan(dp=workers).describe(workers) for workers in (1, 2))
+    assert one.startswith("1 worker (dp) + 1 server = 2 ranks")
+    assert two.startswith("2 workers (dp) + 2 servers = 4 ranks")

@@ -18,7 +18,7 @@ from tilemesh.core.plan import ParallelPlan, Schedule
 from tilemesh.measure.machine import Machine
 from tilemesh.model.config import preset
 from tilemesh.model.work.weights import count_parameters
-from tilemesh.plan.grade import Graded, grade, rank_correlation, read_run
+from tilemesh.plan.grade import Graded, RunSummary, code_of, grade, rank_correlation, read_run
 from tilemesh.plan.step import predict
 
 TINY = preset("tiny")
@@ -194,3 +194,19 @@ def test_rank_correlation() -> None:
     assert rank_correlation([1, 2, 2, 4], [1, 2, 3, 4]) == pytest.approx(0.9486833)
     assert rank_correlation([1, 2], [1, 2]) is None
     assert rank_correlation([1, 1, 1], [1, 2, 3]) is None
+
+
+@pytest.mark.parametrize(
+    ("summary", "device", "code"),
+    [
+        ({"code": "compiled"}, "2xcpu", "compiled"),
+        ({"code": "fused"}, "2xh100", "fused"),
+        ({"code": "unheard of"}, "2xcpu", "eager"),
+        ({}, "2xcpu", "eager"),
+        ({"compile": False}, "2xh100", "eager"),
+        ({}, "2xh100", None),
+    ],
+)
+def test_what_ran_is_as_the_summary_says(summary: dict[str, Any], device: str, code: str | None) -> None:
+    run = RunSummary("a run", TINY, PLAN, TINY.context, device, summary)
+    assert code_of(run, parse_cluster(device)) == code

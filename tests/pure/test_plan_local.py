@@ -14,6 +14,7 @@ from tilemesh.core.calibration import Calibration, Rates
 from tilemesh.core.errors import UsageError
 from tilemesh.core.hardware import parse_cluster
 from tilemesh.core.plan import ParallelPlan, Precision
+from tilemesh.measure.machine import this_machine
 from tilemesh.model.config import ModelConfig, preset
 from tilemesh.model.work.kept import loss_tensors
 from tilemesh.model.work.operations import Product
@@ -21,7 +22,7 @@ from tilemesh.model.work.passes import logit_columns
 from tilemesh.model.work.task import Code, Task, default_code
 from tilemesh.plan.choose import NothingFitsError, search
 from tilemesh.plan.constants import HOPPER_TILES
-from tilemesh.plan.local import crowding, local_cpu, local_gpu, rank_rates
+from tilemesh.plan.local import crowding, local_cpu, local_gpu, local_machine, rank_rates
 from tilemesh.plan.speed import group, narrow_fraction, shape_fraction, speed_of
 from tilemesh.plan.step import Estimator, predict
 
@@ -378,3 +379,12 @@ def test_chunks_that_cannot_be() -> None:
         ParallelPlan(pp=2, chunk_layers=(0, 4))
     with pytest.raises(UsageError, match="add up to 5 layers, the model has 4"):
         predict(preset("tiny"), parse_cluster("2xh100"), ParallelPlan(pp=2, chunk_layers=(2, 3)))
+
+
+def test_a_machine_that_was_not_measured_is_told_to_calibrate(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = this_machine()
+    monkeypatch.setattr(calibration, "find", lambda machine_id: None)
+    with pytest.raises(UsageError, match="was not measured yet: run `tilemesh calibrate`"):
+        local_machine("2xlocal-cpu", machine)
+    monkeypatch.setattr(calibration, "find", lambda machine_id: HERE)
+    assert local_machine("2xlocal-cpu", machine).cluster.world == 2

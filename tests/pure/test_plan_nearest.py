@@ -14,7 +14,7 @@ from tilemesh.core.plan import ParallelPlan
 from tilemesh.core.runnable import lacks
 from tilemesh.model.config import preset
 from tilemesh.model.work.weights import why_not
-from tilemesh.plan.nearest import advice, changes, nearest_layouts
+from tilemesh.plan.nearest import advice, changes, nearest_layouts, smaller_microbatches
 from tilemesh.train.load import load, settled
 
 TINY = preset("tiny")  # 4 layers, 4 heads
@@ -90,3 +90,10 @@ def test_a_configuration_made_in_python_is_advised_too() -> None:
 
 def test_settings_go_over_the_mesh() -> None:
     assert load("tiny", mesh="pp=8", sets=["plan.dp=2,plan.pp=4"]).plan.axes == {"dp": 2, "tp": 1, "pp": 4}
+
+
+def test_smaller_microbatches_keep_the_batch() -> None:
+    plan = ParallelPlan(dp=2, microbatch=12, accumulation=3)
+    smaller = list(smaller_microbatches(plan))
+    assert [(other.microbatch, other.accumulation) for other in smaller] == [(6, 6), (3, 12)]
+    assert {other.batch for other in smaller} == {plan.batch}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Iterator
 from typing import Any
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from tilemesh.core.errors import UsageError
 from tilemesh.core.hardware import parse_cluster
 from tilemesh.core.plan import ParallelPlan
+from tilemesh.core.units import format_bytes
 from tilemesh.model.config import ModelConfig, preset
 from tilemesh.model.work.weights import count_parameters
 from tilemesh.plan import choose
@@ -214,6 +216,10 @@ def test_why_goes_from_one_device_to_across_nodes(result: SearchResult) -> None:
     starts = ("One h100 is not enough", "The step's", "Memory first", "Within a node", "Across nodes")
     assert [line.startswith(start) for line, start in zip(lines, starts, strict=True)] == [True] * 5
     assert "loses" in runner_up(result)
+    assert "loses" in runner_up(dataclasses.replace(result, predictions=result.predictions[:2]))
+    assert "loses" not in runner_up(dataclasses.replace(result, predictions=result.predictions[:1]))
+    free = format_bytes(result.best.usable_bytes - result.best.memory.total_bytes)
+    assert f"; {free} stay free." in lines[2]
 
 
 def test_a_small_model_is_told_that_one_gpu_would_do() -> None:
@@ -313,3 +319,10 @@ def test_two_directions_of_one_stage_are_one() -> None:
     model, cluster = preset("tiny"), parse_cluster("1xa100")
     plain, both = (predict(model, cluster, ParallelPlan(schedule=name, accumulation=2)) for name in ("1f1b", "chimera"))
     assert plain.step_time_s == both.step_time_s
+
+
+def test_larger_clusters_fill_a_node_before_there_are_more() -> None:
+    sizes = [(len(c.nodes), c.node.count) for c in choose._larger(parse_cluster("1xh100"))]
+    assert sizes[:3] == [(1, 2), (1, 4), (1, 8)]
+    assert all(count == 8 and nodes > 1 for nodes, count in sizes[3:])
+    assert [len(c.nodes) for c in choose._larger(parse_cluster("2x8xh100"))] == sorted(n for n, _ in sizes[3:] if n > 2)

@@ -89,6 +89,13 @@ def test_no_rank_holds_more_than_the_closed_form(case: Case, sizes: tuple[float,
         assert held == pytest.approx(most)
 
 
+def test_both_ends_of_dualpipe_hold_as_much() -> None:
+    """Its two directions are each other's image."""
+    held = [pace.most_held("dualpipe", rank, 8, 20, 1) for rank in range(8)]
+    assert held == held[::-1]
+    assert len(set(held)) == 4
+
+
 @settings(max_examples=60)
 @given(any_cases(), st.integers(2, 5))
 def test_a_shorter_step_holds_as_much(case: Case, rounds: int) -> None:

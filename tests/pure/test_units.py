@@ -19,6 +19,7 @@ from tilemesh.core.units import (
     parse_bytes,
     parse_count,
     parse_fraction,
+    parse_seconds,
 )
 
 
@@ -208,3 +209,11 @@ def test_a_fraction_as_percent_or_number() -> None:
     for wrong in ("five", "-1", "5 GB", "%", "5%%", ""):
         with pytest.raises(UsageError, match=r"such as 5% or 0\.05"):
             parse_fraction(wrong)
+
+
+def test_durations_are_read_and_refused() -> None:
+    read = {"90": 90.0, "1.5s": 1.5, "30m": 1800.0, "1h30m": 5400.0, "1d": 86400.0}
+    assert {text: parse_seconds(text) for text in read} == read
+    for wrong in ("", "1h30", "m", "5x", "-1s"):
+        with pytest.raises(UsageError, match="is no duration"):
+            parse_seconds(wrong)
