@@ -388,3 +388,18 @@ def test_a_machine_that_was_not_measured_is_told_to_calibrate(monkeypatch: pytes
         local_machine("2xlocal-cpu", machine)
     monkeypatch.setattr(calibration, "find", lambda machine_id: HERE)
     assert local_machine("2xlocal-cpu", machine).cluster.world == 2
+
+
+def test_stages_that_take_turns_on_a_core_still_wait_for_each_other() -> None:
+    """One microbatch over four stages on two cores: a single stage computes at a time, on one of the two."""
+    times = predict(preset("tiny"), local_cpu(HERE, 4, 2, MEMORY).cluster, ParallelPlan(pp=4, precision="fp32")).times
+    busy_s = times.compute_s + times.recompute_s + times.tp_s + times.pp_s
+    assert times.bubble_s == pytest.approx(busy_s, rel=0.35)
+
+
+def test_between_two_stages_each_sends_one_way_and_in_a_longer_pipeline_both() -> None:
+    two, four = (
+        predict(preset("tiny"), parse_cluster("4xh100"), ParallelPlan(pp=pp, dp=4 // pp, accumulation=8)).traffic["pp"]
+        for pp in (2, 4)
+    )
+    assert 0 < two == four / 2

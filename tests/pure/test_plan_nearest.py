@@ -14,7 +14,7 @@ from tilemesh.core.plan import ParallelPlan
 from tilemesh.core.runnable import lacks
 from tilemesh.model.config import preset
 from tilemesh.model.work.weights import why_not
-from tilemesh.plan.nearest import advice, changes, nearest_layouts, smaller_microbatches
+from tilemesh.plan.nearest import _distance, advice, changes, nearest_layouts, smaller_microbatches
 from tilemesh.train.load import load, settled
 
 TINY = preset("tiny")  # 4 layers, 4 heads
@@ -97,3 +97,13 @@ def test_smaller_microbatches_keep_the_batch() -> None:
     smaller = list(smaller_microbatches(plan))
     assert [(other.microbatch, other.accumulation) for other in smaller] == [(6, 6), (3, 12)]
     assert {other.batch for other in smaller} == {plan.batch}
+
+
+def test_a_setting_that_differs_is_one_step_away() -> None:
+    plan = ParallelPlan(dp=2, tp=2)
+    assert _distance(plan, plan) == 0.0
+    assert _distance(plan, replace(plan, sequence_parallel=True)) == 1.0
+    assert _distance(plan, replace(plan, zero=1)) == 1.0
+    assert _distance(plan, replace(plan, recompute="full")) == 1.0
+    assert _distance(plan, replace(plan, microbatch=2)) == 2.0  # twice the batch
+    assert _distance(plan, replace(plan, dp=4)) == 4.0 + 2.0  # a factor of two along an axis, and of the batch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 
 import pytest
@@ -170,3 +171,12 @@ def test_a_longer_queue_means_later_first_tokens() -> None:
     # A prompt alone: two chunks of 512 tokens.
     alone = clock([SequencePart(512, 512, 0)]) + clock([SequencePart(488, 1000, 1)])
     assert median(slow) == pytest.approx(alone, rel=0.5)
+
+
+def test_ahead_the_step_of_a_request_that_left_is_still_read() -> None:
+    (request,) = fresh_requests([0], [4], [8])
+    left = dataclasses.replace(request, aborted_ns=12)
+    history = simulate(ServeLimits(pages=64, context=200), [left], lambda plan: 10, launching=lambda plan: 1)
+    (record,) = history.requests.values()
+    assert record.finish is FinishReason.ABORT
+    assert record.token_ns == [10, 20]  # the step that ran when it left was launched before
