@@ -310,3 +310,11 @@ def test_local_updates_are_what_one_process_computes(start: int, outer_rate: flo
 def test_what_is_refused(wrong: Callable[[], object]) -> None:
     with pytest.raises(UsageError, match="expected"):
         wrong()
+
+
+def test_gradients_of_one_row_are_one_product_and_come_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gradient of a matrix by one row is an outer product, which factors of rank 1 hold without error."""
+    several = batch
+    monkeypatch.setitem(globals(), "batch", lambda rank, step: tuple(part[:1] for part in several(0, step)))
+    whole, factored = (train(way, 3)[0][0] for way in ("bucketed", compressed("powersgd", rank=1)))
+    torch.testing.assert_close(factored, whole, rtol=0, atol=1e-12)
