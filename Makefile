@@ -32,7 +32,7 @@ test-setup: setup
 test-all: setup
 	@$(BIN)/python scripts/test.py --all
 
-# Small faults in the source, one at a time, and whether a test notices: an hour on sixteen cores is plenty.
+# Small faults in the source, one at a time, and whether a test notices: a quarter of an hour on sixteen cores.
 mutants: setup
 	@$(BIN)/python tests/mutants/mutants_run.py -n $$(nproc)
 
