@@ -370,3 +370,17 @@ def test_a_stage_trains_unless_it_is_told_not_to() -> None:
     for turn, mode in ((stage.eval, False), (stage.train, True)):
         turn()
         assert {module.training for module in (stage, model, *stage.modules())} == {mode}
+
+
+def test_what_is_not_trained_is_not_trained_in_a_stage_either() -> None:
+    model = Transformer(preset("tiny").replace(layers=2), seed=1)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("norm" not in name)
+
+    def main(comm: Communicator) -> dict[str, bool]:
+        laid = lay(model, Mesh(comm, pp=2), ParallelPlan(pp=2, accumulation=2, precision="fp32"))
+        return {name: parameter.requires_grad for name, parameter in laid.module.named_parameters()}
+
+    stages = run_threads(2, main)
+    assert all(is_trained == ("norm" not in name) for stage in stages for name, is_trained in stage.items())
+    assert all(set(stage.values()) == {False, True} for stage in stages)
