@@ -402,3 +402,14 @@ def test_memory_is_read_between_actions() -> None:
     # After F its output waits to be sent beside what is kept; a gradient that has come waits for its backward pass.
     assert (first["0F0"], first["0SEND_F0"], first["0RECV_B0"] - first["0B0"]) == (13, 10, 13)
     assert all(action.kind in (*COMPUTE, "SEND", "RECV") for action in program.actions[0])
+
+
+def test_an_update_waits_for_its_states() -> None:
+    """They come from the host after the last pass: that copy, the step and nothing else follow it."""
+    program = build("1f1b", 2, 4)
+    times = StepTimes((1.0, 1.0), (1.0, 1.0), (0.5, 0.5), 0.0, copy_s=2.0, update_s=3.0)
+    passes_s = simulate(program, times).total_s
+    stepped = simulate(exchange(program, "step", update=True), times)
+    moved = simulate(exchange(program, "step", update=True, states_on_host=True), times)
+    assert stepped.total_s == pytest.approx(passes_s + 3.0)
+    assert moved.total_s >= passes_s + 2.0 + 3.0
