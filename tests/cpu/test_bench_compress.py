@@ -251,7 +251,7 @@ def test_several_runs_have_their_recipes_in_the_same_charts(source, tmp_path, ca
     assert "recipes of different runs cannot be compared" in str(together(runs))
 
 
-@pytest.mark.parametrize(("recipe", "bound"), [("int8-a8-smooth", 0.02), ("int8-smooth-clip", 0.02)])
+@pytest.mark.parametrize(("recipe", "bound"), [("int8-a8-smooth", 0.02), ("int8-a8-smooth-clip", 0.02)])
 def test_factors_that_were_moved_are_no_error_of_a_matrix(recipe, bound):
     plain = Transformer(preset("tiny").replace(layers=2, kv_heads=4), seed=1).eval().requires_grad_(False)
     with torch.no_grad():

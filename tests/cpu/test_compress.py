@@ -19,7 +19,7 @@ from tilemesh.compress.factorize import factorize, factors, rank_of
 from tilemesh.compress.methods import MovedScales, awq_scales, clipped, gptq, output_error
 from tilemesh.compress.prune import check_writable, prune, sparsity_at
 from tilemesh.compress.quantize import quantize
-from tilemesh.compress.recipe import PruneRecipe, Recipe, WeightsRecipe, read_recipe
+from tilemesh.compress.recipe import ActivationsRecipe, PruneRecipe, Recipe, WeightsRecipe, read_recipe
 from tilemesh.compress.shrink import shrink
 from tilemesh.core.errors import UsageError
 from tilemesh.kernels.lowbit import codes
@@ -263,10 +263,8 @@ def test_moved_scales_change_nothing_by_themselves(model, tokens, monkeypatch):
     """In 16-bit fixed point a moved scale shows, and rounding does not."""
     monkeypatch.setattr(quantizing, "JUDGED", ())  # all scales are kept
     before = model(tokens[:2, :-1])
-    for words in ("fixed16-awq", "fixed16-a8-smooth"):
-        recipe = read_recipe(words.replace("-a8", ""))
-        if "smooth" in words:
-            recipe = read_recipe("fixed16-smooth")
+    smooth = Recipe(weights=WeightsRecipe(scheme="fixed16"), activations=ActivationsRecipe(smooth=0.5))
+    for recipe in (read_recipe("fixed16-awq"), smooth):
         after = quantize(model, recipe, tokens[:, :-1])(tokens[:2, :-1])
         assert (after - before).norm() < 2e-3 * before.norm()
 

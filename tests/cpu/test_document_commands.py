@@ -96,6 +96,8 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("model", "folder"):
         huggingface.save(Transformer(LLAMA, seed=1), tmp_path / name)
         (tmp_path / name / "tokenizer.json").write_text(json.dumps(byte_tokenizer(), ensure_ascii=False))
+        described = json.loads((tmp_path / name / "config.json").read_text()) | {"eos_token_id": 0}
+        (tmp_path / name / "config.json").write_text(json.dumps(described))
     (tmp_path / "notes.txt").write_text("to be or not to be\n" * 400)
     texts = [{"text": f"document {number}: the quick brown fox. " * 3} for number in range(80)]
     (tmp_path / "text.jsonl").write_text("".join(json.dumps(record) + "\n" for record in texts))

@@ -127,6 +127,9 @@ def test_a_model_of_bytes_gets_a_tokenizer_of_bytes(transformers: Any, folder: P
     assert tokenizer(text)["input_ids"] == list(text.encode())
     assert tokenizer.decode(list(text.encode()), clean_up_tokenization_spaces=False) == text
     assert transformers.AutoConfig.from_pretrained(tmp_path / "out").eos_token_id == 0
+    from tilemesh.data.tokenizer import END_BYTE, open_tokenizer
+
+    assert open_tokenizer(tmp_path / "out" / "tokenizer.json").end == END_BYTE  # so that it can be trained further
 
 
 def test_a_model_trained_with_a_tokenizer_file_gets_that_one(transformers: Any, folder: Path, tmp_path: Path) -> None:

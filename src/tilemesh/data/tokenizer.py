@@ -116,8 +116,10 @@ class FileTokenizer:
         self.vocabulary = max(ids.values(), default=-1) + 1
         """One above the largest id: there may be holes."""
         named = self.files.special_tokens.get("eos_token")
-        self.end_token = named if named in ids else next((name for name in _END_NAMES if name in ids), None)
-        """The text of the token that ends a document: as the folder names it, or a usual name for it."""
+        usual = [*(name for name in _END_NAMES if name in ids), *(t for t, i in ids.items() if i == self.files.end)]
+        self.end_token = named if named in ids else next(iter(usual), None)
+        """The text of the token that ends a document: as the folder names it, a usual name, or what the model's
+        config.json says."""
         added = self._inner.get_added_tokens_decoder()
         special = {int(token) for token, entry in added.items() if entry.special}
         self._end = None if self.end_token is None else ids[self.end_token]

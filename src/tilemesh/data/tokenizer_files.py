@@ -50,6 +50,13 @@ class TokenizerFiles:
     """As transformers chooses it, without `Fast`; empty: tokenizer.json as it is."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """tokenizer_config.json as it stands."""
+    end: int | None = None
+    """The first end token of the model's config.json: it counts where no file names one."""
+
+
+def _first_end(ends: Any) -> int | None:
+    first = ends[0] if isinstance(ends, list) and ends else ends
+    return first if type(first) is int else None
 
 
 def read_beside(path: Path) -> TokenizerFiles:
@@ -59,7 +66,8 @@ def read_beside(path: Path) -> TokenizerFiles:
     described = dict(settings)
     if _ADDED not in settings:
         described |= _optional(folder / _SPECIAL_TOKENS_MAP)
-    tokenizer_class = _class_of(settings, _optional(folder / _MODEL_CONFIG))
+    model = _optional(folder / _MODEL_CONFIG)
+    tokenizer_class = _class_of(settings, model)
     named: dict[str, str | None] = dict(_DEFAULT_TOKENS.get(tokenizer_class, {}))
     for name, value in described.items():
         if name.endswith("_token") and (value is None or _content(value) is not None):
@@ -77,6 +85,7 @@ def read_beside(path: Path) -> TokenizerFiles:
         tuple(dict(added[token]) for token in sorted(added, key=int)),
         tokenizer_class,
         settings,
+        _first_end(model.get("eos_token_id")),
     )
 
 

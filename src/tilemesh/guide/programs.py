@@ -171,9 +171,10 @@ def control() -> str:
 
 def folding() -> str:
     x = build.argument("x", [4])
-    before = Graph((x,), (build.multiply(build.add(x, 0.0), build.multiply(build.constant(2.0), build.constant(3.0))),))
+    six = build.multiply(build.constant(2.0), build.constant(3.0))
+    before = Graph((x,), (build.multiply(build.subtract(x, 0.0), six),))
     after, _ = simplify(before)
-    return drawn("Constants are folded, and x + 0 is x", [("before", before), ("after", after)])
+    return drawn("Constants are folded, and x - 0 is x", [("before", before), ("after", after)])
 
 
 def common() -> str:
