@@ -301,6 +301,15 @@ CHAT = [
 
 
 class TestChat:
+    @pytest.mark.parametrize(
+        "source",
+        ["{{ ''.__class__.__mro__[1].__subclasses__() }}", "{{ messages.append(1) }}", "{{ cycler.__init__ }}"],
+    )
+    def test_a_template_reaches_nothing_but_its_conversation(self, source: str) -> None:
+        pytest.importorskip("jinja2")
+        with pytest.raises(UsageError, match="chat template"):
+            Template({"default": source}, {}).render(CHAT, answer_follows=True)
+
     def test_answers_are_what_counts(self) -> None:
         text, answers = template_of(None).write(Conversation(CHAT))
         assert text == template_of(None).render(CHAT, answer_follows=False)

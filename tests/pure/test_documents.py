@@ -240,3 +240,18 @@ def test_commands_exist_with_their_options(command: DocumentCommand) -> None:
     for word in before:
         if word.startswith("--"):
             assert word.partition("=")[0] in known, f"no option {word}"
+
+
+def test_every_promise_of_the_security_page_names_a_test_that_is_there() -> None:
+    page = (ROOT / "docs" / "security.md").read_text()
+    rows = [line for line in page.splitlines() if line.startswith("| ") and not line.startswith("| promise")]
+    assert len(rows) >= 13
+    for row in rows:
+        held = row.rstrip(" |").rpartition("|")[2]
+        tests = re.findall(r"`(test_\w+\.py|…)::(test_\w+)`", held)
+        assert tests or "tests/" in held, row
+        file = ""
+        for name, function in tests:
+            file = name if name != "…" else file
+            (path,) = (ROOT / "tests").rglob(file)
+            assert f"def {function}(" in path.read_text(), f"{file} has no {function}"
