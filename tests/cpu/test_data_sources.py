@@ -303,7 +303,11 @@ CHAT = [
 class TestChat:
     @pytest.mark.parametrize(
         "source",
-        ["{{ ''.__class__.__mro__[1].__subclasses__() }}", "{{ messages.append(1) }}", "{{ cycler.__init__ }}"],
+        [
+            "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+            "{{ messages.append(1) }}",
+            "{{ cycler.__init__.__globals__ }}",
+        ],
     )
     def test_a_template_reaches_nothing_but_its_conversation(self, source: str) -> None:
         pytest.importorskip("jinja2")
