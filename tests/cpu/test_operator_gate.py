@@ -23,7 +23,7 @@ SAMPLE = {  # where faults were found, and every kind of values and dtype once
     "scale_shift": (torch.bfloat16, "zeros"), "rms_norm": (torch.float16, "subnormal"),
     "row_linear": (torch.float32, "plain"), "lowbit_linear": (torch.float32, "plain"),
     "scaled_matmul": (torch.float32, "offset"), "scaled_matmul of floats": (torch.float32, "zeros"),
-    "likeliest": (torch.float32, "largest"),
+    "likeliest": (torch.float32, "largest"), "few_linear": (torch.bfloat16, "zeros"),
     "adamw": (torch.float32, "plain"), "global_norm": (torch.float32, "offset"),
 }  # fmt: skip
 

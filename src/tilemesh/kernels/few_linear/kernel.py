@@ -20,6 +20,7 @@ from tilemesh.kernels.few_linear.cost import parts_of
 from tilemesh.kernels.launch.call import Place
 from tilemesh.kernels.launch.gpu import launches_early
 from tilemesh.kernels.launch.steps import Argument, Descriptor, LaunchPlan, Pointer, Step, blocks
+from tilemesh.kernels.launch.tensors import for_tma
 
 _TILE = 64  # rows of the weight
 
@@ -125,7 +126,7 @@ def forward(launch: Any, x: Tensor, weight: Tensor, gate: str) -> Tensor:
     parts = parts_of(outputs, weight.shape[1], gate)
     dtype = x.dtype if parts == 1 else torch.float32
     y = torch.empty((parts, x.shape[0], outputs), dtype=dtype, device=x.device)
-    given = {"x": x.contiguous(), "w": weight.contiguous(), "y": y}
+    given = {"x": for_tma(x), "w": for_tma(weight), "y": y}
     if x.device.type == "cpu":
         launch(interpreted_plan, given, written=("y",), gated=gated)
     else:

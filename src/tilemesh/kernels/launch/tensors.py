@@ -80,6 +80,16 @@ def flat(tensor: Tensor) -> Tensor:
     return tensor.contiguous().view(-1)
 
 
+def for_tma(matrix: Tensor) -> Tensor:
+    """Rows that follow each other and begin at an address that is a multiple of 16: the matrix, or a copy of it.
+
+    `contiguous` does not suit: it leaves the address as it is, and the stride of a single row.
+    """
+    if matrix.data_ptr() % 16 == 0 and matrix.stride() == (matrix.shape[1], 1):
+        return matrix
+    return torch.empty(matrix.shape, dtype=matrix.dtype, device=matrix.device).copy_(matrix)
+
+
 def is_plain(tensor: Tensor) -> bool:
     """A real tensor: no subclass (fake tensors are one), no lazy negation, and with memory."""
     return type(tensor) in PLAIN_TYPES and not tensor.is_neg() and not tensor.is_meta

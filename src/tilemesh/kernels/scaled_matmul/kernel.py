@@ -17,6 +17,7 @@ from torch import Tensor
 from tilemesh.kernels.launch.call import Place
 from tilemesh.kernels.launch.gpu import device_index, gpu_of
 from tilemesh.kernels.launch.steps import Argument, Descriptor, FitError, LaunchPlan, Pointer, Step, blocks
+from tilemesh.kernels.launch.tensors import for_tma
 from tilemesh.kernels.scaled_matmul.reference import by_library, scaled_matmul
 
 _TOGETHER = 4  # rows of tiles that are computed before the next columns
@@ -118,17 +119,8 @@ def library_is_quicker(x: Tensor, weight: Tensor, code: str, dtype: str) -> bool
     return (len(x) <= _FEW or len(x) >= _MANY) and x.shape[1] % 16 == 0 and len(weight) % 16 == 0
 
 
-def is_for_tma(matrix: Tensor) -> bool:
-    """Whether rows follow each other and begin at multiples of 16 bytes; a single row may have any stride."""
-    return matrix.data_ptr() % 16 == 0 and matrix.stride() == (matrix.shape[1], 1)
-
-
-def _copied(matrix: Tensor) -> Tensor:
-    return torch.empty(matrix.shape, dtype=matrix.dtype, device=matrix.device).copy_(matrix)
-
-
 def forward(launch: Any, x: Tensor, weight: Tensor, x_scales: Tensor, scales: Tensor, code: str, dtype: str) -> Tensor:
-    x, weight = (matrix if is_for_tma(matrix) else _copied(matrix) for matrix in (x, weight))
+    x, weight = for_tma(x), for_tma(weight)
     if library_is_quicker(x, weight, code, dtype):
         return by_library(x, weight, x_scales, scales, code=code, dtype=dtype)
     y = torch.empty((len(x), len(weight)), dtype=getattr(torch, dtype), device=x.device)
