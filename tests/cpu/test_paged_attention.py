@@ -101,6 +101,17 @@ def test_keys_and_values_in_8_bits_are_what_their_codes_mean(
         paged_attention(q, *coded, tables, tiles, scales[0], None, **options)
 
 
+@pytest.mark.parametrize("split", [0, 64])
+def test_scores_that_are_all_minus_infinity_make_nan(split: int) -> None:
+    """As in torch: a token sees its own key at least, so that no weight at all is no empty sum."""
+    q, keys, *rest = make(SEQUENCES, 2, 2, 16, torch.float32, 4)
+    q[5, 1, 3] = -torch.inf
+    options = {"tile": 4, "split": split, "longest": 131, "implementation": "interpret"}
+    lost = paged_attention(q, keys.abs(), *rest, **options).isnan()
+    assert lost[5, 1].all()
+    assert lost.sum() == 16
+
+
 def test_a_tokens_bits_follow_from_its_own_sequence() -> None:
     """Whatever else is in the call, however the sequence is cut into calls, and however many parts run at once."""
     sequences, tile, split = ((70, 3), (128, 2)), 2, 64

@@ -189,7 +189,7 @@ def attend_pages(
             query, at, counts, keys, values, key_scales, value_scales, table, page, begin, whole, end, window, factor,
             k_p, k_n, v_p, v_n, K, E, PAGE, BLOCK_N, HEAD, ROWS, WINDOW, ALIKE, PADDED, UPCAST, FLOAT8, WHOLE, kind,
         )  # fmt: skip
-        made = total / tl.where(sums == 0.0, 1.0, sums)[:, None]
+        made = total / tl.where(counts, sums, 1.0)[:, None]  # each sees a key: no sum is 0 but of scores -inf
         to_y = y + ((first + token) * y_t + (head * GROUP + member) * y_h)[:, None] + columns[None, :]
         tl.store(to_y, made.to(y.dtype.element_ty), mask=held)
     else:
@@ -245,7 +245,7 @@ def add_parts(
         sums = sums * before + tl.sum(weight * now, 0)
         total = total * before + tl.sum(made * now[:, None], 0)
         largest = larger
-    mean = total / tl.where(sums == 0.0, 1.0, sums)
+    mean = total / tl.where(token < count, sums, 1.0)  # as in `attend_pages`
     there = (columns < E) & (token < count)
     tl.store(y + first * y_t + head * y_h + columns, mean.to(y.dtype.element_ty), mask=there)
 
