@@ -240,6 +240,19 @@ def test_a_result_that_nothing_was_computed_from_has_no_gradient(name, used):
         assert torch.equal(mine, again)
 
 
+@pytest.mark.parametrize("implementation", ["auto", "interpret"])
+@pytest.mark.parametrize("name", ["add_rms_norm", "add_layer_norm"])
+def test_where_squares_overflow_the_sums_gradient_passes(name, implementation):
+    """The norm of such a row is lost in float32, and so is what comes back through it: nothing, and not NaN."""
+    x, weight = normal(3, 40, dtype=torch.float32), normal(40, seed=1, dtype=torch.float32)
+    x[1, 20] = torch.finfo(torch.float32).min
+    upstream = [normal(3, 40, dtype=torch.float32, seed=seed) for seed in (2, 3)]
+    upstream[0][1, 20] = 9.0  # times the least number it overflows
+    made = getattr(kernels, name)(x.requires_grad_(), torch.zeros(3, 40), weight, implementation=implementation)
+    (grad,) = torch.autograd.grad(made, x, upstream)
+    assert torch.equal(grad[1], upstream[1][1])
+
+
 def test_second_derivatives_of_a_sum_whose_summands_were_not_kept():
     x, residual = normal(2, 6, grad=True), normal(2, 6, seed=3, grad=True)
     weight, bias = normal(6, seed=1, grad=True), normal(6, seed=2, grad=True)

@@ -147,7 +147,8 @@ def _normalized(
     wide = x.to(accumulator(x.dtype))
     if centred:
         wide = wide - wide.mean(-1, keepdim=True)
-    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    # Where squares overflow, this quotient and its gradient are 0; those of rsqrt and square would be 0 times infinity.
+    wide = wide / ((wide * wide).mean(-1, keepdim=True) + eps).sqrt()
     if weight is not None:
         wide = wide * weight.to(wide.dtype)
     if bias is not None:
