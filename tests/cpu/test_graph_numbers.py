@@ -39,6 +39,7 @@ EXACT: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
     "a cast through a smaller range": (lambda x: x.half().float(), (torch.tensor([1e30, 1.0]).bfloat16(),)),
     "zeros of both signs": (lambda x: (torch.copysign(x, 0.0), torch.copysign(x, -0.0), x * 0.0, x * -0.0), (ZEROS,)),
     "zeros added": (lambda x: (x + 0.0, x - 0.0, x + -0.0, x - -0.0), (ZEROS,)),
+    "a zero's sign through a function": (lambda x: 1 / torch.tanh(x * 3), (torch.tensor([0.0, -0.0]),)),
     "a stored number": (lambda x: torch.full((7,), 1.003, dtype=x.dtype) * x, (NARROW,)),
     "a stored number, cast": (lambda x: torch.full((7,), 1.003, dtype=x.dtype).float() * x.float(), (NARROW,)),
     "numbers that are compared": (lambda x: torch.where(x < 1.003, x + 1, x - 1), (NARROW,)),
@@ -69,6 +70,14 @@ def test_means_of_16_bits_do_not_overflow() -> None:
         ours = torch.utils._pytree.tree_leaves(_compiled(function)[0](x))
         for mine, true in zip(ours, torch.utils._pytree.tree_leaves(function(x.double())), strict=True):
             torch.testing.assert_close(mine.double(), true, rtol=3 * 2.0**-11, atol=0.0)
+
+
+def test_roots_of_16_bits_are_rounded_once() -> None:
+    """A reciprocal root is a root and a quotient; only the quotient is rounded to 16 bits."""
+    x = torch.arange(1, 2049).div(256).half()
+    run, _ = _compiled(lambda x: (torch.rsqrt(x + 0), (x + 0) ** -0.5))
+    for mine in run(x):
+        torch.testing.assert_close(mine.double(), x.double() ** -0.5, rtol=1.001 * 2.0**-11, atol=0.0)
 
 
 def test_a_power_given_by_a_tensor_is_torch_s() -> None:

@@ -60,13 +60,13 @@ def _dtypes(*values: Any) -> set[str]:
 
 
 def lower_power(shape: Shape, dtype: str, x: Any, y: Any) -> Node | None:
-    """Small powers by products and roots, as torch computes them."""
+    """Small powers by products and roots, as torch computes them: what is between them is not rounded to 16 bits."""
     if dtype not in FLOATS:
         return None
     base = _at(x, shape, dtype)
     if isinstance(y, Node) or y not in SMALL_POWERS:
         return make("power", base, _at(y, shape, dtype))
-    return SMALL_POWERS[y](base)
+    return build.cast(SMALL_POWERS[y](build.cast(base, WIDER.get(dtype, dtype))), dtype)
 
 
 SMALL_POWERS: Mapping[float, Callable[[Node], Node]] = {

@@ -73,7 +73,8 @@ static inline float fast_tanh(float x) {
   p = p * z + 1.33314422036e-1f;
   p = p * z - 3.33332819422e-1f;
   float large = copysignf(1.0f - 2.0f / (fast_exp(a + a) + 1.0f), x);
-  return a < 0.625f ? p * z * x + x : (x != x ? x : large);
+  float small = copysignf(p * z * x + x, x);  // the sum of 0.0 and -0.0 is 0.0
+  return a < 0.625f ? small : (x != x ? x : large);
 }
 
 static inline float fast_sigmoid(float x) { return 1.0f / (1.0f + fast_exp(-x)); }

@@ -61,7 +61,7 @@ def tanh(x):
         value = far
     else:
         value = tl.where(a < 0.625, near, far)
-    return tl.where(x < 0, -value, value)
+    return tl.where(x == 0, x, tl.where(x < 0, -value, value))
 '''
 
 
