@@ -30,7 +30,7 @@ def planted(x: Tensor, kind: str) -> Tensor:
     x = x.clone()
     if not x.is_floating_point() or not x.numel():
         return x
-    limits, places = torch.finfo(x.dtype), x.view(-1)
+    limits, places = torch.finfo(x.dtype), x.reshape(-1)  # a copy where the elements are not in order
     if kind == "offset":
         x += 4 * 2.0 ** (-math.log2(limits.eps) // 2)  # beside which whole numbers are exact
     elif kind in ("-inf", "inf", "nan"):
@@ -44,7 +44,7 @@ def planted(x: Tensor, kind: str) -> Tensor:
         places[::3] *= limits.smallest_normal / 8
     elif kind != "plain":
         raise ValueError(f"unknown kind of values '{kind}': known are {', '.join(KINDS)}")
-    return x
+    return x if kind == "offset" else x.copy_(places.view(x.shape))
 
 
 def disagreement(

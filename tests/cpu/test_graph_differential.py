@@ -1,8 +1,10 @@
 """The graph backend against eager: a sample of `graph_gate.py` here, all of it in `make test-all`.
 
-Checked against the code before the gate (commit 14baad0c): there it finds, unaided, means of float16 that overflow,
-casts through a smaller range, one node for 0.0 and -0.0, powers that are products, numbers that are not rounded to the
-dtype that stores them, targets and rows that are none, and backward programs left as traced where sizes change.
+The gate was run on the sources before it (commit 14baad0c). There `casts` finds casts through a smaller range,
+`constants` one node for 0.0 and -0.0, `index` targets and rows that are none, `chain mean` means of float16 that
+overflow, `chain tanh` a zero that loses its sign, and `sizes convolution` (not in the sample) backward programs left as
+traced. Powers that are products are one unit in the last place off, which is within its bound: `test_graph_numbers.py`
+holds these.
 """
 
 from __future__ import annotations
@@ -10,11 +12,9 @@ from __future__ import annotations
 import pytest
 from graph_gate import findings, parts
 
-# What found each of the faults named above, and the commonest operators.
 SAMPLE = (
-    "casts torch.bfloat16", "constants torch.float32", "constants torch.bfloat16",
-    "index nn.functional.embedding", "index nn.functional.cross_entropy", "chain mean", "chain exp",
-    "sizes convolution of a line", "operator pow", "operator softmax", "operator mean",
+    "casts torch.bfloat16", "constants torch.bfloat16", "index nn.functional.embedding",
+    "index nn.functional.cross_entropy", "chain mean torch.float16", "chain tanh torch.float32", "operator softmax",
 )  # fmt: skip
 
 
