@@ -42,7 +42,7 @@ def run(*arguments: str) -> Any:
     "arguments",
     [
         ["llama-3-8b", "--cluster", "8xh100", "--explain"],
-        ["llama-3-70b", "--cluster", "64xh100", "--batch-tokens", "4M"],
+        ["llama-3-70b", "--cluster", "64xh100", "--batch-tokens", "4M", "--fix", "tp=8"],
         ["--draw", "1f1b", "--stages", "4", "--microbatches", "8"],
     ],
     ids=["explain", "layouts", "draw"],
@@ -80,7 +80,7 @@ def test_the_table_and_why() -> None:
 def test_no_figure_is_cut_in_a_narrow_terminal() -> None:
     out = CliRunner(env={"COLUMNS": "60"}).invoke(
         app,
-        ["llama-3-70b", "--cluster", "64xh100", "--batch-tokens", "4M", "--fix", "attention=materialized"],
+        ["llama-3-70b", "--cluster", "64xh100", "--batch-tokens", "4M", "--fix", "attention=materialized,tp=8"],
         catch_exceptions=False,
     )
     assert out.exit_code == 0

@@ -22,7 +22,8 @@ from tilemesh.model.work.weights import count_parameters, shard_parameters
 from tilemesh.plan import memory
 from tilemesh.plan.cut import spread
 from tilemesh.plan.memory import Room
-from tilemesh.plan.step import predict
+from tilemesh.plan.space import Pins, candidates
+from tilemesh.plan.step import Estimator, predict
 
 GIB = 2**30
 MEGATRON = {"vocabulary": 51200, "context": 2048, "dropout": 0.1}
@@ -254,3 +255,16 @@ def test_a_loss_that_makes_logits_of_some_rows_at_a_time_holds_no_others() -> No
     assert ends < chunked <= ends + CHUNK_BYTES + 128 * 2 * vocabulary
     # A table that ranks share is not multiplied in chunks.
     assert not Task.of(dataclasses.replace(plan, tp=2), 1024, "compiled", True, True).chunked_loss
+
+
+@pytest.mark.parametrize("cluster", ["4xh100", "4xcpu"])
+@pytest.mark.parametrize("offload", ["", "optimizer", "weights", "optimizer+weights", "activations+optimizer+weights"])
+def test_what_is_quickly_beyond_a_limit_is_beyond_it(cluster: str, offload: str) -> None:
+    """The quick answer says no sooner than the fullest rank does, and up to the limit it is that rank's."""
+    estimator = Estimator(preset("llama-3-8b"), parse_cluster(cluster), context=2048)
+    plans = [plan for group in candidates(estimator, 16, Pins(offload=offload)) for plan in group][::11]
+    exact = [estimator.room.fullest(plan, estimator._counts(plan)).total_bytes for plan in plans]
+    for limit in sorted(exact)[:: len(exact) // 6]:
+        quick = [estimator.total_bytes(plan, limit) for plan in plans]
+        assert [nbytes > limit for nbytes in quick] == [nbytes > limit for nbytes in exact]
+        assert [nbytes for nbytes in quick if nbytes <= limit] == [nbytes for nbytes in exact if nbytes <= limit]

@@ -19,9 +19,7 @@ from resume_run import LEAST
 from tilemesh.core.cores import available_cores
 
 SAMPLE = (
-    {"method": "diloco", "stop": "6"},
-    {"method": "one-bit", "optimizer": "sgd", "stop": "3"},
-    {"method": "powersgd", "data": "chat", "stop": "1"},
+    {"method": "powersgd", "optimizer": "sgd", "data": "chat", "stop": "3"},
     {"layout": "pipemare", "optimizer": "lion", "stop": "2-5"},
     {"method": "asp", "data": "padded", "stop": "killed"},
 )

@@ -8,6 +8,7 @@ plan's own fields, so the same question has the same answer everywhere.
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import combinations
@@ -174,15 +175,16 @@ def choose_batch(batch: int | None, batch_tokens: int | None, context: int) -> i
 
 def _look(estimator: Estimator, batch: int, pins: Pins) -> tuple[int, tuple[int, ParallelPlan] | None, list[Point]]:
     """All layouts once: how many there are, the smallest, and those that fit with their time."""
-    considered = 0
+    considered, limit = 0, math.inf
     least: tuple[int, ParallelPlan] | None = None
     ranked: list[Point] = []
     for group in candidates(estimator, batch, pins):
         for candidate in group:
             considered += 1
-            nbytes = estimator.total_bytes(candidate)
+            nbytes = estimator.total_bytes(candidate, limit)
             if least is None or nbytes < least[0]:
                 least = (nbytes, candidate)
+                limit = max(nbytes, estimator.usable_bytes)  # beyond it neither does one fit nor is it the smallest
             if nbytes > estimator.usable_bytes:
                 continue
             ranked.append(Point(estimator.rank_s(candidate), nbytes, candidate))

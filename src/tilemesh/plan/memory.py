@@ -5,12 +5,13 @@ What a layer keeps is counted in `model/work/kept.py`; a stage holds that of so 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 from tilemesh.core.hardware import DTYPE_BYTES, Cluster, Device
-from tilemesh.core.plan import ASYNCHRONOUS, ParallelPlan
+from tilemesh.core.plan import ASYNCHRONOUS, ParallelPlan, is_listed
 from tilemesh.core.step import pace
 from tilemesh.core.step.action import StepProgram
 from tilemesh.core.step.asynchronous import copies_of_weights
@@ -225,6 +226,40 @@ class Room:
     ) -> list[RankMemory]:
         """Memory of these ranks of the pipeline, or of all: activations by liveness of the step's actions."""
         ranks = tuple(range(plan.pp)) if ranks is None else ranks
+        rests, peaks = self._rests(plan, counts, ranks), self._peaks_beside(plan, counts, ranks)
+        return [self._stage(plan, needs._replace(activations=peak)) for needs, peak in zip(rests, peaks, strict=True)]
+
+    def total_bytes(self, plan: ParallelPlan, counts: tuple[int, ...], limit: float = math.inf) -> int:
+        """Of the fullest rank. Beyond `limit` it may be less, but is beyond it too, and quicker.
+
+        Activations only add to the rest, those of one microbatch at least. Where the host holds some of that, they take
+        at most the room of what has left by then: where weights and optimizer states have, weights alone are sure to be
+        there at some moment.
+        """
+        if plan.world == 1:  # gradients come as activations go
+            return self.fullest(plan, counts).total_bytes
+        ranks = self._worth_a_look(plan, counts)
+        rests = self._rests(plan, counts, ranks)
+        bare = [self._stage(plan, needs) for needs in rests]
+        both = "optimizer" in plan.offload and "weights" in plan.offload
+        nbytes = [stage.total_bytes - (stage.optimizer_bytes if both else 0) for stage in bare]
+        each = self._sure_bytes(plan)
+        least = max([rest + needs.layers * each for rest, needs in zip(nbytes, rests, strict=True)])
+        if least > limit:
+            return least
+        if plan.offload:
+            return self.fullest(plan, counts).total_bytes
+        return max([rest + peak for rest, peak in zip(nbytes, self._peaks_beside(plan, counts, ranks), strict=True)])
+
+    def _sure_bytes(self, plan: ParallelPlan) -> int:
+        """What every layer of a rank keeps of a microbatch when its backward pass begins there: in one direction all of
+        the rank's chunks have seen it. 0 where layers keep different amounts."""
+        if plan.offload or plan.recompute_stages or plan.recompute_every != 1 or plan.slices > 1:
+            return 0
+        return self.layer(plan)[0] if len(self._placement(plan).directions) == 1 else 0
+
+    def _peaks_beside(self, plan: ParallelPlan, counts: tuple[int, ...], ranks: tuple[int, ...]) -> list[int]:
+        """The most activations that these ranks hold, beside the microbatch whose loss is among the logits."""
         key = (
             plan.schedule, plan.pp, plan.accumulation, plan.interleave, plan.slices, plan.tp, plan.sequence_parallel,
             plan.microbatch, plan.attention, plan.precision, plan.recompute, plan.recompute_every,
@@ -232,29 +267,24 @@ class Room:
         )  # fmt: skip
         peaks = self._peaks.get(key)
         if peaks is None:
-            peaks = self._peaks[key] = self.activation_peaks(plan, counts, ranks)
-        rest = self._rests(plan, counts, ranks)
-        # One microbatch of what the loss keeps is among the logits.
-        own = self._loss_kept(plan) if plan.pp > 1 else 0
-        return [
-            self._stage(plan, needs._replace(activations=peak - (own if needs.logits else 0)))
-            for needs, peak in zip(rest, peaks, strict=True)
-        ]
-
-    def least_bytes(self, plan: ParallelPlan, counts: tuple[int, ...]) -> int:
-        """What the fullest rank needs without any activations, quickly; 0 where what is moved to the host makes that no
-        bound."""
-        if plan.offload:
-            return 0
-        rest = self._rests(plan, counts, self._worth_a_look(plan, counts))
-        return max([self._stage(plan, needs).total_bytes for needs in rest])
+            own = self._loss_kept(plan) if plan.pp > 1 else 0
+            peaks = [
+                peak - (own if needs.logits else 0)
+                for needs, peak in zip(
+                    self._rests(plan, counts, ranks), self.activation_peaks(plan, counts, ranks), strict=True
+                )
+            ]
+            self._peaks[key] = peaks
+        return peaks
 
     def _rests(self, plan: ParallelPlan, counts: tuple[int, ...], ranks: tuple[int, ...]) -> list[_RankNeeds]:
         """What ranks need beside their activations."""
+        name = plan.schedule if is_listed(plan.schedule) else self._placement(plan).name
+        versions = (plan.schedule, plan.accumulation) if plan.schedule in ASYNCHRONOUS else None
         key = (
-            plan.schedule, plan.pp, plan.interleave, plan.tp, plan.sequence_parallel, plan.microbatch, plan.attention,
-            plan.precision, plan.recompute, plan.recompute_every, plan.recompute_stages, plan.prefetch, counts,
-            plan.zero == 3, ranks, plan.accumulation if plan.schedule in ASYNCHRONOUS else 0,
+            name, plan.pp, plan.interleave, plan.tp, plan.sequence_parallel, plan.microbatch,
+            plan.attention, plan.precision, plan.recompute, plan.recompute_every, plan.recompute_stages, plan.prefetch,
+            counts, plan.zero == 3, ranks, versions,
         )  # fmt: skip
         rest = self._ranks.get(key)
         if rest is None:
@@ -301,11 +331,11 @@ class Room:
                 peaks = [peak + away for peak, away in zip(peaks, away_peaks(program, sizes), strict=True)]
             return [round(peaks[rank]) for rank in ranks]
         kept, late = sizes.kept, sizes.kept_for_weights
-        shape = (plan.schedule, plan.pp, plan.accumulation, plan.interleave, plan.slices)
-        moments = pace.moments_for_memory(*shape)
+        shape = (plan.pp, plan.accumulation, plan.interleave, plan.slices)
+        moments = [pace.moments_for_memory(plan.schedule, rank, *shape) for rank in ranks]
         return [
-            round(max(sum([a * kept[chunk] + b * late[chunk] for chunk, a, b in moment]) for moment in moments[rank]))
-            for rank in ranks
+            round(max([sum([a * kept[chunk] + b * late[chunk] for chunk, a, b in moment]) for moment in of_rank]))
+            for of_rank in moments
         ]
 
     def host_bytes(self, plan: ParallelPlan, counts: tuple[int, ...]) -> list[int]:

@@ -9,6 +9,7 @@ same lists of actions (`core/step/`).
 from __future__ import annotations
 
 import dataclasses
+import math
 import statistics
 from typing import NamedTuple
 
@@ -135,15 +136,11 @@ class Estimator:
     # ---- two answers -------------------------------------------------------------------------------------------
 
     def fits(self, plan: ParallelPlan) -> bool:
-        return self.least_bytes(plan) <= self.usable_bytes and self.total_bytes(plan) <= self.usable_bytes
+        return self.total_bytes(plan, self.usable_bytes) <= self.usable_bytes
 
-    def least_bytes(self, plan: ParallelPlan) -> int:
-        """What `total_bytes` is no less than, quickly."""
-        return self.room.least_bytes(plan, self._counts(plan))
-
-    def total_bytes(self, plan: ParallelPlan) -> int:
-        """Of the fullest rank."""
-        return self.room.fullest(plan, self._counts(plan)).total_bytes
+    def total_bytes(self, plan: ParallelPlan, limit: float = math.inf) -> int:
+        """Of the fullest rank; beyond `limit` perhaps less, but beyond it too, and quicker."""
+        return self.room.total_bytes(plan, self._counts(plan), limit)
 
     def rank_s(self, plan: ParallelPlan) -> float:
         """Step time in closed form, quickly; the layout must be possible."""

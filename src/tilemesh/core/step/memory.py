@@ -64,26 +64,23 @@ Moment = tuple[tuple[int, int, int], ...]
 """What a rank holds between two actions: of each chunk the passes from F to B or I, and those from I to W."""
 
 
-def fullest_moments(program: StepProgram) -> tuple[tuple[Moment, ...], ...]:
-    """Of each rank the moments at which it can hold most activations, whatever a pass of each chunk keeps: what
-    `memory_peaks` finds is the largest of these, for any sizes."""
-    ranks = []
-    for actions in program.actions:
-        held: dict[int, list[int]] = {}
-        moments: set[Moment] = set()
-        grew = False
-        for action in actions:
-            whole = parts(action)
-            if grew and any(part.kind != "F" for part in whole):  # all others give something back
-                moments.add(tuple([(chunk, ahead, behind) for chunk, (ahead, behind) in held.items()]))
-                grew = False
-            for part in whole:
-                counts = held.setdefault(part.chunk, [0, 0])
-                counts[0] += _AHEAD[part.kind]
-                counts[1] += _BEHIND[part.kind]
-                grew = grew or part.kind in "FI"
-        ranks.append(tuple(moments))
-    return tuple(ranks)
+def fullest_moments(program: StepProgram, rank: int) -> tuple[Moment, ...]:
+    """The moments at which a rank can hold most activations, whatever a pass of each chunk keeps: what `memory_peaks`
+    finds of it is the largest of these, for any sizes."""
+    held: dict[int, list[int]] = {}
+    moments: set[Moment] = set()
+    grew = False
+    for action in program.actions[rank]:
+        whole = parts(action)
+        if grew and any(part.kind != "F" for part in whole):  # all others give something back
+            moments.add(tuple([(chunk, ahead, behind) for chunk, (ahead, behind) in held.items()]))
+            grew = False
+        for part in whole:
+            counts = held.setdefault(part.chunk, [0, 0])
+            counts[0] += _AHEAD[part.kind]
+            counts[1] += _BEHIND[part.kind]
+            grew = grew or part.kind in "FI"
+    return tuple(moments)
 
 
 _AHEAD = {"F": 1, "B": -1, "I": -1, "W": 0}

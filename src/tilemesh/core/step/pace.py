@@ -79,10 +79,10 @@ def program_for_memory(name: str, stages: int, microbatches: int, interleave: in
 
 
 def moments_for_memory(
-    name: str, stages: int, microbatches: int, interleave: int, slices: int = 1
-) -> tuple[tuple[Moment, ...], ...]:
-    """The moments of that step at which each rank can hold most."""
-    return _moments(name, stages, _settled(name, stages, microbatches), interleave, slices)
+    name: str, rank: int, stages: int, microbatches: int, interleave: int, slices: int = 1
+) -> tuple[Moment, ...]:
+    """The moments of that step at which a rank can hold most."""
+    return _moments(name, rank, stages, _settled(name, stages, microbatches), interleave, slices)
 
 
 def _settled(name: str, stages: int, microbatches: int) -> int:
@@ -90,9 +90,9 @@ def _settled(name: str, stages: int, microbatches: int) -> int:
     return microbatches if name in ALL_AT_ONCE or is_listed(name) else min(microbatches, enough)
 
 
-@functools.lru_cache(maxsize=4096)
-def _moments(name: str, stages: int, microbatches: int, interleave: int, slices: int) -> tuple[tuple[Moment, ...], ...]:
-    return fullest_moments(_built(name, stages, microbatches, interleave, slices))
+@functools.lru_cache(maxsize=16384)
+def _moments(name: str, rank: int, stages: int, microbatches: int, interleave: int, slices: int) -> tuple[Moment, ...]:
+    return fullest_moments(_built(name, stages, microbatches, interleave, slices), rank)
 
 
 @functools.cache
