@@ -368,17 +368,22 @@ class Room:
         return layers * kept // plan.slices, layers * late // plan.slices  # slices of a sequence share what is kept
 
     def _worth_a_look(self, plan: ParallelPlan, counts: tuple[int, ...]) -> tuple[int, ...]:
-        """Ranks that can be the fullest: the ends, the middle, and of those with the same layers the first."""
+        """Ranks that can be the fullest: the ends, the middle, and of those with the same layers the first and the last
+        (where weight gradients wait, a later rank may hold more of those); all where chunks lie in a V."""
         if plan.pp == 1:
             return (0,)
         placement = self._placement(plan)
         ranks = self._looked.get((placement.name, plan.pp, counts))
         if ranks is None:
             first: dict[tuple[int, ...], int] = {}
+            last: dict[tuple[int, ...], int] = {}
             for rank, held in enumerate(placement.held):
-                first.setdefault(tuple(counts[chunk] for chunk in held), rank)
-            ends = {0, plan.pp - 1, *first.values()} | ({plan.pp // 2} if placement.name == "two-way" else set())
-            ranks = self._looked[placement.name, plan.pp, counts] = tuple(sorted(ends))
+                layers = tuple(counts[chunk] for chunk in held)
+                first.setdefault(layers, rank)
+                last[layers] = rank
+            between = {"two-way": [plan.pp // 2], "v": range(plan.pp)}.get(placement.name, [])
+            looked = {0, plan.pp - 1, *first.values(), *last.values(), *between}
+            ranks = self._looked[placement.name, plan.pp, counts] = tuple(sorted(looked))
         return ranks
 
     @staticmethod

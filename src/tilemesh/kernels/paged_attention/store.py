@@ -33,7 +33,7 @@ _HEADS = 8  # of a program, at most
 @triton.jit
 def codes_of(value, scale, FLOAT8: tl.constexpr):
     """Numbers of some heads as codes of 8 bits under the heads' scales (heads, 1), ties to the even one."""
-    value = value.to(tl.float32) * (1.0 / scale)
+    value = tl.div_rn(value.to(tl.float32), scale)  # the quotient itself, as codes.py has it
     if FLOAT8:
         code = float8_bits(value)
     else:
