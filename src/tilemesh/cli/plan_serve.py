@@ -37,8 +37,10 @@ from tilemesh.serve.simulate import fresh_requests, poisson_arrivals, simulate_w
 
 LOADS = (0.25, 0.5, 0.8, 1.0)
 """Of what the chosen layout serves at most."""
-_FEWEST = 120
+_FEWEST = 250
 """Requests that a load is judged by, at least: as many as are inside at once, where these are more."""
+_UNCOUNTED_SHARE = 0.3
+"""Of these, those that come before and are not counted: near its limit an engine takes long to have its usual queue."""
 _WIDTH = 100
 """Of tables and sentences where nobody says how wide the terminal is."""
 
@@ -136,7 +138,8 @@ def _simulated(best: ServeLayout, asked: ServePlanQuestion, share: float, goal: 
     rate = share * state.requests_per_s  # of one replica
     # Those inside at once when the engine has filled; until then, and when no more come, tokens are too quick.
     inside = min(state.batch, math.ceil(rate * (state.first_token_s + asked.output * state.step_s)))
-    before, measured, after = 3 * inside // 2, max(_FEWEST, inside), inside // 2
+    measured, after = max(_FEWEST, inside), inside // 2
+    before = max(3 * inside // 2, round(_UNCOUNTED_SHARE * measured))
     count = before + measured + after
     limits = ServeLimits(
         pages=best.pages,
@@ -148,7 +151,11 @@ def _simulated(best: ServeLayout, asked: ServePlanQuestion, share: float, goal: 
         waiting=1 << 20,
         share_prefixes=False,
     )
-    requests = fresh_requests(poisson_arrivals(rate, count), [asked.prompt] * count, [asked.output] * count)
+    drawn = poisson_arrivals(rate, count)
+    # Hundreds of drawn gaps are 5 % longer or shorter than the rate says: those that count are made to fit it.
+    exactly = measured / rate * 1e9 / (drawn[before + measured - 1] - drawn[before - 1])
+    arrivals = [round(at_ns * exactly) for at_ns in drawn]
+    requests = fresh_requests(arrivals, [asked.prompt] * count, [asked.output] * count)
     history = simulate_with(best.clock, limits, requests)
     everyone = list(history.requests.values())
     records = everyone[before : before + measured]

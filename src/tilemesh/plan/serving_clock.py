@@ -8,6 +8,7 @@ measured steps of the same model, which is what a calibrated machine means here.
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -72,6 +73,7 @@ class StepClock:
             self._ceiling = Ceiling(
                 "measured", rates.matmul_flops_per_s, copy, reading, rates.write_bytes_per_s or copy
             )
+        self._windows = Counter(model.window_of(layer) for layer in range(model.layers))
         self._dense = functools.lru_cache(maxsize=4096)(self._dense_seconds)
 
     def __call__(self, parts: Sequence[SequencePart]) -> float:
@@ -86,8 +88,7 @@ class StepClock:
         dense, exchange, launches = self._dense(tokens, logits)
         attention = 0.0
         task = self._task(tokens)
-        for window in {self.model.window_of(layer) for layer in range(self.model.layers)}:
-            count = sum(self.model.window_of(layer) == window for layer in range(self.model.layers))
+        for window, count in self._windows.items():
             operations = attention_operations(self.model, parts, task, window)
             share = constants.PAGED_ATTENTION_FRACTION if self.gpu else 1.0
             attention += count * self._speed.seconds(operations) / share
