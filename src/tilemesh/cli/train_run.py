@@ -237,7 +237,10 @@ def _show_summary(result: Result, summary: Mapping[str, Any], console: Console) 
         words += f", {summary['bits_per_byte']:.3f} bits per byte held out"
     words += f", first step after {format_seconds(first)}" if first is not None else "; there was nothing left to do"
     print_words(words, console)
-    further = "" if summary["interrupted"] else f" --set train.steps={2 * summary['step']}"
+    more = f"train.steps={2 * summary['step']}"
+    if summary["step"] < asked.train.steps:  # early stopping ended it
+        more = f"evaluate.patience={2 * asked.evaluate.patience}"
+    further = "" if summary["interrupted"] else f" --set {more}"
     print_words(f"written: {folder} ({CONFIG}, {METRICS}, {TRACE} for ui.perfetto.dev, {SUMMARY})", console)
     if result.saved_step is None:
         return
