@@ -204,7 +204,7 @@ def test_following_a_regex_has_a_limit_per_answer(engine: Engine, monkeypatch: p
     [
         (["--host", "0.0.0.0"], "can be reached from other machines and there is no key"),
         (["--host", "::"], "can be reached from other machines and there is no key"),
-        (["--api-key", ""], "a key of 0 characters cannot be used"),
+        (["--api-key", "short"], "a key of 5 characters cannot be used"),
         (["--api-key", "@/nowhere"], "--api-key @/nowhere cannot be read"),
         (["--no-key", "--api-key", "long-enough"], "--no-key is given beside keys"),
         (["--allow-host", "https://x/"], "--allow-host is"),
