@@ -566,7 +566,7 @@ def test_a_guess_is_what_followed_last_time() -> None:
         ({"n": 0}, "n is 0"),
         ({"max_tokens": 0}, "max_tokens is 0"),
         ({"max_tokens": True}, "max_tokens is True: expected a whole number"),
-        ({"repetition_penalty": 0.0}, "repetition_penalty is 0.0: expected above 0 and at most"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty is 0.0: expected between 1e-06 and 1,000,000"),
         ({"presence_penalty": 3.0}, "presence_penalty is 3.0"),
         ({"logit_bias": {1: 101.0}}, "logit_bias of token 1 is 101.0"),
         ({"logit_bias": {-1: 1.0}}, "token -1"),

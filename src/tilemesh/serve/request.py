@@ -17,7 +17,7 @@ from tilemesh.core.ranges import SEED, TEMPERATURE, Range, shown
 
 _NUMBERS = {
     "temperature": TEMPERATURE, "top_p": Range(0, 1, above=True), "min_p": Range(0, 1),
-    "repetition_penalty": Range(0, 1_000_000, above=True), "presence_penalty": Range(-2, 2),
+    "repetition_penalty": Range(1e-6, 1_000_000), "presence_penalty": Range(-2, 2),
     "frequency_penalty": Range(-2, 2),
 }  # fmt: skip
 MOST_LOGPROBS = 20

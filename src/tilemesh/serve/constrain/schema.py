@@ -34,6 +34,8 @@ from tilemesh.serve.constrain.pattern import (
 from tilemesh.serve.constrain.regex import parse_regex
 
 _MOST_DEPTH = 32
+_MOST_SCHEMAS = 1000
+"""In one another: so many need more nodes than a machine may have, and this is known sooner."""
 _MOST_NAME = 100
 _MOST_DIGITS = 15
 _MOST_COUNT = 10_000
@@ -76,9 +78,12 @@ class _Schemas:
     def __init__(self, root: Any) -> None:
         self.root = root
         self.rules: dict[str, Pattern] = {}
-        self.objects = 0
+        self.objects = self.schemas = 0
 
     def pattern(self, schema: Any, where: str, depth: int) -> Pattern:
+        self.schemas += 1
+        if self.schemas > _MOST_SCHEMAS:
+            raise UsageError(f"json_schema holds more than {_MOST_SCHEMAS:,} schemas: give fewer or smaller ones")
         if depth > _MOST_DEPTH:
             raise UsageError(f"json_schema: schemas lie more than {_MOST_DEPTH} deep in one another at {where[:100]}")
         if schema is True or schema == {}:
