@@ -260,11 +260,13 @@ class ServingApp:
                     f"{len(asked.messages):,} messages and the context is {self.engine.limits.context:,} tokens: "
                     "send fewer",
                 )
-            encoded = [self.engine.encode(self.template(asked.messages), special=False)]
-        else:
-            encoded = [self.engine.encode(prompt) for prompt in asked.prompts]
-        for prompt in encoded:
+            prompt = self.engine.encode(self.template(asked.messages), special=False)
             self.engine.check(prompt, asked.sampling)
+            return [prompt]
+        encoded = []
+        for text_or_tokens in asked.prompts:  # checked one by one: the first that cannot be answered ends it
+            encoded.append(self.engine.encode(text_or_tokens))
+            self.engine.check(encoded[-1], asked.sampling)
         return encoded
 
     async def _whole(self, request: Request, reply: LiveReply, head: ReplyHead) -> Response:

@@ -34,7 +34,7 @@ from tilemesh.serve.constrain.pattern import (
 from tilemesh.serve.constrain.regex import parse_regex
 
 _MOST_DEPTH = 32
-_MOST_SCHEMAS = 1000
+_MOST_SCHEMAS = 750
 """In one another: so many need more nodes than a machine may have, and this is known sooner."""
 _MOST_NAME = 100
 _MOST_DIGITS = 15
