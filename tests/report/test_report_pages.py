@@ -338,7 +338,7 @@ def test_the_names_of_a_plans_bars_do_not_wrap(
                 assert page.value("(box => box.scrollWidth - box.clientWidth)(document.querySelector('.scroll'))") <= 0
             # The names leave the bars room, and each begins a row of the table of the best layouts.
             least = "Math.min(...[...document.querySelectorAll('.bar')].map(one => one.getBoundingClientRect().width))"
-            assert page.value(least) > 150
+            assert page.value(least) > 140
             rows = page.value(
                 "[...document.querySelector('table').tBodies[0].rows].map(one => one.cells[0].textContent)"
             )
