@@ -14,11 +14,12 @@ from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+from tilemesh.core.access import server_access
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.runs import contents
 
 LOOPBACK = "127.0.0.1"
-_NAMES = ("127.0.0.1", "localhost", "[::1]")
+_ACCESS = server_access(LOOPBACK, (), (), (), without_key=False)
 
 
 class PageServer:
@@ -85,9 +86,8 @@ def _handler(server: PageServer) -> type[BaseHTTPRequestHandler]:
             self._answer(send_body=False)
 
         def _answer(self, send_body: bool) -> None:
-            host = (self.headers.get("Host") or "").lower()
-            name = host.rpartition(":")[0] if not host.endswith("]") and ":" in host else host
-            if name not in _NAMES:
+            headers = {name: self.headers.get(name) or "" for name in ("host", "origin")}
+            if _ACCESS.refusal(headers) is not None:
                 self._send(403, b"asked for under another name than this machine's own\n", "text/plain", send_body)
             elif self.path == "/state":
                 self._send(200, server.version().encode(), "text/plain", send_body)

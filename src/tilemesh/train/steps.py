@@ -235,7 +235,7 @@ class Stepper:
         self.recorder.live = None
 
     def is_bad(self, loss: float, norm: float) -> bool:
-        """Whether a step came to no number."""
+        """Whether a loss or gradient of a step was NaN or infinite."""
         return not (math.isfinite(loss) and math.isfinite(norm))
 
     def _rate(self, number: int) -> float:
