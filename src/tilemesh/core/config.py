@@ -9,6 +9,7 @@ Literal, tuple[...], any of these `| None`, and nested dataclasses. Nothing is r
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 import tomllib
 import types
@@ -333,7 +334,12 @@ def settable_fields(cls: type[Any]) -> list[dataclasses.Field[Any]]:
     return [f for f in dataclasses.fields(cls) if f.init]
 
 
-def field_types(cls: type[Any]) -> dict[str, Any]:
+def field_types(cls: type[Any]) -> Mapping[str, Any]:
+    return _resolved_types(cls)  # type: ignore[arg-type]  # a class is hashable; mypy asks its instances
+
+
+@functools.cache
+def _resolved_types(cls: type[Any]) -> Mapping[str, Any]:
     resolved = get_type_hints(cls)
     return {f.name: resolved[f.name] for f in settable_fields(cls)}
 

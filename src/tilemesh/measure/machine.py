@@ -216,13 +216,18 @@ def usable_gpus() -> tuple[str, ...]:
 
 def versions() -> dict[str, str]:
     """Versions that can change a measurement, without importing what they belong to; what is absent is left out."""
-    installed = {"python": platform.python_version(), "tilemesh": tilemesh.__version__}
-    for name in DISTRIBUTIONS:
-        try:
-            installed[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return installed
+    installed = {name: _installed(name) for name in DISTRIBUTIONS}
+    known = {name: version for name, version in installed.items() if version is not None}
+    return {"python": platform.python_version(), "tilemesh": tilemesh.__version__, **known}
+
+
+@functools.cache
+def _installed(name: str) -> str | None:
+    """The version of a distribution, whose metadata is parsed once per process."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 @functools.cache
