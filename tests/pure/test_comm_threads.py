@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -402,3 +405,32 @@ def test_an_input_that_is_also_out_is_refused_by_direct_for_what_it_is() -> None
         assert "all_to_all: the out of ranks 0, 1, 2 overlaps the input" in words[1]
         assert "the input of ranks 0, 1, 2 does not lie in memory that comm.empty() made" in words[2]
         assert "an average of float16 is computed in float32" in words[3]
+
+
+def test_one_rank_reserves_no_address_space_for_blocks() -> None:
+    script = """
+import resource
+from tilemesh.comm import connect
+def reserved():
+    return int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+connect("alone")  # what is loaded on the way
+before = reserved()
+comms = [connect("alone") for _ in range(8)]
+x = comms[0].empty((4, 5))
+x[:] = 2
+assert comms[0].all_reduce(x).sum() == 40 and comms[0].all_reduce(x, algorithm="direct").sum() == 40
+print((reserved() - before) // 8)
+"""
+    if not Path("/proc/self/statm").exists():
+        pytest.skip("this system does not tell how much address space a process has")
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    assert int(ended.stdout) < 64 << 20  # a stage of 4 MiB and a thread that watches
+
+
+def test_threads_without_room_for_their_shared_memory_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_room(nbytes: int, dtype: object) -> None:
+        raise MemoryError(f"Unable to allocate {nbytes}")
+
+    monkeypatch.setattr("tilemesh.comm.runtime.threads.np.zeros", no_room)
+    with pytest.raises(RunError, match=r"2 ranks cannot share 1\.01 GiB of address space: raise the limit"):
+        run_threads(2, lambda comm: comm.rank)

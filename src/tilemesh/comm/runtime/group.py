@@ -98,10 +98,12 @@ class Group:
     def _open_arena(self) -> Arena | None:
         """Memory shared with all ranks of this communicator, where they are on one node. A collective call."""
         transport = self.transport
-        common = transport.common(Regions(transport.size, _THREADS_BYTES).nbytes)
+        is_alone = transport.size == 1  # an array of its own is as good as a block: no address space is reserved
+        threads_bytes = 0 if is_alone else _THREADS_BYTES
+        common = transport.common(Regions(transport.size, threads_bytes).nbytes)
         if common is not None:
-            return private_arena(common, transport.size, transport.rank, _THREADS_BYTES, self.cores)
-        blocks_bytes = memory_bytes() // 2
+            return private_arena(common, transport.size, transport.rank, threads_bytes, self.cores)
+        blocks_bytes = 0 if is_alone else memory_bytes() // 2
         arena = open_arena(transport.rank, transport.size, self._texts, blocks_bytes=blocks_bytes, cores=self.cores)
         if arena is not None:
             arena.flags.watch = self.watch
@@ -266,7 +268,7 @@ class Group:
     def empty(self, shape: tuple[int, ...], like: Like) -> Any:
         """Memory of the arena, for all ranks of the communicator."""
         sharing = self.sharing
-        if sharing is None:
+        if sharing is None or self.transport.size == 1:
             return like.back(np.empty(shape, like.carrier))
         self.watch.sequence += 1
 

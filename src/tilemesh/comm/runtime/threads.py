@@ -16,6 +16,7 @@ import numpy as np
 
 from tilemesh.comm.runtime.transport import TAGS, Bytes, Caps, Common, Message, NativeCall, Sent, Token, wrong_size
 from tilemesh.core.errors import RunError
+from tilemesh.core.units import format_bytes
 
 T = TypeVar("T")
 
@@ -126,7 +127,9 @@ class ThreadTransport:
         world = self.world
         with world.changed:
             key = (self.label, self._commons)
-            shared = world.commons.setdefault(key, _Shared(nbytes))
+            if key not in world.commons:
+                world.commons[key] = _Shared(nbytes, self.size)
+            shared = world.commons[key]
             shared.users += 1
             if shared.users == self.size:
                 del world.commons[key]  # everybody has it: the list need not keep it alive
@@ -149,8 +152,12 @@ class ThreadTransport:
 
 
 class _Shared:
-    def __init__(self, nbytes: int) -> None:
-        self.memory = np.zeros(nbytes, np.uint8)  # taken from the machine when written to
+    def __init__(self, nbytes: int, ranks: int) -> None:
+        try:
+            self.memory = np.zeros(nbytes, np.uint8)  # taken from the machine when written to
+        except MemoryError:
+            words = f"{ranks} ranks cannot share {format_bytes(nbytes)} of address space"
+            raise RunError(f"{words}: raise the limit (`ulimit -v`)") from None
         self.users = 0
 
 
