@@ -43,6 +43,7 @@ from tilemesh.cli import (
     verify,
 )
 from tilemesh.core.errors import RunError, UsageError, unknown
+from tilemesh.core.exhausted import out_of_memory
 
 
 class _Command(TyperCommand):
@@ -113,6 +114,14 @@ app.command()(guide.guide)
 for _commands in (app, bench, graph.graph, train.data):
     for _command in _commands.registered_commands:
         _command.cls = _Command
+
+_LESS_MEMORY = {
+    "serve": "set --pages, --memory, --context or --step-tokens lower, or --dtype bf16",
+    "compress": "set --calibrate and --sequences lower, or use a machine with more memory",
+    "verify": "give fewer --ranks",
+    "bench": "measure fewer or smaller sizes",
+}
+"""What to change where a command runs out of memory. Training says so itself: it knows what its run needs."""
 
 # typer's own errors: it carries them, but exports only the most special one by name.
 _LibraryUsageError: Any = typer.BadParameter.__mro__[1]
@@ -217,13 +226,15 @@ def explain(error: Exception, arguments: Sequence[str]) -> tuple[str, int] | Non
         return error.typed, 2
     if isinstance(error, RunError):
         return str(error), 1
+    exhausted = out_of_memory(error)
+    if exhausted is not None:
+        command = next((word for word in arguments if word in _LESS_MEMORY), "")
+        return f"{exhausted}; {_LESS_MEMORY.get(command, 'ask for less, or use a machine with more memory')}", 1
     if isinstance(error, OSError):  # a full disk, a missing right: the machine's state, no bug of ours
         # A failed write does not know its file, or only a descriptor: commands name it, so what is left is the output.
         is_named = isinstance(error.filename, (str, bytes))
         where = f"file {os.fsdecode(error.filename)}" if is_named else "standard output"
         return f"{where} cannot be read or written: {error.strerror or error}", 1
-    if isinstance(error, MemoryError):
-        return f"out of memory: {error or 'what was asked for does not fit into this machine'}", 1
     if isinstance(error, _LibraryUsageError):
         return _usage_sentence(error, arguments), 2
     if isinstance(error, _LibraryError):

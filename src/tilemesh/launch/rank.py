@@ -24,6 +24,7 @@ from typing import NoReturn
 from tilemesh.core.context import JOB_VARIABLE, Membership, membership
 from tilemesh.core.cores import cores_for, threads_for, visible_cores
 from tilemesh.core.errors import RunError, UsageError
+from tilemesh.core.exhausted import out_of_memory
 from tilemesh.launch.board import DONE, FAILED, INTERRUPTED, my_status
 
 INTERRUPTED_CODE = 128 + signal.SIGINT
@@ -66,8 +67,12 @@ def run_command(command: Sequence[str], member: Membership) -> NoReturn:
         status.end(INTERRUPTED, "was interrupted")
         _leave(INTERRUPTED_CODE)
     except BaseException as error:
-        status.end(FAILED, f"raised {type(error).__name__}: {_first_line(error)}")
-        _print_error(error)
+        exhausted = out_of_memory(error) if _is_ours(command) else None
+        if exhausted is not None:
+            traceback.clear_frames(error.__traceback__)  # words need a little memory too
+        shown = error if exhausted is None else RunError(exhausted)
+        status.end(FAILED, f"raised {type(shown).__name__}: {_first_line(shown)}")
+        _print_error(shown.with_traceback(error.__traceback__))
         _leave(1)
     status.end(DONE)
     _leave(0)
@@ -76,6 +81,11 @@ def run_command(command: Sequence[str], member: Membership) -> NoReturn:
 def is_python(command: Sequence[str]) -> bool:
     """Whether the command is a Python script or `-m module`, which run inside this process."""
     return command[0] == "-m" or command[0].endswith(".py")
+
+
+def _is_ours(command: Sequence[str]) -> bool:
+    """Whether it is a module of tilemesh: a user's own script that runs out of memory keeps its traceback."""
+    return command[0] == "-m" and command[1].partition(".")[0] == "tilemesh"
 
 
 def _run_python(command: Sequence[str]) -> None:

@@ -38,7 +38,7 @@ from tilemesh.runs.base import check_base
 from tilemesh.runs.manifest import MODEL, DamagedError, Manifest, checkpoints
 from tilemesh.runs.names import CHECKPOINTS, CONFIG, DAMAGED
 from tilemesh.train.config import NO_GRAPH, TrainConfig, of_run
-from tilemesh.train.fits import check_fits
+from tilemesh.train.fits import check_fits, less_memory
 from tilemesh.train.loggers import check_loggers
 from tilemesh.train.rules import decay_patterns
 
@@ -391,6 +391,11 @@ def check_machine(made: TrainConfig) -> None:
             f"model.vocabulary is {made.model.vocabulary} and text is read as bytes: set model.vocabulary={_BYTES}, or "
             f"data.tokenizer, or a folder of {SHARD_SUFFIX} shards"
         )
+
+
+def memory_advice(made: TrainConfig) -> str:
+    """For a run that ran out of memory: how much it was predicted to need, and what would need less."""
+    return less_memory(made, this_machine().memory_bytes, usable_gpus(), lambda plan: _takes(made, plan))
 
 
 def _takes(made: TrainConfig, plan: ParallelPlan) -> bool:

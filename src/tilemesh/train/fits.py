@@ -31,6 +31,8 @@ from tilemesh.train.rules import kinds_of
 FAR = 1.5
 """Times what there is: a predicted peak beyond that is refused. Measured peaks were within some percent of predicted
 ones, so a run that is refused for this would not have been a near thing."""
+_LESS = 0.9
+"""Of a predicted peak: what is offered to a run that ran out of memory needs at most so much of it."""
 _MOST_TRIES = 40
 """Layouts that are looked at for one that fits."""
 _NONE_FITS = "no layout near it fits either: train a smaller model, or one with fewer tokens per microbatch"
@@ -76,6 +78,29 @@ def check_fits(
         f"{made.plan.short()}: {ranks} need{'s' * (pool.ranks == 1)} {needed}, and {pool.words} has "
         f"{format_bytes(pool.have)} of memory; {_nearest_words(made, pool, accepts)}"
     )
+
+
+def less_memory(
+    made: TrainConfig, memory_bytes: int, gpus: Sequence[str], accepts: Callable[[ParallelPlan], bool]
+) -> str:
+    """What a run that ran out of memory was predicted to need, and the nearest layout that needs less."""
+    on_gpu = made.train.device != "cpu" and bool(gpus)
+    member = membership()
+    here = made.plan.world if member is None else member.local_size
+    pool = _pool(made, memory_bytes, gpus if on_gpu else (), here)
+    if pool is None or made.lora.rank:
+        return "train on shorter sequences (train.context) or with smaller microbatches (plan.microbatch)"
+    _, peak = _needs(made, made.plan, pool)
+    ranks = f"{pool.ranks} rank{'s' * (pool.ranks > 1)}"
+    for other in itertools.islice(_others(made, on_gpu), _MOST_TRIES):
+        needed = _needs(made, other, pool)[1] if other.batch == made.batch and accepts(other) else peak
+        if needed < _LESS * peak:
+            less = f"--set {changes(made.plan, other)} needs {format_bytes(needed)}"
+            break
+    else:
+        less = "no layout near it needs much less: train a smaller model, or one with a shorter context"
+    need = f"{ranks} of {made.plan.short()} need{'s' * (pool.ranks == 1)} {format_bytes(peak)} as predicted"
+    return f"{need}, besides what Python and its libraries take; {less}"
 
 
 def _pool(made: TrainConfig, memory_bytes: int, gpus: Sequence[str], here: int) -> _Pool | None:

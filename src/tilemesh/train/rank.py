@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from tilemesh.compress.prepare import between_steps, prepare
 from tilemesh.core.config import to_dict
 from tilemesh.core.context import JOB_VARIABLE, membership
 from tilemesh.core.errors import RunError, UsageError
+from tilemesh.core.exhausted import out_of_memory
 from tilemesh.core.heap import keep_freed_memory
 from tilemesh.data.corpus import check_vocabulary, open_corpus
 from tilemesh.data.documents import misnamed_words
@@ -59,6 +61,7 @@ from tilemesh.runs.metrics import STOPPED, WARNING
 from tilemesh.runs.names import CHECKPOINTS, CHOICES, PREDICTED, SAMPLE, SUMMARY, TRACE, TRACE_PARTS
 from tilemesh.train import summary
 from tilemesh.train.asynchronous import AsynchronousStepper, PipelinedGradients, is_asynchronous
+from tilemesh.train.check import memory_advice
 from tilemesh.train.config import TrainConfig, of_run
 from tilemesh.train.events import Listener, ignore, send
 from tilemesh.train.final import save_last
@@ -117,9 +120,15 @@ def train_here(
 
     `stop_after`: stop after this step as if asked to, the schedule being that of the whole run.
     """
-    if config.train.method == "server":
-        return _train_served(config, folder, comm, resume, init, stop_after, emit)
-    return _train_on(config, folder, comm, resume, init, stop_after, emit)
+    train = _train_served if config.train.method == "server" else _train_on
+    try:
+        return train(config, folder, comm, resume, init, stop_after, emit)
+    except Exception as error:
+        exhausted = out_of_memory(error)
+        if exhausted is None:
+            raise
+        traceback.clear_frames(error.__traceback__)  # the tensors in them: words need a little memory too
+        raise RunError(f"{exhausted}; {memory_advice(config)}") from error
 
 
 def _train_served(
