@@ -161,7 +161,7 @@ def test_from_python_a_model_is_saved_like_the_folder_that_it_came_from(folder: 
     assert json.loads((tmp_path / "out" / "config.json").read_text())["eos_token_id"] == [1, 2]
     carried = {path.name for path in (tmp_path / "out").iterdir()}
     assert {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"} <= carried
-    assert not any(name.endswith(".new") for name in carried)
+    assert not any(name.endswith(".part") for name in carried)
 
 
 def test_neither_a_model_nor_a_run_is_written_over(folder: Path, tmp_path: Path) -> None:

@@ -8,19 +8,18 @@ not here: that is `measure/`.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import math
 import os
 import re
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from tilemesh.core.errors import RunError, UsageError, unknown
+from tilemesh.core.files import replacing
 
 SCHEMA = 1
 
@@ -160,17 +159,8 @@ class Calibration:
         target = path_for(self.identity) if path is None else path
         text = json.dumps(self.to_dict(), indent=2, allow_nan=False) + "\n"
         target.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, target)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary)
-            raise
+        with replacing(target) as part:
+            part.write_text(text, encoding="utf-8")
         return target
 
 

@@ -6,11 +6,15 @@ import contextlib
 import json
 import os
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from tilemesh.core.errors import RunError, UsageError
+
+PART = ".part"
+"""How the name of a file ends that is being written (`replacing`), or was when its process was killed."""
 
 
 def cache_folder() -> Path:
@@ -40,16 +44,19 @@ def check_new_folder(folder: Path, called: str = "the folder") -> None:
     if os.path.lexists(folder) and not folder.is_dir():
         raise UsageError(f"{called} {folder} is a file: expected a new folder")
     # A file that was being written when a process was killed has no name of its own yet.
-    if folder.exists() and any(path.suffix != ".part" for path in folder.iterdir()):
+    if folder.exists() and any(path.suffix != PART for path in folder.iterdir()):
         raise UsageError(f"{called} {folder} is there already and not empty: name a new folder")
 
 
 def write_text(text: str, path: Path | str) -> None:
-    """Write a file whole, making its folder; RunError where that cannot be."""
+    """Write a file whole or not at all, making its folder; RunError where that cannot be. What is no plain file (a
+    pipe, a device, a link) is written as it is: a user may well have put it there."""
     target = Path(path)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(text, encoding="utf-8")
+        is_plain = not os.path.lexists(target) or (target.is_file() and not target.is_symlink())
+        with replacing(target) if is_plain else contextlib.nullcontext(target) as part:
+            part.write_text(text, encoding="utf-8")
     except OSError as error:
         raise RunError(f"'{path}' cannot be written: {error.strerror}") from None
 
@@ -61,6 +68,23 @@ def write_output(text: str, path: Path | str) -> None:
         sys.stdout.flush()
     else:
         write_text(text, path)
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A file beside `path` to write into: it takes that name once it is complete, and goes where that fails."""
+    # The number of this thread, which no other on this machine has now: two writers do not meet in one file.
+    part = path.with_name(f"{path.name}.{threading.get_native_id()}{PART}")
+    try:
+        with naming(path):
+            yield part
+            os.replace(part, path)
+    except BaseException as error:
+        if isinstance(error, OSError) and error.filename == str(part):
+            error.filename = str(path)
+        with contextlib.suppress(OSError):
+            part.unlink()
+        raise
 
 
 @contextlib.contextmanager

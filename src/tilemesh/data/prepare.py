@@ -12,7 +12,6 @@ import dataclasses
 import io
 import itertools
 import json
-import os
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -22,7 +21,7 @@ import numpy as np
 
 from tilemesh.core.config import to_dict
 from tilemesh.core.errors import RunError, UsageError
-from tilemesh.core.files import check_new_folder, read_json_object
+from tilemesh.core.files import PART, check_new_folder, read_json_object, replacing
 from tilemesh.data.config import PREPARING_FILE, SHARD_SUFFIX, DataConfig, check_source, has_shards, source_path
 from tilemesh.data.corpus import (
     ENOUGH_DOCUMENTS,
@@ -250,16 +249,16 @@ class _ShardWriter:
             "begins": self.state.has_begins, "ends_inside": self.state.ends_inside, "files": self.state.files,
         }  # fmt: skip
         _write_whole(self.target / META_FILE, (json.dumps(meta, indent=2) + "\n").encode())
-        for name in (WAITING_FILE, PREPARING_FILE):
-            (self.target / name).unlink(missing_ok=True)
+        left = self.target.glob(f"*{PART}")  # of a preparation that was killed
+        for path in (self.target / WAITING_FILE, self.target / PREPARING_FILE, *left):
+            path.unlink(missing_ok=True)
         return meta
 
 
 def _write_whole(path: Path, content: bytes) -> None:
-    """Under another name first: a file that has its name is whole."""
-    part = path.with_name(path.name + ".part")
+    """A file that has its name is whole."""
     try:
-        part.write_bytes(content)
-        os.replace(part, path)
+        with replacing(path) as part:
+            part.write_bytes(content)
     except OSError as error:
         raise RunError(f"{path} cannot be written: {error.strerror or error}") from None

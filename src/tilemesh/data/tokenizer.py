@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tilemesh.core.errors import RunError, UsageError
-from tilemesh.core.files import naming, read_json_object
+from tilemesh.core.files import read_json_object, write_text
 from tilemesh.data.tokenizer_files import TOKENIZER, TOKENIZER_CONFIG, as_built, read_beside
 
 END_BYTE = 0  # never part of a text file
@@ -185,8 +185,7 @@ class FileTokenizer:
             (TOKENIZER, self._inner.to_str()),
             (TOKENIZER_CONFIG, json.dumps(told, indent=2, ensure_ascii=False) + "\n"),
         ):
-            with naming(folder / name):
-                (folder / name).write_text(text, encoding="utf-8")
+            write_text(text, folder / name)
 
     def decode(self, tokens: Sequence[int]) -> str:
         return str(self._inner.decode([int(token) for token in tokens], skip_special_tokens=False))

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tilemesh.core.files import cache_folder
+from tilemesh.core.files import cache_folder, replacing
 from tilemesh.graph.ir import Node
 from tilemesh.graph.kernel_plan import (
     KernelPlan,
@@ -419,9 +419,8 @@ def _module(text: str) -> str:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.py"
     if not path.exists() or path.read_text() != text:
-        scratch = folder / f"{name}.{id(text)}.tmp"
-        scratch.write_text(text)
-        scratch.replace(path)
+        with replacing(path) as part:
+            part.write_text(text)
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None

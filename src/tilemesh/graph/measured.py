@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from tilemesh.core.errors import UsageError
+from tilemesh.core.files import write_text
 from tilemesh.core.hardware import Device
 from tilemesh.graph.by_torch import dtype_of, evaluate_torch
 from tilemesh.graph.cost import node_seconds
@@ -55,7 +56,7 @@ class MeasuredCost:
         rows: list[dict[str, Any]] = [head]
         rows += [{"operator": key, "seconds": value} for key, value in self.seconds.items()]
         rows += [{"kind": op, "ratios": values} for op, values in self.ratios.items()]
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_text("".join(json.dumps(row) + "\n" for row in rows), path)
 
     def load(self, path: Path) -> None:
         """Rows that were measured before; those of another machine are refused, and so is a file that is cut."""

@@ -8,13 +8,13 @@ only where they are loaded already, or where the file holds what was theirs.
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from tilemesh.core.errors import RunError, UsageError
+from tilemesh.core.files import replacing
 
 _TAG = "$"  # a JSON object with this key stands for something that JSON lacks
 _ALIGNMENT = 64
@@ -27,13 +27,11 @@ def write(path: Path, value: object, name: str) -> None:
     """Write the value into a file that appears under its name only when it is complete; `name` begins the paths."""
     buffers: list[memoryview] = []
     header = json.dumps(_encode(value, name, buffers, set())).encode()
-    part = path.with_name(path.name + ".part")
-    with part.open("wb") as file:
+    with replacing(path) as part, part.open("wb") as file:
         file.write(len(header).to_bytes(_LENGTH_BYTES, "little") + header)
         for buffer in buffers:
             file.write(bytes(-file.tell() % _ALIGNMENT))
             file.write(buffer)
-    os.replace(part, path)
 
 
 def read(path: Path) -> Any:

@@ -26,6 +26,7 @@ from types import TracebackType
 from typing import Any, TextIO
 
 from tilemesh.core.errors import UsageError
+from tilemesh.core.files import replacing
 
 RANK_FILE = "trace-rank{rank}.jsonl"
 MERGED_FILE = "trace.json"
@@ -206,13 +207,12 @@ def merge(folder: str | Path, out: str | Path | None = None, *, offsets_ns: Mapp
     zero_ns = min(trace.clock_ns + shifts[trace.rank] for trace in files)
     target = Path(out) if out is not None else Path(folder) / MERGED_FILE
     try:
-        with target.open("w", encoding="utf-8") as file:
+        with replacing(target) as part, part.open("w", encoding="utf-8") as file:
             file.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
             events = (event for trace in files for event in _browser_events(trace, shifts[trace.rank] - zero_ns))
             file.write(",\n".join(json.dumps(_finite(event), allow_nan=False) for event in events))
             file.write("\n]}\n")
     except (ValueError, TypeError, KeyError, IndexError, ArithmeticError) as error:  # an event that nobody wrote so
-        target.unlink(missing_ok=True)
         raise UsageError(f"a trace in {folder} is damaged: {error!r}") from None
     return target
 

@@ -7,7 +7,6 @@ expected follows from the family's list of tensors (`families.entries`). Nothing
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -21,7 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tilemesh.core.errors import RunError, UsageError
-from tilemesh.core.files import naming, read_json_object
+from tilemesh.core.files import read_json_object, replacing
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.families.book import CONFIG, FAMILIES, QUANTIZATION, entries, family_of, read_config, to_json
 from tilemesh.model.families.carried import copy_carried, special_ids
@@ -116,20 +115,17 @@ def save_parameters(
         folder.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError):
         raise UsageError(f"{folder} is a file, or lies below one: expected a folder to write to") from None
-    # First under other names: a full disk or a crash leaves no half-written file under a name that is read.
     dtype = str(parameters["token_embedding.weight"].dtype).removeprefix("torch.")
     more = dict(special_tokens or {})
     text = json.dumps(to_json(config, dtype) | more, indent=2, sort_keys=True) + "\n"
     own = more.get(QUANTIZATION, {}).get("quant_method") == OURS
     weights, other = (OWN_WEIGHTS, WEIGHTS) if own else (WEIGHTS, OWN_WEIGHTS)
-    try:
-        save_file(tensors, folder / (weights + ".new"), metadata={"format": "pt"})
-    except SafetensorError as error:  # a full disk, mostly
-        raise RunError(f"{folder / weights} cannot be written: {error}") from None
-    with naming(folder / CONFIG):
-        (folder / (CONFIG + ".new")).write_text(text)
-    for name in (weights, CONFIG):
-        os.replace(folder / (name + ".new"), folder / name)
+    with replacing(folder / CONFIG) as config_part, replacing(folder / weights) as weights_part:
+        try:
+            save_file(tensors, weights_part, metadata={"format": "pt"})
+        except SafetensorError as error:  # a full disk, mostly
+            raise RunError(f"{folder / weights} cannot be written: {error}") from None
+        config_part.write_text(text, encoding="utf-8")
     (folder / other).unlink(missing_ok=True)  # of a model that was written here before
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from tilemesh.core.errors import UsageError
-from tilemesh.core.files import naming
+from tilemesh.core.files import naming, replacing
 from tilemesh.model import huggingface
 from tilemesh.model.adapter import A, B, LoraConfig, adapted_modules, peft_config, peft_names
 from tilemesh.model.config import ModelConfig
@@ -110,7 +110,7 @@ def save_adapter(adapters: Mapping[str, Tensor], model: ModelConfig, lora: LoraC
             tensors[f"base_model.model.{theirs}.{called}.weight"] = adapters[f"{ours}.{part}"].contiguous()
     with naming(target):
         target.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, target / PEFT_WEIGHTS, metadata={"format": "pt"})
-    with naming(target / PEFT_CONFIG):
-        text = json.dumps(peft_config(model, lora), indent=2, sort_keys=True)
-        (target / PEFT_CONFIG).write_text(text + "\n", encoding="utf-8")
+    text = json.dumps(peft_config(model, lora), indent=2, sort_keys=True)
+    with replacing(target / PEFT_CONFIG) as config_part, replacing(target / PEFT_WEIGHTS) as weights_part:
+        save_file(tensors, weights_part, metadata={"format": "pt"})
+        config_part.write_text(text + "\n", encoding="utf-8")

@@ -15,7 +15,7 @@ from html import escape
 from pathlib import Path
 
 from tilemesh.core.errors import RunError, UsageError
-from tilemesh.core.files import write_text
+from tilemesh.core.files import replacing, write_text
 from tilemesh.report.draw import Dots, Drawing, Line, Note, PlotAxis, PlotLayer, Rule, is_slanted, runs
 from tilemesh.report.html import asset
 
@@ -52,7 +52,8 @@ def write_picture(drawings: Sequence[Drawing], path: str) -> None:
         if not drawn.exists():
             raise RunError(f"the chart could not be turned into {path}: {done.stderr.strip()[-200:]}")
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(drawn, path)
+        with replacing(Path(path)) as part:
+            shutil.copyfile(drawn, part)
 
 
 def _converter(source: Path, drawn: Path, height: int) -> list[str]:

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tilemesh.core.files import naming
+from tilemesh.core.files import replacing
 from tilemesh.runs.jsontext import from_text, to_text
 
 MOST_BYTES = 512 << 20
@@ -102,11 +102,9 @@ def names_in(folder: Path) -> list[str]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Under another name first: a reader sees the old file or the new one, never half of one."""
-    other = path.with_name(f".{path.name}.new")
-    with naming(path):
-        other.write_text(text, encoding="utf-8")
-        os.replace(other, path)
+    """A reader sees the old file or the new one, never half of one."""
+    with replacing(path) as part:
+        part.write_text(text, encoding="utf-8")
 
 
 def write_object(path: Path, value: Mapping[str, Any]) -> None:

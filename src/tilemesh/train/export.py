@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tilemesh.core.errors import Argument, RunError, UsageError
-from tilemesh.core.files import check_new_folder, naming
+from tilemesh.core.files import check_new_folder, write_text
 from tilemesh.data.corpus import tokenizer_of
 from tilemesh.data.tokenizer import FileTokenizer, Tokenizer, Unknown
 from tilemesh.model.adapter import A, B, adapted_modules
@@ -109,8 +109,7 @@ def _write_tokenizer(tokenizer: Tokenizer, context: int, folder: Path) -> None:
     told = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": context}
     text = json.dumps(byte_tokenizer(), ensure_ascii=False)
     for name, content in ((TOKENIZER, text), (TOKENIZER_CONFIG, json.dumps(told, indent=2) + "\n")):
-        with naming(folder / name):
-            (folder / name).write_text(content, encoding="utf-8")
+        write_text(content, folder / name)
 
 
 def byte_tokenizer() -> dict[str, Any]:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tilemesh.core.errors import RunError
+from tilemesh.core.files import write_text
 from tilemesh.launch import Ranks
 from tilemesh.measure.sample import Sample
 from tilemesh.train.config import TrainConfig
@@ -203,6 +204,6 @@ def _profile(ready: Sequence[Contender], into: Path, say: Callable[[str], None])
         kernels = contender.turn("profile")
         lines = [f"{seconds * 1e6:10.1f} {calls:7.1f}  {name}" for seconds, calls, name in kernels]
         path = into / f"{contender.name.replace('/', '-')}.txt"
-        path.write_text("\n".join(["        us   calls  a step", *lines, ""]))
+        write_text("\n".join(["        us   calls  a step", *lines, ""]), path)
         total_ms, calls = sum(kernel[0] for kernel in kernels) * 1e3, sum(kernel[1] for kernel in kernels)
         say(f"{contender.title}: {total_ms:.2f} ms in {calls:.0f} calls per step, by kernel in {path}")

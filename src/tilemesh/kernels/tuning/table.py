@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import resources
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from tilemesh.core.errors import UsageError
-from tilemesh.core.files import cache_folder
+from tilemesh.core.files import cache_folder, replacing
 
 FORMAT = 1
 
@@ -78,11 +77,8 @@ class Tables(Generic[ConfigT]):
         with _alone(path):
             table = self.load(gpu, versions)
             table.entries.update(entries)
-            with tempfile.NamedTemporaryFile(
-                "w", encoding="utf-8", dir=path.parent, suffix=".part", delete=False
-            ) as beside:
-                beside.write(self.to_json(table))
-            Path(beside.name).replace(path)
+            with replacing(path) as part:
+                part.write_text(self.to_json(table), encoding="utf-8")
         return path
 
     def shipped(self, gpu: str) -> TunedTable[ConfigT] | None:

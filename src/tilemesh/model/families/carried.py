@@ -6,13 +6,12 @@ it is exported to. No torch: they are copied before a rank starts.
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tilemesh.core.files import naming, read_json_object
+from tilemesh.core.files import naming, read_json_object, replacing
 from tilemesh.model.families.book import CONFIG
 
 TOKENIZER = "tokenizer.json"
@@ -39,11 +38,10 @@ def copy_carried(source: str | Path, target: str | Path, with_config: bool = Fal
     with naming(target):
         target.mkdir(parents=True, exist_ok=True)
         for path in files:
-            # First under another name: a full disk leaves no half-written file under a name that is read.
             copied = target / path.relative_to(source)
             copied.parent.mkdir(exist_ok=True)
-            shutil.copyfile(path, copied.with_name(path.name + ".new"))
-            os.replace(copied.with_name(path.name + ".new"), copied)
+            with replacing(copied) as part:
+                shutil.copyfile(path, part)
 
 
 def special_ids(folder: str | Path) -> dict[str, Any]:
