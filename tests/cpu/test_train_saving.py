@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import json
 import os
@@ -131,6 +132,54 @@ def test_a_second_place_gets_the_last_weights_and_is_a_run_of_its_own(
     # The same again takes another name, and touches nothing.
     shutil.rmtree(tmp_path / "run")
     assert tm.train.fit(config, run=tmp_path / "run").saved_in == tmp_path / "second" / "run-1"
+
+
+@pytest.mark.parametrize("name", [LOCK, "run.json", CONFIG, "predicted.json"])
+def test_a_folder_that_takes_no_file_at_all_gives_way_to_the_second_folder(
+    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """A disk that is full from the beginning: at the run's lock, or at any of the files that follow."""
+    real = Path.write_text
+
+    def write(path: Path, *arguments: Any, **options: Any) -> int:
+        if path.parent == tmp_path / "run" and name in path.name:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(path, *arguments, **options)
+
+    monkeypatch.setattr(Path, "write_text", write)
+    with pytest.raises((RunError, OSError), match="No space left on device"):
+        tm.train.fit(made(tmp_path), run=tmp_path / "run")
+    shutil.rmtree(tmp_path / "run")
+    heard: list[str] = []
+    config = made(tmp_path, f"checkpoint.fallback_dir={tmp_path / 'second'}")
+    result = tm.train.fit(config, run=tmp_path / "run", on_event=lambda event: heard.append(str(event.get("text"))))
+    assert result.folder == result.saved_in == tmp_path / "second" / "run"
+    assert are_equal(weights(result.folder, 6), weights(whole, 6))
+    assert any(f"THE RUN IS IN {result.folder}: " in text and "No space left" in text for text in heard)
+    if name != "predicted.json":
+        assert not any((tmp_path / "run").iterdir())
+
+
+def test_a_run_whose_folder_is_full_goes_on_in_the_second(
+    whole: Path, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in (4, 6):
+        shutil.rmtree(run / CHECKPOINTS / f"step-{step:08d}")
+    real = Path.write_text
+
+    def write(path: Path, *arguments: Any, **options: Any) -> int:
+        if run in path.parents:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(path, *arguments, **options)
+
+    monkeypatch.setattr(Path, "write_text", write)
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    config = of_run(run)
+    second = dataclasses.replace(config.checkpoint, fallback_dir=tmp_path / "second")
+    result = tm.train.fit(dataclasses.replace(config, checkpoint=second), resume=run)
+    assert result.folder == result.saved_in == tmp_path / "second" / "run"
+    assert are_equal(weights(result.folder, 6), weights(whole, 6))
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
 
 
 def test_room_that_somebody_makes_in_time_is_used(

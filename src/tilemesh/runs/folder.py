@@ -18,9 +18,11 @@ from tilemesh.core.errors import RunError, UsageError
 from tilemesh.measure.machine import stamp
 from tilemesh.runs.files import NotThere, Unread, names_in, read_object, write_object, write_text
 from tilemesh.runs.kind import TRAIN, Kind
-from tilemesh.runs.manifest import DamagedError, Manifest, checkpoints, damage
+from tilemesh.runs.manifest import DamagedError, Manifest, checkpoints, damage, folder_name
 from tilemesh.runs.names import (
     ABOUT,
+    BASE,
+    CARRIED,
     CHECKPOINTS,
     CHOICES,
     CONFIG,
@@ -45,6 +47,7 @@ def new_run(kind: Kind, config: str, path: str | Path | None = None, name: str =
         write_object(folder / ABOUT, {"schema": SCHEMA, "kind": kind.name})
         write_text(folder / CONFIG, config)
     except OSError as error:
+        (folder / ABOUT).unlink(missing_ok=True)  # one without the other is no run
         raise RunError(f"run folder {folder}: {error.strerror}") from None
     return folder
 
@@ -52,7 +55,7 @@ def new_run(kind: Kind, config: str, path: str | Path | None = None, name: str =
 def make_folder(path: str | Path | None, name: str = "run") -> Path:
     """The folder named, made if it is not there; without a name, the next one under runs/."""
     if path is None:
-        return _fresh(Path(RUNS), name)
+        return fresh_folder(Path(RUNS), f"{time.strftime('%Y%m%d-%H%M%S')}-{name}")
     try:
         Path(path).mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -60,10 +63,10 @@ def make_folder(path: str | Path | None, name: str = "run") -> Path:
     return Path(path)
 
 
-def _fresh(base: Path, name: str) -> Path:
-    stamp = time.strftime("%Y%m%d-%H%M%S")
+def fresh_folder(base: Path, name: str) -> Path:
+    """A new folder of this name under `base`; where there is one, with a number after it."""
     for number in range(100):
-        folder = base / (f"{stamp}-{name}" + (f"-{number}" if number else ""))
+        folder = base / (name + (f"-{number}" if number else ""))
         try:
             folder.mkdir(parents=True)
         except FileExistsError:
@@ -71,7 +74,7 @@ def _fresh(base: Path, name: str) -> Path:
         except OSError as error:
             raise RunError(f"run folder {folder}: {error.strerror}") from None
         return folder
-    raise RunError(f"no free name for a run under {base}")
+    raise RunError(f"no free name for {name} under {base}")
 
 
 def kind_of(folder: str | Path) -> str:
@@ -113,24 +116,24 @@ def require_kind(folder: str | Path, kind: Kind) -> None:
         raise UsageError(f"{folder} is a run of kind '{actual}': expected one of kind '{kind.name}'")
 
 
-def copy_run(run: Path, base: Path) -> Path:
-    """A folder under `base` with the run's name and its files, less checkpoints: for what has no room in its own."""
-    name = run.resolve().name
-    for number in range(100):
-        folder = base / (name + (f"-{number}" if number else ""))
-        try:
-            folder.mkdir(parents=True)
-            for file in (ABOUT, CONFIG):
-                shutil.copyfile(run / file, folder / file)
-        except FileExistsError:
-            continue
-        except OSError as error:
-            raise RunError(f"{folder}: {error.strerror}") from None
-        for file in (CHOICES, METRICS, ENVIRONMENT, PREDICTED):
-            with contextlib.suppress(OSError):
-                shutil.copyfile(run / file, folder / file)
-        return folder
-    raise RunError(f"no free name for {name} under {base}")
+def copy_run(run: Path, base: Path, step: int | None = None) -> Path:
+    """A folder under `base` with the run's name and its files, for what has no room in its own. Of its checkpoints it
+    has that of `step`, if one is named."""
+    folder = fresh_folder(base, run.resolve().name)
+    try:
+        for file in (ABOUT, CONFIG):
+            shutil.copyfile(run / file, folder / file)
+        if step is not None:
+            checkpoint = Path(CHECKPOINTS, folder_name(step))
+            shutil.copytree(run / checkpoint, folder / checkpoint)
+    except (OSError, shutil.Error) as error:
+        raise RunError(f"{folder}: {getattr(error, 'strerror', None) or error}") from None
+    for file in (CHOICES, METRICS, ENVIRONMENT, PREDICTED, BASE):
+        with contextlib.suppress(OSError):
+            shutil.copyfile(run / file, folder / file)
+    with contextlib.suppress(OSError, shutil.Error):
+        shutil.copytree(run / CARRIED, folder / CARRIED)
+    return folder
 
 
 # ---- configuration ---------------------------------------------------------------------------------------------

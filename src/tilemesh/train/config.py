@@ -156,7 +156,8 @@ class CheckpointConfig:
     background: bool = True
     """Whether a checkpoint is written in the background from a copy in memory, while training goes on."""
     fallback_dir: Path | None = None
-    """Folder for the last checkpoint where it cannot be written into the run's own: a run's folder is made there."""
+    """Folder for the last checkpoint, or for the whole run, where it cannot be written into the run's own: a run's
+    folder is made there."""
     retry_s: float = 60.0
     """Seconds for which a last checkpoint that cannot be written is tried again, so that somebody can make room."""
 

@@ -191,9 +191,26 @@ def _start_ranks(config: TrainConfig, asked: FitRequest, held: contextlib.ExitSt
 
 
 def _prepared(config: TrainConfig, asked: FitRequest, held: contextlib.ExitStack) -> Path:
-    """The run's folder with what is known before it begins: configuration, prediction, environment. Its lock is held
-    until `held` ends: nobody else may train in it."""
-    folder = folders.make_folder(asked.run, asked.name) if asked.resume is None else Path(asked.resume)
+    """The run's folder with what is known before it begins; one under `checkpoint.fallback_dir`, where that was named
+    and the run's own cannot be written into. Its lock is held until `held` ends: nobody else may train in it."""
+    try:
+        own = folders.make_folder(asked.run, asked.name) if asked.resume is None else Path(asked.resume)
+        return _begin(own, config, asked, held)
+    except (OSError, RunError) as error:
+        base = config.checkpoint.fallback_dir
+        if base is None:
+            raise
+        if asked.resume is None:
+            second = folders.fresh_folder(base, Path(asked.run or asked.name).resolve().name)
+        else:
+            own = Path(asked.resume)
+            second = folders.copy_run(own, base, folders.newest_whole_checkpoint(own))
+        asked.listener({"kind": "launcher", "text": f"THE RUN IS IN {second}: {error}"})
+        return _begin(second, config, asked, held)
+
+
+def _begin(folder: Path, config: TrainConfig, asked: FitRequest, held: contextlib.ExitStack) -> Path:
+    """Lock a run's folder and write what is known before it begins: configuration, prediction, environment."""
     held.enter_context(RunLock(folder, lambda text: asked.listener({"kind": "launcher", "text": text})))
     if asked.resume is None:
         folders.new_run(TRAIN, config.to_toml(), folder)
