@@ -31,7 +31,8 @@ def train(
     ] = None,
     stop_after: Annotated[int | None, typer.Option(metavar="STEP", help="Stop there, with a checkpoint.")] = None,
     fallback_dir: Annotated[
-        str | None, typer.Option(metavar="FOLDER", help="For the last checkpoint or the run, where its folder has no room.")
+        str | None,
+        typer.Option(metavar="FOLDER", help="For the last checkpoint, or the run, where its folder is full."),
     ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show what would run: model, layout, memory, time, files.")
