@@ -16,7 +16,7 @@ from torch import Tensor
 
 ROUNDINGS = 64  # as many as exp(x) has in float32 for the x of a softmax
 HALF_ROUNDINGS = 4  # of a result of 16 bits, which was computed from others of 16 bits
-DOUBLE_ROUNDINGS = 1024  # of a float64 result, beside which nothing is exact: both may have cancelled
+DOUBLE_ROUNDINGS = 1024  # of a float64 result's largest element: nothing is exact beside it, both may have cancelled
 KINDS = ("plain", "offset", "-inf", "inf", "nan", "zeros", "largest", "subnormal")
 """Of special values, as `planted` puts them into a tensor."""
 
@@ -83,7 +83,7 @@ def _allowed(eager: Tensor, exact: Tensor, dtype: torch.dtype, count: int) -> Te
     """How far from exact each element may be: eager's largest error of all rows, relative to their largest elements."""
     wide = torch.finfo(torch.promote_types(dtype, torch.float32))
     size = torch.where(exact.isfinite(), exact.abs(), 0.0)
-    row = _row(size)
+    row = size.amax().expand(size.shape) if dtype is torch.float64 else _row(size)
     error = torch.where(exact.isfinite(), (eager - exact).abs(), 0.0)
     lost = ~(_row(error) <= row / 2) & (row > 0)
     relative = torch.where((row > 0) & ~lost, error / row, 0.0).amax()
