@@ -109,7 +109,7 @@ def main(argv: Sequence[str]) -> int:
             failed += bool(why) and not why.startswith("skipped")
             if why and not why.startswith("skipped"):
                 print(f"FAILED {name}: {why}", flush=True)
-            elif len(names) <= 20:
+            else:
                 print(f"{name}: {why or 'equal'} in {seconds:.1f} s", flush=True)
     print(f"{len(names)} cases, {failed} failed, {skipped} skipped, {time.monotonic() - began:.0f} s")
     return int(bool(failed or not names))
