@@ -73,7 +73,10 @@ def refusal(words: list[str], capsys: pytest.CaptureFixture[str], code: int = 2)
 
 SETTINGS = [
     # failed only after all training
-    ("sample.prompt=", "sample.prompt is empty: expected at least one character, or sample.tokens=0"),
+    (
+        "sample.prompt=",
+        "a sample begins with at least one character; set sample.tokens=0",
+    ),
     ("sample.temperature=-1", "sample.temperature is -1.0: expected 0 or more"),
     ("sample.temperature=nan", "sample.temperature is nan: expected 0 or more"),
     ("sample.temperature=inf", "sample.temperature is inf: expected 0 or more"),

@@ -160,9 +160,9 @@ class TestRefused:
     @pytest.mark.parametrize(
         ("mesh", "sets", "words"),
         [
-            ("dp=1,tp=2", "", "plan.tp 2 cuts the matrices .* set plan.tp=1"),
-            ("pp=2", "plan.accumulation=4", "plan.pp 2 .* set plan.pp=1"),
-            ("dp=2,tp=1", "plan.zero=3", "plan.zero 3 .* set plan.zero=2"),
+            ("dp=1,tp=2", "", "plan.tp is 2: it cuts the matrices .* set plan.tp=1"),
+            ("pp=2", "plan.accumulation=4", "plan.pp is 2: .* set plan.pp=1"),
+            ("dp=2,tp=1", "plan.zero=3", "plan.zero is 3: .* set plan.zero=2"),
             ("dp=1,tp=1", "lora.targets=[fc_z]", "fc_z"),
             ("dp=1,tp=1", "lora.targets=[]", "lora.targets is empty"),
         ],

@@ -376,11 +376,11 @@ def test_an_asynchronous_pipeline_learns_and_tells_its_versions(name: str, tmp_p
         (("plan.schedule=ampnet", *PIPED, "plan.recompute=full"), "pp=2", "recompute=none"),
         (("plan.schedule=ampnet",), "dp=2", "schedule=1f1b"),
         (("train.method=server",), "dp=2,tp=2", "plan.tp=1"),
-        (("train.method=server", "plan.precision=bf16-master"), "dp=2", "plan.precision=bf16 or fp32"),
-        (("train.method=local", "plan.precision=bf16-master"), "dp=2", "plan.precision=bf16 or fp32"),
-        (("train.method=server", "method.servers=500"), "dp=2", "method.servers to at most"),
+        (("train.method=server", "plan.precision=bf16-master"), "dp=2", "plan.precision=bf16"),
+        (("train.method=local", "plan.precision=bf16-master"), "dp=2", "plan.precision=bf16"),
+        (("train.method=server", "method.servers=500"), "dp=2", "set method.servers="),
         (("train.method=local", "method.period=3"), "dp=2", "multiples"),
-        (("train.method=local",), "dp=1", "plan.dp above 1"),
+        (("train.method=local",), "dp=1", "set plan.dp=2"),
         (("method.compress=int8", "train.method=server"), "dp=2", "method.compress=none"),
         (("method.keep=0",), "dp=2", "method.keep"),
     ],
@@ -398,7 +398,7 @@ def test_as_many_servers_as_tensors_are_accepted(settings: str) -> None:
     tensors = len(list(Transformer(made.model).parameters()))
     rest = [settings] if settings else []
     assert config("train.method=server", f"method.servers={tensors}", *rest, mesh="dp=2").servers == tensors
-    with pytest.raises(UsageError, match=f"at most {tensors}$"):
+    with pytest.raises(UsageError, match=f"set method.servers={tensors}$"):
         config("train.method=server", f"method.servers={tensors + 1}", *rest, mesh="dp=2")
 
 
@@ -409,5 +409,3 @@ def test_parameters_are_shared_out_among_servers() -> None:
         cuts = server_cuts([3, 9, 1, 1, 20, 7, 2], servers)
         assert [place for cut in cuts for place in cut] == list(range(7))
         assert all(len(cut) for cut in cuts)
-    with pytest.raises(UsageError, match="at most as many"):
-        server_cuts([1], 2)

@@ -176,8 +176,8 @@ def test_they_resume_bit_for_bit_and_learn(text: str, tmp_path: Path, name: str)
 @pytest.mark.parametrize(
     ("mesh", "more", "words"),
     [
-        ("dp=1,tp=2", "plan.zero=0", r"muon with plan.tp 2: .* set plan.tp=1"),
-        ("dp=2,tp=1", "plan.zero=1", r"muon with plan.zero 1: .* set plan.zero=0"),
+        ("dp=1,tp=2", "plan.zero=0", r"muon and plan.tp is 2: .* set plan.tp=1"),
+        ("dp=2,tp=1", "plan.zero=1", r"muon and plan.zero is 1: .* set plan.zero=0"),
     ],
 )
 def test_muon_over_parts_of_matrices_is_refused(text: str, mesh: str, more: str, words: str) -> None:

@@ -163,7 +163,7 @@ def test_padding_is_no_throughput(tmp_path: Path) -> None:
 
 
 def test_slices_of_a_sequence_are_refused(folder: Path) -> None:
-    with pytest.raises(UsageError, match=r"data.packing is documents and plan.slices 2"):
+    with pytest.raises(UsageError, match=r"data.packing is documents and plan.slices is 2"):
         check_values(
             made(
                 str(folder / "text.jsonl"), "pp=2", "data.packing=documents",

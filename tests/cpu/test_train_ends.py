@@ -98,7 +98,7 @@ class TestEarlyStopping:
 
     @pytest.mark.parametrize("key", ["evaluate.every", "evaluate.sequences", "data.held_out"])
     def test_without_a_held_out_loss_it_is_refused(self, text: str, key: str) -> None:
-        with pytest.raises(UsageError, match=f"evaluate.patience is set and {key} is 0"):
+        with pytest.raises(UsageError, match=f"evaluate.patience is 2 and {key} is 0"):
             check_values(made(text, "dp=1,tp=1", f"evaluate.patience=2,{key}=0"))
 
 

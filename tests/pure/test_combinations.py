@@ -1,4 +1,5 @@
-"""The page of feature pairs is what the code says of each; what is on it once stands for what it leaves out."""
+"""Settings that do not go together: the page of feature pairs is what the code says, and every row of conflicts is met
+by some configuration, said in one line and ended by what it says to set."""
 
 from __future__ import annotations
 
@@ -7,10 +8,38 @@ from pathlib import Path
 import pytest
 
 from tilemesh.core.config import split_sets
+from tilemesh.core.conflicts import OR, ConflictError, ConflictWords
+from tilemesh.core.errors import UsageError
 from tilemesh.core.plan import ASYNCHRONOUS
-from tilemesh.train.combinations import FEATURES, joined, page, pairs, refusal
+from tilemesh.train.combinations import BASE, FEATURES, FOLDER, Feature, joined, page, pairs, refusal, refusals
+from tilemesh.train.conflicts import CONFLICTS, may_replay
+from tilemesh.train.load import load
 
 PAGE = Path(__file__).parents[2] / "docs" / "parallel" / "combinations.md"
+GRAPH = "train.graph=true,train.device=auto,"
+BEYOND_PAIRS = (
+    "plan.zero=1", "plan.dp=2,plan.zero_group=2", "plan.dp=4,plan.zero=1,plan.zero_group=3",
+    "plan.recompute=operators,plan.recompute_every=2", "plan.pp=2,plan.recompute_stages=[0]",
+    "plan.pp=2,plan.recompute=full,plan.recompute_stages=[0,2]",
+    "plan.pp=2,plan.schedule=dualpipe,plan.recompute=full,plan.recompute_stages=[0]",
+    "plan.pp=2,plan.schedule=zb-v,plan.offload=weights", "plan.schedule=pipedream", "plan.attention=materialized",
+    "train.context=999", "sample.prompt=", "plan.pp=2,plan.schedule=terapipe,plan.slices=200",
+    *(
+        f"{waits},{missing}=0"
+        for waits in ("evaluate.patience=2", "checkpoint.keep_best=true")
+        for missing in ("evaluate.every", "evaluate.sequences", "data.held_out")
+    ),
+    "train.compile=true,plan.tp=2,plan.recompute=operators", "plan.tp=2,compress.recipe=unstructured-50",
+    "plan.dp=2,train.method=server,train.device=cuda", "train.method=local", "method.compress=int8",
+    "plan.dp=2,train.method=server,method.servers=500",
+    *(f"plan.dp=2,train.method=local,method.period=10,{key}=25" for key in (
+        "checkpoint.every", "evaluate.every", "method.start")),
+    *(GRAPH + more for more in (
+        "plan.dp=2", "plan.tp=2", "plan.pp=2", "train.device=cpu", "plan.precision=fp16", "optimizer.fused=false",
+        "optimizer.name=lion", "data.packing=documents", "data.chat=true,data.packing=stream", "plan.offload=optimizer",
+        "compress.recipe=int8", f"distill.teacher={FOLDER}")),
+)  # fmt: skip
+"""Settings over the base of the pairs, for rows that no pair of features meets."""
 
 
 def test_the_page_in_the_documents_is_the_generated_one() -> None:
@@ -18,8 +47,8 @@ def test_the_page_in_the_documents_is_the_generated_one() -> None:
 
 
 @pytest.mark.parametrize("feature", FEATURES, ids=lambda feature: feature.name)
-def test_a_feature_alone_is_taken(feature: tuple[str, str], tmp_path: Path) -> None:
-    assert refusal(dict(split_sets([feature[1]])), tmp_path) == ""
+def test_a_feature_alone_is_taken(feature: Feature, tmp_path: Path) -> None:
+    assert refusal(dict(split_sets([feature.settings])), tmp_path) is None
 
 
 def test_pairs_have_the_settings_of_both() -> None:
@@ -36,6 +65,47 @@ def test_asynchronous_schedules_refuse_the_same(tmp_path: Path) -> None:
     asked = [settings for *_, settings in pairs() if settings.get("plan.schedule") == first]
     assert len(asked) > 20
     for settings in asked:
-        said = refusal(settings, tmp_path)
+        said = str(refusal(settings, tmp_path))
         for other in others:
-            assert refusal(settings | {"plan.schedule": other}, tmp_path) == said.replace(first, other)
+            assert str(refusal(settings | {"plan.schedule": other}, tmp_path)) == said.replace(first, other)
+
+
+def told(refused: ConflictWords) -> tuple[str, ...]:
+    """Which settings a refusal is about."""
+    return tuple(words.partition(" is ")[0] for words in refused.given.split(" and "))
+
+
+def test_every_row_is_met_and_ends_as_it_says(tmp_path: Path) -> None:
+    of_pairs = {(first, second): settings for first, second, settings in pairs()}
+    examples = [(of_pairs[pair], refused) for pair, refused in refusals().items() if refused is not None]
+    for text in BEYOND_PAIRS:
+        settings = dict(split_sets([text]))
+        refused = refusal(settings, tmp_path)
+        assert refused is not None, text
+        examples.append((settings, refused))
+    met: set[tuple[str, ...]] = set()
+    for settings, refused in examples:
+        if told(refused) in met:
+            continue
+        assert "\n" not in str(refused)
+        met.add(told(refused))
+        for way in refused.instead.split(OR):
+            try:
+                after = refusal(settings | dict(split_sets([way])), tmp_path)
+            except UsageError:  # what was said with it makes no sense without it, such as sequences cut over one rank
+                continue
+            assert after is None or told(after) != told(refused), f"{refused}, and {way} does not end it"
+    assert met == {row.settings for row in CONFLICTS}
+
+
+def test_a_plan_alone_and_in_a_configuration_are_refused_in_the_same_words() -> None:
+    words = "zero is 1 and {}dp is 1: ZeRO shares among replicas and there is one; set {}zero=0"
+    with pytest.raises(ConflictError, match=words.format("plan.", "plan.")):
+        load(sets=[f"{key}={text}" for key, text in {**BASE, "plan.zero": "1"}.items()])
+
+
+def test_steps_may_become_a_graph_where_no_row_keeps_them_from_it() -> None:
+    made = load(sets=["train.device=auto,plan.dp=1,plan.tp=1"])
+    assert may_replay(made)
+    assert not may_replay(load(sets=["train.device=auto,plan.dp=1,plan.tp=1,train.graph=false"]))
+    assert not may_replay(load(sets=["train.device=auto,plan.dp=2,plan.tp=1"]))

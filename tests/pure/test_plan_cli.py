@@ -65,14 +65,14 @@ def test_json_has_every_figure_by_name() -> None:
         assert best["memory"][term] > 0
     assert best["bubble_fraction"] == pytest.approx(34 / 874)
     assert set(best["traffic"]) == {"tp", "pp", "dp"}
-    assert best["trainable"].startswith(("yes", "not yet: "))
+    assert best["trainable"].startswith(("yes", "no, "))
     assert "layouts" not in out.stdout  # words go to the other stream
 
 
 def test_the_table_and_why() -> None:
     out = run("llama-3-8b", "--cluster", "16xh100", "--batch-tokens", "1M").stdout
     assert "8,030,261,248 parameters on 2x8xh100" in out
-    assert re.search(r"\byes\b|not yet: ", out)
+    assert re.search(r"\byes\b|no, ", out)
     assert "Why the first" in out
     assert "runner-up" in out
 
@@ -90,7 +90,7 @@ def test_no_figure_is_cut_in_a_narrow_terminal() -> None:
     assert max(map(len, table)) <= 100
     # What training lacks for a layout stands once below the table, under the mark of its lines.
     assert re.search(r"no \[1\]", out.stdout)
-    assert re.search(r"^\[1\] not yet: ", out.stdout, re.MULTILINE)
+    assert re.search(r"^\[1\] no, attention is materialized", out.stdout, re.MULTILINE)
 
 
 @pytest.mark.parametrize("cluster", ["4xlocl", "lokal", "4xlocal-gpu", "2x4xlocal"])
@@ -124,7 +124,7 @@ def test_explain_with_a_cluster_shows_formulas_and_numbers() -> None:
 def test_save_is_what_a_plan_file_is(tmp_path: Path) -> None:
     path = tmp_path / "new" / "PLAN.toml"
     out = run(*MEGATRON_530B, "--save", str(path)).stdout
-    assert "cannot run it, not yet: materialized" in out
+    assert "cannot run it: attention is materialized" in out
     assert "for one it can: --fix attention=fused" in out
     data = config.read_toml(path)
     model, context = data.pop("model"), data.pop("train")["context"]

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tilemesh.core.conflicts import is_runnable
 from tilemesh.core.errors import UsageError
 from tilemesh.core.plan import ParallelPlan
-from tilemesh.core.runnable import lacks
 from tilemesh.model.config import preset
 from tilemesh.model.work.weights import why_not
 from tilemesh.plan.nearest import _distance, advice, changes, nearest_layouts, smaller_microbatches
@@ -36,7 +36,7 @@ def test_what_to_set_instead(fields: dict[str, Any], words: str) -> None:
     plan = ParallelPlan(precision="fp32", **fields)
     assert words in advice(TINY, plan, plan.batch, lambda text: "accumulation" in text or "accumulation" not in words)
     found = next(nearest_layouts(TINY, plan))
-    assert (found.world, why_not(TINY, found), list(lacks(found))) == (plan.world, None, [])
+    assert (found.world, why_not(TINY, found), is_runnable(found)) == (plan.world, None, True)
 
 
 @settings(max_examples=40)
@@ -44,7 +44,7 @@ def test_what_to_set_instead(fields: dict[str, Any], words: str) -> None:
 def test_it_is_the_plan_itself_where_that_works(dp: int, tp: int, pp: int, accumulation: int, zero: int) -> None:
     plan = ParallelPlan(dp=dp, tp=tp, pp=pp, accumulation=accumulation, zero=zero, precision="fp32")
     found = next(nearest_layouts(TINY, plan))
-    works = why_not(TINY, plan) is None and not list(lacks(plan))
+    works = why_not(TINY, plan) is None and is_runnable(plan)
     assert found.world == plan.world
     if works:
         assert found == plan

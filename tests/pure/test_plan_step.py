@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from tilemesh.core.calibration import Rates
+from tilemesh.core.conflicts import PLAN_CONFLICTS, refusals
 from tilemesh.core.errors import UsageError
 from tilemesh.core.hardware import parse_cluster
 from tilemesh.core.plan import ParallelPlan
-from tilemesh.core.runnable import lacks
 from tilemesh.model.config import ModelConfig, preset
 from tilemesh.model.work.weights import count_parameters, why_not
 from tilemesh.plan.choose import search
@@ -159,7 +159,7 @@ def test_a_tp_that_cannot_be_names_the_nearest_that_can() -> None:
 
 def test_what_cannot_be_run_is_said_once() -> None:
     plan = ParallelPlan(dp=2, pp=2, recompute="selective", attention="materialized")
-    assert trainable(plan) == "not yet: materialized"
+    assert trainable(plan) == "no, attention is materialized: attention here is one fused kernel"
     assert pins_to_train(plan) == "attention=fused"
     assert trainable(ParallelPlan(recompute="selective")) == "yes"
     assert trainable(ParallelPlan(dp=2, tp=2, sequence_parallel=True, accumulation=4, recompute="full")) == "yes"
@@ -179,9 +179,10 @@ def test_recomputation_of_some_stages_costs_and_saves_what_these_do() -> None:
     again = {plan: found[plan].hardware_flops - found[plan].model_flops for plan in found}
     assert again[none] == 0
     assert again[first] == pytest.approx(again[every] / 4, rel=1e-9)
-    assert [lack.instead for lack in lacks(replace(first, recompute_stages=(1, 4)))] == ["recompute_stages=[1]"]
+    beyond = replace(first, recompute_stages=(1, 4))
+    assert [row.instead for row in refusals(PLAN_CONFLICTS, beyond)] == ["recompute_stages=[1]"]
     both_ways = replace(first, schedule="dualpipe", recompute_stages=(0,))
-    assert [lack.instead for lack in lacks(both_ways)] == ["recompute_stages=[0,3]"]
+    assert [row.instead for row in refusals(PLAN_CONFLICTS, both_ways)] == ["recompute_stages=[0,3]"]
 
 
 def test_slices_of_a_sequence_shorten_a_pipeline_and_are_timed_apart() -> None:

@@ -175,8 +175,9 @@ def _cannot_train(plan: ParallelPlan) -> str:
     words = trainable(plan)
     if words == "yes":
         return ""
-    instead = pins_to_train(plan)
-    return f" (`tilemesh train` cannot run it, {words}{f'; for one it can: --fix {instead}' if instead else ''})"
+    return (
+        f" (`tilemesh train` cannot run it: {words.removeprefix('no, ')}; for one it can: --fix {pins_to_train(plan)})"
+    )
 
 
 # ---- what is asked ---------------------------------------------------------------------------------------------

@@ -16,9 +16,9 @@ import torch
 from torch import nn
 
 from tilemesh.core.axes import BATCH
+from tilemesh.core.conflicts import PLAN_CONFLICTS, refuse
 from tilemesh.core.errors import UsageError, unknown
 from tilemesh.core.plan import ParallelPlan
-from tilemesh.core.runnable import lacks
 from tilemesh.core.shard import Shard, share
 from tilemesh.core.step.program import step_program
 from tilemesh.model.config import ModelConfig
@@ -238,8 +238,7 @@ def _require_fit(model: nn.Module, mesh: Mesh, plan: ParallelPlan) -> None:
     if sizes != wanted:
         shown = " × ".join(f"{name}={size}" for name, size in plan.axes.items())
         raise UsageError(f"the plan is {shown} and the mesh {mesh}: make the mesh by Mesh(comm, **plan.axes)")
-    for lack in lacks(plan):
-        raise UsageError(f"{lack.given}: {lack.why}; set {lack.instead}")
+    refuse(PLAN_CONFLICTS, plan)
     if isinstance(model, Transformer):
         reason = why_not(model.config, plan)
         if reason:

@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 
 from tilemesh.core import config
 from tilemesh.core.calibration import Rates
+from tilemesh.core.conflicts import is_runnable
 from tilemesh.core.errors import Argument, RunError, UsageError
 from tilemesh.core.hardware import GPUS_PER_NODE, LOCAL, Cluster, grown, parse_cluster
 from tilemesh.core.plan import OFFLOADS, ParallelPlan
 from tilemesh.core.ranges import LARGEST_WHOLE, Range
-from tilemesh.core.runnable import lacks
 from tilemesh.core.units import format_bytes
 from tilemesh.model.config import ModelConfig, preset
 from tilemesh.model.work.task import STATE_BYTES, Code
@@ -261,7 +261,7 @@ def _offloaded(estimator: Estimator, batch: int, pins: Pins) -> str:
             moved = Pins(**{**vars(pins), "offload": "+".join(names)})
             for group in candidates(estimator, batch, moved):
                 plan = group[-1]  # the one that recomputes most
-                if estimator.fits(plan) and next(lacks(plan), None) is None:
+                if estimator.fits(plan) and is_runnable(plan):
                     return f", and with --fix offload={moved.offload} it fits here ({plan.short()})"
     return ""
 

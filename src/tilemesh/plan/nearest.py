@@ -11,9 +11,9 @@ import itertools
 import math
 from collections.abc import Callable, Iterator
 
+from tilemesh.core.conflicts import is_runnable
 from tilemesh.core.errors import UsageError
 from tilemesh.core.plan import INTERLEAVED, ParallelPlan
-from tilemesh.core.runnable import lacks
 from tilemesh.core.step.book import microbatches_of
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.work.weights import why_not
@@ -35,11 +35,7 @@ def nearest_layouts(model: ModelConfig, plan: ParallelPlan) -> Iterator[Parallel
     if plan.world > _MOST_RANKS:
         return
     for world in range(plan.world, max(0, plan.world - _FEWER), -1):
-        possible = (
-            layout
-            for layout in _around(plan, world)
-            if why_not(model, layout) is None and next(lacks(layout), None) is None
-        )
+        possible = (layout for layout in _around(plan, world) if why_not(model, layout) is None and is_runnable(layout))
         yield from sorted(possible, key=lambda layout: (_distance(plan, layout), layout.tp, layout.pp))
 
 
@@ -76,7 +72,7 @@ def without_offload(plan: ParallelPlan) -> Iterator[ParallelPlan]:
     for recompute in dict.fromkeys((plan.recompute, "full")):
         for zero, what in ways:
             other = dataclasses.replace(plan, zero=zero, offload=what, recompute=recompute)
-            if other != plan and next(lacks(other), None) is None:
+            if other != plan and is_runnable(other):
                 yield other
 
 

@@ -9,8 +9,8 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
+from tilemesh.core.conflicts import PLAN_CONFLICTS, refusals
 from tilemesh.core.plan import ParallelPlan
-from tilemesh.core.runnable import lacks
 from tilemesh.core.step.memory import StepBytes
 from tilemesh.core.step.simulate import StepTimes
 from tilemesh.plan.memory import RankMemory
@@ -146,11 +146,11 @@ def _pipeline_figures(prediction: Prediction) -> dict[str, Any]:
 
 
 def trainable(plan: ParallelPlan) -> str:
-    """ "yes", or why `tilemesh train` cannot run it: what is missing."""
-    missing = [lack.name for lack in lacks(plan)]
-    return "yes" if not missing else f"not yet: {', '.join(missing)}"
+    """ "yes", or "no" and why `tilemesh train` does not run it."""
+    reasons = [f"{refusal.given}: {refusal.why}" for refusal in refusals(PLAN_CONFLICTS, plan)]
+    return "yes" if not reasons else f"no, {'; '.join(reasons)}"
 
 
 def pins_to_train(plan: ParallelPlan) -> str:
     """What to fix so that a search finds a plan without what this one has and training lacks."""
-    return ",".join(lack.instead for lack in lacks(plan))
+    return ",".join(refusal.instead for refusal in refusals(PLAN_CONFLICTS, plan))

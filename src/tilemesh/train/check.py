@@ -1,7 +1,7 @@
-"""What a training configuration may be, and what a job may ask for: the one place that refuses, before anything exists.
+"""What a training configuration may be, and what a job may ask for: it refuses before anything exists.
 
 Three questions. `check_values`: is every value of its type and in its range, and do the values agree with each other
-(the mesh with the model, the sample with its settings)? It looks at nothing but the configuration. `check_machine`:
+(`conflicts.py`, the mesh with the model)? It looks at nothing but the configuration. `check_machine`:
 does this machine have what it names (GPU, text, tokenizer)? `check_job`: does the rest of what `fit` was asked for
 agree with it? `load` and `fit` call them, so a command and a Python program are refused in the same words, before there
 is a run's folder or a rank. Sections that others use too (model, data, plan) check themselves where they are made.
@@ -18,12 +18,12 @@ from typing import Any
 from tilemesh.compress.config import check_teacher, training_recipe
 from tilemesh.compress.recipe import Recipe, check_blocks, chosen_schemes
 from tilemesh.core import config
+from tilemesh.core.conflicts import refuse
 from tilemesh.core.context import membership
 from tilemesh.core.cores import available_cores
 from tilemesh.core.errors import Argument, RunError, UsageError
-from tilemesh.core.plan import ASYNCHRONOUS, ParallelPlan
+from tilemesh.core.plan import ParallelPlan
 from tilemesh.core.ranges import SAMPLED_TOKENS, SEED, TEMPERATURE, TOP_K, TOP_P, Range, shown
-from tilemesh.core.runnable import lacks
 from tilemesh.data.config import SHARD_SUFFIX, STDLIB, DataConfig, check_source, has_shards, source_path
 from tilemesh.data.documents import documents, source_bytes
 from tilemesh.launch.job import MOST_RANKS, RANKS_PER_CORE
@@ -32,12 +32,13 @@ from tilemesh.measure.machine import this_machine, usable_gpus
 from tilemesh.model.adapter import A, B, adapted_modules
 from tilemesh.model.config import ModelConfig, check_written_model, unlike
 from tilemesh.model.families.book import read_config
-from tilemesh.model.work.weights import embedding_weights, head_weights, layer_weights, parameter_names, why_not
+from tilemesh.model.work.weights import layer_weights, parameter_names, why_not
 from tilemesh.runs import folder as folders
 from tilemesh.runs.base import check_base
 from tilemesh.runs.manifest import MODEL, DamagedError, Manifest, checkpoints
 from tilemesh.runs.names import CHECKPOINTS, CONFIG, DAMAGED
-from tilemesh.train.config import NO_GRAPH, TrainConfig, of_run
+from tilemesh.train.config import TrainConfig, of_run
+from tilemesh.train.conflicts import OF_CONFIG, OF_PLAN
 from tilemesh.train.fits import check_fits, less_memory
 from tilemesh.train.loggers import check_loggers
 from tilemesh.train.rules import decay_patterns
@@ -121,126 +122,14 @@ def check_values(made: TrainConfig) -> None:
         for number in value if isinstance(value, tuple) else (value,):
             if isinstance(number, (int, float)):  # not None
                 numbers.check(path, number)
-    if not 1 <= made.context <= made.model.context:
-        raise UsageError(f"train.context is {made.context}: expected between 1 and model.context, {made.model.context}")
-    if made.sample.tokens and not made.sample.prompt:
-        raise UsageError("sample.prompt is empty: expected at least one character, or sample.tokens=0 for no sample")
-    _check_plan(made)
-    if made.data.packing == "documents" and made.plan.slices > 1:
-        raise UsageError(
-            f"data.packing is documents and plan.slices {made.plan.slices}: a slice does not know where the documents "
-            "of the slices before it began; set data.packing=stream, or another plan.schedule"
-        )
-    _check_optimizer(made)
-    _check_method(made)
-    _check_lora(made)
-    _check_compress(made)
-    _check_held_out(made)
-    if made.train.graph and not made.may_replay:
-        raise UsageError(NO_GRAPH)
-
-
-def _check_plan(made: TrainConfig) -> None:
-    plan = made.plan
-    for lack in lacks(plan):
-        other = "" if lack.is_wrong else f", or make the plan with `tilemesh plan … --fix {lack.instead}`"
-        raise UsageError(f"plan.{lack.given}: {lack.why}; set plan.{lack.instead}{other}")
-    reason = why_not(made.model, plan)
+    refuse(OF_PLAN, made)
+    reason = why_not(made.model, made.plan)
     if reason:
         raise LayoutError.of(made, f"plan.{reason}")
-    if plan.slices > made.context:
-        raise UsageError(
-            f"plan.slices is {plan.slices} and a sequence has {made.context} tokens: set plan.slices to at most as many"
-        )
-    if plan.recompute == "operators" and made.train.compile and plan.tp > 1:
-        raise UsageError(
-            f"train.compile with plan.recompute operators and plan.tp {plan.tp}: exchanges cut a layer's graph, and a "
-            "compiler chooses what it keeps within one graph; set train.compile=false or plan.recompute=full"
-        )
-    if plan.has_chunks and made.train.compile:
-        given = (
-            f"plan.pp {plan.pp}" if plan.pp > 1 else "plan.zero 3" if plan.zero == 3 else f"plan.offload {plan.offload}"
-        )
-        raise UsageError(
-            f"train.compile with {given}: compiled code computes all gradients of a pass at once and in one "
-            "graph per microbatch's shape, and a step's list of actions does not; set train.compile=false"
-        )
-
-
-def _check_method(made: TrainConfig) -> None:
-    """Refuse what a method cannot do: each is about replicas that hold the whole model."""
-    plan, name = made.plan, made.train.method
-    if plan.pp > 1 and plan.schedule in ASYNCHRONOUS:
-        _check_versions(made)
-    other = "" if name == "synchronous" else f"train.method {name}"
-    other = other or ("" if made.method.compress == "none" else f"method.compress {made.method.compress}")
-    if not other:
-        return
-    if other.startswith("train.method") and made.method.compress != "none":
-        raise UsageError(f"{other} with method.compress {made.method.compress}: set method.compress=none")
-    cuts = {"plan.tp=1": plan.tp > 1, "plan.pp=1": plan.pp > 1, "plan.zero=0": plan.zero > 0}
-    cuts |= {"plan.offload=": bool(plan.offloads), "train.compile=false": bool(made.train.compile)}
-    cuts |= {"plan.precision=fp32": plan.precision == "fp16", "train.device=cpu": made.train.device == "cuda"}
-    if made.method.compress != "none":
-        cuts = {"plan.zero=0": plan.zero > 0, "plan.precision=fp32": plan.precision == "fp16"}
-    for instead, is_so in cuts.items():
-        if is_so:
-            given = instead.partition("=")[0]
-            raise UsageError(f"{other} with this {given}: it is for whole replicas on the CPU; set {instead}")
-    if plan.precision == "bf16-master" and name != "synchronous":
-        raise UsageError(
-            f"{other} with plan.precision bf16-master: what moves between ranks is the weights that are updated, which "
-            "here are float32 copies on each; set plan.precision=bf16 or fp32"
-        )
-    if plan.dp == 1 and name != "server":
-        raise UsageError(f"{other} with plan.dp 1: there is one replica and nothing to exchange; set plan.dp above 1")
-    if name == "server" and (made.evaluate.patience or made.lora.rank):
-        given, instead = ("evaluate.patience", "0") if made.evaluate.patience else ("lora.rank", "0")
-        raise UsageError(f"train.method server with {given}: workers do not decide together; set {given}={instead}")
-    if made.servers > (tensors := _tensors(made.model)):
-        raise UsageError(
-            f"method.servers is {made.servers} and the model has {tensors} weights and biases, which stay whole: set "
-            f"method.servers to at most {tensors}"
-        )
-    for key, every in (("checkpoint.every", made.checkpoint.every), ("evaluate.every", made.evaluate.every)):
-        if name == "local" and (every % made.method.period or made.method.start % made.method.period):
-            raise UsageError(
-                f"{key} is {every} and method.start {made.method.start} with method.period {made.method.period}: "
-                "replicas have common weights at multiples of the period; set both to multiples of it"
-            )
-
-
-def _tensors(model: ModelConfig) -> int:
-    """How many weights and biases a model has."""
-    once = [*embedding_weights(model), *head_weights(model)]
-    return sum(1 + weight.bias for weight in [*once, *model.layers * layer_weights(model)])
-
-
-def _check_versions(made: TrainConfig) -> None:
-    """Refuse what a pipeline cannot do that updates weights while microbatches are under way."""
-    why = {
-        "optimizer.clip=0": (made.optimizer.clip > 0, "no rank knows the norm of the whole gradient at an update"),
-        "model.tied=false": (made.model.tied, "gradients of a tied table come to its two stages at different times"),
-        "plan.precision=fp32": (made.plan.precision == "fp16", "nobody waits to see whether a gradient overflows"),
-        "lora.rank=0": (made.lora.rank > 0, "adapters are trained by synchronous steps"),
-        "method.compress=none": (made.method.compress != "none", "its gradients are exchanged update by update"),
-        "train.method=synchronous": (made.train.method != "synchronous", "a method is for replicas, this for stages"),
-    }
-    for instead, (is_so, reason) in why.items():
-        if is_so:
-            given = instead.partition("=")[0]
-            raise UsageError(f"plan.schedule {made.plan.schedule} with this {given}: {reason}; set {instead}")
-
-
-def _check_optimizer(made: TrainConfig) -> None:
+    refuse(OF_CONFIG, made)
     _check_decay_groups(made)
-    plan = made.plan
-    cut, instead = (f"plan.tp {plan.tp}", "plan.tp=1") if plan.tp > 1 else (f"plan.zero {plan.zero}", "plan.zero=0")
-    if made.optimizer.name == "muon" and (plan.tp > 1 or plan.zero):
-        raise UsageError(
-            f"optimizer.name muon with {cut}: Muon makes the update of a whole matrix orthogonal, and here ranks hold "
-            f"parts of matrices; set {instead}, or optimizer.name to adamw, lion or sgd"
-        )
+    _check_lora(made)
+    _check_compress(made)
 
 
 def _check_decay_groups(made: TrainConfig) -> None:
@@ -269,45 +158,18 @@ def _check_lora(made: TrainConfig) -> None:
             f"lora.rank is {made.lora.rank} and there are no weights to add adapters to: name a Hugging Face folder: ",
             Argument("init"),
         )
-    plan = made.plan
-    layouts = {
-        "plan.tp=1": (plan.tp > 1, f"plan.tp {plan.tp} cuts the matrices that adapters are added to"),
-        "plan.pp=1": (plan.pp > 1, f"plan.pp {plan.pp} makes each stage's layers anew, without adapters"),
-        "plan.zero=2": (plan.zero == 3, "plan.zero 3 gathers weights for an update, and frozen ones have none"),
-        "plan.offload=": (plan.has_chunks, f"plan.offload {plan.offload} makes each layer anew, without adapters"),
-    }
-    for instead, (is_so, why) in layouts.items():
-        if is_so:
-            raise UsageError(f"lora.rank is {made.lora.rank} and {why}: set {instead}; replicas (plan.dp) work")
 
 
 def _check_compress(made: TrainConfig) -> None:
-    """Rounding and masks are put into the layers of one process; a teacher sees whole batches of whole sequences."""
-    recipe, plan = training_recipe(made.compress.recipe), made.plan
-    given = "compress.recipe" if recipe is not None else "distill.teacher"
-    if recipe is None and made.distill.teacher is None:
-        return
-    if made.lora.rank:
-        raise UsageError(
-            f"{given} with lora.rank {made.lora.rank}: adapters leave the weights as they are; set lora.rank=0"
-        )
-    if plan.has_chunks:
-        raise UsageError(
-            f"{given} with pipeline stages, ZeRO-3 or offload: set plan.pp=1, plan.zero at most 2, no offload"
-        )
+    """Refuse a recipe that the model's matrices, or a rank's parts of them, do not allow, and a teacher of others."""
+    recipe = training_recipe(made.compress.recipe)
     if recipe is not None:
         chosen_schemes(recipe, _matrices(made.model))
         check_blocks(recipe, _matrices(made.model))
-        if plan.tp > 1:
-            _check_cut(recipe, _matrices(made.model), plan.tp)
+        if made.plan.tp > 1:
+            _check_cut(recipe, _matrices(made.model), made.plan.tp)
     if made.distill.teacher is None:
         return
-    if plan.tp > 1 or plan.recompute != "none" or made.train.compile:
-        raise UsageError(
-            "distill.teacher with plan.tp, plan.recompute or train.compile: the teacher's predictions are "
-            "compared with "
-            "whole logits; set plan.tp=1, plan.recompute=none and train.compile=false; replicas (plan.dp) work"
-        )
     if not (made.distill.teacher / "config.json").is_file():
         raise UsageError(
             f"distill.teacher is {made.distill.teacher}: expected a Hugging Face folder; `tilemesh export` "
@@ -318,11 +180,6 @@ def _check_compress(made: TrainConfig) -> None:
 
 def _check_cut(recipe: Recipe, shapes: dict[str, tuple[int, int]], tp: int) -> None:
     """Refuse what cannot be done in the parts of matrices that ranks hold, as they would."""
-    if recipe.prune.structure == "unstructured":
-        raise UsageError(
-            f"compress.recipe prunes unstructured and plan.tp is {tp}: the smallest weights of a whole matrix go, and "
-            "tp cuts it; prune 2:4, or set plan.tp=1"
-        )
     cut = {name: (outputs, inputs // tp) for name, (outputs, inputs) in shapes.items() if name.endswith(_CUT_BY_INPUTS)}
     whole = chosen_schemes(recipe, shapes)
     for name, (_, inputs) in cut.items():
@@ -344,28 +201,12 @@ def _matrices(model: ModelConfig) -> dict[str, tuple[int, int]]:
     return shapes if model.tied else {**shapes, "output": (model.vocabulary, model.width)}
 
 
-def _check_held_out(made: TrainConfig) -> None:
-    """Refuse what waits for a held-out loss that is never measured."""
-    for key, on in (("evaluate.patience", made.evaluate.patience), ("checkpoint.keep_best", made.checkpoint.keep_best)):
-        missing = [
-            name
-            for name, is_there in (
-                ("evaluate.every", made.evaluate.every),
-                ("evaluate.sequences", made.evaluate.sequences),
-                ("data.held_out", made.data.held_out),
-            )
-            if not is_there
-        ]
-        if on and missing:
-            raise UsageError(
-                f"{key} is set and {missing[0]} is 0: there is no held-out loss to go by; set {missing[0]}"
-            )
-
-
 def check_machine(made: TrainConfig) -> None:
     """Refuse what this machine has not: a GPU, the text, the tokenizer, place for so many ranks."""
     if made.train.device == "cuda" and not usable_gpus():
         raise UsageError("train.device is cuda and this machine has no GPU: set train.device=cpu, or auto")
+    if made.train.graph and not usable_gpus():
+        raise UsageError("train.graph is true and this machine has no GPU: set train.graph=false, or leave it out")
     most = max(MOST_RANKS, RANKS_PER_CORE * available_cores())
     if membership() is None and made.ranks > most:
         raise UsageError(

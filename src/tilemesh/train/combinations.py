@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tilemesh.core.config import split_sets
-from tilemesh.core.errors import UsageError
+from tilemesh.core.conflicts import OR, ConflictError, ConflictWords
 from tilemesh.model.families.book import to_json
 from tilemesh.train.load import load
 from tilemesh.train.preview import preview
@@ -100,16 +100,16 @@ def joined(first: Mapping[str, str], second: Mapping[str, str]) -> dict[str, str
     return both
 
 
-def refusal(settings: Mapping[str, str], folder: Path) -> str:
-    """Why these settings over the base are refused; nothing where they would be trained. `folder`: for models."""
+def refusal(settings: Mapping[str, str], folder: Path) -> ConflictWords | None:
+    """Why these settings over the base are refused; None where they would be trained. `folder`: for models."""
     model = {key: text for key, text in {**BASE, **settings}.items() if key.startswith("model.")}
     (folder / "config.json").write_text(_described(*(f"{key}={text}" for key, text in model.items())))
     texts = [f"{key}={text.replace(FOLDER, str(folder))}" for key, text in {**BASE, **settings}.items()]
     try:
         preview(load(sets=texts, init=folder if "lora.rank" in settings else None))
-    except UsageError as error:
-        return str(error).replace(str(folder), FOLDER)
-    return ""
+    except ConflictError as error:
+        return error.refusal._replace(given=error.refusal.given.replace(str(folder), FOLDER))
+    return None
 
 
 @functools.cache
@@ -118,8 +118,9 @@ def _described(*sets: str) -> str:
     return json.dumps(to_json(load(sets=sets).model, "float32"))
 
 
-def refusals() -> dict[tuple[Feature, Feature], str]:
-    """Of every pair, why it is refused, or an empty text."""
+@functools.cache
+def refusals() -> dict[tuple[Feature, Feature], ConflictWords | None]:
+    """Of every pair, why it is refused, or None."""
     with tempfile.TemporaryDirectory() as folder:
         return {(first, second): refusal(settings, Path(folder)) for first, second, settings in pairs()}
 
@@ -149,8 +150,8 @@ reason below.
 
 ## Reasons
 
-| | pairs | what is said |
-|---:|---:|---|
+| | pairs | set, such as | why | instead |
+|---:|---:|---|---|---|
 {reasons}
 """
 
@@ -158,8 +159,8 @@ reason below.
 def page() -> str:
     """The page of all pairs, as Markdown."""
     answers = refusals()
-    refused = {pair: reason for pair, reason in answers.items() if reason}
-    reasons = list(dict.fromkeys(refused.values()))
+    refused = {pair: refusal for pair, refusal in answers.items() if refusal is not None}
+    reasons = list(dict.fromkeys(refusal.why for refusal in refused.values()))
     number = {feature: place for place, feature in enumerate(FEATURES, 1)}
     features = [
         f"| {number[feature]} | {feature.name} | `{feature.settings}` | {sum(feature in pair for pair in refused)} |"
@@ -170,13 +171,14 @@ def page() -> str:
         cells = []
         for column in FEATURES:
             pair = (row, column) if (row, column) in answers else (column, row)
-            reason = answers.get(pair)
-            cells.append("–" if reason is None else "✓" if not reason else str(1 + reasons.index(reason)))
+            reason = refused[pair].why if pair in refused else None
+            cells.append(str(1 + reasons.index(reason)) if reason else "✓" if pair in answers else "–")
         matrix.append(f"| {number[row]} {row.name} | {' | '.join(cells)} |")
-    said = [
-        f"| {place} | {sum(other == reason for other in refused.values())} | {reason.replace('|', chr(92) + '|')} |"
-        for place, reason in enumerate(reasons, 1)
-    ]
+    said = []
+    for place, reason in enumerate(reasons, 1):
+        met = [refusal for refusal in refused.values() if refusal.why == reason]
+        instead = ", ".join(dict.fromkeys(f"`{way}`" for refusal in met for way in refusal.instead.split(OR)))
+        said.append(f"| {place} | {len(met)} | {met[0].given} | {reason} | {instead} |")
     return _PAGE.format(
         pairs=len(answers), works=len(answers) - len(refused), refused=len(refused),
         base=", ".join(f"`{key}={text}`" for key, text in BASE.items()), features="\n".join(features),

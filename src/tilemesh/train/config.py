@@ -27,12 +27,6 @@ from tilemesh.runs.names import CONFIG
 DEFAULT_PRESET = "default"
 
 
-NO_GRAPH = (
-    "train.graph=true is for one GPU alone, with a fused optimiser and any precision but fp16: set train.graph=false, "
-    "or leave it out"
-)
-
-
 @dataclass(frozen=True)
 class OptimizerConfig:
     """The optimizer and its learning rate, which warms up linearly and then follows a schedule."""
@@ -264,16 +258,6 @@ class TrainConfig:
     def optimizer_kernels_on(self, device: str) -> str:
         """Who steps the parameters on this kind of device: "torch", or the implementation of tilemesh's AdamW."""
         return TORCH if self.train.kernels == "torch" or device != "cuda" else "auto"
-
-    @property
-    def may_replay(self) -> bool:
-        """Whether steps may become a CUDA graph, given one GPU alone."""
-        able = self.plan.world == 1 and self.plan.precision != "fp16" and self.optimizer.fused is not False
-        able = able and self.data.packing == "stream" and not self.data.chat  # how many targets count differs by step
-        able = able and self.optimizer.name in ("adamw", "sgd")  # which torch has fused functions for
-        able = able and not self.plan.offloads  # what goes and comes has no fixed place
-        able = able and not self.compress.recipe and self.distill.teacher is None  # masks change with the step
-        return able and self.train.device != "cpu" and self.train.graph is not False
 
     def with_base(self, init: str | Path | None) -> TrainConfig:
         """With the folder to begin from as what adapters are added to, where there are adapters."""

@@ -13,11 +13,11 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from tilemesh.core.conflicts import is_runnable
 from tilemesh.core.context import membership
 from tilemesh.core.errors import UsageError
 from tilemesh.core.hardware import CPU, H200, Cluster, device_for, make_node
 from tilemesh.core.plan import ParallelPlan
-from tilemesh.core.runnable import lacks
 from tilemesh.core.step.program import chunk_layers
 from tilemesh.core.units import format_bytes
 from tilemesh.model.kernels import TORCH
@@ -169,7 +169,7 @@ def _others(made: TrainConfig, on_gpu: bool) -> Iterator[ParallelPlan]:
     if on_gpu and not made.plan.offloads:
         for what in ("activations", "optimizer", "optimizer+activations"):
             other = dataclasses.replace(made.plan, offload=what)
-            if next(lacks(other), None) is None:
+            if is_runnable(other):
                 yield other
     yield from (other for other in nearest_layouts(made.model, made.plan) if other != made.plan)
 

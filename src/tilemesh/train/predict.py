@@ -21,6 +21,7 @@ from tilemesh.plan.local import local_machine
 from tilemesh.plan.prediction import prediction_figures
 from tilemesh.plan.step import predict
 from tilemesh.train.config import TrainConfig
+from tilemesh.train.conflicts import may_replay
 from tilemesh.train.served_prediction import served_figures
 
 
@@ -50,7 +51,7 @@ def predict_run(config: TrainConfig, gpus: Sequence[str]) -> dict[str, Any]:
             config.context,
             rates=rates,
             code=code,
-            graph=config.may_replay,
+            graph=may_replay(config),
             chunked_loss=is_chunked,
         )
     except UsageError as error:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from tilemesh.comm.runtime.communicator import Communicator
-from tilemesh.core.errors import RunError, UsageError
+from tilemesh.core.errors import RunError
 from tilemesh.core.shard import Shard
 from tilemesh.methods.link import ASKED, STOPPED, PushFigures, ServerLink
 from tilemesh.methods.record import ServerEvent, append_record
@@ -54,9 +54,7 @@ def as_worker(config: TrainConfig) -> TrainConfig:
 
 
 def server_cuts(sizes: Sequence[int], servers: int) -> list[range]:
-    """Which parameters each server holds: neighbours, together about as large as those of the others."""
-    if servers > len(sizes):
-        raise UsageError(f"method.servers is {servers} and the model has {len(sizes)} parameters: set at most as many")
+    """Which parameters each of at most as many servers holds: neighbours, together about as large as others'."""
     total, cuts, at, done = sum(sizes), [], 0, 0
     for server in range(servers):
         end = at + 1

@@ -22,7 +22,7 @@ from tilemesh.model.dropout import DropoutPlace, fold_seed
 from tilemesh.parallel.gradients import GradientStep
 from tilemesh.parallel.laid import Laid, StepPiece
 from tilemesh.parallel.pipeline import Pipeline
-from tilemesh.train.config import NO_GRAPH, TrainConfig
+from tilemesh.train.config import TrainConfig
 from tilemesh.train.graph import StepGraph
 from tilemesh.train.memory import SavedBytes, storage_bytes
 from tilemesh.train.optimizer import LossScale, Optimizer
@@ -198,7 +198,10 @@ class Stepper:
         wanted = self.config.train.graph
         able = self.is_late and self.device.type == "cuda" and self.optimizer.is_capturable
         if wanted and not able:
-            raise UsageError(NO_GRAPH)
+            raise UsageError(
+                "train.graph is true and this step cannot be captured: a graph is for one GPU alone, with a fused "
+                "optimiser; set train.graph=false, or leave it out"
+            )
         return able and wanted is not False
 
     @contextlib.contextmanager

@@ -12,8 +12,8 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from tilemesh.core.conflicts import is_runnable
 from tilemesh.core.plan import SYNCHRONOUS, Precision
-from tilemesh.core.runnable import lacks
 from tilemesh.core.step.book import microbatches_of
 from tilemesh.parallel.gate.cases import MODELS, ROWS, Case, GateLayout, cases, numerics
 
@@ -89,7 +89,7 @@ def _possible(ranks: int) -> Iterator[_Combination]:
                     continue
                 for ahead in (1, 0, 2) if zero == 3 else (1, 0) if moved else (1,):
                     choice = _Combination("", dp, tp, pp, sequence, schedule, zero, group, ahead, again, moved, count)
-                    if not any(lacks(_layout(choice).plan("fp64"))):
+                    if is_runnable(_layout(choice).plan("fp64")):
                         for model in MODELS:
                             yield choice._replace(model=model)
 

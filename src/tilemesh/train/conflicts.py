@@ -1,0 +1,225 @@
+"""Settings of a training configuration that do not go together: one table, read by training and the documents.
+
+A row is mostly two parts of a run that are both on, why they cannot be, and which of them to switch off. It looks at
+the configuration alone, so it is refused before anything is touched. What needs the machine or a file (memory, a GPU, a
+teacher's folder) and what a model's shapes allow is in `check.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from tilemesh.compress.config import training_recipe
+from tilemesh.core.conflicts import OR, PLAN_CONFLICTS, Conflict, row
+from tilemesh.core.plan import ASYNCHRONOUS
+from tilemesh.model.work.weights import embedding_weights, head_weights, layer_weights
+from tilemesh.train.config import TrainConfig
+
+Row = Conflict[TrainConfig]
+
+
+# ---- what a run may have -----------------------------------------------------------------------------------------
+
+
+class Switch(NamedTuple):
+    """Something that a run may have."""
+
+    setting: str
+    is_on: Callable[[TrainConfig], bool]
+    off: str
+    """What switches it off, as `--set` takes it."""
+
+
+_TP = Switch("plan.tp", lambda config: config.plan.tp > 1, "plan.tp=1")
+_PP = Switch("plan.pp", lambda config: config.plan.pp > 1, "plan.pp=1")
+_DP = Switch("plan.dp", lambda config: config.plan.dp > 1, "plan.dp=1")
+_ONE_REPLICA = Switch("plan.dp", lambda config: config.plan.dp == 1, "plan.dp=2")
+_SLICES = Switch("plan.slices", lambda config: config.plan.slices > 1, "plan.slices=1")
+_VERSIONS = Switch(
+    "plan.schedule", lambda config: config.plan.pp > 1 and config.plan.schedule in ASYNCHRONOUS, "plan.schedule=1f1b"
+)
+_ZERO = Switch("plan.zero", lambda config: config.plan.zero > 0, "plan.zero=0")
+_ZERO_3 = Switch("plan.zero", lambda config: config.plan.zero == 3, "plan.zero=2")
+_OFFLOAD = Switch("plan.offload", lambda config: bool(config.plan.offloads), "plan.offload=")
+_MOVED_LAYERS = Switch(
+    "plan.offload", lambda config: bool({"activations", "weights"} & {*config.plan.offloads}), "plan.offload="
+)
+_RECOMPUTE = Switch("plan.recompute", lambda config: config.plan.recompute != "none", "plan.recompute=none")
+_FP16 = Switch("plan.precision", lambda config: config.plan.precision == "fp16", "plan.precision=fp32")
+_MASTER = Switch("plan.precision", lambda config: config.plan.precision == "bf16-master", "plan.precision=bf16")
+_COMPILE = Switch("train.compile", lambda config: bool(config.train.compile), "train.compile=false")
+_GRAPH = Switch("train.graph", lambda config: bool(config.train.graph), "train.graph=false")
+_ON_CPU = Switch("train.device", lambda config: config.train.device == "cpu", "train.device=cuda")
+_ON_GPU = Switch("train.device", lambda config: config.train.device == "cuda", "train.device=cpu")
+_METHOD = Switch("train.method", lambda config: config.train.method != "synchronous", "train.method=synchronous")
+_SERVER = Switch("train.method", lambda config: config.train.method == "server", "train.method=synchronous")
+_LOCAL = Switch("train.method", lambda config: config.train.method == "local", "train.method=synchronous")
+_COMPRESSED = Switch("method.compress", lambda config: config.method.compress != "none", "method.compress=none")
+_MUON = Switch("optimizer.name", lambda config: config.optimizer.name == "muon", "optimizer.name=adamw")
+_UNFUSED = Switch("optimizer.name", lambda config: config.optimizer.name in ("lion", "muon"), "optimizer.name=adamw")
+_NOT_FUSED = Switch("optimizer.fused", lambda config: config.optimizer.fused is False, "optimizer.fused=true")
+_CLIP = Switch("optimizer.clip", lambda config: config.optimizer.clip > 0, "optimizer.clip=0")
+_TIED = Switch("model.tied", lambda config: config.model.tied, "model.tied=false")
+_LORA = Switch("lora.rank", lambda config: config.lora.rank > 0, "lora.rank=0")
+_RECIPE = Switch("compress.recipe", lambda config: bool(config.compress.recipe), "compress.recipe=")
+_TEACHER = Switch("distill.teacher", lambda config: config.distill.teacher is not None, "distill.teacher=none")
+_DOCUMENTS = Switch("data.packing", lambda config: config.data.packing == "documents", "data.packing=stream")
+_PACKED = Switch("data.packing", lambda config: config.data.packing != "stream", "data.packing=stream")
+_CHAT = Switch("data.chat", lambda config: config.data.chat, "data.chat=false")
+_PATIENCE = Switch("evaluate.patience", lambda config: config.evaluate.patience > 0, "evaluate.patience=0")
+_KEEP_BEST = Switch("checkpoint.keep_best", lambda config: config.checkpoint.keep_best, "checkpoint.keep_best=false")
+_NEVER_EVALUATED = Switch("evaluate.every", lambda config: not config.evaluate.every, "evaluate.every=50")
+_NO_SEQUENCES = Switch("evaluate.sequences", lambda config: not config.evaluate.sequences, "evaluate.sequences=32")
+_NONE_HELD_OUT = Switch("data.held_out", lambda config: not config.data.held_out, "data.held_out=0.02")
+
+
+def _pair(one: Switch, other: Switch, why: str, *ends: Switch) -> Row:
+    """Two parts that cannot both be on. `ends`: which of them to switch off; the other, where none is named."""
+    instead = OR.join(part.off for part in ends or (other,))
+    return row(f"{one.setting} {other.setting}", lambda config: one.is_on(config) and other.is_on(config), why, instead)
+
+
+def _prunes_anywhere(config: TrainConfig) -> bool:
+    recipe = training_recipe(config.compress.recipe)
+    return recipe is not None and recipe.prune.structure == "unstructured"
+
+
+def _tensors(config: TrainConfig) -> int:
+    """How many weights and biases the model has."""
+    once = [*embedding_weights(config.model), *head_weights(config.model)]
+    return sum(1 + weight.bias for weight in [*once, *config.model.layers * layer_weights(config.model)])
+
+
+def _between_averages(key: str, steps: Callable[[TrainConfig], int]) -> Row:
+    """Something that local updates do every so many steps, and not where replicas have common weights."""
+    return row(
+        f"{key} method.period",
+        lambda config: _LOCAL.is_on(config) and steps(config) % config.method.period > 0,
+        "replicas of train.method local have common weights at multiples of the period",
+        lambda config: f"{key}={-(-steps(config) // config.method.period) * config.method.period}",
+    )
+
+
+# ---- the rows --------------------------------------------------------------------------------------------------
+
+_LISTED = (
+    "compiled code computes all gradients of a pass at once and in one graph per microbatch's shape, and a step's list "
+    "of actions does not"
+)
+_PARTS = "Muon makes the update of a whole matrix orthogonal, and here ranks hold parts of matrices"
+_REPLICAS = "it is for whole replicas on the CPU"
+_ANEW = "layers of stages, and those that are gathered or moved, are made anew, without rounding or masks"
+_WHOLE = "the teacher's predictions are compared with those of a pass through the whole model"
+_LOGITS = "the teacher's predictions are compared with whole logits"
+_UNTOUCHED = "adapters leave the weights as they are"
+
+_ALONE = "a graph is for one GPU alone"
+_TARGETS = "how many targets count differs by step, and a graph's steps are alike"
+_REPLAY = (
+    (_DP, _ALONE), (_TP, _ALONE), (_PP, _ALONE), (_ON_CPU, _ALONE),
+    (_FP16, "a scaled loss decides after each step whether it counts"),
+    (_NOT_FUSED, "a graph needs a fused optimiser, which reads the learning rate on the device"),
+    (_UNFUSED, "a graph needs a fused optimiser, which torch has for adamw and sgd"),
+    (_PACKED, _TARGETS), (_CHAT, _TARGETS),
+    (_OFFLOAD, "what goes and comes has no fixed place"),
+    (_RECIPE, "rounding and masks change with the step"),
+    (_TEACHER, "a teacher's pass is not captured"),
+)  # fmt: skip
+"""What keeps steps from becoming a CUDA graph, and why."""
+
+OF_PLAN: tuple[Row, ...] = tuple(conflict.under("plan") for conflict in PLAN_CONFLICTS)
+"""Of the plan alone, whatever the model."""
+OF_CONFIG: tuple[Row, ...] = (
+    row(
+        "train.context model.context",
+        lambda config: not 1 <= config.context <= config.model.context,
+        "a sequence has between 1 and model.context tokens",
+        lambda config: f"train.context={config.model.context}",
+    ),
+    row(
+        "sample.prompt sample.tokens",
+        lambda config: config.sample.tokens > 0 and not config.sample.prompt,
+        "a sample begins with at least one character",
+        "sample.tokens=0",
+    ),
+    row(
+        "plan.slices train.context",
+        lambda config: config.plan.slices > config.context,
+        "a slice has at least one token",
+        lambda config: f"plan.slices={config.context}",
+    ),
+    _pair(
+        _DOCUMENTS, _SLICES, "a slice does not know where the documents of the slices before it began", _DOCUMENTS,
+        _SLICES,
+    ),
+    # Held-out text.
+    *(
+        _pair(waits, missing, "there is no held-out loss to go by")
+        for waits in (_PATIENCE, _KEEP_BEST)
+        for missing in (_NEVER_EVALUATED, _NO_SEQUENCES, _NONE_HELD_OUT)
+    ),
+    # Compiled code.
+    row(
+        "train.compile plan.recompute plan.tp",
+        lambda config: _COMPILE.is_on(config) and config.plan.recompute == "operators" and config.plan.tp > 1,
+        "exchanges cut a layer's graph, and a compiler chooses what it keeps within one graph",
+        "train.compile=false or plan.recompute=full",
+    ),
+    *(_pair(_COMPILE, other, _LISTED, _COMPILE) for other in (_PP, _ZERO_3, _MOVED_LAYERS)),
+    # Muon.
+    *(_pair(_MUON, cut, _PARTS, cut, _MUON) for cut in (_TP, _ZERO)),
+    # Pipelines that update weights while microbatches are under way.
+    _pair(_VERSIONS, _CLIP, "no rank knows the norm of the whole gradient at an update"),
+    _pair(_VERSIONS, _TIED, "gradients of a tied table come to its two stages at different times"),
+    _pair(_VERSIONS, _FP16, "nobody waits to see whether a gradient overflows"),
+    _pair(_VERSIONS, _LORA, "adapters are trained by synchronous steps"),
+    _pair(_VERSIONS, _COMPRESSED, "its gradients are exchanged update by update"),
+    _pair(_VERSIONS, _METHOD, "a method is for replicas, this for stages"),
+    # How replicas keep together.
+    _pair(_METHOD, _COMPRESSED, "what is compressed is the exchange of synchronous steps"),
+    *(_pair(_METHOD, other, _REPLICAS) for other in (_TP, _PP, _ZERO, _OFFLOAD, _COMPILE, _FP16, _ON_GPU)),
+    _pair(
+        _METHOD, _MASTER,
+        "what moves between ranks is the weights that are updated, which here are float32 copies on each",
+    ),
+    _pair(_COMPRESSED, _ZERO, "what was not sent yet is kept of whole gradients, and here ranks have parts"),
+    _pair(_COMPRESSED, _FP16, "what was not sent yet is kept, and the scale of the loss changes"),
+    *(_pair(way, _ONE_REPLICA, "there is one replica and nothing to exchange") for way in (_LOCAL, _COMPRESSED)),
+    _pair(_SERVER, _PATIENCE, "workers do not decide together"),
+    _pair(_SERVER, _LORA, "workers do not decide together"),
+    row(
+        "method.servers",
+        lambda config: config.servers > _tensors(config),
+        lambda config: f"the model has {_tensors(config)} weights and biases, which stay whole",
+        lambda config: f"method.servers={_tensors(config)}",
+    ),
+    _between_averages("checkpoint.every", lambda config: config.checkpoint.every),
+    _between_averages("evaluate.every", lambda config: config.evaluate.every),
+    _between_averages("method.start", lambda config: config.method.start),
+    # Adapters.
+    _pair(_LORA, _TP, "it cuts the matrices that adapters are added to"),
+    _pair(_LORA, _PP, "each stage's layers are made anew, without adapters"),
+    _pair(_LORA, _ZERO_3, "it gathers weights for an update, and frozen ones have none"),
+    _pair(_LORA, _MOVED_LAYERS, "each layer is made anew, without adapters"),
+    # Recipes and teachers.
+    *(_pair(aim, _LORA, _UNTOUCHED) for aim in (_RECIPE, _TEACHER)),
+    *(_pair(_RECIPE, other, _ANEW) for other in (_PP, _ZERO_3, _MOVED_LAYERS)),
+    *(_pair(_TEACHER, other, _WHOLE) for other in (_PP, _ZERO_3, _MOVED_LAYERS)),
+    *(_pair(_TEACHER, other, _LOGITS) for other in (_TP, _RECOMPUTE, _COMPILE)),
+    row(
+        "compress.recipe plan.tp",
+        lambda config: _TP.is_on(config) and _prunes_anywhere(config),
+        "the smallest weights of a whole matrix go, and tp cuts it",
+        "compress.recipe=2:4 or plan.tp=1",
+    ),
+    # Steps as one CUDA graph.
+    *(_pair(_GRAPH, other, why, _GRAPH, other) for other, why in _REPLAY),
+)  # fmt: skip
+"""Of all settings, where the model takes the plan."""
+CONFLICTS: tuple[Row, ...] = (*OF_PLAN, *OF_CONFIG)
+
+
+def may_replay(config: TrainConfig) -> bool:
+    """Whether steps may become a CUDA graph, given one GPU alone."""
+    return config.train.graph is not False and not any(part.is_on(config) for part, _ in _REPLAY)
