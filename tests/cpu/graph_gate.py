@@ -263,6 +263,7 @@ LEFT_OUT = {
     "masked.softmin": (("subnormal",), "nearly equal numbers cancel in its gradient: 4e-7 of 1 are left to chance"),
     "nn.functional.cosine_similarity": (("subnormal",), "a gradient that is 0 is the difference of two roundings"),
     "nn.functional.rms_norm": (("offset",), "of one element: its gradient is the difference of two roundings"),
+    "nn.functional.softmin": (("subnormal", "largest"), "nearly equal numbers cancel in its gradient"),
     "torch.ops.aten._safe_softmax.default": (("subnormal",), "nearly equal numbers cancel in its gradient"),
     "special.erfcx": (("offset", "huge"), "its derivative is the difference of two roundings there"),
     "nn.functional.poisson_nll_loss": (
