@@ -37,7 +37,8 @@ from tilemesh.core.plan import ParallelPlan
 from tilemesh.measure.machine import stamp, this_machine
 from tilemesh.model.config import ModelConfig, preset
 from tilemesh.model.kernels import PLAIN, STANDARD
-from tilemesh.model.transformer import Transformer, loss_sum
+from tilemesh.model.loss import loss_sum
+from tilemesh.model.transformer import Transformer
 from tilemesh.model.work.weights import count_parameters
 from tilemesh.parallel.gradients import GradientStep, LocalGradients, Parts
 from tilemesh.parallel.mesh import Mesh

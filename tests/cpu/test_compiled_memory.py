@@ -13,7 +13,8 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from tilemesh.core.plan import ParallelPlan
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.kernels import PLAIN
-from tilemesh.model.transformer import Transformer, loss_sum
+from tilemesh.model.loss import loss_sum
+from tilemesh.model.transformer import Transformer
 from tilemesh.model.work.kept import kept_tensors
 from tilemesh.model.work.task import Task
 from tilemesh.train.plain import suit_gpu

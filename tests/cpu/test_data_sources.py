@@ -30,7 +30,7 @@ from tilemesh.data.prepare import PreparationStoppedError, prepare
 from tilemesh.data.samples import IGNORED, PERIOD, Mixture, Samples, apportioned, held_out_samples, train_mixture
 from tilemesh.data.stream import Stream
 from tilemesh.data.tokenizer import FileTokenizer
-from tilemesh.model.transformer import IGNORED as MODEL_IGNORED
+from tilemesh.model.loss import IGNORED as MODEL_IGNORED
 
 
 def written(path: Path, records: list[Any]) -> str:

@@ -13,7 +13,7 @@ from tilemesh.core.errors import UsageError
 from tilemesh.kernels.accuracy import excess
 from tilemesh.kernels.gated import reference as gates
 from tilemesh.kernels.rotary import reference as rotaries
-from tilemesh.model.transformer import rotate
+from tilemesh.model.rotary import rotate
 
 pytest.importorskip("triton")
 

@@ -15,7 +15,8 @@ from tilemesh.kernels.attention import reference
 from tilemesh.kernels.attention.joined import parts
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.kernels import PLAIN
-from tilemesh.model.transformer import Transformer, loss_sum
+from tilemesh.model.loss import loss_sum
+from tilemesh.model.transformer import Transformer
 
 pytest.importorskip("triton")
 

@@ -12,7 +12,8 @@ from torch import Tensor
 from tilemesh.core.hardware import parse_cluster
 from tilemesh.core.plan import ParallelPlan
 from tilemesh.model.config import ModelConfig
-from tilemesh.model.transformer import Transformer, loss_sum
+from tilemesh.model.loss import loss_sum
+from tilemesh.model.transformer import Transformer
 from tilemesh.plan.memory import Room
 
 ROWS, TOKENS = 3, 32

@@ -13,7 +13,8 @@ from tilemesh.core.plan import ParallelPlan
 from tilemesh.model.config import ModelConfig, preset
 from tilemesh.model.dropout import DropoutPlace
 from tilemesh.model.kernels import OURS, PLAIN, STANDARD, ModelKernels
-from tilemesh.model.transformer import IGNORED, Transformer
+from tilemesh.model.loss import IGNORED
+from tilemesh.model.transformer import Transformer
 from tilemesh.parallel.apply import lay
 from tilemesh.parallel.laid import Laid
 from tilemesh.parallel.mesh import Mesh

@@ -14,8 +14,9 @@ from tilemesh.comm import Communicator, run_threads
 from tilemesh.core.errors import UsageError
 from tilemesh.core.plan import ParallelPlan
 from tilemesh.model.config import ModelConfig
+from tilemesh.model.loss import loss_sum
 from tilemesh.model.part import TIED, ModelPart, cut_parts, whole_part
-from tilemesh.model.transformer import Transformer, loss_sum
+from tilemesh.model.transformer import Transformer
 from tilemesh.model.work.weights import shard_parameters
 from tilemesh.parallel import Mesh, lay
 

@@ -11,8 +11,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.kernels import PLAIN
+from tilemesh.model.loss import loss_sum
 from tilemesh.model.part import cut_parts, whole_part
-from tilemesh.model.transformer import Transformer, loss_sum
+from tilemesh.model.transformer import Transformer
 from tilemesh.model.work.operations import forward_flops, model_flops
 
 SIZES: dict[str, Any] = {"layers": 3, "width": 32, "heads": 4, "vocabulary": 40, "context": 16}

@@ -13,7 +13,9 @@ from test_train_run import losses, made, state, trained
 
 from tilemesh.core.errors import UsageError
 from tilemesh.model.config import ModelConfig
-from tilemesh.model.transformer import Transformer, attend_within, document_places, loss_sum
+from tilemesh.model.documents import attend_within, document_places
+from tilemesh.model.loss import loss_sum
+from tilemesh.model.transformer import Transformer
 from tilemesh.runs.files import read_object
 from tilemesh.runs.metrics import latest
 from tilemesh.train.check import check_values

@@ -13,10 +13,10 @@ import torch
 
 from tilemesh.comm import connect
 from tilemesh.model import config as model_config
-from tilemesh.model import transformer
+from tilemesh.model import documents, fresh, rotary, transformer
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.families.book import FAMILIES, family_of
-from tilemesh.model.transformer import IGNORED, loss
+from tilemesh.model.loss import IGNORED, loss
 from tilemesh.parallel.gate import alone, papers
 from tilemesh.parallel.gate.cases import PAPERS, Case, GateLayout
 from tilemesh.parallel.gate.compare import Gate
@@ -98,7 +98,8 @@ def test_the_reference_shares_no_line_with_the_model() -> None:
         code = {line.strip() for line in text.splitlines()}
         return {line for line in code if len(line) > 30 and not line.startswith(("import", "from", "#", '"""'))}
 
-    assert lines(source) & lines(inspect.getsource(transformer)) == set()
+    for ours in (documents, fresh, rotary, transformer):
+        assert lines(source) & lines(inspect.getsource(ours)) == set()
 
 
 def test_wrong_rotary_angles_everywhere_do_not_pass(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,8 @@ from tilemesh.core.step.search import PassTimes, search
 from tilemesh.core.step.slices import cut_sequence
 from tilemesh.core.step.text import to_csv
 from tilemesh.model.config import ModelConfig, preset
-from tilemesh.model.transformer import IGNORED, Transformer, loss_sum
+from tilemesh.model.loss import IGNORED, loss_sum
+from tilemesh.model.transformer import Transformer
 from tilemesh.model.work.slices import slice_flops, slice_lengths
 from tilemesh.parallel import Mesh, lay, run
 from tilemesh.parallel.laid import StepPiece

@@ -19,17 +19,9 @@ from tilemesh.kernels.accuracy import norm_error
 from tilemesh.model.cache import DenseCache
 from tilemesh.model.config import PRESETS, ModelConfig, preset
 from tilemesh.model.dropout import DropoutPlace, Site, dropout, fold_seed, keep_mask
-from tilemesh.model.transformer import (
-    IGNORED,
-    Layer,
-    ResidualStream,
-    Transformer,
-    draw,
-    drawn_ahead,
-    initialize,
-    loss,
-    loss_sum,
-)
+from tilemesh.model.fresh import draw, drawn_ahead, initialize
+from tilemesh.model.loss import IGNORED, loss, loss_sum
+from tilemesh.model.transformer import Layer, ResidualStream, Transformer
 from tilemesh.model.work.weights import count_parameters
 
 SMALL = {"layers": 2, "width": 24, "heads": 4, "vocabulary": 19, "context": 12}

@@ -28,7 +28,8 @@ from tilemesh.core.errors import UsageError
 from tilemesh.core.plan import ParallelPlan, Precision
 from tilemesh.model.cache import KeyValueCache
 from tilemesh.model.config import ModelConfig
-from tilemesh.model.transformer import IGNORED, Transformer, loss_sum
+from tilemesh.model.loss import IGNORED, loss_sum
+from tilemesh.model.transformer import Transformer
 from tilemesh.model.work.exchanges import Exchange
 from tilemesh.model.work.task import Task
 from tilemesh.parallel import ColumnSplit, Mesh, Region, collect, lay, tensor, traffic

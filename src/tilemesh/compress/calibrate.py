@@ -200,7 +200,7 @@ def mean_divergence(model: Transformer, plain: Transformer, tokens_BT: Tensor) -
 @torch.no_grad()
 def mean_loss(model: Transformer, tokens_BT: Tensor, targets_BT: Tensor, rows: int = 8) -> float:
     """Cross-entropy in nats per token of held-out text."""
-    from tilemesh.model.transformer import loss_sum
+    from tilemesh.model.loss import loss_sum
 
     total, count = 0.0, 0
     for tokens, targets in zip(torch.split(tokens_BT, rows), torch.split(targets_BT, rows), strict=True):
@@ -213,7 +213,7 @@ def weight_gradients(
     model: Transformer, tokens_BT: Tensor, targets_BT: Tensor, names: Sequence[str]
 ) -> dict[str, Tensor]:
     """The loss's gradient by some matrices' weights, over some text: what first-order scores are made of."""
-    from tilemesh.model.transformer import loss
+    from tilemesh.model.loss import loss
 
     parameters = [model.get_parameter(f"{name}.weight") for name in names]
     asked = [parameter.requires_grad for parameter in parameters]

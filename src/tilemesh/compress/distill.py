@@ -10,7 +10,8 @@ from torch.nn import functional
 
 from tilemesh.compress.calibrate import require_transformer
 from tilemesh.compress.config import DistillConfig, check_teacher
-from tilemesh.model.transformer import IGNORED, ResidualStream, Transformer, loss_sum
+from tilemesh.model.loss import IGNORED, loss_sum
+from tilemesh.model.transformer import ResidualStream, Transformer
 
 DistillLoss = Callable[..., tuple[Tensor, Tensor]]
 

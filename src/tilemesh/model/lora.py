@@ -22,9 +22,10 @@ from tilemesh.core.files import naming, replacing
 from tilemesh.model import huggingface
 from tilemesh.model.adapter import A, B, LoraConfig, adapted_modules, peft_config, peft_names
 from tilemesh.model.config import ModelConfig
+from tilemesh.model.fresh import draw
 from tilemesh.model.projection import PlainLinear
 from tilemesh.model.read import Weights
-from tilemesh.model.transformer import Attention, Transformer, draw
+from tilemesh.model.transformer import Attention, Transformer
 
 PEFT_CONFIG, PEFT_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 

@@ -10,11 +10,7 @@ E: head width; F: MLP width; V: vocabulary.
 
 from __future__ import annotations
 
-import hashlib
-import math
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -30,33 +26,23 @@ from tilemesh.kernels.gated.reference import geglu
 from tilemesh.kernels.linear_cross_entropy.reference import linear_cross_entropy
 from tilemesh.kernels.mlp.reference import mlp
 from tilemesh.kernels.modules import FusedLinear
-from tilemesh.kernels.rotary.table import cosines_and_sines
 from tilemesh.model.cache import AttendJoined, KeyValueCache
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.deferral import Deferral
+from tilemesh.model.documents import DocumentPlaces, attend_within, document_places
 from tilemesh.model.dropout import ORIGIN, DropoutPlace, Site, dropout
+from tilemesh.model.fresh import give_memory, initialize
 from tilemesh.model.kernels import STANDARD, TORCH, ModelKernels
+from tilemesh.model.loss import IGNORED
 from tilemesh.model.norm import ResidualNorm
 from tilemesh.model.part import ModelPart, whole_part
 from tilemesh.model.projection import PlainLinear, make_projection
+from tilemesh.model.rotary import looked_up, rotary_table, rotate
 from tilemesh.model.stacked import HeldProduct, SideBySide, is_one_row, times_row
 
-IGNORED = -100  # a target with this value counts for nothing in the loss
-INIT_STD = 0.02  # Radford et al. 2019, and the published Llama configurations
 # What the first projection applies, and the gate where there is one. `gelu` is GPT-2's, the tanh form.
 _FIRST_ACTIVATION = {"relu": "relu", "gelu": "gelu_tanh", "gelu-erf": "gelu", "swiglu": "none", "geglu": "none"}
 _GATE_ACTIVATION = {"swiglu": "silu", "geglu": "gelu_tanh"}
-
-
-class DocumentPlaces(NamedTuple):
-    """Of tokens in sequences that several documents are packed into."""
-
-    positions_BT: Tensor
-    """Counted from the beginning of each token's document."""
-    number_BT: Tensor
-    """Of the token's document in its sequence."""
-    starts: Tensor
-    """Of all sequences laid end to end: where each document begins, and the end of the last."""
 
 
 @dataclass(frozen=True)
@@ -252,51 +238,6 @@ class Attention(nn.Module):
         return y_BHTE.transpose(1, 2)
 
 
-def attend_within(
-    q_BHTE: Tensor,
-    k_BKTE: Tensor,
-    v_BKTE: Tensor,
-    documents: DocumentPlaces,
-    window: int = 0,
-    end_to_end: bool | None = None,
-) -> Tensor:
-    """Causal attention in which no token sees another document.
-
-    `end_to_end`: by the operator for packed sequences, all rows as one, which on a GPU has a kernel; otherwise by a
-    mask over each row. None: whichever is quicker on this device.
-    """
-    rows, _, tokens, _ = q_BHTE.shape
-    y_BHTE: Tensor
-    if end_to_end is None:
-        end_to_end = q_BHTE.is_cuda and q_BHTE.dtype != torch.float64
-    if end_to_end:
-        laid = (x.transpose(0, 1).flatten(1, 2)[None] for x in (q_BHTE, k_BKTE, v_BKTE))
-        y_BHTE = windowed_attention(*laid, documents.starts, causal=True, window=window)
-        return y_BHTE[0].reshape(-1, rows, tokens, y_BHTE.shape[-1]).transpose(0, 1)
-    number_BT = documents.number_BT
-    seen_BTS = number_BT[:, :, None] == number_BT[:, None, :]
-    place = torch.arange(tokens, device=number_BT.device)
-    distance = place[:, None] - place
-    seen_BTS = seen_BTS & (distance >= 0)
-    if window:
-        seen_BTS = seen_BTS & (distance < window)
-    y_BHTE = functional.scaled_dot_product_attention(
-        q_BHTE, k_BKTE, v_BKTE, attn_mask=seen_BTS[:, None], enable_gqa=q_BHTE.shape[1] != k_BKTE.shape[1]
-    )
-    return y_BHTE
-
-
-def document_places(tokens_BT: Tensor) -> DocumentPlaces:
-    """Where documents begin: with each sequence, and with each token t that is given as -1 - t."""
-    rows, tokens = tokens_BT.shape
-    begins_BT = tokens_BT < 0
-    begins_BT[:, 0] = True
-    place_T = torch.arange(tokens, device=tokens_BT.device)
-    first_BT = torch.where(begins_BT, place_T, 0).cummax(dim=1).values
-    starts = torch.cat([begins_BT.flatten().nonzero()[:, 0], torch.tensor([rows * tokens], device=tokens_BT.device)])
-    return DocumentPlaces(place_T - first_BT, begins_BT.cumsum(dim=1), starts)
-
-
 def _by_heads(x: Tensor, heads: int) -> Tensor:
     """(B, T, heads x E) as (B, T, heads, E)."""
     return x.reshape(*x.shape[:-1], heads, x.shape[-1] // heads)
@@ -466,7 +407,7 @@ class Transformer(nn.Module):
         self._rotary_kept: tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
         target = torch.get_default_device() if device is None else torch.device(device)
         if target.type != "meta":
-            _give_memory(self, target)
+            give_memory(self, target)
             initialize(self, seed)
 
     def forward(
@@ -533,9 +474,9 @@ class Transformer(nn.Module):
             wide = held.dtype == torch.float64
             dtype = torch.float64 if wide else torch.float32
             if cache is not None and self._rotary_kept is not None:
-                rotary = local = _looked_up(self._rotary_kept[0], cache.positions_BT)
+                rotary = local = looked_up(self._rotary_kept[0], cache.positions_BT)
                 if config.has_local_rotary:
-                    local = _looked_up(self._rotary_kept[1], cache.positions_BT)
+                    local = looked_up(self._rotary_kept[1], cache.positions_BT)
                 return Pass(rotary, local, dropout_seed if dropping else None, place, cache, None)
             if documents is not None:
                 positions = documents.positions_BT[:, None]  # the same for every head
@@ -651,119 +592,6 @@ def joined(x: Tensor, projections: Sequence[nn.Linear]) -> Tensor:
     return functional.linear(x, weight, bias)
 
 
-def loss_sum(logits_BTV: Tensor, targets_BT: Tensor) -> tuple[Tensor, Tensor]:
-    """Cross-entropy in nats summed over the targets that are not `IGNORED`, and how many those are.
-
-    The two apart, because parts of a batch (ranks, microbatches) may count differently: the mean is a ratio of sums.
-    """
-    if targets_BT.shape != logits_BTV.shape[:-1]:
-        raise UsageError(
-            f"targets are {tuple(targets_BT.shape)} and logits {tuple(logits_BTV.shape)}: expected a target a token"
-        )
-    wide = torch.promote_types(logits_BTV.dtype, torch.float32)
-    logits, targets = logits_BTV.flatten(0, -2).to(wide), targets_BT.flatten().long()
-    total = functional.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
-    return total, (targets != IGNORED).sum()
-
-
-def loss(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
-    """Mean cross-entropy in nats per token, at least float32; the target of a token is the one after it."""
-    total, count = loss_sum(logits_BTV, targets_BT)
-    return total / count.clamp(min=1)
-
-
-def rotary_table(
-    positions: Tensor, config: ModelConfig, dtype: torch.dtype, is_local: bool = False
-) -> tuple[Tensor, Tensor]:
-    """Cosines and sines (..., R/2): pair i of the R elements of a head that are rotated turns by position x
-    base^(-2i/R) (Su et al. 2021), or slower where the context was stretched. `is_local`: of layers with a window."""
-    pair = torch.arange(0, config.rotary_width, 2, device=positions.device).to(dtype)
-    if is_local:
-        frequency = config.rotary_local_base ** (-pair / config.rotary_width)
-    else:
-        frequency = _stretched(config.rotary_base ** (-pair / config.rotary_width), config)
-    angle = positions.to(dtype)[..., None] * frequency
-    return cosines_and_sines(angle)
-
-
-def _looked_up(tables: tuple[Tensor, Tensor], positions_BT: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows of cosines and sines as (B, T, 1, R/2)."""
-    shape = (*positions_BT.shape, 1, -1)
-    cos, sin = (table.index_select(0, positions_BT.reshape(-1)).view(shape) for table in tables)
-    return cos, sin
-
-
-def _stretched(frequency: Tensor, config: ModelConfig) -> Tensor:
-    """Rotary frequencies for a longer context than the model was first trained with."""
-    if config.rotary_scaling == "none":
-        return frequency
-    slow = frequency / config.rotary_factor
-    if config.rotary_scaling == "linear":
-        return slow
-    # Llama 3.1: by how often a pair turns over the first context, kept, divided, or in between.
-    turns = frequency * (config.rotary_trained / (2 * math.pi))
-    kept = ((turns - config.rotary_low) / (config.rotary_high - config.rotary_low)).clamp(0, 1)
-    return kept * frequency + (1 - kept) * slow
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn each head's pairs by the tokens' angles. A pair is (i, i + R/2), as in Hugging Face's weights of Llama; what
-    a head has beyond R elements stays."""
-    turned = 2 * cos.shape[-1]
-    if turned < x.shape[-1]:
-        return torch.cat((rotate(x[..., :turned], cos, sin), x[..., turned:]), dim=-1)
-    a, b = x.chunk(2, dim=-1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
-
-
-@torch.no_grad()
-def initialize(model: nn.Module, seed: int, prefix: str = "", layers: int | None = None) -> None:
-    """Write fresh weights: N(0, 0.02), what ends on the residual stream by 1/sqrt(2 x layers) less, biases 0, norms 1.
-
-    Each parameter is drawn in float32 on the CPU from the seed and its own name, so that its values depend neither on
-    device and dtype nor on which other parameters exist. A part of a model is told its `prefix` and the depth.
-    """
-    depth = model.config.layers if isinstance(model, Transformer) else layers
-    if depth is None:
-        raise UsageError("initialize of a part of a model: give layers=, the depth its outputs are scaled by")
-    wanted = {f"{prefix}{name}": parameter for name, parameter in model.named_parameters()}
-    for name, drawn in drawn_ahead({name: parameter.shape for name, parameter in wanted.items()}, seed, depth):
-        wanted[name].copy_(drawn)
-
-
-def drawn_ahead(shapes: Mapping[str, tuple[int, ...]], seed: int, layers: int) -> Iterator[tuple[str, Tensor]]:
-    """What `draw` gives for each of these names, in their order, by as many threads as torch has: a generator draws its
-    numbers one after the other, and billions of them take minutes. Never more than two per thread are held.
-
-    Their memory is this thread's: on arm64 torch's allocator (mimalloc) keeps what another thread had taken and this
-    one gives back, so a process held every weight twice.
-    """
-    threads = torch.get_num_threads()
-    waiting: deque[tuple[str, Future[Tensor]]] = deque()
-    with ThreadPoolExecutor(threads) as pool:
-        for name, shape in shapes.items():
-            if len(waiting) >= 2 * threads:
-                first, drawn = waiting.popleft()
-                yield first, drawn.result()
-            empty = torch.empty(shape, dtype=torch.float32, device="cpu")
-            waiting.append((name, pool.submit(draw, name, shape, seed, layers, empty)))
-        for first, drawn in waiting:
-            yield first, drawn.result()
-
-
-def draw(name: str, shape: tuple[int, ...], seed: int, layers: int, out: Tensor | None = None) -> Tensor:
-    """Fresh weights of the parameter with this full name, as `initialize` writes them; float32 on the CPU, in `out`."""
-    if out is None:
-        out = torch.empty(shape, dtype=torch.float32, device="cpu")
-    kind = name.rpartition(".")[0].rpartition(".")[2]
-    if kind.endswith("norm") or name.endswith("bias"):
-        return out.fill_(1.0 if name.endswith("weight") else 0.0)
-    std = INIT_STD / (2 * layers) ** 0.5 if kind in ("fc_o", "fc_out") else INIT_STD
-    digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") % 2**63)
-    return out.normal_(0, std, generator=generator)
-
-
 def _check_cache(cache: KeyValueCache, tokens_BT: Tensor, config: ModelConfig) -> None:
     """Nothing is read off a device here: positions stay below the capacity, which is a number of the host."""
     if cache.positions_BT.shape != tokens_BT.shape:
@@ -776,14 +604,6 @@ def _check_cache(cache: KeyValueCache, tokens_BT: Tensor, config: ModelConfig) -
             f"a cache for {cache.capacity} tokens per sequence: the model's context is {config.context}; "
             "make it with a smaller capacity"
         )
-
-
-def _give_memory(model: nn.Module, device: torch.device) -> None:
-    """As `to_empty`, which makes torch import sympy: half a second, on every rank."""
-    for module in model.modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            empty = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
-            module.register_parameter(name, nn.Parameter(empty, requires_grad=parameter.requires_grad))
 
 
 def _norm(config: ModelConfig, dtype: torch.dtype | None, kernels: ModelKernels) -> ResidualNorm:

@@ -19,9 +19,11 @@ from tilemesh.core.plan import ParallelPlan
 from tilemesh.core.shard import Shard, share
 from tilemesh.model.cache import KeyValueCache
 from tilemesh.model.dropout import ORIGIN, DropoutPlace
+from tilemesh.model.fresh import draw
 from tilemesh.model.kernels import TORCH
+from tilemesh.model.loss import loss_sum
 from tilemesh.model.part import whole_part
-from tilemesh.model.transformer import Pass, ResidualStream, Transformer, added, draw, loss_sum
+from tilemesh.model.transformer import Pass, ResidualStream, Transformer, added
 from tilemesh.parallel.again import LayerCall, call_again
 from tilemesh.parallel.agree import tell
 from tilemesh.parallel.gradients import Gradients, loss_shard
@@ -372,7 +374,7 @@ class Laid:
         return {f"{weight.name}.{kind}" for weight in weights for kind in ("weight", "bias")} - self.shards.keys()
 
     def initialize(self, seed: int) -> None:
-        """Fresh weights, those that `model.transformer.initialize` gives the whole; one whole parameter at a time."""
+        """Fresh weights, those that `model.fresh.initialize` gives the whole; one whole parameter at a time."""
         self.load(Fresh(self.shards, seed, self._transformer().config.layers))
 
 

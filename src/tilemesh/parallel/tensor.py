@@ -27,7 +27,8 @@ from tilemesh.core.shard import share
 from tilemesh.kernels.cross_entropy.part import part_sums, write_part_gradient
 from tilemesh.model.deferral import product_dtype
 from tilemesh.model.kernels import TORCH
-from tilemesh.model.transformer import IGNORED, Embedding, Linear
+from tilemesh.model.loss import IGNORED
+from tilemesh.model.transformer import Embedding, Linear
 from tilemesh.parallel import collect
 
 
@@ -232,7 +233,7 @@ class VocabularyEmbedding(Embedding):
 def vocabulary_loss(
     logits_BTV: Tensor, targets_BT: Tensor, seams: Seams, vocabulary: int, kernels: str = TORCH
 ) -> tuple[Tensor, Tensor]:
-    """As `model.transformer.loss_sum`, from logits of which every rank has its part of the vocabulary.
+    """As `model.loss.loss_sum`, from logits of which every rank has its part of the vocabulary.
 
     The logits are never joined: a token costs the ranks its maximum, its sum of exponentials and its target's logit.
     Sums are at least float32. `kernels`: "torch", or the implementation of tilemesh's operator, which writes the

@@ -24,7 +24,7 @@ from tilemesh.core.plan import ASYNCHRONOUS
 from tilemesh.core.shard import Shard
 from tilemesh.core.step.asynchronous import delays, held_versions
 from tilemesh.methods.versions import VersionedChunk, VersionServices, WeightUpdate, versioned
-from tilemesh.model.transformer import IGNORED
+from tilemesh.model.loss import IGNORED
 from tilemesh.parallel.buckets import Bucketed
 from tilemesh.parallel.gradients import GradientStep, Parts, Recall
 from tilemesh.parallel.norms import norms_of

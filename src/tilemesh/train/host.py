@@ -24,7 +24,8 @@ from tilemesh.measure.figure import Figure, FigureOutcome
 from tilemesh.measure.sample import Sample
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.kernels import PLAIN, STANDARD
-from tilemesh.model.transformer import Transformer, loss_sum
+from tilemesh.model.loss import loss_sum
+from tilemesh.model.transformer import Transformer
 from tilemesh.parallel.gradients import LocalGradients, Parts
 from tilemesh.parallel.mesh import Mesh
 from tilemesh.parallel.shard import trained

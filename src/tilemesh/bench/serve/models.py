@@ -9,7 +9,8 @@ import torch
 
 from tilemesh.data.tokenizer import Unknown
 from tilemesh.model.config import ModelConfig
-from tilemesh.model.transformer import INIT_STD, Transformer
+from tilemesh.model.fresh import INIT_STD
+from tilemesh.model.transformer import Transformer
 from tilemesh.serve.load import ServedModel
 
 _LLAMA: dict[str, Any] = {

@@ -1,7 +1,7 @@
 """Llama and the families that differ from it in a setting or two: Mistral, Qwen 2 and 3, Phi-3, OLMo 2, Gemma 3.
 
 RMSNorm, rotary positions, grouped queries and an MLP with a gate. Their weights agree with ours as they stand, since
-`transformer.rotate` pairs a head's elements as Hugging Face does; Meta's own files pair them otherwise.
+`model.rotary.rotate` pairs a head's elements as Hugging Face does; Meta's own files pair them otherwise.
 """
 
 from __future__ import annotations

@@ -23,8 +23,9 @@ from tilemesh.core.plan import Precision
 from tilemesh.kernels.modules import FusedLinear
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.dropout import DropoutPlace, fold_seed
+from tilemesh.model.loss import IGNORED, loss_sum
 from tilemesh.model.lowbit import compress_all
-from tilemesh.model.transformer import IGNORED, Transformer, loss_sum
+from tilemesh.model.transformer import Transformer
 from tilemesh.parallel.gate import papers
 from tilemesh.parallel.gate.cases import MAX_NORM, ROWS, STEPS, TOKENS
 from tilemesh.parallel.gate.rules import PaperRule

@@ -14,7 +14,8 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from tilemesh.model.transformer import Transformer, loss_sum
+from tilemesh.model.loss import loss_sum
+from tilemesh.model.transformer import Transformer
 from tilemesh.parallel.gate import alone
 from tilemesh.parallel.gate.cases import GateLayout, microbatches
 

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from tilemesh.core.shard import share
 from tilemesh.model.config import ModelConfig
-from tilemesh.model.transformer import IGNORED, ResidualStream, Transformer, added, loss_sum
+from tilemesh.model.loss import IGNORED, loss_sum
+from tilemesh.model.transformer import ResidualStream, Transformer, added
 from tilemesh.parallel.gate import alone, papers
 from tilemesh.parallel.gate.cases import NORM_BOUND, TOKENS, Case, GateLayout, microbatches
 from tilemesh.parallel.gate.cause import gradient_cause, norm_cause, order_cause, order_words

@@ -1,0 +1,73 @@
+"""Fresh weights: a parameter's values follow from the seed and its own name alone."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+from torch import Tensor, nn
+
+from tilemesh.core.errors import UsageError
+from tilemesh.model.config import ModelConfig
+
+INIT_STD = 0.02  # Radford et al. 2019, and the published Llama configurations
+
+
+@torch.no_grad()
+def initialize(model: nn.Module, seed: int, prefix: str = "", layers: int | None = None) -> None:
+    """Write fresh weights: N(0, 0.02), what ends on the residual stream by 1/sqrt(2 x layers) less, biases 0, norms 1.
+
+    Each parameter is drawn in float32 on the CPU from the seed and its own name, so that its values depend neither on
+    device and dtype nor on which other parameters exist. A part of a model is told its `prefix` and the depth.
+    """
+    config = getattr(model, "config", None)
+    depth = config.layers if isinstance(config, ModelConfig) else layers
+    if depth is None:
+        raise UsageError("initialize of a part of a model: give layers=, the depth its outputs are scaled by")
+    wanted = {f"{prefix}{name}": parameter for name, parameter in model.named_parameters()}
+    for name, drawn in drawn_ahead({name: parameter.shape for name, parameter in wanted.items()}, seed, depth):
+        wanted[name].copy_(drawn)
+
+
+def drawn_ahead(shapes: Mapping[str, tuple[int, ...]], seed: int, layers: int) -> Iterator[tuple[str, Tensor]]:
+    """What `draw` gives for each of these names, in their order, by as many threads as torch has: a generator draws its
+    numbers one after the other, and billions of them take minutes. Never more than two per thread are held.
+
+    Their memory is this thread's: on arm64 torch's allocator (mimalloc) keeps what another thread had taken and this
+    one gives back, so a process held every weight twice.
+    """
+    threads = torch.get_num_threads()
+    waiting: deque[tuple[str, Future[Tensor]]] = deque()
+    with ThreadPoolExecutor(threads) as pool:
+        for name, shape in shapes.items():
+            if len(waiting) >= 2 * threads:
+                first, drawn = waiting.popleft()
+                yield first, drawn.result()
+            empty = torch.empty(shape, dtype=torch.float32, device="cpu")
+            waiting.append((name, pool.submit(draw, name, shape, seed, layers, empty)))
+        for first, drawn in waiting:
+            yield first, drawn.result()
+
+
+def draw(name: str, shape: tuple[int, ...], seed: int, layers: int, out: Tensor | None = None) -> Tensor:
+    """Fresh weights of the parameter with this full name, as `initialize` writes them; float32 on the CPU, in `out`."""
+    if out is None:
+        out = torch.empty(shape, dtype=torch.float32, device="cpu")
+    kind = name.rpartition(".")[0].rpartition(".")[2]
+    if kind.endswith("norm") or name.endswith("bias"):
+        return out.fill_(1.0 if name.endswith("weight") else 0.0)
+    std = INIT_STD / (2 * layers) ** 0.5 if kind in ("fc_o", "fc_out") else INIT_STD
+    digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") % 2**63)
+    return out.normal_(0, std, generator=generator)
+
+
+def give_memory(model: nn.Module, device: torch.device) -> None:
+    """As `to_empty`, which makes torch import sympy: half a second, on every rank."""
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            empty = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+            module.register_parameter(name, nn.Parameter(empty, requires_grad=parameter.requires_grad))

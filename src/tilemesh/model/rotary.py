@@ -1,0 +1,58 @@
+"""Rotary positions: cosines and sines of tokens' positions, and heads turned by them.
+
+B: rows; T: tokens; R: elements of a head that are turned.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from tilemesh.kernels.rotary.table import cosines_and_sines
+from tilemesh.model.config import ModelConfig
+
+
+def rotary_table(
+    positions: Tensor, config: ModelConfig, dtype: torch.dtype, is_local: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Cosines and sines (..., R/2): pair i of the R elements of a head that are rotated turns by position x
+    base^(-2i/R) (Su et al. 2021), or slower where the context was stretched. `is_local`: of layers with a window."""
+    pair = torch.arange(0, config.rotary_width, 2, device=positions.device).to(dtype)
+    if is_local:
+        frequency = config.rotary_local_base ** (-pair / config.rotary_width)
+    else:
+        frequency = _stretched(config.rotary_base ** (-pair / config.rotary_width), config)
+    angle = positions.to(dtype)[..., None] * frequency
+    return cosines_and_sines(angle)
+
+
+def looked_up(tables: tuple[Tensor, Tensor], positions_BT: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows of cosines and sines as (B, T, 1, R/2)."""
+    shape = (*positions_BT.shape, 1, -1)
+    cos, sin = (table.index_select(0, positions_BT.reshape(-1)).view(shape) for table in tables)
+    return cos, sin
+
+
+def _stretched(frequency: Tensor, config: ModelConfig) -> Tensor:
+    """Rotary frequencies for a longer context than the model was first trained with."""
+    if config.rotary_scaling == "none":
+        return frequency
+    slow = frequency / config.rotary_factor
+    if config.rotary_scaling == "linear":
+        return slow
+    # Llama 3.1: by how often a pair turns over the first context, kept, divided, or in between.
+    turns = frequency * (config.rotary_trained / (2 * math.pi))
+    kept = ((turns - config.rotary_low) / (config.rotary_high - config.rotary_low)).clamp(0, 1)
+    return kept * frequency + (1 - kept) * slow
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn each head's pairs by the tokens' angles. A pair is (i, i + R/2), as in Hugging Face's weights of Llama; what
+    a head has beyond R elements stays."""
+    turned = 2 * cos.shape[-1]
+    if turned < x.shape[-1]:
+        return torch.cat((rotate(x[..., :turned], cos, sin), x[..., turned:]), dim=-1)
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
