@@ -48,6 +48,14 @@ def check_new_folder(folder: Path, called: str = "the folder") -> None:
         raise UsageError(f"{called} {folder} is there already and not empty: name a new folder")
 
 
+def ensure_folder(folder: Path) -> None:
+    """Make a folder that a user named, where there is none."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        raise UsageError(f"{folder} is a file, or lies below one: expected a folder to write to") from None
+
+
 def write_text(text: str, path: Path | str) -> None:
     """Write a file whole or not at all, making its folder; RunError where that cannot be. What is no plain file (a
     pipe, a device, a link) is written as it is: a user may well have put it there."""
@@ -72,9 +80,10 @@ def write_output(text: str, path: Path | str) -> None:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A file beside `path` to write into: it takes that name once it is complete, and goes where that fails."""
+    """A file beside `path` to write into: it takes that name once it is complete, and goes where that fails. It is
+    hidden: what a process that was killed leaves is no text in a folder of texts."""
     # The number of this thread, which no other on this machine has now: two writers do not meet in one file.
-    part = path.with_name(f"{path.name}.{threading.get_native_id()}{PART}")
+    part = path.with_name(f".{path.name}.{threading.get_native_id()}{PART}")
     try:
         with naming(path):
             yield part

@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tilemesh.core.errors import RunError, UsageError
-from tilemesh.core.files import read_json_object, replacing
+from tilemesh.core.files import ensure_folder, read_json_object, replacing
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.families.book import CONFIG, FAMILIES, QUANTIZATION, entries, family_of, read_config, to_json
 from tilemesh.model.families.carried import copy_carried, special_ids
@@ -69,9 +69,9 @@ def save(model: Transformer, folder: str | Path, like: str | Path | None = None)
     told, tensors, covered = compressed_tensors(model)
     if covered:
         more[QUANTIZATION] = told
-    save_parameters(model.config, dict(model.named_parameters()), folder, more, tensors, covered)
     if like is not None:
         copy_carried(like, folder)
+    save_parameters(model.config, dict(model.named_parameters()), folder, more, tensors, covered)
 
 
 def read_parameters(folder: str | Path) -> Iterator[tuple[str, Tensor]]:
@@ -94,7 +94,8 @@ def save_parameters(
     compressed: Mapping[str, Tensor] | None = None,
     covered: Collection[str] = (),
 ) -> None:
-    """`save` for a model that lies elsewhere, as a mapping from our names to whole tensors.
+    """`save` for a model that lies elsewhere, as a mapping from our names to whole tensors. config.json, without which
+    a folder is no model's, comes last: what lies beside it is written before.
 
     `special_tokens`: what config.json says of them, such as eos_token_id. `compressed`: tensors of compressed matrices,
     which stand for the parameters `covered`.
@@ -111,10 +112,7 @@ def save_parameters(
         if whole.device.type == "meta":
             raise UsageError(f"{entry.ours[0]} is on the meta device and has no values: initialise or load the model")
     folder = Path(folder)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except (FileExistsError, NotADirectoryError):
-        raise UsageError(f"{folder} is a file, or lies below one: expected a folder to write to") from None
+    ensure_folder(folder)
     dtype = str(parameters["token_embedding.weight"].dtype).removeprefix("torch.")
     more = dict(special_tokens or {})
     text = json.dumps(to_json(config, dtype) | more, indent=2, sort_keys=True) + "\n"
@@ -126,7 +124,8 @@ def save_parameters(
         except SafetensorError as error:  # a full disk, mostly
             raise RunError(f"{folder / weights} cannot be written: {error}") from None
         config_part.write_text(text, encoding="utf-8")
-    (folder / other).unlink(missing_ok=True)  # of a model that was written here before
+        for name in (CONFIG, other):  # of a model that was written here before
+            (folder / name).unlink(missing_ok=True)
 
 
 # ---- files -----------------------------------------------------------------------------------------------------

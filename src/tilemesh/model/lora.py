@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from tilemesh.core.errors import UsageError
-from tilemesh.core.files import naming, replacing
+from tilemesh.core.files import ensure_folder, replacing
 from tilemesh.model import huggingface
 from tilemesh.model.adapter import A, B, LoraConfig, adapted_modules, peft_config, peft_names
 from tilemesh.model.config import ModelConfig
@@ -109,8 +109,7 @@ def save_adapter(adapters: Mapping[str, Tensor], model: ModelConfig, lora: LoraC
     for ours, theirs in peft_names(model, lora).items():
         for part, called in ((A, "lora_A"), (B, "lora_B")):
             tensors[f"base_model.model.{theirs}.{called}.weight"] = adapters[f"{ours}.{part}"].contiguous()
-    with naming(target):
-        target.mkdir(parents=True, exist_ok=True)
+    ensure_folder(target)
     text = json.dumps(peft_config(model, lora), indent=2, sort_keys=True)
     with replacing(target / PEFT_CONFIG) as config_part, replacing(target / PEFT_WEIGHTS) as weights_part:
         save_file(tensors, weights_part, metadata={"format": "pt"})

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tilemesh.core.files import naming, read_json_object, replacing
+from tilemesh.core.files import ensure_folder, read_json_object, replacing
 from tilemesh.model.families.book import CONFIG
 
 TOKENIZER = "tokenizer.json"
@@ -35,13 +35,12 @@ def copy_carried(source: str | Path, target: str | Path, with_config: bool = Fal
     """Copy them; `with_config`: and config.json, which says the ids of the special tokens."""
     target = Path(target)
     files = carried_files(source) + ([Path(source) / CONFIG] if with_config else [])
-    with naming(target):
-        target.mkdir(parents=True, exist_ok=True)
-        for path in files:
-            copied = target / path.relative_to(source)
-            copied.parent.mkdir(exist_ok=True)
-            with replacing(copied) as part:
-                shutil.copyfile(path, part)
+    ensure_folder(target)
+    for path in files:
+        copied = target / path.relative_to(source)
+        ensure_folder(copied.parent)
+        with replacing(copied) as part:
+            shutil.copyfile(path, part)
 
 
 def special_ids(folder: str | Path) -> dict[str, Any]:
