@@ -35,16 +35,25 @@ from tilemesh.runs.names import (
     earlier_config,
 )
 
+_INIT = "init"
 _WHAT_IT_HOLDS = f'it should hold {{"schema": {SCHEMA}, "kind": "{TRAIN.name}"}}, or the name of another kind'
 
 
-def new_run(kind: Kind, config: str, path: str | Path | None = None, name: str = "run") -> Path:
-    """A fresh folder with the configuration (TOML text) in it: the one named, or the next one under runs/."""
+def new_run(
+    kind: Kind,
+    config: str,
+    path: str | Path | None = None,
+    name: str = "run",
+    init: str | Path | None = None,
+) -> Path:
+    """A fresh folder with the configuration (TOML text) in it: the one named, or the next one under runs/.
+
+    `init`: the folder that its first weights come from.
+    """
     folder = make_folder(path, name)
-    if (folder / CONFIG).exists():
-        raise UsageError(f"{folder} has a run already: resume that one, or name another folder")
     try:
-        write_object(folder / ABOUT, {"schema": SCHEMA, "kind": kind.name})
+        begun = {} if init is None else {_INIT: str(Path(init).resolve())}
+        write_object(folder / ABOUT, {"schema": SCHEMA, "kind": kind.name, **begun})
         write_text(folder / CONFIG, config)
     except OSError as error:
         (folder / ABOUT).unlink(missing_ok=True)  # one without the other is no run
@@ -52,14 +61,25 @@ def new_run(kind: Kind, config: str, path: str | Path | None = None, name: str =
     return folder
 
 
+def first_weights(folder: str | Path) -> str | None:
+    """The folder that a run's first weights come from: until it has a checkpoint, it has to begin there again."""
+    init = read_small(folder, ABOUT).get(_INIT)
+    return init if isinstance(init, str) else None
+
+
 def make_folder(path: str | Path | None, name: str = "run") -> Path:
-    """The folder named, made if it is not there; without a name, the next one under runs/."""
+    """The folder named, made if it is not there and refused if it has a run; without a name, the next one under runs/.
+
+    Called before a folder is locked and under its lock: where there is a run, not even its stale lock is touched.
+    """
     if path is None:
         return fresh_folder(Path(RUNS), f"{time.strftime('%Y%m%d-%H%M%S')}-{name}")
     try:
         Path(path).mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise RunError(f"run folder {path}: {error.strerror}") from None
+    if (Path(path) / CONFIG).exists():
+        raise UsageError(f"{path} has a run already: resume that one, or name another folder")
     return Path(path)
 
 

@@ -27,7 +27,7 @@ from tilemesh.runs.kind import TRAIN
 from tilemesh.runs.lock import RunLock
 from tilemesh.runs.metrics import FAILED, STARTED, STOPPED, last_line, last_step
 from tilemesh.runs.names import CARRIED, PREDICTED, ROWS, SUMMARY
-from tilemesh.train.check import check_job
+from tilemesh.train.check import check_init, check_job
 from tilemesh.train.config import TrainConfig, of_run
 from tilemesh.train.events import Listener, ignore, sink_to
 from tilemesh.train.load import settled
@@ -94,6 +94,8 @@ def fit(
         restarts=restarts,
         stop_after=stop_after,
     )
+    if resume is not None and folders.newest_checkpoint(resume) is None:
+        check_init(init := folders.first_weights(resume))
     asked = FitRequest(run, name, resume, init, transport, restarts, stop_after, command, on_event or ignore)
     if in_process is None:
         in_process = config.ranks == 1 and not restarts
@@ -213,13 +215,14 @@ def _begin(folder: Path, config: TrainConfig, asked: FitRequest, held: contextli
     """Lock a run's folder and write what is known before it begins: configuration, prediction, environment."""
     held.enter_context(RunLock(folder, lambda text: asked.listener({"kind": "launcher", "text": text})))
     if asked.resume is None:
-        folders.new_run(TRAIN, config.to_toml(), folder)
+        folders.new_run(TRAIN, config.to_toml(), folder, init=asked.init)
+    elif of_run(folder) != config:
+        folders.change_config(folder, config.to_toml())
+    if folders.newest_checkpoint(folder) is None:  # new, or ended before it had one
         if asked.init is not None or config.lora.rank:
             copy_carried(asked.init or config.lora.base or "", folder / CARRIED, with_config=True)
         if config.lora.rank and config.lora.base is not None:
             write_base(folder, config.lora.base)
-    elif of_run(folder) != config:
-        folders.change_config(folder, config.to_toml())
     folders.write_prediction(folder, predict_run(config, usable_gpus()))
     folders.write_environment(folder, asked.command)
     if asked.resume is None:
