@@ -89,6 +89,11 @@ def run(
             app, log_level="error", access_log=False, lifespan="off", timeout_graceful_shutdown=_GRACE_S, ws="none",
             http=PatientConnection, server_header=False, **tls,
         )  # fmt: skip
+        server = uvicorn.Server(config)
+        # From here on, also while the collection below runs, which would swallow an exception. uvicorn raises the
+        # signals that stopped it again when it is done; to have stopped well is no failure.
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, server.handle_exit)
         limits, used = engine.limits, engine.limits.pages * engine.limits.page_tokens
         shown = f"[{address}]" if ":" in address else address
         say(
@@ -100,10 +105,7 @@ def run(
         # What was read until now stays: a collection that looks at all of torch's objects stops everybody for 0.15 s.
         gc.collect()
         gc.freeze()
-        # uvicorn raises the signals that stopped it again when it is done; to have stopped well is no failure.
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, lambda *_: None)
-        asyncio.run(uvicorn.Server(config).serve(sockets=[listening]))
+        asyncio.run(server.serve(sockets=[listening]))
         say("stopped")
     return 0
 
