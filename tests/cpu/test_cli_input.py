@@ -14,7 +14,7 @@ import torch
 
 from tilemesh.bench.collective.table import fit_lines, table
 from tilemesh.cli.main import explain, main, one_line
-from tilemesh.cli.targets import check_targets
+from tilemesh.cli.targets import check_apart, check_targets
 from tilemesh.comm.runtime.fit import Curve, Fit
 from tilemesh.comm.schedules.book import ALGORITHMS
 from tilemesh.core.errors import RunError, UsageError
@@ -128,7 +128,8 @@ def test_errors_of_the_machine_name_the_file() -> None:
         (["plan", "tiny", "--cluster", "8xh100", "--batch", "8", "--json", "7"], "--json 7 cannot be written"),
         (["report", "7"], "7 is no run"),
         (["data", "prepare", "7", "out"], "SOURCE '7' has no text file named like '*': set --pattern"),
-        (["data", "prepare", "file", "file"], "the folder file is a file: expected a new folder"),
+        (["data", "prepare", "stdlib", "file"], "the folder file is a file: expected a new folder"),
+        (["data", "prepare", "file", "file"], "FOLDER 'file' would write over what SOURCE names: give another path"),
     ],
 )
 def test_a_folder_in_the_place_of_a_file_is_named(
@@ -270,3 +271,34 @@ def test_a_runs_configuration_that_is_no_text_is_one_line(tmp_path: Path, capsys
     (tmp_path / "config.toml").write_bytes(b"\xff")
     assert main(["generate", str(tmp_path), "--prompt", "a"]) == 2
     assert "config.toml is not UTF-8 text" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["plan", "m.toml", "--cluster", "2xh100", "--save", "m.toml"], "--save 'm.toml' would write over what MODEL"),
+        (["plan", "m.toml", "--cluster", "2xh100", "--save", "link"], "--save 'link' would write over what MODEL"),
+        (["train", "tiny", "--set", "data.source=m.toml,train.steps=1", "--json", "m.toml"], "--json 'm.toml' would"),
+        (["graph", "explain", "m.toml:make", "--html", "./m.toml"], "--html './m.toml' would write over what FILE.py"),
+        (
+            ["tune", "16x16x16", "--json", "new", "--html", "folder/../new"],
+            "--json and --html are both 'folder/../new'",
+        ),
+        (["export", "folder", "folder"], "FOLDER 'folder' would write over what RUN names: give another path"),
+    ],
+)
+def test_nothing_is_written_twice_or_over_what_is_read(
+    words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "m.toml").write_text("text")
+    (tmp_path / "link").symlink_to("m.toml")
+    assert main(words) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"tilemesh: {said}")
+    assert (tmp_path / "m.toml").read_text() == "text"
+
+
+def test_standard_output_and_devices_may_be_named_twice() -> None:
+    check_apart([("--json", "-"), ("--html", "-")], [("MODEL", "-")])
+    check_apart([("--json", "/dev/null"), ("--html", "/dev/null")], [("MODEL", "/dev/null")])

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from tilemesh.core.errors import UsageError
 from tilemesh.core.files import check_new_folder
+from tilemesh.core.ranges import shown
 
 
 def check_targets(**targets: str | Path | None) -> None:
@@ -18,6 +20,31 @@ def check_targets(**targets: str | Path | None) -> None:
             if why:
                 said = "''" if str(given) in ("", ".") else str(given)
                 raise UsageError(f"--{option.replace('_', '-')} {said} cannot be written: {why}")
+
+
+def check_apart(written: Sequence[tuple[str, str]], read: Sequence[tuple[str, str]]) -> None:
+    """Refuse two outputs that are one file, and an output that is an input; both as (option, word) pairs."""
+    for number, (option, word) in enumerate(written):
+        for other, same in written[:number]:
+            if _is_same(word, same):
+                raise UsageError(f"{other} and {option} are both {shown(word)}: give two paths")
+        for other, text in read:
+            if any(os.path.lexists(path) and _is_same(word, path) for path in _paths_in(text)):
+                raise UsageError(f"{option} {shown(word)} would write over what {other} names: give another path")
+
+
+def _paths_in(text: str) -> list[str]:
+    """What a word may name: itself, the file of `FILE.py:FUNCTION`, the values of `A=B,...`."""
+    return [text, text.partition(":")[0], *(piece.partition("=")[2] for piece in text.split(","))]
+
+
+def _is_same(one: str, other: str) -> bool:
+    """Of files and folders; what is no file, such as a terminal, may be written to as often as one likes."""
+    try:
+        is_special = os.path.exists(one) and not (os.path.isfile(one) or os.path.isdir(one))
+        return "-" not in (one, other) and not is_special and os.path.realpath(one) == os.path.realpath(other)
+    except (OSError, ValueError):  # a loop of links, a NUL
+        return False
 
 
 def check_folder(option: str, given: str | Path) -> None:
