@@ -57,9 +57,13 @@ class Serving:
     """A server process, and where it listens."""
 
     def __init__(self, folder: Path, *more: str) -> None:
-        words = ["serve", str(folder), "--port", "0", "--running", str(RUNNING), "--waiting", str(WAITING), *more]
+        self.folder, self.more = folder, more
+        self._start(port=0)
+
+    def _start(self, port: int) -> None:
+        words = ["serve", str(self.folder), "--port", str(port), "--running", str(RUNNING), "--waiting", str(WAITING)]
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tilemesh", *words], stderr=subprocess.PIPE, text=True,
+            [sys.executable, "-m", "tilemesh", *words, *self.more], stderr=subprocess.PIPE, text=True,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )  # fmt: skip
         assert self.process.stderr is not None
@@ -71,6 +75,15 @@ class Serving:
                 break
         else:
             raise AssertionError("".join(said))
+
+    def kill(self) -> None:
+        """As a machine that runs out of memory does it."""
+        self.process.kill()
+        self.process.wait(30)
+
+    def start_again(self) -> None:
+        """On the same port."""
+        self._start(self.port)
 
     @property
     def client(self) -> Any:

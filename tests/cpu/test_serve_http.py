@@ -6,6 +6,8 @@ import http.client
 import json
 import re
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -18,6 +20,7 @@ from served import RUNNING, WAITING, Serving, make_folder
 
 from tilemesh.cli.main import main
 from tilemesh.core.errors import UsageError
+from tilemesh.runs.lock import process_start
 from tilemesh.serve import Engine, Sampling
 from tilemesh.serve.load import folder_defaults
 
@@ -321,6 +324,99 @@ def test_what_the_command_refuses(folder: Path, server: Serving, capsys: pytest.
     assert "--mesh is pp=2: expected tp=N, dp=N or both" in capsys.readouterr().err
     assert main(["serve", str(folder), "--port", "70000"]) == 2
     assert "--port is 70000" in capsys.readouterr().err
+
+
+CLIENT = """
+import http.client, sys
+connection = http.client.HTTPConnection("127.0.0.1", int(sys.argv[1]), timeout=60)
+connection.request("POST", "/v1/completions", b'{"prompt": "a", "stream": true, "max_tokens": 90, "ignore_eos": true}')
+print(connection.getresponse().readline(), flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_killed_client_frees_what_it_held_and_the_others_go_on(server: Serving) -> None:
+    server.wait_until_idle()
+    clients = [
+        subprocess.Popen(
+            [sys.executable, "-c", CLIENT, str(server.port)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        for _ in range(2)
+    ]
+    connection, response = open_stream(server)
+    for client in clients:
+        assert client.stdout is not None
+        assert client.stdout.readline().startswith(b"b'data: ")
+        client.kill()
+    assert response.read().endswith(b"data: [DONE]\n\n")
+    connection.close()
+    server.wait_until_idle()
+    for client in clients:
+        client.communicate()
+
+
+def kill_under_load(server: Serving, wait_s: float) -> int:
+    """How many clients got an error: soon, and none an answer that looks whole. Then it starts again where it was."""
+    read: list[bytes] = []
+    errors: list[Exception] = []
+
+    def ask(stream: bool) -> None:
+        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+        body = {"prompt": "a" * 20, "stream": stream, "max_tokens": 70, "ignore_eos": True, "n": 2}
+        try:
+            connection.request("POST", "/v1/completions", json.dumps(body).encode())
+            read.append(connection.getresponse().read())
+        except (OSError, http.client.HTTPException) as error:
+            errors.append(error)
+        finally:
+            connection.close()
+
+    threads = [threading.Thread(target=ask, args=(number % 2 == 0,)) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    time.sleep(wait_s)
+    server.kill()
+    for thread in threads:
+        thread.join(20)
+        assert not thread.is_alive(), "a client still waits for a server that is gone"
+    assert len(read) + len(errors) == len(threads)
+    for content in read:  # what was read to its end had one
+        assert content.endswith(b"data: [DONE]\n\n") or "choices" in (told := json.loads(content)) or told["error"]
+    server.start_again()
+    assert server.send("GET", "/health")[0] == 200
+    assert server.send("POST", "/v1/completions", b'{"prompt": "a", "max_tokens": 2}')[0] == 200
+    return len(errors)
+
+
+def test_a_server_that_was_killed_under_load_starts_again_where_it_was(server: Serving) -> None:
+    assert kill_under_load(server, wait_s=0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_kills_at_many_moments_of_a_server_with_ranks(folder: Path) -> None:
+    """Whatever moment it is, the ranks of the server that was killed end too."""
+    serving = Serving(folder, "--mesh", "tp=2,dp=2", "--pages", "200")
+    try:
+        for number in range(8):
+            ranks = descendants(serving.process.pid)
+            assert len(ranks) >= 4
+            kill_under_load(serving, wait_s=0.15 * number)
+            end = time.monotonic() + 30
+            while left := [pid for pid in ranks if process_start(pid) is not None]:
+                assert time.monotonic() < end, f"{left} outlive the server"
+                time.sleep(0.1)
+    finally:
+        serving.process.send_signal(signal.SIGTERM)
+        assert serving.process.wait(60) == 0
+
+
+def descendants(pid: int) -> list[int]:
+    """Processes below one, whoever of them started them."""
+    below = [
+        int(word) for task in Path(f"/proc/{pid}/task").iterdir() for word in (task / "children").read_text().split()
+    ]
+    return below + [lower for child in below for lower in descendants(child)]
 
 
 def test_on_a_signal_answers_are_finished_and_the_server_ends_well(server: Serving) -> None:

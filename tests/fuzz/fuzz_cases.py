@@ -8,6 +8,7 @@ without a change here. A command whose sound call `BASES` does not know gets its
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import random
 from collections.abc import Iterator, Mapping
@@ -42,6 +43,7 @@ class Case:
     environ: Mapping[str, str] = field(default_factory=dict)
     must_refuse: bool = False  # whether it may neither begin its work nor end with exit code 0
     starts_ranks: bool = False  # whether ranks are really started, instead of stopping there
+    kill: Any = None  # of fuzz_kills.py: what was killed in the playground before
 
     @property
     def group(self) -> str:
@@ -133,15 +135,18 @@ BASES: Mapping[str, tuple[Base, ...]] = {
 def all_cases(playground: Path) -> dict[str, Case]:
     """By name; `playground` holds the run whose files are damaged."""
     import fuzz_functions
+    import fuzz_kills
 
     found: dict[str, Case] = {}
     for cases in (
         command_cases(),
         pair_cases(),
+        share_cases(),
         key_cases(),
         file_cases(playground),
         environment_cases(),
         rank_cases(),
+        fuzz_kills.kill_cases(),
         fuzz_functions.cases(),
     ):
         for case in cases:
@@ -215,6 +220,28 @@ def pair_cases() -> Iterator[Case]:
             yield Case(f"{name}: {said}", base.words(name, changed))
 
 
+def share_cases() -> Iterator[Case]:
+    """Every option that names what is written, with the file that another names: nothing is written twice, or over
+    what is read."""
+    for name, command in commands().items():
+        base = BASES.get(name, (Base(),))[0]
+        named = [(one, values_for(command, one) is hostile.PATHS) for one in parameters(command)]
+        of_paths = [one for one, is_path in named if is_path or _named(one) in hostile.READ]
+        for pair in itertools.combinations(of_paths, 2):
+            read, *written = sorted(pair, key=lambda one: hostile.is_written(_named(one)))
+            if hostile.is_written(_named(written[0])):
+                word = "shared" if hostile.is_written(_named(read)) else _sound(name, base, read)
+                words = _with(_with_base(base, name, read, word), name, written[0], word)
+                yield Case(f"{name}: {_called(written[0])} is what {_called(read)} is", words, must_refuse=True)
+
+
+def _sound(name: str, base: Base, parameter: Any) -> str:
+    """The file that a sound call says there; else one that is there."""
+    place = _place(name, parameter)
+    said = base.options.get(_called(parameter)) if place is None else dict(enumerate(base.arguments)).get(place)
+    return said if said is not None and said.endswith((".toml", ".jsonl", ".txt", "run")) else "text.txt"
+
+
 def _is_option(parameter: Any) -> bool:
     return any(name.startswith("-") for name in parameter.opts)
 
@@ -224,16 +251,29 @@ def _called(parameter: Any) -> str:
     return str(long[0] if long else parameter.name.upper())
 
 
+def _place(command: str, parameter: Any) -> int | None:
+    """Which of the arguments it is; None for an option."""
+    arguments = [one.name for one in commands()[command].params if not _is_option(one)]
+    return None if _is_option(parameter) else arguments.index(parameter.name)
+
+
 def _with(base: Base, command: str, parameter: Any, value: str) -> tuple[str, ...]:
-    called = _called(parameter)
-    if _is_option(parameter):
-        return tuple(base.words(command, {called: value}))
-    # An argument: in the place of the sound one, the others as they are.
-    arguments = [one for one in commands()[command].params if not _is_option(one)]
-    place = [_called(one) for one in arguments].index(called)
-    given = [*base.arguments, *[""] * len(arguments)][: max(len(base.arguments), place + 1)]
+    return tuple(_with_base(base, command, parameter, value).words(command, {}))
+
+
+def _with_base(base: Base, command: str, parameter: Any, value: str) -> Base:
+    """A call with another value of an option, or of an argument, the others as they are."""
+    place = _place(command, parameter)
+    if place is None:
+        return Base({**base.options, _called(parameter): value}, base.arguments)
+    given = [*base.arguments, *[""] * (place + 1)][: max(len(base.arguments), place + 1)]
     given[place] = value
-    return tuple(base.words(command, {}, tuple(given)))
+    return Base(base.options, tuple(given))
+
+
+def _named(parameter: Any) -> str:
+    """As a user reads it: an option, or what stands for an argument."""
+    return _called(parameter) if _is_option(parameter) else str(parameter.metavar or parameter.name.upper())
 
 
 # ---- configuration keys ----------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import importlib
 import json
 import os
@@ -20,7 +21,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -28,6 +29,7 @@ from typing import Any, NoReturn
 LIMIT_S = 10.0  # of a case, less the time in which one of its processes waited for a core that others used
 KILL_S = 60.0
 LOOK_S = 0.2  # between two looks at how long the processes of a case have waited for a core
+REFUSAL_S_PER_MIB = 0.1  # of processor time, beyond what starting takes
 MEMORY_BYTES = 12 << 30
 FILE_BYTES = 64 << 20
 INTERRUPT_S = 1.0
@@ -155,8 +157,6 @@ def _be_a_child(root: Path, folder: str) -> None:
 
 def _doors(starts_ranks: bool) -> None:
     """Where an accepted case stops: ranks and minutes of measuring. One rank of training runs in this process."""
-    import functools
-
     import torch
 
     import tilemesh.bench.graph.run as graph_run
@@ -199,6 +199,7 @@ def _doors(starts_ranks: bool) -> None:
 
 def run(case: Any, root: Path, has_own_shm: bool) -> Outcome:
     import fuzz_cases
+    import fuzz_kills
     import playground
 
     folder = root / "case"
@@ -206,20 +207,30 @@ def run(case: Any, root: Path, has_own_shm: bool) -> Outcome:
     shutil.copytree(root / "playground", folder, symlinks=True)
     if case.edit[0]:
         fuzz_cases.do_edit(folder, *case.edit)
+
+    def run_killed(name: str, words: tuple[str, ...], change: int) -> bool:
+        return _run_killed(root, name, words, change)
+
+    was_killed = case.kill is not None and fuzz_kills.leave_half(case.kill, root, run_killed)
     before = playground.listing(folder)
     outcome = Outcome(case.name)
     began = time.monotonic()
     child = os.fork()
     if child == 0:
         _run_in_child(case, root)
-    interrupts = case.name.startswith(fuzz_cases.UNTIL_INTERRUPTED)
+    interrupts = case.name.startswith(fuzz_cases.UNTIL_INTERRUPTED) or "serve" in case.words[:1]
     outcome.code = _wait(child, outcome, began, interrupts)
     outcome.seconds = round(time.monotonic() - began, 2)
     outcome.out = (root / "out").read_bytes().decode(errors="replace")
     outcome.err = (root / "err").read_bytes().decode(errors="replace")
     outcome.began_work = (root / "began").read_text() if (root / "began").exists() else ""
     _judge(case, outcome)
+    if case.kill is not None:
+        lacking = functools.partial(fuzz_kills.taken_for_whole, case, root, run_killed)
+        outcome.wrong += _judge_kill(case, outcome, was_killed, lacking)
     outcome.wrong += _left_behind(root, folder, before, outcome, has_own_shm, bool(case.edit[0]))
+    if outcome.code == 2 and case.words:
+        outcome.wrong += _judge_cost(case, outcome, root)
     outcome.out, outcome.err = outcome.out[-1500:], outcome.err[-3000:]
     return outcome
 
@@ -262,12 +273,44 @@ def _run_in_child(case: Any, root: Path) -> NoReturn:
     os._exit(code)
 
 
+def _run_killed(root: Path, folder: str, words: tuple[str, ...], change: int) -> bool:
+    """Run a command in a copy of the playground until its so many-th change of a file; whether it was killed."""
+    import fuzz_kills
+
+    child = os.fork()
+    if child == 0:
+        try:
+            _be_a_child(root, folder)
+            _doors(starts_ranks=False)
+            from tilemesh.cli.main import main as command_line
+
+            fuzz_kills.die_before(change, str(root / folder / fuzz_kills.WRITTEN))
+            command_line(list(words))
+        finally:
+            os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+
+
+def _judge_kill(case: Any, outcome: Outcome, was_killed: bool, lacking: Callable[[], str]) -> Iterator[str]:
+    """What is taken is whole; what nobody killed is taken, but by the command that made it."""
+    import fuzz_kills
+
+    killed = fuzz_kills.KILLED[case.kill.command]
+    is_taken = outcome.code in (0, 130) or bool(outcome.began_work)
+    if is_taken and (why := lacking()):
+        yield why
+    if case.kill.change == killed.changes and was_killed:
+        yield f"{case.kill.command} makes more than {killed.changes} changes: say how many in fuzz_kills.py"
+    if not was_killed and not case.kill.cuts and not is_taken and case.words != killed.words:
+        yield "refused what nobody killed"
+
+
 def _wait(child: int, outcome: Outcome, began: float, interrupts: bool) -> int | None:
     interrupted, looked, before = False, began, dict[int, float]()
     while True:
         pid, status, used = os.wait4(child, os.WNOHANG)
         if pid:
-            outcome.cpu_s = round(used.ru_utime + used.ru_stime, 1)
+            outcome.cpu_s = round(used.ru_utime + used.ru_stime, 3)
             return os.waitstatus_to_exitcode(status)
         elapsed = time.monotonic() - began
         if interrupts and not interrupted and elapsed > INTERRUPT_S:
@@ -296,6 +339,42 @@ def _waits_s(pid: int) -> Iterator[tuple[int, float]]:
                 yield from _waits_s(int(below))
 
 
+@functools.cache
+def _start_up_s(command: tuple[str, ...], root: Path) -> float:
+    """Processor time of the cheapest refusal of a command: of an option that it does not have."""
+    import fuzz_cases
+
+    shutil.rmtree(root / "case", ignore_errors=True)
+    (root / "case").mkdir()
+    child = os.fork()
+    if child == 0:
+        _run_in_child(fuzz_cases.Case("start-up", (*command, "--no-such-option")), root)
+    _, _, used = os.wait4(child, 0)
+    return used.ru_utime + used.ru_stime
+
+
+def _bytes_of(case: Any, folder: Path) -> int:
+    """What a case gives to read: its words, and the files that they name."""
+    size = sum(len(word.encode(errors="surrogateescape")) for word in case.words)
+    for word in case.words:
+        with contextlib.suppress(OSError, ValueError):
+            named = folder / word
+            files = [named] if named.is_file() else named.rglob("*") if named.is_dir() and word else []
+            size += sum(file.stat().st_size for file in files if file.is_file())
+    return size
+
+
+def _judge_cost(case: Any, outcome: Outcome, root: Path) -> Iterator[str]:
+    """Comes last: what starting takes is measured in the place of the case."""
+    import fuzz_cases
+
+    nbytes = _bytes_of(case, root / "case")
+    command = next(tuple(name.split()) for name in fuzz_cases.commands() if " ".join(case.words).startswith(name))
+    cost = outcome.cpu_s - _start_up_s(command, root)
+    if cost > REFUSAL_S_PER_MIB * max(1.0, nbytes / (1 << 20)):
+        yield f"refusing it took {cost:.2f} s of processor time for {nbytes:,} bytes"
+
+
 def _judge(case: Any, outcome: Outcome) -> None:
     """Exit code 0, 1 or 2 (130 after Ctrl-C); an error is one line; nobody sees a traceback."""
     said = outcome.err + outcome.out
@@ -319,6 +398,8 @@ def _judge(case: Any, outcome: Outcome) -> None:
         outcome.wrong.append("an error that does not name its file")
     if case.must_refuse and (outcome.began_work or outcome.code == 0):
         outcome.wrong.append(f"was accepted, and would have begun {outcome.began_work or 'its work'}")
+    elif case.must_refuse and outcome.code == 1:
+        outcome.wrong.append("was not refused for how it was called")
     if outcome.seconds - outcome.waited_s > LIMIT_S and outcome.code is not None:
         used = f"{outcome.waited_s:.1f} s without a core, {outcome.cpu_s} s of processor time"
         outcome.wrong.append(f"took {outcome.seconds} s, of which {used}")

@@ -55,6 +55,18 @@ PATHS: Mapping[str, str] = {
     "a number": "7",
 }
 
+READ = (
+    "--init", "--gpu", "--grade", "--plan", "--resume", "--recipe", "--api-key", "--tls-cert", "--tls-key", "--draft",
+    "--data", "--tokenizer", "--tried", "--trace", "[PRESET|CONFIG.toml]", "[CONFIG.toml|PRESET]", "RUN", "RUN|FOLDER",
+    "RUN ... | ROWS.jsonl ...", "SOURCE", "FILE.py:FUNCTION", "MODEL",
+)  # fmt: skip
+"""Options, and arguments by their metavar, that name what a command reads; others that name paths, what it writes."""
+
+
+def is_written(called: str) -> bool:
+    return called in (*WRITTEN, "--out", "--run", "--csv", "--profile", "--notebook", "--fallback-dir", "FOLDER")
+
+
 # Options that name what is written at the end, and paths at which nothing can be: refused before the work begins.
 WRITTEN = ("--json", "--html", "--chart", "--svg", "--save")
 UNWRITABLE = ("nothing", "a folder", "a file in /proc", "below a file", "a loop of links", "a name too long")

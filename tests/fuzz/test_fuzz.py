@@ -10,12 +10,20 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
+import hostile
 import pytest
 from fuzz_client import Server, report, shuffled
 
 SHARDS = 8
 SAMPLE_OF_A_GROUP = 3
 SAMPLE_OF_RANKS = 1  # whose cases start processes, seconds each
+SAMPLE_OF_KILLS = (
+    "kills: export, before change 6 and cut; then train",
+    "kills: data prepare, before change 3; then train",
+    "kills: train from weights, before change 12; then train --resume",
+    "kills: train, before change 42; then train --resume",
+)
+"""Moments whose like once left what was taken for whole."""
 LEAST_CASES = 1500
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the fuzzer forks and reads /proc")
@@ -40,8 +48,11 @@ def test_a_sample(server: Server) -> None:
     for name, group in server.cases:
         groups[group].append(name)
     assert len(server.cases) >= LEAST_CASES
-    numbers = defaultdict(lambda: SAMPLE_OF_A_GROUP, ranks=SAMPLE_OF_RANKS)
-    run_all(server, [name for group, names in groups.items() for name in shuffled(names)[: numbers[group]]])
+    numbers = defaultdict(lambda: SAMPLE_OF_A_GROUP, ranks=SAMPLE_OF_RANKS, kills=0)
+    chosen = [name for group, names in groups.items() for name in shuffled(names)[: numbers[group]]]
+    kills = [name for name in groups["kills"] if name.startswith(SAMPLE_OF_KILLS)]
+    assert len(kills) == len(SAMPLE_OF_KILLS)
+    run_all(server, [*chosen, *kills])
 
 
 @pytest.mark.slow
@@ -58,4 +69,9 @@ def test_every_command_has_a_sound_call_and_every_option_its_cases() -> None:
     names = {case.name for case in fuzz_cases.command_cases()}
     for command in fuzz_cases.commands():
         assert f"{command}: sound" in names
+        for parameter in fuzz_cases.parameters(fuzz_cases.commands()[command]):
+            called = fuzz_cases._named(parameter)
+            is_path = fuzz_cases.values_for(fuzz_cases.commands()[command], parameter) is hostile.PATHS
+            known = hostile.is_written(called) or called in hostile.READ
+            assert known or not is_path, f"say in hostile.py whether {command} reads or writes {called}"
         assert command in fuzz_cases.BASES or command == "doctor", f"add a sound, cheap call of {command} to BASES"

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from resume_cases import AXES, PLAIN, all_pairs, cover, furnish, is_trained, named, of_name, pairs_of
 from resume_check import why_wrong
+from resume_kills import RUNS
 from resume_run import LEAST
 
 from tilemesh.core.cores import available_cores
@@ -59,3 +60,13 @@ def test_all() -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
     assert f"{len(cover())} cases, 0 failed" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("name", RUNS)
+def test_all_ranks_killed_at_many_moments(name: str) -> None:
+    """By a process that forks, which this one, full of threads, must not."""
+    command = [sys.executable, str(Path(__file__).parent / "resume_kills.py"), name, "--moments", "30"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
