@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from tilemesh.comm import Communicator, run_threads
-from tilemesh.core.plan import INTERLEAVED, ParallelPlan, Precision
-from tilemesh.core.step.book import SCHEDULES
+from tilemesh.core.plan import ParallelPlan, Precision
+from tilemesh.core.step.book import find, synchronous
 from tilemesh.core.step.program import chunk_layers
 from tilemesh.measure.trace import Trace
 from tilemesh.model.config import ModelConfig
@@ -93,7 +93,7 @@ LISTED: dict[str, tuple[ModelConfig, dict[str, Any]]] = {
     # Every schedule, with ZeRO-3 over two replicas: what its list gathers and sums, each way of placing chunks.
     **{
         name: (TIED if turn % 2 else UNTIED, {"schedule": name, "dp": 2, "zero": 3})
-        for turn, name in enumerate(SCHEDULES)
+        for turn, name in enumerate(synchronous())
     },
     "two holders, summed over stages": (TIED, {"schedule": "chimera"}),
     "two holders, ZeRO-1": (UNTIED, {"schedule": "dualpipe", "dp": 2, "zero": 1}),
@@ -137,7 +137,7 @@ SLOW = (
 @pytest.mark.parametrize("name", [pytest.param(key, marks=[pytest.mark.slow] * (key in SLOW)) for key in LISTED])
 def test_what_a_listed_step_exchanges_is_predicted_for_every_stage(name: str) -> None:
     config, fields = LISTED[name]
-    more = {"interleave": 2} if fields.get("schedule") in INTERLEAVED else {}
+    more = {"interleave": 2} if find(fields.get("schedule", "1f1b")).interleaves else {}
     plan = ParallelPlan(**{"pp": 2, "precision": "fp32", "microbatch": 2, "accumulation": 4, **fields, **more})
 
     def main(comm: Communicator) -> dict[str, dict[str, int]]:

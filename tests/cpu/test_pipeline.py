@@ -14,12 +14,11 @@ from torch import Tensor
 from tilemesh.bench.train import sleeping
 from tilemesh.comm import Communicator, run_threads
 from tilemesh.core.errors import RunError, UsageError
-from tilemesh.core.plan import INTERLEAVED, ParallelPlan
+from tilemesh.core.plan import ParallelPlan
 from tilemesh.core.step.action import Action
-from tilemesh.core.step.book import SCHEDULES, why_not_built
+from tilemesh.core.step.book import build, find, synchronous
 from tilemesh.core.step.passes import exchange, recompute
 from tilemesh.core.step.program import PlannedStep
-from tilemesh.core.step.schedules import one_f_one_b
 from tilemesh.core.step.search import PassTimes, search
 from tilemesh.core.step.slices import cut_sequence
 from tilemesh.core.step.text import to_csv
@@ -43,7 +42,7 @@ ROWS, SEED = 2, 5
 BOUND = 1e-12  # float64: a sum of some thousand terms in another order
 
 SEARCHED = to_csv(search(2, 4, PassTimes(1.0, 1.4, 0.6, 0.1), 2))
-WITH_MESSAGES = to_csv(exchange(one_f_one_b(2, 4), reduce="step"))  # as torch writes them: the messages are left out
+WITH_MESSAGES = to_csv(exchange(build("1f1b", 2, 4), reduce="step"))  # as torch writes them: the messages are left out
 # Every schedule on two ranks; then with replicas, split layers, more stages, stages of unequal layers.
 LAYOUTS: dict[str, tuple[ModelConfig, dict[str, Any]]] = {
     **{
@@ -79,7 +78,7 @@ LAYOUTS: dict[str, tuple[ModelConfig, dict[str, Any]]] = {
 
 
 def plan_of(**fields: Any) -> ParallelPlan:
-    more = {"interleave": 2} if fields["schedule"] in INTERLEAVED else {}
+    more = {"interleave": 2} if find(fields["schedule"]).interleaves else {}
     return ParallelPlan(microbatch=ROWS, precision="fp64", **fields, **more)
 
 
@@ -185,7 +184,7 @@ def test_forward_passes_done_again() -> None:
 
     def main(comm: Communicator) -> Any:
         laid = staged(comm, plan, GPT)
-        program = exchange(recompute(one_f_one_b(2, 3)))
+        program = exchange(recompute(build("1f1b", 2, 3)))
         laid.runner = StepRunner(program, comm, laid.passers, ModelServices(laid.buckets))
         laid.step = PlannedStep(program, laid.step.layers)
         laid.passes(pieces(plan, GPT, 0), dropout_seed=SEED)
@@ -247,7 +246,7 @@ class Echo:
 
 
 def test_the_runtime_hands_each_pass_what_the_one_before_gave_and_refuses_what_nobody_does() -> None:
-    program = exchange(one_f_one_b(2, 2))
+    program = exchange(build("1f1b", 2, 2))
 
     def main(comm: Communicator) -> list[str]:
         said: list[str] = []
@@ -287,7 +286,7 @@ def test_sends_that_a_thread_would_move_too_slowly_are_waited_for_in_the_order_t
     monkeypatch.setattr(run, "_MOST_LEFT", 0)
     for name in ("FORWARD_S", "INPUT_S", "WEIGHT_S"):
         monkeypatch.setattr(sleeping, name, 1e-4)
-    names = [name for name in SCHEDULES if name != "terapipe" and why_not_built(name, 4, 8) is None]
+    names = [name for name in synchronous() if name != "terapipe" and find(name).why_not(4, 8) is None]
     programs = [sleeping.program_of(name, 4, 8) for name in names]
 
     def told_after(runner: StepRunner, under_way: list[int], action: Action, do: Callable[[], None]) -> None:
@@ -320,7 +319,7 @@ class Stalls(Echo):
 
 
 def test_a_stalled_rank_its_action_and_who_waits_for_whom_are_named() -> None:
-    program = exchange(one_f_one_b(4, 8))
+    program = exchange(build("1f1b", 4, 8))
     said: list[str] = []
 
     def main(comm: Communicator) -> None:

@@ -24,7 +24,7 @@ from tilemesh.cli.main import main
 from tilemesh.cli.verify import LayoutTable, train_optimizer
 from tilemesh.comm import connect, run_threads
 from tilemesh.core.errors import UsageError
-from tilemesh.core.plan import SYNCHRONOUS
+from tilemesh.core.step.book import synchronous
 from tilemesh.launch.start import find_mpiexec
 from tilemesh.parallel.gate.cases import (
     MODELS,
@@ -246,7 +246,7 @@ def test_combinations_have_every_pair_of_settings_that_can_be(ranks: int) -> Non
     assert set().union(*map(pairs, chosen)) == set().union(*map(pairs, possible))
     assert len(chosen) < len(possible) / 4
     layouts_of = [case.layout for case in combinations(ranks)]
-    assert {layout.schedule for layout in layouts_of} == {*SYNCHRONOUS}
+    assert {layout.schedule for layout in layouts_of} == {*synchronous()}
     assert {layout.offload for layout in layouts_of} == {*OFFLOADED}
     assert {(layout.zero, layout.recompute) for layout in layouts_of} == {
         (zero, recompute) for zero in range(4) for recompute in ("none", "full", "operators")
@@ -295,7 +295,7 @@ def test_what_it_covers() -> None:
     assert {case.weights.split("-")[0] for case in cases(8)} >= {"", "int3", "int4", "int8", "rounded int4"}
     piped = [case.layout for case in chosen if case.layout.pp > 1]
     assert len(chosen) - len(piped) == 32 * len(MODELS)
-    assert {layout.schedule for layout in piped} == {*SYNCHRONOUS}
+    assert {layout.schedule for layout in piped} == {*synchronous()}
     assert {(layout.dp > 1, layout.tp > 1, layout.pp) for layout in piped} >= {
         (dp, tp, 2) for dp in (False, True) for tp in (False, True)
     }

@@ -10,7 +10,7 @@ import pytest
 from tilemesh.cli.plan_draw import DrawQuestion, draw_step, drawn_slice_time, require_draw
 from tilemesh.core.errors import UsageError
 from tilemesh.core.plan import ParallelPlan
-from tilemesh.core.step.book import SCHEDULES, build
+from tilemesh.core.step.book import build, synchronous
 from tilemesh.core.step.draw import curves, svg
 from tilemesh.core.step.memory import StepBytes, memory_curve
 from tilemesh.core.step.program import step_program
@@ -46,7 +46,7 @@ def test_a_schedule_is_drawn_everywhere(tmp_path: Path, capsys: pytest.CaptureFi
     assert "step 25.5 with" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", [*SCHEDULES, "search"])
+@pytest.mark.parametrize("name", [*synchronous(), "search"])
 def test_the_pictures_in_the_documents_are_what_the_code_draws(name: str, tmp_path: Path) -> None:
     settings: dict[str, object] = {"terapipe": {"microbatches": 2}, "dualpipe-v": {"microbatches": 10}}.get(name, {})
     if name == "search":

@@ -14,7 +14,7 @@ from tilemesh.core import config
 from tilemesh.core.calibration import Calibration, Rates
 from tilemesh.core.errors import RunError
 from tilemesh.core.hardware import parse_cluster
-from tilemesh.core.plan import ParallelPlan, Schedule
+from tilemesh.core.plan import ParallelPlan
 from tilemesh.measure.machine import Machine
 from tilemesh.model.config import preset
 from tilemesh.model.work.weights import count_parameters
@@ -98,7 +98,7 @@ def test_of_a_gpu_what_torch_allocates_is_graded() -> None:
 
 @pytest.mark.parametrize(("pp", "interleave", "sends"), [(2, 1, 1), (4, 1, 1), (2, 2, 3), (4, 3, 5)])
 def test_the_first_stage_sends_each_output_on_and_each_gradient_back(pp: int, interleave: int, sends: int) -> None:
-    schedule: Schedule = "interleaved" if interleave > 1 else "1f1b"
+    schedule = "interleaved" if interleave > 1 else "1f1b"
     plan = ParallelPlan(pp=pp, accumulation=8, schedule=schedule, interleave=interleave, precision="fp32")
     model = TINY.replace(layers=12)
     found = predict(model, parse_cluster(f"{pp}xcpu"), plan).exchanges["pp"]["send"]

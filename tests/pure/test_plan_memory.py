@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tilemesh.core.hardware import parse_cluster
 from tilemesh.core.plan import ParallelPlan
 from tilemesh.core.step import pace
-from tilemesh.core.step.memory import memory_curve
+from tilemesh.core.step.memory import StepBytes, memory_curve, memory_peaks
 from tilemesh.core.step.program import step_program
 from tilemesh.kernels.linear_cross_entropy.cost import CHUNK_BYTES
 from tilemesh.model.config import ModelConfig, preset
@@ -90,7 +90,8 @@ def test_22b_activations() -> None:
 def test_530b_activations() -> None:
     """Microbatches of one sequence; the first of 35 stages holds 139 passes of one-layer chunks: 105 (1 + 34/105)."""
     fields = {"pp": 35, "schedule": "interleaved", "interleave": 3, "accumulation": 280}
-    assert pace.most_held("interleaved", 0, 35, 280, 3) == ((139, 0),)
+    program = pace.program_for_memory("interleaved", 35, 280, 3)
+    assert memory_peaks(program, StepBytes.activations(program.chunks))[0] == 139
     plain = predict(M530B, parse_cluster("280xa100"), megatron(**fields))
     assert plain.memory.activations_bytes / GIB == pytest.approx(114.0, abs=0.05)
     both = megatron(**fields, sequence_parallel=True, recompute="selective")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tilemesh.core.plan import INTERLEAVED, ParallelPlan
-from tilemesh.core.step.book import SCHEDULES
+from tilemesh.core.plan import ParallelPlan
+from tilemesh.core.step.book import find, synchronous
 from tilemesh.core.step.program import step_program
 from tilemesh.model.config import preset
 from tilemesh.model.work.step_exchanges import gathers_of_chunks, step_exchanges
@@ -38,10 +38,10 @@ def test_every_microbatch_after_the_first_gathers_alike(prefetch: int, accumulat
     assert gathered_bytes(plan) == nbytes
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", synchronous())
 def test_a_long_step_of_a_pipeline_gathers_as_its_list_says(schedule: str) -> None:
     """Two short steps, a round apart, tell what a long one does, on every stage."""
-    interleave = 3 if schedule in INTERLEAVED else 1
+    interleave = 3 if find(schedule).interleaves else 1
     for prefetch, accumulation in ((0, 64), (1, 88)):
         plan = ParallelPlan(
             dp=2, pp=4, zero=3, schedule=schedule, accumulation=accumulation, prefetch=prefetch, interleave=interleave

@@ -10,9 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tilemesh.core.errors import UsageError
-from tilemesh.core.plan import ASYNCHRONOUS
 from tilemesh.core.step.action import COMPUTE, Action, PassDone, StepProgram, makes, parts
-from tilemesh.core.step.book import SCHEDULES, build
+from tilemesh.core.step.book import asynchronous, build, synchronous
 from tilemesh.core.step.check import BrokenStepError, check
 from tilemesh.core.step.memory import StepBytes, memory_curve, memory_peaks
 from tilemesh.core.step.passes import exchange, gather, offload, recompute
@@ -24,7 +23,7 @@ from tilemesh.core.step.text import from_csv, parse_action, to_csv
 @st.composite
 def programs(draw: st.DrawFn) -> StepProgram:
     """A schedule over stages and microbatches that it takes."""
-    name = draw(st.sampled_from(SCHEDULES))
+    name = draw(st.sampled_from(synchronous()))
     stages, microbatches = draw(st.integers(1, 6)), draw(st.integers(1, 14))
     if name == "interleaved":
         microbatches = stages * draw(st.integers(1, 3))
@@ -85,7 +84,7 @@ def test_lists_survive_the_way_through_text(program: StepProgram) -> None:
     assert again.placement.directions == whole.placement.directions or program.microbatches == 1
 
 
-@pytest.mark.parametrize("name", ASYNCHRONOUS)
+@pytest.mark.parametrize("name", asynchronous())
 def test_versions_survive_the_way_through_text(name: str) -> None:
     """What is read back keeps as many versions of the weights, and is proved as it was written."""
     program = build(name, 4, 16)
@@ -228,8 +227,8 @@ def test_versions_of_an_asynchronous_pipeline() -> None:
     [
         (("1f2b", 2, 2), "did you mean '1f1b'"),
         (("1f1b", 0, 2), "0 stages"),
-        (("gpipe", 2, 2, 2), "use interleaved"),
-        (("interleaved", 4, 6, 2), "no multiple of 4 stages"),
+        (("gpipe", 2, 2, 2), "use breadth-first or interleaved"),
+        (("interleaved", 4, 6, 2), "takes a multiple of 4, at least 4 microbatches: accumulation is 6, 8 is the next"),
         (("dualpipe", 4, 6), "at least 8"),
         (("chimera", 3, 6), "even"),
         (("1f1b", 2, 2, 1, 2), "use terapipe"),

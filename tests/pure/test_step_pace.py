@@ -8,15 +8,16 @@ from hypothesis import strategies as st
 
 from tilemesh.core.step import pace
 from tilemesh.core.step.action import StepProgram
-from tilemesh.core.step.book import SCHEDULES, build, chunk_placement, is_split, microbatches_of
+from tilemesh.core.step.book import build, find, synchronous
 from tilemesh.core.step.memory import StepBytes, memory_peaks
-from tilemesh.core.step.pace import RankLoad, simulated_s
+from tilemesh.core.step.pace import simulated_s
+from tilemesh.core.step.schedule import RankLoad
 from tilemesh.core.step.simulate import StepTimes, number, number_anything, simulate
 
 Case = tuple[str, int, int, int]
 
 
-ALL = tuple(name for name in SCHEDULES if name != "terapipe")
+ALL = tuple(name for name in synchronous() if name != "terapipe")
 
 
 @st.composite
@@ -24,9 +25,8 @@ def any_cases(draw: st.DrawFn) -> Case:
     """Every schedule, over stages and microbatches that it takes."""
     name = draw(st.sampled_from(ALL))
     stages = draw(st.integers(1, 3)) * 2
-    least, multiple = microbatches_of(name, stages)
-    microbatches = -(-max(least, draw(st.integers(1, 20))) // multiple) * multiple
-    return name, stages, microbatches, draw(st.integers(2, 3)) if name in ("interleaved", "breadth-first") else 1
+    microbatches = find(name).microbatches_from(stages, draw(st.integers(1, 20)))
+    return name, stages, microbatches, draw(st.integers(2, 3)) if find(name).interleaves else 1
 
 
 @st.composite
@@ -63,11 +63,31 @@ def test_bubble_is_the_closed_form_for_equal_stages(case: Case, f: float, b: flo
     assert pace.bubble_fraction(*case) == pytest.approx((stages - 1) / (interleave * microbatches + stages - 1))
 
 
-@given(cases())
-def test_activations_in_flight_are_the_closed_form(case: Case) -> None:
-    name, stages, microbatches, interleave = case
-    expected = [pace.most_held(name, stage, stages, microbatches, interleave) for stage in range(stages)]
-    assert passes_held(build(*case)) == [most for ((most, _),) in expected]
+def most_held(case: Case, r: int) -> tuple[tuple[int, int], ...]:
+    """Passes whose activations rank r holds at its fullest moments as published: from F to B or I, and from I to W."""
+    name, p, m, v = case
+    match name:
+        case "gpipe" | "breadth-first":
+            return ((m * v, 0),)
+        case "1f1b":
+            return ((min(m, p - r), 0),)
+        case "interleaved":
+            return ((1 + min(m * v - 1, (v - 1) * p + 2 * (p - 1 - r)), 0),)
+        case "zb-h1" | "zb-h2":
+            ahead = min(p - r if name == "zb-h1" else 2 * (p - r) - 1, m)
+            late = min(r if name == "zb-h1" else 2 * r, m - ahead)
+            return (ahead, late), (ahead - 1, late + 1)
+        case "zb-v":
+            most = min(2 * p, 2 * m)
+            return (most, 0), (most - 1, 1), (min(p - 1 - r, 2 * m), min(2 * r + 1, 2 * m))
+        case "v-half" | "v-min":  # a half and a third of 1F1B's 2 p, but for a constant
+            most = min(2 * m, p + 3 if name == "v-half" else -(-2 * p // 3) + 2)
+            return (most, 0), (max(0, most - 4), min(4, most))
+        case "dualpipe" | "dualpipe-v":
+            whole, place = (p, min(r, p - 1 - r)) if name == "dualpipe" else (2 * p, r)
+            return (whole + 1, 0), (whole // 2 - 1 - place, place + 2)
+    assert name == "chimera"
+    return ((min(m, p // 2 + 1 + min(r, p - 1 - r)), 0),)
 
 
 EXACT = ("gpipe", "1f1b", "interleaved", "breadth-first", "zb-h1", "zb-h2")
@@ -76,14 +96,11 @@ EXACT = ("gpipe", "1f1b", "interleaved", "breadth-first", "zb-h1", "zb-h2")
 @given(any_cases(), st.sampled_from([(1.0, 0.0), (1.0, 0.4), (1.0, 1.0), (0.2, 1.7)]))
 def test_no_rank_holds_more_than_the_closed_form(case: Case, sizes: tuple[float, float]) -> None:
     """And of these schedules just as much, of ZB-V and Chimera where there are microbatches enough to fill them."""
-    name, stages, microbatches, interleave = case
+    name, stages, microbatches, _ = case
     kept, late = sizes
     program = made(case)
     held = memory_peaks(program, StepBytes.activations(program.chunks, kept, late))
-    most = [
-        max(a * kept + b * late for a, b in pace.most_held(name, rank, stages, microbatches, interleave))
-        for rank in range(stages)
-    ]
+    most = [max(a * kept + b * late for a, b in most_held(case, rank)) for rank in range(stages)]
     assert all(one <= bound + 1e-9 for one, bound in zip(held, most, strict=True))
     if name in EXACT or (name in ("zb-v", "chimera") and microbatches >= 2 * stages):
         assert held == pytest.approx(most)
@@ -91,9 +108,9 @@ def test_no_rank_holds_more_than_the_closed_form(case: Case, sizes: tuple[float,
 
 def test_both_ends_of_dualpipe_hold_as_much() -> None:
     """Its two directions are each other's image."""
-    held = [pace.most_held("dualpipe", rank, 8, 20, 1) for rank in range(8)]
+    held = memory_peaks(build("dualpipe", 8, 20), StepBytes.activations(8, 1.0, 0.4))
     assert held == held[::-1]
-    assert len(set(held)) == 4
+    assert max(held) == 9
 
 
 @settings(max_examples=60)
@@ -101,7 +118,7 @@ def test_both_ends_of_dualpipe_hold_as_much() -> None:
 def test_a_shorter_step_holds_as_much(case: Case, rounds: int) -> None:
     name, stages, microbatches, interleave = case
     microbatches += rounds * stages
-    sizes = StepBytes.activations(chunk_placement(name, stages, interleave).chunks, 1.0, 0.6)
+    sizes = StepBytes.activations(find(name).placement(stages, interleave).chunks, 1.0, 0.6)
     whole = memory_peaks(made((name, stages, microbatches, interleave)), sizes)
     short = memory_peaks(pace.program_for_memory(name, stages, microbatches, interleave), sizes)
     assert max(short) == pytest.approx(max(whole))
@@ -129,8 +146,9 @@ def test_lengths_in_closed_form(case: Case, i: float, w: float, transfer_s: floa
 @given(any_cases())
 def test_a_placement_is_known_without_the_lists(case: Case) -> None:
     program = made(case)
-    assert chunk_placement(case[0], case[1], case[3]) == program.placement
-    assert is_split(case[0]) == ("I" in program.kinds) or case[1] == 1 or case[0].startswith("dualpipe")
+    schedule = find(case[0])
+    assert schedule.placement(case[1], case[3]) == program.placement
+    assert schedule.is_split == ("I" in program.kinds)
 
 
 @given(any_cases())

@@ -3,30 +3,31 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import get_args
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tilemesh.core.errors import UsageError
-from tilemesh.core.plan import ASYNCHRONOUS, INTERLEAVED, SYNCHRONOUS, ParallelPlan, Schedule
-from tilemesh.core.step.book import SCHEDULES, build, microbatches_of, why_not_built
+from tilemesh.core.plan import ParallelPlan
+from tilemesh.core.step.book import all_schedules, build, find, prove, synchronous
 from tilemesh.core.step.check import check
 from tilemesh.core.step.program import chunk_layers, step_program
+from tilemesh.core.step.schedule import PipelineSchedule
 
 
 def plan_of(schedule: str, pp: int, accumulation: int, **more: object) -> ParallelPlan:
-    interleave = 2 if schedule in INTERLEAVED else 1
+    interleave = 2 if find(schedule).interleaves else 1
     return ParallelPlan(pp=pp, schedule=schedule, accumulation=accumulation, interleave=interleave, **more)  # type: ignore[arg-type]
 
 
-def test_a_plan_may_name_every_schedule() -> None:
-    assert set(SYNCHRONOUS) == set(SCHEDULES)
-    assert set(get_args(Schedule)) == {*SCHEDULES, *ASYNCHRONOUS}
+@pytest.mark.parametrize("schedule", all_schedules(), ids=lambda schedule: schedule.name)
+def test_every_schedule_is_what_it_says(schedule: PipelineSchedule) -> None:
+    prove(schedule)
+    assert find(schedule.name) is schedule
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", synchronous())
 @pytest.mark.parametrize("dp", [1, 2])
 def test_every_schedule_becomes_a_proved_step(schedule: str, dp: int) -> None:
     plan = plan_of(schedule, 4, 8, dp=dp)
@@ -47,21 +48,18 @@ def test_replicas_without_a_pipeline(zero: int) -> None:
     assert ("GATHER" in step.program.kinds) == (zero == 3)
 
 
-@given(schedule=st.sampled_from((*SCHEDULES, *ASYNCHRONOUS)), pp=st.integers(2, 5), microbatches=st.integers(1, 12))
+@given(schedule=st.sampled_from(all_schedules()), pp=st.integers(2, 5), microbatches=st.integers(1, 12))
 @settings(max_examples=150, deadline=None)
-def test_what_is_refused_is_what_cannot_be_made(schedule: str, pp: int, microbatches: int) -> None:
-    reason = why_not_built(schedule, pp, microbatches)
-    try:
-        build(schedule, pp, microbatches)
-        assert reason is None
-    except UsageError:
-        assert reason is not None
-    if reason is not None and "stages" not in reason:
-        least, multiple = microbatches_of(schedule, pp)
-        nearest = int(reason.rsplit(", ", 1)[1].split()[0])
-        assert nearest >= least
-        assert nearest % multiple == 0
-        build(schedule, pp, nearest)
+def test_what_is_not_refused_can_be_made(schedule: PipelineSchedule, pp: int, microbatches: int) -> None:
+    """And the next number of microbatches that a refusal names, too."""
+    reason = schedule.why_not(pp, microbatches)
+    if reason is not None:
+        with pytest.raises(UsageError, match="takes"):
+            build(schedule.name, pp, microbatches)
+    if reason is None or "stages" not in reason:
+        nearest = microbatches if reason is None else int(reason.rsplit(", ", 1)[1].split()[0])
+        assert nearest >= microbatches
+        check(build(schedule.name, pp, nearest))
 
 
 def test_layers_are_cut_evenly_and_the_ends_have_less() -> None:

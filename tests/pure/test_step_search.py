@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tilemesh.core.errors import UsageError
 from tilemesh.core.step import draw
 from tilemesh.core.step.action import Action, StepProgram
-from tilemesh.core.step.book import SCHEDULES, build
+from tilemesh.core.step.book import build, synchronous
 from tilemesh.core.step.check import check
 from tilemesh.core.step.memory import memory_curve, memory_peaks
 from tilemesh.core.step.passes import exchange, gather
@@ -88,7 +88,7 @@ def test_a_limit_nothing_fits_is_refused() -> None:
             search(4, 8, PassTimes(kept=kept, kept_for_weights=kept), 0.5 * kept)
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", synchronous())
 def test_every_schedule_is_drawn(name: str) -> None:
     program = build(name, 4, 8, slices=2 if name == "terapipe" else 1)
     times = PassTimes(1.0, 1.2, 0.8, 0.1)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import get_args
 
 import pytest
 from hypothesis import given
@@ -12,9 +11,9 @@ from hypothesis import strategies as st
 
 from tilemesh.core.errors import UsageError
 from tilemesh.core.hardware import parse_cluster
-from tilemesh.core.plan import INTERLEAVED, ParallelPlan, Schedule
+from tilemesh.core.plan import ParallelPlan
 from tilemesh.core.step import search as schedules
-from tilemesh.core.step.book import build
+from tilemesh.core.step.book import all_schedules, build
 from tilemesh.core.step.program import step_program
 from tilemesh.core.step.search import PassTimes
 from tilemesh.core.step.text import to_csv
@@ -80,13 +79,13 @@ def test_a_plan_says_layout_and_batch(tmp_path: Path) -> None:
 def test_a_resumed_run_has_the_plan_of_its_folder(tmp_path: Path) -> None:
     """However its batch was cut, and also where its own mesh is said again; another batch is cut anew."""
     (tmp_path / "run").mkdir()
-    for schedule in get_args(Schedule):
-        sets = [f"plan.schedule={schedule},train.batch=8,plan.microbatch=1,optimizer.clip=0"]
-        sets += ["plan.interleave=2"] if schedule in INTERLEAVED else []
+    for schedule in all_schedules():
+        sets = [f"plan.schedule={schedule.name},train.batch=8,plan.microbatch=1,optimizer.clip=0"]
+        sets += ["plan.interleave=2"] if schedule.interleaves else []
         made = load("tiny", mesh="pp=2", sets=sets)
         assert made.plan.accumulation == 8
         (tmp_path / "run" / "config.toml").write_text(made.to_toml())
-        assert load(resume=tmp_path / "run", gpus=2) == made, schedule
+        assert load(resume=tmp_path / "run", gpus=2) == made, schedule.name
     assert load(resume=tmp_path / "run", mesh="pp=2", ranks=2) == made
     other = load(resume=tmp_path / "run", sets=["train.steps=500,plan.precision=bf16"])
     assert other.plan == replace(made.plan, precision="bf16")

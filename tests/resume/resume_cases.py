@@ -11,11 +11,10 @@ import json
 from collections.abc import Iterator, Mapping
 from itertools import combinations
 from pathlib import Path
-from typing import get_args
 from unittest import mock
 
 from tilemesh.core.errors import UsageError
-from tilemesh.core.plan import ASYNCHRONOUS, INTERLEAVED, Schedule
+from tilemesh.core.step.book import all_schedules, find
 from tilemesh.train import load as loading
 from tilemesh.train.config import TrainConfig
 
@@ -32,8 +31,8 @@ SMALL = (
 
 def _schedule(name: str) -> str:
     sets = [f"plan.schedule={name}", "plan.microbatch=1"]
-    sets += ["plan.interleave=2"] * (name in INTERLEAVED) + ["plan.slices=2"] * (name == "terapipe")
-    sets += ["optimizer.clip=0", "model.tied=false", "method.anneal=9"] * (name in ASYNCHRONOUS)
+    sets += ["plan.interleave=2"] * bool(find(name).interleaves) + ["plan.slices=2"] * find(name).cuts_sequences
+    sets += ["optimizer.clip=0", "model.tied=false", "method.anneal=9"] * (find(name).updates is not None)
     return ",".join(sets)
 
 
@@ -49,7 +48,7 @@ LAYOUTS = {
     "zero3": ("dp=2", "plan.zero=3"),
     "offload": ("dp=1", "plan.offload=optimizer"),
     "dp2-pp2": ("dp=2,pp=2", "plan.microbatch=2"),
-    **{name: ("pp=2", _schedule(name)) for name in get_args(Schedule)},
+    **{name: ("pp=2", _schedule(name)) for name in (schedule.name for schedule in all_schedules())},
 }
 """By name, the mesh and settings."""
 

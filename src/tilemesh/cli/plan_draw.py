@@ -16,10 +16,9 @@ import tilemesh
 from tilemesh.cli.targets import check_targets
 from tilemesh.core.errors import UsageError, unknown
 from tilemesh.core.files import write_output, write_text
-from tilemesh.core.plan import ASYNCHRONOUS
 from tilemesh.core.step import draw
 from tilemesh.core.step.action import StepProgram
-from tilemesh.core.step.book import SCHEDULES, build
+from tilemesh.core.step.book import all_schedules, build
 from tilemesh.core.step.check import check
 from tilemesh.core.step.memory import memory_curve
 from tilemesh.core.step.search import PassTimes, search
@@ -151,9 +150,11 @@ def _program(asked: DrawQuestion, given: PassTimes) -> StepProgram:
         return search(stages, microbatches, given, stages if asked.memory is None else asked.memory)
     if asked.memory is not None:
         raise UsageError("--memory is a limit for --draw search: the other schedules keep what they keep")
-    if name not in (*SCHEDULES, *ASYNCHRONOUS):
-        raise unknown("pipeline schedule", name, (*SCHEDULES, *ASYNCHRONOUS, "search"))
-    return build(name, stages, microbatches, asked.chunks, asked.slices or (4 if name == "terapipe" else 1))
+    known = {schedule.name: schedule for schedule in all_schedules()}
+    if name not in known:
+        raise unknown("pipeline schedule", name, (*known, "search"))
+    slices = asked.slices or (4 if known[name].cuts_sequences else 1)
+    return build(name, stages, microbatches, asked.chunks, slices)
 
 
 def _words(program: StepProgram, timeline: Timeline, curves: Sequence[draw.Curve], given: PassTimes) -> str:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from tilemesh.core.errors import UsageError
-from tilemesh.core.plan import ASYNCHRONOUS, IN_A_V, INTERLEAVED, TWO_WAYS, ParallelPlan
+from tilemesh.core.plan import ParallelPlan
 
 T = TypeVar("T")
 OR = " or "
@@ -118,7 +118,7 @@ def is_runnable(plan: ParallelPlan) -> bool:
 
 def _updates_within(plan: ParallelPlan) -> bool:
     """Whether weights are updated while microbatches are under way."""
-    return plan.schedule in ASYNCHRONOUS
+    return plan.pipeline.updates is not None
 
 
 def _nearest_group(plan: ParallelPlan) -> str:
@@ -134,11 +134,12 @@ def _stages_there(plan: ParallelPlan) -> str:
 
 def _both_ways(plan: ParallelPlan) -> set[int]:
     """The stages that recompute and those that hold the same chunks."""
-    return {*plan.recompute_stages} | {plan.pp - 1 - stage for stage in plan.recompute_stages}
+    stages = {*plan.recompute_stages}
+    return stages.union(*(holders for holders in plan.placement.holders if stages & {*holders}))
 
 
 def _chunks_per_stage(plan: ParallelPlan) -> int:
-    return plan.interleave if plan.schedule in INTERLEAVED else 2 if plan.schedule in IN_A_V else 1
+    return plan.chunks // plan.pp
 
 
 def _without(offload: str) -> Callable[[ParallelPlan], str]:
@@ -197,11 +198,10 @@ PLAN_CONFLICTS: tuple[Conflict[ParallelPlan], ...] = (
         "recompute_stages schedule",
         lambda plan: (
             bool(plan.recompute_stages)
-            and plan.schedule in TWO_WAYS
             and max(plan.recompute_stages) < plan.pp
             and _both_ways(plan) != {*plan.recompute_stages}
         ),
-        lambda plan: f"it has each chunk on two stages, s and {plan.pp - 1} - s, which must do the same",
+        "it has chunks on several stages, which must do the same",
         lambda plan: f"recompute_stages=[{','.join(map(str, sorted(_both_ways(plan))))}]",
     ),
     row(

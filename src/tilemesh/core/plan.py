@@ -10,34 +10,18 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from tilemesh.core import config
 from tilemesh.core.errors import UsageError, unknown
 from tilemesh.core.ranges import Range
+from tilemesh.core.step.book import LIST_WORDS, find, is_listed
+from tilemesh.core.step.placement import ChunkPlacement
+from tilemesh.core.step.schedule import PipelineSchedule, PipeShape
 
-Schedule = Literal[
-    "gpipe", "1f1b", "zb-h1", "zb-h2", "interleaved", "breadth-first", "zb-v", "v-half", "v-min", "dualpipe-v",
-    "dualpipe", "chimera", "terapipe", "pipedream", "pipedream-2bw", "ampnet", "pipemare",
-]  # fmt: skip
-"""Every name of `core/step/book.py`."""
-ASYNCHRONOUS: tuple[Schedule, ...] = ("pipedream", "pipedream-2bw", "ampnet", "pipemare")
-"""Schedules that update weights while microbatches are under way, so that gradients are of older weights: they do not
-compute what one process computes."""
-SYNCHRONOUS: tuple[Schedule, ...] = tuple(name for name in get_args(Schedule) if name not in ASYNCHRONOUS)
-"""All others."""
-INTERLEAVED: tuple[Schedule, ...] = ("interleaved", "breadth-first")
-"""Schedules whose stages hold `interleave` chunks each."""
-IN_A_V: tuple[Schedule, ...] = ("zb-v", "v-half", "v-min", "dualpipe-v")
-"""Schedules whose stages hold two chunks each, one on the way down the ranks and one on the way up."""
-TWO_WAYS: tuple[Schedule, ...] = ("dualpipe", "chimera")
-"""Schedules with as many chunks as stages, each of which two ranks hold: microbatches pass in both directions."""
 LISTED = "listed"
 """What a schedule is called that no name stands for: the plan holds its lists of passes."""
-LIST_WORDS = "the schedule's list"
-"""What its lists of passes are called in messages."""
 Recompute = Literal["none", "selective", "operators", "full"]
 """What a backward pass computes again, from the least to the most."""
 Attention = Literal["fused", "materialized"]
@@ -66,16 +50,6 @@ REPLAY_ROOM = 0.75
 holds is lost to held-out text and samples."""
 
 
-def is_listed(schedule: str) -> bool:
-    """Whether a schedule is a list of passes and no name."""
-    return "," in schedule
-
-
-def listed_chunks(schedule: str) -> int:
-    """Chunks that a list of passes is about."""
-    return 1 + max((int(number) for number in re.findall(r"([0-9]{1,9})[FBIW][0-9]", schedule)), default=0)
-
-
 @dataclass(frozen=True, order=True)
 class ModelPlacement:
     """Where a model and its states lie: the axes of the mesh, and what is cut along each."""
@@ -94,7 +68,7 @@ class ModelPlacement:
     """Replicas that share what ZeRO shards, neighbours along dp such as those of one node; every such group holds all
     of it. 0: all replicas are one group."""
     interleave: int = 1
-    """Model chunks a stage holds, for the schedules that leave it open: interleaved and breadth-first."""
+    """Model chunks a stage holds, for the schedules that leave it open, such as interleaved."""
     chunk_layers: tuple[int, ...] = ()
     """Layers of each of the plan's chunks, in the model's order; the schedule says on which stage a chunk lies. Empty:
     cut by whoever runs it, as even as the layers allow."""
@@ -136,11 +110,10 @@ class StepSettings:
     accumulation: int = 1
     """Microbatches of one replica in a step; with pp > 1 these are what fills the pipeline."""
     schedule: str = "1f1b"
-    """Order of forward and backward passes over the stages; says nothing when pp is 1. A name (gpipe, 1f1b, zb-h1,
-    zb-h2, interleaved, breadth-first, zb-v, v-half, v-min, dualpipe-v, dualpipe, chimera, terapipe; pipedream,
-    pipedream-2bw, ampnet and pipemare update weights within a step, while other microbatches are under way), or a
-    schedule of your own: a line of passes per stage, as 0F0,0F1,0B0,0B1, or the name of a .csv file with such lines,
-    which `tilemesh plan --draw search --csv FILE` and torch's pipelining write."""
+    """Order of forward and backward passes over the stages; says nothing when pp is 1. A name (`tilemesh config
+    --reference` ends with all of them), or a schedule of your own: a line of passes per stage, as 0F0,0F1,0B0,0B1, or
+    the name of a .csv file with such lines, which `tilemesh plan --draw search --csv FILE` and torch's pipelining
+    write."""
     slices: int = 1
     """Pieces of each sequence that pass through the stages one after the other: for terapipe. How long each is, is
     found by dynamic programming: later ones attend to more tokens and are shorter."""
@@ -176,8 +149,7 @@ class StepSettings:
         for name in self.offloads:
             if name not in OFFLOADS:
                 raise unknown("offload", name, OFFLOADS)
-        if not is_listed(self.schedule) and self.schedule not in get_args(Schedule):
-            raise unknown("schedule", str(self.schedule), get_args(Schedule))
+        find(self.schedule)
         choices = {"recompute": Recompute, "attention": Attention, "precision": Precision}
         for name, choice in choices.items():
             if getattr(self, name) not in get_args(choice):
@@ -231,16 +203,15 @@ class ParallelPlan(StepSettings, ModelPlacement):
     def __post_init__(self) -> None:
         ModelPlacement.__post_init__(self)
         StepSettings.__post_init__(self)
-        is_open = self.schedule in INTERLEAVED
-        if self.interleave > 1 and not is_open:
+        if self.interleave > 1 and not self.pipeline.interleaves:
             raise UsageError(
                 f"interleave is {self.interleave} and schedule is {self.schedule_name}: set schedule=interleaved"
             )
-        if is_open and self.interleave == 1:
+        if self.pipeline.interleaves and self.interleave == 1:
             raise UsageError(
                 f"schedule is {self.schedule} and interleave is 1: set interleave to 2 or more, or use 1f1b"
             )
-        if self.slices > 1 and self.schedule != "terapipe":
+        if self.slices > 1 and not self.pipeline.cuts_sequences:
             raise UsageError(f"slices is {self.slices} and schedule is {self.schedule_name}: set schedule=terapipe")
         if self.chunk_layers and self.pp > 1 and len(self.chunk_layers) != self.chunks:
             raise UsageError(
@@ -263,13 +234,29 @@ class ParallelPlan(StepSettings, ModelPlacement):
         return dataclasses.replace(self, recompute="none", recompute_every=1, recompute_stages=())
 
     @property
+    def pipeline(self) -> PipelineSchedule:
+        """The schedule that the plan names or lists."""
+        return find(self.schedule)
+
+    @property
+    def pipe_shape(self) -> PipeShape:
+        """What its lists are made for."""
+        return PipeShape(self.pp, self.accumulation, self.interleave, self.slices)
+
+    @property
+    def placement(self) -> ChunkPlacement:
+        """Which stage has which chunk."""
+        return self.pipeline.placement(self.pp, self.interleave)
+
+    @property
+    def is_asynchronous(self) -> bool:
+        """Whether weights are updated while microbatches are under way."""
+        return self.pp > 1 and self.pipeline.updates is not None
+
+    @property
     def chunks(self) -> int:
         """Parts that the layers are cut into: one for each stage, or as many as the schedule has there."""
-        if self.pp == 1:
-            return 1
-        if is_listed(self.schedule):
-            return listed_chunks(self.schedule)
-        return self.pp * (2 if self.schedule in IN_A_V else self.interleave)
+        return 1 if self.pp == 1 else self.placement.chunks
 
     @property
     def has_chunks(self) -> bool:
@@ -284,10 +271,10 @@ class ParallelPlan(StepSettings, ModelPlacement):
     @property
     def chunks_words(self) -> str:
         """What makes so many chunks, in words."""
-        if self.pp > 1 and self.schedule in IN_A_V:
-            return f"pp {self.pp} x 2 chunks of {self.schedule}"
         if self.pp > 1 and is_listed(self.schedule):
             return LIST_WORDS
+        if self.interleave == 1 and self.chunks > self.pp:
+            return f"pp {self.pp} x {self.chunks // self.pp} chunks of {self.schedule}"
         return f"pp {self.pp}" + (f" x interleave {self.interleave}" if self.interleave > 1 else "")
 
     @property

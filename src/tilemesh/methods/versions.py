@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from tilemesh.core.step.action import Payload, StepProgram, parts
-from tilemesh.core.step.asynchronous import delays
+from tilemesh.core.step.book import find
+from tilemesh.core.step.versions import delays
 from tilemesh.parallel.norms import norm_of
 from tilemesh.parallel.run import ChunkPasses, StepServices
 
@@ -187,11 +188,11 @@ def versioned(
     warmup: int | None = None,
 ) -> dict[int, VersionedChunk]:
     """Chunks of a rank with their versions. `move_of`: of a chunk's parameters. `warmup`: PipeMare's, in updates."""
-    taus = delays(program)
+    taus, updates = delays(program), find(program.name).updates
     made = {}
     for chunk, chunk_passes in passes.items():
         parameters = list(modules[chunk].parameters())
-        correction = (warmup or 0) if program.name == "pipemare" else None
+        correction = (warmup or 0) if updates and updates.is_corrected else None
         kept = ChunkVersions(parameters, move_of(parameters), program.keeps_versions, taus[chunk], correction)
         made[chunk] = VersionedChunk(chunk_passes, kept, version_reads(program, chunk))
     return made

@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 from tilemesh.core.calibration import Rates
 from tilemesh.core.hardware import Cluster
-from tilemesh.core.plan import IN_A_V, ParallelPlan
-from tilemesh.core.step.book import chunk_placement, is_split
+from tilemesh.core.plan import ParallelPlan
+from tilemesh.core.step.placement import LOOP
 from tilemesh.core.step.simulate import StepTimes
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.work.exchanges import Exchange, repeated_exchanges, replica_exchanges
@@ -138,12 +138,12 @@ class Clock:
     def chunks(self, plan: ParallelPlan, counts: tuple[int, ...], accumulate_s: float) -> Chunks:
         """Each chunk's passes; `accumulate_s` is what adding up a layer's gradients takes."""
         layer = self.layer(plan)
-        splits = plan.pp > 1 and is_split(plan.schedule)
+        splits = plan.pp > 1 and plan.pipeline.is_split
         forward = layer.forward_s + layer.exchange_s
         inputs = layer.backward_s - layer.weight_s
         inputs += layer.exchange_split_s if splits else layer.exchange_back_s
         again = layer.recompute_s(plan.repeated)
-        stages = chunk_placement(plan.schedule, plan.pp, plan.interleave).directions[0] if plan.recompute_stages else ()
+        stages = plan.placement.directions[0] if plan.recompute_stages else ()
         repeated = [again * plan.recomputes(stage) for stage in stages] or [again] * len(counts)
         weights = layer.weight_s + accumulate_s
         hop = self.hop_s(plan) if plan.pp > 1 else 0.0
@@ -255,7 +255,7 @@ def gathered(plan: ParallelPlan) -> int:
         return 2 * plan.accumulation
     if plan.chunks // plan.pp <= 1 + plan.prefetch:
         return 1
-    return max(2, 2 * plan.accumulation // (1 if plan.schedule in IN_A_V else plan.pp))
+    return max(2, 2 * plan.accumulation // (plan.pp if plan.placement.name == LOOP else 1))
 
 
 def _left(exchange_s: float, behind_s: float, layers: int) -> float:

@@ -7,7 +7,7 @@ import dataclasses
 from tilemesh.core.cost import Ceiling
 from tilemesh.core.plan import ParallelPlan
 from tilemesh.core.step import pace
-from tilemesh.core.step.book import chunk_placement
+from tilemesh.core.step.memory import StepBytes, memory_peaks
 from tilemesh.core.units import format_bytes, format_rate, format_seconds
 from tilemesh.model.work.kept import loss_tensors
 from tilemesh.model.work.operations import layer_work
@@ -42,7 +42,7 @@ def memory_section(estimator: Estimator, best: Prediction) -> ExplainedPart:
     plan, room, model = best.plan, estimator.room, estimator.model
     stages = [stage.total_bytes for stage in room.stages(plan, best.chunk_layers)]
     stage = stages.index(max(stages))
-    mine = chunk_placement(plan.schedule, plan.pp, plan.interleave).held[stage] if plan.pp > 1 else (0,)
+    mine = plan.placement.held[stage] if plan.pp > 1 else (0,)
     first, last = mine[0] == 0, mine[-1] == len(best.chunk_layers) - 1
     kept, recomputed = room.layer(plan)
     layers = sum(best.chunk_layers[chunk] for chunk in mine)
@@ -122,29 +122,26 @@ def memory_section(estimator: Estimator, best: Prediction) -> ExplainedPart:
     return ExplainedPart("Memory of the fullest GPU", rows)
 
 
-_BUBBLES = dict.fromkeys(("gpipe", "1f1b"), "(p - 1) / (m + p - 1)") | {"interleaved": "(p - 1) / (v m + p - 1)"}
-
-
 def bubble_section(best: Prediction) -> ExplainedPart:
     plan = best.plan
-    v, m, p = plan.interleave, plan.accumulation, plan.pp
+    v, m, p, bubble = plan.interleave, plan.accumulation, plan.pp, plan.pipeline.bubble
     rows = [
         ExplainedFigure(
             "bubble of the schedule",
-            _BUBBLES.get(plan.schedule, "simulated, F = I = W"),
+            bubble.formula if bubble else "simulated, F = I = W",
             f"p = {p}, m = {m}" + (f", v = {v}" if v > 1 else ""),
             f"{best.bubble_fraction:.2%}",
         )
     ]
     if p > 1:
-        most = [pace.most_held(plan.schedule, stage, p, m, v) for stage in (0, p - 1)]
-        held = [max(ahead + late for ahead, late in moments) for moments in most]
+        program = pace.program_for_memory(plan.schedule, p, m, v)
+        held = memory_peaks(program, StepBytes.activations(program.chunks, 1.0, 1.0))  # from F to W
         rows.append(
             ExplainedFigure(
                 "passes in flight",
                 "first and last stage",
                 f"{plan.schedule_name}",
-                f"{held[0]} and {held[1]} of a chunk",
+                f"{held[0]:g} and {held[-1]:g} of a chunk",
             )
         )
     return ExplainedPart("Pipeline", rows)
@@ -153,7 +150,7 @@ def bubble_section(best: Prediction) -> ExplainedPart:
 def time_section(estimator: Estimator, best: Prediction) -> ExplainedPart:
     """Each part with what it is made of: m microbatches, n layers on the busiest stage."""
     plan, times, layer = best.plan, best.times, estimator.clock.layer(best.plan)
-    ways = len(chunk_placement(plan.schedule, plan.pp, plan.interleave).directions) if plan.pp > 1 else 1
+    ways = len(plan.placement.directions) if plan.pp > 1 else 1
     m, n = plan.accumulation / ways, estimator.busiest_layers(plan)
     compute, back = layer.forward_s, layer.backward_s
     hop_s = estimator.chunk_times(plan).hop_s

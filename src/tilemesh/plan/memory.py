@@ -11,14 +11,12 @@ from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 from tilemesh.core.hardware import DTYPE_BYTES, Cluster, Device
-from tilemesh.core.plan import ASYNCHRONOUS, ParallelPlan, is_listed
+from tilemesh.core.plan import ParallelPlan
 from tilemesh.core.step import pace
 from tilemesh.core.step.action import StepProgram
-from tilemesh.core.step.asynchronous import copies_of_weights
-from tilemesh.core.step.book import chunk_placement, is_split
 from tilemesh.core.step.memory import StepBytes, away_peaks, memory_peaks
 from tilemesh.core.step.passes import offload
-from tilemesh.core.step.placement import ChunkPlacement
+from tilemesh.core.step.placement import LOOP, TWO_WAYS, ChunkPlacement
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.work.kept import (
     kept_bytes,
@@ -205,7 +203,7 @@ class Room:
         self._reserved = [reserved_bytes(cluster.device, cluster.world, compiler) for compiler in (False, True)]
         self._ranks: dict[tuple[object, ...], list[_RankNeeds]] = {}
         self._peaks: dict[tuple[object, ...], list[int]] = {}
-        self._looked: dict[tuple[str, int, tuple[int, ...]], tuple[int, ...]] = {}
+        self._looked: dict[tuple[ChunkPlacement, tuple[int, ...]], tuple[int, ...]] = {}
         self._activations: dict[tuple[object, ...], tuple[int, int]] = {}
         self._logits: dict[tuple[object, ...], int] = {}
         self._loss: dict[tuple[object, ...], int] = {}
@@ -256,7 +254,7 @@ class Room:
         the rank's chunks have seen it. 0 where layers keep different amounts."""
         if plan.offload or plan.recompute_stages or plan.recompute_every != 1 or plan.slices > 1:
             return 0
-        return self.layer(plan)[0] if len(self._placement(plan).directions) == 1 else 0
+        return self.layer(plan)[0] if len(plan.placement.directions) == 1 else 0
 
     def _peaks_beside(self, plan: ParallelPlan, counts: tuple[int, ...], ranks: tuple[int, ...]) -> list[int]:
         """The most activations that these ranks hold, beside the microbatch whose loss is among the logits."""
@@ -279,10 +277,9 @@ class Room:
 
     def _rests(self, plan: ParallelPlan, counts: tuple[int, ...], ranks: tuple[int, ...]) -> list[_RankNeeds]:
         """What ranks need beside their activations."""
-        name = plan.schedule if is_listed(plan.schedule) else self._placement(plan).name
-        versions = (plan.schedule, plan.accumulation) if plan.schedule in ASYNCHRONOUS else None
+        versions = (plan.schedule, plan.accumulation) if plan.is_asynchronous else None
         key = (
-            name, plan.pp, plan.interleave, plan.tp, plan.sequence_parallel, plan.microbatch,
+            plan.placement, plan.pp, plan.tp, plan.sequence_parallel, plan.microbatch,
             plan.attention, plan.precision, plan.recompute, plan.recompute_every, plan.recompute_stages, plan.prefetch,
             counts, plan.zero == 3, ranks, versions,
         )  # fmt: skip
@@ -305,7 +302,7 @@ class Room:
 
     def step_bytes(self, plan: ParallelPlan, counts: tuple[int, ...]) -> StepBytes:
         """What the actions of a step make and give back, by chunk: activations, until I and from there to W."""
-        owners = self._placement(plan).directions[0] if plan.pp > 1 else (0,) * len(counts)
+        owners = plan.placement.directions[0] if plan.pp > 1 else (0,) * len(counts)
         stages = {stage: plan.on_stage(stage) if plan.recompute_stages else plan for stage in {*owners}}
         owned = [(stage if plan.recompute_stages else 0, count) for stage, count in zip(owners, counts, strict=True)]
         sizes = {(stage, count): self.chunk(stages[stage], count) for stage, count in {*owned}}
@@ -362,18 +359,19 @@ class Room:
     def chunk(self, plan: ParallelPlan, layers: int) -> tuple[int, int]:
         """Bytes that a pass through so many layers keeps, and that its backward pass leaves for weight gradients."""
         kept, _ = self.layer(plan)
-        late = self._late_bytes(plan) if is_split(plan.schedule) else 0
+        late = self._late_bytes(plan) if plan.pipeline.is_split else 0
         if plan.recompute_every != 1:  # one activation for so many layers, which are computed again together
             return -(-layers // plan.stretch(layers)) * kept // plan.slices, layers * late // plan.slices
         return layers * kept // plan.slices, layers * late // plan.slices  # slices of a sequence share what is kept
 
     def _worth_a_look(self, plan: ParallelPlan, counts: tuple[int, ...]) -> tuple[int, ...]:
         """Ranks that can be the fullest: the ends, the middle, and of those with the same layers the first and the last
-        (where weight gradients wait, a later rank may hold more of those); all where chunks lie in a V."""
+        (where weight gradients wait, a later rank may hold more of those); all where chunks lie neither in a
+        loop nor in two directions."""
         if plan.pp == 1:
             return (0,)
-        placement = self._placement(plan)
-        ranks = self._looked.get((placement.name, plan.pp, counts))
+        placement = plan.placement
+        ranks = self._looked.get((placement, counts))
         if ranks is None:
             first: dict[tuple[int, ...], int] = {}
             last: dict[tuple[int, ...], int] = {}
@@ -381,19 +379,15 @@ class Room:
                 layers = tuple(counts[chunk] for chunk in held)
                 first.setdefault(layers, rank)
                 last[layers] = rank
-            between = {"two-way": [plan.pp // 2], "v": range(plan.pp)}.get(placement.name, [])
+            between = {LOOP: (), TWO_WAYS: (plan.pp // 2,)}.get(placement.name, range(plan.pp))
             looked = {0, plan.pp - 1, *first.values(), *last.values(), *between}
-            ranks = self._looked[placement.name, plan.pp, counts] = tuple(sorted(looked))
+            ranks = self._looked[placement, counts] = tuple(sorted(looked))
         return ranks
-
-    @staticmethod
-    def _placement(plan: ParallelPlan) -> ChunkPlacement:
-        return chunk_placement(plan.schedule, plan.pp, plan.interleave)
 
     def _rank(self, plan: ParallelPlan, rank: int, counts: tuple[int, ...]) -> _RankNeeds:
         """What a rank of the pipeline needs beside its activations, whatever ZeRO cuts."""
         plan = plan.on_stage(rank)
-        held = self._placement(plan).held[rank] if plan.pp > 1 else (0,)
+        held = plan.placement.held[rank] if plan.pp > 1 else (0,)
         has_embedding, has_head = held[0] == 0, held[-1] == len(counts) - 1
         shards, code, is_cpu = self.shards(plan.tp), self.code(plan), self._device.kind == "cpu"
         parameters = shards.stage(sum(counts[chunk] for chunk in held), has_embedding, has_head)
@@ -417,7 +411,7 @@ class Room:
             self._at_work(plan, held, counts),
             self._reserved[code == "compiled" or plan.repeated in ("operators", "full")]
             + (outlived_bytes(self.model, self.task(plan)) if has_head else 0),
-            copies_of_weights(plan.schedule, rank, plan.pp, plan.accumulation) if plan.pp > 1 else 1,
+            pace.copies_of_weights(plan.schedule, rank, plan.pp, plan.accumulation) if plan.pp > 1 else 1,
         )
 
     def _later_bytes(self, plan: ParallelPlan, rank: _RankNeeds) -> int:

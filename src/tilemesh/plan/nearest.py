@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator
 
 from tilemesh.core.conflicts import is_runnable
 from tilemesh.core.errors import UsageError
-from tilemesh.core.plan import INTERLEAVED, ParallelPlan
-from tilemesh.core.step.book import microbatches_of
+from tilemesh.core.plan import ParallelPlan
+from tilemesh.core.step.book import find
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.work.weights import why_not
 
@@ -94,10 +94,10 @@ def _around(plan: ParallelPlan, world: int) -> Iterator[ParallelPlan]:
             for accumulation in _accumulations(plan, dp, pp, schedule):
                 fields = {
                     "dp": dp, "tp": tp, "pp": pp, "schedule": schedule, "zero": zero, "accumulation": accumulation,
-                    "interleave": max(2, plan.interleave) if schedule in INTERLEAVED else 1,
+                    "interleave": max(2, plan.interleave) if find(schedule).interleaves else 1,
                     "sequence_parallel": plan.sequence_parallel and tp > 1, "offload": "",
                     "zero_group": plan.zero_group if zero and dp % (plan.zero_group or 1) == 0 else 0,
-                    "slices": plan.slices if schedule == "terapipe" else 1, "chunk_layers": (),
+                    "slices": plan.slices if find(schedule).cuts_sequences else 1, "chunk_layers": (),
                     "recompute_stages": (), "attention": "fused",
                 }  # fmt: skip
                 for more in (
@@ -115,8 +115,7 @@ def _accumulations(plan: ParallelPlan, dp: int, pp: int, schedule: str) -> set[i
     counts = {plan.accumulation}
     if plan.batch % (dp * plan.microbatch) == 0:
         counts.add(plan.batch // (dp * plan.microbatch))
-    least, multiple = microbatches_of(schedule, pp) if pp > 1 else (1, 1)
-    return counts | {max(least, -(-count // multiple) * multiple) for count in counts}
+    return counts | {find(schedule).microbatches_from(pp, count) for count in counts if pp > 1}
 
 
 def _distance(plan: ParallelPlan, other: ParallelPlan) -> float:

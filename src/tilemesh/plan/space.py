@@ -13,16 +13,11 @@ from typing import Any, get_args, get_type_hints
 from tilemesh.core import config
 from tilemesh.core.errors import UsageError
 from tilemesh.core.hardware import Device
-from tilemesh.core.plan import IN_A_V, INTERLEAVED, Attention, ParallelPlan, Precision, Recompute, Schedule
-from tilemesh.core.step.book import why_not_built
+from tilemesh.core.plan import Attention, ParallelPlan, Precision, Recompute
+from tilemesh.core.step.book import all_schedules, find
 from tilemesh.model.work.weights import why_not_tp
 from tilemesh.plan.step import Estimator
 
-INTERLEAVES = (2, 3, 4, 5, 6, 8)
-SEARCHED: tuple[Schedule, ...] = ("1f1b", "zb-h1", "zb-h2", "zb-v", "v-half", "interleaved")
-"""Schedules that are tried unless one is fixed. The others lose to one of these in time and in memory as they are
-predicted here: GPipe, TeraPipe and breadth-first hold every microbatch, Chimera and DualPipe hold weights twice, and
-V-Min, whose slots are all as long as the longest pass, takes about as long as recomputing everything."""
 CUT = ("chunk_layers",)
 """What nobody fixes: stages are cut for each layout."""
 TP_NODES = 2
@@ -45,13 +40,14 @@ class Pins(_Fixed):  # type: ignore[misc]  # its fields are made above
                 ParallelPlan(**{name: value})
         if self.interleave is not None and self.interleave < 1:
             raise UsageError(f"interleave is {self.interleave}: expected a whole number of at least 1")
-        if (self.interleave or 1) > 1 and self.schedule not in (None, *INTERLEAVED):
+        schedule = None if self.schedule is None else find(self.schedule)
+        if (self.interleave or 1) > 1 and schedule and not schedule.interleaves:
             raise UsageError(
                 f"interleave is {self.interleave} and schedule is {self.schedule}: fix schedule=interleaved"
             )
-        if self.interleave == 1 and self.schedule in INTERLEAVED:
+        if self.interleave == 1 and schedule and schedule.interleaves:
             raise UsageError(f"schedule is {self.schedule} and interleave is 1: fix interleave to 2 or more")
-        if (self.slices or 1) > 1 and self.schedule != "terapipe":
+        if (self.slices or 1) > 1 and not (schedule and schedule.cuts_sequences):
             raise UsageError(f"slices is {self.slices} and schedule is {self.schedule}: fix schedule=terapipe")
         if self.zero_group and self.zero == 0:
             raise UsageError(
@@ -76,6 +72,13 @@ class Pins(_Fixed):  # type: ignore[misc]  # its fields are made above
     def describe(self) -> str:
         given = ((field.name, getattr(self, field.name)) for field in fields(self))
         return ", ".join(f"{name}={_word(value)}" for name, value in given if value is not None)
+
+
+def searched() -> list[str]:
+    """Schedules that are tried unless one is fixed. The others lose to one of these in time and in memory as they are
+    predicted here: GPipe, TeraPipe and breadth-first hold every microbatch, Chimera and DualPipe hold weights twice,
+    and V-Min, whose slots are all as long as the longest pass, takes about as long as recomputing everything."""
+    return [schedule.name for schedule in all_schedules() if schedule.is_searched]
 
 
 def default_precision(device: Device) -> Precision:
@@ -157,21 +160,22 @@ def _microbatches(per_replica: int, pins: Pins) -> list[int]:
     return divisors(per_replica)
 
 
-def _schedules(layers: int, pp: int, accumulation: int, pins: Pins) -> list[tuple[Schedule, int]]:
+def _schedules(layers: int, pp: int, accumulation: int, pins: Pins) -> list[tuple[str, int]]:
     """Names, and chunks per stage for those that leave it open."""
     if pp == 1:
-        if pins.schedule in INTERLEAVED or (pins.interleave or 1) > 1:
-            return []
-        return [(pins.schedule or "1f1b", 1)]
-    named: list[tuple[Schedule, int]] = []
-    for name in (pins.schedule,) if pins.schedule else SEARCHED:
-        if why_not_built(name, pp, accumulation):
+        name = pins.schedule or "1f1b"
+        return [] if find(name).interleaves or (pins.interleave or 1) > 1 else [(name, 1)]
+    named = []
+    for name in [pins.schedule] if pins.schedule else searched():
+        schedule = find(name)
+        if schedule.why_not(pp, accumulation):
             continue
-        if name in INTERLEAVED:
-            wanted = [pins.interleave] if pins.interleave else INTERLEAVES
-            named += [(name, chunks) for chunks in wanted if chunks > 1 and pp * chunks <= layers]
-        elif pins.interleave in (None, 1) and pp * (2 if name in IN_A_V else 1) <= layers:
-            named.append((name, 1))
+        wanted = [
+            number
+            for number in _choices(pins.interleave, schedule.interleaves or (1,))
+            if (number > 1) == bool(schedule.interleaves)
+        ]
+        named += [(name, number) for number in wanted if schedule.placement(pp, number).chunks <= layers]
     return named
 
 
@@ -201,12 +205,14 @@ def why_nothing(estimator: Estimator, batch: int, pins: Pins) -> str:
         return "sequence_parallel splits the sequence over tp ranks and tp is 1"
     if pp > model.layers:
         return f"pp is {pp} and the model has {model.layers} layers: a stage needs at least one"
-    chunks = pins.interleave or (2 if pins.schedule in (*INTERLEAVED, *IN_A_V) else 1)
-    if pp * chunks > model.layers:
-        words = f"2 chunks of {pins.schedule}" if pins.schedule in IN_A_V else f"interleave {chunks}"
-        return f"pp {pp} x {words} is {pp * chunks} chunks and the model has {model.layers} layers"
-    if chunks > 1 and pins.pp == 1 and pins.schedule not in IN_A_V:
-        return f"schedule is {pins.schedule or 'interleaved'} and pp is 1: one stage has nothing to interleave"
+    schedule = find(pins.schedule or ("interleaved" if (pins.interleave or 1) > 1 else "1f1b"))
+    interleave = pins.interleave or min(schedule.interleaves, default=1)
+    chunks = schedule.placement(pp, interleave).chunks
+    if chunks > model.layers:
+        words = f"interleave {interleave}" if schedule.interleaves else f"{chunks // pp} chunks of {schedule.name}"
+        return f"pp {pp} x {words} is {chunks} chunks and the model has {model.layers} layers"
+    if schedule.interleaves and pins.pp == 1:
+        return f"schedule is {schedule.name} and pp is 1: one stage has nothing to interleave"
     if pins.dp and pins.tp and pins.pp and pins.dp * tp * pp != world:
         return f"dp {pins.dp} x tp {tp} x pp {pp} is {pins.dp * tp * pp} ranks, the cluster has {world}"
     fixed = tp * pp * (pins.dp or 1)
@@ -233,11 +239,10 @@ def why_nothing(estimator: Estimator, batch: int, pins: Pins) -> str:
         if pins.accumulation and pins.microbatch:
             asked += f" x microbatch {pins.microbatch}"
         return f"{asked} does not make up the {per_replica} sequences of a replica (batch {batch}, dp {good[0]})"
-    if pins.schedule not in (None, *SEARCHED) or (chunks > 1 and pins.schedule not in IN_A_V):
-        name = pins.schedule or "interleaved"
+    if schedule.microbatches(max(pp, 2)) != (1, 1):
         most = max(sum(divmod(batch // dp, pins.microbatch or 1)) for dp in good)
-        reason = why_not_built(name, pp, most) if pp > 1 else None
-        return f"no split of batch {batch} suits {name}: " + (
+        reason = schedule.why_not(pp, most) if pp > 1 else None
+        return f"no split of batch {batch} suits {schedule.name}: " + (
             reason or f"it takes microbatches in groups{f' of {pp}' if pp > 1 else ' of pp'}"
         )
     return f"nothing is left of {world} ranks under {pins.describe()}"

@@ -19,9 +19,8 @@ from tilemesh.core.hardware import Cluster
 from tilemesh.core.plan import REPLAY_ROOM, ParallelPlan
 from tilemesh.core.ranges import Range
 from tilemesh.core.step import pace
-from tilemesh.core.step.book import build, chunk_placement, is_split
-from tilemesh.core.step.pace import RankLoad
 from tilemesh.core.step.program import recomputed_layers
+from tilemesh.core.step.schedule import RankLoad
 from tilemesh.core.step.simulate import StepTimes, simulate
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.work.operations import hardware_flops, model_flops
@@ -220,10 +219,10 @@ class Estimator:
     def _frame(self, plan: ParallelPlan) -> Frame:
         """What depends on neither ZeRO nor how many replicas share the batch, remembered."""
         near = plan.world <= self.cluster.node.count  # whether stages lie in one node
-        placement = chunk_placement(plan.schedule, plan.pp, plan.interleave)
-        splits = is_split(plan.schedule)
+        placement = plan.placement
+        splits = plan.pipeline.is_split
         key = (
-            plan.tp, plan.pp, plan.sequence_parallel, plan.microbatch, placement.name, plan.interleave, splits,
+            plan.tp, plan.pp, plan.sequence_parallel, plan.microbatch, placement, splits,
             plan.recompute, plan.recompute_stages, plan.attention, plan.precision, plan.accumulation > 1, near,
             plan.chunk_layers, plan.zero == 3,
         )  # fmt: skip
@@ -350,7 +349,7 @@ class Estimator:
         pipe_s = self._pipe_s(plan, frame)
         first, last = 0 in frame.held[rank], len(frame.counts) - 1 in frame.held[rank]
         count = frame.layers[rank]
-        back_s = layer.exchange_split_s if plan.pp > 1 and is_split(plan.schedule) else layer.exchange_back_s
+        back_s = layer.exchange_split_s if plan.pp > 1 and plan.pipeline.is_split else layer.exchange_back_s
         compute = count * (layer.forward_s + layer.backward_s + self._accumulate_s(plan))
         exchange = count * (layer.exchange_s + back_s)
         own = plan.on_stage(rank)
@@ -387,8 +386,7 @@ class Estimator:
         if not self._is_simulated(plan, frame):
             pipe_s = _closed_form_s(plan, frame)
         elif plan.slices > 1:
-            program = build(plan.schedule, plan.pp, plan.accumulation, slices=plan.slices)
-            pipe_s = simulate(program, self._step_times(plan, frame)).total_s
+            pipe_s = simulate(plan.pipeline.build(plan.pipe_shape), self._step_times(plan, frame)).total_s
         else:
             shape = (plan.schedule, plan.pp, plan.accumulation, plan.interleave)
             pipe_s = pace.simulated_s(*shape, frame.chunks.step_times)

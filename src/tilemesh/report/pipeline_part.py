@@ -17,7 +17,6 @@ from tilemesh.core.errors import RunError, UsageError
 from tilemesh.core.plan import ParallelPlan
 from tilemesh.core.step import pace
 from tilemesh.core.step.action import COMPUTE, StepProgram
-from tilemesh.core.step.book import build
 from tilemesh.core.step.memory import StepBytes, memory_curve
 from tilemesh.core.step.passes import offload
 from tilemesh.core.step.program import one_rank
@@ -69,9 +68,7 @@ def pipeline(run: Run, kept: StepBytes | None) -> Child:
         return absent(
             "the pipeline", f"{plan.accumulation} microbatches over {plan.chunks} chunks are too many to draw"
         )
-    program = build(
-        plan.schedule, plan.pp, plan.accumulation, plan.interleave if plan.interleave > 1 else None, plan.slices
-    )
+    program = plan.pipeline.build(plan.pipe_shape)
     measured = median_step(run, plan)
     times, whose = _times(run, program, measured)
     if times is None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tilemesh.core.step.action import StepProgram
-from tilemesh.core.step.book import build
 from tilemesh.core.step.simulate import Slot, simulate
 from tilemesh.core.units import format_bytes, format_count, format_seconds
 from tilemesh.plan.choose import SearchResult
@@ -230,8 +229,10 @@ def simulated(result: SearchResult, best: Prediction) -> tuple[StepProgram, tupl
     per_round = 2 * plan.pp * plan.pp * plan.interleave
     rounds = next((count for count in ROUNDS if count * per_round <= MOST_SLOTS), ROUNDS[-1])
     few = min(plan.accumulation, rounds * plan.pp)
+    if plan.pipeline.why_not(plan.pp, few) is not None:  # made for more
+        few = plan.accumulation
     estimator = result.estimator()
-    schedule = build(plan.schedule, plan.pp, few, plan.interleave if plan.interleave > 1 else None, plan.slices)
+    schedule = plan.pipeline.build(plan.pipe_shape._replace(microbatches=few))
     simulation = simulate(schedule, estimator.step_times(plan), keep_slots=True)
     return schedule, simulation.slots, simulation.total_s
 

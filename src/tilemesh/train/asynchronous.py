@@ -1,10 +1,10 @@
 """Training by an asynchronous pipeline: weights are updated within a step, while other microbatches are under way.
 
 The one idea: a step is what lies between two moments at which no microbatch is under way. Within it every UPDATE of the
-list (`core/step/asynchronous.py`) is a step of the run's optimizer on this rank's chunk, so a step of m microbatches
-makes m updates (PipeDream-2BW: m / p). Between steps there is one version of the weights, which is what an evaluation
-reads and a checkpoint keeps: a resumed run is the run that never stopped. The more microbatches a step has, the rarer
-the pipeline is emptied.
+list (`core/step/schedules/asynchronous.py`) is a step of the run's optimizer on this rank's chunk, so a step of m
+microbatches makes m updates (PipeDream-2BW: m / p). Between steps there is one version of the weights, which is what an
+evaluation reads and a checkpoint keeps: a resumed run is the run that never stopped. The more microbatches a step has,
+the rarer the pipeline is emptied.
 
 An optimizer steps tensors of its own that share the newest version's memory: what autograd remembers of the model's
 parameters does not see their updates. No rank knows the norm of the whole gradient at an update, so nothing is clipped.
@@ -20,9 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from tilemesh.core.plan import ASYNCHRONOUS
 from tilemesh.core.shard import Shard
-from tilemesh.core.step.asynchronous import delays, held_versions
+from tilemesh.core.step.versions import delays, held_versions
 from tilemesh.methods.versions import VersionedChunk, VersionServices, WeightUpdate, versioned
 from tilemesh.model.loss import IGNORED
 from tilemesh.parallel.buckets import Bucketed
@@ -30,17 +29,12 @@ from tilemesh.parallel.gradients import GradientStep, Parts, Recall
 from tilemesh.parallel.norms import norms_of
 from tilemesh.parallel.pipeline import Pipeline
 from tilemesh.parallel.shard import Held
-from tilemesh.train.config import TrainConfig
 from tilemesh.train.optimizer import Optimizer
 from tilemesh.train.source import Microbatch
 from tilemesh.train.steps import Batch, Stepper
 
 CHANGE = "mean_change"
 """What PipeMare remembers of a parameter."""
-
-
-def is_asynchronous(config: TrainConfig) -> bool:
-    return config.plan.pp > 1 and config.plan.schedule in ASYNCHRONOUS
 
 
 class PipelinedGradients(Bucketed):

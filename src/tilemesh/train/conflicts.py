@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 from tilemesh.compress.config import training_recipe
 from tilemesh.core.conflicts import OR, PLAN_CONFLICTS, Conflict, row
-from tilemesh.core.plan import ASYNCHRONOUS
 from tilemesh.model.work.weights import embedding_weights, head_weights, layer_weights
 from tilemesh.train.config import TrainConfig
 
@@ -36,9 +35,7 @@ _PP = Switch("plan.pp", lambda config: config.plan.pp > 1, "plan.pp=1")
 _DP = Switch("plan.dp", lambda config: config.plan.dp > 1, "plan.dp=1")
 _ONE_REPLICA = Switch("plan.dp", lambda config: config.plan.dp == 1, "plan.dp=2")
 _SLICES = Switch("plan.slices", lambda config: config.plan.slices > 1, "plan.slices=1")
-_VERSIONS = Switch(
-    "plan.schedule", lambda config: config.plan.pp > 1 and config.plan.schedule in ASYNCHRONOUS, "plan.schedule=1f1b"
-)
+_VERSIONS = Switch("plan.schedule", lambda config: config.plan.is_asynchronous, "plan.schedule=1f1b")
 _ZERO = Switch("plan.zero", lambda config: config.plan.zero > 0, "plan.zero=0")
 _ZERO_3 = Switch("plan.zero", lambda config: config.plan.zero == 3, "plan.zero=2")
 _OFFLOAD = Switch("plan.offload", lambda config: bool(config.plan.offloads), "plan.offload=")

@@ -19,9 +19,9 @@ from tilemesh.compress.config import CompressConfig
 from tilemesh.compress.recipe import read_recipe
 from tilemesh.core import config
 from tilemesh.core.errors import Argument, UsageError
-from tilemesh.core.plan import ParallelPlan, is_listed
+from tilemesh.core.plan import ParallelPlan
 from tilemesh.core.ranges import shown
-from tilemesh.core.step.book import listed, microbatches_of
+from tilemesh.core.step.book import is_listed, listed
 from tilemesh.model.config import PRESETS as MODELS
 from tilemesh.model.config import ModelConfig, unlike
 from tilemesh.model.families.book import read_config
@@ -450,10 +450,7 @@ def _cut(made: TrainConfig, keep_accumulation: bool) -> TrainConfig:
 
 def _enough_microbatches(plan: ParallelPlan) -> int:
     """What fills a pipeline of so many stages fairly: two for each, and as many as the schedule takes at least."""
-    least, multiple = microbatches_of(plan.schedule, plan.pp)
-    if is_listed(plan.schedule):
-        return least
-    return max(least, -(-2 * plan.pp // multiple) * multiple)
+    return plan.pipeline.microbatches_from(plan.pp, 0 if is_listed(plan.schedule) else 2 * plan.pp)
 
 
 def _largest_divisor(number: int, most: int) -> int:

@@ -60,7 +60,7 @@ from tilemesh.runs.manifest import MODEL
 from tilemesh.runs.metrics import STOPPED, WARNING
 from tilemesh.runs.names import CHECKPOINTS, CHOICES, PREDICTED, SAMPLE, SUMMARY, TRACE, TRACE_PARTS
 from tilemesh.train import summary
-from tilemesh.train.asynchronous import AsynchronousStepper, PipelinedGradients, is_asynchronous
+from tilemesh.train.asynchronous import AsynchronousStepper, PipelinedGradients
 from tilemesh.train.check import memory_advice
 from tilemesh.train.config import TrainConfig, of_run
 from tilemesh.train.events import Listener, ignore, send
@@ -371,7 +371,7 @@ def method_gradients(config: TrainConfig) -> Way | None:
     if config.train.method == "local":
         outer = (method.outer_lr, method.outer_momentum)
         return lambda parts: LocalUpdates(parts, LocalPeriod(method.period, method.start, *outer, config.train.steps))
-    if is_asynchronous(config):
+    if config.plan.is_asynchronous:
         return PipelinedGradients
     if method.compress != "none" and config.train.method == "synchronous":
         made = Compression(method.compress, method.keep, method.rank, seed=config.train.seed, start=method.start)

@@ -10,6 +10,7 @@ from tilemesh.compress import config as distill
 from tilemesh.core import plan
 from tilemesh.core.ranges import Range
 from tilemesh.core.reference import SectionDescription, commented_toml, describe, markdown
+from tilemesh.core.step.book import schedules_page
 from tilemesh.data import config as data
 from tilemesh.model import adapter
 from tilemesh.model import config as model
@@ -52,7 +53,7 @@ def ranges() -> dict[str, Range]:
 
 def reference_page() -> str:
     """The Markdown page."""
-    return f"{_PAGE}\n{markdown(sections())}"
+    return f"{_PAGE}\n{markdown(sections())}\n{schedules_page()}"
 
 
 def commented_file(made: TrainConfig) -> str:

@@ -7,7 +7,8 @@ from typing import Any
 
 from tilemesh.core.errors import UsageError
 from tilemesh.core.hardware import parse_cluster
-from tilemesh.core.plan import LISTED, ParallelPlan, is_listed
+from tilemesh.core.plan import LISTED, ParallelPlan
+from tilemesh.core.step.book import is_listed
 from tilemesh.core.step.program import chunk_layers, recomputed_layers
 from tilemesh.core.units import format_bytes
 from tilemesh.measure.machine import stamp

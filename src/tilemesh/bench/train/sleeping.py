@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from tilemesh.comm.connection import connect
 from tilemesh.comm.runtime.communicator import Communicator
-from tilemesh.core.plan import INTERLEAVED
 from tilemesh.core.step.action import Payload, StepProgram
 from tilemesh.core.step.book import build
 from tilemesh.core.step.passes import exchange
@@ -31,7 +30,7 @@ PEERS = ("gpipe", "1f1b", "interleaved", "zb-v")
 
 
 def program_of(schedule: str, ranks: int, microbatches: int) -> StepProgram:
-    return exchange(build(schedule, ranks, microbatches, 2 if schedule in INTERLEAVED else None))
+    return exchange(build(schedule, ranks, microbatches))
 
 
 def simulated_s(schedule: str, ranks: int, microbatches: int) -> float:

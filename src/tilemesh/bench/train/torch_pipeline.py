@@ -24,7 +24,6 @@ from torch.nn import functional
 from tilemesh.bench.train.peers import adamw_options, decay_groups, drop_plainly, set_rate
 from tilemesh.bench.train.torch_zero import shard_fully
 from tilemesh.core.errors import RunError
-from tilemesh.core.step.book import chunk_placement
 from tilemesh.core.step.program import chunk_layers
 from tilemesh.model.kernels import PLAIN
 from tilemesh.model.part import cut_parts
@@ -94,7 +93,7 @@ class TorchPipelineStep:
         mesh = _device_mesh(plan.pp, plan.dp, plan.tp) if is_meshed else None
         place = rank // (plan.dp * plan.tp)
         modules: dict[int, nn.Module] = {}
-        for chunk in chunk_placement(plan.schedule, plan.pp, plan.interleave).held[place]:
+        for chunk in plan.placement.held[place]:
             model = Transformer(config.model, seed=config.train.seed, dtype=dtype, kernels=PLAIN, part=parts[chunk])
             drop_plainly(model)
             modules[chunk] = _StageModule(model.train())

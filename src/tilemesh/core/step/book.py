@@ -1,132 +1,195 @@
-"""Every schedule by its name, or by its own lists of passes: what it is called with, and what it refuses."""
+"""Every pipeline schedule by its name, or by its own lists of passes.
+
+The one idea: a schedule is known here and nowhere else. Those of this package are the files of `schedules/`; another
+package offers its own by an entry point of the group `tilemesh.schedules`, or calls `register`. What comes from outside
+is proved before it is taken.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+import importlib
+import itertools
+import pkgutil
 
 from tilemesh.core.errors import UsageError, unknown
-from tilemesh.core.plan import ASYNCHRONOUS, LIST_WORDS, is_listed
+from tilemesh.core.step import schedules
 from tilemesh.core.step.action import PASSES, StepProgram
-from tilemesh.core.step.asynchronous import asynchronous
-from tilemesh.core.step.check import check
-from tilemesh.core.step.placement import ChunkPlacement, loop, two_ways, vee
-from tilemesh.core.step.schedules import breadth_first, gpipe, interleaved, one_f_one_b, zb_h1, zb_h2
-from tilemesh.core.step.slices import terapipe
-from tilemesh.core.step.text import from_csv
-from tilemesh.core.step.two_ways import chimera, dual_pipe, dual_pipe_v
-from tilemesh.core.step.vees import vee_schedule, zb_v
+from tilemesh.core.step.schedule import PipelineSchedule, PipeShape
 
-_Maker = Callable[[int, int], StepProgram]
-
-_ONE_CHUNK: dict[str, _Maker] = {"gpipe": gpipe, "1f1b": one_f_one_b, "zb-h1": zb_h1, "zb-h2": zb_h2}
-_SEVERAL_CHUNKS = {"interleaved": interleaved, "breadth-first": breadth_first}
-_TWO_CHUNKS: dict[str, _Maker] = {
-    "zb-v": zb_v,
-    "v-half": lambda ranks, microbatches: vee_schedule("v-half", ranks, microbatches),
-    "v-min": lambda ranks, microbatches: vee_schedule("v-min", ranks, microbatches),
-    "dualpipe-v": dual_pipe_v,
-}
-_BOTH_WAYS: dict[str, _Maker] = {"dualpipe": dual_pipe, "chimera": chimera}
-
-SCHEDULES = (*_ONE_CHUNK, *_SEVERAL_CHUNKS, *_TWO_CHUNKS, *_BOTH_WAYS, "terapipe")
-"""Those whose step is that of one process; `ASYNCHRONOUS` are the others."""
-_SPLIT = frozenset(("zb-h1", "zb-h2", *_TWO_CHUNKS, "dualpipe"))
+ENTRY_POINTS = "tilemesh.schedules"
+LIST_WORDS = "the schedule's list"
+"""What lists of passes that stand for no name are called in messages."""
+_PROVED = tuple(itertools.product((2, 3, 4), (1, 2, 3, 4, 6, 8, 12)))
+"""Stages and microbatches for which a schedule from outside is proved, where it takes them."""
 
 
-@functools.lru_cache(maxsize=32)
-def listed(text: str) -> StepProgram:
-    """The passes of a list, proved; messages, gathers and sums that it may hold are left out, since passes add them."""
-    whole = from_csv(text, LIST_WORDS)
-    if whole.slices > 1 or "UPDATE" in whole.kinds:
-        more = "cuts sequences: use schedule=terapipe" if whole.slices > 1 else "updates weights: leave UPDATE out"
-        raise UsageError(f"{LIST_WORDS} {more}")
-    passes = tuple(tuple(action for action in actions if action.kind in PASSES) for actions in whole.actions)
-    placement = dataclasses.replace(whole.placement, name=f"listed {whole.placement.directions}")
-    program = dataclasses.replace(whole, actions=passes, placement=placement)
-    check(program)
-    return program
+def _files() -> dict[str, PipelineSchedule]:
+    modules = [
+        importlib.import_module(f"{schedules.__name__}.{file.name}")
+        for file in pkgutil.iter_modules(schedules.__path__)
+    ]
+    return {schedule.name: schedule for module in modules for schedule in module.SCHEDULES}
 
 
-@functools.cache
-def is_split(name: str) -> bool:
-    """Whether a schedule does backward passes in two halves, some or all."""
-    return "I" in listed(name).kinds if is_listed(name) else name in _SPLIT
+_known = _files()
 
 
-@functools.cache
-def chunk_placement(name: str, stages: int, per_rank: int = 1) -> ChunkPlacement:
-    """Which rank has which chunk in the schedule of that name, without making its lists."""
+def all_schedules() -> list[PipelineSchedule]:
+    """By name, those of other packages too."""
+    _take_entry_points()
+    return [_known[name] for name in sorted(_known)]
+
+
+def synchronous() -> tuple[str, ...]:
+    """Schedules whose step is that of one process."""
+    return tuple(schedule.name for schedule in all_schedules() if schedule.updates is None)
+
+
+def asynchronous() -> tuple[str, ...]:
+    """Schedules that update weights while microbatches are under way."""
+    return tuple(schedule.name for schedule in all_schedules() if schedule.updates is not None)
+
+
+def find(name: str) -> PipelineSchedule:
+    """The schedule of that name, or the one that a list of passes is."""
+    if name in _known:
+        return _known[name]
     if is_listed(name):
-        return listed(name).placement
-    if name in _TWO_CHUNKS:
-        return vee(stages)
-    return two_ways(stages) if name in _BOTH_WAYS else loop(stages, per_rank if name in _SEVERAL_CHUNKS else 1)
-
-
-def microbatches_of(name: str, stages: int) -> tuple[int, int]:
-    """How many microbatches a schedule takes: at least so many, and a multiple of so many."""
-    if is_listed(name):
-        return listed(name).microbatches, 1
-    if name in ("interleaved", "pipedream-2bw"):
-        return stages, stages
-    if name in _BOTH_WAYS:
-        return (2 * stages if name == "dualpipe" else 2), 2
-    return (2 * stages if name == "dualpipe-v" else 1), 1
-
-
-def why_not_built(name: str, stages: int, microbatches: int) -> str | None:
-    """Why a schedule cannot be made for so many stages and microbatches, with the nearest that can; None: it can."""
-    if is_listed(name):
-        program = listed(name)
-        if (program.ranks, program.microbatches) == (stages, microbatches):
-            return None
-        return (
-            f"is a list for pp {program.ranks} and {program.microbatches} microbatches: pp is {stages} and "
-            f"accumulation {microbatches}"
-        )
-    if name in _BOTH_WAYS and stages % 2:
-        return f"{name} takes an even number of stages: pp is {stages}, the next that can is {stages + 1}"
-    least, multiple = microbatches_of(name, stages)
-    nearest = max(least, -(-microbatches // multiple) * multiple)
-    if nearest == microbatches:
-        return None
-    taken = f"at least {least}" if multiple == 1 else f"a multiple of {multiple}, at least {least}"
-    return (
-        f"{name} with pp {stages} takes {taken} microbatches: accumulation is {microbatches}, {nearest} is the next "
-        "that can"
-    )
+        return listed(name)
+    _take_entry_points()
+    if name not in _known:
+        raise unknown("schedule", name, (*synchronous(), *asynchronous()))
+    return _known[name]
 
 
 def build(name: str, stages: int, microbatches: int, per_rank: int | None = None, slices: int = 1) -> StepProgram:
     """The schedule of that name on so many ranks.
 
-    `per_rank`: chunks per rank, for the schedules that leave it open (default 2 there). `slices`: of each sequence,
-    for terapipe.
+    `per_rank`: chunks, for the schedules that leave it open (default 2 there). `slices`: of each sequence,
+    for those that cut them.
     """
-    if is_listed(name):
-        reason = why_not_built(name, stages, microbatches)
-        if reason:
-            raise UsageError(f"schedule {reason}")
-        return listed(name)
-    if name not in (*SCHEDULES, *ASYNCHRONOUS):
-        raise unknown("pipeline schedule", name, (*SCHEDULES, *ASYNCHRONOUS))
+    schedule = find(name)
     for word, value in (("stages", stages), ("microbatches", microbatches), ("chunks", per_rank), ("slices", slices)):
         if value is not None and value < 1:
             raise UsageError(f"a pipeline with {value} {word}: expected at least 1")
-    if slices > 1 and name != "terapipe":
-        raise UsageError(f"schedule {name} does not cut sequences, and {slices} slices were asked for: use terapipe")
-    if name in _SEVERAL_CHUNKS:
-        return _SEVERAL_CHUNKS[name](stages, microbatches, 2 if per_rank is None else per_rank)
-    fixed = 2 if name in _TWO_CHUNKS or name in _BOTH_WAYS else 1
-    if per_rank not in (None, fixed):
-        raise UsageError(
-            f"schedule {name} has {fixed} chunk{'s' if fixed > 1 else ''} per rank, {per_rank} were asked for: "
-            "use interleaved or breadth-first"
-        )
-    if name == "terapipe":
-        return terapipe(stages, microbatches, slices)
-    if name in ASYNCHRONOUS:
-        return asynchronous(name, stages, microbatches, stages if name == "pipedream-2bw" else 1)
-    return (_ONE_CHUNK | _TWO_CHUNKS | _BOTH_WAYS)[name](stages, microbatches)
+    if slices > 1 and not schedule.cuts_sequences:
+        others = " or ".join(other.name for other in all_schedules() if other.cuts_sequences)
+        raise UsageError(f"schedule {name} does not cut sequences, and {slices} slices were asked for: use {others}")
+    if not schedule.interleaves and per_rank is not None:
+        fixed = len(schedule.placement(stages).held[0])
+        if per_rank != fixed:
+            others = " or ".join(other.name for other in all_schedules() if other.interleaves)
+            chunks = f"{fixed} chunk{'s' * (fixed > 1)} per rank"
+            raise UsageError(f"schedule {name} has {chunks}, {per_rank} were asked for: use {others}")
+    interleave = 1 if not schedule.interleaves else 2 if per_rank is None else per_rank
+    return schedule.build(PipeShape(stages, microbatches, interleave, slices))
+
+
+def schedules_page() -> str:
+    """A Markdown section on all schedules."""
+    lines = [
+        "## Pipeline schedules", "",
+        "What `plan.schedule` may name ([how they work](parallel/schedules.md)). An asynchronous one updates weights "
+        "within a step, while other microbatches are under way.", "",
+        "| schedule | what it does | what it takes |", "|---|---|---|",
+    ]  # fmt: skip
+    for schedule in all_schedules():
+        takes = ["`plan.interleave` of 2 or more"] * bool(schedule.interleaves) + [
+            "`plan.slices`"
+        ] * schedule.cuts_sequences
+        meaning = "asynchronous: " * (schedule.updates is not None) + schedule.meaning
+        lines.append(f"| `{schedule.name}` | {meaning} | {', '.join(takes)} |")
+    return "\n".join(lines) + "\n"
+
+
+# ---- lists of passes ---------------------------------------------------------------------------------------------
+
+
+def is_listed(name: str) -> bool:
+    """Whether a schedule is a list of passes and no name."""
+    return "," in name
+
+
+@functools.lru_cache(maxsize=32)
+def listed(text: str) -> PipelineSchedule:
+    """What a list of passes is, proved; messages, gathers and sums that it may hold are left out, since passes add
+    them."""
+    from tilemesh.core.step.check import check
+    from tilemesh.core.step.text import from_csv
+
+    program = from_csv(text, LIST_WORDS)
+    if program.slices > 1 or "UPDATE" in program.kinds:
+        more = "cuts sequences: use schedule=terapipe" if program.slices > 1 else "updates weights: leave UPDATE out"
+        raise UsageError(f"{LIST_WORDS} {more}")
+    passes = tuple(tuple(action for action in actions if action.kind in PASSES) for actions in program.actions)
+    check(dataclasses.replace(program, actions=passes))
+    stages, microbatches = program.ranks, program.microbatches
+
+    def refuses(pp: int, accumulation: int) -> str | None:
+        if (pp, accumulation) == (stages, microbatches):
+            return None
+        return f"is a list for pp {stages} and {microbatches} microbatches: pp is {pp} and accumulation {accumulation}"
+
+    return PipelineSchedule(
+        LIST_WORDS,
+        "a list of passes of one's own",
+        lambda shape: passes,
+        lambda stages: program.placement,
+        is_split="I" in program.kinds,
+        is_settling=False,
+        microbatches=lambda stages: (microbatches, 1),
+        refuses=refuses,
+    )
+
+
+# ---- schedules from outside --------------------------------------------------------------------------------------
+
+
+def register(schedule: PipelineSchedule) -> None:
+    """Take a schedule from outside of this package, for this process, if its lists can be proved."""
+    if not isinstance(schedule, PipelineSchedule):
+        raise UsageError(f"a schedule is a PipelineSchedule (core/step/schedule.py) and this is {schedule!r}")
+    if schedule.name in _known or is_listed(schedule.name):
+        raise UsageError(f"schedule '{schedule.name}' is there already, or has a comma: choose another name")
+    prove(schedule)
+    _known[schedule.name] = schedule
+
+
+def prove(schedule: PipelineSchedule) -> None:
+    """Refuse a schedule that is not what it says, for some numbers of stages and microbatches that it takes."""
+    from tilemesh.core.step.check import check
+    from tilemesh.core.step.passes import exchange
+
+    shapes = [shape for shape in _PROVED if schedule.why_not(*shape) is None]
+    if not shapes:
+        raise UsageError(f"schedule '{schedule.name}' takes none of 2 to 4 stages with up to 12 microbatches")
+    programs = [schedule.build(PipeShape(*shape, *schedule.interleaves[:1])) for shape in shapes]
+    for program in programs:
+        check(program)
+        check(exchange(program))
+    kinds = frozenset[str]().union(*(program.kinds for program in programs))
+    for says, kind, field in (
+        (schedule.is_split, "I", "is_split"),
+        (schedule.updates is not None, "UPDATE", "updates"),
+    ):
+        if says != (kind in kinds):
+            raise UsageError(
+                f"schedule '{schedule.name}': its lists have {'' if kind in kinds else 'no '}{kind}, and {field} says "
+                "otherwise"
+            )
+
+
+@functools.cache
+def _take_entry_points() -> None:
+    """Once: reading what is installed takes longer than finding a schedule of our own."""
+    from importlib.metadata import entry_points
+
+    for point in entry_points(group=ENTRY_POINTS):
+        try:
+            schedule = point.load()
+            if _known.get(getattr(schedule, "name", "")) is not schedule:
+                register(schedule)
+        except Exception as error:
+            raise UsageError(f"schedule '{point.name}' of {point.value}: {error}") from error

@@ -7,6 +7,9 @@ from functools import cached_property
 
 from tilemesh.core.errors import UsageError
 
+LOOP, TWO_WAYS = "loop", "two-way"
+"""Names of placements whose fullest ranks are known without looking at all."""
+
 
 @dataclass(frozen=True)
 class ChunkPlacement:
@@ -47,7 +50,7 @@ class ChunkPlacement:
 
 def loop(ranks: int, per_rank: int = 1) -> ChunkPlacement:
     """Chunk c on rank c mod p: after the last rank the chunks begin again at the first."""
-    return ChunkPlacement("loop", ranks, (tuple(chunk % ranks for chunk in range(ranks * per_rank)),))
+    return ChunkPlacement(LOOP, ranks, (tuple(chunk % ranks for chunk in range(ranks * per_rank)),))
 
 
 def vee(ranks: int) -> ChunkPlacement:
@@ -57,4 +60,4 @@ def vee(ranks: int) -> ChunkPlacement:
 
 def two_ways(ranks: int) -> ChunkPlacement:
     """As many chunks as ranks, in both directions: each rank has one chunk of the way down and one of the way up."""
-    return ChunkPlacement("two-way", ranks, (tuple(range(ranks)), tuple(reversed(range(ranks)))))
+    return ChunkPlacement(TWO_WAYS, ranks, (tuple(range(ranks)), tuple(reversed(range(ranks)))))

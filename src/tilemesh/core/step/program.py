@@ -11,9 +11,8 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 from tilemesh.core.errors import UsageError
-from tilemesh.core.plan import ASYNCHRONOUS, ParallelPlan
+from tilemesh.core.plan import ParallelPlan
 from tilemesh.core.step.action import Action, StepProgram
-from tilemesh.core.step.book import build, chunk_placement, why_not_built
 from tilemesh.core.step.passes import exchange, gather, offload, stow
 from tilemesh.core.step.placement import ChunkPlacement
 
@@ -61,7 +60,7 @@ def recomputed_layers(plan: ParallelPlan, counts: tuple[int, ...]) -> int:
     """Of the layers in these chunks, those that are computed again in backward passes."""
     if not plan.recompute_stages or plan.pp == 1:
         return sum(counts) if plan.recomputes(0) else 0
-    stages = chunk_placement(plan.schedule, plan.pp, plan.interleave).directions[0]
+    stages = plan.placement.directions[0]
     return sum(count for stage, count in zip(stages, counts, strict=True) if plan.recomputes(stage))
 
 
@@ -73,11 +72,7 @@ def step_program(plan: ParallelPlan, layers: int, *, update: bool = False) -> Pl
     counts = chunk_layers(plan, layers)
     ends = (0, *accumulate(counts))
     if plan.pp > 1:
-        reason = why_not_built(plan.schedule, plan.pp, plan.accumulation)
-        if reason:
-            raise UsageError(f"schedule {reason}")
-        per_rank = plan.interleave if plan.interleave > 1 else None
-        program = build(plan.schedule, plan.pp, plan.accumulation, per_rank, plan.slices)
+        program = plan.pipeline.build(plan.pipe_shape)
     else:
         program = one_rank(len(counts), plan.accumulation)
     if "activations" in plan.offloads:
@@ -88,7 +83,7 @@ def step_program(plan: ParallelPlan, layers: int, *, update: bool = False) -> Pl
         program = gather(program, plan.prefetch)
     has_two = any(len(holders) > 1 for holders in program.placement.holders)
     reduce = "" if plan.dp == 1 and not has_two else "microbatch" if plan.zero > 1 else "step"
-    if program.name in ASYNCHRONOUS:  # their updates, which sum over replicas themselves, are in the lists already
+    if plan.is_asynchronous:  # their updates, which sum over replicas themselves, are in the lists already
         reduce, update = "", False
     program = exchange(program, reduce=reduce, update=update)
     return PlannedStep(program, tuple(range(begin, end) for begin, end in pairwise(ends)))

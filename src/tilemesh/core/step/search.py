@@ -14,14 +14,14 @@ from itertools import pairwise, product
 
 from tilemesh.core.errors import UsageError
 from tilemesh.core.step.action import Action, StepProgram, parts
-from tilemesh.core.step.book import build
+from tilemesh.core.step.book import all_schedules, build
 from tilemesh.core.step.fill import fill
 from tilemesh.core.step.memory import StepBytes, memory_peaks
 from tilemesh.core.step.placement import loop
+from tilemesh.core.step.schedule import PipeShape
+from tilemesh.core.step.schedules.vees import stretched
 from tilemesh.core.step.simulate import StepTimes, simulate
-from tilemesh.core.step.vees import stretched
 
-_KNOWN = ("1f1b", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min", "gpipe")
 _PATIENCE = (0.0, 0.5, 1.0)
 _SLOPES = (1.0, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0)
 _STRETCHES = (1.0, 1.5, 2.0, 3.0)  # a leg of the V in passes and messages
@@ -79,8 +79,11 @@ def search(ranks: int, microbatches: int, given: PassTimes, most_bytes: float) -
 
 
 def _candidates(ranks: int, microbatches: int, given: PassTimes, most_bytes: float) -> Iterator[StepProgram]:
-    for name in _KNOWN:
-        yield build(name, ranks, microbatches)
+    for schedule in all_schedules():
+        is_plain = not (schedule.updates or schedule.interleaves or schedule.cuts_sequences)
+        is_one_way = len(schedule.placement(ranks).directions) == 1 if is_plain else False
+        if is_one_way and schedule.why_not(ranks, microbatches) is None:
+            yield schedule.build(PipeShape(ranks, microbatches))
     most = max(1, int(most_bytes / given.kept + 1e-9))
     ahead = [[min(most, 1 + round(slope * (ranks - 1 - rank))) for rank in range(ranks)] for slope in _SLOPES]
     for in_flight, patience in product(dict.fromkeys(map(tuple, ahead)), _PATIENCE):

@@ -1,4 +1,4 @@
-"""TeraPipe (Li et al. 2021): a sequence passes through the pipeline in slices, cut so that none holds up the rest.
+"""Slices of a sequence that pass through a pipeline (TeraPipe, Li et al. 2021), cut so that none holds up the rest.
 
 A later token attends to all before it, so equal slices take longer and longer; the pipeline's pace is that of its
 slowest slice. Lengths are found by dynamic programming: of all ways to cut, the one with the least
@@ -12,8 +12,6 @@ from itertools import accumulate, pairwise
 
 from tilemesh.core.errors import UsageError
 from tilemesh.core.shard import share
-from tilemesh.core.step.action import Action, StepProgram
-from tilemesh.core.step.placement import loop
 
 SliceTime = Callable[[int, int], float]
 """Seconds of a slice on one stage, from its tokens and those before it."""
@@ -113,13 +111,3 @@ def _shortest(times: list[list[float]], bound: float, slices: int | None) -> tup
         end = (came.pop() if slices is not None else came[0])[end]
         places.append(end)
     return sums[-1], places[::-1]
-
-
-def terapipe(ranks: int, microbatches: int, slices: int) -> StepProgram:
-    """All slices of all microbatches forward, then backward, a sequence's last slice first."""
-    lists = []
-    for rank in range(ranks):
-        actions = [Action("F", rank, m, piece) for m in range(microbatches) for piece in range(slices)]
-        actions += [Action("B", rank, m, piece) for m in range(microbatches) for piece in reversed(range(slices))]
-        lists.append(tuple(actions))
-    return StepProgram("terapipe", loop(ranks), microbatches, tuple(lists), slices)

@@ -18,10 +18,10 @@ import numpy as np
 from tilemesh.comm import run_threads
 from tilemesh.core.errors import UsageError
 from tilemesh.core.step import draw
+from tilemesh.core.step.action import StepProgram
 from tilemesh.core.step.book import build
 from tilemesh.core.step.check import check
 from tilemesh.core.step.memory import memory_curve, memory_peaks
-from tilemesh.core.step.schedules import program
 from tilemesh.core.step.search import PassTimes
 from tilemesh.core.step.simulate import simulate
 from tilemesh.core.units import format_bytes, format_seconds
@@ -113,10 +113,10 @@ assert bubbles["zb-h1"] < bubbles["1f1b"]
 
 # %%
 right = build("1f1b", 2, 2)
-swapped = [list(actions) for actions in right.actions]
-swapped[1] = [swapped[1][place] for place in (1, 0, 2, 3)]  # B0 before F0
+first, second = right.actions
+swapped = (first, tuple(second[place] for place in (1, 0, 2, 3)))  # B0 before F0
 try:
-    check(program("swapped", right.placement, 2, swapped))
+    check(StepProgram("swapped", right.placement, 2, swapped))
     raise AssertionError("a schedule that cannot run was accepted")
 except UsageError as error:
     print(error)

@@ -7,11 +7,10 @@ from typing import Any
 
 from tilemesh.core.errors import UsageError
 from tilemesh.core.step.action import Action, StepProgram
+from tilemesh.core.step.book import build
 from tilemesh.core.step.check import check
 from tilemesh.core.step.memory import StepBytes, memory_peaks
 from tilemesh.core.step.placement import loop
-from tilemesh.core.step.schedules import one_f_one_b as reference
-from tilemesh.core.step.schedules import program
 from tilemesh.core.step.simulate import StepTimes, simulate
 from tilemesh.guide.exercise import choice, code, numeric
 
@@ -129,12 +128,12 @@ def why_not_1f1b(function: Callable[[int, int, int], Any]) -> str | None:
             places = {action.kind: place for place, action in enumerate(actions) if action.microbatch == microbatch}
             if places["B"] < places["F"]:
                 return f"Rank {rank} does B{microbatch} before F{microbatch}: backward needs what forward kept."
-    given = program("yours", loop(stages), microbatches, lists)
+    given = StepProgram("yours", loop(stages), microbatches, tuple(map(tuple, lists)))
     try:
         check(given)
     except UsageError as error:
         return f"The checker refuses it: {error}"
-    return _slower_or_larger(given, reference(stages, microbatches))
+    return _slower_or_larger(given, build("1f1b", stages, microbatches))
 
 
 def _actions(rank: int, words: Sequence[str]) -> list[Action]:

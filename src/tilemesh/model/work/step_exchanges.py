@@ -14,12 +14,13 @@ import functools
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from tilemesh.core.plan import ASYNCHRONOUS, ParallelPlan, is_listed
+from tilemesh.core.plan import ParallelPlan
 from tilemesh.core.step.action import Action
-from tilemesh.core.step.book import build, chunk_placement
+from tilemesh.core.step.book import find
 from tilemesh.core.step.passes import gathers
 from tilemesh.core.step.placement import ChunkPlacement
 from tilemesh.core.step.program import chunk_layers, one_rank
+from tilemesh.core.step.schedule import PipeShape
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.work.exchanges import (
     Exchange,
@@ -41,7 +42,7 @@ def step_exchanges(
     """Bytes of a step on the first rank of a stage, by axis and operation. `counts`: layers of each chunk of a
     pipeline."""
     total = _Bytes()
-    placement = chunk_placement(plan.schedule, plan.pp, plan.interleave) if plan.pp > 1 else None
+    placement = plan.placement if plan.pp > 1 else None
     held = placement.held[stage] if placement else (0,)
     for chunk in held:
         times = _microbatches(placement, stage, chunk, plan.accumulation)
@@ -160,19 +161,14 @@ def _add_sums(
         is_shared = placement is not None and len(placement.holders[chunk]) > 1
         if is_shared or (model.tied and weight.name == _TABLE and len(ends) > 1):
             total.add("pp", "all_reduce", rows)
-    if plan.dp > 1 and _is_asynchronous(plan):
+    if plan.dp > 1 and plan.is_asynchronous:
         total.add("dp", "all_reduce", 8 * updates)  # how many targets each update is the mean of
-
-
-def _is_asynchronous(plan: ParallelPlan) -> bool:
-    return plan.pp > 1 and plan.schedule in ASYNCHRONOUS
 
 
 def updates_of(plan: ParallelPlan) -> int:
     """Optimizer steps within a step: one, or as many as an asynchronous pipeline makes."""
-    if not _is_asynchronous(plan):
-        return 1
-    return plan.accumulation // plan.pp if plan.schedule == "pipedream-2bw" else plan.accumulation
+    updates = plan.pipeline.updates if plan.pp > 1 else None
+    return plan.accumulation // updates.microbatches(plan.pp) if updates else 1
 
 
 def scatters_of(plan: ParallelPlan) -> int:
@@ -180,7 +176,7 @@ def scatters_of(plan: ParallelPlan) -> int:
     rank has no room for all of them. A chunk with two holders is summed once, when both are done."""
     if plan.zero < 2:
         return 1
-    is_shared = plan.pp > 1 and len(chunk_placement(plan.schedule, plan.pp, plan.interleave).directions) > 1
+    is_shared = plan.pp > 1 and len(plan.placement.directions) > 1
     return 1 if is_shared else plan.accumulation * plan.slices
 
 
@@ -191,7 +187,7 @@ def _add_zero(total: _Bytes, model: ModelConfig, plan: ParallelPlan, counts: Seq
         counts = chunk_layers(plan, model.layers)
         held: Sequence[int] = range(len(counts))
     else:
-        held = chunk_placement(plan.schedule, plan.pp, plan.interleave).held[stage] if plan.pp > 1 else (0,)
+        held = plan.placement.held[stage] if plan.pp > 1 else (0,)
     times = gathers_of_chunks(plan, len(counts), stage) if plan.zero == 3 else {}
     both_ends = frozenset((0, len(counts) - 1))
     for weight, count, chunk in _held_weights(model, counts, held):
@@ -203,14 +199,9 @@ def _add_zero(total: _Bytes, model: ModelConfig, plan: ParallelPlan, counts: Seq
 
 
 @functools.lru_cache(maxsize=256)
-def _gather_list(
-    schedule: str, stages: int, chunks: int, microbatches: int, interleave: int, slices: int, ahead: int, stage: int
-) -> tuple[Action, ...]:
+def _gather_list(schedule: str, shape: PipeShape, chunks: int, ahead: int, stage: int) -> tuple[Action, ...]:
     """A rank's passes with the gathers among them."""
-    if stages == 1:
-        program = one_rank(chunks, microbatches)
-    else:
-        program = build(schedule, stages, microbatches, interleave if interleave > 1 else None, slices)
+    program = one_rank(chunks, shape.microbatches) if shape.stages == 1 else find(schedule).build(shape)
     return tuple(gathers(program.actions[stage], ahead))
 
 
@@ -221,15 +212,14 @@ def gathers_of_chunks(plan: ParallelPlan, chunks: int, stage: int = 0) -> dict[f
     two short ones, a round apart, are enough to know all.
     """
     rounds = 2 * plan.pp
-    enough = plan.accumulation if is_listed(plan.schedule) else 4 * rounds + plan.accumulation % rounds
-    counts = [plan.accumulation] if plan.accumulation <= enough + rounds else [enough, enough + rounds]
-    tables = [
-        _wanted(
-            _gather_list(plan.schedule, plan.pp, chunks, count, plan.interleave, plan.slices, plan.prefetch, stage),
-            chunks,
-        )
-        for count in counts
-    ]
+    enough = 4 * rounds + plan.accumulation % rounds
+    is_short = plan.accumulation <= enough + rounds
+    if is_short or (plan.pp > 1 and plan.pipeline.why_not(plan.pp, enough) is not None):
+        counts = [plan.accumulation]
+    else:
+        counts = [enough, enough + rounds]
+    shapes = [plan.pipe_shape._replace(microbatches=count) for count in counts]
+    tables = [_wanted(_gather_list(plan.schedule, shape, chunks, plan.prefetch, stage), chunks) for shape in shapes]
     if len(tables) == 1:
         return tables[0]
     more = (plan.accumulation - counts[0]) // rounds

@@ -12,8 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from tilemesh.core.plan import ParallelPlan, is_listed
-from tilemesh.core.step.book import why_not_built
+from tilemesh.core.plan import ParallelPlan
+from tilemesh.core.step.book import is_listed
 from tilemesh.model.config import ModelConfig
 
 WeightSplit = Literal["column", "row", "vocabulary", "whole"]
@@ -272,7 +272,7 @@ def why_not(model: ModelConfig, plan: ParallelPlan, ranks: int | None = None) ->
         return f"dp {plan.dp} x tp {plan.tp} x pp {plan.pp} is {plan.world} ranks, the cluster has {ranks}"
     if plan.pp == 1 and plan.interleave > 1:
         return f"schedule is {plan.schedule_name} and pp is 1: one stage has nothing to interleave; use 1f1b"
-    reason = why_not_built(plan.schedule, plan.pp, plan.accumulation) if plan.pp > 1 else None
+    reason = plan.pipeline.why_not(plan.pp, plan.accumulation) if plan.pp > 1 else None
     if reason and is_listed(plan.schedule):  # its chunks are those of the stages that it was made for
         return f"schedule {reason}"
     if plan.chunks > model.layers:

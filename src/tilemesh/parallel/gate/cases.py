@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from tilemesh.core.errors import UsageError, unknown
-from tilemesh.core.plan import INTERLEAVED, SYNCHRONOUS, ParallelPlan, Precision, Recompute, Schedule
+from tilemesh.core.plan import ParallelPlan, Precision, Recompute
 from tilemesh.core.shard import share
+from tilemesh.core.step.book import find, synchronous
 from tilemesh.model.config import ModelConfig
 
 STEPS = 3
@@ -94,7 +95,7 @@ class GateLayout:
     sequence: bool = False
     accumulation: int = 1
     pp: int = 1
-    schedule: Schedule = "1f1b"
+    schedule: str = "1f1b"
     zero: int = 0
     zero_group: int = 0
     prefetch: int = 1
@@ -129,8 +130,8 @@ class GateLayout:
             tp=self.tp,
             pp=self.pp,
             schedule=self.schedule,
-            interleave=2 if self.schedule in INTERLEAVED else 1,
-            slices=3 if self.schedule == "terapipe" else 1,
+            interleave=min(find(self.schedule).interleaves, default=1),
+            slices=3 if find(self.schedule).cuts_sequences else 1,
             sequence_parallel=self.sequence,
             accumulation=self.accumulation,
             zero=self.zero,
@@ -197,15 +198,15 @@ def pipelines(ranks: int) -> list[GateLayout]:
     """Every schedule on two stages, with what is left of so many ranks shared in turn between dp and tp, and some on
     more. Each of dp, tp, sequence parallelism meets every family of schedules as the number of ranks grows."""
     every = []
-    for place, schedule in enumerate(SYNCHRONOUS):
+    for place, schedule in enumerate(map(find, synchronous())):
         if ranks < 2:
             continue
         rest = ranks // 2
         tp = 1 if rest == 1 else (rest, 1, 2)[place % 3]
-        sequence = tp > 1 and place % 2 == 0 and schedule != "terapipe"
-        every.append(GateLayout(rest // tp, tp, sequence, 4, 2, schedule))
+        sequence = tp > 1 and place % 2 == 0 and not schedule.cuts_sequences
+        every.append(GateLayout(rest // tp, tp, sequence, schedule.microbatches_from(2, 4), 2, schedule.name))
     if ranks >= 4:
-        deep: tuple[Schedule, ...] = ("1f1b", "zb-h2", "interleaved", "zb-v", "dualpipe")
+        deep = ("1f1b", "zb-h2", "interleaved", "zb-v", "dualpipe")
         every += [GateLayout(ranks // 4, 1, False, 8, 4, schedule) for schedule in deep]
     return every
 

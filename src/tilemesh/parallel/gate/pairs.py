@@ -13,8 +13,8 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from tilemesh.core.conflicts import is_runnable
-from tilemesh.core.plan import SYNCHRONOUS, Precision
-from tilemesh.core.step.book import microbatches_of
+from tilemesh.core.plan import Precision
+from tilemesh.core.step.book import find, synchronous
 from tilemesh.parallel.gate.cases import MODELS, ROWS, Case, GateLayout, cases, numerics
 
 RECOMPUTED: tuple[tuple[str, int | str], ...] = (
@@ -83,7 +83,7 @@ def _possible(ranks: int) -> Iterator[_Combination]:
         sequences = (False, True) if tp > 1 else (False,)
         for schedule, sequence, zero in itertools.product(_schedules(pp), sequences, range(4) if dp > 1 else (0,)):
             groups = (0, 2) if zero and dp == 4 else (0,)
-            turns = (1, 2) if pp == 1 else (_microbatches(schedule, pp),)
+            turns = (1, 2) if pp == 1 else (find(schedule).microbatches_from(pp, pp),)
             for group, again, moved, count in itertools.product(groups, RECOMPUTED, OFFLOADED, turns):
                 if count > ROWS // dp:
                     continue
@@ -95,20 +95,14 @@ def _possible(ranks: int) -> Iterator[_Combination]:
 
 
 def _schedules(pp: int) -> tuple[str, ...]:
-    return ("1f1b",) if pp == 1 else SYNCHRONOUS
-
-
-def _microbatches(schedule: str, pp: int) -> int:
-    """As few as the schedule takes, and at least one for each stage."""
-    least, multiple = microbatches_of(schedule, pp)
-    return max(least, -(-pp // multiple) * multiple)
+    return ("1f1b",) if pp == 1 else synchronous()
 
 
 def _layout(choice: _Combination) -> GateLayout:
     again, every = choice.recompute
     return GateLayout(
         dp=choice.dp, tp=choice.tp, sequence=choice.sequence, accumulation=choice.turns, pp=choice.pp,
-        schedule=choice.schedule,  # type: ignore[arg-type]
+        schedule=choice.schedule,
         zero=choice.zero, zero_group=choice.zero_group, prefetch=choice.prefetch,
         recompute=again,  # type: ignore[arg-type]
         recompute_every=every,  # type: ignore[arg-type]

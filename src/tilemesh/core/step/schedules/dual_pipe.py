@@ -1,25 +1,21 @@
-"""Schedules in two directions or in a V that overlap a forward with a backward pass: DualPipe, DualPipeV and Chimera.
+"""Schedules that overlap a forward with a backward pass: DualPipe and DualPipeV.
 
 DualPipe (DeepSeek-AI 2024) feeds microbatches from both ends of the pipeline; DualPipeV cuts it in half, so that each
-rank has the two chunks of a V and weights are held once. Chimera (Li and Hoefler 2021) merges two pipelines, one from
-either end, whose passes never fall on the same slot.
+rank has the two chunks of a V and weights are held once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-from tilemesh.core.errors import UsageError
-from tilemesh.core.step.action import Action, Kind, StepProgram
+from tilemesh.core.step.action import Action, Kind
 from tilemesh.core.step.placement import two_ways, vee
+from tilemesh.core.step.schedule import PipelineSchedule, PipeShape, RankLoad, even_stages
 
 
-def dual_pipe(ranks: int, microbatches: int) -> StepProgram:
+def both_ends(shape: PipeShape) -> Iterator[list[Action]]:
     """Both directions at once; ranks r and p-1-r hold the same two chunks."""
-    if ranks % 2 or microbatches % 2:
-        raise UsageError(f"dualpipe: {ranks} stages and {microbatches} microbatches, expected even numbers of both")
-    _require_microbatches("dualpipe", microbatches, 2 * ranks)
-    lists = []
+    ranks, microbatches, *_ = shape
     for rank in range(ranks):
         place = min(rank, ranks - 1 - rank)
         # The stream that begins nearer to this rank is its first: even microbatches in the upper half.
@@ -27,23 +23,15 @@ def dual_pipe(ranks: int, microbatches: int) -> StepProgram:
         streams = [
             [(ranks - 1 - rank if way else rank, m) for m in range(way, microbatches, 2)] for way in (own, other)
         ]
-        lists.append(tuple(_eight_phases(place, ranks // 2, streams)))
-    return StepProgram("dualpipe", two_ways(ranks), microbatches, tuple(lists))
+        yield _eight_phases(place, ranks // 2, streams)
 
 
-def dual_pipe_v(ranks: int, microbatches: int) -> StepProgram:
+def folded(shape: PipeShape) -> Iterator[list[Action]]:
     """DualPipe folded into a V: two chunks per rank and no second copy of the weights."""
-    _require_microbatches("dualpipe-v", microbatches, 2 * ranks)
-    lists = []
+    ranks, microbatches, *_ = shape
     for rank in range(ranks):
         streams = [[(chunk, m) for m in range(microbatches)] for chunk in (rank, 2 * ranks - 1 - rank)]
-        lists.append(tuple(_eight_phases(rank, ranks, streams)))
-    return StepProgram("dualpipe-v", vee(ranks), microbatches, tuple(lists))
-
-
-def _require_microbatches(name: str, microbatches: int, least: int) -> None:
-    if microbatches < least:
-        raise UsageError(f"{name}: {microbatches} microbatches, expected at least {least}, two for every stage")
+        yield _eight_phases(rank, ranks, streams)
 
 
 class _Writer:
@@ -113,22 +101,29 @@ def _eight_phases(place: int, places: int, streams: Sequence[Sequence[tuple[int,
     return out.actions
 
 
-def chimera(ranks: int, microbatches: int) -> StepProgram:
-    """Two 1F1B pipelines from either end, p microbatches at a time, each pass on a slot of its own.
+def _waits_s(shape: PipeShape, load: RankLoad) -> float:
+    return (load.forward_s + load.input_s - load.weight_s) * (shape.stages / 2 - 1) / (shape.stages - 1)
 
-    Slots are those of equally long passes. On the way down, F of the k-th microbatch of a round is on rank r at slot
-    r + 2k and B at 2p - 1 - r + 2k; on the way up r counts from the other end. p being even, the two never meet.
-    """
-    if ranks % 2 or microbatches % 2:
-        raise UsageError(f"chimera: {ranks} stages and {microbatches} microbatches, expected even numbers of both")
-    slots: list[list[tuple[int, Action]]] = [[] for _ in range(ranks)]
-    for m in range(microbatches):
-        turn, within = divmod(m, ranks)
-        way, k = within % 2, within // 2
-        for chunk in range(ranks):
-            rank = ranks - 1 - chunk if way else chunk
-            begin = 2 * ranks * turn + 2 * k
-            slots[rank].append((begin + chunk, Action("F", chunk, m)))
-            slots[rank].append((begin + 2 * ranks - 1 - chunk, Action("B", chunk, m)))
-    lists = tuple(tuple(action for _, action in sorted(mine)) for mine in slots)
-    return StepProgram("chimera", two_ways(ranks), microbatches, lists)
+
+SCHEDULES = (
+    PipelineSchedule(
+        "dualpipe",
+        "microbatches from both ends, forward passes of one way overlapped with backward passes of the other; weights "
+        "are held twice",
+        both_ends,
+        two_ways,
+        is_split=True,
+        microbatches=lambda stages: (2 * stages, 2),
+        refuses=even_stages("dualpipe"),
+        waits_s=_waits_s,
+    ),
+    PipelineSchedule(
+        "dualpipe-v",
+        "DualPipe folded into a V: two chunks per stage, weights held once",
+        folded,
+        vee,
+        is_split=True,
+        microbatches=lambda stages: (2 * stages, 1),
+        waits_s=lambda shape, load: max(load.forward_s, load.forward_s + load.input_s - load.weight_s),
+    ),
+)

@@ -1,89 +1,43 @@
-"""Schedules on a V of two chunks per rank: ZB-V, V-Half and V-Min (Qi et al. 2024, "controllable memory").
+"""Schedules on a V of two chunks per rank that keep less: V-Half and V-Min (Qi et al. 2024, "controllable memory").
 
 The one idea: all microbatches do the same, a fixed number of slots apart, so one of them, the *block*, says
 everything. It passes down the V, up again, and back the same way; on each of these four legs it moves on by a fixed
 number of slots per rank. A microbatch takes six slots per rank (F, I and W of two chunks), so blocks six slots apart
 fit if no two of a rank's passes fall on the same slot modulo six. The slower the legs, the longer activations live
 and the less a rank waits: legs of 2, 1, 2, 1 slots keep about half of what 1F1B keeps, 1, 1, 1, 1 a third.
-
-ZB-V keeps as much as 1F1B and never waits between a rank's first and last pass when F, I and W take equally long. It
-is written by hand.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 from itertools import product
 
 from tilemesh.core.errors import UsageError
 from tilemesh.core.step.action import Action, Kind, StepProgram
 from tilemesh.core.step.fill import fill
 from tilemesh.core.step.placement import vee
+from tilemesh.core.step.schedule import PipelineSchedule, PipeShape, RankLoad
 from tilemesh.core.step.simulate import StepTimes
 
 Legs = tuple[int, int, int, int]
-LEGS: dict[str, Legs] = {"v-half": (2, 1, 2, 1), "v-min": (1, 1, 1, 1)}
+HALF: Legs = (2, 1, 2, 1)
+LEAST: Legs = (1, 1, 1, 1)
 _PERIOD = 6
 _MOST_DELAY = 6  # slots a block waits at a turn of the V, at most: all residues modulo six
 
 
-def zb_v(ranks: int, microbatches: int) -> StepProgram:
-    """Forward passes until the first microbatch is through the V, then all six passes of it in turn."""
-    count = max(microbatches, 2 * ranks - 1)  # with fewer the order is the same, with passes left out
-    lists = []
-    for rank in range(ranks):
-        chunks = (rank, 2 * ranks - 1 - rank)
-        done = {(kind, leg): 0 for kind in "FIW" for leg in (0, 1)}
-        actions: list[Action] = []
-
-        def do(
-            kinds: str, leg: int, chunks: tuple[int, int] = chunks, done: dict[tuple[str, int], int] = done,
-            actions: list[Action] = actions,
-        ) -> None:  # fmt: skip
-            for kind in kinds:
-                actions.append(Action(kind, chunks[leg], done[kind, leg]))  # type: ignore[arg-type]
-                done[kind, leg] += 1
-
-        do("F" * (2 * (ranks - rank) - 1), 0)
-        for _ in range(rank):
-            do("F", 1)
-            do("F", 0)
-        for _ in range(ranks - rank):
-            do("FIW", 1)
-        while done["F", 1] < count:
-            do("FIW" if done["F", 0] < count else "IW", 0)
-            do("FIW", 1)
-        for _ in range(rank):
-            do("I", 0)
-            do("I", 1)
-        for _ in range(ranks - rank):
-            do("IW", 0)
-        for leg in (1, 0):
-            do("W" * (count - done["W", leg]), leg)
-        lists.append(tuple(action for action in actions if action.microbatch < microbatches))
-    return StepProgram("zb-v", vee(ranks), microbatches, tuple(lists))
-
-
-def vee_schedule(name: str, ranks: int, microbatches: int) -> StepProgram:
-    """One of LEGS."""
-    return from_legs(name, ranks, microbatches, LEGS[name], StepTimes.even(2 * ranks, 1, 1, 1))
-
-
-@cache
-def held_in_vee(name: str, ranks: int) -> tuple[int, ...]:
-    """The most passes whose activations each rank of one of LEGS holds at once, from F to W."""
-    block = find_block(ranks, LEGS[name])
-    return () if block is None else tuple(map(_held, block))
-
-
-def from_legs(name: str, ranks: int, microbatches: int, legs: Legs, times: StepTimes) -> StepProgram:
-    """The block of these legs, repeated; weight gradients where ranks would wait under these times."""
-    block = find_block(ranks, legs)
+def from_legs(shape: PipeShape, legs: Legs) -> tuple[tuple[Action, ...], ...]:
+    """The block of these legs, repeated; weight gradients where ranks would wait if all passes took equally long."""
+    block = find_block(shape.stages, legs)
     if block is None:
-        raise UsageError(f"{name}: no block of legs {legs} fits {ranks} ranks")
-    bare = _repeated(name, microbatches, block, _PERIOD)
-    return fill(bare, times, [_held(slots) for slots in block])
+        raise UsageError(f"no block of legs {legs} fits {shape.stages} ranks")
+    bare = _repeated(f"legs {legs}", shape.microbatches, block, _PERIOD)
+    return fill(bare, StepTimes.even(2 * shape.stages, 1, 1, 1), [_held(slots) for slots in block]).actions
+
+
+def _slots_s(shape: PipeShape, load: RankLoad) -> float:
+    """Their slots are equally long: where F, I and W are not, a rank waits in every one, but in a short V."""
+    return shape.microbatches * max(0.0, 3 * load.longest_s - load.slowest_s) if shape.stages > 3 else 0.0
 
 
 def stretched(
@@ -159,3 +113,24 @@ def _held(slots: tuple[int, int, int, int]) -> int:
         sum(begin <= moment - _PERIOD * m < end for begin, end in lives for m in range(moment // _PERIOD + 1))
         for moment in range(latest, latest + _PERIOD)
     )
+
+
+SCHEDULES = (
+    PipelineSchedule(
+        "v-half",
+        "half of 1F1B's bubble at half its memory, on a V",
+        lambda shape: from_legs(shape, HALF),
+        vee,
+        is_searched=True,
+        is_split=True,
+        waits_s=lambda shape, load: load.input_s + 0.4 * load.forward_s + _slots_s(shape, load) / 2,
+    ),
+    PipelineSchedule(
+        "v-min",
+        "two thirds of 1F1B's bubble at a third of its memory, on a V",
+        lambda shape: from_legs(shape, LEAST),
+        vee,
+        is_split=True,
+        waits_s=lambda shape, load: load.forward_s + 0.9 * load.input_s + _slots_s(shape, load),
+    ),
+)
