@@ -322,7 +322,7 @@ READERS = {
     "shards/": (("train", "tiny.toml", "--mesh", "dp=1", "--set", f"{_STEP},data.source=shards", "--out", "new"),),
     "exported/": (
         ("train", "tiny.toml", "--mesh", "dp=1", "--set", _STEP, "--init", "exported", "--out", "new"),
-        ("plan", "exported/config.json", "--cluster", "2xh100", "--batch", "4"),
+        ("generate", "exported", "--prompt", "a", "--tokens", "2"),
     ),
     "plan.toml": (("train", "tiny.toml", "--plan", "plan.toml", "--set", _STEP, "--out", "new"),),
     "rows.jsonl": (("report", "rows.jsonl", "--html", "page.html"),),

@@ -28,7 +28,6 @@ _AS_A_MODEL: tuple[tuple[str, ...], ...] = (
     ("serve", WRITTEN, "--port", "0", "--pages", "8"),
     ("train", "tiny.toml", "--mesh", "dp=1", "--set", _STEP, "--init", WRITTEN, "--out", "new"),
     ("train", "tiny.toml", "--mesh", "dp=1", "--set", f"{_STEP},distill.teacher={WRITTEN}", "--out", "new"),
-    ("plan", f"{WRITTEN}/config.json", "--cluster", "2xh100", "--batch", "4"),
     tuple(_COMPRESS.words("compress", {"--out": "smaller"}, (WRITTEN,))),
 )
 _AS_SHARDS = (("train", "tiny.toml", "--mesh", "dp=1", "--set", f"{_STEP},data.source={WRITTEN}", "--out", "new"),)

@@ -478,3 +478,17 @@ def test_machines_are_compiled_once_and_the_oldest_forgotten(monkeypatch: pytest
 
 def test_the_limit_on_nodes_is_the_documented_one() -> None:
     assert machines.MOST_NODES == 30_000
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "object", "properties": {f"name{number}": 3 for number in range(751)}},
+        {"anyOf": [3] * 751},
+        {"type": "array", "prefixItems": [3] * 751},
+    ],
+    ids=["properties", "anyOf", "prefixItems"],
+)
+def test_too_many_schemas_are_refused_before_the_first_is_read(schema: Any) -> None:
+    with pytest.raises(UsageError, match="holds more than 750 schemas"):
+        parse_schema(schema)

@@ -94,6 +94,9 @@ def run(
         # signals that stopped it again when it is done; to have stopped well is no failure.
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, server.handle_exit)
+        # What was read until now stays: a collection that looks at all of torch's objects stops everybody for 0.15 s.
+        gc.collect()
+        gc.freeze()
         limits, used = engine.limits, engine.limits.pages * engine.limits.page_tokens
         shown = f"[{address}]" if ":" in address else address
         say(
@@ -102,9 +105,6 @@ def run(
         say(f"serving {name or engine.served.name} on {'https' if tls else 'http'}://{shown}:{at}/v1")
         if not keys and not is_loopback(address):
             say("no key is asked for: whoever reaches this machine may use it")
-        # What was read until now stays: a collection that looks at all of torch's objects stops everybody for 0.15 s.
-        gc.collect()
-        gc.freeze()
         asyncio.run(server.serve(sockets=[listening]))
         say("stopped")
     return 0

@@ -82,8 +82,7 @@ class _Schemas:
 
     def pattern(self, schema: Any, where: str, depth: int) -> Pattern:
         self.schemas += 1
-        if self.schemas > _MOST_SCHEMAS:
-            raise UsageError(f"json_schema holds more than {_MOST_SCHEMAS:,} schemas: give fewer or smaller ones")
+        self._check_room(0)
         if depth > _MOST_DEPTH:
             raise UsageError(f"json_schema: schemas lie more than {_MOST_DEPTH} deep in one another at {where[:100]}")
         if schema is True or schema == {}:
@@ -107,6 +106,11 @@ class _Schemas:
         if "number" in types:
             _only(given, {"type"}.union(*(_KEYWORDS[name] for name in types if name != "integer")), where)
         return choice(*(self._of_type(name, given, where, depth) for name in types))
+
+    def _check_room(self, more: int) -> None:
+        """Refuse so many schemas beside those that were read: before the first of them is."""
+        if self.schemas + more > _MOST_SCHEMAS:
+            raise UsageError(f"json_schema holds more than {_MOST_SCHEMAS:,} schemas: give fewer or smaller ones")
 
     def _of_type(self, name: str, given: Mapping[str, Any], where: str, depth: int) -> Pattern:
         if name == "object":
@@ -151,6 +155,7 @@ class _Schemas:
     def _any_of(self, schemas: Any, where: str, depth: int) -> Pattern:
         if not isinstance(schemas, list) or not schemas:
             raise UsageError(f"json_schema: {where[:200]} is {shown(schemas)}: expected a list of schemas")
+        self._check_room(len(schemas))
         return choice(*(self.pattern(schema, f"{where}/{index}", depth) for index, schema in enumerate(schemas)))
 
     def _all_of(self, schemas: Any, where: str, depth: int) -> Pattern:
@@ -171,6 +176,7 @@ class _Schemas:
         more = given.get("additionalProperties", not properties)
         unnamed = given.get("additionalProperties", True)
         named = {**properties, **{name: unnamed for name in required if name not in properties}}
+        self._check_room(len(named))
         longest = max(map(len, named), default=0)
         if longest > _MOST_NAME:
             raise UsageError(
@@ -206,6 +212,7 @@ class _Schemas:
         first = given.get("prefixItems", [])
         if not isinstance(first, list):
             raise UsageError(f"json_schema: {where[:200]}/prefixItems is {shown(first)}: expected a list of schemas")
+        self._check_room(len(first))
         item = self.pattern(given.get("items", True), f"{where}/items", depth + 1)
         if not first:
             return _container("[", item, least, most, "]")
