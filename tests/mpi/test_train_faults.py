@@ -300,18 +300,61 @@ EXACT_METHODS = {
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @NEEDS_MPI
+@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("name", EXACT_METHODS)
-def test_a_killed_run_of_another_method_is_the_run_that_was_not(config: TrainConfig, tmp_path: Path, name: str) -> None:
+def test_a_killed_run_of_another_method_is_the_run_that_was_not(
+    config: TrainConfig, tmp_path: Path, name: str, seed: int
+) -> None:
     mesh, sets = EXACT_METHODS[name]
     made = load(mesh=mesh, sets=[SMALL, f"data.source={config.data.source}", sets])
     quiet = new_run(TRAIN, made.to_toml(), tmp_path / "quiet")
     run_threads(made.ranks, lambda comm: train_here(made, quiet, comm))
     folder = new_run(TRAIN, made.to_toml(), tmp_path / "run")
-    run = Started(made, folder, restarts=2)
-    kill_in_turn(run, [(1, 6), (0, 13)])
+    run = Started(made, folder, restarts=3)
+    draw = random.Random(seed)
+    kill_in_turn(run, [(draw.randrange(2), 1 + number * 9 + draw.randrange(9)) for number in range(3)])
     outcome = run.wait(300)
-    assert (outcome.failure, outcome.attempts) == (None, 3)
+    assert (outcome.failure, outcome.attempts) == (None, 4)
     assert trained(folder) == trained(quiet)
+
+
+_ASYNCHRONOUS = "train.method=server,method.servers=2,method.staleness=2,method.consistency="
+METHODS = EXACT_METHODS | {name: ("dp=2", _ASYNCHRONOUS + name) for name in ("ssp", "asp")}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@NEEDS_MPI
+@pytest.mark.parametrize("name", METHODS)
+def test_a_command_that_is_killed_takes_its_ranks_along_and_its_run_is_resumed(
+    config: TrainConfig, tmp_path: Path, name: str
+) -> None:
+    """As when a machine runs out of memory: nobody is left to tidy up. The lock that stays keeps nobody waiting."""
+    mesh, sets = METHODS[name]
+    folder, source = tmp_path / "run", f"data.source={config.data.source}"
+    base = [sys.executable, "-m", "tilemesh", "train"]
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [_source(), os.environ.get("PYTHONPATH")]))}
+    process = subprocess.Popen(
+        [*base, "--run", str(folder), "--mesh", mesh, "--set", f"{SMALL},{source},{sets}"],
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environ, cwd=tmp_path,
+    )  # fmt: skip
+    try:
+        until(lambda: max(losses(folder), default=0) >= 7, within_s=240)
+    finally:
+        process.kill()
+    process.wait()
+    until(lambda: not rank_pids(folder), within_s=ENDS_WITHIN_S)
+    done = subprocess.run(
+        [*base, "--resume", str(folder)], capture_output=True, text=True, env=environ, cwd=tmp_path, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    if name in EXACT_METHODS:
+        made = load(mesh=mesh, sets=[SMALL, source, sets])
+        quiet = new_run(TRAIN, made.to_toml(), tmp_path / "quiet")
+        run_threads(made.ranks, lambda comm: train_here(made, quiet, comm))
+        assert trained(folder) == trained(quiet)
+    else:
+        assert json.loads((folder / "summary.json").read_text())["step"] == 40
 
 
 @pytest.mark.slow
