@@ -164,7 +164,7 @@ def test_a_bench_that_is_cut_short_keeps_its_rows_and_makes_its_page(by, source,
     assert main([*asked, "--recipes", "int8,mlp-25,rank-50"]) == 130
     assert signal.getsignal(signal.SIGTERM) == before
     told = capsys.readouterr()
-    assert "ended after 1 of 3 recipes" in told.err
+    assert "interrupted: after 1 of 3 recipes" in told.err
     assert "decoded token" in told.out
     for page in (tmp_path / "run" / "report.html", tmp_path / "killed.html"):
         assert "Ended after 1 of 3 recipes." in page.read_text()

@@ -116,9 +116,8 @@ def answer(asked: CompressBenchQuestion) -> None:
             with _terminated_like_interrupted():
                 bench_recipes(model, recipes, text, case, peers, asked.seconds, say, dtype, keep, findings)
         except KeyboardInterrupt:
-            say(f"ended after {len(findings.points)} of {len(recipes)} recipes; what there is:")
             _show(findings, run, asked.json, console)
-            raise
+            raise KeyboardInterrupt(f"after {len(findings.points)} of {len(recipes)} recipes") from None
     told = f"{len(findings.failed)} of {len(recipes)} recipes failed: {', '.join(findings.failed)}; see the lines above"
     if run is not None:
         keep_compress_run(run, settings, findings)

@@ -17,6 +17,7 @@ from tilemesh.compress.prune import check_writable
 from tilemesh.compress.quantize import Moved
 from tilemesh.compress.recipe import read_recipe
 from tilemesh.compress.shrink import shrink
+from tilemesh.core.files import filling
 from tilemesh.core.ranges import SEED, Range
 from tilemesh.core.units import format_bytes
 from tilemesh.measure.row import CaseValue, write_rows
@@ -53,7 +54,7 @@ def answer(asked: CompressQuestion) -> None:
     def say(text: str) -> None:
         print(f"tilemesh: {text}", file=sys.stderr)
 
-    with open_source(asked.source, asked.data, asked.step, say) as source:
+    with filling(target), open_source(asked.source, asked.data, asked.step, say) as source:
         check_writable(source.model.config, recipe.prune)
         train, tokens, targets = source.text(asked.calibrate, asked.sequences, asked.seed, say)
         moved: dict[str, Moved] = {}

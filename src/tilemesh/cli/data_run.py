@@ -32,8 +32,7 @@ def run_prepare(
         with PreparationShown() as shown, StopSignals() as stop:
             made = prepare(data, out, on_progress=shown, is_asked_to_stop=stop)
     except PreparationStoppedError as stopped:
-        print(f"tilemesh: {stopped}", file=sys.stderr)
-        raise KeyboardInterrupt from None
+        raise KeyboardInterrupt(str(stopped)) from None
     except UsageError as error:
         names = ("tokenizer", "field", "chat", "held_out", "pattern")
         typed = {f"data.{name}": f"--{name.replace('_', '-')}" for name in names}

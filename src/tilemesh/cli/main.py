@@ -51,6 +51,12 @@ class _Command(TyperCommand):
     """A command that refuses empty words wherever it takes one (`export RUN ""` would write where the user stands), and
     to write one file twice, or over what it reads (`plan model.toml --save model.toml`)."""
 
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt as interrupt:  # which typer would make an exit code of, without a word
+            raise typer.Abort(*interrupt.args) from None
+
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         typed = list(args)
         rest = super().parse_args(ctx, args)
@@ -201,8 +207,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         first = next((word for word in arguments if not word.startswith("-")), "")
         code = (app if completes else app_for(first))(arguments, prog_name="tilemesh", standalone_mode=False)
         sys.stdout.flush()  # what is still buffered may not find room either, and then this did not go well
-    except (KeyboardInterrupt, typer.Abort):
-        print("tilemesh: interrupted", file=sys.stderr)
+    except (KeyboardInterrupt, typer.Abort) as interrupt:
+        print(f"tilemesh: {': '.join(['interrupted', *map(str, interrupt.args)])}", file=sys.stderr)
         return 130
     except BrokenPipeError:
         _drop_what_cannot_be_written()  # whoever read our output has gone (`tilemesh … | head`)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import sys
 import threading
 from collections.abc import Iterator
@@ -93,6 +94,23 @@ def replacing(path: Path) -> Iterator[Path]:
             error.filename = str(path)
         with contextlib.suppress(OSError):
             part.unlink()
+        raise
+
+
+@contextlib.contextmanager
+def filling(folder: Path) -> Iterator[None]:
+    """Around the writing of a new folder (`check_new_folder`): where that fails or is interrupted, nothing stays."""
+    was_there = folder.is_dir()
+    try:
+        yield
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            for path in folder.iterdir():
+                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+            if not was_there:
+                folder.rmdir()
+        if isinstance(error, KeyboardInterrupt):
+            raise KeyboardInterrupt(f"{folder} was not written") from None
         raise
 
 

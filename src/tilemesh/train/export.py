@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tilemesh.core.errors import Argument, RunError, UsageError
-from tilemesh.core.files import check_new_folder, ensure_folder, write_text
+from tilemesh.core.files import check_new_folder, ensure_folder, filling, write_text
 from tilemesh.data.corpus import tokenizer_of
 from tilemesh.data.tokenizer import FileTokenizer, Tokenizer, Unknown
 from tilemesh.model.adapter import A, B, adapted_modules
@@ -49,7 +49,8 @@ def export(
     check_written_model(manifest.written_by.get(MODEL), manifest.step, config.model, Path(run) / CONFIG)
     lora = config.lora
     if adapter:
-        _save_adapter(config, reader, folder)
+        with filling(Path(folder)):
+            _save_adapter(config, reader, folder)
         return reader.manifest.step
     carried = Path(run) / CARRIED
     tokenizer = None if carried.is_dir() else _tokenizer(config, say)
@@ -60,12 +61,13 @@ def export(
 
         check_base(run, lora.base)
         weights = MergedWeights(lora, reader, adapted_modules(config.model, lora))
-    ensure_folder(Path(folder))
-    if carried.is_dir():
-        copy_carried(carried, folder)
-    elif tokenizer is not None:
-        _write_tokenizer(tokenizer, config.model.context, Path(folder))
-    huggingface.save_parameters(config.model, read_weights(config.model, weights), folder, special)
+    with filling(Path(folder)):
+        ensure_folder(Path(folder))
+        if carried.is_dir():
+            copy_carried(carried, folder)
+        elif tokenizer is not None:
+            _write_tokenizer(tokenizer, config.model.context, Path(folder))
+        huggingface.save_parameters(config.model, read_weights(config.model, weights), folder, special)
     return reader.manifest.step
 
 

@@ -59,7 +59,8 @@ def _guarded(member: Membership, marks: Path | None, limit_s: float) -> Iterator
     arguments = [member.rank, member.size, marks or "", limit_s, os.getpid()]
     command = [sys.executable, "-m", __name__, *map(str, arguments)]
     environ = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    guard = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, env=environ)
+    # In a group of its own: Ctrl-C is for the rank, with which its input ends.
+    guard = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, env=environ, process_group=0)
     try:
         yield
     finally:
