@@ -1,7 +1,7 @@
 """`python -m tilemesh` and the `tilemesh` command.
 
-Imports take a moment, in which Ctrl-C must neither print a traceback nor get lost: until the command itself runs it
-ends the process at once.
+Imports take a moment, and so does Python's end; Ctrl-C must neither print a traceback then nor get lost: outside of the
+command itself it ends the process at once.
 """
 
 import os
@@ -19,7 +19,9 @@ def run() -> int:
     from tilemesh.cli.main import main
 
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    return main()
+    code = main()
+    signal.signal(signal.SIGINT, _leave)
+    return code
 
 
 if __name__ == "__main__":

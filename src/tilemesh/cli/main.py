@@ -51,12 +51,6 @@ class _Command(TyperCommand):
     """A command that refuses empty words wherever it takes one (`export RUN ""` would write where the user stands), and
     to write one file twice, or over what it reads (`plan model.toml --save model.toml`)."""
 
-    def invoke(self, ctx: Any) -> Any:
-        try:
-            return super().invoke(ctx)
-        except KeyboardInterrupt as interrupt:  # which typer would make an exit code of, without a word
-            raise typer.Abort(*interrupt.args) from None
-
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         typed = list(args)
         rest = super().parse_args(ctx, args)
@@ -194,7 +188,8 @@ def _without_options(function: Callable[..., Any]) -> Callable[[], None]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit code."""
+    """Run the command line and return its exit code. A command that is interrupted may say what it leaves behind:
+    `raise KeyboardInterrupt("...")`."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that cannot show µ gets a ?, not a traceback
@@ -205,8 +200,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         completes = "_TILEMESH_COMPLETE" in os.environ  # a shell asks for the words that may follow
         first = next((word for word in arguments if not word.startswith("-")), "")
-        code = (app if completes else app_for(first))(arguments, prog_name="tilemesh", standalone_mode=False)
+        command = typer.main.get_command(app if completes else app_for(first))
+        if completes:
+            command(arguments, prog_name="tilemesh")
+        # Not by calling the command: that makes an exit code of an interrupt, without a word.
+        with command.make_context("tilemesh", arguments) as context:
+            code = command.invoke(context)
         sys.stdout.flush()  # what is still buffered may not find room either, and then this did not go well
+    except typer.Exit as leave:
+        return int(leave.exit_code)
     except (KeyboardInterrupt, typer.Abort) as interrupt:
         print(f"tilemesh: {': '.join(['interrupted', *map(str, interrupt.args)])}", file=sys.stderr)
         return 130
