@@ -136,12 +136,9 @@ def test_long_commands_end_at_once_wherever_they_are(run: Path, tmp_path: Path, 
         # What a callback of Python's own imports raises is ignored by Python, which says so.
         assert "Traceback" not in errors or "Exception ignored in" in errors
         assert not [path for path in here.rglob("*") if path.suffix == ".part"]
+        out = here / "out"
+        assert name == "data prepare" or not out.exists() or (out / "config.json").exists()
         # Where an interrupt passes through exec(), Python ends itself by the signal: a shell says 130 of that as well.
-        if process.returncode in (130, -signal.SIGINT):
-            if process.returncode == 130 or errors:  # without a word only at the very end, when all was done
-                assert errors.splitlines()[-1].startswith("tilemesh: interrupted"), errors
-            has_ended = process.returncode != 130 and not errors
-            left = set() if has_ended else {path.name for path in here.iterdir()} - {"cache"}
-            assert left <= ({"out"} if name == "data prepare" else {"rows.jsonl"} if name == "verify" else set())
-        else:
-            assert process.returncode in (0, 2), errors  # it had ended
+        assert process.returncode in (130, -signal.SIGINT, 0, 2)  # the last two: it had ended
+        if process.returncode == 130 or (process.returncode < 0 and errors):
+            assert errors.splitlines()[-1].startswith("tilemesh: interrupted"), errors

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import itertools
 import random
 import threading
@@ -31,6 +32,7 @@ from tilemesh.serve.load import ServedModel
 from tilemesh.serve.request import FinishReason, ServeRequest
 from tilemesh.serve.runner import Runner
 from tilemesh.serve.scheduler import Scheduler, ServeLimits
+from tilemesh.serve.write import generate, generate_tokens
 
 CONTEXT = 48
 LLAMA = ModelConfig(
@@ -548,3 +550,24 @@ def test_memory_and_pages_are_one_or_the_other(small: ServedModel) -> None:
         Engine(small, dtype="int8")
     with Engine(small, running=2) as engine:
         assert engine.limits.pages == 2 * CONTEXT // 16
+
+
+def test_generated_text_ends_before_an_end_token_of_the_model(small: ServedModel) -> None:
+    """As an answer of the server does, also where the context was full and is read again; unless it is to go on."""
+
+    def drawn(*ends: int, **options: Any) -> list[int]:
+        model: Any = dataclasses.replace(small, ends=frozenset(ends))
+        with Engine(model, running=1) as engine:
+            return generate_tokens(engine, [1, 2, 3], 60, Sampling(temperature=2.0, seed=5, **options))
+
+    endless = drawn()
+    assert len(endless) == 60
+    first_drawn_at = {token: endless.index(token) for token in endless}
+    late = max(first_drawn_at, key=first_drawn_at.__getitem__)
+    assert first_drawn_at[late] > CONTEXT
+    for end in (endless[0], endless[5], late):
+        assert drawn(end) == drawn(end, late) == endless[: first_drawn_at[end]]
+        assert drawn(end, ignore_eos=True) == endless
+    model: Any = dataclasses.replace(small, ends=frozenset(range(256)))
+    assert generate(model, "a", tokens=5) == ""
+    assert generate(model, "a", tokens=5, ignore_eos=True) != ""

@@ -70,11 +70,12 @@ def train(
 def generate(
     run: Annotated[str, typer.Argument(metavar="RUN", help="A run's folder, or a Hugging Face folder.")],
     prompt: Annotated[str, typer.Option(help="What to go on from.")],
-    tokens: Annotated[int, typer.Option(metavar="N", help="How many.")] = 200,
+    tokens: Annotated[int, typer.Option(metavar="N", help="At most so many; the text ends before an end token.")] = 200,
     temperature: Annotated[float, typer.Option(help="0 always takes the likeliest.")] = 0.7,
     top_k: Annotated[int, typer.Option(metavar="K", help="Draw only from the K likeliest tokens; 0: all.")] = 0,
     top_p: Annotated[float, typer.Option(metavar="P", help="Only from the likeliest that together have P.")] = 1.0,
     seed: Annotated[int, typer.Option(help="Another seed draws another text.")] = 0,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after an end token.")] = False,
     step: Annotated[
         str | None, typer.Option(metavar="N|best", help="Which checkpoint; the newest, if not given.")
     ] = None,
@@ -91,6 +92,7 @@ def generate(
         top_k=top_k,
         top_p=top_p,
         seed=seed,
+        ignore_eos=ignore_eos,
         step=read_step(run, step),
         say=_tell,
     )

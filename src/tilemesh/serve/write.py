@@ -1,4 +1,4 @@
-"""Text after one prompt, of any length: what `tilemesh generate` prints."""
+"""Text after one prompt, up to the model's end token and of any length: what `tilemesh generate` prints."""
 
 from __future__ import annotations
 
@@ -23,24 +23,27 @@ def generate(
     top_k: int = 0,
     top_p: float = 1.0,
     seed: int = 0,
+    ignore_eos: bool = False,
     step: int | None = None,
     device: str = "cpu",
     say: Callable[[str], None] = lambda text: None,
 ) -> str:
     """What a run's checkpoint (the newest sound one, or that of a step) or a Hugging Face folder writes after a prompt.
 
+    It ends before the first of the model's end tokens, as an answer of the server does, unless `ignore_eos`.
     `say` hears which step is used, where that is not the run's last one.
     """
     check_sampling(tokens, temperature, seed, top_k, top_p)  # before gigabytes are read
     with Engine(source, device=device, step=step, say=say, running=1) as engine:
         whole = engine.encode(prompt)
-        sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, ignore_eos=True)
+        sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, ignore_eos=ignore_eos)
         drawn = generate_tokens(engine, whole, tokens, sampling)
         return engine.served.tokenizer.decode(drawn)
 
 
 def generate_tokens(engine: Engine, prompt: list[int], tokens: int, sampling: Sampling) -> list[int]:
-    """So many tokens after the prompt, as `model.sampling.sample` draws them, whatever `sampling.max_tokens` is.
+    """So many tokens after the prompt, as `model.sampling.sample` draws them, whatever `sampling.max_tokens` is; fewer
+    where one of the model's end tokens is drawn, which is not among them.
 
     When the context is full, its second half is read again as a new beginning.
     """
@@ -50,12 +53,16 @@ def generate_tokens(engine: Engine, prompt: list[int], tokens: int, sampling: Sa
         drawn = len(whole) - len(prompt)
         # The token that would fill the context is still drawn: it needs no place there.
         most = min(tokens - drawn, context + 1 - len(window))
-        whole += _ask(engine, window, dataclasses.replace(sampling, max_tokens=most), drawn)
+        answer, ends_with = _ask(engine, window, dataclasses.replace(sampling, max_tokens=most), drawn)
+        whole += answer
+        if ends_with is not None:
+            return whole[len(prompt) : -1]
         window = whole[-max(1, context // 2) :]
     return whole[len(prompt) :]
 
 
-def _ask(engine: Engine, window: list[int], sampling: Sampling, drawn: int) -> list[int]:
+def _ask(engine: Engine, window: list[int], sampling: Sampling, drawn: int) -> tuple[list[int], str | int | None]:
+    """The tokens of an answer, and the one that ended it: the last of them, if one did."""
     parts: queue.SimpleQueue[AnswerPart] = queue.SimpleQueue()  # safe against Ctrl-C while `get` waits
     engine.submit(window, sampling, parts.put, drawn=drawn)
     tokens: list[int] = []
@@ -65,4 +72,4 @@ def _ask(engine: Engine, window: list[int], sampling: Sampling, drawn: int) -> l
         if part.finish is FinishReason.ERROR:
             raise RunError(f"the text cannot be written: {part.error}")
         if part.finish is not None:
-            return tokens
+            return tokens, part.stopped_by
