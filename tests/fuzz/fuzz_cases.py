@@ -200,7 +200,8 @@ def command_cases() -> Iterator[Case]:
             for parameter in parameters(command):
                 values = values_for(command, parameter)
                 called = _called(parameter)
-                always = hostile.UNWRITABLE if called in hostile.WRITTEN else ()
+                always = hostile.UNWRITABLE if called in hostile.WRITTEN else (hostile.NOTHING,)
+                always = () if called in hostile.MAY_BE_EMPTY else always
                 chosen = hostile.some([*values], VALUES_OF_AN_OPTION, f"{name}{called}{number}")
                 for label in dict.fromkeys((*always, *chosen)):
                     words = _with(base, name, parameter, values[label])

@@ -69,7 +69,10 @@ def is_written(called: str) -> bool:
 
 # Options that name what is written at the end, and paths at which nothing can be: refused before the work begins.
 WRITTEN = ("--json", "--html", "--chart", "--svg", "--save")
-UNWRITABLE = ("nothing", "a folder", "a file in /proc", "below a file", "a loop of links", "a name too long")
+NOTHING = "nothing"
+MAY_BE_EMPTY = ("--prompt", "COMMAND")
+"""Text, and the words of a user's own script; every other value that is empty is refused."""
+UNWRITABLE = (NOTHING, "a folder", "a file in /proc", "below a file", "a loop of links", "a name too long")
 
 WORDS: Mapping[str, str] = {
     "nothing": "",
