@@ -172,6 +172,7 @@ def test_a_part_reached_through_the_package_is_seen(tmp_path: Path) -> None:
     assert violations("core.sly", imports(tmp_path / "sly.py")) == ["tilemesh.launch"]
 
 
+COMMANDS = [f"tilemesh.{dotted(path)}" for path in sorted((ROOT / "cli" / "commands").rglob("*.py"))]
 LIGHT = (
     "tilemesh",
     "tilemesh.cli.main",
@@ -203,7 +204,7 @@ LIGHT = (
     "tilemesh.methods.rules",
     "tilemesh.methods.simulate",
     "tilemesh.methods.record",
-    "tilemesh.cli.train_run",
+    *COMMANDS,
     "tilemesh.report.run_page",
     "tilemesh.report.plan_page",
 )
@@ -335,6 +336,7 @@ def test_kernels_keep_nothing_in_modules_but_their_context_and_values_of_functio
     assert found == {
         "kernels.context:current",  # the context itself
         "kernels.registry:_operators",  # filled by `register`
+        "kernels.registry:_join_packages",  # what other packages offer, looked for once
         # Functions of constants, each computed once: a kernel of its source, a GPU's properties.
         "kernels.launch.program:KERNELS",
         "kernels.launch.program:_function",

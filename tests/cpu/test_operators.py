@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 import importlib
 import math
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -36,6 +39,7 @@ from tilemesh.kernels.scale_shift.cost import cost
 
 pytest.importorskip("triton")
 
+ROOT = Path(__file__).parents[2]
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 scale_shift = tm.kernels.scale_shift
 
@@ -308,7 +312,8 @@ def test_every_operator_has_its_parts(name):
     form, bench = entry.load("form"), bench_of(entry)
     assert (bench.form, bench.name) == (form, entry.public.partition(":")[2])
     count = form.sizes.count("x") + 1
-    shape = "x".join("65432"[:count] if count < 5 else "25342")  # of five sizes, two of them count programs
+    digits = {2: "64", 5: "25342"}  # the last one even, as int4 packs pairs; of five sizes, two of them count programs
+    shape = "x".join(digits.get(count, "65432"[:count]))
     settings = {"dtype": "float32", **({"passes": "forward"} if "passes" in form.settings else {})}
     problem = form.problem(shape, settings)
     assert isinstance(form.cost(problem), Cost)
@@ -332,6 +337,60 @@ def test_every_operator_has_its_parts(name):
     first = interpreted[0] if isinstance(interpreted, tuple) else interpreted
     assert bench.wrong(problem, given, first) is None
     assert bench.wrong(problem, given, first + 0.01) is not None
+
+
+JOINED = """
+import sys, torch, tilemesh as tm
+from tilemesh.bench.kernel.book import bench_of
+from tilemesh.bench.kernel.cases import cases_of
+from tilemesh.cli.main import main
+from tilemesh.kernels import registry
+assert "softsign" in registry.names() and registry.find_function("softsign") is registry.find("softsign")
+x = torch.randn(5, 7)
+for implementation in ("torch", "interpret"):
+    torch.testing.assert_close(tm.kernels.softsign(x, implementation=implementation), torch.nn.functional.softsign(x))
+bench = bench_of(registry.find("softsign"))
+problem = bench.form.problem("5x7", {"dtype": "float32"})
+assert bench.wrong(problem, (x,), tm.kernels.softsign(x)) is None
+assert bench.wrong(problem, (x,), tm.kernels.softsign(x) + 0.01) is not None
+assert {case.shape for case in cases_of(["all"]) if case.operator == "softsign"} == {*bench.form.suite}
+sys.exit(main(["bench", "kernel", "softsing"]))
+"""
+
+
+def test_an_operator_of_another_package_joins_by_an_entry_point(tmp_path):
+    """As docs/extending.md has it: the three files of the example, an entry point, and nothing else."""
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "extending.md").read_text(encoding="utf-8"), re.S)
+    package, about = tmp_path / "your_package" / "softsign", tmp_path / "your_package-1.0.dist-info"
+    package.mkdir(parents=True)
+    for name, mark in {"reference": "def softsign(x", "kernel": "def softsign_pass(", "cost": "def cost(",
+                       "__init__": "ENTRY = folder("}.items():  # fmt: skip
+        code = next(block for block in blocks if mark in block)
+        (package / f"{name}.py").write_text(code.replace("tilemesh.kernels.softsign", "your_package.softsign"))
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: your_package\nVersion: 1.0\n")
+    (about / "entry_points.txt").write_text("[tilemesh.operators]\nsoftsign = your_package.softsign:ENTRY\n")
+    path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH"), str(ROOT / "src")]))
+    line = [sys.executable, "-c", JOINED]
+    done = subprocess.run(line, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2, done.stderr
+    assert "did you mean 'softsign'?" in done.stderr
+    (package / "__init__.py").write_text("ENTRY = 1\n")
+    failed = [sys.executable, "-c", "from tilemesh.kernels import registry; registry.names()"]
+    done = subprocess.run(failed, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=120)
+    assert "your_package.softsign:ENTRY is int: expected an OperatorEntry (tilemesh.operators)" in done.stderr
+
+
+def test_every_decorated_operator_is_in_the_registry():
+    """Found in the source: what is decorated with @operator can be measured, listed and called by its name."""
+    found = set()
+    for file in (ROOT / "src" / "tilemesh" / "kernels").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef):
+                named = {ast.unparse(decorator).partition("(")[0] for decorator in node.decorator_list}
+                found |= {node.name} if "operator" in named else set()
+    assert len(found) >= 24
+    assert found <= {entry.public.partition(":")[2] for entry in map(registry.find, registry.names())}
 
 
 def test_an_unknown_operator_gets_the_nearest_known():

@@ -11,7 +11,7 @@ import sys
 from types import ModuleType
 from typing import Any
 
-from tilemesh.kernels.registry import public_functions
+from tilemesh.kernels.registry import find_function, public_functions
 
 _OTHERS = {
     "FusedLinear": "tilemesh.kernels.modules:FusedLinear",
@@ -30,7 +30,6 @@ _OTHERS = {
             "Rotary",
         )
     },
-    "self_attention": "tilemesh.kernels.attention.joined:self_attention",
     "Config": "tilemesh.kernels.matmul.config:Config",
     "AdamW": "tilemesh.kernels.adamw.reference:AdamW",
     "global_norm": "tilemesh.kernels.adamw.norm:global_norm",
@@ -39,6 +38,8 @@ _OTHERS = {
 
 def __getattr__(name: str) -> Any:
     home = _OTHERS.get(name) or public_functions().get(name)
+    if home is None and not name.startswith("_") and (entry := find_function(name)) is not None:
+        home = entry.public  # of another package
     if home is None:
         raise AttributeError(f"module 'tilemesh.kernels' has no attribute '{name}'")
     module, _, attribute = home.partition(":")

@@ -1,17 +1,22 @@
 """Operators by name: where each one's function, reference, cost, form of problems, benchmark and tuner are.
 
 Commands and tests find operators here. Everything is named as `package.module:name` and imported when it is asked for,
-so this file needs neither torch nor Triton. A new operator adds one entry to `_OPERATORS`; a package of its own calls
-`register`.
+so this file needs neither torch nor Triton. A new operator adds one entry to `_OPERATORS`; one of another package joins
+by an entry point of the group `tilemesh.operators` that names its `OperatorEntry`, or by `register`.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
+import importlib.metadata
 from dataclasses import dataclass
 from typing import Any
 
 from tilemesh.core.errors import UsageError, unknown
+
+GROUP = "tilemesh.operators"
+"""Of entry points in other packages."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +47,7 @@ def folder(name: str, home: str = "") -> OperatorEntry:
 
     Where several operators share a package, theirs are NAME_BENCH and NAME_FORM.
     """
-    shared = f"{name.upper()}_" if home and not home.endswith(f".{name}") else ""
+    shared = f"{name.upper()}_" if home and home.rpartition(".")[2] != name else ""
     home = home or f"tilemesh.kernels.{name}"
     reference, cost = f"{home}.reference", f"{home}.cost"
     function = f"{reference}:{name}"
@@ -55,6 +60,7 @@ _ATTENTION = "tilemesh.kernels.attention"
 _NORM = "tilemesh.kernels.norm"
 _GATED = "tilemesh.kernels.gated"
 _ADAMW = "tilemesh.kernels.adamw"
+_FEW = "tilemesh.kernels.few_linear"
 _OPERATORS = (
     OperatorEntry(
         "matmul",
@@ -81,10 +87,22 @@ _OPERATORS = (
         cost=f"{_ATTENTION}.cost:cost",
         form=f"{_ATTENTION}.cost:FORM",
     ),
+    OperatorEntry(
+        "self_attention",
+        public=f"{_ATTENTION}.joined:self_attention",
+        reference=f"{_ATTENTION}.joined:self_attention",
+        cost=f"{_ATTENTION}.cost:cost",
+        form=f"{_ATTENTION}.cost:SELF_ATTENTION_FORM",
+    ),
     folder("paged_attention"),
     folder("rotary"),
     folder("row_linear"),
+    folder("norm_row_linear", "tilemesh.kernels.row_linear"),
+    folder("few_linear", _FEW),
+    folder("parts_rms_norm", _FEW),
     folder("lowbit_linear"),
+    folder("norm_lowbit_linear", "tilemesh.kernels.lowbit_linear"),
+    folder("likeliest"),
     folder("scaled_matmul"),
     folder("swiglu", _GATED),
     folder("geglu", _GATED),
@@ -100,18 +118,34 @@ _operators = {entry.name: entry for entry in _OPERATORS}
 
 
 def names() -> list[str]:
+    _join_packages()
     return list(_operators)
 
 
 def find(name: str) -> OperatorEntry:
-    if name not in _operators:
+    if name not in _operators and name not in names():
         raise unknown("operator", name, names())
     return _operators[name]
 
 
 def find_function(function: str) -> OperatorEntry | None:
     """The operator whose public function has this name, as a row's `name` says it."""
+    if function not in public_functions():
+        _join_packages()
     return next((entry for entry in _operators.values() if entry.public.partition(":")[2] == function), None)
+
+
+@functools.cache
+def _join_packages() -> None:
+    """Register what installed packages offer; looked for once, when a name is not one of ours or all are listed."""
+    for point in importlib.metadata.entry_points(group=GROUP):
+        try:
+            entry = point.load()
+        except Exception as error:
+            raise UsageError(f"the operator '{point.name}' of another package cannot be loaded: {error}") from error
+        if not isinstance(entry, OperatorEntry):
+            raise UsageError(f"{point.value} is {type(entry).__name__}: expected an OperatorEntry ({GROUP})")
+        register(entry)
 
 
 def register(entry: OperatorEntry) -> None:

@@ -8,8 +8,8 @@ beforehand, which is what a user has for a window or packed sequences.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -35,7 +35,7 @@ class AttentionBench(OperatorBench[AttentionProblem]):
 
     name = "attention"
     form = FORM
-    gpu_peers = ("cuDNN", "flash", "flex_attention")
+    gpu_peers: ClassVar[Sequence[str]] = ("cuDNN", "flash", "flex_attention")
 
     def arguments(self, problem: AttentionProblem, device: torch.device, seed: int) -> Arguments:
         """As projections leave them: tokens before heads in memory, heads before tokens in shape."""

@@ -8,7 +8,7 @@ from typing import Any
 from tilemesh.kernels.operator_bench import OperatorBench
 from tilemesh.kernels.registry import OperatorEntry
 
-_OWN = ("matmul", "attention", "adamw")
+_OWN = ("matmul", "attention", "self_attention", "adamw")
 
 
 def bench_of(entry: OperatorEntry) -> OperatorBench[Any]:

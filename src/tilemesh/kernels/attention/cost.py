@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tilemesh.core.cost import SHORT_DTYPES, Cost, short_dtype
@@ -102,4 +102,20 @@ FORM = ProblemForm(
     },
     make=AttentionProblem,
     cost=of_problem,
+)
+
+
+class JoinedProblem(AttentionProblem):
+    """The same with queries, keys and values in one tensor, whose function is told the heads."""
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {**super().options, "heads": self.heads, "kv_heads": self.kv_heads}
+
+
+SELF_ATTENTION_FORM = replace(
+    FORM,
+    suite=("8x2048x16x1x64", "8x1024x12x1x64", "4x4096x8x4x128"),
+    settings={**FORM.settings, "mask": Setting(("causal", "full", "window"), "causal")},
+    make=JoinedProblem,
 )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from tilemesh.core.cost import Cost, short_dtype
+from tilemesh.core.cost import SHORT_DTYPES, Cost, short_dtype
+from tilemesh.kernels.problems import ProblemForm, Setting, SizedProblem
 
 GATES = ("none", "silu")
 MOST_ROWS = 64
@@ -29,3 +30,44 @@ def cost(rows: int, outputs: int, inputs: int, dtype: str = "bfloat16", gate: st
     weights, parts = outputs * inputs * (1 if gate == "none" else 2), parts_of(outputs, inputs, gate)
     written = rows * outputs * (size if parts <= 1 else 4 * parts)
     return Cost(2 * rows * weights, size * (weights + rows * inputs), written, launches=1, dtype=short)
+
+
+def norm_cost(parts: int, rows: int, columns: int, dtype: str = "bfloat16") -> Cost:
+    """Of the norm of rows and the parts that are added to them: each read once; the norm and the sum are written."""
+    short, size = short_dtype(dtype)
+    values = rows * columns
+    part = size if parts == 1 else 4
+    return Cost(
+        (parts + 4) * values,
+        (parts * part + size) * values + size * columns,
+        2 * size * values,
+        launches=1,
+        dtype=short,
+    )
+
+
+def of_problem(problem: SizedProblem) -> Cost:
+    rows, outputs, inputs = problem.sizes
+    return cost(rows, outputs, inputs, problem.dtype, problem.options["gate"])
+
+
+def of_norm(problem: SizedProblem) -> Cost:
+    parts, rows, columns = problem.sizes
+    return norm_cost(parts, rows, columns, problem.dtype)
+
+
+_DTYPE = Setting(tuple(SHORT_DTYPES), "bfloat16")
+FORM = ProblemForm(
+    sizes="ROWSxOUTPUTSxINPUTS",
+    suite=("8x2560x2048", "64x2560x2048", "64x2048x5632", "16x6144x4096", "64x4096x14336"),
+    settings={"dtype": _DTYPE, "gate": Setting(GATES, "none", named=False)},
+    make=SizedProblem.of,
+    cost=of_problem,
+)
+PARTS_RMS_NORM_FORM = ProblemForm(
+    sizes="PARTSxROWSxCOLUMNS",
+    suite=("4x8x2048", "4x64x2048", "2x64x4096"),
+    settings={"dtype": _DTYPE},
+    make=SizedProblem.of,
+    cost=of_norm,
+)

@@ -14,9 +14,11 @@ from torch.nn import functional
 
 from tilemesh.core.errors import UsageError, unknown
 from tilemesh.kernels.accuracy import accumulator, rounding_error, sum_error, unit
-from tilemesh.kernels.few_linear.cost import GATES, MOST_ROWS, parts_of
+from tilemesh.kernels.few_linear.cost import FORM, GATES, MOST_ROWS, PARTS_RMS_NORM_FORM, parts_of
 from tilemesh.kernels.launch.gpu import launches_early
 from tilemesh.kernels.launch.operator import operator
+from tilemesh.kernels.operator_bench import FunctionBench
+from tilemesh.kernels.problems import SizedProblem
 
 
 def check(x: Tensor, weight: Tensor, gate: str) -> None:
@@ -62,8 +64,7 @@ def few_linear(x: Tensor, weight: Tensor, *, gate: str = "none") -> Tensor:
     parts = max(1, parts_of(*weight.shape))
     if parts == 1:
         return functional.linear(x, weight)[None]
-    wide = [matrix.unflatten(1, (parts, -1)).transpose(0, 1).to(accumulator(x.dtype)) for matrix in (x, weight)]
-    return wide[0] @ wide[1].transpose(1, 2)
+    return _cut(x.to(accumulator(x.dtype)), weight.to(accumulator(x.dtype)), parts)
 
 
 @operator(
@@ -73,6 +74,12 @@ def parts_rms_norm(parts: Tensor, x: Tensor, scale: Tensor, *, eps: float = 1e-6
     """The RMSNorm of x + the sum of the parts (S, M, K), times scale (K,); and that sum in x's dtype."""
     total = (x.to(accumulator(x.dtype)) + parts.to(accumulator(x.dtype)).sum(0)).to(x.dtype)
     return functional.rms_norm(total, x.shape[1:], scale, eps), total
+
+
+def _cut(x: Tensor, weight: Tensor, parts: int) -> Tensor:
+    """The products of as many parts of the inputs: (S, M, N)."""
+    x_SMK, weight_SNK = (matrix.unflatten(1, (parts, -1)).transpose(0, 1) for matrix in (x, weight))
+    return x_SMK @ weight_SNK.transpose(1, 2)
 
 
 def _sizes(weight: Tensor, gate: str) -> tuple[int, int]:
@@ -100,3 +107,44 @@ def error_bound(x: Tensor, weight: Tensor, gate: str = "none") -> Tensor:
     # silu's slope is at most 1.1, and it is computed with a few roundings.
     part = 1.1 * gate_error * values.abs() + functional.silu(gates).abs() * value_error
     return 1.01 * (part + 8 * unit(wide) * whole.abs() + rounding_error(whole, x.dtype))
+
+
+def parts_exact(x: Tensor, weight: Tensor, gate: str = "none") -> Tensor:
+    """Each part of `few_linear` in float64."""
+    if gate != "none":
+        return exact(x, weight, gate)[None]
+    return _cut(x.double(), weight.double(), max(1, parts_of(*weight.shape)))
+
+
+def parts_error_bound(x: Tensor, weight: Tensor, gate: str = "none") -> Tensor:
+    """How far each element of each part may be from `parts_exact`."""
+    if gate != "none":
+        return error_bound(x, weight, gate)[None]
+    parts, wide = max(1, parts_of(*weight.shape)), accumulator(x.dtype)
+    magnitude = _cut(x.double().abs(), weight.double().abs(), parts)
+    rounded = rounding_error(parts_exact(x, weight), x.dtype if parts == 1 else wide)
+    return 1.01 * (sum_error(magnitude, x.shape[1] // parts + 1, wide) + rounded)
+
+
+def arguments(problem: SizedProblem, device: torch.device, seed: int) -> tuple[Tensor, Tensor]:
+    """Random ones of a problem, for benchmarks and tests."""
+    rows, outputs, inputs = problem.sizes
+    generator, dtype = torch.Generator(device).manual_seed(seed), getattr(torch, problem.dtype)
+    high = outputs * (1 if problem.options["gate"] == "none" else 2)
+    x = torch.randn(rows, inputs, generator=generator, device=device).to(dtype)
+    return x, torch.randn(high, inputs, generator=generator, device=device).to(dtype)
+
+
+def norm_arguments(problem: SizedProblem, device: torch.device, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Random ones of a problem of `parts_rms_norm`; several parts are float32, as `few_linear` leaves them."""
+    parts, rows, columns = problem.sizes
+    generator, dtype = torch.Generator(device).manual_seed(seed), getattr(torch, problem.dtype)
+    cut = torch.randn(parts, rows, columns, generator=generator, device=device)
+    x, scale = (
+        torch.rand(shape, generator=generator, device=device).to(dtype) for shape in ((rows, columns), (columns,))
+    )
+    return cut.to(dtype if parts == 1 else accumulator(dtype)), x, scale
+
+
+BENCH = FunctionBench(few_linear, FORM, arguments, exact=parts_exact, bound=parts_error_bound)
+PARTS_RMS_NORM_BENCH = FunctionBench(parts_rms_norm, PARTS_RMS_NORM_FORM, norm_arguments)

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
-from tilemesh.core.cost import Cost, short_dtype
+from tilemesh.core.cost import SHORT_DTYPES, Cost, short_dtype
+from tilemesh.kernels.problems import ProblemForm, Setting, SizedProblem
 
 
 def cost(rows: int, columns: int, dtype: str = "bfloat16") -> Cost:
     """Of the largest of `columns` logits in each row. Launched once for pieces of rows and once to compare those."""
     short, size = short_dtype(dtype)
     return Cost(rows * columns, size * rows * columns, 8 * rows, launches=2, dtype=short)
+
+
+FORM = ProblemForm(
+    sizes="ROWSxCOLUMNS",
+    suite=("1x128256", "16x128256", "64x128256", "64x32000", "256x50304"),
+    settings={"dtype": Setting(tuple(SHORT_DTYPES), "bfloat16")},
+    make=SizedProblem.of,
+    cost=lambda problem: cost(problem.sizes[0], problem.sizes[1], problem.dtype),
+)

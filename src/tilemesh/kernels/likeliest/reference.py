@@ -10,6 +10,9 @@ from torch import Tensor
 
 from tilemesh.core.errors import UsageError
 from tilemesh.kernels.launch.operator import operator
+from tilemesh.kernels.likeliest.cost import FORM
+from tilemesh.kernels.operator_bench import FunctionBench
+from tilemesh.kernels.problems import SizedProblem
 
 
 def check(logits: Tensor) -> None:
@@ -28,3 +31,22 @@ def likeliest(logits: Tensor) -> Tensor:
     # NaN is the largest and the least of all that it is among.
     least_N, most_N = logits.aminmax(dim=-1)
     return torch.where(least_N.isfinite() & most_N.isfinite(), logits.argmax(-1), -1)
+
+
+def exact(logits: Tensor) -> Tensor:
+    """The place in float64, which holds every logit as it is."""
+    return logits.double().argmax(-1).double()
+
+
+def no_error(logits: Tensor) -> Tensor:
+    """A place is right or wrong."""
+    return torch.zeros(logits.shape[:1], dtype=torch.float64, device=logits.device)
+
+
+def arguments(problem: SizedProblem, device: torch.device, seed: int) -> tuple[Tensor]:
+    """Random ones of a problem, for benchmarks and tests."""
+    generator = torch.Generator(device).manual_seed(seed)
+    return (torch.randn(problem.sizes, generator=generator, device=device).to(getattr(torch, problem.dtype)),)
+
+
+BENCH = FunctionBench(likeliest, FORM, arguments, exact=exact, bound=no_error)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from tilemesh.core.cost import SHORT_DTYPES, Cost, short_dtype
 from tilemesh.kernels.problems import ProblemForm, Setting, SizedProblem
 
@@ -37,3 +39,17 @@ FORM = ProblemForm(
     make=SizedProblem.of,
     cost=of_problem,
 )  # fmt: skip
+
+
+def of_normed(problem: SizedProblem) -> Cost:
+    """Of one row, with the norm of the sum of two before the product."""
+    outputs, inputs = problem.sizes
+    _, size = short_dtype(problem.dtype)
+    product = cost(1, outputs, inputs, problem.dtype, problem.options["code"])
+    read, written = product.bytes_read + 2 * size * inputs, product.bytes_written + size * inputs
+    return Cost(product.flops + 5 * inputs, read, written, launches=1, dtype=product.dtype)
+
+
+NORM_LOWBIT_LINEAR_FORM = replace(
+    FORM, sizes="OUTPUTSxINPUTS", suite=("8192x8192", "14336x4096", "4096x14336"), cost=of_normed
+)

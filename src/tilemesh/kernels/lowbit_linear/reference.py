@@ -11,7 +11,7 @@ from tilemesh.kernels.accuracy import accumulator, rounding_error, sum_error, un
 from tilemesh.kernels.launch.operator import operator
 from tilemesh.kernels.lowbit.codes import decode, pack, quantize, unpack
 from tilemesh.kernels.lowbit.formats import FORMATS, Scheme
-from tilemesh.kernels.lowbit_linear.cost import CODE_BITS, FORM, group_of
+from tilemesh.kernels.lowbit_linear.cost import CODE_BITS, FORM, NORM_LOWBIT_LINEAR_FORM, group_of
 from tilemesh.kernels.operator_bench import FunctionBench
 from tilemesh.kernels.problems import SizedProblem
 from tilemesh.kernels.row_linear.cost import GATES
@@ -174,3 +174,31 @@ def arguments(problem: SizedProblem, device: torch.device, seed: int) -> tuple[T
 
 
 BENCH = FunctionBench(lowbit_linear, FORM, arguments, exact=exact, bound=error_bound, constant=(2,))
+
+
+def norm_exact(x: Tensor, branch: Tensor, gain: Tensor, codes: Tensor, scales: Tensor, code: str = "int4") -> Tensor:
+    """`norm_lowbit_linear`'s first result in float64."""
+    return exact(norm_row(x, branch, gain), codes, scales, code=code)
+
+
+def norm_error_bound(
+    x: Tensor, branch: Tensor, gain: Tensor, codes: Tensor, scales: Tensor, code: str = "int4"
+) -> Tensor:
+    """As `error_bound`; a normalized row is rounded a few times more."""
+    return error_bound(norm_row(x, branch, gain), codes, scales, code=code, dtype=x.dtype, roundings=4)
+
+
+def norm_arguments(problem: SizedProblem, device: torch.device, seed: int) -> tuple[Tensor, ...]:
+    """As `arguments` of one row, with a branch to add and a norm's gain."""
+    one = SizedProblem((1, *problem.sizes), problem.dtype, problem.options)
+    x, codes, scales = arguments(one, device, seed)
+    generator = torch.Generator(device).manual_seed(seed + 1)
+    branch, gain = (
+        torch.rand(shape, generator=generator, device=device).to(x.dtype) for shape in (x.shape, x.shape[1])
+    )
+    return x, branch, gain, codes, scales
+
+
+NORM_LOWBIT_LINEAR_BENCH = FunctionBench(
+    norm_lowbit_linear, NORM_LOWBIT_LINEAR_FORM, norm_arguments, exact=norm_exact, bound=norm_error_bound
+)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from tilemesh.core.cost import SHORT_DTYPES, Cost, short_dtype
 from tilemesh.kernels.problems import ProblemForm, Setting, SizedProblem
 
@@ -21,6 +23,19 @@ def of_problem(problem: SizedProblem) -> Cost:
     return cost(outputs, inputs, problem.dtype, problem.options["gate"])
 
 
+def norm_cost(outputs: int, inputs: int, dtype: str = "bfloat16", gate: str = "none") -> Cost:
+    """With the norm of the sum of two rows before it, which is read, scaled and kept."""
+    _, size = short_dtype(dtype)
+    product = cost(outputs, inputs, dtype, gate)
+    read, written = product.bytes_read + 2 * size * inputs, product.bytes_written + size * inputs
+    return Cost(product.flops + 5 * inputs, read, written, launches=1, dtype=product.dtype)
+
+
+def of_normed(problem: SizedProblem) -> Cost:
+    outputs, inputs = problem.sizes
+    return norm_cost(outputs, inputs, problem.dtype, problem.options["gate"])
+
+
 FORM = ProblemForm(
     sizes="OUTPUTSxINPUTS",
     suite=("2560x2048", "5632x2048", "2048x5632", "14336x4096", "4096x14336", "128256x4096"),
@@ -28,3 +43,4 @@ FORM = ProblemForm(
     make=SizedProblem.of,
     cost=of_problem,
 )
+NORM_ROW_LINEAR_FORM = replace(FORM, cost=of_normed)

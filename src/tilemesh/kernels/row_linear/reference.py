@@ -12,7 +12,7 @@ from tilemesh.kernels.accuracy import accumulator, rounding_error, sum_error, un
 from tilemesh.kernels.launch.operator import operator
 from tilemesh.kernels.operator_bench import FunctionBench
 from tilemesh.kernels.problems import SizedProblem
-from tilemesh.kernels.row_linear.cost import FORM, GATES
+from tilemesh.kernels.row_linear.cost import FORM, GATES, NORM_ROW_LINEAR_FORM
 
 
 def check(x: Tensor, weight: Tensor, bias: Tensor | None, gate: str, settled: bool) -> None:
@@ -133,3 +133,18 @@ def arguments(problem: SizedProblem, device: torch.device, seed: int) -> tuple[T
 
 
 BENCH = FunctionBench(row_linear, FORM, arguments, exact=exact, bound=error_bound)
+
+
+def norm_arguments(problem: SizedProblem, device: torch.device, seed: int) -> tuple[Tensor, ...]:
+    """As `arguments`, with a branch to add and a norm's scale."""
+    x, weight = arguments(problem, device, seed)
+    generator = torch.Generator(device).manual_seed(seed + 1)
+    branch, scale = (
+        torch.rand(shape, generator=generator, device=device).to(x.dtype) for shape in (x.shape, x.shape[1])
+    )
+    return x, branch, scale, weight
+
+
+NORM_ROW_LINEAR_BENCH = FunctionBench(
+    norm_row_linear, NORM_ROW_LINEAR_FORM, norm_arguments, exact=norm_exact, bound=norm_error_bound
+)
