@@ -98,7 +98,7 @@ SETTINGS = [
     ("train.timeout_s=0", "train.timeout_s is 0.0: expected above 0"),
     ("train.timeout_s=nan", "train.timeout_s is nan: expected above 0"),
     ("data.tokenizer=/nonexistent", "data.tokenizer '/nonexistent' does not exist"),
-    ("data.tokenizer=", "data.tokenizer '.' is a folder: expected a tokenizer.json file; it has no"),
+    ("data.tokenizer=", "data.tokenizer '.' does not exist"),
     ("model.vocabulary=10", "model.vocabulary is 10 and text is read as bytes: set model.vocabulary=256"),
     ("model.norm_epsilon=-1", "model.norm_epsilon is -1.0: expected 0 or more"),
     ("model.rotary_base=0", "model.rotary_base is 0.0: expected a number above 0"),
@@ -139,7 +139,7 @@ def test_a_gpu_that_is_not_there(
     nothing_starts: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tilemesh.train.check.usable_gpus", lambda: ())
-    monkeypatch.setattr("tilemesh.cli.train_run.usable_gpus", lambda: ())
+    monkeypatch.setattr("tilemesh.measure.machine.usable_gpus", lambda: ())
     said = refusal(["train", "--set", "train.device=cuda"], capsys)
     assert "train.device is cuda and this machine has no GPU: set train.device=cpu" in said
 

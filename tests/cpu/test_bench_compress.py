@@ -15,7 +15,7 @@ from tilemesh.bench.compress.measure import layer_errors
 from tilemesh.bench.compress.peers import peer_model, torchao_codes, why_not
 from tilemesh.bench.compress.predict import CompressClocks, PassChange, ProductClock
 from tilemesh.bench.compress.text import CompressSource
-from tilemesh.cli.bench_compress_run import _that_fit
+from tilemesh.cli.commands.bench.compress import _that_fit
 from tilemesh.cli.main import main
 from tilemesh.compress.factorize import factorize
 from tilemesh.compress.prune import prune

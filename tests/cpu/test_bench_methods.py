@@ -12,7 +12,7 @@ from tilemesh.bench.methods import bounds
 from tilemesh.bench.methods import ranks as rank_side
 from tilemesh.bench.methods.run import METHODS, parse_slow, throughput
 from tilemesh.bench.methods.traffic import RoundTrip, hotspots
-from tilemesh.cli.main import app
+from tilemesh.cli.main import make_app
 from tilemesh.comm import run_threads
 from tilemesh.core.errors import UsageError
 from tilemesh.measure.machine import stamp
@@ -29,7 +29,7 @@ def test_what_is_slow_is_read_and_refused() -> None:
         with pytest.raises(UsageError, match="expected rank"):
             parse_slow(wrong)
     for options in (["--slow", "rank=7"], ["--steps", "1"], ["--blocks", "0"]):
-        assert isinstance(CliRunner().invoke(app, ["bench", "methods", *options]).exception, UsageError)
+        assert isinstance(CliRunner().invoke(make_app(), ["bench", "methods", *options]).exception, UsageError)
 
 
 def test_steps_count_until_the_first_worker_is_through() -> None:

@@ -16,12 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 from typer.testing import CliRunner
 
 from tilemesh.bench.collective import run as collective
-from tilemesh.cli.bench_collective_run import fit_machine
-from tilemesh.cli.calibrate import calibrate as command
+from tilemesh.cli.commands.bench.collective import CollectiveOptions, fit_machine
+from tilemesh.cli.main import make_app
 from tilemesh.comm.runtime.fit import Curve, Fit
 from tilemesh.core.busy import Busyness
 from tilemesh.core.calibration import Calibration, find
@@ -74,9 +73,7 @@ def calibrated(monkeypatch: pytest.MonkeyPatch, when: str) -> tuple[str, Busynes
         return Calibrated((), calibration(when))
 
     monkeypatch.setattr(measuring, "calibrate", measured)
-    app = typer.Typer()
-    app.command()(command)
-    result = CliRunner().invoke(app, ["--quick"], catch_exceptions=False)
+    result = CliRunner().invoke(make_app(["calibrate"]), ["calibrate", "--quick"], catch_exceptions=False)
     assert result.exit_code == 0, result.output
     found = find(this_machine().id)
     assert found is not None
@@ -109,7 +106,7 @@ def test_so_is_a_fit(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
 
     monkeypatch.setattr(collective, "_in_ranks", in_ranks)
     for is_kept in (True, False):
-        fit_machine("2", "1KiB", "mpi", True)
+        fit_machine(CollectiveOptions(sizes="1KiB", transport="mpi", quick=True), "2")
         said = capsys.readouterr().err
         assert said.count("warning: this machine is busy (other work used ") == 2, said
         assert "warning: measured on a busy machine (other work used " in said

@@ -11,10 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-import typer
 from typer.testing import CliRunner
 
-from tilemesh.cli.calibrate import calibrate as command
+from tilemesh.cli.main import make_app
 from tilemesh.core.busy import Busyness
 from tilemesh.core.calibration import Calibration, Rates, find, path_for
 from tilemesh.measure import busy, calibrate_cpu, calibrate_layer, calibrate_operators
@@ -253,9 +252,7 @@ def run(
         return made
 
     monkeypatch.setattr(measuring, "calibrate", stand_in)
-    app = typer.Typer()
-    app.command()(command)
-    result = CliRunner().invoke(app, list(arguments), catch_exceptions=False)
+    result = CliRunner().invoke(make_app(["calibrate"]), ["calibrate", *arguments], catch_exceptions=False)
     assert result.exit_code == 0
     return result.stdout, result.stderr
 

@@ -13,7 +13,7 @@ import pytest
 import typer
 
 import tilemesh
-from tilemesh.cli.main import app, main, take_debug
+from tilemesh.cli.main import main, make_app, take_debug
 
 
 def tilemesh_command(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
@@ -127,7 +127,7 @@ def test_no_option_is_shown_with_its_own_name_in_capitals() -> None:
             if parameter.param_type_name == "option" and metavar.lower() == parameter.name:
                 yield (*path, metavar)
 
-    assert list(options(typer.main.get_command(app))) == []
+    assert list(options(typer.main.get_command(make_app()))) == []
 
 
 @pytest.mark.parametrize(("typed", "offered"), [("tilemesh tr", "train"), ("tilemesh train --dr", "--dry-run")])

@@ -8,7 +8,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from tilemesh.cli.train_run import _show_summary
+from tilemesh.cli.commands.train import _show_summary
 from tilemesh.comm import run_threads
 from tilemesh.compress.config import DistillConfig
 from tilemesh.compress.factorize import factorize

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tilemesh.cli import doctor_run as doctor
-from tilemesh.cli.doctor_run import Finding, guide_finding, judge
+from tilemesh.cli.commands import doctor
+from tilemesh.cli.commands.doctor import Finding, guide_finding, judge
 from tilemesh.cli.main import main
 
 

@@ -25,7 +25,6 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from tilemesh.cli import train_run
 from tilemesh.cli.main import main
 from tilemesh.core.calibration import Calibration, Rates
 from tilemesh.core.plan import ParallelPlan
@@ -33,6 +32,7 @@ from tilemesh.measure.machine import this_machine
 from tilemesh.model import huggingface
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.transformer import Transformer
+from tilemesh.train import job
 from tilemesh.train.export import byte_tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -119,13 +119,13 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     program.chmod(0o755)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    real = train_run.fit
+    real = job.fit
 
     @functools.wraps(real)
     def fit(config: Any, **options: Any) -> Any:
         return real(config, **{**options, "in_process": None})
 
-    monkeypatch.setattr(train_run, "fit", fit)
+    monkeypatch.setattr(job, "fit", fit)
     return tmp_path
 
 

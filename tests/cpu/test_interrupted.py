@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 import subprocess
@@ -13,7 +14,6 @@ from typing import Any
 import pytest
 
 import tilemesh as tm
-from tilemesh.cli import compress_run
 from tilemesh.cli.main import main
 from tilemesh.model import huggingface
 
@@ -49,11 +49,15 @@ def plain_handler() -> Any:
     signal.signal(signal.SIGINT, before)
 
 
-@pytest.mark.parametrize("where", ["shrink", "judge", "point_of"])
+@pytest.mark.parametrize(
+    "where", ["compress.shrink:shrink", "bench.compress.measure:judge", "bench.compress.run:point_of"]
+)
 def test_compress_leaves_nothing(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], where: str
 ) -> None:
-    monkeypatch.setattr(compress_run, where, interrupting(getattr(compress_run, where)))
+    home, _, name = where.partition(":")
+    module = importlib.import_module(f"tilemesh.{home}")
+    monkeypatch.setattr(module, name, interrupting(getattr(module, name)))
     out = tmp_path / "small"
     command = ["compress", str(run), "--recipe", "int8", "--out", str(out), "--calibrate", "32", "--sequences", "1"]
     assert main(command) == 130
@@ -92,7 +96,7 @@ def test_a_folder_is_no_model_before_it_is_complete(run: Path, tmp_path: Path, m
 
 def test_every_command_has_the_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """typer's own way of calling a command makes an exit code of an interrupt, without a word."""
-    monkeypatch.setattr("tilemesh.cli.doctor_run.examine", interrupting(lambda *arguments, **options: None))
+    monkeypatch.setattr("tilemesh.cli.commands.doctor.inventory", interrupting(dict))
     assert main(["doctor"]) == 130
     assert capsys.readouterr().err == "tilemesh: interrupted\n"
 

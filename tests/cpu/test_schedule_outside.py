@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tilemesh.cli.commands.verify import train_optimizer
 from tilemesh.cli.main import main
-from tilemesh.cli.verify import train_optimizer
 from tilemesh.comm import run_threads
 from tilemesh.core.errors import UsageError
 from tilemesh.core.plan import ParallelPlan

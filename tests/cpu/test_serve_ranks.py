@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tilemesh.cli.serve_run import read_mesh
+from tilemesh.cli.commands.serve import read_mesh
 from tilemesh.compress.quantize import quantize
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.model import huggingface

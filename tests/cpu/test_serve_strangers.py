@@ -222,7 +222,7 @@ def test_what_the_command_refuses_before_it_reads_a_model(
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="makes a certificate with openssl")
 def test_certificates_make_it_https(engine: Engine, tmp_path: Path) -> None:
-    from tilemesh.cli.serve_run import ListenOptions
+    from tilemesh.cli.commands.serve import ServeOptions, check_tls
 
     certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
     subprocess.run(
@@ -230,7 +230,7 @@ def test_certificates_make_it_https(engine: Engine, tmp_path: Path) -> None:
          "subjectAltName=DNS:localhost,IP:127.0.0.1", "-keyout", str(key), "-out", str(certificate)],
         check=True, capture_output=True,
     )  # fmt: skip
-    tls = ListenOptions("127.0.0.1", 0, (), False, (), (), str(certificate), str(key)).check_tls()
+    tls = check_tls(ServeOptions(source="", tls_cert=str(certificate), tls_key=str(key)))
     with Live(make_app(engine), **tls) as live:
         trusting = ssl.create_default_context(cafile=str(certificate))
         asking = http.client.HTTPSConnection("localhost", live.port, timeout=30, context=trusting)

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 import tilemesh as tm
+from tilemesh.cli.commands.train import program
 from tilemesh.cli.main import main
-from tilemesh.cli.report_run import beside
-from tilemesh.cli.train_run import program
+from tilemesh.cli.pages import beside
 from tilemesh.core.errors import UsageError
 from tilemesh.measure.row import Row
 from tilemesh.model.config import ModelConfig
@@ -166,7 +166,7 @@ def test_data_prepare(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
         (["train", "--transport", "mpl"], "did you mean 'mpi'"),
         (["train", "--stop-after", "0"], "expected a step from 1 to 120"),
         (["bench", "train", "--peers", "eagre"], "did you mean 'eager'"),
-        (["bench", "train", "--blocks", "0"], "expected at least 1"),
+        (["bench", "train", "--blocks", "0"], "--blocks is 0: expected a whole number, between 1 and"),
     ],
 )
 def test_wrong_use_is_one_line(words: list[str], error: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 import tilemesh as tm
-from tilemesh.cli.main import app, main
+from tilemesh.cli.main import main, make_app
 from tilemesh.comm import run_threads
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.model.config import ModelConfig
@@ -468,6 +468,6 @@ def test_commands_say_it_in_one_line(run: Path, tmp_path: Path, command: str, na
     for _, path in checkpoints(run / CHECKPOINTS):
         edit(path / MANIFEST_FILE, EDITS[name])
     rest = ["--prompt", "1"] if command == "generate" else [str(tmp_path / "out")]
-    done = CliRunner().invoke(app, [command, str(run), *rest])
+    done = CliRunner().invoke(make_app(), [command, str(run), *rest])
     assert isinstance(done.exception, RunError), done.exception
     assert "\n" not in str(done.exception)

@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -16,10 +17,11 @@ from triton.runtime.errors import OutOfResources
 
 from tilemesh.bench.kernel.matmul import BENCH
 from tilemesh.bench.kernel.measure import _check
-from tilemesh.cli.bench_kernel import bench_kernel
-from tilemesh.cli.tune import tune
+from tilemesh.cli.commands.bench.kernel import KernelBenchOptions, kernel
+from tilemesh.cli.commands.tune import TuneOptions, tune
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.core.hardware import DEVICES
+from tilemesh.core.options import check_options
 from tilemesh.kernels import FusedLinear
 from tilemesh.kernels.context import Context, use
 from tilemesh.kernels.launch import program
@@ -309,34 +311,44 @@ def test_a_kernel_too_large_for_the_gpu_is_a_clear_error_and_auto_takes_the_libr
             op.prepare_on(PROBLEM, implementation, config, device)
 
 
+def tune_shapes(shapes: list[str], **options: Any) -> None:
+    tune(TuneOptions(shapes=tuple(shapes), **options))
+
+
+def bench(operators: list[str], **options: Any) -> None:
+    command = KernelBenchOptions(operators=tuple(operators), **options)
+    check_options(command)
+    kernel(command)
+
+
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: tune(["2048x2048"]), "write MxNxK"),
-        (lambda: tune(["8x8x8"], dtype="float8"), "unknown dtype"),
-        (lambda: tune(["8x8x8"], c="rows"), "did you mean 'row'"),
-        (lambda: tune(["8x8x8"], layout="nx"), "unknown layout"),
-        (lambda: tune(["²x1x1"]), "write MxNxK"),
-        (lambda: tune(["1" * 5000 + "x1x1"]), "1…' is not understood"),
-        (lambda: tune(["8x8x8"], dtype="float32"), "only non-empty float16 and bfloat16"),
-        (lambda: tune(["matmul"]), "no shapes to tune matmul for: write MxNxK, as in"),
-        (lambda: tune(["scale_shift"]), "operator 'scale_shift' has nothing to tune; these have: matmul"),
-        (lambda: tune(["scale_shift", "8x8"]), "nothing to tune"),
-        (lambda: tune(["matmull", "8x8x8"]), "did you mean 'matmul'"),
-        (lambda: tune(["8x8x8"], settings=["c"]), "expected NAME=VALUE"),
-        (lambda: tune(["8x8x8"], c="row", settings=["c=full"]), "c is given twice"),
-        (lambda: bench_kernel(["softmaxx"]), "unknown operator"),
-        (lambda: bench_kernel(["scale_shift"], shapes="8x8x8"), "write ROWSxCOLUMNS, as in 16384x1024"),
-        (lambda: bench_kernel(["scale_shift"], c="row"), "unknown setting of this operator 'c'"),
-        (lambda: bench_kernel(["scale_shift"], settings=["activation=tanh"]), "unknown activation 'tanh'"),
-        (lambda: bench_kernel(shapes="8x8"), "write MxNxK"),
-        (lambda: bench_kernel(dtype="float16,int8"), "unknown dtype"),
-        (lambda: bench_kernel(["softmax", "attention"], settings=["maks=full"]), "'maks': did you mean 'mask'"),
-        (lambda: bench_kernel(repeats=0), "--repeats 0"),
-        (lambda: bench_kernel(times="kernal"), "unknown kind of time 'kernal': did you mean 'kernel'"),
-        (lambda: bench_kernel(peers="eagre"), "unknown peer 'eagre': did you mean 'eager'"),
-        (lambda: bench_kernel(seconds=0.0), "--seconds 0: expected more than 0"),
-        (lambda: bench_kernel(chart="roof.gif"), "ends in .svg or .png"),
+        (lambda: tune_shapes(["2048x2048"]), "write MxNxK"),
+        (lambda: tune_shapes(["8x8x8"], dtype="float8"), "unknown dtype"),
+        (lambda: tune_shapes(["8x8x8"], c="rows"), "did you mean 'row'"),
+        (lambda: tune_shapes(["8x8x8"], layout="nx"), "unknown layout"),
+        (lambda: tune_shapes(["²x1x1"]), "write MxNxK"),
+        (lambda: tune_shapes(["1" * 5000 + "x1x1"]), "1…' is not understood"),
+        (lambda: tune_shapes(["8x8x8"], dtype="float32"), "only non-empty float16 and bfloat16"),
+        (lambda: tune_shapes(["matmul"]), "no shapes to tune matmul for: write MxNxK, as in"),
+        (lambda: tune_shapes(["scale_shift"]), "operator 'scale_shift' has nothing to tune; these have: matmul"),
+        (lambda: tune_shapes(["scale_shift", "8x8"]), "nothing to tune"),
+        (lambda: tune_shapes(["matmull", "8x8x8"]), "did you mean 'matmul'"),
+        (lambda: tune_shapes(["8x8x8"], settings=["c"]), "expected NAME=VALUE"),
+        (lambda: tune_shapes(["8x8x8"], c="row", settings=["c=full"]), "c is given twice"),
+        (lambda: bench(["softmaxx"]), "unknown operator"),
+        (lambda: bench(["scale_shift"], shapes="8x8x8"), "write ROWSxCOLUMNS, as in 16384x1024"),
+        (lambda: bench(["scale_shift"], c="row"), "unknown setting of this operator 'c'"),
+        (lambda: bench(["scale_shift"], settings=["activation=tanh"]), "unknown activation 'tanh'"),
+        (lambda: bench([], shapes="8x8"), "write MxNxK"),
+        (lambda: bench([], dtype="float16,int8"), "unknown dtype"),
+        (lambda: bench(["softmax", "attention"], settings=["maks=full"]), "'maks': did you mean 'mask'"),
+        (lambda: bench([], repeats=0), "repeats is 0: expected"),
+        (lambda: bench([], times="kernal"), "unknown kind of time 'kernal': did you mean 'kernel'"),
+        (lambda: bench([], peers="eagre"), "unknown peer 'eagre': did you mean 'eager'"),
+        (lambda: bench([], seconds=0.0), "--seconds 0: expected more than 0"),
+        (lambda: bench([], chart="roof.gif"), "ends in .svg or .png"),
     ],
 )
 def test_commands_refuse_what_they_do_not_know(call, words):
@@ -347,13 +359,13 @@ def test_commands_refuse_what_they_do_not_know(call, words):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="asks what happens without a GPU")
 def test_commands_say_that_they_need_a_gpu():
     with pytest.raises(UsageError, match="GPU"):
-        tune(["8x8x8"])
+        tune_shapes(["8x8x8"])
     with pytest.raises(UsageError, match="GPU"):
-        bench_kernel(shapes="8x8x8")
+        bench([], shapes="8x8x8")
     with pytest.raises(UsageError, match="--peers cuDNN: this peer needs a GPU"):
-        bench_kernel(["attention"], peers="eager,cuDNN")
+        bench(["attention"], peers="eager,cuDNN")
     with pytest.raises(UsageError, match="'cudnnn': did you mean 'cuDNN'"):
-        bench_kernel(["attention"], peers="cudnnn")
+        bench(["attention"], peers="cudnnn")
 
 
 def test_the_claim_holds_on_the_recorded_grids():

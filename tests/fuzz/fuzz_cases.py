@@ -70,10 +70,10 @@ _STEP = "train.steps=1,checkpoint.every=0,evaluate.every=0"
 BASES: Mapping[str, tuple[Base, ...]] = {
     "calibrate": (Base({"--quick": None, "--no-save": None}),),
     "launch": (Base({"--ranks": "2", "--transport": "torch"}, ("script.py",)),),
-    "plan": (
-        Base({"--cluster": "2xh100", "--batch": "4"}, ("model.toml",)),
-        Base({"--grade": "run"}),
-    ),
+    "plan train": (Base({"--cluster": "2xh100", "--batch": "4"}, ("model.toml",)),),
+    "plan serve": (Base({"--cluster": "1xh100", "--prompt": "8", "--output": "4"}, ("model.toml",)),),
+    "plan draw": (Base({"--stages": "2", "--microbatches": "2"}, ("1f1b",)),),
+    "plan grade": (Base({}, ("run",)),),
     "tune": (Base({"--dtype": "float16"}, ("16x16x16",)),),
     "train": (
         Base({"--set": _STEP, "--mesh": "dp=1", "--out": "new"}, ("tiny.toml",)),
@@ -162,7 +162,7 @@ def commands() -> Mapping[str, Any]:
     """Every command that typer knows, by the words that call it."""
     import typer
 
-    from tilemesh.cli.main import app
+    from tilemesh.cli.main import make_app
 
     def below(command: Any, words: str) -> Iterator[tuple[str, Any]]:
         for name, inner in getattr(command, "commands", {}).items():
@@ -170,7 +170,7 @@ def commands() -> Mapping[str, Any]:
         if not hasattr(command, "commands"):
             yield words, command
 
-    return dict(below(typer.main.get_command(app), ""))
+    return dict(below(typer.main.get_command(make_app()), ""))
 
 
 def values_for(command: Any, parameter: Any) -> Mapping[str, str]:
@@ -296,7 +296,7 @@ def key_cases() -> Iterator[Case]:
     for key in (name for name, hint in hints.items() if name.startswith("model.") and "int" in str(hint)):
         for label in hostile.some([*hostile.NUMBERS], VALUES_OF_A_KEY, f"plan{key}"):
             changed = {"--set": f"{key}={hostile.NUMBERS[label]}"}
-            yield Case(f"plan: {key} is {label}", BASES["plan"][0].words("plan", changed))
+            yield Case(f"plan: {key} is {label}", BASES["plan train"][0].words("plan", changed))
 
 
 def _keys(cls: Any, reading: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -317,7 +317,7 @@ READERS = {
         ("generate", "run", "--prompt", "a", "--tokens", "2"),
         ("export", "run", "written"),
         ("report", "run", "--html", "page.html"),
-        ("plan", "--grade", "run"),
+        ("plan", "grade", "run"),
         ("train", "--resume", "run", "--set", "train.steps=3"),
     ),
     "shards/": (("train", "tiny.toml", "--mesh", "dp=1", "--set", f"{_STEP},data.source=shards", "--out", "new"),),
@@ -439,7 +439,7 @@ def environment_cases() -> Iterator[Case]:
     """Variables that every shell may have, those that tilemesh reads, and each launcher's with one of them wrong."""
     for variable in SHELL_VARIABLES:
         for label in HOSTILE_VARIABLES:
-            for name in ("plan", "report"):
+            for name in ("plan train", "report"):
                 yield _with_environment(name, {variable: hostile.ALL[label]}, f"{variable} is {label}")
     for variable in variables_read():
         for name in ("launch", "train"):

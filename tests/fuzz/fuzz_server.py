@@ -161,12 +161,12 @@ def _doors(starts_ranks: bool) -> None:
 
     import tilemesh.bench.graph.run as graph_run
     import tilemesh.bench.graph.studies as graph_studies
-    import tilemesh.cli.train_run as train_run
-    from tilemesh.cli import doctor_run as doctor
+    from tilemesh.cli.commands import doctor
     from tilemesh.launch import start
     from tilemesh.measure import calibrate
+    from tilemesh.train import job
 
-    real_fit, real_processes = train_run.fit, start.processes
+    real_fit, real_processes = job.fit, start.processes
 
     @functools.wraps(real_fit)
     def fit(config: Any, *arguments: Any, **options: Any) -> Any:
@@ -189,7 +189,7 @@ def _doors(starts_ranks: bool) -> None:
         return real_uniform(weight, *arguments, **options)
 
     torch.nn.init.kaiming_uniform_ = drawn
-    train_run.fit, start.processes, calibrate.calibrate = fit, processes, measured
+    job.fit, start.processes, calibrate.calibrate = fit, processes, measured
     doctor.trials = measured  # seconds of starting other programs
     graph_run.bench_model, graph_studies.study_rows = measured, measured  # seconds of compiling a model
 

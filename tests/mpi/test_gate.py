@@ -20,8 +20,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 import parallel_cases
 import torch
 
+from tilemesh.cli.commands.verify import LayoutTable, train_optimizer
 from tilemesh.cli.main import main
-from tilemesh.cli.verify import LayoutTable, train_optimizer
 from tilemesh.comm import connect, run_threads
 from tilemesh.core.errors import UsageError
 from tilemesh.core.step.book import synchronous

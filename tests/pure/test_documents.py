@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import pytest
 import typer
 
-from tilemesh.cli.main import app
+from tilemesh.cli.main import make_app, redirected
 from tilemesh.cli.reference import reference_page
 
 ROOT = Path(__file__).parents[2]
@@ -225,8 +225,8 @@ def test_there_are_commands_to_check() -> None:
 @pytest.mark.parametrize("command", COMMANDS, ids=[f"{ids(c.document)}: {c.line.strip()[:60]}" for c in COMMANDS])
 def test_commands_exist_with_their_options(command: DocumentCommand) -> None:
     """By what the command line itself knows, without running anything."""
-    words = command.words
-    parser: Any = typer.main.get_command(app)
+    words = redirected(command.words)
+    parser: Any = typer.main.get_command(make_app(words))
     while hasattr(parser, "commands"):
         if not words or words[0].startswith("-"):
             return  # `tilemesh --install-completion`, or the name alone

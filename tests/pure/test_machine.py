@@ -161,7 +161,7 @@ def test_these_modules_load_without_torch() -> None:
     modules = ["sample", "row", "table", "timing", "ranks", "machine", "trace", "figure"]
     code = (
         f"import sys\nfor name in {modules}: __import__('tilemesh.measure.' + name)\n"
-        "import tilemesh.cli.calibrate\n"
+        "import tilemesh.cli.commands.calibrate\n"
         "assert not {'torch', 'mpi4py', 'numpy'} & set(sys.modules), 'loaded'"
     )
     source = str(Path(machine.__file__).parents[2])

@@ -11,18 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 from typer.testing import CliRunner
 
-from tilemesh.cli.plan import plan
-from tilemesh.cli.plan_run import load_model
+from tilemesh.cli.commands.plan.train import load_model
+from tilemesh.cli.main import make_app, redirected
 from tilemesh.core import config
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.core.plan import ParallelPlan
 from tilemesh.model.config import preset
-
-app = typer.Typer()
-app.command()(plan)
 
 MEGATRON_530B = [
     "gpt3-175b", "--set", "model.layers=105,model.width=20480,model.heads=128,model.vocabulary=51200",
@@ -32,8 +28,13 @@ MEGATRON_530B = [
 ]  # fmt: skip
 
 
+def invoke(arguments: list[str], **options: Any) -> Any:
+    line = redirected(["plan", *arguments])
+    return CliRunner(env=options.pop("env", None)).invoke(make_app(line), line, **options)
+
+
 def run(*arguments: str) -> Any:
-    result = CliRunner(env={"COLUMNS": "160"}).invoke(app, list(arguments), catch_exceptions=False)
+    result = invoke(list(arguments), env={"COLUMNS": "160"}, catch_exceptions=False)
     assert result.exit_code == 0
     return result
 
@@ -49,7 +50,7 @@ def run(*arguments: str) -> Any:
 )
 def test_in_a_pipe_everything_fits_100_columns(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("COLUMNS", raising=False)
-    lines = CliRunner().invoke(app, arguments, catch_exceptions=False).stdout.splitlines()
+    lines = invoke(arguments, catch_exceptions=False).stdout.splitlines()
     assert len(lines) > 10
     assert max(map(len, lines)) <= 100
 
@@ -78,9 +79,9 @@ def test_the_table_and_why() -> None:
 
 
 def test_no_figure_is_cut_in_a_narrow_terminal() -> None:
-    out = CliRunner(env={"COLUMNS": "60"}).invoke(
-        app,
+    out = invoke(
         ["llama-3-70b", "--cluster", "64xh100", "--batch-tokens", "4M", "--fix", "attention=materialized,tp=8"],
+        env={"COLUMNS": "60"},
         catch_exceptions=False,
     )
     assert out.exit_code == 0
@@ -162,7 +163,7 @@ def test_settings_change_a_preset_and_a_file_is_a_model(tmp_path: Path) -> None:
     ],
 )
 def test_wrong_use_is_one_line(arguments: list[str], words: str) -> None:
-    result = CliRunner().invoke(app, arguments)
+    result = invoke(arguments)
     assert isinstance(result.exception, UsageError), f"{result!r} {result.output}"
     assert re.search(words, str(result.exception)), result.exception
     assert "\n" not in str(result.exception)
@@ -171,7 +172,7 @@ def test_wrong_use_is_one_line(arguments: list[str], words: str) -> None:
 def test_a_model_that_fits_nowhere_fails_and_still_gives_figures(tmp_path: Path) -> None:
     path = tmp_path / "f.json"
     with pytest.raises(RunError, match=r"gpt3-175b does not fit on 1x8xh100.*such GPUs would do"):
-        CliRunner().invoke(app, ["gpt3-175b", "--cluster", "8xh100", "--json", str(path)], catch_exceptions=False)
+        invoke(["gpt3-175b", "--cluster", "8xh100", "--json", str(path)], catch_exceptions=False)
     found = json.loads(path.read_text())
     assert (found["case"]["cluster"], found["case"]["batch"], found["case"]["context"]) == ("1x8xh100", 512, 2048)
     assert found["fits"] is False

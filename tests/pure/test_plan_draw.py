@@ -1,13 +1,14 @@
-"""`tilemesh plan --draw`: what it prints, writes and refuses; the pictures in the documents are its own."""
+"""`tilemesh plan draw`: what it prints, writes and refuses; the pictures in the documents are its own."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tilemesh.cli.plan_draw import DrawQuestion, draw_step, drawn_slice_time, require_draw
+from tilemesh.cli.commands.plan.draw import DrawOptions, draw, drawn_slice_time
 from tilemesh.core.errors import UsageError
 from tilemesh.core.plan import ParallelPlan
 from tilemesh.core.step.book import build, synchronous
@@ -21,16 +22,13 @@ from tilemesh.core.step.text import from_csv
 PICTURES = Path(__file__).parents[2] / "docs" / "parallel" / "schedules"
 
 
-def asked(name: str, **settings: object) -> DrawQuestion:
-    options = dict.fromkeys(
-        ("stages", "microbatches", "chunks", "slices", "times", "memory", "svg", "csv", "json", "html")
-    )
-    return DrawQuestion(name, **(options | settings))  # type: ignore[arg-type]
+def asked(name: str, **settings: Any) -> DrawOptions:
+    return DrawOptions(schedule=name, **settings)
 
 
 def test_a_schedule_is_drawn_everywhere(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     files = {kind: str(tmp_path / f"step.{kind}") for kind in ("svg", "csv", "json", "html")}
-    draw_step(asked("zb-v", stages=4, microbatches=8, **files), [])
+    draw(asked("zb-v", stages=4, microbatches=8, **files))
     said = capsys.readouterr().out
     assert said.startswith("zb-v: 4 stages, 8 microbatches, 2 chunks per rank (v)\nstep 25.5 with F 1, I 1, W 1")
     words = " ".join(said.split())  # lines break at the terminal's width
@@ -42,21 +40,21 @@ def test_a_schedule_is_drawn_everywhere(tmp_path: Path, capsys: pytest.CaptureFi
     page = Path(files["html"]).read_text()
     assert "gradient of weights" in page
     assert "Memory" in page
-    draw_step(asked(files["csv"]), [])
+    draw(asked(files["csv"]))
     assert "step 25.5 with" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", [*synchronous(), "search"])
 def test_the_pictures_in_the_documents_are_what_the_code_draws(name: str, tmp_path: Path) -> None:
-    settings: dict[str, object] = {"terapipe": {"microbatches": 2}, "dualpipe-v": {"microbatches": 10}}.get(name, {})
+    settings: dict[str, Any] = {"terapipe": {"microbatches": 2}, "dualpipe-v": {"microbatches": 10}}.get(name, {})
     if name == "search":
         settings = {"times": "1,1.2,0.7,0.1", "memory": 3}
-    draw_step(asked(name, svg=str(tmp_path / "drawn.svg"), **settings), [])
+    draw(asked(name, svg=str(tmp_path / "drawn.svg"), **settings))
     assert (tmp_path / "drawn.svg").read_text() == (PICTURES / f"{name}.svg").read_text()
 
 
 def test_slices_of_a_drawing_are_found_for_attention_that_grows(capsys: pytest.CaptureFixture[str]) -> None:
-    draw_step(asked("terapipe", microbatches=2, json="-"), [])
+    draw(asked("terapipe", microbatches=2, json="-"))
     figures = json.loads(capsys.readouterr().out)
     assert figures["slice_tokens"] == [18, 16, 15, 15]
     shares = [drawn_slice_time(16, 16 * place) for place in range(4)]
@@ -64,7 +62,7 @@ def test_slices_of_a_drawing_are_found_for_attention_that_grows(capsys: pytest.C
     program = build("terapipe", 4, 2, slices=4)
     assert figures["step_s"] < simulate(program, times.times(program)).total_s  # equal slices wait for the last one
     with pytest.raises(UsageError, match="65 slices of a sequence of 64 tokens"):
-        draw_step(asked("terapipe", microbatches=2, slices=65), [])
+        draw(asked("terapipe", microbatches=2, slices=65))
 
 
 def zero_picture(stage: int) -> str:
@@ -94,7 +92,7 @@ def test_the_pictures_of_zero_are_its_lists(stage: int) -> None:
         (asked("1f1b", stages=0), "0 stages"),
         (asked("search", microbatches=0), "0 microbatches"),
         (asked("search", memory=0.1), "the least found is"),
-        (asked("1f1b", memory=2), "limit for --draw search"),
+        (asked("1f1b", memory=2), "limit for search"),
         (asked("1f1b", times="1,2"), "expected seconds of F, I, W"),
         (asked("1f1b", times="1,-2,1"), "expected seconds of F, I, W"),
         (asked("1f1b", times="nan,1,1"), "expected seconds of F, I, W"),
@@ -104,22 +102,14 @@ def test_the_pictures_of_zero_are_its_lists(stage: int) -> None:
         (asked("search", memory=float("inf")), "--memory is inf: expected the most microbatches"),
         (asked("terapipe", slices=0), "--slices is 0: expected at least 1"),
         (asked("terapipe", slices=-1), "--slices is -1: expected at least 1"),
-        (asked("search", slices=2), "--slices with --draw search: it finds that itself"),
-        (asked("search", chunks=2), "--chunks with --draw search: it finds that itself"),
+        (asked("search", slices=2), "--slices with search: it finds that itself"),
+        (asked("search", chunks=2), "--chunks with search: it finds that itself"),
         (asked("1f1b", stages=1000, microbatches=1000), "too many to draw"),
         (asked("dualpipe", microbatches=6), "at least 8"),
         (asked("nowhere.csv"), "cannot be read"),
         (asked("nowhere.csv", stages=3), "leave it out"),
-        (asked("1f1b", svg="/proc/x/y.svg"), "cannot be written"),
     ],
 )
-def test_what_cannot_be_drawn_is_refused(question: DrawQuestion, words: str) -> None:
+def test_what_cannot_be_drawn_is_refused(question: DrawOptions, words: str) -> None:
     with pytest.raises(UsageError, match=words):
-        draw_step(question, [])
-
-
-def test_options_of_a_drawing_need_one_and_it_stands_alone() -> None:
-    with pytest.raises(UsageError, match="--stages is about a drawing"):
-        require_draw(asked("", stages=3))
-    with pytest.raises(UsageError, match="leave --cluster out"):
-        draw_step(asked("1f1b"), ["--cluster"])
+        draw(question)

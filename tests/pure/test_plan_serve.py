@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from tilemesh.cli import plan_serve
 from tilemesh.cli.main import main
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.core.hardware import parse_cluster
@@ -25,6 +24,7 @@ from tilemesh.plan.serving import (
     steady_state,
 )
 from tilemesh.plan.serving_clock import StepClock
+from tilemesh.serve import planned
 from tilemesh.serve.scheduler import ServeLimits
 from tilemesh.serve.simulate import fresh_requests, simulate_with
 
@@ -138,10 +138,10 @@ def test_what_is_printed_fits_100_columns(capsys: pytest.CaptureFixture[str], mo
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        ("plan tiny --rate 3", "--serve"),
+        ("plan tiny --rate 3", "--rate is an option of tilemesh plan serve, not of tilemesh plan train"),
         ("plan tiny --serve", "cluster"),
         ("plan tiny --serve --cluster 1xh200 --rate -1", "--rate"),
-        ("plan tiny --serve --cluster 1xh200 --batch 3", "about training"),
+        ("plan tiny --serve --cluster 1xh200 --batch 3", "--batch is an option of tilemesh plan train"),
         ("plan tiny --serve --cluster 1xh200 --prompt 9 --output 9 --dtype fp8", "dtype"),
         ("plan tiny --serve --cluster 1xh200 --prompt 500", "context"),
         ("plan tiny --serve --cluster 1xh200 --price 0", "--price"),
@@ -185,6 +185,11 @@ def test_what_is_claimed_is_what_the_scheduler_does_when_it_is_never_idle(
     assert claimed == pytest.approx((last - first) / (ends[last] - ends[first]) * 1e9, rel=0.1)
 
 
+def test_a_rate_far_below_what_a_layout_serves_is_simulated() -> None:
+    """Its share of that was rounded to 0, and no request ever came."""
+    assert main(["plan", "serve", "tiny", "--cluster", "1xh100", "--prompt", "8", "--output", "4"]) == 0
+
+
 def test_a_batch_is_no_larger_than_a_step(tmp_path: Path) -> None:
     target = tmp_path / "plan.json"
     asked = ["--serve", "--cluster", "8xh100", "--prompt", "64", "--output", "16", "--rate", "10"]
@@ -197,13 +202,13 @@ def test_a_batch_is_no_larger_than_a_step(tmp_path: Path) -> None:
 def test_a_load_is_judged_when_the_engine_has_filled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Five times the requests give about the same time per token, and those inside are what Little's law says."""
     figures = []
-    for fewest in (plan_serve._FEWEST, 5 * plan_serve._FEWEST):
-        monkeypatch.setattr(plan_serve, "_FEWEST", fewest)
+    for fewest in (planned._FEWEST, 5 * planned._FEWEST):
+        monkeypatch.setattr(planned, "_FEWEST", fewest)
         target = tmp_path / f"{fewest}.json"
         asked = ["--serve", "--cluster", "1xh100", "--prompt", "256", "--output", "64", "--rate", "1"]
         assert main(["plan", "llama-3-8b", *asked, "--step-tokens", "256", "--json", str(target)]) == 0
         figures.append({load["share"]: load for load in json.loads(target.read_text())["loads"]})
-    for share in plan_serve.LOADS[:-1]:
+    for share in planned.LOADS[:-1]:
         few, many = (loads[share] for loads in figures)
         assert few["itl_p50"] == pytest.approx(many["itl_p50"], rel=0.25)
         assert few["inside"] == pytest.approx(few["little"], rel=0.2)

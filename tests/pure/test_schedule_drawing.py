@@ -5,27 +5,35 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree as ET
 
 import pytest
 
-from tilemesh.cli.bench_collective import bench_collective
+from tilemesh.cli.commands.bench.collective import CollectiveOptions, collective
 from tilemesh.comm.schedules import draw as drawing
 from tilemesh.comm.schedules.book import algorithms, build
 from tilemesh.comm.schedules.draw import LEGEND
 from tilemesh.core.errors import UsageError
+from tilemesh.core.options import check_options
+
+
+def bench_collective(*names: str, **options: Any) -> None:
+    command = CollectiveOptions(collectives=names, **options)
+    check_options(command)
+    collective(command)
 
 
 def test_the_schedule_is_printed_and_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "120")
-    bench_collective(["all_reduce"], draw="ring", ranks="8", svg=tmp_path / "ring.svg")
+    bench_collective("all_reduce", draw="ring", ranks="8", svg=tmp_path / "ring.svg")
     said = capsys.readouterr().out.splitlines()
     assert said[0] == "ring all_reduce: 8 ranks, 8 chunks"
     assert len(said) == 3 + 1 + 14 + len(["", *LEGEND.splitlines()])
     monkeypatch.delenv("COLUMNS")
-    bench_collective(["all_reduce"], draw="ring", ranks="8")
+    bench_collective("all_reduce", draw="ring", ranks="8")
     narrow = capsys.readouterr().out.splitlines()
     assert max(map(len, narrow)) <= 100
     heads = [line.split("  ") for line in narrow if line.startswith("round")]
@@ -70,25 +78,25 @@ def test_a_thousand_ranks_are_more_than_a_drawing_holds() -> None:
 
 
 def test_nodes_of_a_drawing(capsys: pytest.CaptureFixture[str]) -> None:
-    bench_collective(["all_reduce"], draw="hierarchical", ranks="4", node_size=2)
+    bench_collective("all_reduce", draw="hierarchical", ranks="4", node_size=2)
     first = capsys.readouterr().out
-    bench_collective(["all_reduce"], draw="hierarchical", ranks="4")
+    bench_collective("all_reduce", draw="hierarchical", ranks="4")
     assert first != capsys.readouterr().out
-    with pytest.raises(UsageError, match="nodes of 0 ranks"):
-        bench_collective(["all_reduce"], draw="hierarchical", ranks="4", node_size=0)
-    bench_collective(["all_reduce"], draw="ring", ranks="1")
+    with pytest.raises(UsageError, match="node_size is 0: expected a whole number, at least 1"):
+        bench_collective("all_reduce", draw="hierarchical", ranks="4", node_size=0)
+    bench_collective("all_reduce", draw="ring", ranks="1")
     assert capsys.readouterr().out.startswith("ring all_reduce: 1 rank, 1 chunk\n")
 
 
 def test_wrong_use_is_told(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="unknown collective to bench 'allreduce': did you mean 'all_reduce'"):
-        bench_collective(["allreduce"])
+        bench_collective("allreduce")
     with pytest.raises(UsageError, match="unknown algorithm 'rign': did you mean 'ring'"):
-        bench_collective(["all_reduce"], algorithms="rign")
+        bench_collective("all_reduce", algorithms="rign")
     with pytest.raises(UsageError, match="unknown transport 'tcp'"):
-        bench_collective(["all_reduce"], transport="tcp")
+        bench_collective("all_reduce", transport="tcp")
     with pytest.raises(UsageError, match=r"expected a file that ends in \.svg"):
-        bench_collective(["all_reduce"], chart="x.gif")
+        bench_collective("all_reduce", chart="x.gif")
     with pytest.raises(UsageError, match="--fit with 1 rank: expected at least 2"):
         bench_collective(fit=True, ranks="1")
     with pytest.raises(UsageError, match="unknown topology 'torus'"):
@@ -96,13 +104,13 @@ def test_wrong_use_is_told(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="--simulate and --fit: each is a run of its own"):
         bench_collective(simulate="ring", fit=True)
     with pytest.raises(UsageError, match="unknown algorithm for broadcast 'trea': did you mean 'tree'"):
-        bench_collective(["broadcast"], draw="trea")
-    bench_collective(["broadcast"], draw="tree", svg=tmp_path / "new" / "x.svg")
+        bench_collective("broadcast", draw="trea")
+    bench_collective("broadcast", draw="tree", svg=tmp_path / "new" / "x.svg")
     assert (tmp_path / "new" / "x.svg").is_file()
 
 
 def test_a_simulation_shows_who_overtakes_whom(capsys: pytest.CaptureFixture[str]) -> None:
-    bench_collective(["all_reduce"], simulate="two-level", ranks="64", sizes="1KiB..64MiB")
+    bench_collective("all_reduce", simulate="two-level", ranks="64", sizes="1KiB..64MiB")
     page = capsys.readouterr().out
     assert "all_reduce, 64 ranks, two-level: seconds as simulated" in page
     assert "tree is overtaken by hierarchical between 64 KiB and 256 KiB" in page
@@ -110,11 +118,11 @@ def test_a_simulation_shows_who_overtakes_whom(capsys: pytest.CaptureFixture[str
 
 
 def test_a_simulation_of_named_algorithms(capsys: pytest.CaptureFixture[str]) -> None:
-    bench_collective(["all_to_all"], simulate="flat", ranks="8", sizes="1KiB", algorithms="bruck,naive")
+    bench_collective("all_to_all", simulate="flat", ranks="8", sizes="1KiB", algorithms="bruck,naive")
     (head,) = (line for line in capsys.readouterr().out.splitlines() if line.endswith("quickest"))
     assert head.split() == ["size", "bruck", "naive", "quickest"]
     with pytest.raises(UsageError, match="none of ring serves all_to_all: expected some of pairwise, bruck"):
-        bench_collective(["all_to_all"], simulate="flat", algorithms="ring")
+        bench_collective("all_to_all", simulate="flat", algorithms="ring")
 
 
 @pytest.mark.parametrize("collective", ["all_reduce", "all_gather"])
@@ -124,7 +132,7 @@ def test_a_simulation_fits_100_columns_and_keeps_its_headings_apart(
 ) -> None:
     monkeypatch.delenv("COLUMNS", raising=False)
     names = algorithms(collective)
-    bench_collective([collective], simulate=topology, ranks="16", sizes="4B,64MiB", algorithms=",".join(names))
+    bench_collective(collective, simulate=topology, ranks="16", sizes="4B,64MiB", algorithms=",".join(names))
     lines = capsys.readouterr().out.splitlines()
     assert max(len(line) for line in lines) <= 100
     heads = [line.split() for line in lines if line.endswith("   quickest")]

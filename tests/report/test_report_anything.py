@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tilemesh.cli.report_run import beside
+from tilemesh.cli.pages import beside
 from tilemesh.report import compare_page, run, run_page
 
 MakeRun = Callable[..., Path]

@@ -18,8 +18,8 @@ from pathlib import Path
 import pytest
 
 from tilemesh.cli.bench_page import read_trials
+from tilemesh.cli.commands.train import write_page
 from tilemesh.cli.main import main
-from tilemesh.cli.train_run import write_page
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.kernels.matmul.config import Config
 from tilemesh.kernels.matmul.problem import Problem

@@ -14,7 +14,7 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from tilemesh.cli.report_run import beside, make
+from tilemesh.cli.pages import beside, write_pages
 from tilemesh.comm.schedules.book import build
 from tilemesh.core.files import write_text
 from tilemesh.measure.row import Row, write_rows
@@ -57,7 +57,7 @@ def test_a_runs_page(browser: Any, make_run: MakeRun, width: int, dark: bool) ->
     with (folder / "metrics.jsonl").open("a") as file:
         for number, kind in enumerate(("stopped", "resumed", "warning")):  # signs that meet
             file.write(f'{{"kind": "{kind}", "step": 60, "why": "because", "at": {1.79e9 + 12 + number / 10}}}\n')
-    (path,) = make([str(folder)], None)
+    (path,) = write_pages([str(folder)], None)
     with browser.open(f"file://{path}", width=width, dark=dark) as page:
         check(page, charts=8)
         signs = "[...document.querySelector('.plot').querySelectorAll('.sign')]"
@@ -72,7 +72,7 @@ def test_a_runs_page(browser: Any, make_run: MakeRun, width: int, dark: bool) ->
 
 
 def test_keys_alone_reach_everything_in_the_order_it_stands(browser: Any, make_run: MakeRun) -> None:
-    (path,) = make([str(make_run())], None)
+    (path,) = write_pages([str(make_run())], None)
     with browser.open(f"file://{path}") as page:
         page.value(CHECKS)
         reached = []
@@ -89,7 +89,7 @@ def test_keys_alone_reach_everything_in_the_order_it_stands(browser: Any, make_r
 
 
 def test_arrows_read_a_chart_and_move_the_timeline(browser: Any, make_run: MakeRun) -> None:
-    (path,) = make([str(make_run())], None)
+    (path,) = write_pages([str(make_run())], None)
     with browser.open(f"file://{path}") as page:
         page.value("document.querySelector('.plot').focus()")
         last = page.value("document.querySelector('.chart output').textContent")
@@ -119,7 +119,7 @@ def test_names_and_text_are_shown_never_run(browser: Any, make_run: MakeRun) -> 
     (folder / "config.toml").write_text(config + f'[data]\nsource = "{evil}"\n"{evil}" = 1\n')
     trace = (folder / "trace.json").read_text()
     (folder / "trace.json").write_text(trace.replace('"forward"', '"</script><img src=x>"'))
-    (path,) = make([str(folder)], str(folder.parent / "page.html"))
+    (path,) = write_pages([str(folder)], str(folder.parent / "page.html"))
     with browser.open(f"file://{path}") as page:
         check(page, charts=7)
         assert page.value("document.querySelector('h1').textContent").startswith("<script>alert(1)<long")
@@ -129,7 +129,7 @@ def test_names_and_text_are_shown_never_run(browser: Any, make_run: MakeRun) -> 
 
 def test_ten_thousand_steps_of_sixty_four_ranks(browser: Any, make_run: MakeRun) -> None:
     folder = make_run(steps=10_000, dp=8, tp=8, traced=4, layers=24, seconds=0.4)
-    (path,) = make([str(folder)], None)
+    (path,) = write_pages([str(folder)], None)
     assert Path(path).stat().st_size < 10e6
     with browser.open(f"file://{path}") as page:
         check(page, charts=7)
@@ -146,7 +146,7 @@ def test_an_incomplete_run_has_a_page_too(browser: Any, make_run: MakeRun, left:
         lines = (folder / "metrics.jsonl").read_text().splitlines()
         lines[7] = '{"kind": "step", "step": 8, "loss": NaN, "tokens_per_s": null}'
         (folder / "metrics.jsonl").write_text("\n".join(lines[:20] + lines[30:])[:-40])
-    (path,) = make([str(folder)], None)
+    (path,) = write_pages([str(folder)], None)
     with browser.open(f"file://{path}", width=NARROW) as page:
         check(page, charts=0)
         missing = page.value("document.querySelector('.missing').textContent")
@@ -157,7 +157,7 @@ def test_an_incomplete_run_has_a_page_too(browser: Any, make_run: MakeRun, left:
 
 def test_two_runs_side_by_side(browser: Any, make_run: MakeRun) -> None:
     runs = [str(make_run("first")), str(make_run("second", lr=0.001, seconds=0.2))]
-    (path,) = make(runs, None)
+    (path,) = write_pages(runs, None)
     assert path.endswith("first/report-beside-second.html")
     for width in (WIDE, NARROW):
         with browser.open(f"file://{path}", width=width) as page:
@@ -182,7 +182,7 @@ def test_the_pages_of_a_kind_without_its_own(browser: Any, tmp_path: Path, width
             journal.summarize(kind, {"mean": 3.5, "by": {"six": 5}})
     for paths, words in ((["whole"], "Done after step 30."), (["failed"], "Failed at step 30: the table broke."),
                          (["whole", "failed"], "no figure differs")):  # fmt: skip
-        (path,) = make([str(tmp_path / name) for name in paths], None)
+        (path,) = write_pages([str(tmp_path / name) for name in paths], None)
         with browser.open(f"file://{path}", width=width, dark=dark) as page:
             check(page, charts=2)
             assert words in page.value("document.querySelector('.verdict').textContent")
@@ -193,7 +193,7 @@ def test_the_pages_of_a_kind_without_its_own(browser: Any, tmp_path: Path, width
 
 def test_a_kernels_page(browser: Any, tmp_path: Path) -> None:
     files = [str(RESULTS / "matmul_rows_h200_float16.jsonl"), str(RESULTS / "matmul_grid_h200_float16.jsonl")]
-    (path,) = make(files, str(tmp_path / "kernel.html"))
+    (path,) = write_pages(files, str(tmp_path / "kernel.html"))
     for width, dark in ((WIDE, True), (NARROW, False)):
         with browser.open(f"file://{path}", width=width, dark=dark) as page:
             check(page, charts=5)
@@ -202,7 +202,7 @@ def test_a_kernels_page(browser: Any, tmp_path: Path) -> None:
 
 
 def test_rows_of_a_calibration_have_a_page(browser: Any, tmp_path: Path) -> None:
-    (path,) = make([str(RESULTS / "calibration-neoverse-n1-2c.jsonl")], str(tmp_path / "rows.html"))
+    (path,) = write_pages([str(RESULTS / "calibration-neoverse-n1-2c.jsonl")], str(tmp_path / "rows.html"))
     with browser.open(f"file://{path}", width=NARROW) as page:
         check(page, charts=1)
 
@@ -229,7 +229,7 @@ def collective_rows() -> Iterator[Row]:
 def test_a_collectives_page(browser: Any, tmp_path: Path) -> None:
     rows = list(collective_rows())
     write_rows(rows, tmp_path / "rows.jsonl")
-    (path,) = make([str(tmp_path / "rows.jsonl")], str(tmp_path / "collective.html"))
+    (path,) = write_pages([str(tmp_path / "rows.jsonl")], str(tmp_path / "collective.html"))
     picture = svg(collective_page.drawings(rows))
     assert ">all_reduce, 8 ranks, ordinary arrays<" in picture
     assert all(f">{name}<" in picture for name in ("auto", "native", "limit", "ring", "tree"))
@@ -288,7 +288,7 @@ def test_a_collectives_page_explains_arrays_from_comm_empty() -> None:
 
 @pytest.mark.parametrize("file", ["train_h200.jsonl", "ladder_h200.jsonl", "methods-neoverse-n1-2c.jsonl"])
 def test_the_names_of_bars_of_rows_stand_on_one_line(browser: Any, tmp_path: Path, file: str) -> None:
-    (path,) = make([str(RESULTS / file)], str(tmp_path / "rows.html"))
+    (path,) = write_pages([str(RESULTS / file)], str(tmp_path / "rows.html"))
     for width in (WIDE, 800):
         with browser.open(f"file://{path}", width=width) as page:
             page.value(CHECKS)

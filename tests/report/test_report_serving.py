@@ -9,7 +9,7 @@ import pytest
 
 from tilemesh.bench.serve.record import write_serve_run
 from tilemesh.bench.serve.run import LoadPoint, ServeFindings
-from tilemesh.cli.report_run import make
+from tilemesh.cli.pages import write_pages
 from tilemesh.core.hardware import parse_cluster
 from tilemesh.measure.machine import stamp
 from tilemesh.measure.row import Row
@@ -70,7 +70,7 @@ def test_the_folder_has_every_step_and_what_it_came_to(folder: Path) -> None:
 
 @pytest.mark.parametrize(("width", "dark"), [(1280, False), (390, True)])
 def test_the_page_in_a_browser(browser: Any, folder: Path, width: int, dark: bool) -> None:
-    (path,) = make([str(folder)], None)
+    (path,) = write_pages([str(folder)], None)
     with browser.open(f"file://{path}", width=width, dark=dark) as page:
         page.value(CHECKS)
         assert page.complaints() == []
@@ -88,5 +88,5 @@ def test_the_page_in_a_browser(browser: Any, folder: Path, width: int, dark: boo
 def test_a_damaged_summary_still_gives_a_page(folder: Path, tmp_path: Path) -> None:
     (folder / "summary.json").write_text('{"schema": 1, "kind": "serve", "model": 3, "points": [1, {"rate": "x"}]}')
     target = tmp_path / "page.html"
-    make([str(folder)], str(target))
+    write_pages([str(folder)], str(target))
     assert "What each step computed" in target.read_text()

@@ -7,42 +7,25 @@ traceback is for bugs, and for `--debug`. Commands import what they need when th
 
 from __future__ import annotations
 
+import inspect
 import io
 import itertools
 import os
+import pkgutil
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand
 
 import tilemesh
-from tilemesh.cli import (
-    bench_collective,
-    bench_compress,
-    bench_exchange,
-    bench_graph,
-    bench_kernel,
-    bench_methods,
-    bench_serve,
-    bench_train,
-    calibrate,
-    compress,
-    config,
-    doctor,
-    graph,
-    guide,
-    launch,
-    plan,
-    report,
-    serve,
-    train,
-    tune,
-    verify,
-)
+from tilemesh.cli import commands
 from tilemesh.cli.targets import check_apart
+from tilemesh.cli.typed import typed
 from tilemesh.core.errors import RunError, UsageError, unknown
 from tilemesh.core.exhausted import out_of_memory
 
@@ -89,49 +72,6 @@ _PASSED_ON = ("command", "prompt")
 """Words of a user's own script, and text: those may be empty."""
 
 
-def _empty_app() -> typer.Typer:
-    return typer.Typer(
-        name="tilemesh",
-        help="Plan, run, measure and explain Transformer training, from one GPU tile to a mesh of ranks.",
-        add_completion=True,
-        pretty_exceptions_enable=False,
-        rich_markup_mode=None,  # rich takes as long to import as all of our commands together
-    )
-
-
-app = _empty_app()
-app.command()(doctor.doctor)
-app.command()(calibrate.calibrate)
-app.command()(config.config)
-app.command()(launch.launch)
-app.command()(plan.plan)
-app.command()(tune.tune)
-app.command()(train.train)
-app.command()(train.generate)
-app.command()(train.export)
-app.command()(serve.serve)
-app.command()(compress.compress)
-app.add_typer(train.data, name="data")
-app.command()(verify.verify)
-app.command()(report.report)
-app.command()(report.watch)
-
-bench = typer.Typer(help="Measure ours beside what you would use instead.")
-bench.command("kernel")(bench_kernel.bench_kernel)
-bench.command("collective")(bench_collective.bench_collective)
-bench.command("exchange")(bench_exchange.bench_exchange)
-bench.command("train")(bench_train.bench_train)
-bench.command("serve")(bench_serve.bench_serve)
-bench.command("graph")(bench_graph.bench_graph)
-bench.command("methods")(bench_methods.bench_methods)
-bench.command("compress")(bench_compress.bench_compress)
-app.add_typer(bench, name="bench")
-app.add_typer(graph.graph, name="graph")
-app.command()(guide.guide)
-for _commands in (app, bench, graph.graph, train.data):
-    for _command in _commands.registered_commands:
-        _command.cls = _Command
-
 _LESS_MEMORY = {
     "serve": "set --pages, --memory, --context or --step-tokens lower, or --dtype bf16",
     "compress": "set --calibrate and --sequences lower, or use a machine with more memory",
@@ -145,7 +85,6 @@ _LibraryUsageError: Any = typer.BadParameter.__mro__[1]
 _LibraryError: Any = typer.BadParameter.__mro__[2]
 
 
-@app.callback(invoke_without_command=True)
 def _options(
     context: typer.Context,
     version: Annotated[bool, typer.Option("--version", help="Print the version and leave.")] = False,
@@ -159,32 +98,51 @@ def _options(
         raise typer.Exit(0)
 
 
-def app_for(first: str) -> typer.Typer:
-    """The app with the command of this name as it is, and of the others the name and the sentence that they are for:
-    reading the options of all commands takes longer than everything else that `tilemesh --help` does."""
-    made = _empty_app()
-    made.callback(invoke_without_command=True)(_options)
-    for command in app.registered_commands:
-        assert command.callback is not None
-        is_asked = first == (command.name or command.callback.__name__)
-        made.command(command.name, cls=_Command)(command.callback if is_asked else _without_options(command.callback))
-    for group in app.registered_groups:
-        assert group.typer_instance is not None
-        if group.name == first:
-            made.add_typer(group.typer_instance, name=group.name)
-            continue
-        short = typer.Typer(help=group.typer_instance.info.help)
-        short.command("options")(_without_options(_options))
-        made.add_typer(short, name=group.name)
-    return made
+def make_app(words: Sequence[str] | None = None) -> typer.Typer:
+    """The app: whole, or with the options of the command that these words name and of the others the name and the
+    sentence that they are for. Those are read from the files, as importing all commands takes longer than the rest."""
+    app = typer.Typer(
+        name="tilemesh",
+        help="Plan, run, measure and explain Transformer training, from one GPU tile to a mesh of ranks.",
+        add_completion=True,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,  # rich takes as long to import as all of our commands together
+    )
+    app.callback(invoke_without_command=True)(_options)
+    _add_commands(app, commands.__name__, commands.__path__, words)
+    return app
 
 
-def _without_options(function: Callable[..., Any]) -> Callable[[], None]:
-    def short() -> None:
-        raise AssertionError(f"{function.__name__} was not asked for")
+def _add_commands(app: typer.Typer, package: str, folders: Sequence[str], words: Sequence[str] | None) -> None:
+    """Every file of a folder is a command, every folder in it a group; what each is for is its docstring."""
+    order = {name: place for place, name in enumerate(commands.ORDER)}
+    for module in sorted(pkgutil.iter_modules(folders), key=lambda module: order.get(module.name, len(order))):
+        name, path = module.name, Path(getattr(module.module_finder, "path", ""), module.name)
+        file = path / "__init__.py" if module.ispkg else path.with_suffix(".py")
+        text = inspect.cleandoc(file.read_text(encoding="utf-8").split('"""', 2)[1])
+        is_named = words is None or words[:1] == [name]
+        if module.ispkg:
+            group = typer.Typer(help=text)
+            _add_commands(group, f"{package}.{name}", [str(path)], words and words[1:] if is_named else ())
+            app.add_typer(group, name=name)
+        else:
+            command = typed(getattr(import_module(f"{package}.{name}"), name)) if is_named else _not_called
+            app.command(name, cls=_Command, help=text)(command)
 
-    short.__name__, short.__doc__ = function.__name__, function.__doc__
-    return short
+
+def redirected(arguments: Sequence[str]) -> list[str]:
+    """The line with the command of a group that its words mean: `plan MODEL` is `plan train MODEL`."""
+    line = list(arguments)
+    for place, word in enumerate(line):
+        if not word.startswith("-"):
+            is_group = any(module.name == word and module.ispkg for module in pkgutil.iter_modules(commands.__path__))
+            redirect = getattr(import_module(f"{commands.__name__}.{word}"), "redirect", list) if is_group else list
+            return [*line[: place + 1], *redirect(line[place + 1 :])]
+    return line
+
+
+def _not_called() -> None:
+    raise AssertionError("a command without its options was called")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -199,12 +157,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments, debug = take_debug(list(sys.argv[1:] if argv is None else argv))
     try:
         completes = "_TILEMESH_COMPLETE" in os.environ  # a shell asks for the words that may follow
-        first = next((word for word in arguments if not word.startswith("-")), "")
-        command = typer.main.get_command(app if completes else app_for(first))
+        line = redirected(arguments)
+        command = typer.main.get_command(make_app(None if completes else [word for word in line if word[:1] != "-"]))
         if completes:
-            command(arguments, prog_name="tilemesh")
+            command(line, prog_name="tilemesh")
         # Not by calling the command: that makes an exit code of an interrupt, without a word.
-        with command.make_context("tilemesh", arguments) as context:
+        with command.make_context("tilemesh", line) as context:
             code = command.invoke(context)
         sys.stdout.flush()  # what is still buffered may not find room either, and then this did not go well
     except typer.Exit as leave:
@@ -276,8 +234,9 @@ def _usage_sentence(error: Any, arguments: Sequence[str]) -> str:
     where = context.command_path
     option = getattr(error, "option_name", None)
     if message.startswith("No such option") and option is not None:
-        known = sorted({name for parameter in context.command.params for name in parameter.opts if name[:2] == "--"})
-        return str(unknown(f"option for {where}", option, known))
+        if owners := _owners(option, where.split()[1:-1]):
+            return f"{option} is an option of {' and '.join(owners)}, not of {where}: leave it out"
+        return str(unknown(f"option for {where}", option, sorted(_flags(context.command))))
     commands = getattr(context.command, "commands", None)
     if message.startswith("No such command") and commands:
         return str(unknown(f"command for {where}", message.split("'")[1], sorted(commands)))
@@ -285,3 +244,16 @@ def _usage_sentence(error: Any, arguments: Sequence[str]) -> str:
     names = getattr(getattr(error, "param", None), "opts", [])
     given = next((f" (given: {value})" for name, value in itertools.pairwise(arguments) if name in names), "")
     return f"{where}: {message[:1].lower()}{message[1:]}{given}; see {where} --help"
+
+
+def _owners(option: str, group: Sequence[str]) -> list[str]:
+    """The commands of a group that do have an option."""
+    found: Any = typer.main.get_command(make_app())
+    for name in group:
+        found = found.commands[name]
+    names = found.commands.items() if group else ()
+    return [" ".join(["tilemesh", *group, name]) for name, command in names if option in _flags(command)]
+
+
+def _flags(command: Any) -> set[str]:
+    return {name for parameter in command.params for name in parameter.opts if name[:2] == "--"}

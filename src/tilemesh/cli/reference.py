@@ -12,7 +12,7 @@ from typing import Any
 
 import typer
 
-from tilemesh.cli.main import app
+from tilemesh.cli.main import make_app
 
 _PAGE = """# Commands
 
@@ -25,7 +25,7 @@ This page is generated: `python -m tilemesh.cli.reference > docs/commands.md`.
 
 def reference_page() -> str:
     """The Markdown page."""
-    whole: Any = typer.main.get_command(app)
+    whole: Any = typer.main.get_command(make_app())
     sections = [section for name, command in commands(whole, "tilemesh") for section in _section(name, command)]
     return "\n".join([_PAGE, *sections]).rstrip() + "\n"
 

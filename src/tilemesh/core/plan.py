@@ -112,7 +112,7 @@ class StepSettings:
     schedule: str = "1f1b"
     """Order of forward and backward passes over the stages; says nothing when pp is 1. A name (`tilemesh config
     --reference` ends with all of them), or a schedule of your own: a line of passes per stage, as 0F0,0F1,0B0,0B1, or
-    the name of a .csv file with such lines, which `tilemesh plan --draw search --csv FILE` and torch's pipelining
+    the name of a .csv file with such lines, which `tilemesh plan draw search --csv FILE` and torch's pipelining
     write."""
     slices: int = 1
     """Pieces of each sequence that pass through the stages one after the other: for terapipe. How long each is, is

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tilemesh.serve.answers import Answer, Completion
+    from tilemesh.serve.config import EngineConfig
     from tilemesh.serve.engine import Engine
     from tilemesh.serve.request import Sampling
     from tilemesh.serve.scheduler import QueueFullError
@@ -19,12 +20,13 @@ _WHERE = {
     "Answer": "tilemesh.serve.answers",
     "Completion": "tilemesh.serve.answers",
     "Engine": "tilemesh.serve.engine",
+    "EngineConfig": "tilemesh.serve.config",
     "QueueFullError": "tilemesh.serve.scheduler",
     "Sampling": "tilemesh.serve.request",
     "generate": "tilemesh.serve.write",
 }
 
-__all__ = ["Answer", "Completion", "Engine", "QueueFullError", "Sampling", "generate"]
+__all__ = ["Answer", "Completion", "Engine", "EngineConfig", "QueueFullError", "Sampling", "generate"]
 
 
 def __getattr__(name: str) -> Any:

@@ -12,19 +12,23 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import torch
+
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.core.plan import ParallelPlan
-from tilemesh.core.ranges import LARGEST_WHOLE, SEED, Range
+from tilemesh.core.ranges import LARGEST_WHOLE
 from tilemesh.data.tokenizer import encode_prompt
 from tilemesh.kernels.launch.tensors import read_device
 from tilemesh.measure.gpu import CudaGraphs
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.work.weights import why_not
 from tilemesh.serve.answers import Completion, EngineStatus
+from tilemesh.serve.config import EngineConfig
 from tilemesh.serve.constrain.mask import Constraints
 from tilemesh.serve.core import AnswerPart, EngineCore, PromptJob
 from tilemesh.serve.device_steps import PlainCalls, ServeGraphs
@@ -51,111 +55,67 @@ class Engine:
     def __init__(
         self,
         source: str | Path | ServedModel,
+        config: EngineConfig | None = None,
         *,
-        pages: int | None = None,
-        memory: float | None = None,
-        page_tokens: int = 16,
-        context: int | None = None,
-        step_tokens: int = 512,
-        chunk_tokens: int | None = None,
-        running: int = 64,
-        waiting: int = 1024,
-        swap_pages: int = 0,
-        share_prefixes: bool = True,
-        speculate: int = 0,
         draft: str | Path | ServedModel | None = None,
-        ranks: int = 0,
-        shared_by: int = 1,
-        invariant: bool = False,
-        kv_cache: str = "",
-        launch_ahead: bool | None = None,
-        packed: bool | None = None,
-        prepare: bool = False,
-        dtype: str | None = None,
-        device: str = "cpu",
-        seed: int = 0,
-        step: int | None = None,
         history: ServeHistory | None = None,
         say: Callable[[str], None] = lambda text: None,
+        **settings: Any,
     ) -> None:
-        """`pages` of `page_tokens` tokens, or as many as fit into the share `memory` of what is free.
+        """`settings` are fields of `EngineConfig`, over those of `config`: `Engine("runs/…", running=8)`.
 
-        For the other sizes see `ServeLimits`. `speculate`: guess up to so many tokens per step from what a request's
-        own text repeats, or with a `draft` model (by default 4) from what that would write; answers stay what they are,
-        and where guesses do not pay there are none. `launch_ahead`: launch a step before the tokens of the last are
-        known, decoding as CUDA graphs; None: on a GPU, and never in invariant mode. `prepare`: capture those for all
-        batch sizes before the first request, so that none waits for it. `seed`: of requests that bring none. `step`:
-        which checkpoint.
-        `ranks`: so many processes share each matrix (tensor parallel, over `parallel/`); 0: this process computes.
-        `shared_by`: how many engines share this machine's cores; such ones do not wait for their ranks: `wait_ready`.
-        `kv_cache`: int8 or fp8 keeps keys and values in 8 bits, with a scale for each token and head.
-        `packed`: on a CPU, hold weights in the layout of its products as well, which makes these faster and takes as
-        much memory again; None: on arm64, where a quarter of the free memory is enough, and never in invariant mode.
-        `history`: where every step and request is written down, which takes memory for as long as it goes on.
+        `draft`: a smaller model that guesses up to `speculate` tokens per step. `history`: where every step and request
+        is written down, which takes memory for as long as it goes on.
         """
-        if pages is not None and memory is not None:
-            raise UsageError("pages and memory were both given: leave one of them out")
-        SEED.check("seed", seed, whole=True)
-        wanted, place = read_dtype(dtype), read_device(device)
-        Range(0, 1024).check("ranks", ranks, whole=True)
+        config = replace(config or EngineConfig(), **settings)
+        wanted, place, ranks = read_dtype(config.dtype), read_device(config.device), config.ranks
         if isinstance(source, ServedModel):
             if ranks:
                 raise UsageError("ranks read weights themselves: give the folder of a run or of Hugging Face")
             self.served = source
         else:
-            self.served = load_served(source, dtype=wanted, device=place, step=step, say=say, with_weights=not ranks)
-        if ranks and place.type == "cuda" and pages is None:
+            self.served = load_served(
+                source, dtype=wanted, device=place, step=config.step, say=say, with_weights=not ranks
+            )
+        if ranks and place.type == "cuda" and config.pages is None:
             raise UsageError("ranks on GPUs and no pages: say how many with pages (--pages)")
         model = self.served.model
         self.config: ModelConfig = model.config
         if ranks and (reason := why_not(self.config, ParallelPlan(tp=ranks))):
             raise UsageError(reason)  # before any of them is started
         check_groups(model, max(1, ranks))
-        longest = self.config.context if context is None else min(context, self.config.context)
-        if context is not None and context > longest:
-            say(f"context {context:,} is more than the model's {longest:,}: served with {longest:,}")
+        longest = min(config.context or self.config.context, self.config.context)
+        if config.context is not None and config.context > longest:
+            say(f"context {config.context:,} is more than the model's {longest:,}: served with {longest:,}")
         weight_dtype = next(model.parameters()).dtype
         if draft is not None and not isinstance(draft, ServedModel):
             draft = load_served(draft, dtype=weight_dtype, device=place, say=say)
         if draft is not None:
             check_draft(draft.model.config, self.config, longest)
-        if pages is None:
-            beside = None if draft is None else draft.model.config
-            useful = longest * running
-            pages = choose_pages(self.config, weight_dtype, page_tokens, useful, memory, place, beside, kv_cache)
-        self.limits = ServeLimits(
-            pages=pages,
-            context=longest,
-            page_tokens=page_tokens,
-            step_tokens=step_tokens,
-            chunk_tokens=step_tokens if chunk_tokens is None else chunk_tokens,
-            running=running,
-            waiting=waiting,
-            swap_pages=swap_pages,
-            share_prefixes=share_prefixes,
-            kv_cache=kv_cache,
-        )
-        Range(0, 64).check("speculate", speculate, whole=True)
-        self._guesser: NgramGuesser | DraftLengths | None = NgramGuesser(speculate) if speculate else None
+        self.limits = _limits(config, self.config, weight_dtype, longest, place, draft)
+        self._guesser: NgramGuesser | DraftLengths | None = None
         if draft is not None:
-            self._guesser = DraftLengths(speculate or _DRAFTS)
+            self._guesser = DraftLengths(config.speculate or _DRAFTS)
+        elif config.speculate:
+            self._guesser = NgramGuesser(config.speculate)
         self._scheduler = Scheduler(self.limits, self._guesser or no_drafts)
         on_gpu = place.type == "cuda"
         graphs: ServeGraphs | None = None
-        if (on_gpu if launch_ahead is None else launch_ahead) and not invariant:
+        if (on_gpu if config.launch_ahead is None else config.launch_ahead) and not config.invariant:
             graphs = CudaGraphs(place, one_pool=True) if on_gpu else PlainCalls()
         implementation = "auto" if on_gpu or graphs is None else "torch"
         runner: Runner | RankRunner
         if ranks:
-            told: dict[str, Any] = {"dtype": dtype, "device": device, "step": step, "invariant": invariant}
-            runner = RankRunner(str(source), self.limits, ranks, shared_by=shared_by, say=say, **told)
+            names = ("dtype", "device", "step", "invariant", "shared_by")
+            passed_on = {name: getattr(config, name) for name in names}
+            runner = RankRunner(str(source), self.limits, ranks, say=say, **passed_on)
         else:
-            runner = Runner(model, self.limits, place, invariant, implementation, graphs, say, packed)
+            runner = Runner(model, self.limits, place, config.invariant, implementation, graphs, say, config.packed)
         self._core = EngineCore(
             runner, self._scheduler, self.served.tokenizer, self.served.ends, self.config.vocabulary
         )
         self._constraints = Constraints(self.served.tokenizer, self.served.ends)
-        self._seed, self._prepares = seed, prepare
+        self._seed, self._prepares = config.seed, config.prepare
         self._lock = threading.Condition()
         self._inbox: deque[Callable[[], None]] = deque()
         self._unfinished = 0  # answers that were asked for and have not ended
@@ -173,7 +133,7 @@ class Engine:
             self._core.on_end = self._guesser.forget
         self._thread = threading.Thread(target=self._work, name="tilemesh-engine", daemon=True)
         self._thread.start()
-        if shared_by == 1:
+        if config.shared_by == 1:
             self.wait_ready()
 
     # ---- asking ------------------------------------------------------------------------------------------------
@@ -415,6 +375,25 @@ class Engine:
                 order()
             if self._core.busy:
                 self._core.step()
+
+
+def _limits(
+    config: EngineConfig,
+    model: ModelConfig,
+    dtype: torch.dtype,
+    longest: int,
+    device: torch.device,
+    draft: ServedModel | None,
+) -> ServeLimits:
+    """The limits that were asked for, with as many pages as fit where nobody says how many."""
+    pages = config.pages
+    if pages is None:
+        beside, useful = None if draft is None else draft.model.config, longest * config.running
+        pages = choose_pages(model, dtype, config.page_tokens, useful, config.memory, device, beside, config.kv_cache)
+    names = ("page_tokens", "step_tokens", "running", "waiting", "swap_pages", "share_prefixes", "kv_cache")
+    same = {name: getattr(config, name) for name in names}
+    chunk = config.step_tokens if config.chunk_tokens is None else config.chunk_tokens
+    return ServeLimits(pages=pages, context=longest, chunk_tokens=chunk, **same)
 
 
 def _is_prompt(prompts: object) -> bool:

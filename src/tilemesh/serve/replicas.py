@@ -15,6 +15,7 @@ from typing import Any
 
 from tilemesh.core.errors import UsageError
 from tilemesh.serve.answers import EngineStatus
+from tilemesh.serve.config import EngineConfig
 from tilemesh.serve.core import AnswerPart, PromptJob
 from tilemesh.serve.engine import Engine, Prompt
 from tilemesh.serve.request import FinishReason, Sampling
@@ -23,13 +24,15 @@ from tilemesh.serve.scheduler import QueueFullError
 
 
 class Replicas:
-    def __init__(self, source: str | Path, replicas: int, *, ranks: int = 1, **options: Any) -> None:
-        """`ranks`: processes of each replica; the options are those of `Engine`."""
+    def __init__(
+        self, source: str | Path, replicas: int, config: EngineConfig | None = None, *, ranks: int = 1, **options: Any
+    ) -> None:
+        """`ranks`: processes of each replica; the configuration and the options are those of `Engine`."""
         if options.get("history") is not None:
             raise UsageError("history is kept of one engine: leave it out with several replicas")
         self.engines: list[Engine] = []
         try:
-            self._start(source, replicas, ranks, options)
+            self._start(source, replicas, config, options | {"ranks": ranks})
         except BaseException:
             self.close()
             raise
@@ -39,10 +42,10 @@ class Replicas:
         self._lock = threading.Lock()
         self._homes: dict[int, int] = {}  # a job's id: its replica
 
-    def _start(self, source: str | Path, replicas: int, ranks: int, options: dict[str, Any]) -> None:
+    def _start(self, source: str | Path, replicas: int, config: EngineConfig | None, options: dict[str, Any]) -> None:
         """All read their weights at the same time. Ranks die with the thread that started them, so it is this one."""
         for _ in range(replicas):
-            self.engines.append(Engine(source, ranks=ranks, shared_by=replicas, **options))
+            self.engines.append(Engine(source, config, shared_by=replicas, **options))
         for engine in self.engines:
             engine.wait_ready()
 

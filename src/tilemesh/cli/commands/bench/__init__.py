@@ -1,0 +1,1 @@
+"""Measure ours beside what you would use instead."""

@@ -1,0 +1,170 @@
+"""Time our collectives beside the library's own. Or fit the machine, or look at schedules."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from tilemesh.cli.output import console_beside
+from tilemesh.core.errors import UsageError, unknown
+from tilemesh.core.options import ROWS, WRITTEN, OutFile, argument, given, option
+from tilemesh.core.ranges import Range
+
+MOST_SIMULATED, MOST_DRAWN = 65_536, 4096  # ranks: beyond it a simulation takes minutes and a drawing is no picture
+_RANKS = {"--draw": "8", "--simulate": "64,1024,16384", "--fit": "2,4,8", "a measurement": "2,4,8"}
+"""Where nobody says how many, by what is asked for."""
+_OF_MODES = {"svg": ("--draw",), "json": ("a measurement",), "chart": ("a measurement",),
+             "html": ("a measurement", "--draw")}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollectiveOptions:
+    collectives: tuple[str, ...] = argument((), "Which; all of five.", "[COLLECTIVE]...")
+    ranks: str | None = option(
+        None,
+        "Numbers of ranks, with commas between. [default: 2,4,8; --draw: 8; --simulate: 64,1024,16384]",
+        show=False,
+    )
+    sizes: str = option("4B..64MiB", "4B..64MiB (powers of four), or sizes with commas between.")
+    transport: str = option("auto", "mpi, gloo or nccl; auto takes what there is.")
+    algorithms: str = option(
+        "all", "Besides auto, what to time or simulate: all, none, or names (native: as we call it)."
+    )
+    fit: bool = option(False, "Measure and store what auto predicts from.")
+    quick: bool = option(False, "Fewer and shorter readings.")
+    simulate: str | None = option(None, "On paper instead: flat, ring or two-level; any --ranks.", "TOPOLOGY")
+    draw: str | None = option(None, "Draw this algorithm's schedule, round by round.", "ALGORITHM")
+    root: int = option(0, "Of a drawn broadcast, reduce, scatter or gather.")
+    node_size: Annotated[int, Range(1)] | None = option(
+        None, "Ranks a node, for the hierarchical schedules. [default: 8]"
+    )
+    svg: Annotated[Path, WRITTEN] | None = option(None, "Also write the drawing as an SVG.", "FILE")
+    json: OutFile | None = option(None, ROWS, "FILE")
+    chart: OutFile | None = option(None, "Draw time over size: .svg, .png.", "FILE")
+    html: OutFile | None = option(None, "A page of the rows, or of the rounds with a slider.", "FILE")
+
+
+def collective(options: CollectiveOptions) -> None:
+    modes = given(options, "draw", "simulate", "fit")
+    if len(modes) > 1:
+        raise UsageError(
+            f"{' and '.join(sorted(modes, key=list(_RANKS).index))}: each is a run of its own, give one of them"
+        )
+    mode = modes[0] if modes else "a measurement"
+    for name, belongs in _OF_MODES.items():
+        if getattr(options, name) is not None and mode not in belongs:
+            raise UsageError(f"--{name} with {mode}: it belongs to {' or '.join(belongs)}; leave it out")
+    work = {"--draw": _draw, "--simulate": _simulate, "--fit": fit_machine}.get(mode, _measure)
+    work(options, options.ranks or _RANKS[mode])
+
+
+def _measure(options: CollectiveOptions, ranks: str) -> None:
+    from tilemesh.bench.collective.cells import COLLECTIVES, parse_ranks, parse_sizes
+    from tilemesh.bench.collective.run import check_transport, collective_rows
+    from tilemesh.bench.collective.table import summary, table
+    from tilemesh.cli.bench_page import write_found
+    from tilemesh.comm.schedules.book import ALGORITHMS
+    from tilemesh.report.picture import check_picture
+
+    for name in options.collectives:
+        if name not in COLLECTIVES:
+            raise unknown("collective to bench", name, COLLECTIVES)
+    chosen = ("none",) if options.algorithms == "none" else _named(options.algorithms, (*ALGORITHMS, "native"))
+    if options.chart is not None:
+        check_picture(options.chart)
+    counts, sizes = parse_ranks(ranks), parse_sizes(options.sizes)
+    check_transport(options.transport, counts)
+    rows = [
+        row
+        for count in counts
+        for row in collective_rows(
+            options.collectives or COLLECTIVES,
+            count,
+            sizes,
+            transport=options.transport,
+            algorithms=chosen,
+            quick=options.quick,
+        )
+    ]
+    console = console_beside(options.json, markup=True)
+    for line in [*table(rows), *summary(rows)]:
+        console.print(line, soft_wrap=True, markup=False)
+    write_found(rows, console, json=options.json, chart=options.chart, html=options.html)
+
+
+def fit_machine(options: CollectiveOptions, ranks: str) -> None:
+    """Measure, show and store fits; what was stored before for other ranks or transports stays."""
+    from tilemesh.bench.collective.cells import parse_ranks, parse_sizes
+    from tilemesh.bench.collective.run import check_transport, fit_ranks, store
+    from tilemesh.bench.collective.table import fit_lines
+
+    most, counts = max(parse_sizes(options.sizes)), parse_ranks(ranks)
+    check_transport(options.transport, counts)
+    if min(counts) < 2:
+        raise UsageError(f"--fit with {min(counts)} rank: expected at least 2, since one has nobody to talk to")
+
+    def warn(text: str) -> None:
+        print(f"warning: {text}", file=sys.stderr, flush=True)
+
+    for count in counts:
+        fit = fit_ranks(count, most, options.transport, quick=options.quick, warn=warn)
+        print("\n".join(fit_lines(fit)))
+        said = store(fit)
+        (print if said.startswith("stored") else warn)(said)
+
+
+def _draw(options: CollectiveOptions, ranks: str) -> None:
+    from tilemesh.bench.collective.cells import parse_ranks
+    from tilemesh.comm.schedules import draw as drawing
+    from tilemesh.comm.schedules.book import build
+    from tilemesh.core.files import write_text
+    from tilemesh.measure.table import PIPE_WIDTH
+
+    collectives, algorithm = options.collectives or ("all_reduce",), options.draw
+    assert algorithm is not None
+    if len(collectives) != 1:
+        raise UsageError(f"--draw with {len(collectives)} collectives: expected one")
+    counts = parse_ranks(ranks, MOST_DRAWN)
+    if len(counts) != 1:
+        raise UsageError(f"--draw with --ranks {ranks}: expected one number of ranks")
+    schedule = build(collectives[0], algorithm, counts[0], options.root, node_size=options.node_size)
+    drawn = drawing.text(schedule, shutil.get_terminal_size((PIPE_WIDTH, 0)).columns)
+    if options.svg is not None:
+        write_text(drawing.svg(schedule), options.svg)
+    if options.html is not None:
+        from tilemesh.report.collective_page import render
+
+        write_text(render([], [schedule]), options.html)
+    print(drawn)
+    if options.html is not None:
+        print(f"page: {options.html}")
+
+
+def _simulate(options: CollectiveOptions, ranks: str) -> None:
+    """Predicted seconds over sizes, of ring, tree and hierarchical unless named, and where the quickest changes."""
+    from tilemesh.bench.collective.at_scale import NODE, TOPOLOGIES, assumptions, simulated
+    from tilemesh.bench.collective.cells import parse_ranks, parse_sizes
+    from tilemesh.comm.schedules.book import ALGORITHMS
+    from tilemesh.measure.table import print_words
+
+    topology, node = options.simulate, options.node_size or NODE
+    if topology not in TOPOLOGIES:
+        raise unknown("topology", topology, TOPOLOGIES)
+    counts, sizes = parse_ranks(ranks, MOST_SIMULATED), parse_sizes(options.sizes)
+    print_words(assumptions(topology, node), console_beside(None))
+    for name in options.collectives or ("all_reduce",):
+        for count in counts:
+            print("\n".join(simulated(name, topology, count, sizes, node, _named(options.algorithms, ALGORITHMS))))
+
+
+def _named(names: str, known: Sequence[str]) -> tuple[str, ...]:
+    """The algorithms of --algorithms; none for `all`, which every command reads in its own way."""
+    chosen = () if names == "all" else tuple(name for name in names.split(",") if name not in ("none", ""))
+    for name in chosen:
+        if name not in known:
+            raise unknown("algorithm", name, known)
+    return chosen

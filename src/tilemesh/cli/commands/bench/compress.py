@@ -1,0 +1,151 @@
+"""Compare compression recipes beside peers. Held-out loss, bytes, a forward pass and a decoded token."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tilemesh.cli.output import console_beside, tell, words_of
+from tilemesh.core.errors import RunError, UsageError, unknown
+from tilemesh.core.options import ROWS, Count, OutFile, Seconds, Seed, argument, option
+from tilemesh.runs.names import CONFIG
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from tilemesh.bench.compress.run import CompressFindings
+    from tilemesh.measure.row import CaseValue, Row
+    from tilemesh.model.transformer import Transformer
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompressBenchOptions:
+    model: str = argument(..., "A run's folder, or a Hugging Face folder.", "RUN|FOLDER")
+    recipes: str = option("", "Names or TOML files; by default fifteen.", "A,B,...")
+    peers: str = option("torchao,bitsandbytes", "torchao, bitsandbytes; or none.")
+    calibrate: Count = option(64, "Sequences of text that recipes look at.", "N")
+    sequences: Count = option(32, "Held-out sequences that models are judged by.", "N")
+    seconds: Seconds = option(3.0, "For the times of each recipe.", "S")
+    data: str | None = option(None, "The text, where not the run's own.", "SOURCE")
+    seed: Seed = option(0, "Of the choice of calibration text.")
+    device: str = option("cpu", "cpu, or cuda.")
+    dtype: str | None = option(None, "What is timed and counted in bytes: fp32 or bf16; losses are fp32's.")
+    run: str | None = option(None, "Write a run with its page there.", "FOLDER")
+    json: OutFile | None = option(None, ROWS, "FILE")
+
+
+def compress(options: CompressBenchOptions) -> None:
+    import torch
+
+    from tilemesh.bench.compress.peers import PEERS
+    from tilemesh.bench.compress.run import (
+        DEFAULT,
+        CompressFindings,
+        begin_compress_run,
+        bench_recipes,
+        keep_compress_run,
+    )
+    from tilemesh.bench.compress.text import open_source
+    from tilemesh.compress.recipe import read_recipe
+    from tilemesh.kernels.launch.tensors import read_device
+    from tilemesh.measure.row import write_rows
+    from tilemesh.serve.load import read_dtype
+
+    console = console_beside(options.json)
+    recipes = words_of(options.recipes) or list(DEFAULT)
+    for name in recipes:
+        read_recipe(name)
+        if recipes.count(name) > 1:
+            raise UsageError(f"--recipes has {name} twice: name it once")
+    peers = words_of(options.peers, "none")
+    for name in peers:
+        if name not in PEERS:
+            raise unknown("peer", name, (*PEERS, "none"))
+    if options.run is not None and (Path(options.run) / CONFIG).exists():
+        raise UsageError(f"--run {options.run} has a run already: name another folder")
+    device, dtype = read_device(options.device), read_dtype(options.dtype) or torch.float32
+    findings = CompressFindings()
+    run: Path | None = None
+
+    def keep(rows: Sequence[Row]) -> None:
+        """A long run that is ended early leaves what it has."""
+        if options.json not in (None, "-"):
+            write_rows(rows, options.json)
+        if run is not None:
+            keep_compress_run(run, settings, findings)
+
+    with open_source(options.model, options.data, None, tell) as source:
+        model = source.model.to(device)
+        recipes = _that_fit(model, recipes, not words_of(options.recipes), tell)
+        text = source.text(options.calibrate, options.sequences, options.seed, tell)
+        case: dict[str, CaseValue] = {"model": source.name, "sequences": len(text[1]), "calibrated": options.calibrate}
+        if options.dtype is not None:
+            case["dtype"] = options.dtype
+        settings = {**case, "recipes": recipes, "seed": options.seed}
+        if options.run is not None:
+            run = begin_compress_run(options.run, settings)
+            tell(f"rows are kept in {run} after each recipe")
+        try:
+            with _terminated_like_interrupted():
+                bench_recipes(model, recipes, text, case, peers, options.seconds, tell, dtype, keep, findings)
+        except KeyboardInterrupt:
+            _show(findings, run, options.json, console)
+            raise KeyboardInterrupt(f"after {len(findings.points)} of {len(recipes)} recipes") from None
+    if run is not None:
+        keep_compress_run(run, settings, findings)
+    _show(findings, run, options.json, console)
+    if failed := findings.failed:
+        names = ", ".join(failed)
+        raise RunError(f"{len(failed)} of {len(recipes)} recipes failed: {names}; see the lines above")
+
+
+def _that_fit(model: Transformer, recipes: list[str], are_default: bool, say: Callable[[str], None]) -> list[str]:
+    """All recipes that were asked for, each checked against the model's shapes before the first is measured; of the
+    default ones those that fit."""
+    from tilemesh.compress.shrink import check_recipe
+
+    kept = []
+    for name in recipes:
+        try:
+            check_recipe(model, name)
+            kept.append(name)
+        except UsageError as error:
+            if not are_default:
+                raise UsageError(f"{name}: {error}") from None
+            say(f"{name} is left out: {error}")
+    if not kept:
+        raise UsageError("none of the default recipes fits this model: name some with --recipes, such as int8")
+    return kept
+
+
+def _show(findings: CompressFindings, run: Path | None, json: str | None, console: Console) -> None:
+    """The rows, and the page of the run."""
+    from tilemesh.cli.pages import write_pages
+    from tilemesh.measure.row import write_rows
+    from tilemesh.measure.table import print_rows
+
+    if findings.rows:
+        print_rows(findings.rows, console)
+        if run is not None:
+            (page,) = write_pages([str(run)], None)
+            console.print(f"page: {page}", soft_wrap=True)
+        if json == "-":
+            write_rows(findings.rows, json)
+
+
+@contextmanager
+def _terminated_like_interrupted() -> Iterator[None]:
+    """A scheduler's or `timeout`'s SIGTERM ends the bench as Ctrl-C does: with what there is."""
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

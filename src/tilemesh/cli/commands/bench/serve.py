@@ -1,0 +1,210 @@
+"""Time answers to random requests beside other engines. All at once, or at random times; predicted before, with
+limits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from tilemesh.cli.output import console_beside, show_rows, words_of
+from tilemesh.core.errors import UsageError, unknown
+from tilemesh.core.options import ROWS, Count, OutFile, Seed, argument, option
+from tilemesh.core.ranges import Range
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from tilemesh.bench.serve.load import Lengths, LoadRequest
+    from tilemesh.measure.row import CaseValue
+    from tilemesh.serve.engine import Engine
+    from tilemesh.serve.figures import ServeGoal
+    from tilemesh.serve.load import ServedModel
+
+_MOST_TOKENS = 1 << 26  # of all requests: a benchmark that would take hours says so at once
+_PREDICT = "fitted: to a few steps of this engine (CPU); machine: from its calibration or datasheet."
+_Tokens = Annotated[int, Range(1, _MOST_TOKENS)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeBenchOptions:
+    model: str = argument("llama-27m", "A run, a Hugging Face folder, or a shape with random weights.", "MODEL")
+    requests: Count = option(16, "How many, in each load.", "N")
+    prompt: str = option("16-128", "Tokens of a prompt.", "N[-M]")
+    output: str = option("32", "Tokens of an answer.", "N[-M]")
+    rates: str = option("", "Online: requests per second, one load each.", "A,B,...")
+    trace: str | None = option(None, "Online: requests of a file instead.", "FILE")
+    url: str | None = option(None, "Load this OpenAI-compatible server on loopback instead.", "ADDRESS")
+    goal: str | None = option(None, "What a request is promised, in seconds.", "ttft=1,itl=0.1")
+    steps: str = option("", "Also a decode step of so many sequences.", "A,B,...")
+    step_length: _Tokens = option(1024, "Tokens of each of these.", "N")
+    peers: str = option("", "transformers-static, transformers-continuous, openvino-genai, ctranslate2; or none.")
+    blocks: Annotated[int, Range(0, 1000)] = option(3, "Offline: how many turns each gets; 0: no offline.", "N")
+    running: Count = option(64, "Most requests at a time.", "N")
+    step_tokens: _Tokens = option(512, "Most tokens computed in one step.", "N")
+    dtype: str = option("fp32", "fp32 or bf16.")
+    device: str = option("cpu", "cpu, or cuda.")
+    predict: Literal["fitted", "machine"] = option("fitted", _PREDICT)
+    seed: Seed = option(0, "Of the load and of random weights.")
+    run: str | None = option(None, "Write a run with its page there.", "FOLDER")
+    json: OutFile | None = option(None, ROWS, "FILE")
+
+
+def serve(options: ServeBenchOptions) -> None:
+    from tilemesh.bench.serve.load import make_load, other_prompts, read_trace
+    from tilemesh.bench.serve.record import write_serve_run
+    from tilemesh.bench.serve.run import ServeBench, machine_clock, open_peers
+    from tilemesh.cli.pages import write_pages
+
+    console = console_beside(options.json)
+    rates, batches, names = _rates(options.rates), _batches(options.steps), _peers(options.peers)
+    goal, prompt, output = _promised(options)
+    if options.url is not None:
+        _load_server(options, options.url, rates, console)
+        return
+    served = _served(options)
+    config = served.model.config
+    longest = max(prompt.most + output.most, options.step_length + 64 if batches else 0)
+    if longest > config.context + 1:
+        raise UsageError(
+            f"a request may have {longest} tokens and the context of {options.model} is {config.context}: give "
+            "--prompt, --output or --step-length fewer"
+        )
+
+    def load_at(rate: float | None) -> list[LoadRequest]:
+        return make_load(options.requests, prompt, output, config.vocabulary, rate=rate, seed=options.seed)
+
+    loads = [(rate, other_prompts(load_at(rate), config.vocabulary, -1 - number)) for number, rate in enumerate(rates)]
+    if options.trace is not None:
+        traced = read_trace(options.trace, config.vocabulary, options.seed)
+        span = traced[-1].at_s - traced[0].at_s
+        loads.append((len(traced) / span if span else float(len(traced)), traced))
+    clock, why = machine_clock(config, options.dtype, options.device)
+    case: dict[str, CaseValue] = {"model": options.model, "dtype": options.dtype, "prompt": str(prompt)}
+    case |= {"output": str(output), "running": options.running, "prediction": options.predict}
+    with ExitStack() as closing:
+        engine = closing.enter_context(_engine(options, served, longest))
+        bench = ServeBench(engine, case, clock, why, goal, console.print, watched=options.device == "cpu")
+        peers = open_peers(names, engine, options.dtype, options.device, closing) if options.blocks else []
+        if options.predict == "fitted" and options.device == "cpu" and (options.blocks or loads):
+            bench.fit()
+        if batches:
+            bench.steps(batches, options.step_length)
+        if options.blocks:
+            bench.offline(load_at(None), options.blocks, peers)
+        for rate, load in loads:
+            bench.online(load, rate)
+    show_rows(bench.found.rows, options.json, console)
+    if options.run is not None:
+        limits = engine.limits
+        settings = {**case, "device": options.device, "pages": limits.pages, "page_tokens": limits.page_tokens}
+        settings |= {"step_tokens": limits.step_tokens, "goal": options.goal, "seed": options.seed}
+        folder = write_serve_run(options.run, settings, bench.found, limits.page_tokens)
+        (page,) = write_pages([str(folder)], None)
+        console.print(f"page: {page}", soft_wrap=True)
+
+
+def _load_server(options: ServeBenchOptions, url: str, rates: Sequence[float], console: Console) -> None:
+    """A server that is already there: the same loads over HTTP."""
+    from tilemesh.bench.serve.load import make_load, other_prompts, read_trace
+    from tilemesh.bench.serve.run import server_rows
+    from tilemesh.bench.serve.url import URL_VOCABULARY, load_url, read_url
+
+    if options.run is not None or options.peers or options.steps:
+        raise UsageError("--url loads a server: leave --run, --peers and --steps out")
+    read_url(url)
+    goal, prompt, output = _promised(options)
+    loads: list[tuple[float | None, list[LoadRequest]]] = []
+    for number, rate in enumerate((*((None,) if options.blocks else ()), *rates)):
+        load = make_load(options.requests, prompt, output, URL_VOCABULARY, rate=rate, seed=options.seed)
+        loads.append((rate, other_prompts(load, URL_VOCABULARY, number)))
+    if options.trace is not None:
+        loads.append((None, read_trace(options.trace, URL_VOCABULARY, options.seed)))
+    rows = []
+    for rate, load in loads:
+        case: dict[str, CaseValue] = {"requests": len(load), "prompt": options.prompt, "output": options.output}
+        rows += server_rows(load_url(url, load), goal, {**case, "rate": rate})
+    show_rows(rows, options.json, console)
+
+
+def _engine(options: ServeBenchOptions, served: ServedModel, longest: int) -> Engine:
+    from tilemesh.serve.engine import Engine
+
+    # Pages for as many requests as run: what is measured is the engine, not a pool that is too small.
+    pages = -(-longest // 16) * options.running + options.running
+    return Engine(
+        served,
+        pages=pages,
+        running=options.running,
+        step_tokens=max(options.step_tokens, options.running),
+        device=options.device,
+        dtype=options.dtype,
+        seed=options.seed,
+        waiting=max(1024, options.requests),
+        prepare=options.device != "cpu",
+    )
+
+
+def _served(options: ServeBenchOptions) -> ServedModel:
+    """The model of a folder, or random weights of a shape."""
+    from tilemesh.bench.serve.models import SHAPES, random_served
+    from tilemesh.kernels.launch.tensors import read_device
+    from tilemesh.model.config import PRESETS, preset
+    from tilemesh.serve.load import load_served, read_dtype
+
+    dtype, device = read_dtype(options.dtype), read_device(options.device)
+    assert dtype is not None
+    known = {**dict.fromkeys(PRESETS), **SHAPES}
+    if options.model in known:
+        config = SHAPES.get(options.model) or preset(options.model)
+        return random_served(options.model, config.replace(dropout=0.0), dtype, device, options.seed)
+    if not Path(options.model).exists():
+        raise unknown("model, and no folder", options.model, known)
+    return load_served(options.model, dtype=dtype, device=device)
+
+
+def _promised(options: ServeBenchOptions) -> tuple[ServeGoal, Lengths, Lengths]:
+    """The goal, and how long prompts and answers are."""
+    from tilemesh.bench.serve.load import Lengths
+    from tilemesh.serve.figures import ServeGoal
+
+    prompt, output = Lengths.parse("--prompt", options.prompt), Lengths.parse("--output", options.output)
+    each = prompt.most + output.most
+    if options.requests * each > _MOST_TOKENS:
+        raise UsageError(
+            f"--requests {options.requests:,} of up to {each:,} tokens: expected at most {_MOST_TOKENS:,} tokens in all"
+        )
+    return ServeGoal.parse(options.goal), prompt, output
+
+
+def _rates(text: str) -> list[float]:
+    rates = []
+    for word in words_of(text):
+        try:
+            rate = float(word)
+        except ValueError:
+            rate = 0.0
+        if not 0 < rate < 1e6:
+            raise UsageError(f"--rates has '{word}': expected requests per second, above 0")
+        rates.append(rate)
+    return rates
+
+
+def _batches(text: str) -> list[int]:
+    for word in words_of(text):
+        if not word.isascii() or not word.isdigit():
+            raise UsageError(f"--steps has '{word}': expected whole numbers, such as 1,64")
+        Range(1, 100_000).check("--steps", int(word), whole=True)
+    return [int(word) for word in words_of(text)]
+
+
+def _peers(text: str) -> list[str]:
+    from tilemesh.bench.serve.peers import PEERS
+
+    for name in words_of(text, "none"):
+        if name not in PEERS:
+            raise unknown("peer", name, PEERS)
+    return words_of(text, "none")

@@ -1,0 +1,72 @@
+"""Time training steps beside PyTorch and DeepSpeed. One model and batch in turns: ours, PyTorch, its DDP, sharding
+and pipelining, DeepSpeed.
+
+A row of tokens per second, and one of the fullest rank's memory.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from tilemesh.cli.output import console_beside, show_rows, words_of
+from tilemesh.cli.targets import check_targets
+from tilemesh.core.errors import UsageError, unknown
+from tilemesh.core.options import ROWS, Count, OutFile, argument, option
+
+_PEERS = "Some of eager, compile, ddp, zero-optimizer, fsdp, deepspeed, pipeline, fsdp-pipeline"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainBenchOptions:
+    config: str | None = argument(None, "What to train.", "[CONFIG.toml|PRESET]")
+    mesh: str | None = option(None, "Ours; peers on ranks get as many and the same layout.", "dp=2")
+    sets: tuple[str, ...] = option((), "train.batch=32,...", "A=B,...", flag="--set")
+    peers: str = option("", f"{_PEERS} (default: those that suit the plan).", "A,B")
+    also: tuple[str, ...] = option((), "Ours with these settings too, in turns with the others.", "A=B,...")
+    blocks: Count = option(8, "How many turns each gets.", "N")
+    steps: Count = option(5, "Steps in a turn.", "N")
+    transport: str = option("auto", "Ours: mpi, torch or auto.")
+    profile: Path | None = option(None, "Then write what each spends a step on, kernel by kernel.", "FOLDER")
+    json: OutFile | None = option(None, ROWS, "FILE")
+
+
+def train(options: TrainBenchOptions) -> None:
+    from tilemesh.bench.train.compare import PEERS, compare, usual_peers
+    from tilemesh.bench.train.rows import train_rows
+    from tilemesh.launch.start import choose_transport
+    from tilemesh.measure.machine import usable_gpus
+    from tilemesh.train.load import load
+    from tilemesh.train.predict import predict_run
+
+    console, gpus, profile = console_beside(options.json), usable_gpus(), options.profile
+    mesh = options.mesh or ("dp=1" if gpus else "dp=2")
+    config = load(options.config, sets=options.sets, mesh=mesh, gpus=len(gpus))
+    others = {
+        f"ours {sets}": load(options.config, sets=[*options.sets, sets], mesh=mesh, gpus=len(gpus))
+        for sets in options.also
+    }
+    peers = words_of(options.peers) or list(usual_peers(config))
+    for name in peers:
+        if name not in PEERS:
+            raise unknown("peer", name, PEERS)
+    transport = "torch" if gpus and options.transport == "auto" else options.transport
+    choose_transport(transport)
+    if profile is not None:
+        if os.path.lexists(profile) and not profile.is_dir():
+            raise UsageError(f"--profile {profile}: expected a folder, and this is a file")
+        check_targets(profile=profile / "kernels.txt")
+    predicted = predict_run(config, gpus)  # before anything is measured
+    compared = compare(
+        config,
+        peers=peers,
+        also=others,
+        transport=transport,
+        blocks=options.blocks,
+        steps=options.steps,
+        at_once=bool(gpus),
+        profile=profile,
+        say=console.print,
+    )
+    show_rows(train_rows(config, compared, predicted, gpus), options.json, console)

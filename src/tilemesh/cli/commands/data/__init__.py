@@ -1,0 +1,1 @@
+"""Prepare large data for training."""

@@ -1,0 +1,25 @@
+"""Write a checkpoint as a Hugging Face folder. `transformers` reads it; adapters (LoRA) are merged."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tilemesh.cli.output import tell
+from tilemesh.core.options import argument, option
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportOptions:
+    run: str = argument(..., "A run's folder.", "RUN")
+    folder: str = argument(..., "Where to write the Hugging Face folder.", "FOLDER")
+    step: str | None = option(None, "Which checkpoint; the newest, if not given.", "N|best")
+    adapter: bool = option(False, "Write the adapter alone, as PEFT reads it.")
+
+
+def export(options: ExportOptions) -> None:
+    from tilemesh.runs.reader import read_step
+    from tilemesh.train.export import export as write
+
+    run, folder = options.run, options.folder
+    step = write(run, folder, read_step(run, options.step), tell, adapter=options.adapter)
+    print(f"step {step} of {run}: {folder}")

@@ -1,0 +1,1 @@
+"""Look at a model as a graph of operators."""

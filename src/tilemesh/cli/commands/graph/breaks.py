@@ -1,0 +1,43 @@
+"""List where torch.compile cuts a model into pieces. With the line that causes it, and what guards each piece."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from tilemesh.cli.commands.graph.explain import load_program
+from tilemesh.core.errors import RunError
+from tilemesh.core.options import argument
+
+
+@dataclass(frozen=True, kw_only=True)
+class BreaksOptions:
+    program: str = argument(..., "A function of yours that returns a torch module and its inputs.", "FILE.py:FUNCTION")
+
+
+def breaks(options: BreaksOptions) -> None:
+    import torch
+
+    from tilemesh.graph.tracing import quiet, tracing_failure
+
+    model, inputs = load_program(options.program)
+    torch._dynamo.reset()
+    try:
+        with quiet():
+            explained = torch._dynamo.explain(model)(*inputs)
+    except Exception as error:
+        raise RunError(f"the model fails with these inputs: {tracing_failure(error)}") from error
+    print(f"{explained.graph_count} pieces, {explained.graph_break_count} breaks, {explained.op_count} operators")
+    for place, each in enumerate(explained.break_reasons):
+        where = each.user_stack[-1] if each.user_stack else None
+        line = f"{Path(where.filename).name}:{where.lineno}" if where else "unknown line"
+        said = str(each.reason).strip().splitlines()
+        print(f"{place}: {line}: {said[0] if said else 'no reason given'}")
+        if where is not None and where.line:
+            print(f"   {where.line.strip()}")
+    kinds: dict[str, int] = {}
+    for guard in explained.out_guards or ():
+        kinds[str(guard.create_fn_name())] = kinds.get(str(guard.create_fn_name()), 0) + 1
+    if kinds:
+        words = ", ".join(f"{count} {kind.lower().replace('_', ' ')}" for kind, count in sorted(kinds.items()))
+        print(f"before each call torch checks: {words}")

@@ -1,0 +1,156 @@
+"""Print a model's graph before and after rewriting. Says what each rule saves."""
+
+from __future__ import annotations
+
+import importlib.util
+import json as jsonlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tilemesh.core.errors import RunError, UsageError, unknown
+from tilemesh.core.files import write_output
+from tilemesh.core.hardware import DEVICES
+from tilemesh.core.options import OutFile, argument, option
+from tilemesh.core.units import format_bytes, format_seconds
+from tilemesh.graph.cost import graph_seconds, saved_by
+from tilemesh.graph.ir import Graph
+from tilemesh.graph.memory import arena
+from tilemesh.graph.size import known
+
+LINES = 40  # of a graph that is printed without --whole
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExplainOptions:
+    program: str = argument(..., "A function of yours that returns a torch module and its inputs.", "FILE.py:FUNCTION")
+    device: str = option("h100", "Predict times for this device, such as h200.")
+    whole: bool = option(False, "Print both graphs whole, however long they are.")
+    svg: OutFile | None = option(None, "Draw the graph: before, after, and as kernels.", "FILE")
+    html: OutFile | None = option(None, "The drawing and the rules as a page.", "FILE")
+    json: OutFile | None = option(None, "Also write this as JSON; - is standard output.")
+
+
+def explain(options: ExplainOptions) -> None:
+    device, json = options.device, options.json
+    if device not in DEVICES:
+        raise unknown("device", device, DEVICES)
+    model, inputs = load_program(options.program)
+    from tilemesh.graph.rules import ALGEBRA, simplify
+    from tilemesh.graph.tracing import trace
+
+    before = trace(model, inputs).graph
+    after, steps = simplify(before, ALGEBRA)
+    gains = saved_by(before, steps, DEVICES[device])
+    record = {
+        "before": _figures(before, device),
+        "after": _figures(after, device),
+        "rules": [vars(gain) for gain in gains],
+    }
+    # Files first: whoever reads the text may stop early, as `| head` does.
+    if options.svg is not None or options.html is not None:
+        from tilemesh.graph.draw import drawing
+        from tilemesh.graph.kernel_c import serves
+        from tilemesh.graph.regions import fused
+
+        drawn = drawing([("as traced", before), ("after the rules", after), ("as kernels", fused(after, serves))])
+        if options.svg is not None:
+            write_output(drawn, options.svg)
+        if options.html is not None:
+            write_output(_page(options.program, drawn, record, device), options.html)
+    if json is not None:
+        write_output(jsonlib.dumps(record) + "\n", json)
+    if json != "-":
+        _print_graph("before", before, options.whole)
+        width = max([len(gain.rule) for gain in gains], default=0)
+        for gain in gains:
+            print(
+                f"  {gain.rule:<{width}}  {gain.times:>4} times, {gain.launches:>4} operators fewer,"
+                f" {format_bytes(gain.moved_bytes)} less to move, {format_seconds(gain.seconds)} predicted"
+            )
+        print() if gains else print("no rule fits\n")
+        _print_graph("after", after, options.whole)
+        for name, figures in (("before", record["before"]), ("after", record["after"])):
+            print(f"{name:>6}: {_words(figures, device)}")
+
+
+def _page(program: str, drawn: str, record: dict[str, Any], device: str) -> str:
+    """The drawing, what each rule saved, and the figures before and after."""
+    from tilemesh.report.draw import PageTable, grid
+    from tilemesh.report.html import Html, el, join, page
+
+    rules = [
+        (rule["rule"], str(rule["times"]), str(rule["launches"]), format_bytes(rule["moved_bytes"]),
+         format_seconds(rule["seconds"]))
+        for rule in record["rules"]
+    ]  # fmt: skip
+    table = PageTable(("Rule", "Times", "Operators fewer", "Bytes less", f"Predicted on {device}"), rules)
+    body = join(
+        el("h1", f"The graph of {program}"),
+        *(el("p", f"{name}: {_words(record[name], device)}") for name in ("before", "after")),
+        grid(table),
+        el("div", Html(drawn), style="overflow-x:auto"),
+    )
+    return page(f"The graph of {program}", body)
+
+
+def load_program(program: str) -> tuple[Any, list[Any]]:
+    """What the user's function returned: a model and its inputs."""
+    path, _, name = program.rpartition(":")
+    if not path or not name:
+        raise UsageError(f"the program is {program!r}; give FILE.py:FUNCTION, such as model.py:make")
+    if not Path(path).is_file():
+        raise UsageError(f"there is no file {path}; give FILE.py:FUNCTION")
+    spec = importlib.util.spec_from_file_location("explained", path)
+    if spec is None or spec.loader is None:
+        raise UsageError(f"{path} is no Python file; give FILE.py:FUNCTION")
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        raise RunError(f"{path} fails when it is loaded: {type(error).__name__}: {error}") from error
+    make = getattr(module, name, None)
+    if not callable(make):
+        functions = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        raise unknown("function", name, functions)
+    try:
+        made = make()
+    except (Exception, SystemExit) as error:
+        raise RunError(f"{name} of {path} fails: {type(error).__name__}: {error}") from error
+    if not isinstance(made, tuple) or len(made) != 2 or not callable(made[0]):
+        raise UsageError(f"{name} of {path} returned {type(made).__name__}; return a model and a list of its inputs")
+    if not isinstance(made[1], list | tuple):
+        raise UsageError(f"the inputs from {name} of {path} are {type(made[1]).__name__}; return a list of tensors")
+    return made[0], list(made[1])
+
+
+def _figures(graph: Graph, device: str) -> dict[str, Any]:
+    plan = arena(graph)
+    return {
+        "operators": graph.launches,
+        "opaque": sum(node.op == "opaque" for node in graph.nodes()),
+        "flops": known(graph.flops, {}),
+        "moved_bytes": known(graph.moved_bytes, {}),
+        "arena_bytes": plan.size,
+        "live_bytes": plan.bound,
+        "seconds": graph_seconds(graph, DEVICES[device]),
+    }
+
+
+def _words(figures: Any, device: str) -> str:
+    return (
+        f"{figures['operators']} operators ({figures['opaque']} torch's own), {figures['flops']:.3g} FLOP,"
+        f" {format_bytes(figures['moved_bytes'])} moved, {format_seconds(figures['seconds'])} predicted on {device},"
+        f" {format_bytes(figures['arena_bytes'])} for its values"
+    )
+
+
+def _print_graph(title: str, graph: Graph, whole: bool) -> None:
+    lines = str(graph).splitlines()
+    print(f"{title}:")
+    shown = (
+        lines
+        if whole or len(lines) <= LINES
+        else [*lines[: LINES - 2], f"  … {len(lines) - LINES + 1} more lines: --whole", lines[-1]]
+    )
+    print("\n".join(shown) + "\n")

@@ -1,0 +1,28 @@
+"""Predict step time and memory; choose a layout for a cluster. `plan MODEL` is short for `plan train MODEL`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+_OLD = {"--draw": "draw", "--serve": "serve", "--grade": "grade"}
+"""Options that once chose what `plan` does, and the commands that do it now."""
+
+
+def redirect(words: Sequence[str]) -> list[str]:
+    """The words after `plan` as its commands take them: `MODEL …` is `train MODEL …`, `--draw X …` is `draw X …`."""
+    if words[:1] in ([], ["--help"]) or words[0] in (*_OLD.values(), "train"):
+        return list(words) or ["train"]
+    values: list[str] = []
+    rest: list[str] = []
+    chosen, place = "train", 0
+    while place < len(words):
+        flag, equals, value = words[place].partition("=")
+        if flag not in _OLD or (chosen != "train" and chosen != _OLD[flag]):
+            rest.append(words[place])
+        else:
+            chosen = _OLD[flag]
+            if flag != "--serve":
+                place += not equals
+                values += [value] if equals else words[place : place + 1]
+        place += 1
+    return [chosen, *values, *rest]

@@ -1,0 +1,189 @@
+"""Draw a pipeline schedule with its memory, proved and timed. Of the schedules by name, searched, or of a CSV file."""
+
+from __future__ import annotations
+
+import dataclasses
+import json as jsonlib
+import math
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tilemesh.cli.commands.plan.train import origin
+from tilemesh.core.errors import UsageError, unknown
+from tilemesh.core.files import write_output, write_text
+from tilemesh.core.options import OutFile, argument, option, refuse
+from tilemesh.core.step import draw as drawing
+from tilemesh.core.step.action import StepProgram
+from tilemesh.core.step.book import all_schedules, build
+from tilemesh.core.step.check import check
+from tilemesh.core.step.memory import memory_curve
+from tilemesh.core.step.search import PassTimes, search
+from tilemesh.core.step.simulate import Timeline, simulate
+from tilemesh.core.step.slices import slice_lengths, slice_shares
+from tilemesh.core.step.text import from_csv, to_csv
+
+MOST_PASSES = 40_000  # ranks x microbatches x chunks: beyond that making and proving takes minutes
+
+LEAST_S, MOST_S = 1e-9, 1e9
+"""Of a pass that is drawn: sums and quotients of such times stay numbers."""
+DRAWN_TOKENS, DRAWN_ATTENTION = 64, 0.25
+"""Of a drawn sequence: its tokens, and what attention takes of a pass through all of them at once."""
+
+
+def drawn_slice_time(tokens: int, before: int) -> float:
+    """Of a pass through the whole sequence, what a slice takes: attention is to all tokens up to its end."""
+    attention = tokens * (tokens + before) / DRAWN_TOKENS**2
+    return (1 - DRAWN_ATTENTION) * tokens / DRAWN_TOKENS + DRAWN_ATTENTION * attention
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrawOptions:
+    schedule: str = argument(..., "zb-v, 1f1b, ..., search, or a CSV file.", "SCHEDULE")
+    stages: int = option(4, "Ranks.", "N")
+    microbatches: int = option(8, "Of a step.", "N")
+    chunks: int | None = option(None, "Chunks per rank, where it is open.", "N")
+    slices: int | None = option(None, "Of terapipe: slices of a sequence, their lengths found for it.", "N")
+    times: str | None = option(None, "Seconds of the passes and of a transfer. [default: 1,1,1,0]", "F,I,W[,T]")
+    memory: float | None = option(
+        None,
+        "Of search: the most activations a rank keeps, in microbatches of its part of the model. [default: stages]",
+        "N",
+    )
+    svg: OutFile | None = option(None, "Write the drawing as an SVG.", "FILE")
+    csv: OutFile | None = option(None, "Write its actions in torch's format.", "FILE")
+    json: OutFile | None = option(None, "Every figure by name; - for stdout.", "FILE")
+    html: OutFile | None = option(None, "The drawing as a page.", "FILE")
+
+
+def draw(options: DrawOptions) -> None:
+    from tilemesh.measure.table import PIPE_WIDTH, wrapped
+    from tilemesh.report.step_page import render
+
+    given = _times(options.times)
+    program = _program(options, given)
+    lengths = _slice_lengths(program)
+    if program.slices > 1:
+        given = dataclasses.replace(given, slice_shares=slice_shares(lengths, drawn_slice_time))
+    check(program)
+    timeline = simulate(program, given.times(program), keep_slots=True)
+    curves = drawing.curves(program, timeline, memory_curve(program, given.sizes(program)))
+    words = _words(program, timeline, curves, given)
+    people = sys.stderr if options.json == "-" else sys.stdout
+    columns = shutil.get_terminal_size((PIPE_WIDTH, 0)).columns
+    drawn = drawing.text(program, timeline, curves, columns)
+    # Files first: whoever reads the text may stop early, as `| head` does.
+    if options.svg is not None:
+        write_text(drawing.svg(program, timeline, curves, words.splitlines()[0]), options.svg)
+    if options.csv is not None:
+        write_text(to_csv(program), options.csv)
+    if options.html is not None:
+        write_text(render(program, timeline, curves, words), options.html)
+    if options.json is not None:
+        write_output(jsonlib.dumps(_figures(program, timeline, curves, given), allow_nan=False) + "\n", options.json)
+    print("\n".join(wrapped(line, columns) for line in words.splitlines()), file=people)
+    print(drawn, file=people)
+
+
+def _slice_lengths(program: StepProgram) -> tuple[int, ...]:
+    if program.slices > DRAWN_TOKENS:
+        raise UsageError(f"{program.slices} slices of a sequence of {DRAWN_TOKENS} tokens: expected at most as many")
+    return slice_lengths(DRAWN_TOKENS, program.ranks, program.slices, drawn_slice_time)
+
+
+def _times(text: str | None) -> PassTimes:
+    if text is None:
+        return PassTimes()
+    try:
+        values = [float(part) for part in text.split(",")]
+    except ValueError:
+        values = []
+    is_sound = len(values) in (3, 4) and all(not value or LEAST_S <= value <= MOST_S for value in values)
+    if not is_sound or not sum(values[:3]):
+        raise UsageError(
+            f"--times {text}: expected seconds of F, I, W and of a transfer, such as 1,1,1,0.1, each 0 or from "
+            f"{LEAST_S:g} to {MOST_S:g}"
+        )
+    forward_s, input_s, weight_s, *transfer_s = values
+    return PassTimes(forward_s, input_s, weight_s, sum(transfer_s))
+
+
+def _program(options: DrawOptions, given: PassTimes) -> StepProgram:
+    name = options.schedule
+    if name.endswith(".csv"):
+        why = "{} with a file of actions: it says so itself; leave it out"
+        refuse(options, why, "stages", "microbatches", "chunks", "slices")
+        try:
+            return from_csv(Path(name).read_text(encoding="utf-8"), Path(name).stem)
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(f"{name}: the file cannot be read: {error}") from None
+    stages, microbatches = options.stages, options.microbatches
+    size = stages * microbatches * (options.chunks or 1) * (options.slices or 1)
+    if size > MOST_PASSES:
+        raise UsageError(f"{size} passes are too many to draw: expected at most {MOST_PASSES}")
+    if options.slices is not None and options.slices < 1:
+        raise UsageError(f"--slices is {options.slices}: expected at least 1")
+    if name == "search":
+        refuse(options, "{} with search: it finds that itself; leave it out", "chunks", "slices")
+        if options.memory is not None and not math.isfinite(options.memory):
+            raise UsageError(
+                f"--memory is {options.memory}: expected the most microbatches whose activations a rank keeps, such as "
+                f"{stages}"
+            )
+        for word, value in (("stages", stages), ("microbatches", microbatches)):
+            if value < 1:
+                raise UsageError(f"a pipeline with {value} {word}: expected at least 1")
+        return search(stages, microbatches, given, stages if options.memory is None else options.memory)
+    if options.memory is not None:
+        raise UsageError("--memory is a limit for search: the other schedules keep what they keep")
+    known = {schedule.name: schedule for schedule in all_schedules()}
+    if name not in known:
+        raise unknown("pipeline schedule", name, (*known, "search"))
+    slices = options.slices or (4 if known[name].cuts_sequences else 1)
+    return build(name, stages, microbatches, options.chunks, slices)
+
+
+def _words(program: StepProgram, timeline: Timeline, curves: Sequence[drawing.Curve], given: PassTimes) -> str:
+    per_rank = max(len(held) for held in program.placement.held)
+    peaks = [max(value for _, value in curve) for curve in curves]
+    cut = ""
+    if program.slices > 1:
+        *first, last = map(str, _slice_lengths(program))
+        cut = f", slices of {', '.join(first)} and {last} of {DRAWN_TOKENS} tokens"
+    return (
+        f"{program.name}: {program.ranks} stages, {program.microbatches} microbatches, {per_rank} "
+        f"chunk{'s' if per_rank > 1 else ''} per rank ({program.placement.name}){cut}\n"
+        f"step {timeline.total_s:g} with F {given.forward_s:g}, I {given.input_s:g}, W {given.weight_s:g}, "
+        f"transfer {given.transfer_s:g}; bubble {timeline.bubble:.1%} of all ranks' time, "
+        f"{timeline.bubble_rate:.1%} between a rank's first and last pass\n"
+        f"activations kept, in microbatches of a rank's part of the model, until their weight gradient: at most "
+        f"{max(peaks):g} (by rank: {', '.join(f'{peak:g}' for peak in peaks)})"
+    )
+
+
+def _figures(
+    program: StepProgram, timeline: Timeline, curves: Sequence[drawing.Curve], given: PassTimes
+) -> dict[str, object]:
+    return {
+        "schedule": program.name,
+        "stages": program.ranks,
+        "microbatches": program.microbatches,
+        "chunks": program.chunks,
+        "slices": program.slices,
+        "slice_tokens": list(_slice_lengths(program)),
+        "placement": program.placement.directions,
+        "times_s": {
+            "forward": given.forward_s,
+            "input": given.input_s,
+            "weight": given.weight_s,
+            "transfer": given.transfer_s,
+        },
+        "step_s": timeline.total_s,
+        "bubble": timeline.bubble,
+        "bubble_rate": timeline.bubble_rate,
+        "busy_s": timeline.busy_s,
+        "peak_microbatches": [max(value for _, value in curve) for curve in curves],
+        "actions": [[str(action) for action in actions] for actions in program.actions],
+    } | origin()

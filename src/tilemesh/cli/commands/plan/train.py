@@ -1,0 +1,210 @@
+"""Predict step time and memory of training; choose a layout for a cluster. `--explain` says why."""
+
+from __future__ import annotations
+
+import json as jsonlib
+import shlex
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, make_dataclass
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+import tilemesh
+from tilemesh.core.errors import RunError, UsageError, unknown
+from tilemesh.core.files import write_output, write_text
+from tilemesh.core.options import OutFile, argument, option, refuse
+from tilemesh.core.units import parse_count, parse_fraction
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from tilemesh.core.calibration import Rates
+    from tilemesh.core.hardware import Cluster
+    from tilemesh.core.plan import ParallelPlan
+    from tilemesh.model.config import ModelConfig
+    from tilemesh.plan.choose import SearchResult
+
+REFERENCE_DEVICE = "h100"  # for the roofline when no cluster is named
+_CLUSTER = "64xh100; 4x8xa100: 4 nodes of 8; local, 4xlocal: this machine, measured."
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOnCluster:
+    """What is planned, and for which machines."""
+
+    model: str | None = argument(None, "A preset (llama-3-70b, ...) or a TOML file.", "MODEL")
+    cluster: str | None = option(None, _CLUSTER, "NxGPU")
+    gpu: str | None = option(None, "A GPU of your own, which --cluster then calls by its name.", "FILE.toml")
+    sets: tuple[str, ...] = option((), "model.layers=105,...", "A=B,...", flag="--set")
+    headroom: str | None = option(None, "Memory of each device to leave free; 5% if not given.", "N%")
+
+    @property
+    def headroom_share(self) -> float:
+        from tilemesh.plan.constants import HEADROOM
+
+        return HEADROOM if self.headroom is None else parse_fraction(self.headroom)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainPlanOptions(ModelOnCluster):
+    batch_tokens: str | None = option(None, "Tokens in a step, about: 4M.", "N")
+    batch: int | None = option(None, "Sequences in a step, exactly.", "N")
+    context: int | None = option(None, "Tokens in a sequence; the model's, if not given.", "N")
+    fix: tuple[str, ...] = option((), "Pin: tp=8,pp=4,recompute=none,...", "A=B,...")
+    code: Literal["fused", "compiled", "eager"] | None = option(
+        None, "What runs it: fused (Megatron's), compiled or eager (torch).", "NAME"
+    )
+    save: OutFile | None = option(None, "Write the best plan.", "PLAN.toml")
+    explain: bool = option(False, "Show the arithmetic: formulas and numbers.")
+    json: OutFile | None = option(None, "Every figure by name; - for stdout.", "FILE")
+    html: OutFile | None = option(None, "Draw the trade-off and the pipeline.", "FILE")
+
+    @property
+    def tokens(self) -> int | None:
+        return None if self.batch_tokens is None else parse_count(self.batch_tokens)
+
+
+def train(options: TrainPlanOptions) -> None:
+    from tilemesh.cli.layouts import headline, plan_console, print_layouts, print_sections, reasons_for
+    from tilemesh.measure.table import wrapped
+    from tilemesh.plan.explain import parameter_section, states_section, zero_section
+    from tilemesh.plan.explain_plan import plan_sections
+    from tilemesh.report.plan_page import render
+
+    # Standard output belongs to the figures when they go there; people read the other one.
+    console = plan_console(stderr=options.json == "-")
+    if options.model is None:
+        raise UsageError("MODEL is missing: expected a preset or a TOML file, such as tilemesh plan llama-3-70b")
+    model = load_model(options.model, options.sets)
+    if options.cluster is None:
+        why_not = "{} is about a plan, which needs --cluster, such as --cluster 64xh100"
+        refuse(options, why_not, "gpu", "fix", "save", "json", "html", "code", "headroom")
+        _explain_model(console, options, options.model, model)
+        return
+    result = _search(options, model, options.cluster)
+    reasons = reasons_for(result)
+    # Files first: whoever reads the text may stop early, as `| head` does.
+    if options.save is not None:
+        _save(result, options.save)
+    if options.html is not None:
+        write_text(render(result, options.model, reasons), options.html)
+    if options.json is not None:
+        write_json((result.figures(place) for place in range(len(result.predictions))), options.json)
+    console.print(headline(options.model, options.batch, options.batch_tokens, result))
+    print_layouts(console, result)
+    if options.explain:
+        best = result.best.plan
+        arithmetic = [parameter_section(model), states_section(model, best.precision)]
+        print_sections(console, [*arithmetic, zero_section(model, best.precision, best.dp), *plan_sections(result)])
+    console.print("Why the first" if len(result.predictions) > 1 else "Why")
+    for line in reasons:
+        console.print(wrapped(line, console.width, "  - ", "    "), soft_wrap=True)
+    if options.save is not None:
+        console.print(f"plan: {options.save}{_cannot_train(result.best.plan)}", soft_wrap=True)
+    if options.html is not None:
+        console.print(f"page: {options.html}", soft_wrap=True)
+
+
+def _search(options: TrainPlanOptions, model: ModelConfig, cluster: str) -> SearchResult:
+    from tilemesh.plan.choose import NothingFitsError, plan_figures, search
+    from tilemesh.plan.space import Pins
+
+    pins = Pins.parse(options.fix)
+    machines, rates = named_cluster(cluster, options.gpu)
+    try:
+        return search(
+            model,
+            machines,
+            batch=options.batch,
+            batch_tokens=options.tokens,
+            context=options.context,
+            pins=pins,
+            rates=rates,
+            code=options.code,
+            headroom=options.headroom_share,
+        )
+    except NothingFitsError as error:
+        if options.json is not None:
+            write_json([plan_figures(model, machines.name, pins, 0, error.smallest)], options.json)
+        raise RunError(f"{options.model} {error}") from None
+
+
+def _cannot_train(plan: ParallelPlan) -> str:
+    """A plan that was saved is going to be run: say so here if it cannot be."""
+    from tilemesh.plan.prediction import pins_to_train, trainable
+
+    words = trainable(plan)
+    if words == "yes":
+        return ""
+    return (
+        f" (`tilemesh train` cannot run it: {words.removeprefix('no, ')}; for one it can: --fix {pins_to_train(plan)})"
+    )
+
+
+def named_cluster(text: str, gpu: str | None) -> tuple[Cluster, Rates | None]:
+    """The cluster of that name, with what was measured of it where it is this machine; `gpu`: a file that describes a
+    GPU whose name may stand there."""
+    from tilemesh.core.described_gpu import read_gpu
+    from tilemesh.core.hardware import parse_cluster
+    from tilemesh.measure.machine import this_machine
+    from tilemesh.plan.local import is_local, local_machine
+
+    if gpu is not None:
+        return parse_cluster(text, read_gpu(gpu)), None
+    if is_local(text):
+        here = local_machine(text, this_machine())
+        return here.cluster, here.rates
+    return parse_cluster(text), None
+
+
+def load_model(name: str, sets: Sequence[str]) -> ModelConfig:
+    """The model of a preset or a file with a [model] section, with settings over it."""
+    from tilemesh.core import config
+    from tilemesh.model.config import PRESETS, ModelConfig
+
+    settings: Any = make_dataclass("settings", [("model", ModelConfig)])  # what `--set` and a TOML file speak of
+    if name.endswith(".toml"):
+        return cast(ModelConfig, config.load(settings, file=name, sets=sets).model)
+    if name not in PRESETS:
+        raise unknown("model", name, PRESETS)
+    presets = {known: {"model": values} for known, values in PRESETS.items()}
+    return cast(ModelConfig, config.load(settings, preset=name, presets=presets, sets=sets).model)
+
+
+def _explain_model(console: Console, options: TrainPlanOptions, name: str, model: ModelConfig) -> None:
+    from tilemesh.cli.layouts import print_sections
+    from tilemesh.core.hardware import parse_cluster
+    from tilemesh.core.plan import ParallelPlan
+    from tilemesh.model.work.weights import count_parameters
+    from tilemesh.plan.choose import choose_batch
+    from tilemesh.plan.explain import model_sections
+    from tilemesh.plan.explain_plan import roofline_section
+    from tilemesh.plan.step import Estimator
+
+    context = model.context if options.context is None else options.context
+    layout = ParallelPlan(precision="bf16-master", attention="materialized")
+    # No cluster was named; the ridge needs some device, and says which.
+    reference = Estimator(model, parse_cluster(f"1x{REFERENCE_DEVICE}"), context)
+    is_given = options.batch is not None or options.batch_tokens is not None
+    sequences = choose_batch(options.batch, options.tokens, context) if is_given else 1
+    console.print(f"{name}: {count_parameters(model).total:,} parameters")
+    arithmetic = model_sections(model, context, layout, sequences)
+    print_sections(console, [*arithmetic, roofline_section(reference, layout)])
+    console.print("With --cluster, such as --cluster 64xh100, layouts are searched and one is explained.")
+
+
+def origin() -> dict[str, Any]:
+    """What made the figures: the version and the command."""
+    return {"versions": {"tilemesh": tilemesh.__version__}, "command": shlex.join(["tilemesh", *sys.argv[1:]])}
+
+
+def _save(result: SearchResult, path: str) -> None:
+    best = result.best
+    note = f"# {origin()['command']}\n"
+    note += f"# predicted: {best.step_time_s:.4g} s per step, {best.memory.total_bytes} bytes per rank\n"
+    write_text(note + result.to_toml(), path)
+
+
+def write_json(objects: Iterable[dict[str, Any]], path: str) -> None:
+    """Each object with what made it, on a line."""
+    write_output("".join(jsonlib.dumps(figures | origin(), allow_nan=False) + "\n" for figures in objects), path)

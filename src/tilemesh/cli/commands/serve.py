@@ -1,0 +1,143 @@
+"""Serve a model over HTTP to OpenAI's clients. Paths: /v1/completions, /v1/chat/completions, /metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import signal
+import socket
+import ssl
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from tilemesh.cli.output import tell
+from tilemesh.core.access import is_loopback, read_keys, server_access
+from tilemesh.core.errors import RunError, UsageError
+from tilemesh.core.options import argument, option
+from tilemesh.core.ranges import Range
+from tilemesh.serve.config import EngineConfig
+
+_GRACE_S = 30
+"""How long answers that are under way may take when the server is told to stop; a second signal stops at once."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions(EngineConfig):
+    """Where a server listens, and to whom, before how its engine serves."""
+
+    source: str = argument(..., "A run's folder, or a Hugging Face folder.", "RUN|FOLDER")
+    port: Annotated[int, Range(0, 65535)] = option(8000, "Where to listen; 0 takes any that is free.", "N")
+    host: str = option("127.0.0.1", "By default only this machine can connect.")
+    api_key: tuple[str, ...] = option(
+        (), "Answer only who sends one of these; also from TILEMESH_API_KEYS.", "KEY|@FILE"
+    )
+    no_key: bool = option(False, "Let other machines ask without a key.")
+    allow_host: tuple[str, ...] = option((), "Another name that this server is asked for under.", "NAME")
+    allow_origin: tuple[str, ...] = option((), "Pages that may ask from a browser, or *; else none.", "URL")
+    tls_cert: str | None = option(None, "Serve HTTPS with this certificate.", "FILE")
+    tls_key: str | None = option(None, "The certificate's private key.", "FILE")
+    name: str | None = option(None, "What the model is called; by default as its folder.")
+    mesh: str | None = option(None, "Processes per matrix, and replicas.", "tp=2,dp=2")
+    draft: str | None = option(None, "A smaller model that guesses, up to --speculate tokens (4).", "RUN|FOLDER")
+    generation_config: bool = option(False, "Take the folder's generation_config.json as defaults.")
+
+
+def serve(options: ServeOptions) -> None:
+    """A server's life: the engine, a socket, requests until a signal comes, and those under way finished."""
+    keys, tls, sizes = read_keys(options.api_key), check_tls(options), read_mesh(options.mesh)
+    try:
+        import uvicorn
+
+        from tilemesh.serve.connection import PatientConnection
+        from tilemesh.serve.http import make_app
+    except ImportError as error:
+        raise RunError(f"serving needs the package {error.name}: pip install 'tilemesh[serve]'") from None
+    from tilemesh.serve.engine import Engine
+    from tilemesh.serve.load import folder_defaults
+    from tilemesh.serve.replicas import Replicas
+
+    defaults = folder_defaults(options.source) if options.generation_config else {}
+    # Before gigabytes are read: a port that is taken is the commonest failure.
+    listening = _listen(options.host, options.port)
+    with listening, contextlib.ExitStack() as stack:
+        address, at = listening.getsockname()[:2]
+        access = server_access(address, keys, options.allow_host, options.allow_origin, options.no_key)
+        engine: Engine | Replicas
+        models: dict[str, Any] = {"draft": options.draft, "say": tell, "prepare": True}
+        ranks, replicas = sizes["tp"], sizes["dp"]
+        if replicas > 1:
+            engine = stack.enter_context(Replicas(options.source, replicas, options, ranks=ranks, **models))
+        else:
+            engine = stack.enter_context(Engine(options.source, options, ranks=ranks if ranks > 1 else 0, **models))
+        app = make_app(engine, options.name, defaults, access)
+        config = uvicorn.Config(
+            app, log_level="error", access_log=False, lifespan="off", timeout_graceful_shutdown=_GRACE_S, ws="none",
+            http=PatientConnection, server_header=False, **tls,
+        )  # fmt: skip
+        server = uvicorn.Server(config)
+        # From here on, also while the collection below runs, which would swallow an exception. uvicorn raises the
+        # signals that stopped it again when it is done; to have stopped well is no failure.
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, server.handle_exit)
+        # What was read until now stays: a collection that looks at all of torch's objects stops everybody for 0.15 s.
+        gc.collect()
+        gc.freeze()
+        limits, used = engine.limits, engine.limits.pages * engine.limits.page_tokens
+        shown = f"[{address}]" if ":" in address else address
+        tell(
+            f"{limits.pages} pages of {limits.page_tokens} tokens: {used:,} tokens, {limits.running} requests at a time"
+        )
+        tell(f"serving {options.name or engine.served.name} on {'https' if tls else 'http'}://{shown}:{at}/v1")
+        if not keys and not is_loopback(address):
+            tell("no key is asked for: whoever reaches this machine may use it")
+        asyncio.run(server.serve(sockets=[listening]))
+        tell("stopped")
+
+
+def check_tls(options: ServeOptions) -> dict[str, Any]:
+    """uvicorn's settings for HTTPS; refuses files that cannot be used before a model is read."""
+    if (options.tls_cert is None) != (options.tls_key is None):
+        raise UsageError("--tls-cert and --tls-key belong together: give both, or neither")
+    if options.tls_cert is None:
+        return {}
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(options.tls_cert, options.tls_key, password="")
+    except (OSError, ValueError) as error:  # ssl's own errors are OSErrors
+        why = getattr(error, "strerror", None) or error
+        raise UsageError(
+            f"--tls-cert {options.tls_cert} and --tls-key {options.tls_key} cannot be used: {why}"
+        ) from None
+    return {"ssl_certfile": options.tls_cert, "ssl_keyfile": options.tls_key}
+
+
+def read_mesh(text: str | None) -> dict[str, int]:
+    """`tp=2,dp=2`: the axes that serving knows, 1 where they are not named."""
+    sizes = {"tp": 1, "dp": 1}
+    for word in text.split(",") if text is not None else ():
+        axis, _, number = word.strip().partition("=")
+        if axis not in sizes:
+            raise UsageError(f"--mesh is {text}: expected tp=N, dp=N or both, such as tp=2,dp=2")
+        if not number.isascii() or not number.isdecimal() or not 1 <= int(number[:9]) <= 256:
+            raise UsageError(f"--mesh is {text}: expected a whole number from 1 to 256 after {axis}=")
+        sizes[axis] = int(number)
+    return sizes
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except (OSError, UnicodeError) as error:
+        raise UsageError(f"--host is {host}: it is no address of this machine ({error})") from None
+    made = socket.socket(family, kind)
+    try:
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        made.bind(address)
+        made.listen(1024)
+    except OSError as error:
+        made.close()
+        why = error.strerror or error
+        raise RunError(
+            f"cannot listen on {host}, port {port}: {why}; give another --port (0 takes a free one)"
+        ) from None
+    return made

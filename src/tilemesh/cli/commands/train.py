@@ -1,0 +1,333 @@
+"""Train a Transformer on one or several processes. With checkpoints, restarts and a report."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tilemesh.cli.output import console_beside
+from tilemesh.core.errors import RunError, UsageError
+from tilemesh.core.options import ROWS, OutFile, argument, option
+from tilemesh.core.units import format_bytes, format_seconds, parse_seconds
+from tilemesh.runs.names import CHECKPOINTS, CONFIG, METRICS, SAMPLE, SUMMARY, TRACE
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from tilemesh.core.context import Membership
+    from tilemesh.train.config import TrainConfig
+    from tilemesh.train.progress import Shown
+    from tilemesh.train.result import Result
+
+WIDTH = 100
+"""Columns that text for people takes at most."""
+_SHARES = (
+    ("compute", "compute"),
+    ("exchange", "exchanges"),
+    ("data", "waiting for data"),
+    ("idle", "waiting for ranks"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainOptions:
+    config: str | None = argument(None, "What to train.", "[CONFIG.toml|PRESET]")
+    ranks: int | None = option(None, "How many; by default what the mesh needs.", "N")
+    mesh: str | None = option(None, "How the ranks are laid out.", "dp=2,tp=2")
+    plan: str | None = option(None, "A plan of `tilemesh plan --save`.", "PLAN.toml")
+    sets: tuple[str, ...] = option((), "train.steps=200,...", "A=B,...", flag="--set")
+    resume: str | None = option(None, "Go on with a run.", "RUN")
+    init: str | None = option(None, "Begin with Hugging Face weights.", "FOLDER")
+    recipe: str | None = option(None, "Train for compression: round or prune in every pass.", "NAME|FILE")
+    run: str | None = option(None, "Where to write; by default under runs/.", "FOLDER", flag="--out --run")
+    restarts: int = option(0, "How often a failed job goes on by itself.", "N")
+    transport: str = option("auto", "mpi, torch or auto.")
+    max_time: str | None = option(None, "Stop after 90s, 30m, 2h or 1h30m, with a checkpoint.", "TIME")
+    stop_after: int | None = option(None, "Stop there, with a checkpoint.", "STEP")
+    fallback_dir: str | None = option(None, "For the last checkpoint, or the run, where its folder is full.", "FOLDER")
+    dry_run: bool = option(False, "Show what would run: model, layout, memory, time, files.")
+    json: OutFile | None = option(None, ROWS, "FILE")
+    typed: str = ""
+    """The command, where ranks are started with another."""
+
+    @property
+    def job(self) -> dict[str, Any]:
+        """What `fit`, `preview` and `check_job` are told beside the configuration."""
+        names = ("run", "resume", "init", "transport", "restarts", "stop_after")
+        return {name: getattr(self, name) for name in names}
+
+    @property
+    def name(self) -> str:
+        """What the run's folder is named after."""
+        from tilemesh.train.config import DEFAULT_PRESET
+
+        return Path(self.config or DEFAULT_PRESET).stem
+
+
+def train(options: TrainOptions) -> int:
+    """Make a configuration of what was typed, call `train.fit`, and show what it came to."""
+    from tilemesh.core.context import membership
+    from tilemesh.train.progress import Shown
+    from tilemesh.train.result import RanksFailedError, WeightsLostError
+
+    member = membership()
+    config = configuration(options, member)
+    if options.dry_run:
+        return _show_preview(options, config, member)
+    if member is not None:
+        return _become_rank(options, config, member)
+    console = console_beside(options.json)
+    shown = Shown(console)
+    lost = ""
+    try:
+        result = _fit(options, config, shown)
+    except WeightsLostError as error:
+        result, lost = error.result, f"tilemesh: {error}"
+    except RanksFailedError as error:
+        shown.close()
+        write_page(error.folder)
+        if error.interrupted:
+            return _stopped(error.folder, str(error))
+        _hint(error.folder, console)
+        print(f"tilemesh: {error}", file=sys.stderr)
+        return 1
+    finally:
+        shown.close()
+    page = write_page(result.folder)
+    if result.by_signal:
+        if lost:
+            print(lost, file=sys.stderr)
+        return _stopped(result.saved_in or result.folder, result.by_signal)
+    return _show(result, console, options.json, page, lost)
+
+
+def _show_preview(options: TrainOptions, config: TrainConfig, member: Membership | None) -> int:
+    """Print what would run."""
+    from tilemesh.measure.row import write_rows
+    from tilemesh.measure.table import wrapped
+    from tilemesh.train.preview import preview
+
+    seen = preview(config, **options.job, name=options.name)
+    if member is not None and member.rank:
+        return 0
+    if options.json is not None:  # before the text, which a reader may not take whole
+        write_rows(seen.rows(), options.json)
+    console = console_beside(options.json)
+    width = min(console.width, WIDTH) if console.is_terminal else WIDTH
+    for subject, words in seen.lines():
+        start = f"{subject + ':':9}"
+        console.print(wrapped(words, width, start, " " * len(start)), soft_wrap=True)
+    console.print("nothing was started: leave --dry-run out to train", soft_wrap=True)
+    return 0
+
+
+def _fit(options: TrainOptions, config: TrainConfig, shown: Shown) -> Result:
+    from tilemesh.train.job import fit
+
+    job = options.job | {"name": options.name, "command": options.typed or None}
+    return fit(config, **job, in_process=False, on_event=shown)
+
+
+def configuration(options: TrainOptions, member: Membership | None) -> TrainConfig:
+    """The run that is asked for: a preset or file, or a run's own configuration with changes."""
+    from tilemesh.measure.machine import usable_gpus
+    from tilemesh.train.load import load
+
+    ranks = options.ranks
+    if member is not None:
+        if ranks is not None and ranks != member.size:
+            raise UsageError(f"--ranks {ranks} inside a job of {member.size} ranks: leave --ranks out here")
+        is_open = options.mesh is None and options.plan is None and options.resume is None
+        ranks = member.size if is_open else None
+    limit: tuple[str, ...] = ()
+    if options.max_time is not None:
+        seconds = parse_seconds(options.max_time)
+        if not seconds:  # train.max_time_s = 0 is a run without a limit, which no one asks for by a time
+            raise UsageError(f"--max-time is {options.max_time}: expected more than nothing; leave it out for no limit")
+        limit = (f"train.max_time_s={seconds}",)
+    config = load(
+        options.config,
+        sets=(*options.sets, *limit),
+        mesh=options.mesh,
+        plan=options.plan,
+        ranks=ranks,
+        gpus=len(usable_gpus()),
+        init=options.init,
+        resume=options.resume,
+        recipe=options.recipe,
+    )
+    if options.fallback_dir is None:
+        return config
+    checkpoint = dataclasses.replace(config.checkpoint, fallback_dir=Path(options.fallback_dir))
+    return dataclasses.replace(config, checkpoint=checkpoint)
+
+
+# ---- as a rank that mpiexec, srun or torchrun started -----------------------------------------------------------
+
+
+def _become_rank(options: TrainOptions, config: TrainConfig, member: Membership) -> int:
+    """This process is the rank that it already is: it goes on as `run_rank`, watched like one that we started."""
+    from tilemesh.launch.rank import run_command
+    from tilemesh.measure.machine import stamp
+    from tilemesh.train.check import check_job
+
+    check_job(config, **options.job)
+    typed = f"{member.starter}, {member.size} ranks: {stamp()['command']}"
+    text = json.dumps(dataclasses.asdict(dataclasses.replace(options, typed=typed)))
+    run_command(["-m", "tilemesh.cli.train_rank", text], member)
+
+
+def run_rank(text: str) -> int:
+    """What a rank does, with the options as JSON; rank 0 shows what the run came to."""
+    from rich.console import Console
+
+    from tilemesh.core.context import membership
+    from tilemesh.train.progress import Shown
+    from tilemesh.train.result import WeightsLostError
+
+    said = json.loads(text)
+    options = TrainOptions(**{**said, "sets": tuple(said["sets"])})
+    member = membership()
+    assert member is not None
+    # mpiexec's pipe to a rank says it is a terminal; what comes out at its end may be a log.
+    shown = Shown(Console(highlight=False, markup=False, force_terminal=False))
+    lost = ""
+    try:
+        result = _fit(options, configuration(options, member), shown)
+    except WeightsLostError as error:
+        result, lost = error.result, f"tilemesh: {error}"
+    if member.rank:
+        return int(bool(lost))
+    page = write_page(result.folder)
+    if not result.interrupted:
+        console = Console(highlight=False, markup=False, stderr=options.json == "-", force_terminal=False)
+        return _show(result, console, options.json, page, lost)
+    again = f"{program()} train --resume {result.saved_in}"
+    print(f"stopped after step {result.step}; go on with: {again}", flush=True)
+    if lost:
+        print(lost, file=sys.stderr, flush=True)
+    return int(bool(lost))
+
+
+# ---- afterwards ------------------------------------------------------------------------------------------------
+
+
+def _show(result: Result, console: Console, json_file: str | None, page: str, lost: str) -> int:
+    """What a run came to and where everything is; the exit code. `lost`: the last line, where weights are."""
+    from tilemesh.measure.row import write_rows
+    from tilemesh.runs.folder import read_small
+
+    if json_file is not None:  # before the text, which a reader may not take whole
+        write_rows(result.rows, json_file)
+    summary = read_small(result.folder, SUMMARY)
+    if summary.get("step") == result.step:
+        _show_summary(result, summary, console)
+    else:
+        lost = lost or f"tilemesh: {result.folder} has no {SUMMARY} of step {result.step}: was the disk full?"
+    console.print(page, soft_wrap=True)
+    if not lost:
+        return 0
+    console.file.flush()
+    print(lost, file=sys.stderr, flush=True)
+    return 1
+
+
+def _show_summary(result: Result, summary: Mapping[str, Any], console: Console) -> None:
+    """The sample, the rows, where the time went, and how to go on."""
+    from tilemesh.compress.recipe import is_file_text
+    from tilemesh.measure.table import print_rows, print_words
+    from tilemesh.train.config import of_run
+    from tilemesh.train.rows import run_mfu_words
+
+    folder, made = result.folder, result.rows
+    sample = folder / SAMPLE
+    if sample.exists() and not summary["interrupted"]:
+        console.print(f"\n--- sample\n{sample.read_text(errors='replace')}\n---\n", soft_wrap=True)
+    print_rows(made, console)
+    share = summary["shares"]
+    words = ", ".join(f"{name} {share[key]:.0%}".replace("%", " %") for key, name in _SHARES)
+    if summary["step_time_s"] is None:
+        print_words("\na step: too few were timed to say where the time goes", console)
+    else:
+        print_words(f"\na step: {words}\nto improve: {summary['improve']}", console)
+    if counted := run_mfu_words(summary, made):
+        print_words(counted, console)
+    baseline = max(summary["memory_baseline_bytes"])
+    if baseline:
+        print_words(f"memory: beside the model's, the process itself takes {format_bytes(baseline)} per rank", console)
+    held = "" if summary["held_out"] is None else f", held-out {summary['held_out']:.3f}"
+    first = summary["seconds_to_first_step"]
+    asked = of_run(folder)
+    taught = " (with the teacher's part)" if asked.distill.teacher is not None else ""
+    words = f"training loss {summary['loss']:.3f}{taught}{held} nats per token after {summary['step']} steps, "
+    words += f"{format_seconds(summary['seconds'])} in all"
+    if summary.get("bits_per_byte") is not None:
+        words += f", {summary['bits_per_byte']:.3f} bits per byte held out"
+    words += f", first step after {format_seconds(first)}" if first is not None else "; there was nothing left to do"
+    print_words(words, console)
+    more = f"train.steps={2 * summary['step']}"
+    if summary["step"] < asked.train.steps:  # early stopping ended it
+        more = f"evaluate.patience={2 * asked.evaluate.patience}"
+    further = "" if summary["interrupted"] else f" --set {more}"
+    print_words(f"written: {folder} ({CONFIG}, {METRICS}, {TRACE} for ui.perfetto.dev, {SUMMARY})", console)
+    if result.saved_step is None:
+        return
+    weights, step = result.saved_in or folder, result.saved_step
+    again = further if step == result.step else ""
+    console.print(
+        f"weights: step {step}, {weights / CHECKPOINTS}\n"
+        f"go on:   {program()} train --resume {weights}{again}\n"
+        f"write:   {program()} generate {weights} --prompt 'import '",
+        soft_wrap=True,
+    )
+    if asked.compress.recipe:
+        recipe = "FILE" if is_file_text(asked.compress.recipe) else asked.compress.recipe
+        console.print(f"shrink:  {program()} compress {weights} --recipe {recipe} --out FOLDER", soft_wrap=True)
+
+
+def program() -> str:
+    """How to call this command again from here: by its name, or where a shell does not find that, by where it lies."""
+    if shutil.which("tilemesh"):
+        return "tilemesh"
+    script = Path(sys.executable).with_name("tilemesh")
+    words = str(script) if script.exists() else sys.executable
+    near = os.path.relpath(words)
+    return (words if near.startswith("..") else near) + ("" if script.exists() else " -m tilemesh")
+
+
+def write_page(folder: Path) -> str:
+    """Make the run's page, finished or not; a line that says where, or why there is none. Never ends a run."""
+    from tilemesh.cli.pages import write_pages
+
+    try:
+        return f"look:    {write_pages([str(folder)], None)[0]}"
+    except (OSError, RunError, UsageError) as error:
+        return f"no page: {error}"
+
+
+def _stopped(folder: Path, sentence: str) -> int:
+    from tilemesh.launch.rank import INTERRUPTED_CODE
+    from tilemesh.runs.folder import newest_checkpoint
+
+    step = newest_checkpoint(folder)
+    if step is None:
+        print(f"tilemesh: {sentence}; there was no checkpoint yet", file=sys.stderr)
+    else:
+        print(f"tilemesh: {sentence}; checkpoint of step {step} written, go on with:", file=sys.stderr)
+        print(f"{program()} train --resume {folder}", file=sys.stderr)
+    return INTERRUPTED_CODE
+
+
+def _hint(folder: Path, console: Console) -> None:
+    from tilemesh.runs.folder import newest_whole_checkpoint
+
+    step = newest_whole_checkpoint(folder)
+    if step is not None:
+        console.print(f"the last good checkpoint is of step {step}; go on with: {program()} train --resume {folder}")

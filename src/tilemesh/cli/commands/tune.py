@@ -1,0 +1,85 @@
+"""Search an operator's configurations and keep the fastest. Finalists are timed beside the built-ins."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tilemesh.cli.operators import given_settings
+from tilemesh.core.errors import RunError, UsageError
+from tilemesh.core.options import OutFile, argument, option
+
+
+@dataclass(frozen=True, kw_only=True)
+class TuneOptions:
+    shapes: tuple[str, ...] = argument(
+        ..., "Shapes to tune; of matmul unless an operator is named first.", "[OPERATOR] SHAPE…"
+    )
+    dtype: str | None = option(None, "float16 or bfloat16.")
+    c: str | None = option(None, "What C is: full, row, column or none.")
+    activation: str | None = option(None, "none, relu, gelu, gelu_tanh, silu, squared_relu.")
+    layout: str | None = option(None, "nn, nt, tn or tt: A and B as written (n) or transposed; FusedLinear is nt.")
+    settings: tuple[str, ...] = option((), "Any setting of the operator's problems.", "NAME=VALUE", flag="--set")
+    save: bool = option(True, "Remember the winners for `auto`.")
+    json: OutFile | None = option(None, "Write all that was tried.", "FILE")
+    html: OutFile | None = option(None, "A heat map of what was tried.", "FILE")
+
+
+def tune(options: TuneOptions) -> None:
+    import torch
+    from rich.console import Console
+    from rich.status import Status
+
+    from tilemesh.core.files import write_text
+    from tilemesh.core.units import format_seconds
+    from tilemesh.kernels import registry
+    from tilemesh.kernels.launch.gpu import gpu_of
+    from tilemesh.kernels.tuning.compiler import Compiler
+    from tilemesh.kernels.tuning.table import versions
+    from tilemesh.kernels.tuning.tuner import tune as tune_one
+    from tilemesh.report.kernel_page import TimedConfig, render, trial_line
+
+    console = Console(highlight=False)
+    json, html = options.json, options.html
+    is_named = options.shapes[0].isidentifier()
+    operator, shapes = (options.shapes[0], options.shapes[1:]) if is_named else ("matmul", options.shapes)
+    entry = registry.find(operator)
+    tuning, form = entry.load("tuner"), entry.load("form")
+    if not shapes:
+        raise UsageError(f"no shapes to tune {operator} for: write {form.sizes}, as in {form.suite[0]}")
+    asked = given_settings(options, "dtype", "c", "activation", "layout")
+    problems = [form.problem(shape, asked) for shape in shapes]
+    for problem in problems:
+        if reason := tuning.refusal(problem):
+            raise UsageError(f"{problem.key}: {reason}")
+    if not torch.cuda.is_available():
+        raise UsageError("tuning needs an NVIDIA GPU and torch with CUDA; here torch sees none")
+    device = torch.device("cuda", torch.cuda.current_device())
+    entries = {}
+    trials: list[TimedConfig] = []
+    with Compiler(device) as compiler:
+        for problem in problems:
+            with console.status(problem.key) as status:
+
+                def show(done: int, total: int, words: str, status: Status = status, key: str = problem.key) -> None:
+                    status.update(f"{key} [{done}/{total}] {words}")
+
+                tuned = tune_one(tuning, problem, device, compiler=compiler, progress=show)
+            entries[problem.key] = tuned.entry
+            trials += [
+                TimedConfig(problem.key, tuning.tables.encode(trial.config), trial.seconds) for trial in tuned.trials
+            ]
+            console.print(f"{problem.key}: {tuned.config.label}; tried {tuned.tried} of {tuned.grid}", soft_wrap=True)
+            for label, sample in sorted(tuned.finals.items(), key=lambda pair: pair[1].median):
+                console.print(f"  {format_seconds(sample.median):>10}  {label}", soft_wrap=True)
+    if options.save:
+        try:
+            path = tuning.tables.add(gpu_of(device.index).name, versions(), entries)
+        except OSError as error:
+            raise RunError(f"the winners could not be remembered: {error}") from None
+        console.print(f"remembered in {path}", soft_wrap=True)
+    if json is not None:
+        write_text("".join(trial_line(trial) + "\n" for trial in trials), json)
+        console.print(f"trials: {json}", soft_wrap=True)
+    if html is not None:
+        write_text(render([], [], trials), html)
+        console.print(f"page: {html}", soft_wrap=True)

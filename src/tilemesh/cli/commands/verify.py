@@ -1,0 +1,249 @@
+"""Show that every layout computes what one process computes. Trains and compares every dp × tp × sequence parallel
+× accumulation, every schedule of a pipeline, and every pair of settings (ZeRO and recomputation too) in at least
+one layout; each optimizer, a scaled loss, and one process beside a Transformer written from the papers.
+
+tilemesh verify --ranks 8
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from tilemesh.cli.output import words_of
+from tilemesh.core.errors import RunError, UsageError, unknown
+from tilemesh.core.options import OutFile, option
+
+if TYPE_CHECKING:
+    from tilemesh.comm.runtime.communicator import Communicator
+    from tilemesh.parallel.gate.compare import GateResult
+    from tilemesh.parallel.gate.plant_numerics import Plant
+    from tilemesh.parallel.shard import Held
+    from tilemesh.train.optimizer import Optimizer
+
+TIMEOUT_S = 180.0  # for one case, under a second on free cores: ranks that a layout does not need wait until it is done
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class VerifyOptions:
+    ranks: int = option(8, "1, 2, 4 or 8: all layouts of up to so many ranks.")
+    transport: Literal["auto", "mpi", "torch", "threads"] = option("auto", "One of: auto, mpi, torch, threads.")
+    precision: str = option("fp64", "fp64 (bound 1e-10), fp32 or bf16 (bound: another order).")
+    models: str = option("", "Of gpt, llama, post, query, gemma, neox, with commas; default: all.")
+    device: Literal["cpu", "cuda"] = option("cpu", "cpu, or cuda, which ranks share where they outnumber the GPUs.")
+    plant: str | None = option(None, "Plant this bug, until a case shows it.", "BUG")
+    pairs: bool = option(True, "Also every pair of settings, with ZeRO and recomputation.")
+    json: OutFile | None = option(None, "Each case, a line of JSON.", "FILE")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(words_of(self.models))
+
+
+def verify(options: VerifyOptions) -> int:
+    """The ranks yield each result as it is found; the table is made here, so it looks the same whoever started them."""
+    from tilemesh.core.context import membership
+
+    _require(options)
+    table = LayoutTable(None if options.json is None else Path(options.json))
+    if membership() is not None:  # inside mpiexec, srun or torchrun: this is one of the ranks
+        from tilemesh.comm import connect
+
+        comm = connect("auto" if options.transport == "threads" else options.transport, timeout_s=TIMEOUT_S)
+        for line in results(comm, options):
+            table.add(line)
+        failed = comm.max_over_ranks([float(table.failed)])[0] > 0
+        if comm.rank == 0:
+            table.end()
+        return int(failed)
+    (_on_threads if options.transport == "threads" else _in_processes)(options, table)
+    table.end()
+    return int(table.failed > 0)
+
+
+def results(comm: Communicator, options: VerifyOptions) -> Iterator[dict[str, Any]]:
+    """What rank 0 has to tell, case by case; the others take part and tell nothing."""
+    import torch
+
+    from tilemesh.parallel.gate.compare import Gate
+    from tilemesh.parallel.gate.pairs import every_case
+    from tilemesh.parallel.gate.plant import PLANTS
+
+    if options.device == "cpu":
+        warnings.filterwarnings("ignore", message="mkldnn_matmul failed")  # a CPU without bf16: slow, and right
+        torch.set_num_threads(1)  # the models are tiny, and there are as many ranks as asked for
+    plant = PLANTS.get(options.plant or "")
+    chosen = every_case(options.ranks, options.names, options.precision, options.pairs)
+    if plant is not None:
+        chosen = [case for case in chosen if plant.applies(case)]
+    gate = Gate(comm, options.device, plant, stops_when_found=plant is not None, optimizer=train_optimizer)
+    for result in gate.run(chosen):
+        yield _fields(result, plant is not None)
+
+
+def train_optimizer(name: str, held: Mapping[str, Held], precision: str) -> Optimizer:
+    """The optimizer that training runs step by, as the gate's settings have it."""
+    from tilemesh.parallel.gate.cases import SETTINGS, rate_of
+    from tilemesh.train.config import OptimizerConfig
+    from tilemesh.train.optimizer import Optimizer
+
+    values: dict[str, Any] = {"name": name, "lr": rate_of(name), **SETTINGS}
+    return Optimizer(OptimizerConfig(**values), held, precision)
+
+
+def _fields(result: GateResult, planted: bool) -> dict[str, Any]:
+    case = result.case
+    return {
+        "model": case.model,
+        "layout": str(case),
+        "ranks": case.layout.ranks,
+        "precision": case.precision,
+        "apart": dataclasses.asdict(result.apart),
+        "bound": dataclasses.asdict(result.bound),
+        "planted": planted,
+        "passed": result.passed,
+        "where": result.where,
+    }
+
+
+def _require(options: VerifyOptions) -> None:
+    """Refuse what cannot be before any rank is started."""
+    from tilemesh.parallel.gate.pairs import every_case
+
+    every_case(options.ranks, options.names, options.precision)
+    if options.device == "cuda":
+        import torch
+
+        if not torch.cuda.is_available():
+            raise UsageError("--device cuda: torch sees no NVIDIA GPU here; leave --device out to compare on the CPU")
+    if options.plant:
+        from tilemesh.parallel.gate.plant import PLANTS
+
+        if options.plant not in PLANTS:
+            raise unknown("bug", options.plant, PLANTS)
+        _require_a_place(options, PLANTS[options.plant])
+
+
+def _require_a_place(options: VerifyOptions, planted: Plant) -> None:
+    """A bug that no layout has would leave the gate green and prove nothing."""
+    from tilemesh.parallel.gate.cases import MODELS
+    from tilemesh.parallel.gate.pairs import every_case
+
+    def has_place(ranks: int, models: tuple[str, ...], pairs: bool) -> bool:
+        cases = every_case(ranks, models, options.precision, pairs)
+        return any(planted.applies(case) for case in cases)
+
+    if has_place(options.ranks, options.names, options.pairs):
+        return
+    wider = ((pairs, ranks, models) for pairs in (options.pairs, True) for ranks in (2, 4, 8) if ranks >= options.ranks
+             for models in (options.names, *((name,) for name in MODELS)))  # fmt: skip
+    pairs, ranks, models = next(choice for choice in wider if has_place(choice[1], choice[2], choice[0]))
+    words = f"--ranks {ranks}" + f" --models {','.join(models)}" * bool(models)
+    words += " without --no-pairs" * (pairs and not options.pairs)
+    raise UsageError(
+        f"--plant {options.plant}: none of the layouts and models asked for can have this bug, so the gate would pass "
+        f"with nothing planted; give {words}"
+    )
+
+
+def _on_threads(options: VerifyOptions, table: LayoutTable) -> None:
+    from tilemesh.comm import run_threads
+
+    if options.device != "cpu":
+        raise UsageError(f"device {options.device} over threads: expected cpu; use --transport torch or mpi")
+
+    def main(comm: Communicator) -> None:
+        for line in results(comm, options):
+            table.add(line)
+
+    run_threads(options.ranks, main, timeout_s=TIMEOUT_S)
+
+
+def _in_processes(options: VerifyOptions, table: LayoutTable) -> None:
+    from tilemesh.launch import call
+
+    call(
+        "tilemesh.cli.commands.verify:on_a_rank", options.ranks, dataclasses.asdict(options),
+        transport=options.transport,
+        sink=lambda rank, stream, line: print(f"[{rank}] {line.decode(errors='replace')}", file=sys.stderr),
+        hear=lambda rank, line: table.add(line),
+    )  # fmt: skip
+
+
+def on_a_rank(options: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """One of the ranks that `_in_processes` started: what it has to tell, as it comes."""
+    from tilemesh.comm import connect
+
+    yield from results(connect(timeout_s=TIMEOUT_S), VerifyOptions(**options))
+
+
+class LayoutTable:
+    """A row per layout, printed when all its models are in: of each difference the one nearest to its bound."""
+
+    def __init__(self, file: Path | None) -> None:
+        self.file = file
+        self.layout: list[dict[str, Any]] = []
+        self.lines: list[dict[str, Any]] = []
+        self.failed = 0
+
+    def add(self, line: dict[str, Any]) -> None:
+        if not self.lines:
+            print(f"{'layout':<{_NAME}}" + "".join(f"{name:>9}" for name in (*_DIFFERENCES, "of bound")) + "  cases")
+        if self.layout and line["layout"] != self.layout[0]["layout"]:
+            self._print_layout()
+        self._keep([line])
+        self.lines.append(line)
+        self.layout.append(line)
+        self.failed += not line["passed"]
+
+    def _keep(self, lines: list[dict[str, Any]]) -> None:
+        """Write them at once, so that a run which is stopped leaves what it has found."""
+        if self.file is None or str(self.file) == "-":
+            return
+        try:
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            with self.file.open("a" if self.lines else "w", encoding="utf-8") as file:
+                file.writelines(json.dumps(line) + "\n" for line in lines)
+        except OSError as error:
+            raise RunError(f"--json {self.file} cannot be written: {error.strerror}") from None
+
+    def _print_layout(self) -> None:
+        name = self.layout[0]["layout"]
+        # NaN is the worst of all: `_ratio` puts it first.
+        worst = [max(self.layout, key=lambda line: _ratio(line, kind)) for kind in _DIFFERENCES]
+        cells = "".join(f"{line['apart'][kind]:>9.1e}" for line, kind in zip(worst, _DIFFERENCES, strict=True))
+        share = max(_ratio(line, kind) for line, kind in zip(worst, _DIFFERENCES, strict=True))
+        red = [line for line in self.layout if not line["passed"]]
+        verdict = f"{len(self.layout)} pass" if not red else f"{len(red)} of {len(self.layout)} FAIL"
+        start = f"{name:<{_NAME}}" if len(name) < _NAME else f"{name}\n{'':<{_NAME}}"
+        print(f"{start}{cells}{share:>9.0e}  {verdict}", flush=True)
+        for line in red:
+            print(f"  {line['model']}: {line['where']}", flush=True)
+        self.layout = []
+
+    def end(self) -> None:
+        if self.layout:
+            self._print_layout()
+        self._keep([])  # there is a file also where nothing was found
+        if str(self.file) == "-":
+            print("".join(json.dumps(line) + "\n" for line in self.lines), end="")
+        verdict = "every layout computes what one process computes" if not self.failed else f"{self.failed} FAIL"
+        planted = [line for line in self.lines if line["planted"]]
+        if planted:
+            cases = f"{len(planted)} case{'s' * (len(planted) > 1)}"
+            print(f"planted in {cases}, found in {sum(not line['passed'] for line in planted)} of them")
+        print(f"{len(self.lines)} case{'s' * (len(self.lines) > 1)}: {verdict}")
+
+
+_DIFFERENCES = ("loss", "gradient", "weights", "norm")
+_NAME = 54  # columns for a layout's name; a longer one has a line to itself
+
+
+def _ratio(line: dict[str, Any], name: str) -> float:
+    ratio = float(line["apart"][name]) / float(line["bound"][name])
+    return ratio if ratio == ratio else float("inf")

@@ -1,0 +1,103 @@
+"""Options as annotated fields of a frozen dataclass: what a value may be, how it is spelled, and what it means.
+
+The one idea: a field is the only place where an option is written. Its annotation says what values there are (a type, a
+`Range`, a `Literal`, a file that is `WRITTEN`); `option` or `argument` say how it is spelled and what it means. A field
+without them is for Python alone. `cli/typed.py` makes a command line of such a class.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+
+from tilemesh.core.errors import Argument, UsageError, unknown
+from tilemesh.core.ranges import SEED, Range
+
+WRITTEN = "a file that the command writes"
+OutFile = Annotated[str, WRITTEN]
+"""Looked at before the command begins its work; `-` is standard output."""
+Count = Annotated[int, Range(1, 100_000)]
+Seed = Annotated[int, SEED]
+Seconds = Annotated[float, Range(0, 1e4, above=True)]
+ROWS = "The rows, one object per line; - for stdout."
+
+
+def option(default: Any, meaning: str, metavar: str | None = None, *, flag: str = "", show: bool | str = True) -> Any:
+    """`--name METAVAR`; `flag` where it is not called like the field: "--set", or "--out --run" for two names.
+
+    A bool is `--name`, and one that is on by default `--name/--no-name`. `...` as the default: it has to be given.
+    `show`: whether the help shows the default, or what it shows instead.
+    """
+    return _field(default, meaning=meaning, metavar=metavar, flag=flag, show=show, is_argument=False)
+
+
+def argument(default: Any, meaning: str, metavar: str | None = None, *, show: bool | str = True) -> Any:
+    """A word without a name before it; of a tuple all that are left."""
+    return _field(default, meaning=meaning, metavar=metavar, flag="", show=show, is_argument=True)
+
+
+def _field(default: Any, **metadata: Any) -> Any:
+    return dataclasses.field(default=dataclasses.MISSING if default is ... else default, metadata=metadata)
+
+
+def option_fields(cls: type[Any]) -> list[tuple[dataclasses.Field[Any], Any]]:
+    """The options of a class with their annotations: its own first, then those of the classes that it extends."""
+    hints = get_type_hints(cls, include_extras=True)
+    fields = [field for field in dataclasses.fields(cls) if "meaning" in field.metadata]
+    own = inspect.get_annotations(cls)
+    return [(field, hints[field.name]) for field in sorted(fields, key=lambda field: field.name not in own)]
+
+
+def flag_of(field: dataclasses.Field[Any]) -> str:
+    """What a user calls it: `--set`, or `MODEL` for an argument."""
+    if field.metadata["is_argument"]:
+        return str(field.metadata["metavar"] or field.name.upper()).strip("[].")
+    return str(field.metadata["flag"] or f"--{field.name.replace('_', '-')}").split()[0].partition("/")[0]
+
+
+def check_options(options: Any) -> None:
+    """Refuse numbers outside of their range, and words that are none of the choices."""
+    for field, hint in option_fields(type(options)):
+        value = getattr(options, field.name)
+        if value is None:
+            continue
+        name = Argument(field.name, flag_of(field))
+        for mark in marks(hint):
+            if isinstance(mark, Range):
+                mark.check(name, value, whole=_is_whole(hint))
+        choices = choices_of(hint)
+        if choices and value not in choices:
+            raise unknown(field.name, value, [choice for choice in choices if choice])
+
+
+def given(options: Any, *names: str) -> list[str]:
+    """The flags of those of these fields, or of all, whose value is not their default."""
+    fields = [field for field, _ in option_fields(type(options)) if not names or field.name in names]
+    return [flag_of(field) for field in fields if getattr(options, field.name) != field.default]
+
+
+def refuse(options: Any, why: str, *names: str) -> None:
+    """Refuse options that mean nothing here; `why` has {} for the first of them."""
+    if words := given(options, *names):
+        raise UsageError(why.format(words[0]))
+
+
+def choices_of(hint: Any) -> tuple[str, ...]:
+    """The words of a `Literal`, also where there may be none."""
+    if get_origin(hint) is Literal:
+        return get_args(hint)
+    return next((choices for inner in get_args(hint) if (choices := choices_of(inner))), ())
+
+
+def marks(hint: Any) -> Iterator[Any]:
+    """What is annotated anywhere in a type: ranges, and that a file is written."""
+    if get_origin(hint) is Annotated:
+        yield from hint.__metadata__
+    for inner in get_args(hint):
+        yield from marks(inner)
+
+
+def _is_whole(hint: Any) -> bool:
+    return hint is int or any(_is_whole(inner) for inner in get_args(hint))
