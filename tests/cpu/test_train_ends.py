@@ -86,7 +86,8 @@ class TestEarlyStopping:
             result, said = trained(config, folder, resume=True)
             assert (result.step, result.held_out) == (6, held_out(stopped)[6])
             assert any("nothing left to do: it has ended early" in line for line in said)
-            assert (folder / "summary.json").read_bytes() == (stopped / "summary.json").read_bytes()
+            for file in ("summary.json", "metrics.jsonl"):
+                assert (folder / file).read_bytes() == (stopped / file).read_bytes()
         more = made(text, "dp=2,tp=1", self.SETS, "evaluate.patience=3")
         assert trained(more, folder, resume=True)[0].step == 8
 

@@ -29,7 +29,7 @@ from tilemesh.runs import checkpoint, manifest
 from tilemesh.runs.folder import newest_whole_checkpoint
 from tilemesh.runs.lock import RunLock
 from tilemesh.runs.manifest import MANIFEST_FILE, checkpoints
-from tilemesh.runs.names import CHECKPOINTS, CONFIG, LOCK
+from tilemesh.runs.names import CHECKPOINTS, CONFIG, LOCK, METRICS
 from tilemesh.runs.reader import Reader, open_checkpoint
 from tilemesh.serve.write import generate
 from tilemesh.train import export, final
@@ -180,6 +180,16 @@ def test_a_run_whose_folder_is_full_goes_on_in_the_second(
     assert result.folder == result.saved_in == tmp_path / "second" / "run"
     assert are_equal(weights(result.folder, 6), weights(whole, 6))
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+
+
+def test_a_run_that_had_ended_gets_no_line_when_it_is_resumed(run: Path) -> None:
+    before = (run / METRICS).read_bytes()
+    assert tm.train.fit(resume=run).step == 6
+    assert (run / METRICS).read_bytes() == before
+    tm.train.fit(dataclasses.replace(of_run(run), train=dataclasses.replace(of_run(run).train, steps=7)), resume=run)
+    added = [json.loads(line)["kind"] for line in (run / METRICS).read_bytes()[len(before) :].splitlines()]
+    assert added.count("resumed") == 1
+    assert "step" in added
 
 
 def test_room_that_somebody_makes_in_time_is_used(

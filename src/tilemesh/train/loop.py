@@ -30,7 +30,7 @@ from tilemesh.parallel.gradients import GradientStep, StepFigures, read
 from tilemesh.runs import checkpoint
 from tilemesh.runs.journal import Journal
 from tilemesh.runs.manifest import WEIGHT
-from tilemesh.runs.metrics import STEP, STOPPED
+from tilemesh.runs.metrics import RESUMED, STEP, STOPPED
 from tilemesh.runs.names import CHOICES, bad_batch
 from tilemesh.runs.tensors import parts_of, write_tensors
 from tilemesh.train.config import TrainConfig
@@ -164,6 +164,7 @@ class Loop:
         self.progress, self.timing = Progress(), Timing()
         self.fingerprint = stepper.source.fingerprint()
         self.loggers = loggers
+        self.is_resumed = False
         self.interrupted = False
         self.ended_early = ""
         """Why the run ended before its last step by its own decision."""
@@ -199,6 +200,8 @@ class Loop:
         config, progress = self.config, self.progress
         self._began, self._read_at = progress.step, time.perf_counter()
         self._end_early()
+        if self.is_resumed and progress.step < config.train.steps and not self.ended_early:
+            self.journal.add(RESUMED, progress.step, plan=config.plan.to_dict())
         before = None  # the clock when the steps that are not read yet began
         is_counted = False
         while progress.step < config.train.steps and not self.interrupted and not self.ended_early:

@@ -278,7 +278,8 @@ def _train_on(
         why = "train.max_time_s is over" if interrupt.is_time_over and not interrupt.asked else "asked to stop"
         journal.add(STOPPED, loop.progress.step, why=why)
     if loop.ended_early:
-        journal.add(STOPPED, loop.progress.step, why=loop.ended_early)
+        if loop.steps_done:  # a run that had ended before has said so
+            journal.add(STOPPED, loop.progress.step, why=loop.ended_early)
         if comm.rank == 0:
             say(f"step {loop.progress.step}: {loop.ended_early}; the run ends here")
     result = _finish(loop, corpus, recorder, journal, baseline, began)

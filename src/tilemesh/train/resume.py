@@ -28,7 +28,6 @@ from tilemesh.model.work.weights import count_parameters
 from tilemesh.parallel.agree import tell
 from tilemesh.parallel.shard import take
 from tilemesh.runs.manifest import MODEL, WEIGHT, DamagedError, Manifest, checkpoints, damage
-from tilemesh.runs.metrics import RESUMED
 from tilemesh.runs.names import CHECKPOINTS, CONFIG, DAMAGED
 from tilemesh.runs.reader import Reader
 from tilemesh.train.check import nothing_whole
@@ -50,7 +49,7 @@ def begin(loop: Loop, init: str | Path | None, resume: bool, say: Say) -> None:
     checkpoint = sound_checkpoint(loop.folder, comm, say) if resume else None
     if checkpoint is not None:
         restore(loop, Reader(checkpoint))
-        loop.journal.add(RESUMED, loop.progress.step, plan=loop.config.plan.to_dict())
+        loop.is_resumed = True
         if comm.rank == 0:
             say(f"going on from step {loop.progress.step} ({checkpoint})")
     elif init is not None:
