@@ -16,6 +16,7 @@ import torch
 from tilemesh.comm import run_threads
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.data.corpus import open_corpus
+from tilemesh.methods.link import ServerLink
 from tilemesh.methods.record import read_record, replay, standing
 from tilemesh.methods.rules import Push
 from tilemesh.methods.server import mean_update
@@ -151,9 +152,23 @@ def test_a_server_weighs_answers_as_data_parallelism_does(tmp_path: Path) -> Non
     assert_tell_the_same(tmp_path / "server", tmp_path / "synchronous")
 
 
-@pytest.mark.parametrize("method", [("train.method=server", "method.consistency=asp"), ("train.method=local",)])
-def test_metrics_are_of_all_replicas(method: tuple[str, ...], tmp_path: Path) -> None:
-    """At a learning rate of nearly 0 a step's loss and norm are those of its batch at the first weights."""
+ASP = ("train.method=server", "method.consistency=asp")
+
+
+@pytest.mark.parametrize(("method", "late_s"), [(ASP, 0.0), (ASP, 0.5), (("train.method=local",), 0.0)])
+def test_metrics_are_of_all_replicas(
+    method: tuple[str, ...], late_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At a learning rate of nearly 0 a step's loss and norm are those of its batch at the first weights.
+
+    `late_s`: so long after the servers begin does the first worker read; others may push meanwhile."""
+    begin = ServerLink.start
+
+    def begin_late(*arguments: Any, **options: Any) -> None:
+        begin(*arguments, **options)
+        time.sleep(late_s)
+
+    monkeypatch.setattr(ServerLink, "start", begin_late)
     made = config(*SGD, "optimizer.lr=1e-14", *method, "method.period=4")
     train(made, tmp_path / "run")
     alone = run_threads(1, lambda comm: comm)[0]
@@ -168,13 +183,14 @@ def test_metrics_are_of_all_replicas(method: tuple[str, ...], tmp_path: Path) ->
             grads = torch.autograd.grad(loss, list(laid.module.parameters()))
             of_push[worker, clock] = loss.item(), float(sum(grad.square().sum() for grad in grads))
     steps = [[(worker, clock) for worker in (0, 1)] for clock in range(8)]
-    if "server" in method[0]:  # what was applied between two reads of the first worker
+    if "server" in method[0]:  # what was applied between two reads of the first worker, and before the first of them
         steps, since = [], []
         for event in read_record(tmp_path / "run" / SERVER_RECORDS / "0.jsonl"):
             since += event.pushes if event.kind == "apply" else ()
             if event.kind == "pull" and event.pushes[0].worker == 0:
                 steps, since = [*steps, since], []
-        steps = steps[1:]
+        assert steps[0] or not late_s
+        steps = [[*steps[0], *steps[1]], *steps[2:]]
     figures = told(tmp_path / "run")
     assert len(figures) == len(steps) == 8
     for step, pushes in enumerate(steps, start=1):
