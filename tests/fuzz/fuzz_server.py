@@ -372,7 +372,8 @@ def _judge_cost(case: Any, outcome: Outcome, root: Path) -> Iterator[str]:
     allowed = REFUSAL_S_PER_MIB * max(1.0, nbytes / (1 << 20))
     if outcome.cpu_s <= allowed:
         return
-    command = next(tuple(name.split()) for name in fuzz_cases.commands() if " ".join(case.words).startswith(name))
+    names = (tuple(name.split()) for name in fuzz_cases.commands() if " ".join(case.words).startswith(name))
+    command = next(names, case.words[:1])
     cost = outcome.cpu_s - _start_up_s(command, root)
     if cost > allowed:
         yield f"refusing it took {cost:.2f} s of processor time for {nbytes:,} bytes"

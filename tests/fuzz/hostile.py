@@ -56,9 +56,9 @@ PATHS: Mapping[str, str] = {
 }
 
 READ = (
-    "--init", "--gpu", "--grade", "--plan", "--resume", "--recipe", "--api-key", "--tls-cert", "--tls-key", "--draft",
+    "--init", "--gpu", "--plan", "--resume", "--recipe", "--api-key", "--tls-cert", "--tls-key", "--draft",
     "--data", "--tokenizer", "--tried", "--trace", "[PRESET|CONFIG.toml]", "[CONFIG.toml|PRESET]", "RUN", "RUN|FOLDER",
-    "RUN ... | ROWS.jsonl ...", "SOURCE", "FILE.py:FUNCTION", "MODEL",
+    "RUN...", "RUN ... | ROWS.jsonl ...", "SOURCE", "FILE.py:FUNCTION", "MODEL",
 )  # fmt: skip
 """Options, and arguments by their metavar, that name what a command reads; others that name paths, what it writes."""
 
