@@ -6,6 +6,7 @@ import json
 import random
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -188,6 +189,19 @@ def test_what_is_claimed_is_what_the_scheduler_does_when_it_is_never_idle(
 def test_a_rate_far_below_what_a_layout_serves_is_simulated() -> None:
     """Its share of that was rounded to 0, and no request ever came."""
     assert main(["plan", "serve", "tiny", "--cluster", "1xh100", "--prompt", "8", "--output", "4"]) == 0
+
+
+def test_a_simulation_has_no_more_pages_than_its_batch_can_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a small model on a large device millions fit, and making them took a minute and gigabytes."""
+    seen: list[ServeLimits] = []
+
+    def simulated(clock: StepClock, limits: ServeLimits, requests: Any) -> Any:
+        seen.append(limits)
+        return simulate_with(clock, limits, requests)
+
+    monkeypatch.setattr(planned, "simulate_with", simulated)
+    assert main(["plan", "serve", "tiny", "--cluster", "1xh100", "--prompt", "8", "--output", "4"]) == 0
+    assert {limits.pages for limits in seen} == {2 * limits.running for limits in seen}  # a page, and one to grow into
 
 
 def test_a_batch_is_no_larger_than_a_step(tmp_path: Path) -> None:

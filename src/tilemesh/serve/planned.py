@@ -49,8 +49,10 @@ def simulate_share(
     measured, after = max(_FEWEST, inside), inside // 2
     before = max(3 * inside // 2, round(_UNCOUNTED_SHARE * measured))
     count = before + measured + after
+    # No more pages than such a batch can use: of a small model on a large device there are millions.
+    used = state.batch * (-(-(demand.prompt + demand.output) // PAGE_TOKENS) + 1)
     limits = ServeLimits(
-        pages=best.pages,
+        pages=min(best.pages, used),
         context=best.clock.model.context,
         page_tokens=PAGE_TOKENS,
         step_tokens=step_tokens,
