@@ -93,7 +93,7 @@ def test_every_key_is_explained_in_a_sentence_and_every_number_has_its_range() -
         )
         is_number = {types[path], *get_args(types[path])} & {int, float} and types[path] is not bool
         assert not is_number or path in known, (
-            f"{path} is a number without a range: add it to the RANGES of its section"
+            f"{path} is a number without a range: annotate it with one, or add it to the RANGES of its file"
         )
     assert all(section.meaning.endswith(".") for section in sections())
     required = {path for path, key in keys.items() if key.default_words == REQUIRED}

@@ -248,11 +248,12 @@ def _usage_sentence(error: Any, arguments: Sequence[str]) -> str:
 
 def _owners(option: str, group: Sequence[str]) -> list[str]:
     """The commands of a group that do have an option."""
-    found: Any = typer.main.get_command(make_app())
-    for name in group:
-        found = found.commands[name]
-    names = found.commands.items() if group else ()
-    return [" ".join(["tilemesh", *group, name]) for name, command in names if option in _flags(command)]
+    if not group:
+        return []
+    package, app = import_module(".".join([commands.__name__, *group])), typer.Typer()
+    _add_commands(app, package.__name__, package.__path__, None)
+    found: Any = typer.main.get_command(app)
+    return [" ".join(["tilemesh", *group, name]) for name, inner in found.commands.items() if option in _flags(inner)]
 
 
 def _flags(command: Any) -> set[str]:

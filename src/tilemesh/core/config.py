@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from tilemesh.core.errors import UsageError, nearest, unknown
-from tilemesh.core.ranges import LARGEST_WHOLE, shown
+from tilemesh.core.options import marks
+from tilemesh.core.ranges import LARGEST_WHOLE, Range, shown
 from tilemesh.core.toml import toml_value
 
 T = TypeVar("T")
@@ -342,6 +343,17 @@ def field_types(cls: type[Any]) -> Mapping[str, Any]:
 def _resolved_types(cls: type[Any]) -> Mapping[str, Any]:
     resolved = get_type_hints(cls)
     return {f.name: resolved[f.name] for f in settable_fields(cls)}
+
+
+def field_ranges(cls: type[Any], prefix: str = "") -> dict[str, Range]:
+    """What the numbers of a class and of its sections may be, by path: the `Range` that a field is annotated with."""
+    hints = get_type_hints(cls, include_extras=True)
+    found: dict[str, Range] = {}
+    for f in settable_fields(cls):
+        found |= {f"{prefix}{f.name}": mark for mark in marks(hints[f.name]) if isinstance(mark, Range)}
+        if (section := section_type(hints[f.name])) is not None:
+            found |= field_ranges(section, f"{prefix}{f.name}.")
+    return found
 
 
 def section_type(hint: Any) -> type[Any] | None:

@@ -23,7 +23,7 @@ from tilemesh.core.context import membership
 from tilemesh.core.cores import available_cores
 from tilemesh.core.errors import Argument, RunError, UsageError
 from tilemesh.core.plan import ParallelPlan
-from tilemesh.core.ranges import SAMPLED_TOKENS, SEED, TEMPERATURE, TOP_K, TOP_P, Range, shown
+from tilemesh.core.ranges import shown
 from tilemesh.data.config import SHARD_SUFFIX, STDLIB, DataConfig, check_source, has_shards, source_path
 from tilemesh.data.documents import documents, source_bytes
 from tilemesh.launch.job import MOST_RANKS, RANKS_PER_CORE
@@ -43,53 +43,13 @@ from tilemesh.train.fits import check_fits, less_memory
 from tilemesh.train.loggers import check_loggers
 from tilemesh.train.rules import decay_patterns
 
-_COUNT = Range(1)
-_COUNT_OR_NONE = Range(0)
-_FRACTION = Range(0, 1, below=True)
 _RUN = Argument("run", "--out")
 _STOP_AFTER = Argument("stop_after")
 _CUT_BY_INPUTS = (".fc_o", ".fc_out")
 """Matrices of a layer of which a rank of tp has some inputs; of the others it has some outputs."""
 
-RANGES: dict[str, Range] = {
-    "train.steps": _COUNT,
-    "train.batch": Range(1, 2**31 - 1),  # the length of an array; the plan's counts have the same limit
-    "train.seed": SEED,
-    "train.timeout_s": Range(0, 1e9, above=True),
-    "train.max_time_s": Range(0, 1e9),
-    "train.trace_steps": _COUNT_OR_NONE,
-    "optimizer.lr": Range(0),
-    "optimizer.decay": Range(0, 1),
-    "optimizer.lr_end": Range(0),
-    "optimizer.warmup": _COUNT_OR_NONE,
-    "optimizer.betas": _FRACTION,
-    "optimizer.epsilon": Range(0),
-    "optimizer.momentum": _FRACTION,
-    "optimizer.weight_decay": Range(0),
-    "optimizer.clip": Range(0),
-    "method.servers": _COUNT,
-    "method.staleness": _COUNT_OR_NONE,
-    "method.batch": _COUNT,
-    "method.keep": Range(0, 1, above=True),
-    "method.rank": _COUNT,
-    "method.period": _COUNT,
-    "method.start": _COUNT_OR_NONE,
-    "method.anneal": _COUNT_OR_NONE,
-    "method.outer_lr": Range(0, above=True),
-    "method.outer_momentum": _FRACTION,
-    "checkpoint.every": _COUNT_OR_NONE,
-    "checkpoint.keep": _COUNT,
-    "checkpoint.retry_s": Range(0, 1e9),
-    "evaluate.every": _COUNT_OR_NONE,
-    "evaluate.sequences": Range(0, 2**31 - 1),
-    "evaluate.patience": _COUNT_OR_NONE,
-    "evaluate.min_improvement": Range(0),
-    "sample.tokens": SAMPLED_TOKENS,
-    "sample.temperature": TEMPERATURE,
-    "sample.top_k": TOP_K,
-    "sample.top_p": TOP_P,
-}
-"""Of every number in training's own sections; `train.context` depends on the model. A test finds what is missing."""
+RANGES = config.field_ranges(TrainConfig)
+"""Of every number in training's own sections, as its field says it; `train.context` depends on the model."""
 
 
 def check_types(made: TrainConfig) -> None:

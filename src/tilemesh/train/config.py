@@ -10,11 +10,12 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from tilemesh.compress.config import CompressConfig, DistillConfig
 from tilemesh.core import config
 from tilemesh.core.plan import ParallelPlan
+from tilemesh.core.ranges import SAMPLED_TOKENS, SEED, TEMPERATURE, TOP_K, TOP_P, Range
 from tilemesh.data.config import DataConfig
 from tilemesh.model.adapter import LoraConfig
 from tilemesh.model.config import PRESETS as MODELS
@@ -26,6 +27,10 @@ from tilemesh.runs.names import CONFIG
 
 DEFAULT_PRESET = "default"
 
+Count = Annotated[int, Range(1)]
+CountOrNone = Annotated[int, Range(0)]
+Fraction = Annotated[float, Range(0, 1, below=True)]
+
 
 @dataclass(frozen=True)
 class OptimizerConfig:
@@ -35,31 +40,31 @@ class OptimizerConfig:
     """Which optimizer: AdamW (decoupled weight decay), SGD with momentum, Lion (the sign of a mean of gradients; a
     learning rate 3 to 10 times lower than AdamW's is usual), or Muon (orthogonal updates for the matrices of layers,
     AdamW for everything else; not with plan.tp or plan.zero, which cut matrices)."""
-    lr: float = 1e-3
+    lr: Annotated[float, Range(0)] = 1e-3
     """The learning rate after the warm-up, the largest of the run."""
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
     """How the learning rate goes on after the warm-up: half a cosine or a line down to `lr_end`, constant, or constant
     until the last part of the run and then a line down to `lr_end` (wsd: warm-up, stable, decay)."""
-    decay: float = 0.2
+    decay: Annotated[float, Range(0, 1)] = 0.2
     """For wsd: the part of all steps in which the learning rate falls."""
-    lr_end: float = 0.1
+    lr_end: Annotated[float, Range(0)] = 0.1
     """The learning rate of the last step, as a fraction of `lr`; not for the constant schedule."""
-    warmup: int = 10
+    warmup: CountOrNone = 10
     """Steps of linear warm-up until the learning rate is `lr`."""
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
     """For adamw: how much of the running mean of gradients, and of their squares, is kept per step. For lion: of the
     mean whose sign is the update, and of the mean that is kept; (0.9, 0.99) is usual."""
-    epsilon: float = 1e-8
+    epsilon: Annotated[float, Range(0)] = 1e-8
     """For adamw: added to the denominator, the root of the mean square."""
-    momentum: float = 0.9
+    momentum: Fraction = 0.9
     """For sgd and muon: how much of the previous update is kept; 0.95 is usual for muon, 0 is plain SGD, without
     state."""
-    weight_decay: float = 0.1
+    weight_decay: Annotated[float, Range(0)] = 0.1
     """Weight decay of matrices and embedding tables; biases and norms have none."""
     decay_groups: tuple[str, ...] = ()
     """Weight decay of parameters by name, each PATTERN=NUMBER, such as ["token_embedding.*=0", "*.fc_o.weight=0.2"];
     the first pattern that matches a name counts, and weight_decay where none does."""
-    clip: float = 1.0
+    clip: Annotated[float, Range(0)] = 1.0
     """Largest norm of the whole model's gradient, which is scaled down to it; 0: gradients are not clipped."""
     fused: bool | None = None
     """Whether one kernel updates all weights, where torch has one; none: decided by the device."""
@@ -69,13 +74,13 @@ class OptimizerConfig:
 class LoopConfig:
     """The training loop: how many steps, how large a batch, on which device."""
 
-    steps: int = 100
+    steps: Count = 100
     """Optimizer steps of the run."""
-    batch: int = 0
+    batch: Annotated[int, Range(1, 2**31 - 1)] = 0  # the length of an array; the plan's counts have the same limit
     """Sequences per step over all ranks; 0: plan.dp x plan.microbatch x plan.accumulation."""
     context: int = 0
     """Tokens per sequence, at most model.context; 0: model.context."""
-    seed: int = 0
+    seed: Annotated[int, SEED] = 0
     """Decides the first weights, the order of the data and dropout."""
     deterministic: bool = False
     """On a GPU, only operations that give the same bits each time; on a CPU all of them do."""
@@ -95,13 +100,13 @@ class LoopConfig:
     method: Literal["synchronous", "server", "local"] = "synchronous"
     """How replicas keep together: one exchange of gradients per step (synchronous), parameter servers beside them
     (server), or weights that are averaged every few steps (local); the section `method` has the settings."""
-    timeout_s: float = 60.0
+    timeout_s: Annotated[float, Range(0, 1e9, above=True)] = 60.0
     """Seconds that a rank may wait for another before the watchdog ends the job. Each rank that waits says so, and for
     whom, after 6 seconds already."""
-    max_time_s: float = 0.0
+    max_time_s: Annotated[float, Range(0, 1e9)] = 0.0
     """Seconds after which a run stops with a checkpoint to go on from, counted from each start; 0: no limit.
     `--max-time 2h` sets it."""
-    trace_steps: int = 20
+    trace_steps: CountOrNone = 20
     """Steps that are traced, the first ones of each start; 0: none."""
 
 
@@ -109,30 +114,30 @@ class LoopConfig:
 class MethodConfig:
     """How replicas keep together, beyond one exchange of whole gradients per step."""
 
-    servers: int = 1
+    servers: Count = 1
     """For train.method=server: ranks that hold parts of the weights, in addition to plan.dp workers."""
     consistency: Literal["bsp", "ssp", "asp"] = "bsp"
     """For train.method=server: whether workers wait for all others in every step (bsp: the numbers of data
     parallelism), for those more than `staleness` steps behind (ssp), or for nobody (asp)."""
-    staleness: int = 3
+    staleness: CountOrNone = 3
     """For ssp: how many steps a worker may be ahead of the slowest."""
-    batch: int = 1
+    batch: Count = 1
     """For ssp and asp: gradients that a server collects for one update."""
     compress: Literal["none", "top-k", "random-k", "one-bit", "int8", "powersgd"] = "none"
     """For train.method=synchronous: what of the gradients is sent, with error feedback."""
-    keep: float = 0.1
+    keep: Annotated[float, Range(0, 1, above=True)] = 0.1
     """For top-k and random-k: the part of the values that is sent."""
-    rank: int = 4
+    rank: Count = 4
     """For powersgd: the rank of the factors of a matrix."""
-    period: int = 10
+    period: Count = 10
     """For train.method=local: steps between two averages of the weights."""
-    start: int = 0
+    start: CountOrNone = 0
     """So many steps exchange whole gradients first: for train.method=local (post-local SGD) and for method.compress."""
-    outer_lr: float = 1.0
+    outer_lr: Annotated[float, Range(0, above=True)] = 1.0
     """For train.method=local: how far the common weights move towards the average; 0.7 is usual with momentum."""
-    outer_momentum: float = 0.0
+    outer_momentum: Fraction = 0.0
     """For train.method=local: Nesterov momentum of that movement; 0.9 is DiLoCo's."""
-    anneal: int = 100
+    anneal: CountOrNone = 100
     """For plan.schedule=pipemare: updates until the learning rate is no longer divided by a stage's delay."""
 
 
@@ -140,9 +145,9 @@ class MethodConfig:
 class CheckpointConfig:
     """When the weights and the optimizer's state are saved, and how many checkpoints are kept."""
 
-    every: int = 50
+    every: CountOrNone = 50
     """Steps between checkpoints; 0: only at the end."""
-    keep: int = 3
+    keep: Count = 3
     """How many of the newest checkpoints are kept."""
     keep_best: bool = False
     """Whether the checkpoint with the lowest held-out loss is kept as well: one is then written after every evaluation
@@ -152,7 +157,7 @@ class CheckpointConfig:
     fallback_dir: Path | None = None
     """Folder for the last checkpoint, or for the whole run, where it cannot be written into the run's own: a run's
     folder is made there."""
-    retry_s: float = 60.0
+    retry_s: Annotated[float, Range(0, 1e9)] = 60.0
     """Seconds for which a last checkpoint that cannot be written is tried again, so that somebody can make room."""
 
 
@@ -160,14 +165,14 @@ class CheckpointConfig:
 class EvaluateConfig:
     """When the loss on held-out text is measured."""
 
-    every: int = 50
+    every: CountOrNone = 50
     """Steps between two evaluations on held-out text; 0: only at the end."""
-    sequences: int = 32
+    sequences: Annotated[int, Range(0, 2**31 - 1)] = 32
     """Held-out sequences that are evaluated each time, always the same ones; 0: none."""
-    patience: int = 0
+    patience: CountOrNone = 0
     """Early stopping: the run ends after so many evaluations in a row without a lower held-out loss, and stays ended
     when it is resumed, unless with a larger number; 0: never."""
-    min_improvement: float = 0.0
+    min_improvement: Annotated[float, Range(0)] = 0.0
     """For patience: by how much a held-out loss, in nats per token, has to be lower than the best one to count."""
 
 
@@ -177,13 +182,13 @@ class SampleConfig:
 
     prompt: str = "def "
     """What the text begins with."""
-    tokens: int = 160
+    tokens: Annotated[int, SAMPLED_TOKENS] = 160
     """How many tokens are generated; 0: no text."""
-    temperature: float = 0.7
+    temperature: Annotated[float, TEMPERATURE] = 0.7
     """Of the sampling: 0 always takes the most likely token, 1 samples from the model's own probabilities."""
-    top_k: int = 0
+    top_k: Annotated[int, TOP_K] = 0
     """Only so many of the most likely tokens are sampled from; 0: all."""
-    top_p: float = 1.0
+    top_p: Annotated[float, TOP_P] = 1.0
     """Only the most likely tokens that together have this probability are sampled from; 1: all."""
 
 
