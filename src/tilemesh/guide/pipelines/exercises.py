@@ -190,7 +190,7 @@ SCHEDULE = code(
     solution=one_f_one_b,
     planted=(all_forward_first, no_warm_up, same_everywhere, last_backwards_missing, backward_first),
     correct=why_not_1f1b,
-    explanation="tilemesh's own is `core/step/schedules/one_f_one_b.py`; the same checker, clock and drawing serve both.",
+    explanation="tilemesh's own is `core/step/schedules/one_f_one_b.py`; one checker, clock and drawing serve both.",
 )
 
 EXERCISES = (RATE, LATENCY, BUBBLE, SCHEDULE)
