@@ -378,7 +378,7 @@ def test_an_operator_of_another_package_joins_by_an_entry_point(tmp_path):
     (package / "__init__.py").write_text("ENTRY = 1\n")
     failed = [sys.executable, "-c", "from tilemesh.kernels import registry; registry.names()"]
     done = subprocess.run(failed, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=120)
-    assert "your_package.softsign:ENTRY is int: expected an OperatorEntry (tilemesh.operators)" in done.stderr
+    assert "your_package.softsign:ENTRY is int: expected OperatorEntry (tilemesh.operators)" in done.stderr
 
 
 def test_every_decorated_operator_is_in_the_registry():

@@ -65,9 +65,9 @@ def waves(package: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[PipelineSc
     """The schedule, as long as its package is installed."""
     monkeypatch.syspath_prepend(str(package))
     monkeypatch.setattr(book, "_known", dict(book._known))
-    book._take_entry_points.cache_clear()
+    book._join_packages.cache_clear()
     yield book.find("waves")
-    book._take_entry_points.cache_clear()
+    book._join_packages.cache_clear()
     _chosen.cache_clear()
 
 
@@ -163,8 +163,10 @@ def test_a_package_that_cannot_be_loaded_is_named(tmp_path: Path, monkeypatch: p
     (described / "METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 1\n")
     (described / "entry_points.txt").write_text("[tilemesh.schedules]\nlost = no_such_module:LOST\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    book._take_entry_points.cache_clear()
-    with pytest.raises(UsageError, match="schedule 'lost' of no_such_module:LOST: No module named 'no_such_module'"):
+    book._join_packages.cache_clear()
+    with pytest.raises(
+        UsageError, match=r"'lost' \(tilemesh.schedules\) of another package cannot be loaded: No module named 'no_such"
+    ):
         book.all_schedules()
     monkeypatch.undo()
-    book._take_entry_points.cache_clear()
+    book._join_packages.cache_clear()

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import functools
 import importlib
-import importlib.metadata
 from dataclasses import dataclass
 from typing import Any
 
 from tilemesh.core.errors import UsageError, unknown
+from tilemesh.core.packages import entry_points_of
 
 GROUP = "tilemesh.operators"
 """Of entry points in other packages."""
@@ -138,13 +138,7 @@ def find_function(function: str) -> OperatorEntry | None:
 @functools.cache
 def _join_packages() -> None:
     """Register what installed packages offer; looked for once, when a name is not one of ours or all are listed."""
-    for point in importlib.metadata.entry_points(group=GROUP):
-        try:
-            entry = point.load()
-        except Exception as error:
-            raise UsageError(f"the operator '{point.name}' of another package cannot be loaded: {error}") from error
-        if not isinstance(entry, OperatorEntry):
-            raise UsageError(f"{point.value} is {type(entry).__name__}: expected an OperatorEntry ({GROUP})")
+    for entry in entry_points_of(GROUP, OperatorEntry):
         register(entry)
 
 

@@ -14,11 +14,13 @@ import itertools
 import pkgutil
 
 from tilemesh.core.errors import UsageError, unknown
+from tilemesh.core.packages import entry_points_of
 from tilemesh.core.step import schedules
 from tilemesh.core.step.action import PASSES, StepProgram
 from tilemesh.core.step.schedule import PipelineSchedule, PipeShape
 
-ENTRY_POINTS = "tilemesh.schedules"
+GROUP = "tilemesh.schedules"
+"""Of entry points in other packages."""
 LIST_WORDS = "the schedule's list"
 """What lists of passes that stand for no name are called in messages."""
 _PROVED = tuple(itertools.product((2, 3, 4), (1, 2, 3, 4, 6, 8, 12)))
@@ -38,7 +40,7 @@ _known = _files()
 
 def all_schedules() -> list[PipelineSchedule]:
     """By name, those of other packages too."""
-    _take_entry_points()
+    _join_packages()
     return [_known[name] for name in sorted(_known)]
 
 
@@ -58,7 +60,7 @@ def find(name: str) -> PipelineSchedule:
         return _known[name]
     if is_listed(name):
         return listed(name)
-    _take_entry_points()
+    _join_packages()
     if name not in _known:
         raise unknown("schedule", name, (*synchronous(), *asynchronous()))
     return _known[name]
@@ -149,8 +151,6 @@ def listed(text: str) -> PipelineSchedule:
 
 def register(schedule: PipelineSchedule) -> None:
     """Take a schedule from outside of this package, for this process, if its lists can be proved."""
-    if not isinstance(schedule, PipelineSchedule):
-        raise UsageError(f"a schedule is a PipelineSchedule (core/step/schedule.py) and this is {schedule!r}")
     if schedule.name in _known or is_listed(schedule.name):
         raise UsageError(f"schedule '{schedule.name}' is there already, or has a comma: choose another name")
     prove(schedule)
@@ -182,14 +182,8 @@ def prove(schedule: PipelineSchedule) -> None:
 
 
 @functools.cache
-def _take_entry_points() -> None:
+def _join_packages() -> None:
     """Once: reading what is installed takes longer than finding a schedule of our own."""
-    from importlib.metadata import entry_points
-
-    for point in entry_points(group=ENTRY_POINTS):
-        try:
-            schedule = point.load()
-            if _known.get(getattr(schedule, "name", "")) is not schedule:
-                register(schedule)
-        except Exception as error:
-            raise UsageError(f"schedule '{point.name}' of {point.value}: {error}") from error
+    for schedule in entry_points_of(GROUP, PipelineSchedule):
+        if _known.get(schedule.name) is not schedule:
+            register(schedule)
