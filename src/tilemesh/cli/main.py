@@ -24,48 +24,31 @@ from typer.core import TyperCommand
 
 import tilemesh
 from tilemesh.cli import commands
-from tilemesh.cli.targets import check_apart
 from tilemesh.cli.typed import typed
 from tilemesh.core.errors import RunError, UsageError, unknown
 from tilemesh.core.exhausted import out_of_memory
 
 
 class _Command(TyperCommand):
-    """A command that refuses empty words wherever it takes one (`export RUN ""` would write where the user stands), and
-    to write one file twice, or over what it reads (`plan model.toml --save model.toml`)."""
+    """A command that refuses empty words wherever it takes one: `export RUN ""` would write where the user stands."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         typed = list(args)
         rest = super().parse_args(ctx, args)
-        given: list[tuple[str, str]] = []
         for parameter in self.params:
             if ctx.get_parameter_source(parameter.name).name != "COMMANDLINE" or parameter.name in _PASSED_ON:
                 continue
             value = ctx.params.get(parameter.name)
-            words = [str(word) for word in _as_list(value) if isinstance(word, str | os.PathLike)]
-            option = next((name for name in parameter.opts if name.startswith("--")), "")
-            called = option or str(parameter.metavar or parameter.name.upper()).strip("[]")
-            if not all(word.strip() for word in words):
+            words = value if isinstance(value, list | tuple) else [value]
+            if any(isinstance(word, str) and not word.strip() for word in words):
+                option = next((name for name in parameter.opts if name.startswith("--")), "")
+                called = option or str(parameter.metavar or parameter.name.upper()).strip("[]")
                 instead = ", or leave it out" if option and not parameter.required else ""
                 raise UsageError(f"{called} is empty: give a value{instead}")
-            given += [(called, word) for word in words]
         for option, word in itertools.pairwise(typed):
             if option.startswith("--") and option != "--" and not word.strip() and option[2:] not in _PASSED_ON:
                 raise UsageError(f"{option} is empty: give a value")  # of an option that is no text: a path, say
-        written = [pair for pair in given if pair[0] in _WRITTEN]
-        check_apart(written, [pair for pair in given if pair[0] not in _WRITTEN])
         return rest
-
-
-def _as_list(value: Any) -> Sequence[Any]:
-    return value if isinstance(value, list | tuple) else [value]
-
-
-_WRITTEN = (
-    "--json", "--html", "--svg", "--csv", "--chart", "--save", "--out", "--run", "--profile", "--notebook",
-    "--fallback-dir", "FOLDER",
-)  # fmt: skip
-"""What names a file or a folder that a command writes; FOLDER as an argument."""
 
 
 _PASSED_ON = ("command", "prompt")

@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import typer
 
-from tilemesh.cli.targets import check_targets
-from tilemesh.core.options import WRITTEN, check_options, flag_of, marks, option_fields
+from tilemesh.cli.targets import check_apart, check_targets
+from tilemesh.core.options import FILLED, WRITTEN, check_options, flag_of, marks, option_fields
 
 _REQUIRED = inspect.Parameter.empty
 
@@ -25,16 +25,26 @@ def typed(command: Callable[[Any], int | None]) -> Callable[..., int | None]:
     def called(**values: Any) -> int | None:
         options = cls(**{name: tuple(value or ()) if name in lists else value for name, value in values.items()})
         check_options(options)
+        given = [(field, hint) for field, hint in fields if getattr(options, field.name) != field.default]
+        outputs = [pair for pair in given if {WRITTEN, FILLED} & {*marks(pair[1])}]
+        check_apart(_words(options, outputs), _words(options, [pair for pair in given if pair not in outputs]))
+        written = [field for field, hint in fields if WRITTEN in marks(hint)]
         check_targets(**{flag_of(field).removeprefix("--"): getattr(options, field.name) for field in written})
         return command(options)
 
     lists = {field.name for field, hint in fields if get_origin(hint) is tuple}
-    written = [field for field, hint in fields if WRITTEN in marks(hint)]
     parameters = [_parameter(field, hint) for field, hint in fields]
     called.__name__, called.__doc__ = command.__name__, command.__doc__
     called.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     called.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return called
+
+
+def _words(options: Any, fields: Sequence[tuple[dataclasses.Field[Any], Any]]) -> list[tuple[str, str]]:
+    """Texts and paths with their flags."""
+    values = [(flag_of(field), getattr(options, field.name)) for field, _ in fields]
+    several = [(flag, value if isinstance(value, tuple) else (value,)) for flag, value in values]
+    return [(flag, str(word)) for flag, words in several for word in words if isinstance(word, str | Path)]
 
 
 def _parameter(field: dataclasses.Field[Any], hint: Any) -> inspect.Parameter:

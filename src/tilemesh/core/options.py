@@ -15,9 +15,11 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 from tilemesh.core.errors import Argument, UsageError, unknown
 from tilemesh.core.ranges import SEED, Range
 
-WRITTEN = "a file that the command writes"
+WRITTEN, FILLED = "a file that the command writes", "a folder that it writes into"
 OutFile = Annotated[str, WRITTEN]
-"""Looked at before the command begins its work; `-` is standard output."""
+OutFolder = Annotated[str, FILLED]
+"""No two of a command's are the same, and none is what it reads. A file is tried before the work begins; `-` is
+standard output."""
 Count = Annotated[int, Range(1, 100_000)]
 Seed = Annotated[int, SEED]
 Seconds = Annotated[float, Range(0, 1e4, above=True)]

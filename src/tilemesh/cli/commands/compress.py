@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from tilemesh.cli.output import console_beside, show_rows, tell
 from tilemesh.cli.targets import check_folder
 from tilemesh.core.files import filling
-from tilemesh.core.options import ROWS, Count, OutFile, Seed, argument, option
+from tilemesh.core.options import ROWS, Count, OutFile, OutFolder, Seed, argument, option
 from tilemesh.core.units import format_bytes
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class CompressOptions:
     source: str = argument(..., "A run's folder, or a Hugging Face folder.", "RUN|FOLDER")
     recipe: str = option(..., "Such as int8, int4-g128, int4-g64-gptq, 2:4, mlp-25; or a TOML file.", "NAME|FILE")
-    out: str = option(..., "Where to write the compressed model.", "FOLDER")
+    out: OutFolder = option(..., "Where to write the compressed model.", "FOLDER")
     calibrate: Count = option(64, "Sequences of text that recipes look at.", "N")
     sequences: Count = option(32, "Held-out sequences that both models are judged by.", "N")
     data: str | None = option(None, "The text; by default the run's own, or the standard library.", "SOURCE")

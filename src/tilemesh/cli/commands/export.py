@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tilemesh.cli.output import tell
-from tilemesh.core.options import argument, option
+from tilemesh.core.options import OutFolder, argument, option
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExportOptions:
     run: str = argument(..., "A run's folder.", "RUN")
-    folder: str = argument(..., "Where to write the Hugging Face folder.", "FOLDER")
+    folder: OutFolder = argument(..., "Where to write the Hugging Face folder.", "FOLDER")
     step: str | None = option(None, "Which checkpoint; the newest, if not given.", "N|best")
     adapter: bool = option(False, "Write the adapter alone, as PEFT reads it.")
 

@@ -24,7 +24,7 @@ class GuideOptions:
     progress: bool = option(False, "Show what you have done so far.")
     exercise: str | None = option(None, "Only this exercise of the chapter.", "NAME")
     answer: str | None = option(None, "Check this answer to the exercise: as typed, or a Python file.", "TEXT")
-    notebook: str | None = option(None, "Write the chapter as a Jupyter notebook instead.", "FILE")
+    notebook: OutFile | None = option(None, "Write the chapter as a Jupyter notebook instead.", "FILE")
     pause: bool = option(True, "On a terminal, wait for Enter before each section.")
     json: OutFile | None = option(None, ROWS, "FILE")
 

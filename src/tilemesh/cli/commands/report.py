@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tilemesh.core.options import OutFile, argument, option
+from tilemesh.core.options import OutFile, OutFolder, argument, option
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -13,7 +13,7 @@ class ReportOptions:
         ..., "A run, up to eight runs, or files of bench rows.", "RUN ... | ROWS.jsonl ..."
     )
     html: OutFile | None = option(None, "Where to write; else beside what is shown.", "FILE")
-    svg: str | None = option(None, "Of rows: a chart per operator or collective.", "FOLDER")
+    svg: OutFolder | None = option(None, "Of rows: a chart per operator or collective.", "FOLDER")
 
 
 def report(options: ReportOptions) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from tilemesh.cli.output import console_beside
 from tilemesh.core.errors import RunError, UsageError
-from tilemesh.core.options import ROWS, OutFile, argument, option
+from tilemesh.core.options import ROWS, OutFile, OutFolder, argument, option
 from tilemesh.core.units import format_bytes, format_seconds, parse_seconds
 from tilemesh.runs.names import CHECKPOINTS, CONFIG, METRICS, SAMPLE, SUMMARY, TRACE
 
@@ -46,12 +46,14 @@ class TrainOptions:
     resume: str | None = option(None, "Go on with a run.", "RUN")
     init: str | None = option(None, "Begin with Hugging Face weights.", "FOLDER")
     recipe: str | None = option(None, "Train for compression: round or prune in every pass.", "NAME|FILE")
-    run: str | None = option(None, "Where to write; by default under runs/.", "FOLDER", flag="--out --run")
+    run: OutFolder | None = option(None, "Where to write; by default under runs/.", "FOLDER", flag="--out --run")
     restarts: int = option(0, "How often a failed job goes on by itself.", "N")
     transport: str = option("auto", "mpi, torch or auto.")
     max_time: str | None = option(None, "Stop after 90s, 30m, 2h or 1h30m, with a checkpoint.", "TIME")
     stop_after: int | None = option(None, "Stop there, with a checkpoint.", "STEP")
-    fallback_dir: str | None = option(None, "For the last checkpoint, or the run, where its folder is full.", "FOLDER")
+    fallback_dir: OutFolder | None = option(
+        None, "For the last checkpoint, or the run, where its folder is full.", "FOLDER"
+    )
     dry_run: bool = option(False, "Show what would run: model, layout, memory, time, files.")
     json: OutFile | None = option(None, ROWS, "FILE")
     typed: str = ""

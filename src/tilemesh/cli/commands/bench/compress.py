@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from tilemesh.cli.output import console_beside, tell, words_of
 from tilemesh.core.errors import RunError, UsageError, unknown
-from tilemesh.core.options import ROWS, Count, OutFile, Seconds, Seed, argument, option
+from tilemesh.core.options import ROWS, Count, OutFile, OutFolder, Seconds, Seed, argument, option
 from tilemesh.runs.names import CONFIG
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class CompressBenchOptions:
     seed: Seed = option(0, "Of the choice of calibration text.")
     device: str = option("cpu", "cpu, or cuda.")
     dtype: str | None = option(None, "What is timed and counted in bytes: fp32 or bf16; losses are fp32's.")
-    run: str | None = option(None, "Write a run with its page there.", "FOLDER")
+    run: OutFolder | None = option(None, "Write a run with its page there.", "FOLDER")
     json: OutFile | None = option(None, ROWS, "FILE")
 
 

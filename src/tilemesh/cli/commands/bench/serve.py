@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from tilemesh.cli.output import console_beside, show_rows, words_of
 from tilemesh.core.errors import UsageError, unknown
-from tilemesh.core.options import ROWS, Count, OutFile, Seed, argument, option
+from tilemesh.core.options import ROWS, Count, OutFile, OutFolder, Seed, argument, option
 from tilemesh.core.ranges import Range
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class ServeBenchOptions:
     device: str = option("cpu", "cpu, or cuda.")
     predict: Literal["fitted", "machine"] = option("fitted", _PREDICT)
     seed: Seed = option(0, "Of the load and of random weights.")
-    run: str | None = option(None, "Write a run with its page there.", "FOLDER")
+    run: OutFolder | None = option(None, "Write a run with its page there.", "FOLDER")
     json: OutFile | None = option(None, ROWS, "FILE")
 
 

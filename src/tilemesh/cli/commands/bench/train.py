@@ -9,11 +9,12 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 from tilemesh.cli.output import console_beside, show_rows, words_of
 from tilemesh.cli.targets import check_targets
 from tilemesh.core.errors import UsageError, unknown
-from tilemesh.core.options import ROWS, Count, OutFile, argument, option
+from tilemesh.core.options import FILLED, ROWS, Count, OutFile, argument, option
 
 _PEERS = "Some of eager, compile, ddp, zero-optimizer, fsdp, deepspeed, pipeline, fsdp-pipeline"
 
@@ -28,7 +29,9 @@ class TrainBenchOptions:
     blocks: Count = option(8, "How many turns each gets.", "N")
     steps: Count = option(5, "Steps in a turn.", "N")
     transport: str = option("auto", "Ours: mpi, torch or auto.")
-    profile: Path | None = option(None, "Then write what each spends a step on, kernel by kernel.", "FOLDER")
+    profile: Annotated[Path, FILLED] | None = option(
+        None, "Then write what each spends a step on, kernel by kernel.", "FOLDER"
+    )
     json: OutFile | None = option(None, ROWS, "FILE")
 
 

@@ -19,7 +19,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from tilemesh.cli.output import tell
 from tilemesh.core.errors import UsageError
-from tilemesh.core.options import argument, flag_of, option, option_fields
+from tilemesh.core.options import OutFolder, argument, flag_of, option, option_fields
 from tilemesh.core.units import format_bytes
 
 LINE_EVERY_S = 5.0  # in a log
@@ -28,7 +28,7 @@ LINE_EVERY_S = 5.0  # in a log
 @dataclass(frozen=True, kw_only=True)
 class PrepareOptions:
     source: str = argument(..., "stdlib, a text, JSON, JSONL or Parquet file, or a folder.", "SOURCE")
-    out: str = argument(..., "Where to write the shards.", "FOLDER")
+    out: OutFolder = argument(..., "Where to write the shards.", "FOLDER")
     tokenizer: str | None = option(None, "A tokenizer.json; without one, bytes.", "FILE")
     field: str = option("", "Of each record; by default text, or messages.", "NAME")
     chat: bool = option(False, "Records are conversations; only answers count.")
