@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import itertools
 import random
+import re
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -16,6 +17,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tilemesh.cli.commands.serve import ServeOptions
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.data.tokenizer import Bytes
 from tilemesh.kernels.lowbit.codes import rounded
@@ -25,7 +27,7 @@ from tilemesh.model.config import ModelConfig
 from tilemesh.model.lowbit import StackedCodes, compress_all
 from tilemesh.model.sampling import sample
 from tilemesh.model.transformer import Transformer
-from tilemesh.serve import Engine, QueueFullError, Sampling
+from tilemesh.serve import Engine, EngineConfig, QueueFullError, Sampling
 from tilemesh.serve.answers import Completion
 from tilemesh.serve.core import AnswerPart
 from tilemesh.serve.load import ServedModel
@@ -59,6 +61,29 @@ def small() -> ServedModel:
 def engine(small: ServedModel) -> Iterator[Engine]:
     with Engine(small, pages=40, page_tokens=4) as made:
         yield made
+
+
+def test_one_configuration_serves_python_and_the_command(small: ServedModel) -> None:
+    """Keywords are fields of the configuration, over those of one that is given; the command's options extend it."""
+    config = EngineConfig(pages=40, page_tokens=4, running=2)
+    with Engine(small, config, waiting=3) as one, Engine(small, pages=40, page_tokens=4, running=2, waiting=3) as other:
+        assert one.limits == other.limits
+        assert (one.limits.running, one.limits.waiting) == (2, 3)
+    refused: list[tuple[dict[str, Any], str]] = [
+        ({"running": 0}, "running is 0: expected a whole number"),
+        ({"kv_cache": "int4"}, "unknown kv_cache 'int4': did you mean 'int8'?"),
+        ({"pages": 4, "memory": 0.5}, "pages and memory were both given"),
+        ({"ranks": -1}, "ranks is -1: expected"),
+    ]
+    for wrong, reason in refused:
+        with pytest.raises(UsageError, match=re.escape(reason)):
+            Engine(small, **wrong)
+    with pytest.raises(TypeError, match="runing"):
+        Engine(small, runing=3)
+    options = ServeOptions(source="run", running=2, share_prefixes=False)
+    names = {field.name for field in dataclasses.fields(EngineConfig)}
+    same = EngineConfig(**{name: getattr(options, name) for name in names})
+    assert same == EngineConfig(running=2, share_prefixes=False)
 
 
 def test_a_context_beyond_the_models_is_said(small: ServedModel) -> None:
