@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from tilemesh.cli.output import tell
+from tilemesh.core.files import check_new_folder
 from tilemesh.core.options import OutFolder, argument, option
 
 
@@ -17,6 +19,7 @@ class ExportOptions:
 
 
 def export(options: ExportOptions) -> None:
+    check_new_folder(Path(options.folder))  # before torch is loaded
     from tilemesh.runs.reader import read_step
     from tilemesh.train.export import export as write
 
