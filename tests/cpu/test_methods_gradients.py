@@ -304,6 +304,25 @@ def test_local_updates_are_what_one_process_computes(start: int, outer_rate: flo
             assert sent == pytest.approx(steps / period * sent_bytes(None, SHAPES, RANKS, 8), rel=0.02)
 
 
+def test_replicas_average_masters_and_not_what_is_left_of_them_in_16_bits() -> None:
+    def main(comm: Communicator) -> tuple[list[float], list[float]]:
+        linear = torch.nn.Linear(2, 1, bias=False, dtype=torch.bfloat16)
+        laid = lay(linear, Mesh(comm, dp=RANKS), ParallelPlan(dp=RANKS), {}, gradients=local(period=2, last=2))
+        masters = {"weight": torch.tensor([[1 + 2.0**-20 * comm.rank, 3.0 * comm.rank]])}
+        laid.gradients.average(masters)
+        for _ in range(2):
+            laid.gradients.backward(laid.module(torch.ones(1, 2, dtype=torch.bfloat16)).sum(), 1)
+            laid.gradients.finish()
+            laid.gradients.updated()
+        return masters["weight"].tolist()[0], laid.module.weight.float().tolist()[0]
+
+    ranks = range(RANKS)
+    wanted = [1 + 2.0**-20 * sum(ranks) / RANKS, 3.0 * sum(ranks) / RANKS]
+    for masters, weights in run_threads(RANKS, main):
+        assert masters == wanted
+        assert weights == [1.0, torch.tensor(wanted[1]).bfloat16().item()]
+
+
 @pytest.mark.parametrize(
     "wrong", [lambda: Compression("top-k", keep=0), lambda: Compression("zip"), lambda: LocalPeriod(0)]
 )

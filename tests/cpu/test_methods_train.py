@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import shutil
@@ -31,10 +32,11 @@ from tilemesh.runs import folder as folders
 from tilemesh.runs.kind import TRAIN
 from tilemesh.runs.manifest import checkpoints
 from tilemesh.runs.metrics import latest
-from tilemesh.runs.names import CHECKPOINTS, SERVER_RECORDS
+from tilemesh.runs.names import CHECKPOINTS, SERVER_RECORDS, SUMMARY
 from tilemesh.runs.reader import open_checkpoint
-from tilemesh.train import load_config
+from tilemesh.train import fit, load_config, steps
 from tilemesh.train.config import TrainConfig
+from tilemesh.train.optimizer import LossScale
 from tilemesh.train.preview import preview
 from tilemesh.train.rank import lay_model, train_here
 from tilemesh.train.served import FlatWeights, WorkerSource, as_worker, served_shard, server_cuts
@@ -46,6 +48,10 @@ SMALL = (
     "checkpoint.background=false",
 )  # fmt: skip
 SGD = ("optimizer.name=sgd", "optimizer.momentum=0", "optimizer.lr=0.1")
+LOCAL = (
+    "train.method=local", "method.period=4", "method.outer_lr=0.7", "method.outer_momentum=0.9", "model.layers=4",
+    "model.tied=true", "optimizer.clip=0.5", "train.batch=8",
+)  # fmt: skip
 PIPED = ("model.layers=2", "model.tied=false")
 TEXT = Path(__file__)
 
@@ -119,6 +125,58 @@ def test_methods_that_are_data_parallelism(sets: tuple[str, ...], synchronous: P
     assert_tell_the_same(tmp_path / "run", synchronous)
 
 
+def test_workers_keep_activations_on_the_host(synchronous: Path, tmp_path: Path) -> None:
+    train(config(*SGD, "train.method=server", "plan.offload=activations", "plan.recompute=full"), tmp_path / "run")
+    assert_equal(tmp_path / "run", synchronous, 1e-12)
+    assert_tell_the_same(tmp_path / "run", synchronous)
+
+
+@pytest.mark.slow  # half a minute each for the compiler
+@pytest.mark.parametrize("method", ["server", "local"])
+def test_compiled_replicas_train_as_others_do(method: str, tmp_path: Path) -> None:
+    """On processes: torch compiles for one thread at a time."""
+    sets = (*SGD, f"train.method={method}", "method.period=4", "train.device=cpu")
+    for compiled in ("false", "layers"):
+        fit(config(*sets, f"train.compile={compiled}"), run=tmp_path / compiled, transport="torch")
+    assert_equal(tmp_path / "layers", tmp_path / "false", 1e-10)
+
+
+@pytest.mark.parametrize("method", ["server", "local"])
+def test_each_replica_finds_its_own_loss_scale(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scales are powers of two, so a run whose gradients overflow at first is the run that began with less."""
+    sets = (*SGD, f"train.method={method}", "method.period=4", "plan.precision=fp16")
+    ends = {}
+    for name, value in (("high", 2.0**30), ("low", 2.0**10)):
+        monkeypatch.setattr(steps, "LossScale", functools.partial(LossScale, value=value))
+        train(config(*sets), tmp_path / name)
+        ends[name] = open_checkpoint(tmp_path / name).manifest.values["scale"]
+    assert_equal(tmp_path / "high", tmp_path / "low", 2.0**-22)  # a sum of gradients below fp16's smallest may differ
+    assert 2.0**10 <= ends["high"]["scale"] < 2.0**30
+    assert ends["low"]["scale"] == 2.0**10
+    assert ends["low"]["good"] == 8
+
+
+def test_loss_scales_of_replicas_that_meet_are_the_smallest() -> None:
+    def main(comm: Any) -> tuple[float, int]:
+        scale = LossScale(True, value=2.0 ** (8 + comm.rank))
+        for _ in range(3 - comm.rank):
+            scale.grow()
+        scale.meet(comm)
+        return scale.value, scale.good
+
+    assert run_threads(3, main) == [(2.0**8, 1)] * 3
+
+
+@pytest.mark.parametrize("consistency", ["bsp", "asp"])
+def test_workers_end_early_when_the_first_one_decides_so(consistency: str, tmp_path: Path) -> None:
+    sets = ("evaluate.every=2", "evaluate.patience=1", "evaluate.min_improvement=100", "train.steps=40")
+    made = config(*SGD, "train.method=server", f"method.consistency={consistency}", *sets)
+    summary = train(made, tmp_path / "run")
+    assert summary["ended_early"].startswith("early stopping")
+    assert 4 <= summary["step"] < 40
+    assert train(made, tmp_path / "run", resume=True)["step"] == summary["step"]
+
+
 @pytest.mark.parametrize("what", ["teacher", "pruning", "documents"])
 def test_every_worker_trains_for_what_the_configuration_says(what: str, tmp_path: Path) -> None:
     """A teacher, weights left out more and more, attention within documents: under BSP as by data parallelism. Of the
@@ -150,6 +208,35 @@ def test_a_server_weighs_answers_as_data_parallelism_does(tmp_path: Path) -> Non
         train(config(*sets, f"train.method={method}", "method.servers=2"), tmp_path / method)
     assert_equal(tmp_path / "server", tmp_path / "synchronous", 1e-12)
     assert_tell_the_same(tmp_path / "server", tmp_path / "synchronous")
+
+
+@pytest.fixture(scope="module")
+def replicas(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Local updates of replicas that are one rank each."""
+    folder = tmp_path_factory.mktemp("replicas") / "run"
+    train(config(*LOCAL), folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("mesh", "sets"),
+    [
+        ("dp=2,tp=2", "plan.sequence_parallel=true"),
+        ("dp=2,pp=2", "plan.schedule=1f1b"),
+        ("dp=2,pp=2", "plan.schedule=dualpipe,plan.microbatch=1"),
+        ("dp=2,tp=2,pp=2", "plan.schedule=terapipe,plan.slices=2"),
+        ("dp=2", "plan.offload=optimizer"),
+        ("dp=2", "plan.offload=activations+weights,plan.prefetch=0,plan.recompute=full"),
+        pytest.param("dp=2,tp=2", "", marks=pytest.mark.slow),
+        pytest.param("dp=2,pp=2", "plan.schedule=zb-v,plan.offload=weights,plan.prefetch=0", marks=pytest.mark.slow),
+    ],
+)
+def test_local_updates_of_replicas_that_are_meshes(replicas: Path, tmp_path: Path, mesh: str, sets: str) -> None:
+    """DiLoCo, whose oracle is tests/cpu/test_methods_gradients.py, over every way to lay a replica out."""
+    made = config(*LOCAL, *filter(None, [sets]), mesh=mesh)
+    figures = train(made, tmp_path / "run")["method"]
+    assert_equal(tmp_path / "run", replicas, 1e-10)
+    assert figures["spread"] == pytest.approx(folders.read_small(replicas, SUMMARY)["method"]["spread"], rel=1e-8)
 
 
 ASP = ("train.method=server", "method.consistency=asp")
@@ -393,7 +480,7 @@ def test_an_asynchronous_pipeline_learns_and_tells_its_versions(name: str, tmp_p
         (("plan.schedule=ampnet",), "dp=2", "schedule=1f1b"),
         (("train.method=server",), "dp=2,tp=2", "plan.tp=1"),
         (("train.method=server", "plan.precision=bf16-master"), "dp=2", "plan.precision=bf16"),
-        (("train.method=local", "plan.precision=bf16-master"), "dp=2", "plan.precision=bf16"),
+        (("train.method=local", "plan.zero=1"), "dp=2", "plan.zero=0"),
         (("train.method=server", "method.servers=500"), "dp=2", "set method.servers="),
         (("train.method=local", "method.period=3"), "dp=2", "multiples"),
         (("train.method=local",), "dp=1", "set plan.dp=2"),

@@ -1,16 +1,17 @@
 """Local updates: replicas step by themselves and average their weights every few steps.
 
-The one idea: between two averages a replica is a run of its own; every `period` steps the mean of all weights is taken,
-and an outer step moves the last common weights towards it. With an outer rate of 1 and no momentum the mean itself is
-taken: local SGD. `start`: so many steps are synchronous first (post-local SGD, Lin et al. 2020). An outer rate of 0.7
-with Nesterov momentum 0.9 is DiLoCo (Douillard et al. 2023). With period 1 gradients are exchanged instead of weights:
-as many bytes, and what clips a gradient, or divides it by its past, has the mean before it. That is data parallelism.
+The one idea: between two averages a replica, one rank or a mesh of them, is a run of its own; every `period` steps the
+mean of all weights is taken, and an outer step moves the last common weights towards it. With an outer rate of 1 and no
+momentum the mean itself is taken: local SGD. `start`: so many steps are synchronous first (post-local SGD, Lin et al.
+2020). An outer rate of 0.7 with Nesterov momentum 0.9 is DiLoCo (Douillard et al. 2023). With period 1 gradients are
+exchanged instead of weights: as many bytes, and what clips a gradient, or divides it by its past, has the mean before
+it. That is data parallelism.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tilemesh.core.axes import BATCH
 from tilemesh.core.errors import UsageError
 from tilemesh.core.shard import Shard
 from tilemesh.parallel.buckets import BUCKET_BYTES, Bucket, Bucketed
@@ -56,16 +58,23 @@ class LocalUpdates(Bucketed):
 
     def __init__(self, parts: Parts, when: LocalPeriod, bucket_bytes: int = BUCKET_BYTES) -> None:
         super().__init__(parts, bucket_bytes)
-        if any(held.shard.cuts for held in parts.held.values()) or "pp" in dict(parts.mesh.shape):
-            raise UsageError("local updates of a model that is cut over ranks: expected replicas alone (dp)")
         self.when, self.step = when, 0
-        self._everyone, self._replica = self.counted_over, parts.mesh.tp.comm
-        self._is_due = False
-        self.anchor = {name: held.tensor.detach().clone() for name, held in self.held.items()}
-        self.momentum = {name: torch.zeros_like(value) for name, value in self.anchor.items()}
+        inside = (name for name, _ in parts.mesh.shape if name not in BATCH)
+        self._everyone, self._replica = self.counted_over, parts.mesh.group(*inside)
+        self._is_finished = False
+        self.values: Mapping[str, Tensor] = {}
+        """What an optimizer steps and replicas average: the parameters, or their float32 masters."""
+        self.average({name: held.tensor for name, held in self.held.items()})
         self.rounds = 0
         self.spread = 0.0
         """How far this replica had gone from the mean at the last meeting, as a part of the weights' norm."""
+
+    def average(self, values: Mapping[str, Tensor]) -> None:
+        """Let replicas have these in common, by the names of the parameters."""
+        self.values = values
+        self.anchor = {name: torch.zeros_like(value.detach()) for name, value in values.items()}
+        """The last common weights."""
+        self.momentum = {name: torch.zeros_like(value) for name, value in self.anchor.items()}
 
     def exchange(self, bucket: Bucket) -> Any:
         return None if self.when.is_alone(self.step + 1) else super().exchange(bucket)
@@ -75,12 +84,12 @@ class LocalUpdates(Bucketed):
         return bucket.flat, bucket.copies // (self.mesh.dp.size if alone else 1)
 
     def finish(self, max_norm: float | None = None, *, divide: bool = True) -> GradientStep:
+        if not self.step:  # weights were drawn or read after this was made
+            self._keep_common()
         alone = self.when.is_alone(self.step + 1)
         self.counted_over = self._replica if alone else self._everyone
-        done = super().finish(max_norm, divide=divide)
-        self.step += 1
-        self._is_due = self.when.meets(self.step)
-        return done
+        self._is_finished = True
+        return super().finish(max_norm, divide=divide)
 
     def meets(self, step: int) -> bool:
         return self.when.meets(step)
@@ -103,44 +112,58 @@ class LocalUpdates(Bucketed):
 
     @torch.no_grad()
     def updated(self) -> None:
-        """After the optimizer's step: average where it is time. After a checkpoint was read: take its weights."""
-        if self._is_due and self.step > self.when.start:
-            self._average()
-        if self._is_due or not self.step:
-            for name, held in self.held.items():
-                self.anchor[name].copy_(held.tensor)
-        self._is_due = False
+        """After the optimizer's step, which a step that overflowed has not had: average where it is time."""
+        if not self._is_finished:  # weights were read
+            return
+        self._is_finished = False
+        self.step += 1
+        if self.when.meets(self.step):
+            if self.step > self.when.start:
+                self._average()
+            self._keep_common()
 
     def _average(self) -> None:
-        """In the buckets' memory, which holds gradients that nobody needs any more."""
+        """In the buckets' memory, which holds gradients that nobody needs any more; masters in memory of their own."""
         self.rounds += 1
-        apart = size = 0.0
+        squares = np.zeros(2)  # of what this replica is from the mean, and of the mean
         names = {id(mine.tensor): name for name, mine in self.held.items()}
         plain = self.when.outer_rate == 1 and not self.when.outer_momentum
         for bucket in self.buckets:
-            for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
-                view.copy_(parameter)
+            mine = {names[id(parameter)]: self.values[names[id(parameter)]] for parameter in bucket.parameters}
+            wide = next(iter(mine.values())).dtype
+            flat = bucket.flat if bucket.flat.dtype == wide else torch.empty_like(bucket.flat, dtype=wide)
+            pieces = flat.split_with_sizes([value.numel() for value in mine.values()])
+            means = [piece.view(value.shape) for piece, value in zip(pieces, mine.values(), strict=True)]
+            for value, mean in zip(mine.values(), means, strict=True):
+                mean.copy_(value)
             if self.when.is_alone(self.step):
-                self.sum_over(bucket.batch_summed, bucket.flat)
-                bucket.flat.div_(self.mesh.dp.size)
-            for parameter, mean in zip(bucket.parameters, bucket.views, strict=True):
-                apart += float((parameter - mean).square().sum())
-                size += float(mean.square().sum())
-                if plain:
-                    parameter.copy_(mean)
-                    continue
-                anchor, momentum = self.anchor[names[id(parameter)]], self.momentum[names[id(parameter)]]
-                change = anchor - mean
-                momentum.mul_(self.when.outer_momentum).add_(change)
-                step = change.add_(momentum, alpha=self.when.outer_momentum)  # Nesterov's look ahead
-                parameter.copy_(anchor.sub_(step, alpha=self.when.outer_rate))
-        self.spread = math.sqrt(apart / size) if size else 0.0
+                self.sum_over(bucket.batch_summed, flat)
+                flat.div_(self.mesh.dp.size)
+            for (name, value), mean in zip(mine.items(), means, strict=True):
+                apart, size = (value - mean).square().sum(), mean.square().sum()
+                squares += np.array([float(apart), float(size)]) / (bucket.copies // self.mesh.dp.size)
+                value.copy_(mean if plain else self._moved(name, mean))
+                self.held[name].tensor.copy_(value)
+        apart_all, size_all = self._replica.all_reduce(squares, algorithm=self.algorithm).tolist()
+        self.spread = math.sqrt(apart_all / size_all) if size_all else 0.0
+
+    def _moved(self, name: str, mean: Tensor) -> Tensor:
+        """The last common weights after an outer step towards the mean."""
+        anchor, momentum = self.anchor[name], self.momentum[name]
+        change = anchor - mean
+        momentum.mul_(self.when.outer_momentum).add_(change)
+        step = change.add_(momentum, alpha=self.when.outer_momentum)  # Nesterov's look ahead
+        return anchor.sub_(step, alpha=self.when.outer_rate)
 
     def go_on(self, step: int) -> None:
         """A run that is resumed after so many steps, at which all replicas had the same weights."""
         self.step = step
-        for name, held in self.held.items():
-            self.anchor[name].copy_(held.tensor)
+        self._keep_common()
+
+    @torch.no_grad()
+    def _keep_common(self) -> None:
+        for name, value in self.values.items():
+            self.anchor[name].copy_(value)
 
     def figures(self) -> dict[str, Any]:
         return {"period": self.when.period, "rounds": self.rounds, "steps": self.step, "spread": self.spread}

@@ -42,6 +42,8 @@ _OFFLOAD = Switch("plan.offload", lambda config: bool(config.plan.offloads), "pl
 _MOVED_LAYERS = Switch(
     "plan.offload", lambda config: bool({"activations", "weights"} & {*config.plan.offloads}), "plan.offload="
 )
+_MOVED_STATES = Switch("plan.offload", lambda config: "optimizer" in config.plan.offloads, "plan.offload=")
+_MOVED_WEIGHTS = Switch("plan.offload", lambda config: "weights" in config.plan.offloads, "plan.offload=")
 _RECOMPUTE = Switch("plan.recompute", lambda config: config.plan.recompute != "none", "plan.recompute=none")
 _FP16 = Switch("plan.precision", lambda config: config.plan.precision == "fp16", "plan.precision=fp32")
 _MASTER = Switch("plan.precision", lambda config: config.plan.precision == "bf16-master", "plan.precision=bf16")
@@ -105,6 +107,7 @@ _LISTED = (
     "of actions does not"
 )
 _PARTS = "Muon makes the update of a whole matrix orthogonal, and here ranks hold parts of matrices"
+_PUSHED = "what servers send is the weights that are updated, of which workers would keep 16 bits"
 _REPLICAS = "it is for whole replicas on the CPU"
 _ANEW = "layers of stages, and those that are gathered or moved, are made anew, without rounding or masks"
 _WHOLE = "the teacher's predictions are compared with those of a pass through the whole model"
@@ -175,16 +178,15 @@ OF_CONFIG: tuple[Row, ...] = (
     _pair(_VERSIONS, _METHOD, "a method is for replicas, this for stages"),
     # How replicas keep together.
     _pair(_METHOD, _COMPRESSED, "what is compressed is the exchange of synchronous steps"),
-    *(_pair(_METHOD, other, _REPLICAS) for other in (_TP, _PP, _ZERO, _OFFLOAD, _COMPILE, _FP16, _ON_GPU)),
-    _pair(
-        _METHOD, _MASTER,
-        "what moves between ranks is the weights that are updated, which here are float32 copies on each",
-    ),
+    *(_pair(_SERVER, other, _REPLICAS) for other in (_TP, _PP, _ZERO, _MOVED_WEIGHTS, _ON_GPU)),
+    _pair(_SERVER, _MOVED_STATES, "servers keep the optimizer's states, and no worker has any to move"),
+    _pair(_SERVER, _MASTER, _PUSHED),
+    _pair(_LOCAL, _ZERO, "replicas step by themselves, and ZeRO has each step a part for all of them"),
+    _pair(_LOCAL, _ON_GPU, "weights are averaged in the host's memory"),
     _pair(_COMPRESSED, _ZERO, "what was not sent yet is kept of whole gradients, and here ranks have parts"),
     _pair(_COMPRESSED, _FP16, "what was not sent yet is kept, and the scale of the loss changes"),
     *(_pair(way, _ONE_REPLICA, "there is one replica and nothing to exchange") for way in (_LOCAL, _COMPRESSED)),
-    _pair(_SERVER, _PATIENCE, "workers do not decide together"),
-    _pair(_SERVER, _LORA, "workers do not decide together"),
+    _pair(_SERVER, _LORA, "workers read no weights but those that servers send, which are the adapters"),
     row(
         "method.servers",
         lambda config: config.servers > _tensors(config),

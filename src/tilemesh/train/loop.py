@@ -311,6 +311,7 @@ class Loop:
                 f"early stopping: no held-out loss below {progress.best_held_out:.4f}, that of step "
                 f"{progress.best_step}, in {progress.evaluations_since_best} evaluations"
             )
+            self.optimizer.stop()
         return True
 
     # Meeting ------------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tilemesh.comm.runtime.communicator import Communicator
 from tilemesh.core.errors import RunError
 from tilemesh.core.shard import Shard
 from tilemesh.model.kernels import TORCH
@@ -242,7 +243,7 @@ class LossScale:
 
     It multiplies the mean loss of a step, which does not grow with the batch; what is summed over a step's tokens is
     multiplied by `factor`. Both are powers of two, so nothing but overflow and underflow depends on them. A pure
-    function of which steps overflowed, which all ranks see alike.
+    function of which steps overflowed, which all ranks of a replica see alike, and all replicas that have met.
     """
 
     def __init__(self, on: bool, tokens: int = 1, value: float = 2.0**16, patience: int = 1000) -> None:
@@ -268,6 +269,12 @@ class LossScale:
         self.good += self.on
         if self.on and self.good % self.patience == 0:
             self.value = min(2.0**24, self.value * 2)
+
+    def meet(self, replicas: Communicator) -> None:
+        """Go on alike on replicas that stepped by themselves: with the smallest scale that any of them came to."""
+        if self.on:
+            value, good = replicas.max_over_ranks([-self.value, -self.good])
+            self.value, self.good = -value, round(-good)
 
     def state(self) -> dict[str, float]:
         """`of_mean` is missing in checkpoints of older versions, whose scale was that of a microbatch's summed loss."""

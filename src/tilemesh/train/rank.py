@@ -391,13 +391,17 @@ def _respect_documents(laid: Laid) -> None:
 def make_optimizer(config: TrainConfig, laid: Laid, kernels: str) -> Optimizer:
     """Of a laid model. `kernels`: who does AdamW's arithmetic, as `Optimizer` takes it."""
     held, precision = laid.gradients.stepped, config.plan.precision
-    if "optimizer" in config.plan.offloads:
-        return HostOptimizer(config.optimizer, held, precision, kernels)
     # In 16 bits gradients must neither add up over microbatches nor over ranks: float32 holds what autocast's products
     # give as exactly as 16 bits do, but the sums would round.
     is_exact = precision == "bf16" and laid.gradients.is_late and config.plan.accumulation == 1
     narrowed = product_parameters(laid.module) & held.keys() if is_exact else set()
-    return Optimizer(config.optimizer, held, precision, kernels, narrowed)
+    if "optimizer" in config.plan.offloads:
+        optimizer: Optimizer = HostOptimizer(config.optimizer, held, precision, kernels)
+    else:
+        optimizer = Optimizer(config.optimizer, held, precision, kernels, narrowed)
+    if isinstance(laid.gradients, LocalUpdates):
+        laid.gradients.average(optimizer.stepped)
+    return optimizer
 
 
 # ---- the end ---------------------------------------------------------------------------------------------------

@@ -108,6 +108,8 @@ class Stepper:
                 done = self.optimizer.update(self._rate(number), done)
                 self.gradients.updated()
                 self.scale.grow()
+            if self.gradients.states_differ and self.gradients.meets(number):
+                self.scale.meet(self.laid.mesh.dp.comm)
             self._count_gradients()
             self.gradients.clear()
         return done
