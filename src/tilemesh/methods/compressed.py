@@ -127,6 +127,7 @@ class CompressedGradients(Bucketed):
         super().__init__(parts, bucket_bytes, overlap=False)
         self.compression, self.steps = compression, 0
         self._divisor = 1.0  # what turns the sums of the step at work into means
+        self._is_bad = False  # whether some rank's gradients overflowed: nothing is sent, and nothing kept of them
         self.residuals = {id(bucket): torch.zeros_like(bucket.flat) for bucket in self.buckets}
         self.factors: dict[int, dict[int, Tensor]] = {}
         self.own_errors: dict[int, Tensor] = {}
@@ -137,7 +138,7 @@ class CompressedGradients(Bucketed):
         """Of each bucket, at the step that was measured last: the norms of what was left out and of all there was."""
 
     def exchange(self, bucket: Bucket) -> Any:
-        if not bucket.batch_summed:
+        if not bucket.batch_summed or self._is_bad:
             return None
         group, residual = self.groups[bucket.batch_summed], self.residuals[id(bucket)]
         if self.steps < self.compression.start:
@@ -166,12 +167,13 @@ class CompressedGradients(Bucketed):
     def finish(self, max_norm: float | None = None, *, divide: bool = True) -> Any:
         self._require_last()
         assert self._totals is not None
-        mine = np.array([float(self._totals[1]) / self._alike])
-        count = float(self.counted_over.all_reduce(mine, algorithm=self.algorithm)[0])
-        self._divisor = max(count, 1.0) * self._scale
+        bad = not all(torch.isfinite(bucket.flat.sum()) for bucket in self.buckets)
+        mine = np.array([float(self._totals[1]) / self._alike, bad])
+        count, bad_ranks = self.counted_over.all_reduce(mine, algorithm=self.algorithm).tolist()
+        self._divisor, self._is_bad = max(count, 1.0) * self._scale, bad_ranks > 0
         step = super().finish(max_norm, divide=divide)
-        self.steps += 1
-        self.exchanged += 1
+        self.steps += not self._is_bad
+        self.exchanged += not self._is_bad
         return step
 
     # Schemes ------------------------------------------------------------------------------------------------------
