@@ -11,14 +11,12 @@ import torch
 from test_data_sources import write_chat_tokenizer
 from test_train_run import losses, made, state, trained
 
-from tilemesh.core.errors import UsageError
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.documents import attend_within, document_places
 from tilemesh.model.loss import loss_sum
 from tilemesh.model.transformer import Transformer
 from tilemesh.runs.files import read_object
 from tilemesh.runs.metrics import latest
-from tilemesh.train.check import check_values
 from tilemesh.train.rows import rows
 
 END = 0
@@ -106,17 +104,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-def test_every_layout_trains_what_one_process_trains(folder: Path, tmp_path: Path) -> None:
-    sets = "data.packing=documents,plan.precision=fp64,train.steps=3,sample.tokens=0,evaluate.every=3"
+@pytest.mark.parametrize("positions", ["rotary", "learned"])
+def test_every_layout_trains_what_one_process_trains(folder: Path, tmp_path: Path, positions: str) -> None:
+    sets = f"data.packing=documents,model.positions={positions},plan.precision=fp64,train.steps=3,sample.tokens=0"
     source = str(folder / "text.jsonl")
     trained(made(source, "dp=1,tp=1", sets), tmp_path / "alone")
     alone = state(tmp_path / "alone", 3)
     plain = tmp_path / "stream"
     trained(made(source, "dp=1,tp=1", sets.replace("documents", "stream")), plain)
     assert losses(plain) != losses(tmp_path / "alone")
-    layouts = [
-        "dp=2,tp=2", "dp=1,tp=2;plan.sequence_parallel=true", "dp=2,tp=1;plan.zero=3", "pp=2;plan.accumulation=4",
-    ]  # fmt: skip
+    sliced = "plan.schedule=terapipe,plan.slices=3,plan.accumulation=4"
+    layouts = [f"tp=2,pp=2;{sliced},plan.sequence_parallel=true,plan.recompute=full", f"pp=2;{sliced}"]
+    if positions == "rotary":
+        layouts += [
+            "dp=2,tp=2", "dp=1,tp=2;plan.sequence_parallel=true", "dp=2,tp=1;plan.zero=3", "pp=2;plan.accumulation=4",
+        ]  # fmt: skip
     for number, layout in enumerate(layouts):
         mesh, _, more = layout.partition(";")
         trained(made(source, mesh, sets, *([more] if more else [])), tmp_path / str(number))
@@ -162,13 +164,3 @@ def test_padding_is_no_throughput(tmp_path: Path) -> None:
     (throughput,) = [row for row in rows(summary, {}) if row.name == "throughput"]
     assert throughput.measured is not None
     assert throughput.measured.median == pytest.approx(8 * 7 / summary["step_time_s"]["median"])
-
-
-def test_slices_of_a_sequence_are_refused(folder: Path) -> None:
-    with pytest.raises(UsageError, match=r"data.packing is documents and plan.slices is 2"):
-        check_values(
-            made(
-                str(folder / "text.jsonl"), "pp=2", "data.packing=documents",
-                "plan.schedule=terapipe,plan.slices=2,plan.accumulation=4",
-            )
-        )  # fmt: skip

@@ -148,12 +148,6 @@ def _without(offload: str) -> Callable[[ParallelPlan], str]:
 
 PLAN_CONFLICTS: tuple[Conflict[ParallelPlan], ...] = (
     row(
-        "slices sequence_parallel",
-        lambda plan: plan.slices > 1 and plan.sequence_parallel,
-        "both cut sequences, and not together",
-        "sequence_parallel=false",
-    ),
-    row(
         "zero dp",
         lambda plan: plan.zero > 0 and plan.dp == 1,
         "ZeRO shares among replicas and there is one",

@@ -19,6 +19,7 @@ from torch import Tensor
 from tilemesh.core.errors import UsageError
 from tilemesh.core.step.action import Payload
 from tilemesh.model.deferral import Deferral, WeightProduct, multiply
+from tilemesh.model.documents import document_places
 from tilemesh.model.dropout import DropoutPlace
 from tilemesh.parallel.laid import Laid, StepPiece
 from tilemesh.parallel.offload import ChunkEntry, HostActivations
@@ -97,6 +98,7 @@ class ModelChunk:
         cache = None
         if self.data.slices > 1:
             cache = options["cache"] = self._slice(place, tokens_BT, where.token)
+            tokens_BT = torch.where(tokens_BT < 0, -1 - tokens_BT, tokens_BT)  # the cache knows where documents begin
         taken: list[Tensor] | None = None
         if x is not None and keeps and self.activations is not None:
             taken = []
@@ -126,7 +128,10 @@ class ModelChunk:
         microbatch, number = place
         earlier = [self._graphs[microbatch, before].cache for before in range(number)]
         known = [cache for cache in earlier if cache is not None]
-        return SliceCache(known, begin, tokens_BT, begin + tokens_BT.shape[1])
+        end, documents = begin + tokens_BT.shape[1], None
+        if getattr(self.laid.module, "documents_marked", False):
+            documents = document_places(self.data.pieces[microbatch].tokens[:, :end])
+        return SliceCache(known, begin, tokens_BT, end, documents)
 
     def backward(self, microbatch: int, piece: int, gradient: Tensor | None, *, splits: bool) -> Tensor | None:
         x, root, dtype, cache, taken = self._graphs.pop((microbatch, piece))

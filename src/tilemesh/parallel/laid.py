@@ -29,6 +29,7 @@ from tilemesh.parallel.agree import tell
 from tilemesh.parallel.gradients import Gradients, loss_shard
 from tilemesh.parallel.mesh import Mesh
 from tilemesh.parallel.shard import Held, join, take
+from tilemesh.parallel.slices import SliceCache
 from tilemesh.parallel.tensor import Seams, vocabulary_loss
 
 _PACK_BYTES = 64 << 20  # of one exchange when the whole is gathered: many small parameters, or one large
@@ -219,14 +220,16 @@ class Laid:
         layers: Sequence[Callable[..., Any]] | None = None,
     ) -> ResidualStream:
         """What the last layer here gives."""
-        now = model.prepare(tokens_BT, cache=cache, dropout_seed=dropout_seed, place=place)
+        now = entering = model.prepare(tokens_BT, cache=cache, dropout_seed=dropout_seed, place=place)
         if self.seams.sequence:
             self.seams.tokens = tokens_BT.shape[1]
-            before, _ = share(self.seams.tokens, self.mesh.tp.size, self.mesh.tp.index)
+            before, count = share(self.seams.tokens, self.mesh.tp.size, self.mesh.tp.index)
             # Positions inside attention are those of all tokens, outside those of this rank's stretch.
-            now = dataclasses.replace(now, place=dataclasses.replace(place, token=place.token + before))
+            now = entering = dataclasses.replace(now, place=dataclasses.replace(place, token=place.token + before))
+            if isinstance(cache, SliceCache):
+                entering = dataclasses.replace(now, cache=cache.stretch(before, count))
         called = self.layer_calls() if layers is None else layers
-        return self._through_layers(called, ResidualStream(model.enter(tokens_BT, x_BTD, now)), now)
+        return self._through_layers(called, ResidualStream(model.enter(tokens_BT, x_BTD, entering)), now)
 
     def _to_project(self, model: Transformer, stream: ResidualStream) -> Tensor:
         """What the output projection is given."""
@@ -240,7 +243,15 @@ class Laid:
     def layer_calls(self) -> list[LayerCall]:
         """The layers here as they are called: where operators' results are kept, with what computes the rest again."""
         layers: list[LayerCall] = list(self._transformer().layers)
+        if self.seams.sequence and self.plan.slices > 1:
+            layers = [partial(self._call_on_slice, layer) for layer in layers]
         return [partial(call_again, layer) for layer in layers] if self.keeps_by_operator else layers
+
+    def _call_on_slice(self, layer: LayerCall, stream: ResidualStream, now: Pass) -> ResidualStream:
+        """A layer that may be computed again when slices of other lengths have passed since."""
+        if now.cache is not None:
+            self.seams.tokens = now.cache.positions_BT.shape[1]
+        return layer(stream, now)
 
     def _through_layers(
         self, layers: Sequence[Callable[..., Any]], stream: ResidualStream, now: Pass

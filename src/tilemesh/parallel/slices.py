@@ -9,11 +9,14 @@ B: rows; T: tokens of the slice; S: tokens up to its end; H: query heads; K: key
 
 from __future__ import annotations
 
+import copy
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+
+from tilemesh.model.documents import DocumentPlaces
 
 
 class _Pair(NamedTuple):
@@ -26,12 +29,27 @@ class _Pair(NamedTuple):
 class SliceCache:
     """One slice's view of its microbatch, as `model/cache.py` asks for it."""
 
-    def __init__(self, earlier: list[SliceCache], begin: int, tokens_BT: Tensor, capacity: int) -> None:
+    def __init__(
+        self,
+        earlier: list[SliceCache],
+        begin: int,
+        tokens_BT: Tensor,
+        capacity: int,
+        documents: DocumentPlaces | None = None,
+    ) -> None:
+        """`documents`: of the sequences up to the slice's end, where several are packed into one."""
         self.earlier, self.begin, self.capacity = earlier, begin, capacity
         rows, tokens = tokens_BT.shape
         positions_T = torch.arange(begin, begin + tokens, device=tokens_BT.device)
-        self.positions_BT = positions_T.expand(rows, tokens)
+        self.positions_BT = positions_T.expand(rows, tokens) if documents is None else documents.positions_BT[:, begin:]
+        self.number_BS = None if documents is None else documents.number_BT
         self.pairs: dict[int, _Pair] = {}
+
+    def stretch(self, first: int, tokens: int) -> SliceCache:
+        """The same slice where some of its tokens stand alone, outside of attention: so many of them from `first`."""
+        part = copy.copy(self)
+        part.positions_BT = self.positions_BT[:, first : first + tokens]
+        return part
 
     def attend(self, layer: int, q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, *, window: int = 0) -> Tensor:
         needs = torch.is_grad_enabled()
@@ -42,12 +60,14 @@ class SliceCache:
         values_BSKE = torch.cat([*(values for _, values in before), v_BTKE], dim=1)
         seen, tokens = keys_BSKE.shape[1], q_BTHE.shape[1]
         mask_TS = None
-        if seen > tokens or 0 < window < seen:
+        if seen > tokens or 0 < window < seen or self.number_BS is not None:
             positions_S = torch.arange(seen, device=q_BTHE.device)
             last_T1 = torch.arange(self.begin, self.begin + tokens, device=q_BTHE.device)[:, None]
             mask_TS = positions_S <= last_T1
             if window:
                 mask_TS &= positions_S > last_T1 - window
+        if mask_TS is not None and self.number_BS is not None:  # (B, 1, T, S)
+            mask_TS = mask_TS & (self.number_BS[:, None, self.begin :, None] == self.number_BS[:, None, None])
         y_BHTE = functional.scaled_dot_product_attention(
             q_BTHE.transpose(1, 2),
             keys_BSKE.transpose(1, 2),

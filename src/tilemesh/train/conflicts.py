@@ -34,7 +34,6 @@ _TP = Switch("plan.tp", lambda config: config.plan.tp > 1, "plan.tp=1")
 _PP = Switch("plan.pp", lambda config: config.plan.pp > 1, "plan.pp=1")
 _DP = Switch("plan.dp", lambda config: config.plan.dp > 1, "plan.dp=1")
 _ONE_REPLICA = Switch("plan.dp", lambda config: config.plan.dp == 1, "plan.dp=2")
-_SLICES = Switch("plan.slices", lambda config: config.plan.slices > 1, "plan.slices=1")
 _VERSIONS = Switch("plan.schedule", lambda config: config.plan.is_asynchronous, "plan.schedule=1f1b")
 _ZERO = Switch("plan.zero", lambda config: config.plan.zero > 0, "plan.zero=0")
 _ZERO_3 = Switch("plan.zero", lambda config: config.plan.zero == 3, "plan.zero=2")
@@ -63,7 +62,6 @@ _TIED = Switch("model.tied", lambda config: config.model.tied, "model.tied=false
 _LORA = Switch("lora.rank", lambda config: config.lora.rank > 0, "lora.rank=0")
 _RECIPE = Switch("compress.recipe", lambda config: bool(config.compress.recipe), "compress.recipe=")
 _TEACHER = Switch("distill.teacher", lambda config: config.distill.teacher is not None, "distill.teacher=none")
-_DOCUMENTS = Switch("data.packing", lambda config: config.data.packing == "documents", "data.packing=stream")
 _PACKED = Switch("data.packing", lambda config: config.data.packing != "stream", "data.packing=stream")
 _CHAT = Switch("data.chat", lambda config: config.data.chat, "data.chat=false")
 _PATIENCE = Switch("evaluate.patience", lambda config: config.evaluate.patience > 0, "evaluate.patience=0")
@@ -148,10 +146,6 @@ OF_CONFIG: tuple[Row, ...] = (
         lambda config: config.plan.slices > config.context,
         "a slice has at least one token",
         lambda config: f"plan.slices={config.context}",
-    ),
-    _pair(
-        _DOCUMENTS, _SLICES, "a slice does not know where the documents of the slices before it began", _DOCUMENTS,
-        _SLICES,
     ),
     # Held-out text.
     *(
