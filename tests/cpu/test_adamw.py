@@ -306,17 +306,29 @@ def test_a_step_that_differs_is_planned_anew(programs, changed):
 def test_a_gradient_of_another_shape_is_refused_after_a_step_too(programs):
     parameters, gradients, rate = drawn(), drawn(seed=1), torch.tensor(0.01)
     optimizer = kernels.AdamW(parameters, zeros(), zeros())
-    optimizer.step(gradients, rate=rate, step=rate)
+    optimizer.step(gradients, rate=rate, step=torch.ones(1))
     gradients[0] = gradients[0].view(5, 3)
     with pytest.raises(UsageError, match=r"gradients\[0\]"):
-        optimizer.step(gradients, rate=rate, step=rate)
+        optimizer.step(gradients, rate=rate, step=torch.ones(1))
     with pytest.raises(UsageError, match="gradients for"):
-        optimizer.step(gradients[1:], rate=rate, step=rate)
+        optimizer.step(gradients[1:], rate=rate, step=torch.ones(1))
 
 
 def test_steps_that_are_kept_to_be_repeated_are_few(programs):
     optimizer = kernels.AdamW(drawn(), zeros(), zeros())
     rate, others = torch.tensor(0.01), [drawn(seed=seed) for seed in range(20)]
     for gradients in others:
-        optimizer.step(gradients, rate=rate, step=rate)
+        optimizer.step(gradients, rate=rate, step=torch.ones(1))
     assert len(optimizer._repeated) == 8
+
+
+@pytest.mark.parametrize("how", ["torch", "interpret"])
+@pytest.mark.parametrize(
+    "step", [torch.tensor([0]), torch.tensor(0.0), torch.tensor(-1), torch.tensor(float("nan")), 0]
+)
+def test_a_step_before_the_first_is_refused_wherever_it_lies(how, step):
+    parameters = drawn()
+    before = [parameter.clone() for parameter in parameters]
+    with pytest.raises(UsageError, match="step is"):
+        kernels.adamw(parameters, drawn(seed=1), zeros(), zeros(), rate=0.1, step=step, implementation=how)
+    assert all(torch.equal(one, other) for one, other in zip(parameters, before, strict=True))

@@ -98,7 +98,7 @@ SETTINGS = [
     ("train.timeout_s=0", "train.timeout_s is 0.0: expected above 0"),
     ("train.timeout_s=nan", "train.timeout_s is nan: expected above 0"),
     ("data.tokenizer=/nonexistent", "data.tokenizer '/nonexistent' does not exist"),
-    ("data.tokenizer=", "data.tokenizer '.' does not exist"),
+    ("data.tokenizer=", "data.tokenizer '.' is a folder: expected a tokenizer.json file; it has no"),
     ("model.vocabulary=10", "model.vocabulary is 10 and text is read as bytes: set model.vocabulary=256"),
     ("model.norm_epsilon=-1", "model.norm_epsilon is -1.0: expected 0 or more"),
     ("model.rotary_base=0", "model.rotary_base is 0.0: expected a number above 0"),

@@ -130,3 +130,14 @@ def test_a_tokenizers_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(RunError, match=r"pip install .tilemesh\[hf\]"):
         open_tokenizer(path)
+
+
+def test_a_folder_in_place_of_a_tokenizer_is_said_to_be_one(tmp_path: Path) -> None:
+    pytest.importorskip("tokenizers")
+    with pytest.raises(UsageError, match=r"is a folder: expected a tokenizer.json file; it has no tokenizer.json"):
+        open_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(UsageError, match=r"is a folder: expected a tokenizer.json file; give .*/tokenizer.json"):
+        open_tokenizer(tmp_path)
+    with pytest.raises(UsageError, match="does not exist"):
+        open_tokenizer(tmp_path / "none")

@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,7 +30,6 @@ _TEXT = ("utf-8", "surrogatepass")
 """Keys may be any text of Python's, file names that are not UTF-8 included."""
 _LENGTH_BYTES = 4
 _MAY_WRAP = 2.0**62  # below a sum of sizes as float64 has it, no sum of whole numbers leaves int64
-_ELSEWHERE = "another rank's keys or values cannot be used: it says which"
 T = TypeVar("T")
 Rows = NDArray[Any]
 Combine = Callable[[Rows], Rows]
@@ -108,12 +107,11 @@ def _agreed_rows(comm: Communicator, pairs: Mapping[Any, Sequence[Any]], dtype: 
     mine, is_float = max(lengths, default=0), any(row.dtype.kind == "f" for row in rows.values())
     least = min(lengths, default=math.inf)
     width, shortest, floats, problems = comm.max_over_ranks([mine, -least, is_float, bool(problem)])
-    if not problem and problems:
-        problem = _ELSEWHERE
-    elif not problem and -shortest < width:
-        problem = f"values of {int(-shortest)} numbers on one rank and of {int(width)} on another: expected the same"
-    if problem:
-        raise UsageError(problem)
+    if problems:
+        _refuse_together(comm, problem)
+    if -shortest < width:
+        words = f"values of {int(-shortest)} numbers on one rank and of {int(width)} on another: expected the same"
+        raise UsageError(words)
     agreed = np.dtype(dtype) if dtype is not None else np.dtype(np.float64 if floats else np.int64)
     return {key: row.astype(agreed, copy=False) for key, row in rows.items()}, _Agreed(agreed, int(width))
 
@@ -167,8 +165,18 @@ def _combined(comm: Communicator, rows: Mapping[str, Rows], combine: Combine) ->
             break
     (problems,) = comm.max_over_ranks([bool(problem)])
     if problems:
-        raise UsageError(problem or _ELSEWHERE)
+        _refuse_together(comm, problem)
     return made
+
+
+def _refuse_together(comm: Communicator, problem: str) -> NoReturn:
+    """Raise on all ranks what is wrong on the first rank that has a problem (a collective call)."""
+    words = problem.encode(*_TEXT)
+    first = -int(comm.max_over_ranks([-comm.rank if problem else -comm.size])[0])
+    (length,) = comm.max_over_ranks([len(words) if comm.rank == first else 0])
+    told = np.frombuffer(words, np.uint8) if comm.rank == first else np.empty(int(length), np.uint8)
+    said = comm.broadcast(told.copy(), root=first).tobytes().decode(*_TEXT)
+    raise UsageError(said if comm.rank == first else f"rank {first}: {said}")
 
 
 def _shuffled(comm: Communicator, rows: Mapping[str, Rows], combine: Combine, agreed: _Agreed) -> dict[str, Rows]:

@@ -115,11 +115,20 @@ def has_shards(folder: Path) -> bool:
     return folder.is_dir() and any(folder.glob("*" + SHARD_SUFFIX))
 
 
+def check_tokenizer(path: Path) -> None:
+    """Refuse what is no file; of a folder, say whether it has one."""
+    if path.is_dir():
+        name = "tokenizer.json"
+        hint = f"give {path / name}" if (path / name).is_file() else f"it has no {name}"
+        raise UsageError("data.tokenizer", f" {shown(str(path))} is a folder: expected a {name} file; {hint}")
+    if not path.is_file():
+        raise UsageError("data.tokenizer", f" {shown(str(path))} does not exist: expected a tokenizer.json file")
+
+
 def check_source(data: DataConfig) -> None:
     """Refuse a source, or a tokenizer, that is not there or that cannot be read as text."""
-    if data.tokenizer is not None and not data.tokenizer.is_file():
-        given = shown(str(data.tokenizer))
-        raise UsageError("data.tokenizer", f" {given} does not exist: expected a tokenizer.json file")
+    if data.tokenizer is not None:
+        check_tokenizer(data.tokenizer)
     for part, _ in data.parts:
         with blaming_mixture(data):
             _check_part(part)

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.core.files import read_json_object, write_text
+from tilemesh.data.config import check_tokenizer
 from tilemesh.data.tokenizer_files import TOKENIZER, TOKENIZER_CONFIG, as_built, read_beside
 
 END_BYTE = 0  # never part of a text file
@@ -97,8 +98,7 @@ class FileTokenizer:
                 f"the tokenizer is {path} and the package `tokenizers` is not installed: pip install 'tilemesh[hf]', "
                 "or name no tokenizer to read text as bytes"
             ) from None
-        if not path.is_file():
-            raise UsageError("data.tokenizer", f" {path} does not exist: expected a tokenizer.json file")
+        check_tokenizer(path)
         self.name, self.files = str(path), read_beside(path)
         try:
             if self.files.tokenizer_class:

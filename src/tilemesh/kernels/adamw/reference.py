@@ -90,7 +90,7 @@ class AdamW:
         if seen not in self._seen:  # a training loop gives the same ones at each step
             check_lists({"parameters": self.parameters, "gradients": gradients})
             self._seen.add(seen)
-        _check_step(rate, step, divisor)
+        _check_step(*map(_at_hand, (rate, step, divisor)))
         if not self.parameters:
             return
         with torch.no_grad():
@@ -335,6 +335,15 @@ def _log2(beta: float) -> float:
 _NOT_NEGATIVE = Range(0)
 _ANY_NUMBER = Range(-sys.float_info.max)
 _FROM_ONE = Range(1)
+
+
+def _at_hand(value: Any) -> Any:
+    """The number in a tensor that lies in the host's memory, to be checked like any other; on a GPU nobody waits."""
+    is_at_hand = isinstance(value, Tensor) and value.device.type == "cpu" and value.numel() == 1
+    if not is_at_hand or is_traced():
+        return value
+    number = value.item()
+    return int(number) if isinstance(number, float) and number.is_integer() else number
 
 
 def _check_step(rate: float | Tensor, step: int | Tensor, divisor: float | Tensor) -> None:
