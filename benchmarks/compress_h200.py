@@ -46,7 +46,8 @@ from tilemesh.measure.gpu import KernelTimer
 from tilemesh.measure.row import write_rows
 from tilemesh.measure.timing import compare
 from tilemesh.model.config import preset
-from tilemesh.model.lowbit import LowBitLinear, StackedCodes, compress_all, model_bytes, projections, put
+from tilemesh.model.kinds import compress_all, few_bits, model_bytes, projections, put
+from tilemesh.model.stacked import StackedProduct
 from tilemesh.model.transformer import Transformer
 
 Form = TokenForm | OneTokenForm | SomeRows
@@ -244,11 +245,11 @@ def decode(keep: Readings, seconds: float, shape: str) -> None:
     torch.cuda.synchronize()
     found = {"int4-g128": step_ms(model, {"shape": shape, "weights": "int4-g128"}, keep, True)}
     output, scheme = dict(projections(model))["output"], parse_scheme("int4-g128")
-    put(model, "output", LowBitLinear(output, scheme, quantize(output.weight, scheme)))
+    put(model, "output", few_bits(output, scheme, quantize(output.weight, scheme)))
     told = {"shape": shape, "weights": "int4-g128, output too"}
     found["int4-g128, output too"] = step_ms(model, told, keep, False)
     plainly = mock.patch.object(tokens, "launches_early", return_value=False)
-    apart = mock.patch.object(StackedCodes, "_takes_one_token", return_value=False)
+    apart = mock.patch.object(StackedProduct, "_takes_one_token", return_value=False)
     for name, patches in {"not launched early": (plainly,), "norms and gates apart": (plainly, apart)}.items():
         with contextlib.ExitStack() as stack:
             for patch in patches:

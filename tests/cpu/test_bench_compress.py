@@ -28,11 +28,11 @@ from tilemesh.data.corpus import open_corpus
 from tilemesh.data.samples import held_out_samples
 from tilemesh.kernels.launch.steps import FitError
 from tilemesh.kernels.lowbit import codes
-from tilemesh.kernels.lowbit.formats import parse_scheme
+from tilemesh.kernels.lowbit.formats import Scheme, parse_scheme
 from tilemesh.measure.row import read_rows
 from tilemesh.model import huggingface
 from tilemesh.model.config import preset
-from tilemesh.model.lowbit import model_bytes, projections
+from tilemesh.model.kinds import FewBits, model_bytes, projections
 from tilemesh.model.transformer import Transformer
 from tilemesh.report.compressing import _facts, _scatter, _trade, frontier, together
 from tilemesh.serve import Engine, Sampling
@@ -278,7 +278,7 @@ def test_a_pass_is_expected_to_lose_its_products_and_gain_the_new_ones(monkeypat
     plain = Transformer(preset("tiny").replace(layers=1), seed=1)
     clocks = CompressClocks(plain, (1, 8))
     # Seconds of a call and per weight, as if they had been timed.
-    lines = {"plain": (1.0, 0.5), "int8 None False": (2.0, 0.25)}
+    lines = {"plain": (1.0, 0.5), str(FewBits(Scheme())): (2.0, 0.25)}
     monkeypatch.setattr(ProductClock, "_line", lambda self, form, make: lines[form])
     small = quantize(plain, "int8")
     weights = sum(module.in_features * module.out_features for name, module in projections(plain) if "layers" in name)

@@ -26,7 +26,7 @@ from tilemesh.kernels.lowbit import codes
 from tilemesh.kernels.lowbit.formats import Scheme, parse_scheme
 from tilemesh.model import huggingface, lowbit_files
 from tilemesh.model.config import ModelConfig, preset
-from tilemesh.model.lowbit import LowBitLinear, model_bytes, put
+from tilemesh.model.kinds import FewBits, few_bits, model_bytes, projections, put
 from tilemesh.model.transformer import Transformer
 from tilemesh.parallel.gate.cases import MODELS
 
@@ -219,18 +219,18 @@ def test_folders_of_whole_numbers_are_compressed_tensors(name, model, tokens, tm
     small = shrink(model, name.removesuffix("+int8"), tokens)
     if name.endswith("+int8"):  # as a mixed recipe may decide
         plain = model.layers[0].mlp.fc_in
-        put(small, "layers.0.mlp.fc_in", LowBitLinear(plain, Scheme(), codes.quantize(plain.weight, Scheme())))
+        put(small, "layers.0.mlp.fc_in", few_bits(plain, Scheme(), codes.quantize(plain.weight, Scheme())))
     huggingface.save(small, tmp_path)
     told = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
     assert told["quant_method"] == "compressed-tensors"
     assert told["format"] in {group["format"] for group in told["config_groups"].values()} | {"mixed-precision"}
     tensors, theirs = load_file(tmp_path / "model.safetensors"), lowbit_files._their_names(small)
-    kept = {theirs[key]: module for key, module in small.named_modules() if isinstance(module, LowBitLinear)}
+    kept = {theirs[key]: module for key, module in projections(small) if isinstance(module.kind, FewBits)}
     groups = {target: group for group in told["config_groups"].values() for target in group["targets"]}
     assert groups.keys() == kept.keys()
     for target, group in groups.items():
         meant = by_their_definition(tensors, target, group["weights"])
-        torch.testing.assert_close(meant, kept[target].decoded(torch.float64), rtol=0, atol=0)
+        torch.testing.assert_close(meant, kept[target].kind.decoded(kept[target], torch.float64), rtol=0, atol=0)
     again = huggingface.load(tmp_path).eval().requires_grad_(False)
     assert torch.equal(again(tokens[:2, :-1]), small(tokens[:2, :-1]))
 
@@ -307,7 +307,7 @@ def test_bias_correction_keeps_the_mean():
     plain = Transformer(config, seed=1).eval().requires_grad_(False)
     text = torch.randint(0, config.vocabulary, (16, 48), generator=torch.Generator().manual_seed(1))
     corrected = quantize(plain, "int2-g8-bias", text)
-    biases = [m.bias for m in corrected.modules() if isinstance(m, LowBitLinear)]
+    biases = [m.bias for _, m in projections(corrected) if isinstance(m.kind, FewBits)]
     assert all(bias is not None and bias.abs().sum() > 0 for bias in biases)
 
 

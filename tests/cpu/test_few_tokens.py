@@ -12,7 +12,7 @@ from tilemesh.model import stacked, transformer
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.few_tokens import FewTokens
 from tilemesh.model.stacked import stack_products
-from tilemesh.model.transformer import Layer, Linear, Transformer
+from tilemesh.model.transformer import Layer, Transformer
 from tilemesh.serve.request import ServeRequest
 from tilemesh.serve.runner import Runner
 from tilemesh.serve.scheduler import Scheduler, ServeLimits
@@ -82,16 +82,12 @@ def test_one_token_with_norms_inside_of_products(monkeypatch: pytest.MonkeyPatch
         for layer in runner.model.layers:
             for product in (layer.attention, layer.mlp):
                 product.stacked = None  # type: ignore[assignment]
-        stack_products(runner.model, (Linear, *_first_kinds(runner.model)), one_row=True)
+        stack_products(runner.model, one_row=True)
 
     exact = logits_of(torch.float64, 1)
     found = logits_of(torch.float64, 1, with_rows, implementation="interpret")
     assert len(passed) == 2  # all layers but the first, whose stream has no branch yet, in two steps
     torch.testing.assert_close(found, exact, rtol=1e-12, atol=1e-12)
-
-
-def _first_kinds(model: Transformer) -> list[type[torch.nn.Linear]]:
-    return [type(layer.mlp.fc_in) for layer in model.layers if isinstance(layer, Layer)]  # type: ignore[misc]
 
 
 @pytest.mark.parametrize(

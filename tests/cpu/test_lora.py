@@ -19,7 +19,8 @@ from tilemesh.core.errors import UsageError
 from tilemesh.model import huggingface
 from tilemesh.model.adapter import LoraConfig, adapted_modules, adapter_parameters, peft_config, peft_names
 from tilemesh.model.config import ModelConfig
-from tilemesh.model.lora import LoraLinear, attach
+from tilemesh.model.kinds import Adapted
+from tilemesh.model.lora import attach
 from tilemesh.model.transformer import Transformer
 from tilemesh.runs import base
 from tilemesh.runs.names import BASE
@@ -73,7 +74,7 @@ def test_adapters_change_nothing_until_b_is_trained_and_then_what_a_merged_matri
     assert sum(p.numel() for p in adapted.parameters() if p.requires_grad) == adapter_parameters(config, lora)
     for name in adapted_modules(config, lora):
         module = adapted.get_submodule(name)
-        assert isinstance(module, LoraLinear)
+        assert isinstance(module.kind, Adapted)
         torch.nn.init.normal_(module.lora_b, std=0.1)
         merged = module.weight + 2.0 * module.lora_b @ module.lora_a  # 6 / 3
         whole.get_submodule(name).weight.data.copy_(merged)
@@ -84,7 +85,7 @@ def test_a_is_drawn_as_a_linear_layer_is() -> None:
     model = Transformer(dataclasses.replace(LLAMA, width=64), seed=1)
     attach(model, LoraConfig(rank=32, targets=("fc_q",)), seed=5)
     module = model.get_submodule("layers.1.attention.fc_q")
-    assert isinstance(module, LoraLinear)
+    assert isinstance(module.kind, Adapted)
     # The standard deviation of U(-1/sqrt(64), 1/sqrt(64)), by construction of 2,048 numbers.
     assert float(module.lora_a.detach().std()) == pytest.approx(1 / (64 * 3) ** 0.5, rel=1e-3)
 

@@ -20,7 +20,7 @@ from tilemesh.kernels.lowbit import codes, cpu
 from tilemesh.kernels.lowbit.formats import FORMATS, SECOND_LEVEL, Scheme, parse_scheme
 from tilemesh.kernels.scaled_matmul import kernel as scaled_kernel
 from tilemesh.kernels.scaled_matmul import reference as scaled
-from tilemesh.model import lowbit
+from tilemesh.model import kinds, linear
 from tilemesh.model.config import preset
 from tilemesh.model.transformer import Transformer
 from tilemesh.parallel.apply import lay
@@ -161,16 +161,16 @@ def test_a_low_bit_projection_computes_with_the_weight_that_its_codes_mean(name)
     torch.manual_seed(0)
     plain, scheme = nn.Linear(48, 12).double(), parse_scheme(name)
     made = codes.quantize(plain.weight, scheme)
-    low = lowbit.LowBitLinear(plain, scheme, made)
+    low = kinds.few_bits(plain, scheme, made)
     x = torch.randn(3, 48, dtype=torch.float64, requires_grad=True)
     weight = codes.decode(made.codes, scheme, made.scales, made.zeros, torch.float64)
     torch.testing.assert_close(low(x), nn.functional.linear(x, weight, plain.bias))
     low(x).sum().backward()
     torch.testing.assert_close(x.grad, weight.sum(0).expand(3, -1))
     assert low.weight.shape == (12, 48)
-    low.open()
+    kinds.open_codes(low)
     torch.testing.assert_close(low(x), nn.functional.linear(x, weight, plain.bias))
-    low.close()
+    kinds.close_codes(low)
     torch.testing.assert_close(low(x), nn.functional.linear(x, weight, plain.bias))
     low.to(torch.bfloat16)
     assert low.scales.dtype == torch.float32  # every weight is multiplied by one of them
@@ -201,10 +201,10 @@ def test_a_projection_of_codes_by_codes_is_one_of_rounded_activations(name, stat
     plain, scheme, x = nn.Linear(48, 12, bias=False), parse_scheme(name), torch.randn(2, 3, 48)
     scale = x.abs().max().reshape(1) / 120 if static else None
     inputs = Scheme(scheme.format)
-    low = lowbit.LowBitLinear(plain, scheme, codes.quantize(plain.weight, scheme), inputs, scale)
-    assert low._has_codes_of_both()
-    want = nn.functional.linear(low._quantized(x), low.weight)
-    torch.testing.assert_close(low.product_of_codes(x), want, rtol=1e-4, atol=1e-5)
+    low = kinds.few_bits(plain, scheme, codes.quantize(plain.weight, scheme), inputs, scale)
+    assert low.kind.has_codes_of_both(low)
+    want = nn.functional.linear(low.kind.quantized(low, x), low.weight)
+    torch.testing.assert_close(low.kind.product_of_codes(low, x), want, rtol=1e-4, atol=1e-5)
 
 
 def test_the_tile_of_every_product_of_8_bit_codes_fits_its_gpu():
@@ -269,19 +269,19 @@ def test_a_pass_does_not_decode_the_output_projection_to_see_its_size(monkeypatc
     model = Transformer(preset("tiny").replace(tied=False), seed=1).eval().requires_grad_(False)
     scheme = parse_scheme("int8")
     assert model.output is not None
-    lowbit.put(model, "output", lowbit.LowBitLinear(model.output, scheme, codes.quantize(model.output.weight, scheme)))
+    kinds.put(model, "output", kinds.few_bits(model.output, scheme, codes.quantize(model.output.weight, scheme)))
     want = model.output.weight.mT
 
     def asked(self):
         raise AssertionError("the weight was decoded")
 
-    monkeypatch.setattr(lowbit.LowBitLinear, "weight", property(asked))
+    monkeypatch.setattr(linear.CodedLinear, "weight", property(asked))
     torch.testing.assert_close(model.project(torch.eye(model.config.width)), want, rtol=1e-3, atol=1e-4)
 
 
 def test_rounding_while_training_passes_gradients_straight_through():
     plain = nn.Linear(32, 4)
-    rounding = lowbit.RoundedLinear(plain, parse_scheme("int4-g16"))
+    rounding = linear.as_kind(plain, kinds.Rounded(scheme=parse_scheme("int4-g16")))
     x = torch.randn(5, 32)
     y = rounding(x)
     torch.testing.assert_close(
@@ -293,22 +293,22 @@ def test_rounding_while_training_passes_gradients_straight_through():
 
 def test_masks_keep_the_largest():
     score = torch.arange(24.0).view(3, 8)
-    kept = lowbit.magnitude_mask(score, 0.5)
+    kept = kinds.magnitude_mask(score, 0.5)
     assert torch.equal(kept, score >= 12)
-    kept = lowbit.magnitude_mask(score, 0.5, (2, 4))
+    kept = kinds.magnitude_mask(score, 0.5, (2, 4))
     assert (kept.view(3, 2, 4).sum(-1) == 2).all()
     assert kept[0].tolist() == [False, False, True, True] * 2
-    assert lowbit.magnitude_mask(torch.zeros(4, 4), 0.25).sum() == 12  # ties do not take more
+    assert kinds.magnitude_mask(torch.zeros(4, 4), 0.25).sum() == 12  # ties do not take more
 
 
 def test_a_model_with_low_bit_projections_still_generates():
     model = Transformer(preset("tiny"), seed=1).eval().requires_grad_(False)
     tokens = torch.randint(0, 256, (1, 12))
-    before, bytes_before = model(tokens), lowbit.model_bytes(model)
-    lowbit.compress_all(model, "int8")
+    before, bytes_before = model(tokens), kinds.model_bytes(model)
+    kinds.compress_all(model, "int8")
     assert (model(tokens) - before).norm() < 0.05 * before.norm()
-    assert lowbit.model_bytes(model) < 0.4 * bytes_before
-    assert len(lowbit.compressed(model)) == 4 * 7
+    assert kinds.model_bytes(model) < 0.4 * bytes_before
+    assert len(kinds.compressed(model)) == 4 * 7
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
@@ -324,18 +324,13 @@ def test_the_gate_passes_compressed_models(ranks):
         assert result.passed, f"{result.case} {result.apart} {result.where}"
 
 
-@pytest.mark.parametrize(
-    ("plan", "scheme", "words"),
-    [
-        (ParallelPlan(tp=2, precision="fp32"), "int4-g128", "groups of 128 do not divide the 64 inputs of a rank"),
-        (ParallelPlan(pp=2, precision="fp32"), "int8", "is compressed, and stages"),
-    ],
-)
-def test_layouts_that_cannot_hold_a_compressed_model_say_so(plan, scheme, words):
+def test_ranks_that_would_share_a_group_of_inputs_say_so():
+    plan = ParallelPlan(tp=2, precision="fp32")
+
     def main(comm):
         model = Transformer(preset("tiny"))
-        lowbit.compress_all(model, f"rounded {scheme}")
-        with pytest.raises(UsageError, match=words):
+        kinds.compress_all(model, "rounded int4-g128")
+        with pytest.raises(UsageError, match="groups of 128 do not divide the 64 inputs of a rank"):
             lay(model, Mesh(comm, **plan.axes), plan)
 
     run_threads(2, main)
@@ -366,7 +361,7 @@ def test_activations_have_the_same_codes_for_any_number_of_rows(is_static, dtype
     x = activations(64, dtype)
     static = torch.tensor([[0.125]]) if is_static else None
     eye = codes.Quantized(torch.eye(64, dtype=torch.int8), torch.ones(64, 1), None)
-    layer = lowbit.LowBitLinear(nn.Linear(64, 64, bias=False), Scheme(), eye, Scheme(), static)
+    layer = kinds.few_bits(nn.Linear(64, 64, bias=False), Scheme(), eye, Scheme(), static)
     theirs, scale = compressed_tensors_codes(x.float(), static)
     assert theirs.min() == -128
     assert theirs.max() == 127
@@ -382,7 +377,7 @@ def test_products_of_codes_are_one_arithmetic_for_any_number_of_rows(name, is_st
     x, scheme = activations(128, torch.float32), parse_scheme(name)
     made = codes.quantize(matrix(5, 24, 128), scheme)
     static = torch.tensor([[0.25]]) if is_static else None
-    layer = lowbit.LowBitLinear(nn.Linear(128, 24, bias=False), scheme, made, Scheme(), static)
+    layer = kinds.few_bits(nn.Linear(128, 24, bias=False), scheme, made, Scheme(), static)
     theirs, scale = compressed_tensors_codes(x, static)
     back = theirs.double() * scale.double()
     weight = codes.decode(made.codes, scheme, made.scales, made.zeros, torch.float64)

@@ -7,9 +7,9 @@ from torch.nn import functional
 from tilemesh.data.tokenizer import Unknown
 from tilemesh.model import packed
 from tilemesh.model.config import ModelConfig
-from tilemesh.model.packed import PackedLinear, PackedWeight, pack_products, packed_bytes, packs
-from tilemesh.model.stacked import StackedProduct, stack_products
-from tilemesh.model.transformer import Linear, Transformer
+from tilemesh.model.packed import Packed, PackedWeight, pack_products, packed_bytes, packs
+from tilemesh.model.stacked import stack_products
+from tilemesh.model.transformer import Transformer
 from tilemesh.serve import Engine, Sampling
 from tilemesh.serve.load import ServedModel
 
@@ -31,7 +31,7 @@ def model_of(config: ModelConfig, dtype: torch.dtype = torch.float32) -> Transfo
 
 
 def packed_linears(model: Transformer) -> int:
-    return sum(isinstance(module, PackedLinear) for module in model.modules())
+    return sum(isinstance(getattr(module, "kind", None), Packed) for module in model.modules())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -63,7 +63,7 @@ def test_a_weight_written_in_place_is_packed_again() -> None:
 
 def test_a_part_of_a_stack_written_in_place_is_packed_again() -> None:
     model = model_of(LLAMA)
-    stack_products(model, (Linear,))
+    stack_products(model)
     pack_products(model)
     attention = model.layers[0].attention
     x = torch.randn(4, 64)
@@ -76,15 +76,14 @@ def test_a_part_of_a_stack_written_in_place_is_packed_again() -> None:
 @pytest.mark.parametrize("config", [LLAMA, GPT], ids=["llama", "gpt2"])
 def test_all_products_of_a_model_are_packed_and_logits_are_the_same(config: ModelConfig) -> None:
     plain, model = model_of(config), model_of(config)
-    stack_products(model, (Linear,))
+    stack_products(model)
     names = list(model.state_dict())
     pack_products(model)
     assert list(model.state_dict()) == names
     for layer in model.layers:
-        assert isinstance(layer.attention.fc_o, PackedLinear)
-        assert isinstance(layer.mlp.fc_out, PackedLinear)
-        assert isinstance(layer.attention.stacked, StackedProduct)
-        assert layer.attention.stacked.packed is not None
+        assert isinstance(layer.attention.fc_o.kind, Packed)
+        assert isinstance(layer.mlp.fc_out.kind, Packed)
+        assert isinstance(layer.attention.stacked.layer.kind, Packed)
     assert (model.tied_product is not None) == config.tied
     tokens = torch.randint(config.vocabulary, (2, 9))
     with torch.inference_mode():

@@ -16,7 +16,7 @@ from tilemesh.core.errors import RunError
 from tilemesh.data.tokenizer import Bytes
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.stacked import stack_products
-from tilemesh.model.transformer import Linear, Transformer
+from tilemesh.model.transformer import Transformer
 from tilemesh.serve import Engine, Sampling
 from tilemesh.serve.core import EngineCore, PromptJob
 from tilemesh.serve.device_steps import PlainCalls
@@ -228,18 +228,18 @@ def test_stacked_weights_are_the_same_memory() -> None:
     model = served().model
     tokens = torch.randint(256, (1, 9), generator=torch.Generator().manual_seed(0))
     before, names = model(tokens), {name: value.clone() for name, value in model.state_dict().items()}
-    stack_products(model, (Linear, type(model.layers[0].mlp.fc_in)))  # type: ignore[index, union-attr]
+    stack_products(model)
     torch.testing.assert_close(model(tokens), before, rtol=0, atol=1e-12)
     attention = model.layers[0].attention  # type: ignore[index, union-attr]
     assert attention.stacked is not None
-    assert attention.fc_k.weight.data_ptr() == attention.stacked.weight[32:].data_ptr()
+    assert attention.fc_k.weight.data_ptr() == attention.stacked.layer.weight[32:].data_ptr()
     for name, value in model.state_dict().items():
         assert torch.equal(value, names[name])
     kept = attention.stacked
-    stack_products(model, (Linear,))
+    stack_products(model)
     assert attention.stacked is kept
     trained = Transformer(LLAMA)
-    stack_products(trained, (Linear,))
+    stack_products(trained)
     assert trained.layers[0].attention.stacked is None  # type: ignore[index, union-attr]
 
 

@@ -24,7 +24,7 @@ from tilemesh.kernels.lowbit.codes import rounded
 from tilemesh.kernels.lowbit.formats import Scheme
 from tilemesh.model.cache import DenseCache
 from tilemesh.model.config import ModelConfig
-from tilemesh.model.lowbit import StackedCodes, compress_all
+from tilemesh.model.kinds import FewBits, compress_all
 from tilemesh.model.sampling import sample
 from tilemesh.model.transformer import Transformer
 from tilemesh.serve import Engine, EngineConfig, QueueFullError, Sampling
@@ -152,7 +152,7 @@ def test_a_compressed_model_serves_with_its_projections_side_by_side(scheme: str
     with Engine(one, pages=20, page_tokens=4) as engine:
         found = [answer.answers[0].tokens for answer in engine.generate(prompts, asked)]
     attention = one.model.layers.get_submodule("0.attention")
-    assert isinstance(attention.stacked, StackedCodes)
+    assert isinstance(attention.stacked.layer.kind, FewBits)
     assert attention.stacked.widths == [32, 16, 16]
     assert one.model.state_dict().keys() == plain.model.state_dict().keys()
     for prompt, made_tokens in zip(prompts, found, strict=True):

@@ -7,8 +7,9 @@ from torch import nn
 
 from tilemesh.comm import connect
 from tilemesh.core.plan import ParallelPlan
+from tilemesh.model.linear import DENSE, LayerPlace, as_kind
 from tilemesh.parallel import Mesh, lay
-from tilemesh.parallel.tensor import RowLinear, Seams, vocabulary_loss
+from tilemesh.parallel.tensor import Seams, vocabulary_loss
 
 
 def exchanges_right() -> str:
@@ -30,8 +31,8 @@ def exchanges_right() -> str:
     for sequence in (False, True):
         seams = Seams(comm, sequence, tokens=5)
         plain = nn.Linear(4, 3, device="cuda", dtype=torch.float64)
-        cut = RowLinear(plain, seams)
-        cut.weight, cut.bias = plain.weight, plain.bias
+        cut = as_kind(plain, DENSE)
+        cut.stand(LayerPlace(leave=seams.leave))
         x = torch.randn(2, 5, 4, device="cuda", dtype=torch.float64, requires_grad=True)
         y = cut(seams.enter(x))
         assert y.is_cuda

@@ -23,7 +23,8 @@ from tilemesh.compress.calibrate import (
 from tilemesh.compress.methods import DAMPING
 from tilemesh.compress.recipe import Recipe, read_recipe
 from tilemesh.core.errors import UsageError
-from tilemesh.model.lowbit import FactoredLinear, projections, put, require_plain
+from tilemesh.model.kinds import LEFT, RIGHT, Factored, projections, put, require_plain
+from tilemesh.model.linear import as_kind
 from tilemesh.model.transformer import Layer, Transformer
 
 
@@ -72,7 +73,8 @@ def factorize(model: Transformer, recipe: str | Path | Recipe, tokens: Tensor | 
     def change(name: str, inputs: InputStatistics | None) -> None:
         plain = made.get_submodule(name)
         assert isinstance(plain, nn.Linear)
-        put(made, name, FactoredLinear(plain, *factors(plain.weight, ranks[name], inputs)))
+        left, right = factors(plain.weight, ranks[name], inputs)
+        put(made, name, as_kind(plain, Factored(left.shape[1]), **{LEFT: left, RIGHT: right}))
 
     if not wanted.aware:
         for name in ranks:

@@ -3,42 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from torch import nn
 
 from tilemesh.compress.prune import BLOCK, sparsity_at
 from tilemesh.compress.recipe import Recipe, chosen_schemes
-from tilemesh.model.lowbit import MaskedLinear, RoundedLinear, projections, put
+from tilemesh.model.kinds import Masked, Rounded, projections, put_kinds
 from tilemesh.model.transformer import Transformer
 
 
 def prepare(model: Transformer, recipe: Recipe) -> None:
-    """Replace the recipe's projections by ones that round or mask in every pass, in place."""
+    """Let the recipe's projections be ones that round or mask in every pass, in place."""
     shapes = {name: (module.out_features, module.in_features) for name, module in projections(model)}
     if recipe.weights.scheme:
-        for name, scheme in chosen_schemes(recipe, shapes).items():
-            put(model, name, RoundedLinear(_plain(model, name), scheme, recipe.inputs_of(name)))
+        schemes = chosen_schemes(recipe, shapes)
+        put_kinds(model, {name: Rounded(False, scheme, recipe.inputs_of(name)) for name, scheme in schemes.items()})
         return
-    block = BLOCK if recipe.prune.structure == "2:4" else None
-    for name in [name for name in shapes if name.startswith("layers.")]:
-        put(model, name, MaskedLinear(_plain(model, name), block))
+    mask = Masked(block=BLOCK if recipe.prune.structure == "2:4" else None)
+    put_kinds(model, dict.fromkeys((name for name in shapes if name.startswith("layers.")), mask))
 
 
 def between_steps(module: nn.Module, recipe: Recipe, steps: int) -> Callable[[int], None] | None:
     """What is called with a step's number before it; None where nothing changes."""
-    masked = [part for part in module.modules() if isinstance(part, MaskedLinear)]
+    masked = [(layer, layer.kind) for _, layer in projections(module) if isinstance(layer.kind, Masked)]
     if not masked:
         return None
 
     def before(step: int) -> None:
         share = sparsity_at(recipe.prune, step / max(1, steps))
-        for part in masked:
-            part.sparsity = share
+        for layer, mask in masked:
+            layer.become(replace(mask, sparsity=share))
 
     return before
-
-
-def _plain(model: Transformer, name: str) -> nn.Linear:
-    module = model.get_submodule(name)
-    assert isinstance(module, nn.Linear)
-    return module

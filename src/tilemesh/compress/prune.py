@@ -18,7 +18,7 @@ from tilemesh.compress.recipe import PruneRecipe, Recipe, read_recipe
 from tilemesh.core.errors import UsageError
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.families.book import family_of
-from tilemesh.model.lowbit import magnitude_mask, projections, require_plain
+from tilemesh.model.kinds import magnitude_mask, projections, require_plain
 from tilemesh.model.transformer import Transformer
 
 BLOCK = (2, 4)

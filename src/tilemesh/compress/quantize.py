@@ -27,7 +27,8 @@ from tilemesh.compress.recipe import Recipe, chosen_schemes, default_choices, re
 from tilemesh.core.errors import UsageError
 from tilemesh.kernels.lowbit.codes import Quantized
 from tilemesh.kernels.lowbit.formats import Scheme, parse_scheme
-from tilemesh.model.lowbit import LowBitLinear, projections, put, require_plain
+from tilemesh.model.kinds import FewBits, few_bits, projections, put, require_plain
+from tilemesh.model.linear import Linear
 from tilemesh.model.norm import ResidualNorm
 from tilemesh.model.transformer import Layer, Transformer
 
@@ -174,8 +175,8 @@ class _LayerQuantizer:
 
     def _decoded(self, name: str) -> Tensor:
         module = self.model.get_submodule(name)
-        assert isinstance(module, LowBitLinear)
-        return module.decoded(torch.float32)
+        assert isinstance(module, Linear)
+        return module.kind.dense(module).float()
 
     def _quantize(self, prefix: str, layer: Layer, statistics: Statistics, recipe: Recipe) -> dict[str, Moved]:
         """The layer in its place in the model; what was moved."""
@@ -221,11 +222,11 @@ class _LayerQuantizer:
 
     def _correct(self, name: str, weight: Tensor, inputs: InputStatistics) -> None:
         module = self.model.get_submodule(name)
-        assert isinstance(module, LowBitLinear)
+        assert isinstance(module, Linear)
         if module.bias is None:
             self.without_bias.add(name)
             return
-        lost = (weight.float() - module.decoded(torch.float32)) @ inputs.mean
+        lost = (weight.float() - module.weight.float()) @ inputs.mean
         module.bias.data = module.bias.data + lost.to(module.bias.dtype)
 
     def tell(self) -> None:
@@ -255,9 +256,9 @@ def _sources(layer: Layer) -> list[tuple[Sequence[str], Divide]]:
 
         return divide
 
-    def by_matrix(module: nn.Linear, allowed: bool) -> Divide:
+    def by_matrix(module: Linear, allowed: bool) -> Divide:
         def divide(factors: Tensor) -> bool:
-            if not allowed or isinstance(module, LowBitLinear):
+            if not allowed or isinstance(module.kind, FewBits):
                 return False
             module.weight.data = module.weight.data / factors[:, None].to(module.weight.dtype)
             if module.bias is not None:
@@ -294,7 +295,7 @@ def _put(
     input_scale = None
     if inputs is not None and largest is not None:
         input_scale = (largest / inputs.number.half_range).reshape(1, 1).clamp(min=torch.finfo(torch.float32).tiny)
-    put(model, name, LowBitLinear(plain, scheme, made, inputs, input_scale))
+    put(model, name, few_bits(plain, scheme, made, inputs, input_scale))
 
 
 def _weight(model: Transformer, name: str) -> Tensor:

@@ -12,7 +12,7 @@ from tilemesh.compress.prune import prune, smaller_config
 from tilemesh.compress.quantize import Moved, quantize
 from tilemesh.compress.recipe import Recipe, check_blocks, chosen_schemes, read_recipe
 from tilemesh.core.errors import UsageError
-from tilemesh.model.lowbit import projections
+from tilemesh.model.kinds import projections
 from tilemesh.model.transformer import Transformer
 
 

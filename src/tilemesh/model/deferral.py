@@ -11,11 +11,14 @@ N: rows x tokens; I: inputs; O: outputs.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+
+from tilemesh.model.linear import Linear
 
 
 class WeightProduct(NamedTuple):
@@ -36,6 +39,8 @@ class Deferral:
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """As `torch.nn.functional.linear`, under autocast as well."""
+        if not weight.requires_grad:
+            return functional.linear(x, weight, bias)
         function: Any = _Projection
         y: Tensor = function.apply(x.to(product_dtype(x)), weight, bias, self)
         return y
@@ -48,11 +53,11 @@ class Deferral:
 
 def defer(model: nn.Module) -> Deferral:
     """Give all projections of a model's layers that can put off their weight's gradient one deferral."""
-    made = Deferral()
+    deferral = Deferral()
     for name, module in model.named_modules():
-        if name.startswith("layers.") and hasattr(module, "deferral"):
-            module.deferral = made
-    return made
+        if name.startswith("layers.") and isinstance(module, Linear):
+            module.stand(replace(module.place, product=deferral.linear))
+    return deferral
 
 
 @torch.no_grad()

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from tilemesh.kernels.few_linear.cost import MOST_ROWS, parts_of
 from tilemesh.kernels.few_linear.reference import few_linear, parts_rms_norm
+from tilemesh.model.linear import ALONE, DENSE, Linear
 from tilemesh.model.norm import ResidualNorm
-from tilemesh.model.stacked import StackedProduct
-from tilemesh.model.transformer import Layer, Linear, Pass, Transformer
+from tilemesh.model.transformer import Layer, Pass, Transformer
 
 
 class FewTokens:
@@ -43,13 +43,13 @@ class FewTokens:
         for layer in _layers(self.model):
             attention, gated = layer.attention, layer.mlp.stacked
             heads = attention.stacked
-            assert isinstance(heads, StackedProduct)
-            assert isinstance(gated, StackedProduct)
+            assert heads is not None
+            assert gated is not None
             y_TD, x_TD = self._norm(parts_STD, x_TD, layer.attention_norm)
-            y_1TD = attention.attend(self._product(y_TD, heads.weight), now, x_TD.dtype)
+            y_1TD = attention.attend(self._product(y_TD, heads.layer.weight), now, x_TD.dtype)
             parts_STD = self._product(y_1TD[0], attention.fc_o.weight)
             y_TD, x_TD = self._norm(parts_STD, x_TD, layer.mlp_norm)
-            h_1TF = self._product(y_TD, gated.weight, gate="silu")
+            h_1TF = self._product(y_TD, gated.layer.weight, gate="silu")
             parts_STD = self._product(h_1TF[0], layer.mlp.fc_out.weight)
         assert self.model.final_norm is not None
         return self._norm(parts_STD, x_TD, self.model.final_norm)[0]
@@ -78,18 +78,17 @@ def _is_plain(layer: Layer) -> bool:
     heads, gated = attention.stacked, mlp.stacked
     if layer.norm_place != "pre" or layer.parallel_residual or mlp.gate != "silu":
         return False
-    if not isinstance(heads, StackedProduct) or not isinstance(gated, StackedProduct):
+    if heads is None or gated is None:
         return False
     if not (_is_plain_norm(layer.attention_norm) and _is_plain_norm(layer.mlp_norm)):
         return False
     if attention.qk_norm != "none" or attention.query_factor != 1:
         return False
-    lasts = (attention.fc_o, mlp.fc_out)
-    if any(type(last) is not Linear or last._forward_hooks or last._forward_pre_hooks for last in lasts):
+    return _fits(heads.layer) and _fits(gated.layer, "silu") and _fits(attention.fc_o) and _fits(mlp.fc_out)
+
+
+def _fits(layer: Linear, gate: str = "none") -> bool:
+    if layer.kind.stacked() != DENSE or layer.place != ALONE or layer._forward_hooks or layer._forward_pre_hooks:
         return False
-    return _fits(heads) and _fits(gated, "silu") and all(_fits(last) for last in lasts)
-
-
-def _fits(product: StackedProduct | Linear, gate: str = "none") -> bool:
-    outputs, inputs = product.weight.shape
-    return product.bias is None and parts_of(outputs // (1 if gate == "none" else 2), inputs, gate) > 0
+    outputs = layer.out_features // (1 if gate == "none" else 2)
+    return layer.bias is None and parts_of(outputs, layer.in_features, gate) > 0

@@ -14,8 +14,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor, nn
-from torch.nn import functional
+from torch import Tensor
 
 from tilemesh.core.errors import UsageError
 from tilemesh.core.files import ensure_folder, replacing
@@ -23,54 +22,31 @@ from tilemesh.model import huggingface
 from tilemesh.model.adapter import A, B, LoraConfig, adapted_modules, peft_config, peft_names
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.fresh import draw
-from tilemesh.model.projection import PlainLinear
+from tilemesh.model.kinds import Adapted, put
+from tilemesh.model.linear import Linear, as_kind
 from tilemesh.model.read import Weights
-from tilemesh.model.transformer import Attention, Transformer
+from tilemesh.model.transformer import Transformer
 
 PEFT_CONFIG, PEFT_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
-class LoraLinear(PlainLinear):
-    """act(x W.T + bias + scale (x A.T) B.T), where W and bias are frozen."""
-
-    lora_a: nn.Parameter
-    lora_b: nn.Parameter
-
-    def __init__(self, whole: nn.Linear, lora: LoraConfig) -> None:
-        super().__init__(whole.in_features, whole.out_features, whole.bias is not None, device="meta")
-        self.weight, self.bias = whole.weight, whole.bias
-        self.activation = getattr(whole, "activation", "none")
-        self.scale = lora.scale
-        self.register_parameter(A, nn.Parameter(whole.weight.new_zeros(lora.rank, whole.in_features)))
-        self.register_parameter(B, nn.Parameter(whole.weight.new_zeros(whole.out_features, lora.rank)))
-
-    def added(self, x: Tensor) -> Tensor:
-        low = functional.linear(x, self.lora_a)
-        return functional.linear(x, self.weight, self.bias) + functional.linear(low, self.lora_b) * self.scale
-
-    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  (the name nn.Linear uses)
-        return self.activated(self.added(input))
-
-
-@torch.no_grad()
 def attach(model: Transformer, lora: LoraConfig, seed: int) -> None:
-    """Give a model adapters that change nothing yet (B is 0), and freeze everything else.
-
-    A is drawn as nn.Linear draws its weights, from the seed and its own name: the same on every rank and device.
-    """
+    """Give a model adapters that change nothing yet (B is 0), and freeze everything else."""
     model.requires_grad_(False)
+    like = next(model.parameters())
     for name in adapted_modules(model.config, lora):
-        parent, _, last = name.rpartition(".")
-        whole = model.get_submodule(name)
-        assert isinstance(whole, nn.Linear)
-        adapted = LoraLinear(whole, lora)
-        # `draw` gives a normal distribution; its standard deviation is made that of U(-1/sqrt(in), 1/sqrt(in)).
-        drawn = draw(f"{name}.{A}", tuple(adapted.lora_a.shape), seed, 1)
-        adapted.lora_a.copy_(drawn / drawn.std() / math.sqrt(3 * whole.in_features))
-        setattr(model.get_submodule(parent), last, adapted)
-    for module in model.modules():
-        if isinstance(module, Attention):
-            module.joined = False  # one product of three weights would pass the adapters by
+        layer = model.get_submodule(name)
+        assert isinstance(layer, Linear)
+        low = draw_adapter(f"{name}.{A}", (lora.rank, layer.in_features), seed)
+        values = {A: low.to(like), B: like.new_zeros(layer.out_features, lora.rank)}
+        put(model, name, as_kind(layer, Adapted(layer.kind, lora.rank, lora.scale), **values))
+
+
+def draw_adapter(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
+    """A fresh A, drawn as nn.Linear draws its weights, from the seed and its own name: the same everywhere."""
+    # `draw` gives a normal distribution; its standard deviation is made that of U(-1/sqrt(in), 1/sqrt(in)).
+    drawn = draw(name, shape, seed, 1)
+    return drawn / drawn.std() / math.sqrt(3 * shape[1])
 
 
 @torch.no_grad()

@@ -23,7 +23,8 @@ from tilemesh.core.errors import UsageError, unknown
 from tilemesh.kernels.lowbit.codes import decode, pack, unpack
 from tilemesh.kernels.lowbit.formats import Scheme, parse_scheme
 from tilemesh.model.families.book import FAMILIES, QUANTIZERS, entries, family_of
-from tilemesh.model.lowbit import INPUT_SCALE, FactoredLinear, LowBitLinear, put
+from tilemesh.model.kinds import INPUT_SCALE, ZEROS, Factored, FewBits, projections, put_kinds
+from tilemesh.model.linear import Linear, MatrixKind
 from tilemesh.model.transformer import Transformer
 
 THEIRS, OURS = QUANTIZERS
@@ -41,6 +42,13 @@ class KeptMatrix:
     static: bool = False
     rank: int = 0
 
+    @property
+    def kind(self) -> MatrixKind:
+        if self.rank:
+            return Factored(self.rank)
+        inputs = parse_scheme(self.inputs) if self.inputs else None
+        return FewBits(parse_scheme(self.scheme), inputs, self.static)
+
     def to_json(self) -> dict[str, Any]:
         return {key: value for key, value in dataclasses.asdict(self).items() if value}
 
@@ -48,12 +56,12 @@ class KeptMatrix:
 def describe(model: Transformer) -> dict[str, KeptMatrix]:
     """Every compressed matrix by our name."""
     described = {}
-    for name, module in model.named_modules():
-        if isinstance(module, LowBitLinear):
-            inputs = "" if module.inputs is None else module.inputs.name
-            described[name] = KeptMatrix(module.scheme.name, inputs, module.input_scale is not None)
-        elif isinstance(module, FactoredLinear):
-            described[name] = KeptMatrix(rank=module.rank)
+    for name, layer in projections(model):
+        kind = layer.kind
+        if isinstance(kind, FewBits):
+            described[name] = KeptMatrix(kind.scheme.name, "" if kind.inputs is None else kind.inputs.name, kind.static)
+        elif isinstance(kind, Factored):
+            described[name] = KeptMatrix(rank=kind.rank)
     return described
 
 
@@ -133,22 +141,24 @@ def _their_group(told: KeptMatrix, targets: list[str]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _in_their_form(name: str, module: LowBitLinear) -> dict[str, Tensor]:
-    scheme, codes = module.scheme, module.whole_codes()
+def _in_their_form(name: str, module: Linear) -> dict[str, Tensor]:
+    kind = module.kind
+    assert isinstance(kind, FewBits)
+    scheme, codes, zeros = kind.scheme, kind.codes(module), module._parameters.get(ZEROS)
     scales = module.scales.detach()
     made = {f"{name}.weight_scale": scales[0] if scheme.granularity == "tensor" else scales.contiguous()}
     if scheme.format == "fp8":
         made[f"{name}.weight"] = codes.view(torch.float8_e4m3fn).contiguous()
     elif scheme.format == "int8":
         made[f"{name}.weight"] = codes.contiguous()
-        if module.zeros is not None:
-            made[f"{name}.weight_zero_point"] = module.zeros.detach().contiguous()
+        if zeros is not None:
+            made[f"{name}.weight_zero_point"] = zeros.detach().contiguous()
     else:
         made[f"{name}.weight_packed"] = _words(codes, scheme)
         made[f"{name}.weight_shape"] = torch.tensor(codes.shape)
-        if module.zeros is not None:  # packed along the outputs
-            made[f"{name}.weight_zero_point"] = _words(module.zeros.detach().t(), scheme).t().contiguous()
-    if module.input_scale is not None:
+        if zeros is not None:  # packed along the outputs
+            made[f"{name}.weight_zero_point"] = _words(zeros.detach().t(), scheme).t().contiguous()
+    if kind.static:
         made[f"{name}.input_scale"] = module.input_scale.detach().reshape(1)
     return made
 
@@ -176,17 +186,7 @@ class CompressedFolder:
         self.is_theirs = told.get("quant_method") == THEIRS
         self.names = _their_names(model)
         self.kept = self._of_theirs(told) if self.is_theirs else self._of_ours(told)
-        for name, kept in self.kept.items():
-            plain = model.get_submodule(name)
-            assert isinstance(plain, nn.Linear)
-            if kept.rank:
-                left = torch.empty(plain.out_features, kept.rank, device="meta", dtype=plain.weight.dtype)
-                right = torch.empty(kept.rank, plain.in_features, device="meta", dtype=plain.weight.dtype)
-                put(model, name, FactoredLinear(plain, left, right))
-            else:
-                inputs = parse_scheme(kept.inputs) if kept.inputs else None
-                scale = torch.empty(1, 1, device="meta") if kept.static else None
-                put(model, name, LowBitLinear(plain, parse_scheme(kept.scheme), None, inputs, scale))
+        put_kinds(model, {name: kept.kind for name, kept in self.kept.items()})
 
     def _of_ours(self, told: Mapping[str, Any]) -> dict[str, KeptMatrix]:
         matrices = told.get("matrices")
@@ -280,8 +280,10 @@ class CompressedFolder:
         module = self.model.get_submodule(name)
         if not self.is_theirs:
             return {part: read[f"{name}.{part}"] for part in _PARTS if module._parameters.get(part) is not None}
-        assert isinstance(module, LowBitLinear)
-        base, scheme, shape = self.names[name], module.scheme, (module.out_features, module.in_features)
+        assert isinstance(module, Linear)
+        kind = module.kind
+        assert isinstance(kind, FewBits)
+        base, scheme, shape = self.names[name], kind.scheme, (module.out_features, module.in_features)
         made = {"scales": read[f"{base}.weight_scale"].float().reshape(scheme.scales(*shape))}
         if _FORMS[scheme.format] == _PACKED:
             codes = _from_words(read[f"{base}.weight_packed"], scheme, shape[1])
@@ -292,7 +294,7 @@ class CompressedFolder:
         if not scheme.symmetric:
             zeros = read[f"{base}.weight_zero_point"]
             made["zeros"] = zeros if scheme.bits == 8 else _from_words(zeros.t(), scheme, shape[0]).t().contiguous()
-        if module.input_scale is not None:
+        if kind.static:
             made[INPUT_SCALE] = read[f"{base}.input_scale"].float().reshape(1, 1)
         return made
 
@@ -300,8 +302,10 @@ class CompressedFolder:
         """The weights that the matrices mean, by our names: for training to begin with."""
         for name in self.kept:
             module, parts = self.model.get_submodule(name), self._parts(name, read)
-            if isinstance(module, LowBitLinear):
-                codes = unpack(parts["codes"], module.scheme.number, module.in_features)
-                yield f"{name}.weight", decode(codes, module.scheme, parts["scales"], parts.get("zeros"), dtype)
+            assert isinstance(module, Linear)
+            if isinstance(module.kind, FewBits):
+                scheme = module.kind.scheme
+                codes = unpack(parts["codes"], scheme.number, module.in_features)
+                yield f"{name}.weight", decode(codes, scheme, parts["scales"], parts.get("zeros"), dtype)
             else:
                 yield f"{name}.weight", (parts["left"].float() @ parts["right"].float()).to(dtype)

@@ -9,16 +9,15 @@ and whoever writes into it in place is noticed. So each weight is held twice.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass
+from typing import Any, TypeGuard
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
-from tilemesh.kernels.modules import FusedLinear
-from tilemesh.model.projection import ACTIVATIONS, PlainLinear
-from tilemesh.model.stacked import StackedProduct
-from tilemesh.model.transformer import Linear, Transformer
+from tilemesh.model.linear import ALONE, DENSE, DenseMatrix, Linear, MatrixKind
+from tilemesh.model.transformer import Transformer
 
 LEAST_ROWS = 2
 """One row is a matrix times a vector."""
@@ -69,18 +68,18 @@ class PackedWeight:
         return [(part.data_ptr(), 0 if part.is_inference() else part._version) for part in self._written]
 
 
-class PackedLinear(nn.Linear):
-    """A projection with its activation, over the parameters of the one it stands for."""
+@dataclass(frozen=True)
+class Packed(DenseMatrix):
+    """A dense weight, and the same as the library wants it."""
 
-    def __init__(self, given: nn.Linear) -> None:
-        nn.Module.__init__(self)
-        self.in_features, self.out_features = given.in_features, given.out_features
-        self.weight, self.bias = given.weight, given.bias
-        self.activation = getattr(given, "activation", "none")
-        self._packed = PackedWeight(given.weight)
+    held: PackedWeight | None = None
 
-    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  (the name nn.Linear uses)
-        return ACTIVATIONS[self.activation](self._packed.product(input, self.bias))
+    def affine(self, layer: Linear, x: Tensor, bias: Tensor | None) -> Tensor:
+        assert self.held is not None
+        return self.held.product(x, bias)
+
+    def stacked(self) -> MatrixKind | None:
+        return None
 
 
 def packed_bytes(model: Transformer) -> int:
@@ -92,27 +91,26 @@ def packed_bytes(model: Transformer) -> int:
 
 @torch.no_grad()
 def pack_products(model: Transformer) -> None:
-    """Every product whose weight is plain: after `stack_products`, whose products are packed as they are stacked.
+    """Every product whose weight is dense: after `stack_products`, whose products are packed as they are stacked.
 
     Projections that are something else (split over ranks, in few bits, with adapters) stay as they are.
     """
-    for layer in model.layers.children():
-        attention, mlp = layer.get_submodule("attention"), layer.get_submodule("mlp")
-        for block, names in ((attention, ("fc_q", "fc_k", "fc_v")), (mlp, ("fc_gate", "fc_in"))):
-            stacked = block.stacked
-            if isinstance(stacked, StackedProduct) and stacked.packed is None:
-                parts = tuple(block.get_submodule(name).get_parameter("weight") for name in names)
-                block.stacked = replace(stacked, packed=PackedWeight(stacked.weight, parts))
-            for name, module in list(block.named_children()):
-                if _is_plain(module) and (stacked is None or name not in names):
-                    setattr(block, name, PackedLinear(module))  # type: ignore[arg-type]
+    layers: Any = model.layers
+    for layer in layers:
+        for block, names in ((layer.attention, ("fc_q", "fc_k", "fc_v")), (layer.mlp, ("fc_gate", "fc_in"))):
+            if block.stacked is not None and _is_dense(block.stacked.layer):
+                parts = tuple(getattr(block, name).weight for name in names)
+                block.stacked.layer.become(Packed(held=PackedWeight(block.stacked.layer.weight, parts)))
+            for name, module in block.named_children():
+                if _is_dense(module) and (block.stacked is None or name not in names):
+                    module.become(Packed(held=PackedWeight(module.weight)))
     if model.output is None:
         model.tied_product = PackedWeight(model.output_weight)
-    elif _is_plain(model.output):
-        model.output = PackedLinear(model.output)  # type: ignore[assignment]
+    elif _is_dense(model.output):
+        model.output.become(Packed(held=PackedWeight(model.output.weight)))
 
 
-def _is_plain(module: nn.Module) -> bool:
-    if type(module) not in (Linear, PlainLinear, FusedLinear) or module._forward_hooks or module._forward_pre_hooks:
+def _is_dense(module: object) -> TypeGuard[Linear]:
+    if not isinstance(module, Linear) or module.place != ALONE or module._forward_hooks or module._forward_pre_hooks:
         return False
-    return getattr(module, "activation", "none") in ACTIVATIONS and not module.get_parameter("weight").requires_grad
+    return module.kind.stacked() == DENSE and not module.weight.requires_grad

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -25,20 +25,19 @@ from tilemesh.kernels.embedding.reference import embedding
 from tilemesh.kernels.gated.reference import geglu
 from tilemesh.kernels.linear_cross_entropy.reference import linear_cross_entropy
 from tilemesh.kernels.mlp.reference import mlp
-from tilemesh.kernels.modules import FusedLinear
 from tilemesh.model.cache import AttendJoined, KeyValueCache
 from tilemesh.model.config import ModelConfig
-from tilemesh.model.deferral import Deferral
 from tilemesh.model.documents import DocumentPlaces, attend_within, document_places
 from tilemesh.model.dropout import ORIGIN, DropoutPlace, Site, dropout
 from tilemesh.model.fresh import give_memory, initialize
 from tilemesh.model.kernels import STANDARD, TORCH, ModelKernels
+from tilemesh.model.linear import ALONE, DENSE, Fused, Linear
 from tilemesh.model.loss import IGNORED
 from tilemesh.model.norm import ResidualNorm
+from tilemesh.model.one_row import is_one_row
 from tilemesh.model.part import ModelPart, whole_part
-from tilemesh.model.projection import PlainLinear, make_projection
 from tilemesh.model.rotary import looked_up, rotary_table, rotate
-from tilemesh.model.stacked import HeldProduct, SideBySide, is_one_row, times_row
+from tilemesh.model.stacked import StackedProduct
 
 # What the first projection applies, and the gate where there is one. `gelu` is GPT-2's, the tanh form.
 _FIRST_ACTIVATION = {"relu": "relu", "gelu": "gelu_tanh", "gelu-erf": "gelu", "swiglu": "none", "geglu": "none"}
@@ -77,32 +76,18 @@ def added(stream: ResidualStream) -> Tensor:
     return stream.x if stream.branch is None else stream.x + stream.branch
 
 
-class Linear(nn.Linear):
+class Embedding(nn.Embedding):
     """torch's, but where it has no memory it draws no weights: random ops on the meta device import for two seconds."""
 
-    deferral: Deferral | None = None
-    """Who puts off its weight's gradient, where somebody does."""
-    serves: bool = False
-    """Whether it only computes forward, a token at a time as a rule: see `model.stacked`."""
-
     def reset_parameters(self) -> None:
         if not self.weight.is_meta:
             super().reset_parameters()
 
-    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  (the name nn.Linear uses)
-        if self.serves and is_one_row(input):
-            return times_row(input, self.weight, self.bias)
-        if self.deferral is not None:
-            return self.deferral.linear(input, self.weight, self.bias)
-        return functional.linear(input, self.weight, self.bias)
 
+class HeldProduct(Protocol):
+    """Computes products with a weight that it holds: see `model.packed`."""
 
-class Embedding(nn.Embedding):
-    """torch's, with the same exception."""
-
-    def reset_parameters(self) -> None:
-        if not self.weight.is_meta:
-            super().reset_parameters()
+    def product(self, x: Tensor, bias: Tensor | None) -> Tensor: ...
 
 
 class Dropout(nn.Module):
@@ -134,7 +119,7 @@ class Attention(nn.Module):
         """Whether rotary positions turn all of a head."""
         self.joined = False
         """Whether query, key and value come out of one product; their weights stay three."""
-        self.stacked: SideBySide | None = None
+        self.stacked: StackedProduct | None = None
         """The same for a model that only computes forward: see `model.stacked`."""
         self.fc_q = Linear(width, config.query_width, biases, device="meta", dtype=dtype)
         self.fc_k = Linear(width, kv_width, biases, device="meta", dtype=dtype)
@@ -249,15 +234,15 @@ class Mlp(nn.Module):
     def __init__(self, config: ModelConfig, dtype: torch.dtype | None = None, kernels: ModelKernels = STANDARD) -> None:
         super().__init__()
         width, hidden, biases = config.width, config.mlp_width, config.has_biases("mlp")
-        self.fc_gate = None
-        self.stacked: SideBySide | None = None
+        self.fc_gate: Linear | None = None
+        self.stacked: StackedProduct | None = None
         """Gate and first projection by one product, in a model that only computes forward: see `model.stacked`."""
         self.gate = _GATE_ACTIVATION.get(config.activation)
-        if config.activation in _GATE_ACTIVATION:
-            gate = _GATE_ACTIVATION[config.activation]
-            self.fc_gate = make_projection(width, hidden, biases, gate, kernels.projections, dtype)
+        kind = DENSE if kernels.projections == TORCH else Fused(implementation=kernels.projections)
+        if self.gate is not None:
+            self.fc_gate = Linear(width, hidden, biases, activation=self.gate, kind=kind, device="meta", dtype=dtype)
         first = _FIRST_ACTIVATION[config.activation]
-        self.fc_in = make_projection(width, hidden, biases, first, kernels.projections, dtype)
+        self.fc_in = Linear(width, hidden, biases, activation=first, kind=kind, device="meta", dtype=dtype)
         self.fc_out = Linear(hidden, width, biases, device="meta", dtype=dtype)
         self.implementation, self.activation = kernels.mlp, first
 
@@ -283,9 +268,10 @@ class Mlp(nn.Module):
 
     def _is_whole(self) -> bool:
         """Whether nothing is between the two products but the activation, and nobody has replaced one of them."""
-        firsts, deferral = (PlainLinear, FusedLinear), getattr(self.fc_in, "deferral", None)
-        are_plain = self.fc_gate is None and type(self.fc_in) in firsts and type(self.fc_out) is Linear
-        return are_plain and deferral is None and self.fc_out.deferral is None
+        products = (self.fc_in, self.fc_out)
+        return self.fc_gate is None and all(
+            layer.kind.stacked() == DENSE and layer.place == ALONE for layer in products
+        )
 
 
 class Layer(nn.Module):

@@ -23,7 +23,8 @@ from tilemesh.core.shard import Shard, share
 from tilemesh.core.step.program import step_program
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.kernels import TORCH
-from tilemesh.model.lowbit import CompressedLinear, LowBitLinear, MaskedLinear, RoundedLinear
+from tilemesh.model.kinds import kinds_of, open_codes, put_kinds
+from tilemesh.model.linear import DENSE, Linear, as_kind
 from tilemesh.model.norm import ResidualNorm
 from tilemesh.model.part import ModelPart, cut_parts, whole_part
 from tilemesh.model.transformer import Layer, Transformer
@@ -47,7 +48,7 @@ from tilemesh.parallel.shard import (
     take,
     trained,
 )
-from tilemesh.parallel.tensor import RowConv2d, RowLinear, Seams, VocabularyEmbedding, enter_at, join_at
+from tilemesh.parallel.tensor import RowConv2d, Seams, VocabularyEmbedding, enter_at, join_at
 from tilemesh.parallel.zero import Zero
 from tilemesh.parallel.zero3 import ZeroWeights, give_memory_back
 
@@ -91,12 +92,6 @@ def lay(
 
     if mesh.pp.size > 1 or plan.layer_by_layer:  # a single stage of a pipeline may be laid too
         assert isinstance(model, Transformer)
-        changed = [name for name, module in model.named_modules() if isinstance(module, CompressedLinear)]
-        if changed:
-            raise UsageError(
-                f"{changed[0]} is compressed, and stages and layers that are gathered or moved are made anew, plain; "
-                "set pp=1, zero to at most 2 and no offload of activations or weights; dp, tp and recomputation work"
-            )
         return _lay_stages(model, mesh, plan, seams, torch.device(device), exchange)
     shards = _cut(model, kinds, mesh, plan, seams, torch.device(device))
     held = trained(model, shards)
@@ -110,8 +105,8 @@ def _cut(
     splits = _matched(model, kinds)
     if mesh.tp.size > 1:
         for module in model.modules():
-            if isinstance(module, LowBitLinear):
-                module.open()  # a part of a matrix need not begin with a byte
+            if isinstance(module, Linear):
+                open_codes(module)  # a part of a matrix need not begin with a byte
     shards = _shards(model, splits, mesh, plan.sequence_parallel)
     _cut_parameters(model, shards, device)
     if mesh.tp.size > 1:
@@ -140,6 +135,7 @@ def _lay_stages(
     for number in placement.held[mesh.pp.index]:
         dtype = next(iter(like.values())).dtype
         chunk = Transformer(config, device="meta", dtype=dtype, kernels=kernels, part=parts[number])
+        put_kinds(chunk, kinds_of(model))
         chunk.align_vocabulary = model.align_vocabulary
         for index, layer in chunk.layers.named_children():
             given = model.layers.get_submodule(index)
@@ -298,13 +294,14 @@ def _shards(model: nn.Module, splits: Mapping[str, Split], mesh: Mesh, sequence:
         module, _, last = name.rpartition(".")
         split = splits.get(module, Whole())
         owner = model.get_submodule(module)
-        if isinstance(owner, CompressedLinear) and not isinstance(split, (Region, Whole)) and last != "bias":
-            by = "row" if isinstance(split, RowSplit) else "column"
-            split = split if owner.cut_with(last, by) == by else Whole()
-        mine = shard(name, parameter.shape, split, mesh.shape, mesh.comm.rank)
+        is_shared = False  # a piece that all ranks have of a matrix that is cut: each multiplies it with its own part
+        if isinstance(owner, Linear) and not isinstance(split, (Region, Whole)) and last != "bias":
+            is_shared = _by(split) not in owner.piece(last).cut
+        kept = Whole() if is_shared else split
+        mine = shard(name, parameter.shape, kept, mesh.shape, mesh.comm.rank)
         # A whole parameter sees one rank's part of the activations where these are cut: along the tokens outside the
         # regions, by features inside. A row-split layer's bias is added where the region has ended.
-        is_inside = _is_inside(name, splits) and not isinstance(split, RowSplit)
+        is_inside = is_shared or (_is_inside(name, splits) and not isinstance(split, RowSplit))
         is_partial = bool(mine.partial) or (not mine.cuts and (sequence or is_inside))
         shards[name] = dataclasses.replace(mine, partial=(*BATCH, "tp") if is_partial else BATCH)
     _require_tied_alike(model, splits, mesh, shards)
@@ -340,7 +337,8 @@ def _cut_parameters(model: nn.Module, shards: Mapping[str, Shard], device: torch
     local: dict[int, nn.Parameter] = {}
     for name, parameter in model.named_parameters():
         if parameter.is_meta:
-            mine = torch.full(shards[name].shape, torch.nan, dtype=parameter.dtype, device=device)
+            unset = torch.nan if parameter.is_floating_point() else 0
+            mine = torch.full(shards[name].shape, unset, dtype=parameter.dtype, device=device)
         elif shards[name].cuts:
             mine = take(shards[name], parameter.detach()).clone(memory_format=torch.contiguous_format)
         else:
@@ -367,10 +365,11 @@ def _cut_modules(model: nn.Module, splits: Mapping[str, Split], seams: Seams) ->
         elif isinstance(module, nn.Embedding) and isinstance(split, VocabularySplit):
             first, _ = share(module.num_embeddings, seams.comm.size, seams.comm.rank)
             _replace(model, name, VocabularyEmbedding(module, seams, first))
-        elif isinstance(module, CompressedLinear):
-            _cut_compressed(name, module, split, seams)
         elif isinstance(module, nn.Linear) and isinstance(split, RowSplit):
-            _replace(model, name, RowLinear(module, seams))
+            layer = module if isinstance(module, Linear) else as_kind(module, DENSE)
+            if layer is not module:
+                _replace(model, name, layer)
+            _place(name, layer, split, seams)
         elif isinstance(module, nn.Conv2d) and isinstance(split, RowSplit):
             _replace(model, name, RowConv2d(module, seams))
         elif isinstance(module, nn.Conv2d) and isinstance(split, ColumnSplit):
@@ -380,35 +379,36 @@ def _cut_modules(model: nn.Module, splits: Mapping[str, Split], seams: Seams) ->
             if split.joins:
                 join_at(module, seams, whole)
         elif isinstance(module, nn.Linear) and isinstance(split, (ColumnSplit, VocabularySplit)):
-            whole, module.out_features = module.out_features, module.weight.shape[0]
+            whole = module.out_features
+            if isinstance(module, Linear):
+                _place(name, module, split, seams)
+            else:
+                module.out_features = module.weight.shape[0]
             if alone:
                 enter_at(module, seams)
             if split.joins:
                 join_at(module, seams, whole)
 
 
-def _cut_compressed(name: str, module: CompressedLinear, split: Split, seams: Seams) -> None:
-    """A compressed projection stays the module it was, told of its new sizes and of the other ranks."""
-    if isinstance(module, MaskedLinear) and module.block is None:
-        raise UsageError(
-            f"{name}: unstructured pruning ranks the weights of a whole matrix, and tp cuts it; prune 2:4, or set tp=1"
-        )
-    ranks, is_row = seams.comm.size, isinstance(split, RowSplit)
-    if is_row:
-        module.in_features //= ranks
-        module.reduce = seams.leave
+def _by(split: Split) -> str:
+    return "row" if isinstance(split, RowSplit) else "column"
+
+
+def _place(name: str, layer: Linear, split: Split, seams: Seams) -> None:
+    """Tell a layer of its new sizes and of the other ranks. Its pieces are this rank's already."""
+    by, ranks = _by(split), seams.comm.size
+    if by == "row":
+        layer.in_features //= ranks
+    elif isinstance(split, VocabularySplit):
+        layer.out_features = share(layer.out_features, ranks, seams.comm.rank)[1]
     else:
-        module.out_features //= ranks
-    if isinstance(module, (LowBitLinear, RoundedLinear)):
-        scheme = module.scheme
-        if is_row and scheme.granularity == "group" and module.in_features % scheme.group:
-            raise UsageError(
-                f"{name}: groups of {scheme.group} do not divide the {module.in_features} inputs of a rank; quantise "
-                "in smaller groups or per channel, or set a smaller tp"
-            )
-        # Who has all of a row finds its scale alone; a matrix under one scale has parts everywhere.
-        shared = is_row or (scheme.granularity == "tensor" and isinstance(module, RoundedLinear))
-        module.agree = (lambda most: seams.sum(most.contiguous(), "max")) if shared else None
+        assert isinstance(split, ColumnSplit)
+        layer.out_features = max(1, (split.units or ranks) // ranks) * (layer.out_features // (split.units or ranks))
+    why_not = layer.kind.why_not(by, layer.in_features)
+    if why_not:
+        raise UsageError(f"{name}: {why_not}")
+    agree = (lambda most: seams.sum(most.contiguous(), "max")) if layer.kind.agrees(by) else None
+    layer.stand(dataclasses.replace(layer.place, leave=seams.leave if by == "row" else None, agree=agree))
 
 
 def _replace(model: nn.Module, name: str, new: nn.Module) -> None:

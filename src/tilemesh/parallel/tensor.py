@@ -28,7 +28,7 @@ from tilemesh.kernels.cross_entropy.part import part_sums, write_part_gradient
 from tilemesh.model.deferral import product_dtype
 from tilemesh.model.kernels import TORCH
 from tilemesh.model.loss import IGNORED
-from tilemesh.model.transformer import Embedding, Linear
+from tilemesh.model.transformer import Embedding
 from tilemesh.parallel import collect
 
 
@@ -168,24 +168,6 @@ def join_at(module: nn.Module, seams: Seams, total: int) -> None:
         return seams.join_features(y.movedim(dim, -1).contiguous(), total).movedim(-1, dim)
 
     module.register_forward_hook(hook)
-
-
-class RowLinear(Linear):
-    """Cut by the input: each rank multiplies its features; the partial outputs are summed, then the bias is added."""
-
-    def __init__(self, whole: nn.Linear, seams: Seams) -> None:
-        super().__init__(whole.in_features, whole.out_features, whole.bias is not None, device="meta")
-        self.seams = seams
-
-    def forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        if input.shape[-1] != self.weight.shape[1]:
-            raise UsageError(
-                f"a row-split layer of {self.in_features} inputs got {input.shape[-1]}: this rank's part takes "
-                f"{self.weight.shape[1]}; it follows layers whose output is split ('column'), not whole"
-            )
-        product = functional.linear if self.deferral is None else self.deferral.linear
-        y = self.seams.leave(product(input, self.weight, None))
-        return y if self.bias is None else y + self.bias.to(y.dtype)
 
 
 class RowConv2d(nn.Conv2d):

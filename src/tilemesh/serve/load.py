@@ -22,8 +22,8 @@ from tilemesh.model.adapter import LoraConfig, adapted_modules
 from tilemesh.model.config import ModelConfig, check_written_model
 from tilemesh.model.families.book import CONFIG as MODEL_FILE
 from tilemesh.model.families.book import QUANTIZATION, read_config
+from tilemesh.model.kinds import FewBits, projections
 from tilemesh.model.lora import MergedWeights
-from tilemesh.model.lowbit import LowBitLinear
 from tilemesh.model.lowbit_files import CompressedFolder
 from tilemesh.model.read import read_model
 from tilemesh.model.transformer import Transformer
@@ -102,14 +102,15 @@ def load_served(
 
 def check_groups(model: Transformer, ranks: int) -> None:
     """Refuse codes whose groups of inputs cannot be shared by so many ranks, where a matrix is cut by its inputs."""
-    for name, module in model.named_modules():
-        if not isinstance(module, LowBitLinear) or not name.endswith((".fc_o", ".fc_out")):
+    for name, layer in projections(model):
+        if not isinstance(layer.kind, FewBits) or not name.endswith((".fc_o", ".fc_out")):
             continue
-        groups = module.scheme.groups(module.in_features)
-        if module.scheme.granularity == "group" and groups % ranks:
-            most = module.in_features // ranks
+        scheme = layer.kind.scheme
+        groups = scheme.groups(layer.in_features)
+        if scheme.granularity == "group" and groups % ranks:
+            most = layer.in_features // ranks
             raise UsageError(
-                f"tp is {ranks}: {name} has {groups} group{'s' * (groups > 1)} of {module.scheme.group} inputs, which "
+                f"tp is {ranks}: {name} has {groups} group{'s' * (groups > 1)} of {scheme.group} inputs, which "
                 f"cannot be shared evenly; compress in groups of {most} or a divisor of it, or per channel (int8)"
             )
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from tilemesh.comm import connect
 from tilemesh.core.plan import ParallelPlan
 from tilemesh.kernels.launch.tensors import read_device
-from tilemesh.model.lowbit import CompressedLinear
+from tilemesh.model.linear import CodedLinear
 from tilemesh.parallel.apply import lay
 from tilemesh.parallel.laid import Laid
 from tilemesh.parallel.mesh import Mesh
@@ -36,7 +36,7 @@ def serve_steps(address: str, source: str, limits: Mapping[str, Any], options: M
     if runner is None:
         # `lay` prepares a model to be trained; here nothing is. Codes of compressed matrices never are.
         for part in served.model.modules():
-            if not isinstance(part, CompressedLinear):
+            if not isinstance(part, CodedLinear):
                 for parameter in part.parameters(recurse=False):
                     parameter.requires_grad_(True)
         laid = lay(served.model, mesh, ParallelPlan(tp=comm.size), gradients="naive")

@@ -9,22 +9,21 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from tilemesh.kernels.launch.gpu import launches_early
-from tilemesh.kernels.modules import FusedLinear
 from tilemesh.kernels.row_linear.cost import GATES
 from tilemesh.kernels.row_linear.reference import row_linear
 from tilemesh.model.few_tokens import FewTokens
-from tilemesh.model.lowbit import LowBitLinear, stack_low_bits
+from tilemesh.model.kinds import FewBits, projections
+from tilemesh.model.linear import DENSE, DenseMatrix
 from tilemesh.model.norm import ResidualNorm
 from tilemesh.model.packed import pack_products, packed_bytes, packs
-from tilemesh.model.projection import PlainLinear
 from tilemesh.model.stacked import stack_products
-from tilemesh.model.transformer import Linear, ResidualStream, Transformer
+from tilemesh.model.transformer import ResidualStream, Transformer
 from tilemesh.serve.attention import PagedKeyValues
 from tilemesh.serve.batch import Batch, TokenSpan, cut, make_batch, token_span
 from tilemesh.serve.device_steps import DeviceSteps, ServeGraphs
@@ -94,8 +93,7 @@ class Runner:
     def _prepare_model(self, packed: bool | None) -> None:
         """Fewer and larger products, positions' angles computed once, weights as a CPU wants them, a GPU's norms."""
         one_row = self.device.type == "cuda" and self._has_row_kernel()
-        stack_products(self.model, (Linear, FusedLinear, PlainLinear), one_row)
-        stack_low_bits(self.model)
+        stack_products(self.model, one_row)
         self.model.keep_rotary()
         if self.device.type == "cpu" and (self._can_pack() if packed is None else packed):
             pack_products(self.model)
@@ -103,10 +101,11 @@ class Runner:
             for module in self.model.modules():
                 if isinstance(module, ResidualNorm):
                     module.implementation = "auto"
-                elif type(module) is Linear:
-                    module.serves = one_row
-                elif isinstance(module, LowBitLinear):
-                    module.serves = True
+            for _, layer in projections(self.model):
+                if layer.kind == DENSE:
+                    layer.become(DenseMatrix(one_row))
+                elif isinstance(layer.kind, FewBits):
+                    layer.become(replace(layer.kind, settled=True))
 
     def _can_pack(self) -> bool:
         # On x86-64 such products are quicker as well, but whole steps were not (docs/serve/LOG.md). Invariant answers

@@ -18,7 +18,7 @@ from tilemesh.measure.machine import stamp
 from tilemesh.measure.row import CaseValue, Row
 from tilemesh.measure.sample import Sample
 from tilemesh.measure.timing import compare
-from tilemesh.model.lowbit import LowBitLinear, model_bytes, projections
+from tilemesh.model.kinds import model_bytes, projections
 from tilemesh.model.transformer import Transformer
 
 PLAIN = "plain"
@@ -138,7 +138,7 @@ def layer_errors(plain: Transformer, small: Transformer, moved: Mapping[str, Mov
         weight = before[name].weight.detach().float() if name in before else None
         if weight is None or tuple(weight.shape) != (module.out_features, module.in_features):
             continue
-        now = module.decoded(torch.float32) if isinstance(module, LowBitLinear) else module.weight.detach().float()
+        now = module.weight.detach().float()
         columns, rows = (moved or {}).get(name, (None, None))
         now = now if columns is None else now / columns
         now = now if rows is None else now / rows[:, None]
@@ -149,7 +149,7 @@ def layer_errors(plain: Transformer, small: Transformer, moved: Mapping[str, Mov
 def histogram(model: Transformer, name: str, bins: int = 61) -> dict[str, Sequence[float]]:
     """How a matrix's weights are distributed: counts between edges."""
     module = dict(projections(model))[name]
-    weight = module.decoded(torch.float32) if isinstance(module, LowBitLinear) else module.weight.detach().float()
+    weight = module.weight.detach().float()
     most = float(weight.abs().max())
     counts = torch.histc(weight, bins=bins, min=-most, max=most)
     step = 2 * most / bins

@@ -7,14 +7,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from tilemesh.kernels.modules import FusedLinear
 from tilemesh.measure.gpu import KernelTimer
 from tilemesh.measure.timing import LoopTimer, Timer
 from tilemesh.model.cache import DenseCache
-from tilemesh.model.lowbit import stack_low_bits
-from tilemesh.model.projection import PlainLinear
 from tilemesh.model.stacked import stack_products
-from tilemesh.model.transformer import Linear, Transformer
+from tilemesh.model.transformer import Transformer
 
 ROWS = 4
 """Sequences of a timed forward pass."""
@@ -30,8 +27,7 @@ def passes_of(model: Transformer, tokens: Tensor) -> tuple[Callable[[int], objec
 
     Projections of the same activations become one product: the model belongs to the caller no more.
     """
-    stack_products(model, (Linear, FusedLinear, PlainLinear))
-    stack_low_bits(model)
+    stack_products(model)
     return lambda turn: model(tokens), _decode(model, tokens[:1])
 
 

@@ -18,7 +18,7 @@ from tilemesh.compress.calibrate import ROWS
 from tilemesh.compress.recipe import Recipe, chosen_schemes
 from tilemesh.core.errors import RunError
 from tilemesh.kernels.lowbit.formats import Scheme
-from tilemesh.model.lowbit import projections
+from tilemesh.model.kinds import projections
 from tilemesh.model.transformer import Transformer
 
 PEERS = ("torchao", "bitsandbytes")

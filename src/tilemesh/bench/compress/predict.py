@@ -23,8 +23,8 @@ from tilemesh.core.errors import RunError, UsageError
 from tilemesh.kernels.lowbit.codes import quantize
 from tilemesh.measure.machine import this_machine
 from tilemesh.measure.timing import compare
-from tilemesh.model.lowbit import FactoredLinear, LowBitLinear, compressed, model_bytes, projections
-from tilemesh.model.projection import PlainLinear
+from tilemesh.model.kinds import Factored, FewBits, compressed, few_bits, model_bytes, projections
+from tilemesh.model.linear import Linear
 from tilemesh.model.transformer import Transformer
 
 _SECONDS = 0.2
@@ -60,10 +60,10 @@ def least_seconds(model: Transformer, tokens: int, dtype: torch.dtype, ceiling: 
     flops = read = 0
     for _, module in projections(model):
         numbers = module.in_features * module.out_features
-        if isinstance(module, FactoredLinear):
-            numbers = module.rank * (module.in_features + module.out_features)
+        if isinstance(module.kind, Factored):
+            numbers = module.kind.rank * (module.in_features + module.out_features)
         flops += 2 * numbers * tokens
-        read += module.nbytes if isinstance(module, LowBitLinear) else numbers * dtype.itemsize
+        read += module.kind.nbytes(module.out_features, module.in_features, dtype.itemsize)
     short, _ = short_dtype(str(dtype).removeprefix("torch."))
     return limit_s(Cost(flops, read, 0, launches=1, dtype=short), ceiling)
 
@@ -86,14 +86,14 @@ class ProductClock:
             fixed, each = self._line(*_form(module))
             layer, _, last = name.rpartition(".")
             call = (layer, _SITES.get(last, last), _form(module)[0])
-            if isinstance(module, FactoredLinear):
-                total += 2 * fixed + each * module.rank * (module.in_features + module.out_features)
+            if isinstance(module.kind, Factored):
+                total += 2 * fixed + each * module.kind.rank * (module.in_features + module.out_features)
                 continue
             total += each * module.in_features * module.out_features + (fixed if call not in calls else 0.0)
             calls.add(call)
         return total
 
-    def _line(self, form: str, make: Callable[[Tensor], nn.Linear]) -> tuple[float, float]:
+    def _line(self, form: str, make: Callable[[Tensor], Linear]) -> tuple[float, float]:
         if form not in self._lines:
             weights = [torch.randn(shape, device=self.device) * 0.02 for shape in self._shapes]
             modules = [make(weight).to(self.dtype) for weight in weights]
@@ -113,11 +113,10 @@ _SITES = {"fc_q": "heads", "fc_k": "heads", "fc_v": "heads", "fc_gate": "gated",
 """Projections that are given the same activations."""
 
 
-def _form(module: nn.Linear) -> tuple[str, Callable[[Tensor], nn.Linear]]:
+def _form(layer: Linear) -> tuple[str, Callable[[Tensor], Linear]]:
     """A name for the form that a projection's matrix has, and what makes another matrix in that form."""
-    if isinstance(module, LowBitLinear):
-        form = f"{module.scheme.name} {module.inputs} {module.input_scale is not None}"
-        return form, lambda weight: _coded(weight, module)
+    if isinstance(layer.kind, FewBits):
+        return str(layer.kind), lambda weight: _coded(weight, layer)
     return "plain", _plain
 
 
@@ -125,15 +124,17 @@ def _call(module: nn.Linear, x: Tensor) -> Callable[[int], object]:
     return lambda turn: module(x)
 
 
-def _plain(weight: Tensor) -> nn.Linear:
-    made = PlainLinear(weight.shape[1], weight.shape[0], bias=False)
-    made.weight = nn.Parameter(weight, requires_grad=False)
-    return made
+def _plain(weight: Tensor) -> Linear:
+    layer = Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    layer.weight = nn.Parameter(weight, requires_grad=False)
+    return layer
 
 
-def _coded(weight: Tensor, like: LowBitLinear) -> nn.Linear:
-    scale = None if like.input_scale is None else like.input_scale.detach()
-    return LowBitLinear(_plain(weight), like.scheme, quantize(weight, like.scheme), like.inputs, scale)
+def _coded(weight: Tensor, like: Linear) -> Linear:
+    kind = like.kind
+    assert isinstance(kind, FewBits)
+    scale = like.input_scale.detach() if kind.static else None
+    return few_bits(_plain(weight), kind.scheme, quantize(weight, kind.scheme), kind.inputs, scale)
 
 
 def _ceiling(device: torch.device) -> tuple[Ceiling | None, str]:
@@ -168,7 +169,7 @@ class CompressClocks:
             )
         nbytes = model_bytes(copy.deepcopy(small).to(self.dtype))
         ceiling, why = _ceiling(self.forward.device)
-        if any(isinstance(module, LowBitLinear) and module.inputs is not None for _, module in projections(small)):
+        if any(isinstance(layer.kind, FewBits) and layer.kind.inputs is not None for _, layer in projections(small)):
             ceiling, why = None, "the peak of products of codes with codes is not calibrated"
         if ceiling is None:
             return Expected(nbytes, forward, decode, None, why)

@@ -21,7 +21,7 @@ from tilemesh.core.errors import RunError, UsageError
 from tilemesh.core.toml import toml_value
 from tilemesh.core.units import format_change
 from tilemesh.measure.row import CaseValue, Row, write_rows
-from tilemesh.model.lowbit import projections
+from tilemesh.model.kinds import projections
 from tilemesh.model.transformer import Transformer
 from tilemesh.runs import folder as folders
 from tilemesh.runs.journal import Journal

@@ -15,16 +15,16 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 from tilemesh.comm.schedules.collectives import cut
 from tilemesh.core.plan import Precision
-from tilemesh.kernels.modules import FusedLinear
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.dropout import DropoutPlace, fold_seed
+from tilemesh.model.kinds import compress_all
+from tilemesh.model.linear import ACTIVATIONS, Linear
 from tilemesh.model.loss import IGNORED, loss_sum
-from tilemesh.model.lowbit import compress_all
 from tilemesh.model.transformer import Transformer
 from tilemesh.parallel.gate import papers
 from tilemesh.parallel.gate.cases import MAX_NORM, ROWS, STEPS, TOKENS
@@ -153,12 +153,12 @@ def _accumulate(model: Transformer, precision: Precision, step: int, pieces: int
 def _cut_products(model: Transformer, parts: int) -> None:
     for name, module in model.named_modules():
         kind = name.rpartition(".")[2]
-        if isinstance(module, nn.Linear):
+        if isinstance(module, Linear):
             forward = _by_input if kind in ("fc_o", "fc_out") else _by_output
             module.forward = partial(forward, module, parts)  # type: ignore[method-assign]
 
 
-def _by_input(module: nn.Linear, parts: int, x: Tensor) -> Tensor:
+def _by_input(module: Linear, parts: int, x: Tensor) -> Tensor:
     """The product summed from partial ones over the input's features, the last ones first."""
     pieces = zip(x.tensor_split(parts, -1), module.weight.tensor_split(parts, 1), strict=True)
     products = [functional.linear(features, weight) for features, weight in pieces]
@@ -168,16 +168,10 @@ def _by_input(module: nn.Linear, parts: int, x: Tensor) -> Tensor:
     return y if module.bias is None else y + module.bias.to(y.dtype)
 
 
-def _by_output(module: nn.Linear, parts: int, x: Tensor) -> Tensor:
+def _by_output(module: Linear, parts: int, x: Tensor) -> Tensor:
     """Output features in parts: the same values, and gradients of x that are summed from as many."""
     biases = [None] * parts if module.bias is None else module.bias.tensor_split(parts)
     made = []
     for weight, bias in zip(module.weight.tensor_split(parts), biases, strict=True):
-        if isinstance(module, FusedLinear):
-            piece = FusedLinear(1, 1, activation=module.activation, device="meta")
-            del piece.weight, piece.bias
-            piece.weight, piece.bias = weight, bias  # type: ignore[assignment]
-            made.append(piece(x))
-        else:
-            made.append(functional.linear(x, weight, bias))
-    return torch.cat(made, -1)
+        made.append(functional.linear(x, weight, bias))
+    return ACTIVATIONS[module.activation](torch.cat(made, -1))

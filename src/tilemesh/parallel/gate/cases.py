@@ -212,9 +212,9 @@ def pipelines(ranks: int) -> list[GateLayout]:
 
 
 def compressed(ranks: int) -> list[tuple[GateLayout, str]]:
-    """Layouts for compressed matrices: replicas, cut matrices, both, and activations computed again."""
+    """Layouts for matrices of other kinds: replicas, cut matrices, stages, gathered weights, recomputation."""
     if ranks == 1:
-        return [(GateLayout(recompute="full"), "int3-g4-affine")]
+        return [(GateLayout(recompute="full"), "int3-g4-affine"), (GateLayout(), "masked")]
     if ranks == 2:
         return [
             (GateLayout(2), "rounded int4-g4"),
@@ -222,8 +222,23 @@ def compressed(ranks: int) -> list[tuple[GateLayout, str]]:
             (GateLayout(1, 2, True, 2), "rounded int4-tensor"),
             (GateLayout(1, 2), "int4-g4"),
             (GateLayout(2, zero=1), "rounded int2-g8-affine"),
+            (GateLayout(2, zero=3), "rounded int4-g4"),
+            (GateLayout(2, offload="weights", zero=2, prefetch=0), "masked"),
+            (GateLayout(2, offload="activations"), "adapters int4-g4"),
+            (GateLayout(accumulation=4, pp=2, schedule="1f1b"), "rounded int8"),
+            (GateLayout(accumulation=4, pp=2, schedule="zb-h1"), "masked"),
+            (GateLayout(2, zero=1), "adapters"),
+            (GateLayout(2, zero=3), "adapters"),
+            (GateLayout(1, 2), "adapters"),
+            (GateLayout(1, 2, True, 2), "adapters int4-g4"),
+            (GateLayout(accumulation=4, pp=2, schedule="1f1b"), "adapters int8"),
+            (GateLayout(accumulation=4, pp=2, schedule="zb-v"), "adapters"),
         ]
-    return [(GateLayout(ranks // 2, 2, recompute="full"), "int8"), (GateLayout(1, ranks), "rounded int3")]
+    return [
+        (GateLayout(ranks // 2, 2, recompute="full"), "int8"),
+        (GateLayout(1, ranks), "rounded int3"),
+        (GateLayout(ranks // 4, 2, False, 4, 2, "1f1b"), "adapters"),
+    ]
 
 
 def cases(ranks: int, models: Sequence[str] = (), precision: str = "fp64") -> list[Case]:

@@ -180,9 +180,11 @@ class Gate:
             norms.append(norm)
             optimizer.step(rate_of(case.optimizer), done.divisor)
             laid.gradients.updated()
-        trained = {name: held.tensor for name, held in laid.held.items()} if case.weights else None
-        weights = laid.gather(trained)
-        return None if weights is None else GateTrace(losses, norms, gradients, weights)
+        weights = laid.gather()
+        if weights is None:
+            return None
+        trained = {name: weights[name] for name in gradients[-1]}  # codes of few bits stay what they were
+        return GateTrace(losses, norms, gradients, trained if case.weights else weights)
 
     def trace(self, case: Case, parts: int = 1, pieces: int = 1) -> GateTrace:
         config = case.config if case.by_papers else self.config(case)

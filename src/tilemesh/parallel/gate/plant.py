@@ -12,11 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.dropout import ORIGIN
-from tilemesh.model.lowbit import CompressedLinear, LowBitLinear
 from tilemesh.parallel.buckets import Bucketed
 from tilemesh.parallel.gate.cases import GateLayout
 from tilemesh.parallel.gate.plant_numerics import NUMERIC, Plant
@@ -44,32 +42,22 @@ def _module(laid: Laid, name: str) -> Any:
     return laid.module.get_submodule(name)
 
 
-# A compressed projection holds its sum over ranks itself, and what its rows are made of is not `weight`.
-
-
 def _attention_without_sum(laid: Laid) -> None:
     layer = _module(laid, "layers.0.attention.fc_o")
-    if isinstance(layer, CompressedLinear):
-        layer.reduce = _deaf(laid).leave
-    else:
-        layer.seams = _deaf(laid)
+    layer.stand(dataclasses.replace(layer.place, leave=_deaf(laid).leave))
 
 
 def _bias_on_every_rank(laid: Laid) -> None:
     layer = _module(laid, "layers.1.mlp.fc_out")
-    if isinstance(layer, CompressedLinear):
-        layer.forward = lambda x: laid.seams.leave(layer.product(x) + layer.bias)  # type: ignore[assignment, method-assign]
-    else:
-        layer.forward = lambda x: layer.seams.leave(functional.linear(x, layer.weight, layer.bias))
+    layer.forward = lambda x: laid.seams.leave(layer.kind.affine(layer, x, layer.bias))
 
 
 def _shifted(name: str) -> Callable[[Laid], None]:
     @torch.no_grad()
     def put(laid: Laid) -> None:
         layer = _module(laid, name)
-        by_rows = ("codes", "scales", "zeros") if isinstance(layer, LowBitLinear) else ("weight",)
-        for value in (getattr(layer, parameter) for parameter in by_rows):
-            if value is not None:
+        for piece, value in layer.named_parameters():
+            if piece != "bias":
                 value.copy_(value.roll(1, 0))
 
     return put
