@@ -7,6 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 from rich.console import Console
+from test_train_run import state
+from test_train_run import trained as trained_on_threads
 
 from tilemesh.cli.commands.train import _show_summary
 from tilemesh.comm import run_threads
@@ -89,6 +91,26 @@ def test_rounding_while_training_is_the_same_on_ranks_that_cut_a_matrix(scheme, 
     assert halves == pytest.approx([alone] * 2, rel=1e-13)
 
 
+@pytest.mark.parametrize(
+    ("recipe", "mesh", "more"),
+    [
+        ("int4-g16", "pp=2", "plan.schedule=1f1b"),
+        ("2:4", "pp=2", "plan.schedule=zb-h1"),
+        ("2:4", "dp=2", "plan.zero=3"),
+        ("int8-a8", "dp=2", "plan.offload=weights+activations"),
+    ],
+)
+def test_layers_that_are_made_anew_round_and_mask_as_one_process_does(recipe, mesh, more, text, tmp_path):
+    sets = [SMALL, f"data.source={text}", "plan.precision=fp64,model.layers=2,checkpoint.every=4"]
+    alone = load_config(sets=sets, mesh="dp=1", recipe=recipe)
+    trained_on_threads(alone, tmp_path / "alone")
+    trained_on_threads(load_config(sets=[*sets, more], mesh=mesh, recipe=recipe), tmp_path / "ours")
+    want, found = (state(tmp_path / name, alone.train.steps) for name in ("alone", "ours"))
+    assert found.keys() == want.keys()
+    for name, value in want.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-8, atol=1e-10, msg=name)
+
+
 @pytest.mark.parametrize("recipe", ["int8-a8", "int4-g16-a8", "fp8-a8"])
 def test_training_rounds_the_activations_that_quantize_does(recipe, text):
     """Those of the layers, not what enters the output projection, though that is rounded too."""
@@ -157,7 +179,6 @@ def test_a_teacher_is_given_the_documents_of_its_student(text, tmp_path):
         ((), "int4-g16-gptq", "sets weights.method, which is done after training"),
         ((), "mlp-25", "sets prune.structure"),
         ((), "int4-g48", "groups of 48 do not divide"),
-        (("plan.zero=3,plan.dp=2",), "int4-g16", "set plan.zero=2"),
         (("distill.teacher=/no/such/folder,plan.tp=1",), None, "expected a Hugging Face folder"),
         (("distill.temperature=0",), None, "distill.temperature is 0"),
         (("distill.teacher=TEACHER,plan.tp=1,model.vocabulary=300",), None, "must share a tokenizer"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections import deque
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from tilemesh.core.errors import UsageError
+from tilemesh.model.adapter import A, B
 from tilemesh.model.config import ModelConfig
 
 INIT_STD = 0.02  # Radford et al. 2019, and the published Llama configurations
@@ -56,13 +58,20 @@ def draw(name: str, shape: tuple[int, ...], seed: int, layers: int, out: Tensor 
     """Fresh weights of the parameter with this full name, as `initialize` writes them; float32 on the CPU, in `out`."""
     if out is None:
         out = torch.empty(shape, dtype=torch.float32, device="cpu")
-    kind = name.rpartition(".")[0].rpartition(".")[2]
+    module, _, piece = name.rpartition(".")
+    kind = module.rpartition(".")[2]
+    if piece == B:  # adapters change nothing yet
+        return out.zero_()
     if kind.endswith("norm") or name.endswith("bias"):
         return out.fill_(1.0 if name.endswith("weight") else 0.0)
     std = INIT_STD / (2 * layers) ** 0.5 if kind in ("fc_o", "fc_out") else INIT_STD
     digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") % 2**63)
-    return out.normal_(0, std, generator=generator)
+    if piece != A:
+        return out.normal_(0, std, generator=generator)
+    # As nn.Linear's weights spread: the standard deviation of U(-1/sqrt(in), 1/sqrt(in)).
+    drawn = out.normal_(0, INIT_STD, generator=generator)
+    return drawn.div_(drawn.std() * math.sqrt(3 * shape[1]))
 
 
 def give_memory(model: nn.Module, device: torch.device) -> None:

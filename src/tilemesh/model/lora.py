@@ -8,11 +8,9 @@ nothing else, and a checkpoint of such a run is as small as they are.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from pathlib import Path
 
-import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -37,24 +35,9 @@ def attach(model: Transformer, lora: LoraConfig, seed: int) -> None:
     for name in adapted_modules(model.config, lora):
         layer = model.get_submodule(name)
         assert isinstance(layer, Linear)
-        low = draw_adapter(f"{name}.{A}", (lora.rank, layer.in_features), seed)
+        low = draw(f"{name}.{A}", (lora.rank, layer.in_features), seed, model.config.layers)
         values = {A: low.to(like), B: like.new_zeros(layer.out_features, lora.rank)}
         put(model, name, as_kind(layer, Adapted(layer.kind, lora.rank, lora.scale), **values))
-
-
-def draw_adapter(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
-    """A fresh A, drawn as nn.Linear draws its weights, from the seed and its own name: the same everywhere."""
-    # `draw` gives a normal distribution; its standard deviation is made that of U(-1/sqrt(in), 1/sqrt(in)).
-    drawn = draw(name, shape, seed, 1)
-    return drawn / drawn.std() / math.sqrt(3 * shape[1])
-
-
-@torch.no_grad()
-def load_base(model: Transformer, folder: str | Path) -> None:
-    """Write the weights of a Hugging Face folder into a model that has adapters."""
-    parameters = dict(model.named_parameters())
-    for name, tensor in huggingface.read_parameters(folder):
-        parameters[name].copy_(tensor)
 
 
 class MergedWeights:

@@ -151,7 +151,7 @@ def _lay_stages(
             shards[name] = dataclasses.replace(mine, holders=holders)
             chunk_of.setdefault(name, number)
         if plan.zero == 3 and not has_memory:
-            give_memory_back(list(chunk.parameters()))
+            give_memory_back([parameter for parameter in chunk.parameters() if parameter.requires_grad])
         chunks[number] = chunk
     first, last = chunks.get(0), chunks.get(placement.chunks - 1)
     if config.tied and first is not None and last is not None:  # one table for both: its gradients add up by themselves

@@ -107,10 +107,9 @@ _LISTED = (
 _PARTS = "Muon makes the update of a whole matrix orthogonal, and here ranks hold parts of matrices"
 _PUSHED = "what servers send is the weights that are updated, of which workers would keep 16 bits"
 _REPLICAS = "it is for whole replicas on the CPU"
-_ANEW = "layers of stages, and those that are gathered or moved, are made anew, without rounding or masks"
 _WHOLE = "the teacher's predictions are compared with those of a pass through the whole model"
 _LOGITS = "the teacher's predictions are compared with whole logits"
-_UNTOUCHED = "adapters leave the weights as they are"
+_MERGED = "adapters are merged into weights in the end, and these would be trained beside rounded or masked ones"
 
 _ALONE = "a graph is for one GPU alone"
 _TARGETS = "how many targets count differs by step, and a graph's steps are alike"
@@ -190,13 +189,8 @@ OF_CONFIG: tuple[Row, ...] = (
     _between_averages("evaluate.every", lambda config: config.evaluate.every),
     _between_averages("method.start", lambda config: config.method.start),
     # Adapters.
-    _pair(_LORA, _TP, "it cuts the matrices that adapters are added to"),
-    _pair(_LORA, _PP, "each stage's layers are made anew, without adapters"),
-    _pair(_LORA, _ZERO_3, "it gathers weights for an update, and frozen ones have none"),
-    _pair(_LORA, _MOVED_LAYERS, "each layer is made anew, without adapters"),
     # Recipes and teachers.
-    *(_pair(aim, _LORA, _UNTOUCHED) for aim in (_RECIPE, _TEACHER)),
-    *(_pair(_RECIPE, other, _ANEW) for other in (_PP, _ZERO_3, _MOVED_LAYERS)),
+    _pair(_RECIPE, _LORA, _MERGED),
     *(_pair(_TEACHER, other, _WHOLE) for other in (_PP, _ZERO_3, _MOVED_LAYERS)),
     *(_pair(_TEACHER, other, _LOGITS) for other in (_TP, _RECOMPUTE, _COMPILE)),
     row(

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
 from tilemesh.core.config import to_dict
 from tilemesh.core.errors import RunError, UsageError
@@ -23,7 +24,6 @@ from tilemesh.core.shard import Shard
 from tilemesh.model.adapter import adapter_parameters
 from tilemesh.model.config import check_written_model, unlike
 from tilemesh.model.families.book import read_config
-from tilemesh.model.transformer import Transformer
 from tilemesh.model.work.weights import count_parameters
 from tilemesh.parallel.agree import tell
 from tilemesh.parallel.shard import take
@@ -173,10 +173,13 @@ def check_numbers(values: Mapping[str, Any]) -> None:
 
 def _load_base(loop: Loop, folder: Path, say: Say) -> None:
     """The frozen weights below the adapters; they are in no checkpoint."""
-    from tilemesh.model.lora import load_base
+    from tilemesh.model import huggingface
 
-    assert isinstance(loop.laid.module, Transformer)
-    load_base(loop.laid.module, folder)
+    held = loop.laid.weights()
+    with torch.no_grad():
+        for name, tensor in huggingface.read_parameters(folder):
+            if name in held:  # another stage's otherwise
+                held[name].tensor.copy_(take(held[name].shard, tensor))
     if loop.mesh.comm.rank == 0:
         lora = loop.config.lora
         trained, whole = adapter_parameters(loop.config.model, lora), count_parameters(loop.config.model).total
