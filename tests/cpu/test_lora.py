@@ -15,13 +15,17 @@ from test_train_run import losses, state
 from test_train_run import trained as trained_on_threads
 
 import tilemesh as tm
+from tilemesh.comm import connect
+from tilemesh.compress.quantize import quantize
 from tilemesh.core.errors import UsageError
+from tilemesh.kernels.lowbit.formats import parse_scheme
 from tilemesh.model import huggingface
 from tilemesh.model.adapter import LoraConfig, adapted_modules, adapter_parameters, peft_config, peft_names
 from tilemesh.model.config import ModelConfig
-from tilemesh.model.kinds import Adapted
+from tilemesh.model.kinds import Adapted, FewBits
 from tilemesh.model.lora import attach
 from tilemesh.model.transformer import Transformer
+from tilemesh.parallel import Mesh
 from tilemesh.runs import base
 from tilemesh.runs.names import BASE
 from tilemesh.serve.load import load_served
@@ -29,6 +33,7 @@ from tilemesh.serve.write import generate
 from tilemesh.train.check import check_resumed
 from tilemesh.train.config import TrainConfig, of_run
 from tilemesh.train.export import export
+from tilemesh.train.rank import lay_model
 
 LLAMA = ModelConfig(layers=2, width=16, heads=4, kv_heads=2, vocabulary=256, context=24, norm="rmsnorm", mlp_width=32,
                     positions="rotary", activation="swiglu", biases=False, tied=False)  # fmt: skip
@@ -124,6 +129,37 @@ def test_replicas_train_what_one_process_trains(hub: Path, tmp_path: Path, mesh:
     assert ours.keys() == alone.keys()
     for name, value in alone.items():
         torch.testing.assert_close(ours[name], value, rtol=1e-8, atol=1e-10, msg=name)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "more"), [("dp=2,tp=1", "plan.zero=3"), ("dp=1,tp=2", ""), ("dp=1,tp=1,pp=2", "plan.schedule=1f1b")]
+)
+def test_adapters_over_codes_of_four_bits_are_trained_on_any_layout(
+    hub: Path, tmp_path: Path, mesh: str, more: str
+) -> None:
+    small = tmp_path / "small"
+    huggingface.save(quantize(huggingface.load(hub / "model"), "int4-g4"), small)
+
+    def config(mesh: str, *more: str) -> TrainConfig:
+        sets = ["lora.rank=3,lora.alpha=6", SHORT, f"data.source={hub / 'text.txt'}", *more]
+        return tm.train.load_config(mesh=mesh, sets=sets, init=small)
+
+    laid = lay_model(config("dp=1,tp=1"), Mesh(connect("alone")), torch.device("cpu"))
+    layer = laid.module.get_submodule("layers.0.attention.fc_q")
+    assert layer.kind == Adapted(FewBits(parse_scheme("int4-g4")), 3, 2.0)
+    assert layer.codes.dtype == torch.uint8
+    trained_on_threads(config("dp=1,tp=1"), tmp_path / "alone")
+    trained_on_threads(config(mesh, *([more] if more else [])), tmp_path / "ours")
+    alone, ours = state(tmp_path / "alone", 4), state(tmp_path / "ours", 4)
+    assert losses(tmp_path / "alone")[4] < losses(tmp_path / "alone")[1]
+    for name, value in alone.items():
+        torch.testing.assert_close(ours[name], value, rtol=1e-8, atol=1e-10, msg=name)
+    export(tmp_path / "ours", tmp_path / "merged")
+    merged = dict(huggingface.read_parameters(tmp_path / "merged"))
+    meant = dict(huggingface.read_parameters(small))
+    low, high = (alone[f"weight:layers.0.attention.fc_q.{part}"] for part in ("lora_a", "lora_b"))
+    want = meant["layers.0.attention.fc_q.weight"].double() + 2.0 * high.double() @ low.double()
+    torch.testing.assert_close(merged["layers.0.attention.fc_q.weight"].double(), want, rtol=1e-5, atol=1e-6)
 
 
 def test_it_resumes_bit_for_bit_without_the_init_folder_being_named_again(hub: Path, tmp_path: Path) -> None:

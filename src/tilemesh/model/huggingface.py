@@ -25,6 +25,7 @@ from tilemesh.model.config import ModelConfig
 from tilemesh.model.families.book import CONFIG, FAMILIES, QUANTIZATION, entries, family_of, read_config, to_json
 from tilemesh.model.families.carried import copy_carried, special_ids
 from tilemesh.model.families.family import Entry
+from tilemesh.model.linear import MatrixKind
 from tilemesh.model.lowbit_files import OURS, CompressedFolder, compressed_tensors
 from tilemesh.model.transformer import Transformer
 
@@ -74,16 +75,28 @@ def save(model: Transformer, folder: str | Path, like: str | Path | None = None)
     save_parameters(model.config, dict(model.named_parameters()), folder, more, tensors, covered)
 
 
-def read_parameters(folder: str | Path) -> Iterator[tuple[str, Tensor]]:
-    """Our name and tensor, one after the other in the files' dtype: for a rank that keeps only a part of each."""
+def stored_kinds(folder: str | Path) -> dict[str, MatrixKind]:
+    """The kinds of the matrices that a folder has compressed, by our names."""
+    compressed = _compressed(Path(folder), Transformer(read_config(folder), device="meta"))
+    return {} if compressed is None else {name: kept.kind for name, kept in compressed.kept.items()}
+
+
+def read_parameters(folder: str | Path, *, as_stored: bool = False) -> Iterator[tuple[str, Tensor]]:
+    """Our name and tensor, one after the other in the files' dtype: for a rank that keeps only a part of each.
+
+    `as_stored`: of compressed matrices their pieces, for a model of `stored_kinds`; otherwise the weights they mean.
+    """
     with ExitStack() as files:
         config = read_config(folder)
         compressed = _compressed(Path(folder), Transformer(config, device="meta"))
         stored = _checked(Path(folder), config, files, compressed)
         yield from _parameters(config, stored, compressed)
-        if compressed is not None:  # as the weights that codes mean
+        if compressed is not None:
             read = {name: stored[name].read() for name in compressed.tensors()}
-            yield from compressed.decoded(read, _only_dtype(Path(folder), stored, compressed))
+            if as_stored:
+                yield from compressed.pieces(read)
+            else:
+                yield from compressed.decoded(read, _only_dtype(Path(folder), stored, compressed))
 
 
 def save_parameters(

@@ -326,6 +326,14 @@ def _repack(layer: Linear, packed: bool) -> None:
     layer.become(dataclasses.replace(layer.kind, base=kind) if isinstance(layer.kind, Adapted) else kind)
 
 
+def unpacked(layer: nn.Module, codes: Tensor, inputs: int) -> Tensor:
+    """Codes of a layer of few bits as one element each, (N, K)."""
+    assert isinstance(layer, Linear)
+    kind = layer.kind.base if isinstance(layer.kind, Adapted) else layer.kind
+    assert isinstance(kind, FewBits)
+    return unpack(codes, kind.scheme.number, inputs)
+
+
 # ---- in a model ------------------------------------------------------------------------------------------------
 
 

@@ -298,6 +298,11 @@ class CompressedFolder:
             made[INPUT_SCALE] = read[f"{base}.input_scale"].float().reshape(1, 1)
         return made
 
+    def pieces(self, read: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """The matrices as they are stored, piece by piece, by our names."""
+        for name in self.kept:
+            yield from ((f"{name}.{part}", value) for part, value in self._parts(name, read).items())
+
     def decoded(self, read: Mapping[str, Tensor], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """The weights that the matrices mean, by our names: for training to begin with."""
         for name in self.kept:

@@ -42,6 +42,8 @@ from tilemesh.measure.machine import versions
 from tilemesh.measure.trace import Trace, merge
 from tilemesh.methods.compressed import CompressedGradients, Compression
 from tilemesh.methods.local import LocalPeriod, LocalUpdates
+from tilemesh.model.huggingface import stored_kinds
+from tilemesh.model.kinds import put_kinds
 from tilemesh.model.lora import attach
 from tilemesh.model.sampling import sample
 from tilemesh.model.transformer import Transformer
@@ -331,6 +333,8 @@ def lay_model(config: TrainConfig, mesh: Mesh, device: torch.device, late: bool 
     if device.type == "cuda" and config.plan.tp == 1 and config.plan.precision != "fp64":
         suit_gpu(model, compiled=bool(config.train.compile))
     if config.lora.rank:
+        if config.lora.base is not None:
+            put_kinds(model, stored_kinds(config.lora.base))
         attach(model, config.lora, config.train.seed)
     recipe = training_recipe(config.compress.recipe)
     if recipe is not None:

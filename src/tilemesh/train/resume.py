@@ -24,6 +24,7 @@ from tilemesh.core.shard import Shard
 from tilemesh.model.adapter import adapter_parameters
 from tilemesh.model.config import check_written_model, unlike
 from tilemesh.model.families.book import read_config
+from tilemesh.model.kinds import unpacked
 from tilemesh.model.work.weights import count_parameters
 from tilemesh.parallel.agree import tell
 from tilemesh.parallel.shard import take
@@ -177,9 +178,13 @@ def _load_base(loop: Loop, folder: Path, say: Say) -> None:
 
     held = loop.laid.weights()
     with torch.no_grad():
-        for name, tensor in huggingface.read_parameters(folder):
+        for name, tensor in huggingface.read_parameters(folder, as_stored=True):
             if name in held:  # another stage's otherwise
-                held[name].tensor.copy_(take(held[name].shard, tensor))
+                parameter, shard = held[name]
+                if tensor.shape != shard.whole:  # codes that share bytes in files, and none where ranks cut them
+                    layer = loop.laid.module.get_submodule(name.rpartition(".")[0])
+                    tensor = unpacked(layer, tensor, shard.whole[1])
+                parameter.copy_(take(shard, tensor))
     if loop.mesh.comm.rank == 0:
         lora = loop.config.lora
         trained, whole = adapter_parameters(loop.config.model, lora), count_parameters(loop.config.model).total
