@@ -38,8 +38,12 @@ class Deferral:
         self.products: list[WeightProduct] = []
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """As `torch.nn.functional.linear`, under autocast as well."""
-        if not weight.requires_grad:
+        """As `torch.nn.functional.linear`, under autocast as well.
+
+        What is put off is added to a parameter's gradient: a weight that is frozen or computed from others puts off
+        nothing.
+        """
+        if not weight.requires_grad or not weight.is_leaf:
             return functional.linear(x, weight, bias)
         function: Any = _Projection
         y: Tensor = function.apply(x.to(product_dtype(x)), weight, bias, self)
