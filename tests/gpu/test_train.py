@@ -44,6 +44,7 @@ def digests(folder: Path, step: int) -> list[str]:
         "plan.precision=bf16",
         "plan.precision=bf16-master,plan.recompute=full,plan.recompute_every=2",
         "plan.precision=bf16,train.compile=true,plan.microbatch=8",  # one microbatch: weights of products are 16-bit
+        "plan.precision=bf16,train.compile=true,plan.offload=activations+weights",
         "plan.precision=fp16",
         "plan.precision=bf16,model.dropout=0.1",
     ],

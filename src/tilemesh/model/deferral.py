@@ -11,7 +11,9 @@ N: rows x tokens; I: inputs; O: outputs.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -49,19 +51,35 @@ class Deferral:
         y: Tensor = function.apply(x.to(product_dtype(x)), weight, bias, self)
         return y
 
+    def stay_out_of_graphs(self, model: nn.Module) -> None:
+        """Under torch.compile: what lies between the projections is compiled, these are called as they are."""
+        _multiply_by(model, partial(_linear_outside_of_graphs(), self))
+
     def take(self) -> list[WeightProduct]:
         """The products put off since the last call."""
         taken, self.products = self.products, []
         return taken
 
 
+@cache
+def _linear_outside_of_graphs() -> Callable[..., Tensor]:
+    """One function for all deferrals: code that calls it is the same for all chunks."""
+    apart: Any = torch.compiler.disable
+    function: Callable[..., Tensor] = apart(Deferral.linear)
+    return function
+
+
 def defer(model: nn.Module) -> Deferral:
     """Give all projections of a model's layers that can put off their weight's gradient one deferral."""
     deferral = Deferral()
+    _multiply_by(model, deferral.linear)
+    return deferral
+
+
+def _multiply_by(model: nn.Module, product: Callable[[Tensor, Tensor, Tensor | None], Tensor]) -> None:
     for name, module in model.named_modules():
         if name.startswith("layers.") and isinstance(module, Linear):
-            module.stand(replace(module.place, product=deferral.linear))
-    return deferral
+            module.stand(replace(module.place, product=product))
 
 
 @torch.no_grad()

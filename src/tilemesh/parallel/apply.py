@@ -141,7 +141,8 @@ def _lay_stages(
             given = model.layers.get_submodule(index)
             assert isinstance(layer, Layer)
             assert isinstance(given, Layer)
-            layer.attention.joined = given.attention.joined and not step.is_split
+            # Weights in a row are a copy: it has no halves to put off, and is older than an update under way.
+            layer.attention.joined = given.attention.joined and not (step.is_split or plan.is_asynchronous)
         for name, parameter in chunk.named_parameters():
             parameter.requires_grad_(like[name].requires_grad)
         where = next(iter(like.values())).device if has_memory else device
@@ -408,7 +409,8 @@ def _place(name: str, layer: Linear, split: Split, seams: Seams) -> None:
     if why_not:
         raise UsageError(f"{name}: {why_not}")
     agree = (lambda most: seams.sum(most.contiguous(), "max")) if layer.kind.agrees(by) else None
-    layer.stand(dataclasses.replace(layer.place, leave=seams.leave if by == "row" else None, agree=agree))
+    leave = (lambda y: seams.leave(y)) if by == "row" else None  # looked up when called: see stay_out_of_graphs
+    layer.stand(dataclasses.replace(layer.place, leave=leave, agree=agree))
 
 
 def _replace(model: nn.Module, name: str, new: nn.Module) -> None:

@@ -21,9 +21,9 @@ from tilemesh.core.step.action import Payload
 from tilemesh.model.deferral import Deferral, WeightProduct, multiply
 from tilemesh.model.documents import document_places
 from tilemesh.model.dropout import DropoutPlace
-from tilemesh.parallel.laid import Laid, StepPiece
+from tilemesh.parallel.laid import CompiledRegions, Laid, StepPiece
 from tilemesh.parallel.offload import ChunkEntry, HostActivations
-from tilemesh.parallel.slices import SliceCache
+from tilemesh.parallel.slices import SliceCache, outside_of_graphs
 
 
 @dataclass
@@ -80,8 +80,16 @@ class ModelChunk:
     number: int = 0
     activations: HostActivations | None = None
     """Where what is kept for the backward pass may go to the host's memory."""
+    regions: CompiledRegions | None = None
+    """What passes call instead of the model's own layers and head."""
     _graphs: dict[Place, _Graph] = field(default_factory=dict)
     _products: dict[Place, list[WeightProduct]] = field(default_factory=dict)
+
+    def compile(self) -> None:
+        """Let passes call compiled layers and a compiled head."""
+        if self.deferral is not None:
+            self.deferral.stay_out_of_graphs(self.laid.module)
+        self.regions = self.laid.compiled_regions()
 
     def forward(self, microbatch: int, piece: int, x: Tensor | None, *, keeps: bool) -> Tensor | None:
         return self._run((microbatch, piece), None if x is None else x.detach(), keeps=keeps, is_first=True)
@@ -92,7 +100,7 @@ class ModelChunk:
 
     def _run(self, place: Place, x: Tensor | None, *, keeps: bool, is_first: bool) -> Tensor | None:
         tokens_BT, targets_BT, where = self.data.piece(place)
-        options: dict[str, Any] = {"x_BTD": x}
+        options: dict[str, Any] = {"x_BTD": x, "regions": self.regions}
         if self.data.dropout_seed is not None:
             options |= {"dropout_seed": self.data.dropout_seed, "place": where}
         cache = None
@@ -131,7 +139,8 @@ class ModelChunk:
         end, documents = begin + tokens_BT.shape[1], None
         if getattr(self.laid.module, "documents_marked", False):
             documents = document_places(self.data.pieces[microbatch].tokens[:, :end])
-        return SliceCache(known, begin, tokens_BT, end, documents)
+        kind = SliceCache if self.regions is None else outside_of_graphs()
+        return kind(known, begin, tokens_BT, end, documents)
 
     def backward(self, microbatch: int, piece: int, gradient: Tensor | None, *, splits: bool) -> Tensor | None:
         x, root, dtype, cache, taken = self._graphs.pop((microbatch, piece))

@@ -196,12 +196,14 @@ class Laid:
         dropout_seed: int | Tensor | None = None,
         place: DropoutPlace = ORIGIN,
         cache: KeyValueCache | None = None,
+        regions: CompiledRegions | None = None,
     ) -> Tensor:
         """What a part of a model without the head gives to the part after it; with sequence parallelism, of this rank's
         tokens. As `loss` otherwise: all parts are given the same tokens, which say how many there are and where."""
         model = self._transformer()
+        layers = None if regions is None else regions.layers
         with self.autocast():
-            return added(self._stream(model, tokens_BT, x_BTD, dropout_seed, place, cache))
+            return added(self._stream(model, tokens_BT, x_BTD, dropout_seed, place, cache, layers))
 
     def autocast(self) -> AbstractContextManager[object]:
         """What the plan's precision asks for around a forward pass."""
@@ -252,6 +254,16 @@ class Laid:
         if now.cache is not None:
             self.seams.tokens = now.cache.positions_BT.shape[1]
         return layer(stream, now)
+
+    def compiled_regions(self) -> CompiledRegions:
+        """Every layer compiled for itself, and what follows the last one.
+
+        Layers are the same code over other weights, which are its inputs: one is compiled, and the others find it. The
+        first one differs, since nothing is to be added before its norm.
+        """
+        layers: list[Any] = [torch.compile(layer) for layer in self.layer_calls()]
+        head: Any = torch.compile(self.head_loss)
+        return CompiledRegions(layers, head)
 
     def _through_layers(
         self, layers: Sequence[Callable[..., Any]], stream: ResidualStream, now: Pass

@@ -166,6 +166,11 @@ class Pipeline(Laid):
         """Let others do what the step's list says."""
         self.runner = StepRunner(self.step.program, self.mesh.pp.comm, chunks, services, self._note)
 
+    def compile_passes(self) -> None:
+        """Let the passes of a step call compiled code; those outside of it (held-out text, samples) do not."""
+        for chunk in self.passers.values():
+            chunk.compile()
+
     def takes(self, module: str, microbatch: int) -> bool:
         """Whether this rank passes a microbatch through a module of the model."""
         kind, _, rest = module.partition(".")

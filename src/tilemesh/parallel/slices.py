@@ -10,7 +10,8 @@ B: rows; T: tokens of the slice; S: tokens up to its end; H: query heads; K: key
 from __future__ import annotations
 
 import copy
-from typing import NamedTuple
+import functools
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -87,3 +88,14 @@ class SliceCache:
                     made.append(tensor)
                     gradients.append(given.grad)
         return made, gradients
+
+
+@functools.cache
+def outside_of_graphs() -> type[SliceCache]:
+    """The same for compiled layers, which call it as it is: what later slices are given are leaves of their graphs."""
+    apart: Any = torch.compiler.disable
+
+    class CalledCache(SliceCache):
+        attend = apart(SliceCache.attend)
+
+    return CalledCache

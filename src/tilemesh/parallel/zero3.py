@@ -4,8 +4,9 @@ The one idea: when weights are made whole and given back is in the step's list (
 so all replicas do it in the same order, and how far ahead is a number of the plan. A model without a pipeline is one
 chunk per layer. A gather begins when its action comes, and the first pass that reads the chunk waits for it.
 
-A parameter that is not whole has its shape and no memory: what autograd kept of it between a forward and its backward
-pass is the same tensor, which has memory again, with the same values, once the chunk was gathered again.
+A parameter that is not whole has its shape and no memory: what autograd (or compiled code, through it) kept of it
+between a forward and its backward pass is the same tensor or a view of it, which has memory again, with the same
+values, once the chunk was gathered again.
 """
 
 from __future__ import annotations

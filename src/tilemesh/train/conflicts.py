@@ -100,10 +100,6 @@ def _between_averages(key: str, steps: Callable[[TrainConfig], int]) -> Row:
 
 # ---- the rows --------------------------------------------------------------------------------------------------
 
-_LISTED = (
-    "compiled code computes all gradients of a pass at once and in one graph per microbatch's shape, and a step's list "
-    "of actions does not"
-)
 _PARTS = "Muon makes the update of a whole matrix orthogonal, and here ranks hold parts of matrices"
 _PUSHED = "what servers send is the weights that are updated, of which workers would keep 16 bits"
 _REPLICAS = "it is for whole replicas on the CPU"
@@ -159,7 +155,6 @@ OF_CONFIG: tuple[Row, ...] = (
         "exchanges cut a layer's graph, and a compiler chooses what it keeps within one graph",
         "train.compile=false or plan.recompute=full",
     ),
-    *(_pair(_COMPILE, other, _LISTED, _COMPILE) for other in (_PP, _ZERO_3, _MOVED_LAYERS)),
     # Muon.
     *(_pair(_MUON, cut, _PARTS, cut, _MUON) for cut in (_TP, _ZERO)),
     # Pipelines that update weights while microbatches are under way.

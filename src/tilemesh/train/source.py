@@ -23,8 +23,9 @@ from tilemesh.data.samples import IGNORED, SamplePair, held_out_samples, train_m
 from tilemesh.data.stream import Corpus
 from tilemesh.data.tokenizer import Bytes, Unknown
 from tilemesh.model.transformer import Transformer
-from tilemesh.parallel.laid import CompiledRegions, Laid
+from tilemesh.parallel.laid import Laid
 from tilemesh.parallel.mesh import Axis
+from tilemesh.parallel.pipeline import Pipeline
 from tilemesh.train.config import TrainConfig
 
 Loss = Callable[..., tuple[Tensor, Tensor]]
@@ -77,8 +78,11 @@ def next_token(config: TrainConfig, laid: Laid) -> Objective:
         return Objective(laid.loss, laid.loss)
     if config.plan.tp > 1:
         laid.seams.stay_out_of_graphs()
+    if isinstance(laid, Pipeline):
+        laid.compile_passes()
+        return Objective(laid.loss, laid.loss)
     if config.train.compile == "layers":
-        return Objective(functools.partial(laid.loss, regions=regions(laid)), laid.loss)
+        return Objective(functools.partial(laid.loss, regions=laid.compiled_regions()), laid.loss)
     compiled: Any = torch.compile(laid.loss)
     return Objective(compiled, laid.loss)
 
@@ -101,18 +105,6 @@ def from_teacher(config: TrainConfig, laid: Laid) -> Objective:
             return student_loss(student.project(x_BTD), x_BTD, tokens_BT, targets_BT, teacher, config.distill)
 
     return Objective(loss, laid.loss)
-
-
-def regions(laid: Laid) -> CompiledRegions:
-    """Every layer compiled for itself, and what follows the last one.
-
-    Layers are the same code over other weights, which are its inputs: one is compiled, and the others find it. The
-    first one differs, since nothing is to be added before its norm.
-    """
-    assert isinstance(laid.module, Transformer)
-    layers: list[Any] = [torch.compile(layer) for layer in laid.layer_calls()]
-    head: Any = torch.compile(laid.head_loss)
-    return CompiledRegions(layers, head)
 
 
 def order_settings(config: TrainConfig) -> dict[str, Any]:
