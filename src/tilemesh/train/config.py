@@ -85,8 +85,9 @@ class LoopConfig:
     deterministic: bool = False
     """On a GPU, only operations that give the same bits each time; on a CPU all of them do."""
     compile: bool | Literal["layers"] = False
-    """Whether torch.compile compiles the model; `layers`: one layer, whose code all layers share, so that the first
-    step comes sooner. In pipelines, under ZeRO-3 and with activations or weights on the host both are `layers`."""
+    """Whether torch.compile compiles the model; `layers`: one layer, whose code all layers share (with dropout each has
+    its own), so that the first step comes sooner. In pipelines, under ZeRO-3 and with activations or weights on the
+    host both are `layers`."""
     graph: bool | None = None
     """On a single GPU, whether a step is captured as one CUDA graph and replayed; none: wherever that is possible and
     leaves memory for evaluation."""

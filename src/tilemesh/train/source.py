@@ -78,6 +78,9 @@ def next_token(config: TrainConfig, laid: Laid) -> Objective:
         return Objective(laid.loss, laid.loss)
     if config.plan.tp > 1:
         laid.seams.stay_out_of_graphs()
+    # A layer's number is a constant of its code where it is read (dropout, slices), beside what is added before it and
+    # whether gradients are kept. What is beyond the limit torch would run as it is.
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 4 * config.model.layers)
     if isinstance(laid, Pipeline):
         laid.compile_passes()
         return Objective(laid.loss, laid.loss)
