@@ -104,6 +104,16 @@ def test_layouts_on_one_gpu_train_as_one_process_does(name: str, alone: list[flo
 
 
 @pytest.mark.timeout(180)
+@pytest.mark.parametrize(("precision", "near"), [("fp64", 1e-10), ("bf16-master", 1e-3)])
+def test_muon_over_parts_of_matrices_on_one_gpu(precision: str, near: float, tmp_path: Path) -> None:
+    """In 16 bits the updates travel as bfloat16: replicas that share states train as replicas that do not. Their
+    gradients are the same sums of two; what differs is the norm's last digits, and by it now and then a weight's."""
+    sets = f"optimizer.name=muon,plan.precision={precision}"
+    apart = trained(tmp_path / "apart", "dp=2", sets)
+    assert trained(tmp_path / "shared", "dp=2", sets, "plan.zero=1") == pytest.approx(apart, rel=near)
+
+
+@pytest.mark.timeout(180)
 def test_one_rank_over_nccl() -> None:
     if torch.cuda.device_count() != 1:
         pytest.skip("as many ranks as GPUs take nccl: this is for one of each")

@@ -42,6 +42,7 @@ from tilemesh.parallel.gate.compare import Apart, Gate, GateResult
 from tilemesh.parallel.gate.pairs import OFFLOADED, _chosen, _possible, combinations, every_case
 from tilemesh.parallel.gate.plant import PLANTS
 from tilemesh.parallel.gate.plant_numerics import Plant
+from tilemesh.parallel.matrices import MatrixRound
 from tilemesh.parallel.mesh import Mesh
 
 NEEDS_MPI = pytest.mark.skipif(find_mpiexec() is None, reason="needs mpiexec")
@@ -94,6 +95,18 @@ def test_every_optimizer_and_a_scaled_loss_on_one_process() -> None:
 def test_16_bit_weights_report_the_norm_of_their_own_gradients() -> None:
     results = run(2, [case for case in numerics(2) if case.precision == "bf16-master"])
     assert [result.apart.norm <= 1e-6 and result.passed for result in results] == [True] * 4
+
+
+def test_muon_where_matrices_are_cut_and_that_the_gate_sees_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All such layouts, with tp and ZeRO together and repeated KV heads: `test_the_whole_gate`."""
+    chosen = [
+        Case("llama", GateLayout(1, 2, True, 2), optimizer="muon"),
+        Case("gemma", GateLayout(2, zero=3), optimizer="muon"),
+    ]
+    assert {*chosen} < {*numerics(2)}
+    assert [result for result in run(2, chosen) if not result.passed] == []
+    monkeypatch.setattr(MatrixRound, "__call__", lambda _, function, parts: list(map(function, parts)))
+    assert [result.passed for result in run(2, chosen[:1])] == [False]
 
 
 def test_a_case_of_an_optimizer_needs_one() -> None:

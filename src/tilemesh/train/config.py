@@ -39,7 +39,7 @@ class OptimizerConfig:
     name: Literal["adamw", "sgd", "lion", "muon"] = "adamw"
     """Which optimizer: AdamW (decoupled weight decay), SGD with momentum, Lion (the sign of a mean of gradients; a
     learning rate 3 to 10 times lower than AdamW's is usual), or Muon (orthogonal updates for the matrices of layers,
-    AdamW for everything else; not with plan.tp or plan.zero, which cut matrices)."""
+    AdamW for everything else)."""
     lr: Annotated[float, Range(0)] = 1e-3
     """The learning rate after the warm-up, the largest of the run."""
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"

@@ -54,7 +54,6 @@ _METHOD = Switch("train.method", lambda config: config.train.method != "synchron
 _SERVER = Switch("train.method", lambda config: config.train.method == "server", "train.method=synchronous")
 _LOCAL = Switch("train.method", lambda config: config.train.method == "local", "train.method=synchronous")
 _COMPRESSED = Switch("method.compress", lambda config: config.method.compress != "none", "method.compress=none")
-_MUON = Switch("optimizer.name", lambda config: config.optimizer.name == "muon", "optimizer.name=adamw")
 _UNFUSED = Switch("optimizer.name", lambda config: config.optimizer.name in ("lion", "muon"), "optimizer.name=adamw")
 _NOT_FUSED = Switch("optimizer.fused", lambda config: config.optimizer.fused is False, "optimizer.fused=true")
 _CLIP = Switch("optimizer.clip", lambda config: config.optimizer.clip > 0, "optimizer.clip=0")
@@ -100,7 +99,6 @@ def _between_averages(key: str, steps: Callable[[TrainConfig], int]) -> Row:
 
 # ---- the rows --------------------------------------------------------------------------------------------------
 
-_PARTS = "Muon makes the update of a whole matrix orthogonal, and here ranks hold parts of matrices"
 _PUSHED = "what servers send is the weights that are updated, of which workers would keep 16 bits"
 _REPLICAS = "it is for whole replicas on the CPU"
 _WHOLE = "the teacher's predictions are compared with those of a pass through the whole model"
@@ -155,8 +153,6 @@ OF_CONFIG: tuple[Row, ...] = (
         "exchanges cut a layer's graph, and a compiler chooses what it keeps within one graph",
         "train.compile=false or plan.recompute=full",
     ),
-    # Muon.
-    *(_pair(_MUON, cut, _PARTS, cut, _MUON) for cut in (_TP, _ZERO)),
     # Pipelines that update weights while microbatches are under way.
     _pair(_VERSIONS, _CLIP, "no rank knows the norm of the whole gradient at an update"),
     _pair(_VERSIONS, _TIED, "gradients of a tied table come to its two stages at different times"),

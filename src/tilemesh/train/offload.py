@@ -12,6 +12,7 @@ larger microbatch, or the model itself, from fitting, and the fewer tokens a ste
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
@@ -22,6 +23,7 @@ from tilemesh.core.plan import OFFLOAD_PART_BYTES, OFFLOAD_PARTS
 from tilemesh.core.shard import Shard
 from tilemesh.model.kernels import TORCH
 from tilemesh.parallel.host import HostLink, Mark, packed_bytes, packed_into
+from tilemesh.parallel.matrices import MatrixGroup
 from tilemesh.parallel.shard import Held
 from tilemesh.train.config import OptimizerConfig
 from tilemesh.train.optimizer import Optimizer
@@ -42,6 +44,7 @@ class HostOptimizer(Optimizer):
         held: Mapping[str, Held],
         precision: str,
         kernels: str = TORCH,
+        matrices: MatrixGroup | None = None,
         *,
         part_bytes: int = OFFLOAD_PART_BYTES,
         moves: bool | None = None,
@@ -53,7 +56,7 @@ class HostOptimizer(Optimizer):
         self._homes: dict[int, tuple[Tensor, Tensor]] = {}  # a state and its memory on the host, by the state's id
         self.parts: list[Optimizer] = []
         for names in _parted(held, part_bytes):
-            part = Optimizer(config, {name: held[name] for name in names}, precision, kernels)
+            part = Optimizer(config, {name: held[name] for name in names}, precision, kernels, matrices=matrices)
             self.parts.append(part)
             self._out(part)
         self.shards = {name: mine.shard for name, mine in held.items()}
@@ -176,7 +179,7 @@ def _parted(held: Mapping[str, Held], part_bytes: int) -> Iterator[list[str]]:
     nbytes = 0
     for name, mine in held.items():
         names.append(name)
-        nbytes += STATE_BYTES * mine.tensor.numel()
+        nbytes += STATE_BYTES * math.prod(mine.shard.on(0).shape)  # the largest: all ranks make the same parts
         if nbytes >= part_bytes:
             yield names
             names, nbytes = [], 0

@@ -12,17 +12,18 @@ that writes the float32 value writes the 16-bit one too, and no pass casts weigh
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from tilemesh.comm.runtime.communicator import Communicator
-from tilemesh.core.errors import RunError
+from tilemesh.core.errors import RunError, UsageError
 from tilemesh.core.shard import Shard
 from tilemesh.model.kernels import TORCH
 from tilemesh.parallel.gradients import GradientStep
+from tilemesh.parallel.matrices import MatrixGroup, MatrixRound
 from tilemesh.parallel.shard import Held
 from tilemesh.runs.manifest import WEIGHT
 from tilemesh.train.config import OptimizerConfig
@@ -71,11 +72,15 @@ class Optimizer:
         precision: str,
         kernels: str = TORCH,
         narrowed: Collection[str] = (),
+        matrices: MatrixGroup | None = None,
     ) -> None:
         """`kernels`: who does AdamW's arithmetic, "torch" or the implementation of tilemesh's operator.
 
         `narrowed`: float32 parameters that the model is to hold in 16 bits from now on, where tilemesh's kernels step
         them; their float32 values are then the optimizer's.
+
+        `matrices`: for Muon, the ranks that hold the other parts of what is held in part. All of them make the same
+        steps, with the same parameters in the same order.
         """
         self.config = config
         self.shards = {name: shard for name, (_, shard) in held.items()}
@@ -104,14 +109,29 @@ class Optimizer:
         if is_ours:
             self._kernels = KernelUpdate(config, self.parameters, self.stepped, decay, kernels)
         else:
-            # With masters one group per parameter: its float32 gradient lives only while it is stepped.
-            groups: dict[object, list[str]] = {}
-            for name in self.stepped:
-                groups.setdefault(name if self.mastered else (rule[name], decay[name]), []).append(name)
-            for names in groups.values():
-                parameters = {name: self.stepped[name] for name in names}
-                self._groups.append(UpdateGroup(config, parameters, decay[names[0]], is_fused, rule=rule[names[0]]))
+            self._groups = list(self._grouped(decay, rule, is_fused, matrices))
         self._group_of = {name: group for group in self._groups for name in group.parameters}
+
+    def _grouped(
+        self, decay: Mapping[str, float], rule: Mapping[str, str], is_fused: bool, matrices: MatrixGroup | None
+    ) -> Iterator[UpdateGroup]:
+        """Parameters with one rule and one decay. With masters each alone: its float32 gradient lives only while it is
+        stepped; but matrices of which ranks hold parts by rounds of their exchange."""
+        names: dict[tuple[str, str, float, bool], list[str]] = {}
+        for name in self.stepped:
+            is_cut = rule[name] == "muon" and bool(self.shards[name].cuts)
+            alone = name if self.mastered and not is_cut else ""
+            names.setdefault((alone, rule[name], decay[name], is_cut), []).append(name)
+        for (_, _, _, is_cut), together in names.items():
+            rounds: Iterable[MatrixRound | None] = [None]
+            if is_cut:
+                if matrices is None:
+                    raise UsageError(f"{together[0]} is held in parts: Muon needs matrices=MatrixGroup(mesh, plan)")
+                rounds = matrices.rounds(self.shards[name] for name in together)
+            for part in rounds:
+                chosen = together if part is None else [shard.name for shard in part.shards]
+                parameters, first = {name: self.stepped[name] for name in chosen}, chosen[0]
+                yield UpdateGroup(self.config, parameters, decay[first], is_fused, rule=rule[first], matrices=part)
 
     clips_elsewhere = False
     """Whether gradients are handed to `step` unclipped, since who makes the update clips them."""
@@ -170,13 +190,15 @@ class Optimizer:
             for group in self._groups:
                 group.step(rate, divisor)
             return
-        for name, group in self._group_of.items():
-            master, parameter = self.stepped[name], self.parameters[name]
-            assert parameter.grad is not None
-            master.grad = parameter.grad.float() if divisor is None else parameter.grad.float().div_(divisor)
+        for group in self._groups:
+            for name, master in group.parameters.items():
+                gradient = self.parameters[name].grad
+                assert gradient is not None
+                master.grad = gradient.float() if divisor is None else gradient.float().div_(divisor)
             group.step(rate, None)
-            master.grad = None
-            parameter.copy_(master)
+            for name, master in group.parameters.items():
+                master.grad = None
+                self.parameters[name].copy_(master)
 
     def figures(self) -> dict[str, Any]:
         """What a run's summary says of how weights were updated, where others than this rank did it."""

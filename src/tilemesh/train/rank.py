@@ -51,6 +51,7 @@ from tilemesh.parallel.agree import agree
 from tilemesh.parallel.apply import lay
 from tilemesh.parallel.gradients import Way
 from tilemesh.parallel.laid import Laid
+from tilemesh.parallel.matrices import MatrixGroup
 from tilemesh.parallel.mesh import Mesh
 from tilemesh.parallel.pipeline import Pipeline
 from tilemesh.runs import checkpoint
@@ -393,16 +394,17 @@ def _respect_documents(laid: Laid) -> None:
 
 
 def make_optimizer(config: TrainConfig, laid: Laid, kernels: str) -> Optimizer:
-    """Of a laid model. `kernels`: who does AdamW's arithmetic, as `Optimizer` takes it."""
+    """Of a laid model: a collective call. `kernels`: who does AdamW's arithmetic, as `Optimizer` takes it."""
     held, precision = laid.gradients.stepped, config.plan.precision
+    matrices = MatrixGroup(laid.mesh, config.plan) if config.optimizer.name == "muon" else None
     # In 16 bits gradients must neither add up over microbatches nor over ranks: float32 holds what autocast's products
     # give as exactly as 16 bits do, but the sums would round.
     is_exact = precision == "bf16" and laid.gradients.is_late and config.plan.accumulation == 1
     narrowed = product_parameters(laid.module) & held.keys() if is_exact else set()
     if "optimizer" in config.plan.offloads:
-        optimizer: Optimizer = HostOptimizer(config.optimizer, held, precision, kernels)
+        optimizer: Optimizer = HostOptimizer(config.optimizer, held, precision, kernels, matrices)
     else:
-        optimizer = Optimizer(config.optimizer, held, precision, kernels, narrowed)
+        optimizer = Optimizer(config.optimizer, held, precision, kernels, narrowed, matrices)
     if isinstance(laid.gradients, LocalUpdates):
         laid.gradients.average(optimizer.stepped)
     return optimizer

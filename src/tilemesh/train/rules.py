@@ -1,8 +1,8 @@
 """Which rule steps a parameter, what it remembers of it, and with what weight decay. No torch: `update.py` computes.
 
 The one idea: a rule is per element (AdamW, SGD, Lion), so it works on any shard of a parameter, or it needs the whole
-matrix (Muon), so it works where no rank holds a part of one. Muon steps the matrices of layers; embedding tables, the
-output projection, norms and biases are stepped by AdamW in the same run.
+matrix (Muon), whose parts ranks then exchange (`parallel/matrices.py`). Muon steps the matrices of layers; embedding
+tables, the output projection, norms and biases are stepped by AdamW in the same run.
 """
 
 from __future__ import annotations

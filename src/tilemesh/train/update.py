@@ -9,7 +9,7 @@ arguments, so a step gives the same bits.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
+from tilemesh.parallel.matrices import MatrixRound
 from tilemesh.train.config import OptimizerConfig
 from tilemesh.train.rules import KINDS
 
@@ -40,6 +41,8 @@ class UpdateGroup:
     is_capturing: bool = False  # what torch's AdamW wants to be told before it is captured as a CUDA graph, and after
     state: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     rule: str = ""
+    matrices: MatrixRound | None = None
+    """Of Muon, where ranks hold parts of these parameters: how functions of the whole ones are computed."""
 
     def __post_init__(self) -> None:
         self.rule = self.rule or self.config.name
@@ -67,8 +70,8 @@ class UpdateGroup:
         if self.rule == "lion":
             lion(values, gradients, remembered, rate=rate, betas=self.config.betas, weight_decay=self.weight_decay)
         else:
-            momentum = self.config.momentum
-            muon(values, gradients, remembered, rate=rate, momentum=momentum, weight_decay=self.weight_decay)
+            momentum, decay = self.config.momentum, self.weight_decay
+            muon(values, gradients, remembered, self.matrices, rate=rate, momentum=momentum, weight_decay=decay)
 
     def _adamw(
         self, stepped: dict[str, nn.Parameter], gradients: list[Tensor], rate: float | Tensor, divisor: Tensor | None
@@ -147,32 +150,39 @@ def muon(
     parameters: Sequence[Tensor],
     gradients: Sequence[Tensor],
     momenta: Sequence[Tensor],
+    matrices: MatrixRound | None = None,
     *,
     rate: float | Tensor,
     momentum: float,
     weight_decay: float,
 ) -> None:
     """One step of Muon, in place: momentum with Nesterov's look ahead, made orthogonal, and scaled to the size that an
-    AdamW update typically has, so that one learning rate serves both (Liu et al. 2025)."""
-    for parameter, gradient, kept in zip(parameters, gradients, momenta, strict=True):
-        kept.lerp_(gradient, 1 - momentum)
-        update = orthogonal(gradient.lerp(kept, momentum))
+    AdamW update typically has, so that one learning rate serves both (Liu et al. 2025).
+
+    matrices: where ranks hold parts of the parameters, which they are and how functions of the whole are computed.
+    """
+    for gradient, average in zip(gradients, momenta, strict=True):
+        average.lerp_(gradient, 1 - momentum)
+    ahead = (gradient.lerp(average, momentum) for gradient, average in zip(gradients, momenta, strict=True))
+    if matrices is None:
+        updates: Iterable[Tensor] = map(orthogonal, ahead)
+        longest = [max(parameter.shape) for parameter in parameters]
+    else:  # sent in the precision of the products, to which `orthogonal` rounds a matrix first of all
+        updates = matrices(orthogonal, [part.to(product_dtype(part)) for part in ahead])
+        longest = [max(shard.whole) for shard in matrices.shards]
+    for parameter, update, length in zip(parameters, updates, longest, strict=True):
         if weight_decay:
             parameter.mul_(1 - rate * weight_decay)
-        parameter.sub_(update.to(parameter.dtype) * (rate * UPDATE_SIZE * math.sqrt(max(parameter.shape))))
+        parameter.sub_(update.to(parameter.dtype) * (rate * UPDATE_SIZE * math.sqrt(length)))
 
 
 def orthogonal(matrix: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """The matrix with all singular values brought near 1, by a few products.
 
-    dtype: of the products; by default bfloat16 on a GPU, where they are quick, else the matrix's own, at least float32.
+    dtype: of the products.
     """
-    if dtype is None:
-        dtype = matrix.dtype if matrix.dtype == torch.float64 else torch.float32
-        if matrix.is_cuda and matrix.dtype != torch.float64:
-            dtype = torch.bfloat16
     a, b, c = NEWTON_SCHULZ
-    x = matrix.to(dtype)
+    x = matrix.to(dtype or product_dtype(matrix))
     is_tall = x.shape[0] > x.shape[1]
     x = x.mT if is_tall else x
     x = x / x.norm().clamp(min=_LEAST_NORM)
@@ -180,3 +190,10 @@ def orthogonal(matrix: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         gram = x @ x.mT
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.mT if is_tall else x
+
+
+def product_dtype(matrix: Tensor) -> torch.dtype:
+    """Of Newton-Schulz products: bfloat16 on a GPU, where they are quick, else the matrix's own, at least float32."""
+    if matrix.dtype == torch.float64:
+        return torch.float64
+    return torch.bfloat16 if matrix.is_cuda else torch.float32

@@ -11,7 +11,7 @@ import dataclasses
 import json
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from tilemesh.comm.runtime.communicator import Communicator
     from tilemesh.parallel.gate.compare import GateResult
     from tilemesh.parallel.gate.plant_numerics import Plant
-    from tilemesh.parallel.shard import Held
+    from tilemesh.parallel.laid import Laid
     from tilemesh.train.optimizer import Optimizer
 
 TIMEOUT_S = 180.0  # for one case, under a second on free cores: ranks that a layout does not need wait until it is done
@@ -86,14 +86,16 @@ def results(comm: Communicator, options: VerifyOptions) -> Iterator[dict[str, An
         yield _fields(result, plant is not None)
 
 
-def train_optimizer(name: str, held: Mapping[str, Held], precision: str) -> Optimizer:
+def train_optimizer(name: str, laid: Laid, precision: str) -> Optimizer:
     """The optimizer that training runs step by, as the gate's settings have it."""
     from tilemesh.parallel.gate.cases import SETTINGS, rate_of
+    from tilemesh.parallel.matrices import MatrixGroup
     from tilemesh.train.config import OptimizerConfig
     from tilemesh.train.optimizer import Optimizer
 
     values: dict[str, Any] = {"name": name, "lr": rate_of(name), **SETTINGS}
-    return Optimizer(OptimizerConfig(**values), held, precision)
+    matrices = MatrixGroup(laid.mesh, laid.plan) if name == "muon" else None
+    return Optimizer(OptimizerConfig(**values), laid.gradients.stepped, precision, matrices=matrices)
 
 
 def _fields(result: GateResult, planted: bool) -> dict[str, Any]:

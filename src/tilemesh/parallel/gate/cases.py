@@ -263,10 +263,24 @@ def cases(ranks: int, models: Sequence[str] = (), precision: str = "fp64") -> li
     return every
 
 
+_MATRICES_CUT = (
+    ("gpt", GateLayout(1, 2)),
+    ("llama", GateLayout(1, 2, True, 2)),
+    ("llama", GateLayout(2, accumulation=2, zero=1)),
+    ("gpt", GateLayout(2, accumulation=2, zero=2)),
+    ("gemma", GateLayout(2, zero=3)),
+    ("query", GateLayout(1, 4)),  # KV heads that several ranks hold
+    ("query", GateLayout(2, 2, zero=1)),
+    ("llama", GateLayout(2, 2, True, 2, zero=3)),
+    ("gpt", GateLayout(4, zero=2, zero_group=2)),
+    ("neox", GateLayout(1, 2, pp=2, accumulation=4)),
+)
+
+
 def numerics(ranks: int, models: Sequence[str] = ()) -> list[Case]:
     """What is no matter of layout: each optimizer, a scaled loss, 16-bit weights beside float32 ones, and the papers.
 
-    Lion steps by signs and is compared where no gradient is 0 but for rounding; Muon where matrices are whole.
+    Lion steps by signs and is compared where no gradient is 0 but for rounding; Muon wherever matrices are cut.
     """
     if ranks == 1:
         steps = dict.fromkeys(OPTIMIZERS, GateLayout(accumulation=2))
@@ -277,6 +291,7 @@ def numerics(ranks: int, models: Sequence[str] = ()) -> list[Case]:
         steps = {"adamw": zero, "sgd": cut, "lion": piped, "muon": split}
         scaled, narrow = [split, piped, zero, cut], [split, piped, zero, cut]
     every = [Case("llama", layout, optimizer=name) for name, layout in steps.items()]
+    every += [Case(name, layout, optimizer="muon") for name, layout in _MATRICES_CUT if layout.ranks <= ranks]
     every += [Case("gpt", layout, scale=LOSS_SCALE) for layout in scaled]
     every += [Case("llama", layout, "bf16-master", optimizer="sgd") for layout in narrow]
     chosen = [case for case in every if case.model in (models or MODELS)]

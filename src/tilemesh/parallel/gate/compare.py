@@ -76,14 +76,14 @@ class _OwnRule:
 @dataclass
 class Gate:
     """The gate as one rank runs it. `plant`: a bug to put into every laid model, to see that the gate sees it; with
-    `stops_when_found` a case that shows it is the last. `optimizer`: makes the one of a name (`OPTIMIZERS`) over some
-    parameters in a precision; its settings are to be `SETTINGS`."""
+    `stops_when_found` a case that shows it is the last. `optimizer`: makes the one of a name (`OPTIMIZERS`) over a laid
+    model in a precision; its settings are to be `SETTINGS`."""
 
     comm: Communicator
     device: str = "cpu"
     plant: Plant | None = None
     stops_when_found: bool = False
-    optimizer: Callable[[str, Mapping[str, Held], Precision], GateOptimizer] | None = None
+    optimizer: Callable[[str, Laid, Precision], GateOptimizer] | None = None
     traces: dict[tuple[object, ...], GateTrace] = field(default_factory=dict)
 
     def run(self, cases: Sequence[Case]) -> Iterator[GateResult]:
@@ -152,12 +152,11 @@ class Gate:
 
     def steps(self, case: Case, laid: Laid) -> GateOptimizer:
         """What steps the layout's parameters."""
-        held = laid.gradients.stepped
         if not case.optimizer:
-            return _OwnRule(held)
+            return _OwnRule(laid.gradients.stepped)
         if self.optimizer is None:
             raise UsageError(f"a case of {case.optimizer}, and the gate was given no optimizer: pass Gate(optimizer=…)")
-        made = self.optimizer(case.optimizer, held, case.precision)
+        made = self.optimizer(case.optimizer, laid, case.precision)
         return made if self.plant is None or not self.plant.applies(case) else self.plant.steps(made)
 
     def train(self, case: Case, mesh: Mesh) -> GateTrace | None:
