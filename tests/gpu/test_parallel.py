@@ -104,10 +104,11 @@ def test_layouts_on_one_gpu_train_as_one_process_does(name: str, alone: list[flo
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize(("precision", "near"), [("fp64", 1e-10), ("bf16-master", 1e-3)])
+@pytest.mark.parametrize(("precision", "near"), [("fp64", 1e-10), ("bf16-master", 2**-8)])
 def test_muon_over_parts_of_matrices_on_one_gpu(precision: str, near: float, tmp_path: Path) -> None:
     """In 16 bits the updates travel as bfloat16: replicas that share states train as replicas that do not. Their
-    gradients are the same sums of two; what differs is the norm's last digits, and by it now and then a weight's."""
+    gradients are the same sums of two; what differs is the norm's last digits, and by it now and then the
+    rounding of a weight to 16 bits."""
     sets = f"optimizer.name=muon,plan.precision={precision}"
     apart = trained(tmp_path / "apart", "dp=2", sets)
     assert trained(tmp_path / "shared", "dp=2", sets, "plan.zero=1") == pytest.approx(apart, rel=near)
