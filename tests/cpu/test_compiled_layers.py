@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,10 +11,13 @@ import torch
 from torch._dynamo.backends.debugging import aot_eager
 
 from tilemesh.comm.connection import connect
+from tilemesh.model import huggingface
+from tilemesh.model.transformer import Transformer
 from tilemesh.parallel.mesh import Mesh
 from tilemesh.train.load import load
 from tilemesh.train.rank import lay_model
 from tilemesh.train.source import next_token
+from tilemesh.train.teach import from_teacher
 
 SMALL = "model.layers=5,model.width=32,model.heads=2,model.context=16,model.vocabulary=300,model.dropout=0.0"
 
@@ -60,3 +64,33 @@ def test_layers_that_read_their_number_are_all_compiled(monkeypatch: pytest.Monk
     """torch compiles a function so often, and runs it as it is from then on: every layer is one more."""
     monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 1)
     assert compiled_and_own("plan.precision=fp64,model.dropout=0.1,model.layers=2", monkeypatch) == 2 + 1
+
+
+@pytest.mark.parametrize("way", ["layers", pytest.param("true", marks=pytest.mark.slow)])
+def test_a_compiled_student_is_taught_the_same(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one_layer = load(mesh="dp=1", sets=[SMALL, "model.layers=1"]).model
+    huggingface.save(Transformer(one_layer, seed=5).double(), tmp_path / "teacher")
+    sets = f"distill.teacher={tmp_path / 'teacher'},distill.hidden=0.5,plan.precision=fp64,train.device=cpu"
+    asked = [
+        load(mesh="dp=1", sets=[SMALL, "model.layers=2", sets, f"train.compile={text}"]) for text in ("false", way)
+    ]
+    laid = lay_model(asked[0], Mesh(connect("alone")), torch.device("cpu"))
+    graphs: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
+    torch._dynamo.reset()
+    plain, compiled = (from_teacher(config, laid).loss for config in asked)
+    for turn in range(2):
+        tokens, targets = torch.randint(300, (2, 2, 16), generator=torch.Generator().manual_seed(turn))
+        found = []
+        for loss in (plain, compiled):
+            total, count = loss(tokens, targets)
+            assert count == 32
+            found.append((total, *torch.autograd.grad(total, list(laid.module.parameters()))))
+        torch.testing.assert_close(found[1], found[0], rtol=1e-10, atol=1e-12)
+        # The student's two layers and its head, and the teacher's layer; or each of the two whole.
+        assert len(graphs) == (4 if way == "layers" else 2)

@@ -12,6 +12,8 @@ import torch
 from torch._dynamo.backends.debugging import aot_eager
 
 from tilemesh.comm import run_threads
+from tilemesh.model import huggingface
+from tilemesh.model.transformer import Transformer
 from tilemesh.parallel.host import HostLink
 from tilemesh.runs.folder import new_run
 from tilemesh.runs.kind import TRAIN
@@ -39,6 +41,7 @@ CASES = (
     ("dp=2,pp=2", "plan.zero=3,plan.schedule=interleaved,plan.interleave=2"),
     ("dp=2", "plan.zero=3,plan.recompute=operators,model.dropout=0.1"),
     ("dp=1", "plan.offload=activations+weights,plan.accumulation=2"),
+    ("tp=2,pp=2", "plan.schedule=terapipe,plan.slices=2,distill.hidden=0.5,distill.teacher=TEACHER"),
 )
 
 
@@ -61,6 +64,9 @@ def test_compiled_passes_train_as_the_models_own(
 ) -> None:
     text = tmp_path / "text.txt"
     text.write_text("".join(f"line {number}: jumps over {number * 7} dogs\n" for number in range(300)))
+    if "TEACHER" in sets:
+        huggingface.save(Transformer(load(sets=[SETS]).model, seed=5).double(), tmp_path / "teacher")
+        sets = sets.replace("TEACHER", str(tmp_path / "teacher"))
     graphs: list[int] = []
     moved_bytes: list[int] = []
     out = HostLink.out

@@ -9,6 +9,7 @@ import torch
 from rich.console import Console
 from test_train_run import state
 from test_train_run import trained as trained_on_threads
+from torch.nn import functional
 
 from tilemesh.cli.commands.train import _show_summary
 from tilemesh.comm import run_threads
@@ -22,13 +23,17 @@ from tilemesh.core.plan import ParallelPlan
 from tilemesh.kernels.lowbit.codes import rounded
 from tilemesh.kernels.lowbit.formats import parse_scheme
 from tilemesh.model import huggingface
+from tilemesh.model.config import preset
+from tilemesh.model.loss import IGNORED
 from tilemesh.model.transformer import Transformer
 from tilemesh.parallel import Mesh, lay
+from tilemesh.parallel.apply import lay_beside
 from tilemesh.runs.folder import read_small
 from tilemesh.runs.names import SUMMARY
 from tilemesh.train import fit, load_config
 from tilemesh.train.export import export
 from tilemesh.train.preview import preview
+from tilemesh.train.teach import TeacherLesson
 
 SMALL = (
     "model.layers=1,model.width=32,model.heads=2,model.kv_heads=1,model.context=32,train.steps=4,train.batch=4,"
@@ -163,6 +168,103 @@ def test_a_student_is_trained_by_the_loop(text, tmp_path):
     assert taught.held_out != plain.held_out
 
 
+LAYOUTS = (
+    ("tp=2", "plan.sequence_parallel=true,distill.hidden=0.5,plan.recompute=operators"),
+    ("tp=2,pp=2", "plan.schedule=zb-h1,distill.hidden=0.5,model.tied=true"),
+    ("pp=2", "plan.schedule=terapipe,plan.slices=2,distill.hidden=0.5,data.packing=documents"),
+    ("dp=2", "plan.zero=3,plan.recompute=full"),
+    ("dp=2", "plan.offload=weights+activations"),
+)
+OTHER_LAYOUTS = (
+    ("tp=2", "distill.hidden=0.5,model.tied=true"),
+    ("pp=2,tp=2", "plan.schedule=terapipe,plan.slices=3,plan.sequence_parallel=true,distill.hidden=0.5"),
+    ("pp=2,dp=2", "plan.schedule=1f1b,plan.zero=3,plan.recompute=full"),
+    ("pp=2", "plan.schedule=dualpipe,plan.microbatch=1,distill.hidden=0.5"),
+    ("pp=2", "plan.schedule=chimera,plan.offload=activations"),
+    ("dp=1", "plan.recompute=operators"),
+    # One microbatch a step: nothing is delayed.
+    ("pp=2", "plan.schedule=pipedream,plan.microbatch=4,optimizer.clip=0,model.tied=false"),
+)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "more"), [*LAYOUTS, *(pytest.param(*layout, marks=pytest.mark.slow) for layout in OTHER_LAYOUTS)]
+)
+def test_a_teacher_teaches_on_every_layout_what_it_does_in_one_process(mesh, more, tmp_path):
+    text = tmp_path / "documents.jsonl"
+    text.write_text("".join(f'{{"text": "{number} fox"}}\n' for number in range(2000)))
+    shape = [part for part in more.split(",") if not part.startswith("plan.")]
+    sets = [SMALL, f"data.source={text}", "plan.precision=fp64,model.layers=4,checkpoint.every=4", *shape]
+    sets.append(f"distill.teacher={tmp_path / 'teacher'},distill.share=0.75")
+    made = load_config(sets=[*sets, "distill.teacher=none"], mesh="dp=1").model
+    huggingface.save(Transformer(made.replace(layers=2, heads=4, tied=False), seed=5).double(), tmp_path / "teacher")
+    alone = load_config(sets=sets, mesh="dp=1")
+    one, _ = trained_on_threads(alone, tmp_path / "alone")
+    several, _ = trained_on_threads(load_config(sets=[*sets, more], mesh=mesh), tmp_path / "ours")
+    assert (several.loss, several.held_out) == pytest.approx((one.loss, one.held_out), rel=1e-9)
+    want, found = (state(tmp_path / name, alone.train.steps) for name in ("alone", "ours"))
+    assert found.keys() == want.keys()
+    for name, value in want.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-8, atol=1e-10, msg=name)
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_students_loss_and_gradients_are_those_of_torchs_divergence(tied, sequence):
+    """On three ranks, none of which has as many classes as another; float64, so that only the order of sums differs."""
+    shape = preset("tiny").replace(
+        vocabulary=61, width=24, heads=6, kv_heads=3, mlp_width=48, context=16, layers=1, tied=tied
+    )
+    model, teacher = (Transformer(shape, seed=seed).double() for seed in (3, 5))
+    asked = DistillConfig(None, share=0.75, temperature=1.5, hidden=0.3)
+    tokens = torch.randint(0, 61, (2, 12), generator=torch.Generator().manual_seed(1))
+    inputs, targets = tokens[:, :-1], tokens[:, 1:].clone()
+    targets[0, 3:6] = IGNORED
+    counted = (targets != IGNORED).double()
+
+    whole, seen = copy.deepcopy(model), {}
+    for name, one in (("ours", whole), ("theirs", teacher)):
+        one.final_norm.register_forward_hook(lambda _, __, y, name=name: seen.update({name: y[0]}))
+    logits = whole(inputs)
+    with torch.no_grad():
+        theirs = (teacher(inputs) / 1.5).log_softmax(-1)
+    text_loss = functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
+    apart = functional.kl_div((logits / 1.5).log_softmax(-1), theirs, reduction="none", log_target=True).sum(-1)
+    near = ((seen["ours"] - seen["theirs"]) ** 2).sum(-1) / 24
+    expected = 0.25 * text_loss + 0.75 * 2.25 * (apart * counted).sum() + 0.3 * (near * counted).sum()
+    expected.backward()
+    gradients = {name: parameter.grad / counted.sum() for name, parameter in whole.named_parameters()}
+
+    def main(comm):
+        plan = ParallelPlan(tp=3, sequence_parallel=sequence, precision="fp64")
+        laid = lay(copy.deepcopy(model), Mesh(comm, tp=3), plan, gradients="naive")
+        beside = lay_beside(Transformer(shape, device="meta", dtype=torch.float64), laid)
+        beside.load(teacher.state_dict())
+        lesson = TeacherLesson(beside.predictions(inputs, 11), asked)
+        total, count = laid.loss(inputs, targets, lesson=lesson)
+        laid.gradients.backward(total, count)
+        laid.gradients.finish()
+        return total.item(), laid.gather_gradients()
+
+    losses, (found, *_) = zip(*run_threads(3, main), strict=True)
+    assert losses == pytest.approx([expected.item()] * 3, rel=1e-12)
+    assert found.keys() == gradients.keys()
+    for name, value in gradients.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-10, atol=1e-12, msg=name)
+
+
+def test_a_teacher_in_few_bits_is_cut_over_ranks(text, tmp_path):
+    sets = [SMALL, f"data.source={text}", "plan.precision=fp64,train.steps=2,checkpoint.every=2"]
+    plain = Transformer(load_config(sets=sets).model, seed=5)
+    huggingface.save(quantize(plain, "int4-g16"), tmp_path / "teacher")
+    sets.append(f"distill.teacher={tmp_path / 'teacher'},distill.share=1")
+    for mesh in ("dp=1", "tp=2"):
+        trained_on_threads(load_config(sets=sets, mesh=mesh), tmp_path / mesh)
+    want, found = (state(tmp_path / mesh, 2) for mesh in ("dp=1", "tp=2"))
+    for name, value in want.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-8, atol=1e-10, msg=name)
+
+
 def test_a_teacher_is_given_the_documents_of_its_student(text, tmp_path):
     teacher = Transformer(config(text).model.replace(layers=2), seed=5)
     huggingface.save(teacher, tmp_path / "teacher")
@@ -184,6 +286,11 @@ def test_a_teacher_is_given_the_documents_of_its_student(text, tmp_path):
         (("distill.teacher=TEACHER,plan.tp=1,model.vocabulary=300",), None, "must share a tokenizer"),
         (("distill.teacher=TEACHER,plan.tp=1,model.context=64",), None, "context is 32 and the student's 64"),
         (("distill.teacher=TEACHER,plan.tp=1,model.width=16,distill.hidden=1",), None, "set distill.hidden to 0"),
+        (
+            ("distill.teacher=TEACHER,plan.dp=1,plan.tp=4,model.heads=4",),
+            None,
+            "the teacher is cut over tp as the student is, and tp is 4: 2 heads are not divisible by it",
+        ),
         (("plan.tp=2,plan.dp=1",), "unstructured-50", "set compress.recipe=2:4 or plan.tp=1"),
         (("plan.tp=2,plan.dp=1",), "int4-g32", "fc_o: groups of 32 do not divide the 16 inputs of a rank"),
         (("plan.tp=2,plan.dp=1,model.mlp_width=68",), "2:4", "of 34 inputs: expected a multiple of 4 on each of 2"),

@@ -18,7 +18,8 @@ class DistillConfig:
     """Distillation: a smaller student learns from a teacher's predictions as well as from the text."""
 
     teacher: Path | None = None
-    """A Hugging Face folder with the teacher; none: no distillation."""
+    """A Hugging Face folder with the teacher; none: no distillation. It works on every layout: beside the model, each
+    rank that has its head holds the teacher's weights, or under tp its part of them."""
     share: float = 0.5
     """How much of the loss is the divergence from the teacher's predictions; the rest is that of the text."""
     temperature: float = 2.0

@@ -5,6 +5,8 @@ B: rows; T: tokens; V: vocabulary.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -12,6 +14,15 @@ from torch.nn import functional
 from tilemesh.core.errors import UsageError
 
 IGNORED = -100  # a target with this value counts for nothing
+
+
+class HeadOutput(NamedTuple):
+    """What a model's head makes of the last layer's activations."""
+
+    x_BTD: Tensor
+    """After the last norm: what the output projection is given. Where ranks cut sequences, of this rank's tokens."""
+    logits_BTV: Tensor
+    """Of all tokens; where ranks cut the vocabulary, of this rank's part."""
 
 
 def loss_sum(logits_BTV: Tensor, targets_BT: Tensor) -> tuple[Tensor, Tensor]:

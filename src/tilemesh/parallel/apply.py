@@ -98,6 +98,20 @@ def lay(
     return Laid(model, mesh, plan, shards, held, seams, exchange(held))
 
 
+def lay_beside(model: Transformer, laid: Laid) -> Laid:
+    """A model that is never trained, such as a teacher, beside one that is: over tp alone, and tokens are not cut.
+
+    A collective call along tp; ranks may each decide whether they need it. The model is on the meta device: its part
+    here, where the other's is, is NaN until `load`.
+    """
+    plan = ParallelPlan(tp=laid.plan.tp, precision=laid.plan.precision)
+    seams = Seams(laid.mesh.tp.comm, algorithm=laid.seams.algorithm)
+    device = next(laid.module.parameters()).device
+    shards = _cut(model, transformer_splits(model.config, model.part), laid.mesh, plan, seams, device)
+    model.eval().requires_grad_(False)
+    return Laid(model, laid.mesh, plan, shards, {}, seams, laid.gradients)
+
+
 def _cut(
     model: nn.Module, kinds: Splits, mesh: Mesh, plan: ParallelPlan, seams: Seams, device: torch.device
 ) -> dict[str, Shard]:

@@ -21,7 +21,7 @@ from tilemesh.core.step.action import Payload
 from tilemesh.model.deferral import Deferral, WeightProduct, multiply
 from tilemesh.model.documents import document_places
 from tilemesh.model.dropout import DropoutPlace
-from tilemesh.parallel.laid import CompiledRegions, Laid, StepPiece
+from tilemesh.parallel.laid import CompiledRegions, HeadLesson, Laid, StepPiece, Teaching
 from tilemesh.parallel.offload import ChunkEntry, HostActivations
 from tilemesh.parallel.slices import SliceCache, outside_of_graphs
 
@@ -40,6 +40,8 @@ class StepData:
     """... and how long each of them is in a sequence of so many tokens."""
     count: Callable[[Tensor, Tensor], None] = lambda total, count: None
     """Told the summed loss of a microbatch and how many targets counted."""
+    teaching: Teaching | None = None
+    """Of a student, on ranks with the head."""
 
     def piece(self, place: Place) -> tuple[Tensor, Tensor, DropoutPlace]:
         """Tokens and targets of one slice of a microbatch, and where they stand in the step's batch."""
@@ -49,6 +51,14 @@ class StepData:
         begin = sum(lengths[:number])
         here = slice(begin, begin + lengths[number])
         return tokens_BT[:, here], targets_BT[:, here], DropoutPlace(row=row, token=begin)
+
+    def lesson(self, place: Place) -> HeadLesson | None:
+        """Of one slice of a microbatch: the teacher is given all tokens up to its end."""
+        if self.teaching is None:
+            return None
+        tokens_BT = self.pieces[place[0]].tokens
+        lengths = self.lengths(tokens_BT.shape[1])
+        return self.teaching(tokens_BT[:, : sum(lengths[: place[1] + 1])], lengths[place[1]])
 
 
 Place = tuple[int, int]
@@ -116,7 +126,7 @@ class ModelChunk:
             x.requires_grad_(keeps)
         with torch.set_grad_enabled(keeps), self._keeping(place, keeps):
             if self.laid.has_head:
-                total, count = self.laid.loss(tokens_BT, targets_BT, **options)
+                total, count = self.laid.loss(tokens_BT, targets_BT, lesson=self.data.lesson(place), **options)
                 if is_first:
                     self.data.count(total, count)
                 self._graphs[place] = _Graph(x, total if keeps else None, total.dtype, cache, taken)

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from tilemesh.model.cache import KeyValueCache
 from tilemesh.model.dropout import ORIGIN, DropoutPlace
 from tilemesh.model.fresh import draw
 from tilemesh.model.kernels import TORCH
-from tilemesh.model.loss import loss_sum
+from tilemesh.model.loss import HeadOutput, loss_sum
 from tilemesh.model.part import whole_part
 from tilemesh.model.transformer import Pass, ResidualStream, Transformer, added
 from tilemesh.parallel.again import LayerCall, call_again
@@ -43,6 +43,17 @@ class StepPiece(NamedTuple):
     targets: Tensor
     row: int
     """Where its first row stands in the step's whole batch."""
+
+
+class HeadLesson(Protocol):
+    """What a teacher says of the tokens of a pass."""
+
+    def loss(self, text_loss: Tensor, ours: HeadOutput, targets_BT: Tensor, seams: Seams) -> Tensor:
+        """A student's, summed as the text's is. `seams`: how ranks share what the head gives."""
+
+
+Teaching = Callable[[Tensor, int], HeadLesson]
+"""Of the last so many of these tokens."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,31 +151,46 @@ class Laid:
         place: DropoutPlace = ORIGIN,
         cache: KeyValueCache | None = None,
         regions: CompiledRegions | None = None,
+        lesson: HeadLesson | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Summed loss of this replica's rows and how many targets counted; the same on all ranks of tp.
 
         `place`: where the rows stand in the step's whole batch. What is dropped follows from it and the seed alone.
         `x_BTD`: for the last part of a model, what `activations` of the part before it gave. `cache`: what
         the tokens attend through, where they are a slice of their sequences. `regions`: layers and head to be called
-        instead of the model's own.
+        instead of the model's own. `lesson`: what a teacher says of the tokens, whose student this is.
         """
         model = self._transformer()
         layers = None if regions is None else regions.layers
         with self.autocast():
             stream = self._stream(model, tokens_BT, x_BTD, dropout_seed, place, cache, layers)
-        return (self.head_loss if regions is None else regions.head)(stream, targets_BT)
+        return (self.head_loss if regions is None else regions.head)(stream, targets_BT, lesson)
 
-    def head_loss(self, stream: ResidualStream, targets_BT: Tensor) -> tuple[Tensor, Tensor]:
+    def head_loss(
+        self, stream: ResidualStream, targets_BT: Tensor, lesson: HeadLesson | None = None
+    ) -> tuple[Tensor, Tensor]:
         """The loss from what the last layer gave: norm, projection, cross-entropy."""
         model, is_whole = self._transformer(), self.mesh.tp.size == 1
         with self.autocast():
-            x_BTD = self._to_project(model, stream)
-            if is_whole and model.kernels.loss != TORCH:
-                return model.fused_loss_sum(x_BTD, targets_BT)
-            logits_BTV = model.project(x_BTD)
+            if lesson is None and is_whole and model.kernels.loss != TORCH:
+                return model.fused_loss_sum(self._to_project(model, stream), targets_BT)
+            ours = self._head(model, stream)
         if is_whole:
-            return loss_sum(logits_BTV, targets_BT)
-        return vocabulary_loss(logits_BTV, targets_BT, self.seams, model.config.vocabulary, model.kernels.loss)
+            total, count = loss_sum(ours.logits_BTV, targets_BT)
+        else:
+            vocabulary, kernels = model.config.vocabulary, model.kernels.loss
+            total, count = vocabulary_loss(ours.logits_BTV, targets_BT, self.seams, vocabulary, kernels)
+        return total if lesson is None else lesson.loss(total, ours, targets_BT, self.seams), count
+
+    def predictions(
+        self, tokens_BT: Tensor, last: int, layers: Sequence[Callable[..., Any]] | None = None
+    ) -> HeadOutput:
+        """What the head gives for the last so many tokens, without gradients. `layers`: as in `CompiledRegions`."""
+        model = self._transformer()
+        with torch.no_grad(), self.autocast():
+            x_BTD, branch_BTD = self._stream(model, tokens_BT, None, None, ORIGIN, None, layers)
+            branch_BTD = None if branch_BTD is None else branch_BTD[:, -last:]
+            return self._head(model, ResidualStream(x_BTD[:, -last:], branch_BTD))
 
     def logits(self, tokens_BT: Tensor, *, cache: KeyValueCache | None = None, x_BTD: Tensor | None = None) -> Tensor:
         """Whole logits on every rank, nothing dropped. A cache, for generation, holds the heads of its own rank.
@@ -180,7 +206,7 @@ class Laid:
                 stream = self._stream(model, tokens_BT, x_BTD, None, ORIGIN, cache)
                 if not model.part.head:
                     return added(stream)
-                logits_BTV = model.project(self._to_project(model, stream))
+                logits_BTV = self._head(model, stream).logits_BTV
         finally:
             model.train(was_training)
             self.seams.sequence = sequence
@@ -233,14 +259,17 @@ class Laid:
         called = self.layer_calls() if layers is None else layers
         return self._through_layers(called, ResidualStream(model.enter(tokens_BT, x_BTD, entering)), now)
 
+    def _head(self, model: Transformer, stream: ResidualStream) -> HeadOutput:
+        x_BTD = self._to_project(model, stream)
+        is_tied = model.output is None  # there is no module to enter at
+        entered_BTD = self.seams.enter(x_BTD) if is_tied and self.mesh.tp.size > 1 else x_BTD
+        return HeadOutput(x_BTD, model.project(entered_BTD))
+
     def _to_project(self, model: Transformer, stream: ResidualStream) -> Tensor:
         """What the output projection is given."""
         if not model.part.head:
             raise UsageError("a part of a model without its head has no logits: call activations, and give them on")
-        x_BTD = model.normalize(stream)
-        if model.output is None and self.mesh.tp.size > 1:  # tied: there is no module to enter at
-            x_BTD = self.seams.enter(x_BTD)
-        return x_BTD
+        return model.normalize(stream)
 
     def layer_calls(self) -> list[LayerCall]:
         """The layers here as they are called: where operators' results are kept, with what computes the rest again."""

@@ -61,6 +61,25 @@ class Seams:
         whole: Tensor = function.apply(y, self, total)
         return whole
 
+    def add(self, x: Tensor) -> Tensor:
+        """The ranks' parts of a sum, added up: the gradient passes."""
+        function: Any = _Sum
+        total: Tensor = x if self.comm.size == 1 else function.apply(x, self)
+        return total
+
+    def largest(self, x: Tensor) -> Tensor:
+        """Of each element, the largest of all ranks; without a gradient."""
+        return x.detach() if self.comm.size == 1 else self.sum(x.detach(), "max")
+
+    def own_tokens(self, x_BT: Tensor) -> Tensor:
+        """Of something that all ranks have of every token (dim 1), what belongs to the activations here."""
+        first, count = share(x_BT.shape[1], self.comm.size, self.comm.rank) if self.sequence else (0, x_BT.shape[1])
+        return x_BT[:, first : first + count]
+
+    def add_tokens(self, total: Tensor) -> Tensor:
+        """A sum over the tokens that this rank has activations of, as a sum over all tokens."""
+        return self.add(total) if self.sequence else total
+
     def part_loss(self, logits_NV: Tensor, targets_N: Tensor, first: int, vocabulary: int, kernels: str) -> Tensor:
         """The loss from this rank's classes, by tilemesh's kernels."""
         function: Any = _PartLoss
@@ -70,7 +89,7 @@ class Seams:
     def stay_out_of_graphs(self) -> None:
         """Under torch.compile: what lies between exchanges is compiled, exchanges are called as they are."""
         apart: Any = torch.compiler.disable
-        for name in ("enter", "leave", "join_features", "sum", "part_loss"):
+        for name in ("enter", "leave", "join_features", "add", "sum", "part_loss"):
             setattr(self, name, apart(getattr(self, name)))
 
     def sum(self, x: Tensor, op: str = "sum") -> Tensor:

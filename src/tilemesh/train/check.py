@@ -32,7 +32,7 @@ from tilemesh.measure.machine import this_machine, usable_gpus
 from tilemesh.model.adapter import A, B, adapted_modules
 from tilemesh.model.config import ModelConfig, check_written_model, unlike
 from tilemesh.model.families.book import read_config
-from tilemesh.model.work.weights import layer_weights, parameter_names, why_not
+from tilemesh.model.work.weights import layer_weights, parameter_names, why_not, why_not_tp
 from tilemesh.runs import folder as folders
 from tilemesh.runs.base import check_base
 from tilemesh.runs.manifest import MODEL, DamagedError, Manifest, checkpoints
@@ -135,7 +135,11 @@ def _check_compress(made: TrainConfig) -> None:
             f"distill.teacher is {made.distill.teacher}: expected a Hugging Face folder; `tilemesh export` "
             "makes one of a run"
         )
-    check_teacher(made.model, read_config(made.distill.teacher), made.distill)
+    teacher = read_config(made.distill.teacher)
+    check_teacher(made.model, teacher, made.distill)
+    reason = why_not_tp(teacher, made.plan.tp)
+    if reason:
+        raise UsageError(f"the teacher is cut over tp as the student is, and {reason}; set another plan.tp")
 
 
 def _check_cut(recipe: Recipe, shapes: dict[str, tuple[int, int]], tp: int) -> None:

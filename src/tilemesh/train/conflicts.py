@@ -36,14 +36,9 @@ _DP = Switch("plan.dp", lambda config: config.plan.dp > 1, "plan.dp=1")
 _ONE_REPLICA = Switch("plan.dp", lambda config: config.plan.dp == 1, "plan.dp=2")
 _VERSIONS = Switch("plan.schedule", lambda config: config.plan.is_asynchronous, "plan.schedule=1f1b")
 _ZERO = Switch("plan.zero", lambda config: config.plan.zero > 0, "plan.zero=0")
-_ZERO_3 = Switch("plan.zero", lambda config: config.plan.zero == 3, "plan.zero=2")
 _OFFLOAD = Switch("plan.offload", lambda config: bool(config.plan.offloads), "plan.offload=")
-_MOVED_LAYERS = Switch(
-    "plan.offload", lambda config: bool({"activations", "weights"} & {*config.plan.offloads}), "plan.offload="
-)
 _MOVED_STATES = Switch("plan.offload", lambda config: "optimizer" in config.plan.offloads, "plan.offload=")
 _MOVED_WEIGHTS = Switch("plan.offload", lambda config: "weights" in config.plan.offloads, "plan.offload=")
-_RECOMPUTE = Switch("plan.recompute", lambda config: config.plan.recompute != "none", "plan.recompute=none")
 _FP16 = Switch("plan.precision", lambda config: config.plan.precision == "fp16", "plan.precision=fp32")
 _MASTER = Switch("plan.precision", lambda config: config.plan.precision == "bf16-master", "plan.precision=bf16")
 _COMPILE = Switch("train.compile", lambda config: bool(config.train.compile), "train.compile=false")
@@ -101,8 +96,6 @@ def _between_averages(key: str, steps: Callable[[TrainConfig], int]) -> Row:
 
 _PUSHED = "what servers send is the weights that are updated, of which workers would keep 16 bits"
 _REPLICAS = "it is for whole replicas on the CPU"
-_WHOLE = "the teacher's predictions are compared with those of a pass through the whole model"
-_LOGITS = "the teacher's predictions are compared with whole logits"
 _MERGED = "adapters are merged into weights in the end, and these would be trained beside rounded or masked ones"
 
 _ALONE = "a graph is for one GPU alone"
@@ -179,11 +172,8 @@ OF_CONFIG: tuple[Row, ...] = (
     _between_averages("checkpoint.every", lambda config: config.checkpoint.every),
     _between_averages("evaluate.every", lambda config: config.evaluate.every),
     _between_averages("method.start", lambda config: config.method.start),
-    # Adapters.
-    # Recipes and teachers.
+    # Recipes.
     _pair(_RECIPE, _LORA, _MERGED),
-    *(_pair(_TEACHER, other, _WHOLE) for other in (_PP, _ZERO_3, _MOVED_LAYERS)),
-    *(_pair(_TEACHER, other, _LOGITS) for other in (_TP, _RECOMPUTE, _COMPILE)),
     row(
         "compress.recipe plan.tp",
         lambda config: _TP.is_on(config) and _prunes_anywhere(config),

@@ -78,8 +78,9 @@ from tilemesh.train.record import CONTROL, Recorder, observe_mesh
 from tilemesh.train.result import Result
 from tilemesh.train.resume import begin
 from tilemesh.train.served import Seat, ServedOptimizer, WorkerSource, as_worker, serve_shard, work
-from tilemesh.train.source import TextSource, from_teacher, next_token
+from tilemesh.train.source import TextSource, next_token
 from tilemesh.train.steps import Stepper
+from tilemesh.train.teach import from_teacher
 
 
 def main(argv: Sequence[str]) -> int:

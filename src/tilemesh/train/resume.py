@@ -27,6 +27,7 @@ from tilemesh.model.families.book import read_config
 from tilemesh.model.kinds import unpacked
 from tilemesh.model.work.weights import count_parameters
 from tilemesh.parallel.agree import tell
+from tilemesh.parallel.laid import Laid
 from tilemesh.parallel.shard import take
 from tilemesh.runs.manifest import MODEL, WEIGHT, DamagedError, Manifest, checkpoints, damage
 from tilemesh.runs.names import CHECKPOINTS, CONFIG, DAMAGED
@@ -172,19 +173,23 @@ def check_numbers(values: Mapping[str, Any]) -> None:
         raise ValueError("expected position, optimizer_steps and scale as numbers among its values")
 
 
-def _load_base(loop: Loop, folder: Path, say: Say) -> None:
-    """The frozen weights below the adapters; they are in no checkpoint."""
+@torch.no_grad()
+def load_stored(laid: Laid, folder: Path) -> None:
+    """This rank's part of the weights of a Hugging Face folder, compressed ones as they are."""
     from tilemesh.model import huggingface
 
-    held = loop.laid.weights()
-    with torch.no_grad():
-        for name, tensor in huggingface.read_parameters(folder, as_stored=True):
-            if name in held:  # another stage's otherwise
-                parameter, shard = held[name]
-                if tensor.shape != shard.whole:  # codes that share bytes in files, and none where ranks cut them
-                    layer = loop.laid.module.get_submodule(name.rpartition(".")[0])
-                    tensor = unpacked(layer, tensor, shard.whole[1])
-                parameter.copy_(take(shard, tensor))
+    held = laid.weights()
+    for name, tensor in huggingface.read_parameters(folder, as_stored=True):
+        if name in held:  # another stage's otherwise
+            parameter, shard = held[name]
+            if tensor.shape != shard.whole:  # codes that share bytes in files, and none where ranks cut them
+                tensor = unpacked(laid.module.get_submodule(name.rpartition(".")[0]), tensor, shard.whole[1])
+            parameter.copy_(take(shard, tensor))
+
+
+def _load_base(loop: Loop, folder: Path, say: Say) -> None:
+    """The frozen weights below the adapters; they are in no checkpoint."""
+    load_stored(loop.laid, folder)
     if loop.mesh.comm.rank == 0:
         lora = loop.config.lora
         trained, whole = adapter_parameters(loop.config.model, lora), count_parameters(loop.config.model).total

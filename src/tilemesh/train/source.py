@@ -16,13 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tilemesh.compress.distill import last_activations, student_loss
 from tilemesh.core.errors import UsageError
 from tilemesh.data.order import rows_of
 from tilemesh.data.samples import IGNORED, SamplePair, held_out_samples, train_mixture
 from tilemesh.data.stream import Corpus
 from tilemesh.data.tokenizer import Bytes, Unknown
-from tilemesh.model.transformer import Transformer
 from tilemesh.parallel.laid import Laid
 from tilemesh.parallel.mesh import Axis
 from tilemesh.parallel.pipeline import Pipeline
@@ -88,26 +86,6 @@ def next_token(config: TrainConfig, laid: Laid) -> Objective:
         return Objective(functools.partial(laid.loss, regions=laid.compiled_regions()), laid.loss)
     compiled: Any = torch.compile(laid.loss)
     return Objective(compiled, laid.loss)
-
-
-def from_teacher(config: TrainConfig, laid: Laid) -> Objective:
-    """The loss of a student: its text's, and how far its predictions are from the teacher's; judged by the text's."""
-    from tilemesh.model import huggingface  # late: it needs safetensors
-
-    assert config.distill.teacher is not None
-    student = laid.module
-    assert isinstance(student, Transformer)
-    like = next(student.parameters())
-    teacher = huggingface.load(config.distill.teacher, device=like.device, dtype=like.dtype)
-    teacher.eval().requires_grad_(False)
-    teacher.documents_marked = student.documents_marked  # both are given the same tokens
-
-    def loss(tokens_BT: Tensor, targets_BT: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
-        with laid.autocast():
-            x_BTD = last_activations(student, tokens_BT, **options)
-            return student_loss(student.project(x_BTD), x_BTD, tokens_BT, targets_BT, teacher, config.distill)
-
-    return Objective(loss, laid.loss)
 
 
 def order_settings(config: TrainConfig) -> dict[str, Any]:

@@ -80,7 +80,7 @@ def _loss_without_sum(laid: Laid) -> None:
     def loss(tokens_BT: Tensor, targets_BT: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
         model = laid._transformer()
         stream = laid._stream(model, tokens_BT, None, options["dropout_seed"], options["place"])
-        logits_BTV = model.project(laid._to_project(model, stream))
+        logits_BTV = laid._head(model, stream).logits_BTV
         return vocabulary_loss(logits_BTV, targets_BT, _deaf(laid), model.config.vocabulary)
 
     laid.loss = loss  # type: ignore[method-assign]
