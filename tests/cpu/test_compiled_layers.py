@@ -62,8 +62,8 @@ def test_three_graphs_serve_five_layers(sets: str, monkeypatch: pytest.MonkeyPat
 
 def test_layers_that_read_their_number_are_all_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch compiles a function so often, and runs it as it is from then on: every layer is one more."""
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 1)
-    assert compiled_and_own("plan.precision=fp64,model.dropout=0.1,model.layers=2", monkeypatch) == 2 + 1
+    with torch._dynamo.config.patch(recompile_limit=1):  # monkeypatch does not put it back
+        assert compiled_and_own("plan.precision=fp64,model.dropout=0.1,model.layers=2", monkeypatch) == 2 + 1
 
 
 @pytest.mark.parametrize("way", ["layers", pytest.param("true", marks=pytest.mark.slow)])
