@@ -345,10 +345,6 @@ def test_a_stalled_rank_its_action_and_who_waits_for_whom_are_named() -> None:
     ("fields", "words"),
     [
         ({"schedule": "1f1b", "pp": 8, "accumulation": 8}, "pp 8 needs as many layers, the model has 4: pp 4 at most"),
-        (
-            {"schedule": "terapipe", "slices": 2, "pp": 2, "tp": 2, "sequence_parallel": True},
-            "both cut sequences, and not together; set sequence_parallel=false",
-        ),
         ({"schedule": "zb-v", "pp": 4, "accumulation": 8}, "2 chunks of zb-v needs as many layers.*pp 2 at most"),
         ({"schedule": "dualpipe", "pp": 2, "accumulation": 3}, "at least 4 microbatches: .* is 3, 4 is the next"),
     ],

@@ -13,6 +13,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,10 @@ WRITTEN = "written"
 READERS_OF_A_STATE = 2
 _STEP = "train.steps=1,checkpoint.every=0,evaluate.every=0"
 _COMPRESS = BASES["compress"][0]
+_SERVED = (("serve", WRITTEN, "--port", "0", "--pages", "8"),) if find_spec("uvicorn") else ()
 _AS_A_MODEL: tuple[tuple[str, ...], ...] = (
     ("generate", WRITTEN, "--prompt", "a", "--tokens", "2"),
-    ("serve", WRITTEN, "--port", "0", "--pages", "8"),
+    *_SERVED,
     ("train", "tiny.toml", "--mesh", "dp=1", "--set", _STEP, "--init", WRITTEN, "--out", "new"),
     ("train", "tiny.toml", "--mesh", "dp=1", "--set", f"{_STEP},distill.teacher={WRITTEN}", "--out", "new"),
     tuple(_COMPRESS.words("compress", {"--out": "smaller"}, (WRITTEN,))),
@@ -34,7 +36,7 @@ _AS_SHARDS = (("train", "tiny.toml", "--mesh", "dp=1", "--set", f"{_STEP},data.s
 _AS_A_RUN = (
     ("train", "--resume", WRITTEN),
     ("generate", WRITTEN, "--prompt", "a", "--tokens", "2"),
-    ("serve", WRITTEN, "--port", "0", "--pages", "8"),
+    *_SERVED,
     ("export", WRITTEN, "others"),
     ("report", WRITTEN, "--html", "page.html"),
 )
@@ -58,11 +60,11 @@ def _of_model(name: str) -> bool:
 
 
 KILLED: Mapping[str, Killed] = {
-    "export": Killed(("export", "run", WRITTEN), 12, _AS_A_MODEL),
+    "export": Killed(("export", "run", WRITTEN), 20, _AS_A_MODEL),
     "compress": Killed(tuple(_COMPRESS.words("compress", {})), 32, _AS_A_MODEL[:-1], _of_model),
     "data prepare": Killed(("data", "prepare", "text.txt", WRITTEN), 14, _AS_SHARDS),
     "data prepare with a tokenizer": Killed(
-        ("data", "prepare", "text.txt", WRITTEN, "--tokenizer", "exported/tokenizer.json"), 18, _AS_SHARDS
+        ("data", "prepare", "text.txt", WRITTEN, "--tokenizer", "exported/tokenizer.json"), 22, _AS_SHARDS
     ),
     "train": Killed(
         ("train", "tiny.toml", "--mesh", "dp=1", "--set", "checkpoint.background=false", "--out", WRITTEN),

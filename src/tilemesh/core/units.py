@@ -137,6 +137,7 @@ def format_change(x: float) -> str:
 
 def format_plain(x: float) -> str:
     """A number in six digits without an exponent where that is short, and never as a negative zero."""
+    x = _as_float(x)
     text = f"{x + 0.0:g}"
     return f"{x:.9f}".rstrip("0").rstrip(".") if "e-0" in text else text
 

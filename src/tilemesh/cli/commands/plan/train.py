@@ -195,7 +195,8 @@ def _explain_model(console: Console, options: TrainPlanOptions, name: str, model
 
 def origin() -> dict[str, Any]:
     """What made the figures: the version and the command."""
-    return {"versions": {"tilemesh": tilemesh.__version__}, "command": shlex.join(["tilemesh", *sys.argv[1:]])}
+    command = shlex.join(["tilemesh", *sys.argv[1:]]).encode(errors="backslashreplace").decode()  # names may be bytes
+    return {"versions": {"tilemesh": tilemesh.__version__}, "command": command}
 
 
 def _save(result: SearchResult, path: str) -> None:
