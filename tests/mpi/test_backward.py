@@ -371,7 +371,7 @@ def test_a_users_tied_table_of_a_size_that_does_not_divide() -> None:
         ({"head": VocabularySplit(joins=True)}, "head.weight is table.weight, one tensor"),
         (TIED | {"head": ColumnSplit(joins=True)}, "head.weight: its output of 13 is not divisible by 2"),
         ({"up": None}, "a split is None: expected one of column, row"),
-        ({"down": "row"}, "a row-split layer of 16 inputs got 16: this rank's part takes 8"),
+        ({"down": "row"}, "a row-split layer got 16 inputs: this rank's part takes 8"),
     ],
 )
 def test_a_map_that_does_not_fit_the_module(splits: dict[str, Any], message: str) -> None:

@@ -419,5 +419,5 @@ def _adapted(name: str, layer: Linear, dtype: torch.dtype) -> Linear:
     values = {}
     for piece in kind.pieces(*sizes)[-2:]:
         drawn = torch.linspace(-0.2, 0.3, torch.Size(piece.shape).numel(), dtype=torch.float64).sin().view(piece.shape)
-        values[piece.name] = (drawn * (1 + len(name) % 3)).to(next(layer.parameters()).device, dtype)
+        values[piece.name] = (drawn * (1 + len(name) % 3) / 8).to(next(layer.parameters()).device, dtype)
     return as_kind(layer, kind, **values)
