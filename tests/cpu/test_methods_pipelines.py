@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +27,8 @@ from tilemesh.core.step.simulate import StepTimes, simulate
 from tilemesh.core.step.versions import delays, held_versions
 from tilemesh.data.corpus import open_corpus
 from tilemesh.methods.versions import VersionServices, plain_sgd, version_reads, versioned
+from tilemesh.model import huggingface
+from tilemesh.model.lora import attach
 from tilemesh.model.transformer import Transformer
 from tilemesh.parallel import Mesh, lay
 from tilemesh.parallel.mesh import Axis
@@ -216,7 +219,9 @@ def test_the_planner_counts_the_versions_that_are_held(name: str, ranks: int, mi
     assert copies == [held + (name == "pipemare") for held in held_versions(program)]
 
 
-def trained(name: str, mesh: str, folder: Path) -> tuple[TrainConfig, dict[str, Tensor]]:
+def trained(
+    name: str, mesh: str, folder: Path, adapters: Sequence[str], init: Path | None
+) -> tuple[TrainConfig, dict[str, Tensor]]:
     """Two steps of plain SGD by `tilemesh train`: the configuration and the last weights."""
     config = load_config(
         sets=[
@@ -224,8 +229,9 @@ def trained(name: str, mesh: str, folder: Path) -> tuple[TrainConfig, dict[str, 
             "train.batch=16", "plan.microbatch=2", "plan.precision=fp64", "optimizer.clip=0", "optimizer.name=sgd",
             "optimizer.momentum=0", "optimizer.lr=0.5", "optimizer.weight_decay=0", "sample.tokens=0",
             "train.trace_steps=0", f"data.source={__file__}", f"plan.schedule={name}", "evaluate.every=0",
+            *adapters,
         ],
-        mesh=mesh,
+        mesh=mesh, init=init,
     )  # fmt: skip
     folders.new_run(TRAIN, config.to_toml(), folder)
     run_threads(config.ranks, lambda comm: train_here(config, folder, comm))
@@ -233,16 +239,31 @@ def trained(name: str, mesh: str, folder: Path) -> tuple[TrainConfig, dict[str, 
     return config, {name[7:]: reader.whole(name) for name in reader.names if name.startswith("weight:")}
 
 
+def learning(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    return [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+
+
 @pytest.mark.parametrize(
-    ("name", "mesh"), [("pipedream", "pp=2"), ("pipedream-2bw", "pp=2"), ("pipedream", "dp=2,pp=2")]
-)
-def test_training_equals_whole_gradients_at_mixed_versions(name: str, mesh: str, tmp_path: Path) -> None:
+    ("name", "mesh", "adapters"),
+    [("pipedream", "pp=2", ()), ("pipedream-2bw", "pp=2", ()), ("pipedream", "dp=2,pp=2", ()),
+     ("pipedream", "pp=2", ("lora.rank=2",))],
+)  # fmt: skip
+def test_training_equals_whole_gradients_at_mixed_versions(
+    name: str, mesh: str, adapters: Sequence[str], tmp_path: Path
+) -> None:
     """Each microbatch's gradient by plain autograd of the whole model, whose parts have the versions of the list."""
-    config, found = trained(name, mesh, tmp_path / "run")
+    init = tmp_path / "base" if adapters else None
+    if init is not None:
+        sizes = ["model.layers=2", "model.width=16", "model.heads=2", "model.context=8", "model.tied=false"]
+        huggingface.save(Transformer(load_config(sets=sizes).model, seed=5, dtype=torch.float64), init)
+    config, found = trained(name, mesh, tmp_path / "run", adapters, init)
     program, corpus = step_program(config.plan, 2).program, open_corpus(config.data)
     model = Transformer(config.model, seed=config.train.seed, dtype=torch.float64)
+    if init is not None:
+        model = huggingface.load(init, dtype=torch.float64)
+        attach(model, config.lora, config.train.seed)
     home = {n: int(n.startswith(("layers.1", "final_norm", "output"))) for n, _ in model.named_parameters()}
-    newest = {n: p.detach().clone() for n, p in model.named_parameters()}
+    newest = {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
     reads = [version_reads(program, chunk) for chunk in (0, 1)]
     per_update = 2 if name == "pipedream-2bw" else 1
     alone = run_threads(1, lambda comm: comm)[0]
@@ -254,14 +275,14 @@ def test_training_equals_whole_gradients_at_mixed_versions(name: str, mesh: str,
         sums, count = {}, 0
         for number, batches in enumerate(zip(*(source.fetch(step) for source in sources), strict=True)):
             with torch.no_grad():
-                for parameter, value in model.named_parameters():
+                for parameter, value in learning(model):
                     value.copy_(history[home[parameter]][reads[home[parameter]]["F", number]][parameter])
                     value.grad = None
             for tensors, _ in batches:
                 total, targets = plain.loss(*tensors)
                 total.backward()
                 count += int(targets)
-            for parameter, value in model.named_parameters():
+            for parameter, value in learning(model):
                 sums[parameter] = sums.get(parameter, 0) + value.grad
             if (number + 1) % per_update == 0:
                 move = float(np.float32(rate(step - 1, 2, config.optimizer))) / count
@@ -269,7 +290,7 @@ def test_training_equals_whole_gradients_at_mixed_versions(name: str, mesh: str,
                     history[chunk].append({n: w - move * sums[n] for n, w in history[chunk][-1].items()})
                 sums, count = {}, 0
         newest = {**history[0][-1], **history[1][-1]}
-    moved = max(float((newest[n] - p.detach()).abs().max()) for n, p in model.named_parameters())
+    moved = max(float((newest[n] - p.detach()).abs().max()) for n, p in learning(model))
     assert moved > 1e-4
     assert found.keys() == newest.keys()
     for parameter, value in found.items():

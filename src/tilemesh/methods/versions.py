@@ -191,7 +191,7 @@ def versioned(
     taus, updates = delays(program), find(program.name).updates
     made = {}
     for chunk, chunk_passes in passes.items():
-        parameters = list(modules[chunk].parameters())
+        parameters = [value for value in modules[chunk].parameters() if value.requires_grad]
         correction = (warmup or 0) if updates and updates.is_corrected else None
         kept = ChunkVersions(parameters, move_of(parameters), program.keeps_versions, taus[chunk], correction)
         made[chunk] = VersionedChunk(chunk_passes, kept, version_reads(program, chunk))

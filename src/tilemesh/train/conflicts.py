@@ -150,7 +150,6 @@ OF_CONFIG: tuple[Row, ...] = (
     _pair(_VERSIONS, _CLIP, "no rank knows the norm of the whole gradient at an update"),
     _pair(_VERSIONS, _TIED, "gradients of a tied table come to its two stages at different times"),
     _pair(_VERSIONS, _FP16, "nobody waits to see whether a gradient overflows"),
-    _pair(_VERSIONS, _LORA, "adapters are trained by synchronous steps"),
     _pair(_VERSIONS, _COMPRESSED, "its gradients are exchanged update by update"),
     _pair(_VERSIONS, _METHOD, "a method is for replicas, this for stages"),
     # How replicas keep together.
