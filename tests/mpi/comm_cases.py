@@ -901,10 +901,9 @@ def the_first_array_of_the_arena_is_noticed(comm: Communicator) -> None:
 
 
 def _block_of(array: Any) -> Any:
-    """What all arrays of one block of the arena hang on."""
-    while isinstance(array, np.ndarray):
+    """What all arrays of one block of the arena hang on; of one rank, which has no arena, the array itself."""
+    while isinstance(array, np.ndarray) and array.base is not None:
         array = array.base
-    assert array is not None
     return array
 
 
