@@ -280,7 +280,8 @@ def _named(text: str) -> Recipe:
         else:
             scheme.append(word)
     if not scheme:
-        raise UsageError(f"recipe '{text}' names no number format: write such as int4-g128-{text}")
+        more = "-a8" * (text == "smooth")
+        raise UsageError(f"recipe '{text}' names no number format: write such as int4-g128-{text}{more}")
     if ("smooth" in text.split("-") or "static" in text.split("-")) and "scheme" not in activations:
         raise UsageError(f"recipe '{text}' has smooth or static, which are of activations, and no a8: write {text}-a8")
     try:

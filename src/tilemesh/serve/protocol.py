@@ -169,12 +169,12 @@ def _prompt(name: str, value: Any, reading: _BodyRead) -> None:
     expected = "expected a text or a list of tokens, or a list of either"
     if _is_prompt(value):
         prompts = [value]
+    elif isinstance(value, list) and len(value) > _MOST_PROMPTS:  # before each of them is looked at
+        raise RefusedError(name, f"prompt has {len(value)} prompts: expected at most {_MOST_PROMPTS}, or one of tokens")
     elif isinstance(value, list) and value and all(_is_prompt(prompt) for prompt in value):
         prompts = value
     else:
         raise RefusedError(name, f"prompt is {shown(value)}: {expected}")
-    if len(prompts) > _MOST_PROMPTS:
-        raise RefusedError(name, f"prompt has {len(prompts)} prompts: expected at most {_MOST_PROMPTS}")
     reading.asked["prompts"] = tuple(prompt if isinstance(prompt, str) else tuple(prompt) for prompt in prompts)
 
 
