@@ -288,6 +288,18 @@ def test_a_runs_configuration_that_is_no_text_is_one_line(tmp_path: Path, capsys
             "--json and --html are both 'folder/../new'",
         ),
         (["export", "folder", "folder"], "FOLDER 'folder' would write over what RUN names: give another path"),
+        (
+            ["report", "folder", "--html", "folder/config.toml"],
+            "--html 'folder/config.toml' would write over a file of",
+        ),
+        (
+            ["train", "--resume", "folder", "--json", "folder/metrics.jsonl", "--dry-run"],
+            "--json 'folder/metrics.jsonl' would write over a file of what --resume names",
+        ),
+        (
+            ["compress", "folder", "--recipe", "int8", "--out", "new", "--json", "new/config.json"],
+            "--json 'new/config.json' would write over a file of what --out names",
+        ),
     ],
 )
 def test_nothing_is_written_twice_or_over_what_is_read(

@@ -10,6 +10,21 @@ from pathlib import Path
 from tilemesh.core.errors import UsageError
 from tilemesh.core.files import check_new_folder
 from tilemesh.core.ranges import shown
+from tilemesh.runs.names import (
+    ABOUT,
+    BASE,
+    CHECKPOINTS,
+    CHOICES,
+    CONFIG,
+    ENVIRONMENT,
+    LOCK,
+    METRICS,
+    PREDICTED,
+    SUMMARY,
+)
+
+_READ = {ABOUT, CONFIG, ENVIRONMENT, PREDICTED, CHOICES, METRICS, SUMMARY, LOCK, BASE, "config.json"}
+"""Files by whose names runs and folders of models are read."""
 
 
 def check_targets(**targets: str | Path | None) -> None:
@@ -23,7 +38,8 @@ def check_targets(**targets: str | Path | None) -> None:
 
 
 def check_apart(written: Sequence[tuple[str, str]], read: Sequence[tuple[str, str]]) -> None:
-    """Refuse two outputs that are one file, and an output that is an input; both as (option, word) pairs."""
+    """Refuse two outputs that are one file, and an output that is an input, or a file in a folder among them by which a
+    run or model there is read; both as (option, word) pairs."""
     for number, (option, word) in enumerate(written):
         for other, same in written[:number]:
             if _is_same(word, same):
@@ -31,11 +47,28 @@ def check_apart(written: Sequence[tuple[str, str]], read: Sequence[tuple[str, st
         for other, text in read:
             if any(os.path.lexists(path) and _is_same(word, path) for path in _paths_in(text)):
                 raise UsageError(f"{option} {shown(word)} would write over what {other} names: give another path")
+        others = [(other, path) for other, text in (*written, *read) for path in _paths_in(text) if path != word]
+        for other, folder in others:
+            if _is_part_of(word, folder):
+                raise UsageError(
+                    f"{option} {shown(word)} would write over a file of what {other} names: give another path"
+                )
 
 
 def _paths_in(text: str) -> list[str]:
     """What a word may name: itself, the file of `FILE.py:FUNCTION`, the values of `A=B,...`."""
     return [text, text.partition(":")[0], *(piece.partition("=")[2] for piece in text.split(","))]
+
+
+def _is_part_of(word: str, folder: str) -> bool:
+    """Whether a path is a file in a folder that whoever reads the folder looks for."""
+    try:
+        inside = os.path.relpath(os.path.realpath(word), os.path.realpath(folder)) if folder else ".."
+    except (OSError, ValueError):  # a loop of links, a NUL
+        return False
+    first, name = inside.partition(os.sep)[0], os.path.basename(inside)
+    is_read = name in _READ or name.endswith(".safetensors") or name.startswith("tokenizer") or first == CHECKPOINTS
+    return first not in ("..", ".") and is_read
 
 
 def _is_same(one: str, other: str) -> bool:
