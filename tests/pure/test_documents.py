@@ -107,7 +107,6 @@ def test_counts_of_matrix_products_are_those_of_their_rows() -> None:
     good, fair = counts()
     assert f"| kernel time, with max-autotune on eight | {good} of {len(ratios)} | {fair} |" in readme
     assert f"with max-autotune on eight of them **{good}** and **{fair}**" in log
-    assert f"**{good} of the {len(ratios)}** shapes are at 0.98 or more and {fair} at 0.95 or more" in log
     for dtype in ("float16", "bfloat16"):
         tuned = [row for row in rows(f"matmul_rows_h200_{dtype}.jsonl") if row["case"]["time"] == "kernel"]
         best = [min(ratio for peer, ratio in row["speedup"].items() if peer != "a @ b alone") for row in tuned]
