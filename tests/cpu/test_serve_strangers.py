@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import http.client
+import json
+import random
 import shutil
 import socket
 import ssl
@@ -29,6 +31,7 @@ for package in ("starlette", "uvicorn", "prometheus_client", "tokenizers", "jinj
 uvicorn: Any = pytest.importorskip("uvicorn")
 Starlette: Any = pytest.importorskip("starlette.applications").Starlette
 connection: Any = pytest.importorskip("tilemesh.serve.connection")
+bodies: Any = pytest.importorskip("tilemesh.serve.bodies")
 make_app: Any = pytest.importorskip("tilemesh.serve.http").make_app
 
 
@@ -169,6 +172,52 @@ def test_a_prompt_that_is_too_long_is_refused_by_its_beginning() -> None:
         encode_prompt(Counting(), "x" * 4_000_000, most=100)
     assert sum(read) < 10_000
     assert encode_prompt(Counting(), "xyz", most=100) == [120, 121, 122]
+
+
+def drawn_value(draw: random.Random, depth: int) -> Any:
+    kind = draw.randrange(6 if depth else 3)
+    text = "".join(draw.choice('a"\\\\[]{{:,,\n\t é\x01') for _ in range(draw.randrange(6)))
+    if kind < 3:
+        return (text, draw.choice([None, True, 1, -2.5]), text * 2)[kind]
+    if kind < 5:
+        return [drawn_value(draw, depth - 1) for _ in range(draw.randrange(4))]
+    return {f"{index}{text}": drawn_value(draw, depth - 1) for index in range(draw.randrange(4))}
+
+
+def counted(value: Any) -> tuple[int, int]:
+    """Lists, objects and keys; commas."""
+    if not isinstance(value, list | dict):
+        return 0, 0
+    children = [counted(child) for child in (value.values() if isinstance(value, dict) else value)]
+    keys = len(value) if isinstance(value, dict) else 0
+    return 1 + keys + sum(row[0] for row in children), max(0, len(value) - 1) + sum(row[1] for row in children)
+
+
+def test_a_bodys_structure_is_counted_outside_of_strings_before_it_is_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    draw = random.Random(3)
+    for _ in range(400):
+        value = [drawn_value(draw, 4), 1]
+        text = json.dumps(value, ensure_ascii=draw.random() < 0.5, indent=draw.choice([None, 1]))
+        branches, commas = counted(value)
+        monkeypatch.setattr(bodies, "_MOST_BRANCHES", branches)
+        monkeypatch.setattr(bodies, "_LEAST_VALUES", commas)
+        assert bodies.parse_body(text.encode(), context=0) == value
+        monkeypatch.setattr(bodies, "_LEAST_VALUES", commas - 1)
+        with pytest.raises(UsageError, match="values: send fewer"):
+            bodies.parse_body(text.encode(), context=0)
+        assert bodies.parse_body(text.encode(), context=commas) == value
+        monkeypatch.setattr(bodies, "_MOST_BRANCHES", branches - 1)
+        with pytest.raises(UsageError, match="lists, objects and keys: send fewer"):
+            bodies.parse_body(text.encode(), context=commas)
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-16"])
+@pytest.mark.parametrize("unit", ["[[]]", "{}", "[1]", "1", '{"a":1}', '""'])
+def test_a_million_small_values_are_not_parsed(unit: str, encoding: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bodies.json, "loads", lambda *_, **__: pytest.fail("such a body kept everybody waiting"))
+    body = ('{"prompt": "a", "stop": [' + f"{unit}," * 300_000 + "1]}").encode(encoding)
+    with pytest.raises(UsageError, match=r"send fewer|not JSON"):
+        bodies.parse_body(body, context=96)
 
 
 @pytest.mark.parametrize(

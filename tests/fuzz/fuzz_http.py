@@ -42,6 +42,9 @@ RAW = (
     b'{"prompt": [' + b"1," * 500_000 + b"1]}", b'{"prompt": "' + b"x" * (3 << 20) + b'"}',
     b'{"prompt": "' + b"\\u00e9" * 400_000 + b'"}', b'{"messages": [' + b'{"role":"user","content":"a"},' * 40_000
     + b'{"role":"user","content":"a"}]}', b'{"prompt": ' + b"9" * 100_000 + b"}", b" " * (2 << 20) + b"{}",
+    *(b'{"prompt": "a", "stop": [' + unit * ((4 << 20) // len(unit) - 20) + b"1]}"
+      for unit in (b"[[]],", b"[],", b"{},", b'{"a":1},', b"1,", b"1.5,", b'"",', b'"ab",', b'",,",')),
+    b"{" + b",".join(b'"%x":0' % number for number in range(380_000)) + b"}",
 )  # fmt: skip
 REGEXES = (
     "(((){10000}){10000}){10000}b", "((a{1000}){1000}){1000}", "(a|b)*a(a|b){20}", "(a?){5000}a{5000}", "(.*){30}x",

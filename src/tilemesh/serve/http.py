@@ -28,6 +28,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from tilemesh.core.access import Access
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.serve.answers import Completion, collect
+from tilemesh.serve.bodies import parse_body, read_body
 from tilemesh.serve.chat import ChatTemplate
 from tilemesh.serve.core import AnswerPart, PromptJob
 from tilemesh.serve.engine import Engine
@@ -46,10 +47,6 @@ from tilemesh.serve.replies import (
 from tilemesh.serve.request import FinishReason
 from tilemesh.serve.scheduler import QueueFullError
 
-_LEAST_LIMIT, _BYTES_PER_TOKEN = 4 << 20, 32
-"""A body may have as many bytes as the context has tokens times this, and never fewer than 4 MiB."""
-_DISCARDED = 8
-"""A body that is too long is read and forgotten up to so many times the limit, so that its sender hears why."""
 _READERS = 2  # threads that read bodies
 _CLOSED_BY_CLIENT = 499  # what others log for it; nobody reads the reply
 _INVALID, _FAILED = "invalid_request_error", "server_error"
@@ -195,7 +192,6 @@ class ServingApp:
         self.engine, self.name, self.defaults = engine, name, defaults
         self.metrics = ServerMetrics(lambda: engine.status)
         self.created = int(time.time())
-        self._most_bytes = max(_LEAST_LIMIT, _BYTES_PER_TOKEN * engine.limits.context)
         self._readers = ThreadPoolExecutor(_READERS, thread_name_prefix="tilemesh-read")
         source = engine.served.chat_template
         self.template = None if source is None else ChatTemplate(source, engine.served.special_tokens or {})
@@ -212,7 +208,7 @@ class ServingApp:
 
     async def _answer(self, request: Request, chat: bool) -> Response:
         try:
-            body = await _body(request, self._most_bytes)
+            body = await read_body(request, self.engine.limits.context)
             loop = asyncio.get_running_loop()
             reply = await loop.run_in_executor(self._readers, self._begin, body, chat, loop)
         except RefusedError as error:
@@ -239,7 +235,7 @@ class ServingApp:
 
     def _begin(self, body: bytes, chat: bool, loop: asyncio.AbstractEventLoop) -> LiveReply:
         """Read a body and hand its prompts to the engine. In a thread of the readers."""
-        asked = (read_chat if chat else read_completion)(_parsed(body), self.defaults)
+        asked = (read_chat if chat else read_completion)(parse_body(body, self.engine.limits.context), self.defaults)
         self._check_model(asked.model)
         return LiveReply(self.engine, self._prompts(asked), asked, self.metrics, loop)
 
@@ -366,30 +362,6 @@ class ServingApp:
 
 
 # ---- bodies and clients ----------------------------------------------------------------------------------------
-
-
-async def _body(request: Request, most: int) -> bytes:
-    size, pieces = 0, bytearray()
-    async for piece in request.stream():
-        size += len(piece)
-        if size <= most:
-            pieces += piece
-        elif size > _DISCARDED * most:
-            break
-    if size > most:
-        raise RefusedError(None, f"the body is longer than {most >> 20} MiB: send less", 413)
-    return bytes(pieces)
-
-
-def _parsed(body: bytes) -> object:
-    try:
-        return json.loads(body, parse_constant=_no_number)
-    except (ValueError, RecursionError) as error:  # a syntax error, bytes that are no text, or nesting without end
-        raise RefusedError(None, f"the body is not JSON: {str(error)[:200]}") from None
-
-
-def _no_number(name: str) -> None:
-    raise ValueError(f"{name} is no JSON")
 
 
 async def _until_gone(request: Request) -> None:

@@ -1,0 +1,68 @@
+"""A request's body: so many bytes, of so many values, as JSON.
+
+The one idea: both limits come before the work. The parser is one call that nothing else runs beside, so a body of a
+million lists would keep everybody waiting; its structure is counted first, by a few passes over its bytes.
+"""
+
+from __future__ import annotations
+
+import json
+
+from starlette.requests import Request
+
+from tilemesh.serve.protocol import RefusedError
+
+_LEAST_LIMIT, _BYTES_PER_TOKEN = 4 << 20, 32
+"""A body may have as many bytes as the context has tokens times this, and never fewer than 4 MiB."""
+_DISCARDED = 8
+"""A body that is too long is read and forgotten up to so many times the limit, so that its sender hears why."""
+_MOST_BRANCHES = 1 << 16
+"""Lists, objects and their keys: 8,192 messages of one part each have 57,344. They take about a microsecond each."""
+_LEAST_VALUES = 1 << 18
+"""A body may have as many values as the context has tokens, and never fewer than this: 128 prompts of 2,048 tokens."""
+_ORDINARY = bytes(set(range(256)) - set(b'"[{:,'))
+
+
+async def read_body(request: Request, context: int) -> bytes:
+    """The bytes that a client sends to a server of so many tokens of context."""
+    most = max(_LEAST_LIMIT, _BYTES_PER_TOKEN * context)
+    size, pieces = 0, bytearray()
+    async for piece in request.stream():
+        size += len(piece)
+        if size <= most:
+            pieces += piece
+        elif size > _DISCARDED * most:
+            break
+    if size > most:
+        raise RefusedError(None, f"the body is longer than {most >> 20} MiB: send less", 413)
+    return bytes(pieces)
+
+
+def parse_body(body: bytes, context: int) -> object:
+    """What a body says. JSON is UTF-8, in which the bytes of quotes, brackets and commas are nothing else."""
+    _check_structure(body, max(_LEAST_VALUES, context))
+    try:
+        return json.loads(body.decode("utf-8-sig"), parse_constant=_no_number)
+    except (ValueError, RecursionError) as error:  # a syntax error, bytes that are no text, or nesting without end
+        raise RefusedError(None, f"the body is not JSON: {str(error)[:200]}") from None
+
+
+def _check_structure(body: bytes, most_values: int) -> None:
+    if _branches(body) <= _MOST_BRANCHES and body.count(b",") <= most_values:
+        return  # even if all of them stood outside of strings
+    unescaped = body.replace(rb"\\", b"").replace(rb"\"", b"").translate(None, _ORDINARY)
+    outside = b"".join(
+        unescaped.replace(b'""', b"").split(b'"')[::2]
+    )  # up to the first syntax error: no further is parsed
+    if outside.count(b",") > most_values:
+        raise RefusedError(None, f"the body has more than {most_values:,} values: send fewer", 413)
+    if _branches(outside) > _MOST_BRANCHES:
+        raise RefusedError(None, f"the body has more than {_MOST_BRANCHES:,} lists, objects and keys: send fewer", 413)
+
+
+def _branches(text: bytes) -> int:
+    return text.count(b"[") + text.count(b"{") + text.count(b":")
+
+
+def _no_number(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")
