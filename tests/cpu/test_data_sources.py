@@ -688,9 +688,10 @@ class TestPrepare:
             patched.setattr(preparing, "_write_whole", dying)
             with pytest.raises(KeyboardInterrupt):
                 prepare(source, tmp_path / "ours", shard_tokens=2000)
-        if list((tmp_path / "ours").glob("*.bin")):
+        half = DataConfig(source=str(tmp_path / "ours"))
+        for reading in (open_corpus, check_source, lambda data: prepare(data, tmp_path / "more")):
             with pytest.raises(UsageError, match="is not complete: `tilemesh data prepare` was stopped"):
-                open_corpus(DataConfig(source=str(tmp_path / "ours")))
+                reading(half)
         with pytest.raises(UsageError, match=r"was begun otherwise \(held_out was 0.1 and is 0.3\)"):
             prepare(DataConfig(source=source.source, held_out=0.3), tmp_path / "ours", shard_tokens=2000)
         seen: list[int] = []
@@ -746,6 +747,15 @@ class TestPrepare:
         (tmp_path / "shards/preparing.npz").write_bytes(b"something else")
         with pytest.raises(UsageError, match=r"preparing.npz is not what `tilemesh data prepare` wrote"):
             prepare(source, tmp_path / "shards")
+
+    @pytest.mark.parametrize("out", ["texts/out", "texts/new/out", "linked/out", "linked"])
+    def test_shards_do_not_lie_in_their_source(self, tmp_path: Path, out: str) -> None:
+        (tmp_path / "texts").mkdir()
+        (tmp_path / "texts/a.txt").write_text("words " * 100)
+        (tmp_path / "linked").symlink_to("texts")
+        with pytest.raises(UsageError, match=r"lies in the source .* name a folder outside of it"):
+            prepare(DataConfig(source=str(tmp_path / "texts")), tmp_path / out)
+        assert [path.name for path in (tmp_path / "texts").iterdir()] == ["a.txt"]
 
     def test_shards_are_not_prepared_again(self, tmp_path: Path, source: DataConfig) -> None:
         prepare(source, tmp_path / "shards")

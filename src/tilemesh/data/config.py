@@ -115,6 +115,15 @@ def has_shards(folder: Path) -> bool:
     return folder.is_dir() and any(folder.glob("*" + SHARD_SUFFIX))
 
 
+def check_complete(folder: Path) -> None:
+    """Refuse a folder that `data prepare` has begun and not finished, with or without shards in it."""
+    if (folder / PREPARING_FILE).exists():
+        raise UsageError(
+            f"{folder} is not complete: `tilemesh data prepare` was stopped; run it again with the same arguments, and "
+            "it goes on where it was"
+        )
+
+
 def check_tokenizer(path: Path) -> None:
     """Refuse what is no file; of a folder, say whether it has one."""
     if path.is_dir():
@@ -157,6 +166,7 @@ def _check_part(data: DataConfig) -> None:
         raise UsageError("data.source", f" {shown(data.source)}: {error.strerror}") from None
     if not is_there:
         raise no_source(data.source)
+    check_complete(path)
     if path.is_file():
         require_readable(path, data)
         if is_records(path):

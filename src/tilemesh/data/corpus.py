@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from tilemesh.core.errors import UsageError
 from tilemesh.data.chat import PLAIN_TEMPLATE, AnswerPlace, template_of
-from tilemesh.data.config import DataConfig, blaming_mixture, has_shards, source_path
+from tilemesh.data.config import DataConfig, blaming_mixture, check_complete, has_shards, source_path
 from tilemesh.data.documents import Document, documents, left_out_files
 from tilemesh.data.shards import has_conversations, open_shards, shards_tokenizer
 from tilemesh.data.stream import Corpus, CorpusPart, Stream, cut_end
@@ -173,6 +173,7 @@ def joined(pieces: Sequence[EncodedDocument]) -> Stream:
 
 def _open_part(data: DataConfig, weight: float) -> Corpus:
     folder = source_path(data.source)
+    check_complete(folder)
     if has_shards(folder):
         return open_shards(folder, data, weight)
     tokenizer = open_tokenizer(data.tokenizer)

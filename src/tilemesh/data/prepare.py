@@ -12,6 +12,7 @@ import dataclasses
 import io
 import itertools
 import json
+import os
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -22,7 +23,7 @@ import numpy as np
 from tilemesh.core.config import to_dict
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.core.files import PART, check_new_folder, read_json_object, replacing
-from tilemesh.data.config import PREPARING_FILE, SHARD_SUFFIX, DataConfig, check_source, has_shards, source_path
+from tilemesh.data.config import PREPARING_FILE, SHARD_SUFFIX, STDLIB, DataConfig, check_source, has_shards, source_path
 from tilemesh.data.corpus import (
     ENOUGH_DOCUMENTS,
     EncodedDocument,
@@ -103,7 +104,12 @@ def _target(data: DataConfig, out: str | Path) -> Path:
     if data.mixture:
         raise UsageError("data.mixture", " is for training: prepare each of its sources by itself")
     check_source(data)
-    if has_shards(source_path(data.source)):
+    source = source_path(data.source)
+    if data.source != STDLIB and Path(os.path.realpath(target)).is_relative_to(os.path.realpath(source)):
+        raise UsageError(
+            f"{target} lies in the source {source}, and would be read as text: name a folder outside of it"
+        )
+    if has_shards(source):
         raise UsageError("data.source", f" {data.source} has shards already: there is nothing to prepare")
     if has_shards(target) and not (target / PREPARING_FILE).exists():
         raise UsageError(f"{target} has shards already: name another folder, or remove it first")

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from tilemesh.core.errors import UsageError
 from tilemesh.core.files import read_json_object
 from tilemesh.core.ranges import Range, shown
-from tilemesh.data.config import PREPARING_FILE, SHARD_SUFFIX, DataConfig, has_shards
+from tilemesh.data.config import SHARD_SUFFIX, DataConfig, has_shards
 from tilemesh.data.stream import Corpus, CorpusPart, Stream, cut_end
 from tilemesh.data.tokenizer import Tokenizer, Unknown, open_tokenizer
 
@@ -31,11 +31,6 @@ _VOCABULARY = Range(0, 2**32)
 
 def open_shards(folder: Path, data: DataConfig, weight: float = 1.0) -> Corpus:
     """Memory-mapped `.bin` files: with `meta.json` what it says, else 16-bit tokens as others write them."""
-    if (folder / PREPARING_FILE).exists():
-        raise UsageError(
-            f"{folder} is not complete: `tilemesh data prepare` was stopped; run it again with the same arguments, and "
-            "it goes on where it was"
-        )
     meta = _read_meta(folder)
     if data.packing != "stream" and meta.get("ends_inside") and not meta.get("begins"):
         raise UsageError(
