@@ -12,7 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
 import fuzz_cases
 import pytest
@@ -24,7 +24,6 @@ from tilemesh.data.config import DataConfig
 from tilemesh.data.prepare import prepare
 from tilemesh.model.families.book import from_json, read_config
 from tilemesh.runs.names import CHOICES, CONFIG
-from tilemesh.train.check import RANGES
 from tilemesh.train.config import OptimizerConfig, SampleConfig, TrainConfig, of_run
 from tilemesh.train.load import load
 
@@ -80,9 +79,9 @@ SETTINGS = [
     ("sample.temperature=-1", "sample.temperature is -1.0: expected 0 or more"),
     ("sample.temperature=nan", "sample.temperature is nan: expected 0 or more"),
     ("sample.temperature=inf", "sample.temperature is inf: expected 0 or more"),
-    ("sample.tokens=1000000000000", "sample.tokens is 1000000000000: expected between 0 and 1,000,000"),
+    ("sample.tokens=1000000000000", "sample.tokens is 1000000000000: expected a whole number, between 0 and 1,000,000"),
     ("train.seed=99999999999999999999", "train.seed is '99999999999999999999', expected a whole number below 2**63"),
-    ("train.seed=-1", "train.seed is -1: expected between 0 and"),
+    ("train.seed=-1", "train.seed is -1: expected a whole number, between 0 and"),
     # was found only inside ranks
     ("plan.tp=3,plan.dp=1", "plan.tp is 3: 4 heads are not divisible by it; the nearest that can are 2 and 4"),
     ("plan.tp=64,plan.dp=1", "plan.tp is 64: 4 heads are not divisible by it"),
@@ -589,18 +588,6 @@ def test_python(call: Callable[[], object], words: str, nothing_starts: Path) ->
 
 def changed(**sections: Any) -> TrainConfig:
     return dataclasses.replace(load(), **sections)
-
-
-def test_every_number_of_a_configuration_has_a_range() -> None:
-    """A key that is added later is refused outside its range, or this fails."""
-    own = {"train", "optimizer", "method", "checkpoint", "evaluate", "sample"}  # model, data and plan check themselves
-    numbers = set()
-    for section, kind in get_type_hints(TrainConfig).items():
-        for field, hint in get_type_hints(kind).items():
-            members = {hint, *get_args(hint)}
-            if section in own and members & {int, float} and hint is not bool:
-                numbers.add(f"{section}.{field}")
-    assert numbers - {"train.context"} == set(RANGES)
 
 
 def test_as_a_process(tmp_path: Path) -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 from tilemesh.compress.recipe import Recipe, is_file_text, read_recipe
+from tilemesh.core.config import check_fields
 from tilemesh.core.errors import UsageError
 from tilemesh.core.ranges import Range
 from tilemesh.model.config import ModelConfig
-
-RANGES = {"share": Range(0, 1), "temperature": Range(0, above=True), "hidden": Range(0)}
 
 
 @dataclass(frozen=True)
@@ -20,18 +20,17 @@ class DistillConfig:
     teacher: Path | None = None
     """A Hugging Face folder with the teacher; none: no distillation. It works on every layout: beside the model, each
     rank that has its head holds the teacher's weights, or under tp its part of them."""
-    share: float = 0.5
+    share: Annotated[float, Range(0, 1)] = 0.5
     """How much of the loss is the divergence from the teacher's predictions; the rest is that of the text."""
-    temperature: float = 2.0
+    temperature: Annotated[float, Range(0, above=True)] = 2.0
     """Both models' logits are divided by it for the divergence, which is multiplied by its square (Hinton et al.
     2015)."""
-    hidden: float = 0.0
+    hidden: Annotated[float, Range(0)] = 0.0
     """Weight of the squared distance between the last activations, after the norm, of student and teacher, which must
     have the same width; 0: they are not compared."""
 
     def __post_init__(self) -> None:
-        for name, allowed in RANGES.items():
-            allowed.check(f"distill.{name}", getattr(self, name))
+        check_fields(self, "distill.")
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,10 @@ import tomllib
 import types
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from tilemesh.core.errors import UsageError, nearest, unknown
-from tilemesh.core.options import marks
+from tilemesh.core.options import is_whole, marks
 from tilemesh.core.ranges import LARGEST_WHOLE, Range, shown
 from tilemesh.core.toml import toml_value
 
@@ -347,13 +347,67 @@ def _resolved_types(cls: type[Any]) -> Mapping[str, Any]:
 
 def field_ranges(cls: type[Any], prefix: str = "") -> dict[str, Range]:
     """What the numbers of a class and of its sections may be, by path: the `Range` that a field is annotated with."""
-    hints = get_type_hints(cls, include_extras=True)
-    found: dict[str, Range] = {}
-    for f in settable_fields(cls):
-        found |= {f"{prefix}{f.name}": mark for mark in marks(hints[f.name]) if isinstance(mark, Range)}
-        if (section := section_type(hints[f.name])) is not None:
-            found |= field_ranges(section, f"{prefix}{f.name}.")
-    return found
+    ranges: dict[str, Range] = {}
+    for name, rule in _field_rules(cls).items():
+        if rule.numbers is not None:
+            ranges[f"{prefix}{name}"] = rule.numbers
+        if rule.section is not None:
+            ranges |= field_ranges(rule.section, f"{prefix}{name}.")
+    return ranges
+
+
+def check_fields(instance: Any, prefix: str = "") -> None:
+    """Refuse numbers outside of their range, words that are no choice, and what is neither true nor false: a dataclass
+    takes anything. `prefix`: what the fields are called by, such as "model."."""
+    for name, rule in _field_rules(type(instance)).items():
+        value, path = getattr(instance, name), f"{prefix}{name}"
+        if rule.section is not None:
+            check_fields(value, f"{path}.")
+        elif not rule.admits(value):
+            if rule.numbers is not None:
+                for number in value if rule.is_list else (value,):
+                    rule.numbers.check(path, number, whole=rule.is_whole)
+            elif rule.choices:
+                raise unknown(name, str(value), ["true", "false"] * rule.takes_bool + [*rule.choices])
+            else:
+                raise UsageError(f"{path} is {shown(value)}: expected true or false")
+
+
+class _FieldRule(NamedTuple):
+    """What an annotation says of a field's values, beside their type."""
+
+    section: type[Any] | None
+    numbers: Range | None
+    is_whole: bool
+    is_list: bool
+    choices: tuple[str, ...]
+    takes_bool: bool
+    takes_none: bool
+
+    def admits(self, value: Any) -> bool:
+        """Whether it is a value that is no number."""
+        is_choice = isinstance(value, str) and value in self.choices
+        return is_choice or (self.takes_bool and isinstance(value, bool)) or (self.takes_none and value is None)
+
+
+def _field_rules(cls: type[Any]) -> Mapping[str, _FieldRule]:
+    return _resolved_rules(cls)  # type: ignore[arg-type]  # as in `field_types`
+
+
+@functools.cache
+def _resolved_rules(cls: type[Any]) -> Mapping[str, _FieldRule]:
+    """Of the fields of which there is more to say than a type."""
+    annotated, rules = get_type_hints(cls, include_extras=True), {}
+    for name, hint in field_types(cls).items():
+        numbers = next((mark for mark in marks(annotated[name]) if isinstance(mark, Range)), None)
+        members = (hint, *get_args(hint))
+        rule = _FieldRule(
+            section_type(hint), numbers, is_whole(hint), get_origin(hint) is tuple, tuple(_options(hint)),
+            takes_bool=bool in members, takes_none=types.NoneType in members,
+        )  # fmt: skip
+        if rule.section is not None or numbers is not None or rule.choices or rule.takes_bool:
+            rules[name] = rule
+    return rules
 
 
 def section_type(hint: Any) -> type[Any] | None:

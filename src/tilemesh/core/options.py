@@ -68,7 +68,7 @@ def check_options(options: Any) -> None:
         name = Argument(field.name, flag_of(field))
         for mark in marks(hint):
             if isinstance(mark, Range):
-                mark.check(name, value, whole=_is_whole(hint))
+                mark.check(name, value, whole=is_whole(hint))
         choices = choices_of(hint)
         if choices and value not in choices:
             raise unknown(field.name, value, [choice for choice in choices if choice])
@@ -101,5 +101,6 @@ def marks(hint: Any) -> Iterator[Any]:
         yield from marks(inner)
 
 
-def _is_whole(hint: Any) -> bool:
-    return hint is int or any(_is_whole(inner) for inner in get_args(hint))
+def is_whole(hint: Any) -> bool:
+    """Whether numbers of a type are whole ones."""
+    return hint is int or any(is_whole(inner) for inner in get_args(hint))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 from tilemesh.core import config
 from tilemesh.core.errors import UsageError, unknown
@@ -33,15 +33,9 @@ OFFLOAD_PART_BYTES = 256 << 20
 OFFLOAD_PARTS = 3
 """Such parts that are on the device at once: one comes in, one is stepped, one goes out."""
 
-_COUNTS = Range(1, 2**31 - 1)
+Count = Annotated[int, Range(1, 2**31 - 1)]
 """Of ranks along an axis, of sequences, of microbatches: what an array's length may be, and far more than any run."""
-_COUNTS_OR_NONE = Range(0, _COUNTS.most)
-RANGES: dict[str, Range] = {
-    "dp": _COUNTS, "tp": _COUNTS, "pp": _COUNTS, "zero": Range(0, 3), "zero_group": _COUNTS_OR_NONE,
-    "interleave": _COUNTS, "chunk_layers": _COUNTS, "microbatch": _COUNTS, "accumulation": _COUNTS, "slices": _COUNTS,
-    "recompute_every": _COUNTS, "recompute_stages": _COUNTS_OR_NONE, "prefetch": _COUNTS_OR_NONE,
-}  # fmt: skip
-"""Of every number in a plan, by its key."""
+CountOrNone = Annotated[int, Range(0, 2**31 - 1)]
 COMPUTE_DTYPE = {"fp32": "fp32", "bf16": "bf16", "bf16-master": "bf16", "fp16": "fp16", "fp64": "fp64"}
 
 
@@ -54,36 +48,24 @@ holds is lost to held-out text and samples."""
 class ModelPlacement:
     """Where a model and its states lie: the axes of the mesh, and what is cut along each."""
 
-    dp: int = 1
+    dp: Count = 1
     """Data parallelism: replicas of the model, each with its part of the batch."""
-    tp: int = 1
+    tp: Count = 1
     """Tensor parallelism: ranks that share each layer's matrices."""
-    pp: int = 1
+    pp: Count = 1
     """Pipeline parallelism: stages, each with a part of the layers."""
     sequence_parallel: bool = False
     """The parts of a layer that tp does not split (norms, dropout, residuals) are split along the sequence."""
-    zero: int = 0
+    zero: Annotated[int, Range(0, 3)] = 0
     """Sharded over dp: 1 optimiser states, 2 gradients as well, 3 weights as well."""
-    zero_group: int = 0
+    zero_group: CountOrNone = 0
     """Replicas that share what ZeRO shards, neighbours along dp such as those of one node; every such group holds all
     of it. 0: all replicas are one group."""
-    interleave: int = 1
+    interleave: Count = 1
     """Model chunks a stage holds, for the schedules that leave it open, such as interleaved."""
-    chunk_layers: tuple[int, ...] = ()
+    chunk_layers: tuple[Count, ...] = ()
     """Layers of each of the plan's chunks, in the model's order; the schedule says on which stage a chunk lies. Empty:
     cut by whoever runs it, as even as the layers allow."""
-
-    def __post_init__(self) -> None:
-        for name in ("dp", "tp", "pp", "interleave", "zero", "zero_group"):
-            RANGES[name].check(name, getattr(self, name), whole=True)
-        if not isinstance(self.sequence_parallel, bool):
-            raise UsageError(f"sequence_parallel is {self.sequence_parallel!r}: expected true or false")
-        if self.sequence_parallel and self.tp == 1:
-            raise UsageError(
-                "sequence_parallel splits the sequence over tp ranks and tp is 1: set tp above 1 or leave it off"
-            )
-        for layers in self.chunk_layers:
-            RANGES["chunk_layers"].check("a number in chunk_layers", layers, whole=True)
 
     @property
     def axes(self) -> dict[str, int]:
@@ -105,29 +87,29 @@ class ModelPlacement:
 class StepSettings:
     """How one step is computed: `accumulation` microbatches of `microbatch` sequences on every replica."""
 
-    microbatch: int = 1
+    microbatch: Count = 1
     """Sequences in one forward pass of one replica."""
-    accumulation: int = 1
+    accumulation: Count = 1
     """Microbatches of one replica in a step; with pp > 1 these are what fills the pipeline."""
     schedule: str = "1f1b"
     """Order of forward and backward passes over the stages; says nothing when pp is 1. A name (`tilemesh config
     --reference` ends with all of them), or a schedule of your own: a line of passes per stage, as 0F0,0F1,0B0,0B1, or
     the name of a .csv file with such lines, which `tilemesh plan draw search --csv FILE` and torch's pipelining
     write."""
-    slices: int = 1
+    slices: Count = 1
     """Pieces of each sequence that pass through the stages one after the other: for terapipe. How long each is, is
     found by dynamic programming: later ones attend to more tokens and are shorter."""
     recompute: Recompute = "none"
     """Activations that are computed again in the backward pass to save memory: none; attention's scores (selective;
     fused attention always does so, and keeps none); all within a layer but the results of attention and of every second
     matrix product (operators); or all within a layer (full)."""
-    recompute_every: int | Literal["sqrt"] = 1
+    recompute_every: Count | Literal["sqrt"] = 1
     """With full recomputation, layers between two activations that are kept, which are computed again together; sqrt:
     the square root of the number of layers that a rank passes at once."""
-    recompute_stages: tuple[int, ...] = ()
+    recompute_stages: tuple[CountOrNone, ...] = ()
     """Stages of a pipeline that recompute, counted from 0: under 1f1b the first ones keep the most microbatches. Empty:
     all."""
-    prefetch: int = 1
+    prefetch: CountOrNone = 1
     """Layers ahead of their use for which ZeRO-3 gathers weights, and offloading fetches what it moved out."""
     offload: str = ""
     """Moved to the host's memory while not needed: some of optimizer, activations, weights, as optimizer+weights."""
@@ -136,24 +118,6 @@ class StepSettings:
     precision: Precision = "bf16"
     """fp32; bf16 and fp16: float32 weights with autocast (fp16 with loss scaling); bf16-master: 16-bit weights and
     gradients with float32 master weights; fp64 for tests."""
-
-    def __post_init__(self) -> None:
-        for name in ("microbatch", "accumulation", "slices", "prefetch"):
-            RANGES[name].check(name, getattr(self, name), whole=True)
-        if self.recompute_every != "sqrt":
-            RANGES["recompute_every"].check("recompute_every", self.recompute_every, whole=True)
-        for stage in self.recompute_stages:
-            RANGES["recompute_stages"].check("a number in recompute_stages", stage, whole=True)
-        if not isinstance(self.offload, str):
-            raise UsageError(f"offload is {self.offload!r}: expected some of {', '.join(OFFLOADS)}, joined by +")
-        for name in self.offloads:
-            if name not in OFFLOADS:
-                raise unknown("offload", name, OFFLOADS)
-        find(self.schedule)
-        choices = {"recompute": Recompute, "attention": Attention, "precision": Precision}
-        for name, choice in choices.items():
-            if getattr(self, name) not in get_args(choice):
-                raise unknown(name, str(getattr(self, name)), get_args(choice))
 
     @property
     def offloads(self) -> tuple[str, ...]:
@@ -201,8 +165,16 @@ class ParallelPlan(StepSettings, ModelPlacement):
     """How the model is laid out over ranks and how a step is cut into microbatches; `tilemesh plan` finds one."""
 
     def __post_init__(self) -> None:
-        ModelPlacement.__post_init__(self)
-        StepSettings.__post_init__(self)
+        config.check_fields(self)
+        if self.sequence_parallel and self.tp == 1:
+            raise UsageError(
+                "sequence_parallel splits the sequence over tp ranks and tp is 1: set tp above 1 or leave it off"
+            )
+        if not isinstance(self.offload, str):
+            raise UsageError(f"offload is {self.offload!r}: expected some of {', '.join(OFFLOADS)}, joined by +")
+        for name in self.offloads:
+            if name not in OFFLOADS:
+                raise unknown("offload", name, OFFLOADS)
         if self.interleave > 1 and not self.pipeline.interleaves:
             raise UsageError(
                 f"interleave is {self.interleave} and schedule is {self.schedule_name}: set schedule=interleaved"

@@ -1,8 +1,8 @@
 """A configuration class as a reference: every key with its meaning, its default and what it may be.
 
 The one idea: the dataclass stays the only description. The meaning of a key is the text under its field, read from the
-source file; the default and the type are the field's; the range of a number is handed in by whoever checks it. So a
-key that is added to the class is in the reference at once, in the commented TOML file and in the Markdown page.
+source file; its default, its type and the range of its numbers are the field's. So a key that is added to the class is
+in the reference at once, in the commented TOML file and in the Markdown page.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ class SectionDescription:
     keys: tuple[KeyDescription, ...]
 
 
-def describe(cls: type[Any], ranges: Mapping[str, Range]) -> list[SectionDescription]:
-    """The sections of a configuration class; `ranges` says by path what its numbers may be."""
+def describe(cls: type[Any]) -> list[SectionDescription]:
+    """The sections of a configuration class."""
     sections = []
-    types = config.field_types(cls)
+    types, ranges = config.field_types(cls), config.field_ranges(cls)
     for field in config.settable_fields(cls):
         inner = config.section_type(types[field.name])
         if inner is None:

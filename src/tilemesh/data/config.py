@@ -11,8 +11,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
+from tilemesh.core.config import check_fields
 from tilemesh.core.errors import UsageError
 from tilemesh.core.ranges import Range, shown
 from tilemesh.data.file_formats import JSON, JSONL, PARQUET, binary_words, is_records, packed_words
@@ -24,7 +25,6 @@ STDLIB = "stdlib"
 SHARD_SUFFIX = ".bin"
 PREPARING_FILE = "preparing.json"
 """In a folder whose shards are not all written: how far `data prepare` has come."""
-RANGES = {"held_out": Range(0, 1, below=True)}
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class DataConfig:
     padded and not counted."""
     tokenizer: Path | None = None
     """A tokenizer.json file of the Hugging Face tokenizers library; none: every byte is a token."""
-    held_out: float = 0.02
+    held_out: Annotated[float, Range(0, 1, below=True)] = 0.02
     """The fraction of the text that is kept for evaluation and never trained on: whole documents where there are
     enough, else the end of the text."""
     pattern: str = "*"
@@ -59,8 +59,7 @@ class DataConfig:
     def __post_init__(self) -> None:
         if not isinstance(self.source, str) or not self.source.strip():
             raise UsageError("data.source", f" is {shown(self.source)}: expected {_EXPECTED}")
-        for name, numbers in RANGES.items():
-            numbers.check(f"data.{name}", getattr(self, name))
+        check_fields(self, "data.")
         if not isinstance(self.pattern, str) or not _is_pattern(self.pattern):
             given = shown(self.pattern)
             raise UsageError("data.pattern", f" is {given}: expected a pattern of file names, such as *.py")

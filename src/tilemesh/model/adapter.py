@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from tilemesh.core.config import check_fields
 from tilemesh.core.errors import UsageError, unknown
 from tilemesh.core.ranges import Range
 from tilemesh.model.config import ModelConfig
@@ -18,7 +19,6 @@ from tilemesh.model.work.weights import layer_weights
 
 A, B = "lora_a", "lora_b"
 """The parameters that an adapted module has besides its weight and bias."""
-RANGES = {"rank": Range(0, 2**31 - 1), "alpha": Range(0, above=True)}
 
 
 @dataclass(frozen=True)
@@ -26,9 +26,9 @@ class LoraConfig:
     """Fine-tuning by low-rank adapters (LoRA): the weights of `--init` stay frozen, and small matrices beside them are
     trained, checkpointed and, with `tilemesh export --adapter`, written for PEFT."""
 
-    rank: int = 0
+    rank: Annotated[int, Range(0, 2**31 - 1)] = 0
     """Rank of the adapters; 0: no adapters, all weights are trained."""
-    alpha: float = 16.0
+    alpha: Annotated[float, Range(0, above=True)] = 16.0
     """Adapters are scaled by alpha / rank."""
     targets: tuple[str, ...] = ("fc_q", "fc_k", "fc_v", "fc_o")
     """The matrices of a layer that get an adapter: some of fc_q, fc_k, fc_v, fc_o (attention), fc_in, fc_gate, fc_out
@@ -37,8 +37,7 @@ class LoraConfig:
     """The Hugging Face folder with the frozen weights; `--init` sets it."""
 
     def __post_init__(self) -> None:
-        for name, numbers in RANGES.items():
-            numbers.check(f"lora.{name}", getattr(self, name))
+        check_fields(self, "lora.")
         if self.rank and not self.targets:
             raise UsageError("lora.targets is empty: name some of the matrices, such as fc_q,fc_v")
 

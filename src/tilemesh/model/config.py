@@ -11,11 +11,11 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
-from tilemesh.core.config import to_dict
+from tilemesh.core.config import check_fields, to_dict
 from tilemesh.core.errors import UsageError, unknown
-from tilemesh.core.ranges import Range, shown
+from tilemesh.core.ranges import Range
 
 Norm = Literal["layernorm", "rmsnorm"]
 NormPlace = Literal["pre", "post", "branch", "sandwich"]
@@ -29,21 +29,6 @@ RotaryScaling = Literal["none", "linear", "llama3"]
 _SWIGLU_MULTIPLE = 256  # Llama rounds the MLP's width up to this
 
 
-# Far beyond any model that was trained, and small enough that everything computed from them is quick and finite.
-SIZES = {
-    "layers": Range(1, 10_000), "width": Range(1, 10_000_000), "heads": Range(1, 1_000_000),
-    "vocabulary": Range(1, 1_000_000_000), "context": Range(1, 1_000_000_000), "kv_heads": Range(0, 1_000_000),
-    "mlp_width": Range(0, 100_000_000), "head_width": Range(0, 1_000_000), "window": Range(0, 1_000_000_000),
-    "full_layers": Range(0, 10_000), "rotary_trained": Range(1, 1_000_000_000),
-    "score_width": Range(0, 1_000_000),
-}  # fmt: skip
-NUMBERS = {
-    "dropout": Range(0, 1, below=True), "norm_epsilon": Range(0), "rotary_base": Range(0, above=True),
-    "rotary_fraction": Range(0, 1, above=True), "rotary_factor": Range(1), "rotary_low": Range(0, above=True),
-    "rotary_high": Range(0, above=True), "rotary_local_base": Range(0),
-}  # fmt: skip
-
-
 VOCABULARY_MULTIPLE = 64
 """What a whole model on a GPU rounds its vocabulary up to a multiple of: 128-byte lines of 16-bit numbers."""
 
@@ -52,19 +37,20 @@ VOCABULARY_MULTIPLE = 64
 class ModelConfig:
     """The Transformer, a decoder."""
 
-    layers: int
+    # Sizes go far beyond any model that was trained; everything computed from them is quick and finite.
+    layers: Annotated[int, Range(1, 10_000)]
     """Layers, each of an attention block and an MLP."""
-    width: int
+    width: Annotated[int, Range(1, 10_000_000)]
     """Width of the residual stream, also called hidden size or d_model."""
-    heads: int
+    heads: Annotated[int, Range(1, 1_000_000)]
     """Attention heads (of queries)."""
-    vocabulary: int
+    vocabulary: Annotated[int, Range(1, 1_000_000_000)]
     """How many different tokens there are; a file may leave it out where text is read as bytes: 256."""
-    context: int
+    context: Annotated[int, Range(1, 1_000_000_000)]
     """Tokens of the longest sequence; the rows of a learned position table."""
-    kv_heads: int = 0
+    kv_heads: Annotated[int, Range(0, 1_000_000)] = 0
     """Heads of keys and values; fewer than `heads` is grouped-query attention; 0: as many as `heads`."""
-    mlp_width: int = 0
+    mlp_width: Annotated[int, Range(0, 100_000_000)] = 0
     """Hidden width of the MLP; 0: 4 x width, or for swiglu 8/3 x width rounded up to a multiple of 256."""
     norm: Norm = "layernorm"
     """Kind of normalization."""
@@ -81,39 +67,39 @@ class ModelConfig:
     MLP; a LayerNorm always has one, an RMSNorm never."""
     tied: bool = True
     """Whether the output projection is the token embedding."""
-    dropout: float = 0.0
+    dropout: Annotated[float, Range(0, 1, below=True)] = 0.0
     """Probability of dropout after the embedding, attention and MLP."""
-    norm_epsilon: float = 1e-5
+    norm_epsilon: Annotated[float, Range(0)] = 1e-5
     """Added to the variance in every norm."""
-    rotary_base: float = 10_000.0
+    rotary_base: Annotated[float, Range(0, above=True)] = 10_000.0
     """Base of the rotary frequencies, also called theta."""
-    head_width: int = 0
+    head_width: Annotated[int, Range(0, 1_000_000)] = 0
     """Width of a head; 0: width / heads."""
     qk_norm: HeadNorm = "none"
     """An RMSNorm of queries and keys before they are rotated: of each head (Qwen 3, Gemma 3), or of all heads together
     (full: OLMo 2)."""
     parallel_residual: bool = False
     """Whether attention and MLP read the same input and are added together (GPT-NeoX); for norm_place pre."""
-    window: int = 0
+    window: Annotated[int, Range(0, 1_000_000_000)] = 0
     """Sliding-window attention: a token attends to so many tokens, itself included; 0: to all before it."""
-    full_layers: tuple[int, ...] = ()
+    full_layers: tuple[Annotated[int, Range(0, 10_000)], ...] = ()
     """With a window, the layers (from 0) that attend to all tokens before, all the same."""
-    rotary_fraction: float = 1.0
+    rotary_fraction: Annotated[float, Range(0, 1, above=True)] = 1.0
     """How much of each head is rotated, from its beginning."""
     rotary_scaling: RotaryScaling = "none"
     """How rotary frequencies are stretched for a longer context: all of them (linear), or the slow ones (llama3, as in
     Llama 3.1), by rotary_factor."""
-    rotary_factor: float = 1.0
+    rotary_factor: Annotated[float, Range(1)] = 1.0
     """By how much frequencies are divided."""
-    rotary_low: float = 1.0
+    rotary_low: Annotated[float, Range(0, above=True)] = 1.0
     """For llama3: frequencies that turn less often than this over rotary_trained tokens are divided in full."""
-    rotary_high: float = 4.0
+    rotary_high: Annotated[float, Range(0, above=True)] = 4.0
     """For llama3: frequencies that turn more often than this over rotary_trained tokens stay as they are."""
-    rotary_trained: int = 8192
+    rotary_trained: Annotated[int, Range(1, 1_000_000_000)] = 8192
     """For llama3: the context that the model had before it was stretched."""
-    rotary_local_base: float = 0.0
+    rotary_local_base: Annotated[float, Range(0)] = 0.0
     """Base of the rotary frequencies, without scaling, in layers with a window (Gemma 3); 0: as in the others."""
-    score_width: int = 0
+    score_width: Annotated[int, Range(0, 1_000_000)] = 0
     """Attention's scores are divided by the square root of this; 0: of the head's width."""
     norm_offset: bool = False
     """Whether the weights of norms are stored less 1 (Gemma)."""
@@ -124,24 +110,7 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "full_layers", tuple(self.full_layers))  # JSON has lists
-        for name, sizes in SIZES.items():
-            value = getattr(self, name)
-            for number in value if isinstance(value, tuple) else (value,):
-                sizes.check(f"model.{name}", number, whole=True)
-        for name in ("tied", "parallel_residual", "norm_offset", "scaled_embedding"):
-            if not isinstance(getattr(self, name), bool):
-                raise UsageError(f"model.{name} is {shown(getattr(self, name))}: expected true or false")
-        for name, numbers in NUMBERS.items():
-            numbers.check(f"model.{name}", getattr(self, name))
-        choices: dict[str, Any] = {
-            "norm": Norm, "norm_place": NormPlace, "positions": Positions, "activation": Activation,
-            "qk_norm": HeadNorm, "rotary_scaling": RotaryScaling,
-        }  # fmt: skip
-        for name, choice in choices.items():
-            if getattr(self, name) not in get_args(choice):
-                raise unknown(name, str(getattr(self, name)), get_args(choice))
-        if not isinstance(self.biases, bool) and self.biases not in _BIASES:
-            raise unknown("biases", str(self.biases), ("true", "false", *_BIASES))
+        check_fields(self, "model.")
         # Frozen, yet whoever reads the config should meet a number and never "0 means".
         object.__setattr__(self, "kv_heads", self.kv_heads or self.heads)
         object.__setattr__(self, "mlp_width", self.mlp_width or _default_mlp_width(self.width, self.activation))

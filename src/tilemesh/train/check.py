@@ -48,9 +48,6 @@ _STOP_AFTER = Argument("stop_after")
 _CUT_BY_INPUTS = (".fc_o", ".fc_out")
 """Matrices of a layer of which a rank of tp has some inputs; of the others it has some outputs."""
 
-RANGES = config.field_ranges(TrainConfig)
-"""Of every number in training's own sections, as its field says it; `train.context` depends on the model."""
-
 
 def check_types(made: TrainConfig) -> None:
     """Refuse what is no configuration, and values of other types than it says: a dataclass takes anything."""
@@ -76,12 +73,7 @@ class LayoutError(UsageError):
 
 def check_values(made: TrainConfig) -> None:
     """Refuse values that cannot be, alone or together. Pure: this machine is not looked at."""
-    for path, numbers in RANGES.items():
-        section, _, name = path.partition(".")
-        value = getattr(getattr(made, section), name)
-        for number in value if isinstance(value, tuple) else (value,):
-            if isinstance(number, (int, float)):  # not None
-                numbers.check(path, number)
+    config.check_fields(made)
     refuse(OF_PLAN, made)
     reason = why_not(made.model, made.plan)
     if reason:

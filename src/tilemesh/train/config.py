@@ -30,6 +30,8 @@ DEFAULT_PRESET = "default"
 Count = Annotated[int, Range(1)]
 CountOrNone = Annotated[int, Range(0)]
 Fraction = Annotated[float, Range(0, 1, below=True)]
+BATCH = Range(1, 2**31 - 1)
+"""Sequences in a step: the length of an array; the plan's counts have the same limit."""
 
 
 @dataclass(frozen=True)
@@ -76,9 +78,9 @@ class LoopConfig:
 
     steps: Count = 100
     """Optimizer steps of the run."""
-    batch: Annotated[int, Range(1, 2**31 - 1)] = 0  # the length of an array; the plan's counts have the same limit
+    batch: Annotated[int, BATCH] = 0
     """Sequences per step over all ranks; 0: plan.dp x plan.microbatch x plan.accumulation."""
-    context: int = 0
+    context: Annotated[int, Range(1, 1_000_000_000)] = 0
     """Tokens per sequence, at most model.context; 0: model.context."""
     seed: Annotated[int, SEED] = 0
     """Decides the first weights, the order of the data and dropout."""

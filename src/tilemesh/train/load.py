@@ -26,8 +26,8 @@ from tilemesh.model.config import PRESETS as MODELS
 from tilemesh.model.config import ModelConfig, unlike
 from tilemesh.model.families.book import read_config
 from tilemesh.plan.nearest import advice
-from tilemesh.train.check import RANGES, LayoutError, check_init, check_resumed, check_types, check_values
-from tilemesh.train.config import DEFAULT_PRESET, PRESETS, TrainConfig, of_run
+from tilemesh.train.check import LayoutError, check_init, check_resumed, check_types, check_values
+from tilemesh.train.config import BATCH, DEFAULT_PRESET, PRESETS, TrainConfig, of_run
 
 _RANKS, _MESH = Argument("ranks"), Argument("mesh")
 _CHUNKS = "plan.chunk_layers"
@@ -395,7 +395,7 @@ def _cut_as_said(start: _Start, is_moved: bool) -> TrainConfig:
     says_size = "plan.microbatch" in start.told or (start.says("plan.microbatch") and not is_moved)
     if not made.train.batch:
         return made
-    RANGES["train.batch"].check("train.batch", made.train.batch)
+    BATCH.check("train.batch", made.train.batch)
     if start.written and not start.says("plan.microbatch"):
         # Nobody asked for small pieces: a replica takes its rows at once.
         made = dataclasses.replace(made, plan=dataclasses.replace(made.plan, microbatch=made.train.batch))
@@ -430,7 +430,7 @@ def _cut_of(plan: ParallelPlan, batch: int) -> tuple[int | str, ...]:
 def _cut(made: TrainConfig, keep_accumulation: bool) -> TrainConfig:
     """The plan's microbatches such that they make up the batch; `keep_accumulation`: refuse to change their number."""
     plan, batch = made.plan, made.batch
-    RANGES["train.batch"].check("train.batch", batch, whole=True)
+    BATCH.check("train.batch", batch, whole=True)
     if batch % plan.dp:
         raise LayoutError.of(
             made, f"train.batch {batch} does not divide among dp={plan.dp} replicas: set a multiple of {plan.dp}"

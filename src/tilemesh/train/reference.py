@@ -1,20 +1,12 @@
 """The reference of a training configuration: as a Markdown page, and as a TOML file with an explanation of every key.
 
-Both are made from the configuration's dataclasses (`core/reference.py`) with the ranges that `check.py`, the model, the
-data and the plan refuse other numbers by; nothing about a key is written down here.
+Both are made from the configuration's dataclasses (`core/reference.py`); nothing about a key is written down here.
 """
 
 from __future__ import annotations
 
-from tilemesh.compress import config as distill
-from tilemesh.core import plan
-from tilemesh.core.ranges import Range
 from tilemesh.core.reference import SectionDescription, commented_toml, describe, markdown
 from tilemesh.core.step.book import schedules_page
-from tilemesh.data import config as data
-from tilemesh.model import adapter
-from tilemesh.model import config as model
-from tilemesh.train.check import RANGES
 from tilemesh.train.config import DEFAULT_PRESET, PRESETS, TrainConfig
 
 _PAGE = f"""# Configuration
@@ -35,20 +27,7 @@ _FILE = """# A training run: `tilemesh train FILE`, or `tilemesh train FILE --dr
 
 def sections() -> list[SectionDescription]:
     """Every key of a training configuration."""
-    return describe(TrainConfig, ranges())
-
-
-def ranges() -> dict[str, Range]:
-    """What the numbers of a training configuration may be, by path."""
-    parts = {
-        "model": model.SIZES | model.NUMBERS,
-        "data": data.RANGES,
-        "lora": adapter.RANGES,
-        "distill": distill.RANGES,
-        "plan": plan.RANGES,
-    }
-    own = RANGES | {"train.context": model.SIZES["context"]}
-    return own | {f"{part}.{name}": numbers for part, known in parts.items() for name, numbers in known.items()}
+    return describe(TrainConfig)
 
 
 def reference_page() -> str:
@@ -56,6 +35,6 @@ def reference_page() -> str:
     return f"{_PAGE}\n{markdown(sections())}\n{schedules_page()}"
 
 
-def commented_file(made: TrainConfig) -> str:
+def commented_file(config: TrainConfig) -> str:
     """A TOML file that `load` reads as the same run."""
-    return f"{_FILE}\n{commented_toml(made, sections())}"
+    return f"{_FILE}\n{commented_toml(config, sections())}"

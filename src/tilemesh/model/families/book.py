@@ -12,10 +12,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from tilemesh.core.config import field_ranges
 from tilemesh.core.errors import UsageError, nearest, unknown
 from tilemesh.core.files import read_json_object
 from tilemesh.core.ranges import shown
-from tilemesh.model.config import SIZES, ModelConfig
+from tilemesh.model.config import ModelConfig
 from tilemesh.model.families.family import ANY, Entry, Family
 from tilemesh.model.families.gpt import GPT2, GPT_NEOX
 from tilemesh.model.families.llama import GEMMA3, LLAMA, MISTRAL, OLMO2, PHI3, QWEN2, QWEN3
@@ -111,10 +112,11 @@ def from_json(told: Mapping[str, Any], source: str = CONFIG) -> ModelConfig:
     ):
         method = quantized.get("quant_method") if isinstance(quantized, Mapping) else quantized
         raise unknown(f"quant_method of {QUANTIZATION} in {source}", method, QUANTIZERS)
+    allowed = field_ranges(ModelConfig)
     for ours, key in family.sizes.items():
-        SIZES[ours].check(f"{source}: {key}", told.get(key), whole=True)
+        allowed[ours].check(f"{source}: {key}", told.get(key), whole=True)
     if told.get("head_dim") is not None:
-        SIZES["head_width"].check(f"{source}: head_dim", told["head_dim"], whole=True)
+        allowed["head_width"].check(f"{source}: head_dim", told["head_dim"], whole=True)
     sizes = {ours: told[theirs] for ours, theirs in family.sizes.items()}
     try:
         made = ModelConfig(**sizes, **family.read(told, source))
