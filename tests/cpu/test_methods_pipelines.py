@@ -26,7 +26,7 @@ from tilemesh.core.step.program import step_program
 from tilemesh.core.step.simulate import StepTimes, simulate
 from tilemesh.core.step.versions import delays, held_versions
 from tilemesh.data.corpus import open_corpus
-from tilemesh.methods.versions import VersionServices, plain_sgd, version_reads, versioned
+from tilemesh.methods.versions import plain_sgd, version_reads, version_services, versioned
 from tilemesh.model import huggingface
 from tilemesh.model.lora import attach
 from tilemesh.model.transformer import Transformer
@@ -142,7 +142,7 @@ def run(program: StepProgram, warmup: int | None) -> list[tuple[list[Tensor], in
         chunks = versioned(
             program, {comm.rank: passes}, {comm.rank: module}, lambda own: plain_sgd(own, lambda update: RATE), warmup
         )
-        StepRunner(program, comm, chunks, VersionServices(chunks))()
+        StepRunner(program, comm, chunks, version_services(chunks))()
         kept = chunks[comm.rank].versions
         return kept.stored[kept.version], kept.most
 

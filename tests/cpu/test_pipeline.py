@@ -28,8 +28,8 @@ from tilemesh.model.transformer import Transformer
 from tilemesh.model.work.slices import slice_flops, slice_lengths
 from tilemesh.parallel import Mesh, lay, run
 from tilemesh.parallel.laid import StepPiece
-from tilemesh.parallel.pipeline import ModelServices, Pipeline, StageModule
-from tilemesh.parallel.run import StepRunner, StepServices, sends_first
+from tilemesh.parallel.pipeline import Pipeline, StageModule
+from tilemesh.parallel.run import StepRunner, sends_first
 
 GPT = ModelConfig(layers=4, width=16, heads=4, vocabulary=19, context=8, dropout=0.1)
 LLAMA = ModelConfig(
@@ -185,7 +185,7 @@ def test_forward_passes_done_again() -> None:
     def main(comm: Communicator) -> Any:
         laid = staged(comm, plan, GPT)
         program = exchange(recompute(build("1f1b", 2, 3)))
-        laid.runner = StepRunner(program, comm, laid.passers, ModelServices(laid.buckets))
+        laid.runner = StepRunner(program, comm, laid.passers, laid.runner.services)
         laid.step = PlannedStep(program, laid.step.layers)
         laid.passes(pieces(plan, GPT, 0), dropout_seed=SEED)
         laid.gradients.finish()
@@ -251,13 +251,13 @@ def test_the_runtime_hands_each_pass_what_the_one_before_gave_and_refuses_what_n
     def main(comm: Communicator) -> list[str]:
         said: list[str] = []
         notes: list[str] = []
-        StepRunner(program, comm, {comm.rank: Echo(said, comm.rank)}, StepServices(), notes.append)()
+        StepRunner(program, comm, {comm.rank: Echo(said, comm.rank)}, note=notes.append)()
         assert notes[:-1] == [str(action) for action in sends_first(program.actions[comm.rank])]
         with pytest.raises(UsageError, match="was not given chunk"):
-            StepRunner(program, comm, {}, StepServices())
-        runner = StepRunner(program, comm, {comm.rank: Echo(said, comm.rank)}, StepServices())
-        with pytest.raises(UsageError, match="GATHER of chunk 0: its weights are whole here"):
-            runner._serve(Action("GATHER", 0, of="weights"))
+            StepRunner(program, comm, {})
+        runner = StepRunner(program, comm, {comm.rank: Echo(said, comm.rank)})
+        with pytest.raises(UsageError, match="0UNSHARD: this step has nothing that does GATHER of weights"):
+            runner._do(Action("GATHER", 0, of="weights"))
         return said
 
     first, second = run_threads(2, main)
@@ -274,7 +274,7 @@ def test_stages_that_sleep_run_by_the_same_code(monkeypatch: pytest.MonkeyPatch)
     def steps(comm: Communicator) -> None:
         for program in programs:
             chunks = {chunk: sleeping.SleepingChunk() for chunk in program.placement.held[comm.rank]}
-            StepRunner(program, comm, chunks, StepServices())()
+            StepRunner(program, comm, chunks)()
 
     run_threads(2, steps)
 
@@ -297,7 +297,7 @@ def test_sends_that_a_thread_would_move_too_slowly_are_waited_for_in_the_order_t
         for program in programs:
             chunks = {chunk: sleeping.SleepingChunk() for chunk in program.placement.held[comm.rank]}
             told: list[str] = []
-            runner = StepRunner(program, comm, chunks, sleeping._Summed(), told.append)
+            runner = StepRunner(program, comm, chunks, sleeping.SERVICES, told.append)
             under_way: list[int] = []
             runner.around = partial(told_after, runner, under_way)
             runner()
@@ -327,7 +327,7 @@ def test_a_stalled_rank_its_action_and_who_waits_for_whom_are_named() -> None:
             comm.watch.process.stage = f"step 1: {text}"
 
         try:
-            StepRunner(program, comm, {comm.rank: Stalls([], comm.rank)}, StepServices(), note)()
+            StepRunner(program, comm, {comm.rank: Stalls([], comm.rank)}, note=note)()
         except RunError as error:
             said.append(str(error))
             Stalls.over.set()

@@ -20,7 +20,7 @@ from tilemesh.core.step.action import Payload, StepProgram, parts
 from tilemesh.core.step.book import find
 from tilemesh.core.step.versions import delays
 from tilemesh.parallel.norms import norm_of
-from tilemesh.parallel.run import ChunkPasses, StepServices
+from tilemesh.parallel.run import ChunkPasses, Services
 
 _KEPT_CHANGE = math.exp(-2)  # of a change of the weights, what is left in their mean change after the delay (PipeMare)
 _MEASURED = 8  # updates of which one is measured
@@ -159,14 +159,9 @@ class VersionedChunk:
         self.versions.read(self.versions.version)
 
 
-class VersionServices(StepServices):
+def version_services(chunks: Mapping[int, VersionedChunk]) -> Services:
     """UPDATE, by the chunk itself."""
-
-    def __init__(self, chunks: Mapping[int, VersionedChunk]) -> None:
-        self.chunks = chunks
-
-    def update(self, chunk: int) -> None:
-        self.chunks[chunk].update()
+    return {("UPDATE", "weights"): lambda action: chunks[action.chunk].update()}
 
 
 def version_reads(program: StepProgram, chunk: int) -> dict[tuple[str, int], int]:

@@ -20,7 +20,7 @@ from tilemesh.comm.runtime.communicator import Communicator
 from tilemesh.core.errors import UsageError
 from tilemesh.core.plan import ParallelPlan
 from tilemesh.core.shard import Shard
-from tilemesh.core.step.action import Action
+from tilemesh.core.step.action import Action, Kind, Payload
 from tilemesh.core.step.placement import ChunkPlacement
 from tilemesh.core.step.program import PlannedStep
 from tilemesh.model.cache import KeyValueCache
@@ -36,8 +36,8 @@ from tilemesh.parallel.gradients import Gradients
 from tilemesh.parallel.host import HostLink
 from tilemesh.parallel.laid import Fresh, Laid
 from tilemesh.parallel.mesh import Mesh
-from tilemesh.parallel.offload import HostActivations, HostWeights
-from tilemesh.parallel.run import ChunkPasses, StepRunner, StepServices, WaitingChunk
+from tilemesh.parallel.offload import HostActivations, HostWeights, Place
+from tilemesh.parallel.run import ChunkPasses, Service, Services, StepRunner
 from tilemesh.parallel.shard import Held
 from tilemesh.parallel.tensor import Seams
 from tilemesh.parallel.zero3 import ZeroWeights
@@ -130,12 +130,9 @@ class Pipeline(Laid):
             )
             for number, part in self.parts.items()
         }
-        passers: dict[int, ChunkPasses] = dict(self.passers)
-        for who in (self.gathers, self.host_weights):
-            if who is not None:
-                passers = {number: WaitingChunk(passes, who.ready, number) for number, passes in passers.items()}
-        services = ModelServices(gradients, self.host_activations, self.host_weights)
-        self.runner = StepRunner(step.program, mesh.pp.comm, passers, services, self._note)
+        self.runner = StepRunner(
+            step.program, mesh.pp.comm, self.passers, self._services(), self._note, ready=self._wait_for_weights
+        )
 
     @property
     def names(self) -> Sequence[str]:
@@ -158,11 +155,36 @@ class Pipeline(Laid):
     def _note(self, text: str) -> None:
         self.mesh.comm.watch.process.stage = text
 
+    def _services(self) -> Services:
+        """What the step's list may ask for beside passes and messages."""
+        gradients, gathers, activations, weights = (
+            self.buckets, self.gathers, self.host_activations, self.host_weights,
+        )  # fmt: skip
+        services: dict[tuple[Kind, Payload], Service] = {
+            ("REDUCE", "gradient"): lambda action: gradients.reduce(action.chunk)
+        }
+        if gathers is not None:
+            services["GATHER", "weights"] = lambda action: gathers.gather(action.chunk)
+            services["FREE", "weights"] = lambda action: gathers.free(action.chunk)
+        if activations is not None:
+            services["OUT", "activation"] = lambda action: activations.out(_place(action))
+            services["IN", "activation"] = lambda action: activations.into(_place(action))
+        if weights is not None:
+            services["OUT", "weights"] = lambda action: weights.out(action.chunk)
+            services["IN", "weights"] = lambda action: weights.into(action.chunk)
+        return services
+
+    def _wait_for_weights(self, chunk: int) -> None:
+        """Before a pass: until they are gathered, or back from the host."""
+        for source in (self.gathers, self.host_weights):
+            if source is not None:
+                source.ready(chunk)
+
     def watch_actions(self, note: Callable[[str], None], around: Callable[[Action, Callable[[], None]], None]) -> None:
         """Let somebody know what a step is at: as `StepRunner` says."""
         self.runner.note, self.runner.around = note, around
 
-    def run_by(self, chunks: Mapping[int, ChunkPasses], services: StepServices) -> None:
+    def run_by(self, chunks: Mapping[int, ChunkPasses], services: Services) -> None:
         """Let others do what the step's list says."""
         self.runner = StepRunner(self.step.program, self.mesh.pp.comm, chunks, services, self._note)
 
@@ -314,47 +336,8 @@ class Pipeline(Laid):
         return set(self.names) - self.shards.keys()
 
 
-class ModelServices(StepServices):
-    """What a model's step does beside passes and messages: each by whoever does it, where there is one."""
-
-    def __init__(
-        self,
-        gradients: Bucketed,
-        activations: HostActivations | None = None,
-        weights: HostWeights | None = None,
-    ) -> None:
-        self.gradients, self.activations, self.weights = gradients, activations, weights
-
-    def reduce(self, chunk: int) -> None:
-        self.gradients.reduce(chunk)
-
-    def gather(self, chunk: int) -> None:
-        if not isinstance(self.gradients, ZeroWeights):
-            super().gather(chunk)
-        else:
-            self.gradients.gather(chunk)
-
-    def free(self, chunk: int) -> None:
-        if not isinstance(self.gradients, ZeroWeights):
-            super().free(chunk)
-        else:
-            self.gradients.free(chunk)
-
-    def move_out(self, action: Action) -> None:
-        if action.of == "activation" and self.activations is not None:
-            self.activations.out((action.chunk, action.microbatch, action.slice))
-        elif action.of == "weights" and self.weights is not None:
-            self.weights.out(action.chunk)
-        else:
-            super().move_out(action)
-
-    def move_in(self, action: Action) -> None:
-        if action.of == "activation" and self.activations is not None:
-            self.activations.into((action.chunk, action.microbatch, action.slice))
-        elif action.of == "weights" and self.weights is not None:
-            self.weights.into(action.chunk)
-        else:
-            super().move_in(action)
+def _place(action: Action) -> Place:
+    return action.chunk, action.microbatch, action.slice
 
 
 def _own(model: nn.Module, shards: Mapping[str, Shard]) -> dict[str, Shard]:

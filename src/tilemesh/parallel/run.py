@@ -2,7 +2,7 @@
 
 The one idea: the list (`core/step/`) says what and in which order, and was proved before; here each kind of action
 becomes one call of something that was handed in. What a pass computes is a `ChunkPasses`' business, what is gathered,
-summed, updated or moved a `StepServices`'; so stages that only sleep run by the same code as a Transformer's.
+summed, updated or moved a `Service`'s; so stages that only sleep run by the same code as a Transformer's.
 
 Messages do not hold up computing: a SEND is begun and left alone, a RECV takes its buffer and is begun, and the pass
 that reads it waits. Where MPI moves a message only when it is asked to and a rank has cores to spare, a thread asks;
@@ -16,14 +16,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
 from tilemesh.comm.runtime.communicator import Communicator
 from tilemesh.core.errors import UsageError
-from tilemesh.core.step.action import Action, Payload, StepProgram, parts
+from tilemesh.core.step.action import Action, Kind, Payload, StepProgram, parts
 
 _UNDER_WAY = 4  # sends whose buffers are held before somebody looks whether they have been taken
 # Beyond this a thread that asks MPI now and then is slower than a rank that waits: with messages of 8 MiB between 4
@@ -53,53 +53,10 @@ class ChunkPasses(Protocol):
         """A buffer for what another rank sends: the chunk's input, or the gradient of its output."""
 
 
-class StepServices:
-    """What actions that are no passes and no messages do. A step without some of them overrides none of these."""
-
-    def gather(self, chunk: int) -> None:
-        raise UsageError(f"GATHER of chunk {chunk}: its weights are whole here")
-
-    def free(self, chunk: int) -> None:
-        raise UsageError(f"FREE of chunk {chunk}: its weights are whole here")
-
-    def reduce(self, chunk: int) -> None:
-        raise UsageError(f"REDUCE of chunk {chunk}: no gradients are summed here")
-
-    def update(self, chunk: int) -> None:
-        raise UsageError(f"UPDATE of chunk {chunk}: the optimizer steps after the list")
-
-    def move_out(self, action: Action) -> None:
-        raise UsageError(f"{action}: nothing is moved to the host here")
-
-    def move_in(self, action: Action) -> None:
-        raise UsageError(f"{action}: nothing is moved to the host here")
-
-
-@dataclass
-class WaitingChunk:
-    """A chunk whose passes wait for its weights: until they are whole, or back from the host. W reads none."""
-
-    passes: ChunkPasses
-    ready: Callable[[int], None]
-    chunk: int
-
-    def forward(self, microbatch: int, piece: int, x: Tensor | None, *, keeps: bool) -> Tensor | None:
-        self.ready(self.chunk)
-        return self.passes.forward(microbatch, piece, x, keeps=keeps)
-
-    def recompute(self, microbatch: int, piece: int) -> None:
-        self.ready(self.chunk)
-        self.passes.recompute(microbatch, piece)
-
-    def backward(self, microbatch: int, piece: int, gradient: Tensor | None, *, splits: bool) -> Tensor | None:
-        self.ready(self.chunk)
-        return self.passes.backward(microbatch, piece, gradient, splits=splits)
-
-    def weights(self, microbatch: int, piece: int) -> None:
-        self.passes.weights(microbatch, piece)
-
-    def landing(self, microbatch: int, piece: int, of: Payload) -> Tensor:
-        return self.passes.landing(microbatch, piece, of)
+Service = Callable[[Action], None]
+"""Does an action that is no pass and no message: gathers, frees, sums, updates or moves."""
+Services = Mapping[tuple[Kind, Payload], Service]
+"""By the kind of the action and what it is of: a step needs those that its list names."""
 
 
 class _Arrival(NamedTuple):
@@ -117,7 +74,8 @@ class StepRunner:
     """One rank's steps by one list.
 
     `comm`: the ranks of the pipeline, by their places in the program. `chunks`: those that this rank holds. `note`: is
-    told each action before it is done. `around`: does it, where somebody wants to see when it begins and ends.
+    told each action before it is done. `around`: does it, where somebody wants to see when it begins and ends. `ready`:
+    called with a chunk before each pass that reads its weights, which may have to be waited for.
     """
 
     def __init__(
@@ -125,9 +83,10 @@ class StepRunner:
         program: StepProgram,
         comm: Communicator,
         chunks: Mapping[int, ChunkPasses],
-        services: StepServices,
+        services: Services = MappingProxyType({}),
         note: Callable[[str], None] = lambda text: None,
         around: Callable[[Action, Callable[[], None]], None] | None = None,
+        ready: Callable[[int], None] = lambda chunk: None,
     ) -> None:
         if comm.size != program.ranks:
             raise UsageError(f"{program.name} is for {program.ranks} ranks and there are {comm.size}: make them agree")
@@ -135,7 +94,7 @@ class StepRunner:
         if lacking:
             raise UsageError(f"{program.name}: rank {comm.rank} was not given chunk {min(lacking)}, which it holds")
         self.program, self.comm, self.chunks, self.services = program, comm, chunks, services
-        self.note, self.around = note, around
+        self.note, self.around, self.ready = note, around, ready
         own = program.actions[comm.rank]
         self.waits_for_large = comm.is_moved_apart
         # nccl, which knows no tags, wants the messages of two ranks in one order on both; and a send may only be waited
@@ -174,13 +133,17 @@ class StepRunner:
                 for part in parts(action):
                     self._pass(part)
             case "RECOMPUTE":
+                self.ready(action.chunk)
                 self.chunks[action.chunk].recompute(action.microbatch, action.slice)
             case "SEND":
                 self._send(action)
             case "RECV":
                 self._receive(action)
             case _:
-                self._serve(action)
+                service = self.services.get((action.kind, action.of))
+                if service is None:
+                    raise UsageError(f"{action}: this step has nothing that does {action.kind} of {action.of}")
+                service(action)
 
     def _pass(self, part: Action) -> None:
         chunk, place = self.chunks[part.chunk], (part.microbatch, part.slice)
@@ -190,17 +153,18 @@ class StepRunner:
         forward = part.kind == "F"
         top = self.program.chunks - 1
         of: Payload = "activation" if forward else "gradient"
-        is_given = part.chunk > 0 if forward else part.chunk < top
-        given = self._take((of, part.chunk, *place)) if is_given else None
+        has_neighbour = part.chunk > 0 if forward else part.chunk < top
+        arrived = self._take((of, part.chunk, *place)) if has_neighbour else None
+        self.ready(part.chunk)
         if forward:
             keeps = (part.chunk, *place) not in self.program.recomputed
-            made = chunk.forward(*place, given, keeps=keeps)
+            result = chunk.forward(*place, arrived, keeps=keeps)
         else:
-            made = chunk.backward(*place, given, splits=part.kind == "I")
+            result = chunk.backward(*place, arrived, splits=part.kind == "I")
         after = part.chunk + (1 if forward else -1)
         if 0 <= after <= top:
-            assert made is not None
-            self.here[of, after, *place] = made
+            assert result is not None
+            self.here[of, after, *place] = result
 
     def _take(self, key: _Key) -> Tensor:
         """What a pass is given: from a pass of this rank, or from a message, which is waited for."""
@@ -239,21 +203,6 @@ class StepRunner:
                 self.sending.pop(0)[0].wait()
         else:
             self.sending = [sent for sent in self.sending if not sent[0].test()]
-
-    def _serve(self, action: Action) -> None:
-        match action.kind:
-            case "GATHER":
-                self.services.gather(action.chunk)
-            case "FREE":
-                self.services.free(action.chunk)
-            case "REDUCE":
-                self.services.reduce(action.chunk)
-            case "UPDATE":
-                self.services.update(action.chunk)
-            case "OUT":
-                self.services.move_out(action)
-            case "IN":
-                self.services.move_in(action)
 
 
 def sends_first(actions: Sequence[Action]) -> list[Action]:

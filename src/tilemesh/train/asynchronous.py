@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from tilemesh.core.shard import Shard
 from tilemesh.core.step.versions import delays, held_versions
-from tilemesh.methods.versions import VersionedChunk, VersionServices, WeightUpdate, versioned
+from tilemesh.methods.versions import VersionedChunk, WeightUpdate, version_services, versioned
 from tilemesh.model.loss import IGNORED
 from tilemesh.parallel.buckets import Bucketed
 from tilemesh.parallel.gradients import GradientStep, Parts, Recall
@@ -61,7 +61,7 @@ class PipelinedGradients(Bucketed):
         self.versioned = versioned(
             program, dict(laid.passers), modules, lambda parameters: self._move(parameters, optimizer), warmup
         )
-        laid.run_by(self.versioned, VersionServices(self.versioned))
+        laid.run_by(self.versioned, version_services(self.versioned))
         self._told = {
             "schedule": program.name,
             "versions": held_versions(program),

@@ -17,7 +17,7 @@ from tilemesh.bench.train.sleeping import program_of, timed_in_turns
 from tilemesh.comm.connection import connect
 from tilemesh.comm.runtime.communicator import Communicator
 from tilemesh.core.step.action import Action, Payload, StepProgram
-from tilemesh.parallel.run import StepRunner, StepServices
+from tilemesh.parallel.run import StepRunner
 
 SIZE = 512
 """Of the square matrices that are multiplied."""
@@ -58,7 +58,7 @@ class WaitingRunner(StepRunner):
     """Waits for every send until it has been taken: in the order that was proved for sends that block."""
 
     def __init__(self, program: StepProgram, comm: Communicator, chunks: dict[int, ComputingChunk]) -> None:
-        super().__init__(program, comm, chunks, StepServices())
+        super().__init__(program, comm, chunks)
         self.actions = [(action, str(action)) for action in program.actions[comm.rank]]
 
     def _send(self, action: Action) -> None:
@@ -80,5 +80,5 @@ def on_ranks(
         if name == "waited for":
             steps[name] = WaitingRunner(program, comm, chunks)
         else:
-            steps[name] = StepRunner(program, comm, chunks, StepServices())
+            steps[name] = StepRunner(program, comm, chunks)
     return timed_in_turns(comm, steps, repeats)

@@ -20,7 +20,7 @@ from tilemesh.core.step.action import Payload, StepProgram
 from tilemesh.core.step.book import build
 from tilemesh.core.step.passes import exchange
 from tilemesh.core.step.simulate import StepTimes, simulate
-from tilemesh.parallel.run import StepRunner, StepServices
+from tilemesh.parallel.run import Services, StepRunner
 
 FORWARD_S = INPUT_S = WEIGHT_S = 0.010
 NUMBERS = 16
@@ -60,11 +60,8 @@ class SleepingChunk:
         return torch.empty(NUMBERS)
 
 
-class _Summed(StepServices):
-    """Two holders of a chunk have nothing to sum here."""
-
-    def reduce(self, chunk: int) -> None:
-        return None
+SERVICES: Services = {("REDUCE", "gradient"): lambda action: None}
+"""Two holders of a chunk have nothing to sum here."""
 
 
 def on_ranks(schedules: Sequence[str], microbatches: int, repeats: int, peers: bool) -> dict[str, list[float]] | None:
@@ -75,7 +72,7 @@ def on_ranks(schedules: Sequence[str], microbatches: int, repeats: int, peers: b
     for schedule in schedules:
         program = program_of(schedule, comm.size, microbatches)
         chunks = {chunk: SleepingChunk() for chunk in program.placement.held[comm.rank]}
-        steps[schedule] = StepRunner(program, comm, chunks, _Summed())
+        steps[schedule] = StepRunner(program, comm, chunks, SERVICES)
         if peers and schedule in PEERS:
             steps[f"torch {schedule}"] = torch_step(schedule, comm, microbatches)
     return timed_in_turns(comm, steps, repeats)
