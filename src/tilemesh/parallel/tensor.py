@@ -13,6 +13,7 @@ B: rows; T: tokens; N: B x T; D: width; V: this rank's part of the vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,27 +46,31 @@ class Seams:
 
     def enter(self, x: Tensor) -> Tensor:
         """Into a region of column-split layers: all ranks have the same, whole input."""
-        function: Any = _Join if self.sequence else _Enter
-        y: Tensor = function.apply(x, self)
-        return y
+        if not self.sequence:
+            return exchanged(x, lambda x: x.view_as(x), self.sum)
+        # A region begins with products, which autocast computes in this dtype: rounding before or after is the same.
+        narrow, tokens = product_dtype(x), self.tokens
+        return exchanged(x, lambda x: self.join_tokens(x.to(narrow), tokens).to(x.dtype), self.scatter_sum_tokens)
 
     def leave(self, y: Tensor) -> Tensor:
         """Out of a row-split layer: partial results become one."""
-        function: Any = _ScatterSum if self.sequence else _Sum
-        x: Tensor = function.apply(y, self)
-        return x
+        if not self.sequence:
+            return exchanged(y, self.sum, lambda grad: grad)
+        tokens = y.shape[1]
+        return exchanged(y, self.scatter_sum_tokens, lambda grad: self.join_tokens(grad, tokens))
 
     def join_features(self, y: Tensor, total: int) -> Tensor:
         """The ranks' slices of the last dim, put together."""
-        function: Any = _JoinFeatures
-        whole: Tensor = function.apply(y, self, total)
-        return whole
+        counts = cut(total, self.comm.size)
+        return exchanged(
+            y,
+            lambda y: self.comm.all_gather(y, axis=-1, counts=counts, algorithm=self.algorithm),
+            lambda grad: collect.backward_output(grad, self.comm).contiguous(),
+        )
 
     def add(self, x: Tensor) -> Tensor:
         """The ranks' parts of a sum, added up: the gradient passes."""
-        function: Any = _Sum
-        total: Tensor = x if self.comm.size == 1 else function.apply(x, self)
-        return total
+        return x if self.comm.size == 1 else exchanged(x, self.sum, lambda grad: grad)
 
     def largest(self, x: Tensor) -> Tensor:
         """Of each element, the largest of all ranks; without a gradient."""
@@ -106,61 +111,24 @@ class Seams:
         return y
 
 
-class _Enter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, seams: Seams) -> Tensor:
-        ctx.seams = seams
-        return x.view_as(x)
+class _TwoWayExchange(torch.autograd.Function):
+    """A value exchanged by one function, its gradient by the other."""
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.seams.sum(grad), None
-
-
-class _Sum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, seams: Seams) -> Tensor:
-        return seams.sum(y)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
-
-
-class _Join(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x_BTD: Tensor, seams: Seams) -> Tensor:
-        ctx.seams = seams
-        # A region begins with products, which autocast computes in this dtype: rounding before or after is the same.
-        return seams.join_tokens(x_BTD.to(product_dtype(x_BTD)), seams.tokens).to(x_BTD.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, grad_BTD: Tensor) -> tuple[Tensor, None]:
-        return ctx.seams.scatter_sum_tokens(grad_BTD), None
-
-
-class _ScatterSum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, y_BTD: Tensor, seams: Seams) -> Tensor:
-        ctx.seams, ctx.tokens = seams, y_BTD.shape[1]
-        return seams.scatter_sum_tokens(y_BTD)
-
-    @staticmethod
-    def backward(ctx: Any, grad_BTD: Tensor) -> tuple[Tensor, None]:
-        return ctx.seams.join_tokens(grad_BTD, ctx.tokens), None
-
-
-class _JoinFeatures(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, seams: Seams, total: int) -> Tensor:
-        ctx.seams = seams
-        counts = cut(total, seams.comm.size)
-        whole: Tensor = seams.comm.all_gather(y, axis=-1, counts=counts, algorithm=seams.algorithm)
-        return whole
+    def forward(ctx: Any, x: Tensor, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.back = back
+        return there(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return collect.backward_output(grad, ctx.seams.comm).contiguous(), None, None
+        return ctx.back(grad), None, None
+
+
+def exchanged(x: Tensor, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:
+    """`there` of a value; `back` is what its gradient goes through."""
+    function: Any = _TwoWayExchange  # torch's stubs leave `apply` untyped
+    y: Tensor = function.apply(x, there, back)
+    return y
 
 
 # Layers -----------------------------------------------------------------------------------------------------------
@@ -251,7 +219,7 @@ def vocabulary_loss(
     counted = (targets_N != IGNORED).sum()
     total: Tensor
     if implementation_in_training(kernels, logits_BTV) == TORCH:
-        function: Any = _VocabularyLoss  # torch's stubs leave `apply` untyped
+        function: Any = _VocabularyLoss
         total = function.apply(logits_BTV.flatten(0, -2), targets_N, seams, first)
         return total, counted
     total = seams.part_loss(logits_BTV.flatten(0, -2), targets_N, first, vocabulary, kernels)
