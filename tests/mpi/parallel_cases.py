@@ -30,9 +30,9 @@ from tilemesh.model.cache import KeyValueCache
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.loss import IGNORED, loss_sum
 from tilemesh.model.transformer import Transformer
-from tilemesh.model.work.exchanges import Exchange
+from tilemesh.model.work.exchanges import Exchange, embedding_exchanges, head_exchanges, layer_exchanges
 from tilemesh.model.work.task import Task
-from tilemesh.parallel import ColumnSplit, Mesh, Region, collect, lay, tensor, traffic
+from tilemesh.parallel import ColumnSplit, Mesh, Region, collect, lay, tensor
 from tilemesh.parallel.agree import agree
 from tilemesh.parallel.buckets import Bucketed
 from tilemesh.parallel.gate import alone
@@ -450,14 +450,18 @@ def _count_step(comm: Communicator, laid: Laid, config: ModelConfig, rows: int, 
     laid.gradients.finish(1.0)
     sent = {axis: group.sent.nbytes - before[axis] for axis, group in counted.items()}
     plan = dataclasses.replace(laid.plan, microbatch=rows)
-    made = turns * traffic.microbatch(config, Task.of(plan, tokens, "eager", gpu=False))
-    itemsize = laid.gradients.buffers[0].element_size()
-    found = [(b.flat.numel(), b.copies_summed) for b in laid.gradients.buckets]
-    made += traffic.step_end(found, mesh.shape, itemsize)
+    task = Task.of(plan, tokens, "eager", gpu=False)
+    ends = [*embedding_exchanges(config, task), *head_exchanges(config, task)]
+    exchanges = turns * (ends + config.layers * list(layer_exchanges(config, task)))
+    for bucket in laid.gradients.buckets:
+        for axis, size in (("dp", mesh.dp.size), *bucket.copies_summed):
+            named = axis if size == mesh.axis(axis).size else f"{axis} {size}"
+            numbers, itemsize = bucket.flat.numel(), bucket.flat.element_size()
+            exchanges.append(Exchange("gradients", named, "all_reduce", numbers, itemsize))
+    exchanges.append(Exchange("loss, tokens and norm", "mesh", "all_reduce", 3, 8))
     wanted = dict.fromkeys(counted, 0)
-    for one in made:
-        axis = "tp" if one.axis == f"tp {mesh.tp.size}" else one.axis
-        wanted[axis] += _ring_bytes(counted[axis], one)
+    for exchange in exchanges:
+        wanted[exchange.axis] += _ring_bytes(counted[exchange.axis], exchange)
     assert sent == wanted, (laid.plan.describe(), sent, wanted)
     # And the closed form of the whole: activations cost every block the same, with sequence parallelism or without.
     if mesh.tp.size > 1 and laid.plan.precision == "fp64":
