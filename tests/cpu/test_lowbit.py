@@ -315,9 +315,7 @@ def test_a_model_with_low_bit_projections_still_generates():
 def test_the_gate_passes_compressed_models(ranks):
     """Codes and rounded weights over dp, tp, sequences, ZeRO and recomputation: what one process computes."""
     models = ("gpt", "llama", "gemma")
-    chosen = [
-        Case(models[place % 3], layout, "fp64", weights) for place, (layout, weights) in enumerate(compressed(ranks))
-    ]
+    chosen = [Case(models[place % 3], layout, weights) for place, (layout, weights) in enumerate(compressed(ranks))]
     results = run_threads(ranks, lambda comm: list(Gate(comm).run(chosen)), timeout_s=100)[0]
     assert len(results) == len(chosen)
     for result in results:

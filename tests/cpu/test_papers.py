@@ -18,7 +18,7 @@ from tilemesh.model.config import ModelConfig
 from tilemesh.model.families.book import FAMILIES, family_of
 from tilemesh.model.loss import IGNORED, loss
 from tilemesh.parallel.gate import alone, papers
-from tilemesh.parallel.gate.cases import PAPERS, Case, GateLayout
+from tilemesh.parallel.gate.cases import PAPERS, Case, gate_plan
 from tilemesh.parallel.gate.compare import Gate
 
 
@@ -108,7 +108,7 @@ def test_wrong_rotary_angles_everywhere_do_not_pass(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(
         transformer, "rotary_table", lambda positions, *more, **told: right(2 * positions, *more, **told)
     )
-    cases = [Case("llama", GateLayout(), by_papers=is_by_papers) for is_by_papers in (False, True)]
+    cases = [Case("llama", gate_plan(), by_papers=is_by_papers) for is_by_papers in (False, True)]
     (beside_itself, beside_papers) = Gate(connect("alone")).run(cases)
     assert beside_itself.passed
     assert not beside_papers.passed

@@ -36,7 +36,7 @@ from tilemesh.parallel import ColumnSplit, Mesh, Region, collect, lay, tensor
 from tilemesh.parallel.agree import agree
 from tilemesh.parallel.buckets import Bucketed
 from tilemesh.parallel.gate import alone
-from tilemesh.parallel.gate.cases import MODELS, Case, GateLayout
+from tilemesh.parallel.gate.cases import MODELS, Case, gate_plan
 from tilemesh.parallel.gate.compare import Gate
 from tilemesh.parallel.laid import Laid
 from tilemesh.parallel.tensor import Seams
@@ -522,17 +522,17 @@ PARTS: dict[str, Callable[[Communicator], None]] = {
 
 def small_gate(comm: Communicator) -> None:
     layouts = (
-        GateLayout(1, 4, True),
-        GateLayout(2, 2, False, 2),
-        GateLayout(2, 2, True),
-        GateLayout(4, 1, False, 2),
-        GateLayout(1, 2, True, 2),
-        GateLayout(2, 2, True, 2, zero=2),
-        GateLayout(2, 1, False, 2, zero=1),
-        GateLayout(1, 2, True, 4, 2, "zb-v"),
-        GateLayout(1, 1, False, 4, 2, "dualpipe"),
+        gate_plan(1, 4, True),
+        gate_plan(2, 2, False, 2),
+        gate_plan(2, 2, True),
+        gate_plan(4, 1, False, 2),
+        gate_plan(1, 2, True, 2),
+        gate_plan(2, 2, True, 2, zero=2),
+        gate_plan(2, 1, False, 2, zero=1),
+        gate_plan(1, 2, True, 4, 2, "zb-v"),
+        gate_plan(1, 1, False, 4, 2, "dualpipe"),
     )
-    fit = [chosen for chosen in layouts if chosen.ranks <= comm.size]
+    fit = [chosen for chosen in layouts if chosen.world <= comm.size]
     # In turn: every model on every layout is `test_the_whole_gate`, which is slow.
     for result in Gate(comm).run([Case(("gpt", "llama")[turn % 2], chosen) for turn, chosen in enumerate(fit)]):
         assert result.passed, f"{result}"

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
@@ -30,9 +30,9 @@ from tilemesh.parallel.gate.cases import (
     MODELS,
     OPTIMIZERS,
     Case,
-    GateLayout,
     cases,
     compressed,
+    gate_plan,
     layouts,
     numerics,
     pipelines,
@@ -41,7 +41,7 @@ from tilemesh.parallel.gate.cause import gradient_cause, norm_cause, order_cause
 from tilemesh.parallel.gate.compare import Apart, Gate, GateResult
 from tilemesh.parallel.gate.pairs import OFFLOADED, _chosen, _possible, combinations, every_case
 from tilemesh.parallel.gate.plant import PLANTS
-from tilemesh.parallel.gate.plant_numerics import Plant
+from tilemesh.parallel.gate.plant_numerics import NUMERIC, Plant
 from tilemesh.parallel.matrices import MatrixRound
 from tilemesh.parallel.mesh import Mesh
 
@@ -64,20 +64,20 @@ def test_a_sample_of_layouts_over_processes(transport: str) -> None:
 
 @pytest.mark.parametrize("model", MODELS)
 def test_a_layout_with_everything_for_every_model(model: str) -> None:
-    chosen = [Case(model, GateLayout(2, 2, True, 2)), Case(model, GateLayout(1, 4, False, 1))]
+    chosen = [Case(model, gate_plan(2, 2, True, 2)), Case(model, gate_plan(1, 4, False, 1))]
     assert [result for result in run(4, chosen) if not result.passed] == []
 
 
 def test_ranks_without_a_part_wait_for_a_case_and_not_for_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine with much else to do takes longer for all small layouts than any wait may take."""
-    result = GateResult(Case("gpt", GateLayout(2)), Apart(0, 0, 0), Apart(1, 1, 1))
+    result = GateResult(Case("gpt", gate_plan(2)), Apart(0, 0, 0), Apart(1, 1, 1))
 
     def slowly(gate: Gate, case: Case, mesh: Mesh) -> GateResult | None:
         time.sleep(0.5)
         return None if mesh.comm.rank else result
 
     monkeypatch.setattr(Gate, "_one", slowly)
-    chosen = [Case("gpt", GateLayout(2))] * 3 + [Case("gpt", GateLayout(1, 2))] * 3 + [Case("gpt", GateLayout(1))] * 2
+    chosen = [Case("gpt", gate_plan(2))] * 3 + [Case("gpt", gate_plan(1, 2))] * 3 + [Case("gpt", gate_plan(1))] * 2
     found = run_threads(4, lambda comm: list(Gate(comm).run(chosen)), timeout_s=2.0)
     assert found == [[result] * 8, [], [], []]
 
@@ -100,8 +100,8 @@ def test_16_bit_weights_report_the_norm_of_their_own_gradients() -> None:
 def test_muon_where_matrices_are_cut_and_that_the_gate_sees_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """All such layouts, with tp and ZeRO together and repeated KV heads: `test_the_whole_gate`."""
     chosen = [
-        Case("llama", GateLayout(1, 2, True, 2), optimizer="muon"),
-        Case("gemma", GateLayout(2, zero=3), optimizer="muon"),
+        Case("llama", gate_plan(1, 2, True, 2), optimizer="muon"),
+        Case("gemma", gate_plan(2, zero=3), optimizer="muon"),
     ]
     assert {*chosen} < {*numerics(2)}
     assert [result for result in run(2, chosen) if not result.passed] == []
@@ -111,11 +111,11 @@ def test_muon_where_matrices_are_cut_and_that_the_gate_sees_parts(monkeypatch: p
 
 def test_a_case_of_an_optimizer_needs_one() -> None:
     with pytest.raises(UsageError, match="a case of adamw, and the gate was given no optimizer"):
-        list(Gate(connect("alone")).run([Case("gpt", GateLayout(), optimizer="adamw")]))
+        list(Gate(connect("alone")).run([Case("gpt", gate_plan(), optimizer="adamw")]))
 
 
 def test_float32_within_twice_another_order_of_summation() -> None:
-    results = run(4, [Case(model, GateLayout(2, 2, True), "fp32") for model in MODELS])
+    results = run(4, [Case(model, gate_plan(2, 2, True, precision="fp32")) for model in MODELS])
     assert [result for result in results if not result.passed] == []
     # The bound is rounding, not slack: far above float64's, far below what a bug does.
     assert all(1e-9 < result.bound.gradient < 1e-3 for result in results)
@@ -147,19 +147,19 @@ def slow_in_16_bits(name: str) -> Any:
 @pytest.mark.parametrize("name", [slow_in_16_bits(name) for name in PLANTS])
 def test_a_planted_bug_turns_it_red_and_is_named(name: str) -> None:
     plant = PLANTS[name]
-    if plant.only is not None:
+    if plant in NUMERIC:
         candidates = numerics(1)
-    elif plant.zero:
+    elif plant.kind == "zero":
         candidates = [case for ranks in (2, 4) for case in combinations(ranks)]
     else:
         candidates = [
             Case(model, layout)
             for ranks in (2, 4, 8)
-            for layout in (pipelines(ranks) if plant.piped else layouts(ranks))
+            for layout in (pipelines(ranks) if plant.kind == "pipeline" else layouts(ranks))
             for model in MODELS
         ]
     case = next(case for case in candidates if plant.applies(case))
-    (result,) = run(case.layout.ranks, [case], plant)
+    (result,) = run(case.layout.world, [case], plant)
     assert not result.passed
     assert plant.names in result.where
     assert CAUSES.get(name, "") in result.where
@@ -168,7 +168,7 @@ def test_a_planted_bug_turns_it_red_and_is_named(name: str) -> None:
 
 
 def test_causes_that_no_plant_has() -> None:
-    layout = GateLayout(dp=2, tp=4, accumulation=3)
+    layout = gate_plan(dp=2, tp=4, accumulation=3)
     wanted = torch.arange(1.0, 5.0, dtype=torch.float64)
     nothing: Any = None  # a gradient that is a multiple of the right one asks the model nothing
     for ratio, words in (
@@ -218,14 +218,14 @@ def test_a_planted_bug_reaches_compressed_matrices(name: str) -> None:
     """They hold their sum over ranks, their bias and their rows in other places than plain ones do."""
     plant = PLANTS[name]
     for case in compressed_cases(plant):
-        (result,) = run(case.layout.ranks, [case], plant)
+        (result,) = run(case.layout.world, [case], plant)
         assert not result.passed, f"{case} passes with the bug in it"
         assert plant.names in result.where
 
 
 def test_every_bug_but_those_of_pipelines_and_deeper_zero_meets_compressed_matrices() -> None:
     never = {name for name, plant in PLANTS.items() if not compressed_cases(plant)}
-    assert {name for name in never if not PLANTS[name].piped and PLANTS[name].only is None} == {
+    assert {name for name in never if PLANTS[name].kind != "pipeline" and PLANTS[name] not in NUMERIC} == {
         "zero-groups-not-summed",
         "zero-microbatch-left-out",
     }, "ZeRO in groups and in stage 2 without offload: not among the compressed layouts"
@@ -250,8 +250,8 @@ def test_a_bug_that_nothing_asked_for_can_have_is_refused(name: str, capsys: pyt
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_combinations_have_every_pair_of_settings_that_can_be(ranks: int) -> None:
-    def pairs(found: NamedTuple) -> set[object]:
-        return set(itertools.combinations(enumerate(found), 2))
+    def pairs(found: Any) -> set[object]:
+        return set(itertools.combinations(enumerate((found.model, *found.values)), 2))
 
     chosen, possible = _chosen(ranks), list(_possible(ranks))
     assert set(chosen) <= set(possible)
@@ -267,7 +267,7 @@ def test_combinations_have_every_pair_of_settings_that_can_be(ranks: int) -> Non
 
 def test_a_sample_of_the_combinations() -> None:
     """Some of those on four ranks; all of them, on up to eight, are `test_the_whole_gate`."""
-    of_four = [case for case in combinations(4) if case.layout.ranks == 4]
+    of_four = [case for case in combinations(4) if case.layout.world == 4]
     firsts = {(case.layout.zero, case.layout.pp > 1): case for case in reversed(of_four)}
     chosen = list(firsts.values())
     assert {zero for zero, _ in firsts} == {0, 1, 2, 3}
@@ -311,7 +311,7 @@ def test_what_it_covers() -> None:
     assert {(layout.dp > 1, layout.tp > 1, layout.pp) for layout in piped} >= {
         (dp, tp, 2) for dp in (False, True) for tp in (False, True)
     }
-    assert {case.layout.ranks for case in chosen} == {1, 2, 4, 8}
+    assert {case.layout.world for case in chosen} == {1, 2, 4, 8}
     models = MODELS.values()
     for field in ("norm", "norm_place", "positions", "biases", "tied", "activation", "kv_heads"):
         assert len({getattr(model, field) for model in models}) >= 2, field
@@ -392,7 +392,7 @@ def test_a_plant_that_some_cases_do_not_show_is_looked_for_in_the_next() -> None
     """On more ranks than a layout has, too: all of them stop together."""
     plant = PLANTS["attention-no-sum"]
     never = dataclasses.replace(plant, put=lambda laid: None if laid.mesh.tp.size == 4 else plant.put(laid))
-    chosen = [Case("gpt", GateLayout(1, tp)) for tp in (2, 2, 4)]  # those of most ranks come first
+    chosen = [Case("gpt", gate_plan(1, tp)) for tp in (2, 2, 4)]  # those of most ranks come first
     torch.set_num_threads(1)
     found = run_threads(4, lambda comm: list(Gate(comm, plant=never, stops_when_found=True).run(chosen)), timeout_s=100)
     assert [(result.case.layout.tp, result.passed) for result in found[0]] == [(4, True), (2, False)]

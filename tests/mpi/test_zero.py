@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import shutil
 from collections.abc import Callable
@@ -23,7 +24,7 @@ from tilemesh.core.step.action import Action
 from tilemesh.core.step.memory import StepBytes, memory_curve
 from tilemesh.model.transformer import Transformer
 from tilemesh.parallel import Mesh, lay
-from tilemesh.parallel.gate.cases import MODELS, Case, GateLayout
+from tilemesh.parallel.gate.cases import MODELS, Case, gate_plan
 from tilemesh.parallel.gate.compare import Gate, GateResult
 from tilemesh.parallel.gradients import Parts
 from tilemesh.parallel.laid import StepPiece
@@ -58,10 +59,10 @@ def gate(ranks: int, chosen: list[Case]) -> list[GateResult]:
 # Layouts ----------------------------------------------------------------------------------------------------------
 
 LAYOUTS = [
-    GateLayout(dp=4, zero=1),
-    GateLayout(dp=4, accumulation=2, zero=2, zero_group=2),
-    GateLayout(dp=2, tp=2, sequence=True, accumulation=2, zero=1),
-    GateLayout(dp=2, tp=2, accumulation=2, zero=2),
+    gate_plan(dp=4, zero=1),
+    gate_plan(dp=4, accumulation=2, zero=2, zero_group=2),
+    gate_plan(dp=2, tp=2, sequence=True, accumulation=2, zero=1),
+    gate_plan(dp=2, tp=2, accumulation=2, zero=2),
 ]
 
 
@@ -74,7 +75,7 @@ def test_what_one_process_computes() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp64", "fp32", "bf16"])
 def test_what_one_process_computes_for_every_model(precision: Precision) -> None:
-    chosen = [Case(model, layout, precision) for model in MODELS for layout in LAYOUTS]
+    chosen = [Case(model, dataclasses.replace(layout, precision=precision)) for model in MODELS for layout in LAYOUTS]
     assert [result for result in gate(4, chosen) if not result.passed] == []
 
 

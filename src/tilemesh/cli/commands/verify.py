@@ -103,7 +103,7 @@ def _fields(result: GateResult, planted: bool) -> dict[str, Any]:
     return {
         "model": case.model,
         "layout": str(case),
-        "ranks": case.layout.ranks,
+        "ranks": case.layout.world,
         "precision": case.precision,
         "apart": dataclasses.asdict(result.apart),
         "bound": dataclasses.asdict(result.bound),

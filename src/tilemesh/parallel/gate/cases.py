@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Any
 
 from tilemesh.core.errors import UsageError, unknown
-from tilemesh.core.plan import ParallelPlan, Precision, Recompute
+from tilemesh.core.plan import ParallelPlan, Precision
 from tilemesh.core.shard import share
 from tilemesh.core.step.book import find, synchronous
 from tilemesh.model.config import ModelConfig
@@ -88,67 +88,36 @@ def rate_of(optimizer: str) -> float:
     return OPTIMIZERS.get(optimizer, RATE)
 
 
-@dataclass(frozen=True)
-class GateLayout:
-    dp: int = 1
-    tp: int = 1
-    sequence: bool = False
-    accumulation: int = 1
-    pp: int = 1
-    schedule: str = "1f1b"
-    zero: int = 0
-    zero_group: int = 0
-    prefetch: int = 1
-    recompute: Recompute = "none"
-    recompute_every: int | Literal["sqrt"] = 1
-    offload: str = ""
-
-    @property
-    def ranks(self) -> int:
-        return self.dp * self.tp * self.pp
-
-    @property
-    def axes(self) -> tuple[int, int, int]:
-        return self.dp, self.tp, self.pp
-
-    def __str__(self) -> str:
-        more = " sequence" * self.sequence + f" ×{self.accumulation}" * (self.accumulation > 1)
-        if self.zero:
-            more += f" ZeRO-{self.zero}" + f" by {self.zero_group}" * (self.zero_group > 0)
-            more += f" {self.prefetch} ahead" * (self.zero == 3 and self.prefetch != 1)
-        if self.recompute != "none":
-            kept = " but operators" * (self.recompute == "operators")
-            more += " again" + kept + f" every {self.recompute_every}" * (self.recompute_every != 1)
-        if self.offload:
-            more += " offload " + "+".join(what[0] for what in self.offload.split("+"))
-        stages = f" pp={self.pp} {self.schedule}" if self.pp > 1 else ""
-        return f"dp={self.dp} tp={self.tp}{stages}{more}"
-
-    def plan(self, precision: Precision) -> ParallelPlan:
-        return ParallelPlan(
-            dp=self.dp,
-            tp=self.tp,
-            pp=self.pp,
-            schedule=self.schedule,
-            interleave=min(find(self.schedule).interleaves, default=1),
-            slices=3 if find(self.schedule).cuts_sequences else 1,
-            sequence_parallel=self.sequence,
-            accumulation=self.accumulation,
-            zero=self.zero,
-            zero_group=self.zero_group,
-            prefetch=self.prefetch,
-            recompute=self.recompute,
-            recompute_every=self.recompute_every,
-            offload=self.offload,
-            precision=precision,
-        )
+def gate_plan(
+    dp: int = 1,
+    tp: int = 1,
+    sequence: bool = False,
+    accumulation: int = 1,
+    pp: int = 1,
+    schedule: str = "1f1b",
+    precision: Precision = "fp64",
+    **settings: Any,
+) -> ParallelPlan:
+    """A layout to compare: with as few chunks as the schedule allows, and three slices where it cuts sequences."""
+    pipeline = find(schedule)
+    return ParallelPlan(
+        dp=dp,
+        tp=tp,
+        pp=pp,
+        sequence_parallel=sequence,
+        accumulation=accumulation,
+        schedule=schedule,
+        interleave=min(pipeline.interleaves, default=1),
+        slices=3 if pipeline.cuts_sequences else 1,
+        precision=precision,
+        **settings,
+    )
 
 
 @dataclass(frozen=True)
 class Case:
     model: str
-    layout: GateLayout
-    precision: Precision = "fp64"
+    layout: ParallelPlan
     weights: str = ""
     """How the layers' matrices are compressed: by a scheme's name (int4-g4); "rounded" before it: in every pass, while
     they are trained in full."""
@@ -160,11 +129,15 @@ class Case:
     """Compared with `papers.py` instead of one process of the same model; dropout has masks of its own and is left
     out."""
 
+    @property
+    def precision(self) -> Precision:
+        return self.layout.precision
+
     def __str__(self) -> str:
         scaled = f"loss × {self.scale:g}" if self.scale != 1 else ""
         narrow = self.precision if self.precision not in PRECISIONS else ""
         papers = "by the papers" if self.by_papers else ""
-        return " ".join(filter(None, (str(self.layout), self.weights, narrow, self.optimizer, scaled, papers)))
+        return " ".join(filter(None, (_words(self.layout), self.weights, narrow, self.optimizer, scaled, papers)))
 
     @property
     def config(self) -> ModelConfig:
@@ -172,29 +145,43 @@ class Case:
         five where layers are gathered, moved or computed again in stretches."""
         if self.by_papers:
             return PAPERS[self.model]
-        config, plan = MODELS[self.model], self.layout.plan(self.precision)
+        config, plan = MODELS[self.model], self.layout
         if plan.pp > 1:
             return config.replace(layers=plan.chunks + 1)
         return config.replace(layers=5) if plan.has_chunks or plan.recompute_every != 1 else config
 
 
-def microbatches(layout: GateLayout, dp_index: int) -> list[tuple[int, int]]:
+def _words(plan: ParallelPlan) -> str:
+    words = f"dp={plan.dp} tp={plan.tp}" + (f" pp={plan.pp} {plan.schedule}" if plan.pp > 1 else "")
+    words += " sequence" * plan.sequence_parallel + f" ×{plan.accumulation}" * (plan.accumulation > 1)
+    if plan.zero:
+        words += f" ZeRO-{plan.zero}" + f" by {plan.zero_group}" * (plan.zero_group > 0)
+        words += f" {plan.prefetch} ahead" * (plan.zero == 3 and plan.prefetch != 1)
+    if plan.recompute != "none":
+        words += " again" + " but operators" * (plan.recompute == "operators")
+        words += f" every {plan.recompute_every}" * (plan.recompute_every != 1)
+    if plan.offload:
+        words += " offload " + "+".join(what[0] for what in plan.offloads)
+    return words
+
+
+def microbatches(layout: ParallelPlan, dp_index: int) -> list[tuple[int, int]]:
     """(first row, rows) of each microbatch of a replica: contiguous, of sizes that differ by at most one."""
     first, count = share(ROWS, layout.dp, dp_index)
     turns = (share(count, layout.accumulation, turn) for turn in range(layout.accumulation))
     return [(first + row, rows) for row, rows in turns]
 
 
-def layouts(ranks: int) -> list[GateLayout]:
+def layouts(ranks: int) -> list[ParallelPlan]:
     """Every dp × tp of so many ranks, with and without sequence parallelism, in one microbatch and in two."""
     every = []
     for tp in (n for n in range(1, ranks + 1) if ranks % n == 0):
         for sequence in (False, True) if tp > 1 else (False,):
-            every += [GateLayout(ranks // tp, tp, sequence, accumulation) for accumulation in (1, 2)]
+            every += [gate_plan(ranks // tp, tp, sequence, accumulation) for accumulation in (1, 2)]
     return every
 
 
-def pipelines(ranks: int) -> list[GateLayout]:
+def pipelines(ranks: int) -> list[ParallelPlan]:
     """Every schedule on two stages, with what is left of so many ranks shared in turn between dp and tp, and some on
     more. Each of dp, tp, sequence parallelism meets every family of schedules as the number of ranks grows."""
     every = []
@@ -204,40 +191,40 @@ def pipelines(ranks: int) -> list[GateLayout]:
         rest = ranks // 2
         tp = 1 if rest == 1 else (rest, 1, 2)[place % 3]
         sequence = tp > 1 and place % 2 == 0 and not schedule.cuts_sequences
-        every.append(GateLayout(rest // tp, tp, sequence, schedule.microbatches_from(2, 4), 2, schedule.name))
+        every.append(gate_plan(rest // tp, tp, sequence, schedule.microbatches_from(2, 4), 2, schedule.name))
     if ranks >= 4:
         deep = ("1f1b", "zb-h2", "interleaved", "zb-v", "dualpipe")
-        every += [GateLayout(ranks // 4, 1, False, 8, 4, schedule) for schedule in deep]
+        every += [gate_plan(ranks // 4, 1, False, 8, 4, schedule) for schedule in deep]
     return every
 
 
-def compressed(ranks: int) -> list[tuple[GateLayout, str]]:
+def compressed(ranks: int) -> list[tuple[ParallelPlan, str]]:
     """Layouts for matrices of other kinds: replicas, cut matrices, stages, gathered weights, recomputation."""
     if ranks == 1:
-        return [(GateLayout(recompute="full"), "int3-g4-affine"), (GateLayout(), "masked")]
+        return [(gate_plan(recompute="full"), "int3-g4-affine"), (gate_plan(), "masked")]
     if ranks == 2:
         return [
-            (GateLayout(2), "rounded int4-g4"),
-            (GateLayout(1, 2, recompute="full"), "rounded int8"),
-            (GateLayout(1, 2, True, 2), "rounded int4-tensor"),
-            (GateLayout(1, 2), "int4-g4"),
-            (GateLayout(2, zero=1), "rounded int2-g8-affine"),
-            (GateLayout(2, zero=3), "rounded int4-g4"),
-            (GateLayout(2, offload="weights", zero=2, prefetch=0), "masked"),
-            (GateLayout(2, offload="activations"), "adapters int4-g4"),
-            (GateLayout(accumulation=4, pp=2, schedule="1f1b"), "rounded int8"),
-            (GateLayout(accumulation=4, pp=2, schedule="zb-h1"), "masked"),
-            (GateLayout(2, zero=1), "adapters"),
-            (GateLayout(2, zero=3), "adapters"),
-            (GateLayout(1, 2), "adapters"),
-            (GateLayout(1, 2, True, 2), "adapters int4-g4"),
-            (GateLayout(accumulation=4, pp=2, schedule="1f1b"), "adapters int8"),
-            (GateLayout(accumulation=4, pp=2, schedule="zb-v"), "adapters"),
+            (gate_plan(2), "rounded int4-g4"),
+            (gate_plan(1, 2, recompute="full"), "rounded int8"),
+            (gate_plan(1, 2, True, 2), "rounded int4-tensor"),
+            (gate_plan(1, 2), "int4-g4"),
+            (gate_plan(2, zero=1), "rounded int2-g8-affine"),
+            (gate_plan(2, zero=3), "rounded int4-g4"),
+            (gate_plan(2, offload="weights", zero=2, prefetch=0), "masked"),
+            (gate_plan(2, offload="activations"), "adapters int4-g4"),
+            (gate_plan(accumulation=4, pp=2, schedule="1f1b"), "rounded int8"),
+            (gate_plan(accumulation=4, pp=2, schedule="zb-h1"), "masked"),
+            (gate_plan(2, zero=1), "adapters"),
+            (gate_plan(2, zero=3), "adapters"),
+            (gate_plan(1, 2), "adapters"),
+            (gate_plan(1, 2, True, 2), "adapters int4-g4"),
+            (gate_plan(accumulation=4, pp=2, schedule="1f1b"), "adapters int8"),
+            (gate_plan(accumulation=4, pp=2, schedule="zb-v"), "adapters"),
         ]
     return [
-        (GateLayout(ranks // 2, 2, recompute="full"), "int8"),
-        (GateLayout(1, ranks), "rounded int3"),
-        (GateLayout(ranks // 4, 2, False, 4, 2, "1f1b"), "adapters"),
+        (gate_plan(ranks // 2, 2, recompute="full"), "int8"),
+        (gate_plan(1, ranks), "rounded int3"),
+        (gate_plan(ranks // 4, 2, False, 4, 2, "1f1b"), "adapters"),
     ]
 
 
@@ -250,30 +237,35 @@ def cases(ranks: int, models: Sequence[str] = (), precision: str = "fp64") -> li
             raise unknown("model of the gate", name, MODELS)
     if ranks < 1 or ranks & (ranks - 1) or ranks > 8:
         raise UsageError(f"{ranks} ranks: the gate's models have 8 heads; give 1, 2, 4 or 8")
-    chosen = next(name for name in PRECISIONS if name == precision)
     counts = [n for n in (8, 4, 2, 1) if n <= ranks]
     names = list(models or MODELS)
-    every = [Case(name, layout, chosen) for n in counts for layout in layouts(n) for name in names]
+    every = [Case(name, layout) for n in counts for layout in layouts(n) for name in names]
     # A pipeline has the same parts in it whatever the model: each schedule meets them all as ranks and models go round.
     piped = [layout for n in counts for layout in pipelines(n)]
-    every += [Case(names[place % len(names)], layout, chosen) for place, layout in enumerate(piped)]
-    if precision == "fp64":  # in others a sum's rounding now and then makes a weight another code
-        small = [pair for n in counts for pair in compressed(n)]
-        every += [Case(names[place % len(names)], *pair[:1], chosen, pair[1]) for place, pair in enumerate(small)]
-    return every
+    every += [Case(names[place % len(names)], layout) for place, layout in enumerate(piped)]
+    if precision != "fp64":
+        return in_precision(every, precision)
+    # Not in others: a sum's rounding now and then makes a weight another code.
+    small = [pair for n in counts for pair in compressed(n)]
+    return every + [Case(names[place % len(names)], *pair) for place, pair in enumerate(small)]
+
+
+def in_precision(cases: Sequence[Case], precision: str) -> list[Case]:
+    chosen: Any = precision  # a plan refuses what is none
+    return [replace(case, layout=replace(case.layout, precision=chosen)) for case in cases]
 
 
 _MATRICES_CUT = (
-    ("gpt", GateLayout(1, 2)),
-    ("llama", GateLayout(1, 2, True, 2)),
-    ("llama", GateLayout(2, accumulation=2, zero=1)),
-    ("gpt", GateLayout(2, accumulation=2, zero=2)),
-    ("gemma", GateLayout(2, zero=3)),
-    ("query", GateLayout(1, 4)),  # KV heads that several ranks hold
-    ("query", GateLayout(2, 2, zero=1)),
-    ("llama", GateLayout(2, 2, True, 2, zero=3)),
-    ("gpt", GateLayout(4, zero=2, zero_group=2)),
-    ("neox", GateLayout(1, 2, pp=2, accumulation=4)),
+    ("gpt", gate_plan(1, 2)),
+    ("llama", gate_plan(1, 2, True, 2)),
+    ("llama", gate_plan(2, accumulation=2, zero=1)),
+    ("gpt", gate_plan(2, accumulation=2, zero=2)),
+    ("gemma", gate_plan(2, zero=3)),
+    ("query", gate_plan(1, 4)),  # KV heads that several ranks hold
+    ("query", gate_plan(2, 2, zero=1)),
+    ("llama", gate_plan(2, 2, True, 2, zero=3)),
+    ("gpt", gate_plan(4, zero=2, zero_group=2)),
+    ("neox", gate_plan(1, 2, pp=2, accumulation=4)),
 )
 
 
@@ -283,16 +275,16 @@ def numerics(ranks: int, models: Sequence[str] = ()) -> list[Case]:
     Lion steps by signs and is compared where no gradient is 0 but for rounding; Muon wherever matrices are cut.
     """
     if ranks == 1:
-        steps = dict.fromkeys(OPTIMIZERS, GateLayout(accumulation=2))
-        scaled, narrow = [GateLayout(accumulation=2)], [GateLayout(accumulation=2)]
+        plans = [gate_plan(accumulation=2)]
+        steps = dict.fromkeys(OPTIMIZERS, plans[0])
     else:
-        split, piped = GateLayout(2, accumulation=2), GateLayout(pp=2, accumulation=4, schedule="zb-h1")
-        zero, cut = GateLayout(2, accumulation=2, zero=2), GateLayout(1, 2, True, 2)
+        split, piped = gate_plan(2, accumulation=2), gate_plan(pp=2, accumulation=4, schedule="zb-h1")
+        zero, cut = gate_plan(2, accumulation=2, zero=2), gate_plan(1, 2, True, 2)
         steps = {"adamw": zero, "sgd": cut, "lion": piped, "muon": split}
-        scaled, narrow = [split, piped, zero, cut], [split, piped, zero, cut]
-    every = [Case("llama", layout, optimizer=name) for name, layout in steps.items()]
-    every += [Case(name, layout, optimizer="muon") for name, layout in _MATRICES_CUT if layout.ranks <= ranks]
-    every += [Case("gpt", layout, scale=LOSS_SCALE) for layout in scaled]
-    every += [Case("llama", layout, "bf16-master", optimizer="sgd") for layout in narrow]
+        plans = [split, piped, zero, cut]
+    every = [Case("llama", plan, optimizer=name) for name, plan in steps.items()]
+    every += [Case(name, plan, optimizer="muon") for name, plan in _MATRICES_CUT if plan.world <= ranks]
+    every += [Case("gpt", plan, scale=LOSS_SCALE) for plan in plans]
+    every += in_precision([Case("llama", plan, optimizer="sgd") for plan in plans], "bf16-master")
     chosen = [case for case in every if case.model in (models or MODELS)]
-    return chosen if models else chosen + [Case(name, GateLayout(), by_papers=True) for name in PAPERS]
+    return chosen if models else chosen + [Case(name, gate_plan(), by_papers=True) for name in PAPERS]

@@ -14,10 +14,11 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from tilemesh.core.plan import ParallelPlan
 from tilemesh.model.loss import loss_sum
 from tilemesh.model.transformer import Transformer
 from tilemesh.parallel.gate import alone
-from tilemesh.parallel.gate.cases import GateLayout, microbatches
+from tilemesh.parallel.gate.cases import microbatches
 
 _CLOSE = 10
 """Times the tolerance for the place of a difference: what explains one is compared with all of it."""
@@ -28,7 +29,7 @@ _SWAPPED, _LATER, _TURNS = 1, 2, 1000
 
 
 def gradient_cause(
-    layout: GateLayout,
+    layout: ParallelPlan,
     whole: Transformer,
     name: str,
     gradient: Tensor,
@@ -94,7 +95,7 @@ def order_words(code: int) -> str:
     return ""
 
 
-def _scaled(layout: GateLayout, ratio: float, tolerance: float) -> str:
+def _scaled(layout: ParallelPlan, ratio: float, tolerance: float) -> str:
     """Which counts of the layout a factor is; several may be the same."""
     causes = (
         (layout.accumulation, f"it were not divided by the {layout.accumulation} microbatches"),
@@ -109,7 +110,7 @@ def _scaled(layout: GateLayout, ratio: float, tolerance: float) -> str:
     return f", as if {' or '.join(words)}" if words else ""
 
 
-def _partial(layout: GateLayout, whole: Transformer, name: str, scale: float) -> Iterator[tuple[str, Tensor]]:
+def _partial(layout: ParallelPlan, whole: Transformer, name: str, scale: float) -> Iterator[tuple[str, Tensor]]:
     """Gradients that lack some rows of the batch, and what is missing then."""
     parts = [
         [_of_rows(whole, name, row, rows) for row, rows in microbatches(layout, replica)]

@@ -6,6 +6,7 @@ for the first place where the two differ: `find.py`.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
@@ -88,28 +89,27 @@ class Gate:
 
     def run(self, cases: Sequence[Case]) -> Iterator[GateResult]:
         """Results on rank 0 as they come, nothing on the others (a collective call: every rank takes all of it)."""
-        for ranks in sorted({case.layout.ranks for case in cases}, reverse=True):
+        # Stable: on one mesh cases come in the order given.
+        ordered = sorted(cases, key=lambda case: (-case.layout.world, *case.layout.axes.values()))
+        for axes, alike in itertools.groupby(ordered, key=lambda case: case.layout.axes):
+            ranks = math.prod(axes.values())
             group = self.comm.split(0 if self.comm.rank < ranks else None)
-            those = [case for case in cases if case.layout.ranks == ranks]
-            for axes in sorted({case.layout.axes for case in those}):
-                mesh = None if group is None else Mesh(group, **dict(zip(("dp", "tp", "pp"), axes, strict=True)))
-                for case in those:
-                    if case.layout.axes == axes:
-                        result = None if mesh is None else self._one(case, mesh)
-                        if ranks < self.comm.size:  # who has no part in it waits for one case at a time, not for all
-                            self.comm.barrier()
-                        is_last = self.stops_when_found and self._is_red(result)
-                        if result is not None:
-                            yield result
-                        if is_last:
-                            for opened in (mesh, group):
-                                if opened is not None:
-                                    opened.close()
-                            return
-                if mesh is not None:
-                    mesh.close()
-            if group is not None:
-                group.close()
+            mesh = None if group is None else Mesh(group, **axes)
+            is_last = False
+            for case in alike:
+                result = None if mesh is None else self._one(case, mesh)
+                if ranks < self.comm.size:  # who has no part in it waits for one case at a time, not for all
+                    self.comm.barrier()
+                is_last = self.stops_when_found and self._is_red(result)
+                if result is not None:
+                    yield result
+                if is_last:
+                    break
+            for opened in (mesh, group):
+                if opened is not None:
+                    opened.close()
+            if is_last:
+                return
 
     def _is_red(self, result: GateResult | None) -> bool:
         """Whether rank 0 has a result that failed; the same on every rank."""
@@ -134,13 +134,13 @@ class Gate:
         return None if result is None else GateResult(case, result.apart, result.bound, where)
 
     def laid(self, case: Case, mesh: Mesh) -> Laid:
-        plan, config = case.layout.plan(case.precision), self.config(case)
+        config = self.config(case)
         if case.weights:
             model = alone.whole_model(config, case.precision, case.weights, self.device)
-            laid = lay(model, mesh, plan, device=self.device, bucket_bytes=32 << 10)
+            laid = lay(model, mesh, case.layout, device=self.device, bucket_bytes=32 << 10)
         else:
             model = Transformer(config, device="meta", dtype=alone.weights_dtype(case.precision))
-            laid = lay(model, mesh, plan, device=self.device, bucket_bytes=32 << 10)
+            laid = lay(model, mesh, case.layout, device=self.device, bucket_bytes=32 << 10)
             laid.load(alone.start(config, case.precision))
         if self.plant is not None and self.plant.applies(case):
             self.plant.put(laid)

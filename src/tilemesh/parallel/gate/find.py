@@ -13,12 +13,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from tilemesh.core.plan import ParallelPlan
 from tilemesh.core.shard import share
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.loss import IGNORED, loss_sum
 from tilemesh.model.transformer import ResidualStream, Transformer, added
 from tilemesh.parallel.gate import alone, papers
-from tilemesh.parallel.gate.cases import NORM_BOUND, TOKENS, Case, GateLayout, microbatches
+from tilemesh.parallel.gate.cases import NORM_BOUND, TOKENS, Case, microbatches
 from tilemesh.parallel.gate.cause import gradient_cause, norm_cause, order_cause, order_words
 from tilemesh.parallel.gradients import read
 from tilemesh.parallel.laid import Laid, StepPiece
@@ -83,7 +84,7 @@ def find(case: Case, config: ModelConfig, mesh: Mesh, laid: Laid, device: str) -
     return f"forward agrees; backward differs first at layer {layer}, parameter {parameter}{cause}"
 
 
-def step_pieces(layout: GateLayout, replica: int, tokens_BT: Tensor, targets_BT: Tensor) -> list[StepPiece]:
+def step_pieces(layout: ParallelPlan, replica: int, tokens_BT: Tensor, targets_BT: Tensor) -> list[StepPiece]:
     """A replica's microbatches of a step."""
     turns = microbatches(layout, replica)
     return [StepPiece(tokens_BT[row : row + rows], targets_BT[row : row + rows], row) for row, rows in turns]

@@ -13,9 +13,9 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from tilemesh.core.conflicts import is_runnable
-from tilemesh.core.plan import Precision
+from tilemesh.core.plan import ParallelPlan
 from tilemesh.core.step.book import find, synchronous
-from tilemesh.parallel.gate.cases import MODELS, ROWS, Case, GateLayout, cases, numerics
+from tilemesh.parallel.gate.cases import MODELS, ROWS, Case, cases, gate_plan, in_precision, numerics
 
 RECOMPUTED: tuple[tuple[str, int | str], ...] = (
     ("none", 1),
@@ -29,20 +29,11 @@ OFFLOADED = ("", "activations", "activations+weights")
 
 
 class _Combination(NamedTuple):
-    """One value of each setting. What has no effect in a layout has its first value there."""
+    """A model on a layout, and the settings that meet in it; what has no effect in a layout has its first value."""
 
     model: str
-    dp: int
-    tp: int
-    pp: int
-    sequence: bool
-    schedule: str
-    zero: int
-    zero_group: int
-    prefetch: int
-    recompute: tuple[str, int | str]
-    offload: str
-    turns: int
+    layout: ParallelPlan
+    values: tuple[object, ...]
 
 
 def every_case(ranks: int, models: Sequence[str] = (), precision: str = "fp64", pairs: bool = True) -> list[Case]:
@@ -51,12 +42,13 @@ def every_case(ranks: int, models: Sequence[str] = (), precision: str = "fp64", 
     plain += numerics(ranks, models) if precision == "fp64" else []
     if not pairs or ranks < 2:
         return plain
-    return plain + [case for case in combinations(ranks, plain[0].precision) if case.model in (models or MODELS)]
+    every = in_precision(combinations(ranks), precision)
+    return plain + [case for case in every if case.model in (models or MODELS)]
 
 
-def combinations(ranks: int, precision: Precision = "fp64") -> list[Case]:
+def combinations(ranks: int) -> list[Case]:
     """Few layouts of up to so many ranks, at least two, that have every pair of settings that can be together."""
-    return [Case(choice.model, _layout(choice), precision) for choice in _chosen(ranks)]
+    return [Case(choice.model, choice.layout) for choice in _chosen(ranks)]
 
 
 @functools.cache
@@ -65,7 +57,7 @@ def _chosen(ranks: int) -> tuple[_Combination, ...]:
     number: dict[object, int] = {}  # of each pair of values
     masks = []
     for combination in every:
-        pairs = itertools.combinations(enumerate(combination), 2)
+        pairs = itertools.combinations(enumerate((combination.model, *combination.values)), 2)
         masks.append(sum(1 << number.setdefault(pair, len(number)) for pair in pairs))
     left, chosen = (1 << len(number)) - 1, []
     while left:
@@ -88,23 +80,15 @@ def _possible(ranks: int) -> Iterator[_Combination]:
                 if count > ROWS // dp:
                     continue
                 for ahead in (1, 0, 2) if zero == 3 else (1, 0) if moved else (1,):
-                    choice = _Combination("", dp, tp, pp, sequence, schedule, zero, group, ahead, again, moved, count)
-                    if is_runnable(_layout(choice).plan("fp64")):
+                    layout = gate_plan(
+                        dp, tp, sequence, count, pp, schedule, zero=zero, zero_group=group, prefetch=ahead,
+                        recompute=again[0], recompute_every=again[1], offload=moved,
+                    )  # fmt: skip
+                    if is_runnable(layout):
+                        values = (dp, tp, pp, sequence, schedule, zero, group, ahead, again, moved, count)
                         for model in MODELS:
-                            yield choice._replace(model=model)
+                            yield _Combination(model, layout, values)
 
 
 def _schedules(pp: int) -> tuple[str, ...]:
     return ("1f1b",) if pp == 1 else synchronous()
-
-
-def _layout(choice: _Combination) -> GateLayout:
-    again, every = choice.recompute
-    return GateLayout(
-        dp=choice.dp, tp=choice.tp, sequence=choice.sequence, accumulation=choice.turns, pp=choice.pp,
-        schedule=choice.schedule,
-        zero=choice.zero, zero_group=choice.zero_group, prefetch=choice.prefetch,
-        recompute=again,  # type: ignore[arg-type]
-        recompute_every=every,  # type: ignore[arg-type]
-        offload=choice.offload,
-    )  # fmt: skip

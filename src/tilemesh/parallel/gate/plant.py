@@ -13,15 +13,49 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tilemesh.core.plan import ParallelPlan
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.dropout import ORIGIN
 from tilemesh.parallel.buckets import Bucketed
-from tilemesh.parallel.gate.cases import GateLayout
+from tilemesh.parallel.gate.cases import Case
 from tilemesh.parallel.gate.plant_numerics import NUMERIC, Plant
 from tilemesh.parallel.laid import Laid, StepPiece
 from tilemesh.parallel.pipeline import Pipeline
 from tilemesh.parallel.tensor import Seams, vocabulary_loss
 from tilemesh.parallel.zero import Zero, ZeroBucket
+
+_FORWARD, _BACKWARD = "forward differs first at", "backward differs first at"
+PLANTS = {plant.name: plant for plant in NUMERIC}
+
+
+def planted(
+    name: str, kind: str, names: str, suits: Callable[[ParallelPlan, ModelConfig], bool]
+) -> Callable[[Callable[[Any], None]], Callable[[Any], None]]:
+    """Adds a bug of layouts: the function under it puts it into a laid model. `suits`: the layouts and models that can
+    have it, of pipelines, of ZeRO, or of whole replicas, as its kind is."""
+
+    def applies(case: Case) -> bool:
+        plan = case.layout
+        is_kind = (plan.pp > 1, plan.zero > 0) == (kind == "pipeline", kind == "zero")
+        return is_kind and suits(plan, case.config)
+
+    def add(put: Callable[[Any], None]) -> Callable[[Any], None]:
+        PLANTS[name] = Plant(name, kind, names, applies, put)
+        return put
+
+    return add
+
+
+def _any_tp(plan: ParallelPlan, config: ModelConfig) -> bool:
+    return plan.tp > 1
+
+
+def _any_dp(plan: ParallelPlan, config: ModelConfig) -> bool:
+    return plan.dp > 1
+
+
+def _has_tied_stages(plan: ParallelPlan, config: ModelConfig) -> bool:
+    return config.tied and plan.schedule == "1f1b"
 
 
 class _Deaf(Seams):
@@ -42,11 +76,13 @@ def _module(laid: Laid, name: str) -> Any:
     return laid.module.get_submodule(name)
 
 
+@planted("attention-no-sum", "attention", "layers.0.attention", _any_tp)
 def _attention_without_sum(laid: Laid) -> None:
     layer = _module(laid, "layers.0.attention.fc_o")
     layer.stand(dataclasses.replace(layer.place, leave=_deaf(laid).leave))
 
 
+@planted("mlp-bias-everywhere", "mlp", "layers.1.mlp", lambda plan, config: plan.tp > 1 and config.has_biases("mlp"))
 def _bias_on_every_rank(laid: Laid) -> None:
     layer = _module(laid, "layers.1.mlp.fc_out")
     layer.forward = lambda x: laid.seams.leave(layer.kind.affine(layer, x, layer.bias))
@@ -63,6 +99,11 @@ def _shifted(name: str) -> Callable[[Laid], None]:
     return put
 
 
+planted("mlp-wrong-slice", "mlp", "layers.0.mlp", _any_tp)(_shifted("layers.0.mlp.fc_in"))
+planted("embedding-wrong-slice", "embedding", "token_embedding", _any_tp)(_shifted("token_embedding"))
+
+
+@planted("region-no-sum", "column", "layers.1.", _any_tp)
 def _region_without_sum(laid: Laid) -> None:
     mlp: nn.Module = _module(laid, "layers.1.mlp")
     mlp._forward_pre_hooks.clear()
@@ -76,6 +117,7 @@ def _region_without_sum(laid: Laid) -> None:
     mlp.register_forward_pre_hook(hook)
 
 
+@planted("loss-no-sum", "loss", "the loss differs", _any_tp)
 def _loss_without_sum(laid: Laid) -> None:
     def loss(tokens_BT: Tensor, targets_BT: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
         model = laid._transformer()
@@ -96,6 +138,14 @@ def _copies_not_summed(whole: bool) -> Callable[[Laid], None]:
     return put
 
 
+planted("norm-no-sum", "norm", "norm", lambda plan, config: plan.sequence_parallel)(_copies_not_summed(whole=True))
+planted(
+    "attention-kv-copies", "attention", "layers.1.attention.fc_v.",
+    lambda plan, config: 1 < config.kv_heads < plan.tp,
+)(_copies_not_summed(whole=False))  # fmt: skip
+
+
+@planted("dropout-by-rank", "dropout", "the input of layers.0.", _any_tp)
 def _mask_by_rank(laid: Laid) -> None:
     right = laid.loss
 
@@ -106,11 +156,13 @@ def _mask_by_rank(laid: Laid) -> None:
     laid.loss = loss  # type: ignore[method-assign]
 
 
+@planted("dropout-local-row", "dropout", "the input of layers.0.", _any_dp)
 def _mask_by_local_row(laid: Laid) -> None:
     right = laid.loss
     laid.loss = lambda *batch, **options: right(*batch, **(options | {"place": ORIGIN}))  # type: ignore[method-assign]
 
 
+@planted("bucket-left-out", "gradients", _BACKWARD, _any_dp)
 def _bucket_left_out(laid: Laid) -> None:
     gradients = laid.gradients
     assert isinstance(gradients, Bucketed)
@@ -118,6 +170,7 @@ def _bucket_left_out(laid: Laid) -> None:
     gradients.exchange = lambda bucket: None if bucket is second else exchange(bucket)  # type: ignore[method-assign]
 
 
+@planted("mean-of-means", "gradients", "loss", _any_dp)
 def _mean_of_means(laid: Laid) -> None:
     right = laid.gradients.backward
 
@@ -127,6 +180,7 @@ def _mean_of_means(laid: Laid) -> None:
     laid.gradients.backward = backward  # type: ignore[assignment, method-assign]
 
 
+@planted("last-microbatch", "gradients", _BACKWARD, lambda plan, config: plan.accumulation > 1)
 def _last_microbatch_only(laid: Laid) -> None:
     gradients = laid.gradients
     assert isinstance(gradients, Bucketed)
@@ -139,20 +193,20 @@ def _last_microbatch_only(laid: Laid) -> None:
     gradients.backward = backward  # type: ignore[assignment, method-assign]
 
 
-def _tied_not_summed(laid: Laid) -> None:
-    assert isinstance(laid, Pipeline)
+@planted("stage-tied-not-summed", "pipeline", "parameter token_embedding.weight", _has_tied_stages)
+def _tied_not_summed(laid: Pipeline) -> None:
     for bucket in laid.buckets.buckets:
         bucket.holders = bucket.holders[:1]
 
 
-def _tied_counted_twice(laid: Laid) -> None:
-    assert isinstance(laid, Pipeline)
+@planted("stage-tied-counted-twice", "pipeline", "their norm differs", _has_tied_stages)
+def _tied_counted_twice(laid: Pipeline) -> None:
     for bucket in laid.buckets.buckets:
         bucket.copies //= max(1, len(bucket.holders))
 
 
-def _microbatches_swapped(laid: Laid) -> None:
-    assert isinstance(laid, Pipeline)
+@planted("stage-microbatches-swapped", "pipeline", _FORWARD, lambda plan, config: plan.schedule == "zb-h1")
+def _microbatches_swapped(laid: Pipeline) -> None:
     right, has_head = laid.passes, laid.has_head
 
     def passes(pieces: Sequence[StepPiece], **options: Any) -> None:
@@ -162,8 +216,8 @@ def _microbatches_swapped(laid: Laid) -> None:
     laid.passes = passes  # type: ignore[method-assign]
 
 
-def _scaled_by_microbatches(laid: Laid) -> None:
-    assert isinstance(laid, Pipeline)
+@planted("stage-scaled-by-microbatches", "pipeline", _BACKWARD, lambda plan, config: plan.schedule == "zb-v")
+def _scaled_by_microbatches(laid: Pipeline) -> None:
     right, count = laid.buckets.begin, laid.step.program.microbatches
 
     def begin(scale: float) -> None:
@@ -174,16 +228,16 @@ def _scaled_by_microbatches(laid: Laid) -> None:
     laid.data.count = lambda total, counted: laid.buckets.count(total, counted, 1.0)
 
 
-def _chunk_not_reduced(laid: Laid) -> None:
-    assert isinstance(laid, Pipeline)
+@planted("stage-not-reduced", "pipeline", _BACKWARD, _any_dp)
+def _chunk_not_reduced(laid: Pipeline) -> None:
     buckets = laid.buckets
     exchange = buckets.exchange
     buckets.exchange = lambda bucket: None if bucket.chunk == 1 else exchange(bucket)  # type: ignore[method-assign]
 
 
-def _stepped_too_early(laid: Laid) -> None:
+@planted("stage-steps-early", "pipeline", _FORWARD, lambda plan, config: plan.schedule == "1f1b" and plan.pp == 2)
+def _stepped_too_early(laid: Pipeline) -> None:
     """The second stage takes its step after the first microbatch: later ones meet the weights of the next step."""
-    assert isinstance(laid, Pipeline)
     right = laid.passers[1].forward if 1 in laid.passers else None
 
     def forward(microbatch: int, piece: int, x: Tensor | None, *, keeps: bool) -> Tensor | None:
@@ -198,21 +252,25 @@ def _stepped_too_early(laid: Laid) -> None:
         laid.passers[1].forward = forward  # type: ignore[method-assign]
 
 
+@planted("zero-norm-twice", "zero", "their norm differs", lambda plan, config: True)
 def _rows_counted_twice(laid: Laid) -> None:
     assert isinstance(laid.gradients, Zero)
     kept = laid.gradients.kept
     laid.gradients.kept = lambda bucket: (kept(bucket)[0], kept(bucket)[1] / 2)  # type: ignore[method-assign,assignment,return-value]
 
 
+@planted("zero-groups-not-summed", "zero", _BACKWARD, lambda plan, config: plan.zero_group > 0)
 def _groups_not_summed(laid: Laid) -> None:
     assert isinstance(laid.gradients, Zero)
     laid.gradients.across = laid.mesh.axis("cp").comm  # of one rank: nothing is summed
 
 
+@planted("zero-rows-not-gathered", "zero", "in later steps", lambda plan, config: plan.zero < 3)
 def _rows_not_gathered(laid: Laid) -> None:
     laid.gradients.updated = lambda: None  # type: ignore[method-assign]
 
 
+@planted("zero-microbatch-left-out", "zero", _BACKWARD, lambda plan, config: plan.zero > 1 and plan.accumulation > 1)
 def _microbatch_left_out(laid: Laid) -> None:
     assert isinstance(laid.gradients, Zero)
     arrive = laid.gradients._arrive
@@ -226,84 +284,11 @@ def _microbatch_left_out(laid: Laid) -> None:
     laid.gradients._arrive = forgets  # type: ignore[method-assign]
 
 
-def _freed_early(laid: Laid) -> None:
+@planted("zero-early-free", "zero", "an early FREE", lambda plan, config: plan.zero == 3)
+def _freed_early(laid: Pipeline) -> None:
     """The FREE of the last layer comes before the pass that it was to come after."""
-    assert isinstance(laid, Pipeline)
     actions = laid.runner.actions
     last = laid.step.program.chunks - 1
     place = next(n for n, (action, _) in enumerate(actions) if action.kind == "FREE" and action.chunk == last)
     used = max(n for n, (action, _) in enumerate(actions[:place]) if action.kind in ("F", "B") and action.chunk == last)
     actions.insert(used, actions.pop(place))
-
-
-def _any_tp(layout: GateLayout, config: ModelConfig) -> bool:
-    return layout.tp > 1
-
-
-def _any_dp(layout: GateLayout, config: ModelConfig) -> bool:
-    return layout.dp > 1
-
-
-_ALL = (
-    Plant("attention-no-sum", "attention", "layers.0.attention", _attention_without_sum, _any_tp),
-    Plant(
-        "attention-kv-copies", "attention", "layers.1.attention.fc_v.", _copies_not_summed(whole=False),
-        lambda layout, config: 1 < config.kv_heads < layout.tp,
-    ),
-    Plant(
-        "mlp-bias-everywhere", "mlp", "layers.1.mlp", _bias_on_every_rank,
-        lambda layout, config: layout.tp > 1 and config.has_biases("mlp"),
-    ),
-    Plant("mlp-wrong-slice", "mlp", "layers.0.mlp", _shifted("layers.0.mlp.fc_in"), _any_tp),
-    Plant("region-no-sum", "column", "layers.1.", _region_without_sum, _any_tp),
-    Plant("embedding-wrong-slice", "embedding", "token_embedding", _shifted("token_embedding"), _any_tp),
-    Plant("loss-no-sum", "loss", "the loss differs", _loss_without_sum, _any_tp),
-    Plant("norm-no-sum", "norm", "norm", _copies_not_summed(whole=True), lambda layout, config: layout.sequence),
-    Plant("dropout-by-rank", "dropout", "the input of layers.0.", _mask_by_rank, _any_tp),
-    Plant("dropout-local-row", "dropout", "the input of layers.0.", _mask_by_local_row, _any_dp),
-    Plant("bucket-left-out", "gradients", "backward differs first at", _bucket_left_out, _any_dp),
-    Plant("mean-of-means", "gradients", "loss", _mean_of_means, _any_dp),
-    Plant(
-        "last-microbatch", "gradients", "backward differs first at", _last_microbatch_only,
-        lambda layout, config: layout.accumulation > 1,
-    ),
-    Plant(
-        "stage-tied-not-summed", "pipeline", "parameter token_embedding.weight", _tied_not_summed,
-        lambda layout, config: config.tied and layout.schedule == "1f1b", piped=True,
-    ),
-    Plant(
-        "stage-tied-counted-twice", "pipeline", "their norm differs", _tied_counted_twice,
-        lambda layout, config: config.tied and layout.schedule == "1f1b", piped=True,
-    ),
-    Plant(
-        "stage-microbatches-swapped", "pipeline", "forward differs first at", _microbatches_swapped,
-        lambda layout, config: layout.schedule == "zb-h1", piped=True,
-    ),
-    Plant(
-        "stage-scaled-by-microbatches", "pipeline", "backward differs first at", _scaled_by_microbatches,
-        lambda layout, config: layout.schedule == "zb-v", piped=True,
-    ),
-    Plant(
-        "stage-not-reduced", "pipeline", "backward differs first at", _chunk_not_reduced,
-        lambda layout, config: layout.dp > 1, piped=True,
-    ),
-    Plant(
-        "stage-steps-early", "pipeline", "forward differs first at", _stepped_too_early,
-        lambda layout, config: layout.schedule == "1f1b" and layout.pp == 2, piped=True,
-    ),
-    Plant("zero-norm-twice", "zero", "their norm differs", _rows_counted_twice, lambda layout, config: True, zero=True),
-    Plant(
-        "zero-groups-not-summed", "zero", "backward differs first at", _groups_not_summed,
-        lambda layout, config: layout.zero_group > 0, zero=True,
-    ),
-    Plant(
-        "zero-rows-not-gathered", "zero", "in later steps", _rows_not_gathered,
-        lambda layout, config: layout.zero < 3, zero=True,
-    ),
-    Plant(
-        "zero-microbatch-left-out", "zero", "backward differs first at", _microbatch_left_out,
-        lambda layout, config: layout.zero > 1 and layout.accumulation > 1, zero=True,
-    ),
-    Plant("zero-early-free", "zero", "an early FREE", _freed_early, lambda layout, config: layout.zero == 3, zero=True),
-)  # fmt: skip
-PLANTS = {plant.name: plant for plant in (*_ALL, *NUMERIC)}

@@ -9,35 +9,28 @@ import torch
 from torch import Tensor
 
 from tilemesh.model.config import ModelConfig
-from tilemesh.parallel.gate.cases import Case, GateLayout
+from tilemesh.parallel.gate.cases import Case
 from tilemesh.parallel.gate.rules import GateOptimizer
 from tilemesh.parallel.gradients import Exchanging
 from tilemesh.parallel.laid import Laid
 
 
+def _nothing(laid: Laid) -> None:
+    return None
+
+
 @dataclass(frozen=True)
 class Plant:
-    """A bug. `names`: what the gate must say of it; `suits`: the layouts and models in which it is one; `piped`: a bug
-    of pipelines, and otherwise of models on one stage; `zero`: of ZeRO, and otherwise of whole replicas.
-
-    What is no matter of layout: `only`, the cases in which it is one, of any layout where it is given; `steps`: what
-    it makes of an optimizer; `shared`: of the model's configuration, on all ranks and in one process alike."""
+    """A bug. `names`: what the gate must say of it; `applies`: the cases in which it is one; `put`: puts it into a laid
+    model, `steps` into an optimizer, `shared` into the model's configuration, on all ranks and in one process alike."""
 
     name: str
     kind: str
     names: str
-    put: Callable[[Laid], None]
-    suits: Callable[[GateLayout, ModelConfig], bool]
-    piped: bool = False
-    zero: bool = False
-    only: Callable[[Case], bool] | None = None
+    applies: Callable[[Case], bool]
+    put: Callable[[Laid], None] = _nothing
     steps: Callable[[GateOptimizer], GateOptimizer] = lambda optimizer: optimizer
     shared: Callable[[ModelConfig], ModelConfig] = lambda config: config
-
-    def applies(self, case: Case) -> bool:
-        layout = case.layout
-        is_kind = (layout.pp > 1, layout.zero > 0) == (self.piped, self.zero) if self.only is None else self.only(case)
-        return is_kind and self.suits(layout, case.config)
 
 
 def _scaled_once(laid: Laid) -> None:
@@ -93,37 +86,32 @@ def _turned_otherwise(config: ModelConfig) -> ModelConfig:
     return config.replace(rotary_base=config.rotary_base / 2)
 
 
-def _nothing(laid: Laid) -> None:
-    return None
+def _is_scaled(case: Case) -> bool:
+    return case.scale != 1
 
 
-def _everywhere(layout: GateLayout, config: ModelConfig) -> bool:
-    return True
+def _is_narrow(case: Case) -> bool:
+    return case.precision == "bf16-master"
 
 
+_LATE = "what differs comes with the update"
 NUMERIC = (
     Plant(
-        "scale-first-microbatch", "scale", "backward differs first at", _scaled_once,
-        lambda layout, config: layout.accumulation > 1 and layout.pp == 1, only=lambda case: case.scale != 1,
+        "scale-first-microbatch", "scale", "backward differs first at",
+        lambda case: case.scale != 1 and case.layout.accumulation > 1 and case.layout.pp == 1, _scaled_once,
     ),
     Plant(
-        "scale-left-in-norm", "scale", "their norm differs", _totals(lambda squares, scale: squares * scale**2),
-        _everywhere, only=lambda case: case.scale != 1,
+        "scale-left-in-norm", "scale", "their norm differs", _is_scaled,
+        _totals(lambda squares, scale: squares * scale**2),
+    ),
+    Plant("norm-in-16-bits", "masters", "the norm is not theirs", _is_narrow, _totals(_in_16_bits)),
+    Plant("update-undivided", "masters", _LATE, _is_narrow, steps=lambda right: _Stepping(right, divides=False)),
+    Plant(
+        "update-twice", "optimizer", _LATE, lambda case: case.optimizer == "adamw",
+        steps=lambda right: _Stepping(right, times=2),
     ),
     Plant(
-        "norm-in-16-bits", "masters", "the norm is not theirs", _totals(_in_16_bits), _everywhere,
-        only=lambda case: case.precision == "bf16-master",
-    ),
-    Plant(
-        "update-undivided", "masters", "what differs comes with the update", _nothing, _everywhere,
-        only=lambda case: case.precision == "bf16-master", steps=lambda right: _Stepping(right, divides=False),
-    ),
-    Plant(
-        "update-twice", "optimizer", "what differs comes with the update", _nothing, _everywhere,
-        only=lambda case: case.optimizer == "adamw", steps=lambda right: _Stepping(right, times=2),
-    ),
-    Plant(
-        "rotary-angles-everywhere", "papers", "forward differs first at layers.0.attention", _nothing,
-        lambda layout, config: config.positions == "rotary", only=lambda case: case.by_papers, shared=_turned_otherwise,
+        "rotary-angles-everywhere", "papers", "forward differs first at layers.0.attention",
+        lambda case: case.by_papers and case.config.positions == "rotary", shared=_turned_otherwise,
     ),
 )  # fmt: skip
