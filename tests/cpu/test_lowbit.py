@@ -24,6 +24,7 @@ from tilemesh.model import kinds, linear
 from tilemesh.model.config import preset
 from tilemesh.model.transformer import Transformer
 from tilemesh.parallel.apply import lay
+from tilemesh.parallel.gate.alone import compress_all
 from tilemesh.parallel.gate.cases import Case, compressed
 from tilemesh.parallel.gate.compare import Gate
 from tilemesh.parallel.mesh import Mesh
@@ -305,7 +306,7 @@ def test_a_model_with_low_bit_projections_still_generates():
     model = Transformer(preset("tiny"), seed=1).eval().requires_grad_(False)
     tokens = torch.randint(0, 256, (1, 12))
     before, bytes_before = model(tokens), kinds.model_bytes(model)
-    kinds.compress_all(model, "int8")
+    compress_all(model, "int8")
     assert (model(tokens) - before).norm() < 0.05 * before.norm()
     assert kinds.model_bytes(model) < 0.4 * bytes_before
     assert len(kinds.compressed(model)) == 4 * 7
@@ -327,7 +328,7 @@ def test_ranks_that_would_share_a_group_of_inputs_say_so():
 
     def main(comm):
         model = Transformer(preset("tiny"))
-        kinds.compress_all(model, "rounded int4-g128")
+        compress_all(model, "rounded int4-g128")
         with pytest.raises(UsageError, match="groups of 128 do not divide the 64 inputs of a rank"):
             lay(model, Mesh(comm, **plan.axes), plan)
 

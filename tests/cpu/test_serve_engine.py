@@ -24,9 +24,10 @@ from tilemesh.kernels.lowbit.codes import rounded
 from tilemesh.kernels.lowbit.formats import Scheme
 from tilemesh.model.cache import DenseCache
 from tilemesh.model.config import ModelConfig
-from tilemesh.model.kinds import FewBits, compress_all
+from tilemesh.model.kinds import FewBits
 from tilemesh.model.sampling import sample
 from tilemesh.model.transformer import Transformer
+from tilemesh.parallel.gate.alone import compress_all
 from tilemesh.serve import Engine, EngineConfig, QueueFullError, Sampling
 from tilemesh.serve.answers import Completion
 from tilemesh.serve.core import AnswerPart

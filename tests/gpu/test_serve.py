@@ -15,8 +15,8 @@ from tilemesh.kernels.paged_attention.reference import error_bound, exact, paged
 from tilemesh.kernels.paged_attention.store import store_pages
 from tilemesh.kernels.row_linear import reference as row
 from tilemesh.model.config import ModelConfig
-from tilemesh.model.kinds import compress_all
 from tilemesh.model.transformer import Transformer
+from tilemesh.parallel.gate.alone import compress_all
 from tilemesh.serve import Engine, Sampling
 from tilemesh.serve.load import ServedModel
 from tilemesh.serve.request import ServeRequest

@@ -17,8 +17,8 @@ from torch.nn import functional
 
 from tilemesh.core.errors import UsageError
 from tilemesh.kernels.lowbit import cpu
-from tilemesh.kernels.lowbit.codes import Quantized, decode, encode, find_scales, pack, quantize, rounded, unpack
-from tilemesh.kernels.lowbit.formats import Scheme, parse_scheme
+from tilemesh.kernels.lowbit.codes import Quantized, decode, encode, find_scales, pack, rounded, unpack
+from tilemesh.kernels.lowbit.formats import Scheme
 from tilemesh.kernels.lowbit_linear.reference import lowbit_linear
 from tilemesh.kernels.scaled_matmul.reference import scaled_matmul
 from tilemesh.model.adapter import A, B
@@ -391,33 +391,3 @@ def model_bytes(model: nn.Module) -> int:
     inside = {id(parameter) for layer in coded for name, parameter in layer.named_parameters() if name != "bias"}
     rest = sum(p.numel() * p.element_size() for p in model.parameters() if id(p) not in inside)
     return rest + sum(layer.kind.nbytes(layer.out_features, layer.in_features, 0) for layer in coded)
-
-
-def compress_all(model: nn.Module, words: str) -> None:
-    """Give every projection of the layers a kind by its words, in place: a scheme's name rounds to nearest, "rounded"
-    and a scheme in every pass, "masked" takes two of every four weights for 0; "adapters" before any of them, or alone,
-    adds adapters. What the gate lays over meshes."""
-    below, dtype = words.removeprefix("adapters").strip(), next(model.parameters()).dtype
-    for name, layer in list(projections(model)):
-        if name == "output":
-            continue
-        if below == "masked":
-            layer = as_kind(layer, Masked(block=(2, 4), sparsity=0.5))
-        elif below.startswith("rounded "):
-            layer = as_kind(layer, Rounded(scheme=parse_scheme(below.removeprefix("rounded "))))
-        elif below:
-            scheme = parse_scheme(below)
-            layer = few_bits(layer, scheme, quantize(layer.weight, scheme))
-        if below != words:
-            layer = _adapted(name, layer, dtype)
-        put(model, name, layer)
-
-
-def _adapted(name: str, layer: Linear, dtype: torch.dtype) -> Linear:
-    layer.requires_grad_(False)
-    kind, sizes = Adapted(layer.kind, 2, 1.5), (layer.out_features, layer.in_features)
-    values = {}
-    for piece in kind.pieces(*sizes)[-2:]:
-        drawn = torch.linspace(-0.2, 0.3, torch.Size(piece.shape).numel(), dtype=torch.float64).sin().view(piece.shape)
-        values[piece.name] = (drawn * (1 + len(name) % 3) / 8).to(next(layer.parameters()).device, dtype)
-    return as_kind(layer, kind, **values)

@@ -15,15 +15,17 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from tilemesh.comm.schedules.collectives import cut
 from tilemesh.core.plan import Precision
+from tilemesh.kernels.lowbit.codes import quantize
+from tilemesh.kernels.lowbit.formats import parse_scheme
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.dropout import DropoutPlace, fold_seed
-from tilemesh.model.kinds import compress_all
-from tilemesh.model.linear import ACTIVATIONS, Linear
+from tilemesh.model.kinds import Adapted, Masked, Rounded, few_bits, projections, put
+from tilemesh.model.linear import ACTIVATIONS, Linear, as_kind
 from tilemesh.model.loss import IGNORED, loss_sum
 from tilemesh.model.transformer import Transformer
 from tilemesh.parallel.gate import papers
@@ -79,6 +81,36 @@ def whole_model(config: ModelConfig, precision: Precision, weights: str, device:
     if weights:
         compress_all(model, weights)
     return model
+
+
+def compress_all(model: nn.Module, words: str) -> None:
+    """Give every projection of the layers a kind by its words, in place: a scheme's name rounds to nearest, "rounded"
+    and a scheme in every pass, "masked" takes two of every four weights for 0; "adapters" before any of them, or alone,
+    adds adapters."""
+    below, dtype = words.removeprefix("adapters").strip(), next(model.parameters()).dtype
+    for name, layer in list(projections(model)):
+        if name == "output":
+            continue
+        if below == "masked":
+            layer = as_kind(layer, Masked(block=(2, 4), sparsity=0.5))
+        elif below.startswith("rounded "):
+            layer = as_kind(layer, Rounded(scheme=parse_scheme(below.removeprefix("rounded "))))
+        elif below:
+            scheme = parse_scheme(below)
+            layer = few_bits(layer, scheme, quantize(layer.weight, scheme))
+        if below != words:
+            layer = _adapted(name, layer, dtype)
+        put(model, name, layer)
+
+
+def _adapted(name: str, layer: Linear, dtype: torch.dtype) -> Linear:
+    layer.requires_grad_(False)
+    kind, sizes = Adapted(layer.kind, 2, 1.5), (layer.out_features, layer.in_features)
+    values = {}
+    for piece in kind.pieces(*sizes)[-2:]:
+        drawn = torch.linspace(-0.2, 0.3, torch.Size(piece.shape).numel(), dtype=torch.float64).sin().view(piece.shape)
+        values[piece.name] = (drawn * (1 + len(name) % 3) / 8).to(next(layer.parameters()).device, dtype)
+    return as_kind(layer, kind, **values)
 
 
 def train(
