@@ -19,6 +19,7 @@ import pytest
 
 import tilemesh as tm
 from tilemesh.cli.main import main
+from tilemesh.core.config import split_sets
 from tilemesh.core.errors import UsageError
 from tilemesh.data.config import DataConfig
 from tilemesh.data.prepare import prepare
@@ -223,6 +224,26 @@ def test_no_command_takes_an_empty_word(nothing_starts: Path, capsys: pytest.Cap
             assert "is empty" in said or "invalid value for" in said, (name, parameter.name, said)
             tried += 1
     assert tried > 150
+
+
+@pytest.mark.parametrize("text", [",", "a=1,,b=2", "a=1,", ",a=1", "a=1, ,b=2"])
+def test_no_list_has_an_empty_value(text: str, nothing_starts: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every option whose metavar has a comma: those are the lists."""
+    lists = set()
+    for name, command in fuzz_cases.commands().items():
+        base = fuzz_cases.BASES.get(name, (fuzz_cases.Base(),))[0]
+        for parameter in fuzz_cases.parameters(command):
+            if "," not in (parameter.metavar or ""):
+                continue
+            lists.add(f"{name} {parameter.opts[-1]}")
+            if parameter.multiple:  # settings: refused where they are read, after what they are settings of
+                with pytest.raises(UsageError, match=r"ends with a comma|sets nothing"):
+                    split_sets([text])
+            else:
+                said = refusal(list(fuzz_cases._with(base, name, parameter, text)), capsys)
+                assert "a value beside a comma is empty" in said, (name, parameter.name, said)
+    assert len(lists) > 25
+    assert {"bench serve --rates", "bench compress --recipes", "plan serve --goal", "train --set"} <= lists
 
 
 RESUMED = [

@@ -212,7 +212,7 @@ def test_a_bodys_structure_is_counted_outside_of_strings_before_it_is_parsed(mon
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-16"])
-@pytest.mark.parametrize("unit", ["[[]]", "{}", "[1]", "1", '{"a":1}', '""'])
+@pytest.mark.parametrize("unit", ["[[]]", "{}", "[1]", "1", '{"a":1}', '""', '",,",,'])
 def test_a_million_small_values_are_not_parsed(unit: str, encoding: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bodies.json, "loads", lambda *_, **__: pytest.fail("such a body kept everybody waiting"))
     body = ('{"prompt": "a", "stop": [' + f"{unit}," * 300_000 + "1]}").encode(encoding)

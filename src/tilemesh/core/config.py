@@ -135,7 +135,9 @@ def split_sets(texts: Iterable[str]) -> list[tuple[str, str]]:
             key, equals, value = item.partition("=")
             if not equals or not key.strip():
                 raise UsageError(f"'{item.strip()}' sets nothing: write key=value, such as train.steps=200")
-            pairs.append((key.strip(), value.strip().rstrip(",")))
+            if value.rstrip().endswith(","):
+                raise UsageError(f"'{item.strip()}' ends with a comma and nothing after it: leave that comma out")
+            pairs.append((key.strip(), value.strip()))
     return pairs
 
 

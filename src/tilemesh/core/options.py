@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from tilemesh.core.errors import Argument, UsageError, unknown
-from tilemesh.core.ranges import SEED, Range
+from tilemesh.core.ranges import SEED, Range, shown
 
 WRITTEN, FILLED = "a file that the command writes", "a folder that it writes into"
 OutFile = Annotated[str, WRITTEN]
@@ -60,7 +60,8 @@ def flag_of(field: dataclasses.Field[Any]) -> str:
 
 
 def check_options(options: Any) -> None:
-    """Refuse numbers outside of their range, and words that are none of the choices."""
+    """Refuse numbers outside of their range, words that are none of the choices, and lists with nothing between two
+    commas: a text whose metavar has a comma is a list."""
     for field, hint in option_fields(type(options)):
         value = getattr(options, field.name)
         if value is None:
@@ -69,6 +70,9 @@ def check_options(options: Any) -> None:
         for mark in marks(hint):
             if isinstance(mark, Range):
                 mark.check(name, value, whole=is_whole(hint))
+        is_list = "," in (field.metadata["metavar"] or "") and isinstance(value, str) and value != field.default
+        if is_list and not all(word.strip() for word in value.split(",")):
+            raise UsageError(name, f" is {shown(value)}: a value beside a comma is empty; leave that comma out")
         choices = choices_of(hint)
         if choices and value not in choices:
             raise unknown(field.name, value, [choice for choice in choices if choice])

@@ -51,13 +51,18 @@ def _check_structure(body: bytes, most_values: int) -> None:
     if _branches(body) <= _MOST_BRANCHES and body.count(b",") <= most_values:
         return  # even if all of them stood outside of strings
     unescaped = body.replace(rb"\\", b"").replace(rb"\"", b"").translate(None, _ORDINARY)
-    outside = b"".join(
-        unescaped.replace(b'""', b"").split(b'"')[::2]
-    )  # up to the first syntax error: no further is parsed
+    if unescaped.count(b'"') > 2 * (most_values + _MOST_BRANCHES):  # as each string is a value or a key
+        raise _too_many(f"{most_values:,} values")
+    pieces = unescaped.replace(b'""', b"").split(b'"')
+    outside = b"".join(pieces[::2])  # right up to the first syntax error, and nothing is parsed beyond
     if outside.count(b",") > most_values:
-        raise RefusedError(None, f"the body has more than {most_values:,} values: send fewer", 413)
+        raise _too_many(f"{most_values:,} values")
     if _branches(outside) > _MOST_BRANCHES:
-        raise RefusedError(None, f"the body has more than {_MOST_BRANCHES:,} lists, objects and keys: send fewer", 413)
+        raise _too_many(f"{_MOST_BRANCHES:,} lists, objects and keys")
+
+
+def _too_many(what: str) -> RefusedError:
+    return RefusedError(None, f"the body has more than {what}: send fewer", 413)
 
 
 def _branches(text: bytes) -> int:

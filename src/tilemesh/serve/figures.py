@@ -27,9 +27,7 @@ class ServeGoal:
         """From "ttft=1.0,itl=0.1", in seconds."""
         names = {"ttft": "first_token_s", "itl": "between_tokens_s"}
         goals: dict[str, float] = {}
-        for piece in (text or "").split(","):
-            if not piece.strip():
-                continue
+        for piece in text.split(",") if text else ():
             name, _, value = piece.partition("=")
             try:
                 number = float(value)

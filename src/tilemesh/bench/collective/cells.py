@@ -96,7 +96,7 @@ def parse_sizes(text: str) -> list[int]:
         while sizes[-1] * STEP <= high:
             sizes.append(sizes[-1] * STEP)
         return sizes if sizes[-1] == high else [*sizes, high]
-    sizes = [_size(part, shown) for part in text.split(",") if part.strip()]
+    sizes = [_size(part, shown) for part in text.split(",")]
     if not sizes or min(sizes) < 1:
         raise UsageError(f"--sizes {text}: expected sizes such as 1KiB,1MiB or a range such as 4B..64MiB")
     return sizes

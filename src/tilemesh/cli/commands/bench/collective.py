@@ -26,13 +26,14 @@ class CollectiveOptions:
     collectives: tuple[str, ...] = argument((), "Which; all of five.", "[COLLECTIVE]...")
     ranks: str | None = option(
         None,
-        "Numbers of ranks, with commas between. [default: 2,4,8; --draw: 8; --simulate: 64,1024,16384]",
+        "How many. [default: 2,4,8; --draw: 8; --simulate: 64,1024,16384]",
+        "A,B,...",
         show=False,
     )
-    sizes: str = option("4B..64MiB", "4B..64MiB (powers of four), or sizes with commas between.")
+    sizes: str = option("4B..64MiB", "4B..64MiB (powers of four), or sizes.", "A,B,...")
     transport: str = option("auto", "mpi, gloo or nccl; auto takes what there is.")
     algorithms: str = option(
-        "all", "Besides auto, what to time or simulate: all, none, or names (native: as we call it)."
+        "all", "Besides auto, what to time or simulate: all, none, or names (native: as we call it).", "A,B,..."
     )
     fit: bool = option(False, "Measure and store what auto predicts from.")
     quick: bool = option(False, "Fewer and shorter readings.")
@@ -163,7 +164,7 @@ def _simulate(options: CollectiveOptions, ranks: str) -> None:
 
 def _named(names: str, known: Sequence[str]) -> tuple[str, ...]:
     """The algorithms of --algorithms; none for `all`, which every command reads in its own way."""
-    chosen = () if names == "all" else tuple(name for name in names.split(",") if name not in ("none", ""))
+    chosen = () if names == "all" else tuple(name for name in names.split(",") if name != "none")
     for name in chosen:
         if name not in known:
             raise unknown("algorithm", name, known)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 class CompressBenchOptions:
     model: str = argument(..., "A run's folder, or a Hugging Face folder.", "RUN|FOLDER")
     recipes: str = option("", "Names or TOML files; by default fifteen.", "A,B,...")
-    peers: str = option("torchao,bitsandbytes", "torchao, bitsandbytes; or none.")
+    peers: str = option("torchao,bitsandbytes", "torchao, bitsandbytes; or none.", "A,B")
     calibrate: Count = option(64, "Sequences of text that recipes look at.", "N")
     sequences: Count = option(32, "Held-out sequences that models are judged by.", "N")
     seconds: Seconds = option(3.0, "For the times of each recipe.", "S")

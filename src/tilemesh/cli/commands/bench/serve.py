@@ -41,7 +41,9 @@ class ServeBenchOptions:
     goal: str | None = option(None, "What a request is promised, in seconds.", "ttft=1,itl=0.1")
     steps: str = option("", "Also a decode step of so many sequences.", "A,B,...")
     step_length: _Tokens = option(1024, "Tokens of each of these.", "N")
-    peers: str = option("", "transformers-static, transformers-continuous, openvino-genai, ctranslate2; or none.")
+    peers: str = option(
+        "", "transformers-static, transformers-continuous, openvino-genai, ctranslate2; or none.", "A,B"
+    )
     blocks: Annotated[int, Range(0, 1000)] = option(3, "Offline: how many turns each gets; 0: no offline.", "N")
     running: Count = option(64, "Most requests at a time.", "N")
     step_tokens: _Tokens = option(512, "Most tokens computed in one step.", "N")

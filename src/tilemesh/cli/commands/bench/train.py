@@ -22,7 +22,7 @@ _PEERS = "Some of eager, compile, ddp, zero-optimizer, fsdp, deepspeed, pipeline
 @dataclass(frozen=True, kw_only=True)
 class TrainBenchOptions:
     config: str | None = argument(None, "What to train.", "[CONFIG.toml|PRESET]")
-    mesh: str | None = option(None, "Ours; peers on ranks get as many and the same layout.", "dp=2")
+    mesh: str | None = option(None, "Ours; peers on ranks get as many and the same layout.", "dp=2,tp=2")
     sets: tuple[str, ...] = option((), "train.batch=32,...", "A=B,...", flag="--set")
     peers: str = option("", f"{_PEERS} (default: those that suit the plan).", "A,B")
     also: tuple[str, ...] = option((), "Ours with these settings too, in turns with the others.", "A=B,...")
