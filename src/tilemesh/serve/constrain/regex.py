@@ -129,12 +129,12 @@ class _Parser:
             return None
         low, comma, high = self.source[self.at + 1 : end].partition(",")
         numbers = [number for number in (low, high) if number]
-        if not numbers or not all(number.isascii() and number.isdigit() and len(number) < 9 for number in numbers):
+        if not numbers or not all(number.isascii() and number.isdigit() for number in numbers):
             return None  # a brace that stands for itself, as in `re`
+        if any(len(number) > 8 or int(number) > _MOST_TIMES for number in numbers):
+            self._refuse(f"more than {_MOST_TIMES:,} times")
         least = int(low) if low else 0
         most = least if not comma else int(high) if high else None
-        if max(least, most or 0) > _MOST_TIMES:
-            self._refuse(f"more than {_MOST_TIMES:,} times")
         if most is not None and most < least:
             self._refuse("at most fewer than at least")
         self.at = end + 1
