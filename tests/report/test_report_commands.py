@@ -7,11 +7,14 @@ import http.client
 import json
 import math
 import os
+import re
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -225,7 +228,8 @@ def test_there_is_a_page_and_its_state_and_nothing_else(server: serve.PageServer
 
 
 def test_it_only_reads_and_only_for_this_machine(server: serve.PageServer) -> None:
-    assert {ask(server, "/", method)[0] for method in ("POST", "PUT", "DELETE", "OPTIONS")} == {501}
+    for method in ("POST", "PUT", "DELETE", "OPTIONS", "_ANSWER"):
+        assert ask(server, "/", method) == (405, b"only GET and HEAD are answered here\n")
     assert ask(server, "/", "HEAD") == (200, b"")
     port = server.address.rpartition(":")[2].rstrip("/")
     assert {ask(server, "/", host=name)[0] for name in ("evil.example", f"evil.example:{port}", "127.0.0.1.evil")} == {
@@ -238,6 +242,40 @@ def test_it_only_reads_and_only_for_this_machine(server: serve.PageServer) -> No
             with socket.socket() as one:
                 one.settimeout(2)
                 assert one.connect_ex((found[4][0], int(port))) != 0
+
+
+HOSTILE = {
+    b"GET /" + b"x" * 70_000 + b" HTTP/1.1\r\n\r\n": b"414",
+    b"GET / HTTP/1.1\r\nX: " + b"x" * 70_000 + b"\r\n\r\n": b"431",
+    b"GET / HTTP/1.1\r\n" + b"A: b\r\n" * 200 + b"\r\n": b"431",
+    b"GET / HTTP/9.9\r\n\r\n": b"505",
+    b"GET / nothing\r\n\r\n": b"400",
+    b"<script> a b c d\r\n\r\n": b"400",
+    b"\x16\x03\x01\x02\x00 \xff \x00\r\n\r\n": b"400",
+}
+
+
+@pytest.mark.parametrize("request_sent", HOSTILE, ids=[repr(request[:18]) for request in HOSTILE])
+def test_what_is_no_request_gets_one_line(server: serve.PageServer, request_sent: bytes) -> None:
+    place, _, port = server.address.removeprefix("http://").rstrip("/").partition(":")
+    with socket.create_connection((place, int(port)), timeout=10) as client:
+        client.sendall(request_sent)
+        head, _, body = b"".join(iter(lambda: client.recv(65536), b"")).rpartition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.0 " + HOSTILE[request_sent])
+    assert re.fullmatch(rb"the request cannot be read: [\w -]+\n", body)
+
+
+def test_a_client_that_leaves_in_the_middle_is_no_news(
+    server: serve.PageServer, capfd: pytest.CaptureFixture[str]
+) -> None:
+    place, _, port = server.address.removeprefix("http://").rstrip("/").partition(":")
+    client = socket.create_connection((place, int(port)), timeout=10)
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # closing is a reset
+    client.sendall(b"GET / HT")
+    time.sleep(0.1)
+    client.close()
+    assert ask(server, "/")[0] == 200
+    assert capfd.readouterr().err == ""
 
 
 def test_a_page_that_is_slow_to_make_is_not_made_again_at_once(make_run: MakeRun) -> None:

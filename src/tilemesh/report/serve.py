@@ -8,9 +8,11 @@ of its own that points here.
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 import time
 from collections.abc import Callable
+from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -35,11 +37,10 @@ class PageServer:
         if not 0 <= port < 1 << 16:
             raise UsageError(f"port {port}: expected 0 to 65535, where 0 takes a free one")
         try:
-            self._server = ThreadingHTTPServer((LOOPBACK, port), _handler(self))
+            self._server = _QuietServer((LOOPBACK, port), _handler(self))
         except OSError as error:
             why = error.strerror
             raise RunError(f"port {port} of {LOOPBACK} cannot be used: {why}; --port 0 takes a free one") from None
-        self._server.daemon_threads = True
 
     @property
     def address(self) -> str:
@@ -74,10 +75,28 @@ class PageServer:
             return self._made[1]
 
 
+class _QuietServer(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that left in the middle is not news; anything else is."""
+        if not isinstance(sys.exception(), OSError):
+            super().handle_error(request, client_address)
+
+
 def _handler(server: PageServer) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         server_version, sys_version = "tilemesh", ""
         timeout = 30
+
+        def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+            """What is no request, and methods that are not answered: a line, as all else that is refused here."""
+            if code == HTTPStatus.NOT_IMPLEMENTED:
+                code, line = HTTPStatus.METHOD_NOT_ALLOWED, "only GET and HEAD are answered here"
+            else:
+                line = f"the request cannot be read: {HTTPStatus(code).phrase}"
+            self.request_version = self.protocol_version  # of HTTP/0.9, no headers would be sent
+            self._send(code, f"{line}\n".encode(), "text/plain", send_body=self.command != "HEAD")
 
         def do_GET(self) -> None:
             self._answer(send_body=True)
@@ -104,6 +123,7 @@ def _handler(server: PageServer) -> type[BaseHTTPRequestHandler]:
                 self.send_response(code)
                 self.send_header("Content-Type", f"{kind}; charset=utf-8")
                 self.send_header("Content-Length", str(len(body)))
+                self.send_header("Allow", "GET, HEAD")
                 self.send_header("Cache-Control", "no-store")
                 self.send_header("X-Content-Type-Options", "nosniff")
                 self.send_header("Referrer-Policy", "no-referrer")
