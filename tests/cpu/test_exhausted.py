@@ -86,13 +86,37 @@ def test_training_says_what_the_run_needs_and_what_needs_less(tmp_path: Path, mo
     assert tm.core.units.parse_bytes(said[4]) < tm.core.units.parse_bytes(said[1])
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="ulimit -v is Linux's")
+def test_a_library_that_would_end_the_process_gets_a_line(tmp_path: Path) -> None:
+    """OpenBLAS ends a process in which it finds no room, inside of an import, with a line of its own and code 1."""
+    (tmp_path / "numpy.py").write_text("import os; os.write(2, b'OpenBLAS error: giving up'); os._exit(1)")
+    (tmp_path / "text.txt").write_text("words")
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    command = f"{sys.executable} -m tilemesh data prepare {tmp_path / 'text.txt'} {tmp_path / 'out'}"
+    ended = under_limit(4 << 20, f"env PYTHONPATH={path} {command}")
+    assert (ended.returncode, ended.stdout) == (1, "")
+    assert ended.stderr == (
+        "tilemesh: out of memory: what is needed next could not be allocated (`ulimit -v` allows 4 GiB in all: raise "
+        "it); ask for less, or use a machine with more memory\n"
+    )
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="ulimit -v is Linux's")
+def test_a_rank_that_ends_under_a_limit_names_the_limit() -> None:
+    code = "from tilemesh.launch.blame import death_reason; print(death_reason(1))"
+    ended = under_limit(4 << 20, f"{sys.executable} -c '{code}'")
+    assert ended.stdout == "exited with code 1 (`ulimit -v` allows 4 GiB in all: raise it)\n"
+
+
+def under_limit(kib: int, command: str) -> subprocess.CompletedProcess[str]:
+    words = ["bash", "-c", f"ulimit -v {kib}; exec {command}"]
+    return subprocess.run(words, capture_output=True, text=True, timeout=120)
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="ulimit -v is Linux's")
 @pytest.mark.parametrize("kib", [1_500_000, 1_000_000, 800_000])
 def test_a_run_under_a_limit_ends_well_or_in_a_line(kib: int, tmp_path: Path) -> None:
-    command = (
-        f"ulimit -v {kib}; exec {sys.executable} -m tilemesh train --out {tmp_path / 'run'} --mesh dp=1 --set {SETS}"
-    )
-    ended = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=120)
+    ended = under_limit(kib, f"{sys.executable} -m tilemesh train --out {tmp_path / 'run'} --mesh dp=1 --set {SETS}")
     assert "Traceback" not in ended.stderr
     assert ended.returncode == 0 or "out of memory" in ended.stderr

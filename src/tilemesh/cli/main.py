@@ -26,7 +26,7 @@ import tilemesh
 from tilemesh.cli import commands
 from tilemesh.cli.typed import typed
 from tilemesh.core.errors import RunError, UsageError, unknown
-from tilemesh.core.exhausted import out_of_memory
+from tilemesh.core.exhausted import out_of_memory, try_imports
 
 
 class _Command(TyperCommand):
@@ -137,6 +137,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in ("COLUMNS", "LINES"):  # rich, typer and Python each stumble over another value that is no number
         if not re.fullmatch("[1-9][0-9]{0,4}", os.environ.get(name, "80")):
             del os.environ[name]
+    try_imports()
     arguments, debug = take_debug(list(sys.argv[1:] if argv is None else argv))
     try:
         completes = "_TILEMESH_COMPLETE" in os.environ  # a shell asks for the words that may follow

@@ -13,6 +13,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from tilemesh.core.exhausted import limit_words
 from tilemesh.launch.board import FAILED, INTERRUPTED, RUNNING, Record
 
 _SIGNALLED = re.compile(r"process rank (\d+) with PID \d+.*?signal\s+(\d+)", re.S)
@@ -76,7 +77,7 @@ def death_reason(code: int) -> str:
     if code == GONE:
         return "ended without a word: it was killed, or it exited in the middle of the job"
     if code > 0:
-        return f"exited with code {code}"
+        return f"exited with code {code}{limit_words()}"
     try:
         name = signal.Signals(-code).name
     except ValueError:

@@ -16,6 +16,7 @@ from typing import Any
 
 from tilemesh.core.context import JOB_VARIABLE, Membership, membership
 from tilemesh.core.errors import UsageError
+from tilemesh.core.exhausted import out_of_memory
 from tilemesh.launch import values
 from tilemesh.launch.board import my_status
 from tilemesh.launch.rank import own_frames
@@ -116,7 +117,7 @@ def described(error: BaseException) -> dict[str, str]:
     its code: it leaves no result, and ranks are not to end before their caller lets them."""
     trace = own_frames(error.__traceback__, __file__)
     lines = traceback.format_exception(type(error), error, trace)
-    message = str(error)
+    message = out_of_memory(error) or str(error)
     if isinstance(error, SystemExit):
         message = f"sys.exit({error.code!r}); a called function returns its result"
     return {"type": type(error).__name__, "message": message, "traceback": "".join(lines)}

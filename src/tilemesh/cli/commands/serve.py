@@ -51,7 +51,7 @@ def serve(options: ServeOptions) -> None:
 
         from tilemesh.serve.connection import PatientConnection
         from tilemesh.serve.http import make_app
-    except ImportError as error:
+    except ModuleNotFoundError as error:
         raise RunError(f"serving needs the package {error.name}: pip install 'tilemesh[serve]'") from None
     from tilemesh.serve.engine import Engine
     from tilemesh.serve.load import folder_defaults
