@@ -248,6 +248,41 @@ def test_local_updates_of_replicas_that_are_meshes(replicas: Path, tmp_path: Pat
     assert figures["spread"] == pytest.approx(folders.read_small(replicas, SUMMARY)["method"]["spread"], rel=1e-8)
 
 
+@pytest.mark.parametrize(
+    ("scheme", "mesh", "sets", "like"),
+    [
+        ("top-k", "dp=2", "plan.zero=1", ""),
+        ("int8", "dp=2", "plan.zero=2,plan.microbatch=1", "plan.microbatch=1"),
+        # Layer by layer, as these are: what travels together is the same.
+        ("one-bit", "dp=2", "plan.zero=3", "plan.offload=weights,plan.prefetch=0"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ("powersgd,method.rank=1", "dp=2,pp=2", "plan.zero=2,plan.schedule=zb-v", "plan.schedule=zb-v"),
+                ("top-k", "dp=4", "plan.zero=1,plan.zero_group=2", ""),
+                ("random-k", "dp=2,tp=2", "plan.zero=3", "plan.offload=weights"),
+            )
+        ),
+    ],
+)
+def test_compressed_gradients_of_which_ranks_keep_rows(
+    scheme: str, mesh: str, sets: str, like: str, tmp_path: Path
+) -> None:
+    """Under ZeRO the sums are those that every rank would have: compressed data parallelism, of whole gradients at
+    first, then with what is left out."""
+    common = ("model.layers=4", "train.batch=8", "optimizer.clip=0.5", "method.start=2", f"method.compress={scheme}")
+    common += ("train.steps=5", "evaluate.every=0", "checkpoint.every=5")
+    for name, settings in (("rows", sets), ("whole", like)):
+        train(config(*common, *filter(None, [settings]), mesh=mesh), tmp_path / name)
+    assert_equal(tmp_path / "rows", tmp_path / "whole", 1e-10)
+    rows, whole = (open_checkpoint(tmp_path / name) for name in ("rows", "whole"))
+    left = [name for name in whole.names if name.startswith("mean_residual")]
+    assert any(whole.whole(name).any() for name in left)
+    for name in left:
+        torch.testing.assert_close(rows.whole(name), whole.whole(name), rtol=0, atol=1e-10)
+    assert_tell_the_same(tmp_path / "rows", tmp_path / "whole")
+
+
 ASP = ("train.method=server", "method.consistency=asp")
 
 

@@ -26,10 +26,13 @@ from tilemesh.comm.runtime.communicator import Communicator
 from tilemesh.comm.schedules.book import algorithms
 from tilemesh.core.axes import coordinates, size_of
 from tilemesh.core.errors import UsageError
+from tilemesh.core.plan import ParallelPlan
 from tilemesh.core.shard import Cut, Shard
-from tilemesh.parallel.buckets import BUCKET_BYTES, Bucket, Bucketed
+from tilemesh.parallel.buckets import Bucket, Bucketed
 from tilemesh.parallel.gradients import Parts, Recall
-from tilemesh.parallel.norms import norm_of
+from tilemesh.parallel.norms import norm_of, norms_of
+from tilemesh.parallel.zero import Zero
+from tilemesh.parallel.zero3 import ZeroWeights
 
 Scheme = Literal["top-k", "random-k", "one-bit", "int8", "powersgd"]
 SCHEMES: tuple[Scheme, ...] = ("top-k", "random-k", "one-bit", "int8", "powersgd")
@@ -120,15 +123,31 @@ def _factor_rank(shape: Sequence[int], rank: int) -> int:
     return rank if rank * (rows + columns) < rows * columns else 0
 
 
-class CompressedGradients(Bucketed):
-    """The bucketed exchange by a compression."""
+def compressed_gradients(parts: Parts, compression: Compression, plan: ParallelPlan) -> CompressedGradients:
+    """As a plan cuts them."""
+    if plan.zero == 3:
+        return CompressedWeights(parts, compression, plan.zero_group)
+    if plan.zero:
+        return CompressedRows(parts, compression, plan.zero, plan.zero_group)
+    return CompressedGradients(parts, compression)
 
-    def __init__(self, parts: Parts, compression: Compression, bucket_bytes: int = BUCKET_BYTES) -> None:
-        super().__init__(parts, bucket_bytes, overlap=False)
+
+class CompressedGradients(Bucketed):
+    """The bucketed exchange by a compression. With another `Bucketed` behind it in a class, such as ZeRO's, that one
+    says what becomes of the sum: a step exchanges gradients once, and what is left of them is of whole ones."""
+
+    def __init__(self, parts: Parts, compression: Compression, *options: Any, **settings: Any) -> None:
+        """`options`, `settings`: of what is behind it."""
+        super().__init__(parts, *options, **settings)
+        self.overlap = False
         self.compression, self.steps = compression, 0
         self._divisor = 1.0  # what turns the sums of the step at work into means
-        self._is_bad = False  # whether some rank's gradients overflowed: nothing is sent, and nothing kept of them
-        self.residuals = {id(bucket): torch.zeros_like(bucket.flat) for bucket in self.buckets}
+        self._is_bad = False  # whether some rank's gradients overflowed: nothing is kept of them
+        self._shapes = {id(bucket): [parameter.shape for parameter in bucket.parameters] for bucket in self.buckets}
+        self.residuals = {
+            id(bucket): bucket.flat.new_zeros(sum(math.prod(shape) for shape in self._shapes[id(bucket)]))
+            for bucket in self.buckets
+        }
         self.factors: dict[int, dict[int, Tensor]] = {}
         self.own_errors: dict[int, Tensor] = {}
         self.sent_bytes, self.exchanged = 0.0, 0
@@ -137,14 +156,25 @@ class CompressedGradients(Bucketed):
         self.left_out: dict[int, tuple[float, float]] = {}
         """Of each bucket, at the step that was measured last: the norms of what was left out and of all there was."""
 
+    @property
+    def is_sending(self) -> bool:
+        """Not before `finish`, which knows how many targets there are: in a pipeline the last stage alone counts them,
+        until its last pass."""
+        return False
+
+    @property
+    def _is_whole(self) -> bool:
+        """Whether the step at work sends gradients as they are."""
+        return self._is_bad or self.steps < self.compression.start
+
     def exchange(self, bucket: Bucket) -> Any:
-        if not bucket.batch_summed or self._is_bad:
+        if not bucket.batch_summed:
             return None
         group, residual = self.groups[bucket.batch_summed], self.residuals[id(bucket)]
-        if self.steps < self.compression.start:
-            self.sent_bytes += summed_bytes(bucket.flat.nbytes, group.size)
+        if self._is_whole:
+            self.sent_bytes += 0 if self._is_bad else summed_bytes(residual.nbytes, group.size)
             return super().exchange(bucket)
-        wanted = bucket.flat
+        wanted = self.unpacked(bucket)
         if self.compression.feedback:
             wanted.add_(residual, alpha=self._divisor)
         is_measured = self.steps % _MEASURED == 0
@@ -159,15 +189,17 @@ class CompressedGradients(Bucketed):
         if is_measured:
             self.left_out[id(bucket)] = norm_of(residual), size
         residual /= self._divisor
+        self.keep_sum(bucket, wanted)
         return None
 
     def reduce(self, chunk: int) -> None:
-        """Nothing yet: in a pipeline the last stage alone counts targets, and it does so until its last pass."""
+        """Nothing yet, as `is_sending` says."""
 
     def finish(self, max_norm: float | None = None, *, divide: bool = True) -> Any:
         self._require_last()
         assert self._totals is not None
-        bad = not all(torch.isfinite(bucket.flat.sum()) for bucket in self.buckets)
+        gradients = [mine.tensor.grad for mine in self.held.values() if mine.tensor.grad is not None]
+        bad = bool(gradients) and not bool(torch.isfinite(norms_of(gradients)).all())
         mine = np.array([float(self._totals[1]) / self._alike, bad])
         count, bad_ranks = self.counted_over.all_reduce(mine, algorithm=self.algorithm).tolist()
         self._divisor, self._is_bad = max(count, 1.0) * self._scale, bad_ranks > 0
@@ -203,9 +235,9 @@ class CompressedGradients(Bucketed):
 
     def _factored(self, bucket: Bucket, wanted: Tensor, residual: Tensor, group: Communicator) -> None:
         """PowerSGD: P of all matrices in one sum, Q of all in another, everything that is no matrix beside P."""
-        ranks = {number: _factor_rank(view.shape, self.compression.rank) for number, view in enumerate(bucket.views)}
-        views = {number: view.reshape(view.shape[0], -1) for number, view in enumerate(bucket.views) if ranks[number]}
-        whole = [view for number, view in enumerate(bucket.views) if not ranks[number]]
+        ranks, pieces = self._factor_ranks(bucket), self._split(bucket, wanted)
+        views = {number: view.reshape(view.shape[0], -1) for number, view in enumerate(pieces) if ranks[number]}
+        whole = [view for number, view in enumerate(pieces) if not ranks[number]]
         known = self.factors.setdefault(id(bucket), {})
         for number, matrix in views.items() if not known else ():
             draw = torch.Generator().manual_seed(self.compression.seed + number)
@@ -297,8 +329,12 @@ class CompressedGradients(Bucketed):
         return [piece.view(tensor.shape) for piece, tensor in zip(pieces, tensors, strict=True)]
 
     def _split(self, bucket: Bucket, flat: Tensor) -> list[Tensor]:
-        pieces = flat.split_with_sizes([view.numel() for view in bucket.views])
-        return [piece.view(view.shape) for piece, view in zip(pieces, bucket.views, strict=True)]
+        shapes = self._shapes[id(bucket)]
+        pieces = flat.split_with_sizes([math.prod(shape) for shape in shapes])
+        return [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
+
+    def _factor_ranks(self, bucket: Bucket) -> list[int]:
+        return [_factor_rank(shape, self.compression.rank) for shape in self._shapes[id(bucket)]]
 
     # What outlives a step -----------------------------------------------------------------------------------------
 
@@ -306,7 +342,7 @@ class CompressedGradients(Bucketed):
         self.steps = step
 
     def figures(self) -> dict[str, Any]:
-        shapes = [view.shape for bucket in self.buckets for view in bucket.views]
+        shapes = [shape for bucket in self.buckets for shape in self._shapes[id(bucket)]]
         ranks, width = self.mesh.dp.size, self.buckets[0].flat.element_size()
         whole = sent_bytes(None, shapes, ranks, width)
         left = math.hypot(*(left for left, _ in self.left_out.values()))
@@ -328,7 +364,7 @@ class CompressedGradients(Bucketed):
                 yield kind, shard.by_replica(), piece[None]
             error, group = self.own_errors.get(id(bucket)), self.groups[bucket.batch_summed]
             if error is not None:
-                whole = torch.zeros_like(bucket.flat)
+                whole = torch.zeros_like(self.residuals[id(bucket)])
                 mine = whole[group.rank * len(error) :][: len(error)]
                 mine += error[: len(mine)]
                 group.all_reduce(whole, out=whole, algorithm=self.algorithm)
@@ -348,7 +384,7 @@ class CompressedGradients(Bucketed):
                     piece.copy_(kept)
             errors = [read(*self._kept_as(ERROR, name)) for name in named]
             if self.compression.scheme in QUANTISED and all(error is not None for error in errors):
-                group, length = self.groups[bucket.batch_summed], bucket.flat.numel()
+                group, length = self.groups[bucket.batch_summed], self.residuals[id(bucket)].numel()
                 part = _part(length, group.size)
                 mine = torch.zeros(part, dtype=bucket.flat.dtype, device=bucket.flat.device)
                 whole = torch.cat([error.reshape(-1) for error in errors if error is not None])
@@ -359,8 +395,8 @@ class CompressedGradients(Bucketed):
 
     def _recall_factors(self, bucket: Bucket, named: Sequence[str], read: Recall) -> None:
         """All of a bucket, or none: the first step then draws them."""
-        ranks = {number: _factor_rank(view.shape, self.compression.rank) for number, view in enumerate(bucket.views)}
-        sizes = {number: (_sides(bucket.views[number].shape)[1], rank) for number, rank in ranks.items() if rank}
+        shapes = zip(self._shapes[id(bucket)], self._factor_ranks(bucket), strict=True)
+        sizes = {number: (_sides(shape)[1], rank) for number, (shape, rank) in enumerate(shapes) if rank}
         kept = {number: read(*self._factor_as(named[number], size)) for number, size in sizes.items()}
         if self.compression.scheme == "powersgd" and all(factor is not None for factor in kept.values()):
             device = bucket.flat.device
@@ -379,3 +415,11 @@ class CompressedGradients(Bucketed):
         kind, shard = self._kept_as(FACTOR, name)
         whole = (size_of(shard.axes, "tp"), *size)
         return kind, replace(shard, whole=whole, cuts=(Cut("tp", 0),))
+
+
+class CompressedRows(CompressedGradients, Zero):
+    """Beside ZeRO-1 and 2: of the sum a rank keeps its rows."""
+
+
+class CompressedWeights(CompressedGradients, ZeroWeights):
+    """Beside ZeRO-3."""

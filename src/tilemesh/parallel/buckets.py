@@ -157,6 +157,13 @@ class Bucketed(Exchanging):
         flat = bucket.flat
         return self.groups[bucket.batch_summed].all_reduce(flat, out=flat, algorithm=self.algorithm, wait=False)
 
+    def unpacked(self, bucket: Bucket) -> Tensor:
+        """For `exchange`: this rank's gradients of a full bucket, one parameter after another."""
+        return bucket.flat
+
+    def keep_sum(self, bucket: Bucket, flat: Tensor) -> None:
+        """What `unpacked` gave is now the sum over all replicas."""
+
     def kept(self, bucket: Bucket) -> tuple[Tensor, int]:
         """What this rank keeps of an exchanged bucket, and how many ranks of `counted_over` hold the same."""
         return bucket.flat, bucket.copies

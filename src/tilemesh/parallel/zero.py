@@ -114,6 +114,8 @@ class ZeroBucket(Bucket):
     """Where a later microbatch's sum arrives before it is added to `part`."""
     has_sum: bool = False
     """Whether `part` holds the sum of an earlier microbatch of this step."""
+    is_over_all: bool = False
+    """Whether `part` was summed over all replicas, and not over a group of them alone."""
 
 
 class Zero(Bucketed):
@@ -164,7 +166,7 @@ class Zero(Bucketed):
 
     def backward(self, loss_sum: Tensor, count: Tensor | int, *, last: bool = True, scale: float = 1.0) -> None:
         super().backward(loss_sum, count, last=last, scale=scale)
-        if self.stage > 1 and not last:
+        if self.is_sending and not last:
             self._start_rest()
 
     def _begin_backward(self) -> None:
@@ -233,14 +235,28 @@ class Zero(Bucketed):
     def exchange(self, bucket: Bucket) -> Any:
         """Begin to sum a full bucket over the group; of the sum this rank gets its own rows."""
         assert isinstance(bucket, ZeroBucket)
+        bucket.is_over_all = self.across.size == 1
         bucket.landing = torch.empty_like(bucket.part) if bucket.has_sum else None
         out = bucket.part if bucket.landing is None else bucket.landing
         whole, counts = bucket.flat[: bucket.rows.numel], bucket.rows.counts
         return self.sharing.reduce_scatter(whole, counts=counts, out=out, algorithm=self.algorithm, wait=False)
 
+    def unpacked(self, bucket: Bucket) -> Tensor:
+        assert isinstance(bucket, ZeroBucket)
+        whole = bucket.flat.new_empty(bucket.rows.numel)
+        bucket.rows.empty_into(bucket.flat, _pieces(bucket, whole))
+        return whole
+
+    def keep_sum(self, bucket: Bucket, flat: Tensor) -> None:
+        assert isinstance(bucket, ZeroBucket)
+        bucket.is_over_all = True
+        for number, (view, piece) in enumerate(zip(bucket.views, _pieces(bucket, flat), strict=True)):
+            view.copy_(bucket.rows.rows(number, piece))
+
     def _arrive(self, bucket: ZeroBucket) -> None:
         """Wait for a bucket's sum, add it to what earlier microbatches gave, and give its buffer back."""
-        bucket.handle.wait()
+        if bucket.handle is not None:
+            bucket.handle.wait()
         bucket.handle = None
         self._under_way.remove(bucket)
         if bucket.landing is not None:
@@ -259,7 +275,7 @@ class Zero(Bucketed):
         for bucket in list(self._under_way):
             self._arrive(bucket)
         for bucket in self.buckets:
-            if self.across.size > 1:
+            if not bucket.is_over_all:
                 self.across.all_reduce(bucket.part, out=bucket.part, algorithm=self.algorithm)
             self.sum_over(tuple(block for block in bucket.batch_summed if block[0] != AXIS), bucket.part)
             self.sum_over(bucket.copies_summed, bucket.part)
@@ -298,6 +314,10 @@ class Zero(Bucketed):
         handle.wait()
         bucket.rows.empty_into(bucket.flat, bucket.parameters)
         self._give_back(bucket)
+
+
+def _pieces(bucket: Bucket, flat: Tensor) -> tuple[Tensor, ...]:
+    return flat.split_with_sizes([parameter.numel() for parameter in bucket.parameters])
 
 
 def _stepped(held: Mapping[str, Held], buckets: Sequence[ZeroBucket]) -> dict[str, Held]:

@@ -159,7 +159,6 @@ OF_CONFIG: tuple[Row, ...] = (
     _pair(_SERVER, _MASTER, _PUSHED),
     _pair(_LOCAL, _ZERO, "replicas step by themselves, and ZeRO has each step a part for all of them"),
     _pair(_LOCAL, _ON_GPU, "weights are averaged in the host's memory"),
-    _pair(_COMPRESSED, _ZERO, "what was not sent yet is kept of whole gradients, and here ranks have parts"),
     *(_pair(way, _ONE_REPLICA, "there is one replica and nothing to exchange") for way in (_LOCAL, _COMPRESSED)),
     _pair(_SERVER, _LORA, "workers read no weights but those that servers send, which are the adapters"),
     row(

@@ -40,7 +40,7 @@ from tilemesh.launch.board import my_status
 from tilemesh.launch.start import ATTEMPT_VARIABLE
 from tilemesh.measure.machine import versions
 from tilemesh.measure.trace import Trace, merge
-from tilemesh.methods.compressed import CompressedGradients, Compression
+from tilemesh.methods.compressed import Compression, compressed_gradients
 from tilemesh.methods.local import LocalPeriod, LocalUpdates
 from tilemesh.model.huggingface import stored_kinds
 from tilemesh.model.kinds import put_kinds
@@ -382,7 +382,7 @@ def method_gradients(config: TrainConfig) -> Way | None:
         return PipelinedGradients
     if method.compress != "none" and config.train.method == "synchronous":
         made = Compression(method.compress, method.keep, method.rank, seed=config.train.seed, start=method.start)
-        return lambda parts: CompressedGradients(parts, made)
+        return lambda parts: compressed_gradients(parts, made, config.plan)
     return None
 
 
