@@ -39,7 +39,7 @@ from tilemesh.train.config import TrainConfig
 from tilemesh.train.optimizer import LossScale
 from tilemesh.train.preview import preview
 from tilemesh.train.rank import lay_model, train_here
-from tilemesh.train.served import FlatWeights, WorkerSource, as_worker, served_shard, server_cuts
+from tilemesh.train.served import FlatWeights, WorkerSource, as_server, as_worker, served_shard, server_cuts
 
 SMALL = (
     "model.layers=1", "model.width=16", "model.heads=2", "model.context=16", "train.steps=8", "train.batch=4",
@@ -248,6 +248,64 @@ def test_local_updates_of_replicas_that_are_meshes(replicas: Path, tmp_path: Pat
     assert figures["spread"] == pytest.approx(folders.read_small(replicas, SUMMARY)["method"]["spread"], rel=1e-8)
 
 
+SERVED = ("model.layers=4", "model.tied=true", "optimizer.clip=0.5", "train.batch=8", "train.steps=5")
+
+
+@pytest.fixture(scope="module")
+def whole_batches(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Data parallelism of replicas that are one rank each."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    train(config(*SERVED), folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("mesh", "sets"),
+    [
+        ("dp=2,tp=2", "plan.sequence_parallel=true,method.servers=2"),
+        ("dp=2,pp=2", "plan.schedule=dualpipe,plan.microbatch=1,method.servers=3"),
+        ("dp=2", "plan.offload=activations+weights,plan.prefetch=0,plan.recompute=full,method.servers=2"),
+        pytest.param("dp=2,tp=2", "optimizer.name=muon", marks=pytest.mark.slow),
+        pytest.param("dp=2,pp=2", "plan.schedule=1f1b,method.servers=2", marks=pytest.mark.slow),
+        pytest.param("dp=2,pp=2", "plan.schedule=zb-v", marks=pytest.mark.slow),
+        pytest.param("dp=2,tp=2,pp=2", "plan.schedule=terapipe,plan.slices=2", marks=pytest.mark.slow),
+    ],
+)
+def test_workers_that_are_meshes(whole_batches: Path, tmp_path: Path, mesh: str, sets: str) -> None:
+    """By BSP with AdamW and clipping over every way to lay a worker out: data parallelism."""
+    if "muon" in sets:
+        whole_batches = tmp_path / "whole"
+        train(config(*SERVED, "optimizer.name=muon"), whole_batches)
+    made = config(*SERVED, "train.method=server", sets, mesh=mesh)
+    summary = train(made, tmp_path / "run")
+    assert_equal(tmp_path / "run", whole_batches, 1e-10)
+    assert_tell_the_same(tmp_path / "run", whole_batches)
+    assert len(summary["ranks"]) == len(summary["peak_memory_bytes"]) == made.ranks
+
+
+def test_servers_step_adapters_and_workers_read_the_base(tmp_path: Path) -> None:
+    huggingface.save(Transformer(config(*SERVED).model, seed=5).double(), tmp_path / "base")
+    sets = (*SERVED, "lora.rank=2", "method.servers=2", "optimizer.lr=0.05")
+    for name, mesh, more in (("whole", "dp=2", ()), ("run", "dp=2,tp=2", ("train.method=server",))):
+        sets_now = [*SMALL, f"data.source={TEXT}", *sets, *more]
+        train(load_config(sets=sets_now, mesh=mesh, init=tmp_path / "base"), tmp_path / name)
+    assert_equal(tmp_path / "run", tmp_path / "whole", 1e-10)
+    assert_tell_the_same(tmp_path / "run", tmp_path / "whole")
+
+
+@pytest.mark.parametrize("mesh", ["dp=1", pytest.param("dp=1,tp=2", marks=pytest.mark.slow)])
+def test_servers_keep_float32_weights_of_workers_in_16_bits(mesh: str, tmp_path: Path) -> None:
+    """One worker's gradients are divided and applied in float32, as without a server: the same bits."""
+    sets = ("plan.precision=bf16-master", "train.steps=3", "checkpoint.every=2", "evaluate.every=0", "train.batch=2")
+    for method, stop in (("server", 2), ("synchronous", None)):
+        made = config(*sets, f"train.method={method}", mesh=mesh)
+        train(made, tmp_path / method, stop_after=stop)
+        if stop is not None:
+            train(made, tmp_path / method, resume=True)
+    assert_equal(tmp_path / "server", tmp_path / "synchronous", 0)
+    assert any((value != value.bfloat16().float()).any() for value in weights(tmp_path / "server").values())
+
+
 @pytest.mark.parametrize(
     ("scheme", "mesh", "sets", "like"),
     [
@@ -430,11 +488,14 @@ def test_asp_comes_to_its_end_with_its_figures(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("consistency", "batch", "stops"),
-    [("asp", 1, ()), ("ssp", 1, ()), ("asp", 2, ()), ("ssp", 1, (6, 4)), ("asp", 1, (6, 0)), ("bsp", 1, ())],
-)
+    ("consistency", "batch", "stops", "mesh"),
+    [
+        ("asp", 1, (), "dp=2"), ("ssp", 1, (), "dp=2,pp=2"), ("asp", 2, (), "dp=2"), ("ssp", 1, (6, 4), "dp=2"),
+        ("asp", 1, (6, 0), "dp=2,tp=2"), ("bsp", 1, (), "dp=2"),
+    ],
+)  # fmt: skip
 def test_an_asynchronous_run_is_the_serial_replay_of_its_record(
-    consistency: str, batch: int, stops: tuple[int, ...], tmp_path: Path
+    consistency: str, batch: int, stops: tuple[int, ...], mesh: str, tmp_path: Path
 ) -> None:
     """Two workers and two servers train; what the servers wrote of it is done again in one process.
 
@@ -442,7 +503,7 @@ def test_an_asynchronous_run_is_the_serial_replay_of_its_record(
     after a kill; 0: none, it begins anew. Under BSP servers clip, and say by how much."""
     method = (f"method.consistency={consistency}", "method.staleness=1", f"method.batch={batch}", "method.servers=2")
     clip = (CLIP,) if consistency == "bsp" else ()
-    made, folder = config(*SGD, "train.method=server", *method, *clip), tmp_path / "run"
+    made, folder = config(*SGD, "model.layers=2", "train.method=server", *method, *clip, mesh=mesh), tmp_path / "run"
     if stops:
         train(made, folder, stop_after=stops[0])
         for lost in (folder / CHECKPOINTS).iterdir() if len(stops) > 1 else ():
@@ -457,7 +518,7 @@ def test_an_asynchronous_run_is_the_serial_replay_of_its_record(
     if stops != (6, 4):  # there, of who was ahead of worker 0 or behind it, steps are done twice or lost
         assert [sum(event.kind == "push" for event in events) for events in records] == [16, 16]
     alone = run_threads(1, lambda comm: comm)[0]
-    laid = lay_model(as_worker(made), Mesh(alone), torch.device("cpu"), False)
+    laid = lay_model(as_server(made), Mesh(alone), torch.device("cpu"), False)
     laid_before = {name: mine.tensor.detach().clone() for name, mine in laid.gradients.stepped.items()}
     shards = [served_shard(made, laid.gradients.stepped, number) for number in (0, 1)]
     vectors = FlatWeights(laid.gradients.stepped, 2)
@@ -466,7 +527,7 @@ def test_an_asynchronous_run_is_the_serial_replay_of_its_record(
 
     def gradient(push: Push, read: list[torch.Tensor]) -> list[torch.Tensor]:
         vectors.flat.copy_(torch.cat(read))
-        batches = sources[push.worker].fetch(push.clock + 1)
+        batches = sources[push.worker // made.plan.tp].fetch(push.clock + 1)
         for turn, (tensors, _) in enumerate(batches):
             laid.gradients.backward(*laid.loss(*tensors), last=turn == len(batches) - 1)
         laid.gradients.finish()
@@ -522,8 +583,7 @@ def test_an_asynchronous_pipeline_learns_and_tells_its_versions(name: str, tmp_p
         (("plan.schedule=ampnet", *PIPED, "plan.zero=1"), "dp=2,pp=2", "zero=0"),
         (("plan.schedule=ampnet", *PIPED, "plan.recompute=full"), "pp=2", "recompute=none"),
         (("plan.schedule=ampnet",), "dp=2", "schedule=1f1b"),
-        (("train.method=server",), "dp=2,tp=2", "plan.tp=1"),
-        (("train.method=server", "plan.precision=bf16-master"), "dp=2", "plan.precision=bf16"),
+        (("train.method=server", "plan.zero=1"), "dp=2", "plan.zero=0"),
         (("train.method=local", "plan.zero=1"), "dp=2", "plan.zero=0"),
         (("train.method=server", "method.servers=500"), "dp=2", "set method.servers="),
         (("train.method=local", "method.period=3"), "dp=2", "multiples"),

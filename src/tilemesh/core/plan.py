@@ -274,7 +274,8 @@ class ParallelPlan(StepSettings, ModelPlacement):
         """One line for people; what is off or has no effect is left out. `servers`: ranks beside those of the plan."""
         parts = [f"dp {self.dp} x tp {self.tp} x pp {self.pp} = {self.world} rank{'s' * (self.world > 1)}"]
         if servers:
-            workers = f"{self.world} worker{'s' * (self.world > 1)} (dp)"
+            each = "" if self.world == self.dp else f" of tp {self.tp} x pp {self.pp}"
+            workers = f"{self.dp} worker{'s' * (self.dp > 1)} (dp){each}"
             parts = [f"{workers} + {servers} server{'s' * (servers > 1)} = {self.world + servers} ranks"]
         if self.sequence_parallel:
             parts.append("sequence parallel")

@@ -36,10 +36,11 @@ def mesh(run: Run) -> Html:
     words = f"{run.world} ranks{panels}; a line is as thick as its traffic."
     servers = len(section(run.summary, "method").get("servers") or ())
     if servers:
-        workers = run.world - servers
+        workers, ranks = sizes["dp"], run.world - servers
+        each = f", each of {ranks // workers} ranks," if ranks > workers else ""
         words = (
-            f"{workers} worker{'s' * (workers > 1)} (dp) and {servers} server{'s' * (servers > 1)} (ranks from "
-            f"{workers} on, not drawn): every worker pulls weights from each server and pushes gradients to it, and "
+            f"{workers} worker{'s' * (workers > 1)} (dp){each} and {servers} server{'s' * (servers > 1)} (ranks from "
+            f"{ranks} on, not drawn): every worker pulls weights from each server and pushes gradients to it, and "
             "sends other workers nothing."
         )
     return figure("The mesh", words, beside, None, wide=True)

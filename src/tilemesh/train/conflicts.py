@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from tilemesh.compress.config import training_recipe
 from tilemesh.core.conflicts import OR, PLAN_CONFLICTS, Conflict, row
+from tilemesh.model.adapter import adapted_modules
 from tilemesh.model.work.weights import embedding_weights, head_weights, layer_weights
 from tilemesh.train.config import TrainConfig
 
@@ -38,9 +39,7 @@ _VERSIONS = Switch("plan.schedule", lambda config: config.plan.is_asynchronous, 
 _ZERO = Switch("plan.zero", lambda config: config.plan.zero > 0, "plan.zero=0")
 _OFFLOAD = Switch("plan.offload", lambda config: bool(config.plan.offloads), "plan.offload=")
 _MOVED_STATES = Switch("plan.offload", lambda config: "optimizer" in config.plan.offloads, "plan.offload=")
-_MOVED_WEIGHTS = Switch("plan.offload", lambda config: "weights" in config.plan.offloads, "plan.offload=")
 _FP16 = Switch("plan.precision", lambda config: config.plan.precision == "fp16", "plan.precision=fp32")
-_MASTER = Switch("plan.precision", lambda config: config.plan.precision == "bf16-master", "plan.precision=bf16")
 _COMPILE = Switch("train.compile", lambda config: bool(config.train.compile), "train.compile=false")
 _GRAPH = Switch("train.graph", lambda config: bool(config.train.graph), "train.graph=false")
 _ON_CPU = Switch("train.device", lambda config: config.train.device == "cpu", "train.device=cuda")
@@ -77,7 +76,9 @@ def _prunes_anywhere(config: TrainConfig) -> bool:
 
 
 def _tensors(config: TrainConfig) -> int:
-    """How many weights and biases the model has."""
+    """How many weights and biases are trained."""
+    if config.lora.rank:
+        return 2 * len(adapted_modules(config.model, config.lora))
     once = [*embedding_weights(config.model), *head_weights(config.model)]
     return sum(1 + weight.bias for weight in [*once, *config.model.layers * layer_weights(config.model)])
 
@@ -94,8 +95,6 @@ def _between_averages(key: str, steps: Callable[[TrainConfig], int]) -> Row:
 
 # ---- the rows --------------------------------------------------------------------------------------------------
 
-_PUSHED = "what servers send is the weights that are updated, of which workers would keep 16 bits"
-_REPLICAS = "it is for whole replicas on the CPU"
 _MERGED = "adapters are merged into weights in the end, and these would be trained beside rounded or masked ones"
 
 _ALONE = "a graph is for one GPU alone"
@@ -154,17 +153,16 @@ OF_CONFIG: tuple[Row, ...] = (
     _pair(_VERSIONS, _METHOD, "a method is for replicas, this for stages"),
     # How replicas keep together.
     _pair(_METHOD, _COMPRESSED, "what is compressed is the exchange of synchronous steps"),
-    *(_pair(_SERVER, other, _REPLICAS) for other in (_TP, _PP, _ZERO, _MOVED_WEIGHTS, _ON_GPU)),
+    _pair(_SERVER, _ON_GPU, "weights are sent from the host's memory"),
+    _pair(_SERVER, _ZERO, "servers keep the optimizer's states, and replicas have none to share"),
     _pair(_SERVER, _MOVED_STATES, "servers keep the optimizer's states, and no worker has any to move"),
-    _pair(_SERVER, _MASTER, _PUSHED),
     _pair(_LOCAL, _ZERO, "replicas step by themselves, and ZeRO has each step a part for all of them"),
     _pair(_LOCAL, _ON_GPU, "weights are averaged in the host's memory"),
     *(_pair(way, _ONE_REPLICA, "there is one replica and nothing to exchange") for way in (_LOCAL, _COMPRESSED)),
-    _pair(_SERVER, _LORA, "workers read no weights but those that servers send, which are the adapters"),
     row(
         "method.servers",
         lambda config: config.servers > _tensors(config),
-        lambda config: f"the model has {_tensors(config)} weights and biases, which stay whole",
+        lambda config: f"{_tensors(config)} weights and biases are trained, which stay whole",
         lambda config: f"method.servers={_tensors(config)}",
     ),
     _between_averages("checkpoint.every", lambda config: config.checkpoint.every),

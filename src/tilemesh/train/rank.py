@@ -76,8 +76,8 @@ from tilemesh.train.optimizer import Optimizer, stored_dtype, warning
 from tilemesh.train.plain import product_parameters, suit_gpu
 from tilemesh.train.record import CONTROL, Recorder, observe_mesh
 from tilemesh.train.result import Result
-from tilemesh.train.resume import begin
-from tilemesh.train.served import Seat, ServedOptimizer, WorkerSource, as_worker, serve_shard, work
+from tilemesh.train.resume import begin, load_stored
+from tilemesh.train.served import Seat, ServedOptimizer, WorkerSource, as_server, as_worker, serve_shard, work
 from tilemesh.train.source import TextSource, next_token
 from tilemesh.train.steps import Stepper
 from tilemesh.train.teach import from_teacher
@@ -144,40 +144,45 @@ def _train_served(
     stop_after: int | None,
     emit: Listener,
 ) -> Result:
-    """As what this rank is among workers and servers; each lays its replica alone."""
-    corpus = open_corpus(config.data)
+    """As what this rank is among workers and servers."""
+    corpus, seat = open_corpus(config.data), Seat(config, everyone)
     # The first worker decides when a run stops; from when it may train on, a signal must end none of the others.
-    interrupt = Interrupt(() if everyone.rank == 0 else _stop_signals())
+    interrupt = Interrupt(() if seat.number == 0 else _stop_signals())
     agree(everyone, {**_flat(to_dict(config)), "data": corpus.fingerprint()})
-    alone = everyone.split(everyone.rank)
-    assert alone is not None
-    if everyone.rank == 0:  # which notes signals from when it has something to save
-        return _train_on(config, folder, alone, resume, init, stop_after, emit, Seat(config, everyone))
+    comm = seat.replica()
+    if seat.number == 0:  # which notes signals from when it has something to save
+        return _train_on(config, folder, comm, resume, init, stop_after, emit, seat)
     with contextlib.closing(interrupt):
-        _help(Seat(config, everyone), alone, corpus, folder, resume, stop_after, interrupt)
+        _help(seat, comm, corpus, folder, resume, stop_after, interrupt)
     return Result(folder, 0, math.nan, None, False, saved_step=0, saved_in=folder)
 
 
 def _help(
     seat: Seat,
-    alone: Communicator,
+    comm: Communicator,
     corpus: Corpus,
     folder: Path,
     resume: bool,
     stop_after: int | None,
     interrupt: Interrupt,
 ) -> None:
-    """As a server, or as a worker but the first."""
-    config, everyone, here = seat.config, seat.everyone, torch.device("cpu")
+    """As a server, or as a rank of a worker but the first."""
+    config, here = seat.config, torch.device("cpu")
     baseline = peak_bytes(here)
-    laid = lay_model(as_worker(config), Mesh(alone), here, False)
-    if everyone.rank >= seat.workers:
-        serve_shard(config, everyone, laid.gradients.stepped, folder, interrupt, baseline)
+    if seat.number is None:
+        laid = lay_model(as_server(config), Mesh(comm), here, False)
+        serve_shard(seat, laid.gradients.stepped, folder, interrupt, baseline)
         return
     parts = folder / TRACE_PARTS if config.train.trace_steps else None
-    recorder = Recorder(Trace(parts, rank=everyone.rank, resume=resume), my_status().at)
+    recorder = Recorder(Trace(parts, rank=seat.everyone.rank, resume=resume), my_status().at)
+    mesh = Mesh(comm, **as_worker(config).plan.axes)
+    keep_collectives(mesh, Choices(earlier_choices(folder, resume, lambda text: None).get("collectives")))
+    observe_mesh(mesh, recorder)
+    laid = lay_model(as_worker(config), mesh, here, False)
+    if config.lora.rank and config.lora.base is not None:
+        load_stored(laid, config.lora.base)
     last = min(config.train.steps, stop_after or config.train.steps)
-    optimizer = seat.optimizer(laid.gradients.stepped, last, recorder)
+    optimizer = ServedOptimizer(seat, laid, last, recorder)
     source = WorkerSource(config, corpus, seat.axis, here)
     work(seat, make_stepper(config, laid, optimizer, source, recorder), interrupt, baseline)
 
@@ -197,7 +202,7 @@ def _train_on(
     emit: Listener,
     seat: Seat | None = None,
 ) -> Result:
-    """By the loop. `seat`: where this rank is a worker beside servers; `comm` is then itself alone."""
+    """By the loop. `seat`: where this rank is of a worker beside servers, whose ranks `comm` then has."""
     began = time.time()
     laying = config if seat is None else as_worker(config)
     status = my_status()
@@ -221,7 +226,8 @@ def _train_on(
     check_vocabulary(corpus.tokenizer, config.model.vocabulary)
     agree(comm, {**_flat(to_dict(config)), "data": corpus.fingerprint()})
     status.at("step 0: laying the model")
-    trace = Trace(folder / TRACE_PARTS if config.train.trace_steps else None, rank=comm.rank, resume=resume)
+    rank = comm.rank if seat is None else seat.everyone.rank
+    trace = Trace(folder / TRACE_PARTS if config.train.trace_steps else None, rank=rank, resume=resume)
 
     def at(text: str) -> None:
         status.at(text)
@@ -244,7 +250,7 @@ def _train_on(
         source = TextSource(config, corpus, mesh.dp, device)
     else:
         last = min(config.train.steps, stop_after or config.train.steps)
-        optimizer = seat.optimizer(laid.gradients.stepped, last, recorder)
+        optimizer = ServedOptimizer(seat, laid, last, recorder)
         source = WorkerSource(config, corpus, seat.axis, device)
     writer = checkpoint.Writer(
         folder / CHECKPOINTS,
@@ -288,7 +294,7 @@ def _train_on(
             say(f"step {loop.progress.step}: {loop.ended_early}; the run ends here")
     result = _finish(loop, corpus, recorder, journal, baseline, began)
     if isinstance(optimizer, ServedOptimizer):
-        optimizer.link.end()
+        optimizer.end()
     stepper.close()
     return result
 

@@ -1,8 +1,11 @@
 """Training by parameter servers: what each rank of such a run is, and the optimizer that a worker takes for its own.
 
-The one idea: to the loop, a worker is a run on one rank whose optimizer happens to be elsewhere. A step pushes the
-gradient and pulls weights; what a checkpoint keeps is fetched from the servers, what it held is sent to them. So worker
-0 runs the ordinary loop, with its journal, evaluations, checkpoints and signals; the other workers only step.
+The one idea: to the loop, a worker is a run whose optimizer happens to be elsewhere. A step pushes the gradient and
+pulls weights; what a checkpoint keeps is fetched from the servers, what it held is sent to them. So worker 0 runs the
+ordinary loop, with its journal, evaluations, checkpoints and signals; the other workers only step.
+
+A worker is a replica: one rank, or a mesh of them. Servers know whole parameters and the first rank of each worker,
+which gathers its gradients, talks to servers, and hands out what came: weights, the clock and what was said with them.
 
 A killed rank ends the job, and a restart goes on from the newest checkpoint: under BSP as if nothing had happened.
 Under SSP and ASP every worker goes on at worker 0's step, so of each other worker at most the steps that it was behind
@@ -12,6 +15,7 @@ are lost, and those that it was ahead are done twice.
 from __future__ import annotations
 
 import dataclasses
+import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,21 +27,26 @@ import torch
 from torch import Tensor, nn
 
 from tilemesh.comm.runtime.communicator import Communicator
+from tilemesh.core.axes import Axes, coordinates, ordered, rank_at
 from tilemesh.core.errors import RunError
+from tilemesh.core.plan import ParallelPlan
 from tilemesh.core.shard import Shard
 from tilemesh.methods.link import ASKED, STOPPED, PushFigures, ServerLink
 from tilemesh.methods.record import ServerEvent, append_record
 from tilemesh.methods.rules import bound_of
 from tilemesh.methods.server import ParameterServer, SharedNorm
+from tilemesh.parallel.agree import tell
 from tilemesh.parallel.gradients import GradientStep, clip_factor, read
+from tilemesh.parallel.laid import Laid
 from tilemesh.parallel.mesh import Axis
-from tilemesh.parallel.shard import Held
+from tilemesh.parallel.pipeline import Pipeline
+from tilemesh.parallel.shard import Held, take
 from tilemesh.runs.manifest import WEIGHT
 from tilemesh.runs.names import SERVER_RECORDS
 from tilemesh.train.config import TrainConfig
 from tilemesh.train.loop import WARM_UP_STEPS, Interrupt
 from tilemesh.train.memory import peak_bytes
-from tilemesh.train.optimizer import Optimizer
+from tilemesh.train.optimizer import Optimizer, stored_dtype
 from tilemesh.train.record import IDLE, Recorder
 from tilemesh.train.schedule import rate
 from tilemesh.train.source import Microbatch, TextSource
@@ -48,9 +57,15 @@ SERVERS_AXIS = "server"
 
 
 def as_worker(config: TrainConfig) -> TrainConfig:
-    """What a worker lays: a replica of the whole model, alone, on the CPU."""
+    """What a worker lays: one replica, on the CPU."""
     plan = dataclasses.replace(config.plan, dp=1)
     return dataclasses.replace(config, plan=plan, train=dataclasses.replace(config.train, device="cpu"))
+
+
+def as_server(config: TrainConfig) -> TrainConfig:
+    """What a server lays to hold a part of: the whole model, with the weights that are stepped."""
+    precision = config.plan.precision if config.plan.precision != "bf16-master" else "fp32"
+    return dataclasses.replace(as_worker(config), plan=ParallelPlan(precision=precision))
 
 
 def server_cuts(sizes: Sequence[int], servers: int) -> list[range]:
@@ -105,7 +120,7 @@ class OptimizedShard:
     def __init__(self, config: TrainConfig, held: Mapping[str, Held]) -> None:
         self.config, self.vectors = config, FlatWeights(held, 1)
         self.weights = self.vectors.flat
-        self.optimizer = Optimizer(config.optimizer, held, config.plan.precision)
+        self.optimizer = Optimizer(config.optimizer, held, as_server(config).plan.precision)
 
     def apply(self, gradient: Tensor, clock: int, share: float) -> None:
         for mine, piece in zip(self.vectors.held.values(), self.vectors.split(gradient), strict=True):
@@ -127,56 +142,110 @@ class OptimizedShard:
 
 
 class ServedOptimizer(Optimizer):
-    """A worker's optimizer: a step is a push and a pull. `last`: the clock at which a run ends."""
+    """A worker's optimizer: a step is a push and a pull by its first rank. `last`: the clock at which a run ends."""
 
-    def __init__(
-        self, config: TrainConfig, held: Mapping[str, Held], link_of: Any, last: int, recorder: Recorder, *, waits: bool
-    ) -> None:
+    link: ServerLink
+    vectors: FlatWeights
+    """Of the first rank alone, as are all parameters that it is the optimizer of: whole ones."""
+
+    def __init__(self, seat: Seat, laid: Laid, last: int, recorder: Recorder) -> None:
+        config, self.laid, self.replica = seat.config, laid, laid.mesh.comm
+        self.is_first, self._own = self.replica.rank == 0, laid.gradients.stepped
+        self._wide = stored_dtype(as_server(config).plan.precision)
+        self._has_masters = config.plan.precision == "bf16-master"
+        self._is_copy = self.replica.size > 1 or isinstance(laid, Pipeline) or self._has_masters
+        """Whether what servers have is here besides what is trained: of a mesh, of weights elsewhere or of 16 bits."""
+        held = self._whole() if self._is_copy else self._own if self.is_first else {}
+        if self.is_first:
+            self.vectors = FlatWeights(held, config.method.servers)
+            self.link = ServerLink(seat.everyone, seat.servers, self.vectors.cuts)
+        super().__init__(config.optimizer, held, as_server(config).plan.precision)
+        shapes = json.dumps({name: list(shard.whole) for name, shard in self.shards.items()})
+        self._shapes: dict[str, list[int]] = json.loads(tell(self.replica, shapes))
+        self.clock, self.last, self.recorder, self.waits = 0, last, recorder, seat.number == 0
         """`waits`: with its last pull a worker waits for all others, so that what is saved then is what all did."""
-        self.vectors = FlatWeights(held, config.method.servers)
-        super().__init__(config.optimizer, held, config.plan.precision)
-        self.link: ServerLink = link_of(self.vectors.cuts)
-        self.clock, self.last, self.recorder, self.waits = 0, last, recorder, waits
         self.asked: Callable[[], bool] = lambda: False
         """Whether this rank was asked to stop, which servers pass on to the worker that decides."""
+        self.is_stopped = False
+        """Whether the worker that decides has ended the run."""
         self.clips_elsewhere = clips_mean(config)
         self._is_bsp = is_bsp(config)
         self._figures = PushFigures()
         self._began = 0
 
+    @property
+    def divides_wide(self) -> bool:
+        return self._has_masters
+
     def begin(self, clock: int, *, starts: bool) -> None:
         """Tell the servers what to begin with, which is what is here, or take it from them."""
-        if starts:
-            self.link.start(clock, [self.vectors.flat, *flat_states(self, self.kinds)], self.steps)
-        self.clock = self._began = self.link.pull(self.vectors.flat)
+        if self.is_first:
+            if starts:
+                self.link.start(clock, [self.vectors.flat, *flat_states(self, self.kinds)], self.steps)
+            self.clock = self.link.pull(self.vectors.flat)
+        self._hand_out()
+        self._began = self.clock
 
     def update(self, rate: float | Tensor, done: GradientStep) -> GradientStep:
         """The step as all workers made it: of what the servers applied meanwhile. Each of the other workers looks at
         its own."""
         self._figures = PushFigures(done.tokens, float(done.loss), float(done.norm))
         self.step(rate, done.divisor)
-        applied = self.link.applied()
-        if not self.waits or applied is None:
-            return done
-        norm = applied.norm_of_mean if self._is_bsp else applied.norm
-        return dataclasses.replace(done, loss=applied.loss, tokens=round(applied.targets), norm=norm)
+        figures = np.array([done.loss, done.tokens, done.norm], np.float64)
+        applied = self.link.applied() if self.is_first else None
+        if self.waits and applied is not None:
+            norm = applied.norm_of_mean if self._is_bsp else applied.norm
+            figures[:] = applied.loss, applied.targets, norm
+        loss, tokens, norm = self.replica.broadcast(figures).tolist()
+        return dataclasses.replace(done, loss=loss, tokens=round(tokens), norm=norm)
 
     def step(self, rate: float | Tensor, divisor: Tensor | None = None) -> None:
-        assert divisor is None
-        gradients = [mine.tensor.grad for mine in self.vectors.held.values()]
-        pieces = [gradient.reshape(-1) for gradient in gradients if gradient is not None]
+        gradients = self._gradients()
+        asked = bool(self.replica.max_over_ranks([float(self.asked())])[0])
+        if self.is_first:
+            pushed = torch.cat([gradients[name].reshape(-1).to(self._wide) for name in self.stepped])
+            self._exchange(pushed if divisor is None else pushed.div_(divisor), asked)
+        self._hand_out()
+
+    def _exchange(self, gradient: Tensor, asked: bool) -> None:
         began_s, nbytes = time.perf_counter(), self.vectors.flat.nbytes
-        self.link.push(torch.cat(pieces), self.clock, self._figures)
+        self.link.push(gradient, self.clock, self._figures)
         self.recorder.message(SERVERS_AXIS, "push", nbytes, began_s)
         is_last = self.waits and self.clock + 1 >= self.last
         began_s, held_s = time.perf_counter(), self.link.held_s
-        self.clock = self.link.pull(self.vectors.flat, last=is_last, asked=self.asked())
+        self.clock = self.link.pull(self.vectors.flat, last=is_last, asked=asked)
         if self.waits and not is_last and self.clock >= self.last:  # it was given up, and others went on to the end
             self.clock = self.link.pull(self.vectors.flat, last=True)
-        self.is_asked_to_stop = self.link.told == ASKED
         self.recorder.message(SERVERS_AXIS, "pull", nbytes, began_s)
         # What a server made it wait for others is no exchange, and counts as waiting.
         self.recorder.seconds[IDLE] = self.recorder.seconds.get(IDLE, 0.0) + self.link.held_s - held_s
+
+    def _whole(self) -> dict[str, Held]:
+        """What is trained, whole and in the dtype in which it is stepped, on the first rank (a collective call)."""
+        values = {name: mine.tensor.detach() for name, mine in self._own.items()}
+        whole = self.laid.gather(values, {name: mine.shard for name, mine in self._own.items()})
+        return {
+            name: Held(nn.Parameter(value.to(self._wide)), Shard(name, tuple(value.shape)))
+            for name, value in (whole or {}).items()
+        }
+
+    def _gradients(self) -> Mapping[str, Tensor]:
+        """Whole ones by name, on the first rank (a collective call)."""
+        if self._is_copy:
+            return self.laid.gather_gradients() or {}
+        return {name: mine.tensor.grad for name, mine in self._own.items() if mine.tensor.grad is not None}
+
+    @torch.no_grad()
+    def _hand_out(self) -> None:
+        """To all ranks of this replica: the clock, what servers said, and the weights that the first one has."""
+        told = [self.clock, self.link.told == ASKED, self.link.told == STOPPED] if self.is_first else [0] * 3
+        clock, is_asked, is_stopped = self.replica.broadcast(np.array(told, np.int64)).tolist()
+        self.clock, self.is_asked_to_stop, self.is_stopped = clock, bool(is_asked), bool(is_stopped)
+        for name, shape in self._shapes.items() if self._is_copy else ():
+            whole = self.stepped[name].detach() if self.is_first else torch.empty(shape, dtype=self._wide)
+            whole = self.replica.broadcast(whole)
+            if name in self._own:
+                self._own[name].tensor.copy_(take(self._own[name].shard, whole))
 
     def reached(self, step: int) -> int:
         return self.clock
@@ -184,10 +253,19 @@ class ServedOptimizer(Optimizer):
     def stop(self) -> None:
         """All others end after the step that they are at, and what is then read is what was made so far."""
         if self.clock < self.last:
-            self.link.stop()
-            self.link.pull(self.vectors.flat, last=True)
+            if self.is_first:
+                self.link.stop()
+                self.link.pull(self.vectors.flat, last=True)
+            self._hand_out()
+
+    def end(self) -> None:
+        """Say to servers that this worker has ended."""
+        if self.is_first:
+            self.link.end()
 
     def tensors(self) -> Iterator[tuple[str, Shard, Tensor]]:
+        if not self.is_first:
+            return
         self.steps, (weights, *kept) = self.link.state(len(self.vectors.flat), self.vectors.flat, self.clock)
         for name, piece in zip(self.stepped, self.vectors.split(weights), strict=True):
             yield f"{WEIGHT}:{name}", self.shards[name], piece
@@ -197,8 +275,10 @@ class ServedOptimizer(Optimizer):
                 yield f"{kind}:{name}", self.shards[name], column[place]
 
     def figures(self) -> dict[str, Any]:
+        if not self.is_first:
+            return {}
         servers = self.link.figures()
-        told = [worker for server in servers for _, worker in server.pop("told")]
+        told = [rank for server in servers for _, worker in server.pop("told") for rank in worker["ranks"]]
         others = [*told, *(self._of_server(number, server) for number, server in enumerate(servers))]
         return {"servers": servers, "pulling_s": self.link.waited_s, "others": others}
 
@@ -224,37 +304,51 @@ class WorkerSource(TextSource):
 
 @dataclasses.dataclass(frozen=True)
 class Seat:
-    """A worker's place in a run with servers. `everyone`: workers first, then servers."""
+    """A rank's place in a run with servers. `everyone`: workers as the plan lays them, then servers."""
 
     config: TrainConfig
     everyone: Communicator
 
     @property
-    def workers(self) -> int:
-        return self.config.plan.dp
+    def axes(self) -> Axes:
+        return ordered(self.config.plan.axes)
+
+    @property
+    def number(self) -> int | None:
+        """Of the worker that this rank is of; None of a server."""
+        rank = self.everyone.rank
+        return coordinates(rank, self.axes)["dp"] if rank < self.config.plan.world else None
+
+    @property
+    def workers(self) -> list[int]:
+        """The first ranks of all workers."""
+        return [rank_at(dict.fromkeys(dict(self.axes), 0) | {"dp": n}, self.axes) for n in range(self.config.plan.dp)]
+
+    @property
+    def servers(self) -> range:
+        return range(self.config.plan.world, self.everyone.size)
 
     @property
     def axis(self) -> Axis:
-        return Axis("dp", self.workers, self.everyone.rank, tuple(range(self.workers)), self.everyone)
+        assert self.number is not None
+        return Axis("dp", self.config.plan.dp, self.number, tuple(self.workers), self.everyone)
 
-    def optimizer(self, held: Mapping[str, Held], last: int, recorder: Recorder) -> ServedOptimizer:
-        servers = range(self.workers, self.everyone.size)
-
-        def link_of(cuts: Sequence[slice]) -> ServerLink:
-            return ServerLink(self.everyone, servers, cuts)
-
-        return ServedOptimizer(self.config, held, link_of, last, recorder, waits=self.everyone.rank == 0)
+    def replica(self) -> Communicator:
+        """The ranks of this worker, or this server alone. A collective call of all."""
+        made = self.everyone.split(self.everyone.size + self.everyone.rank if self.number is None else self.number)
+        assert made is not None
+        return made
 
 
 def work(seat: Seat, stepper: Stepper, interrupt: Interrupt, baseline: int) -> None:
-    """As a worker but the first: step until the clock of the last step, or until the first worker has decided to stop;
-    then tell how long steps took."""
+    """As a rank of a worker but the first: step until the clock of the last step, or until the first worker has decided
+    to stop; then tell how long steps took."""
     optimizer, recorder, config = stepper.optimizer, stepper.recorder, seat.config
     assert isinstance(optimizer, ServedOptimizer)
     optimizer.asked = lambda: interrupt.asked
     optimizer.begin(0, starts=False)
     parts: list[list[float]] = []
-    while optimizer.clock < optimizer.last and optimizer.link.told != STOPPED:
+    while optimizer.clock < optimizer.last and not optimizer.is_stopped:
         recorder.step = optimizer.clock + 1
         recorder.trace.on = recorder.trace.on and len(parts) < config.train.trace_steps
         began_s, before = time.perf_counter(), recorder.parts_s()
@@ -262,7 +356,7 @@ def work(seat: Seat, stepper: Stepper, interrupt: Interrupt, baseline: int) -> N
             (loss, norm), number = *read([stepper(optimizer.clock + 1)]), recorder.step
         if stepper.is_bad(loss, norm):  # it has pushed nothing, and would make the same step again
             raise RunError(
-                f"worker {seat.everyone.rank}, step {number}: loss is {loss} and the gradient's norm {norm}; a smaller "
+                f"worker {seat.number}, step {number}: loss is {loss} and the gradient's norm {norm}; a smaller "
                 "optimizer.lr or optimizer.clip may help"
             )
         exchange_s, data_s, idle_s = (now - then for now, then in zip(recorder.parts_s(), before, strict=True))
@@ -270,10 +364,17 @@ def work(seat: Seat, stepper: Stepper, interrupt: Interrupt, baseline: int) -> N
     recorder.trace.close()
     timed = parts[WARM_UP_STEPS:] or parts
     medians = [sorted(column)[len(column) // 2] for column in zip(*timed, strict=True)] or [0.0] * 4
-    told = dict(zip(("step_s", "exchange_s", "data_s", "idle_s"), medians, strict=True))
-    memory = {"peak_memory_bytes": peak_bytes(stepper.device), "memory_baseline_bytes": baseline}
-    optimizer.link.tell({"name": f"worker {seat.everyone.rank}", "is_server": False, **told, **memory})
-    optimizer.link.end()
+    mine = np.array([*medians, peak_bytes(stepper.device), baseline], np.float64)
+    everyone = optimizer.replica.all_gather(mine[None]).tolist()
+    keys = ("step_s", "exchange_s", "data_s", "idle_s", "peak_memory_bytes", "memory_baseline_bytes")
+    ranks = [
+        {"name": f"worker {seat.number}" + f".{rank}" * (len(everyone) > 1), "is_server": False}
+        | dict(zip(keys, figures, strict=True))
+        for rank, figures in enumerate(everyone)
+    ]
+    if optimizer.is_first:
+        optimizer.link.tell({"ranks": ranks})
+    optimizer.end()
     stepper.close()
 
 
@@ -296,17 +397,10 @@ def is_bsp(config: TrainConfig) -> bool:
     return bound_of(config.method.consistency, config.method.staleness) == 0
 
 
-def serve_shard(
-    config: TrainConfig,
-    comm: Communicator,
-    held: Mapping[str, Held],
-    folder: Path,
-    interrupt: Interrupt,
-    baseline: int,
-) -> None:
+def serve_shard(seat: Seat, held: Mapping[str, Held], folder: Path, interrupt: Interrupt, baseline: int) -> None:
     """As a server: hold this rank's part of the parameters until all workers have ended, and write what it did."""
-    workers, method = config.plan.dp, config.method
-    number, bound = comm.rank - workers, bound_of(method.consistency, method.staleness)
+    config, comm, method = seat.config, seat.everyone, seat.config.method
+    number, bound = seat.servers.index(comm.rank), bound_of(method.consistency, method.staleness)
     record = folder / SERVER_RECORDS / f"{number}.jsonl"
 
     def keep(events: Sequence[ServerEvent]) -> None:
@@ -315,14 +409,14 @@ def serve_shard(
         except OSError as error:  # what was trained stays, with or without a record of it
             print(f"tilemesh: no record of server {number}: {error}", file=sys.stderr, flush=True)
 
-    norm = SharedNorm(comm, range(workers, comm.size))
+    norm = SharedNorm(comm, seat.servers)
 
     def clipped(mean: Tensor) -> float:
         return clip_factor(norm(mean), config.optimizer.clip)
 
     shard, silence_s = served_shard(config, held, number), config.train.timeout_s / 2
     server = ParameterServer(
-        comm, range(workers), shard, bound, method.batch, started=False, silence_s=silence_s, keeper=0,
+        comm, seat.workers, shard, bound, method.batch, started=False, silence_s=silence_s, keeper=0,
         asked=lambda: interrupt.asked, scale=clipped if clips_mean(config) else 1.0, measures=bound == 0,
         about=lambda: {"peak_memory_bytes": peak_bytes(shard.weights.device), "memory_baseline_bytes": baseline},
         keep=keep,

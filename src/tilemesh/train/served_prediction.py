@@ -12,6 +12,7 @@ from typing import Any
 from tilemesh.core.hardware import Cluster
 from tilemesh.methods.rules import bound_of
 from tilemesh.methods.simulate import NAP_S, ServerTimes, simulate_server
+from tilemesh.model.adapter import adapter_parameters
 from tilemesh.model.work.weights import count_parameters
 from tilemesh.plan.prediction import Prediction
 from tilemesh.train.config import TrainConfig
@@ -26,8 +27,12 @@ def served_figures(config: TrainConfig, predicted: Prediction, cluster: Cluster)
     """What differs from the prediction for data parallelism, by the same names. `exchanges` count one worker's bytes of
     weights and of gradients in a step, to all servers together."""
     method, workers = config.method, config.plan.dp
-    nbytes = count_parameters(config.model).total * (8 if config.plan.precision == "fp64" else 4)
-    computing_s = predicted.times.total_s - predicted.times.exposed_s - predicted.times.optimizer_s
+    trained = (
+        adapter_parameters(config.model, config.lora) if config.lora.rank else count_parameters(config.model).total
+    )
+    nbytes = trained * (8 if config.plan.precision == "fp64" else 4)
+    inside_s = predicted.times.tp_s + predicted.times.pp_s
+    computing_s = predicted.times.total_s - predicted.times.dp_s - predicted.times.optimizer_s
     link = cluster.node.intra
     copied_s = 2 * nbytes / cluster.device.memory_bytes_per_s
     on_the_way_s = 2 * nbytes / method.servers / link.bytes_per_s + 4 * link.latency_s + _NAPS * NAP_S / 2
@@ -42,15 +47,18 @@ def served_figures(config: TrainConfig, predicted: Prediction, cluster: Cluster)
         "tokens_per_s": predicted.tokens / step_s,
         "mfu": predicted.mfu * slower,
         "hfu": predicted.hfu * slower,
-        "exchange_share": outside_s / step_s,
-        "exposed_communication_s": outside_s,
+        "exchange_share": (inside_s + outside_s) / step_s,
+        "exposed_communication_s": inside_s + outside_s,
         "times": {
             **dataclasses.asdict(predicted.times),
-            "tp_s": 0.0,
-            "pp_s": 0.0,
             "dp_s": outside_s,
             "optimizer_s": 0.0,
         },
-        "traffic": {"server": nbytes},
-        "exchanges": {"server": {"push": nbytes, "pull": nbytes}},
+        "traffic": {**_inside(predicted.traffic), "server": nbytes},
+        "exchanges": {**_inside(predicted.exchanges), "server": {"push": nbytes, "pull": nbytes}},
     }
+
+
+def _inside(moved: dict[str, Any]) -> dict[str, Any]:
+    """What the ranks of a worker exchange among themselves."""
+    return {axis: nbytes for axis, nbytes in moved.items() if axis != "dp"}

@@ -93,8 +93,11 @@ def gather(
         "shares": asdict(parts),
         "ranks": [
             *(
-                {**({"name": "worker 0"} if others else {}), **dict(zip(_PARTS, map(float, row[2:6]), strict=True))}
-                for row in everyone
+                {
+                    **({"name": "worker 0" + f".{rank}" * (comm.size > 1)} if others else {}),
+                    **dict(zip(_PARTS, map(float, row[2:6]), strict=True)),
+                }
+                for rank, row in enumerate(everyone)
             ),
             *({key: other[key] for key in ("name", "is_server", *_PARTS)} for other in others),
         ],
@@ -106,8 +109,11 @@ def gather(
         "exchange_steps": loop.steps_done,
         "exchanges": loop.step_bytes,
         "method": method,
-        "peak_memory_bytes": [*map(int, everyone[:, 0]), *(other["peak_memory_bytes"] for other in others)],
-        "memory_baseline_bytes": [*map(int, everyone[:, 1]), *(other["memory_baseline_bytes"] for other in others)],
+        "peak_memory_bytes": [*map(int, everyone[:, 0]), *(int(other["peak_memory_bytes"]) for other in others)],
+        "memory_baseline_bytes": [
+            *map(int, everyone[:, 1]),
+            *(int(other["memory_baseline_bytes"]) for other in others),
+        ],
         "memory_bytes": _by_kind(everyone[:, 0] - everyone[:, 1], everyone[:, 6:]),
         "memory_how": HOW,
         "improve": "too few steps were timed to say"
