@@ -12,11 +12,13 @@ from tilemesh.comm import Communicator, run_threads
 from tilemesh.core.errors import RunError
 from tilemesh.core.plan import ParallelPlan
 from tilemesh.model.config import ModelConfig
-from tilemesh.model.transformer import ResidualStream, Transformer
+from tilemesh.model.transformer import ResidualStream, Transformer, added
 from tilemesh.model.work.kept import kept_by_operators, kept_bytes
 from tilemesh.model.work.task import Task
 from tilemesh.parallel import Mesh, lay
-from tilemesh.parallel.again import PRODUCTS, KeepingMode, KeptResult, contexts
+from tilemesh.parallel.again import PRODUCTS, KeepingMode, KeptResult, call_again, contexts
+from tilemesh.parallel.host import HostLink
+from tilemesh.parallel.offload import HostActivations
 
 ROWS, TOKENS = 2, 16
 LLAMA = ModelConfig(
@@ -80,20 +82,45 @@ def test_a_layer_keeps_what_the_planner_counts(config: ModelConfig) -> None:
     assert counted == kept_bytes(config, task, "operators")[0] < kept_bytes(config, task, "none")[0]
 
 
+@pytest.mark.parametrize("config", [LLAMA, GPT], ids=["llama", "gpt"])
+def test_what_is_kept_goes_to_the_host_with_what_autograd_keeps(config: ModelConfig) -> None:
+    model, plan = Transformer(config, seed=1), ParallelPlan(precision="fp32", microbatch=ROWS, recompute="operators")
+    tokens, found = torch.zeros(ROWS, TOKENS, dtype=torch.int64), []
+    task = Task.of(plan, TOKENS, "eager", gpu=False)
+    for moves in (False, True):
+        model.zero_grad()
+        now = model.prepare(tokens)
+        x_BTD = model.enter(tokens, None, now).detach().requires_grad_()
+        host = HostActivations(HostLink(x_BTD.device), model.parameters())
+        with host.keeping((0, 0, 0)):
+            y_BTD = added(call_again(model.layers[0], ResidualStream(x_BTD), now, moves=moves))
+        nbytes = sum(tensor.numel() * tensor.element_size() for tensor in host.here())
+        wanted = sum(tensor.nbytes for tensor in kept_by_operators(config, task)) if moves else x_BTD.nbytes
+        assert nbytes == wanted
+        host.out((0, 0, 0))
+        assert [*host.here()] == []
+        host.into((0, 0, 0))
+        host.ready((0, 0, 0))
+        y_BTD.square().sum().backward()
+        found.append([x_BTD.grad, *(parameter.grad for parameter in model.layers[0].parameters())])
+    for kept, moved in zip(*found, strict=True):
+        assert torch.equal(kept, moved)
+
+
 def test_what_was_written_to_or_is_asked_for_twice_is_refused() -> None:
     x, w = torch.ones(2, 3), torch.ones(3, 4)
-    keeping, again = contexts()
+    keeping, again = contexts(deque())
     with keeping:
         made = x @ w
     made.add_(1)
     with again, pytest.raises(RunError, match="was written to before the backward pass read it"):
         x @ w
-    keeping, again = contexts()
+    keeping, again = contexts(deque())
     with keeping:
         x @ w
     with again:
         assert torch.equal(x @ w, torch.full((2, 4), 3.0))
-    _, again_without = contexts()
+    _, again_without = contexts(deque())
     with again_without, pytest.raises(RunError, match="goes backward once"):
         x @ w
 

@@ -153,7 +153,6 @@ def test_memory_on_the_host_is_packed_and_not_rounded_up() -> None:
     [
         ({"offload": "weights", "zero": 3, "dp": 2}, "ZeRO-3"),
         ({"offload": "weights", "pp": 2, "accumulation": 4}, "no weights would move"),
-        ({"offload": "activations", "pp": 2, "schedule": "terapipe", "slices": 2, "accumulation": 4}, "slices"),
     ],
 )
 def test_what_cannot_be_moved_together_is_refused_in_one_line(plan: dict[str, Any], words: str) -> None:

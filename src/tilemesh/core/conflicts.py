@@ -139,7 +139,7 @@ def _both_ways(plan: ParallelPlan) -> set[int]:
 
 
 def _chunks_per_stage(plan: ParallelPlan) -> int:
-    return plan.chunks // plan.pp
+    return max(map(len, plan.placement.held))
 
 
 def _without(offload: str) -> Callable[[ParallelPlan], str]:
@@ -199,18 +199,6 @@ PLAN_CONFLICTS: tuple[Conflict[ParallelPlan], ...] = (
         lambda plan: f"recompute_stages=[{','.join(map(str, sorted(_both_ways(plan))))}]",
     ),
     row(
-        "offload slices",
-        lambda plan: plan.slices > 1 and "activations" in plan.offloads,
-        "slices of a sequence share keys and values, which would go and come with each",
-        _without("activations"),
-    ),
-    row(
-        "offload recompute",
-        lambda plan: plan.recompute == "operators" and "activations" in plan.offloads,
-        "results that are kept by operator are not autograd's, and only what is autograd's is moved",
-        "recompute=full",
-    ),
-    row(
         "offload zero",
         lambda plan: plan.zero == 3 and "weights" in plan.offloads,
         "ZeRO-3 keeps a rank's rows of the weights alone and has nothing to move",
@@ -220,8 +208,8 @@ PLAN_CONFLICTS: tuple[Conflict[ParallelPlan], ...] = (
         "offload pp",
         lambda plan: plan.pp > 1 and "weights" in plan.offloads and _chunks_per_stage(plan) <= 1 + plan.prefetch,
         lambda plan: (
-            f"a stage has {_chunks_per_stage(plan)} chunk{'s' * (_chunks_per_stage(plan) > 1)} and holds 1 + prefetch "
-            "of them, so no weights would move"
+            f"a stage has {_chunks_per_stage(plan)} chunk{'s' * (_chunks_per_stage(plan) > 1)}, of which 1 + prefetch "
+            "are on the device while a pass reads one of them, so no weights would move"
         ),
         lambda plan: "prefetch=0" if _chunks_per_stage(plan) > 1 else _without("weights")(plan),
     ),

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from tilemesh.core.errors import RunError
@@ -31,17 +31,22 @@ PRODUCTS = ("aten::mm", "aten::addmm", "aten::_addmm_activation", "tilemesh::fus
 """Operators that multiply an activation by a matrix, as autograd calls them."""
 
 
-def call_again(layer: LayerCall, stream: ResidualStream, now: Pass) -> ResidualStream:
-    """A layer, with its backward pass computing again what is not kept."""
+def call_again(layer: LayerCall, stream: ResidualStream, now: Pass, *, moves: bool = False) -> ResidualStream:
+    """A layer, with its backward pass computing again what is not kept. `moves`: what autograd keeps may go elsewhere
+    until then, and what is kept here is to go with it."""
     if not torch.is_grad_enabled():
         return layer(stream, now)
+    kept: deque[KeptResult] = deque()
 
     def whole(x_BTD: Tensor) -> Tensor:
         return added(layer(ResidualStream(x_BTD), now))  # one tensor to keep, not two
 
-    context_fn = traced_contexts if torch.compiler.is_compiling() else contexts
+    is_traced = torch.compiler.is_compiling()
+    context_fn = traced_contexts if is_traced else partial(contexts, kept)
     # Dropout has no state to keep: a mask is a function of where an element stands.
     x_BTD = checkpoint(whole, added(stream), use_reentrant=False, preserve_rng_state=False, context_fn=context_fn)
+    if moves and not is_traced:
+        x_BTD = PutAside.apply(x_BTD, kept)  # type: ignore[no-untyped-call]
     return ResidualStream(x_BTD)
 
 
@@ -110,9 +115,28 @@ class AgainMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result.tensors
 
 
-def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+class PutAside(torch.autograd.Function):
+    """Behind a layer: hands what was kept of it over to autograd, and in backward, before the layer's turn, back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, kept: deque[KeptResult]) -> Tensor:
+        values, ctx.form = tree_flatten([result.tensors for result in kept])
+        ctx.others = [None if isinstance(value, Tensor) else value for value in values]
+        ctx.save_for_backward(*(value for value in values if isinstance(value, Tensor)))
+        ctx.kept = kept
+        kept.clear()
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        tensors = iter(ctx.saved_tensors)
+        values = [next(tensors) if other is None else other for other in ctx.others]
+        ctx.kept.extend(KeptResult(made, _versions(made)) for made in tree_unflatten(values, ctx.form))
+        return gradients[0], None
+
+
+def contexts(kept: deque[KeptResult]) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """Around the forward pass, and around the one in backward."""
-    kept: deque[KeptResult] = deque()
     return KeepingMode(kept), AgainMode(kept)
 
 

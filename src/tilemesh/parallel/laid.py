@@ -276,7 +276,8 @@ class Laid:
         layers: list[LayerCall] = list(self._transformer().layers)
         if self.seams.sequence and self.plan.slices > 1:
             layers = [partial(self._call_on_slice, layer) for layer in layers]
-        return [partial(call_again, layer) for layer in layers] if self.keeps_by_operator else layers
+        moves = "activations" in self.plan.offloads
+        return [partial(call_again, layer, moves=moves) for layer in layers] if self.keeps_by_operator else layers
 
     def _call_on_slice(self, layer: LayerCall, stream: ResidualStream, now: Pass) -> ResidualStream:
         """A layer that may be computed again when slices of other lengths have passed since."""
