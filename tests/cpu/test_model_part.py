@@ -115,25 +115,6 @@ def test_laid_parts_in_a_row_are_the_laid_whole(config: ModelConfig, sequence: b
     run_threads(2, main, timeout_s=60.0)
 
 
-def test_a_stage_has_a_mesh_of_its_own_ranks() -> None:
-    def main(comm: Communicator) -> tuple[str, tuple[int, ...], int]:
-        mesh = Mesh(comm, dp=2, tp=1, pp=2)
-        stage = mesh.stage()
-        config, plan = MODELS["gpt"], ParallelPlan(dp=2, pp=2, accumulation=2, precision="fp64")
-        part = cut_parts(config, (2, 3))[mesh.pp.index]
-        laid = lay(Transformer(config, device="meta", dtype=torch.float64, part=part), stage, plan)
-        laid.initialize(3)
-        laid.load(
-            dict(Transformer(config, seed=4, dtype=torch.float64).named_parameters())
-        )  # takes its own of the whole
-        total = stage.comm.all_reduce(torch.tensor([comm.rank]))
-        found = str(stage), mesh.dp.members, int(total[0])
-        mesh.close()
-        return found
-
-    assert run_threads(4, main, timeout_s=60.0) == [("dp=2 × tp=1", (0, 1), 1)] * 2 + [("dp=2 × tp=1", (2, 3), 5)] * 2
-
-
 def test_what_is_no_part_is_refused() -> None:
     config = MODELS["gpt"]
     with pytest.raises(UsageError, match="layers 3 to 6: expected some of the model's 0 to 5"):

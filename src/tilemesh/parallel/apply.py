@@ -90,7 +90,7 @@ def lay(
             raise UsageError(f"a {type(model).__name__} without a parameter that requires gradients: nothing to train")
         return _gradients(gradients, Parts(held, mesh, algorithm, **stages), plan, bucket_bytes, tokens)
 
-    if mesh.pp.size > 1 or plan.layer_by_layer:  # a single stage of a pipeline may be laid too
+    if plan.has_chunks:
         assert isinstance(model, Transformer)
         return _lay_stages(model, mesh, plan, seams, torch.device(device), exchange)
     shards = _cut(model, kinds, mesh, plan, seams, torch.device(device))
@@ -176,9 +176,7 @@ def _lay_stages(
     held = trained(StageModule(chunks), shards)
     reads = {number: tuple(name for name, _ in chunk.named_parameters()) for number, chunk in chunks.items()}
     made = exchange(held, chunks=chunk_of, reads=reads, holders=holder_groups(mesh, placement, config))
-    laid = Pipeline(config, like, chunks, mesh, plan, step, shards, held, seams, made)
-    if mesh.pp.size == 1:  # a chunk is what is computed again together
-        laid.recompute_every = plan.stretch(config.layers)
+    laid = Pipeline(config, chunks, mesh, plan, step, shards, held, seams, made, names=like)
     if has_memory:
         laid.load(model.state_dict())
     laid.module.train(model.training)
@@ -240,9 +238,7 @@ def _agree(model: nn.Module, mesh: Mesh, plan: ParallelPlan, kinds: Splits) -> N
 def _require_fit(model: nn.Module, mesh: Mesh, plan: ParallelPlan) -> None:
     """The plan is one that exists for this model, that can be run, and that the mesh was made for."""
     sizes = {name: size for name, size in mesh.shape if size > 1}
-    # A part of a model lies on the ranks of its own stage.
-    of_a_stage = isinstance(model, Transformer) and model.part != whole_part(model.config)
-    wanted = {name: size for name, size in plan.axes.items() if size > 1 and not (of_a_stage and name == "pp")}
+    wanted = {name: size for name, size in plan.axes.items() if size > 1}
     for name, size in {**wanted, **sizes}.items():
         if name not in ("dp", "tp", "pp"):
             raise UsageError(f"{name} is {size}: a model is laid over dp, tp and pp; set {name} to 1")

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -13,26 +12,23 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tilemesh.comm.runtime.communicator import Communicator
 from tilemesh.core.errors import UsageError, unknown
 from tilemesh.core.plan import ParallelPlan
 from tilemesh.core.shard import Shard, share
 from tilemesh.model.cache import KeyValueCache
 from tilemesh.model.dropout import ORIGIN, DropoutPlace
-from tilemesh.model.fresh import draw
 from tilemesh.model.kernels import TORCH
 from tilemesh.model.loss import HeadOutput, loss_sum
-from tilemesh.model.part import whole_part
 from tilemesh.model.transformer import Pass, ResidualStream, Transformer, added
 from tilemesh.parallel.again import LayerCall, call_again
 from tilemesh.parallel.agree import tell
 from tilemesh.parallel.gradients import Gradients, loss_shard
 from tilemesh.parallel.mesh import Mesh
-from tilemesh.parallel.shard import Held, join, take
+from tilemesh.parallel.shard import Held, take
 from tilemesh.parallel.slices import SliceCache
 from tilemesh.parallel.tensor import Seams, vocabulary_loss
+from tilemesh.parallel.whole import FreshWeights, gather_parts, handed_around
 
-_PACK_BYTES = 64 << 20  # of one exchange when the whole is gathered: many small parameters, or one large
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -67,7 +63,8 @@ class CompiledRegions:
 class Laid:
     """`module`: the local model; `shards`: what each of its parameters is of the whole; `gradients`: their exchange.
 
-    `held`: the parameters that are trained, by name, each with its shard.
+    `held`: the parameters that are trained, by name, each with its shard. `names`: of all parameters of the model,
+    wherever they lie, where this rank has a part of them alone.
     """
 
     def __init__(
@@ -79,6 +76,7 @@ class Laid:
         held: Mapping[str, Held],
         seams: Seams,
         gradients: Gradients,
+        names: Iterable[str] = (),
     ) -> None:
         self.module = module
         self.mesh = mesh
@@ -87,16 +85,17 @@ class Laid:
         self.held = held
         self.seams = seams
         self.gradients = gradients
+        self.names = tuple(names) or tuple(shards)
         own = plan.on_stage(mesh.pp.index)
-        self.recompute_every = own.stretch(len(module.layers) if isinstance(module, Transformer) else 1)
+        layers = 1
+        if isinstance(
+            module, Transformer
+        ):  # of a chunk of one stage those of all chunks: they pass one after the other
+            layers = module.config.layers if mesh.pp.size == 1 else len(module.layers)
+        self.recompute_every = own.stretch(layers)
         """Layers in a stretch whose activations are computed again in backward; 0: all are kept."""
         self.keeps_by_operator = own.recompute == "operators"
         """Whether of each layer only some operators' results are kept: see `parallel/again.py`."""
-
-    @property
-    def names(self) -> Sequence[str]:
-        """Of all parameters of the model, wherever they lie."""
-        return tuple(self.shards)
 
     @property
     def gathers_weights(self) -> bool:
@@ -345,39 +344,35 @@ class Laid:
         `values`: of local shapes, by parameter name (gradients, an optimiser's moments); None: the weights. `shards`:
         how they are cut, where that is not as the weights are.
         """
-        return self._gather(values, shards)
+        of_stage = self._gather(values, shards)
+        stages = self.mesh.pp.comm
+        if stages.size == 1 or of_stage is None:
+            return of_stage
+        joined: dict[str, Tensor] = {}
+        for stage in range(stages.size):
+            for name, tensor in handed_around(stages, of_stage, stage):
+                if stages.rank == 0:
+                    joined[name] = tensor
+        return {name: joined[name] for name in self.names if name in joined} if stages.rank == 0 else None
 
     def _gather(
         self, values: Mapping[str, Tensor] | None, shards: Mapping[str, Shard] | None
     ) -> dict[str, Tensor] | None:
         """What the ranks of this rank's stage hold together."""
-        held = self.weights()
-        given = {name: mine.tensor for name, mine in held.items()} if values is None else dict(values)
-        cut_as = shards or (self.shards if values is not None else {name: mine.shard for name, mine in held.items()})
-        for name in given:
+        weights = self.weights()
+        tensors = {name: mine.tensor for name, mine in weights.items()} if values is None else dict(values)
+        cut_as = shards or (self.shards if values is not None else {name: mine.shard for name, mine in weights.items()})
+        for name in tensors:
             if name not in cut_as:
                 raise UsageError(f"{name} is no parameter of this model: give values by parameter name")
         # Along the axes that cut nothing, the first rank has all that the others have.
         cutting = {cut.axis for mine in cut_as.values() for cut in mine.cuts}
         group = self.mesh.group(*cutting)
-        members = self.mesh.members(*cutting)
         if any(axis.index for name, axis in self.mesh.axes.items() if name not in (*cutting, "pp")):
             return None
-        whole = {
-            name: given[name].detach().cpu().clone() for name, mine in cut_as.items() if name in given and not mine.cuts
-        }
-        waiting: list[tuple[Shard, Tensor]] = []
-        for name, mine in cut_as.items():
-            if name not in given or not mine.cuts:
-                continue
-            local = given[name].detach()
-            if waiting and (waiting[0][1].dtype != local.dtype or _nbytes(waiting) >= _PACK_BYTES):
-                whole |= _gather_packed(waiting, group, members)
-                waiting = []
-            waiting.append((mine, local))
-        if waiting:
-            whole |= _gather_packed(waiting, group, members)
-        return {name: whole[name] for name in cut_as if name in whole} if group.rank == 0 else None
+        parts = [(cut_as[name], tensors[name].detach()) for name in cut_as if name in tensors]
+        wholes = gather_parts(parts, group, self.mesh.members(*cutting))
+        return {mine.name: wholes[mine.name] for mine, _ in parts} if group.rank == 0 else None
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Tensor] | None, root: int | None = None) -> None:
@@ -386,83 +381,41 @@ class Laid:
         `state`: on every rank, where only what is needed is looked at; or with `root` on that rank of the mesh alone
         (a collective call: what is wrong with its state, every rank raises).
         """
+        comm = self.mesh.comm
         if root is None:
-            problem = self._problem(state)
+            problem = self._problem(state, self.shards)
         else:
-            if isinstance(root, bool) or not isinstance(root, int) or not 0 <= root < self.mesh.comm.size:
-                raise UsageError(f"root is {root!r}: expected a rank from 0 to {self.mesh.comm.size - 1}")
-            mine_is_it = self.mesh.comm.rank == root
-            problem = tell(self.mesh.comm, self._problem(state, shapes=True) if mine_is_it else "", root)
+            if isinstance(root, bool) or not isinstance(root, int) or not 0 <= root < comm.size:
+                raise UsageError(f"root is {root!r}: expected a rank from 0 to {comm.size - 1}")
+            problem = tell(comm, self._problem(state, self.names, shapes=True) if comm.rank == root else "", root)
         if problem:
             raise UsageError(problem)
-        for name, (parameter, mine) in self.weights().items():
-            if root is None or self.mesh.comm.rank == root:
-                assert state is not None
-                whole = state[name]
-            else:
-                whole = torch.empty(mine.whole, dtype=parameter.dtype)
-            if root is not None:
-                whole = self.mesh.comm.broadcast(whole.to("cpu", parameter.dtype), root=root)
-            parameter.copy_(take(mine, whole))
+        weights = self.weights()
+        if root is not None:
+            tensors = handed_around(comm, state, root)
+        else:
+            assert state is not None
+            tensors = ((name, state[name]) for name in weights)
+        for name, tensor in tensors:
+            if name in weights:
+                parameter, mine = weights[name]
+                parameter.copy_(take(mine, tensor))
 
-    def _problem(self, state: Mapping[str, Tensor] | None, shapes: bool = False) -> str:
+    def _problem(self, state: Mapping[str, Tensor] | None, needed: Iterable[str], shapes: bool = False) -> str:
         """What is wrong with a whole state, in words; nothing where it fits. `shapes`: look at each tensor as well."""
         if state is None:
             return "load without a state: give one on every rank, or name the rank that has it with root="
-        given = set(state)  # asking a lazy mapping whether it has a name would read the tensor
-        for name in given - self.shards.keys() - self._elsewhere():
+        present = set(state)  # asking a lazy mapping whether it has a name would read the tensor
+        for name in present - set(self.names):
             return str(unknown("parameter", name, list(self.shards)[:4], near=self.shards))
-        for name, mine in self.shards.items():
-            if name not in given:
+        for name in needed:
+            if name not in present:
                 return f"the state lacks {name}: expected {', '.join(list(self.shards)[:3])}, …"
-            if shapes and tuple(state[name].shape) != mine.whole:
+        for name, mine in self.shards.items() if shapes else ():
+            if tuple(state[name].shape) != mine.whole:
                 return f"{name}: the whole array has shape {tuple(state[name].shape)}, expected {mine.whole}"
         return ""
 
-    def _elsewhere(self) -> set[str]:
-        """Parameters that the model has and this part of it has not."""
-        if not isinstance(self.module, Transformer) or self.module.part == whole_part(self.module.config):
-            return set()
-        weights = whole_part(self.module.config).weights(self.module.config)
-        return {f"{weight.name}.{kind}" for weight in weights for kind in ("weight", "bias")} - self.shards.keys()
-
     def initialize(self, seed: int) -> None:
         """Fresh weights, those that `model.fresh.initialize` gives the whole; one whole parameter at a time."""
-        self.load(Fresh(self.shards, seed, self._transformer().config.layers))
-
-
-def _nbytes(parts: list[tuple[Shard, Tensor]]) -> int:
-    return sum(local.numel() * local.element_size() for _, local in parts)
-
-
-def _gather_packed(
-    parts: list[tuple[Shard, Tensor]], group: Communicator, members: tuple[int, ...]
-) -> dict[str, Tensor]:
-    """Several parameters in one exchange: whole ones on the first of the group, whose ranks in the mesh are these."""
-    everyone = [[mine.on(rank) for mine, _ in parts] for rank in members]
-    counts = [sum(math.prod(mine.shape) for mine in shards) for shards in everyone]
-    flat = group.gather(torch.cat([local.flatten() for _, local in parts]), root=0, counts=counts)
-    if flat is None:
-        return {}
-    locals_: list[list[Tensor]] = []
-    for shards, packed in zip(everyone, flat.cpu().split(counts), strict=True):
-        pieces = packed.split([math.prod(mine.shape) for mine in shards])
-        locals_.append([piece.view(mine.shape) for piece, mine in zip(pieces, shards, strict=True)])
-    columns = zip(zip(*everyone, strict=True), zip(*locals_, strict=True), strict=True)
-    return {shards[0].name: join(shards, held) for shards, held in columns}
-
-
-class Fresh(Mapping[str, Tensor]):
-    """Whole parameters, drawn when asked for."""
-
-    def __init__(self, shards: Mapping[str, Shard], seed: int, layers: int) -> None:
-        self.shards, self.seed, self.layers = shards, seed, layers
-
-    def __getitem__(self, name: str) -> Tensor:
-        return draw(name, self.shards[name].whole, self.seed, self.layers)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.shards)
-
-    def __len__(self) -> int:
-        return len(self.shards)
+        self.load(FreshWeights(self.shards, seed, self._transformer().config.layers))

@@ -9,7 +9,6 @@ bit for bit.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
@@ -22,6 +21,7 @@ from tilemesh.core.plan import ParallelPlan
 from tilemesh.core.shard import Shard
 from tilemesh.parallel.mesh import Mesh
 from tilemesh.parallel.shard import put, take
+from tilemesh.parallel.whole import unpacked
 
 ROUND_NUMBERS = 16 << 20
 """Of whole matrices for each rank in one round, at least: few exchanges. More where one matrix alone is larger."""
@@ -93,11 +93,11 @@ class MatrixRound:
     ) -> list[list[Tensor]]:
         """Tensors to every rank; what came from every rank, as these shards say."""
         flat = torch.cat([like.new_empty(0), *(tensor.reshape(-1) for tensors in sent for tensor in tensors)])
-        sizes = [[math.prod(shard.shape) for shard in source] for source in shards]
         send_counts = [sum(tensor.numel() for tensor in tensors) for tensors in sent]
-        arrived: Tensor = self.comm.all_to_all(flat, send_counts=send_counts, recv_counts=list(map(sum, sizes)))
-        pieces = iter(arrived.split_with_sizes(list(itertools.chain.from_iterable(sizes))))
-        return [[next(pieces).view(shard.shape) for shard in source] for source in shards]
+        recv_counts = [sum(math.prod(shard.shape) for shard in source) for source in shards]
+        arrived: Tensor = self.comm.all_to_all(flat, send_counts=send_counts, recv_counts=recv_counts)
+        pieces = arrived.split_with_sizes(recv_counts)
+        return [unpacked(piece, source) for piece, source in zip(pieces, shards, strict=True)]
 
 
 def _shared_out(shapes: Sequence[tuple[int, ...]], ranks: int) -> list[list[int]]:

@@ -47,7 +47,6 @@ class Mesh:
             )
         self._groups: dict[Blocks, Communicator] = {}
         self._alone = connect("alone")
-        self._stage: Mesh | None = None
         self._across: dict[tuple[str, int], Communicator] = {}
         self.axes: dict[str, Axis] = {}
         for name, _ in self.shape:
@@ -155,22 +154,8 @@ class Mesh:
             label = label.rpartition("/")[0]
         return named.get(label, "")
 
-    def stage(self) -> Mesh:
-        """The ranks that stand with this one on pp, as a mesh: what a stage of a pipeline is laid on.
-
-        Made once and kept; this mesh itself where pp is 1. A collective call.
-        """
-        if self.pp.size == 1:
-            return self
-        if self._stage is None:
-            sizes = {name: size for name, size in self.shape if name != "pp"}
-            self._stage = Mesh(self.group(*sizes), **sizes)
-        return self._stage
-
     def close(self) -> None:
         """Give the groups back (a collective call); `comm` stays."""
-        if self._stage is not None:
-            self._stage.close()
         for group in (*self._across.values(), *self._groups.values(), self._alone):
             group.close()
 

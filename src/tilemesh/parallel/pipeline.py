@@ -8,8 +8,7 @@ and backward passes, follows the list of the plan's schedule (`core/step/program
 from __future__ import annotations
 
 import functools
-import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -29,17 +28,17 @@ from tilemesh.model.deferral import defer
 from tilemesh.model.part import TIED
 from tilemesh.model.transformer import Transformer
 from tilemesh.model.work.slices import slice_lengths
-from tilemesh.parallel.agree import tell
 from tilemesh.parallel.buckets import Bucketed
 from tilemesh.parallel.chunk import ModelChunk, StepData
 from tilemesh.parallel.gradients import Gradients
 from tilemesh.parallel.host import HostLink
-from tilemesh.parallel.laid import Fresh, Laid
+from tilemesh.parallel.laid import Laid
 from tilemesh.parallel.mesh import Mesh
 from tilemesh.parallel.offload import HostActivations, HostWeights, Place
 from tilemesh.parallel.run import ChunkPasses, Service, Services, StepRunner
 from tilemesh.parallel.shard import Held
 from tilemesh.parallel.tensor import Seams
+from tilemesh.parallel.whole import FreshWeights
 from tilemesh.parallel.zero3 import ZeroWeights
 
 
@@ -86,15 +85,11 @@ def holder_groups(mesh: Mesh, placement: ChunkPlacement, config: ModelConfig) ->
 
 
 class Pipeline(Laid):
-    """A laid model whose layers are shared out along pp.
-
-    `names`: of all parameters of the whole model. `chunks`: this rank's, by number, each cut like a model.
-    """
+    """A laid model whose layers are shared out along pp. `chunks`: this rank's, by number, each cut like a model."""
 
     def __init__(
         self,
         config: ModelConfig,
-        names: Iterable[str],
         chunks: Mapping[int, Transformer],
         mesh: Mesh,
         plan: ParallelPlan,
@@ -103,11 +98,12 @@ class Pipeline(Laid):
         held: Mapping[str, Held],
         seams: Seams,
         gradients: Gradients,
+        names: Iterable[str],
     ) -> None:
-        super().__init__(StageModule(chunks), mesh, plan, shards, held, seams, gradients)
+        super().__init__(StageModule(chunks), mesh, plan, shards, held, seams, gradients, names)
         if not isinstance(gradients, Bucketed):
             raise UsageError(f"gradients of a pipeline by {type(gradients).__name__}: expected 'bucketed'")
-        self.config, self._names, self.step, self.buckets = config, tuple(names), step, gradients
+        self.config, self.step, self.buckets = config, step, gradients
         lengths = functools.partial(slice_lengths, config, plan.pp, step.program.slices)
         self.data = StepData(count=self._count, slices=step.program.slices, lengths=lengths)
         self.parts = {
@@ -133,20 +129,6 @@ class Pipeline(Laid):
         self.runner = StepRunner(
             step.program, mesh.pp.comm, self.passers, self._services(), self._note, ready=self._wait_for_weights
         )
-
-    @property
-    def names(self) -> Sequence[str]:
-        return self._names
-
-    @property
-    def recompute_every(self) -> int:
-        return self._recompute_every
-
-    @recompute_every.setter
-    def recompute_every(self, layers: int) -> None:
-        self._recompute_every = layers
-        for part in getattr(self, "parts", {}).values():
-            part.recompute_every = layers
 
     @property
     def has_head(self) -> bool:
@@ -298,42 +280,8 @@ class Pipeline(Laid):
 
     # The whole ----------------------------------------------------------------------------------------------------
 
-    def gather(
-        self, values: Mapping[str, Tensor] | None = None, shards: Mapping[str, Shard] | None = None
-    ) -> dict[str, Tensor] | None:
-        mine = self._gather(values, shards)
-        if any(axis.index for name, axis in self.mesh.axes.items() if name != "pp"):
-            return None
-        comm, whole = self.mesh.pp.comm, {}
-        for stage in range(comm.size):  # one after the other: whoever needs the whole has room for it
-            told = {name: [list(value.shape), str(value.dtype)] for name, value in (mine or {}).items()}
-            for name, (shape, dtype) in json.loads(tell(comm, json.dumps(told), stage)).items():
-                if mine is None or comm.rank != stage:
-                    value = torch.empty(shape, dtype=getattr(torch, dtype.removeprefix("torch.")))
-                else:
-                    value = mine[name]
-                whole[name] = comm.broadcast(value, root=stage)
-        return {name: whole[name] for name in self.names if name in whole} if comm.rank == 0 else None
-
-    @torch.no_grad()
-    def load(self, state: Mapping[str, Tensor] | None, root: int | None = None) -> None:
-        if root is not None:  # stages take different tensors: all are handed around, and each keeps its own
-            told = {} if state is None else {name: list(value.shape) for name, value in state.items()}
-            shapes = json.loads(tell(self.mesh.comm, json.dumps(told), root))
-            dtype, mine = self.stream_dtype, {}
-            for name, shape in shapes.items():
-                given = torch.empty(shape, dtype=dtype) if state is None else state[name].to("cpu", dtype)
-                whole = self.mesh.comm.broadcast(given, root=root)
-                if name in self.shards or name not in self._elsewhere():
-                    mine[name] = whole
-            state = mine
-        super().load(state)
-
     def initialize(self, seed: int) -> None:
-        self.load(Fresh(self.shards, seed, self.config.layers))
-
-    def _elsewhere(self) -> set[str]:
-        return set(self.names) - self.shards.keys()
+        self.load(FreshWeights(self.shards, seed, self.config.layers))
 
 
 def _place(action: Action) -> Place:

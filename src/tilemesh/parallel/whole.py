@@ -1,0 +1,84 @@
+"""Whole tensors: put together from the parts that ranks hold, handed around, or drawn. What `Laid` gathers and loads."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from tilemesh.comm.runtime.communicator import Communicator
+from tilemesh.core.shard import Shard
+from tilemesh.model.fresh import draw
+from tilemesh.parallel.agree import tell
+from tilemesh.parallel.shard import join
+
+_PACK_BYTES = 64 << 20  # of one exchange: many small parameters, or one large
+
+
+def gather_parts(
+    parts: Sequence[tuple[Shard, Tensor]], group: Communicator, members: Sequence[int]
+) -> dict[str, Tensor]:
+    """Whole tensors by name, in CPU memory, on the first of a group whose ranks in the mesh are these (a collective
+    call). What no axis cuts, the first has anyway."""
+    wholes = {mine.name: local.cpu().clone() for mine, local in parts if not mine.cuts}
+    waiting: list[tuple[Shard, Tensor]] = []
+    for mine, local in parts:
+        if not mine.cuts:
+            continue
+        if waiting and (waiting[0][1].dtype != local.dtype or sum(part.nbytes for _, part in waiting) >= _PACK_BYTES):
+            wholes |= _gather_packed(waiting, group, members)
+            waiting = []
+        waiting.append((mine, local))
+    return wholes | _gather_packed(waiting, group, members) if waiting else wholes
+
+
+def _gather_packed(
+    parts: Sequence[tuple[Shard, Tensor]], group: Communicator, members: Sequence[int]
+) -> dict[str, Tensor]:
+    """Several parameters in one exchange."""
+    everyone = [[mine.on(rank) for mine, _ in parts] for rank in members]
+    counts = [sum(math.prod(mine.shape) for mine in shards) for shards in everyone]
+    flat = group.gather(torch.cat([local.flatten() for _, local in parts]), root=0, counts=counts)
+    if flat is None:
+        return {}
+    pieces = [unpacked(packed, shards) for shards, packed in zip(everyone, flat.cpu().split(counts), strict=True)]
+    columns = zip(zip(*everyone, strict=True), zip(*pieces, strict=True), strict=True)
+    return {shards[0].name: join(shards, locals_) for shards, locals_ in columns}
+
+
+def unpacked(flat: Tensor, shards: Sequence[Shard]) -> list[Tensor]:
+    """Views of numbers that lie one shard after the other."""
+    pieces = flat.split_with_sizes([math.prod(mine.shape) for mine in shards])
+    return [piece.view(mine.shape) for piece, mine in zip(pieces, shards, strict=True)]
+
+
+def handed_around(comm: Communicator, tensors: Mapping[str, Tensor] | None, root: int) -> Iterator[tuple[str, Tensor]]:
+    """The root's tensors by name, one after the other, in CPU memory on every rank (a collective call: all ranks take
+    all of them). What other ranks give is not looked at."""
+    own = tensors if comm.rank == root and tensors is not None else {}
+    described = {name: [list(value.shape), str(value.dtype)] for name, value in own.items()}
+    for name, (shape, dtype) in json.loads(tell(comm, json.dumps(described), root)).items():
+        if comm.rank == root:
+            tensor = own[name].cpu()
+        else:
+            tensor = torch.empty(shape, dtype=getattr(torch, dtype.removeprefix("torch.")))
+        yield name, comm.broadcast(tensor, root=root)
+
+
+class FreshWeights(Mapping[str, Tensor]):
+    """Whole parameters, drawn when asked for."""
+
+    def __init__(self, shards: Mapping[str, Shard], seed: int, layers: int) -> None:
+        self.shards, self.seed, self.layers = shards, seed, layers
+
+    def __getitem__(self, name: str) -> Tensor:
+        return draw(name, self.shards[name].whole, self.seed, self.layers)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.shards)
+
+    def __len__(self) -> int:
+        return len(self.shards)
