@@ -111,9 +111,19 @@ class Laid:
         return loss_shard(self.mesh).alike
 
     @property
+    def model(self) -> Transformer:
+        """The local model, or the part of it that lies here."""
+        if not isinstance(self.module, Transformer):
+            raise UsageError(
+                f"loss and logits of a {type(self.module).__name__}: call laid.module and give your own loss, summed, "
+                "to laid.gradients.backward"
+            )
+        return self.module
+
+    @property
     def has_head(self) -> bool:
         """Whether the model, or this part of it, ends in logits."""
-        return self._transformer().part.head
+        return self.model.part.head
 
     @property
     def stream_dtype(self) -> torch.dtype:
@@ -126,7 +136,7 @@ class Laid:
         rows, tokens = tokens_BT.shape
         if self.seams.sequence:
             _, tokens = share(tokens, self.mesh.tp.size, self.mesh.tp.index)
-        shape = (rows, tokens, self._transformer().config.width)
+        shape = (rows, tokens, self.model.config.width)
         return torch.empty(shape, dtype=self.stream_dtype, device=tokens_BT.device)
 
     # Forward ------------------------------------------------------------------------------------------------------
@@ -145,35 +155,27 @@ class Laid:
         tokens_BT: Tensor,
         targets_BT: Tensor,
         *,
-        x_BTD: Tensor | None = None,
-        dropout_seed: int | Tensor | None = None,
-        place: DropoutPlace = ORIGIN,
-        cache: KeyValueCache | None = None,
         regions: CompiledRegions | None = None,
         lesson: HeadLesson | None = None,
+        **options: Any,
     ) -> tuple[Tensor, Tensor]:
         """Summed loss of this replica's rows and how many targets counted; the same on all ranks of tp.
 
-        `place`: where the rows stand in the step's whole batch. What is dropped follows from it and the seed alone.
-        `x_BTD`: for the last part of a model, what `activations` of the part before it gave. `cache`: what
-        the tokens attend through, where they are a slice of their sequences. `regions`: layers and head to be called
-        instead of the model's own. `lesson`: what a teacher says of the tokens, whose student this is.
+        `regions`: layers and head to be called instead of the model's own. `lesson`: what a teacher says of the tokens,
+        whose student this is. `options`: as `stream` takes them.
         """
-        model = self._transformer()
-        layers = None if regions is None else regions.layers
-        with self.autocast():
-            stream = self._stream(model, tokens_BT, x_BTD, dropout_seed, place, cache, layers)
+        stream = self.stream(tokens_BT, None if regions is None else regions.layers, **options)
         return (self.head_loss if regions is None else regions.head)(stream, targets_BT, lesson)
 
     def head_loss(
         self, stream: ResidualStream, targets_BT: Tensor, lesson: HeadLesson | None = None
     ) -> tuple[Tensor, Tensor]:
         """The loss from what the last layer gave: norm, projection, cross-entropy."""
-        model, is_whole = self._transformer(), self.mesh.tp.size == 1
+        model, is_whole = self.model, self.mesh.tp.size == 1
         with self.autocast():
             if lesson is None and is_whole and model.kernels.loss != TORCH:
-                return model.fused_loss_sum(self._to_project(model, stream), targets_BT)
-            ours = self._head(model, stream)
+                return model.fused_loss_sum(self._to_project(stream), targets_BT)
+            ours = self._head(stream)
         if is_whole:
             total, count = loss_sum(ours.logits_BTV, targets_BT)
         else:
@@ -185,50 +187,35 @@ class Laid:
         self, tokens_BT: Tensor, last: int, layers: Sequence[Callable[..., Any]] | None = None
     ) -> HeadOutput:
         """What the head gives for the last so many tokens, without gradients. `layers`: as in `CompiledRegions`."""
-        model = self._transformer()
         with torch.no_grad(), self.autocast():
-            x_BTD, branch_BTD = self._stream(model, tokens_BT, None, None, ORIGIN, None, layers)
+            x_BTD, branch_BTD = self.stream(tokens_BT, layers)
             branch_BTD = None if branch_BTD is None else branch_BTD[:, -last:]
-            return self._head(model, ResidualStream(x_BTD[:, -last:], branch_BTD))
+            return self._head(ResidualStream(x_BTD[:, -last:], branch_BTD))
 
     def logits(self, tokens_BT: Tensor, *, cache: KeyValueCache | None = None, x_BTD: Tensor | None = None) -> Tensor:
         """Whole logits on every rank, nothing dropped. A cache, for generation, holds the heads of its own rank.
 
         `x_BTD`: for the last part of a model; a part without the head gives activations.
         """
-        model = self._transformer()
-        was_training, sequence = model.training, self.seams.sequence
+        model = self.model
+        was_training = model.training
         model.eval()
-        self.seams.sequence = False  # one new token cannot be cut over ranks
         try:
-            with torch.no_grad(), self.autocast():
-                stream = self._stream(model, tokens_BT, x_BTD, None, ORIGIN, cache)
+            with torch.no_grad(), self.autocast(), self.seams.whole_tokens():
+                stream = self.stream(tokens_BT, x_BTD=x_BTD, cache=cache)
                 if not model.part.head:
                     return added(stream)
-                logits_BTV = self._head(model, stream).logits_BTV
+                logits_BTV = self._head(stream).logits_BTV
         finally:
             model.train(was_training)
-            self.seams.sequence = sequence
         if self.mesh.tp.size == 1:
             return logits_BTV
         return self.seams.join_features(logits_BTV, model.config.vocabulary)
 
-    def activations(
-        self,
-        tokens_BT: Tensor,
-        *,
-        x_BTD: Tensor | None = None,
-        dropout_seed: int | Tensor | None = None,
-        place: DropoutPlace = ORIGIN,
-        cache: KeyValueCache | None = None,
-        regions: CompiledRegions | None = None,
-    ) -> Tensor:
+    def activations(self, tokens_BT: Tensor, *, regions: CompiledRegions | None = None, **options: Any) -> Tensor:
         """What a part of a model without the head gives to the part after it; with sequence parallelism, of this rank's
         tokens. As `loss` otherwise: all parts are given the same tokens, which say how many there are and where."""
-        model = self._transformer()
-        layers = None if regions is None else regions.layers
-        with self.autocast():
-            return added(self._stream(model, tokens_BT, x_BTD, dropout_seed, place, cache, layers))
+        return added(self.stream(tokens_BT, None if regions is None else regions.layers, **options))
 
     def autocast(self) -> AbstractContextManager[object]:
         """What the plan's precision asks for around a forward pass."""
@@ -236,43 +223,50 @@ class Laid:
         device = next(self.module.parameters()).device.type
         return nullcontext() if dtype is None else torch.autocast(device, dtype)
 
-    def _stream(
+    def stream(
         self,
-        model: Transformer,
         tokens_BT: Tensor,
-        x_BTD: Tensor | None,
-        dropout_seed: int | Tensor | None,
-        place: DropoutPlace,
-        cache: KeyValueCache | None = None,
         layers: Sequence[Callable[..., Any]] | None = None,
+        *,
+        x_BTD: Tensor | None = None,
+        dropout_seed: int | Tensor | None = None,
+        place: DropoutPlace = ORIGIN,
+        cache: KeyValueCache | None = None,
     ) -> ResidualStream:
-        """What the last layer here gives."""
-        now = entering = model.prepare(tokens_BT, cache=cache, dropout_seed=dropout_seed, place=place)
-        if self.seams.sequence:
-            self.seams.tokens = tokens_BT.shape[1]
-            before, count = share(self.seams.tokens, self.mesh.tp.size, self.mesh.tp.index)
-            # Positions inside attention are those of all tokens, outside those of this rank's stretch.
-            now = entering = dataclasses.replace(now, place=dataclasses.replace(place, token=place.token + before))
-            if isinstance(cache, SliceCache):
-                entering = dataclasses.replace(now, cache=cache.stretch(before, count))
-        called = self.layer_calls() if layers is None else layers
-        return self._through_layers(called, ResidualStream(model.enter(tokens_BT, x_BTD, entering)), now)
+        """What the last layer here gives. `layers`: to be called instead of the model's own.
 
-    def _head(self, model: Transformer, stream: ResidualStream) -> HeadOutput:
-        x_BTD = self._to_project(model, stream)
-        is_tied = model.output is None  # there is no module to enter at
+        `x_BTD`: for a part of a model without the embedding, what `activations` of the part before it gave. `place`:
+        where the rows stand in the step's whole batch. What is dropped follows from it and the seed alone. `cache`:
+        what the tokens attend through, where they are a slice of their sequences, or generated.
+        """
+        model = self.model
+        with self.autocast():
+            now = entering = model.prepare(tokens_BT, cache=cache, dropout_seed=dropout_seed, place=place)
+            if self.seams.sequence:
+                self.seams.tokens = tokens_BT.shape[1]
+                before, count = share(self.seams.tokens, self.mesh.tp.size, self.mesh.tp.index)
+                # Positions inside attention are those of all tokens, outside those of this rank's stretch.
+                now = entering = dataclasses.replace(now, place=dataclasses.replace(place, token=place.token + before))
+                if isinstance(cache, SliceCache):
+                    entering = dataclasses.replace(now, cache=cache.stretch(before, count))
+            stream = ResidualStream(model.enter(tokens_BT, x_BTD, entering))
+            return self._through_layers(self.layer_calls() if layers is None else layers, stream, now)
+
+    def _head(self, stream: ResidualStream) -> HeadOutput:
+        x_BTD = self._to_project(stream)
+        is_tied = self.model.output is None  # there is no module to enter at
         entered_BTD = self.seams.enter(x_BTD) if is_tied and self.mesh.tp.size > 1 else x_BTD
-        return HeadOutput(x_BTD, model.project(entered_BTD))
+        return HeadOutput(x_BTD, self.model.project(entered_BTD))
 
-    def _to_project(self, model: Transformer, stream: ResidualStream) -> Tensor:
+    def _to_project(self, stream: ResidualStream) -> Tensor:
         """What the output projection is given."""
-        if not model.part.head:
+        if not self.model.part.head:
             raise UsageError("a part of a model without its head has no logits: call activations, and give them on")
-        return model.normalize(stream)
+        return self.model.normalize(stream)
 
     def layer_calls(self) -> list[LayerCall]:
         """The layers here as they are called: where operators' results are kept, with what computes the rest again."""
-        layers: list[LayerCall] = list(self._transformer().layers)
+        layers: list[LayerCall] = list(self.model.layers)
         if self.seams.sequence and self.plan.slices > 1:
             layers = [partial(self._call_on_slice, layer) for layer in layers]
         moves = "activations" in self.plan.offloads
@@ -314,14 +308,6 @@ class Laid:
             # Dropout has no state to keep: a mask is a function of where an element stands.
             x_BTD = checkpoint(stretch, x_BTD, start, use_reentrant=False, preserve_rng_state=False)
         return ResidualStream(x_BTD)
-
-    def _transformer(self) -> Transformer:
-        if not isinstance(self.module, Transformer):
-            raise UsageError(
-                f"loss and logits of a {type(self.module).__name__}: call laid.module and give your own loss, summed, "
-                "to laid.gradients.backward"
-            )
-        return self.module
 
     # The whole ----------------------------------------------------------------------------------------------------
 
@@ -418,4 +404,4 @@ class Laid:
 
     def initialize(self, seed: int) -> None:
         """Fresh weights, those that `model.fresh.initialize` gives the whole; one whole parameter at a time."""
-        self.load(FreshWeights(self.shards, seed, self._transformer().config.layers))
+        self.load(FreshWeights(self.shards, seed, self.model.config.layers))

@@ -240,12 +240,8 @@ class Pipeline(Laid):
         def run(part: Laid, x_BTD: Tensor | None) -> Tensor:
             return part.logits(tokens_BT, cache=cache, x_BTD=x_BTD)
 
-        was_whole, self.seams.sequence = self.seams.sequence, False  # one new token cannot be cut over ranks
-        try:
-            with torch.no_grad():
-                last_BTV = self._through(tokens_BT, run)
-        finally:
-            self.seams.sequence = was_whole
+        with torch.no_grad(), self.seams.whole_tokens():
+            last_BTV = self._through(tokens_BT, run)
         wide = torch.promote_types(self.stream_dtype, torch.float32)
         logits_BTV = torch.empty((*tokens_BT.shape, self.config.vocabulary), dtype=wide, device=tokens_BT.device)
         if last_BTV is not None:

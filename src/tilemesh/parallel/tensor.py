@@ -13,7 +13,8 @@ B: rows; T: tokens; N: B x T; D: width; V: this rank's part of the vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,6 +91,15 @@ class Seams:
         function: Any = _PartLoss
         total: Tensor = function.apply(logits_NV, targets_N, self, first, vocabulary, kernels)
         return total
+
+    @contextmanager
+    def whole_tokens(self) -> Iterator[None]:
+        """Inside `with`, activations are cut nowhere: one new token cannot be."""
+        was_sequence, self.sequence = self.sequence, False
+        try:
+            yield
+        finally:
+            self.sequence = was_sequence
 
     def stay_out_of_graphs(self) -> None:
         """Under torch.compile: what lies between exchanges is compiled, exchanges are called as they are."""

@@ -1,4 +1,4 @@
-"""Whole tensors: put together from the parts that ranks hold, handed around, or drawn. What `Laid` gathers and loads."""
+"""Whole tensors: put together from the parts that ranks hold, handed around, or drawn. `Laid` gathers and loads so."""
 
 from __future__ import annotations
 

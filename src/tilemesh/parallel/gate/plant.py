@@ -120,10 +120,8 @@ def _region_without_sum(laid: Laid) -> None:
 @planted("loss-no-sum", "loss", "the loss differs", _any_tp)
 def _loss_without_sum(laid: Laid) -> None:
     def loss(tokens_BT: Tensor, targets_BT: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
-        model = laid._transformer()
-        stream = laid._stream(model, tokens_BT, None, options["dropout_seed"], options["place"])
-        logits_BTV = laid._head(model, stream).logits_BTV
-        return vocabulary_loss(logits_BTV, targets_BT, _deaf(laid), model.config.vocabulary)
+        logits_BTV = laid._head(laid.stream(tokens_BT, **options)).logits_BTV
+        return vocabulary_loss(logits_BTV, targets_BT, _deaf(laid), laid.model.config.vocabulary)
 
     laid.loss = loss  # type: ignore[method-assign]
 
