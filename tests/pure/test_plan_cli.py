@@ -70,6 +70,18 @@ def test_json_has_every_figure_by_name() -> None:
     assert "layouts" not in out.stdout  # words go to the other stream
 
 
+def test_what_the_model_and_the_defaults_of_training_refuse_is_said_before() -> None:
+    """An asynchronous schedule has neither tied tables nor clipping; a layout of this model that has none trains."""
+    asked = ("gpt2-124m", "--cluster", "2xh100", "--batch", "8", "--json", "-", "--fix")
+    known = {
+        fixed: json.loads(run(*asked, fixed).stdout.splitlines()[0])["trainable"]
+        for fixed in ("pp=2,schedule=pipedream", "pp=2,schedule=1f1b")
+    }
+    assert known["pp=2,schedule=1f1b"] == "yes"
+    assert "model.tied is true" in known["pp=2,schedule=pipedream"]
+    assert "set optimizer.clip=0" in known["pp=2,schedule=pipedream"]
+
+
 def test_the_table_and_why() -> None:
     out = run("llama-3-8b", "--cluster", "16xh100", "--batch-tokens", "1M").stdout
     assert "8,030,261,248 parameters on 2x8xh100" in out

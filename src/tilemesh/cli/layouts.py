@@ -57,10 +57,11 @@ def headline(name: str, batch: int | None, batch_tokens: str | None, result: Sea
 
 def print_layouts(console: Console, result: SearchResult) -> None:
     """A line a layout, and below them what `tilemesh train` lacks for some. Silent columns are left out."""
-    said = dict.fromkeys(trainable(prediction.plan) for prediction in result.predictions)
-    lacks = [words for words in said if words != "yes"]
+    said = [trainable(prediction.plan, result.refused) for prediction in result.predictions]
+    lacks = [words for words in dict.fromkeys(said) if words != "yes"]
     marks = {"yes": "yes"} | {words: f"no [{place}]" for place, words in enumerate(lacks, start=1)}
-    lines = [_cells(place, prediction, marks) for place, prediction in enumerate(result.predictions, start=1)]
+    numbered = enumerate(zip(result.predictions, said, strict=True), start=1)
+    lines = [_cells(place, prediction, marks[words]) for place, (prediction, words) in numbered]
     silent = {name for name in _OPTIONAL if all(line[name] in ("-", "0.0%") for line in lines)}
     shown = [{heading: text for heading, text in line.items() if heading not in silent} for line in lines]
     wide, narrow = _table(shown, gap=2), _table(shown, gap=1)
@@ -92,7 +93,7 @@ def _table(lines: Sequence[Mapping[str, str]], gap: int) -> Table:
     return table
 
 
-def _cells(place: int, prediction: Prediction, marks: Mapping[str, str]) -> dict[str, str]:
+def _cells(place: int, prediction: Prediction, train: str) -> dict[str, str]:
     p = prediction.plan
     schedule = "-" if p.pp == 1 else p.schedule + (f" {p.interleave}" if p.interleave > 1 else "")
     return {
@@ -103,7 +104,7 @@ def _cells(place: int, prediction: Prediction, marks: Mapping[str, str]) -> dict
         "step": _seconds(prediction.step_time_s), "tok/s": format_count(prediction.tokens_per_s),
         "MFU": f"{prediction.mfu:.1%}",
         "memory": format_bytes(prediction.memory.total_bytes), "bubble": f"{prediction.bubble_fraction:.1%}",
-        "comm": f"{prediction.times.exposed_s / prediction.step_time_s:.1%}", "train": marks[trainable(p)],
+        "comm": f"{prediction.times.exposed_s / prediction.step_time_s:.1%}", "train": train,
     }  # fmt: skip
 
 

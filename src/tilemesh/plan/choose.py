@@ -27,7 +27,7 @@ from tilemesh.model.config import ModelConfig, preset
 from tilemesh.model.work.task import STATE_BYTES, Code
 from tilemesh.model.work.weights import count_parameters
 from tilemesh.plan.constants import HEADROOM
-from tilemesh.plan.prediction import Prediction, mfu_words, prediction_figures
+from tilemesh.plan.prediction import Prediction, Refused, mfu_words, prediction_figures, refused_plan
 from tilemesh.plan.space import Pins, candidates, default_precision, why_nothing
 from tilemesh.plan.step import Estimator
 
@@ -68,6 +68,7 @@ class SearchResult:
     """What was measured of a device, where the search was told."""
     code: Code | None = None
     headroom: float = HEADROOM
+    refused: Refused = refused_plan
 
     @property
     def fitting(self) -> int:
@@ -85,7 +86,7 @@ class SearchResult:
 
     def figures(self, place: int) -> dict[str, Any]:
         """The plan at that place, 0 being the best, with what was asked."""
-        return plan_figures(self.model, self.cluster.name, self.pins, place, self.predictions[place])
+        return plan_figures(self.model, self.cluster.name, self.pins, place, self.predictions[place], self.refused)
 
     def to_toml(self) -> str:
         """The best plan as a file's text: the layout, and the model and the context that it was made for."""
@@ -100,7 +101,9 @@ class SearchResult:
         return Estimator(self.model, self.cluster, self.context, self.rates, self.code, headroom=self.headroom)
 
 
-def plan_figures(model: ModelConfig, cluster: str, pins: Pins, place: int, prediction: Prediction) -> dict[str, Any]:
+def plan_figures(
+    model: ModelConfig, cluster: str, pins: Pins, place: int, prediction: Prediction, refused: Refused = refused_plan
+) -> dict[str, Any]:
     """One layout with what was asked; also for one that does not fit."""
     case = {
         "model": config.to_dict(model),
@@ -109,7 +112,7 @@ def plan_figures(model: ModelConfig, cluster: str, pins: Pins, place: int, predi
         "batch": prediction.plan.batch,
         "fixed": pins.describe(),
     }
-    return {"name": "plan", "place": place, "case": case, **prediction_figures(prediction)}
+    return {"name": "plan", "place": place, "case": case, **prediction_figures(prediction, refused)}
 
 
 class NothingFitsError(RunError):
@@ -132,9 +135,10 @@ def search(
     rates: Rates | None = None,
     code: Code | None = None,
     headroom: float = HEADROOM,
+    refused: Refused = refused_plan,
 ) -> SearchResult:
     """The fastest layouts that fit, their pipelines simulated. `batch` is in sequences; `rates` and `code` as in
-    `predict`; `headroom` is the fraction of a device's memory that stays free.
+    `predict`; `headroom` is the fraction of a device's memory that stays free; `refused` says what training lacks.
 
     UsageError when no layout can exist; NothingFitsError when none fits.
     """
@@ -150,8 +154,9 @@ def search(
         raise _nothing_fits(estimator, batch, pins, least)
     predictions = _simulated(estimator, ranked, shown)
     return SearchResult(
-        model, cluster, estimator.context, batch, pins, predictions, considered, tuple(ranked), rates, code, headroom
-    )
+        model, cluster, estimator.context, batch, pins, predictions, considered, tuple(ranked), rates, code, headroom,
+        refused,
+    )  # fmt: skip
 
 
 def choose_batch(batch: int | None, batch_tokens: int | None, context: int) -> int:

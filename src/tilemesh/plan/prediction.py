@@ -6,14 +6,23 @@ Plain values, ready for JSON: every figure by name, names end in their unit.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from tilemesh.core.conflicts import PLAN_CONFLICTS, refusals
+from tilemesh.core.conflicts import PLAN_CONFLICTS, ConflictWords, refusals
 from tilemesh.core.plan import ParallelPlan
 from tilemesh.core.step.memory import StepBytes
 from tilemesh.core.step.simulate import StepTimes
 from tilemesh.plan.memory import RankMemory
+
+Refused = Callable[[ParallelPlan], Iterable[ConflictWords]]
+"""What keeps training from running a plan: of the plan alone, or of all that whoever asks knows."""
+
+
+def refused_plan(plan: ParallelPlan) -> Iterable[ConflictWords]:
+    """By the plan alone."""
+    return refusals(PLAN_CONFLICTS, plan)
 
 
 @dataclass(frozen=True)
@@ -104,13 +113,13 @@ def mfu_words(by_six: float) -> str:
     return f"MFU counts attention, the whole square of its scores; {other}"
 
 
-def prediction_figures(prediction: Prediction) -> dict[str, Any]:
+def prediction_figures(prediction: Prediction, refused: Refused = refused_plan) -> dict[str, Any]:
     """Seconds, bytes and fractions; names end in their unit."""
     memory = dataclasses.asdict(prediction.memory)
     return {
         "plan": prediction.settled_plan.to_dict(),
         "fits": prediction.fits,
-        "trainable": trainable(prediction.plan),
+        "trainable": trainable(prediction.plan, refused),
         "step_time_s": prediction.step_time_s,
         "tokens": prediction.tokens,
         "tokens_per_s": prediction.tokens_per_s,
@@ -145,12 +154,14 @@ def _pipeline_figures(prediction: Prediction) -> dict[str, Any]:
     }
 
 
-def trainable(plan: ParallelPlan) -> str:
-    """ "yes", or "no" and why `tilemesh train` does not run it."""
-    reasons = [f"{refusal.given}: {refusal.why}" for refusal in refusals(PLAN_CONFLICTS, plan)]
+def trainable(plan: ParallelPlan, refused: Refused = refused_plan) -> str:
+    """ "yes", or "no" and why `tilemesh train` does not run it, with what else than the plan may end that."""
+    reasons = [
+        f"{words.given}: {words.why}" + f"; set {words.instead}" * ("." in words.instead) for words in refused(plan)
+    ]
     return "yes" if not reasons else f"no, {'; '.join(reasons)}"
 
 
 def pins_to_train(plan: ParallelPlan) -> str:
     """What to fix so that a search finds a plan without what this one has and training lacks."""
-    return ",".join(refusal.instead for refusal in refusals(PLAN_CONFLICTS, plan))
+    return ",".join(refusal.instead for refusal in refused_plan(plan))

@@ -98,7 +98,7 @@ def _table(result: SearchResult) -> Html:
          format_seconds(prediction.step_time_s), format_count(prediction.tokens_per_s), percent(prediction.mfu, 1),
          format_bytes(prediction.memory.total_bytes),
          percent(prediction.bubble_fraction, 1), percent(prediction.times.exposed_s / prediction.step_time_s, 1),
-         trainable(prediction.plan)]
+         trainable(prediction.plan, result.refused)]
         for number, prediction in enumerate(result.predictions, 1)
     ]  # fmt: skip
     words = (

@@ -6,7 +6,7 @@ import json as jsonlib
 import shlex
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, make_dataclass
+from dataclasses import dataclass, make_dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import tilemesh
@@ -19,10 +19,12 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from tilemesh.core.calibration import Rates
+    from tilemesh.core.conflicts import ConflictWords
     from tilemesh.core.hardware import Cluster
     from tilemesh.core.plan import ParallelPlan
     from tilemesh.model.config import ModelConfig
     from tilemesh.plan.choose import SearchResult
+    from tilemesh.plan.prediction import Refused
 
 REFERENCE_DEVICE = "h100"  # for the roofline when no cluster is named
 _CLUSTER = "64xh100; 4x8xa100: 4 nodes of 8; local, 4xlocal: this machine, measured."
@@ -100,7 +102,7 @@ def train(options: TrainPlanOptions) -> None:
     for line in reasons:
         console.print(wrapped(line, console.width, "  - ", "    "), soft_wrap=True)
     if options.save is not None:
-        console.print(f"plan: {options.save}{_cannot_train(result.best.plan)}", soft_wrap=True)
+        console.print(f"plan: {options.save}{_cannot_train(result)}", soft_wrap=True)
     if options.html is not None:
         console.print(f"page: {options.html}", soft_wrap=True)
 
@@ -122,6 +124,7 @@ def _search(options: TrainPlanOptions, model: ModelConfig, cluster: str) -> Sear
             rates=rates,
             code=options.code,
             headroom=options.headroom_share,
+            refused=_refused(model, options.context or model.context),
         )
     except NothingFitsError as error:
         if options.json is not None:
@@ -129,16 +132,32 @@ def _search(options: TrainPlanOptions, model: ModelConfig, cluster: str) -> Sear
         raise RunError(f"{options.model} {error}") from None
 
 
-def _cannot_train(plan: ParallelPlan) -> str:
+def _refused(model: ModelConfig, context: int) -> Refused:
+    """What keeps `tilemesh train` from running a plan of this model, where all else is as it is by default."""
+    from tilemesh.core.conflicts import refusals
+    from tilemesh.plan.prediction import refused_plan
+    from tilemesh.train.config import LoopConfig, TrainConfig
+    from tilemesh.train.conflicts import OF_CONFIG
+
+    longer = replace(model, context=max(model.context, context))  # as a plan is saved
+
+    def refused(plan: ParallelPlan) -> Iterable[ConflictWords]:
+        run = TrainConfig(longer, plan=plan, train=LoopConfig(context=context))
+        return [*refused_plan(plan), *refusals(OF_CONFIG, run)]
+
+    return refused
+
+
+def _cannot_train(result: SearchResult) -> str:
     """A plan that was saved is going to be run: say so here if it cannot be."""
     from tilemesh.plan.prediction import pins_to_train, trainable
 
-    words = trainable(plan)
+    plan = result.best.plan
+    words, pins = trainable(plan, result.refused), pins_to_train(plan)
     if words == "yes":
         return ""
-    return (
-        f" (`tilemesh train` cannot run it: {words.removeprefix('no, ')}; for one it can: --fix {pins_to_train(plan)})"
-    )
+    other = f"; for one it can: --fix {pins}" * bool(pins)
+    return f" (`tilemesh train` cannot run it: {words.removeprefix('no, ')}{other})"
 
 
 def named_cluster(text: str, gpu: str | None) -> tuple[Cluster, Rates | None]:
