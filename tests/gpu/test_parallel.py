@@ -114,6 +114,31 @@ def test_muon_over_parts_of_matrices_on_one_gpu(precision: str, near: float, tmp
     assert trained(tmp_path / "shared", "dp=2", sets, "plan.zero=1") == pytest.approx(apart, rel=near)
 
 
+DILOCO = "train.method=local,method.period=2,method.outer_lr=0.7,method.outer_momentum=0.9"
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(
+    "sets",
+    [
+        DILOCO,
+        f"{DILOCO},plan.offload=optimizer",
+        "method.compress=int8,plan.zero=2",
+        "method.compress=top-k,plan.zero=3",
+    ],
+)
+def test_methods_on_one_gpu_train_as_on_the_cpu(sets: str, tmp_path: Path) -> None:
+    losses = trained(tmp_path / "gpu", "dp=2", sets)
+    assert losses == pytest.approx(trained(tmp_path / "cpu", "dp=2", sets, "train.device=cpu"), rel=1e-9)
+
+
+@pytest.mark.timeout(240)
+def test_masters_on_the_host_are_averaged_as_on_the_gpu(tmp_path: Path) -> None:
+    sets = f"{DILOCO},plan.precision=bf16-master"
+    here = trained(tmp_path / "gpu", "dp=2", sets)
+    assert trained(tmp_path / "host", "dp=2", sets, "plan.offload=optimizer") == pytest.approx(here, rel=2**-8)
+
+
 @pytest.mark.timeout(180)
 def test_one_rank_over_nccl() -> None:
     if torch.cuda.device_count() != 1:

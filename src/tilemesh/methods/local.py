@@ -139,7 +139,8 @@ class LocalUpdates(Bucketed):
             if self.when.is_alone(self.step):
                 self.sum_over(bucket.batch_summed, flat)
                 flat.div_(self.mesh.dp.size)
-            for (name, value), mean in zip(mine.items(), means, strict=True):
+            for (name, value), summed in zip(mine.items(), means, strict=True):
+                mean = summed.to(value.device)  # masters may lie in the host's memory
                 apart, size = (value - mean).square().sum(), mean.square().sum()
                 squares += np.array([float(apart), float(size)]) / (bucket.copies // self.mesh.dp.size)
                 value.copy_(mean if plain else self._moved(name, mean))

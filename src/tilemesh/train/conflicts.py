@@ -157,7 +157,6 @@ OF_CONFIG: tuple[Row, ...] = (
     _pair(_SERVER, _ZERO, "servers keep the optimizer's states, and replicas have none to share"),
     _pair(_SERVER, _MOVED_STATES, "servers keep the optimizer's states, and no worker has any to move"),
     _pair(_LOCAL, _ZERO, "replicas step by themselves, and ZeRO has each step a part for all of them"),
-    _pair(_LOCAL, _ON_GPU, "weights are averaged in the host's memory"),
     *(_pair(way, _ONE_REPLICA, "there is one replica and nothing to exchange") for way in (_LOCAL, _COMPRESSED)),
     row(
         "method.servers",
