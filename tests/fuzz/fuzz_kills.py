@@ -60,8 +60,8 @@ def _of_model(name: str) -> bool:
 
 
 KILLED: Mapping[str, Killed] = {
-    "export": Killed(("export", "run", WRITTEN), 20, _AS_A_MODEL),
-    "compress": Killed(tuple(_COMPRESS.words("compress", {})), 32, _AS_A_MODEL[:-1], _of_model),
+    "export": Killed(("export", "run", WRITTEN), 24, _AS_A_MODEL),
+    "compress": Killed(tuple(_COMPRESS.words("compress", {})), 36, _AS_A_MODEL[:-1], _of_model),
     "data prepare": Killed(("data", "prepare", "text.txt", WRITTEN), 14, _AS_SHARDS),
     "data prepare with a tokenizer": Killed(
         ("data", "prepare", "text.txt", WRITTEN, "--tokenizer", "exported/tokenizer.json"), 22, _AS_SHARDS

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from tilemesh.core.errors import RunError
-from tilemesh.core.files import replacing, write_text
+from tilemesh.core.errors import RunError, UsageError
+from tilemesh.core.files import check_new_folder, filling, replacing, write_text
 
 
 def write_half(target: Path, error: BaseException) -> None:
@@ -60,3 +63,30 @@ def test_links_pipes_and_devices_are_written_as_they_are(tmp_path: Path) -> None
     write_text("through", tmp_path / "pipe")
     assert os.read(reader, 100) == b"through"
     os.close(reader)
+
+
+@pytest.mark.parametrize("writes", [False, True])
+def test_a_folder_that_a_killed_command_left_is_known_for_one(tmp_path: Path, writes: bool) -> None:
+    folder = tmp_path / "new/model"
+    code = (
+        "import os; from pathlib import Path; from tilemesh.core.files import filling\n"
+        f"folder = Path({str(folder)!r})\n"
+        "with filling(folder):\n"
+        f"    {writes} and (folder / 'tokenizer.json').write_text('{{}}')\n"
+        "    os.kill(os.getpid(), 9)\n"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == -signal.SIGKILL
+    if writes:
+        with pytest.raises(UsageError, match="is what a command left that was killed: remove it, or name a new folder"):
+            check_new_folder(folder)
+    else:
+        check_new_folder(folder)
+        with filling(folder):
+            (folder / "tokenizer.json").write_text("{}")
+        assert [path.name for path in folder.iterdir()] == ["tokenizer.json"]
+
+
+def test_what_fails_leaves_no_folder_on_the_way(tmp_path: Path) -> None:
+    with pytest.raises(RunError), filling(tmp_path / "a/b/c"):
+        write_text("text", tmp_path / "a/b/c")
+    assert list(tmp_path.iterdir()) == []

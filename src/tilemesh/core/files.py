@@ -18,6 +18,10 @@ PART = ".part"
 """How the name of a file ends that is being written (`replacing`), or was when its process was killed."""
 
 
+_UNFINISHED = f".unfinished{PART}"
+"""In a folder that is being written (`filling`), or was when its process was killed."""
+
+
 def cache_folder() -> Path:
     """The user's cache folder by the XDG convention."""
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
@@ -46,6 +50,10 @@ def check_new_folder(folder: Path, called: str = "the folder") -> None:
         raise UsageError(f"{called} {folder} is a file: expected a new folder")
     # A file that was being written when a process was killed has no name of its own yet.
     if folder.exists() and any(path.suffix != PART for path in folder.iterdir()):
+        if (folder / _UNFINISHED).exists():
+            raise UsageError(
+                f"{called} {folder} is what a command left that was killed: remove it, or name a new folder"
+            )
         raise UsageError(f"{called} {folder} is there already and not empty: name a new folder")
 
 
@@ -100,15 +108,19 @@ def replacing(path: Path) -> Iterator[Path]:
 @contextlib.contextmanager
 def filling(folder: Path) -> Iterator[None]:
     """Around the writing of a new folder (`check_new_folder`): where that fails or is interrupted, nothing stays."""
-    was_there = folder.is_dir()
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
+        ensure_folder(folder)
+        with naming(folder / _UNFINISHED):
+            (folder / _UNFINISHED).touch()
         yield
+        (folder / _UNFINISHED).unlink()
     except BaseException as error:
         with contextlib.suppress(OSError):
             for path in folder.iterdir():
                 shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
-            if not was_there:
-                folder.rmdir()
+            for path in made:
+                path.rmdir()
         if isinstance(error, KeyboardInterrupt):
             raise KeyboardInterrupt(f"{folder} was not written") from None
         raise

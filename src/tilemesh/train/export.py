@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tilemesh.core.errors import Argument, RunError, UsageError
-from tilemesh.core.files import check_new_folder, ensure_folder, filling, write_text
+from tilemesh.core.files import check_new_folder, filling, write_text
 from tilemesh.data.corpus import tokenizer_of
 from tilemesh.data.tokenizer import FileTokenizer, Tokenizer, Unknown
 from tilemesh.model.adapter import A, B, adapted_modules
@@ -62,7 +62,6 @@ def export(
         check_base(run, lora.base)
         weights = MergedWeights(lora, reader, adapted_modules(config.model, lora))
     with filling(Path(folder)):
-        ensure_folder(Path(folder))
         if carried.is_dir():
             copy_carried(carried, folder)
         elif tokenizer is not None:
