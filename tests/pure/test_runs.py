@@ -271,6 +271,21 @@ def test_a_folder_is_made_once_and_its_configuration_kept_when_it_changes(tmp_pa
     assert (folder / names.earlier_config(7)).read_text() == "a = 1\n"
 
 
+@pytest.mark.parametrize("name", sorted(names.WRITTEN - {names.CONFIG}))
+def test_a_run_writes_over_nothing(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("somebody's own")
+    with pytest.raises(UsageError, match=f"has {name}, which a run would write over: move it away, or name another"):
+        new_run(TRAIN, "", tmp_path)
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["somebody's own"]
+
+
+def test_a_run_may_lie_beside_other_files_and_begin_where_one_was_killed(tmp_path: Path) -> None:
+    (tmp_path / "slurm-7.out").write_text("a log")
+    write_object(tmp_path / names.ABOUT, {"schema": names.SCHEMA, "kind": "train"})  # killed before it had config.toml
+    new_run(TRAIN, "a = 1\n", tmp_path)
+    assert (tmp_path / "slurm-7.out").read_text() == "a log"
+
+
 def test_every_command_that_made_a_run_is_kept(tmp_path: Path) -> None:
     write_environment(tmp_path, "first")
     write_environment(tmp_path, "second")

@@ -32,6 +32,7 @@ from tilemesh.runs.names import (
     RUNS,
     SCHEMA,
     SUMMARY,
+    WRITTEN,
     earlier_config,
 )
 
@@ -68,7 +69,8 @@ def first_weights(folder: str | Path) -> str | None:
 
 
 def make_folder(path: str | Path | None, name: str = "run") -> Path:
-    """The folder named, made if it is not there and refused if it has a run; without a name, the next one under runs/.
+    """The folder named, made if it is not there, refused if it has a run or files that one would write over; without a
+    name, the next one under runs/.
 
     Called before a folder is locked and under its lock: where there is a run, not even its stale lock is touched.
     """
@@ -80,6 +82,13 @@ def make_folder(path: str | Path | None, name: str = "run") -> Path:
         raise RunError(f"run folder {path}: {error.strerror}") from None
     if (Path(path) / CONFIG).exists():
         raise UsageError(f"{path} has a run already: resume that one, or name another folder")
+    others = WRITTEN & set(names_in(Path(path)))
+    if read_small(path, ABOUT).get("schema") == SCHEMA:  # of a run that was killed before it had a configuration
+        others -= {ABOUT}
+    if others:
+        raise UsageError(
+            f"{path} has {min(others)}, which a run would write over: move it away, or name another folder"
+        )
     return Path(path)
 
 

@@ -41,6 +41,12 @@ BASE = "base.json"
 CARRIED = "huggingface"
 """What lay beside the weights that a run began with: `export` writes it again."""
 
+WRITTEN = frozenset({
+    ABOUT, CONFIG, ENVIRONMENT, PREDICTED, CHOICES, METRICS, SUMMARY, ROWS, SAMPLE, TRACE, TRACE_PARTS, CHECKPOINTS,
+    PAGE, SERVER_RECORDS, BASE, CARRIED,
+})  # fmt: skip
+"""Everything in a run's folder but its lock, and what has a number in its name."""
+
 RUNS = "runs"
 """Where runs go that were given no folder."""
 DAMAGED = "damaged-"
