@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from tilemesh.core.packages import names_on_use
 
 if TYPE_CHECKING:
     from tilemesh.comm.connection import connect, run_threads
@@ -15,20 +16,12 @@ if TYPE_CHECKING:
     from tilemesh.comm.runtime.engine import Handle
 
 _WHERE = {
-    "Communicator": "tilemesh.comm.runtime.communicator",
-    "Handle": "tilemesh.comm.runtime.engine",
-    "connect": "tilemesh.comm.connection",
-    "mapreduce": "tilemesh.comm.map_reduce",
-    "run_threads": "tilemesh.comm.connection",
+    "Communicator": "runtime.communicator",
+    "Handle": "runtime.engine",
+    "connect": "connection",
+    "mapreduce": "map_reduce",
+    "run_threads": "connection",
 }
 
+__getattr__ = names_on_use(__name__, _WHERE)
 __all__ = ["Communicator", "Handle", "connect", "mapreduce", "run_threads"]
-
-
-def __getattr__(name: str) -> Any:
-    if name in _WHERE:
-        # Stored, so that the next use finds it without coming here.
-        value = getattr(importlib.import_module(_WHERE[name]), name)
-        globals()[name] = value
-        return value
-    raise AttributeError(f"module 'tilemesh.comm' has no attribute '{name}'")

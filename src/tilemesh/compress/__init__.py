@@ -6,10 +6,9 @@ that a student learns from a teacher by; `read_recipe("int4-g128")` or of a TOML
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from tilemesh.core.packages import offer_functions
+from tilemesh.core.packages import names_on_use
 
 if TYPE_CHECKING:
     from tilemesh.compress.distill import distill
@@ -24,14 +23,5 @@ _WHERE = {
     "read_recipe": "recipe", "shrink": "shrink",
 }  # fmt: skip
 
+__getattr__ = names_on_use(__name__, _WHERE)
 __all__ = ["Recipe", "distill", "factorize", "prune", "quantize", "read_recipe", "shrink"]
-offer_functions(__name__, frozenset(__all__))
-
-
-def __getattr__(name: str) -> Any:
-    if name in _WHERE:
-        # Stored, so that the next use finds it without coming here.
-        value = getattr(importlib.import_module(f"tilemesh.compress.{_WHERE[name]}"), name)
-        globals()[name] = value
-        return value
-    raise AttributeError(f"module 'tilemesh.compress' has no attribute '{name}'")

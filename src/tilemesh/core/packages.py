@@ -1,5 +1,5 @@
-"""What packages offer: values to tilemesh by entry points, and functions of the same name as the module they are in,
-such as `tilemesh.compress.prune`.
+"""What packages offer: values to tilemesh by entry points, and names that load when they are first used, functions that
+are called like the module they are in among them, such as `tilemesh.compress.prune`.
 
 Python sets a module that was imported as an attribute of its package, over the function or in its place; whether
 `package.name` is one or the other would depend on what else was imported before.
@@ -7,10 +7,11 @@ Python sets a module that was imported as an attribute of its package, over the 
 
 from __future__ import annotations
 
+import importlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from tilemesh.core.errors import UsageError
 
@@ -31,7 +32,29 @@ def entry_points_of(group: str, kind: type[T]) -> Iterator[T]:
         yield value
 
 
-def offer_functions(package: str, names: frozenset[str]) -> None:
+def names_on_use(package: str, where: Mapping[str, str]) -> Callable[[str], Any]:
+    """The `__getattr__` of a package whose names load when they are first used.
+
+    `where`: the module of each name, in the package or with its whole path; "MODULE:NAME" where it is called otherwise
+    there. A function that is called like its module stays what the package has under that name.
+    """
+    functions = frozenset(name for name, home in where.items() if name == home)
+    if functions:
+        _keep_functions(package, functions)
+
+    def load(name: str) -> Any:
+        if name not in where:
+            raise AttributeError(f"module '{package}' has no attribute '{name}'")
+        module, _, own = where[name].partition(":")
+        path = module if module.startswith("tilemesh.") else f"{package}.{module}"
+        value = getattr(importlib.import_module(path), own or name)
+        setattr(sys.modules[package], name, value)  # so that the next use does not come here
+        return value
+
+    return load
+
+
+def _keep_functions(package: str, names: frozenset[str]) -> None:
     """From now on modules of these names do not become attributes of the package; `from package.name import …` works
     as before."""
 

@@ -5,9 +5,7 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import Any
-
+from tilemesh.core.packages import names_on_use
 from tilemesh.graph.ir import Graph, Node, make
 
 _LAZY = {
@@ -21,10 +19,5 @@ _LAZY = {
     "trace": "tracing",
 }
 
+__getattr__ = names_on_use(__name__, _LAZY)
 __all__ = ["Graph", "Node", "make", *_LAZY]
-
-
-def __getattr__(name: str) -> Any:
-    if name in _LAZY:
-        return getattr(importlib.import_module(f"tilemesh.graph.{_LAZY[name]}"), name)
-    raise AttributeError(f"module 'tilemesh.graph' has no attribute '{name}'")

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from tilemesh.core.packages import names_on_use
 
 if TYPE_CHECKING:
     from tilemesh.launch.calls import RankError, Ranks, call
     from tilemesh.launch.serve import this_rank
 
+_WHERE = {"RankError": "calls", "Ranks": "calls", "call": "calls", "this_rank": "serve"}
+__getattr__ = names_on_use(__name__, _WHERE)
 __all__ = ["RankError", "Ranks", "call", "this_rank"]
-
-
-def __getattr__(name: str) -> Any:
-    if name in __all__:
-        module = "serve" if name == "this_rank" else "calls"
-        return getattr(importlib.import_module(f"tilemesh.launch.{module}"), name)
-    raise AttributeError(f"module 'tilemesh.launch' has no attribute '{name}'")

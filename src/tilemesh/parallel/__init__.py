@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from tilemesh.core.packages import names_on_use
 
 if TYPE_CHECKING:
     from tilemesh.core.shard import Shard
@@ -13,25 +14,17 @@ if TYPE_CHECKING:
     from tilemesh.parallel.shard import ColumnSplit, Region, RowSplit, VocabularySplit, split_data
 
 _WHERE = {
-    "Axis": "tilemesh.parallel.mesh",
-    "ColumnSplit": "tilemesh.parallel.shard",
-    "Laid": "tilemesh.parallel.laid",
-    "Mesh": "tilemesh.parallel.mesh",
-    "Region": "tilemesh.parallel.shard",
-    "RowSplit": "tilemesh.parallel.shard",
+    "Axis": "mesh",
+    "ColumnSplit": "shard",
+    "Laid": "laid",
+    "Mesh": "mesh",
+    "Region": "shard",
+    "RowSplit": "shard",
     "Shard": "tilemesh.core.shard",
-    "VocabularySplit": "tilemesh.parallel.shard",
-    "lay": "tilemesh.parallel.apply",
-    "split_data": "tilemesh.parallel.shard",
+    "VocabularySplit": "shard",
+    "lay": "apply",
+    "split_data": "shard",
 }
 
+__getattr__ = names_on_use(__name__, _WHERE)
 __all__ = ["Axis", "ColumnSplit", "Laid", "Mesh", "Region", "RowSplit", "Shard", "VocabularySplit", "lay", "split_data"]
-
-
-def __getattr__(name: str) -> Any:
-    if name in _WHERE:
-        # Stored, so that the next use finds it without coming here.
-        value = getattr(importlib.import_module(_WHERE[name]), name)
-        globals()[name] = value
-        return value
-    raise AttributeError(f"module 'tilemesh.parallel' has no attribute '{name}'")

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import Any
+from tilemesh.core.packages import names_on_use
 
 _WHERE = {
     "search": "choose",
@@ -14,13 +13,8 @@ _WHERE = {
     "predict": "step",
 }
 
+__getattr__ = names_on_use(__name__, _WHERE)
 __all__ = ["Estimator", "Pins", "Prediction", "SearchResult", "predict", "search"]
-
-
-def __getattr__(name: str) -> Any:
-    if name in _WHERE:
-        return getattr(importlib.import_module(f"tilemesh.plan.{_WHERE[name]}"), name)
-    raise AttributeError(f"module 'tilemesh.plan' has no attribute '{name}'")
 
 
 def __dir__() -> list[str]:

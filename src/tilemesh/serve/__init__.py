@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from tilemesh.core.packages import names_on_use
 
 if TYPE_CHECKING:
     from tilemesh.serve.answers import Answer, Completion
@@ -17,22 +18,14 @@ if TYPE_CHECKING:
     from tilemesh.serve.write import generate
 
 _WHERE = {
-    "Answer": "tilemesh.serve.answers",
-    "Completion": "tilemesh.serve.answers",
-    "Engine": "tilemesh.serve.engine",
-    "EngineConfig": "tilemesh.serve.config",
-    "QueueFullError": "tilemesh.serve.scheduler",
-    "Sampling": "tilemesh.serve.request",
-    "generate": "tilemesh.serve.write",
+    "Answer": "answers",
+    "Completion": "answers",
+    "Engine": "engine",
+    "EngineConfig": "config",
+    "QueueFullError": "scheduler",
+    "Sampling": "request",
+    "generate": "write",
 }
 
+__getattr__ = names_on_use(__name__, _WHERE)
 __all__ = ["Answer", "Completion", "Engine", "EngineConfig", "QueueFullError", "Sampling", "generate"]
-
-
-def __getattr__(name: str) -> Any:
-    if name in _WHERE:
-        # Stored, so that the next use finds it without coming here.
-        value = getattr(importlib.import_module(_WHERE[name]), name)
-        globals()[name] = value
-        return value
-    raise AttributeError(f"module 'tilemesh.serve' has no attribute '{name}'")

@@ -6,10 +6,9 @@ and settings; `fit(config, on_event=Shown())` prints what happens meanwhile.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from tilemesh.core.packages import offer_functions
+from tilemesh.core.packages import names_on_use
 
 if TYPE_CHECKING:
     from tilemesh.train.config import TrainConfig
@@ -20,17 +19,12 @@ if TYPE_CHECKING:
     from tilemesh.train.result import RanksFailedError, Result, WeightsLostError
 
 _WHERE = {
-    "RanksFailedError": ("tilemesh.train.result", "RanksFailedError"),
-    "WeightsLostError": ("tilemesh.train.result", "WeightsLostError"),
-    "Result": ("tilemesh.train.result", "Result"),
-    "Shown": ("tilemesh.train.progress", "Shown"),
-    "TrainConfig": ("tilemesh.train.config", "TrainConfig"),
-    "fit": ("tilemesh.train.job", "fit"),
-    "Preview": ("tilemesh.train.preview", "Preview"),
-    "preview": ("tilemesh.train.preview", "preview"),
-    "load_config": ("tilemesh.train.load", "load"),
-}
+    "Preview": "preview", "RanksFailedError": "result", "Result": "result", "Shown": "progress",
+    "TrainConfig": "config", "WeightsLostError": "result", "fit": "job", "load_config": "load:load",
+    "preview": "preview",
+}  # fmt: skip
 
+__getattr__ = names_on_use(__name__, _WHERE)
 __all__ = [
     "Preview",
     "RanksFailedError",
@@ -42,14 +36,3 @@ __all__ = [
     "load_config",
     "preview",
 ]
-offer_functions(__name__, frozenset({"preview"}))
-
-
-def __getattr__(name: str) -> Any:
-    if name in _WHERE:
-        module, attribute = _WHERE[name]
-        # Stored, so that the next use finds it without coming here.
-        value = getattr(importlib.import_module(module), attribute)
-        globals()[name] = value
-        return value
-    raise AttributeError(f"module 'tilemesh.train' has no attribute '{name}'")
