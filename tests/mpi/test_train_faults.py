@@ -27,10 +27,11 @@ from tilemesh.runs.kind import TRAIN
 from tilemesh.runs.manifest import WRITING, Manifest, checkpoints
 from tilemesh.runs.metrics import latest
 from tilemesh.runs.names import CHECKPOINTS, CONFIG
+from tilemesh.train.check import JobRequest
 from tilemesh.train.config import TrainConfig
+from tilemesh.train.job import launch_ranks
 from tilemesh.train.load import load
 from tilemesh.train.rank import train_here
-from tilemesh.train.start import start
 
 # Bounds are for a machine that others use as well; alone on two cores each test takes a quarter of a minute.
 pytestmark = pytest.mark.timeout(400)
@@ -109,15 +110,14 @@ class Started:
         self.printed: list[str] = []
         self.outcome: Outcome | None = None
         self.folder = folder
-        settings = {"resume": False, "init": None, "transport": "auto", "restarts": 0, "stop_after": None} | options
 
         def main() -> None:
-            self.outcome = start(
-                folder,
+            self.outcome = launch_ranks(
                 config,
+                folder,
+                JobRequest(**options),
                 sink=lambda rank, stream, line: self.printed.append(line.decode(errors="replace")),
                 say=lambda text: self.said.append((time.monotonic(), text)),
-                **settings,
             )
 
         self.thread = threading.Thread(target=main)
@@ -255,7 +255,7 @@ def killed_and_gone_on(config: TrainConfig, folder: Path, onward: str, victim: i
     mesh, sets = ONWARD[onward]
     then = load(mesh=mesh, sets=[SMALL, EXACT, source, sets])
     (folder / CONFIG).write_text(then.to_toml())  # ranks read there what they are, as `fit` writes it
-    assert Started(then, folder, resume=True).wait(LONG_S).failure is None
+    assert Started(then, folder, resume=folder).wait(LONG_S).failure is None
 
 
 @pytest.mark.slow

@@ -4,7 +4,7 @@ Three questions. `check_values`: is every value of its type and in its range, an
 (`conflicts.py`, the mesh with the model)? It looks at nothing but the configuration. `check_machine`:
 does this machine have what it names (GPU, text, tokenizer)? `check_job`: does the rest of what `fit` was asked for
 agree with it? `load` and `fit` call them, so a command and a Python program are refused in the same words, before there
-is a run's folder or a rank. Sections that others use too (model, data, plan) check themselves where they are made.
+is a run's folder or a rank. Sections that others use too (model, data, plan) check themselves where they are config.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 from tilemesh.compress.config import check_teacher, training_recipe
 from tilemesh.compress.recipe import Recipe, check_blocks, chosen_schemes
-from tilemesh.core import config
+from tilemesh.core.config import check_fields, from_dict, to_dict
 from tilemesh.core.conflicts import refuse
 from tilemesh.core.context import membership
 from tilemesh.core.cores import available_cores
@@ -49,49 +49,49 @@ _CUT_BY_INPUTS = (".fc_o", ".fc_out")
 """Matrices of a layer of which a rank of tp has some inputs; of the others it has some outputs."""
 
 
-def check_types(made: TrainConfig) -> None:
+def check_types(config: TrainConfig) -> None:
     """Refuse what is no configuration, and values of other types than it says: a dataclass takes anything."""
-    if not isinstance(made, TrainConfig):
+    if not isinstance(config, TrainConfig):
         raise UsageError(
-            f"config is {shown(made)}: expected a TrainConfig, which tilemesh.train.load_config makes of a preset's "
+            f"config is {shown(config)}: expected a TrainConfig, which tilemesh.train.load_config makes of a preset's "
             "name or a TOML file"
         )
-    config.from_dict(TrainConfig, config.to_dict(made))
+    from_dict(TrainConfig, to_dict(config))
 
 
 class LayoutError(UsageError):
     """A mesh that does not divide the model or the batch: whoever knows what was typed adds what works instead."""
 
-    made: TrainConfig
+    config: TrainConfig
 
     @classmethod
-    def of(cls, made: TrainConfig, text: str) -> LayoutError:
+    def of(cls, config: TrainConfig, text: str) -> LayoutError:
         error = cls(text)
-        error.made = made
+        error.config = config
         return error
 
 
-def check_values(made: TrainConfig) -> None:
+def check_values(config: TrainConfig) -> None:
     """Refuse values that cannot be, alone or together. Pure: this machine is not looked at."""
-    config.check_fields(made)
-    refuse(OF_PLAN, made)
-    reason = why_not(made.model, made.plan)
+    check_fields(config)
+    refuse(OF_PLAN, config)
+    reason = why_not(config.model, config.plan)
     if reason:
-        raise LayoutError.of(made, f"plan.{reason}")
-    refuse(OF_CONFIG, made)
-    _check_decay_groups(made)
-    _check_lora(made)
-    _check_compress(made)
+        raise LayoutError.of(config, f"plan.{reason}")
+    refuse(OF_CONFIG, config)
+    _check_decay_groups(config)
+    _check_lora(config)
+    _check_compress(config)
 
 
-def _check_decay_groups(made: TrainConfig) -> None:
+def _check_decay_groups(config: TrainConfig) -> None:
     """Refuse a pattern that no parameter's name matches: its decay would silently apply to nothing."""
-    patterns = decay_patterns(made.optimizer)
+    patterns = decay_patterns(config.optimizer)
     if not patterns:
         return
-    names = parameter_names(made.model)
-    if made.lora.rank:  # nothing else is trained
-        names = [f"{module}.{part}" for module in adapted_modules(made.model, made.lora) for part in (A, B)]
+    names = parameter_names(config.model)
+    if config.lora.rank:  # nothing else is trained
+        names = [f"{module}.{part}" for module in adapted_modules(config.model, config.lora) for part in (A, B)]
     for pattern, _ in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
             few = ", ".join(dict.fromkeys([names[0], names[len(names) // 2], names[-1]]))
@@ -101,35 +101,36 @@ def _check_decay_groups(made: TrainConfig) -> None:
             )
 
 
-def _check_lora(made: TrainConfig) -> None:
-    if not made.lora.rank:
+def _check_lora(config: TrainConfig) -> None:
+    if not config.lora.rank:
         return
-    adapted_modules(made.model, made.lora)
-    if made.lora.base is None:
+    adapted_modules(config.model, config.lora)
+    if config.lora.base is None:
         raise UsageError(
-            f"lora.rank is {made.lora.rank} and there are no weights to add adapters to: name a Hugging Face folder: ",
+            f"lora.rank is {config.lora.rank} and there are no weights to add adapters to: name a Hugging Face ",
+            "folder: ",
             Argument("init"),
         )
 
 
-def _check_compress(made: TrainConfig) -> None:
+def _check_compress(config: TrainConfig) -> None:
     """Refuse a recipe that the model's matrices, or a rank's parts of them, do not allow, and a teacher of others."""
-    recipe = training_recipe(made.compress.recipe)
+    recipe = training_recipe(config.compress.recipe)
     if recipe is not None:
-        chosen_schemes(recipe, _matrices(made.model))
-        check_blocks(recipe, _matrices(made.model))
-        if made.plan.tp > 1:
-            _check_cut(recipe, _matrices(made.model), made.plan.tp)
-    if made.distill.teacher is None:
+        chosen_schemes(recipe, _matrices(config.model))
+        check_blocks(recipe, _matrices(config.model))
+        if config.plan.tp > 1:
+            _check_cut(recipe, _matrices(config.model), config.plan.tp)
+    if config.distill.teacher is None:
         return
-    if not (made.distill.teacher / "config.json").is_file():
+    if not (config.distill.teacher / "config.json").is_file():
         raise UsageError(
-            f"distill.teacher is {made.distill.teacher}: expected a Hugging Face folder; `tilemesh export` "
+            f"distill.teacher is {config.distill.teacher}: expected a Hugging Face folder; `tilemesh export` "
             "makes one of a run"
         )
-    teacher = read_config(made.distill.teacher)
-    check_teacher(made.model, teacher, made.distill)
-    reason = why_not_tp(teacher, made.plan.tp)
+    teacher = read_config(config.distill.teacher)
+    check_teacher(config.model, teacher, config.distill)
+    reason = why_not_tp(teacher, config.plan.tp)
     if reason:
         raise UsageError(f"the teacher is cut over tp as the student is, and {reason}; set another plan.tp")
 
@@ -137,12 +138,12 @@ def _check_compress(made: TrainConfig) -> None:
 def _check_cut(recipe: Recipe, shapes: dict[str, tuple[int, int]], tp: int) -> None:
     """Refuse what cannot be done in the parts of matrices that ranks hold, as they would."""
     cut = {name: (outputs, inputs // tp) for name, (outputs, inputs) in shapes.items() if name.endswith(_CUT_BY_INPUTS)}
-    whole = chosen_schemes(recipe, shapes)
+    schemes = chosen_schemes(recipe, shapes)
     for name, (_, inputs) in cut.items():
-        if name in whole and whole[name].granularity == "group" and inputs % whole[name].group:
+        if name in schemes and schemes[name].granularity == "group" and inputs % schemes[name].group:
             raise UsageError(
-                f"{name}: groups of {whole[name].group} do not divide the {inputs} inputs of a rank; round in smaller "
-                "groups or per channel, or set a smaller plan.tp"
+                f"{name}: groups of {schemes[name].group} do not divide the {inputs} inputs of a rank; round in "
+                "smaller groups or per channel, or set a smaller plan.tp"
             )
     try:
         check_blocks(recipe, cut)
@@ -157,83 +158,84 @@ def _matrices(model: ModelConfig) -> dict[str, tuple[int, int]]:
     return shapes if model.tied else {**shapes, "output": (model.vocabulary, model.width)}
 
 
-def check_machine(made: TrainConfig) -> None:
+def check_machine(config: TrainConfig) -> None:
     """Refuse what this machine has not: a GPU, the text, the tokenizer, place for so many ranks."""
-    if made.train.device == "cuda" and not usable_gpus():
+    if config.train.device == "cuda" and not usable_gpus():
         raise UsageError("train.device is cuda and this machine has no GPU: set train.device=cpu, or auto")
-    if made.train.graph and not usable_gpus():
+    if config.train.graph and not usable_gpus():
         raise UsageError("train.graph is true and this machine has no GPU: set train.graph=false, or leave it out")
     most = max(MOST_RANKS, RANKS_PER_CORE * available_cores())
-    if membership() is None and made.ranks > most:
+    if membership() is None and config.ranks > most:
         raise UsageError(
-            f"a plan of {made.ranks} ranks ({_axes_words(made)}) on a machine with {available_cores()} cores: at "
-            f"most {most} are started here; set {_fewer(made)} lower, or start them with mpiexec or srun"
+            f"a plan of {config.ranks} ranks ({_axes_words(config)}) on a machine with {available_cores()} cores: at "
+            f"most {most} are started here; set {_fewer(config)} lower, or start them with mpiexec or srun"
         )
-    fallback = made.checkpoint.fallback_dir
+    fallback = config.checkpoint.fallback_dir
     if fallback is not None and (fallback == Path() or (fallback.exists() and not fallback.is_dir())):
         raise UsageError(f"checkpoint.fallback_dir is '{fallback}': expected a folder, or a name for one")
-    check_loggers(made.log)
-    if made.lora.rank:
-        check_init(made.lora.base, made)
-    check_fits(made, this_machine().memory_bytes, usable_gpus(), lambda plan: _takes(made, plan))
-    check_source(made.data)
-    _check_length(made)
-    first, _ = made.data.parts[0]
-    if made.data.tokenizer is not None or (first.source != STDLIB and has_shards(source_path(first.source))):
+    check_loggers(config.log)
+    if config.lora.rank:
+        check_init(config.lora.base, config)
+    check_fits(config, this_machine().memory_bytes, usable_gpus(), lambda plan: _takes(config, plan))
+    check_source(config.data)
+    _check_length(config)
+    first, _ = config.data.parts[0]
+    if config.data.tokenizer is not None or (first.source != STDLIB and has_shards(source_path(first.source))):
         from tilemesh.data.corpus import check_vocabulary, tokenizer_of  # late: numpy, which bytes do not need
 
-        check_vocabulary(tokenizer_of(made.data), made.model.vocabulary)
-    elif made.model.vocabulary < _BYTES:
+        check_vocabulary(tokenizer_of(config.data), config.model.vocabulary)
+    elif config.model.vocabulary < _BYTES:
         raise UsageError(
-            f"model.vocabulary is {made.model.vocabulary} and text is read as bytes: set model.vocabulary={_BYTES}, or "
-            f"data.tokenizer, or a folder of {SHARD_SUFFIX} shards"
+            f"model.vocabulary is {config.model.vocabulary} and text is read as bytes: set model.vocabulary={_BYTES}, "
+            f"or data.tokenizer, or a folder of {SHARD_SUFFIX} shards"
         )
 
 
-def memory_advice(made: TrainConfig) -> str:
+def memory_advice(config: TrainConfig) -> str:
     """For a run that ran out of memory: how much it was predicted to need, and what would need less."""
-    return less_memory(made, this_machine().memory_bytes, usable_gpus(), lambda plan: _takes(made, plan))
+    return less_memory(config, this_machine().memory_bytes, usable_gpus(), lambda plan: _takes(config, plan))
 
 
-def _takes(made: TrainConfig, plan: ParallelPlan) -> bool:
+def _takes(config: TrainConfig, plan: ParallelPlan) -> bool:
     try:
-        check_values(dataclasses.replace(made, plan=plan))
+        check_values(dataclasses.replace(config, plan=plan))
     except UsageError:
         return False
     return True
 
 
-def _axes_words(made: TrainConfig) -> str:
-    servers = f" + {made.servers} server{'s' * (made.servers > 1)}" if made.servers else ""
-    return " x ".join(f"{name} {size}" for name, size in made.plan.axes.items()) + servers
+def _axes_words(config: TrainConfig) -> str:
+    servers = f" + {config.servers} server{'s' * (config.servers > 1)}" if config.servers else ""
+    return " x ".join(f"{name} {size}" for name, size in config.plan.axes.items()) + servers
 
 
-def _fewer(made: TrainConfig) -> str:
-    return "plan.dp and method.servers" if made.servers else "plan.dp and plan.tp"
+def _fewer(config: TrainConfig) -> str:
+    return "plan.dp and method.servers" if config.servers else "plan.dp and plan.tp"
 
 
 _READ_AT_ONCE = 1 << 18
 _PLENTY = 16  # sequences' worth of bytes that hold one whatever a tokenizer joins and a few documents hold out
 
 
-def _check_length(made: TrainConfig) -> None:
+def _check_length(config: TrainConfig) -> None:
     """Refuse a source that holds no sequence: what is small enough for that is read as the ranks will read it."""
-    setting = "data.mixture" if made.data.mixture else "data.source"
-    for part, _ in made.data.parts:
-        if part.source == STDLIB or not _may_be_short(part, made.context):
+    setting = "data.mixture" if config.data.mixture else "data.source"
+    for part, _ in config.data.parts:
+        if part.source == STDLIB or not _may_be_short(part, config.context):
             continue
         from tilemesh.data.corpus import open_corpus  # late: numpy, which plenty of bytes does not need
         from tilemesh.data.samples import Samples
 
         corpus = open_corpus(part)
-        if len(Samples(corpus.train, made.context, part.packing, corpus.tokenizer.end)):
+        if len(Samples(corpus.train, config.context, part.packing, corpus.tokenizer.end)):
             continue
         if part.packing == "none":
             raise UsageError(f"{setting} {part.source} has no document with a token in it: give one with text")
-        held = f", {corpus.held_out.length} are held out" if corpus.held_out.length else ""
+        held_out = f", {corpus.held_out.length} are held out" if corpus.held_out.length else ""
         raise UsageError(
             f"the text of {setting} {part.source} is shorter than one sequence ({corpus.train.length} tokens are "
-            f"left for training{held}, a sequence takes {made.context + 1}): set train.context lower, or give more text"
+            f"left for training{held_out}, a sequence takes {config.context + 1}): set train.context lower, or give "
+            "more text"
         )
 
 
@@ -252,7 +254,7 @@ def _may_be_short(part: DataConfig, context: int) -> bool:
 _BYTES = 256
 
 
-def check_init(init: str | Path | None, made: TrainConfig | None = None) -> None:
+def check_init(init: str | Path | None, config: TrainConfig | None = None) -> None:
     """Refuse a folder to begin from that holds no Hugging Face model, or another model than the configuration's."""
     if init is None:
         return
@@ -260,26 +262,27 @@ def check_init(init: str | Path | None, made: TrainConfig | None = None) -> None
         raise UsageError(
             Argument("init"), f" '{init}': no config.json there; expected a folder as `save_pretrained` writes it"
         )
-    different = [] if made is None else unlike(config.to_dict(read_config(init)), made.model)
+    different = [] if config is None else unlike(to_dict(read_config(init)), config.model)
     if different:
         raise UsageError(Argument("init"), f" '{init}' holds another model: {'; '.join(different)}")
 
 
-def check_resumed(before: TrainConfig, made: TrainConfig) -> None:
+def check_resumed(before: TrainConfig, config: TrainConfig) -> None:
     """Refuse to go on with a run as what its checkpoints are not: another model, or an optimiser's other memory."""
-    different = [f"model.{words}" for words in unlike(config.to_dict(before.model), made.model)]
-    if before.optimizer.name != made.optimizer.name:
-        different.append(f"optimizer.name is {before.optimizer.name} there and {made.optimizer.name} here")
+    different = [f"model.{words}" for words in unlike(to_dict(before.model), config.model)]
+    if before.optimizer.name != config.optimizer.name:
+        different.append(f"optimizer.name is {before.optimizer.name} there and {config.optimizer.name} here")
     for name in ("rank", "alpha", "targets"):
-        there, here = getattr(before.lora, name), getattr(made.lora, name)
-        if there != here and (before.lora.rank or made.lora.rank):
+        there, here = getattr(before.lora, name), getattr(config.lora, name)
+        if there != here and (before.lora.rank or config.lora.rank):
             different.append(f"lora.{name} is {there} there and {here} here")
     if different:
-        told = "; ".join(different)
-        raise UsageError(f"a run goes on with its own weights: {told}; leave that out, or begin a new run")
+        raise UsageError(
+            f"a run goes on with its own weights: {'; '.join(different)}; leave that out, or begin a new run"
+        )
 
 
-def _check_checkpoints(run: Path, made: TrainConfig) -> None:
+def _check_checkpoints(run: Path, config: TrainConfig) -> None:
     """Refuse a configuration that was edited into another model's, and a run without one manifest that can be read.
 
     Whether the tensors are what was written, the ranks find out, each its share.
@@ -288,7 +291,7 @@ def _check_checkpoints(run: Path, made: TrainConfig) -> None:
     for _, path in checkpoints(folder):
         try:
             manifest = Manifest.read(path)
-            check_written_model(manifest.written_by.get(MODEL), manifest.step, made.model, run / CONFIG)
+            check_written_model(manifest.written_by.get(MODEL), manifest.step, config.model, run / CONFIG)
             return
         except DamagedError:
             broken.append(path.name)
@@ -306,45 +309,54 @@ def nothing_whole(run: Path, broken: Sequence[str]) -> RunError:
     )
 
 
-def check_job(
-    made: TrainConfig,
-    *,
-    run: str | Path | None = None,
-    name: str = "run",
-    resume: str | Path | None = None,
-    init: str | Path | None = None,
-    transport: str = "auto",
-    restarts: int = 0,
-    stop_after: int | None = None,
-) -> None:
-    """Refuse what no rank could do anything with, before there is a folder or a rank. `made` is settled."""
+@dataclasses.dataclass(frozen=True)
+class JobRequest:
+    """What a run is to be besides its configuration: what `fit` and `preview` take by these names."""
+
+    run: str | Path | None = None
+    name: str = "run"
+    resume: str | Path | None = None
+    init: str | Path | None = None
+    transport: str = "auto"
+    restarts: int = 0
+    stop_after: int | None = None
+
+    @property
+    def steps_done(self) -> int:
+        """Of the run that is resumed, up to its newest checkpoint."""
+        return (folders.newest_checkpoint(self.resume) or 0) if self.resume is not None else 0
+
+
+def check_job(config: TrainConfig, request: JobRequest) -> None:
+    """Refuse what no rank could do anything with, before there is a folder or a rank. `config` is settled."""
+    run, resume, stop_after = request.run, request.resume, request.stop_after
     if resume is not None:
-        if run is not None or init is not None:
+        if run is not None or request.init is not None:
             raise UsageError(
                 Argument("resume"), " goes on in its own folder with its own weights: leave ", _RUN, " and ",
                 Argument("init"), " out",
             )  # fmt: skip
-        check_resumed(of_run(resume), made)
-        _check_checkpoints(Path(resume), made)
-        if made.lora.rank:
-            check_base(resume, made.lora.base)
+        check_resumed(of_run(resume), config)
+        _check_checkpoints(Path(resume), config)
+        if config.lora.rank:
+            check_base(resume, config.lora.base)
     if run is not None and not str(run):
         raise UsageError(_RUN, " is empty: expected a folder to write, or leave it out for a new one under runs/")
-    if not name or Path(name).name != name:
-        raise UsageError(f"name is {shown(name)}: expected a part of a folder's name, without /")
-    check_init(init, made)
-    _check_start(made, transport, restarts)
-    done = (folders.newest_checkpoint(resume) or 0) if resume is not None else 0
+    if not request.name or Path(request.name).name != request.name:
+        raise UsageError(f"name is {shown(request.name)}: expected a part of a folder's name, without /")
+    check_init(request.init, config)
+    _check_start(config, request.transport, request.restarts)
     if stop_after is not None:
-        _require_whole(_STOP_AFTER, stop_after)
-        if not done < stop_after <= made.train.steps:
-            raise UsageError(_STOP_AFTER, f" is {stop_after}: expected a step from {done + 1} to {made.train.steps}")
-    check_machine(made)
+        _require_int(_STOP_AFTER, stop_after)
+        if not request.steps_done < stop_after <= config.train.steps:
+            first, last = request.steps_done + 1, config.train.steps
+            raise UsageError(_STOP_AFTER, f" is {stop_after}: expected a step from {first} to {last}")
+    check_machine(config)
 
 
-def _check_start(made: TrainConfig, transport: str, restarts: int) -> None:
+def _check_start(config: TrainConfig, transport: str, restarts: int) -> None:
     member = membership()
-    _require_whole(Argument("restarts"), restarts)
+    _require_int(Argument("restarts"), restarts)
     if member is None:
         choose_transport(transport)
         check_restarts(restarts)
@@ -352,10 +364,10 @@ def _check_start(made: TrainConfig, transport: str, restarts: int) -> None:
         raise UsageError(
             Argument("restarts"), f" inside a job that {member.starter} started: ask {member.starter} to restart it"
         )
-    elif made.ranks != member.size:
-        raise UsageError(f"a mesh of {made.ranks} ranks in a job of {member.size}: make plan.dp and plan.tp agree")
+    elif config.ranks != member.size:
+        raise UsageError(f"a mesh of {config.ranks} ranks in a job of {member.size}: make plan.dp and plan.tp agree")
 
 
-def _require_whole(name: str, value: Any) -> None:
+def _require_int(name: str, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
         raise UsageError(name, f" is {shown(value)}: expected a whole number")

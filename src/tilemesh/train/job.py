@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tilemesh.core.context import membership
 from tilemesh.core.errors import RunError, UsageError
+from tilemesh.launch.job import Outcome, launch
+from tilemesh.launch.output import Sink
 from tilemesh.measure.busy import OtherWork
 from tilemesh.measure.machine import usable_gpus
 from tilemesh.measure.row import Row, write_rows
@@ -25,34 +27,33 @@ from tilemesh.runs.base import write_base
 from tilemesh.runs.journal import Journal
 from tilemesh.runs.kind import TRAIN
 from tilemesh.runs.lock import RunLock
-from tilemesh.runs.metrics import FAILED, STARTED, STOPPED, last_line, last_step
+from tilemesh.runs.metrics import FAILED, RESTART, STARTED, STOPPED, last_line, last_step
 from tilemesh.runs.names import CARRIED, PREDICTED, ROWS, SUMMARY
-from tilemesh.train.check import check_init, check_job
+from tilemesh.train.check import JobRequest, check_init, check_job
 from tilemesh.train.config import TrainConfig, of_run
 from tilemesh.train.events import Listener, ignore, sink_to
 from tilemesh.train.load import settled
 from tilemesh.train.predict import predict_run
 from tilemesh.train.result import RanksFailedError, Result, WeightsLostError
 from tilemesh.train.rows import rows
-from tilemesh.train.start import start
 
 if TYPE_CHECKING:
     from tilemesh.comm.runtime.communicator import Communicator
 
 
-@dataclasses.dataclass(frozen=True)
-class FitRequest:
-    """What `fit` was asked for, besides the configuration."""
+INTERRUPT_GRACE_S = 120.0  # after Ctrl-C: a step has to end and a checkpoint to be written
 
-    run: str | Path | None = None
-    name: str = "run"
-    resume: str | Path | None = None
-    init: str | Path | None = None
-    transport: str = "auto"
-    restarts: int = 0
-    stop_after: int | None = None
+
+@dataclasses.dataclass(frozen=True)
+class FitRequest(JobRequest):
+    """What `fit` was called with, besides the configuration."""
+
     command: str | None = None
     listener: Listener = ignore
+
+    def say(self, text: str) -> None:
+        """A line of the process that starts ranks."""
+        self.listener({"kind": "launcher", "text": text})
 
 
 def fit(
@@ -84,49 +85,41 @@ def fit(
             raise UsageError("fit needs a config, or a run to resume")
         config = of_run(resume)
     config = settled(config.with_base(init) if isinstance(config, TrainConfig) else config)
-    check_job(
-        config,
-        run=run,
-        name=name,
-        resume=resume,
-        init=init,
-        transport=transport,
-        restarts=restarts,
-        stop_after=stop_after,
-    )
+    request = FitRequest(run, name, resume, init, transport, restarts, stop_after, command, on_event or ignore)
+    check_job(config, request)
     if resume is not None and folders.newest_checkpoint(resume) is None:
-        check_init(init := folders.first_weights(resume))
-    asked = FitRequest(run, name, resume, init, transport, restarts, stop_after, command, on_event or ignore)
+        request = dataclasses.replace(request, init=folders.first_weights(resume))
+        check_init(request.init)
     if in_process is None:
         in_process = config.ranks == 1 and not restarts
     elif in_process and config.ranks > 1 and membership() is None:
         raise UsageError(f"in_process and a plan of {config.ranks} ranks: one process is one rank")
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as locks:
         is_rank = membership() is not None or in_process
-        result = _train_here(config, asked, held) if is_rank else _start_ranks(config, asked, held)
+        result = _train_here(config, request, locks) if is_rank else _start_ranks(config, request, locks)
     if result.saved_step != result.step:
         raise WeightsLostError(result)
     return result
 
 
-def _train_here(config: TrainConfig, asked: FitRequest, held: contextlib.ExitStack) -> Result:
+def _train_here(config: TrainConfig, request: FitRequest, locks: contextlib.ExitStack) -> Result:
     """As the rank that this process is, or as the only one."""
     from tilemesh.comm.connection import connect  # late: numpy, MPI and torch, which a process that waits does not need
-    from tilemesh.train.rank import told, train_here
+    from tilemesh.train.rank import print_line, train_here
 
-    comm = connect(asked.transport, timeout_s=config.train.timeout_s)
-    comm.watch.process.tell_waits(told)
-    folder = _agreed_folder(config, asked, held, comm)
+    comm = connect(request.transport, timeout_s=config.train.timeout_s)
+    comm.watch.process.tell_waits(print_line)
+    folder = _agreed_folder(config, request, locks, comm)
     others = OtherWork() if comm.size == 1 else None  # one rank of several does not know what is theirs
     try:
         result = train_here(
             config,
             folder,
             comm,
-            resume=asked.resume is not None,
-            init=asked.init,
-            stop_after=asked.stop_after,
-            emit=asked.listener if comm.rank == 0 else ignore,
+            resume=request.resume is not None,
+            init=request.init,
+            stop_after=request.stop_after,
+            emit=request.listener if comm.rank == 0 else ignore,
         )
     except Exception as error:
         # As the process that starts ranks does; a run that stopped itself has said why.
@@ -138,39 +131,26 @@ def _train_here(config: TrainConfig, asked: FitRequest, held: contextlib.ExitSta
     return dataclasses.replace(result, rows=_rows(folder)) if comm.rank == 0 else result
 
 
-def _agreed_folder(config: TrainConfig, asked: FitRequest, held: contextlib.ExitStack, comm: Communicator) -> Path:
+def _agreed_folder(config: TrainConfig, request: FitRequest, locks: contextlib.ExitStack, comm: Communicator) -> Path:
     """The folder that rank 0 has made, on every rank."""
     if comm.size == 1:
-        return _prepared(config, asked, held)
+        return _prepared(config, request, locks)
     from tilemesh.parallel.agree import tell
 
-    return Path(tell(comm, str(_prepared(config, asked, held).resolve()) if comm.rank == 0 else ""))
+    return Path(tell(comm, str(_prepared(config, request, locks).resolve()) if comm.rank == 0 else ""))
 
 
-def _start_ranks(config: TrainConfig, asked: FitRequest, held: contextlib.ExitStack) -> Result:
-    folder = _prepared(config, asked, held)
+def _start_ranks(config: TrainConfig, request: FitRequest, locks: contextlib.ExitStack) -> Result:
+    folder = _prepared(config, request, locks)
     ended: dict[str, Any] = {}
 
     def hear(event: Mapping[str, Any]) -> None:
         if event["kind"] == "end":
             ended.update(event)
-        asked.listener(event)
+        request.listener(event)
 
-    transport = asked.transport
-    if transport == "auto" and usable_gpus() and config.train.device != "cpu":
-        transport = "torch"  # GPUs exchange over NCCL
     others = OtherWork()
-    outcome = start(
-        folder,
-        config,
-        resume=asked.resume is not None,
-        init=asked.init,
-        transport=transport,
-        restarts=asked.restarts,
-        stop_after=asked.stop_after,
-        sink=sink_to(hear),
-        say=lambda text: asked.listener({"kind": "launcher", "text": text}),
-    )
+    outcome = launch_ranks(config, folder, request, sink_to(hear), request.say)
     _note(folder, others)
     sentence = outcome.sentence(config.ranks)
     # A rank that is interrupted before the loop ends well and has nothing to tell.
@@ -189,45 +169,80 @@ def _start_ranks(config: TrainConfig, asked: FitRequest, held: contextlib.ExitSt
     )
 
 
+def launch_ranks(
+    config: TrainConfig, folder: Path, request: JobRequest, sink: Sink, say: Callable[[str], None]
+) -> Outcome:
+    """Start the ranks of a run on this machine and wait for them.
+
+    Why ranks died is known here alone, so it is this process that writes it into the run's metrics.
+    """
+    command = ["-m", "tilemesh.train.rank", str(folder), "--resume", "yes" if request.resume is not None else "no"]
+    if request.init is not None:
+        command += ["--init", str(request.init)]
+    if request.stop_after is not None:
+        command += ["--stop-after", str(request.stop_after)]
+    transport = request.transport
+    if transport == "auto" and usable_gpus() and config.train.device != "cpu":
+        transport = "torch"  # GPUs exchange over NCCL
+
+    def note(kind: str, why: str) -> None:
+        Journal(folder, True, say).add(kind, last_step(folder), why=why)
+
+    outcome = launch(
+        command,
+        ranks=config.ranks,
+        transport=transport,
+        restarts=request.restarts,
+        sink=sink,
+        interrupt_grace_s=INTERRUPT_GRACE_S,
+        say=say,
+        again=lambda failure: note(RESTART, failure.sentence()),
+    )
+    # A run that stopped itself has said why.
+    if outcome.failure is not None and not outcome.interrupted and last_line(folder).get("kind") != STOPPED:
+        note(FAILED, outcome.failure.sentence())
+    return outcome
+
+
 # ---- what is written before and after --------------------------------------------------------------------------
 
 
-def _prepared(config: TrainConfig, asked: FitRequest, held: contextlib.ExitStack) -> Path:
+def _prepared(config: TrainConfig, request: FitRequest, locks: contextlib.ExitStack) -> Path:
     """The run's folder with what is known before it begins; one under `checkpoint.fallback_dir`, where that was named
-    and the run's own cannot be written into. Its lock is held until `held` ends: nobody else may train in it."""
+    and the run's own cannot be written into. Its lock is locks until `locks` ends: nobody else may train in it."""
     try:
-        own = folders.make_folder(asked.run, asked.name) if asked.resume is None else Path(asked.resume)
-        return _begin(own, config, asked, held)
+        own = folders.make_folder(request.run, request.name) if request.resume is None else Path(request.resume)
+        return _begin(own, config, request, locks)
     except (OSError, RunError) as error:
         base = config.checkpoint.fallback_dir
         if base is None:
             raise
-        if asked.resume is None:
-            second = folders.fresh_folder(base, Path(asked.run or asked.name).resolve().name)
+        if request.resume is None:
+            second = folders.fresh_folder(base, Path(request.run or request.name).resolve().name)
         else:
-            own = Path(asked.resume)
+            own = Path(request.resume)
             second = folders.copy_run(own, base, folders.newest_whole_checkpoint(own))
-        asked.listener({"kind": "launcher", "text": f"THE RUN IS IN {second}: {error}"})
-        return _begin(second, config, asked, held)
+        request.say(f"THE RUN IS IN {second}: {error}")
+        return _begin(second, config, request, locks)
 
 
-def _begin(folder: Path, config: TrainConfig, asked: FitRequest, held: contextlib.ExitStack) -> Path:
+def _begin(folder: Path, config: TrainConfig, request: FitRequest, locks: contextlib.ExitStack) -> Path:
     """Lock a run's folder and write what is known before it begins: configuration, prediction, environment."""
-    held.enter_context(RunLock(folder, lambda text: asked.listener({"kind": "launcher", "text": text})))
-    if asked.resume is None:
-        folders.new_run(TRAIN, config.to_toml(), folder, init=asked.init)
+    locks.enter_context(RunLock(folder, request.say))
+    if request.resume is None:
+        folders.new_run(TRAIN, config.to_toml(), folder, init=request.init)
     elif of_run(folder) != config:
         folders.change_config(folder, config.to_toml())
     if folders.newest_checkpoint(folder) is None:  # new, or ended before it had one
-        if asked.init is not None or config.lora.rank:
-            copy_carried(asked.init or config.lora.base or "", folder / CARRIED, with_config=True)
+        if request.init is not None or config.lora.rank:
+            copy_carried(request.init or config.lora.base or "", folder / CARRIED, with_config=True)
         if config.lora.rank and config.lora.base is not None:
             write_base(folder, config.lora.base)
     folders.write_prediction(folder, predict_run(config, usable_gpus()))
-    folders.write_environment(folder, asked.command)
-    if asked.resume is None:
+    folders.write_environment(folder, request.command)
+    if request.resume is None:
         Journal(folder).add(STARTED, 0)
-    asked.listener({"kind": "run", "folder": str(folder)})
+    request.listener({"kind": "run", "folder": str(folder)})
     return folder
 
 
@@ -240,7 +255,7 @@ def _note(folder: Path, others: OtherWork) -> None:
 def _rows(folder: Path) -> list[Row]:
     """Made of the summary and the prediction, and written beside them; none where there is no summary."""
     summary = folders.read_small(folder, SUMMARY)
-    made = rows(summary, folders.read_small(folder, PREDICTED)) if summary else []
+    measured = rows(summary, folders.read_small(folder, PREDICTED)) if summary else []
     with contextlib.suppress(RunError):  # the disk may be full; what is returned was measured all the same
-        write_rows(made, folder / ROWS)
-    return made
+        write_rows(measured, folder / ROWS)
+    return measured

@@ -171,7 +171,7 @@ def settled(made: TrainConfig) -> TrainConfig:
 
 def _with_advice(error: LayoutError, again: Callable[[str], object]) -> UsageError:
     """The error with the nearest layout that works; `again`: the same with more settings."""
-    made = error.made
+    made = error.config
     nearest = advice(made.model, made.plan, made.batch, lambda text: _is_accepted(lambda: again(text)))
     return UsageError(*error.args, nearest)
 

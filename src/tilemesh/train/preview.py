@@ -21,9 +21,8 @@ from tilemesh.measure.row import Row
 from tilemesh.model.adapter import adapter_parameters
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.work.weights import count_parameters, embedding_weights, head_weights, layer_weights
-from tilemesh.runs import folder as folders
 from tilemesh.runs.names import CHECKPOINTS, CONFIG, METRICS, PAGE, RUNS, SERVER_RECORDS, SUMMARY, TRACE
-from tilemesh.train.check import check_job
+from tilemesh.train.check import JobRequest, check_job
 from tilemesh.train.config import TrainConfig
 from tilemesh.train.load import settled
 from tilemesh.train.predict import predict_run
@@ -182,16 +181,8 @@ def preview(
 ) -> Preview:
     """What `fit` with the same arguments would do, or its refusal. Starts nothing and writes nothing."""
     config = settled(config)
-    check_job(
-        config,
-        run=run,
-        name=name,
-        resume=resume,
-        init=init,
-        transport=transport,
-        restarts=restarts,
-        stop_after=stop_after,
-    )
+    request = JobRequest(run, name, resume, init, transport, restarts, stop_after)
+    check_job(config, request)
     gpus = usable_gpus() if config.train.device != "cpu" else ()
     if resume is not None:
         folder = str(resume)
@@ -207,7 +198,7 @@ def preview(
         device=gpus[0] if gpus else "CPU",
         transport=how,
         folder=folder,
-        done=(folders.newest_checkpoint(resume) or 0) if resume is not None else 0,
+        done=request.steps_done,
         init="" if init is None else str(init),
         checkpoint_bytes=checkpoint_bytes(config),
         free_bytes=_free_bytes(Path(folder)),

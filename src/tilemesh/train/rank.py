@@ -7,6 +7,7 @@ from, loop, write a sample, say what it came to. The run's folder says what to d
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import math
 import os
@@ -83,6 +84,27 @@ from tilemesh.train.steps import Stepper
 from tilemesh.train.teach import from_teacher
 
 
+@dataclasses.dataclass(frozen=True)
+class RankTask:
+    """What a rank is to do, whichever it is. `stop_after`: stop after this step as if asked to, the schedule being that
+    of the whole run."""
+
+    config: TrainConfig
+    folder: Path
+    resume: bool = False
+    init: str | Path | None = None
+    stop_after: int | None = None
+    emit: Listener = ignore
+
+    @property
+    def last_step(self) -> int:
+        return min(self.config.train.steps, self.stop_after or self.config.train.steps)
+
+    def recorder(self, rank: int, at: Callable[[str], None]) -> Recorder:
+        parts = self.folder / TRACE_PARTS if self.config.train.trace_steps else None
+        return Recorder(Trace(parts, rank=rank, resume=self.resume), at)
+
+
 def main(argv: Sequence[str]) -> int:
     """A rank as the launcher starts it. `resume` also where the launcher starts it again after a fault."""
     folder, *rest = argv
@@ -91,7 +113,7 @@ def main(argv: Sequence[str]) -> int:
     keep_freed_memory()
     my_status().at("connecting")
     comm = connect(timeout_s=config.train.timeout_s)
-    comm.watch.process.tell_waits(told)
+    comm.watch.process.tell_waits(print_line)
     again = int(os.environ.get(ATTEMPT_VARIABLE, "0")) > 0
     train_here(
         config,
@@ -105,28 +127,17 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def told(text: str) -> None:
+def print_line(text: str) -> None:
     """A rank's word to whoever started it."""
     print(f"tilemesh: {text}", file=sys.stderr, flush=True)
 
 
-def train_here(
-    config: TrainConfig,
-    folder: Path,
-    comm: Communicator,
-    *,
-    resume: bool = False,
-    init: str | Path | None = None,
-    stop_after: int | None = None,
-    emit: Listener = ignore,
-) -> Result:
-    """Train as one rank of `comm` and return when the run is done, or stopped with a checkpoint.
-
-    `stop_after`: stop after this step as if asked to, the schedule being that of the whole run.
-    """
+def train_here(config: TrainConfig, folder: Path, comm: Communicator, **options: Any) -> Result:
+    """Train as one rank of `comm` and return when the run is done, or stopped with a checkpoint. `options`: those of
+    `RankTask`."""
     train = _train_served if config.train.method == "server" else _train_on
     try:
-        return train(config, folder, comm, resume, init, stop_after, emit)
+        return train(RankTask(config, folder, **options), comm)
     except Exception as error:
         exhausted = out_of_memory(error)
         if exhausted is None:
@@ -135,54 +146,37 @@ def train_here(
         raise RunError(f"{exhausted}; {memory_advice(config)}") from error
 
 
-def _train_served(
-    config: TrainConfig,
-    folder: Path,
-    everyone: Communicator,
-    resume: bool,
-    init: str | Path | None,
-    stop_after: int | None,
-    emit: Listener,
-) -> Result:
+def _train_served(task: RankTask, everyone: Communicator) -> Result:
     """As what this rank is among workers and servers."""
-    corpus, seat = open_corpus(config.data), Seat(config, everyone)
+    corpus, seat = open_corpus(task.config.data), Seat(task.config, everyone)
     # The first worker decides when a run stops; from when it may train on, a signal must end none of the others.
     interrupt = Interrupt(() if seat.number == 0 else _stop_signals())
-    agree(everyone, {**_flat(to_dict(config)), "data": corpus.fingerprint()})
+    _agree_on_run(task.config, corpus, everyone)
     comm = seat.replica()
     if seat.number == 0:  # which notes signals from when it has something to save
-        return _train_on(config, folder, comm, resume, init, stop_after, emit, seat)
+        return _train_on(task, comm, seat)
     with contextlib.closing(interrupt):
-        _help(seat, comm, corpus, folder, resume, stop_after, interrupt)
-    return Result(folder, 0, math.nan, None, False, saved_step=0, saved_in=folder)
+        _help(task, seat, comm, corpus, interrupt)
+    return Result(task.folder, 0, math.nan, None, False, saved_step=0, saved_in=task.folder)
 
 
-def _help(
-    seat: Seat,
-    comm: Communicator,
-    corpus: Corpus,
-    folder: Path,
-    resume: bool,
-    stop_after: int | None,
-    interrupt: Interrupt,
-) -> None:
+def _help(task: RankTask, seat: Seat, comm: Communicator, corpus: Corpus, interrupt: Interrupt) -> None:
     """As a server, or as a rank of a worker but the first."""
-    config, here = seat.config, torch.device("cpu")
+    config, here = task.config, torch.device("cpu")
     baseline = peak_bytes(here)
     if seat.number is None:
         laid = lay_model(as_server(config), Mesh(comm), here, False)
-        serve_shard(seat, laid.gradients.stepped, folder, interrupt, baseline)
+        serve_shard(seat, laid.gradients.stepped, task.folder, interrupt, baseline)
         return
-    parts = folder / TRACE_PARTS if config.train.trace_steps else None
-    recorder = Recorder(Trace(parts, rank=seat.everyone.rank, resume=resume), my_status().at)
+    recorder = task.recorder(seat.everyone.rank, my_status().at)
     mesh = Mesh(comm, **as_worker(config).plan.axes)
-    keep_collectives(mesh, Choices(earlier_choices(folder, resume, lambda text: None).get("collectives")))
+    earlier = earlier_choices(task.folder, task.resume, lambda text: None)
+    keep_collectives(mesh, Choices(earlier.get("collectives")))
     observe_mesh(mesh, recorder)
     laid = lay_model(as_worker(config), mesh, here, False)
     if config.lora.rank and config.lora.base is not None:
         load_stored(laid, config.lora.base)
-    last = min(config.train.steps, stop_after or config.train.steps)
-    optimizer = ServedOptimizer(seat, laid, last, recorder)
+    optimizer = ServedOptimizer(seat, laid, task.last_step, recorder)
     source = WorkerSource(config, corpus, seat.axis, here)
     work(seat, make_stepper(config, laid, optimizer, source, recorder), interrupt, baseline)
 
@@ -192,29 +186,29 @@ def _stop_signals() -> tuple[signal.Signals, ...]:
     return (signal.SIGINT,) if JOB_VARIABLE in os.environ else (signal.SIGINT, signal.SIGTERM)
 
 
-def _train_on(
-    config: TrainConfig,
-    folder: Path,
-    comm: Communicator,
-    resume: bool,
-    init: str | Path | None,
-    stop_after: int | None,
-    emit: Listener,
-    seat: Seat | None = None,
-) -> Result:
+def _agree_on_run(config: TrainConfig, corpus: Corpus, comm: Communicator) -> None:
+    """Refuse ranks that were given different configurations or texts."""
+    agree(comm, {**_flat(to_dict(config)), "data": corpus.fingerprint()})
+
+
+def _train_on(task: RankTask, comm: Communicator, seat: Seat | None = None) -> Result:
     """By the loop. `seat`: where this rank is of a worker beside servers, whose ranks `comm` then has."""
-    began = time.time()
+    began, config, folder = time.time(), task.config, task.folder
     laying = config if seat is None else as_worker(config)
     status = my_status()
 
     def say(text: str) -> None:
         if comm.rank:
-            told(text)
+            print_line(text)
             return
-        emit({"kind": "say", "text": text})
+        task.emit({"kind": "say", "text": text})
         # What is shouted is kept; a checkpoint that failed has a line of its own.
         if text.split(" ", 1)[0].isupper() and not text.startswith("CHECKPOINT"):
             journal.add(WARNING, recorder.step, text=text)
+
+    def at(text: str) -> None:
+        status.at(text)
+        comm.watch.process.stage = text
 
     status.at("step 0: reading the data")
     device = choose_device(laying, comm)
@@ -224,19 +218,12 @@ def _train_on(
     baseline = 0 if device.type == "cuda" else peak_bytes(device)
     corpus = open_corpus(config.data)
     check_vocabulary(corpus.tokenizer, config.model.vocabulary)
-    agree(comm, {**_flat(to_dict(config)), "data": corpus.fingerprint()})
+    _agree_on_run(config, corpus, comm)
     status.at("step 0: laying the model")
-    rank = comm.rank if seat is None else seat.everyone.rank
-    trace = Trace(folder / TRACE_PARTS if config.train.trace_steps else None, rank=rank, resume=resume)
-
-    def at(text: str) -> None:
-        status.at(text)
-        comm.watch.process.stage = text
-
-    recorder = Recorder(trace, at)
+    recorder = task.recorder(comm.rank if seat is None else seat.everyone.rank, at)
     journal = Journal(folder, comm.rank == 0, say)
     mesh = Mesh(comm, **laying.plan.axes)
-    earlier = earlier_choices(folder, resume, say if comm.rank == 0 else lambda text: None)
+    earlier = earlier_choices(folder, task.resume, say if comm.rank == 0 else lambda text: None)
     collectives = Choices(earlier.get("collectives"))
     keep_collectives(mesh, collectives)
     observe_mesh(mesh, recorder)
@@ -249,8 +236,7 @@ def _train_on(
         optimizer = make_optimizer(config, laid, config.optimizer_kernels_on(device.type))
         source = TextSource(config, corpus, mesh.dp, device)
     else:
-        last = min(config.train.steps, stop_after or config.train.steps)
-        optimizer = ServedOptimizer(seat, laid, last, recorder)
+        optimizer = ServedOptimizer(seat, laid, task.last_step, recorder)
         source = WorkerSource(config, corpus, seat.axis, device)
     writer = checkpoint.Writer(
         folder / CHECKPOINTS,
@@ -264,11 +250,11 @@ def _train_on(
     )
     stepper = make_stepper(config, laid, optimizer, source, recorder)
     loggers = Loggers(config.log, folder, to_dict(config), say, on=comm.rank == 0)
-    loop = Loop(config, stepper, writer, journal, folder, emit, earlier, collectives, loggers)
+    loop = Loop(config, stepper, writer, journal, folder, task.emit, earlier, collectives, loggers)
     if comm.rank == 0:
         checkpoint.sweep(folder / CHECKPOINTS)
     comm.barrier()
-    begin(loop, init, resume, say)
+    begin(loop, task.init, task.resume, say)
     if isinstance(optimizer, ServedOptimizer):
         optimizer.begin(loop.progress.step, starts=True)
     slow = warning(config.plan.precision, device)
@@ -276,27 +262,33 @@ def _train_on(
         say(_headline(config, mesh, corpus, device))
         for note in filter(None, (misnamed_words(config.data), slow)):
             say(note)
-    interrupt = Interrupt(_stop_signals(), stop_after, config.train.max_time_s)
+    _run_loop(loop, Interrupt(_stop_signals(), task.stop_after, config.train.max_time_s), say)
+    result = _finish(loop, corpus, baseline, began)
+    if isinstance(optimizer, ServedOptimizer):
+        optimizer.end()
+    stepper.close()
+    return result
+
+
+def _run_loop(loop: Loop, interrupt: Interrupt, say: Callable[[str], None]) -> None:
+    """Train, save the last weights, and write down why a run ended before its last step."""
     try:
         loop.run(interrupt)
         loop.saved = save_last(loop, interrupt)
     finally:
         interrupt.close()
-        trace.close()
-        loggers.close()
+        loop.recorder.trace.close()
+        if loop.loggers is not None:
+            loop.loggers.close()
+    step = loop.progress.step
     if loop.interrupted:
         why = "train.max_time_s is over" if interrupt.is_time_over and not interrupt.asked else "asked to stop"
-        journal.add(STOPPED, loop.progress.step, why=why)
+        loop.journal.add(STOPPED, step, why=why)
     if loop.ended_early:
         if loop.steps_done:  # a run that had ended before has said so
-            journal.add(STOPPED, loop.progress.step, why=loop.ended_early)
-        if comm.rank == 0:
-            say(f"step {loop.progress.step}: {loop.ended_early}; the run ends here")
-    result = _finish(loop, corpus, recorder, journal, baseline, began)
-    if isinstance(optimizer, ServedOptimizer):
-        optimizer.end()
-    stepper.close()
-    return result
+            loop.journal.add(STOPPED, step, why=loop.ended_early)
+        if loop.mesh.comm.rank == 0:
+            say(f"step {step}: {loop.ended_early}; the run ends here")
 
 
 def earlier_choices(folder: Path, resume: bool, say: Callable[[str], None]) -> dict[str, dict[str, str]]:
@@ -311,14 +303,14 @@ def earlier_choices(folder: Path, resume: bool, say: Callable[[str], None]) -> d
     except Unread as error:
         choices = {}
         say(f"DAMAGED CHOICES: {CHOICES} is {error}: algorithms are {afresh}")
-    made = {}
+    tables = {}
     for part in ("collectives", "matmul"):
         table = choices.get(part, {})
         is_sound = isinstance(table, dict) and all(isinstance(name, str) for name in table.values())
         if not is_sound:
             say(f"DAMAGED CHOICES: {CHOICES}: {part} is no table of names: they are {afresh}")
-        made[part] = table if is_sound else {}
-    return made
+        tables[part] = table if is_sound else {}
+    return tables
 
 
 def keep_collectives(mesh: Mesh, choices: Choices) -> None:
@@ -387,8 +379,9 @@ def method_gradients(config: TrainConfig) -> Way | None:
     if config.plan.is_asynchronous:
         return PipelinedGradients
     if method.compress != "none" and config.train.method == "synchronous":
-        made = Compression(method.compress, method.keep, method.rank, seed=config.train.seed, start=method.start)
-        return lambda parts: compressed_gradients(parts, made, config.plan)
+        seed, start = config.train.seed, method.start
+        compression = Compression(method.compress, method.keep, method.rank, seed=seed, start=start)
+        return lambda parts: compressed_gradients(parts, compression, config.plan)
     return None
 
 
@@ -402,16 +395,16 @@ def _respect_documents(laid: Laid) -> None:
 
 def make_optimizer(config: TrainConfig, laid: Laid, kernels: str) -> Optimizer:
     """Of a laid model: a collective call. `kernels`: who does AdamW's arithmetic, as `Optimizer` takes it."""
-    held, precision = laid.gradients.stepped, config.plan.precision
+    parameters, precision = laid.gradients.stepped, config.plan.precision
     matrices = MatrixGroup(laid.mesh, config.plan) if config.optimizer.name == "muon" else None
     # In 16 bits gradients must neither add up over microbatches nor over ranks: float32 holds what autocast's products
     # give as exactly as 16 bits do, but the sums would round.
     is_exact = precision == "bf16" and laid.gradients.is_late and config.plan.accumulation == 1
-    narrowed = product_parameters(laid.module) & held.keys() if is_exact else set()
+    narrowed = product_parameters(laid.module) & parameters.keys() if is_exact else set()
     if "optimizer" in config.plan.offloads:
-        optimizer: Optimizer = HostOptimizer(config.optimizer, held, precision, kernels, matrices)
+        optimizer: Optimizer = HostOptimizer(config.optimizer, parameters, precision, kernels, matrices)
     else:
-        optimizer = Optimizer(config.optimizer, held, precision, kernels, narrowed, matrices)
+        optimizer = Optimizer(config.optimizer, parameters, precision, kernels, narrowed, matrices)
     if isinstance(laid.gradients, LocalUpdates):
         laid.gradients.average(optimizer.stepped)
     return optimizer
@@ -420,13 +413,14 @@ def make_optimizer(config: TrainConfig, laid: Laid, kernels: str) -> Optimizer:
 # ---- the end ---------------------------------------------------------------------------------------------------
 
 
-def _finish(loop: Loop, corpus: Corpus, recorder: Recorder, journal: Journal, baseline: int, began: float) -> Result:
+def _finish(loop: Loop, corpus: Corpus, baseline: int, began: float) -> Result:
     comm, progress, config = loop.mesh.comm, loop.progress, loop.config
-    told = {} if loop.steps_done else read_small(loop.folder, SUMMARY)
+    recorder, journal = loop.recorder, loop.journal
+    before = {} if loop.steps_done else read_small(loop.folder, SUMMARY)
     # Where nothing was left to do, what the steps came to when they were done stays as it was told then.
-    stays = (told.get("step"), told.get("interrupted")) == (progress.step, loop.interrupted)
+    stays = (before.get("step"), before.get("interrupted")) == (progress.step, loop.interrupted)
     if stays:
-        progress.held_out = told.get("held_out")
+        progress.held_out = before.get("held_out")
         if comm.rank == 0:
             more = "it has ended early; to train on, set evaluate.patience"
             more = more if loop.ended_early else f"all {progress.step} steps are done; for more, set train.steps"
@@ -441,7 +435,7 @@ def _finish(loop: Loop, corpus: Corpus, recorder: Recorder, journal: Journal, ba
             loop.writer.say(f"no sample: {error}")
     recorder.at("summary")
     predicted = read_small(loop.folder, PREDICTED) if comm.rank == 0 else {}
-    figures = summary.gather(loop, recorder, baseline, began, limit_s=predicted.get("limit_s"))
+    figures = summary.gather(loop, baseline, began, limit_s=predicted.get("limit_s"))
     comm.barrier()
     if comm.rank == 0:
         if not stays:

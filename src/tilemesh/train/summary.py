@@ -17,7 +17,7 @@ from tilemesh.measure.sample import Sample
 from tilemesh.model.work.weights import count_parameters
 from tilemesh.train.explain import shares
 from tilemesh.train.memory import peak_bytes, storage_bytes
-from tilemesh.train.record import CONTROL, Recorder
+from tilemesh.train.record import CONTROL
 
 if TYPE_CHECKING:
     from tilemesh.train.loop import Loop
@@ -32,9 +32,7 @@ HOW = (
 )
 
 
-def gather(
-    loop: Loop, recorder: Recorder, baseline: int, began: float, *, limit_s: float | None = None
-) -> dict[str, Any]:
+def gather(loop: Loop, baseline: int, began: float, *, limit_s: float | None = None) -> dict[str, Any]:
     """The summary, on every rank (a collective call). `limit_s`: the step the machine allows, where that is known."""
     comm, config, timing = loop.mesh.comm, loop.config, loop.timing
     peak = peak_bytes(loop.device)
@@ -56,7 +54,7 @@ def gather(
     others, world = method.pop("others", []), config.ranks if config.train.method == "server" else comm.size
     by_operation = {
         f"{axis} {name}": transfers.step_seconds
-        for (axis, name), transfers in recorder.moved.items()
+        for (axis, name), transfers in loop.recorder.moved.items()
         if axis != CONTROL and transfers.step_seconds
     }
     cluster = f"{world}xlocal" if loop.device.type == "cpu" else f"{world}x{_gpu()}"

@@ -61,7 +61,7 @@ class TrainOptions:
 
     @property
     def job(self) -> dict[str, Any]:
-        """What `fit`, `preview` and `check_job` are told beside the configuration."""
+        """What `fit` and `preview` are told beside the configuration."""
         names = ("run", "resume", "init", "transport", "restarts", "stop_after")
         return {name: getattr(self, name) for name in names}
 
@@ -178,9 +178,9 @@ def _become_rank(options: TrainOptions, config: TrainConfig, member: Membership)
     """This process is the rank that it already is: it goes on as `run_rank`, watched like one that we started."""
     from tilemesh.launch.rank import run_command
     from tilemesh.measure.machine import stamp
-    from tilemesh.train.check import check_job
+    from tilemesh.train.check import JobRequest, check_job
 
-    check_job(config, **options.job)
+    check_job(config, JobRequest(**options.job))
     typed = f"{member.starter}, {member.size} ranks: {stamp()['command']}"
     text = json.dumps(dataclasses.asdict(dataclasses.replace(options, typed=typed)))
     run_command(["-m", "tilemesh.cli.train_rank", text], member)
