@@ -63,18 +63,9 @@ class HostOptimizer(Optimizer):
         self.kinds = {name: kinds for part in self.parts for name, kinds in part.kinds.items()}
         self.parameters = {name: mine.tensor for name, mine in held.items()}
         self.stepped = {name: part.stepped[name] for part in self.parts for name in part.stepped}
-
-    @property
-    def is_ours(self) -> bool:
-        return all(part.is_ours for part in self.parts)
-
-    @property
-    def divides_wide(self) -> bool:
-        return all(part.divides_wide for part in self.parts)
-
-    @property
-    def divides(self) -> bool:
-        return all(part.divides for part in self.parts)
+        self.mastered = frozenset(name for part in self.parts for name in part.mastered)
+        self.groups = [group for part in self.parts for group in part.groups]
+        self.is_ours = all(part.is_ours for part in self.parts)
 
     @property
     def is_capturable(self) -> bool:
@@ -105,8 +96,7 @@ class HostOptimizer(Optimizer):
 
     def tensors(self) -> Iterator[tuple[str, Shard, Tensor]]:
         self.link.settle()
-        for part in self.parts:
-            yield from part.tensors()
+        yield from super().tensors()
 
     def kept(self) -> Iterator[Tensor]:
         """What the device holds of the states between steps: nothing, where they move."""
@@ -115,8 +105,7 @@ class HostOptimizer(Optimizer):
 
     def on_host(self) -> Iterator[Tensor]:
         self.link.settle()
-        for part in self.parts:
-            yield from part.kept()
+        yield from super().kept()
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
         for part in self.parts:

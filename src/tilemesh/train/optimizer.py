@@ -104,13 +104,13 @@ class Optimizer:
 
         decay = {name: decay_of(config, name, self.shards[name].whole) for name in self.stepped}
         rule = {name: rule_of(config, name, self.shards[name].whole) for name in self.stepped}
-        self._groups: list[UpdateGroup] = []
-        self._kernels: KernelUpdate | None = None
+        self.is_ours = is_ours
+        """Whether tilemesh's kernels step the parameters."""
+        self.groups: list[UpdateGroup | KernelUpdate] = []
         if is_ours:
-            self._kernels = KernelUpdate(config, self.parameters, self.stepped, decay, kernels)
+            self.groups = [KernelUpdate(config, self.parameters, self.stepped, decay, kernels)]
         else:
-            self._groups = list(self._grouped(decay, rule, is_fused, matrices))
-        self._group_of = {name: group for group in self._groups for name in group.parameters}
+            self.groups = [*self._grouped(decay, rule, is_fused, matrices)]
 
     def _grouped(
         self, decay: Mapping[str, float], rule: Mapping[str, str], is_fused: bool, matrices: MatrixGroup | None
@@ -146,11 +146,6 @@ class Optimizer:
         """The run stops after this step, before its last one: what a checkpoint keeps is now to be what it stays."""
 
     @property
-    def is_ours(self) -> bool:
-        """Whether tilemesh's kernels step the parameters."""
-        return self._kernels is not None
-
-    @property
     def divides_wide(self) -> bool:
         """Whether `step` divides gradients on its way, 16-bit ones too in float32: else they are rounded once more."""
         return self.is_ours or bool(self.mastered)
@@ -158,16 +153,16 @@ class Optimizer:
     @property
     def divides(self) -> bool:
         """Whether `step` can divide gradients on its way: torch's fused kernels can, by what they call a scale."""
-        return self.divides_wide or self.is_capturable
+        return self.divides_wide or all(group.is_fused for group in self.groups)
 
     @property
     def is_capturable(self) -> bool:
         """Whether `move` can be captured as a CUDA graph: fused kernels read a rate that is on the device."""
-        return all(group.is_fused for group in self._groups)
+        return all(group.is_fused for group in self.groups)
 
     def capturing(self, now: bool) -> None:
         """What torch's AdamW wants to be told before `move` is captured, and after."""
-        for group in self._groups:
+        for group in self.groups:
             group.is_capturing = now
 
     def update(self, rate: float | Tensor, done: GradientStep) -> GradientStep:
@@ -183,14 +178,11 @@ class Optimizer:
     @torch.no_grad()
     def move(self, rate: float | Tensor, divisor: Tensor | None = None) -> None:
         """Move the parameters along their gradients, divided by `divisor` where one is given, at this rate."""
-        if self._kernels is not None:
-            self._kernels.step(rate, divisor)
-            return
-        if not self.mastered:
-            for group in self._groups:
+        if self.is_ours or not self.mastered:
+            for group in self.groups:
                 group.step(rate, divisor)
             return
-        for group in self._groups:
+        for group in self.groups:
             for name, master in group.parameters.items():
                 gradient = self.parameters[name].grad
                 assert gradient is not None
@@ -211,17 +203,16 @@ class Optimizer:
         for name, value in self.stepped.items():
             yield f"{WEIGHT}:{name}", self.shards[name], value.detach()
         if self.steps:
+            states = {name: state for group in self.groups for name, state in group.state.items()}
             for kind in sorted({kind for kinds in self.kinds.values() for kind in kinds}):
                 for name in self.stepped:
                     if kind in self.kinds[name]:
-                        yield f"{kind}:{name}", self.shards[name], self._state(name)[kind]
+                        yield f"{kind}:{name}", self.shards[name], states[name][kind]
 
     def kept(self) -> Iterator[Tensor]:
         """Every tensor that is the optimiser's alone: what it remembers, and float32 copies of 16-bit weights."""
         yield from (self.stepped[name] for name in self.parameters if name in self.mastered)
-        if self._kernels is not None:
-            yield from self._kernels.kept()
-        for group in self._groups:
+        for group in self.groups:
             for state in group.state.values():
                 yield from state.values()
 
@@ -246,18 +237,12 @@ class Optimizer:
             for kind, moment in states[name].items():
                 if moment.shape != value.shape:
                     raise RunError(f"{kind} of {name} has shape {tuple(moment.shape)}, expected {tuple(value.shape)}")
-        if self._kernels is not None:
-            self._kernels.put(steps, states)
-            return
-        for name, state in states.items():
-            group = self._group_of[name]
-            if group.rule == "adamw":
-                device = group.step_device(self.stepped[name])
-                state["step"] = torch.tensor(float(steps), dtype=torch.float32, device=device)
-            group.state[name] = state
+        for group in self.groups:
+            group.put(steps, states)
 
-    def _state(self, name: str) -> dict[str, Tensor]:
-        return self._group_of[name].state[name] if self._kernels is None else self._kernels.state(name)
+    def state_of(self, name: str) -> dict[str, Tensor]:
+        """What is remembered of a parameter, by kind; nothing before the first step."""
+        return next(group.state[name] for group in self.groups if name in group.parameters)
 
 
 class LossScale:

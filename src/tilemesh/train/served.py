@@ -107,7 +107,7 @@ def flat_states(optimizer: Optimizer, kinds: Mapping[str, Sequence[str]]) -> lis
     vectors = []
     for number in range(max((len(names) for names in kinds.values()), default=0) if optimizer.steps else 0):
         pieces = [
-            optimizer._state(name)[kinds[name][number]] if number < len(kinds[name]) else torch.zeros_like(value)
+            optimizer.state_of(name)[kinds[name][number]] if number < len(kinds[name]) else torch.zeros_like(value)
             for name, value in optimizer.stepped.items()
         ]
         vectors.append(torch.cat([piece.reshape(-1) for piece in pieces]))

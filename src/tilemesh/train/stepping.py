@@ -6,7 +6,7 @@ other.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from tilemesh.core.errors import RunError
 from tilemesh.kernels.adamw.reference import AdamW
 from tilemesh.model.kernels import TORCH
 from tilemesh.train.config import OptimizerConfig
+from tilemesh.train.rules import KINDS
 
 Parameters = Mapping[str, nn.Parameter]
 
@@ -31,65 +32,61 @@ class KernelUpdate:
     """By `tilemesh.kernels.AdamW`: one launch for all parameters of a combination of dtypes, which also divides.
 
     16-bit gradients are read as they are, and a 16-bit parameter is written beside its master. The number of steps is
-    on the device, so that a captured step counts by itself.
+    on the device, so that a captured step counts by itself. To an optimizer it is a group of parameters
+    (`update.UpdateGroup`) that has all of them.
     """
+
+    is_fused = True
+    is_capturing = False
 
     def __init__(
         self,
         config: OptimizerConfig,
-        parameters: Parameters,
+        weights: Parameters,
         stepped: Parameters,
         decays: Mapping[str, float],
         implementation: str,
     ) -> None:
-        self.config, self.parameters, self.stepped, self.decays = config, parameters, stepped, decays
+        self.config, self.weights, self.parameters, self.decays = config, weights, stepped, decays
         self.implementation = implementation
+        self.state: dict[str, dict[str, Tensor]] = {}
         self._kernel: AdamW | None = None
         self._count: Tensor | None = None
 
     def step(self, rate: float | Tensor, divisor: Tensor | None) -> None:
         """Move the parameters along their gradients, divided by `divisor`."""
         kernel, count = self._begun()
-        without = [name for name, parameter in self.parameters.items() if parameter.grad is None]
+        without = [name for name, weight in self.weights.items() if weight.grad is None]
         if without:
             raise RunError(f"{without[0]} has no gradient: train.kernels=torch steps the other parameters without it")
         count.add_(1)
-        gradients: Sequence[Tensor] = [parameter.grad for parameter in self.parameters.values()]  # type: ignore[misc]
+        gradients: Sequence[Tensor] = [weight.grad for weight in self.weights.values()]  # type: ignore[misc]
         kernel.step(gradients, rate=rate, step=count, divisor=1.0 if divisor is None else divisor)
-
-    def state(self, name: str) -> dict[str, Tensor]:
-        """What is remembered of a parameter, by kind."""
-        kernel, _ = self._begun()
-        at = list(self.stepped).index(name)
-        return {"exp_avg": kernel.exp_avgs[at], "exp_avg_sq": kernel.exp_avg_sqs[at]}
 
     def put(self, steps: int, states: Mapping[str, dict[str, Tensor]]) -> None:
         """Go on from there, after so many steps."""
         _, count = self._begun()
         count.fill_(steps)
-        for name, state in states.items():
-            for kind, held in self.state(name).items():
-                held.copy_(state[kind])
-
-    def kept(self) -> Iterator[Tensor]:
-        """Every tensor that is remembered."""
-        if self._kernel is not None:
-            yield from (*self._kernel.exp_avgs, *self._kernel.exp_avg_sqs)
+        for name, kinds in self.state.items():
+            for kind, moment in kinds.items():
+                moment.copy_(states[name][kind])
 
     def _begun(self) -> tuple[AdamW, Tensor]:
         """The averages and the count, made when they are first needed: as torch's functions do."""
         if self._kernel is None or self._count is None:
-            values, wide = list(self.parameters.values()), list(self.stepped.values())
-            masters = [None if value is master else master for value, master in zip(values, wide, strict=True)]
-            averages, squares = ([torch.zeros_like(value.detach()) for value in wide] for _ in range(2))
+            weights, wide = list(self.weights.values()), list(self.parameters.values())
+            masters = [None if weight is master else master for weight, master in zip(weights, wide, strict=True)]
+            self.state = {
+                name: {kind: torch.zeros_like(value.detach()) for kind in KINDS["adamw"]}
+                for name, value in self.parameters.items()
+            }
             self._kernel = AdamW(
-                values,
-                averages,
-                squares,
+                weights,
+                *([state[kind] for state in self.state.values()] for kind in KINDS["adamw"]),
                 masters=masters,
                 betas=self.config.betas,
                 eps=self.config.epsilon,
-                weight_decay=[self.decays[name] for name in self.stepped],
+                weight_decay=[self.decays[name] for name in self.parameters],
                 implementation=self.implementation,
             )
             self._count = torch.zeros((), dtype=torch.float64, device=wide[0].device)

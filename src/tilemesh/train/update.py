@@ -9,7 +9,7 @@ arguments, so a step gives the same bits.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -60,6 +60,14 @@ class UpdateGroup:
             assert divisor is None
             self._ours(stepped, gradients, rate)
 
+    def put(self, steps: int, states: Mapping[str, dict[str, Tensor]]) -> None:
+        """Go on from what is remembered of each parameter after so many steps."""
+        for name, value in self.parameters.items():
+            self.state[name] = dict(states[name])
+            if self.rule == "adamw":
+                count = torch.tensor(float(steps), dtype=torch.float32, device=self._step_device(value))
+                self.state[name]["step"] = count
+
     def _ours(self, stepped: dict[str, nn.Parameter], gradients: list[Tensor], rate: float | Tensor) -> None:
         (kind,) = KINDS[self.rule]
         for name, value in stepped.items():
@@ -79,7 +87,7 @@ class UpdateGroup:
         for name, value in stepped.items():
             if name not in self.state:
                 self.state[name] = {kind: torch.zeros_like(value) for kind in ("exp_avg", "exp_avg_sq")}
-                self.state[name]["step"] = torch.zeros((), dtype=torch.float32, device=self.step_device(value))
+                self.state[name]["step"] = torch.zeros((), dtype=torch.float32, device=self._step_device(value))
         state = [self.state[name] for name in stepped]
         beta1, beta2 = self.config.betas
         adamw(
@@ -101,7 +109,7 @@ class UpdateGroup:
             maximize=False,
         )
 
-    def step_device(self, value: Tensor) -> torch.device | None:
+    def _step_device(self, value: Tensor) -> torch.device | None:
         """Where AdamW's count of steps lies: beside the parameter where a fused function reads it, else on the host."""
         return value.device if self.is_fused or self.is_capturing else None
 
