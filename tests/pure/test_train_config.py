@@ -188,7 +188,7 @@ def test_a_file_and_settings(tmp_path: Path) -> None:
         ("plan.dp=8,plan.zero=1,plan.zero_group=3", "zero_group is 3 and plan.dp is 8: .*; set plan.zero_group=2"),
         ("plan.offload=optimiser", "did you mean 'optimizer'"),
         ("optimizer.name=adam", "did you mean 'adamw'"),
-        ("optimizer.clip=nan", "expected a whole number, 0 or more"),
+        ("optimizer.clip=nan", "expected 0 or more"),
         ("train.graph=true", "train.graph is true and plan.dp is 2: a graph is for one GPU alone"),
         ("train.graph=true,plan.dp=1,plan.tp=1,plan.precision=fp16", "plan.precision is fp16: a scaled loss decides"),
         ("train.graph=true,plan.dp=1,plan.tp=1,optimizer.fused=false", "a fused optimiser"),
