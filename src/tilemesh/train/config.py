@@ -271,7 +271,12 @@ class TrainConfig:
         """With the folder to begin from as what adapters are added to, where there are adapters."""
         if init is None or not self.lora.rank:
             return self
-        return dataclasses.replace(self, lora=dataclasses.replace(self.lora, base=Path(init).resolve()))
+        return self.changed(lora={"base": Path(init).resolve()})
+
+    def changed(self, **sections: Mapping[str, Any]) -> TrainConfig:
+        """With other values in some sections, as `config.changed(plan={"dp": 2})`."""
+        values = {name: dataclasses.replace(getattr(self, name), **changes) for name, changes in sections.items()}
+        return dataclasses.replace(self, **values)
 
     def to_toml(self) -> str:
         return config.dump_toml(self)

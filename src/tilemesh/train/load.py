@@ -8,16 +8,14 @@ mesh, the context), so that what is written down is what is done.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tilemesh.compress.config import CompressConfig
 from tilemesh.compress.recipe import read_recipe
-from tilemesh.core import config
+from tilemesh.core import config as core_config
 from tilemesh.core.errors import Argument, UsageError
 from tilemesh.core.plan import ParallelPlan
 from tilemesh.core.ranges import shown
@@ -30,6 +28,7 @@ from tilemesh.train.check import LayoutError, check_init, check_resumed, check_t
 from tilemesh.train.config import BATCH, DEFAULT_PRESET, PRESETS, TrainConfig, of_run
 
 _RANKS, _MESH = Argument("ranks"), Argument("mesh")
+_AXES = ("dp", "tp", "pp")
 _CHUNKS = "plan.chunk_layers"
 _BYTES = {"model": {"vocabulary": 256}}
 """Below a TOML file, which then need not say the vocabulary of text that is read as bytes."""
@@ -39,33 +38,38 @@ _BYTES = {"model": {"vocabulary": 256}}
 class _Start:
     """What a preset, a file or a run says before the mesh is looked at, and which keys were named, and where."""
 
-    made: TrainConfig
-    told: frozenset[str]
+    config: TrainConfig
+    set_keys: frozenset[str]
     """By settings."""
-    written: frozenset[str]
+    file_keys: frozenset[str]
     """By the file."""
     laid: ParallelPlan | None = None
     """Of a run or a plan's file, which has the batch cut already."""
 
     def says(self, key: str) -> bool:
-        return key in self.told or key in self.written
+        return key in self.set_keys or key in self.file_keys
 
     def says_of(self, section: str) -> bool:
         """Whether settings or the file name a key of a section."""
-        return any(key.startswith(f"{section}.") for key in self.told | self.written)
+        return any(key.startswith(f"{section}.") for key in self.set_keys | self.file_keys)
 
     @property
-    def told_axes(self) -> dict[str, int]:
+    def set_axes(self) -> dict[str, int]:
         """Sizes of the mesh that settings say: they go over all else."""
-        return {axis: getattr(self.made.plan, axis) for axis in ("dp", "tp", "pp") if f"plan.{axis}" in self.told}
+        return {axis: getattr(self.config.plan, axis) for axis in _AXES if f"plan.{axis}" in self.set_keys}
 
-    def plan(self, **changes: Any) -> _Start:
-        if changes.get("pp", self.made.plan.pp) != self.made.plan.pp and _CHUNKS not in self.told:
+    def laid_out(self, **changes: Any) -> _Start:
+        """With another mesh, and without what only made sense on the one before."""
+        plan = self.config.plan
+        tp, pp = changes.get("tp", plan.tp), changes.get("pp", plan.pp)
+        if pp != plan.pp and _CHUNKS not in self.set_keys:
             changes["chunk_layers"] = ()
-        made = _changed(self.made.plan, **changes)
-        if made.dp == 1 and "plan.zero" not in self.told:  # nobody is left to share with
-            made = dataclasses.replace(made, zero=0, zero_group=0)
-        return dataclasses.replace(self, made=dataclasses.replace(self.made, plan=made))
+        if pp == 1 and plan.pp > 1:
+            changes |= {"schedule": "1f1b", "interleave": 1, "slices": 1}
+        if changes.get("dp", plan.dp) == 1 and "plan.zero" not in self.set_keys:  # nobody is left to share with
+            changes |= {"zero": 0, "zero_group": 0}
+        changes["sequence_parallel"] = plan.sequence_parallel and tp > 1
+        return dataclasses.replace(self, config=self.config.changed(plan=changes))
 
 
 def load(
@@ -119,60 +123,59 @@ def _load(
 ) -> TrainConfig:
     _refuse_empty(name=name, mesh=mesh, plan=plan, init=init, resume=resume)
     sets = _with_listed(sets)
-    told = frozenset(key for key, _ in config.split_sets(sets))
+    set_keys = _keys(sets)
     saved = None if plan is None else _SavedPlan.read(plan)
     if saved is not None and mesh is not None:
         raise UsageError(_MESH, " and ", Argument("plan"), " both say how ranks are laid out: give one of them")
     axes = None if mesh is None else _axes(mesh)
-    over = _with_mesh(sets, axes, told) if saved is None else _without_plan(sets)
+    over = _with_mesh(sets, axes, set_keys) if saved is None else _without_plan(sets)
     if resume is not None:
         start = _resumed(resume, name, init, over)
     else:
         start = _named(name, over, init, saved is not None)
         if saved is not None and name is None and init is None and not start.says_of("model"):
             start = _of_plan(saved, over)
-    start = dataclasses.replace(start, told=told)
+    start = dataclasses.replace(start, set_keys=set_keys)
     if saved is not None:
         start = _planned(start, saved, sets, is_resumed=resume is not None)
     elif axes is not None:
-        start = start.plan(**axes | start.told_axes)
+        start = start.laid_out(**axes | start.set_axes)
     elif resume is None:
-        gpus = 0 if start.made.train.device == "cpu" else gpus
-        laid_out = any(key.startswith("plan.") for key in start.told) or any(
-            key in start.written for key in ("plan.dp", "plan.tp", "plan.pp")
+        gpus = 0 if start.config.train.device == "cpu" else gpus
+        has_mesh = any(key.startswith("plan.") for key in set_keys) or any(
+            f"plan.{axis}" in start.file_keys for axis in _AXES
         )
-        if ranks is not None or (gpus and not laid_out):
+        if ranks is not None or (gpus and not has_mesh):
             start = _spread(start, ranks if ranks is not None else gpus, gpus)
-    world = start.made.plan.world
+    world = start.config.plan.world
     if ranks is not None and ranks != world:
         whose = "the run" if resume is not None and mesh is None and plan is None else "the mesh"
-        shape = ",".join(f"{axis}={size}" for axis, size in start.made.plan.axes.items())
+        shape = ",".join(f"{axis}={size}" for axis, size in start.config.plan.axes.items())
         raise UsageError(
             _RANKS, f" is {ranks} and {whose} has {world} ({shape}): say with ", _MESH, " how they are laid out"
         )
     if recipe is not None:
         text = str(recipe) if not Path(recipe).is_file() else read_recipe(recipe).to_toml()
-        start = dataclasses.replace(start, made=dataclasses.replace(start.made, compress=CompressConfig(text)))
+        start = dataclasses.replace(start, config=start.config.changed(compress={"recipe": text}))
     is_moved = plan is not None or mesh is not None or ranks is not None or gpus > 0
-    made = _settled(_cut_as_said(start, is_moved))
+    config = _settled(_cut_as_said(start, is_moved))
     if resume is not None:
-        check_resumed(of_run(resume), made)
-    return made
+        check_resumed(of_run(resume), config)
+    return config
 
 
-def settled(made: TrainConfig) -> TrainConfig:
+def settled(config: TrainConfig) -> TrainConfig:
     """The same run with nothing left open: batch, context and the plan's microbatches agree, or it is refused."""
     try:
-        return _settled(made)
+        return _settled(config)
     except LayoutError as error:
-        again = functools.partial(config.load, TrainConfig, preset="run", presets={"run": made})
-        raise _with_advice(error, lambda text: _settled(again(sets=[text]))) from None
+        raise _with_advice(error, lambda text: _settled(_with_sets(config, [text]))) from None
 
 
 def _with_advice(error: LayoutError, again: Callable[[str], object]) -> UsageError:
     """The error with the nearest layout that works; `again`: the same with more settings."""
-    made = error.config
-    nearest = advice(made.model, made.plan, made.batch, lambda text: _is_accepted(lambda: again(text)))
+    config = error.config
+    nearest = advice(config.model, config.plan, config.batch, lambda text: _is_accepted(lambda: again(text)))
     return UsageError(*error.args, nearest)
 
 
@@ -184,12 +187,21 @@ def _is_accepted(attempt: Callable[[], object]) -> bool:
     return True
 
 
-def _settled(made: TrainConfig) -> TrainConfig:
-    check_types(made)
-    made = _cut(made, keep_accumulation=made.plan.accumulation > 1)
-    made = dataclasses.replace(made, train=dataclasses.replace(made.train, batch=made.batch, context=made.context))
-    check_values(made)
-    return made
+def _settled(config: TrainConfig) -> TrainConfig:
+    check_types(config)
+    config = _cut(config, keep_accumulation=config.plan.accumulation > 1)
+    config = config.changed(train={"batch": config.batch, "context": config.context})
+    check_values(config)
+    return config
+
+
+def _with_sets(config: TrainConfig, sets: Sequence[str]) -> TrainConfig:
+    """Settings over a configuration are checked and converted as those over a preset."""
+    return core_config.load(TrainConfig, preset="run", presets={"run": config}, sets=sets)
+
+
+def _keys(sets: Sequence[str]) -> frozenset[str]:
+    return frozenset(key for key, _ in core_config.split_sets(sets))
 
 
 # ---- where it begins -------------------------------------------------------------------------------------------
@@ -197,15 +209,15 @@ def _settled(made: TrainConfig) -> TrainConfig:
 
 def _named(name: str | None, sets: Sequence[str], init: str | Path | None, has_plan: bool = False) -> _Start:
     """A preset or a file, with settings over it."""
-    told = frozenset(key for key, _ in config.split_sets(sets))
-    written: frozenset[str] = frozenset()
+    set_keys = _keys(sets)
+    file_keys: frozenset[str] = frozenset()
     chosen = name or DEFAULT_PRESET
     if chosen.endswith(".toml"):
-        data = config.read_toml(chosen)
+        data = core_config.read_toml(chosen)
         sections = {section: keys for section, keys in data.items() if isinstance(keys, dict)}
-        written = frozenset(f"{section}.{key}" for section, keys in sections.items() for key in keys)
-        below = "bytes" if "data.tokenizer" not in told | written else None
-        made = config.load(TrainConfig, file=chosen, preset=below, presets={"bytes": _BYTES}, sets=sets)
+        file_keys = frozenset(f"{section}.{key}" for section, keys in sections.items() for key in keys)
+        below = "bytes" if "data.tokenizer" not in set_keys | file_keys else None
+        config = core_config.load(TrainConfig, file=chosen, preset=below, presets={"bytes": _BYTES}, sets=sets)
     else:
         if chosen in MODELS and chosen not in PRESETS:
             other = "for another model write a TOML file with a [model] section"
@@ -215,32 +227,32 @@ def _named(name: str | None, sets: Sequence[str], init: str | Path | None, has_p
                 f"training has no preset for the model '{chosen}', which only the planner knows: known are "
                 f"{', '.join(PRESETS)}; {other}"
             )
-        made = config.load(TrainConfig, preset=chosen, presets=PRESETS, sets=sets)
+        config = core_config.load(TrainConfig, preset=chosen, presets=PRESETS, sets=sets)
     check_init(init)
-    made = made.with_base(init)
-    if init is not None and name is None and not any(key.startswith("model.") for key in told):
-        made = _of_folder(made, Path(init), told)
-    return _Start(made, told, written)
+    config = config.with_base(init)
+    if init is not None and name is None and not any(key.startswith("model.") for key in set_keys):
+        config = _of_folder(config, Path(init), set_keys)
+    return _Start(config, set_keys, file_keys)
 
 
-def _with_mesh(sets: Sequence[str], axes: dict[str, int] | None, told: frozenset[str]) -> list[str]:
+def _with_mesh(sets: Sequence[str], axes: dict[str, int] | None, set_keys: frozenset[str]) -> list[str]:
     """Settings over the sizes of a mesh that some of them only make sense with; the rest of the mesh comes later, since
     what a file says for another mesh goes with that one."""
     if axes is None:
         return [*sets]
-    needed = {"tp": axes["tp"] > 1, "pp": _CHUNKS in told}
+    needed = {"tp": axes["tp"] > 1, "pp": _CHUNKS in set_keys}
     return [*(f"plan.{axis}={axes[axis]}" for axis, is_so in needed.items() if is_so), *sets]
 
 
 def _without_plan(sets: Sequence[str]) -> list[str]:
     """Settings without those that go over a saved plan and mean nothing before it is there."""
-    return [f"{key}={text}" for key, text in config.split_sets(sets) if not key.startswith("plan.")]
+    return [f"{key}={text}" for key, text in core_config.split_sets(sets) if not key.startswith("plan.")]
 
 
 def _with_listed(sets: Sequence[str]) -> list[str]:
     """Settings with the lists of passes that a .csv file has, where one is named as plan.schedule."""
-    made = []
-    for key, text in config.split_sets(sets):
+    settings = []
+    for key, text in core_config.split_sets(sets):
         if key == "plan.schedule" and text.endswith(".csv"):
             try:
                 text = Path(text).read_text(encoding="utf-8").strip()
@@ -252,8 +264,8 @@ def _with_listed(sets: Sequence[str]) -> list[str]:
                 listed(text)
             except UsageError as error:
                 raise UsageError(f"plan.schedule: {error}") from None
-        made.append(f"{key}={text}")
-    return made
+        settings.append(f"{key}={text}")
+    return settings
 
 
 def _resumed(resume: str | Path, name: str | None, init: str | Path | None, sets: Sequence[str]) -> _Start:
@@ -262,22 +274,20 @@ def _resumed(resume: str | Path, name: str | None, init: str | Path | None, sets
         if value is not None:
             raise UsageError(Argument("resume"), " goes on with a run as it is: leave ", argument, " out")
     before = of_run(resume)
-    # As a preset: settings over them are checked and converted as anywhere.
-    made = config.load(TrainConfig, preset="run", presets={"run": before}, sets=sets)
-    return _Start(made, frozenset(key for key, _ in config.split_sets(sets)), frozenset(), before.plan)
+    return _Start(_with_sets(before, sets), _keys(sets), frozenset(), before.plan)
 
 
-def _of_folder(made: TrainConfig, folder: Path, told: frozenset[str]) -> TrainConfig:
+def _of_folder(config: TrainConfig, folder: Path, set_keys: frozenset[str]) -> TrainConfig:
     """The run with the model of a Hugging Face folder, and its tokenizer where it has one and none was named."""
-    made = dataclasses.replace(made, model=read_config(folder))
+    config = dataclasses.replace(config, model=read_config(folder))
     tokenizer = folder / "tokenizer.json"
-    if tokenizer.is_file() and "data.tokenizer" not in told:
-        made = dataclasses.replace(made, data=dataclasses.replace(made.data, tokenizer=tokenizer))
-    return made
+    if tokenizer.is_file() and "data.tokenizer" not in set_keys:
+        config = config.changed(data={"tokenizer": tokenizer})
+    return config
 
 
-def _refuse_empty(**given: str | Path | None) -> None:
-    for argument, value in given.items():
+def _refuse_empty(**arguments: str | Path | None) -> None:
+    for argument, value in arguments.items():
         if value is not None and not str(value).strip():
             what = Argument(argument, "CONFIG" if argument == "name" else "")
             raise UsageError(what, " is empty: name one, or leave it out")
@@ -289,15 +299,15 @@ def _refuse_empty(**given: str | Path | None) -> None:
 def _axes(mesh: str) -> dict[str, int]:
     """Sizes of the axes in "dp=2,tp=2"; what is not named is 1."""
     axes: dict[str, int] = {}
-    for key, text in config.split_sets([mesh]):
-        if key not in ("dp", "tp", "pp") or not re.fullmatch(r"[0-9]{1,9}", text) or int(text) < 1:
+    for key, text in core_config.split_sets([mesh]):
+        if key not in _AXES or not re.fullmatch(r"[0-9]{1,9}", text) or int(text) < 1:
             raise UsageError(
                 _MESH, f" {shown(mesh)}: expected axes and sizes, such as dp=2,tp=2 (known are dp, tp, pp)"
             )
         if key in axes:
             raise UsageError(_MESH, f" {shown(mesh)}: {key} is there twice: say each axis once, such as dp=2,tp=2")
         axes[key] = int(text)
-    return {"dp": 1, "tp": 1, "pp": 1} | axes
+    return dict.fromkeys(_AXES, 1) | axes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -311,17 +321,17 @@ class _SavedPlan:
 
     @classmethod
     def read(cls, file: str | Path) -> _SavedPlan:
-        told_plan = config.read_toml(file, "plan")
-        if not told_plan:
+        keys = core_config.read_toml(file, "plan")
+        if not keys:
             raise UsageError(Argument("plan"), f" '{file}' is empty: expected a file of `tilemesh plan … --save`")
-        told, train = told_plan.pop("model", None), told_plan.pop("train", {})
-        if told is not None and not isinstance(told, dict):
-            raise UsageError(f"{file}: model is {shown(told)}: expected a section [model]")
-        model = None if told is None else config.from_dict(ModelConfig, told, f"{file}: model")
+        shape, train = keys.pop("model", None), keys.pop("train", {})
+        if shape is not None and not isinstance(shape, dict):
+            raise UsageError(f"{file}: model is {shown(shape)}: expected a section [model]")
+        model = None if shape is None else core_config.from_dict(ModelConfig, shape, f"{file}: model")
         context = train.get("context") if isinstance(train, dict) else None
         if train != {} and (not isinstance(context, int) or isinstance(context, bool) or len(train) > 1):
             raise UsageError(f"{file}: the section train of a plan holds the context alone, as a whole number")
-        return cls(str(file), config.from_dict(ParallelPlan, told_plan, str(file)), model, context)
+        return cls(str(file), core_config.from_dict(ParallelPlan, keys, str(file)), model, context)
 
 
 def _of_plan(saved: _SavedPlan, sets: Sequence[str]) -> _Start:
@@ -329,19 +339,19 @@ def _of_plan(saved: _SavedPlan, sets: Sequence[str]) -> _Start:
     start = _named(None, sets, None)
     if saved.model is None:
         return start
-    wanted = config.to_dict(saved.model)
+    wanted, model = core_config.to_dict(saved.model), saved.model
     for name in PRESETS:
         preset = _named(name, sets, None)
-        if not unlike(wanted, preset.made.model):
-            model = dataclasses.replace(saved.model, dropout=preset.made.model.dropout)
-            return dataclasses.replace(preset, made=dataclasses.replace(preset.made, model=model))
-    return dataclasses.replace(start, made=dataclasses.replace(start.made, model=saved.model))
+        if not unlike(wanted, preset.config.model):
+            start, model = preset, dataclasses.replace(model, dropout=preset.config.model.dropout)
+            break
+    return dataclasses.replace(start, config=dataclasses.replace(start.config, model=model))
 
 
 def _planned(start: _Start, saved: _SavedPlan, sets: Sequence[str], is_resumed: bool) -> _Start:
     """The layout of a plan's file, with settings over it."""
-    made = start.made
-    different = [] if saved.model is None else unlike(config.to_dict(saved.model), made.model)
+    config = start.config
+    different = [] if saved.model is None else unlike(core_config.to_dict(saved.model), config.model)
     if different:
         raise UsageError(
             Argument("plan"),
@@ -350,35 +360,28 @@ def _planned(start: _Start, saved: _SavedPlan, sets: Sequence[str], is_resumed: 
             Argument("name", "CONFIG"),
             " and model settings out to train the plan's model, or make a plan for this one",
         )
-    over = [f"{key}={text}" for key, text in config.split_sets(sets) if key.startswith("plan.")]
-    presets = {"plan": dataclasses.replace(made, plan=saved.plan)}
-    laid = config.load(TrainConfig, preset="plan", presets=presets, sets=over).plan
-    if not is_resumed and "train.batch" not in start.told:
-        made = dataclasses.replace(made, train=dataclasses.replace(made.train, batch=laid.batch))
+    over = [f"{key}={text}" for key, text in core_config.split_sets(sets) if key.startswith("plan.")]
+    plan = _with_sets(dataclasses.replace(config, plan=saved.plan), over).plan
+    changes = {}
+    if not is_resumed and "train.batch" not in start.set_keys:
+        changes["batch"] = plan.batch
     is_open = not is_resumed and not start.says("train.context")
-    if saved.context is not None and is_open and saved.context <= made.model.context:
-        made = dataclasses.replace(made, train=dataclasses.replace(made.train, context=saved.context))
-    return dataclasses.replace(start, made=dataclasses.replace(made, plan=laid), laid=saved.plan)
+    if saved.context is not None and is_open and saved.context <= config.model.context:
+        changes["context"] = saved.context
+    config = dataclasses.replace(config.changed(train=changes), plan=plan)
+    return dataclasses.replace(start, config=config, laid=saved.plan)
 
 
 def _spread(start: _Start, ranks: int, gpus: int) -> _Start:
     """So many ranks without a word on their mesh: one a GPU as replicas, else the plan's tp where it divides them."""
     if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
         raise UsageError(_RANKS, f" is {shown(ranks)}: expected at least 1")
-    plan = start.made.plan
-    tp = 1 if gpus and "plan.tp" not in start.told else math.gcd(plan.tp, ranks)
+    plan = start.config.plan
+    tp = 1 if gpus and "plan.tp" not in start.set_keys else math.gcd(plan.tp, ranks)
     changes: dict[str, Any] = {"tp": tp, "dp": ranks // tp, "pp": 1}
-    if gpus and "plan.precision" not in start.told:
+    if gpus and "plan.precision" not in start.set_keys:
         changes["precision"] = "bf16" if plan.precision == "fp32" else plan.precision
-    return start.plan(**changes)
-
-
-def _changed(plan: ParallelPlan, **changes: Any) -> ParallelPlan:
-    """A plan with other axes; sequence parallelism ends with tensor parallelism, and a schedule with the pipeline."""
-    tp, pp = changes.get("tp", plan.tp), changes.get("pp", plan.pp)
-    if pp == 1 and plan.pp > 1:
-        changes |= {"schedule": "1f1b", "interleave": 1, "slices": 1}
-    return dataclasses.replace(plan, **changes, sequence_parallel=plan.sequence_parallel and tp > 1)
+    return start.laid_out(**changes)
 
 
 # ---- the batch -------------------------------------------------------------------------------------------------
@@ -387,39 +390,38 @@ def _changed(plan: ParallelPlan, **changes: Any) -> ParallelPlan:
 def _cut_as_said(start: _Start, is_moved: bool) -> TrainConfig:
     """Cut the batch as the run or the plan's file has it, as the settings say, or as the file does if neither mesh nor
     batch were changed after it; else anew."""
-    made = start.made
-    if start.laid is not None and _cut_of(start.laid, start.laid.batch) == _cut_of(made.plan, made.batch):
-        return made
-    is_moved = is_moved or "train.batch" in start.told or "plan.dp" in start.told
-    keep_accumulation = "plan.accumulation" in start.told or (start.says("plan.accumulation") and not is_moved)
-    says_size = "plan.microbatch" in start.told or (start.says("plan.microbatch") and not is_moved)
-    if not made.train.batch:
-        return made
-    BATCH.check("train.batch", made.train.batch)
-    if start.written and not start.says("plan.microbatch"):
+    config, set_keys = start.config, start.set_keys
+    if start.laid is not None and _cut_of(start.laid, start.laid.batch) == _cut_of(config.plan, config.batch):
+        return config
+    is_moved = is_moved or "train.batch" in set_keys or "plan.dp" in set_keys
+    keep_accumulation = "plan.accumulation" in set_keys or (start.says("plan.accumulation") and not is_moved)
+    says_size = "plan.microbatch" in set_keys or (start.says("plan.microbatch") and not is_moved)
+    batch = config.train.batch
+    if not batch:
+        return config
+    BATCH.check("train.batch", batch)
+    if start.file_keys and not start.says("plan.microbatch"):
         # Nobody asked for small pieces: a replica takes its rows at once.
-        made = dataclasses.replace(made, plan=dataclasses.replace(made.plan, microbatch=made.train.batch))
-    rows = made.train.batch // made.plan.dp
+        config = config.changed(plan={"microbatch": batch})
+    plan = config.plan
+    rows = batch // plan.dp
     if keep_accumulation and not says_size:
-        if rows % made.plan.accumulation:
+        if rows % plan.accumulation:
             raise UsageError(
-                f"plan.accumulation is {made.plan.accumulation} and a replica has {rows} sequences in a step "
-                f"(train.batch {made.train.batch}, dp {made.plan.dp}): set a number that divides them"
+                f"plan.accumulation is {plan.accumulation} and a replica has {rows} sequences in a step "
+                f"(train.batch {batch}, dp {plan.dp}): set a number that divides them"
             )
-        size = max(1, rows // made.plan.accumulation)
-        made = dataclasses.replace(made, plan=dataclasses.replace(made.plan, microbatch=size))
-    elif "plan.microbatch" in start.told and not keep_accumulation and rows % made.plan.microbatch:
+        config = config.changed(plan={"microbatch": max(1, rows // plan.accumulation)})
+    elif "plan.microbatch" in set_keys and not keep_accumulation and rows % plan.microbatch:
         raise UsageError(
-            f"plan.microbatch is {made.plan.microbatch} and a replica has {rows} sequences in a step (train.batch "
-            f"{made.train.batch}, dp {made.plan.dp}): set a number that divides them, such as "
-            f"{_largest_divisor(max(1, rows), made.plan.microbatch)}"
+            f"plan.microbatch is {plan.microbatch} and a replica has {rows} sequences in a step (train.batch "
+            f"{batch}, dp {plan.dp}): set a number that divides them, such as "
+            f"{_largest_divisor(max(1, rows), plan.microbatch)}"
         )
-    elif made.plan.pp > 1 and not keep_accumulation and not says_size and rows:
-        size = _largest_divisor(rows, max(1, rows // _enough_microbatches(made.plan)))
-        made = dataclasses.replace(
-            made, plan=dataclasses.replace(made.plan, microbatch=size, accumulation=rows // size)
-        )
-    return _cut(made, keep_accumulation)
+    elif plan.pp > 1 and not keep_accumulation and not says_size and rows:
+        size = _largest_divisor(rows, max(1, rows // _enough_microbatches(plan)))
+        config = config.changed(plan={"microbatch": size, "accumulation": rows // size})
+    return _cut(config, keep_accumulation)
 
 
 def _cut_of(plan: ParallelPlan, batch: int) -> tuple[int | str, ...]:
@@ -427,17 +429,17 @@ def _cut_of(plan: ParallelPlan, batch: int) -> tuple[int | str, ...]:
     return batch, plan.dp, plan.pp, plan.schedule, plan.microbatch, plan.accumulation
 
 
-def _cut(made: TrainConfig, keep_accumulation: bool) -> TrainConfig:
+def _cut(config: TrainConfig, keep_accumulation: bool) -> TrainConfig:
     """The plan's microbatches such that they make up the batch; `keep_accumulation`: refuse to change their number."""
-    plan, batch = made.plan, made.batch
+    plan, batch = config.plan, config.batch
     BATCH.check("train.batch", batch, whole=True)
     if batch % plan.dp:
         raise LayoutError.of(
-            made, f"train.batch {batch} does not divide among dp={plan.dp} replicas: set a multiple of {plan.dp}"
+            config, f"train.batch {batch} does not divide among dp={plan.dp} replicas: set a multiple of {plan.dp}"
         )
     rows = batch // plan.dp
     if plan.microbatch * plan.accumulation == rows:
-        return made
+        return config
     if keep_accumulation:
         raise UsageError(
             f"plan.microbatch {plan.microbatch} x plan.accumulation {plan.accumulation} x plan.dp {plan.dp} is "
@@ -445,7 +447,7 @@ def _cut(made: TrainConfig, keep_accumulation: bool) -> TrainConfig:
         )
     # As large as the plan allows and the rows divide into: a mesh of other size then changes the cut alone.
     size = _largest_divisor(rows, plan.microbatch)
-    return dataclasses.replace(made, plan=dataclasses.replace(plan, microbatch=size, accumulation=rows // size))
+    return config.changed(plan={"microbatch": size, "accumulation": rows // size})
 
 
 def _enough_microbatches(plan: ParallelPlan) -> int:
