@@ -39,7 +39,7 @@ from tilemesh.runs.manifest import MODEL, DamagedError, Manifest, checkpoints
 from tilemesh.runs.names import CHECKPOINTS, CONFIG, DAMAGED
 from tilemesh.train.config import TrainConfig, of_run
 from tilemesh.train.conflicts import OF_CONFIG, OF_PLAN
-from tilemesh.train.fits import check_fits, less_memory
+from tilemesh.train.fits import MemoryFit
 from tilemesh.train.loggers import check_loggers
 from tilemesh.train.rules import decay_patterns
 
@@ -176,7 +176,7 @@ def check_machine(config: TrainConfig) -> None:
     check_loggers(config.log)
     if config.lora.rank:
         check_init(config.lora.base, config)
-    check_fits(config, this_machine().memory_bytes, usable_gpus(), lambda plan: _takes(config, plan))
+    _memory_fit(config).check()
     check_source(config.data)
     _check_length(config)
     first, _ = config.data.parts[0]
@@ -193,15 +193,18 @@ def check_machine(config: TrainConfig) -> None:
 
 def memory_advice(config: TrainConfig) -> str:
     """For a run that ran out of memory: how much it was predicted to need, and what would need less."""
-    return less_memory(config, this_machine().memory_bytes, usable_gpus(), lambda plan: _takes(config, plan))
+    return _memory_fit(config).advice()
 
 
-def _takes(config: TrainConfig, plan: ParallelPlan) -> bool:
-    try:
-        check_values(dataclasses.replace(config, plan=plan))
-    except UsageError:
-        return False
-    return True
+def _memory_fit(config: TrainConfig) -> MemoryFit:
+    def accepts(plan: ParallelPlan) -> bool:
+        try:
+            check_values(dataclasses.replace(config, plan=plan))
+        except UsageError:
+            return False
+        return True
+
+    return MemoryFit(config, this_machine().memory_bytes, usable_gpus(), accepts)
 
 
 def _axes_words(config: TrainConfig) -> str:
