@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tilemesh.core.advice import improvement, savings
+from tilemesh.core.advice import improvement, savings, step_shares
 from tilemesh.runs.manifest import (
     DamagedError,
     Manifest,
@@ -21,16 +20,18 @@ from tilemesh.runs.manifest import (
     digest,
 )
 from tilemesh.train.config import OptimizerConfig
-from tilemesh.train.explain import Shares, shares
 from tilemesh.train.schedule import rate
 
 
 @given(step=st.floats(1e-6, 1e3), parts=st.tuples(st.floats(0, 1e3), st.floats(0, 1e3), st.floats(0, 1e3)))
 def test_shares_are_fractions_of_a_whole(step: float, parts: tuple[float, float, float]) -> None:
-    found = shares(step, *parts)
-    values = (found.compute, found.exchange, found.data, found.idle)
+    values = step_shares(step, *parts).values()
     assert all(0 <= value <= 1 + 1e-9 for value in values)
     assert sum(values) == pytest.approx(1)
+
+
+def shares(*parts: float) -> dict[str, float]:
+    return dict(zip(("compute", "exchange", "data", "idle"), parts, strict=True))
 
 
 EXCHANGES = {"tp all_reduce": 2.0, "dp all_reduce": 1.0}
@@ -41,28 +42,28 @@ MOVED = {"tp": {"all_reduce": 2 << 20}, "dp": {"all_reduce": 9 << 20}}
     ("of", "of_limit", "words"),
     [
         (
-            Shares(0.6, 0.4, 0.0, 0.0),
+            shares(0.6, 0.4, 0.0, 0.0),
             0.43,
             "exchanges take 40 % of a step, most of it all_reduce over tp, 2 MiB per step",
         ),
-        (Shares(0.6, 0.1, 0.3, 0.0), 0.43, "waiting for data takes 30 %"),
-        (Shares(0.6, 0.1, 0.0, 0.3), 0.43, "waiting for the slowest rank takes 30 %"),
+        (shares(0.6, 0.1, 0.3, 0.0), 0.43, "waiting for data takes 30 %"),
+        (shares(0.6, 0.1, 0.0, 0.3), 0.43, "waiting for the slowest rank takes 30 %"),
         (
-            Shares(0.76, 0.23, 0.0, 0.01),
+            shares(0.76, 0.23, 0.0, 0.01),
             0.08,
             "compute takes 76 % of a step, and at the calibrated peak would take 8 %",
         ),
-        (Shares(0.76, 0.23, 0.0, 0.01), None, "exchanges take 23 %"),
-        (Shares(0.95, 0.05, 0.0, 0.0), None, "compute takes 95 % of a step: larger matrices"),
-        (Shares(0.999, 0.001, 0.0, 0.0), 0.998, "nothing measured leaves more"),
+        (shares(0.76, 0.23, 0.0, 0.01), None, "exchanges take 23 %"),
+        (shares(0.95, 0.05, 0.0, 0.0), None, "compute takes 95 % of a step: larger matrices"),
+        (shares(0.999, 0.001, 0.0, 0.0), 0.998, "nothing measured leaves more"),
     ],
 )
-def test_the_largest_thing_is_named(of: Shares, of_limit: float | None, words: str) -> None:
-    assert words in improvement(asdict(of), EXCHANGES, MOVED, ranks=4, cores=2, of_limit=of_limit)
+def test_the_largest_thing_is_named(of: dict[str, float], of_limit: float | None, words: str) -> None:
+    assert words in improvement(of, EXCHANGES, MOVED, ranks=4, cores=2, of_limit=of_limit)
 
 
 def test_crowded_ranks_are_told_of_it() -> None:
-    of = asdict(Shares(0.6, 0.4, 0.0, 0.0))
+    of = shares(0.6, 0.4, 0.0, 0.0)
     assert "4 ranks share 2 cores" in improvement(of, EXCHANGES, MOVED, ranks=4, cores=2)
     assert "4 ranks share 2 cores" in improvement(of, EXCHANGES, MOVED, ranks=4, cores=2, of_limit=0.1)
     assert "share" not in improvement(of, EXCHANGES, MOVED, ranks=2, cores=2)
@@ -70,7 +71,7 @@ def test_crowded_ranks_are_told_of_it() -> None:
 
 @given(parts=st.tuples(*[st.floats(0, 1)] * 4), of_limit=st.floats(0, 1))
 def test_the_advice_is_about_the_largest_saving(parts: tuple[float, ...], of_limit: float) -> None:
-    of = dict(zip(("compute", "exchange", "data", "idle"), parts, strict=True))
+    of = shares(*parts)
     openings = {
         "compute": "compute takes", "exchange": "exchanges take", "data": "waiting for data", "idle": "waiting for the"
     }  # fmt: skip

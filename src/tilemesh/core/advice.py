@@ -15,6 +15,19 @@ LEAST = 0.005
 _WORTH_IT = 0.1  # of a step: where the limit is not known, waiting beyond this is named before compute
 
 
+def step_shares(step_s: float, exchange_s: float, data_s: float, idle_s: float) -> dict[str, float]:
+    """The parts of a step of `step_s` seconds, as fractions that add up to 1; what is in none of the others is
+    compute."""
+    if step_s <= 0:
+        return {"compute": 1.0, "exchange": 0.0, "data": 0.0, "idle": 0.0}
+    parts = {"exchange": exchange_s, "data": data_s, "idle": idle_s}
+    fractions = {kind: max(0.0, seconds) / step_s for kind, seconds in parts.items()}
+    total = sum(fractions.values())
+    if total > 1:
+        fractions = {kind: fraction / total for kind, fraction in fractions.items()}
+    return {"compute": max(0.0, 1 - sum(fractions.values())), **fractions}
+
+
 def savings(shares: Mapping[str, float], of_limit: float | None) -> dict[str, float]:
     """Fractions of a step by kind, largest first. `of_limit`: the step the machine allows over the step it took."""
     possible = {kind: shares.get(kind, 0.0) for kind in ("exchange", "idle", "data")}

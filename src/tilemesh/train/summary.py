@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tilemesh.core.advice import improvement
+from tilemesh.core.advice import improvement, step_shares
 from tilemesh.core.config import to_dict
 from tilemesh.core.hardware import device_for
 from tilemesh.measure.machine import command, commit, granted_cores, this_machine, versions
 from tilemesh.measure.sample import Sample
 from tilemesh.model.work.weights import count_parameters
-from tilemesh.train.explain import shares
 from tilemesh.train.memory import peak_bytes, storage_bytes
 from tilemesh.train.record import CONTROL
 
@@ -47,7 +46,7 @@ def gather(loop: Loop, baseline: int, began: float, *, limit_s: float | None = N
     # The slowest rank counts: a step is as long as its longest.
     slowest = int(np.argmax(everyone[:, 2]))
     step_s, exchange_s, data_s, idle_s = (float(value) for value in everyone[slowest, 2:6])
-    parts = shares(step_s, exchange_s, data_s, idle_s)
+    shares = step_shares(step_s, exchange_s, data_s, idle_s)
     taken = timing.sample()
     method = loop.method_figures()
     # Ranks that lay nothing of the mesh: other workers beside parameter servers, and these.
@@ -88,7 +87,7 @@ def gather(loop: Loop, baseline: int, began: float, *, limit_s: float | None = N
         "failed_checkpoints": loop.writer.failures,
         "saved_step": loop.saved.step,
         "saved_in": None if loop.saved.folder == loop.folder else str(loop.saved.folder.resolve()),
-        "shares": asdict(parts),
+        "shares": shares,
         "ranks": [
             *(
                 {
@@ -117,7 +116,7 @@ def gather(loop: Loop, baseline: int, began: float, *, limit_s: float | None = N
         "improve": "too few steps were timed to say"
         if taken is None
         else improvement(
-            asdict(parts), by_operation, loop.step_bytes, ranks=world, cores=granted_cores(),
+            shares, by_operation, loop.step_bytes, ranks=world, cores=granted_cores(),
             of_limit=None if limit_s is None else limit_s / taken.median,
         ),
     }  # fmt: skip
