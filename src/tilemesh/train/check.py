@@ -32,7 +32,7 @@ from tilemesh.measure.machine import this_machine, usable_gpus
 from tilemesh.model.adapter import A, B, adapted_modules
 from tilemesh.model.config import ModelConfig, check_written_model, unlike
 from tilemesh.model.families.book import read_config
-from tilemesh.model.work.weights import layer_weights, parameter_names, why_not, why_not_tp
+from tilemesh.model.work.weights import layer_weights, parameter_shapes, why_not, why_not_tp
 from tilemesh.runs import folder as folders
 from tilemesh.runs.base import check_base
 from tilemesh.runs.manifest import MODEL, DamagedError, Manifest, checkpoints
@@ -62,13 +62,9 @@ def check_types(config: TrainConfig) -> None:
 class LayoutError(UsageError):
     """A mesh that does not divide the model or the batch: whoever knows what was typed adds what works instead."""
 
-    config: TrainConfig
-
-    @classmethod
-    def of(cls, config: TrainConfig, text: str) -> LayoutError:
-        error = cls(text)
-        error.config = config
-        return error
+    def __init__(self, config: TrainConfig, text: str) -> None:
+        super().__init__(text)
+        self.config = config
 
 
 def check_values(config: TrainConfig) -> None:
@@ -77,7 +73,7 @@ def check_values(config: TrainConfig) -> None:
     refuse(OF_PLAN, config)
     reason = why_not(config.model, config.plan)
     if reason:
-        raise LayoutError.of(config, f"plan.{reason}")
+        raise LayoutError(config, f"plan.{reason}")
     refuse(OF_CONFIG, config)
     _check_decay_groups(config)
     _check_lora(config)
@@ -89,7 +85,7 @@ def _check_decay_groups(config: TrainConfig) -> None:
     patterns = decay_patterns(config.optimizer)
     if not patterns:
         return
-    names = parameter_names(config.model)
+    names = list(parameter_shapes(config.model))
     if config.lora.rank:  # nothing else is trained
         names = [f"{module}.{part}" for module in adapted_modules(config.model, config.lora) for part in (A, B)]
     for pattern, _ in patterns:
@@ -166,9 +162,12 @@ def check_machine(config: TrainConfig) -> None:
         raise UsageError("train.graph is true and this machine has no GPU: set train.graph=false, or leave it out")
     most = max(MOST_RANKS, RANKS_PER_CORE * available_cores())
     if membership() is None and config.ranks > most:
+        axes = " x ".join(f"{name} {size}" for name, size in config.plan.axes.items())
+        servers = f" + {config.servers} server{'s' * (config.servers > 1)}" if config.servers else ""
+        settings = "plan.dp and method.servers" if config.servers else "plan.dp and plan.tp"
         raise UsageError(
-            f"a plan of {config.ranks} ranks ({_axes_words(config)}) on a machine with {available_cores()} cores: at "
-            f"most {most} are started here; set {_fewer(config)} lower, or start them with mpiexec or srun"
+            f"a plan of {config.ranks} ranks ({axes}{servers}) on a machine with {available_cores()} cores: at "
+            f"most {most} are started here; set {settings} lower, or start them with mpiexec or srun"
         )
     fallback = config.checkpoint.fallback_dir
     if fallback is not None and (fallback == Path() or (fallback.exists() and not fallback.is_dir())):
@@ -207,15 +206,7 @@ def _memory_fit(config: TrainConfig) -> MemoryFit:
     return MemoryFit(config, this_machine().memory_bytes, usable_gpus(), accepts)
 
 
-def _axes_words(config: TrainConfig) -> str:
-    servers = f" + {config.servers} server{'s' * (config.servers > 1)}" if config.servers else ""
-    return " x ".join(f"{name} {size}" for name, size in config.plan.axes.items()) + servers
-
-
-def _fewer(config: TrainConfig) -> str:
-    return "plan.dp and method.servers" if config.servers else "plan.dp and plan.tp"
-
-
+_BYTES = 256
 _READ_AT_ONCE = 1 << 18
 _PLENTY = 16  # sequences' worth of bytes that hold one whatever a tokenizer joins and a few documents hold out
 
@@ -252,9 +243,6 @@ def _may_be_short(part: DataConfig, context: int) -> bool:
     if part.tokenizer is not None or part.chat or part.packing == "none" or part.held_out > 0.5:
         return True
     return sum(len(document.content) + 1 for document in documents(part)) < enough
-
-
-_BYTES = 256
 
 
 def check_init(init: str | Path | None, config: TrainConfig | None = None) -> None:

@@ -434,7 +434,7 @@ def _cut(config: TrainConfig, keep_accumulation: bool) -> TrainConfig:
     plan, batch = config.plan, config.batch
     BATCH.check("train.batch", batch, whole=True)
     if batch % plan.dp:
-        raise LayoutError.of(
+        raise LayoutError(
             config, f"train.batch {batch} does not divide among dp={plan.dp} replicas: set a multiple of {plan.dp}"
         )
     rows = batch // plan.dp

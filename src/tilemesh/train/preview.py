@@ -6,6 +6,7 @@ command prints them (`tilemesh train --dry-run`). No torch: nothing is computed.
 
 from __future__ import annotations
 
+import math
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,7 @@ from tilemesh.measure.machine import stamp, usable_gpus
 from tilemesh.measure.row import Row
 from tilemesh.model.adapter import adapter_parameters
 from tilemesh.model.config import ModelConfig
-from tilemesh.model.work.weights import count_parameters, embedding_weights, head_weights, layer_weights
+from tilemesh.model.work.weights import count_parameters, parameter_shapes
 from tilemesh.runs.names import CHECKPOINTS, CONFIG, METRICS, PAGE, RUNS, SERVER_RECORDS, SUMMARY, TRACE
 from tilemesh.train.check import JobRequest, check_job
 from tilemesh.train.config import TrainConfig
@@ -72,7 +73,7 @@ class Preview:
 
     def lines(self) -> list[tuple[str, str]]:
         """What there is to say, with a word for each subject."""
-        made = [
+        lines = [
             ("model", model_words(self.config.model)),
             ("data", self._data()),
             ("layout", f"{self.config.plan.describe(self.config.servers)}; on {self.device}, {self.transport}"),
@@ -80,10 +81,10 @@ class Preview:
             *self._predictions(),
             ("files", self._files()),
         ]
-        made[2:2] = aims(self.config.compress, self.config.distill)
+        lines[2:2] = aims(self.config.compress, self.config.distill)
         if self.init:
-            made.insert(1, ("weights", f"begin with those in {self.init}"))
-        return made
+            lines.insert(1, ("weights", f"begin with those in {self.init}"))
+        return lines
 
     def rows(self) -> list[Row]:
         """The predictions as rows, without what was measured."""
@@ -99,16 +100,10 @@ class Preview:
             missing = why if value is not None else {**why, "predicted": str(self.predicted.get("missing"))}
             rows.append(
                 Row(
-                    name=name,
-                    case=case,
-                    unit=unit,
-                    predicted=value,
-                    measured=None,
-                    limit=None,
-                    missing=missing,
+                    name=name, case=case, unit=unit, predicted=value, measured=None, limit=None, missing=missing,
                     **stamp(),
                 )
-            )
+            )  # fmt: skip
         return rows
 
     def _data(self) -> str:
@@ -125,11 +120,11 @@ class Preview:
         return f"{words}; {misnamed}" if misnamed else words
 
     def _steps(self) -> str:
-        made, per_step = self.config, self.config.tokens_per_step
+        config, per_step = self.config, self.config.tokens_per_step
         again = f" (after step {self.done})" if self.done else ""
         return (
-            f"{self.steps:,}{again} of {made.batch} x {made.context} = {per_step:,} tokens, "
-            f"{self.steps * per_step:,} tokens in all; {made.optimizer.name}, learning rate {made.optimizer.lr:g}"
+            f"{self.steps:,}{again} of {config.batch} x {config.context} = {per_step:,} tokens, "
+            f"{self.steps * per_step:,} tokens in all; {config.optimizer.name}, learning rate {config.optimizer.lr:g}"
         )
 
     def _predictions(self) -> list[tuple[str, str]]:
@@ -222,17 +217,9 @@ def checkpoint_bytes(config: TrainConfig) -> int:
     if config.lora.rank:
         states = len(kinds_of(config.optimizer, "layers.0.lora_a", (config.lora.rank, config.model.width)))
         return adapter_parameters(config.model, config.lora) * number * (1 + states)
-    model, total = config.model, 0
-    parts = ((1, embedding_weights(model)), (model.layers, layer_weights(model)), (1, head_weights(model)))
-    for times, weights in parts:
-        for weight in weights:
-            is_matrix = weight.inputs > 1
-            name = f"{'layers.0.' if weights is parts[1][1] else ''}{weight.name}.weight"
-            shape = (weight.outputs, weight.inputs) if is_matrix else (weight.outputs,)
-            total += times * weight.outputs * weight.inputs * (1 + len(kinds_of(config.optimizer, name, shape)))
-            biases = len(kinds_of(config.optimizer, "bias", (weight.outputs,)))
-            total += times * weight.outputs * weight.bias * (1 + biases)
-    return total * number
+    shapes = parameter_shapes(config.model)
+    kept = (math.prod(shape) * (1 + len(kinds_of(config.optimizer, name, shape))) for name, shape in shapes.items())
+    return number * sum(kept)
 
 
 def _free_bytes(folder: Path) -> int:

@@ -141,17 +141,18 @@ def _norm(model: ModelConfig, name: str) -> Weight:
     return Weight(name, "norm", model.width, 1, "whole", model.norm == "layernorm")
 
 
-def parameter_names(model: ModelConfig) -> list[str]:
-    """Full names of all parameters, in the order of computation."""
+def parameter_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Of all parameters by their full names, in the order of computation."""
     layers = [(f"layers.{index}.", weight) for index in range(model.layers) for weight in layer_weights(model)]
     outside = [("", weight) for weight in embedding_weights(model)], [("", weight) for weight in head_weights(model)]
-    names = []
+    shapes: dict[str, tuple[int, ...]] = {}
     for prefix, weight in (*outside[0], *layers, *outside[1]):
         is_offset = model.norm_offset and weight.words == "norm"
-        names.append(f"{prefix}{weight.name}.{'offset' if is_offset else 'weight'}")
+        shape = (weight.outputs, weight.inputs) if weight.inputs > 1 else (weight.outputs,)
+        shapes[f"{prefix}{weight.name}.{'offset' if is_offset else 'weight'}"] = shape
         if weight.bias:
-            names.append(f"{prefix}{weight.name}.bias")
-    return names
+            shapes[f"{prefix}{weight.name}.bias"] = (weight.outputs,)
+    return shapes
 
 
 # ---- counted ---------------------------------------------------------------------------------------------------
