@@ -47,7 +47,7 @@ from tilemesh.measure.row import write_rows
 from tilemesh.measure.timing import compare
 from tilemesh.model.config import preset
 from tilemesh.model.kinds import compress_all, few_bits, model_bytes, projections, put
-from tilemesh.model.stacked import StackedProduct
+from tilemesh.model.programs.group import GroupProduct
 from tilemesh.model.transformer import Transformer
 
 Form = TokenForm | OneTokenForm | SomeRows
@@ -249,7 +249,7 @@ def decode(keep: Readings, seconds: float, shape: str) -> None:
     told = {"shape": shape, "weights": "int4-g128, output too"}
     found["int4-g128, output too"] = step_ms(model, told, keep, False)
     plainly = mock.patch.object(tokens, "launches_early", return_value=False)
-    apart = mock.patch.object(StackedProduct, "_takes_one_token", return_value=False)
+    apart = mock.patch.object(GroupProduct, "takes_row", return_value=False)
     for name, patches in {"not launched early": (plainly,), "norms and gates apart": (plainly, apart)}.items():
         with contextlib.ExitStack() as stack:
             for patch in patches:

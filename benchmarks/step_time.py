@@ -38,6 +38,8 @@ from tilemesh.measure.machine import stamp, this_machine
 from tilemesh.model.config import ModelConfig, preset
 from tilemesh.model.kernels import PLAIN, STANDARD
 from tilemesh.model.loss import loss_sum
+from tilemesh.model.programs.prepare import prepare
+from tilemesh.model.programs.program import TRAINING
 from tilemesh.model.transformer import Transformer
 from tilemesh.model.work.weights import count_parameters
 from tilemesh.parallel.gradients import GradientStep, LocalGradients, Parts
@@ -49,7 +51,7 @@ from tilemesh.plan.step import predict
 from tilemesh.train.config import OptimizerConfig
 from tilemesh.train.graph import StepGraph
 from tilemesh.train.optimizer import Optimizer, stored_dtype
-from tilemesh.train.plain import suit_gpu
+from tilemesh.train.plain import gpu_use
 
 STEPS = 8  # of a block
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -181,8 +183,8 @@ def make_step(
     torch.manual_seed(0)
     kernels = PLAIN if given.compile else STANDARD
     model = Transformer(config, device=device, dtype=stored_dtype(given.precision), kernels=kernels)
-    if given.compile or (given.device == "cuda" and given.precision != "fp64"):
-        suit_gpu(model, compiled=given.compile)
+    suited = given.compile or (given.device == "cuda" and given.precision != "fp64")
+    programs = prepare(model, gpu_use(compiled=given.compile) if suited else TRAINING, device)
     held = trained(model)
     gradients = LocalGradients(Parts(held, Mesh(connect("alone"))), batch * context)
     optimizer = Optimizer(OptimizerConfig(), held, given.precision)
@@ -190,7 +192,7 @@ def make_step(
     autocast = AUTOCAST.get(given.precision)
 
     def whole(tokens: torch.Tensor, seed: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        logits = model(tokens[:, :-1], dropout_seed=seed)
+        logits = programs(tokens[:, :-1], dropout_seed=seed)
         return loss_sum(logits, tokens[:, 1:])
 
     run = torch.compile(whole) if given.compile else whole

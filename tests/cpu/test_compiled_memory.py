@@ -14,10 +14,11 @@ from tilemesh.core.plan import ParallelPlan
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.kernels import PLAIN
 from tilemesh.model.loss import loss_sum
+from tilemesh.model.programs.prepare import prepare
 from tilemesh.model.transformer import Transformer
 from tilemesh.model.work.kept import kept_tensors
 from tilemesh.model.work.task import Task
-from tilemesh.train.plain import suit_gpu
+from tilemesh.train.plain import gpu_use
 
 ROWS, TOKENS = 3, 32
 SIZES: dict[str, Any] = {"width": 48, "heads": 4, "vocabulary": 248, "context": TOKENS}
@@ -46,7 +47,7 @@ def kept_bytes(config: ModelConfig, autocast: bool) -> int:
     from torch._inductor.decomposition import select_decomp_table
 
     model = Transformer(config, kernels=PLAIN).train()
-    suit_gpu(model, compiled=True)
+    programs = prepare(model, gpu_use(compiled=True))
     found: list[int] = []
 
     def partition(joint: torch.fx.GraphModule, inputs: Any, **named: Any) -> Any:
@@ -62,7 +63,7 @@ def kept_bytes(config: ModelConfig, autocast: bool) -> int:
 
     def loss(inputs: torch.Tensor, targets: torch.Tensor, seed: torch.Tensor) -> torch.Tensor:
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            logits = model(inputs, dropout_seed=seed if config.dropout else None)
+            logits = programs(inputs, dropout_seed=seed if config.dropout else None)
         return loss_sum(logits, targets)[0]
 
     backend = aot_autograd(

@@ -8,7 +8,8 @@ from tilemesh.data.tokenizer import Unknown
 from tilemesh.model import packed
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.packed import Packed, PackedWeight, pack_products, packed_bytes, packs
-from tilemesh.model.stacked import stack_products
+from tilemesh.model.programs.prepare import prepare
+from tilemesh.model.programs.program import Use
 from tilemesh.model.transformer import Transformer
 from tilemesh.serve import Engine, Sampling
 from tilemesh.serve.load import ServedModel
@@ -61,33 +62,34 @@ def test_a_weight_written_in_place_is_packed_again() -> None:
     torch.testing.assert_close(held.product(x, None), functional.linear(x, weight))
 
 
-def test_a_part_of_a_stack_written_in_place_is_packed_again() -> None:
+def test_a_part_of_a_group_written_in_place_is_packed_again() -> None:
     model = model_of(LLAMA)
-    stack_products(model)
-    pack_products(model)
-    attention = model.layers[0].attention
+    programs = prepare(model, Use())
+    pack_products(model, programs.groups)
+    attention, heads = model.layers[0].attention, programs.groups[0].heads
     x = torch.randn(4, 64)
     with torch.no_grad():
         attention.fc_k.weight.mul_(3)
     wanted = functional.linear(x, attention.fc_k.weight)
-    torch.testing.assert_close(attention.stacked(x)[:, 64:96], wanted)
+    torch.testing.assert_close(heads(x)[:, 64:96], wanted)
 
 
 @pytest.mark.parametrize("config", [LLAMA, GPT], ids=["llama", "gpt2"])
 def test_all_products_of_a_model_are_packed_and_logits_are_the_same(config: ModelConfig) -> None:
     plain, model = model_of(config), model_of(config)
-    stack_products(model)
+    programs = prepare(model, Use())
     names = list(model.state_dict())
-    pack_products(model)
+    pack_products(model, programs.groups)
     assert list(model.state_dict()) == names
-    for layer in model.layers:
+    for layer, groups in zip(model.layers, programs.groups, strict=True):
         assert isinstance(layer.attention.fc_o.kind, Packed)
         assert isinstance(layer.mlp.fc_out.kind, Packed)
-        assert isinstance(layer.attention.stacked.layer.kind, Packed)
-    assert (model.tied_product is not None) == config.tied
+        assert isinstance(groups.heads.layer.kind, Packed)
+    head = model.token_embedding if config.tied else model.output
+    assert isinstance(head.kind, Packed)
     tokens = torch.randint(config.vocabulary, (2, 9))
     with torch.inference_mode():
-        torch.testing.assert_close(model(tokens), plain(tokens))
+        torch.testing.assert_close(programs(tokens), plain(tokens))
 
 
 def test_a_model_that_is_cast_afterwards_takes_its_new_weights() -> None:

@@ -48,9 +48,7 @@ def test_a_packed_document_is_what_it_would_be_alone(config: ModelConfig) -> Non
     documents = [torch.randint(1, 32, (length,), generator=draw) for length in lengths]
     documents[1][4] = END  # as some chat templates end every answer
     packed = torch.cat([torch.cat([document, torch.tensor([END])]) for document in documents])[None, :24]
-    model.documents_marked = True
-    together = model(marked(packed, [6, 16, 18]))
-    model.documents_marked = False
+    together = model(marked(packed, [6, 16, 18]), marked=True)
     begin = 0
     for document in documents:
         end = min(begin + len(document) + 1, 24)
@@ -80,10 +78,9 @@ def test_both_ways_of_attending_agree_with_their_gradients(window: int) -> None:
 def test_the_loss_is_that_of_the_documents_by_themselves() -> None:
     """Two documents in one row, and the same two in rows of their own, padded: one loss."""
     model = Transformer(ROTARY, seed=1, dtype=torch.float64)
-    model.documents_marked = True
     packed = marked(torch.tensor([[3, 4, 5, END, 6, 7, END, 9]]), [4, 7])
     targets = torch.tensor([[4, 5, END, -100, 7, END, -100, -100]])
-    together = loss_sum(model(packed), targets)
+    together = loss_sum(model(packed, marked=True), targets)
     rows = torch.tensor([[3, 4, 5, END], [6, 7, END, END]])
     wanted = torch.tensor([[4, 5, END, -100], [7, END, -100, -100]])
     apart = loss_sum(model(rows), wanted)

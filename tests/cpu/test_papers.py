@@ -43,7 +43,6 @@ def test_documents_packed_into_a_sequence_are_the_papers_one_by_one(name: str) -
     """Positions begin anew with each, and none sees another: as if every document were computed alone."""
     config = PAPERS[name]
     model = alone.whole_model(config, "fp64", "", "cpu")
-    model.documents_marked = True
     tokens, _ = alone.batch(config, 0)
     marked, weights = tokens[:1].clone(), dict(model.named_parameters())
     bounds = (0, 4, 5, tokens.shape[1])
@@ -51,7 +50,8 @@ def test_documents_packed_into_a_sequence_are_the_papers_one_by_one(name: str) -
         marked[0, begin] = -1 - marked[0, begin]
     each = [papers.logits(config, weights, tokens[:1, begin:end]) for begin, end in itertools.pairwise(bounds)]
     theirs = torch.cat(each, 1)
-    torch.testing.assert_close(model(marked), theirs, rtol=0, atol=1e-12 * float(theirs.detach().abs().max()))
+    bound = 1e-12 * float(theirs.detach().abs().max())
+    torch.testing.assert_close(model(marked, marked=True), theirs, rtol=0, atol=bound)
 
 
 def test_every_family_and_every_setting_is_among_them() -> None:
@@ -104,10 +104,8 @@ def test_the_reference_shares_no_line_with_the_model() -> None:
 
 def test_wrong_rotary_angles_everywhere_do_not_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     """A fault of the code that every layout shares: one process of the same model cannot show it."""
-    right = transformer.rotary_table
-    monkeypatch.setattr(
-        transformer, "rotary_table", lambda positions, *more, **told: right(2 * positions, *more, **told)
-    )
+    right = rotary.rotary_table
+    monkeypatch.setattr(rotary, "rotary_table", lambda positions, *more, **told: right(2 * positions, *more, **told))
     cases = [Case("llama", gate_plan(), by_papers=is_by_papers) for is_by_papers in (False, True)]
     (beside_itself, beside_papers) = Gate(connect("alone")).run(cases)
     assert beside_itself.passed

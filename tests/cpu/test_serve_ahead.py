@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from tilemesh.core.errors import RunError
 from tilemesh.data.tokenizer import Bytes
 from tilemesh.model.config import ModelConfig
-from tilemesh.model.stacked import stack_products
 from tilemesh.model.transformer import Transformer
 from tilemesh.serve import Engine, Sampling
 from tilemesh.serve.core import EngineCore, PromptJob
@@ -222,25 +221,6 @@ def test_tokens_are_looked_up_in_one_place_whoever_knows_them() -> None:
     assert host.numbers[source].tolist() == [9, 100, 21, 22, 23, 24, 101] + [0] * 57
     assert position.tolist()[:8] == [2, 4, 1, 2, 3, 4, 5, 0]
     assert place.tolist()[:8] == [22, 12, 1, 2, 3, 32, 33, -1]
-
-
-def test_stacked_weights_are_the_same_memory() -> None:
-    model = served().model
-    tokens = torch.randint(256, (1, 9), generator=torch.Generator().manual_seed(0))
-    before, names = model(tokens), {name: value.clone() for name, value in model.state_dict().items()}
-    stack_products(model)
-    torch.testing.assert_close(model(tokens), before, rtol=0, atol=1e-12)
-    attention = model.layers[0].attention  # type: ignore[index, union-attr]
-    assert attention.stacked is not None
-    assert attention.fc_k.weight.data_ptr() == attention.stacked.layer.weight[32:].data_ptr()
-    for name, value in model.state_dict().items():
-        assert torch.equal(value, names[name])
-    kept = attention.stacked
-    stack_products(model)
-    assert attention.stacked is kept
-    trained = Transformer(LLAMA)
-    stack_products(trained)
-    assert trained.layers[0].attention.stacked is None  # type: ignore[index, union-attr]
 
 
 def test_steps_of_all_sizes_are_captured_before_the_first_request_where_asked_for(models: list[ServedModel]) -> None:

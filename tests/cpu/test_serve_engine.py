@@ -152,9 +152,9 @@ def test_a_compressed_model_serves_with_its_projections_side_by_side(scheme: str
     prompts, asked = [[3, 5, 8], [13] * 9], Sampling(max_tokens=5, temperature=0.0)
     with Engine(one, pages=20, page_tokens=4) as engine:
         found = [answer.answers[0].tokens for answer in engine.generate(prompts, asked)]
-    attention = one.model.layers.get_submodule("0.attention")
-    assert isinstance(attention.stacked.layer.kind, FewBits)
-    assert attention.stacked.widths == [32, 16, 16]
+        heads = engine._core.runner.programs.groups[0].heads
+    assert isinstance(heads.layer.kind, FewBits)
+    assert heads.widths == [32, 16, 16]
     assert one.model.state_dict().keys() == plain.model.state_dict().keys()
     for prompt, made_tokens in zip(prompts, found, strict=True):
         cache, tokens = DenseCache(1, CONTEXT), list(prompt)

@@ -36,6 +36,7 @@ from tilemesh.measure.trace import Trace
 from tilemesh.model import huggingface
 from tilemesh.model.config import ModelConfig, preset
 from tilemesh.model.kernels import PLAIN
+from tilemesh.model.programs.prepare import prepare
 from tilemesh.model.read import read_model
 from tilemesh.model.transformer import Transformer
 from tilemesh.parallel.gradients import GradientStep, read
@@ -59,7 +60,7 @@ from tilemesh.train.load import load
 from tilemesh.train.memory import SavedBytes, storage_bytes
 from tilemesh.train.optimizer import Optimizer
 from tilemesh.train.pace import AHEAD, Pace
-from tilemesh.train.plain import suit_gpu
+from tilemesh.train.plain import gpu_use
 from tilemesh.train.rank import earlier_choices, lay_model, train_here
 from tilemesh.train.record import Recorder
 from tilemesh.train.result import Result
@@ -611,9 +612,7 @@ def test_what_suits_a_gpu_is_the_same_model(name: str) -> None:
     found = []
     for suited in (False, True):
         model = Transformer(config.replace(dropout=0.0), dtype=torch.float64, kernels=PLAIN)
-        if suited:
-            suit_gpu(model, compiled=True)
-        logits = model(tokens)
+        logits = prepare(model, gpu_use(compiled=True))(tokens) if suited else model(tokens)
         logits.square().mean().backward()
         found.append({"logits": logits.detach()} | {key: one.grad for key, one in model.named_parameters()})
     plain, suited_one = found

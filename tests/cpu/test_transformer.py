@@ -143,7 +143,7 @@ def test_a_part_is_initialised_as_in_the_whole() -> None:
     whole = Transformer(GPT2, seed=1)
     assert all(torch.equal(value, whole.state_dict()[f"layers.1.{key}"]) for key, value in layer.state_dict().items())
     with pytest.raises(UsageError, match="layers="):
-        initialize(layer, 1)
+        initialize(layer.mlp, 1)
 
 
 def test_weights_have_the_published_spread() -> None:
@@ -507,7 +507,7 @@ def test_the_model_drops_once_at_each_of_its_places(monkeypatch: pytest.MonkeyPa
         seen.append((where["layer"], where["site"]))
         return dropout(x_BTD, rate, **where)
 
-    monkeypatch.setattr("tilemesh.model.transformer.dropout", recorded)
+    monkeypatch.setattr("tilemesh.model.dropout.dropout", recorded)
     Transformer(DROPPING)(some_tokens(DROPPING), dropout_seed=1)
     layers = [(layer, site) for layer in (0, 1) for site in (Site.ATTENTION, Site.MLP)]
     assert seen == [(0, Site.EMBEDDING), *layers]
@@ -568,7 +568,8 @@ def test_a_recomputed_layer_meets_its_mask_again() -> None:
         stream = ResidualStream(model.embed(tokens_BT, now))
         for layer in model.layers:
             stream = checkpoint(layer, stream, now, use_reentrant=False) if again else layer(stream, now)
-        functional.mse_loss(model.head(stream), torch.zeros(2, 9, 19, dtype=torch.float64)).backward()
+        logits = model.project(model.normalize(stream))
+        functional.mse_loss(logits, torch.zeros(2, 9, 19, dtype=torch.float64)).backward()
         gradients.append([parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None])
     assert len(gradients[0]) == len(list(model.parameters()))
     assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))

@@ -245,7 +245,7 @@ _MADE_BY = {"attention.fc_o": "attention.fc_v", "mlp.fc_out": "mlp.fc_in"}
 
 def _sources(layer: Layer) -> list[tuple[Sequence[str], Divide]]:
     """Groups of matrices that share an input, and what divides that input by factors; False where nothing can."""
-    attention, mlp, place = layer.attention, layer.mlp, layer.norm_place
+    attention, mlp, place = layer.attention, layer.mlp, layer.config.norm_place
 
     def by_norm(norm: ResidualNorm) -> Divide:
         def divide(factors: Tensor) -> bool:
@@ -268,7 +268,7 @@ def _sources(layer: Layer) -> list[tuple[Sequence[str], Divide]]:
         return divide
 
     is_gated = mlp.fc_gate is not None
-    same_heads = attention.heads == attention.kv_heads
+    same_heads = attention.config.heads == attention.config.kv_heads
     return [  # what is divided comes before what divides is itself quantised
         (("attention.fc_o",), by_matrix(attention.fc_v, same_heads)),
         (("mlp.fc_out",), by_matrix(mlp.fc_in, is_gated)),

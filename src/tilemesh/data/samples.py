@@ -30,7 +30,7 @@ class SamplePair(NamedTuple):
     """What a model is given, and what it is to predict after each token.
 
     With packing by documents, a token t that begins a document inside of the sequence is given as -1 - t, which is how
-    a model with `documents_marked` takes it.
+    a model takes it (`marked`).
     """
 
     inputs: NDArray[np.int64]

@@ -41,6 +41,20 @@ class KeyValueCache(Protocol):
         """
 
 
+def check_cache(cache: KeyValueCache, tokens_BT: Tensor, context: int) -> None:
+    """Nothing is read off a device here: positions stay below the capacity, which is a number of the host."""
+    if cache.positions_BT.shape != tokens_BT.shape:
+        raise UsageError(
+            f"tokens are {tuple(tokens_BT.shape)} and the cache is prepared for {tuple(cache.positions_BT.shape)}: "
+            "expected a position per token; prepare the cache before each pass"
+        )
+    if cache.capacity > context:
+        raise UsageError(
+            f"a cache for {cache.capacity} tokens per sequence: the model's context is {context}; "
+            "make it with a smaller capacity"
+        )
+
+
 class AttendJoined(Protocol):
     """What a cache may have beside `attend`, as `attend_joined`: the same from one tensor and before rotary embeddings.
 

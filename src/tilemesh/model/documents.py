@@ -36,6 +36,11 @@ def document_places(tokens_BT: Tensor) -> DocumentPlaces:
     return DocumentPlaces(place_T - first_BT, begins_BT.cumsum(dim=1), starts)
 
 
+def unmarked(tokens_BT: Tensor) -> Tensor:
+    """Tokens as the vocabulary has them, those that begin a document too."""
+    return torch.where(tokens_BT < 0, -1 - tokens_BT, tokens_BT)
+
+
 def attend_within(
     q_BHTE: Tensor,
     k_BKTE: Tensor,

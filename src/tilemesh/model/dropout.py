@@ -17,9 +17,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tilemesh.core.errors import UsageError
 
@@ -64,6 +65,28 @@ def dropout(
         return x_BTD
     mask_BTD = keep_mask(x_BTD.shape, rate, seed=seed, layer=layer, site=site, place=place, device=x_BTD.device)
     return torch.where(mask_BTD, x_BTD * (1 / (1 - rate)), 0.0)
+
+
+class DroppingPass(Protocol):
+    """What is read of a pass here."""
+
+    @property
+    def dropout_seed(self) -> int | Tensor | None: ...
+    @property
+    def place(self) -> DropoutPlace: ...
+
+
+class Dropout(nn.Module):
+    """Drops by place. A module, so that a model can be given another kind."""
+
+    def __init__(self, rate: float, layer: int, site: Site) -> None:
+        super().__init__()
+        self.rate, self.layer, self.site = rate, layer, site
+
+    def forward(self, x_BTD: Tensor, now: DroppingPass) -> Tensor:
+        if now.dropout_seed is None:
+            return x_BTD
+        return dropout(x_BTD, self.rate, seed=now.dropout_seed, layer=self.layer, site=self.site, place=now.place)
 
 
 def keep_mask(

@@ -22,7 +22,7 @@ from tilemesh.kernels.lowbit.formats import Scheme
 from tilemesh.kernels.lowbit_linear.reference import lowbit_linear
 from tilemesh.kernels.scaled_matmul.reference import scaled_matmul
 from tilemesh.model.adapter import A, B
-from tilemesh.model.linear import WEIGHT, DenseMatrix, Linear, MatrixKind, MatrixPiece, as_kind
+from tilemesh.model.linear import WEIGHT, DenseMatrix, Linear, MatrixKind, MatrixPiece, WeightHolder, as_kind
 
 CODES, SCALES, ZEROS, INPUT_SCALE = "codes", "scales", "zeros", "input_scale"
 LEFT, RIGHT = "left", "right"
@@ -175,7 +175,7 @@ class Rounded(DenseMatrix):
     scheme: Scheme = field(default_factory=Scheme)
     inputs: Scheme | None = None
 
-    def affine(self, layer: Linear, x: Tensor, bias: Tensor | None) -> Tensor:
+    def affine(self, layer: WeightHolder, x: Tensor, bias: Tensor | None) -> Tensor:
         agree, weight = layer.place.agree, layer.weight
         if self.inputs is not None:
             rows = x.detach().reshape(-1, x.shape[-1])
@@ -201,7 +201,7 @@ class Masked(DenseMatrix):
     block: tuple[int, int] | None = None
     sparsity: float = 0.0
 
-    def affine(self, layer: Linear, x: Tensor, bias: Tensor | None) -> Tensor:
+    def affine(self, layer: WeightHolder, x: Tensor, bias: Tensor | None) -> Tensor:
         weight = layer.weight
         if self.sparsity > 0:
             kept = magnitude_mask(weight.detach().abs(), self.sparsity, self.block)
@@ -359,8 +359,6 @@ def put(model: nn.Module, name: str, module: nn.Module) -> None:
     parent, _, last = name.rpartition(".")
     holder = model.get_submodule(parent) if parent else model
     setattr(holder, last, module)
-    if hasattr(holder, "joined"):
-        holder.joined = False  # type: ignore[assignment]  # one product of three weights would pass it by
 
 
 def put_kinds(model: nn.Module, kinds: Mapping[str, MatrixKind]) -> None:

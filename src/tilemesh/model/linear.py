@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -58,6 +58,15 @@ class LayerPlace:
 
 
 ALONE = LayerPlace()
+
+
+class WeightHolder(Protocol):
+    """What a dense product reads: a `Linear`, or a table of embeddings."""
+
+    @property
+    def weight(self) -> Tensor: ...
+    @property
+    def place(self) -> LayerPlace: ...
 
 
 @dataclass(frozen=True)
@@ -107,7 +116,7 @@ class DenseMatrix(MatrixKind):
     def pieces(self, outputs: int, inputs: int) -> tuple[MatrixPiece, ...]:
         return (MatrixPiece(WEIGHT, (outputs, inputs)),)
 
-    def affine(self, layer: Linear, x: Tensor, bias: Tensor | None) -> Tensor:
+    def affine(self, layer: WeightHolder, x: Tensor, bias: Tensor | None) -> Tensor:
         if self.one_row and is_one_row(x):
             return times_row(x, layer.weight, bias)
         return layer.place.product(x, layer.weight, bias)

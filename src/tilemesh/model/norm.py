@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from tilemesh.kernels.norm.reference import add_layer_norm, add_rms_norm, layer_norm, rms_norm
-from tilemesh.model.kernels import TORCH
+from tilemesh.model.config import ModelConfig
+from tilemesh.model.kernels import TORCH, ModelKernels
 
 
 class ResidualNorm(nn.Module):
@@ -71,3 +72,18 @@ class ResidualNorm(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.kind}, {self.width}, eps={self.epsilon}, implementation={self.implementation}"
+
+
+def norm_of(config: ModelConfig, dtype: torch.dtype | None, kernels: ModelKernels) -> ResidualNorm:
+    """A norm of the residual stream."""
+    norm = ResidualNorm(config.width, config.norm, config.norm_epsilon, kernels.norms, dtype, config.norm_offset)
+    norm.is_wide = config.norm_place == "post"  # there a norm's result is the residual stream itself
+    return norm
+
+
+def head_norm_of(config: ModelConfig, heads: int, dtype: torch.dtype | None) -> ResidualNorm | None:
+    """A norm of queries or keys: over each head, or over all heads together."""
+    if config.qk_norm == "none":
+        return None
+    width = config.head_width * (heads if config.qk_norm == "full" else 1)
+    return ResidualNorm(width, "rmsnorm", config.norm_epsilon, TORCH, dtype, config.norm_offset)

@@ -9,14 +9,16 @@ and whoever writes into it in place is noticed. So each weight is held twice.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeGuard
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from tilemesh.model.linear import ALONE, DENSE, DenseMatrix, Linear, MatrixKind
+from tilemesh.model.linear import ALONE, DENSE, DenseMatrix, Linear, MatrixKind, WeightHolder
+from tilemesh.model.programs.group import LayerGroups
 from tilemesh.model.transformer import Transformer
 
 LEAST_ROWS = 2
@@ -74,7 +76,7 @@ class Packed(DenseMatrix):
 
     held: PackedWeight | None = None
 
-    def affine(self, layer: Linear, x: Tensor, bias: Tensor | None) -> Tensor:
+    def affine(self, layer: WeightHolder, x: Tensor, bias: Tensor | None) -> Tensor:
         assert self.held is not None
         return self.held.product(x, bias)
 
@@ -90,24 +92,23 @@ def packed_bytes(model: Transformer) -> int:
 
 
 @torch.no_grad()
-def pack_products(model: Transformer) -> None:
-    """Every product whose weight is dense: after `stack_products`, whose products are packed as they are stacked.
+def pack_products(model: Transformer, groups: Sequence[LayerGroups] = ()) -> None:
+    """Every product whose weight is dense, those of groups as they lie together.
 
     Projections that are something else (split over ranks, in few bits, with adapters) stay as they are.
     """
-    layers: Any = model.layers
-    for layer in layers:
-        for block, names in ((layer.attention, ("fc_q", "fc_k", "fc_v")), (layer.mlp, ("fc_gate", "fc_in"))):
-            if block.stacked is not None and _is_dense(block.stacked.layer):
-                parts = tuple(getattr(block, name).weight for name in names)
-                block.stacked.layer.become(Packed(held=PackedWeight(block.stacked.layer.weight, parts)))
-            for name, module in block.named_children():
-                if _is_dense(module) and (block.stacked is None or name not in names):
-                    module.become(Packed(held=PackedWeight(module.weight)))
-    if model.output is None:
-        model.tied_product = PackedWeight(model.output_weight)
-    elif _is_dense(model.output):
-        model.output.become(Packed(held=PackedWeight(model.output.weight)))
+    grouped: set[Linear] = set()
+    for product in (product for pair in groups for product in (pair.heads, pair.gated) if product is not None):
+        if _is_dense(product.layer):
+            parts = tuple(member.weight for member in product.members)
+            product.layer.become(Packed(held=PackedWeight(product.layer.weight, parts)))
+            grouped.update(product.members)
+    for module in model.layers.modules():
+        if _is_dense(module) and module not in grouped:
+            module.become(Packed(held=PackedWeight(module.weight)))
+    head = model.token_embedding if model.output is None else model.output
+    if head is not None and (head is model.token_embedding or _is_dense(head)):
+        head.become(Packed(held=PackedWeight(head.weight)))
 
 
 def _is_dense(module: object) -> TypeGuard[Linear]:

@@ -40,6 +40,12 @@ class ModelPart:
             end = "the embedding, which is before the first" if self.begin else "the head, which is after the last"
             raise UsageError(f"layers {self.begin} to {self.end} of {config.layers} with {end}: leave it out")
 
+    def check_input(self, has_activations: bool) -> None:
+        """Refuse a pass that begins otherwise than this part does."""
+        if has_activations is self.embedding:
+            wanted = "tokens alone" if self.embedding else "x_BTD, the activations of the part before it"
+            raise UsageError(f"layers {self.begin} to {self.end} of a model: expected {wanted}")
+
     def shared(self, config: ModelConfig) -> tuple[str, ...]:
         """Names of parameters that another part of the model holds as well: both have a part of their gradient."""
         return (TIED,) if config.tied and self.embedding != self.head else ()

@@ -6,6 +6,7 @@ B: rows; T: tokens; R: elements of a head that are turned.
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,10 +14,37 @@ from torch import Tensor
 from tilemesh.kernels.rotary.table import cosines_and_sines
 from tilemesh.model.config import ModelConfig
 
+RotaryAngles = tuple[Tensor, Tensor]
+"""Cosines and sines."""
 
-def rotary_table(
-    positions: Tensor, config: ModelConfig, dtype: torch.dtype, is_local: bool = False
-) -> tuple[Tensor, Tensor]:
+
+def rotary_angles(positions: Tensor, config: ModelConfig, dtype: torch.dtype) -> tuple[RotaryAngles, RotaryAngles]:
+    """Of these positions, (..., R/2): of a model's layers, and of those with a window. `dtype`: of the weights."""
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    angles = rotary_table(positions, config, wide)
+    return angles, rotary_table(positions, config, wide, is_local=True) if config.has_local_rotary else angles
+
+
+class RotaryTable(NamedTuple):
+    """`rotary_angles` of all positions of a context, computed once for many passes."""
+
+    angles: RotaryAngles
+    local: RotaryAngles
+
+    @classmethod
+    def of(cls, config: ModelConfig, like: Tensor) -> RotaryTable | None:
+        """Where and as exact as a model with such a weight wants it; None where positions are a learned table."""
+        if config.positions != "rotary":
+            return None
+        return cls(*rotary_angles(torch.arange(config.context, device=like.device), config, like.dtype))
+
+    def at(self, positions_BT: Tensor) -> tuple[RotaryAngles, RotaryAngles]:
+        """As (B, T, 1, R/2)."""
+        angles = looked_up(self.angles, positions_BT)
+        return angles, angles if self.local is self.angles else looked_up(self.local, positions_BT)
+
+
+def rotary_table(positions: Tensor, config: ModelConfig, dtype: torch.dtype, is_local: bool = False) -> RotaryAngles:
     """Cosines and sines (..., R/2): pair i of the R elements of a head that are rotated turns by position x
     base^(-2i/R) (Su et al. 2021), or slower where the context was stretched. `is_local`: of layers with a window."""
     pair = torch.arange(0, config.rotary_width, 2, device=positions.device).to(dtype)
@@ -28,7 +56,7 @@ def rotary_table(
     return cosines_and_sines(angle)
 
 
-def looked_up(tables: tuple[Tensor, Tensor], positions_BT: Tensor) -> tuple[Tensor, Tensor]:
+def looked_up(tables: RotaryAngles, positions_BT: Tensor) -> RotaryAngles:
     """Rows of cosines and sines as (B, T, 1, R/2)."""
     shape = (*positions_BT.shape, 1, -1)
     cos, sin = (table.index_select(0, positions_BT.reshape(-1)).view(shape) for table in tables)

@@ -12,7 +12,6 @@ results they keep. Under torch.compile nothing runs but the tracer, which knows 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NamedTuple
@@ -24,9 +23,8 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from tilemesh.core.errors import RunError
-from tilemesh.model.transformer import Pass, ResidualStream, added
+from tilemesh.model.transformer import LayerCall, Pass, ResidualStream, added
 
-LayerCall = Callable[[ResidualStream, Pass], ResidualStream]
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::_addmm_activation", "tilemesh::fused_matmul")
 """Operators that multiply an activation by a matrix, as autograd calls them."""
 

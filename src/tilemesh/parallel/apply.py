@@ -27,7 +27,8 @@ from tilemesh.model.kinds import kinds_of, open_codes, put_kinds
 from tilemesh.model.linear import DENSE, Linear, as_kind
 from tilemesh.model.norm import ResidualNorm
 from tilemesh.model.part import ModelPart, cut_parts, whole_part
-from tilemesh.model.transformer import Layer, Transformer
+from tilemesh.model.programs.program import TRAINING, Use
+from tilemesh.model.transformer import Transformer
 from tilemesh.model.work.weights import Weight, why_not
 from tilemesh.parallel.agree import agree
 from tilemesh.parallel.buckets import BUCKET_BYTES, Bucketed
@@ -66,6 +67,7 @@ def lay(
     gradients: str | Way = "bucketed",
     bucket_bytes: int = BUCKET_BYTES,
     tokens: int | None = None,
+    use: Use = TRAINING,
 ) -> Laid:
     """This rank's part of the model, ready to train. A collective call; the model given becomes the local one.
 
@@ -74,7 +76,8 @@ def lay(
     what matches nothing is whole on every rank. `device`: where a model without memory (on the meta device) gets its
     part; its weights are NaN until `load` or `initialize`. `algorithm`: of every exchange, as a communicator takes it.
     `gradients`: "bucketed" in pieces of about `bucket_bytes`, "naive", or "local" for one process, whose steps have
-    `tokens` targets each (see `gradients.py`); or what makes another implementation.
+    `tokens` targets each (see `gradients.py`); or what makes another implementation. `use`: what programs our
+    Transformer is computed by are chosen for, and whether its tokens say where documents begin.
     """
     kinds = (
         transformer_splits(model.config, model.part) if isinstance(model, Transformer) and splits is None else splits
@@ -84,6 +87,8 @@ def lay(
     _agree(model, mesh, plan, kinds)
     _require_fit(model, mesh, plan)
     seams = Seams(mesh.tp.comm, plan.sequence_parallel, algorithm=algorithm)
+    if isinstance(model, Transformer):
+        use = planned_use(use, plan, model.config.layers)
 
     def exchange(held: Mapping[str, Held], **stages: Any) -> Gradients:
         if not held:
@@ -92,10 +97,10 @@ def lay(
 
     if plan.has_chunks:
         assert isinstance(model, Transformer)
-        return _lay_stages(model, mesh, plan, seams, torch.device(device), exchange)
+        return _lay_stages(model, mesh, plan, seams, torch.device(device), exchange, use)
     shards = _cut(model, kinds, mesh, plan, seams, torch.device(device))
     held = trained(model, shards)
-    return Laid(model, mesh, plan, shards, held, seams, exchange(held))
+    return Laid(model, mesh, plan, shards, held, seams, exchange(held), use=use)
 
 
 def lay_beside(model: Transformer, laid: Laid) -> Laid:
@@ -109,7 +114,8 @@ def lay_beside(model: Transformer, laid: Laid) -> Laid:
     device = next(laid.module.parameters()).device
     shards = _cut(model, transformer_splits(model.config, model.part), laid.mesh, plan, seams, device)
     model.eval().requires_grad_(False)
-    return Laid(model, laid.mesh, plan, shards, {}, seams, laid.gradients)
+    use = dataclasses.replace(TRAINING, marked=laid.use.marked, tp=plan.tp)
+    return Laid(model, laid.mesh, plan, shards, {}, seams, laid.gradients, use=use)
 
 
 def _cut(
@@ -135,6 +141,7 @@ def _lay_stages(
     seams: Seams,
     device: torch.device,
     exchange: Callable[..., Gradients],
+    use: Use,
 ) -> Pipeline:
     """The chunks that lie on this rank's stage, each made anew, with the weights of `model` if it has some."""
     config, like = model.config, dict(model.named_parameters())
@@ -150,13 +157,6 @@ def _lay_stages(
         dtype = next(iter(like.values())).dtype
         chunk = Transformer(config, device="meta", dtype=dtype, kernels=kernels, part=parts[number])
         put_kinds(chunk, kinds_of(model))
-        chunk.align_vocabulary = model.align_vocabulary
-        for index, layer in chunk.layers.named_children():
-            given = model.layers.get_submodule(index)
-            assert isinstance(layer, Layer)
-            assert isinstance(given, Layer)
-            # Weights in a row are a copy: it has no halves to put off, and is older than an update under way.
-            layer.attention.joined = given.attention.joined and not (step.is_split or plan.is_asynchronous)
         for name, parameter in chunk.named_parameters():
             parameter.requires_grad_(like[name].requires_grad)
         where = next(iter(like.values())).device if has_memory else device
@@ -176,11 +176,20 @@ def _lay_stages(
     held = trained(StageModule(chunks), shards)
     reads = {number: tuple(name for name, _ in chunk.named_parameters()) for number, chunk in chunks.items()}
     made = exchange(held, chunks=chunk_of, reads=reads, holders=holder_groups(mesh, placement, config))
-    laid = Pipeline(config, chunks, mesh, plan, step, shards, held, seams, made, names=like)
+    laid = Pipeline(config, chunks, mesh, plan, step, shards, held, seams, made, names=like, use=use)
     if has_memory:
         laid.load(model.state_dict())
     laid.module.train(model.training)
     return laid
+
+
+def planned_use(use: Use, plan: ParallelPlan, layers: int) -> Use:
+    """With what a plan says of a model of so many layers: who shares them, and what lies between two passes."""
+    use = dataclasses.replace(use, tp=plan.tp)
+    if not plan.has_chunks:
+        return use
+    is_split = step_program(plan, layers).is_split
+    return dataclasses.replace(use, puts_off=is_split, updates_meanwhile=plan.is_asynchronous)
 
 
 def _gradients(way: str | Way, parts: Parts, plan: ParallelPlan, bucket_bytes: int, tokens: int | None) -> Gradients:
@@ -209,7 +218,7 @@ def transformer_splits(config: ModelConfig, part: ModelPart | None = None) -> Sp
     part = whole_part(config) if part is None else part
     splits: dict[str, str | Split] = {}
     if part.layers:
-        splits = {"layers.*.attention": Region(divides=("heads", "kv_heads")), "layers.*.mlp": Region()}
+        splits = {"layers.*.attention": Region(), "layers.*.mlp": Region()}
     for weight in part.weights(config):
         if weight.split != "whole":
             splits[re.sub(r"^layers\.\d+\.", "layers.*.", weight.name)] = _split(weight)

@@ -19,7 +19,7 @@ from torch import Tensor
 from tilemesh.core.errors import UsageError
 from tilemesh.core.step.action import Payload
 from tilemesh.model.deferral import Deferral, WeightProduct, multiply
-from tilemesh.model.documents import document_places
+from tilemesh.model.documents import document_places, unmarked
 from tilemesh.model.dropout import DropoutPlace
 from tilemesh.parallel.laid import CompiledRegions, HeadLesson, Laid, StepPiece, Teaching
 from tilemesh.parallel.offload import ChunkEntry, HostActivations
@@ -116,7 +116,7 @@ class ModelChunk:
         cache = None
         if self.data.slices > 1:
             cache = options["cache"] = self._slice(place, tokens_BT, where.token)
-            tokens_BT = torch.where(tokens_BT < 0, -1 - tokens_BT, tokens_BT)  # the cache knows where documents begin
+            tokens_BT = unmarked(tokens_BT)  # the cache knows where documents begin
         taken: list[Tensor] | None = None
         if x is not None and keeps and self.activations is not None:
             taken = []
@@ -147,7 +147,7 @@ class ModelChunk:
         earlier = [self._graphs[microbatch, before].cache for before in range(number)]
         known = [cache for cache in earlier if cache is not None]
         end, documents = begin + tokens_BT.shape[1], None
-        if getattr(self.laid.module, "documents_marked", False):
+        if self.laid.use.marked:
             documents = document_places(self.data.pieces[microbatch].tokens[:, :end])
         kind = SliceCache if self.regions is None else outside_of_graphs()
         return kind(known, begin, tokens_BT, end, documents)

@@ -17,10 +17,11 @@ from tilemesh.core.plan import ParallelPlan
 from tilemesh.core.shard import Shard, share
 from tilemesh.model.cache import KeyValueCache
 from tilemesh.model.dropout import ORIGIN, DropoutPlace
-from tilemesh.model.kernels import TORCH
 from tilemesh.model.loss import HeadOutput, loss_sum
-from tilemesh.model.transformer import Pass, ResidualStream, Transformer, added
-from tilemesh.parallel.again import LayerCall, call_again
+from tilemesh.model.programs.prepare import Prepared, prepare
+from tilemesh.model.programs.program import TRAINING, Use
+from tilemesh.model.transformer import LayerCall, Pass, ResidualStream, Transformer, added
+from tilemesh.parallel.again import call_again
 from tilemesh.parallel.agree import tell
 from tilemesh.parallel.gradients import Gradients, loss_shard
 from tilemesh.parallel.mesh import Mesh
@@ -64,7 +65,7 @@ class Laid:
     """`module`: the local model; `shards`: what each of its parameters is of the whole; `gradients`: their exchange.
 
     `held`: the parameters that are trained, by name, each with its shard. `names`: of all parameters of the model,
-    wherever they lie, where this rank has a part of them alone.
+    wherever they lie, where this rank has a part of them alone. `use`: what programs are chosen for.
     """
 
     def __init__(
@@ -77,6 +78,7 @@ class Laid:
         seams: Seams,
         gradients: Gradients,
         names: Iterable[str] = (),
+        use: Use = TRAINING,
     ) -> None:
         self.module = module
         self.mesh = mesh
@@ -86,6 +88,8 @@ class Laid:
         self.seams = seams
         self.gradients = gradients
         self.names = tuple(names) or tuple(shards)
+        self.use = use
+        self._programs = prepare(module, use, _device(module)) if isinstance(module, Transformer) else None
         own = plan.on_stage(mesh.pp.index)
         layers = 1
         if isinstance(
@@ -119,6 +123,12 @@ class Laid:
                 "to laid.gradients.backward"
             )
         return self.module
+
+    @property
+    def programs(self) -> Prepared:
+        """How the local model is computed: see `model/programs/`."""
+        assert self._programs is not None
+        return self._programs
 
     @property
     def has_head(self) -> bool:
@@ -173,8 +183,8 @@ class Laid:
         """The loss from what the last layer gave: norm, projection, cross-entropy."""
         model, is_whole = self.model, self.mesh.tp.size == 1
         with self.autocast():
-            if lesson is None and is_whole and model.kernels.loss != TORCH:
-                return model.fused_loss_sum(self._to_project(stream), targets_BT)
+            if lesson is None and self.programs.loss_sum is not None:
+                return self.programs.loss_sum(self._to_project(stream), targets_BT)
             ours = self._head(stream)
         if is_whole:
             total, count = loss_sum(ours.logits_BTV, targets_BT)
@@ -239,9 +249,9 @@ class Laid:
         where the rows stand in the step's whole batch. What is dropped follows from it and the seed alone. `cache`:
         what the tokens attend through, where they are a slice of their sequences, or generated.
         """
-        model = self.model
         with self.autocast():
-            now = entering = model.prepare(tokens_BT, cache=cache, dropout_seed=dropout_seed, place=place)
+            options: dict[str, Any] = {"dropout_seed": dropout_seed, "place": place, "marked": self.use.marked}
+            now = entering = self.model.prepare(tokens_BT, cache=cache, **options)
             if self.seams.sequence:
                 self.seams.tokens = tokens_BT.shape[1]
                 before, count = share(self.seams.tokens, self.mesh.tp.size, self.mesh.tp.index)
@@ -249,14 +259,14 @@ class Laid:
                 now = entering = dataclasses.replace(now, place=dataclasses.replace(place, token=place.token + before))
                 if isinstance(cache, SliceCache):
                     entering = dataclasses.replace(now, cache=cache.stretch(before, count))
-            stream = ResidualStream(model.enter(tokens_BT, x_BTD, entering))
+            stream = ResidualStream(self.programs.enter(tokens_BT, x_BTD, entering))
             return self._through_layers(self.layer_calls() if layers is None else layers, stream, now)
 
     def _head(self, stream: ResidualStream) -> HeadOutput:
         x_BTD = self._to_project(stream)
         is_tied = self.model.output is None  # there is no module to enter at
         entered_BTD = self.seams.enter(x_BTD) if is_tied and self.mesh.tp.size > 1 else x_BTD
-        return HeadOutput(x_BTD, self.model.project(entered_BTD))
+        return HeadOutput(x_BTD, self.programs.project(entered_BTD))
 
     def _to_project(self, stream: ResidualStream) -> Tensor:
         """What the output projection is given."""
@@ -266,7 +276,7 @@ class Laid:
 
     def layer_calls(self) -> list[LayerCall]:
         """The layers here as they are called: where operators' results are kept, with what computes the rest again."""
-        layers: list[LayerCall] = list(self.model.layers)
+        layers = list(self.programs.layers)
         if self.seams.sequence and self.plan.slices > 1:
             layers = [partial(self._call_on_slice, layer) for layer in layers]
         moves = "activations" in self.plan.offloads
@@ -405,3 +415,7 @@ class Laid:
     def initialize(self, seed: int) -> None:
         """Fresh weights, those that `model.fresh.initialize` gives the whole; one whole parameter at a time."""
         self.load(FreshWeights(self.shards, seed, self.model.config.layers))
+
+
+def _device(module: nn.Module) -> torch.device:
+    return next(module.parameters(), torch.empty(0)).device

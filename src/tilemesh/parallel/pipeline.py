@@ -26,6 +26,7 @@ from tilemesh.model.cache import KeyValueCache
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.deferral import defer
 from tilemesh.model.part import TIED
+from tilemesh.model.programs.program import TRAINING, Use
 from tilemesh.model.transformer import Transformer
 from tilemesh.model.work.slices import slice_lengths
 from tilemesh.parallel.buckets import Bucketed
@@ -99,15 +100,16 @@ class Pipeline(Laid):
         seams: Seams,
         gradients: Gradients,
         names: Iterable[str],
+        use: Use = TRAINING,
     ) -> None:
-        super().__init__(StageModule(chunks), mesh, plan, shards, held, seams, gradients, names)
+        super().__init__(StageModule(chunks), mesh, plan, shards, held, seams, gradients, names, use)
         if not isinstance(gradients, Bucketed):
             raise UsageError(f"gradients of a pipeline by {type(gradients).__name__}: expected 'bucketed'")
         self.config, self.step, self.buckets = config, step, gradients
         lengths = functools.partial(slice_lengths, config, plan.pp, step.program.slices)
         self.data = StepData(count=self._count, slices=step.program.slices, lengths=lengths)
         self.parts = {
-            number: Laid(model, mesh, plan, _own(model, shards), {}, seams, gradients)
+            number: Laid(model, mesh, plan, _own(model, shards), {}, seams, gradients, use=use)
             for number, model in chunks.items()
         }
         self.gathers = gradients if isinstance(gradients, ZeroWeights) else None

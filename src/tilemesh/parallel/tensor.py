@@ -28,9 +28,9 @@ from tilemesh.core.errors import UsageError
 from tilemesh.core.shard import share
 from tilemesh.kernels.cross_entropy.part import part_sums, write_part_gradient
 from tilemesh.model.deferral import product_dtype
+from tilemesh.model.embedding import Embedding
 from tilemesh.model.kernels import TORCH
 from tilemesh.model.loss import IGNORED
-from tilemesh.model.transformer import Embedding
 from tilemesh.parallel import collect
 
 

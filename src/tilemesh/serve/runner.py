@@ -17,13 +17,15 @@ from torch import Tensor
 from tilemesh.kernels.launch.gpu import launches_early
 from tilemesh.kernels.row_linear.cost import GATES
 from tilemesh.kernels.row_linear.reference import row_linear
-from tilemesh.model.few_tokens import FewTokens
 from tilemesh.model.kinds import FewBits, projections
 from tilemesh.model.linear import DENSE, DenseMatrix
 from tilemesh.model.norm import ResidualNorm
-from tilemesh.model.packed import pack_products, packed_bytes, packs
-from tilemesh.model.stacked import stack_products
-from tilemesh.model.transformer import ResidualStream, Transformer
+from tilemesh.model.packed import Packed, pack_products, packed_bytes, packs
+from tilemesh.model.programs.explain import explain
+from tilemesh.model.programs.prepare import prepare
+from tilemesh.model.programs.program import Use
+from tilemesh.model.rotary import RotaryTable
+from tilemesh.model.transformer import Transformer
 from tilemesh.serve.attention import PagedKeyValues
 from tilemesh.serve.batch import Batch, TokenSpan, cut, make_batch, token_span
 from tilemesh.serve.device_steps import DeviceSteps, ServeGraphs
@@ -80,30 +82,33 @@ class Runner:
         config = model.config
         itemsize = next(model.parameters()).element_size()
         self._tile_sizes = self.cache.tile_sizes(config.heads, config.kv_heads, config.head_width, itemsize)
-        self._prepare_model(packed)
-        self._few: FewTokens | None = None
-        """Computes passes of a few tokens, where the kernels for that can be had."""
-        if launches_early(self.device) and not invariant and FewTokens.serves(model):
-            self._few = FewTokens(model)
+        self.programs = prepare(model, self._use(), self.device)
+        self._rotary = RotaryTable.of(config, next(model.parameters()))
+        self._choose_kinds(packed)
         self.ahead: DeviceSteps | None = None
         """Launches steps without waiting for their tokens, where that can be done."""
         if graphs is not None and self._tile_sizes is not None and not invariant:
             self.ahead = DeviceSteps(self._pass, self.cache, limits, config.vocabulary, self._tile_sizes, graphs, say)
 
-    def _prepare_model(self, packed: bool | None) -> None:
-        """Fewer and larger products, positions' angles computed once, weights as a CPU wants them, a GPU's norms."""
-        one_row = self.device.type == "cuda" and self._has_row_kernel()
-        stack_products(self.model, one_row)
-        self.model.keep_rotary()
+    def _use(self) -> Use:
+        return Use(
+            side_by_side=self.cache.attend_joined is not None,
+            single_rows=self.device.type == "cuda" and self._has_row_kernel(),
+            launches_early=launches_early(self.device),
+            invariant=self.invariant,
+        )
+
+    def _choose_kinds(self, packed: bool | None) -> None:
+        """Matrices as a CPU's products want them, or with a GPU's kernels for one token; and a GPU's norms."""
         if self.device.type == "cpu" and (self._can_pack() if packed is None else packed):
-            pack_products(self.model)
+            pack_products(self.model, self.programs.groups)
         if self.device.type == "cuda":
             for module in self.model.modules():
                 if isinstance(module, ResidualNorm):
                     module.implementation = "auto"
             for _, layer in projections(self.model):
                 if layer.kind == DENSE:
-                    layer.become(DenseMatrix(one_row))
+                    layer.become(DenseMatrix(self.programs.use.single_rows))
                 elif isinstance(layer.kind, FewBits):
                     layer.become(replace(layer.kind, settled=True))
 
@@ -125,6 +130,13 @@ class Runner:
             self._say(f"one row times a matrix is left to torch: {type(error).__name__}: {error}")
             return False
         return True
+
+    def explain(self) -> list[str]:
+        """Which programs compute the model, in lines."""
+        is_packed = any(isinstance(layer.kind, Packed) for _, layer in projections(self.model))
+        steps = "a step is captured as one graph for each size" if self.ahead is not None else "steps are not captured"
+        layout = "in the layout of this CPU's products" if is_packed else "as they are stored"
+        return [*explain(self.programs), f"  weights are read {layout}; {steps}"]
 
     @torch.inference_mode()
     def run(
@@ -163,16 +175,8 @@ class Runner:
 
     def _pass(self, batch: Batch) -> Tensor:
         """Logits of the wanted tokens. Those of the others are never computed, except where shapes are constants."""
-        model = self.model
-        now = model.prepare(batch.tokens_1T, cache=self.cache.prepare(batch))
-        x_1TD = model.enter(batch.tokens_1T, None, now)
-        if self._few is not None and self._few.takes(x_1TD.shape[1]):
-            x_TD = self._few(x_1TD[0], now)
-        else:
-            stream = ResidualStream(x_1TD)
-            for layer in model.layers:
-                stream = layer(stream, now)
-            x_TD = model.normalize(stream)[0]
+        now = self.model.prepare(batch.tokens_1T, cache=self.cache.prepare(batch), table=self._rotary)
+        x_TD = self.programs.last(self.programs.enter(batch.tokens_1T, None, now), now)[0]
         if batch.wanted is None:
             return self._project(x_TD)
         if self.invariant:

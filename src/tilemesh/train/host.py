@@ -25,13 +25,15 @@ from tilemesh.measure.sample import Sample
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.kernels import PLAIN, STANDARD
 from tilemesh.model.loss import loss_sum
+from tilemesh.model.programs.prepare import prepare
+from tilemesh.model.programs.program import TRAINING
 from tilemesh.model.transformer import Transformer
 from tilemesh.parallel.gradients import LocalGradients, Parts
 from tilemesh.parallel.mesh import Mesh
 from tilemesh.parallel.shard import trained
 from tilemesh.train.config import OptimizerConfig
 from tilemesh.train.optimizer import Optimizer
-from tilemesh.train.plain import suit_gpu
+from tilemesh.train.plain import gpu_use
 
 DEPTHS = (2, 6)
 SMALL: Mapping[str, Any] = {"width": 64, "heads": 2, "vocabulary": 256, "context": 32}
@@ -164,8 +166,7 @@ def small_step(kind: str, code: str, device: str, layers: int) -> SmallStep:
     """A training step of so many small layers."""
     config = ModelConfig(layers=layers, **SMALL, **KINDS[kind])
     model = Transformer(config, device=device, kernels=PLAIN if code == "compiled" else STANDARD).train()
-    if code == "compiled":
-        suit_gpu(model, compiled=True)
+    programs = prepare(model, gpu_use(compiled=True) if code == "compiled" else TRAINING, device)
     held = trained(model)
     gradients = LocalGradients(Parts(held, Mesh(connect("alone"))), config.context)
     optimizer = Optimizer(OptimizerConfig(), held, "bf16")
@@ -176,7 +177,7 @@ def small_step(kind: str, code: str, device: str, layers: int) -> SmallStep:
 
     def loss(inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         with torch.autocast(device, torch.bfloat16, enabled=autocast):
-            logits = model(inputs)
+            logits = programs(inputs)
         return loss_sum(logits, targets)
 
     run: Any = torch.compile(loss) if code == "compiled" else loss

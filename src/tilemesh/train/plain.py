@@ -1,24 +1,46 @@
-"""What is changed in a whole model after it was made: layouts that suit a GPU, and weights that may be 16-bit."""
+"""What programs a model that trains is prepared for, and which of its weights may be 16-bit."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import torch
 from torch import nn
 
-from tilemesh.model.config import VOCABULARY_MULTIPLE
-from tilemesh.model.transformer import Attention, Transformer
+from tilemesh.compress.config import training_recipe
+from tilemesh.compress.prepare import prepare as train_for
+from tilemesh.model.lora import attach
+from tilemesh.model.programs.prepare import Prepared, prepare
+from tilemesh.model.programs.program import TRAINING, Use
+from tilemesh.model.transformer import Transformer
+from tilemesh.parallel.apply import planned_use
+from tilemesh.train.config import TrainConfig
+from tilemesh.train.optimizer import stored_dtype
 
 
-def suit_gpu(model: Transformer, *, compiled: bool) -> None:
-    """What makes the step of a whole model quicker on a GPU; its weights stay, its results but for rounding.
+def training_use(config: TrainConfig, device: torch.device) -> Use:
+    """What a run's model is prepared for."""
+    is_whole = device.type == "cuda" and config.plan.tp == 1 and config.plan.precision != "fp64"
+    use = gpu_use(compiled=bool(config.train.compile)) if is_whole else TRAINING
+    return replace(use, marked=config.data.packing == "documents")
 
-    The vocabulary is rounded up to whole 128-byte lines of 16-bit numbers. Compiled, there is one product for query,
-    key and value; not where query and key are turned (the values would keep what these were before in memory), nor for
-    a gate and what it opens (their gradients, made in one pass, would be made in two).
-    """
-    model.align_vocabulary = VOCABULARY_MULTIPLE
-    for module in model.modules():
-        if isinstance(module, Attention):
-            module.joined = compiled and model.config.positions != "rotary"
+
+def gpu_use(*, compiled: bool) -> Use:
+    """Of a whole model that trains on a GPU, in 16 bits but for its weights."""
+    return Use(trains=True, compiled=compiled, casts=True, aligns_vocabulary=True)
+
+
+def planned_programs(config: TrainConfig, device: torch.device) -> Prepared:
+    """What a run's whole model would be computed by. Of a model without memory: nothing is read or computed."""
+    kernels = config.kernels_on(device.type)
+    model = Transformer(config.model, device="meta", dtype=stored_dtype(config.plan.precision), kernels=kernels)
+    if config.lora.rank:
+        attach(model, config.lora, config.train.seed)
+    recipe = training_recipe(config.compress.recipe)
+    if recipe is not None:
+        train_for(model, recipe)
+    use = planned_use(training_use(config, device), config.plan, config.model.layers)
+    return prepare(model, use, device)
 
 
 def product_parameters(model: nn.Module) -> set[str]:

@@ -74,7 +74,7 @@ from tilemesh.train.loop import Interrupt, Loop
 from tilemesh.train.memory import peak_bytes
 from tilemesh.train.offload import HostOptimizer
 from tilemesh.train.optimizer import Optimizer, stored_dtype, warning
-from tilemesh.train.plain import product_parameters, suit_gpu
+from tilemesh.train.plain import product_parameters, training_use
 from tilemesh.train.record import CONTROL, Recorder, observe_mesh
 from tilemesh.train.result import Result
 from tilemesh.train.resume import begin, load_stored
@@ -330,8 +330,6 @@ def lay_model(config: TrainConfig, mesh: Mesh, device: torch.device, late: bool 
     # Where no rank is to hold the whole, none makes it: each draws the weights of its own layers, one by one.
     where = torch.device("meta") if config.plan.has_chunks else device
     model = Transformer(config.model, seed=config.train.seed, device=where, dtype=dtype, kernels=kernels)
-    if device.type == "cuda" and config.plan.tp == 1 and config.plan.precision != "fp64":
-        suit_gpu(model, compiled=bool(config.train.compile))
     if config.lora.rank:
         if config.lora.base is not None:
             put_kinds(model, stored_kinds(config.lora.base))
@@ -343,11 +341,10 @@ def lay_model(config: TrainConfig, mesh: Mesh, device: torch.device, late: bool 
         is_alone = config.plan.world == 1 and not config.plan.has_chunks
         late = device.type == "cuda" and is_alone and config.plan.precision != "fp16"
     way = method_gradients(config) or ("local" if late else "bucketed")
-    laid = lay(model, mesh, config.plan, device=device, gradients=way, tokens=config.tokens_per_step)
+    use = training_use(config, device)
+    laid = lay(model, mesh, config.plan, device=device, gradients=way, tokens=config.tokens_per_step, use=use)
     if config.plan.has_chunks:
         laid.initialize(config.train.seed)
-    if config.data.packing == "documents":
-        _respect_documents(laid)
     laid.module.train()
     return laid
 
@@ -383,14 +380,6 @@ def method_gradients(config: TrainConfig) -> Way | None:
         compression = Compression(method.compress, method.keep, method.rank, seed=seed, start=start)
         return lambda parts: compressed_gradients(parts, compression, config.plan)
     return None
-
-
-def _respect_documents(laid: Laid) -> None:
-    """Let attention and positions begin anew with each document."""
-    parts = laid.parts.values() if isinstance(laid, Pipeline) else [laid]
-    for part in parts:
-        assert isinstance(part.module, Transformer)
-        part.module.documents_marked = True
 
 
 def make_optimizer(config: TrainConfig, laid: Laid, kernels: str) -> Optimizer:

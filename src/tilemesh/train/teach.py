@@ -45,8 +45,6 @@ def from_teacher(config: TrainConfig, laid: Laid) -> Objective:
         return text
     assert config.distill.teacher is not None
     teacher = read_teacher(config.distill.teacher, laid)
-    assert isinstance(teacher.module, Transformer)
-    teacher.module.documents_marked = config.data.packing == "documents"  # both are given the same tokens
     teaching = lessons(config, teacher, by_layers=isinstance(laid, Pipeline) or config.train.compile == "layers")
     if isinstance(laid, Pipeline):
         laid.data.teaching = teaching

@@ -10,7 +10,8 @@ from torch import Tensor
 from tilemesh.measure.gpu import KernelTimer
 from tilemesh.measure.timing import LoopTimer, Timer
 from tilemesh.model.cache import DenseCache
-from tilemesh.model.stacked import stack_products
+from tilemesh.model.programs.prepare import Prepared, prepare
+from tilemesh.model.programs.program import Use
 from tilemesh.model.transformer import Transformer
 
 ROWS = 4
@@ -27,15 +28,15 @@ def passes_of(model: Transformer, tokens: Tensor) -> tuple[Callable[[int], objec
 
     Projections of the same activations become one product: the model belongs to the caller no more.
     """
-    stack_products(model)
-    return lambda turn: model(tokens), _decode(model, tokens[:1])
+    programs = prepare(model, Use(), tokens.device)
+    return lambda turn: programs(tokens), _decode(programs, model, tokens[:1])
 
 
-def _decode(model: Transformer, prompt: Tensor) -> Callable[[int], object]:
+def _decode(programs: Prepared, model: Transformer, prompt: Tensor) -> Callable[[int], object]:
     length = min(prompt.shape[1], model.config.context - 1)
     cache = DenseCache(1, model.config.context, prompt.device)
     with torch.inference_mode():
-        model(prompt[:, :length], cache=cache.extend(length))
+        programs(prompt[:, :length], cache=cache.extend(length))
     token = prompt[:, -1:]
     cache.extend(1)
-    return lambda turn: model(token, cache=cache.again())
+    return lambda turn: programs(token, cache=cache.again())

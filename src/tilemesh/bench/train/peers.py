@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from tilemesh.core.errors import RunError
+from tilemesh.model.dropout import Dropout
 from tilemesh.model.kernels import PLAIN
-from tilemesh.model.transformer import Dropout, Pass, Transformer
+from tilemesh.model.transformer import Pass, Transformer
 from tilemesh.train.config import TrainConfig
 from tilemesh.train.optimizer import autocast_dtype, stored_dtype
 from tilemesh.train.rules import decays

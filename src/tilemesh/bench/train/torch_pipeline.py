@@ -27,7 +27,7 @@ from tilemesh.core.errors import RunError
 from tilemesh.core.step.program import chunk_layers
 from tilemesh.model.kernels import PLAIN
 from tilemesh.model.part import cut_parts
-from tilemesh.model.transformer import Attention, Transformer
+from tilemesh.model.transformer import Transformer
 from tilemesh.train.config import TrainConfig
 
 SCHEDULES = {
@@ -161,9 +161,6 @@ def _lay_stage(stage: nn.Module, model: Transformer, mesh: Any, zero: int) -> No
             styles["output"] = ColwiseParallel(output_layouts=Replicate())
         names = {name for name, _ in model.named_modules()}
         parallelize_module(model, mesh["tp"], {name: style for name, style in styles.items() if name in names})
-        for module in model.modules():
-            if isinstance(module, Attention):
-                module.heads, module.kv_heads = module.heads // tp, module.kv_heads // tp
     if mesh["dp"].size() > 1:
         shard_fully(stage, model, mesh["dp"], zero)
 

@@ -1,0 +1,56 @@
+"""Tokens of a pass that attend to one another: causal attention over whole sequences, without a cache.
+
+B: rows; T: tokens; H: query heads; K: key and value heads; E: head width.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from tilemesh.kernels.attention.joined import self_attention
+from tilemesh.kernels.attention.reference import attention as windowed_attention
+from tilemesh.model.documents import DocumentPlaces, attend_within
+from tilemesh.model.kernels import TORCH
+from tilemesh.model.rotary import RotaryAngles, rotate
+
+
+def attend(
+    q_BTHE: Tensor,
+    k_BTKE: Tensor,
+    v_BTKE: Tensor,
+    rotary: RotaryAngles | None,
+    documents: DocumentPlaces | None = None,
+    window: int = 0,
+    implementation: str = TORCH,
+) -> Tensor:
+    """softmax(q k / sqrt(E)) v of each token over those up to itself, after queries and keys are turned: (B, T, H, E).
+
+    `window`: over the last so many only, itself included; 0: over all. `documents`: none sees another.
+    `implementation`: "torch", or of tilemesh's operator, which has no documents.
+    """
+    y_BHTE: Tensor
+    heads, kv_heads = q_BTHE.shape[2], k_BTKE.shape[2]
+    if implementation != TORCH and documents is None:
+        if rotary is not None:
+            cos, sin = (table[:, None] for table in rotary)  # the same for every head of a token
+            q_BTHE, k_BTKE = rotate(q_BTHE, cos, sin), rotate(k_BTKE, cos, sin)
+        qkv_BTF = torch.cat([q_BTHE, k_BTKE, v_BTKE], dim=-2).flatten(-2)
+        y_BTD: Tensor = self_attention(
+            qkv_BTF, heads=heads, kv_heads=kv_heads, window=window, implementation=implementation
+        )
+        return y_BTD.view(q_BTHE.shape)
+    # Heads stand before tokens from here on, as torch's kernels want.
+    q_BHTE, k_BKTE, v_BKTE = q_BTHE.transpose(1, 2), k_BTKE.transpose(1, 2), v_BTKE.transpose(1, 2)
+    if rotary is not None:
+        q_BHTE, k_BKTE = rotate(q_BHTE, *rotary), rotate(k_BKTE, *rotary)
+    if documents is not None:
+        y_BHTE = attend_within(q_BHTE, k_BKTE, v_BKTE, documents, window)
+    elif 0 < window < q_BHTE.shape[2]:
+        y_BHTE = windowed_attention(q_BHTE, k_BKTE, v_BKTE, causal=True, window=window)
+    else:
+        y_BHTE = functional.scaled_dot_product_attention(
+            q_BHTE, k_BKTE, v_BKTE, is_causal=True, enable_gqa=heads != kv_heads
+        )
+    return y_BHTE.transpose(1, 2)

@@ -1,0 +1,1 @@
+"""Programs: faster functions that compute what the model's definition does. See `prepare.py`."""

@@ -1,0 +1,341 @@
+"""Programs: each computes what the definition does, for every family; which are chosen, and why the others are not."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from tilemesh.kernels.lowbit.codes import quantize
+from tilemesh.kernels.lowbit.formats import parse_scheme
+from tilemesh.model.cache import DenseCache
+from tilemesh.model.config import ModelConfig
+from tilemesh.model.kernels import OURS, PLAIN, STANDARD
+from tilemesh.model.kinds import few_bits, put
+from tilemesh.model.programs import definition, ends, few_tokens, fused_mlp, joined, one_token, products
+from tilemesh.model.programs.group import as_one, layer_groups
+from tilemesh.model.programs.prepare import PROGRAMS, Prepared, prepare
+from tilemesh.model.programs.program import TRAINING, LayerProgram, Use, row_class
+from tilemesh.model.transformer import Transformer
+from tilemesh.parallel.gate.cases import PAPERS
+from tilemesh.serve.request import ServeRequest
+from tilemesh.serve.runner import Runner
+from tilemesh.serve.scheduler import Scheduler, ServeLimits
+
+DEFINITION = (definition.ATTENTION, definition.MLP)
+REFERENCE_FEW = dataclasses.replace(few_tokens.FEW, implementation="torch")
+SERVING = (products.ATTENTION, products.MLP, one_token.GATE, one_token.NORMS, REFERENCE_FEW)
+TRAINED = (joined.JOINED, fused_mlp.FUSED_MLP, ends.EMBEDDING, ends.PROJECTION)
+SERVES = Use(side_by_side=True, single_rows=True, launches_early=True)
+TRAINS = Use(trains=True, compiled=True, casts=True, aligns_vocabulary=True)
+LLAMA = ModelConfig(
+    layers=2, width=128, heads=4, kv_heads=2, mlp_width=256, vocabulary=64, context=64, norm="rmsnorm",
+    positions="rotary", activation="swiglu", biases=False, tied=False,
+)  # fmt: skip
+
+
+def model_of(config: ModelConfig, dtype: torch.dtype = torch.float64, **options: Any) -> Transformer:
+    """No weight is 0 or 1, and all are exact in 16 bits: models of other dtypes have the same."""
+    model = Transformer(config.replace(dropout=0.0), seed=1, dtype=torch.float64, **options)
+    generator = torch.Generator().manual_seed(4)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(4 if parameter.dim() > 1 else 1)  # fresh weights say next to nothing
+            parameter.add_(0.1 * torch.empty(parameter.shape).normal_(generator=generator))
+            parameter.copy_(parameter.to(torch.bfloat16))
+    return model.to(dtype)
+
+
+def limits_of(config: ModelConfig) -> ServeLimits:
+    return ServeLimits(
+        pages=40, context=config.context, page_tokens=4, step_tokens=64, chunk_tokens=64, running=8
+    )  # fmt: skip
+
+
+def used_by(programs: Prepared) -> set[str]:
+    """Names of all that were chosen somewhere."""
+    chosen = {program.name for layers in programs.choices.values() for choice in layers for program in choice.programs}
+    return chosen | {name for name, reason in programs.ends.items() if not reason}
+
+
+def reasons(programs: Prepared, program: LayerProgram) -> set[str]:
+    """Why layers are not computed by this one."""
+    return {
+        choice.refused[program.name] for choice in programs.choices[program.rows[-1]] if program.name in choice.refused
+    }
+
+
+def decoded(config: ModelConfig, requests: int, use: Use, programs: Sequence[LayerProgram]) -> tuple[Tensor, set[str]]:
+    """Logits of a step with prompts and of steps in which all requests decode; drawn tokens are given."""
+    model = model_of(config).eval().requires_grad_(False)
+    runner = Runner(model, limits_of(config), implementation="torch", packed=False)
+    runner.programs = prepare(model, use, programs=programs)
+    return steps(runner, config, requests), used_by(runner.programs)
+
+
+def steps(runner: Runner, config: ModelConfig, requests: int) -> Tensor:
+    scheduler, draw, found = Scheduler(runner.limits), random.Random(2), []
+    for number in range(requests):
+        scheduler.add(ServeRequest(str(number), [draw.randrange(config.vocabulary) for _ in range(2 + number)], 3))
+    while scheduler.busy:
+        plan = scheduler.plan()
+        logits = runner.run(plan)
+        found += [logits[entry.request.name].logits_NV.double() for entry in plan.entries]
+        scheduler.commit(plan, {entry.request.name: [draw.randrange(config.vocabulary)] for entry in plan.entries})
+    return torch.cat(found)
+
+
+# Equal to the definition ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("requests", [1, 3])
+@pytest.mark.parametrize("name", PAPERS)
+def test_every_program_that_serves_computes_the_definition(name: str, requests: int) -> None:
+    config = PAPERS[name]
+    exact, _ = decoded(config, requests, SERVES, DEFINITION)
+    for program in SERVING:
+        found, used = decoded(config, requests, SERVES, (*DEFINITION, program))
+        torch.testing.assert_close(found, exact, rtol=1e-11, atol=1e-11 * float(exact.abs().max()))
+        assert (program.name in used) == (name in APPLIES[program.name]), program.name
+
+
+_GATED = {"llama", "llama3", "mistral", "qwen2", "qwen3", "gemma3_text", "phi3", "olmo2"}
+_SILU = _GATED - {"gemma3_text"}
+_NORM_FIRST = {"llama", "mistral"}
+"""RMSNorm before each block, heads turned whole, no bias."""
+APPLIES = {
+    products.ATTENTION.name: {*PAPERS}, products.MLP.name: _GATED, one_token.GATE.name: _SILU,
+    one_token.NORMS.name: _NORM_FIRST, few_tokens.FEW.name: _NORM_FIRST,
+    joined.JOINED.name: {"gpt2", "post"}, fused_mlp.FUSED_MLP.name: {"gpt2", "gpt_neox", "neox", "post"},
+    ends.EMBEDDING.name: {*PAPERS} - {"gemma3_text", "post"}, ends.PROJECTION.name: {*PAPERS},
+}  # fmt: skip
+
+
+def gradients(programs: Callable[..., Tensor], model: Transformer, tokens: Tensor) -> list[Tensor]:
+    logits = programs(tokens)
+    loss = functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+    return [logits, *torch.autograd.grad(loss, list(model.parameters()))]
+
+
+@pytest.mark.parametrize("name", PAPERS)
+def test_every_program_that_trains_has_the_definitions_gradients(name: str) -> None:
+    config = PAPERS[name]
+    model = model_of(config, kernels=dataclasses.replace(OURS, projections="torch"))
+    tokens = torch.randint(config.vocabulary, (2, 6), generator=torch.Generator().manual_seed(0))
+    exact = gradients(model, model, tokens)
+    for program in TRAINED:
+        programs = prepare(model, TRAINS, programs=(*DEFINITION, program))
+        assert (program.name in used_by(programs)) == (name in APPLIES[program.name]), program.name
+        for mine, theirs in zip(gradients(programs, model, tokens), exact, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("kernels", [STANDARD, PLAIN, OURS], ids=["standard", "torch", "ours"])
+def test_the_loss_without_logits_is_that_of_the_logits(kernels: Any) -> None:
+    model = model_of(PAPERS["gpt2"], kernels=kernels)
+    programs = prepare(model, TRAINING)
+    assert (programs.loss_sum is not None) == (kernels is OURS)
+    if programs.loss_sum is not None:
+        x, targets = torch.randn(2, 5, model.config.width, dtype=torch.float64), torch.tensor([[1, 2, -100, 3, 4]] * 2)
+        total, count = programs.loss_sum(x, targets)
+        wanted = functional.cross_entropy(model.project(x).flatten(0, 1), targets.flatten(), reduction="sum")
+        torch.testing.assert_close(total, wanted)
+        assert count == 8
+
+
+def test_a_few_tokens_by_interpreted_kernels_are_as_near_as_the_models_own_layers() -> None:
+    """In 16 bits both round; neither may be much further from float64 than the other."""
+    pytest.importorskip("triton")
+    found = {}
+    for dtype, program in ((torch.float64, None), (torch.bfloat16, None), (torch.bfloat16, "interpret")):
+        model = model_of(LLAMA, dtype).eval().requires_grad_(False)
+        runner = Runner(model, limits_of(LLAMA), implementation="auto" if program is None else "interpret")
+        if program is not None:
+            some = dataclasses.replace(few_tokens.FEW, implementation=program)
+            runner.programs = prepare(model, SERVES, programs=(*DEFINITION, some))
+            assert used_by(runner.programs) == {"definition", some.name}
+        found[dtype, program] = steps(runner, LLAMA, 3)
+    exact, plain, few = found.values()
+    assert float((few - exact).norm()) < 1.5 * float((plain - exact).norm())
+    assert float((few - exact).norm()) < 0.05 * float(exact.norm())
+
+
+# Chosen ---------------------------------------------------------------------------------------------------------------
+
+
+def test_classes_of_rows() -> None:
+    assert [row_class(rows) for rows in (1, 2, 64, 65)] == ["1", "2-64", "2-64", "more"]
+
+
+def test_what_serves_a_plain_model_on_a_gpu() -> None:
+    model = model_of(LLAMA, torch.bfloat16).eval().requires_grad_(False)
+    programs = prepare(model, SERVES)
+    names = {rows: [[program.name for program in choice.programs] for choice in programs.choices[rows]]
+             for rows in programs.choices}  # fmt: skip
+    assert names == {
+        "1": [[products.ATTENTION.name, one_token.GATE.name], [one_token.NORMS.name]],
+        "2-64": [[few_tokens.FEW.name]] * 2,
+        "more": [[products.ATTENTION.name, products.MLP.name]] * 2,
+    }
+    first, second = programs.choices["1"]
+    assert first.refused[one_token.NORMS.name] == "before the first layer's norm there is nothing to add"
+    assert first.refused[joined.JOINED.name] == "weights in a row would be copied in every pass"
+    assert second.refused[products.MLP.name].startswith("predicted ")
+    assert second.seconds < first.seconds
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"norm": "layernorm"}, "a norm is no plain RMSNorm"),
+        ({"biases": True}, "a projection has a bias"),
+        ({"activation": "gelu"}, "there is no gate"),
+        ({"qk_norm": "head"}, "queries and keys are normalized"),
+        ({"rotary_fraction": 0.5}, "rotary positions turn a part of each head"),
+        ({"width": 96}, "there is no kernel for a matrix of 192 by 96"),
+    ],
+)
+def test_other_layers_are_no_few_tokens(changes: dict[str, object], why: str) -> None:
+    model = model_of(LLAMA.replace(**changes), torch.bfloat16).eval().requires_grad_(False)
+    assert reasons(prepare(model, SERVES), few_tokens.FEW) == {why}
+
+
+@pytest.mark.parametrize(
+    ("use", "why"),
+    [
+        ({"invariant": True}, "its sums are cut otherwise than those of other numbers of rows"),
+        ({"launches_early": False}, "kernels here are not launched before the one ahead has ended"),
+        ({"side_by_side": False}, "the cache wants queries, keys and values apart"),
+    ],
+)
+def test_other_uses_have_no_few_tokens(use: dict[str, bool], why: str) -> None:
+    model = model_of(LLAMA, torch.bfloat16).eval().requires_grad_(False)
+    assert reasons(prepare(model, dataclasses.replace(SERVES, **use)), few_tokens.FEW) == {why}
+
+
+def test_backward_in_halves_and_updates_under_way_leave_out_what_copies_or_joins() -> None:
+    model = model_of(PAPERS["gpt2"], kernels=OURS)
+    plain = used_by(prepare(model, TRAINS))
+    assert {joined.JOINED.name, fused_mlp.FUSED_MLP.name} <= plain
+    assert used_by(prepare(model, dataclasses.replace(TRAINS, puts_off=True))) & plain == {
+        definition.ATTENTION.name, ends.EMBEDDING.name, ends.LOSS.name, ends.PROJECTION.name,
+    } & plain  # fmt: skip
+    meanwhile = used_by(prepare(model, dataclasses.replace(TRAINS, updates_meanwhile=True)))
+    assert fused_mlp.FUSED_MLP.name in meanwhile
+    assert joined.JOINED.name not in meanwhile
+
+
+def test_a_matrix_of_another_kind_is_not_passed_by() -> None:
+    """A program that reads weights is for dense ones alone: also where another kind has a weight among its pieces."""
+    from tilemesh.model.lora import LoraConfig, attach
+
+    model = model_of(PAPERS["gpt2"], kernels=OURS)
+    attach(model, LoraConfig(rank=2, targets=("fc_v", "fc_in")), seed=0)
+    programs = prepare(model, TRAINS)
+    assert not {joined.JOINED.name, fused_mlp.FUSED_MLP.name} & used_by(programs)
+
+
+# Storage --------------------------------------------------------------------------------------------------------------
+
+
+def test_projections_lie_in_one_storage_and_keep_their_names() -> None:
+    model, plain = (model_of(LLAMA).eval().requires_grad_(False) for _ in range(2))
+    programs = prepare(model, Use())
+    layer: Any = model.layers[0]
+    heads, gated, *_ = programs.groups[0]
+    assert heads is not None
+    assert gated is not None
+    assert heads.widths == [128, 64, 64]
+    assert layer.attention.fc_k.weight.data_ptr() == heads.layer.weight[128:].data_ptr()
+    assert {name: value.tolist() for name, value in model.state_dict().items()} == {
+        name: value.tolist() for name, value in plain.state_dict().items()
+    }
+    with torch.no_grad():
+        layer.attention.fc_v.weight.mul_(2)
+    x = torch.randn(3, 128, dtype=torch.float64)
+    torch.testing.assert_close(heads(x)[:, 192:], functional.linear(x, layer.attention.fc_v.weight))
+    again = prepare(model, Use()).groups[0].heads
+    assert again is not None
+    assert again.layer.weight.data_ptr() == heads.layer.weight.data_ptr()  # found, not copied
+
+
+def test_what_lies_under_one_another_is_one() -> None:
+    whole = torch.arange(24.0).view(6, 4)
+    one = as_one([whole[:1], whole[1:4], whole[4:]])
+    assert one is not None
+    assert torch.equal(one, whole)
+    assert one.data_ptr() == whole.data_ptr()
+    assert as_one([whole[1:4], whole[:1]]) is None
+    assert as_one([whole[:2], whole[3:]]) is None
+    assert as_one([whole[:2], whole[2:].clone()]) is None
+
+
+def test_projections_stay_apart_where_they_must() -> None:
+    model = model_of(LLAMA)
+    layer: Any = model.layers[0]
+    assert layer_groups(layer).heads_apart == "weights are trained"
+    model.requires_grad_(False)
+    hook = layer.attention.fc_k.register_forward_pre_hook(lambda module, given: None)
+    assert layer_groups(layer).heads_apart == "somebody listens to them"
+    hook.remove()
+    assert layer_groups(layer).heads is not None
+    put(model, "layers.0.attention.fc_k", few_bits_of(layer.attention.fc_k))
+    assert layer_groups(layer).heads_apart == "their matrices are of several kinds"
+
+
+def few_bits_of(layer: Any) -> Any:
+    scheme = parse_scheme("int8")
+    return few_bits(layer, scheme, quantize(layer.weight, scheme))
+
+
+def test_hooks_before_a_block_are_called_before_its_program() -> None:
+    """As where a region cut over ranks begins."""
+    model = model_of(LLAMA).eval().requires_grad_(False)
+    seen = []
+    for layer in model.layers:
+        layer.attention.register_forward_pre_hook(lambda module, given: seen.append(1) or (2 * given[0], *given[1:]))
+        layer.mlp.register_forward_pre_hook(lambda module, given: seen.append(2) or (given[0] / 2,))
+    programs, tokens = prepare(model, Use()), torch.arange(5)[None]
+    assert products.ATTENTION.name in used_by(programs)
+    found = programs(tokens, cache=DenseCache(1, 8).extend(5))
+    assert seen == [1, 2, 1, 2]
+    torch.testing.assert_close(found, model(tokens, cache=DenseCache(1, 8).extend(5)), rtol=1e-11, atol=1e-11)
+
+
+def test_programs_of_all_layers_are_compiled_once() -> None:
+    config = PAPERS["gpt2"].replace(layers=5)
+    model = model_of(config, kernels=dataclasses.replace(OURS, attention="torch", norms="torch", projections="torch"))
+    programs, graphs = prepare(model, TRAINS), []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    tokens = torch.arange(5)[None]
+    now = model.prepare(tokens)
+    stream = own = model.layers[0](_stream(model.embed(tokens, now)), now)
+    for layer in programs.layers[1:]:
+        assert layer not in list(model.layers)
+        stream = torch.compile(layer, backend=backend)(stream, now)
+    for layer in list(model.layers)[1:]:
+        own = layer(own, now)
+    assert len(graphs) == 1
+    torch.testing.assert_close(stream, own, rtol=1e-11, atol=1e-11)
+
+
+def _stream(x: Tensor) -> Any:
+    from tilemesh.model.transformer import ResidualStream
+
+    return ResidualStream(x)
+
+
+def test_every_program_is_named_once() -> None:
+    names = [program.name for program in PROGRAMS if program.name != "definition"]
+    assert len(set(names)) == len(names)
