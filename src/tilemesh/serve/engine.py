@@ -257,6 +257,10 @@ class Engine:
                 self.close()
                 raise
 
+    def explain(self) -> list[str]:
+        """Which programs compute the model and why not others, in lines."""
+        return self._core.runner.explain()
+
     # ---- how it stands -----------------------------------------------------------------------------------------
 
     @property

@@ -45,6 +45,9 @@ class RankRunner:
 
     ahead = None
 
+    def explain(self) -> list[str]:
+        return ["each rank chooses programs for its own part of the model: without --mesh they are told"]
+
     def __init__(
         self,
         source: str,

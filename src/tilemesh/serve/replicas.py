@@ -77,6 +77,10 @@ class Replicas:
             return job
         raise AssertionError("a loop over at least one replica")
 
+    def explain(self) -> list[str]:
+        """As every replica would say."""
+        return self.engines[0].explain()
+
     def abort(self, job: PromptJob) -> None:
         with self._lock:
             place = self._homes.get(id(job))

@@ -25,16 +25,19 @@ def generate(
     seed: int = 0,
     ignore_eos: bool = False,
     step: int | None = None,
+    explain: bool = False,
     device: str = "cpu",
     say: Callable[[str], None] = lambda text: None,
 ) -> str:
     """What a run's checkpoint (the newest sound one, or that of a step) or a Hugging Face folder writes after a prompt.
 
     It ends before the first of the model's end tokens, as an answer of the server does, unless `ignore_eos`.
-    `say` hears which step is used, where that is not the run's last one.
+    `say` hears which step is used, where that is not the run's last one, and with `explain` which programs compute.
     """
     check_sampling(tokens, temperature, seed, top_k, top_p)  # before gigabytes are read
     with Engine(source, device=device, step=step, say=say, running=1) as engine:
+        for line in engine.explain() if explain else ():
+            say(line)
         whole = engine.encode(prompt)
         sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, ignore_eos=ignore_eos)
         drawn = generate_tokens(engine, whole, tokens, sampling)

@@ -18,6 +18,7 @@ class GenerateOptions:
     top_p: float = option(1.0, "Only from the likeliest that together have P.", "P")
     seed: int = option(0, "Another seed draws another text.")
     ignore_eos: bool = option(False, "Go on after an end token.")
+    explain: bool = option(False, "Say which programs compute the model, and why not others.")
     step: str | None = option(None, "Which checkpoint; the newest, if not given.", "N|best")
 
 

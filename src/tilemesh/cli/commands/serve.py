@@ -40,6 +40,7 @@ class ServeOptions(EngineConfig):
     name: str | None = option(None, "What the model is called; by default as its folder.")
     mesh: str | None = option(None, "Processes per matrix, and replicas.", "tp=2,dp=2")
     draft: str | None = option(None, "A smaller model that guesses, up to --speculate tokens (4).", "RUN|FOLDER")
+    explain: bool = option(False, "Say which programs compute the model, and why not others.")
     generation_config: bool = option(False, "Take the folder's generation_config.json as defaults.")
 
 
@@ -70,6 +71,9 @@ def serve(options: ServeOptions) -> None:
             engine = stack.enter_context(Replicas(options.source, replicas, options, ranks=ranks, **models))
         else:
             engine = stack.enter_context(Engine(options.source, options, ranks=ranks if ranks > 1 else 0, **models))
+        if options.explain:
+            for line in engine.explain():
+                tell(line)
         app = make_app(engine, options.name, defaults, access)
         config = uvicorn.Config(
             app, log_level="error", access_log=False, lifespan="off", timeout_graceful_shutdown=_GRACE_S, ws="none",

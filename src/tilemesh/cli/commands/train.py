@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tilemesh.cli.output import console_beside
+from tilemesh.cli.output import console_beside, tell
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.core.options import ROWS, OutFile, OutFolder, argument, option
 from tilemesh.core.units import format_bytes, format_seconds, parse_seconds
@@ -55,6 +55,7 @@ class TrainOptions:
         None, "For the last checkpoint, or the run, where its folder is full.", "FOLDER"
     )
     dry_run: bool = option(False, "Show what would run: model, layout, memory, time, files.")
+    explain: bool = option(False, "Say which programs compute the model, and why not others.")
     json: OutFile | None = option(None, ROWS, "FILE")
     typed: str = ""
     """The command, where ranks are started with another."""
@@ -81,6 +82,8 @@ def train(options: TrainOptions) -> int:
 
     member = membership()
     config = configuration(options, member)
+    if options.explain and (member is None or member.rank == 0):
+        _explain(config)
     if options.dry_run:
         return _show_preview(options, config, member)
     if member is not None:
@@ -108,6 +111,19 @@ def train(options: TrainOptions) -> int:
             print(lost, file=sys.stderr)
         return _stopped(result.saved_in or result.folder, result.by_signal)
     return _show(result, console, options.json, page, lost)
+
+
+def _explain(config: TrainConfig) -> None:
+    """Print what computes the model."""
+    import torch
+
+    from tilemesh.measure.machine import usable_gpus
+    from tilemesh.model.programs.explain import explain
+    from tilemesh.train.plain import planned_programs
+
+    device = "cuda" if config.train.device != "cpu" and usable_gpus() else "cpu"
+    for line in explain(planned_programs(config, torch.device(device))):
+        tell(line)
 
 
 def _show_preview(options: TrainOptions, config: TrainConfig, member: Membership | None) -> int:
