@@ -102,13 +102,14 @@ def test_where_nothing_can_be_written(path: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     (tmp_path / "loop").symlink_to("loop")
     with pytest.raises(UsageError, match=r"--json .*cannot be written"):
-        check_targets(json=path)
+        check_targets([("--json", path)])
 
 
 def test_what_can_be_written_is_neither_made_nor_changed(tmp_path: Path) -> None:
     kept = tmp_path / "kept"
     kept.write_text("as it was")
-    check_targets(json=kept, html=tmp_path / "new", chart=str(tmp_path / "folders" / "on the way" / "new"), save="-")
+    paths = (kept, tmp_path / "new", tmp_path / "folders" / "on the way" / "new", "-")
+    check_targets([("--json", str(path)) for path in paths])
     assert [path.name for path in tmp_path.iterdir()] == ["kept"]
     assert kept.read_text() == "as it was"
 

@@ -19,9 +19,9 @@ from tilemesh.bench.kernel.matmul import BENCH
 from tilemesh.bench.kernel.measure import _check
 from tilemesh.cli.commands.bench.kernel import KernelBenchOptions, kernel
 from tilemesh.cli.commands.tune import TuneOptions, tune
+from tilemesh.cli.typed import run
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.core.hardware import DEVICES
-from tilemesh.core.options import check_options
 from tilemesh.kernels import FusedLinear
 from tilemesh.kernels.context import Context, use
 from tilemesh.kernels.launch import program
@@ -312,13 +312,11 @@ def test_a_kernel_too_large_for_the_gpu_is_a_clear_error_and_auto_takes_the_libr
 
 
 def tune_shapes(shapes: list[str], **options: Any) -> None:
-    tune(TuneOptions(shapes=tuple(shapes), **options))
+    run(tune, TuneOptions(shapes=tuple(shapes), **options))
 
 
 def bench(operators: list[str], **options: Any) -> None:
-    command = KernelBenchOptions(operators=tuple(operators), **options)
-    check_options(command)
-    kernel(command)
+    run(kernel, KernelBenchOptions(operators=tuple(operators), **options))
 
 
 @pytest.mark.parametrize(
@@ -338,15 +336,15 @@ def bench(operators: list[str], **options: Any) -> None:
         (lambda: tune_shapes(["8x8x8"], settings=["c"]), "expected NAME=VALUE"),
         (lambda: tune_shapes(["8x8x8"], c="row", settings=["c=full"]), "c is given twice"),
         (lambda: bench(["softmaxx"]), "unknown operator"),
-        (lambda: bench(["scale_shift"], shapes="8x8x8"), "write ROWSxCOLUMNS, as in 16384x1024"),
+        (lambda: bench(["scale_shift"], shapes=("8x8x8",)), "write ROWSxCOLUMNS, as in 16384x1024"),
         (lambda: bench(["scale_shift"], c="row"), "unknown setting of this operator 'c'"),
         (lambda: bench(["scale_shift"], settings=["activation=tanh"]), "unknown activation 'tanh'"),
-        (lambda: bench([], shapes="8x8"), "write MxNxK"),
+        (lambda: bench([], shapes=("8x8",)), "write MxNxK"),
         (lambda: bench([], dtype="float16,int8"), "unknown dtype"),
         (lambda: bench(["softmax", "attention"], settings=["maks=full"]), "'maks': did you mean 'mask'"),
         (lambda: bench([], repeats=0), "repeats is 0: expected"),
-        (lambda: bench([], times="kernal"), "unknown kind of time 'kernal': did you mean 'kernel'"),
-        (lambda: bench([], peers="eagre"), "unknown peer 'eagre': did you mean 'eager'"),
+        (lambda: bench([], times=("kernal",)), "unknown kind of time 'kernal': did you mean 'kernel'"),
+        (lambda: bench([], peers=("eagre",)), "unknown peer 'eagre': did you mean 'eager'"),
         (lambda: bench([], seconds=0.0), "--seconds 0: expected more than 0"),
         (lambda: bench([], chart="roof.gif"), "ends in .svg or .png"),
     ],
@@ -361,11 +359,11 @@ def test_commands_say_that_they_need_a_gpu():
     with pytest.raises(UsageError, match="GPU"):
         tune_shapes(["8x8x8"])
     with pytest.raises(UsageError, match="GPU"):
-        bench([], shapes="8x8x8")
+        bench([], shapes=("8x8x8",))
     with pytest.raises(UsageError, match="--peers cuDNN: this peer needs a GPU"):
-        bench(["attention"], peers="eager,cuDNN")
+        bench(["attention"], peers=("eager", "cuDNN"))
     with pytest.raises(UsageError, match="'cudnnn': did you mean 'cuDNN'"):
-        bench(["attention"], peers="cudnnn")
+        bench(["attention"], peers=("cudnnn",))
 
 
 def test_the_claim_holds_on_the_recorded_grids():

@@ -13,7 +13,7 @@ from tilemesh.cli import commands
 from tilemesh.cli.commands.plan import redirect
 from tilemesh.cli.main import main
 from tilemesh.core.errors import UsageError
-from tilemesh.core.options import Count, argument, check_options, given, option
+from tilemesh.core.options import Count, argument, changed_flags, check_options, option
 from tilemesh.core.ranges import Range
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "extending.md"
@@ -55,8 +55,8 @@ def test_a_value_outside_is_refused_as_python_or_a_user_calls_it(options: SomeOp
 
 def test_what_was_given_is_told_by_its_flag() -> None:
     check_options(SomeOptions(model="x", kind="a", share=1, secret=-5))
-    assert given(SomeOptions(model="x", sets=("a=1",), size=4)) == ["MODEL", "--set", "--size"]
-    assert given(SomeOptions(model="x", share=1.0), "share", "size") == ["--part"]
+    assert changed_flags(SomeOptions(model="x", sets=("a=1",), size=4)) == ["MODEL", "--set", "--size"]
+    assert changed_flags(SomeOptions(model="x", share=1.0), "share", "size") == ["--part"]
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tilemesh.cli.commands.plan.draw import DrawOptions, draw, drawn_slice_time
+from tilemesh.cli.typed import run
 from tilemesh.core.errors import UsageError
 from tilemesh.core.plan import ParallelPlan
 from tilemesh.core.step.book import build, synchronous
@@ -28,7 +29,7 @@ def asked(name: str, **settings: Any) -> DrawOptions:
 
 def test_a_schedule_is_drawn_everywhere(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     files = {kind: str(tmp_path / f"step.{kind}") for kind in ("svg", "csv", "json", "html")}
-    draw(asked("zb-v", stages=4, microbatches=8, **files))
+    run(draw, asked("zb-v", stages=4, microbatches=8, **files))
     said = capsys.readouterr().out
     assert said.startswith("zb-v: 4 stages, 8 microbatches, 2 chunks per rank (v)\nstep 25.5 with F 1, I 1, W 1")
     words = " ".join(said.split())  # lines break at the terminal's width
@@ -40,7 +41,7 @@ def test_a_schedule_is_drawn_everywhere(tmp_path: Path, capsys: pytest.CaptureFi
     page = Path(files["html"]).read_text()
     assert "gradient of weights" in page
     assert "Memory" in page
-    draw(asked(files["csv"]))
+    run(draw, asked(files["csv"]))
     assert "step 25.5 with" in capsys.readouterr().out
 
 
@@ -49,12 +50,12 @@ def test_the_pictures_in_the_documents_are_what_the_code_draws(name: str, tmp_pa
     settings: dict[str, Any] = {"terapipe": {"microbatches": 2}, "dualpipe-v": {"microbatches": 10}}.get(name, {})
     if name == "search":
         settings = {"times": "1,1.2,0.7,0.1", "memory": 3}
-    draw(asked(name, svg=str(tmp_path / "drawn.svg"), **settings))
+    run(draw, asked(name, svg=str(tmp_path / "drawn.svg"), **settings))
     assert (tmp_path / "drawn.svg").read_text() == (PICTURES / f"{name}.svg").read_text()
 
 
 def test_slices_of_a_drawing_are_found_for_attention_that_grows(capsys: pytest.CaptureFixture[str]) -> None:
-    draw(asked("terapipe", microbatches=2, json="-"))
+    run(draw, asked("terapipe", microbatches=2, json="-"))
     figures = json.loads(capsys.readouterr().out)
     assert figures["slice_tokens"] == [18, 16, 15, 15]
     shares = [drawn_slice_time(16, 16 * place) for place in range(4)]
@@ -62,7 +63,7 @@ def test_slices_of_a_drawing_are_found_for_attention_that_grows(capsys: pytest.C
     program = build("terapipe", 4, 2, slices=4)
     assert figures["step_s"] < simulate(program, times.times(program)).total_s  # equal slices wait for the last one
     with pytest.raises(UsageError, match="65 slices of a sequence of 64 tokens"):
-        draw(asked("terapipe", microbatches=2, slices=65))
+        run(draw, asked("terapipe", microbatches=2, slices=65))
 
 
 def zero_picture(stage: int) -> str:
@@ -89,8 +90,8 @@ def test_the_pictures_of_zero_are_its_lists(stage: int) -> None:
     ("question", "words"),
     [
         (asked("zbv"), "did you mean 'zb-v'"),
-        (asked("1f1b", stages=0), "0 stages"),
-        (asked("search", microbatches=0), "0 microbatches"),
+        (asked("1f1b", stages=0), "stages is 0: expected a whole number, at least 1"),
+        (asked("search", microbatches=0), "microbatches is 0: expected a whole number, at least 1"),
         (asked("search", memory=0.1), "the least found is"),
         (asked("1f1b", memory=2), "limit for search"),
         (asked("1f1b", times="1,2"), "expected seconds of F, I, W"),
@@ -98,10 +99,10 @@ def test_the_pictures_of_zero_are_its_lists(stage: int) -> None:
         (asked("1f1b", times="nan,1,1"), "expected seconds of F, I, W"),
         (asked("zb-v", times="1e308,1e308,1e308"), r"such as 1,1,1,0\.1, each 0 or from 1e-09 to 1e\+09"),
         (asked("zb-v", times="1,1,1,1e-320"), "each 0 or from"),
-        (asked("search", memory=float("nan")), "--memory is nan: expected the most microbatches"),
-        (asked("search", memory=float("inf")), "--memory is inf: expected the most microbatches"),
-        (asked("terapipe", slices=0), "--slices is 0: expected at least 1"),
-        (asked("terapipe", slices=-1), "--slices is -1: expected at least 1"),
+        (asked("search", memory=float("nan")), "memory is nan: expected a number above 0"),
+        (asked("search", memory=float("inf")), "memory is inf: expected a number above 0"),
+        (asked("terapipe", slices=0), "slices is 0: expected a whole number, at least 1"),
+        (asked("terapipe", slices=-1), "slices is -1: expected a whole number, at least 1"),
         (asked("search", slices=2), "--slices with search: it finds that itself"),
         (asked("search", chunks=2), "--chunks with search: it finds that itself"),
         (asked("1f1b", stages=1000, microbatches=1000), "too many to draw"),
@@ -112,4 +113,4 @@ def test_the_pictures_of_zero_are_its_lists(stage: int) -> None:
 )
 def test_what_cannot_be_drawn_is_refused(question: DrawOptions, words: str) -> None:
     with pytest.raises(UsageError, match=words):
-        draw(question)
+        run(draw, question)

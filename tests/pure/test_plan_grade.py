@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
-from tilemesh.cli.commands.plan.grade import grade_objects, grade_run, print_grades
+from tilemesh.cli.commands.plan.grade import GradeOptions, grade_run, grades
+from tilemesh.cli.commands.plan.grade import grade as grade_runs
+from tilemesh.cli.typed import run
 from tilemesh.core import config
 from tilemesh.core.calibration import Calibration, Rates
 from tilemesh.core.errors import RunError
@@ -165,7 +166,8 @@ def test_a_run_on_the_cores_of_a_machine_with_a_gpu_is_judged_by_the_cores(
     one_core, all_cores = (Rates({"fp32": flops}, copy_bytes_per_s=1e10) for flops in (1e10, 2e10))
     Calibration("box", "a box with a GPU", "today", one_core=one_core, all_cores=all_cores).save()
     (tmp_path / "summary.json").write_text(json.dumps(summary(cluster="4xlocal", device="cpu", machine="box")))
-    [row] = grade_objects([grade_run(str(tmp_path))])
+    [row] = grades([grade_run(str(tmp_path))]).json
+    assert isinstance(row, dict)
     step = next(figure for figure in row["figures"] if figure["name"] == "step time")
     # Four ranks share two cores of 1e10 FLOP/s each; a GPU would be ten thousand times as fast.
     assert step["limit"] > predict(TINY, CLUSTER, PLAN).model_flops / 2.1e10
@@ -180,7 +182,7 @@ def test_what_is_said_of_a_graded_run_fits_100_columns(
     folder = tmp_path / ("a run with a name of many words " * 2)
     folder.mkdir()
     (folder / "summary.json").write_text(json.dumps(changed))
-    print_grades([grade_run(str(folder))], Console(highlight=False, markup=False, width=100))
+    run(grade_runs, GradeOptions(runs=(str(folder),)))
     lines = capsys.readouterr().out.splitlines()
     assert any(line.startswith("  - ") for line in lines)
     assert max(map(len, lines)) <= 100

@@ -11,17 +11,15 @@ from xml.etree import ElementTree as ET
 import pytest
 
 from tilemesh.cli.commands.bench.collective import CollectiveOptions, collective
+from tilemesh.cli.typed import run
 from tilemesh.comm.schedules import draw as drawing
 from tilemesh.comm.schedules.book import algorithms, build
 from tilemesh.comm.schedules.draw import LEGEND
 from tilemesh.core.errors import UsageError
-from tilemesh.core.options import check_options
 
 
 def bench_collective(*names: str, **options: Any) -> None:
-    command = CollectiveOptions(collectives=names, **options)
-    check_options(command)
-    collective(command)
+    run(collective, CollectiveOptions(collectives=names, **options))
 
 
 def test_the_schedule_is_printed_and_written(
@@ -31,6 +29,7 @@ def test_the_schedule_is_printed_and_written(
     bench_collective("all_reduce", draw="ring", ranks="8", svg=tmp_path / "ring.svg")
     said = capsys.readouterr().out.splitlines()
     assert said[0] == "ring all_reduce: 8 ranks, 8 chunks"
+    assert said.pop() == f"svg: {tmp_path / 'ring.svg'}"
     assert len(said) == 3 + 1 + 14 + len(["", *LEGEND.splitlines()])
     monkeypatch.delenv("COLUMNS")
     bench_collective("all_reduce", draw="ring", ranks="8")

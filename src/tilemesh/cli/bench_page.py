@@ -6,13 +6,10 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console
-
 from tilemesh.comm.schedules.collectives import COLLECTIVES
 from tilemesh.core.errors import UsageError
-from tilemesh.core.files import write_text
 from tilemesh.kernels import registry
-from tilemesh.measure.row import Row, write_rows
+from tilemesh.measure.row import Row
 from tilemesh.report import collective_page, kernel_charts, kernel_page
 from tilemesh.report.draw import Drawing
 from tilemesh.report.kernel_charts import RowWork
@@ -21,36 +18,15 @@ from tilemesh.report.picture import write_picture
 from tilemesh.runs.files import Unread, read_lines
 
 
-def write_found(
-    rows: Sequence[Row],
-    console: Console,
-    *,
-    json: str | None = None,
-    chart: str | None = None,
-    html: str | None = None,
-    tried: str | None = None,
-) -> None:
-    """The files that a bench was asked for: rows, charts, a page."""
-    if json is not None:
-        write_rows(rows, json)
-    if chart is not None:
-        write_picture(bench_drawings(rows), chart)
-        console.print(f"chart: {chart}", soft_wrap=True)
-    if html is not None:
-        write_bench_page(rows, html, tried=tried)
-        console.print(f"page: {html}", soft_wrap=True)
-
-
-def write_bench_page(rows: Sequence[Row], path: str, *, tried: str | None = None) -> None:
+def bench_page(rows: Sequence[Row], tried: str | None = None) -> str:
     """The page of rows of `bench kernel` or `bench collective`; `tried` is a file of what a tuner timed."""
     if not rows and tried is None:
         raise UsageError("no rows to make a page of")
     if any(row.name in COLLECTIVES for row in rows):
         if tried is not None:
             raise UsageError("a tuner's trials belong to the rows of a kernel, and these are of collectives")
-        write_text(collective_page.render(rows), path)
-    else:
-        write_text(kernel_page.render(rows, [_work(row) for row in rows], read_trials(tried) if tried else ()), path)
+        return collective_page.render(rows)
+    return kernel_page.render(rows, [_work(row) for row in rows], read_trials(tried) if tried else ())
 
 
 def bench_drawings(rows: Sequence[Row]) -> list[Drawing]:
@@ -66,14 +42,12 @@ def bench_drawings(rows: Sequence[Row]) -> list[Drawing]:
 def write_charts(rows: Sequence[Row], folder: str) -> list[str]:
     """A picture in this folder for each operator or collective, named after it; where they are."""
     names = dict.fromkeys(row.name for row in rows if row.name in COLLECTIVES or _work(row) is not None)
-    made = []
-    for name in names:
-        path = Path(folder, f"{name}.svg")
-        write_picture(bench_drawings([row for row in rows if row.name == name]), str(path))
-        made.append(str(path))
-    if not made:
+    if not names:
         raise UsageError("no rows of operators or collectives to draw charts of")
-    return made
+    paths = {name: str(Path(folder, f"{name}.svg")) for name in names}
+    for name, path in paths.items():
+        write_picture(bench_drawings([row for row in rows if row.name == name]), path)
+    return list(paths.values())
 
 
 def is_trials(path: str) -> bool:
@@ -91,17 +65,17 @@ def read_trials(path: str) -> list[TimedConfig]:
         lines, _ = read_lines(Path(path))
     except Unread as why:
         raise UsageError(f"'{path}' cannot be read: {why}") from None
-    made = []
+    trials = []
     for number, trial in enumerate(lines, start=1):
         config, seconds = trial.get("config"), trial.get("seconds")
         if not isinstance(config, dict) or "problem" not in trial:
             continue
         if seconds is not None and (isinstance(seconds, bool) or not isinstance(seconds, (int, float))):
             raise UsageError(f"'{path}', trial {number}: seconds is {str(seconds)[:80]!r}, expected a number or null")
-        made.append(TimedConfig(str(trial["problem"]), config, math.inf if seconds is None else float(seconds)))
-    if not made:
+        trials.append(TimedConfig(str(trial["problem"]), config, math.inf if seconds is None else float(seconds)))
+    if not trials:
         raise UsageError(f"'{path}' holds nothing that a tuner tried: expected what `tilemesh tune --json` writes")
-    return made
+    return trials
 
 
 def _work(row: Row) -> RowWork | None:

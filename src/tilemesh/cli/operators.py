@@ -7,7 +7,7 @@ from typing import Any
 from tilemesh.core.errors import UsageError
 
 
-def given_settings(options: Any, *flags: str) -> dict[str, str]:
+def problem_settings(options: Any, *flags: str) -> dict[str, str]:
     """Settings by name, of the flags that were given and of `--set NAME=VALUE`; the operator knows which there are."""
     settings = {name: value for name in flags if (value := getattr(options, name)) is not None}
     for pair in options.settings:

@@ -1,39 +1,128 @@
-"""What commands print: rows for people and for a file, and lines beside the output."""
+"""What a command came to, as one value, and the one place that prints and writes it.
+
+A command returns an `Output`: text for people, rows or objects for `--json`, and what its other files hold. `show`
+writes the files that the user named and prints the text; where a file is `-`, text goes to standard error.
+"""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
+
+    from tilemesh.measure.row import Row
+    from tilemesh.report.draw import Drawing
+
+Shown: TypeAlias = "str | Sequence[str | Row] | Table"
+"""A sentence, broken between words; lines, as they are; rows, as their table; or another table."""
+TABLE_WIDTH = 100
+"""Columns that a table takes at most, where its figures allow that."""
+_LABELS = {"html": "page", "json": "rows", "save": "plan"}
+
+
+@dataclass(frozen=True)
+class Output:
+    """What a command came to. `files`: by the name of an option, what makes its file; called where that was given."""
+
+    text: Sequence[Shown] = ()
+    json: Sequence[Row | Mapping[str, Any]] = ()
+    files: Mapping[str, Callable[[], str | Sequence[Drawing]]] = field(default_factory=dict)
+    exit_code: int = 0
+
+
+def show(output: Output, options: Any) -> int:
+    """Write what the options name, print the text and where the files are; the exit code."""
+    makers: dict[str, Callable[[], str | Sequence[Drawing]]]
+    makers = {"json": lambda: "".join(map(_json_line, output.json)), **output.files}
+    paths = {name: path for name in makers if (path := getattr(options, name, None)) is not None}
+    console = console_beside(*paths.values())
+    # Files first: whoever reads the text may stop early, as `| head` does.
+    for name, path in paths.items():
+        _write(makers[name](), path)
+    for item in output.text:
+        print_shown(item, console)
+    for name, path in paths.items():
+        if path != "-":
+            console.print(f"{_LABELS.get(name, name)}: {path}", soft_wrap=True)
+    return output.exit_code
+
+
+def _write(content: str | Sequence[Drawing], path: str) -> None:
+    from tilemesh.core.files import write_output
+
+    if isinstance(content, str):
+        write_output(content, path)
+    else:
+        from tilemesh.report.picture import write_picture
+
+        write_picture(content, path)
+
+
+def print_shown(item: Shown, console: Console) -> None:
+    from rich.table import Table
+
+    from tilemesh.measure.table import print_rows, print_words
+
+    if isinstance(item, str):
+        print_words(item, console)
+    elif isinstance(item, Table):
+        _print_table(item, console)
+    else:
+        for line in item:
+            if isinstance(line, str):
+                console.print(line, soft_wrap=True)
+        print_rows([row for row in item if not isinstance(row, str)], console)
+
+
+def _print_table(table: Table, console: Console) -> None:
+    """A terminal too narrow for a table of figures breaks its lines; a figure is never cut."""
+    width, unbounded = console.width, console.options.update(max_width=1000)
+    if all(column.no_wrap for column in table.columns):
+        if console.measure(table, options=unbounded).maximum > min(width, TABLE_WIDTH):
+            table.padding = (0, 0, 0, 0)
+        console.width = max(width, console.measure(table, options=unbounded).maximum)
+    console.print(table)
+    console.width = width
+
+
+def _json_line(line: Row | Mapping[str, Any]) -> str:
+    import json
 
     from tilemesh.measure.row import Row
 
+    return (line.to_json() if isinstance(line, Row) else json.dumps(line, allow_nan=False)) + "\n"
 
-def console_beside(json: str | None, *, markup: bool = False) -> Console:
-    """Standard output, or standard error where the rows go to standard output."""
+
+def console_beside(*paths: str | None) -> Console:
+    """Standard output, or standard error where one of these files is standard output."""
     from rich.console import Console
 
-    return Console(stderr=json == "-", highlight=False, markup=markup)
+    from tilemesh.measure.table import pipe_width
+
+    console = Console(stderr="-" in paths, highlight=False, markup=False)
+    if not console.is_terminal:
+        console.width = pipe_width()
+    return console
 
 
-def show_rows(rows: Sequence[Row], json: str | None, console: Console) -> None:
-    """The rows as a table, and in the file that was named."""
-    from tilemesh.measure.row import write_rows
-    from tilemesh.measure.table import print_rows
+def table_of(lines: Sequence[Mapping[str, str]], left: Sequence[str] = ()) -> Table:
+    """Lines with a column for each of their keys; those of `left` begin at the left."""
+    from rich import box
+    from rich.table import Table
 
-    print_rows(rows, console)
-    if json is not None:
-        write_rows(rows, json)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
+    for heading in lines[0] if lines else ():
+        table.add_column(heading, justify="left" if heading in left else "right", no_wrap=True)
+    for line in lines:
+        table.add_row(*line.values())
+    return table
 
 
 def tell(text: str) -> None:
     """A line on standard error."""
     print(f"tilemesh: {text}", file=sys.stderr, flush=True)
-
-
-def words_of(text: str, *none: str) -> list[str]:
-    """The words between commas; `none` are words that stand for no word."""
-    return [word.strip() for word in text.split(",") if word.strip() not in ("", *none)]

@@ -28,23 +28,22 @@ def write_pages(what: Sequence[str], html: str | None, svg: str | None = None) -
     if svg is not None:
         raise UsageError("--svg: charts are made of files of rows, and a run's page has its own; leave it out")
     runs = [run.read(path) for path in what]
+    if len(runs) > 2 and html is None:
+        raise UsageError(f"{len(runs)} runs together need a name for their page: give --html FILE")
     if len(runs) > 2:
-        if html is None:
-            raise UsageError(f"{len(runs)} runs together need a name for their page: give --html FILE")
-        target = Path(html)
-        write_text(several_page.render(runs), target)
-    elif len(runs) == 1:
-        target = Path(html) if html else Path(what[0]) / PAGE
-        write_text(run_page.render(runs[0], beside(runs[0])), target)
+        page = several_page.render(runs)
+    elif len(runs) == 2:
+        page = compare_page.render(runs[0], beside(runs[0]), runs[1], beside(runs[1]))
     else:
-        target = Path(html) if html else Path(what[0]) / page_beside(runs[1].name)
-        write_text(compare_page.render(runs[0], beside(runs[0]), runs[1], beside(runs[1])), target)
-    return [str(target)]
+        page = run_page.render(runs[0], beside(runs[0]))
+    target = html or str(Path(what[0]) / (PAGE if len(runs) == 1 else page_beside(runs[1].name)))
+    write_text(page, target)
+    return [target]
 
 
 def _rows_page(files: Sequence[str], html: str | None, svg: str | None) -> list[str]:
     """The page and the charts of benchmarks' rows; one of the files may be what a tuner tried."""
-    from tilemesh.cli.bench_page import is_trials, write_bench_page, write_charts
+    from tilemesh.cli.bench_page import bench_page, is_trials, write_charts
 
     if html is None and svg is None:
         raise UsageError("the page of a file of rows needs a name: give --html FILE, or --svg FOLDER for charts")
@@ -54,11 +53,11 @@ def _rows_page(files: Sequence[str], html: str | None, svg: str | None) -> list[
     if len(tried) > 1:
         raise UsageError(f"{len(tried)} files of what a tuner tried: a page shows one")
     rows = [row for path in files if path not in tried for row in read_rows(path)]
-    made = write_charts(rows, svg) if svg is not None else []
-    if html is not None:
-        write_bench_page(rows, html, tried=tried[0] if tried else None)
-        made.append(html)
-    return made
+    charts = write_charts(rows, svg) if svg is not None else []
+    if html is None:
+        return charts
+    write_text(bench_page(rows, tried[0] if tried else None), html)
+    return [*charts, html]
 
 
 def follow(folder: str, port: int) -> None:
@@ -78,14 +77,14 @@ def beside(run: Run) -> Beside:
     """Rows and expected memory of a run; whatever its folder lacks is left out, with the reason."""
     if run.kind != TRAIN.name:
         return Beside([] if run.is_behind else run.rows)
-    made, why, counted = [] if run.is_behind else list(run.rows), "", ""
-    if not made:
+    run_rows, why, counted = [] if run.is_behind else list(run.rows), "", ""
+    if not run_rows:
         try:
-            made = rows(run.summary, run.predicted) if run.summary and not run.is_behind else []
-            why = "" if made else "the run has no summary"
+            run_rows = rows(run.summary, run.predicted) if run.summary and not run.is_behind else []
+            why = "" if run_rows else "the run has no summary"
         except _NOT_AS_EXPECTED as error:
             lacks = f"it has no {error}" if isinstance(error, LookupError) else str(error)
             why = f"the summary is of another version: {lacks}"
     with suppress(*_NOT_AS_EXPECTED):
-        counted = run_mfu_words(run.summary, made)
-    return Beside(made, why, expected_memory(run.config, run.predicted, run.summary), counted)
+        counted = run_mfu_words(run.summary, run_rows)
+    return Beside(run_rows, why, expected_memory(run.config, run.predicted, run.summary), counted)

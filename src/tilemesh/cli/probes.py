@@ -1,4 +1,4 @@
-"""Small trials of torch and the GPU, each run in a process of its own: `python -m tilemesh.cli.probes torch|graph`.
+"""Small trials, each run in a process of its own: `python -m tilemesh.cli.probes torch|triton|graph`.
 
 A broken driver may crash rather than raise: a separate process turns that into an answer. Prints one line of what
 was done.
@@ -27,6 +27,17 @@ def try_graph() -> str:
     return "captured and replayed on new input"
 
 
+def try_triton() -> str:
+    """A kernel of ours, compiled for the GPU, or run by the interpreter."""
+    from tilemesh.kernels.softmax.reference import softmax
+
+    has_gpu = torch.cuda.is_available()
+    x = torch.randn(3, 1000, device="cuda" if has_gpu else "cpu")
+    if not torch.allclose(softmax(x, implementation="triton" if has_gpu else "interpret"), torch.softmax(x, dim=-1)):
+        raise RuntimeError("the kernel's result is wrong")
+    return f"compiled for {torch.cuda.get_device_name()}" if has_gpu else "run by the interpreter on the CPU"
+
+
 def try_torch() -> str:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     # Through numpy, which everything that measures or moves buffers needs as well.
@@ -37,4 +48,4 @@ def try_torch() -> str:
 
 
 if __name__ == "__main__":
-    print({"graph": try_graph, "torch": try_torch}[sys.argv[1]]())
+    print({"graph": try_graph, "torch": try_torch, "triton": try_triton}[sys.argv[1]]())

@@ -27,14 +27,11 @@ _READ = {ABOUT, CONFIG, ENVIRONMENT, PREDICTED, CHOICES, METRICS, SUMMARY, LOCK,
 """Files by whose names runs and folders of models are read."""
 
 
-def check_targets(**targets: str | Path | None) -> None:
-    """Refuse `json="/proc/x"` and the like, by the option's name; `-` is standard output. Leaves nothing behind."""
-    for option, given in targets.items():
-        if given is not None and str(given) != "-":
-            why = _why_not(Path(given))
-            if why:
-                said = "''" if str(given) in ("", ".") else str(given)
-                raise UsageError(f"--{option.replace('_', '-')} {said} cannot be written: {why}")
+def check_targets(written: Sequence[tuple[str, str]]) -> None:
+    """Refuse ("--json", "/proc/x") and the like; `-` is standard output. Leaves nothing behind."""
+    for flag, word in written:
+        if word != "-" and (why := _why_not(Path(word))):
+            raise UsageError(f"{flag} {word} cannot be written: {why}")
 
 
 def check_apart(written: Sequence[tuple[str, str]], read: Sequence[tuple[str, str]]) -> None:
@@ -80,13 +77,11 @@ def _is_same(one: str, other: str) -> bool:
         return False
 
 
-def check_folder(option: str, given: str | Path) -> None:
+def check_folder(flag: str, folder: Path) -> None:
     """Refuse a new folder that cannot be made, or one that is there and not empty."""
-    target = Path(given)
-    check_new_folder(target, f"--{option}")
-    why = _why_not(target / "in it")
-    if why:
-        raise UsageError(f"--{option} {target} cannot be made: {why}")
+    check_new_folder(folder, flag)
+    if why := _why_not(folder / "in it"):
+        raise UsageError(f"{flag} {folder} cannot be made: {why}")
 
 
 def _why_not(target: Path) -> str:

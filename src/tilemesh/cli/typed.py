@@ -11,33 +11,50 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 import typer
 
+from tilemesh.cli.output import Output, show
 from tilemesh.cli.targets import check_apart, check_targets
-from tilemesh.core.options import FILLED, WRITTEN, check_options, flag_of, marks, option_fields
+from tilemesh.core.options import FILLED, PICTURE, WRITTEN, check_options, commas_of, flag_of, marks, option_fields
 
 _REQUIRED = inspect.Parameter.empty
 
 
-def typed(command: Callable[[Any], int | None]) -> Callable[..., int | None]:
-    """The function whose parameters are the options; it refuses bad ones before the command begins its work."""
+def typed(command: Callable[[Any], Output | int | None]) -> Callable[..., int | None]:
+    """The function whose parameters are the options; it calls `run`."""
     (cls,) = (hint for name, hint in get_type_hints(command).items() if name != "return")
     fields = option_fields(cls)
 
     def called(**values: Any) -> int | None:
-        options = cls(**{name: tuple(value or ()) if name in lists else value for name, value in values.items()})
-        check_options(options)
-        given = [(field, hint) for field, hint in fields if getattr(options, field.name) != field.default]
-        outputs = [pair for pair in given if {WRITTEN, FILLED} & {*marks(pair[1])}]
-        check_apart(_words(options, outputs), _words(options, [pair for pair in given if pair not in outputs]))
-        written = [field for field, hint in fields if WRITTEN in marks(hint)]
-        check_targets(**{flag_of(field).removeprefix("--"): getattr(options, field.name) for field in written})
-        return command(options)
+        return run(command, cls(**{field.name: _value(field, hint, values[field.name]) for field, hint in fields}))
 
-    lists = {field.name for field, hint in fields if get_origin(hint) is tuple}
     parameters = [_parameter(field, hint) for field, hint in fields]
     called.__name__, called.__doc__ = command.__name__, command.__doc__
     called.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     called.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return called
+
+
+def run(command: Callable[[Any], Output | int | None], options: Any) -> int | None:
+    """Refuse bad options, call the command and show what it returns; the exit code."""
+    check_options(options)
+    fields = option_fields(type(options))
+    changed = [(field, hint) for field, hint in fields if getattr(options, field.name) != field.default]
+    outputs = [pair for pair in changed if {WRITTEN, FILLED} & {*marks(pair[1])}]
+    check_apart(_words(options, outputs), _words(options, [pair for pair in changed if pair not in outputs]))
+    written = [(field, hint) for field, hint in fields if WRITTEN in marks(hint)]
+    check_targets(_words(options, written))
+    for _, path in _words(options, [pair for pair in written if PICTURE in marks(pair[1])]):
+        from tilemesh.report.picture import check_picture
+
+        check_picture(path)
+    output = command(options)
+    return show(output, options) if isinstance(output, Output) else output
+
+
+def _value(field: dataclasses.Field[Any], hint: Any, value: Any) -> Any:
+    """What typer read, as the field has it."""
+    if (commas := commas_of(hint)) is not None:
+        return commas.split(flag_of(field), value, _plain(get_args(get_args(hint)[0])[0]))
+    return tuple(value or ()) if _plain(hint) == list[str] else value
 
 
 def _words(options: Any, fields: Sequence[tuple[dataclasses.Field[Any], Any]]) -> list[tuple[str, str]]:
@@ -48,17 +65,19 @@ def _words(options: Any, fields: Sequence[tuple[dataclasses.Field[Any], Any]]) -
 
 
 def _parameter(field: dataclasses.Field[Any], hint: Any) -> inspect.Parameter:
-    kind, meta = _plain(hint), field.metadata
+    kind, meta, commas = _plain(hint), field.metadata, commas_of(hint)
     default = _REQUIRED if field.default is dataclasses.MISSING else field.default
-    if kind == list[str] and default is not _REQUIRED:
+    if commas is not None:
+        kind, default = str, commas.text(default)
+    elif kind == list[str] and default is not _REQUIRED:
         kind, default = list[str] | None, None
-    said = {"help": meta["meaning"], "metavar": meta["metavar"], "show_default": meta["show"]}
+    words = {"help": meta["meaning"], "metavar": meta["metavar"], "show_default": meta["show"]}
     if meta["is_argument"]:
-        info: Any = typer.Argument(**said)
+        info: Any = typer.Argument(**words)
     else:
         flag = flag_of(field)
         is_switch = kind is bool and default and not meta["flag"]
-        info = typer.Option(*([f"{flag}/--no-{flag[2:]}"] if is_switch else meta["flag"].split() or [flag]), **said)
+        info = typer.Option(*([f"{flag}/--no-{flag[2:]}"] if is_switch else meta["flag"].split() or [flag]), **words)
     kind = Annotated[kind, info]
     return inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
 

@@ -1,8 +1,8 @@
 """Options as annotated fields of a frozen dataclass: what a value may be, how it is spelled, and what it means.
 
 The one idea: a field is the only place where an option is written. Its annotation says what values there are (a type, a
-`Range`, a `Literal`, a file that is `WRITTEN`); `option` or `argument` say how it is spelled and what it means. A field
-without them is for Python alone. `cli/typed.py` makes a command line of such a class.
+`Range`, a `Literal`, names of a `Known` table, a file that is `WRITTEN`); `option` or `argument` say how it is spelled
+and what it means. A field without them is for Python alone. `cli/typed.py` makes a command line of such a class.
 """
 
 from __future__ import annotations
@@ -10,19 +10,61 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import import_module
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from tilemesh.core.errors import Argument, UsageError, unknown
 from tilemesh.core.ranges import SEED, Range, shown
 
-WRITTEN, FILLED = "a file that the command writes", "a folder that it writes into"
+
+@dataclass(frozen=True)
+class Commas:
+    """Marks a tuple that is one word, with commas between: `--peers eager,compile`. `none`: the word for no element."""
+
+    none: str = ""
+
+    def text(self, elements: tuple[Any, ...]) -> str:
+        return ",".join(map(str, elements)) or self.none
+
+    def split(self, flag: str, text: str, kind: type) -> tuple[Any, ...]:
+        check_commas(flag, text)
+        words = [word.strip() for word in text.split(",")]
+        elements = []
+        for word in words if words != [self.none] else ():
+            try:
+                elements.append(kind(word))
+            except ValueError:
+                numbers = "whole numbers, such as 1,64" if kind is int else "numbers, such as 0.5,2"
+                raise UsageError(f"{flag} has {shown(word)}: expected {numbers}") from None
+        return tuple(elements)
+
+
+@dataclass(frozen=True)
+class Known:
+    """Marks names of a table, `module:NAME`, which is imported where one has to be looked up; or the word `also`."""
+
+    kind: str
+    table: str
+    also: str = ""
+
+    def check(self, name: str) -> None:
+        module, _, table = self.table.partition(":")
+        names = getattr(import_module(module), table)
+        if name not in names and name != self.also:
+            raise unknown(self.kind, name, (*names, self.also) if self.also else names)
+
+
+WRITTEN, FILLED, PICTURE = "a file that the command writes", "a folder that it writes into", "an .svg or .png"
 OutFile = Annotated[str, WRITTEN]
+OutPicture = Annotated[str, WRITTEN, PICTURE]
 OutFolder = Annotated[str, FILLED]
 """No two of a command's are the same, and none is what it reads. A file is tried before the work begins; `-` is
 standard output."""
 Count = Annotated[int, Range(1, 100_000)]
 Seed = Annotated[int, SEED]
 Seconds = Annotated[float, Range(0, 1e4, above=True)]
+Words = Annotated[tuple[str, ...], Commas()]
 ROWS = "The rows, one object per line; - for stdout."
 
 
@@ -66,19 +108,26 @@ def check_options(options: Any) -> None:
         value = getattr(options, field.name)
         if value is None:
             continue
-        name = Argument(field.name, flag_of(field))
-        for mark in marks(hint):
-            if isinstance(mark, Range):
-                mark.check(name, value, whole=is_whole(hint))
-        is_list = "," in (field.metadata["metavar"] or "") and isinstance(value, str) and value != field.default
-        if is_list and not all(word.strip() for word in value.split(",")):
-            raise UsageError(name, f" is {shown(value)}: a value beside a comma is empty; leave that comma out")
-        choices = choices_of(hint)
-        if choices and value not in choices:
-            raise unknown(field.name, value, [choice for choice in choices if choice])
+        name, choices = Argument(field.name, flag_of(field)), choices_of(hint)
+        if isinstance(value, str) and "," in (field.metadata["metavar"] or "") and value != field.default:
+            check_commas(name, value)
+        for element in value if isinstance(value, tuple) else (value,):
+            for mark in marks(hint):
+                if isinstance(mark, Range):
+                    mark.check(name, element, whole=is_whole(hint))
+                if isinstance(mark, Known):
+                    mark.check(element)
+            if choices and element not in choices:
+                raise unknown(field.name, element, [choice for choice in choices if choice])
 
 
-def given(options: Any, *names: str) -> list[str]:
+def check_commas(name: str, text: str) -> None:
+    """Refuse a list with nothing between two commas."""
+    if not all(word.strip() for word in text.split(",")):
+        raise UsageError(name, f" is {shown(text)}: a value beside a comma is empty; leave that comma out")
+
+
+def changed_flags(options: Any, *names: str) -> list[str]:
     """The flags of those of these fields, or of all, whose value is not their default."""
     fields = [field for field, _ in option_fields(type(options)) if not names or field.name in names]
     return [flag_of(field) for field in fields if getattr(options, field.name) != field.default]
@@ -86,8 +135,8 @@ def given(options: Any, *names: str) -> list[str]:
 
 def refuse(options: Any, why: str, *names: str) -> None:
     """Refuse options that mean nothing here; `why` has {} for the first of them."""
-    if words := given(options, *names):
-        raise UsageError(why.format(words[0]))
+    if flags := changed_flags(options, *names):
+        raise UsageError(why.format(flags[0]))
 
 
 def choices_of(hint: Any) -> tuple[str, ...]:
@@ -97,8 +146,13 @@ def choices_of(hint: Any) -> tuple[str, ...]:
     return next((choices for inner in get_args(hint) if (choices := choices_of(inner))), ())
 
 
+def commas_of(hint: Any) -> Commas | None:
+    """How a tuple is written, where it is one word."""
+    return next((mark for mark in marks(hint) if isinstance(mark, Commas)), None)
+
+
 def marks(hint: Any) -> Iterator[Any]:
-    """What is annotated anywhere in a type: ranges, and that a file is written."""
+    """What is annotated anywhere in a type: ranges, tables of names, that a file is written."""
     if get_origin(hint) is Annotated:
         yield from hint.__metadata__
     for inner in get_args(hint):

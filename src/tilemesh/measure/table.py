@@ -56,9 +56,10 @@ def pipe_width() -> int:
 
 
 def print_words(words: str, console: Console, style: str | None = None) -> None:
-    """Print a sentence, broken between words where the line ends; longer words such as paths stay whole."""
+    """Print a sentence, broken between words where the line ends; longer words such as paths stay whole. What begins
+    with blanks, or `- `, goes on below its first word."""
     width = console.width if console.is_terminal else max(pipe_width(), 1)
-    broken = (wrapped(line, width) for line in words.split("\n"))
+    broken = (wrapped(line, width, further=" " * re.match(" *(- )?", line).end()) for line in words.split("\n"))  # type: ignore[union-attr]
     console.print("\n".join(broken), style=style, soft_wrap=True, markup=False)
 
 

@@ -5,7 +5,6 @@ Rows of any other bench or of a calibration have the same page without a rooflin
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -78,11 +77,11 @@ class TimedConfig:
     seconds: float
 
 
-def trial_line(trial: TimedConfig) -> str:
-    """One line of JSON, as the recorded grids have them."""
+def trial_object(trial: TimedConfig) -> dict[str, Any]:
+    """As the recorded grids have them."""
     ran = math.isfinite(trial.seconds)
     body = {"problem": trial.problem, "config": dict(trial.config), "seconds": trial.seconds if ran else None}
-    return json.dumps(body | {"failure": None if ran else "did not run"}, allow_nan=False)
+    return body | {"failure": None if ran else "did not run"}
 
 
 def render(rows: Sequence[Row], work: Sequence[RowWork | None], trials: Sequence[TimedConfig] = ()) -> str:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from tilemesh.cli.output import console_beside
+from tilemesh.cli.output import Output, console_beside
 from tilemesh.core.busy import SECTION, Busyness, replaces
 from tilemesh.core.calibration import Calibration, find
 from tilemesh.core.errors import RunError, UsageError
@@ -26,19 +26,18 @@ class CalibrateOptions:
     host: bool = option(False, "Only what a GPU's host needs to launch a step (a minute); the rest stays.")
 
 
-def calibrate(options: CalibrateOptions) -> None:
+def calibrate(options: CalibrateOptions) -> Output | None:
     """Measure, show the rows and store them."""
-    json, if_missing, host = options.json, options.if_missing, options.host
+    if_missing, host = options.if_missing, options.host
     if if_missing and _is_known():
-        return
-    console = console_beside(json, markup=True)
+        return None
+    console = console_beside(options.json)
     # Late, because torch takes seconds to import and `--help` needs none of it.
     import torch
 
     from tilemesh.measure import calibrate as measuring
     from tilemesh.measure.busy import TRIES, OtherWork, again_while_busy
     from tilemesh.measure.machine import this_machine
-    from tilemesh.measure.row import write_rows
     from tilemesh.measure.table import print_rows, print_words
     from tilemesh.train.host import host_figures
 
@@ -76,12 +75,9 @@ def calibrate(options: CalibrateOptions) -> None:
         warn(warning)
     if result.warnings and not busy.is_busy:
         console.print("was other work running? Then calibrate again when this machine is idle", style="yellow")
-    if json is not None:
-        write_rows(result.rows, json)
-        if json != "-":
-            console.print(f"rows: {json}", soft_wrap=True)
     if options.save:
         _save(result.calibration if host else result.calibration.with_section(SECTION, busy.to_dict()), console, warn)
+    return Output(json=result.rows)
 
 
 def _save(calibration: Calibration, console: Console, warn: Callable[[str], None]) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tilemesh.cli.output import console_beside, show_rows, tell
+from tilemesh.cli.output import Output, tell
 from tilemesh.cli.targets import check_folder
 from tilemesh.core.files import filling
 from tilemesh.core.options import ROWS, Count, OutFile, OutFolder, Seed, argument, option
@@ -30,7 +30,7 @@ class CompressOptions:
     json: OutFile | None = option(None, ROWS, "FILE")
 
 
-def compress(options: CompressOptions) -> None:
+def compress(options: CompressOptions) -> Output:
     import torch
 
     from tilemesh.bench.compress.measure import PLAIN, clocks_of, judge, rows_of
@@ -39,11 +39,10 @@ def compress(options: CompressOptions) -> None:
     from tilemesh.compress.prune import check_writable
     from tilemesh.compress.recipe import read_recipe
     from tilemesh.compress.shrink import shrink
-    from tilemesh.measure.table import print_words
     from tilemesh.model import huggingface
 
-    console, recipe, target = console_beside(options.json), read_recipe(options.recipe), Path(options.out)
-    check_folder("out", target)
+    recipe, target = read_recipe(options.recipe), Path(options.out)
+    check_folder("--out", target)
     with filling(target), open_source(options.source, options.data, options.step, tell) as source:
         check_writable(source.model.config, recipe.prune)
         train, tokens, targets = source.text(options.calibrate, options.sequences, options.seed, tell)
@@ -57,10 +56,9 @@ def compress(options: CompressOptions) -> None:
     rows = rows_of(options.recipe, case, guess, judged["small"], judged[PLAIN])
     settings = {**case, "recipes": [options.recipe], "seed": options.seed}
     keep_compress_run(begin_compress_run(str(target), settings), settings, CompressFindings(rows, [point]))
-    show_rows(rows, options.json, console)
     before, after = judged[PLAIN], judged["small"]
-    print_words(
+    words = (
         f"{options.recipe}: {format_bytes(before.nbytes)} to {format_bytes(after.nbytes)}, held-out loss "
-        f"{before.loss:.4f} to {after.loss:.4f}; written to {target}, which `tilemesh report` makes a page of",
-        console,
+        f"{before.loss:.4f} to {after.loss:.4f}; written to {target}, which `tilemesh report` makes a page of"
     )
+    return Output([rows, words], rows)

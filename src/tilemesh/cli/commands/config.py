@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tilemesh.core.errors import UsageError
-from tilemesh.core.options import argument, given, option
+from tilemesh.core.options import argument, changed_flags, option
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +23,7 @@ def config(options: ConfigOptions) -> None:
     from tilemesh.train.reference import commented_file, reference_page
 
     if options.reference:
-        if given(options) != ["--reference"]:
+        if changed_flags(options) != ["--reference"]:
             raise UsageError("--reference lists all keys, whatever their values: leave the other arguments out")
         print(reference_page(), end="")
         return

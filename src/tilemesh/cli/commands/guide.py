@@ -7,15 +7,14 @@ from dataclasses import dataclass
 
 from rich.console import Console
 
+from tilemesh.cli.output import Output
 from tilemesh.core.errors import UsageError, unknown
-from tilemesh.core.files import write_output
-from tilemesh.core.options import ROWS, OutFile, argument, given, option, refuse
+from tilemesh.core.options import ROWS, OutFile, argument, changed_flags, option, refuse
 from tilemesh.guide.book import PARTS, GuidePart, part_of
 from tilemesh.guide.lesson import Lesson, reader, typical_factor
 from tilemesh.guide.progress import ReaderProgress
 from tilemesh.guide.runner import notebook as notebook_of
 from tilemesh.guide.runner import run_part
-from tilemesh.measure.row import write_rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,16 +28,16 @@ class GuideOptions:
     json: OutFile | None = option(None, ROWS, "FILE")
 
 
-def guide(options: GuideOptions) -> int:
-    """Do what was asked for; the exit code. A wrong answer to an exercise is 1."""
+def guide(options: GuideOptions) -> Output | int:
+    """Do what the options say. A wrong answer to an exercise is exit code 1."""
     console = Console(highlight=False, stderr=options.json == "-")
     if options.progress:
         _show_progress(console)
         return 0
     if options.chapter is None:
-        for name in given(options, "exercise", "answer", "notebook", "json"):
-            value = getattr(options, name[2:])
-            raise UsageError(f"{name} belongs to a chapter: write tilemesh guide CHAPTER {name} {value}")
+        for flag in changed_flags(options, "exercise", "answer", "notebook", "json"):
+            value = getattr(options, flag[2:])
+            raise UsageError(f"{flag} belongs to a chapter: write tilemesh guide CHAPTER {flag} {value}")
         _list(console)
         return 0
     part = part_of(options.chapter)
@@ -50,12 +49,8 @@ def guide(options: GuideOptions) -> int:
         )
         return _check(part, options.exercise, options.answer, console)
     if options.notebook is not None:
-        write_output(notebook_of(part), options.notebook)
-        return 0
-    rows = run_part(part, console, reader() if options.pause and console.is_terminal else None)
-    if options.json is not None:
-        write_rows(rows, options.json)
-    return 0
+        return Output(files={"notebook": lambda: notebook_of(part)})
+    return Output(json=run_part(part, console, reader() if options.pause and console.is_terminal else None))
 
 
 def _list(console: Console) -> None:
@@ -95,9 +90,8 @@ def _show_progress(console: Console) -> None:
         factors = [guess.factor for guess in done.guesses if math.isfinite(guess.factor)]
         if factors:
             factor = typical_factor(factors)
-            lines.append(
-                f"{len(factors)} prediction{'s' if len(factors) > 1 else ''}, typically off by a factor of {factor:.3g}"
-            )
+            plural = "s" * (len(factors) > 1)
+            lines.append(f"{len(factors)} prediction{plural}, typically off by a factor of {factor:.3g}")
         todo = [exercise.key for exercise in exercises if exercise.key not in done.solved]
         if todo:
             lines.append(f"exercises left: {', '.join(todo)}")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tilemesh.cli.operators import given_settings
+from tilemesh.cli.operators import problem_settings
+from tilemesh.cli.output import Output, console_beside
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.core.options import OutFile, argument, option
 
@@ -24,30 +25,27 @@ class TuneOptions:
     html: OutFile | None = option(None, "A heat map of what was tried.", "FILE")
 
 
-def tune(options: TuneOptions) -> None:
+def tune(options: TuneOptions) -> Output:
     import torch
-    from rich.console import Console
     from rich.status import Status
 
-    from tilemesh.core.files import write_text
     from tilemesh.core.units import format_seconds
     from tilemesh.kernels import registry
     from tilemesh.kernels.launch.gpu import gpu_of
     from tilemesh.kernels.tuning.compiler import Compiler
     from tilemesh.kernels.tuning.table import versions
     from tilemesh.kernels.tuning.tuner import tune as tune_one
-    from tilemesh.report.kernel_page import TimedConfig, render, trial_line
+    from tilemesh.report.kernel_page import TimedConfig, render, trial_object
 
-    console = Console(highlight=False)
-    json, html = options.json, options.html
+    console = console_beside(options.json, options.html)
     is_named = options.shapes[0].isidentifier()
     operator, shapes = (options.shapes[0], options.shapes[1:]) if is_named else ("matmul", options.shapes)
     entry = registry.find(operator)
     tuning, form = entry.load("tuner"), entry.load("form")
     if not shapes:
         raise UsageError(f"no shapes to tune {operator} for: write {form.sizes}, as in {form.suite[0]}")
-    asked = given_settings(options, "dtype", "c", "activation", "layout")
-    problems = [form.problem(shape, asked) for shape in shapes]
+    settings = problem_settings(options, "dtype", "c", "activation", "layout")
+    problems = [form.problem(shape, settings) for shape in shapes]
     for problem in problems:
         if reason := tuning.refusal(problem):
             raise UsageError(f"{problem.key}: {reason}")
@@ -77,9 +75,4 @@ def tune(options: TuneOptions) -> None:
         except OSError as error:
             raise RunError(f"the winners could not be remembered: {error}") from None
         console.print(f"remembered in {path}", soft_wrap=True)
-    if json is not None:
-        write_text("".join(trial_line(trial) + "\n" for trial in trials), json)
-        console.print(f"trials: {json}", soft_wrap=True)
-    if html is not None:
-        write_text(render([], [], trials), html)
-        console.print(f"page: {html}", soft_wrap=True)
+    return Output(json=[trial_object(trial) for trial in trials], files={"html": lambda: render([], [], trials)})

@@ -15,9 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from tilemesh.cli.output import words_of
 from tilemesh.core.errors import RunError, UsageError, unknown
-from tilemesh.core.options import OutFile, option
+from tilemesh.core.options import OutFile, Words, option
 
 if TYPE_CHECKING:
     from tilemesh.comm.runtime.communicator import Communicator
@@ -34,15 +33,11 @@ class VerifyOptions:
     ranks: int = option(8, "1, 2, 4 or 8: all layouts of up to so many ranks.")
     transport: Literal["auto", "mpi", "torch", "threads"] = option("auto", "One of: auto, mpi, torch, threads.")
     precision: str = option("fp64", "fp64 (bound 1e-10), fp32 or bf16 (bound: another order).")
-    models: str = option("", "Of gpt, llama, post, query, gemma, neox; default: all.", "A,B,...")
+    models: Words = option((), "Of gpt, llama, post, query, gemma, neox; default: all.", "A,B,...")
     device: Literal["cpu", "cuda"] = option("cpu", "cpu, or cuda, which ranks share where they outnumber the GPUs.")
     plant: str | None = option(None, "Plant this bug, until a case shows it.", "BUG")
     pairs: bool = option(True, "Also every pair of settings, with ZeRO and recomputation.")
     json: OutFile | None = option(None, "Each case, a line of JSON.", "FILE")
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(words_of(self.models))
 
 
 def verify(options: VerifyOptions) -> int:
@@ -78,7 +73,7 @@ def results(comm: Communicator, options: VerifyOptions) -> Iterator[dict[str, An
         warnings.filterwarnings("ignore", message="mkldnn_matmul failed")  # a CPU without bf16: slow, and right
         torch.set_num_threads(1)  # the models are tiny, and there are as many ranks as asked for
     plant = PLANTS.get(options.plant or "")
-    chosen = every_case(options.ranks, options.names, options.precision, options.pairs)
+    chosen = every_case(options.ranks, options.models, options.precision, options.pairs)
     if plant is not None:
         chosen = [case for case in chosen if plant.applies(case)]
     gate = Gate(comm, options.device, plant, stops_when_found=plant is not None, optimizer=train_optimizer)
@@ -117,7 +112,7 @@ def _require(options: VerifyOptions) -> None:
     """Refuse what cannot be before any rank is started."""
     from tilemesh.parallel.gate.pairs import every_case
 
-    every_case(options.ranks, options.names, options.precision)
+    every_case(options.ranks, options.models, options.precision)
     if options.device == "cuda":
         import torch
 
@@ -140,10 +135,10 @@ def _require_a_place(options: VerifyOptions, planted: Plant) -> None:
         cases = every_case(ranks, models, options.precision, pairs)
         return any(planted.applies(case) for case in cases)
 
-    if has_place(options.ranks, options.names, options.pairs):
+    if has_place(options.ranks, options.models, options.pairs):
         return
     wider = ((pairs, ranks, models) for pairs in (options.pairs, True) for ranks in (2, 4, 8) if ranks >= options.ranks
-             for models in (options.names, *((name,) for name in MODELS)))  # fmt: skip
+             for models in (options.models, *((name,) for name in MODELS)))  # fmt: skip
     pairs, ranks, models = next(choice for choice in wider if has_place(choice[1], choice[2], choice[0]))
     words = f"--ranks {ranks}" + f" --models {','.join(models)}" * bool(models)
     words += " without --no-pairs" * (pairs and not options.pairs)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated
 
-from tilemesh.cli.output import console_beside
+from tilemesh.cli.output import Output
 from tilemesh.core.errors import UsageError, unknown
-from tilemesh.core.options import ROWS, WRITTEN, OutFile, argument, given, option
+from tilemesh.core.options import ROWS, Known, OutFile, OutPicture, argument, changed_flags, option
 from tilemesh.core.ranges import Range
 
 MOST_SIMULATED, MOST_DRAWN = 65_536, 4096  # ranks: beyond it a simulation takes minutes and a drawing is no picture
@@ -37,20 +36,22 @@ class CollectiveOptions:
     )
     fit: bool = option(False, "Measure and store what auto predicts from.")
     quick: bool = option(False, "Fewer and shorter readings.")
-    simulate: str | None = option(None, "On paper instead: flat, ring or two-level; any --ranks.", "TOPOLOGY")
+    simulate: Annotated[str, Known("topology", "tilemesh.bench.collective.at_scale:TOPOLOGIES")] | None = option(
+        None, "On paper instead: flat, ring or two-level; any --ranks.", "TOPOLOGY"
+    )
     draw: str | None = option(None, "Draw this algorithm's schedule, round by round.", "ALGORITHM")
     root: int = option(0, "Of a drawn broadcast, reduce, scatter or gather.")
     node_size: Annotated[int, Range(1)] | None = option(
         None, "Ranks a node, for the hierarchical schedules. [default: 8]"
     )
-    svg: Annotated[Path, WRITTEN] | None = option(None, "Also write the drawing as an SVG.", "FILE")
+    svg: OutFile | None = option(None, "Also write the drawing as an SVG.", "FILE")
     json: OutFile | None = option(None, ROWS, "FILE")
-    chart: OutFile | None = option(None, "Draw time over size: .svg, .png.", "FILE")
+    chart: OutPicture | None = option(None, "Draw time over size: .svg, .png.", "FILE")
     html: OutFile | None = option(None, "A page of the rows, or of the rounds with a slider.", "FILE")
 
 
-def collective(options: CollectiveOptions) -> None:
-    modes = given(options, "draw", "simulate", "fit")
+def collective(options: CollectiveOptions) -> Output | None:
+    modes = changed_flags(options, "draw", "simulate", "fit")
     if len(modes) > 1:
         raise UsageError(
             f"{' and '.join(sorted(modes, key=list(_RANKS).index))}: each is a run of its own, give one of them"
@@ -59,42 +60,29 @@ def collective(options: CollectiveOptions) -> None:
     for name, belongs in _OF_MODES.items():
         if getattr(options, name) is not None and mode not in belongs:
             raise UsageError(f"--{name} with {mode}: it belongs to {' or '.join(belongs)}; leave it out")
-    work = {"--draw": _draw, "--simulate": _simulate, "--fit": fit_machine}.get(mode, _measure)
-    work(options, options.ranks or _RANKS[mode])
+    work: Mapping[str, Callable[[CollectiveOptions, str], Output | None]]
+    work = {"--draw": _draw, "--simulate": _simulate, "--fit": fit_machine, "a measurement": _measure}
+    return work[mode](options, options.ranks or _RANKS[mode])
 
 
-def _measure(options: CollectiveOptions, ranks: str) -> None:
+def _measure(options: CollectiveOptions, ranks: str) -> Output:
     from tilemesh.bench.collective.cells import COLLECTIVES, parse_ranks, parse_sizes
     from tilemesh.bench.collective.run import check_transport, collective_rows
     from tilemesh.bench.collective.table import summary, table
-    from tilemesh.cli.bench_page import write_found
+    from tilemesh.cli.bench_page import bench_drawings, bench_page
     from tilemesh.comm.schedules.book import ALGORITHMS
-    from tilemesh.report.picture import check_picture
 
     for name in options.collectives:
         if name not in COLLECTIVES:
             raise unknown("collective to bench", name, COLLECTIVES)
     chosen = ("none",) if options.algorithms == "none" else _named(options.algorithms, (*ALGORITHMS, "native"))
-    if options.chart is not None:
-        check_picture(options.chart)
     counts, sizes = parse_ranks(ranks), parse_sizes(options.sizes)
     check_transport(options.transport, counts)
-    rows = [
-        row
-        for count in counts
-        for row in collective_rows(
-            options.collectives or COLLECTIVES,
-            count,
-            sizes,
-            transport=options.transport,
-            algorithms=chosen,
-            quick=options.quick,
-        )
-    ]
-    console = console_beside(options.json, markup=True)
-    for line in [*table(rows), *summary(rows)]:
-        console.print(line, soft_wrap=True, markup=False)
-    write_found(rows, console, json=options.json, chart=options.chart, html=options.html)
+    names, transport, quick = options.collectives or COLLECTIVES, options.transport, options.quick
+    measured = (collective_rows(names, n, sizes, transport=transport, algorithms=chosen, quick=quick) for n in counts)
+    rows = [row for of_count in measured for row in of_count]
+    text = [[*table(rows), *summary(rows)]]
+    return Output(text, rows, {"chart": lambda: bench_drawings(rows), "html": lambda: bench_page(rows)})
 
 
 def fit_machine(options: CollectiveOptions, ranks: str) -> None:
@@ -118,12 +106,12 @@ def fit_machine(options: CollectiveOptions, ranks: str) -> None:
         (print if said.startswith("stored") else warn)(said)
 
 
-def _draw(options: CollectiveOptions, ranks: str) -> None:
+def _draw(options: CollectiveOptions, ranks: str) -> Output:
     from tilemesh.bench.collective.cells import parse_ranks
     from tilemesh.comm.schedules import draw as drawing
     from tilemesh.comm.schedules.book import build
-    from tilemesh.core.files import write_text
     from tilemesh.measure.table import PIPE_WIDTH
+    from tilemesh.report.collective_page import render
 
     collectives, algorithm = options.collectives or ("all_reduce",), options.draw
     assert algorithm is not None
@@ -134,32 +122,21 @@ def _draw(options: CollectiveOptions, ranks: str) -> None:
         raise UsageError(f"--draw with --ranks {ranks}: expected one number of ranks")
     schedule = build(collectives[0], algorithm, counts[0], options.root, node_size=options.node_size)
     drawn = drawing.text(schedule, shutil.get_terminal_size((PIPE_WIDTH, 0)).columns)
-    if options.svg is not None:
-        write_text(drawing.svg(schedule), options.svg)
-    if options.html is not None:
-        from tilemesh.report.collective_page import render
-
-        write_text(render([], [schedule]), options.html)
-    print(drawn)
-    if options.html is not None:
-        print(f"page: {options.html}")
+    files = {"svg": lambda: drawing.svg(schedule), "html": lambda: render([], [schedule])}
+    return Output([drawn.splitlines()], files=files)
 
 
-def _simulate(options: CollectiveOptions, ranks: str) -> None:
+def _simulate(options: CollectiveOptions, ranks: str) -> Output:
     """Predicted seconds over sizes, of ring, tree and hierarchical unless named, and where the quickest changes."""
-    from tilemesh.bench.collective.at_scale import NODE, TOPOLOGIES, assumptions, simulated
+    from tilemesh.bench.collective.at_scale import NODE, assumptions, simulated
     from tilemesh.bench.collective.cells import parse_ranks, parse_sizes
     from tilemesh.comm.schedules.book import ALGORITHMS
-    from tilemesh.measure.table import print_words
 
-    topology, node = options.simulate, options.node_size or NODE
-    if topology not in TOPOLOGIES:
-        raise unknown("topology", topology, TOPOLOGIES)
+    topology, node = options.simulate or "", options.node_size or NODE
     counts, sizes = parse_ranks(ranks, MOST_SIMULATED), parse_sizes(options.sizes)
-    print_words(assumptions(topology, node), console_beside(None))
-    for name in options.collectives or ("all_reduce",):
-        for count in counts:
-            print("\n".join(simulated(name, topology, count, sizes, node, _named(options.algorithms, ALGORITHMS))))
+    algorithms, names = _named(options.algorithms, ALGORITHMS), options.collectives or ("all_reduce",)
+    lines = [simulated(name, topology, count, sizes, node, algorithms) for name in names for count in counts]
+    return Output([assumptions(topology, node), *lines])
 
 
 def _named(names: str, known: Sequence[str]) -> tuple[str, ...]:

@@ -7,16 +7,26 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
-from tilemesh.cli.output import console_beside, tell, words_of
-from tilemesh.core.errors import RunError, UsageError, unknown
-from tilemesh.core.options import ROWS, Count, OutFile, OutFolder, Seconds, Seed, argument, option
+from tilemesh.cli.output import Output, show, tell
+from tilemesh.core.errors import RunError, UsageError
+from tilemesh.core.options import (
+    ROWS,
+    Commas,
+    Count,
+    Known,
+    OutFile,
+    OutFolder,
+    Seconds,
+    Seed,
+    Words,
+    argument,
+    option,
+)
 from tilemesh.runs.names import CONFIG
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from tilemesh.bench.compress.run import CompressFindings
     from tilemesh.measure.row import CaseValue, Row
     from tilemesh.model.transformer import Transformer
@@ -25,8 +35,10 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, kw_only=True)
 class CompressBenchOptions:
     model: str = argument(..., "A run's folder, or a Hugging Face folder.", "RUN|FOLDER")
-    recipes: str = option("", "Names or TOML files; by default fifteen.", "A,B,...")
-    peers: str = option("torchao,bitsandbytes", "torchao, bitsandbytes; or none.", "A,B")
+    recipes: Words = option((), "Names or TOML files; by default fifteen.", "A,B,...")
+    peers: Annotated[tuple[str, ...], Commas("none"), Known("peer", "tilemesh.bench.compress.peers:PEERS")] = option(
+        ("torchao", "bitsandbytes"), "torchao, bitsandbytes; or none.", "A,B"
+    )
     calibrate: Count = option(64, "Sequences of text that recipes look at.", "N")
     sequences: Count = option(32, "Held-out sequences that models are judged by.", "N")
     seconds: Seconds = option(3.0, "For the times of each recipe.", "S")
@@ -38,10 +50,9 @@ class CompressBenchOptions:
     json: OutFile | None = option(None, ROWS, "FILE")
 
 
-def compress(options: CompressBenchOptions) -> None:
+def compress(options: CompressBenchOptions) -> Output:
     import torch
 
-    from tilemesh.bench.compress.peers import PEERS
     from tilemesh.bench.compress.run import (
         DEFAULT,
         CompressFindings,
@@ -55,16 +66,11 @@ def compress(options: CompressBenchOptions) -> None:
     from tilemesh.measure.row import write_rows
     from tilemesh.serve.load import read_dtype
 
-    console = console_beside(options.json)
-    recipes = words_of(options.recipes) or list(DEFAULT)
+    recipes = list(options.recipes or DEFAULT)
     for name in recipes:
         read_recipe(name)
         if recipes.count(name) > 1:
             raise UsageError(f"--recipes has {name} twice: name it once")
-    peers = words_of(options.peers, "none")
-    for name in peers:
-        if name not in PEERS:
-            raise unknown("peer", name, (*PEERS, "none"))
     if options.run is not None and (Path(options.run) / CONFIG).exists():
         raise UsageError(f"--run {options.run} has a run already: name another folder")
     device, dtype = read_device(options.device), read_dtype(options.dtype) or torch.float32
@@ -80,7 +86,7 @@ def compress(options: CompressBenchOptions) -> None:
 
     with open_source(options.model, options.data, None, tell) as source:
         model = source.model.to(device)
-        recipes = _that_fit(model, recipes, not words_of(options.recipes), tell)
+        recipes = _that_fit(model, recipes, not options.recipes, tell)
         text = source.text(options.calibrate, options.sequences, options.seed, tell)
         case: dict[str, CaseValue] = {"model": source.name, "sequences": len(text[1]), "calibrated": options.calibrate}
         if options.dtype is not None:
@@ -91,16 +97,16 @@ def compress(options: CompressBenchOptions) -> None:
             tell(f"rows are kept in {run} after each recipe")
         try:
             with _terminated_like_interrupted():
-                bench_recipes(model, recipes, text, case, peers, options.seconds, tell, dtype, keep, findings)
+                bench_recipes(model, recipes, text, case, options.peers, options.seconds, tell, dtype, keep, findings)
         except KeyboardInterrupt:
-            _show(findings, run, options.json, console)
+            show(_output(findings, run), options)
             raise KeyboardInterrupt(f"after {len(findings.points)} of {len(recipes)} recipes") from None
     if run is not None:
         keep_compress_run(run, settings, findings)
-    _show(findings, run, options.json, console)
     if failed := findings.failed:
-        names = ", ".join(failed)
-        raise RunError(f"{len(failed)} of {len(recipes)} recipes failed: {names}; see the lines above")
+        show(_output(findings, run), options)
+        raise RunError(f"{len(failed)} of {len(recipes)} recipes failed: {', '.join(failed)}; see the lines above")
+    return _output(findings, run)
 
 
 def _that_fit(model: Transformer, recipes: list[str], are_default: bool, say: Callable[[str], None]) -> list[str]:
@@ -122,19 +128,12 @@ def _that_fit(model: Transformer, recipes: list[str], are_default: bool, say: Ca
     return kept
 
 
-def _show(findings: CompressFindings, run: Path | None, json: str | None, console: Console) -> None:
+def _output(findings: CompressFindings, run: Path | None) -> Output:
     """The rows, and the page of the run."""
     from tilemesh.cli.pages import write_pages
-    from tilemesh.measure.row import write_rows
-    from tilemesh.measure.table import print_rows
 
-    if findings.rows:
-        print_rows(findings.rows, console)
-        if run is not None:
-            (page,) = write_pages([str(run)], None)
-            console.print(f"page: {page}", soft_wrap=True)
-        if json == "-":
-            write_rows(findings.rows, json)
+    pages = write_pages([str(run)], None) if findings.rows and run is not None else []
+    return Output([findings.rows, *(f"page: {page}" for page in pages)], findings.rows)
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
+from tilemesh.cli.output import Output
 from tilemesh.core.errors import UsageError, unknown
 from tilemesh.core.options import ROWS, OutFile, option
 from tilemesh.core.ranges import Range
@@ -26,9 +27,8 @@ class ExchangeOptions:
     json: OutFile | None = option(None, ROWS, "FILE")
 
 
-def exchange(options: ExchangeOptions) -> None:
+def exchange(options: ExchangeOptions) -> Output:
     from tilemesh.bench.train.exchange import config_of, exchange_rows
-    from tilemesh.cli.output import console_beside, show_rows
     from tilemesh.comm.schedules.book import algorithms
     from tilemesh.launch.job import check_ranks
     from tilemesh.launch.start import choose_transport
@@ -44,4 +44,4 @@ def exchange(options: ExchangeOptions) -> None:
     if options.algorithm not in known:
         raise unknown("algorithm", options.algorithm, known)
     measured = exchange_rows(**{name: value for name, value in vars(options).items() if name != "json"})
-    show_rows(measured, options.json, console_beside(options.json))
+    return Output([measured], measured)

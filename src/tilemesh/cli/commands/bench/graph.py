@@ -3,64 +3,65 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from tilemesh.cli.output import console_beside, words_of
-from tilemesh.core.errors import RunError, UsageError, unknown
-from tilemesh.core.options import ROWS, Count, OutFile, Seconds, argument, option
+from tilemesh.cli.output import Output, console_beside, print_shown
+from tilemesh.core.errors import RunError, UsageError
+from tilemesh.core.options import ROWS, Count, Known, OutFile, Seconds, Words, argument, option
 from tilemesh.core.units import format_bytes
+
+if TYPE_CHECKING:
+    from tilemesh.measure.row import Row
 
 _PEERS = "Some of eager, compile, operators (ours, no kernels), recorded (CUDA graphs)."
 
 
 @dataclass(frozen=True, kw_only=True)
 class GraphBenchOptions:
-    models: tuple[str, ...] = argument((), "gpt2, llama, bert, t5, resnet, lstm, …; `all` for all.", "[MODEL]...")
-    study: str = option("", "Instead: search, partial, symbolic, host, branches, trees, memory.", "A,B")
-    size: str = option("small", "tiny, small, gpt2 (12 layers of 768), gpt2-blocks, llama-blocks or pictures.")
+    models: Annotated[tuple[str, ...], Known("model", "tilemesh.bench.graph.models:MODELS", "all")] = argument(
+        (), "gpt2, llama, bert, t5, resnet, lstm, …; `all` for all.", "[MODEL]..."
+    )
+    study: Annotated[Words, Known("study", "tilemesh.bench.graph.studies:STUDIES")] = option(
+        (), "Instead: search, partial, symbolic, host, branches, trees, memory.", "A,B"
+    )
+    size: Annotated[str, Known("size", "tilemesh.bench.graph.models:SIZES")] = option(
+        "small", "tiny, small, gpt2 (12 layers of 768), gpt2-blocks, llama-blocks or pictures."
+    )
     dtype: Literal["float32", "float64", "bfloat16"] = option("float32", "float32, float64 or bfloat16.")
     device: Literal["cpu", "cuda"] = option("cpu", "cpu or cuda.")
-    peers: str = option("eager,compile", _PEERS, "A,B")
+    peers: Annotated[Words, Known("peer", "tilemesh.bench.graph.run:PEERS")] = option(
+        ("eager", "compile"), _PEERS, "A,B"
+    )
     repeats: Count = option(30, "Interleaved rounds.")
     seconds: Seconds = option(20.0, "Time at most so many seconds of each model.")
     json: OutFile | None = option(None, ROWS, "FILE")
 
 
-def graph(options: GraphBenchOptions) -> None:
+def graph(options: GraphBenchOptions) -> Output:
     import torch
 
     from tilemesh.bench.graph.models import MODELS, SIZES
-    from tilemesh.bench.graph.run import PEERS, bench_model
-    from tilemesh.bench.graph.studies import STUDIES, study_rows
-    from tilemesh.measure.row import write_rows
-    from tilemesh.measure.table import print_rows
+    from tilemesh.bench.graph.run import bench_model
+    from tilemesh.bench.graph.studies import study_rows
 
-    names = list(MODELS) if options.models == ("all",) else options.models
-    studies, peers = words_of(options.study), words_of(options.peers)
-    if not names and not studies:
+    names = list(MODELS) if "all" in options.models else options.models
+    if not names and not options.study:
         raise UsageError("no model was given; give some of " + ", ".join(MODELS) + ", or --study")
-    for word, kind, allowed in (
-        *((name, "model", MODELS) for name in names),
-        (options.size, "size", SIZES),
-        *((peer, "peer", PEERS) for peer in peers),
-        *((study, "study", STUDIES) for study in studies),
-    ):
-        if word not in allowed:
-            raise unknown(kind, word, allowed)
     if options.device == "cuda" and not torch.cuda.is_available():
         raise RunError("--device cuda: torch sees no GPU here; use --device cpu")
     console, device = console_beside(options.json), torch.device(options.device)
-    rows = []
-    for study in studies:
-        rows += (measured := study_rows(study, options.seconds, device))
-        print_rows(measured, console)
+    rows: list[Row] = []
+    for study in options.study:
+        measured = study_rows(study, options.seconds, device)
+        print_shown(measured, console)
+        rows += measured
     for name in names:
         findings = bench_model(
             name,
             SIZES[options.size],
             dtype=getattr(torch, options.dtype),
             device=device,
-            peers=peers,
+            peers=options.peers,
             repeats=options.repeats,
             seconds=options.seconds,
         )
@@ -71,7 +72,6 @@ def graph(options: GraphBenchOptions) -> None:
         )
         for reason in figures.refused:
             console.print(f"  as torch traced it: {reason}")
-        print_rows(findings.rows, console)
+        print_shown(findings.rows, console)
         rows += findings.rows
-    if options.json is not None:
-        write_rows(rows, options.json)
+    return Output(json=rows)

@@ -4,20 +4,17 @@ limits.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from tilemesh.cli.output import console_beside, show_rows, words_of
+from tilemesh.cli.output import Output, Shown, console_beside
 from tilemesh.core.errors import UsageError, unknown
-from tilemesh.core.options import ROWS, Count, OutFile, OutFolder, Seed, argument, option
+from tilemesh.core.options import ROWS, Commas, Count, Known, OutFile, OutFolder, Seed, argument, option
 from tilemesh.core.ranges import Range
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from tilemesh.bench.serve.load import Lengths, LoadRequest
     from tilemesh.measure.row import CaseValue
     from tilemesh.serve.engine import Engine
@@ -35,14 +32,18 @@ class ServeBenchOptions:
     requests: Count = option(16, "How many, in each load.", "N")
     prompt: str = option("16-128", "Tokens of a prompt.", "N[-M]")
     output: str = option("32", "Tokens of an answer.", "N[-M]")
-    rates: str = option("", "Online: requests per second, one load each.", "A,B,...")
+    rates: Annotated[tuple[float, ...], Commas(), Range(0, 1e6, above=True, below=True)] = option(
+        (), "Online: requests per second, one load each.", "A,B,..."
+    )
     trace: str | None = option(None, "Online: requests of a file instead.", "FILE")
     url: str | None = option(None, "Load this OpenAI-compatible server on loopback instead.", "ADDRESS")
     goal: str | None = option(None, "What a request is promised, in seconds.", "ttft=1,itl=0.1")
-    steps: str = option("", "Also a decode step of so many sequences.", "A,B,...")
+    steps: Annotated[tuple[int, ...], Commas(), Range(1, 100_000)] = option(
+        (), "Also a decode step of so many sequences.", "A,B,..."
+    )
     step_length: _Tokens = option(1024, "Tokens of each of these.", "N")
-    peers: str = option(
-        "", "transformers-static, transformers-continuous, openvino-genai, ctranslate2; or none.", "A,B"
+    peers: Annotated[tuple[str, ...], Commas("none"), Known("peer", "tilemesh.bench.serve.peers:PEERS")] = option(
+        (), "transformers-static, transformers-continuous, openvino-genai, ctranslate2; or none.", "A,B"
     )
     blocks: Annotated[int, Range(0, 1000)] = option(3, "Offline: how many turns each gets; 0: no offline.", "N")
     running: Count = option(64, "Most requests at a time.", "N")
@@ -55,21 +56,19 @@ class ServeBenchOptions:
     json: OutFile | None = option(None, ROWS, "FILE")
 
 
-def serve(options: ServeBenchOptions) -> None:
+def serve(options: ServeBenchOptions) -> Output:
     from tilemesh.bench.serve.load import make_load, other_prompts, read_trace
     from tilemesh.bench.serve.record import write_serve_run
     from tilemesh.bench.serve.run import ServeBench, machine_clock, open_peers
     from tilemesh.cli.pages import write_pages
 
-    console = console_beside(options.json)
-    rates, batches, names = _rates(options.rates), _batches(options.steps), _peers(options.peers)
     goal, prompt, output = _promised(options)
     if options.url is not None:
-        _load_server(options, options.url, rates, console)
-        return
+        return _load_server(options, options.url)
+    console = console_beside(options.json)
     served = _served(options)
     config = served.model.config
-    longest = max(prompt.most + output.most, options.step_length + 64 if batches else 0)
+    longest = max(prompt.most + output.most, options.step_length + 64 if options.steps else 0)
     if longest > config.context + 1:
         raise UsageError(
             f"a request may have {longest} tokens and the context of {options.model} is {config.context}: give "
@@ -79,7 +78,10 @@ def serve(options: ServeBenchOptions) -> None:
     def load_at(rate: float | None) -> list[LoadRequest]:
         return make_load(options.requests, prompt, output, config.vocabulary, rate=rate, seed=options.seed)
 
-    loads = [(rate, other_prompts(load_at(rate), config.vocabulary, -1 - number)) for number, rate in enumerate(rates)]
+    loads = [
+        (rate, other_prompts(load_at(rate), config.vocabulary, -1 - number))
+        for number, rate in enumerate(options.rates)
+    ]
     if options.trace is not None:
         traced = read_trace(options.trace, config.vocabulary, options.seed)
         span = traced[-1].at_s - traced[0].at_s
@@ -90,26 +92,26 @@ def serve(options: ServeBenchOptions) -> None:
     with ExitStack() as closing:
         engine = closing.enter_context(_engine(options, served, longest))
         bench = ServeBench(engine, case, clock, why, goal, console.print, watched=options.device == "cpu")
-        peers = open_peers(names, engine, options.dtype, options.device, closing) if options.blocks else []
+        peers = open_peers(options.peers, engine, options.dtype, options.device, closing) if options.blocks else []
         if options.predict == "fitted" and options.device == "cpu" and (options.blocks or loads):
             bench.fit()
-        if batches:
-            bench.steps(batches, options.step_length)
+        if options.steps:
+            bench.steps(options.steps, options.step_length)
         if options.blocks:
             bench.offline(load_at(None), options.blocks, peers)
         for rate, load in loads:
             bench.online(load, rate)
-    show_rows(bench.found.rows, options.json, console)
+    text: list[Shown] = [bench.found.rows]
     if options.run is not None:
         limits = engine.limits
         settings = {**case, "device": options.device, "pages": limits.pages, "page_tokens": limits.page_tokens}
         settings |= {"step_tokens": limits.step_tokens, "goal": options.goal, "seed": options.seed}
         folder = write_serve_run(options.run, settings, bench.found, limits.page_tokens)
-        (page,) = write_pages([str(folder)], None)
-        console.print(f"page: {page}", soft_wrap=True)
+        text += [f"page: {page}" for page in write_pages([str(folder)], None)]
+    return Output(text, bench.found.rows)
 
 
-def _load_server(options: ServeBenchOptions, url: str, rates: Sequence[float], console: Console) -> None:
+def _load_server(options: ServeBenchOptions, url: str) -> Output:
     """A server that is already there: the same loads over HTTP."""
     from tilemesh.bench.serve.load import make_load, other_prompts, read_trace
     from tilemesh.bench.serve.run import server_rows
@@ -120,7 +122,7 @@ def _load_server(options: ServeBenchOptions, url: str, rates: Sequence[float], c
     read_url(url)
     goal, prompt, output = _promised(options)
     loads: list[tuple[float | None, list[LoadRequest]]] = []
-    for number, rate in enumerate((*((None,) if options.blocks else ()), *rates)):
+    for number, rate in enumerate((*((None,) if options.blocks else ()), *options.rates)):
         load = make_load(options.requests, prompt, output, URL_VOCABULARY, rate=rate, seed=options.seed)
         loads.append((rate, other_prompts(load, URL_VOCABULARY, number)))
     if options.trace is not None:
@@ -129,7 +131,7 @@ def _load_server(options: ServeBenchOptions, url: str, rates: Sequence[float], c
     for rate, load in loads:
         case: dict[str, CaseValue] = {"requests": len(load), "prompt": options.prompt, "output": options.output}
         rows += server_rows(load_url(url, load), goal, {**case, "rate": rate})
-    show_rows(rows, options.json, console)
+    return Output([rows], rows)
 
 
 def _engine(options: ServeBenchOptions, served: ServedModel, longest: int) -> Engine:
@@ -180,33 +182,3 @@ def _promised(options: ServeBenchOptions) -> tuple[ServeGoal, Lengths, Lengths]:
             f"--requests {options.requests:,} of up to {each:,} tokens: expected at most {_MOST_TOKENS:,} tokens in all"
         )
     return ServeGoal.parse(options.goal), prompt, output
-
-
-def _rates(text: str) -> list[float]:
-    rates = []
-    for word in words_of(text):
-        try:
-            rate = float(word)
-        except ValueError:
-            rate = 0.0
-        if not 0 < rate < 1e6:
-            raise UsageError(f"--rates has '{word}': expected requests per second, above 0")
-        rates.append(rate)
-    return rates
-
-
-def _batches(text: str) -> list[int]:
-    for word in words_of(text):
-        if not word.isascii() or not word.isdigit():
-            raise UsageError(f"--steps has '{word}': expected whole numbers, such as 1,64")
-        Range(1, 100_000).check("--steps", int(word), whole=True)
-    return [int(word) for word in words_of(text)]
-
-
-def _peers(text: str) -> list[str]:
-    from tilemesh.bench.serve.peers import PEERS
-
-    for name in words_of(text, "none"):
-        if name not in PEERS:
-            raise unknown("peer", name, PEERS)
-    return words_of(text, "none")

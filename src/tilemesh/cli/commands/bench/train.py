@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from tilemesh.cli.output import console_beside, show_rows, words_of
+from tilemesh.cli.output import Output, console_beside
 from tilemesh.cli.targets import check_targets
-from tilemesh.core.errors import UsageError, unknown
-from tilemesh.core.options import FILLED, ROWS, Count, OutFile, argument, option
+from tilemesh.core.errors import UsageError
+from tilemesh.core.options import FILLED, ROWS, Count, Known, OutFile, Words, argument, option
 
 _PEERS = "Some of eager, compile, ddp, zero-optimizer, fsdp, deepspeed, pipeline, fsdp-pipeline"
 
@@ -24,7 +24,9 @@ class TrainBenchOptions:
     config: str | None = argument(None, "What to train.", "[CONFIG.toml|PRESET]")
     mesh: str | None = option(None, "Ours; peers on ranks get as many and the same layout.", "dp=2,tp=2")
     sets: tuple[str, ...] = option((), "train.batch=32,...", "A=B,...", flag="--set")
-    peers: str = option("", f"{_PEERS} (default: those that suit the plan).", "A,B")
+    peers: Annotated[Words, Known("peer", "tilemesh.bench.train.compare:PEERS")] = option(
+        (), f"{_PEERS} (default: those that suit the plan).", "A,B"
+    )
     also: tuple[str, ...] = option((), "Ours with these settings too, in turns with the others.", "A=B,...")
     blocks: Count = option(8, "How many turns each gets.", "N")
     steps: Count = option(5, "Steps in a turn.", "N")
@@ -35,8 +37,8 @@ class TrainBenchOptions:
     json: OutFile | None = option(None, ROWS, "FILE")
 
 
-def train(options: TrainBenchOptions) -> None:
-    from tilemesh.bench.train.compare import PEERS, compare, usual_peers
+def train(options: TrainBenchOptions) -> Output:
+    from tilemesh.bench.train.compare import compare, usual_peers
     from tilemesh.bench.train.rows import train_rows
     from tilemesh.launch.start import choose_transport
     from tilemesh.measure.machine import usable_gpus
@@ -50,20 +52,16 @@ def train(options: TrainBenchOptions) -> None:
         f"ours {sets}": load(options.config, sets=[*options.sets, sets], mesh=mesh, gpus=len(gpus))
         for sets in options.also
     }
-    peers = words_of(options.peers) or list(usual_peers(config))
-    for name in peers:
-        if name not in PEERS:
-            raise unknown("peer", name, PEERS)
     transport = "torch" if gpus and options.transport == "auto" else options.transport
     choose_transport(transport)
     if profile is not None:
         if os.path.lexists(profile) and not profile.is_dir():
             raise UsageError(f"--profile {profile}: expected a folder, and this is a file")
-        check_targets(profile=profile / "kernels.txt")
+        check_targets([("--profile", str(profile / "kernels.txt"))])
     predicted = predict_run(config, gpus)  # before anything is measured
     compared = compare(
         config,
-        peers=peers,
+        peers=options.peers or usual_peers(config),
         also=others,
         transport=transport,
         blocks=options.blocks,
@@ -72,4 +70,5 @@ def train(options: TrainBenchOptions) -> None:
         profile=profile,
         say=console.print,
     )
-    show_rows(train_rows(config, compared, predicted, gpus), options.json, console)
+    rows = train_rows(config, compared, predicted, gpus)
+    return Output([rows], rows)

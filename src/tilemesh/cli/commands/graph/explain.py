@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
-import json as jsonlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from tilemesh.cli.output import Output
 from tilemesh.core.errors import RunError, UsageError, unknown
-from tilemesh.core.files import write_output
 from tilemesh.core.hardware import DEVICES
-from tilemesh.core.options import OutFile, argument, option
+from tilemesh.core.options import Known, OutFile, argument, option
 from tilemesh.core.units import format_bytes, format_seconds
 from tilemesh.graph.cost import graph_seconds, saved_by
 from tilemesh.graph.ir import Graph
@@ -24,54 +23,48 @@ LINES = 40  # of a graph that is printed without --whole
 @dataclass(frozen=True, kw_only=True)
 class ExplainOptions:
     program: str = argument(..., "A function of yours that returns a torch module and its inputs.", "FILE.py:FUNCTION")
-    device: str = option("h100", "Predict times for this device, such as h200.")
+    device: Annotated[str, Known("device", "tilemesh.core.hardware:DEVICES")] = option(
+        "h100", "Predict times for this device, such as h200."
+    )
     whole: bool = option(False, "Print both graphs whole, however long they are.")
     svg: OutFile | None = option(None, "Draw the graph: before, after, and as kernels.", "FILE")
     html: OutFile | None = option(None, "The drawing and the rules as a page.", "FILE")
     json: OutFile | None = option(None, "Also write this as JSON; - is standard output.")
 
 
-def explain(options: ExplainOptions) -> None:
-    device, json = options.device, options.json
-    if device not in DEVICES:
-        raise unknown("device", device, DEVICES)
+def explain(options: ExplainOptions) -> Output:
     model, inputs = load_program(options.program)
+    from tilemesh.graph.draw import drawing
+    from tilemesh.graph.kernel_c import serves
+    from tilemesh.graph.regions import fused
     from tilemesh.graph.rules import ALGEBRA, simplify
     from tilemesh.graph.tracing import trace
 
+    device = options.device
     before = trace(model, inputs).graph
     after, steps = simplify(before, ALGEBRA)
     gains = saved_by(before, steps, DEVICES[device])
-    record = {
-        "before": _figures(before, device),
-        "after": _figures(after, device),
-        "rules": [vars(gain) for gain in gains],
-    }
-    # Files first: whoever reads the text may stop early, as `| head` does.
-    if options.svg is not None or options.html is not None:
-        from tilemesh.graph.draw import drawing
-        from tilemesh.graph.kernel_c import serves
-        from tilemesh.graph.regions import fused
+    figures = {"before": _figures(before, device), "after": _figures(after, device)}
+    record = figures | {"rules": [vars(gain) for gain in gains]}
 
-        drawn = drawing([("as traced", before), ("after the rules", after), ("as kernels", fused(after, serves))])
-        if options.svg is not None:
-            write_output(drawn, options.svg)
-        if options.html is not None:
-            write_output(_page(options.program, drawn, record, device), options.html)
-    if json is not None:
-        write_output(jsonlib.dumps(record) + "\n", json)
-    if json != "-":
-        _print_graph("before", before, options.whole)
-        width = max([len(gain.rule) for gain in gains], default=0)
-        for gain in gains:
-            print(
-                f"  {gain.rule:<{width}}  {gain.times:>4} times, {gain.launches:>4} operators fewer,"
-                f" {format_bytes(gain.moved_bytes)} less to move, {format_seconds(gain.seconds)} predicted"
-            )
-        print() if gains else print("no rule fits\n")
-        _print_graph("after", after, options.whole)
-        for name, figures in (("before", record["before"]), ("after", record["after"])):
-            print(f"{name:>6}: {_words(figures, device)}")
+    def drawn() -> str:
+        return drawing([("as traced", before), ("after the rules", after), ("as kernels", fused(after, serves))])
+
+    width = max([len(gain.rule) for gain in gains], default=0)
+    rules = [
+        f"  {gain.rule:<{width}}  {gain.times:>4} times, {gain.launches:>4} operators fewer,"
+        f" {format_bytes(gain.moved_bytes)} less to move, {format_seconds(gain.seconds)} predicted"
+        for gain in gains
+    ]
+    text = [
+        *_graph_lines("before", before, options.whole),
+        *(rules or ["no rule fits"]),
+        "",
+        *_graph_lines("after", after, options.whole),
+        *(f"{name:>6}: {_words(figures[name], device)}" for name in figures),
+    ]
+    files = {"svg": drawn, "html": lambda: _page(options.program, drawn(), record, device)}
+    return Output([text], [record], files)
 
 
 def _page(program: str, drawn: str, record: dict[str, Any], device: str) -> str:
@@ -114,14 +107,16 @@ def load_program(program: str) -> tuple[Any, list[Any]]:
         functions = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
         raise unknown("function", name, functions)
     try:
-        made = make()
+        returned = make()
     except (Exception, SystemExit) as error:
         raise RunError(f"{name} of {path} fails: {type(error).__name__}: {error}") from error
-    if not isinstance(made, tuple) or len(made) != 2 or not callable(made[0]):
-        raise UsageError(f"{name} of {path} returned {type(made).__name__}; return a model and a list of its inputs")
-    if not isinstance(made[1], list | tuple):
-        raise UsageError(f"the inputs from {name} of {path} are {type(made[1]).__name__}; return a list of tensors")
-    return made[0], list(made[1])
+    if not isinstance(returned, tuple) or len(returned) != 2 or not callable(returned[0]):
+        kind = type(returned).__name__
+        raise UsageError(f"{name} of {path} returned {kind}; return a model and a list of its inputs")
+    model, inputs = returned
+    if not isinstance(inputs, list | tuple):
+        raise UsageError(f"the inputs from {name} of {path} are {type(inputs).__name__}; return a list of tensors")
+    return model, list(inputs)
 
 
 def _figures(graph: Graph, device: str) -> dict[str, Any]:
@@ -145,12 +140,8 @@ def _words(figures: Any, device: str) -> str:
     )
 
 
-def _print_graph(title: str, graph: Graph, whole: bool) -> None:
+def _graph_lines(title: str, graph: Graph, whole: bool) -> list[str]:
     lines = str(graph).splitlines()
-    print(f"{title}:")
-    shown = (
-        lines
-        if whole or len(lines) <= LINES
-        else [*lines[: LINES - 2], f"  … {len(lines) - LINES + 1} more lines: --whole", lines[-1]]
-    )
-    print("\n".join(shown) + "\n")
+    if not whole and len(lines) > LINES:
+        lines = [*lines[: LINES - 2], f"  … {len(lines) - LINES + 1} more lines: --whole", lines[-1]]
+    return [f"{title}:", *lines, ""]

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import json as jsonlib
-import math
 import shutil
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 from tilemesh.cli.commands.plan.train import origin
+from tilemesh.cli.output import Output
 from tilemesh.core.errors import UsageError, unknown
-from tilemesh.core.files import write_output, write_text
 from tilemesh.core.options import OutFile, argument, option, refuse
+from tilemesh.core.ranges import Range
 from tilemesh.core.step import draw as drawing
 from tilemesh.core.step.action import StepProgram
 from tilemesh.core.step.book import all_schedules, build
@@ -42,12 +41,14 @@ def drawn_slice_time(tokens: int, before: int) -> float:
 @dataclass(frozen=True, kw_only=True)
 class DrawOptions:
     schedule: str = argument(..., "zb-v, 1f1b, ..., search, or a CSV file.", "SCHEDULE")
-    stages: int = option(4, "Ranks.", "N")
-    microbatches: int = option(8, "Of a step.", "N")
+    stages: Annotated[int, Range(1)] = option(4, "Ranks.", "N")
+    microbatches: Annotated[int, Range(1)] = option(8, "Of a step.", "N")
     chunks: int | None = option(None, "Chunks per rank, where it is open.", "N")
-    slices: int | None = option(None, "Of terapipe: slices of a sequence, their lengths found for it.", "N")
+    slices: Annotated[int, Range(1)] | None = option(
+        None, "Of terapipe: slices of a sequence, their lengths found for it.", "N"
+    )
     times: str | None = option(None, "Seconds of the passes and of a transfer. [default: 1,1,1,0]", "F,I,W[,T]")
-    memory: float | None = option(
+    memory: Annotated[float, Range(0, above=True)] | None = option(
         None,
         "Of search: the most activations a rank keeps, in microbatches of its part of the model. [default: stages]",
         "N",
@@ -58,33 +59,27 @@ class DrawOptions:
     html: OutFile | None = option(None, "The drawing as a page.", "FILE")
 
 
-def draw(options: DrawOptions) -> None:
-    from tilemesh.measure.table import PIPE_WIDTH, wrapped
+def draw(options: DrawOptions) -> Output:
+    from tilemesh.measure.table import PIPE_WIDTH
     from tilemesh.report.step_page import render
 
-    given = _times(options.times)
-    program = _program(options, given)
+    times = _times(options.times)
+    program = _program(options, times)
     lengths = _slice_lengths(program)
     if program.slices > 1:
-        given = dataclasses.replace(given, slice_shares=slice_shares(lengths, drawn_slice_time))
+        times = dataclasses.replace(times, slice_shares=slice_shares(lengths, drawn_slice_time))
     check(program)
-    timeline = simulate(program, given.times(program), keep_slots=True)
-    curves = drawing.curves(program, timeline, memory_curve(program, given.sizes(program)))
-    words = _words(program, timeline, curves, given)
-    people = sys.stderr if options.json == "-" else sys.stdout
+    timeline = simulate(program, times.times(program), keep_slots=True)
+    curves = drawing.curves(program, timeline, memory_curve(program, times.sizes(program)))
+    words = _words(program, timeline, curves, times)
     columns = shutil.get_terminal_size((PIPE_WIDTH, 0)).columns
+    files = {
+        "svg": lambda: drawing.svg(program, timeline, curves, words.splitlines()[0]),
+        "csv": lambda: to_csv(program),
+        "html": lambda: render(program, timeline, curves, words),
+    }
     drawn = drawing.text(program, timeline, curves, columns)
-    # Files first: whoever reads the text may stop early, as `| head` does.
-    if options.svg is not None:
-        write_text(drawing.svg(program, timeline, curves, words.splitlines()[0]), options.svg)
-    if options.csv is not None:
-        write_text(to_csv(program), options.csv)
-    if options.html is not None:
-        write_text(render(program, timeline, curves, words), options.html)
-    if options.json is not None:
-        write_output(jsonlib.dumps(_figures(program, timeline, curves, given), allow_nan=False) + "\n", options.json)
-    print("\n".join(wrapped(line, columns) for line in words.splitlines()), file=people)
-    print(drawn, file=people)
+    return Output([words, drawn.splitlines()], [_figures(program, timeline, curves, times)], files)
 
 
 def _slice_lengths(program: StepProgram) -> tuple[int, ...]:
@@ -110,7 +105,7 @@ def _times(text: str | None) -> PassTimes:
     return PassTimes(forward_s, input_s, weight_s, sum(transfer_s))
 
 
-def _program(options: DrawOptions, given: PassTimes) -> StepProgram:
+def _program(options: DrawOptions, times: PassTimes) -> StepProgram:
     name = options.schedule
     if name.endswith(".csv"):
         why = "{} with a file of actions: it says so itself; leave it out"
@@ -123,19 +118,9 @@ def _program(options: DrawOptions, given: PassTimes) -> StepProgram:
     size = stages * microbatches * (options.chunks or 1) * (options.slices or 1)
     if size > MOST_PASSES:
         raise UsageError(f"{size} passes are too many to draw: expected at most {MOST_PASSES}")
-    if options.slices is not None and options.slices < 1:
-        raise UsageError(f"--slices is {options.slices}: expected at least 1")
     if name == "search":
         refuse(options, "{} with search: it finds that itself; leave it out", "chunks", "slices")
-        if options.memory is not None and not math.isfinite(options.memory):
-            raise UsageError(
-                f"--memory is {options.memory}: expected the most microbatches whose activations a rank keeps, such as "
-                f"{stages}"
-            )
-        for word, value in (("stages", stages), ("microbatches", microbatches)):
-            if value < 1:
-                raise UsageError(f"a pipeline with {value} {word}: expected at least 1")
-        return search(stages, microbatches, given, stages if options.memory is None else options.memory)
+        return search(stages, microbatches, times, stages if options.memory is None else options.memory)
     if options.memory is not None:
         raise UsageError("--memory is a limit for search: the other schedules keep what they keep")
     known = {schedule.name: schedule for schedule in all_schedules()}
@@ -145,7 +130,7 @@ def _program(options: DrawOptions, given: PassTimes) -> StepProgram:
     return build(name, stages, microbatches, options.chunks, slices)
 
 
-def _words(program: StepProgram, timeline: Timeline, curves: Sequence[drawing.Curve], given: PassTimes) -> str:
+def _words(program: StepProgram, timeline: Timeline, curves: Sequence[drawing.Curve], times: PassTimes) -> str:
     per_rank = max(len(held) for held in program.placement.held)
     peaks = [max(value for _, value in curve) for curve in curves]
     cut = ""
@@ -155,8 +140,8 @@ def _words(program: StepProgram, timeline: Timeline, curves: Sequence[drawing.Cu
     return (
         f"{program.name}: {program.ranks} stages, {program.microbatches} microbatches, {per_rank} "
         f"chunk{'s' if per_rank > 1 else ''} per rank ({program.placement.name}){cut}\n"
-        f"step {timeline.total_s:g} with F {given.forward_s:g}, I {given.input_s:g}, W {given.weight_s:g}, "
-        f"transfer {given.transfer_s:g}; bubble {timeline.bubble:.1%} of all ranks' time, "
+        f"step {timeline.total_s:g} with F {times.forward_s:g}, I {times.input_s:g}, W {times.weight_s:g}, "
+        f"transfer {times.transfer_s:g}; bubble {timeline.bubble:.1%} of all ranks' time, "
         f"{timeline.bubble_rate:.1%} between a rank's first and last pass\n"
         f"activations kept, in microbatches of a rank's part of the model, until their weight gradient: at most "
         f"{max(peaks):g} (by rank: {', '.join(f'{peak:g}' for peak in peaks)})"
@@ -164,7 +149,7 @@ def _words(program: StepProgram, timeline: Timeline, curves: Sequence[drawing.Cu
 
 
 def _figures(
-    program: StepProgram, timeline: Timeline, curves: Sequence[drawing.Curve], given: PassTimes
+    program: StepProgram, timeline: Timeline, curves: Sequence[drawing.Curve], times: PassTimes
 ) -> dict[str, object]:
     return {
         "schedule": program.name,
@@ -174,12 +159,7 @@ def _figures(
         "slices": program.slices,
         "slice_tokens": list(_slice_lengths(program)),
         "placement": program.placement.directions,
-        "times_s": {
-            "forward": given.forward_s,
-            "input": given.input_s,
-            "weight": given.weight_s,
-            "transfer": given.transfer_s,
-        },
+        "times_s": {name: getattr(times, f"{name}_s") for name in ("forward", "input", "weight", "transfer")},
         "step_s": timeline.total_s,
         "bubble": timeline.bubble,
         "bubble_rate": timeline.bubble_rate,

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tilemesh.cli.commands.plan.train import write_json
+from tilemesh.cli.commands.plan.train import origin
+from tilemesh.cli.output import Output, Shown, table_of
 from tilemesh.core.errors import RunError
 from tilemesh.core.options import OutFile, argument, option
 from tilemesh.core.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
-
     from tilemesh.plan.grade import Grade, Graded
 
 
@@ -26,46 +23,35 @@ class GradeOptions:
     json: OutFile | None = option(None, "Every figure by name; - for stdout.", "FILE")
 
 
-def grade(options: GradeOptions) -> None:
-    from tilemesh.cli.layouts import plan_console
-
-    graded = [grade_run(path) for path in options.runs]
-    if options.json is not None:
-        write_json(grade_objects(graded), options.json)
-    print_grades(graded, plan_console(stderr=options.json == "-"))
+def grade(options: GradeOptions) -> Output:
+    return grades([grade_run(path) for path in options.runs])
 
 
-def grade_objects(graded: Sequence[Graded]) -> list[dict[str, Any]]:
-    """The grades of each run and how well their order was foreseen, as plain data."""
-    objects = [_plain(run) for run in graded]
-    if len(graded) > 1:
-        from tilemesh.plan.grade import rank_correlation
-
-        value = rank_correlation(*_step_times(graded))
-        objects.append({"name": "grade order", "runs": [run.source for run in graded], "rank_correlation": value})
-    return objects
-
-
-def print_grades(graded: Sequence[Graded], console: Console) -> None:
-    """The same for people."""
-    from tilemesh.measure.table import print_words, wrapped
+def grades(graded: Sequence[Graded]) -> Output:
+    """The grades of each run, and how well the order of their step times was foreseen."""
     from tilemesh.plan.grade import rank_correlation
 
+    text: list[Shown] = []
     for run in graded:
-        print_words(f"{run.source}: {run.plan.describe()}, on {run.cluster}", console)
-        made = "before the run" if run.before else "now, from the run's model and layout"
-        console.print(f"predicted {made}; error is (predicted - measured) / measured")
-        console.print(_table(run))
-        for line in run.advice:
-            console.print(wrapped(line, console.width, "  - ", "    "), soft_wrap=True)
-        if not run.advice:
-            console.print("  every figure that was recorded is within its bound")
-        console.print()
+        predicted = "before the run" if run.before else "now, from the run's model and layout"
+        advice = run.advice or ["every figure that was recorded is within its bound"]
+        text += [
+            f"{run.source}: {run.plan.describe()}, on {run.cluster}",
+            f"predicted {predicted}; error is (predicted - measured) / measured",
+            table_of([_line(figure) for figure in run.grades], left=("", " ")),
+            *(f"  - {line}" for line in advice),
+            "",
+        ]
+    objects = [_plain(run) for run in graded]
     if len(graded) > 1:
-        predicted, measured = _step_times(graded)
-        value = rank_correlation(predicted, measured)
+        steps = [run.find("step time") for run in graded]
+        pairs = [(step.predicted, step.measured) for step in steps if step.predicted is not None]
+        times = [(predicted, measured) for predicted, measured in pairs if measured is not None]
+        value = rank_correlation([predicted for predicted, _ in times], [measured for _, measured in times])
+        objects.append({"name": "grade order", "runs": [run.source for run in graded], "rank_correlation": value})
         words = f"{value:+.2f}" if value is not None else "not defined: it takes three runs whose step times differ"
-        console.print(f"rank correlation of predicted and measured step time over {len(measured)} runs: {words}")
+        text.append(f"rank correlation of predicted and measured step time over {len(times)} runs: {words}")
+    return Output(text, [figures | origin() for figures in objects])
 
 
 def grade_run(path: str) -> Graded:
@@ -89,29 +75,15 @@ def grade_run(path: str) -> Graded:
     return grade(run, local.cluster, local.rates)
 
 
-def _step_times(graded: Sequence[Graded]) -> tuple[list[float], list[float]]:
-    """Predicted and measured, of the runs that have both: whether the faster layout was foreseen as the faster."""
-    steps = [run.find("step time") for run in graded]
-    pairs = [(s.predicted, s.measured) for s in steps if s.predicted is not None and s.measured is not None]
-    return [predicted for predicted, _ in pairs], [measured for _, measured in pairs]
-
-
-def _table(run: Graded) -> Table:
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    for heading in ("", "predicted", "measured", "limit", "error", "bound", ""):
-        table.add_column(heading, justify="left" if heading == "" else "right", no_wrap=True)
-    for figure in run.grades:
-        error = "-" if figure.error is None else "exact" if figure.error == 0 else f"{figure.error:+.1%}"
-        verdict = {None: "", True: "", False: "off"}[figure.holds]
-        note = figure.note if figure.measured is None else verdict
-        table.add_row(
-            figure.name, *(_value(figure, value) for value in (figure.predicted, figure.measured, figure.limit)), error,
-            "-" if figure.bound is None else f"{figure.bound:.0%}" if figure.bound else "exact", note,
-        )  # fmt: skip
-    return table
+def _line(figure: Grade) -> dict[str, str]:
+    values = {name: _value(figure, getattr(figure, name)) for name in ("predicted", "measured", "limit")}
+    return {
+        "": figure.name,
+        **values,
+        "error": "-" if figure.error is None else "exact" if figure.error == 0 else f"{figure.error:+.1%}",
+        "bound": "-" if figure.bound is None else f"{figure.bound:.0%}" if figure.bound else "exact",
+        " ": figure.note if figure.measured is None else "off" * (figure.holds is False),
+    }
 
 
 def _value(figure: Grade, value: float | None) -> str:
@@ -126,16 +98,7 @@ def _value(figure: Grade, value: float | None) -> str:
 
 
 def _plain(run: Graded) -> dict[str, Any]:
-    grades = [
-        dataclasses.asdict(figure) | {"error": figure.error, "bound": figure.bound, "holds": figure.holds}
-        for figure in run.grades
-    ]
-    return {
-        "name": "grade",
-        "run": run.source,
-        "plan": run.plan.to_dict(),
-        "cluster": run.cluster,
-        "predicted_before": run.before,
-        "figures": grades,
-        "advice": list(run.advice),
-    }
+    judged = ("error", "bound", "holds")
+    figures = [asdict(figure) | {name: getattr(figure, name) for name in judged} for figure in run.grades]
+    case = {"run": run.source, "plan": run.plan.to_dict(), "cluster": run.cluster, "predicted_before": run.before}
+    return {"name": "grade", **case, "figures": figures, "advice": list(run.advice)}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json as jsonlib
 import shlex
 import sys
 from collections.abc import Iterable, Sequence
@@ -10,14 +9,12 @@ from dataclasses import dataclass, make_dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import tilemesh
+from tilemesh.cli.output import Output, Shown, show
 from tilemesh.core.errors import RunError, UsageError, unknown
-from tilemesh.core.files import write_output, write_text
 from tilemesh.core.options import OutFile, argument, option, refuse
 from tilemesh.core.units import parse_count, parse_fraction
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from tilemesh.core.calibration import Rates
     from tilemesh.core.conflicts import ConflictWords
     from tilemesh.core.hardware import Cluster
@@ -66,45 +63,30 @@ class TrainPlanOptions(ModelOnCluster):
         return None if self.batch_tokens is None else parse_count(self.batch_tokens)
 
 
-def train(options: TrainPlanOptions) -> None:
-    from tilemesh.cli.layouts import headline, plan_console, print_layouts, print_sections, reasons_for
-    from tilemesh.measure.table import wrapped
+def train(options: TrainPlanOptions) -> Output:
+    from tilemesh.cli.layouts import headline, layout_items, reasons_for, section_items
     from tilemesh.plan.explain import parameter_section, states_section, zero_section
     from tilemesh.plan.explain_plan import plan_sections
     from tilemesh.report.plan_page import render
 
-    # Standard output belongs to the figures when they go there; people read the other one.
-    console = plan_console(stderr=options.json == "-")
     if options.model is None:
         raise UsageError("MODEL is missing: expected a preset or a TOML file, such as tilemesh plan llama-3-70b")
-    model = load_model(options.model, options.sets)
+    name, model = options.model, load_model(options.model, options.sets)
     if options.cluster is None:
         why_not = "{} is about a plan, which needs --cluster, such as --cluster 64xh100"
         refuse(options, why_not, "gpu", "fix", "save", "json", "html", "code", "headroom")
-        _explain_model(console, options, options.model, model)
-        return
+        return Output(_model_items(options, name, model))
     result = _search(options, model, options.cluster)
-    reasons = reasons_for(result)
-    # Files first: whoever reads the text may stop early, as `| head` does.
-    if options.save is not None:
-        _save(result, options.save)
-    if options.html is not None:
-        write_text(render(result, options.model, reasons), options.html)
-    if options.json is not None:
-        write_json((result.figures(place) for place in range(len(result.predictions))), options.json)
-    console.print(headline(options.model, options.batch, options.batch_tokens, result))
-    print_layouts(console, result)
+    best, reasons = result.best.plan, reasons_for(result)
+    text: list[Shown] = [headline(name, options.batch, options.batch_tokens, result), *layout_items(result)]
     if options.explain:
-        best = result.best.plan
         arithmetic = [parameter_section(model), states_section(model, best.precision)]
-        print_sections(console, [*arithmetic, zero_section(model, best.precision, best.dp), *plan_sections(result)])
-    console.print("Why the first" if len(result.predictions) > 1 else "Why")
-    for line in reasons:
-        console.print(wrapped(line, console.width, "  - ", "    "), soft_wrap=True)
+        text += section_items([*arithmetic, zero_section(model, best.precision, best.dp), *plan_sections(result)])
+    text += ["Why the first" if len(result.predictions) > 1 else "Why", *(f"  - {line}" for line in reasons)]
     if options.save is not None:
-        console.print(f"plan: {options.save}{_cannot_train(result)}", soft_wrap=True)
-    if options.html is not None:
-        console.print(f"page: {options.html}", soft_wrap=True)
+        text += _cannot_train(result)
+    files = {"save": lambda: _plan_file(result), "html": lambda: render(result, name, reasons)}
+    return Output(text, [result.figures(place) | origin() for place in range(len(result.predictions))], files)
 
 
 def _search(options: TrainPlanOptions, model: ModelConfig, cluster: str) -> SearchResult:
@@ -127,8 +109,7 @@ def _search(options: TrainPlanOptions, model: ModelConfig, cluster: str) -> Sear
             refused=_refused(model, options.context or model.context),
         )
     except NothingFitsError as error:
-        if options.json is not None:
-            write_json([plan_figures(model, machines.name, pins, 0, error.smallest)], options.json)
+        show(Output(json=[plan_figures(model, machines.name, pins, 0, error.smallest) | origin()]), options)
         raise RunError(f"{options.model} {error}") from None
 
 
@@ -148,16 +129,14 @@ def _refused(model: ModelConfig, context: int) -> Refused:
     return refused
 
 
-def _cannot_train(result: SearchResult) -> str:
+def _cannot_train(result: SearchResult) -> list[str]:
     """A plan that was saved is going to be run: say so here if it cannot be."""
     from tilemesh.plan.prediction import pins_to_train, trainable
 
     plan = result.best.plan
-    words, pins = trainable(plan, result.refused), pins_to_train(plan)
-    if words == "yes":
-        return ""
+    words, pins = trainable(plan, result.refused).removeprefix("no, "), pins_to_train(plan)
     other = f"; for one it can: --fix {pins}" * bool(pins)
-    return f" (`tilemesh train` cannot run it: {words.removeprefix('no, ')}{other})"
+    return [] if words == "yes" else [f"`tilemesh train` cannot run it: {words}{other}"]
 
 
 def named_cluster(text: str, gpu: str | None) -> tuple[Cluster, Rates | None]:
@@ -190,8 +169,9 @@ def load_model(name: str, sets: Sequence[str]) -> ModelConfig:
     return cast(ModelConfig, config.load(settings, preset=name, presets=presets, sets=sets).model)
 
 
-def _explain_model(console: Console, options: TrainPlanOptions, name: str, model: ModelConfig) -> None:
-    from tilemesh.cli.layouts import print_sections
+def _model_items(options: TrainPlanOptions, name: str, model: ModelConfig) -> list[Shown]:
+    """The arithmetic of a model without a cluster."""
+    from tilemesh.cli.layouts import section_items
     from tilemesh.core.hardware import parse_cluster
     from tilemesh.core.plan import ParallelPlan
     from tilemesh.model.work.weights import count_parameters
@@ -204,12 +184,14 @@ def _explain_model(console: Console, options: TrainPlanOptions, name: str, model
     layout = ParallelPlan(precision="bf16-master", attention="materialized")
     # No cluster was named; the ridge needs some device, and says which.
     reference = Estimator(model, parse_cluster(f"1x{REFERENCE_DEVICE}"), context)
-    is_given = options.batch is not None or options.batch_tokens is not None
-    sequences = choose_batch(options.batch, options.tokens, context) if is_given else 1
-    console.print(f"{name}: {count_parameters(model).total:,} parameters")
-    arithmetic = model_sections(model, context, layout, sequences)
-    print_sections(console, [*arithmetic, roofline_section(reference, layout)])
-    console.print("With --cluster, such as --cluster 64xh100, layouts are searched and one is explained.")
+    has_batch = options.batch is not None or options.batch_tokens is not None
+    sequences = choose_batch(options.batch, options.tokens, context) if has_batch else 1
+    sections = [*model_sections(model, context, layout, sequences), roofline_section(reference, layout)]
+    return [
+        f"{name}: {count_parameters(model).total:,} parameters",
+        *section_items(sections),
+        "With --cluster, such as --cluster 64xh100, layouts are searched and one is explained.",
+    ]
 
 
 def origin() -> dict[str, Any]:
@@ -218,13 +200,8 @@ def origin() -> dict[str, Any]:
     return {"versions": {"tilemesh": tilemesh.__version__}, "command": command}
 
 
-def _save(result: SearchResult, path: str) -> None:
+def _plan_file(result: SearchResult) -> str:
     best = result.best
     note = f"# {origin()['command']}\n"
     note += f"# predicted: {best.step_time_s:.4g} s per step, {best.memory.total_bytes} bytes per rank\n"
-    write_text(note + result.to_toml(), path)
-
-
-def write_json(objects: Iterable[dict[str, Any]], path: str) -> None:
-    """Each object with what made it, on a line."""
-    write_output("".join(jsonlib.dumps(figures | origin(), allow_nan=False) + "\n" for figures in objects), path)
+    return note + result.to_toml()
