@@ -11,7 +11,8 @@ from test_train_run import state
 from test_train_run import trained as trained_on_threads
 from torch.nn import functional
 
-from tilemesh.cli.commands.train import _show_summary
+from tilemesh.cli.commands.train import summary_text
+from tilemesh.cli.output import print_block
 from tilemesh.comm import run_threads
 from tilemesh.compress.config import DistillConfig
 from tilemesh.compress.factorize import factorize
@@ -320,7 +321,8 @@ def test_a_user_is_told_what_is_trained_for_and_how_to_shrink_the_result(text, t
     result = fit(asked, run=tmp_path / "run", on_event=lambda event: heard.append(str(event)))
     assert all(words in " ".join(heard) for words in told)
     console = Console(file=io.StringIO(), width=200)
-    _show_summary(result, read_small(result.folder, SUMMARY), console)
+    for block in summary_text(result, read_small(result.folder, SUMMARY)):
+        print_block(block, console)
     shown = " ".join(console.file.getvalue().split())
     assert "(with the teacher's part), held-out" in shown
     assert f"compress {tmp_path / 'run'} --recipe int4-g16 --out FOLDER" in shown

@@ -317,7 +317,7 @@ def test_a_dry_run_shows_what_would_run_and_writes_nothing(
     assert main(["train", "--dry-run", "--set", SMALL, "--set", source, "--json", "rows.jsonl"]) == 0
     shown = capsys.readouterr().out
     assert [line.split(":")[0] for line in shown.splitlines() if line[:1] not in ("", " ")] == [
-        "model", "data", "layout", "steps", "memory", "time", "files", "nothing was started",
+        "model", "data", "layout", "steps", "memory", "time", "files", "nothing was started", "rows",
     ]  # fmt: skip
     assert "6 of 4 x 16 = 64 tokens, 384 tokens in all" in shown
     assert all(len(line) <= 100 for line in shown.splitlines())

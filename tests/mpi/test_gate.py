@@ -361,7 +361,7 @@ def test_a_case_is_in_the_file_as_soon_as_it_is_found(tmp_path: Path, capsys: py
         {"model": "gpt", "layout": f"dp={dp}", "passed": True, "apart": zeros, "bound": ones, "planted": False}
         for dp in (1, 2, 4)
     ]
-    table = LayoutTable(file)
+    table = LayoutTable(str(file))
     for count, line in enumerate(lines, start=1):
         table.add(line)
         assert [json.loads(text) for text in file.read_text().splitlines()] == lines[:count]

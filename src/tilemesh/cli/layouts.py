@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from rich.table import Table
 
-from tilemesh.cli.output import Shown, table_of
+from tilemesh.cli.output import Block, table_of
 from tilemesh.core.units import format_bytes, format_count, format_seconds, parse_count
 from tilemesh.model.work.task import Code
 from tilemesh.model.work.weights import count_parameters
@@ -41,7 +41,7 @@ def headline(name: str, batch: int | None, batch_tokens: str | None, result: Sea
     return f"{words}{pinned}\n{looked}"
 
 
-def layout_items(result: SearchResult) -> list[Shown]:
+def layout_items(result: SearchResult) -> list[Block]:
     """A line a layout, and below them what `tilemesh train` lacks for some. Silent columns are left out."""
     trains = [trainable(prediction.plan, result.refused) for prediction in result.predictions]
     lacks = [words for words in dict.fromkeys(trains) if words != "yes"]
@@ -77,7 +77,7 @@ def _seconds(value: float) -> str:
     return f"{value:.2f} s" if 10 <= value < 120 else format_seconds(value)
 
 
-def section_items(sections: Iterable[ExplainedPart]) -> Iterator[Shown]:
+def section_items(sections: Iterable[ExplainedPart]) -> Iterator[Block]:
     """The arithmetic, a table per section."""
     for section in sections:
         yield f"\n{section.title}"

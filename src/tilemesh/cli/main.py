@@ -20,40 +20,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand
 
 import tilemesh
 from tilemesh.cli import commands
 from tilemesh.cli.typed import typed
 from tilemesh.core.errors import RunError, UsageError, unknown
 from tilemesh.core.exhausted import out_of_memory, try_imports
-
-
-class _Command(TyperCommand):
-    """A command that refuses empty words wherever it takes one: `export RUN ""` would write where the user stands."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        typed = list(args)
-        rest = super().parse_args(ctx, args)
-        for parameter in self.params:
-            if ctx.get_parameter_source(parameter.name).name != "COMMANDLINE" or parameter.name in _PASSED_ON:
-                continue
-            value = ctx.params.get(parameter.name)
-            words = value if isinstance(value, list | tuple) else [value]
-            if any(isinstance(word, str) and not word.strip() for word in words):
-                option = next((name for name in parameter.opts if name.startswith("--")), "")
-                called = option or str(parameter.metavar or parameter.name.upper()).strip("[]")
-                instead = ", or leave it out" if option and not parameter.required else ""
-                raise UsageError(f"{called} is empty: give a value{instead}")
-        for option, word in itertools.pairwise(typed):
-            if option.startswith("--") and option != "--" and not word.strip() and option[2:] not in _PASSED_ON:
-                raise UsageError(f"{option} is empty: give a value")  # of an option that is no text: a path, say
-        return rest
-
-
-_PASSED_ON = ("command", "prompt")
-"""Words of a user's own script, and text: those may be empty."""
-
 
 _LESS_MEMORY = {
     "serve": "set --pages, --memory, --context or --step-tokens lower, or --dtype bf16",
@@ -110,7 +82,7 @@ def _add_commands(app: typer.Typer, package: str, folders: Sequence[str], words:
             app.add_typer(group, name=name)
         else:
             command = typed(getattr(import_module(f"{package}.{name}"), name)) if is_named else _not_called
-            app.command(name, cls=_Command, help=text)(command)
+            app.command(name, help=text)(command)
 
 
 def redirected(arguments: Sequence[str]) -> list[str]:
@@ -224,10 +196,13 @@ def _usage_sentence(error: Any, arguments: Sequence[str]) -> str:
     commands = getattr(context.command, "commands", None)
     if message.startswith("No such command") and commands:
         return str(unknown(f"command for {where}", message.split("'")[1], sorted(commands)))
-    # A value that does not fit: typer names the option but not what was given.
+    # A value that does not fit: typer names the option but not the value.
     names = getattr(getattr(error, "param", None), "opts", [])
-    given = next((f" (given: {value})" for name, value in itertools.pairwise(arguments) if name in names), "")
-    return f"{where}: {message[:1].lower()}{message[1:]}{given}; see {where} --help"
+    flag, value = next(((name, value) for name, value in itertools.pairwise(arguments) if name in names), ("", ""))
+    if flag and not value.strip():
+        return f"{flag} is empty: give a value"
+    typed_value = f" (given: {value})" if flag else ""
+    return f"{where}: {message[:1].lower()}{message[1:]}{typed_value}; see {where} --help"
 
 
 def _owners(option: str, group: Sequence[str]) -> list[str]:
@@ -236,8 +211,9 @@ def _owners(option: str, group: Sequence[str]) -> list[str]:
         return []
     package, app = import_module(".".join([commands.__name__, *group])), typer.Typer()
     _add_commands(app, package.__name__, package.__path__, None)
-    found: Any = typer.main.get_command(app)
-    return [" ".join(["tilemesh", *group, name]) for name, inner in found.commands.items() if option in _flags(inner)]
+    commands_of: Any = typer.main.get_command(app)
+    owners = [name for name, command in commands_of.commands.items() if option in _flags(command)]
+    return [" ".join(["tilemesh", *group, name]) for name in owners]
 
 
 def _flags(command: Any) -> set[str]:

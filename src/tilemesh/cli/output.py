@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from tilemesh.measure.row import Row
     from tilemesh.report.draw import Drawing
 
-Shown: TypeAlias = "str | Sequence[str | Row] | Table"
+Block: TypeAlias = "str | Sequence[str | Row] | Table"
 """A sentence, broken between words; lines, as they are; rows, as their table; or another table."""
 TABLE_WIDTH = 100
 """Columns that a table takes at most, where its figures allow that."""
@@ -29,23 +29,23 @@ _LABELS = {"html": "page", "json": "rows", "save": "plan"}
 class Output:
     """What a command came to. `files`: by the name of an option, what makes its file; called where that was given."""
 
-    text: Sequence[Shown] = ()
+    text: Sequence[Block] = ()
     json: Sequence[Row | Mapping[str, Any]] = ()
     files: Mapping[str, Callable[[], str | Sequence[Drawing]]] = field(default_factory=dict)
     exit_code: int = 0
 
 
-def show(output: Output, options: Any) -> int:
+def show(output: Output, options: Any, console: Console | None = None) -> int:
     """Write what the options name, print the text and where the files are; the exit code."""
     makers: dict[str, Callable[[], str | Sequence[Drawing]]]
     makers = {"json": lambda: "".join(map(_json_line, output.json)), **output.files}
     paths = {name: path for name in makers if (path := getattr(options, name, None)) is not None}
-    console = console_beside(*paths.values())
+    console = console or console_beside(*paths.values())
     # Files first: whoever reads the text may stop early, as `| head` does.
     for name, path in paths.items():
         _write(makers[name](), path)
     for item in output.text:
-        print_shown(item, console)
+        print_block(item, console)
     for name, path in paths.items():
         if path != "-":
             console.print(f"{_LABELS.get(name, name)}: {path}", soft_wrap=True)
@@ -63,7 +63,7 @@ def _write(content: str | Sequence[Drawing], path: str) -> None:
         write_picture(content, path)
 
 
-def print_shown(item: Shown, console: Console) -> None:
+def print_block(item: Block, console: Console) -> None:
     from rich.table import Table
 
     from tilemesh.measure.table import print_rows, print_words

@@ -6,14 +6,24 @@ import dataclasses
 import inspect
 import types
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import typer
 
 from tilemesh.cli.output import Output, show
 from tilemesh.cli.targets import check_apart, check_targets
-from tilemesh.core.options import FILLED, PICTURE, WRITTEN, check_options, commas_of, flag_of, marks, option_fields
+from tilemesh.core.errors import UsageError
+from tilemesh.core.options import (
+    FILLED,
+    MAY_BE_EMPTY,
+    PICTURE,
+    WRITTEN,
+    check_options,
+    commas_of,
+    flag_of,
+    marks,
+    option_fields,
+)
 
 _REQUIRED = inspect.Parameter.empty
 
@@ -52,25 +62,32 @@ def run(command: Callable[[Any], Output | int | None], options: Any) -> int | No
 
 def _value(field: dataclasses.Field[Any], hint: Any, value: Any) -> Any:
     """What typer read, as the field has it."""
+    if value is None:
+        return field.default
+    for word in value if isinstance(value, list) else [value]:
+        if isinstance(word, str) and not word.strip() and MAY_BE_EMPTY not in marks(hint):
+            is_optional = not field.metadata["is_argument"] and field.default is not dataclasses.MISSING
+            instead = ", or leave it out" if is_optional else ""
+            raise UsageError(f"{flag_of(field)} is empty: give a value{instead}")
     if (commas := commas_of(hint)) is not None:
         return commas.split(flag_of(field), value, _plain(get_args(get_args(hint)[0])[0]))
-    return tuple(value or ()) if _plain(hint) == list[str] else value
+    return tuple(value) if isinstance(value, list) else value
 
 
 def _words(options: Any, fields: Sequence[tuple[dataclasses.Field[Any], Any]]) -> list[tuple[str, str]]:
-    """Texts and paths with their flags."""
+    """Texts with their flags."""
     values = [(flag_of(field), getattr(options, field.name)) for field, _ in fields]
     several = [(flag, value if isinstance(value, tuple) else (value,)) for flag, value in values]
-    return [(flag, str(word)) for flag, words in several for word in words if isinstance(word, str | Path)]
+    return [(flag, word) for flag, words in several for word in words if isinstance(word, str)]
 
 
 def _parameter(field: dataclasses.Field[Any], hint: Any) -> inspect.Parameter:
     kind, meta, commas = _plain(hint), field.metadata, commas_of(hint)
     default = _REQUIRED if field.default is dataclasses.MISSING else field.default
-    if commas is not None:
+    if commas is not None and isinstance(default, tuple):
         kind, default = str, commas.text(default)
-    elif kind == list[str] and default is not _REQUIRED:
-        kind, default = list[str] | None, None
+    if default in ("", ()):  # None, so that an empty word is one that was typed
+        kind, default = kind | None, None
     words = {"help": meta["meaning"], "metavar": meta["metavar"], "show_default": meta["show"]}
     if meta["is_argument"]:
         info: Any = typer.Argument(**words)
@@ -94,5 +111,5 @@ def _plain(hint: Any) -> Any:
     if origin in (Union, types.UnionType):
         (kind,) = {_plain(member) for member in inner if member is not types.NoneType}
         return kind | None
-    assert hint in (int, float, bool, str, Path), hint
+    assert hint in (int, float, bool, str), hint
     return hint

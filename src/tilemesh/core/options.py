@@ -56,6 +56,8 @@ class Known:
 
 
 WRITTEN, FILLED, PICTURE = "a file that the command writes", "a folder that it writes into", "an .svg or .png"
+MAY_BE_EMPTY = "text, or words of a user's own script"
+"""Elsewhere an empty word is refused: `export RUN ""` would write where the user stands."""
 OutFile = Annotated[str, WRITTEN]
 OutPicture = Annotated[str, WRITTEN, PICTURE]
 OutFolder = Annotated[str, FILLED]

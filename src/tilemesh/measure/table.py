@@ -57,10 +57,13 @@ def pipe_width() -> int:
 
 def print_words(words: str, console: Console, style: str | None = None) -> None:
     """Print a sentence, broken between words where the line ends; longer words such as paths stay whole. What begins
-    with blanks, or `- `, goes on below its first word."""
+    with blanks, `- ` or a label (`data:  `) goes on below its first word."""
     width = console.width if console.is_terminal else max(pipe_width(), 1)
-    broken = (wrapped(line, width, further=" " * re.match(" *(- )?", line).end()) for line in words.split("\n"))  # type: ignore[union-attr]
+    broken = (wrapped(line, width, further=" " * len(_LEAD.findall(line)[0])) for line in words.split("\n"))
     console.print("\n".join(broken), style=style, soft_wrap=True, markup=False)
+
+
+_LEAD = re.compile(r"^ *(?:- |\w+: {2,})?")
 
 
 def wrapped(words: str, width: int, indent: str = "", further: str = "") -> str:

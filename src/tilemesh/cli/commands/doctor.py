@@ -58,9 +58,11 @@ def doctor(options: DoctorOptions) -> Output:
         console.print(f"  {name:<14} {words}", soft_wrap=True)
     console.print("Tried just now", style="bold")
     findings: list[Finding] = []
-    for trial in [*trials(has_gpu), lambda: guide_finding(findings, compiler(), has_gpu)]:
+    for trial in trials(has_gpu):
         findings.append(trial())
         _print(findings[-1], console)
+    findings.append(guide_finding(findings, compiler(), has_gpu))
+    _print(findings[-1], console)
     able, verdict = judge(findings)
     console.print(verdict, style=f"bold {'green' if able else 'red'}", soft_wrap=True)
     record = {"able": able, "verdict": verdict, "has": has, "tried": [asdict(finding) for finding in findings]}

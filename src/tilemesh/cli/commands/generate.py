@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
 from tilemesh.cli.output import tell
-from tilemesh.core.options import argument, option
+from tilemesh.core.options import MAY_BE_EMPTY, argument, option
 
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateOptions:
     source: str = argument(..., "A run's folder, or a Hugging Face folder.", "RUN")
-    prompt: str = option(..., "What to go on from.")
+    prompt: Annotated[str, MAY_BE_EMPTY] = option(..., "What to go on from.")
     tokens: int = option(200, "At most so many; the text ends before an end token.", "N")
     temperature: float = option(0.7, "0 always takes the likeliest.")
     top_k: int = option(0, "Draw only from the K likeliest tokens; 0: all.", "K")

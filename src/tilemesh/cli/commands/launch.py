@@ -6,14 +6,17 @@ tilemesh launch --ranks 4 -- script.py --steps 10
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
 from tilemesh.cli.output import tell
-from tilemesh.core.options import argument, option
+from tilemesh.core.options import MAY_BE_EMPTY, argument, option
 
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchOptions:
-    command: tuple[str, ...] = argument(..., "After --: a script with its arguments, -m MODULE, or a program.")
+    command: Annotated[tuple[str, ...], MAY_BE_EMPTY] = argument(
+        ..., "After --: a script with its arguments, -m MODULE, or a program."
+    )
     ranks: int | None = option(None, "How many; known already inside mpiexec, srun or torchrun.")
     transport: str = option("auto", "One of: mpi, torch, auto.")
     restarts: int = option(0, "How often a failed job is started again.")

@@ -7,12 +7,12 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tilemesh.cli.output import console_beside, tell
+from tilemesh.cli.output import Block, Output, console_beside, show, tell
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.core.options import ROWS, OutFile, OutFolder, argument, option
 from tilemesh.core.units import format_bytes, format_seconds, parse_seconds
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from tilemesh.train.progress import Shown
     from tilemesh.train.result import Result
 
-WIDTH = 100
-"""Columns that text for people takes at most."""
 _SHARES = (
     ("compute", "compute"),
     ("exchange", "exchanges"),
@@ -74,7 +72,7 @@ class TrainOptions:
         return Path(self.config or DEFAULT_PRESET).stem
 
 
-def train(options: TrainOptions) -> int:
+def train(options: TrainOptions) -> Output | int:
     """Make a configuration of what was typed, call `train.fit`, and show what it came to."""
     from tilemesh.core.context import membership
     from tilemesh.train.progress import Shown
@@ -85,32 +83,31 @@ def train(options: TrainOptions) -> int:
     if options.explain and (member is None or member.rank == 0):
         _explain(config)
     if options.dry_run:
-        return _show_preview(options, config, member)
+        return _preview(options, config, member)
     if member is not None:
         return _become_rank(options, config, member)
     console = console_beside(options.json)
-    shown = Shown(console)
-    lost = ""
+    shown, lost = Shown(console), ""
     try:
         result = _fit(options, config, shown)
     except WeightsLostError as error:
-        result, lost = error.result, f"tilemesh: {error}"
+        result, lost = error.result, str(error)
     except RanksFailedError as error:
         shown.close()
         write_page(error.folder)
         if error.interrupted:
             return _stopped(error.folder, str(error))
         _hint(error.folder, console)
-        print(f"tilemesh: {error}", file=sys.stderr)
+        tell(str(error))
         return 1
     finally:
         shown.close()
     page = write_page(result.folder)
     if result.by_signal:
         if lost:
-            print(lost, file=sys.stderr)
+            tell(lost)
         return _stopped(result.saved_in or result.folder, result.by_signal)
-    return _show(result, console, options.json, page, lost)
+    return _show(result, options, console, page, lost)
 
 
 def _explain(config: TrainConfig) -> None:
@@ -126,24 +123,15 @@ def _explain(config: TrainConfig) -> None:
         tell(line)
 
 
-def _show_preview(options: TrainOptions, config: TrainConfig, member: Membership | None) -> int:
-    """Print what would run."""
-    from tilemesh.measure.row import write_rows
-    from tilemesh.measure.table import wrapped
+def _preview(options: TrainOptions, config: TrainConfig, member: Membership | None) -> Output | int:
+    """What would run."""
     from tilemesh.train.preview import preview
 
     seen = preview(config, **options.job, name=options.name)
     if member is not None and member.rank:
         return 0
-    if options.json is not None:  # before the text, which a reader may not take whole
-        write_rows(seen.rows(), options.json)
-    console = console_beside(options.json)
-    width = min(console.width, WIDTH) if console.is_terminal else WIDTH
-    for subject, words in seen.lines():
-        start = f"{subject + ':':9}"
-        console.print(wrapped(words, width, start, " " * len(start)), soft_wrap=True)
-    console.print("nothing was started: leave --dry-run out to train", soft_wrap=True)
-    return 0
+    lines = [f"{subject + ':':10}{words}" for subject, words in seen.lines()]
+    return Output([*lines, "nothing was started: leave --dry-run out to train"], seen.rows())
 
 
 def _fit(options: TrainOptions, config: TrainConfig, shown: Shown) -> Result:
@@ -215,99 +203,86 @@ def run_rank(text: str) -> int:
     member = membership()
     assert member is not None
     # mpiexec's pipe to a rank says it is a terminal; what comes out at its end may be a log.
-    shown = Shown(Console(highlight=False, markup=False, force_terminal=False))
-    lost = ""
+    shown, lost = Shown(Console(highlight=False, markup=False, force_terminal=False)), ""
     try:
         result = _fit(options, configuration(options, member), shown)
     except WeightsLostError as error:
-        result, lost = error.result, f"tilemesh: {error}"
+        result, lost = error.result, str(error)
     if member.rank:
         return int(bool(lost))
     page = write_page(result.folder)
     if not result.interrupted:
         console = Console(highlight=False, markup=False, stderr=options.json == "-", force_terminal=False)
-        return _show(result, console, options.json, page, lost)
-    again = f"{program()} train --resume {result.saved_in}"
-    print(f"stopped after step {result.step}; go on with: {again}", flush=True)
+        return _show(result, options, console, page, lost)
+    print(f"stopped after step {result.step}; go on with: {program()} train --resume {result.saved_in}", flush=True)
     if lost:
-        print(lost, file=sys.stderr, flush=True)
+        tell(lost)
     return int(bool(lost))
 
 
 # ---- afterwards ------------------------------------------------------------------------------------------------
 
 
-def _show(result: Result, console: Console, json_file: str | None, page: str, lost: str) -> int:
+def _show(result: Result, options: TrainOptions, console: Console, page: str, lost: str) -> int:
     """What a run came to and where everything is; the exit code. `lost`: the last line, where weights are."""
-    from tilemesh.measure.row import write_rows
     from tilemesh.runs.folder import read_small
 
-    if json_file is not None:  # before the text, which a reader may not take whole
-        write_rows(result.rows, json_file)
     summary = read_small(result.folder, SUMMARY)
-    if summary.get("step") == result.step:
-        _show_summary(result, summary, console)
-    else:
-        lost = lost or f"tilemesh: {result.folder} has no {SUMMARY} of step {result.step}: was the disk full?"
-    console.print(page, soft_wrap=True)
-    if not lost:
-        return 0
-    console.file.flush()
-    print(lost, file=sys.stderr, flush=True)
-    return 1
+    is_of_step = summary.get("step") == result.step
+    if not is_of_step:
+        lost = lost or f"{result.folder} has no {SUMMARY} of step {result.step}: was the disk full?"
+    text: list[Block] = [*(summary_text(result, summary) if is_of_step else ()), [page]]
+    code = show(Output(text, result.rows, exit_code=int(bool(lost))), options, console)
+    if lost:
+        console.file.flush()
+        tell(lost)
+    return code
 
 
-def _show_summary(result: Result, summary: Mapping[str, Any], console: Console) -> None:
+def summary_text(result: Result, summary: Mapping[str, Any]) -> Iterator[Block]:
     """The sample, the rows, where the time went, and how to go on."""
     from tilemesh.compress.recipe import is_file_text
-    from tilemesh.measure.table import print_rows, print_words
     from tilemesh.train.config import of_run
     from tilemesh.train.rows import run_mfu_words
 
-    folder, made = result.folder, result.rows
-    sample = folder / SAMPLE
+    folder, config, sample = result.folder, of_run(result.folder), result.folder / SAMPLE
     if sample.exists() and not summary["interrupted"]:
-        console.print(f"\n--- sample\n{sample.read_text(errors='replace')}\n---\n", soft_wrap=True)
-    print_rows(made, console)
+        yield [f"\n--- sample\n{sample.read_text(errors='replace')}\n---\n"]
+    yield result.rows
     share = summary["shares"]
     words = ", ".join(f"{name} {share[key]:.0%}".replace("%", " %") for key, name in _SHARES)
     if summary["step_time_s"] is None:
-        print_words("\na step: too few were timed to say where the time goes", console)
+        yield "\na step: too few were timed to say where the time goes"
     else:
-        print_words(f"\na step: {words}\nto improve: {summary['improve']}", console)
-    if counted := run_mfu_words(summary, made):
-        print_words(counted, console)
-    baseline = max(summary["memory_baseline_bytes"])
-    if baseline:
-        print_words(f"memory: beside the model's, the process itself takes {format_bytes(baseline)} per rank", console)
-    held = "" if summary["held_out"] is None else f", held-out {summary['held_out']:.3f}"
-    first = summary["seconds_to_first_step"]
-    asked = of_run(folder)
-    taught = " (with the teacher's part)" if asked.distill.teacher is not None else ""
-    words = f"training loss {summary['loss']:.3f}{taught}{held} nats per token after {summary['step']} steps, "
+        yield f"\na step: {words}\nto improve: {summary['improve']}"
+    if counted := run_mfu_words(summary, result.rows):
+        yield counted
+    if baseline := max(summary["memory_baseline_bytes"]):
+        yield f"memory: beside the model's, the process itself takes {format_bytes(baseline)} per rank"
+    held_out = "" if summary["held_out"] is None else f", held-out {summary['held_out']:.3f}"
+    taught = " (with the teacher's part)" if config.distill.teacher is not None else ""
+    words = f"training loss {summary['loss']:.3f}{taught}{held_out} nats per token after {summary['step']} steps, "
     words += f"{format_seconds(summary['seconds'])} in all"
     if summary.get("bits_per_byte") is not None:
         words += f", {summary['bits_per_byte']:.3f} bits per byte held out"
-    words += f", first step after {format_seconds(first)}" if first is not None else "; there was nothing left to do"
-    print_words(words, console)
-    more = f"train.steps={2 * summary['step']}"
-    if summary["step"] < asked.train.steps:  # early stopping ended it
-        more = f"evaluate.patience={2 * asked.evaluate.patience}"
-    further = "" if summary["interrupted"] else f" --set {more}"
-    print_words(f"written: {folder} ({CONFIG}, {METRICS}, {TRACE} for ui.perfetto.dev, {SUMMARY})", console)
+    first = summary["seconds_to_first_step"]
+    yield words + ("; there was nothing left to do" if first is None else f", first step after {format_seconds(first)}")
+    yield f"written: {folder} ({CONFIG}, {METRICS}, {TRACE} for ui.perfetto.dev, {SUMMARY})"
     if result.saved_step is None:
         return
-    weights, step = result.saved_in or folder, result.saved_step
-    again = further if step == result.step else ""
-    console.print(
-        f"weights: step {step}, {weights / CHECKPOINTS}\n"
-        f"go on:   {program()} train --resume {weights}{again}\n"
+    more = f"train.steps={2 * summary['step']}"
+    if summary["step"] < config.train.steps:  # early stopping ended it
+        more = f"evaluate.patience={2 * config.evaluate.patience}"
+    is_whole = result.saved_step == result.step and not summary["interrupted"]
+    weights, again = result.saved_in or folder, f" --set {more}" * is_whole
+    yield [
+        f"weights: step {result.saved_step}, {weights / CHECKPOINTS}",
+        f"go on:   {program()} train --resume {weights}{again}",
         f"write:   {program()} generate {weights} --prompt 'import '",
-        soft_wrap=True,
-    )
-    if asked.compress.recipe:
-        recipe = "FILE" if is_file_text(asked.compress.recipe) else asked.compress.recipe
-        console.print(f"shrink:  {program()} compress {weights} --recipe {recipe} --out FOLDER", soft_wrap=True)
+    ]
+    if config.compress.recipe:
+        recipe = "FILE" if is_file_text(config.compress.recipe) else config.compress.recipe
+        yield [f"shrink:  {program()} compress {weights} --recipe {recipe} --out FOLDER"]
 
 
 def program() -> str:
@@ -335,11 +310,8 @@ def _stopped(folder: Path, sentence: str) -> int:
     from tilemesh.runs.folder import newest_checkpoint
 
     step = newest_checkpoint(folder)
-    if step is None:
-        print(f"tilemesh: {sentence}; there was no checkpoint yet", file=sys.stderr)
-    else:
-        print(f"tilemesh: {sentence}; checkpoint of step {step} written, go on with:", file=sys.stderr)
-        print(f"{program()} train --resume {folder}", file=sys.stderr)
+    again = f"checkpoint of step {step} written, go on with:\n{program()} train --resume {folder}"
+    tell(f"{sentence}; {'there was no checkpoint yet' if step is None else again}")
     return INTERRUPTED_CODE
 
 

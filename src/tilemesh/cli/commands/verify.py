@@ -13,10 +13,12 @@ import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from tilemesh.core.errors import RunError, UsageError, unknown
-from tilemesh.core.options import OutFile, Words, option
+from tilemesh.cli.output import Output, console_beside
+from tilemesh.core.errors import UsageError
+from tilemesh.core.files import naming
+from tilemesh.core.options import Known, OutFile, Words, option
 
 if TYPE_CHECKING:
     from tilemesh.comm.runtime.communicator import Communicator
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
 
 TIMEOUT_S = 180.0  # for one case, under a second on free cores: ranks that a layout does not need wait until it is done
 
+_Bug = Annotated[str, Known("bug", "tilemesh.parallel.gate.plant:PLANTS")]
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class VerifyOptions:
@@ -35,17 +39,19 @@ class VerifyOptions:
     precision: str = option("fp64", "fp64 (bound 1e-10), fp32 or bf16 (bound: another order).")
     models: Words = option((), "Of gpt, llama, post, query, gemma, neox; default: all.", "A,B,...")
     device: Literal["cpu", "cuda"] = option("cpu", "cpu, or cuda, which ranks share where they outnumber the GPUs.")
-    plant: str | None = option(None, "Plant this bug, until a case shows it.", "BUG")
+    plant: Annotated[str, Known("bug", "tilemesh.parallel.gate.plant:PLANTS")] | None = option(
+        None, "Plant this bug, until a case shows it.", "BUG"
+    )
     pairs: bool = option(True, "Also every pair of settings, with ZeRO and recomputation.")
     json: OutFile | None = option(None, "Each case, a line of JSON.", "FILE")
 
 
-def verify(options: VerifyOptions) -> int:
+def verify(options: VerifyOptions) -> Output | int:
     """The ranks yield each result as it is found; the table is made here, so it looks the same whoever started them."""
     from tilemesh.core.context import membership
 
     _require(options)
-    table = LayoutTable(None if options.json is None else Path(options.json))
+    table = LayoutTable(options.json)
     if membership() is not None:  # inside mpiexec, srun or torchrun: this is one of the ranks
         from tilemesh.comm import connect
 
@@ -53,12 +59,9 @@ def verify(options: VerifyOptions) -> int:
         for line in results(comm, options):
             table.add(line)
         failed = comm.max_over_ranks([float(table.failed)])[0] > 0
-        if comm.rank == 0:
-            table.end()
-        return int(failed)
+        return table.end() if comm.rank == 0 else int(failed)
     (_on_threads if options.transport == "threads" else _in_processes)(options, table)
-    table.end()
-    return int(table.failed > 0)
+    return table.end()
 
 
 def results(comm: Communicator, options: VerifyOptions) -> Iterator[dict[str, Any]]:
@@ -73,9 +76,8 @@ def results(comm: Communicator, options: VerifyOptions) -> Iterator[dict[str, An
         warnings.filterwarnings("ignore", message="mkldnn_matmul failed")  # a CPU without bf16: slow, and right
         torch.set_num_threads(1)  # the models are tiny, and there are as many ranks as asked for
     plant = PLANTS.get(options.plant or "")
-    chosen = every_case(options.ranks, options.models, options.precision, options.pairs)
-    if plant is not None:
-        chosen = [case for case in chosen if plant.applies(case)]
+    cases = every_case(options.ranks, options.models, options.precision, options.pairs)
+    chosen = [case for case in cases if plant is None or plant.applies(case)]
     gate = Gate(comm, options.device, plant, stops_when_found=plant is not None, optimizer=train_optimizer)
     for result in gate.run(chosen):
         yield _fields(result, plant is not None)
@@ -118,11 +120,9 @@ def _require(options: VerifyOptions) -> None:
 
         if not torch.cuda.is_available():
             raise UsageError("--device cuda: torch sees no NVIDIA GPU here; leave --device out to compare on the CPU")
-    if options.plant:
+    if options.plant is not None:
         from tilemesh.parallel.gate.plant import PLANTS
 
-        if options.plant not in PLANTS:
-            raise unknown("bug", options.plant, PLANTS)
         _require_a_place(options, PLANTS[options.plant])
 
 
@@ -182,32 +182,28 @@ def on_a_rank(options: dict[str, Any]) -> Iterator[dict[str, Any]]:
 class LayoutTable:
     """A row per layout, printed when all its models are in: of each difference the one nearest to its bound."""
 
-    def __init__(self, file: Path | None) -> None:
+    def __init__(self, file: str | None) -> None:
         self.file = file
+        self.console = console_beside(file)
         self.layout: list[dict[str, Any]] = []
         self.lines: list[dict[str, Any]] = []
         self.failed = 0
 
     def add(self, line: dict[str, Any]) -> None:
         if not self.lines:
-            print(f"{'layout':<{_NAME}}" + "".join(f"{name:>9}" for name in (*_DIFFERENCES, "of bound")) + "  cases")
+            self._print(f"{'layout':<{_NAME}}" + "".join(f"{name:>9}" for name in _COLUMNS) + "  cases")
         if self.layout and line["layout"] != self.layout[0]["layout"]:
             self._print_layout()
-        self._keep([line])
         self.lines.append(line)
         self.layout.append(line)
         self.failed += not line["passed"]
+        if self.file not in (None, "-"):  # at once: a run which is stopped leaves what it has found
+            with naming(self.file), Path(self.file).open("a" if len(self.lines) > 1 else "w", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
 
-    def _keep(self, lines: list[dict[str, Any]]) -> None:
-        """Write them at once, so that a run which is stopped leaves what it has found."""
-        if self.file is None or str(self.file) == "-":
-            return
-        try:
-            self.file.parent.mkdir(parents=True, exist_ok=True)
-            with self.file.open("a" if self.lines else "w", encoding="utf-8") as file:
-                file.writelines(json.dumps(line) + "\n" for line in lines)
-        except OSError as error:
-            raise RunError(f"--json {self.file} cannot be written: {error.strerror}") from None
+    def _print(self, line: str) -> None:
+        self.console.print(line, soft_wrap=True)
+        self.console.file.flush()
 
     def _print_layout(self) -> None:
         name = self.layout[0]["layout"]
@@ -218,27 +214,31 @@ class LayoutTable:
         red = [line for line in self.layout if not line["passed"]]
         verdict = f"{len(self.layout)} pass" if not red else f"{len(red)} of {len(self.layout)} FAIL"
         start = f"{name:<{_NAME}}" if len(name) < _NAME else f"{name}\n{'':<{_NAME}}"
-        print(f"{start}{cells}{share:>9.0e}  {verdict}", flush=True)
+        self._print(f"{start}{cells}{share:>9.0e}  {verdict}")
         for line in red:
-            print(f"  {line['model']}: {line['where']}", flush=True)
+            self._print(f"  {line['model']}: {line['where']}")
         self.layout = []
 
-    def end(self) -> None:
+    def end(self) -> Output:
+        """What all layouts came to."""
         if self.layout:
             self._print_layout()
-        self._keep([])  # there is a file also where nothing was found
-        if str(self.file) == "-":
-            print("".join(json.dumps(line) + "\n" for line in self.lines), end="")
+        text = []
+        if planted := [line for line in self.lines if line["planted"]]:
+            found = sum(not line["passed"] for line in planted)
+            text.append(f"planted in {_cases(len(planted))}, found in {found} of them")
         verdict = "every layout computes what one process computes" if not self.failed else f"{self.failed} FAIL"
-        planted = [line for line in self.lines if line["planted"]]
-        if planted:
-            cases = f"{len(planted)} case{'s' * (len(planted) > 1)}"
-            print(f"planted in {cases}, found in {sum(not line['passed'] for line in planted)} of them")
-        print(f"{len(self.lines)} case{'s' * (len(self.lines) > 1)}: {verdict}")
+        text.append(f"{_cases(len(self.lines))}: {verdict}")
+        return Output(text, self.lines, exit_code=int(self.failed > 0))
 
 
 _DIFFERENCES = ("loss", "gradient", "weights", "norm")
+_COLUMNS = (*_DIFFERENCES, "of bound")
 _NAME = 54  # columns for a layout's name; a longer one has a line to itself
+
+
+def _cases(count: int) -> str:
+    return f"{count} case{'s' * (count > 1)}"
 
 
 def _ratio(line: dict[str, Any], name: str) -> float:

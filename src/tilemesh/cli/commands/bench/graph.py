@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from tilemesh.cli.output import Output, console_beside, print_shown
+from tilemesh.cli.output import Output, console_beside, print_block
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.core.options import ROWS, Count, Known, OutFile, Seconds, Words, argument, option
 from tilemesh.core.units import format_bytes
@@ -53,7 +53,7 @@ def graph(options: GraphBenchOptions) -> Output:
     rows: list[Row] = []
     for study in options.study:
         measured = study_rows(study, options.seconds, device)
-        print_shown(measured, console)
+        print_block(measured, console)
         rows += measured
     for name in names:
         findings = bench_model(
@@ -72,6 +72,6 @@ def graph(options: GraphBenchOptions) -> Output:
         )
         for reason in figures.refused:
             console.print(f"  as torch traced it: {reason}")
-        print_shown(findings.rows, console)
+        print_block(findings.rows, console)
         rows += findings.rows
     return Output(json=rows)

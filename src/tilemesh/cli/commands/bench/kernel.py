@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from tilemesh.cli.operators import problem_settings
-from tilemesh.cli.output import Output, Shown, console_beside
+from tilemesh.cli.output import Block, Output, console_beside
 from tilemesh.core.options import ROWS, Commas, OutFile, OutPicture, Words, argument, option
 from tilemesh.core.ranges import Range
 
@@ -66,5 +66,5 @@ def kernel(options: KernelBenchOptions) -> Output:
             progress=show,
             keep=keep,
         )
-    text: list[Shown] = [rows, *(f"not measured: {words}: {why}" for words, why in without.items())]
+    text: list[Block] = [rows, *(f"not measured: {words}: {why}" for words, why in without.items())]
     return Output(text, rows, {"chart": lambda: bench_drawings(rows), "html": lambda: bench_page(rows, options.tried)})

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from tilemesh.cli.output import Output, Shown, console_beside
+from tilemesh.cli.output import Block, Output, console_beside
 from tilemesh.core.errors import UsageError, unknown
 from tilemesh.core.options import ROWS, Commas, Count, Known, OutFile, OutFolder, Seed, argument, option
 from tilemesh.core.ranges import Range
@@ -101,7 +101,7 @@ def serve(options: ServeBenchOptions) -> Output:
             bench.offline(load_at(None), options.blocks, peers)
         for rate, load in loads:
             bench.online(load, rate)
-    text: list[Shown] = [bench.found.rows]
+    text: list[Block] = [bench.found.rows]
     if options.run is not None:
         limits = engine.limits
         settings = {**case, "device": options.device, "pages": limits.pages, "page_tokens": limits.page_tokens}

@@ -14,7 +14,7 @@ from typing import Annotated
 from tilemesh.cli.output import Output, console_beside
 from tilemesh.cli.targets import check_targets
 from tilemesh.core.errors import UsageError
-from tilemesh.core.options import FILLED, ROWS, Count, Known, OutFile, Words, argument, option
+from tilemesh.core.options import ROWS, Count, Known, OutFile, OutFolder, Words, argument, option
 
 _PEERS = "Some of eager, compile, ddp, zero-optimizer, fsdp, deepspeed, pipeline, fsdp-pipeline"
 
@@ -31,9 +31,7 @@ class TrainBenchOptions:
     blocks: Count = option(8, "How many turns each gets.", "N")
     steps: Count = option(5, "Steps in a turn.", "N")
     transport: str = option("auto", "Ours: mpi, torch or auto.")
-    profile: Annotated[Path, FILLED] | None = option(
-        None, "Then write what each spends a step on, kernel by kernel.", "FOLDER"
-    )
+    profile: OutFolder | None = option(None, "Then write what each spends a step on, kernel by kernel.", "FOLDER")
     json: OutFile | None = option(None, ROWS, "FILE")
 
 
@@ -45,7 +43,8 @@ def train(options: TrainBenchOptions) -> Output:
     from tilemesh.train.load import load
     from tilemesh.train.predict import predict_run
 
-    console, gpus, profile = console_beside(options.json), usable_gpus(), options.profile
+    console, gpus = console_beside(options.json), usable_gpus()
+    profile = None if options.profile is None else Path(options.profile)
     mesh = options.mesh or ("dp=1" if gpus else "dp=2")
     config = load(options.config, sets=options.sets, mesh=mesh, gpus=len(gpus))
     others = {

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tilemesh.cli.commands.plan.train import origin
-from tilemesh.cli.output import Output, Shown, table_of
+from tilemesh.cli.output import Block, Output, table_of
 from tilemesh.core.errors import RunError
 from tilemesh.core.options import OutFile, argument, option
 from tilemesh.core.units import format_bytes, format_count, format_seconds
@@ -31,7 +31,7 @@ def grades(graded: Sequence[Graded]) -> Output:
     """The grades of each run, and how well the order of their step times was foreseen."""
     from tilemesh.plan.grade import rank_correlation
 
-    text: list[Shown] = []
+    text: list[Block] = []
     for run in graded:
         predicted = "before the run" if run.before else "now, from the run's model and layout"
         advice = run.advice or ["every figure that was recorded is within its bound"]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tilemesh
 from tilemesh.cli.commands.plan.train import ModelOnCluster, load_model, named_cluster
-from tilemesh.cli.output import Output, Shown, table_of
+from tilemesh.cli.output import Block, Output, table_of
 from tilemesh.core.errors import UsageError
 from tilemesh.core.options import OutFile, option
 from tilemesh.core.ranges import Range
@@ -51,7 +51,7 @@ def serve(options: ServePlanOptions) -> Output:
     best = layouts[0]
     shares = load_shares(best, options.rate)
     loads = [simulate_share(best, demand, options.step_tokens, share, goal) for share in shares]
-    text: list[Shown] = [
+    text: list[Block] = [
         f"{options.model}: {count_parameters(model).total:,} parameters in {dtype} on {cluster.name}; {options.rate:g} "
         f"requests/s of {options.prompt:,} prompt and {options.output:,} output tokens",
         f"Keys and values: {format_bytes(best.token_bytes)} per token, {format_bytes(best.token_bytes * PAGE_TOKENS)} "

@@ -9,7 +9,7 @@ from dataclasses import dataclass, make_dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import tilemesh
-from tilemesh.cli.output import Output, Shown, show
+from tilemesh.cli.output import Block, Output, show
 from tilemesh.core.errors import RunError, UsageError, unknown
 from tilemesh.core.options import OutFile, argument, option, refuse
 from tilemesh.core.units import parse_count, parse_fraction
@@ -78,7 +78,7 @@ def train(options: TrainPlanOptions) -> Output:
         return Output(_model_items(options, name, model))
     result = _search(options, model, options.cluster)
     best, reasons = result.best.plan, reasons_for(result)
-    text: list[Shown] = [headline(name, options.batch, options.batch_tokens, result), *layout_items(result)]
+    text: list[Block] = [headline(name, options.batch, options.batch_tokens, result), *layout_items(result)]
     if options.explain:
         arithmetic = [parameter_section(model), states_section(model, best.precision)]
         text += section_items([*arithmetic, zero_section(model, best.precision, best.dp), *plan_sections(result)])
@@ -169,7 +169,7 @@ def load_model(name: str, sets: Sequence[str]) -> ModelConfig:
     return cast(ModelConfig, config.load(settings, preset=name, presets=presets, sets=sets).model)
 
 
-def _model_items(options: TrainPlanOptions, name: str, model: ModelConfig) -> list[Shown]:
+def _model_items(options: TrainPlanOptions, name: str, model: ModelConfig) -> list[Block]:
     """The arithmetic of a model without a cluster."""
     from tilemesh.cli.layouts import section_items
     from tilemesh.core.hardware import parse_cluster
