@@ -6,13 +6,16 @@ writes the files that the user named and prints the text; where a file is `-`, t
 
 from __future__ import annotations
 
+import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.progress import ProgressColumn
     from rich.table import Table
 
     from tilemesh.measure.row import Row
@@ -23,6 +26,12 @@ Block: TypeAlias = "str | Sequence[str | Row] | Table"
 TABLE_WIDTH = 100
 """Columns that a table takes at most, where its figures allow that."""
 _LABELS = {"html": "page", "json": "rows", "save": "plan"}
+
+
+class ProgressListener(Protocol):
+    """Told how much of how much is done, and what comes next."""
+
+    def __call__(self, done: int, total: int, words: str = "") -> None: ...
 
 
 @dataclass(frozen=True)
@@ -121,6 +130,30 @@ def table_of(lines: Sequence[Mapping[str, str]], left: Sequence[str] = ()) -> Ta
     for line in lines:
         table.add_row(*line.values())
     return table
+
+
+@contextmanager
+def progress(console: Console, columns: Sequence[ProgressColumn], line: ProgressListener) -> Iterator[ProgressListener]:
+    """What hears of progress: a bar with these columns on a terminal; elsewhere `line`, which may print one."""
+    from rich.progress import Progress
+
+    if not console.is_terminal:
+        yield line
+        return
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("", total=None)
+        yield lambda done, total, words="": bar.update(task, completed=done, total=total, description=words)
+
+
+@contextmanager
+def on_signals(handler: Callable[[int, object], None], *numbers: int) -> Iterator[None]:
+    """These signals go to a handler, and afterwards where they went before."""
+    before = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, previous in before.items():
+            signal.signal(number, previous)
 
 
 def tell(text: str) -> None:

@@ -10,20 +10,10 @@ from pathlib import Path
 from tilemesh.core.errors import UsageError
 from tilemesh.core.files import check_new_folder
 from tilemesh.core.ranges import shown
-from tilemesh.runs.names import (
-    ABOUT,
-    BASE,
-    CHECKPOINTS,
-    CHOICES,
-    CONFIG,
-    ENVIRONMENT,
-    LOCK,
-    METRICS,
-    PREDICTED,
-    SUMMARY,
-)
+from tilemesh.runs import names
 
-_READ = {ABOUT, CONFIG, ENVIRONMENT, PREDICTED, CHOICES, METRICS, SUMMARY, LOCK, BASE, "config.json"}
+_WRITTEN_BY_A_RUN = {names.CONFIG, names.ENVIRONMENT, names.PREDICTED, names.CHOICES, names.METRICS, names.SUMMARY}
+_READ = _WRITTEN_BY_A_RUN | {names.ABOUT, names.LOCK, names.BASE, "config.json"}
 """Files by whose names runs and folders of models are read."""
 
 
@@ -64,8 +54,8 @@ def _is_part_of(word: str, folder: str) -> bool:
     except (OSError, ValueError):  # a loop of links, a NUL
         return False
     first, name = inside.partition(os.sep)[0], os.path.basename(inside)
-    is_read = name in _READ or name.endswith(".safetensors") or name.startswith("tokenizer") or first == CHECKPOINTS
-    return first not in ("..", ".") and is_read
+    is_weights = name.endswith(".safetensors") or first == names.CHECKPOINTS
+    return first not in ("..", ".") and (is_weights or name in _READ or name.startswith("tokenizer"))
 
 
 def _is_same(one: str, other: str) -> bool:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from tilemesh.cli.output import Output, console_beside
+from tilemesh.cli.output import Output, console_beside, progress
 from tilemesh.core.busy import SECTION, Busyness, replaces
 from tilemesh.core.calibration import Calibration, find
 from tilemesh.core.errors import RunError, UsageError
@@ -48,9 +47,15 @@ def calibrate(options: CalibrateOptions) -> Output | None:
     console.print(f"calibrating {once}{this_machine().words}", soft_wrap=True)
     began = time.perf_counter()
 
+    def line(done: int, total: int, words: str = "") -> None:
+        if done < total and not if_missing:
+            console.print(f"[{done + 1}/{total}] {words}", soft_wrap=True)
+
+    columns = SpinnerColumn(), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
+
     def measured() -> tuple[measuring.Calibrated, Busyness]:
         others = OtherWork()
-        with _progress(console, brief=if_missing) as report:
+        with progress(console, columns, line) as report:
             if stored is not None:
                 calibrated = measuring.calibrate_further(stored, further, report)
             else:
@@ -115,20 +120,3 @@ def _is_known() -> bool:
     except RunError:
         return False
     return known is not None and known.all_cores is not None and known.all_cores.operation_s is not None
-
-
-@contextmanager
-def _progress(console: Console, brief: bool = False) -> Iterator[Callable[[int, int, str], None]]:
-    """A bar on a terminal, a line a figure in a log; `brief`: nothing there."""
-    if not console.is_terminal:
-
-        def line(done: int, total: int, words: str) -> None:
-            if done < total and not brief:
-                console.print(f"[{done + 1}/{total}] {words}", markup=False, soft_wrap=True)
-
-        yield line
-        return
-    columns = SpinnerColumn(), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("", total=None)
-        yield lambda done, total, words: bar.update(task, completed=done, total=total, description=words)

@@ -76,7 +76,7 @@ def train(options: TrainOptions) -> Output | int:
     """Make a configuration of what was typed, call `train.fit`, and show what it came to."""
     from tilemesh.core.context import membership
     from tilemesh.train.progress import Shown
-    from tilemesh.train.result import RanksFailedError, WeightsLostError
+    from tilemesh.train.result import RanksFailedError
 
     member = membership()
     config = configuration(options, member)
@@ -87,11 +87,9 @@ def train(options: TrainOptions) -> Output | int:
     if member is not None:
         return _become_rank(options, config, member)
     console = console_beside(options.json)
-    shown, lost = Shown(console), ""
+    shown = Shown(console)
     try:
-        result = _fit(options, config, shown)
-    except WeightsLostError as error:
-        result, lost = error.result, str(error)
+        result, lost = _fit(options, config, shown)
     except RanksFailedError as error:
         shown.close()
         write_page(error.folder)
@@ -134,11 +132,16 @@ def _preview(options: TrainOptions, config: TrainConfig, member: Membership | No
     return Output([*lines, "nothing was started: leave --dry-run out to train"], seen.rows())
 
 
-def _fit(options: TrainOptions, config: TrainConfig, shown: Shown) -> Result:
+def _fit(options: TrainOptions, config: TrainConfig, shown: Shown) -> tuple[Result, str]:
+    """What the run came to; and a line, where its last weights could not be written."""
     from tilemesh.train.job import fit
+    from tilemesh.train.result import WeightsLostError
 
     job = options.job | {"name": options.name, "command": options.typed or None}
-    return fit(config, **job, in_process=False, on_event=shown)
+    try:
+        return fit(config, **job, in_process=False, on_event=shown), ""
+    except WeightsLostError as error:
+        return error.result, str(error)
 
 
 def configuration(options: TrainOptions, member: Membership | None) -> TrainConfig:
@@ -196,18 +199,14 @@ def run_rank(text: str) -> int:
 
     from tilemesh.core.context import membership
     from tilemesh.train.progress import Shown
-    from tilemesh.train.result import WeightsLostError
 
-    said = json.loads(text)
-    options = TrainOptions(**{**said, "sets": tuple(said["sets"])})
+    values = json.loads(text)
+    options = TrainOptions(**{**values, "sets": tuple(values["sets"])})
     member = membership()
     assert member is not None
     # mpiexec's pipe to a rank says it is a terminal; what comes out at its end may be a log.
-    shown, lost = Shown(Console(highlight=False, markup=False, force_terminal=False)), ""
-    try:
-        result = _fit(options, configuration(options, member), shown)
-    except WeightsLostError as error:
-        result, lost = error.result, str(error)
+    shown = Shown(Console(highlight=False, markup=False, force_terminal=False))
+    result, lost = _fit(options, configuration(options, member), shown)
     if member.rank:
         return int(bool(lost))
     page = write_page(result.folder)

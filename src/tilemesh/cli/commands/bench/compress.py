@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from tilemesh.cli.output import Output, show, tell
+from tilemesh.cli.output import Output, on_signals, show, tell
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.core.options import (
     ROWS,
@@ -96,7 +95,7 @@ def compress(options: CompressBenchOptions) -> Output:
             run = begin_compress_run(options.run, settings)
             tell(f"rows are kept in {run} after each recipe")
         try:
-            with _terminated_like_interrupted():
+            with on_signals(_interrupt, signal.SIGTERM):
                 bench_recipes(model, recipes, text, case, options.peers, options.seconds, tell, dtype, keep, findings)
         except KeyboardInterrupt:
             show(_output(findings, run), options)
@@ -136,15 +135,6 @@ def _output(findings: CompressFindings, run: Path | None) -> Output:
     return Output([findings.rows, *(f"page: {page}" for page in pages)], findings.rows)
 
 
-@contextmanager
-def _terminated_like_interrupted() -> Iterator[None]:
+def _interrupt(number: int, frame: object) -> None:
     """A scheduler's or `timeout`'s SIGTERM ends the bench as Ctrl-C does: with what there is."""
-
-    def interrupt(number: int, frame: object) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    raise KeyboardInterrupt

@@ -4,6 +4,7 @@ limits.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,7 +58,7 @@ class ServeBenchOptions:
 
 
 def serve(options: ServeBenchOptions) -> Output:
-    from tilemesh.bench.serve.load import make_load, other_prompts, read_trace
+    from tilemesh.bench.serve.load import make_load
     from tilemesh.bench.serve.record import write_serve_run
     from tilemesh.bench.serve.run import ServeBench, machine_clock, open_peers
     from tilemesh.cli.pages import write_pages
@@ -75,17 +76,7 @@ def serve(options: ServeBenchOptions) -> Output:
             "--prompt, --output or --step-length fewer"
         )
 
-    def load_at(rate: float | None) -> list[LoadRequest]:
-        return make_load(options.requests, prompt, output, config.vocabulary, rate=rate, seed=options.seed)
-
-    loads = [
-        (rate, other_prompts(load_at(rate), config.vocabulary, -1 - number))
-        for number, rate in enumerate(options.rates)
-    ]
-    if options.trace is not None:
-        traced = read_trace(options.trace, config.vocabulary, options.seed)
-        span = traced[-1].at_s - traced[0].at_s
-        loads.append((len(traced) / span if span else float(len(traced)), traced))
+    loads = _loads(options, options.rates, config.vocabulary)
     clock, why = machine_clock(config, options.dtype, options.device)
     case: dict[str, CaseValue] = {"model": options.model, "dtype": options.dtype, "prompt": str(prompt)}
     case |= {"output": str(output), "running": options.running, "prediction": options.predict}
@@ -98,9 +89,11 @@ def serve(options: ServeBenchOptions) -> Output:
         if options.steps:
             bench.steps(options.steps, options.step_length)
         if options.blocks:
-            bench.offline(load_at(None), options.blocks, peers)
+            offline = make_load(options.requests, prompt, output, config.vocabulary, seed=options.seed)
+            bench.offline(offline, options.blocks, peers)
         for rate, load in loads:
-            bench.online(load, rate)
+            span = load[-1].at_s - load[0].at_s
+            bench.online(load, rate or len(load) / (span or 1.0))
     text: list[Block] = [bench.found.rows]
     if options.run is not None:
         limits = engine.limits
@@ -113,25 +106,34 @@ def serve(options: ServeBenchOptions) -> Output:
 
 def _load_server(options: ServeBenchOptions, url: str) -> Output:
     """A server that is already there: the same loads over HTTP."""
-    from tilemesh.bench.serve.load import make_load, other_prompts, read_trace
     from tilemesh.bench.serve.run import server_rows
     from tilemesh.bench.serve.url import URL_VOCABULARY, load_url, read_url
 
     if options.run is not None or options.peers or options.steps:
         raise UsageError("--url loads a server: leave --run, --peers and --steps out")
     read_url(url)
-    goal, prompt, output = _promised(options)
-    loads: list[tuple[float | None, list[LoadRequest]]] = []
-    for number, rate in enumerate((*((None,) if options.blocks else ()), *options.rates)):
-        load = make_load(options.requests, prompt, output, URL_VOCABULARY, rate=rate, seed=options.seed)
-        loads.append((rate, other_prompts(load, URL_VOCABULARY, number)))
-    if options.trace is not None:
-        loads.append((None, read_trace(options.trace, URL_VOCABULARY, options.seed)))
+    goal, _, _ = _promised(options)
     rows = []
-    for rate, load in loads:
+    for rate, load in _loads(options, (*((None,) if options.blocks else ()), *options.rates), URL_VOCABULARY):
         case: dict[str, CaseValue] = {"requests": len(load), "prompt": options.prompt, "output": options.output}
         rows += server_rows(load_url(url, load), goal, {**case, "rate": rate})
     return Output([rows], rows)
+
+
+def _loads(
+    options: ServeBenchOptions, rates: Sequence[float | None], vocabulary: int
+) -> list[tuple[float | None, list[LoadRequest]]]:
+    """Requests at each rate, None being all at once, and those of a trace; prompts that no other load has."""
+    from tilemesh.bench.serve.load import make_load, other_prompts, read_trace
+
+    _, prompt, output = _promised(options)
+    loads: list[tuple[float | None, list[LoadRequest]]] = []
+    for number, rate in enumerate(rates):
+        load = make_load(options.requests, prompt, output, vocabulary, rate=rate, seed=options.seed)
+        loads.append((rate, other_prompts(load, vocabulary, -1 - number)))
+    if options.trace is not None:
+        loads.append((None, read_trace(options.trace, vocabulary, options.seed)))
+    return loads
 
 
 def _engine(options: ServeBenchOptions, served: ServedModel, longest: int) -> Engine:

@@ -12,12 +12,11 @@ import signal
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
 
-from tilemesh.cli.output import tell
+from tilemesh.cli.output import on_signals, progress, tell
 from tilemesh.core.errors import UsageError
 from tilemesh.core.options import OutFolder, argument, flag_of, option, option_fields
 from tilemesh.core.units import format_bytes
@@ -44,11 +43,13 @@ def prepare(options: PrepareOptions) -> None:
     from tilemesh.data.prepare import PreparationStoppedError
     from tilemesh.data.prepare import prepare as write_shards
 
+    console, stop = Console(stderr=True, highlight=False, markup=False), StopRequest()
+    columns = (TextColumn("reading"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     settings = {name: value for name, value in vars(options).items() if name not in ("out", "tokenizer")}
     try:
         data = DataConfig(**settings, tokenizer=None if options.tokenizer is None else Path(options.tokenizer))
-        with PreparationShown() as shown, StopSignals() as stop:
-            written = write_shards(data, options.out, on_progress=shown, is_asked_to_stop=stop)
+        with progress(console, columns, LogLines()) as shown, on_signals(stop, signal.SIGINT, signal.SIGTERM):
+            written = write_shards(data, options.out, on_progress=shown, is_asked_to_stop=lambda: stop.has_come)
     except PreparationStoppedError as stopped:
         raise KeyboardInterrupt(str(stopped)) from None
     except UsageError as error:
@@ -63,52 +64,27 @@ def prepare(options: PrepareOptions) -> None:
     print(f"{options.out}: {total:,} tokens in {shards} shards of {kind}")
 
 
-class StopSignals:
+class StopRequest:
     """Whether SIGINT (Ctrl-C) or SIGTERM came; a second one ends the command at once."""
 
-    def __init__(self) -> None:
-        self._is_asked = False
-        self._before: dict[int, Any] = {}
+    has_come = False
 
-    def __enter__(self) -> StopSignals:
-        self._before = {number: signal.signal(number, self._ask) for number in (signal.SIGINT, signal.SIGTERM)}
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def __call__(self) -> bool:
-        return self._is_asked
-
-    def _ask(self, number: int, frame: object) -> None:
-        if self._is_asked:
+    def __call__(self, number: int, frame: object) -> None:
+        if self.has_come:
             raise KeyboardInterrupt
-        self._is_asked = True
+        self.has_come = True
         # Not by print: the signal may have come in the middle of one.
         os.write(2, b"tilemesh: stopping after this document\n")
 
 
-class PreparationShown:
-    """A bar with the time left on a terminal, a line now and then elsewhere; nothing for what is done at once."""
+class LogLines:
+    """A line now and then; nothing for what is done at once."""
 
-    def __init__(self, console: Console | None = None) -> None:
-        self.console = console or Console(stderr=True, highlight=False, markup=False)
-        columns = (TextColumn("reading"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-        self._bar = Progress(*columns, console=self.console, disable=not self.console.is_terminal, transient=True)
-        self._task = self._bar.add_task("", total=None)
+    def __init__(self) -> None:
         self._next = time.monotonic() + LINE_EVERY_S
 
-    def __enter__(self) -> PreparationShown:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
-
-    def __call__(self, read: int, total: int) -> None:
-        self._bar.update(self._task, completed=read, total=total)
-        if not self.console.is_terminal and time.monotonic() >= self._next:
+    def __call__(self, done: int, total: int, words: str = "") -> None:
+        if time.monotonic() >= self._next:
             self._next = time.monotonic() + LINE_EVERY_S
-            share = f"{read / max(1, total):.0%}".replace("%", " %")
-            tell(f"read {format_bytes(read)} of {format_bytes(total)} ({share})")
+            share = f"{done / max(1, total):.0%}".replace("%", " %")
+            tell(f"read {format_bytes(done)} of {format_bytes(total)} ({share})")
