@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ from tilemesh.cli import commands
 from tilemesh.cli.commands.plan import redirect
 from tilemesh.cli.main import main
 from tilemesh.core.errors import UsageError
-from tilemesh.core.options import Count, argument, changed_flags, check_options, option
+from tilemesh.core.options import Commas, Count, Known, argument, changed_flags, check_options, option
 from tilemesh.core.ranges import Range
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "extending.md"
@@ -35,6 +36,8 @@ class SomeOptions(BaseOptions):
     kind: Literal["a", "b"] | None = option(None, "Which kind.")
     share: Annotated[float, Range(0, 1, above=True)] | None = option(None, "How much.", flag="--part")
     sets: tuple[str, ...] = option((), "Settings.", flag="--set")
+    rates: Annotated[tuple[float, ...], Commas("none"), Range(0, 9, above=True)] = option((), "How often.")
+    device: Annotated[str, Known("device", "tilemesh.core.hardware:DEVICES", "any")] | None = option(None, "A table.")
 
 
 @pytest.mark.parametrize(
@@ -44,6 +47,8 @@ class SomeOptions(BaseOptions):
         (SomeOptions(model="x", kind="c"), "unknown kind 'c': known are a, b", "unknown kind 'c'"),  # type: ignore[arg-type]
         (SomeOptions(model="x", share=float("nan")), "share is nan: expected above 0", "--part is nan: expected above"),
         (SomeOptions(model="x", share=0), "share is 0: expected above 0 and at most 1", "--part is 0: expected"),
+        (SomeOptions(model="x", rates=(1.0, 10.0)), "rates is 10.0: expected above 0", "--rates is 10.0: expected"),
+        (SomeOptions(model="x", device="h20"), "unknown device 'h20': did you mean 'h200'?", "unknown device"),
     ],
 )
 def test_a_value_outside_is_refused_as_python_or_a_user_calls_it(options: SomeOptions, python: str, typed: str) -> None:
@@ -57,6 +62,16 @@ def test_what_was_given_is_told_by_its_flag() -> None:
     check_options(SomeOptions(model="x", kind="a", share=1, secret=-5))
     assert changed_flags(SomeOptions(model="x", sets=("a=1",), size=4)) == ["MODEL", "--set", "--size"]
     assert changed_flags(SomeOptions(model="x", share=1.0), "share", "size") == ["--part"]
+
+
+def test_a_list_with_commas_is_one_word() -> None:
+    rates = Commas("none")
+    assert rates.split("--rates", "1, 0.5,,2", float) == (1.0, 0.5, 2.0)
+    assert rates.split("--rates", "none", float) == ()
+    assert [rates.text(elements) for elements in ((), (1, 2))] == ["none", "1,2"]
+    with pytest.raises(UsageError, match="--rates has 'x': expected whole numbers"):
+        rates.split("--rates", "1,x", int)
+    check_options(SomeOptions(model="x", rates=(1.0, 9.0), device="any"))
 
 
 @pytest.fixture
@@ -78,7 +93,12 @@ def test_a_new_command_is_one_file(dice: Path, capsys: pytest.CaptureFixture[str
     assert "This docstring is the command's help" in said
     assert all(word in said for word in ("NAME", "--rolls N", "--no-fair", "--out FILE", "[default: 6]"))
     assert main(["dice", "me", "--rolls", "2", "--out", "sides.txt"]) == 0
-    assert capsys.readouterr().out == f"me: {(dice / 'sides.txt').read_text()}"
+    sides = (dice / "sides.txt").read_text()
+    assert capsys.readouterr().out == f"me: {sides}\nout: sides.txt\n"
+    assert main(["dice", "me", "--rolls", "2", "--json", "-"]) == 0
+    said = capsys.readouterr()
+    assert [json.loads(line) for line in said.out.splitlines()] == [{"roll": int(side)} for side in sides.split()]
+    assert said.err == f"me: {sides}\n"  # text beside what a program reads
 
 
 @pytest.mark.parametrize(
