@@ -66,11 +66,13 @@ def test_what_was_given_is_told_by_its_flag() -> None:
 
 def test_a_list_with_commas_is_one_word() -> None:
     rates = Commas("none")
-    assert rates.split("--rates", "1, 0.5,,2", float) == (1.0, 0.5, 2.0)
+    assert rates.split("--rates", "1, 0.5,2", float) == (1.0, 0.5, 2.0)
     assert rates.split("--rates", "none", float) == ()
     assert [rates.text(elements) for elements in ((), (1, 2))] == ["none", "1,2"]
     with pytest.raises(UsageError, match="--rates has 'x': expected whole numbers"):
         rates.split("--rates", "1,x", int)
+    with pytest.raises(UsageError, match="a value beside a comma is empty"):
+        rates.split("--rates", "1,,2", float)
     check_options(SomeOptions(model="x", rates=(1.0, 9.0), device="any"))
 
 
