@@ -108,9 +108,9 @@ def _write_tokenizer(tokenizer: Tokenizer, context: int, folder: Path) -> None:
     if isinstance(tokenizer, FileTokenizer):
         tokenizer.write(folder, model_max_length=context)
         return
-    told = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": context}
+    tokenizer_config = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": context}
     text = json.dumps(byte_tokenizer(), ensure_ascii=False)
-    for name, content in ((TOKENIZER, text), (TOKENIZER_CONFIG, json.dumps(told, indent=2) + "\n")):
+    for name, content in ((TOKENIZER, text), (TOKENIZER_CONFIG, json.dumps(tokenizer_config, indent=2) + "\n")):
         write_text(content, folder / name)
 
 

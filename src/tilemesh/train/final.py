@@ -56,8 +56,8 @@ def save_last(loop: Loop, interrupt: Interrupt) -> Saved:
         time.sleep(RETRY_EVERY_S)
         if _write(loop, loop.writer):
             return Saved(step, loop.folder)
-    told = tell(loop.mesh.comm, "" if loop.writer.last is None else str(loop.writer.last))
-    saved = int(told) if told else None
+    newest = tell(loop.mesh.comm, "" if loop.writer.last is None else str(loop.writer.last))
+    saved = int(newest) if newest else None
     if loop.mesh.comm.rank == 0:
         kept = f"the newest that are saved are of step {saved}" if saved is not None else "none are saved"
         loop.writer.say(f"THE WEIGHTS OF STEP {step} ARE LOST: {kept}")
@@ -86,11 +86,11 @@ def _agree_to_go_on(loop: Loop, interrupt: Interrupt, end_at: float) -> bool:
 
 def _second_writer(loop: Loop, base: Path) -> Writer | None:
     """Into a copy of the run's folder without its checkpoints; None where that cannot be made."""
-    made = ""
+    copied = ""
     if loop.mesh.comm.rank == 0:
         try:
-            made = str(copy_run(loop.folder, base))
+            copied = str(copy_run(loop.folder, base))
         except RunError as error:
             loop.writer.say(f"CHECKPOINT.FALLBACK_DIR CANNOT BE USED: {error}")
-    folder = tell(loop.mesh.comm, made)
+    folder = tell(loop.mesh.comm, copied)
     return loop.writer.into(Path(folder) / CHECKPOINTS) if folder else None

@@ -167,9 +167,9 @@ def small_step(kind: str, code: str, device: str, layers: int) -> SmallStep:
     config = ModelConfig(layers=layers, **SMALL, **KINDS[kind])
     model = Transformer(config, device=device, kernels=PLAIN if code == "compiled" else STANDARD).train()
     programs = prepare(model, gpu_use(compiled=True) if code == "compiled" else TRAINING, device)
-    held = trained(model)
-    gradients = LocalGradients(Parts(held, Mesh(connect("alone"))), config.context)
-    optimizer = Optimizer(OptimizerConfig(), held, "bf16")
+    parameters = trained(model)
+    gradients = LocalGradients(Parts(parameters, Mesh(connect("alone"))), config.context)
+    optimizer = Optimizer(OptimizerConfig(), parameters, "bf16")
     # A CPU without bf16 products, where the tests run this, takes them one by one.
     autocast = device == "cuda"
     tokens = torch.randint(config.vocabulary, (1, config.context + 1), device=device)

@@ -65,9 +65,9 @@ class Loggers:
         if on and config.wandb != "off":
             makers["wandb"] = lambda: WeightsAndBiases(config, folder, about)
         for name, make in makers.items():
-            made = self._try(name, make)
-            if made is not None:
-                self.open[name] = made
+            logger = self._try(name, make)
+            if logger is not None:
+                self.open[name] = logger
 
     def add(self, step: int, line: Mapping[str, Any]) -> None:
         """One step's figures, as metrics.jsonl has them."""

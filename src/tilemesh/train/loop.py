@@ -75,11 +75,11 @@ class Progress:
         self.evaluations_since_best += 1
         return False
 
-    def load_best(self, told: Any) -> None:
+    def load_best(self, best: Any) -> None:
         """What a checkpoint says of the evaluations before it; nothing in one of an older version."""
-        if isinstance(told, dict) and told.get("step") is not None:
-            self.best_step, self.best_held_out = int(told["step"]), float(told["held_out"])
-            self.evaluations_since_best = int(told["evaluations_since"])
+        if isinstance(best, dict) and best.get("step") is not None:
+            self.best_step, self.best_held_out = int(best["step"]), float(best["held_out"])
+            self.evaluations_since_best = int(best["evaluations_since"])
 
     def values(self, stepper: Stepper, fingerprint: str) -> dict[str, Any]:
         return {
@@ -132,6 +132,10 @@ class Interrupt:
     @property
     def is_time_over(self) -> bool:
         return time.monotonic() >= self.end_at
+
+    def stops_at(self, step: int) -> bool:
+        """Whether a run that has done this step is to stop."""
+        return self.asked or (self.stop_after is not None and step >= self.stop_after) or self.is_time_over
 
     def close(self) -> None:
         for number, handler in self._before.items():
@@ -229,7 +233,7 @@ class Loop:
         recorder.step = progress.step + 1
         recorder.trace.on = recorder.trace.on and progress.step - self._began < self.config.train.trace_steps
         with recorder.in_step():
-            made = self.stepper(progress.step + 1)
+            result = self.stepper(progress.step + 1)
             if self.stepper.overflowed and self.mesh.comm.rank == 0:
                 self._tell_overflow(progress.step + 1, self.stepper.overflowed)
             reached = self.optimizer.reached(progress.step + 1)
@@ -241,17 +245,10 @@ class Loop:
                 )
             progress.step = reached
             progress.position += self.config.batch * self._moved
-            self._unread.append((progress.step, made))
-            asked = self.optimizer.is_asked_to_stop or (
-                interrupt is not None
-                and (
-                    interrupt.asked
-                    or (interrupt.stop_after is not None and progress.step >= interrupt.stop_after)
-                    or interrupt.is_time_over
-                )
-            )
+            self._unread.append((progress.step, result))
+            is_asked = self.optimizer.is_asked_to_stop or (interrupt is not None and interrupt.stops_at(progress.step))
             # Replicas that step alone wait for nobody: who is asked to stop does so when they meet.
-            stops = self._pulse(asked) if self.laid.gradients.meets(progress.step) else False
+            stops = self._pulse(is_asked) if self.laid.gradients.meets(progress.step) else False
             if stops:
                 self.optimizer.stop()
             return stops
@@ -316,11 +313,11 @@ class Loop:
 
     # Meeting ------------------------------------------------------------------------------------------------------
 
-    def _pulse(self, asked: bool) -> bool:
+    def _pulse(self, is_asked: bool) -> bool:
         """Meet the other ranks; returns whether anybody was asked to stop, and settles a checkpoint that all wrote."""
         state = self.writer.state
         failed = state == checkpoint.FAILED
-        mine = np.array([asked, failed or state == checkpoint.WRITTEN, failed], np.float64)
+        mine = np.array([is_asked, failed or state == checkpoint.WRITTEN, failed], np.float64)
         with self.recorder.span("meet", IDLE):
             stops, finished, failures = self.mesh.comm.all_reduce(mine).tolist()
         if self.writer.step is not None and round(finished) == self.mesh.comm.size:
@@ -354,15 +351,15 @@ class Loop:
 
     def write_choices(self) -> None:
         """What `auto` has picked so far, and what an earlier part of this run had: a run that goes on keeps to it."""
-        made = {
+        choices = {
             "collectives": {**self.earlier.get("collectives", {}), **self.collectives.table},
             "graph": self.stepper.is_replayed,
             "kernels": self.config.kernels_on(self.device.type).words(),
             "matmul": {**self.earlier.get("matmul", {}), **default_context().picks("matmul")},
         }
-        if made != self._choices:
-            self.journal.write(CHOICES, made)
-            self._choices = made
+        if choices != self._choices:
+            self.journal.write(CHOICES, choices)
+            self._choices = choices
 
     def _settle_checkpoint(self) -> None:
         """Wait until the checkpoint under way is written everywhere, or has failed."""
@@ -433,8 +430,8 @@ class Loop:
         if self.mesh.is_first_of_part():
             source = self.stepper.source
             columns = zip(*(tensors for tensors, _ in source.fetch(step)), strict=True)
-            whole = {name: torch.cat(column).cpu() for name, column in zip(source.names, columns, strict=True)}
-            write_tensors(self.folder / name, whole)
+            batch = {name: torch.cat(column).cpu() for name, column in zip(source.names, columns, strict=True)}
+            write_tensors(self.folder / name, batch)
         what = f"loss is {loss}" if not math.isfinite(loss) else f"the gradient's norm is {norm}"
         advice = "a smaller optimizer.lr or optimizer.clip may help"
         self.journal.add(STOPPED, step, why=f"{what}; the batch is kept beside the metrics; {advice}")

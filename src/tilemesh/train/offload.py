@@ -41,7 +41,7 @@ class HostOptimizer(Optimizer):
     def __init__(
         self,
         config: OptimizerConfig,
-        held: Mapping[str, Held],
+        trained: Mapping[str, Held],
         precision: str,
         kernels: str = TORCH,
         matrices: MatrixGroup | None = None,
@@ -50,18 +50,18 @@ class HostOptimizer(Optimizer):
         moves: bool | None = None,
     ) -> None:
         super().__init__(config, {}, precision, kernels)
-        self.device = next(iter(held.values())).tensor.device
+        self.device = next(iter(trained.values())).tensor.device
         self.moves = self.device.type != "cpu" if moves is None else moves
         self.link = HostLink(self.device)
         self._homes: dict[int, tuple[Tensor, Tensor]] = {}  # a state and its memory on the host, by the state's id
         self.parts: list[Optimizer] = []
-        for names in _parted(held, part_bytes):
-            part = Optimizer(config, {name: held[name] for name in names}, precision, kernels, matrices=matrices)
+        for names in _parted(trained, part_bytes):
+            part = Optimizer(config, {name: trained[name] for name in names}, precision, kernels, matrices=matrices)
             self.parts.append(part)
             self._out(part)
-        self.shards = {name: mine.shard for name, mine in held.items()}
+        self.shards = {name: mine.shard for name, mine in trained.items()}
         self.kinds = {name: kinds for part in self.parts for name, kinds in part.kinds.items()}
-        self.parameters = {name: mine.tensor for name, mine in held.items()}
+        self.parameters = {name: mine.tensor for name, mine in trained.items()}
         self.stepped = {name: part.stepped[name] for part in self.parts for name in part.stepped}
         self.mastered = frozenset(name for part in self.parts for name in part.mastered)
         self.groups = [group for part in self.parts for group in part.groups]
@@ -162,11 +162,11 @@ def _moves(state: Tensor) -> bool:
     return state.numel() > 1
 
 
-def _parted(held: Mapping[str, Held], part_bytes: int) -> Iterator[list[str]]:
+def _parted(trained: Mapping[str, Held], part_bytes: int) -> Iterator[list[str]]:
     """Names of parameters in parts of about so many bytes of states."""
     names: list[str] = []
     nbytes = 0
-    for name, mine in held.items():
+    for name, mine in trained.items():
         names.append(name)
         nbytes += STATE_BYTES * math.prod(mine.shard.on(0).shape)  # the largest: all ranks make the same parts
         if nbytes >= part_bytes:

@@ -58,8 +58,8 @@ def warning(precision: str, device: torch.device) -> str:
 
 def _multiplies(short: str) -> bool:
     """Whether torch's library for CPUs has products of this kind here."""
-    asked = getattr(torch.ops.mkldnn, f"_is_mkldnn_{short}_supported", None)
-    return asked is None or bool(asked())
+    is_supported = getattr(torch.ops.mkldnn, f"_is_mkldnn_{short}_supported", None)
+    return is_supported is None or bool(is_supported())
 
 
 class Optimizer:
@@ -68,7 +68,7 @@ class Optimizer:
     def __init__(
         self,
         config: OptimizerConfig,
-        held: Mapping[str, Held],
+        trained: Mapping[str, Held],
         precision: str,
         kernels: str = TORCH,
         narrowed: Collection[str] = (),
@@ -83,10 +83,10 @@ class Optimizer:
         steps, with the same parameters in the same order.
         """
         self.config = config
-        self.shards = {name: shard for name, (_, shard) in held.items()}
+        self.shards = {name: shard for name, (_, shard) in trained.items()}
         self.kinds = {name: kinds_of(config, name, shard.whole) for name, shard in self.shards.items()}
         """What is remembered of each parameter."""
-        self.parameters = {name: tensor for name, (tensor, _) in held.items()}
+        self.parameters = {name: tensor for name, (tensor, _) in trained.items()}
         is_ours = is_stepped_by_kernels(kernels, config, self.parameters)
         self.mastered = frozenset(self.parameters if precision == "bf16-master" else narrowed if is_ours else ())
         """Parameters of 16 bits, whose float32 masters are what is stepped."""

@@ -439,7 +439,7 @@ def _finish(loop: Loop, corpus: Corpus, baseline: int, began: float) -> Result:
         loop.folder, progress.step, progress.loss, progress.held_out, loop.interrupted, saved_step=loop.saved.step,
         saved_in=loop.saved.folder,
     )  # fmt: skip
-    loop.emit({"kind": "end", **result.told()})
+    loop.emit({"kind": "end", **result.as_event()})
     return result
 
 

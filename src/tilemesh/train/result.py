@@ -39,7 +39,7 @@ class Result:
     saved_in: Path | None = None
     """The run's folder that has them: `folder`, or the one that was made under `checkpoint.fallback_dir`."""
 
-    def told(self) -> dict[str, Any]:
+    def as_event(self) -> dict[str, Any]:
         """What rank 0 knows, as JSON values for the process that started it."""
         return {
             "step": self.step, "loss": self.loss, "held_out": self.held_out, "interrupted": self.interrupted,

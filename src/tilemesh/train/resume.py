@@ -178,10 +178,10 @@ def load_stored(laid: Laid, folder: Path) -> None:
     """This rank's part of the weights of a Hugging Face folder, compressed ones as they are."""
     from tilemesh.model import huggingface
 
-    held = laid.weights()
+    weights = laid.weights()
     for name, tensor in huggingface.read_parameters(folder, as_stored=True):
-        if name in held:  # another stage's otherwise
-            parameter, shard = held[name]
+        if name in weights:  # another stage's otherwise
+            parameter, shard = weights[name]
             if tensor.shape != shard.whole:  # codes that share bytes in files, and none where ranks cut them
                 tensor = unpacked(laid.module.get_submodule(name.rpartition(".")[0]), tensor, shard.whole[1])
             parameter.copy_(take(shard, tensor))
@@ -192,8 +192,8 @@ def _load_base(loop: Loop, folder: Path, say: Say) -> None:
     load_stored(loop.laid, folder)
     if loop.mesh.comm.rank == 0:
         lora = loop.config.lora
-        trained, whole = adapter_parameters(loop.config.model, lora), count_parameters(loop.config.model).total
-        say(f"adapters of rank {lora.rank} on the weights of {folder}: {trained:,} of {whole + trained:,} are trained")
+        trained, frozen = adapter_parameters(loop.config.model, lora), count_parameters(loop.config.model).total
+        say(f"adapters of rank {lora.rank} on the weights of {folder}: {trained:,} of {frozen + trained:,} are trained")
 
 
 def _load_hugging_face(loop: Loop, folder: Path) -> None:

@@ -26,30 +26,30 @@ KINDS: Mapping[str, tuple[str, ...]] = {
 _DECAY = Range(0)
 
 
-def rule_of(config: OptimizerConfig, name: str, whole: Sequence[int]) -> str:
-    """Which rule steps the parameter of this name and whole shape."""
+def rule_of(config: OptimizerConfig, name: str, shape: Sequence[int]) -> str:
+    """Which rule steps the parameter of this name and shape, uncut."""
     if config.name != "muon":
         return config.name
-    return "muon" if len(whole) == 2 and name.startswith("layers.") else "adamw"
+    return "muon" if len(shape) == 2 and name.startswith("layers.") else "adamw"
 
 
-def kinds_of(config: OptimizerConfig, name: str, whole: Sequence[int]) -> tuple[str, ...]:
+def kinds_of(config: OptimizerConfig, name: str, shape: Sequence[int]) -> tuple[str, ...]:
     """What is remembered of a parameter; plain SGD remembers nothing."""
-    rule = rule_of(config, name, whole)
+    rule = rule_of(config, name, shape)
     return () if rule == "sgd" and not config.momentum else KINDS[rule]
 
 
-def decays(whole: Sequence[int]) -> bool:
-    """Whether weight decay applies to a parameter of this whole shape: to matrices, not to biases and norms."""
-    return len(whole) >= 2
+def decays(shape: Sequence[int]) -> bool:
+    """Whether weight decay applies to a parameter of this shape, uncut: to matrices, not to biases and norms."""
+    return len(shape) >= 2
 
 
-def decay_of(config: OptimizerConfig, name: str, whole: Sequence[int]) -> float:
+def decay_of(config: OptimizerConfig, name: str, shape: Sequence[int]) -> float:
     """Weight decay of a parameter: that of the first pattern which matches its name, else that of all matrices."""
     for pattern, decay in decay_patterns(config):
         if fnmatchcase(name, pattern):
             return decay
-    return config.weight_decay if decays(whole) else 0.0
+    return config.weight_decay if decays(shape) else 0.0
 
 
 def decay_patterns(config: OptimizerConfig) -> list[tuple[str, float]]:

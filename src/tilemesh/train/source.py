@@ -114,12 +114,12 @@ class TextSource:
     def fetch(self, number: int) -> list[Microbatch]:
         config, plan = self.config, self.config.plan
         position = self._position_of(number)
-        made = []
+        batches = []
         for micro in range(plan.accumulation):
             rows = rows_of(config.batch, plan.dp, self.dp.index, plan.accumulation, micro)
             pairs = [self.mixture.at(position + row) for row in rows]
-            made.append(Microbatch(self._on_device(pairs), rows.start))
-        return made
+            batches.append(Microbatch(self._on_device(pairs), rows.start))
+        return batches
 
     def tokens(self, number: int) -> int:
         if self.config.data.packing != "none":
@@ -156,15 +156,15 @@ class TextSource:
 
     def _on_device(self, pairs: Sequence[SamplePair]) -> tuple[Tensor, Tensor]:
         """Inputs and targets of some sequences."""
-        whole = np.stack([np.stack(pair) for pair in pairs], axis=1)
+        tokens = np.stack([np.stack(pair) for pair in pairs], axis=1)
         vocabulary = self.config.model.vocabulary
-        largest = max(int(whole.max()), -1 - int(whole[0].min()))  # tokens that begin a document are marked
+        largest = max(int(tokens.max()), -1 - int(tokens[0].min()))  # tokens that begin a document are marked
         if largest >= vocabulary:  # shards from elsewhere; a GPU would end the process without a word on why
             raise UsageError(
                 f"the data has token {largest} and the model's vocabulary is {vocabulary}: set model.vocabulary, or "
                 "prepare the data with another tokenizer"
             )
-        tensors = torch.from_numpy(whole)
+        tensors = torch.from_numpy(tokens)
         if self.device.type == "cuda":
             tensors = tensors.pin_memory().to(self.device, non_blocking=True)
         inputs, targets = tensors.unbind()

@@ -180,15 +180,15 @@ class Stepper:
                 del total  # and the graph behind it
                 self.recorder.holds(Action("B", 0, turn))
 
-    def _write(self, held: StepInputs, number: int, batches: Batch) -> None:
+    def _write(self, inputs: StepInputs, number: int, batches: Batch) -> None:
         """What is new in a step, into the tensors that a captured step reads."""
-        for kept, new in zip(held.batches, batches, strict=True):
+        for kept, new in zip(inputs.batches, batches, strict=True):
             for tensor, value in zip(kept.tensors, new.tensors, strict=True):
                 tensor.copy_(value)
-        assert isinstance(held.rate, Tensor)
-        held.rate.fill_(self._rate(number))
-        if held.seed is not None:
-            held.seed.fill_(self._folded(number))
+        assert isinstance(inputs.rate, Tensor)
+        inputs.rate.fill_(self._rate(number))
+        if inputs.seed is not None:
+            inputs.seed.fill_(self._folded(number))
 
     @property
     def is_replayed(self) -> bool:

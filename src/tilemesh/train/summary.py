@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from tilemesh.train.loop import Loop
 
 _PARTS = ("step_s", "exchange_s", "data_s", "idle_s")
-HELD = ("weights", "gradients", "optimizer", "activations")
+KEPT = ("weights", "gradients", "optimizer", "activations")
 HOW = (
     "weights, gradients, optimizer: the storage of their tensors; activations: the most that autograd kept for the "
     "backward passes of the first step, logits and cast weights included (left out for compiled code and where "
@@ -38,7 +38,7 @@ def gather(loop: Loop, baseline: int, began: float, *, limit_s: float | None = N
     mine = np.array(
         [
             peak, baseline, _median(timing.steps), _median(timing.exchange), _median(timing.data),
-            _median(timing.idle), *_held(loop),
+            _median(timing.idle), *_kept_bytes(loop),
         ],
         np.float64,
     )  # fmt: skip
@@ -128,8 +128,8 @@ def _bits_per_byte(loop: Loop) -> float | None:
     return None if held_out is None or not per_token else held_out / math.log(2) / per_token
 
 
-def _held(loop: Loop) -> list[float]:
-    """Bytes of this rank for each of `HELD`; NaN for what was not seen."""
+def _kept_bytes(loop: Loop) -> list[float]:
+    """Bytes of this rank for each of `KEPT`; NaN for what was not seen."""
     stepper, weights = loop.stepper, [mine.tensor for mine in loop.laid.weights().values()]
     gradients, activations = stepper.gradients_bytes, stepper.activations_bytes
     return [
@@ -140,9 +140,9 @@ def _held(loop: Loop) -> list[float]:
     ]
 
 
-def _by_kind(grown: np.ndarray, held: np.ndarray) -> dict[str, list[int]]:
+def _by_kind(grown: np.ndarray, kept: np.ndarray) -> dict[str, list[int]]:
     """By kind one figure per rank; the rest of what a rank grew by is `other`. A kind that was not seen is left out."""
-    seen = {kind: column for kind, column in zip(HELD, held.T, strict=True) if np.isfinite(column).all()}
+    seen = {kind: column for kind, column in zip(KEPT, kept.T, strict=True) if np.isfinite(column).all()}
     rest = np.maximum(0.0, grown - sum(seen.values()))
     return {kind: [int(value) for value in column] for kind, column in {**seen, "other": rest}.items()}
 
