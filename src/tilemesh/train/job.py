@@ -156,17 +156,8 @@ def _start_ranks(config: TrainConfig, request: FitRequest, locks: contextlib.Exi
     # A rank that is interrupted before the loop ends well and has nothing to tell.
     if outcome.failure is not None or not ended:
         raise RanksFailedError(sentence, folder, outcome.interrupted)
-    return Result(
-        folder,
-        int(ended["step"]),
-        float(ended["loss"]),
-        ended["held_out"],
-        bool(ended["interrupted"]),
-        _rows(folder),
-        sentence if outcome.interrupted else "",
-        ended["saved_step"],
-        Path(ended["saved_in"]),
-    )
+    by_signal = sentence if outcome.interrupted else ""
+    return Result.of_event(ended, folder, rows=_rows(folder), by_signal=by_signal)
 
 
 def launch_ranks(

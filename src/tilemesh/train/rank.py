@@ -193,9 +193,42 @@ def _agree_on_run(config: TrainConfig, corpus: Corpus, comm: Communicator) -> No
 
 def _train_on(task: RankTask, comm: Communicator, seat: Seat | None = None) -> Result:
     """By the loop. `seat`: where this rank is of a worker beside servers, whose ranks `comm` then has."""
-    began, config, folder = time.time(), task.config, task.folder
+    began, config = time.time(), task.config
+    my_status().at("step 0: reading the data")
+    device = choose_device(config if seat is None else as_worker(config), comm)
+    if device.type == "cuda":  # what an earlier run in this process left behind is not this one's
+        gc.collect()
+        torch.cuda.reset_peak_memory_stats(device)
+    baseline = 0 if device.type == "cuda" else peak_bytes(device)
+    corpus = open_corpus(config.data)
+    check_vocabulary(corpus.tokenizer, config.model.vocabulary)
+    _agree_on_run(config, corpus, comm)
+    my_status().at("step 0: laying the model")
+    loop = _make_loop(task, comm, seat, corpus, device)
+    optimizer, say = loop.optimizer, loop.writer.say
+    if comm.rank == 0:
+        checkpoint.sweep(task.folder / CHECKPOINTS)
+    comm.barrier()
+    begin(loop, task.init, task.resume, say)
+    if isinstance(optimizer, ServedOptimizer):
+        optimizer.begin(loop.progress.step, starts=True)
+    slow = warning(config.plan.precision, device)
+    if comm.rank == 0:
+        say(_headline(config, loop.mesh, corpus, device))
+        for note in filter(None, (misnamed_words(config.data), slow)):
+            say(note)
+    _run_loop(loop, Interrupt(_stop_signals(), task.stop_after, config.train.max_time_s))
+    result = _finish(loop, corpus, baseline, began)
+    if isinstance(optimizer, ServedOptimizer):
+        optimizer.end()
+    loop.stepper.close()
+    return result
+
+
+def _make_loop(task: RankTask, comm: Communicator, seat: Seat | None, corpus: Corpus, device: torch.device) -> Loop:
+    """The laid model with its optimizer, data, writer and records."""
+    config, folder = task.config, task.folder
     laying = config if seat is None else as_worker(config)
-    status = my_status()
 
     def say(text: str) -> None:
         if comm.rank:
@@ -207,19 +240,9 @@ def _train_on(task: RankTask, comm: Communicator, seat: Seat | None = None) -> R
             journal.add(WARNING, recorder.step, text=text)
 
     def at(text: str) -> None:
-        status.at(text)
+        my_status().at(text)
         comm.watch.process.stage = text
 
-    status.at("step 0: reading the data")
-    device = choose_device(laying, comm)
-    if device.type == "cuda":  # what an earlier run in this process left behind is not this one's
-        gc.collect()
-        torch.cuda.reset_peak_memory_stats(device)
-    baseline = 0 if device.type == "cuda" else peak_bytes(device)
-    corpus = open_corpus(config.data)
-    check_vocabulary(corpus.tokenizer, config.model.vocabulary)
-    _agree_on_run(config, corpus, comm)
-    status.at("step 0: laying the model")
     recorder = task.recorder(comm.rank if seat is None else seat.everyone.rank, at)
     journal = Journal(folder, comm.rank == 0, say)
     mesh = Mesh(comm, **laying.plan.axes)
@@ -250,27 +273,10 @@ def _train_on(task: RankTask, comm: Communicator, seat: Seat | None = None) -> R
     )
     stepper = make_stepper(config, laid, optimizer, source, recorder)
     loggers = Loggers(config.log, folder, to_dict(config), say, on=comm.rank == 0)
-    loop = Loop(config, stepper, writer, journal, folder, task.emit, earlier, collectives, loggers)
-    if comm.rank == 0:
-        checkpoint.sweep(folder / CHECKPOINTS)
-    comm.barrier()
-    begin(loop, task.init, task.resume, say)
-    if isinstance(optimizer, ServedOptimizer):
-        optimizer.begin(loop.progress.step, starts=True)
-    slow = warning(config.plan.precision, device)
-    if comm.rank == 0:
-        say(_headline(config, mesh, corpus, device))
-        for note in filter(None, (misnamed_words(config.data), slow)):
-            say(note)
-    _run_loop(loop, Interrupt(_stop_signals(), task.stop_after, config.train.max_time_s), say)
-    result = _finish(loop, corpus, baseline, began)
-    if isinstance(optimizer, ServedOptimizer):
-        optimizer.end()
-    stepper.close()
-    return result
+    return Loop(config, stepper, writer, journal, folder, task.emit, earlier, collectives, loggers)
 
 
-def _run_loop(loop: Loop, interrupt: Interrupt, say: Callable[[str], None]) -> None:
+def _run_loop(loop: Loop, interrupt: Interrupt) -> None:
     """Train, save the last weights, and write down why a run ended before its last step."""
     try:
         loop.run(interrupt)
@@ -288,7 +294,7 @@ def _run_loop(loop: Loop, interrupt: Interrupt, say: Callable[[str], None]) -> N
         if loop.steps_done:  # a run that had ended before has said so
             loop.journal.add(STOPPED, step, why=loop.ended_early)
         if loop.mesh.comm.rank == 0:
-            say(f"step {step}: {loop.ended_early}; the run ends here")
+            loop.writer.say(f"step {step}: {loop.ended_early}; the run ends here")
 
 
 def earlier_choices(folder: Path, resume: bool, say: Callable[[str], None]) -> dict[str, dict[str, str]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,10 @@ class Saved:
 
     step: int | None
     folder: Path
+
+
+_OF_RANK_0 = ("step", "loss", "held_out", "interrupted", "saved_step")
+"""Of a result, besides where the weights are."""
 
 
 @dataclass(frozen=True)
@@ -41,10 +45,14 @@ class Result:
 
     def as_event(self) -> dict[str, Any]:
         """What rank 0 knows, as JSON values for the process that started it."""
-        return {
-            "step": self.step, "loss": self.loss, "held_out": self.held_out, "interrupted": self.interrupted,
-            "saved_step": self.saved_step, "saved_in": str(self.saved_in or self.folder),
-        }  # fmt: skip
+        values = {name: getattr(self, name) for name in _OF_RANK_0}
+        return {**values, "saved_in": str(self.saved_in or self.folder)}
+
+    @classmethod
+    def of_event(cls, event: Mapping[str, Any], folder: Path, **more: Any) -> Result:
+        """From what rank 0 said in the end."""
+        known = {name: event[name] for name in _OF_RANK_0}
+        return cls(folder=folder, **known, saved_in=Path(event["saved_in"]), **more)
 
 
 class WeightsLostError(RunError):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -84,16 +83,25 @@ def rows(summary: Mapping[str, Any], predicted: Mapping[str, Any]) -> list[Row]:
         if int(summary["world"]) > int(summary["cores"]):
             guess, missing = None, {**missing, "predicted": TAKING_TURNS}
         run_rows.append(row("exchange share", "fraction", guess, step and share, None, missing))
-    # What the process itself takes (the interpreter, torch) is not the model's: the planner knows nothing of it either.
-    pairs = zip(summary["peak_memory_bytes"], summary["memory_baseline_bytes"], strict=True)
-    memory = Sample.of([float(max(most - baseline for most, baseline in pairs))])
-    # What a layout must keep is no limit that a run could come close to: activations and temporaries come on top.
-    kept = format_bytes(least_bytes(model, dataclasses.replace(plan, chunk_layers=())))
-    least = f"weights, gradients and optimizer states alone take {kept} per rank; activations have no lower bound"
-    if summary.get("lora"):
-        least = "frozen weights need neither gradients nor optimizer states; activations have no lower bound"
-    run_rows.append(row("peak memory per rank", "B", predicted.get("memory_bytes"), memory, None, {"limit": least}))
+    guess, missing = predicted.get("memory_bytes"), {"limit": _least(summary)}
+    run_rows.append(row("peak memory per rank", "B", guess, _grown(summary), None, missing))
     return run_rows
+
+
+def _grown(summary: Mapping[str, Any]) -> Sample:
+    """What the process itself takes (the interpreter, torch) is not the model's: the planner knows nothing of it
+    either."""
+    pairs = zip(summary["peak_memory_bytes"], summary["memory_baseline_bytes"], strict=True)
+    return Sample.of([float(max(most - baseline for most, baseline in pairs))])
+
+
+def _least(summary: Mapping[str, Any]) -> str:
+    """What a layout must keep is no limit that a run could come close to: activations and temporaries come on top."""
+    if summary.get("lora"):
+        return "frozen weights need neither gradients nor optimizer states; activations have no lower bound"
+    plan = ParallelPlan(**{**summary["plan"], "chunk_layers": ()})
+    kept = format_bytes(least_bytes(ModelConfig(**summary["model"]), plan))
+    return f"weights, gradients and optimizer states alone take {kept} per rank; activations have no lower bound"
 
 
 def run_mfu_words(summary: Mapping[str, Any], run_rows: Sequence[Row]) -> str:
