@@ -95,23 +95,23 @@ def load(
     batch stays unless train.batch is set, and its model and its optimizer's kind cannot change.
     `recipe`: a recipe's name or TOML file, to train for compression; the configuration keeps what the file says.
     """
-    more: dict[str, Any] = {
-        "mesh": mesh, "plan": plan, "ranks": ranks, "gpus": gpus, "init": init, "resume": resume, "recipe": recipe,
-    }  # fmt: skip
+
+    def attempt(*more: str) -> TrainConfig:
+        return _load(name, [*sets, *more], mesh, plan, ranks, gpus, init, resume, recipe)
+
     try:
-        return _load(name, sets=sets, **more)
+        return attempt()
     except LayoutError as error:
-        raise _with_advice(error, lambda text: _load(name, sets=[*sets, text], **more)) from None
+        raise _with_advice(error, attempt) from None
     except UsageError as error:
         even = f"{_CHUNKS}=[]"  # a plan refuses this by itself, and there is no layout to look around in
-        if not str(error).startswith(_CHUNKS) or not _is_accepted(lambda: _load(name, sets=[*sets, even], **more)):
+        if not str(error).startswith(_CHUNKS) or not _is_accepted(lambda: attempt(even)):
             raise
         raise UsageError(*error.args, f"; the nearest layout that works: --set {even}") from None
 
 
 def _load(
     name: str | None,
-    *,
     sets: Sequence[str],
     mesh: str | None,
     plan: str | Path | None,

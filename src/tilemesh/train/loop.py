@@ -253,20 +253,23 @@ class Loop:
                 self.optimizer.stop()
             return stops
 
-    def read(self) -> list[tuple[int, float, float]]:
-        """(step, loss, norm) of the steps since the last call; a step that came to no number ends the run here."""
-        numbers = read([step for _, step in self._unread])
-        values = [(number, loss, norm) for (number, _), (loss, norm) in zip(self._unread, numbers, strict=True)]
-        tokens, self._unread = [step.tokens for _, step in self._unread], []
-        for step, loss, norm in values:
-            if self.stepper.is_bad(loss, norm):
-                self._refuse(step, loss, norm)
-        self._alone += [StepFigures(*value, count) for value, count in zip(values, tokens, strict=True)]
+    def read(self) -> list[StepFigures]:
+        """What the steps since the last call came to; one that came to no number ends the run here."""
+        steps, self._unread = self._unread, []
+        numbers = read([result for _, result in steps])
+        values = [
+            StepFigures(step, loss, norm, result.tokens)
+            for (step, result), (loss, norm) in zip(steps, numbers, strict=True)
+        ]
+        for value in values:
+            if self.stepper.is_bad(value.loss, value.norm):
+                self._refuse(value.step, value.loss, value.norm)
+        self._alone += values
         if self._alone and self.laid.gradients.meets(self._alone[-1].step):
             self._figures |= {figures.step: figures for figures in self.laid.gradients.over_replicas(self._alone)}
             self._alone = []
         if values:
-            self.progress.loss = self._figures[values[-1][0]].loss if not self._alone else values[-1][1]
+            self.progress.loss = values[-1].loss if self._alone else self._figures[values[-1].step].loss
         return values
 
     def _is_due(self, every: int) -> bool:
@@ -371,15 +374,13 @@ class Loop:
 
     # Telling ------------------------------------------------------------------------------------------------------
 
-    def _note(
-        self, values: list[tuple[int, float, float]], seconds: float, parts: list[float], is_ordinary: bool
-    ) -> None:
+    def _note(self, values: list[StepFigures], seconds: float, parts: list[float], is_ordinary: bool) -> None:
         """Keep and show what these steps came to; `seconds` and `parts` are of each of them."""
         config, progress, timing = self.config, self.progress, self.timing
         exchange, waited, idle = parts
-        tokens = sum(self.stepper.source.tokens(step) for step, _, _ in values) / len(values)
+        tokens = sum(self.stepper.source.tokens(value.step) for value in values) / len(values)
         self._recent = [*self._recent[-_SPEED_STEPS + 1 :], (seconds, tokens)]
-        if values[0][0] > WARM_UP_STEPS and len(self._recent) > WARM_UP_STEPS:
+        if values[0].step > WARM_UP_STEPS and len(self._recent) > WARM_UP_STEPS:
             if is_ordinary:
                 timing.steps.append(seconds)
                 timing.tokens.append(tokens)
@@ -393,7 +394,7 @@ class Loop:
         median, _ = sorted(self._recent)[len(self._recent) // 2]
         tokens_per_s = sum(count for _, count in self._recent) / len(self._recent) / median
         first = len(self._recent) == 1
-        for step, _, _ in values:
+        for step in (value.step for value in values):
             line: dict[str, Any] = {
                 "rate": rate(step - 1, config.train.steps, config.optimizer), "seconds": seconds,
                 "tokens_per_s": tokens_per_s, "exchange_s": exchange, "data_s": waited,

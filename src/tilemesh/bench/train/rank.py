@@ -112,7 +112,7 @@ def ours(config: TrainConfig, comm: Communicator, device: torch.device) -> Step:
 
     def run(reads: bool) -> float:
         loop.step()
-        return loop.read()[-1][1] / comm.size if reads else 0.0
+        return loop.read()[-1].loss / comm.size if reads else 0.0
 
     return run
 
