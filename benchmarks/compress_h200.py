@@ -46,9 +46,10 @@ from tilemesh.measure.gpu import KernelTimer
 from tilemesh.measure.row import write_rows
 from tilemesh.measure.timing import compare
 from tilemesh.model.config import preset
-from tilemesh.model.kinds import compress_all, few_bits, model_bytes, projections, put
+from tilemesh.model.kinds import few_bits, model_bytes, projections, put
 from tilemesh.model.programs.group import GroupProduct
 from tilemesh.model.transformer import Transformer
+from tilemesh.parallel.gate.alone import compress_all
 
 Form = TokenForm | OneTokenForm | SomeRows
 FORMS: Mapping[int, tuple[Form, ...]] = {
