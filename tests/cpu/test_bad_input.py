@@ -199,6 +199,9 @@ OPTIONS = [
     (["compress", "run", "--recipe", "awq", "--out", "o"], "names no number format: write such as int4-g128-awq"),
     (["compress", "run", "--recipe", "int8-smooth", "--out", "o"], "no a8: write int8-smooth-a8"),
     (["compress", "run", "--recipe", "heads-100", "--out", "o"], "expected a percentage from 1 to 99"),
+    (["bench", "serve", "tiny", "--steps", MANY_DIGITS], "expected whole numbers, such as 1,64"),
+    (["serve", "run", "--mesh", f"tp=000000256{MANY_DIGITS}"], "expected a whole number from 1 to 256 after tp="),
+    (["serve", "run", "--mesh", "tp=0000002569"], "expected a whole number from 1 to 256 after tp="),
     (["data", "prepare", "~nosuchuser/x", "out"], "does not exist"),
     (
         ["data", "prepare", "stdlib", "out", "--tokenizer", "/nonexistent"],

@@ -75,3 +75,8 @@ def test_gpu_tensors_that_go_through_the_host_are_said_once(capfd: pytest.Captur
     run_threads(3, main)
     said = capfd.readouterr().err
     assert said == "tilemesh: GPU tensors go through the host's memory: its ranks are threads of one process\n"
+
+
+def test_a_list_of_gpus_ends_where_one_is_not_there_however_many_digits_it_has() -> None:
+    assert shown_gpus(("GPU-a", "GPU-b"), "1,0") == ("GPU-b", "GPU-a")
+    assert shown_gpus(("GPU-a", "GPU-b"), f"1,{'9' * 5000},0") == ("GPU-b",)

@@ -189,7 +189,7 @@ def shown_gpus(uuids: Sequence[str], listed: str | None) -> tuple[str, ...]:
         return tuple(uuids)
     shown: list[str] = []
     for entry in (part.strip() for part in listed.split(",")):
-        if entry.isdecimal() and int(entry) < len(uuids):
+        if re.fullmatch("[0-9]{1,9}", entry) and int(entry) < len(uuids):
             shown.append(uuids[int(entry)])
         elif entry.startswith(("GPU-", "MIG-")):  # whose end may be left out
             shown.append(next((uuid for uuid in uuids if uuid.startswith(entry)), entry))
@@ -205,7 +205,7 @@ def usable_gpus() -> tuple[str, ...]:
         return names
     shown: list[str] = []
     for entry in (part.strip() for part in listed.split(",")):
-        if entry.isdecimal() and int(entry) < len(names):
+        if re.fullmatch("[0-9]{1,9}", entry) and int(entry) < len(names):
             shown.append(names[int(entry)])
         elif entry.startswith(("GPU-", "MIG-")) and names:
             shown.append(names[0])  # by its number of manufacture: which of them it is does not matter here

@@ -106,7 +106,7 @@ class _Guard:
 async def _not_here(request: Request, error: Exception) -> Response:
     code = int(getattr(error, "status_code", 404))
     served = "POST /v1/completions and /v1/chat/completions, GET /v1/models, /health and /metrics"
-    message = f"{request.method} {request.url.path} is not served here: there are {served}"
+    message = f"{request.method} {request.url.path[:200]} is not served here: there are {served}"
     return JSONResponse(failure(message, _INVALID), code)
 
 

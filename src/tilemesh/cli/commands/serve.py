@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import re
 import signal
 import socket
 import ssl
@@ -122,7 +123,7 @@ def read_mesh(text: str | None) -> dict[str, int]:
         axis, _, number = word.strip().partition("=")
         if axis not in sizes:
             raise UsageError(f"--mesh is {text}: expected tp=N, dp=N or both, such as tp=2,dp=2")
-        if not number.isascii() or not number.isdecimal() or not 1 <= int(number[:9]) <= 256:
+        if not re.fullmatch("[1-9][0-9]{0,2}", number) or int(number) > 256:
             raise UsageError(f"--mesh is {text}: expected a whole number from 1 to 256 after {axis}=")
         sizes[axis] = int(number)
     return sizes
