@@ -42,7 +42,7 @@ def nothing_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
     def started(*arguments: object, **options: object) -> None:
         raise AssertionError("a rank was started")
 
-    monkeypatch.setattr("tilemesh.train.job.start", started)
+    monkeypatch.setattr("tilemesh.train.job.launch_ranks", started)
     monkeypatch.setattr("tilemesh.train.job._train_here", started)
     place = tmp_path / "empty"
     place.mkdir()
