@@ -24,6 +24,7 @@ from tilemesh.core.step.action import Action
 from tilemesh.core.step.memory import StepBytes, memory_curve
 from tilemesh.model.transformer import Transformer
 from tilemesh.parallel import Mesh, lay
+from tilemesh.parallel.gate import alone
 from tilemesh.parallel.gate.cases import MODELS, Case, gate_plan
 from tilemesh.parallel.gate.compare import Gate, GateResult
 from tilemesh.parallel.gradients import Parts
@@ -346,3 +347,27 @@ def test_a_run_with_its_states_on_the_host_is_the_same_run(text: str, tmp_path: 
         for what in ("", "optimizer")
     ]
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("words", ["adapters", "adapters int4-g4"])
+def test_zero3_cuts_weights_that_are_not_trained_too(words: str) -> None:
+    """Of a frozen matrix, of codes and scales below adapters, each rank keeps its rows; all of it comes back whole."""
+    config = MODELS["llama"].replace(layers=3)
+    plan = gate_plan(2, zero=3)
+    model = alone.whole_model(config, "fp64", words, "cpu")
+    whole = model.state_dict()
+    is_trained = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+    assert not any(is_trained[name] for name in whole if name.endswith(("fc_q.weight", "fc_q.codes", "fc_q.scales")))
+
+    def main(comm: Communicator) -> tuple[int, dict[str, torch.Tensor] | None]:
+        laid = lay(alone.whole_model(config, "fp64", words, "cpu"), Mesh(comm, **plan.axes), plan)
+        assert {name: mine.tensor.requires_grad for name, mine in laid.weights().items()} == is_trained
+        assert not any(parameter.untyped_storage().nbytes() for parameter in laid.module.parameters())
+        return sum(mine.tensor.nbytes for mine in laid.weights().values()), laid.gather()
+
+    (first, gathered), (second, _) = run_threads(2, main)
+    assert gathered is not None
+    assert {name: torch.equal(gathered[name], value) for name, value in whole.items()} == dict.fromkeys(whole, True)
+    nbytes = sum(value.nbytes for value in whole.values())
+    assert first + second == nbytes
+    assert abs(first - second) < nbytes / 8

@@ -166,16 +166,18 @@ def _lay_stages(
             shards[name] = dataclasses.replace(mine, holders=holders)
             chunk_of.setdefault(name, number)
         if plan.zero == 3 and not has_memory:
-            give_memory_back([parameter for parameter in chunk.parameters() if parameter.requires_grad])
+            give_memory_back(list(chunk.parameters()))
         chunks[number] = chunk
     first, last = chunks.get(0), chunks.get(placement.chunks - 1)
     if config.tied and first is not None and last is not None:  # one table for both: its gradients add up by themselves
         assert first.token_embedding is not None
         assert last.token_embedding is not None
         last.token_embedding.weight = first.token_embedding.weight
-    held = trained(StageModule(chunks), shards)
+    stage = StageModule(chunks)
+    held, frozen = trained(stage, shards), trained(stage, shards, False)
     reads = {number: tuple(name for name, _ in chunk.named_parameters()) for number, chunk in chunks.items()}
-    made = exchange(held, chunks=chunk_of, reads=reads, holders=holder_groups(mesh, placement, config))
+    groups = holder_groups(mesh, placement, config)
+    made = exchange(held, frozen=frozen, chunks=chunk_of, reads=reads, holders=groups)
     laid = Pipeline(config, chunks, mesh, plan, step, shards, held, seams, made, names=like, use=use)
     if has_memory:
         laid.load(model.state_dict())

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from tilemesh.core.axes import Blocks
 from tilemesh.core.errors import UsageError
 from tilemesh.parallel.gradients import Exchanging, GradientStep, Parts, batch_summed, copies_summed
 from tilemesh.parallel.shard import Held
+from tilemesh.parallel.whole import unpacked
 
 BUCKET_BYTES = 8 << 20
 
@@ -52,11 +53,11 @@ class Bucket:
     handle: Any = None
 
     @classmethod
-    def of(cls, held: Sequence[Held], chunk: int, flat: Tensor, views: list[Tensor]) -> Bucket:
+    def of(cls, held: Sequence[Held], chunk: int, flat: Tensor, views: list[Tensor], **more: Any) -> Self:
         """Of parameters that are all held and summed alike."""
         mine, parameters = held[0].shard, [parameter.tensor for parameter in held]
         sums = (mine.copies, batch_summed(mine), copies_summed(mine))
-        return cls(*sums, parameters, flat, views, chunk, mine.holders)
+        return cls(*sums, parameters, flat, views, chunk, mine.holders, **more)
 
 
 class Bucketed(Exchanging):
@@ -85,9 +86,7 @@ class Bucketed(Exchanging):
         held = [self.held[name] for name in names]
         first = held[0].tensor
         flat = torch.empty(sum(p.numel() for p, _ in held), dtype=first.dtype, device=first.device)
-        pieces = flat.split_with_sizes([parameter.numel() for parameter, _ in held])
-        chunk = self.chunks.get(names[0], 0)
-        return Bucket.of(held, chunk, flat, [piece.view(p.shape) for piece, (p, _) in zip(pieces, held, strict=True)])
+        return Bucket.of(held, self.chunks.get(names[0], 0), flat, unpacked(flat, [shard for _, shard in held]))
 
     @property
     def is_sending(self) -> bool:

@@ -150,6 +150,8 @@ class Parts:
     """Of every exchange, as a communicator takes it."""
     reads: Mapping[int, Sequence[str]] = field(default_factory=dict)
     """Names of the parameters that the passes of each chunk read."""
+    frozen: Mapping[str, Held] = field(default_factory=dict)
+    """Parameters that no gradient is computed for."""
     chunks: Mapping[str, int] = field(default_factory=dict)
     """The chunk of a pipeline that a parameter is of, where there are several."""
     holders: Mapping[tuple[int, ...], Communicator] = field(default_factory=dict)

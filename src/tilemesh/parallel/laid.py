@@ -92,9 +92,7 @@ class Laid:
         self._programs = prepare(module, use, _device(module)) if isinstance(module, Transformer) else None
         own = plan.on_stage(mesh.pp.index)
         layers = 1
-        if isinstance(
-            module, Transformer
-        ):  # of a chunk of one stage those of all chunks: they pass one after the other
+        if isinstance(module, Transformer):  # on one stage all chunks pass one after the other
             layers = module.config.layers if mesh.pp.size == 1 else len(module.layers)
         self.recompute_every = own.stretch(layers)
         """Layers in a stretch whose activations are computed again in backward; 0: all are kept."""
@@ -323,8 +321,7 @@ class Laid:
 
     def weights(self) -> dict[str, Held]:
         """What this rank keeps of every parameter between steps: its shard, or under ZeRO-3 its rows of it."""
-        kept = {name: Held(parameter, self.shards[name]) for name, parameter in self.module.named_parameters()}
-        return {**kept, **self.gradients.stepped} if self.gathers_weights else kept
+        return {name: Held(parameter, self.shards[name]) for name, parameter in self.module.named_parameters()}
 
     def gather_gradients(self) -> dict[str, Tensor] | None:
         """Whole gradients as `gather` gives weights, after `gradients.finish`, whoever holds which rows of them."""

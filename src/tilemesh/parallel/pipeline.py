@@ -278,6 +278,9 @@ class Pipeline(Laid):
 
     # The whole ----------------------------------------------------------------------------------------------------
 
+    def weights(self) -> dict[str, Held]:
+        return super().weights() if self.gathers is None else dict(self.gathers.rows)
+
     def initialize(self, seed: int) -> None:
         self.load(FreshWeights(self.shards, seed, self.config.layers))
 

@@ -33,12 +33,12 @@ class Held(NamedTuple):
     shard: Shard
 
 
-def trained(module: nn.Module, shards: Mapping[str, Shard] | None = None) -> dict[str, Held]:
-    """The parameters of a module that are trained, by name; without shards each of them is the whole."""
+def trained(module: nn.Module, shards: Mapping[str, Shard] | None = None, is_trained: bool = True) -> dict[str, Held]:
+    """The parameters of a module that are trained, or those that are not, by name; without shards each is the whole."""
     return {
         name: Held(tensor, Shard(name, tuple(tensor.shape)) if shards is None else shards[name])
         for name, tensor in module.named_parameters()
-        if tensor.requires_grad
+        if tensor.requires_grad == is_trained
     }
 
 

@@ -15,7 +15,7 @@ over neighbouring replicas alone (those of one node); the sums of their rows are
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +28,7 @@ from tilemesh.core.shard import Cut, Shard
 from tilemesh.parallel.buckets import BUCKET_BYTES, Bucket, Bucketed
 from tilemesh.parallel.gradients import GradientStep, Parts
 from tilemesh.parallel.shard import Held
+from tilemesh.parallel.whole import unpacked
 
 AXIS = "dp"
 UNDER_WAY = 2
@@ -99,8 +100,7 @@ class RowsOfRanks:
 
     def split(self, flat: Tensor) -> list[Tensor]:
         """Views of this rank's numbers, one for each parameter."""
-        sizes = [places[self.index][2] for places in self.places]
-        return [piece.view(mine.shape) for piece, mine in zip(flat.split_with_sizes(sizes), self.mine, strict=True)]
+        return unpacked(flat, self.mine)
 
 
 @dataclass(eq=False)
@@ -143,17 +143,24 @@ class Zero(Bucketed):
         self.across = parts.mesh.across(AXIS, self.group)
         """The replicas that keep the same rows."""
         super().__init__(parts, bucket_bytes, overlap=overlap)
-        self.stepped = _stepped(self.held, self.buckets)
+        rows: dict[str, Held] = {}
+        for bucket in self.buckets:
+            rows |= held_rows(bucket.rows, self.rows_of(bucket))
+        self.stepped = {name: rows[name] for name in self.held}
 
     def made(self, names: Sequence[str]) -> ZeroBucket:
         held = [self.held[name] for name in names]
         first = held[0]
         rows = RowsOfRanks([parameter.shard for parameter in held], self.group)
         part = torch.empty(rows.counts[rows.index], dtype=first.tensor.dtype, device=first.tensor.device)
-        flat = part.new_empty(0)
-        whole = Bucket.of(held, self.chunks.get(names[0], 0), flat, rows.split(part))
-        sums = (rows.mine[0].copies, whole.batch_summed, whole.copies_summed)
-        return ZeroBucket(*sums, whole.parameters, flat, whole.views, whole.chunk, whole.holders, rows=rows, part=part)
+        chunk = self.chunks.get(names[0], 0)
+        bucket = ZeroBucket.of(held, chunk, part.new_empty(0), rows.split(part), rows=rows, part=part)
+        bucket.copies = rows.mine[0].copies
+        return bucket
+
+    def rows_of(self, bucket: ZeroBucket) -> list[Tensor]:
+        """This rank's rows of a bucket's weights: what an optimizer steps."""
+        return [bucket.rows.rows(number, parameter) for number, parameter in enumerate(bucket.parameters)]
 
     @property
     def buffers(self) -> list[Tensor]:
@@ -207,15 +214,14 @@ class Zero(Bucketed):
         if bucket.handle is not None:  # of the microbatch before
             self._arrive(bucket)
         if not bucket.flat.numel():
-            bucket.flat = self._memory(bucket)
+            bucket.flat = self._memory(bucket.rows.numel, bucket.part)
         bucket.rows.fill(bucket.flat, place, gradient)
 
-    def _memory(self, bucket: ZeroBucket) -> Tensor:
-        """A buffer for a bucket: one that another bucket has left, if it is large enough."""
-        numel = bucket.rows.numel
-        fits = [spare for spare in self._spare if spare.numel() >= numel and spare.dtype == bucket.part.dtype]
+    def _memory(self, numel: int, like: Tensor) -> Tensor:
+        """A buffer of at least so many numbers: one that another bucket has left, if it is large enough."""
+        fits = [spare for spare in self._spare if spare.numel() >= numel and spare.dtype == like.dtype]
         if not fits:
-            return torch.empty(numel, dtype=bucket.part.dtype, device=bucket.part.device)
+            return like.new_empty(numel)
         best = min(fits, key=lambda spare: spare.numel())
         self._spare = [spare for spare in self._spare if spare is not best]
         return best
@@ -281,19 +287,14 @@ class Zero(Bucketed):
             self.sum_over(bucket.copies_summed, bucket.part)
             self.sum_over_holders(bucket, bucket.part)
         self._is_open = self._is_last = False
-        for held, view in zip(self.stepped.values(), self._views(), strict=True):
-            held.tensor.grad = view
+        for bucket in self.buckets:
+            for mine, view in zip(bucket.rows.mine, bucket.views, strict=True):
+                self.stepped[mine.name].tensor.grad = view
         return self.settled([self.kept(bucket) for bucket in self.buckets], max_norm, divide)
 
     def kept(self, bucket: Bucket) -> tuple[Tensor, int]:
         assert isinstance(bucket, ZeroBucket)
         return bucket.part, bucket.copies
-
-    def _views(self) -> list[Tensor]:
-        views = {
-            id(p): view for bucket in self.buckets for p, view in zip(bucket.parameters, bucket.views, strict=True)
-        }
-        return [views[id(held.tensor)] for held in self.held.values()]
 
     @torch.no_grad()
     def updated(self) -> None:
@@ -302,8 +303,8 @@ class Zero(Bucketed):
         for bucket in self.buckets:
             if len(waiting) >= UNDER_WAY:
                 self._join(*waiting.pop(0))
-            mine = torch.cat([bucket.rows.rows(n, p).reshape(-1) for n, p in enumerate(bucket.parameters)])
-            bucket.flat = self._memory(bucket)
+            mine = torch.cat([rows.reshape(-1) for rows in self.rows_of(bucket)])
+            bucket.flat = self._memory(bucket.rows.numel, bucket.part)
             whole, counts = bucket.flat[: bucket.rows.numel], bucket.rows.counts
             handle = self.sharing.all_gather(mine, counts=counts, out=whole, algorithm=self.algorithm, wait=False)
             waiting.append((bucket, handle))
@@ -320,11 +321,9 @@ def _pieces(bucket: Bucket, flat: Tensor) -> tuple[Tensor, ...]:
     return flat.split_with_sizes([parameter.numel() for parameter in bucket.parameters])
 
 
-def _stepped(held: Mapping[str, Held], buckets: Sequence[ZeroBucket]) -> dict[str, Held]:
-    """This rank's rows of every parameter, in the order of the parameters."""
-    made = {}
-    for bucket in buckets:
-        for number, (parameter, mine) in enumerate(zip(bucket.parameters, bucket.rows.mine, strict=True)):
-            if parameter.untyped_storage().nbytes():  # under ZeRO-3 the whole may have no memory
-                made[mine.name] = Held(nn.Parameter(bucket.rows.rows(number, parameter)), mine)
-    return {name: made[name] for name in held if name in made}
+def held_rows(rows: RowsOfRanks, tensors: Sequence[Tensor], trained: bool = True) -> dict[str, Held]:
+    """This rank's rows of some parameters, by name."""
+    return {
+        mine.name: Held(nn.Parameter(tensor, requires_grad=trained), mine)
+        for mine, tensor in zip(rows.mine, tensors, strict=True)
+    }

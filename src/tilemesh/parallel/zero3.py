@@ -13,17 +13,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from tilemesh.core.errors import RunError
-from tilemesh.parallel.buckets import BUCKET_BYTES
+from tilemesh.parallel.buckets import BUCKET_BYTES, packed, readers
 from tilemesh.parallel.gradients import Parts
 from tilemesh.parallel.shard import Held
-from tilemesh.parallel.zero import Zero, ZeroBucket
+from tilemesh.parallel.zero import RowsOfRanks, Zero, ZeroBucket, held_rows
 
 
 def give_memory_back(tensors: Sequence[Tensor]) -> None:
@@ -36,94 +36,101 @@ class NotWholeError(RunError):
     """A pass reads weights that are not whole: the list frees a chunk too early, or gathers it too late."""
 
 
-@dataclass
-class _Gathered:
-    """A bucket whose weights are whole, or are becoming so."""
+@dataclass(eq=False)
+class CutWeights:
+    """Weights that are gathered together: whole, or on their way, while a chunk wants them."""
 
-    chunks: set[int]
-    """Those that want it."""
-    handle: Any
+    parameters: Sequence[nn.Parameter]
+    rows: RowsOfRanks
+    own: Tensor
+    """This rank's numbers of them."""
     flat: Tensor
+    """Where they arrive; without memory while they do not."""
+    chunks: set[int] = field(default_factory=set)
+    """Those that want them."""
+    handle: Any = None
+    """Of the gathering, until a pass has waited for it."""
 
 
 class ZeroWeights(Zero):
     """Gradients, states and weights cut by rows over replicas, the weights of a chunk whole from GATHER to FREE."""
 
     def __init__(self, parts: Parts, group: int = 0, bucket_bytes: int = BUCKET_BYTES) -> None:
+        self._cut_of: dict[nn.Parameter, CutWeights] = {}
         super().__init__(parts, 3, group, bucket_bytes)
-        bucket_of = {id(parameter): bucket for bucket in self.buckets for parameter in bucket.parameters}
-        self.reads: dict[int, list[ZeroBucket]] = {
-            chunk: list(dict.fromkeys(bucket_of[id(self.held[name].tensor)] for name in names if name in self.held))
+        self.rows: dict[str, Held] = dict(self.stepped)
+        """This rank's rows of every parameter, also of those that are not trained."""
+        for names in packed(parts.frozen, bucket_bytes, parts.chunks, readers(parts.reads)):
+            frozen = [parts.frozen[name] for name in names]
+            rows = RowsOfRanks([mine.shard for mine in frozen], self.group)
+            self.rows |= held_rows(rows, self._cut([mine.tensor for mine in frozen], rows), trained=False)
+        tensors = {name: mine.tensor for name, mine in (*self.held.items(), *parts.frozen.items())}
+        self.reads: dict[int, list[CutWeights]] = {
+            chunk: list(dict.fromkeys(self._cut_of[tensors[name]] for name in names))
             for chunk, names in parts.reads.items()
         }
-        self._whole: dict[int, _Gathered] = {}  # by the bucket's id
-        self._own: dict[int, Tensor] = {}
-        stepped: dict[str, Held] = {}
-        for bucket in self.buckets:
-            own = self._own[id(bucket)] = torch.full_like(bucket.part, torch.nan)
-            for number, (view, mine) in enumerate(zip(bucket.rows.split(own), bucket.rows.mine, strict=True)):
-                whole = bucket.parameters[number]
-                if whole.untyped_storage().nbytes():
-                    view.copy_(bucket.rows.rows(number, whole))
-                stepped[mine.name] = Held(nn.Parameter(view), mine)
-            give_memory_back(bucket.parameters)
-        self.stepped = {name: stepped[name] for name in self.held}
+
+    def rows_of(self, bucket: ZeroBucket) -> list[Tensor]:
+        return self._cut(bucket.parameters, bucket.rows)
+
+    def _cut(self, parameters: Sequence[nn.Parameter], rows: RowsOfRanks) -> list[Tensor]:
+        """Keep this rank's rows of some weights, and give the memory of the whole back. NaN where it had none."""
+        unset = torch.nan if parameters[0].is_floating_point() else 0
+        own = parameters[0].new_full((rows.counts[rows.index],), unset, requires_grad=False)
+        views = rows.split(own)
+        for number, (view, parameter) in enumerate(zip(views, parameters, strict=True)):
+            if parameter.untyped_storage().nbytes():
+                view.copy_(rows.rows(number, parameter))
+        give_memory_back(parameters)
+        self._cut_of |= dict.fromkeys(parameters, CutWeights(parameters, rows, own, own.new_empty(0)))
+        return views
 
     def gather(self, chunk: int) -> None:
         """Begin to make a chunk's weights whole."""
-        for bucket in self.reads[chunk]:
-            gathered = self._whole.get(id(bucket))
-            if gathered is None:
-                flat = self._memory(bucket)
-                handle = self.sharing.all_gather(
-                    self._own[id(bucket)],
-                    counts=bucket.rows.counts,
-                    out=flat[: bucket.rows.numel],
-                    algorithm=self.algorithm,
-                    wait=False,
+        for weights in self.reads[chunk]:
+            if not weights.chunks:
+                weights.flat = self._memory(weights.rows.numel, weights.own)
+                out, counts = weights.flat[: weights.rows.numel], weights.rows.counts
+                weights.handle = self.sharing.all_gather(
+                    weights.own, counts=counts, out=out, algorithm=self.algorithm, wait=False
                 )
-                gathered = self._whole[id(bucket)] = _Gathered(set(), handle, flat)
-            gathered.chunks.add(chunk)
+            weights.chunks.add(chunk)
 
-    @torch.no_grad()
     def ready(self, chunk: int) -> None:
         """Wait until a chunk's weights, whose gathering has begun, are whole."""
-        for bucket in self.reads[chunk]:
-            gathered = self._whole.get(id(bucket))
-            if gathered is None:
+        for weights in self.reads[chunk]:
+            if not weights.chunks:
                 # Every rank is here: what it has begun can end.
-                begun = [
-                    *(gathered.handle for gathered in self._whole.values()),
-                    *(each.handle for each in self.buckets),
-                ]
-                for handle in begun:
+                weights_begun = [cut.handle for cut in dict.fromkeys(self._cut_of.values())]
+                for handle in (*weights_begun, *(bucket.handle for bucket in self.buckets)):
                     if handle is not None:
                         handle.wait()
                 raise NotWholeError(
                     f"chunk {chunk} is read and its weights are not whole: an early FREE in the step's list, or a "
                     "GATHER that is missing"
                 )
-            if gathered.handle is None:
-                continue
-            gathered.handle.wait()
-            gathered.handle = None
-            for parameter in bucket.parameters:
-                parameter.untyped_storage().resize_(parameter.numel() * parameter.element_size())
-            # By `.data`: nothing has changed that autograd should know of.
-            bucket.rows.empty_into(gathered.flat, [parameter.data for parameter in bucket.parameters])
-            self._spare.append(gathered.flat)
-            gathered.flat = gathered.flat.new_empty(0)
+            self._arrive_whole(weights)
+
+    @torch.no_grad()
+    def _arrive_whole(self, weights: CutWeights) -> None:
+        if weights.handle is None:
+            return
+        weights.handle.wait()
+        weights.handle = None
+        for parameter in weights.parameters:
+            parameter.untyped_storage().resize_(parameter.numel() * parameter.element_size())
+        # By `.data`: nothing has changed that autograd should know of.
+        weights.rows.empty_into(weights.flat, [parameter.data for parameter in weights.parameters])
+        self._spare.append(weights.flat)
+        weights.flat = weights.flat.new_empty(0)
 
     def free(self, chunk: int) -> None:
         """Give a chunk's weights back, but for those that another chunk still wants."""
-        for bucket in self.reads[chunk]:
-            gathered = self._whole[id(bucket)]
-            gathered.chunks.discard(chunk)
-            if not gathered.chunks:
-                if gathered.handle is not None:  # no pass has read it
-                    self.ready(chunk)
-                give_memory_back(bucket.parameters)
-                del self._whole[id(bucket)]
+        for weights in self.reads[chunk]:
+            weights.chunks.remove(chunk)
+            if not weights.chunks:
+                self._arrive_whole(weights)  # where no pass has read it
+                give_memory_back(weights.parameters)
 
     @contextmanager
     def whole(self, chunk: int) -> Iterator[None]:
@@ -142,8 +149,7 @@ class ZeroWeights(Zero):
     def gathered_bytes(self) -> int:
         """Of weights that are whole now or on their way: in a buffer until a pass waits for them, then in place."""
         return sum(
-            sum(p.untyped_storage().nbytes() for p in bucket.parameters)
-            or bucket.rows.numel * bucket.part.element_size()
-            for bucket in self.buckets
-            if id(bucket) in self._whole
+            sum(parameter.untyped_storage().nbytes() for parameter in weights.parameters)
+            or weights.rows.numel * weights.own.element_size() * bool(weights.flat.numel())
+            for weights in dict.fromkeys(self._cut_of.values())
         )

@@ -215,7 +215,7 @@ def compressed(ranks: int) -> list[tuple[ParallelPlan, str]]:
             (gate_plan(accumulation=4, pp=2, schedule="1f1b"), "rounded int8"),
             (gate_plan(accumulation=4, pp=2, schedule="zb-h1"), "masked"),
             (gate_plan(2, zero=1), "adapters"),
-            (gate_plan(2, zero=3), "adapters"),
+            (gate_plan(2, zero=3), "adapters int4-g4"),
             (gate_plan(1, 2), "adapters"),
             (gate_plan(1, 2, True, 2), "adapters int4-g4"),
             (gate_plan(accumulation=4, pp=2, schedule="1f1b"), "adapters int8"),
