@@ -99,8 +99,7 @@ def lay(
         assert isinstance(model, Transformer)
         return _lay_stages(model, mesh, plan, seams, torch.device(device), exchange, use)
     shards = _cut(model, kinds, mesh, plan, seams, torch.device(device))
-    held = trained(model, shards)
-    return Laid(model, mesh, plan, shards, held, seams, exchange(held), use=use)
+    return Laid(model, mesh, plan, shards, seams, exchange(trained(model, shards)), use=use)
 
 
 def lay_beside(model: Transformer, laid: Laid) -> Laid:
@@ -115,7 +114,7 @@ def lay_beside(model: Transformer, laid: Laid) -> Laid:
     shards = _cut(model, transformer_splits(model.config, model.part), laid.mesh, plan, seams, device)
     model.eval().requires_grad_(False)
     use = dataclasses.replace(TRAINING, marked=laid.use.marked, tp=plan.tp)
-    return Laid(model, laid.mesh, plan, shards, {}, seams, laid.gradients, use=use)
+    return Laid(model, laid.mesh, plan, shards, seams, laid.gradients, use=use)
 
 
 def _cut(
@@ -174,11 +173,14 @@ def _lay_stages(
         assert last.token_embedding is not None
         last.token_embedding.weight = first.token_embedding.weight
     stage = StageModule(chunks)
-    held, frozen = trained(stage, shards), trained(stage, shards, False)
-    reads = {number: tuple(name for name, _ in chunk.named_parameters()) for number, chunk in chunks.items()}
-    groups = holder_groups(mesh, placement, config)
-    made = exchange(held, frozen=frozen, chunks=chunk_of, reads=reads, holders=groups)
-    laid = Pipeline(config, chunks, mesh, plan, step, shards, held, seams, made, names=like, use=use)
+    parts_of_exchange: dict[str, Any] = {
+        "frozen": trained(stage, shards, False),
+        "chunks": chunk_of,
+        "reads": {number: tuple(name for name, _ in chunk.named_parameters()) for number, chunk in chunks.items()},
+        "holders": holder_groups(mesh, placement, config),
+    }
+    exchanged = exchange(trained(stage, shards), **parts_of_exchange)
+    laid = Pipeline(chunks, mesh, plan, step, shards, seams, exchanged, names=like, use=use)
     if has_memory:
         laid.load(model.state_dict())
     laid.module.train(model.training)
@@ -374,42 +376,35 @@ def _cut_parameters(model: nn.Module, shards: Mapping[str, Shard], device: torch
 
 def _cut_modules(model: nn.Module, splits: Mapping[str, Split], seams: Seams) -> None:
     """Seams where regions begin and end; modules are told of their new sizes."""
-    for module in model.modules():
-        if isinstance(module, ResidualNorm):  # what enters a region sends back gradients that ranks sum: not in 16 bits
-            module.is_wide = True
+    for norm in model.modules():
+        if isinstance(norm, ResidualNorm):  # what enters a region sends back gradients that ranks sum: not in 16 bits
+            norm.is_wide = True
     for name, split in splits.items():
-        module = model.get_submodule(name)
-        alone = not _is_inside(name, splits)
+        module: Any = model.get_submodule(name)
         if isinstance(split, Region):
             for attribute in split.divides:
                 setattr(module, attribute, max(1, getattr(module, attribute) // seams.comm.size))
             enter_at(module, seams)
-        elif isinstance(module, nn.Embedding) and isinstance(split, VocabularySplit):
+        elif isinstance(split, VocabularySplit) and isinstance(module, nn.Embedding):
             first, _ = share(module.num_embeddings, seams.comm.size, seams.comm.rank)
             _replace(model, name, VocabularyEmbedding(module, seams, first))
-        elif isinstance(module, nn.Linear) and isinstance(split, RowSplit):
+        elif isinstance(split, RowSplit) and isinstance(module, nn.Conv2d):
+            _replace(model, name, RowConv2d(module, seams))
+        elif isinstance(split, RowSplit) and isinstance(module, nn.Linear):
             layer = module if isinstance(module, Linear) else as_kind(module, DENSE)
             if layer is not module:
                 _replace(model, name, layer)
             _place(name, layer, split, seams)
-        elif isinstance(module, nn.Conv2d) and isinstance(split, RowSplit):
-            _replace(model, name, RowConv2d(module, seams))
-        elif isinstance(module, nn.Conv2d) and isinstance(split, ColumnSplit):
-            whole, module.out_channels = module.out_channels, module.weight.shape[0]
-            if alone:
-                enter_at(module, seams)
-            if split.joins:
-                join_at(module, seams, whole)
-        elif isinstance(module, nn.Linear) and isinstance(split, (ColumnSplit, VocabularySplit)):
-            whole = module.out_features
+        elif isinstance(split, (ColumnSplit, VocabularySplit)):
+            outputs = module.out_channels if isinstance(module, nn.Conv2d) else module.out_features
             if isinstance(module, Linear):
                 _place(name, module, split, seams)
             else:
-                module.out_features = module.weight.shape[0]
-            if alone:
+                setattr(module, "out_channels" if isinstance(module, nn.Conv2d) else "out_features", len(module.weight))
+            if not _is_inside(name, splits):
                 enter_at(module, seams)
             if split.joins:
-                join_at(module, seams, whole)
+                join_at(module, seams, outputs)
 
 
 def _by(split: Split) -> str:

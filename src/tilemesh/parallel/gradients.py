@@ -83,12 +83,13 @@ class Recall(Protocol):
 
 
 class Gradients(Protocol):
-    """How gradients are made, exchanged, divided and clipped."""
+    """How gradients are made, exchanged, divided and clipped. The defaults are for replicas that have the same
+    weights after every step and remember nothing."""
 
-    is_late: bool
+    is_late: bool = False
     """Whether `finish` returns before the device is done: its loss and norm are tensors."""
 
-    states_differ: bool
+    states_differ: bool = False
     """Whether each replica has optimizer states of its own."""
 
     stepped: Mapping[str, Held]
@@ -113,31 +114,40 @@ class Gradients(Protocol):
 
     def updated(self) -> None:
         """After the update, or after weights were read into `stepped`: the model's weights are whole again."""
+        return
 
     def clear(self) -> None:
         """After the update: give back what the next step makes anew."""
+        return
 
     def close(self) -> None:
         """Take hooks off the parameters."""
+        return
 
     def meets(self, step: int) -> bool:
         """Whether all replicas have the same weights after this step; until then none waits for another."""
+        return True
 
     def over_replicas(self, steps: Sequence[StepFigures]) -> Sequence[StepFigures]:
         """The steps since replicas last met, over all of them (a collective call, when they meet)."""
+        return steps
 
     def remembered(self) -> Iterator[tuple[str, Shard, Tensor]]:
         """(name, shard, tensor) of what a checkpoint keeps besides weights and an optimizer's states: all that decides
         later steps, so that taking it changes nothing (a collective call)."""
+        return iter(())
 
     def recall(self, read: Recall) -> None:
         """Take up what `remembered` gave, as far as a checkpoint has it."""
+        return
 
     def go_on(self, step: int) -> None:
         """A run goes on after so many steps; what was remembered has been read."""
+        return
 
     def figures(self) -> dict[str, Any]:
         """What a run's summary says of the method."""
+        return {}
 
 
 @dataclass(frozen=True)
@@ -220,34 +230,8 @@ def settle(
     return GradientStep(loss, tokens, norm, divisor)
 
 
-class Synchronous:
-    """What holds for implementations whose replicas have the same weights after every step, and remember nothing."""
-
-    states_differ = False
-
-    def meets(self, step: int) -> bool:
-        return True
-
-    def over_replicas(self, steps: Sequence[StepFigures]) -> Sequence[StepFigures]:
-        return steps
-
-    def remembered(self) -> Iterator[tuple[str, Shard, Tensor]]:
-        return iter(())
-
-    def recall(self, read: Recall) -> None:
-        return None
-
-    def go_on(self, step: int) -> None:
-        return None
-
-    def figures(self) -> dict[str, Any]:
-        return {}
-
-
-class Exchanging(Synchronous):
+class Exchanging(Gradients):
     """What implementations over a mesh share: the step's totals, the sums, and the numbers that `settle` needs."""
-
-    is_late = False
 
     def __init__(self, parts: Parts) -> None:
         self.held, self.mesh, self.algorithm = dict(parts.held), parts.mesh, parts.algorithm
@@ -297,15 +281,6 @@ class Exchanging(Synchronous):
         if blocks:
             self.groups[blocks].all_reduce(flat, out=flat, algorithm=self.algorithm)
 
-    def updated(self) -> None:
-        return None
-
-    def clear(self) -> None:
-        return None
-
-    def close(self) -> None:
-        return None
-
 
 class Naive(Exchanging):
     """The plainest exchange: after backward, one blocking all_reduce per parameter."""
@@ -341,7 +316,7 @@ class Naive(Exchanging):
         return self.settled(summed, max_norm, divide)
 
 
-class LocalGradients(Synchronous):
+class LocalGradients(Gradients):
     """Gradients of a model on one process, for steps that the host does not wait for.
 
     An exchange over a mesh ends in numbers that every rank must know before it goes on. On one process mean and
@@ -379,13 +354,7 @@ class LocalGradients(Synchronous):
         total, self._total = self._total, None
         return settle(gradients, total, self.tokens, norm, max_norm=max_norm, divide=divide)
 
-    def updated(self) -> None:
-        return None
-
     def clear(self) -> None:
         # Autograd then hands over its own tensors instead of adding to old ones.
         for parameter in self.parameters:
             parameter.grad = None
-
-    def close(self) -> None:
-        return None

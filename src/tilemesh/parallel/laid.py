@@ -25,7 +25,7 @@ from tilemesh.parallel.again import call_again
 from tilemesh.parallel.agree import tell
 from tilemesh.parallel.gradients import Gradients, loss_shard
 from tilemesh.parallel.mesh import Mesh
-from tilemesh.parallel.shard import Held, take
+from tilemesh.parallel.shard import Held, take, trained
 from tilemesh.parallel.slices import SliceCache
 from tilemesh.parallel.tensor import Seams, vocabulary_loss
 from tilemesh.parallel.whole import FreshWeights, gather_parts, handed_around
@@ -64,8 +64,8 @@ class CompiledRegions:
 class Laid:
     """`module`: the local model; `shards`: what each of its parameters is of the whole; `gradients`: their exchange.
 
-    `held`: the parameters that are trained, by name, each with its shard. `names`: of all parameters of the model,
-    wherever they lie, where this rank has a part of them alone. `use`: what programs are chosen for.
+    `names`: of all parameters of the model, wherever they lie, where this rank has a part of them alone. `use`: what
+    programs are chosen for.
     """
 
     def __init__(
@@ -74,7 +74,6 @@ class Laid:
         mesh: Mesh,
         plan: ParallelPlan,
         shards: Mapping[str, Shard],
-        held: Mapping[str, Held],
         seams: Seams,
         gradients: Gradients,
         names: Iterable[str] = (),
@@ -84,7 +83,8 @@ class Laid:
         self.mesh = mesh
         self.plan = plan
         self.shards = shards
-        self.held = held
+        self.held = trained(module, shards)
+        """The parameters that are trained, by name, each with its shard."""
         self.seams = seams
         self.gradients = gradients
         self.names = tuple(names) or tuple(shards)

@@ -90,26 +90,24 @@ class Pipeline(Laid):
 
     def __init__(
         self,
-        config: ModelConfig,
         chunks: Mapping[int, Transformer],
         mesh: Mesh,
         plan: ParallelPlan,
         step: PlannedStep,
         shards: Mapping[str, Shard],
-        held: Mapping[str, Held],
         seams: Seams,
         gradients: Gradients,
         names: Iterable[str],
         use: Use = TRAINING,
     ) -> None:
-        super().__init__(StageModule(chunks), mesh, plan, shards, held, seams, gradients, names, use)
+        super().__init__(StageModule(chunks), mesh, plan, shards, seams, gradients, names, use)
         if not isinstance(gradients, Bucketed):
             raise UsageError(f"gradients of a pipeline by {type(gradients).__name__}: expected 'bucketed'")
-        self.config, self.step, self.buckets = config, step, gradients
-        lengths = functools.partial(slice_lengths, config, plan.pp, step.program.slices)
+        self.config, self.step, self.buckets = next(iter(chunks.values())).config, step, gradients
+        lengths = functools.partial(slice_lengths, self.config, plan.pp, step.program.slices)
         self.data = StepData(count=self._count, slices=step.program.slices, lengths=lengths)
         self.parts = {
-            number: Laid(model, mesh, plan, _own(model, shards), {}, seams, gradients, use=use)
+            number: Laid(model, mesh, plan, _own(model, shards), seams, gradients, use=use)
             for number, model in chunks.items()
         }
         self.gathers = gradients if isinstance(gradients, ZeroWeights) else None
