@@ -369,9 +369,9 @@ def _cut_parameters(model: nn.Module, shards: Mapping[str, Shard], device: torch
             continue
         local[id(parameter)] = nn.Parameter(mine, requires_grad=parameter.requires_grad)
     for module in model.modules():
-        for name, held in list(module._parameters.items()):
-            if held is not None and id(held) in local:
-                setattr(module, name, local[id(held)])
+        for name, before in list(module._parameters.items()):
+            if before is not None and id(before) in local:
+                setattr(module, name, local[id(before)])
 
 
 def _cut_modules(model: nn.Module, splits: Mapping[str, Split], seams: Seams) -> None:

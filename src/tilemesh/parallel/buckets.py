@@ -70,7 +70,7 @@ class Bucketed(Exchanging):
         super().__init__(parts)
         self.overlap, self.chunks = overlap, parts.chunks
         self.buckets = [
-            self.made(names) for names in packed(self.held, bucket_bytes, parts.chunks, readers(parts.reads))
+            self.make_bucket(names) for names in packed(self.held, bucket_bytes, parts.chunks, readers(parts.reads))
         ]
         self._next = 0  # the first bucket that has not started
         self._is_last = False
@@ -81,7 +81,7 @@ class Bucketed(Exchanging):
                 register: Any = parameter.register_post_accumulate_grad_hook
                 self._hooks.append(register(self._hook(bucket, place)))
 
-    def made(self, names: Sequence[str]) -> Bucket:
+    def make_bucket(self, names: Sequence[str]) -> Bucket:
         """A bucket of these parameters, with its memory."""
         held = [self.held[name] for name in names]
         first = held[0].tensor

@@ -131,10 +131,10 @@ class ModelChunk:
                     self.data.count(total, count)
                 self._graphs[place] = _Graph(x, total if keeps else None, total.dtype, cache, taken)
                 return None
-            made = self.laid.activations(tokens_BT, **options)
-        edge = torch.autograd.graph.get_gradient_edge(made) if keeps else None
-        self._graphs[place] = _Graph(x, edge, made.dtype, cache, taken)
-        return made.detach().to(self.laid.stream_dtype)
+            y_BTD = self.laid.activations(tokens_BT, **options)
+        edge = torch.autograd.graph.get_gradient_edge(y_BTD) if keeps else None
+        self._graphs[place] = _Graph(x, edge, y_BTD.dtype, cache, taken)
+        return y_BTD.detach().to(self.laid.stream_dtype)
 
     def _keeping(self, place: Place, keeps: bool) -> Any:
         return (

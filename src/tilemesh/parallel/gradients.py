@@ -273,8 +273,8 @@ class Exchanging(Gradients):
         self._totals = None
         # One small exchange for all. What several ranks have alike counts once.
         parts = np.array([loss_sum / self._alike, count / self._alike, mine])
-        loss_sum, count, whole = self.counted_over.all_reduce(parts, algorithm=self.algorithm).tolist()
-        return loss_sum, round(count), whole
+        loss_sum, count, squares_sum = self.counted_over.all_reduce(parts, algorithm=self.algorithm).tolist()
+        return loss_sum, round(count), squares_sum
 
     def sum_over(self, blocks: Blocks, flat: Tensor) -> None:
         """Sum gradients over a group of ranks, in place."""

@@ -35,10 +35,10 @@ class Mesh:
 
     def __init__(self, comm: Communicator, **sizes: int) -> None:
         self.comm = comm
-        given = {"dp": 1, "tp": 1} | sizes
+        chosen = {"dp": 1, "tp": 1} | sizes
         # Ranks that make different groups would wait for one another for ever.
-        agree(comm, {"mesh": list(given)} | {f"mesh.{name}": size for name, size in given.items()})
-        self.shape = ordered(given)
+        agree(comm, {"mesh": list(chosen)} | {f"mesh.{name}": size for name, size in chosen.items()})
+        self.shape = ordered(chosen)
         """(name, size) of every axis, fastest first."""
         if ranks_of(self.shape) != comm.size:
             raise UsageError(
@@ -119,9 +119,9 @@ class Mesh:
             # A part of one axis is split from that axis, so that whoever observes an axis sees its parts too.
             axis = self.axes.get(blocks[0][0]) if len(blocks) == 1 else None
             parent = self.comm if axis is None else axis.comm
-            made = parent.split(members(self.comm.rank, blocks, self.shape)[0], key=self.comm.rank)
-            assert made is not None
-            self._groups[blocks] = made
+            group = parent.split(members(self.comm.rank, blocks, self.shape)[0], key=self.comm.rank)
+            assert group is not None
+            self._groups[blocks] = group
         return self._groups[blocks]
 
     def across(self, axis: str, block: int) -> Communicator:
@@ -134,9 +134,9 @@ class Mesh:
         if block >= along.size:
             return self._alone
         if (axis, block) not in self._across:
-            made = along.comm.split(along.index % block)
-            assert made is not None
-            self._across[axis, block] = made
+            group = along.comm.split(along.index % block)
+            assert group is not None
+            self._across[axis, block] = group
         return self._across[axis, block]
 
     @property

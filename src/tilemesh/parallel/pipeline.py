@@ -67,22 +67,22 @@ class StageModule(nn.Module):
 
 def holders_of(name: str, chunk: int, placement: ChunkPlacement, config: ModelConfig) -> tuple[int, ...]:
     """Places on pp whose ranks hold a parameter of a chunk: the chunk's, and of a tied table those of both ends."""
-    held = set(placement.holders[chunk])
+    stages = set(placement.holders[chunk])
     if name == TIED and config.tied:
-        held |= {*placement.holders[0], *placement.holders[-1]}
-    return tuple(sorted(held))
+        stages |= {*placement.holders[0], *placement.holders[-1]}
+    return tuple(sorted(stages))
 
 
 def holder_groups(mesh: Mesh, placement: ChunkPlacement, config: ModelConfig) -> dict[tuple[int, ...], Communicator]:
     """Communicators among stages that hold the same parameters. A collective call: every rank asks for all of them."""
     wanted = {holders_of("", chunk, placement, config) for chunk in range(placement.chunks)}
     wanted.add(holders_of(TIED, 0, placement, config))
-    made = {}
+    groups = {}
     for holders in sorted(holders for holders in wanted if len(holders) > 1):
         group = mesh.pp.comm.split(0 if mesh.pp.index in holders else None, key=mesh.pp.index)
         if group is not None:
-            made[holders] = group
-    return made
+            groups[holders] = group
+    return groups
 
 
 class Pipeline(Laid):
@@ -246,8 +246,9 @@ class Pipeline(Laid):
         logits_BTV = torch.empty((*tokens_BT.shape, self.config.vocabulary), dtype=wide, device=tokens_BT.device)
         if last_BTV is not None:
             logits_BTV.copy_(last_BTV)
-        made: Tensor = self.mesh.pp.comm.broadcast(logits_BTV, root=self.step.program.placement.directions[0][-1])
-        return made
+        root = self.step.program.placement.directions[0][-1]
+        everywhere_BTV: Tensor = self.mesh.pp.comm.broadcast(logits_BTV, root=root)
+        return everywhere_BTV
 
     def stand_by(self) -> None:
         for chunk, rank in enumerate(self.step.program.placement.directions[0]):
@@ -258,7 +259,7 @@ class Pipeline(Laid):
     def _through(self, tokens_BT: Tensor, run: Callable[[Laid, Tensor | None], Any]) -> Any:
         """One pass through all chunks in their order; what the last one gave, on the rank that has it."""
         ranks, comm = self.step.program.placement.directions[0], self.mesh.pp.comm
-        x_BTD, made = None, None
+        x_BTD = None
         for chunk, rank in enumerate(ranks):
             if rank != comm.rank:
                 continue
@@ -266,10 +267,10 @@ class Pipeline(Laid):
             if chunk and ranks[chunk - 1] != rank:
                 x_BTD = comm.recv(part.empty_stream(tokens_BT), ranks[chunk - 1], chunk)
             with nullcontext() if self.gathers is None else self.gathers.whole(chunk):
-                made = run(part, x_BTD)
+                result = run(part, x_BTD)
             if chunk == len(ranks) - 1:
-                return made
-            x_BTD = made.to(part.stream_dtype)
+                return result
+            x_BTD = result.to(part.stream_dtype)
             if ranks[chunk + 1] != rank:
                 comm.send(x_BTD.contiguous(), ranks[chunk + 1], chunk + 1)
         return None

@@ -23,8 +23,8 @@ from tilemesh.model.documents import DocumentPlaces
 class _Pair(NamedTuple):
     """Keys and values of one slice in one layer: as its graph made them, and as later slices are given them."""
 
-    made: tuple[Tensor, Tensor]
-    given: tuple[Tensor, Tensor]
+    own: tuple[Tensor, Tensor]
+    detached: tuple[Tensor, Tensor]
 
 
 class SliceCache:
@@ -54,9 +54,9 @@ class SliceCache:
 
     def attend(self, layer: int, q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, *, window: int = 0) -> Tensor:
         needs = torch.is_grad_enabled()
-        given = k_BTKE.detach().requires_grad_(needs), v_BTKE.detach().requires_grad_(needs)
-        self.pairs[layer] = _Pair((k_BTKE, v_BTKE), given)
-        before = [slice_.pairs[layer].given for slice_ in self.earlier]
+        detached = k_BTKE.detach().requires_grad_(needs), v_BTKE.detach().requires_grad_(needs)
+        self.pairs[layer] = _Pair((k_BTKE, v_BTKE), detached)
+        before = [slice_.pairs[layer].detached for slice_ in self.earlier]
         keys_BSKE = torch.cat([*(keys for keys, _ in before), k_BTKE], dim=1)
         values_BSKE = torch.cat([*(values for _, values in before), v_BTKE], dim=1)
         seen, tokens = keys_BSKE.shape[1], q_BTHE.shape[1]
@@ -81,13 +81,13 @@ class SliceCache:
 
     def roots(self) -> tuple[list[Tensor], list[Tensor]]:
         """Where backward begins beside the slice's output, and with which gradients: what later slices attended to."""
-        made, gradients = [], []
+        own, gradients = [], []
         for pair in self.pairs.values():
-            for tensor, given in zip(pair.made, pair.given, strict=True):
-                if given.grad is not None:
-                    made.append(tensor)
-                    gradients.append(given.grad)
-        return made, gradients
+            for tensor, detached in zip(pair.own, pair.detached, strict=True):
+                if detached.grad is not None:
+                    own.append(tensor)
+                    gradients.append(detached.grad)
+        return own, gradients
 
 
 @functools.cache

@@ -170,12 +170,12 @@ def join_at(module: nn.Module, seams: Seams, total: int) -> None:
 class RowConv2d(nn.Conv2d):
     """Cut by the input channels: each rank convolves its own; partial outputs are summed, then the bias is added."""
 
-    def __init__(self, whole: nn.Conv2d, seams: Seams) -> None:
-        like: dict[str, Any] = {
-            name: getattr(whole, name) for name in ("stride", "padding", "dilation", "padding_mode")
+    def __init__(self, like: nn.Conv2d, seams: Seams) -> None:
+        settings: dict[str, Any] = {
+            name: getattr(like, name) for name in ("stride", "padding", "dilation", "padding_mode")
         }
-        has_bias, size = whole.bias is not None, whole.kernel_size
-        super().__init__(whole.in_channels, whole.out_channels, size, bias=has_bias, device="meta", **like)  # type: ignore[arg-type]
+        has_bias, size = like.bias is not None, like.kernel_size
+        super().__init__(like.in_channels, like.out_channels, size, bias=has_bias, device="meta", **settings)  # type: ignore[arg-type]
         self.seams = seams
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
@@ -191,9 +191,9 @@ class RowConv2d(nn.Conv2d):
 class VocabularyEmbedding(Embedding):
     """A table cut by its rows: a token's row comes from the one rank that has it, the others add zeros."""
 
-    def __init__(self, whole: nn.Embedding, seams: Seams, first: int) -> None:
+    def __init__(self, like: nn.Embedding, seams: Seams, first: int) -> None:
         """`first`: the first row that is this rank's."""
-        super().__init__(whole.num_embeddings, whole.embedding_dim, device="meta")
+        super().__init__(like.num_embeddings, like.embedding_dim, device="meta")
         self.seams, self.first = seams, first
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002

@@ -148,7 +148,7 @@ class Zero(Bucketed):
             rows |= held_rows(bucket.rows, self.rows_of(bucket))
         self.stepped = {name: rows[name] for name in self.held}
 
-    def made(self, names: Sequence[str]) -> ZeroBucket:
+    def make_bucket(self, names: Sequence[str]) -> ZeroBucket:
         held = [self.held[name] for name in names]
         first = held[0]
         rows = RowsOfRanks([parameter.shard for parameter in held], self.group)
@@ -244,8 +244,8 @@ class Zero(Bucketed):
         bucket.is_over_all = self.across.size == 1
         bucket.landing = torch.empty_like(bucket.part) if bucket.has_sum else None
         out = bucket.part if bucket.landing is None else bucket.landing
-        whole, counts = bucket.flat[: bucket.rows.numel], bucket.rows.counts
-        return self.sharing.reduce_scatter(whole, counts=counts, out=out, algorithm=self.algorithm, wait=False)
+        buffer, counts = bucket.flat[: bucket.rows.numel], bucket.rows.counts
+        return self.sharing.reduce_scatter(buffer, counts=counts, out=out, algorithm=self.algorithm, wait=False)
 
     def unpacked(self, bucket: Bucket) -> Tensor:
         assert isinstance(bucket, ZeroBucket)
@@ -305,8 +305,8 @@ class Zero(Bucketed):
                 self._join(*waiting.pop(0))
             mine = torch.cat([rows.reshape(-1) for rows in self.rows_of(bucket)])
             bucket.flat = self._memory(bucket.rows.numel, bucket.part)
-            whole, counts = bucket.flat[: bucket.rows.numel], bucket.rows.counts
-            handle = self.sharing.all_gather(mine, counts=counts, out=whole, algorithm=self.algorithm, wait=False)
+            buffer, counts = bucket.flat[: bucket.rows.numel], bucket.rows.counts
+            handle = self.sharing.all_gather(mine, counts=counts, out=buffer, algorithm=self.algorithm, wait=False)
             waiting.append((bucket, handle))
         for bucket, handle in waiting:
             self._join(bucket, handle)

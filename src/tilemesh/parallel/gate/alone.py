@@ -203,7 +203,7 @@ def _by_input(module: Linear, parts: int, x: Tensor) -> Tensor:
 def _by_output(module: Linear, parts: int, x: Tensor) -> Tensor:
     """Output features in parts: the same values, and gradients of x that are summed from as many."""
     biases = [None] * parts if module.bias is None else module.bias.tensor_split(parts)
-    made = []
+    slices = []
     for weight, bias in zip(module.weight.tensor_split(parts), biases, strict=True):
-        made.append(functional.linear(x, weight, bias))
-    return ACTIVATIONS[module.activation](torch.cat(made, -1))
+        slices.append(functional.linear(x, weight, bias))
+    return ACTIVATIONS[module.activation](torch.cat(slices, -1))

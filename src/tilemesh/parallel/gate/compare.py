@@ -156,8 +156,8 @@ class Gate:
             return _OwnRule(laid.gradients.stepped)
         if self.optimizer is None:
             raise UsageError(f"a case of {case.optimizer}, and the gate was given no optimizer: pass Gate(optimizer=…)")
-        made = self.optimizer(case.optimizer, laid, case.precision)
-        return made if self.plant is None or not self.plant.applies(case) else self.plant.steps(made)
+        optimizer = self.optimizer(case.optimizer, laid, case.precision)
+        return optimizer if self.plant is None or not self.plant.applies(case) else self.plant.steps(optimizer)
 
     def train(self, case: Case, mesh: Mesh) -> GateTrace | None:
         """The layout's training, whole, on rank 0 of the mesh."""

@@ -126,21 +126,21 @@ def _loss_without_sum(laid: Laid) -> None:
     laid.loss = loss  # type: ignore[method-assign]
 
 
-def _copies_not_summed(whole: bool) -> Callable[[Laid], None]:
+def _copies_not_summed(of_all: bool) -> Callable[[Laid], None]:
     def put(laid: Laid) -> None:
         assert isinstance(laid.gradients, Bucketed)
         for bucket in laid.gradients.buckets:
-            if (bucket.copies_summed == (("tp", laid.mesh.tp.size),)) == whole:
+            if (bucket.copies_summed == (("tp", laid.mesh.tp.size),)) == of_all:
                 bucket.copies_summed = ()
 
     return put
 
 
-planted("norm-no-sum", "norm", "norm", lambda plan, config: plan.sequence_parallel)(_copies_not_summed(whole=True))
+planted("norm-no-sum", "norm", "norm", lambda plan, config: plan.sequence_parallel)(_copies_not_summed(of_all=True))
 planted(
     "attention-kv-copies", "attention", "layers.1.attention.fc_v.",
     lambda plan, config: 1 < config.kv_heads < plan.tp,
-)(_copies_not_summed(whole=False))  # fmt: skip
+)(_copies_not_summed(of_all=False))  # fmt: skip
 
 
 @planted("dropout-by-rank", "dropout", "the input of layers.0.", _any_tp)
