@@ -17,8 +17,8 @@ from tilemesh.bench.kernel.book import bench_of
 from tilemesh.bench.kernel.cases import cases_of
 from tilemesh.bench.kernel.measure import MeasuredDevice, _limit, bench_rows
 from tilemesh.bench.kernel.run import measure_cases
-from tilemesh.cli.bench_page import _work, bench_drawings, write_charts
 from tilemesh.cli.main import main
+from tilemesh.cli.pages import _work, bench_drawings, write_charts
 from tilemesh.core import calibration
 from tilemesh.core.cost import Ceiling, limit_s
 from tilemesh.core.errors import RunError, UsageError

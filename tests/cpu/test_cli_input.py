@@ -84,9 +84,9 @@ def test_what_cannot_be_is_one_line(words: list[str], said: str, capsys: pytest.
 
 
 def test_verify_on_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     assert main(["verify", "--device", "cuda"]) == 2
-    assert "torch sees no NVIDIA GPU" in capsys.readouterr().err
+    assert "--device is 'cuda': torch sees 0 GPUs here; use cpu" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("columns", ["", "0", "-1", "²", "wide", "9" * 5000])

@@ -20,9 +20,9 @@ from pathlib import Path
 
 import pytest
 
-from tilemesh.cli.bench_page import read_trials
 from tilemesh.cli.commands.train import write_page
 from tilemesh.cli.main import main
+from tilemesh.cli.pages import read_trials
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.kernels.matmul.config import Config
 from tilemesh.kernels.matmul.problem import Problem

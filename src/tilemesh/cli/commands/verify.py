@@ -116,10 +116,9 @@ def _require(options: VerifyOptions) -> None:
 
     every_case(options.ranks, options.models, options.precision)
     if options.device == "cuda":
-        import torch
+        from tilemesh.kernels.launch.tensors import read_device
 
-        if not torch.cuda.is_available():
-            raise UsageError("--device cuda: torch sees no NVIDIA GPU here; leave --device out to compare on the CPU")
+        read_device(options.device)
     if options.plant is not None:
         from tilemesh.parallel.gate.plant import PLANTS
 

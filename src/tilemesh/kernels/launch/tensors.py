@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._C import _are_functorch_transforms_active, _is_tracing, _len_torch_dispatch_stack
 from torch.autograd import forward_ad
 
-from tilemesh.core.errors import UsageError
+from tilemesh.core.errors import Argument, UsageError
 from tilemesh.core.ranges import shown
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -59,16 +59,19 @@ def check_device(given: Mapping[str, Tensor]) -> None:
         raise UsageError(f"tensors on different devices: {given_devices}; move them with .to()")
 
 
+_DEVICE = Argument("device")
+
+
 def read_device(name: torch.device | str) -> torch.device:
     """A device by its name: a CPU or a GPU that is there."""
     try:
         device = torch.device(name)
     except (RuntimeError, TypeError):
-        raise UsageError(f"device is {shown(name)}: expected cpu, cuda or cuda:NUMBER") from None
+        raise UsageError(_DEVICE, f" is {shown(name)}: expected cpu, cuda or cuda:NUMBER") from None
     if device.type not in ("cpu", "cuda"):
-        raise UsageError(f"device is {shown(name)}: expected cpu, cuda or cuda:NUMBER")
+        raise UsageError(_DEVICE, f" is {shown(name)}: expected cpu, cuda or cuda:NUMBER")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise UsageError(f"device is {shown(name)}: torch sees {torch.cuda.device_count()} GPUs here")
+        raise UsageError(_DEVICE, f" is {shown(name)}: torch sees {torch.cuda.device_count()} GPUs here; use cpu")
     return device
 
 

@@ -69,7 +69,7 @@ def _measure(options: CollectiveOptions, ranks: str) -> Output:
     from tilemesh.bench.collective.cells import COLLECTIVES, parse_ranks, parse_sizes
     from tilemesh.bench.collective.run import check_transport, collective_rows
     from tilemesh.bench.collective.table import summary, table
-    from tilemesh.cli.bench_page import bench_drawings, bench_page
+    from tilemesh.cli.pages import bench_drawings, bench_page
     from tilemesh.comm.schedules.book import ALGORITHMS
 
     for name in options.collectives:

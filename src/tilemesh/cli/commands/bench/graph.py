@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from tilemesh.cli.output import Output, console_beside, print_block
-from tilemesh.core.errors import RunError, UsageError
+from tilemesh.core.errors import UsageError
 from tilemesh.core.options import ROWS, Count, Known, OutFile, Seconds, Words, argument, option
 from tilemesh.core.units import format_bytes
 
@@ -43,13 +43,12 @@ def graph(options: GraphBenchOptions) -> Output:
     from tilemesh.bench.graph.models import MODELS, SIZES
     from tilemesh.bench.graph.run import bench_model
     from tilemesh.bench.graph.studies import study_rows
+    from tilemesh.kernels.launch.tensors import read_device
 
     names = list(MODELS) if "all" in options.models else options.models
     if not names and not options.study:
         raise UsageError("no model was given; give some of " + ", ".join(MODELS) + ", or --study")
-    if options.device == "cuda" and not torch.cuda.is_available():
-        raise RunError("--device cuda: torch sees no GPU here; use --device cpu")
-    console, device = console_beside(options.json), torch.device(options.device)
+    console, device = console_beside(options.json), read_device(options.device)
     rows: list[Row] = []
     for study in options.study:
         measured = study_rows(study, options.seconds, device)

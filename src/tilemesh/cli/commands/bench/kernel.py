@@ -42,7 +42,7 @@ def kernel(options: KernelBenchOptions) -> Output:
     settings = problem_settings(options, "c", "activation", "layout")
     cases = cases_of(options.operators or ["matmul"], options.shapes, settings, options.dtype or "")
     from tilemesh.bench.kernel.run import measure_cases
-    from tilemesh.cli.bench_page import bench_drawings, bench_page, read_trials
+    from tilemesh.cli.pages import bench_drawings, bench_page, read_trials
     from tilemesh.measure.row import Row, write_rows
 
     if options.tried is not None:  # what cannot be read is told before minutes of measuring
