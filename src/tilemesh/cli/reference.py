@@ -25,8 +25,8 @@ This page is generated: `python -m tilemesh.cli.reference > docs/commands.md`.
 
 def reference_page() -> str:
     """The Markdown page."""
-    whole: Any = typer.main.get_command(make_app())
-    sections = [section for name, command in commands(whole, "tilemesh") for section in _section(name, command)]
+    root: Any = typer.main.get_command(make_app())
+    sections = [section for name, command in commands(root, "tilemesh") for section in _section(name, command)]
     return "\n".join([_PAGE, *sections]).rstrip() + "\n"
 
 

@@ -134,15 +134,15 @@ def _listen(host: str, port: int) -> socket.socket:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except (OSError, UnicodeError) as error:
         raise UsageError(f"--host is {host}: it is no address of this machine ({error})") from None
-    made = socket.socket(family, kind)
+    listening = socket.socket(family, kind)
     try:
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        made.bind(address)
-        made.listen(1024)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(address)
+        listening.listen(1024)
     except OSError as error:
-        made.close()
+        listening.close()
         why = error.strerror or error
         raise RunError(
             f"cannot listen on {host}, port {port}: {why}; give another --port (0 takes a free one)"
         ) from None
-    return made
+    return listening

@@ -272,8 +272,8 @@ def summary_text(result: Result, summary: Mapping[str, Any]) -> Iterator[Block]:
     more = f"train.steps={2 * summary['step']}"
     if summary["step"] < config.train.steps:  # early stopping ended it
         more = f"evaluate.patience={2 * config.evaluate.patience}"
-    is_whole = result.saved_step == result.step and not summary["interrupted"]
-    weights, again = result.saved_in or folder, f" --set {more}" * is_whole
+    is_finished = result.saved_step == result.step and not summary["interrupted"]
+    weights, again = result.saved_in or folder, f" --set {more}" * is_finished
     yield [
         f"weights: step {result.saved_step}, {weights / CHECKPOINTS}",
         f"go on:   {program()} train --resume {weights}{again}",

@@ -224,8 +224,8 @@ class LayoutTable:
             self._print_layout()
         text = []
         if planted := [line for line in self.lines if line["planted"]]:
-            found = sum(not line["passed"] for line in planted)
-            text.append(f"planted in {_cases(len(planted))}, found in {found} of them")
+            failures = sum(not line["passed"] for line in planted)
+            text.append(f"planted in {_cases(len(planted))}, found in {failures} of them")
         verdict = "every layout computes what one process computes" if not self.failed else f"{self.failed} FAIL"
         text.append(f"{_cases(len(self.lines))}: {verdict}")
         return Output(text, self.lines, exit_code=int(self.failed > 0))

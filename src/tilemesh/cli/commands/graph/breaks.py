@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,16 +29,14 @@ def breaks(options: BreaksOptions) -> None:
     except Exception as error:
         raise RunError(f"the model fails with these inputs: {tracing_failure(error)}") from error
     print(f"{explained.graph_count} pieces, {explained.graph_break_count} breaks, {explained.op_count} operators")
-    for place, each in enumerate(explained.break_reasons):
-        where = each.user_stack[-1] if each.user_stack else None
+    for number, cut in enumerate(explained.break_reasons):
+        where = cut.user_stack[-1] if cut.user_stack else None
         line = f"{Path(where.filename).name}:{where.lineno}" if where else "unknown line"
-        said = str(each.reason).strip().splitlines()
-        print(f"{place}: {line}: {said[0] if said else 'no reason given'}")
+        reason = str(cut.reason).strip().splitlines()
+        print(f"{number}: {line}: {reason[0] if reason else 'no reason given'}")
         if where is not None and where.line:
             print(f"   {where.line.strip()}")
-    kinds: dict[str, int] = {}
-    for guard in explained.out_guards or ():
-        kinds[str(guard.create_fn_name())] = kinds.get(str(guard.create_fn_name()), 0) + 1
+    kinds = Counter(str(guard.create_fn_name()) for guard in explained.out_guards or ())
     if kinds:
         words = ", ".join(f"{count} {kind.lower().replace('_', ' ')}" for kind, count in sorted(kinds.items()))
         print(f"before each call torch checks: {words}")
