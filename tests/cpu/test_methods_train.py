@@ -34,8 +34,9 @@ from tilemesh.runs.manifest import checkpoints
 from tilemesh.runs.metrics import latest
 from tilemesh.runs.names import CHECKPOINTS, SERVER_RECORDS, SUMMARY
 from tilemesh.runs.reader import open_checkpoint
-from tilemesh.train import fit, load_config, steps
+from tilemesh.train import fit, load_config, rank, steps
 from tilemesh.train.config import TrainConfig
+from tilemesh.train.offload import HostOptimizer
 from tilemesh.train.optimizer import LossScale
 from tilemesh.train.preview import preview
 from tilemesh.train.rank import lay_model, train_here
@@ -558,6 +559,18 @@ def test_compression_and_local_updates_tell_what_they_saved(tmp_path: Path) -> N
     assert (figures["rounds"], figures["steps"]) == (2, 8)
     assert 0 < figures["spread"] < 1
     assert "Weights averaged every 4 steps, 2 times" in render(read_run(tmp_path / "b"), Beside())
+
+
+@pytest.mark.parametrize("name", ["pipedream", pytest.param("pipemare", marks=pytest.mark.slow)])
+def test_states_on_the_host_come_for_each_update_within_a_step(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In several parts, which move though host and device are one: the bits of a run whose states stay."""
+    monkeypatch.setattr(rank, "HostOptimizer", functools.partial(HostOptimizer, part_bytes=20_000, moves=True))
+    sets = (*PIPED, f"plan.schedule={name}", "train.batch=8", "train.steps=4", "evaluate.every=0")
+    for offload in ("", "optimizer"):
+        train(config(*sets, f"plan.offload={offload}", mesh="pp=2"), tmp_path / f"run{offload}")
+    assert_equal(tmp_path / "runoptimizer", tmp_path / "run", 0)
 
 
 @pytest.mark.parametrize("name", ["pipedream-2bw", "ampnet"])

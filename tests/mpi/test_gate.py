@@ -413,7 +413,7 @@ def test_what_the_documents_say_of_the_gate_is_so() -> None:
     said = re.search(r"(\d+) cases of layout and model on up to 8 ranks", (root / "README.md").read_text())
     assert said is not None
     assert int(said[1]) == len(every_case(8))
-    assert f"Of {', '.join(MODELS)}, with commas; default" in (root / "docs" / "commands.md").read_text()
+    assert f"Of {', '.join(MODELS)}; default" in (root / "docs" / "commands.md").read_text()
 
 
 @pytest.mark.slow

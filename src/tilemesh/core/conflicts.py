@@ -233,9 +233,9 @@ PLAN_CONFLICTS: tuple[Conflict[ParallelPlan], ...] = (
     ),
     row(
         "schedule offload",
-        lambda plan: _updates_within(plan) and bool(plan.offloads),
-        "versions of weights stay on the device",
-        "offload=",
+        lambda plan: _updates_within(plan) and bool({"activations", "weights"} & {*plan.offloads}),
+        "versions of weights stay on the device, and what is kept of a pass has one in it",
+        lambda plan: "offload=" + "optimizer" * ("optimizer" in plan.offloads),
     ),
     row(
         "attention",
