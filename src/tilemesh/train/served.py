@@ -15,7 +15,6 @@ are lost, and those that it was ahead are done twice.
 from __future__ import annotations
 
 import dataclasses
-import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,12 +34,12 @@ from tilemesh.methods.link import ASKED, STOPPED, PushFigures, ServerLink
 from tilemesh.methods.record import ServerEvent, append_record
 from tilemesh.methods.rules import bound_of
 from tilemesh.methods.server import ParameterServer, SharedNorm
-from tilemesh.parallel.agree import tell
 from tilemesh.parallel.gradients import GradientStep, clip_factor, read
 from tilemesh.parallel.laid import Laid
 from tilemesh.parallel.mesh import Axis
 from tilemesh.parallel.pipeline import Pipeline
 from tilemesh.parallel.shard import Held, take
+from tilemesh.parallel.whole import handed_around
 from tilemesh.runs.manifest import WEIGHT
 from tilemesh.runs.names import SERVER_RECORDS
 from tilemesh.train.config import TrainConfig
@@ -160,8 +159,6 @@ class ServedOptimizer(Optimizer):
             self.vectors = FlatWeights(held, config.method.servers)
             self.link = ServerLink(seat.everyone, seat.servers, self.vectors.cuts)
         super().__init__(config.optimizer, held, as_server(config).plan.precision)
-        shapes = json.dumps({name: list(shard.whole) for name, shard in self.shards.items()})
-        self._shapes: dict[str, list[int]] = json.loads(tell(self.replica, shapes))
         self.clock, self.last, self.recorder, self.waits = 0, last, recorder, seat.number == 0
         """`waits`: with its last pull a worker waits for all others, so that what is saved then is what all did."""
         self.asked: Callable[[], bool] = lambda: False
@@ -223,10 +220,11 @@ class ServedOptimizer(Optimizer):
     def _whole(self) -> dict[str, Held]:
         """What is trained, whole and in the dtype in which it is stepped, on the first rank (a collective call)."""
         values = {name: mine.tensor.detach() for name, mine in self._own.items()}
-        whole = self.laid.gather(values, {name: mine.shard for name, mine in self._own.items()})
+        whole = self.laid.gather(values, {name: mine.shard for name, mine in self._own.items()}) or {}
         return {
-            name: Held(nn.Parameter(value.to(self._wide)), Shard(name, tuple(value.shape)))
-            for name, value in (whole or {}).items()
+            name: Held(nn.Parameter(whole[name].to(self._wide)), Shard(name, tuple(whole[name].shape)))
+            for name in self.laid.names  # in the order of the model, as servers have it
+            if name in whole
         }
 
     def _gradients(self) -> Mapping[str, Tensor]:
@@ -241,11 +239,10 @@ class ServedOptimizer(Optimizer):
         told = [self.clock, self.link.told == ASKED, self.link.told == STOPPED] if self.is_first else [0] * 3
         clock, is_asked, is_stopped = self.replica.broadcast(np.array(told, np.int64)).tolist()
         self.clock, self.is_asked_to_stop, self.is_stopped = clock, bool(is_asked), bool(is_stopped)
-        for name, shape in self._shapes.items() if self._is_copy else ():
-            whole = self.stepped[name].detach() if self.is_first else torch.empty(shape, dtype=self._wide)
-            whole = self.replica.broadcast(whole)
-            if name in self._own:
-                self._own[name].tensor.copy_(take(self._own[name].shard, whole))
+        if self._is_copy:
+            for name, whole in handed_around(self.replica, self.stepped, 0):
+                if name in self._own:
+                    self._own[name].tensor.copy_(take(self._own[name].shard, whole))
 
     def reached(self, step: int) -> int:
         return self.clock
