@@ -18,6 +18,7 @@ import tilemesh as tm
 from tilemesh.comm import connect
 from tilemesh.compress.quantize import quantize
 from tilemesh.core.errors import UsageError
+from tilemesh.core.units import format_bytes
 from tilemesh.kernels.lowbit.formats import parse_scheme
 from tilemesh.model import huggingface
 from tilemesh.model.adapter import LoraConfig, adapted_modules, adapter_parameters, peft_config, peft_names
@@ -25,6 +26,7 @@ from tilemesh.model.config import ModelConfig
 from tilemesh.model.kinds import Adapted, FewBits
 from tilemesh.model.lora import attach
 from tilemesh.model.transformer import Transformer
+from tilemesh.model.work.weights import count_parameters
 from tilemesh.parallel import Mesh
 from tilemesh.runs import base
 from tilemesh.runs.names import BASE
@@ -33,6 +35,7 @@ from tilemesh.serve.write import generate
 from tilemesh.train.check import check_resumed
 from tilemesh.train.config import TrainConfig, of_run
 from tilemesh.train.export import export
+from tilemesh.train.preview import preview
 from tilemesh.train.rank import lay_model
 
 LLAMA = ModelConfig(layers=2, width=16, heads=4, kv_heads=2, vocabulary=256, context=24, norm="rmsnorm", mlp_width=32,
@@ -108,6 +111,17 @@ def test_a_checkpoint_has_the_adapters_alone_and_the_base_stays(hub: Path, run: 
     with torch.no_grad():
         assert torch.equal(load_served(run).model(tokens()), huggingface.load(merged)(tokens()))
     assert len(generate(run, "the ", tokens=5)) == 5
+
+
+@pytest.mark.parametrize(("mesh", "zero"), [("dp=1,tp=1", 0), ("dp=2,tp=1", 1), ("dp=2,tp=1", 3)])
+def test_a_preview_counts_gradients_and_states_of_adapters_alone(hub: Path, mesh: str, zero: int) -> None:
+    """In float64, with AdamW: 8 bytes of every weight, and 8 + 8 + 16 of those that are trained."""
+    config = asked(hub, f"plan.zero={zero}", mesh=mesh)
+    weights, adapters = count_parameters(LLAMA).total, adapter_parameters(LLAMA, config.lora)
+    wanted = 8 * (weights // 2 if zero == 3 else weights)
+    wanted += {0: 32 * adapters, 1: 16 * adapters + 16 * adapters // 2, 3: 32 * adapters // 2}[zero]
+    lines = dict(preview(config, init=hub / "model").lines())
+    assert lines["memory"].startswith(f"{format_bytes(wanted)} per rank for weights, gradients and optimizer states")
 
 
 @pytest.mark.parametrize(

@@ -130,7 +130,8 @@ class Preview:
     def _predictions(self) -> list[tuple[str, str]]:
         """Memory and time, or why the planner says nothing of them."""
         if "missing" in self.predicted:
-            states = format_bytes(least_bytes(self.config.model, self.config.plan))
+            adapters = adapter_parameters(self.config.model, self.config.lora) if self.config.lora.rank else 0
+            states = format_bytes(least_bytes(self.config.model, self.config.plan, adapters))
             why = f"not predicted: {self.predicted['missing']}"
             known = f"{states} per rank for weights, gradients and optimizer states; activations {why}"
             return [("memory", known), ("time", why)]
