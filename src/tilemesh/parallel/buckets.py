@@ -24,7 +24,7 @@ from tilemesh.core.axes import Blocks
 from tilemesh.core.errors import UsageError
 from tilemesh.parallel.gradients import Exchanging, GradientStep, Parts, batch_summed, copies_summed
 from tilemesh.parallel.shard import Held
-from tilemesh.parallel.whole import unpacked
+from tilemesh.parallel.whole import shard_views
 
 BUCKET_BYTES = 8 << 20
 
@@ -86,7 +86,7 @@ class Bucketed(Exchanging):
         held = [self.held[name] for name in names]
         first = held[0].tensor
         flat = torch.empty(sum(p.numel() for p, _ in held), dtype=first.dtype, device=first.device)
-        return Bucket.of(held, self.chunks.get(names[0], 0), flat, unpacked(flat, [shard for _, shard in held]))
+        return Bucket.of(held, self.chunks.get(names[0], 0), flat, shard_views(flat, [shard for _, shard in held]))
 
     @property
     def is_sending(self) -> bool:

@@ -21,7 +21,7 @@ from tilemesh.core.plan import ParallelPlan
 from tilemesh.core.shard import Shard
 from tilemesh.parallel.mesh import Mesh
 from tilemesh.parallel.shard import put, take
-from tilemesh.parallel.whole import unpacked
+from tilemesh.parallel.whole import shard_views
 
 ROUND_NUMBERS = 16 << 20
 """Of whole matrices for each rank in one round, at least: few exchanges. More where one matrix alone is larger."""
@@ -97,7 +97,7 @@ class MatrixRound:
         recv_counts = [sum(math.prod(shard.shape) for shard in source) for source in shards]
         arrived: Tensor = self.comm.all_to_all(flat, send_counts=send_counts, recv_counts=recv_counts)
         pieces = arrived.split_with_sizes(recv_counts)
-        return [unpacked(piece, source) for piece, source in zip(pieces, shards, strict=True)]
+        return [shard_views(piece, source) for piece, source in zip(pieces, shards, strict=True)]
 
 
 def _shared_out(shapes: Sequence[tuple[int, ...]], ranks: int) -> list[list[int]]:

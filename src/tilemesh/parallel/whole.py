@@ -44,12 +44,12 @@ def _gather_packed(
     flat = group.gather(torch.cat([local.flatten() for _, local in parts]), root=0, counts=counts)
     if flat is None:
         return {}
-    pieces = [unpacked(packed, shards) for shards, packed in zip(everyone, flat.cpu().split(counts), strict=True)]
+    pieces = [shard_views(packed, shards) for shards, packed in zip(everyone, flat.cpu().split(counts), strict=True)]
     columns = zip(zip(*everyone, strict=True), zip(*pieces, strict=True), strict=True)
     return {shards[0].name: join(shards, locals_) for shards, locals_ in columns}
 
 
-def unpacked(flat: Tensor, shards: Sequence[Shard]) -> list[Tensor]:
+def shard_views(flat: Tensor, shards: Sequence[Shard]) -> list[Tensor]:
     """Views of numbers that lie one shard after the other."""
     pieces = flat.split_with_sizes([math.prod(mine.shape) for mine in shards])
     return [piece.view(mine.shape) for piece, mine in zip(pieces, shards, strict=True)]

@@ -28,7 +28,7 @@ from tilemesh.core.shard import Cut, Shard
 from tilemesh.parallel.buckets import BUCKET_BYTES, Bucket, Bucketed
 from tilemesh.parallel.gradients import GradientStep, Parts
 from tilemesh.parallel.shard import Held
-from tilemesh.parallel.whole import unpacked
+from tilemesh.parallel.whole import shard_views
 
 AXIS = "dp"
 UNDER_WAY = 2
@@ -100,7 +100,7 @@ class RowsOfRanks:
 
     def split(self, flat: Tensor) -> list[Tensor]:
         """Views of this rank's numbers, one for each parameter."""
-        return unpacked(flat, self.mine)
+        return shard_views(flat, self.mine)
 
 
 @dataclass(eq=False)
