@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch.nn import functional
 
 from tilemesh.kernels.lowbit.codes import quantize
 from tilemesh.kernels.lowbit.formats import parse_scheme
+from tilemesh.model import huggingface
 from tilemesh.model.cache import DenseCache
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.kernels import OURS, PLAIN, STANDARD
@@ -23,6 +25,7 @@ from tilemesh.model.programs.group import as_one, layer_groups
 from tilemesh.model.programs.prepare import PROGRAMS, Prepared, prepare
 from tilemesh.model.programs.program import TRAINING, LayerProgram, Use, row_class
 from tilemesh.model.transformer import Transformer
+from tilemesh.parallel.gate.alone import compress_all
 from tilemesh.parallel.gate.cases import PAPERS
 from tilemesh.serve.request import ServeRequest
 from tilemesh.serve.runner import Runner
@@ -263,6 +266,31 @@ def test_projections_lie_in_one_storage_and_keep_their_names() -> None:
     again = prepare(model, Use()).groups[0].heads
     assert again is not None
     assert again.layer.weight.data_ptr() == heads.layer.weight.data_ptr()  # found, not copied
+
+
+@pytest.mark.parametrize("scheme", ["", "int8"])
+@pytest.mark.parametrize("config", [LLAMA, PAPERS["gpt2"]], ids=["llama", "gpt2"])
+def test_a_model_that_is_read_has_one_storage_for_each_group(config: ModelConfig, scheme: str, tmp_path: Path) -> None:
+    """So nothing is copied when it is prepared to serve; files, names and values are what they were."""
+    saved = model_of(config, torch.float32).requires_grad_(False)
+    if scheme:
+        compress_all(saved, scheme)
+    huggingface.save(saved, tmp_path)
+    model = huggingface.load(tmp_path).requires_grad_(False)
+    before = {name: value.data_ptr() for name, value in model.named_parameters()}
+    groups = prepare(model, Use()).groups
+    assert {name: value.data_ptr() for name, value in model.named_parameters()} == before
+    assert (groups[0].gated is not None) == (config.activation == "swiglu")
+    storages = {value.untyped_storage().data_ptr() for name, value in model.named_parameters() if ".fc_" in name}
+    pieces = sum(".fc_" in name for name in before)
+    per_layer = len({name.rpartition(".")[2] for name in before if "fc_q" in name})
+    # Three matrices become one, and gate and first projection one.
+    assert len(storages) == pieces - config.layers * per_layer * (3 if config.activation == "swiglu" else 2)
+    for name, value in saved.named_parameters():
+        torch.testing.assert_close(model.get_parameter(name), value, rtol=0, atol=0)
+    huggingface.save(model, tmp_path / "again")
+    again = huggingface.load(tmp_path / "again")
+    assert all(torch.equal(value, again.get_parameter(name)) for name, value in model.named_parameters())
 
 
 def test_what_lies_under_one_another_is_one() -> None:

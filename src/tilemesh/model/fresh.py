@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
@@ -74,9 +74,44 @@ def draw(name: str, shape: tuple[int, ...], seed: int, layers: int, out: Tensor 
     return drawn.div_(drawn.std() * math.sqrt(3 * shape[1]))
 
 
-def give_memory(model: nn.Module, device: torch.device) -> None:
-    """As `to_empty`, which makes torch import sympy: half a second, on every rank."""
-    for module in model.modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            empty = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
-            module.register_parameter(name, nn.Parameter(empty, requires_grad=parameter.requires_grad))
+GROUPED = (("fc_q", "fc_k", "fc_v"), ("fc_gate", "fc_in"))
+"""Projections of the same activations, by their names in a block."""
+
+
+def give_memory(model: nn.Module, device: torch.device | str, *, together: bool = False) -> None:
+    """As `to_empty`, which makes torch import sympy: half a second, on every rank.
+
+    `together`: what projections of the same activations hold under one name are rows of one storage, where these are
+    alike. For models that are read to compute forward, by one product for each group (`model/programs/group.py`).
+    """
+    groups = _groups(model) if together else []
+    grouped = {id(holder) for group in groups for holder in group}
+    for holders in (*groups, *([holder] for holder in model.modules() if id(holder) not in grouped)):
+        for name in [name for name, held in holders[0]._parameters.items() if held is not None]:
+            parts = [holder.get_parameter(name) for holder in holders]
+            for holder, part, empty in zip(holders, parts, _empty_like(parts, device), strict=True):
+                holder.register_parameter(name, nn.Parameter(empty, requires_grad=part.requires_grad))
+
+
+def _empty_like(parts: list[nn.Parameter], device: torch.device | str) -> Sequence[Tensor]:
+    """Memory for these, several of them under one another."""
+    first = parts[0]
+    if len(parts) == 1:
+        return [torch.empty(first.shape, dtype=first.dtype, device=device)]
+    rows = [len(part) for part in parts]
+    return torch.split(torch.empty((sum(rows), *first.shape[1:]), dtype=first.dtype, device=device), rows)
+
+
+def _groups(model: nn.Module) -> list[list[nn.Module]]:
+    """Projections whose parameters can lie under one another: those of a group that have alike ones."""
+    found = []
+    for block in model.modules():
+        children = dict(block.named_children())
+        for names in GROUPED:
+            holders = [children[name] for name in names if name in children]
+            pieces = [list(holder.named_parameters(recurse=False)) for holder in holders]
+            alike = {tuple((name, part.dtype, part.shape[1:]) for name, part in each) for each in pieces}
+            has_rows = all(part.dim() > 0 for each in pieces for _, part in each)
+            if len(holders) == len(names) and len(alike) == 1 and has_rows:
+                found.append(holders)
+    return found

@@ -25,6 +25,7 @@ from tilemesh.model.config import ModelConfig
 from tilemesh.model.families.book import CONFIG, FAMILIES, QUANTIZATION, entries, family_of, read_config, to_json
 from tilemesh.model.families.carried import copy_carried, special_ids
 from tilemesh.model.families.family import Entry
+from tilemesh.model.fresh import give_memory
 from tilemesh.model.linear import MatrixKind
 from tilemesh.model.lowbit_files import OURS, CompressedFolder, compressed_tensors
 from tilemesh.model.transformer import Transformer
@@ -50,7 +51,7 @@ def load(
             dtype = _only_dtype(Path(folder), stored, compressed)
         model = Transformer(config, device="meta", dtype=dtype)
         compressed = _compressed(Path(folder), model)
-        model.to_empty(device="cpu" if device is None else device)
+        give_memory(model, "cpu" if device is None else device, together=True)
         parameters = dict(model.named_parameters())
         with torch.no_grad():
             for name, tensor in _parameters(config, stored, compressed):

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tilemesh.core.errors import RunError
 from tilemesh.model.config import ModelConfig
+from tilemesh.model.fresh import give_memory
 from tilemesh.model.transformer import Transformer
 
 
@@ -26,7 +27,7 @@ def read_model(config: ModelConfig, weights: Weights, device: torch.device | str
     """The model with these weights, in their dtype: no dropout, no gradients."""
     weights_read = read_weights(config, weights)
     model = Transformer(config, device="meta", dtype=next(iter(weights_read.values())).dtype)
-    model.to_empty(device=device)
+    give_memory(model, device, together=True)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(weights_read[name])

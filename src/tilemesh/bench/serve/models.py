@@ -9,7 +9,7 @@ import torch
 
 from tilemesh.data.tokenizer import Unknown
 from tilemesh.model.config import ModelConfig
-from tilemesh.model.fresh import INIT_STD
+from tilemesh.model.fresh import INIT_STD, give_memory
 from tilemesh.model.transformer import Transformer
 from tilemesh.serve.load import ServedModel
 
@@ -36,7 +36,7 @@ def random_served(
 ) -> ServedModel:
     """Weights drawn on the device, as fresh ones are; rounded to 16 bits, so that every peer can have the same."""
     model = Transformer(config, device="meta", dtype=dtype).eval().requires_grad_(False)
-    model.to_empty(device=device)
+    give_memory(model, device, together=True)
     generator = torch.Generator(device).manual_seed(seed)
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
