@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from tilemesh.data.tokenizer import Unknown
 from tilemesh.kernels.lowbit.codes import quantize
 from tilemesh.kernels.lowbit.formats import parse_scheme
 from tilemesh.model import huggingface
@@ -21,15 +23,20 @@ from tilemesh.model.config import ModelConfig
 from tilemesh.model.kernels import OURS, PLAIN, STANDARD
 from tilemesh.model.kinds import few_bits, put
 from tilemesh.model.programs import definition, ends, few_tokens, fused_mlp, joined, one_token, products
+from tilemesh.model.programs.explain import explain
 from tilemesh.model.programs.group import as_one, layer_groups
 from tilemesh.model.programs.prepare import PROGRAMS, Prepared, prepare
 from tilemesh.model.programs.program import TRAINING, LayerProgram, Use, row_class
 from tilemesh.model.transformer import Transformer
 from tilemesh.parallel.gate.alone import compress_all
 from tilemesh.parallel.gate.cases import PAPERS
+from tilemesh.serve import Engine
+from tilemesh.serve.load import ServedModel
 from tilemesh.serve.request import ServeRequest
 from tilemesh.serve.runner import Runner
 from tilemesh.serve.scheduler import Scheduler, ServeLimits
+from tilemesh.train.load import load
+from tilemesh.train.plain import planned_programs
 
 DEFINITION = (definition.ATTENTION, definition.MLP)
 REFERENCE_FEW = dataclasses.replace(few_tokens.FEW, implementation="torch")
@@ -367,3 +374,43 @@ def _stream(x: Tensor) -> Any:
 def test_every_program_is_named_once() -> None:
     names = [program.name for program in PROGRAMS if program.name != "definition"]
     assert len(set(names)) == len(names)
+
+
+# Explained ------------------------------------------------------------------------------------------------------------
+
+
+def test_what_serves_is_told_with_times_and_reasons() -> None:
+    lines = explain(prepare(model_of(LLAMA, torch.bfloat16).eval().requires_grad_(False), SERVES))
+    assert lines[0] == "programs of 2 layers, predicted for a plain CPU (two channels of memory)"
+    ones = [line.strip() for line in lines if line.startswith("  1 token: ")]
+    assert [line.rpartition(", ")[0] for line in ones] == [
+        f"1 token: {products.ATTENTION.name} + {one_token.GATE.name}: 1 layer",
+        f"1 token: {one_token.NORMS.name}: 1 layer",
+    ]
+    assert all(re.search(r"µs each for 1 forward$", line) for line in ones)
+    assert f"  2 to 64 tokens: {few_tokens.FEW.name}: 2 layers, " in " ".join(lines)
+    reason = "before the first layer's norm there is nothing to add (1 of 2 layers)"
+    assert any(line == f"    not {one_token.NORMS.name}: {reason}" for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("sets", "chosen", "refused"),
+    [
+        ("train.kernels=tilemesh", fused_mlp.FUSED_MLP.name, "not weights of query, key and value in a row: weights"),
+        ("train.kernels=tilemesh,plan.tp=2", "definition", "not MLP as one operator: ranks share the layer"),
+        ("plan.pp=2,plan.schedule=zb-h1", "definition", "not MLP as one operator: the MLP's kernels are torch's"),
+    ],
+)
+def test_what_trains_is_told_before_anything_is_computed(sets: str, chosen: str, refused: str) -> None:
+    config = load("gpt2-124m", sets=[sets, "model.layers=4,train.compile=false,train.device=cpu"])
+    text = "\n".join(explain(planned_programs(config, torch.device("cpu"))))
+    assert re.search(rf"a microbatch: (definition \+ )?{chosen}: 4 layers", text)
+    assert refused in text
+
+
+def test_an_engine_tells_its_programs() -> None:
+    served = ServedModel("small", model_of(LLAMA).eval().requires_grad_(False), Unknown(64), frozenset())
+    with Engine(served, pages=8) as engine:
+        lines = engine.explain()
+    assert f"more tokens: {products.ATTENTION.name} + {products.MLP.name}: 2 layers" in " ".join(lines)
+    assert lines[-1].endswith("; steps are not captured")
