@@ -40,7 +40,7 @@ from tilemesh.train.offload import HostOptimizer
 from tilemesh.train.optimizer import LossScale
 from tilemesh.train.preview import preview
 from tilemesh.train.rank import lay_model, train_here
-from tilemesh.train.served import FlatWeights, WorkerSource, as_server, as_worker, served_shard, server_cuts
+from tilemesh.train.servers import FlatWeights, WorkerSource, as_server, as_worker, server_cuts, server_shard
 
 SMALL = (
     "model.layers=1", "model.width=16", "model.heads=2", "model.context=16", "train.steps=8", "train.batch=4",
@@ -449,7 +449,7 @@ def test_a_first_worker_that_was_given_up_goes_on_where_the_others_are(tmp_path:
 
 def test_a_worker_whose_loss_is_no_number_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It pushes nothing, so that it would make the same step for ever."""
-    monkeypatch.setattr("tilemesh.train.served.read", lambda steps: [(math.nan, math.nan)])
+    monkeypatch.setattr("tilemesh.train.servers.read", lambda steps: [(math.nan, math.nan)])
     with pytest.raises(RunError, match="worker 1, step 1: loss is nan"):
         train(config("train.method=server"), tmp_path / "run")
 
@@ -521,7 +521,7 @@ def test_an_asynchronous_run_is_the_serial_replay_of_its_record(
     alone = run_threads(1, lambda comm: comm)[0]
     laid = lay_model(as_server(made), Mesh(alone), torch.device("cpu"), False)
     laid_before = {name: mine.tensor.detach().clone() for name, mine in laid.gradients.stepped.items()}
-    shards = [served_shard(made, laid.gradients.stepped, number) for number in (0, 1)]
+    shards = [server_shard(made, laid.gradients.stepped, number) for number in (0, 1)]
     vectors = FlatWeights(laid.gradients.stepped, 2)
     corpus = open_corpus(made.data)
     sources = [WorkerSource(made, corpus, Axis("dp", 2, worker, (0,), alone), torch.device("cpu")) for worker in (0, 1)]

@@ -24,7 +24,7 @@ from tilemesh.train.optimizer import Optimizer
 from tilemesh.train.rank import lay_model, make_stepper
 from tilemesh.train.record import Recorder
 from tilemesh.train.resume import load_stored
-from tilemesh.train.served import FlatWeights, WorkerSource, as_server, as_worker, served_shard
+from tilemesh.train.servers import FlatWeights, WorkerSource, as_server, as_worker, server_shard
 
 
 class Pushing(Optimizer):
@@ -66,7 +66,7 @@ def _replayed(config: TrainConfig, folder: Path, comm: Communicator) -> dict[str
     with torch.no_grad():
         for mine, value in zip(held.values(), whole({name: mine.tensor for name, mine in own.items()}), strict=True):
             mine.tensor.copy_(value)
-    shards = [served_shard(config, held, number) for number in range(servers)]
+    shards = [server_shard(config, held, number) for number in range(servers)]
     vectors, corpus = FlatWeights(held, servers), open_corpus(config.data)
     sources = [
         WorkerSource(config, corpus, Axis("dp", config.plan.dp, number, (0,), comm), here)

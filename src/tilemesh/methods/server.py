@@ -61,7 +61,7 @@ from tilemesh.parallel.norms import norm_of, norms_of
 _MEASURED = 7  # prime, so that each of a few workers gets its turn
 
 
-class ServedShard(Protocol):
+class ServerShard(Protocol):
     """What a server holds: a flat part of the weights, and how it is updated."""
 
     weights: Tensor
@@ -102,7 +102,7 @@ class MeanUpdate(NamedTuple):
 
 
 def mean_update(
-    shard: ServedShard,
+    shard: ServerShard,
     pushes: Sequence[Push],
     gradients: Sequence[Tensor],
     workers: int,
@@ -187,7 +187,7 @@ class ParameterServer:
         self,
         comm: Communicator,
         workers: Sequence[int],
-        shard: ServedShard,
+        shard: ServerShard,
         bound: float = 0.0,
         batch: int = 1,
         *,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,15 +15,23 @@ from tilemesh.core.hardware import Cluster, device_for, parse_cluster
 from tilemesh.core.plan import ParallelPlan
 from tilemesh.core.step.program import settled
 from tilemesh.measure.machine import stamp, this_machine
+from tilemesh.methods.rules import bound_of
+from tilemesh.methods.simulate import NAP_S, ServerTimes, simulate_server
+from tilemesh.model.adapter import adapter_parameters
 from tilemesh.model.kernels import TORCH
 from tilemesh.model.work.operations import model_flops
 from tilemesh.model.work.task import Code
+from tilemesh.model.work.weights import count_parameters
 from tilemesh.plan.local import local_machine
-from tilemesh.plan.prediction import prediction_figures
+from tilemesh.plan.prediction import Prediction, prediction_figures
 from tilemesh.plan.step import predict
 from tilemesh.train.config import TrainConfig
 from tilemesh.train.conflicts import may_replay
-from tilemesh.train.served_prediction import served_figures
+
+_CLOCKS = 40
+_NAPS = 5
+"""In which a message of a step is noticed half a nap late: a worker's push and pull, a server's two headers and a
+gradient."""
 
 
 def predict_run(config: TrainConfig, gpus: Sequence[str]) -> dict[str, Any]:
@@ -63,11 +72,55 @@ def predict_run(config: TrainConfig, gpus: Sequence[str]) -> dict[str, Any]:
         "mfu": prediction.mfu,
         "hfu": prediction.hfu,
         "exchange_share": prediction.times.exposed_s / prediction.step_time_s,
-        **(served_figures(config, prediction, cluster) if config.train.method == "server" else {}),
+        **(_server_figures(config, prediction, cluster) if config.train.method == "server" else {}),
         "memory_bytes": prediction.memory.seen_bytes(cluster.device.kind),
         "limit_s": _limit_s(config, on_gpu),
         **_doubt(),
     }
+
+
+def _server_figures(config: TrainConfig, predicted: Prediction, cluster: Cluster) -> dict[str, Any]:
+    """What differs from the prediction for data parallelism, by the same names: the simulator of servers that take one
+    message at a time, with what the planner says a worker computes and the link between ranks.
+
+    `exchanges` count one worker's bytes of weights and of gradients in a step, to all servers together.
+    """
+    method, workers = config.method, config.plan.dp
+    trained = (
+        adapter_parameters(config.model, config.lora) if config.lora.rank else count_parameters(config.model).total
+    )
+    nbytes = trained * (8 if config.plan.precision == "fp64" else 4)
+    inside_s = predicted.times.tp_s + predicted.times.pp_s
+    computing_s = predicted.times.total_s - predicted.times.dp_s - predicted.times.optimizer_s
+    link = cluster.node.intra
+    copied_s = 2 * nbytes / cluster.device.memory_bytes_per_s
+    on_the_way_s = 2 * nbytes / method.servers / link.bytes_per_s + 4 * link.latency_s + _NAPS * NAP_S / 2
+    times = ServerTimes(copied_s, copied_s + predicted.times.optimizer_s, on_the_way_s / 4, method.servers)
+    bound = bound_of(method.consistency, method.staleness)
+    run = simulate_server(workers, _CLOCKS, lambda worker, clock: computing_s, bound, times, method.batch)
+    step_s = workers / run.throughput
+    slower = predicted.step_time_s / step_s
+    outside_s = step_s - computing_s
+    return {
+        "step_time_s": step_s,
+        "tokens_per_s": predicted.tokens / step_s,
+        "mfu": predicted.mfu * slower,
+        "hfu": predicted.hfu * slower,
+        "exchange_share": (inside_s + outside_s) / step_s,
+        "exposed_communication_s": inside_s + outside_s,
+        "times": {
+            **dataclasses.asdict(predicted.times),
+            "dp_s": outside_s,
+            "optimizer_s": 0.0,
+        },
+        "traffic": {**_inside(predicted.traffic), "server": nbytes},
+        "exchanges": {**_inside(predicted.exchanges), "server": {"push": nbytes, "pull": nbytes}},
+    }
+
+
+def _inside(moved: dict[str, Any]) -> dict[str, Any]:
+    """What the ranks of a worker exchange among themselves."""
+    return {axis: nbytes for axis, nbytes in moved.items() if axis != "dp"}
 
 
 def _doubt() -> dict[str, str]:

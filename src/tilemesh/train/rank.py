@@ -78,7 +78,7 @@ from tilemesh.train.plain import product_parameters, training_use
 from tilemesh.train.record import CONTROL, Recorder, observe_mesh
 from tilemesh.train.result import Result
 from tilemesh.train.resume import begin, load_stored
-from tilemesh.train.served import Seat, ServedOptimizer, WorkerSource, as_server, as_worker, serve_shard, work
+from tilemesh.train.servers import Seat, ServerOptimizer, WorkerSource, as_server, as_worker, run_server, work
 from tilemesh.train.source import TextSource, next_token
 from tilemesh.train.steps import Stepper
 from tilemesh.train.teach import from_teacher
@@ -135,7 +135,7 @@ def print_line(text: str) -> None:
 def train_here(config: TrainConfig, folder: Path, comm: Communicator, **options: Any) -> Result:
     """Train as one rank of `comm` and return when the run is done, or stopped with a checkpoint. `options`: those of
     `RankTask`."""
-    train = _train_served if config.train.method == "server" else _train_on
+    train = _train_with_servers if config.train.method == "server" else _train_on
     try:
         return train(RankTask(config, folder, **options), comm)
     except Exception as error:
@@ -146,7 +146,7 @@ def train_here(config: TrainConfig, folder: Path, comm: Communicator, **options:
         raise RunError(f"{exhausted}; {memory_advice(config)}") from error
 
 
-def _train_served(task: RankTask, everyone: Communicator) -> Result:
+def _train_with_servers(task: RankTask, everyone: Communicator) -> Result:
     """As what this rank is among workers and servers."""
     corpus, seat = open_corpus(task.config.data), Seat(task.config, everyone)
     # The first worker decides when a run stops; from when it may train on, a signal must end none of the others.
@@ -166,7 +166,7 @@ def _help(task: RankTask, seat: Seat, comm: Communicator, corpus: Corpus, interr
     baseline = peak_bytes(here)
     if seat.number is None:
         laid = lay_model(as_server(config), Mesh(comm), here, False)
-        serve_shard(seat, laid.gradients.stepped, task.folder, interrupt, baseline)
+        run_server(seat, laid.gradients.stepped, task.folder, interrupt, baseline)
         return
     recorder = task.recorder(seat.everyone.rank, my_status().at)
     mesh = Mesh(comm, **as_worker(config).plan.axes)
@@ -176,7 +176,7 @@ def _help(task: RankTask, seat: Seat, comm: Communicator, corpus: Corpus, interr
     laid = lay_model(as_worker(config), mesh, here, False)
     if config.lora.rank and config.lora.base is not None:
         load_stored(laid, config.lora.base)
-    optimizer = ServedOptimizer(seat, laid, task.last_step, recorder)
+    optimizer = ServerOptimizer(seat, laid, task.last_step, recorder)
     source = WorkerSource(config, corpus, seat.axis, here)
     work(seat, make_stepper(config, laid, optimizer, source, recorder), interrupt, baseline)
 
@@ -210,7 +210,7 @@ def _train_on(task: RankTask, comm: Communicator, seat: Seat | None = None) -> R
         checkpoint.sweep(task.folder / CHECKPOINTS)
     comm.barrier()
     begin(loop, task.init, task.resume, say)
-    if isinstance(optimizer, ServedOptimizer):
+    if isinstance(optimizer, ServerOptimizer):
         optimizer.begin(loop.progress.step, starts=True)
     slow = warning(config.plan.precision, device)
     if comm.rank == 0:
@@ -219,7 +219,7 @@ def _train_on(task: RankTask, comm: Communicator, seat: Seat | None = None) -> R
             say(note)
     _run_loop(loop, Interrupt(_stop_signals(), task.stop_after, config.train.max_time_s))
     result = _finish(loop, corpus, baseline, began)
-    if isinstance(optimizer, ServedOptimizer):
+    if isinstance(optimizer, ServerOptimizer):
         optimizer.end()
     loop.stepper.close()
     return result
@@ -259,7 +259,7 @@ def _make_loop(task: RankTask, comm: Communicator, seat: Seat | None, corpus: Co
         optimizer = make_optimizer(config, laid, config.optimizer_kernels_on(device.type))
         source = TextSource(config, corpus, mesh.dp, device)
     else:
-        optimizer = ServedOptimizer(seat, laid, task.last_step, recorder)
+        optimizer = ServerOptimizer(seat, laid, task.last_step, recorder)
         source = WorkerSource(config, corpus, seat.axis, device)
     writer = checkpoint.Writer(
         folder / CHECKPOINTS,

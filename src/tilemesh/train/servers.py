@@ -140,7 +140,7 @@ class OptimizedShard:
         self.optimizer.steps = updates
 
 
-class ServedOptimizer(Optimizer):
+class ServerOptimizer(Optimizer):
     """A worker's optimizer: a step is a push and a pull by its first rank. `last`: the clock at which a run ends."""
 
     link: ServerLink
@@ -341,7 +341,7 @@ def work(seat: Seat, stepper: Stepper, interrupt: Interrupt, baseline: int) -> N
     """As a rank of a worker but the first: step until the clock of the last step, or until the first worker has decided
     to stop; then tell how long steps took."""
     optimizer, recorder, config = stepper.optimizer, stepper.recorder, seat.config
-    assert isinstance(optimizer, ServedOptimizer)
+    assert isinstance(optimizer, ServerOptimizer)
     optimizer.asked = lambda: interrupt.asked
     optimizer.begin(0, starts=False)
     parts: list[list[float]] = []
@@ -375,7 +375,7 @@ def work(seat: Seat, stepper: Stepper, interrupt: Interrupt, baseline: int) -> N
     stepper.close()
 
 
-def served_shard(config: TrainConfig, held: Mapping[str, Held], number: int) -> OptimizedShard:
+def server_shard(config: TrainConfig, held: Mapping[str, Held], number: int) -> OptimizedShard:
     """What the server of this number holds of a model's parameters, in memory of its own."""
     part = server_cuts([mine.tensor.numel() for mine in held.values()], config.method.servers)[number]
     names = list(held)[part.start : part.stop]
@@ -394,7 +394,7 @@ def is_bsp(config: TrainConfig) -> bool:
     return bound_of(config.method.consistency, config.method.staleness) == 0
 
 
-def serve_shard(seat: Seat, held: Mapping[str, Held], folder: Path, interrupt: Interrupt, baseline: int) -> None:
+def run_server(seat: Seat, held: Mapping[str, Held], folder: Path, interrupt: Interrupt, baseline: int) -> None:
     """As a server: hold this rank's part of the parameters until all workers have ended, and write what it did."""
     config, comm, method = seat.config, seat.everyone, seat.config.method
     number, bound = seat.servers.index(comm.rank), bound_of(method.consistency, method.staleness)
@@ -411,7 +411,7 @@ def serve_shard(seat: Seat, held: Mapping[str, Held], folder: Path, interrupt: I
     def clipped(mean: Tensor) -> float:
         return clip_factor(norm(mean), config.optimizer.clip)
 
-    shard, silence_s = served_shard(config, held, number), config.train.timeout_s / 2
+    shard, silence_s = server_shard(config, held, number), config.train.timeout_s / 2
     server = ParameterServer(
         comm, seat.workers, shard, bound, method.batch, started=False, silence_s=silence_s, keeper=0,
         asked=lambda: interrupt.asked, scale=clipped if clips_mean(config) else 1.0, measures=bound == 0,
