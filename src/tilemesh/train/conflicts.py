@@ -150,9 +150,9 @@ OF_CONFIG: tuple[Row, ...] = (
     _pair(_VERSIONS, _TIED, "gradients of a tied table come to its two stages at different times"),
     _pair(_VERSIONS, _FP16, "nobody waits to see whether a gradient overflows"),
     _pair(_VERSIONS, _COMPRESSED, "its gradients are exchanged update by update"),
-    _pair(_VERSIONS, _METHOD, "a method is for replicas, this for stages"),
+    _pair(_VERSIONS, _METHOD, "its stages are updated at different moments, so replicas have no weights in common"),
     # How replicas keep together.
-    _pair(_METHOD, _COMPRESSED, "what is compressed is the exchange of synchronous steps"),
+    _pair(_METHOD, _COMPRESSED, "what is compressed is a sum over all replicas, and a step of a method makes none"),
     _pair(_SERVER, _ON_GPU, "weights are sent from the host's memory"),
     _pair(_SERVER, _ZERO, "servers keep the optimizer's states, and replicas have none to share"),
     _pair(_SERVER, _MOVED_STATES, "servers keep the optimizer's states, and no worker has any to move"),
