@@ -198,7 +198,7 @@ def test_a_model_that_fits_nowhere_fails_and_still_gives_figures(tmp_path: Path)
         ("plan gpt2-124m --cluster 2xh100", "--json"),
         ("plan --draw zb-v", "--csv"),
         ("plan --draw zb-v", "--svg"),
-        ("plan llama-3-8b --serve --cluster 1xh200 --rate 0.1", "--json"),
+        ("plan gpt2-124m --serve --cluster 1xh200 --prompt 64 --output 16", "--json"),
         ("bench collective all_reduce --draw ring --ranks 4", "--svg"),
     ],
 )
