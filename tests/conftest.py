@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import os
 import shutil
+from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import Any
 
@@ -38,6 +39,15 @@ def recording() -> tuple[Any, list[str]]:
         return make_boxed_func(graph.forward)
 
     return aot_autograd(fw_compiler=record, bw_compiler=record), recorded
+
+
+@pytest.fixture
+def warm() -> Iterator[None]:
+    """What a test starts by `sys.executable` has torch imported already: see mpi/warm.py."""
+    from warm import warm_start
+
+    with warm_start():
+        yield
 
 
 def pytest_collection_finish() -> None:

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from warm import warm_start
 
 from tilemesh.cli.main import main
 from tilemesh.core.calibration import Calibration, Rates
@@ -86,7 +87,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("trained") / "RUN"
     small = "model.layers=2,model.width=64,model.heads=2,model.kv_heads=1,model.mlp_width=128,model.context=32"
     settings = f"{small},train.context=0,train.batch=4,train.steps=4,evaluate.sequences=4,sample.tokens=0,{ON_CPU}"
-    assert main(["train", "--mesh", "dp=1", "--out", str(folder), "--set", settings]) == 0
+    with warm_start():
+        assert main(["train", "--mesh", "dp=1", "--out", str(folder), "--set", settings]) == 0
     return folder
 
 

@@ -35,6 +35,7 @@ CONFIG = ModelConfig(
     activation="swiglu", biases=False, tied=False,
 )  # fmt: skip
 PROMPTS = [[5, 6, 7, 8] * 5, [*[5, 6, 7, 8] * 5, 9], [1], [3, 200, 258] * 9]
+pytestmark = pytest.mark.usefixtures("warm")
 ASKED = Sampling(max_tokens=24, temperature=0.9, seed=4, n=2, logprobs=1, prompt_logprobs=0)
 
 

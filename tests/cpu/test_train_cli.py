@@ -325,6 +325,7 @@ def test_a_dry_run_shows_what_would_run_and_writes_nothing(
     assert [Row.from_json(line).measured for line in (tmp_path / "rows.jsonl").read_text().splitlines()] == [None] * 4
 
 
+@pytest.mark.usefixtures("warm")
 def test_training_says_that_text_looks_like_json_lines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

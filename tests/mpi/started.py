@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from warm import warm_start
+
 from tilemesh.launch import Ranks
 
 _KEPT: dict[tuple[str, int], Ranks] = {}
@@ -16,7 +18,8 @@ def ranks_of(transport: str, number: int) -> Ranks:
     """Ranks that all tests of this process call: started once, and anew where a test has ended them."""
     kept = _KEPT.get((transport, number))
     if kept is None or kept.ended is not None:
-        kept = _KEPT[transport, number] = Ranks(number, transport=transport)
+        with warm_start():
+            kept = _KEPT[transport, number] = Ranks(number, transport=transport)
     return kept
 
 

@@ -26,6 +26,7 @@ def made(folder: Path, *more: str, mesh: str = "dp=1") -> TrainConfig:
 
 
 NEEDS_DEEPSPEED = pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs DeepSpeed")
+pytestmark = pytest.mark.usefixtures("warm")
 NEEDS_MPI = pytest.mark.skipif(find_mpiexec() is None, reason="needs mpiexec")
 
 

@@ -15,7 +15,7 @@ from tilemesh.comm.runtime.meeting import START_S
 from tilemesh.launch.job import Outcome, launch
 from tilemesh.launch.start import find_mpiexec, mpi_environment
 
-pytestmark = pytest.mark.usefixtures("shared_memory_left_clean")
+pytestmark = pytest.mark.usefixtures("shared_memory_left_clean", "warm")
 HERE = Path(__file__).parent
 NEEDS_MPI = pytest.mark.skipif(find_mpiexec() is None, reason="needs mpiexec")
 PROCESSES = [pytest.param("mpi", marks=NEEDS_MPI), "torch"]

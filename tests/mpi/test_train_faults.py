@@ -153,6 +153,7 @@ def kill_in_turn(run: Started, kills: Sequence[tuple[int, int]]) -> None:
 
 
 @NEEDS_MPI
+@pytest.mark.usefixtures("warm")
 def test_killed_twice_and_the_loss_is_that_of_an_undisturbed_run(
     config: TrainConfig, undisturbed: Trained, tmp_path: Path
 ) -> None:
@@ -415,6 +416,7 @@ def test_a_stalled_stage_is_named_within_seconds_and_waited_for(config: TrainCon
 
 
 @NEEDS_MPI
+@pytest.mark.usefixtures("warm")
 def test_ctrl_c_leaves_a_checkpoint_and_the_line_that_resumes(
     config: TrainConfig, undisturbed: Trained, tmp_path: Path
 ) -> None:

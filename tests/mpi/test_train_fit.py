@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from warm import warm_start
+
 from tilemesh.runs import names
 from tilemesh.runs.files import read_object
 from tilemesh.runs.metrics import RESUMED, STEP, latest
@@ -19,7 +21,7 @@ SCRIPT = """
 import json, sys
 import tilemesh as tm
 
-source, folder, sets = sys.argv[1:]
+source, folder, sets, sys.executable = sys.argv[1:]
 heard = []
 first = tm.train.fit(
     tm.train.load_config(sets=[sets, f"data.source={source}"], mesh="dp=2"), run=folder, on_event=heard.append
@@ -37,6 +39,8 @@ def test_ranks_are_started_heard_and_resumed_on_another_mesh(tmp_path: Path) -> 
     source, folder = tmp_path / "text.txt", tmp_path / "run"
     source.write_text("to be or not to be, that is the question\n" * 200)
     words = [sys.executable, "-c", SCRIPT, str(source), str(folder), SETS]
+    with warm_start():
+        words.append(sys.executable)  # by which the script starts ranks
     done = subprocess.run(words, capture_output=True, text=True, timeout=170)
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)  # `fit` itself prints nothing
