@@ -4,7 +4,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: docs train test test-units test-ranks test-again test-setup test-all mutants check format setup setup-train clean
+.PHONY: docs train test test-units test-ranks test-again test-setup test-all mutants check format size setup setup-train clean
 
 # Without the tools of the tests: what training needs and no more.
 train: setup-train
@@ -44,6 +44,10 @@ check: setup
 format: setup
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
+
+# Lines of each room beside its budget, and the change since the last release.
+size: setup
+	@$(BIN)/python scripts/size.py
 
 # The documents and the Python API as one static site; a link that leads nowhere is an error. Installs the extra `docs`.
 docs: setup
