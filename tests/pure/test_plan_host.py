@@ -44,7 +44,7 @@ def test_a_step_is_the_longer_of_the_two(batch: int, waits: bool) -> None:
     assert found.times.total_s == pytest.approx(found.step_time_s)
     assert dataclasses.replace(found.times, host_s=0.0) == bare.times
     estimator = Estimator(GPT, TWO, rates=SLOW, code="compiled")
-    assert estimator.rank_s(plan) == pytest.approx(found.step_time_s)
+    assert estimator.rank(plan).step_s == pytest.approx(found.step_time_s)
 
 
 @pytest.mark.parametrize(("precision", "waits"), [("bf16", False), ("fp16", True)])

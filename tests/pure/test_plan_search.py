@@ -73,7 +73,7 @@ def test_nothing_it_looked_at_beats_it(cluster: str, batch: int, data: st.DataOb
     groups = list(candidates(estimator, batch, Pins()))
     rival = data.draw(st.sampled_from(groups))[0]
     assert estimator.fits(rival)
-    assert min(found.time_s for found in result.points) <= estimator.rank_s(rival)
+    assert min(found.time_s for found in result.points) <= estimator.rank(rival).step_s
     assert result.best.step_time_s <= estimator.predict(rival).step_time_s
 
 

@@ -104,7 +104,7 @@ def test_closed_form_and_simulation_agree() -> None:
     estimator = Estimator(preset("llama-3-8b"), parse_cluster("32xh100"))
     compared = 0
     for found in candidates(estimator, 64, Pins(zero=1, microbatch=1, recompute="full")):
-        quick, full = estimator.rank_s(found[0]), estimator.predict(found[0]).step_time_s
+        quick, full = estimator.rank(found[0]).step_s, estimator.predict(found[0]).step_time_s
         assert quick == pytest.approx(full, rel=0.25 if found[0].schedule == "v-half" else 0.06)
         compared += 1
     assert compared > 20

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import operator
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tilemesh.core.step import pace
 from tilemesh.core.step.action import StepProgram
-from tilemesh.core.step.book import build, find, synchronous
-from tilemesh.core.step.memory import StepBytes, memory_peaks
+from tilemesh.core.step.book import asynchronous, build, find, synchronous
+from tilemesh.core.step.memory import StepBytes, fullest_moments, largest_moments, memory_peaks
 from tilemesh.core.step.pace import simulated_s
-from tilemesh.core.step.schedule import RankLoad
+from tilemesh.core.step.schedule import PipeShape, RankLoad
 from tilemesh.core.step.simulate import StepTimes, number, number_anything, simulate
 
 Case = tuple[str, int, int, int]
@@ -122,6 +124,29 @@ def test_a_shorter_step_holds_as_much(case: Case, rounds: int) -> None:
     whole = memory_peaks(made((name, stages, microbatches, interleave)), sizes)
     short = memory_peaks(pace.program_for_memory(name, stages, microbatches, interleave), sizes)
     assert max(short) == pytest.approx(max(whole))
+
+
+@pytest.mark.parametrize("name", [name for name in (*synchronous(), *asynchronous()) if find(name).is_settling])
+@pytest.mark.parametrize("stages", [2, 3, 4])
+def test_after_two_rounds_no_rank_holds_more_of_anything(name: str, stages: int) -> None:
+    """Of no chunk, whatever its passes keep; and ranks looked at together are looked at one by one."""
+    schedule, ranks = find(name), tuple(range(stages))
+    interleave = schedule.interleaves[0] if schedule.interleaves else 1
+    counts = [count for count in range(2 * stages + 1, 5 * stages) if schedule.why_not(stages, count) is None]
+    for microbatches in counts:
+        program = schedule.build(PipeShape(stages, microbatches, interleave))
+        short = [pace.moments_for_memory(name, (rank,), stages, microbatches, interleave) for rank in ranks]
+        for rank, actions in enumerate(program.actions):
+            chunks = program.placement.held[rank]
+            assert {*fullest_moments(actions, chunks)} == {*short[rank]}
+            sizes = StepBytes(*([float(7 * chunk % 5 + 1) for chunk in range(program.chunks)] for _ in range(2)))
+            each = [size for chunk in chunks for size in (sizes.kept[chunk], sizes.kept_for_weights[chunk])]
+            most = max(sum(map(operator.mul, moment, each)) for moment in short[rank])
+            assert most == memory_peaks(program, sizes)[rank]
+        if len({len(held) for held in program.placement.held}) == 1:
+            together = pace.moments_for_memory(name, ranks, stages, microbatches, interleave)
+            assert {*together} == {*largest_moments({moment for each in short for moment in each})}
+    assert counts or schedule.refuses(stages, 5 * stages) is not None
 
 
 CLOSED = ("gpipe", "1f1b", "interleaved", "breadth-first", "zb-h1", "zb-h2", "zb-v")

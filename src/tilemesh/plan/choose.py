@@ -29,7 +29,7 @@ from tilemesh.model.work.weights import count_parameters
 from tilemesh.plan.constants import HEADROOM
 from tilemesh.plan.prediction import Prediction, Refused, mfu_words, prediction_figures, refused_plan
 from tilemesh.plan.space import Pins, candidates, default_precision, why_nothing
-from tilemesh.plan.step import Estimator
+from tilemesh.plan.step import Estimator, QuickTime
 
 SHOWN = 10
 DEFAULT_BATCH_TOKENS = 1_000_000
@@ -147,14 +147,14 @@ def search(
     pins = pins or Pins()
     estimator = Estimator(model, cluster, context, rates, code, headroom=headroom)
     batch = choose_batch(batch, batch_tokens, estimator.context)
-    considered, least, ranked = _look(estimator, batch, pins)
+    considered, least, fitting = _look(estimator, batch, pins)
     if least is None:
         raise UsageError(f"no layout is possible: {why_nothing(estimator, batch, pins)}")
-    if not ranked:
+    if not fitting:
         raise _nothing_fits(estimator, batch, pins, least)
-    predictions = _simulated(estimator, ranked, shown)
+    predictions, points = _simulated(estimator, fitting, shown), tuple(point for point, _ in fitting)
     return SearchResult(
-        model, cluster, estimator.context, batch, pins, predictions, considered, tuple(ranked), rates, code, headroom,
+        model, cluster, estimator.context, batch, pins, predictions, considered, points, rates, code, headroom,
         refused,
     )  # fmt: skip
 
@@ -178,11 +178,13 @@ def choose_batch(batch: int | None, batch_tokens: int | None, context: int) -> i
     return min(range(-(-low // power) * power, high + 1, power), key=lambda n: abs(n - wanted))
 
 
-def _look(estimator: Estimator, batch: int, pins: Pins) -> tuple[int, tuple[int, ParallelPlan] | None, list[Point]]:
+def _look(
+    estimator: Estimator, batch: int, pins: Pins
+) -> tuple[int, tuple[int, ParallelPlan] | None, list[tuple[Point, QuickTime]]]:
     """All layouts once: how many there are, the smallest, and those that fit with their time."""
     considered, limit = 0, math.inf
     least: tuple[int, ParallelPlan] | None = None
-    ranked: list[Point] = []
+    fitting: list[tuple[Point, QuickTime]] = []
     for group in candidates(estimator, batch, pins):
         for candidate in group:
             considered += 1
@@ -192,22 +194,24 @@ def _look(estimator: Estimator, batch: int, pins: Pins) -> tuple[int, tuple[int,
                 limit = max(nbytes, estimator.usable_bytes)  # beyond it neither does one fit nor is it the smallest
             if nbytes > estimator.usable_bytes:
                 continue
-            ranked.append(Point(estimator.rank_s(candidate), nbytes, candidate))
+            quick = estimator.rank(candidate)
+            fitting.append((Point(quick.step_s, nbytes, candidate), quick))
             break  # the groups go from little recomputation to much, and more only takes longer
-    return considered, least, ranked
+    return considered, least, fitting
 
 
-def _simulated(estimator: Estimator, ranked: list[Point], shown: int) -> tuple[Prediction, ...]:
+def _simulated(estimator: Estimator, fitting: list[tuple[Point, QuickTime]], shown: int) -> tuple[Prediction, ...]:
     """The best of all as they are simulated, and nine more. Closed forms offer the first ten; of the others only those
     are simulated whose least possible time is below the best that was found."""
-    predictions = [estimator.predict(candidate) for candidate in _distinct(ranked, shown)]
+    chosen = _distinct([point for point, _ in fitting], shown)
+    predictions = [estimator.predict(candidate) for candidate in chosen]
     best_s = min(prediction.step_time_s for prediction in predictions)
-    least = [(least_s, point) for point in ranked if (least_s := estimator.least_s(point.layout)) < best_s]
-    for least_s, point in sorted(least, key=itemgetter(0)):
+    bounds = [(estimator.least_s(point.layout, quick), point.layout) for point, quick in fitting]
+    for least_s, candidate in sorted(bounds, key=itemgetter(0)):
         if least_s >= best_s:
             break
-        if estimator.step_s(point.layout) < best_s:
-            predictions.append(estimator.predict(point.layout))
+        if estimator.step_s(candidate) < best_s:
+            predictions.append(estimator.predict(candidate))
             best_s = predictions[-1].step_time_s
     predictions.sort(key=lambda prediction: (prediction.step_time_s, prediction.memory.total_bytes))
     return tuple(predictions[:shown])

@@ -22,7 +22,7 @@ from tilemesh.model.config import ModelConfig
 from tilemesh.model.work.exchanges import Exchange, repeated_exchanges, replica_exchanges
 from tilemesh.model.work.operations import embedding_work, head_work, layer_work
 from tilemesh.model.work.step_exchanges import scatters_of, sent_bytes, updates_of
-from tilemesh.model.work.task import STATE_BYTES, Code, Task, default_code
+from tilemesh.model.work.task import STATE_BYTES, Code, Task, default_code, is_by_layers
 from tilemesh.plan import constants
 from tilemesh.plan.speed import RanksOfNodes, group, neighbour_s, speed_of
 
@@ -100,6 +100,7 @@ class Clock:
     ) -> None:
         self.model = model
         self.cluster = cluster
+        self._device = cluster.device
         self.context = context
         self._rates = rates
         self._code = code
@@ -112,7 +113,7 @@ class Clock:
         return self._groups[size, stride]
 
     def layer(self, plan: ParallelPlan) -> LayerTimes:
-        by_layers = plan.zero == 3
+        by_layers = self.is_by_layers(plan)
         key = (plan.tp, plan.sequence_parallel, plan.microbatch, plan.attention, plan.precision, by_layers)
         times = self._layers.get(key)
         if times is None:
@@ -121,7 +122,11 @@ class Clock:
 
     def code(self, plan: ParallelPlan) -> Code:
         """What runs this layout: as told, or what its precision and device are usually trained with."""
-        return self._code or default_code(self.cluster.device, plan.precision)
+        return self._code or default_code(self._device, plan.precision)
+
+    def is_by_layers(self, plan: ParallelPlan) -> bool:
+        """As `Task.by_layers`."""
+        return plan.zero == 3 and is_by_layers(plan, self.code(plan))
 
     def task(self, plan: ParallelPlan) -> Task:
         """One microbatch of this layout."""

@@ -6,7 +6,7 @@ What a layer keeps is counted in `model/work/kept.py`; a stage holds that of so 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+import operator
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
@@ -18,17 +18,10 @@ from tilemesh.core.step.memory import StepBytes, away_peaks, memory_peaks
 from tilemesh.core.step.passes import offload
 from tilemesh.core.step.placement import LOOP, TWO_WAYS, ChunkPlacement
 from tilemesh.model.config import ModelConfig
-from tilemesh.model.work.kept import (
-    kept_bytes,
-    kept_for_weights,
-    loss_kept_bytes,
-    loss_tensors,
-    outlived_bytes,
-    pass_kept_bytes,
-)
-from tilemesh.model.work.task import AUTOCAST, STATE_BYTES, Code, Task, default_code
+from tilemesh.model.work.task import AUTOCAST, STATE_BYTES, Code, Task, default_code, is_by_layers
 from tilemesh.model.work.weights import Shards, shard_parameters
 from tilemesh.plan import constants
+from tilemesh.plan.microbatch import MicrobatchBytes
 from tilemesh.plan.offload import on_device, optimizer_on_device
 
 
@@ -183,6 +176,11 @@ def _in_one_memory(
     return rank, weights
 
 
+def _each_rank(plan: ParallelPlan) -> tuple[tuple[int, ...], ...]:
+    """All ranks of a pipeline, each a group of its own."""
+    return tuple((rank,) for rank in range(plan.pp))
+
+
 class Room:
     """Memory of layouts of one model; remembers what they share."""
 
@@ -203,11 +201,8 @@ class Room:
         self._reserved = [reserved_bytes(cluster.device, cluster.world, compiler) for compiler in (False, True)]
         self._ranks: dict[tuple[object, ...], list[_RankNeeds]] = {}
         self._peaks: dict[tuple[object, ...], list[int]] = {}
-        self._looked: dict[tuple[ChunkPlacement, tuple[int, ...]], tuple[int, ...]] = {}
-        self._activations: dict[tuple[object, ...], tuple[int, int]] = {}
-        self._logits: dict[tuple[object, ...], int] = {}
-        self._loss: dict[tuple[object, ...], int] = {}
-        self._late: dict[tuple[object, ...], int] = {}
+        self._looked: dict[tuple[ChunkPlacement, tuple[int, ...], bool], tuple[tuple[int, ...], ...]] = {}
+        self._microbatches: dict[tuple[object, ...], MicrobatchBytes] = {}
         self._shards: dict[int, Shards] = {}
 
     def shards(self, tp: int) -> Shards:
@@ -217,15 +212,17 @@ class Room:
 
     def fullest(self, plan: ParallelPlan, counts: tuple[int, ...]) -> RankMemory:
         """Memory of the fullest rank, with so many layers in each chunk."""
-        return max(self.stages(plan, counts, self._worth_a_look(plan, counts)), key=lambda stage: stage.total_bytes)
+        ranks = tuple(rank for group in self._worth_a_look(plan, counts) for rank in group)
+        return max(self.stages(plan, counts, ranks), key=lambda stage: stage.total_bytes)
 
     def stages(
         self, plan: ParallelPlan, counts: tuple[int, ...], ranks: tuple[int, ...] | None = None
     ) -> list[RankMemory]:
         """Memory of these ranks of the pipeline, or of all: activations by liveness of the step's actions."""
-        ranks = tuple(range(plan.pp)) if ranks is None else ranks
-        rests, peaks = self._rests(plan, counts, ranks), self._peaks_beside(plan, counts, ranks)
-        return [self._stage(plan, needs._replace(activations=peak)) for needs, peak in zip(rests, peaks, strict=True)]
+        each = _each_rank(plan) if ranks is None else tuple((rank,) for rank in ranks)
+        rests, peaks = self._rests(plan, counts, each), self._peaks_beside(plan, counts, each)
+        full = [needs._replace(activations=peak) for needs, peak in zip(rests, peaks, strict=True)]
+        return [RankMemory(*self._parts(plan, needs)) for needs in full]
 
     def total_bytes(self, plan: ParallelPlan, counts: tuple[int, ...], limit: float = math.inf) -> int:
         """Of the fullest rank. Beyond `limit` it may be less, but is beyond it too, and quicker.
@@ -236,18 +233,24 @@ class Room:
         """
         if plan.world == 1:  # gradients come as activations go
             return self.fullest(plan, counts).total_bytes
-        ranks = self._worth_a_look(plan, counts)
-        rests = self._rests(plan, counts, ranks)
-        bare = [self._stage(plan, needs) for needs in rests]
+        sure = self._sure_bytes(plan)
+        if not plan.offload:  # at a glance: some rank has so many layers, with their states
+            layers = -(-self.model.layers // plan.pp)
+            parameters = layers * self.shards(plan.tp).layer
+            least = sum(state_bytes(parameters, plan.precision, plan.zero, plan.zero_ranks)) + layers * sure
+            if least > limit:
+                return least
+        groups = self._worth_a_look(plan, counts)
+        rests = self._rests(plan, counts, groups)
         both = "optimizer" in plan.offload and "weights" in plan.offload
-        nbytes = [stage.total_bytes - (stage.optimizer_bytes if both else 0) for stage in bare]
-        each = self._sure_bytes(plan)
-        least = max([rest + needs.layers * each for rest, needs in zip(nbytes, rests, strict=True)])
+        bare = [self._parts(plan, needs) for needs in rests]
+        nbytes = [sum(parts) - (parts[2] if both else 0) for parts in bare]  # nothing is later where ranks are several
+        least = max([rest + needs.layers * sure for rest, needs in zip(nbytes, rests, strict=True)])
         if least > limit:
             return least
         if plan.offload:
             return self.fullest(plan, counts).total_bytes
-        return max([rest + peak for rest, peak in zip(nbytes, self._peaks_beside(plan, counts, ranks), strict=True)])
+        return max([rest + peak for rest, peak in zip(nbytes, self._peaks_beside(plan, counts, groups), strict=True)])
 
     def _sure_bytes(self, plan: ParallelPlan) -> int:
         """What every layer of a rank keeps of a microbatch when its backward pass begins there: in one direction all of
@@ -256,49 +259,51 @@ class Room:
             return 0
         return self.layer(plan)[0] if len(plan.placement.directions) == 1 else 0
 
-    def _peaks_beside(self, plan: ParallelPlan, counts: tuple[int, ...], ranks: tuple[int, ...]) -> list[int]:
-        """The most activations that these ranks hold, beside the microbatch whose loss is among the logits."""
+    def _peaks_beside(
+        self, plan: ParallelPlan, counts: tuple[int, ...], groups: tuple[tuple[int, ...], ...]
+    ) -> list[int]:
+        """The most activations that a rank of each group holds, beside the microbatch whose loss is in the logits."""
         key = (
-            plan.schedule, plan.pp, plan.accumulation, plan.interleave, plan.slices, plan.tp, plan.sequence_parallel,
-            plan.microbatch, plan.attention, plan.precision, plan.recompute, plan.recompute_every,
-            plan.recompute_stages, plan.prefetch, plan.offload, counts, plan.zero == 3, ranks,
+            plan.schedule, plan.pp, plan.accumulation, plan.interleave, plan.slices, self.microbatch(plan),
+            plan.recompute, plan.recompute_every, plan.recompute_stages, plan.prefetch, plan.offload, counts, groups,
         )  # fmt: skip
         peaks = self._peaks.get(key)
         if peaks is None:
-            own = self._loss_kept(plan) if plan.pp > 1 else 0
+            own = self.microbatch(plan).loss_kept if plan.pp > 1 else 0
             peaks = [
                 peak - (own if needs.logits else 0)
                 for needs, peak in zip(
-                    self._rests(plan, counts, ranks), self.activation_peaks(plan, counts, ranks), strict=True
+                    self._rests(plan, counts, groups), self.activation_peaks(plan, counts, groups), strict=True
                 )
             ]
             self._peaks[key] = peaks
         return peaks
 
-    def _rests(self, plan: ParallelPlan, counts: tuple[int, ...], ranks: tuple[int, ...]) -> list[_RankNeeds]:
-        """What ranks need beside their activations."""
+    def _rests(
+        self, plan: ParallelPlan, counts: tuple[int, ...], groups: tuple[tuple[int, ...], ...]
+    ) -> list[_RankNeeds]:
+        """What the ranks of each group need beside their activations."""
         versions = (plan.schedule, plan.accumulation) if plan.is_asynchronous else None
         key = (
-            plan.placement, plan.pp, plan.tp, plan.sequence_parallel, plan.microbatch,
-            plan.attention, plan.precision, plan.recompute, plan.recompute_every, plan.recompute_stages, plan.prefetch,
-            counts, plan.zero == 3, ranks, versions,
+            plan.placement, plan.pp, self.microbatch(plan), plan.recompute, plan.recompute_every,
+            plan.recompute_stages, plan.prefetch, counts, groups, versions,
         )  # fmt: skip
         rest = self._ranks.get(key)
         if rest is None:
-            rest = self._ranks[key] = [self._rank(plan, rank, counts) for rank in ranks]
+            rest = self._ranks[key] = [self._rank(plan, group[0], counts) for group in groups]
         return rest
 
-    def _stage(self, plan: ParallelPlan, needs: _RankNeeds) -> RankMemory:
+    def _parts(self, plan: ParallelPlan, needs: _RankNeeds) -> tuple[int, ...]:
+        """The fields of a `RankMemory`."""
         weights, gradients, optimizer = state_bytes(needs.parameters, plan.precision, plan.zero, plan.zero_ranks)
         weights *= needs.copies
-        if plan.offloads and self._is_one_memory:
+        if plan.offload and self._is_one_memory:
             needs, weights = _in_one_memory(plan, needs, weights, plan.pp > 1)
-        elif plan.offloads:
+        elif plan.offload:
             needs, weights, optimizer = _left_on_device(plan, needs, weights, optimizer, plan.pp > 1)
         working = needs.brief + _gathered_bytes(plan, needs.at_work)
         later = self._later_bytes(plan, needs)
-        passing = (needs.activations, needs.logits, working, needs.reserved, later)
-        return RankMemory(weights, gradients, optimizer, *passing)
+        return weights, gradients, optimizer, needs.activations, needs.logits, working, needs.reserved, later
 
     def step_bytes(self, plan: ParallelPlan, counts: tuple[int, ...]) -> StepBytes:
         """What the actions of a step make and give back, by chunk: activations, until I and from there to W."""
@@ -307,37 +312,38 @@ class Room:
         owned = [(stage if plan.recompute_stages else 0, count) for stage, count in zip(owners, counts, strict=True)]
         sizes = {(stage, count): self.chunk(stages[stage], count) for stage, count in {*owned}}
         kept, late = zip(*[sizes[pair] for pair in owned], strict=True)
-        task = self.task(plan)
-        beside = [pass_kept_bytes(self.model, task, chunk == 0) for chunk in range(min(2, len(counts)))]
-        beside += beside[-1:] * (len(counts) - len(beside))
-        beside[-1] += self._loss_kept(plan)
+        first, other = self.microbatch(plan).beside_layers
+        beside = [first] + [other] * (len(counts) - 1)
+        beside[-1] += self.microbatch(plan).loss_kept
         return StepBytes(kept=[layers + more for layers, more in zip(kept, beside, strict=True)], kept_for_weights=late)
 
     def activation_peaks(
-        self, plan: ParallelPlan, counts: tuple[int, ...], ranks: Iterable[int] | None = None
+        self, plan: ParallelPlan, counts: tuple[int, ...], groups: tuple[tuple[int, ...], ...] | None = None
     ) -> list[int]:
-        """The most activations that these ranks of a pipeline hold between two actions; on a CPU with those moved."""
-        ranks = range(plan.pp) if ranks is None else ranks
+        """The most activations that a rank of each group holds between two actions of a pipeline; on a CPU with those
+        moved. The ranks of a group have chunks of the same layers; if not given, each rank is one."""
+        groups = _each_rank(plan) if groups is None else groups
         if plan.pp == 1:
-            return [self.chunk(plan, counts[0])[0] for _ in ranks]
+            return [self.chunk(plan, counts[0])[0] for _ in groups]
         sizes = self.step_bytes(plan, counts)
         if "activations" in plan.offloads:
             program = offload(self.program(plan), ahead=plan.prefetch)
             peaks = memory_peaks(program, sizes)
             if self._is_one_memory:  # and one chunk's twice, while it comes back
                 peaks = [peak + away for peak, away in zip(peaks, away_peaks(program, sizes), strict=True)]
-            return [round(peaks[rank]) for rank in ranks]
-        kept, late = sizes.kept, sizes.kept_for_weights
+            return [max(round(peaks[rank]) for rank in group) for group in groups]
         shape = (plan.pp, plan.accumulation, plan.interleave, plan.slices)
-        moments = [pace.moments_for_memory(plan.schedule, rank, *shape) for rank in ranks]
-        return [
-            round(max([sum([a * kept[chunk] + b * late[chunk] for chunk, a, b in moment]) for moment in of_rank]))
-            for of_rank in moments
-        ]
+        both, held = list(zip(sizes.kept, sizes.kept_for_weights, strict=True)), plan.placement.held
+        most = []
+        for group in groups:
+            each = [nbytes for chunk in held[group[0]] for nbytes in both[chunk]]
+            moments = pace.moments_for_memory(plan.schedule, group, *shape)
+            most.append(round(max([sum(map(operator.mul, moment, each)) for moment in moments])))
+        return most
 
     def host_bytes(self, plan: ParallelPlan, counts: tuple[int, ...]) -> list[int]:
         """What each rank of a pipeline has in the memory of its host, where that is not the device's own."""
-        ranks = self._rests(plan, counts, tuple(range(plan.pp)))
+        ranks = self._rests(plan, counts, _each_rank(plan))
         away = [0] * plan.pp
         if "activations" in plan.offloads and plan.pp > 1:
             moved = offload(self.program(plan), ahead=plan.prefetch)
@@ -359,30 +365,40 @@ class Room:
     def chunk(self, plan: ParallelPlan, layers: int) -> tuple[int, int]:
         """Bytes that a pass through so many layers keeps, and that its backward pass leaves for weight gradients."""
         kept, _ = self.layer(plan)
-        late = self._late_bytes(plan) if plan.pipeline.is_split else 0
+        late = self.microbatch(plan).late if plan.pipeline.is_split else 0
         if plan.recompute_every != 1:  # one activation for so many layers, which are computed again together
             return -(-layers // plan.stretch(layers)) * kept // plan.slices, layers * late // plan.slices
         return layers * kept // plan.slices, layers * late // plan.slices  # slices of a sequence share what is kept
 
-    def _worth_a_look(self, plan: ParallelPlan, counts: tuple[int, ...]) -> tuple[int, ...]:
-        """Ranks that can be the fullest: the ends, the middle, and of those with the same layers the first and the last
-        (where weight gradients wait, a later rank may hold more of those); all where chunks lie neither in a
-        loop nor in two directions."""
+    def _worth_a_look(self, plan: ParallelPlan, counts: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+        """Ranks that can be the fullest, in groups that need the same beside their activations. Where chunks lie in a
+        loop or in two directions: the ends, the middle, and of those with the same layers the first and the last
+        (where weight gradients wait, a later rank may hold more of those). Elsewhere all."""
         if plan.pp == 1:
-            return (0,)
-        placement = plan.placement
-        ranks = self._looked.get((placement, counts))
-        if ranks is None:
-            first: dict[tuple[int, ...], int] = {}
-            last: dict[tuple[int, ...], int] = {}
+            return ((0,),)
+        placement, is_apart = plan.placement, bool(plan.recompute_stages) or plan.is_asynchronous
+        groups = self._looked.get((placement, counts, is_apart))
+        if groups is None:
+            alike: dict[tuple[object, ...], list[int]] = {}
+            is_known = placement.name in (LOOP, TWO_WAYS)
             for rank, held in enumerate(placement.held):
-                layers = tuple(counts[chunk] for chunk in held)
-                first.setdefault(layers, rank)
-                last[layers] = rank
-            between = {LOOP: (), TWO_WAYS: (plan.pp // 2,)}.get(placement.name, range(plan.pp))
-            looked = {0, plan.pp - 1, *first.values(), *last.values(), *between}
-            ranks = self._looked[placement, counts] = tuple(sorted(looked))
-        return ranks
+                ends = () if is_known else (held[0] == 0, held[-1] == len(counts) - 1)
+                alike.setdefault((*ends, *(counts[chunk] for chunk in held)), []).append(rank)
+            if is_known:
+                middle = (plan.pp // 2,) if placement.name == TWO_WAYS else ()
+                looked = {
+                    0,
+                    plan.pp - 1,
+                    *middle,
+                    *(rank for ranks in alike.values() for rank in (ranks[0], ranks[-1])),
+                }
+                groups = tuple((rank,) for rank in sorted(looked))
+            elif is_apart:  # they keep different amounts, or copies of weights
+                groups = _each_rank(plan)
+            else:
+                groups = tuple(map(tuple, alike.values()))
+            self._looked[placement, counts, is_apart] = groups
+        return groups
 
     def _rank(self, plan: ParallelPlan, rank: int, counts: tuple[int, ...]) -> _RankNeeds:
         """What a rank of the pipeline needs beside its activations, whatever ZeRO cuts."""
@@ -391,7 +407,8 @@ class Room:
         has_embedding, has_head = held[0] == 0, held[-1] == len(counts) - 1
         shards, code, is_cpu = self.shards(plan.tp), self.code(plan), self._device.kind == "cpu"
         parameters = shards.stage(sum(counts[chunk] for chunk in held), has_embedding, has_head)
-        brief = self.layer(plan)[1] * max(1, plan.stretch(max(counts)))
+        microbatch = self.microbatch(plan)
+        brief = self.layer(plan)[1] * max(1, plan.stretch(max(counts))) + (microbatch.messages if plan.pp > 1 else 0)
         if plan.precision in AUTOCAST:  # kept from forward to backward beside the fp32 weights
             looked_up = 0  # tables from which rows are only taken, which torch does not cast
             if code != "fused" and not is_cpu and has_embedding:
@@ -399,18 +416,15 @@ class Room:
             brief += 2 * (parameters - looked_up)
         if code == "eager" and is_cpu:
             brief += backward_bytes(self.model, plan, self.context)
-        if plan.pp > 1:  # one message coming and one going
-            task = self.task(plan)
-            brief += 2 * task.tokens * self.model.width * task.stream // task.split
         return _RankNeeds(
             parameters,
             0,
-            self.logits_bytes(plan) if has_head else 0,
+            microbatch.logits if has_head else 0,
             brief,
             sum(counts[chunk] for chunk in held),
             self._at_work(plan, held, counts),
             self._reserved[code == "compiled" or plan.repeated in ("operators", "full")]
-            + (outlived_bytes(self.model, self.task(plan)) if has_head else 0),
+            + (microbatch.outlived if has_head else 0),
             pace.copies_of_weights(plan.schedule, rank, plan.pp, plan.accumulation) if plan.pp > 1 else 1,
         )
 
@@ -437,36 +451,20 @@ class Room:
     def code(self, plan: ParallelPlan) -> Code:
         return self._code or default_code(self._device, plan.precision)
 
-    def logits_bytes(self, plan: ParallelPlan) -> int:
-        """What the loss holds at its fullest moment, on the last stage."""
-        key = (plan.tp, plan.microbatch, plan.precision, plan.zero == 3)
-        if key not in self._logits:
-            self._logits[key] = sum(tensor.nbytes for tensor in loss_tensors(self.model, self.task(plan)))
-        return self._logits[key]
-
-    def _loss_kept(self, plan: ParallelPlan) -> int:
-        """Of that, what stays until the last chunk's backward pass."""
-        key = (plan.tp, plan.microbatch, plan.precision, plan.zero == 3)
-        if key not in self._loss:
-            self._loss[key] = min(self.logits_bytes(plan), loss_kept_bytes(self.model, self.task(plan)))
-        return self._loss[key]
-
-    def _late_bytes(self, plan: ParallelPlan) -> int:
-        """Bytes a layer keeps between the two halves of a backward pass."""
-        key = (plan.tp, plan.sequence_parallel, plan.microbatch, plan.precision)
-        if key not in self._late:
-            self._late[key] = sum(tensor.nbytes for tensor in kept_for_weights(self.model, self.task(plan)))
-        return self._late[key]
+    def microbatch(self, plan: ParallelPlan) -> MicrobatchBytes:
+        """Of one microbatch of this layout: the same for all layouts that compute it alike."""
+        by_layers = plan.zero == 3 and is_by_layers(plan, self.code(plan))
+        key = (plan.tp, plan.sequence_parallel, plan.microbatch, plan.attention, plan.precision, by_layers)
+        microbatch = self._microbatches.get(key)
+        if microbatch is None:
+            microbatch = self._microbatches[key] = MicrobatchBytes(self.model, self.task(plan))
+        return microbatch
 
     def pass_bytes(self, plan: ParallelPlan) -> int:
         """What a microbatch needs at least, whatever is recomputed: one layer's activations, and on the last stage,
         at another moment, the logits."""
-        return max(self.layer(plan)[0], self.logits_bytes(plan))
+        return max(self.layer(plan)[0], self.microbatch(plan).logits)
 
     def layer(self, plan: ParallelPlan) -> tuple[int, int]:
         """Bytes a layer keeps of a microbatch, and bytes that come back while one is recomputed."""
-        key = (plan.tp, plan.sequence_parallel, plan.microbatch, plan.attention, plan.precision, plan.recompute)
-        held = self._activations.get(key)
-        if held is None:
-            held = self._activations[key] = kept_bytes(self.model, self.task(plan), plan.repeated)
-        return held
+        return self.microbatch(plan).layer(plan.repeated)

@@ -72,6 +72,17 @@ class Frame(NamedTuple):
         return max(range(len(self.held)), key=self.busy_s)
 
 
+class QuickTime(NamedTuple):
+    """Step time in closed form, and what it is the sum of beside the passes."""
+
+    step_s: float
+    frame: Frame
+    others_s: tuple[float, float, float]
+    """Exchange over replicas, optimizer, moving to the host and back."""
+    host_s: float
+    """A step takes no less."""
+
+
 def predict(
     model: ModelConfig,
     cluster: Cluster,
@@ -141,30 +152,26 @@ class Estimator:
         """Of the fullest rank; beyond `limit` perhaps less, but beyond it too, and quicker."""
         return self.room.total_bytes(plan, self._counts(plan), limit)
 
-    def rank_s(self, plan: ParallelPlan) -> float:
+    def rank(self, plan: ParallelPlan) -> QuickTime:
         """Step time in closed form, quickly; the layout must be possible."""
         frame = self._frame(plan)
-        return self._step_s(plan, frame, _closed_form_s(plan, frame))
+        others_s = (
+            self._exchange(plan, frame).exposed_s,
+            self._optimizer_s(plan, frame.most_parameters),
+            self._offload_s(plan, frame),
+        )
+        host_s = self._host_s(plan, max(frame.layers))
+        return QuickTime(_step_s(_closed_form_s(plan, frame), others_s, host_s), frame, others_s, host_s)
 
-    def least_s(self, plan: ParallelPlan) -> float:
+    def least_s(self, plan: ParallelPlan, quick: QuickTime) -> float:
         """What the layout's step is no shorter than, quickly."""
-        frame = self._frame(plan)
-        return self._step_s(plan, frame, self._least_pipe_s(plan, frame)) * (1 - _ROUNDING)
+        pipe_s = self._least_pipe_s(plan, quick.frame)
+        return _step_s(pipe_s, quick.others_s, quick.host_s) * (1 - _ROUNDING)
 
     def step_s(self, plan: ParallelPlan) -> float:
         """Step time with the pipeline simulated: that of `predict`."""
         frame = self._frame(plan)
         return self._times(plan, frame).total_s
-
-    def _step_s(self, plan: ParallelPlan, frame: Frame, pipe_s: float) -> float:
-        """All passes, and what comes before and after them."""
-        device_s = (
-            pipe_s
-            + self._exchange(plan, frame).exposed_s
-            + self._optimizer_s(plan, frame.most_parameters)
-            + self._offload_s(plan, frame)
-        )
-        return max(device_s, self._host_s(plan, max(frame.layers)))
 
     def predict(self, plan: ParallelPlan) -> Prediction:
         """The full answer; UsageError for a layout that cannot exist. Where the plan does not say how its layers are
@@ -224,7 +231,7 @@ class Estimator:
         key = (
             plan.tp, plan.pp, plan.sequence_parallel, plan.microbatch, placement, splits,
             plan.recompute, plan.recompute_stages, plan.attention, plan.precision, plan.accumulation > 1, near,
-            plan.chunk_layers, plan.zero == 3,
+            plan.chunk_layers, self.clock.is_by_layers(plan),
         )  # fmt: skip
         frame = self._frames.get(key)
         if frame is None:
@@ -247,7 +254,7 @@ class Estimator:
             return (self.model.layers,)
         key = (
             plan.tp, plan.sequence_parallel, plan.microbatch, plan.recompute, plan.attention, plan.precision,
-            plan.accumulation > 1, plan.zero == 3,
+            plan.accumulation > 1, self.clock.is_by_layers(plan),
         )  # fmt: skip
         ends = self._ends.get(key)
         if ends is None:
@@ -422,6 +429,12 @@ class Estimator:
             "pp": plan.accumulation * hops * sent_bytes(self.model, self.clock.task(plan)),
             "dp": self._exchange(plan, frame).sent_bytes,
         }
+
+
+def _step_s(pipe_s: float, others_s: tuple[float, float, float], host_s: float) -> float:
+    """All passes, and what comes before and after them."""
+    exchange_s, optimizer_s, offload_s = others_s
+    return max(pipe_s + exchange_s + optimizer_s + offload_s, host_s)
 
 
 def _closed_form_s(plan: ParallelPlan, frame: Frame) -> float:

@@ -11,8 +11,8 @@ from collections import deque
 from collections.abc import Sequence
 
 from tilemesh.core.errors import UsageError
-from tilemesh.core.step.action import Action, PassDone, StepProgram
-from tilemesh.core.step.simulate import StepTimes
+from tilemesh.core.step.action import Action, StepProgram
+from tilemesh.core.step.simulate import StepTimes, Timed, number
 
 
 def fill(program: StepProgram, times: StepTimes, most_held: Sequence[int], patience: float = 0.0) -> StepProgram:
@@ -22,20 +22,22 @@ def fill(program: StepProgram, times: StepTimes, most_held: Sequence[int], patie
     `patience`: how much of a weight gradient's time a gap must last for it to be put there; below 1 it may delay what
     comes after the gap.
     """
-    orders = [deque(actions) for actions in program.actions]
+    numbered = number(program)
+    costs_s = [times.of(action) for action in numbered.costs]
+    orders = [deque(zip(*pair, strict=True)) for pair in zip(program.actions, numbered.lists, strict=True)]
     pending: list[deque[Action]] = [deque() for _ in orders]
     lists: list[list[Action]] = [[] for _ in orders]
     held = [0] * program.ranks
-    ends: dict[PassDone, float] = {}
-    sleeping: dict[PassDone, list[tuple[float, int]]] = {}
+    ends: list[float | None] = [None] * numbered.events
+    sleeping: dict[int, list[tuple[float, int]]] = {}
     turns = [(0.0, rank) for rank in range(program.ranks)]
     while turns:
         now, rank = heapq.heappop(turns)
         if not orders[rank]:
             lists[rank] += pending[rank]
             continue
-        action = orders[rank][0]
-        came, missing = _arrival(program, rank, action, ends, times.transfer_s)
+        action, timed = orders[rank][0]
+        came, missing = _arrival(timed, ends, times.transfer_s)
         late = bool(pending[rank]) and action.kind == "F" and held[rank] >= most_held[rank]
         waits = came > now if missing is None else True
         if pending[rank] and (late or waits):
@@ -53,9 +55,8 @@ def fill(program: StepProgram, times: StepTimes, most_held: Sequence[int], patie
             continue
         orders[rank].popleft()
         lists[rank].append(action)
-        end = now + times.of(action)
-        event = PassDone("F" if action.kind == "F" else "I", action.chunk, action.microbatch, action.slice)
-        ends[event] = end
+        (event,) = timed.made
+        ends[event] = end = now + costs_s[timed.cost]
         if action.kind == "F":
             held[rank] += 1
         else:
@@ -68,14 +69,13 @@ def fill(program: StepProgram, times: StepTimes, most_held: Sequence[int], patie
     return StepProgram(program.name, program.placement, program.microbatches, tuple(map(tuple, lists)), program.slices)
 
 
-def _arrival(
-    program: StepProgram, rank: int, action: Action, ends: dict[PassDone, float], transfer_s: float
-) -> tuple[float, PassDone | None]:
+def _arrival(timed: Timed, ends: Sequence[float | None], transfer_s: float) -> tuple[float, int | None]:
     """When what a pass needs is there, and what of it nobody has begun yet."""
     came = 0.0
-    for event in program.needs(action):
-        if event not in ends:
-            return came, event
-        is_far = program.placement.rank(event.chunk, event.microbatch) != rank
-        came = max(came, ends[event] + (transfer_s if is_far else 0.0))
+    for events, after_s in ((timed.near, 0.0), (timed.far, transfer_s)):
+        for event in events:
+            end = ends[event]
+            if end is None:
+                return came, event
+            came = max(came, end + after_s)
     return came, None

@@ -6,7 +6,8 @@ states) is the caller's to add; what a pass needs only while it runs is not on t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from tilemesh.core.step.action import Action, StepProgram, parts
@@ -60,27 +61,40 @@ def memory_peaks(program: StepProgram, sizes: StepBytes) -> list[float]:
     return [max(curve) for curve in memory_curve(program, sizes)]
 
 
-Moment = tuple[tuple[int, int, int], ...]
-"""What a rank holds between two actions: of each chunk the passes from F to B or I, and those from I to W."""
+Moment = tuple[int, ...]
+"""What a rank holds between two actions: of each of its chunks the passes from F to B or I, then those from I to W."""
 
 
-def fullest_moments(program: StepProgram, rank: int) -> tuple[Moment, ...]:
-    """The moments at which a rank can hold most activations, whatever a pass of each chunk keeps: what `memory_peaks`
-    finds of it is the largest of these, for any sizes."""
-    held: dict[int, list[int]] = {}
+def fullest_moments(actions: Iterable[Action], chunks: Sequence[int]) -> tuple[Moment, ...]:
+    """The moments at which a rank with these passes and chunks can hold most activations, whatever a pass of each chunk
+    keeps: what `memory_peaks` finds of it is the largest of these, for any sizes."""
+    place = {chunk: 2 * number for number, chunk in enumerate(chunks)}
+    counts = [0] * (2 * len(chunks))
     moments: set[Moment] = set()
     grew = False
-    for action in program.actions[rank]:
-        whole = parts(action)
-        if grew and any(part.kind != "F" for part in whole):  # all others give something back
-            moments.add(tuple([(chunk, ahead, behind) for chunk, (ahead, behind) in held.items()]))
+    for action in actions:
+        if action.kind == "F":
+            counts[place[action.chunk]] += 1
+            grew = True
+            continue
+        passes = parts(action)
+        if grew and passes:  # all others give something back
+            moments.add(tuple(counts))
             grew = False
-        for part in whole:
-            counts = held.setdefault(part.chunk, [0, 0])
-            counts[0] += _AHEAD[part.kind]
-            counts[1] += _BEHIND[part.kind]
+        for part in passes:
+            counts[place[part.chunk]] += _AHEAD[part.kind]
+            counts[place[part.chunk] + 1] += _BEHIND[part.kind]
             grew = grew or part.kind in "FI"
-    return tuple(moments)
+    return largest_moments(moments)
+
+
+def largest_moments(moments: set[Moment]) -> tuple[Moment, ...]:
+    """Without those that hold no more of anything than another one does."""
+    largest: list[Moment] = []
+    for moment in sorted(moments, key=sum, reverse=True):
+        if not any(all(map(operator.le, moment, other)) for other in largest):
+            largest.append(moment)
+    return tuple(largest)
 
 
 _AHEAD = {"F": 1, "B": -1, "I": -1, "W": 0}

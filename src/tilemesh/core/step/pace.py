@@ -7,18 +7,18 @@ to the simulator and to liveness.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-from tilemesh.core.step.action import StepProgram
+from tilemesh.core.step.action import Action, StepProgram
 from tilemesh.core.step.book import find
-from tilemesh.core.step.memory import Moment, fullest_moments
-from tilemesh.core.step.schedule import PipeShape, RankLoad
+from tilemesh.core.step.memory import Moment, fullest_moments, largest_moments
+from tilemesh.core.step.schedule import PipelineSchedule, PipeShape, RankLoad
 from tilemesh.core.step.simulate import StepTimes, simulate
 from tilemesh.core.step.versions import held_versions
 
 _SETTLED_ROUNDS = 2  # rounds of `stages` microbatches before the pace of a pipeline is looked at
 _STEADY_ROUNDS = 3  # rounds that must take equally long to be its pace
-_SETTLED_FOR_MEMORY = 3  # rounds after which a rank holds no more than before
+_SETTLED_FOR_MEMORY = 2  # rounds after which a rank holds no more than before
 _SAME = 1e-9
 _CHEAP_PASSES = 8_000  # to walk through for the pace of one pipeline
 
@@ -30,10 +30,11 @@ def program_for_memory(name: str, stages: int, microbatches: int, interleave: in
 
 
 def moments_for_memory(
-    name: str, rank: int, stages: int, microbatches: int, interleave: int, slices: int = 1
+    name: str, ranks: tuple[int, ...], stages: int, microbatches: int, interleave: int, slices: int = 1
 ) -> tuple[Moment, ...]:
-    """The moments of that step at which a rank can hold most."""
-    return _moments(name, rank, stages, _settled(name, stages, microbatches), interleave, slices)
+    """The moments of that step at which one of these ranks, whose chunks must be of the same sizes, can hold most."""
+    shape = PipeShape(stages, _settled(name, stages, microbatches), interleave, slices)
+    return _moments_of_ranks(name, shape)[ranks]
 
 
 def copies_of_weights(name: str, rank: int, stages: int, microbatches: int) -> int:
@@ -57,9 +58,27 @@ def _settled(name: str, stages: int, microbatches: int) -> int:
     return enough if is_short else microbatches
 
 
-@functools.lru_cache(maxsize=16384)
-def _moments(name: str, rank: int, stages: int, microbatches: int, interleave: int, slices: int) -> tuple[Moment, ...]:
-    return fullest_moments(_built(name, stages, microbatches, interleave, slices), rank)
+class _RankMoments(dict[tuple[int, ...], tuple[Moment, ...]]):
+    """By ranks, each found when it is first asked for: of a pipeline of equal stages nobody asks for most ranks."""
+
+    def __init__(self, schedule: PipelineSchedule, shape: PipeShape) -> None:
+        super().__init__()
+        self.held = schedule.placement(shape.stages, shape.interleave).held
+        self.lists: list[Iterable[Action]] = list(schedule.checked_lists(shape))
+
+    def __missing__(self, ranks: tuple[int, ...]) -> tuple[Moment, ...]:
+        first = ranks[0]
+        if len(ranks) == 1:
+            moments, self.lists[first] = fullest_moments(self.lists[first], self.held[first]), ()
+        else:
+            moments = largest_moments({moment for rank in ranks for moment in self[rank,]})
+        self[ranks] = moments
+        return moments
+
+
+@functools.lru_cache(maxsize=1024)
+def _moments_of_ranks(name: str, shape: PipeShape) -> _RankMoments:
+    return _RankMoments(find(name), shape)
 
 
 @functools.cache

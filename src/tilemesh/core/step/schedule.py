@@ -101,7 +101,8 @@ class PipelineSchedule:
     is_split: bool = False
     """Whether some or all backward passes are done in two halves, I and W."""
     is_settling: bool = True
-    """Whether what a rank keeps stays the same after some rounds of microbatches, instead of growing with each."""
+    """Whether what a rank keeps stays the same after two rounds of as many microbatches as stages, instead of growing
+    with each."""
     cuts_sequences: bool = False
     """Whether it takes `plan.slices`."""
     microbatches: Callable[[int], tuple[int, int]] = any_number
@@ -141,16 +142,20 @@ class PipelineSchedule:
         least, multiple = self.microbatches(stages)
         return max(least, -(-count // multiple) * multiple)
 
-    def build(self, shape: PipeShape) -> StepProgram:
-        """Its lists for so many stages, microbatches, chunks and slices."""
+    def checked_lists(self, shape: PipeShape) -> Iterable[Iterable[Action]]:
+        """The passes of every rank, which are perhaps not made before they are asked for."""
         reason = self.why_not(shape.stages, shape.microbatches)
         if reason:
             raise UsageError(f"schedule {reason}")
+        return self.lists(shape)
+
+    def build(self, shape: PipeShape) -> StepProgram:
+        """Its lists for so many stages, microbatches, chunks and slices."""
         return StepProgram(
             self.name,
             self.placement(shape.stages, shape.interleave),
             shape.microbatches,
-            tuple(tuple(actions) for actions in self.lists(shape)),
+            tuple(tuple(actions) for actions in self.checked_lists(shape)),
             shape.slices,
             versions=self.updates.versions(shape.stages) if self.updates else 1,
             keeps_versions=self.updates.keeps_versions if self.updates else True,

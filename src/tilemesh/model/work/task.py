@@ -46,7 +46,8 @@ class Task:
     chunked_loss: bool = False
     """Whether the loss makes logits of some rows at a time (`kernels/linear_cross_entropy`); a whole table's alone."""
     by_layers: bool = False
-    """Whether weights are gathered layer by layer (ZeRO-3), so that layers are compiled one by one and the loss not."""
+    """Whether weights are gathered layer by layer (ZeRO-3), so that layers are compiled one by one and the loss not.
+    Hand-fused code is the same either way."""
 
     @classmethod
     def of(
@@ -64,7 +65,7 @@ class Task:
             code,
             gpu,
             chunked_loss and plan.tp == 1,
-            plan.zero == 3,
+            is_by_layers(plan, code),
         )
 
     @property
@@ -113,6 +114,11 @@ def default_code(device: Device, precision: str) -> Code:
     if device.kind == "cpu":
         return "eager"
     return "fused" if precision == "bf16-master" else "compiled"
+
+
+def is_by_layers(plan: ParallelPlan, code: Code) -> bool:
+    """As `Task.by_layers`: a layout with ZeRO-3 that computes what those without it compute shares their figures."""
+    return plan.zero == 3 and code != "fused"
 
 
 def unaligned(columns: int, element_bytes: int) -> bool:
