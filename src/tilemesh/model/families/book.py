@@ -91,22 +91,22 @@ def read_config(folder: str | Path) -> ModelConfig:
     """The model that a folder's config.json describes."""
     path = Path(folder) / CONFIG
     try:
-        told = read_json_object(path)
+        settings = read_json_object(path)
     except (FileNotFoundError, NotADirectoryError):
         raise UsageError(f"{path} does not exist: expected a folder as `save_pretrained` writes it") from None
-    return from_json(told, str(path))
+    return from_json(settings, str(path))
 
 
-def from_json(told: Mapping[str, Any], source: str = CONFIG) -> ModelConfig:
+def from_json(settings: Mapping[str, Any], source: str = CONFIG) -> ModelConfig:
     """A config.json's content as `ModelConfig`; what our model would compute differently is refused."""
-    kind = told.get("model_type")
+    kind = settings.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise _unserved(kind)
     family = FAMILIES[kind]
     for key, value in (_EXPECTS | family.expects).items():
-        if told.get(key, value) not in (value, None if value is False else value):  # null is as good as false
-            raise UsageError(f"{source}: {key} is {shown(told[key])}: only {value!r} is supported")
-    quantized = told.get(QUANTIZATION)
+        if settings.get(key, value) not in (value, None if value is False else value):  # null is as good as false
+            raise UsageError(f"{source}: {key} is {shown(settings[key])}: only {value!r} is supported")
+    quantized = settings.get(QUANTIZATION)
     if quantized is not None and (
         not isinstance(quantized, Mapping) or quantized.get("quant_method") not in QUANTIZERS
     ):
@@ -114,28 +114,28 @@ def from_json(told: Mapping[str, Any], source: str = CONFIG) -> ModelConfig:
         raise unknown(f"quant_method of {QUANTIZATION} in {source}", method, QUANTIZERS)
     allowed = field_ranges(ModelConfig)
     for ours, key in family.sizes.items():
-        allowed[ours].check(f"{source}: {key}", told.get(key), whole=True)
-    if told.get("head_dim") is not None:
-        allowed["head_width"].check(f"{source}: head_dim", told["head_dim"], whole=True)
-    sizes = {ours: told[theirs] for ours, theirs in family.sizes.items()}
+        allowed[ours].check(f"{source}: {key}", settings.get(key), whole=True)
+    if settings.get("head_dim") is not None:
+        allowed["head_width"].check(f"{source}: head_dim", settings["head_dim"], whole=True)
+    sizes = {ours: settings[theirs] for ours, theirs in family.sizes.items()}
     try:
-        made = ModelConfig(**sizes, **family.read(told, source))
+        config = ModelConfig(**sizes, **family.fields(settings, source))
     except UsageError as error:
         raise UsageError(str(error) if str(error).startswith(source) else f"{source}: {error}") from None
-    return made if family_of(made) == kind else made.replace(family=kind)
+    return config if family_of(config) == kind else config.replace(family=kind)
 
 
 def to_json(config: ModelConfig, dtype: str) -> dict[str, Any]:
     """What config.json says of this model; enough for `transformers` 4.50 and later, whose keys moved in 5."""
     kind = family_of(config)
     family = FAMILIES[kind]
-    told = {theirs: getattr(config, ours) for ours, theirs in family.sizes.items()}
-    told |= {
+    settings = {theirs: getattr(config, ours) for ours, theirs in family.sizes.items()}
+    settings |= {
         "model_type": kind, "architectures": [family.architecture], "torch_dtype": dtype, "dtype": dtype,
-        "tie_word_embeddings": config.tied, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
-        "resid_pdrop": config.dropout,
+        "bos_token_id": None, "eos_token_id": None, "pad_token_id": None, "resid_pdrop": config.dropout,
     }  # fmt: skip
-    return told | family.write(config)
+    settings |= {theirs: getattr(config, ours) for ours, (theirs, _) in family.keys.items()}
+    return settings | family.write(config)
 
 
 def family_of(config: ModelConfig) -> str:

@@ -46,5 +46,5 @@ def copy_carried(source: str | Path, target: str | Path, with_config: bool = Fal
 def special_ids(folder: str | Path) -> dict[str, Any]:
     """The ids of special tokens that a folder's config.json names."""
     path = Path(folder) / CONFIG
-    told: Mapping[str, Any] = read_json_object(path) if path.is_file() else {}
-    return {name: told[name] for name in _IDS if told.get(name) is not None}
+    settings: Mapping[str, Any] = read_json_object(path) if path.is_file() else {}
+    return {name: settings[name] for name in _IDS if settings.get(name) is not None}

@@ -17,6 +17,8 @@ from tilemesh.model.work.weights import Weight, embedding_weights, head_weights,
 
 ANY: tuple[Any, ...] = ()
 """In `Family.may`: every value."""
+_NULL_IS_0 = ("kv_heads", "head_width", "mlp_width", "window")
+"""Our fields that follow from others, or are not there, where a file says null."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,8 @@ class Family:
     """Our field: their key."""
     may: Mapping[str, tuple[Any, ...]]
     """Our field: the values that the family can express, or `ANY`. What is not named must have its default."""
+    keys: Mapping[str, tuple[str, Any]]
+    """Our field: their key, and its value where a file leaves it out; read and written as it stands."""
     outside: Mapping[str, str]
     """Their module: ours, before and after the layers, in the order of computation."""
     layer: str
@@ -50,7 +54,7 @@ class Family:
     modules: Mapping[str, tuple[str, ...]]
     """Their module: ours, in a layer, in the order of computation; several of ours may be one matrix of theirs."""
     read: Callable[[Mapping[str, Any], str], dict[str, Any]]
-    """Our fields beside the sizes, from the content of a config.json; its path is for refusals."""
+    """Our fields that take more than a key, from the content of a config.json; its path is for refusals."""
     write: Callable[[ModelConfig], dict[str, Any]]
     """The way back."""
     head: str = "lm_head.weight"
@@ -62,6 +66,13 @@ class Family:
     """Their key: the only value that our model computes. Absent is as good."""
     leftovers: str = ""
     """Tensors that old versions wrote and nobody reads (a pattern): causal masks, rotary frequencies."""
+
+    def fields(self, settings: Mapping[str, Any], source: str) -> dict[str, Any]:
+        """Our fields beside the sizes: what the family always is, what its keys say, and what takes more than a key."""
+        always = {name: values[0] for name, values in self.may.items() if len(values) == 1}
+        said = {ours: settings.get(theirs, absent) for ours, (theirs, absent) in self.keys.items()}
+        said = {ours: value or 0 if ours in _NULL_IS_0 else value for ours, value in said.items()}
+        return {**always, **said, **self.read(settings, source)}
 
     def entries(self, config: ModelConfig) -> Iterator[Entry]:
         """Every tensor of a model but a tied output projection, in the order of computation."""
@@ -94,41 +105,49 @@ class Family:
 # ---- readers that families share ---------------------------------------------------------------------------------
 
 
-def one_of(told: Mapping[str, Any], key: str, known: Mapping[str, str], default: str, source: str) -> str:
+def one_of(settings: Mapping[str, Any], key: str, known: Mapping[str, str], default: str, source: str) -> str:
     """What a word of theirs is called here."""
-    value = told.get(key, default)
+    value = settings.get(key, default)
     if not isinstance(value, str) or value not in known:
         raise unknown(f"{key} in {source}", value, known)
     return known[value]
 
 
-def one_dropout(told: Mapping[str, Any], embedding: str, residual: str, default: float, source: str) -> Any:
+def one_dropout(settings: Mapping[str, Any], embedding: str, residual: str, default: float, source: str) -> Any:
     """The dropout after the embedding and after the blocks, which have to agree."""
-    dropout, first = told.get(residual, default), told.get(embedding, default)
+    dropout, first = settings.get(residual, default), settings.get(embedding, default)
     if first != dropout:
         raise UsageError(f"{source}: {embedding} is {first} and {residual} {dropout}: set one value")
     return dropout
 
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
-SCALINGS = {"default": "none", "linear": "linear", "llama3": "llama3"}
-"""Their rope_type: our rotary_scaling."""
+_TRAINED = "original_max_position_embeddings"
+SCALINGS: Mapping[str, Mapping[str, str]] = {
+    "default": {},
+    "linear": {"rotary_factor": "factor"},
+    "llama3": {
+        "rotary_factor": "factor", "rotary_low": "low_freq_factor", "rotary_high": "high_freq_factor",
+        "rotary_trained": _TRAINED,
+    },
+}  # fmt: skip
+"""Their rope_type, which is our rotary_scaling but for default: our fields, and their keys, that it is made of."""
 
 
 def read_rotary(
-    told: Mapping[str, Any], source: str, base: float = 10_000.0, scalings: tuple[str, ...] = tuple(SCALINGS)
+    settings: Mapping[str, Any], source: str, base: float = 10_000.0, scalings: tuple[str, ...] = tuple(SCALINGS)
 ) -> dict[str, Any]:
     """Rotary settings. transformers 4 wrote rope_theta and rope_scaling, 5 writes rope_parameters with both; a file may
     have all three, which then have to agree: versions of transformers differ in which of them they follow."""
-    ways = {key: told[key] for key in ("rope_scaling", "rope_parameters") if told.get(key)}
-    read = [_read_rotary(rotary, told, f"{source}: {key}", base, scalings) for key, rotary in ways.items()]
+    ways = {key: settings[key] for key in ("rope_scaling", "rope_parameters") if settings.get(key)}
+    read = [_read_rotary(rotary, settings, f"{source}: {key}", base, scalings) for key, rotary in ways.items()]
     if len(read) > 1 and read[0] != read[1]:
         raise UsageError(f"{source}: rope_scaling and rope_parameters say different things: leave one away")
-    return read[0] if read else {"rotary_base": told.get("rope_theta", base)}
+    return read[0] if read else {"rotary_base": settings.get("rope_theta", base)}
 
 
 def _read_rotary(
-    rotary: Any, told: Mapping[str, Any], where: str, base: float, scalings: tuple[str, ...]
+    rotary: Any, settings: Mapping[str, Any], where: str, base: float, scalings: tuple[str, ...]
 ) -> dict[str, Any]:
     """One of the two ways to write them down."""
     if not isinstance(rotary, Mapping):
@@ -138,50 +157,36 @@ def _read_rotary(
     kind = rotary.get("rope_type", rotary.get("type", "default"))
     if kind not in scalings:
         raise UsageError(f"{where}: positions scaled by {shown(kind)}: only {', '.join(scalings)} can be computed")
-    made: dict[str, Any] = {"rotary_base": rotary.get("rope_theta", told.get("rope_theta", base))}
+    trained = rotary.get(_TRAINED)
+    if kind == "llama3" and settings.get(_TRAINED, trained) != trained:
+        raise UsageError(
+            f"{where}: {_TRAINED} is {shown(trained)} here and {settings[_TRAINED]} outside: leave one away"
+        )
+    fields: dict[str, Any] = {"rotary_base": rotary.get("rope_theta", settings.get("rope_theta", base))}
     if "partial_rotary_factor" in rotary:
-        made["rotary_fraction"] = rotary["partial_rotary_factor"]
+        fields["rotary_fraction"] = rotary["partial_rotary_factor"]
     if kind != "default":
-        made |= {"rotary_scaling": SCALINGS[kind], "rotary_factor": rotary.get("factor")}
-    if kind == "llama3":
-        trained = rotary.get(_TRAINED)
-        if told.get(_TRAINED, trained) != trained:
-            raise UsageError(
-                f"{where}: {_TRAINED} is {shown(trained)} here and {told[_TRAINED]} outside: leave one away"
-            )
-        made |= {
-            "rotary_low": rotary.get("low_freq_factor"), "rotary_high": rotary.get("high_freq_factor"),
-            "rotary_trained": trained,
-        }  # fmt: skip
-    return made
-
-
-_TRAINED = "original_max_position_embeddings"
+        fields["rotary_scaling"] = kind
+    return fields | {ours: rotary.get(theirs) for ours, theirs in SCALINGS[kind].items()}
 
 
 def rotary_parameters(config: ModelConfig) -> dict[str, Any]:
     """What transformers 5 calls rope_parameters."""
-    made: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rotary_base}
-    if config.rotary_scaling != "none":
-        made |= {"rope_type": config.rotary_scaling, "factor": config.rotary_factor}
-    if config.rotary_scaling == "llama3":
-        made |= {
-            "low_freq_factor": config.rotary_low, "high_freq_factor": config.rotary_high,
-            "original_max_position_embeddings": config.rotary_trained,
-        }  # fmt: skip
-    return made
+    kind = "default" if config.rotary_scaling == "none" else config.rotary_scaling
+    scaled = {theirs: getattr(config, ours) for ours, theirs in SCALINGS[kind].items()}
+    return {"rope_type": kind, "rope_theta": config.rotary_base, **scaled}
 
 
 def write_rotary(config: ModelConfig) -> dict[str, Any]:
     """Rotary settings as transformers 4 and 5 read them."""
-    made = rotary_parameters(config)
-    scaling = None if config.rotary_scaling == "none" else {k: v for k, v in made.items() if k != "rope_theta"}
-    return {"rope_theta": config.rotary_base, "rope_parameters": made, "rope_scaling": scaling}
+    rotary = rotary_parameters(config)
+    scaling = None if config.rotary_scaling == "none" else {k: v for k, v in rotary.items() if k != "rope_theta"}
+    return {"rope_theta": config.rotary_base, "rope_parameters": rotary, "rope_scaling": scaling}
 
 
-def read_window(told: Mapping[str, Any], layers: int, full: list[int], source: str) -> dict[str, Any]:
+def read_window(settings: Mapping[str, Any], layers: int, full: list[int], source: str) -> dict[str, Any]:
     """The sliding window, and which layers have none: by layer_types, or those that older files mean."""
-    window, types = told.get("sliding_window"), told.get("layer_types")
+    window, types = settings.get("sliding_window"), settings.get("layer_types")
     if types is not None:
         if not isinstance(types, list) or len(types) != layers or any(kind not in LAYER_TYPES for kind in types):
             known = " and ".join(LAYER_TYPES)

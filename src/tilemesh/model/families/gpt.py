@@ -27,52 +27,44 @@ _GPT2_ALIASES = {
 """Names by which transformers also reads GPT-2's sizes."""
 
 
-def _read_gpt2(told: Mapping[str, Any], source: str) -> dict[str, Any]:
-    _check_same(told, _GPT2_ALIASES, source)
+def _read_gpt2(settings: Mapping[str, Any], source: str) -> dict[str, Any]:
+    _check_same(settings, _GPT2_ALIASES, source)
     return {
-        "mlp_width": told.get("n_inner") or 0,
-        "activation": one_of(told, "activation_function", _GPT2_ACTIVATIONS, "gelu_new", source),
-        "dropout": one_dropout(told, "embd_pdrop", "resid_pdrop", 0.1, source),
-        "norm_epsilon": told.get("layer_norm_epsilon", 1e-5), "tied": told.get("tie_word_embeddings", True),
-    }  # fmt: skip
+        "activation": one_of(settings, "activation_function", _GPT2_ACTIVATIONS, "gelu_new", source),
+        "dropout": one_dropout(settings, "embd_pdrop", "resid_pdrop", 0.1, source),
+    }
 
 
 def _write_gpt2(config: ModelConfig) -> dict[str, Any]:
-    return {
-        "n_inner": config.mlp_width, "activation_function": _THEIRS[config.activation], "attn_pdrop": 0.0,
-        "layer_norm_epsilon": config.norm_epsilon, "embd_pdrop": config.dropout,
-    }  # fmt: skip
+    return {"activation_function": _THEIRS[config.activation], "attn_pdrop": 0.0, "embd_pdrop": config.dropout}
 
 
-def _check_same(told: Mapping[str, Any], aliases: Mapping[str, str], source: str) -> None:
+def _check_same(settings: Mapping[str, Any], aliases: Mapping[str, str], source: str) -> None:
     """Refuse two names of one setting with two values."""
     for alias, key in aliases.items():
-        if None not in (told.get(alias), told.get(key)) and told[alias] != told[key]:
-            raise UsageError(f"{source}: {alias} is {shown(told[alias])} and {key} {shown(told[key])}: set one value")
+        if None not in (settings.get(alias), settings.get(key)) and settings[alias] != settings[key]:
+            raise UsageError(
+                f"{source}: {alias} is {shown(settings[alias])} and {key} {shown(settings[key])}: set one value"
+            )
 
 
-def _read_neox(told: Mapping[str, Any], source: str) -> dict[str, Any]:
-    width = told["hidden_size"] // told["num_attention_heads"]
-    _check_same({_WIDTH: width, **told}, {"head_dim": _WIDTH}, source)
-    _check_same(told, {"rope_theta": "rotary_emb_base"}, source)
-    rotary = read_rotary(told, source, base=told.get("rotary_emb_base", 10_000.0))
+def _read_neox(settings: Mapping[str, Any], source: str) -> dict[str, Any]:
+    width = settings["hidden_size"] // settings["num_attention_heads"]
+    _check_same({_WIDTH: width, **settings}, {"head_dim": _WIDTH}, source)
+    _check_same(settings, {"rope_theta": "rotary_emb_base"}, source)
+    rotary = read_rotary(settings, source, base=settings.get("rotary_emb_base", 10_000.0))
     return {
-        "norm": "layernorm", "positions": "rotary", "rotary_fraction": told.get("rotary_pct", 0.25),
-        "activation": one_of(told, "hidden_act", _NEOX_ACTIVATIONS, "gelu", source),
-        "biases": True if told.get("attention_bias", True) else "mlp",
-        "parallel_residual": told.get("use_parallel_residual", True),
-        "dropout": told.get("hidden_dropout", 0.0), "norm_epsilon": told.get("layer_norm_eps", 1e-5),
-        "tied": told.get("tie_word_embeddings", False), **rotary,
-    }  # fmt: skip
+        "activation": one_of(settings, "hidden_act", _NEOX_ACTIVATIONS, "gelu", source),
+        "biases": True if settings.get("attention_bias", True) else "mlp",
+        **rotary,
+    }
 
 
 def _write_neox(config: ModelConfig) -> dict[str, Any]:
     rotary = {**rotary_parameters(config), "partial_rotary_factor": config.rotary_fraction}
     return {
-        "hidden_act": _THEIRS[config.activation], "attention_bias": config.biases is True,
-        "use_parallel_residual": config.parallel_residual, "hidden_dropout": config.dropout, "attention_dropout": 0.0,
-        "layer_norm_eps": config.norm_epsilon, "rotary_emb_base": config.rotary_base,
-        "rotary_pct": config.rotary_fraction, "rope_parameters": rotary,
+        "hidden_act": _THEIRS[config.activation], "attention_bias": config.biases is True, "attention_dropout": 0.0,
+        "rope_parameters": rotary,
     }  # fmt: skip
 
 
@@ -83,6 +75,10 @@ GPT2 = Family(
         "layers": "n_layer", "width": "n_embd", "heads": "n_head", "vocabulary": "vocab_size", "context": "n_positions",
     },
     may={"activation": ("gelu", "gelu-erf", "relu"), "mlp_width": ANY},
+    keys={
+        "mlp_width": ("n_inner", 0), "norm_epsilon": ("layer_norm_epsilon", 1e-5),
+        "tied": ("tie_word_embeddings", True),
+    },
     outside={"wte": "token_embedding", "wpe": "position_embedding", "ln_f": "final_norm"},
     layer="h.{}.",
     modules={
@@ -110,6 +106,11 @@ GPT_NEOX = Family(
         "positions": ("rotary",), "activation": ("gelu", "gelu-erf", "relu"), "biases": (True, "mlp"),
         "parallel_residual": ANY, "rotary_base": ANY, "rotary_fraction": ANY, "rotary_scaling": ANY,
         "rotary_factor": ANY, "rotary_low": ANY, "rotary_high": ANY, "rotary_trained": ANY,
+    },
+    keys={
+        "parallel_residual": ("use_parallel_residual", True), "dropout": ("hidden_dropout", 0.0),
+        "norm_epsilon": ("layer_norm_eps", 1e-5), "rotary_base": ("rotary_emb_base", 10_000.0),
+        "rotary_fraction": ("rotary_pct", 0.25), "tied": ("tie_word_embeddings", False),
     },
     outside={"embed_in": "token_embedding", "final_layer_norm": "final_norm"},
     layer="layers.{}.",
