@@ -171,8 +171,6 @@ def test_a_low_bit_projection_computes_with_the_weight_that_its_codes_mean(name)
     assert low.weight.shape == (12, 48)
     kinds.open_codes(low)
     torch.testing.assert_close(low(x), nn.functional.linear(x, weight, plain.bias))
-    kinds.close_codes(low)
-    torch.testing.assert_close(low(x), nn.functional.linear(x, weight, plain.bias))
     low.to(torch.bfloat16)
     assert low.scales.dtype == torch.float32  # every weight is multiplied by one of them
 

@@ -9,13 +9,13 @@ from torch import nn
 
 from tilemesh.compress.prune import BLOCK, sparsity_at
 from tilemesh.compress.recipe import Recipe, chosen_schemes
-from tilemesh.model.kinds import Masked, Rounded, projections, put_kinds
+from tilemesh.model.kinds import Masked, Rounded, matrix_shapes, projections, put_kinds
 from tilemesh.model.transformer import Transformer
 
 
 def prepare(model: Transformer, recipe: Recipe) -> None:
     """Let the recipe's projections be ones that round or mask in every pass, in place."""
-    shapes = {name: (module.out_features, module.in_features) for name, module in projections(model)}
+    shapes = matrix_shapes(model)
     if recipe.weights.scheme:
         schemes = chosen_schemes(recipe, shapes)
         put_kinds(model, {name: Rounded(False, scheme, recipe.inputs_of(name)) for name, scheme in schemes.items()})

@@ -27,7 +27,7 @@ from tilemesh.compress.recipe import Recipe, chosen_schemes, default_choices, re
 from tilemesh.core.errors import UsageError
 from tilemesh.kernels.lowbit.codes import Quantized
 from tilemesh.kernels.lowbit.formats import Scheme, parse_scheme
-from tilemesh.model.kinds import FewBits, few_bits, projections, put, require_plain
+from tilemesh.model.kinds import FewBits, few_bits, matrix_shapes, put, require_plain
 from tilemesh.model.linear import Linear
 from tilemesh.model.norm import ResidualNorm
 from tilemesh.model.transformer import Layer, Transformer
@@ -62,7 +62,7 @@ def quantize(
     recipe = read_recipe(recipe)
     require_transformer(model, "quantise")
     require_plain(model, "quantisation")
-    shapes = {name: (module.out_features, module.in_features) for name, module in projections(model)}
+    shapes = matrix_shapes(model)
     schemes = chosen_schemes(recipe, shapes)
     if not schemes:
         raise UsageError("the recipe has no weights.scheme: name one, such as int4-g128")

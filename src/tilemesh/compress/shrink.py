@@ -12,14 +12,14 @@ from tilemesh.compress.prune import prune, smaller_config
 from tilemesh.compress.quantize import Moved, quantize
 from tilemesh.compress.recipe import Recipe, check_blocks, chosen_schemes, read_recipe
 from tilemesh.core.errors import UsageError
-from tilemesh.model.kinds import projections
+from tilemesh.model.kinds import matrix_shapes
 from tilemesh.model.transformer import Transformer
 
 
 def check_recipe(model: Transformer, recipe: str | Path | Recipe) -> None:
     """Refuse what a recipe's schemes and blocks cannot do with the shapes of this model, before anything is done."""
     wanted = read_recipe(recipe)
-    shapes = {name: (module.out_features, module.in_features) for name, module in projections(model)}
+    shapes = matrix_shapes(model)
     chosen_schemes(wanted, shapes)
     if wanted.prune.structure in ("heads", "mlp", "layers"):
         smaller_config(model.config, wanted.prune)

@@ -15,7 +15,7 @@ from tilemesh.core.errors import UsageError, unknown
 from tilemesh.core.ranges import Range
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.families.book import FAMILIES, family_of
-from tilemesh.model.work.weights import layer_weights
+from tilemesh.model.work.weights import layer_matrices
 
 A, B = "lora_a", "lora_b"
 """The parameters that an adapted module has besides its weight and bias."""
@@ -48,7 +48,7 @@ class LoraConfig:
 
 def adapted_modules(model: ModelConfig, lora: LoraConfig) -> list[str]:
     """Full names of the modules that get an adapter."""
-    known = {weight.name.rpartition(".")[2]: weight.name for weight in layer_weights(model) if weight.inputs > 1}
+    known = {weight.name.rpartition(".")[2]: weight.name for weight in layer_matrices(model)}
     for target in lora.targets:
         if target not in known:
             raise unknown("lora.targets entry", target, sorted(known))
@@ -58,7 +58,7 @@ def adapted_modules(model: ModelConfig, lora: LoraConfig) -> list[str]:
 
 def adapter_parameters(model: ModelConfig, lora: LoraConfig) -> int:
     """How many numbers are trained."""
-    shapes = {weight.name: (weight.outputs, weight.inputs) for weight in layer_weights(model)}
+    shapes = {weight.name: (weight.outputs, weight.inputs) for weight in layer_matrices(model)}
     modules = [name.split(".", 2)[2] for name in adapted_modules(model, lora)]
     return sum(lora.rank * sum(shapes[name]) for name in modules)
 

@@ -29,6 +29,7 @@ from tilemesh.model.fresh import give_memory
 from tilemesh.model.linear import MatrixKind
 from tilemesh.model.lowbit_files import OURS, CompressedFolder, compressed_tensors
 from tilemesh.model.transformer import Transformer
+from tilemesh.model.work.weights import parameter_shapes
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 OWN_WEIGHTS = "tilemesh.safetensors"
@@ -79,7 +80,7 @@ def save(model: Transformer, folder: str | Path, like: str | Path | None = None)
 def stored_kinds(folder: str | Path) -> dict[str, MatrixKind]:
     """The kinds of the matrices that a folder has compressed, by our names."""
     compressed = _compressed(Path(folder), Transformer(read_config(folder), device="meta"))
-    return {} if compressed is None else {name: kept.kind for name, kept in compressed.kept.items()}
+    return {} if compressed is None else compressed.kinds
 
 
 def read_parameters(folder: str | Path, *, as_stored: bool = False) -> Iterator[tuple[str, Tensor]]:
@@ -173,7 +174,7 @@ def _parameters(
     config: ModelConfig, stored: Mapping[str, Stored], compressed: CompressedFolder | None = None
 ) -> Iterator[tuple[str, Tensor]]:
     """Plain ones."""
-    shapes = _shapes(config)
+    shapes = parameter_shapes(config)
     for entry in entries(config):
         if compressed is not None and any(compressed.covers(name) for name in entry.ours):
             for name in entry.ours:
@@ -203,13 +204,9 @@ def _separated(entry: Entry, whole: Tensor, rows: Sequence[int]) -> Sequence[Ten
     return [part.flatten(0, 1) for part in by_head.unbind(1)]
 
 
-def _shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(value.shape) for name, value in Transformer(config, device="meta").named_parameters()}
-
-
 def _expected(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Their names and shapes."""
-    shapes, expected = _shapes(config), {}
+    shapes, expected = parameter_shapes(config), {}
     for entry in entries(config):
         rows = sum(shapes[name][0] for name in entry.ours)
         shape = (rows, *shapes[entry.ours[0]][1:])
@@ -224,7 +221,7 @@ def _checked(
     family, expected = FAMILIES[family_of(config)], _expected(config)
     coded: set[str] = set()
     if compressed is not None:
-        coded, shapes = set(compressed.tensors()), _shapes(config)
+        coded, shapes = set(compressed.tensors()), parameter_shapes(config)
         for entry in entries(config):
             if any(compressed.covers(name) for name in entry.ours):
                 del expected[entry.theirs]

@@ -303,35 +303,31 @@ def few_bits(
 
 def open_codes(layer: Linear) -> None:
     """One element per code, so that the matrix can be cut anywhere."""
-    _repack(layer, packed=False)
-
-
-def close_codes(layer: Linear) -> None:
-    """The way back, of a part as well."""
-    _repack(layer, packed=True)
-
-
-def _repack(layer: Linear, packed: bool) -> None:
-    kind = layer.kind.base if isinstance(layer.kind, Adapted) else layer.kind
-    if not isinstance(kind, FewBits) or kind.packed == packed or kind.scheme.bits >= 8:
+    kind = _few_bits_of(layer)
+    if kind is None or not kind.packed or kind.scheme.bits >= 8:
         return
-    number, codes = kind.scheme.number, layer.codes
-    if codes.is_meta:
-        kept = dataclasses.replace(kind, packed=packed).pieces(layer.out_features, layer.in_features)[0]
-        codes = torch.empty(kept.shape, dtype=kept.dtype, device="meta")
+    opened = dataclasses.replace(kind, packed=False)
+    if layer.codes.is_meta:
+        piece = opened.pieces(layer.out_features, layer.in_features)[0]
+        codes = torch.empty(piece.shape, dtype=piece.dtype, device="meta")
     else:
-        codes = pack(codes.detach(), number) if packed else unpack(codes, number, layer.in_features)
+        codes = kind.codes(layer)
     layer.register_parameter(CODES, nn.Parameter(codes, requires_grad=False))
-    kind = dataclasses.replace(kind, packed=packed)
-    layer.become(dataclasses.replace(layer.kind, base=kind) if isinstance(layer.kind, Adapted) else kind)
+    layer.become(dataclasses.replace(layer.kind, base=opened) if isinstance(layer.kind, Adapted) else opened)
 
 
 def unpacked(layer: nn.Module, codes: Tensor, inputs: int) -> Tensor:
     """Codes of a layer of few bits as one element each, (N, K)."""
     assert isinstance(layer, Linear)
-    kind = layer.kind.base if isinstance(layer.kind, Adapted) else layer.kind
-    assert isinstance(kind, FewBits)
+    kind = _few_bits_of(layer)
+    assert kind is not None
     return unpack(codes, kind.scheme.number, inputs)
+
+
+def _few_bits_of(layer: Linear) -> FewBits | None:
+    """The kind of a layer's codes, adapters over them or not; None: it has none."""
+    kind = layer.kind.base if isinstance(layer.kind, Adapted) else layer.kind
+    return kind if isinstance(kind, FewBits) else None
 
 
 # ---- in a model ------------------------------------------------------------------------------------------------
@@ -342,6 +338,11 @@ def projections(model: nn.Module) -> Iterator[tuple[str, Linear]]:
     for name, module in model.named_modules():
         if isinstance(module, Linear) and (name.startswith("layers.") or name == "output"):
             yield name, module
+
+
+def matrix_shapes(model: nn.Module) -> dict[str, tuple[int, int]]:
+    """Outputs and inputs of these."""
+    return {name: (layer.out_features, layer.in_features) for name, layer in projections(model)}
 
 
 def kinds_of(model: nn.Module) -> dict[str, MatrixKind]:

@@ -18,7 +18,7 @@ from tilemesh.compress.calibrate import ROWS
 from tilemesh.compress.recipe import Recipe, chosen_schemes
 from tilemesh.core.errors import RunError
 from tilemesh.kernels.lowbit.formats import Scheme
-from tilemesh.model.kinds import projections
+from tilemesh.model.kinds import matrix_shapes
 from tilemesh.model.transformer import Transformer
 
 PEERS = ("torchao", "bitsandbytes")
@@ -64,7 +64,7 @@ def recipe_inputs(recipe: Recipe) -> int:
 def peer_model(peer: str, model: Transformer, recipe: Recipe, tokens: Tensor) -> Transformer:
     """A copy of the model with the weights that the peer's codes mean. `tokens`: to calibrate with."""
     made = copy.deepcopy(model)
-    shapes = {name: (module.out_features, module.in_features) for name, module in projections(made)}
+    shapes = matrix_shapes(made)
     rounding: Callable[[Tensor, Scheme], Tensor] = _torchao if peer == "torchao" else _bitsandbytes
     if recipe.weights.method == "clip":
         rounding = _torchao_hqq

@@ -21,7 +21,7 @@ from tilemesh.model.work.exchanges import Exchange, embedding_exchanges, layer_e
 from tilemesh.model.work.operations import Operation, Product, RaggedAttention, layer_products
 from tilemesh.model.work.passes import MemoryPass, layer_passes
 from tilemesh.model.work.task import Code, Task
-from tilemesh.model.work.weights import Weight, layer_weights, output_weight, shard_parameters
+from tilemesh.model.work.weights import layer_matrices, output_weight, shard_parameters
 
 _PRECISIONS: dict[str, Precision] = {"fp32": "fp32", "bf16": "bf16-master", "fp64": "fp64"}
 """Weights, products and the residual stream are all of the one dtype that a model is served in."""
@@ -86,7 +86,7 @@ def pass_work(model: ModelConfig, parts: Sequence[SequencePart], task: Task) -> 
 
 def dense_operations(model: ModelConfig, task: Task) -> tuple[Operation, ...]:
     """Of one layer, all but attention; new keys and values go to their pages."""
-    shards = {weight.name: weight.shape(task.tp)[0] for weight in _projections(model)}
+    shards = {weight.name: weight.shape(task.tp)[0] for weight in layer_matrices(model)}
     written = 2 * 2 * task.tokens * shards["attention.fc_k"] * task.size
     stored = MemoryPass("keys and values to their pages", written, 1 if task.code == "fused" else 4)
     return (*layer_products(model, task), *layer_passes(model, task)[0], stored)
@@ -97,7 +97,7 @@ def attention_operations(
 ) -> tuple[Operation, ...]:
     """Over pages: a kernel for the sequences that decode, one for the chunks of prompts. On a CPU the pages of a group
     of sequences are gathered first, which moves every key and value once more."""
-    made: list[Operation] = []
+    operations: list[Operation] = []
     own = (model.heads // task.tp, max(1, model.kv_heads // task.tp))
     for name, some in (
         ("decoding", [part for part in parts if part.queries == 1]),
@@ -108,25 +108,28 @@ def attention_operations(
         read = sum(_keys_read(part, window) for part in some)
         pairs = sum(attention.pairs(part.queries, part.keys, causal=True, window=window) for part in some)
         queries = sum(part.queries for part in some)
-        made.append(
+        operations.append(
             RaggedAttention(f"attention, {name}", len(some), *own, queries, read, pairs, model.head_width, task.dtype)
         )
         if not task.gpu:
             groups = len({part.queries for part in some})
             nbytes = 2 * 2 * read * own[1] * model.head_width * task.size
-            made.append(MemoryPass(f"pages gathered, {name}", nbytes, 4 * groups))
-    return tuple(made)
+            operations.append(MemoryPass(f"pages gathered, {name}", nbytes, 4 * groups))
+    return tuple(operations)
 
 
 def end_operations(model: ModelConfig, task: Task, logits: int) -> tuple[Operation, ...]:
     """Rows looked up, the final norm, and the logits of so many tokens."""
     rows = output_weight(model).shape(task.tp)[0]
     stream = task.tokens * model.width * task.size
-    made: list[Operation] = [MemoryPass("embedding", 2 * stream), MemoryPass("final norm", 2 * stream, kind="rows")]
+    operations: list[Operation] = [
+        MemoryPass("embedding", 2 * stream),
+        MemoryPass("final norm", 2 * stream, kind="rows"),
+    ]
     if logits:
-        made.append(Product("logits", 1, logits, rows, model.width, task.dtype))
-        made.append(MemoryPass("drawing tokens", 2 * logits * rows * max(4, task.size), 4))
-    return tuple(made)
+        operations.append(Product("logits", 1, logits, rows, model.width, task.dtype))
+        operations.append(MemoryPass("drawing tokens", 2 * logits * rows * max(4, task.size), 4))
+    return tuple(operations)
 
 
 def pass_exchanges(model: ModelConfig, task: Task, logits: int) -> tuple[Exchange, ...]:
@@ -161,7 +164,7 @@ def least_cost(model: ModelConfig, parts: Sequence[SequencePart], task: Task) ->
     output = output_weight(model)
     rows = output.shape(task.tp)[0]
     weights = model.layers * shards.layer + (rows * model.width if logits else 0) + tokens * model.width
-    flops = 2 * tokens * model.layers * sum(a * b for a, b in (w.shape(task.tp) for w in _projections(model)))
+    flops = 2 * tokens * model.layers * sum(a * b for a, b in (w.shape(task.tp) for w in layer_matrices(model)))
     flops += 2 * logits * rows * model.width
     read = pairs = 0
     for layer in range(model.layers):
@@ -175,7 +178,3 @@ def least_cost(model: ModelConfig, parts: Sequence[SequencePart], task: Task) ->
 
 def _keys_read(part: SequencePart, window: int) -> int:
     return min(part.keys, window + part.queries - 1) if window else part.keys
-
-
-def _projections(model: ModelConfig) -> tuple[Weight, ...]:
-    return tuple(weight for weight in layer_weights(model) if weight.split != "whole")

@@ -27,7 +27,7 @@ from tilemesh.model.work.passes import (
     product_weights,
 )
 from tilemesh.model.work.task import Task
-from tilemesh.model.work.weights import Weight, layer_weights, output_weight
+from tilemesh.model.work.weights import Weight, layer_matrices, layer_weights, output_weight
 
 
 class Product(NamedTuple):
@@ -270,8 +270,8 @@ def recomputed_flops(model: ModelConfig, sequences: int, context: int, recompute
     """What a step does a second time: all layers, every second product of theirs, only their scores, or nothing.
     `share`: of the layers that do so."""
     forward = forward_flops(model, sequences, context)
-    matrices = [weight for weight in layer_weights(model) if weight.split != "whole"]
-    second = 2 * sequences * context * sum(weight.outputs * weight.inputs for weight in matrices[1:-1:2])
+    matrices = layer_matrices(model)[1:-1:2]
+    second = 2 * sequences * context * sum(weight.outputs * weight.inputs for weight in matrices)
     flops = {"none": 0, "selective": forward.scores, "operators": model.layers * second, "full": forward.layers}
     return round(share * flops[recompute])
 

@@ -19,7 +19,7 @@ from tilemesh.kernels.norm import cost as norm
 from tilemesh.kernels.rotary import cost as rotary
 from tilemesh.model.config import VOCABULARY_MULTIPLE, ModelConfig
 from tilemesh.model.work.task import ALIGNED, Task, unaligned
-from tilemesh.model.work.weights import Weight, layer_weights, output_weight
+from tilemesh.model.work.weights import Weight, layer_matrices, output_weight
 
 
 class MemoryPass(NamedTuple):
@@ -42,7 +42,7 @@ class MemoryPass(NamedTuple):
 
 def _columns(model: ModelConfig, task: Task) -> tuple[int, int, int, int]:
     """On this rank: columns of the queries, of the keys, of the MLP, and elements of all of the layer's matrices."""
-    shapes = {weight.name: weight.shape(task.tp) for weight in layer_weights(model) if weight.split != "whole"}
+    shapes = {weight.name: weight.shape(task.tp) for weight in layer_matrices(model)}
     names = ("attention.fc_q", "attention.fc_k", "mlp.fc_in")
     own, kv, inner = (shapes[name][0] for name in names)
     return own, kv, inner, sum(outputs * inputs for outputs, inputs in shapes.values())
@@ -63,12 +63,11 @@ def product_weights(model: ModelConfig, task: Task) -> list[list[Weight]]:
     a gate with what it opens; our Transformer keeps both apart, but for q, k and v that are not turned, where the whole
     layer is compiled."""
     joined = {"fused": ("attention", "mlp"), "compiled": ("attention",) if joins_qkv(model, task) else (), "eager": ()}
-    made: list[list[Weight]] = []
-    matrices = [weight for weight in layer_weights(model) if weight.split != "whole"]
-    for (block, _), group in itertools.groupby(matrices, key=lambda weight: (weight.block, weight.split)):
+    products: list[list[Weight]] = []
+    for (block, _), group in itertools.groupby(layer_matrices(model), key=lambda weight: (weight.block, weight.split)):
         weights = list(group)
-        made += [weights] if block in joined[task.code] else [[weight] for weight in weights]
-    return made
+        products += [weights] if block in joined[task.code] else [[weight] for weight in weights]
+    return products
 
 
 def layer_passes(model: ModelConfig, task: Task) -> tuple[list[MemoryPass], list[MemoryPass]]:

@@ -148,15 +148,15 @@ def _add_sums(
     gradient, updates = STATE_BYTES[plan.precision][1], updates_of(plan)
     ends = set() if placement is None else {placement.holders[0], placement.holders[-1]}
     for weight, times, chunk in held:
-        rows = times * gradient * updates * weight.held_rows(plan.tp, plan.zero_ranks)
+        rows = times * gradient * updates * weight.held(plan.tp, plan.zero_ranks)
         if not plan.zero and plan.dp > 1:
             total.add("dp", "all_reduce", rows)
         if plan.zero and plan.dp > plan.zero_ranks:  # what a group has summed, summed over the groups
             total.add("dp", "all_reduce", rows)
         if plan.tp > 1:
             # Of kv heads that several ranks hold, and of what tp leaves whole where each sees a part of the tokens.
-            alike = weight.repeated_rows(plan.tp, plan.zero_ranks)
-            alike += weight.replicated_rows(plan.zero_ranks) if plan.sequence_parallel else 0
+            alike = weight.repeated(plan.tp, plan.zero_ranks)
+            alike += weight.replicated(plan.zero_ranks) if plan.sequence_parallel else 0
             total.add("tp", "all_reduce", times * gradient * updates * alike)
         is_shared = placement is not None and len(placement.holders[chunk]) > 1
         if is_shared or (model.tied and weight.name == _TABLE and len(ends) > 1):

@@ -56,34 +56,23 @@ class Weight(NamedTuple):
             return self.outputs, self.inputs // tp
         return (-(-self.outputs // tp), self.inputs) if self.split == "vocabulary" else (self.outputs, self.inputs)
 
-    def held(self, tp: int) -> int:
-        """Parameters on one of tp ranks."""
-        return self.held_rows(tp)
+    # Of several replicas that share rows (ZeRO), each of these is what the first of them keeps.
 
-    def held_rows(self, tp: int, replicas: int = 1) -> int:
-        """Of those, what the first of so many replicas keeps that share their rows (ZeRO)."""
+    def held(self, tp: int, replicas: int = 1) -> int:
+        """Parameters on one of tp ranks."""
         outputs, inputs = self.shape(tp)
         return -(-outputs // replicas) * (inputs + self.bias)
 
-    @property
-    def replicated(self) -> int:
+    def replicated(self, replicas: int = 1) -> int:
         """Parameters that every rank of tp has, whole."""
-        return self.replicated_rows()
-
-    def replicated_rows(self, replicas: int = 1) -> int:
-        """Of those, what the first of so many replicas keeps that share their rows."""
         rows = -(-self.outputs // replicas)
         if self.split == "whole":
             return rows * (self.inputs + self.bias)
         return rows * self.bias if self.split == "row" else 0
 
-    def repeated(self, tp: int) -> int:
+    def repeated(self, tp: int, replicas: int = 1) -> int:
         """Of one rank's parameters, those that some other ranks of tp hold too, each using them for other queries."""
-        return self.repeated_rows(tp)
-
-    def repeated_rows(self, tp: int, replicas: int = 1) -> int:
-        """Of those, what the first of so many replicas keeps that share their rows."""
-        return self.held_rows(tp, replicas) if self.repeats and self.units < tp else 0
+        return self.held(tp, replicas) if self.repeats and self.units < tp else 0
 
 
 def layer_weights(model: ModelConfig) -> tuple[Weight, ...]:
@@ -106,6 +95,11 @@ def layer_weights(model: ModelConfig) -> tuple[Weight, ...]:
         Weight("mlp.fc_out", "MLP out", D, F, "row", mlp),
         *((_norm(model, "mlp_out_norm"),) if is_sandwich else ()),
     )
+
+
+def layer_matrices(model: ModelConfig) -> tuple[Weight, ...]:
+    """Of these, what products are made with: all but the norms."""
+    return tuple(weight for weight in layer_weights(model) if weight.split != "whole")
 
 
 def _head_norms(model: ModelConfig) -> tuple[Weight, ...]:
@@ -143,15 +137,15 @@ def _norm(model: ModelConfig, name: str) -> Weight:
 
 def parameter_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Of all parameters by their full names, in the order of computation."""
-    layers = [(f"layers.{index}.", weight) for index in range(model.layers) for weight in layer_weights(model)]
-    outside = [("", weight) for weight in embedding_weights(model)], [("", weight) for weight in head_weights(model)]
+    layers = ((f"layers.{index}.", weight) for index in range(model.layers) for weight in layer_weights(model))
+    before, after = ((("", weight) for weight in ends(model)) for ends in (embedding_weights, head_weights))
     shapes: dict[str, tuple[int, ...]] = {}
-    for prefix, weight in (*outside[0], *layers, *outside[1]):
-        is_offset = model.norm_offset and weight.words == "norm"
-        shape = (weight.outputs, weight.inputs) if weight.inputs > 1 else (weight.outputs,)
-        shapes[f"{prefix}{weight.name}.{'offset' if is_offset else 'weight'}"] = shape
+    for prefix, weight in (*before, *layers, *after):
+        name, is_norm = f"{prefix}{weight.name}", weight.words == "norm"
+        shape = (weight.outputs,) if is_norm else (weight.outputs, weight.inputs)
+        shapes[f"{name}.{'offset' if is_norm and model.norm_offset else 'weight'}"] = shape
         if weight.bias:
-            shapes[f"{prefix}{weight.name}.bias"] = (weight.outputs,)
+            shapes[f"{name}.bias"] = (weight.outputs,)
     return shapes
 
 
@@ -236,12 +230,12 @@ def shard_parameters(model: ModelConfig, tp: int) -> Shards:
     layer, before, after = layer_weights(model), embedding_weights(model), head_weights(model)
     return Shards(
         layer=sum(weight.held(tp) for weight in layer),
-        layer_replicated=sum(weight.replicated for weight in layer),
+        layer_replicated=sum(weight.replicated() for weight in layer),
         layer_repeated=sum(weight.repeated(tp) for weight in layer),
         embeddings=sum(weight.held(tp) for weight in before),
-        embeddings_replicated=sum(weight.replicated for weight in before),
+        embeddings_replicated=sum(weight.replicated() for weight in before),
         head=sum(weight.held(tp) for weight in after),
-        head_replicated=sum(weight.replicated for weight in after),
+        head_replicated=sum(weight.replicated() for weight in after),
         tied_head=output_weight(model).held(tp) if model.tied else 0,
     )
 
