@@ -285,7 +285,7 @@ def test_rotary_settings_of_older_files_are_read() -> None:
         ("llama", {"num_attention_heads": 0}, "num_attention_heads is 0: expected"),
         ("llama", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 5e5}}, "scaled by 'yarn': only default, lin"),
         ("llama", {"rope_parameters": None, "rope_scaling": {"type": "dynamic", "factor": 2}}, "scaled by 'dynamic'"),
-        ("llama", {"rope_parameters": {"rope_type": "llama3"}}, "rotary_trained is None: expected a whole number"),
+        ("llama", {"rope_parameters": {"rope_type": "llama3"}}, "rotary_factor is None: expected a number"),
         ("llama", {"head_dim": "8"}, "head_dim is '8': expected a whole number"),
         ("phi3", {"rope_parameters": {"rope_type": "longrope"}}, "scaled by 'longrope': only default can be"),
         ("phi3", {"embd_pdrop": 0.3}, "embd_pdrop is 0.3 and resid_pdrop 0.1"),
