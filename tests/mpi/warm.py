@@ -53,7 +53,9 @@ def warm_python() -> str:
             program.chmod(0o700)
             line = [sys.executable, str(HERE / "warm_server.py"), str(address), str(program), str(pytest)]
             environ = dict(os.environ) | source_path(os.environ)
-            server = subprocess.Popen(line, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, env=environ)
+            server = subprocess.Popen(
+                line, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, env=environ, start_new_session=True
+            )
             while not address.exists():
                 assert server.poll() is None, "the server of warm processes did not start"
                 time.sleep(0.02)

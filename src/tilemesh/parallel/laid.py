@@ -337,16 +337,14 @@ class Laid:
         `values`: of local shapes, by parameter name (gradients, an optimiser's moments); None: the weights. `shards`:
         how they are cut, where that is not as the weights are.
         """
-        of_stage = self._gather(values, shards)
+        gathered = self._gather(values, shards)
         stages = self.mesh.pp.comm
-        if stages.size == 1 or of_stage is None:
-            return of_stage
-        joined: dict[str, Tensor] = {}
-        for stage in range(stages.size):
-            for name, tensor in handed_around(stages, of_stage, stage):
-                if stages.rank == 0:
-                    joined[name] = tensor
-        return {name: joined[name] for name in self.names if name in joined} if stages.rank == 0 else None
+        if gathered is not None and stages.size > 1:
+            of_stages = (handed_around(stages, gathered, stage) for stage in range(stages.size))
+            gathered = {name: tensor for pairs in of_stages for name, tensor in pairs if stages.rank == 0}
+        if gathered is None or stages.rank:
+            return None
+        return {name: gathered[name] for name in self.names if name in gathered}
 
     def _gather(
         self, values: Mapping[str, Tensor] | None, shards: Mapping[str, Shard] | None
