@@ -21,9 +21,9 @@ from tilemesh.train.schedule import rate
 
 TINY = (
     "model.layers=1,model.width=8,model.heads=2,model.kv_heads=1,model.mlp_width=16,model.context=8,train.batch=4,"
-    "train.steps=3,checkpoint.every=0,evaluate.every=0,sample.tokens=0,train.trace_steps=0,optimizer.warmup=3,"
+    "train.steps=3,checkpoint.every=0,evaluate.every=0,sample.tokens=0,train.trace_steps=0,optimizer.warmup=3"
 )
-HALF = TINY + "plan.precision=fp16"
+HALF = TINY + ",plan.precision=fp16"
 
 
 @pytest.fixture(scope="module")

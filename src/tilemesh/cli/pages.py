@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from tilemesh.cli.targets import check_filled
 from tilemesh.comm.schedules.collectives import COLLECTIVES
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.core.files import write_text
@@ -63,8 +64,8 @@ def _rows_page(files: Sequence[str], html: str | None, svg: str | None) -> list[
     """The page and the charts of benchmarks' rows; one of the files may be what a tuner tried."""
     if html is None and svg is None:
         raise UsageError("the page of a file of rows needs a name: give --html FILE, or --svg FOLDER for charts")
-    if svg is not None and Path(svg).exists() and not Path(svg).is_dir():
-        raise UsageError(f"--svg {svg}: expected a folder, and this is a file")
+    if svg is not None:
+        check_filled("--svg", svg)
     tried = [path for path in files if is_trials(path)]
     if len(tried) > 1:
         raise UsageError(f"{len(tried)} files of what a tuner tried: a page shows one")

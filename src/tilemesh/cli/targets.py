@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from tilemesh.core.errors import UsageError
@@ -67,6 +68,14 @@ def _is_same(one: str, other: str) -> bool:
         return False
 
 
+def check_filled(flag: str, folder: str) -> None:
+    """Refuse a folder that files cannot be put into; one with files in it is as good as a new one."""
+    if os.path.lexists(folder) and not os.path.isdir(folder):
+        raise UsageError(f"{flag} {folder}: expected a folder, and this is a file")
+    if why := _why_not(Path(folder, "in it")):
+        raise UsageError(f"{flag} {shown(folder)} cannot be written: {why}")
+
+
 def check_folder(flag: str, folder: Path) -> None:
     """Refuse a new folder that cannot be made, or one that is there and not empty."""
     check_new_folder(folder, flag)
@@ -77,6 +86,8 @@ def check_folder(flag: str, folder: Path) -> None:
 def _why_not(target: Path) -> str:
     """Why this file cannot be written; empty where it can. Tried out, as root has every right and /proc takes none."""
     try:
+        with suppress(FileNotFoundError, NotADirectoryError):
+            os.lstat(target)  # names that are too long, wherever on the way
         if target.is_dir():
             return "it is a folder, expected a file"
         if os.path.lexists(target):

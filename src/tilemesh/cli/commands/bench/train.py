@@ -6,14 +6,12 @@ A row of tokens per second, and one of the fullest rank's memory.
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 from tilemesh.cli.output import Output, console_beside
-from tilemesh.cli.targets import check_targets
-from tilemesh.core.errors import UsageError
+from tilemesh.cli.targets import check_filled
 from tilemesh.core.options import ROWS, Count, Known, OutFile, OutFolder, Words, argument, option
 
 _PEERS = "Some of eager, compile, ddp, zero-optimizer, fsdp, deepspeed, pipeline, fsdp-pipeline"
@@ -54,9 +52,7 @@ def train(options: TrainBenchOptions) -> Output:
     transport = "torch" if gpus and options.transport == "auto" else options.transport
     choose_transport(transport)
     if profile is not None:
-        if os.path.lexists(profile) and not profile.is_dir():
-            raise UsageError(f"--profile {profile}: expected a folder, and this is a file")
-        check_targets([("--profile", str(profile / "kernels.txt"))])
+        check_filled("--profile", str(profile))
     predicted = predict_run(config, gpus)  # before anything is measured
     compared = compare(
         config,
