@@ -192,7 +192,7 @@ OPTIONS = [
     (["bench", "collective", "all_reduce", "--ranks", " "], "--ranks is empty"),
     (["bench", "serve", "tiny", "--step-tokens", "0"], "--step-tokens is 0: expected a whole number, between 1 and"),
     (["bench", "serve", "tiny", "--step-length", "-1"], "--step-length is -1: expected a whole number"),
-    (["bench", "train", "tiny", "--profile", "/proc/x"], "--profile /proc/x/kernels.txt cannot be written"),
+    (["bench", "train", "tiny", "--profile", "/proc/x"], "--profile '/proc/x' cannot be written"),
     (["plan", "llama-3-8b", "--cluster", "1xh100", "--serve", "--dtype", "fp3"], "unknown dtype 'fp3'"),
     (["plan", "llama-3-8b", "--cluster", "1xh100", "--serve", "--rate", "inf"], "--rate is inf: expected above 0"),
     (["guide", "--answer", "3"], "--answer belongs to a chapter"),
