@@ -52,7 +52,8 @@ def test_a_death_by_a_signal_is_seen_as_such() -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_whoever_signals_it_reaches_the_fork(number: signal.Signals) -> None:
-    line = [python(), "-c", WAITS]
+    # As from a terminal: tests may run in a shell's background, whose processes ignore Ctrl-C.
+    line = ["env", "--default-signal=INT", python(), "-c", WAITS]
     with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
         assert process.stdout is not None
         fork = int(process.stdout.readline())

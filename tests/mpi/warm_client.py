@@ -16,6 +16,8 @@ def main(address: str, arguments: list[str]) -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG: mpiexec may be killed, and its ranks end
     cores = sorted(os.sched_getaffinity(0))
     request = {"arguments": arguments, "environment": dict(os.environ), "folder": os.getcwd(), "cores": cores}
+    # A shell's background job ignores Ctrl-C, and so do the processes that it starts.
+    request["heeds_interrupts"] = signal.getsignal(signal.SIGINT) != signal.SIG_IGN
     message = json.dumps(request).encode()
     with socket.socket(socket.AF_UNIX) as server:
         server.connect(address)

@@ -46,7 +46,8 @@ def next_request(address: str, pytest: int) -> Request:
     os.rename(f"{address}.new", address)  # whoever sees it can connect
     events.register(listening, selectors.EVENT_READ)
     while True:
-        for key, _ in events.select():
+        # Newcomers last: their descriptors may have the numbers of those that are closed here.
+        for key, _ in sorted(events.select(), key=lambda event: event[0].fileobj is listening):
             if key.fileobj is not listening:
                 if key.data is None:  # pytest has ended
                     end_all(address, events)
@@ -116,6 +117,7 @@ def run(request: Request, executable: str) -> None:
     os.environ.update(request["environment"])
     os.chdir(request["folder"])
     os.sched_setaffinity(0, request["cores"])
+    signal.signal(signal.SIGINT, signal.default_int_handler if request["heeds_interrupts"] else signal.SIG_IGN)
     sys.executable = executable
     # Anew: the server's own have looked at what they are connected to.
     sys.stdin, sys.stdout = os.fdopen(0), os.fdopen(1, "w")
