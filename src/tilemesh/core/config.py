@@ -387,7 +387,7 @@ class _FieldRule(NamedTuple):
     takes_none: bool
 
     def admits(self, value: Any) -> bool:
-        """Whether it is a value that is no number."""
+        """Whether this is one of the choices, true or false, or None where the field takes these: no range applies."""
         is_choice = isinstance(value, str) and value in self.choices
         return is_choice or (self.takes_bool and isinstance(value, bool)) or (self.takes_none and value is None)
 

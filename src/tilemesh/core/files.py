@@ -108,7 +108,7 @@ def replacing(path: Path) -> Iterator[Path]:
 @contextlib.contextmanager
 def filling(folder: Path) -> Iterator[None]:
     """Around the writing of a new folder (`check_new_folder`): where that fails or is interrupted, nothing stays."""
-    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    new_folders = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         ensure_folder(folder)
         with naming(folder / _UNFINISHED):
@@ -119,7 +119,7 @@ def filling(folder: Path) -> Iterator[None]:
         with contextlib.suppress(OSError):
             for path in folder.iterdir():
                 shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
-            for path in made:
+            for path in new_folders:
                 path.rmdir()
         if isinstance(error, KeyboardInterrupt):
             raise KeyboardInterrupt(f"{folder} was not written") from None

@@ -254,7 +254,7 @@ class Loop:
             return stops
 
     def read(self) -> list[StepFigures]:
-        """What the steps since the last call came to; one that came to no number ends the run here."""
+        """Loss, norm and rate of the steps since the last call; a loss or norm of NaN or infinity ends the run here."""
         steps, self._unread = self._unread, []
         numbers = read([result for _, result in steps])
         values = [

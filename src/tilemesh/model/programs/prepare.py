@@ -104,9 +104,9 @@ def prepare(
     calls = tuple(_bind(seat, choice) for seat, choice in zip(seats, choices["more"], strict=True))
     through: dict[RowClass, Callable[[Tensor, Pass], Tensor]] = {"more": partial(_through, model, calls)}
     through |= {rows: _bind_all(model, seats, choices[rows]) for rows in classes if rows != "more"}
-    whole = ProgramSeat(model, None, LayerGroups(), use, device)
+    at_ends = ProgramSeat(model, None, LayerGroups(), use, device)
     ends = [program for program in programs if program.part in ("embedding", "projection", "loss")]
-    taken = {program.part: program.bind(whole) for program in ends if not program.why_not(whole)}
+    taken = {program.part: program.bind(at_ends) for program in ends if not program.why_not(at_ends)}
     return Prepared(
         model=model,
         use=use,
@@ -118,7 +118,7 @@ def prepare(
         loss_sum=taken.get("loss"),
         groups=groups,
         choices=choices,
-        ends={program.name: program.why_not(whole) for program in ends},
+        ends={program.name: program.why_not(at_ends) for program in ends},
     )
 
 
@@ -194,7 +194,7 @@ def _bind_all(
     model: Transformer, seats: Sequence[ProgramSeat], choices: Sequence[LayerChoice]
 ) -> Callable[[Tensor, Pass], Tensor]:
     program = choices[0].programs[0] if choices else definition.ATTENTION
-    if isinstance(program, few_tokens.FewTokens):
+    if program.part == "layers":
         return program.bind_all(seats)
     calls = tuple(_bind(seat, choice) for seat, choice in zip(seats, choices, strict=True))
     return partial(_through, model, calls)

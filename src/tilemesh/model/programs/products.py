@@ -49,8 +49,8 @@ class OneProductAttention(LayerProgram):
         return seat.groups.heads_apart
 
     def cost(self, seat: ProgramSeat, rows: int) -> Cost:
-        made = products_cost([seat.heads.layer, seat.here.attention.fc_o], rows, seat.itemsize)
-        return made + attention_passes(seat, rows, side_by_side=not why_not_side_by_side(seat))
+        products = products_cost([seat.heads.layer, seat.here.attention.fc_o], rows, seat.itemsize)
+        return products + attention_passes(seat, rows, side_by_side=not why_not_side_by_side(seat))
 
     def bind(self, seat: ProgramSeat) -> Callable[..., Tensor]:
         attention, heads = seat.here.attention, seat.heads
@@ -74,8 +74,8 @@ class OneProductMlp(LayerProgram):
         return seat.groups.gated_apart
 
     def cost(self, seat: ProgramSeat, rows: int) -> Cost:
-        made = products_cost([seat.gated.layer, seat.here.mlp.fc_out], rows, seat.itemsize)
-        return made + gate_passes(seat, rows, together=True)
+        products = products_cost([seat.gated.layer, seat.here.mlp.fc_out], rows, seat.itemsize)
+        return products + gate_passes(seat, rows, together=True)
 
     def bind(self, seat: ProgramSeat) -> Callable[..., Tensor]:
         return behind_hooks(seat.here.mlp, partial(_open, seat.here.mlp, seat.gated))

@@ -7,7 +7,7 @@ predicted to be the fastest; nothing asks in a forward pass.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from tilemesh.core.cost import SHORT_DTYPES, Cost
 from tilemesh.model.linear import Linear
 from tilemesh.model.programs.group import GroupProduct, LayerGroups
-from tilemesh.model.transformer import Layer, Transformer
+from tilemesh.model.transformer import Layer, Pass, Transformer
 
 RowClass = Literal["1", "2-64", "more"]
 FEW_ROWS = 64
@@ -123,6 +123,10 @@ class LayerProgram:
         """The function to call in place of the definition's."""
         raise NotImplementedError
 
+    def bind_all(self, seats: Sequence[ProgramSeat]) -> Callable[[Tensor, Pass], Tensor]:
+        """Of a program whose part is "layers": from what enters the first to what the output projection takes."""
+        raise NotImplementedError
+
 
 def behind_hooks(block: nn.Module, call: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """A call in a block's place, behind what hangs before it: where a region cut over ranks begins."""
@@ -141,13 +145,13 @@ def _call_behind(block: nn.Module, hooks: tuple[Any, ...], call: Callable[..., T
 
 def products_cost(layers: Iterable[Linear], rows: int, itemsize: int) -> Cost:
     """Of projections: each matrix and its rows are read, the results written."""
-    made = Cost()
+    total = Cost()
     for layer in layers:
         outputs, inputs = layer.out_features, layer.in_features
         read = layer.kind.nbytes(outputs, inputs, itemsize) + itemsize * rows * inputs
         flops, written = 2 * rows * outputs * inputs, itemsize * rows * outputs
-        made += Cost(flops, read, written, launches=1, dtype=_dtype(layer))
-    return made
+        total += Cost(flops, read, written, launches=1, dtype=_dtype(layer))
+    return total
 
 
 def _dtype(layer: Linear) -> str:
