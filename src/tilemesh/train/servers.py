@@ -220,11 +220,10 @@ class ServerOptimizer(Optimizer):
     def _whole(self) -> dict[str, Held]:
         """What is trained, whole and in the dtype in which it is stepped, on the first rank (a collective call)."""
         values = {name: mine.tensor.detach() for name, mine in self._own.items()}
-        whole = self.laid.gather(values, {name: mine.shard for name, mine in self._own.items()}) or {}
+        gathered = self.laid.gather(values, {name: mine.shard for name, mine in self._own.items()}) or {}
         return {
-            name: Held(nn.Parameter(whole[name].to(self._wide)), Shard(name, tuple(whole[name].shape)))
-            for name in self.laid.names  # in the order of the model, as servers have it
-            if name in whole
+            name: Held(nn.Parameter(weight.to(self._wide)), Shard(name, tuple(weight.shape)))
+            for name, weight in gathered.items()  # in the order of the model, as servers have it
         }
 
     def _gradients(self) -> Mapping[str, Tensor]:
