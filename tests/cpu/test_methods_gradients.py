@@ -15,7 +15,10 @@ from tilemesh.core.plan import ParallelPlan
 from tilemesh.core.shard import Shard
 from tilemesh.methods.compressed import SCHEMES, CompressedGradients, Compression, Scheme, sent_bytes
 from tilemesh.methods.local import LocalPeriod, LocalUpdates
+from tilemesh.model.config import ModelConfig
+from tilemesh.model.transformer import Transformer
 from tilemesh.parallel import Mesh, lay
+from tilemesh.parallel.laid import StepPiece
 
 RANKS, RATE = 3, 0.05
 SHAPES = [(24, 10), (24,), (7, 24), (7,)]
@@ -197,6 +200,31 @@ def test_what_is_remembered_makes_the_next_steps_the_same(scheme: Scheme) -> Non
         for whole, remembers, goes_on in made:
             assert torch.equal(remembers, whole)
             assert torch.equal(goes_on, whole)
+
+
+@pytest.mark.parametrize("scheme", ["one-bit", "top-k"])
+def test_ranks_that_hold_the_same_leave_out_the_same(scheme: Scheme) -> None:
+    """Norms of sequence parallelism: each rank of tp has a part of their gradient, and one of them writes what is left
+    of it. With parts compressed apart, a resumed run went on with another rank's."""
+    plan = ParallelPlan(dp=2, tp=2, sequence_parallel=True, precision="fp64")
+    config = ModelConfig(layers=1, width=8, heads=2, vocabulary=11, context=8)
+
+    def main(comm: Communicator) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        mesh = Mesh(comm, dp=2, tp=2)
+        laid = lay(Transformer(config).double(), mesh, plan, gradients=compressed(scheme))
+        tokens = (torch.arange(16).view(2, 8) * (1 + mesh.dp.index)) % 11
+        laid.passes([StepPiece(tokens, tokens.roll(1, 1), 0)])
+        laid.gradients.finish()
+        remembered = laid.gradients.remembered()
+        return {name: value.clone() for name, shard, value in remembered if shard.copies_along("tp") == 2}
+
+    ranks = run_threads(4, main)
+    assert len(ranks[0]) > 0
+    assert any(not torch.equal(value, ranks[2][name]) for name, value in ranks[0].items())  # replicas differ
+    for one, other in ((0, 1), (2, 3)):
+        for name, value in ranks[one].items():
+            assert torch.equal(value, ranks[other][name]), name
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

@@ -167,7 +167,11 @@ class CompressedGradients(Bucketed):
         """Whether the step at work sends gradients as they are."""
         return self._is_bad or self.steps < self.compression.start
 
+    def sum_over_copies(self, bucket: Bucket, flat: Tensor) -> None:
+        """Nothing at the end: `exchange` begins with it, so that ranks that hold the same leave out the same."""
+
     def exchange(self, bucket: Bucket) -> Any:
+        super().sum_over_copies(bucket, bucket.flat)
         if not bucket.batch_summed:
             return None
         group, residual = self.groups[bucket.batch_summed], self.residuals[id(bucket)]

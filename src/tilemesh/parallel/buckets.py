@@ -115,10 +115,14 @@ class Bucketed(Exchanging):
             if bucket.handle is not None:
                 bucket.handle.wait()
                 bucket.handle = None
-            self.sum_over(bucket.copies_summed, bucket.flat)
+            self.sum_over_copies(bucket, bucket.flat)
             self.sum_over_holders(bucket, bucket.flat)
         self._is_open = self._is_last = False
         return self.settled([self.kept(bucket) for bucket in self.buckets], max_norm, divide)
+
+    def sum_over_copies(self, bucket: Bucket, flat: Tensor) -> None:
+        """Sum over the ranks that took the same part of the batch and each have a part of the gradient, in place."""
+        self.sum_over(bucket.copies_summed, flat)
 
     def sum_over_holders(self, bucket: Bucket, flat: Tensor) -> None:
         """Sum over the stages of a pipeline that hold the same parameters, in place."""

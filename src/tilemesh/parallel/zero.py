@@ -284,7 +284,7 @@ class Zero(Bucketed):
             if not bucket.is_over_all:
                 self.across.all_reduce(bucket.part, out=bucket.part, algorithm=self.algorithm)
             self.sum_over(tuple(block for block in bucket.batch_summed if block[0] != AXIS), bucket.part)
-            self.sum_over(bucket.copies_summed, bucket.part)
+            self.sum_over_copies(bucket, bucket.part)
             self.sum_over_holders(bucket, bucket.part)
         self._is_open = self._is_last = False
         for bucket in self.buckets:
