@@ -69,9 +69,12 @@ def test_a_process_number_that_was_given_again_is_another_process(tmp_path: Path
         assert json.loads((tmp_path / LOCK).read_text())["started"] != "12"
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"pid": 7}', '{"pid": "x"}', "\0"])
+CUT_SHORT = '{\n "host": "node7",\n "scope'
+
+
+@pytest.mark.parametrize("text", ["", "{", CUT_SHORT, CUT_SHORT + '": 1, "pid": "x"}', "\0"])
 def test_from_another_machine_the_touches_decide(tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A lock of another machine, and one that says nothing, are judged alike."""
+    """A lock of another machine, and one that was cut short, are judged alike."""
     monkeypatch.setattr(lock, "_POLL_S", 0.01)
     elsewhere = dataclasses.replace(Owner.me(), host="node7", scope="another", pid=1 << 30)
     path = tmp_path / LOCK
@@ -92,6 +95,25 @@ def test_from_another_machine_the_touches_decide(tmp_path: Path, text: str, monk
     monkeypatch.setattr(lock, "STALE_S", 0.05)
     with RunLock(tmp_path, said.append):
         assert "taken over" in said[-1]
+
+
+@pytest.mark.parametrize("kind", ["[]", '{"pid": 7}', "somebody's own", "link", "folder", "pipe"])
+def test_what_no_job_wrote_is_refused_however_old_it_is(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / LOCK
+    if kind == "link":
+        path.symlink_to("nowhere")
+    elif kind == "folder":
+        path.mkdir()
+    elif kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.write_text(kind)
+    os.utime(path, (1, 1), follow_symlinks=False)
+    before = path.lstat().st_ino
+    with pytest.raises(UsageError, match=f"{path} is no lock that tilemesh wrote: move it away, or name another"):
+        RunLock(tmp_path).__enter__()
+    assert path.lstat().st_ino == before
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_an_owner_touches_its_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,8 @@ looked up. From anywhere else the file's age decides: the owner touches it every
 touched for a minute is stale. Both times of an age come from the file system, so clocks of machines need not agree.
 
 Making the file is atomic on any file system, also over NFS. A stale one is taken over under `flock` on the folder;
-where there is none (NFS), whoever replaced the file last has it, after a moment in which others could.
+where there is none (NFS), whoever replaced the file last has it, after a moment in which others could. What begins as
+no lock of ours does is somebody else's file, and stays.
 Not promised: a job that was suspended for more than a minute may lose its folder to a job on another machine.
 """
 
@@ -29,7 +30,8 @@ from types import TracebackType
 
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.measure.machine import command
-from tilemesh.runs.files import Unread, read_object
+from tilemesh.runs.files import NotThere, Unread, read_text
+from tilemesh.runs.jsontext import from_text
 from tilemesh.runs.names import LOCK
 
 BEAT_S = 5.0
@@ -38,6 +40,7 @@ STALE_S = 60.0
 """Without a touch for so long, a lock whose owner cannot be looked up is nobody's."""
 _POLL_S = 0.5
 _SETTLE_S = 1.0  # without flock: how long another process may need from judging a lock stale to replacing it
+_OPENING = '{\n "host": "'  # of every lock, also of one that was cut short
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,8 @@ class Found:
 
     owner: Owner | None
     touched_ns: int
+    is_foreign: bool = False
+    """Whether it is nothing that a job wrote."""
 
 
 class RunLock:
@@ -146,6 +151,8 @@ class RunLock:
         first = latest = _read(self.path)
         has_said = False
         while first is not None and latest is not None:
+            if latest.is_foreign:
+                raise UsageError(f"{self.path} is no lock that tilemesh wrote: move it away, or name another folder")
             owner = latest.owner
             if owner is not None and owner.is_here():
                 if not owner.lives():
@@ -218,15 +225,19 @@ def _words(owner: Owner | None) -> str:
 def _read(path: Path) -> Found | None:
     """The lock there is, if any."""
     try:
-        touched_ns = path.stat().st_mtime_ns
-    except FileNotFoundError:
+        touched_ns = path.lstat().st_mtime_ns
+        text = read_text(path)
+    except (FileNotFoundError, NotThere):
         return None
+    except Unread:
+        return Found(None, touched_ns, is_foreign=True)
     try:
-        told = read_object(path)
-        owner = Owner(**{field.name: told[field.name] for field in dataclasses.fields(Owner)})
-    except (Unread, KeyError):
-        return Found(None, touched_ns)
-    return Found(owner if isinstance(owner.pid, int) and owner.pid > 0 else None, touched_ns)
+        content = from_text(text)
+        owner = Owner(**{field.name: content[field.name] for field in dataclasses.fields(Owner)})
+        return Found(owner if isinstance(owner.pid, int) and owner.pid > 0 else None, touched_ns)
+    except (ValueError, RecursionError, TypeError, KeyError):  # cut short, with NULs by a power failure, or no lock
+        is_ours = _OPENING.startswith(text.strip("\0")[: len(_OPENING)])
+        return Found(None, touched_ns, is_foreign=not is_ours)
 
 
 def _token(path: Path) -> str | None:
