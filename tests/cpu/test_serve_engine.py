@@ -343,6 +343,10 @@ def test_logprobs_of_prompt_and_output_are_the_models(small: ServedModel, engine
             assert one.logprob == pytest.approx(float(row[whole[0, position]]), abs=1e-10)
             assert [token for token, _ in one.top] == row.topk(len(one.top)).indices.tolist()
         assert len(answer.logprobs) == 4
+        sampled = torch.log_softmax(small.model(whole)[0, len(prompt) - 1 : -1] / 0.7, -1)
+        for row, one in zip(sampled, answer.logprobs, strict=True):
+            assert one.sampled == pytest.approx(float(row[one.token]), abs=1e-10)
+            assert [token for token, _ in one.sampled_top] == row.topk(2).indices.tolist()
 
 
 def test_stop_tokens_stop_strings_and_length_end_an_answer_with_the_right_reason(engine: Engine) -> None:

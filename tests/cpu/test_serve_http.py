@@ -72,6 +72,10 @@ def test_a_completion_is_the_engines(server: Serving, expected: Engine) -> None:
     assert told.token_logprobs == pytest.approx([one.logprob for one in ours.answers[0].logprobs], abs=1e-4)
     assert told.text_offset == list(range(len(ours.answers[0].tokens)))
     assert [len(one) for one in told.top_logprobs or []] == [2] * len(ours.answers[0].tokens)
+    sampled = [one.sampled for one in ours.answers[0].logprobs]
+    assert told.sampled_logprobs == pytest.approx(sampled, abs=1e-4)
+    assert sampled != pytest.approx(told.token_logprobs, abs=1e-2)  # the temperature is in one of them
+    assert [len(one) for one in told.sampled_top_logprobs] == [2] * len(ours.answers[0].tokens)
 
 
 def test_a_stream_is_the_completion_in_pieces(server: Serving) -> None:
@@ -111,6 +115,10 @@ def test_a_chat_follows_the_folders_template(server: Serving, expected: Engine) 
     assert [one.logprob for one in told.content] == pytest.approx(
         [one.logprob for one in ours.answers[0].logprobs], abs=1e-4
     )
+    assert [one.sampled_logprob for one in told.content] == [one.logprob for one in told.content]  # temperature 1
+    assert [one.sampled_top_logprobs[0]["logprob"] for one in told.content] == [
+        one.top_logprobs[0].logprob for one in told.content
+    ]
     pieces, roles = "", []
     for chunk in server.client.chat.completions.create(**asked, max_tokens=9, stream=True):
         pieces += chunk.choices[0].delta.content or ""

@@ -25,8 +25,8 @@ def drawing(sampling: Sampling, number: int = 0, tokens: Sequence[int] = (), pro
     return TokenDraw(sampling, sampling.seed or 0, 0, number, tokens, prompt)
 
 
-def reference(logits: Sequence[float], drawn: TokenDraw) -> int:
-    """The definition, one number at a time."""
+def reference_shares(logits: Sequence[float], drawn: TokenDraw) -> list[float]:
+    """What a token is drawn by, by the definition, one number at a time; they need not add up to 1."""
     ask, scores = drawn.sampling, list(logits)
     for token, bias in ask.logit_bias.items():
         scores[token] += bias
@@ -37,7 +37,8 @@ def reference(logits: Sequence[float], drawn: TokenDraw) -> int:
     for token in set(output):
         scores[token] -= ask.presence_penalty + ask.frequency_penalty * output.count(token)
     if ask.temperature == 0:
-        return max(range(len(scores)), key=lambda token: (scores[token], -token))
+        likeliest = max(range(len(scores)), key=lambda token: (scores[token], -token))
+        return [float(token == likeliest) for token in range(len(scores))]
     top = max(scores)
     shares = [math.exp((score - top) / ask.temperature) for score in scores]
     least = ask.min_p * max(shares)
@@ -51,6 +52,11 @@ def reference(logits: Sequence[float], drawn: TokenDraw) -> int:
         if reached >= ask.top_p * sum(shares):
             shares = [other if other >= share else 0 for other in shares]
             break
+    return shares
+
+
+def reference(logits: Sequence[float], drawn: TokenDraw) -> int:
+    shares = reference_shares(logits, drawn)
     at = keyed_uniform(drawn.seed, drawn.answer, drawn.number) * sum(shares)
     for token, end in enumerate(itertools.accumulate(shares)):
         if at < end:
@@ -82,6 +88,14 @@ def test_each_row_is_drawn_from_by_its_own_definition(asked: list[Sampling], see
     together = draw_tokens(logits, drawings)
     assert together == [reference(row, one) for row, one in zip(logits.tolist(), drawings, strict=True)]
     assert together == [draw_tokens(logits[row : row + 1], [one])[0] for row, one in enumerate(drawings)]
+    for row, told in enumerate(logprobs_of(logits, together, 4, drawings)):
+        shares = reference_shares(logits[row].tolist(), drawings[row])
+        logs = {token: math.log(share / sum(shares)) for token, share in enumerate(shares) if share > 0}
+        assert told.sampled == pytest.approx(logs[together[row]], abs=1e-12)
+        assert [value for _, value in told.sampled_top] == pytest.approx(sorted(logs.values())[::-1][:4], abs=1e-12)
+        assert all(value == pytest.approx(logs[token], abs=1e-12) for token, value in told.sampled_top)
+        own = torch.log_softmax(logits[row], -1)
+        assert told.logprob == pytest.approx(float(own[together[row]]), abs=1e-12)
 
 
 def test_tokens_come_as_often_as_they_should() -> None:
@@ -127,6 +141,11 @@ def test_logprobs_are_of_the_models_own_distribution() -> None:
     assert [token for token, _ in first.top] == [1, 2]
     assert second.top[0] == (2, pytest.approx(float(expected[1, 2])))
     assert logprobs_of(logits, [0, 0], 0)[0].top == ()
+    assert first.sampled is None  # nobody drew it
+    drawn = logprobs_of(logits, [2, 0], 2, [drawing(Sampling(top_k=9)), drawing(Sampling(temperature=0.5))])
+    # Where nothing stands between the model and the draw, both are the same bits.
+    assert (drawn[0].sampled, drawn[0].sampled_top) == (drawn[0].logprob, drawn[0].top) == (first.logprob, first.top)
+    assert drawn[1].sampled == pytest.approx(float(torch.log_softmax(2 * logits[1], -1)[0]))
 
 
 # Text -----------------------------------------------------------------------------------------------------------------

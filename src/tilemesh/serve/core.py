@@ -303,7 +303,7 @@ class EngineCore:
             top = self._live[name].job.sampling.logprobs
             if top is not None:
                 own_NV = step_NV[rows.start : rows.start + right + 1]
-                logprobs[name] = logprobs_of(own_NV, sampled[name], top)
+                logprobs[name] = logprobs_of(own_NV, sampled[name], top, drawings[: right + 1])
         return sampled, logprobs
 
     def _drawn_tokens(self, drawn: Sequence[tuple[Scheduled, Tensor, range, list[TokenDraw]]]) -> list[int]:

@@ -77,7 +77,8 @@ def chunk_choice(
 def text_logprobs(
     tokens: Sequence[TokenLogprobs], decoder: Decoder, before: Sequence[int] = (), offset: int = 0
 ) -> dict[str, Any]:
-    """As completions have them. `before`: tokens of which nothing is known, the first of a prompt that is echoed."""
+    """As completions have them, and as sampled. `before`: tokens of which nothing is known, the first of a prompt that
+    is echoed."""
     texts = [decoder.decode([token]) for token in (*before, *(entry.token for entry in tokens))]
     unknown = [None] * len(before)
     offsets = []
@@ -92,16 +93,23 @@ def text_logprobs(
             *({decoder.decode([token]): value for token, value in entry.top} for entry in tokens),
         ],
         "text_offset": offsets,
+        "sampled_logprobs": [*unknown, *(entry.sampled for entry in tokens)],
+        "sampled_top_logprobs": [
+            *unknown,
+            *({decoder.decode([token]): value for token, value in entry.sampled_top} for entry in tokens),
+        ],
     }
 
 
 def chat_logprobs(tokens: Sequence[TokenLogprobs], decoder: Decoder) -> dict[str, Any]:
-    """As chat completions have them."""
+    """As chat completions have them, and as sampled."""
     return {
         "content": [
             {
                 **_shown(entry.token, entry.logprob, decoder),
                 "top_logprobs": [_shown(token, logprob, decoder) for token, logprob in entry.top],
+                "sampled_logprob": entry.sampled,
+                "sampled_top_logprobs": [_shown(token, logprob, decoder) for token, logprob in entry.sampled_top],
             }
             for entry in tokens
         ],

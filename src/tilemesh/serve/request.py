@@ -71,9 +71,10 @@ class Sampling:
     json_schema: Mapping[str, Any] | bool | None = None
     """The same: it is JSON that this schema allows."""
     logprobs: int | None = None
-    """Log-probabilities of each output token and of so many likeliest, before bias, penalties and temperature."""
+    """Log-probabilities of each output token and of so many likeliest: the model's own, before bias, penalties and
+    temperature; and as sampled, after these and the filters."""
     prompt_logprobs: int | None = None
-    """The same for the prompt's tokens, from the second on."""
+    """The model's own for the prompt's tokens, from the second on."""
 
     def __post_init__(self) -> None:
         for name, numbers in _NUMBERS.items():

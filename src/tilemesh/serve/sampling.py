@@ -63,12 +63,17 @@ class RowDraws:
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """Log-probabilities in the model's own distribution: before bias, penalties, temperature and filters."""
+    """Log-probabilities in the model's own distribution (before bias, penalties, temperature and filters), and in the
+    one that the token was drawn from (after all of these)."""
 
     token: int
     logprob: float
     top: tuple[tuple[int, float], ...]
     """The likeliest, first first."""
+    sampled: float | None = None
+    """As it was drawn; None for a prompt's token, which nobody drew."""
+    sampled_top: tuple[tuple[int, float], ...] = ()
+    """The likeliest of those that could be drawn: fewer where filters left fewer."""
 
 
 def unsound_rows(logits_NV: Tensor) -> list[int]:
@@ -80,22 +85,28 @@ def unsound_rows(logits_NV: Tensor) -> list[int]:
 
 def draw_tokens(logits_NV: Tensor, drawings: Sequence[TokenDraw]) -> list[int]:
     """One token for each row, whose logits are finite."""
-    rows_NV = logits_NV
-    changed = [
-        index
-        for index, drawing in enumerate(drawings)
-        if drawing.sampling.changes_logits or drawing.allowed_V is not None
-    ]
-    if changed:
-        rows_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32), copy=True)
-        for index in changed:
-            _change_logits(rows_NV[index], drawings[index])
+    rows_NV = _changed_rows(logits_NV, drawings)
     drawn = [index for index, drawing in enumerate(drawings) if drawing.sampling.temperature > 0]
     tokens_N = rows_NV.argmax(-1)
     if drawn:
         some = slice(None) if len(drawn) == len(drawings) else torch.tensor(drawn, device=rows_NV.device)
         tokens_N[some] = _draw(rows_NV[some], [drawings[index] for index in drawn])
     return [int(token) for token in tokens_N.tolist()]
+
+
+def _changed_rows(logits_NV: Tensor, drawings: Sequence[TokenDraw]) -> Tensor:
+    """With what constraints, bias and penalties make of them."""
+    changed = [index for index, drawing in enumerate(drawings) if _changes(drawing)]
+    if not changed:
+        return logits_NV
+    rows_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32), copy=True)
+    for index in changed:
+        _change_logits(rows_NV[index], drawings[index])
+    return rows_NV
+
+
+def _changes(drawing: TokenDraw) -> bool:
+    return drawing.sampling.changes_logits or drawing.allowed_V is not None
 
 
 def kind_of(sampling: Sampling, vocabulary: int) -> DrawKind:
@@ -134,16 +145,37 @@ def _filter_rows(shares_NV: Tensor, draws: RowDraws) -> Tensor:
     return shares_NV.masked_fill((shares_NV < kth_N1) | (shares_NV < pth_N1), 0)
 
 
-def logprobs_of(logits_NV: Tensor, tokens: Sequence[int], top: int) -> list[TokenLogprobs]:
-    """For each row, of its token and of so many likeliest."""
+def logprobs_of(
+    logits_NV: Tensor, tokens: Sequence[int], top: int, drawings: Sequence[TokenDraw] = ()
+) -> list[TokenLogprobs]:
+    """For each row, of its token and of so many likeliest; `drawings`: how the tokens were drawn, where they were."""
     wide = torch.promote_types(logits_NV.dtype, torch.float32)
-    logprobs_NV = torch.log_softmax(logits_NV.to(wide), dim=-1)
-    own = logprobs_NV.gather(1, torch.tensor(tokens, device=logits_NV.device)[:, None])[:, 0].tolist()
+    own_NV = torch.log_softmax(logits_NV.to(wide), dim=-1)
+    owns, tops = _picked(own_NV, tokens, top)
+    if not drawings:
+        return [TokenLogprobs(*entry) for entry in zip(tokens, owns, tops, strict=True)]
+    sampled_NV = own_NV.clone()
+    for index, drawing in enumerate(drawings):
+        sampling = drawing.sampling
+        if sampling.temperature == 0:
+            sampled_NV[index] = -torch.inf
+            sampled_NV[index, tokens[index]] = 0
+        elif sampling.temperature != 1 or _changes(drawing) or _filters(sampling, own_NV.shape[1]):
+            row_1V = _changed_rows(logits_NV[index : index + 1], [drawing])
+            shares_V = _drawn_shares(row_1V, [sampling])[0]
+            sampled_NV[index] = (shares_V / shares_V.sum(dtype=torch.float64)).log()
+    sampled, sampled_tops = _picked(sampled_NV, tokens, top)
+    possible = [tuple(pair for pair in pairs if pair[1] > -torch.inf) for pairs in sampled_tops]
+    return [TokenLogprobs(*entry) for entry in zip(tokens, owns, tops, sampled, possible, strict=True)]
+
+
+def _picked(
+    logprobs_NV: Tensor, tokens: Sequence[int], top: int
+) -> tuple[list[float], list[tuple[tuple[int, float], ...]]]:
+    """Of each row its token's, and the largest with their tokens."""
+    own = logprobs_NV.gather(1, torch.tensor(tokens, device=logprobs_NV.device)[:, None])[:, 0].tolist()
     values, ids = (kept.tolist() for kept in logprobs_NV.topk(min(top, logprobs_NV.shape[1])))
-    return [
-        TokenLogprobs(token, logprob, tuple(zip(row_ids, row_values, strict=True)))
-        for token, logprob, row_ids, row_values in zip(tokens, own, ids, values, strict=True)
-    ]
+    return own, [tuple(zip(row_ids, row, strict=True)) for row_ids, row in zip(ids, values, strict=True)]
 
 
 def _change_logits(row_V: Tensor, drawing: TokenDraw) -> None:
@@ -173,17 +205,22 @@ def _columns(by_token: Mapping[int, float], row_V: Tensor) -> tuple[Tensor, Tens
 
 
 def _draw(rows_NV: Tensor, drawings: Sequence[TokenDraw]) -> Tensor:
-    samplings = [drawing.sampling for drawing in drawings]
-    temperature_N = torch.tensor([sampling.temperature for sampling in samplings], dtype=torch.float64)
     uniform_N = torch.tensor(
         [keyed_uniform(drawing.seed, drawing.answer, drawing.number) for drawing in drawings], dtype=torch.float64
     )
+    shares_NV = _drawn_shares(rows_NV, [drawing.sampling for drawing in drawings])
+    return pick(shares_NV, uniform_N.to(rows_NV.device))
+
+
+def _drawn_shares(rows_NV: Tensor, samplings: Sequence[Sampling]) -> Tensor:
+    """What tokens are drawn by: rows at their temperatures above 0, with 0 for tokens that filters drop."""
+    temperature_N = torch.tensor([sampling.temperature for sampling in samplings], dtype=torch.float64)
     shares_NV = shares(rows_NV, temperature_N.to(rows_NV.device))
     filtered = [index for index, sampling in enumerate(samplings) if _filters(sampling, rows_NV.shape[1])]
     for index in filtered:
         sampling = samplings[index]
         keep_likeliest(shares_NV[index], sampling.top_k, sampling.top_p, sampling.min_p)
-    return pick(shares_NV, uniform_N.to(rows_NV.device))
+    return shares_NV
 
 
 def _filters(sampling: Sampling, vocabulary: int) -> bool:
