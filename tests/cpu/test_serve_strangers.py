@@ -128,6 +128,26 @@ def test_half_sent_requests_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
         assert live.get("/") == 404
 
 
+def test_a_body_that_is_too_long_is_refused_before_it_comes(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "REQUEST_S", 60.0)  # which the clients below do not wait for
+    monkeypatch.setattr(bodies, "_PAUSE_S", 0.3)
+    with Live(make_app(engine)) as live:
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\n"
+        for more in (b"", b"Expect: 100-continue\r\n"):
+            with socket.create_connection(("127.0.0.1", live.port), timeout=30) as client:
+                client.sendall(head + more + b"Content-Length: 99999999999\r\n\r\n")
+                assert client.recv(1024).startswith(b"HTTP/1.1 413")
+                assert closed_after(client)
+        # Whoever sends all of it before reading hears why, and a length that is not told is counted.
+        for body in (b" " * (5 << 20), iter([b" " * (1 << 20)] * 6)):
+            asking = http.client.HTTPConnection("127.0.0.1", live.port, timeout=30)
+            asking.request("POST", "/v1/completions", body)
+            response = asking.getresponse()
+            assert (response.status, response.headers["Connection"]) == (413, "close")
+            assert "longer than 4 MiB" in json.load(response)["error"]["message"]
+            asking.close()
+
+
 def test_too_many_connections_close_the_one_that_waited_longest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "most_connections", lambda: 4)
     with Live(Starlette()) as live:

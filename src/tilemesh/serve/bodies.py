@@ -1,4 +1,4 @@
-"""A request's body: so many bytes, of so many values, as JSON.
+"""A request's body: so many bytes, of so many values, as JSON; and the reply to one that is too long.
 
 The one idea: both limits come before the work. The parser is one call that nothing else runs beside, so a body of a
 million lists would keep everybody waiting; its structure is counted first, by a few passes over its bytes.
@@ -6,16 +6,19 @@ million lists would keep everybody waiting; its structure is counted first, by a
 
 from __future__ import annotations
 
+import asyncio
 import json
 
 from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.types import Message, Receive, Scope, Send
 
 from tilemesh.serve.protocol import RefusedError
 
 _LEAST_LIMIT, _BYTES_PER_TOKEN = 4 << 20, 32
 """A body may have as many bytes as the context has tokens times this, and never fewer than 4 MiB."""
-_DISCARDED = 8
-"""A body that is too long is read and forgotten up to so many times the limit, so that its sender hears why."""
+_PAUSE_S = 1.0
+"""What is left of a body that is too long is forgotten until it pauses for so long, or its deadline is over."""
 _MOST_BRANCHES = 1 << 16
 """Lists, objects and their keys: 8,192 messages of one part each have 57,344. They take about a microsecond each."""
 _LEAST_VALUES = 1 << 18
@@ -23,19 +26,42 @@ _LEAST_VALUES = 1 << 18
 _ORDINARY = bytes(set(range(256)) - set(b'"[{:,'))
 
 
+class BodyTooLongError(RefusedError):
+    """More bytes than are read; the rest may still be on its way."""
+
+
 async def read_body(request: Request, context: int) -> bytes:
     """The bytes that a client sends to a server of so many tokens of context."""
     most = max(_LEAST_LIMIT, _BYTES_PER_TOKEN * context)
-    size, pieces = 0, bytearray()
+    refusal = BodyTooLongError(None, f"the body is longer than {most >> 20} MiB: send less", 413)
+    length = request.headers.get("content-length", "0")
+    if len(length) > 18 or int(length) > most:  # digits, as whoever parsed the request has seen
+        raise refusal
+    pieces = bytearray()
     async for piece in request.stream():
-        size += len(piece)
-        if size <= most:
-            pieces += piece
-        elif size > _DISCARDED * most:
-            break
-    if size > most:
-        raise RefusedError(None, f"the body is longer than {most >> 20} MiB: send less", 413)
+        pieces += piece
+        if len(pieces) > most:
+            raise refusal
     return bytes(pieces)
+
+
+class EarlyReply(JSONResponse):
+    """A reply to a request whose body is still on its way: sent at once, and the connection closed after it. A client
+    that sends all before it reads would lose the reply to a connection that is closed under it, so the rest is read."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_all_but_the_end(message: Message) -> None:
+            await send({**message, "more_body": True} if message["type"] == "http.response.body" else message)
+
+        self.headers["Connection"] = "close"
+        await super().__call__(scope, receive, send_all_but_the_end)
+        more = True
+        while more:
+            try:
+                more = (await asyncio.wait_for(receive(), _PAUSE_S)).get("more_body", False)
+            except TimeoutError:
+                more = False
+        await send({"type": "http.response.body", "body": b""})
 
 
 def parse_body(body: bytes, context: int) -> object:

@@ -28,7 +28,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from tilemesh.core.access import Access
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.serve.answers import Completion, collect
-from tilemesh.serve.bodies import parse_body, read_body
+from tilemesh.serve.bodies import BodyTooLongError, EarlyReply, parse_body, read_body
 from tilemesh.serve.chat import ChatTemplate
 from tilemesh.serve.core import AnswerPart, PromptJob
 from tilemesh.serve.engine import Engine
@@ -211,6 +211,8 @@ class ServingApp:
             body = await read_body(request, self.engine.limits.context)
             loop = asyncio.get_running_loop()
             reply = await loop.run_in_executor(self._readers, self._begin, body, chat, loop)
+        except BodyTooLongError as error:
+            return EarlyReply(failure(str(error), _INVALID), error.status)
         except RefusedError as error:
             return JSONResponse(failure(str(error), _INVALID, error.parameter, error.code), error.status)
         except UsageError as error:
