@@ -13,9 +13,10 @@ from xml.etree import ElementTree as ET
 import pytest
 import torch
 
+from tilemesh.bench.harness import BenchCase, KeptRows, TimingTurn
 from tilemesh.bench.kernel.book import bench_of
 from tilemesh.bench.kernel.cases import cases_of
-from tilemesh.bench.kernel.measure import MeasuredDevice, _limit, bench_rows
+from tilemesh.bench.kernel.measure import Candidates, MeasuredDevice, _limit, prepared_cases
 from tilemesh.bench.kernel.run import measure_cases
 from tilemesh.cli.main import main
 from tilemesh.cli.pages import _work, bench_drawings, write_charts
@@ -41,6 +42,15 @@ PROBLEM = dense(2048, 2048, 2048)
 ON_THE_CPU = MeasuredDevice(
     torch.device("cpu"), "NVIDIA H200", 1, {kind: LoopTimer(min_reading_s=1e-6) for kind in ("kernel", "call")}
 )
+
+
+def bench_rows(bench, shapes, settings=None, *, compiled=True, peers=None, repeats, on):
+    """Of operators that no registry has."""
+    (shape,), settings = shapes, settings or {}
+    problem = bench.form.problem(shape, settings)
+    candidates = Candidates.of(bench, problem, compiled, peers)
+    cases = prepared_cases(bench, problem, bench.form.case(shape, settings), candidates, on, repeats)
+    return [case.measure() for case in cases]
 
 
 @pytest.mark.parametrize(
@@ -165,22 +175,38 @@ def test_all_is_every_operator_forward_and_backward():
     }  # fmt: skip
 
 
-def test_a_case_that_fails_is_named_and_the_others_go_on(monkeypatch):
-    kept = []
+def test_a_case_that_fails_is_named_and_the_others_go_on(monkeypatch, tmp_path):
+    kept = KeptRows(tmp_path / "rows.jsonl")
     cases = cases_of(["softmax", "scale_shift"], ["5x7"])
     broken = bench_of(registry.find("scale_shift"))
     monkeypatch.setattr(type(broken), "predict_s", lambda *given: 1 / (given[0].name != "scale_shift"))
     rows, without = measure_cases(
-        cases, compiled=False, peers=["eager"], times=["call"], repeats=1, keep=lambda rows: kept.append(len(rows)),
+        cases, compiled=False, peers=["eager"], times=["call"], repeats=1, rows=kept,
         on=ON_THE_CPU,
     )  # fmt: skip
     assert [(row.name, row.case["time"]) for row in rows] == [("softmax", "call")]
     assert without == {"scale_shift 5x7": "ZeroDivisionError: division by zero"}
-    assert kept == [1, 1]
+    assert kept == read_rows(tmp_path / "rows.jsonl") == rows
     with pytest.raises(RunError, match="none of 2 cases could be measured; softmax 5x7: the time was up"):
         measure_cases(cases, seconds=1e-9, on=ON_THE_CPU)
     with pytest.raises(ZeroDivisionError):
         measure_cases(cases[1:], compiled=False, repeats=1, on=ON_THE_CPU)
+
+
+def test_in_a_turn_every_case_has_compiled_before_the_first_is_timed(monkeypatch, tmp_path):
+    seen, cases, measure = [], cases_of(["softmax", "scale_shift"], ["5x7"]), BenchCase.measure
+    monkeypatch.setattr(BenchCase, "warm", lambda case: seen.append(f"{case.name} ready"))
+    monkeypatch.setattr(BenchCase, "measure", lambda case: seen.append(case.name) or measure(case))
+    given = {
+        "peers": ["eager"],
+        "times": ["call"],
+        "repeats": 1,
+        "on": ON_THE_CPU,
+        "turn": TimingTurn(tmp_path / "lock"),
+    }
+    rows, without = measure_cases(cases, **given)
+    assert seen == ["softmax ready", "scale_shift ready", "softmax", "scale_shift"]
+    assert ([row.name for row in rows], without) == (["softmax", "scale_shift"], {})
 
 
 def wrong_scale_shift(x, scale, shift, activation):

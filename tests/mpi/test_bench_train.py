@@ -51,7 +51,7 @@ def test_ours_and_a_peer_take_turns_and_are_profiled(peer: str, mesh: str, trans
     assert said[2:5] == [f"block {number} of 3" for number in (1, 2, 3)]
     for name in ("ours", peer):
         head, longest, *_ = (tmp_path / "profile" / f"{name}.txt").read_text().splitlines()
-        assert head.split() == ["us", "calls", "a", "step"]
+        assert head.split() == ["us", "calls", "per", "step"]
         assert float(longest.split()[0]) > 0
 
 

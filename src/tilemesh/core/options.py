@@ -68,6 +68,7 @@ Seed = Annotated[int, SEED]
 Seconds = Annotated[float, Range(0, 1e4, above=True)]
 Words = Annotated[tuple[str, ...], Commas()]
 ROWS = "The rows, one object per line; - for stdout."
+TURN = "Compile beside others, be timed alone: all lock this file."
 
 
 def option(default: Any, meaning: str, metavar: str | None = None, *, flag: str = "", show: bool | str = True) -> Any:

@@ -17,6 +17,7 @@ from tilemesh.bench.collective.cells import Cell, array_words, cells_of
 from tilemesh.bench.collective.fit import arrays, measure_fit, timer_of
 from tilemesh.bench.collective.peers import peer_call
 from tilemesh.bench.collective.run import CollectiveJob
+from tilemesh.bench.harness import Estimate, make_row
 from tilemesh.comm.connection import connect
 from tilemesh.comm.runtime.choose import Request, candidates
 from tilemesh.comm.runtime.communicator import Communicator
@@ -136,18 +137,7 @@ class Bench:
         extra: dict[str, CaseValue],
     ) -> Row:
         measured: Sample = result[name]
-        limit, why = cell.limit_s(self.calibration, self.cache_bytes)
-        absent = dict(missing)
-        if predicted is None:
-            absent["predicted"] = (
-                "the library's own collective is measured, never predicted"
-                if name == "native"
-                else "not fitted: run with --fit first"
-            )
-        if limit is None:
-            absent["limit"] = why
-        if name == "native" or "native" not in result:
-            absent.setdefault("peers", "this is the library's own" if name == "native" else "no native collective")
+        is_native = name == "native"
         bandwidth = cell.payload / measured.median
         case: dict[str, CaseValue] = {
             "algorithm": name,
@@ -160,18 +150,14 @@ class Bench:
             "sent_bytes": self._sent(cell, str(extra.get("picked", name))),
             **extra,
         }
-        peers = {"native": result["native"]} if name != "native" and "native" in result else {}
-        return Row(
-            name=cell.collective,
-            case=case,
-            unit="s",
-            predicted=predicted,
-            measured=measured,
-            limit=limit,
-            peers=peers,
-            missing=absent,
-            **self.stamp,
-        )
+        never = "the library's own collective is measured, never predicted"
+        return make_row(
+            cell.collective, case, measured, missing=missing, marks=self.stamp,
+            predicted=Estimate(predicted, never if is_native else "not fitted: run with --fit first"),
+            limit=Estimate(*cell.limit_s(self.calibration, self.cache_bytes)),
+            peers={"native": result["native"]} if not is_native and "native" in result else {},
+            no_peers="this is the library's own" if is_native else "no native collective",
+        )  # fmt: skip
 
     def _sent(self, cell: Cell, name: str) -> int | None:
         """The most that a rank sends in one call of ours; the library's own does not say."""
@@ -267,26 +253,16 @@ class Bench:
         computing, together = result["compute"].median, result["both"].median
         has_room = comm.size < comm.cores
         hidden = max(0.0, (alone + computing - together) / min(alone, computing))
-        return Row(
-            name="overlap",
-            case={
-                "collective": "all_reduce",
-                "algorithm": name,
-                "bytes": nbytes,
-                "transport": comm.backend,
-                **ranks_case(comm.size, comm.cores),
-                "communication_s": alone,
-                "compute_s": computing,
-                "both_s": together,
-            },
-            unit="fraction",
-            predicted=None,
-            measured=Sample(hidden, hidden, hidden, result["both"].n),
-            limit=1.0 if has_room else None,
-            missing={"predicted": "no model of overlap", "peers": "native is a row of its own"}
-            | ({} if has_room else {"limit": "no core is free: communication is CPU work, as compute is"}),
-            **self.stamp,
-        )
+        case: dict[str, CaseValue] = {
+            "collective": "all_reduce", "algorithm": name, "bytes": nbytes, "transport": comm.backend,
+            **ranks_case(comm.size, comm.cores), "communication_s": alone, "compute_s": computing, "both_s": together,
+        }  # fmt: skip
+        no_core = "no core is free: communication is CPU work, as compute is"
+        return make_row(
+            "overlap", case, Sample(hidden, hidden, hidden, result["both"].n), unit="fraction", marks=self.stamp,
+            predicted=Estimate(None, "no model of overlap"), limit=Estimate(1.0 if has_room else None, no_core),
+            no_peers="native is a row of its own",
+        )  # fmt: skip
 
 
 def _calibration() -> Calibration | None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tilemesh.bench.compress.passes import ROWS, pass_timer, passes_of
 from tilemesh.bench.compress.predict import CompressClocks, Expected
+from tilemesh.bench.harness import Estimate, exactly, make_row
 from tilemesh.compress.calibrate import mean_loss
 from tilemesh.compress.quantize import Moved
 from tilemesh.measure.machine import stamp
@@ -84,50 +85,31 @@ def rows_of(
     why_no_peer: Mapping[str, str] | None = None,
 ) -> list[Row]:
     """Loss, size, forward pass and decoded token of one recipe; the plain model's stand beside them as a peer."""
-    losses = {name: _exact(loss) for name, loss in (peer_losses or {}).items()}
-    missing = dict(why_no_peer or {})
-    told: dict[str, CaseValue] = {**case, "recipe": recipe}
-    no_guess, no_size = "a compressed model's loss is measured", "no fewer bytes are known to keep the loss"
-    no_limit = "the plain model's loss is no bound: a smaller model can be better"
-    no_time = {} if guess.limits else {"limit": guess.why_no_limit}
-    least = guess.limits or (None, None)
-    loss_case: dict[str, CaseValue] = {**told, "change": round(judged.loss - plain.loss, 5) + 0.0}  # no -0.0
-    common = stamp()
-
-    def row(
-        name: str,
-        unit: str,
-        guessed: float | None,
-        value: Callable[[Judged], Sample],
-        limit: float | None,
-        why: Mapping[str, str],
-    ) -> Row:
-        return Row(
-            name=name,
-            case=loss_case if unit == "nats" else told,
-            unit=unit,
-            predicted=guessed,
-            measured=value(judged),
-            limit=limit,
-            peers={PLAIN: value(plain), **(losses if unit == "nats" else {})},
-            missing={**why, **(missing if unit == "nats" else {})},
-            **common,
-        )
-
-    forward, decode = (
-        change.after(of.median) for change, of in ((guess.forward, plain.forward), (guess.decode, plain.decode))
-    )
-    whys = {"predicted": no_guess, "limit": no_limit}
-    return [
-        row("held-out loss", "nats", None, lambda judged: _exact(judged.loss), None, whys),
-        row("size", "B", float(guess.nbytes), lambda judged: _exact(float(judged.nbytes)), None, {"limit": no_size}),
-        row("forward pass", "s", forward, lambda judged: judged.forward, least[0], no_time),
-        row("decoded token", "s", decode, lambda judged: judged.decode, least[1], no_time),
-    ]
-
-
-def _exact(value: float) -> Sample:
-    return Sample(value, value, value, 1)
+    labels: dict[str, CaseValue] = {**case, "recipe": recipe}
+    change = round(judged.loss - plain.loss, 5) + 0.0  # no -0.0
+    least_s = guess.limits or (None, None)
+    marks = stamp()
+    rows = [
+        make_row(
+            "held-out loss", {**labels, "change": change}, exactly(judged.loss), unit="nats",
+            predicted=Estimate(None, "a compressed model's loss is measured"),
+            limit=Estimate(None, "the plain model's loss is no bound: a smaller model can be better"),
+            peers={name: exactly(loss) for name, loss in {PLAIN: plain.loss, **(peer_losses or {})}.items()},
+            missing=why_no_peer, marks=marks,
+        ),
+        make_row(
+            "size", labels, exactly(float(judged.nbytes)), unit="B", predicted=Estimate(float(guess.nbytes)),
+            limit=Estimate(None, "no fewer bytes are known to keep the loss"),
+            peers={PLAIN: exactly(float(plain.nbytes))}, marks=marks,
+        ),
+    ]  # fmt: skip
+    for name, change_of, ours, theirs, least in (
+        ("forward pass", guess.forward, judged.forward, plain.forward, least_s[0]),
+        ("decoded token", guess.decode, judged.decode, plain.decode, least_s[1]),
+    ):
+        predicted, limit = Estimate(change_of.after(theirs.median)), Estimate(least, guess.why_no_limit)
+        rows.append(make_row(name, labels, ours, predicted=predicted, limit=limit, peers={PLAIN: theirs}, marks=marks))
+    return rows
 
 
 def layer_errors(plain: Transformer, small: Transformer, moved: Mapping[str, Moved] | None = None) -> dict[str, float]:

@@ -11,14 +11,18 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from tilemesh.bench.graph.models import ModelSize, Trained, make_trained
 from tilemesh.bench.graph.peak import measured_peak
+from tilemesh.bench.harness import NO_PEERS, OURS, Estimate, exactly, make_row
+from tilemesh.bench.profile import kernel_times, write_kernel_times
 from tilemesh.core import calibration
 from tilemesh.core.errors import RunError, unknown
+from tilemesh.core.files import write_text
 from tilemesh.core.hardware import Device
 from tilemesh.graph.backend import Backend, Compiled
 from tilemesh.graph.by_torch import dtype_of
@@ -26,12 +30,11 @@ from tilemesh.graph.cost import PEAKS, graph_roof_seconds, graph_seconds
 from tilemesh.graph.memory import arena
 from tilemesh.graph.size import known
 from tilemesh.measure.gpu import call_timer
-from tilemesh.measure.machine import stamp, this_machine
-from tilemesh.measure.row import Row
+from tilemesh.measure.machine import this_machine
+from tilemesh.measure.row import CaseValue, Row
 from tilemesh.measure.sample import Sample
 from tilemesh.measure.timing import LoopTimer, compare, reason_of
 
-OURS = "ours"
 PEERS = ("eager", "compile", "operators", "recorded", "launched")
 """`operators`: our backend without kernels; `recorded` and `launched`: all of it as CUDA graphs on a GPU, and none."""
 
@@ -109,12 +112,12 @@ def bench_model(
     repeats: int = 30,
     seconds: float = 20.0,
     alone: AbstractContextManager[Any] | None = None,
-    watch: Callable[[str, Callable[[], object]], None] | None = None,
+    profile: Path | None = None,
 ) -> GraphBench:
     """Steps of one model in turns. The prediction is made before anything is timed.
 
     alone: entered while steps are timed, so that processes which compile side by side time one after the other.
-    watch: given every way's name and step once all are timed, as for a profile.
+    profile: a folder for the kernels of a step of each way, longest first, once all are timed, and our programs.
     """
     for peer in peers:
         if peer not in PEERS:
@@ -122,9 +125,52 @@ def bench_model(
     device = device or torch.device("cpu")
     trained = make_trained(name, size, dtype, device)
     backend = Backend()
+    calls, first, missing = _ways(trained, backend, peers)
+    pieces = list(backend.report.pieces)
+    counted = figures(pieces)
+    machine, why = calibrated_device(device)
+    predicted = limit = Estimate(None, why)
+    if machine is not None:
+        predicted = Estimate(sum(graph_seconds(piece.graph, machine) for piece in pieces if piece.graph))
+        peak = machine.peak_flops_per_s.get(PEAKS.get(str(dtype).removeprefix("torch."), "fp32"))
+        limit = Estimate(counted.flops / peak if peak else None, f"no matmul in {dtype} was calibrated on this machine")
+    timer = call_timer(device) if device.type == "cuda" else LoopTimer()
+    steps = {key: _step(trained, call) for key, call in calls.items()}
+    with alone or nullcontext():
+        timed = compare(steps, timer=timer, repeats=repeats, seconds=seconds)
+        if profile is not None:
+            _write_profile(profile, name, steps, pieces, device)
+    missing |= timed.missing
+    case: dict[str, CaseValue] = {
+        "model": name, "width": size.width, "layers": size.layers, "batch": size.batch, "tokens": size.tokens,
+        "dtype": str(dtype).removeprefix("torch."), "device": device.type, "operators": counted.operators,
+        "launches": counted.launches, "opaque": counted.opaque,
+    }  # fmt: skip
+    samples = {key: exactly(value) for key, value in first.items()}
+    rows = [
+        make_row(
+            "graph step", case, timed[OURS], predicted=predicted, limit=limit, peers=_others(timed), missing=missing,
+            no_peers=NO_PEERS,
+        ),
+        make_row(
+            "graph first step", case, samples[OURS], peers=_others(samples), no_peers=NO_PEERS,
+            predicted=Estimate(None, "how long compiling takes is not predicted"),
+            limit=Estimate(None, "no compiler was said to be the fastest possible"),
+            missing={name: why for name, why in missing.items() if name not in samples},
+        ),
+        _memory_row(case, counted, pieces, device),
+    ]  # fmt: skip
+    if machine is not None:
+        rows.append(_roof_row(case, counted, pieces, machine, timed))
+    return GraphBench(rows, counted, pieces)
+
+
+def _ways(
+    trained: Trained, backend: Backend, peers: Sequence[str]
+) -> tuple[dict[str, Callable[..., Any]], dict[str, float], dict[str, str]]:
+    """Every way's call, the seconds of its first step where that compiles, and why a peer is not there."""
     calls: dict[str, Callable[..., Any]] = {OURS: _compiled(trained, backend)}
     first = {OURS: _first_call(trained, calls[OURS])}
-    pieces = list(backend.report.pieces)
     missing: dict[str, str] = {}
     for peer in peers:
         try:
@@ -135,36 +181,21 @@ def bench_model(
         except Exception as error:  # a peer that cannot compile a model is left out with its reason
             missing[peer] = reason_of(error)
             calls.pop(peer, None)
-    counted = figures(pieces)
-    machine, why = calibrated_device(device)
-    predicted = limit = None
-    if machine is None:
-        missing |= {"predicted": why, "limit": why}
-    else:
-        predicted = sum(graph_seconds(piece.graph, machine) for piece in pieces if piece.graph)
-        peak = machine.peak_flops_per_s.get(PEAKS.get(str(dtype).removeprefix("torch."), "fp32"))
-        limit = counted.flops / peak if peak else None
-        if limit is None:
-            missing["limit"] = f"no matmul in {dtype} was calibrated on this machine"
-    timer = call_timer(device) if device.type == "cuda" else LoopTimer()
-    steps = {key: _step(trained, call) for key, call in calls.items()}
-    with alone or nullcontext():
-        timed = compare(steps, timer=timer, repeats=repeats, seconds=seconds)
-        if watch is not None:
-            for key, step in steps.items():
-                watch(key, functools.partial(step, 0))
-    missing |= timed.missing
-    case = {
-        "model": name, "width": size.width, "layers": size.layers, "batch": size.batch, "tokens": size.tokens,
-        "dtype": str(dtype).removeprefix("torch."), "device": device.type, "operators": counted.operators,
-        "launches": counted.launches, "opaque": counted.opaque,
-    }  # fmt: skip
-    rows = [_row("graph step", case, "s", predicted, timed[OURS], limit, timed, missing)]
-    rows.append(_first_row(case, first, missing))
-    rows.append(_memory_row(case, counted, pieces, device))
-    if machine is not None:
-        rows.append(_roof_row(case, counted, pieces, machine, timed))
-    return GraphBench(rows, counted, pieces)
+    return calls, first, missing
+
+
+def _write_profile(
+    folder: Path, name: str, steps: Mapping[str, Callable[[int], object]], pieces: Sequence[Compiled],
+    device: torch.device,
+) -> None:  # fmt: skip
+    for way, step in steps.items():
+        write_kernel_times(kernel_times(functools.partial(step, 0), device), folder / f"{name}.{way}.txt")
+    programs = [f"{piece.graph}\n" for piece in pieces if piece.graph is not None]
+    write_text("\n".join(programs), folder / f"{name}.programs.txt")
+
+
+def _others(samples: Mapping[str, Sample]) -> dict[str, Sample]:
+    return {name: sample for name, sample in samples.items() if name != OURS}
 
 
 def _backend_of(peer: str) -> Any:
@@ -193,37 +224,14 @@ def _step(trained: Trained, call: Callable[..., Any]) -> Callable[[int], object]
     return lambda index: trained.step(call)
 
 
-def _row(
-    name: str, case: Any, unit: str, predicted: Any, measured: Any, limit: Any, timed: Any, missing: dict[str, str]
-) -> Row:
-    peers = {key: sample for key, sample in timed.items() if key != OURS}
-    gone = dict(missing)
-    if not peers:
-        gone.setdefault("peers", "none was asked for")
-    return Row(
-        name=name, case=case, unit=unit, predicted=predicted, measured=measured, limit=limit, peers=peers,
-        missing=gone, **stamp(),
-    )  # fmt: skip
-
-
-def _first_row(case: Any, first: dict[str, float], missing: dict[str, str]) -> Row:
-    reasons = {
-        "predicted": "how long compiling takes is not predicted",
-        "limit": "no compiler was said to be the fastest possible",
-    }
-    samples = {key: Sample.of([value]) for key, value in first.items()}
-    gone = {key: why for key, why in missing.items() if key in PEERS} | reasons
-    return _row("graph first step", case, "s", None, samples[OURS], None, samples, gone)
-
-
 def _memory_row(case: Any, counted: GraphFigures, pieces: Sequence[Compiled], device: torch.device) -> Row:
     """The bytes of values at the fullest moment of each program, together: by liveness, in an arena, and measured."""
-    gone = {"peers": "other compilers do not say what their values need"}
     peak = sum(measured_peak(piece.run, _made_up(piece, device)) for piece in pieces if piece.run is not None)
-    case = case | {"arena": counted.arena}
-    return _row(
-        "graph values", case, "B", float(counted.bound), Sample.of([float(peak)]), float(counted.bound), {}, gone
-    )
+    bound = Estimate(float(counted.bound))
+    return make_row(
+        "graph values", case | {"arena": counted.arena}, exactly(float(peak)), unit="B", predicted=bound, limit=bound,
+        no_peers="other compilers do not say what their values need",
+    )  # fmt: skip
 
 
 def _made_up(piece: Compiled, device: torch.device) -> list[torch.Tensor]:
@@ -252,5 +260,7 @@ def _roof_row(
     }  # fmt: skip
     if "eager" in timed and before < timed["eager"].median:
         case["share of the roof before"] = round(before / timed["eager"].median, 4)
-    gone = {"predicted": "the row `graph step` has the prediction"}
-    return _row("graph roof", case, "s", None, timed[OURS], after, {}, gone | {"peers": "in the row `graph step`"})
+    return make_row(
+        "graph roof", case, timed[OURS], predicted=Estimate(None, "the row `graph step` has the prediction"),
+        limit=Estimate(after), no_peers="in the row `graph step`",
+    )  # fmt: skip

@@ -12,6 +12,7 @@ import torch
 from tilemesh.bench.graph.peak import measured_peak
 from tilemesh.bench.graph.study import NOT_PREDICTED, call_of, inputs_of, predicted_here, ranking_device, study_row
 from tilemesh.bench.graph.trees import WAYS, TreeModel, random_tree
+from tilemesh.bench.harness import Estimate, exactly, make_row
 from tilemesh.core.hardware import Device
 from tilemesh.graph import build, derive
 from tilemesh.graph.concurrent import ConcurrentProgram
@@ -22,9 +23,7 @@ from tilemesh.graph.memory import arena
 from tilemesh.graph.planned import PlannedProgram
 from tilemesh.graph.rematerialise import peak_bytes, rematerialised
 from tilemesh.graph.streams import StreamPlan
-from tilemesh.measure.machine import stamp
 from tilemesh.measure.row import Row
-from tilemesh.measure.sample import Sample
 
 LENGTH = 200  # operators of the chain that shows the host's cost
 
@@ -105,7 +104,7 @@ def branch_rows(seconds: float, place: torch.device) -> list[Row]:
             "batch": batch, "channels": channels, "side": side, "waits": plan.waits, "taken": plan.pays,
         }  # fmt: skip
         guess = predicted_here(place, functools.partial(_at_once_s, plan))
-        if guess[0] is not None:
+        if guess.value is not None:
             case["predicted gain"] = round(plan.one_by_one_s / plan.at_once_s, 3)
         calls: dict[str, Callable[[int], object]] = {"ours": _called(made[True], inputs)}
         if place.type == "cuda":
@@ -179,19 +178,11 @@ def memory_rows(seconds: float, place: torch.device) -> list[Row]:
             predicted_here(place, functools.partial(graph_seconds, made.graph)),
             {"ours": call_of(made.graph, inputs), "kept": call_of(graph, inputs)}, seconds, place,
         )  # fmt: skip
-        gone = {"peers": "the other rows are the other ways"}
         rows.append(
-            Row(
-                name="graph memory",
-                case=case,
-                unit="B",
-                predicted=float(made.peak),
-                measured=Sample.of([float(peak)]),
-                limit=float(plan.bound),
-                peers={},
-                missing=gone,
-                **stamp(),
+            make_row(
+                "graph memory", case, exactly(float(peak)), unit="B", predicted=Estimate(float(made.peak)),
+                limit=Estimate(float(plan.bound)), no_peers="the other rows are the other ways",
             )
-        )
+        )  # fmt: skip
         rows.append(timed)
     return rows

@@ -11,6 +11,7 @@ import torch
 
 from tilemesh.bench.graph.running import branch_rows, host_rows, memory_rows, tree_rows
 from tilemesh.bench.graph.study import call_of, inputs_of, predicted_here, ranking_device, study_row
+from tilemesh.bench.harness import Estimate
 from tilemesh.core.errors import unknown
 from tilemesh.core.hardware import Device
 from tilemesh.graph import build, derive
@@ -91,7 +92,7 @@ def search_rows(seconds: float, place: torch.device) -> list[Row]:
         # Whatever the programs were ranked by, a sum of operators that were timed here is of this machine.
         guess = predicted_here(place, functools.partial(_by_cost, cost, searched.graph))
         if cost.has_measured(searched.graph):
-            guess = (cost(searched.graph), "")
+            guess = Estimate(cost(searched.graph))
         rows.append(study_row("graph search", case, guess, calls, seconds, place))
     return rows
 

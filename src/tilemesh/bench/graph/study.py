@@ -8,19 +8,16 @@ from typing import Any
 import torch
 
 from tilemesh.bench.graph.run import calibrated_device
+from tilemesh.bench.harness import OURS, BenchCase, Estimate
 from tilemesh.core.hardware import DEVICES, Device
 from tilemesh.graph.by_torch import dtype_of
 from tilemesh.graph.emit import program
 from tilemesh.graph.ir import Graph
 from tilemesh.graph.size import known
 from tilemesh.measure.gpu import call_timer
-from tilemesh.measure.machine import stamp
 from tilemesh.measure.row import Row
-from tilemesh.measure.timing import LoopTimer, compare
 
-Predicted = tuple[float | None, str]
-"""Seconds, or why nothing is predicted."""
-NOT_PREDICTED: Predicted = (None, "not predicted")
+NOT_PREDICTED = Estimate(None, "not predicted")
 
 
 def ranking_device(place: torch.device) -> Device:
@@ -28,10 +25,10 @@ def ranking_device(place: torch.device) -> Device:
     return calibrated_device(place)[0] or DEVICES["h200" if place.type == "cuda" else "h100"]
 
 
-def predicted_here(place: torch.device, seconds: Callable[[Device], float]) -> Predicted:
+def predicted_here(place: torch.device, seconds: Callable[[Device], float]) -> Estimate:
     """A prediction for this machine; none where it is not calibrated."""
     device, why = calibrated_device(place)
-    return (None, why) if device is None else (seconds(device), "")
+    return Estimate(None, why) if device is None else Estimate(seconds(device))
 
 
 def inputs_of(graph: Graph, place: torch.device) -> list[torch.Tensor]:
@@ -48,15 +45,12 @@ def call_of(graph: Graph, inputs: list[torch.Tensor]) -> Callable[[int], object]
 
 
 def study_row(
-    name: str, case: Mapping[str, Any], predicted: Predicted, calls: Mapping[str, Any], seconds: float,
+    name: str, case: Mapping[str, Any], predicted: Estimate, calls: Mapping[str, Any], seconds: float,
     place: torch.device | None = None,
 ) -> Row:  # fmt: skip
     """Candidates in turns; `ours` is the row's measurement, the others are its peers."""
-    timer = call_timer(place) if place is not None and place.type == "cuda" else LoopTimer()
-    timed = compare(calls, timer=timer, repeats=30, seconds=seconds)
-    missing = dict(timed.missing) | {"limit": "the programs are compared with each other"}
-    return Row(
-        name=name, case=dict(case), unit="s", predicted=predicted[0], measured=timed["ours"], limit=None,
-        peers={key: value for key, value in timed.items() if key != "ours"},
-        missing=missing | ({"predicted": predicted[1]} if predicted[0] is None else {}), **stamp(),
-    )  # fmt: skip
+    return BenchCase(
+        name=name, labels=case, ours=calls[OURS], peers={key: call for key, call in calls.items() if key != OURS},
+        predict=predicted, limit=Estimate(None, "the programs are compared with each other"), seconds=seconds,
+        timer=call_timer(place) if place is not None and place.type == "cuda" else None,
+    ).measure()  # fmt: skip

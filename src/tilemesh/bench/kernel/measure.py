@@ -6,13 +6,13 @@ The prediction is made before anything is timed, every candidate is checked agai
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence, Set
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from tilemesh.bench.harness import BenchCase, Estimate
 from tilemesh.bench.kernel.peers import other_peers
 from tilemesh.core import calibration
 from tilemesh.core.cost import Ceiling, Cost, limit_s
@@ -21,9 +21,9 @@ from tilemesh.core.hardware import device_for
 from tilemesh.kernels.launch.gpu import gpu_of
 from tilemesh.kernels.operator_bench import EAGER, OURS, Arguments, OperatorBench
 from tilemesh.measure.gpu import KernelTimer, call_timer, l2_cache_bytes, rotating_sets
-from tilemesh.measure.machine import stamp, this_machine
-from tilemesh.measure.row import Row
-from tilemesh.measure.timing import Check, Timer, compare
+from tilemesh.measure.machine import this_machine
+from tilemesh.measure.row import CaseValue
+from tilemesh.measure.timing import Check, Timer
 
 SECONDS = 4.0  # of readings for a row, at most
 CHECKED_SEED = 1_000_003  # of arguments that no candidate has changed
@@ -48,32 +48,6 @@ def this_gpu() -> MeasuredDevice:
     device = torch.device("cuda", torch.cuda.current_device())
     timers: dict[str, Timer] = {"kernel": KernelTimer(), "call": call_timer()}
     return MeasuredDevice(device, gpu_of(device.index).name, l2_cache_bytes(), timers)
-
-
-def bench_rows(
-    bench: OperatorBench[Any],
-    shapes: Sequence[str] = (),
-    settings: Mapping[str, str] | None = None,
-    *,
-    compiled: bool = True,
-    peers: Sequence[str] | None = None,
-    repeats: int = 30,
-    on: MeasuredDevice | None = None,
-) -> list[Row]:
-    """A row per shape (the operator's suite where none is given) and kind of time.
-
-    compiled: also what torch.compile makes. peers: these alone, by the names of their columns. on: this GPU, unless
-    given.
-    """
-    settings, shapes = settings or {}, shapes or bench.form.suite
-    # Refused before anything is measured.
-    problems = [bench.form.problem(shape, settings) for shape in shapes]
-    candidates = [Candidates.of(bench, problem, compiled, peers) for problem in problems]
-    on = this_gpu() if on is None else on
-    rows = []
-    for shape, problem, functions in zip(shapes, problems, candidates, strict=True):
-        rows += PreparedCase(bench, problem, bench.form.case(shape, settings), functions, on).rows(repeats)
-    return rows
 
 
 def peer_names(bench: OperatorBench[Any], problem: Any) -> list[str]:
@@ -124,70 +98,40 @@ class Candidates:
         }
 
 
-class PreparedCase:
-    """One problem with its inputs and candidates on a device: to be measured once, by `rows`."""
-
-    def __init__(
-        self,
-        bench: OperatorBench[Any],
-        problem: Any,
-        case: dict[str, Any],
-        candidates: Candidates,
-        on: MeasuredDevice,
-    ) -> None:
-        self.bench, self.problem, self.on, self.overwriting = bench, problem, on, candidates.overwriting
-        figures = device_for(on.name)
-        self.chosen = bench.chosen(problem, on.device)
-        # Before anything is timed.
-        self.predicted = None if figures is None else bench.predict_s(problem, on.device, figures)
-        self.limit, why = _limit(bench.form.cost(problem), on.name)
-        self.missing = dict(candidates.missing)
-        if self.limit is None:
-            self.missing["limit"] = why
-        # Rows of two ceilings in one chart or table must be told apart.
-        self.case = {**case, "limit": why} if self.limit is not None and why else case
-        self.sets = rotating_sets(
-            lambda seed: bench.arguments(problem, on.device, seed), bench.bytes_held(problem), on.l2_bytes
+def prepared_cases(
+    bench: OperatorBench[Any],
+    problem: Any,
+    labels: Mapping[str, CaseValue],
+    candidates: Candidates,
+    on: MeasuredDevice,
+    repeats: int,
+) -> list[BenchCase]:
+    """One problem with its inputs and candidates on a device: a case for each kind of time."""
+    figures, chosen = device_for(on.name), bench.chosen(problem, on.device)
+    guess = Estimate(None, f"no figures for {on.name}")
+    if figures is not None:
+        guess = Estimate(bench.predict_s(problem, on.device, figures))
+    limit = Estimate(*_limit(bench.form.cost(problem), on.name))
+    # Rows of two ceilings in one chart or table must be told apart.
+    ceiling = {"limit": limit.why} if limit.value is not None and limit.why else {}
+    sets = rotating_sets(lambda seed: bench.arguments(problem, on.device, seed), bench.bytes_held(problem), on.l2_bytes)
+    functions = {name: bench.timed(problem, function) for name, function in candidates.compiled().items()}
+    own_sets = [_copied(given) for given in sets] if candidates.overwriting & functions.keys() else []
+    calls = {
+        name: _on_sets(function, own_sets if name in candidates.overwriting else sets)
+        for name, function in functions.items()
+    }
+    ours = calls.pop(OURS)
+    not_predicted = Estimate(None, "the cost model is of kernel time")
+    return [
+        BenchCase(
+            name=bench.name, labels={**labels, **ceiling, "time": figure, **chosen}, ours=ours,
+            peers={**calls, **candidates.missing}, predict=guess if figure == "kernel" else not_predicted, limit=limit,
+            check=_check(bench, problem, functions, candidates.overwriting, sets, on) if figure == "kernel" else None,
+            timer=timer, sets=len(sets), repeats=repeats, seconds=SECONDS,
         )
-        self.functions = {name: bench.timed(problem, function) for name, function in candidates.compiled().items()}
-        own_sets = [_copied(given) for given in self.sets] if self.overwriting & self.functions.keys() else []
-        self.calls = {
-            name: _on_sets(function, own_sets if name in self.overwriting else self.sets)
-            for name, function in self.functions.items()
-        }
-
-    def warm(self) -> None:
-        """Call every candidate once, which compiles what is to be compiled; one that fails is named by its row."""
-        for call in self.calls.values():
-            with suppress(Exception):
-                call(0)
-
-    def rows(self, repeats: int) -> list[Row]:
-        """A row for each kind of time."""
-        bench, rows = self.bench, []
-        for figure, timer in self.on.timers.items():
-            check = None
-            if figure == "kernel":
-                check = _check(bench, self.problem, self.functions, self.overwriting, self.sets, self.on)
-            result = compare(
-                self.calls, timer=timer, repeats=repeats, sets=len(self.sets), seconds=SECONDS, check=check
-            )
-            ours = result.get(OURS)
-            if ours is None:
-                raise RunError(f"{self.case['shape']}: {result.missing[OURS]}")
-            without = {**self.missing, **{name: why for name, why in result.missing.items() if name != OURS}}
-            if figure != "kernel":
-                without["predicted"] = "the cost model is of kernel time"
-            elif self.predicted is None:
-                without["predicted"] = f"no figures for {self.on.name}"
-            rows.append(
-                Row(
-                    name=bench.name, case={**self.case, "time": figure, **self.chosen}, unit="s",
-                    predicted=self.predicted if figure == "kernel" else None, measured=ours, limit=self.limit,
-                    peers={name: sample for name, sample in result.items() if name != OURS}, missing=without, **stamp(),
-                )
-            )  # fmt: skip
-        return rows
+        for figure, timer in on.timers.items()
+    ]  # fmt: skip
 
 
 def _on_sets(function: Callable[..., object], sets: Sequence[Arguments]) -> Callable[[int], object]:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from tilemesh.bench.harness import Estimate, exactly, make_row
 from tilemesh.bench.methods.bounds import CONVERGES_BELOW, excess, excess_limit
 from tilemesh.bench.methods.ranks import durations_of, replay_difference
 from tilemesh.bench.methods.traffic import hotspots, traffic_rows
@@ -20,7 +21,6 @@ from tilemesh.comm.schedules.simulate import Memory, simulate
 from tilemesh.comm.schedules.topology import Flat, Wire
 from tilemesh.core.cores import available_cores
 from tilemesh.launch.calls import Ranks
-from tilemesh.measure.machine import stamp
 from tilemesh.measure.method_curve import BoundCurve, MethodCurve, ServerLoad
 from tilemesh.measure.ranks import ranks_case
 from tilemesh.measure.row import CaseValue, Row
@@ -94,12 +94,11 @@ def _bounds(ranks: Ranks, findings: MethodsFound, factor: float) -> None:
     for number, bound in enumerate(_BOUNDS):
         losses = [rank[number]["losses"] for rank in taken if rank[number]]
         findings.rows.append(
-            Row(
-                name="excess loss", unit="nats",
-                case={"bound": bound, "workers": WORKERS, "pushes": WORKERS * _BOUND_CLOCKS, **ranks_case(len(taken))},
-                predicted=None, measured=_once(excess(losses)), limit=excess_limit(bound, WORKERS, _BOUND_CLOCKS),
-                missing={"predicted": "the theorem gives a bound, which stands as the limit", "peers": "none"},
-                **stamp(),
+            make_row(
+                "excess loss",
+                {"bound": bound, "workers": WORKERS, "pushes": WORKERS * _BOUND_CLOCKS, **ranks_case(len(taken))},
+                exactly(excess(losses)), unit="nats", limit=Estimate(excess_limit(bound, WORKERS, _BOUND_CLOCKS)),
+                predicted=Estimate(None, "the theorem gives a bound, which stands as the limit"), no_peers="none",
             )
         )  # fmt: skip
     taken = ranks.call(call, _WIDE_BOUNDS, False, WORKERS, _BOUND_CLOCKS, factor, timeout_s=120)
@@ -139,19 +138,16 @@ def _stragglers(
             if number >= len(cases) - len(METHODS):
                 findings.curves.append(_curve(name, words, seen))
         synchronous = Sample.of(rates["synchronous"])
+        case: dict[str, CaseValue] = {
+            "slow": words, "steps": clocks, "workers": WORKERS, "servers": SERVERS, **ranks_case(len(taken)),
+        }  # fmt: skip
         for name in METHODS:
             findings.rows.append(
-                Row(
-                    name="straggler", unit="steps/s",
-                    case={
-                        "method": name, "slow": words, "steps": clocks, "workers": WORKERS, "servers": SERVERS,
-                        **ranks_case(len(taken)),
-                    },
-                    predicted=predicted[name].throughput, measured=Sample.of(rates[name]),
-                    limit=ideal[name].throughput,
+                make_row(
+                    "straggler", {"method": name, **case}, Sample.of(rates[name]), unit="steps/s",
+                    predicted=Estimate(predicted[name].throughput), limit=Estimate(ideal[name].throughput),
                     peers={} if name == "synchronous" else {"synchronous": synchronous},
-                    missing={"peers": "it is what the others are held against"} if name == "synchronous" else {},
-                    **stamp(),
+                    no_peers="it is what the others are held against",
                 )
             )  # fmt: skip
     many = durations_of({"rank": 17, "factor": factor}, 100, 1.0)
@@ -209,9 +205,9 @@ def _clusters(findings: MethodsFound) -> None:
             _POINTS, _CLUSTERS, _DIMS, cores, _ITERATIONS, rate, summed.median / _ITERATIONS
         )[1]  # fmt: skip
         findings.rows.append(
-            Row(
-                name="K-means", unit="s", case={**case, **ranks_case(cores)}, predicted=predicted, measured=together,
-                limit=single.median / cores, peers={"one rank": single}, **stamp(),
+            make_row(
+                "K-means", {**case, **ranks_case(cores)}, together, predicted=Estimate(predicted),
+                limit=Estimate(single.median / cores), peers={"one rank": single},
             )
         )  # fmt: skip
     reduce_s = _simulated_sum_s(_STUDY["ranks"], summed.median / _ITERATIONS)
@@ -239,26 +235,20 @@ def _hooks(findings: MethodsFound) -> None:
     peers = {"powersgd": "torch PowerSGD", "local": "torch PostLocalSGD", "uncompressed": "torch DDP"}
     for name in ("uncompressed", "powersgd", "local", "top-k", "random-k", "int8", "one-bit"):
         peer = peers.get(name)
-        missing = {"predicted": "computing of this size was not calibrated", "limit": "none is known on shared cores"}
-        if peer is None:
-            missing["peers"] = "torch has no such hook"
         findings.rows.append(
-            Row(
-                name="step", unit="s", case={"method": name, **case}, predicted=None, measured=samples[name],
-                limit=None, peers={} if peer is None else {peer: samples[peer]}, missing=missing, **stamp(),
+            make_row(
+                "step", {"method": name, **case}, samples[name],
+                predicted=Estimate(None, "computing of this size was not calibrated"),
+                limit=Estimate(None, "none is known on shared cores"),
+                peers={} if peer is None else {peer: samples[peer]}, no_peers="torch has no such hook",
             )
         )  # fmt: skip
         if name in said["bytes"]:
             counted, computed = said["bytes"][name]
             findings.rows.append(
-                Row(
-                    name="bytes sent per step", unit="B", case={"method": name, "algorithm": "ring", **case},
-                    predicted=computed, measured=_once(counted), limit=None,
-                    peers={"uncompressed": _once(said["whole_bytes"])},
-                    missing={"limit": "what a gradient can be compressed to is not known"}, **stamp(),
+                make_row(
+                    "bytes sent per step", {"method": name, "algorithm": "ring", **case}, exactly(counted), unit="B",
+                    predicted=Estimate(computed), peers={"uncompressed": exactly(said["whole_bytes"])},
+                    limit=Estimate(None, "what a gradient can be compressed to is not known"),
                 )
             )  # fmt: skip
-
-
-def _once(value: float) -> Sample:
-    return Sample(value, value, value, 1)

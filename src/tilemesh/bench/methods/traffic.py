@@ -12,10 +12,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from tilemesh.bench.harness import Estimate, make_row
 from tilemesh.bench.methods.ranks import LENGTH
 from tilemesh.core.cores import available_cores
 from tilemesh.launch.calls import Ranks
-from tilemesh.measure.machine import stamp
 from tilemesh.measure.method_curve import ServerLoad
 from tilemesh.measure.ranks import ranks_case
 from tilemesh.measure.row import Row
@@ -76,17 +76,13 @@ def traffic_rows(ranks: Ranks) -> tuple[list[Row], RoundTrip, RoundTrip]:
         taken = [max(pair[0] for pair in turn[number][:workers]) for turn in turns]
         predicted = alone[servers].rate(workers, servers, _CLOCKS, available_cores()) * nbytes
         rows.append(
-            Row(
-                name="server traffic", unit="B/s",
-                case={"workers": workers, "servers": servers, "bytes": nbytes, **ranks_case(workers + servers)},
-                predicted=None if workers == 1 else predicted,
-                measured=Sample.of([workers * _CLOCKS * nbytes / seconds for seconds in taken]), limit=None,
-                missing={
-                    "limit": "one copy each way is what the server itself does",
-                    "peers": "no other parameter server here",
-                    **({"predicted": "it is what the others are predicted from"} if workers == 1 else {}),
-                },
-                **stamp(),
+            make_row(
+                "server traffic",
+                {"workers": workers, "servers": servers, "bytes": nbytes, **ranks_case(workers + servers)},
+                Sample.of([workers * _CLOCKS * nbytes / seconds for seconds in taken]), unit="B/s",
+                predicted=Estimate(None if workers == 1 else predicted, "it is what the others are predicted from"),
+                limit=Estimate(None, "one copy each way is what the server itself does"),
+                no_peers="no other parameter server here",
             )
         )  # fmt: skip
     return rows, alone[1], small

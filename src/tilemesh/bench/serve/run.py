@@ -13,12 +13,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from tilemesh.bench.harness import Estimate, make_row
 from tilemesh.bench.serve.load import Lengths, LoadRequest, make_load, other_prompts
 from tilemesh.bench.serve.ours import fit_engine, fitting_batches, predict_load, run_load
 from tilemesh.bench.serve.peers import PeerProcess, write_folder
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.core.hardware import Cluster, device_for, make_node
-from tilemesh.measure.machine import stamp, this_machine, usable_gpus
+from tilemesh.measure.machine import this_machine, usable_gpus
 from tilemesh.measure.row import CaseValue, Row
 from tilemesh.measure.sample import Sample
 from tilemesh.model.config import ModelConfig
@@ -204,31 +205,18 @@ class ServeBench:
         self, name: str, case: Mapping[str, CaseValue], unit: str, predicted: float | None, limit: float | None,
         measured: Sample, peers: Mapping[str, Sample], missing: Mapping[str, str],
     ) -> None:  # fmt: skip
-        why = dict(missing)
-        if predicted is None:
-            why["predicted"] = self.why_no_clock or "step times were not fitted"
-        if limit is None:
-            why["limit"] = self.why_no_clock or "it depends on the load"
-        self.found.rows.append(
-            Row(
-                name=name,
-                case={**self.case, **case},
-                unit=unit,
-                predicted=predicted,
-                measured=measured,
-                limit=limit,
-                peers=peers,
-                missing=why,
-                **stamp(),
-            )
-        )
+        row = make_row(
+            name, {**self.case, **case}, measured, unit=unit, peers=peers, missing=missing,
+            predicted=Estimate(predicted, self.why_no_clock or "step times were not fitted"),
+            limit=Estimate(limit, self.why_no_clock or "it depends on the load"),
+        )  # fmt: skip
+        self.found.rows.append(row)
 
 
 def server_rows(records: Sequence[RequestRecord], goal: ServeGoal, case: Mapping[str, CaseValue]) -> list[Row]:
     """What a server elsewhere did with a load; nothing is known of its model, so nothing is predicted."""
     figures = load_figures(records, goal)
-    unknown = "nothing is known of the server's model"
-    missing = {"predicted": unknown, "limit": unknown, "peers": "the server is the peer"}
+    unknown = Estimate(None, "nothing is known of the server's model")
     gaps = [gap for record in records for gap in record.gaps_s] or [figures.itl_p50]
     samples = [
         ("server, first token", "s", Sample.of([record.first_token_s or 0.0 for record in records if record.token_ns])),
@@ -238,7 +226,7 @@ def server_rows(records: Sequence[RequestRecord], goal: ServeGoal, case: Mapping
         ("server, within the goal", "fraction", Sample.of([figures.goodput])),
     ]
     return [
-        Row(name=name, case=case, unit=unit, predicted=None, measured=sample, limit=None, missing=missing, **stamp())
+        make_row(name, case, sample, unit=unit, predicted=unknown, limit=unknown, no_peers="the server is the peer")
         for name, unit, sample in samples
     ]
 

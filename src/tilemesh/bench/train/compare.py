@@ -15,13 +15,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from tilemesh.bench.harness import OURS
+from tilemesh.bench.profile import write_kernel_times
 from tilemesh.core.errors import RunError
-from tilemesh.core.files import write_text
 from tilemesh.launch import Ranks
 from tilemesh.measure.sample import Sample
 from tilemesh.train.config import TrainConfig
 
-OURS = "ours"
 PEERS = {
     "eager": "PyTorch eager",
     "compile": "PyTorch + torch.compile",
@@ -198,12 +198,7 @@ def _take_turns(ready: Sequence[Contender], blocks: int, steps: int, say: Callab
 
 
 def _profile(ready: Sequence[Contender], into: Path, say: Callable[[str], None]) -> None:
-    """A file for each contender: a line for each kernel, microseconds a step, calls a step, its name."""
-    into.mkdir(parents=True, exist_ok=True)
+    """A file for each contender."""
     for contender in ready:
-        kernels = contender.turn("profile")
-        lines = [f"{seconds * 1e6:10.1f} {calls:7.1f}  {name}" for seconds, calls, name in kernels]
         path = into / f"{contender.name.replace('/', '-')}.txt"
-        write_text("\n".join(["        us   calls  a step", *lines, ""]), path)
-        total_ms, calls = sum(kernel[0] for kernel in kernels) * 1e3, sum(kernel[1] for kernel in kernels)
-        say(f"{contender.title}: {total_ms:.2f} ms in {calls:.0f} calls per step, by kernel in {path}")
+        say(f"{contender.title}: {write_kernel_times(contender.turn('profile'), path)}")

@@ -9,8 +9,8 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+from tilemesh.bench.harness import Estimate, exactly, make_row
 from tilemesh.launch import call
-from tilemesh.measure.machine import stamp
 from tilemesh.measure.ranks import ranks_case
 from tilemesh.measure.row import Row
 from tilemesh.measure.sample import Sample, equal
@@ -20,7 +20,7 @@ _MODELS = {
     "small": ModelConfig(layers=4, width=256, heads=8, vocabulary=2048, context=256),
     "medium": ModelConfig(layers=8, width=512, heads=8, vocabulary=8192, context=256),
 }
-_NOT_PREDICTED = "the planner's figures are of GPUs; this machine's compute was not calibrated with it"
+_NOT_PREDICTED = Estimate(None, "the planner's figures are of GPUs; this machine's compute was not calibrated with it")
 
 
 def config_of(name: str) -> ModelConfig:
@@ -40,19 +40,16 @@ def rows_of(said: Mapping[str, Any], ranks: int) -> list[Row]:
     """The step's row, its limit the step without any exchange; and how much of the exchange is hidden."""
     samples = {name: Sample(**sample) for name, sample in said["samples"].items()}
     case = {**ranks_case(ranks), **said["case"]}
-    step = Row(
-        name="step with gradient exchange", case=case, unit="s", predicted=None, measured=samples["bucketed"],
-        limit=samples["compute"].median, peers={"naive": samples["naive"], "after backward": samples["after"]},
-        missing={"predicted": _NOT_PREDICTED}, **stamp(),
+    step = make_row(
+        "step with gradient exchange", case, samples["bucketed"], predicted=_NOT_PREDICTED,
+        limit=Estimate(samples["compute"].median),
+        peers={"naive": samples["naive"], "after backward": samples["after"]},
     )  # fmt: skip
     fraction = hidden(samples)
-    missing = {"predicted": _NOT_PREDICTED, "peers": "a ratio of our own times"}
-    if fraction is None:
-        missing["measured"] = "the exchange is too small to be told from noise"
-    share = Row(
-        name="exchange hidden behind backward", case=case, unit="fraction", predicted=None,
-        measured=None if fraction is None else Sample(fraction, fraction, fraction, 1), limit=1.0, missing=missing,
-        **stamp(),
+    share = make_row(
+        "exchange hidden behind backward", case, None if fraction is None else exactly(fraction), unit="fraction",
+        predicted=_NOT_PREDICTED, limit=Estimate(1.0), no_peers="a ratio of our own times",
+        missing={} if fraction is not None else {"measured": "the exchange is too small to be told from noise"},
     )  # fmt: skip
     return [step, share]
 

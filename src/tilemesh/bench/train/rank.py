@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tilemesh.bench.profile import KernelTime, kernel_times
 from tilemesh.comm.connection import connect
 from tilemesh.comm.runtime.choose import Choices
 from tilemesh.comm.runtime.communicator import Communicator
@@ -35,7 +36,6 @@ from tilemesh.train.record import Recorder, observe_mesh
 from tilemesh.train.source import TextSource
 
 WARM_UP_STEPS = 3
-_PROFILED_STEPS = 3
 
 Step = Callable[[bool], float]
 """Takes a step. Told to, it gives this rank's share of the mean loss: over all ranks these add up to it."""
@@ -90,10 +90,10 @@ def block(steps: int) -> dict[str, float]:
     return {"seconds": seconds, "memory_bytes": int(peak)}
 
 
-def profile() -> list[tuple[float, float, str]]:
-    """What a step spends its time on, as `kernels` tells it."""
+def profile() -> list[KernelTime]:
+    """What a step spends its time on, as `kernel_times` tells it."""
     (prepared,) = _prepared
-    return kernels(lambda: prepared.step(False), prepared.device)
+    return kernel_times(lambda: prepared.step(False), prepared.device)
 
 
 def ours(config: TrainConfig, comm: Communicator, device: torch.device) -> Step:
@@ -167,23 +167,6 @@ def peer(step: PeerStep, config: TrainConfig, comm: Communicator, device: torch.
         return float(loss) * share if reads else 0.0
 
     return run
-
-
-def kernels(step: Callable[[], object], device: torch.device) -> list[tuple[float, float, str]]:
-    """(seconds, calls, name) of every kernel of a step, or on a CPU of every operator, the longest first."""
-    on_gpu = device.type == "cuda"
-    activity = torch.profiler.ProfilerActivity
-    with torch.profiler.profile(activities=[activity.CUDA if on_gpu else activity.CPU]) as seen:
-        for _ in range(_PROFILED_STEPS):
-            step()
-        _sync(device)
-    operators = []
-    for event in seen.key_averages():
-        spent = event.self_device_time_total if on_gpu else event.self_cpu_time_total
-        # A range that somebody named ("Optimizer.step#AdamW.step") holds kernels that are counted by themselves.
-        if spent and not (on_gpu and event.is_user_annotation):
-            operators.append((spent * 1e-6 / _PROFILED_STEPS, event.count / _PROFILED_STEPS, event.key))
-    return sorted(operators, reverse=True)
 
 
 def _sync(device: torch.device) -> None:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Literal
+from pathlib import Path
+from typing import Annotated, Literal
 
 from tilemesh.cli.output import Output, console_beside, print_block
 from tilemesh.core.errors import UsageError
-from tilemesh.core.options import ROWS, Count, Known, OutFile, Seconds, Words, argument, option
+from tilemesh.core.options import ROWS, TURN, Count, Known, OutFile, OutFolder, Seconds, Words, argument, option
 from tilemesh.core.units import format_bytes
-
-if TYPE_CHECKING:
-    from tilemesh.measure.row import Row
 
 _PEERS = "Some of eager, compile, operators (ours, no kernels), recorded (CUDA graphs)."
 
@@ -34,6 +32,8 @@ class GraphBenchOptions:
     )
     repeats: Count = option(30, "Interleaved rounds.")
     seconds: Seconds = option(20.0, "Time at most so many seconds of each model.")
+    profile: OutFolder | None = option(None, "Then write the kernels of each way's step, and our programs.", "FOLDER")
+    turn: OutFile | None = option(None, TURN, "FILE")
     json: OutFile | None = option(None, ROWS, "FILE")
 
 
@@ -43,17 +43,18 @@ def graph(options: GraphBenchOptions) -> Output:
     from tilemesh.bench.graph.models import MODELS, SIZES
     from tilemesh.bench.graph.run import bench_model
     from tilemesh.bench.graph.studies import study_rows
+    from tilemesh.bench.harness import KeptRows, TimingTurn
     from tilemesh.kernels.launch.tensors import read_device
 
     names = list(MODELS) if "all" in options.models else options.models
     if not names and not options.study:
         raise UsageError("no model was given; give some of " + ", ".join(MODELS) + ", or --study")
     console, device = console_beside(options.json), read_device(options.device)
-    rows: list[Row] = []
+    rows, turn = KeptRows(options.json), None if options.turn is None else TimingTurn(options.turn)
     for study in options.study:
         measured = study_rows(study, options.seconds, device)
         print_block(measured, console)
-        rows += measured
+        rows.add(measured)
     for name in names:
         findings = bench_model(
             name,
@@ -63,6 +64,8 @@ def graph(options: GraphBenchOptions) -> Output:
             peers=options.peers,
             repeats=options.repeats,
             seconds=options.seconds,
+            alone=None if turn is None else turn.alone(),
+            profile=None if options.profile is None else Path(options.profile),
         )
         figures = findings.figures
         console.print(
@@ -72,5 +75,5 @@ def graph(options: GraphBenchOptions) -> Output:
         for reason in figures.refused:
             console.print(f"  as torch traced it: {reason}")
         print_block(findings.rows, console)
-        rows += findings.rows
+        rows.add(findings.rows)
     return Output(json=rows)

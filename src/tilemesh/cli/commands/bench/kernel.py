@@ -7,7 +7,7 @@ from typing import Annotated
 
 from tilemesh.cli.operators import problem_settings
 from tilemesh.cli.output import Block, Output, console_beside
-from tilemesh.core.options import ROWS, Commas, OutFile, OutPicture, Words, argument, option
+from tilemesh.core.options import ROWS, TURN, Commas, OutFile, OutPicture, Words, argument, option
 from tilemesh.core.ranges import Range
 
 
@@ -29,6 +29,7 @@ class KernelBenchOptions:
     times: Words = option(("kernel", "call"), "kernel, call, or both.", "A,B")
     repeats: Annotated[int, Range(1)] = option(30, "Interleaved rounds.")
     seconds: float | None = option(None, "Begin no further shape after so many.", "N")
+    turn: OutFile | None = option(None, TURN, "FILE")
     json: OutFile | None = option(None, ROWS, "FILE")
     chart: OutPicture | None = option(None, "Draw rates by shape, and the roofline: .svg or .png.", "FILE")
     html: OutFile | None = option(None, "Charts, peers and rows as a page.", "FILE")
@@ -38,12 +39,12 @@ class KernelBenchOptions:
 def kernel(options: KernelBenchOptions) -> Output:
     from tilemesh.bench.kernel.cases import KernelCase, cases_of
 
-    console, json = console_beside(options.json), options.json
+    console = console_beside(options.json)
     settings = problem_settings(options, "c", "activation", "layout")
     cases = cases_of(options.operators or ["matmul"], options.shapes, settings, options.dtype or "")
+    from tilemesh.bench.harness import KeptRows, TimingTurn
     from tilemesh.bench.kernel.run import measure_cases
     from tilemesh.cli.pages import bench_drawings, bench_page, read_trials
-    from tilemesh.measure.row import Row, write_rows
 
     if options.tried is not None:  # what cannot be read is told before minutes of measuring
         read_trials(options.tried)
@@ -51,10 +52,6 @@ def kernel(options: KernelBenchOptions) -> Output:
 
         def show(done: int, case: KernelCase) -> None:
             status.update(f"[{done + 1}/{len(cases)}] {case.words}")
-
-        def keep(rows: list[Row]) -> None:
-            if json not in (None, "-"):  # an interrupted run keeps what it has
-                write_rows(rows, json)
 
         rows, without = measure_cases(
             cases,
@@ -64,7 +61,8 @@ def kernel(options: KernelBenchOptions) -> Output:
             repeats=options.repeats,
             seconds=options.seconds,
             progress=show,
-            keep=keep,
+            rows=KeptRows(options.json),
+            turn=None if options.turn is None else TimingTurn(options.turn),
         )
     text: list[Block] = [rows, *(f"not measured: {words}: {why}" for words, why in without.items())]
     return Output(text, rows, {"chart": lambda: bench_drawings(rows), "html": lambda: bench_page(rows, options.tried)})
