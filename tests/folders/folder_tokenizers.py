@@ -35,6 +35,8 @@ CHATS: Mapping[str, dict[str, Any]] = {
     "the same words": {"messages": [{"role": "user", "content": "hello to you"}, _SAY,
                                     {"role": "user", "content": "assistant"},
                                     {"role": "assistant", "content": "assistant"}]},
+    "words of an end": {"messages": [_ASK, {"role": "assistant", "content": "e"}, {"role": "user", "content": "more"},
+                                     {"role": "assistant", "content": "end"}]},
     "an end inside": {"messages": [_ASK, {"role": "assistant", "content": "a </s> b <|im_end|> c"}]},
     "a system": {"messages": [{"role": "system", "content": "the user asks"}, _ASK, _SAY]},
     "a call": {"messages": [_ASK, {"role": "assistant", "content": "", "tool_calls": [_CALL]},

@@ -105,7 +105,7 @@ class Template:
         messages, tools = conversation
         after = self.render(messages[: number + 1], tools, answer_follows=False)
         if begin <= len(after) and text.startswith(after):
-            return AnswerPlace(begin, len(after), _content_end(after, begin, messages[number]))
+            return AnswerPlace(begin, len(after), self._content_end(after, begin, messages[: number + 1], tools))
         # A template may write an answer otherwise as the last message, with a token behind it for instance.
         content = messages[number]["content"] or ""
         for words in (content, content.strip()):
@@ -115,6 +115,23 @@ class Template:
             f"this chat template writes answer {number} differently once more messages follow, so that it cannot be "
             "told where it ends: use another template, or data.chat=false"
         )
+
+    def _content_end(
+        self, text: str, begin: int, messages: Sequence[dict[str, Any]], tools: list[Any] | None
+    ) -> int | None:
+        """Where the words of the answer that ends this text end; many templates strip them. None: they were rewritten.
+
+        Told by a mark behind them: the same words may stand before the answer, or in the token that ends it.
+        """
+        *before, answer = messages
+        if answer.get("tool_calls"):
+            return None
+        for words in (answer["content"], answer["content"].strip()):
+            marked = self._marked([*before, {**answer, "content": words + _CLOSES}], tools, False)
+            up_to_end, _, _ = marked.rpartition(_CLOSES)
+            if marked.replace(_CLOSES, "") == text:
+                return len(up_to_end.replace(_CLOSES, ""))
+        return None if answer["content"] else begin
 
     def _check_tools(self, conversation: Conversation) -> None:
         """Refuse what a template would drop without a word."""
@@ -216,19 +233,6 @@ def template_of(tokenizer: Path | None) -> Template:
         return Template({DEFAULT: PLAIN_TEMPLATE}, {})
     files = read_beside(tokenizer)
     return Template(files.templates or {DEFAULT: PLAIN_TEMPLATE}, files.special_tokens)
-
-
-def _content_end(text: str, begin: int, message: Mapping[str, Any]) -> int | None:
-    """Where the words of an answer that ends this text end; many templates strip them. None: they were rewritten."""
-    content = message["content"]
-    if message.get("tool_calls"):
-        return None
-    for words in (content, content.strip()):
-        # From the right: the template may write the same words before the answer, "assistant" for instance.
-        place = text.rfind(words, begin) if words else begin
-        if place >= 0:
-            return place + len(words)
-    return None
 
 
 def _to_json(
