@@ -9,6 +9,7 @@ import shutil
 import socket
 import ssl
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -38,10 +39,11 @@ make_app: Any = pytest.importorskip("tilemesh.serve.http").make_app
 class Live:
     """An application behind a real socket, in a thread of this process."""
 
-    def __init__(self, app: Any, **settings: Any) -> None:
+    def __init__(self, app: Any, tls: ssl.SSLContext | None = None) -> None:
         self.socket = socket.create_server(("127.0.0.1", 0))
         self.port = self.socket.getsockname()[1]
-        config = uvicorn.Config(app, log_level="error", lifespan="off", http=connection.PatientConnection, **settings)
+        settings = connection.connection_settings(tls)
+        config = uvicorn.Config(app, log_level="error", lifespan="off", **settings)
         self.server = uvicorn.Server(config)
         self.thread = threading.Thread(target=self.server.run, kwargs={"sockets": [self.socket]})
         self.thread.start()
@@ -162,6 +164,88 @@ def test_too_many_connections_close_the_one_that_waited_longest(monkeypatch: pyt
             client.close()
 
 
+def test_connections_between_two_requests_make_room_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "most_connections", lambda: 4)
+    with Live(Starlette()) as live:
+        clients = [socket.create_connection(("127.0.0.1", live.port), timeout=30) for _ in range(4)]
+        for client in clients:
+            client.sendall(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
+            assert client.recv(1024).startswith(b"HTTP/1.1 404")
+        assert live.get("/") == 404
+        assert closed_after(clients[0])
+        for client in clients:
+            client.close()
+
+
+BURST = """
+import resource, socket, sys
+resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128))
+import uvicorn
+from starlette.applications import Starlette
+from tilemesh.serve.connection import connection_settings
+listening = socket.create_server(("127.0.0.1", 0), backlog=1024)
+print(listening.getsockname()[1], flush=True)
+sys.stdin.readline()  # until there is a queue
+config = uvicorn.Config(Starlette(), log_level="error", lifespan="off", **connection_settings())
+uvicorn.Server(config).run(sockets=[listening])
+"""
+
+
+def test_a_burst_of_connections_does_not_use_up_the_files() -> None:
+    """They are accepted a few at a time, so that room is made between; a process without files accepts nobody."""
+    child = subprocess.Popen(
+        [sys.executable, "-c", BURST], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert child.stdin is not None
+    assert child.stdout is not None
+    port = int(child.stdout.readline())
+    clients = [socket.create_connection(("127.0.0.1", port)) for _ in range(300)]
+    child.stdin.write(b"\n")
+    child.stdin.flush()
+    asking = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+    asking.request("GET", "/")
+    assert asking.getresponse().status == 404
+    asking.close()
+    for client in clients:
+        client.close()
+    child.terminate()
+    assert b"out of system resource" not in child.communicate(timeout=60)[1]
+
+
+CHUNKED = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
+WHOLE = b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("request_bytes", "reply"),
+    [
+        (CHUNKED + b"1\r\na\r\n" * 2000 + b"0\r\n\r\n", b"send larger ones, or a Content-Length"),
+        (CHUNKED + b"0\r\n" + b"a:\r\n" * 12_000 + b"\r\n", b"Invalid HTTP request received."),
+        (WHOLE[:-2] + b"a:\r\n" * 12_000 + b"\r\n", b"Invalid HTTP request received."),
+        (WHOLE * 100 + WHOLE[:-2] + b"a:\r\n" * 12_000 + b"\r\n", b""),
+        (b"POST /x HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n", b""),
+    ],
+)
+def test_requests_in_crumbs_are_not_read(
+    engine: Engine, request_bytes: bytes, reply: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A thousand times cheaper to send than to read: 1 MiB of chunks of one byte kept everybody waiting for seconds."""
+    heard = b""
+    with Live(make_app(engine)) as live, socket.create_connection(("127.0.0.1", live.port), timeout=30) as client:
+        try:
+            client.sendall(request_bytes)
+            if not reply:  # after which, in the middle of it, comes what is no request
+                client.recv(1)
+                client.sendall(b"no chunk\r\n\r\n")
+            while piece := client.recv(65536):
+                heard += piece
+        except OSError:  # closed under us
+            pass
+        assert reply in heard
+        assert live.get("/health") == 200
+    assert not caplog.records
+
+
 def test_a_client_that_reads_nothing_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "UNREAD_S", 0.3)
     ended = threading.Event()
@@ -178,6 +262,33 @@ def test_a_client_that_reads_nothing_is_closed(monkeypatch: pytest.MonkeyPatch) 
         client.sendall(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
         assert ended.wait(60)
         assert live.get("/nothing") == 200
+
+
+@pytest.mark.parametrize(("size", "pause_s"), [(50_000, None), (400_000, 0.02)])
+def test_a_reply_may_be_read_slowly_but_not_never(
+    size: int, pause_s: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the server has closed, and only its buffer is left; as long as something is read, it waits."""
+    monkeypatch.setattr(connection, "UNREAD_S", 0.3)
+
+    async def reply(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"connection", b"close")]})
+        await send({"type": "http.response.body", "body": b"x" * size})
+
+    with Live(reply) as live, socket.socket() as client:
+        for end, option in ((live.socket, socket.SO_SNDBUF), (client, socket.SO_RCVBUF)):
+            end.setsockopt(socket.SOL_SOCKET, option, 4096)
+        client.connect(("127.0.0.1", live.port))
+        client.sendall(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
+        heard = len(client.recv(1))
+        while pause_s is not None and (piece := client.recv(16384)):
+            heard += len(piece)
+            time.sleep(pause_s)
+        assert pause_s is None or heard > size
+        deadline = time.monotonic() + 30
+        while live.server.server_state.connections and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert not live.server.server_state.connections
 
 
 def test_a_prompt_that_is_too_long_is_refused_by_its_beginning() -> None:
@@ -290,7 +401,7 @@ def test_what_the_command_refuses_before_it_reads_a_model(
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="makes a certificate with openssl")
-def test_certificates_make_it_https(engine: Engine, tmp_path: Path) -> None:
+def test_certificates_make_it_https(engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from tilemesh.cli.commands.serve import ServeOptions, check_tls
 
     certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
@@ -300,9 +411,15 @@ def test_certificates_make_it_https(engine: Engine, tmp_path: Path) -> None:
         check=True, capture_output=True,
     )  # fmt: skip
     tls = check_tls(ServeOptions(source="", tls_cert=str(certificate), tls_key=str(key)))
-    with Live(make_app(engine), **tls) as live:
+    assert tls is not None
+    monkeypatch.setattr(connection, "most_connections", lambda: 4)
+    with Live(make_app(engine), tls) as live:
+        silent = [socket.create_connection(("127.0.0.1", live.port)) for _ in range(8)]  # before any TLS
+        assert all(closed_after(client) for client in silent[:4])
         trusting = ssl.create_default_context(cafile=str(certificate))
         asking = http.client.HTTPSConnection("localhost", live.port, timeout=30, context=trusting)
         asking.request("GET", "/health")
         assert asking.getresponse().status == 200
         asking.close()
+        for client in silent:
+            client.close()

@@ -51,7 +51,7 @@ def serve(options: ServeOptions) -> None:
     try:
         import uvicorn
 
-        from tilemesh.serve.connection import PatientConnection
+        from tilemesh.serve.connection import connection_settings
         from tilemesh.serve.http import make_app
     except ModuleNotFoundError as error:
         raise RunError(f"serving needs the package {error.name}: pip install 'tilemesh[serve]'") from None
@@ -78,7 +78,7 @@ def serve(options: ServeOptions) -> None:
         app = make_app(engine, options.name, defaults, access)
         config = uvicorn.Config(
             app, log_level="error", access_log=False, lifespan="off", timeout_graceful_shutdown=_GRACE_S, ws="none",
-            http=PatientConnection, server_header=False, **tls,
+            server_header=False, **connection_settings(tls),
         )  # fmt: skip
         server = uvicorn.Server(config)
         # From here on, also while the collection below runs, which would swallow an exception. uvicorn raises the
@@ -100,20 +100,21 @@ def serve(options: ServeOptions) -> None:
         tell("stopped")
 
 
-def check_tls(options: ServeOptions) -> dict[str, Any]:
-    """uvicorn's settings for HTTPS; refuses files that cannot be used before a model is read."""
+def check_tls(options: ServeOptions) -> ssl.SSLContext | None:
+    """What HTTPS needs, if it is asked for; refuses files that cannot be used before a model is read."""
     if (options.tls_cert is None) != (options.tls_key is None):
         raise UsageError("--tls-cert and --tls-key belong together: give both, or neither")
     if options.tls_cert is None:
-        return {}
+        return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
-        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(options.tls_cert, options.tls_key, password="")
+        context.load_cert_chain(options.tls_cert, options.tls_key, password="")
     except (OSError, ValueError) as error:  # ssl's own errors are OSErrors
         why = getattr(error, "strerror", None) or error
         raise UsageError(
             f"--tls-cert {options.tls_cert} and --tls-key {options.tls_key} cannot be used: {why}"
         ) from None
-    return {"ssl_certfile": options.tls_cert, "ssl_keyfile": options.tls_key}
+    return context
 
 
 def read_mesh(text: str | None) -> dict[str, int]:
