@@ -8,7 +8,8 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -28,7 +29,7 @@ from tilemesh.serve.ranks import RankRunner
 from tilemesh.serve.replicas import Replicas
 from tilemesh.serve.request import FinishReason, ServeRequest
 from tilemesh.serve.scheduler import Scheduled, StepPlan
-from tilemesh.serve.wire import pack_logits, pack_step, receive, send, unpack_logits, unpack_step
+from tilemesh.serve.wire import pack_step, pack_tensor, receive, send, unpack_step, unpack_tensor
 
 CONFIG = ModelConfig(
     layers=2, width=32, heads=4, kv_heads=2, vocabulary=259, context=96, norm="rmsnorm", positions="rotary",
@@ -74,19 +75,44 @@ def test_two_ranks_answer_as_one_process_does(folder: Path, laid: Engine) -> Non
         assert [told.logprob for told in ours.prompt_logprobs] == pytest.approx(values, abs=1e-11)
 
 
+def test_two_ranks_get_new_weights(folder: Path, tmp_path: Path, laid: Engine) -> None:
+    greedy = Sampling(max_tokens=8, temperature=0, ignore_eos=True)
+    other = Transformer(CONFIG, seed=3)
+    huggingface.save(other, tmp_path / "other", like=folder)
+    (before,) = laid.generate([PROMPTS[0]], greedy)
+    with Engine(tmp_path / "other", dtype="fp64", pages=200) as engine:
+        (expected,) = engine.generate([PROMPTS[0]], greedy)
+    assert before.answers[0].tokens != expected.answers[0].tokens
+    for source in (other, tmp_path / "other"):  # from memory in float32, then from a folder
+        version = laid.update_weights(source)
+        (made,) = laid.generate([PROMPTS[0]], greedy)
+        assert made.answers[0].tokens == expected.answers[0].tokens
+        assert set(made.answers[0].versions) == {version}
+        assert made.found_tokens == 0
+        laid.update_weights(folder)
+        assert next(laid.generate([PROMPTS[0]], greedy)).answers[0].tokens == before.answers[0].tokens
+
+
 def test_two_ranks_of_a_compressed_model_answer_as_one_process_does(folder: Path, tmp_path: Path) -> None:
     small = quantize(huggingface.load(folder), "int4-g16")
     huggingface.save(small, tmp_path / "small", like=folder)
     greedy = Sampling(max_tokens=12, temperature=0, logprobs=1)
-    answers = []
+    huggingface.save(quantize(Transformer(CONFIG, seed=3), "int4-g16"), tmp_path / "other", like=folder)
+    answers, updated = [], []
     for ranks in (0, 2):
         with Engine(tmp_path / "small", dtype="fp64", pages=60, ranks=ranks, kv_cache="int8") as engine:
             answers.append([made.answers[0] for made in engine.generate(PROMPTS, greedy)])
+            # Codes that share bytes have an element each on the ranks, when they are updated too.
+            engine.update_weights(tmp_path / "other")
+            updated.append([made.answers[0].tokens for made in engine.generate(PROMPTS, greedy)])
+            with pytest.raises(UsageError, match=r"fc_q.codes is missing, and"):
+                engine.update_weights(folder)
     for one, other in zip(*answers, strict=True):
         assert one.tokens == other.tokens
         values = [told.logprob for told in other.logprobs]
         assert [told.logprob for told in one.logprobs] == pytest.approx(values, abs=0.02)
     huggingface.save(quantize(huggingface.load(folder), "int4-g32"), tmp_path / "wide", like=folder)
+    assert updated[0] == updated[1]
     with pytest.raises(UsageError, match=r"fc_o has 1 group of 32 inputs, which cannot be shared.*groups of 16"):
         Engine(tmp_path / "wide", pages=60, ranks=2)
 
@@ -134,9 +160,37 @@ def test_a_killed_rank_is_an_error_for_those_it_computed_and_others_go_on(folder
             one.tokens
             for one in next(engine.generate([[9] * 90], Sampling(max_tokens=7, temperature=0, ignore_eos=True))).answers
         ]
-        assert next(laid.generate([PROMPTS[0]], long)).answers == next(engine.generate([PROMPTS[0]], long)).answers
+        ours, theirs = (next(one.generate([PROMPTS[0]], long)).answers[0] for one in (laid, engine))
+        assert replace(ours, versions=theirs.versions) == theirs
     assert laid.alive
     assert laid.status.pages_used == 0
+
+
+@pytest.mark.skipif(not hasattr(socket, "SO_PEERCRED"), reason="only Linux says which process is behind a socket")
+def test_ranks_that_are_lost_have_the_weights_of_the_last_update_again(folder: Path, laid: Engine) -> None:
+    greedy = Sampling(max_tokens=8, temperature=0, ignore_eos=True)
+    laid.update_weights(Transformer(CONFIG, seed=3))
+    laid.update_weights(folder)
+    (expected,) = laid.generate([PROMPTS[0]], greedy)
+    for in_folder in (True, False):
+        os.kill(rank_processes(laid)[0], signal.SIGKILL)
+        with pytest.raises(RunError, match="gone"):
+            next(laid.generate([PROMPTS[0]], greedy))
+        if not in_folder:
+            wait_until(lambda: laid._core.lacks)
+            with pytest.raises(RunError, match="in no folder: no requests are taken until update_weights"):
+                next(laid.generate([PROMPTS[0]], greedy))
+            laid.update_weights(folder)
+        assert next(laid.generate([PROMPTS[0]], greedy)).answers[0].tokens == expected.answers[0].tokens
+        laid.update_weights(huggingface.load(folder))
+    laid.update_weights(folder)
+
+
+def wait_until(holds: Callable[[], object]) -> None:
+    end = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.01)
 
 
 def test_replicas_share_the_work_and_equal_beginnings_meet(folder: Path) -> None:
@@ -179,6 +233,18 @@ def test_replicas_share_the_work_and_equal_beginnings_meet(folder: Path) -> None
         assert replicas.status.pages_used == 0
         with pytest.raises(UsageError, match="empty prompt"):
             replicas.submit([], ASKED, lambda part: None)
+        other, greedy = Transformer(CONFIG, seed=3), Sampling(max_tokens=8, temperature=0, ignore_eos=True)
+        with pytest.raises(UsageError, match="is missing, and 20 more"):
+            replicas.update_weights({})
+        assert replicas.version == 0
+        assert replicas.update_weights(other, 6) == replicas.version == 6
+        assert not any(replicas._router._sent)
+        with Engine(folder, pages=200) as engine:
+            engine.update_weights(other)
+            (new,) = engine.generate([PROMPTS[0]], greedy)
+        for engine in replicas.engines:
+            (made,) = engine.generate([PROMPTS[0]], greedy)
+            assert (made.answers[0].tokens, set(made.answers[0].versions)) == (new.answers[0].tokens, {6})
 
 
 @pytest.mark.slow
@@ -239,12 +305,12 @@ def test_a_step_is_the_same_on_the_other_side() -> None:
         plan_there, spans_there = unpack_step(*receive(far))
         for dtype in (torch.float32, torch.bfloat16, torch.float64):
             logits_NV = torch.randn(3, 7).to(dtype)
-            sender = threading.Thread(target=send, args=(far, *pack_logits(logits_NV)))
+            sender = threading.Thread(target=send, args=(far, *pack_tensor(logits_NV)))
             sender.start()
-            assert torch.equal(unpack_logits(*receive(near)), logits_NV)
+            assert torch.equal(unpack_tensor(*receive(near)), logits_NV)
             sender.join()
-        send(near, *pack_logits(torch.empty(0, 7)))
-        assert unpack_logits(*receive(far)).shape == (0, 7)
+        send(near, *pack_tensor(torch.empty(0, 7)))
+        assert unpack_tensor(*receive(far)).shape == (0, 7)
         near.close()
         with pytest.raises(EOFError):
             receive(far)

@@ -599,3 +599,42 @@ def test_the_state_of_a_request_is_plain() -> None:
     assert request.state is RequestState.DONE
     scheduler.finish(request, FinishReason.ABORT)  # too late: it has ended already
     assert request.finish is FinishReason.LENGTH
+
+
+def test_new_weights_find_no_page_of_the_old_ones_and_wait_for_none() -> None:
+    scheduler = Scheduler(limits_of(pages=20, chunk_tokens=3))
+    carried, same_prompt = ask("carried", range(10)), ask("same", range(10))
+    scheduler.add(carried)
+    scheduler.commit(scheduler.plan(), {})  # three of its tokens: no page of it is full yet
+    scheduler.renew(1)
+    scheduler.add(same_prompt)
+    plan = scheduler.plan()
+    # Pages that the carried one will fill are no other's: nobody waits for them, and nobody finds them.
+    assert [(entry.request.name, entry.start) for entry in plan.entries] == [("carried", 3), ("same", 0)]
+    scheduler.commit(plan, {})
+    scheduler.commit(scheduler.plan(), {})
+    assert (carried.version, carried.published) == (0, [])
+    assert (same_prompt.version, len(same_prompt.published)) == (1, 1)
+
+
+def test_while_draining_only_those_that_ran_run() -> None:
+    scheduler, runner = world(pages=6, running=2)
+    first, preempted, later = ask("first", [1] * 8, 8), ask("preempted", [2] * 8, 8), ask("later", [3] * 4)
+    for request in (first, preempted):
+        scheduler.add(request)
+    for _ in range(3):
+        plan = scheduler.plan()
+        scheduler.commit(plan, runner.run(plan))
+    scheduler.add(later)
+    scheduler.draining = True
+    while scheduler.begun:
+        plan = scheduler.plan()
+        assert plan.entries
+        assert all(entry.request is not later for entry in plan.entries)
+        scheduler.commit(plan, runner.run(plan))
+    assert preempted.preemptions > 0
+    assert is_right(first)
+    assert is_right(preempted)
+    scheduler.draining = False
+    drive(scheduler, runner)
+    assert is_right(later)

@@ -49,7 +49,11 @@ class PackedWeight:
         self.weight, self._written = weight, written or (weight,)
         self._dtype = weight.dtype
         self._seen = self._state()
-        self._packed = self._pack()
+        self._packed: Tensor | None = self._pack()
+
+    def forget(self) -> None:
+        """Give the second layout's memory back; the next product lays the weight out as it is then."""
+        self._seen, self._packed = [], None
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         # A model that was moved or cast since, and one row, take the plain weight.
@@ -89,6 +93,15 @@ def packed_bytes(model: Transformer) -> int:
     table = model.output_weight
     inner = [parameter for parameter in model.layers.parameters() if parameter.dim() == 2]
     return sum(parameter.nbytes for parameter in (*inner, table))
+
+
+def forget_packed(model: Transformer, groups: Sequence[LayerGroups] = ()) -> None:
+    """`PackedWeight.forget` of every product that `pack_products` gave one."""
+    products = [product.layer for pair in groups for product in (pair.heads, pair.gated) if product is not None]
+    for layer in (*products, *model.modules()):
+        kind = getattr(layer, "kind", None)
+        if isinstance(kind, Packed) and kind.held is not None:
+            kind.held.forget()
 
 
 @torch.no_grad()

@@ -20,6 +20,8 @@ class Answer:
     finish: FinishReason
     stopped_by: str | int | None
     logprobs: tuple[TokenLogprobs, ...]
+    versions: tuple[int, ...] = ()
+    """Of the weights that made each token: 0 until `Engine.update_weights` gives others."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,7 @@ def collect(job: PromptJob, parts: Sequence[AnswerPart]) -> Completion:
                 last.finish,
                 last.stopped_by,
                 tuple(logprob for part in own for logprob in part.logprobs),
+                tuple(part.version for part in own for _ in part.tokens),
             )
         )
     prompt_logprobs = tuple(job.prompt_logprobs[position] for position in sorted(job.prompt_logprobs))

@@ -7,6 +7,7 @@ belongs to an answer beside its tokens: text, log-probabilities, and who is to b
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -44,6 +45,8 @@ class AnswerPart(NamedTuple):
     error: str | None = None
     refused: bool = False
     """Whether it failed for what the request asked for, not for the engine's state."""
+    version: int = 0
+    """Of the weights that made its tokens."""
 
 
 @dataclass(eq=False)
@@ -110,6 +113,14 @@ class EngineCore:
         """What makes the guesses that a plan leaves open."""
         self.history: ServeHistory | None = None
         """Where all that happens is written down, if anyone wants it."""
+        self.changes: deque[tuple[bool, Callable[[], None]]] = deque()
+        """What is to be done between two steps, one after the other, and whether it waits for requests that ran."""
+        self.lacks = ""
+        """Why there are no weights to compute with: nothing runs until they come."""
+        self.asleep = 0
+        """The level at which it sleeps: requests wait until it wakes."""
+        self.on_restart: Callable[[], None] = lambda: None
+        """Called when ranks that were lost have been started again."""
         self.now_ns = 0
         """When the last orders were taken: the next step begins then."""
         self._ahead: tuple[StepPlan, DrawnTokens, int] | None = None
@@ -119,7 +130,12 @@ class EngineCore:
 
     @property
     def busy(self) -> bool:
-        return self.scheduler.busy or self._ahead is not None
+        return (self.scheduler.busy and not self.stands) or self._ahead is not None
+
+    @property
+    def stands(self) -> bool:
+        """Whether no step can be taken."""
+        return bool(self.asleep or self.lacks)
 
     def add(
         self, job: PromptJob, max_tokens: int, priority: int = 0, drawn: int = 0, asked_ns: int | None = None
@@ -162,6 +178,33 @@ class EngineCore:
         """Tell everyone that the engine has failed. Nothing runs afterwards, so nothing is freed."""
         for answer in list(self._live.values()):
             answer.job.tell(AnswerPart(answer.number, "", (), (), FinishReason.ERROR, None, why))
+
+    def take_changes(self) -> None:
+        """Do what is to be done between steps, as far as nobody has to be waited for."""
+        while self.changes:
+            waits, change = self.changes[0]
+            self.scheduler.draining = waits and not self.stands
+            if self.scheduler.draining and self.scheduler.begun:
+                return
+            self._end_ahead()
+            change()
+            self.changes.popleft()
+        self.scheduler.draining = False
+
+    def tell_held(self) -> None:
+        """Tell the tokens that were kept until now: a part's tokens are of one version."""
+        for answer in self._live.values():
+            if answer.held:
+                text, tokens = answer.text.add(answer.held), tuple(answer.held)
+                answer.held = []
+                answer.job.tell(AnswerPart(answer.number, text, tokens, (), None, version=self.scheduler.version))
+
+    def forget_computed(self) -> None:
+        """Whatever lies in pages is computed again, and log-probabilities of prompts that are not complete."""
+        self.scheduler.lose_pages()
+        for answer in self._live.values():
+            if len(answer.job.prompt_logprobs) < len(answer.job.prompt) - 1:
+                answer.job.prompt_logprobs.clear()
 
     def step(self) -> None:
         """Take a step; or launch one whose tokens are read in the next, and end the one that was launched before."""
@@ -225,6 +268,7 @@ class EngineCore:
         if isinstance(error, RanksLostError) and isinstance(self.runner, RankRunner):
             self.scheduler.lose_pages()
             self.runner.restart()
+            self.on_restart()
 
     def _compute(self, plan: StepPlan) -> None:
         sampled: dict[str, list[int]] = {}
@@ -391,7 +435,8 @@ class EngineCore:
             return
         if reason is None and answer.cursor is None and not answer.job.sampling.stop:  # nothing can end it
             text = answer.text.add(progressed.tokens)
-            answer.job.tell(AnswerPart(answer.number, text, progressed.tokens, tuple(logprobs), None))
+            version = self.scheduler.version
+            answer.job.tell(AnswerPart(answer.number, text, progressed.tokens, tuple(logprobs), None, version=version))
             return
         text, kept, complete = answer.text.add(answer.held), 0, False
         stopped_by: str | int | None = None
@@ -417,8 +462,9 @@ class EngineCore:
             del self._live[request.name]
             self._involved.discard(request.name)
             self.on_end(request.name)
-        tokens = (*answer.held, *progressed.tokens[:kept])
-        answer.job.tell(AnswerPart(answer.number, text, tokens, tuple(logprobs[:kept]), reason, stopped_by))
+        tokens, version = (*answer.held, *progressed.tokens[:kept]), self.scheduler.version
+        part = AnswerPart(answer.number, text, tokens, tuple(logprobs[:kept]), reason, stopped_by, version=version)
+        answer.job.tell(part)
 
     def _end(self, answer: LiveAnswer, reason: FinishReason, error: str | None = None, refused: bool = False) -> None:
         if self._live.pop(answer.request.name, None) is not None:
@@ -427,5 +473,5 @@ class EngineCore:
             if reason is FinishReason.ABORT and self.history is not None:
                 self.history.aborted(answer.request.name, self.now_ns)
             self.on_end(answer.request.name)
-            text = answer.text.add(answer.held, last=True)
-            answer.job.tell(AnswerPart(answer.number, text, tuple(answer.held), (), reason, None, error, refused))
+            text, tokens, version = answer.text.add(answer.held, last=True), tuple(answer.held), self.scheduler.version
+            answer.job.tell(AnswerPart(answer.number, text, tokens, (), reason, None, error, refused, version))

@@ -11,21 +11,24 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.core.plan import ParallelPlan
-from tilemesh.core.ranges import LARGEST_WHOLE
+from tilemesh.core.ranges import LARGEST_WHOLE, Range
 from tilemesh.data.tokenizer import encode_prompt
 from tilemesh.kernels.launch.tensors import read_device
 from tilemesh.measure.gpu import CudaGraphs
 from tilemesh.model.config import ModelConfig
+from tilemesh.model.transformer import Transformer
 from tilemesh.model.work.weights import why_not
 from tilemesh.serve.answers import Completion, EngineStatus
 from tilemesh.serve.config import EngineConfig
@@ -34,7 +37,16 @@ from tilemesh.serve.core import AnswerPart, EngineCore, PromptJob
 from tilemesh.serve.device_steps import PlainCalls, ServeGraphs
 from tilemesh.serve.draft import DraftModel, check_draft
 from tilemesh.serve.history import ServeHistory
-from tilemesh.serve.load import ServedModel, check_groups, load_served, read_dtype
+from tilemesh.serve.live import LiveWeights, WhileRunning, check_running
+from tilemesh.serve.load import (
+    ServedModel,
+    WeightSource,
+    check_groups,
+    check_weights,
+    load_served,
+    open_weights,
+    read_dtype,
+)
 from tilemesh.serve.memory import choose_pages
 from tilemesh.serve.offline import whole_answers
 from tilemesh.serve.ranks import RankRunner
@@ -114,6 +126,8 @@ class Engine:
         self._core = EngineCore(
             runner, self._scheduler, self.served.tokenizer, self.served.ends, self.config.vocabulary
         )
+        self._weights = LiveWeights(self._core, self.served.origin)
+        self._version = 0  # that was asked for last
         self._constraints = Constraints(self.served.tokenizer, self.served.ends)
         self._seed, self._prepares = config.seed, config.prepare
         self._lock = threading.Condition()
@@ -201,6 +215,8 @@ class Engine:
         with self._lock:
             if self._closing:
                 raise RunError("the engine is closed, or closing: it takes no more requests")
+            if self._core.lacks:
+                raise RunError(f"{self._core.lacks}: no requests are taken until update_weights gives others")
             if self._unfinished + sampling.n > self.limits.waiting + self.limits.running:
                 raise QueueFullError(
                     f"{self._unfinished} requests are under way, of {self.limits.waiting + self.limits.running} at "
@@ -261,6 +277,72 @@ class Engine:
         """Which programs compute the model and why not others, in lines."""
         return self._core.runner.explain()
 
+    # ---- weights that live -------------------------------------------------------------------------------------
+
+    def update_weights(
+        self,
+        source: str | Path | Transformer | Mapping[str, Tensor],
+        version: int | None = None,
+        *,
+        running: WhileRunning = "finish",
+        step: int | None = None,
+    ) -> int:
+        """Compute with other weights from the next step on; returns their version when they are there.
+
+        `source`: a run's or a Hugging Face folder (`step`: of a run's), a model, or all its tensors by name. They are
+        written into the engine's memory; of tensors that are that memory nothing is copied. Weights that do not fit are
+        refused, and nothing is changed. `version`: above the last; None: one more. `running`: see `WhileRunning`.
+        """
+        check_running(running)
+        return self.write_weights(self.open_weights(source, step), version, running)
+
+    def open_weights(
+        self, source: str | Path | Transformer | Mapping[str, Tensor], step: int | None = None
+    ) -> WeightSource:
+        """Weights that were found to fit this engine's model."""
+        opened = open_weights(source, step)
+        check_weights(opened, self.served.model)
+        return opened
+
+    def write_weights(self, source: WeightSource, version: int | None, running: WhileRunning) -> int:
+        with self._lock:
+            last = self._version
+            version = last + 1 if version is None else version
+            Range(last + 1, LARGEST_WHOLE).check(f"version (the last was {last})", version, whole=True)
+            self._version = version
+        self._between_steps(lambda: self._weights.update(source, version, running), waits=running == "finish")
+        return version
+
+    @property
+    def version(self) -> int:
+        """Of the weights that compute now."""
+        return self._scheduler.version
+
+    def _between_steps(self, change: Callable[[], None], waits: bool = False) -> None:
+        """Have the thread that takes steps do something, after requests that ran have ended if it `waits` for them."""
+        done: Future[None] = Future()
+
+        def order() -> None:
+            try:
+                change()
+            except BaseException as error:
+                done.set_exception(error)
+            else:
+                done.set_result(None)
+
+        with self._lock:
+            if self._closing:
+                raise RunError("the engine is closed, or closing: it can do nothing more")
+            self._inbox.append(lambda: self._core.changes.append((waits, order)))
+            self._lock.notify()
+        while not done.done():
+            try:
+                done.exception(1.0)
+            except TimeoutError:
+                if not self._thread.is_alive() and not done.done():
+                    raise RunError("the engine has ended before it came to this") from None
+        done.result()
+
     # ---- how it stands -----------------------------------------------------------------------------------------
 
     @property
@@ -300,20 +382,7 @@ class Engine:
 
     def watch(self, history: ServeHistory | None) -> None:
         """From the next step on write everything down there, or nowhere; what came before it stays where it is."""
-        taken = threading.Event()
-
-        def order() -> None:
-            self._core.history = history
-            taken.set()
-
-        with self._lock:
-            if self._closing:
-                raise RunError("the engine is closed, or closing: there is nothing to watch")
-            self._inbox.append(order)
-            self._lock.notify()
-        while not taken.wait(1.0):
-            if not self._thread.is_alive():
-                raise RunError("the engine has failed: there is nothing to watch")
+        self._between_steps(lambda: setattr(self._core, "history", history))
 
     def close(self, drain: bool = False) -> None:
         """Abort what is under way, or with `drain` finish it first. Afterwards the engine takes no requests."""
@@ -372,13 +441,15 @@ class Engine:
                     self._lock.wait()
                     self._core.take_time(time.monotonic_ns())
                 if self._closing and not self._inbox and not self._core.busy:
-                    return
+                    break
                 orders = list(self._inbox)
                 self._inbox.clear()
             for order in orders:
                 order()
+            self._core.take_changes()
             if self._core.busy:
                 self._core.step()
+        self._core.abort_all()  # of an engine that sleeps
 
 
 def _limits(

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor, nn
 
 from tilemesh.core.config import section
-from tilemesh.core.errors import UsageError
+from tilemesh.core.errors import RunError, UsageError
 from tilemesh.core.files import read_json_object
 from tilemesh.core.ranges import shown
 from tilemesh.data.config import DataConfig
@@ -25,14 +28,14 @@ from tilemesh.model.families.book import QUANTIZATION, read_config
 from tilemesh.model.kinds import FewBits, projections
 from tilemesh.model.lora import MergedWeights
 from tilemesh.model.lowbit_files import CompressedFolder
-from tilemesh.model.read import read_model
+from tilemesh.model.read import Weights, read_model, read_weights
 from tilemesh.model.transformer import Transformer
 from tilemesh.runs import folder as folders
 from tilemesh.runs.base import check_base
 from tilemesh.runs.kind import TRAIN
-from tilemesh.runs.manifest import MODEL
+from tilemesh.runs.manifest import MODEL, WEIGHT
 from tilemesh.runs.names import CARRIED, CONFIG
-from tilemesh.runs.reader import open_checkpoint
+from tilemesh.runs.reader import Reader, open_checkpoint
 from tilemesh.serve.request import Sampling
 
 _GENERATION_CONFIG = "generation_config.json"
@@ -56,6 +59,46 @@ class ServedModel:
     chat_template: str | None = None
     special_tokens: Mapping[str, str] | None = None
     """Of the tokenizer's configuration, by name (`bos_token`): templates use them."""
+    origin: WeightOrigin | None = None
+    """Where its weights were read."""
+
+
+class WeightOrigin(NamedTuple):
+    """Where weights can be read again: a folder, and the step of a run's."""
+
+    folder: Path
+    step: int | None
+
+
+@dataclass(frozen=True)
+class WeightSource:
+    """Weights that a served model may be given: what they are, known before any is read, and they themselves."""
+
+    forms: Mapping[str, tuple[tuple[int, ...], str]]
+    """Shape and type of each, by our names; all floating-point types are one."""
+    tensors: Iterator[tuple[str, Tensor]]
+    """One after the other; headers of files have been checked."""
+    config: ModelConfig | None = None
+    schemes: Mapping[str, object] | None = None
+    """How matrices of few bits are coded, by name. None, like no configuration: whoever brings the tensors knows."""
+    origin: WeightOrigin | None = None
+
+
+class _RunFolder(NamedTuple):
+    """A run's model, data and checkpoint."""
+
+    path: Path
+    model: ModelConfig
+    data: DataConfig
+    lora: LoraConfig
+    reader: Reader
+
+    def weights(self) -> Weights:
+        """With adapters merged, if it has any."""
+        if not self.lora.rank:
+            return self.reader
+        check_base(self.path, self.lora.base)
+        return MergedWeights(self.lora, self.reader, adapted_modules(self.model, self.lora))
 
 
 def read_dtype(name: str | None) -> torch.dtype | None:
@@ -85,19 +128,86 @@ def load_served(
         if step is not None:
             raise UsageError(f"step is {step} and {path} is a Hugging Face folder, which has no steps: leave it out")
         return _of_huggingface(path, dtype, device, with_weights)
+    run = _open_run(path, step, say)
+    model = read_model(run.model, run.weights(), device) if with_weights else Transformer(run.model, device="meta")
+    tokenizer = tokenizer_of(run.data)
+    ends = _ends(path / CARRIED, run.model.vocabulary) | _end(tokenizer)
+    chat = chat_template_of(run.data, tokenizer)
+    origin = WeightOrigin(path, run.reader.manifest.step)
+    return ServedModel(path.resolve().name, _converted(model, dtype), tokenizer, ends, *chat, origin)
+
+
+def _open_run(path: Path, step: int | None, say: Callable[[str], None]) -> _RunFolder:
     text, where = folders.read_config(path, TRAIN)
     config, data = section(ModelConfig, "model", text, where), section(DataConfig, "data", text, where)
     reader = open_checkpoint(path, step, say)
     check_written_model(reader.manifest.written_by.get(MODEL), reader.manifest.step, config, path / CONFIG)
-    lora = section(LoraConfig, "lora", text, where)
-    if lora.rank and with_weights:
-        check_base(path, lora.base)
-    weights = MergedWeights(lora, reader, adapted_modules(config, lora)) if lora.rank else reader
-    model = read_model(config, weights, device) if with_weights else Transformer(config, device="meta")
-    tokenizer = tokenizer_of(data)
-    ends = _ends(path / CARRIED, config.vocabulary) | _end(tokenizer)
-    chat = chat_template_of(data, tokenizer)
-    return ServedModel(path.resolve().name, _converted(model, dtype), tokenizer, ends, *chat)
+    return _RunFolder(path, config, data, section(LoraConfig, "lora", text, where), reader)
+
+
+def open_weights(
+    source: str | Path | Transformer | Mapping[str, Tensor],
+    step: int | None = None,
+    say: Callable[[str], None] = lambda text: None,
+) -> WeightSource:
+    """Weights of a run's or a Hugging Face folder, of another model, or tensors by our names."""
+    if isinstance(source, Transformer):
+        return WeightSource(_forms(source), source.named_parameters(), source.config, _schemes(source))
+    if isinstance(source, Mapping):
+        forms = {name: _form(tensor) for name, tensor in source.items()}
+        return WeightSource(forms, iter(source.items()))
+    path = Path(source)
+    if (path / MODEL_FILE).is_file():
+        if step is not None:
+            raise UsageError(f"step is {step} and {path} is a Hugging Face folder, which has no steps: leave it out")
+        read = huggingface.read_parameters(path, as_stored=True)
+        first = next(read)  # which checks the headers of all
+        model = _without_weights(path, None)
+        tensors = itertools.chain([first], read)
+        return WeightSource(_forms(model), tensors, model.config, _schemes(model), WeightOrigin(path, None))
+    run = _open_run(path, step, say)
+    forms, weights = _forms(Transformer(run.model, device="meta")), run.weights()
+    if run.lora.rank:
+        merged = read_weights(run.model, weights)
+        return WeightSource(forms, iter(merged.items()), run.model, {}, WeightOrigin(path, run.reader.manifest.step))
+    for name, (shape, _) in forms.items():
+        if run.reader.shape(f"{WEIGHT}:{name}") != shape:
+            raise RunError(f"{run.reader.folder} has no {name} of shape {shape}: it is another model's")
+    each = ((name, weights.weight(name)) for name in forms)
+    return WeightSource(forms, each, run.model, {}, WeightOrigin(path, run.reader.manifest.step))
+
+
+def check_weights(source: WeightSource, model: Transformer) -> None:
+    """Refuse weights that are not all of this model's, and nothing else's, in one line."""
+    expected = _forms(model)
+    wrong = [f"{name} is missing" for name in expected if name not in source.forms]
+    wrong += [f"{name} is no parameter of this model" for name in source.forms if name not in expected]
+    for name, (shape, kind) in source.forms.items():
+        if name in expected and (shape, kind) != expected[name]:
+            wrong.append(f"{name} is {kind} of shape {shape}, expected {expected[name][1]} of {expected[name][0]}")
+    if source.config is not None:
+        for name, ours in dataclasses.asdict(model.config).items():
+            theirs = getattr(source.config, name)
+            if theirs != ours and name not in ("context", "dropout", "family"):  # which change no weight
+                wrong.append(f"{name} is {theirs}, expected {ours}")
+    if source.schemes is not None and source.schemes != _schemes(model):
+        wrong.append("matrices are coded in other ways")
+    if wrong:
+        more = f", and {len(wrong) - 1} more do not fit" if len(wrong) > 1 else ""
+        raise UsageError(f"these weights are not of the model that is served: {wrong[0]}{more}; nothing was changed")
+
+
+def _forms(model: nn.Module) -> dict[str, tuple[tuple[int, ...], str]]:
+    return {name: _form(parameter) for name, parameter in model.named_parameters()}
+
+
+def _form(tensor: Tensor) -> tuple[tuple[int, ...], str]:
+    kind = "floating point" if tensor.is_floating_point() else str(tensor.dtype).removeprefix("torch.")
+    return tuple(tensor.shape), kind
+
+
+def _schemes(model: nn.Module) -> dict[str, object]:
+    return {name: layer.kind.scheme for name, layer in projections(model) if isinstance(layer.kind, FewBits)}
 
 
 def check_groups(model: Transformer, ranks: int) -> None:
@@ -121,9 +231,7 @@ def _of_huggingface(
     if with_weights:
         model = huggingface.load(path, device=device, dtype=dtype).eval().requires_grad_(False)
     else:
-        model = Transformer(read_config(path), device="meta", dtype=dtype)
-        if isinstance(told := read_json_object(path / MODEL_FILE).get(QUANTIZATION), Mapping):
-            CompressedFolder(model, told, str(path / MODEL_FILE))  # puts in modules of that kind
+        model = _without_weights(path, dtype)
     vocabulary = model.config.vocabulary
     has_tokenizer = (path / TOKENIZER).is_file()
     tokenizer: Tokenizer = FileTokenizer(path / TOKENIZER) if has_tokenizer else Unknown(vocabulary)
@@ -135,7 +243,15 @@ def _of_huggingface(
     files = read_beside(path / TOKENIZER)
     ends = _ends(path, vocabulary) or _end(tokenizer)
     template, special = files.templates.get(DEFAULT), files.special_tokens
-    return ServedModel(path.resolve().name, model, tokenizer, ends, template, special)
+    origin = WeightOrigin(path, None)
+    return ServedModel(path.resolve().name, model, tokenizer, ends, template, special, origin)
+
+
+def _without_weights(path: Path, dtype: torch.dtype | None) -> Transformer:
+    model = Transformer(read_config(path), device="meta", dtype=dtype)
+    if isinstance(told := read_json_object(path / MODEL_FILE).get(QUANTIZATION), Mapping):
+        CompressedFolder(model, told, str(path / MODEL_FILE))  # puts in modules of that kind
+    return model
 
 
 def folder_defaults(source: str | Path) -> dict[str, Any]:

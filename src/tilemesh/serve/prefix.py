@@ -2,7 +2,8 @@
 
 The one idea: a page is found by (serial number of the page before it, its own tokens). The serial stands for all tokens
 before, so a chain of lookups compares every token, and two prompts whose hashes collide are still two prompts. A serial
-is never given twice: pages that followed an evicted page cannot be found by accident under its successor.
+is never given twice: pages that followed an evicted page cannot be found by accident under its successor. New weights
+begin a chain of their own (`begin_again`), so what older ones computed is never found.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from collections.abc import Sequence
 
 from tilemesh.serve.pages import PagePool
 
-ROOT = 0  # what comes before the first page
 Key = tuple[int, tuple[int, ...]]
 
 
@@ -23,7 +23,7 @@ class PrefixCache:
         self._pool = pool
         self._pages: dict[Key, int] = {}
         self._entries: dict[int, tuple[int, Key]] = {}  # page: its serial, and the key that it is found by
-        self._last = ROOT
+        self._root = self._last = 0  # what comes before the first page; the serial that was given last
         pool.on_evict = self._forget
 
     def __len__(self) -> int:
@@ -34,7 +34,7 @@ class PrefixCache:
         counted yet: call `pool.share`."""
         pages: list[int] = []
         serials: list[int] = []
-        serial, size = ROOT, self.page_tokens
+        serial, size = self._root, self.page_tokens
         for begin in range(0, most - size + 1, size):  # `key` written out: a long prompt has hundreds of pages
             page = self._pages.get((serial, tuple(tokens[begin : begin + size])))
             if page is None:
@@ -47,7 +47,7 @@ class PrefixCache:
     def key(self, tokens: Sequence[int], serials: Sequence[int]) -> Key:
         """What the page after these would be found by."""
         begin = len(serials) * self.page_tokens
-        return (serials[-1] if serials else ROOT, tuple(tokens[begin : begin + self.page_tokens]))
+        return (serials[-1] if serials else self._root, tuple(tokens[begin : begin + self.page_tokens]))
 
     def publish(self, key: Key, page: int) -> tuple[int, int]:
         """Let a computed page be found; returns the page to use from now on, and its serial.
@@ -64,6 +64,11 @@ class PrefixCache:
         self._entries[page] = (self._last, key)
         self._pool.keep(page)
         return page, self._last
+
+    def begin_again(self) -> None:
+        """Nothing that was published so far is found any more."""
+        self._last += 1
+        self._root = self._last
 
     def _forget(self, page: int) -> None:
         _, key = self._entries.pop(page)

@@ -6,7 +6,7 @@ All ranks of tp get the same message and compute the same step; rank 0 answers w
 from __future__ import annotations
 
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -15,14 +15,16 @@ from torch import Tensor
 from tilemesh.comm import connect
 from tilemesh.core.plan import ParallelPlan
 from tilemesh.kernels.launch.tensors import read_device
+from tilemesh.model.kinds import unpacked
 from tilemesh.model.linear import CodedLinear
 from tilemesh.parallel.apply import lay
 from tilemesh.parallel.laid import Laid
 from tilemesh.parallel.mesh import Mesh
+from tilemesh.parallel.shard import take
 from tilemesh.serve.load import load_served, read_dtype
 from tilemesh.serve.runner import Runner
 from tilemesh.serve.scheduler import ServeLimits
-from tilemesh.serve.wire import pack_logits, receive, send, unpack_step
+from tilemesh.serve.wire import pack_tensor, receive, send, unpack_step, unpack_tensor
 
 
 def serve_steps(address: str, source: str, limits: Mapping[str, Any], options: Mapping[str, Any]) -> None:
@@ -50,6 +52,10 @@ def serve_steps(address: str, source: str, limits: Mapping[str, Any], options: M
                 header, body = receive(connection)
             except (EOFError, ConnectionError):
                 return  # the engine has closed
+            if "order" in header:
+                obey(runner, header, _sent(connection))
+                send(connection, {"rank": comm.rank})
+                continue
             plan, spans = unpack_step(header, body)
             with torch.inference_mode():
                 runner.copy_pages(plan)
@@ -58,7 +64,21 @@ def serve_steps(address: str, source: str, limits: Mapping[str, Any], options: M
                 rows = [computed[span.entry.request.name].logits_NV for span in spans if span.wanted]
                 like = next(served.model.parameters())
                 joined = torch.cat(rows) if rows else like.new_empty(0, served.model.config.vocabulary)
-                send(connection, *pack_logits(joined))
+                send(connection, *pack_tensor(joined))
+
+
+def obey(runner: Runner, header: Mapping[str, Any], tensors: Iterator[tuple[str, Tensor]]) -> None:
+    """What is no step. Whatever fails here ends this rank, and with it the group."""
+    if header["order"] == "weights":
+        runner.write_weights(tensors)
+    for _ in tensors:
+        pass
+
+
+def _sent(connection: socket.socket) -> Iterator[tuple[str, Tensor]]:
+    """Tensors, up to a message without a name."""
+    while (message := receive(connection))[0]["name"] is not None:
+        yield message[0]["name"], unpack_tensor(*message)
 
 
 class LaidRunner(Runner):
@@ -67,6 +87,13 @@ class LaidRunner(Runner):
     def __init__(self, laid: Laid, limits: ServeLimits, device: torch.device, invariant: bool) -> None:
         super().__init__(laid.module, limits, device, invariant)  # type: ignore[arg-type]
         self._laid = laid
+
+    def _part(self, name: str, tensor: Tensor) -> Tensor:
+        shard = self._laid.shards[name]
+        if tensor.shape != shard.whole:  # codes that share bytes; here each has an element, so that they can be cut
+            tensor = unpacked(self.model.get_submodule(name.rpartition(".")[0]), tensor, shard.whole[1])
+        part: Tensor = take(shard, tensor)
+        return part
 
     def _project(self, x_TD: Tensor) -> Tensor:
         return self._laid.seams.join_features(super()._project(x_TD), self.model.config.vocabulary)

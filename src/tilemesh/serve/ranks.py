@@ -14,7 +14,7 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -28,7 +28,7 @@ from tilemesh.serve.batch import TokenSpan, token_span
 from tilemesh.serve.request import ServeRequest
 from tilemesh.serve.runner import RequestLogits
 from tilemesh.serve.scheduler import ServeLimits, StepPlan
-from tilemesh.serve.wire import pack_step, receive, send, unpack_logits
+from tilemesh.serve.wire import pack_step, pack_tensor, receive, send, unpack_tensor
 
 _START_S = 600.0
 _END_S = 60.0  # within which ranks that have nothing to do any more are gone
@@ -82,6 +82,10 @@ class RankRunner:
                 begin += count
         return computed
 
+    def write_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """As `Runner.write_weights`: each rank is sent every whole tensor and keeps its part."""
+        self._group.order({"order": "weights"}, tensors)
+
     def restart(self) -> None:
         """Start ranks again after some were lost; gives up when that happens again and again."""
         self.close()
@@ -132,12 +136,31 @@ class _RankGroup:
 
     def step(self, plan: StepPlan, spans: Sequence[TokenSpan]) -> Tensor:
         """The logits that are wanted, one span's after the other's."""
-        self.ready()
-        header, body = pack_step(plan, spans)
-        try:
-            for connection in self._connections:
+        with self._all() as connections:
+            header, body = pack_step(plan, spans)
+            for connection in connections:
                 send(connection, header, body)
-            return unpack_logits(*receive(self._connections[0]))
+            return unpack_tensor(*receive(connections[0]))
+
+    def order(self, header: Mapping[str, Any], tensors: Iterable[tuple[str, Tensor]] = ()) -> None:
+        """Have every rank do what `rank.obey` knows, with these tensors, and wait for it."""
+        with self._all() as connections:
+            for connection in connections:
+                send(connection, header)
+            for name, tensor in tensors:
+                told, body = pack_tensor(tensor)
+                for connection in connections:
+                    send(connection, {"name": name, **told}, body)
+            for connection in connections:
+                send(connection, {"name": None})
+            for connection in connections:
+                receive(connection)
+
+    @contextlib.contextmanager
+    def _all(self) -> Iterator[list[socket.socket]]:
+        self.ready()
+        try:
+            yield self._connections
         except (OSError, EOFError) as error:
             self._watcher.join(10)  # who died, and how, is known a moment later
             raise RanksLostError(f"a rank that computes this model is gone: {self._ended or error}") from None

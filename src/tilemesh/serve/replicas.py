@@ -8,16 +8,21 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from torch import Tensor
+
 from tilemesh.core.errors import UsageError
+from tilemesh.model.transformer import Transformer
 from tilemesh.serve.answers import EngineStatus
 from tilemesh.serve.config import EngineConfig
 from tilemesh.serve.core import AnswerPart, PromptJob
 from tilemesh.serve.engine import Engine, Prompt
+from tilemesh.serve.live import WhileRunning, check_running
 from tilemesh.serve.request import FinishReason, Sampling
 from tilemesh.serve.route import PrefixRouter
 from tilemesh.serve.scheduler import QueueFullError
@@ -92,6 +97,33 @@ class Replicas:
 
     def check(self, prompt: Sequence[int], sampling: Sampling) -> int:
         return self.engines[0].check(prompt, sampling)
+
+    def update_weights(
+        self,
+        source: str | Path | Transformer | Mapping[str, Tensor],
+        version: int | None = None,
+        *,
+        running: WhileRunning = "finish",
+        step: int | None = None,
+    ) -> int:
+        """Of all replicas, each between two steps of its own. As `Engine.update_weights`."""
+        check_running(running)
+        sources = [engine.open_weights(source, step) for engine in self.engines]  # before one of them is changed
+        wanted = max(engine.version for engine in self.engines) + 1 if version is None else version
+        with ThreadPoolExecutor(len(self.engines)) as pool:
+            written = [
+                pool.submit(engine.write_weights, opened, wanted, running)
+                for engine, opened in zip(self.engines, sources, strict=True)
+            ]
+        with self._lock:
+            for replica in range(len(self.engines)):
+                self._router.forget(replica)
+        return max(future.result() for future in written)
+
+    @property
+    def version(self) -> int:
+        """The oldest that a replica computes with."""
+        return min(engine.version for engine in self.engines)
 
     @property
     def status(self) -> EngineStatus:

@@ -165,6 +165,8 @@ class ServeRequest:
     """Pages of the CPU's pool, while it is swapped out."""
     published: list[int] = field(default_factory=list)
     """Serial numbers of its leading pages in the prefix cache."""
+    version: int = -1
+    """Of the weights that its first page was computed with; -1: it never ran."""
     found: int = 0
     """Prompt tokens that it did not have to compute when it first ran."""
     preemptions: int = 0

@@ -8,7 +8,7 @@ step, and a token's row of it the same bits wherever it stands.
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -20,7 +20,7 @@ from tilemesh.kernels.row_linear.reference import row_linear
 from tilemesh.model.kinds import FewBits, projections
 from tilemesh.model.linear import DENSE, DenseMatrix
 from tilemesh.model.norm import ResidualNorm
-from tilemesh.model.packed import Packed, pack_products, packed_bytes, packs
+from tilemesh.model.packed import Packed, forget_packed, pack_products, packed_bytes, packs
 from tilemesh.model.programs.explain import explain
 from tilemesh.model.programs.prepare import prepare
 from tilemesh.model.programs.program import Use
@@ -137,6 +137,27 @@ class Runner:
         steps = "a step is captured as one graph for each size" if self.ahead is not None else "steps are not captured"
         layout = "in the layout of this CPU's products" if is_packed else "as they are stored"
         return [*explain(self.programs), f"  weights are read {layout}; {steps}"]
+
+    @torch.inference_mode()
+    def write_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Other values in the memory that computes already, cast on their way: what captured steps read, and what
+        projections of a group share, stays where it is. A tensor that is that very memory is not copied."""
+        parameters = dict(self.model.named_parameters())
+        self._wait()  # for whoever computed them, on whatever stream
+        for name, tensor in tensors:
+            into, part = parameters[name], self._part(name, tensor)
+            if (part.data_ptr(), part.dtype, part.device) != (into.data_ptr(), into.dtype, into.device):
+                into.copy_(part)
+        self._wait()  # or their owner might change them meanwhile
+        forget_packed(self.model, self.programs.groups)
+
+    def _part(self, name: str, tensor: Tensor) -> Tensor:
+        """What this process computes with of a whole parameter."""
+        return tensor
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
     @torch.inference_mode()
     def run(

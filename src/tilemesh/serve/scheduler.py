@@ -153,6 +153,10 @@ class Scheduler:
         self.running: list[ServeRequest] = []
         self.waiting: list[ServeRequest] = []
         self.step = 0
+        self.version = 0
+        """Of the weights that steps compute with."""
+        self.draining = False
+        """Whether only requests that ran before may run."""
         self._arrivals = 0
         self._propose = propose
 
@@ -204,11 +208,25 @@ class Scheduler:
         for request in self.waiting:
             self._free(request)
             request.state = RequestState.WAITING
+        self._forget_idle()
+
+    def renew(self, version: int) -> None:
+        """From now on other weights compute: nothing of the older ones is found. Requests that have pages keep them."""
+        self.version = version
+        self.prefixes.begin_again()
+        self._forget_idle()
+
+    def _forget_idle(self) -> None:
         self.pool.release(self.pool.take(self.pool.available))  # to take an idle page is to forget what it held
 
     @property
     def busy(self) -> bool:
         return bool(self.running or self.waiting)
+
+    @property
+    def begun(self) -> int:
+        """Requests that ran and have not ended."""
+        return len(self.running) + sum(request.version >= 0 for request in self.waiting)
 
     # ---- a step ------------------------------------------------------------------------------------------------
 
@@ -264,7 +282,7 @@ class Scheduler:
             known = min(place + right, len(request.tokens)) if right else place
             if known > request.computed:
                 request.computed = known
-            if self.limits.share_prefixes:
+            if self.limits.share_prefixes and request.version == self.version:
                 self._publish(request, known)
             if reason is not None:
                 self.finish(request, reason)
@@ -340,6 +358,9 @@ class Scheduler:
         index = 0
         while index < len(self.waiting) and len(self.running) < self.limits.running and draft.left > 0:
             request = self.waiting[index]
+            if self.draining and request.version < 0:
+                index += 1
+                continue
             pages, serials = self._match(request)
             key = self._next_page(request, serials)
             if key in under_way:
@@ -352,7 +373,7 @@ class Scheduler:
 
     def _match(self, request: ServeRequest) -> tuple[list[int], list[int]]:
         """Cached pages with its first tokens. At least one token stays to be computed, whose logits are needed."""
-        if not (self.limits.share_prefixes and request.shares):
+        if not self._may_share(request):
             return [], []
         return self.prefixes.match(request.tokens, len(request.tokens) - 1)
 
@@ -360,9 +381,14 @@ class Scheduler:
         """The page that this request would publish next, if it has all the page's tokens already."""
         known = request.published if serials is None else serials
         end = (len(known) + 1) * self.limits.page_tokens
-        if not (self.limits.share_prefixes and request.shares) or end >= len(request.tokens):
+        if not self._may_share(request) or end >= len(request.tokens):
             return None
         return self.prefixes.key(request.tokens, known)
+
+    def _may_share(self, request: ServeRequest) -> bool:
+        """Not where it has pages that older weights computed."""
+        is_current = request.version == self.version or not (request.pages or request.swapped)
+        return self.limits.share_prefixes and request.shares and is_current
 
     def _start(self, request: ServeRequest, pages: list[int], serials: list[int], draft: _Draft) -> bool:
         """Move a waiting request among the running, if pages for all its tokens can be had; pages found count less."""
@@ -384,8 +410,10 @@ class Scheduler:
             request.pages += tuple(fresh)
             self.swap.release(request.swapped)
             request.swapped = []
-        elif request.preemptions == 0:
-            request.found = min(computed, request.prompt)
+        else:
+            if request.preemptions == 0:
+                request.found = min(computed, request.prompt)
+            request.version = self.version
         request.computed = computed
         self.waiting.remove(request)
         request.state = RequestState.RUNNING

@@ -23,7 +23,8 @@ from tilemesh.serve.scheduler import Scheduled, StepPlan
 
 _LENGTHS = struct.Struct("<QI")
 _MOST_BYTES = 1 << 36
-_DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16)}
+_FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.float8_e4m3fn)
+_DTYPES = {str(dtype): dtype for dtype in (*_FLOATS, torch.uint8, torch.int8, torch.int32)}
 
 
 def send(connection: socket.socket, header: Mapping[str, Any], body: memoryview | bytes = b"") -> None:
@@ -93,12 +94,13 @@ def unpack_step(header: Mapping[str, Any], body: bytearray) -> tuple[StepPlan, l
     return plan, spans
 
 
-def pack_logits(logits_NV: Tensor) -> tuple[dict[str, Any], memoryview]:
-    logits_NV = logits_NV.detach().cpu().contiguous()
-    content: NDArray[np.uint8] = logits_NV.view(torch.uint8).numpy()
-    return {"dtype": str(logits_NV.dtype), "shape": list(logits_NV.shape)}, content.reshape(-1).data
+def pack_tensor(tensor: Tensor) -> tuple[dict[str, Any], memoryview]:
+    """Logits, or weights."""
+    flat = tensor.detach().cpu().contiguous().view(-1)
+    content: NDArray[np.uint8] = flat.view(torch.uint8).numpy()
+    return {"dtype": str(tensor.dtype), "shape": list(tensor.shape)}, content.data
 
 
-def unpack_logits(header: Mapping[str, Any], body: bytearray) -> Tensor:
+def unpack_tensor(header: Mapping[str, Any], body: bytearray) -> Tensor:
     dtype, shape = _DTYPES[header["dtype"]], header["shape"]
     return torch.frombuffer(body, dtype=dtype).view(shape) if body else torch.empty(shape, dtype=dtype)

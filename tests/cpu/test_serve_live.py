@@ -1,0 +1,343 @@
+"""Weights that change while an engine serves: it answers as one that was started with them, and says who made what."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import tilemesh as tm
+from tilemesh.core.errors import RunError, UsageError
+from tilemesh.data.tokenizer import Bytes
+from tilemesh.model import huggingface
+from tilemesh.model.cache import DenseCache
+from tilemesh.model.config import ModelConfig
+from tilemesh.model.packed import packs
+from tilemesh.model.transformer import Transformer
+from tilemesh.serve import Answer, Engine, Sampling
+from tilemesh.serve.answers import collect
+from tilemesh.serve.core import AnswerPart, PromptJob
+from tilemesh.serve.live import WhileRunning
+from tilemesh.serve.load import ServedModel, load_served
+
+CONFIG = ModelConfig(
+    layers=2, width=32, heads=4, kv_heads=2, vocabulary=256, context=96, norm="rmsnorm", positions="rotary",
+    activation="swiglu", biases=False, tied=False,
+)  # fmt: skip
+PROMPT = list(b"a prompt of more than one page of tokens")
+ASKED = Sampling(max_tokens=24, temperature=0.8, seed=4, ignore_eos=True, logprobs=0)
+
+
+def model_of(seed: int, dtype: torch.dtype = torch.float64, config: ModelConfig = CONFIG) -> Transformer:
+    model = Transformer(config, seed=seed, dtype=dtype).eval().requires_grad_(False)
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            parameter.mul_(4)
+    return model
+
+
+def served(seed: int, dtype: torch.dtype = torch.float64) -> ServedModel:
+    return ServedModel("small", model_of(seed, dtype), Bytes(), frozenset({0}))
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Two models of one kind, exported."""
+    path = tmp_path_factory.mktemp("live")
+    for seed in (1, 2):
+        huggingface.save(model_of(seed), path / str(seed))
+    return path / "1", path / "2"
+
+
+def answer_of(engine: Engine, prompt: list[int] = PROMPT, asked: Sampling = ASKED) -> Answer:
+    ((answer,),) = (completion.answers for completion in engine.generate([prompt], asked))
+    return answer
+
+
+def fresh_answer(seed: int, prompt: list[int] = PROMPT, asked: Sampling = ASKED, **settings: object) -> Answer:
+    with Engine(served(seed), pages=60, page_tokens=4, **settings) as engine:
+        return answer_of(engine, prompt, asked)
+
+
+def same(ours: Answer, theirs: Answer) -> bool:
+    """Tokens, and log-probabilities as far as float64 gives them in batches of any shape."""
+    values = [told.logprob for told in theirs.logprobs]
+    return ours.tokens == theirs.tokens and [told.logprob for told in ours.logprobs] == pytest.approx(values, abs=1e-10)
+
+
+class Listening:
+    """A job that can be caught in the middle of its answer."""
+
+    def __init__(self, engine: Engine, asked: Sampling = ASKED, after: int = 3, whole: bool = False) -> None:
+        self.parts: list[AnswerPart] = []
+        self.midway, self.done = threading.Event(), threading.Event()
+        self.go_on = threading.Event()
+        self._after = after
+        self.job: PromptJob = engine.submit(PROMPT, asked, self._tell, whole=whole)
+
+    def _tell(self, part: AnswerPart) -> None:
+        self.parts.append(part)
+        if len(self.parts) == self._after:
+            self.midway.set()
+            assert self.go_on.wait(60)  # the engine's thread: no step is taken meanwhile
+        if part.finish is not None:
+            self.done.set()
+
+    def answer(self) -> Answer:
+        assert self.done.wait(60)
+        return collect(self.job, self.parts).answers[0]
+
+
+def in_thread(call: Callable[[], object]) -> threading.Thread:
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    return thread
+
+
+# From where -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("settings", [{}, {"invariant": True}, {"launch_ahead": True}, {"speculate": 3}])
+def test_an_engine_with_new_weights_is_one_that_was_started_with_them(settings: dict[str, bool]) -> None:
+    before, after = fresh_answer(1, **settings), fresh_answer(2, **settings)
+    with Engine(served(1), pages=60, page_tokens=4, **settings) as engine:
+        assert same(answer_of(engine), before)
+        memory = {name: tensor.data_ptr() for name, tensor in engine.served.model.named_parameters()}
+        assert engine.update_weights(dict(model_of(2).named_parameters()), 7) == 7
+        assert memory == {name: tensor.data_ptr() for name, tensor in engine.served.model.named_parameters()}
+        changed = answer_of(engine)
+        assert same(changed, after)
+        assert not same(changed, before)
+        if "invariant" in settings:
+            assert changed.logprobs == after.logprobs  # bit for bit
+        assert changed.versions == (7,) * 24
+        assert engine.update_weights(model_of(1)) == 8  # a model, the next version
+        assert same(answer_of(engine), before)
+
+
+def test_weights_come_from_folders_and_are_cast_once(folders: tuple[Path, Path]) -> None:
+    with Engine(folders[0], pages=60, page_tokens=4, dtype="fp32") as engine, Engine(folders[1], dtype="fp32") as other:
+        engine.update_weights(folders[1])
+        for (name, ours), theirs in zip(
+            engine.served.model.named_parameters(), other.served.model.parameters(), strict=True
+        ):
+            assert ours.dtype == torch.float32
+            assert torch.equal(ours, theirs), name
+
+
+def test_tensors_that_are_the_engines_memory_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trainer that steps the weights that serve: nothing is copied, and everything computed from them is dropped."""
+    expected = fresh_answer(2)
+    with Engine(served(1), pages=60, page_tokens=4) as engine:
+        answer_of(engine)
+        owned = dict(engine.served.model.named_parameters())
+        for name, tensor in model_of(2).named_parameters():
+            owned[name].data.copy_(tensor)  # .data: no version of torch's counts it
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.Tensor, "copy_", lambda *args, **more: pytest.fail("copied"))
+            engine.update_weights(owned)
+        assert same(answer_of(engine), expected)
+
+
+@pytest.mark.skipif(not packs(torch.float32), reason="this CPU has no products of weights laid out before")
+def test_packed_copies_follow() -> None:
+    with Engine(served(2, torch.float32), pages=60, packed=True) as engine:
+        expected = answer_of(engine)
+    with Engine(served(1, torch.float32), pages=60, packed=True) as engine:
+        owned = dict(engine.served.model.named_parameters())
+        assert not same(answer_of(engine), expected)
+        for name, tensor in model_of(2, torch.float32).named_parameters():
+            owned[name].data.copy_(tensor)
+        engine.update_weights(owned)
+        assert answer_of(engine).logprobs == expected.logprobs  # the same batches: the same bits
+
+
+def test_nothing_that_older_weights_computed_is_found() -> None:
+    expected = fresh_answer(2)
+    with Engine(served(1), pages=60, page_tokens=4) as engine:
+        answer_of(engine)
+        (again,) = engine.generate([PROMPT], ASKED)
+        assert again.found_tokens == 36
+        engine.update_weights(model_of(2))
+        assert engine.status.pages_idle == 0
+        (changed,) = engine.generate([PROMPT], ASKED)
+        assert changed.found_tokens == 0
+        assert same(changed.answers[0], expected)
+        (again,) = engine.generate([PROMPT], ASKED)
+        assert again.found_tokens == 36  # and what the new ones computed is
+
+
+def test_weights_come_from_runs_at_a_step_and_with_adapters_merged(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog; " * 60)
+    fixed = "train.batch=2,train.device=cpu,plan.dp=1,plan.tp=1,evaluate.every=0,sample.tokens=0,train.context=16"
+    runs = []
+    for name, more in (
+        ("all", "optimizer.lr=0.05,checkpoint.every=1,train.steps=2"),
+        ("low", "lora.rank=2,train.steps=1"),
+    ):
+        sets = [fixed, more, f"data.source={tmp_path / 'text.txt'}"]
+        config = tm.train.load_config(sets=sets, init=folders[0])
+        runs.append(tm.train.fit(config, run=tmp_path / name, init=folders[0]).folder)
+    with Engine(runs[0], step=1) as engine:
+        for run, step in ((runs[0], None), (runs[1], None), (runs[0], 1)):
+            engine.update_weights(run, step=step)
+            expected = load_served(run, step=step).model
+            for (name, ours), theirs in zip(engine.served.model.named_parameters(), expected.parameters(), strict=True):
+                assert torch.equal(ours, theirs.to(ours.dtype)), name
+        with pytest.raises(UsageError, match="no checkpoint of step 9"):
+            engine.update_weights(runs[0], step=9)
+
+
+# Requests under way -------------------------------------------------------------------------------------------------
+
+
+def caught(under_way: WhileRunning, **settings: int) -> tuple[Answer, Answer]:
+    """An answer during which weights changed, and one that was asked for just before."""
+    with Engine(served(1), pages=60, page_tokens=4, **settings) as engine:
+        first = Listening(engine)
+        assert first.midway.wait(60)
+        second = Listening(engine, after=100)
+        thread = in_thread(lambda: engine.update_weights(model_of(2), 5, running=under_way))
+        while not engine._version:  # it was asked for
+            pass
+        first.go_on.set()
+        answers = first.answer(), second.answer()
+        thread.join(60)
+        assert engine.version == 5
+        return answers
+
+
+@pytest.mark.parametrize("settings", [{}, {"speculate": 3}])
+def test_requests_finish_with_old_weights_and_those_that_wait_begin_with_new_ones(settings: dict[str, int]) -> None:
+    first, second = caught("finish", **settings)
+    assert same(first, fresh_answer(1))
+    assert first.versions == (0,) * 24
+    assert same(second, fresh_answer(2))
+    assert second.versions == (5,) * 24
+
+
+def test_requests_are_computed_again_and_go_on_with_new_weights() -> None:
+    first, second = caught("recompute")
+    old = fresh_answer(1)
+    kept = first.versions.index(5)
+    assert 0 < kept < 24
+    assert first.versions == (0,) * kept + (5,) * (24 - kept)
+    assert first.tokens[:kept] == old.tokens[:kept]
+    # What follows is what the new model writes after prompt and beginning: whatever was in pages is its own.
+    with Engine(served(2), pages=60, page_tokens=4) as engine:
+        parts: list[AnswerPart] = []
+        done = threading.Event()
+
+        def tell(part: AnswerPart) -> None:
+            parts.append(part)
+            if part.finish is not None:
+                done.set()
+
+        rest = Sampling(max_tokens=24 - kept, temperature=0.8, seed=4, ignore_eos=True, logprobs=0)
+        job = engine.submit([*PROMPT, *first.tokens[:kept]], rest, tell, drawn=kept)
+        assert done.wait(60)
+        expected = collect(job, parts).answers[0]
+    assert same(replace(first, tokens=first.tokens[kept:], logprobs=first.logprobs[kept:]), expected)
+    assert same(second, fresh_answer(2))
+
+
+def test_requests_are_carried_over_with_their_pages() -> None:
+    """The oracle is the model itself, with a cache that both weights fill in turn."""
+    first, second = caught("carry", running=1)  # so the second begins when the first has left its pages
+    kept = first.versions.index(5)
+    whole = [*PROMPT, *first.tokens]
+    cache, values = DenseCache(1, 96), list[float]()
+    for model, begin, end in ((model_of(1), 0, len(PROMPT) + kept - 1), (model_of(2), len(PROMPT) + kept - 1, 63)):
+        logits = model(torch.tensor([whole[begin:end]]), cache=cache.extend(end - begin))[0]
+        logprobs = torch.log_softmax(logits, -1)
+        values += [float(logprobs[at, whole[begin + at + 1]]) for at in range(end - begin)]
+    assert [told.logprob for told in first.logprobs] == pytest.approx(values[len(PROMPT) - 1 :], abs=1e-10)
+    assert same(second, fresh_answer(2))  # and finds nothing of the one that was carried
+
+
+def test_a_carried_request_that_was_swapped_out_publishes_nothing() -> None:
+    asked = Sampling(max_tokens=50, temperature=0.8, seed=4, ignore_eos=True)
+    with Engine(served(1), pages=24, page_tokens=4, swap_pages=24) as engine:
+        heard = [Listening(engine, asked, after=25 if number == 0 else 100) for number in range(3)]
+        assert heard[0].midway.wait(60)
+        thread = in_thread(lambda: engine.update_weights(model_of(2), running="carry"))
+        while not engine._version:
+            pass
+        heard[0].go_on.set()
+        for listening in heard:
+            listening.answer()
+        thread.join(60)
+        assert engine.status.preemptions > 0
+        assert same(answer_of(engine), fresh_answer(2))
+
+
+def test_an_answer_that_is_told_as_a_whole_has_the_version_of_every_token() -> None:
+    plain = Sampling(max_tokens=24, temperature=0.8, seed=4, ignore_eos=True)
+    with Engine(served(1), pages=60, page_tokens=4) as engine:
+        silent = Listening(engine, plain, after=100, whole=True)
+        gate = Listening(engine, plain)
+        assert gate.midway.wait(60)
+        thread = in_thread(lambda: engine.update_weights(model_of(2), running="carry"))
+        while not engine._version:
+            pass
+        gate.go_on.set()
+        assert set(gate.answer().versions) == {0, 1}
+        answer = silent.answer()
+        thread.join(60)
+        assert len(silent.parts) == 2
+        assert answer.versions == tuple(sorted(answer.versions))
+        assert set(answer.versions) == {0, 1}
+        assert len(answer.versions) == len(answer.tokens) == 24
+
+
+# Refused ------------------------------------------------------------------------------------------------------------
+
+
+def test_weights_that_do_not_fit_change_nothing(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    whole = dict(model_of(2).named_parameters())
+    name = "layers.1.attention.fc_k.weight"
+    huggingface.save(model_of(2, config=ModelConfig(**{**vars(CONFIG), "rotary_base": 5000.0})), tmp_path / "other")
+    huggingface.save(model_of(2), tmp_path / "cut")
+    weights = tmp_path / "cut" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    refused: list[tuple[object, str]] = [
+        ({key: value for key, value in whole.items() if key != name}, f"{name} is missing; nothing was changed"),
+        ({**whole, "more.weight": whole[name]}, "more.weight is no parameter of this model"),
+        ({**whole, name: whole[name][:4]}, r"fc_k.weight is floating point of shape \(4, 32\), expected .* \(16, 32\)"),
+        ({**whole, name: whole[name].int()}, "is int32 of shape"),
+        (tmp_path / "other", "rotary_base is 5000.0, expected 10000.0"),
+        (tmp_path / "cut", "not a whole safetensors file"),
+        (tmp_path / "nowhere", "nowhere"),
+    ]
+    before = fresh_answer(1)
+    with Engine(served(1), pages=60, page_tokens=4) as engine:
+        for source, words in refused:
+            with pytest.raises((UsageError, RunError), match=words) as told:
+                engine.update_weights(source)  # type: ignore[arg-type]
+            assert "\n" not in str(told.value)
+        with pytest.raises(UsageError, match="running"):
+            engine.update_weights(whole, running="stop")  # type: ignore[arg-type]
+        engine.update_weights(model_of(1), 3)
+        with pytest.raises(UsageError, match="the last was 3"):
+            engine.update_weights(whole, 3)
+        assert engine.version == 3
+        assert same(answer_of(engine), before)
+
+
+def test_weights_that_break_off_stop_the_engine_until_whole_ones_come() -> None:
+    def breaking(tensors: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        yield next(tensors)
+        raise OSError("the disk is gone")
+
+    with Engine(served(1), pages=60, page_tokens=4) as engine:
+        source = engine.open_weights(model_of(2))
+        with pytest.raises(RunError, match=r"the disk is gone.*requests wait until update_weights"):
+            engine.write_weights(replace(source, tensors=breaking(source.tensors)), None, "finish")
+        with pytest.raises(RunError, match="written in part"):
+            answer_of(engine)
+        engine.update_weights(model_of(2))
+        assert same(answer_of(engine), fresh_answer(2))
