@@ -14,8 +14,10 @@ from tilemesh.kernels.lowbit.codes import quantize
 from tilemesh.kernels.lowbit.formats import parse_scheme
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.kinds import Adapted, Factored, Masked, Rounded, few_bits, kinds_of, projections, put, put_kinds
-from tilemesh.model.linear import DENSE, Fused, Linear, MatrixKind, MatrixPiece, as_kind
+from tilemesh.model.linear import DENSE, DenseMatrix, Fused, Linear, MatrixKind, MatrixPiece, WeightHolder, as_kind
 from tilemesh.model.loss import loss_sum
+from tilemesh.model.programs.prepare import prepare
+from tilemesh.model.programs.program import Use
 from tilemesh.model.transformer import Transformer
 from tilemesh.parallel import Mesh, lay
 from tilemesh.parallel.laid import StepPiece
@@ -153,3 +155,19 @@ def test_a_model_is_made_anew_from_its_kinds() -> None:
     put_kinds(again, kinds_of(model))
     shapes, wanted = ({name: value.shape for name, value in each.named_parameters()} for each in (again, model))
     assert shapes == wanted
+
+
+@dataclass(frozen=True)
+class Halved(DenseMatrix):
+    """A dense weight that multiplies otherwise, and says nothing else of itself."""
+
+    def affine(self, layer: WeightHolder, x: Tensor, bias: Tensor | None) -> Tensor:
+        return layer.place.product(x, layer.weight / 2, bias)
+
+
+@pytest.mark.parametrize("kind", [Halved(), Scaled()], ids=["derived from a dense one", "of its own pieces"])
+def test_programs_that_serve_compute_what_a_kind_from_outside_does(kind: MatrixKind) -> None:
+    model = model_of(kind).eval().requires_grad_(False)
+    tokens, _ = batch()
+    torch.testing.assert_close(prepare(model, Use())(tokens), model(tokens), rtol=1e-12, atol=1e-12)
+    assert {type(of) for of in kinds_of(model).values()} == {type(kind)}

@@ -22,7 +22,7 @@ from tilemesh.kernels.lowbit.formats import Scheme
 from tilemesh.kernels.lowbit_linear.reference import lowbit_linear
 from tilemesh.kernels.scaled_matmul.reference import scaled_matmul
 from tilemesh.model.adapter import A, B
-from tilemesh.model.linear import WEIGHT, DenseMatrix, Linear, MatrixKind, MatrixPiece, WeightHolder, as_kind
+from tilemesh.model.linear import DENSE, WEIGHT, DenseMatrix, Linear, MatrixKind, MatrixPiece, WeightHolder, as_kind
 
 CODES, SCALES, ZEROS, INPUT_SCALE = "codes", "scales", "zeros", "input_scale"
 LEFT, RIGHT = "left", "right"
@@ -186,9 +186,6 @@ class Rounded(DenseMatrix):
     def why_not(self, by: str, inputs: int) -> str:
         return _why_no_groups(self.scheme, by, inputs)
 
-    def stacked(self) -> MatrixKind | None:
-        return None
-
     def agrees(self, by: str) -> bool:
         return by == "row" or self.scheme.granularity == "tensor"  # a matrix under one scale has parts everywhere
 
@@ -207,9 +204,6 @@ class Masked(DenseMatrix):
             kept = magnitude_mask(weight.detach().abs(), self.sparsity, self.block)
             weight = weight - (weight * ~kept).detach()
         return _with_bias(functional.linear(x, weight), bias)
-
-    def stacked(self) -> MatrixKind | None:
-        return None
 
     def why_not(self, by: str, inputs: int) -> str:
         if self.block is not None:
@@ -347,12 +341,7 @@ def matrix_shapes(model: nn.Module) -> dict[str, tuple[int, int]]:
 
 def kinds_of(model: nn.Module) -> dict[str, MatrixKind]:
     """The kinds of a model's matrices that are not dense, by their names."""
-    return {name: layer.kind for name, layer in projections(model) if changes(layer)}
-
-
-def changes(layer: Linear) -> bool:
-    """Whether a layer computes something else than a dense weight does."""
-    return type(layer.kind).affine is not DenseMatrix.affine
+    return {name: layer.kind for name, layer in projections(model) if layer.kind.stacked() != DENSE}
 
 
 def put(model: nn.Module, name: str, module: nn.Module) -> None:

@@ -125,7 +125,8 @@ class DenseMatrix(MatrixKind):
         return layer.weight
 
     def stacked(self) -> MatrixKind | None:
-        return DENSE
+        # A kind that is derived from this one to multiply otherwise is not stacked as if it were dense.
+        return DENSE if type(self).affine is DenseMatrix.affine else None
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from tilemesh.model.linear import ALONE, DENSE, DenseMatrix, Linear, MatrixKind, WeightHolder
+from tilemesh.model.linear import ALONE, DENSE, DenseMatrix, Linear, WeightHolder
 from tilemesh.model.programs.group import LayerGroups
 from tilemesh.model.transformer import Transformer
 
@@ -83,9 +83,6 @@ class Packed(DenseMatrix):
     def affine(self, layer: WeightHolder, x: Tensor, bias: Tensor | None) -> Tensor:
         assert self.held is not None
         return self.held.product(x, bias)
-
-    def stacked(self) -> MatrixKind | None:
-        return None
 
 
 def packed_bytes(model: Transformer) -> int:
