@@ -336,6 +336,29 @@ def test_circles_of_any_length_are_found(tmp_path: Path) -> None:
     assert circles(graph(tmp_path)) == [frozenset("abc")]
 
 
+def outside_stores(tree: ast.AST, names: Set[str]) -> list[str]:
+    """Assignments to attributes of these names of anything but `self`."""
+    stores = (n for n in ast.walk(tree) if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store))
+    return [ast.unparse(node) for node in stores if node.attr in names and ast.unparse(node.value) != "self"]
+
+
+def test_how_a_module_of_the_model_computes_is_set_by_itself() -> None:
+    """By its constructor or a method, never by an assignment from outside."""
+    trees = [ast.parse((ROOT / "model" / f"{name}.py").read_text()) for name in ("linear", "norm", "embedding")]
+    stores = (
+        n for tree in trees for n in ast.walk(tree) if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store)
+    )
+    names = {node.attr for node in stores} - {"weight", "bias", "offset", "data"}  # parameters, which may be tied
+    assert {"kind", "place", "in_features", "implementation", "wide"} <= names
+    rooms = ("model", "parallel", "train", "serve", "compress", "methods")
+    files = [path for room in rooms for path in (ROOT / room).rglob("*.py")]
+    assert {str(path): found for path in files if (found := outside_stores(ast.parse(path.read_text()), names))} == {}
+    assert outside_stores(ast.parse("norm.wide = self.wide = True\nlayer.in_features //= 2"), names) == [
+        "norm.wide",
+        "layer.in_features",
+    ]
+
+
 def test_a_class_has_its_name_to_itself() -> None:
     """One name means one thing: two classes of the same name make a reader look up which one is meant."""
     homes: dict[str, list[str]] = {}

@@ -193,8 +193,10 @@ class Linear(nn.Linear):
         """Take another kind of the same pieces."""
         self.kind = kind
 
-    def stand(self, place: LayerPlace) -> None:
+    def stand(self, place: LayerPlace, inputs: int | None = None, outputs: int | None = None) -> None:
+        """Take a place on a mesh; `inputs`, `outputs`: of this rank's part of the matrix, where it has a part."""
         self.place = place
+        self.in_features, self.out_features = inputs or self.in_features, outputs or self.out_features
 
     def piece(self, name: str) -> MatrixPiece:
         """Of the whole matrix or of this rank's part, as the layer is now."""
@@ -250,5 +252,5 @@ def as_kind(layer: nn.Linear, kind: MatrixKind, **values: Tensor | None) -> Line
         elif piece.name in held:
             made.register_parameter(piece.name, held[piece.name])
     if isinstance(layer, Linear):
-        made.place = layer.place
+        made.stand(layer.place)
     return made

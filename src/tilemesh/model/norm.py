@@ -18,7 +18,7 @@ class ResidualNorm(nn.Module):
     """`norm(x, branch)`: the norm of x + branch, and x + branch.
 
     Under autocast x, the residual stream, is float32 and a branch 16-bit. Our kernels then write the norm in 16 bits,
-    which is what the products that read it would cast it to; `is_wide` keeps it as wide as the stream.
+    which is what the products that read it would cast it to; `wide` keeps it as wide as the stream.
     """
 
     def __init__(
@@ -29,6 +29,7 @@ class ResidualNorm(nn.Module):
         implementation: str,
         dtype: torch.dtype | None,
         offset: bool = False,
+        wide: bool = False,
     ) -> None:
         """`kind`: layernorm or rmsnorm; `implementation`: as in `ModelKernels`. Without memory at first.
 
@@ -36,7 +37,7 @@ class ResidualNorm(nn.Module):
         """
         super().__init__()
         self.kind, self.epsilon, self.implementation, self.width = kind, epsilon, implementation, width
-        self.is_wide = False
+        self.wide = wide
         self.weight = None if offset else nn.Parameter(torch.empty(width, device="meta", dtype=dtype))
         self.offset = nn.Parameter(torch.empty(width, device="meta", dtype=dtype)) if offset else None
         self.bias = nn.Parameter(torch.empty(width, device="meta", dtype=dtype)) if kind == "layernorm" else None
@@ -51,8 +52,16 @@ class ResidualNorm(nn.Module):
             alone = rms_norm if self.bias is None else layer_norm
             return alone(x, *vectors, **options), x
         with_sum = add_rms_norm if self.bias is None else add_layer_norm
-        y, total = with_sum(branch.to(x.dtype) if self.is_wide else branch, x, *vectors, **options)
+        y, total = with_sum(branch.to(x.dtype) if self.wide else branch, x, *vectors, **options)
         return y, total
+
+    def widen(self) -> None:
+        """Write norms as wide as the stream: of ranks that share what reads them, the gradients are summed."""
+        self.wide = True
+
+    def compute_by(self, implementation: str) -> None:
+        """Take another implementation, as in `ModelKernels`."""
+        self.implementation = implementation
 
     def _scale(self, x: Tensor) -> Tensor:
         """What the normalized x is multiplied by."""
@@ -76,9 +85,8 @@ class ResidualNorm(nn.Module):
 
 def norm_of(config: ModelConfig, dtype: torch.dtype | None, kernels: ModelKernels) -> ResidualNorm:
     """A norm of the residual stream."""
-    norm = ResidualNorm(config.width, config.norm, config.norm_epsilon, kernels.norms, dtype, config.norm_offset)
-    norm.is_wide = config.norm_place == "post"  # there a norm's result is the residual stream itself
-    return norm
+    wide = config.norm_place == "post"  # there a norm's result is the residual stream itself
+    return ResidualNorm(config.width, config.norm, config.norm_epsilon, kernels.norms, dtype, config.norm_offset, wide)
 
 
 def head_norm_of(config: ModelConfig, heads: int, dtype: torch.dtype | None) -> ResidualNorm | None:

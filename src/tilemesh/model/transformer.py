@@ -301,8 +301,8 @@ class Transformer(nn.Module):
                 positions = cache.positions_BT[:, :, None]
             else:
                 positions = torch.arange(place.token, end, device=tokens_BT.device)
-            held = next(self.parameters()) if self.token_embedding is None else self.token_embedding.weight
-            rotary, local = rotary_angles(positions, config, held.dtype)
+            like = next(self.parameters()) if self.token_embedding is None else self.token_embedding.weight
+            rotary, local = rotary_angles(positions, config, like.dtype)
         return Pass(rotary, local, dropout_seed if dropping else None, place, cache, documents)
 
     def enter(self, tokens_BT: Tensor, x_BTD: Tensor | None, now: Pass) -> Tensor:

@@ -378,7 +378,7 @@ def _cut_modules(model: nn.Module, splits: Mapping[str, Split], seams: Seams) ->
     """Seams where regions begin and end; modules are told of their new sizes."""
     for norm in model.modules():
         if isinstance(norm, ResidualNorm):  # what enters a region sends back gradients that ranks sum: not in 16 bits
-            norm.is_wide = True
+            norm.widen()
     for name, split in splits.items():
         module: Any = model.get_submodule(name)
         if isinstance(split, Region):
@@ -413,20 +413,20 @@ def _by(split: Split) -> str:
 
 def _place(name: str, layer: Linear, split: Split, seams: Seams) -> None:
     """Tell a layer of its new sizes and of the other ranks. Its pieces are this rank's already."""
-    by, ranks = _by(split), seams.comm.size
+    by, ranks, inputs, outputs = _by(split), seams.comm.size, layer.in_features, layer.out_features
     if by == "row":
-        layer.in_features //= ranks
+        inputs //= ranks
     elif isinstance(split, VocabularySplit):
-        layer.out_features = share(layer.out_features, ranks, seams.comm.rank)[1]
+        outputs = share(outputs, ranks, seams.comm.rank)[1]
     else:
         assert isinstance(split, ColumnSplit)
-        layer.out_features = max(1, (split.units or ranks) // ranks) * (layer.out_features // (split.units or ranks))
-    why_not = layer.kind.why_not(by, layer.in_features)
+        outputs = max(1, (split.units or ranks) // ranks) * (outputs // (split.units or ranks))
+    why_not = layer.kind.why_not(by, inputs)
     if why_not:
         raise UsageError(f"{name}: {why_not}")
     agree = (lambda most: seams.sum(most.contiguous(), "max")) if layer.kind.agrees(by) else None
     leave = (lambda y: seams.leave(y)) if by == "row" else None  # looked up when called: see stay_out_of_graphs
-    layer.stand(dataclasses.replace(layer.place, leave=leave, agree=agree))
+    layer.stand(dataclasses.replace(layer.place, leave=leave, agree=agree), inputs, outputs)
 
 
 def _replace(model: nn.Module, name: str, new: nn.Module) -> None:

@@ -105,7 +105,7 @@ class Runner:
         if self.device.type == "cuda":
             for module in self.model.modules():
                 if isinstance(module, ResidualNorm):
-                    module.implementation = "auto"
+                    module.compute_by("auto")
             for _, layer in projections(self.model):
                 if layer.kind == DENSE:
                     layer.become(DenseMatrix(self.programs.use.single_rows))
