@@ -463,6 +463,30 @@ META = [
 ]
 
 
+@pytest.mark.parametrize(
+    ("words", "folder"),
+    [
+        (["--set", "data.source=texts", "--out", "texts/run"], "texts/run"),
+        (["--set", "data.source=texts", "--out", "link/run"], "link/run"),
+        (["--set", "data.source=link", "--fallback-dir", "texts/second"], "texts/second"),
+        (["--set", "data.source=."], "runs"),
+        (["--set", "data.mixture=texts=0.5", "--out", "texts"], "texts"),
+    ],
+)
+def test_a_run_does_not_train_on_its_own_files(
+    words: list[str], folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.md").write_text("text " * 2000)
+    (tmp_path / "link").symlink_to("texts")
+    monkeypatch.chdir(tmp_path)
+    train = ["train", "--dry-run", "--set", SMALL, *words]
+    said = refusal(train, capsys)
+    assert f"{folder} lies in the source " in said
+    assert "name a folder outside of it, or leave its files out with data.pattern" in said
+    assert main([*train, "--set", "data.pattern=*.md"]) == 0
+
+
 @pytest.mark.parametrize(("meta", "expected"), META, ids=[str(meta) for meta, _ in META])
 def test_what_shards_say_of_themselves(
     meta: Any, expected: str, tmp_path: Path, nothing_starts: Path, capsys: pytest.CaptureFixture[str]

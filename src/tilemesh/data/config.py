@@ -110,6 +110,11 @@ def source_path(source: str) -> Path:
         raise no_source(source) from None
 
 
+def lies_in_source(path: str | Path, source: str) -> bool:
+    """Whether a folder to write is a source's, or below it, so that its files would be read as text the next time."""
+    return source != STDLIB and Path(os.path.realpath(path)).is_relative_to(os.path.realpath(source_path(source)))
+
+
 def has_shards(folder: Path) -> bool:
     return folder.is_dir() and any(folder.glob("*" + SHARD_SUFFIX))
 

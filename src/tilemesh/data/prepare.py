@@ -12,7 +12,6 @@ import dataclasses
 import io
 import itertools
 import json
-import os
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -23,7 +22,15 @@ import numpy as np
 from tilemesh.core.config import to_dict
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.core.files import PART, check_new_folder, read_json_object, replacing
-from tilemesh.data.config import PREPARING_FILE, SHARD_SUFFIX, STDLIB, DataConfig, check_source, has_shards, source_path
+from tilemesh.data.config import (
+    PREPARING_FILE,
+    SHARD_SUFFIX,
+    DataConfig,
+    check_source,
+    has_shards,
+    lies_in_source,
+    source_path,
+)
 from tilemesh.data.corpus import (
     ENOUGH_DOCUMENTS,
     EncodedDocument,
@@ -105,7 +112,7 @@ def _target(data: DataConfig, out: str | Path) -> Path:
         raise UsageError("data.mixture", " is for training: prepare each of its sources by itself")
     check_source(data)
     source = source_path(data.source)
-    if data.source != STDLIB and Path(os.path.realpath(target)).is_relative_to(os.path.realpath(source)):
+    if lies_in_source(target, data.source):
         raise UsageError(
             f"{target} lies in the source {source}, and would be read as text: name a folder outside of it"
         )

@@ -24,7 +24,15 @@ from tilemesh.core.cores import available_cores
 from tilemesh.core.errors import Argument, RunError, UsageError
 from tilemesh.core.plan import ParallelPlan
 from tilemesh.core.ranges import shown
-from tilemesh.data.config import SHARD_SUFFIX, STDLIB, DataConfig, check_source, has_shards, source_path
+from tilemesh.data.config import (
+    SHARD_SUFFIX,
+    STDLIB,
+    DataConfig,
+    check_source,
+    has_shards,
+    lies_in_source,
+    source_path,
+)
 from tilemesh.data.documents import documents, source_bytes
 from tilemesh.launch.job import MOST_RANKS, RANKS_PER_CORE
 from tilemesh.launch.start import check_restarts, choose_transport
@@ -36,7 +44,7 @@ from tilemesh.model.work.weights import layer_weights, parameter_shapes, why_not
 from tilemesh.runs import folder as folders
 from tilemesh.runs.base import check_base
 from tilemesh.runs.manifest import MODEL, DamagedError, Manifest, checkpoints
-from tilemesh.runs.names import CHECKPOINTS, CONFIG, DAMAGED
+from tilemesh.runs.names import CHECKPOINTS, CONFIG, DAMAGED, RUNS, WRITTEN
 from tilemesh.train.config import TrainConfig, of_run
 from tilemesh.train.conflicts import OF_CONFIG, OF_PLAN
 from tilemesh.train.fits import MemoryFit
@@ -343,6 +351,23 @@ def check_job(config: TrainConfig, request: JobRequest) -> None:
             first, last = request.steps_done + 1, config.train.steps
             raise UsageError(_STOP_AFTER, f" is {stop_after}: expected a step from {first} to {last}")
     check_machine(config)
+    _check_outside(config, request)
+
+
+def _check_outside(config: TrainConfig, request: JobRequest) -> None:
+    """Refuse to write a run into a folder of text from which it would be read: it would train on its own files."""
+    written = [] if config.checkpoint.fallback_dir is None else [config.checkpoint.fallback_dir]
+    if request.resume is None:
+        written.append(Path(request.run or RUNS))
+    for part, _ in config.data.parts:
+        is_read = any(Path(name).match(part.pattern) for name in WRITTEN)
+        for folder in written if is_read and not has_shards(source_path(part.source)) else ():
+            if lies_in_source(folder, part.source):
+                raise UsageError(
+                    f"{folder} lies in the source {part.source}, and would be read as text: name a folder outside of "
+                    "it, or leave its files out with ",
+                    "data.pattern",
+                )
 
 
 def _check_start(config: TrainConfig, transport: str, restarts: int) -> None:
