@@ -22,6 +22,7 @@ import tilemesh as tm
 from tilemesh.cli.main import main
 from tilemesh.core.config import split_sets
 from tilemesh.core.errors import UsageError
+from tilemesh.core.files import filling
 from tilemesh.data.config import DataConfig
 from tilemesh.data.prepare import prepare
 from tilemesh.model.families.book import from_json, read_config
@@ -335,6 +336,33 @@ def test_export(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert "is no run" in refusal(["export", str(tmp_path), str(tmp_path / "out")], capsys)
     asked = ["compress", str(tmp_path), "--recipe", "int8", "--out", str(tmp_path / "out")]
     assert "is neither a run, with a config.toml, nor a folder of Hugging Face" in refusal(asked, capsys)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["serve", "half"],
+        ["generate", "half", "--prompt", "a"],
+        ["export", "half", "out"],
+        ["compress", "half", "--recipe", "int8", "--out", "out"],
+        ["report", "half"],
+        ["train", "--resume", "half"],
+        ["train", "--init", "half"],
+        ["train", "--set", "distill.teacher=half"],
+        ["bench", "serve", "half"],
+    ],
+    ids=" ".join,
+)
+def test_what_an_export_left_that_was_killed_is_called_so(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if words[0] == "serve":
+        pytest.importorskip("uvicorn")
+    with filling(tmp_path / "new"):
+        shutil.copytree(tmp_path / "new", tmp_path / "half")  # as a process leaves it that does nothing more
+    monkeypatch.chdir(tmp_path)
+    said = refusal([*words, "--port", "0"] if words[0] == "serve" else words, capsys)
+    assert "half is half-written: the command that wrote it was killed; remove it and write it again" in said
 
 
 # ---- files -----------------------------------------------------------------------------------------------------

@@ -57,6 +57,14 @@ def check_new_folder(folder: Path, called: str = "the folder") -> None:
         raise UsageError(f"{called} {folder} is there already and not empty: name a new folder")
 
 
+def check_finished(folder: Path | str) -> None:
+    """Refuse a folder without what makes it whole, where that is because the command that wrote it was killed."""
+    if os.path.lexists(Path(folder) / _UNFINISHED):
+        raise UsageError(
+            f"{folder} is half-written: the command that wrote it was killed; remove it and write it again"
+        )
+
+
 def ensure_folder(folder: Path) -> None:
     """Make a folder that a user named, where there is none."""
     try:

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tilemesh.core.errors import UsageError
-from tilemesh.core.files import ensure_folder, replacing
+from tilemesh.core.files import check_finished, ensure_folder, replacing
 from tilemesh.model import huggingface
 from tilemesh.model.adapter import A, B, LoraConfig, adapted_modules, peft_config, peft_names
 from tilemesh.model.config import ModelConfig
@@ -46,6 +46,8 @@ class MergedWeights:
     def __init__(self, lora: LoraConfig, adapters: Weights, modules: list[str]) -> None:
         """`adapters`: where A and B of the modules are found."""
         if lora.base is None or not (lora.base / "config.json").is_file():
+            if lora.base is not None:
+                check_finished(lora.base)
             raise UsageError(
                 f"lora.base {lora.base} has no config.json: the adapters are additions to the weights of that folder; "
                 "put it back, or set lora.base in the run's configuration to where it is now"

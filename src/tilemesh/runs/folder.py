@@ -15,6 +15,7 @@ from typing import Any
 from tilemesh.core.busy import SECTION as BUSY
 from tilemesh.core.busy import Busyness
 from tilemesh.core.errors import RunError, UsageError
+from tilemesh.core.files import check_finished
 from tilemesh.measure.machine import stamp
 from tilemesh.runs.files import NotThere, Unread, names_in, read_object, write_object, write_text
 from tilemesh.runs.kind import TRAIN, Kind
@@ -135,6 +136,7 @@ def require_run(folder: str | Path) -> None:
     if not place.is_dir():
         raise UsageError(f"{folder} is no folder: expected a run's, such as one under {RUNS}/")
     if not {ABOUT, CONFIG, METRICS, SUMMARY} & set(names_in(place)):
+        check_finished(place)
         raise UsageError(f"{folder} is no run: it has neither {CONFIG} nor {METRICS}")
 
 
@@ -174,6 +176,7 @@ def read_config(folder: str | Path, kind: Kind) -> tuple[str, str]:
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
+        check_finished(folder)
         runs = sorted(Path(RUNS).glob(f"*/{CONFIG}"))
         hint = f"; the newest here is {runs[-1].parent}" if runs else ""
         raise UsageError(f"{folder} is no run: it has no {CONFIG}{hint}") from None

@@ -22,6 +22,7 @@ from tilemesh.core.conflicts import refuse
 from tilemesh.core.context import membership
 from tilemesh.core.cores import available_cores
 from tilemesh.core.errors import Argument, RunError, UsageError
+from tilemesh.core.files import check_finished
 from tilemesh.core.plan import ParallelPlan
 from tilemesh.core.ranges import shown
 from tilemesh.data.config import (
@@ -128,6 +129,7 @@ def _check_compress(config: TrainConfig) -> None:
     if config.distill.teacher is None:
         return
     if not (config.distill.teacher / "config.json").is_file():
+        check_finished(config.distill.teacher)
         raise UsageError(
             f"distill.teacher is {config.distill.teacher}: expected a Hugging Face folder; `tilemesh export` "
             "makes one of a run"
@@ -258,6 +260,7 @@ def check_init(init: str | Path | None, config: TrainConfig | None = None) -> No
     if init is None:
         return
     if not str(init) or not (Path(init) / "config.json").is_file():
+        check_finished(init)
         raise UsageError(
             Argument("init"), f" '{init}': no config.json there; expected a folder as `save_pretrained` writes it"
         )

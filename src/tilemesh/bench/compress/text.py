@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tilemesh.compress.calibrate import LEAST_TOKENS
 from tilemesh.core.errors import UsageError
+from tilemesh.core.files import check_finished
 from tilemesh.data.config import DataConfig
 from tilemesh.data.corpus import check_vocabulary, open_corpus
 from tilemesh.data.samples import SamplePair, held_out_samples, train_mixture
@@ -94,6 +95,7 @@ def open_source(given: str, data: str | None, step: int | None, say: Callable[[s
         yield CompressSource(path.resolve().name, path, huggingface.load(path).eval().requires_grad_(False), config)
         return
     if not (path / RUN_CONFIG).is_file():
+        check_finished(path)
         raise UsageError(
             f"{path} is neither a run, with a {RUN_CONFIG}, nor a folder of Hugging Face, with a {CONFIG}: give one "
             "of them"

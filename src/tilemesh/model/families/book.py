@@ -14,7 +14,7 @@ from typing import Any
 
 from tilemesh.core.config import field_ranges
 from tilemesh.core.errors import UsageError, nearest, unknown
-from tilemesh.core.files import read_json_object
+from tilemesh.core.files import check_finished, read_json_object
 from tilemesh.core.ranges import shown
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.families.family import ANY, Entry, Family
@@ -93,6 +93,7 @@ def read_config(folder: str | Path) -> ModelConfig:
     try:
         settings = read_json_object(path)
     except (FileNotFoundError, NotADirectoryError):
+        check_finished(folder)
         raise UsageError(f"{path} does not exist: expected a folder as `save_pretrained` writes it") from None
     return from_json(settings, str(path))
 
