@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import mmap
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +26,7 @@ from tilemesh.serve.answers import collect
 from tilemesh.serve.core import AnswerPart, PromptJob
 from tilemesh.serve.live import WhileRunning
 from tilemesh.serve.load import ServedModel, load_served
+from tilemesh.serve.request import FinishReason
 
 CONFIG = ModelConfig(
     layers=2, width=32, heads=4, kv_heads=2, vocabulary=256, context=96, norm="rmsnorm", positions="rotary",
@@ -92,9 +96,16 @@ class Listening:
         return collect(self.job, self.parts).answers[0]
 
 
-def in_thread(call: Callable[[], object]) -> threading.Thread:
+def ask_midway(engine: Engine, listening: Listening, call: Callable[[], object]) -> threading.Thread:
+    """Have the engine asked for something while it is in the middle of an answer, which then goes on."""
+    waiting = len(engine._inbox)  # its thread is held: nothing is taken from there
     thread = threading.Thread(target=call, daemon=True)
     thread.start()
+    end = time.monotonic() + 60
+    while len(engine._inbox) == waiting:
+        assert time.monotonic() < end
+        time.sleep(0.001)
+    listening.go_on.set()
     return thread
 
 
@@ -201,10 +212,7 @@ def caught(under_way: WhileRunning, **settings: int) -> tuple[Answer, Answer]:
         first = Listening(engine)
         assert first.midway.wait(60)
         second = Listening(engine, after=100)
-        thread = in_thread(lambda: engine.update_weights(model_of(2), 5, running=under_way))
-        while not engine._version:  # it was asked for
-            pass
-        first.go_on.set()
+        thread = ask_midway(engine, first, lambda: engine.update_weights(model_of(2), 5, running=under_way))
         answers = first.answer(), second.answer()
         thread.join(60)
         assert engine.version == 5
@@ -264,10 +272,7 @@ def test_a_carried_request_that_was_swapped_out_publishes_nothing() -> None:
     with Engine(served(1), pages=24, page_tokens=4, swap_pages=24) as engine:
         heard = [Listening(engine, asked, after=25 if number == 0 else 100) for number in range(3)]
         assert heard[0].midway.wait(60)
-        thread = in_thread(lambda: engine.update_weights(model_of(2), running="carry"))
-        while not engine._version:
-            pass
-        heard[0].go_on.set()
+        thread = ask_midway(engine, heard[0], lambda: engine.update_weights(model_of(2), running="carry"))
         for listening in heard:
             listening.answer()
         thread.join(60)
@@ -281,10 +286,7 @@ def test_an_answer_that_is_told_as_a_whole_has_the_version_of_every_token() -> N
         silent = Listening(engine, plain, after=100, whole=True)
         gate = Listening(engine, plain)
         assert gate.midway.wait(60)
-        thread = in_thread(lambda: engine.update_weights(model_of(2), running="carry"))
-        while not engine._version:
-            pass
-        gate.go_on.set()
+        thread = ask_midway(engine, gate, lambda: engine.update_weights(model_of(2), running="carry"))
         assert set(gate.answer().versions) == {0, 1}
         answer = silent.answer()
         thread.join(60)
@@ -340,4 +342,83 @@ def test_weights_that_break_off_stop_the_engine_until_whole_ones_come() -> None:
         with pytest.raises(RunError, match="written in part"):
             answer_of(engine)
         engine.update_weights(model_of(2))
+        assert same(answer_of(engine), fresh_answer(2))
+
+
+# Asleep -------------------------------------------------------------------------------------------------------------
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux says how much memory a process has")
+def test_memory_goes_back_to_the_system_and_answers_are_the_same_afterwards(tmp_path: Path) -> None:
+    wide = replace(CONFIG, width=512, heads=8, kv_heads=8, head_width=64, mlp_width=1024)
+    huggingface.save(model_of(1, torch.float32, wide), tmp_path / "wide")
+    with Engine(tmp_path / "wide", pages=400, packed=False) as engine:
+        expected = answer_of(engine)
+        weights = sum(parameter.nbytes for parameter in engine.served.model.parameters())
+        pages = sum(part.nbytes for stored in engine._core.runner.cache._stored.values() for part in stored.parts)
+        assert min(weights, pages) > 20 << 20
+        for level, given_back in ((1, pages), (2, weights)):  # few pages are touched again in between
+            before = resident_bytes()
+            engine.sleep(level)
+            assert engine.asleep == level
+            assert before - resident_bytes() > 0.9 * given_back
+            engine.wake()
+            assert engine.asleep == 0
+            assert answer_of(engine).logprobs == expected.logprobs
+            assert next(engine.generate([PROMPT], ASKED)).found_tokens == 32
+
+
+def test_requests_wait_for_an_engine_that_sleeps(folders: tuple[Path, Path]) -> None:
+    before, after = fresh_answer(1), fresh_answer(2)
+    with Engine(folders[0], pages=60, page_tokens=4) as engine:
+        first = Listening(engine)
+        assert first.midway.wait(60)
+        ask_midway(engine, first, lambda: engine.sleep(2)).join(60)
+        second = Listening(engine, after=100)
+        assert not second.done.wait(0.2)
+        with pytest.raises(UsageError, match="1 requests under way cannot"):
+            engine.update_weights(folders[1])
+        engine.wake()
+        assert same(first.answer(), before)
+        assert same(second.answer(), before)
+        # In its sleep it may be given others; it sleeps on.
+        engine.sleep(2)
+        engine.update_weights(folders[1])
+        assert engine.asleep == 2
+        engine.wake()
+        assert same(answer_of(engine), after)
+        engine.update_weights(model_of(1))
+        engine.sleep(2)
+        with pytest.raises(UsageError, match="are in no folder: call update_weights before wake"):
+            engine.wake()
+        engine.update_weights(model_of(2))
+        engine.wake()
+        assert same(answer_of(engine), after)
+        engine.sleep()
+        waiting = Listening(engine, after=100)
+    assert waiting.answer().finish is FinishReason.ABORT  # by closing
+
+
+def test_what_cannot_sleep_says_why() -> None:
+    with Engine(served(1), pages=60, page_tokens=4) as engine:
+        with pytest.raises(UsageError, match="belong to whoever gave the model"):
+            engine.sleep(2)
+        with pytest.raises(UsageError, match="level is 3"):
+            engine.sleep(3)
+        engine.sleep()
+        engine.wake()
+        engine.wake()
+        assert same(answer_of(engine), fresh_answer(1))
+
+
+def test_a_draft_model_sleeps_along(folders: tuple[Path, Path]) -> None:
+    with Engine(folders[0], pages=60, page_tokens=4, draft=folders[0], speculate=3) as engine:
+        assert same(answer_of(engine), fresh_answer(1))
+        engine.sleep(2)
+        engine.update_weights(folders[1])
+        engine.wake()
         assert same(answer_of(engine), fresh_answer(2))

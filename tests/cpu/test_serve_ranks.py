@@ -89,8 +89,13 @@ def test_two_ranks_get_new_weights(folder: Path, tmp_path: Path, laid: Engine) -
         assert made.answers[0].tokens == expected.answers[0].tokens
         assert set(made.answers[0].versions) == {version}
         assert made.found_tokens == 0
+        laid.sleep(2)
         laid.update_weights(folder)
+        laid.wake()
         assert next(laid.generate([PROMPTS[0]], greedy)).answers[0].tokens == before.answers[0].tokens
+    laid.sleep(2)
+    laid.wake()
+    assert next(laid.generate([PROMPTS[0]], greedy)).answers[0].tokens == before.answers[0].tokens
 
 
 def test_two_ranks_of_a_compressed_model_answer_as_one_process_does(folder: Path, tmp_path: Path) -> None:
@@ -166,6 +171,7 @@ def test_a_killed_rank_is_an_error_for_those_it_computed_and_others_go_on(folder
     assert laid.status.pages_used == 0
 
 
+@pytest.mark.slow  # the test before has its most frequent case: laid was updated from a folder
 @pytest.mark.skipif(not hasattr(socket, "SO_PEERCRED"), reason="only Linux says which process is behind a socket")
 def test_ranks_that_are_lost_have_the_weights_of_the_last_update_again(folder: Path, laid: Engine) -> None:
     greedy = Sampling(max_tokens=8, temperature=0, ignore_eos=True)
@@ -184,6 +190,10 @@ def test_ranks_that_are_lost_have_the_weights_of_the_last_update_again(folder: P
         assert next(laid.generate([PROMPTS[0]], greedy)).answers[0].tokens == expected.answers[0].tokens
         laid.update_weights(huggingface.load(folder))
     laid.update_weights(folder)
+    laid.sleep(1)
+    os.kill(rank_processes(laid)[1], signal.SIGKILL)
+    laid.wake()
+    assert next(laid.generate([PROMPTS[0]], greedy)).answers[0].tokens == expected.answers[0].tokens
 
 
 def wait_until(holds: Callable[[], object]) -> None:
@@ -245,6 +255,10 @@ def test_replicas_share_the_work_and_equal_beginnings_meet(folder: Path) -> None
         for engine in replicas.engines:
             (made,) = engine.generate([PROMPTS[0]], greedy)
             assert (made.answers[0].tokens, set(made.answers[0].versions)) == (new.answers[0].tokens, {6})
+        replicas.sleep()
+        assert [engine.asleep for engine in replicas.engines] == [1, 1]
+        replicas.wake()
+        assert next(replicas.engines[1].generate([PROMPTS[0]], greedy)).answers == made.answers
 
 
 @pytest.mark.slow

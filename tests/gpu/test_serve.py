@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from tilemesh.kernels.few_linear import reference as few
 from tilemesh.kernels.paged_attention.reference import error_bound, exact, paged_attention
 from tilemesh.kernels.paged_attention.store import store_pages
 from tilemesh.kernels.row_linear import reference as row
+from tilemesh.model import huggingface
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.transformer import Transformer
 from tilemesh.parallel.gate.alone import compress_all
@@ -243,3 +246,55 @@ def test_invariant_bits_do_not_depend_on_the_batch() -> None:
     for other in (logits_of(prompts, limits), logits_of(prompts, cut_up), logits_of([watched[:100], watched], cut_up)):
         assert len(alone) == len(other)
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(alone, other, strict=True))
+
+
+def test_weights_change_under_captured_steps_and_memory_comes_and_goes(tmp_path: Path) -> None:
+    """An update in place keeps every graph; a sleep gives all memory back, and its wake never holds weights twice."""
+    config = dataclasses.replace(LLAMA, layers=4, width=1024, heads=16, kv_heads=8, head_width=64, mlp_width=4096)
+    asked, prompts = Sampling(max_tokens=24, temperature=0, ignore_eos=True), prompts_of(6, 100)
+    models = [Transformer(config, seed=seed, device="cpu") for seed in (1, 2)]
+    for number, model in enumerate(models):
+        for parameter in model.parameters():
+            parameter.data.mul_(3 if parameter.dim() > 1 else 1)
+        huggingface.save(model, tmp_path / str(number))
+
+    def tokens_of(engine: Engine) -> list[tuple[int, ...]]:
+        return [completion.answers[0].tokens for completion in engine.generate(prompts, asked)]
+
+    settings: dict[str, Any] = {"device": "cuda", "pages": 2000, "running": 8, "share_prefixes": False}
+    expected = []
+    for number in range(2):
+        with Engine(tmp_path / str(number), **settings) as engine:
+            expected.append(tokens_of(engine))
+    assert expected[0] != expected[1]
+    with Engine(tmp_path / "0", **settings) as engine:
+        assert [tokens_of(engine) for _ in range(2)] == [expected[0]] * 2
+        runner = engine._core.runner
+        assert isinstance(runner, Runner)
+        assert runner.ahead is not None
+        captured = dict(runner.ahead._captured)
+        assert captured
+        for source, number in ((tmp_path / "1", 1), (models[0], 0), (models[1].to("cuda", torch.float64), 1)):
+            engine.update_weights(source)
+            assert tokens_of(engine) == expected[number]
+        assert all(runner.ahead._captured[shape] is graph for shape, graph in captured.items())
+        models[1].to("cpu")
+        weights = sum(parameter.nbytes for parameter in runner.model.parameters())
+        pages = sum(part.nbytes for stored in runner.cache._stored.values() for part in stored.parts)
+        for level, given_back in ((1, pages), (2, pages + weights)):
+            before, free = torch.cuda.memory_allocated(), torch.cuda.mem_get_info()[0]
+            engine.sleep(level)
+            assert before - torch.cuda.memory_allocated() >= given_back
+            assert torch.cuda.mem_get_info()[0] - free >= 0.9 * given_back
+            assert not runner.ahead._captured
+            torch.cuda.reset_peak_memory_stats()
+            engine.wake()
+            assert torch.cuda.max_memory_allocated() <= before + (1 << 20)
+            assert [tokens_of(engine) for _ in range(2)] == [expected[1]] * 2
+            assert runner.ahead._captured
+        engine.sleep(2)
+        torch.cuda.reset_peak_memory_stats()
+        engine.update_weights(tmp_path / "0")  # in its sleep: the weights come back, the pages do not
+        assert torch.cuda.max_memory_allocated() <= before - pages + (64 << 20)  # one matrix on its way
+        engine.wake()
+        assert tokens_of(engine) == expected[0]

@@ -201,6 +201,11 @@ class CudaGraphs:
             raise RunError(f"cannot be captured in a CUDA graph: {reason_of(failure)}") from failure
         return CudaCaptured(graph, self.stream, result)
 
+    def forget(self) -> None:
+        """Of captures that share memory, and that nobody holds any more: the next ones share other memory."""
+        if self._pool is not None:
+            self._pool = torch.cuda.graph_pool_handle()
+
     def _recover(self, broken: torch.cuda.CUDAGraph, pool: Any) -> None:
         """Undo what a broken capture leaves behind in torch up to 2.12; later versions need none of it.
 

@@ -24,6 +24,7 @@ from tilemesh.kernels.paged_attention.codes import CODES, put_pages, take_pages
 from tilemesh.kernels.paged_attention.reference import paged_attention
 from tilemesh.kernels.paged_attention.store import store_pages
 from tilemesh.serve.batch import AttentionGroup, Batch, PageLayout, TileSizes
+from tilemesh.serve.memory import GivenBack
 
 KEY_BLOCK = 64
 """Invariant mode: keys are reduced in blocks of this many positions, the first at position 0."""
@@ -97,6 +98,18 @@ class PagedKeyValues:
         self._swapped: dict[int, StoredPages] = {}  # the same with the CPU's pages
         self._stored: dict[int, StoredPages] = {}  # by layer
         self._batch: Batch | None = None
+        self._given_back: GivenBack | None = None
+
+    def sleep(self) -> None:
+        """Give the memory of all pages back, with what they hold."""
+        self._swapped.clear()
+        if self._given_back is None:
+            self._given_back = GivenBack(part for stored in self._stored.values() for part in stored.parts)
+
+    def wake(self) -> None:
+        if self._given_back is not None:
+            self._given_back.take()
+            self._given_back = None
 
     @property
     def positions_BT(self) -> Tensor:

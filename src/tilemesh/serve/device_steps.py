@@ -47,6 +47,8 @@ class ServeGraphs(Protocol):
 
     def capture(self, body: Callable[[], object]) -> Replayed: ...
 
+    def forget(self) -> None: ...
+
 
 class PlainCalls:
     """In place of CUDA graphs: calls what would be replayed."""
@@ -56,6 +58,9 @@ class PlainCalls:
 
     def capture(self, body: Callable[[], object]) -> Replayed:
         return _Called(body)
+
+    def forget(self) -> None:
+        pass
 
 
 @dataclass(frozen=True)
@@ -144,6 +149,12 @@ class DeviceSteps:
                 self.prepare_prompts(tokens, kind)
             for rows in sorted({self._sizes.rows(rows) for rows in range(1, self._limits.running + 1)}):
                 self.prepare(rows, kind)
+
+    def forget(self) -> None:
+        """Drop what was captured: the memory that it reads is given back."""
+        self._warm.clear()
+        self._captured.clear()
+        self._graphs.forget()
 
     def _capture(self, shape: StepShape, body: Callable[[], None]) -> None:
         for _ in range(2):

@@ -126,7 +126,7 @@ class Engine:
         self._core = EngineCore(
             runner, self._scheduler, self.served.tokenizer, self.served.ends, self.config.vocabulary
         )
-        self._weights = LiveWeights(self._core, self.served.origin)
+        self._weights = LiveWeights(self._core, self.served, not isinstance(source, ServedModel), on_gpu)
         self._version = 0  # that was asked for last
         self._constraints = Constraints(self.served.tokenizer, self.served.ends)
         self._seed, self._prepares = config.seed, config.prepare
@@ -312,6 +312,30 @@ class Engine:
             self._version = version
         self._between_steps(lambda: self._weights.update(source, version, running), waits=running == "finish")
         return version
+
+    def sleep(self, level: int = 1) -> None:
+        """Give the memory of pages back (level 1), or of pages and weights (2), until `wake`.
+
+        Requests under way, and those that come meanwhile, wait; what they had computed is computed again. Weights move
+        to the host from a GPU. On a CPU they are dropped: `wake` reads them again from the folder that they came from;
+        where they came from memory, `update_weights` must come before it. It may in any case: the engine sleeps on.
+        """
+        Range(1, 2).check("level", level, whole=True)
+        self._between_steps(lambda: self._weights.sleep(level))
+
+    def wake(self) -> None:
+        """Take the memory again and go on; an engine that does not sleep stays awake."""
+        self._between_steps(self._wake)
+
+    def _wake(self) -> None:
+        self._weights.wake()
+        if self._prepares and self._core.runner.ahead is not None:
+            self._core.runner.ahead.prepare_all()
+
+    @property
+    def asleep(self) -> int:
+        """The level at which it sleeps; 0: it is awake."""
+        return self._core.asleep
 
     @property
     def version(self) -> int:

@@ -1,4 +1,4 @@
-"""Weights that change while an engine serves.
+"""Weights that change while an engine serves, and memory that it gives back while it sleeps.
 
 The one idea: new weights are written, between two steps, into the memory that computes already. What looks into that
 memory follows by itself (projections of a group, captured steps, parts on ranks); what was computed from older weights
@@ -7,11 +7,12 @@ must go: pages that others could find, and weights in a second layout. All that 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal, get_args
 
 from tilemesh.core.errors import RunError, UsageError, unknown
 from tilemesh.serve.core import EngineCore
-from tilemesh.serve.load import WeightOrigin, WeightSource, open_weights
+from tilemesh.serve.load import ServedModel, WeightSource, check_weights, open_weights
 from tilemesh.serve.ranks import RankRunner, RanksLostError
 
 WhileRunning = Literal["finish", "carry", "recompute"]
@@ -27,10 +28,13 @@ def check_running(running: str) -> None:
 class LiveWeights:
     """What an engine computes with. Called in the thread that takes its steps, between two of them."""
 
-    def __init__(self, core: EngineCore, origin: WeightOrigin | None) -> None:
-        self._core = core
-        self._origin = origin
+    def __init__(self, core: EngineCore, served: ServedModel, owns: bool, on_gpu: bool) -> None:
+        """`owns`: whether the weights' memory is this engine's alone."""
+        self._core, self._model, self._owns, self._on_gpu = core, served.model, owns, on_gpu
+        self._origin = served.origin
         """Where the weights of now can be read again; None: nowhere."""
+        self._dropped = False
+        """Whether it sleeps without weights anywhere."""
         core.on_restart = self.restore
 
     def update(self, source: WeightSource, version: int, running: WhileRunning) -> None:
@@ -46,7 +50,7 @@ class LiveWeights:
             core.forget_computed()
         self._origin = None
         self._write(source)
-        self._origin = source.origin
+        self._origin, self._dropped = source.origin, False
         core.scheduler.renew(version)
         core.lacks = ""
 
@@ -58,9 +62,50 @@ class LiveWeights:
             self._core.lacks = "ranks were lost, and with them weights that are in no folder"
         else:
             try:
-                self._write(open_weights(*self._origin))
+                self._read_again()
             except (RunError, UsageError) as error:  # their requests wait, and the engine for weights
                 self._core.lacks = f"ranks were lost, and their weights cannot be read again: {error}"
+
+    def sleep(self, level: int) -> None:
+        """Give memory back; requests wait, and are computed again later."""
+        core = self._core
+        if level == 2 and not self._owns:
+            raise UsageError("level is 2 and the weights belong to whoever gave the model: sleep at level 1")
+        core.forget_computed()
+        self._on_ranks(lambda: core.runner.sleep(level))
+        if core.draft is not None:
+            core.draft.runner.sleep(level if self._on_gpu else 1)  # nothing would give a CPU's back
+        core.asleep = max(core.asleep, level)
+        self._dropped |= level == 2 and not self._on_gpu
+
+    def wake(self) -> None:
+        """Take the memory again, and the weights if they were dropped."""
+        core = self._core
+        if self._dropped and self._origin is None:
+            raise UsageError("the weights were dropped and are in no folder: call update_weights before wake")
+        if self._dropped:
+            self._read_again()
+            self._dropped = False
+        self._on_ranks(core.runner.wake)
+        if core.draft is not None:
+            core.draft.runner.wake()
+        core.asleep = 0
+
+    def _on_ranks(self, call: Callable[[], None]) -> None:
+        """Of ranks that were lost in their sleep others are started, which know nothing of it."""
+        try:
+            call()
+        except RanksLostError:
+            assert isinstance(self._core.runner, RankRunner)
+            self._core.runner.restart()
+            self.restore()
+            call()
+
+    def _read_again(self) -> None:
+        assert self._origin is not None
+        source = open_weights(*self._origin)
+        check_weights(source, self._model)
+        self._write(source)
 
     def _write(self, source: WeightSource) -> None:
         core = self._core

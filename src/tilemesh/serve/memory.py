@@ -1,10 +1,15 @@
-"""How many pages: what a token's keys and values take, and how much memory there is for them."""
+"""How many pages: what a token's keys and values take, and how much memory there is for them. And memory given back."""
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import os
+import sys
+from collections.abc import Iterable
 
 import torch
+from torch import Tensor, UntypedStorage
 
 from tilemesh.core.errors import UsageError
 from tilemesh.core.ranges import Range
@@ -59,3 +64,39 @@ def free_cpu_bytes() -> int:
     except OSError:
         pass
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+class GivenBack:
+    """Memory of tensors that was given back, to be taken again under the same tensors.
+
+    On a GPU their storages have none meanwhile and lie elsewhere later, so captured steps that read them are void. On a
+    CPU they stay where they are and the system takes their pages, which then read as zeros: what torch frees, its
+    allocator may keep (on arm64 it does).
+    """
+
+    def __init__(self, tensors: Iterable[Tensor], keep: bool = False) -> None:
+        """`keep`: what is on a GPU moves to the host."""
+        storages = {storage._cdata: storage for tensor in tensors for storage in (tensor.untyped_storage(),)}
+        self._pieces = [(storage, storage.nbytes(), _give_back(storage, keep)) for storage in storages.values()]
+
+    def take(self, values: bool = True) -> None:
+        """With what was kept, or zeros."""
+        for storage, size, kept in self._pieces:
+            if storage.device.type == "cuda":
+                storage.resize_(size)
+                if kept is not None and values:
+                    storage.copy_(kept)
+                else:
+                    torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).zero_()
+
+
+def _give_back(storage: UntypedStorage, keep: bool) -> UntypedStorage | None:
+    if storage.device.type == "cuda":
+        kept = storage.cpu() if keep else None  # type: ignore[no-untyped-call]
+        storage.resize_(0)
+        return kept
+    page = mmap.PAGESIZE
+    begin, end = -(-storage.data_ptr() // page) * page, (storage.data_ptr() + storage.nbytes()) // page * page
+    if sys.platform == "linux" and begin < end:
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), mmap.MADV_DONTNEED)
+    return None

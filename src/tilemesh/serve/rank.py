@@ -71,6 +71,10 @@ def obey(runner: Runner, header: Mapping[str, Any], tensors: Iterator[tuple[str,
     """What is no step. Whatever fails here ends this rank, and with it the group."""
     if header["order"] == "weights":
         runner.write_weights(tensors)
+    elif header["order"] == "sleep":
+        runner.sleep(header["level"])
+    else:
+        runner.wake()
     for _ in tensors:
         pass
 

@@ -86,6 +86,12 @@ class RankRunner:
         """As `Runner.write_weights`: each rank is sent every whole tensor and keeps its part."""
         self._group.order({"order": "weights"}, tensors)
 
+    def sleep(self, level: int) -> None:
+        self._group.order({"order": "sleep", "level": level})
+
+    def wake(self) -> None:
+        self._group.order({"order": "wake"})
+
     def restart(self) -> None:
         """Start ranks again after some were lost; gives up when that happens again and again."""
         self.close()

@@ -120,6 +120,14 @@ class Replicas:
                 self._router.forget(replica)
         return max(future.result() for future in written)
 
+    def sleep(self, level: int = 1) -> None:
+        for engine in self.engines:
+            engine.sleep(level)
+
+    def wake(self) -> None:
+        for engine in self.engines:
+            engine.wake()
+
     @property
     def version(self) -> int:
         """The oldest that a replica computes with."""

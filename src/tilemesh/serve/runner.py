@@ -29,7 +29,7 @@ from tilemesh.model.transformer import Transformer
 from tilemesh.serve.attention import PagedKeyValues
 from tilemesh.serve.batch import Batch, TokenSpan, cut, make_batch, token_span
 from tilemesh.serve.device_steps import DeviceSteps, ServeGraphs
-from tilemesh.serve.memory import free_cpu_bytes
+from tilemesh.serve.memory import GivenBack, free_cpu_bytes
 from tilemesh.serve.request import ServeRequest
 from tilemesh.serve.scheduler import ServeLimits, StepPlan
 
@@ -83,6 +83,7 @@ class Runner:
         itemsize = next(model.parameters()).element_size()
         self._tile_sizes = self.cache.tile_sizes(config.heads, config.kv_heads, config.head_width, itemsize)
         self.programs = prepare(model, self._use(), self.device)
+        self._given_back: GivenBack | None = None  # the weights' memory
         self._rotary = RotaryTable.of(config, next(model.parameters()))
         self._choose_kinds(packed)
         self.ahead: DeviceSteps | None = None
@@ -143,6 +144,9 @@ class Runner:
         """Other values in the memory that computes already, cast on their way: what captured steps read, and what
         projections of a group share, stays where it is. A tensor that is that very memory is not copied."""
         parameters = dict(self.model.named_parameters())
+        if self._given_back is not None:
+            self._given_back.take(values=False)
+            self._given_back = None
         self._wait()  # for whoever computed them, on whatever stream
         for name, tensor in tensors:
             into, part = parameters[name], self._part(name, tensor)
@@ -154,6 +158,26 @@ class Runner:
     def _part(self, name: str, tensor: Tensor) -> Tensor:
         """What this process computes with of a whole parameter."""
         return tensor
+
+    def sleep(self, level: int) -> None:
+        """Give the memory of pages back; at level 2 that of weights too, which move to the host from a GPU and are lost
+        on a CPU until `write_weights`."""
+        self._wait()
+        if self.ahead is not None:
+            self.ahead.forget()
+        self.cache.sleep()
+        if level == 2 and self._given_back is None:
+            self._given_back = GivenBack(self.model.parameters(), keep=self.device.type == "cuda")
+            forget_packed(self.model, self.programs.groups)
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def wake(self) -> None:
+        """Take all of it again."""
+        if self._given_back is not None:
+            self._given_back.take()
+            self._given_back = None
+        self.cache.wake()
 
     def _wait(self) -> None:
         if self.device.type == "cuda":
