@@ -23,6 +23,7 @@ FOUND = [
     ConfigCase("mistral-window", (("layer_types", ["full_attention", "sliding_attention"]),)),
     ConfigCase("gpt2", (("num_attention_heads", 2),)),
     ConfigCase("gpt_neox", (("head_dim", 16),)),
+    ConfigCase("phi3", (("sliding_window", 0), ("layer_types", ["full_attention"] * 2))),
     ConfigCase("llama-scaled", (("rope_scaling", {"rope_theta": 70.0}),)),
     *(TokenizerCase("llama2", change) for change in (
         "eos_token has another name", "special tokens only in special_tokens_map.json", "chat_template is a list",

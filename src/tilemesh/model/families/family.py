@@ -17,7 +17,7 @@ from tilemesh.model.work.weights import Weight, embedding_weights, head_weights,
 
 ANY: tuple[Any, ...] = ()
 """In `Family.may`: every value."""
-_NULL_IS_0 = ("kv_heads", "head_width", "mlp_width", "window")
+_NULL_IS_0 = ("kv_heads", "head_width", "mlp_width")
 """Our fields that follow from others, or are not there, where a file says null."""
 
 
@@ -194,6 +194,8 @@ def read_window(settings: Mapping[str, Any], layers: int, full: list[int], sourc
         full = [index for index, kind in enumerate(types) if kind == "full_attention"]
     if window is None or len(full) == layers:
         return {}
+    if window == 0:
+        raise UsageError(f"{source}: sliding_window is 0, so that no token sees any: expected null, or at least 1")
     return {"window": window, "full_layers": tuple(full)}
 
 

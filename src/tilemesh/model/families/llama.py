@@ -167,7 +167,9 @@ QWEN3 = dataclasses.replace(
 
 def _read_phi3(settings: Mapping[str, Any], source: str) -> dict[str, Any]:
     rotary = read_rotary(settings, source, scalings=("default",))
-    return {**rotary, "dropout": one_dropout(settings, "embd_pdrop", "resid_pdrop", 0.0, source)}
+    # In every layer, whatever layer_types says.
+    window = read_window({"sliding_window": settings.get("sliding_window")}, settings["num_hidden_layers"], [], source)
+    return {**rotary, **window, "dropout": one_dropout(settings, "embd_pdrop", "resid_pdrop", 0.0, source)}
 
 
 def _write_phi3(config: ModelConfig) -> dict[str, Any]:
@@ -187,7 +189,6 @@ PHI3 = dataclasses.replace(
     },
     keys={
         **_KEYS, "norm_epsilon": ("rms_norm_eps", 1e-5), "rotary_fraction": ("partial_rotary_factor", 1.0),
-        "window": ("sliding_window", 0),  # in every layer, whatever layer_types says
     },
     modules={
         **_BEFORE, "self_attn.qkv_proj": ("attention.fc_q", "attention.fc_k", "attention.fc_v"),
