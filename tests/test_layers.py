@@ -84,7 +84,7 @@ MOST_LINES = {
     "methods": 2_100,
     "compress": 1_900,
     "train": 7_300,
-    "serve": 8_400,
+    "serve": 8_450,
     "report": 6_300,
     "bench": 7_460,
     "cli": 4_400,

@@ -17,12 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from served import make_folder
+from served import CONFIG, make_folder
 
 from tilemesh.cli.main import main
 from tilemesh.core.access import server_access
 from tilemesh.core.errors import UsageError
 from tilemesh.data.tokenizer import Bytes, encode_prompt
+from tilemesh.model import huggingface
+from tilemesh.model.transformer import Transformer
 from tilemesh.serve import Engine, Sampling
 from tilemesh.serve.constrain import mask
 
@@ -88,6 +90,62 @@ def test_keys_names_and_pages_are_asked_for_before_anything_else(engine: Engine)
         })  # fmt: skip
         assert asking.getresponse().headers["access-control-allow-origin"] == "https://app.example"
         asking.close()
+
+
+@pytest.fixture
+def own_engine(tmp_path: Path) -> Iterator[Engine]:
+    with Engine(make_folder(tmp_path / "own"), pages=64) as started:
+        yield started
+
+
+def test_weights_and_sleep_need_a_server_with_a_key(own_engine: Engine, tmp_path: Path) -> None:
+    engine, own, other = own_engine, tmp_path / "own", tmp_path / "other"
+    huggingface.save(Transformer(CONFIG, seed=9), other)
+
+    def post(live: Live, path: str, key: str, **fields: object) -> tuple[int, str]:
+        asking = http.client.HTTPConnection("127.0.0.1", live.port, timeout=30)
+        try:
+            asking.request("POST", path, json.dumps(fields), {"Authorization": f"Bearer {key}"} if key else {})
+            response = asking.getresponse()
+            return response.status, response.read().decode()
+        finally:
+            asking.close()
+
+    with Live(make_app(engine)) as live:
+        for path, fields in (("/v1/weights", {"source": str(other)}), ("/sleep", {"level": 1}), ("/wake", {})):
+            code, text = post(live, path, "", **fields)
+            assert (code, "only with a key" in text) == (403, True)
+    assert (engine.version, engine.asleep) == (0, 0)
+    with Live(make_app(engine, access=server_access("127.0.0.1", ["key-of-anna"], [], [], False))) as live:
+        assert post(live, "/v1/weights", "key-of-eve", source=str(other))[0] == 401
+        key, asked = "key-of-anna", {"prompt": "to be", "max_tokens": 9, "temperature": 0, "ignore_eos": True}
+        (before,) = json.loads(post(live, "/v1/completions", key, **asked)[1])["choices"]
+        assert before["weight_versions"] == [[0, 9]]
+        for path, fields, words in (
+            ("/v1/weights", {}, "source is missing"),
+            ("/v1/weights", {"source": 7}, "source is 7: expected text"),
+            ("/v1/weights", {"source": str(other), "version": 0}, "version"),
+            ("/v1/weights", {"source": str(other), "running": "stop"}, "running"),
+            ("/v1/weights", {"source": str(tmp_path / "nowhere")}, "nowhere"),
+            ("/sleep", {"depth": 1}, "depth"),
+            ("/sleep", {"level": 3}, "level is 3"),
+        ):
+            code, text = post(live, path, key, **fields)
+            assert code == 400, text
+            assert words in text
+        code, text = post(live, "/v1/weights", key, source=str(other), version=4)
+        assert (code, json.loads(text)) == (200, {"version": 4, "asleep": 0})
+        (after,) = json.loads(post(live, "/v1/completions", key, **asked)[1])["choices"]
+        assert after["weight_versions"] == [[4, 9]]
+        assert after["text"] != before["text"]
+        events = post(live, "/v1/completions", key, **asked, stream=True)[1].split("\n\n")
+        chunks = [json.loads(event[6:])["choices"][0] for event in events if event.startswith("data: {")]
+        assert sum(count for chunk in chunks for version, count in chunk["weight_versions"] if version == 4) == 9
+        assert json.loads(post(live, "/sleep", key, level=2)[1]) == {"version": 4, "asleep": 2}
+        assert json.loads(post(live, "/v1/weights", key, source=str(own))[1]) == {"version": 5, "asleep": 2}
+        assert json.loads(post(live, "/wake", key)[1]) == {"version": 5, "asleep": 0}
+        (again,) = json.loads(post(live, "/v1/completions", key, **asked)[1])["choices"]
+        assert again["text"] == before["text"]
 
 
 def test_no_page_may_ask_unless_it_was_named(engine: Engine) -> None:

@@ -57,6 +57,9 @@ class EngineStatus:
     guessed: int = 0
     """Tokens that were guessed ahead."""
     guessed_right: int = 0
+    version: int = 0
+    """Of the weights."""
+    asleep: int = 0
 
 
 def collect(job: PromptJob, parts: Sequence[AnswerPart]) -> Completion:

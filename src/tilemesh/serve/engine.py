@@ -383,6 +383,8 @@ class Engine:
             self._preemptions,
             self._guesser.guessed if self._guesser else 0,
             self._guesser.right if self._guesser else 0,
+            self.version,
+            self.asleep,
         )
 
     @property

@@ -27,6 +27,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tilemesh.core.access import Access
 from tilemesh.core.errors import RunError, UsageError
+from tilemesh.serve.admin import PATHS, admin_routes
 from tilemesh.serve.answers import Completion, collect
 from tilemesh.serve.bodies import BodyTooLongError, EarlyReply, parse_body, read_body
 from tilemesh.serve.chat import ChatTemplate
@@ -71,6 +72,7 @@ def make_app(
             Route("/v1/models/{name:path}", server.model),
             Route("/health", server.health),
             Route("/metrics", server.prometheus),
+            *admin_routes(engine, has_key=bool(access.keys)),
         ],
         exception_handlers={404: _not_here, 405: _not_here},
         middleware=[*_cross_origin(access), Middleware(_Guard, access=access)],
@@ -105,7 +107,8 @@ class _Guard:
 
 async def _not_here(request: Request, error: Exception) -> Response:
     code = int(getattr(error, "status_code", 404))
-    served = "POST /v1/completions and /v1/chat/completions, GET /v1/models, /health and /metrics"
+    paths = ", ".join(PATHS)
+    served = f"POST /v1/completions, /v1/chat/completions, {paths} (with a key), GET /v1/models, /health and /metrics"
     message = f"{request.method} {request.url.path[:200]} is not served here: there are {served}"
     return JSONResponse(failure(message, _INVALID), code)
 
@@ -293,6 +296,7 @@ class ServingApp:
         """Server-sent events. When the client hangs up, this generator is closed, and `each` aborts the rest."""
         asked, decoder = reply.asked, self.engine.served.tokenizer
         offsets: dict[int, int] = {}
+        versions: dict[int, list[int]] = {}  # of tokens since the last chunk
 
         def chunk(choice: dict[str, Any]) -> bytes:
             return _event({**head([choice], chunk=True), **({"usage": None} if asked.stream_usage else {})})
@@ -306,6 +310,7 @@ class ServingApp:
                         if head.chat or asked.echo:
                             yield chunk(chunk_choice(head, index, *echoed, first=True))
                             offsets[index] += len(echoed[0])
+                    versions.setdefault(index, []).extend([part.version] * len(part.tokens))
                     logprobs = None
                     if asked.sampling.logprobs is not None and part.logprobs:
                         offset = offsets[index]
@@ -316,7 +321,7 @@ class ServingApp:
                         )
                     if part.text or part.finish is not None or logprobs is not None:
                         finish = None if part.finish is None else part.finish.value
-                        yield chunk(chunk_choice(head, index, part.text, finish, logprobs))
+                        yield chunk(chunk_choice(head, index, part.text, finish, logprobs, versions.pop(index)))
                     offsets[index] += len(part.text)
             self._count_found(reply)
             if asked.stream_usage:

@@ -129,6 +129,11 @@ class Replicas:
             engine.wake()
 
     @property
+    def asleep(self) -> int:
+        """The deepest level at which a replica sleeps."""
+        return max(engine.asleep for engine in self.engines)
+
+    @property
     def version(self) -> int:
         """The oldest that a replica computes with."""
         return min(engine.version for engine in self.engines)
@@ -136,7 +141,8 @@ class Replicas:
     @property
     def status(self) -> EngineStatus:
         each = [dataclasses.astuple(engine.status) for engine in self.engines]
-        return EngineStatus(*(sum(numbers) for numbers in zip(*each, strict=True)))
+        summed = EngineStatus(*(sum(numbers) for numbers in zip(*each, strict=True)))
+        return dataclasses.replace(summed, version=self.version, asleep=self.asleep)
 
     @property
     def alive(self) -> bool:

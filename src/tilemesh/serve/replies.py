@@ -5,6 +5,7 @@ R: replies to one body have one id; each answer to each of its prompts is a choi
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -49,6 +50,7 @@ def whole_choices(
         for answer in completion.answers:
             tokens = answer.logprobs
             choice: dict[str, Any] = {"index": len(choices), "finish_reason": answer.finish.value, "logprobs": None}
+            choice["weight_versions"] = _version_runs(answer.versions)
             if head.chat:
                 choice["message"] = {"role": "assistant", "content": answer.text, "refusal": None}
                 choice["logprobs"] = chat_logprobs(tokens, decoder) if logprobs else None
@@ -63,15 +65,27 @@ def whole_choices(
 
 
 def chunk_choice(
-    head: ReplyHead, index: int, text: str, finish: str | None, logprobs: dict[str, Any] | None, first: bool = False
+    head: ReplyHead,
+    index: int,
+    text: str,
+    finish: str | None,
+    logprobs: dict[str, Any] | None,
+    versions: Sequence[int] = (),
+    first: bool = False,
 ) -> dict[str, Any]:
     """A piece of one choice of a stream."""
     choice: dict[str, Any] = {"index": index, "finish_reason": finish, "logprobs": logprobs}
+    choice["weight_versions"] = _version_runs(versions)
     if head.chat:
         choice["delta"] = {**({"role": "assistant"} if first else {}), **({"content": text} if text or first else {})}
     else:
         choice["text"] = text
     return choice
+
+
+def _version_runs(versions: Sequence[int]) -> list[list[int]]:
+    """Of tokens one after the other: [the weights' version, how many tokens they made]."""
+    return [[version, len(list(run))] for version, run in itertools.groupby(versions)]
 
 
 def text_logprobs(

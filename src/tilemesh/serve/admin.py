@@ -1,0 +1,74 @@
+"""Paths that change the server itself: its weights, and its sleep. They are served only where a key is asked for.
+
+Whoever has a key may name any folder that this process can read; it is loaded only if it fits the model that is served.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from tilemesh.core.errors import RunError, UsageError, unknown
+from tilemesh.core.ranges import shown
+from tilemesh.serve.bodies import parse_body, read_body
+from tilemesh.serve.engine import Engine
+from tilemesh.serve.replicas import Replicas
+from tilemesh.serve.replies import failure
+
+PATHS: Mapping[str, Mapping[str, type]] = {
+    "/v1/weights": {"source": str, "version": int, "running": str, "step": int},
+    "/sleep": {"level": int},
+    "/wake": {},
+}
+"""Of each the fields that a body may have."""
+
+
+def admin_routes(engine: Engine | Replicas, has_key: bool) -> list[Route]:
+    def answering(path: str) -> Callable[[Request], Awaitable[Response]]:
+        async def answer(request: Request) -> Response:
+            if not has_key:
+                why = f"{path} changes what everybody is answered: it is served only with a key (--api-key)"
+                return JSONResponse(failure(why, "invalid_request_error", None, "key_needed"), 403)
+            try:
+                fields = _read_fields(path, await read_body(request, engine.limits.context), engine.limits.context)
+                await asyncio.to_thread(_change, engine, path, fields)
+            except UsageError as error:
+                code = int(getattr(error, "status", 400))
+                return JSONResponse(failure(str(error), "invalid_request_error"), code)
+            except RunError as error:
+                return JSONResponse(failure(str(error), "server_error"), 503)
+            except ClientDisconnect:
+                return Response(status_code=499)
+            return JSONResponse({"version": engine.version, "asleep": engine.asleep})
+
+        return answer
+
+    return [Route(path, answering(path), methods=["POST"]) for path in PATHS]
+
+
+def _read_fields(path: str, body: bytes, context: int) -> dict[str, Any]:
+    fields = parse_body(body, context) if body.strip() else {}
+    if not isinstance(fields, dict):
+        raise UsageError(f"the body is {shown(fields)}: expected a JSON object")
+    for name, value in fields.items():
+        if name not in PATHS[path]:
+            raise unknown("field", name[:200], list(PATHS[path]))
+        if type(value) is not PATHS[path][name]:
+            raise UsageError(f"{name} is {shown(value)}: expected {'text' if PATHS[path][name] is str else 'a number'}")
+    return fields
+
+
+def _change(engine: Engine | Replicas, path: str, fields: dict[str, Any]) -> None:
+    if path == "/sleep":
+        engine.sleep(**fields)
+    elif path == "/wake":
+        engine.wake()
+    elif "source" not in fields:
+        raise UsageError("source is missing: expected the folder of a run or of Hugging Face on the server's machine")
+    else:
+        engine.update_weights(**fields)
