@@ -36,8 +36,9 @@ def test_more_names_are_allowed_by_saying_so() -> None:
     access = server_access("127.0.0.1", [], ["gpu7.local", "Proxy.example:443"], [], False)
     assert status(access, host="GPU7.local:8000") == status(access, host="proxy.example") == 200
     assert status(access, host="other.local") == 403
-    with pytest.raises(UsageError, match="--allow-host"):
-        server_access("127.0.0.1", [], [""], [], False)
+    for name in ("", "a b", "*", "http://gpu7", "::1", "ü", "gpu7:port"):
+        with pytest.raises(UsageError, match="--allow-host is '.*': expected names of this machine"):
+            server_access("127.0.0.1", [], [name], [], False)
 
 
 def test_a_public_address_needs_a_key_or_a_word() -> None:

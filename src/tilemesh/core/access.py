@@ -9,6 +9,7 @@ from __future__ import annotations
 import hmac
 import ipaddress
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +18,7 @@ from tilemesh.core.errors import UsageError
 
 KEYS_VARIABLE = "TILEMESH_API_KEYS"
 _LOOPBACK_NAMES = frozenset({"127.0.0.1", "localhost", "[::1]"})
+_HOST = re.compile(r"([a-z0-9_.-]+|\[[a-z0-9:.%]+\])(:[0-9]+)?", re.IGNORECASE | re.ASCII)
 _LONGEST_KEY = 512
 _MOST_FILE = 1 << 20
 
@@ -86,7 +88,7 @@ def server_access(
         if origin != "*" and ("://" not in origin or origin.rstrip("/").count("/") != 2):
             raise UsageError(f"--allow-origin is '{origin}': expected such as https://example.org, or *")
     names = {host_name(name) for name in hosts}
-    if not all(names) or any("/" in name for name in hosts):
+    if not all(_HOST.fullmatch(name) for name in hosts):
         raise UsageError(f"--allow-host is '{', '.join(hosts)}': expected names of this machine, such as gpu7.local")
     checked = is_loopback(address) or names
     own = {f"[{address}]" if ":" in address else address}
