@@ -279,6 +279,19 @@ def test_a_run_writes_over_nothing(tmp_path: Path, name: str) -> None:
     assert [path.read_text() for path in tmp_path.iterdir()] == ["somebody's own"]
 
 
+def test_a_folder_that_is_named_by_a_link_is_that_folder(tmp_path: Path) -> None:
+    """A link such as runs/latest; links inside of a run are not followed."""
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / names.SUMMARY).write_text("somebody's own")
+    (tmp_path / "link").symlink_to("mine")
+    with pytest.raises(UsageError, match=f"link has {names.SUMMARY}, which a run would write over"):
+        new_run(TRAIN, "", tmp_path / "link")
+    new_run(TRAIN, "a = 1\n", tmp_path / "run")
+    (tmp_path / "latest").symlink_to("run")
+    assert read_config(tmp_path / "latest", TRAIN)[0] == "a = 1\n"
+    assert read_contents(tmp_path / "latest").config == {"a": 1}
+
+
 def test_a_run_may_lie_beside_other_files_and_begin_where_one_was_killed(tmp_path: Path) -> None:
     (tmp_path / "slurm-7.out").write_text("a log")
     write_object(tmp_path / names.ABOUT, {"schema": names.SCHEMA, "kind": "train"})  # killed before it had config.toml

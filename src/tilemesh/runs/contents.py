@@ -96,7 +96,7 @@ def read_contents(folder: str | Path) -> Contents:
     if damaged:
         missing[METRICS] = f"{damaged:,} of its lines {'are' if damaged > 1 else 'is'} damaged"
     told = read_metrics(lines)
-    told.events += _from_folder(place, names_in(place), {(event.step, event.kind) for event in told.events})
+    told.events += _from_folder(place, names_in(place.resolve()), {(event.step, event.kind) for event in told.events})
     return Contents(
         kind=kind,
         config=config,

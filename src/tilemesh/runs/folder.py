@@ -83,7 +83,7 @@ def make_folder(path: str | Path | None, name: str = "run") -> Path:
         raise RunError(f"run folder {path}: {error.strerror}") from None
     if (Path(path) / CONFIG).exists():
         raise UsageError(f"{path} has a run already: resume that one, or name another folder")
-    others = WRITTEN & set(names_in(Path(path)))
+    others = WRITTEN & set(names_in(Path(path).resolve()))
     if read_small(path, ABOUT).get("schema") == SCHEMA:  # of a run that was killed before it had a configuration
         others -= {ABOUT}
     if others:
@@ -135,7 +135,7 @@ def require_run(folder: str | Path) -> None:
     place = Path(folder)
     if not place.is_dir():
         raise UsageError(f"{folder} is no folder: expected a run's, such as one under {RUNS}/")
-    if not {ABOUT, CONFIG, METRICS, SUMMARY} & set(names_in(place)):
+    if not {ABOUT, CONFIG, METRICS, SUMMARY} & set(names_in(place.resolve())):
         check_finished(place)
         raise UsageError(f"{folder} is no run: it has neither {CONFIG} nor {METRICS}")
 
