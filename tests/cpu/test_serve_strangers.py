@@ -476,8 +476,11 @@ def test_certificates_make_it_https(engine: Engine, tmp_path: Path, monkeypatch:
         assert all(closed_after(client) for client in silent[:4])
         trusting = ssl.create_default_context(cafile=str(certificate))
         asking = http.client.HTTPSConnection("localhost", live.port, timeout=30, context=trusting)
-        asking.request("GET", "/health")
-        assert asking.getresponse().status == 200
+        for path in ("/health", "/metrics", "/v1/models", "/health"):  # on one connection
+            asking.request("GET", path)
+            response = asking.getresponse()
+            assert response.status == 200
+            assert response.read()
         asking.close()
         for client in silent:
             client.close()

@@ -37,7 +37,7 @@ def test_more_names_are_allowed_by_saying_so() -> None:
     assert status(access, host="GPU7.local:8000") == status(access, host="proxy.example") == 200
     assert status(access, host="other.local") == 403
     for name in ("", "a b", "*", "http://gpu7", "::1", "ü", "gpu7:port"):
-        with pytest.raises(UsageError, match="--allow-host is '.*': expected names of this machine"):
+        with pytest.raises(UsageError, match=r"--allow-host is '.*': expected names of this machine"):
             server_access("127.0.0.1", [], [name], [], False)
 
 

@@ -96,7 +96,8 @@ class PatientConnection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        transport.set_write_buffer_limits(high=0)  # told of every byte that waits, also when the connection is closed
+        # Told of all bytes that wait, also when the connection is closed. At 0, TLS would take none for too many.
+        transport.set_write_buffer_limits(high=1)
         if self._arriving is None:
             self.accept(transport)
 
