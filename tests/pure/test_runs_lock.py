@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import json
 import os
 import signal
@@ -159,6 +160,17 @@ def test_of_hundreds_at_once_one_has_it(
     done.set()
     for thread in threads:
         thread.join()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(path: Path, *arguments: object, **named: object) -> None:
+        path.touch()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(RunError, match=r"lock.json cannot be written: No space left"):
+        RunLock(tmp_path).__enter__()
     assert list(tmp_path.iterdir()) == []
 
 

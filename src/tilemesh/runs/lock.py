@@ -98,8 +98,8 @@ class RunLock:
 
     def __enter__(self) -> RunLock:
         try:
-            self._mine.write_text(json.dumps(dataclasses.asdict(self.owner), indent=1) + "\n", encoding="utf-8")
             try:
+                self._mine.write_text(json.dumps(dataclasses.asdict(self.owner), indent=1) + "\n", encoding="utf-8")
                 while not (self._make() or self._replace()):
                     pass
                 self._inode = self.path.stat().st_ino
