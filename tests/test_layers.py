@@ -86,8 +86,8 @@ MOST_LINES = {
     "train": 7_300,
     "serve": 8_450,
     "report": 6_300,
-    "bench": 7_460,
-    "cli": 4_400,
+    "bench": 8_375,
+    "cli": 4_420,
     "guide": 9_100,
 }
 SOURCE_SUFFIXES = (".py", ".c", ".h", ".cu", ".cuh", ".js", ".css")

@@ -93,6 +93,10 @@ BASES: Mapping[str, tuple[Base, ...]] = {
         Base({"--simulate": "flat", "--ranks": "4", "--sizes": "1KiB"}, ("all_reduce",)),
         Base({"--draw": "ring", "--ranks": "4"}, ("all_reduce",)),
     ),
+    "bench all": (Base({"--out": "all", "--seconds": "1", "--jobs": "train_gpt2", "--list": None}),),
+    "bench pipeline": (
+        Base({"--ranks": "2", "--microbatches": "2", "--repeats": "1", "--transport": "torch"}, ("gpipe",)),
+    ),
     "bench exchange": (
         Base({"--model": "tiny", "--rows": "1", "--tokens": "8", "--repeats": "1", "--transport": "torch"}),
     ),

@@ -1,7 +1,7 @@
 """What the planner said of the published steps and of the graded layouts, kept: its figures move by at most 1 %.
 
 `plan_figures.json` has step time and memory of every published case, of the H200's and of the nine layouts of
-`benchmarks/plan_layouts.sh`, on calibrations that are in the repository. A change that is meant to move
+`LAYOUTS` of `tilemesh.bench.jobs`, on calibrations that are in the repository. A change that is meant to move
 them writes them again: `python tests/pure/test_plan_figures.py`.
 """
 

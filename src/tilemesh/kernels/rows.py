@@ -1,7 +1,7 @@
 """What operators on rows share: softmax, norms and losses read a row at a time, whatever its length.
 
 A row up to `LONGEST` columns is held in registers by the threads of one block; how many rows and warps such a block
-takes was measured on an H200 (`benchmarks/`), where all of the best choices give each thread 16 to 32 elements.
+takes was measured on an H200 (`benchmarks/results/`), where all of the best choices give each thread 16 to 32 elements.
 """
 
 from __future__ import annotations

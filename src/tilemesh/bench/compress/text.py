@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tilemesh.bench.serve.models import random_served
 from tilemesh.compress.calibrate import LEAST_TOKENS
 from tilemesh.core.errors import UsageError
 from tilemesh.core.files import check_finished
@@ -20,6 +21,7 @@ from tilemesh.data.corpus import check_vocabulary, open_corpus
 from tilemesh.data.samples import SamplePair, held_out_samples, train_mixture
 from tilemesh.data.tokenizer import Bytes
 from tilemesh.model import huggingface
+from tilemesh.model.config import preset
 from tilemesh.model.families.book import CONFIG
 from tilemesh.model.families.carried import TOKENIZER
 from tilemesh.model.transformer import Transformer
@@ -81,6 +83,14 @@ class CompressSource:
 def _joined(pairs: list[SamplePair]) -> Tensor:
     """Inputs with the last target after them."""
     return torch.from_numpy(np.stack([np.append(inputs, targets[-1]) for inputs, targets in pairs])).long()
+
+
+@contextmanager
+def random_source(name: str, data: str | None, device: torch.device) -> Iterator[CompressSource]:
+    """A preset's shape with random weights: its bytes and times say something, its loss does not."""
+    config = preset(name).replace(dropout=0.0)
+    model = random_served(name, config, torch.float32, device).model
+    yield CompressSource(f"{name}, random weights", Path(name), model, DataConfig(source=data or "stdlib"))
 
 
 @contextmanager

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tilemesh.core.errors import unknown
 from tilemesh.kernels import registry
+from tilemesh.kernels.matmul.problem import LAYOUTS
 
 ALL = "all"
+_LARGEST, _COMMON, _MULTIPLES = 16_384, 64, (64, 64, 8, 1)
 
 
 @dataclass(frozen=True)
@@ -50,3 +53,25 @@ def cases_of(
                 form.problem(shape, given)
                 made.append(KernelCase(name, shape, given))
     return made
+
+
+def drawn_matmuls(count: int, seed: int = 0) -> list[KernelCase]:
+    """Products that nobody tuned, the same for the same seed: float16 or bfloat16, C of D's shape, and relu.
+
+    Sizes are even in their logarithm, seven in ten from 64 up; half of the shapes are multiples of 64, a quarter of 8.
+    The model that `auto` asks was learnt from other seeds than 0.
+    """
+    chance = random.Random(seed)
+
+    def side(multiple: int) -> int:
+        least = 1 if chance.random() < 0.3 else _COMMON
+        size = round(least * (_LARGEST / least) ** chance.random())
+        return max(1, size) if multiple == 1 or size < multiple else round(size / multiple) * multiple
+
+    cases = []
+    for _ in range(count):
+        multiple = chance.choice(_MULTIPLES)
+        shape = "x".join(str(side(multiple)) for _ in range(3))
+        layout, dtype = chance.choice(LAYOUTS), chance.choice(("float16", "bfloat16"))
+        cases.append(KernelCase("matmul", shape, {"dtype": dtype, "layout": layout}))
+    return cases

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from tilemesh.bench.harness import Estimate, make_row
+from tilemesh.bench.harness import Estimate, KeptRows, make_row
+from tilemesh.bench.profile import kernel_times, write_kernel_times
 from tilemesh.bench.serve.load import Lengths, LoadRequest, make_load, other_prompts
 from tilemesh.bench.serve.ours import fit_engine, fitting_batches, predict_load, run_load
 from tilemesh.bench.serve.peers import PeerProcess, write_folder
@@ -48,7 +49,7 @@ class LoadPoint:
 class ServeFindings:
     """All that a benchmark found."""
 
-    rows: list[Row] = field(default_factory=list)
+    rows: KeptRows = field(default_factory=lambda: KeptRows(None))
     points: list[LoadPoint] = field(default_factory=list)
     fitted_error: float | None = None
 
@@ -95,22 +96,37 @@ class ServeBench:
 
     # ---- decode steps ------------------------------------------------------------------------------------------
 
-    def steps(self, batches: Sequence[int], length: int, count: int = 40) -> None:
-        """A decode step of so many sequences, each with about `length` tokens."""
+    def steps(
+        self,
+        batches: Sequence[int],
+        length: int,
+        plain: Engine | None = None,
+        profile: Path | None = None,
+        count: int = 40,
+    ) -> None:
+        """A decode step of so many sequences, each with about `length` tokens. `plain`: the same engine with every
+        kernel launched by itself, beside it. `profile`: a folder for a step's kernels. `count`: tokens decoded."""
         for batch in batches:
             parts = [SequencePart(1, length, 1)] * batch
             guess = None if self.clock is None else self.clock(parts)
             begin = max(1, length - count // 2)
             load = make_load(batch, Lengths(begin, begin), Lengths(count, count), self.engine.config.vocabulary, seed=7)
-            history = run_load(self.engine, load, self.watched)
-            whole = [
-                step.seconds for step in history.steps if step.decode_tokens == batch and not step.prefill_tokens
-            ] or [gap for record in history.requests.values() for gap in record.gaps_s[count // 4 :]]
             limit = None if self.clock is None else self.clock.limit(parts)
-            self._row(
-                "serve, decode step", {"batch": batch, "tokens": length}, "s", guess, limit,
-                Sample.of(whole[2:] or whole), {}, {"peers": "see the offline rows"},
-            )  # fmt: skip
+            measured = _step_times(self.engine, load, self.watched)
+            peers = {} if plain is None else {"kernel by kernel": _step_times(plain, load, self.watched)}
+            missing = {} if peers else {"peers": "see the offline rows"}
+            case: dict[str, CaseValue] = {"batch": batch, "tokens": length}
+            self._row("serve, decode step", case, "s", guess, limit, measured, peers, missing)
+            if profile is not None:
+                self._profile(load, profile / f"decode-{batch}.txt")
+
+    def _profile(self, load: Sequence[LoadRequest], path: Path) -> None:
+        """Of the same load, prompts included."""
+        device = next(self.engine.served.model.parameters()).device
+        times = kernel_times(lambda: run_load(self.engine, load, watched=False), device)
+        count = load[0].output
+        each = [(seconds / count, calls / count, name) for seconds, calls, name in times]
+        self.say(f"{len(load)} sequences: {write_kernel_times(each, path)}")
 
     # ---- offline -----------------------------------------------------------------------------------------------
 
@@ -210,7 +226,16 @@ class ServeBench:
             predicted=Estimate(predicted, self.why_no_clock or "step times were not fitted"),
             limit=Estimate(limit, self.why_no_clock or "it depends on the load"),
         )  # fmt: skip
-        self.found.rows.append(row)
+        self.found.rows.add([row])
+
+
+def _step_times(engine: Engine, load: Sequence[LoadRequest], watched: bool) -> Sample:
+    """Of the steps in which all requests decode."""
+    history = run_load(engine, load, watched)
+    whole = [step.seconds for step in history.steps if step.decode_tokens == len(load) and not step.prefill_tokens] or [
+        gap for record in history.requests.values() for gap in record.gaps_s[load[0].output // 4 :]
+    ]
+    return Sample.of(whole[2:] or whole)
 
 
 def server_rows(records: Sequence[RequestRecord], goal: ServeGoal, case: Mapping[str, CaseValue]) -> list[Row]:

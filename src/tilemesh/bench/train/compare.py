@@ -8,6 +8,7 @@ the same weights and take the same batches, and a peer whose first losses are no
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -36,6 +37,13 @@ ALONE = ("eager", "compile")
 """Peers that have one rank; the others have as many as ours."""
 SAME_LOSS = {"fp64": 1e-12, "fp32": 1e-5, "bf16": 1e-2}
 """How far a peer's loss may be from ours, relative: about a hundred roundings, or with 16-bit products two of them."""
+MALLOC = {
+    "kept": "glibc.malloc.mmap_threshold=33554432:glibc.malloc.trim_threshold=1073741824",
+    "mapped": "glibc.malloc.mmap_threshold=131072",
+    "one-arena": "glibc.malloc.arena_max=1",
+}
+"""Settings of glibc: freed memory stays in the heap; every tensor of 128 KiB is a mapping of its own, which goes back
+when it is freed; threads share one heap."""
 READY_WITHIN_S = 300.0
 _SIDE = "tilemesh.bench.train.rank"
 
@@ -54,6 +62,8 @@ class Contender:
     """Of the first steps."""
     settings: TrainConfig | None = None
     """Of ours with other settings, which the name says."""
+    malloc: str = ""
+    """glibc's tunables, where they are not the process's own."""
 
     @property
     def title(self) -> str:
@@ -61,9 +71,12 @@ class Contender:
 
     def start(self, config: TrainConfig) -> None:
         """Start the ranks and let them prepare themselves; `wait` for it."""
-        self.started = Ranks(self.ranks, transport=self.transport, sink=lambda rank, stream, line: None)
-        told = self.name if self.settings is None else OURS
-        self.started.begin(f"{_SIDE}:prepare", told, (self.settings or config).to_toml())
+        environ = {**os.environ, "GLIBC_TUNABLES": self.malloc} if self.malloc else None
+        self.started = Ranks(
+            self.ranks, transport=self.transport, environ=environ, sink=lambda rank, stream, line: None
+        )
+        name = OURS if self.settings is not None or self.malloc else self.name
+        self.started.begin(f"{_SIDE}:prepare", name, (self.settings or config).to_toml())
 
     def wait(self) -> None:
         assert self.started is not None
@@ -94,6 +107,7 @@ def compare(
     *,
     peers: Sequence[str] = ("eager", "compile", "ddp"),
     also: Mapping[str, TrainConfig] | None = None,
+    malloc: Sequence[str] = (),
     transport: str = "auto",
     blocks: int = 8,
     steps: int = 5,
@@ -105,11 +119,12 @@ def compare(
 
     `at_once`: let them make themselves ready at the same time, where compiling on many cores takes longer than steps.
     `profile`: a folder for what each spends its step on, kernel by kernel, taken after the timing. `also`: ours with
-    other settings, as further contenders under these names.
+    other settings, as further contenders under these names. `malloc`: ours under these settings of `MALLOC`, too.
     """
     ours = Contender(OURS, config.plan.world, transport)
     others = [Contender(name, 1 if name in ALONE else config.plan.world, "torch") for name in peers]
     others += [Contender(name, made.plan.world, transport, settings=made) for name, made in (also or {}).items()]
+    others += [Contender(f"ours, malloc {name}", config.plan.world, transport, malloc=MALLOC[name]) for name in malloc]
     with _running([ours, *others], config, at_once, say) as missing:
         ready = [contender for contender in (ours, *others) if contender.name not in missing]
         _take_turns(ready, blocks, steps, say)

@@ -11,38 +11,66 @@ from tilemesh.bench.train.compare import TrainComparison
 from tilemesh.core.cores import available_cores
 from tilemesh.measure.machine import this_machine
 from tilemesh.measure.row import CaseValue, Row
+from tilemesh.measure.sample import Sample
 from tilemesh.model.work.operations import model_flops
 from tilemesh.train.config import TrainConfig
 from tilemesh.train.predict import calibrated_peak
 
 
 def train_rows(
-    config: TrainConfig, compared: TrainComparison, predicted: Mapping[str, Any], gpus: Sequence[str]
+    config: TrainConfig,
+    compared: TrainComparison,
+    predicted: Mapping[str, Any],
+    gpus: Sequence[str],
+    also: Mapping[str, tuple[TrainConfig, Mapping[str, Any]]] | None = None,
 ) -> list[Row]:
-    """Tokens per second and memory, ours beside the peers."""
-    plan, tokens = config.plan, config.tokens_per_step
-    device = "cuda" if gpus and config.train.device != "cpu" else "cpu"
-    known = {"plan": plan.to_dict(), "machine": this_machine().id, "device": device, "world": plan.world}
-    peak, why = calibrated_peak(known)
-    flops = model_flops(config.model, config.batch, config.context)
-    guess = predicted.get("step_time_s")
-    case: dict[str, CaseValue] = {
+    """Tokens per second and memory, ours beside the peers. `also`: ours with other settings and what was predicted of
+    it, by the name it has in the comparison; a row each, beside ours."""
+    on_gpu = bool(gpus) and config.train.device != "cpu"
+    taken = {name: exactly(float(count)) for name, count in compared.memory_bytes.items()}
+    no_bytes = "what the planner counts holds the libraries' own memory too, which is left out here"
+    row = _rate_row(config, compared.ours, predicted, on_gpu, compared.peers, compared.missing, {})
+    memory = make_row(
+        "train memory", _case(config), taken.pop(OURS), unit="B", peers=taken, missing=compared.missing,
+        no_peers=NO_PEERS, predicted=Estimate(predicted.get("memory_bytes") if on_gpu else None, no_bytes),
+        limit=Estimate(None, "no step was said to be the smallest possible"),
+    )  # fmt: skip
+    rows = [row, memory]
+    for name, (settings, guess) in (also or {}).items():
+        if name in compared.peers:
+            beside = {OURS: compared.ours}
+            rows.append(_rate_row(settings, compared.peers[name], guess, on_gpu, beside, {}, {"settings": name}))
+    return rows
+
+
+def _case(config: TrainConfig) -> dict[str, CaseValue]:
+    plan = config.plan
+    return {
         "layers": config.model.layers, "width": config.model.width, "batch": config.batch, "context": config.context,
         "dp": plan.dp, "tp": plan.tp, **({"pp": plan.pp, "schedule": plan.schedule_name} if plan.pp > 1 else {}),
         **({"zero": plan.zero} if plan.zero else {}), "precision": plan.precision, "cores": available_cores(),
         "compiled": bool(config.train.compile),
     }  # fmt: skip
-    row = make_row(
-        "train", case, compared.ours.rate(tokens), unit="tokens/s",
+
+
+def _rate_row(
+    config: TrainConfig,
+    step: Sample,
+    predicted: Mapping[str, Any],
+    on_gpu: bool,
+    peers: Mapping[str, Sample],
+    missing: Mapping[str, str],
+    labels: Mapping[str, CaseValue],
+) -> Row:
+    plan, tokens, guess = config.plan, config.tokens_per_step, predicted.get("step_time_s")
+    device = "cuda" if on_gpu else "cpu"
+    peak, why = calibrated_peak(
+        {"plan": plan.to_dict(), "machine": this_machine().id, "device": device, "world": plan.world}
+    )
+    flops = model_flops(config.model, config.batch, config.context)
+    return make_row(
+        "train", {**_case(config), **labels}, step.rate(tokens), unit="tokens/s",
         predicted=Estimate(None if guess is None else tokens / guess, str(predicted.get("missing"))),
         limit=Estimate(None if peak is None else tokens * peak / flops, why),
-        peers={name: sample.rate(tokens) for name, sample in compared.peers.items()}, missing=compared.missing,
-        no_peers=NO_PEERS,
+        peers={name: sample.rate(tokens) for name, sample in peers.items()}, missing=missing, no_peers=NO_PEERS,
     )  # fmt: skip
-    taken = {name: exactly(float(count)) for name, count in compared.memory_bytes.items()}
-    memory = make_row(
-        "train memory", case, taken.pop(OURS), unit="B", peers=taken, missing=compared.missing, no_peers=NO_PEERS,
-        predicted=Estimate(None, "what the planner counts holds the libraries' own memory too, which is left out here"),
-        limit=Estimate(None, "no step was said to be the smallest possible"),
-    )  # fmt: skip
-    return [row, memory]

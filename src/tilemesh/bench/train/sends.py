@@ -8,20 +8,27 @@ second; where all is, as long as the third.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import statistics
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
+from tilemesh.bench.harness import Estimate, exactly, make_row
 from tilemesh.bench.train.sleeping import program_of, timed_in_turns
 from tilemesh.comm.connection import connect
 from tilemesh.comm.runtime.communicator import Communicator
 from tilemesh.core.step.action import Action, Payload, StepProgram
+from tilemesh.launch import Ranks
+from tilemesh.measure.ranks import ranks_case
+from tilemesh.measure.row import CaseValue, Row
 from tilemesh.parallel.run import StepRunner
 
 SIZE = 512
 """Of the square matrices that are multiplied."""
 TINY = 16
+PRODUCTS = 8
+"""Of a pass."""
 RUNS = ("left to move", "waited for", "tiny")
 
 
@@ -64,6 +71,31 @@ class WaitingRunner(StepRunner):
     def _send(self, action: Action) -> None:
         super()._send(action)
         self.flush()
+
+
+def sends_rows(
+    ranks: int, schedule: str, sizes: Sequence[int], microbatches: int, repeats: int, transport: str
+) -> list[Row]:
+    """How much of messages computing hides, by their size: (waited for - left to move) / (waited for - tiny)."""
+    rows = []
+    with Ranks(ranks, transport=transport) as started:
+        for nbytes in sizes:
+            given = (schedule, transport, microbatches, PRODUCTS, nbytes, repeats)
+            taken = started.call(f"{__name__}:on_ranks", *given, timeout_s=120)[0]
+            left_s, waited_s, tiny_s = (statistics.median(taken[name]) for name in RUNS)
+            hidden = (waited_s - left_s) / (waited_s - tiny_s) if waited_s > tiny_s else None
+            case: dict[str, CaseValue] = {"schedule": schedule, "microbatches": microbatches, "bytes": nbytes}
+            case |= {"transport": transport, **ranks_case(ranks)}
+            seconds = {f"{name.replace(' ', '_')}_s": statistics.median(taken[name]) for name in RUNS}
+            rows.append(
+                make_row(
+                    "pipeline sends", case | seconds, None if hidden is None else exactly(hidden), unit="fraction",
+                    predicted=Estimate(None, "no model of overlap"), limit=Estimate(1.0),
+                    missing={} if hidden is not None else {"measured": "waiting for messages costs nothing here"},
+                    no_peers="torch's sends are of its own schedule",
+                )
+            )  # fmt: skip
+    return rows
 
 
 def on_ranks(

@@ -14,12 +14,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tilemesh.bench.harness import Estimate, make_row
 from tilemesh.comm.connection import connect
 from tilemesh.comm.runtime.communicator import Communicator
 from tilemesh.core.step.action import Payload, StepProgram
 from tilemesh.core.step.book import build
 from tilemesh.core.step.passes import exchange
 from tilemesh.core.step.simulate import StepTimes, simulate
+from tilemesh.launch import Ranks
+from tilemesh.measure.ranks import ranks_case
+from tilemesh.measure.row import CaseValue, Row
+from tilemesh.measure.sample import Sample
 from tilemesh.parallel.run import Services, StepRunner
 
 FORWARD_S = INPUT_S = WEIGHT_S = 0.010
@@ -58,6 +63,27 @@ class SleepingChunk:
 
     def landing(self, microbatch: int, piece: int, of: Payload) -> Tensor:
         return torch.empty(NUMBERS)
+
+
+def sleeping_rows(
+    ranks: int, schedules: Sequence[str], microbatches: int, repeats: int, transport: str, peers: bool
+) -> list[Row]:
+    """Each schedule's step beside its simulation and, over gloo, torch's schedule of the same name."""
+    with Ranks(ranks, transport=transport) as started:
+        taken = started.call(f"{__name__}:on_ranks", list(schedules), microbatches, repeats, peers, timeout_s=300)[0]
+    rows = []
+    for name in schedules:
+        simulated = Estimate(simulated_s(name, ranks, microbatches))
+        theirs = taken.get(f"torch {name}")
+        case: dict[str, CaseValue] = {"schedule": name, "microbatches": microbatches, "transport": transport}
+        rows.append(
+            make_row(
+                "sleeping stages", {**case, **ranks_case(ranks)}, Sample.of(taken[name]),
+                predicted=simulated, limit=simulated, peers={"torch": Sample.of(theirs)} if theirs else {},
+                no_peers="torch has no such schedule" if peers else "left out: --no-peers",
+            )
+        )  # fmt: skip
+    return rows
 
 
 SERVICES: Services = {("REDUCE", "gradient"): lambda action: None}
@@ -126,21 +152,13 @@ class _SleepingModule(nn.Module):
 
 def torch_step(schedule: str, comm: Communicator, microbatches: int) -> Callable[[], object]:
     """A step of torch's schedule of that name over sleeping stages."""
-    from torch.distributed import pipelining  # late: it imports for seconds
+    from tilemesh.bench.train.torch_pipeline import torch_schedule  # late: it imports for seconds
 
-    made: Any = pipelining
     ranks, rank = comm.size, comm.rank
     chunks = {"interleaved": (rank, rank + ranks), "zb-v": (rank, 2 * ranks - 1 - rank)}.get(schedule, (rank,))
     count = ranks * len(chunks)
-    device = torch.device("cpu")
-    stages = [made.PipelineStage(_SleepingModule(), chunk, count, device) for chunk in chunks]
-    kinds = {
-        "gpipe": made.ScheduleGPipe, "1f1b": made.Schedule1F1B, "interleaved": made.ScheduleInterleaved1F1B,
-        "zb-v": made.ScheduleZBVZeroBubble,
-    }  # fmt: skip
-    runner = kinds[schedule](
-        stages if len(chunks) > 1 else stages[0], microbatches, loss_fn=lambda y, target: (y - target).sum()
-    )
+    modules: dict[int, nn.Module] = {chunk: _SleepingModule() for chunk in chunks}
+    runner = torch_schedule(schedule, modules, count, microbatches, lambda y, target: (y - target).sum())
     x = torch.zeros(microbatches, NUMBERS)
     has_last = count - 1 in chunks
 

@@ -2,7 +2,7 @@
 
 The cost model's prediction is corrected by boosted trees, which learn where it is wrong (in log seconds) from features
 of problem and configuration: the idea of AutoTVM. A fitted model travels with the package for a GPU on which trials
-were taken (`tables/<gpu>.trees.json`, written by benchmarks/fit_matmul.py); it speaks only for the kinds of C it has
+were taken (`tables/<gpu>.trees.json`, written by scripts/fit_matmul.py); it speaks only for the kinds of C it has
 seen. Pure: no clock, no GPU, no torch.
 """
 

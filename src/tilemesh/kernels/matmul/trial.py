@@ -1,6 +1,6 @@
 """Inputs of a matmul problem, the float64 result of some of its rows, and how far from it a correct result may be.
 
-Used by the tuner, by the rows of `bench kernel matmul` and by the scripts in benchmarks/.
+Used by the tuner, by the rows of `bench kernel matmul` and by scripts/fit_matmul.py.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class CompressBenchOptions:
-    model: str = argument(..., "A run's folder, or a Hugging Face folder.", "RUN|FOLDER")
+    model: str = argument(..., "A run, a Hugging Face folder, or a shape with random weights.", "RUN|FOLDER")
     recipes: Words = option((), "Names or TOML files; by default fifteen.", "A,B,...")
     peers: Annotated[tuple[str, ...], Commas("none"), Known("peer", "tilemesh.bench.compress.peers:PEERS")] = option(
         ("torchao", "bitsandbytes"), "torchao, bitsandbytes; or none.", "A,B"
@@ -59,10 +59,11 @@ def compress(options: CompressBenchOptions) -> Output:
         bench_recipes,
         keep_compress_run,
     )
-    from tilemesh.bench.compress.text import open_source
+    from tilemesh.bench.compress.text import open_source, random_source
     from tilemesh.compress.recipe import read_recipe
     from tilemesh.kernels.launch.tensors import read_device
     from tilemesh.measure.row import write_rows
+    from tilemesh.model.config import PRESETS
     from tilemesh.serve.load import read_dtype
 
     recipes = list(options.recipes or DEFAULT)
@@ -83,7 +84,9 @@ def compress(options: CompressBenchOptions) -> Output:
         if run is not None:
             keep_compress_run(run, settings, findings)
 
-    with open_source(options.model, options.data, None, tell) as source:
+    is_shape = options.model in PRESETS and not Path(options.model).exists()
+    opened = random_source(options.model, options.data, device) if is_shape else None
+    with opened or open_source(options.model, options.data, None, tell) as source:
         model = source.model.to(device)
         recipes = _that_fit(model, recipes, not options.recipes, tell)
         text = source.text(options.calibrate, options.sequences, options.seed, tell)

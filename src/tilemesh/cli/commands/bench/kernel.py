@@ -7,7 +7,8 @@ from typing import Annotated
 
 from tilemesh.cli.operators import problem_settings
 from tilemesh.cli.output import Block, Output, console_beside
-from tilemesh.core.options import ROWS, TURN, Commas, OutFile, OutPicture, Words, argument, option
+from tilemesh.core.errors import UsageError
+from tilemesh.core.options import ROWS, TURN, Commas, Count, OutFile, OutPicture, Words, argument, option
 from tilemesh.core.ranges import Range
 
 
@@ -17,6 +18,7 @@ class KernelBenchOptions:
     shapes: Annotated[tuple[str, ...], Commas("suite")] = option(
         (), "As in 2048x2048x2048; `suite` for all.", "A,B,..."
     )
+    drawn: Count | None = option(None, "Of matmul: so many random shapes, layouts and dtypes that nobody tuned.", "N")
     dtype: str | None = option(None, "float16, bfloat16, float32.", "A,B,...")
     c: str | None = option(None, "What a matmul's C is: full, row, column or none.")
     activation: str | None = option(None, "none, relu, gelu, gelu_tanh, silu, squared_relu.")
@@ -37,11 +39,16 @@ class KernelBenchOptions:
 
 
 def kernel(options: KernelBenchOptions) -> Output:
-    from tilemesh.bench.kernel.cases import KernelCase, cases_of
+    from tilemesh.bench.kernel.cases import KernelCase, cases_of, drawn_matmuls
 
     console = console_beside(options.json)
     settings = problem_settings(options, "c", "activation", "layout")
-    cases = cases_of(options.operators or ["matmul"], options.shapes, settings, options.dtype or "")
+    if options.drawn is None:
+        cases = cases_of(options.operators or ["matmul"], options.shapes, settings, options.dtype or "")
+    elif settings or options.dtype or options.shapes or set(options.operators) - {"matmul"}:
+        raise UsageError("--drawn draws shapes, layouts and dtypes of matmul: leave operators and settings out")
+    else:
+        cases = drawn_matmuls(options.drawn)
     from tilemesh.bench.harness import KeptRows, TimingTurn
     from tilemesh.bench.kernel.run import measure_cases
     from tilemesh.cli.pages import bench_drawings, bench_page, read_trials

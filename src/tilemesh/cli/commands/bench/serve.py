@@ -7,12 +7,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from tilemesh.cli.output import Block, Output, console_beside
 from tilemesh.core.errors import UsageError, unknown
-from tilemesh.core.options import ROWS, Commas, Count, Known, OutFile, OutFolder, Seed, argument, option
+from tilemesh.core.options import ROWS, Commas, Count, Known, OutFile, OutFolder, Seed, Words, argument, option
 from tilemesh.core.ranges import Range
 
 if TYPE_CHECKING:
@@ -43,6 +44,10 @@ class ServeBenchOptions:
         (), "Also a decode step of so many sequences.", "A,B,..."
     )
     step_length: _Tokens = option(1024, "Tokens of each of these.", "N")
+    profile: OutFolder | None = option(None, "Then write the kernels of these steps.", "FOLDER")
+    features: Annotated[Words, Known("feature", "tilemesh.bench.serve.features:FEATURES", "all")] = option(
+        (), "Also with and without prefix, chunks, pages, guesses, packed, start; or all.", "A,B,..."
+    )
     peers: Annotated[tuple[str, ...], Commas("none"), Known("peer", "tilemesh.bench.serve.peers:PEERS")] = option(
         (), "transformers-static, transformers-continuous, openvino-genai, ctranslate2; or none.", "A,B"
     )
@@ -58,10 +63,13 @@ class ServeBenchOptions:
 
 
 def serve(options: ServeBenchOptions) -> Output:
+    from tilemesh.bench.harness import KeptRows
+    from tilemesh.bench.serve.features import FeatureBench, feature_rows
     from tilemesh.bench.serve.load import make_load
     from tilemesh.bench.serve.record import write_serve_run
     from tilemesh.bench.serve.run import ServeBench, machine_clock, open_peers
     from tilemesh.cli.pages import write_pages
+    from tilemesh.serve.engine import Engine
 
     goal, prompt, output = _promised(options)
     if options.url is not None:
@@ -83,17 +91,26 @@ def serve(options: ServeBenchOptions) -> Output:
     with ExitStack() as closing:
         engine = closing.enter_context(_engine(options, served, longest))
         bench = ServeBench(engine, case, clock, why, goal, console.print, watched=options.device == "cpu")
+        bench.found.rows = KeptRows(options.json)
         peers = open_peers(options.peers, engine, options.dtype, options.device, closing) if options.blocks else []
         if options.predict == "fitted" and options.device == "cpu" and (options.blocks or loads):
             bench.fit()
         if options.steps:
-            bench.steps(options.steps, options.step_length)
+            plain = None if options.device == "cpu" else closing.enter_context(
+                _engine(options, served, longest, launch_ahead=False)
+            )  # fmt: skip
+            profile = None if options.profile is None else Path(options.profile)
+            bench.steps(options.steps, options.step_length, plain, profile)
         if options.blocks:
             offline = make_load(options.requests, prompt, output, config.vocabulary, seed=options.seed)
             bench.offline(offline, options.blocks, peers)
         for rate, load in loads:
             span = load[-1].at_s - load[0].at_s
             bench.online(load, rate or len(load) / (span or 1.0))
+    if options.features:
+        make = partial(Engine, device=options.device, dtype=options.dtype)
+        for rows in feature_rows(FeatureBench(served, options.device, case, make), options.features):
+            bench.found.rows.add(rows)
     text: list[Block] = [bench.found.rows]
     if options.run is not None:
         limits = engine.limits
@@ -109,8 +126,8 @@ def _load_server(options: ServeBenchOptions, url: str) -> Output:
     from tilemesh.bench.serve.run import server_rows
     from tilemesh.bench.serve.url import URL_VOCABULARY, load_url, read_url
 
-    if options.run is not None or options.peers or options.steps:
-        raise UsageError("--url loads a server: leave --run, --peers and --steps out")
+    if options.run is not None or options.peers or options.steps or options.features:
+        raise UsageError("--url loads a server: leave --run, --peers, --steps and --features out")
     read_url(url)
     goal, _, _ = _promised(options)
     rows = []
@@ -136,7 +153,7 @@ def _loads(
     return loads
 
 
-def _engine(options: ServeBenchOptions, served: ServedModel, longest: int) -> Engine:
+def _engine(options: ServeBenchOptions, served: ServedModel, longest: int, launch_ahead: bool | None = None) -> Engine:
     from tilemesh.serve.engine import Engine
 
     # Pages for as many requests as run: what is measured is the engine, not a pool that is too small.
@@ -150,7 +167,8 @@ def _engine(options: ServeBenchOptions, served: ServedModel, longest: int) -> En
         dtype=options.dtype,
         seed=options.seed,
         waiting=max(1024, options.requests),
-        prepare=options.device != "cpu",
+        prepare=options.device != "cpu" and launch_ahead is None,
+        launch_ahead=launch_ahead,
     )
 
 

@@ -26,6 +26,9 @@ class TrainBenchOptions:
         (), f"{_PEERS} (default: those that suit the plan).", "A,B"
     )
     also: tuple[str, ...] = option((), "Ours with these settings too, in turns with the others.", "A=B,...")
+    malloc: Annotated[Words, Known("setting", "tilemesh.bench.train.compare:MALLOC")] = option(
+        (), "Ours under glibc's kept, mapped or one-arena too (Linux).", "A,B"
+    )
     blocks: Count = option(8, "How many turns each gets.", "N")
     steps: Count = option(5, "Steps in a turn.", "N")
     transport: str = option("auto", "Ours: mpi, torch or auto.")
@@ -54,10 +57,12 @@ def train(options: TrainBenchOptions) -> Output:
     if profile is not None:
         check_filled("--profile", str(profile))
     predicted = predict_run(config, gpus)  # before anything is measured
+    also = {name: (settings, predict_run(settings, gpus)) for name, settings in others.items()}
     compared = compare(
         config,
         peers=options.peers or usual_peers(config),
         also=others,
+        malloc=options.malloc,
         transport=transport,
         blocks=options.blocks,
         steps=options.steps,
@@ -65,5 +70,5 @@ def train(options: TrainBenchOptions) -> Output:
         profile=profile,
         say=console.print,
     )
-    rows = train_rows(config, compared, predicted, gpus)
+    rows = train_rows(config, compared, predicted, gpus, also)
     return Output([rows], rows)

@@ -1,4 +1,7 @@
-"""Draws docs/serve/timeline.svg: three requests through the real scheduler, with step times predicted for an H200."""
+"""Draws docs/serve/timeline.svg: three requests through the real scheduler, with step times predicted for an H200.
+
+python scripts/serve_timeline.py docs/serve/timeline.svg
+"""
 
 from __future__ import annotations
 

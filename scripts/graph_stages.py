@@ -1,6 +1,6 @@
 """One program through Dynamo, AOTAutograd, our graphs and Inductor, as text: writes docs/graph/stages.md.
 
-python benchmarks/graph_stages.py docs/graph/stages.md
+python scripts/graph_stages.py docs/graph/stages.md
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def main(target: Path) -> None:
     parts = [f"## {title}\n\n```text\n{text}\n```\n" for title, text in stages()]
     head = (
         "# One program through the stages of a compiler\n\n"
-        f"Made by `benchmarks/graph_stages.py` with torch {torch.__version__.partition('+')[0]}.\n\n"
+        f"Made by `scripts/graph_stages.py` with torch {torch.__version__.partition('+')[0]}.\n\n"
         f"```python\n{PROGRAM}\n```\n\n"
     )
     target.write_text(head + "\n".join(parts))

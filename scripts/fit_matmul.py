@@ -1,10 +1,13 @@
 """Fit the model that `auto` asks about shapes nobody tuned, from committed trials, and say how well it chooses.
 
-    PYTHONPATH=src python benchmarks/fit_matmul.py [--check] [--out FILE]
+    PYTHONPATH=src python scripts/fit_matmul.py [--check] [--out FILE]
+    PYTHONPATH=src python scripts/fit_matmul.py --trials 150 --seed 1 --out trials.jsonl [--seconds 200]
 
 Each shape's trials weigh as much as any other's, and within a shape the more the nearer they are to its best: it is
 among those that the choice is made. `--check` leaves out every sixth shape in turn, fits on the others, and prints
-what share of the best trial's speed the choice has on the shapes left out. Needs no GPU.
+what share of the best trial's speed the choice has on the shapes left out. Neither needs a GPU. `--trials` makes the
+trials on one: every configuration on so many shapes drawn from a seed; seed 0 is for judging (`bench kernel matmul
+--drawn`).
 """
 
 from __future__ import annotations
@@ -13,21 +16,23 @@ import argparse
 import json
 import math
 import statistics
+import time
 from collections import defaultdict
 from pathlib import Path
 
 import numpy as np
 
+from tilemesh.bench.kernel.cases import KernelCase, drawn_matmuls
 from tilemesh.core.hardware import DEVICES
-from tilemesh.kernels.matmul.config import KINDS, Config, from_dict
-from tilemesh.kernels.matmul.cost import predict_s, rates_of
+from tilemesh.kernels.matmul.config import KINDS, Config, from_dict, to_dict
+from tilemesh.kernels.matmul.cost import FORM, predict_s, rates_of
 from tilemesh.kernels.matmul.learnt import FORMAT, Learnt, features
 from tilemesh.kernels.matmul.portfolio import offered
 from tilemesh.kernels.matmul.problem import Problem, dense
-from tilemesh.kernels.matmul.tuning import SHORTLIST
+from tilemesh.kernels.matmul.tuning import SHORTLIST, TUNING
 from tilemesh.kernels.tuning import trees
 
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 FILES = ("matmul_untuned_trials_h200.jsonl", "matmul_grid_h200_float16.jsonl", "matmul_trials_h200_float16.jsonl")
 TABLE = Path(__file__).parents[1] / "src/tilemesh/kernels/matmul/tables/nvidia-h200.trees.json"
 DEVICE = DEVICES["h200"]
@@ -41,7 +46,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="how well it chooses for shapes it has not seen")
     parser.add_argument("--out", type=Path, default=TABLE)
+    parser.add_argument("--trials", type=int, metavar="N", help="time every configuration on N drawn shapes, on a GPU")
+    parser.add_argument("--seed", type=int, default=1, help="of these shapes")
+    parser.add_argument("--seconds", type=float, default=1e9, help="begin no further shape after so many")
     given = parser.parse_args()
+    if given.trials is not None:
+        if given.seed == 0 or given.out == TABLE:
+            parser.error("--trials needs --out FILE, and another --seed than 0, which is for judging")
+        time_trials(drawn_matmuls(given.trials, given.seed), given.seconds, given.out)
+        return
     trials = read()
     print(f"{sum(map(len, trials.values()))} trials of {len(trials)} shapes")
     if given.check:
@@ -52,6 +65,34 @@ def main() -> None:
     body = {"format": FORMAT, "gpu": "NVIDIA H200", "c_kinds": kinds, "model": trees.to_dict(model.model)}
     given.out.write_text(json.dumps(body, separators=(",", ":")) + "\n", encoding="utf-8")
     print(f"wrote {given.out}, {given.out.stat().st_size} bytes")
+
+
+def time_trials(cases: list[KernelCase], limit_s: float, path: Path) -> None:
+    """One JSON object per configuration of a shape, kernel time; written shape by shape."""
+    import torch
+
+    from tilemesh.kernels.matmul.trial import MatmulBench
+    from tilemesh.kernels.tuning.compiler import Compiler
+
+    device, began = torch.device("cuda", torch.cuda.current_device()), time.monotonic()
+    problems = [FORM.problem(case.shape, case.settings) for case in cases]
+    work = [(problem, [Config("torch"), *offered(problem)]) for problem in problems]
+    with Compiler(device) as compiler:
+        failures = compiler.ahead(TUNING, [(problem, config) for problem, configs in work for config in configs])
+    with path.open("w", encoding="utf-8") as out:
+        for done, (problem, configs) in enumerate(work):
+            if time.monotonic() - began > limit_s:
+                print(f"stopped after {done} of {len(work)} shapes: time is up", flush=True)
+                return
+            bench = MatmulBench(problem, device)
+            for config in configs:
+                reason = failures.get((problem.key, config))
+                trial = None if reason else bench.time(config)
+                failure = reason or (trial.failure if trial else None)
+                seconds = None if trial is None or failure else trial.seconds
+                line = {"problem": problem.key, "config": to_dict(config), "seconds": seconds, "failure": failure}
+                out.write(json.dumps(line) + "\n")
+            out.flush()
 
 
 def read() -> Trials:

@@ -1,4 +1,4 @@
-"""Draws the pictures of docs/graph from real programs: python benchmarks/graph_pictures.py docs/graph"""
+"""Draws the pictures of docs/graph from real programs: python scripts/graph_pictures.py docs/graph"""
 
 from __future__ import annotations
 
