@@ -206,12 +206,12 @@ def test_weights_come_from_runs_at_a_step_and_with_adapters_merged(folders: tupl
 # Requests under way -------------------------------------------------------------------------------------------------
 
 
-def caught(under_way: WhileRunning, **settings: int) -> tuple[Answer, Answer]:
+def caught(under_way: WhileRunning, asked: Sampling = ASKED, **settings: int) -> tuple[Answer, Answer]:
     """An answer during which weights changed, and one that was asked for just before."""
     with Engine(served(1), pages=60, page_tokens=4, **settings) as engine:
-        first = Listening(engine)
+        first = Listening(engine, asked)
         assert first.midway.wait(60)
-        second = Listening(engine, after=100)
+        second = Listening(engine, asked, after=100)
         thread = ask_midway(engine, first, lambda: engine.update_weights(model_of(2), 5, running=under_way))
         answers = first.answer(), second.answer()
         thread.join(60)
@@ -251,6 +251,19 @@ def test_requests_are_computed_again_and_go_on_with_new_weights() -> None:
         expected = collect(job, parts).answers[0]
     assert same(replace(first, tokens=first.tokens[kept:], logprobs=first.logprobs[kept:]), expected)
     assert same(second, fresh_answer(2))
+
+
+@pytest.mark.parametrize("under_way", ["finish", "carry", "recompute"])
+def test_a_step_that_was_launched_ahead_is_of_the_weights_that_it_was_launched_with(under_way: WhileRunning) -> None:
+    plain = Sampling(max_tokens=24, temperature=0.8, seed=4, ignore_eos=True)
+    (first, second), (ahead, ahead_second) = (caught(under_way, plain, launch_ahead=ahead) for ahead in (False, True))
+    old = fresh_answer(1).tokens
+    changed = ahead.versions.count(0)
+    assert ahead.tokens[:changed] == old[:changed]
+    assert (ahead.tokens == old) == (under_way == "finish")
+    assert ahead_second.tokens == second.tokens == fresh_answer(2).tokens
+    if changed == first.versions.count(0):  # a step ahead, it may have drawn one more
+        assert ahead.tokens == first.tokens
 
 
 def test_requests_are_carried_over_with_their_pages() -> None:
@@ -311,6 +324,8 @@ def test_weights_that_do_not_fit_change_nothing(folders: tuple[Path, Path], tmp_
         ({**whole, "more.weight": whole[name]}, "more.weight is no parameter of this model"),
         ({**whole, name: whole[name][:4]}, r"fc_k.weight is floating point of shape \(4, 32\), expected .* \(16, 32\)"),
         ({**whole, name: whole[name].int()}, "is int32 of shape"),
+        ({**whole, name: whole[name].to("meta")}, "expected a tensor that has values"),
+        ({**whole, name: whole[name].numpy()}, "expected a tensor that has values"),
         (tmp_path / "other", "rotary_base is 5000.0, expected 10000.0"),
         (tmp_path / "cut", "not a whole safetensors file"),
         (tmp_path / "nowhere", "nowhere"),
@@ -324,7 +339,7 @@ def test_weights_that_do_not_fit_change_nothing(folders: tuple[Path, Path], tmp_
         with pytest.raises(UsageError, match="running"):
             engine.update_weights(whole, running="stop")  # type: ignore[arg-type]
         engine.update_weights(model_of(1), 3)
-        with pytest.raises(UsageError, match="the last was 3"):
+        with pytest.raises(UsageError, match="version is 3"):
             engine.update_weights(whole, 3)
         assert engine.version == 3
         assert same(answer_of(engine), before)
@@ -341,7 +356,7 @@ def test_weights_that_break_off_stop_the_engine_until_whole_ones_come() -> None:
             engine.write_weights(replace(source, tensors=breaking(source.tensors)), None, "finish")
         with pytest.raises(RunError, match="written in part"):
             answer_of(engine)
-        engine.update_weights(model_of(2))
+        assert engine.update_weights(model_of(2)) == 1
         assert same(answer_of(engine), fresh_answer(2))
 
 

@@ -12,11 +12,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -55,6 +55,7 @@ from tilemesh.serve.runner import Runner
 from tilemesh.serve.scheduler import QueueFullError, Scheduler, ServeLimits, no_drafts
 from tilemesh.serve.speculate import DraftLengths, NgramGuesser
 
+T = TypeVar("T")
 Prompt = str | Sequence[int]
 """Text, or tokens."""
 _DRAFTS = 4
@@ -127,7 +128,6 @@ class Engine:
             runner, self._scheduler, self.served.tokenizer, self.served.ends, self.config.vocabulary
         )
         self._weights = LiveWeights(self._core, self.served, not isinstance(source, ServedModel), on_gpu)
-        self._version = 0  # that was asked for last
         self._constraints = Constraints(self.served.tokenizer, self.served.ends)
         self._seed, self._prepares = config.seed, config.prepare
         self._lock = threading.Condition()
@@ -291,7 +291,7 @@ class Engine:
 
         `source`: a run's or a Hugging Face folder (`step`: of a run's), a model, or all its tensors by name. They are
         written into the engine's memory; of tensors that are that memory nothing is copied. Weights that do not fit are
-        refused, and nothing is changed. `version`: above the last; None: one more. `running`: see `WhileRunning`.
+        refused, and nothing is changed. `version`: above that of now; None: one more. `running`: see `WhileRunning`.
         """
         check_running(running)
         return self.write_weights(self.open_weights(source, step), version, running)
@@ -305,13 +305,8 @@ class Engine:
         return opened
 
     def write_weights(self, source: WeightSource, version: int | None, running: WhileRunning) -> int:
-        with self._lock:
-            last = self._version
-            version = last + 1 if version is None else version
-            Range(last + 1, LARGEST_WHOLE).check(f"version (the last was {last})", version, whole=True)
-            self._version = version
-        self._between_steps(lambda: self._weights.update(source, version, running), waits=running == "finish")
-        return version
+        self._weights.next_version(version)  # refused before anybody is waited for
+        return self._between_steps(lambda: self._weights.update(source, version, running), waits=running == "finish")
 
     def sleep(self, level: int = 1) -> None:
         """Give the memory of pages back (level 1), or of pages and weights (2), until `wake`.
@@ -342,30 +337,25 @@ class Engine:
         """Of the weights that compute now."""
         return self._scheduler.version
 
-    def _between_steps(self, change: Callable[[], None], waits: bool = False) -> None:
+    def _between_steps(self, change: Callable[[], T], waits: bool = False) -> T:
         """Have the thread that takes steps do something, after requests that ran have ended if it `waits` for them."""
-        done: Future[None] = Future()
+        done: Future[T] = Future()
 
         def order() -> None:
             try:
-                change()
+                done.set_result(change())
             except BaseException as error:
                 done.set_exception(error)
-            else:
-                done.set_result(None)
 
         with self._lock:
             if self._closing:
                 raise RunError("the engine is closed, or closing: it can do nothing more")
             self._inbox.append(lambda: self._core.changes.append((waits, order)))
             self._lock.notify()
-        while not done.done():
-            try:
-                done.exception(1.0)
-            except TimeoutError:
-                if not self._thread.is_alive() and not done.done():
-                    raise RunError("the engine has ended before it came to this") from None
-        done.result()
+        while not wait([done], 1.0).done:
+            if not self._thread.is_alive() and not done.done():
+                raise RunError("the engine has ended before it came to this")
+        return done.result()
 
     # ---- how it stands -----------------------------------------------------------------------------------------
 

@@ -10,7 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal, get_args
 
+import torch
+
 from tilemesh.core.errors import RunError, UsageError, unknown
+from tilemesh.core.ranges import LARGEST_WHOLE, Range
 from tilemesh.serve.core import EngineCore
 from tilemesh.serve.load import ServedModel, WeightSource, check_weights, open_weights
 from tilemesh.serve.ranks import RankRunner, RanksLostError
@@ -37,9 +40,15 @@ class LiveWeights:
         """Whether it sleeps without weights anywhere."""
         core.on_restart = self.restore
 
-    def update(self, source: WeightSource, version: int, running: WhileRunning) -> None:
-        """Write weights that were found to fit."""
-        core = self._core
+    def next_version(self, version: int | None) -> int:
+        """One more than that of the weights of now, or a higher one that was asked for."""
+        last = self._core.scheduler.version
+        Range(last + 1, LARGEST_WHOLE).check("version", last + 1 if version is None else version, whole=True)
+        return last + 1 if version is None else version
+
+    def update(self, source: WeightSource, version: int | None, running: WhileRunning) -> int:
+        """Write weights that were found to fit; returns their version."""
+        core, version = self._core, self.next_version(version)
         if running == "finish" and core.scheduler.begun:
             raise UsageError(
                 f"running is finish and {core.scheduler.begun} requests under way cannot: the engine sleeps or has no "
@@ -52,7 +61,7 @@ class LiveWeights:
         self._write(source)
         self._origin, self._dropped = source.origin, False
         core.scheduler.renew(version)
-        core.lacks = ""
+        return version
 
     def restore(self) -> None:
         """Give ranks that were started again the weights that the lost ones had."""
@@ -86,9 +95,12 @@ class LiveWeights:
         if self._dropped:
             self._read_again()
             self._dropped = False
-        self._on_ranks(core.runner.wake)
-        if core.draft is not None:
-            core.draft.runner.wake()
+        try:
+            self._on_ranks(core.runner.wake)
+            if core.draft is not None:
+                core.draft.runner.wake()
+        except torch.OutOfMemoryError as error:
+            raise RunError(f"there is no memory to wake with, so the engine sleeps on: {error}") from error
         core.asleep = 0
 
     def _on_ranks(self, call: Callable[[], None]) -> None:
@@ -117,3 +129,4 @@ class LiveWeights:
             if isinstance(error, RanksLostError) and isinstance(core.runner, RankRunner):
                 core.runner.restart()
             raise RunError(f"{core.lacks}: requests wait until update_weights gives all of them") from error
+        core.lacks = ""

@@ -154,6 +154,10 @@ def open_weights(
     if isinstance(source, Transformer):
         return WeightSource(_forms(source), source.named_parameters(), source.config, _schemes(source))
     if isinstance(source, Mapping):
+        for name, tensor in source.items():
+            if not isinstance(tensor, Tensor) or tensor.is_meta:
+                what = f"{type(tensor).__name__}{' on the meta device' if isinstance(tensor, Tensor) else ''}"
+                raise UsageError(f"{name} is {what}: expected a tensor that has values; nothing was changed")
         forms = {name: _form(tensor) for name, tensor in source.items()}
         return WeightSource(forms, iter(source.items()))
     path = Path(source)

@@ -55,6 +55,10 @@ class RequestLogits:
         return self.step_NV[self.begin : self.begin + self.count]
 
 
+def _memory_of(tensor: Tensor) -> tuple[object, ...]:
+    return tensor.data_ptr(), tensor.stride(), tensor.dtype, tensor.device
+
+
 class Runner:
     def __init__(
         self,
@@ -150,7 +154,7 @@ class Runner:
         self._wait()  # for whoever computed them, on whatever stream
         for name, tensor in tensors:
             into, part = parameters[name], self._part(name, tensor)
-            if (part.data_ptr(), part.dtype, part.device) != (into.data_ptr(), into.dtype, into.device):
+            if _memory_of(part) != _memory_of(into):
                 into.copy_(part)
         self._wait()  # or their owner might change them meanwhile
         forget_packed(self.model, self.programs.groups)
