@@ -43,7 +43,7 @@ class MicrobatchBytes:
     @functools.cached_property
     def loss_kept(self) -> int:
         """Of that, what stays until the last chunk's backward pass."""
-        return min(self.logits, loss_kept_bytes(self.model, self.task))
+        return loss_kept_bytes(self.model, self.task)
 
     @functools.cached_property
     def beside_layers(self) -> tuple[int, int]:

@@ -275,13 +275,7 @@ def loss_tensors(model: ModelConfig, task: Task) -> tuple[Kept, ...]:
     if task.loss_code == "eager":
         wide = max(size, 4)
         loss = Kept("log-softmax, the gradient of its result, and of its input", "b S V/tp", logits, 3 * wide, 1)
-        if not task.gpu:
-            return (loss,)
-        return (
-            loss,
-            Kept("input of the final norm", "b S D", whole, task.stream, 1),
-            Kept("input of the logits", "b S D", whole, size, 1),
-        )
+        return (loss, *_kept_by_final_norm(model, task), Kept("input of the logits", "b S D", whole, size, 1))
     return (
         Kept("logits and their gradient", "b S V/tp", logits, 2 * size, 1),
         Kept("input of the final norm", "b S D", whole, task.stream, 1),
@@ -318,10 +312,15 @@ def loss_kept_bytes(model: ModelConfig, task: Task) -> int:
         return whole * task.size + rows * model.width * 4
     wide = max(task.size, 4) if task.loss_code != "compiled" else task.size
     kept = task.tokens * rows * wide + whole * task.size
-    has_norm = model.norm_place != "post"
+    if not task.gpu and task.loss_code == "eager":
+        kept += 8 * task.tokens + task.wide  # each operation of torch for itself: targets, and the loss
+    return kept + sum(tensor.nbytes for tensor in _kept_by_final_norm(model, task))
+
+
+def _kept_by_final_norm(model: ModelConfig, task: Task) -> list[Kept]:
+    whole = task.tokens * model.width
+    if model.norm_place == "post":
+        return []
     if task.gpu or task.loss_code != "eager":
-        return kept + whole * task.stream * has_norm
-    # Each operation of torch for itself: targets, the loss, and the final norm.
-    kept += 8 * task.tokens + task.wide
-    final = _Norm("final norm", "b S D", model.norm, whole, task.tokens, task.stream, 1)
-    return kept + has_norm * sum(tensor.nbytes for tensor in _kept_by_norm(final, model, task))
+        return [Kept("input of the final norm", "b S D", whole, task.stream, 1)]
+    return [*_kept_by_norm(_Norm("final norm", "b S D", model.norm, whole, task.tokens, task.stream, 1), model, task)]
