@@ -105,13 +105,13 @@ SETTINGS = [
     ("model.norm_epsilon=-1", "model.norm_epsilon is -1.0: expected 0 or more"),
     ("model.rotary_base=0", "model.rotary_base is 0.0: expected a number above 0"),
     # was ignored, or taken for something else
-    ("plan.accumulation=3", "plan.accumulation is 3 and a replica has 8 sequences in a step"),
+    ("plan.accumulation=3", "it must divide the 8 sequences that a replica has in a step; set plan.accumulation=2"),
     (
         "plan.accumulation=3,plan.microbatch=2",
-        "2 x plan.accumulation 3 x plan.dp 2 is 12 sequences and train.batch is 16",
+        "and train.batch is 16: the plan cuts 12 sequences; set train.batch=12",
     ),
     ("plan.microbatch=0", "plan.microbatch is 0: expected a whole number"),
-    ("plan.microbatch=3", "plan.microbatch is 3 and a replica has 8 sequences in a step"),
+    ("plan.microbatch=3", "it must divide the 8 sequences that a replica has in a step; set plan.microbatch=2"),
     ("data.source=", "data.source is '': expected stdlib, a text, JSONL"),
     ("data.pattern=", "data.pattern is '': expected a pattern of file names"),
     ("data.held_out=nan", "data.held_out is nan: expected at least 0 and below 1"),
@@ -122,7 +122,7 @@ SETTINGS = [
     ("sample.prompt=\udcff", "expected UTF-8 text"),
     # took minutes
     ("train.batch=100000000000,plan.microbatch=99999999999", "expected a whole number, between 1 and 2,147,483,647"),
-    ("train.batch=2147483646,plan.microbatch=1073741822", "set a number that divides them, such as 357913941"),
+    ("train.batch=2147483646,plan.microbatch=1073741822", "set plan.microbatch=357913941"),
     ("model.layers=1000003", "model.layers is 1000003: expected a whole number, between 1 and 10,000"),
     ("model.layers=-3", "model.layers is -3: expected a whole number, between 1 and 10,000"),
 ]
@@ -260,7 +260,7 @@ RESUMED = [
     (["--mesh", "dp=3"], "train.batch 4 does not divide among dp=3"),
     (["--set", "model.width=32"], "model.width is 16 there and 32 here"),
     (["--set", "optimizer.name=sgd"], "optimizer.name is adamw there and sgd here"),
-    (["--set", "plan.accumulation=3"], "plan.accumulation is 3 and a replica has 4 sequences"),
+    (["--set", "plan.accumulation=3"], "it must divide the 4 sequences that a replica has"),
     (["--set", "optimizer.betas=2,2"], "optimizer.betas is 2.0"),
     (["--stop-after", "1"], "--stop-after is 1: expected a step from 3 to 2"),
 ]
@@ -377,7 +377,7 @@ FILES = [
     (b"model = 3", "model is 3, expected a section"),
     (b"train = 3\n" + MODEL.encode(), "train is 3, expected a section"),
     (MODEL.encode() + b"[train]\nbatch = 7\n[plan]\ndp = 2", "train.batch 7 does not divide among dp=2"),
-    (MODEL.encode() + b"[train]\nbatch = 6\n[plan]\naccumulation = 4", "plan.accumulation is 4 and a replica has 6"),
+    (MODEL.encode() + b"[train]\nbatch = 6\n[plan]\naccumulation = 4", "must divide the 6 sequences"),
 ]
 
 

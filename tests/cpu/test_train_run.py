@@ -56,6 +56,7 @@ from tilemesh.serve.write import generate
 from tilemesh.train import export, graph, optimizer
 from tilemesh.train.config import OptimizerConfig, TrainConfig
 from tilemesh.train.graph import StepGraph
+from tilemesh.train.job import fit
 from tilemesh.train.load import load
 from tilemesh.train.memory import SavedBytes, storage_bytes
 from tilemesh.train.optimizer import Optimizer
@@ -384,7 +385,7 @@ class TestFiles:
         trained(made(text, "dp=1,tp=2", "train.steps=2"), folder, init=tmp_path / "hf")
         assert losses(folder)[1] < 0.8 * losses(whole)[1]
         with pytest.raises(UsageError, match="another model: width is 16 there and 32 here"):
-            trained(made(text, "dp=1", "model.width=32,train.steps=1"), tmp_path / "c", init=tmp_path / "hf")
+            fit(made(text, "dp=1", "model.width=32,train.steps=1"), run=tmp_path / "c", init=tmp_path / "hf")
 
     def test_what_is_asked_of_a_run_that_has_nothing(self, text: str, whole: Path, tmp_path: Path) -> None:
         with pytest.raises(UsageError, match="is no run"):

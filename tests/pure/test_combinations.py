@@ -31,7 +31,8 @@ BEYOND_PAIRS = (
     ),
     "train.compile=true,plan.tp=2,plan.recompute=operators", "plan.tp=2,compress.recipe=unstructured-50",
     "plan.dp=2,train.method=server,train.device=cuda", "train.method=local", "method.compress=int8",
-    "plan.dp=2,train.method=server,method.servers=500",
+    "plan.dp=2,train.method=server,method.servers=500", "lora.rank=4", "train.batch=8,plan.accumulation=3",
+    "train.batch=8,plan.microbatch=3", "train.batch=8,plan.microbatch=2,plan.accumulation=3",
     *(f"plan.dp=2,train.method=local,method.period=10,{key}=25" for key in (
         "checkpoint.every", "evaluate.every", "method.start")),
     *(GRAPH + more for more in (

@@ -84,8 +84,9 @@ def check_values(config: TrainConfig) -> None:
     if reason:
         raise LayoutError(config, f"plan.{reason}")
     refuse(OF_CONFIG, config)
+    if config.lora.rank:
+        adapted_modules(config.model, config.lora)
     _check_decay_groups(config)
-    _check_lora(config)
     _check_compress(config)
 
 
@@ -104,18 +105,6 @@ def _check_decay_groups(config: TrainConfig) -> None:
                 f"optimizer.decay_groups has '{pattern}', which matches no parameter that is trained: expected a "
                 f"pattern of names such as {few}"
             )
-
-
-def _check_lora(config: TrainConfig) -> None:
-    if not config.lora.rank:
-        return
-    adapted_modules(config.model, config.lora)
-    if config.lora.base is None:
-        raise UsageError(
-            f"lora.rank is {config.lora.rank} and there are no weights to add adapters to: name a Hugging Face ",
-            "folder: ",
-            Argument("init"),
-        )
 
 
 def _check_compress(config: TrainConfig) -> None:

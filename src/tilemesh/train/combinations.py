@@ -64,7 +64,7 @@ FEATURES = (
     Feature("clipped gradients", "optimizer.clip=1"),
     Feature("Muon", "optimizer.name=muon"),
     Feature("tied embeddings", "model.tied=true"),
-    Feature("LoRA", "lora.rank=4"),
+    Feature("LoRA", "lora.rank=4,lora.base=FOLDER"),
     Feature("rounding while training", "compress.recipe=int8"),
     Feature("pruning while training", "compress.recipe=2:4"),
     Feature("teacher", "distill.teacher=FOLDER"),
@@ -106,7 +106,7 @@ def refusal(settings: Mapping[str, str], folder: Path) -> ConflictWords | None:
     (folder / "config.json").write_text(_described(*(f"{key}={text}" for key, text in model.items())))
     texts = [f"{key}={text.replace(FOLDER, str(folder))}" for key, text in {**BASE, **settings}.items()]
     try:
-        preview(load(sets=texts, init=folder if "lora.rank" in settings else None))
+        preview(load(sets=texts))
     except ConflictError as error:
         return error.refusal._replace(given=error.refusal.given.replace(str(folder), FOLDER))
     return None

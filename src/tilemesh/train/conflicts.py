@@ -7,6 +7,7 @@ teacher's folder) and what a model's shapes allow is in `check.py`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -93,6 +94,32 @@ def _between_averages(key: str, steps: Callable[[TrainConfig], int]) -> Row:
     )
 
 
+def largest_divisor(number: int, most: int) -> int:
+    """The largest divisor of a number that is not above `most`, in about sqrt(number) steps."""
+    if most >= number:
+        return number
+    small = [size for size in range(1, math.isqrt(number) + 1) if number % size == 0]
+    return max(size for half in small for size in (half, number // half) if size <= most)
+
+
+def _dividing(key: str) -> Row:
+    """A part of the cut that does not divide a replica's sequences."""
+
+    def rows(config: TrainConfig) -> int:
+        return config.batch // config.plan.dp
+
+    def size(config: TrainConfig) -> int:
+        value: int = getattr(config.plan, key)
+        return value
+
+    return row(
+        f"plan.{key} train.batch plan.dp",
+        lambda config: rows(config) % size(config) > 0,
+        lambda config: f"it must divide the {rows(config)} sequences that a replica has in a step",
+        lambda config: f"plan.{key}={largest_divisor(rows(config), size(config))}",
+    )
+
+
 # ---- the rows --------------------------------------------------------------------------------------------------
 
 _MERGED = "adapters are merged into weights in the end, and these would be trained beside rounded or masked ones"
@@ -167,7 +194,13 @@ OF_CONFIG: tuple[Row, ...] = (
     _between_averages("checkpoint.every", lambda config: config.checkpoint.every),
     _between_averages("evaluate.every", lambda config: config.evaluate.every),
     _between_averages("method.start", lambda config: config.method.start),
-    # Recipes.
+    # Adapters and recipes.
+    row(
+        "lora.rank lora.base",
+        lambda config: _LORA.is_on(config) and config.lora.base is None,
+        "there are no weights to add adapters to, such as --init FOLDER names",
+        f"lora.base=FOLDER{OR}{_LORA.off}",
+    ),
     _pair(_RECIPE, _LORA, _MERGED),
     row(
         "compress.recipe plan.tp",
@@ -179,7 +212,15 @@ OF_CONFIG: tuple[Row, ...] = (
     *(_pair(_GRAPH, other, why, _GRAPH, other) for other, why in _REPLAY),
 )  # fmt: skip
 """Of all settings, where the model takes the plan."""
-CONFLICTS: tuple[Row, ...] = (*OF_PLAN, *OF_CONFIG)
+UNEVEN_NUMBER, UNEVEN_SIZE = _dividing("accumulation"), _dividing("microbatch")
+OTHER_BATCH: Row = row(
+    "plan.microbatch plan.accumulation plan.dp train.batch",
+    lambda config: config.plan.batch != config.batch,
+    lambda config: f"the plan cuts {config.plan.batch} sequences",
+    lambda config: f"train.batch={config.plan.batch}",
+)
+"""Of these three, asked for where the cut of the batch is said; where it is not, it follows from the batch."""
+CONFLICTS: tuple[Row, ...] = (*OF_PLAN, *OF_CONFIG, UNEVEN_NUMBER, UNEVEN_SIZE, OTHER_BATCH)
 
 
 def may_replay(config: TrainConfig) -> bool:

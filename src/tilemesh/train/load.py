@@ -16,6 +16,7 @@ from typing import Any
 
 from tilemesh.compress.recipe import read_recipe
 from tilemesh.core import config as core_config
+from tilemesh.core.conflicts import refuse
 from tilemesh.core.errors import Argument, UsageError
 from tilemesh.core.plan import ParallelPlan
 from tilemesh.core.ranges import shown
@@ -26,6 +27,7 @@ from tilemesh.model.families.book import read_config
 from tilemesh.plan.nearest import advice
 from tilemesh.train.check import LayoutError, check_init, check_resumed, check_types, check_values
 from tilemesh.train.config import BATCH, DEFAULT_PRESET, PRESETS, TrainConfig, of_run
+from tilemesh.train.conflicts import OTHER_BATCH, UNEVEN_NUMBER, UNEVEN_SIZE, largest_divisor
 
 _RANKS, _MESH = Argument("ranks"), Argument("mesh")
 _AXES = ("dp", "tp", "pp")
@@ -406,20 +408,12 @@ def _cut_as_said(start: _Start, is_moved: bool) -> TrainConfig:
     plan = config.plan
     rows = batch // plan.dp
     if keep_accumulation and not says_size:
-        if rows % plan.accumulation:
-            raise UsageError(
-                f"plan.accumulation is {plan.accumulation} and a replica has {rows} sequences in a step "
-                f"(train.batch {batch}, dp {plan.dp}): set a number that divides them"
-            )
+        refuse((UNEVEN_NUMBER,), config)
         config = config.changed(plan={"microbatch": max(1, rows // plan.accumulation)})
-    elif "plan.microbatch" in set_keys and not keep_accumulation and rows % plan.microbatch:
-        raise UsageError(
-            f"plan.microbatch is {plan.microbatch} and a replica has {rows} sequences in a step (train.batch "
-            f"{batch}, dp {plan.dp}): set a number that divides them, such as "
-            f"{_largest_divisor(max(1, rows), plan.microbatch)}"
-        )
+    elif "plan.microbatch" in set_keys and not keep_accumulation:
+        refuse((UNEVEN_SIZE,), config)
     elif plan.pp > 1 and not keep_accumulation and not says_size and rows:
-        size = _largest_divisor(rows, max(1, rows // _enough_microbatches(plan)))
+        size = largest_divisor(rows, max(1, rows // _enough_microbatches(plan)))
         config = config.changed(plan={"microbatch": size, "accumulation": rows // size})
     return _cut(config, keep_accumulation)
 
@@ -441,23 +435,12 @@ def _cut(config: TrainConfig, keep_accumulation: bool) -> TrainConfig:
     if plan.microbatch * plan.accumulation == rows:
         return config
     if keep_accumulation:
-        raise UsageError(
-            f"plan.microbatch {plan.microbatch} x plan.accumulation {plan.accumulation} x plan.dp {plan.dp} is "
-            f"{plan.batch} sequences and train.batch is {batch}: make them agree, or leave plan.accumulation out"
-        )
+        refuse((OTHER_BATCH,), config)
     # As large as the plan allows and the rows divide into: a mesh of other size then changes the cut alone.
-    size = _largest_divisor(rows, plan.microbatch)
+    size = largest_divisor(rows, plan.microbatch)
     return config.changed(plan={"microbatch": size, "accumulation": rows // size})
 
 
 def _enough_microbatches(plan: ParallelPlan) -> int:
     """What fills a pipeline of so many stages fairly: two for each, and as many as the schedule takes at least."""
     return plan.pipeline.microbatches_from(plan.pp, 0 if is_listed(plan.schedule) else 2 * plan.pp)
-
-
-def _largest_divisor(number: int, most: int) -> int:
-    """The largest divisor of a number that is not above `most`, in about sqrt(number) steps."""
-    if most >= number:
-        return number
-    small = [size for size in range(1, math.isqrt(number) + 1) if number % size == 0]
-    return max(size for half in small for size in (half, number // half) if size <= most)

@@ -18,12 +18,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from tilemesh.core.config import to_dict
-from tilemesh.core.errors import RunError, UsageError
+from tilemesh.core.errors import RunError
 from tilemesh.core.shard import Shard
 from tilemesh.model.adapter import adapter_parameters
-from tilemesh.model.config import check_written_model, unlike
-from tilemesh.model.families.book import read_config
+from tilemesh.model.config import check_written_model
 from tilemesh.model.kinds import unpacked
 from tilemesh.model.work.weights import count_parameters
 from tilemesh.parallel.agree import tell
@@ -199,9 +197,6 @@ def _load_base(loop: Loop, folder: Path, say: Say) -> None:
 def _load_hugging_face(loop: Loop, folder: Path) -> None:
     from tilemesh.model import huggingface  # late: it needs safetensors, which a run that begins afresh does not
 
-    different = unlike(to_dict(read_config(folder)), loop.config.model)
-    if different:
-        raise UsageError(f"--init {folder} holds another model: {'; '.join(different)}")
     shards = loop.optimizer.shards
     read = huggingface.read_parameters(folder)
     weights = {name: take(shards[name], tensor) for name, tensor in read if name in shards}
