@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 from test_train_run import losses, state
 from test_train_run import trained as trained_on_threads
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import tilemesh as tm
 from tilemesh.comm import connect
@@ -143,6 +144,40 @@ def test_replicas_train_what_one_process_trains(hub: Path, tmp_path: Path, mesh:
     assert ours.keys() == alone.keys()
     for name, value in alone.items():
         torch.testing.assert_close(ours[name], value, rtol=1e-8, atol=1e-10, msg=name)
+
+
+class Sizes(TorchDispatchMode):
+    """How many floating-point values the largest matrix that is made on a device has."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, operator, types, args=(), options=None):
+        made = operator(*args, **(options or {}))
+        if (
+            isinstance(made, torch.Tensor)
+            and made.is_floating_point()
+            and made.device.type != "meta"
+            and made.dim() > 1
+        ):
+            self.largest = max(self.largest, made.numel())
+        return made
+
+
+def test_codes_below_adapters_are_predicted_and_laid_as_codes(hub: Path, tmp_path: Path) -> None:
+    """Nobody makes the dense weights first: a base that only fits in few bits can be trained on."""
+    small = tmp_path / "small"
+    wide = LLAMA.replace(mlp_width=16 * LLAMA.mlp_width)
+    huggingface.save(quantize(Transformer(wide, seed=1), "int4-g4"), small)
+    sets = ["lora.rank=3,lora.alpha=6", SHORT, f"data.source={hub / 'text.txt'}"]
+    config = tm.train.load_config(mesh="dp=1,tp=1", sets=sets, init=small)
+    with Sizes() as sizes:
+        laid = lay_model(config, Mesh(connect("alone")), torch.device("cpu"))
+    scales = wide.mlp_width * wide.width // 4
+    assert sizes.largest <= max(scales, wide.vocabulary * wide.width)
+    held = sum(parameter.nbytes for parameter in laid.module.parameters())
+    trained = sum(parameter.nbytes for parameter in laid.module.parameters() if parameter.requires_grad)
+    words = dict(preview(config, init=small).lines())["memory"]
+    assert words.startswith(f"{format_bytes(held + 3 * trained)} per rank for weights, gradients and optimizer states")
 
 
 @pytest.mark.parametrize(

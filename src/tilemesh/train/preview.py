@@ -131,7 +131,8 @@ class Preview:
         """Memory and time, or why the planner says nothing of them."""
         if "missing" in self.predicted:
             adapters = adapter_parameters(self.config.model, self.config.lora) if self.config.lora.rank else 0
-            states = format_bytes(least_bytes(self.config.model, self.config.plan, adapters))
+            share = stored_share(self.config) if adapters else 1.0
+            states = format_bytes(least_bytes(self.config.model, self.config.plan, adapters, share))
             why = f"not predicted: {self.predicted['missing']}"
             known = f"{states} per rank for weights, gradients and optimizer states; activations {why}"
             return [("memory", known), ("time", why)]
@@ -162,6 +163,23 @@ class Preview:
             f"{format_bytes(self.checkpoint_bytes)} each, at most {format_bytes(self.disk_bytes)} at a time; "
             f"{format_bytes(self.free_bytes)} free{few})"
         )
+
+
+def stored_share(config: TrainConfig) -> float:
+    """What the frozen weights below adapters take of the bytes that dense ones would."""
+    from tilemesh.model.huggingface import stored_kinds  # late: torch
+    from tilemesh.model.kinds import open_codes, projections, put_kinds
+    from tilemesh.model.transformer import Transformer
+    from tilemesh.train.optimizer import stored_dtype
+
+    assert config.lora.base is not None
+    model = Transformer(config.model, device="meta", dtype=stored_dtype(config.plan.precision))
+    dense = sum(parameter.nbytes for parameter in model.parameters())
+    put_kinds(model, stored_kinds(config.lora.base))
+    for _, layer in projections(model):
+        if config.plan.tp > 1:  # as `lay` does
+            open_codes(layer)
+    return sum(parameter.nbytes for parameter in model.parameters()) / dense
 
 
 def preview(

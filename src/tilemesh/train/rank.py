@@ -333,8 +333,10 @@ def lay_model(config: TrainConfig, mesh: Mesh, device: torch.device, late: bool 
     """
     dtype = stored_dtype(config.plan.precision)
     kernels = config.kernels_on(device.type)
-    # Where no rank is to hold the whole, none makes it: each draws the weights of its own layers, one by one.
-    where = torch.device("meta") if config.plan.has_chunks else device
+    # Where no rank is to hold the whole, or a base has matrices of few bits, nobody makes dense weights of all layers:
+    # each rank draws its own, one by one.
+    is_drawn_late = config.plan.has_chunks or config.lora.base is not None
+    where = torch.device("meta") if is_drawn_late else device
     model = Transformer(config.model, seed=config.train.seed, device=where, dtype=dtype, kernels=kernels)
     if config.lora.rank:
         if config.lora.base is not None:
@@ -349,7 +351,7 @@ def lay_model(config: TrainConfig, mesh: Mesh, device: torch.device, late: bool 
     way = method_gradients(config) or ("local" if late else "bucketed")
     use = training_use(config, device)
     laid = lay(model, mesh, config.plan, device=device, gradients=way, tokens=config.tokens_per_step, use=use)
-    if config.plan.has_chunks:
+    if is_drawn_late:
         laid.initialize(config.train.seed)
     laid.module.train()
     return laid

@@ -153,10 +153,11 @@ def _datasheet_peak(summary: Mapping[str, Any]) -> float | None:
         return None
 
 
-def least_bytes(model: ModelConfig, plan: ParallelPlan, adapters: int = 0) -> int:
+def least_bytes(model: ModelConfig, plan: ParallelPlan, adapters: int = 0, share: float = 1.0) -> int:
     """What a rank must keep whatever it does: its weights, their gradients, the optimiser's state.
 
-    With a pipeline those of the first stage. `adapters`: numbers of them, which alone are trained where there are some.
+    With a pipeline those of the first stage. `adapters`: numbers of them, which alone are trained where there are some,
+    over weights that take this `share` of the bytes of dense ones.
     """
     layers = plan.chunk_layers[0] if plan.chunk_layers else -(-model.layers // plan.pp)
     parameters = shard_parameters(model, plan.tp).stage(layers, True, plan.pp == 1)
@@ -164,4 +165,4 @@ def least_bytes(model: ModelConfig, plan: ParallelPlan, adapters: int = 0) -> in
     if not adapters:
         return sum(states)
     own = -(-adapters // (plan.tp * plan.pp))
-    return states[0] + sum(state_bytes(own, plan.precision, plan.zero, plan.zero_ranks))
+    return round(share * states[0]) + sum(state_bytes(own, plan.precision, plan.zero, plan.zero_ranks))
