@@ -25,15 +25,19 @@ class HeadOutput(NamedTuple):
     """Of all tokens; where ranks cut the vocabulary, of this rank's part."""
 
 
+def check_targets(logits_BTV: Tensor, targets_BT: Tensor) -> None:
+    if targets_BT.shape != logits_BTV.shape[:-1]:
+        raise UsageError(
+            f"targets are {tuple(targets_BT.shape)} and logits {tuple(logits_BTV.shape)}: expected a target a token"
+        )
+
+
 def loss_sum(logits_BTV: Tensor, targets_BT: Tensor) -> tuple[Tensor, Tensor]:
     """Cross-entropy in nats summed over the targets that are not `IGNORED`, and how many those are.
 
     The two apart, because parts of a batch (ranks, microbatches) may count differently: the mean is a ratio of sums.
     """
-    if targets_BT.shape != logits_BTV.shape[:-1]:
-        raise UsageError(
-            f"targets are {tuple(targets_BT.shape)} and logits {tuple(logits_BTV.shape)}: expected a target a token"
-        )
+    check_targets(logits_BTV, targets_BT)
     wide = torch.promote_types(logits_BTV.dtype, torch.float32)
     logits, targets = logits_BTV.flatten(0, -2).to(wide), targets_BT.flatten().long()
     total = functional.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")

@@ -92,12 +92,8 @@ class KeepingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return made
 
 
-class AgainMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class AgainMode(KeepingMode):  # type: ignore[no-untyped-call]
     """Around the same pass in backward: gives what was kept in place of computing it."""
-
-    def __init__(self, kept: deque[KeptResult]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.kept, self.is_kept = kept, OperatorChoice()
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), options: Any = None) -> Any:
         if not self.is_kept(operator):

@@ -30,7 +30,7 @@ from tilemesh.kernels.cross_entropy.part import part_sums, write_part_gradient
 from tilemesh.model.deferral import product_dtype
 from tilemesh.model.embedding import Embedding
 from tilemesh.model.kernels import TORCH
-from tilemesh.model.loss import IGNORED
+from tilemesh.model.loss import IGNORED, check_targets
 from tilemesh.parallel import collect
 
 
@@ -218,10 +218,7 @@ def vocabulary_loss(
     Sums are at least float32. `kernels`: "torch", or the implementation of tilemesh's operator, which writes the
     gradient over the logits and holds nothing else of their size.
     """
-    if targets_BT.shape != logits_BTV.shape[:-1]:
-        raise UsageError(
-            f"targets are {tuple(targets_BT.shape)} and logits {tuple(logits_BTV.shape)}: expected a target a token"
-        )
+    check_targets(logits_BTV, targets_BT)
     targets_N = targets_BT.flatten().long()
     first, count = share(vocabulary, seams.comm.size, seams.comm.rank)
     if logits_BTV.shape[-1] != count:
