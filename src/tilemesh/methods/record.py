@@ -94,9 +94,9 @@ def staleness(events: Sequence[ServerEvent]) -> Counter[int]:
     return counts
 
 
-def largest_lead(events: Sequence[ServerEvent], workers: Sequence[int], first: int = 0) -> int:
+def largest_lead(events: Sequence[ServerEvent], workers: Sequence[int]) -> int:
     """How far a worker was ahead of the slowest when it was given weights, at most."""
-    clocks, most = dict.fromkeys(workers, first), 0
+    clocks, most = dict.fromkeys(workers, 0), 0
     for event in events:
         if event.kind == "push":
             clocks[event.pushes[0].worker] = event.pushes[0].clock + 1

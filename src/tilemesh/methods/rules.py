@@ -15,8 +15,6 @@ from typing import NamedTuple
 
 from tilemesh.core.errors import UsageError
 
-CONSISTENCIES = ("bsp", "ssp", "asp")
-
 
 class Push(NamedTuple):
     """One gradient of one worker."""

@@ -179,13 +179,11 @@ def simulate_synchronous(
     return run
 
 
-def hotspot(
-    counts: Sequence[int], compute_s: float, times: ServerTimes, bound: float = math.inf, clocks: int = 40
-) -> list[ServerLoad]:
+def hotspot(counts: Sequence[int], compute_s: float, times: ServerTimes) -> list[ServerLoad]:
     """For each number of workers, what they do beside as many that never wait for a server, and how busy that is."""
     loads = []
     for workers in counts:
-        run = simulate_server(workers, clocks, lambda worker, clock: compute_s, bound, times)
+        run = simulate_server(workers, 40, lambda worker, clock: compute_s, math.inf, times)
         ideal = workers / (compute_s + (times.pull_s + times.push_s) / times.servers + 4 * times.message_s)
         busy, queue_s = run.server_busy_s / run.seconds, run.queued_s / run.pushes
         loads.append(ServerLoad(workers, times.servers, run.throughput / ideal, busy, queue_s))

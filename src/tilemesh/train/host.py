@@ -59,11 +59,11 @@ ROUNDS = 9
 _LEAST_S = 1e-9  # what noise makes negative costs nothing, and a calibration holds no zeros
 
 
-def host_figures(device: str = "cuda", *, kinds: tuple[str, ...] = tuple(KINDS)) -> list[Figure]:
+def host_figures(device: str = "cuda") -> list[Figure]:
     """Not yet measured; what belongs to one kind and code is measured with the first of its figures."""
     name = torch.cuda.get_device_name() if device == "cuda" else device
     figures = []
-    for kind in kinds:
+    for kind in KINDS:
         for code in CODES:
             costs = HostCosts(kind, code, device)
             figures += [_figure(name, costs, part) for part in PARTS]

@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 
 TIMEOUT_S = 180.0  # for one case, under a second on free cores: ranks that a layout does not need wait until it is done
 
-_Bug = Annotated[str, Known("bug", "tilemesh.parallel.gate.plant:PLANTS")]
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class VerifyOptions:
