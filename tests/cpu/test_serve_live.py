@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import mmap
 import sys
 import threading
@@ -57,14 +58,16 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return path / "1", path / "2"
 
 
-def answer_of(engine: Engine, prompt: list[int] = PROMPT, asked: Sampling = ASKED) -> Answer:
-    ((answer,),) = (completion.answers for completion in engine.generate([prompt], asked))
+def answer_of(engine: Engine) -> Answer:
+    ((answer,),) = (completion.answers for completion in engine.generate([PROMPT], ASKED))
     return answer
 
 
-def fresh_answer(seed: int, prompt: list[int] = PROMPT, asked: Sampling = ASKED, **settings: object) -> Answer:
+@functools.cache
+def fresh_answer(seed: int, **settings: object) -> Answer:
+    """Of an engine that was started with these weights."""
     with Engine(served(seed), pages=60, page_tokens=4, **settings) as engine:
-        return answer_of(engine, prompt, asked)
+        return answer_of(engine)
 
 
 def same(ours: Answer, theirs: Answer) -> bool:
