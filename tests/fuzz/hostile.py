@@ -64,7 +64,17 @@ READ = (
 
 
 def is_written(called: str) -> bool:
-    return called in (*WRITTEN, "--out", "--run", "--csv", "--profile", "--notebook", "--fallback-dir", "FOLDER")
+    return called in (
+        *WRITTEN,
+        "--out",
+        "--run",
+        "--csv",
+        "--profile",
+        "--turn",
+        "--notebook",
+        "--fallback-dir",
+        "FOLDER",
+    )
 
 
 # Options that name what is written at the end, and paths at which nothing can be: refused before the work begins.
