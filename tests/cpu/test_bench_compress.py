@@ -14,7 +14,7 @@ from tilemesh.bench.compress.layers import LayerClock
 from tilemesh.bench.compress.measure import layer_errors
 from tilemesh.bench.compress.peers import peer_model, torchao_codes, why_not
 from tilemesh.bench.compress.predict import CompressClocks, PassChange, ProductClock
-from tilemesh.bench.compress.text import CompressSource
+from tilemesh.bench.compress.text import CompressSource, random_source
 from tilemesh.cli.commands.bench.compress import _that_fit
 from tilemesh.cli.main import main
 from tilemesh.compress.factorize import factorize
@@ -359,3 +359,10 @@ def test_round_to_nearest_is_torchaos_but_for_ties(name):
     assert ((quotients.abs() % 1 - 0.5).abs()[apart] <= 2 * 2.0**-24 * 128).all()
     if ours.zeros is not None:
         assert torch.equal(ours.zeros.flatten().int(), zero.flatten().int())
+
+
+def test_a_shape_has_random_weights_and_text_to_be_judged_by():
+    with random_source("tiny", None, torch.device("cpu")) as source:
+        calibration, tokens, targets = source.text(32, 2, 0)
+    assert (source.name, source.model.config) == ("tiny, random weights", preset("tiny").replace(dropout=0.0))
+    assert (len(calibration), tokens.shape) == (32, targets.shape)

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from tilemesh.bench.serve import peer_process, peers
+from tilemesh.bench.serve.features import FeatureBench, feature_rows
 from tilemesh.bench.serve.load import Lengths, LoadRequest, make_load, read_trace, to_simulate
 from tilemesh.bench.serve.models import SHAPES, random_served
 from tilemesh.bench.serve.ours import fitting_batches, predict_load, run_load
@@ -245,3 +246,24 @@ def test_a_server_that_refuses_or_is_not_there_is_an_error() -> None:
     for bad in ("127.0.0.1:80", "https://127.0.0.1", "http://example.com", "http://127.0.0.1:99999", "http://10.0.0.1"):
         with pytest.raises(UsageError, match="--url"):
             read_url(bad)
+
+
+def test_features_are_measured_with_and_without() -> None:
+    served = random_served("tiny", TINY, torch.float32)
+    bench = FeatureBench(served, "cpu", {"model": "tiny"}, Engine)
+    (shared, apart), (places,) = feature_rows(bench, ["prefix", "pages"])
+    assert (shared.case["shared"], apart.case["shared"], shared.unit) == (48, 0, "s")  # whole pages of 57 tokens
+    for row in (shared, apart):
+        assert row.predicted == pytest.approx(row.peers["without"].median * (64 - int(str(row.case["shared"]))) / 64)
+    assert places.measured is not None
+    # A request holds whole pages, and one page more than its tokens need at most.
+    assert places.peers["one block per context"].median < places.measured.median <= 1
+    assert "with and without" in places.missing["limit"]
+
+
+def test_steps_launched_kernel_by_kernel_stand_beside_ours(engine: Engine, tmp_path: Path) -> None:
+    bench = ServeBench(engine, {"model": "tiny"}, None, "no clock", ServeGoal(), lambda text: None)
+    bench.steps([2], length=20, plain=engine, profile=tmp_path, count=8)
+    (row,) = bench.found.rows
+    assert list(row.peers) == ["kernel by kernel"]
+    assert (tmp_path / "decode-2.txt").read_text().split()[:2] == ["us", "calls"]

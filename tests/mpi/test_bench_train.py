@@ -7,9 +7,22 @@ from pathlib import Path
 
 import pytest
 
-from tilemesh.bench.train.compare import OURS, PEERS, Contender, compare, require_same_losses, usual_peers
+from tilemesh.bench.harness import OURS
+from tilemesh.bench.train.compare import (
+    PEERS,
+    Contender,
+    TrainComparison,
+    compare,
+    require_same_losses,
+    usual_peers,
+)
+from tilemesh.bench.train.rows import train_rows
+from tilemesh.bench.train.sleeping import simulated_s
+from tilemesh.cli.main import main
 from tilemesh.core.errors import RunError
 from tilemesh.launch.start import find_mpiexec
+from tilemesh.measure.row import read_rows
+from tilemesh.measure.sample import Sample
 from tilemesh.train.config import TrainConfig
 from tilemesh.train.load import load
 
@@ -143,3 +156,37 @@ def test_whoever_does_not_come_up_gives_the_reason(
     unable.add("ours")
     with pytest.raises(RunError, match=r"^ours did not start: .*Resource temporarily unavailable"):
         compare(made(tmp_path), peers=["eager"], transport="torch", at_once=at_once)
+
+
+def test_ours_with_other_settings_has_a_row_with_its_own_prediction(tmp_path: Path) -> None:
+    config, other = made(tmp_path), made(tmp_path, "train.batch=8")
+    steps = {"ours train.batch=8": Sample.of([0.5]), "ours, malloc kept": Sample.of([0.25])}
+    compared = TrainComparison(Sample.of([0.25]), steps, {}, {OURS: 10, **dict.fromkeys(steps, 20)})
+    also = {"ours train.batch=8": (other, {"step_time_s": 0.4}), "not started": (other, {"step_time_s": 0.4})}
+    rate, memory, more = train_rows(config, compared, {"missing": "no planner"}, [], also)
+    assert (rate.missing["predicted"], memory.peers["ours, malloc kept"].median) == ("no planner", 20)
+    assert more.case.items() >= {"settings": "ours train.batch=8", "batch": 8}.items()
+    assert more.measured is not None
+    assert more.predicted == other.tokens_per_step / 0.4
+    assert (more.measured.median, list(more.peers)) == (other.tokens_per_step / 0.5, [OURS])
+
+
+def test_pipelines_over_stages_that_sleep_are_rows_beside_their_simulation(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    words = ["bench", "pipeline", "gpipe", "1f1b", "--ranks", "2", "--microbatches", "2", "--repeats", "1"]
+    assert main([*words, "--transport", "torch", "--no-peers", "--json", str(rows)]) == 0
+    found = read_rows(rows)
+    assert [row.case["schedule"] for row in found] == ["gpipe", "1f1b"]
+    for row in found:
+        assert row.measured is not None
+        assert row.predicted == row.limit == simulated_s(str(row.case["schedule"]), 2, 2)
+        assert row.measured.median > row.limit
+
+
+@pytest.mark.slow
+def test_messages_beside_computing_are_rows(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    words = ["bench", "pipeline", "1f1b", "--ranks", "2", "--microbatches", "2", "--repeats", "1", "--sends", "4KiB"]
+    assert main([*words, "--transport", "torch", "--json", str(rows)]) == 0
+    (row,) = read_rows(rows)
+    assert {"left_to_move_s", "waited_for_s", "tiny_s"} <= set(row.case)

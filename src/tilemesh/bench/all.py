@@ -70,8 +70,8 @@ def run_all(folder: Path, seconds: float, names: Sequence[str] = (), say: Say = 
     adopt_calibration(_RESULTS, say)
     chosen = [job for job in JOBS.values() if not names or job.name in names]
     for job in chosen if names else ():
-        if runner.state(job).failure:
-            runner.forget(job)
+        if (state := runner.state(job)).failure:
+            state.commands, state.failure = 0, ""
     left = {job.name: why for job in chosen if (why := job.why_not())}
     waiting = [job for job in chosen if job.name not in left and not runner.state(job).is_over(job)]
     try:
@@ -116,9 +116,6 @@ class JobRunner:
 
     def state(self, job: BenchJob) -> JobState:
         return self._states.setdefault(job.name, JobState())
-
-    def forget(self, job: BenchJob) -> None:
-        self._states[job.name] = JobState()
 
     def stop(self) -> None:
         """No further command begins, and those that run end."""

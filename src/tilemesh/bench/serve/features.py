@@ -21,11 +21,10 @@ import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from tilemesh.bench.harness import Estimate, exactly, make_row
+from tilemesh.bench.harness import NO_PEERS, Estimate, exactly, make_row
 from tilemesh.bench.serve.load import Lengths, make_load
 from tilemesh.bench.serve.models import random_served
 from tilemesh.bench.serve.ours import run_load
@@ -67,8 +66,14 @@ class FeatureBench:
         model = self.served.model
         return random_served(self.served.name, model.config, next(model.parameters()).dtype, self.device)
 
-    def row(self, name: str, case: Mapping[str, CaseValue], measured: Sample, **columns: Any) -> Row:
-        return make_row(f"serve, {name}", {**self.case, **case}, measured, limit=_NO_LIMIT, **columns)
+    def row(
+        self, name: str, case: Mapping[str, CaseValue], measured: Sample, guess: Estimate, unit: str = "s",
+        **peers: Sample,
+    ) -> Row:  # fmt: skip
+        return make_row(
+            f"serve, {name}", {**self.case, **case}, measured, unit=unit, predicted=guess, limit=_NO_LIMIT,
+            peers={peer.replace("_", " "): sample for peer, sample in peers.items()}, no_peers=NO_PEERS,
+        )  # fmt: skip
 
 
 def feature_rows(bench: FeatureBench, names: Sequence[str]) -> Iterator[list[Row]]:
@@ -116,12 +121,8 @@ def prefix_rows(bench: FeatureBench) -> list[Row]:
     rows = []
     for kind, tokens in (("shared", length - len(shared) // PAGE * PAGE), ("apart", length)):
         without = taken[f"plain, {kind}"]
-        rows.append(
-            bench.row(
-                "prefix sharing", {"prompt": length, "shared": length - tokens}, taken[f"sharing, {kind}"],
-                predicted=Estimate(without.median * tokens / length), peers={"without": without},
-            )
-        )  # fmt: skip
+        guess, case = Estimate(without.median * tokens / length), {"prompt": length, "shared": length - tokens}
+        rows.append(bench.row("prefix sharing", case, taken[f"sharing, {kind}"], guess, without=without))
     return rows
 
 
@@ -153,9 +154,7 @@ def chunk_rows(bench: FeatureBench) -> list[Row]:
         taken = _in_turns({"chunks": lambda: p99_s(chunked), "whole": lambda: p99_s(whole)}, 3)
     guess = Estimate(taken["whole"].median * (chunk + 1) / (length + 1))
     case = {"prompt": length, "chunk": chunk}
-    return [bench.row("chunks, p99 between tokens", case, taken["chunks"], predicted=guess, peers={
-        "prompts at once": taken["whole"]
-    })]  # fmt: skip
+    return [bench.row("chunks, p99 between tokens", case, taken["chunks"], guess, prompts_at_once=taken["whole"])]
 
 
 def page_rows(bench: FeatureBench) -> list[Row]:
@@ -167,10 +166,9 @@ def page_rows(bench: FeatureBench) -> list[Row]:
         steps = [step for step in run_load(engine, load).steps if not step.prefill_tokens and step.held_pages]
     used = sum(step.held_tokens for step in steps) / sum(step.held_pages * PAGE for step in steps)
     mean = (least + most + output) / 2
-    one_block = exactly(mean / config.context)
-    return [bench.row("places used", {"requests": len(load)}, exactly(used), unit="fraction", predicted=Estimate(
-        mean / (mean + (PAGE - 1) / 2)
-    ), peers={"one block of the whole context": one_block})]  # fmt: skip
+    guess, one_block = Estimate(mean / (mean + (PAGE - 1) / 2)), exactly(mean / config.context)
+    case = {"requests": len(load)}
+    return [bench.row("places used", case, exactly(used), guess, "fraction", one_block_per_context=one_block)]
 
 
 def guess_rows(bench: FeatureBench) -> list[Row]:
@@ -204,11 +202,7 @@ def guess_rows(bench: FeatureBench) -> list[Row]:
             status = guessing.status
         case: dict[str, CaseValue] = {"how": how, "guessed": status.guessed, "right": status.guessed_right}
         guess = Estimate(None, "how often guesses are right is measured")
-        rows.append(
-            bench.row("guessing ahead", case, taken["guessing"], unit="tokens/s", predicted=guess, peers={
-                "without": taken["plain"]
-            })
-        )  # fmt: skip
+        rows.append(bench.row("guessing ahead", case, taken["guessing"], guess, "tokens/s", without=taken["plain"]))
     return rows
 
 
@@ -226,7 +220,7 @@ def _agreeing(bench: FeatureBench, scale: float) -> ServedModel:
 def packed_rows(bench: FeatureBench) -> list[Row]:
     """Weights laid out once for a CPU's products, beside plain ones: 16 requests, prompts new in every turn."""
     config, count, output = bench.served.model.config, 16, 32
-    dtype = next(bench.served.model.parameters()).dtype
+    dtype, prompts = next(bench.served.model.parameters()).dtype, Lengths(16, min(128, config.context - output))
     with contextlib.ExitStack() as closing:
         calls: dict[str, Callable[[], float]] = {}
         for way in ("plain", "packed"):
@@ -234,7 +228,7 @@ def packed_rows(bench: FeatureBench) -> list[Row]:
             seeds = itertools.count()
 
             def tokens_per_s(engine: Engine = engine, seeds: Iterator[int] = seeds) -> float:
-                load = make_load(count, Lengths(16, 128), Lengths(output, output), config.vocabulary, seed=next(seeds))
+                load = make_load(count, prompts, Lengths(output, output), config.vocabulary, seed=next(seeds))
                 began = time.perf_counter()
                 run_load(engine, load, watched=False)
                 return count * output / (time.perf_counter() - began)
@@ -243,9 +237,7 @@ def packed_rows(bench: FeatureBench) -> list[Row]:
         taken = _in_turns(calls, 4)
     case: dict[str, CaseValue] = {"requests": count, "by default": packs(dtype)}
     guess = Estimate(None, "what a layout is worth to a CPU is measured")
-    return [bench.row("packed weights", case, taken["packed"], unit="tokens/s", predicted=guess, peers={
-        "plain": taken["plain"]
-    })]  # fmt: skip
+    return [bench.row("packed weights", case, taken["packed"], guess, "tokens/s", plain=taken["plain"])]
 
 
 def start_rows(bench: FeatureBench) -> list[Row]:
@@ -254,7 +246,7 @@ def start_rows(bench: FeatureBench) -> list[Row]:
         write_folder(bench.served.model, Path(folder))
         seconds = [_start_s(folder, bench.device) for _ in range(2)]
     guess = Estimate(None, "imports, weights from the disk and kernels to compile are not predicted")
-    return [bench.row("start", {}, Sample.of(seconds), predicted=guess, no_peers="none was asked for")]
+    return [bench.row("start", {}, Sample.of(seconds), guess)]
 
 
 def _start_s(folder: str, device: str) -> float:

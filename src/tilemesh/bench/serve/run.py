@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from tilemesh.bench.harness import Estimate, KeptRows, make_row
+from tilemesh.bench.harness import Estimate, KeptRows, exactly, make_row
 from tilemesh.bench.profile import kernel_times, write_kernel_times
 from tilemesh.bench.serve.load import Lengths, LoadRequest, make_load, other_prompts
 from tilemesh.bench.serve.ours import fit_engine, fitting_batches, predict_load, run_load
@@ -190,22 +190,15 @@ class ServeBench:
             f"{measured.tokens_per_s:,.0f} tokens/s, {measured.goodput:.0%} within the goal"
         )
         mean = sum(len(request.prompt) for request in load) // len(load)
-        firsts = Sample.of([record.first_token_s or 0.0 for record in records if record.token_ns])
-        gaps = Sample.of([gap for record in records for gap in record.gaps_s] or [measured.itl_p50])
         least = (None, None) if self.clock is None else (
             self.clock.limit([SequencePart(mean, mean, 1)]), self.clock.limit([SequencePart(1, mean, 1)])
         )  # fmt: skip
+        limits = {"ttft_p50": least[0], "itl_p50": least[1], "itl_p99": least[1], "goodput": 1.0}
         told = {} if guess is None else guess.to_dict()
-        rows: list[tuple[str, str, float | None, float | None, Sample]] = [
-            ("serve, first token", "s", told.get("ttft_p50"), least[0], firsts),
-            ("serve, between tokens", "s", told.get("itl_p50"), least[1], gaps),
-            ("serve, between tokens, p99", "s", told.get("itl_p99"), least[1], Sample.of([measured.itl_p99])),
-            ("serve, tokens", "tokens/s", told.get("tokens_per_s"), None, Sample.of([measured.tokens_per_s])),
-            ("serve, within the goal", "fraction", told.get("goodput"), 1.0, Sample.of([measured.goodput])),
-        ]
         case = {"rate": rate, "requests": len(load)}
-        for name, unit, predicted, limit, sample in rows:
-            self._row(name, case, unit, predicted, limit, sample, {}, {"peers": "give --url a peer's server"})
+        for name, unit, key, sample in _load_samples(records, measured):
+            peers = {"peers": "give --url a peer's server"}
+            self._row(f"serve, {name}", case, unit, told.get(key), limits.get(key), sample, {}, peers)
 
     # ---- helpers -----------------------------------------------------------------------------------------------
 
@@ -242,17 +235,25 @@ def server_rows(records: Sequence[RequestRecord], goal: ServeGoal, case: Mapping
     """What a server elsewhere did with a load; nothing is known of its model, so nothing is predicted."""
     figures = load_figures(records, goal)
     unknown = Estimate(None, "nothing is known of the server's model")
-    gaps = [gap for record in records for gap in record.gaps_s] or [figures.itl_p50]
-    samples = [
-        ("server, first token", "s", Sample.of([record.first_token_s or 0.0 for record in records if record.token_ns])),
-        ("server, between tokens", "s", Sample.of(gaps)),
-        ("server, between tokens, p99", "s", Sample.of([figures.itl_p99])),
-        ("server, tokens", "tokens/s", Sample.of([figures.tokens_per_s])),
-        ("server, within the goal", "fraction", Sample.of([figures.goodput])),
-    ]
     return [
-        make_row(name, case, sample, unit=unit, predicted=unknown, limit=unknown, no_peers="the server is the peer")
-        for name, unit, sample in samples
+        make_row(
+            f"server, {name}", case, sample, unit=unit, predicted=unknown, limit=unknown,
+            no_peers="the server is the peer",
+        )
+        for name, unit, _, sample in _load_samples(records, figures)
+    ]  # fmt: skip
+
+
+def _load_samples(records: Sequence[RequestRecord], figures: LoadFigures) -> list[tuple[str, str, str, Sample]]:
+    """Of a load at random times: what it is called, its unit, its name among the figures, and the sample."""
+    firsts = Sample.of([record.first_token_s or 0.0 for record in records if record.token_ns])
+    gaps = Sample.of([gap for record in records for gap in record.gaps_s] or [figures.itl_p50])
+    return [
+        ("first token", "s", "ttft_p50", firsts),
+        ("between tokens", "s", "itl_p50", gaps),
+        ("between tokens, p99", "s", "itl_p99", exactly(figures.itl_p99)),
+        ("tokens", "tokens/s", "tokens_per_s", exactly(figures.tokens_per_s)),
+        ("within the goal", "fraction", "goodput", exactly(figures.goodput)),
     ]
 
 

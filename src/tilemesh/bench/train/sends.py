@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from tilemesh.bench.harness import Estimate, exactly, make_row
-from tilemesh.bench.train.sleeping import program_of, timed_in_turns
+from tilemesh.bench.train.sleeping import FORWARD_S, SleepingChunk, program_of, timed_in_turns
 from tilemesh.comm.connection import connect
 from tilemesh.comm.runtime.communicator import Communicator
-from tilemesh.core.step.action import Action, Payload, StepProgram
+from tilemesh.core.step.action import Action, StepProgram
 from tilemesh.launch import Ranks
 from tilemesh.measure.ranks import ranks_case
 from tilemesh.measure.row import CaseValue, Row
@@ -32,7 +32,7 @@ PRODUCTS = 8
 RUNS = ("left to move", "waited for", "tiny")
 
 
-class ComputingChunk:
+class ComputingChunk(SleepingChunk):
     """A chunk whose passes make so many products on this rank's core, and a message of so many numbers."""
 
     def __init__(self, products: int, numbers: int) -> None:
@@ -40,23 +40,9 @@ class ComputingChunk:
         self._a, self._b = torch.rand(2, SIZE, SIZE)
         self._out = torch.empty(SIZE, SIZE)
 
-    def forward(self, microbatch: int, piece: int, x: Tensor | None, *, keeps: bool) -> Tensor:
-        return self._made(self.products)
-
-    def recompute(self, microbatch: int, piece: int) -> None:
-        self._made(self.products)
-
-    def backward(self, microbatch: int, piece: int, gradient: Tensor | None, *, splits: bool) -> Tensor:
-        return self._made(self.products if splits else 2 * self.products)
-
-    def weights(self, microbatch: int, piece: int) -> None:
-        self._made(self.products)
-
-    def landing(self, microbatch: int, piece: int, of: Payload) -> Tensor:
-        return torch.empty(self.numbers)
-
-    def _made(self, products: int) -> Tensor:
-        for _ in range(products):
+    def spend(self, seconds: float) -> Tensor:
+        """As many products for every half of a pass as for another."""
+        for _ in range(self.products * round(seconds / FORWARD_S)):
             torch.mm(self._a, self._b, out=self._out)
         return torch.ones(self.numbers)
 

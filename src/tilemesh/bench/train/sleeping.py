@@ -47,22 +47,26 @@ def simulated_s(schedule: str, ranks: int, microbatches: int) -> float:
 class SleepingChunk:
     """A chunk whose passes take the time they are said to, and make a few numbers."""
 
+    numbers = NUMBERS
+
+    def spend(self, seconds: float) -> Tensor:
+        time.sleep(seconds)
+        return torch.zeros(self.numbers)
+
     def forward(self, microbatch: int, piece: int, x: Tensor | None, *, keeps: bool) -> Tensor:
-        time.sleep(FORWARD_S)
-        return torch.zeros(NUMBERS)
+        return self.spend(FORWARD_S)
 
     def recompute(self, microbatch: int, piece: int) -> None:
-        time.sleep(FORWARD_S)
+        self.spend(FORWARD_S)
 
     def backward(self, microbatch: int, piece: int, gradient: Tensor | None, *, splits: bool) -> Tensor:
-        time.sleep(INPUT_S if splits else INPUT_S + WEIGHT_S)
-        return torch.zeros(NUMBERS)
+        return self.spend(INPUT_S if splits else INPUT_S + WEIGHT_S)
 
     def weights(self, microbatch: int, piece: int) -> None:
-        time.sleep(WEIGHT_S)
+        self.spend(WEIGHT_S)
 
     def landing(self, microbatch: int, piece: int, of: Payload) -> Tensor:
-        return torch.empty(NUMBERS)
+        return torch.empty(self.numbers)
 
 
 def sleeping_rows(
