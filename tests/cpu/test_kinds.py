@@ -40,9 +40,8 @@ class Scaled(MatrixKind):
     """A frozen weight whose rows have a trained factor each."""
 
     def pieces(self, outputs: int, inputs: int) -> tuple[MatrixPiece, ...]:
-        return MatrixPiece("weight", (outputs, inputs), trained=False), MatrixPiece(
-            "factor", (outputs, 1), cut=("column",)
-        )
+        weight = MatrixPiece("weight", (outputs, inputs), trained=False)
+        return weight, MatrixPiece("factor", (outputs, 1), cut=("column",))
 
     def affine(self, layer: Linear, x: Tensor, bias: Tensor | None) -> Tensor:
         return layer.place.product(x, self.dense(layer), bias)
@@ -141,6 +140,7 @@ def test_a_kind_has_the_parameters_that_it_names_and_multiplies_by_its_dense_for
     for key, piece in pieces.items():
         assert tuple(held[key].shape) == piece.shape
         assert piece.dtype is None or held[key].dtype == piece.dtype
+    assert layer.kind.nbytes(12, 16, torch.float64.itemsize) == sum(value.nbytes for value in held.values())
     x = torch.randn(3, 16, dtype=torch.float64, requires_grad=True)
     matrix = layer.kind.dense(layer).double()
     if name not in ("rounded", "masked"):  # whose passes see another matrix than the one that is trained
@@ -155,6 +155,15 @@ def test_a_model_is_made_anew_from_its_kinds() -> None:
     put_kinds(again, kinds_of(model))
     shapes, wanted = ({name: value.shape for name, value in each.named_parameters()} for each in (again, model))
     assert shapes == wanted
+
+
+def test_pieces_of_a_dtype_of_their_own_are_counted_by_it() -> None:
+    @dataclass(frozen=True)
+    class Bytes(MatrixKind):
+        def pieces(self, outputs: int, inputs: int) -> tuple[MatrixPiece, ...]:
+            return MatrixPiece("codes", (outputs, inputs), torch.uint8), MatrixPiece("factor", (outputs, 1))
+
+    assert Bytes().nbytes(12, 16, itemsize=8) == 12 * 16 + 12 * 8
 
 
 @dataclass(frozen=True)

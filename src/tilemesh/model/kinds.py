@@ -274,9 +274,6 @@ class Adapted(MatrixKind):
     def agrees(self, by: str) -> bool:
         return self.base.agrees(by)
 
-    def nbytes(self, outputs: int, inputs: int, itemsize: int) -> int:
-        return self.base.nbytes(outputs, inputs, itemsize) + self.rank * (outputs + inputs) * itemsize
-
 
 # ---- layers of these kinds -------------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import prod
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -102,8 +103,8 @@ class MatrixKind:
 
     def nbytes(self, outputs: int, inputs: int, itemsize: int) -> int:
         """Of the matrix as it is stored; `itemsize`: of the model's dtype."""
-        sizes = (torch.Size(piece.shape).numel() * itemsize for piece in self.pieces(outputs, inputs))
-        return sum(sizes)
+        pieces = self.pieces(outputs, inputs)
+        return sum(prod(piece.shape) * (piece.dtype.itemsize if piece.dtype else itemsize) for piece in pieces)
 
 
 @dataclass(frozen=True)

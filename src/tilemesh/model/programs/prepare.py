@@ -145,7 +145,9 @@ def _choose_layer(seat: ProgramSeat, rows: RowClass, programs: Sequence[LayerPro
     for program in programs:
         if program.part not in (*found, "layers"):
             continue
-        reason = program.why_not(seat) if rows in program.rows else f"it is for {' and '.join(program.rows)} rows"
+        reason = (
+            program.why_not(seat) if rows in program.rows else f"it is for passes of {' or '.join(program.rows)} tokens"
+        )
         if reason:
             refused[program.name] = reason
         elif program.part != "layers":
