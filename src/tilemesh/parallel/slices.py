@@ -53,9 +53,8 @@ class SliceCache:
         return part
 
     def attend(self, layer: int, q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, *, window: int = 0) -> Tensor:
-        needs = torch.is_grad_enabled()
-        detached = k_BTKE.detach().requires_grad_(needs), v_BTKE.detach().requires_grad_(needs)
-        self.pairs[layer] = _Pair((k_BTKE, v_BTKE), detached)
+        keys, values = (own.detach().requires_grad_(own.requires_grad) for own in (k_BTKE, v_BTKE))
+        self.pairs[layer] = _Pair((k_BTKE, v_BTKE), (keys, values))
         before = [slice_.pairs[layer].detached for slice_ in self.earlier]
         keys_BSKE = torch.cat([*(keys for keys, _ in before), k_BTKE], dim=1)
         values_BSKE = torch.cat([*(values for _, values in before), v_BTKE], dim=1)
