@@ -65,6 +65,14 @@ CASES = {
                                         "attention_bias": False}),
     "olmo2": ("olmo2", LLAMA | {"pad_token_id": None}),
     "olmo2-biased": ("olmo2", LLAMA | {"pad_token_id": None, "attention_bias": True, "tie_word_embeddings": True}),
+    "mixtral": ("mixtral", LLAMA | {"num_local_experts": 5, "sliding_window": 4}),
+    "mixtral-one": ("mixtral", LLAMA | {"num_local_experts": 3, "num_experts_per_tok": 1, "head_dim": 8}),
+    "qwen3-moe": ("qwen3_moe", LLAMA | {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 20,
+                                        "head_dim": 8, "norm_topk_prob": True}),
+    "qwen3-moe-plain": ("qwen3_moe", LLAMA | {"num_experts": 4, "num_experts_per_tok": 4, "moe_intermediate_size": 20,
+                                              "attention_bias": True, "tie_word_embeddings": True}),
+    "olmoe": ("olmoe", LLAMA | {"num_experts": 4, "num_experts_per_tok": 2, "pad_token_id": None,
+                                "eos_token_id": None}),
 }  # fmt: skip
 _LLAMA: dict[str, Any] = {"layers": 2, "width": 24, "heads": 6, "vocabulary": 31, "context": 16, "norm": "rmsnorm",
                           "positions": "rotary", "activation": "swiglu", "biases": False, "tied": False}  # fmt: skip
@@ -86,6 +94,10 @@ OURS = {
     "gpt_neox": ModelConfig(layers=2, width=24, heads=3, vocabulary=31, context=16, positions="rotary", tied=False,
                             rotary_fraction=0.25, parallel_residual=True, activation="gelu-erf", dropout=0.1),
     "olmo2": ModelConfig(**_LLAMA, qk_norm="full", norm_place="branch", kv_heads=2),
+    "mixtral": ModelConfig(**_LLAMA, experts=3, window=5),
+    "qwen3_moe": ModelConfig(**_LLAMA, experts=5, experts_per_token=3, qk_norm="head", head_width=6, mlp_width=20,
+                             router_renormalized=False),
+    "olmoe": ModelConfig(**_LLAMA, experts=4, experts_per_token=1, qk_norm="full"),
 }  # fmt: skip
 
 
@@ -157,14 +169,33 @@ class Norm64(nn.Module):
         return x / root * (self.weight + 1 if self.is_offset else self.weight)
 
 
+class Router64(nn.Module):
+    """Their router in float64: scores, weights of the likeliest experts, and which these are."""
+
+    def __init__(self, router: Any) -> None:
+        super().__init__()
+        self.weight, self.picked = router.weight, router.top_k
+        self.renormalizes = getattr(router, "norm_topk_prob", True)  # Mixtral always does
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        scores = x.reshape(-1, x.shape[-1]) @ self.weight.T
+        likeliest, which = torch.softmax(scores, -1).sort(-1, descending=True)
+        likeliest, which = likeliest[:, : self.picked], which[:, : self.picked]
+        return scores, likeliest / likeliest.sum(-1, keepdim=True) if self.renormalizes else likeliest, which
+
+
 def widened(model: Any) -> Any:
-    """Their model in float64 throughout: norms, angles and Gemma's factor are float32 by their code: replaced."""
+    """Their model in float64 throughout: norms, angles, routers and Gemma's factor, which are float32 by their code."""
     model.double()
+    if hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")  # grouped products know no float64
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             kind = type(child).__name__
             if kind.endswith("RMSNorm"):
                 setattr(module, name, Norm64(child, kind.startswith("Gemma")))
+            elif kind.endswith("TopKRouter"):
+                setattr(module, name, Router64(child))
             elif kind.endswith("RotaryEmbedding"):
                 setattr(module, name, Rotary64(model.config))
         if hasattr(module, "embed_scale"):
@@ -274,7 +305,14 @@ def test_rotary_settings_of_older_files_are_read() -> None:
         ("gpt2", {"model_type": "gpt3"}, "unknown model_type 'gpt3': did you mean 'gpt2'"),
         ("gpt2", {"model_type": "foo"}, "unknown model_type 'foo': there is no table of its keys and tensors here"),
         ("gpt2", {"model_type": "wholly_new"}, "there is no table of its keys and tensors here; known are gpt2, llama"),
-        ("llama", {"model_type": "mixtral"}, "'mixtral' cannot be read: the nearest is mistral; missing here: mixture"),
+        (
+            "llama",
+            {"model_type": "qwen2_moe"},
+            "'qwen2_moe' cannot be read: the nearest is qwen3_moe; missing here: an",
+        ),
+        ("qwen3_moe", {"mlp_only_layers": [1]}, r"mlp_only_layers is \[1\]: only \[\] is supported"),
+        ("qwen3_moe", {"num_local_experts": 3}, "num_experts is 5 and num_local_experts 3: leave one away"),
+        ("olmoe", {"clip_qkv": 8.0}, "clip_qkv is 8.0: only None"),
         ("llama", {"model_type": "smollm3"}, "the nearest is llama; missing here: layers without rotary positions"),
         ("llama", {"model_type": "qwen2_5_vl"}, "the nearest is qwen2; missing here: images"),
         ("llama", {"model_type": "gemma2"}, "the nearest is gemma3_text; missing here: soft-capped scores"),
@@ -304,8 +342,21 @@ def test_rotary_settings_of_older_files_are_read() -> None:
         *(
             (case, {"is_causal": wrong}, f"is_causal is {wrong}: only True is supported")
             for case, wrong in zip(
-                ("gpt2", "llama", "mistral", "qwen2", "qwen3", "gemma3", "phi3", "gpt_neox", "olmo2"),
-                (False, None, *[False] * 7),
+                (
+                    "gpt2",
+                    "llama",
+                    "mistral",
+                    "qwen2",
+                    "qwen3",
+                    "gemma3",
+                    "phi3",
+                    "gpt_neox",
+                    "olmo2",
+                    "mixtral",
+                    "qwen3_moe",
+                    "olmoe",
+                ),
+                (False, None, *[False] * 10),
                 strict=True,
             )
         ),

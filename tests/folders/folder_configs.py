@@ -56,6 +56,10 @@ BASES: Mapping[str, dict[str, Any]] = {
                         "use_parallel_residual": False, "attention_bias": False, "rotary_emb_base": 300},
     "olmo2": {"model_type": "olmo2", **_LLAMA},
     "olmo2-biased": {"model_type": "olmo2", **_LLAMA, "attention_bias": True, "tie_word_embeddings": True},
+    "mixtral": {"model_type": "mixtral", **_LLAMA, "num_local_experts": 4},
+    "qwen3_moe": {"model_type": "qwen3_moe", **_LLAMA, "num_experts": 5, "num_experts_per_tok": 2, "head_dim": 6,
+                  "moe_intermediate_size": 20},
+    "olmoe": {"model_type": "olmoe", **_LLAMA, "num_experts": 4, "num_experts_per_tok": 2},
 }  # fmt: skip
 
 _PLAIN = {"rope_type": "default", "rope_theta": 500.0}
@@ -106,6 +110,11 @@ VALUES: Mapping[str, tuple[Any, ...]] = {
     "reorder_and_upcast_attn": (True,), "add_cross_attention": (True,), "attention_multiplier": (0.1,),
     "logits_scaling": (4.0,), "residual_multiplier": (0.5,), "embedding_multiplier": (3.0,), "clip_qkv": (0.1,),
     **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop", "attention_dropout", "hidden_dropout"), (0.0, 0.5)),
+    # Experts.
+    **dict.fromkeys(("num_experts", "num_local_experts"), (1, 3, 6, 0, None)), "num_experts_per_tok": (1, 3, 7, None),
+    "moe_intermediate_size": (12, 24, None), "norm_topk_prob": (True, False, None), "decoder_sparse_step": (1, 2),
+    "mlp_only_layers": ([], [0], None), "shared_expert_intermediate_size": (16,), "router_jitter_noise": (0.1,),
+    "router_aux_loss_coef": (0.5,), "output_router_logits": (True,), "n_shared_experts": (1,),
     # What no logit depends on.
     "initializer_range": (0.5,), "use_cache": (False,), "torch_dtype": ("float32",), "dtype": ("float32",),
     "bos_token_id": (None, 3), "eos_token_id": (None, 3, [1, 3]), "pad_token_id": (None, 0),

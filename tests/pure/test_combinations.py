@@ -38,7 +38,7 @@ BEYOND_PAIRS = (
     *(GRAPH + more for more in (
         "plan.dp=2", "plan.tp=2", "plan.pp=2", "train.device=cpu", "plan.precision=fp16", "optimizer.fused=false",
         "optimizer.name=lion", "data.packing=documents", "data.chat=true,data.packing=stream", "plan.offload=optimizer",
-        "compress.recipe=int8", f"distill.teacher={FOLDER}")),
+        "compress.recipe=int8", "model.experts=4", f"distill.teacher={FOLDER}")),
 )  # fmt: skip
 """Settings over the base of the pairs, for rows that no pair of features meets."""
 

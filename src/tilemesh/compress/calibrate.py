@@ -230,6 +230,17 @@ def weight_gradients(
     return dict(zip(names, sums, strict=True))
 
 
+def require_mlps(model: object, what: str) -> None:
+    """A Transformer whose layers have one MLP each."""
+    require_transformer(model, what)
+    assert isinstance(model, Transformer)
+    if model.config.experts:
+        raise UsageError(
+            f"cannot {what} a model with experts yet: what each of them is given is not calibrated; train it with "
+            "compress.recipe, which rounds or masks each expert's matrices"
+        )
+
+
 def require_transformer(model: object, what: str) -> None:
     if not isinstance(model, Transformer):
         raise UsageError(

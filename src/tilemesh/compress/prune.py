@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tilemesh.compress.calibrate import check_tokens, require_transformer, weight_gradients
+from tilemesh.compress.calibrate import check_tokens, require_mlps, weight_gradients
 from tilemesh.compress.recipe import PruneRecipe, Recipe, read_recipe
 from tilemesh.core.errors import UsageError
 from tilemesh.model.config import ModelConfig
@@ -28,7 +28,7 @@ _HEAD_ROWS = ("fc_q", "fc_k", "fc_v")
 def prune(model: Transformer, recipe: str | Path | Recipe, tokens: Tensor | None = None) -> Transformer:
     """A pruned copy. `tokens`: (sequences, tokens + 1) of text, for first-order scores."""
     wanted = read_recipe(recipe).prune
-    require_transformer(model, "prune")
+    require_mlps(model, "prune")
     require_plain(model, "pruning")
     if wanted.structure == "none":
         raise UsageError("the recipe prunes nothing: set prune.structure to unstructured, 2:4, heads, mlp or layers")

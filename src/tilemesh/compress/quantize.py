@@ -19,7 +19,7 @@ from tilemesh.compress.calibrate import (
     layer_by_layer,
     mean_divergence,
     mean_loss,
-    require_transformer,
+    require_mlps,
 )
 from tilemesh.compress.methods import awq_scales, find_codes, output_error, smooth_factors
 from tilemesh.compress.mixed import mixed_schemes
@@ -30,7 +30,7 @@ from tilemesh.kernels.lowbit.formats import Scheme, parse_scheme
 from tilemesh.model.kinds import FewBits, few_bits, matrix_shapes, put, require_plain
 from tilemesh.model.linear import Linear
 from tilemesh.model.norm import ResidualNorm
-from tilemesh.model.transformer import Layer, Transformer
+from tilemesh.model.transformer import Layer, Mlp, Transformer
 
 Say = Callable[[str], None]
 Moved = tuple[Tensor | None, Tensor | None]
@@ -60,7 +60,7 @@ def quantize(
     `moved`: gets what AWQ and SmoothQuant have multiplied inputs and outputs of matrices by, by name.
     """
     recipe = read_recipe(recipe)
-    require_transformer(model, "quantise")
+    require_mlps(model, "quantise")
     require_plain(model, "quantisation")
     shapes = matrix_shapes(model)
     schemes = chosen_schemes(recipe, shapes)
@@ -267,6 +267,7 @@ def _sources(layer: Layer) -> list[tuple[Sequence[str], Divide]]:
 
         return divide
 
+    assert isinstance(mlp, Mlp)
     is_gated = mlp.fc_gate is not None
     same_heads = attention.config.heads == attention.config.kv_heads
     return [  # what is divided comes before what divides is itself quantised

@@ -51,7 +51,7 @@ class ModelConfig:
     kv_heads: Annotated[int, Range(0, 1_000_000)] = 0
     """Heads of keys and values; fewer than `heads` is grouped-query attention; 0: as many as `heads`."""
     mlp_width: Annotated[int, Range(0, 100_000_000)] = 0
-    """Hidden width of the MLP; 0: 4 x width, or for swiglu 8/3 x width rounded up to a multiple of 256."""
+    """Hidden width of an MLP; 0: 4 x width, or for swiglu 8/3 x width rounded up to a multiple of 256."""
     norm: Norm = "layernorm"
     """Kind of normalization."""
     norm_place: NormPlace = "pre"
@@ -105,6 +105,13 @@ class ModelConfig:
     """Whether the weights of norms are stored less 1 (Gemma)."""
     scaled_embedding: bool = False
     """Whether the embedding is multiplied by the square root of the width (Gemma)."""
+    experts: Annotated[int, Range(0, 100_000)] = 0
+    """MLPs of each layer, of which a router picks some for each token (mixture of experts); 0: one MLP for all."""
+    experts_per_token: Annotated[int, Range(0, 100_000)] = 0
+    """How many experts compute each token; 0 where there are none, otherwise 2."""
+    router_renormalized: bool = True
+    """Whether the weights of a token's experts, probabilities of a softmax over all experts, are divided by their sum,
+    so that they add up to 1 (Mixtral); equal to a softmax over the experts that were picked."""
     family: str = ""
     """The Hugging Face model_type that it is exported as; empty: the first that can express the model."""
 
@@ -113,6 +120,7 @@ class ModelConfig:
         check_fields(self, "model.")
         # Frozen, yet whoever reads the config should meet a number and never "0 means".
         object.__setattr__(self, "kv_heads", self.kv_heads or self.heads)
+        object.__setattr__(self, "experts_per_token", self.experts_per_token or (2 if self.experts else 0))
         object.__setattr__(self, "mlp_width", self.mlp_width or _default_mlp_width(self.width, self.activation))
         if not self.head_width and self.width % self.heads:
             raise UsageError(
@@ -140,6 +148,13 @@ class ModelConfig:
             raise UsageError(f"full_layers names layer {max(self.full_layers)}: expected 0 to {self.layers - 1}")
         if self.norm_offset and self.norm != "rmsnorm":
             raise UsageError(f"norm_offset with {self.norm}: only the weights of an rmsnorm are stored less 1")
+        if self.experts_per_token > self.experts:
+            raise UsageError(
+                f"{self.experts_per_token} experts_per_token of {self.experts} experts: set model.experts to at least "
+                "as many"
+            )
+        if not self.experts and not self.router_renormalized:
+            raise UsageError("router_renormalized without experts: set model.experts, or leave router_renormalized out")
         if self.rotary_low >= self.rotary_high:
             raise UsageError(f"rotary_low is {self.rotary_low}: expected less than rotary_high, {self.rotary_high}")
 

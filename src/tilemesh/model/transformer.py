@@ -25,6 +25,7 @@ from tilemesh.model.config import ModelConfig
 from tilemesh.model.documents import DocumentPlaces, document_places, unmarked
 from tilemesh.model.dropout import ORIGIN, Dropout, DropoutPlace, Site
 from tilemesh.model.embedding import Embedding
+from tilemesh.model.experts import Experts
 from tilemesh.model.fresh import give_memory, initialize
 from tilemesh.model.kernels import STANDARD, TORCH, ModelKernels
 from tilemesh.model.linear import DENSE, Fused, Linear
@@ -83,10 +84,8 @@ class Attention(nn.Module):
         self.fc_k = Linear(width, kv_width, biases, device="meta", dtype=dtype)
         self.fc_v = Linear(width, kv_width, biases, device="meta", dtype=dtype)
         self.fc_o = Linear(config.query_width, width, config.has_biases("output"), device="meta", dtype=dtype)
-        self.q_norm, self.k_norm = (
-            head_norm_of(config, config.heads, dtype),
-            head_norm_of(config, config.kv_heads, dtype),
-        )
+        self.q_norm = head_norm_of(config, config.heads, dtype)
+        self.k_norm = head_norm_of(config, config.kv_heads, dtype)
 
     def forward(self, x_BTD: Tensor, now: Pass) -> Tensor:
         return self.attend(self.fc_q(x_BTD), self.fc_k(x_BTD), self.fc_v(x_BTD), now)
@@ -145,7 +144,7 @@ class Mlp(nn.Module):
 
 
 class Layer(nn.Module):
-    """Attention and MLP, each added to what came in, with norms where `norm_place` says.
+    """Attention and MLP, or experts, each added to what came in, with norms where `norm_place` says.
 
     A norm takes the addition before it along. So a pre-norm layer gives its MLP's result away unadded.
     """
@@ -160,7 +159,8 @@ class Layer(nn.Module):
         self.attention = Attention(config, index, dtype, kernels)
         self.attention_out_norm = norm_of(config, dtype, kernels) if is_sandwich else None
         self.mlp_norm = norm_of(config, dtype, kernels)
-        self.mlp = Mlp(config, dtype, kernels)
+        mlps = [Mlp(config, dtype, kernels) for _ in range(config.experts or 1)]
+        self.mlp: Mlp | Experts = Experts(config, mlps, dtype) if config.experts else mlps[0]
         self.mlp_out_norm = norm_of(config, dtype, kernels) if is_sandwich else None
         self.attention_dropout = Dropout(config.dropout, index, Site.ATTENTION)
         self.mlp_dropout = Dropout(config.dropout, index, Site.MLP)

@@ -49,7 +49,7 @@ from tilemesh.parallel.shard import (
     take,
     trained,
 )
-from tilemesh.parallel.tensor import RowConv2d, Seams, VocabularyEmbedding, enter_at, join_at
+from tilemesh.parallel.tensor import RowConv2d, Seams, VocabularyEmbedding, enter_at, join_at, leave_at
 from tilemesh.parallel.zero import Zero
 from tilemesh.parallel.zero3 import ZeroWeights, give_memory_back
 
@@ -222,16 +222,19 @@ def transformer_splits(config: ModelConfig, part: ModelPart | None = None) -> Sp
     part = whole_part(config) if part is None else part
     splits: dict[str, str | Split] = {}
     if part.layers:
-        splits = {"layers.*.attention": Region(), "layers.*.mlp": Region()}
+        splits = {"layers.*.attention": Region(), "layers.*.mlp": Region(sums=config.experts > 0)}
     for weight in part.weights(config):
         if weight.split != "whole":
-            splits[re.sub(r"^layers\.\d+\.", "layers.*.", weight.name)] = _split(weight)
+            name = re.sub(r"^layers\.\d+\.", "layers.*.", weight.name)
+            splits[re.sub(r"\.experts\.\d+\.", ".experts.*.", name)] = _split(weight)
     return splits
 
 
 def _split(weight: Weight) -> Split:
     if weight.split == "column":
         return ColumnSplit(units=weight.units or None, repeats=weight.repeats)
+    if weight.split == "row":
+        return RowSplit(sums=".experts." not in weight.name)
     return split_of(weight.split)
 
 
@@ -385,6 +388,8 @@ def _cut_modules(model: nn.Module, splits: Mapping[str, Split], seams: Seams) ->
             for attribute in split.divides:
                 setattr(module, attribute, max(1, getattr(module, attribute) // seams.comm.size))
             enter_at(module, seams)
+            if split.sums:
+                leave_at(module, seams)
         elif isinstance(split, VocabularySplit) and isinstance(module, nn.Embedding):
             first, _ = share(module.num_embeddings, seams.comm.size, seams.comm.rank)
             _replace(model, name, VocabularyEmbedding(module, seams, first))
@@ -425,7 +430,8 @@ def _place(name: str, layer: Linear, split: Split, seams: Seams) -> None:
     if why_not:
         raise UsageError(f"{name}: {why_not}")
     agree = (lambda most: seams.sum(most.contiguous(), "max")) if layer.kind.agrees(by) else None
-    leave = (lambda y: seams.leave(y)) if by == "row" else None  # looked up when called: see stay_out_of_graphs
+    sums = isinstance(split, RowSplit) and split.sums
+    leave = (lambda y: seams.leave(y)) if sums else None  # looked up when called: see stay_out_of_graphs
     layer.stand(dataclasses.replace(layer.place, leave=leave, agree=agree), inputs, outputs)
 
 

@@ -63,7 +63,12 @@ class ColumnSplit:
 
 @dataclass(frozen=True)
 class RowSplit:
-    """Cut by the input; the ranks' outputs are partial sums."""
+    """Cut by the input; the ranks' outputs are partial sums.
+
+    `sums`: they are added up where the layer ends; otherwise the region that it lies in sees to it.
+    """
+
+    sums: bool = True
 
 
 @dataclass(frozen=True)
@@ -80,10 +85,12 @@ class VocabularySplit:
 class Region:
     """A module whose input all its column layers share: it is exchanged once, here, not at each of them.
 
-    `divides`: attributes of the module that count heads: each rank keeps its part of them (at least 1).
+    `divides`: attributes of the module that count heads: each rank keeps its part of them (at least 1). `sums`: what it
+    gives is a part of a sum on each rank, which is added up where it ends.
     """
 
     divides: tuple[str, ...] = ()
+    sums: bool = False
 
 
 @dataclass(frozen=True)

@@ -157,6 +157,11 @@ def enter_at(module: nn.Module, seams: Seams) -> None:
     module.register_forward_pre_hook(hook)
 
 
+def leave_at(module: nn.Module, seams: Seams) -> None:
+    """What the ranks' modules give is added up where they end."""
+    module.register_forward_hook(lambda module, args, y: seams.leave(y))
+
+
 def join_at(module: nn.Module, seams: Seams, total: int) -> None:
     """The slices of a column-split layer's output are joined where it ends; those of a convolution are channels."""
     dim = -3 if isinstance(module, nn.Conv2d) else -1

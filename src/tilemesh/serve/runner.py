@@ -92,7 +92,8 @@ class Runner:
         self._choose_kinds(packed)
         self.ahead: DeviceSteps | None = None
         """Launches steps without waiting for their tokens, where that can be done."""
-        if graphs is not None and self._tile_sizes is not None and not invariant:
+        # What each expert takes is known when the router has run: such a step is not launched ahead of its sizes.
+        if graphs is not None and self._tile_sizes is not None and not invariant and not config.experts:
             self.ahead = DeviceSteps(self._pass, self.cache, limits, config.vocabulary, self._tile_sizes, graphs, say)
 
     def _use(self) -> Use:

@@ -64,6 +64,7 @@ FEATURES = (
     Feature("clipped gradients", "optimizer.clip=1"),
     Feature("Muon", "optimizer.name=muon"),
     Feature("tied embeddings", "model.tied=true"),
+    Feature("experts", "model.experts=4"),
     Feature("LoRA", "lora.rank=4,lora.base=FOLDER"),
     Feature("rounding while training", "compress.recipe=int8"),
     Feature("pruning while training", "compress.recipe=2:4"),

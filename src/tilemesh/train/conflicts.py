@@ -52,6 +52,7 @@ _COMPRESSED = Switch("method.compress", lambda config: config.method.compress !=
 _UNFUSED = Switch("optimizer.name", lambda config: config.optimizer.name in ("lion", "muon"), "optimizer.name=adamw")
 _NOT_FUSED = Switch("optimizer.fused", lambda config: config.optimizer.fused is False, "optimizer.fused=true")
 _CLIP = Switch("optimizer.clip", lambda config: config.optimizer.clip > 0, "optimizer.clip=0")
+_EXPERTS = Switch("model.experts", lambda config: config.model.experts > 0, "model.experts=0")
 _TIED = Switch("model.tied", lambda config: config.model.tied, "model.tied=false")
 _LORA = Switch("lora.rank", lambda config: config.lora.rank > 0, "lora.rank=0")
 _RECIPE = Switch("compress.recipe", lambda config: bool(config.compress.recipe), "compress.recipe=")
@@ -126,13 +127,14 @@ _MERGED = "adapters are merged into weights in the end, and these would be train
 
 _ALONE = "a graph is for one GPU alone"
 _TARGETS = "how many targets count differs by step, and a graph's steps are alike"
+_LOADS = "how many tokens an expert takes differs by step"
 _REPLAY = (
     (_DP, _ALONE), (_TP, _ALONE), (_PP, _ALONE), (_ON_CPU, _ALONE),
     (_FP16, "a scaled loss decides after each step whether it counts"),
     (_NOT_FUSED, "a graph needs a fused optimiser, which reads the learning rate on the device"),
     (_UNFUSED, "a graph needs a fused optimiser, which torch has for adamw and sgd"),
     (_PACKED, _TARGETS), (_CHAT, _TARGETS),
-    (_OFFLOAD, "what goes and comes has no fixed place"),
+    (_OFFLOAD, "what goes and comes has no fixed place"), (_EXPERTS, _LOADS),
     (_RECIPE, "rounding and masks change with the step"),
     (_TEACHER, "a teacher's pass is not captured"),
 )  # fmt: skip
@@ -166,6 +168,7 @@ OF_CONFIG: tuple[Row, ...] = (
         for missing in (_NEVER_EVALUATED, _NO_SEQUENCES, _NONE_HELD_OUT)
     ),
     # Compiled code.
+    _pair(_EXPERTS, _COMPILE, f"{_LOADS}, and its products would be compiled anew for each number"),
     row(
         "train.compile plan.recompute plan.tp",
         lambda config: _COMPILE.is_on(config) and config.plan.recompute == "operators" and config.plan.tp > 1,

@@ -61,8 +61,9 @@ class MemoryFit:
 
     @property
     def is_known(self) -> bool:
-        """Whether it can be said what ranks need: frozen weights have neither gradients nor states."""
-        return self.device is not None and not self.config.lora.rank
+        """Whether it can be said what ranks need: frozen weights have neither gradients nor states, and how many tokens
+        an expert keeps is not known."""
+        return self.device is not None and not self.config.lora.rank and not self.config.model.experts
 
     @functools.cached_property
     def room(self) -> Room:

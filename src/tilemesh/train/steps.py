@@ -199,6 +199,7 @@ class Stepper:
         """Whether steps are to become one CUDA graph; UsageError where that was asked for and cannot be."""
         wanted = self.config.train.graph
         able = self.is_late and self.device.type == "cuda" and self.optimizer.is_capturable
+        able = able and not self.config.model.experts  # whose numbers of tokens differ by step
         if wanted and not able:
             raise UsageError(
                 "train.graph is true and this step cannot be captured: a graph is for one GPU alone, with a fused "

@@ -19,7 +19,18 @@ from tilemesh.core.ranges import shown
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.families.family import ANY, Entry, Family
 from tilemesh.model.families.gpt import GPT2, GPT_NEOX
-from tilemesh.model.families.llama import GEMMA3, LLAMA, MISTRAL, OLMO2, PHI3, QWEN2, QWEN3
+from tilemesh.model.families.llama import (
+    GEMMA3,
+    LLAMA,
+    MISTRAL,
+    MIXTRAL,
+    OLMO2,
+    OLMOE,
+    PHI3,
+    QWEN2,
+    QWEN3,
+    QWEN3_MOE,
+)
 
 CONFIG = "config.json"
 QUANTIZATION = "quantization_config"
@@ -28,7 +39,7 @@ QUANTIZERS = ("compressed-tensors", "tilemesh")
 
 FAMILIES: Mapping[str, Family] = {
     "gpt2": GPT2, "llama": LLAMA, "mistral": MISTRAL, "qwen2": QWEN2, "qwen3": QWEN3, "gemma3_text": GEMMA3,
-    "phi3": PHI3, "gpt_neox": GPT_NEOX, "olmo2": OLMO2,
+    "phi3": PHI3, "gpt_neox": GPT_NEOX, "olmo2": OLMO2, "mixtral": MIXTRAL, "qwen3_moe": QWEN3_MOE, "olmoe": OLMOE,
 }  # fmt: skip
 """By config.json's `model_type`. A model that several can express is written as the first of them."""
 
@@ -36,11 +47,8 @@ _UNSERVED: Mapping[str, tuple[str, str]] = {
     "gemma": ("gemma3_text", "norms before the blocks alone, together with its offset norms"),
     "gemma2": ("gemma3_text", "soft-capped scores and logits"),
     "gemma3": ("gemma3_text", "images; save the language model alone"),
-    "mixtral": ("mistral", "mixture-of-experts layers"),
-    "qwen2_moe": ("qwen2", "mixture-of-experts layers"),
-    "qwen3_moe": ("qwen3", "mixture-of-experts layers"),
+    "qwen2_moe": ("qwen3_moe", "an expert that all tokens share"),
     "qwen3_next": ("qwen3", "linear attention and mixture-of-experts layers"),
-    "olmoe": ("olmo2", "mixture-of-experts layers"),
     "gpt_oss": ("llama", "mixture-of-experts layers and attention sinks"),
     "llama4": ("llama", "mixture-of-experts layers and images"),
     "mllama": ("llama", "images and cross-attention"),
@@ -169,6 +177,8 @@ def _lacking(config: ModelConfig, family: Family) -> list[str]:
         may = family.may.get(name, (derived.get(name, field.default),))
         if may is not ANY and value not in may:
             wrong.append(f"{name}={value}")
+    if "experts" in family.may and not config.experts:
+        wrong.append("layers without experts")
     return wrong
 
 

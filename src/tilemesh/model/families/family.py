@@ -52,7 +52,8 @@ class Family:
     layer: str
     """The name of a layer, with {} for its number."""
     modules: Mapping[str, tuple[str, ...]]
-    """Their module: ours, in a layer, in the order of computation; several of ours may be one matrix of theirs."""
+    """Their module: ours, in a layer, in the order of computation; several of ours may be one matrix of theirs. With {}
+    for an expert's number."""
     read: Callable[[Mapping[str, Any], str], dict[str, Any]]
     """Our fields that take more than a key, from the content of a config.json; its path is for refusals."""
     write: Callable[[ModelConfig], dict[str, Any]]
@@ -82,8 +83,13 @@ class Family:
         for theirs, ours in outside:
             yield from self._parts(config, theirs, "", (known[ours],))
         inside = {weight.name: weight for weight in layer_weights(config)}
+        modules = [
+            (theirs.format(expert), tuple(name.format(expert) for name in names))
+            for theirs, names in self.modules.items()
+            for expert in (range(config.experts) if "{}" in theirs else (0,))
+        ]
         for index in range(config.layers):
-            for theirs, names in self.modules.items():
+            for theirs, names in modules:
                 weights = tuple(inside[name] for name in names)
                 yield from self._parts(config, theirs, f"layers.{index}.", weights, self.layer.format(index))
         yield from self._parts(config, last[0], "", (known[last[1]],))

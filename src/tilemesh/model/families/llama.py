@@ -1,4 +1,5 @@
-"""Llama and the families that differ from it in a setting or two: Mistral, Qwen 2 and 3, Phi-3, OLMo 2, Gemma 3.
+"""Llama and the families that differ from it in a setting or two: Mistral, Qwen 2 and 3, Phi-3, OLMo 2, Gemma 3; and
+those of them with experts: Mixtral, Qwen 3 MoE, OLMoE.
 
 RMSNorm, rotary positions, grouped queries and an MLP with a gate. Their weights agree with ours as they stand, since
 `model.rotary.rotate` pairs a head's elements as Hugging Face does; Meta's own files pair them otherwise.
@@ -289,4 +290,97 @@ GEMMA3 = dataclasses.replace(
     },
     read=_read_gemma3,
     write=_write_gemma3,
+)  # fmt: skip
+
+
+# ---- With experts ------------------------------------------------------------------------------------------------
+
+
+def _experts(block: str, gate: str, up: str, down: str) -> dict[str, tuple[str, ...]]:
+    """Tensors of a router and its experts."""
+    names = ((gate, "fc_gate"), (up, "fc_in"), (down, "fc_out"))
+    experts = {f"{block}.experts.{{}}.{theirs}": (f"mlp.experts.{{}}.{ours}",) for theirs, ours in names}
+    return {f"{block}.gate": ("mlp.router",), **experts}
+
+
+_MAY_ROUTE = {"experts": ANY, "experts_per_token": ANY}
+_EXPERTS = _experts("mlp", "gate_proj", "up_proj", "down_proj")
+
+
+def _read_count(settings: Mapping[str, Any], default: int, source: str) -> dict[str, Any]:
+    """How many experts there are: transformers 5 writes num_local_experts where files had num_experts."""
+    keys = [key for key in ("num_experts", "num_local_experts") if key in settings]
+    counts = [settings[key] for key in keys]
+    if len(set(map(str, counts))) > 1:
+        raise UsageError(f"{source}: num_experts is {counts[0]} and num_local_experts {counts[1]}: leave one away")
+    if counts and (isinstance(counts[0], bool) or not isinstance(counts[0], int) or counts[0] < 1):
+        raise UsageError(f"{source}: {keys[0]} is {shown(counts[0])}: expected a number of experts")
+    return {"experts": counts[0] if counts else default}
+
+
+def _read_mixtral(settings: Mapping[str, Any], source: str) -> dict[str, Any]:
+    window = read_window({"sliding_window": None, **settings}, settings["num_hidden_layers"], [], source)
+    return {**read_rotary(settings, source, base=1e6), **window, **_read_count(settings, 8, source)}
+
+
+def _read_qwen3_moe(settings: Mapping[str, Any], source: str) -> dict[str, Any]:
+    return {**_read_qwen3(settings, source), **_read_count(settings, 128, source)}
+
+
+def _read_olmoe(settings: Mapping[str, Any], source: str) -> dict[str, Any]:
+    return {**_read_attention_biases(settings, source), **_read_count(settings, 64, source)}
+
+
+def _write_mixtral(config: ModelConfig) -> dict[str, Any]:
+    return {**_write_mistral(config), "num_local_experts": config.experts}
+
+
+def _write_qwen3_moe(config: ModelConfig) -> dict[str, Any]:
+    dense = {"intermediate_size": config.mlp_width, "decoder_sparse_step": 1, "mlp_only_layers": []}
+    return {**_write_qwen3(config), **dense, "num_experts": config.experts}
+
+
+def _write_olmoe(config: ModelConfig) -> dict[str, Any]:
+    return {**_write_attention_biases(config), "num_experts": config.experts, "clip_qkv": None}
+
+
+MIXTRAL = dataclasses.replace(
+    MISTRAL,
+    architecture="MixtralForCausalLM",
+    may={**MISTRAL.may, **_MAY_ROUTE},
+    keys={
+        **MISTRAL.keys, "norm_epsilon": ("rms_norm_eps", 1e-5), "experts_per_token": ("num_experts_per_tok", 2),
+    },
+    modules={**_BEFORE, **_PROJECTIONS, **_AFTER, **_experts("block_sparse_moe", "w1", "w3", "w2")},
+    read=_read_mixtral,
+    write=_write_mixtral,
+)  # fmt: skip
+QWEN3_MOE = dataclasses.replace(
+    QWEN3,
+    architecture="Qwen3MoeForCausalLM",
+    sizes={**_SIZES, "mlp_width": "moe_intermediate_size"},
+    may={**QWEN3.may, **_MAY_ROUTE, "router_renormalized": ANY},
+    keys={
+        **_KEYS, "kv_heads": ("num_key_value_heads", 4), "experts_per_token": ("num_experts_per_tok", 8),
+        "router_renormalized": ("norm_topk_prob", False),
+    },
+    modules={**_BEFORE, **_PROJECTIONS, **_NORMED, **_AFTER, **_EXPERTS},
+    expects={**QWEN3.expects, "decoder_sparse_step": 1, "mlp_only_layers": []},
+    read=_read_qwen3_moe,
+    write=_write_qwen3_moe,
+)  # fmt: skip
+OLMOE = dataclasses.replace(
+    LLAMA,
+    architecture="OlmoeForCausalLM",
+    may={
+        **LLAMA.may, **_MAY_ROUTE, "router_renormalized": ANY, "biases": (False, "attention"), "qk_norm": ("full",),
+    },
+    keys={
+        **_KEYS, "norm_epsilon": ("rms_norm_eps", 1e-5), "experts_per_token": ("num_experts_per_tok", 8),
+        "router_renormalized": ("norm_topk_prob", False),
+    },
+    modules={**_BEFORE, **_PROJECTIONS, **_NORMED, **_AFTER, **_EXPERTS},
+    expects={**LLAMA.expects, "clip_qkv": None},
+    read=_read_olmoe,
+    write=_write_olmoe,
 )  # fmt: skip

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from tilemesh.core.cost import Cost
+from tilemesh.model.experts import Experts
 from tilemesh.model.programs.program import LayerProgram, ProgramSeat, pass_cost, products_cost
+from tilemesh.model.transformer import Mlp
 
 _TURNING = 7  # torch's operations that turn queries or keys: four products, a sum, a difference, joined
 
@@ -26,14 +28,18 @@ def attention_passes(seat: ProgramSeat, rows: int, *, side_by_side: bool = False
     return passes + pass_cost(turned, size, read=5, written=4, launches=2 * _TURNING)
 
 
-def gate_passes(seat: ProgramSeat, rows: int, *, together: bool = False) -> Cost:
+def gate_passes(mlp: Mlp, rows: int, size: int, *, together: bool = False) -> Cost:
     """Of a gate's activation and its product with what it opens; together it is one kernel."""
-    if seat.here.mlp.fc_gate is None:
+    if mlp.fc_gate is None:
         return Cost()
-    hidden = rows * seat.here.mlp.fc_in.out_features
-    if together:
-        return pass_cost(hidden, seat.itemsize, read=2)
-    return pass_cost(hidden, seat.itemsize, read=3, written=2, launches=2)
+    hidden = rows * mlp.fc_in.out_features
+    return pass_cost(hidden, size, read=2) if together else pass_cost(hidden, size, read=3, written=2, launches=2)
+
+
+def _mlp_cost(mlp: Mlp, rows: int, size: int) -> Cost:
+    products = [layer for layer in (mlp.fc_gate, mlp.fc_in, mlp.fc_out) if layer is not None]
+    alone = Cost() if mlp.fc_gate else pass_cost(rows * mlp.fc_in.out_features, size)  # the activation
+    return products_cost(products, rows, size) + gate_passes(mlp, rows, size) + alone
 
 
 def norm_passes(seat: ProgramSeat, rows: int) -> Cost:
@@ -62,9 +68,12 @@ class DefinedMlp(LayerProgram):
 
     def cost(self, seat: ProgramSeat, rows: int) -> Cost:
         block, size = seat.here.mlp, seat.itemsize
-        products = [layer for layer in (block.fc_gate, block.fc_in, block.fc_out) if layer is not None]
-        alone = Cost() if block.fc_gate else pass_cost(rows * block.fc_in.out_features, size)  # the activation
-        return products_cost(products, rows, size) + gate_passes(seat, rows) + alone
+        if isinstance(block, Experts):  # as many at work as tokens can pick, with as many tokens each
+            picked = rows * block.config.experts_per_token
+            at_work, first = min(block.config.experts, picked), block.experts[0]
+            assert isinstance(first, Mlp)
+            return sum((_mlp_cost(first, -(-picked // at_work), size) for _ in range(at_work)), Cost())
+        return _mlp_cost(block, rows, size)
 
     def bind(self, seat: ProgramSeat) -> Callable[..., Any]:
         return seat.here.mlp

@@ -56,7 +56,7 @@ class FewTokens(LayerProgram):
             return f"the gate is {gated.gate}, the kernel's is silu"
         if reason := why_not_side_by_side(seat):
             return reason
-        products = ((heads.layer, 1), (gated.layer, 2), (layer.attention.fc_o, 1), (layer.mlp.fc_out, 1))
+        products = ((heads.layer, 1), (gated.layer, 2), (layer.attention.fc_o, 1), (seat.mlp.fc_out, 1))
         for product, halves in products:
             if reason := _why_not_plain(product):
                 return reason
@@ -69,14 +69,15 @@ class FewTokens(LayerProgram):
         layer, heads, gated = seat.here, seat.heads, seat.gated
         dtype = str(seat.dtype).removeprefix("torch.")
         made = few_cost(rows, gated.layer.out_features // 2, gated.layer.in_features, dtype, "silu")
-        for product in (heads.layer, layer.attention.fc_o, layer.mlp.fc_out):
+        last = seat.mlp.fc_out
+        for product in (heads.layer, layer.attention.fc_o, last):
             made += few_cost(rows, product.out_features, product.in_features, dtype)
-        parts = parts_of(layer.mlp.fc_out.out_features, layer.mlp.fc_out.in_features)
+        parts = parts_of(last.out_features, last.in_features)
         norms = 2 * norm_cost(parts, rows, seat.model.config.width, dtype)
         return made + norms + attention_passes(seat, rows, side_by_side=True)
 
     def bind(self, seat: ProgramSeat) -> FewTokensLayer:
-        return FewTokensLayer(seat.here, seat.heads.layer, seat.gated.layer, self.implementation)
+        return FewTokensLayer(seat.here, seat.heads.layer, seat.gated.layer, seat.mlp.fc_out, self.implementation)
 
     def bind_all(self, seats: Sequence[ProgramSeat]) -> Callable[[Tensor, Pass], Tensor]:
         """All layers, and the norm after the last."""
@@ -92,6 +93,7 @@ class FewTokensLayer:
     layer: Layer
     heads: Linear
     gated: Linear
+    last: Linear
     implementation: str
 
     def __call__(self, parts_STD: Tensor, x_TD: Tensor, now: Pass) -> tuple[Tensor, Tensor]:
@@ -101,7 +103,7 @@ class FewTokensLayer:
         parts_STD = self._product(y_1TD[0], layer.attention.fc_o.weight)
         y_TD, x_TD = self.normalize(parts_STD, x_TD, layer.mlp_norm)
         h_1TF = self._product(y_TD, self.gated.weight, gate="silu")
-        return self._product(h_1TF[0], layer.mlp.fc_out.weight), x_TD
+        return self._product(h_1TF[0], self.last.weight), x_TD
 
     def normalize(self, parts_STD: Tensor, x_TD: Tensor, norm: ResidualNorm) -> tuple[Tensor, Tensor]:
         y_TD, total_TD = parts_rms_norm(

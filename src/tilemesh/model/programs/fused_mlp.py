@@ -14,6 +14,7 @@ from tilemesh.core.cost import Cost
 from tilemesh.kernels.mlp.reference import mlp
 from tilemesh.model.kernels import TORCH
 from tilemesh.model.linear import ALONE, DENSE
+from tilemesh.model.programs.group import EXPERTS
 from tilemesh.model.programs.program import LayerProgram, ProgramSeat, products_cost
 from tilemesh.model.transformer import Mlp
 
@@ -21,7 +22,9 @@ from tilemesh.model.transformer import Mlp
 @dataclass(frozen=True)
 class OneOperatorMlp(LayerProgram):
     def why_not(self, seat: ProgramSeat) -> str:
-        block = seat.here.mlp
+        if seat.model.config.experts:
+            return EXPERTS
+        block = seat.mlp
         if seat.model.kernels.mlp == TORCH:
             return "the MLP's kernels are torch's (train.kernels)"
         if block.fc_gate is not None:
@@ -34,10 +37,10 @@ class OneOperatorMlp(LayerProgram):
         return "" if is_dense else "matrices are not dense"
 
     def cost(self, seat: ProgramSeat, rows: int) -> Cost:
-        return products_cost([seat.here.mlp.fc_in, seat.here.mlp.fc_out], rows, seat.itemsize)
+        return products_cost([seat.mlp.fc_in, seat.mlp.fc_out], rows, seat.itemsize)
 
     def bind(self, seat: ProgramSeat) -> Callable[..., Any]:
-        return partial(_compute, seat.here.mlp, seat.model.kernels.mlp)
+        return partial(_compute, seat.mlp, seat.model.kernels.mlp)
 
 
 def _compute(block: Mlp, implementation: str, x_BTD: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from tilemesh.kernels.gated.reference import geglu, swiglu
 from tilemesh.kernels.lowbit_linear.reference import lowbit_linear, norm_lowbit_linear, takes_one_token
+from tilemesh.model.experts import Experts
 from tilemesh.model.kinds import FewBits
 from tilemesh.model.linear import ALONE, DenseMatrix, Linear, MatrixKind, make_linear
 from tilemesh.model.norm import ResidualNorm
@@ -86,6 +87,9 @@ class GroupProduct:
         return y.view(*x.shape[:-1], -1), total.view(x.shape)
 
 
+EXPERTS = "the layer has experts"
+
+
 class LayerGroups(NamedTuple):
     """Of one layer; None where projections stay apart, with the reason."""
 
@@ -102,6 +106,8 @@ def layer_groups(layer: Layer, one_row: bool = False) -> LayerGroups:
     are `row_linear`'s."""
     attention, mlp = layer.attention, layer.mlp
     heads, heads_apart = group([attention.fc_q, attention.fc_k, attention.fc_v], one_row)
+    if isinstance(mlp, Experts):
+        return LayerGroups(heads, None, heads_apart, EXPERTS)
     if mlp.fc_gate is None:
         return LayerGroups(heads, None, heads_apart, "there is no gate")
     gated, gated_apart = group([mlp.fc_gate, mlp.fc_in], one_row)

@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from tilemesh.core.cost import Cost
+from tilemesh.model.linear import Linear
 from tilemesh.model.programs.definition import attention_passes
 from tilemesh.model.programs.group import GroupProduct
 from tilemesh.model.programs.products import attend_side_by_side, why_not_side_by_side
@@ -37,10 +38,10 @@ class GateInside(LayerProgram):
         return why_not_gated(seat)
 
     def cost(self, seat: ProgramSeat, rows: int) -> Cost:
-        return products_cost([seat.gated.layer, seat.here.mlp.fc_out], 1, seat.itemsize)
+        return products_cost([seat.gated.layer, seat.mlp.fc_out], 1, seat.itemsize)
 
     def bind(self, seat: ProgramSeat) -> Callable[..., Any]:
-        return behind_hooks(seat.here.mlp, partial(_open_row, seat.here.mlp, seat.gated))
+        return behind_hooks(seat.mlp, partial(_open_row, seat.mlp, seat.gated))
 
 
 def _open_row(mlp: Mlp, gated: GroupProduct, x_BTD: Tensor) -> Tensor:
@@ -70,22 +71,22 @@ class NormsInside(LayerProgram):
 
     def cost(self, seat: ProgramSeat, rows: int) -> Cost:
         layer = seat.here
-        products = (seat.heads.layer, layer.attention.fc_o, seat.gated.layer, layer.mlp.fc_out)
+        products = (seat.heads.layer, layer.attention.fc_o, seat.gated.layer, seat.mlp.fc_out)
         sums = Cost(0, *(4 * seat.model.config.width * seat.itemsize,) * 2)
         return products_cost(products, 1, seat.itemsize) + attention_passes(seat, 1, side_by_side=True) + sums
 
     def bind(self, seat: ProgramSeat) -> Callable[..., Any]:
-        return partial(_one_token, seat.here, seat.heads, seat.gated)
+        return partial(_one_token, seat.here, seat.heads, seat.gated, seat.mlp.fc_out)
 
 
 def _one_token(
-    layer: Layer, heads: GroupProduct, gated: GroupProduct, stream: ResidualStream, now: Pass
+    layer: Layer, heads: GroupProduct, gated: GroupProduct, last: Linear, stream: ResidualStream, now: Pass
 ) -> ResidualStream:
     assert stream.branch is not None
     qkv_BTF, x_BTD = heads.normed(stream.x, stream.branch, layer.attention_norm)
     y_BTD = layer.attention.fc_o(attend_side_by_side(layer.attention, qkv_BTF, now))
     h_BTF, x_BTD = gated.normed(x_BTD, y_BTD, layer.mlp_norm, gate="silu")
-    return ResidualStream(x_BTD, layer.mlp.fc_out(h_BTF))
+    return ResidualStream(x_BTD, last(h_BTF))
 
 
 GATE = GateInside("gate inside of the product", "mlp", ("1",))

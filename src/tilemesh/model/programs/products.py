@@ -74,11 +74,11 @@ class OneProductMlp(LayerProgram):
         return seat.groups.gated_apart
 
     def cost(self, seat: ProgramSeat, rows: int) -> Cost:
-        products = products_cost([seat.gated.layer, seat.here.mlp.fc_out], rows, seat.itemsize)
-        return products + gate_passes(seat, rows, together=True)
+        products = products_cost([seat.gated.layer, seat.mlp.fc_out], rows, seat.itemsize)
+        return products + gate_passes(seat.mlp, rows, seat.itemsize, together=True)
 
     def bind(self, seat: ProgramSeat) -> Callable[..., Tensor]:
-        return behind_hooks(seat.here.mlp, partial(_open, seat.here.mlp, seat.gated))
+        return behind_hooks(seat.mlp, partial(_open, seat.mlp, seat.gated))
 
 
 def _open(mlp: Mlp, gated: GroupProduct, x_BTD: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from tilemesh.core.cost import SHORT_DTYPES, Cost
 from tilemesh.model.linear import Linear
 from tilemesh.model.programs.group import GroupProduct, LayerGroups
-from tilemesh.model.transformer import Layer, Pass, Transformer
+from tilemesh.model.transformer import Layer, Mlp, Pass, Transformer
 
 RowClass = Literal["1", "2-64", "more"]
 FEW_ROWS = 64
@@ -82,6 +82,12 @@ class ProgramSeat(NamedTuple):
     def here(self) -> Layer:
         assert self.layer is not None
         return self.layer
+
+    @property
+    def mlp(self) -> Mlp:
+        """Of a layer without experts."""
+        assert isinstance(self.here.mlp, Mlp)
+        return self.here.mlp
 
     @property
     def heads(self) -> GroupProduct:

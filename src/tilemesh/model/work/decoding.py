@@ -21,7 +21,7 @@ from tilemesh.model.work.exchanges import Exchange, embedding_exchanges, layer_e
 from tilemesh.model.work.operations import Operation, Product, RaggedAttention, layer_products
 from tilemesh.model.work.passes import MemoryPass, layer_passes
 from tilemesh.model.work.task import Code, Task
-from tilemesh.model.work.weights import layer_matrices, output_weight, shard_parameters
+from tilemesh.model.work.weights import layer_matrices, output_weight, require_modelled, shard_parameters
 
 _PRECISIONS: dict[str, Precision] = {"fp32": "fp32", "bf16": "bf16-master", "fp64": "fp64"}
 """Weights, products and the residual stream are all of the one dtype that a model is served in."""
@@ -158,6 +158,7 @@ def weight_bytes(model: ModelConfig, itemsize: int, tp: int = 1) -> int:
 def least_cost(model: ModelConfig, parts: Sequence[SequencePart], task: Task) -> Cost:
     """What no engine can do without in a pass: each weight that is used read once, each key and value read or written
     once, the FLOPs of products and of the pairs that are not masked. Activations could stay in a processor's caches."""
+    require_modelled(model)
     size, tokens = task.size, sum(part.queries for part in parts)
     logits = sum(part.logits for part in parts)
     shards = shard_parameters(model, task.tp)

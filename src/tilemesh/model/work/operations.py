@@ -27,7 +27,7 @@ from tilemesh.model.work.passes import (
     product_weights,
 )
 from tilemesh.model.work.task import Task
-from tilemesh.model.work.weights import Weight, layer_matrices, layer_weights, output_weight
+from tilemesh.model.work.weights import Weight, layer_matrices, output_weight
 
 
 class Product(NamedTuple):
@@ -249,8 +249,8 @@ def forward_flops(model: ModelConfig, sequences: int, queries: int, keys: int | 
     """
     task = Task(sequences, queries, queries if keys is None else keys, attention="materialized")
     blocks = {"attention": 0, "mlp": 0}
-    for weight in layer_weights(model):
-        if weight.block:
+    for weight in layer_matrices(model):
+        if weight.expert < max(1, model.experts_per_token):  # a token passes through so many, whichever they are
             blocks[weight.block] += 2 * task.tokens * weight.outputs * weight.inputs
     output = output_weight(model)
     return ForwardFlops(

@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from tilemesh.core.errors import UsageError
 from tilemesh.core.plan import ParallelPlan
 from tilemesh.core.step.book import is_listed
 from tilemesh.model.config import ModelConfig
@@ -36,6 +37,8 @@ class Weight(NamedTuple):
     """The output of a column split comes in so many pieces that stay whole: heads. 0: any piece will do."""
     repeats: bool = False
     """Fewer units than ranks are held by several of them."""
+    expert: int = 0
+    """Of several that share the tokens, which one it is of."""
 
     @property
     def block(self) -> str:
@@ -77,9 +80,8 @@ class Weight(NamedTuple):
 
 def layer_weights(model: ModelConfig) -> tuple[Weight, ...]:
     """Of one layer, in the order in which they are used."""
-    D, Q, K, F = model.width, model.query_width, model.kv_width, model.mlp_width
-    qkv, mlp = model.has_biases("qkv"), model.has_biases("mlp")
-    gate = (Weight("mlp.fc_gate", "MLP gate", F, D, "column", mlp),) if model.mlp_inputs == 2 else ()
+    D, Q, K = model.width, model.query_width, model.kv_width
+    qkv = model.has_biases("qkv")
     is_sandwich = model.norm_place == "sandwich"
     return (
         _norm(model, "attention_norm"),
@@ -90,15 +92,31 @@ def layer_weights(model: ModelConfig) -> tuple[Weight, ...]:
         *_head_norms(model),
         *((_norm(model, "attention_out_norm"),) if is_sandwich else ()),
         _norm(model, "mlp_norm"),
-        Weight("mlp.fc_in", "MLP in", F, D, "column", mlp),
-        *gate,
-        Weight("mlp.fc_out", "MLP out", D, F, "row", mlp),
+        *_mlp(model),
         *((_norm(model, "mlp_out_norm"),) if is_sandwich else ()),
     )
 
 
+def _mlp(model: ModelConfig) -> tuple[Weight, ...]:
+    """One MLP, or a router and as many as there are experts."""
+    if not model.experts:
+        return _one_mlp(model, "mlp.")
+    experts = [weight for index in range(model.experts) for weight in _one_mlp(model, f"mlp.experts.{index}.", index)]
+    return Weight("mlp.router", "router", model.experts, model.width, "whole", False), *experts
+
+
+def _one_mlp(model: ModelConfig, prefix: str, expert: int = 0) -> tuple[Weight, ...]:
+    D, F, biases = model.width, model.mlp_width, model.has_biases("mlp")
+    gate = (Weight(f"{prefix}fc_gate", "MLP gate", F, D, "column", biases, expert=expert),)
+    return (
+        Weight(f"{prefix}fc_in", "MLP in", F, D, "column", biases, expert=expert),
+        *(gate if model.mlp_inputs == 2 else ()),
+        Weight(f"{prefix}fc_out", "MLP out", D, F, "row", biases, expert=expert),
+    )
+
+
 def layer_matrices(model: ModelConfig) -> tuple[Weight, ...]:
-    """Of these, what products are made with: all but the norms."""
+    """Of these, what ranks of tp share: all but norms and routers."""
     return tuple(weight for weight in layer_weights(model) if weight.split != "whole")
 
 
@@ -243,6 +261,12 @@ def shard_parameters(model: ModelConfig, tp: int) -> Shards:
 # ---- what cannot be --------------------------------------------------------------------------------------------
 
 
+def require_modelled(model: ModelConfig) -> None:
+    """Refuse to predict what the arithmetic of a layer's work leaves out: how tokens spread over experts."""
+    if model.experts:
+        raise UsageError(f"{model.experts} experts: their time and memory are not modelled yet; train and measure")
+
+
 def why_not_tp(model: ModelConfig, tp: int) -> str | None:
     """Why tp ranks cannot share this model's layers; None when they can."""
     if model.heads % tp:
@@ -251,6 +275,8 @@ def why_not_tp(model: ModelConfig, tp: int) -> str | None:
         return f"tp is {tp}: the MLP's width {model.mlp_width} is not divisible by it"
     if model.kv_heads % tp and tp % model.kv_heads:
         return f"tp is {tp}: {model.kv_heads} kv_heads can neither be split nor repeated evenly over it"
+    if tp > 1 and model.experts and model.has_biases("mlp"):
+        return f"tp is {tp}: experts' outputs are summed over ranks, and each would add their biases"
     if tp > 1 and model.qk_norm == "full":
         return f"tp is {tp}: qk_norm is full, a norm over all heads, which no rank of tp has"
     if model.vocabulary < tp:

@@ -36,7 +36,7 @@ _ROTARY: dict[str, Any] = {"norm": "rmsnorm", "positions": "rotary", "tied": Fal
 
 # Between them: both norms, all places that tp can split, both positions, all MLPs, with and without biases, tied and
 # not, one, some and all kv heads (fewer than ranks and not), a vocabulary that divides and ones that do not; norms of
-# queries and keys, windows, parts of heads that are rotated, and attention and MLP added at once.
+# queries and keys, windows, parts of heads that are rotated, attention and MLP added at once, and experts.
 MODELS: Mapping[str, ModelConfig] = {
     "gpt": ModelConfig(**_SMALL, vocabulary=61),
     "llama": ModelConfig(**_SMALL, **_ROTARY, vocabulary=64, kv_heads=2, activation="swiglu", biases=False),
@@ -50,6 +50,10 @@ MODELS: Mapping[str, ModelConfig] = {
     "neox": ModelConfig(
         **_SMALL, vocabulary=53, positions="rotary", rotary_fraction=0.5, parallel_residual=True, biases="mlp",
         activation="gelu-erf",
+    ),
+    "experts": ModelConfig(
+        **_SMALL, **_ROTARY, vocabulary=64, kv_heads=2, activation="swiglu", biases=False, experts=5,
+        experts_per_token=2,
     ),
 }  # fmt: skip
 
@@ -78,6 +82,11 @@ PAPERS: Mapping[str, ModelConfig] = {
         family="gpt_neox",
     ),
     "olmo2": ModelConfig(**_LLAMA, norm_place="branch", qk_norm="full", norm_epsilon=1e-3, family="olmo2"),
+    "mixtral": ModelConfig(**_LLAMA, experts=4, window=3, family="mixtral"),
+    "qwen3_moe": ModelConfig(
+        **_LLAMA, experts=6, experts_per_token=3, router_renormalized=False, qk_norm="head", family="qwen3_moe"
+    ),
+    "olmoe": ModelConfig(**_LLAMA, experts=3, experts_per_token=1, qk_norm="full", family="olmoe"),
     "neox": ModelConfig(**_PLAIN, positions="rotary", biases="mlp", activation="relu", family="gpt_neox"),
     "post": ModelConfig(**{**_PLAIN, "kv_heads": 1}, norm_place="post", scaled_embedding=True, qk_norm="full"),
 }  # fmt: skip

@@ -11,6 +11,7 @@ as complex numbers, frequencies one by one. Slow, plain, and float64. Weights co
     shared keys and values              Shazeer 2019 (1911.02150), Ainslie et al. 2023 (2305.13245)
     windows                             Beltagy et al. 2020 (2004.05150), Jiang et al. 2023 (2310.06825)
     blocks added at once                Black et al. 2022 (2204.06745)
+    experts                             Shazeer et al. 2017 (1701.06538), Jiang et al. 2024 (2401.04088)
     norms of q and k, after blocks      OLMo 2 (2501.00656), Qwen 3 (2505.09388), Gemma 3 (2503.19786)
 """
 
@@ -64,7 +65,7 @@ def _layer(config: ModelConfig, weights: Weights, number: int, x: Tensor, sites:
         return sites[prefix + "attention"]
 
     def mlp(value: Tensor) -> Tensor:
-        sites[prefix + "mlp"] = _mlp(config, weights, prefix + "mlp.", value)
+        sites[prefix + "mlp"] = (_experts if config.experts else _mlp)(config, weights, prefix + "mlp.", value)
         return sites[prefix + "mlp"]
 
     if config.parallel_residual:
@@ -161,6 +162,18 @@ def _by_wave(config: ModelConfig, frequency: float) -> float:
         return frequency / factor
     smooth = (config.rotary_trained / wave - config.rotary_low) / (config.rotary_high - config.rotary_low)
     return (1 - smooth) * frequency / factor + smooth * frequency
+
+
+def _experts(config: ModelConfig, weights: Weights, prefix: str, x: Tensor) -> Tensor:
+    """Σ p_e MLP_e(x) over the experts of largest p = softmax(W x); all of them compute, and the others count 0."""
+    powers = torch.exp(_project(weights, prefix + "router", x))
+    p = powers / powers.sum(-1, keepdim=True)
+    least = p.sort(-1, descending=True).values[..., config.experts_per_token - 1].unsqueeze(-1)
+    p = torch.where(p >= least, p, torch.zeros_like(p))
+    if config.router_renormalized:
+        p = p / p.sum(-1, keepdim=True)
+    each = [_mlp(config, weights, f"{prefix}experts.{e}.", x) for e in range(config.experts)]
+    return torch.stack([p[..., e : e + 1] * each[e] for e in range(config.experts)]).sum(0)
 
 
 def _mlp(config: ModelConfig, weights: Weights, prefix: str, x: Tensor) -> Tensor:

@@ -1,0 +1,68 @@
+"""A mixture of experts: MLPs beside each other, of which a router picks some for each token (Shazeer et al. 2017).
+
+The one idea: experts are MLPs as any layer has one, each with parameters of its own names. So whatever is laid over an
+MLP from outside (ranks, adapters, recipes, optimizers) is laid over each of them. No token is dropped: an expert takes
+as many as picked it, or none, and then has a gradient of zeros.
+
+N: tokens of all rows; D: width; X: experts; C: experts of a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from tilemesh.model.config import ModelConfig
+
+
+class Routing(NamedTuple):
+    """Which experts compute each token, and what their results count."""
+
+    experts_NC: Tensor
+    weights_NC: Tensor
+
+
+class Router(nn.Module):
+    """A score of every expert for every token: the likeliest are picked. In float32 at least, as all routing is: of two
+    experts that are close, 16 bits would pick another."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        self.config = config
+        self.weight = nn.Parameter(torch.empty(config.experts, config.width, device="meta", dtype=dtype))
+
+    def forward(self, x_ND: Tensor) -> Routing:
+        wide = torch.promote_types(x_ND.dtype, torch.float32)
+        with torch.autocast(x_ND.device.type, enabled=False):
+            scores_NX = functional.linear(x_ND.to(wide), self.weight.to(wide))
+            weights_NC, experts_NC = scores_NX.softmax(-1).topk(self.config.experts_per_token, -1)
+        if self.config.router_renormalized:
+            weights_NC = weights_NC / weights_NC.sum(-1, keepdim=True)
+        return Routing(experts_NC, weights_NC)
+
+
+class Experts(nn.Module):
+    """The sum of what a token's experts make of it, each times its weight."""
+
+    def __init__(self, config: ModelConfig, experts: Iterable[nn.Module], dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        self.config = config
+        self.router = Router(config, dtype)
+        self.experts = nn.ModuleList(experts)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        x_ND = x_BTD.flatten(0, -2)
+        experts_NC, weights_NC = self.router(x_ND)
+        # Pairs of a token and an expert, ordered by experts; of one expert by tokens.
+        order = experts_NC.flatten().argsort(stable=True)
+        counts = experts_NC.flatten().bincount(minlength=self.config.experts).tolist()
+        taken = torch.split(x_ND[order // self.config.experts_per_token], counts)
+        results = torch.cat([expert(rows) for expert, rows in zip(self.experts, taken, strict=True)])
+        # Back in the order of tokens, where each one's results are added in the order of its experts' weights.
+        y_NCD = results[order.argsort()].view(*experts_NC.shape, -1)
+        y_BTD: Tensor = (y_NCD * weights_NC.to(results.dtype)[..., None]).sum(-2).view(x_BTD.shape)
+        return y_BTD

@@ -1,0 +1,140 @@
+"""Experts: the router's choice, tokens that nobody picked, ranks, serving, and what is not done with them yet.
+
+Logits beside transformers are in `test_huggingface.py`, layouts beside one process in the gate (its model "experts").
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tilemesh.compress.quantize import quantize
+from tilemesh.core.errors import UsageError
+from tilemesh.core.plan import ParallelPlan
+from tilemesh.model import huggingface
+from tilemesh.model.config import ModelConfig
+from tilemesh.model.experts import Experts, Router
+from tilemesh.model.loss import loss
+from tilemesh.model.transformer import Transformer
+from tilemesh.model.work.operations import forward_flops, layer_work
+from tilemesh.model.work.task import Task
+from tilemesh.model.work.weights import count_parameters, parameter_shapes, why_not
+from tilemesh.serve import Engine, Sampling
+
+SETTINGS: dict[str, Any] = {
+    "layers": 2, "width": 16, "heads": 4, "kv_heads": 2, "vocabulary": 40, "context": 32, "norm": "rmsnorm",
+    "positions": "rotary", "activation": "swiglu", "biases": False, "tied": False, "mlp_width": 24,
+}  # fmt: skip
+CONFIG = ModelConfig(**SETTINGS, experts=4, experts_per_token=2)
+
+
+def router_of(scores: list[list[float]], **settings: Any) -> tuple[Router, torch.Tensor]:
+    """A router whose scores of token n are those, and the tokens."""
+    count = len(scores[0])
+    config = ModelConfig(**SETTINGS | {"width": 8, "heads": 2}, experts=count, **settings)
+    router, tokens = Router(config), torch.zeros(len(scores), 8)
+    weight = torch.zeros(count, 8)
+    for number, row in enumerate(scores):
+        tokens[number, number] = 1.0
+        weight[:, number] = torch.tensor(row)
+    router.weight = torch.nn.Parameter(weight)
+    return router, tokens
+
+
+def test_the_router_picks_the_likeliest_and_weighs_them() -> None:
+    rows = [[0.0, 2.0, 1.0], [3.0, 0.0, 3.5]]
+    for renormalized in (True, False):
+        router, tokens = router_of(rows, experts_per_token=2, router_renormalized=renormalized)
+        experts, weights = router(tokens)
+        assert experts.tolist() == [[1, 2], [2, 0]]
+        probabilities = torch.tensor(rows).double().softmax(-1).gather(1, experts)
+        wanted = probabilities / probabilities.sum(-1, keepdim=True) if renormalized else probabilities
+        torch.testing.assert_close(weights.double(), wanted, rtol=1e-6, atol=0)
+
+
+def test_close_scores_are_told_apart_under_autocast() -> None:
+    """1 and 1 + 2^-12 are one number in bf16."""
+    router, tokens = router_of([[1.0, 1.0 + 2**-12]], experts_per_token=1)
+    with torch.autocast("cpu", torch.bfloat16):
+        experts, weights = router(tokens)
+    assert (experts.item(), weights.dtype) == (1, torch.float32)
+
+
+@pytest.mark.parametrize("picked", [1, 3])
+def test_an_expert_that_nobody_picks_has_a_gradient_of_zeros(picked: int) -> None:
+    """One that is None would be stepped on some ranks and not on others."""
+    model = Transformer(CONFIG.replace(experts=8, experts_per_token=picked), seed=1, dtype=torch.float64)
+    with torch.no_grad():
+        for layer in model.layers:
+            layer.mlp.router.weight[5:] = -10 * layer.mlp.router.weight[:1].abs()  # type: ignore[union-attr, operator]
+    tokens = torch.randint(40, (1, 4), generator=torch.Generator().manual_seed(2))
+    loss(model(tokens), tokens.roll(-1, 1)).backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    assert all(gradient is not None for gradient in gradients.values())
+    idle = [name for name, gradient in gradients.items() if ".experts." in name and not gradient.abs().sum()]
+    assert 0 < len(idle) < sum(".experts." in name for name in gradients)
+
+
+def test_one_expert_that_takes_all_is_an_mlp() -> None:
+    alone = Transformer(CONFIG.replace(experts=1, experts_per_token=1), seed=3, dtype=torch.float64)
+    plain = Transformer(ModelConfig(**SETTINGS), seed=3, dtype=torch.float64)
+    names = {name.replace("mlp.experts.0.", "mlp."): value for name, value in alone.state_dict().items()}
+    plain.load_state_dict({name: value for name, value in names.items() if "router" not in name})
+    tokens = torch.randint(40, (2, 7), generator=torch.Generator().manual_seed(4))
+    torch.testing.assert_close(alone(tokens), plain(tokens), rtol=1e-13, atol=1e-13)
+
+
+def test_the_list_of_weights_is_the_model() -> None:
+    model = Transformer(CONFIG, device="meta")
+    assert {name: tuple(value.shape) for name, value in model.named_parameters()} == parameter_shapes(CONFIG)
+    assert count_parameters(CONFIG).total == sum(value.numel() for value in model.parameters())
+
+
+def test_flops_are_of_the_experts_that_a_token_passes() -> None:
+    two = ModelConfig(**SETTINGS | {"mlp_width": 48})  # one MLP of both experts' width
+    assert forward_flops(CONFIG, 2, 8).mlp == forward_flops(two, 2, 8).mlp
+    assert forward_flops(CONFIG.replace(experts=64), 2, 8).mlp == forward_flops(CONFIG, 2, 8).mlp
+
+
+def test_the_engine_writes_what_the_model_says(tmp_path: Path) -> None:
+    model = Transformer(CONFIG, seed=5)
+    with torch.no_grad():
+        for parameter in model.parameters():  # lively: a fresh model's logits are nearly alike
+            parameter += 0.3 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(6))
+    huggingface.save(model, tmp_path)
+    prompts, greedy = [[3, 1, 4], [1, 5, 9, 2, 6], [5]], Sampling(max_tokens=6, temperature=0.0)
+    with Engine(tmp_path, pages=32) as engine:
+        assert isinstance(engine.served.model.layers[0].mlp, Experts)
+        answers = [list(result.answers[0].tokens) for result in engine.generate(prompts, greedy)]
+    for prompt, answer in zip(prompts, answers, strict=True):
+        tokens = list(prompt)
+        for _ in range(6):
+            tokens.append(int(model(torch.tensor([tokens]))[0, -1].argmax()))
+        assert answer == tokens[len(prompt) :]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"experts": 2, "experts_per_token": 3}, "3 experts_per_token of 2 experts: set model.experts"),
+        ({"experts_per_token": 1}, "1 experts_per_token of 0 experts"),
+        ({"router_renormalized": False}, "router_renormalized without experts"),
+        ({"experts": -1}, "model.experts is -1"),
+    ],
+)
+def test_what_is_no_mixture_is_refused(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        ModelConfig(**SETTINGS, **changes)
+
+
+def test_what_is_not_done_with_experts_yet_is_refused() -> None:
+    with pytest.raises(UsageError, match="4 experts: their time and memory are not modelled yet"):
+        layer_work(CONFIG, Task(1, 8, 8))
+    with pytest.raises(UsageError, match="cannot quantise a model with experts yet"):
+        quantize(Transformer(CONFIG), "int4-g8")
+    biased = CONFIG.replace(biases=True)
+    assert "each would add their biases" in (why_not(biased, ParallelPlan(tp=2)) or "")
+    assert why_not(CONFIG, ParallelPlan(tp=2)) is None
