@@ -66,6 +66,7 @@ def test_rows_of_what_ran_are_kept_and_the_next_call_goes_on_where_it_was_cut(jo
     assert time.monotonic() - began < 12
     assert jobs.seen() == ["one", "slow"]
     assert (found.states["first"].commands, found.left["first"][:10]) == (1, "it was cut")
+    assert run_all(tmp_path / "out", 2.0, ["first"]).left["first"].startswith("it takes about")  # 2 s were too few
     assert [row.name for row in found.rows] == ["one", "slow"]  # of the one that was cut as well
     jobs(
         BenchJob("first", 0.1, ("one 0 0", "slow 0 0", "three 0 0")),

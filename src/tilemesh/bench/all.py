@@ -47,9 +47,15 @@ class JobState:
     commands: int = 0
     seconds: float = 0.0
     failure: str = ""
+    cut_s: float = 0.0
+    """That were too few for the command that was cut."""
 
     def is_over(self, job: BenchJob) -> bool:
         return self.commands == len(job.commands)
+
+    def needed_s(self, job: BenchJob) -> float:
+        """About how long the rest of the job takes."""
+        return max(job.seconds * (1 - self.commands / len(job.commands)), 1.5 * self.cut_s)
 
 
 @dataclass(frozen=True)
@@ -130,9 +136,9 @@ class JobRunner:
         """One after the other, each that still fits; why others were left."""
         left = {}
         for job in jobs:
-            share = 1 - self.state(job).commands / len(job.commands)
-            if self.left_s() < share * job.seconds:
-                left[job.name] = f"it takes about {share * job.seconds:.0f} s"
+            needed_s = self.state(job).needed_s(job)
+            if self.left_s() < needed_s:
+                left[job.name] = f"it takes about {needed_s:.0f} s"
             else:
                 self.run(job)
         return left
@@ -141,7 +147,7 @@ class JobRunner:
         """Side by side: all compile at once, and each is timed alone."""
         taken, left, needed_s = [], {}, READY_S
         for job in jobs:
-            needed_s += job.seconds
+            needed_s += self.state(job).needed_s(job)
             if self.left_s() < needed_s:
                 left[job.name] = f"it takes about {job.seconds:.0f} s after {READY_S:.0f} s of compiling"
             else:
@@ -156,9 +162,12 @@ class JobRunner:
         place.mkdir(exist_ok=True)
         environment = _environment(job, place / "caches", is_new=state.commands == 0)
         while not state.is_over(job) and self.left_s() > 1:
+            started = time.monotonic()
             code = self._command(job, state.commands, environment)
             if code is None:
+                state.cut_s = time.monotonic() - started
                 break
+            state.cut_s = 0.0
             if code:
                 state.failure = state.failure or _last_line(place / f"{state.commands}.txt")
             state.commands += 1

@@ -184,7 +184,7 @@ _AUTO = [
 """`auto` beside the library's own, called by us and without us."""
 _EXCHANGE = "bench exchange --ranks 4 --transport {} --model medium --rows 2 --tokens 64 --repeats 12 --bucket-bytes {}"
 _CPU_JOBS = (
-    _cpu("train_cpu", 40, "bench train --mesh dp=2 --peers eager,ddp --blocks 6"),
+    _cpu("train_cpu", 100, "bench train --mesh dp=2 --peers eager,ddp --blocks 4 --steps 2"),
     _cpu("exchange", 120, *(_EXCHANGE.format(by, size) for by in ("mpi", "torch") for size in (1 << 20, 8 << 20)),
          needs=("mpi", "8 cores")),
     _cpu("auto_unfitted", 60, *_AUTO, needs=("mpi",), caches="uncalibrated"),

@@ -29,7 +29,7 @@ from tilemesh.measure.machine import last_cache_bytes, stamp, this_machine
 from tilemesh.measure.ranks import ranks_case
 from tilemesh.measure.row import CaseValue, Row
 from tilemesh.measure.sample import Sample
-from tilemesh.measure.timing import compare
+from tilemesh.measure.timing import Comparison, compare
 
 LARGEST_NAIVE = 1 << 20  # beyond, the slowest algorithms take minutes and tell nothing
 
@@ -102,14 +102,7 @@ class Bench:
         # Predicted before anything is read.
         called = {"auto": picked, "native_by_us": "native"}
         before = {name: self._predicted(cell, called.get(name, name)) for name in calls if name != "native"}
-        result = compare(
-            calls,
-            timer=self.timer,
-            repeats=self.job.repeats,
-            warmup=2,
-            seconds=self.job.seconds * len(calls),
-            on_error="raise",
-        )
+        result = self._compare(calls, self.job.repeats, self.job.seconds * len(calls), warmup=2)
         self._verify(cell, calls, x, out)
         rows = []
         for name in calls:
@@ -121,6 +114,11 @@ class Bench:
         if "native" in result:
             rows.append(self._row(cell, "native", None, result, missing, {}))
         return rows
+
+    def _compare(
+        self, calls: dict[str, Callable[[int], object]], repeats: int, seconds: float, warmup: int = 3
+    ) -> Comparison:
+        return compare(calls, timer=self.timer, repeats=repeats, warmup=warmup, seconds=seconds, on_error="raise")
 
     def _predicted(self, cell: Cell, name: str) -> float | None:
         """Of a call of ours; what one of the library's costs without us is measured, never predicted."""
@@ -229,13 +227,7 @@ class Bench:
         began = time.perf_counter()
         compute(50)
         one_s = comm.max_over_ranks([(time.perf_counter() - began) / 50])[0]
-        alone = compare(
-            {"call": lambda _: comm.all_reduce(x, out=out, algorithm=name)},
-            timer=self.timer,
-            repeats=7,
-            seconds=1.0,
-            on_error="raise",
-        )["call"].median
+        alone = self._compare({"call": lambda _: comm.all_reduce(x, out=out, algorithm=name)}, 7, 1.0)["call"].median
         times = max(1, round(alone / one_s))
 
         def both(_: int) -> None:
@@ -243,13 +235,7 @@ class Bench:
             compute(times, handle.test)
             handle.wait()
 
-        result = compare(
-            {"compute": lambda _: compute(times), "both": both},
-            timer=self.timer,
-            repeats=7,
-            seconds=2.0,
-            on_error="raise",
-        )
+        result = self._compare({"compute": lambda _: compute(times), "both": both}, 7, 2.0)
         computing, together = result["compute"].median, result["both"].median
         has_room = comm.size < comm.cores
         hidden = max(0.0, (alone + computing - together) / min(alone, computing))
