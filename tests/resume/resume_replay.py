@@ -76,6 +76,9 @@ def _replayed(config: TrainConfig, folder: Path, comm: Communicator) -> dict[str
     optimizer.has_masters = config.plan.precision == "bf16-master"
     stepper = make_stepper(config, laid, optimizer, sources[0], Recorder(Trace(None)))
     targets: dict[Push, float] = {}
+    records = [standing(read_record(folder / SERVER_RECORDS / f"{number}.jsonl")) for number in range(servers)]
+    # Each worker has a loss scale of its own, which fp16 gradients are rounded by.
+    scales = {event.pushes[0]: event.scale for event in records[0] if event.kind == "push"}
 
     def gradient(push: Push, read: list[torch.Tensor]) -> list[torch.Tensor]:
         vectors.flat.copy_(torch.cat(read))
@@ -83,6 +86,7 @@ def _replayed(config: TrainConfig, folder: Path, comm: Communicator) -> dict[str
             for name, mine in own.items():
                 mine.tensor.copy_(take(mine.shard, held[name].tensor))
         stepper.source = sources[push.worker // config.plan.tp]
+        stepper.scale.value *= scales[push] / stepper.scale.factor
         stepper(push.clock + 1)
         targets[push] = float(optimizer.done.tokens)
         pushed = torch.cat([each.reshape(-1) for each in whole({n: mine.tensor.grad for n, mine in own.items()})])
@@ -94,7 +98,6 @@ def _replayed(config: TrainConfig, folder: Path, comm: Communicator) -> dict[str
         counts = [targets[push] for push in pushes]
         mean_update(shards[server], pushes, gradients, config.plan.dp, scale, counts)
 
-    records = [standing(read_record(folder / SERVER_RECORDS / f"{number}.jsonl")) for number in range(servers)]
     replay(records, lambda server: shards[server].weights.clone(), gradient, apply)
     flat = torch.cat([shard.weights for shard in shards])
     return {f"weight:{name}": value for name, value in zip(vectors.held, vectors.split(flat), strict=True)}

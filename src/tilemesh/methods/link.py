@@ -1,6 +1,6 @@
 """A worker's side of parameter servers: its messages to each of them, and how it waits for their answers.
 
-What a message is, both sides know from here: a header of five numbers (its kind, a clock and three that the kind gives
+What a message is, both sides know from here: a header of six numbers (its kind, a clock and four that the kind gives
 a meaning), and what follows it. The servers' side is `server.py`.
 """
 
@@ -23,7 +23,7 @@ from tilemesh.methods.simulate import NAP_S
 START, PULL, PUSH, LEAVE, END, STATE, FIGURES, TELL, STOP = range(9)
 HEADER, GRADIENT, REPLY, WEIGHTS, SQUARES = 1, 2, 3, 4, 5
 """Tags. A gradient's is also that of what a worker tells, weights' also that of what a server says of itself."""
-FIELDS, REPLY_FIELDS = 5, 9
+FIELDS, REPLY_FIELDS = 6, 9
 GO_ON, ASKED, STOPPED, AGAIN = range(4)
 """What a server says with its weights: to go on; that some rank was asked to stop, which the worker that keeps the
 run's results decides on; that this worker has decided so, and all end; or that a last pull has to be made again."""
@@ -31,11 +31,13 @@ _PATIENCE_S = 5.0  # how long a worker waits in naps, which leave its core to ot
 
 
 class PushFigures(NamedTuple):
-    """What a worker says of a gradient: the targets that it is the mean over, their mean loss, and its norm."""
+    """What a worker says of a gradient: the targets that it is the mean over, their mean loss, its norm, and what the
+    loss was multiplied by, which fp16 gradients are rounded by."""
 
     targets: float = 1.0
     loss: float = 0.0
     norm: float = 0.0
+    scale: float = 1.0
 
 
 class AppliedFigures(NamedTuple):
@@ -173,7 +175,7 @@ class ServerLink:
             self._tell(server, kind, clock, first, second)
 
     def _tell(self, server: int, kind: int, clock: int = 0, first: int = 0, second: int = 0) -> None:
-        header = torch.tensor([kind, clock, first, second, 0], dtype=torch.float64)
+        header = torch.tensor([kind, clock, first, second, 0, 0], dtype=torch.float64)
         self.comm.isend(header, server, HEADER, sized=False).wait()
 
     def _reply(self, server: int) -> tuple[int, int]:

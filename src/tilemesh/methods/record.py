@@ -32,7 +32,7 @@ class ServerEvent(NamedTuple):
     version: int
     """That was read, that the server had, or that was made."""
     scale: float = 1.0
-    """Of an apply: what the mean gradient was multiplied by, which clips it."""
+    """Of an apply: what the mean gradient was multiplied by, which clips it; of a push: what the loss was."""
 
     def to_json(self) -> list[Any]:
         made = [self.kind, [list(push) for push in self.pushes], self.version]

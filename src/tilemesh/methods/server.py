@@ -321,7 +321,7 @@ class ParameterServer:
         self.rule.join(worker)
         if self.rule.push(worker, clock):
             self._gradients[Push(worker, clock)] = gradient, figures
-            self.events.append(ServerEvent("push", (Push(worker, clock),), self.updates))
+            self.events.append(ServerEvent("push", (Push(worker, clock),), self.updates, figures.scale))
 
     def _go_on(self) -> None:
         """Apply what is due, and answer the readers that may read now."""

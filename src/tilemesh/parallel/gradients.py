@@ -51,6 +51,8 @@ class GradientStep:
     """Of the mean gradient of the whole model, before clipping."""
     divisor: Tensor | None = None
     """What gradients are yet to be divided by, where that was left to the optimizer."""
+    scale: float = 1.0
+    """What the summed loss was multiplied by, and gradients divided by again; in fp16 it decides what becomes 0."""
 
     def copied(self) -> GradientStep:
         """Loss and norm in memory of their own: where a captured step leaves them, its next replay writes."""
@@ -263,7 +265,8 @@ class Exchanging(Gradients):
         factor = 1 / (max(tokens, 1) * self._scale)
         norm = math.sqrt(squares) * factor if math.isfinite(squares) else squares
         gradients, loss = [flat for flat, _ in summed], loss_sum / max(tokens, 1)
-        return settle(gradients, loss, tokens, norm, factor=factor, max_norm=max_norm, divide=divide)
+        step = settle(gradients, loss, tokens, norm, factor=factor, max_norm=max_norm, divide=divide)
+        return replace(step, scale=self._scale)
 
     def totals(self, squares: Tensor) -> tuple[float, int, float]:
         """The step's summed loss, its tokens, and a sum of squares that each rank has a part of, over all ranks."""

@@ -186,7 +186,7 @@ class ServerOptimizer(Optimizer):
     def update(self, rate: float | Tensor, done: GradientStep) -> GradientStep:
         """The step as all workers made it: of what the servers applied meanwhile. Each of the other workers looks at
         its own."""
-        self._figures = PushFigures(done.tokens, float(done.loss), float(done.norm))
+        self._figures = PushFigures(done.tokens, float(done.loss), float(done.norm), done.scale)
         self.step(rate, done.divisor)
         figures = np.array([done.loss, done.tokens, done.norm], np.float64)
         applied = self.link.applied() if self.is_first else None
