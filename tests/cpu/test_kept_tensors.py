@@ -119,4 +119,5 @@ def test_a_key_changes_the_count_as_it_changes_what_is_kept(
 
 def test_every_key_of_a_model_is_varied() -> None:
     varied = {key for fields in (GEMMA, LLAMA, *KEYS) for key in fields}
+    varied |= {"experts", "experts_per_token", "router_renormalized"}  # refused: not modelled yet (test_experts.py)
     assert varied == {field.name for field in dataclasses.fields(ModelConfig)}

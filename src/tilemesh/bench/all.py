@@ -29,13 +29,14 @@ from tilemesh.core.errors import RunError, UsageError
 from tilemesh.core.files import write_text
 from tilemesh.measure.machine import this_machine
 from tilemesh.measure.row import Row, read_rows, write_rows
+from tilemesh.runs import names
 
 PROGRAM = (sys.executable, "-m", "tilemesh")
 READY_S = 45.0
 """That jobs may take to compile side by side."""
 _SOURCE = Path(__file__).resolve().parents[2]
 _RESULTS = _SOURCE.parent / "benchmarks" / "results"
-_STATE, _ROWS = "jobs.json", "rows.jsonl"
+_STATE = "jobs.json"
 
 Say = Callable[[str], None]
 
@@ -220,7 +221,7 @@ class JobRunner:
                     if path.exists() and (ending == "jsonl" or not path.with_suffix(".jsonl").exists()):
                         with contextlib.suppress(UsageError):  # grades and cases of the gate are no rows
                             rows += read_rows(path)
-        write_rows(rows, self.folder / _ROWS)
+        write_rows(rows, self.folder / names.ROWS)
         return rows
 
 
@@ -230,8 +231,7 @@ def _environment(job: BenchJob, caches: Path, is_new: bool) -> dict[str, str]:
     environment = {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "COLUMNS": "120"}
     if job.compiles:
         environment["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # as many processes as there are cores compile
-    if job.cores is not None:
-        environment["OMP_NUM_THREADS"] = str(job.cores)
+    environment |= {} if job.cores is None else {"OMP_NUM_THREADS": str(job.cores)}
     if job.caches != "kept":
         known = calibration.default_folder()
         if is_new:

@@ -11,6 +11,7 @@ from typing import Annotated
 
 from tilemesh.cli.output import Block, Output, console_beside, on_signals, table_of
 from tilemesh.core.options import ROWS, Known, OutFile, OutFolder, Seconds, Words, option
+from tilemesh.runs import names
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +54,7 @@ def all(options: AllBenchOptions) -> Output:  # noqa: A001 - a command is called
         }
         for name, state in findings.states.items()
     ]  # fmt: skip
-    text: list[Block] = [findings.rows, table_of(lines, left=("job", "came to")), f"rows: {folder / 'rows.jsonl'}"]
+    text: list[Block] = [findings.rows, table_of(lines, left=("job", "came to")), f"rows: {folder / names.ROWS}"]
     for name, is_shown in (("collectives", True), ("rows", False)):
         rows = [row for row in findings.rows if (row.name in COLLECTIVES) == is_shown]
         if rows:
