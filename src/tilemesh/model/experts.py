@@ -60,8 +60,8 @@ class Experts(nn.Module):
         # Pairs of a token and an expert, ordered by experts; of one expert by tokens.
         order = experts_NC.flatten().argsort(stable=True)
         counts = experts_NC.flatten().bincount(minlength=self.config.experts).tolist()
-        taken = torch.split(x_ND[order // self.config.experts_per_token], counts)
-        results = torch.cat([expert(rows) for expert, rows in zip(self.experts, taken, strict=True)])
+        rows_of = torch.split(x_ND[order // self.config.experts_per_token], counts)
+        results = torch.cat([expert(rows) for expert, rows in zip(self.experts, rows_of, strict=True)])
         # Back in the order of tokens, where each one's results are added in the order of its experts' weights.
         y_NCD = results[order.argsort()].view(*experts_NC.shape, -1)
         y_BTD: Tensor = (y_NCD * weights_NC.to(results.dtype)[..., None]).sum(-2).view(x_BTD.shape)

@@ -11,7 +11,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +19,6 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
 
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.core.plan import ParallelPlan
@@ -28,7 +27,6 @@ from tilemesh.data.tokenizer import encode_prompt
 from tilemesh.kernels.launch.tensors import read_device
 from tilemesh.measure.gpu import CudaGraphs
 from tilemesh.model.config import ModelConfig
-from tilemesh.model.transformer import Transformer
 from tilemesh.model.work.weights import why_not
 from tilemesh.serve.answers import Completion, EngineStatus
 from tilemesh.serve.config import EngineConfig
@@ -39,6 +37,7 @@ from tilemesh.serve.draft import DraftModel, check_draft
 from tilemesh.serve.history import ServeHistory
 from tilemesh.serve.live import LiveWeights, WhileRunning, check_running
 from tilemesh.serve.load import (
+    NewWeights,
     ServedModel,
     WeightSource,
     check_groups,
@@ -281,7 +280,7 @@ class Engine:
 
     def update_weights(
         self,
-        source: str | Path | Transformer | Mapping[str, Tensor],
+        source: NewWeights,
         version: int | None = None,
         *,
         running: WhileRunning = "finish",
@@ -296,9 +295,7 @@ class Engine:
         check_running(running)
         return self.write_weights(self.open_weights(source, step), version, running)
 
-    def open_weights(
-        self, source: str | Path | Transformer | Mapping[str, Tensor], step: int | None = None
-    ) -> WeightSource:
+    def open_weights(self, source: NewWeights, step: int | None = None) -> WeightSource:
         """Weights that were found to fit this engine's model."""
         opened = open_weights(source, step)
         check_weights(opened, self.served.model)

@@ -145,10 +145,12 @@ def _open_run(path: Path, step: int | None, say: Callable[[str], None]) -> _RunF
     return _RunFolder(path, config, data, section(LoraConfig, "lora", text, where), reader)
 
 
+NewWeights = str | Path | Transformer | Mapping[str, Tensor]
+"""What an engine may be given in place of its weights: a folder, a model, or all tensors by our names."""
+
+
 def open_weights(
-    source: str | Path | Transformer | Mapping[str, Tensor],
-    step: int | None = None,
-    say: Callable[[str], None] = lambda text: None,
+    source: NewWeights, step: int | None = None, say: Callable[[str], None] = lambda text: None
 ) -> WeightSource:
     """Weights of a run's or a Hugging Face folder, of another model, or tensors by our names."""
     if isinstance(source, Transformer):

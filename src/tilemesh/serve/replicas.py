@@ -8,21 +8,19 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from torch import Tensor
-
 from tilemesh.core.errors import UsageError
-from tilemesh.model.transformer import Transformer
 from tilemesh.serve.answers import EngineStatus
 from tilemesh.serve.config import EngineConfig
 from tilemesh.serve.core import AnswerPart, PromptJob
 from tilemesh.serve.engine import Engine, Prompt
 from tilemesh.serve.live import WhileRunning, check_running
+from tilemesh.serve.load import NewWeights
 from tilemesh.serve.request import FinishReason, Sampling
 from tilemesh.serve.route import PrefixRouter
 from tilemesh.serve.scheduler import QueueFullError
@@ -100,7 +98,7 @@ class Replicas:
 
     def update_weights(
         self,
-        source: str | Path | Transformer | Mapping[str, Tensor],
+        source: NewWeights,
         version: int | None = None,
         *,
         running: WhileRunning = "finish",

@@ -149,9 +149,9 @@ def chunk_rows(bench: FeatureBench) -> list[Row]:
     options = {"pages": 8 * length // PAGE, "step_tokens": 2 * length + chunk, "share_prefixes": False}
     with (
         bench.make(bench.served, chunk_tokens=chunk, **options) as chunked,
-        bench.make(bench.served, chunk_tokens=2 * length, **options) as whole,
+        bench.make(bench.served, chunk_tokens=2 * length, **options) as unchunked,
     ):
-        taken = _in_turns({"chunks": lambda: p99_s(chunked), "whole": lambda: p99_s(whole)}, 3)
+        taken = _in_turns({"chunks": lambda: p99_s(chunked), "whole": lambda: p99_s(unchunked)}, 3)
     guess = Estimate(taken["whole"].median * (chunk + 1) / (length + 1))
     case = {"prompt": length, "chunk": chunk}
     return [bench.row("chunks, p99 between tokens", case, taken["chunks"], guess, prompts_at_once=taken["whole"])]
@@ -258,13 +258,13 @@ def _start_s(folder: str, device: str) -> float:
         said: list[str] = []
         for line in process.stderr:
             said.append(line)
-            if found := re.search(r":(\d+)/v1", line):
+            if port := re.search(r":(\d+)/v1", line):
                 break
         else:
             raise RunError(f"`tilemesh serve` did not start: {said[-1].strip() if said else 'it printed nothing'}")
         threading.Thread(target=process.stderr.read, daemon=True).start()
         body = json.dumps({"prompt": [1, 2, 3], "max_tokens": 1}).encode()
-        with urllib.request.urlopen(f"http://127.0.0.1:{found[1]}/v1/completions", body, timeout=120) as reply:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port[1]}/v1/completions", body, timeout=120) as reply:
             reply.read()
         seconds = time.perf_counter() - began
         process.terminate()

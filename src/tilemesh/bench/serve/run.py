@@ -225,10 +225,10 @@ class ServeBench:
 def _step_times(engine: Engine, load: Sequence[LoadRequest], watched: bool) -> Sample:
     """Of the steps in which all requests decode."""
     history = run_load(engine, load, watched)
-    whole = [step.seconds for step in history.steps if step.decode_tokens == len(load) and not step.prefill_tokens] or [
+    steps = [step.seconds for step in history.steps if step.decode_tokens == len(load) and not step.prefill_tokens] or [
         gap for record in history.requests.values() for gap in record.gaps_s[load[0].output // 4 :]
     ]
-    return Sample.of(whole[2:] or whole)
+    return Sample.of(steps[2:] or steps)
 
 
 def server_rows(records: Sequence[RequestRecord], goal: ServeGoal, case: Mapping[str, CaseValue]) -> list[Row]:

@@ -66,13 +66,13 @@ def sends_rows(
     rows = []
     with Ranks(ranks, transport=transport) as started:
         for nbytes in sizes:
-            given = (schedule, transport, microbatches, PRODUCTS, nbytes, repeats)
-            taken = started.call(f"{__name__}:on_ranks", *given, timeout_s=120)[0]
-            left_s, waited_s, tiny_s = (statistics.median(taken[name]) for name in RUNS)
+            arguments = (schedule, transport, microbatches, PRODUCTS, nbytes, repeats)
+            seconds_of = started.call(f"{__name__}:on_ranks", *arguments, timeout_s=120)[0]
+            left_s, waited_s, tiny_s = (statistics.median(seconds_of[name]) for name in RUNS)
             hidden = (waited_s - left_s) / (waited_s - tiny_s) if waited_s > tiny_s else None
             case: dict[str, CaseValue] = {"schedule": schedule, "microbatches": microbatches, "bytes": nbytes}
             case |= {"transport": transport, **ranks_case(ranks)}
-            seconds = {f"{name.replace(' ', '_')}_s": statistics.median(taken[name]) for name in RUNS}
+            seconds = {f"{name.replace(' ', '_')}_s": statistics.median(seconds_of[name]) for name in RUNS}
             rows.append(
                 make_row(
                     "pipeline sends", case | seconds, None if hidden is None else exactly(hidden), unit="fraction",
