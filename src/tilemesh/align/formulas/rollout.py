@@ -1,0 +1,168 @@
+"""What a model wrote and what it was paid: packed arrays, made from token ids alone.
+
+The one idea: sequences lie one after the other, nothing is padded, and text is never decoded and encoded again. Which
+tokens are trained on is a mask of its own: an end token that the model drew is, a turn of the conversation's history is
+not, whatever their ids.
+
+N: all tokens of all sequences; S: sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tilemesh.core.errors import UsageError
+
+Floats = NDArray[np.float64]
+Whole = NDArray[np.int64]
+Mask = NDArray[np.bool_]
+
+LENGTH = "length"
+"""Why a sequence ended that had no room for more."""
+
+
+class Segment(NamedTuple):
+    """A stretch of a sequence: given to the model, or drawn by it."""
+
+    tokens: Sequence[int]
+    logprobs: Sequence[float] | None = None
+    """Of each token as it was sampled, after temperature and filters; None: the model was given it."""
+    versions: Sequence[int] = ()
+    """Of the weights that drew each token."""
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """Answers with their rewards."""
+
+    tokens: Whole
+    """(N)."""
+    starts: Whole
+    """(S + 1): where each sequence begins, and the end of the last."""
+    trainable: Mask
+    """(N): drawn by the model."""
+    logprobs: Floats
+    """(N): as sampled; 0 where not trainable."""
+    versions: Whole
+    """(N): of the weights that drew a token; -1 where not trainable."""
+    temperature: Floats
+    """(S)."""
+    reward: Floats
+    """(S)."""
+    group: Whole
+    """(S): answers to the same prompt have the same number."""
+    finish: tuple[str, ...]
+    """(S): why each ended."""
+
+    def __post_init__(self) -> None:
+        count, total = len(self.starts) - 1, len(self.tokens)
+        for name in ("trainable", "logprobs", "versions"):
+            if len(getattr(self, name)) != total:
+                raise UsageError(f"{name} has {len(getattr(self, name))} values: expected one per token, {total}")
+        for name in ("temperature", "reward", "group", "finish"):
+            if len(getattr(self, name)) != count:
+                raise UsageError(f"{name} has {len(getattr(self, name))} values: expected one per sequence, {count}")
+        if count < 0 or self.starts[0] != 0 or self.starts[-1] != total or (np.diff(self.starts) < 1).any():
+            raise UsageError("starts: expected 0, where each further sequence begins, and how many tokens there are")
+        if not np.isfinite(self.logprobs).all() or (self.logprobs > 0).any():
+            raise UsageError("logprobs: expected log-probabilities, which are finite and not above 0")
+
+    def __len__(self) -> int:
+        return len(self.starts) - 1
+
+    @property
+    def sequence(self) -> Whole:
+        """(N): the sequence that each token is of."""
+        return np.repeat(np.arange(len(self)), np.diff(self.starts))
+
+    @property
+    def trained(self) -> Whole:
+        """(S): how many tokens of each sequence are trained on."""
+        return np.add.reduceat(self.trainable.astype(np.int64), self.starts[:-1])
+
+    @property
+    def first_version(self) -> Whole:
+        """(S): of the weights that drew the first token; -1 where none was drawn."""
+        drawn = np.where(self.trainable, self.versions, np.iinfo(np.int64).max)
+        least = np.minimum.reduceat(drawn, self.starts[:-1])
+        return np.where(self.trained > 0, least, -1)
+
+    @property
+    def last_version(self) -> Whole:
+        """(S)."""
+        return np.maximum.reduceat(self.versions, self.starts[:-1])
+
+    def row(self, number: int) -> slice:
+        """Where the tokens of a sequence lie."""
+        return slice(int(self.starts[number]), int(self.starts[number + 1]))
+
+    def take(self, numbers: Sequence[int]) -> Rollout:
+        """Some sequences, in this order."""
+        rows = [self.row(number) for number in numbers]
+        of_tokens: dict[str, Any] = {
+            name: np.concatenate([getattr(self, name)[row] for row in rows]) if rows else getattr(self, name)[:0]
+            for name in _OF_TOKENS
+        }
+        of_sequences = {name: getattr(self, name)[list(numbers)] for name in _OF_SEQUENCES}
+        lengths = [row.stop - row.start for row in rows]
+        finish = tuple(self.finish[number] for number in numbers)
+        return Rollout(**of_tokens, **of_sequences, starts=np.cumsum([0, *lengths]), finish=finish)
+
+    def with_reward(self, reward: Floats) -> Rollout:
+        return replace(self, reward=np.asarray(reward, np.float64))
+
+
+_OF_TOKENS = ("tokens", "trainable", "logprobs", "versions")
+_OF_SEQUENCES = ("temperature", "reward", "group")
+
+
+def pack(
+    sequences: Sequence[Sequence[Segment]],
+    group: Sequence[int],
+    finish: Sequence[str],
+    temperature: float | Sequence[float] = 1.0,
+    reward: Sequence[float] | None = None,
+) -> Rollout:
+    """Sequences of segments, one after the other: a prompt and an answer, or the turns of a conversation."""
+    tokens: list[int] = []
+    drawn: list[bool] = []
+    logprobs: list[float] = []
+    versions: list[int] = []
+    starts = [0]
+    for segments in sequences:
+        for segment in segments:
+            count, is_drawn = len(segment.tokens), segment.logprobs is not None
+            own = [0.0] * count if segment.logprobs is None else list(segment.logprobs)
+            if len(own) != count or (is_drawn and len(segment.versions) != count):
+                raise UsageError(
+                    f"a segment of {count} tokens with {len(own)} log-probabilities and {len(segment.versions)} "
+                    "versions: expected one of each per token that was drawn"
+                )
+            tokens += segment.tokens
+            drawn += [is_drawn] * count
+            logprobs += own
+            versions += list(segment.versions) if is_drawn else [-1] * count
+        starts.append(len(tokens))
+    return Rollout(
+        np.array(tokens, np.int64), np.array(starts, np.int64), np.array(drawn, np.bool_), np.array(logprobs),
+        np.array(versions, np.int64), np.broadcast_to(np.asarray(temperature, np.float64), (len(sequences),)).copy(),
+        np.zeros(len(sequences)) if reward is None else np.array(reward, np.float64), np.array(group, np.int64),
+        tuple(finish),
+    )  # fmt: skip
+
+
+def join(parts: Sequence[Rollout]) -> Rollout:
+    """Several after one another; groups keep their numbers."""
+    joined: dict[str, Any] = {}
+    for field in fields(Rollout):
+        values = [getattr(part, field.name) for part in parts]
+        joined[field.name] = np.concatenate(values) if field.name not in ("starts", "finish") else values
+    lengths = np.concatenate([np.diff(starts) for starts in joined["starts"]])
+    joined["starts"] = np.cumsum(np.concatenate([[0], lengths])).astype(np.int64)
+    joined["finish"] = tuple(reason for reasons in joined["finish"] for reason in reasons)
+    return Rollout(**joined)
