@@ -11,17 +11,20 @@ from typing import Any
 import pytest
 import torch
 
+from tilemesh.comm import connect, run_threads
 from tilemesh.compress.quantize import quantize
 from tilemesh.core.errors import UsageError
 from tilemesh.core.plan import ParallelPlan
 from tilemesh.model import huggingface
 from tilemesh.model.config import ModelConfig
-from tilemesh.model.experts import Experts, Router
+from tilemesh.model.experts import Experts, Router, Routing
 from tilemesh.model.loss import loss
 from tilemesh.model.transformer import Transformer
 from tilemesh.model.work.operations import forward_flops, layer_work
 from tilemesh.model.work.task import Task
 from tilemesh.model.work.weights import count_parameters, parameter_shapes, why_not
+from tilemesh.parallel.apply import lay
+from tilemesh.parallel.mesh import Mesh
 from tilemesh.serve import Engine, Sampling
 
 SETTINGS: dict[str, Any] = {
@@ -48,7 +51,7 @@ def test_the_router_picks_the_likeliest_and_weighs_them() -> None:
     rows = [[0.0, 2.0, 1.0], [3.0, 0.0, 3.5]]
     for renormalized in (True, False):
         router, tokens = router_of(rows, experts_per_token=2, router_renormalized=renormalized)
-        experts, weights = router(tokens)
+        experts, weights, _ = router(tokens)
         assert experts.tolist() == [[1, 2], [2, 0]]
         probabilities = torch.tensor(rows).double().softmax(-1).gather(1, experts)
         wanted = probabilities / probabilities.sum(-1, keepdim=True) if renormalized else probabilities
@@ -59,7 +62,7 @@ def test_close_scores_are_told_apart_under_autocast() -> None:
     """1 and 1 + 2^-12 are one number in bf16."""
     router, tokens = router_of([[1.0, 1.0 + 2**-12]], experts_per_token=1)
     with torch.autocast("cpu", torch.bfloat16):
-        experts, weights = router(tokens)
+        experts, weights, _ = router(tokens)
     assert (experts.item(), weights.dtype) == (1, torch.float32)
 
 
@@ -76,6 +79,48 @@ def test_an_expert_that_nobody_picks_has_a_gradient_of_zeros(picked: int) -> Non
     assert all(gradient is not None for gradient in gradients.values())
     idle = [name for name, gradient in gradients.items() if ".experts." in name and not gradient.abs().sum()]
     assert 0 < len(idle) < sum(".experts." in name for name in gradients)
+
+
+def scored(rows: int, tokens: int) -> tuple[Router, Routing]:
+    """A router of 6 experts, 2 of them for a token, and its choice."""
+    config = CONFIG.replace(experts=6, balance_loss=1.0)
+    generator = torch.Generator().manual_seed(7)
+    scores = torch.randn(rows * tokens, 6, generator=generator, dtype=torch.float64)
+    weights, experts = scores.softmax(-1).topk(2, -1)
+    return Router(config), Routing(experts, weights, scores)
+
+
+def test_the_balance_of_a_sequence_is_that_of_transformers() -> None:
+    """Of one layer and one sequence. Of more, theirs mixes the layers and the sequences into one statistic; and theirs
+    is experts_per_token where all is even, ours 1."""
+    theirs = pytest.importorskip("transformers.models.mixtral.modeling_mixtral").load_balancing_loss_func
+    router, routing = scored(1, 40)
+    counted = torch.rand(1, 40, generator=torch.Generator().manual_seed(8)) < 0.7
+    expected = theirs((routing.scores_NX,), 6, 2, counted.to(torch.float32))
+    torch.testing.assert_close(router.loss(routing, counted) / counted.sum(), expected / 2, check_dtype=False)
+
+
+def test_losses_of_routers_are_sums_over_sequences() -> None:
+    router, routing = scored(5, 8)
+    counted = torch.rand(5, 8, generator=torch.Generator().manual_seed(9)) < 0.6
+    counted[3] = False
+    parts = [Routing(*(values[8 * row : 8 * row + 8] for values in routing)) for row in range(5)]
+    apart = [router.loss(part, counted[row : row + 1]) for row, part in enumerate(parts)]
+    torch.testing.assert_close(torch.stack(apart).sum(), router.loss(routing, counted), rtol=1e-14, atol=0)
+    assert apart[3] == 0
+    even = Routing(torch.arange(40).view(20, 2) % 6, routing.weights_NC[:20], torch.zeros(20, 6))
+    assert router.loss(even, torch.ones(1, 20)) == pytest.approx(20)  # 1 per token
+
+
+def test_held_out_text_is_judged_without_the_losses_of_routers() -> None:
+    model = Transformer(CONFIG.replace(balance_loss=1.0, router_z_loss=1.0), seed=1, dtype=torch.float64)
+    tokens = torch.randint(40, (2, 7), generator=torch.Generator().manual_seed(4))
+    laid = lay(model, Mesh(connect("alone")), ParallelPlan(precision="fp64"))
+    trained, _ = laid.loss(tokens, tokens)
+    model.eval()
+    held_out, count = laid.loss(tokens, tokens)
+    torch.testing.assert_close(held_out / count, loss(model(tokens), tokens))
+    assert trained > held_out + 14  # 1 per token at least
 
 
 def test_one_expert_that_takes_all_is_an_mlp() -> None:
@@ -123,6 +168,7 @@ def test_the_engine_writes_what_the_model_says(tmp_path: Path) -> None:
         ({"experts_per_token": 1}, "1 experts_per_token of 0 experts"),
         ({"router_renormalized": False}, "router_renormalized without experts"),
         ({"experts": -1}, "model.experts is -1"),
+        ({"balance_loss": 0.1}, "balance_loss without experts: set model.experts"),
     ],
 )
 def test_what_is_no_mixture_is_refused(changes: dict[str, Any], words: str) -> None:
@@ -138,3 +184,7 @@ def test_what_is_not_done_with_experts_yet_is_refused() -> None:
     biased = CONFIG.replace(biases=True)
     assert "each would add their biases" in (why_not(biased, ParallelPlan(tp=2)) or "")
     assert why_not(CONFIG, ParallelPlan(tp=2)) is None
+    sliced = ParallelPlan(pp=2, accumulation=2, schedule="terapipe", slices=2)
+    even = Transformer(CONFIG.replace(balance_loss=0.1), device="meta")
+    with pytest.raises(UsageError, match=r"slices is 2 and balance_loss 0\.1: how even a sequence is"):
+        run_threads(2, lambda comm: lay(even, Mesh(comm, **sliced.axes), sliced))

@@ -96,7 +96,7 @@ def test_laid_parts_in_a_row_are_the_laid_whole(config: ModelConfig, sequence: b
             laid.initialize(3)
         full, first, last = made
         wanted, count = full.loss(TOKENS, TARGETS, dropout_seed=7)
-        x = first.activations(TOKENS, dropout_seed=7)
+        x = first.activations(TOKENS, dropout_seed=7).x
         found, _ = last.loss(TOKENS, TARGETS, x_BTD=x, dropout_seed=7)
         torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
         wanted.backward()

@@ -112,6 +112,13 @@ class ModelConfig:
     router_renormalized: bool = True
     """Whether the weights of a token's experts, probabilities of a softmax over all experts, are divided by their sum,
     so that they add up to 1 (Mixtral); equal to a softmax over the experts that were picked."""
+    balance_loss: Annotated[float, Range(0)] = 0.0
+    """In training, the weight of a loss of every layer with experts, which is 1 where a sequence's tokens spread evenly
+    over them and grows where few take most: experts / experts_per_token times the sum, over experts, of the part of the
+    tokens that picked it times its mean probability (as DeepSeek-V3 has it, sequence by sequence; 0.001 is usual)."""
+    router_z_loss: Annotated[float, Range(0)] = 0.0
+    """In training, the weight of the squared logarithm of the sum of the exponentials of a router's scores, in every
+    layer with experts (ST-MoE; 0.001 is usual)."""
     family: str = ""
     """The Hugging Face model_type that it is exported as; empty: the first that can express the model."""
 
@@ -153,8 +160,9 @@ class ModelConfig:
                 f"{self.experts_per_token} experts_per_token of {self.experts} experts: set model.experts to at least "
                 "as many"
             )
-        if not self.experts and not self.router_renormalized:
-            raise UsageError("router_renormalized without experts: set model.experts, or leave router_renormalized out")
+        for name in ("router_renormalized", "balance_loss", "router_z_loss"):
+            if not self.experts and getattr(self, name) != getattr(ModelConfig, name):
+                raise UsageError(f"{name} without experts: set model.experts, or leave {name} out")
         if self.rotary_low >= self.rotary_high:
             raise UsageError(f"rotary_low is {self.rotary_low}: expected less than rotary_high, {self.rotary_high}")
 
@@ -205,6 +213,7 @@ class ModelConfig:
 
 
 _BIASES: Mapping[str, tuple[str, ...]] = {"qkv": ("qkv",), "attention": ("qkv", "output"), "mlp": ("mlp",)}
+_OF_TRAINING = ("dropout", "context", "balance_loss", "router_z_loss")
 _LLAMA = {"norm": "rmsnorm", "positions": "rotary", "activation": "swiglu", "biases": False, "tied": False}
 
 # Plain dicts, so that what a preset leaves open (kv_heads, mlp_width) still follows a width or heads set over it.
@@ -246,12 +255,12 @@ def preset(name: str) -> ModelConfig:
 
 
 def unlike(there: Mapping[str, Any], here: ModelConfig) -> list[str]:
-    """What keeps the weights of one model from being the other's, in words: all but dropout and context."""
+    """What keeps the weights of one model from being the other's, in words: all but what is of training alone."""
     ours = to_dict(here)
     return [
         f"{name} is {value} there and {ours.get(name)} here"
         for name, value in there.items()
-        if value != ours.get(name) and name not in ("dropout", "context")
+        if value != ours.get(name) and name not in _OF_TRAINING
     ]
 
 

@@ -24,6 +24,16 @@ class Routing(NamedTuple):
 
     experts_NC: Tensor
     weights_NC: Tensor
+    scores_NX: Tensor
+    """What they were picked by."""
+
+
+class RoutedOutput(NamedTuple):
+    """What experts give where their router is trained to spread tokens."""
+
+    y_BTD: Tensor
+    loss: Tensor
+    """Of the router, summed over the tokens that count."""
 
 
 class Router(nn.Module):
@@ -42,7 +52,23 @@ class Router(nn.Module):
             weights_NC, experts_NC = scores_NX.softmax(-1).topk(self.config.experts_per_token, -1)
         if self.config.router_renormalized:
             weights_NC = weights_NC / weights_NC.sum(-1, keepdim=True)
-        return Routing(experts_NC, weights_NC)
+        return Routing(experts_NC, weights_NC, scores_NX)
+
+    def loss(self, routing: Routing, counted_BT: Tensor) -> Tensor:
+        """What training adds to the loss of the tokens that count: `balance_loss` and `router_z_loss`, summed.
+
+        A sequence is balanced for itself and weighs as its tokens do, so cutting a batch into rows changes nothing.
+        """
+        config, (rows, tokens) = self.config, counted_BT.shape
+        scores_BTX = routing.scores_NX.view(rows, tokens, -1)
+        weights_BT = counted_BT.to(scores_BTX.dtype)
+        squares_BT = scores_BTX.logsumexp(-1).square()
+        total = config.router_z_loss * (squares_BT * weights_BT).sum()
+        picks = weights_BT.repeat_interleave(config.experts_per_token, 1)
+        picked_BX = torch.zeros_like(scores_BTX[:, 0]).scatter_add(1, routing.experts_NC.view(rows, -1), picks)
+        likely_BX = (scores_BTX.softmax(-1) * weights_BT[..., None]).sum(1)
+        evenness_B = (picked_BX * likely_BX).sum(-1) / weights_BT.sum(1).clamp(min=1)
+        return total + config.balance_loss * config.experts / config.experts_per_token * evenness_B.sum()
 
 
 class Experts(nn.Module):
@@ -54,9 +80,11 @@ class Experts(nn.Module):
         self.router = Router(config, dtype)
         self.experts = nn.ModuleList(experts)
 
-    def forward(self, x_BTD: Tensor) -> Tensor:
+    def forward(self, x_BTD: Tensor, counted_BT: Tensor | None = None) -> Tensor | RoutedOutput:
+        """With the router's losses where it is said which tokens' targets count."""
         x_ND = x_BTD.flatten(0, -2)
-        experts_NC, weights_NC = self.router(x_ND)
+        routing: Routing = self.router(x_ND)
+        experts_NC, weights_NC, _ = routing
         # Pairs of a token and an expert, ordered by experts; of one expert by tokens.
         order = experts_NC.flatten().argsort(stable=True)
         counts = experts_NC.flatten().bincount(minlength=self.config.experts).tolist()
@@ -65,4 +93,4 @@ class Experts(nn.Module):
         # Back in the order of tokens, where each one's results are added in the order of its experts' weights.
         y_NCD = results[order.argsort()].view(*experts_NC.shape, -1)
         y_BTD: Tensor = (y_NCD * weights_NC.to(results.dtype)[..., None]).sum(-2).view(x_BTD.shape)
-        return y_BTD
+        return y_BTD if counted_BT is None else RoutedOutput(y_BTD, self.router.loss(routing, counted_BT))

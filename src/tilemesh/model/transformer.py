@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,7 @@ from tilemesh.model.config import ModelConfig
 from tilemesh.model.documents import DocumentPlaces, document_places, unmarked
 from tilemesh.model.dropout import ORIGIN, Dropout, DropoutPlace, Site
 from tilemesh.model.embedding import Embedding
-from tilemesh.model.experts import Experts
+from tilemesh.model.experts import Experts, RoutedOutput
 from tilemesh.model.fresh import give_memory, initialize
 from tilemesh.model.kernels import STANDARD, TORCH, ModelKernels
 from tilemesh.model.linear import DENSE, Fused, Linear
@@ -55,6 +55,8 @@ class Pass:
     cache: KeyValueCache | None
     documents: DocumentPlaces | None
     """Where documents packed into the sequences begin, none of which sees another; None: sequences are whole."""
+    counted_BT: Tensor | None
+    """Which tokens' targets count, for the losses of routers; None: there are no such losses."""
 
 
 class ResidualStream(NamedTuple):
@@ -63,11 +65,18 @@ class ResidualStream(NamedTuple):
     x: Tensor
     branch: Tensor | None = None
     """What the last block computed; None where it is in x already."""
+    router_loss: Tensor | None = None
+    """Of the layers so far, summed over tokens; None where routers have no losses."""
 
 
 def added(stream: ResidualStream) -> Tensor:
     """The stream as one tensor."""
     return stream.x if stream.branch is None else stream.x + stream.branch
+
+
+def settled(stream: ResidualStream) -> ResidualStream:
+    """With nothing left to add: one tensor to keep, not two."""
+    return ResidualStream(added(stream), None, stream.router_loss)
 
 
 class Attention(nn.Module):
@@ -170,6 +179,18 @@ class Layer(nn.Module):
 
     def compose(self, attention: AttentionCall, mlp: MlpCall, stream: ResidualStream, now: Pass) -> ResidualStream:
         """The layer of these two blocks: its own, or programs that compute the same."""
+        if now.counted_BT is None or not isinstance(self.mlp, Experts):
+            return self._blocks(attention, mlp, stream, now)._replace(router_loss=stream.router_loss)
+        losses = [] if stream.router_loss is None else [stream.router_loss]
+
+        def routed(x_BTD: Tensor) -> Tensor:
+            output: RoutedOutput = mlp(x_BTD, now.counted_BT)
+            losses.append(output.loss)
+            return output.y_BTD
+
+        return self._blocks(attention, routed, stream, now)._replace(router_loss=torch.stack(losses).sum())
+
+    def _blocks(self, attention: AttentionCall, mlp: MlpCall, stream: ResidualStream, now: Pass) -> ResidualStream:
         x_BTD: Tensor
         y_BTD: Tensor
         if self.config.norm_place == "post":
@@ -181,7 +202,7 @@ class Layer(nn.Module):
             x_BTD = added(stream)
             x_BTD = x_BTD + self.attention_dropout(self.attention_norm(attention(x_BTD, now))[0], now)
             return ResidualStream(x_BTD, self.mlp_dropout(self.mlp_norm(mlp(x_BTD))[0], now))
-        y_BTD, x_BTD = self.attention_norm(*stream)
+        y_BTD, x_BTD = self.attention_norm(stream.x, stream.branch)
         y_BTD = attention(y_BTD, now)
         if self.attention_out_norm is not None:
             y_BTD = self.attention_out_norm(y_BTD)[0]
@@ -196,7 +217,8 @@ class Layer(nn.Module):
 
 
 AttentionCall = Callable[[Tensor, Pass], Tensor]
-MlpCall = Callable[[Tensor], Tensor]
+MlpCall = Callable[..., Any]
+"""Of activations alone; experts also take which tokens count, and then give a `RoutedOutput`."""
 LayerCall = Callable[[ResidualStream, Pass], ResidualStream]
 
 
@@ -269,12 +291,14 @@ class Transformer(nn.Module):
         place: DropoutPlace = ORIGIN,
         marked: bool = False,
         table: RotaryTable | None = None,
+        counted_BT: Tensor | None = None,
     ) -> Pass:
         """Check the tokens and gather what the layers need beside their activations.
 
         `marked`: documents are packed into the sequences and must not see each other; the first token t of each is
         given as -1 - t. No token could say so itself: some chat templates end answers as they end conversations.
         `table`: of all positions' cosines and sines, for many passes with a cache; otherwise they are computed.
+        `counted_BT`: as `Pass` has it.
         """
         if tokens_BT.dim() != 2 or tokens_BT.dtype not in (torch.int64, torch.int32):
             raise UsageError(
@@ -303,7 +327,7 @@ class Transformer(nn.Module):
                 positions = torch.arange(place.token, end, device=tokens_BT.device)
             like = next(self.parameters()) if self.token_embedding is None else self.token_embedding.weight
             rotary, local = rotary_angles(positions, config, like.dtype)
-        return Pass(rotary, local, dropout_seed if dropping else None, place, cache, documents)
+        return Pass(rotary, local, dropout_seed if dropping else None, place, cache, documents, counted_BT)
 
     def enter(self, tokens_BT: Tensor, x_BTD: Tensor | None, now: Pass) -> Tensor:
         """What the first layer here is given: embedded tokens, or the activations of the part before."""
@@ -331,7 +355,7 @@ class Transformer(nn.Module):
         """The norm after the last layer, where there is one."""
         if self.final_norm is None:
             return added(stream)
-        y_BTD: Tensor = self.final_norm(*stream)[0]
+        y_BTD: Tensor = self.final_norm(stream.x, stream.branch)[0]
         return y_BTD
 
     def project(self, x_BTD: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from tilemesh.core.errors import RunError
-from tilemesh.model.transformer import LayerCall, Pass, ResidualStream, added
+from tilemesh.model.transformer import LayerCall, Pass, ResidualStream, added, settled
 
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::_addmm_activation", "tilemesh::fused_matmul")
 """Operators that multiply an activation by a matrix, as autograd calls them."""
@@ -36,16 +36,17 @@ def call_again(layer: LayerCall, stream: ResidualStream, now: Pass, *, moves: bo
         return layer(stream, now)
     kept: deque[KeptResult] = deque()
 
-    def whole(x_BTD: Tensor) -> Tensor:
-        return added(layer(ResidualStream(x_BTD), now))  # one tensor to keep, not two
+    def whole(x_BTD: Tensor, router_loss: Tensor | None) -> ResidualStream:
+        return settled(layer(ResidualStream(x_BTD, None, router_loss), now))
 
     is_traced = torch.compiler.is_compiling()
     context_fn = traced_contexts if is_traced else partial(contexts, kept)
     # Dropout has no state to keep: a mask is a function of where an element stands.
-    x_BTD = checkpoint(whole, added(stream), use_reentrant=False, preserve_rng_state=False, context_fn=context_fn)
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False, "context_fn": context_fn}
+    x_BTD, _, loss = checkpoint(whole, added(stream), stream.router_loss, **options)
     if moves and not is_traced:
-        x_BTD = PutAside.apply(x_BTD, kept)  # type: ignore[no-untyped-call]
-    return ResidualStream(x_BTD)
+        x_BTD, loss = PutAside.apply(kept, x_BTD, loss)  # type: ignore[no-untyped-call]
+    return ResidualStream(x_BTD, None, loss)
 
 
 class OperatorChoice:
@@ -110,23 +111,24 @@ class AgainMode(KeepingMode):  # type: ignore[no-untyped-call]
 
 
 class PutAside(torch.autograd.Function):
-    """Behind a layer: hands what was kept of it over to autograd, and in backward, before the layer's turn, back."""
+    """Behind a layer, on the way of all that it gave: hands what was kept of it over to autograd, and in backward,
+    before the layer's turn, back."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, kept: deque[KeptResult]) -> Tensor:
+    def forward(ctx: Any, kept: deque[KeptResult], x: Tensor, loss: Tensor | None) -> tuple[Tensor, Tensor | None]:
         values, ctx.form = tree_flatten([result.tensors for result in kept])
         ctx.others = [None if isinstance(value, Tensor) else value for value in values]
         ctx.save_for_backward(*(value for value in values if isinstance(value, Tensor)))
         ctx.kept = kept
         kept.clear()
-        return x.view_as(x)
+        return x.view_as(x), None if loss is None else loss.view_as(loss)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         tensors = iter(ctx.saved_tensors)
         values = [next(tensors) if other is None else other for other in ctx.others]
         ctx.kept.extend(KeptResult(made, _versions(made)) for made in tree_unflatten(values, ctx.form))
-        return gradients[0], None
+        return None, *gradients
 
 
 def contexts(kept: deque[KeptResult]) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:

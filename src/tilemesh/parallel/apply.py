@@ -29,7 +29,7 @@ from tilemesh.model.norm import ResidualNorm
 from tilemesh.model.part import ModelPart, cut_parts, whole_part
 from tilemesh.model.programs.program import TRAINING, Use
 from tilemesh.model.transformer import Transformer
-from tilemesh.model.work.weights import Weight, why_not
+from tilemesh.model.work.weights import SLICED, Weight, why_not
 from tilemesh.parallel.agree import agree
 from tilemesh.parallel.buckets import BUCKET_BYTES, Bucketed
 from tilemesh.parallel.gradients import Gradients, LocalGradients, Naive, Parts, Way
@@ -263,6 +263,8 @@ def _require_fit(model: nn.Module, mesh: Mesh, plan: ParallelPlan) -> None:
         raise UsageError(f"the plan is {shown} and the mesh {mesh}: make the mesh by Mesh(comm, **plan.axes)")
     refuse(PLAN_CONFLICTS, plan)
     if isinstance(model, Transformer):
+        if plan.slices > 1 and model.config.balance_loss:
+            raise UsageError(f"slices is {plan.slices} and balance_loss {model.config.balance_loss}: {SLICED}; set one")
         reason = why_not(model.config, plan)
         if reason:
             raise UsageError(reason)

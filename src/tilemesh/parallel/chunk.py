@@ -77,6 +77,8 @@ class _Graph(NamedTuple):
     """Of a slice: the keys and values that it shares with others."""
     taken: list[Tensor] | None = None
     """Gets the gradient of the input, where that is no leaf of the graph."""
+    router_loss: Tensor | None = None
+    """Of a chunk without the head, where routers have losses: another root."""
 
 
 @dataclass
@@ -131,9 +133,11 @@ class ModelChunk:
                     self.data.count(total, count)
                 self._graphs[place] = _Graph(x, total if keeps else None, total.dtype, cache, taken)
                 return None
-            y_BTD = self.laid.activations(tokens_BT, **options)
+            y_BTD, _, loss = self.laid.activations(tokens_BT, targets_BT=targets_BT, **options)
+            if is_first and loss is not None:
+                self.data.count(loss, torch.zeros_like(loss))
         edge = torch.autograd.graph.get_gradient_edge(y_BTD) if keeps else None
-        self._graphs[place] = _Graph(x, edge, y_BTD.dtype, cache, taken)
+        self._graphs[place] = _Graph(x, edge, y_BTD.dtype, cache, taken, loss if keeps else None)
         return y_BTD.detach().to(self.laid.stream_dtype)
 
     def _keeping(self, place: Place, keeps: bool) -> Any:
@@ -153,7 +157,7 @@ class ModelChunk:
         return kind(known, begin, tokens_BT, end, documents)
 
     def backward(self, microbatch: int, piece: int, gradient: Tensor | None, *, splits: bool) -> Tensor | None:
-        x, root, dtype, cache, taken = self._graphs.pop((microbatch, piece))
+        x, root, dtype, cache, taken, router_loss = self._graphs.pop((microbatch, piece))
         if self.activations is not None:
             self.activations.ready((self.number, microbatch, piece))
         if gradient is None:
@@ -164,6 +168,8 @@ class ModelChunk:
         if self.deferral is not None:
             self.deferral.is_waiting = splits
         roots, gradients = ([], []) if cache is None else cache.roots()
+        if router_loss is not None:
+            roots, gradients = [*roots, router_loss], [*gradients, torch.full_like(router_loss, self.data.scale)]
         torch.autograd.backward((root, *roots), (gradient.to(dtype), *gradients))
         if splits and self.deferral is not None:
             self._products[microbatch, piece] = self.deferral.take()

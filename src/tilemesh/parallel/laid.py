@@ -17,10 +17,10 @@ from tilemesh.core.plan import ParallelPlan
 from tilemesh.core.shard import Shard, share
 from tilemesh.model.cache import KeyValueCache
 from tilemesh.model.dropout import ORIGIN, DropoutPlace
-from tilemesh.model.loss import HeadOutput, loss_sum
+from tilemesh.model.loss import IGNORED, HeadOutput, loss_sum
 from tilemesh.model.programs.prepare import Prepared, prepare
 from tilemesh.model.programs.program import TRAINING, Use
-from tilemesh.model.transformer import LayerCall, Pass, ResidualStream, Transformer, added
+from tilemesh.model.transformer import LayerCall, Pass, ResidualStream, Transformer, added, settled
 from tilemesh.parallel.again import call_again
 from tilemesh.parallel.agree import tell
 from tilemesh.parallel.gradients import Gradients, loss_shard
@@ -172,8 +172,10 @@ class Laid:
         `regions`: layers and head to be called instead of the model's own. `lesson`: what a teacher says of the tokens,
         whose student this is. `options`: as `stream` takes them.
         """
-        stream = self.stream(tokens_BT, None if regions is None else regions.layers, **options)
-        return (self.head_loss if regions is None else regions.head)(stream, targets_BT, lesson)
+        layers = None if regions is None else regions.layers
+        stream = self.stream(tokens_BT, layers, targets_BT=targets_BT, **options)
+        total, count = (self.head_loss if regions is None else regions.head)(stream, targets_BT, lesson)
+        return total if stream.router_loss is None else total + stream.router_loss, count
 
     def head_loss(
         self, stream: ResidualStream, targets_BT: Tensor, lesson: HeadLesson | None = None
@@ -196,7 +198,7 @@ class Laid:
     ) -> HeadOutput:
         """What the head gives for the last so many tokens, without gradients. `layers`: as in `CompiledRegions`."""
         with torch.no_grad(), self.autocast():
-            x_BTD, branch_BTD = self.stream(tokens_BT, layers)
+            x_BTD, branch_BTD, _ = self.stream(tokens_BT, layers)
             branch_BTD = None if branch_BTD is None else branch_BTD[:, -last:]
             return self._head(ResidualStream(x_BTD[:, -last:], branch_BTD))
 
@@ -220,10 +222,13 @@ class Laid:
             return logits_BTV
         return self.seams.join_features(logits_BTV, model.config.vocabulary)
 
-    def activations(self, tokens_BT: Tensor, *, regions: CompiledRegions | None = None, **options: Any) -> Tensor:
-        """What a part of a model without the head gives to the part after it; with sequence parallelism, of this rank's
-        tokens. As `loss` otherwise: all parts are given the same tokens, which say how many there are and where."""
-        return added(self.stream(tokens_BT, None if regions is None else regions.layers, **options))
+    def activations(
+        self, tokens_BT: Tensor, *, regions: CompiledRegions | None = None, **options: Any
+    ) -> ResidualStream:
+        """What a part of a model without the head gives to the part after it, nothing left to add; with sequence
+        parallelism, of this rank's tokens. As `loss` otherwise: all parts are given the same tokens, which say how many
+        there are and where."""
+        return settled(self.stream(tokens_BT, None if regions is None else regions.layers, **options))
 
     def autocast(self) -> AbstractContextManager[object]:
         """What the plan's precision asks for around a forward pass."""
@@ -240,15 +245,20 @@ class Laid:
         dropout_seed: int | Tensor | None = None,
         place: DropoutPlace = ORIGIN,
         cache: KeyValueCache | None = None,
+        targets_BT: Tensor | None = None,
     ) -> ResidualStream:
         """What the last layer here gives. `layers`: to be called instead of the model's own.
 
         `x_BTD`: for a part of a model without the embedding, what `activations` of the part before it gave. `place`:
         where the rows stand in the step's whole batch. What is dropped follows from it and the seed alone. `cache`:
-        what the tokens attend through, where they are a slice of their sequences, or generated.
+        what the tokens attend through, where they are a slice of their sequences, or generated. `targets_BT`: in
+        training routers have losses of the tokens whose targets count.
         """
         with self.autocast():
             options: dict[str, Any] = {"dropout_seed": dropout_seed, "place": place, "marked": self.use.marked}
+            config = self.model.config
+            if targets_BT is not None and self.model.training and (config.balance_loss or config.router_z_loss):
+                options["counted_BT"] = targets_BT != IGNORED
             now = entering = self.model.prepare(tokens_BT, cache=cache, **options)
             if self.seams.sequence:
                 self.seams.tokens = tokens_BT.shape[1]
@@ -305,17 +315,17 @@ class Laid:
                 stream = layer(stream, now)
             return stream
 
-        def stretch(x_BTD: Tensor, start: int) -> Tensor:
-            stream = ResidualStream(x_BTD)
+        def stretch(x_BTD: Tensor, router_loss: Tensor | None, start: int) -> ResidualStream:
+            stream = ResidualStream(x_BTD, None, router_loss)
             for layer in layers[start : start + every]:
                 stream = layer(stream, now)
-            return added(stream)  # one tensor to keep, not two
+            return settled(stream)
 
-        x_BTD = added(stream)
         for start in range(0, len(layers), every):
+            x_BTD, loss = added(stream), stream.router_loss
             # Dropout has no state to keep: a mask is a function of where an element stands.
-            x_BTD = checkpoint(stretch, x_BTD, start, use_reentrant=False, preserve_rng_state=False)
-        return ResidualStream(x_BTD)
+            stream = checkpoint(stretch, x_BTD, loss, start, use_reentrant=False, preserve_rng_state=False)
+        return stream
 
     # The whole ----------------------------------------------------------------------------------------------------
 

@@ -225,7 +225,7 @@ class Pipeline(Laid):
         def run(part: Laid, x_BTD: Tensor | None) -> tuple[Tensor, Tensor] | Tensor:
             if part.has_head:
                 return part.loss(tokens_BT, targets_BT, x_BTD=x_BTD, **options)
-            return part.activations(tokens_BT, x_BTD=x_BTD, **options)
+            return part.activations(tokens_BT, x_BTD=x_BTD, **options).x
 
         with torch.no_grad():
             counted = self._through(tokens_BT, run)

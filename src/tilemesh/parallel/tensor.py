@@ -29,6 +29,7 @@ from tilemesh.core.shard import share
 from tilemesh.kernels.cross_entropy.part import part_sums, write_part_gradient
 from tilemesh.model.deferral import product_dtype
 from tilemesh.model.embedding import Embedding
+from tilemesh.model.experts import RoutedOutput
 from tilemesh.model.kernels import TORCH
 from tilemesh.model.loss import IGNORED, check_targets
 from tilemesh.parallel import collect
@@ -72,6 +73,10 @@ class Seams:
     def add(self, x: Tensor) -> Tensor:
         """The ranks' parts of a sum, added up: the gradient passes."""
         return x if self.comm.size == 1 else exchanged(x, self.sum, lambda grad: grad)
+
+    def once(self, x: Tensor) -> Tensor:
+        """What all ranks computed alike inside a region, where its gradients are parts of a sum: each has its share."""
+        return exchanged(x, lambda x: x.view_as(x), lambda grad: grad / self.comm.size)
 
     def largest(self, x: Tensor) -> Tensor:
         """Of each element, the largest of all ranks; without a gradient."""
@@ -158,8 +163,14 @@ def enter_at(module: nn.Module, seams: Seams) -> None:
 
 
 def leave_at(module: nn.Module, seams: Seams) -> None:
-    """What the ranks' modules give is added up where they end."""
-    module.register_forward_hook(lambda module, args, y: seams.leave(y))
+    """What the ranks' modules give is added up where they end; the losses of routers all of them have alike."""
+
+    def hook(module: nn.Module, args: tuple[Any, ...], given: Tensor | RoutedOutput) -> Tensor | RoutedOutput:
+        if isinstance(given, Tensor):
+            return seams.leave(given)
+        return RoutedOutput(seams.leave(given.y_BTD), seams.once(given.loss))
+
+    module.register_forward_hook(hook)
 
 
 def join_at(module: nn.Module, seams: Seams, total: int) -> None:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from tilemesh.compress.config import training_recipe
 from tilemesh.core.conflicts import OR, PLAN_CONFLICTS, Conflict, row
 from tilemesh.model.adapter import adapted_modules
-from tilemesh.model.work.weights import embedding_weights, head_weights, layer_weights
+from tilemesh.model.work.weights import SLICED, embedding_weights, head_weights, layer_weights
 from tilemesh.train.config import TrainConfig
 
 Row = Conflict[TrainConfig]
@@ -166,6 +166,12 @@ OF_CONFIG: tuple[Row, ...] = (
         _pair(waits, missing, "there is no held-out loss to go by")
         for waits in (_PATIENCE, _KEEP_BEST)
         for missing in (_NEVER_EVALUATED, _NO_SEQUENCES, _NONE_HELD_OUT)
+    ),
+    row(
+        "model.balance_loss plan.slices",
+        lambda config: config.model.balance_loss > 0 and config.plan.slices > 1,
+        SLICED,
+        "model.balance_loss=0 or plan.slices=1",
     ),
     # Compiled code.
     _pair(_EXPERTS, _COMPILE, f"{_LOADS}, and its products would be compiled anew for each number"),

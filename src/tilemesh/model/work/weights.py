@@ -260,6 +260,9 @@ def shard_parameters(model: ModelConfig, tp: int) -> Shards:
 
 # ---- what cannot be --------------------------------------------------------------------------------------------
 
+SLICED = "how even a sequence is, is a product of two means over all its tokens, and slices of it pass one by one"
+"""Why `balance_loss` does not go with slices of sequences."""
+
 
 def require_modelled(model: ModelConfig) -> None:
     """Refuse to predict what the arithmetic of a layer's work leaves out: how tokens spread over experts."""

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -162,9 +161,37 @@ def whole_norm(values: Mapping[str, Tensor]) -> float:
 def _by_papers(config: ModelConfig, weights: Mapping[str, Tensor], step: int, device: str) -> tuple[float, int]:
     tokens_BT, targets_BT = (x.to(device) for x in batch(config, step))
     count = int((targets_BT != IGNORED).sum())
-    total = papers.mean_loss(papers.logits(config, weights, tokens_BT), targets_BT, IGNORED) * count
+    total, _ = papers_loss(config, weights, tokens_BT, targets_BT)
     total.backward()  # type: ignore[no-untyped-call]
     return total.item(), count
+
+
+def papers_loss(
+    config: ModelConfig, weights: Mapping[str, Tensor], tokens_BT: Tensor, targets_BT: Tensor
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Summed over the targets that count, and what was computed on the way."""
+    sites: dict[str, Tensor] = {}
+    mean = papers.mean_loss(papers.logits(config, weights, tokens_BT, sites), targets_BT, IGNORED)
+    routed = [papers.router_loss(config, sites[name], targets_BT, IGNORED) for name in sites if "router" in name]
+    return mean * (targets_BT != IGNORED).sum() + sum(routed), sites
+
+
+def step_loss(model: Transformer, targets_BT: Tensor, run: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
+    """The summed loss of the logits that `run` gives, with those of the routers that it passes, and how many count."""
+    entered: list[tuple[Tensor, Tensor]] = []
+    hooks = [
+        module.register_forward_hook(lambda module, args, routing: entered.append((args[0], module.weight)))
+        for name, module in model.named_modules()
+        if name.endswith(".router")
+    ]
+    total, count = loss_sum(run(), targets_BT)
+    for hook in hooks:
+        hook.remove()
+    for x_ND, weight_XD in entered:
+        wide = torch.promote_types(x_ND.dtype, torch.float32)
+        scores_BTX = (x_ND.to(wide) @ weight_XD.to(wide).T).view(*targets_BT.shape, -1)
+        total = total + papers.router_loss(model.config, scores_BTX, targets_BT, IGNORED)
+    return total, count
 
 
 def _accumulate(model: Transformer, precision: Precision, step: int, pieces: int, device: str) -> tuple[float, int]:
@@ -173,10 +200,9 @@ def _accumulate(model: Transformer, precision: Precision, step: int, pieces: int
     for rows in reversed(cut(ROWS, pieces)):
         row -= rows
         here = slice(row, row + rows)
-        context = torch.autocast(device, torch.bfloat16) if precision == "bf16" else nullcontext()
-        with context:
-            logits_BTV = model(tokens_BT[here], dropout_seed=dropout_seed(step), place=DropoutPlace(row=row))
-        loss, counted = loss_sum(logits_BTV, targets_BT[here])
+        options = {"dropout_seed": dropout_seed(step), "place": DropoutPlace(row=row)}
+        run = torch.autocast(device, torch.bfloat16, enabled=precision == "bf16")(model)
+        loss, counted = step_loss(model, targets_BT[here], partial(run, tokens_BT[here], **options))
         loss.backward()  # type: ignore[no-untyped-call]
         total, count = total + loss.item(), count + int(counted)
     return total, count

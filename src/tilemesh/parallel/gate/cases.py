@@ -53,7 +53,7 @@ MODELS: Mapping[str, ModelConfig] = {
     ),
     "experts": ModelConfig(
         **_SMALL, **_ROTARY, vocabulary=64, kv_heads=2, activation="swiglu", biases=False, experts=5,
-        experts_per_token=2,
+        experts_per_token=2, balance_loss=0.3, router_z_loss=0.1,
     ),
 }  # fmt: skip
 
@@ -82,7 +82,7 @@ PAPERS: Mapping[str, ModelConfig] = {
         family="gpt_neox",
     ),
     "olmo2": ModelConfig(**_LLAMA, norm_place="branch", qk_norm="full", norm_epsilon=1e-3, family="olmo2"),
-    "mixtral": ModelConfig(**_LLAMA, experts=4, window=3, family="mixtral"),
+    "mixtral": ModelConfig(**_LLAMA, experts=4, window=3, balance_loss=0.5, router_z_loss=0.2, family="mixtral"),
     "qwen3_moe": ModelConfig(
         **_LLAMA, experts=6, experts_per_token=3, router_renormalized=False, qk_norm="head", family="qwen3_moe"
     ),
@@ -155,6 +155,8 @@ class Case:
         if self.by_papers:
             return PAPERS[self.model]
         config, plan = MODELS[self.model], self.layout
+        if plan.slices > 1:
+            config = config.replace(balance_loss=0.0)
         if plan.pp > 1:
             return config.replace(layers=plan.chunks + 1)
         return config.replace(layers=5) if plan.has_chunks or plan.recompute_every != 1 else config

@@ -7,6 +7,7 @@ another are seen as well. Forward is searched in its order, and when all of it a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,9 +17,9 @@ from torch import Tensor, nn
 from tilemesh.core.plan import ParallelPlan
 from tilemesh.core.shard import share
 from tilemesh.model.config import ModelConfig
-from tilemesh.model.loss import IGNORED, loss_sum
+from tilemesh.model.loss import IGNORED
 from tilemesh.model.transformer import ResidualStream, Transformer, added
-from tilemesh.parallel.gate import alone, papers
+from tilemesh.parallel.gate import alone
 from tilemesh.parallel.gate.cases import NORM_BOUND, TOKENS, Case, microbatches
 from tilemesh.parallel.gate.cause import gradient_cause, norm_cause, order_cause, order_words
 from tilemesh.parallel.gradients import read
@@ -92,7 +93,8 @@ def step_pieces(layout: ParallelPlan, replica: int, tokens_BT: Tensor, targets_B
 
 def _whole_step(model: Transformer, device: str) -> float:
     tokens_BT, targets_BT = (x.to(device) for x in alone.batch(model.config, 0))
-    total, count = loss_sum(model(tokens_BT, dropout_seed=alone.dropout_seed(0)), targets_BT)
+    run = partial(model, tokens_BT, dropout_seed=alone.dropout_seed(0))
+    total, count = alone.step_loss(model, targets_BT, run)
     mean = total / count
     mean.backward()  # type: ignore[no-untyped-call]
     return mean.item()
@@ -101,9 +103,8 @@ def _whole_step(model: Transformer, device: str) -> float:
 def _papers_step(case: Case, holder: Transformer, device: str) -> tuple[dict[str, list[Tensor]], float]:
     """A step as the papers have it; its gradients are left with the parameters of `holder`, which computes nothing."""
     tokens_BT, targets_BT = (x.to(device) for x in alone.batch(case.config, 0))
-    sites: dict[str, Tensor] = {}
-    logits_BTV = papers.logits(case.config, dict(holder.named_parameters()), tokens_BT, sites)
-    mean = papers.mean_loss(logits_BTV, targets_BT, IGNORED)
+    total, sites = alone.papers_loss(case.config, dict(holder.named_parameters()), tokens_BT, targets_BT)
+    mean = total / (targets_BT != IGNORED).sum()
     mean.backward()  # type: ignore[no-untyped-call]
     return {site: [value.detach()] for site, value in sites.items()}, mean.item()
 
@@ -123,7 +124,8 @@ def _record(model: nn.Module, step: Callable[[], float]) -> tuple[dict[str, list
         kind = name.rpartition(".")[2]
         if kind.endswith("norm"):
             hooks.append(module.register_forward_pre_hook(_keep_input(seen, f"{_INPUT}{name}"), prepend=True))
-        if kind.endswith("norm") or kind in ("token_embedding", "attention", "mlp") or kind.isdigit():
+        is_block = kind in ("token_embedding", "attention", "mlp")
+        if kind.endswith("norm") or is_block or (kind.isdigit() and ".experts." not in name):
             hooks.append(module.register_forward_hook(_keep_output(seen, name)))
     try:
         return seen, step()

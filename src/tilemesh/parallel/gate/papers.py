@@ -12,6 +12,7 @@ as complex numbers, frequencies one by one. Slow, plain, and float64. Weights co
     windows                             Beltagy et al. 2020 (2004.05150), Jiang et al. 2023 (2310.06825)
     blocks added at once                Black et al. 2022 (2204.06745)
     experts                             Shazeer et al. 2017 (1701.06538), Jiang et al. 2024 (2401.04088)
+    losses of routers                   Zoph et al. 2022 (2202.08906), equation 5; DeepSeek-V3 (2412.19437), 17 to 20
     norms of q and k, after blocks      OLMo 2 (2501.00656), Qwen 3 (2505.09388), Gemma 3 (2503.19786)
 """
 
@@ -34,6 +35,23 @@ def mean_loss(logits: Tensor, targets: Tensor, ignored: int) -> Tensor:
     counts = targets != ignored
     chosen = logits.gather(-1, targets.clamp(min=0).unsqueeze(-1)).squeeze(-1)
     return ((torch.logsumexp(logits, -1) - chosen) * counts).sum() / counts.sum()
+
+
+def router_loss(config: ModelConfig, scores: Tensor, targets: Tensor, ignored: int) -> Tensor:
+    """Of one layer: of each token whose target counts the squared log of Σ exp(scores), and of each sequence, for each
+    of its tokens that count, Σ f_e P_e; f_e: experts / experts per token · the part of the tokens that picked e."""
+    total = scores.new_zeros(())
+    for row, counts in zip(scores, targets != ignored, strict=True):
+        if not counts.any():
+            continue
+        powers = torch.exp(row[counts])
+        p = powers / powers.sum(-1, keepdim=True)
+        best = p.sort(-1, descending=True).indices[:, : config.experts_per_token]
+        f = [float((best == e).sum()) / best.numel() * config.experts for e in range(config.experts)]
+        even = sum(f[e] * p[:, e].mean() for e in range(config.experts))
+        total = total + config.balance_loss * len(p) * even
+        total = total + config.router_z_loss * (torch.log(powers.sum(-1)) ** 2).sum()
+    return total
 
 
 def logits(config: ModelConfig, weights: Weights, tokens: Tensor, sites: Sites | None = None) -> Tensor:
@@ -65,6 +83,8 @@ def _layer(config: ModelConfig, weights: Weights, number: int, x: Tensor, sites:
         return sites[prefix + "attention"]
 
     def mlp(value: Tensor) -> Tensor:
+        if config.experts:
+            sites[prefix + "mlp.router"] = _project(weights, prefix + "mlp.router", value)
         sites[prefix + "mlp"] = (_experts if config.experts else _mlp)(config, weights, prefix + "mlp.", value)
         return sites[prefix + "mlp"]
 

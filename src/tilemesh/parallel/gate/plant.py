@@ -18,6 +18,7 @@ from tilemesh.model.config import ModelConfig
 from tilemesh.model.dropout import ORIGIN
 from tilemesh.parallel.buckets import Bucketed
 from tilemesh.parallel.gate.cases import Case
+from tilemesh.parallel.gate.plant_experts import EXPERTS
 from tilemesh.parallel.gate.plant_numerics import NUMERIC, Plant
 from tilemesh.parallel.laid import Laid, StepPiece
 from tilemesh.parallel.pipeline import Pipeline
@@ -25,7 +26,7 @@ from tilemesh.parallel.tensor import Seams, vocabulary_loss
 from tilemesh.parallel.zero import Zero, ZeroBucket
 
 _FORWARD, _BACKWARD = "forward differs first at", "backward differs first at"
-PLANTS = {plant.name: plant for plant in NUMERIC}
+PLANTS = {plant.name: plant for plant in (*NUMERIC, *EXPERTS)}
 
 
 def planted(
