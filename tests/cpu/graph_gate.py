@@ -1,6 +1,7 @@
 """The graph backend against eager, case by case; `test_graph_differential.py` runs a sample, `make test-all` all.
 
     python tests/cpu/graph_gate.py -n 16                  # every case, in 16 processes
+    python tests/cpu/graph_gate.py -n 16 --share 1/3      # a third of them
     python tests/cpu/graph_gate.py --match pow            # cases whose names have this
     python tests/cpu/graph_gate.py --way interpret        # the text of GPU kernels, by Triton's interpreter
 
@@ -620,10 +621,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("-n", type=int, default=os.cpu_count(), help="processes")
     parser.add_argument("--match", default="", help="only parts whose names have this")
+    parser.add_argument("--share", default="1/1", metavar="I/N", help="every N-th part, beginning with the I-th")
     parser.add_argument("--samples", type=int, default=3, help="of each operator in each dtype")
     parser.add_argument("--way", choices=("c", "interpret"), help="how kernels are made")
     options = parser.parse_args()
-    names = [name for name in parts(options.samples) if options.match in name]
+    begin, step = map(int, options.share.split("/"))
+    names = [name for name in parts(options.samples) if options.match in name][begin - 1 :: step]
     with tempfile.TemporaryDirectory() as cache:
         os.environ["XDG_CACHE_HOME"] = cache
         with multiprocessing.get_context("spawn").Pool(options.n, maxtasksperchild=40) as pool:
