@@ -16,6 +16,7 @@ from tilemesh.compress.quantize import quantize
 from tilemesh.core.errors import UsageError
 from tilemesh.core.plan import ParallelPlan
 from tilemesh.model import huggingface
+from tilemesh.model.adapter import LoraConfig, adapted_modules, adapter_parameters, peft_names
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.experts import Experts, Router, Routing
 from tilemesh.model.loss import loss
@@ -132,10 +133,35 @@ def test_one_expert_that_takes_all_is_an_mlp() -> None:
     torch.testing.assert_close(alone(tokens), plain(tokens), rtol=1e-13, atol=1e-13)
 
 
-def test_the_list_of_weights_is_the_model() -> None:
-    model = Transformer(CONFIG, device="meta")
-    assert {name: tuple(value.shape) for name, value in model.named_parameters()} == parameter_shapes(CONFIG)
-    assert count_parameters(CONFIG).total == sum(value.numel() for value in model.parameters())
+MIXED = CONFIG.replace(layers=3, shared_width=20, shared_gate=True, dense_layers=(0, 2), dense_width=40)
+
+
+@pytest.mark.parametrize("config", [CONFIG, MIXED, MIXED.replace(dense_width=0, shared_gate=False)])
+def test_the_list_of_weights_is_the_model(config: ModelConfig) -> None:
+    model = Transformer(config, device="meta")
+    assert {name: tuple(value.shape) for name, value in model.named_parameters()} == parameter_shapes(config)
+    assert count_parameters(config).total == sum(value.numel() for value in model.parameters())
+
+
+def test_a_shared_expert_of_all_tokens_is_added_to_the_others() -> None:
+    """One picked expert and a shared one of the same weights: twice the MLP."""
+    experts = Transformer(CONFIG.replace(experts=1, experts_per_token=1, shared_width=24), seed=3).layers[0].mlp
+    assert isinstance(experts, Experts)
+    assert experts.shared is not None
+    experts.shared.load_state_dict(experts.experts[0].state_dict())
+    x = torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(1))
+    torch.testing.assert_close(experts(x), 2 * experts.shared(x))
+
+
+def test_adapters_of_a_matrix_are_of_every_expert() -> None:
+    lora = LoraConfig(rank=2, targets=("fc_in",))
+    names = adapted_modules(MIXED, lora)
+    picked = [f"layers.1.mlp.experts.{expert}.fc_in" for expert in range(4)]
+    assert names == ["layers.0.mlp.fc_in", *picked, "layers.1.mlp.shared.fc_in", "layers.2.mlp.fc_in"]
+    theirs = peft_names(MIXED.replace(shared_gate=True, biases="qkv", family="qwen2_moe"), lora)
+    assert theirs["layers.1.mlp.experts.3.fc_in"] == "model.layers.1.mlp.experts.3.up_proj"
+    assert theirs["layers.1.mlp.shared.fc_in"] == "model.layers.1.mlp.shared_expert.up_proj"
+    assert adapter_parameters(MIXED, lora) == 2 * (2 * (40 + 16) + 4 * (24 + 16) + 20 + 16)
 
 
 def test_flops_are_of_the_experts_that_a_token_passes() -> None:
@@ -168,6 +194,10 @@ def test_the_engine_writes_what_the_model_says(tmp_path: Path) -> None:
         ({"experts_per_token": 1}, "1 experts_per_token of 0 experts"),
         ({"router_renormalized": False}, "router_renormalized without experts"),
         ({"experts": -1}, "model.experts is -1"),
+        ({"experts": 2, "shared_gate": True}, "shared_gate without a shared expert"),
+        ({"experts": 2, "dense_width": 8}, "dense_width without dense_layers"),
+        ({"experts": 2, "dense_layers": (0, 1)}, "dense_layers names 2 of 2 layers, up to 1"),
+        ({"dense_layers": (0,)}, "dense_layers without experts"),
         ({"balance_loss": 0.1}, "balance_loss without experts: set model.experts"),
     ],
 )

@@ -59,6 +59,8 @@ BASES: Mapping[str, dict[str, Any]] = {
     "mixtral": {"model_type": "mixtral", **_LLAMA, "num_local_experts": 4},
     "qwen3_moe": {"model_type": "qwen3_moe", **_LLAMA, "num_experts": 5, "num_experts_per_tok": 2, "head_dim": 6,
                   "moe_intermediate_size": 20},
+    "qwen2_moe": {"model_type": "qwen2_moe", **_LLAMA, "num_experts": 5, "num_experts_per_tok": 2,
+                  "moe_intermediate_size": 20, "shared_expert_intermediate_size": 12, "mlp_only_layers": [1]},
     "olmoe": {"model_type": "olmoe", **_LLAMA, "num_experts": 4, "num_experts_per_tok": 2},
 }  # fmt: skip
 

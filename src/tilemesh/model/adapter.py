@@ -48,25 +48,38 @@ class LoraConfig:
 
 def adapted_modules(model: ModelConfig, lora: LoraConfig) -> list[str]:
     """Full names of the modules that get an adapter."""
-    known = {weight.name.rpartition(".")[2]: weight.name for weight in layer_matrices(model)}
+    shapes = _matrix_shapes(model)
+    known = {name.rpartition(".")[2] for name in shapes}
     for target in lora.targets:
         if target not in known:
             raise unknown("lora.targets entry", target, sorted(known))
-    names = [name for short, name in known.items() if short in lora.targets]
-    return [f"layers.{layer}.{name}" for layer in range(model.layers) for name in names]
+    return [name for name in shapes if name.rpartition(".")[2] in lora.targets]
+
+
+def _matrix_shapes(model: ModelConfig) -> dict[str, tuple[int, int]]:
+    """Full names of the layers' matrices, and (outputs, inputs) of each."""
+    return {
+        f"layers.{layer}.{weight.name}": (weight.outputs, weight.inputs)
+        for layer in range(model.layers)
+        for weight in layer_matrices(model.of_layer(layer))
+    }
 
 
 def adapter_parameters(model: ModelConfig, lora: LoraConfig) -> int:
     """How many numbers are trained."""
-    shapes = {weight.name: (weight.outputs, weight.inputs) for weight in layer_matrices(model)}
-    modules = [name.split(".", 2)[2] for name in adapted_modules(model, lora)]
-    return sum(lora.rank * sum(shapes[name]) for name in modules)
+    shapes = _matrix_shapes(model)
+    return sum(lora.rank * sum(shapes[name]) for name in adapted_modules(model, lora))
 
 
 def peft_names(model: ModelConfig, lora: LoraConfig) -> dict[str, str]:
     """Our module: what PEFT calls it, for every adapted module; refused where theirs is several of ours in one."""
     family = FAMILIES[family_of(model)]
-    theirs = {ours: name for name, parts in family.modules.items() if len(parts) == 1 for ours in parts}
+    theirs = {
+        ours.format(expert): name.format(expert)
+        for name, (ours, *others) in family.modules.items()
+        for expert in (range(model.experts) if "{}" in name else (0,))
+        if not others
+    }
     names = {}
     for module in adapted_modules(model, lora):
         _, layer, inner = module.split(".", 2)

@@ -8,6 +8,7 @@ without it.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -112,6 +113,15 @@ class ModelConfig:
     router_renormalized: bool = True
     """Whether the weights of a token's experts, probabilities of a softmax over all experts, are divided by their sum,
     so that they add up to 1 (Mixtral); equal to a softmax over the experts that were picked."""
+    shared_width: Annotated[int, Range(0, 100_000_000)] = 0
+    """In layers with experts, the hidden width of an MLP that all tokens pass beside them, a shared expert (of several,
+    the sum); 0: there is none."""
+    shared_gate: bool = False
+    """Whether what the shared expert gives is multiplied by the sigmoid of a score of the token (Qwen 2 MoE)."""
+    dense_layers: tuple[Annotated[int, Range(0, 10_000)], ...] = ()
+    """Layers (from 0) that have one MLP for all tokens in a model with experts."""
+    dense_width: Annotated[int, Range(0, 100_000_000)] = 0
+    """Hidden width of the MLP in dense_layers; 0: mlp_width."""
     balance_loss: Annotated[float, Range(0)] = 0.0
     """In training, the weight of a loss of every layer with experts, which is 1 where a sequence's tokens spread evenly
     over them and grows where few take most: experts / experts_per_token times the sum, over experts, of the part of the
@@ -123,7 +133,8 @@ class ModelConfig:
     """The Hugging Face model_type that it is exported as; empty: the first that can express the model."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "full_layers", tuple(self.full_layers))  # JSON has lists
+        for name in ("full_layers", "dense_layers"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))  # JSON has lists
         check_fields(self, "model.")
         # Frozen, yet whoever reads the config should meet a number and never "0 means".
         object.__setattr__(self, "kv_heads", self.kv_heads or self.heads)
@@ -160,15 +171,28 @@ class ModelConfig:
                 f"{self.experts_per_token} experts_per_token of {self.experts} experts: set model.experts to at least "
                 "as many"
             )
-        for name in ("router_renormalized", "balance_loss", "router_z_loss"):
+        for name in _OF_EXPERTS:
             if not self.experts and getattr(self, name) != getattr(ModelConfig, name):
                 raise UsageError(f"{name} without experts: set model.experts, or leave {name} out")
+        if self.shared_gate and not self.shared_width:
+            raise UsageError("shared_gate without a shared expert: set model.shared_width, or leave shared_gate out")
+        if self.dense_width and not self.dense_layers:
+            raise UsageError("dense_width without dense_layers: name the layers, or leave dense_width out")
+        if self.dense_layers and not (len({*self.dense_layers}) < self.layers > max(self.dense_layers)):
+            raise UsageError(
+                f"dense_layers names {len({*self.dense_layers})} of {self.layers} layers, up to "
+                f"{max(self.dense_layers)}: expected some of 0 to {self.layers - 1}, not all"
+            )
         if self.rotary_low >= self.rotary_high:
             raise UsageError(f"rotary_low is {self.rotary_low}: expected less than rotary_high, {self.rotary_high}")
 
     def has_biases(self, part: Literal["qkv", "output", "mlp"]) -> bool:
         """Whether the projections of this part of a layer have biases: of q, k and v, attention's output, the MLP."""
         return self.biases if isinstance(self.biases, bool) else part in _BIASES[self.biases]
+
+    def of_layer(self, layer: int) -> ModelConfig:
+        """The configuration of a model all of whose layers are as this one is."""
+        return _dense(self) if layer in self.dense_layers else self
 
     def window_of(self, layer: int) -> int:
         """How many tokens a token attends to in this layer; 0: all before it."""
@@ -213,6 +237,11 @@ class ModelConfig:
 
 
 _BIASES: Mapping[str, tuple[str, ...]] = {"qkv": ("qkv",), "attention": ("qkv", "output"), "mlp": ("mlp",)}
+_OF_EXPERTS = (
+    "router_renormalized", "shared_width", "shared_gate", "dense_layers", "dense_width", "balance_loss",
+    "router_z_loss",
+)  # fmt: skip
+"""Settings that say something where there are experts alone."""
 _OF_TRAINING = ("dropout", "context", "balance_loss", "router_z_loss")
 _LLAMA = {"norm": "rmsnorm", "positions": "rotary", "activation": "swiglu", "biases": False, "tied": False}
 
@@ -272,6 +301,12 @@ def check_written_model(told: object, step: int, model: ModelConfig, source: obj
             f"{source} is not the configuration that step {step} was written with: "
             f"{'; '.join(f'model.{words}' for words in different)}; put it back"
         )
+
+
+@functools.lru_cache
+def _dense(model: ModelConfig) -> ModelConfig:
+    plain = {name: getattr(ModelConfig, name) for name in _OF_EXPERTS}
+    return model.replace(**plain, experts=0, experts_per_token=0, mlp_width=model.dense_width or model.mlp_width)
 
 
 def _default_mlp_width(width: int, activation: str) -> int:

@@ -71,14 +71,35 @@ class Router(nn.Module):
         return total + config.balance_loss * config.experts / config.experts_per_token * evenness_B.sum()
 
 
-class Experts(nn.Module):
-    """The sum of what a token's experts make of it, each times its weight."""
+class TokenGate(nn.Module):
+    """A number between 0 and 1 for every token: the sigmoid of a score, in float32 at least."""
 
-    def __init__(self, config: ModelConfig, experts: Iterable[nn.Module], dtype: torch.dtype | None = None) -> None:
+    def __init__(self, width: int, dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(1, width, device="meta", dtype=dtype))
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        wide = torch.promote_types(x_BTD.dtype, torch.float32)
+        with torch.autocast(x_BTD.device.type, enabled=False):
+            return functional.linear(x_BTD.to(wide), self.weight.to(wide)).sigmoid()
+
+
+class Experts(nn.Module):
+    """The sum of what a token's experts make of it, each times its weight, and of what a shared one does."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        experts: Iterable[nn.Module],
+        shared: nn.Module | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__()
         self.config = config
         self.router = Router(config, dtype)
         self.experts = nn.ModuleList(experts)
+        self.shared = shared
+        self.shared_gate = TokenGate(config.width, dtype) if config.shared_gate else None
 
     def forward(self, x_BTD: Tensor, counted_BT: Tensor | None = None) -> Tensor | RoutedOutput:
         """With the router's losses where it is said which tokens' targets count."""
@@ -93,4 +114,7 @@ class Experts(nn.Module):
         # Back in the order of tokens, where each one's results are added in the order of its experts' weights.
         y_NCD = results[order.argsort()].view(*experts_NC.shape, -1)
         y_BTD: Tensor = (y_NCD * weights_NC.to(results.dtype)[..., None]).sum(-2).view(x_BTD.shape)
+        if self.shared is not None:
+            shared_BTD = self.shared(x_BTD)
+            y_BTD = y_BTD + (shared_BTD if self.shared_gate is None else shared_BTD * self.shared_gate(x_BTD))
         return y_BTD if counted_BT is None else RoutedOutput(y_BTD, self.router.loss(routing, counted_BT))

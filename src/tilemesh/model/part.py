@@ -56,7 +56,7 @@ class ModelPart:
         layers = (
             weight._replace(name=f"layers.{layer}.{weight.name}")
             for layer in self.layers
-            for weight in layer_weights(config)
+            for weight in layer_weights(config.of_layer(layer))
         )
         return (
             *(embedding_weights(config) if self.embedding else tied),

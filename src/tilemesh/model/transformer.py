@@ -133,9 +133,11 @@ class Attention(nn.Module):
 class Mlp(nn.Module):
     """act(x W_in) W_out, or with a gate (act(x W_gate) * x W_in) W_out; activations are their projections'."""
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype | None = None, kernels: ModelKernels = STANDARD) -> None:
+    def __init__(
+        self, config: ModelConfig, dtype: torch.dtype | None = None, kernels: ModelKernels = STANDARD, hidden: int = 0
+    ) -> None:
         super().__init__()
-        width, hidden, biases = config.width, config.mlp_width, config.has_biases("mlp")
+        width, hidden, biases = config.width, hidden or config.mlp_width, config.has_biases("mlp")
         kind = DENSE if kernels.projections == TORCH else Fused(implementation=kernels.projections)
         gate, first = _GATE_ACTIVATION.get(config.activation), _FIRST_ACTIVATION[config.activation]
         self.fc_gate: Linear | None = None
@@ -168,8 +170,7 @@ class Layer(nn.Module):
         self.attention = Attention(config, index, dtype, kernels)
         self.attention_out_norm = norm_of(config, dtype, kernels) if is_sandwich else None
         self.mlp_norm = norm_of(config, dtype, kernels)
-        mlps = [Mlp(config, dtype, kernels) for _ in range(config.experts or 1)]
-        self.mlp: Mlp | Experts = Experts(config, mlps, dtype) if config.experts else mlps[0]
+        self.mlp: Mlp | Experts = _mlp_of(config.of_layer(index), dtype, kernels)
         self.mlp_out_norm = norm_of(config, dtype, kernels) if is_sandwich else None
         self.attention_dropout = Dropout(config.dropout, index, Site.ATTENTION)
         self.mlp_dropout = Dropout(config.dropout, index, Site.MLP)
@@ -214,6 +215,14 @@ class Layer(nn.Module):
         if self.mlp_out_norm is not None:
             y_BTD = self.mlp_out_norm(y_BTD)[0]
         return ResidualStream(x_BTD, self.mlp_dropout(y_BTD, now))
+
+
+def _mlp_of(config: ModelConfig, dtype: torch.dtype | None, kernels: ModelKernels) -> Mlp | Experts:
+    """One for all tokens, or experts."""
+    if not config.experts:
+        return Mlp(config, dtype, kernels)
+    shared = Mlp(config, dtype, kernels, config.shared_width) if config.shared_width else None
+    return Experts(config, (Mlp(config, dtype, kernels) for _ in range(config.experts)), shared, dtype)
 
 
 AttentionCall = Callable[[Tensor, Pass], Tensor]

@@ -222,7 +222,9 @@ def transformer_splits(config: ModelConfig, part: ModelPart | None = None) -> Sp
     part = whole_part(config) if part is None else part
     splits: dict[str, str | Split] = {}
     if part.layers:
-        splits = {"layers.*.attention": Region(), "layers.*.mlp": Region(sums=config.experts > 0)}
+        splits = {"layers.*.attention": Region()}
+        for layer in part.layers:
+            splits[f"layers.{layer}.mlp"] = Region(sums=config.of_layer(layer).experts > 0)
     for weight in part.weights(config):
         if weight.split != "whole":
             name = re.sub(r"^layers\.\d+\.", "layers.*.", weight.name)
@@ -234,7 +236,7 @@ def _split(weight: Weight) -> Split:
     if weight.split == "column":
         return ColumnSplit(units=weight.units or None, repeats=weight.repeats)
     if weight.split == "row":
-        return RowSplit(sums=".experts." not in weight.name)
+        return RowSplit(sums=not re.search(r"\.mlp\.(experts|shared)\.", weight.name))
     return split_of(weight.split)
 
 

@@ -148,8 +148,12 @@ def _check_cut(recipe: Recipe, shapes: dict[str, tuple[int, int]], tp: int) -> N
 
 def _matrices(model: ModelConfig) -> dict[str, tuple[int, int]]:
     """(outputs, inputs) of the matrices that a recipe may name."""
-    inside = {weight.name: (weight.outputs, weight.inputs) for weight in layer_weights(model) if weight.inputs > 1}
-    shapes = {f"layers.{layer}.{name}": shape for layer in range(model.layers) for name, shape in inside.items()}
+    shapes = {
+        f"layers.{layer}.{weight.name}": (weight.outputs, weight.inputs)
+        for layer in range(model.layers)
+        for weight in layer_weights(model.of_layer(layer))
+        if weight.inputs > 1
+    }
     return shapes if model.tied else {**shapes, "output": (model.vocabulary, model.width)}
 
 

@@ -81,8 +81,10 @@ def _tensors(config: TrainConfig) -> int:
     """How many weights and biases are trained."""
     if config.lora.rank:
         return 2 * len(adapted_modules(config.model, config.lora))
-    once = [*embedding_weights(config.model), *head_weights(config.model)]
-    return sum(1 + weight.bias for weight in [*once, *config.model.layers * layer_weights(config.model)])
+    model = config.model
+    once = [*embedding_weights(model), *head_weights(model)]
+    layers = [weight for layer in range(model.layers) for weight in layer_weights(model.of_layer(layer))]
+    return sum(1 + weight.bias for weight in [*once, *layers])
 
 
 def _between_averages(key: str, steps: Callable[[TrainConfig], int]) -> Row:

@@ -28,6 +28,7 @@ from tilemesh.model.families.llama import (
     OLMOE,
     PHI3,
     QWEN2,
+    QWEN2_MOE,
     QWEN3,
     QWEN3_MOE,
 )
@@ -40,6 +41,7 @@ QUANTIZERS = ("compressed-tensors", "tilemesh")
 FAMILIES: Mapping[str, Family] = {
     "gpt2": GPT2, "llama": LLAMA, "mistral": MISTRAL, "qwen2": QWEN2, "qwen3": QWEN3, "gemma3_text": GEMMA3,
     "phi3": PHI3, "gpt_neox": GPT_NEOX, "olmo2": OLMO2, "mixtral": MIXTRAL, "qwen3_moe": QWEN3_MOE, "olmoe": OLMOE,
+    "qwen2_moe": QWEN2_MOE,
 }  # fmt: skip
 """By config.json's `model_type`. A model that several can express is written as the first of them."""
 
@@ -47,7 +49,6 @@ _UNSERVED: Mapping[str, tuple[str, str]] = {
     "gemma": ("gemma3_text", "norms before the blocks alone, together with its offset norms"),
     "gemma2": ("gemma3_text", "soft-capped scores and logits"),
     "gemma3": ("gemma3_text", "images; save the language model alone"),
-    "qwen2_moe": ("qwen3_moe", "an expert that all tokens share"),
     "qwen3_next": ("qwen3", "linear attention and mixture-of-experts layers"),
     "gpt_oss": ("llama", "mixture-of-experts layers and attention sinks"),
     "llama4": ("llama", "mixture-of-experts layers and images"),

@@ -82,16 +82,17 @@ class Family:
         last = outside.pop()
         for theirs, ours in outside:
             yield from self._parts(config, theirs, "", (known[ours],))
-        inside = {weight.name: weight for weight in layer_weights(config)}
         modules = [
             (theirs.format(expert), tuple(name.format(expert) for name in names))
             for theirs, names in self.modules.items()
             for expert in (range(config.experts) if "{}" in theirs else (0,))
         ]
         for index in range(config.layers):
+            inside = {weight.name: weight for weight in layer_weights(config.of_layer(index))}
             for theirs, names in modules:
-                weights = tuple(inside[name] for name in names)
-                yield from self._parts(config, theirs, f"layers.{index}.", weights, self.layer.format(index))
+                weights = tuple(inside[name] for name in names if name in inside)
+                if weights:  # a layer has experts or an MLP
+                    yield from self._parts(config, theirs, f"layers.{index}.", weights, self.layer.format(index))
         yield from self._parts(config, last[0], "", (known[last[1]],))
         if not config.tied:
             yield Entry(self.head, ("output.weight",))

@@ -1,5 +1,5 @@
 """Llama and the families that differ from it in a setting or two: Mistral, Qwen 2 and 3, Phi-3, OLMo 2, Gemma 3; and
-those of them with experts: Mixtral, Qwen 3 MoE, OLMoE.
+those of them with experts: Mixtral, Qwen 2 and 3 MoE, OLMoE.
 
 RMSNorm, rotary positions, grouped queries and an MLP with a gate. Their weights agree with ours as they stand, since
 `model.rotary.rotate` pairs a head's elements as Hugging Face does; Meta's own files pair them otherwise.
@@ -304,6 +304,7 @@ def _experts(block: str, gate: str, up: str, down: str) -> dict[str, tuple[str, 
 
 
 _MAY_ROUTE = {"experts": ANY, "experts_per_token": ANY}
+_MAY_MIX = {"router_renormalized": ANY, "dense_layers": ANY, "dense_width": ANY}
 _EXPERTS = _experts("mlp", "gate_proj", "up_proj", "down_proj")
 
 
@@ -323,8 +324,33 @@ def _read_mixtral(settings: Mapping[str, Any], source: str) -> dict[str, Any]:
     return {**read_rotary(settings, source, base=1e6), **window, **_read_count(settings, 8, source)}
 
 
+def _read_dense(settings: Mapping[str, Any], width: int, source: str) -> dict[str, Any]:
+    """Which layers have no experts, and how wide their MLP is; `width`: where a file leaves that out."""
+    layers, every = settings["num_hidden_layers"], settings.get("decoder_sparse_step", 1)
+    named = settings.get("mlp_only_layers") or []
+    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+        raise UsageError(f"{source}: decoder_sparse_step is {shown(every)}: expected every how many layers has experts")
+    if not isinstance(named, list) or any(isinstance(layer, bool) or not isinstance(layer, int) for layer in named):
+        raise UsageError(f"{source}: mlp_only_layers is {shown(named)}: expected numbers of layers")
+    dense = tuple(layer for layer in range(layers) if layer in named or (layer + 1) % every)
+    return {"dense_layers": dense, "dense_width": settings.get("intermediate_size", width)} if dense else {}
+
+
+def _write_dense(config: ModelConfig) -> dict[str, Any]:
+    width = config.dense_width or config.mlp_width
+    return {"intermediate_size": width, "decoder_sparse_step": 1, "mlp_only_layers": [*config.dense_layers]}
+
+
 def _read_qwen3_moe(settings: Mapping[str, Any], source: str) -> dict[str, Any]:
-    return {**_read_qwen3(settings, source), **_read_count(settings, 128, source)}
+    dense = _read_dense(settings, 6144, source)
+    return {**_read_qwen3(settings, source), **_read_count(settings, 128, source), **dense}
+
+
+def _read_qwen2_moe(settings: Mapping[str, Any], source: str) -> dict[str, Any]:
+    if settings.get("qkv_bias", True) is not True:
+        raise UsageError(f"{source}: qkv_bias is {shown(settings['qkv_bias'])}: only true is supported")
+    dense = _read_dense(settings, 5632, source)
+    return {**_read_qwen2(settings, source), **_read_count(settings, 60, source), **dense}
 
 
 def _read_olmoe(settings: Mapping[str, Any], source: str) -> dict[str, Any]:
@@ -336,8 +362,11 @@ def _write_mixtral(config: ModelConfig) -> dict[str, Any]:
 
 
 def _write_qwen3_moe(config: ModelConfig) -> dict[str, Any]:
-    dense = {"intermediate_size": config.mlp_width, "decoder_sparse_step": 1, "mlp_only_layers": []}
-    return {**_write_qwen3(config), **dense, "num_experts": config.experts}
+    return {**_write_qwen3(config), **_write_dense(config), "num_experts": config.experts}
+
+
+def _write_qwen2_moe(config: ModelConfig) -> dict[str, Any]:
+    return {**_write_qwen2(config), **_write_dense(config), "num_experts": config.experts, "qkv_bias": True}
 
 
 def _write_olmoe(config: ModelConfig) -> dict[str, Any]:
@@ -359,15 +388,32 @@ QWEN3_MOE = dataclasses.replace(
     QWEN3,
     architecture="Qwen3MoeForCausalLM",
     sizes={**_SIZES, "mlp_width": "moe_intermediate_size"},
-    may={**QWEN3.may, **_MAY_ROUTE, "router_renormalized": ANY},
+    may={**QWEN3.may, **_MAY_ROUTE, **_MAY_MIX},
     keys={
         **_KEYS, "kv_heads": ("num_key_value_heads", 4), "experts_per_token": ("num_experts_per_tok", 8),
         "router_renormalized": ("norm_topk_prob", False),
     },
-    modules={**_BEFORE, **_PROJECTIONS, **_NORMED, **_AFTER, **_EXPERTS},
-    expects={**QWEN3.expects, "decoder_sparse_step": 1, "mlp_only_layers": []},
+    modules={**_BEFORE, **_PROJECTIONS, **_NORMED, **_AFTER, **_EXPERTS, **_MLP},
     read=_read_qwen3_moe,
     write=_write_qwen3_moe,
+)  # fmt: skip
+QWEN2_MOE = dataclasses.replace(
+    QWEN2,
+    architecture="Qwen2MoeForCausalLM",
+    sizes=QWEN3_MOE.sizes,
+    may={**QWEN2.may, **_MAY_ROUTE, **_MAY_MIX, "shared_width": ANY, "shared_gate": (True,)},
+    keys={
+        **_KEYS, "kv_heads": ("num_key_value_heads", 16), "experts_per_token": ("num_experts_per_tok", 4),
+        "router_renormalized": ("norm_topk_prob", False), "shared_width": ("shared_expert_intermediate_size", 5632),
+    },
+    modules={
+        **_BEFORE, **_PROJECTIONS, **_AFTER, **_EXPERTS, **_MLP,
+        **{theirs.replace("mlp.", "mlp.shared_expert."): (ours.replace("mlp.", "mlp.shared."),)
+           for theirs, (ours,) in _MLP.items()},
+        "mlp.shared_expert_gate": ("mlp.shared_gate",),
+    },
+    read=_read_qwen2_moe,
+    write=_write_qwen2_moe,
 )  # fmt: skip
 OLMOE = dataclasses.replace(
     LLAMA,

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tilemesh.core.cost import Cost
 from tilemesh.kernels.mlp.reference import mlp
+from tilemesh.model.experts import Experts
 from tilemesh.model.kernels import TORCH
 from tilemesh.model.linear import ALONE, DENSE
 from tilemesh.model.programs.group import EXPERTS
@@ -22,7 +23,7 @@ from tilemesh.model.transformer import Mlp
 @dataclass(frozen=True)
 class OneOperatorMlp(LayerProgram):
     def why_not(self, seat: ProgramSeat) -> str:
-        if seat.model.config.experts:
+        if isinstance(seat.here.mlp, Experts):
             return EXPERTS
         block = seat.mlp
         if seat.model.kernels.mlp == TORCH:

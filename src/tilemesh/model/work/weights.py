@@ -79,7 +79,7 @@ class Weight(NamedTuple):
 
 
 def layer_weights(model: ModelConfig) -> tuple[Weight, ...]:
-    """Of one layer, in the order in which they are used."""
+    """Of one layer, in the order in which they are used; of one with experts, where others have none (`of_layer`)."""
     D, Q, K = model.width, model.query_width, model.kv_width
     qkv = model.has_biases("qkv")
     is_sandwich = model.norm_place == "sandwich"
@@ -102,11 +102,14 @@ def _mlp(model: ModelConfig) -> tuple[Weight, ...]:
     if not model.experts:
         return _one_mlp(model, "mlp.")
     experts = [weight for index in range(model.experts) for weight in _one_mlp(model, f"mlp.experts.{index}.", index)]
-    return Weight("mlp.router", "router", model.experts, model.width, "whole", False), *experts
+    shared = _one_mlp(model, "mlp.shared.", width=model.shared_width) if model.shared_width else ()
+    gate = (Weight("mlp.shared_gate", "gate of the shared expert", 1, model.width, "whole", False),)
+    router = Weight("mlp.router", "router", model.experts, model.width, "whole", False)
+    return router, *experts, *shared, *(gate if model.shared_gate else ())
 
 
-def _one_mlp(model: ModelConfig, prefix: str, expert: int = 0) -> tuple[Weight, ...]:
-    D, F, biases = model.width, model.mlp_width, model.has_biases("mlp")
+def _one_mlp(model: ModelConfig, prefix: str, expert: int = 0, width: int = 0) -> tuple[Weight, ...]:
+    D, F, biases = model.width, width or model.mlp_width, model.has_biases("mlp")
     gate = (Weight(f"{prefix}fc_gate", "MLP gate", F, D, "column", biases, expert=expert),)
     return (
         Weight(f"{prefix}fc_in", "MLP in", F, D, "column", biases, expert=expert),
@@ -155,7 +158,9 @@ def _norm(model: ModelConfig, name: str) -> Weight:
 
 def parameter_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Of all parameters by their full names, in the order of computation."""
-    layers = ((f"layers.{index}.", weight) for index in range(model.layers) for weight in layer_weights(model))
+    layers = (
+        (f"layers.{index}.", weight) for index in range(model.layers) for weight in layer_weights(model.of_layer(index))
+    )
     before, after = ((("", weight) for weight in ends(model)) for ends in (embedding_weights, head_weights))
     shapes: dict[str, tuple[int, ...]] = {}
     for prefix, weight in (*before, *layers, *after):
@@ -186,6 +191,8 @@ class Parameters:
     final_norm: int
     output: int
     """The output projection; 0 where it is tied to the embedding."""
+    apart: int = 0
+    """What layers without experts have more (or less) than this, together."""
 
     @property
     def layer(self) -> int:
@@ -194,7 +201,7 @@ class Parameters:
     @property
     def total(self) -> int:
         outside = self.token_embedding + self.position_embedding + self.final_norm + self.output
-        return self.layers * self.layer + outside
+        return self.layers * self.layer + self.apart + outside
 
 
 def count_parameters(model: ModelConfig) -> Parameters:
@@ -203,6 +210,7 @@ def count_parameters(model: ModelConfig) -> Parameters:
     blocks = {"attention": 0, "mlp": 0, "": 0}
     for weight in layer_weights(model):
         blocks[weight.block] += weight.parameters
+    dense = model.of_layer(model.dense_layers[0]) if model.dense_layers else model
     return Parameters(
         token_embedding=outside["token_embedding"],
         position_embedding=outside.get("position_embedding", 0),
@@ -212,6 +220,7 @@ def count_parameters(model: ModelConfig) -> Parameters:
         layers=model.layers,
         final_norm=outside.get("final_norm", 0),
         output=outside.get("output", 0),
+        apart=len({*model.dense_layers}) * (sum(w.parameters for w in layer_weights(dense)) - sum(blocks.values())),
     )
 
 
@@ -274,8 +283,9 @@ def why_not_tp(model: ModelConfig, tp: int) -> str | None:
     """Why tp ranks cannot share this model's layers; None when they can."""
     if model.heads % tp:
         return f"tp is {tp}: {model.heads} heads are not divisible by it"
-    if model.mlp_width % tp:
-        return f"tp is {tp}: the MLP's width {model.mlp_width} is not divisible by it"
+    for width in (model.mlp_width, model.shared_width, model.dense_width):
+        if width % tp:
+            return f"tp is {tp}: the MLP's width {width} is not divisible by it"
     if model.kv_heads % tp and tp % model.kv_heads:
         return f"tp is {tp}: {model.kv_heads} kv_heads can neither be split nor repeated evenly over it"
     if tp > 1 and model.experts and model.has_biases("mlp"):

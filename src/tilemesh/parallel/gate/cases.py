@@ -53,7 +53,8 @@ MODELS: Mapping[str, ModelConfig] = {
     ),
     "experts": ModelConfig(
         **_SMALL, **_ROTARY, vocabulary=64, kv_heads=2, activation="swiglu", biases=False, experts=5,
-        experts_per_token=2, balance_loss=0.3, router_z_loss=0.1,
+        experts_per_token=2, balance_loss=0.3, router_z_loss=0.1, shared_width=24, shared_gate=True, dense_layers=(1,),
+        dense_width=40,
     ),
 }  # fmt: skip
 
@@ -85,6 +86,10 @@ PAPERS: Mapping[str, ModelConfig] = {
     "mixtral": ModelConfig(**_LLAMA, experts=4, window=3, balance_loss=0.5, router_z_loss=0.2, family="mixtral"),
     "qwen3_moe": ModelConfig(
         **_LLAMA, experts=6, experts_per_token=3, router_renormalized=False, qk_norm="head", family="qwen3_moe"
+    ),
+    "qwen2_moe": ModelConfig(
+        **{**_LLAMA, "biases": "qkv"}, experts=4, shared_width=20, shared_gate=True, dense_layers=(0,), dense_width=12,
+        family="qwen2_moe",
     ),
     "olmoe": ModelConfig(**_LLAMA, experts=3, experts_per_token=1, qk_norm="full", family="olmoe"),
     "neox": ModelConfig(**_PLAIN, positions="rotary", biases="mlp", activation="relu", family="gpt_neox"),

@@ -83,9 +83,10 @@ def _layer(config: ModelConfig, weights: Weights, number: int, x: Tensor, sites:
         return sites[prefix + "attention"]
 
     def mlp(value: Tensor) -> Tensor:
-        if config.experts:
+        is_routed = config.experts and number not in config.dense_layers
+        if is_routed:
             sites[prefix + "mlp.router"] = _project(weights, prefix + "mlp.router", value)
-        sites[prefix + "mlp"] = (_experts if config.experts else _mlp)(config, weights, prefix + "mlp.", value)
+        sites[prefix + "mlp"] = (_experts if is_routed else _mlp)(config, weights, prefix + "mlp.", value)
         return sites[prefix + "mlp"]
 
     if config.parallel_residual:
@@ -193,7 +194,11 @@ def _experts(config: ModelConfig, weights: Weights, prefix: str, x: Tensor) -> T
     if config.router_renormalized:
         p = p / p.sum(-1, keepdim=True)
     each = [_mlp(config, weights, f"{prefix}experts.{e}.", x) for e in range(config.experts)]
-    return torch.stack([p[..., e : e + 1] * each[e] for e in range(config.experts)]).sum(0)
+    y = torch.stack([p[..., e : e + 1] * each[e] for e in range(config.experts)]).sum(0)
+    if not config.shared_width:
+        return y
+    opened = 1 / (1 + torch.exp(-_project(weights, prefix + "shared_gate", x))) if config.shared_gate else 1
+    return y + opened * _mlp(config, weights, prefix + "shared.", x)
 
 
 def _mlp(config: ModelConfig, weights: Weights, prefix: str, x: Tensor) -> Tensor:

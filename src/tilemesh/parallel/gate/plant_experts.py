@@ -36,7 +36,7 @@ def _is_balanced(case: Case) -> bool:
 
 EXPERTS = (
     Plant(
-        "router-loss-times-tp", "experts", "backward differs first at layer layers.1.mlp.router",
+        "router-loss-times-tp", "experts", "backward differs first at layer layers.0.mlp.router",
         lambda case: _is_balanced(case) and case.layout.tp > 1 and case.layout.pp == 1, _counted_by_every_rank,
     ),
     Plant(
