@@ -76,14 +76,14 @@ STRICTER = {
 }
 # The most lines that a room may have: raised only in the commit that adds a named capability. `make size` prints them.
 MOST_LINES = {
-    "core": 7_500,
+    "core": 7_600,
     "measure": 3_100,
     "launch": 2_100,
     "runs": 2_200,
     "data": 2_600,
     "kernels": 20_500,
-    "comm": 11_300,
-    "graph": 9_200,
+    "comm": 11_250,
+    "graph": 9_150,
     "model": 8_000,
     "plan": 4_600,
     "parallel": 6_900,
@@ -92,10 +92,10 @@ MOST_LINES = {
     "train": 7_300,
     "serve": 8_450,
     "align": 3_000,
-    "report": 6_300,
+    "report": 6_130,
     "bench": 8_350,
     "cli": 4_420,
-    "guide": 9_100,
+    "guide": 8_850,
 }
 SOURCE_SUFFIXES = (".py", ".c", ".h", ".cu", ".cuh", ".js", ".css")
 THIRD_PARTY_FREE = ("core", "comm.schedules", "model.work", "plan")

@@ -6,7 +6,6 @@ import itertools
 import json
 import math
 import os
-import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +14,7 @@ import pytest
 
 from tilemesh.core.busy import Busyness
 from tilemesh.core.errors import UsageError
+from tilemesh.core.scene import PALETTE
 from tilemesh.core.units import format_bytes
 from tilemesh.measure.row import Row
 from tilemesh.measure.sample import Sample
@@ -31,7 +31,7 @@ from tilemesh.report import (
     verdict,
 )
 from tilemesh.report.draw import PlotAxis, around
-from tilemesh.report.html import asset, coded, data, el, escape, page
+from tilemesh.report.html import coded, data, el, escape, page
 from tilemesh.report.run import DIED, DONE, RUNNING, STARTING, STOPPED
 from tilemesh.runs.folder import write_busyness
 
@@ -516,8 +516,7 @@ def seen(colour: str, eyes: str) -> tuple[float, float, float]:
 @pytest.mark.parametrize("eyes", EYES)
 @pytest.mark.parametrize("scheme", [0, 1], ids=["light", "dark"])
 def test_colours_can_be_told_apart_by_all_eyes(eyes: str, scheme: int) -> None:
-    text = asset("page.css").split("prefers-color-scheme:dark")[scheme]
-    palette = [re.search(rf"--c{number}:(#[0-9a-f]{{6}})", text)[1] for number in range(8)]  # type: ignore[index]
+    palette = [PALETTE[f"c{number}"][scheme] for number in range(8)]
     distances = {
         pair: math.dist(seen(pair[0], eyes), seen(pair[1], eyes)) for pair in itertools.combinations(palette, 2)
     }

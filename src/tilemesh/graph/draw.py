@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from html import escape
 
+from tilemesh.core.scene import Scene, text_width
 from tilemesh.graph.ir import Graph, Node, users
 from tilemesh.graph.rewrite import number_of
 
-LETTER, BOX, LEVEL, GAP, MARGIN = 6.6, 36, 66, 14, 16
+BOX, LEVEL, GAP, MARGIN = 36, 66, 14, 16
 LINE = 2  # the width of a line's place among boxes
 MOST = 400  # boxes of one drawing: beyond, nobody can read it
-COLOURS = {"input": "#e8eefc", "region": "#d4ecd4", "dot": "#fbe3c3", "conv": "#fbe3c3", "opaque": "#e6e6e6"}
+LEAST = 700  # the width of a drawing with a title, which stands in a text
+COLOURS = {"input": 3, "region": 2, "dot": 1, "conv": 1, "opaque": 6}
+"""By operator; others are blue."""
 
 
 @dataclass(frozen=True)
@@ -25,32 +27,28 @@ class _Box:
     width: float
 
 
-def drawing(graphs: Sequence[tuple[str, Graph]]) -> str:
-    """The graphs beside each other, each below its title."""
-    parts, left, height = [], float(MARGIN), 0.0
-    for title, graph in graphs:
+def by_operator(node: Node) -> int:
+    return COLOURS.get(node.op, 0)
+
+
+def drawing(graphs: Sequence[tuple[str, Graph]], title: str = "", colour: Callable[[Node], int] = by_operator) -> str:
+    """The graphs beside each other, each below its words. `colour`: of each operator's box."""
+    top = 44 if title else 22
+    scene = Scene(0, 0, title)
+    left, height = float(MARGIN), 60.0
+    for words, graph in graphs:
         shown = [node for node in graph.nodes() if _shown(node)]
         if len(shown) > MOST:
-            text = f"{title}: {len(shown)} operators, too many to draw"
-            parts.append(_text(left, 24, text, 13))
-            left, height = left + LETTER * len(text) + 2 * MARGIN, max(height, 60.0)
-            continue
-        layout = _placed(graph, shown)
-        width = max([box.x + box.width for box in layout.boxes] + list(layout.lines.values()), default=0.0)
-        width = max(width, LETTER * 1.15 * len(title))
-        parts.append(f'<g transform="translate({left:.0f},{MARGIN})">{_drawn(title, graph, layout)}</g>')
-        left += width + 3 * MARGIN
-        height = max([height, *(box.y + BOX for box in layout.boxes)])
-    size = f"{left:.0f} {height + 3 * MARGIN:.0f}"
-    style = "font-family:ui-sans-serif,system-ui,sans-serif"
-    arrow = (
-        '<defs><marker id="arrow" viewBox="0 0 8 8" refX="8" refY="4" markerWidth="7" markerHeight="7" orient="auto">'
-        '<path d="M0 0L8 4L0 8z" fill="#667"/></marker></defs>'
-    )
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {size}" width="{left:.0f}" style="{style}">'
-        f'<rect width="100%" height="100%" fill="#ffffff"/>{arrow}{"".join(parts)}</svg>\n'
-    )
+            words = f"{words}: {len(shown)} operators, too many to draw"
+            shown = []
+        layout = _placed(graph, shown, left, top)
+        scene.text(left, top, words, bold=True)
+        _draw(scene, graph, layout, colour)
+        ends = [box.x + box.width for box in layout.boxes] + list(layout.lines.values())
+        left = max([*ends, left + text_width(words, 13)]) + 3 * MARGIN
+        height = max([height, *(box.y + BOX + 2 * MARGIN for box in layout.boxes)])
+    scene.width, scene.height = round(max(left, text_width(title, 17) + 24, LEAST if title else 0)), round(height)
+    return scene.svg()
 
 
 def _shown(node: Node) -> bool:
@@ -82,6 +80,7 @@ def _label(node: Node) -> tuple[str, str]:
         return f"one kernel of {len(inner)} operators", words
     numbers = [number_of(value) for value in node.inputs]
     known = [f"{number:g}" for number in numbers if number is not None]
+    known += [str(node["branch"])] if node.op == "switch" else []
     return f"{node.op} {' '.join(known)}".strip(), shape
 
 
@@ -108,7 +107,7 @@ def _levels(graph: Graph, shown: Sequence[Node]) -> dict[Node, int]:
     return {node: depth - first for node, depth in level.items()}
 
 
-def _placed(graph: Graph, shown: Sequence[Node]) -> _Layout:
+def _placed(graph: Graph, shown: Sequence[Node], left: float, top: float) -> _Layout:
     """Within a level everything stands near what it reads. A line that passes a level has a place there, as a box has:
     so no line runs behind a box."""
     level = _levels(graph, shown)
@@ -131,42 +130,30 @@ def _placed(graph: Graph, shown: Sequence[Node]) -> _Layout:
         for node in rows.get(depth, ()):
             centres = [above(value, depth) for value in _reads(node)]
             wanted.append((sum(centres) / len(centres) if centres else -1.0, node, False))
-        edge = 0.0
+        edge = left
         for centre, node, passes in sorted(wanted, key=lambda each: each[0]):
             label, below_text = ("", "") if passes else _label(node)
-            width = LINE if passes else max(LETTER * max(len(label) * 1.1, len(below_text) * 0.85) + 14, 40)
+            width = LINE if passes else max(text_width(label, 13), text_width(below_text, 10)) + 16
             x = max(edge, centre - width / 2)
             if passes:
                 lines[node, depth] = x + width / 2
             else:
-                boxes[node] = _Box(node, label, below_text, x, _top(depth), width)
+                boxes[node] = _Box(node, label, below_text, round(x), top + depth * LEVEL + 14, round(width))
             edge = x + width + GAP
     return _Layout(list(boxes.values()), lines, level)
 
 
-def _top(depth: int) -> int:
-    return depth * LEVEL + 22
-
-
-def _drawn(title: str, graph: Graph, layout: _Layout) -> str:
+def _draw(scene: Scene, graph: Graph, layout: _Layout, colour: Callable[[Node], int]) -> None:
     outputs = {_source(node) for node in graph.outputs}
-    parts = [_text(0, 8, title, 13, "600")]
     at = {box.node: box for box in layout.boxes}
     for box in layout.boxes:
         for value in dict.fromkeys(_reads(box.node)):
-            parts.append(
-                f'<path d="{_line(at[value], box, layout)}" '
-                'fill="none" stroke="#667" stroke-width="1" marker-end="url(#arrow)"/>'
-            )
+            scene.path(_line(at[value], box, layout), "edge")
+            scene.tip(box.x + box.width / 2, box.y, (0, 1), 6)
     for box in layout.boxes:
-        edge = "#a33" if box.node in outputs else "#667"
-        parts.append(
-            f'<rect x="{box.x:.0f}" y="{box.y:.0f}" width="{box.width:.0f}" height="{BOX}" rx="6" '
-            f'fill="{COLOURS.get(box.node.op, "#ffffff")}" stroke="{edge}"/>'
-        )
-        parts.append(_text(box.x + 7, box.y + 15, box.label, 12))
-        parts.append(_text(box.x + 7, box.y + 29, box.below, 9.5, colour="#556"))
-    return "".join(parts)
+        scene.box(box.x, box.y, box.width, BOX, colour=colour(box.node))
+        scene.text(box.x + 7, box.y + 15, box.label, bold=box.node in outputs)
+        scene.text(box.x + 7, box.y + 29, box.below, size=9.5, quiet=True)
 
 
 def _line(start: _Box, end: _Box, layout: _Layout) -> str:
@@ -175,14 +162,10 @@ def _line(start: _Box, end: _Box, layout: _Layout) -> str:
     path = f"M{x:.0f} {y:.0f}"
     for depth in range(layout.level[start.node] + 1, layout.level[end.node] + 1):
         last = depth == layout.level[end.node]
-        to_x, to_y = end.x + end.width / 2 if last else layout.lines[start.node, depth], _top(depth)
+        to_x = end.x + end.width / 2 if last else layout.lines[start.node, depth]
+        to_y = end.y - (layout.level[end.node] - depth) * LEVEL
         middle = (y + to_y) / 2
         path += f"C{x:.0f} {middle:.0f} {to_x:.0f} {middle:.0f} {to_x:.0f} {to_y:.0f}"
         x, y = to_x, to_y + BOX
         path += "" if last else f"V{y:.0f}"
     return path
-
-
-def _text(x: float, y: float, words: str, size: float, weight: str = "400", colour: str = "#112") -> str:
-    style = f'font-size="{size}" font-weight="{weight}" fill="{colour}"'
-    return f'<text x="{x:.0f}" y="{y:.0f}" {style}>{escape(words)}</text>'

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from tilemesh.guide.svg import Canvas
+from tilemesh.core.scene import Scene
 
 Array = np.ndarray[Any, Any]
 TOKENS, WIDTH = 5, 4
@@ -38,19 +38,19 @@ def attention() -> str:
         "weights": "softmax of each row",
         "output": "weights · v",
     }
-    canvas = Canvas(920, 320, f"Causal attention of one head on {TOKENS} tokens, with its numbers")
+    scene = Scene(920, 320, f"Causal attention of one head on {TOKENS} tokens, with its numbers")
     x = 76
     for name, matrix in values.items():
-        canvas.text(x, 58, words[name], bold=True)
+        scene.text(x, 58, words[name], bold=True)
         for row in range(TOKENS):
             if name == "scores":
-                canvas.text(x - 10, 94 + row * CELL, f"token {row}", align="end", quiet=True, size=11)
+                scene.text(x - 10, 94 + row * CELL, f"token {row}", align="end", quiet=True, size=11)
             for column in range(matrix.shape[1]):
                 value = matrix[row, column]
                 is_strong = np.isfinite(value) and abs(value) >= (0.3 if name == "weights" else 0.8)
                 colour = 6 if not np.isfinite(value) else 2 if name == "output" else 1 if value < 0 else 0
                 shown = f"{value:.2f}" if np.isfinite(value) else "-∞"
-                canvas.box(
+                scene.box(
                     x + column * CELL,
                     70 + row * CELL,
                     CELL - 3,
@@ -62,8 +62,8 @@ def attention() -> str:
                 )
         x += matrix.shape[1] * CELL + 22
     note = "A row of weights adds up to 1; a token reads only itself and those before it: token 0 copies its own value."
-    canvas.text(76, 296, note, quiet=True, size=11)
-    return canvas.svg()
+    scene.text(76, 296, note, quiet=True, size=11)
+    return scene.svg()
 
 
 def softmax() -> str:
@@ -76,15 +76,15 @@ def softmax() -> str:
     shifted = loaded - loaded.max()
     exponentials = np.exp(shifted)
     shares = exponentials / exponentials.sum()
-    canvas = Canvas(920, 282, "A fused softmax: one program per row, one load and one store of it")
-    canvas.text(96, 58, "x in memory", bold=True)
+    scene = Scene(920, 282, "A fused softmax: one program per row, one load and one store of it")
+    scene.text(96, 58, "x in memory", bold=True)
     for row in range(rows):
-        canvas.text(86, 94 + row * CELL, f"program {row}", align="end", quiet=True, size=11)
+        scene.text(86, 94 + row * CELL, f"program {row}", align="end", quiet=True, size=11)
         for column in range(columns):
             y, shown = 70 + row * CELL, f"{x[row, column]:.1f}"
-            canvas.box(96 + column * CELL, y, CELL - 3, CELL - 3, shown, colour=0, pale=row != own, size=11)
+            scene.box(96 + column * CELL, y, CELL - 3, CELL - 3, shown, colour=0, pale=row != own, size=11)
     left = 540
-    canvas.text(left, 58, f"program {own}, in registers", bold=True)
+    scene.text(left, 58, f"program {own}, in registers", bold=True)
     steps = {
         "load, masked lanes at -∞": loaded,
         f"less the largest, {loaded.max():.1f}": shifted,
@@ -92,14 +92,14 @@ def softmax() -> str:
         f"divided by the sum, {exponentials.sum():.2f}": shares,
     }
     for place, (name, values) in enumerate(steps.items()):
-        canvas.text(left - 10, 94 + place * CELL, name, align="end", size=11)
+        scene.text(left - 10, 94 + place * CELL, name, align="end", size=11)
         for lane, value in enumerate(values):
             shown = f"{value:.2f}" if np.isfinite(value) else "-∞"
             colour = 6 if lane >= columns else 2 if place == len(steps) - 1 else 0
-            canvas.box(left + lane * CELL, 70 + place * CELL, CELL - 3, CELL - 3, shown, colour=colour, size=11)
+            scene.box(left + lane * CELL, 70 + place * CELL, CELL - 3, CELL - 3, shown, colour=colour, size=11)
     note = (
         f"{columns} numbers are stored, with the same mask: {lanes - columns} of {lanes} lanes hold nothing. "
         "Unfused, each of these lines is a kernel that reads and writes the matrix."
     )
-    canvas.text(96, 70 + rows * CELL + 30, note, quiet=True, size=11)
-    return canvas.svg()
+    scene.text(96, 70 + rows * CELL + 30, note, quiet=True, size=11)
+    return scene.svg()

@@ -6,11 +6,11 @@ weights that it reads.
 
 from __future__ import annotations
 
+from tilemesh.core.scene import LaneBlock, lanes
 from tilemesh.core.step.book import build
 from tilemesh.core.step.check import check
 from tilemesh.core.step.search import PassTimes
 from tilemesh.core.step.simulate import simulate
-from tilemesh.guide.svg import LaneBlock, lanes
 from tilemesh.methods.simulate import ServerTimes, simulate_server, slow_rank
 
 SERVED = ServerTimes(pull_s=0.1, push_s=0.1)

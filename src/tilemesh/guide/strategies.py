@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
 
+from tilemesh.core.scene import Scene
 from tilemesh.core.units import format_bytes
-from tilemesh.guide.svg import Canvas
 
 RANKS = 2
 TOKENS, WIDTH, HIDDEN = 1024, 1024, 4096
@@ -66,13 +66,13 @@ def strategies() -> str:
     """Layouts of x, h and z with the steps between them, and the cheapest way."""
     ranked = paths()
     least, cheapest = ranked[0]
-    canvas = Canvas(860, 330, f"How to cut z = relu(x·A)·B on {RANKS} ranks: bytes each rank sends; solid: the least")
+    scene = Scene(860, 330, f"How to cut z = relu(x·A)·B on {RANKS} ranks: bytes each rank sends; solid: the least")
     places = {layout: 84 + 66 * row for row, layout in enumerate(LAYOUTS)}
     lefts = (60, 370, 680)
     for column, name in enumerate(("x", "h = relu(x·A)", "z = h·B")):
-        canvas.text(lefts[column] + 55, 62, name, align="mid", bold=True)
+        scene.text(lefts[column] + 55, 62, name, align="mid", bold=True)
         for layout, y in places.items():
-            canvas.box(lefts[column], y, 110, 36, layout, colour=3 if column != 1 else 0)
+            scene.box(lefts[column], y, 110, 36, layout, colour=3 if column != 1 else 0)
     drawn: set[tuple[int, str, str]] = set()
     for _, path in ranked:
         for column, step in enumerate(path):
@@ -82,29 +82,29 @@ def strategies() -> str:
             drawn.add(key)
             y1, y2 = places[step.source] + 18, places[step.target] + 18
             is_best = step == cheapest[column]
-            canvas.arrow(
+            scene.arrow(
                 lefts[column] + 111, y1, lefts[column + 1] - 1, y2, colour=2 if is_best else 6, dashed=not is_best
             )
-            _label(canvas, lefts[column] + 111, (y1, y2), step)
+            _label(scene, lefts[column] + 111, (y1, y2), step)
     note = (
         f"{TOKENS} tokens, {WIDTH} × {HIDDEN}, 16 bits. Cheapest: A by columns, B by rows, {format_bytes(least)}; "
         f"by rows of x {format_bytes(_rows_only(ranked))}, whatever the number of tokens"
     )
     how = "rows: the matrix is whole on every rank · whole to columns: it is cut by columns · from columns: by rows"
-    canvas.text(60, 292, how, size=11, quiet=True)
-    canvas.text(60, 312, note, size=11, quiet=True)
-    return canvas.svg()
+    scene.text(60, 292, how, size=11, quiet=True)
+    scene.text(60, 312, note, size=11, quiet=True)
+    return scene.svg()
 
 
-def _label(canvas: Canvas, x: float, heights: tuple[float, float], step: CutStep) -> None:
+def _label(scene: Scene, x: float, heights: tuple[float, float], step: CutStep) -> None:
     """The bytes of a step beside its arrow, where no other arrow runs."""
     words = format_bytes(step.sent_bytes)
     if (step.source, step.target) == ("columns", "whole"):
-        canvas.text(x + 176, heights[1] + 1, words, size=11, align="end")
+        scene.text(x + 176, heights[1] + 1, words, size=11, align="end")
     elif (step.source, step.target) == ("columns", "rows"):
-        canvas.text(x + 14, heights[0] + 15, words, size=11)
+        scene.text(x + 14, heights[0] + 15, words, size=11)
     else:
-        canvas.text(x + 14, heights[0] - 7, words, size=11)
+        scene.text(x + 14, heights[0] - 7, words, size=11)
 
 
 def _rows_only(ranked: list[tuple[int, tuple[CutStep, CutStep]]]) -> int:
@@ -119,36 +119,36 @@ def element_wise() -> str:
         "by columns": lambda row, column: column * RANKS // columns,
         "any other way": lambda row, column: (row + column) % RANKS,
     }
-    canvas = Canvas(860, 282, "An element-wise operator, Z = X + Y, on two devices: any cut of the elements works")
+    scene = Scene(860, 282, "An element-wise operator, Z = X + Y, on two devices: any cut of the elements works")
     for place, (name, device_of) in enumerate(cuts.items()):
         left = 70 + place * 260
         owners = {(row, column): device_of(row, column) for row, column in product(range(rows), range(columns))}
         # Element (row, column) of Z needs the same elements of X and Y alone, and those lie where it does.
         shares = [sum(owner == device for owner in owners.values()) for device in range(RANKS)]
-        canvas.text(left + columns * cell / 2, 58, name, align="mid", bold=True)
+        scene.text(left + columns * cell / 2, 58, name, align="mid", bold=True)
         for (row, column), owner in owners.items():
-            canvas.box(left + column * cell, 70 + row * cell, cell - 3, cell - 3, str(owner), colour=owner, size=11)
+            scene.box(left + column * cell, 70 + row * cell, cell - 3, cell - 3, str(owner), colour=owner, size=11)
         words = f"{shares[0]} and {shares[1]} additions, nothing sent"
-        canvas.text(left + columns * cell / 2, 70 + rows * cell + 18, words, align="mid", size=11)
+        scene.text(left + columns * cell / 2, 70 + rows * cell + 18, words, align="mid", size=11)
     note = "a number: the device that holds this element of X, of Y and of Z; backward needs no message either"
-    canvas.text(70, 256, note, size=11, quiet=True)
-    return canvas.svg()
+    scene.text(70, 256, note, size=11, quiet=True)
+    return scene.svg()
 
 
 def grid() -> str:
     """C = A·B on four devices, each with a quarter of C."""
-    canvas = Canvas(860, 250, "A product cut in two dimensions: device (i, j) has rows i of A and columns j of B")
+    scene = Scene(860, 250, "A product cut in two dimensions: device (i, j) has rows i of A and columns j of B")
     for column, (name, x) in enumerate((("A", 70), ("B", 340), ("C = A·B", 610))):
-        canvas.text(x + 80, 58, name, align="mid", bold=True)
+        scene.text(x + 80, 58, name, align="mid", bold=True)
         for row, col in product(range(2), range(2)):
             if column == 0 and col == 0:
-                canvas.box(x, 70 + row * 60, 160, 60, f"devices ({row}, 0) and ({row}, 1)", colour=row, size=11)
+                scene.box(x, 70 + row * 60, 160, 60, f"devices ({row}, 0) and ({row}, 1)", colour=row, size=11)
             elif column == 1 and row == 0:
-                canvas.box(x + col * 80, 70, 80, 120, f"devices\n(0, {col}) and\n(1, {col})", colour=2 + col, size=11)
+                scene.box(x + col * 80, 70, 80, 120, f"devices\n(0, {col}) and\n(1, {col})", colour=2 + col, size=11)
             elif column == 2:
-                canvas.box(x + col * 80, 70 + row * 60, 80, 60, f"({row}, {col})", colour=4 + 2 * row + col, size=12)
-    canvas.text(285, 136, "·", size=20, align="mid")
-    canvas.text(555, 136, "=", size=20, align="mid")
+                scene.box(x + col * 80, 70 + row * 60, 80, 60, f"({row}, {col})", colour=4 + 2 * row + col, size=12)
+    scene.text(285, 136, "·", size=20, align="mid")
+    scene.text(555, 136, "=", size=20, align="mid")
     note = "no product needs another device; backward sums the gradient of A over j and that of B over i"
-    canvas.text(70, 222, note, size=11, quiet=True)
-    return canvas.svg()
+    scene.text(70, 222, note, size=11, quiet=True)
+    return scene.svg()

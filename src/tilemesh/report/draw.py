@@ -15,7 +15,6 @@ from typing import TypeVar
 from tilemesh.report.html import Child, Html, el, join
 
 SPAN = 1000  # units of the drawing across and up
-_LEAD = 0.008  # of a plot: how far beside its dot a name begins that a line leads to
 _NICE = (1, 2, 2.5, 5, 10)
 _MARK_ROWS, _MARK_WIDTH = 3, 0.045  # rows of signs above a plot, and a sign's share of a narrow one
 NAMES_FIT = 100  # letters of names beside each other below a plot
@@ -260,19 +259,19 @@ def _cell(cell: Child) -> Html:
 
 
 def _plot(title: str, plot: Plot, cursor: bool) -> Html:
-    x, y = plot.x, plot.y
+    x, y, frame = plot.x, plot.y, PlotFrame(plot.x, plot.y)
     shapes: list[Html] = []
     for begin, end, _ in plot.shaded:
-        left, right = _across(x, begin), _across(x, end)
+        left, right = frame.across(begin), frame.across(end)
         shapes.append(
             el("rect", class_="gap", x=f"{left:.1f}", y=0, width=f"{max(1.0, right - left):.1f}", height=SPAN)
         )
     x_ticks, y_ticks = x.ticks(6), y.ticks(4)
-    grid_path = "".join(f"M0,{_up(y, tick):.1f}H{SPAN}" for tick in y_ticks)
+    grid_path = "".join(f"M0,{frame.up(tick):.1f}H{SPAN}" for tick in y_ticks)
     shapes.append(el("path", class_="grid", d=grid_path))
     for layer in plot.layers:
-        shapes += _shapes(layer, x, y)
-    texts = [el("span", y.show(tick), class_="ty", style=f"top:{_up(y, tick) / SPAN:.2%}") for tick in y_ticks]
+        shapes += frame.shapes(layer)
+    texts = [el("span", y.show(tick), class_="ty", style=f"top:{frame.up(tick) / SPAN:.2%}") for tick in y_ticks]
     kind = "tx slant" if is_slanted(x) else "tx"
     texts += [
         el("span", x.show(tick), class_=kind if stays else "tx less", style=f"left:{x.place(tick):.2%}")
@@ -283,7 +282,7 @@ def _plot(title: str, plot: Plot, cursor: bool) -> Html:
             "span",
             layer.text,
             class_="note back" if layer.at_left else "note",
-            style=f"left:{x.place(layer.x):.2%};top:{_up(y, layer.y) / SPAN:.2%}",
+            style=f"left:{x.place(layer.x):.2%};top:{frame.up(layer.y) / SPAN:.2%}",
         )
         for layer in plot.layers
         if isinstance(layer, Note)
@@ -354,59 +353,80 @@ def is_slanted(x: PlotAxis, width: float = 1.0) -> bool:
     return sum(len(name) + 2 for name in x.names) > NAMES_FIT * width
 
 
-def _across(x: PlotAxis, value: float) -> float:
-    return SPAN * min(1.0, max(0.0, x.place(value)))
+@dataclass(frozen=True)
+class PlotFrame:
+    """Where a plot's values lie in a drawing, and the shapes of its layers there; words are placed by others."""
 
+    x: PlotAxis
+    y: PlotAxis
+    left: float = 0
+    top: float = 0
+    width: float = SPAN
+    height: float = SPAN
+    lead: float = 0.008 * SPAN
+    """How far beside its dot a name begins that a line leads to."""
+    dot: int = 6
+    """The size of dots on a line."""
 
-def _up(y: PlotAxis, value: float) -> float:
-    return SPAN * (1 - min(1.0, max(0.0, y.place(value))))
+    def across(self, value: float) -> float:
+        return self.left + self.width * min(1.0, max(0.0, self.x.place(value)))
 
+    def up(self, value: float) -> float:
+        return self.top + self.height * (1 - min(1.0, max(0.0, self.y.place(value))))
 
-def _shapes(layer: PlotLayer, x: PlotAxis, y: PlotAxis) -> list[Html]:
-    if isinstance(layer, Line):
-        return _line(layer, x, y)
-    if isinstance(layer, Rule):
-        way = f"M{_across(x, layer.at):.1f},0V{SPAN}" if layer.upright else f"M0,{_up(y, layer.at):.1f}H{SPAN}"
-        return [el("path", el("title", layer.name), class_=f"s{layer.colour} line dashed", d=way)]
-    if isinstance(layer, Dots):
-        return _dots(layer, x, y)
-    if layer.named_y is None:
-        return []
-    begin, end = _across(x, layer.x), _across(x, layer.x) + (-_LEAD if layer.at_left else _LEAD) * SPAN
-    return [el("path", class_="lead", d=f"M{begin:.1f},{_up(y, layer.named_y):.1f}L{end:.1f},{_up(y, layer.y):.1f}")]
+    def at(self, x: float, y: float) -> str:
+        return f"{self.across(x):.1f},{self.up(y):.1f}"
 
+    def shapes(self, layer: PlotLayer) -> list[Html]:
+        if isinstance(layer, Line):
+            return self._line(layer)
+        if isinstance(layer, Rule):
+            across = f"M{self.left:g},{self.up(layer.at):.1f}h{self.width:g}"
+            way = f"M{self.across(layer.at):.1f},{self.top:g}v{self.height:g}" if layer.upright else across
+            return [el("path", el("title", layer.name), class_=line_class(layer.colour, dashed=True), d=way)]
+        if isinstance(layer, Dots):
+            return self._dots(layer)
+        if layer.named_y is None:
+            return []
+        end = self.across(layer.x) + (-self.lead if layer.at_left else self.lead)
+        way = f"M{self.at(layer.x, layer.named_y)}L{end:.1f},{self.up(layer.y):.1f}"
+        return [el("path", class_="lead", d=way)]
 
-def _line(layer: Line, x: PlotAxis, y: PlotAxis) -> list[Html]:
-    made = []
-    if layer.band:
+    def _line(self, layer: Line) -> list[Html]:
+        shapes = []
         for shaded in runs(layer.band):
-            top = "L".join(f"{_across(x, at):.1f},{_up(y, high):.1f}" for at, _, high in shaded)
-            back = "L".join(f"{_across(x, at):.1f},{_up(y, low):.1f}" for at, low, _ in reversed(shaded))
-            made.append(el("path", class_=f"f{layer.colour} band", d=f"M{top}L{back}Z"))
-    path, single = [], []
-    for run in runs([None if value is None else (at, value) for at, value in layer.points]):
-        points = [f"{_across(x, at):.1f},{_up(y, value):.1f}" for at, value in run]
-        path.append("M" + "L".join(points))
-        if len(points) == 1 or layer.dots:
-            single += points
-    made.append(el("path", class_=f"s{layer.colour} line{' dashed' if layer.dashed else ''}", d="".join(path)))
-    if single:
-        made.append(el("path", class_=f"s{layer.colour} dot", stroke_width=6, d="".join(f"M{p}h0" for p in single)))
-    return made
+            top = "L".join(self.at(x, high) for x, _, high in shaded)
+            back = "L".join(self.at(x, low) for x, low, _ in reversed(shaded))
+            shapes.append(el("path", class_=f"f{layer.colour} band", d=f"M{top}L{back}Z"))
+        path, single = [], []
+        for run in runs([None if value is None else (x, value) for x, value in layer.points]):
+            points = [self.at(x, value) for x, value in run]
+            path.append("M" + "L".join(points))
+            if len(points) == 1 or layer.dots:
+                single += [f"M{point}h0" for point in points]
+        shapes.append(el("path", class_=line_class(layer.colour, layer.dashed), d="".join(path)))
+        return shapes + (dot_paths(single, layer.colour, self.dot) if single else [])
+
+    def _dots(self, layer: Dots) -> list[Html]:
+        places = [f"M{self.at(x, value)}h0" for x, value in layer.points]
+        return dot_paths(places, layer.colour, layer.size, layer.hollow, layer.words)
 
 
-def _dots(layer: Dots, x: PlotAxis, y: PlotAxis) -> list[Html]:
-    places = [f"M{_across(x, at):.1f},{_up(y, value):.1f}h0" for at, value in layer.points]
-    if not layer.words:
-        made = [el("path", class_=f"s{layer.colour} dot", stroke_width=layer.size, d="".join(places))]
+def line_class(colour: int, dashed: bool) -> str:
+    return f"s{colour} line{' dashed' if dashed else ''}"
+
+
+def dot_paths(
+    places: Sequence[str], colour: int, size: int, hollow: bool = False, words: Sequence[str] = ()
+) -> list[Html]:
+    """Dots as lines of no length: they stay round where a drawing is stretched. `words`: one for each, or none."""
+    kind = f"s{colour} dot"
+    if words:
+        named = zip(places, words, strict=True)
+        dots = [el("path", el("title", said), class_=kind, stroke_width=size, d=place) for place, said in named]
     else:
-        made = [
-            el("path", el("title", words), class_=f"s{layer.colour} dot", stroke_width=layer.size, d=place)
-            for place, words in zip(places, layer.words, strict=True)
-        ]
-    if layer.hollow:
-        made.append(el("path", class_="dot hole", stroke_width=max(1, layer.size - 4), d="".join(places)))
-    return made
+        dots = [el("path", class_=kind, stroke_width=size, d="".join(places))]
+    return [*dots, el("path", class_="dot hole", stroke_width=max(1, size - 4), d="".join(places))] if hollow else dots
 
 
 def runs(values: Iterable[T | None]) -> list[list[T]]:

@@ -14,6 +14,8 @@ import json
 from importlib import resources
 from typing import Any
 
+from tilemesh.core.scene import PALETTE
+
 VOID = ("br", "hr", "img", "input", "meta", "wbr")
 
 
@@ -72,6 +74,14 @@ def asset(name: str) -> str:
     return (resources.files("tilemesh.report") / "assets" / name).read_text(encoding="utf-8").strip()
 
 
+def _colours() -> str:
+    """The palette as variables, light and dark, and a class of each use of a colour that is a number."""
+    light, dark = (";".join(f"--{name}:{pair[which]}" for name, pair in PALETTE.items()) for which in (0, 1))
+    uses = ".sN{stroke:var(--cN)}.fN{fill:var(--cN)}.kN{--k:var(--cN)}.bN{background:var(--cN);color:var(--tN)}"
+    numbered = "".join(uses.replace("N", str(number)) for number in range(8))
+    return f":root{{{light}}}@media (prefers-color-scheme:dark){{:root{{{dark}}}}}{numbered}"
+
+
 def page(title: str, body: Html, *, live: str | None = None) -> str:
     """The whole file. `live`: a run in progress, in this version; its page may ask the server it came from alone."""
     script = asset("page.js")
@@ -87,7 +97,7 @@ def page(title: str, body: Html, *, live: str | None = None) -> str:
         el("meta", name="color-scheme", content="light dark"),
         Html('<link rel="icon" href="data:,">'),
         el("title", title),
-        Html(f"<style>{asset('page.css')}</style>"),
+        Html(f"<style>{_colours()}{asset('page.css')}</style>"),
     )
     main = el("main", body, data_live=live, id="main")
     return (

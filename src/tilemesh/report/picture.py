@@ -1,12 +1,11 @@
 """Charts of a page as pictures of their own: SVG that is light or dark as its reader's screen is, or PNG.
 
-A `Drawing` is the same value that a page shows; here text is placed too, since a picture keeps its proportions. Colours
-are the style sheet's, written out, because programs that turn an SVG into a PNG know no variables.
+A `Drawing` is the same value that a page shows, and its shapes are drawn by the same code (`draw.PlotFrame`); here
+text is placed too, since a picture keeps its proportions.
 """
 
 from __future__ import annotations
 
-import re
 import shutil
 import subprocess
 import tempfile
@@ -16,14 +15,14 @@ from pathlib import Path
 
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.core.files import replacing, write_text
-from tilemesh.report.draw import Dots, Drawing, Line, Note, PlotAxis, PlotLayer, Rule, is_slanted, runs
-from tilemesh.report.html import asset
+from tilemesh.core.scene import Scene, document
+from tilemesh.report.draw import Dots, Drawing, Line, Note, PlotFrame, Rule, dot_paths, is_slanted, line_class
+from tilemesh.report.html import el
 
 WIDTH, GAP = 940, 20
 _TOP, _BOTTOM, _RIGHT = 30, 46, 14
 _LETTER, _LINE = 6.8, 17  # a letter's width and a line's height at the size of ticks
 _SLANTED = 5.2  # what a letter of a slanted name needs below the plot
-_TEXT = "system-ui, -apple-system, Segoe UI, Helvetica, Arial, sans-serif"
 
 
 def check_picture(path: str) -> None:
@@ -80,139 +79,65 @@ def svg(drawings: Sequence[Drawing]) -> str:
         shapes, height = _panel(drawing, width)
         body.append(f'<g transform="translate({left:.0f} {top:.0f})">{"".join(shapes)}</g>')
         left, row_height = left + width + GAP, max(row_height, height)
-    height = round(top + row_height)
-    label = escape("; ".join(drawing.title for drawing in drawings), quote=True)
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" font-family="{_TEXT}" font-size="12" '
-        f'role="img" aria-label="{label}">\n<style>{style()}</style>\n'
-        f'<rect class="bg" width="{WIDTH}" height="{height}"/>\n' + "\n".join(body) + "\n</svg>\n"
-    )
+    label = "; ".join(drawing.title for drawing in drawings)
+    return document(WIDTH, round(top + row_height), label, body)
 
 
 def _is_wide(drawing: Drawing) -> bool:
     return len(drawing.plot.x.names) > 6 or any(isinstance(layer, Note) for layer in drawing.plot.layers)
 
 
-def style() -> str:
-    """Classes of the picture from the style sheet's colours: light, and dark where that is preferred."""
-    light, dark = (dict(re.findall(r"--(\w+):(#\w+)", part)) for part in asset("page.css").split("@media", 2)[:2])
-
-    def classes(colours: dict[str, str]) -> str:
-        lines = "".join(f".s{n}{{stroke:{colours[f'c{n}']}}}.f{n}{{fill:{colours[f'c{n}']}}}" for n in range(8))
-        bg, fg, quiet, edge = (colours[name] for name in ("bg", "fg", "quiet", "edge"))
-        words = f".fg{{fill:{fg}}}.quiet{{fill:{quiet}}}.note{{fill:{fg};stroke:{bg}}}"
-        return f".bg,.hole{{fill:{bg}}}.grid{{stroke:{edge}}}.edge{{stroke:{quiet}}}{words}{lines}"
-
-    shapes = (
-        ".line,.grid,.edge{fill:none}.line{stroke-width:2;stroke-linejoin:round}.dashed{stroke-dasharray:6 4}"
-        ".note{stroke-width:3;paint-order:stroke}"
-    )
-    return f"{shapes}{classes(light)}@media (prefers-color-scheme:dark){{{classes(dark)}}}"
-
-
 def _panel(drawing: Drawing, width: float) -> tuple[list[str], float]:
     """Title, legend, axes and layers of one chart, and how high it is."""
-    x, y, layers = drawing.plot.x, drawing.plot.y, drawing.plot.layers
-    legend, lines = _legend([layer for layer in layers if not isinstance(layer, Note) and layer.name], width)
-    y_ticks = y.ticks(4)
-    left = 14 + _LETTER * max(len(y.show(tick)) for tick in y_ticks)
+    plot, scene = drawing.plot, Scene(width, 0, "")
+    scene.text(4, 18, drawing.title, size=15, bold=True)
+    lines = _add_legend(scene, [layer for layer in plot.layers if not isinstance(layer, Note) and layer.name])
+    left = 14 + _LETTER * max(len(plot.y.show(tick)) for tick in plot.y.ticks(4))
     top = _TOP + lines * _LINE + 18
-    below = _SLANTED * max(len(name) for name in x.names) if is_slanted(x, width / WIDTH) else 0.0
-    frame = _Frame(x, y, left, top, width - left - _RIGHT, drawing.plot.height)
-    shapes = [f'<text class="fg" x="4" y="18" font-size="15" font-weight="600">{escape(drawing.title)}</text>', *legend]
-    shapes += frame.axes(y_ticks, bool(below))
-    for layer in layers:
-        shapes += frame.layer(layer)
-    return shapes, top + drawing.plot.height + _BOTTOM + below
+    below = _SLANTED * max(len(name) for name in plot.x.names) if is_slanted(plot.x, width / WIDTH) else 0.0
+    frame = PlotFrame(plot.x, plot.y, left, top, width - left - _RIGHT, plot.height, lead=9, dot=7)
+    _add_axes(scene, frame, below)
+    for layer in plot.layers:
+        scene.shapes += frame.shapes(layer)
+        if isinstance(layer, Note):
+            side, anchor = (-9, "end") if layer.at_left else (9, "start")
+            place = f'x="{frame.across(layer.x) + side:.1f}" y="{frame.up(layer.y) + 4:.1f}" text-anchor="{anchor}"'
+            scene.shapes.append(f'<text class="note" font-size="11" {place}>{escape(layer.text)}</text>')
+    return scene.shapes, top + plot.height + _BOTTOM + below
 
 
-def _legend(layers: Sequence[Line | Dots | Rule], width: float) -> tuple[list[str], int]:
-    made, at, line = [], 4.0, 0
+def _add_legend(scene: Scene, layers: Sequence[Line | Dots | Rule]) -> int:
+    """The keys beside each other; how many lines they take."""
+    at, line = 4.0, 0
     for layer in layers:
         needs = 42 + _LETTER * len(layer.name)
-        if at + needs > width and at > 4:
+        if at + needs > scene.width and at > 4:
             at, line = 4.0, line + 1
         y = _TOP + line * _LINE + 4
         if isinstance(layer, Dots):
-            made += _circle(at + 11, y, layer.colour, 4.5, layer.hollow)
+            scene.shapes += dot_paths([f"M{at + 11:.1f},{y:.1f}h0"], layer.colour, 9, layer.hollow)
         else:
-            dashed = " dashed" if isinstance(layer, Rule) or layer.dashed else ""
-            made.append(f'<path class="line s{layer.colour}{dashed}" d="M{at:.0f},{y:.0f}h22"/>')
-        made.append(f'<text class="fg" x="{at + 28:.0f}" y="{y + 4:.0f}">{escape(layer.name)}</text>')
+            dashed = isinstance(layer, Rule) or layer.dashed
+            scene.shapes.append(el("path", class_=line_class(layer.colour, dashed), d=f"M{at:.0f},{y:.0f}h22"))
+        scene.text(round(at + 28), round(y + 4), layer.name)
         at += needs
-    return made, line + 1 if layers else 0
+    return line + 1 if layers else 0
 
 
-def _circle(x: float, y: float, colour: int, radius: float, hollow: bool, words: str = "") -> list[str]:
-    title = f"<title>{escape(words)}</title>" if words else ""
-    made = [f'<circle class="f{colour}" cx="{x:.1f}" cy="{y:.1f}" r="{radius:g}">{title}</circle>']
-    return [*made, f'<circle class="hole" cx="{x:.1f}" cy="{y:.1f}" r="{radius - 2:g}"/>'] if hollow else made
-
-
-class _Frame:
-    """Where a chart's values lie in the picture."""
-
-    def __init__(self, x: PlotAxis, y: PlotAxis, left: float, top: float, width: float, height: float) -> None:
-        self.x, self.y, self.left, self.top, self.width, self.height = x, y, left, top, width, height
-
-    def across(self, value: float) -> float:
-        return self.left + self.width * min(1.0, max(0.0, self.x.place(value)))
-
-    def up(self, value: float) -> float:
-        return self.top + self.height * (1 - min(1.0, max(0.0, self.y.place(value))))
-
-    def axes(self, y_ticks: Sequence[float], slanted: bool) -> list[str]:
-        right, bottom = self.left + self.width, self.top + self.height
-        made = [f'<text class="quiet" x="4" y="{self.top - 8:.0f}">{escape(self.y.words)}</text>']
-        for value in y_ticks:
-            at = self.up(value)
-            made.append(f'<path class="grid" d="M{self.left:.0f},{at:.1f}H{right:.0f}"/>')
-            made.append(
-                f'<text class="quiet" x="{self.left - 7:.0f}" y="{at + 4:.1f}" text-anchor="end">'
-                f"{escape(self.y.show(value))}</text>"
-            )
-        made.append(f'<path class="edge" d="M{self.left:.0f},{self.top:.0f}V{bottom:.0f}H{right:.0f}"/>')
-        for value in self.x.ticks(6):
-            at, words = self.across(value), escape(self.x.show(value))
-            place = f'transform="translate({at + 4:.1f} {bottom + 14:.0f}) rotate(-35)" text-anchor="end"'
-            if not slanted:
-                place = f'x="{at:.1f}" y="{bottom + 18:.0f}" text-anchor="middle"'
-            made.append(f'<text class="quiet" {place}>{words}</text>')
-        below = bottom + 36 + (_SLANTED * max(len(name) for name in self.x.names) if slanted else 0)
-        made.append(
-            f'<text class="quiet" x="{right:.0f}" y="{below:.0f}" text-anchor="end">{escape(self.x.words)}</text>'
-        )
-        return made
-
-    def layer(self, layer: PlotLayer) -> list[str]:
-        if isinstance(layer, Note):
-            side, anchor = (-9, "end") if layer.at_left else (9, "start")
-            at = self.across(layer.x) + side
-            place = f'x="{at:.1f}" y="{self.up(layer.y) + 4:.1f}" text-anchor="{anchor}"'
-            made = []
-            if layer.named_y is not None:
-                way = f"M{self.across(layer.x):.1f},{self.up(layer.named_y):.1f}L{at:.1f},{self.up(layer.y):.1f}"
-                made.append(f'<path class="edge" d="{way}"/>')
-            return [*made, f'<text class="note" font-size="11" {place}>{escape(layer.text)}</text>']
-        if isinstance(layer, Rule):
-            upright = f"M{self.across(layer.at):.1f},{self.top:.0f}v{self.height:.0f}"
-            way = upright if layer.upright else f"M{self.left:.0f},{self.up(layer.at):.1f}h{self.width:.0f}"
-            return [f'<path class="line s{layer.colour} dashed" d="{way}"/>']
-        if isinstance(layer, Dots):
-            words = layer.words or [""] * len(layer.points)
-            return [
-                shape
-                for (at, value), said in zip(layer.points, words, strict=True)
-                for shape in _circle(self.across(at), self.up(value), layer.colour, layer.size / 2, layer.hollow, said)
-            ]
-        return self._line(layer)
-
-    def _line(self, layer: Line) -> list[str]:
-        made, circles = [], []
-        for run in runs([None if value is None else (at, value) for at, value in layer.points]):
-            places = [(self.across(at), self.up(value)) for at, value in run]
-            way = "L".join(f"{at:.1f},{value:.1f}" for at, value in places)
-            made.append(f'<path class="line s{layer.colour}{" dashed" if layer.dashed else ""}" d="M{way}"/>')
-            if layer.dots or len(places) == 1:
-                circles += [shape for at, value in places for shape in _circle(at, value, layer.colour, 3.5, False)]
-        return made + circles
+def _add_axes(scene: Scene, frame: PlotFrame, below: float) -> None:
+    """Lines and words around a chart; `below`: the height of names that are written at an angle, 0 where none are."""
+    left, right, bottom = round(frame.left), round(frame.left + frame.width), frame.top + frame.height
+    scene.text(4, frame.top - 8, frame.y.words, quiet=True)
+    for value in frame.y.ticks(4):
+        at = round(frame.up(value), 1)
+        scene.shapes.append(el("path", class_="grid", d=f"M{left},{at:g}H{right}"))
+        scene.text(left - 7, at + 4, frame.y.show(value), align="end", quiet=True)
+    scene.shapes.append(el("path", class_="edge", d=f"M{left},{frame.top:g}V{bottom:g}H{right}"))
+    for value in frame.x.ticks(6):
+        at, words = round(frame.across(value), 1), frame.x.show(value)
+        if below:
+            place = f'transform="translate({at + 4:g} {bottom + 14:g}) rotate(-35)"'
+            scene.shapes.append(f'<text class="quiet end" {place}>{escape(words)}</text>')
+        else:
+            scene.text(at, bottom + 18, words, align="mid", quiet=True)
+    scene.text(right, round(bottom + 36 + below), frame.x.words, align="end", quiet=True)

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from html import escape
 from itertools import islice
 
 from tilemesh.comm.schedules.collectives import COLLECTIVES, ends, require_collective, starts
 from tilemesh.comm.schedules.schedule import DATA, SPACES, Move, Round, Schedule, moves
 from tilemesh.core.errors import UsageError
+from tilemesh.core.scene import Scene, text_width
 
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
-_COLOURS = ("#4269d0", "#efb118", "#ff725c", "#3ca951", "#6cc5b0", "#a463f2", "#97bbf5", "#9c6b4e")
 
 LEGEND = (
     "→2:3 sends chunk 3 to rank 2; ←1:0 receives chunk 0 from rank 1, + adds it to what is there;\n"
@@ -22,6 +21,7 @@ LEGEND = (
 MAX_ROUNDS = 400  # of a drawing: beyond that nobody can read it
 MAX_RANKS = 128
 
+_LEAST_WIDTH = 640
 _LINE = 13  # pixels from one label to the next below it
 
 
@@ -57,68 +57,52 @@ def _fitting(widths: Sequence[int], columns: int | None) -> list[list[int]]:
     return [[at] for at in places]
 
 
-def svg(schedule: Schedule) -> str:
+def svg(schedule: Schedule, title: str = "") -> str:
     """Ranks side by side, time downwards; an arrow a message, coloured by chunk, dashed where it is only copied."""
     _require_legible(schedule)
-    left, top, column = 60, 60, 110
+    left, top, column = 60, 70, 110
     rounds = list(islice(schedule.rounds(), MAX_ROUNDS))
-    parts, y = [], top
-    for number, round_ in enumerate(rounds):
-        drawn, height = _round(round_, schedule.ranks, left, y, column)
-        parts += [f'<text x="8" y="{y + 6}" fill="#666">{number}</text>', *drawn]
-        y += height
-    width, height = left + column * schedule.ranks, y + 20
-    head = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
-        'font-family="sans-serif" font-size="11">',
-        f'<rect width="{width}" height="{height}" fill="white"/>',
-        f'<text x="10" y="20" font-size="14">{escape(_title(schedule))}</text>',
-        '<defs><marker id="tip" markerWidth="8" markerHeight="8" refX="7" refY="3" orient="auto">'
-        '<path d="M0,0 L7,3 L0,6 z" fill="#444"/></marker></defs>',
-    ]
+    # A label stands beside its arrow's tip, where only the arrows to one rank meet: those are put one under the other.
+    most = [max(_received(round_, rank) for rank in range(schedule.ranks)) for round_ in rounds]
+    heights = [34 + _LINE * (max(1, count) - 1) for count in most]
+    tall = top + sum(heights)
+    title = title or _title(schedule)
+    width = max(left + column * schedule.ranks, _LEAST_WIDTH, 24 + round(text_width(title, 17)))
+    scene = Scene(width, tall + 36, title)
     for rank in range(schedule.ranks):
         x = left + column * rank
-        head.append(f'<text x="{x}" y="44" text-anchor="middle">rank {rank}</text>')
-        head.append(f'<line x1="{x}" y1="50" x2="{x}" y2="{height - 8}" stroke="#ddd"/>')
-    return "\n".join([*head, *parts, "</svg>", ""])
+        scene.text(x, 50, f"rank {rank}", align="mid", bold=True)
+        scene.line(x, 56, x, tall, faint=True)
+    y = top
+    for number, (round_, height) in enumerate(zip(rounds, heights, strict=True)):
+        scene.text(8, y + 6, str(number), quiet=True)
+        for rank in range(schedule.ranks):
+            _add_moves(scene, round_, rank, left, y, column)
+        y += height
+    scene.note(12, tall + 22, "an arrow: a message, its colour the chunk; solid and +: added; dashed: copied")
+    return scene.svg()
 
 
-def _round(round_: Round, ranks: int, left: int, y: int, column: int) -> tuple[list[str], int]:
-    """The marks of one round, and how high it has to be for its labels to stand clear of one another.
-
-    A label stands beside its arrow's tip, where only the arrows to one rank meet: those are put one under the other.
-    """
-    marks: list[str] = []
-    most = 1
-    for rank in range(ranks):
-        x = left + column * rank
-        row = 0
-        for move in moves(round_, rank):
-            if move.kind == "recv":
-                marks.append(_arrow(move, x, left + column * move.peer, y, y + 24 + _LINE * row))
-                row += 1
-            elif move.kind == "sync":
-                marks.append(
-                    f'<line x1="{x - 40}" y1="{y - 6}" x2="{x + 40}" y2="{y - 6}" stroke="#888" stroke-width="3"/>'
-                )
-            elif move.kind in ("copy", "read"):
-                colour = _COLOURS[move.at % len(_COLOURS)]
-                words = escape(_words(move, rank))
-                marks.append(f'<circle cx="{x}" cy="{y}" r="4" fill="{colour}"><title>{words}</title></circle>')
-        most = max(most, row)
-    return marks, 34 + _LINE * (most - 1)
+def _received(round_: Round, rank: int) -> int:
+    return sum(move.kind == "recv" for move in moves(round_, rank))
 
 
-def _arrow(move: Move, x: int, peer_x: int, y: int, tip: int) -> str:
-    colour = _COLOURS[move.at % len(_COLOURS)]
-    dash = "" if move.reduce else ' stroke-dasharray="4 3"'
-    label = _slots(move, move.at, move.space) + ("+" if move.reduce else "")
-    # On the far side of the tip, where no arrow to this rank passes: those from left and right have a side each.
-    side, anchor = (6, "start") if peer_x < x else (-6, "end")
-    return (
-        f'<line x1="{peer_x}" y1="{y}" x2="{x}" y2="{tip}" stroke="{colour}" stroke-width="2"{dash} '
-        f'marker-end="url(#tip)"/><text x="{x + side}" y="{tip + 4}" text-anchor="{anchor}">{label}</text>'
-    )
+def _add_moves(scene: Scene, round_: Round, rank: int, left: int, y: int, column: int) -> None:
+    x, tip = left + column * rank, y + 24
+    for move in moves(round_, rank):
+        colour = move.at % 8
+        if move.kind == "recv":
+            peer_x = left + column * move.peer
+            scene.arrow(peer_x, y, x, tip, colour=colour, dashed=not move.reduce)
+            label = _slots(move, move.at, move.space) + ("+" if move.reduce else "")
+            # Beyond the tip, where no arrow to this rank passes: those from left and right have a side each.
+            side, align = (6, "") if peer_x < x else (-6, "end")
+            scene.text(x + side, tip + 4, label, size=11, align=align, quiet=True)
+            tip += _LINE
+        elif move.kind == "sync":
+            scene.line(x - 40, y - 6, x + 40, y - 6, thick=True)
+        elif move.kind in ("copy", "read"):
+            scene.box(x - 4, y - 4, 8, 8, colour=colour, tip=_words(move, rank))
 
 
 def _require_legible(schedule: Schedule) -> None:

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Sequence
-from html import escape
 
 from tilemesh.core.errors import UsageError
+from tilemesh.core.scene import Scene, text_width
 from tilemesh.core.step.action import COMPUTE, Action, StepProgram, parts
 from tilemesh.core.step.simulate import Slot, Timeline
 
 MOST_SLOTS = 6_000  # of a drawing: beyond that nobody can read it
-_COLOURS = {"F": "#7f9cf0", "B": "#6cc57c", "I": "#6cc57c", "W": "#f4c542", "R": "#d9a6f0"}
-_LATER = {"F": "#c9d5fb", "B": "#bfe8c7", "I": "#bfe8c7", "W": "#fbe9b0", "R": "#efdaf9"}
-_STYLE = "".join(
-    f".{kind}{place}{{fill:{colours[kind]}}}" for place, colours in enumerate((_COLOURS, _LATER)) for kind in colours
-)
+_COLOURS = {"F": 0, "B": 2, "I": 2, "W": 1, "R": 3}
+_KEYS = {"F": "blue: forward", "B": "green: backward", "I": "green: gradient of inputs", "W": "brown: of weights",
+         "R": "pink: forward again"}  # fmt: skip
 _LEAST_WIDTH, _MOST_WIDTH = 820, 1600
 _MOVES = {"GATHER": "weights gathered", "REDUCE": "gradients summed", "UPDATE": "update", "OUT": "out", "IN": "in"}
 _BARS = " ▁▂▃▄▅▆▇█"
@@ -89,91 +87,56 @@ def svg(
 ) -> str:
     """The same in colours; pointing at a pass tells its name. `areas`: what the memory is of."""
     _require_legible(timeline)
-    left, top, lane, below = 64, 34, 24, 22 if memory else 4
+    left, top, lane, below = 64, 40, 24, 22 if memory else 4
     # Wide enough for a number in the shortest pass, and for the legend.
     width = max(_LEAST_WIDTH, min(_MOST_WIDTH, round(14 * timeline.total_s / _shortest_s(timeline))))
     scale = width / timeline.total_s if timeline.total_s else 1.0
     most = max((value for curve in memory for _, value in curve), default=0.0)
-    body = []
+    pitch = lane + below + 6
+    scene = Scene(left + width + 60, top + program.ranks * pitch + 24, title or program.name)
     for rank in range(program.ranks):
-        y = top + rank * (lane + below + 6)
-        body.append(f'<text x="8" y="{y + 16}">rank {rank}</text>')
-        body.append(f'<rect x="{left}" y="{y}" width="{width}" height="{lane}" fill="#f1f1f1"/>')
+        y = top + rank * pitch
+        scene.text(left - 8, y + 16, f"rank {rank}", align="end")
+        scene.line(left, y + lane, left + width, y + lane, faint=True)
         mine = (slot for slot in timeline.slots if slot.rank == rank)
         for slot in sorted(mine, key=lambda slot: slot.action.kind not in COMPUTE):  # lines over boxes
-            body += _shapes(program, slot, left, y, lane, scale)
+            _add_slot(scene, program, slot, left + slot.start_s * scale, y, (slot.end_s - slot.start_s) * scale, lane)
         if memory and most:
-            body.append(_area(memory[rank], timeline.total_s, most, left, y + lane + 2, below - 2, scale))
-    height = top + program.ranks * (lane + below + 6) + 22
-    total = left + width + 60
-    keys = [("F", "forward"), ("B", "backward, or gradient of inputs (I)"), ("W", "gradient of weights")]
-    x = left
-    for kind, words in keys:
-        body.append(f'<rect x="{x}" y="{height - 18}" width="10" height="10" fill="{_COLOURS[kind]}"/>')
-        body.append(f'<text x="{x + 14}" y="{height - 9}">{words}</text>')
-        x += 34 + 6 * len(words)
-    words = "pale: a rank's later chunks" + (f"; grey areas: {areas}" if memory else "")
+            floor, high = y + lane + below, (below - 2) / most
+            outline = _outline(memory[rank], timeline.total_s)
+            scene.area([(left + moment * scale, floor - value * high) for moment, value in outline], 6, tinted=True)
+            scene.text(left + width + 6, floor - 4, f"peak {max(value for _, value in memory[rank]):g}", size=11)
+    keys = [_KEYS[kind] for kind in _KEYS if any(slot.action.kind.startswith(kind) for slot in timeline.slots)]
     moves = {slot.action.kind for slot in timeline.slots if slot.end_s > slot.start_s} & set(_MOVES)
     if moves:
-        red = f"red: {', '.join(_MOVES[kind] for kind in _MOVES if kind in moves)}"
-        body.append(f'<text x="{left + width}" y="20" text-anchor="end">{red}</text>')
-    body.append(f'<text x="{x}" y="{height - 9}">{words}</text>')
-    return "\n".join(
-        [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {total} {height}" '
-            'font-family="sans-serif" font-size="11">',
-            f"<style>.p{{stroke:#fff;stroke-width:.7}}.m{{font-size:9px;text-anchor:middle}}{_STYLE}</style>",
-            f'<rect width="{total}" height="{height}" fill="white"/>',
-            f'<text x="8" y="20" font-size="14">{escape(title or program.name)}</text>',
-            *body,
-            "</svg>",
-            "",
-        ]
-    )
+        keys.append(f"lines below: {', '.join(_MOVES[kind] for kind in _MOVES if kind in moves)}")
+    keys += ["pale: a rank's later chunks", *([f"grey areas: {areas}"] if memory else [])]
+    scene.note(left, scene.height - 9, " · ".join(keys))
+    return scene.svg()
 
 
-def _shapes(program: StepProgram, slot: Slot, left: int, y: int, lane: int, scale: float) -> list[str]:
+def _add_slot(scene: Scene, program: StepProgram, slot: Slot, x: float, y: float, wide: float, lane: float) -> None:
     """A pass as a box, F over B where they are one action; what runs beside computing as a line under the lane."""
-    x, wide = left + slot.start_s * scale, (slot.end_s - slot.start_s) * scale
-    if slot.action.kind not in COMPUTE:
-        if slot.end_s == slot.start_s or slot.action.kind in ("SEND", "RECV"):
-            return []
-        mark = f'<rect x="{x:.1f}" y="{y + lane - 3}" width="{wide:.1f}" height="3" fill="#ff725c">'
-        return [f"{mark}<title>{escape(str(slot.action))}</title></rect>"]
-    shapes = []
-    halves = parts(slot.action) or (slot.action,)
-    high = lane / len(halves)
-    for place, part in enumerate(halves):
-        colour = f"{part.kind[0]}{0 if _is_first(program, slot.rank, part) else 1}"
-        at = y + place * high
-        shapes.append(
-            f'<rect class="p {colour}" x="{x:.1f}" y="{at:g}" width="{wide:.1f}" height="{high:g}">'
-            f"<title>{part}</title></rect>"
-        )
-        if wide >= 9:
-            shapes.append(f'<text class="m" x="{x + wide / 2:.1f}" y="{at + high / 2 + 4:g}">{part.microbatch}</text>')
-    return shapes
+    if slot.action.kind in COMPUTE:
+        halves = parts(slot.action) or (slot.action,)
+        high = lane / len(halves)
+        for place, part in enumerate(halves):
+            number = str(part.microbatch)
+            words = number if wide >= text_width(number, 9) + 3 else ""
+            pale = not _is_first(program, slot.rank, part)
+            at = round(x, 1), y + place * high, round(wide, 1), high
+            scene.box(*at, words, colour=_COLOURS[part.kind[0]], pale=pale, size=9, tip=str(part))
+    elif slot.end_s > slot.start_s and slot.action.kind not in ("SEND", "RECV"):
+        scene.box(round(x, 1), y + lane - 3, round(wide, 1), 3, colour=4, tip=str(slot.action))
 
 
-def _area(curve: Curve, total_s: float, most: float, left: int, y: int, height: int, scale: float) -> str:
-    points = [f"{left},{y + height}"]
-    value = 0.0
-    for moment, after in curve:
-        x = left + moment * scale
-        points += [
-            f"{x:.1f},{y + height - value / most * height:.1f}",
-            f"{x:.1f},{y + height - after / most * height:.1f}",
-        ]
-        value = after
-    points += [
-        f"{left + total_s * scale:.1f},{y + height - value / most * height:.1f}",
-        f"{left + total_s * scale:.1f},{y + height}",
-    ]
-    peak = max(after for _, after in curve)
-    return (
-        f'<polygon points="{" ".join(points)}" fill="#bbb"/>'
-        f'<text x="{left + total_s * scale + 6:.1f}" y="{y + height - 4}">peak {peak:g}</text>'
-    )
+def _outline(curve: Curve, total_s: float) -> list[tuple[float, float]]:
+    """A curve that jumps, from the ground and back to it."""
+    points, before = [(0.0, 0.0)], 0.0
+    for moment, value in curve:
+        points += [(moment, before), (moment, value)]
+        before = value
+    return [*points, (total_s, before), (total_s, 0.0)]
 
 
 def _pieces(program: StepProgram, timeline: Timeline, rank: int) -> list[tuple[float, float, Action]]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from tilemesh.core.scene import Scene
 from tilemesh.guide.data_parallel.work import kept_bytes
-from tilemesh.guide.svg import Canvas
 
 BILLION = 1_000_000_000
 
@@ -20,20 +20,20 @@ def figures() -> dict[str, str]:
 
 def equation() -> str:
     """θ' = f(θ, ∇L(θ, D)), and which of its symbols each method cuts."""
-    canvas = Canvas(860, 300, "One training step, and what each method cuts")
+    scene = Scene(860, 300, "One training step, and what each method cuts")
     x = 60.0
     for words, colour, width in (
         ("θ'", 0, 60), ("=", -1, 30), ("f", 1, 50), ("(", -1, 16), ("θ", 0, 60), (",", -1, 16), ("∇L", 2, 80),
         ("(", -1, 16), ("θ", 0, 60), (",", -1, 16), ("D", 3, 60), (") )", -1, 30),
     ):  # fmt: skip
         if colour < 0:
-            canvas.text(x + width / 2, 84, words, size=22, align="mid")
+            scene.text(x + width / 2, 84, words, size=22, align="mid")
         else:
-            canvas.box(x, 54, width, 46, words, colour=colour, size=20)
+            scene.box(x, 54, width, 46, words, colour=colour, size=20)
         x += width + 6
-    canvas.text(640, 68, "θ weights · D data", size=11, quiet=True)
-    canvas.text(640, 84, "∇L gradient of the loss", size=11, quiet=True)
-    canvas.text(640, 100, "f the optimizer's update", size=11, quiet=True)
+    scene.text(640, 68, "θ weights · D data", size=11, quiet=True)
+    scene.text(640, 84, "∇L gradient of the loss", size=11, quiet=True)
+    scene.text(640, 100, "f the optimizer's update", size=11, quiet=True)
     rows = (
         (3, "data parallelism (this chapter)", "cuts D: every rank has all of θ; gradients are added up"),
         (1, "ZeRO stages 1 and 2", "also cut what f keeps (moments), and the gradients"),
@@ -43,35 +43,35 @@ def equation() -> str:
     )
     for place, (colour, name, words) in enumerate(rows):
         y = 122 + place * 34
-        canvas.box(60, y, 250, 26, name, colour=colour)
-        canvas.text(324, y + 17, words)
-    return canvas.svg()
+        scene.box(60, y, 250, 26, name, colour=colour)
+        scene.text(324, y + 17, words)
+    return scene.svg()
 
 
 def data_parallel(ranks: int = 4) -> str:
     """The flow of one step."""
-    canvas = Canvas(860, 290, f"Data parallelism on {ranks} ranks: the same weights, other samples")
+    scene = Scene(860, 290, f"Data parallelism on {ranks} ranks: the same weights, other samples")
     for rank in range(ranks):
         x = 40 + rank * 200
-        canvas.box(x, 44, 170, 30, f"samples {rank}/{ranks}", colour=3)
-        canvas.arrow(x + 85, 76, x + 85, 96, colour=6)
-        canvas.box(x, 98, 170, 44, "all weights θ\nforward, backward", colour=0)
-        canvas.arrow(x + 85, 144, x + 85, 164, colour=6)
-        canvas.arrow(x + 85, 206, x + 85, 226, colour=6)
-        canvas.box(x, 228, 170, 34, "θ' = f(θ, gradient)", colour=0)
-    canvas.box(40, 166, 770, 38, "all_reduce: every rank gets the sum of all ranks' gradients", colour=2)
-    canvas.text(
+        scene.box(x, 44, 170, 30, f"samples {rank}/{ranks}", colour=3)
+        scene.arrow(x + 85, 76, x + 85, 96, colour=6)
+        scene.box(x, 98, 170, 44, "all weights θ\nforward, backward", colour=0)
+        scene.arrow(x + 85, 144, x + 85, 164, colour=6)
+        scene.arrow(x + 85, 206, x + 85, 226, colour=6)
+        scene.box(x, 228, 170, 34, "θ' = f(θ, gradient)", colour=0)
+    scene.box(40, 166, 770, 38, "all_reduce: every rank gets the sum of all ranks' gradients", colour=2)
+    scene.text(
         40,
         282,
         "All ranks make the same update from the same sum, so their weights stay equal without being sent.",
         quiet=True,
     )
-    return canvas.svg()
+    return scene.svg()
 
 
 def mlp() -> str:
     """The MLP's five products, and which sum over samples."""
-    canvas = Canvas(860, 300, "A two-layer MLP: five matrix products; samples (rows) are cut over two ranks")
+    scene = Scene(860, 300, "A two-layer MLP: five matrix products; samples (rows) are cut over two ranks")
     for x, y, words, colour, kind in (
         (30, 60, "h = relu(x · W1)", 0, "type 1: no communication"),
         (310, 60, "z = h · W2", 0, "type 1: no communication"),
@@ -81,45 +81,45 @@ def mlp() -> str:
         (310, 226, "dW2 = hᵀ · dz", 1, "type 2: all_reduce"),
         (30, 180, "dW1 = xᵀ · da", 1, "type 2: all_reduce"),
     ):
-        canvas.box(x, y, 220 if kind else 100, 40, words, colour=colour)
+        scene.box(x, y, 220 if kind else 100, 40, words, colour=colour)
         if kind:
-            canvas.text(x + 110, y + 56, kind, size=11, quiet=True, align="mid")
-    canvas.arrow(252, 80, 306, 80, colour=6)
-    canvas.arrow(532, 80, 586, 80, colour=6)
-    canvas.arrow(640, 102, 640, 176, colour=6)
-    canvas.arrow(586, 192, 534, 174, colour=6)
-    canvas.arrow(586, 208, 534, 240, colour=6)
-    canvas.arrow(306, 176, 254, 194, colour=6)
-    canvas.text(700, 84, "forward →", quiet=True)
-    canvas.text(700, 204, "← backward", quiet=True)
-    return canvas.svg()
+            scene.text(x + 110, y + 56, kind, size=11, quiet=True, align="mid")
+    scene.arrow(252, 80, 306, 80, colour=6)
+    scene.arrow(532, 80, 586, 80, colour=6)
+    scene.arrow(640, 102, 640, 176, colour=6)
+    scene.arrow(586, 192, 534, 174, colour=6)
+    scene.arrow(586, 208, 534, 240, colour=6)
+    scene.arrow(306, 176, 254, 194, colour=6)
+    scene.text(700, 84, "forward →", quiet=True)
+    scene.text(700, 204, "← backward", quiet=True)
+    return scene.svg()
 
 
 def zero(ranks: int = 64, parameters: int = 7_500_000_000) -> str:
     """Bytes per GPU of 7.5 billion parameters by stage, counted on arrays 62,500 times smaller."""
     scale = 62_500
     counted = [kept_bytes(stage, ranks, parameters // scale // ranks * ranks) for stage in range(4)]
-    canvas = Canvas(860, 230, f"What one of {ranks} GPUs keeps of a model of 7.5 billion parameters, in GB")
+    scene = Scene(860, 230, f"What one of {ranks} GPUs keeps of a model of 7.5 billion parameters, in GB")
     most = counted[0].total
     for stage, kept in enumerate(counted):
         y, x = 48 + stage * 38, 130.0
-        canvas.text(120, y + 19, ("nothing cut", "stage 1", "stage 2", "stage 3")[stage], align="end")
+        scene.text(120, y + 19, ("nothing cut", "stage 1", "stage 2", "stage 3")[stage], align="end")
         for colour, part in ((0, kept.weights), (2, kept.gradients), (1, kept.optimizer)):
             width = 600 * part / most
-            canvas.box(x, y, width, 28, colour=colour)
+            scene.box(x, y, width, 28, colour=colour)
             x += width
-        canvas.text(x + 8, y + 19, f"{kept.total * scale / BILLION:.3g}")
+        scene.text(x + 8, y + 19, f"{kept.total * scale / BILLION:.3g}")
     for place, (colour, words) in enumerate(
         ((0, "weights, 2 bytes"), (2, "gradients, 2"), (1, "optimizer states, 12"))
     ):
-        canvas.box(130 + place * 190, 204, 14, 14, colour=colour)
-        canvas.text(150 + place * 190, 215, words, size=11, quiet=True)
-    return canvas.svg()
+        scene.box(130 + place * 190, 204, 14, 14, colour=colour)
+        scene.text(150 + place * 190, 215, words, size=11, quiet=True)
+    return scene.svg()
 
 
 def zero_steps() -> str:
     """What is sent when, by stage."""
-    canvas = Canvas(
+    scene = Scene(
         860, 250, "One step by stage: what is computed, and what is sent (in units of the weights, times (n-1)/n)"
     )
     stages = (
@@ -144,18 +144,18 @@ def zero_steps() -> str:
     )
     for row, (name, boxes, total) in enumerate(stages):
         y = 52 + row * 62
-        canvas.text(86, y + 24, name, align="end")
+        scene.text(86, y + 24, name, align="end")
         x = 96
         for words, colour in boxes:
             width = 30 + 6.3 * len(words)
-            canvas.box(x, y, width, 38, words, colour=colour, size=11)
+            scene.box(x, y, width, 38, words, colour=colour, size=11)
             x += int(width) + 5
-        canvas.text(846, y + 24, f"sent: {total}", align="end", bold=True)
-    canvas.text(
+        scene.text(846, y + 24, f"sent: {total}", align="end", bold=True)
+    scene.text(
         96,
         242,
         "Stages 1 and 2 send what an all_reduce sends, with the update in the middle; stage 3 half as much again.",
         size=11,
         quiet=True,
     )
-    return canvas.svg()
+    return scene.svg()

@@ -11,9 +11,9 @@ import math
 import numpy as np
 
 from tilemesh.core.hardware import find_device
+from tilemesh.core.scene import LaneBlock, Scene, lanes
 from tilemesh.core.units import format_rate, format_seconds
 from tilemesh.guide.ladder.measured import h200_rows, median_s, reads_of
-from tilemesh.guide.svg import Canvas, LaneBlock, lanes
 from tilemesh.kernels.ladder import rungs, studies, times
 from tilemesh.kernels.ladder.memory import BANKS, WARP
 from tilemesh.kernels.ladder.ours import our_rungs
@@ -40,29 +40,29 @@ def figures() -> dict[str, str]:
 def grid() -> str:
     """The first kernel: 72 threads in 6 blocks of 4 x 3, and how a block fills its warp."""
     width, height, (across, down) = studies.WIDTH, studies.HEIGHT, studies.FIRST_BLOCK
-    canvas = Canvas(860, 320, f"matrixAddDoubleB: {width}x{height} elements, blocks of {across}x{down} threads")
+    scene = Scene(860, 320, f"matrixAddDoubleB: {width}x{height} elements, blocks of {across}x{down} threads")
     side, left, top = 34, 40, 44
     for row in range(height):
         for column in range(width):
             block = row // down * (width // across) + column // across
             words = f"{column % across},{row % down}"
-            canvas.box(left + column * side, top + row * side, side - 2, side - 2, words, colour=block % 6, size=9)
+            scene.box(left + column * side, top + row * side, side - 2, side - 2, words, colour=block % 6, size=9)
     for block in range(width // across * (height // down)):
         x = left + block % (width // across) * across * side
         y = top + block // (width // across) * down * side
-        canvas.line(x - 1, y - 1, x + across * side - 1, y - 1)
-        canvas.line(x - 1, y - 1, x - 1, y + down * side - 1)
+        scene.line(x - 1, y - 1, x + across * side - 1, y - 1)
+        scene.line(x - 1, y - 1, x - 1, y + down * side - 1)
     lines = (
         "grid: 3 x 2 blocks", "block: 4 x 3 threads (colour)", "in a cell: threadIdx.x, threadIdx.y",
         "i = blockIdx.x * blockDim.x + threadIdx.x", "j = blockIdx.y * blockDim.y + threadIdx.y",
     )  # fmt: skip
     for place, line in enumerate(lines):
-        canvas.text(480, 66 + place * 22, line)
+        scene.text(480, 66 + place * 22, line)
     used = studies.first_kernel().lanes_used
-    canvas.text(left, 280, f"the warp of each block: {round(used * WARP)} of {WARP} lanes have a thread")
+    scene.text(left, 280, f"the warp of each block: {round(used * WARP)} of {WARP} lanes have a thread")
     for lane in range(WARP):
-        canvas.box(left + lane * 24, 290, 22, 18, colour=0 if lane < used * WARP else 6, pale=lane >= used * WARP)
-    return canvas.svg()
+        scene.box(left + lane * 24, 290, 22, 18, colour=0 if lane < used * WARP else 6, pale=lane >= used * WARP)
+    return scene.svg()
 
 
 def scheduling() -> str:
@@ -84,7 +84,7 @@ def scheduling() -> str:
 
 def tiles() -> str:
     """What one thread (v1, v2) and one block (v3) read for their part of C."""
-    canvas = Canvas(860, 330, "What is read for the coloured part of C: a row and a column, V of each, L of each")
+    scene = Scene(860, 330, "What is read for the coloured part of C: a row and a column, V of each, L of each")
     v, tile = rungs.v2().constants["V"], rungs.v3().constants["L"]
     cases = (
         ("v1: one thread", "1 x 1", 6, f"2N = {2 * N:,} reads for 1 element"),
@@ -95,39 +95,39 @@ def tiles() -> str:
     )  # fmt: skip
     for place, (title, part, thick, words) in enumerate(cases):
         left, size = 24 + place * 280, 104
-        canvas.text(left, 52, title, bold=True)
-        canvas.box(left + size + 12, 62, size, size, pale=True, colour=6)  # B above C
-        canvas.box(left, 62 + size + 12, size, size, pale=True, colour=6)  # A left of C
-        canvas.box(left + size + 12, 62 + size + 12, size, size, pale=True, colour=6)
+        scene.text(left, 52, title, bold=True)
+        scene.box(left + size + 12, 62, size, size, pale=True, colour=6)  # B above C
+        scene.box(left, 62 + size + 12, size, size, pale=True, colour=6)  # A left of C
+        scene.box(left + size + 12, 62 + size + 12, size, size, pale=True, colour=6)
         at = 40
-        canvas.box(left + size + 12 + at, 62, thick, size, colour=2)
-        canvas.box(left, 62 + size + 12 + at, size, thick, colour=0)
-        canvas.box(left + size + 12 + at, 62 + size + 12 + at, thick, thick, colour=3)
+        scene.box(left + size + 12 + at, 62, thick, size, colour=2)
+        scene.box(left, 62 + size + 12 + at, size, thick, colour=0)
+        scene.box(left + size + 12 + at, 62 + size + 12 + at, thick, thick, colour=3)
         for name, x, y in (("B", size + 18, 78), ("A", 6, size + 90), ("C", size + 18, size + 90)):
-            canvas.text(left + x, y, name, bold=True)
-        canvas.text(left, 62 + 2 * size + 36, f"part of C: {part}", size=11)
-        canvas.text(left, 62 + 2 * size + 54, words, size=11, quiet=True)
-    return canvas.svg()
+            scene.text(left + x, y, name, bold=True)
+        scene.text(left, 62 + 2 * size + 36, f"part of C: {part}", size=11)
+        scene.text(left, 62 + 2 * size + 54, words, size=11, quiet=True)
+    return scene.svg()
 
 
 def sectors() -> str:
     """How many sectors a warp's reads of A touch, counted, before and after coalescing."""
-    canvas = Canvas(860, 250, "A warp's 32 reads of A: sectors of 32 bytes, counted by the interpreter")
+    scene = Scene(860, 250, "A warp's 32 reads of A: sectors of 32 bytes, counted by the interpreter")
     for place, rung in enumerate((rungs.v3(4, 64), rungs.coalescing(4, 64))):
         read = rungs.count(rung, 64)[0].reads["A"]
         touched = read.passes // read.requests
         top = 44 + place * 100
         used = 128 / (touched * 32)
-        canvas.text(
+        scene.text(
             24, top + 12, f"{rung.key}: {touched} sectors for 128 bytes; {used:.1%} of what is moved is used", bold=True
         )
         for sector in range(touched):
             x, y = 24 + sector % 32 * 25.5, top + 24
-            canvas.box(x, y, 23, 26, pale=True, colour=6)
-            canvas.box(x, y, 23 * used, 26, colour=2 if touched == 4 else 1)
+            scene.box(x, y, 23, 26, pale=True, colour=6)
+            scene.box(x, y, 23 * used, 26, colour=2 if touched == 4 else 1)
         words = "lanes walk down a column: each in a row of its own" if touched > 4 else "lanes walk along rows"
-        canvas.text(24, top + 68, words, quiet=True, size=11)
-    return canvas.svg()
+        scene.text(24, top + 68, words, quiet=True, size=11)
+    return scene.svg()
 
 
 def banks() -> str:
@@ -135,21 +135,21 @@ def banks() -> str:
     padded = rungs.padding()
     s, tile, pad = (padded.constants[name] for name in ("S", "L", "PAD"))
     lane = np.arange(WARP)
-    canvas = Canvas(860, 330, f"A warp stores {WARP} elements of A into sA[{s}][L]: words asked of each bank")
+    scene = Scene(860, 330, f"A warp stores {WARP} elements of A into sA[{s}][L]: words asked of each bank")
     for place, wide in enumerate((tile, tile + pad)):
         asked = np.bincount((lane % s * wide + lane // s) % BANKS, minlength=BANKS)
         top = 50 + place * 140
         passes = "1 pass" if asked.max() == 1 else f"{asked.max()} passes"
-        canvas.text(24, top, f"rows of {wide} words: {passes} over the banks", bold=True)
+        scene.text(24, top, f"rows of {wide} words: {passes} over the banks", bold=True)
         for bank, count in enumerate(asked):
             x = 24 + bank * 25.5
             height = 5.2 * count
-            canvas.box(x, top + 96 - height, 22, max(height, 0.5), colour=1 if asked.max() > 1 else 2)
-            canvas.text(x + 11, top + 110, str(bank), size=8, align="mid", quiet=True)
-    canvas.text(
+            scene.box(x, top + 96 - height, 22, max(height, 0.5), colour=1 if asked.max() > 1 else 2)
+            scene.text(x + 11, top + 110, str(bank), size=8, align="mid", quiet=True)
+    scene.text(
         24, 318, f"padding of {pad} words: element (k, row) lies in bank ({pad} k + row) mod 32", quiet=True, size=11
     )
-    return canvas.svg()
+    return scene.svg()
 
 
 def divergence() -> str:
@@ -177,7 +177,7 @@ def convolution() -> str:
         kernel = studies.convolution(shared=shared, blocks=1)
         counted, _ = kernel.run(np.ones(kernel.inputs, np.float32))
         reads.append(counted.total(shared=False).elements)
-    canvas = Canvas(
+    scene = Scene(
         860, 210, f"A convolution of width 3, 128 threads: {reads[0]} reads of global memory become {reads[1]}"
     )
     for place, (count, words) in enumerate(
@@ -188,9 +188,9 @@ def convolution() -> str:
         )
     ):
         top = 50 + place * 76
-        canvas.text(24, top, words)
-        canvas.box(24, top + 10, count * 2, 34, f"{count}", colour=1 if place == 0 else 2)
-    return canvas.svg()
+        scene.text(24, top, words)
+        scene.box(24, top + 10, count * 2, 34, f"{count}", colour=1 if place == 0 else 2)
+    return scene.svg()
 
 
 def buffers() -> str:
@@ -212,44 +212,44 @@ def reads() -> str:
     """Global reads by rung: formula and count agree, so one bar is both."""
     entries = [(rung.key, rung.reads, rung.predicted(N)[0]) for rung in rungs.ladder()]
     entries += [(rung.key, rung.reads, rung.predicted(N)) for rung in our_rungs()]
-    canvas = Canvas(860, 60 + 26 * len(entries), f"Elements read from global memory, N = {N} (logarithmic)")
+    scene = Scene(860, 60 + 26 * len(entries), f"Elements read from global memory, N = {N} (logarithmic)")
     smallest, largest = min(entry[2] for entry in entries), max(entry[2] for entry in entries)
     for place, (key, formula, count) in enumerate(entries):
         y = 40 + place * 26
-        canvas.text(140, y + 14, key, align="end")
+        scene.text(140, y + 14, key, align="end")
         length = 60 + 400 * math.log(count / smallest) / math.log(largest / smallest)
-        canvas.box(150, y, length, 20, colour=0)
-        canvas.text(158 + length, y + 14, f"{formula} = {count:,}", size=11, quiet=True)
-    return canvas.svg()
+        scene.box(150, y, length, 20, colour=0)
+        scene.text(158 + length, y + 14, f"{formula} = {count:,}", size=11, quiet=True)
+    return scene.svg()
 
 
 def measured_times() -> str:
     """Predicted and measured times of the rungs on an H200."""
     rows = h200_rows()
-    canvas = Canvas(
+    scene = Scene(
         860, 74 + 34 * len(rows), f"The ladder on an H200, N = {N}: predicted (pale) and measured (logarithmic)"
     )
     shortest = 1e-4
     scale = 470 / math.log(median_s(rows[0]) / shortest)
     for place, row in enumerate(rows):
         y = 40 + place * 34
-        canvas.text(140, y + 18, str(row.case["rung"]), align="end")
+        scene.text(140, y + 18, str(row.case["rung"]), align="end")
         if row.predicted is not None:
-            canvas.box(150, y, scale * math.log(row.predicted / shortest), 12, colour=6, pale=True)
+            scene.box(150, y, scale * math.log(row.predicted / shortest), 12, colour=6, pale=True)
         taken = median_s(row)
         length = scale * math.log(taken / shortest)
-        canvas.box(150, y + 13, length, 13, colour=2 if row.case["units"] == "fp16" else 0)
+        scene.box(150, y + 13, length, 13, colour=2 if row.case["units"] == "fp16" else 0)
         peer = row.peers["torch"].median
         words = f"{format_seconds(taken)}, {2 * N**3 / taken / 1e12:.3g} TFLOP/s; torch {format_seconds(peer)}"
-        canvas.text(158 + length, y + 24, words, size=11, quiet=True)
-    canvas.text(150, 60 + 34 * len(rows), "blue: float32 and tf32; green: float16", size=11, quiet=True)
-    return canvas.svg()
+        scene.text(158 + length, y + 24, words, size=11, quiet=True)
+    scene.text(150, 60 + 34 * len(rows), "blue: float32 and tf32; green: float16", size=11, quiet=True)
+    return scene.svg()
 
 
 def roofline() -> str:
     """FLOP/s over FLOPs for each byte asked of global memory; roofs from the datasheet."""
     device = find_device("h200")
-    canvas = Canvas(860, 470, "Each rung on the roofline of an H200: FLOP/s over FLOPs per byte asked of global memory")
+    scene = Scene(860, 470, "Each rung on the roofline of an H200: FLOP/s over FLOPs per byte asked of global memory")
     left, top, width, height = 92, 44, 740, 360
     x_low, x_high, y_low, y_high = 0.1, 1000.0, 3e11, 2e15
 
@@ -260,33 +260,33 @@ def roofline() -> str:
         return top + height * (1 - math.log(y / y_low) / math.log(y_high / y_low))
 
     for power in range(-1, 4):
-        canvas.line(across(10.0**power), top, across(10.0**power), top + height)
-        canvas.text(across(10.0**power), top + height + 16, f"{10.0**power:g}", align="mid", size=11, quiet=True)
+        scene.line(across(10.0**power), top, across(10.0**power), top + height)
+        scene.text(across(10.0**power), top + height + 16, f"{10.0**power:g}", align="mid", size=11, quiet=True)
     for flops in (1e12, 1e13, 1e14, 1e15):
-        canvas.line(left, up(flops), left + width, up(flops))
-        canvas.text(left - 6, up(flops) + 4, format_rate(flops, "FLOP/s"), align="end", size=11, quiet=True)
-    canvas.text(left + width, top + height + 34, "FLOP per byte", align="end", size=11, quiet=True)
+        scene.line(left, up(flops), left + width, up(flops))
+        scene.text(left - 6, up(flops) + 4, format_rate(flops, "FLOP/s"), align="end", size=11, quiet=True)
+    scene.text(left + width, top + height + 34, "FLOP per byte", align="end", size=11, quiet=True)
     bandwidth = device.memory_bytes_per_s
     l1 = device.sm_count * times.clock_hz(device) * 128  # a line per cycle and multiprocessor
     for rate, words, colour in ((bandwidth, "device memory 4.8 TB/s", 1), (l1, f"L1 {format_rate(l1, 'B/s')}", 4)):
         begin, end = max(x_low, y_low / rate), device.peak("fp16") / rate
-        canvas.line(across(begin), up(begin * rate), across(end), up(end * rate), colour=colour, thick=True)
-        canvas.text(across(begin) + 8, up(begin * rate) - 10, words, size=11)
+        scene.line(across(begin), up(begin * rate), across(end), up(end * rate), colour=colour, thick=True)
+        scene.text(across(begin) + 8, up(begin * rate) - 10, words, size=11)
     for units, colour in (("fp32", 0), ("tf32", 3), ("fp16", 2)):
         peak = device.peak(units)
-        canvas.line(across(peak / l1), up(peak), left + width, up(peak), colour=colour, thick=True)
-        canvas.text(left + width, up(peak) - 5, f"{units} {format_rate(peak, 'FLOP/s')}", size=11, align="end")
+        scene.line(across(peak / l1), up(peak), left + width, up(peak), colour=colour, thick=True)
+        scene.text(left + width, up(peak) - 5, f"{units} {format_rate(peak, 'FLOP/s')}", size=11, align="end")
     bytes_of = {"fp32": 4, "tf32": 4, "fp16": 2}
     taken: list[tuple[float, float, float]] = []  # left, right and baseline of the names so far
     for place, row in enumerate(h200_rows()):
         units, name = str(row.case["units"]), str(row.case["rung"])
         x = across(2 * N**3 / (reads_of(row) * bytes_of[units]))
         y = up(2 * N**3 / median_s(row))
-        canvas.box(x - 5, y - 5, 10, 10, colour={"fp32": 0, "tf32": 3, "fp16": 2}[units])
+        scene.box(x - 5, y - 5, 10, 10, colour={"fp32": 0, "tf32": 3, "fp16": 2}[units])
         for lower, side in itertools.product((4, 16, -8, 28), (-1, 1) if place % 2 else (1, -1)):
             begin, end = sorted((x + 8 * side, x + (8 + 6 * len(name)) * side))
             if all(begin > right or end < left or abs(y + lower - base) > 11 for left, right, base in taken):
                 break
         taken.append((begin, end, y + lower))
-        canvas.text(x + 8 * side, y + lower, name, size=10, align="end" if side < 0 else "")
-    return canvas.svg()
+        scene.text(x + 8 * side, y + lower, name, size=10, align="end" if side < 0 else "")
+    return scene.svg()

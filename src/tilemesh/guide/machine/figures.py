@@ -7,12 +7,12 @@ from pathlib import Path
 
 from tilemesh.core.cost import Ceiling
 from tilemesh.core.hardware import H100, LINKS
+from tilemesh.core.scene import LaneBlock, Scene, lanes
 from tilemesh.core.units import format_bytes, format_rate, format_seconds
 from tilemesh.guide.machine.growth import GPUS, MODELS, TRAINING_BYTES
 from tilemesh.guide.machine.hierarchy import MemoryLevel
 from tilemesh.guide.machine.layers import rows
 from tilemesh.guide.machine.processor import CYCLE, amdahl, chained, cycles, independent, pipelined
-from tilemesh.guide.svg import Canvas, LaneBlock, lanes
 from tilemesh.report.draw import Dots, Drawing, Line, Note, PageTable, Plot, PlotAxis
 from tilemesh.report.picture import svg
 
@@ -41,23 +41,23 @@ def hierarchy() -> str:
     """Latency of each level on a logarithmic scale, with its bandwidth beside it."""
     machine, levels = measured()
     levels = [level for level in levels if level.latency_s is not None]
-    canvas = Canvas(860, 76 + 36 * len(levels) + 24, f"How long one read takes, level by level, measured on {machine}")
+    scene = Scene(860, 76 + 36 * len(levels) + 24, f"How long one read takes, level by level, measured on {machine}")
     scale = PlotAxis(1e-10, 1e-2, "", log=True)
     for power in range(-10, -1):
         x = 190 + 460 * scale.place(10.0**power)
-        canvas.line(x, 52, x, 60 + 36 * len(levels), faint=True)
-        canvas.text(x, 48, format_seconds(10.0**power), size=10, align="mid", quiet=True)
+        scene.line(x, 52, x, 60 + 36 * len(levels), faint=True)
+        scene.text(x, 48, format_seconds(10.0**power), size=10, align="mid", quiet=True)
     for place, level in enumerate(levels):
         y = 62 + place * 36
         assert level.latency_s is not None
         size = f" ({format_bytes(level.size_bytes)} read)" if level.size_bytes else ""
-        canvas.text(180, y + 18, level.name + size, align="end")
+        scene.text(180, y + 18, level.name + size, align="end")
         width = 460 * scale.place(level.latency_s)
-        canvas.box(190, y, width, 26, colour=(0, 2, 2, 2, 1, 3, 5)[min(place, 6)])
+        scene.box(190, y, width, 26, colour=(0, 2, 2, 2, 1, 3, 5)[min(place, 6)])
         rate = "" if level.bytes_per_s is None else f", {format_rate(level.bytes_per_s, 'B/s')}"
-        canvas.text(198 + width, y + 18, f"{format_seconds(level.latency_s)}{rate}", size=11)
-    canvas.text(190, 80 + 36 * len(levels), "each line to the right is ten times slower", size=11, quiet=True)
-    return canvas.svg()
+        scene.text(198 + width, y + 18, f"{format_seconds(level.latency_s)}{rate}", size=11)
+    scene.text(190, 80 + 36 * len(levels), "each line to the right is ten times slower", size=11, quiet=True)
+    return scene.svg()
 
 
 def cycle(count: int = 5) -> str:
@@ -83,7 +83,7 @@ def cycle(count: int = 5) -> str:
 
 def gpu() -> str:
     """The levels of an H100, from its datasheet."""
-    canvas = Canvas(860, 300, "Where data lives on a GPU: an H100, from the thread to the other GPUs")
+    scene = Scene(860, 300, "Where data lives on a GPU: an H100, from the thread to the other GPUs")
     registers = H100.sm_count * H100.registers_per_sm * 4
     shared = H100.sm_count * H100.shared_bytes_per_sm
     between = [format_rate(LINKS[name].bytes_per_s, "B/s") for name in ("nvlink4", "pcie5")]
@@ -98,25 +98,25 @@ def gpu() -> str:
     )
     for place, (name, size, words, colour, width) in enumerate(levels):
         y = 44 + place * 50
-        canvas.box(20, y, width, 40, f"{name}   {format_bytes(size) if size else ''}".strip(), colour=colour)
-        canvas.text(32 + width, y + 25, words, size=10, quiet=True)
-    return canvas.svg()
+        scene.box(20, y, width, 40, f"{name}   {format_bytes(size) if size else ''}".strip(), colour=colour)
+        scene.text(32 + width, y + 25, words, size=10, quiet=True)
+    return scene.svg()
 
 
 def links() -> str:
     """Bandwidths of links, one direction, on a logarithmic scale."""
     shown = ("nvlink5", "nvlink4", "nvlink3", "pcie5", "pcie4", "ndr", "hdr", "ethernet100", "ethernet10")
-    canvas = Canvas(860, 60 + 30 * (len(shown) + 1), "Links in one direction (advertised figures often count both)")
+    scene = Scene(860, 60 + 30 * (len(shown) + 1), "Links in one direction (advertised figures often count both)")
     scale = PlotAxis(1e9, 5e12, "", log=True)
     values = {"HBM of an H100": H100.memory_bytes_per_s, **{name: LINKS[name].bytes_per_s for name in shown}}
     for place, (name, value) in enumerate(values.items()):
         y = 40 + place * 30
         width = 560 * scale.place(value)
-        canvas.text(140, y + 16, name, align="end")
-        canvas.box(150, y, width, 22, colour=1 if place == 0 else 0 if "nvlink" in name else 2 if "pcie" in name else 3)
-        canvas.text(158 + width, y + 16, format_rate(value, "B/s"), size=11)
-    canvas.text(150, 54 + 30 * len(values), "the scale is logarithmic", size=10, quiet=True)
-    return canvas.svg()
+        scene.text(140, y + 16, name, align="end")
+        scene.box(150, y, width, 22, colour=1 if place == 0 else 0 if "nvlink" in name else 2 if "pcie" in name else 3)
+        scene.text(158 + width, y + 16, format_rate(value, "B/s"), size=11)
+    scene.text(150, 54 + 30 * len(values), "the scale is logarithmic", size=10, quiet=True)
+    return scene.svg()
 
 
 _ABOVE, _BELOW = 1.4, 1.8  # factors on the logarithmic axis: some ten pixels

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from tilemesh.core.hardware import LINKS
+from tilemesh.core.scene import Scene
 from tilemesh.core.units import format_bytes, format_seconds
-from tilemesh.guide.svg import Canvas
 from tilemesh.report.draw import Drawing, Line, PageTable, Plot, PlotAxis
 from tilemesh.report.picture import svg
 
@@ -22,7 +22,7 @@ def figures() -> dict[str, str]:
 
 def deadlock() -> str:
     """Two ranks over time: both send first; in turns; both at once."""
-    canvas = Canvas(860, 300, "Two ranks swap arrays: three programs, time runs downwards")
+    scene = Scene(860, 300, "Two ranks swap arrays: three programs, time runs downwards")
     programs = (
         ("deadlock", (("send →", "← send"), ("recv\nnever reached", "recv\nnever reached")), 1),
         ("in turns", (("send →", "recv"), ("recv", "← send")), 2),
@@ -30,27 +30,27 @@ def deadlock() -> str:
     )
     for place, (name, rows, colour) in enumerate(programs):
         x = 20 + place * 285
-        canvas.text(x + 125, 54, name, bold=True, align="mid")
+        scene.text(x + 125, 54, name, bold=True, align="mid")
         for rank in range(2):
-            canvas.text(x + 60 + rank * 130, 76, f"rank {rank}", align="mid", quiet=True)
+            scene.text(x + 60 + rank * 130, 76, f"rank {rank}", align="mid", quiet=True)
         for number, row in enumerate(rows):
             y = 88 + number * 62
             for rank, words in enumerate(row):
-                canvas.box(x + rank * 130, y, 120, 34, words, colour=colour, pale=name == "deadlock" and number == 1)
+                scene.box(x + rank * 130, y, 120, 34, words, colour=colour, pale=name == "deadlock" and number == 1)
         if name == "deadlock":
-            canvas.arrow(x + 60, 122, x + 186, 148, colour=1, dashed=True)
-            canvas.arrow(x + 190, 122, x + 64, 148, colour=1, dashed=True)
-            canvas.text(x + 125, 232, "each send waits for the other's recv:", align="mid", quiet=True)
-            canvas.text(x + 125, 250, "a circle, for ever", align="mid", quiet=True)
+            scene.arrow(x + 60, 122, x + 186, 148, colour=1, dashed=True)
+            scene.arrow(x + 190, 122, x + 64, 148, colour=1, dashed=True)
+            scene.text(x + 125, 232, "each send waits for the other's recv:", align="mid", quiet=True)
+            scene.text(x + 125, 250, "a circle, for ever", align="mid", quiet=True)
         elif name == "in turns":
-            canvas.arrow(x + 120, 105, x + 130, 105, colour=2)
-            canvas.arrow(x + 130, 167, x + 120, 167, colour=2)
-            canvas.text(x + 125, 232, "two messages, one after the other", align="mid", quiet=True)
+            scene.arrow(x + 120, 105, x + 130, 105, colour=2)
+            scene.arrow(x + 130, 167, x + 120, 167, colour=2)
+            scene.text(x + 125, 232, "two messages, one after the other", align="mid", quiet=True)
         else:
-            canvas.arrow(x + 62, 122, x + 188, 148, colour=0)
-            canvas.arrow(x + 188, 122, x + 62, 148, colour=0)
-            canvas.text(x + 125, 232, "two messages at the same time", align="mid", quiet=True)
-    return canvas.svg()
+            scene.arrow(x + 62, 122, x + 188, 148, colour=0)
+            scene.arrow(x + 188, 122, x + 62, 148, colour=0)
+            scene.text(x + 125, 232, "two messages at the same time", align="mid", quiet=True)
+    return scene.svg()
 
 
 def message_time() -> str:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from tilemesh.core.scene import LaneBlock, Scene, lanes
 from tilemesh.core.step.book import build
 from tilemesh.core.step.check import check
-from tilemesh.core.step.memory import memory_peaks
+from tilemesh.core.step.draw import curves
+from tilemesh.core.step.draw import svg as step_svg
+from tilemesh.core.step.memory import memory_curve
 from tilemesh.core.step.pace import bubble_fraction
 from tilemesh.core.step.search import PassTimes
 from tilemesh.core.step.simulate import simulate
 from tilemesh.guide.pipelines.work import STAGES
-from tilemesh.guide.svg import Canvas, LaneBlock, lanes
 from tilemesh.report.draw import Drawing, Line, PageTable, Plot, PlotAxis
 from tilemesh.report.picture import svg
 
@@ -49,22 +51,9 @@ def schedule(name: str, stages: int = 4, microbatches: int = 8) -> str:
     check(program)
     given = PassTimes()
     timeline = simulate(program, given.times(program), keep_slots=True)
-    colours = {"F": 0, "B": 2, "I": 2, "W": 1}
-    blocks = [
-        LaneBlock(
-            slot.rank, slot.start_s, slot.end_s, str(slot.action.microbatch), colours[slot.action.kind],
-            pale=slot.action.chunk != program.placement.held[slot.rank][0],
-        )
-        for slot in timeline.slots
-        if slot.action.kind in colours
-    ]  # fmt: skip
-    peak = max(memory_peaks(program, given.sizes(program)))
-    words = f"{name}: {timeline.bubble:.1%} bubble, at most {peak:g} microbatches kept"
-    note = "a number: its microbatch · blue: forward · green: backward" + (
-        " (of inputs) · brown: of weights" if name.startswith("zb") else ""
-    )
-    note += " · pale: the rank's second chunk" if program.chunks > stages or name == "chimera" else ""
-    return lanes(words, [f"rank {rank}" for rank in range(stages)], blocks, unit="time", note=note)
+    held = memory_curve(program, given.sizes(program))
+    title = f"{name}: {timeline.bubble:.1%} bubble, at most {max(map(max, held)):g} microbatches kept"
+    return step_svg(program, timeline, curves(program, timeline, held), title)
 
 
 def bubble(stages: int = 8) -> str:
@@ -88,7 +77,7 @@ def bubble(stages: int = 8) -> str:
 
 def axes() -> str:
     """Which axis for what is too large."""
-    canvas = Canvas(860, 240, "What is too large? The order in which to try")
+    scene = Scene(860, 240, "What is too large? The order in which to try")
     steps = (
         ("one device", "does it fit, and is it fast enough? then stop", 6),
         ("data parallel", "the batch takes too long: more devices, other samples", 3),
@@ -98,8 +87,8 @@ def axes() -> str:
     )
     for place, (name, words, colour) in enumerate(steps):
         y = 44 + place * 38
-        canvas.box(40, y, 170, 30, name, colour=colour)
-        canvas.text(226, y + 20, words)
+        scene.box(40, y, 170, 30, name, colour=colour)
+        scene.text(226, y + 20, words)
         if place + 1 < len(steps):
-            canvas.arrow(125, y + 31, 125, y + 38, colour=6)
-    return canvas.svg()
+            scene.arrow(125, y + 31, 125, y + 38, colour=6)
+    return scene.svg()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tilemesh.guide.svg import Canvas, LaneBlock, lanes
+from tilemesh.core.scene import LaneBlock, Scene, lanes
 
 DEVICES = (0, 1)  # colours
 
@@ -11,25 +11,25 @@ def figures() -> dict[str, str]:
     return {"three_cuts.svg": three_cuts(), "pair.svg": pair(), "sequence.svg": sequence(), "in_time.svg": in_time()}
 
 
-def _matrix(canvas: Canvas, x: float, y: float, width: float, height: float, name: str, cut: str) -> None:
+def _matrix(scene: Scene, x: float, y: float, width: float, height: float, name: str, cut: str) -> None:
     """A matrix, its halves coloured by device; `cut`: rows, columns, whole (both have it) or sum (both have a part)."""
     if cut == "rows":
         for place, colour in enumerate(DEVICES):
-            canvas.box(x, y + place * height / 2, width, height / 2, colour=colour)
+            scene.box(x, y + place * height / 2, width, height / 2, colour=colour)
     elif cut == "columns":
         for place, colour in enumerate(DEVICES):
-            canvas.box(x + place * width / 2, y, width / 2, height, colour=colour)
+            scene.box(x + place * width / 2, y, width / 2, height, colour=colour)
     else:
-        canvas.box(x, y, width, height, colour=6, pale=cut == "whole")
-    canvas.text(x + width / 2, y - 6, name, align="mid", bold=True)
+        scene.box(x, y, width, height, colour=6, pale=cut == "whole")
+    scene.text(x + width / 2, y - 6, name, align="mid", bold=True)
     words = {"whole": "both", "sum": "0 + 1"}.get(cut, "")
     if words:
-        canvas.text(x + width / 2, y + height / 2 + 4, words, align="mid", size=11, quiet=True)
+        scene.text(x + width / 2, y + height / 2 + 4, words, align="mid", size=11, quiet=True)
 
 
 def three_cuts() -> str:
     """x·A·B cut by rows and in Megatron's way."""
-    canvas = Canvas(860, 330, "Two products on two devices: blue is device 0, brown is device 1")
+    scene = Scene(860, 330, "Two products on two devices: blue is device 0, brown is device 1")
     rows = (
         (
             "by rows",
@@ -46,16 +46,16 @@ def three_cuts() -> str:
     sizes = ((90, 80), (100, 60), (100, 80), (60, 80), (90, 80))
     for row, (name, cuts, words) in enumerate(rows):
         y, x = 70 + row * 140, 130.0
-        canvas.text(16, y + 44, name, bold=True)
+        scene.text(16, y + 44, name, bold=True)
         for index, (matrix, cut) in enumerate(zip(names, cuts, strict=True)):
             width, height = sizes[index]
-            _matrix(canvas, x, y, width, height, matrix, cut)
+            _matrix(scene, x, y, width, height, matrix, cut)
             x += width
             sign = ("·", "=", "·", "=", "")[index]
-            canvas.text(x + 18, y + 44, sign, size=20, align="mid")
+            scene.text(x + 18, y + 44, sign, size=20, align="mid")
             x += 36
-        canvas.text(130, y + 100, words, size=11, quiet=True)
-    return canvas.svg()
+        scene.text(130, y + 100, words, size=11, quiet=True)
+    return scene.svg()
 
 
 def in_time() -> str:
@@ -74,34 +74,34 @@ def in_time() -> str:
 
 def pair() -> str:
     """Forward and backward of a pair, with the two places where ranks meet."""
-    canvas = Canvas(860, 300, "Column, then row: where the ranks meet, forward and backward")
+    scene = Scene(860, 300, "Column, then row: where the ranks meet, forward and backward")
     rows = {
         "forward": ("x\nwhole", "x·A_i\nno sum", "relu", "h_i·B_i\npart of a sum", "all_reduce", "z\nwhole"),
         "backward": ("dx\nwhole", "all_reduce", "da_i·A_iᵀ\npart of a sum", "relu'", "dz·B_iᵀ\nno sum", "dz\nwhole"),
     }
     for row, (name, boxes) in enumerate(rows.items()):
         y = 60 + row * 110
-        canvas.text(16, y + 32, name, bold=True)
+        scene.text(16, y + 32, name, bold=True)
         for place, words in enumerate(boxes):
             x = 100 + place * 126
             colour = 6 if "whole" in words else 2 if "reduce" in words else 1 if "part" in words else 0
-            canvas.box(x, y, 108, 54, words, colour=colour, pale=colour == 6)
+            scene.box(x, y, 108, 54, words, colour=colour, pale=colour == 6)
             if place:
                 ends = (x - 16, x - 2) if row == 0 else (x - 2, x - 16)
-                canvas.arrow(ends[0], y + 27, ends[1], y + 27, colour=6)
-    canvas.text(
+                scene.arrow(ends[0], y + 27, ends[1], y + 27, colour=6)
+    scene.text(
         100,
         272,
         "The column half is silent forward and sums backward; the row half sums forward and is silent backward.",
         quiet=True,
     )
-    canvas.text(100, 290, "Weight gradients stay where they are: xᵀ·da_i and h_iᵀ·dz need no other rank.", quiet=True)
-    return canvas.svg()
+    scene.text(100, 290, "Weight gradients stay where they are: xᵀ·da_i and h_iᵀ·dz need no other rank.", quiet=True)
+    return scene.svg()
 
 
 def sequence() -> str:
     """Collectives of a pair with sequence parallelism."""
-    canvas = Canvas(
+    scene = Scene(
         860, 230, "With sequence parallelism: an all_reduce becomes two halves, and tokens stay cut in between"
     )
     rows = (
@@ -124,17 +124,17 @@ def sequence() -> str:
     )
     for row, (name, boxes, words) in enumerate(rows):
         y, x = 56 + row * 76, 100.0
-        canvas.text(16, y + 26, name, bold=True)
+        scene.text(16, y + 26, name, bold=True)
         for text, colour in boxes:
             width = 28 + 6.6 * len(text)
-            canvas.box(x, y, width, 42, text, colour=colour)
+            scene.box(x, y, width, 42, text, colour=colour)
             x += width + 8
-        canvas.text(846, y + 60, words, align="end", bold=True, size=11)
-    canvas.text(
+        scene.text(846, y + 60, words, align="end", bold=True, size=11)
+    scene.text(
         100,
         218,
         "Norms, dropout and what is kept for backward are 1/n per rank; the price is gathering x a second time.",
         quiet=True,
         size=11,
     )
-    return canvas.svg()
+    return scene.svg()
