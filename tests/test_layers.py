@@ -76,7 +76,7 @@ STRICTER = {
 }
 # The most lines that a room may have: raised only in the commit that adds a named capability. `make size` prints them.
 MOST_LINES = {
-    "core": 7_600,
+    "core": 7_640,
     "measure": 3_100,
     "launch": 2_100,
     "runs": 2_200,
@@ -94,7 +94,7 @@ MOST_LINES = {
     "align": 3_000,
     "report": 6_130,
     "bench": 8_350,
-    "cli": 4_420,
+    "cli": 4_560,
     "guide": 8_850,
 }
 SOURCE_SUFFIXES = (".py", ".c", ".h", ".cu", ".cuh", ".js", ".css")

@@ -13,12 +13,17 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from tilemesh.cli.commands.plan.train import load_model
 from tilemesh.cli.main import make_app, redirected
+from tilemesh.cli.models import load_model
 from tilemesh.core import config
 from tilemesh.core.errors import RunError, UsageError
+from tilemesh.core.files import PART
+from tilemesh.core.hardware import A100, H100, parse_cluster
 from tilemesh.core.plan import ParallelPlan
 from tilemesh.model.config import preset
+from tilemesh.model.families.book import to_json
+from tilemesh.plan.choose import search
+from tilemesh.train.config import TrainConfig
 
 MEGATRON_530B = [
     "gpt3-175b", "--set", "model.layers=105,model.width=20480,model.heads=128,model.vocabulary=51200",
@@ -158,6 +163,78 @@ def test_settings_change_a_preset_and_a_file_is_a_model(tmp_path: Path) -> None:
     (tmp_path / "m.toml").write_text("[model]\nlayers = 2\nwidth = 64\nheads = 4\nvocabulary = 256\ncontext = 32\n")
     assert load_model(str(tmp_path / "m.toml"), []).layers == 2
     assert load_model("llama-3-8b", []) == preset("llama-3-8b")
+
+
+def test_a_model_is_read_from_whatever_holds_one(tmp_path: Path) -> None:
+    """A Hugging Face folder and its config.json, a run's folder and its configuration, a saved plan: one model."""
+    model = preset("llama-3-8b")
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(to_json(model, "bfloat16")))
+    run_folder = tmp_path / "run"
+    run_folder.mkdir()
+    (run_folder / "config.toml").write_text(config.dump_toml(TrainConfig(model)))
+    run("llama-3-8b", "--cluster", "8xh100", "--batch", "8", "--save", str(tmp_path / "plan.toml"))
+    for name in ("hf", "hf/config.json", "run", "run/config.toml", "plan.toml"):
+        assert load_model(str(tmp_path / name), []) == model
+    assert load_model(str(tmp_path / "hf"), ["model.width=2048"]).head_width == 64
+
+
+def test_a_folder_without_a_model_says_what_is_missing(tmp_path: Path) -> None:
+    (tmp_path / "plan.toml").write_text("dp = 2\n")
+    (tmp_path / "text").write_text("")
+    (tmp_path / "none").mkdir()
+    half = tmp_path / "half"
+    half.mkdir()
+    (half / f".unfinished{PART}").touch()
+    for name, words in {
+        "half": "half-written: the command that wrote it was killed",
+        "none": "has neither config.json nor config.toml",
+        "missing/model": "is not there: expected a preset",
+        "text": "is a file: expected a preset",
+        "no.json": "does not exist",
+        "plan.toml": r"has no \[model\] section",
+    }.items():
+        with pytest.raises(UsageError, match=words):
+            load_model(str(tmp_path / name), [])
+
+
+def test_nodes_of_two_kinds_go_at_the_pace_of_the_least() -> None:
+    mixed = parse_cluster("16xh100+8xa100")
+    assert (mixed.name, mixed.world) == ("2x8xh100+1x8xa100-80", 24)
+    assert parse_cluster(mixed.name) == mixed
+    for name in ("memory_bytes", "usable_bytes", "memory_bytes_per_s"):
+        assert getattr(mixed.device, name) == min(getattr(device, name) for device in (A100, H100))
+    assert mixed.device.peak_flops_per_s["bf16"] == A100.peak_flops_per_s["bf16"]
+    assert "fp8" not in mixed.device.peak_flops_per_s
+    words = run("llama-3-8b", "--cluster", "8xh100+8xa100", "--batch", "64").stdout
+    together, fast, slow = (float(found) for found in re.findall(r"(\d+\.?\d*)k\s+tokens/s", words)[-3:])
+    same = search("llama-3-8b", "16xa100", batch=64).best.tokens_per_s / 1e3
+    # The memory of an H100 is the smaller one, by 0.2 %: another layout may be first, and none is faster.
+    assert 0.98 * same < together < 1.005 * same
+    assert fast > slow
+
+
+@pytest.mark.parametrize(
+    ("cluster", "words"),
+    [("4xh100+8xa100", "nodes of 4 and of 8"), ("8xh100+8xcpu", "GPUs and CPUs"), ("8xh100+8xh10", "did you mean 'h1")],
+)
+def test_nodes_that_share_no_layout(cluster: str, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        parse_cluster(cluster)
+
+
+def test_a_budget_is_hours_and_tokens(tmp_path: Path) -> None:
+    path = tmp_path / "m.json"
+    words = ("llama-3-8b", "--cluster", "8xh100", "--batch", "8", "--price", "2.5", "--budget", "1000")
+    out = run(*words, "--json", str(path)).stdout
+    best = json.loads(path.read_text().splitlines()[0])
+    money = best["money"]
+    assert (money["per_hour"], money["hours"]) == (20.0, 50.0)
+    assert money["tokens"] == pytest.approx(50 * 3600 * best["tokens_per_s"])
+    assert money["tokens"] * money["per_billion_tokens"] / 1e9 == pytest.approx(1000)
+    assert "A budget of 1,000 is 50 hours" in out
+    with pytest.raises(UsageError, match="--price"):
+        run("llama-3-8b", "--cluster", "8xh100", "--budget", "1000")
 
 
 @pytest.mark.parametrize(

@@ -100,3 +100,20 @@ def reasons_for(result: SearchResult) -> list[str]:
     # A rank of a CPU is some of its cores.
     device = re.compile(rf"GPU|(?<=\b[oO]ne ){re.escape(result.cluster.device.name)}")
     return [device.sub("rank", line) for line in lines]
+
+
+def money_words(money: Mapping[str, float], result: SearchResult) -> Iterator[str]:
+    """What training costs, in the currency of the price."""
+    if not money:
+        return
+    holder = "GPU" if result.cluster.device.kind == "gpu" else "rank"
+    yield (
+        f"At {money['price']:g} per {holder} and hour the cluster costs {money['per_hour']:,.6g} per hour, and a "
+        f"billion tokens {money['per_billion_tokens']:,.4g}."
+    )
+    if "budget" in money:
+        each = money["tokens"] / count_parameters(result.model).total
+        yield (
+            f"A budget of {money['budget']:,.10g} is {money['hours']:,.4g} hours: {format_count(money['tokens'])} "
+            f"tokens, {each:,.3g} per parameter (about 20 make the best of the FLOPs: Hoffmann et al. 2022)."
+        )

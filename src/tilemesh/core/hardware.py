@@ -101,9 +101,11 @@ class ClusterNode:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Nodes that are all alike: one device, one size, one pair of links."""
+    """Nodes that are all alike: one device, one size, one pair of links. Of nodes that differ, what each can do."""
 
     nodes: tuple[ClusterNode, ...]
+    parts: tuple[Cluster, ...] = ()
+    """Where the nodes are of several kinds: those of each."""
 
     def __post_init__(self) -> None:
         if not self.nodes:
@@ -128,6 +130,8 @@ class Cluster:
     def name(self) -> str:
         """The string that `parse_cluster` turns into this cluster, with the nodes spelled out; "2xlocal" for this
         machine's own cores."""
+        if self.parts:
+            return "+".join(part.name for part in self.parts)
         if self.device.name == LOCAL:
             return f"{self.world}xlocal"
         return f"{len(self.nodes)}x{self.node.count}x{self.device.name}"
@@ -368,10 +372,15 @@ def grown(node: ClusterNode, count: int) -> ClusterNode:
 
 
 def parse_cluster(text: str, described: ClusterNode | None = None) -> Cluster:
-    """A cluster from "64xh100" (64 GPUs in nodes of 8; up to 8 are one node) or "4x8xa100" (4 nodes of 8).
+    """A cluster from "64xh100" (64 GPUs in nodes of 8; up to 8 are one node) or "4x8xa100" (4 nodes of 8); of two
+    kinds of node as "32xh100+64xa100".
 
     `described`: a node of a GPU that is not known here, whose name may stand in the text (`core/described_gpu.py`).
     """
+    if "+" in text:
+        name = described.device.name if described is not None else ""
+        parts = [parse_cluster(part, described if part.endswith(f"x{name}") else None) for part in text.split("+")]
+        return _mixed(tuple(parts))
     match = re.fullmatch(r"([0-9]{1,18})x(?:([0-9]{1,18})x)?([a-z][a-z0-9-]*)", text.strip().lower())
     if match is None:
         raise UsageError(f"cluster {shown(text)} is not understood: write 64xh100 (64 GPUs) or 4x8xa100 (4 nodes of 8)")
@@ -402,3 +411,30 @@ def parse_cluster(text: str, described: ClusterNode | None = None) -> Cluster:
             f"{below + size}x{match[3]}, or say the nodes, {first // even}x{even}x{match[3]}"
         )
     return Cluster((full,) * (first // size))
+
+
+def _mixed(parts: tuple[Cluster, ...]) -> Cluster:
+    """Nodes of several kinds: a layout gives all ranks the same work, so each does in a step what the least of them can
+    in that respect."""
+    if len({part.node.count for part in parts}) > 1:
+        sizes = " and of ".join(str(part.node.count) for part in parts)
+        raise UsageError(f"a cluster of nodes of {sizes} devices: write nodes of one size, such as 4x4xh100+2x4xa100")
+    devices = [part.device for part in parts]
+    if len({device.kind for device in devices}) > 1:
+        raise UsageError("a cluster of GPUs and CPUs: their ranks share no layout; plan them apart")
+    dtypes = [dtype for dtype in devices[0].peak_flops_per_s if all(dtype in d.peak_flops_per_s for d in devices)]
+    slowest = min(devices, key=lambda device: device.peak_flops_per_s[dtypes[-1]])
+    device = replace(
+        slowest,
+        name="+".join(dict.fromkeys(device.name for device in devices)),
+        like=slowest.kin,
+        peak_flops_per_s={dtype: min(d.peak_flops_per_s[dtype] for d in devices) for dtype in dtypes},
+        memory_bytes=min(d.memory_bytes for d in devices),
+        usable_bytes=min(d.usable_bytes for d in devices),
+        memory_bytes_per_s=min(d.memory_bytes_per_s for d in devices),
+    )
+    nodes = [part.node for part in parts]
+    outside = min(nodes, key=lambda node: node.inter_bytes_per_s_per_device)
+    intra = min((node.intra for node in nodes), key=lambda link: link.bytes_per_s)
+    node = replace(outside, device=device, intra=intra)
+    return Cluster((node,) * sum(len(part.nodes) for part in parts), parts)

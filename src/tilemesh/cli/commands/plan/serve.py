@@ -4,21 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import tilemesh
-from tilemesh.cli.commands.plan.train import ModelOnCluster, load_model, named_cluster
+from tilemesh.cli.commands.plan.train import ModelOnCluster, Money, named_cluster
+from tilemesh.cli.models import load_model
 from tilemesh.cli.output import Block, Output, table_of
 from tilemesh.core.errors import UsageError
 from tilemesh.core.options import OutFile, option
-from tilemesh.core.ranges import Range
 from tilemesh.core.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from tilemesh.plan.serving import ServeLayout
     from tilemesh.serve.planned import SimulatedLoad
-
-_Above = Annotated[float, Range(0, 1e9, above=True, below=True)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,8 +27,8 @@ class ServePlanOptions(ModelOnCluster):
     goal: str | None = option(None, "What is promised, in seconds.", "ttft=1,itl=0.05")
     dtype: str | None = option(None, "bf16, fp32. [default: bf16, on a CPU fp32]")
     step_tokens: int = option(512, "Most tokens in a step.", "N")
-    price: _Above | None = option(None, "A device's price per hour.", "N")
-    power: _Above | None = option(None, "A device's power.", "W")
+    price: Money | None = option(None, "A device's price per hour.", "N")
+    power: Money | None = option(None, "A device's power.", "W")
     json: OutFile | None = option(None, "Every figure by name; - for stdout.", "FILE")
 
 

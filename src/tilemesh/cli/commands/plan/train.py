@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, make_dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, cast
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tilemesh
+from tilemesh.cli.models import MODEL_WORDS, load_model
 from tilemesh.cli.output import Block, Output, show
-from tilemesh.core.errors import RunError, UsageError, unknown
+from tilemesh.core.errors import RunError, UsageError
 from tilemesh.core.options import OutFile, argument, option, refuse
+from tilemesh.core.ranges import Range
 from tilemesh.core.units import parse_count, parse_fraction
 
 if TYPE_CHECKING:
@@ -24,14 +26,15 @@ if TYPE_CHECKING:
     from tilemesh.plan.prediction import Refused
 
 REFERENCE_DEVICE = "h100"  # for the roofline when no cluster is named
-_CLUSTER = "64xh100; 4x8xa100: 4 nodes of 8; local, 4xlocal: this machine, measured."
+_CLUSTER = "64xh100; 4x8xa100: 4 nodes of 8; 32xh100+32xa100; local, 4xlocal: this machine, measured."
+Money = Annotated[float, Range(0, 1e12, above=True, below=True)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOnCluster:
     """What is planned, and for which machines."""
 
-    model: str | None = argument(None, "A preset (llama-3-70b, ...) or a TOML file.", "MODEL")
+    model: str | None = argument(None, f"{MODEL_WORDS[0].upper()}{MODEL_WORDS[1:]}.", "MODEL")
     cluster: str | None = option(None, _CLUSTER, "NxGPU")
     gpu: str | None = option(None, "A GPU of your own, which --cluster then calls by its name.", "FILE.toml")
     sets: tuple[str, ...] = option((), "model.layers=105,...", "A=B,...", flag="--set")
@@ -53,6 +56,8 @@ class TrainPlanOptions(ModelOnCluster):
     code: Literal["fused", "compiled", "eager"] | None = option(
         None, "What runs it: fused (Megatron's), compiled or eager (torch).", "NAME"
     )
+    price: Money | None = option(None, "A GPU's price per hour.", "N")
+    budget: Money | None = option(None, "What may be spent: how many tokens it trains on; with --price.", "N")
     save: OutFile | None = option(None, "Write the best plan.", "PLAN.toml")
     explain: bool = option(False, "Show the arithmetic: formulas and numbers.")
     json: OutFile | None = option(None, "Every figure by name; - for stdout.", "FILE")
@@ -64,20 +69,26 @@ class TrainPlanOptions(ModelOnCluster):
 
 
 def train(options: TrainPlanOptions) -> Output:
-    from tilemesh.cli.layouts import headline, layout_items, reasons_for, section_items
+    from tilemesh.cli.layouts import headline, layout_items, money_words, reasons_for, section_items
     from tilemesh.plan.explain import parameter_section, states_section, zero_section
     from tilemesh.plan.explain_plan import plan_sections
     from tilemesh.report.plan_page import render
 
     if options.model is None:
-        raise UsageError("MODEL is missing: expected a preset or a TOML file, such as tilemesh plan llama-3-70b")
+        raise UsageError(f"MODEL is missing: expected {MODEL_WORDS}")
     name, model = options.model, load_model(options.model, options.sets)
     if options.cluster is None:
         why_not = "{} is about a plan, which needs --cluster, such as --cluster 64xh100"
-        refuse(options, why_not, "gpu", "fix", "save", "json", "html", "code", "headroom")
+        refuse(options, why_not, "gpu", "fix", "price", "budget", "save", "json", "html", "code", "headroom")
         return Output(_model_items(options, name, model))
+    if options.budget is not None and options.price is None:
+        raise UsageError("--budget says what may be spent: give what a GPU costs per hour too, such as --price 2.5")
     result = _search(options, model, options.cluster)
-    best, reasons = result.best.plan, reasons_for(result)
+    money = _money(options, result)
+    best, reasons = (
+        result.best.plan,
+        [*reasons_for(result), *_kinds_apart(options, result), *money_words(money, result)],
+    )
     text: list[Block] = [headline(name, options.batch, options.batch_tokens, result), *layout_items(result)]
     if options.explain:
         arithmetic = [parameter_section(model), states_section(model, best.precision)]
@@ -86,7 +97,8 @@ def train(options: TrainPlanOptions) -> Output:
     if options.save is not None:
         text += _cannot_train(result)
     files = {"save": lambda: _plan_file(result), "html": lambda: render(result, name, reasons)}
-    return Output(text, [result.figures(place) | origin() for place in range(len(result.predictions))], files)
+    objects = [result.figures(place) | origin() for place in range(len(result.predictions))]
+    return Output(text, [objects[0] | ({"money": money} if money else {}), *objects[1:]], files)
 
 
 def _search(options: TrainPlanOptions, model: ModelConfig, cluster: str) -> SearchResult:
@@ -111,6 +123,46 @@ def _search(options: TrainPlanOptions, model: ModelConfig, cluster: str) -> Sear
     except NothingFitsError as error:
         show(Output(json=[plan_figures(model, machines.name, pins, 0, error.smallest) | origin()]), options)
         raise RunError(f"{options.model} {error}") from None
+
+
+def _kinds_apart(options: TrainPlanOptions, result: SearchResult) -> list[str]:
+    """Of a cluster with several kinds of nodes: what the nodes of each kind do alone."""
+    from tilemesh.core.units import format_count
+    from tilemesh.plan.choose import NothingFitsError, search
+
+    alone = []
+    for part in result.cluster.parts:
+        try:
+            best = search(
+                result.model, part, batch=result.batch, context=result.context, pins=result.pins, code=result.code,
+                headroom=result.headroom, shown=1,
+            ).best  # fmt: skip
+            alone.append(
+                f"{part.name} alone trains on {format_count(best.tokens_per_s)} tokens/s ({best.plan.short()})"
+            )
+        except (NothingFitsError, UsageError):
+            alone.append(f"{part.name} alone has no layout that fits")
+    if not alone:
+        return []
+    pace = (
+        f"All ranks get the same work, so all go at the pace of the slowest: {format_count(result.best.tokens_per_s)}"
+    )
+    return [f"{pace} tokens/s; {'; '.join(alone)}."]
+
+
+def _money(options: TrainPlanOptions, result: SearchResult) -> dict[str, float]:
+    """What a billion tokens cost, and what a budget buys."""
+    from tilemesh.plan.serving import cost_per_million
+
+    if options.price is None:
+        return {}
+    per_hour = options.price * result.cluster.world
+    billion = 1_000 * cost_per_million(options.price, result.cluster.world, result.best.tokens_per_s)
+    money = {"price": options.price, "per_hour": per_hour, "per_billion_tokens": billion}
+    if options.budget is not None:
+        hours = options.budget / per_hour
+        money |= {"budget": options.budget, "hours": hours, "tokens": hours * 3600 * result.best.tokens_per_s}
+    return money
 
 
 def _refused(model: ModelConfig, context: int) -> Refused:
@@ -153,20 +205,6 @@ def named_cluster(text: str, gpu: str | None) -> tuple[Cluster, Rates | None]:
         here = local_machine(text, this_machine())
         return here.cluster, here.rates
     return parse_cluster(text), None
-
-
-def load_model(name: str, sets: Sequence[str]) -> ModelConfig:
-    """The model of a preset or a file with a [model] section, with settings over it."""
-    from tilemesh.core import config
-    from tilemesh.model.config import PRESETS, ModelConfig
-
-    settings: Any = make_dataclass("settings", [("model", ModelConfig)])  # what `--set` and a TOML file speak of
-    if name.endswith(".toml"):
-        return cast(ModelConfig, config.load(settings, file=name, sets=sets).model)
-    if name not in PRESETS:
-        raise unknown("model", name, PRESETS)
-    presets = {known: {"model": values} for known, values in PRESETS.items()}
-    return cast(ModelConfig, config.load(settings, preset=name, presets=presets, sets=sets).model)
 
 
 def _model_items(options: TrainPlanOptions, name: str, model: ModelConfig) -> list[Block]:

@@ -1,0 +1,65 @@
+"""The model that a word on the command line names, without its weights: a preset, a file, or a folder of one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import make_dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from tilemesh.core.errors import UsageError, unknown
+
+if TYPE_CHECKING:
+    from tilemesh.model.config import ModelConfig
+
+MODEL_WORDS = "a preset (llama-3-70b, ...), a TOML file, a run's folder, a Hugging Face folder or its config.json"
+
+
+def load_model(name: str, sets: Sequence[str]) -> ModelConfig:
+    """The model of that name, with settings over it."""
+    from tilemesh.core import config
+    from tilemesh.model.config import PRESETS, ModelConfig
+
+    settings: Any = make_dataclass("settings", [("model", ModelConfig)])  # what `--set` and a TOML file speak of
+    values = {"model": PRESETS[name]} if name in PRESETS else _read(name)
+    config.from_dict(settings, values, name)  # its own faults, by its own name
+    return cast(ModelConfig, config.load(settings, preset=name, presets={name: values}, sets=sets).model)
+
+
+def _read(name: str) -> dict[str, Any]:
+    """What a file or a folder says of its model; of a run or a saved plan nothing else."""
+    from tilemesh.core.config import read_toml, settable_fields, to_dict
+    from tilemesh.core.files import check_finished, read_json_object
+    from tilemesh.core.plan import ParallelPlan
+    from tilemesh.model.config import PRESETS
+    from tilemesh.model.families.book import CONFIG, from_json
+    from tilemesh.runs.names import CONFIG as RUN_CONFIG
+    from tilemesh.train.config import TrainConfig
+
+    files = [Path(name)]
+    if os.path.isdir(name):
+        files = [Path(name, file) for file in (RUN_CONFIG, CONFIG) if os.path.isfile(Path(name, file))]
+    if not files:
+        check_finished(name)
+        raise UsageError(f"{name} has neither {CONFIG} nor {RUN_CONFIG}: expected a Hugging Face folder or a run's")
+    file = files[0]
+    if file.suffix == ".toml":
+        others = {field.name for part in (TrainConfig, ParallelPlan) for field in settable_fields(part)} - {"model"}
+        data = {key: value for key, value in read_toml(file).items() if key not in others}
+        if not data:
+            raise UsageError(f"{file} has no [model] section: expected one with layers, width, heads, ...")
+        return data
+    if file.suffix != ".json":
+        if "/" in name or os.path.lexists(name):
+            what = "is a file" if os.path.isfile(name) else "is not there"
+            raise UsageError(f"model '{name}' {what}: expected {MODEL_WORDS}")
+        raise unknown("model", name, PRESETS)
+    try:
+        model = from_json(read_json_object(file), str(file))
+    except FileNotFoundError:
+        raise UsageError(f"{file} does not exist: expected a config.json as `save_pretrained` writes it") from None
+    values = to_dict(model)
+    if model.head_width * model.heads == model.width:
+        del values["head_width"]  # it follows a width that is set over it
+    return {"model": values}
