@@ -92,7 +92,7 @@ MOST_LINES = {
     "train": 7_300,
     "serve": 8_450,
     "align": 3_000,
-    "report": 6_130,
+    "report": 6_000,
     "bench": 8_350,
     "cli": 4_560,
     "guide": 8_850,

@@ -4,7 +4,6 @@ import json
 import os
 import re
 import signal
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -35,6 +34,7 @@ from tilemesh.model.config import preset
 from tilemesh.model.kinds import FewBits, model_bytes, projections
 from tilemesh.model.transformer import Transformer
 from tilemesh.report.compressing import _facts, _scatter, _trade, frontier, together
+from tilemesh.report.run import Run
 from tilemesh.serve import Engine, Sampling
 
 
@@ -206,7 +206,7 @@ def test_the_page_names_the_plain_model_where_it_is_the_quickest_and_marks_diffe
     marks = re.findall(r"class=\"ty\"[^>]*>(2\.41\d+)<", drawn)
     assert len(marks) == len(set(marks)) > 1
     point = {"recipe": "int4-g64", "decode_s": 7e-3, "plain_decode_s": 6e-3, "plain_loss": 2.4, "plain_bytes": 4000}
-    run = SimpleNamespace(summary={"points": [point]}, is_behind=False)
+    run = Run("r", "/r", "done", summary={"points": [point]})
     assert _facts(run, None)[-1].value == "plain model"
     point["decode_s"] = 5.95e-3  # a hundredth less is no difference
     assert _facts(run, None)[-1].value == "plain model"
@@ -221,7 +221,7 @@ def test_recipes_are_compared_by_the_plain_model_timed_in_turns_with_them():
         {"recipe": "int8", "decode_s": 5e-3, "plain_decode_s": 6e-3, "loss": 2.40000001, **both},
         {"recipe": "rank-50", "decode_s": 4e-3, "plain_decode_s": 3e-3, "loss": 2.45, **both},
     ]
-    run = SimpleNamespace(summary={"points": points}, is_behind=False)
+    run = Run("r", "/r", "done", summary={"points": points})
     quickest = _facts(run, None)[-1]
     assert (quickest.value, quickest.remark[:5]) == ("int8", "1.20×")
     drawn = str(_trade(run, None))
@@ -245,7 +245,7 @@ def test_several_runs_have_their_recipes_in_the_same_charts(source, tmp_path, ca
         assert words in shown
     assert "Not shown" not in shown
     runs = [
-        SimpleNamespace(summary={"points": [{"recipe": "int8", "plain_loss": loss, "plain_bytes": 4}]}, is_behind=False)
+        Run("r", "/r", "done", summary={"points": [{"recipe": "int8", "plain_loss": loss, "plain_bytes": 4}]})
         for loss in (2.4, 2.4, 2.5)
     ]
     assert "recipes of different runs cannot be compared" in str(together(runs))

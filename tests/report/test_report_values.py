@@ -375,7 +375,7 @@ def test_curves_beside_each_other_end_with_the_last_step_done(make_run: MakeRun)
     ]
     shown = run_parts.overlay("Loss", "nats per token", "loss", runs, ["a", "b"], zero=False)
     assert "4,000" not in shown
-    assert "4,000" in run_parts.loss(runs[1])  # alone, what is left of a run is shown
+    assert "4,000" in run_parts.step_figure(runs[1], run_parts.LOSS)  # alone, what is left of a run is shown
 
 
 def test_the_largest_saving_is_of_seconds_and_not_of_the_share() -> None:

@@ -23,7 +23,6 @@ from tilemesh.report import (
     run,
     run_page,
     serve,
-    several_page,
 )
 from tilemesh.report.draw import Drawing
 from tilemesh.report.kernel_charts import RowWork
@@ -50,7 +49,7 @@ def write_pages(what: Sequence[str], html: str | None, svg: str | None = None) -
     if len(runs) > 2 and html is None:
         raise UsageError(f"{len(runs)} runs together need a name for their page: give --html FILE")
     if len(runs) > 2:
-        page = several_page.render(runs)
+        page = compare_page.render_several(runs)
     elif len(runs) == 2:
         page = compare_page.render(runs[0], beside(runs[0]), runs[1], beside(runs[1]))
     else:

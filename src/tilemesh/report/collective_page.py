@@ -15,7 +15,7 @@ from tilemesh.measure.row import Row
 from tilemesh.measure.sample import equal
 from tilemesh.report.bars import Bar, BarPart, bars
 from tilemesh.report.draw import Drawing, Line, PageTable, Plot, PlotAxis, PlotLayer, Rule, figure
-from tilemesh.report.html import Child, Html, el, join, page, tied
+from tilemesh.report.html import Child, Html, article, el, headed, join, pair
 from tilemesh.report.rounds import MOST_RANKS, draw_rounds, schedule_title
 from tilemesh.report.rows import origin, percent, row_table
 
@@ -54,18 +54,17 @@ def render(rows: Sequence[Row], schedules: Sequence[Schedule] = ()) -> str:
         f"Collectives on {rows[0].machine}" if rows else ", ".join(schedule_title(schedule) for schedule in schedules)
     )
     picked = [*schedules, *picked_schedules(panels, {_key(schedule) for schedule in schedules})]
-    body = join(
-        el("h1", title),
-        el("p", tied(verdict(panels)), class_="verdict") if panels else None,
+    every = el("details", el("summary", "Rows"), row_table(rows, ("ranks", "bytes", "algorithm")))
+    return article(
+        title,
+        "tilemesh bench",
+        verdict(panels) if panels else None,
         _names(panels) if panels else None,
-        *(part for panel in panels for part in (el("h2", panel.title), _arrays(panel.buffers), _panel(panel))),
-        el("h2", "Schedules, round by round") if picked else None,
-        el("div", *(draw_rounds(schedule) for schedule in picked), class_="pair") if picked else None,
-        el("h2", "Every row") if rows else None,
-        el("details", el("summary", "Rows"), row_table(rows, ("ranks", "bytes", "algorithm"))) if rows else None,
+        *(headed(panel.title, _arrays(panel.buffers), _panel(panel)) for panel in panels),
+        headed("Schedules, round by round", pair(*map(draw_rounds, picked))),
+        headed("Every row", every) if rows else None,
         origin(rows),
     )
-    return page(f"{title}: tilemesh bench", body)
 
 
 # ---- values ----------------------------------------------------------------------------------------------------
@@ -156,7 +155,7 @@ def _arrays(buffers: str) -> Html | None:
 
 
 def _panel(panel: Panel) -> Html:
-    return el("div", over_size(panel).show(), where_it_went(panel), class_="pair")
+    return join(pair(over_size(panel).show(), where_it_went(panel)))
 
 
 def over_size(panel: Panel) -> Drawing:

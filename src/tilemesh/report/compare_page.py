@@ -1,57 +1,79 @@
-"""The page of two runs: what changed in the configuration, what in the figures, and which differences are no noise."""
+"""The page of two runs: what changed in the configuration, what in the figures, and which differences are no noise;
+and that of three or more: what differs in their configurations, their last figures, and their curves together."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 
 from tilemesh.core.errors import UsageError
+from tilemesh.core.units import format_bytes, format_count, format_seconds
 from tilemesh.measure.sample import Sample
 from tilemesh.measure.table import format_value
 from tilemesh.report import compare
-from tilemesh.report.compare import BETTER, WORSE, Change, Difference
+from tilemesh.report.compare import BETTER, WORSE, Difference
 from tilemesh.report.draw import PageTable, grid
-from tilemesh.report.html import Child, Html, el, join, page, tied
+from tilemesh.report.html import Child, Html, article, el, headed, join, pair
 from tilemesh.report.kind_page import Beside, KindPage
 from tilemesh.report.kinds import page_of
 from tilemesh.report.run import Run, flat
-from tilemesh.report.run_parts import absent, missing_words
+from tilemesh.report.run_parts import absent, missing_words, overlay
+from tilemesh.runs.values import numbers as figures
 
 MOST_LETTERS = 32
 """Of a run's name where it heads a column or stands in a legend."""
+MOST_RUNS = 8
+"""As many as there are colours that can be told apart."""
 
 
 def render(first: Run, first_beside: Beside, second: Run, second_beside: Beside) -> str:
     """Two runs of one kind."""
-    if first.kind != second.kind:
-        raise UsageError(
-            f"{first.folder} is a run of kind '{first.kind}', {second.folder} one of kind '{second.kind}': "
-            "only runs of one kind have figures to compare"
-        )
-    kind_page = page_of(first.kind)
+    kind_page = _page_of_all((first, second))
     changed = compare.changes(flat(first.config), flat(second.config))
-    differences = kind_page.differences(first, first_beside, second, second_beside)
-    title, names = _names(first, second)
-    pairs = [(pair.title, pair.body(first, second, names)) for pair in kind_page.pairs]
-    body = join(
-        el("h1", title),
-        el("p", tied(compare.sentence(names[1], changed, differences)), class_="verdict"),
-        _missing(first, second, names, kind_page),
-        el("h2", "What was changed"),
-        _changes(changed, names),
-        el("h2", "What it changed"),
-        _differences(differences, names),
-        *(part for heading, shown in pairs if shown is not None for part in (el("h2", heading), shown)),
-    )
-    return page(f"{title}: tilemesh", body)
-
-
-def _names(first: Run, second: Run) -> tuple[str, tuple[str, str]]:
-    """The title, and what the runs are called beneath it. Runs of one name are told apart by where they lie, and names
-    that would push a table's columns out of sight stand in the title alone."""
+    differences = kind_page.differences(first, first_beside.rows, second, second_beside.rows)
     names = (first.name, second.name) if first.name != second.name else (first.folder, second.folder)
-    if max(map(len, names)) <= MOST_LETTERS:
-        return f"{names[0]} and {names[1]}", names
-    return f"First: {names[0]}; second: {names[1]}", ("first", "second")
+    title = f"{names[0]} and {names[1]}"
+    if max(map(len, names)) > MOST_LETTERS:  # they would push a table's columns out of sight
+        title, names = f"First: {names[0]}; second: {names[1]}", ("first", "second")
+    return article(
+        title,
+        "tilemesh",
+        compare.sentence(names[1], changed, differences),
+        _missing(first, second, names, kind_page),
+        headed("What was changed", _settings((first, second), names)),
+        headed("What it changed", _differences(differences, names)),
+        *(headed(part.title, part.body(first, second, names)) for part in kind_page.pairs),
+    )
+
+
+def render_several(runs: Sequence[Run]) -> str:
+    """Three or more runs of one kind."""
+    if len(runs) > MOST_RUNS:
+        raise UsageError(f"{len(runs)} runs given: a page shows up to {MOST_RUNS} together")
+    together = _page_of_all(runs).together
+    names = [run.name for run in runs]
+    if len(set(names)) < len(names):
+        names = [run.folder for run in runs]
+    if max(map(len, names)) > MOST_LETTERS:
+        names = [f"run {number}" for number, _ in enumerate(runs, start=1)]
+    title = f"{len(runs)} runs: {', '.join(names)}"
+    curves = (overlay(heading, unit, key, runs, names, zero=zero) for heading, unit, key, zero in _CURVES)
+    return article(
+        title,
+        "tilemesh",
+        None,
+        headed("What differs", _settings(runs, names)),
+        headed("Where they ended", _figures(runs, names)) if together is None else None,
+        headed("Together", pair(*curves) if together is None else together(runs)),
+    )
+
+
+def _page_of_all(runs: Sequence[Run]) -> KindPage:
+    kinds = {run.kind for run in runs}
+    if len(kinds) > 1:
+        each = ", ".join(f"{run.folder} is of kind '{run.kind}'" for run in runs)
+        raise UsageError(f"{each}: only runs of one kind have figures to compare")
+    return page_of(runs[0].kind)
 
 
 def _missing(first: Run, second: Run, names: tuple[str, str], kind_page: KindPage) -> Html | None:
@@ -63,15 +85,17 @@ def _missing(first: Run, second: Run, names: tuple[str, str], kind_page: KindPag
     return el("div", el("b", "What this page cannot show"), el("ul", *items), class_="missing") if items else None
 
 
-def _changes(changed: Sequence[Change], names: tuple[str, str]) -> Html:
-    if not changed:
+def _settings(runs: Sequence[Run], names: Sequence[str]) -> Html:
+    """The settings in which the configurations differ."""
+    settings = [flat(run.config) for run in runs]
+    rows: list[list[Child]] = []
+    for key in dict.fromkeys(key for each in settings for key in each):
+        values = [each.get(key) for each in settings]
+        if any(value != values[0] for value in values):
+            rows.append([key, *("not set" if value is None else str(value) for value in values)])
+    if not rows:
         return el("p", "Nothing: the configurations are the same.")
-    rows: list[list[Child]] = [[change.name, _setting(change.before), _setting(change.after)] for change in changed]
     return grid(PageTable(["setting", *names], rows, words=True))
-
-
-def _setting(value: object) -> str:
-    return "not set" if value is None else str(value)
 
 
 def _differences(differences: Sequence[Difference], names: tuple[str, str]) -> Html:
@@ -96,3 +120,54 @@ def _sample(sample: Sample, unit: str) -> Html:
 
     spread = f"{shown(sample.p20)} to {shown(sample.p80)}" if sample.n > 1 else "once"
     return el("td", el("b", shown(sample.median)), el("br"), el("small", spread))
+
+
+# ---- three runs or more ----------------------------------------------------------------------------------------
+
+
+def _figures(runs: Sequence[Run], names: Sequence[str]) -> Html:
+    """A line per figure; a run that does not have it shows a dash."""
+    rows: list[list[Child]] = []
+    for title, read, shown in _FIGURES:
+        values = [read(run) for run in runs]
+        if any(math.isfinite(value) for value in values):
+            rows.append([title, *(shown(value) if math.isfinite(value) else "–" for value in values)])
+    return grid(PageTable(["figure", *names], rows)) if rows else absent("figures", "no run has any")
+
+
+def _last(key: str) -> Callable[[Run], float]:
+    return lambda run: next((value for _, value in reversed(run.figure(key)) if math.isfinite(value)), math.nan)
+
+
+def _tail(key: str) -> Callable[[Run], float]:
+    def read(run: Run) -> float:
+        sample = run.tail(key)
+        return math.nan if sample is None else sample.median
+
+    return read
+
+
+def _step_time(run: Run) -> float:
+    taken = run.step_time()
+    return math.nan if taken is None else taken.median
+
+
+_FIGURES: tuple[tuple[str, Callable[[Run], float], Callable[[float], str]], ...] = (
+    ("step", lambda run: float(run.last_step), lambda value: f"{value:,.0f}"),
+    ("training loss, last steps", _tail("loss"), "{:.4g}".format),
+    ("held-out loss, last", _last("held_out"), "{:.4g}".format),
+    ("bits per byte, last", _last("bits_per_byte"), "{:.4g}".format),
+    ("step time", _step_time, format_seconds),
+    ("tokens/s", _tail("tokens_per_s"), format_count),
+    (
+        "memory, largest rank",
+        lambda run: max(figures(run.summary, "peak_memory_bytes"), default=math.nan),
+        format_bytes,
+    ),
+)
+_CURVES = (
+    ("Loss", "nats per token", "loss", False),
+    ("Held-out loss", "nats per token", "held_out", False),
+    ("Speed", "tokens/s", "tokens_per_s", True),
+    ("Gradient norm", "norm", "norm", False),
+)

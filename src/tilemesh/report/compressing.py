@@ -8,24 +8,18 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tilemesh.core.units import format_bytes, format_change, format_seconds
-from tilemesh.report import compare, run_parts
+from tilemesh.report import run_parts
 from tilemesh.report.draw import Dots, Line, PageTable, Plot, PlotAxis, PlotLayer, around, chart
-from tilemesh.report.html import Child, Html, el, join
+from tilemesh.report.html import Child, Fact, Html, el, pair
 from tilemesh.report.kernel_charts import names_beside
-from tilemesh.report.kind_page import Beside, Fact, KindPage, PageSection, Verdict
-from tilemesh.report.rows import row_table
+from tilemesh.report.kind_page import Beside, KindPage, PageSection, Verdict
 from tilemesh.report.run import Run
-from tilemesh.report.verdict import state_words
+from tilemesh.report.verdict import state_verdict
 from tilemesh.runs.names import SUMMARY
 from tilemesh.runs.values import number, section
 
 MOST_DRAWN = 6
 _TELLS = 1.02  # times of two models that differ by less are no difference on most machines
-
-
-def _points(run: Run) -> list[Mapping[str, Any]]:
-    told = run.summary.get("points")
-    return [point for point in told if isinstance(point, dict)] if isinstance(told, list) and not run.is_behind else []
 
 
 def _is_part(run: Run) -> bool:
@@ -55,9 +49,9 @@ def _about(run: Run) -> str:
 
 
 def _verdict(run: Run, beside: Beside) -> Verdict:
-    points = _points(run)
+    points = run.points
     if not points:
-        return Verdict(state_words(run), run.was_cut_short)
+        return state_verdict(run)
     asked = section(run.config, "compress").get("recipes")
     early = f"Ended after {len(points)} of {len(asked)} recipes. " if _is_part(run) and isinstance(asked, list) else ""
     plain = number(points[0].get("plain_loss"), 0.0)
@@ -72,7 +66,7 @@ def _verdict(run: Run, beside: Beside) -> Verdict:
 
 
 def _facts(run: Run, beside: Beside) -> list[Fact]:
-    points = _points(run)
+    points = run.points
     if not points:
         return []
     first = points[0]
@@ -128,12 +122,12 @@ def _scatter(
 
 
 def _trade(run: Run, beside: Beside) -> Html | None:
-    return _charts(points) if (points := _points(run)) else None
+    return _charts(points) if (points := run.points) else None
 
 
 def together(runs: Sequence[Run]) -> Html:
     """All recipes of several runs in the same charts, where they were judged alike."""
-    points = [point for run in runs for point in _points(run)]
+    points = [point for run in runs for point in run.points]
     if not points:
         return el("p", "No recipe was measured.")
     plain = {(round(number(point.get("plain_loss")), 6), number(point.get("plain_bytes"))) for point in points}
@@ -179,7 +173,7 @@ def _charts(points: Sequence[Mapping[str, Any]]) -> Html:
 
 def _errors(run: Run, beside: Beside) -> Html | None:
     """Relative error of every matrix, a line per recipe."""
-    points = [point for point in _points(run) if point.get("errors")][:MOST_DRAWN]
+    points = [point for point in run.points if point.get("errors")][:MOST_DRAWN]
     if not points:
         return None
     matrices = [name for name in points[0]["errors"] if any(point["errors"].get(name) for point in points)]
@@ -201,7 +195,7 @@ def _errors(run: Run, beside: Beside) -> Html | None:
 
 
 def _histograms(run: Run, beside: Beside) -> Html | None:
-    points = [point for point in _points(run) if isinstance(point.get("after"), dict)][:MOST_DRAWN]
+    points = [point for point in run.points if isinstance(point.get("after"), dict)][:MOST_DRAWN]
     charts = []
     for point in points:
         before, after = point["before"], point["after"]
@@ -212,15 +206,7 @@ def _histograms(run: Run, beside: Beside) -> Html | None:
         rows: list[list[Child]] = [[f"{a:.4g}", f"{b:g}"] for a, b in pairs[1]]
         table = PageTable(["weight", "after"], rows, [x.place(min(max(a, x.low), x.high)) for a, _ in pairs[1]])
         charts.append(chart(f"{point['recipe']}: {point['matrix']}", "", Plot(x, y, lines), table))
-    return el("div", *charts, class_="pair") if charts else None
-
-
-def _rows(run: Run, beside: Beside) -> Html | None:
-    return join(row_table(beside.rows, ["recipe"])) if beside.rows else None
-
-
-def _differences(first: Run, first_beside: Beside, second: Run, second_beside: Beside) -> list[compare.Difference]:
-    return compare.general_differences(first, first_beside.rows, second, second_beside.rows)
+    return pair(*charts)
 
 
 COMPRESS_PAGE = KindPage(
@@ -229,13 +215,11 @@ COMPRESS_PAGE = KindPage(
     facts=_facts,
     sections=(
         PageSection("trade", "What is lost and what is gained", _trade),
-        PageSection("rows", "Against prediction and peers", _rows),
+        run_parts.rows_section("Against prediction and peers", ["recipe"]),
         PageSection("errors", "Where the error is", _errors),
         PageSection("weights", "Weights before and after", _histograms),
-        PageSection("again", "To run it again", lambda run, _: run_parts.again(run)),
+        run_parts.AGAIN,
     ),
-    differences=_differences,
-    pairs=(),
     together=together,
     expects={SUMMARY: "loss, bytes and times"},
 )

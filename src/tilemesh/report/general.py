@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from tilemesh.core.units import format_seconds
-from tilemesh.report import compare, run_parts, series
-from tilemesh.report.draw import PageTable, Plot, PlotAxis, around, chart, grid
-from tilemesh.report.html import Child, Html, el, join
-from tilemesh.report.kind_page import Beside, Fact, KindPage, PageSection, PairSection, Verdict
-from tilemesh.report.rows import percent, row_table
+from tilemesh.report import run_parts
+from tilemesh.report.draw import PageTable, grid
+from tilemesh.report.html import Child, Fact, Html, el, join, pair
+from tilemesh.report.kind_page import Beside, KindPage, PageSection, PairSection
+from tilemesh.report.rows import percent
 from tilemesh.report.run import Run, flat
-from tilemesh.report.verdict import state_words
+from tilemesh.report.verdict import state_verdict
 from tilemesh.runs.values import number
 
 MOST_CHARTS = 12
@@ -21,11 +21,6 @@ _MOST_LETTERS = 200
 
 def _about(run: Run) -> str:
     return f"A run of kind '{run.kind}'."
-
-
-def _verdict(run: Run, beside: Beside) -> Verdict:
-    words = state_words(run)
-    return Verdict(words[0].upper() + words[1:] + ("" if words.endswith(".") else "."), run.was_cut_short)
 
 
 def _facts(run: Run, beside: Beside) -> list[Fact]:
@@ -74,64 +69,30 @@ def _error(value: object, guess: object) -> str:
     return error if error.startswith("-") else f"+{error}"
 
 
-def _rows(run: Run, beside: Beside) -> Html | None:
-    return row_table(beside.rows) if beside.rows else None
-
-
 def _steps(run: Run, beside: Beside) -> Html | None:
     """A chart for each number that the steps say."""
-    charts = [_chart(run, key) for key in run.figures[:MOST_CHARTS]]
+    figures = [run_parts.StepFigure(key, key, "", "", "{:.4g}".format, 0, False, key, dots=True) for key in run.figures]
+    charts = pair(*(run_parts.step_figure(run, figure) for figure in figures[:MOST_CHARTS]))
     left = run.figures[MOST_CHARTS:]
-    note = el("p", f"Not drawn: {', '.join(left)}.", class_="quiet") if left else None
-    return join(el("div", *charts, class_="pair"), note) if charts else None
-
-
-def _chart(run: Run, key: str) -> Html:
-    points = run.figure(key)
-    buckets = series.buckets(points)
-    values = [value for bucket in buckets for value in (bucket.low, bucket.high) if value is not None]
-    x = run_parts.steps_axis(run)
-    coarse = series.buckets(points, run_parts.MOST_ROWS)
-    rows: list[list[Child]] = [
-        [bucket.steps, *map(run_parts.short, (bucket.mean, bucket.low, bucket.high))] for bucket in coarse
-    ]
-    table = PageTable(["step", "mean", "lowest", "highest"], rows, [x.place(bucket.middle) for bucket in coarse])
-    words = (
-        "Mean of neighbouring steps; lowest to highest shaded."
-        if any(bucket.last > bucket.first for bucket in buckets)
-        else ""
-    )
-    bad = sum(bucket.bad for bucket in buckets)
-    words += f" In {bad:,} of {len(points):,} steps it is NaN, infinite or no number." if bad else ""
-    y = PlotAxis(*around(values or [0.0]), "", "{:.4g}".format)
-    line = series.line(key, buckets, 0, dots=len(points) <= 100)
-    return chart(key, words, Plot(x, y, [line], run_parts.marks_of(run), shaded=run_parts.shaded(run)), table)
-
-
-# ---- two runs --------------------------------------------------------------------------------------------------
-
-
-def _differences(first: Run, first_beside: Beside, second: Run, second_beside: Beside) -> list[compare.Difference]:
-    return compare.general_differences(first, first_beside.rows, second, second_beside.rows)
+    return join(charts, el("p", f"Not drawn: {', '.join(left)}.", class_="quiet") if left else None) if charts else None
 
 
 def _overlays(first: Run, second: Run, names: tuple[str, str]) -> Html | None:
-    keys: Sequence[str] = [key for key in first.figures if key in second.figures][:MOST_CHARTS]
-    charts = [run_parts.overlay(key, key, key, (first, second), names, zero=False) for key in keys]
-    return el("div", *charts, class_="pair") if charts else None
+    """The figures that both have over their steps."""
+    keys = [key for key in first.figures if key in second.figures][:MOST_CHARTS]
+    return pair(*(run_parts.overlay(key, key, key, (first, second), names, zero=False) for key in keys))
 
 
 GENERAL_PAGE = KindPage(
     about=_about,
-    verdict=_verdict,
+    verdict=lambda run, _: state_verdict(run),
     facts=_facts,
     sections=(
         PageSection("summary", "What it came to", _summary),
-        PageSection("rows", "Against prediction, limit and peer", _rows),
+        run_parts.rows_section("Against prediction, limit and peer"),
         PageSection("steps", "Step by step", _steps),
-        PageSection("events", "What happened", lambda run, _: run_parts.events(run)),
-        PageSection("again", "To run it again", lambda run, _: run_parts.again(run)),
+        run_parts.EVENTS,
+        run_parts.AGAIN,
     ),
-    differences=_differences,
     pairs=(PairSection("Side by side", _overlays),),
 )

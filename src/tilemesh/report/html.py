@@ -11,6 +11,8 @@ import functools
 import hashlib
 import html
 import json
+from collections.abc import Iterable
+from dataclasses import dataclass
 from importlib import resources
 from typing import Any
 
@@ -67,6 +69,38 @@ def data(value: Any, **attributes: Any) -> Html:
     """Numbers for the script. `<` is written so that no text can end the element; what is no number becomes null."""
     text = json.dumps(value, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     return Html(el("script", type="application/json", **attributes).removesuffix("</script>") + text + "</script>")
+
+
+def headed(heading: str, *parts: Child) -> Html | None:
+    """A part of a page below its heading; None where it has nothing to show."""
+    shown = [part for part in parts if part is not None]
+    return join(el("h2", heading), *shown) if shown else None
+
+
+@dataclass(frozen=True)
+class Fact:
+    """A figure at the top of a page, with a few words beneath it."""
+
+    name: str
+    value: str
+    remark: str = ""
+
+
+def fact_list(facts: Iterable[Fact]) -> Html:
+    items = (el("div", el("dt", fact.name), el("dd", fact.value, el("small", fact.remark))) for fact in facts)
+    return el("dl", *items, class_="facts")
+
+
+def pair(*figures: Child) -> Html | None:
+    """Figures beside each other where there is room; None where there are none."""
+    shown = [figure for figure in figures if figure is not None]
+    return el("div", *shown, class_="pair") if shown else None
+
+
+def article(title: str, tool: str, verdict: str | None, *parts: Child) -> str:
+    """A page of headed parts, its verdict in one sentence first; `tool`: whose page it is."""
+    said = None if verdict is None else el("p", tied(verdict), class_="verdict")
+    return page(f"{title}: {tool}", join(el("h1", title), said, *parts))
 
 
 @functools.cache

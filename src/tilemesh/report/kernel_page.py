@@ -16,7 +16,7 @@ from tilemesh.measure.sample import equal
 from tilemesh.measure.table import format_value
 from tilemesh.report.bars import Bar, BarPart, bars, heat
 from tilemesh.report.draw import PageTable, figure
-from tilemesh.report.html import Child, Html, el, join, page, tied
+from tilemesh.report.html import Child, Html, article, el, headed
 from tilemesh.report.kernel_charts import (
     RowWork,
     bar_names,
@@ -91,24 +91,22 @@ def render(rows: Sequence[Row], work: Sequence[RowWork | None], trials: Sequence
     shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
     title = f"{shown} on {rows[0].machine}" if rows else "What a tuner tried"
     drawn = [row for row in rows if row.measured is not None and is_kernel_time(row)]
-    lead = _lead(rows)
-    body = join(
-        el("h1", title),
-        el("p", tied(verdict(drawn) if drawn else tuned(trials)), class_="verdict") if drawn or trials else None,
-        el("h2", "Against the machine's limit") if any(row.limit for row in drawn) else None,
-        el("div", *(drawing.show() for drawing in rates(pairs)), class_="pair") if pairs else None,
-        roofline(compute_bound(pairs) or pairs).show(wide=True) if pairs else limits(drawn),
-        el("h2", "Against the peers") if drawn else None,
-        *(speedups(some, words) for words, some in _by_words(drawn)),
-        el("p", "No peer was run.") if drawn and not any(peers_of(row) for row in drawn) else None,
-        by_case(drawn) if drawn else None,
-        el("h2", "Every row") if rows else None,
-        row_table(rows, lead) if rows else None,
-        el("h2", "What the tuner tried") if trials else None,
-        *heat_maps(trials),
+    charts = [drawing.show() for drawing in rates(pairs)]
+    judged = [speedups(some, words) for words, some in _by_words(drawn)] or [el("p", "No peer was run.")]
+    return article(
+        title,
+        "tilemesh bench",
+        verdict(drawn) if drawn else tuned(trials) if trials else None,
+        headed(
+            "Against the machine's limit",
+            el("div", *charts, class_="pair") if charts else None,
+            roofline(compute_bound(pairs) or pairs).show(wide=True) if pairs else limits(drawn),
+        ),
+        headed("Against the peers", *judged, by_case(drawn)) if drawn else None,
+        headed("Every row", row_table(rows, _lead(rows))) if rows else None,
+        headed("What the tuner tried", *heat_maps(trials)),
         origin(rows),
     )
-    return page(f"{title}: tilemesh bench", body)
 
 
 def _lead(rows: Sequence[Row]) -> list[str]:

@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tilemesh.measure.row import Row
-from tilemesh.report.compare import Difference
-from tilemesh.report.html import Child, Html
+from tilemesh.report.compare import Difference, general_differences
+from tilemesh.report.html import Child, Fact, Html
 from tilemesh.report.run import Run
 
 
@@ -45,15 +45,6 @@ class PairSection:
 
 
 @dataclass(frozen=True)
-class Fact:
-    """A figure at the top of a page, with a few words beneath it."""
-
-    name: str
-    value: str
-    remark: str = ""
-
-
-@dataclass(frozen=True)
 class Verdict:
     """The sentence at the top of a page, and what can be done."""
 
@@ -71,9 +62,9 @@ class KindPage:
     verdict: Callable[[Run, Beside], Verdict]
     facts: Callable[[Run, Beside], Sequence[Fact]]
     sections: Sequence[PageSection]
-    differences: Callable[[Run, Beside, Run, Beside], Sequence[Difference]]
-    """Figures that both runs have."""
-    pairs: Sequence[PairSection]
+    differences: Callable[[Run, Sequence[Row], Run, Sequence[Row]], Sequence[Difference]] = general_differences
+    """Figures that both runs have, from the runs and their rows."""
+    pairs: Sequence[PairSection] = ()
     together: Callable[[Sequence[Run]], Html] | None = None
     """Three or more runs on one page; None: their last figures, and the curves of their steps."""
     expects: Mapping[str, str] = field(default_factory=dict)

@@ -11,7 +11,7 @@ from tilemesh.measure.method_curve import BoundCurve, MethodCurve, ServerLoad
 from tilemesh.measure.row import Row
 from tilemesh.report.bars import Bar, BarPart, bars
 from tilemesh.report.draw import Drawing, Line, PageTable, Plot, PlotAxis, around, figure
-from tilemesh.report.html import Html, el, join, page, tied
+from tilemesh.report.html import Html, article, el, headed, pair, tied
 from tilemesh.report.rows import origin, percent, row_table
 
 
@@ -24,29 +24,18 @@ def render(
 ) -> str:
     title = "Beyond one all-reduce per step"
     studies = list(dict.fromkeys(curve.slow for curve in curves))
-    parts: list[Html | None] = [el("h1", title), el("p", tied(verdict(rows)), class_="verdict")]
+    parts = []
     for slow in studies:
         mine = [curve for curve in curves if curve.slow == slow]
-        parts += [
-            el("h2", f"Four workers, slow: {slow}"),
-            el("div", over_steps(mine).show(), over_time(mine).show(), class_="pair"),
-            el("div", utilised(mine), stale(mine), class_="pair"),
-        ]
+        charts = pair(over_steps(mine).show(), over_time(mine).show()), pair(utilised(mine), stale(mine))
+        parts.append(headed(f"Four workers, slow: {slow}", *charts))
     if bounds:
-        parts += [
-            el("h2", "What a staleness bound costs"),
-            el("div", over_bounds(bounds).show(), excesses(rows), class_="pair"),
-        ]
+        parts.append(headed("What a staleness bound costs", pair(over_bounds(bounds).show(), excesses(rows))))
     if loads:
-        parts += [
-            el("h2", "Where a server is the hotspot"),
-            el("div", shares(loads).show(), queues(loads), class_="pair"),
-        ]
-    parts += [el("h2", "What follows")] if notes else []
-    parts += [el("p", tied(note + ".")) for note in notes]
-    lead = ("method", "slow", "workers", "servers", "bound")
-    parts += [el("h2", "Every row"), row_table(rows, lead), origin(rows)]
-    return page(f"{title}: tilemesh bench", join(*parts))
+        parts.append(headed("Where a server is the hotspot", pair(shares(loads).show(), queues(loads))))
+    parts.append(headed("What follows", *(el("p", tied(note + ".")) for note in notes)))
+    parts.append(headed("Every row", row_table(rows, ("method", "slow", "workers", "servers", "bound"))))
+    return article(title, "tilemesh bench", verdict(rows), *parts, origin(rows))
 
 
 def drawings(curves: Sequence[MethodCurve], loads: Sequence[ServerLoad], bounds: Sequence[BoundCurve]) -> list[Drawing]:

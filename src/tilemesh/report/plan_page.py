@@ -13,7 +13,7 @@ from tilemesh.plan.prediction import Prediction, trainable
 from tilemesh.report import timeline
 from tilemesh.report.bars import Bar, BarPart, bars
 from tilemesh.report.draw import Dots, Line, PageTable, Plot, PlotAxis, PlotLayer, Rule, chart, figure, grid
-from tilemesh.report.html import Child, Html, coded, el, join, page, tied
+from tilemesh.report.html import Child, Fact, Html, article, coded, el, fact_list, headed, join, pair, tied
 from tilemesh.report.rows import percent
 
 MOST_POINTS = 2000
@@ -36,24 +36,19 @@ PASSES = {"forward": ("forward", 0), "backward": ("backward", 7)}
 def render(result: SearchResult, name: str, why: Sequence[str]) -> str:
     best = result.best
     title = f"{name} on {result.cluster.name}"
-    body = join(
-        el("h1", title),
+    return article(
+        title,
+        "tilemesh plan",
+        verdict(best),
         el("p", _asked(result), class_="quiet"),
-        el("p", tied(verdict(best)), class_="verdict"),
-        _facts(best),
+        fact_list(_facts(best)),
         el("p", tied(f"{result.mfu_words}."), class_="quiet"),
-        el("h2", "The best layouts"),
-        _table(result),
-        el("h2", "Why the first" if len(result.predictions) > 1 else "Why"),
-        el("ul", *(el("li", line) for line in why)),
-        el("h2", "Memory against step time"),
-        trade_off(result),
-        el("h2", "Where a step and its memory go"),
-        el("div", _times(result), _memory(result), class_="pair"),
-        el("h2", "The pipeline in time"),
-        pipeline_lanes(result),
+        headed("The best layouts", _table(result)),
+        headed("Why the first" if len(result.predictions) > 1 else "Why", el("ul", *(el("li", line) for line in why))),
+        headed("Memory against step time", trade_off(result)),
+        headed("Where a step and its memory go", pair(_times(result), _memory(result))),
+        headed("The pipeline in time", pipeline_lanes(result)),
     )
-    return page(f"{title}: tilemesh plan", body)
 
 
 def _asked(result: SearchResult) -> str:
@@ -80,15 +75,14 @@ def verdict(best: Prediction) -> str:
     )
 
 
-def _facts(best: Prediction) -> Html:
-    facts = (
-        ("a step", format_seconds(best.step_time_s), ""),
-        ("speed", f"{format_count(best.tokens_per_s)} tokens/s", ""),
-        ("MFU", percent(best.mfu, 1), f"HFU {percent(best.hfu, 1)}"),
-        ("memory per rank", format_bytes(best.memory.total_bytes), f"of {format_bytes(best.usable_bytes)} usable"),
-        ("bubble", percent(best.bubble_fraction, 1), "of the schedule"),
-    )
-    return el("dl", *(el("div", el("dt", a), el("dd", b, el("small", c))) for a, b, c in facts), class_="facts")
+def _facts(best: Prediction) -> list[Fact]:
+    return [
+        Fact("a step", format_seconds(best.step_time_s)),
+        Fact("speed", f"{format_count(best.tokens_per_s)} tokens/s"),
+        Fact("MFU", percent(best.mfu, 1), f"HFU {percent(best.hfu, 1)}"),
+        Fact("memory per rank", format_bytes(best.memory.total_bytes), f"of {format_bytes(best.usable_bytes)} usable"),
+        Fact("bubble", percent(best.bubble_fraction, 1), "of the schedule"),
+    ]
 
 
 def _table(result: SearchResult) -> Html:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from tilemesh.measure.row import Row
 from tilemesh.measure.sample import equal
@@ -83,13 +83,20 @@ def origin(rows: Sequence[Row]) -> Html | None:
     """Where rows came from, for the foot of a page. One file may hold several commands': each value stands once."""
     if not rows:
         return None
-    facts: list[list[Child]] = []
-    for key, values in {
+    facts = {
         "machine": [row.machine for row in rows],
         "versions": [", ".join(f"{name} {version}" for name, version in row.versions.items()) for row in rows],
         "commit": [row.commit or "not known" for row in rows],
         "command": [row.command for row in rows],
-    }.items():
-        lines = [part for value in dict.fromkeys(values) for part in (el("br"), value)][1:]
-        facts.append([key, el("td", *lines, class_="words")])
-    return el("footer", el("h2", "To run it again"), grid(PageTable(["what", "value"], facts, words=True)))
+    }
+    lines = {
+        key: [part for value in dict.fromkeys(values) for part in (el("br"), value)] for key, values in facts.items()
+    }
+    table = words_table({key: join(*parts[1:]) for key, parts in lines.items()})
+    return el("footer", el("h2", "To run it again"), table)
+
+
+def words_table(facts: Mapping[str, Child]) -> Html:
+    """What has which value, in words that wrap."""
+    cells: list[list[Child]] = [[key, el("td", value, class_="words")] for key, value in facts.items()]
+    return grid(PageTable(["what", "value"], cells, words=True))

@@ -75,6 +75,12 @@ class Run:
         return [key for key in names if key not in ("step", "at")]
 
     @property
+    def points(self) -> list[Mapping[str, Any]]:
+        """Cases that the summary tells of: loads of a server, recipes of a compression."""
+        told = [] if self.is_behind else self.summary.get("points")
+        return [point for point in told if isinstance(point, dict)] if isinstance(told, list) else []
+
+    @property
     def last_step(self) -> int:
         return int(self.steps[-1]["step"]) if self.steps else 0
 

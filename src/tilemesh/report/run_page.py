@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tilemesh.report.html import Child, Html, coded, el, join, page, tied
-from tilemesh.report.kind_page import Beside, Fact, KindPage, Verdict
+from tilemesh.report.html import Child, Html, coded, el, fact_list, join, page, tied
+from tilemesh.report.kind_page import Beside, KindPage, Verdict
 from tilemesh.report.kinds import page_of
 from tilemesh.report.run import RUNNING, Run
 from tilemesh.report.run_parts import disturbances, missing_words
@@ -20,7 +20,7 @@ def render(run: Run, beside: Beside, *, live: str | None = None, kind_page: Kind
         el("p", kind_page.about(run), class_="quiet"),
         _verdict(kind_page.verdict(run, beside)),
         el("p", _watching(run), class_="quiet", id="state") if live is not None else None,
-        el("dl", *map(_fact, kind_page.facts(run, beside)), class_="facts"),
+        fact_list(kind_page.facts(run, beside)),
         _disturbed(run),
         _missing(run, kind_page),
         el("nav", *(el("a", section.name, href=f"#{section.name}") for section, _ in shown), aria_label="sections"),
@@ -42,10 +42,6 @@ def _verdict(verdict: Verdict) -> Html:
 
 def _watching(run: Run) -> str:
     return "Following the run: this page refreshes by itself." if run.state == RUNNING else "Following the folder."
-
-
-def _fact(fact: Fact) -> Html:
-    return el("div", el("dt", fact.name), el("dd", fact.value, el("small", fact.remark)))
 
 
 def _disturbed(run: Run) -> Html | None:

@@ -22,6 +22,8 @@ from tilemesh.report.draw import (
     numbers,
 )
 from tilemesh.report.html import Child, Html, el, join
+from tilemesh.report.kind_page import Beside, PageSection
+from tilemesh.report.rows import row_table, words_table
 from tilemesh.report.run import Run, flat
 from tilemesh.runs import metrics
 from tilemesh.runs.folder import read_busyness
@@ -32,14 +34,11 @@ T = TypeVar("T")
 MOST_ROWS = 200
 """Lines of a chart's table: the drawn buckets, joined until a person can read them."""
 MOST_MARKS = 60
+MOST_DOTS = 100
 
 
 def absent(what: str, why: str) -> Html:
     return el("p", f"Not shown: {what} ({why}).", class_="missing")
-
-
-def short(value: float | None) -> str:
-    return "–" if value is None else f"{value:.4g}"
 
 
 def steps_axis(run: Run) -> PlotAxis:
@@ -93,54 +92,6 @@ def missing_words(run: Run, expects: Mapping[str, str]) -> list[str]:
     return [*files, *gap_words(run)]
 
 
-def _bad_dots(run: Run, key: str, at: float) -> list[PlotLayer]:
-    bad = [(float(step), at) for step, value in run.figure(key) if not math.isfinite(value)]
-    return [Dots("not a number", bad[:: 1 + len(bad) // 200], 4, 9)] if bad else []
-
-
-def loss(run: Run) -> Html:
-    """Training and held-out loss against the step."""
-    buckets = series.buckets(run.figure("loss"))
-    held = [point for point in run.figure("held_out") if math.isfinite(point[1])]
-    if not buckets:
-        return absent("loss", "no step is in the metrics")
-    values = [value for bucket in buckets for value in (bucket.low, bucket.high) if value is not None] + [
-        v for _, v in held
-    ]
-    low, high = around(values)
-    x, y = steps_axis(run), PlotAxis(low, high, "nats per token", "{:.3g}".format)
-    held_buckets = series.buckets(held, apart=10**9)
-    layers: list[PlotLayer] = [series.line("training loss", buckets, 0), *_bad_dots(run, "loss", high)]
-    if held:
-        layers.append(series.line("held-out loss", held_buckets, 1, dots=len(held) <= 100))
-    many = any(bucket.last > bucket.first for bucket in buckets)
-    words = "Mean of neighbouring steps; lowest to highest shaded." if many else "Every step."
-    plot = Plot(x, y, layers, marks_of(run), shaded=shaded(run))
-    words += " Grey: steps that are not in the metrics." if plot.shaded else ""
-    return chart("Loss", words, plot, _loss_table(run, x, held))
-
-
-def _loss_table(run: Run, x: PlotAxis, held: Sequence[tuple[int, float]]) -> PageTable:
-    rows, places = [], []
-    for bucket in series.buckets(run.figure("loss"), MOST_ROWS):
-        seen = [value for step, value in held if bucket.first <= step <= bucket.last]
-        bad = f"{bucket.bad} not a number" if bucket.bad else ""
-        rows.append(
-            [
-                bucket.steps,
-                short(bucket.mean),
-                short(bucket.low),
-                short(bucket.high),
-                short(seen[-1] if seen else None),
-                bad,
-            ]
-        )
-        places.append(x.place(bucket.middle))
-    return PageTable(
-        ["step", "mean", "lowest", "highest", "held-out", "remark"], rows, places, f"Every step is in {METRICS}."
-    )
-
-
 class StepFigure(NamedTuple):
     """A figure of every step that a page draws."""
 
@@ -150,10 +101,15 @@ class StepFigure(NamedTuple):
     words: str
     unit: str
     shown: Callable[[float], str]
-    colour: int
+    colour: int = 0
     from_zero: bool = True
+    name: str = ""
+    """Of its line, where that is not the unit."""
+    dots: bool = False
+    """Whether each step is marked where there are few."""
 
 
+LOSS = StepFigure("loss", "Loss", "", "nats per token", "{:.4g}".format, from_zero=False, name="training loss")
 SPEED = StepFigure(
     "tokens_per_s", "Speed", "Over all ranks, by the median of the last twenty steps.", "tokens/s", format_count, 2
 )
@@ -166,23 +122,48 @@ MEMORY = StepFigure(
 )
 
 
-def step_figure(run: Run, figure: StepFigure) -> Html:
-    """A figure against the step."""
+def step_figure(run: Run, figure: StepFigure, held: str = "") -> Html:
+    """A figure against the step, and what of it is no number at the top. `held`: a figure that only some steps have,
+    such as the held-out loss, drawn with it."""
     points = run.figure(figure.key)
+    others = [(step, value) for step, value in run.figure(held) if math.isfinite(value)]
     buckets = series.buckets(points)
-    values = [value for bucket in buckets for value in (bucket.low, bucket.high) if value is not None]
+    values = [*series.ends(buckets), *(value for _, value in others)]
     if not values:
         return absent(figure.title.lower(), f"the metrics hold no {figure.key}")
     low, high = around(values, zero=figure.from_zero)
     x, y = steps_axis(run), PlotAxis(low, high, figure.unit, figure.shown, binary=figure.shown is format_bytes)
-    rows, places = [], []
-    for bucket in series.buckets(points, MOST_ROWS):
-        cells = (bucket.mean, bucket.low, bucket.high)
-        rows.append([bucket.steps, *(short(None) if value is None else figure.shown(value) for value in cells)])
-        places.append(x.place(bucket.middle))
-    table = PageTable(["step", "mean", "lowest", "highest"], rows, places)
-    plot = Plot(x, y, [series.line(figure.unit, buckets, figure.colour)], marks_of(run), shaded=shaded(run))
-    return chart(figure.title, figure.words, plot, table)
+    dots = figure.dots and len(points) <= MOST_DOTS
+    layers: list[PlotLayer] = [series.line(figure.name or figure.unit, buckets, figure.colour, dots=dots)]
+    bad = [(float(step), high) for step, value in points if not math.isfinite(value)]
+    if bad:
+        layers.append(Dots("not a number", bad[:: 1 + len(bad) // 200], 4, 9))
+    if others:
+        few = len(others) <= MOST_DOTS
+        layers.append(series.line("held-out loss", series.buckets(others, apart=10**9), 1, dots=few))
+    many = any(bucket.last > bucket.first for bucket in buckets)
+    words = figure.words or ("Mean of neighbouring steps; lowest to highest shaded." if many else "Every step.")
+    plot = Plot(x, y, layers, marks_of(run), shaded=shaded(run))
+    words += " Grey: steps that are not in the metrics." if plot.shaded else ""
+    return chart(figure.title, words, plot, _step_table(points, others, x, figure.shown))
+
+
+def _step_table(
+    points: Sequence[tuple[int, float]], others: Sequence[tuple[int, float]], x: PlotAxis, shown: Callable[[float], str]
+) -> PageTable:
+    """As many lines as a person can read; columns for the other figure and for remarks where there are some."""
+    coarse = series.buckets(points, MOST_ROWS)
+    head, rows = ["step", "mean", "lowest", "highest"], [[bucket.steps] for bucket in coarse]
+    for row, bucket in zip(rows, coarse, strict=True):
+        row += ["–" if value is None else shown(value) for value in (bucket.mean, bucket.low, bucket.high)]
+        if others:
+            seen = [value for step, value in others if bucket.first <= step <= bucket.last]
+            row.append(shown(seen[-1]) if seen else "–")
+        if any(bucket.bad for bucket in coarse):
+            row.append(f"{bucket.bad} not a number" if bucket.bad else "")
+    head += ["held-out"] if others else []
+    head += ["remark"] if any(bucket.bad for bucket in coarse) else []
+    return PageTable(head, rows, [x.place(bucket.middle) for bucket in coarse], f"Every step is in {METRICS}.")
 
 
 def progress(run: Run) -> Html | None:
@@ -222,7 +203,7 @@ def overlay(title: str, unit: str, key: str, runs: Sequence[Run], names: Sequenc
     # What is measured every so many steps has no gaps between.
     apart = 10**9 if key == "held_out" else 1
     drawn = [series.buckets(run.figure(key), apart=apart) for run in runs]
-    values = [value for each in drawn for bucket in each for value in (bucket.low, bucket.high) if value is not None]
+    values = [value for each in drawn for value in series.ends(each)]
     if not values:
         return absent(title.lower(), f"no run has {key} in its metrics")
     # To the last step that a run has done: one that ended early would press the others' curves into a corner.
@@ -237,7 +218,8 @@ def overlay(title: str, unit: str, key: str, runs: Sequence[Run], names: Sequenc
     coarse = [series.buckets(run.figure(key), MOST_ROWS, apart=apart) for run in runs]
     for name, each in zip(names, coarse, strict=True):
         for bucket in each:
-            rows.append([bucket.steps, name, short(bucket.mean), short(bucket.low), short(bucket.high)])
+            cells = (bucket.mean, bucket.low, bucket.high)
+            rows.append([bucket.steps, name, *("–" if value is None else f"{value:.4g}" for value in cells)])
             places.append(min(1.0, x.place(bucket.middle)))
     order = sorted(range(len(rows)), key=places.__getitem__)
     table = PageTable(
@@ -283,15 +265,7 @@ def again(run: Run, guess: str = "") -> Html:
     return join(
         shown,
         el("p", "The environment:"),
-        grid(
-            PageTable(
-                ["what", "value"],
-                [[key, el("td", value, class_="words")] for key, value in environment.items()],
-                words=True,
-            )
-        )
-        if environment
-        else absent("the environment", "the folder does not say"),
+        words_table(environment) if environment else absent("the environment", "the folder does not say"),
         numbers(PageTable(["setting", "value"], settings, words=True), "Every setting") if settings else None,
         el("details", el("summary", "Text it wrote"), el("pre", run.sample)) if run.sample else None,
     )
@@ -318,3 +292,17 @@ def disturbances(run: Run) -> list[str]:
     if isinstance(calibration, str):
         lines.append(f"The prediction comes from a calibration of a busy machine ({calibration}): calibrate again.")
     return lines
+
+
+EVENTS = PageSection("events", "What happened", lambda run, _: events(run))
+AGAIN = PageSection("again", "To run it again", lambda run, _: again(run))
+
+
+def rows_section(title: str, lead: Sequence[str] = ()) -> PageSection:
+    """The run's rows; `lead` names parts of the case that get columns of their own, where rows have them."""
+
+    def body(run: Run, beside: Beside) -> Child:
+        known = [key for key in lead if any(key in row.case for row in beside.rows)]
+        return row_table(beside.rows, known) if beside.rows else None
+
+    return PageSection("rows", title, body)

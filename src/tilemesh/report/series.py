@@ -63,6 +63,11 @@ def _bucket(group: Sequence[tuple[int, float]], follows: bool) -> SeriesBucket:
     return SeriesBucket(group[0][0], group[-1][0], mean, low, high, len(group) - len(numbers), follows)
 
 
+def ends(buckets: Iterable[SeriesBucket]) -> list[float]:
+    """The lowest and highest numbers of all buckets that have any."""
+    return [value for bucket in buckets for value in (bucket.low, bucket.high) if value is not None]
+
+
 def gaps(steps: Iterable[int]) -> list[tuple[int, int]]:
     """(first, last) of every stretch of steps that is missing between two that are there."""
     ordered = sorted(set(steps))

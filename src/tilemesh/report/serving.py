@@ -7,13 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tilemesh.core.units import format_count, format_seconds
-from tilemesh.report import compare, run_parts
+from tilemesh.report import run_parts
 from tilemesh.report.draw import Line, PageTable, Plot, PlotAxis, around, chart
-from tilemesh.report.html import Child, Html, el, join
-from tilemesh.report.kind_page import Beside, Fact, KindPage, PageSection, PairSection, Verdict
-from tilemesh.report.rows import percent, row_table
+from tilemesh.report.html import Child, Fact, Html, el, pair
+from tilemesh.report.kind_page import Beside, KindPage, PageSection, PairSection, Verdict
+from tilemesh.report.rows import percent
 from tilemesh.report.run import Run
-from tilemesh.report.verdict import state_words
+from tilemesh.report.verdict import state_verdict
 from tilemesh.runs.names import METRICS, SUMMARY
 from tilemesh.runs.values import number, section
 
@@ -23,14 +23,8 @@ MOST_LOADS = 6
 _EQUAL = 0.2
 
 
-def _points(run: Run) -> list[Mapping[str, Any]]:
-    """Loads that the summary tells of: each with a rate (None: all at once), figures measured and predicted."""
-    told = run.summary.get("points")
-    return [point for point in told if isinstance(point, dict)] if isinstance(told, list) and not run.is_behind else []
-
-
 def _online(run: Run) -> list[Mapping[str, Any]]:
-    points = [point for point in _points(run) if number(point.get("rate"), 0) > 0]
+    points = [point for point in run.points if number(point.get("rate"), 0) > 0]
     return sorted(points, key=lambda point: number(point["rate"]))
 
 
@@ -42,16 +36,15 @@ def _about(run: Run) -> str:
 
 
 def _verdict(run: Run, beside: Beside) -> Verdict:
-    if run.was_cut_short or not _points(run):
-        words = state_words(run)
-        return Verdict(words[0].upper() + words[1:] + ("" if words.endswith(".") else "."), run.was_cut_short)
+    if run.was_cut_short or not run.points:
+        return state_verdict(run)
     errors = []
     for point in _online(run):
         for key in ("ttft_p50", "itl_p50"):
             measured, guess = (number(section(point, which).get(key)) for which in ("measured", "predicted"))
             if measured > 0 and math.isfinite(guess):
                 errors.append(abs(guess / measured - 1))
-    best = max((number(section(point, "measured").get("tokens_per_s"), 0) for point in _points(run)), default=0.0)
+    best = max((number(section(point, "measured").get("tokens_per_s"), 0) for point in run.points), default=0.0)
     sentence = f"Up to {format_count(best)} output tokens per second."
     if errors:
         within = sum(error <= _EQUAL for error in errors)
@@ -148,32 +141,27 @@ def _loads(run: Run) -> list[tuple[str, list[Mapping[str, Any]]]]:
     return list(groups.items())[-MOST_LOADS:]
 
 
-def _steps(run: Run, beside: Beside) -> Html | None:
-    series = {"prefill": "tokens of prompts", "decode": "tokens that decode"}
-    return _each_load(run, "Tokens in each step", "tokens", series)
+def _each_load(title: str, words: str, series: Mapping[str, str]) -> Callable[[Run, Beside], Html | None]:
+    """Figures of the steps over time, a chart for each load. `series`: their keys, and what they are called."""
+
+    def body(run: Run, beside: Beside) -> Html | None:
+        charts = (
+            _over_time(f"{title}, {name}" if name else title, words, steps, series)
+            for name, steps in _loads(run)
+            if any(key in step for step in steps for key in series)
+        )
+        return pair(*charts)
+
+    return body
 
 
-def _pages(run: Run, beside: Beside) -> Html | None:
-    series = {"pages_used": "in use", "pages_idle": "kept for prompts that begin alike"}
-    return _each_load(run, "Pages", "pages", series)
-
-
-def _batch(run: Run, beside: Beside) -> Html | None:
-    series = {
-        "decoding": "requests that decode",
-        "prefilling": "requests with a prompt",
-        "waiting": "requests that wait",
-    }
-    return _each_load(run, "Requests in each step", "requests", series)
-
-
-def _each_load(run: Run, title: str, words: str, series: Mapping[str, str]) -> Html | None:
-    charts = [
-        _over_time(f"{title}, {name}" if name else title, words, steps, series)
-        for name, steps in _loads(run)
-        if any(key in step for step in steps for key in series)
-    ]
-    return el("div", *charts, class_="pair") if charts else None
+_STEPS = _each_load("Tokens in each step", "tokens", {"prefill": "tokens of prompts", "decode": "tokens that decode"})
+_PAGES = _each_load("Pages", "pages", {"pages_used": "in use", "pages_idle": "kept for prompts that begin alike"})
+_BATCH = _each_load(
+    "Requests in each step",
+    "requests",
+    {"decoding": "requests that decode", "prefilling": "requests with a prompt", "waiting": "requests that wait"},
+)
 
 
 def _over_time(title: str, words: str, steps: Sequence[Mapping[str, Any]], series: Mapping[str, str]) -> Html:
@@ -195,26 +183,14 @@ def _over_time(title: str, words: str, steps: Sequence[Mapping[str, Any]], serie
     return chart(title, note, Plot(x, y, lines), table)
 
 
-def _rows(run: Run, beside: Beside) -> Html | None:
-    if not beside.rows:
-        return None
-    lead = [key for key in ("rate", "batch", "requests") if any(key in row.case for row in beside.rows)]
-    return join(row_table(beside.rows, lead))
-
-
 # ---- two runs --------------------------------------------------------------------------------------------------
-
-
-def _differences(first: Run, first_beside: Beside, second: Run, second_beside: Beside) -> list[compare.Difference]:
-    return compare.general_differences(first, first_beside.rows, second, second_beside.rows)
 
 
 def _side_by_side(first: Run, second: Run, names: tuple[str, str]) -> Html | None:
     keys = [
         key for key in ("seconds", "prefill", "decode", "running") if key in first.figures and key in second.figures
     ]
-    charts = [run_parts.overlay(key, key, key, (first, second), names, zero=True) for key in keys]
-    return el("div", *charts, class_="pair") if charts else None
+    return pair(*(run_parts.overlay(key, key, key, (first, second), names, zero=True) for key in keys))
 
 
 SERVE_PAGE = KindPage(
@@ -223,14 +199,13 @@ SERVE_PAGE = KindPage(
     facts=_facts,
     sections=(
         PageSection("load", "Latency against load", _load),
-        PageSection("rows", "Against prediction, limit and peer", _rows),
-        PageSection("steps", "What each step computed", _steps),
-        PageSection("batch", "Who was in the batch", _batch),
-        PageSection("pages", "How full the pages were", _pages),
-        PageSection("events", "What happened", lambda run, _: run_parts.events(run)),
-        PageSection("again", "To run it again", lambda run, _: run_parts.again(run)),
+        run_parts.rows_section("Against prediction, limit and peer", ("rate", "batch", "requests")),
+        PageSection("steps", "What each step computed", _STEPS),
+        PageSection("batch", "Who was in the batch", _BATCH),
+        PageSection("pages", "How full the pages were", _PAGES),
+        run_parts.EVENTS,
+        run_parts.AGAIN,
     ),
-    differences=_differences,
     pairs=(PairSection("Side by side", _side_by_side),),
     expects={METRICS: "the steps", SUMMARY: "latency against load"},
 )

@@ -9,7 +9,7 @@ from tilemesh.core.step.draw import Curve
 from tilemesh.core.step.simulate import Timeline
 from tilemesh.report import timeline as lanes_of
 from tilemesh.report.draw import Line, PageTable, Plot, PlotAxis, chart
-from tilemesh.report.html import Html, el, join, page
+from tilemesh.report.html import Html, article, el
 
 KINDS = {
     "F": ("forward", 0), "B": ("backward", 7), "I": ("gradient of inputs", 7), "W": ("gradient of weights", 1),
@@ -33,13 +33,8 @@ def render(program: StepProgram, timeline: Timeline, memory: Sequence[Curve], wo
     ]
     table = PageTable(["rank", "busy", "waiting", "most kept"], rows)
     whole = [lanes_of.Stretch("all of it", 0.0, timeline.total_s)]
-    body = join(
-        el("h1", title),
-        *(el("p", line) for line in rest),
-        lanes_of.draw("Passes", "What each rank computes, in time.", lanes, whole, KINDS, table),
-        _memory(memory),
-    )
-    return page(f"{title}: tilemesh plan", body)
+    passes = lanes_of.draw("Passes", "What each rank computes, in time.", lanes, whole, KINDS, table)
+    return article(title, "tilemesh plan", None, *(el("p", line) for line in rest), passes, _memory(memory))
 
 
 def _memory(memory: Sequence[Curve]) -> Html:

@@ -9,8 +9,8 @@ from tilemesh.core.units import format_bytes, format_count, format_seconds
 from tilemesh.measure.sample import Sample
 from tilemesh.plan.grade import expected_kept
 from tilemesh.report import compare, memory_part, mesh_part, method_part, pipeline_part, run_parts, time_parts
-from tilemesh.report.html import Child, Html, el, join, tied
-from tilemesh.report.kind_page import Beside, Fact, KindPage, PageSection, PairSection, Verdict
+from tilemesh.report.html import Child, Fact, Html, el, join, pair, tied
+from tilemesh.report.kind_page import Beside, KindPage, PageSection, PairSection, Verdict
 from tilemesh.report.rows import percent, row_table
 from tilemesh.report.run import RUNNING, Run
 from tilemesh.report.verdict import improve, judge
@@ -99,14 +99,14 @@ def _speed(run: Run, beside: Beside) -> tuple[Sample | None, str]:
 # ---- sections --------------------------------------------------------------------------------------------------
 
 
-def _learning(run: Run, beside: Beside) -> Html:
+def _learning(run: Run, beside: Beside) -> Child:
     speed = run_parts.step_figure(run, run_parts.SPEED)
-    return el("div", run_parts.loss(run), speed, run_parts.progress(run), class_="pair")
+    return pair(run_parts.step_figure(run, run_parts.LOSS, "held_out"), speed, run_parts.progress(run))
 
 
-def _steps(run: Run, beside: Beside) -> Html:
+def _steps(run: Run, beside: Beside) -> Child:
     figures = (run_parts.NORM, run_parts.RATE, run_parts.MEMORY)
-    return el("div", *(run_parts.step_figure(run, figure) for figure in figures), class_="pair")
+    return pair(*(run_parts.step_figure(run, figure) for figure in figures))
 
 
 def _rows(run: Run, beside: Beside) -> Html:
@@ -139,26 +139,16 @@ def _again(run: Run, beside: Beside) -> Html:
 # ---- two runs --------------------------------------------------------------------------------------------------
 
 
-def _differences(first: Run, first_beside: Beside, second: Run, second_beside: Beside) -> list[compare.Difference]:
-    return compare.training_differences(first, first_beside.rows, second, second_beside.rows)
-
-
 def _curves(first: Run, second: Run, names: tuple[str, str]) -> Child:
-    return el(
-        "div",
+    return pair(
         run_parts.overlay("Loss", "nats per token", "loss", (first, second), names, zero=False),
         run_parts.overlay("Speed", "tokens/s", "tokens_per_s", (first, second), names, zero=True),
-        class_="pair",
     )
 
 
 def _times(first: Run, second: Run, names: tuple[str, str]) -> Child:
-    return el(
-        "div",
-        el("div", el("h3", names[0]), time_parts.by_rank(first)),
-        el("div", el("h3", names[1]), time_parts.by_rank(second)),
-        class_="pair",
-    )
+    parts = zip(names, (first, second), strict=True)
+    return pair(*(el("div", el("h3", name), time_parts.by_rank(run)) for name, run in parts))
 
 
 TRAIN_PAGE = KindPage(
@@ -178,7 +168,7 @@ TRAIN_PAGE = KindPage(
         PageSection("events", "Checkpoints, restarts and warnings", lambda run, _: run_parts.events(run)),
         PageSection("again", "To run it again", _again),
     ),
-    differences=_differences,
+    differences=compare.training_differences,
     pairs=(PairSection("Side by side", _curves), PairSection("Where the time went", _times)),
     expects={
         CONFIG: "configuration",

@@ -127,6 +127,12 @@ def state_words(run: Run) -> str:
     }[run.state]
 
 
+def state_verdict(run: Run) -> Verdict:
+    """Where a run stands, as the sentence of a page that has nothing else to judge by."""
+    words = state_words(run)
+    return Verdict(words[0].upper() + words[1:] + ("" if words.endswith(".") else "."), run.was_cut_short)
+
+
 def _starting(run: Run) -> str:
     if run.is_unread:
         return "no step can be read: the metrics are damaged"
