@@ -120,7 +120,7 @@ def test_logits_over_pages_are_those_of_contiguous_memory(
 ) -> None:
     """Float64 against the dense cache; sums of up to 128 products of size 10 in another order: 1e-12 at most."""
     if config.window:  # blocks of keys that lie before a window, and ones that a window does not reach into
-        monkeypatch.setattr("tilemesh.serve.attention.KEY_BLOCK", 4)
+        monkeypatch.setattr("tilemesh.model.attend_alone.KEY_BLOCK", 4)
     model, draw = served(config).model, random.Random(3)
     limits = ServeLimits(pages=60, context=CONTEXT, page_tokens=4, step_tokens=33, chunk_tokens=13, running=6)
     scheduler, runner = Scheduler(limits), Runner(model, limits, invariant=invariant)

@@ -18,6 +18,8 @@ from tilemesh.kernels.paged_attention.store import store_pages
 from tilemesh.kernels.row_linear import reference as row
 from tilemesh.model import huggingface
 from tilemesh.model.config import ModelConfig
+from tilemesh.model.programs.prepare import prepare
+from tilemesh.model.programs.program import Use
 from tilemesh.model.transformer import Transformer
 from tilemesh.parallel.gate.alone import compress_all
 from tilemesh.serve import Engine, Sampling
@@ -298,3 +300,52 @@ def test_weights_change_under_captured_steps_and_memory_comes_and_goes(tmp_path:
         assert torch.cuda.max_memory_allocated() <= before - pages + (64 << 20)  # one matrix on its way
         engine.wake()
         assert tokens_of(engine) == expected[0]
+
+
+@pytest.mark.parametrize("window", [0, 200])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_an_engine_and_a_pass_that_trains_have_the_same_bits(dtype: torch.dtype, window: int) -> None:
+    """In chunks and whole, alone and among others, over a thousand tokens; and the pass has gradients."""
+    config = dataclasses.replace(LLAMA, window=window, full_layers=(1,) if window else ())
+    given = served(dtype, "cuda", config)
+    model = Transformer(config, device="cuda", dtype=dtype)
+    model.load_state_dict(given.model.state_dict())
+    programs = prepare(model, Use(trains=True, invariant=True), "cuda")
+    prompts = [prompt for prompt in prompts_of(12, 600) if len(prompt) > 3]
+    asked = Sampling(max_tokens=24, temperature=1, seed=3, logprobs=0, ignore_eos=True)
+    for options in ({"running": 1}, {"running": 12, "chunk_tokens": 37, "step_tokens": 128}):
+        with Engine(given, device="cuda", invariant=True, pages=600, **options) as engine:  # type: ignore[arg-type]
+            completions = list(engine.generate(prompts, asked))
+        rows = [[*made.prompt_tokens, *made.answers[0].tokens] for made in completions]
+        longest = max(map(len, rows))
+        padded = torch.tensor([[*row, *[1] * (longest - len(row))] for row in rows], device="cuda")
+        logits = programs(padded)
+        assert logits.requires_grad
+        ours = logits.float().log_softmax(-1)[:, :-1].gather(2, padded[:, 1:, None])[..., 0]
+        for logprobs, tokens, made in zip(ours, rows, completions, strict=True):
+            expected = [told.logprob for told in made.answers[0].logprobs]
+            assert logprobs[len(tokens) - 25 : len(tokens) - 1].tolist() == expected
+    logits.float().sum().backward()
+    gradients = [parameter.grad for parameter in model.parameters()]
+    assert all(gradient is not None and bool(gradient.isfinite().all()) for gradient in gradients)
+
+
+def test_gradients_of_the_invariant_pass_are_as_near_as_the_ordinary_ones() -> None:
+    """bf16 against float64: no further than twice what the ordinary pass is."""
+    tokens = torch.randint(1, 256, (3, 300), device="cuda", generator=torch.Generator("cuda").manual_seed(1))
+    found: dict[str, list[torch.Tensor]] = {}
+    for name, dtype, use in (
+        ("exact", torch.float64, Use(trains=True)),
+        ("ordinary", torch.bfloat16, Use(trains=True)),
+        ("invariant", torch.bfloat16, Use(trains=True, invariant=True)),
+    ):
+        model = served(torch.bfloat16, "cuda").model.to(dtype).requires_grad_(True)
+        logits = prepare(model, use, "cuda")(tokens)
+        torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).double(), tokens[:, 1:].flatten()).backward()
+        found[name] = [parameter.grad.double() for parameter in model.parameters() if parameter.grad is not None]
+
+    def error(name: str) -> float:
+        pairs = zip(found[name], found["exact"], strict=True)
+        return sum(float((ours - exact).norm() / exact.norm()) for ours, exact in pairs)
+
+    assert error("invariant") <= 2 * error("ordinary")

@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from tilemesh.kernels.attention.joined import self_attention
 from tilemesh.kernels.attention.reference import attention as windowed_attention
+from tilemesh.model.attend_alone import ALONE_BY_TOKEN, attend_alone, starts_of
 from tilemesh.model.documents import DocumentPlaces, attend_within
 from tilemesh.model.kernels import TORCH
 from tilemesh.model.rotary import RotaryAngles, rotate
@@ -28,11 +29,11 @@ def attend(
     """softmax(q k / sqrt(E)) v of each token over those up to itself, after queries and keys are turned: (B, T, H, E).
 
     `window`: over the last so many only, itself included; 0: over all. `documents`: none sees another.
-    `implementation`: "torch", or of tilemesh's operator, which has no documents.
+    `implementation`: "torch", of tilemesh's operator, which has no documents, or as `model.attend_alone` does it.
     """
     y_BHTE: Tensor
     heads, kv_heads = q_BTHE.shape[2], k_BTKE.shape[2]
-    if implementation != TORCH and documents is None:
+    if implementation not in (TORCH, ALONE_BY_TOKEN) and documents is None:
         if rotary is not None:
             cos, sin = (table[:, None] for table in rotary)  # the same for every head of a token
             q_BTHE, k_BTKE = rotate(q_BTHE, cos, sin), rotate(k_BTKE, cos, sin)
@@ -45,6 +46,11 @@ def attend(
     q_BHTE, k_BKTE, v_BKTE = q_BTHE.transpose(1, 2), k_BTKE.transpose(1, 2), v_BTKE.transpose(1, 2)
     if rotary is not None:
         q_BHTE, k_BKTE = rotate(q_BHTE, *rotary), rotate(k_BKTE, *rotary)
+    if implementation == ALONE_BY_TOKEN:
+        rows, tokens = q_BTHE.shape[:2]
+        starts = starts_of(rows, tokens, q_BTHE.device) if documents is None else documents.starts
+        q_NHE, k_NKE, v_NKE = (x.transpose(1, 2).flatten(0, 1) for x in (q_BHTE, k_BKTE, v_BKTE))
+        return attend_alone(q_NHE, k_NKE, v_NKE, starts, tokens, window).view(q_BTHE.shape)
     if documents is not None:
         y_BHTE = attend_within(q_BHTE, k_BKTE, v_BKTE, documents, window)
     elif 0 < window < q_BHTE.shape[2]:

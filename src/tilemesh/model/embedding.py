@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from torch import Tensor, nn
 
 from tilemesh.model.linear import ALONE, DENSE, DenseMatrix
+from tilemesh.model.row_blocks import in_row_blocks
 
 
 class Embedding(nn.Embedding):
@@ -15,6 +18,7 @@ class Embedding(nn.Embedding):
 
     kind: DenseMatrix = DENSE
     place = ALONE
+    in_blocks = False
 
     def reset_parameters(self) -> None:
         if not self.weight.is_meta:
@@ -24,6 +28,11 @@ class Embedding(nn.Embedding):
         """Take another kind of the same weight."""
         self.kind = kind
 
+    def multiply_in_blocks(self, in_blocks: bool) -> None:
+        """Whether tokens are multiplied in blocks of one shape (`model.row_blocks`)."""
+        self.in_blocks = in_blocks
+
     def project(self, x: Tensor) -> Tensor:
         """x times the table."""
-        return self.kind.affine(self, x, None)
+        product = partial(self.kind.affine, self, bias=None)
+        return in_row_blocks(product, x) if self.in_blocks else product(x)

@@ -9,7 +9,7 @@ N: tokens of all rows; D: width; X: experts; C: experts of a token.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from tilemesh.model.config import ModelConfig
+from tilemesh.model.row_blocks import in_row_blocks
 
 
 class Routing(NamedTuple):
@@ -44,15 +45,25 @@ class Router(nn.Module):
         super().__init__()
         self.config = config
         self.weight = nn.Parameter(torch.empty(config.experts, config.width, device="meta", dtype=dtype))
+        self.product: Callable[[Tensor, Tensor], Tensor] = functional.linear
+        self.in_blocks = False
 
     def forward(self, x_ND: Tensor) -> Routing:
-        wide = torch.promote_types(x_ND.dtype, torch.float32)
+        scores_NX = in_row_blocks(self._scores, x_ND) if self.in_blocks else self._scores(x_ND)
         with torch.autocast(x_ND.device.type, enabled=False):
-            scores_NX = functional.linear(x_ND.to(wide), self.weight.to(wide))
             weights_NC, experts_NC = scores_NX.softmax(-1).topk(self.config.experts_per_token, -1)
         if self.config.router_renormalized:
             weights_NC = weights_NC / weights_NC.sum(-1, keepdim=True)
         return Routing(experts_NC, weights_NC, scores_NX)
+
+    def compute_by(self, product: Callable[[Tensor, Tensor], Tensor], in_blocks: bool) -> None:
+        """Another product than torch's, or blocks of tokens of one shape."""
+        self.product, self.in_blocks = product, in_blocks
+
+    def _scores(self, x_ND: Tensor) -> Tensor:
+        wide = torch.promote_types(x_ND.dtype, torch.float32)
+        with torch.autocast(x_ND.device.type, enabled=False):
+            return self.product(x_ND.to(wide), self.weight.to(wide))
 
     def loss(self, routing: Routing, counted_BT: Tensor) -> Tensor:
         """What training adds to the loss of the tokens that count: `balance_loss` and `router_z_loss`, summed.
@@ -77,11 +88,20 @@ class TokenGate(nn.Module):
     def __init__(self, width: int, dtype: torch.dtype | None = None) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(1, width, device="meta", dtype=dtype))
+        self.product: Callable[[Tensor, Tensor], Tensor] = functional.linear
+        self.in_blocks = False
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        wide = torch.promote_types(x_BTD.dtype, torch.float32)
-        with torch.autocast(x_BTD.device.type, enabled=False):
-            return functional.linear(x_BTD.to(wide), self.weight.to(wide)).sigmoid()
+        return in_row_blocks(self._gate, x_BTD) if self.in_blocks else self._gate(x_BTD)
+
+    def compute_by(self, product: Callable[[Tensor, Tensor], Tensor], in_blocks: bool) -> None:
+        """Another product than torch's, or blocks of tokens of one shape."""
+        self.product, self.in_blocks = product, in_blocks
+
+    def _gate(self, x: Tensor) -> Tensor:
+        wide = torch.promote_types(x.dtype, torch.float32)
+        with torch.autocast(x.device.type, enabled=False):
+            return self.product(x.to(wide), self.weight.to(wide)).sigmoid()
 
 
 class Experts(nn.Module):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Any, NamedTuple, Protocol
 
@@ -19,9 +20,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from tilemesh.core.errors import UsageError
+from tilemesh.kernels.launch.gpu import device_index, gpu_of
 from tilemesh.kernels.lowbit.codes import Agree
+from tilemesh.kernels.matmul.config import Config
 from tilemesh.kernels.matmul.op import fused_matmul
 from tilemesh.model.one_row import is_one_row, times_row
+from tilemesh.model.row_blocks import in_row_blocks
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "none": lambda x: x,
@@ -142,6 +146,26 @@ class Fused(DenseMatrix):
         )
 
 
+@dataclass(frozen=True)
+class OneTile(DenseMatrix):
+    """The same on a GPU by our kernel in tiles of one size, which adds up each row by itself and in one order: a row's
+    bits do not follow from how many others there are. The activation comes after it, as a pass of its own."""
+
+    implementation: str = "auto"
+
+    def affine(self, layer: WeightHolder, x: Tensor, bias: Tensor | None) -> Tensor:
+        return one_tile_product(x, layer.weight, bias, self.implementation)
+
+
+def one_tile_product(x: Tensor, weight: Tensor, bias: Tensor | None = None, implementation: str = "auto") -> Tensor:
+    """As `functional.linear`: see `OneTile`. Of float64, which the kernel does not take, torch's."""
+    if x.dtype == torch.float64:
+        return functional.linear(x, weight, bias)
+    has_tma = x.is_cuda and gpu_of(device_index(x.device)).tma
+    config = Config("tma" if has_tma else "pointer", block_k=64 if x.element_size() == 2 else 32, warps=8)
+    return fused_matmul(x, weight.t(), bias, activation="none", implementation=implementation, config=config)
+
+
 DENSE = DenseMatrix()
 
 
@@ -172,6 +196,7 @@ class Linear(nn.Linear):
         nn.Module.__init__(self)
         self.in_features, self.out_features, self.activation = inputs, outputs, activation
         self.kind, self.place = kind, ALONE
+        self.in_blocks = False
         for piece in kind.pieces(outputs, inputs):
             empty = torch.empty(piece.shape, dtype=piece.dtype or dtype, device=device)
             parameter = nn.Parameter(empty, requires_grad=piece.trained and empty.is_floating_point())
@@ -181,18 +206,25 @@ class Linear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  (the name nn.Linear uses)
         if self.place.leave is None:
-            return self.kind.apply(self, input)
+            return self._by_rows(partial(self.kind.apply, self), input)
         if input.shape[-1] != self.in_features:
             raise UsageError(
                 f"a row-split layer got {input.shape[-1]} inputs: this rank's part takes {self.in_features}; it "
                 "follows layers whose output is split ('column'), not whole"
             )
-        y = self.place.leave(self.kind.affine(self, input, None))
+        y = self.place.leave(self._by_rows(partial(self.kind.affine, self, bias=None), input))
         return ACTIVATIONS[self.activation](y if self.bias is None else y + self.bias.to(y.dtype))
+
+    def _by_rows(self, compute: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        return in_row_blocks(compute, x) if self.in_blocks else compute(x)
 
     def become(self, kind: MatrixKind) -> None:
         """Take another kind of the same pieces."""
         self.kind = kind
+
+    def multiply_in_blocks(self, in_blocks: bool) -> None:
+        """Whether tokens are multiplied in blocks of one shape (`model.row_blocks`)."""
+        self.in_blocks = in_blocks
 
     def stand(self, place: LayerPlace, inputs: int | None = None, outputs: int | None = None) -> None:
         """Take a place on a mesh; `inputs`, `outputs`: of this rank's part of the matrix, where it has a part."""

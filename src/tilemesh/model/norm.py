@@ -12,6 +12,7 @@ from torch.nn import functional
 from tilemesh.kernels.norm.reference import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.kernels import TORCH, ModelKernels
+from tilemesh.model.row_blocks import BLOCKS, in_row_blocks
 
 
 class ResidualNorm(nn.Module):
@@ -43,9 +44,11 @@ class ResidualNorm(nn.Module):
         self.bias = nn.Parameter(torch.empty(width, device="meta", dtype=dtype)) if kind == "layernorm" else None
 
     def forward(self, x: Tensor, branch: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        if self.implementation == TORCH:
+        if self.implementation in (TORCH, BLOCKS):
             total = x if branch is None else x + branch
-            return self._by_torch(total), total
+            return self._by_torch(total) if self.implementation == TORCH else in_row_blocks(
+                self._by_torch, total
+            ), total
         options = {"eps": self.epsilon, "implementation": self.implementation}
         vectors = (self._scale(x),) if self.bias is None else (self._scale(x), self.bias)
         if branch is None:
@@ -60,7 +63,7 @@ class ResidualNorm(nn.Module):
         self.wide = True
 
     def compute_by(self, implementation: str) -> None:
-        """Take another implementation, as in `ModelKernels`."""
+        """Take another implementation, as in `ModelKernels`, or `BLOCKS`."""
         self.implementation = implementation
 
     def _scale(self, x: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ B: rows; T: tokens; R: elements of a head that are turned.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from tilemesh.kernels.rotary.table import cosines_and_sines
 from tilemesh.model.config import ModelConfig
+from tilemesh.model.row_blocks import ROW_BLOCK
 
 RotaryAngles = tuple[Tensor, Tensor]
 """Cosines and sines."""
@@ -36,12 +38,16 @@ class RotaryTable(NamedTuple):
         """Where and as exact as a model with such a weight wants it; None where positions are a learned table."""
         if config.positions != "rotary":
             return None
-        return cls(*rotary_angles(torch.arange(config.context, device=like.device), config, like.dtype))
+        # In blocks of one shape: whoever makes a table has the same bits, whatever the context and number of threads.
+        positions = torch.arange(-(-config.context // ROW_BLOCK) * ROW_BLOCK, device=like.device)
+        blocks = [rotary_angles(block, config, like.dtype) for block in torch.split(positions, ROW_BLOCK)]
+        own = _joined([angles for angles, _ in blocks])
+        return cls(own, _joined([local for _, local in blocks]) if config.has_local_rotary else own)
 
-    def at(self, positions_BT: Tensor) -> tuple[RotaryAngles, RotaryAngles]:
-        """As (B, T, 1, R/2)."""
-        angles = looked_up(self.angles, positions_BT)
-        return angles, angles if self.local is self.angles else looked_up(self.local, positions_BT)
+    def at(self, positions: Tensor) -> tuple[RotaryAngles, RotaryAngles]:
+        """Of these positions, (..., R/2)."""
+        angles = looked_up(self.angles, positions)
+        return angles, angles if self.local is self.angles else looked_up(self.local, positions)
 
 
 def rotary_table(positions: Tensor, config: ModelConfig, dtype: torch.dtype, is_local: bool = False) -> RotaryAngles:
@@ -56,10 +62,13 @@ def rotary_table(positions: Tensor, config: ModelConfig, dtype: torch.dtype, is_
     return cosines_and_sines(angle)
 
 
-def looked_up(tables: RotaryAngles, positions_BT: Tensor) -> RotaryAngles:
-    """Rows of cosines and sines as (B, T, 1, R/2)."""
-    shape = (*positions_BT.shape, 1, -1)
-    cos, sin = (table.index_select(0, positions_BT.reshape(-1)).view(shape) for table in tables)
+def _joined(blocks: Sequence[RotaryAngles]) -> RotaryAngles:
+    return torch.cat([cos for cos, _ in blocks]), torch.cat([sin for _, sin in blocks])
+
+
+def looked_up(tables: RotaryAngles, positions: Tensor) -> RotaryAngles:
+    """Rows of cosines and sines."""
+    cos, sin = (table.index_select(0, positions.reshape(-1)).view(*positions.shape, -1) for table in tables)
     return cos, sin
 
 

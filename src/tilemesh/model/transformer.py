@@ -120,6 +120,10 @@ class Attention(nn.Module):
         y_BTD: Tensor = self.fc_o(y_BTHE.flatten(-2))
         return y_BTD
 
+    def compute_by(self, implementation: str) -> None:
+        """Take another implementation of attention without a cache, as `model.attend` has them."""
+        self.implementation = implementation
+
     def rotary(self, now: Pass) -> RotaryAngles | None:
         """What this layer's queries and keys are turned by."""
         return now.local_rotary if self.window else now.rotary
@@ -249,6 +253,8 @@ class Transformer(nn.Module):
         self.part = whole_part(config) if part is None else part
         """Which layers it has, and whether it takes tokens and gives logits; activations otherwise."""
         self.part.check(config)
+        self.rotary_table: RotaryTable | None = None
+        """Of all positions, where passes shall not compute their cosines and sines anew."""
         # Everything begins without memory: weights are then written once, by `initialize`, not first by torch's init.
         self.token_embedding = None
         if self.part.embedding or (self.part.head and config.tied):
@@ -306,7 +312,7 @@ class Transformer(nn.Module):
 
         `marked`: documents are packed into the sequences and must not see each other; the first token t of each is
         given as -1 - t. No token could say so itself: some chat templates end answers as they end conversations.
-        `table`: of all positions' cosines and sines, for many passes with a cache; otherwise they are computed.
+        `table`: of all positions' cosines and sines, for many passes; otherwise the model's own, or they are computed.
         `counted_BT`: as `Pass` has it.
         """
         if tokens_BT.dim() != 2 or tokens_BT.dtype not in (torch.int64, torch.int32):
@@ -325,17 +331,16 @@ class Transformer(nn.Module):
             )
         documents = document_places(tokens_BT) if marked and cache is None else None
         rotary = local = None
-        if config.positions == "rotary" and cache is not None and table is not None:
-            rotary, local = table.at(cache.positions_BT)
-        elif config.positions == "rotary":
+        if config.positions == "rotary":
             if documents is not None:
                 positions = documents.positions_BT[:, None]  # the same for every head
             elif cache is not None:
                 positions = cache.positions_BT[:, :, None]
             else:
                 positions = torch.arange(place.token, end, device=tokens_BT.device)
+            table = table or self.rotary_table
             like = next(self.parameters()) if self.token_embedding is None else self.token_embedding.weight
-            rotary, local = rotary_angles(positions, config, like.dtype)
+            rotary, local = rotary_angles(positions, config, like.dtype) if table is None else table.at(positions)
         return Pass(rotary, local, dropout_seed if dropping else None, place, cache, documents, counted_BT)
 
     def enter(self, tokens_BT: Tensor, x_BTD: Tensor | None, now: Pass) -> Tensor:

@@ -33,7 +33,7 @@ from tilemesh.model.work.weights import SLICED, Weight, why_not
 from tilemesh.parallel.agree import agree
 from tilemesh.parallel.buckets import BUCKET_BYTES, Bucketed
 from tilemesh.parallel.gradients import Gradients, LocalGradients, Naive, Parts, Way
-from tilemesh.parallel.laid import Laid
+from tilemesh.parallel.laid import AUTOCAST, Laid
 from tilemesh.parallel.mesh import Mesh
 from tilemesh.parallel.pipeline import Pipeline, StageModule, holder_groups, holders_of
 from tilemesh.parallel.shard import (
@@ -189,7 +189,7 @@ def _lay_stages(
 
 def planned_use(use: Use, plan: ParallelPlan, layers: int) -> Use:
     """With what a plan says of a model of so many layers: who shares them, and what lies between two passes."""
-    use = dataclasses.replace(use, tp=plan.tp)
+    use = dataclasses.replace(use, tp=plan.tp, casts=use.casts or plan.precision in AUTOCAST)
     if not plan.has_chunks:
         return use
     is_split = step_program(plan, layers).is_split

@@ -30,7 +30,7 @@ from tilemesh.parallel.slices import SliceCache
 from tilemesh.parallel.tensor import Seams, vocabulary_loss
 from tilemesh.parallel.whole import FreshWeights, gather_parts, handed_around
 
-_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class StepPiece(NamedTuple):
@@ -232,7 +232,7 @@ class Laid:
 
     def autocast(self) -> AbstractContextManager[object]:
         """What the plan's precision asks for around a forward pass."""
-        dtype = _AUTOCAST.get(self.plan.precision)
+        dtype = AUTOCAST.get(self.plan.precision)
         device = next(self.module.parameters()).device.type
         return nullcontext() if dtype is None else torch.autocast(device, dtype)
 

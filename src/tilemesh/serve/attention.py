@@ -13,6 +13,7 @@ G: query heads per key head; E: head width.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -21,20 +22,11 @@ from torch.nn import functional
 
 from tilemesh.core.errors import UsageError
 from tilemesh.kernels.paged_attention.codes import CODES, put_pages, take_pages
-from tilemesh.kernels.paged_attention.reference import paged_attention
+from tilemesh.kernels.paged_attention.reference import paged_attention, prompt_tile
 from tilemesh.kernels.paged_attention.store import store_pages
+from tilemesh.model.attend_alone import attend_in_blocks
 from tilemesh.serve.batch import AttentionGroup, Batch, PageLayout, TileSizes
 from tilemesh.serve.memory import GivenBack
-
-KEY_BLOCK = 64
-"""Invariant mode: keys are reduced in blocks of this many positions, the first at position 0."""
-QUERY_BLOCK = 8
-"""Invariant mode: queries of one sequence in one product, padded to as many."""
-_ROWS = {2: 64, 4: 32, 8: 16}
-"""Our kernels: tokens times query heads of a tile of a prompt, by the bytes of an element."""
-_NARROW = 64
-"""Heads up to this width have twice as many: a key is then read for twice as many queries, and there is room."""
-_LEAST_ROWS = 16
 
 
 class StoredPages(NamedTuple):
@@ -71,8 +63,7 @@ class StoredPages(NamedTuple):
 class PagedKeyValues:
     """A `KeyValueCache` over a pool of pages. Call `prepare` before each pass of the model.
 
-    With `invariant` every product has the same shape, whatever else is in the batch, and sums are taken in the order of
-    positions. So a token's result depends on its own sequence alone, bit for bit.
+    With `invariant` keys are reduced as in `model.attend_alone`: a token's bits depend on its own sequence alone.
     """
 
     def __init__(
@@ -129,12 +120,8 @@ class PagedKeyValues:
         """How our kernels want the tokens of a pass."""
         if not self.by_kernel:
             return None
-        group = heads // kv_heads
-        least = max(1, _LEAST_ROWS // group)
-        if self.invariant:
-            return TileSizes(least, least, kv_heads, uniform=True)
-        rows = _ROWS[itemsize] * (2 if width <= _NARROW and itemsize == 2 else 1)
-        return TileSizes(1, max(least, rows // group), kv_heads)
+        tile = prompt_tile(heads // kv_heads, width, itemsize)
+        return TileSizes(tile if self.invariant else 1, tile, kv_heads, uniform=self.invariant)
 
     def _pool(self, layer: int, dtype: torch.dtype, kv_heads: int, width: int) -> StoredPages:
         """Keys and values of a layer; its memory is taken when it first comes."""
@@ -199,7 +186,7 @@ class PagedKeyValues:
         stored.put(batch.places_T, k_BTKE[0], v_BTKE[0])
         if batch.layout is not None:
             return self._attend_tiles(batch.layout, q_BTHE[0], stored, window)[None]
-        y_THE = torch.zeros_like(q_BTHE[0]) if self.invariant else torch.empty_like(q_BTHE[0])
+        y_THE = torch.empty_like(q_BTHE[0])
         for group in batch.groups:
             rows = slice(group.begin, group.begin + group.rows * group.tokens)
             q_RTHE = q_BTHE[0, rows].view(group.rows, group.tokens, *q_BTHE.shape[2:])
@@ -208,55 +195,23 @@ class PagedKeyValues:
         return y_THE[None]
 
     def _attend_in_blocks(self, group: AttentionGroup, q_RTHE: Tensor, stored: StoredPages, window: int) -> Tensor:
-        """Softmax over blocks of keys in order, one sequence and a few queries at a time: all shapes are constants."""
-        kv_heads, width = stored.held.shape[3:]
-        y_RTHE = torch.empty_like(q_RTHE)
+        """One sequence after the other, in the blocks of `model.attend_alone`."""
+        results = []
         for row in range(group.rows):
-            pages = group.pages_RP[row]
+            block = partial(self._key_block, stored, group.pages_RP[row], q_RTHE.dtype)
             last = group.keys - 1 if group.mask_RTS is None else int(group.mask_RTS[row, -1].sum()) - 1
-            first = last + 1 - group.tokens
-            for begin in range(0, group.tokens, QUERY_BLOCK):
-                q_THE = q_RTHE[row, begin : begin + QUERY_BLOCK]
-                count = len(q_THE)
-                q_THE = functional.pad(q_THE, (0, 0, 0, 0, 0, QUERY_BLOCK - count))
-                # Padded queries stand where the last real one does: every query has at least one key.
-                at_T = (first + begin + torch.arange(QUERY_BLOCK, device=q_THE.device)).clamp(max=last)
-                q_KGE = q_THE.view(QUERY_BLOCK, kv_heads, -1, width).permute(1, 2, 0, 3).flatten(1, 2)
-                y_KGE = self._reduce(q_KGE * width**-0.5, at_T, pages, stored, window)
-                y_KGTE = y_KGE.view(kv_heads, -1, QUERY_BLOCK, width)
-                y_RTHE[row, begin : begin + count] = y_KGTE.permute(2, 0, 1, 3).flatten(1, 2)[:count]
-        return y_RTHE
+            results.append(attend_in_blocks(q_RTHE[row], last + 1 - group.tokens, block, window))
+        return torch.stack(results)
 
-    def _reduce(self, q_KGE: Tensor, at_T: Tensor, pages: Tensor, stored: StoredPages, window: int) -> Tensor:
-        """Attention of queries at these positions (G holds heads times queries), block of keys by block of keys."""
-        block_pages = -(-KEY_BLOCK // self.page_tokens)
-        block = block_pages * self.page_tokens
-        heads = q_KGE.shape[1] // len(at_T)
-        most_KG = q_KGE.new_full(q_KGE.shape[:2], -torch.inf)
-        sum_KG = q_KGE.new_zeros(q_KGE.shape[:2])
-        y_KGE = torch.zeros_like(q_KGE)
-        # Blocks that lie before every query's window are passed over.
-        first = max(0, int(at_T[0]) + 1 - window) // block * block if window else 0
-        for begin in range(first, int(at_T[-1]) + 1, block):
-            some = pages[begin // self.page_tokens : begin // self.page_tokens + block_pages]
-            some = functional.pad(some, (0, block_pages - len(some)))  # page 0 for what lies behind all queries
-            k_KSE, v_KSE = (
-                stored.take(which, some, q_KGE.dtype).flatten(0, 1).transpose(0, 1).contiguous() for which in range(2)
-            )
-            key_S = begin + torch.arange(block, device=at_T.device)
-            behind_TS = key_S > at_T[:, None]
-            if window:
-                behind_TS |= key_S <= at_T[:, None] - window
-            score_KGS = torch.bmm(q_KGE, k_KSE.transpose(1, 2)).masked_fill(behind_TS.repeat(heads, 1), -torch.inf)
-            now_KG = torch.maximum(most_KG, score_KGS.amax(-1))
-            if window:  # a query may see no key of its first blocks: -inf less -inf would be NaN
-                now_KG = now_KG.clamp(min=torch.finfo(now_KG.dtype).min)
-            weight_KGS = (score_KGS - now_KG[..., None]).exp()
-            before_KG = (most_KG - now_KG).exp()
-            sum_KG = sum_KG * before_KG + weight_KGS.sum(-1)
-            y_KGE = y_KGE * before_KG[..., None] + torch.bmm(weight_KGS, v_KSE)
-            most_KG = now_KG
-        return y_KGE / sum_KG[..., None]
+    def _key_block(
+        self, stored: StoredPages, pages: Tensor, dtype: torch.dtype, begin: int, count: int
+    ) -> tuple[Tensor, Tensor]:
+        """As `KeyBlock` says: of one sequence's pages; behind its last one, any of page 0."""
+        first, last = begin // self.page_tokens, -(-(begin + count) // self.page_tokens)
+        some = functional.pad(pages[first:last], (0, max(0, last - len(pages))))
+        skipped = begin - first * self.page_tokens
+        k_SKE, v_SKE = (stored.take(which, some, dtype).flatten(0, 1)[skipped : skipped + count] for which in range(2))
+        return k_SKE, v_SKE
 
     def copy_out(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy pages to the CPU's pool: (page, page there)."""

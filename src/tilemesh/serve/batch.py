@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tilemesh.kernels.paged_attention.reference import EVEN_SPLIT
 from tilemesh.serve.scheduler import Scheduled
 
 # A group's call costs about as much as attending to this many more tokens.
@@ -85,7 +86,7 @@ class TileSizes:
         Parts fill a GPU that has few sequences, and take a second kernel that adds them up.
         """
         if self.uniform:
-            return SPLIT
+            return EVEN_SPLIT
         if sequences * self.heads >= _ENOUGH and longest <= _EVEN:
             return 0
         return FEW_SPLIT if sequences <= _FEW and longest <= _SHORT else SPLIT
@@ -135,34 +136,13 @@ def token_span(entry: Scheduled, all_logits: bool) -> TokenSpan:
     return TokenSpan(entry, entry.start, end, range(first, end))
 
 
-def cut(whole: Sequence[TokenSpan], most: int) -> Iterator[list[TokenSpan]]:
-    """The same tokens in the same order, at most so many at a time."""
-    now: list[TokenSpan] = []
-    room = most
-    for piece in whole:
-        begin = piece.begin
-        while begin < piece.end:
-            end = min(piece.end, begin + room)
-            wanted = range(max(begin, piece.wanted.start), max(begin, piece.wanted.start, min(end, piece.wanted.stop)))
-            now.append(TokenSpan(piece.entry, begin, end, wanted))
-            room -= end - begin
-            begin = end
-            if room == 0:
-                yield now
-                now, room = [], most
-    if now:
-        yield now
-
-
 def make_batch(
     pieces: Sequence[TokenSpan],
     page_tokens: int,
     device: torch.device,
-    pad_to: int = 0,
     tile_sizes: TileSizes | None = None,
 ) -> Batch:
-    """One pass over these; padded with tokens of no sequence to `pad_to`, whose keys go nowhere. `tile_sizes`: for our
-    kernels; without, for plain torch."""
+    """One pass over these. `tile_sizes`: for our kernels; without, for plain torch."""
     ordered = sorted(pieces, key=lambda piece: (piece.end - piece.begin, piece.end))
     tokens: list[int] = []
     positions: list[int] = []
@@ -179,10 +159,8 @@ def make_batch(
             pages[position // page_tokens] * page_tokens + position % page_tokens
             for position in range(piece.begin, piece.end)
         ]
-    padding = max(0, pad_to - len(tokens))
-    made = torch.tensor(
-        [tokens + [0] * padding, positions + [0] * padding, places + [-1] * padding], dtype=torch.int64
-    ).to(device, non_blocking=True)  # or the host would wait for the step before
+    made = torch.tensor([tokens, positions, places], dtype=torch.int64)
+    made = made.to(device, non_blocking=True)  # or the host would wait for the step before
     groups: tuple[AttentionGroup, ...] = ()
     layout = None
     if tile_sizes is None:

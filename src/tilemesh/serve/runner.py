@@ -1,8 +1,7 @@
 """A step's plan done by a model: pages copied, one pass over the step's tokens, logits where they are wanted.
 
 The model is `model/transformer.py`, the same modules that training uses; only its cache is one of pages.
-In invariant mode a step is several passes of exactly `ROW_BLOCK` tokens: every product then has the same shape in every
-step, and a token's row of it the same bits wherever it stands.
+In invariant mode that model computes a token's bits from its own sequence alone (`model/invariant.py`).
 """
 
 from __future__ import annotations
@@ -27,13 +26,12 @@ from tilemesh.model.programs.program import Use
 from tilemesh.model.rotary import RotaryTable
 from tilemesh.model.transformer import Transformer
 from tilemesh.serve.attention import PagedKeyValues
-from tilemesh.serve.batch import Batch, TokenSpan, cut, make_batch, token_span
+from tilemesh.serve.batch import Batch, TokenSpan, make_batch, token_span
 from tilemesh.serve.device_steps import DeviceSteps, ServeGraphs
 from tilemesh.serve.memory import GivenBack, free_cpu_bytes
 from tilemesh.serve.request import ServeRequest
 from tilemesh.serve.scheduler import ServeLimits, StepPlan
 
-ROW_BLOCK = 32
 _PACKED_SHARE = 0.25
 """Of a CPU's free memory: what weights in a second layout may take."""
 
@@ -106,6 +104,8 @@ class Runner:
 
     def _choose_kinds(self, packed: bool | None) -> None:
         """Matrices as a CPU's products want them, or with a GPU's kernels for one token; and a GPU's norms."""
+        if self.invariant:
+            return  # they are chosen already
         if self.device.type == "cpu" and (self._can_pack() if packed is None else packed):
             pack_products(self.model, self.programs.groups)
         if self.device.type == "cuda":
@@ -119,10 +119,9 @@ class Runner:
                     layer.become(replace(layer.kind, settled=True))
 
     def _can_pack(self) -> bool:
-        # On x86-64 such products are quicker as well, but whole steps were not (docs/serve/LOG.md). Invariant answers
-        # must not depend on how much memory was free.
+        # On x86-64 such products are quicker as well, but whole steps were not (docs/serve/LOG.md).
         on_arm = platform.machine() in ("aarch64", "arm64")
-        if self.invariant or not on_arm or not packs(next(self.model.parameters()).dtype):
+        if not on_arm or not packs(next(self.model.parameters()).dtype):
             return False
         return packed_bytes(self.model) <= _PACKED_SHARE * free_cpu_bytes()
 
@@ -206,32 +205,21 @@ class Runner:
         computed: dict[str, RequestLogits] = {}
         if not whole:
             return computed
-        for pieces in cut(whole, ROW_BLOCK) if self.invariant else [whole]:
-            pad_to = ROW_BLOCK if self.invariant else 0
-            batch = make_batch(pieces, self.limits.page_tokens, self.device, pad_to, self._tile_sizes)
-            logits_NV = self._pass(batch)
-            begin = 0
-            for piece in batch.pieces:
-                if not piece.wanted:
-                    continue
+        batch = make_batch(whole, self.limits.page_tokens, self.device, self._tile_sizes)
+        logits_NV = self._pass(batch)
+        begin = 0
+        for piece in batch.pieces:
+            if piece.wanted:
                 name, count = piece.entry.request.name, len(piece.wanted)
-                made = RequestLogits(piece.wanted.start, logits_NV, begin, count)
+                computed[name] = RequestLogits(piece.wanted.start, logits_NV, begin, count)
                 begin += count
-                if name in computed:
-                    both_NV = torch.cat((computed[name].logits_NV, made.logits_NV))
-                    made = RequestLogits(computed[name].first, both_NV, 0, len(both_NV))
-                computed[name] = made
         return computed
 
     def _pass(self, batch: Batch) -> Tensor:
-        """Logits of the wanted tokens. Those of the others are never computed, except where shapes are constants."""
+        """Logits of the wanted tokens. Those of the others are never computed."""
         now = self.model.prepare(batch.tokens_1T, cache=self.cache.prepare(batch), table=self._rotary)
         x_TD = self.programs.last(self.programs.enter(batch.tokens_1T, None, now), now)[0]
-        if batch.wanted is None:
-            return self._project(x_TD)
-        if self.invariant:
-            return self._project(x_TD)[batch.wanted]
-        return self._project(x_TD[batch.wanted])
+        return self._project(x_TD if batch.wanted is None else x_TD[batch.wanted])
 
     def _project(self, x_TD: Tensor) -> Tensor:
         return self.model.project(x_TD)

@@ -29,6 +29,20 @@ MOST_ROWS = 128
 """Of a tile: tokens times the query heads that share a key head."""
 KEY_BLOCK = 64
 """Keys are reduced in blocks of so many positions, the first at position 0."""
+EVEN_SPLIT = 1024
+"""Keys of a part where a token's bits must not follow from how many others there are: enough that few parts are written
+and added up for a prompt, and few enough that several programs share a long sequence that decodes."""
+_TILE_ROWS = {2: 64, 4: 32, 8: 16}
+"""Tokens times query heads of a tile of a prompt, by the bytes of an element."""
+_NARROW = 64
+"""Heads up to this width have twice as many: a key is then read for twice as many queries, and there is room."""
+_LEAST_ROWS = 16
+
+
+def prompt_tile(group: int, width: int, itemsize: int) -> int:
+    """Tokens of a tile of a prompt, where `group` query heads share a key head."""
+    rows = _TILE_ROWS[itemsize] * (2 if width <= _NARROW and itemsize == 2 else 1)
+    return max(1, _LEAST_ROWS // group, rows // group)
 
 
 def check(

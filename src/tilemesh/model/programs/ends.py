@@ -17,7 +17,7 @@ from tilemesh.model.config import VOCABULARY_MULTIPLE
 from tilemesh.model.kernels import TORCH
 from tilemesh.model.linear import DENSE
 from tilemesh.model.loss import IGNORED
-from tilemesh.model.programs.program import LayerProgram, ProgramSeat, pass_cost
+from tilemesh.model.programs.program import CUT_OTHERWISE, LayerProgram, ProgramSeat, pass_cost
 from tilemesh.model.transformer import Pass, Transformer
 
 
@@ -55,8 +55,11 @@ def _embed(model: Transformer, tokens_BT: Tensor, now: Pass) -> Tensor:
     return y_BTD
 
 
-def _why_not_dense(model: Transformer) -> str:
+def _why_not_dense(seat: ProgramSeat) -> str:
     """Why the output projection is more than a product with its weight."""
+    model = seat.model
+    if seat.use.invariant:
+        return CUT_OTHERWISE
     if model.output is not None and model.output.kind.stacked() != DENSE:
         return f"the output projection's matrix is of kind {type(model.output.kind).__name__}"
     return "" if len(model.output_weight) == model.config.vocabulary else "ranks share the table"
@@ -72,7 +75,7 @@ class AlignedVocabulary(LayerProgram):
             return "this part of the model gives activations"
         if not seat.use.aligns_vocabulary:
             return "it is for 16-bit products of a whole table on a GPU"
-        if reason := _why_not_dense(seat.model):
+        if reason := _why_not_dense(seat):
             return reason
         whole = seat.model.config.vocabulary % VOCABULARY_MULTIPLE == 0
         return f"the vocabulary is a multiple of {VOCABULARY_MULTIPLE}" if whole else ""
@@ -100,7 +103,7 @@ class LossWithoutLogits(LayerProgram):
             return "this part of the model gives activations"
         if seat.model.kernels.loss == TORCH:
             return "the loss's kernels are torch's (train.kernels)"
-        return _why_not_dense(seat.model)
+        return _why_not_dense(seat)
 
     def cost(self, seat: ProgramSeat, rows: int) -> Cost:
         return pass_cost(seat.model.output_weight.numel(), seat.itemsize, written=0)

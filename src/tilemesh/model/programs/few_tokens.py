@@ -25,7 +25,7 @@ from tilemesh.model.linear import ALONE, DENSE, Linear
 from tilemesh.model.norm import ResidualNorm
 from tilemesh.model.programs.definition import attention_passes
 from tilemesh.model.programs.products import attend_side_by_side, why_not_side_by_side
-from tilemesh.model.programs.program import LayerProgram, ProgramSeat
+from tilemesh.model.programs.program import CUT_OTHERWISE, LayerProgram, ProgramSeat
 from tilemesh.model.transformer import Layer, Pass
 
 
@@ -41,7 +41,7 @@ class FewTokens(LayerProgram):
         if not seat.use.launches_early:
             return "kernels here are not launched before the one ahead has ended"
         if seat.use.invariant:
-            return "its sums are cut otherwise than those of other numbers of rows"
+            return CUT_OTHERWISE
         has_limits = self.implementation != TORCH
         if has_limits and seat.dtype not in (torch.bfloat16, torch.float16):
             return "its kernels are for 16 bits"

@@ -16,7 +16,7 @@ from tilemesh.model.experts import Experts
 from tilemesh.model.kernels import TORCH
 from tilemesh.model.linear import ALONE, DENSE
 from tilemesh.model.programs.group import EXPERTS
-from tilemesh.model.programs.program import LayerProgram, ProgramSeat, products_cost
+from tilemesh.model.programs.program import CUT_OTHERWISE, LayerProgram, ProgramSeat, products_cost
 from tilemesh.model.transformer import Mlp
 
 
@@ -30,6 +30,8 @@ class OneOperatorMlp(LayerProgram):
             return "the MLP's kernels are torch's (train.kernels)"
         if block.fc_gate is not None:
             return "the MLP has a gate"
+        if seat.use.invariant:
+            return CUT_OTHERWISE
         if seat.use.puts_off:
             return "weights' gradients are put off, and one operator has no halves"
         if seat.use.tp > 1:

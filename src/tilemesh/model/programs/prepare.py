@@ -18,11 +18,13 @@ from torch import Tensor
 from tilemesh.core.cost import Cost
 from tilemesh.core.hardware import CPU, H100, Device, device_for
 from tilemesh.kernels.rates import LAUNCH_S, SUSTAINED_FLOPS, SUSTAINED_MEMORY
+from tilemesh.model.invariant import make_invariant
 from tilemesh.model.programs import definition, ends, few_tokens, fused_mlp, joined, one_token, products
 from tilemesh.model.programs.definition import norm_passes
 from tilemesh.model.programs.group import LayerGroups, layer_groups
 from tilemesh.model.programs.program import (
     ALL_ROWS,
+    CUT_OTHERWISE,
     JUDGED_ROWS,
     LayerProgram,
     Part,
@@ -96,8 +98,11 @@ def prepare(
 ) -> Prepared:
     """Choose programs for every layer and class of rows, and bind them."""
     device = torch.device(device)
+    if use.invariant:
+        make_invariant(model, device, use)
     layers = [layer for layer in model.layers if isinstance(layer, Layer)]
-    groups = tuple(LayerGroups() if use.trains else layer_groups(layer, use.single_rows) for layer in layers)
+    apart = LayerGroups() if use.trains else LayerGroups(None, None, CUT_OTHERWISE, CUT_OTHERWISE)
+    groups = tuple(apart if use.trains or use.invariant else layer_groups(layer, use.single_rows) for layer in layers)
     seats = [ProgramSeat(model, layer, group, use, device) for layer, group in zip(layers, groups, strict=True)]
     classes: tuple[RowClass, ...] = ("more",) if use.trains else ALL_ROWS
     choices: Choices = {rows: choose(seats, rows, programs, _hardware(device)) for rows in classes}

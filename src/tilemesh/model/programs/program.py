@@ -62,10 +62,12 @@ class Use:
     launches_early: bool = False
     """Whether kernels are launched before the one ahead has ended."""
     invariant: bool = False
-    """Whether a token's bits must not depend on how many others there are."""
+    """Whether a token's bits must not depend on how many others there are, nor on whether it is trained on or served:
+    see `model.invariant`."""
 
 
 TRAINING = Use(trains=True)
+CUT_OTHERWISE = "its sums are cut otherwise than those of other numbers of rows"
 
 
 class ProgramSeat(NamedTuple):
