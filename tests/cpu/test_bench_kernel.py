@@ -15,7 +15,7 @@ import torch
 
 from tilemesh.bench.harness import BenchCase, KeptRows, TimingTurn
 from tilemesh.bench.kernel.book import bench_of
-from tilemesh.bench.kernel.cases import cases_of
+from tilemesh.bench.kernel.cases import cases_of, drawn_cases
 from tilemesh.bench.kernel.measure import Candidates, MeasuredDevice, _limit, prepared_cases
 from tilemesh.bench.kernel.run import measure_cases
 from tilemesh.cli.main import main
@@ -364,3 +364,17 @@ def test_the_committed_rows_lie_under_one_roof(name):
         sides = (int(side) for side in row.case["shape"].split("x"))
         problem = dense(*sides, dtype=row.case["dtype"], c_kind=row.case["c"], activation=row.case["activation"])
         assert row.limit == pytest.approx(limit_s(cost(problem), Ceiling.of_calibration(calibrated, "gpu")))
+
+
+def test_drawn_problems_go_on_where_they_stopped():
+    cases = drawn_cases(["layer_norm", "matmul"], 30)
+    assert [case.operator for case in cases] == ["layer_norm"] * 30 + ["matmul"] * 30
+    assert drawn_cases(["layer_norm"], 10, skip=20) == cases[20:30]
+    for case in cases[:30]:
+        rows, columns = map(int, case.shape.split("x"))
+        assert rows <= 1_000_000
+        assert columns <= 131_072
+        assert rows * columns <= 2**27
+    assert {case.settings["passes"] for case in cases[:30]} == {"forward", "both"}
+    with pytest.raises(UsageError, match="operators over rows, not of rotary"):
+        drawn_cases(["rotary"], 1)

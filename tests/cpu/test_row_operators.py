@@ -182,7 +182,7 @@ def test_a_norms_backward_pass_fits_into_shared_memory(x, grad, columns):
     places |= {name: Place((rows,), (1,), kind, True) for name in ("root", "mean")}
     places |= {"weight": Place((columns,), (1,), kind, True)}
     places |= {"sums": Place((2, 132, columns), (132 * columns, columns, 1), kind, True)}
-    (step,) = norm_kernels.backward_plan(places, centred=True, programs=132, shared_bytes=limit).steps
+    step, _ = norm_kernels.backward_plan(places, centred=True, programs=132, splits=132, shared_bytes=limit).steps
     operands = {name: Operand(place.dtype) for name, place in places.items()}
     assert compile_step(step, operands, GPUTarget("cuda", 90, 32)).metadata.shared <= limit
 
@@ -197,11 +197,39 @@ def test_stages_of_loads_fit_where_there_is_more_than_one(stage, shared):
 
 @pytest.mark.parametrize("is_double", [False, True])
 def test_a_block_of_the_norms_backward_pass(is_double):
-    for columns in (1 << power for power in range(16)):
-        rows, warps = norm_kernels.backward_config(columns, is_double)
-        assert 1 <= warps <= 32
-        assert warps & (warps - 1) == rows & (rows - 1) == 0
-        assert rows * columns // (32 * warps) <= 32
+    for columns in (1 << power for power in range(18)):
+        for rows in (1, 50, 1000, 100_000):
+            shape = norm_kernels.backward_config(rows, columns, is_double)
+            assert 1 <= shape.warps <= 32
+            assert shape.warps & (shape.warps - 1) == shape.rows & (shape.rows - 1) == 0
+            assert shape.columns == columns
+            if columns <= norm_kernels.LONGEST_ALONE // (1 + is_double):
+                assert shape.rows * columns // (32 * shape.warps) <= 32
+
+
+@pytest.mark.parametrize(("adds", "alone"), [(False, 99), (True, 99), (False, 999)])
+@pytest.mark.parametrize("centred", [False, True])
+def test_norms_of_rows_too_long_for_registers(centred, adds, alone, monkeypatch):
+    """In seven blocks, the last of them ragged; backward too, or with registers for x's gradient alone."""
+    sizes = {"LONGEST_FORWARD": 99, "LONGEST_ALONE": alone, "LONGEST_SUMMED": 99, "_LONG_BLOCK": 64}
+    for name, size in (sizes | {"_SUMMED_ROWS": 4}).items():
+        monkeypatch.setattr(norm_kernels, name, size)
+    x, weight, bias = normal(9, 401, dtype=torch.float32), normal(401, seed=1), normal(401, seed=2)
+    x = (x + 1000.0).requires_grad_()  # squares share six digits
+    wide = x.detach().double().requires_grad_()
+    residual = normal(9, 401, seed=3, dtype=torch.float32) if adds else None
+    vectors = [each.float().requires_grad_() for each in ((weight, bias) if centred else (weight,))]
+    name = ("add_" if adds else "") + ("layer_norm" if centred else "rms_norm")
+    y = getattr(kernels, name)(x, *([residual] if adds else []), *vectors, eps=1e-5, **INTERPRET)
+    y, total = y if adds else (y, x)
+    plain = [each.detach().double().requires_grad_() for each in vectors]
+    exact = norms.exact(wide if residual is None else wide + residual, *plain, eps=1e-5, centred=centred)
+    assert excess(y, norms.exact(total, *plain, eps=1e-5, centred=centred),
+                  norms.error_bound(total.detach(), *vectors, eps=1e-5, centred=centred)) is None  # fmt: skip
+    slopes = normal(9, 401, seed=4, dtype=torch.float32)
+    mine = torch.autograd.grad(y, (x, *vectors), slopes)
+    for found, true in zip(mine, torch.autograd.grad(exact, (wide, *plain), slopes.double()), strict=True):
+        assert (found - true).norm() <= 3e-4 * true.norm()  # 1000 is rounded to 6e-5, of elements about 1
 
 
 def saved_bytes(function, *given):

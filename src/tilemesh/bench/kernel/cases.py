@@ -6,12 +6,13 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from tilemesh.core.errors import unknown
+from tilemesh.core.errors import UsageError, unknown
 from tilemesh.kernels import registry
 from tilemesh.kernels.matmul.problem import LAYOUTS
 
 ALL = "all"
 _LARGEST, _COMMON, _MULTIPLES = 16_384, 64, (64, 64, 8, 1)
+_WIDEST, _MOST_ROWS, _MOST_ELEMENTS = 131_072, 1_000_000, 2**27
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,32 @@ def cases_of(
                 form.problem(shape, given)
                 made.append(KernelCase(name, shape, given))
     return made
+
+
+def drawn_cases(operators: Sequence[str], count: int, skip: int = 0) -> list[KernelCase]:
+    """So many random problems of each operator, after the first ones of a sequence that is always the same."""
+    cases: list[KernelCase] = []
+    for name in operators:
+        form = registry.find(name).load("form")
+        if name == "matmul":
+            cases += drawn_matmuls(skip + count)[skip:]
+        elif form.sizes == "ROWSxCOLUMNS":
+            cases += drawn_rows(name, form.settings["passes"].known, skip + count)[skip:]
+        else:
+            raise UsageError(f"--drawn draws problems of matmul and of operators over rows, not of {name}")
+    return cases
+
+
+def drawn_rows(operator: str, passes: Sequence[str], count: int, seed: int = 0) -> list[KernelCase]:
+    """Rows of any width: both sizes even in their logarithm, whatever divides them, up to half a gigabyte."""
+    chance = random.Random(f"{operator} {seed}")
+    cases = []
+    for _ in range(count):
+        columns = round(_WIDEST ** chance.random())
+        rows = round(min(_MOST_ROWS, _MOST_ELEMENTS // columns) ** chance.random())
+        settings = {"dtype": chance.choice(("bfloat16", "float16", "float32")), "passes": chance.choice(passes)}
+        cases.append(KernelCase(operator, f"{rows}x{columns}", settings))
+    return cases
 
 
 def drawn_matmuls(count: int, seed: int = 0) -> list[KernelCase]:

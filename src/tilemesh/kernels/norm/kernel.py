@@ -2,13 +2,15 @@
 
 Forward holds whole rows in registers. Backward runs as few programs as the GPU has multiprocessors (or twice as many):
 each walks over rows, keeps the vectors' gradients in registers on the way, and writes them once; a second launch adds
-those partial sums up in a fixed order. Nothing is atomic: results repeat bit for bit.
+those partial sums up in a fixed order. Where rows are too long for registers to hold those gradients, a pass of its own
+over blocks of columns sums them; rows too long for registers altogether are read twice, the second time from the L2
+cache. Nothing is atomic: results repeat bit for bit.
 """
 
 # mypy: disable-error-code="no-untyped-def"
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -23,6 +25,13 @@ from tilemesh.kernels.launch.steps import Argument, LaunchPlan, Pointer, Step, b
 from tilemesh.kernels.rows import by_rows, load_stages
 
 _PROGRAMS_INTERPRETED = 3  # of the backward pass, where there is no GPU to fill
+LONGEST_FORWARD, LONGEST_ALONE, LONGEST_SUMMED = 32768, 16384, 8192
+"""Columns of the longest rows that registers hold: forward, backward, and backward with both vectors' gradients; of
+float64 half as many."""
+_LONG_BLOCK = 2048  # columns of a longer row at once
+_SUMMED_COLUMNS, _SUMMED_ROWS = 256, 64  # of a program that sums the vectors' gradients, at the least
+_SUMS_SHARE = 8  # such programs of a multiprocessor
+_MANY_PROGRAMS = 132  # enough for any GPU: rows are dealt out to as many, if there are so many
 
 
 @triton.jit
@@ -60,6 +69,64 @@ def forward_pass(
 
 
 @triton.jit
+def long_forward(
+    x, residual, weight, bias, y, total, root, mean, M, N, eps,
+    x_m, x_n, r_m, r_n, w_n, b_n, y_m, t_m,
+    COLUMNS: tl.constexpr, CENTRED: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """One row per program, in blocks. Each lane keeps the mean and the squares of its elements (Welford): a sum of
+    squares less a squared sum would lose the digits that the elements share."""
+    kind: tl.constexpr = tl.float64 if WIDE else tl.float32
+    row = tl.program_id(0)
+    middle = tl.zeros((COLUMNS,), kind)
+    squares = tl.zeros((COLUMNS,), kind)
+    count = (N + COLUMNS - 1) // COLUMNS
+    for block in range(count):
+        columns = block * COLUMNS + tl.arange(0, COLUMNS)
+        inside = columns < N
+        value = tl.load(x + row * x_m + columns * x_n, mask=inside, other=0.0).to(kind)
+        if residual is not None:
+            more = tl.load(residual + row * r_m + columns * r_n, mask=inside, other=0.0)
+            stored = (more.to(kind) + value).to(total.dtype.element_ty)
+            tl.store(total + row * t_m + columns, stored, mask=inside)
+            value = stored.to(kind)
+        if CENTRED:
+            change = tl.where(inside, value - middle, 0.0)
+            middle += change / (block + 1)
+            value = tl.where(inside, value - middle, 0.0)
+            squares += change * value
+        else:
+            squares += value * value
+    if CENTRED:
+        is_short = (count - 1) * COLUMNS + tl.arange(0, COLUMNS) >= N
+        number = tl.where(is_short, count - 1, count).to(kind)
+        centre = tl.sum(middle * number, 0) / N
+        squares += number * (middle - centre) * (middle - centre)
+        if mean is not None:
+            tl.store(mean + row, centre)
+    inverse = 1.0 / tl.sqrt(tl.sum(squares, 0) / N + eps)
+    if root is not None:
+        tl.store(root + row, inverse)
+    if residual is not None:
+        tl.debug_barrier()  # the sum is read by other threads than wrote it
+    for block in range(count):
+        columns = (count - 1 - block) * COLUMNS + tl.arange(0, COLUMNS)
+        inside = columns < N
+        if residual is not None:
+            value = tl.load(total + row * t_m + columns, mask=inside, other=0.0).to(kind)
+        else:
+            value = tl.load(x + row * x_m + columns * x_n, mask=inside, other=0.0).to(kind)
+        if CENTRED:
+            value = value - centre
+        value = value * inverse
+        if weight is not None:
+            value = value * tl.load(weight + columns * w_n, mask=inside, other=0.0).to(kind)
+        if bias is not None:
+            value = value + tl.load(bias + columns * b_n, mask=inside, other=0.0).to(kind)
+        tl.store(y + row * y_m + columns, value.to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
 def backward_pass(
     grad, grad_total, x, weight, root, mean, dx, dtotal, sums, M, N, P,
     g_m, g_n, h_m, h_n, x_m, x_n, w_n, d_m, e_m, s_v,
@@ -68,14 +135,16 @@ def backward_pass(
     """Program p of P takes every P-th group of ROWS rows. x is the normalised tensor: with a residual, the sum.
 
     The last groups come first: the gradient was written by the operation before, and its end is still in the L2 cache.
-    Reads 2 MN (3 MN with the sum's own gradient), writes MN, and P rows of partial sums per vector.
+    Reads 2 MN (3 MN with the sum's own gradient), writes MN, and P rows of partial sums per vector, where these are
+    wanted.
     """
     kind: tl.constexpr = tl.float64 if WIDE else tl.float32
     columns = tl.arange(0, COLUMNS)
     if weight is not None:
         factor = tl.load(weight + columns * w_n, mask=columns < N, other=0.0).to(kind)
-    of_weight = tl.zeros((ROWS, COLUMNS), kind)
-    of_bias = tl.zeros((ROWS, COLUMNS), kind)
+    if sums is not None:
+        of_weight = tl.zeros((ROWS, COLUMNS), kind)
+        of_bias = tl.zeros((ROWS, COLUMNS), kind)
     groups = (M + ROWS - 1) // ROWS
     for group in tl.range(tl.program_id(0), groups, P, num_stages=STAGES):
         rows = (groups - 1 - group) * ROWS + tl.arange(0, ROWS)
@@ -85,9 +154,11 @@ def backward_pass(
         inverse = tl.load(root + rows, mask=rows < M, other=0.0)[:, None]
         if CENTRED:
             value = tl.where(inside, value - tl.load(mean + rows, mask=rows < M, other=0.0)[:, None], 0.0)
-            of_bias += slope
         value = value * inverse
-        of_weight += slope * value
+        if sums is not None:
+            of_weight += slope * value
+            if CENTRED:
+                of_bias += slope
         if weight is not None:
             slope = slope * factor[None, :]
         made = slope - value * (tl.sum(slope * value, 1) / N)[:, None]
@@ -100,7 +171,78 @@ def backward_pass(
         if dtotal is not None:
             tl.store(dtotal + rows[:, None] * e_m + columns[None, :], made.to(dtotal.dtype.element_ty), mask=inside)
         tl.store(dx + rows[:, None] * d_m + columns[None, :], made.to(dx.dtype.element_ty), mask=inside)
-    at = sums + tl.program_id(0) * N + columns
+    if sums is not None:
+        at = sums + tl.program_id(0) * N + columns
+        tl.store(at, tl.sum(of_weight, 0), mask=columns < N)
+        if CENTRED:
+            tl.store(at + s_v, tl.sum(of_bias, 0), mask=columns < N)
+
+
+@triton.jit
+def long_backward(
+    grad, grad_total, x, weight, root, mean, dx, dtotal, N,
+    g_m, g_n, h_m, h_n, x_m, x_n, w_n, d_m, e_m, COLUMNS: tl.constexpr, CENTRED: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """x's gradient alone, of one row per program, in blocks: once for the row's two sums, then again from the end."""
+    kind: tl.constexpr = tl.float64 if WIDE else tl.float32
+    row = tl.program_id(0)
+    inverse = tl.load(root + row)
+    middle = 0.0
+    if CENTRED:
+        middle = tl.load(mean + row)
+    products = tl.zeros((COLUMNS,), kind)
+    slopes = tl.zeros((COLUMNS,), kind)
+    count = (N + COLUMNS - 1) // COLUMNS
+    for block in range(count):
+        columns = block * COLUMNS + tl.arange(0, COLUMNS)
+        value = tl.load(x + row * x_m + columns * x_n, mask=columns < N, other=0.0).to(kind)
+        slope = tl.load(grad + row * g_m + columns * g_n, mask=columns < N, other=0.0).to(kind)
+        if weight is not None:
+            slope = slope * tl.load(weight + columns * w_n, mask=columns < N, other=0.0).to(kind)
+        products += slope * ((value - middle) * inverse)
+        slopes += slope
+    product, mean_slope = tl.sum(products, 0) / N, tl.sum(slopes, 0) / N
+    for block in range(count):
+        columns = (count - 1 - block) * COLUMNS + tl.arange(0, COLUMNS)
+        inside = columns < N
+        value = tl.load(x + row * x_m + columns * x_n, mask=inside, other=0.0).to(kind)
+        slope = tl.load(grad + row * g_m + columns * g_n, mask=inside, other=0.0).to(kind)
+        if weight is not None:
+            slope = slope * tl.load(weight + columns * w_n, mask=inside, other=0.0).to(kind)
+        made = slope - (value - middle) * inverse * product
+        if CENTRED:
+            made -= mean_slope
+        made = made * inverse
+        if grad_total is not None:
+            made += tl.load(grad_total + row * h_m + columns * h_n, mask=inside, other=0.0).to(kind)
+        if dtotal is not None:
+            tl.store(dtotal + row * e_m + columns, made.to(dtotal.dtype.element_ty), mask=inside)
+        tl.store(dx + row * d_m + columns, made.to(dx.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def column_sums(
+    grad, x, root, mean, sums, M, N, P, g_m, g_n, x_m, x_n, s_v,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, CENTRED: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Partial sums of the vectors' gradients: of a block of columns, over the second axis' share of the rows."""
+    kind: tl.constexpr = tl.float64 if WIDE else tl.float32
+    columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    each = (M + P - 1) // P
+    begin = tl.program_id(1) * each
+    of_weight = tl.zeros((ROWS, COLUMNS), kind)
+    of_bias = tl.zeros((ROWS, COLUMNS), kind)
+    end = tl.minimum(M, begin + each)
+    for first in range(begin, end, ROWS):
+        rows = first + tl.arange(0, ROWS)
+        inside = (rows[:, None] < end) & (columns[None, :] < N)
+        value = tl.load(x + rows[:, None] * x_m + columns[None, :] * x_n, mask=inside, other=0.0).to(kind)
+        slope = tl.load(grad + rows[:, None] * g_m + columns[None, :] * g_n, mask=inside, other=0.0).to(kind)
+        if CENTRED:
+            value = value - tl.load(mean + rows, mask=rows < end, other=0.0)[:, None]
+            of_bias += slope
+        of_weight += slope * (value * tl.load(root + rows, mask=rows < end, other=0.0)[:, None])
+    at = sums + tl.program_id(1) * N + columns
     tl.store(at, tl.sum(of_weight, 0), mask=columns < N)
     if CENTRED:
         tl.store(at + s_v, tl.sum(of_bias, 0), mask=columns < N)
@@ -140,70 +282,109 @@ def _strides(places: Mapping[str, Place], **letters: str) -> dict[str, Argument]
 
 def forward_plan(places: Mapping[str, Place], *, eps: float, centred: bool) -> LaunchPlan:
     m, n = places["x"].shape
-    rows, warps = _forward_config(n)
+    rows, warps = _forward_config(m, n)
     arguments = _pointers(places, ("x", "residual", "weight", "bias", "y", "total", "root", "mean"))
     arguments |= {"M": m, "N": n, "eps": eps, "w_n": 0, "b_n": 0}
     arguments |= _strides(places, x="x", r="residual", y="y", t="total")
     arguments |= _strides({name: places[name] for name in ("weight", "bias") if name in places}, w="weight", b="bias")
-    constants = {
-        "ROWS": rows, "COLUMNS": triton.next_power_of_2(n), "CENTRED": centred, "WIDE": places["x"].dtype == "float64",
-    }  # fmt: skip
+    constants: dict[str, object] = {"CENTRED": centred, "WIDE": places["x"].dtype == "float64"}
     wide = any(place.wide for place in places.values())
+    if n > LONGEST_FORWARD:
+        constants |= {"COLUMNS": _LONG_BLOCK}
+        step = Step(f"{__name__}:long_forward", (m, 1), arguments, constants, warps=_long_warps(n), wide=wide)
+        return LaunchPlan((step,))
+    constants |= {"ROWS": rows, "COLUMNS": triton.next_power_of_2(n)}
     step = Step(f"{__name__}:forward_pass", (blocks(m, rows), 1), arguments, constants, warps=warps, wide=wide)
     return LaunchPlan((step,))
 
 
-def backward_plan(places: Mapping[str, Place], *, centred: bool, programs: int, shared_bytes: int = 0) -> LaunchPlan:
+def backward_plan(
+    places: Mapping[str, Place], *, centred: bool, programs: int, splits: int, shared_bytes: int = 0
+) -> LaunchPlan:
+    """programs: that walk over rows; splits: of the rows, for partial sums of the vectors' gradients."""
     m, n = places["x"].shape
-    columns = triton.next_power_of_2(n)
     is_double = places["x"].dtype == "float64"
-    rows, warps = backward_config(columns, is_double)
+    shape = backward_config(m, n, is_double)
     arguments = _pointers(places, ("grad", "grad_total", "x", "weight", "root", "mean", "dx", "dtotal", "sums"))
-    arguments |= {"M": m, "N": n, "P": programs, "s_v": programs * n, "w_n": 0}
+    arguments |= {"M": m, "N": n, "s_v": splits * n, "w_n": 0}
     arguments |= _strides(places, g="grad", h="grad_total", x="x", d="dx", e="dtotal")
     arguments |= _strides({"weight": places["weight"]} if "weight" in places else {}, w="weight")
-    loaded = sum(short_dtype(places[name].dtype)[1] for name in ("grad", "grad_total", "x") if name in places)
-    stages = load_stages(rows * columns * loaded, shared_bytes)
-    constants = {"ROWS": rows, "COLUMNS": columns, "CENTRED": centred, "STAGES": stages, "WIDE": is_double}
+    constants: dict[str, object] = {"CENTRED": centred, "WIDE": is_double}
     wide = any(place.wide for place in places.values())
-    step = Step(f"{__name__}:backward_pass", (programs, 1), arguments, constants, warps=warps, wide=wide)
-    if "dweight" not in places and "dbias" not in places:
+    if n > LONGEST_ALONE // (1 + is_double):
+        own = {name: value for name, value in arguments.items() if name not in ("sums", "M", "s_v")}
+        tile = constants | {"COLUMNS": _LONG_BLOCK}
+        step = Step(f"{__name__}:long_backward", (m, 1), own, tile, warps=_long_warps(n), wide=wide)
+    else:
+        loaded = sum(short_dtype(places[name].dtype)[1] for name in ("grad", "grad_total", "x") if name in places)
+        stages = load_stages(shape.rows * shape.columns * loaded, shared_bytes)
+        tile = constants | {"ROWS": shape.rows, "COLUMNS": shape.columns, "STAGES": stages}
+        own = arguments | {"P": programs} | ({} if shape.sums else {"sums": None})
+        step = Step(f"{__name__}:backward_pass", (programs, 1), own, tile, warps=shape.warps, wide=wide)
+    if "sums" not in places:
         return LaunchPlan((step,))
-    arguments = _pointers(places, ("sums", "dweight", "dbias")) | {"P": programs, "N": n, "s_v": programs * n}
-    constants = {"ROWS": 64, "COLUMNS": 32, "WIDE": is_double}
-    last = Step(f"{__name__}:add_up", (blocks(n, 32), 1 + centred), arguments, constants)
-    return LaunchPlan((step, last))
+    steps = [step]
+    if not shape.sums:
+        own = {name: arguments[name] for name in ("grad", "x", "root", "mean", "sums", "M", "N", "s_v")}
+        own |= {name: arguments[name] for name in ("g_m", "g_n", "x_m", "x_n")} | {"P": splits}
+        tile = constants | {"ROWS": 8, "COLUMNS": _SUMMED_COLUMNS}
+        steps += [Step(f"{__name__}:column_sums", (blocks(n, _SUMMED_COLUMNS), splits), own, tile, wide=wide)]
+    own = _pointers(places, ("sums", "dweight", "dbias")) | {"P": splits, "N": n, "s_v": splits * n}
+    tile = {"ROWS": 64, "COLUMNS": 32, "WIDE": is_double}
+    return LaunchPlan((*steps, Step(f"{__name__}:add_up", (blocks(n, 32), 1 + centred), own, tile)))
 
 
-def _forward_config(columns: int) -> tuple[int, int]:
-    """Rows and warps of a program: 32 elements per thread (measured on an H200)."""
+def _forward_config(rows: int, columns: int) -> tuple[int, int]:
+    """Rows and warps of a program: 32 elements per thread (measured on an H200), and fewer rows where there are few."""
     wide = triton.next_power_of_2(columns)
-    rows = max(1, (8192 if wide > 1024 else 4096) // wide)
-    return rows, max(1, rows * wide // 1024)
+    tall = _spread(max(1, (8192 if wide > 1024 else 4096) // wide), rows)
+    return tall, min(32, max(1, tall * wide // 1024))
 
 
-def backward_config(columns: int, is_double: bool) -> tuple[int, int]:
-    """Rows and warps of a program, for a power of two of columns.
+def _long_warps(columns: int) -> int:
+    """Of a program that reads a row in blocks: where nothing aligns its rows, each thread loads element by element."""
+    return 8 if columns % 8 == 0 else 16
+
+
+def _spread(tall: int, rows: int) -> int:
+    """Rows of a program, fewer where there are not enough for all multiprocessors."""
+    return min(tall, triton.next_power_of_2(blocks(rows, _MANY_PROGRAMS)))
+
+
+class BackwardShape(NamedTuple):
+    """What a program of the backward pass holds at once. sums: of the vectors' gradients, too."""
+
+    rows: int
+    columns: int
+    warps: int
+    sums: bool
+
+
+def backward_config(rows: int, columns: int, is_double: bool) -> BackwardShape:
+    """For x (rows, columns), where rows are held in registers.
 
     About 32 elements per thread, which were the fastest on an H200 from 768 columns; 16 of twice the size in float64,
     so that the sums kept on the way fit into registers.
     """
-    if is_double:
-        return max(1, 2048 // columns), max(4, min(32, columns // 512))
-    warps = 4 if columns <= 1024 else 8 if columns <= 8192 else columns // 1024
-    return max(1, warps * 1024 // columns), warps
+    wide = triton.next_power_of_2(columns)
+    each = 512 if is_double else 1024
+    most = min(32, max(4 if is_double or wide <= 1024 else 8, wide // each))
+    tall = _spread(max(1, most * each // wide), rows)
+    return BackwardShape(tall, wide, max(1, min(most, tall * wide // each)), wide <= LONGEST_SUMMED // (1 + is_double))
 
 
-def _programs(device: torch.device, rows: int, columns: int, is_double: bool) -> tuple[int, int]:
-    """Programs of the backward pass, and the bytes of shared memory each may take."""
-    tall, warps = backward_config(triton.next_power_of_2(columns), is_double)
-    most, shared_bytes = _PROGRAMS_INTERPRETED, 0
+def _programs(device: torch.device, rows: int, columns: int, is_double: bool) -> dict[str, int]:
+    """What `backward_plan` is to know of a device: see there. shared_bytes: of each program."""
+    shape = backward_config(rows, columns, is_double)
+    multiprocessors, shared_bytes = _PROGRAMS_INTERPRETED, 0
     if device.type == "cuda":
         gpu = gpu_of(device_index(device))
-        most, shared_bytes = gpu.multiprocessors * (2 if warps == 4 else 1), gpu.shared_bytes
-    if warps == 4:
-        shared_bytes //= 2  # two programs share a multiprocessor
-    return min(most, blocks(rows, tall)), shared_bytes
+        multiprocessors, shared_bytes = gpu.multiprocessors, gpu.shared_bytes
+    share = 2 if shape.warps <= 4 else 1  # programs of a multiprocessor
+    programs = min(multiprocessors * share, blocks(rows, shape.rows))
+    most = max(1, multiprocessors * _SUMS_SHARE // blocks(columns, _SUMMED_COLUMNS))
+    splits = programs if shape.sums else min(most, blocks(rows, _SUMMED_ROWS))
+    return {"programs": programs, "splits": splits, "shared_bytes": shared_bytes // share}
 
 
 class Norm:
@@ -257,9 +438,10 @@ class Norm:
             None if vector is None else torch.empty(columns, dtype=vector.dtype, device=device)
             for vector in (weight, bias)
         )
-        kind = accumulator(x.dtype)
-        programs, shared_bytes = _programs(device, flat.shape[0], columns, total.dtype == torch.float64)
-        sums = torch.empty(1 + self.centred, programs, columns, dtype=kind, device=device)
+        walk = _programs(device, flat.shape[0], columns, total.dtype == torch.float64)
+        sums = None
+        if dweight is not None or dbias is not None:
+            sums = torch.empty(1 + self.centred, walk["splits"], columns, dtype=accumulator(x.dtype), device=device)
         given = {
             "grad": by_rows(grad), "x": flat, "root": kept[0].view(-1), "weight": weight,
             "dx": by_rows(dx), "sums": sums, "dweight": dweight, "dbias": dbias,
@@ -271,9 +453,7 @@ class Norm:
             given |= {"dtotal": by_rows(dtotal)}
         there = {name: tensor for name, tensor in given.items() if tensor is not None}
         written = tuple(name for name in ("dx", "sums", "dweight", "dbias", "dtotal") if name in there)
-        launch(
-            backward_plan, there, written=written, centred=self.centred, programs=programs, shared_bytes=shared_bytes
-        )
+        launch(backward_plan, there, written=written, centred=self.centred, **walk)
         made: list[Tensor | None] = [dx]
         if self.adds:
             made.append(dx if dtotal is None else dtotal)

@@ -21,8 +21,6 @@ from tilemesh.kernels.operator_bench import FunctionBench
 from tilemesh.kernels.problems import SizedProblem
 
 KERNEL = "tilemesh.kernels.norm.kernel"
-LONGEST = 32768
-"""Columns of the longest row that the kernels hold in registers; longer ones are computed by torch."""
 
 
 def _check(x: Tensor, eps: float, **vectors: Tensor | None) -> None:
@@ -64,10 +62,6 @@ def check_add_layer(x: Tensor, residual: Tensor, weight: Tensor | None, bias: Te
     _check_sum(x, residual)
 
 
-def served(x: Tensor, *_: object) -> bool:
-    return x.shape[-1] <= LONGEST
-
-
 def inverse_root(x: Tensor, *_: object) -> Tensor:
     """Kept of each row: 1 / sqrt(mean of squares + eps)."""
     return x.new_empty(x.shape[:-1], dtype=accumulator(x.dtype))
@@ -81,7 +75,7 @@ def from_sum(values: list[Any], kept: Sequence[Tensor]) -> list[Any]:
     return [zeros.expand(total.shape), total, *rest]
 
 
-@operator(kernel=f"{KERNEL}:RMS_NORM", check=check_rms, kept=(inverse_root,), own_dtype=("weight",), served=served)
+@operator(kernel=f"{KERNEL}:RMS_NORM", check=check_rms, kept=(inverse_root,), own_dtype=("weight",))
 def rms_norm(x: Tensor, weight: Tensor | None = None, *, eps: float = 1e-6) -> Tensor:
     """y = x / sqrt(mean(x²) + eps) * weight over the last dimension.
 
@@ -96,7 +90,6 @@ def rms_norm(x: Tensor, weight: Tensor | None = None, *, eps: float = 1e-6) -> T
     check=check_layer,
     kept=(inverse_root, inverse_root),
     own_dtype=("weight", "bias"),
-    served=served,
 )
 def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, eps: float = 1e-5) -> Tensor:
     """y = (x - mean(x)) / sqrt(variance(x) + eps) * weight + bias over the last dimension; as rms_norm otherwise."""
@@ -109,7 +102,6 @@ def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = No
     kept=(inverse_root,),
     keeps_results=(1,),
     own_dtype=("residual", "weight"),
-    served=served,
     forgets=("x", "residual"),
     restored=from_sum,
     partial=True,
@@ -128,7 +120,6 @@ def add_rms_norm(
     kept=(inverse_root, inverse_root),
     keeps_results=(1,),
     own_dtype=("residual", "weight", "bias"),
-    served=served,
     forgets=("x", "residual"),
     restored=from_sum,
     partial=True,

@@ -18,7 +18,8 @@ class KernelBenchOptions:
     shapes: Annotated[tuple[str, ...], Commas("suite")] = option(
         (), "As in 2048x2048x2048; `suite` for all.", "A,B,..."
     )
-    drawn: Count | None = option(None, "Of matmul: so many random shapes, layouts and dtypes that nobody tuned.", "N")
+    drawn: Count | None = option(None, "So many random problems of each operator that nobody tuned.", "N")
+    skip: Annotated[int, Range(0)] = option(0, "The first of the drawn problems: to go on after them.", "N")
     dtype: str | None = option(None, "float16, bfloat16, float32.", "A,B,...")
     c: str | None = option(None, "What a matmul's C is: full, row, column or none.")
     activation: str | None = option(None, "none, relu, gelu, gelu_tanh, silu, squared_relu.")
@@ -39,16 +40,16 @@ class KernelBenchOptions:
 
 
 def kernel(options: KernelBenchOptions) -> Output:
-    from tilemesh.bench.kernel.cases import KernelCase, cases_of, drawn_matmuls
+    from tilemesh.bench.kernel.cases import KernelCase, cases_of, drawn_cases
 
     console = console_beside(options.json)
     settings = problem_settings(options, "c", "activation", "layout")
     if options.drawn is None:
         cases = cases_of(options.operators or ["matmul"], options.shapes, settings, options.dtype or "")
-    elif settings or options.dtype or options.shapes or set(options.operators) - {"matmul"}:
-        raise UsageError("--drawn draws shapes, layouts and dtypes of matmul: leave operators and settings out")
+    elif settings or options.dtype or options.shapes:
+        raise UsageError("--drawn draws shapes, layouts and dtypes: leave settings out")
     else:
-        cases = drawn_matmuls(options.drawn)
+        cases = drawn_cases(options.operators or ["matmul"], options.drawn, options.skip)
     from tilemesh.bench.harness import KeptRows, TimingTurn
     from tilemesh.bench.kernel.run import measure_cases
     from tilemesh.cli.pages import bench_drawings, bench_page, read_trials
