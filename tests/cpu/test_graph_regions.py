@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import re
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +18,14 @@ from tilemesh.graph import build, compile_ahead, derive
 from tilemesh.graph.by_torch import run_torch
 from tilemesh.graph.compile_ahead import AheadCompilers
 from tilemesh.graph.emit import program
+from tilemesh.graph.evaluate import run_numpy
 from tilemesh.graph.generated import RegionCall, kernel_job, server
-from tilemesh.graph.ir import Graph, Node
+from tilemesh.graph.ir import Graph, Node, make
 from tilemesh.graph.kernel_c import write_kernels
 from tilemesh.graph.kernel_plan import plan_kernel
 from tilemesh.graph.kernel_triton import launch_plans
+from tilemesh.graph.ops import PRIMITIVES, primitive
+from tilemesh.graph.planned import PlannedProgram
 from tilemesh.graph.regions import fused
 from tilemesh.graph.rules import simplify
 
@@ -117,6 +123,25 @@ def test_nan_and_infinity_pass_as_in_torch(way: str) -> None:
         torch.testing.assert_close(mine, theirs, equal_nan=True, rtol=1e-6, atol=1e-30)
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_a_primitive_is_one_row(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is added to the table has a value by numpy and torch, a derivative, code, and kernels."""
+    row = replace(primitive("exp"), name="expm1", torch="expm1", partials="add(out, 1.0)")
+    row = replace(row, c="expm1{f}({x})", triton="tl.exp({x}) - 1.0")
+    monkeypatch.setitem(PRIMITIVES, "expm1", row)
+    x = build.argument("x", [3, 4], "float64")
+    value = build.multiply(make("expm1", x), 2.0)
+    graph = Graph((x,), (value, *derive.gradient(build.total(value), [x])))
+    values = torch.randn(3, 4, dtype=torch.float64)
+    expected = (2 * values.expm1(), 2 * values.exp())
+    kernels = program(fused(graph, server(way)), way=way)
+    assert len(kernels.regions) == 1
+    by_numpy = [torch.from_numpy(each) for each in run_numpy(graph, values.numpy())]
+    for results in (by_numpy, run_torch(graph, values), program(graph)(values), kernels(values)):
+        torch.testing.assert_close(tuple(results), expected, rtol=1e-14, atol=1e-15)
+    torch.testing.assert_close(PlannedProgram(graph)(values), expected, rtol=1e-14, atol=1e-15)
+
+
 @needs_compiler
 @pytest.mark.parametrize("name", ["exp", "log", "tanh", "sigmoid", "erf"])
 def test_functions_of_c_are_precise(name: str) -> None:
@@ -145,6 +170,17 @@ def test_a_costly_value_is_computed_once_though_two_runs_over_a_row_need_it(func
     text, _ = write_kernels([plan])
     assert text.count(f"fast_{function}(") == 1
     assert text.count("fast_exp(") == 1
+
+
+def test_the_text_of_a_kernel_is_the_same_in_every_process() -> None:
+    """It is the key of its library in the cache. Kept values were read in the order of a set of objects."""
+    x = build.argument("x", [4, 32])
+    parts = [make(name, x) for name in ("exp", "tanh", "sigmoid", "erf", "sin", "cos")]
+    most = build.amax(functools.reduce(build.add, parts), [1], keep=True)
+    graph = Graph((x,), tuple(build.multiply(part, most) for part in parts))
+    (region,) = [node for node in fused(graph, server("c")).nodes() if node.op == "region"]
+    text, _ = write_kernels([plan_kernel(region["body"], region["space"], region["columns"], [(32, 1)])])
+    assert re.findall(r"= (kept\d)\[column\]", text) == [f"kept{place}" for place in range(6)]
 
 
 @pytest.mark.parametrize("way", WAYS)

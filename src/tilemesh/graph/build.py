@@ -6,7 +6,7 @@ graph = Graph((x, w), (build.relu(build.dot(x, w)),))
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 from tilemesh.core.errors import UsageError
@@ -77,32 +77,18 @@ def _together(*values: Value) -> list[Node]:
     ]
 
 
-def add(left: Value, right: Value) -> Node:
-    return make("add", *_together(left, right))
+def _binary(op: str) -> Callable[[Value, Value], Node]:
+    return lambda left, right: make(op, *_together(left, right))
 
 
-def subtract(left: Value, right: Value) -> Node:
-    return make("subtract", *_together(left, right))
+def _unary(op: str) -> Callable[[Node], Node]:
+    return lambda node: make(op, node)
 
 
-def multiply(left: Value, right: Value) -> Node:
-    return make("multiply", *_together(left, right))
-
-
-def divide(left: Value, right: Value) -> Node:
-    return make("divide", *_together(left, right))
-
-
-def power(left: Value, right: Value) -> Node:
-    return make("power", *_together(left, right))
-
-
-def maximum(left: Value, right: Value) -> Node:
-    return make("maximum", *_together(left, right))
-
-
-def minimum(left: Value, right: Value) -> Node:
-    return make("minimum", *_together(left, right))
+add, subtract, multiply, divide = map(_binary, ("add", "subtract", "multiply", "divide"))
+power, maximum, minimum = map(_binary, ("power", "maximum", "minimum"))
+negate, sign, exp, log, sqrt = map(_unary, ("negate", "sign", "exp", "log", "sqrt"))
+sin, cos, tanh, sigmoid, erf = map(_unary, ("sin", "cos", "tanh", "sigmoid", "erf"))
 
 
 def compare(kind: str, left: Value, right: Value) -> Node:
@@ -113,34 +99,6 @@ def where(chosen: Node, left: Value, right: Value) -> Node:
     first, second = _together(left, right)
     shape = common(chosen.shape, first.shape)
     return make("where", expand(chosen, shape), expand(first, shape), expand(second, shape))
-
-
-def negate(node: Node) -> Node:
-    return make("negate", node)
-
-
-def exp(node: Node) -> Node:
-    return make("exp", node)
-
-
-def log(node: Node) -> Node:
-    return make("log", node)
-
-
-def sqrt(node: Node) -> Node:
-    return make("sqrt", node)
-
-
-def tanh(node: Node) -> Node:
-    return make("tanh", node)
-
-
-def sigmoid(node: Node) -> Node:
-    return make("sigmoid", node)
-
-
-def erf(node: Node) -> Node:
-    return make("erf", node)
 
 
 def cast(node: Node, dtype: str) -> Node:
@@ -157,6 +115,24 @@ def silu(node: Node) -> Node:
 
 def gelu(node: Node) -> Node:
     return multiply(multiply(node, 0.5), add(erf(multiply(node, 0.5**0.5)), 1.0))
+
+
+def larger(left: Node, right: Node) -> Node:
+    """1 where the left one is larger, a half where both are equal, and 0 elsewhere."""
+    tied = multiply(cast(compare("equal", left, right), left.dtype), 0.5)
+    return add(cast(compare("less", right, left), left.dtype), tied)
+
+
+def power_by_base(base: Node, exponent: Node) -> Node:
+    """How a power changes with its base: x ** 0 is 1 everywhere, also at 0."""
+    flat = compare("equal", exponent, 0.0)
+    return where(flat, 0.0, multiply(exponent, power(where(flat, 1.0, base), subtract(exponent, 1.0))))
+
+
+def power_by_exponent(base: Node, value: Node) -> Node:
+    """How a power, which has this value, changes with its exponent."""
+    none = compare("equal", base, 0.0)
+    return where(none, 0.0, multiply(value, log(where(none, 1.0, base))))
 
 
 def total(node: Node, dims: Sequence[int] | None = None, keep: bool = False) -> Node:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from tilemesh.core.errors import UsageError
 from tilemesh.graph.evaluate import control, dense, numbers, pad_ranges, ranges, sizes_of
 from tilemesh.graph.ir import Dense, Graph, Node
 from tilemesh.graph.opaque import laid, run_opaque
-from tilemesh.graph.ops import DTYPES
+from tilemesh.graph.ops import DTYPES, primitive
 
 Tensor = torch.Tensor
 
@@ -49,9 +50,17 @@ def evaluate_torch(node: Node, inputs: Sequence[Any], sizes: Mapping[str, int], 
         return constant(node, device)
     if node.op == "iota":
         return _iota(node, sizes, device)
-    if node.op not in TORCH:
+    return torch_function(node, sizes)(*inputs)
+
+
+def torch_function(node: Node, sizes: Mapping[str, int]) -> Callable[..., Any]:
+    """The function of torch, or of several of its functions, that computes a node of its inputs."""
+    name = primitive(node.op).torch
+    if name:
+        return getattr(torch, name)  # type: ignore[no-any-return]
+    if node.op not in _TORCH:
         raise UsageError(f"{node.op} cannot be run by torch")
-    return TORCH[node.op](node, sizes, *inputs)
+    return partial(_TORCH[node.op], node, sizes)
 
 
 def constant(node: Node, device: torch.device) -> Tensor:
@@ -138,27 +147,8 @@ def _unwindows(node: Node, sizes: Mapping[str, int], g: Tensor) -> Tensor:
 
 
 COMPARE: dict[str, Callable[..., Tensor]] = {"equal": torch.eq, "less": torch.lt, "less_equal": torch.le}
-TORCH: dict[str, Callable[..., Any]] = {
-    "add": lambda node, sizes, x, y: torch.add(x, y),
-    "subtract": lambda node, sizes, x, y: torch.sub(x, y),
-    "multiply": lambda node, sizes, x, y: torch.mul(x, y),
-    "divide": lambda node, sizes, x, y: torch.div(x, y),
-    "power": lambda node, sizes, x, y: torch.pow(x, y),
-    "maximum": lambda node, sizes, x, y: torch.maximum(x, y),
-    "minimum": lambda node, sizes, x, y: torch.minimum(x, y),
-    "negate": lambda node, sizes, x: torch.neg(x),
-    "absolute": lambda node, sizes, x: torch.abs(x),
-    "sign": lambda node, sizes, x: torch.sign(x),
-    "exp": lambda node, sizes, x: torch.exp(x),
-    "log": lambda node, sizes, x: torch.log(x),
-    "sqrt": lambda node, sizes, x: torch.sqrt(x),
-    "sin": lambda node, sizes, x: torch.sin(x),
-    "cos": lambda node, sizes, x: torch.cos(x),
-    "tanh": lambda node, sizes, x: torch.tanh(x),
-    "sigmoid": lambda node, sizes, x: torch.sigmoid(x),
-    "erf": lambda node, sizes, x: torch.erf(x),
+_TORCH: dict[str, Callable[..., Any]] = {
     "compare": lambda node, sizes, x, y: COMPARE[node["kind"]](x, y),
-    "where": lambda node, sizes, c, x, y: torch.where(c, x, y),
     "cast": lambda node, sizes, x: x.to(dtype_of(node.dtype)),
     "sum": lambda node, sizes, x: torch.sum(x, node["dims"]).to(x.dtype),
     "amax": lambda node, sizes, x: torch.amax(x, node["dims"]),
@@ -170,7 +160,6 @@ TORCH: dict[str, Callable[..., Any]] = {
     "slice": lambda node, sizes, x: x[ranges(node, sizes)],
     "pad": _pad,
     "reverse": lambda node, sizes, x: torch.flip(x, node["dims"]),
-    "dot": lambda node, sizes, x, y: torch.matmul(x, y),
     "take": _take,
     "put_add": _put_add,
     "conv": _conv,

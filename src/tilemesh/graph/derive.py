@@ -9,9 +9,10 @@ gradient of one output. `jacobian_cost` says which is cheaper.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
-from math import pi
-from typing import Any, TypeAlias
+from types import CodeType
+from typing import Any
 
 from tilemesh.core.errors import UsageError
 from tilemesh.graph import build
@@ -19,8 +20,6 @@ from tilemesh.graph.build import add, divide, like, multiply, negate, subtract
 from tilemesh.graph.ir import Graph, Node, make, ordered, rebuilt
 from tilemesh.graph.ops import FLOATS, TUPLE, primitive
 from tilemesh.graph.size import Dim, product
-
-Partials: TypeAlias = Callable[[Node], Sequence[Node | None]]
 
 
 def jvp(graph: Graph, wrt: Sequence[Node]) -> Graph:
@@ -278,50 +277,16 @@ _TRANSPOSES: Mapping[str, Callable[[Node, int, Node], Node]] = {
 
 def _partials(node: Node) -> Sequence[Node | None]:
     """The derivative of an elementwise node with respect to each input; None where there is none."""
-    if node.op not in _PARTIALS:
+    text = primitive(node.op).partials
+    if text is None:
         raise _underivable(node)
-    return _PARTIALS[node.op](node)
+    values = eval(_code_of(text), vars(build), {**dict(zip("xy", node.inputs, strict=False)), "out": node})
+    return [like(node, value) if isinstance(value, float) else value for value in values]
 
 
-def _sides(node: Node, kind: str) -> Sequence[Node]:
-    """Of a maximum or minimum: 1 for the input that is taken, and a half for each where they are equal."""
-    x, y = node.inputs
-    first, second = (x, y) if kind == "less" else (y, x)
-    taken = build.cast(build.compare("less", second, first), node.dtype)
-    tied = multiply(build.cast(build.compare("equal", x, y), node.dtype), 0.5)
-    share = add(taken, tied)
-    return share, subtract(1.0, share)
-
-
-def _power(node: Node) -> Sequence[Node]:
-    x, y = node.inputs
-    safe = build.where(build.compare("equal", x, 0.0), 1.0, x)
-    flat = build.compare("equal", y, 0.0)  # x ** 0 is 1 everywhere, also at 0
-    slope = build.where(flat, 0.0, multiply(y, build.power(build.where(flat, 1.0, x), subtract(y, 1.0))))
-    return slope, build.where(build.compare("equal", x, 0.0), 0.0, multiply(node, build.log(safe)))
-
-
-_PARTIALS: Mapping[str, Partials] = {
-    "add": lambda node: (like(node, 1.0), like(node, 1.0)),
-    "subtract": lambda node: (like(node, 1.0), like(node, -1.0)),
-    "multiply": lambda node: (node.inputs[1], node.inputs[0]),
-    "divide": lambda node: (divide(1.0, node.inputs[1]), negate(divide(node, node.inputs[1]))),
-    "power": _power,
-    "maximum": lambda node: _sides(node, "less"),
-    "minimum": lambda node: _sides(node, "more"),
-    "negate": lambda node: (like(node, -1.0),),
-    "absolute": lambda node: (make("sign", node.inputs[0]),),
-    "sign": lambda node: (None,),
-    "exp": lambda node: (node,),
-    "log": lambda node: (divide(1.0, node.inputs[0]),),
-    "sqrt": lambda node: (divide(0.5, node),),
-    "sin": lambda node: (make("cos", node.inputs[0]),),
-    "cos": lambda node: (negate(make("sin", node.inputs[0])),),
-    "tanh": lambda node: (subtract(1.0, multiply(node, node)),),
-    "sigmoid": lambda node: (multiply(node, subtract(1.0, node)),),
-    "erf": lambda node: (multiply(build.exp(negate(multiply(node.inputs[0], node.inputs[0]))), 2 / pi**0.5),),
-    "compare": lambda node: (None, None),
-}
+@functools.cache
+def _code_of(partials: str) -> CodeType:
+    return compile(f"({partials},)", "<partial derivatives>", "eval")
 
 
 def _scaled(node: Node, factor: Node) -> Node:

@@ -15,28 +15,20 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
 from tilemesh.core.errors import UsageError
-from tilemesh.graph.by_torch import TORCH, constant, dtype_of, evaluate_torch
+from tilemesh.graph.by_torch import constant, dtype_of, evaluate_torch, torch_function
 from tilemesh.graph.compile_ahead import AheadCompilers
 from tilemesh.graph.evaluate import sizes_of
 from tilemesh.graph.generated import RegionCall, prepare, run_without_data, way_for
 from tilemesh.graph.ir import Graph, Node, users
 from tilemesh.graph.kernel_call import KernelCall, embedding_gradient, kernel_of
 from tilemesh.graph.opaque import InputSlot, Laid, LayCall, Strides, operator_of, traced_strides, with_lays
-from tilemesh.graph.ops import FLOATS, primitive
+from tilemesh.graph.ops import COMPARISONS, FLOATS, primitive
 from tilemesh.graph.rewrite import number_of
 from tilemesh.graph.size import known
 from tilemesh.kernels.launch.tensors import read_device
 
-_OPERATORS = {"add": "+", "subtract": "-", "multiply": "*", "divide": "/"}
-_FUNCTIONS = {
-    **{op: f"torch.{op}" for op in ("exp", "log", "sqrt", "sin", "cos", "tanh", "sigmoid", "erf", "sign")},
-    "power": "torch.pow",
-    "negate": "torch.neg",
-    "absolute": "torch.abs",
-    "maximum": "torch.maximum",
-    "minimum": "torch.minimum",
-}
-_COMPARISONS = {"equal": "==", "less": "<", "less_equal": "<="}
+# Operators whose code may have a number in the place of one operand.
+_BESIDE_NUMBERS = ("add", "subtract", "multiply", "divide", "power", "compare", "maximum", "minimum")
 
 
 class Emitted:
@@ -159,7 +151,7 @@ class _SourceWriter:
         )
 
     def _takes_number(self, reader: Node, node: Node) -> bool:
-        if reader.op in (*_OPERATORS, "power", "compare", "maximum", "minimum"):
+        if reader.op in _BESIDE_NUMBERS:
             other = [value for value in reader.inputs if value is not node]
             return len(other) == 1 and number_of(other[0]) is None and node.dtype in (*FLOATS, "int64")
         return False
@@ -201,20 +193,19 @@ class _SourceWriter:
             function = self._held(partial(_evaluated, node, self.device), "f")
             return f"{function}({', '.join(self._name(value) for value in node.inputs)})"
         names = [self._name(value) for value in node.inputs] if node.op != "opaque" else []
-        if node.op in _OPERATORS:
-            return f"{names[0]} {_OPERATORS[node.op]} {names[1]}"
+        row = primitive(node.op)
+        if row.code:
+            sign = COMPARISONS[node["kind"]] if node.op == "compare" else ""
+            return row.code.format(x=names[0], y=names[1], sign=sign)
         if node.op in ("maximum", "minimum") and any(self._number(value) for value in node.inputs):
             return self._clamped(node)
-        if node.op in _FUNCTIONS:
-            return f"{_FUNCTIONS[node.op]}({', '.join(names)})"
-        if node.op == "compare":
-            return f"{names[0]} {_COMPARISONS[node['kind']]} {names[1]}"
         if node.op == "reshape":
             return f"{names[0]}.reshape({_sizes(node)})"
         if node.op == "transpose":
             return f"{names[0]}.permute({list(node['order'])})"
-        if node.op == "dot":
-            return f"torch.{'mm' if len(node.shape) == 2 else 'matmul'}({', '.join(names)})"
+        if row.torch:
+            name = "mm" if node.op == "dot" and len(node.shape) == 2 else row.torch
+            return f"torch.{name}({', '.join(names)})"
         if node.op == "concat":
             return f"torch.cat([{', '.join(names)}], {node['dim']})"
         if node.op == "item":
@@ -230,7 +221,7 @@ class _SourceWriter:
         if node.op == "lay":
             self.lays[node] = LayCall(node["strides"])
             return f"{self._held(self.lays[node], 's')}({names[0]})"
-        function = self._held(_bound(node), "f")
+        function = self._held(torch_function(node, {}), "f")
         return f"{function}({', '.join(names)})"
 
     def _once(self, node: Node, make: Callable[[], Any]) -> Any:
@@ -278,8 +269,3 @@ def _sizes(node: Node) -> str:
 
 def _evaluated(node: Node, device: torch.device, *inputs: Any) -> Any:
     return evaluate_torch(node, inputs, {}, device)
-
-
-def _bound(node: Node) -> Callable[..., Any]:
-    function = TORCH[node.op]
-    return lambda *inputs: function(node, {}, *inputs)

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from tilemesh.core.errors import UsageError
 from tilemesh.graph.ir import Dense, Graph, Node
+from tilemesh.graph.ops import primitive
 from tilemesh.graph.size import Dim, Shape, Size, known
 
 Array: TypeAlias = npt.NDArray[Any]
@@ -62,10 +63,14 @@ def evaluate_numpy(node: Node, inputs: Sequence[Any], sizes: Mapping[str, int]) 
         return value
     if node.dtype == "bfloat16":
         raise UsageError("numpy has no bfloat16; run the graph by torch, or in another dtype")
-    if node.op not in _NUMPY:
+    function = _NUMPY.get(node.op)
+    if function is None and primitive(node.op).kind == "elementwise":
+        result = getattr(np, node.op)(*inputs)  # numpy's own name for it
+    elif function is not None:
+        result = function(node, sizes, *inputs)
+    else:
         what = node["target"] if node.op == "opaque" else node.op
         raise UsageError(f"{what} runs by torch alone" + (f" ({node.line})" if node.line else ""))
-    result = _NUMPY[node.op](node, sizes, *inputs)
     return result if node.op == "region" else np.asarray(result).astype(node.dtype, copy=False)
 
 
@@ -243,26 +248,10 @@ _NUMPY: dict[str, Callable[..., Any]] = {
     "item": lambda node, sizes, values: values[node["index"]],
     "constant": lambda node, sizes: dense(node),
     "iota": _iota,
-    "add": lambda node, sizes, x, y: x + y,
-    "subtract": lambda node, sizes, x, y: x - y,
-    "multiply": lambda node, sizes, x, y: x * y,
-    "divide": lambda node, sizes, x, y: x / y,
-    "power": lambda node, sizes, x, y: np.power(x, y),
-    "maximum": lambda node, sizes, x, y: np.maximum(x, y),
-    "minimum": lambda node, sizes, x, y: np.minimum(x, y),
-    "negate": lambda node, sizes, x: -x,
-    "absolute": lambda node, sizes, x: np.abs(x),
-    "sign": lambda node, sizes, x: np.sign(x),
-    "exp": lambda node, sizes, x: np.exp(x),
-    "log": lambda node, sizes, x: np.log(x),
-    "sqrt": lambda node, sizes, x: np.sqrt(x),
-    "sin": lambda node, sizes, x: np.sin(x),
-    "cos": lambda node, sizes, x: np.cos(x),
-    "tanh": lambda node, sizes, x: np.tanh(x),
+    "negate": lambda node, sizes, x: np.negative(x),
     "sigmoid": lambda node, sizes, x: 0.5 * (1 + np.tanh(0.5 * x)),
     "erf": lambda node, sizes, x: _erf(x) if x.size else x,
     "compare": lambda node, sizes, x, y: _COMPARE[node["kind"]](x, y),
-    "where": lambda node, sizes, c, x, y: np.where(c, x, y),
     "cast": lambda node, sizes, x: x,
     "sum": lambda node, sizes, x: x.sum(axis=node["dims"]),
     "amax": lambda node, sizes, x: x.max(axis=node["dims"]),

@@ -44,10 +44,10 @@ def server(way: str) -> Callable[[Node], bool]:
     if way not in WAYS:
         raise unknown("way to compute regions", way, WAYS)
     if way == "c":
-        return kernel_c.serves
+        return kernel_c.CWriter.serves
     from tilemesh.graph import kernel_triton
 
-    return kernel_triton.serves
+    return kernel_triton.TritonWriter.serves
 
 
 class RegionCall:

@@ -8,7 +8,7 @@ run needs again is computed again, or kept in a buffer if it is costly. Loops ov
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -17,268 +17,165 @@ import torch
 
 from tilemesh.core.c_library import NATIVE, build_library
 from tilemesh.graph.ir import Node
-from tilemesh.graph.kernel_plan import COSTLY, KernelPlan, needed, offset_terms, operand, passes
-from tilemesh.graph.ops import FLOATS
-from tilemesh.graph.regions import COLUMN, FULL, ROW
-from tilemesh.graph.rewrite import number_of
+from tilemesh.graph.kernel_plan import KernelPlan, needed, operand
+from tilemesh.graph.kernel_writer import KernelWriter
+from tilemesh.graph.ops import FLOATS, primitive
+from tilemesh.graph.regions import FULL
 
 DTYPES = {"float32": "float", "float64": "double", "bfloat16": "uint16_t", "int64": "int64_t", "int32": "int32_t"}
 DTYPES |= {"bool": "uint8_t"}
 PARALLEL = 16_384  # elements of a region above which threads pay
 BLOCK = 4_096  # columns that a thread takes at once where a region has one row
 _COMPUTED = DTYPES | {"bfloat16": "float"}
-_BINARY = {"add": "+", "subtract": "-", "multiply": "*", "divide": "/"}
-_COMPARE = {"equal": "==", "less": "<", "less_equal": "<="}
 _OPTIONS = ("-O3", NATIVE, "-fno-math-errno", "-fno-trapping-math", "-std=gnu11", "-fopenmp")
-_FLOAT = {name: f"fast_{name}" for name in ("exp", "log", "tanh", "sigmoid", "erf")}
-_FLOAT |= {"sqrt": "sqrtf", "sin": "sinf", "cos": "cosf", "absolute": "fabsf", "power": "powf"}
-_DOUBLE = {name: name for name in ("exp", "log", "tanh", "erf", "sqrt", "sin", "cos")}
-_DOUBLE |= {"sigmoid": "slow_sigmoid", "absolute": "fabs", "power": "pow"}
 
 
-def serves(node: Node) -> bool:
-    """Whether C can compute a node: dtypes it has, and functions."""
-    if any(value.dtype not in DTYPES for value in (node, *node.inputs)):
-        return False
-    if node.op in ("sum", "amax") or node.op in _FLOAT:
-        return node.dtype in FLOATS
-    if node.op == "divide":
-        return node.dtype in FLOATS
-    return node.op in (*_BINARY, "maximum", "minimum", "negate", "sign", "compare", "where", "cast")
+class CWriter(KernelWriter):
+    """One kernel as a function of C."""
 
+    language, dtypes, divide = "c", tuple(DTYPES), "/"
 
-class _CWriter:
-    """One kernel."""
+    def __init__(self, plan: KernelPlan) -> None:
+        super().__init__(plan)
+        self.buffers = self._buffers()
 
-    def __init__(self, plan: KernelPlan, name: str) -> None:
-        self.plan, self.name = plan, name
-        self.ready, self.runs = passes(plan)
-        self.stored = {node: place for place, node in enumerate(plan.body.outputs)}
-        self.names: dict[Node, str] = {}
-        self.kept = self._kept()
-        self.sums = [node for node in plan.members if plan.levels[node] == COLUMN]
-
-    def _kept(self) -> dict[Node, str]:
+    def _buffers(self) -> dict[Node, str]:
         """Costly full values that a later run needs again: they go into a buffer of a row."""
-        kept: dict[Node, str] = {}
+        buffers: dict[Node, str] = {}
         for run in range(1, self.runs):
-            starts = self._starts(self._roots(run))
+            reduced = [operand(node.inputs[0]) for node in (*self.reductions(run), *self.added(run))]
+            ends = [*reduced, *self.results(run)]
             earlier = {node for node in self.ready if self.ready[node] < run}
-            computed = needed(self.plan, starts, earlier)
-            for value in [*starts, *(operand(value) for node in computed for value in node.inputs)]:
-                self._walk(value, run, kept)
-        return kept
+            computed = needed(self.plan, ends, earlier)
+            for value in [*ends, *(operand(value) for node in computed for value in node.inputs)]:
+                self._walk(value, run, buffers)
+        return buffers
 
-    def _walk(self, value: Node, run: int, kept: dict[Node, str]) -> None:
-        if self.plan.levels.get(value) != FULL or self.ready[value] >= run or value in kept:
+    def _walk(self, value: Node, run: int, buffers: dict[Node, str]) -> None:
+        if self.plan.levels.get(value) != FULL or self.ready[value] >= run or value in buffers:
             return
-        if value.op in COSTLY:
-            kept[value] = f"kept{len(kept)}"
+        if primitive(value.op).costly:
+            buffers[value] = f"kept{len(buffers)}"
             return
         for each in value.inputs:
-            self._walk(operand(each), run, kept)
+            self._walk(operand(each), run, buffers)
 
-    def _starts(self, roots: Sequence[Node]) -> list[Node]:
-        """The values that a run computes for its roots: results themselves, and what is reduced."""
-        reduced = [operand(value) for node in roots for value in node.inputs if self.plan.levels[node] != FULL]
-        return reduced + [node for node in roots if self.plan.levels[node] == FULL]
-
-    def _roots(self, run: int) -> list[Node]:
-        """What a run is for: reductions that end with it, results, and values to keep."""
-        plan = self.plan
-        roots = []
-        for node in plan.members:
-            level = plan.levels[node]
-            if level == ROW and node.op in ("sum", "amax") and self.ready[node] == run + 1:
-                roots.append(node)
-            if level == COLUMN and self.ready[node] == run:
-                roots.append(node)
-            if level == FULL and self.ready[node] == run and node in self.stored:
-                roots.append(node)
-        return roots
+    def kept(self, run: int) -> list[Node]:
+        return [node for node in self.buffers if self.ready[node] == run]
 
     def write(self) -> str:
-        plan = self.plan
-        reads = [f"const {DTYPES[node.dtype]}* restrict i{place}" for place, node in enumerate(plan.body.inputs)]
-        writes = [f"{DTYPES[node.dtype]}* restrict o{place}" for place, node in enumerate(plan.body.outputs)]
-        head = f"void {self.name}({', '.join(reads + writes)})"
-        rows, columns = plan.row_count, plan.column_count
-        one_row = rows == 1 and not plan.reduces
-        lines: list[str] = []
-        threads = f"if({int(rows * columns > PARALLEL)})"
+        """The function; its name is @."""
+        rows, columns = self.rows, self.columns
         if self.sums:
-            lines.append("int most = omp_get_max_threads();")
-            lines += [f"double* total{place} = calloc((size_t)most * {columns}, 8);" for place in range(len(self.sums))]
-        lines.append(f"#pragma omp parallel {threads}")
-        lines.append("{")
-        lines += [
-            f"{_COMPUTED[node.dtype]}* restrict {name} = malloc({columns} * sizeof({_COMPUTED[node.dtype]}));"
-            for node, name in self.kept.items()
-        ]
-        lines += [
-            f"double* restrict sum{place} = total{place} + (size_t)omp_get_thread_num() * {columns};"
-            for place in range(len(self.sums))
-        ]
-        lines.append("#pragma omp for schedule(static)")
-        if one_row:
-            lines.append(f"for (int64_t block = 0; block < {-(-columns // BLOCK)}; block++) {{")
-            lines.append("const int64_t row = 0;")
-            lines.append(f"const int64_t begin = block * {BLOCK};")
-            lines.append(f"const int64_t end = begin + {BLOCK} < {columns} ? begin + {BLOCK} : {columns};")
+            self.say("int most = omp_get_max_threads();")
+        for place in range(len(self.sums)):
+            self.say(f"double* total{place} = calloc((size_t)most * {columns}, 8);")
+        self.say(f"#pragma omp parallel if({int(rows * columns > PARALLEL)})")
+        self.say("{")
+        for node, name in self.buffers.items():
+            kind = _COMPUTED[node.dtype]
+            self.say(f"{kind}* restrict {name} = malloc({columns} * sizeof({kind}));")
+        for place in range(len(self.sums)):
+            self.say(f"double* restrict sum{place} = total{place} + (size_t)omp_get_thread_num() * {columns};")
+        self.say("#pragma omp for schedule(static)")
+        if rows == 1 and not self.plan.reduces:
+            self.say(f"for (int64_t block = 0; block < {-(-columns // BLOCK)}; block++) {{")
+            self.say("const int64_t row = 0;")
+            self.say(f"const int64_t begin = block * {BLOCK};")
+            self.say(f"const int64_t end = begin + {BLOCK} < {columns} ? begin + {BLOCK} : {columns};")
         else:
-            lines.append(f"for (int64_t row = 0; row < {rows}; row++) {{")
-            lines.append(f"const int64_t begin = 0, end = {columns};")
-        lines += self._row()
-        lines.append("}")
-        lines += [f"free({name});" for name in self.kept.values()]
-        lines.append("}")
+            self.say(f"for (int64_t row = 0; row < {rows}; row++) {{")
+            self.say(f"const int64_t begin = 0, end = {columns};")
+        self.by_runs()
+        self.say("}")
+        for name in self.buffers.values():
+            self.say(f"free({name});")
+        self.say("}")
         for place, node in enumerate(self.sums):
-            lines.append(f"for (int64_t column = 0; column < {columns}; column++) {{ double value = 0.0;")
-            lines.append(
+            self.say(f"for (int64_t column = 0; column < {columns}; column++) {{ double value = 0.0;")
+            self.say(
                 f"for (int thread = 0; thread < most; thread++) value += total{place}[thread * {columns} + column];"
             )
-            lines.append(f"o{self.stored[node]}[column] = {_stored(node, f'({_COMPUTED[node.dtype]})value')}; }}")
-            lines.append(f"free(total{place});")
-        return f"{head} {{\n" + "\n".join(lines) + "\n}\n"
+            self.say(f"o{self.stored[node]}[column] = {_stored(node, f'({_COMPUTED[node.dtype]})value')}; }}")
+            self.say(f"free(total{place});")
+        body = self.plan.body
+        reads = [f"const {DTYPES[node.dtype]}* restrict i{place}" for place, node in enumerate(body.inputs)]
+        writes = [f"{DTYPES[node.dtype]}* restrict o{place}" for place, node in enumerate(body.outputs)]
+        return f"void @({', '.join(reads + writes)}) {{\n" + "\n".join(self.lines) + "\n}\n"
 
-    def _row(self) -> list[str]:
-        lines = []
-        for leaf, read in self.plan.reads.items():
-            if read.level == ROW:
-                self.names[leaf] = f"a{len(self.names)}"
-                lines.append(self._loaded(leaf))
-        for run in range(self.runs):
-            lines += self._row_values(run)
-            lines += self._run(run)
-        lines += self._row_values(self.runs)
-        return lines
+    def define(self, name: str, dtype: str, expression: str) -> None:
+        self.say(f"const {_COMPUTED[dtype]} {name} = {expression};")
 
-    def _row_values(self, run: int) -> list[str]:
-        """Values of a row that are known once the runs before this one are done."""
-        lines = []
-        for node in self.plan.members:
-            if self.plan.levels[node] != ROW or self.ready[node] != run:
-                continue
-            if node.op not in ("sum", "amax"):
-                self.names[node] = f"v{len(self.names)}"
-                lines.append(f"{_COMPUTED[node.dtype]} {self.names[node]} = {self._expression(node)};")
-            if node in self.stored:
-                lines.append(f"o{self.stored[node]}[row] = {_stored(node, self.names[node])};")
-        return lines
+    def read(self, place: int, terms: Sequence[str], dtype: str, mask: str) -> str:
+        value = f"i{place}[{' + '.join(terms) or '0'}]"
+        return f"read_bf16({value})" if dtype == "bfloat16" else value
 
-    def _run(self, run: int) -> list[str]:
-        roots = self._roots(run)
-        keep = [node for node in self.kept if self.ready[node] == run]
-        if not roots and not keep:
-            return []
-        outer = dict(self.names)
-        lines, reductions, after = [], [], []
-        for node in roots:
-            if self.plan.levels[node] == ROW:
-                name = outer[node] = self.names[node] = f"v{len(self.names)}"
-                kind = _COMPUTED[node.dtype]
-                lines.append(f"{kind} {name} = {'0' if node.op == 'sum' else '-INFINITY'};")
-                reductions.append(f"reduction({'+' if node.op == 'sum' else 'max'}:{name})")
-                if node.op == "amax":
-                    lines.append(f"int {name}_bad = 0;")
-                    reductions.append(f"reduction(|:{name}_bad)")
-                    after.append(f"if ({name}_bad) {name} = NAN;")
-        lines.append(f"#pragma omp simd {' '.join(reductions)}")
-        lines.append("for (int64_t column = begin; column < end; column++) {")
-        available = {node for node in self.kept if self.ready[node] < run}
-        starts = self._starts(roots) + keep
-        for node in available:
-            self.names[node] = f"v{len(self.names)}"
-            lines.append(f"const {_COMPUTED[node.dtype]} {self.names[node]} = {self.kept[node]}[column];")
-        computed = list(needed(self.plan, starts, available))
-        for leaf, read in self.plan.reads.items():
-            if read.level == FULL and self._used(leaf, [*computed, *roots]):
-                self.names[leaf] = f"a{len(self.names)}"
-                lines.append(self._loaded(leaf))
-        for node in computed:
-            self.names[node] = f"v{len(self.names)}"
-            lines.append(f"const {_COMPUTED[node.dtype]} {self.names[node]} = {self._expression(node)};")
-        for node in keep:
-            lines.append(f"{self.kept[node]}[column] = {self.names[node]};")
-        for node in roots:
-            lines += self._rooted(node)
-        lines.append("}")
-        self.names = {**outer, **{node: name for node, name in self.names.items() if self.plan.levels.get(node) == ROW}}
-        return lines + after
+    def store(self, node: Node, at: str, mask: str) -> None:
+        self.say(f"o{self.stored[node]}[{at}] = {_stored(node, self.names[node])};")
 
-    def _used(self, leaf: Node, nodes: Sequence[Node]) -> bool:
-        return any(operand(value) is leaf for node in nodes for value in node.inputs)
+    def open_run(self, run: int, reductions: Sequence[Node]) -> dict[Node, str]:
+        held, clauses = {}, []
+        for node in reductions:
+            name = held[node] = self.fresh("v")
+            self.say(f"{_COMPUTED[node.dtype]} {name} = {'0' if node.op == 'sum' else '-INFINITY'};")
+            clauses.append(f"reduction({'+' if node.op == 'sum' else 'max'}:{name})")
+            if node.op == "amax":
+                self.say(f"int {name}_bad = 0;")
+                clauses.append(f"reduction(|:{name}_bad)")
+        self.say(f"#pragma omp simd {' '.join(clauses)}")
+        self.say("for (int64_t column = begin; column < end; column++) {")
+        for node, buffer in self.buffers.items():
+            if self.ready[node] < run:
+                self.names[node] = self.fresh("v")
+                self.define(self.names[node], node.dtype, f"{buffer}[column]")
+        return held
 
-    def _rooted(self, node: Node) -> list[str]:
-        level = self.plan.levels[node]
-        if level == FULL:
-            at = f"row * {self.plan.column_count} + column" if self.plan.row_count > 1 else "column"
-            return [f"o{self.stored[node]}[{at}] = {_stored(node, self.names[node])};"]
-        value = self._value(node.inputs[0])
-        if level == COLUMN:
-            return [f"sum{self.sums.index(node)}[column] += {value};"]
-        name = self.names[node]
-        if node.op == "sum":
-            return [f"{name} += {value};"]
-        return [f"{name}_bad |= {value} != {value};", f"{name} = {name} > {value} ? {name} : {value};"]
+    def accumulate(self, node: Node, held: Mapping[Node, str]) -> None:
+        value = self.value(node.inputs[0])
+        if node in self.sums:
+            self.say(f"sum{self.sums.index(node)}[column] += {value};")
+        elif node.op == "sum":
+            self.say(f"{held[node]} += {value};")
+        else:
+            name = held[node]
+            self.say(f"{name}_bad |= {value} != {value};")
+            self.say(f"{name} = {name} > {value} ? {name} : {value};")
 
-    def _loaded(self, leaf: Node) -> str:
-        read = self.plan.reads[leaf]
-        terms = offset_terms("row", self.plan.rows, read.rows, "/")
-        if read.level == FULL:
-            terms += offset_terms("column", self.plan.columns, read.columns, "/")
-        value = f"i{read.input}[{' + '.join(terms) or '0'}]"
-        loaded = f"read_bf16({value})" if leaf.dtype == "bfloat16" else value
-        return f"const {_COMPUTED[leaf.dtype]} {self.names[leaf]} = {loaded};"
+    def close_run(self, run: int, held: Mapping[Node, str]) -> None:
+        for node in self.kept(run):
+            self.say(f"{self.buffers[node]}[column] = {self.names[node]};")
+        self.say("}")
 
-    def _value(self, node: Node) -> str:
-        number = number_of(node)
-        if number is not None:
-            return _literal(float(number) if node.dtype in FLOATS else int(number), node.dtype)
-        leaf = operand(node)
-        return "column" if leaf.op == "iota" else self.names[leaf]
+    def reduced(self, node: Node, held: Mapping[Node, str]) -> str:
+        if node.op == "amax":
+            self.say(f"if ({held[node]}_bad) {held[node]} = NAN;")
+        return held[node]
 
-    def _expression(self, node: Node) -> str:
-        values = [self._value(value) for value in node.inputs]
-        kind = _COMPUTED[node.dtype]
-        functions = _DOUBLE if node.dtype == "float64" else _FLOAT
-        if node.op in _BINARY:
-            return f"{values[0]} {_BINARY[node.op]} {values[1]}"
-        if node.op == "compare":
-            return f"{values[0]} {_COMPARE[node['kind']]} {values[1]}"
-        if node.op == "where":
-            return f"{values[0]} ? {values[1]} : {values[2]}"
-        if node.op in ("maximum", "minimum"):
-            sign = ">" if node.op == "maximum" else "<"
-            first, second = values
-            return f"{first} {sign} {second} || {first} != {first} ? {first} : {second}"
-        if node.op == "negate":
-            return f"-{values[0]}"
-        if node.op == "sign":
-            return f"({kind})(({values[0]} > 0) - ({values[0]} < 0))"
-        if node.op == "cast":
-            if node.dtype == "bool":
-                return f"{values[0]} != 0"
-            inner = operand(node.inputs[0])
-            if node.dtype in FLOATS and inner.op == "cast" and "int" in inner.dtype and inner.inputs[0].dtype in FLOATS:
-                # gcc writes (float)(int)x as trunc(x), which is -0.0 for x = -0.5: the sum is 0.0.
-                values = [f"(trunc({self._value(inner.inputs[0])}) + 0.0)"]
-            return f"round_bf16(({kind}){values[0]})" if node.dtype == "bfloat16" else f"({kind}){values[0]}"
-        return f"{functions[node.op]}({', '.join(values)})"
+    def words(self, dtype: str) -> dict[str, str]:
+        double = dtype == "float64"
+        return {"type": _COMPUTED[dtype], "f": "" if double else "f", "fast": "" if double else "fast_"}
+
+    def cast(self, node: Node, value: str) -> str:
+        if node.dtype == "bool":
+            return f"{value} != 0"
+        inner, kind = operand(node.inputs[0]), _COMPUTED[node.dtype]
+        if node.dtype in FLOATS and inner.op == "cast" and "int" in inner.dtype and inner.inputs[0].dtype in FLOATS:
+            # gcc writes (float)(int)x as trunc(x), which is -0.0 for x = -0.5: the sum is 0.0.
+            value = f"(trunc({self.value(inner.inputs[0])}) + 0.0)"
+        return f"round_bf16(({kind}){value})" if node.dtype == "bfloat16" else f"({kind}){value}"
+
+    def literal(self, number: float | int, dtype: str) -> str:
+        if dtype not in FLOATS:
+            return str(number)
+        if number != number:
+            return "NAN"
+        if number in (float("inf"), float("-inf")):
+            return "INFINITY" if number > 0 else "(-INFINITY)"
+        return f"({number!r}{'' if dtype == 'float64' else 'f'})"
 
 
 def _stored(node: Node, value: str) -> str:
     return f"write_bf16({value})" if node.dtype == "bfloat16" else value
-
-
-def _literal(number: float | int, dtype: str) -> str:
-    if dtype not in FLOATS:
-        return str(int(number))
-    if number != number:
-        return "NAN"
-    if number in (float("inf"), float("-inf")):
-        return "INFINITY" if number > 0 else "(-INFINITY)"
-    return f"({float(number)!r}{'' if dtype == 'float64' else 'f'})"
 
 
 def write_kernels(plans: Sequence[KernelPlan]) -> tuple[str, list[str]]:
@@ -286,7 +183,7 @@ def write_kernels(plans: Sequence[KernelPlan]) -> tuple[str, list[str]]:
     names: dict[str, str] = {}
     order, texts = [], []
     for plan in plans:
-        text = _CWriter(plan, "@").write()
+        text = CWriter(plan).write()
         if text not in names:
             names[text] = f"region{len(names)}"
             texts.append(text.replace("@", names[text], 1))

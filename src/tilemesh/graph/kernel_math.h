@@ -111,4 +111,4 @@ static inline float fast_erf(float x) {
   return a < 1.0f ? x * t : (x != x ? x : far);
 }
 
-static inline double slow_sigmoid(double x) { return 1.0 / (1.0 + exp(-x)); }
+static inline double sigmoid(double x) { return 1.0 / (1.0 + exp(-x)); }

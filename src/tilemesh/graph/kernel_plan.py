@@ -18,8 +18,6 @@ from tilemesh.graph.regions import COLUMN, FULL, ROW, cuts_of, elements, trailin
 from tilemesh.graph.rewrite import number_of
 from tilemesh.graph.rotations import swapped, swapped_source
 
-COSTLY = ("exp", "log", "tanh", "sigmoid", "erf", "power", "sin", "cos", "divide", "sqrt")
-
 
 @dataclass(frozen=True)
 class OperandRead:

@@ -1,9 +1,12 @@
-"""The primitives: for each its shape rule, its kind and its floating-point operations. Plain Python.
+"""The table of primitives: shape rule, operations, torch's function, derivative, and the text in C and Triton.
 
 A rule gets the shapes and dtypes of the inputs and the attributes, and returns the shape and the dtype of the output;
 it refuses what does not fit. `kind` says what passes may assume: an *elementwise* primitive computes each element of
-its output from the same element of its inputs; a *linear* one is linear in each
-differentiable input separately.
+its output from the same element of its inputs; a *linear* one is linear in each differentiable input separately.
+
+An elementwise primitive is one row, read by everything that runs, differentiates or generates code for it. The others
+have functions besides their row: their value in `by_torch.py`, their transpose in `derive.py`. numpy's values, the
+reference, are `evaluate.py`'s own. Plain Python.
 """
 
 from __future__ import annotations
@@ -19,25 +22,38 @@ DTYPES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "
 DTYPES |= {"int8": 1, "uint8": 1, "bool": 1}
 FLOATS = ("float64", "float32", "bfloat16", "float16")
 WIDER = {"bfloat16": "float32", "float16": "float32"}  # what sums of them are kept in
-COMPARISONS = ("equal", "less", "less_equal")
+COMPARISONS = {"equal": "==", "less": "<", "less_equal": "<="}
 VIEWS = ("reshape", "transpose", "broadcast", "slice", "item")  # they name memory again: no work for a device
 TUPLE = "tuple"  # the dtype of an opaque operator that returns several tensors, each taken out by `item`
 
 Typed: TypeAlias = tuple[Shape, str]
 Attributes: TypeAlias = Mapping[str, Any]
 Rule: TypeAlias = Callable[[Sequence[Typed], Attributes], Typed]
+Flops: TypeAlias = Callable[[Sequence[Typed], Typed, Attributes], Dim]
 
 
 @dataclass(frozen=True)
 class Primitive:
-    """What every pass knows of an operator. `arity` None: any number of inputs."""
+    """What every pass knows of an operator. `arity` None: any number of inputs.
+
+    In texts, {x}, {y} and {z} are the operands and {sign} that of a comparison; `code` is the same in Python, C and
+    Triton. C has {f} (empty for float64), {fast} (functions of `kernel_math.h`) and {type}; Triton has {type}, {nan}
+    (NaN goes through a maximum) and {rn} (rounded to nearest, which float64 always is).
+    """
 
     name: str
     arity: int | None
     kind: str  # source, elementwise, linear, reduction, control, region or opaque
     rule: Rule
-    flops: Callable[[Sequence[Typed], Typed, Attributes], Dim] = lambda inputs, output, attributes: 0
+    flops: Flops = lambda inputs, output, attributes: 0
     commutes: bool = False
+    torch: str = ""  # the name of torch's function
+    partials: str | None = None  # for each input the derivative, of x, y and out, in the functions of `build.py`
+    code: str = ""
+    c: str = ""
+    triton: str = ""
+    floats: bool = False  # generated kernels compute it for floating-point dtypes alone
+    costly: bool = False  # worth keeping where it is needed again
 
 
 PRIMITIVES: dict[str, Primitive] = {}
@@ -99,6 +115,10 @@ def _where(inputs: Sequence[Typed], attributes: Attributes) -> Typed:
 
 def _given(inputs: Sequence[Typed], attributes: Attributes) -> Typed:
     _known("dtype", str(attributes["dtype"]), DTYPES)
+    return _typed(inputs, attributes)
+
+
+def _typed(inputs: Sequence[Typed], attributes: Attributes) -> Typed:
     return tuple(attributes["shape"]), attributes["dtype"]
 
 
@@ -251,11 +271,6 @@ def _conv(inputs: Sequence[Typed], attributes: Attributes) -> Typed:
     return (x[0], w[0], *places), dtype
 
 
-def _conv_gradient(inputs: Sequence[Typed], attributes: Attributes) -> Typed:
-    """The two transposes of a convolution; `size` is the shape of what they give."""
-    return tuple(attributes["size"]), inputs[0][1]
-
-
 def _windows(inputs: Sequence[Typed], attributes: Attributes) -> Typed:
     """[*lead, *space] -> [*lead, *places, *taps]: every window as dims of its own."""
     shape, dtype = inputs[0]
@@ -266,10 +281,6 @@ def _windows(inputs: Sequence[Typed], attributes: Attributes) -> Typed:
     return (*shape[:lead], *places, *taps), dtype
 
 
-def _unwindows(inputs: Sequence[Typed], attributes: Attributes) -> Typed:
-    return tuple(attributes["shape"]), inputs[0][1]
-
-
 def _switch(inputs: Sequence[Typed], attributes: Attributes) -> Typed:
     _need(inputs[1] == ((), "bool"), f"a switch decides by {_words(inputs[1:])}; give bool[]")
     return inputs[0]
@@ -278,22 +289,6 @@ def _switch(inputs: Sequence[Typed], attributes: Attributes) -> Typed:
 def _merge(inputs: Sequence[Typed], attributes: Attributes) -> Typed:
     _need(inputs[0] == ((), "bool"), f"a merge decides by {_words(inputs[:1])}; give bool[]")
     return _same(inputs[1:], attributes)
-
-
-def _region(inputs: Sequence[Typed], attributes: Attributes) -> Typed:
-    return (), TUPLE
-
-
-def _region_flops(inputs: Sequence[Typed], output: Typed, attributes: Attributes) -> Dim:
-    return attributes["body"].flops  # type: ignore[no-any-return]
-
-
-def _opaque_flops(inputs: Sequence[Typed], output: Typed, attributes: Attributes) -> Dim:
-    return attributes.get("flops", 0)  # type: ignore[no-any-return]
-
-
-def _item(inputs: Sequence[Typed], attributes: Attributes) -> Typed:
-    return tuple(attributes["shape"]), attributes["dtype"]
 
 
 def _laid(inputs: Sequence[Typed], attributes: Attributes) -> Typed:
@@ -310,35 +305,64 @@ def _each_read(inputs: Sequence[Typed], output: Typed, attributes: Attributes) -
     return product(inputs[0][0])
 
 
-def _dot_flops(inputs: Sequence[Typed], output: Typed, attributes: Attributes) -> Dim:
-    return product(output[0]) * inputs[0][0][-1] * 2
+def _elementwise(name: str, arity: int, rule: Rule = _same, flops: Flops = _each, code: str = "", **more: Any) -> None:
+    texts = {"code": code, "c": code, "triton": code} if code else {}
+    _define(name, arity, "elementwise", rule, flops=flops, **texts, **more)
 
 
-def _conv_flops(inputs: Sequence[Typed], output: Typed, attributes: Attributes) -> Dim:
-    return product(output[0]) * product(inputs[1][0][1:]) * 2
-
-
-def _conv_input_flops(inputs: Sequence[Typed], output: Typed, attributes: Attributes) -> Dim:
-    return product(inputs[0][0]) * product(inputs[1][0][1:]) * 2
-
-
-def _conv_weight_flops(inputs: Sequence[Typed], output: Typed, attributes: Attributes) -> Dim:
-    return product(inputs[1][0]) * product(output[0][1:]) * 2
+def _function(name: str, triton: str = "", c: str = "{fast}@({x})", **more: Any) -> None:
+    """A function of one floating-point number that libraries have under its own name."""
+    triton = triton or f"tl.{name}({{x}})"
+    c = c.replace("@", name)
+    _elementwise(name, 1, _float, torch=name, floats=True, costly=True, c=c, triton=triton, **more)
 
 
 _define("input constant iota", 0, "source", _given)
-_define("opaque", None, "opaque", _item, flops=_opaque_flops)
-_define("item", 1, "opaque", _item)
+_define("opaque", None, "opaque", _typed, flops=lambda inputs, output, attributes: attributes.get("flops", 0))
+_define("item", 1, "opaque", _typed)
 _define("lay", 1, "opaque", _laid)  # the same values in certain strides, for operators that read memory in order
-_define("region", None, "region", _region, flops=_region_flops)
-_define("add multiply", 2, "elementwise", _same, flops=_each, commutes=True)
-_define("maximum minimum", 2, "elementwise", _same, flops=_each, commutes=True)
-_define("subtract divide power", 2, "elementwise", _same, flops=_each)
-_define("negate absolute sign", 1, "elementwise", _same, flops=_each)
-_define("exp log sqrt sin cos tanh sigmoid erf", 1, "elementwise", _float, flops=_each)
-_define("compare", 2, "elementwise", _comparison, flops=_each)
-_define("where", 3, "elementwise", _where, flops=_each)
-_define("cast", 1, "elementwise", _cast)
+_define(
+    "region", None, "region", lambda inputs, attributes: ((), TUPLE),
+    flops=lambda inputs, output, attributes: attributes["body"].flops,
+)  # fmt: skip
+
+_elementwise("add", 2, code="{x} + {y}", torch="add", partials="1.0, 1.0", commutes=True)
+_elementwise("subtract", 2, code="{x} - {y}", torch="sub", partials="1.0, -1.0")
+_elementwise("multiply", 2, code="{x} * {y}", torch="mul", partials="y, x", commutes=True)
+_elementwise(
+    "divide", 2, code="{x} / {y}", torch="div", partials="divide(1.0, y), negate(divide(out, y))", floats=True,
+    costly=True,
+)  # fmt: skip
+_elementwise(
+    "power", 2, c="pow{f}({x}, {y})", torch="pow", partials="power_by_base(x, y), power_by_exponent(x, out)",
+    floats=True, costly=True,
+)  # fmt: skip
+_elementwise(
+    "maximum", 2, c="{x} > {y} || {x} != {x} ? {x} : {y}", triton="tl.maximum({x}, {y}{nan})", torch="maximum",
+    partials="share := larger(x, y), subtract(1.0, share)", commutes=True,
+)  # fmt: skip
+_elementwise(
+    "minimum", 2, c="{x} < {y} || {x} != {x} ? {x} : {y}", triton="tl.minimum({x}, {y}{nan})", torch="minimum",
+    partials="share := larger(y, x), subtract(1.0, share)", commutes=True,
+)  # fmt: skip
+_elementwise("negate", 1, c="-{x}", triton="-{x}", torch="neg", partials="-1.0")
+_elementwise("absolute", 1, c="fabs{f}({x})", triton="tl.abs({x})", torch="abs", partials="sign(x)", floats=True)
+_elementwise(
+    "sign", 1, c="({type})(({x} > 0) - ({x} < 0))", triton="({x} > 0).to(tl.{type}) - ({x} < 0).to(tl.{type})",
+    torch="sign", partials="None",
+)  # fmt: skip
+_function("exp", partials="out")
+_function("log", partials="divide(1.0, x)")
+_function("sqrt", c="sqrt{f}({x})", triton="tl.sqrt{rn}({x})", partials="divide(0.5, out)")
+_function("sin", c="sin{f}({x})", partials="cos(x)")
+_function("cos", c="cos{f}({x})", partials="negate(sin(x))")
+_function("tanh", triton="tanh({x})", partials="subtract(1.0, multiply(out, out))")
+_function("sigmoid", partials="multiply(out, subtract(1.0, out))")
+_function("erf", partials="multiply(exp(negate(multiply(x, x))), 1.1283791670955126)")
+_elementwise("compare", 2, _comparison, code="{x} {sign} {y}", partials="None, None")
+_elementwise("where", 3, _where, c="{x} ? {y} : {z}", triton="tl.where({x}, {y}, {z})", torch="where")
+_elementwise("cast", 1, _cast, flops=lambda inputs, output, attributes: 0)
+
 _define("sum", 1, "linear", _reduced, flops=_each_read)
 _define("amax", 1, "reduction", _reduced, flops=_each_read)
 _define("argmax", 1, "reduction", _argmax, flops=_each_read)
@@ -349,13 +373,27 @@ _define("concat", None, "linear", _concat)
 _define("slice", 1, "linear", _slice)
 _define("pad", 1, "linear", _pad)
 _define("reverse", 1, "linear", _reverse)
-_define("dot", 2, "linear", _dot, flops=_dot_flops)
+_define(
+    "dot", 2, "linear", _dot, torch="matmul",
+    flops=lambda inputs, output, attributes: product(output[0]) * inputs[0][0][-1] * 2,
+)  # fmt: skip
 _define("take", 2, "linear", _take)
 _define("put_add", 2, "linear", _put_add, flops=_each_read)
-_define("conv", 2, "linear", _conv, flops=_conv_flops)
-_define("conv_input", 2, "linear", _conv_gradient, flops=_conv_input_flops)
-_define("conv_weight", 2, "linear", _conv_gradient, flops=_conv_weight_flops)
+_define(
+    "conv", 2, "linear", _conv,
+    flops=lambda inputs, output, attributes: product(output[0]) * product(inputs[1][0][1:]) * 2,
+)  # fmt: skip
+_define(  # the two transposes of a convolution; `size` is the shape of what they give
+    "conv_input", 2, "linear", lambda inputs, attributes: (tuple(attributes["size"]), inputs[0][1]),
+    flops=lambda inputs, output, attributes: product(inputs[0][0]) * product(inputs[1][0][1:]) * 2,
+)  # fmt: skip
+_define(
+    "conv_weight", 2, "linear", lambda inputs, attributes: (tuple(attributes["size"]), inputs[0][1]),
+    flops=lambda inputs, output, attributes: product(inputs[1][0]) * product(output[0][1:]) * 2,
+)  # fmt: skip
 _define("windows", 1, "linear", _windows)
-_define("unwindows", 1, "linear", _unwindows, flops=_each_read)
+_define(
+    "unwindows", 1, "linear", lambda inputs, attributes: (tuple(attributes["shape"]), inputs[0][1]), flops=_each_read
+)
 _define("switch", 2, "control", _switch)
 _define("merge", 3, "control", _merge)

@@ -11,7 +11,7 @@ from tilemesh.graph.by_torch import COMPARE, dtype_of, evaluate_torch
 from tilemesh.graph.evaluate import DEAD, control
 from tilemesh.graph.ir import Graph, Node
 from tilemesh.graph.memory import MemoryPlan, arena
-from tilemesh.graph.ops import DTYPES
+from tilemesh.graph.ops import DTYPES, primitive
 from tilemesh.graph.size import known, product
 from tilemesh.kernels.launch.tensors import read_device
 
@@ -43,7 +43,10 @@ class PlannedProgram:
         steered, value = control(node, inputs)
         if value is DEAD:
             return value
-        if node.op in _INTO:
+        name = primitive(node.op).torch
+        if name:
+            getattr(torch, name)(*inputs, out=place)
+        elif node.op in _INTO:
             _INTO[node.op](node, place, *inputs)
         else:
             place.copy_(value if steered else evaluate_torch(node, inputs, {}, self.device))
@@ -59,27 +62,8 @@ def _tensors(plan: MemoryPlan, block: Tensor) -> dict[Node, Tensor]:
     return places
 
 
-_SAME_NAME = ("add", "exp", "log", "sqrt", "sin", "cos", "tanh", "sigmoid", "erf", "maximum", "minimum")
-_NAMES = {
-    **{name: name for name in (*_SAME_NAME, "absolute", "sign")},
-    "subtract": "sub",
-    "multiply": "mul",
-    "divide": "div",
-    "power": "pow",
-    "negate": "neg",
-    "dot": "matmul",
-}
-
-
-def _named(name: str) -> Callable[..., Any]:
-    function = getattr(torch, name)
-    return lambda node, out, *inputs: function(*inputs, out=out)
-
-
 _INTO: dict[str, Callable[..., Any]] = {
-    **{op: _named(name) for op, name in _NAMES.items()},
     "compare": lambda node, out, x, y: COMPARE[node["kind"]](x, y, out=out),
-    "where": lambda node, out, chosen, x, y: torch.where(chosen, x, y, out=out),
     "sum": lambda node, out, x: torch.sum(x, node["dims"], out=out),
     "amax": lambda node, out, x: torch.amax(x, node["dims"], out=out),
     "argmax": lambda node, out, x: torch.argmax(x, node["dim"], out=out),

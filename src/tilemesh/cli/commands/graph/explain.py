@@ -35,7 +35,7 @@ class ExplainOptions:
 def explain(options: ExplainOptions) -> Output:
     model, inputs = load_program(options.program)
     from tilemesh.graph.draw import drawing
-    from tilemesh.graph.kernel_c import serves
+    from tilemesh.graph.kernel_c import CWriter
     from tilemesh.graph.regions import fused
     from tilemesh.graph.rules import ALGEBRA, simplify
     from tilemesh.graph.tracing import trace
@@ -48,7 +48,9 @@ def explain(options: ExplainOptions) -> Output:
     record = figures | {"rules": [vars(gain) for gain in gains]}
 
     def drawn() -> str:
-        return drawing([("as traced", before), ("after the rules", after), ("as kernels", fused(after, serves))])
+        return drawing(
+            [("as traced", before), ("after the rules", after), ("as kernels", fused(after, CWriter.serves))]
+        )
 
     width = max([len(gain.rule) for gain in gains], default=0)
     rules = [
