@@ -25,8 +25,16 @@ from tilemesh.model.work.operations import forward_flops, layer_work
 from tilemesh.model.work.task import Task
 from tilemesh.model.work.weights import count_parameters, parameter_shapes, why_not
 from tilemesh.parallel.apply import lay
+from tilemesh.parallel.gate.alone import batch as gate_batch
+from tilemesh.parallel.gate.alone import start as gate_start
+from tilemesh.parallel.gate.cases import MODELS
 from tilemesh.parallel.mesh import Mesh
+from tilemesh.runs.folder import new_run
+from tilemesh.runs.kind import TRAIN
+from tilemesh.runs.metrics import latest
 from tilemesh.serve import Engine, Sampling
+from tilemesh.train.load import load
+from tilemesh.train.rank import train_here
 
 SETTINGS: dict[str, Any] = {
     "layers": 2, "width": 16, "heads": 4, "kv_heads": 2, "vocabulary": 40, "context": 32, "norm": "rmsnorm",
@@ -218,3 +226,50 @@ def test_what_is_not_done_with_experts_yet_is_refused() -> None:
     even = Transformer(CONFIG.replace(balance_loss=0.1), device="meta")
     with pytest.raises(UsageError, match=r"slices is 2 and balance_loss 0\.1: how even a sequence is"):
         run_threads(2, lambda comm: lay(even, Mesh(comm, **sliced.axes), sliced))
+
+
+def test_the_gate_has_idle_and_overloaded_experts() -> None:
+    """In some microbatch of some replica, in every layer."""
+    config = MODELS["spread"]
+    model = Transformer(config, dtype=torch.float64)
+    model.load_state_dict(gate_start(config, "fp64"))
+    loads: list[torch.Tensor] = []
+    for module in model.modules():
+        if isinstance(module, Router):
+            module.register_forward_hook(lambda _, args, routing: loads.append(routing.experts_NC.view(-1)))
+    tokens, _ = gate_batch(config, 0)
+    model.eval()(tokens)
+    for picked in loads:
+        parts = [part.bincount(minlength=8) for part in picked.tensor_split(8)]  # of 4 replicas, twice
+        assert any((counts == 0).any() for counts in parts)
+        assert max(float(counts.max() / counts.sum()) for counts in parts) > 3 / 8  # of 2/8 were all alike
+
+
+def test_runs_with_experts_shared_out_go_on_in_any_layout(tmp_path: Path) -> None:
+    """Weights and moments: on 4 ranks with ep and ZeRO, then on one, beside one that never stopped."""
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"line {number}: jumps over {number * 7} dogs\n" for number in range(300)))
+    sets = (
+        "model.layers=2,model.width=16,model.heads=4,model.kv_heads=2,model.mlp_width=24,model.context=16,"
+        "model.experts=4,model.balance_loss=0.1,model.dense_layers=[0],train.steps=4,train.batch=8,checkpoint.every=2,"
+        "evaluate.every=2,evaluate.sequences=5,sample.tokens=3,optimizer.lr=0.01,train.device=cpu,plan.precision=fp64,"
+        f"train.trace_steps=0,data.source={text}"
+    )
+
+    def losses(folder: Path, *meshes: tuple[str, str]) -> list[float]:
+        for number, (mesh, more) in enumerate(meshes):
+            config = load(mesh=mesh, sets=[sets, *filter(None, [more])])
+            if not number:
+                new_run(TRAIN, config.to_toml(), folder)
+            stop = None if number == len(meshes) - 1 else 2
+            run_threads(
+                config.plan.world,
+                lambda comm: train_here(config, folder, comm, resume=number > 0, stop_after=stop),  # noqa: B023
+            )
+        steps = [line for line in latest(folder) if line["kind"] == "step"]
+        return [line[key] for line in steps for key in ("loss", "norm", "held_out") if key in line]
+
+    alone = losses(tmp_path / "alone", ("dp=1", ""))
+    spread = ("dp=4,ep=2", "plan.zero=2")
+    assert losses(tmp_path / "here", spread, ("tp=2", "")) == pytest.approx(alone, rel=1e-10)
+    assert losses(tmp_path / "there", ("dp=1", ""), spread) == pytest.approx(alone, rel=1e-10)

@@ -534,7 +534,10 @@ def small_gate(comm: Communicator) -> None:
     )
     fit = [chosen for chosen in layouts if chosen.world <= comm.size]
     # In turn: every model on every layout is `test_the_whole_gate`, which is slow.
-    for result in Gate(comm).run([Case(("gpt", "llama")[turn % 2], chosen) for turn, chosen in enumerate(fit)]):
+    every = [Case(("gpt", "llama")[turn % 2], chosen) for turn, chosen in enumerate(fit)]
+    spread = (gate_plan(2, accumulation=2, ep=2), gate_plan(4, ep=2, zero=2))
+    every += [Case("spread", chosen) for chosen in spread if chosen.world <= comm.size]
+    for result in Gate(comm).run(every):
         assert result.passed, f"{result}"
 
 

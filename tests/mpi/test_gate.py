@@ -36,6 +36,7 @@ from tilemesh.parallel.gate.cases import (
     layouts,
     numerics,
     pipelines,
+    spread_experts,
 )
 from tilemesh.parallel.gate.cause import gradient_cause, norm_cause, order_cause, order_words
 from tilemesh.parallel.gate.compare import Apart, Gate, GateResult
@@ -135,6 +136,8 @@ CAUSES = {
     "zero-groups-not-summed": "counted: a sum between groups of replicas is missing",
     "zero-microbatch-left-out": "as if only microbatch 0 of 2 counted",
     "zero-early-free": "an early FREE",
+    "expert-gradient-times-ep": "2 times what it should be",
+    "remote-gradient-lost": "as if only replica 1 counted: a sum along dp is missing",
 }
 """Of bugs that leave more than a place: what the gate says of their cause."""
 
@@ -152,7 +155,8 @@ def test_a_planted_bug_turns_it_red_and_is_named(name: str) -> None:
     elif plant.kind == "zero":
         candidates = [case for ranks in (2, 4) for case in combinations(ranks)]
     else:
-        candidates = [
+        spread = [Case("spread", *pair) for ranks in (2, 4) for pair in spread_experts(ranks)]
+        candidates = (spread if plant.kind == "experts" else []) + [
             Case(model, layout)
             for ranks in (2, 4, 8)
             for layout in (pipelines(ranks) if plant.kind == "pipeline" else layouts(ranks))

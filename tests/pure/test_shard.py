@@ -32,19 +32,30 @@ def shards(draw: some.DrawFn, whole: tuple[int, ...] | None = None) -> Shard:
     axes = draw(meshes())
     if whole is None:
         whole = tuple(draw(some.lists(some.sampled_from([0, 1, 2, 5, 6, 12]), min_size=1, max_size=3)))
-    shard = Shard("a", whole, axes, partial=tuple(draw(some.sets(some.sampled_from(NAMES)))))
+    replicas = dict(axes).get("dp", 1)
+    every = draw(some.sampled_from([n for n in range(1, replicas + 1) if replicas % n == 0]))
+    at = draw(some.integers(0, every - 1))
+    partial = tuple(draw(some.sets(some.sampled_from(NAMES))))
+    shard = Shard("a", whole, axes, at * math.prod(n for name, n in axes[: [*dict(axes), "dp"].index("dp")]),
+                  partial=partial, every=every, at=at)  # fmt: skip
     for name, size in draw(some.permutations(axes))[:3]:
         dim = draw(some.integers(0, len(whole) - 1))
-        pieces = draw(some.sampled_from([None, *(n for n in range(1, size + 1) if size % n == 0)]))
+        apart = every if name == "dp" else 1
+        pieces = draw(some.sampled_from([*([None] if apart == 1 else []), *_divisors(size // apart)]))
+        stride = apart if apart > 1 or draw(some.booleans()) else None
         parts, units = draw(some.sampled_from([(1, None), (1, None), (1, 2), (2, None), (3, None), (2, 3)]))
         try:
-            made = shard.cut_over(Cut(name, dim, parts, units, pieces, draw(some.booleans())))
+            made = shard.cut_over(Cut(name, dim, parts, units, pieces, stride))
             for rank in range(ranks_of(axes)):
                 made.on(rank)  # a later cut sees different lengths on different ranks
             shard = made
         except UsageError:
             continue  # what does not divide into parts or units is refused
     return shard
+
+
+def _divisors(size: int) -> list[int]:
+    return [n for n in range(1, size + 1) if size % n == 0]
 
 
 def places(box: Box) -> list[tuple[int, ...]]:
@@ -145,7 +156,7 @@ def test_who_holds_the_same_is_known(shard: Shard) -> None:
     for mine in everyone:
         alike = members(mine.rank, mine.replicas, mine.axes)
         assert all(everyone[rank].boxes == mine.boxes for rank in alike)
-        if any(cut.spread for cut in mine.cuts):  # those that hold the same are not neighbours: no block of them
+        if any(cut.stride for cut in mine.cuts):  # those that hold the same are not neighbours: no block of them
             assert mine.copies % len(alike) == 0
             continue
         assert len(alike) == mine.copies
@@ -173,8 +184,19 @@ def test_what_one_layout_wrote_any_other_can_read(data: some.DataObject) -> None
                 )
 
 
+def test_experts_shared_out_among_replicas() -> None:
+    """Of 4 replicas every second holds it: the first and the third, or with ZeRO a half of it each."""
+    shard = Shard("expert", (6, 2), ordered({"dp": 4, "tp": 2}), 2, partial=("dp",), every=2, at=1)
+    assert [shard.on(rank).shape[0] for rank in range(8)] == [0, 0, 6, 6, 0, 0, 6, 6]
+    assert (shard.replicas, shard.summed, shard.copies) == ((("tp", 2), ("dp/2", 2)), (("dp/2", 2),), 4)
+    assert members(2, shard.summed, shard.axes) == (2, 6)
+    cut = shard.cut_over(Cut("dp", 0, pieces=2, stride=2))
+    assert [cut.on(rank).boxes[0][1].begin[0] for rank in (2, 3, 6, 7)] == [0, 0, 3, 3]
+    assert [(cut.on(rank).writes, cut.on(rank).copies) for rank in (2, 3, 6, 7)] == [(True, 2), (False, 2)] * 2
+
+
 def test_zero_inside_a_node_is_replicated_across_nodes() -> None:
-    shard = Shard("table", (6, 2), ordered({"dp": 4}), 0, (Cut("dp", 0, pieces=2, spread=True),))
+    shard = Shard("table", (6, 2), ordered({"dp": 4}), 0, (Cut("dp", 0, pieces=2, stride=1),))
     assert [shard.on(rank).boxes[0][1].begin[0] for rank in range(4)] == [0, 3, 0, 3]
     assert [shard.on(rank).writes for rank in range(4)] == [True, True, False, False]
     assert (shard.copies, shard.replicas) == (2, ())

@@ -22,7 +22,8 @@ BATCH = ("dp", "cp")
 Axes = tuple[tuple[str, int], ...]
 """(name, size) of every axis, the one along which rank numbers vary fastest first."""
 Blocks = tuple[tuple[str, int], ...]
-"""(name of an axis, how many consecutive ranks along it): what a group of ranks spans."""
+"""(name of an axis, how many consecutive ranks along it): what a group of ranks spans. With "dp/2" for a name, so many
+of which each stands two places after the one before."""
 
 
 def ordered(sizes: Mapping[str, int]) -> Axes:
@@ -52,6 +53,17 @@ def coordinates(rank: int, axes: Axes) -> dict[str, int]:
     return place
 
 
+def strided(name: str) -> tuple[str, int]:
+    """The axis that a block's name is of, and how far apart its ranks stand."""
+    axis, _, every = name.partition("/")
+    return axis, int(every or 1)
+
+
+def block_name(axis: str, every: int) -> str:
+    """Of ranks so far apart along an axis."""
+    return axis if every == 1 else f"{axis}/{every}"
+
+
 def rank_at(place: Mapping[str, int], axes: Axes) -> int:
     """The rank that stands there: the inverse of `coordinates`."""
     rank = 0
@@ -66,11 +78,13 @@ def members(rank: int, blocks: Blocks, axes: Axes) -> tuple[int, ...]:
     A block of the axis' size is all of the axis; a smaller one is consecutive ranks along it.
     """
     place = coordinates(rank, axes)
-    names = [name for name, _ in blocks]
+    names = [strided(name)[0] for name, _ in blocks]
     stretches = []
     for name, count in blocks:
-        first = place[name] // count * count
-        stretches.append(range(first, first + count))
+        axis, every = strided(name)
+        length = count * every
+        first = place[axis] // length * length + place[axis] % every
+        stretches.append(range(first, first + length, every))
     return tuple(
         sorted(rank_at(place | dict(zip(names, there, strict=True)), axes) for there in itertools.product(*stretches))
     )

@@ -8,6 +8,7 @@ configuration are in `train/conflicts.py`. What cannot exist for a model at all 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -147,6 +148,18 @@ def _without(offload: str) -> Callable[[ParallelPlan], str]:
 
 
 PLAN_CONFLICTS: tuple[Conflict[ParallelPlan], ...] = (
+    row(
+        "ep dp",
+        lambda plan: plan.dp % plan.ep > 0,
+        "replicas share out experts in groups of ep, which must make up dp",
+        lambda plan: f"ep={math.gcd(plan.ep, plan.dp)}",
+    ),
+    row(
+        "ep zero_group",
+        lambda plan: plan.dp % plan.ep == 0 and plan.zero_group % plan.ep > 0,
+        "a group that cuts rows must hold all experts",
+        lambda plan: f"zero_group={-(-plan.zero_group // plan.ep) * plan.ep}",
+    ),
     row(
         "zero dp",
         lambda plan: plan.zero > 0 and plan.dp == 1,

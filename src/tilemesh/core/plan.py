@@ -54,6 +54,8 @@ class ModelPlacement:
     """Tensor parallelism: ranks that share each layer's matrices."""
     pp: Count = 1
     """Pipeline parallelism: stages, each with a part of the layers."""
+    ep: Count = 1
+    """Expert parallelism: so many of the dp replicas, neighbours, share out the experts of every layer among them."""
     sequence_parallel: bool = False
     """The parts of a layer that tp does not split (norms, dropout, residuals) are split along the sequence."""
     zero: Annotated[int, Range(0, 3)] = 0
@@ -257,6 +259,8 @@ class ParallelPlan(StepSettings, ModelPlacement):
     def short(self) -> str:
         """In a few words: the mesh and what sets it apart."""
         parts = [f"dp {self.dp} x tp {self.tp} x pp {self.pp}"]
+        if self.ep > 1:
+            parts.append(f"ep {self.ep}")
         if self.sequence_parallel:
             parts.append("sequence parallel")
         if self.zero:
@@ -277,6 +281,8 @@ class ParallelPlan(StepSettings, ModelPlacement):
             each = "" if self.world == self.dp else f" of tp {self.tp} x pp {self.pp}"
             workers = f"{self.dp} worker{'s' * (self.dp > 1)} (dp){each}"
             parts = [f"{workers} + {servers} server{'s' * (servers > 1)} = {self.world + servers} ranks"]
+        if self.ep > 1:
+            parts.append(f"ep {self.ep}")
         if self.sequence_parallel:
             parts.append("sequence parallel")
         if self.zero:

@@ -16,7 +16,7 @@ import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from tilemesh.core.axes import Axes, Blocks, coordinates, ranks_of, size_of
+from tilemesh.core.axes import Axes, Blocks, block_name, coordinates, ranks_of, size_of, strided
 from tilemesh.core.errors import UsageError
 
 
@@ -57,7 +57,8 @@ class Cut:
     `parts`: equal blocks stacked along the dim, each cut alike (3 where q, k and v are one matrix).
     `units`: what each block consists of and what stays whole (heads); None: single rows.
     `pieces`: into how many; None: one per rank of the axis. If fewer, consecutive ranks hold the same, equally many;
-    with `spread` consecutive ranks hold different pieces, and those `pieces` apart the same.
+    with `stride` pieces follow one another at ranks so far apart, again and again: of 1, consecutive ranks hold
+    different ones, and those `pieces` apart the same.
     """
 
     axis: str
@@ -65,7 +66,7 @@ class Cut:
     parts: int = 1
     units: int | None = None
     pieces: int | None = None
-    spread: bool = False
+    stride: int | None = None
 
     def stretches(self, length: int, size: int, index: int) -> list[tuple[int, int]]:
         """(begin, length) of what rank `index` of `size` keeps of a dim of this length."""
@@ -73,7 +74,7 @@ class Cut:
         units = block if self.units is None else self.units
         unit = block // units if units else 0
         pieces = self.pieces or size
-        first, count = share(units, pieces, index % pieces if self.spread else index // (size // pieces))
+        first, count = share(units, pieces, index // (self.stride or size // pieces) % pieces)
         return [(part * block + first * unit, count * unit) for part in range(self.parts)]
 
 
@@ -108,6 +109,10 @@ class Shard:
     """Axes along which each rank that holds the same box has only a part of its gradient: their sum is the gradient."""
     holders: tuple[int, ...] = ()
     """Places on pp whose ranks hold the parameter; empty: all. Each of several has only a part of its gradient."""
+    every: int = 1
+    """Along dp, every so-many-th place holds it, the others nothing: experts that replicas share out ..."""
+    at: int = 0
+    """... the first of these places."""
 
     def __post_init__(self) -> None:
         lengths = list(self.whole)
@@ -138,7 +143,12 @@ class Shard:
             length = sum(span.length for span in by_dim[cut.dim])
             kept = cut.stretches(length, size_of(self.axes, cut.axis), place.get(cut.axis, 0))
             by_dim[cut.dim] = _kept(by_dim[cut.dim], kept)
-        return tuple(by_dim)
+        return tuple(by_dim) if self.is_here else ((), *by_dim[1:])[: len(by_dim)]
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this rank is among those that hold any of it."""
+        return coordinates(self.rank, self.axes).get("dp", 0) % self.every == self.at
 
     @cached_property
     def shape(self) -> tuple[int, ...]:
@@ -153,7 +163,7 @@ class Shard:
                 Box(tuple(span.local for span in spans), tuple(span.length for span in spans)),
                 Box(tuple(span.whole for span in spans), tuple(span.length for span in spans)),
             )
-            for spans in itertools.product(*self.spans)
+            for spans in (itertools.product(*self.spans) if self.is_here else ())
         )
 
     # Who else -----------------------------------------------------------------------------------------------------
@@ -176,7 +186,8 @@ class Shard:
         if axis == "pp" and self.holders:
             return 1
         cut, size = self._cut_over(axis), size_of(self.axes, axis)
-        return size if cut is None else size // (cut.pieces or size)
+        copies = size if cut is None else size // (cut.pieces or size)
+        return copies // self.every if axis == "dp" else copies
 
     def _cut_over(self, axis: str) -> Cut | None:
         return next((cut for cut in self.cuts if cut.axis == axis), None)
@@ -185,9 +196,10 @@ class Shard:
     def replicas(self) -> Blocks:
         """Along which axes, and in blocks of how many, consecutive ranks hold the same boxes as this one; not those of
         other stages of a pipeline, which are `holders`."""
-        spread = {cut.axis for cut in self.cuts if cut.spread}
+        spread = {cut.axis for cut in self.cuts if cut.stride}
         blocks = ((name, self.copies_along(name)) for name, _ in self.axes if name not in spread)
-        return tuple((name, count) for name, count in blocks if count > 1)
+        apart = {"dp": self.every}
+        return tuple((block_name(name, apart.get(name, 1)), count) for name, count in blocks if count > 1)
 
     @property
     def copies(self) -> int:
@@ -197,12 +209,12 @@ class Shard:
     @property
     def summed(self) -> Blocks:
         """Those of the replicas whose gradients have to be summed."""
-        return tuple((name, count) for name, count in self.replicas if name in self.partial)
+        return tuple((name, count) for name, count in self.replicas if strided(name)[0] in self.partial)
 
     @property
     def alike(self) -> int:
         """How many ranks have the very same gradient before any is summed."""
-        return math.prod(count for name, count in self.replicas if name not in self.partial)
+        return math.prod(count for name, count in self.replicas if strided(name)[0] not in self.partial)
 
     @property
     def writes(self) -> bool:
@@ -214,7 +226,7 @@ class Shard:
 
     def _is_first_along(self, axis: str, index: int) -> bool:
         cut, copies = self._cut_over(axis), self.copies_along(axis)
-        if cut is not None and cut.spread:
+        if (cut is not None and cut.stride) or (axis == "dp" and self.every > 1):
             return index < size_of(self.axes, axis) // copies
         return index % copies == 0
 

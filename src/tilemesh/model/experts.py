@@ -9,7 +9,7 @@ N: tokens of all rows; D: width; X: experts; C: experts of a token.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -18,6 +18,9 @@ from torch.nn import functional
 
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.row_blocks import in_row_blocks
+
+Exchange = Callable[[Tensor, Tensor, Callable[[Tensor, Sequence[int]], Tensor]], Tensor]
+"""From rows ordered by expert, and how many each expert takes, to the results; and what computes experts here."""
 
 
 class Routing(NamedTuple):
@@ -120,6 +123,8 @@ class Experts(nn.Module):
         self.experts = nn.ModuleList(experts)
         self.shared = shared
         self.shared_gate = TokenGate(config.width, dtype) if config.shared_gate else None
+        self.exchange: Exchange | None = None
+        """Where others have some of the experts, and these alone are in `experts`: what makes rows reach theirs."""
 
     def forward(self, x_BTD: Tensor, counted_BT: Tensor | None = None) -> Tensor | RoutedOutput:
         """With the router's losses where it is said which tokens' targets count."""
@@ -128,9 +133,12 @@ class Experts(nn.Module):
         experts_NC, weights_NC, _ = routing
         # Pairs of a token and an expert, ordered by experts; of one expert by tokens.
         order = experts_NC.flatten().argsort(stable=True)
-        counts = experts_NC.flatten().bincount(minlength=self.config.experts).tolist()
-        rows_of = torch.split(x_ND[order // self.config.experts_per_token], counts)
-        results = torch.cat([expert(rows) for expert, rows in zip(self.experts, rows_of, strict=True)])
+        counts_X = experts_NC.flatten().bincount(minlength=self.config.experts)
+        rows_ND = x_ND[order // self.config.experts_per_token]
+        if self.exchange is None:
+            results = self.compute(rows_ND, counts_X.tolist())
+        else:
+            results = self.exchange(rows_ND, counts_X, self.compute)
         # Back in the order of tokens, where each one's results are added in the order of its experts' weights.
         y_NCD = results[order.argsort()].view(*experts_NC.shape, -1)
         y_BTD: Tensor = (y_NCD * weights_NC.to(results.dtype)[..., None]).sum(-2).view(x_BTD.shape)
@@ -138,3 +146,8 @@ class Experts(nn.Module):
             shared_BTD = self.shared(x_BTD)
             y_BTD = y_BTD + (shared_BTD if self.shared_gate is None else shared_BTD * self.shared_gate(x_BTD))
         return y_BTD if counted_BT is None else RoutedOutput(y_BTD, self.router.loss(routing, counted_BT))
+
+    def compute(self, rows_ND: Tensor, counts: Sequence[int]) -> Tensor:
+        """What the experts here make of rows that are ordered by expert, so many for each."""
+        parts = zip(self.experts, torch.split(rows_ND, list(counts)), strict=True)
+        return torch.cat([expert(rows) for expert, rows in parts])

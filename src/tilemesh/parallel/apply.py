@@ -32,6 +32,7 @@ from tilemesh.model.transformer import Transformer
 from tilemesh.model.work.weights import SLICED, Weight, why_not
 from tilemesh.parallel.agree import agree
 from tilemesh.parallel.buckets import BUCKET_BYTES, Bucketed
+from tilemesh.parallel.experts import EXPERT, ExpertElsewhere, share_experts
 from tilemesh.parallel.gradients import Gradients, LocalGradients, Naive, Parts, Way
 from tilemesh.parallel.laid import AUTOCAST, Laid
 from tilemesh.parallel.mesh import Mesh
@@ -98,8 +99,11 @@ def lay(
     if plan.has_chunks:
         assert isinstance(model, Transformer)
         return _lay_stages(model, mesh, plan, seams, torch.device(device), exchange, use)
+    names = [name for name, _ in model.named_parameters()]
+    elsewhere = share_experts(model, mesh, plan, algorithm)
     shards = _cut(model, kinds, mesh, plan, seams, torch.device(device))
-    return Laid(model, mesh, plan, shards, seams, exchange(trained(model, shards)), use=use)
+    exchanged = exchange(trained(model, shards))
+    return Laid(model, mesh, plan, shards, seams, exchanged, names, use, elsewhere)
 
 
 def lay_beside(model: Transformer, laid: Laid) -> Laid:
@@ -126,7 +130,7 @@ def _cut(
         for module in model.modules():
             if isinstance(module, Linear):
                 open_codes(module)  # a part of a matrix need not begin with a byte
-    shards = _shards(model, splits, mesh, plan.sequence_parallel)
+    shards = _shards(model, splits, mesh, plan)
     _cut_parameters(model, shards, device)
     if mesh.tp.size > 1:
         _cut_modules(model, splits, seams)
@@ -152,6 +156,7 @@ def _lay_stages(
     chunks: dict[int, Transformer] = {}
     shards: dict[str, Shard] = {}
     chunk_of: dict[str, int] = {}
+    elsewhere: dict[str, ExpertElsewhere] = {}
     for number in placement.held[mesh.pp.index]:
         dtype = next(iter(like.values())).dtype
         chunk = Transformer(config, device="meta", dtype=dtype, kernels=kernels, part=parts[number])
@@ -159,6 +164,7 @@ def _lay_stages(
         for name, parameter in chunk.named_parameters():
             parameter.requires_grad_(like[name].requires_grad)
         where = next(iter(like.values())).device if has_memory else device
+        elsewhere |= share_experts(chunk, mesh, plan, seams.algorithm)
         cut = _cut(chunk, transformer_splits(config, parts[number]), mesh, plan, seams, where)
         for name, mine in cut.items():
             holders = holders_of(name, number, placement, config) if mesh.pp.size > 1 else ()
@@ -180,7 +186,7 @@ def _lay_stages(
         "holders": holder_groups(mesh, placement, config),
     }
     exchanged = exchange(trained(stage, shards), **parts_of_exchange)
-    laid = Pipeline(chunks, mesh, plan, step, shards, seams, exchanged, names=like, use=use)
+    laid = Pipeline(chunks, mesh, plan, step, shards, seams, exchanged, names=like, use=use, elsewhere=elsewhere)
     if has_memory:
         laid.load(model.state_dict())
     laid.module.train(model.training)
@@ -319,8 +325,8 @@ def _require_module(name: str, module: nn.Module, split: Split) -> None:
         )
 
 
-def _shards(model: nn.Module, splits: Mapping[str, Split], mesh: Mesh, sequence: bool) -> dict[str, Shard]:
-    shards = {}
+def _shards(model: nn.Module, splits: Mapping[str, Split], mesh: Mesh, plan: ParallelPlan) -> dict[str, Shard]:
+    shards, sequence = {}, plan.sequence_parallel
     for name, parameter in model.named_parameters():
         module, _, last = name.rpartition(".")
         split = splits.get(module, Whole())
@@ -335,6 +341,8 @@ def _shards(model: nn.Module, splits: Mapping[str, Split], mesh: Mesh, sequence:
         is_inside = is_shared or (_is_inside(name, splits) and not isinstance(split, RowSplit))
         is_partial = bool(mine.partial) or (not mine.cuts and (sequence or is_inside))
         shards[name] = dataclasses.replace(mine, partial=(*BATCH, "tp") if is_partial else BATCH)
+        if plan.ep > 1 and EXPERT.fullmatch(name):
+            shards[name] = dataclasses.replace(shards[name], every=plan.ep, at=mesh.dp.index % plan.ep)
     _require_tied_alike(model, splits, mesh, shards)
     return shards
 

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from tilemesh.comm.runtime.communicator import Communicator
-from tilemesh.core.axes import BATCH, Blocks
+from tilemesh.core.axes import BATCH, Blocks, strided
 from tilemesh.core.errors import UsageError
 from tilemesh.core.shard import Shard
 from tilemesh.parallel.mesh import Mesh
@@ -183,12 +183,12 @@ def loss_shard(mesh: Mesh) -> Shard:
 
 def batch_summed(mine: Shard) -> Blocks:
     """The ranks whose gradients are summed because they took other parts of the batch."""
-    return tuple((name, count) for name, count in mine.summed if name in BATCH)
+    return tuple((name, count) for name, count in mine.summed if strided(name)[0] in BATCH)
 
 
 def copies_summed(mine: Shard) -> Blocks:
     """The ranks that took the same part of the batch, hold the same, and each have a part of its gradient."""
-    return tuple((name, count) for name, count in mine.summed if name not in BATCH)
+    return tuple((name, count) for name, count in mine.summed if strided(name)[0] not in BATCH)
 
 
 def clip_factor(norm: float, max_norm: float) -> float:

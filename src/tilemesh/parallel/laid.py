@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -23,6 +24,7 @@ from tilemesh.model.programs.program import TRAINING, Use
 from tilemesh.model.transformer import LayerCall, Pass, ResidualStream, Transformer, added, settled
 from tilemesh.parallel.again import call_again
 from tilemesh.parallel.agree import tell
+from tilemesh.parallel.experts import ExpertElsewhere
 from tilemesh.parallel.gradients import Gradients, loss_shard
 from tilemesh.parallel.mesh import Mesh
 from tilemesh.parallel.shard import Held, take, trained
@@ -65,7 +67,7 @@ class Laid:
     """`module`: the local model; `shards`: what each of its parameters is of the whole; `gradients`: their exchange.
 
     `names`: of all parameters of the model, wherever they lie, where this rank has a part of them alone. `use`: what
-    programs are chosen for.
+    programs are chosen for. `elsewhere`: experts of the layers here that other replicas hold.
     """
 
     def __init__(
@@ -78,6 +80,7 @@ class Laid:
         gradients: Gradients,
         names: Iterable[str] = (),
         use: Use = TRAINING,
+        elsewhere: Mapping[str, ExpertElsewhere] = MappingProxyType({}),
     ) -> None:
         self.module = module
         self.mesh = mesh
@@ -88,7 +91,7 @@ class Laid:
         self.seams = seams
         self.gradients = gradients
         self.names = tuple(names) or tuple(shards)
-        self.use = use
+        self.use, self.elsewhere = use, elsewhere
         self._programs = prepare(module, use, _device(module)) if isinstance(module, Transformer) else None
         own = plan.on_stage(mesh.pp.index)
         layers = 1
@@ -100,12 +103,17 @@ class Laid:
         """Whether of each layer only some operators' results are kept: see `parallel/again.py`."""
 
     @property
-    def gathers_weights(self) -> bool:
-        """Whether every pass gathers weights over replicas: all of them must then make as many (ZeRO-3)."""
-        return self.plan.zero == 3
+    def meets_in_passes(self) -> bool:
+        """Whether replicas exchange something in every pass, weights (ZeRO-3) or tokens (ep): all must make as many."""
+        return self.plan.zero == 3 or self.plan.ep > 1
 
     def stand_by(self) -> None:
-        """What a replica without a batch does while others make a forward pass: gather with them what they gather."""
+        """What a replica without a batch does while others make a forward pass: exchange with them what they do."""
+        if self.plan.ep > 1:  # a pass of its own, of which nothing counts
+            device = next(self.module.parameters()).device
+            tokens_BT = torch.full((1, self.mesh.tp.size), -1 if self.use.marked else 0, device=device)
+            with torch.no_grad():
+                self.loss(tokens_BT, torch.zeros_like(tokens_BT))
 
     @property
     def loss_copies(self) -> int:
@@ -366,12 +374,26 @@ class Laid:
         for name in tensors:
             if name not in cut_as:
                 raise UsageError(f"{name} is no parameter of this model: give values by parameter name")
+        parts = [(cut_as[name], tensors[name].detach()) for name in cut_as if name in tensors]
+        common = [part for part in parts if part[0].every == 1]
         # Along the axes that cut nothing, the first rank has all that the others have.
-        cutting = {cut.axis for mine in cut_as.values() for cut in mine.cuts}
+        cutting = {cut.axis for mine, _ in parts for cut in mine.cuts}
+        wholes = self._gather_along(cutting, common)
+        if len(common) < len(parts):
+            experts = {mine.name: (mine, local) for mine, local in parts if mine.every > 1}
+            for name, (twin, at) in self.elsewhere.items():
+                if twin in experts:
+                    mine = dataclasses.replace(experts[twin][0], name=name, at=at)
+                    experts[name] = (mine, experts[twin][1].new_empty(mine.shape))
+            spread = self._gather_along({*cutting, "dp"}, [experts[name] for name in self.names if name in experts])
+            wholes = None if wholes is None or spread is None else wholes | spread
+        return wholes
+
+    def _gather_along(self, cutting: set[str], parts: Sequence[tuple[Shard, Tensor]]) -> dict[str, Tensor] | None:
+        """Whole tensors from the ranks along these axes, on the first of each stage."""
         group = self.mesh.group(*cutting)
         if any(axis.index for name, axis in self.mesh.axes.items() if name not in (*cutting, "pp")):
             return None
-        parts = [(cut_as[name], tensors[name].detach()) for name in cut_as if name in tensors]
         wholes = gather_parts(parts, group, self.mesh.members(*cutting))
         return {mine.name: wholes[mine.name] for mine, _ in parts} if group.rank == 0 else None
 

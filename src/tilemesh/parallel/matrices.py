@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tilemesh.comm.runtime.communicator import Communicator
-from tilemesh.core.axes import members
+from tilemesh.core.axes import block_name, members
 from tilemesh.core.plan import ParallelPlan
 from tilemesh.core.shard import Shard
 from tilemesh.parallel.mesh import Mesh
@@ -30,14 +30,26 @@ ROUND_NUMBERS = 16 << 20
 class MatrixGroup:
     """The ranks of a mesh that hold parts of the same matrices. A collective call of the whole mesh."""
 
-    def __init__(self, mesh: Mesh, plan: ParallelPlan) -> None:
-        blocks = tuple((name, count) for name, count in (("tp", plan.tp), ("dp", plan.zero_ranks)) if count > 1)
+    def __init__(self, mesh: Mesh, plan: ParallelPlan, every: int = 1) -> None:
+        """`every`: the matrices are those of `Shard.every`."""
+        replicas = (block_name("dp", every), max(1, plan.zero_ranks // every))
+        blocks = tuple((name, count) for name, count in (("tp", plan.tp), replicas) if count > 1)
         self.comm: Communicator = mesh.among(blocks)
         self.ranks = members(mesh.comm.rank, blocks, mesh.shape)
         """In the mesh, in the order of `comm`."""
+        self.of_experts = MatrixGroup(mesh, plan, plan.ep) if every < plan.ep else None
+        """The ranks that hold parts of this one's experts, where replicas share these out."""
 
     def rounds(self, shards: Iterable[Shard], least: int = ROUND_NUMBERS) -> Iterator[MatrixRound]:
         """Matrices in their order, as many together as give each rank `least` numbers, or one of the largest."""
+        shards = list(shards)
+        if self.of_experts is not None:
+            yield from self._rounds([shard for shard in shards if shard.every == 1], least)
+            yield from self.of_experts.rounds([shard for shard in shards if shard.every > 1], least)
+        else:
+            yield from self._rounds(shards, least)
+
+    def _rounds(self, shards: Iterable[Shard], least: int) -> Iterator[MatrixRound]:
         waiting: list[Shard] = []
         for shard in shards:
             waiting.append(shard)

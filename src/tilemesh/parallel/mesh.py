@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from tilemesh.comm.connection import connect
 from tilemesh.comm.runtime.communicator import Communicator
-from tilemesh.core.axes import BATCH, ORDER, Blocks, coordinates, members, ordered, rank_at, ranks_of, size_of
+from tilemesh.core.axes import BATCH, ORDER, Blocks, coordinates, members, ordered, rank_at, ranks_of, size_of, strided
 from tilemesh.core.errors import UsageError, unknown
 from tilemesh.parallel.agree import agree
 
@@ -117,7 +117,7 @@ class Mesh:
         if blocks not in self._groups:
             # A group of its own even where it is all ranks: calls along axes then never mix with those on `comm`.
             # A part of one axis is split from that axis, so that whoever observes an axis sees its parts too.
-            axis = self.axes.get(blocks[0][0]) if len(blocks) == 1 else None
+            axis = self.axes.get(strided(blocks[0][0])[0]) if len(blocks) == 1 else None
             parent = self.comm if axis is None else axis.comm
             group = parent.split(members(self.comm.rank, blocks, self.shape)[0], key=self.comm.rank)
             assert group is not None

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from tilemesh.model.transformer import Transformer
 from tilemesh.model.work.slices import slice_lengths
 from tilemesh.parallel.buckets import Bucketed
 from tilemesh.parallel.chunk import ModelChunk, StepData
+from tilemesh.parallel.experts import ExpertElsewhere
 from tilemesh.parallel.gradients import Gradients
 from tilemesh.parallel.host import HostLink
 from tilemesh.parallel.laid import Laid
@@ -99,8 +101,9 @@ class Pipeline(Laid):
         gradients: Gradients,
         names: Iterable[str],
         use: Use = TRAINING,
+        elsewhere: Mapping[str, ExpertElsewhere] = MappingProxyType({}),
     ) -> None:
-        super().__init__(StageModule(chunks), mesh, plan, shards, seams, gradients, names, use)
+        super().__init__(StageModule(chunks), mesh, plan, shards, seams, gradients, names, use, elsewhere)
         if not isinstance(gradients, Bucketed):
             raise UsageError(f"gradients of a pipeline by {type(gradients).__name__}: expected 'bucketed'")
         self.config, self.step, self.buckets = next(iter(chunks.values())).config, step, gradients
@@ -251,6 +254,9 @@ class Pipeline(Laid):
         return everywhere_BTV
 
     def stand_by(self) -> None:
+        if self.plan.ep > 1:
+            super().stand_by()
+            return
         for chunk, rank in enumerate(self.step.program.placement.directions[0]):
             if self.gathers is not None and rank == self.mesh.pp.index:
                 with self.gathers.whole(chunk):

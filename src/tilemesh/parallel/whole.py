@@ -22,17 +22,23 @@ def gather_parts(
     parts: Sequence[tuple[Shard, Tensor]], group: Communicator, members: Sequence[int]
 ) -> dict[str, Tensor]:
     """Whole tensors by name, in CPU memory, on the first of a group whose ranks in the mesh are these (a collective
-    call). What no axis cuts, the first has anyway."""
-    wholes = {mine.name: local.cpu().clone() for mine, local in parts if not mine.cuts}
+    call). What all of them have whole, the first has anyway."""
+    wholes = {mine.name: local.cpu().clone() for mine, local in parts if _is_everywhere(mine)}
     waiting: list[tuple[Shard, Tensor]] = []
     for mine, local in parts:
-        if not mine.cuts:
+        if _is_everywhere(mine):
             continue
-        if waiting and (waiting[0][1].dtype != local.dtype or sum(part.nbytes for _, part in waiting) >= _PACK_BYTES):
+        # By whole sizes: parts differ between ranks, which are to exchange the same together.
+        packed = sum(math.prod(part.whole) * tensor.element_size() for part, tensor in waiting)
+        if waiting and (waiting[0][1].dtype != local.dtype or packed >= _PACK_BYTES):
             wholes |= _gather_packed(waiting, group, members)
             waiting = []
         waiting.append((mine, local))
     return wholes | _gather_packed(waiting, group, members) if waiting else wholes
+
+
+def _is_everywhere(mine: Shard) -> bool:
+    return not mine.cuts and mine.every == 1
 
 
 def _gather_packed(

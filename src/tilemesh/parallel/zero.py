@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tilemesh.core.axes import coordinates
+from tilemesh.core.axes import block_name, coordinates, strided
 from tilemesh.core.errors import UsageError
 from tilemesh.core.shard import Cut, Shard
 from tilemesh.parallel.buckets import BUCKET_BYTES, Bucket, Bucketed
@@ -36,11 +36,13 @@ UNDER_WAY = 2
 
 
 def cut_over_replicas(mine: Shard, group: int) -> Shard:
-    """What is left of a shard when its rows are cut over so many neighbouring replicas."""
+    """What is left of a shard when its rows are cut over so many neighbouring replicas, or those of them that hold
+    it."""
     if not mine.shape:
         raise UsageError(f"{mine.name} has no dim: ZeRO cuts rows; give it shape (1,), or set zero=0")
     replicas = dict(mine.axes).get(AXIS, 1)
-    return mine.cut_over(Cut(AXIS, 0, pieces=group, spread=group < replicas))
+    stride = mine.every if group < replicas or mine.every > 1 else None
+    return mine.cut_over(Cut(AXIS, 0, pieces=group // mine.every, stride=stride))
 
 
 class RowsOfRanks:
@@ -49,11 +51,14 @@ class RowsOfRanks:
     def __init__(self, shards: Sequence[Shard], group: int) -> None:
         """`shards`: of the whole parameters, as this rank holds them before ZeRO cuts them."""
         place, axes = coordinates(shards[0].rank, shards[0].axes)[AXIS], shards[0].axes
-        self.index = place % group
-        stride = math.prod(size for name, size in axes[: [name for name, _ in axes].index(AXIS)])
+        self.every = shards[0].every
+        """How far apart the replicas are that share them."""
+        self.index = place % group // self.every
+        stride = self.every * math.prod(size for name, size in axes[: [name for name, _ in axes].index(AXIS)])
         first = shards[0].rank - self.index * stride
         self.everyone = [
-            [cut_over_replicas(mine.on(first + rank * stride), group) for mine in shards] for rank in range(group)
+            [cut_over_replicas(mine.on(first + rank * stride), group) for mine in shards]
+            for rank in range(group // self.every)
         ]
         sizes = [[math.prod(part.shape) for part in rank] for rank in self.everyone]
         self.counts = tuple(map(sum, sizes))
@@ -138,8 +143,9 @@ class Zero(Bucketed):
             raise UsageError(f"groups of {self.group} replicas do not make up dp {replicas}: give a divisor above 1")
         self._spare: list[Tensor] = []
         self._under_way: list[ZeroBucket] = []
-        self.sharing = parts.mesh.among(((AXIS, self.group),))
-        """The replicas over which rows are cut."""
+        apart = {mine.shard.every for mine in (*parts.held.values(), *parts.frozen.values())}
+        self.sharing = {n: parts.mesh.among(((block_name(AXIS, n), self.group // n),)) for n in sorted(apart)}
+        """The replicas over which rows are cut, by how far apart they are."""
         self.across = parts.mesh.across(AXIS, self.group)
         """The replicas that keep the same rows."""
         super().__init__(parts, bucket_bytes, overlap=overlap)
@@ -245,7 +251,8 @@ class Zero(Bucketed):
         bucket.landing = torch.empty_like(bucket.part) if bucket.has_sum else None
         out = bucket.part if bucket.landing is None else bucket.landing
         buffer, counts = bucket.flat[: bucket.rows.numel], bucket.rows.counts
-        return self.sharing.reduce_scatter(buffer, counts=counts, out=out, algorithm=self.algorithm, wait=False)
+        comm = self.sharing[bucket.rows.every]
+        return comm.reduce_scatter(buffer, counts=counts, out=out, algorithm=self.algorithm, wait=False)
 
     def unpacked(self, bucket: Bucket) -> Tensor:
         assert isinstance(bucket, ZeroBucket)
@@ -283,7 +290,8 @@ class Zero(Bucketed):
         for bucket in self.buckets:
             if not bucket.is_over_all:
                 self.across.all_reduce(bucket.part, out=bucket.part, algorithm=self.algorithm)
-            self.sum_over(tuple(block for block in bucket.batch_summed if block[0] != AXIS), bucket.part)
+            others = tuple(block for block in bucket.batch_summed if strided(block[0])[0] != AXIS)
+            self.sum_over(others, bucket.part)
             self.sum_over_copies(bucket, bucket.part)
             self.sum_over_holders(bucket, bucket.part)
         self._is_open = self._is_last = False
@@ -306,7 +314,8 @@ class Zero(Bucketed):
             mine = torch.cat([rows.reshape(-1) for rows in self.rows_of(bucket)])
             bucket.flat = self._memory(bucket.rows.numel, bucket.part)
             buffer, counts = bucket.flat[: bucket.rows.numel], bucket.rows.counts
-            handle = self.sharing.all_gather(mine, counts=counts, out=buffer, algorithm=self.algorithm, wait=False)
+            comm = self.sharing[bucket.rows.every]
+            handle = comm.all_gather(mine, counts=counts, out=buffer, algorithm=self.algorithm, wait=False)
             waiting.append((bucket, handle))
         for bucket, handle in waiting:
             self._join(bucket, handle)

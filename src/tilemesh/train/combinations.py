@@ -65,6 +65,7 @@ FEATURES = (
     Feature("Muon", "optimizer.name=muon"),
     Feature("tied embeddings", "model.tied=true"),
     Feature("experts", "model.experts=4"),
+    Feature("expert parallelism", "model.experts=4,plan.dp=2,plan.ep=2"),
     Feature("balanced experts", "model.experts=4,model.balance_loss=0.01"),
     Feature("LoRA", "lora.rank=4,lora.base=FOLDER"),
     Feature("rounding while training", "compress.recipe=int8"),

@@ -53,6 +53,7 @@ _UNFUSED = Switch("optimizer.name", lambda config: config.optimizer.name in ("li
 _NOT_FUSED = Switch("optimizer.fused", lambda config: config.optimizer.fused is False, "optimizer.fused=true")
 _CLIP = Switch("optimizer.clip", lambda config: config.optimizer.clip > 0, "optimizer.clip=0")
 _EXPERTS = Switch("model.experts", lambda config: config.model.experts > 0, "model.experts=0")
+_EP = Switch("plan.ep", lambda config: config.plan.ep > 1, "plan.ep=1")
 _TIED = Switch("model.tied", lambda config: config.model.tied, "model.tied=false")
 _LORA = Switch("lora.rank", lambda config: config.lora.rank > 0, "lora.rank=0")
 _RECIPE = Switch("compress.recipe", lambda config: bool(config.compress.recipe), "compress.recipe=")
@@ -195,6 +196,10 @@ OF_CONFIG: tuple[Row, ...] = (
     _pair(_SERVER, _ZERO, "servers keep the optimizer's states, and replicas have none to share"),
     _pair(_SERVER, _MOVED_STATES, "servers keep the optimizer's states, and no worker has any to move"),
     _pair(_LOCAL, _ZERO, "replicas step by themselves, and ZeRO has each step a part for all of them"),
+    *(
+        _pair(_EP, way, "each replica steps the experts that it holds, and no other has all of a model's weights")
+        for way in (_METHOD, _COMPRESSED)
+    ),
     *(_pair(way, _ONE_REPLICA, "there is one replica and nothing to exchange") for way in (_LOCAL, _COMPRESSED)),
     row(
         "method.servers",

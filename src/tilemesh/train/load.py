@@ -30,7 +30,7 @@ from tilemesh.train.config import BATCH, DEFAULT_PRESET, PRESETS, TrainConfig, o
 from tilemesh.train.conflicts import OTHER_BATCH, UNEVEN_NUMBER, UNEVEN_SIZE, largest_divisor
 
 _RANKS, _MESH = Argument("ranks"), Argument("mesh")
-_AXES = ("dp", "tp", "pp")
+_AXES = ("dp", "tp", "pp", "ep")
 _CHUNKS = "plan.chunk_layers"
 _BYTES = {"model": {"vocabulary": 256}}
 """Below a TOML file, which then need not say the vocabulary of text that is read as bytes."""
@@ -70,6 +70,8 @@ class _Start:
             changes |= {"schedule": "1f1b", "interleave": 1, "slices": 1}
         if changes.get("dp", plan.dp) == 1 and "plan.zero" not in self.set_keys:  # nobody is left to share with
             changes |= {"zero": 0, "zero_group": 0}
+        if changes.get("dp", plan.dp) % plan.ep and "plan.ep" not in self.set_keys:
+            changes.setdefault("ep", 1)
         changes["sequence_parallel"] = plan.sequence_parallel and tp > 1
         return dataclasses.replace(self, config=self.config.changed(plan=changes))
 
@@ -304,7 +306,7 @@ def _axes(mesh: str) -> dict[str, int]:
     for key, text in core_config.split_sets([mesh]):
         if key not in _AXES or not re.fullmatch(r"[0-9]{1,9}", text) or int(text) < 1:
             raise UsageError(
-                _MESH, f" {shown(mesh)}: expected axes and sizes, such as dp=2,tp=2 (known are dp, tp, pp)"
+                _MESH, f" {shown(mesh)}: expected axes and sizes, such as dp=2,tp=2 (known are {', '.join(_AXES)})"
             )
         if key in axes:
             raise UsageError(_MESH, f" {shown(mesh)}: {key} is there twice: say each axis once, such as dp=2,tp=2")

@@ -424,7 +424,7 @@ def _finish(loop: Loop, corpus: Corpus, baseline: int, began: float) -> Result:
             loop.writer.say(f"nothing left to do: {more}")
     recorder.at("writing a sample")
     text = None
-    takes_part = loop.mesh.dp.index == 0 or loop.laid.gathers_weights
+    takes_part = loop.mesh.dp.index == 0 or loop.laid.meets_in_passes
     if not loop.interrupted and config.sample.tokens and takes_part:
         try:
             text = _sample(loop, corpus)

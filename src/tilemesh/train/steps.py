@@ -290,9 +290,9 @@ class Stepper:
         return float(total_sum / targets_sum) if targets_sum else None
 
     def _held_out(self) -> Iterator[Microbatch | None]:
-        """This replica's held-out batches; where passes gather weights over replicas, None while others have more."""
+        """This replica's held-out batches; where replicas meet in passes, None while others have more."""
         batches = self.source.held_out()
-        if not self.laid.gathers_weights:
+        if not self.laid.meets_in_passes:
             yield from batches
             return
         while True:

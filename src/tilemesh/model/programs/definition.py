@@ -70,7 +70,7 @@ class DefinedMlp(LayerProgram):
         block, size = seat.here.mlp, seat.itemsize
         if isinstance(block, Experts):  # as many at work as tokens can pick, with as many tokens each
             picked = rows * block.config.experts_per_token
-            at_work, first = min(block.config.experts, picked), block.experts[0]
+            at_work, first = min(block.config.experts, picked), next(iter(block.experts))
             assert isinstance(first, Mlp)
             return sum((_mlp_cost(first, -(-picked // at_work), size) for _ in range(at_work)), Cost())
         return _mlp_cost(block, rows, size)

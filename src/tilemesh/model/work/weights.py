@@ -319,6 +319,8 @@ def why_not(model: ModelConfig, plan: ParallelPlan, ranks: int | None = None) ->
         return f"schedule {reason}"
     if plan.chunk_layers and sum(plan.chunk_layers) != model.layers:
         return f"chunk_layers add up to {sum(plan.chunk_layers)} layers, the model has {model.layers}"
+    if model.experts % plan.ep or (plan.ep > 1 and not model.experts):
+        return f"ep is {plan.ep}: {model.experts} experts cannot be shared out evenly among so many replicas"
     reason = why_not_tp(model, plan.tp)
     return reason and f"{reason}; {_nearest_tp(model, plan.tp)}"
 

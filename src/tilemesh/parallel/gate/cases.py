@@ -36,7 +36,8 @@ _ROTARY: dict[str, Any] = {"norm": "rmsnorm", "positions": "rotary", "tied": Fal
 
 # Between them: both norms, all places that tp can split, both positions, all MLPs, with and without biases, tied and
 # not, one, some and all kv heads (fewer than ranks and not), a vocabulary that divides and ones that do not; norms of
-# queries and keys, windows, parts of heads that are rotated, attention and MLP added at once, and experts.
+# queries and keys, windows, parts of heads that are rotated, attention and MLP added at once, experts, and as
+# many of them as ranks can share out.
 MODELS: Mapping[str, ModelConfig] = {
     "gpt": ModelConfig(**_SMALL, vocabulary=61),
     "llama": ModelConfig(**_SMALL, **_ROTARY, vocabulary=64, kv_heads=2, activation="swiglu", biases=False),
@@ -55,6 +56,10 @@ MODELS: Mapping[str, ModelConfig] = {
         **_SMALL, **_ROTARY, vocabulary=64, kv_heads=2, activation="swiglu", biases=False, experts=5,
         experts_per_token=2, balance_loss=0.3, router_z_loss=0.1, shared_width=24, shared_gate=True, dense_layers=(1,),
         dense_width=40,
+    ),
+    "spread": ModelConfig(
+        **_SMALL, **_ROTARY, vocabulary=64, kv_heads=2, activation="swiglu", biases=False, experts=8,
+        experts_per_token=2, balance_loss=0.2, router_renormalized=False,
     ),
 }  # fmt: skip
 
@@ -169,6 +174,7 @@ class Case:
 
 def _words(plan: ParallelPlan) -> str:
     words = f"dp={plan.dp} tp={plan.tp}" + (f" pp={plan.pp} {plan.schedule}" if plan.pp > 1 else "")
+    words += f" ep={plan.ep}" * (plan.ep > 1)
     words += " sequence" * plan.sequence_parallel + f" ×{plan.accumulation}" * (plan.accumulation > 1)
     if plan.zero:
         words += f" ZeRO-{plan.zero}" + f" by {plan.zero_group}" * (plan.zero_group > 0)
@@ -244,6 +250,37 @@ def compressed(ranks: int) -> list[tuple[ParallelPlan, str]]:
     ]
 
 
+def spread_experts(ranks: int) -> list[tuple[ParallelPlan, str]]:
+    """Layouts of experts that replicas share out: with copies of them and without, and with all else that there is."""
+    if ranks == 2:
+        return [
+            (gate_plan(2, ep=2), ""),
+            (gate_plan(2, accumulation=2, ep=2, recompute="operators"), ""),
+            (gate_plan(2, ep=2, zero=1, recompute="full"), ""),
+            (gate_plan(2, accumulation=2, ep=2, zero=3), ""),
+            (gate_plan(2, ep=2, offload="activations+weights"), ""),
+            (gate_plan(2, ep=2), "adapters int4-g4"),
+        ]
+    if ranks == 4:
+        return [
+            (gate_plan(4, ep=2), ""),
+            (gate_plan(4, accumulation=2, ep=4), ""),
+            (gate_plan(2, 2, True, ep=2), ""),
+            (gate_plan(4, accumulation=2, ep=2, zero=2), ""),
+            (gate_plan(4, ep=2, zero=2, zero_group=2), ""),
+            (gate_plan(4, ep=2, zero=3), "adapters"),
+            (gate_plan(2, accumulation=4, pp=2, ep=2, schedule="zb-h1"), ""),
+            (gate_plan(2, accumulation=4, pp=2, ep=2, schedule="dualpipe", zero=1), ""),
+        ]
+    if ranks == 8:
+        return [
+            (gate_plan(8, ep=4, zero=3), ""),
+            (gate_plan(4, 2, True, 2, ep=2, zero=1, recompute="full"), ""),
+            (gate_plan(2, 2, accumulation=4, pp=2, ep=2), ""),
+        ]
+    return []
+
+
 def cases(ranks: int, models: Sequence[str] = (), precision: str = "fp64") -> list[Case]:
     """All layouts of 1, 2, 4, … up to `ranks` ranks for each model, and each pipeline for one of them."""
     if precision not in PRECISIONS:
@@ -258,6 +295,8 @@ def cases(ranks: int, models: Sequence[str] = (), precision: str = "fp64") -> li
     every = [Case(name, layout) for n in counts for layout in layouts(n) for name in names]
     # A pipeline has the same parts in it whatever the model: each schedule meets them all as ranks and models go round.
     piped = [layout for n in counts for layout in pipelines(n)]
+    if "spread" in names:
+        every += [Case("spread", *pair) for n in counts for pair in spread_experts(n)]
     every += [Case(names[place % len(names)], layout) for place, layout in enumerate(piped)]
     if precision != "fp64":
         return in_precision(every, precision)
@@ -282,6 +321,8 @@ _MATRICES_CUT = (
     ("llama", gate_plan(2, 2, True, 2, zero=3)),
     ("gpt", gate_plan(4, zero=2, zero_group=2)),
     ("neox", gate_plan(1, 2, pp=2, accumulation=4)),
+    ("spread", gate_plan(2, ep=2, zero=2)),
+    ("spread", gate_plan(4, ep=2, zero=1)),
 )
 
 
