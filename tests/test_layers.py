@@ -76,7 +76,7 @@ STRICTER = {
 }
 # The most lines that a room may have: raised only in the commit that adds a named capability. `make size` prints them.
 MOST_LINES = {
-    "core": 7_640,
+    "core": 7_700,
     "measure": 3_100,
     "launch": 2_100,
     "runs": 2_200,
