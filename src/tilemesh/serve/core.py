@@ -335,7 +335,8 @@ class EngineCore:
             drawn.append((entry, step_NV, rows, self._drawings(entry, allowed)))
         # In the order of the rows, so that the step's logits need not be copied.
         drawn.sort(key=lambda row_tokens: row_tokens[2].start)
-        sampled, logprobs = {}, {}
+        sampled: dict[str, list[int]] = {}
+        wanted: dict[tuple[int, int], list[tuple[str, int, TokenDraw]]] = {}
         tokens = iter(self._drawn_tokens(drawn))
         for entry, step_NV, rows, drawings in drawn:
             new = [next(tokens) for _ in drawings]
@@ -346,9 +347,9 @@ class EngineCore:
             sampled[name] = new[: right + 1]
             top = self._live[name].job.sampling.logprobs
             if top is not None:
-                own_NV = step_NV[rows.start : rows.start + right + 1]
-                logprobs[name] = logprobs_of(own_NV, sampled[name], top, drawings[: right + 1])
-        return sampled, logprobs
+                own = zip(range(rows.start, rows.start + right + 1), drawings, strict=False)
+                wanted.setdefault((id(step_NV), top), []).extend((name, row, drawing) for row, drawing in own)
+        return sampled, _logprobs({id(step_NV): step_NV for _, step_NV, _, _ in drawn}, wanted, sampled)
 
     def _drawn_tokens(self, drawn: Sequence[tuple[Scheduled, Tensor, range, list[TokenDraw]]]) -> list[int]:
         drawings = [drawing for _, _, _, own in drawn for drawing in own]
@@ -475,3 +476,20 @@ class EngineCore:
             self.on_end(answer.request.name)
             text, tokens, version = answer.text.add(answer.held, last=True), tuple(answer.held), self.scheduler.version
             answer.job.tell(AnswerPart(answer.number, text, tokens, (), reason, None, error, refused, version))
+
+
+def _logprobs(
+    steps: Mapping[int, Tensor],
+    wanted: Mapping[tuple[int, int], Sequence[tuple[str, int, TokenDraw]]],
+    sampled: Mapping[str, Sequence[int]],
+) -> dict[str, list[TokenLogprobs]]:
+    """Of the tokens that requests drew, all rows of a pass at once: row by row they would take longer than the pass."""
+    logprobs: dict[str, list[TokenLogprobs]] = {}
+    for (step, top), rows in wanted.items():
+        places = torch.tensor([row for _, row, _ in rows], device=steps[step].device)
+        following = {name: iter(sampled[name]) for name, _, _ in rows}
+        tokens = [next(following[name]) for name, _, _ in rows]
+        each = logprobs_of(steps[step][places], tokens, top, [drawing for _, _, drawing in rows])
+        for (name, _, _), logprob in zip(rows, each, strict=True):
+            logprobs.setdefault(name, []).append(logprob)
+    return logprobs

@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -229,6 +230,10 @@ class Engine:
             self._inbox.append(lambda: self._core.add(job, max_tokens, priority, drawn, asked_ns))
             self._lock.notify()
         return job
+
+    def together(self) -> AbstractContextManager[object]:
+        """What this thread submits inside begins in one step."""
+        return self._lock
 
     def abort(self, job: PromptJob) -> None:
         """End a job's answers that have not ended; their pages are free before the next step."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 from tilemesh.serve.answers import Completion, collect
@@ -29,6 +30,9 @@ class PromptTaker(Protocol):
     ) -> PromptJob: ...
 
     def abort(self, job: PromptJob) -> None: ...
+
+    def together(self) -> AbstractContextManager[object]:
+        """What is submitted inside begins in one step: which batches form does not depend on threads."""
 
 
 def whole_answers(
@@ -61,8 +65,9 @@ def whole_answers(
     try:
         for number in range(len(prompts)):
             while left.get(number) != 0:
-                while len(jobs) < len(prompts) and ask_next():
-                    pass
+                with engine.together():
+                    while len(jobs) < len(prompts) and ask_next():
+                        pass
                 if number not in left:  # others fill the engine, and nothing of ours is under way
                     time.sleep(_RETRY_S)
                 else:

@@ -154,16 +154,19 @@ def logprobs_of(
     owns, tops = _picked(own_NV, tokens, top)
     if not drawings:
         return [TokenLogprobs(*entry) for entry in zip(tokens, owns, tops, strict=True)]
-    sampled_NV = own_NV.clone()
+    sampled_NV, others = own_NV.clone(), list[int]()
     for index, drawing in enumerate(drawings):
         sampling = drawing.sampling
         if sampling.temperature == 0:
             sampled_NV[index] = -torch.inf
             sampled_NV[index, tokens[index]] = 0
         elif sampling.temperature != 1 or _changes(drawing) or _filters(sampling, own_NV.shape[1]):
-            row_1V = _changed_rows(logits_NV[index : index + 1], [drawing])
-            shares_V = _drawn_shares(row_1V, [sampling])[0]
-            sampled_NV[index] = (shares_V / shares_V.sum(dtype=torch.float64)).log()
+            others.append(index)
+    if others:
+        some = [drawings[index] for index in others]
+        rows_NV = _changed_rows(logits_NV[others], some)
+        shares_NV = _drawn_shares(rows_NV, [drawing.sampling for drawing in some])
+        sampled_NV[others] = (shares_NV / shares_NV.sum(-1, keepdim=True, dtype=torch.float64)).log().to(wide)
     sampled, sampled_tops = _picked(sampled_NV, tokens, top)
     possible = [tuple(pair for pair in pairs if pair[1] > -torch.inf) for pairs in sampled_tops]
     return [TokenLogprobs(*entry) for entry in zip(tokens, owns, tops, sampled, possible, strict=True)]
