@@ -193,7 +193,7 @@ class Laid:
         with self.autocast():
             if lesson is None and self.programs.loss_sum is not None:
                 return self.programs.loss_sum(self._to_project(stream), targets_BT)
-            ours = self._head(stream)
+            ours = self.head(stream)
         if is_whole:
             total, count = loss_sum(ours.logits_BTV, targets_BT)
         else:
@@ -208,7 +208,7 @@ class Laid:
         with torch.no_grad(), self.autocast():
             x_BTD, branch_BTD, _ = self.stream(tokens_BT, layers)
             branch_BTD = None if branch_BTD is None else branch_BTD[:, -last:]
-            return self._head(ResidualStream(x_BTD[:, -last:], branch_BTD))
+            return self.head(ResidualStream(x_BTD[:, -last:], branch_BTD))
 
     def logits(self, tokens_BT: Tensor, *, cache: KeyValueCache | None = None, x_BTD: Tensor | None = None) -> Tensor:
         """Whole logits on every rank, nothing dropped. A cache, for generation, holds the heads of its own rank.
@@ -223,7 +223,7 @@ class Laid:
                 stream = self.stream(tokens_BT, x_BTD=x_BTD, cache=cache)
                 if not model.part.head:
                     return added(stream)
-                logits_BTV = self._head(stream).logits_BTV
+                logits_BTV = self.head(stream).logits_BTV
         finally:
             model.train(was_training)
         if self.mesh.tp.size == 1:
@@ -278,11 +278,19 @@ class Laid:
             stream = ResidualStream(self.programs.enter(tokens_BT, x_BTD, entering))
             return self._through_layers(self.layer_calls() if layers is None else layers, stream, now)
 
-    def _head(self, stream: ResidualStream) -> HeadOutput:
+    def head(self, stream: ResidualStream, rows_N: Tensor | None = None) -> HeadOutput:
+        """What the head gives, inside `autocast`. `rows_N`: for these tokens alone, counted over the flattened batch,
+        as one row of them; where ranks cut sequences, all that they have are normalized."""
         x_BTD = self._to_project(stream)
+        picks_late = self.seams.sequence
+        if rows_N is not None and not picks_late:
+            x_BTD = x_BTD.flatten(0, 1)[None, rows_N]
         is_tied = self.model.output is None  # there is no module to enter at
         entered_BTD = self.seams.enter(x_BTD) if is_tied and self.mesh.tp.size > 1 else x_BTD
-        return HeadOutput(x_BTD, self.programs.project(entered_BTD))
+        logits_BTV = self.programs.project(entered_BTD)
+        if rows_N is not None and picks_late:
+            logits_BTV = logits_BTV.flatten(0, 1)[None, rows_N]
+        return HeadOutput(x_BTD, logits_BTV)
 
     def _to_project(self, stream: ResidualStream) -> Tensor:
         """What the output projection is given."""

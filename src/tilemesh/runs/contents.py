@@ -32,6 +32,7 @@ from tilemesh.runs.names import (
     PREDICTED,
     ROWS,
     SAMPLE,
+    SAMPLES,
     SCHEMA,
     SUMMARY,
     TRACE,
@@ -42,7 +43,20 @@ T = TypeVar("T")
 
 QUIET_S = 60.0
 """A run without a summary that has written nothing for so long, and for ten of its steps, is taken for dead."""
-_READ = (ABOUT, CONFIG, METRICS, SUMMARY, PREDICTED, SAMPLE, ENVIRONMENT, ROWS, TRACE, CHECKPOINTS, TRACE_PARTS)
+_READ = (
+    ABOUT,
+    CONFIG,
+    METRICS,
+    SUMMARY,
+    PREDICTED,
+    SAMPLE,
+    SAMPLES,
+    ENVIRONMENT,
+    ROWS,
+    TRACE,
+    CHECKPOINTS,
+    TRACE_PARTS,
+)
 
 
 @dataclass(frozen=True)
@@ -59,6 +73,8 @@ class Contents:
     trace: Sequence[Any] | None = None
     """Events of the Trace Event Format."""
     sample: str = ""
+    samples: Sequence[Mapping[str, Any]] = ()
+    """Answers to held-out prompts, of a run that learns from feedback."""
     rows: Sequence[Row] = ()
     missing: Mapping[str, str] = field(default_factory=dict)
     """Files that gave nothing, or not all, and why: not there, damaged, a link."""
@@ -106,6 +122,7 @@ def read_contents(folder: str | Path) -> Contents:
         predicted=take(PREDICTED, read_object, nothing),
         trace=take(TRACE, lambda _: read_trace(place), None),
         sample=take(SAMPLE, read_text, ""),
+        samples=take(SAMPLES, read_lines, (no_lines, 0))[0],
         rows=_rows(place),
         missing=missing,
         absent=frozenset(absent),

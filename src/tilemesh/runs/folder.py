@@ -140,11 +140,12 @@ def require_run(folder: str | Path) -> None:
         raise UsageError(f"{folder} is no run: it has neither {CONFIG} nor {METRICS}")
 
 
-def require_kind(folder: str | Path, kind: Kind) -> None:
-    """Refuse a run of another kind."""
+def require_kind(folder: str | Path, *kinds: Kind) -> None:
+    """Refuse a run of another kind than these."""
     actual = kind_of(folder)
-    if actual != kind.name:
-        raise UsageError(f"{folder} is a run of kind '{actual}': expected one of kind '{kind.name}'")
+    if actual not in [kind.name for kind in kinds]:
+        names = " or ".join(f"'{kind.name}'" for kind in kinds)
+        raise UsageError(f"{folder} is a run of kind '{actual}': expected one of kind {names}")
 
 
 def copy_run(run: Path, base: Path, step: int | None = None) -> Path:
@@ -170,8 +171,8 @@ def copy_run(run: Path, base: Path, step: int | None = None) -> Path:
 # ---- configuration ---------------------------------------------------------------------------------------------
 
 
-def read_config(folder: str | Path, kind: Kind) -> tuple[str, str]:
-    """(text, path) of the configuration of a run of this kind."""
+def read_config(folder: str | Path, *kinds: Kind) -> tuple[str, str]:
+    """(text, path) of the configuration of a run of one of these kinds."""
     path = Path(folder) / CONFIG
     try:
         text = path.read_text(encoding="utf-8")
@@ -184,7 +185,7 @@ def read_config(folder: str | Path, kind: Kind) -> tuple[str, str]:
         raise UsageError(f"{path} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
         raise UsageError(f"{path} is not UTF-8 text: was it damaged, or written by another program?") from None
-    require_kind(folder, kind)
+    require_kind(folder, *kinds)
     return text, str(path)
 
 

@@ -1,8 +1,8 @@
 """What kind of run a folder is of: a plain value, written into run.json when the folder is made.
 
 There is no list of kinds to add to: a new kind is a `Kind` beside the code that writes such runs. `TRAIN` is here
-because the planner grades training runs and must not import training, `SERVE` and `COMPRESS` because their pages are
-in `report/`.
+because the planner grades training runs and must not import training, `ALIGN`, `SERVE` and `COMPRESS` because their
+pages are in `report/`.
 """
 
 from __future__ import annotations
@@ -40,3 +40,7 @@ class Kind:
 TRAIN = Kind("train", summary=("model", "plan", "cluster"))
 SERVE = Kind("serve", summary=("model", "points"))
 COMPRESS = Kind("compress", summary=("model", "points"))
+ALIGN = Kind("align", summary=TRAIN.summary)
+"""A training run that learns from feedback: it has all that one of kind `train` has."""
+TRAINED = (TRAIN, ALIGN)
+"""Kinds whose folders have a training configuration and checkpoints."""

@@ -9,6 +9,8 @@ checkpoints/     step-00000050/, newest last          report.html       the page
 lock.json        who runs in this folder now          huggingface/      tokenizer and config.json of the first weights
 server-records/  what each parameter server did, in its order, since the run was last started
 base.json        size and digest of the frozen weights below adapters (LoRA), as the run began
+align.toml       what a run of kind `align` learns from   samples.jsonl   answers to held-out prompts, over time
+first-weights/   what it began with, where that was a run   rollout-batches/  answers of the steps under way
 
 What lies inside a checkpoint is named in `manifest.py`.
 """
@@ -38,12 +40,16 @@ PAGE = "report.html"
 LOCK = "lock.json"
 SERVER_RECORDS = "server-records"
 BASE = "base.json"
+FEEDBACK = "align.toml"
+SAMPLES = "samples.jsonl"
+START = "first-weights"
+ROLLOUTS = "rollout-batches"
 CARRIED = "huggingface"
 """What lay beside the weights that a run began with: `export` writes it again."""
 
 WRITTEN = frozenset({
     ABOUT, CONFIG, ENVIRONMENT, PREDICTED, CHOICES, METRICS, SUMMARY, ROWS, SAMPLE, TRACE, TRACE_PARTS, CHECKPOINTS,
-    PAGE, SERVER_RECORDS, BASE, CARRIED,
+    PAGE, SERVER_RECORDS, BASE, CARRIED, FEEDBACK, SAMPLES, ROLLOUTS,
 })  # fmt: skip
 """Everything in a run's folder but its lock, and what has a number in its name."""
 

@@ -32,7 +32,7 @@ from tilemesh.model.read import Weights, read_model, read_weights
 from tilemesh.model.transformer import Transformer
 from tilemesh.runs import folder as folders
 from tilemesh.runs.base import check_base
-from tilemesh.runs.kind import TRAIN
+from tilemesh.runs.kind import TRAINED
 from tilemesh.runs.manifest import MODEL, WEIGHT
 from tilemesh.runs.names import CARRIED, CONFIG
 from tilemesh.runs.reader import Reader, open_checkpoint
@@ -131,14 +131,14 @@ def load_served(
     run = _open_run(path, step, say)
     model = read_model(run.model, run.weights(), device) if with_weights else Transformer(run.model, device="meta")
     tokenizer = tokenizer_of(run.data)
-    ends = _ends(path / CARRIED, run.model.vocabulary) | _end(tokenizer)
+    ends = end_tokens(path / CARRIED, run.model.vocabulary, tokenizer)
     chat = chat_template_of(run.data, tokenizer)
     origin = WeightOrigin(path, run.reader.manifest.step)
     return ServedModel(path.resolve().name, _converted(model, dtype), tokenizer, ends, *chat, origin)
 
 
 def _open_run(path: Path, step: int | None, say: Callable[[str], None]) -> _RunFolder:
-    text, where = folders.read_config(path, TRAIN)
+    text, where = folders.read_config(path, *TRAINED)
     config, data = section(ModelConfig, "model", text, where), section(DataConfig, "data", text, where)
     reader = open_checkpoint(path, step, say)
     check_written_model(reader.manifest.written_by.get(MODEL), reader.manifest.step, config, path / CONFIG)
@@ -275,6 +275,11 @@ def folder_defaults(source: str | Path) -> dict[str, Any]:
     except UsageError as error:
         raise UsageError(f"{path}: {error}") from None
     return settings
+
+
+def end_tokens(carried: Path, vocabulary: int, tokenizer: Tokenizer) -> frozenset[int]:
+    """What ends an answer of a run's model: what the folder that it began with says, and the end of a document."""
+    return _ends(carried, vocabulary) | _end(tokenizer)
 
 
 def _ends(path: Path, vocabulary: int) -> frozenset[int]:

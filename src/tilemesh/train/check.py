@@ -10,7 +10,7 @@ is a run's folder or a rank. Sections that others use too (model, data, plan) ch
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,7 @@ from tilemesh.model.families.book import read_config
 from tilemesh.model.work.weights import layer_weights, parameter_shapes, why_not, why_not_tp
 from tilemesh.runs import folder as folders
 from tilemesh.runs.base import check_base
+from tilemesh.runs.kind import TRAIN, Kind
 from tilemesh.runs.manifest import MODEL, DamagedError, Manifest, checkpoints
 from tilemesh.runs.names import CHECKPOINTS, CONFIG, DAMAGED, RUNS, WRITTEN
 from tilemesh.train.config import TrainConfig, of_run
@@ -305,6 +306,21 @@ def nothing_whole(run: Path, broken: Sequence[str]) -> RunError:
 
 
 @dataclasses.dataclass(frozen=True)
+class RankProgram:
+    """What the ranks of a job do."""
+
+    kind: Kind = TRAIN
+    """Of the run that it makes."""
+    module: str = "tilemesh.train.rank"
+    """Its `main` is a started rank's, its `train_here` that of a process that is a rank already."""
+    files: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Texts that a run's folder has beside its configuration, by their names."""
+
+
+TRAINING = RankProgram()
+
+
+@dataclasses.dataclass(frozen=True)
 class JobRequest:
     """What a run is to be besides its configuration: what `fit` and `preview` take by these names."""
 
@@ -315,6 +331,7 @@ class JobRequest:
     transport: str = "auto"
     restarts: int = 0
     stop_after: int | None = None
+    program: RankProgram = TRAINING
 
     @property
     def steps_done(self) -> int:

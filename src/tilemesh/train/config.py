@@ -22,7 +22,7 @@ from tilemesh.model.config import PRESETS as MODELS
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.kernels import COMPILED, OURS, PLAIN, STANDARD, TORCH, ModelKernels
 from tilemesh.runs import folder as folders
-from tilemesh.runs.kind import TRAIN
+from tilemesh.runs.kind import TRAINED
 from tilemesh.runs.names import CONFIG
 
 DEFAULT_PRESET = "default"
@@ -318,7 +318,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 
 def of_run(folder: str | Path) -> TrainConfig:
     """What the run in a folder is, as it was written down."""
-    return from_toml(*folders.read_config(folder, TRAIN))
+    return from_toml(*folders.read_config(folder, *TRAINED))
 
 
 def from_toml(text: str, source: str = CONFIG) -> TrainConfig:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,12 +25,12 @@ from tilemesh.measure.row import Row, write_rows
 from tilemesh.model.families.carried import copy_carried
 from tilemesh.runs import folder as folders
 from tilemesh.runs.base import write_base
+from tilemesh.runs.files import write_text
 from tilemesh.runs.journal import Journal
-from tilemesh.runs.kind import TRAIN
 from tilemesh.runs.lock import RunLock
 from tilemesh.runs.metrics import FAILED, RESTART, STARTED, STOPPED, last_line, last_step
 from tilemesh.runs.names import CARRIED, PREDICTED, ROWS, SUMMARY
-from tilemesh.train.check import JobRequest, check_init, check_job
+from tilemesh.train.check import TRAINING, JobRequest, RankProgram, check_init, check_job
 from tilemesh.train.config import TrainConfig, of_run
 from tilemesh.train.events import Listener, ignore, sink_to
 from tilemesh.train.load import settled
@@ -69,6 +70,7 @@ def fit(
     in_process: bool | None = None,
     command: str | None = None,
     on_event: Listener | None = None,
+    program: RankProgram = TRAINING,
 ) -> Result:
     """Train and return what it came to.
 
@@ -79,13 +81,15 @@ def fit(
     `command`: what environment.json says was typed; by default this process's command line.
     Raises `WeightsLostError` where the run came to its end and its last weights could not be saved anywhere.
     `on_event` hears what happens (`train/events.py`); `fit` itself prints nothing. `Shown()` is one that prints.
+    `program`: what ranks do, where that is not to train on text.
     """
     if config is None:
         if resume is None:
             raise UsageError("fit needs a config, or a run to resume")
         config = of_run(resume)
     config = settled(config.with_base(init) if isinstance(config, TrainConfig) else config)
-    request = FitRequest(run, name, resume, init, transport, restarts, stop_after, command, on_event or ignore)
+    job = (run, name, resume, init, transport, restarts, stop_after, program)
+    request = FitRequest(*job, command, on_event or ignore)
     check_job(config, request)
     if resume is not None and folders.newest_checkpoint(resume) is None:
         request = dataclasses.replace(request, init=folders.first_weights(resume))
@@ -105,14 +109,15 @@ def fit(
 def _train_here(config: TrainConfig, request: FitRequest, locks: contextlib.ExitStack) -> Result:
     """As the rank that this process is, or as the only one."""
     from tilemesh.comm.connection import connect  # late: numpy, MPI and torch, which a process that waits does not need
-    from tilemesh.train.rank import print_line, train_here
+    from tilemesh.train.rank import print_line
 
     comm = connect(request.transport, timeout_s=config.train.timeout_s)
     comm.watch.process.tell_waits(print_line)
     folder = _agreed_folder(config, request, locks, comm)
     others = OtherWork() if comm.size == 1 else None  # one rank of several does not know what is theirs
+    program: Any = importlib.import_module(request.program.module)
     try:
-        result = train_here(
+        result: Result = program.train_here(
             config,
             folder,
             comm,
@@ -167,7 +172,7 @@ def launch_ranks(
 
     Why ranks died is known here alone, so it is this process that writes it into the run's metrics.
     """
-    command = ["-m", "tilemesh.train.rank", str(folder), "--resume", "yes" if request.resume is not None else "no"]
+    command = ["-m", request.program.module, str(folder), "--resume", "yes" if request.resume is not None else "no"]
     if request.init is not None:
         command += ["--init", str(request.init)]
     if request.stop_after is not None:
@@ -221,9 +226,11 @@ def _begin(folder: Path, config: TrainConfig, request: FitRequest, locks: contex
     """Lock a run's folder and write what is known before it begins: configuration, prediction, environment."""
     locks.enter_context(RunLock(folder, request.say))
     if request.resume is None:
-        folders.new_run(TRAIN, config.to_toml(), folder, init=request.init)
+        folders.new_run(request.program.kind, config.to_toml(), folder, init=request.init)
     elif of_run(folder) != config:
         folders.change_config(folder, config.to_toml())
+    for name, text in request.program.files.items():
+        write_text(folder / name, text)
     if folders.newest_checkpoint(folder) is None:  # new, or ended before it had one
         if request.init is not None or config.lora.rank:
             copy_carried(request.init or config.lora.base or "", folder / CARRIED, with_config=True)

@@ -398,7 +398,7 @@ class Loop:
             line: dict[str, Any] = {
                 "rate": rate(step - 1, config.train.steps, config.optimizer), "seconds": seconds,
                 "tokens_per_s": tokens_per_s, "exchange_s": exchange, "data_s": waited,
-                "memory_bytes": memory,
+                "memory_bytes": memory, **self.stepper.source.figures(step),
             }  # fmt: skip
             if progress.held_out is not None and step == progress.step:
                 line["held_out"] = progress.held_out

@@ -31,11 +31,8 @@ from tilemesh.core.context import JOB_VARIABLE, membership
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.core.exhausted import out_of_memory
 from tilemesh.core.heap import keep_freed_memory
-from tilemesh.data.corpus import check_vocabulary, open_corpus
-from tilemesh.data.documents import misnamed_words
-from tilemesh.data.samples import train_mixture
+from tilemesh.data.corpus import open_corpus
 from tilemesh.data.stream import Corpus
-from tilemesh.data.tokenizer import encode_prompt
 from tilemesh.kernels.context import default_context
 from tilemesh.launch.board import my_status
 from tilemesh.launch.start import ATTEMPT_VARIABLE
@@ -46,7 +43,6 @@ from tilemesh.methods.local import LocalPeriod, LocalUpdates
 from tilemesh.model.huggingface import stored_kinds
 from tilemesh.model.kinds import put_kinds
 from tilemesh.model.lora import attach
-from tilemesh.model.sampling import sample
 from tilemesh.model.transformer import Transformer
 from tilemesh.parallel.agree import agree
 from tilemesh.parallel.apply import lay
@@ -59,7 +55,6 @@ from tilemesh.runs import checkpoint
 from tilemesh.runs.files import NotThere, Unread, read_object
 from tilemesh.runs.folder import newest_checkpoint, read_small
 from tilemesh.runs.journal import Journal
-from tilemesh.runs.kind import TRAIN
 from tilemesh.runs.manifest import MODEL
 from tilemesh.runs.metrics import STOPPED, WARNING
 from tilemesh.runs.names import CHECKPOINTS, CHOICES, PREDICTED, SAMPLE, SUMMARY, TRACE, TRACE_PARTS
@@ -69,6 +64,7 @@ from tilemesh.train.check import memory_advice
 from tilemesh.train.config import TrainConfig, of_run
 from tilemesh.train.events import Listener, ignore, send
 from tilemesh.train.final import save_last
+from tilemesh.train.lessons import Lessons, MakeLessons
 from tilemesh.train.loggers import Loggers
 from tilemesh.train.loop import Interrupt, Loop
 from tilemesh.train.memory import peak_bytes
@@ -79,9 +75,8 @@ from tilemesh.train.record import CONTROL, Recorder, observe_mesh
 from tilemesh.train.result import Result
 from tilemesh.train.resume import begin, load_stored
 from tilemesh.train.servers import Seat, ServerOptimizer, WorkerSource, as_server, as_worker, run_server, work
-from tilemesh.train.source import TextSource, next_token
+from tilemesh.train.source import Objective, Source
 from tilemesh.train.steps import Stepper
-from tilemesh.train.teach import from_teacher
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,6 +90,7 @@ class RankTask:
     init: str | Path | None = None
     stop_after: int | None = None
     emit: Listener = ignore
+    lessons: MakeLessons = Lessons
 
     @property
     def last_step(self) -> int:
@@ -105,8 +101,9 @@ class RankTask:
         return Recorder(Trace(parts, rank=rank, resume=self.resume), at)
 
 
-def main(argv: Sequence[str]) -> int:
-    """A rank as the launcher starts it. `resume` also where the launcher starts it again after a fault."""
+def main(argv: Sequence[str], **more: Any) -> int:
+    """A rank as the launcher starts it. `resume` also where the launcher starts it again after a fault. `more`: of the
+    options of `RankTask`."""
     folder, *rest = argv
     options = dict(zip(rest[::2], rest[1::2], strict=True))
     config = of_run(folder)
@@ -123,6 +120,7 @@ def main(argv: Sequence[str]) -> int:
         init=options.get("--init"),
         stop_after=int(options["--stop-after"]) if "--stop-after" in options else None,
         emit=send if comm.rank == 0 else ignore,
+        **more,
     )
     return 0
 
@@ -151,7 +149,7 @@ def _train_with_servers(task: RankTask, everyone: Communicator) -> Result:
     corpus, seat = open_corpus(task.config.data), Seat(task.config, everyone)
     # The first worker decides when a run stops; from when it may train on, a signal must end none of the others.
     interrupt = Interrupt(() if seat.number == 0 else _stop_signals())
-    _agree_on_run(task.config, corpus, everyone)
+    _agree_on_run(task.config, corpus.fingerprint(), everyone)
     comm = seat.replica()
     if seat.number == 0:  # which notes signals from when it has something to save
         return _train_on(task, comm, seat)
@@ -178,7 +176,8 @@ def _help(task: RankTask, seat: Seat, comm: Communicator, corpus: Corpus, interr
         load_stored(laid, config.lora.base)
     optimizer = ServerOptimizer(seat, laid, task.last_step, recorder)
     source = WorkerSource(config, corpus, seat.axis, here)
-    work(seat, make_stepper(config, laid, optimizer, source, recorder), interrupt, baseline)
+    objective = Lessons(config).objective(laid, source)
+    work(seat, make_stepper(config, laid, optimizer, source, recorder, objective), interrupt, baseline)
 
 
 def _stop_signals() -> tuple[signal.Signals, ...]:
@@ -186,9 +185,9 @@ def _stop_signals() -> tuple[signal.Signals, ...]:
     return (signal.SIGINT,) if JOB_VARIABLE in os.environ else (signal.SIGINT, signal.SIGTERM)
 
 
-def _agree_on_run(config: TrainConfig, corpus: Corpus, comm: Communicator) -> None:
+def _agree_on_run(config: TrainConfig, data: str, comm: Communicator) -> None:
     """Refuse ranks that were given different configurations or texts."""
-    agree(comm, {**_flat(to_dict(config)), "data": corpus.fingerprint()})
+    agree(comm, {**_flat(to_dict(config)), "data": data})
 
 
 def _train_on(task: RankTask, comm: Communicator, seat: Seat | None = None) -> Result:
@@ -200,11 +199,11 @@ def _train_on(task: RankTask, comm: Communicator, seat: Seat | None = None) -> R
         gc.collect()
         torch.cuda.reset_peak_memory_stats(device)
     baseline = 0 if device.type == "cuda" else peak_bytes(device)
-    corpus = open_corpus(config.data)
-    check_vocabulary(corpus.tokenizer, config.model.vocabulary)
-    _agree_on_run(config, corpus, comm)
+    lessons = task.lessons(config)
+    lessons.open()
+    _agree_on_run(config, lessons.fingerprint(), comm)
     my_status().at("step 0: laying the model")
-    loop = _make_loop(task, comm, seat, corpus, device)
+    loop = _make_loop(task, comm, seat, lessons, device)
     optimizer, say = loop.optimizer, loop.writer.say
     if comm.rank == 0:
         checkpoint.sweep(task.folder / CHECKPOINTS)
@@ -214,18 +213,19 @@ def _train_on(task: RankTask, comm: Communicator, seat: Seat | None = None) -> R
         optimizer.begin(loop.progress.step, starts=True)
     slow = warning(config.plan.precision, device)
     if comm.rank == 0:
-        say(_headline(config, loop.mesh, corpus, device))
-        for note in filter(None, (misnamed_words(config.data), slow)):
+        say(_headline(config, loop.mesh, lessons.words(), device))
+        for note in filter(None, (lessons.notes(), slow)):
             say(note)
-    _run_loop(loop, Interrupt(_stop_signals(), task.stop_after, config.train.max_time_s))
-    result = _finish(loop, corpus, baseline, began)
+    with contextlib.closing(lessons):
+        _run_loop(loop, Interrupt(_stop_signals(), task.stop_after, config.train.max_time_s))
+        result = _finish(loop, lessons, baseline, began)
     if isinstance(optimizer, ServerOptimizer):
         optimizer.end()
     loop.stepper.close()
     return result
 
 
-def _make_loop(task: RankTask, comm: Communicator, seat: Seat | None, corpus: Corpus, device: torch.device) -> Loop:
+def _make_loop(task: RankTask, comm: Communicator, seat: Seat | None, lessons: Lessons, device: torch.device) -> Loop:
     """The laid model with its optimizer, data, writer and records."""
     config, folder = task.config, task.folder
     laying = config if seat is None else as_worker(config)
@@ -252,15 +252,14 @@ def _make_loop(task: RankTask, comm: Communicator, seat: Seat | None, corpus: Co
     observe_mesh(mesh, recorder)
     default_context().keep_to("matmul", earlier["matmul"])
     # Steps are only left unwaited for where the number of targets that count is known beforehand.
-    is_steady = seat is None and corpus.counts_all and config.data.packing == "stream"
-    laid = lay_model(laying, mesh, device, None if is_steady else False)
+    is_steady = seat is None and lessons.is_steady
+    laid = lay_model(laying, mesh, device, None if is_steady else False, lessons.extend)
     optimizer: Optimizer
     if seat is None:
         optimizer = make_optimizer(config, laid, config.optimizer_kernels_on(device.type))
-        source = TextSource(config, corpus, mesh.dp, device)
     else:
         optimizer = ServerOptimizer(seat, laid, task.last_step, recorder)
-        source = WorkerSource(config, corpus, seat.axis, device)
+    source = lessons.source(laid, recorder, seat)
     writer = checkpoint.Writer(
         folder / CHECKPOINTS,
         comm.rank,
@@ -271,7 +270,7 @@ def _make_loop(task: RankTask, comm: Communicator, seat: Seat | None, corpus: Co
         say=say,
         note=journal.add,
     )
-    stepper = make_stepper(config, laid, optimizer, source, recorder)
+    stepper = make_stepper(config, laid, optimizer, source, recorder, lessons.objective(laid, source))
     loggers = Loggers(config.log, folder, to_dict(config), say, on=comm.rank == 0)
     return Loop(config, stepper, writer, journal, folder, task.emit, earlier, collectives, loggers)
 
@@ -326,10 +325,17 @@ def keep_collectives(mesh: Mesh, choices: Choices) -> None:
             comm.keep_to(choices, name)
 
 
-def lay_model(config: TrainConfig, mesh: Mesh, device: torch.device, late: bool | None = None) -> Laid:
+def lay_model(
+    config: TrainConfig,
+    mesh: Mesh,
+    device: torch.device,
+    late: bool | None = None,
+    extend: Callable[[Transformer], None] = lambda model: None,
+) -> Laid:
     """The model of the config on this rank of the mesh, with fresh weights.
 
     `late`: whether steps are not waited for; by default on one GPU alone, unless a loss scale has to be decided on.
+    `extend` adds to the model what is trained beside it.
     """
     dtype = stored_dtype(config.plan.precision)
     kernels = config.kernels_on(device.type)
@@ -342,6 +348,7 @@ def lay_model(config: TrainConfig, mesh: Mesh, device: torch.device, late: bool 
         if config.lora.base is not None:
             put_kinds(model, stored_kinds(config.lora.base))
         attach(model, config.lora, config.train.seed)
+    extend(model)
     recipe = training_recipe(config.compress.recipe)
     if recipe is not None:
         prepare(model, recipe)
@@ -358,11 +365,16 @@ def lay_model(config: TrainConfig, mesh: Mesh, device: torch.device, late: bool 
 
 
 def make_stepper(
-    config: TrainConfig, laid: Laid, optimizer: Optimizer, source: TextSource, recorder: Recorder
+    config: TrainConfig,
+    laid: Laid,
+    optimizer: Optimizer,
+    source: Source,
+    recorder: Recorder,
+    objective: Objective | None = None,
 ) -> Stepper:
-    """What every rank that trains does in a step, whoever exchanges its gradients: the objective, the order of passes,
-    and what a recipe changes between steps."""
-    objective = next_token(config, laid) if config.distill.teacher is None else from_teacher(config, laid)
+    """What every rank that trains does in a step, whoever exchanges its gradients: the objective (by default that of
+    text), the order of passes, and what a recipe changes between steps."""
+    objective = objective or Lessons(config).objective(laid, source)
     kind = Stepper
     if isinstance(laid.gradients, PipelinedGradients):
         assert isinstance(laid, Pipeline)
@@ -410,7 +422,7 @@ def make_optimizer(config: TrainConfig, laid: Laid, kernels: str) -> Optimizer:
 # ---- the end ---------------------------------------------------------------------------------------------------
 
 
-def _finish(loop: Loop, corpus: Corpus, baseline: int, began: float) -> Result:
+def _finish(loop: Loop, lessons: Lessons, baseline: int, began: float) -> Result:
     comm, progress, config = loop.mesh.comm, loop.progress, loop.config
     recorder, journal = loop.recorder, loop.journal
     before = {} if loop.steps_done else read_small(loop.folder, SUMMARY)
@@ -427,16 +439,16 @@ def _finish(loop: Loop, corpus: Corpus, baseline: int, began: float) -> Result:
     takes_part = loop.mesh.dp.index == 0 or loop.laid.meets_in_passes
     if not loop.interrupted and config.sample.tokens and takes_part:
         try:
-            text = _sample(loop, corpus)
+            text = lessons.sample(loop)
         except RunError as error:  # what was trained stays, whatever it can write
             loop.writer.say(f"no sample: {error}")
     recorder.at("summary")
     predicted = read_small(loop.folder, PREDICTED) if comm.rank == 0 else {}
-    figures = summary.gather(loop, baseline, began, limit_s=predicted.get("limit_s"))
+    figures = summary.gather(loop, baseline, began, limit_s=predicted.get("limit_s")) | lessons.figures()
     comm.barrier()
     if comm.rank == 0:
         if not stays:
-            journal.summarize(TRAIN, {**figures, "predicted": predicted} if predicted else figures)
+            journal.summarize(lessons.kind, {**figures, "predicted": predicted} if predicted else figures)
             loop.write_choices()
         if text is not None:
             journal.write(SAMPLE, text)
@@ -449,28 +461,6 @@ def _finish(loop: Loop, corpus: Corpus, baseline: int, began: float) -> Result:
     )  # fmt: skip
     loop.emit({"kind": "end", **result.as_event()})
     return result
-
-
-def _sample(loop: Loop, corpus: Corpus) -> str:
-    """What the model writes now; every rank of the first replica takes part, since each holds a part of the model."""
-    config, tokenizer = loop.config, corpus.tokenizer
-    try:
-        prompt = encode_prompt(tokenizer, config.sample.prompt)
-    except UsageError:  # shards from elsewhere, of which nobody knows the tokenizer
-        prompt = []
-    prompt = prompt or [int(corpus.train.sample(0, 1)[0])]  # begin as a document does
-    tokens = sample(
-        lambda x, cache: loop.laid.logits(x, cache=cache),
-        prompt,
-        config.sample.tokens,
-        context=config.model.context,
-        temperature=config.sample.temperature,
-        top_k=config.sample.top_k,
-        top_p=config.sample.top_p,
-        seed=config.train.seed,
-        device=loop.device,
-    )
-    return tokenizer.decode([*prompt, *tokens])
 
 
 def choose_device(config: TrainConfig, comm: Communicator) -> torch.device:
@@ -495,20 +485,14 @@ def choose_device(config: TrainConfig, comm: Communicator) -> torch.device:
     return torch.device("cuda", index)
 
 
-def _headline(config: TrainConfig, mesh: Mesh, corpus: Corpus, device: torch.device) -> str:
+def _headline(config: TrainConfig, mesh: Mesh, learnt: str, device: torch.device) -> str:
     threads = torch.get_num_threads()
     where = f"the CPU with {threads} thread{'s' * (threads > 1)}"
     if device.type == "cuda":
         where = torch.cuda.get_device_name(device)
     ranks = f"{mesh.comm.backend} between ranks, each on {where}" if config.ranks > 1 else f"on {where}"
-    samples = train_mixture(corpus, config.context, config.data.packing, config.train.seed)
-    epochs = config.train.steps * config.batch / max(1, len(samples))
     beside = "".join(f"\n{subject} {words}" for subject, words in aims(config.compress, config.distill))
-    return (
-        f"{config.plan.describe(config.servers)}; {ranks}\n"
-        f"{corpus.words}; {config.train.steps} steps of {config.tokens_per_step:,} tokens are {epochs:.3g} epochs"
-        f"{beside}"
-    )
+    return f"{config.plan.describe(config.servers)}; {ranks}\n{learnt}{beside}"
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -200,5 +200,5 @@ def _load_hugging_face(loop: Loop, folder: Path) -> None:
     shards = loop.optimizer.shards
     read = huggingface.read_parameters(folder)
     weights = {name: take(shards[name], tensor) for name, tensor in read if name in shards}
-    loop.optimizer.load_weights(weights)
+    loop.optimizer.load_weights(loop.optimizer.stepped | weights)  # what is trained beside the model begins as it is
     loop.laid.gradients.updated()

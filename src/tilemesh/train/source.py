@@ -61,6 +61,13 @@ class Source(Protocol):
     def go_on(self, steps: int, position: int) -> None:
         """After so many steps so many samples had been taken; a run may go on with another batch size."""
 
+    is_made_of_weights: bool = False
+    """Whether a step's batch follows from the weights before it, so that none may be fetched before the update."""
+
+    def figures(self, number: int) -> dict[str, Any]:
+        """What there is to say of step `number` beside its loss, after it (a collective call)."""
+        return {}
+
 
 @dataclass(frozen=True)
 class Objective:
@@ -95,7 +102,7 @@ def order_settings(config: TrainConfig) -> dict[str, Any]:
     return {**order, "data.mixture": [str(part) for part in data.mixture]}
 
 
-class TextSource:
+class TextSource(Source):
     """Sequences of a corpus in the order that the seed says."""
 
     names: Sequence[str] = ("tokens", "targets")

@@ -269,7 +269,7 @@ class Stepper:
         return ready[1] if ready is not None and ready[0] == number else self.source.fetch(number)
 
     def _fetch_ahead(self, number: int) -> None:
-        if number < self.config.train.steps:
+        if number < self.config.train.steps and not self.source.is_made_of_weights:
             with self.recorder.span("data", DATA):
                 self._ready = (number + 1, self.source.fetch(number + 1))
 

@@ -121,7 +121,7 @@ def _region_without_sum(laid: Laid) -> None:
 @planted("loss-no-sum", "loss", "the loss differs", _any_tp)
 def _loss_without_sum(laid: Laid) -> None:
     def loss(tokens_BT: Tensor, targets_BT: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
-        logits_BTV = laid._head(laid.stream(tokens_BT, **options)).logits_BTV
+        logits_BTV = laid.head(laid.stream(tokens_BT, **options)).logits_BTV
         return vocabulary_loss(logits_BTV, targets_BT, _deaf(laid), laid.model.config.vocabulary)
 
     laid.loss = loss  # type: ignore[method-assign]

@@ -1,0 +1,106 @@
+"""What a run learns from: text as it is read, or something else that another room hands to a rank.
+
+A rank knows neither a corpus nor what a model is trained for. It asks its `Lessons` for the source of batches, the
+objective, and what there is to say of both; everything else (mesh, steps, checkpoints, records) is the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from tilemesh.core.errors import UsageError
+from tilemesh.data.corpus import check_vocabulary, open_corpus
+from tilemesh.data.documents import misnamed_words
+from tilemesh.data.samples import train_mixture
+from tilemesh.data.tokenizer import encode_prompt
+from tilemesh.model.sampling import sample
+from tilemesh.model.transformer import Transformer
+from tilemesh.parallel.laid import Laid
+from tilemesh.runs.kind import TRAIN, Kind
+from tilemesh.train.config import TrainConfig
+from tilemesh.train.record import Recorder
+from tilemesh.train.servers import Seat, WorkerSource
+from tilemesh.train.source import Objective, Source, TextSource, next_token
+from tilemesh.train.teach import from_teacher
+
+if TYPE_CHECKING:
+    from tilemesh.train.loop import Loop
+
+
+@dataclass
+class Lessons:
+    """Text: each next token of a corpus, or what a teacher says of it. Other lessons override what differs."""
+
+    config: TrainConfig
+    kind: Kind = TRAIN
+    """Of the run."""
+
+    def open(self) -> None:
+        """Read what there is, before a model is made."""
+        self.corpus = open_corpus(self.config.data)
+        check_vocabulary(self.corpus.tokenizer, self.config.model.vocabulary)
+
+    @property
+    def is_steady(self) -> bool:
+        """Whether every step has the same number of targets that count."""
+        return self.corpus.counts_all and self.config.data.packing == "stream"
+
+    def fingerprint(self) -> str:
+        return self.corpus.fingerprint()
+
+    def extend(self, model: Transformer) -> None:
+        """Add to the model what is trained beside it, before it is laid."""
+
+    def source(self, laid: Laid, recorder: Recorder, seat: Seat | None) -> Source:
+        device = next(laid.module.parameters()).device
+        if seat is None:
+            return TextSource(self.config, self.corpus, laid.mesh.dp, device)
+        return WorkerSource(self.config, self.corpus, seat.axis, device)
+
+    def objective(self, laid: Laid, source: Source) -> Objective:
+        return next_token(self.config, laid) if self.config.distill.teacher is None else from_teacher(self.config, laid)
+
+    def words(self) -> str:
+        """What is learnt from, in a line."""
+        config = self.config
+        samples = train_mixture(self.corpus, config.context, config.data.packing, config.train.seed)
+        epochs = config.train.steps * config.batch / max(1, len(samples))
+        steps = f"{config.train.steps} steps of {config.tokens_per_step:,} tokens are {epochs:.3g} epochs"
+        return f"{self.corpus.words}; {steps}"
+
+    def notes(self) -> str:
+        """What is odd about it; nothing where nothing is."""
+        return misnamed_words(self.config.data) or ""
+
+    def sample(self, loop: Loop) -> str | None:
+        """What the model writes now; every rank of the first replica takes part, since each holds a part of it."""
+        config, tokenizer = self.config, self.corpus.tokenizer
+        try:
+            prompt = encode_prompt(tokenizer, config.sample.prompt)
+        except UsageError:  # shards from elsewhere, of which nobody knows the tokenizer
+            prompt = []
+        prompt = prompt or [int(self.corpus.train.sample(0, 1)[0])]  # begin as a document does
+        tokens = sample(
+            lambda x, cache: loop.laid.logits(x, cache=cache),
+            prompt,
+            config.sample.tokens,
+            context=config.model.context,
+            temperature=config.sample.temperature,
+            top_k=config.sample.top_k,
+            top_p=config.sample.top_p,
+            seed=config.train.seed,
+            device=loop.device,
+        )
+        return tokenizer.decode([*prompt, *tokens])
+
+    def figures(self) -> dict[str, Any]:
+        """What a run's summary says of it."""
+        return {}
+
+    def close(self) -> None:
+        """Give back what is not this rank's model."""
+
+
+MakeLessons = Callable[[TrainConfig], Lessons]
