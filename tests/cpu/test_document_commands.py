@@ -143,7 +143,9 @@ def run_document(name: str, capsys: pytest.CaptureFixture[str], python: bool = F
     """Run every block for a shell, and with `python` those for Python; the commands that ran."""
     ran = []
     for block in blocks(ROOT / name):
-        if block.kind == "python" and python:
+        if (file := re.match(r"# (\w+\.py)\n", block.text)) and block.kind == "python":
+            Path(file[1]).write_text(block.text)
+        elif block.kind == "python" and python:
             torch.set_default_dtype(torch.float32)
             exec(compile(_smaller_program(block.text), name, "exec"), {"__name__": "document"})
         if block.kind == "bash" and not block.needs:
@@ -195,6 +197,9 @@ def smaller(words: list[str]) -> list[str]:
             # A step in bf16 with 50,257 tokens takes a minute on a CPU that has no such unit.
             settings += ["plan.precision=fp32,model.vocabulary=256"] if "gpt2-124m" in options else []
             return [*words, *(["--set", ",".join(settings)] if settings else [])]
+        case ["align", *_]:
+            few = "train.steps=2,align.prompts=2,align.answers=2,align.held_out=2,evaluate.every=0,train.device=cpu"
+            return words if "--resume" in options else [*words, "--set", few]
         case ["verify", *_]:
             return [*words, "--ranks", "2", "--models", "gpt", "--no-pairs"]
         case ["bench", "collective"]:
@@ -259,7 +264,13 @@ def _stop(servers: list[subprocess.Popen[bytes]]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "commands"), [("how-to/fine-tune.md", 8), ("how-to/own-data.md", 5), ("how-to/own-module.md", 0)]
+    ("name", "commands"),
+    [
+        ("how-to/fine-tune.md", 8),
+        ("how-to/own-data.md", 5),
+        ("how-to/own-module.md", 0),
+        ("how-to/teach-with-a-function.md", 4),
+    ],
 )
 def test_a_how_to_runs(name: str, commands: int, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert len(run_document(f"docs/{name}", capsys, python=True)) == commands
@@ -287,7 +298,13 @@ def test_get_started_runs(place: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert len(run_document("docs/start.md", capsys, python=True)) == 7
 
 
-_HERE = {"docs/how-to/fine-tune.md", "docs/how-to/own-data.md", "docs/how-to/own-module.md", "docs/start.md"}
+_HERE = {
+    "docs/how-to/fine-tune.md",
+    "docs/how-to/own-data.md",
+    "docs/how-to/own-module.md",
+    "docs/start.md",
+    "docs/how-to/teach-with-a-function.md",
+}
 OTHERS = [
     name_of(document)
     for document in DOCUMENTS

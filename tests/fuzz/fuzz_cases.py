@@ -79,6 +79,16 @@ BASES: Mapping[str, tuple[Base, ...]] = {
         Base({"--set": _STEP, "--mesh": "dp=1", "--out": "new"}, ("tiny.toml",)),
         Base({"--resume": "run", "--set": "train.steps=3"}),
     ),
+    "align": (
+        Base(
+            {
+                "--task": "bandit",
+                "--set": f"{_STEP},align.prompts=1,align.answers=2,align.held_out=0,align.max_tokens=1",
+                "--out": "new",
+            },
+            ("exported",),
+        ),
+    ),
     "generate": (Base({"--prompt": "a", "--tokens": "2"}, ("run",)),),
     "export": (Base({}, ("run", "written")),),
     "data prepare": (Base({}, ("text.txt", "written")),),

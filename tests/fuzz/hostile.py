@@ -58,7 +58,8 @@ PATHS: Mapping[str, str] = {
 READ = (
     "--init", "--gpu", "--plan", "--resume", "--recipe", "--api-key", "--tls-cert", "--tls-key", "--draft",
     "--data", "--tokenizer", "--tried", "--trace", "[PRESET|CONFIG.toml]", "[CONFIG.toml|PRESET]", "RUN", "RUN|FOLDER",
-    "RUN...", "RUN ... | ROWS.jsonl ...", "SOURCE", "FILE.py:FUNCTION", "MODEL",
+    "[RUN|FOLDER]", "--prompts-file", "--preferences", "--task", "RUN...", "RUN ... | ROWS.jsonl ...", "SOURCE",
+    "FILE.py:FUNCTION", "MODEL",
 )  # fmt: skip
 """Options, and arguments by their metavar, that name what a command reads; others that name paths, what it writes."""
 

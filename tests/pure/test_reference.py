@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 import pytest
 
+from tilemesh.align.reference import reference_page as align_page
 from tilemesh.cli.main import main
 from tilemesh.core.config import field_ranges
 from tilemesh.core.ranges import Range
@@ -129,3 +130,8 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 def test_a_field_without_a_text_has_no_meaning() -> None:
     bare = dataclasses.make_dataclass("Bare", [("key", int, 1)], frozen=True)
     assert field_meanings(bare) == {}
+
+
+def test_the_page_of_settings_of_align_is_made_from_its_class() -> None:
+    page = PAGE.parent / "align" / "settings.md"
+    assert page.read_text() == align_page(), "run `python -m tilemesh.align.reference > docs/align/settings.md`"

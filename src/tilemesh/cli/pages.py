@@ -31,7 +31,7 @@ from tilemesh.report.kind_page import Beside
 from tilemesh.report.picture import write_picture
 from tilemesh.report.run import Run
 from tilemesh.runs.files import Unread, read_lines
-from tilemesh.runs.kind import TRAIN
+from tilemesh.runs.kind import TRAINED
 from tilemesh.runs.names import PAGE, page_beside
 from tilemesh.train.rows import rows, run_mfu_words
 
@@ -163,7 +163,7 @@ def follow(folder: str, port: int) -> None:
 
 def beside(run: Run) -> Beside:
     """Rows and expected memory of a run; whatever its folder lacks is left out, with the reason."""
-    if run.kind != TRAIN.name:
+    if run.kind not in [kind.name for kind in TRAINED]:
         return Beside([] if run.is_behind else run.rows)
     run_rows, why, counted = [] if run.is_behind else list(run.rows), "", ""
     if not run_rows:

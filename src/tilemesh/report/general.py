@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from tilemesh.core.units import format_seconds
 from tilemesh.report import run_parts
@@ -71,10 +71,15 @@ def _error(value: object, guess: object) -> str:
 
 def _steps(run: Run, beside: Beside) -> Html | None:
     """A chart for each number that the steps say."""
-    figures = [run_parts.StepFigure(key, key, "", "", "{:.4g}".format, 0, False, key, dots=True) for key in run.figures]
-    charts = pair(*(run_parts.step_figure(run, figure) for figure in figures[:MOST_CHARTS]))
+    charts = figure_charts(run, run.figures[:MOST_CHARTS])
     left = run.figures[MOST_CHARTS:]
     return join(charts, el("p", f"Not drawn: {', '.join(left)}.", class_="quiet") if left else None) if charts else None
+
+
+def figure_charts(run: Run, keys: Sequence[str]) -> Html | None:
+    """A chart for each of these numbers of the steps; None where there is none."""
+    figures = [run_parts.StepFigure(key, key, "", "", "{:.4g}".format, 0, False, key, dots=True) for key in keys]
+    return pair(*(run_parts.step_figure(run, figure) for figure in figures))
 
 
 def _overlays(first: Run, second: Run, names: tuple[str, str]) -> Html | None:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from tilemesh.report import compressing, general, serving, training
+from tilemesh.report import aligning, compressing, general, serving, training
 from tilemesh.report.kind_page import KindPage
-from tilemesh.runs.kind import COMPRESS, SERVE, TRAIN
+from tilemesh.runs.kind import ALIGN, COMPRESS, SERVE, TRAIN
 
-PAGES = {TRAIN.name: training.TRAIN_PAGE, SERVE.name: serving.SERVE_PAGE, COMPRESS.name: compressing.COMPRESS_PAGE}
+PAGES = {
+    TRAIN.name: training.TRAIN_PAGE,
+    ALIGN.name: aligning.ALIGN_PAGE,
+    SERVE.name: serving.SERVE_PAGE,
+    COMPRESS.name: compressing.COMPRESS_PAGE,
+}
 
 
 def page_of(kind: str) -> KindPage:

@@ -48,6 +48,7 @@ class Run:
     environment: Mapping[str, Any] = field(default_factory=dict)
     timeline: spans.TraceTimeline | None = None
     sample: str = ""
+    samples: Sequence[Mapping[str, Any]] = ()
     rows: Sequence[Row] = ()
     missing: Mapping[str, str] = field(default_factory=dict)
     """Files that gave nothing, or not all, and why."""
@@ -163,6 +164,7 @@ def read(folder: str | Path, *, now: float | None = None) -> Run:
         environment=contents.environment,
         timeline=timeline,
         sample=contents.sample,
+        samples=contents.samples,
         rows=contents.rows,
         missing=missing,
         absent=contents.absent,

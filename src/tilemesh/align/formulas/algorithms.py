@@ -14,7 +14,7 @@ from tilemesh.align.formulas.rollout import Floats, Whole
 
 Baseline = Callable[[Floats, Whole], Floats]
 BASELINES: dict[str, Baseline] = {
-    "none": lambda reward_S, group_S: reward_S,
+    "zero": lambda reward_S, group_S: reward_S,
     "batch": advantages.batch_mean,
     "batch-std": advantages.batch_normalized,
     "group": advantages.group_mean,
@@ -42,7 +42,7 @@ class Algorithm:
     clip_high: float = 0.2
     dual_clip: float = 0.0
     """0: none."""
-    kl: Literal["none", "loss", "reward"] = "none"
+    kl: Literal["off", "loss", "reward"] = "off"
     """Where the distance to the reference counts."""
     estimator: str = "k3"
     """One of ESTIMATORS."""
@@ -66,7 +66,7 @@ class Algorithm:
 
     @property
     def has_reference(self) -> bool:
-        return self.kl != "none" and self.kl_coefficient > 0
+        return self.kl != "off" and self.kl_coefficient > 0
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ None. Whatever takes long to import, torch above all, is imported inside of func
 """
 
 ORDER = (
-    *("doctor", "calibrate", "config", "launch", "plan", "tune", "train", "generate", "export", "serve", "compress"),
-    *("data", "verify", "report", "watch", "bench", "graph", "guide"),
+    *("doctor", "calibrate", "config", "launch", "plan", "tune", "train", "align", "generate", "export", "serve"),
+    *("compress", "data", "verify", "report", "watch", "bench", "graph", "guide"),
 )
 """In a list; a command that is not named here comes after these."""

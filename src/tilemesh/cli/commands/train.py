@@ -94,7 +94,7 @@ def train(options: TrainOptions) -> Output | int:
         shown.close()
         write_page(error.folder)
         if error.interrupted:
-            return _stopped(error.folder, str(error))
+            return stopped_words(error.folder, str(error))
         _hint(error.folder, console)
         tell(str(error))
         return 1
@@ -104,7 +104,7 @@ def train(options: TrainOptions) -> Output | int:
     if result.by_signal:
         if lost:
             tell(lost)
-        return _stopped(result.saved_in or result.folder, result.by_signal)
+        return stopped_words(result.saved_in or result.folder, result.by_signal)
     return _show(result, options, console, page, lost)
 
 
@@ -304,12 +304,13 @@ def write_page(folder: Path) -> str:
         return f"no page: {error}"
 
 
-def _stopped(folder: Path, sentence: str) -> int:
+def stopped_words(folder: Path, sentence: str, command: str = "train") -> int:
+    """Say how to go on with a run that was interrupted; the exit code."""
     from tilemesh.launch.rank import INTERRUPTED_CODE
     from tilemesh.runs.folder import newest_checkpoint
 
     step = newest_checkpoint(folder)
-    again = f"checkpoint of step {step} written, go on with:\n{program()} train --resume {folder}"
+    again = f"checkpoint of step {step} written, go on with:\n{program()} {command} --resume {folder}"
     tell(f"{sentence}; {'there was no checkpoint yet' if step is None else again}")
     return INTERRUPTED_CODE
 

@@ -1,0 +1,309 @@
+"""What a run that learns from feedback is: a training configuration, and beside it what is asked, paid and lowered.
+
+The one idea: a run of kind `align` is a training run with one more file, `align.toml`. Whatever reads, serves, exports
+or resumes a training run does so here too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from tilemesh.align.formulas.algorithms import ALGORITHMS, PREFERENCES, Algorithm, PreferenceAlgorithm
+from tilemesh.align.tasks import TASKS
+from tilemesh.core import config as core_config
+from tilemesh.core.conflicts import Conflict, refuse, row
+from tilemesh.core.errors import Argument, UsageError, unknown
+from tilemesh.core.plan import ParallelPlan
+from tilemesh.core.ranges import TEMPERATURE, Range
+from tilemesh.data.config import DataConfig
+from tilemesh.model.families.book import CONFIG as MODEL_FILE
+from tilemesh.model.families.book import read_config
+from tilemesh.runs import folder as folders
+from tilemesh.runs.files import Unread, read_text
+from tilemesh.runs.kind import ALIGN
+from tilemesh.runs.names import FEEDBACK
+from tilemesh.train.config import EvaluateConfig, LoopConfig, OptimizerConfig, SampleConfig, TrainConfig
+from tilemesh.train.config import of_run as training_of_run
+from tilemesh.train.load import settled
+
+Count = Annotated[int, Range(1, 2**31 - 1)]
+Positive = Annotated[float, Range(0)]
+_SECTION = "align."
+
+
+@dataclass(frozen=True)
+class FeedbackConfig:
+    """What is asked, what is paid, and what is lowered. Keys that are none take the value of the algorithm's row."""
+
+    algorithm: str = "grpo"
+    """How rewards, or pairs of answers, become a loss: reinforce, reinforce++, rloo, ppo, grpo, dr-grpo, dapo, gspo,
+    cispo; dpo, ipo, kto, orpo, simpo of pairs; or reward, which trains a reward model on them."""
+    task: str = ""
+    """Prompts and their scores: sort, add, bandit, vowels, length or hackable; or FILE.py:FUNCTION, a function of
+    prompt, answer and case that gives a number, for the prompts of `prompts_file`."""
+    prompts_file: Path | None = None
+    """A JSONL file with a prompt (or messages) in each line, and whatever else the function wants to know."""
+    preferences: Path | None = None
+    """For algorithms of pairs: a JSONL file with prompt (or messages), chosen and rejected in each line."""
+    rewards: tuple[str, ...] = ()
+    """What is paid beside the task's score, each NAME=WEIGHT: FILE.py:FUNCTION, or the folder of a reward model's run;
+    task=WEIGHT weighs the task's own."""
+    prompts: Count = 16
+    """Prompts per batch of rollouts; of an algorithm of pairs, pairs per step."""
+    answers: Count = 8
+    """Answers to each prompt."""
+    max_tokens: Annotated[int, Range(0, 2**31 - 1)] = 0
+    """Most tokens of an answer; 0: what the task says, or 64."""
+    temperature: Annotated[float, TEMPERATURE] = 1.0
+    """At which answers are drawn, and log-probabilities taken."""
+    minibatches: Count = 1
+    """Steps into which a batch of rollouts is cut."""
+    epochs: Annotated[int, Range(0, 2**31 - 1)] = 0
+    """How often a batch of rollouts is gone through; 0: as the algorithm's row says."""
+    held_out: Annotated[int, Range(0, 2**31 - 1)] = 32
+    """Prompts that are never trained on, answered whenever a run is evaluated."""
+    pass_k: Count = 4
+    """Answers to each held-out prompt: pass@k is the share of prompts with at least one that is paid in full."""
+    deadline_s: Annotated[float, Range(0, 1e9, above=True)] = 5.0
+    """Seconds that a user's function may take for one answer."""
+    old: Literal["trainer", "engine"] = "trainer"
+    """Whose log-probabilities an update is compared with: those that training computes for the answers, or those with
+    which the engine drew them, which is exact only where both compute the same bits."""
+    correction: Literal["none", "truncate", "mask"] = "none"
+    """For what the engine drew with other numbers than training has: importance weights, cut at `correction_most`, or
+    tokens above it left out."""
+    correction_most: Annotated[float, Range(0, above=True)] = 2.0
+    """The largest importance weight."""
+    invariant: bool = False
+    """Whether the engine's answers do not depend on the batch, bit for bit."""
+    dtype: str = ""
+    """Of the engine's weights: fp32, bf16, fp16 or fp64; empty: bf16 on a GPU where training computes in it, else that
+    of the training weights, whose memory is then shared."""
+    running: Count = 64
+    """Answers that the engine computes at a time."""
+    reference: Path | None = None
+    """A Hugging Face folder whose model is not to be left too far; none: the weights that the run began with."""
+    baseline: str | None = None
+    """What a reward is compared with: zero, batch, batch-std, group, group-std, leave-one-out or critic."""
+    weighting: str | None = None
+    """What a token counts for: token, sequence, constant or sum."""
+    ratio: str | None = None
+    """New over old probability of a token, sequence, sequence-token or product."""
+    surrogate: str | None = None
+    """plain, clip or weight."""
+    clip_low: Positive | None = None
+    """How far below 1 a ratio counts."""
+    clip_high: Positive | None = None
+    """How far above 1 a ratio counts."""
+    dual_clip: Positive | None = None
+    """For a negative advantage, the largest ratio that counts; 0: any."""
+    kl: Literal["off", "loss", "reward"] | None = None
+    """Where the distance to the reference counts."""
+    estimator: Literal["k1", "k2", "k3"] | None = None
+    """How that distance is estimated."""
+    kl_coefficient: Positive | None = None
+    """What it counts for."""
+    whiten: bool | None = None
+    """Whether advantages are whitened over the batch."""
+    discount: Annotated[float, Range(0, 1)] | None = None
+    """Of later rewards, for a critic."""
+    decay: Annotated[float, Range(0, 1)] | None = None
+    """GAE's lambda."""
+    value_coefficient: Positive | None = None
+    """What the critic's loss counts for."""
+    value_clip: Positive | None = None
+    """How far a value may move in one batch before its loss stops falling; 0: any."""
+    entropy_coefficient: Positive | None = None
+    """What the entropy of predictions is worth."""
+    filter_groups: bool | None = None
+    """Whether groups whose answers were all paid alike count for nothing, also in means."""
+    beta: Positive | None = None
+    """For pairs: how strongly they pull, against the reference."""
+    margin: Annotated[float, Range(-1e9, 1e9)] | None = None
+    """For pairs and reward models: by how much the chosen answer is to be ahead."""
+    centre: Positive = 0.0
+    """For reward models: a pull of scores towards 0."""
+
+    @property
+    def is_of_pairs(self) -> bool:
+        return self.algorithm in PREFERENCES
+
+    @property
+    def row(self) -> Algorithm:
+        """The algorithm's row, with what was set over it."""
+        over: Algorithm = self._over(ALGORITHMS[self.algorithm])
+        return over
+
+    @property
+    def pair_row(self) -> PreferenceAlgorithm:
+        over: PreferenceAlgorithm = self._over(PREFERENCES[self.algorithm])
+        return over
+
+    def _over(self, row: Any) -> Any:
+        names = {field.name for field in dataclasses.fields(row)} & {field.name for field in dataclasses.fields(self)}
+        values = {name: getattr(self, name) for name in names - {"name"}}
+        if not values.get("epochs"):
+            values.pop("epochs", None)
+        return dataclasses.replace(row, **{name: value for name, value in values.items() if value is not None})
+
+    @property
+    def has_value_head(self) -> bool:
+        return self.algorithm == "reward" if self.is_of_pairs else self.row.has_critic
+
+    @property
+    def has_reference(self) -> bool:
+        return self.pair_row.has_reference if self.is_of_pairs else self.row.has_reference
+
+    @property
+    def longest(self) -> int:
+        """Tokens of an answer at most."""
+        return self.max_tokens or (TASKS[self.task].max_tokens if self.task in TASKS else 64)
+
+    @property
+    def rows(self) -> int:
+        """Sequences per step."""
+        return 2 * self.prompts if self.is_of_pairs else self.prompts * self.answers // self.minibatches
+
+    @property
+    def steps_per_batch(self) -> int:
+        """Steps that a batch of rollouts is good for."""
+        return 1 if self.is_of_pairs else self.minibatches * self.row.epochs
+
+
+@dataclass(frozen=True)
+class FeedbackFile:
+    """align.toml."""
+
+    align: FeedbackConfig = field(default_factory=FeedbackConfig)
+
+
+@dataclass(frozen=True)
+class AlignConfig:
+    """One run."""
+
+    training: TrainConfig
+    align: FeedbackConfig
+
+    @property
+    def plan(self) -> ParallelPlan:
+        return self.training.plan
+
+    @property
+    def train(self) -> LoopConfig:
+        return self.training.train
+
+    @property
+    def file(self) -> str:
+        """align.toml's text."""
+        return core_config.dump_toml(FeedbackFile(self.align))
+
+
+def load(start: str | Path, *, sets: Sequence[str] = (), mesh: str | None = None) -> AlignConfig:
+    """The run that begins with the model of a run's or a Hugging Face folder, with settings over the defaults. `sets`:
+    `align.` ones and those of training; `mesh`: "dp=2,tp=2"."""
+    feedback = _feedback(FeedbackConfig(), sets)
+    layout = [] if mesh is None else [f"plan.{key}={text}" for key, text in core_config.split_sets([mesh])]
+    over = [*layout, *_of_training(sets)]
+    begin = {"run": _begin(Path(start), feedback)}
+    training = core_config.load(TrainConfig, preset="run", presets=begin, sets=over)
+    return checked(AlignConfig(training, feedback))
+
+
+def of_run(folder: str | Path, sets: Sequence[str] = ()) -> AlignConfig:
+    """What a run of kind `align` is, with settings over it."""
+    folders.require_kind(folder, ALIGN)
+    path = Path(folder) / FEEDBACK
+    try:
+        text = read_text(path)
+    except Unread as why:
+        raise UsageError(f"{path} cannot be read: {why}") from None
+    feedback = core_config.from_dict(FeedbackFile, core_config.parse_toml(text, str(path)), str(path)).align
+    training = training_of_run(folder)
+    if sets:
+        feedback = _feedback(feedback, sets)
+        begin = {"run": training}
+        training = core_config.load(TrainConfig, preset="run", presets=begin, sets=_of_training(sets))
+    return checked(AlignConfig(training, feedback))
+
+
+def checked(config: AlignConfig) -> AlignConfig:
+    """The same with nothing left open, or it is refused."""
+    align = config.align
+    core_config.check_fields(align, _SECTION)
+    known = [*ALGORITHMS, *PREFERENCES]
+    if align.algorithm not in known:
+        raise unknown("align.algorithm", align.algorithm, known)
+    if align.is_of_pairs and align.preferences is None:
+        words = f"align.algorithm is {align.algorithm} and no file of pairs is named: give one with "
+        raise UsageError(words, Argument("preferences"))
+    if not align.is_of_pairs:
+        _check_task(align)
+        if align.prompts * align.answers % align.minibatches:
+            raise UsageError(f"align.minibatches is {align.minibatches}: expected a divisor of the "
+                             f"{align.prompts * align.answers} answers of a batch")  # fmt: skip
+    changes: dict[str, Any] = {"batch": align.rows}
+    config = dataclasses.replace(config, training=settled(config.training.changed(train=changes)))
+    refuse(CONFLICTS, config)
+    return config
+
+
+def _check_task(align: FeedbackConfig) -> None:
+    if not align.task:
+        raise UsageError("no task: name one with ", Argument("task"), f": {', '.join(TASKS)}, or FILE.py:FUNCTION")
+    if ":" not in align.task and align.task not in TASKS:
+        raise unknown("task", align.task, TASKS)
+    if ":" in align.task and align.prompts_file is None:
+        raise UsageError(f"align.task is {align.task} and ", Argument("prompts_file", "--prompts-file"),
+                         " names no prompts: give a JSONL file with a prompt in each line")  # fmt: skip
+
+
+def _feedback(base: FeedbackConfig, sets: Sequence[str]) -> FeedbackConfig:
+    own = [f"{key}={text}" for key, text in core_config.split_sets(sets) if key.startswith(_SECTION)]
+    return core_config.load(FeedbackFile, preset="run", presets={"run": FeedbackFile(base)}, sets=own).align
+
+
+def _of_training(sets: Sequence[str]) -> list[str]:
+    return [f"{key}={text}" for key, text in core_config.split_sets(sets) if not key.startswith(_SECTION)]
+
+
+def _begin(start: Path, align: FeedbackConfig) -> TrainConfig:
+    """What a run is where nobody says otherwise: a low, constant learning rate, no decay, no dropout."""
+    if (start / MODEL_FILE).is_file():
+        tokenizer = start / "tokenizer.json"
+        model, data = read_config(start), DataConfig(tokenizer=tokenizer if tokenizer.is_file() else None)
+    else:
+        base = training_of_run(start)
+        model, data = base.model, base.data
+    rate = 1e-5 if model.width >= 512 else 1e-4
+    optimizer = OptimizerConfig(lr=rate, schedule="constant", warmup=0, weight_decay=0.0, betas=(0.9, 0.999))
+    rows = align.rows if align.algorithm in (*ALGORITHMS, *PREFERENCES) else 1
+    return TrainConfig(
+        dataclasses.replace(model, dropout=0.0),
+        data,
+        LoopConfig(steps=100),
+        optimizer,
+        plan=ParallelPlan(precision="fp32", microbatch=max(1, min(rows, 32))),
+        evaluate=EvaluateConfig(every=10),
+        sample=SampleConfig(tokens=0),
+    )
+
+
+CONFLICTS: tuple[Conflict[AlignConfig], ...] = (
+    row("plan.pp", lambda config: config.plan.pp > 1,
+        "what a loss of answers needs beside tokens and targets is not handed from stage to stage", "plan.pp=1"),
+    row("plan.zero", lambda config: config.plan.zero == 3,
+        "the engine computes with whole weights, which no replica has", "plan.zero=2"),
+    row("plan.offload", lambda config: config.plan.has_chunks and config.plan.pp == 1 and config.plan.zero < 3,
+        "weights or activations that move by layer are passed over in a pipeline's order", "plan.offload=optimizer"),
+    row("align.temperature", lambda config: config.align.temperature == 0,
+        "all answers to a prompt would be the same one", "align.temperature=1"),
+    row("train.method", lambda config: config.train.method != "synchronous",
+        "a batch of rollouts follows from weights that all replicas share", "train.method=synchronous"),
+    row("train.graph", lambda config: bool(config.train.graph), "answers differ in length", "train.graph=false"),
+    row("plan.microbatch", lambda config: config.align.is_of_pairs and config.plan.microbatch % 2 > 0,
+        "the two answers of a pair are in one microbatch", "plan.microbatch=2"),
+)  # fmt: skip

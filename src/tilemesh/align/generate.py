@@ -1,0 +1,169 @@
+"""Answers by the engine on the very weights that train.
+
+The one idea: every replica's first rank has an engine over whole weights. Where that rank's part is whole and of the
+engine's dtype, the engine's parameters are the training ones' memory and an update copies nothing; else they are put
+together, adapters merged, and written. Every token says which weights drew it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+import torch
+from safetensors.numpy import load as from_bytes
+from safetensors.numpy import save as to_bytes
+from torch import Tensor, nn
+
+from tilemesh.align.formulas.rollout import Rollout, Segment, pack
+from tilemesh.comm.runtime.communicator import Communicator
+from tilemesh.core.errors import RunError
+from tilemesh.model.fresh import give_memory
+from tilemesh.model.kinds import Adapted, projections
+from tilemesh.model.transformer import Transformer
+from tilemesh.parallel.laid import Laid
+from tilemesh.parallel.whole import handed_around
+from tilemesh.serve.answers import Completion
+from tilemesh.serve.config import EngineConfig
+from tilemesh.serve.engine import Engine
+from tilemesh.serve.load import ServedModel
+from tilemesh.serve.request import Sampling
+
+
+class Generator:
+    """An engine beside a laid model."""
+
+    def __init__(self, laid: Laid, served: ServedModel, dtype: torch.dtype, engine: EngineConfig) -> None:
+        """`served`: what tokens mean, and what ends an answer; its model has no memory."""
+        self.laid, mesh = laid, laid.mesh
+        self.is_here = mesh.tp.index == 0
+        self._is_local = mesh.tp.size == 1  # all that the engine needs lies on this rank
+        self._engine: Engine | None = None
+        self.device = next(laid.module.parameters()).device
+        config = laid.model.config
+        self.names = [name for name, _ in Transformer(config, device="meta").named_parameters()]
+        if not self.is_here:
+            return
+        model = Transformer(config, device="meta", dtype=dtype)
+        weights = dict(self._local_weights()) if self._is_local else {}
+        is_shared = self._is_local and all(tensor.dtype == dtype for tensor in weights.values()) and not self._adapted
+        if is_shared:
+            _share(model, weights)
+        else:
+            give_memory(model, self.device, together=True)
+        model.eval().requires_grad_(False)
+        engine = dataclasses.replace(engine, device=self.device.type)
+        self._engine = Engine(dataclasses.replace(served, model=model, origin=None), engine)
+
+    @property
+    def _adapted(self) -> bool:
+        return any(isinstance(layer.kind, Adapted) for _, layer in projections(self.laid.model))
+
+    def update(self, version: int) -> None:
+        """Compute with the training weights of now, which are this version (a collective call)."""
+        if self._engine is not None and self._engine.version == version and self._is_local:
+            return
+        weights = dict(self._local_weights() if self._is_local else self._gathered())
+        if self._engine is None or self._engine.version == version:
+            return
+        self._engine.update_weights(weights, version, running="recompute")
+        if self._engine.asleep:
+            self._engine.wake()
+        if self._engine.version != version:
+            raise RunError(f"the engine has weights of version {self._engine.version}: expected {version}")
+
+    def answer(self, prompts: Sequence[Sequence[int]], samplings: Sequence[Sampling]) -> list[Completion]:
+        """Answers in the order of the prompts, on a rank that has an engine; elsewhere none."""
+        if self._engine is None or not prompts:
+            return []
+        completions = list(self._engine.generate(prompts, list(samplings)))
+        if self.device.type == "cuda":
+            self._engine.sleep(1)  # training has the pages' memory meanwhile
+        return completions
+
+    def _local_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Whole weights of this rank's own model, adapters merged."""
+        merged = {
+            f"{name}.weight": layer for name, layer in projections(self.laid.model) if isinstance(layer.kind, Adapted)
+        }
+        own = dict(self.laid.model.named_parameters())
+        with torch.no_grad():
+            for name in self.names:
+                yield name, merged[name].kind.dense(merged[name]) if name in merged else own[name].detach()
+
+    def _gathered(self) -> Iterator[tuple[str, Tensor]]:
+        """Whole weights, put together of what ranks hold (a collective call)."""
+        gathered = self.laid.gather()
+        scales = {
+            name: layer.kind.scale for name, layer in projections(self.laid.model) if isinstance(layer.kind, Adapted)
+        }
+        if gathered is not None:
+            for name, scale in scales.items():
+                low, high = gathered[f"{name}.lora_a"], gathered[f"{name}.lora_b"]
+                gathered[f"{name}.weight"] = gathered[f"{name}.weight"] + scale * (high @ low)
+            gathered = {name: gathered[name] for name in self.names}
+        yield from handed_around(self.laid.mesh.comm, gathered, 0)
+
+    def close(self) -> None:
+        if self._engine is not None:
+            self._engine.close()
+
+
+def _share(model: Transformer, weights: Mapping[str, Tensor]) -> None:
+    """Make a model of these tensors, whose memory stays theirs."""
+    for name, tensor in weights.items():
+        module, _, last = name.rpartition(".")
+        model.get_submodule(module).register_parameter(last, nn.Parameter(tensor, requires_grad=False))
+
+
+def rollout_of(
+    completions: Sequence[Completion], first_group: int, temperature: float, prompts: Sequence[Sequence[int]]
+) -> Rollout:
+    """Answers as packed arrays, made of the engine's tokens. Refuses answers to other prompts than were asked."""
+    sequences, group, finish = [], [], []
+    for number, (completion, prompt) in enumerate(zip(completions, prompts, strict=True)):
+        if list(completion.prompt_tokens) != list(prompt):
+            raise RunError(f"answer {number} is to another prompt than was asked: the order of completion counts")
+        for answer in completion.answers:
+            drawn = [0.0 if each.sampled is None else min(each.sampled, 0.0) for each in answer.logprobs]
+            sequences.append([Segment(prompt), Segment(answer.tokens, drawn, answer.versions)])
+            group.append(first_group + number)
+            finish.append(str(answer.finish))
+    return pack(sequences, group, finish, temperature)
+
+
+# Arrays between ranks, and on disk ------------------------------------------------------------------------------------
+
+
+def packed_bytes(rollout: Rollout, arrays: Mapping[str, np.ndarray], notes: object = None) -> bytes:
+    """A rollout and arrays beside it as safetensors."""
+    fields = {field.name: getattr(rollout, field.name) for field in dataclasses.fields(rollout)}
+    fields.pop("finish")
+    words = json.dumps({"finish": list(rollout.finish), "notes": notes}).encode()
+    every = {f"rollout.{name}": value for name, value in fields.items()} | {
+        f"beside.{name}": np.asarray(value) for name, value in arrays.items()
+    }
+    every["words"] = np.frombuffer(words, np.uint8)
+    raw: bytes = to_bytes({name: np.ascontiguousarray(value) for name, value in every.items()})
+    return raw
+
+
+def unpacked_bytes(raw: bytes) -> tuple[Rollout, dict[str, np.ndarray], object]:
+    """The inverse of `packed_bytes`."""
+    every = from_bytes(raw)
+    words = json.loads(bytes(every.pop("words")))
+    fields = {name.partition(".")[2]: value for name, value in every.items() if name.startswith("rollout.")}
+    beside = {name.partition(".")[2]: value for name, value in every.items() if name.startswith("beside.")}
+    return Rollout(**fields, finish=tuple(words["finish"])), beside, words["notes"]
+
+
+def everyones(comm: Communicator, raw: bytes) -> list[bytes]:
+    """What each rank gives, in order of rank, on every rank (a collective call)."""
+    if comm.size == 1:
+        return [raw]
+    lengths = comm.all_gather(np.array([len(raw)], np.int64)).tolist()
+    joined = comm.all_gather(np.frombuffer(raw, np.uint8), counts=lengths).tobytes()
+    ends = np.cumsum(lengths).tolist()
+    return [joined[end - length : end] for end, length in zip(ends, lengths, strict=True)]

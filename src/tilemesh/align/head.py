@@ -1,0 +1,125 @@
+"""What a laid model says of the tokens that were drawn: log-probabilities, entropies, values, over any tp.
+
+The one idea: only trained tokens go through the output projection, and where ranks cut the vocabulary their parts are
+never joined: a token costs its maximum, its sums and its target's logit.
+
+B: rows; T: tokens; N: trained tokens; D: width; V: vocabulary, or this rank's part of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilemesh.core.shard import share
+from tilemesh.model.linear import Linear
+from tilemesh.model.loss import IGNORED
+from tilemesh.model.transformer import Transformer
+from tilemesh.parallel.laid import Laid
+from tilemesh.parallel.tensor import Seams
+
+VALUE_HEAD = "value_head"
+
+
+def add_value_head(model: Transformer) -> None:
+    """A number for each token from the model's last activations: a critic's value, or a reward model's score. It begins
+    at 0."""
+    like = next(model.parameters())
+    head = Linear(model.config.width, 1, False, device="meta", dtype=like.dtype)
+    weight = torch.nn.Parameter(torch.zeros(1, model.config.width, dtype=like.dtype, device=like.device))
+    head.weight = weight
+    model.add_module(VALUE_HEAD, head)
+
+
+class TokenFigures(NamedTuple):
+    """Of each trained token."""
+
+    logprob_N: Tensor
+    entropy_N: Tensor
+    value_N: Tensor | None
+    router_loss: Tensor | None
+    """Of experts' routers in training, summed over the trained tokens."""
+
+
+def trained_rows(targets_BT: Tensor) -> Tensor:
+    """Where tokens stand whose targets are trained, counted over the flattened batch."""
+    return torch.nonzero(targets_BT.flatten() != IGNORED)[:, 0]
+
+
+def token_figures(
+    laid: Laid,
+    tokens_BT: Tensor,
+    targets_BT: Tensor,
+    temperature: float,
+    *,
+    layers: Sequence[Callable[..., Any]] | None = None,
+    entropy_has_gradient: bool = False,
+    **options: Any,
+) -> TokenFigures:
+    """A pass over a batch. Targets that are not trained are IGNORED. `layers`: as `laid.stream` takes them."""
+    stream = laid.stream(tokens_BT, layers, targets_BT=targets_BT, **options)
+    rows_N = trained_rows(targets_BT)
+    with laid.autocast():
+        x_BTD, logits_1NV = laid.head(stream, rows_N)
+    targets_N = targets_BT.flatten()[rows_N]
+    vocabulary = laid.model.config.vocabulary
+    scores = logprobs(logits_1NV[0], targets_N, temperature, laid.seams, vocabulary, entropy_has_gradient)
+    return TokenFigures(*scores, values(laid, x_BTD, tokens_BT, rows_N), stream.router_loss)
+
+
+def logprobs(
+    logits_NV: Tensor,
+    targets_N: Tensor,
+    temperature: float,
+    seams: Seams,
+    vocabulary: int,
+    entropy_has_gradient: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Log-probability of each target as it is drawn at this temperature, and the entropy there; at least float32."""
+    wide = torch.promote_types(logits_NV.dtype, torch.float32)
+    logits_NV = logits_NV.to(wide) / temperature
+    first, count = share(vocabulary, seams.comm.size, seams.comm.rank)
+    here_N = (targets_N >= first) & (targets_N < first + count)
+    index_N = (targets_N - first).masked_fill(~here_N, 0)
+    shifted_NV = logits_NV - seams.largest(logits_NV.amax(-1))[:, None]
+    own_N = shifted_NV.gather(-1, index_N[:, None])[:, 0].masked_fill(~here_N, 0)
+    each_NV = shifted_NV.exp()
+    sum_N = seams.add(each_NV.sum(-1))
+    logprob_N = seams.add(own_N) - sum_N.log()
+    with torch.set_grad_enabled(torch.is_grad_enabled() and entropy_has_gradient):
+        mean_N = seams.add((each_NV * shifted_NV).sum(-1)) / sum_N
+        return logprob_N, sum_N.log() - mean_N
+
+
+def values(laid: Laid, x_BTD: Tensor, tokens_BT: Tensor, rows_N: Tensor) -> Tensor | None:
+    """What the value head says at some tokens, in at least float32; None where there is none. `x_BTD`: of these tokens,
+    or where ranks cut sequences, of all tokens that are this rank's."""
+    head = getattr(laid.model, VALUE_HEAD, None)
+    if head is None:
+        return None
+    with laid.autocast():
+        value = head(x_BTD)[..., 0]
+    value = value.to(torch.promote_types(value.dtype, torch.float32))
+    if not laid.seams.sequence:
+        only: Tensor = value[0]
+        return only
+    all_BT = value.new_zeros(tokens_BT.shape)
+    first, count = share(tokens_BT.shape[1], laid.mesh.tp.size, laid.mesh.tp.index)
+    padded_BT = torch.cat((all_BT[:, :first], value, all_BT[:, first + count :]), 1)
+    return laid.seams.add(padded_BT).flatten()[rows_N]
+
+
+def scores(laid: Laid, tokens_BT: Tensor, last_B: Tensor, layers: Sequence[Callable[..., Any]] | None = None) -> Tensor:
+    """What a reward model gives each row: its value at the row's last token."""
+    rows_B = torch.arange(len(last_B), device=last_B.device) * tokens_BT.shape[1] + last_B
+    stream = laid.stream(tokens_BT, layers)
+    with laid.autocast():
+        x_BTD = laid.model.normalize(stream)
+    if not laid.seams.sequence:
+        x_BTD = x_BTD.flatten(0, 1)[None, rows_B]
+    value_B = values(laid, x_BTD, tokens_BT, rows_B)
+    assert value_B is not None
+    return value_B

@@ -1,0 +1,135 @@
+"""What a run of kind `align` learns from, as a rank of `train/` asks for it: rollouts or pairs, and their losses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tilemesh.align.config import AlignConfig, of_run
+from tilemesh.align.formulas.algorithms import ALGORITHMS, PREFERENCES
+from tilemesh.align.generate import Generator
+from tilemesh.align.head import add_value_head
+from tilemesh.align.objective import FeedbackObjective
+from tilemesh.align.pairs import PairSource
+from tilemesh.align.prompts import PromptSource
+from tilemesh.align.rewards import Rewards
+from tilemesh.align.source import RolloutSource
+from tilemesh.core.errors import UsageError
+from tilemesh.data.corpus import chat_template_of, tokenizer_of
+from tilemesh.model.families.book import read_config
+from tilemesh.model.transformer import Transformer
+from tilemesh.parallel.apply import lay_beside
+from tilemesh.parallel.laid import Laid
+from tilemesh.runs.folder import first_weights
+from tilemesh.runs.kind import ALIGN
+from tilemesh.runs.names import CARRIED
+from tilemesh.serve.config import EngineConfig
+from tilemesh.serve.load import ServedModel, end_tokens, read_dtype
+from tilemesh.train.config import TrainConfig
+from tilemesh.train.lessons import Lessons
+from tilemesh.train.loop import Loop
+from tilemesh.train.record import Recorder
+from tilemesh.train.resume import load_stored
+from tilemesh.train.servers import Seat
+from tilemesh.train.source import Objective, Source
+
+
+class FeedbackLessons(Lessons):
+    """Rollouts of the model itself, or pairs of answers."""
+
+    is_steady = False
+
+    def __init__(self, config: AlignConfig, folder: Path) -> None:
+        super().__init__(config.training, ALIGN)
+        self.run, self.align, self.folder = config, config.align, folder
+        self._closing: list[Callable[[], None]] = []
+
+    def open(self) -> None:
+        tokenizer = tokenizer_of(self.config.data)
+        template = chat_template_of(self.config.data, tokenizer)
+        model = Transformer(self.config.model, device="meta")
+        ends = end_tokens(self.folder / CARRIED, self.config.model.vocabulary, tokenizer)
+        self.served = ServedModel(self.folder.name, model, tokenizer, ends, *template)
+        self.prompts: PromptSource | None = None
+        if not self.align.is_of_pairs:
+            self.prompts = PromptSource(self.align, self.config.train.seed, self.served, self.config.context)
+
+    def fingerprint(self) -> str:
+        return f"{self.align}" if self.prompts is None else self.prompts.fingerprint()
+
+    def extend(self, model: Transformer) -> None:
+        if self.align.has_value_head:
+            add_value_head(model)
+
+    def source(self, laid: Laid, recorder: Recorder, seat: Seat | None) -> Source:
+        self.feedback = FeedbackObjective(self.run, laid)
+        reference = self._reference(laid) if self.align.has_reference else None
+        if self.prompts is None:
+            return PairSource(self.run, laid, reference, self.served, self.feedback)
+        generator = Generator(laid, self.served, self._dtype(laid), self._engine())
+        rewards = Rewards(self.align, laid)
+        self._closing += [generator.close, rewards.close]
+        return RolloutSource(
+            self.run, laid, reference, generator, self.prompts, rewards, self.feedback, recorder, self.folder
+        )
+
+    def objective(self, laid: Laid, source: Source) -> Objective:
+        return self.feedback.objective()
+
+    def _reference(self, laid: Laid) -> Laid:
+        """A frozen model beside the one that is trained."""
+        folder = self.align.reference or first_weights(self.folder)
+        if folder is None:
+            raise UsageError(f"{self.folder} does not say what it began with: name a folder with align.reference")
+        model = Transformer(read_config(folder), device="meta", dtype=laid.stream_dtype)
+        if model.config.vocabulary != laid.model.config.vocabulary:
+            raise UsageError(f"{folder} has a vocabulary of {model.config.vocabulary}: expected that of the model")
+        reference = lay_beside(model, laid)
+        load_stored(reference, Path(folder))
+        return reference
+
+    def _dtype(self, laid: Laid) -> torch.dtype:
+        """Of the engine's weights."""
+        chosen = read_dtype(self.align.dtype or None)
+        on_gpu = next(laid.module.parameters()).is_cuda
+        narrow = {"bf16": torch.bfloat16, "bf16-master": torch.bfloat16, "fp16": torch.float16}
+        return chosen or (narrow.get(self.config.plan.precision) if on_gpu else None) or laid.stream_dtype
+
+    def _engine(self) -> EngineConfig:
+        align = self.align
+        many = max(align.prompts * align.answers, align.held_out * align.pass_k)
+        return EngineConfig(
+            running=align.running, waiting=many, seed=self.config.train.seed, invariant=align.invariant,
+            context=self.config.context,
+        )  # fmt: skip
+
+    def words(self) -> str:
+        align = self.align
+        paper = (PREFERENCES if align.is_of_pairs else ALGORITHMS)[align.algorithm].paper
+        if align.is_of_pairs:
+            return f"{align.algorithm} ({paper}): {align.prompts} pairs of {align.preferences} per step"
+        each = f"{align.prompts} prompts x {align.answers} answers of up to {align.longest} tokens"
+        used = f", used for {align.steps_per_batch} steps" if align.steps_per_batch > 1 else ""
+        return f"{align.algorithm} ({paper}): {align.task}, {each}{used}"
+
+    def notes(self) -> str:
+        return ""
+
+    def sample(self, loop: Loop) -> str | None:
+        return None
+
+    def figures(self) -> dict[str, Any]:
+        return {"algorithm": self.align.algorithm, "task": self.align.task}
+
+    def close(self) -> None:
+        while self._closing:
+            self._closing.pop()()
+
+
+def lessons_of(folder: Path) -> Callable[[TrainConfig], FeedbackLessons]:
+    """What makes the lessons of the run in a folder; the training configuration is the one that a rank was given."""
+    align = of_run(folder).align
+    return lambda training: FeedbackLessons(AlignConfig(training, align), folder)

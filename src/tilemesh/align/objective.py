@@ -1,0 +1,125 @@
+"""Losses of answers as objectives of a step: what a microbatch's tensors are, and what is lowered.
+
+A microbatch has tokens and targets (IGNORED where not trained), one sequence per row, and `floats_KN`: of each trained
+token, in the order of rows, the numbers that its loss needs. Weights come multiplied by the step's trained tokens,
+because a step's gradients are divided by these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilemesh.align.config import AlignConfig
+from tilemesh.align.formulas.losses import FIGURES, PolicyTokens, policy_loss
+from tilemesh.align.formulas.policy import sequence_sums
+from tilemesh.align.formulas.preferences import PAIR_LOSSES, Side, bradley_terry
+from tilemesh.align.head import scores, token_figures, trained_rows
+from tilemesh.parallel.laid import Laid
+from tilemesh.train.source import Objective
+
+OLD, SAMPLED, ADVANTAGE, WEIGHT, REFERENCE, OLD_VALUE, RETURN = range(7)
+FLOATS = 7
+PAIR_FIGURES = ("pair_loss", "accuracy", "margin", "chosen")
+"""Means over the pairs of a step: loss, how often the chosen answer is ahead, by how much, its own gain or score."""
+
+
+class FeedbackObjective:
+    """What is lowered, and the sums that a step's line is made of."""
+
+    def __init__(self, config: AlignConfig, laid: Laid) -> None:
+        self.config, self.laid, self.align = config, laid, config.align
+        self.layers: Sequence[Callable[..., Any]] | None = None
+        if config.train.compile:
+            if config.plan.tp > 1:
+                laid.seams.stay_out_of_graphs()
+            self.layers = laid.compiled_regions().layers
+        self.names = PAIR_FIGURES if self.align.is_of_pairs else FIGURES
+        self._sums = torch.zeros(len(self.names), dtype=torch.float64)
+
+    def objective(self) -> Objective:
+        if self.align.algorithm == "reward":
+            return Objective(self.reward_loss, self.reward_loss)
+        if self.align.is_of_pairs:
+            return Objective(self.pair_loss, self.pair_loss)
+        return Objective(self.policy_loss, _as_it_is)
+
+    def take_sums(self) -> Tensor:
+        """Of FIGURES over this replica's microbatches since the last call."""
+        sums, self._sums = self._sums, torch.zeros_like(self._sums)
+        return sums
+
+    def policy_loss(
+        self, tokens_BT: Tensor, targets_BT: Tensor, floats_KN: Tensor, **options: Any
+    ) -> tuple[Tensor, Tensor]:
+        align, row = self.align, self.align.row
+        figures = token_figures(
+            self.laid, tokens_BT, targets_BT, align.temperature, layers=self.layers,
+            entropy_has_gradient=row.entropy_coefficient > 0, **options,
+        )  # fmt: skip
+        rows_N = trained_rows(targets_BT)
+        wide = floats_KN.to(figures.logprob_N.dtype)
+        old_N = wide[OLD]
+        if align.old == "trainer" and align.steps_per_batch == 1:
+            old_N = figures.logprob_N.detach()
+        has_critic = figures.value_N is not None
+        tokens = PolicyTokens(
+            figures.logprob_N, figures.entropy_N, figures.value_N, old_N, wide[SAMPLED], wide[ADVANTAGE], wide[WEIGHT],
+            torch.ones_like(old_N), rows_N // tokens_BT.shape[1], wide[REFERENCE] if align.has_reference else None,
+            wide[OLD_VALUE] if has_critic else None, wide[RETURN] if has_critic else None,
+        )  # fmt: skip
+        total, sums = policy_loss(row, tokens, align.correction, align.correction_most)
+        self._sums += sums.double().cpu()
+        return _routed(total, figures.router_loss), torch.tensor(len(rows_N), device=total.device)
+
+    def pair_loss(
+        self, tokens_BT: Tensor, targets_BT: Tensor, floats_KN: Tensor, **options: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Rows are chosen and rejected answers in turn; the first float is the reference's log-probability, the second
+        what a pair counts for."""
+        row = self.align.pair_row
+        figures = token_figures(self.laid, tokens_BT, targets_BT, 1.0, layers=self.layers, **options)
+        logprob_N = figures.logprob_N
+        rows_N = trained_rows(targets_BT)
+        owner_N, floats = rows_N // tokens_BT.shape[1], floats_KN.to(logprob_N.dtype)
+        count_B = torch.bincount(owner_N, minlength=len(tokens_BT)).to(logprob_N.dtype)
+        columns = [sequence_sums(each, owner_N, len(tokens_BT)) for each in (logprob_N, floats[0])]
+        chosen, rejected = (Side(*(column[side::2] for column in (*columns, count_B))) for side in (0, 1))
+        loss_P = PAIR_LOSSES[row.name](chosen, rejected, row.beta, row.margin)
+        total, count = self._pairs(loss_P, chosen.gain_P, rejected.gain_P, floats[1], len(rows_N))
+        return _routed(total, figures.router_loss), count
+
+    def reward_loss(
+        self, tokens_BT: Tensor, targets_BT: Tensor, floats_KN: Tensor, **options: Any
+    ) -> tuple[Tensor, Tensor]:
+        """A reward model's, from the value at each row's last token."""
+        rows_N = trained_rows(targets_BT)
+        counted_BT = targets_BT != -100
+        places_T = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
+        last_B = (counted_BT * places_T).amax(1) + 1  # the last token itself: targets are one ahead
+        score_B = scores(self.laid, tokens_BT, last_B, self.layers)
+        chosen_P, rejected_P = score_B[0::2], score_B[1::2]
+        loss_P = bradley_terry(chosen_P, rejected_P, self.align.margin or 0.0, self.align.centre)
+        return self._pairs(loss_P, chosen_P, rejected_P, floats_KN[1].to(score_B.dtype), len(rows_N))
+
+    def _pairs(
+        self, loss_P: Tensor, chosen_P: Tensor, rejected_P: Tensor, weight_N: Tensor, tokens: int
+    ) -> tuple[Tensor, Tensor]:
+        weight = weight_N[0] if len(weight_N) else weight_N.new_zeros(())
+        with torch.no_grad():
+            ahead_P = chosen_P - rejected_P
+            parts = (loss_P, (ahead_P > 0).to(loss_P.dtype), ahead_P, chosen_P)
+            self._sums += torch.stack([(weight * part).sum() for part in parts]).double().cpu()
+        return weight * loss_P.sum(), torch.tensor(tokens, device=loss_P.device)
+
+
+def _routed(total: Tensor, router_loss: Tensor | None) -> Tensor:
+    return total if router_loss is None else total + router_loss
+
+
+def _as_it_is(total: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
+    """What was summed when held-out prompts were answered."""
+    return total, count

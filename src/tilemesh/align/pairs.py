@@ -1,0 +1,130 @@
+"""Pairs of answers from a file, of which one was preferred: for DPO and its kin, and for reward models.
+
+A line of the JSONL file has `prompt` (or `messages`), `chosen` and `rejected`. Rows of a batch are chosen and rejected
+in turn. Of whole sequences, since a reward model looks at the last token: inputs are not one shorter than targets.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tilemesh.align.config import AlignConfig
+from tilemesh.align.head import token_figures
+from tilemesh.align.objective import FeedbackObjective
+from tilemesh.align.prompts import answer_tokens, prompt_tokens
+from tilemesh.align.tasks import Case, read_cases
+from tilemesh.core.errors import UsageError
+from tilemesh.data.order import Order, rows_of
+from tilemesh.model.loss import IGNORED
+from tilemesh.parallel.laid import Laid
+from tilemesh.serve.load import ServedModel
+from tilemesh.train.source import Microbatch, Source
+
+_WORDS = ("chosen", "rejected")
+
+
+class PairSource(Source):
+    """Pairs in an order that the seed says."""
+
+    names: Sequence[str] = ("tokens", "targets", "floats")
+
+    def __init__(
+        self, config: AlignConfig, laid: Laid, reference: Laid | None, served: ServedModel, objective: FeedbackObjective
+    ) -> None:
+        self.config, self.laid, self.reference, self.objective = config, laid, reference, objective
+        self.mesh, self.device = laid.mesh, next(laid.module.parameters()).device
+        assert config.align.preferences is not None
+        cases = read_cases(config.align.preferences)
+        held_out = min(config.align.held_out, len(cases) // 4)
+        self._pairs = [self._pair(case, served, number) for number, case in enumerate(cases, 1)]
+        self.kept = self._pairs[len(self._pairs) - held_out :]
+        self.trained = self._pairs[: len(self._pairs) - held_out]
+        self._order = Order(len(self.trained), config.train.seed)
+        self._steps, self._position = 0, 0
+
+    def _pair(self, case: Case, served: ServedModel, number: int) -> tuple[list[int], list[int], int]:
+        """Chosen and rejected sequence, and how long their common prompt is."""
+        if not all(isinstance(case.get(word), str) and case[word] for word in _WORDS):
+            path = self.config.align.preferences
+            raise UsageError(f"{path}, pair {number}: expected texts `chosen` and `rejected` beside the prompt")
+        _, prompt = prompt_tokens(case, served)
+        end = min(served.ends, default=served.tokenizer.end)
+        both = [[*prompt, *answer_tokens(case[word], served.tokenizer, end)] for word in _WORDS]
+        most = self.config.training.context
+        if max(map(len, both)) > most:
+            raise UsageError(f"pair {number} has {max(map(len, both))} tokens: the context is {most}; shorten it")
+        return both[0], both[1], len(prompt)
+
+    def fetch(self, number: int) -> list[Microbatch]:
+        align, plan = self.config.align, self.config.plan
+        first = self._position // 2 + (number - 1 - self._steps) * align.prompts
+        pairs = [self.trained[self._order.at(first + place)] for place in range(align.prompts)]
+        count = sum(_trained(pair) for pair in pairs)
+        batches = []
+        for micro in range(plan.accumulation):
+            rows = rows_of(align.rows, plan.dp, self.mesh.dp.index, plan.accumulation, micro)
+            own = pairs[rows.start // 2 : rows.stop // 2]
+            batches.append(Microbatch(self._tensors(own, count / align.prompts), rows.start))
+        return batches
+
+    def held_out(self) -> Iterator[Microbatch]:
+        mine = range(self.mesh.dp.index, len(self.kept), self.mesh.dp.size)
+        size = max(1, self.config.plan.microbatch // 2)
+        for begin in range(0, len(mine), size):
+            pairs = [self.kept[place] for place in mine[begin : begin + size]]
+            tensors = self._tensors(pairs, sum(map(_trained, pairs)) / len(pairs))
+            yield Microbatch(tensors, 0)
+
+    def _tensors(self, pairs: Sequence[tuple[list[int], list[int], int]], weight: float) -> tuple[Tensor, ...]:
+        """Tokens, targets, and of each trained token the reference's log-probability and what a pair counts for."""
+        sequences = [sequence for pair in pairs for sequence in pair[:2]]
+        tokens = np.zeros((len(sequences), max(map(len, sequences))), np.int64)
+        targets = np.full(tokens.shape, IGNORED, np.int64)
+        for row, sequence in enumerate(sequences):
+            prompt = pairs[row // 2][2]
+            tokens[row, : len(sequence)] = sequence
+            targets[row, prompt - 1 : len(sequence) - 1] = sequence[prompt:]
+        tokens_BT, targets_BT = torch.from_numpy(tokens).to(self.device), torch.from_numpy(targets).to(self.device)
+        count = int((targets != IGNORED).sum())
+        reference_N = torch.zeros(count, dtype=torch.float64, device=self.device)
+        if self.reference is not None:
+            with torch.no_grad():
+                reference_N = token_figures(self.reference, tokens_BT, targets_BT, 1.0).logprob_N.double()
+        return tokens_BT, targets_BT, torch.stack((reference_N, torch.full_like(reference_N, weight)))
+
+    def tokens(self, number: int) -> int:
+        mean = sum(len(pair[0]) + len(pair[1]) for pair in self.trained) / len(self.trained)
+        return round(mean * self.config.align.prompts)
+
+    @functools.cached_property
+    def _digest(self) -> str:
+        return hashlib.sha256(repr(self._pairs).encode()).hexdigest()[:16]
+
+    def fingerprint(self) -> str:
+        return self._digest
+
+    def go_on(self, steps: int, position: int) -> None:
+        self._steps, self._position = steps, position
+
+    def held_out_bytes_per_token(self) -> float | None:
+        return None
+
+    def figures(self, number: int) -> dict[str, Any]:
+        sums = self.objective.take_sums().numpy()
+        if self.mesh.dp.size > 1:
+            sums = self.mesh.dp.comm.all_reduce(sums)
+        align = self.config.align
+        first = self._position // 2 + (number - 1 - self._steps) * align.prompts
+        count = sum(_trained(self.trained[self._order.at(first + place)]) for place in range(align.prompts))
+        return dict(zip(self.objective.names, (sums / max(1, count)).tolist(), strict=True))
+
+
+def _trained(pair: tuple[list[int], list[int], int]) -> int:
+    return len(pair[0]) + len(pair[1]) - 2 * pair[2]

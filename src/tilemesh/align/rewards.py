@@ -1,0 +1,115 @@
+"""What answers are paid: a task's score, a user's functions in processes of their own, reward models; with weights.
+
+An answer that cannot be scored is never paid: it gets the least that any answer of the batch got, and at most 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tilemesh.align.config import FeedbackConfig, of_run
+from tilemesh.align.formulas.rollout import Floats
+from tilemesh.align.head import add_value_head, scores
+from tilemesh.align.tasks import TASKS, Case, Score
+from tilemesh.align.verifier import MAIN, Scored, Verifier, read_parts
+from tilemesh.core.errors import UsageError
+from tilemesh.model.transformer import Transformer
+from tilemesh.parallel.apply import lay_beside
+from tilemesh.parallel.laid import Laid
+from tilemesh.parallel.shard import take
+from tilemesh.runs.reader import open_checkpoint
+
+Item = tuple[str, str, Case]
+"""Prompt, answer, case."""
+
+
+class Paid(NamedTuple):
+    """Of each answer: what it is paid, by part, before weights; and why one could not be scored."""
+
+    parts: dict[str, Floats]
+    failures: list[str]
+
+
+def score_builtin(score: Score, items: Sequence[Item]) -> list[Scored]:
+    return [read_parts(score(*item)) for item in items]
+
+
+class Rewards:
+    """All that pays, by name and weight."""
+
+    def __init__(self, align: FeedbackConfig, laid: Laid) -> None:
+        weights = dict(_weight(text) for text in align.rewards)
+        weights.setdefault("task", 1.0)
+        self.weights, self._verifiers = weights, dict[str, Any]()
+        self.models: dict[str, Laid] = {}
+        for name in weights:
+            spec = align.task if name == "task" else name
+            if spec in TASKS:
+                score = TASKS[spec].score
+                self._verifiers[name] = lambda items, score=score: score_builtin(score, items)
+            elif spec.endswith(".py") or ".py:" in spec:
+                self._verifiers[name] = Verifier(spec, align.deadline_s)
+            else:
+                self.models[name] = read_reward_model(Path(spec), laid)
+
+    def verify(self, items: Sequence[Item]) -> Paid:
+        """What verifiers pay. Parts beside `score` are named after it and count for nothing."""
+        parts: dict[str, Floats] = {}
+        failures: list[str] = []
+        for name, verifier in self._verifiers.items():
+            scored = verifier(items)
+            failures += [f"{name}: {each.failure}" for each in scored if each.failure]
+            for part in dict.fromkeys(part for each in scored for part in each.parts):
+                key = name if part == MAIN else f"{name}.{part}"
+                parts[key] = np.array([each.parts.get(part, np.nan) for each in scored])
+            parts.setdefault(name, np.full(len(items), np.nan))
+        return Paid(parts, failures)
+
+    def total(self, parts: Mapping[str, Floats]) -> Floats:
+        """What each answer is paid: the weighted sum, and for what could not be scored the least."""
+        total = sum((weight * parts[name] for name, weight in self.weights.items()), np.zeros(1))
+        bad = ~np.isfinite(total)
+        least = min(0.0, float(total[~bad].min(initial=0.0)))
+        return np.where(bad, least, total)
+
+    @torch.no_grad()
+    def judge(self, tokens_BT: Tensor, last_B: Tensor) -> dict[str, Floats]:
+        """What reward models give rows of whole sequences (a collective call along tp)."""
+        return {name: scores(model, tokens_BT, last_B).double().cpu().numpy() for name, model in self.models.items()}
+
+    def close(self) -> None:
+        for verifier in self._verifiers.values():
+            if isinstance(verifier, Verifier):
+                verifier.close()
+
+
+def _weight(text: str) -> tuple[str, float]:
+    name, equals, number = text.rpartition("=")
+    try:
+        return name, float(number) if equals else 1.0
+    except ValueError:
+        raise UsageError(
+            f"align.rewards has '{text}': expected NAME=WEIGHT, such as task=1 or check.py:score=0.5"
+        ) from None
+
+
+@torch.no_grad()
+def read_reward_model(folder: Path, laid: Laid) -> Laid:
+    """The reward model of a run beside the model that is trained."""
+    config = of_run(folder)
+    if config.align.algorithm != "reward" or config.training.lora.rank:
+        raise UsageError(f"{folder} is no reward model with weights of its own: expected a run of algorithm reward")
+    if config.training.model.vocabulary != laid.model.config.vocabulary:
+        raise UsageError(f"{folder} has a vocabulary of {config.training.model.vocabulary}: expected that of the model")
+    model = Transformer(config.training.model, device="meta", dtype=laid.stream_dtype)
+    add_value_head(model)
+    beside, reader = lay_beside(model, laid), open_checkpoint(folder, None, lambda text: None)
+    for name, (parameter, shard) in beside.weights().items():
+        parameter.copy_(take(shard, reader.weight(name)))
+    return beside

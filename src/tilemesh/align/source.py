@@ -1,0 +1,364 @@
+"""Batches of answers: prompts, rollouts, rewards, log-probabilities, advantages, weights; then microbatches of a step.
+
+The one idea: all ranks know all rollouts of a batch, which are small, and compute advantages and weights alike; each
+passes only its own rows through models. A batch follows from the weights before its first step and the prompts'
+positions, so it can be made again; where it is good for several steps, it is also kept on disk until they are done.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tilemesh.align import checks
+from tilemesh.align.config import AlignConfig
+from tilemesh.align.formulas import advantages
+from tilemesh.align.formulas.algorithms import BASELINES
+from tilemesh.align.formulas.rollout import LENGTH, Floats, Rollout, Whole, join
+from tilemesh.align.formulas.weights import WEIGHTINGS
+from tilemesh.align.generate import Generator, everyones, packed_bytes, rollout_of, unpacked_bytes
+from tilemesh.align.head import token_figures
+from tilemesh.align.objective import FLOATS, FeedbackObjective
+from tilemesh.align.prompts import Prompt, PromptSource
+from tilemesh.align.rewards import Rewards
+from tilemesh.core.files import replacing
+from tilemesh.core.shard import share
+from tilemesh.data.order import rows_of
+from tilemesh.model.loss import IGNORED
+from tilemesh.parallel.laid import Laid
+from tilemesh.runs.manifest import checkpoints
+from tilemesh.runs.names import CHECKPOINTS, ROLLOUTS, SAMPLES
+from tilemesh.train.record import Recorder
+from tilemesh.train.source import Microbatch, Source
+
+_SAMPLES = 4
+"""Held-out answers that are written down each time."""
+
+
+@dataclasses.dataclass
+class RolloutBatch:
+    """Rollouts of some steps, and arrays of their trained tokens (M) in the order of sequences."""
+
+    number: int
+    rollout: Rollout
+    parts: dict[str, Floats]
+    """What answers were paid, by part, before weights (S)."""
+    failures: int
+    old: Floats
+    reference: Floats
+    value: Floats
+    advantage: Floats
+    returns: Floats
+
+
+class RolloutSource(Source):
+    """Batches that the model itself writes."""
+
+    names: Sequence[str] = ("tokens", "targets", "floats")
+    is_made_of_weights = True
+
+    def __init__(
+        self,
+        config: AlignConfig,
+        laid: Laid,
+        reference: Laid | None,
+        generator: Generator,
+        prompts: PromptSource,
+        rewards: Rewards,
+        objective: FeedbackObjective,
+        recorder: Recorder,
+        folder: Path,
+    ) -> None:
+        self.config, self.align, self.laid, self.reference = config, config.align, laid, reference
+        self.generator, self.prompts, self.rewards, self.recorder = generator, prompts, rewards, recorder
+        self.objective, self.folder, self.mesh = objective, folder, laid.mesh
+        self.device = next(laid.module.parameters()).device
+        self._batch: RolloutBatch | None = None
+        self._held: dict[str, Any] = {}
+        self._steps_done = 0
+
+    # What a step asks for ---------------------------------------------------------------------------------------------
+
+    def fetch(self, number: int) -> list[Microbatch]:
+        align = self.align
+        iteration, inner = divmod(number - 1, align.steps_per_batch)
+        if self._batch is None or self._batch.number != iteration:
+            self._batch = self._make_batch(iteration, number)
+        self._steps_done = number
+        return self._microbatches(self._batch, inner % align.minibatches)
+
+    def tokens(self, number: int) -> int:
+        return 0 if self._batch is None else int(np.diff(self._batch.rollout.starts).sum()) // self.align.minibatches
+
+    def fingerprint(self) -> str:
+        return self.prompts.fingerprint()
+
+    def go_on(self, steps: int, position: int) -> None:
+        checks.check_position(steps, position, self.align.rows)
+
+    def held_out_bytes_per_token(self) -> float | None:
+        return None
+
+    def held_out(self) -> Iterator[Microbatch]:
+        """Held-out prompts answered by the weights of now: minus the mean reward is what is judged, the lower the
+        better."""
+        prompts = self.prompts.held_out()
+        if not prompts:
+            return
+        rollout, parts, _ = self._answers(prompts, self.align.pass_k, self._steps_done + 1)
+        paid = rollout.reward.reshape(len(prompts), -1)
+        full = parts["task"].reshape(paid.shape) >= 1 if "task" in parts else paid >= 1
+        self._held = {"held_out_reward": float(paid.mean()), "pass_at_k": float(full.any(1).mean()),
+                      "pass_at_1": float(full.mean())}  # fmt: skip
+        if self.mesh.comm.rank == 0:
+            self._write_samples(prompts, rollout, parts)
+        if self.mesh.dp.index == 0:  # sums over replicas then count it once
+            yield Microbatch((torch.tensor(-float(paid.sum())), torch.tensor(paid.size)), 0)
+
+    def figures(self, number: int) -> dict[str, Any]:
+        """What there is to say of a step, its batch and the last held-out answers."""
+        sums = self.objective.take_sums().numpy()
+        if self.mesh.dp.size > 1:
+            sums = self.mesh.dp.comm.all_reduce(sums)
+        batch = self._batch
+        assert batch is not None
+        count = max(1, self._step_tokens(batch, (number - 1) % self.align.steps_per_batch % self.align.minibatches))
+        figures = dict(zip(self.objective.names, (sums / count).tolist(), strict=True))
+        held, self._held = self._held, {}
+        checks.check_mismatch(figures["mismatch"], next(self.laid.module.parameters()).dtype, self.config)
+        return {**figures, **self._batch_figures(batch, number), **held}
+
+    # A batch ----------------------------------------------------------------------------------------------------------
+
+    def _make_batch(self, iteration: int, number: int) -> RolloutBatch:
+        kept = self._kept_file(iteration)
+        if (number - 1) % self.align.steps_per_batch and kept.is_file():
+            return self._advantages(*_read_batch(kept), iteration)
+        first = iteration * self.align.prompts
+        prompts = [self.prompts.at(first + place) for place in range(self.align.prompts)]
+        rollout, parts, failures = self._answers(prompts, self.align.answers, number)
+        checks.check_rollout(rollout, number, self.align.answers)
+        arrays = self._passed(rollout)
+        if self.align.steps_per_batch > 1 and self.mesh.comm.rank == 0:
+            notes = {"failures": failures, "parts": list(parts)}
+            beside = {**arrays, **{f"part {name}": values for name, values in parts.items()}}
+            _write_batch(kept, packed_bytes(rollout, beside, notes))
+            self._forget_files(iteration)
+        return self._advantages(rollout, parts, failures, arrays, iteration)
+
+    def _answers(self, prompts: Sequence[Prompt], answers: int, version: int) -> tuple[Rollout, dict[str, Floats], int]:
+        """Answers to prompts, each replica's share of them by its own engine, with what they are paid."""
+        with self.recorder.span("weights to the engine"):
+            self.generator.update(version)
+        begin, count = share(len(prompts), self.mesh.dp.size, self.mesh.dp.index)
+        mine, raw = prompts[begin : begin + count], b""
+        if self.generator.is_here and mine:
+            with self.recorder.span("rollouts"):
+                tokens = [prompt.tokens for prompt in mine]
+                completions = self.generator.answer(tokens, [self.prompts.sampling(each, answers) for each in mine])
+            own = rollout_of(completions, begin, self.align.temperature, tokens)
+            texts = [self.prompts.text_of(answer.tokens) for each in completions for answer in each.answers]
+            asked = [prompt for prompt in mine for _ in range(answers)]
+            with self.recorder.span("rewards"):
+                items = [(prompt.text, text, prompt.case) for prompt, text in zip(asked, texts, strict=True)]
+                paid = self.rewards.verify(items)
+            raw = packed_bytes(own, paid.parts, paid.failures)
+        rollouts, parts, failures = [], dict[str, list[Floats]](), list[str]()
+        for part in everyones(self.mesh.comm, raw):
+            if part:
+                rollout, named, words = unpacked_bytes(part)
+                rollouts.append(rollout)
+                assert isinstance(words, list)
+                failures += words
+                for name, values in named.items():
+                    parts.setdefault(name, []).append(values)
+        rollout, joined = join(rollouts), {name: np.concatenate(values) for name, values in parts.items()}
+        if self.rewards.models:
+            joined |= self._judged(rollout)
+        for reason, times in Counter(failures).most_common(1) if self.mesh.comm.rank == 0 else ():
+            self.recorder.at(f"{times} of {len(rollout)} answers could not be scored: {reason}")
+        return rollout.with_reward(self.rewards.total(joined)), joined, len(failures)
+
+    def _judged(self, rollout: Rollout) -> dict[str, Floats]:
+        """What reward models give, each replica's share of rows by itself."""
+        begin, count = share(len(rollout), self.mesh.dp.size, self.mesh.dp.index)
+        judged = {name: np.zeros(len(rollout)) for name in self.rewards.models}
+        size = max(1, self.config.plan.microbatch)
+        for first in range(begin, begin + count, size):
+            rows = range(first, min(first + size, begin + count))
+            tokens_BT, last_B = self._whole_rows(rollout, rows)
+            for name, values in self.rewards.judge(tokens_BT, last_B).items():
+                judged[name][rows.start : rows.stop] = values
+        return {name: self._summed(values) for name, values in judged.items()}
+
+    @torch.no_grad()
+    def _passed(self, rollout: Rollout) -> dict[str, Floats]:
+        """Log-probabilities by the training program, of the reference, and values, of all trained tokens."""
+        align, count = self.align, int(rollout.trainable.sum())
+        arrays = {name: np.zeros(count) for name in ("old", "reference", "value")}
+        needs_own = align.steps_per_batch > 1 or align.has_value_head or align.row.kl == "reward"
+        if needs_own or self.reference is not None:
+            with self.recorder.span("log-probabilities"):
+                for minibatch in range(align.minibatches):
+                    for rows in self._own_rows(minibatch):
+                        tokens_BT, targets_BT = self._rows(rollout, rows)
+                        places = _trained_places(rollout, rows)
+                        if needs_own:
+                            own = token_figures(self.laid, tokens_BT, targets_BT, align.temperature)
+                            arrays["old"][places] = own.logprob_N.double().cpu().numpy()
+                            if own.value_N is not None:
+                                arrays["value"][places] = own.value_N.double().cpu().numpy()
+                        if self.reference is not None:
+                            theirs = token_figures(self.reference, tokens_BT, targets_BT, align.temperature)
+                            arrays["reference"][places] = theirs.logprob_N.double().cpu().numpy()
+        arrays = {name: self._summed(values) for name, values in arrays.items()}
+        if align.old == "engine":
+            arrays["old"] = rollout.logprobs[rollout.trainable]
+        return arrays
+
+    def _advantages(
+        self, rollout: Rollout, parts: dict[str, Floats], failures: int, arrays: Mapping[str, Floats], number: int
+    ) -> RolloutBatch:
+        row, sequence = self.align.row, rollout.sequence[rollout.trainable]
+        old, reference, value = (arrays[name] for name in ("old", "reference", "value"))
+        kl = old - reference if row.kl == "reward" and row.has_reference else np.zeros(len(old))
+        returns = np.zeros(len(old))
+        if row.has_critic:
+            paid = advantages.token_rewards(rollout.reward, sequence, kl, row.kl_coefficient)
+            advantage, returns = advantages.gae(paid, value, sequence, row.discount, row.decay)
+        else:
+            score = rollout.reward - row.kl_coefficient * advantages.summed(kl, sequence, len(rollout))
+            advantage = BASELINES[row.baseline](score, rollout.group)[sequence]
+        if row.whiten:
+            advantage = advantages.whiten(advantage)
+        return RolloutBatch(number, rollout, parts, failures, old, reference, value, advantage, returns)
+
+    # Rows and microbatches --------------------------------------------------------------------------------------------
+
+    def _own_rows(self, minibatch: int) -> Iterator[range]:
+        """This replica's sequences of a minibatch, microbatch by microbatch."""
+        plan, rows = self.config.plan, self.align.rows
+        for micro in range(plan.accumulation):
+            part = rows_of(rows, plan.dp, self.mesh.dp.index, plan.accumulation, micro)
+            yield range(minibatch * rows + part.start, minibatch * rows + part.stop)
+
+    def _step_tokens(self, batch: RolloutBatch, minibatch: int) -> int:
+        rows = self.align.rows
+        return int(batch.rollout.trained[minibatch * rows : (minibatch + 1) * rows].sum())
+
+    def _microbatches(self, batch: RolloutBatch, minibatch: int) -> list[Microbatch]:
+        weight = self._weights(batch, minibatch) * self._step_tokens(batch, minibatch)
+        sampled = batch.rollout.logprobs[batch.rollout.trainable]
+        columns = (batch.old, sampled, batch.advantage, weight, batch.reference, batch.value, batch.returns)
+        microbatches = []
+        for rows in self._own_rows(minibatch):
+            tokens_BT, targets_BT = self._rows(batch.rollout, rows)
+            places = _trained_places(batch.rollout, rows)
+            floats = np.stack([column[places] for column in columns]).reshape(FLOATS, -1)
+            tensors = (tokens_BT, targets_BT, torch.from_numpy(floats).to(self.device))
+            microbatches.append(Microbatch(tensors, rows.start))
+        return microbatches
+
+    def _weights(self, batch: RolloutBatch, minibatch: int) -> Floats:
+        """What each trained token counts for in the step of a minibatch; 0 in the others."""
+        rollout, rows = batch.rollout, self.align.rows
+        sequence = rollout.sequence[rollout.trainable]
+        counts = np.zeros(len(rollout), np.bool_)
+        counts[minibatch * rows : (minibatch + 1) * rows] = True
+        if self.align.row.filter_groups:
+            _, deviation, size = advantages.group_means(rollout.reward, rollout.group)
+            counts &= (deviation > 0) | (size == 1)
+        weight = np.zeros(len(sequence))
+        kept = counts[sequence]
+        renumbered = (np.cumsum(counts) - 1)[sequence[kept]]
+        weight[kept] = WEIGHTINGS[self.align.row.weighting](renumbered, int(counts.sum()), self.align.longest)
+        return weight
+
+    def _rows(self, rollout: Rollout, rows: range) -> tuple[Tensor, Tensor]:
+        """Inputs and targets, padded to the longest of these rows; a target that is not trained is IGNORED."""
+        longest = max(int(np.diff(rollout.starts)[row]) for row in rows) - 1
+        tokens = np.zeros((len(rows), longest), np.int64)
+        targets = np.full((len(rows), longest), IGNORED, np.int64)
+        for place, row in enumerate(rows):
+            own, drawn = rollout.tokens[rollout.row(row)], rollout.trainable[rollout.row(row)]
+            tokens[place, : len(own) - 1] = own[:-1]
+            targets[place, : len(own) - 1] = np.where(drawn[1:], own[1:], IGNORED)
+        return torch.from_numpy(tokens).to(self.device), torch.from_numpy(targets).to(self.device)
+
+    def _whole_rows(self, rollout: Rollout, rows: range) -> tuple[Tensor, Tensor]:
+        """Whole sequences, padded, and where the last token of each stands."""
+        lengths = np.diff(rollout.starts)[rows.start : rows.stop]
+        tokens = np.zeros((len(rows), int(lengths.max())), np.int64)
+        for place, row in enumerate(rows):
+            tokens[place, : lengths[place]] = rollout.tokens[rollout.row(row)]
+        return torch.from_numpy(tokens).to(self.device), torch.from_numpy(lengths - 1).to(self.device)
+
+    def _summed(self, values: Floats) -> Floats:
+        """Each replica has written its own places, and zeros elsewhere."""
+        return values if self.mesh.dp.size == 1 else np.asarray(self.mesh.dp.comm.all_reduce(values))
+
+    # Telling and keeping ----------------------------------------------------------------------------------------------
+
+    def _batch_figures(self, batch: RolloutBatch, number: int) -> dict[str, Any]:
+        rollout = batch.rollout
+        _, deviation, _ = advantages.group_means(rollout.reward, rollout.group)
+        parts = {f"reward/{name}": float(np.nanmean(values)) for name, values in batch.parts.items()
+                 if np.isfinite(values).any()}  # fmt: skip
+        return {
+            "reward": float(rollout.reward.mean()), "reward_std": float(rollout.reward.std()), **parts,
+            "answer_tokens": float(rollout.trained.mean()),
+            "truncated": sum(reason == LENGTH for reason in rollout.finish) / len(rollout),
+            "groups_alike": float((deviation == 0).mean()), "unscored": batch.failures / len(rollout),
+            "age": float(number - rollout.last_version.mean()),
+        }  # fmt: skip
+
+    def _write_samples(self, prompts: Sequence[Prompt], rollout: Rollout, parts: Mapping[str, Floats]) -> None:
+        answers = len(rollout) // len(prompts)
+        for place in range(min(_SAMPLES, len(prompts))):
+            row = place * answers
+            drawn = rollout.tokens[rollout.row(row)][rollout.trainable[rollout.row(row)]].tolist()
+            line = {"step": self._steps_done, "prompt": prompts[place].text, "answer": self.prompts.text_of(drawn),
+                    "reward": float(rollout.reward[row]),
+                    "parts": {name: float(values[row]) for name, values in parts.items()}}  # fmt: skip
+            with contextlib.suppress(OSError), (self.folder / SAMPLES).open("a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
+
+    def _kept_file(self, iteration: int) -> Path:
+        return self.folder / ROLLOUTS / f"batch-{iteration:08d}.safetensors"
+
+    def _forget_files(self, iteration: int) -> None:
+        """Those that no checkpoint would go on in the middle of."""
+        steps = [step for step, _ in checkpoints(self.folder / CHECKPOINTS)]
+        needed = {self._kept_file(step // self.align.steps_per_batch) for step in steps} | {self._kept_file(iteration)}
+        for file in (self.folder / ROLLOUTS).glob("batch-*.safetensors"):
+            if file not in needed:
+                file.unlink(missing_ok=True)
+
+
+def _trained_places(rollout: Rollout, rows: range) -> Whole:
+    """Where the trained tokens of some sequences stand among all trained tokens."""
+    ends = np.cumsum(rollout.trained)
+    begin = 0 if rows.start == 0 else int(ends[rows.start - 1])
+    return np.arange(begin, int(ends[rows.stop - 1]))
+
+
+def _write_batch(path: Path, raw: bytes) -> None:
+    path.parent.mkdir(exist_ok=True)
+    with replacing(path) as part:
+        part.write_bytes(raw)
+
+
+def _read_batch(path: Path) -> tuple[Rollout, dict[str, Floats], int, dict[str, Floats]]:
+    rollout, arrays, notes = unpacked_bytes(path.read_bytes())
+    assert isinstance(notes, dict)
+    parts = {name: arrays.pop(f"part {name}") for name in notes["parts"]}
+    return rollout, parts, notes["failures"], arrays

@@ -1,0 +1,129 @@
+"""Improve a model by what its answers are worth. A function scores them, a reward model does, or pairs say which is
+better.
+
+tilemesh align RUN --task sort --algorithm grpo
+
+RUN is a run's folder or a Hugging Face folder. With checkpoints, restarts and a report, as `tilemesh train`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from tilemesh.cli.commands.train import program, stopped_words, write_page
+from tilemesh.cli.output import Output, console_beside, show, tell
+from tilemesh.core.errors import UsageError
+from tilemesh.core.options import ROWS, OutFile, OutFolder, argument, option
+from tilemesh.runs.names import CHECKPOINTS, SAMPLES, SUMMARY
+
+if TYPE_CHECKING:
+    from tilemesh.align.config import AlignConfig
+    from tilemesh.train.result import Result
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlignOptions:
+    start: str | None = argument(None, "What to begin with.", "[RUN|FOLDER]")
+    task: str | None = option(None, "A built-in task, or a function that scores answers.", "NAME|FILE.py:FUNCTION")
+    algorithm: str | None = option(None, "grpo, ppo, rloo, dpo, reward, ...; see docs/align.", "NAME")
+    prompts_file: str | None = option(None, "Prompts for a function of yours, one JSON object per line.", "FILE")
+    preferences: str | None = option(None, "Pairs with prompt, chosen and rejected, one JSON object per line.", "FILE")
+    mesh: str | None = option(None, "How the ranks are laid out.", "dp=2,tp=2")
+    sets: tuple[str, ...] = option((), "align.answers=16,train.steps=200,...", "A=B,...", flag="--set")
+    resume: str | None = option(None, "Go on with a run.", "RUN")
+    run: OutFolder | None = option(None, "Where to write; by default under runs/.", "FOLDER", flag="--out --run")
+    restarts: int = option(0, "How often a failed job goes on by itself.", "N")
+    transport: str = option("auto", "mpi, torch or auto.")
+    stop_after: int | None = option(None, "Stop there, with a checkpoint.", "STEP")
+    dry_run: bool = option(False, "Show what would run: model, layout, memory, time, files.")
+    json: OutFile | None = option(None, ROWS, "FILE")
+
+    @property
+    def settings(self) -> list[str]:
+        """Flags are settings too."""
+        names = ("task", "algorithm", "prompts_file", "preferences")
+        return [f"align.{name}={getattr(self, name)}" for name in names if getattr(self, name) is not None] + [
+            *self.sets
+        ]
+
+
+def align(options: AlignOptions) -> Output | int:
+    from tilemesh.align.config import load, of_run
+    from tilemesh.align.job import fit
+    from tilemesh.train.progress import Shown
+    from tilemesh.train.result import RanksFailedError
+
+    if (options.start is None) == (options.resume is None):
+        raise UsageError("name a run or a Hugging Face folder to begin with, or a run to go on with by --resume")
+    if options.resume is not None:
+        if options.mesh is not None:
+            raise UsageError("--mesh and --resume: say how ranks are laid out with --set plan.dp=2,plan.tp=2")
+        config = of_run(options.resume, options.settings)
+    else:
+        assert options.start is not None
+        config = load(options.start, sets=options.settings, mesh=options.mesh)
+    job: dict[str, Any] = {name: getattr(options, name) for name in ("transport", "restarts", "stop_after")}
+    if options.dry_run:
+        return _preview(options, config, job)
+    console = console_beside(options.json)
+    shown = Shown(console)
+    try:
+        result = fit(
+            config, options.start, run=options.run, resume=options.resume, in_process=False, on_event=shown, **job
+        )
+    except RanksFailedError as error:
+        write_page(error.folder)
+        if error.interrupted:
+            return stopped_words(error.folder, str(error), "align")
+        tell(str(error))
+        return 1
+    finally:
+        shown.close()
+    page = write_page(result.folder)
+    if result.by_signal:
+        return stopped_words(result.saved_in or result.folder, result.by_signal, "align")
+    return show(Output([*_words(result), [page]], result.rows), options, console)
+
+
+def _preview(options: AlignOptions, config: AlignConfig, job: dict[str, Any]) -> Output:
+    from tilemesh.align.formulas.algorithms import ALGORITHMS, PREFERENCES
+    from tilemesh.train.preview import preview
+
+    seen = preview(config.training, run=options.run, resume=options.resume, name="align", **job)
+    feedback = config.align
+    paper = (PREFERENCES if feedback.is_of_pairs else ALGORITHMS)[feedback.algorithm].paper
+    learns = f"{feedback.prompts} pairs of {feedback.preferences} per step"
+    if not feedback.is_of_pairs:
+        learns = (
+            f"{feedback.task}: {feedback.prompts} prompts x {feedback.answers} answers of up to {feedback.longest} "
+        )
+        learns += f"tokens at temperature {feedback.temperature:g}, used for {feedback.steps_per_batch} steps"
+    lines = [(subject, words) for subject, words in seen.lines() if subject != "data"]
+    lines[1:1] = [
+        ("begins", str(options.start or options.resume)),
+        ("learns", f"{learns}; {feedback.algorithm}, {paper}"),
+    ]
+    text = [f"{subject + ':':10}{words}" for subject, words in lines]
+    return Output([*text, "nothing was started: leave --dry-run out to begin"], seen.rows())
+
+
+def _words(result: Result) -> list[list[str]]:
+    """What the run came to, and how to go on."""
+    from tilemesh.runs.folder import read_small
+    from tilemesh.runs.metrics import STEP, latest
+
+    folder = result.saved_in or result.folder
+    steps = [line for line in latest(result.folder) if line["kind"] == STEP]
+    last = steps[-1] if steps else {}
+    told = [
+        f"{name.replace('_', ' ')} {last[name]:.3f}" for name in ("reward", "accuracy", "kl", "entropy") if name in last
+    ]
+    seconds = read_small(result.folder, SUMMARY).get("seconds", 0.0)
+    return [
+        [f"\nafter {result.step} steps and {seconds:.0f} s: {', '.join(told)}"],
+        [
+            f"weights: step {result.saved_step}, {folder / CHECKPOINTS}; answers over time: {SAMPLES}",
+            f"go on:   {program()} align --resume {folder} --set train.steps={2 * result.step}",
+            f"serve:   {program()} serve {folder}",
+        ],
+    ]

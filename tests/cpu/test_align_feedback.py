@@ -1,0 +1,155 @@
+"""Where feedback comes from: functions in processes of their own, reward models, pairs; and what never pays."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from align_start import write_start
+
+from tilemesh.align.config import load
+from tilemesh.align.job import fit
+from tilemesh.align.rewards import Rewards, read_reward_model
+from tilemesh.align.tasks import TASKS
+from tilemesh.align.verifier import Verifier
+from tilemesh.comm.connection import connect
+from tilemesh.core.errors import RunError, UsageError
+from tilemesh.parallel.mesh import Mesh
+from tilemesh.runs.metrics import STEP, latest
+from tilemesh.train.rank import lay_model
+
+FUNCTIONS = """
+import os, sys, time
+
+def score(prompt, answer, case):
+    print("what it prints is no score")
+    if answer == "raise":
+        raise ValueError("cannot parse")
+    if answer == "hang":
+        time.sleep(60)
+    if answer == "die":
+        os._exit(3)
+    if answer == "text":
+        return "ten"
+    if answer == "nan":
+        return float("nan")
+    if answer == "parts":
+        return {"score": 0.5, "format": 1.0}
+    if answer == "unnamed":
+        return {"format": 1.0}
+    if answer == "object":
+        return object()
+    return len(answer) / 10 + case.get("bonus", 0)
+"""
+QUICK = ("evaluate.every=0", "checkpoint.every=0", "train.trace_steps=0", "align.held_out=2", "train.device=cpu")
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_start(tmp_path_factory.mktemp("start") / "model", "vowels", 4)
+
+
+@pytest.fixture
+def functions(tmp_path: Path) -> Path:
+    path = tmp_path / "functions.py"
+    path.write_text(FUNCTIONS)
+    return path
+
+
+def test_a_verifier_that_crashes_hangs_or_talks_nonsense_never_pays(functions: Path) -> None:
+    verifier = Verifier(f"{functions}:score", deadline_s=0.5)
+    words = ["fine", "raise", "hang", "die", "text", "nan", "unnamed", "object", "parts", "fine"]
+    try:
+        scored = verifier([("p", word, {"bonus": 0.1}) for word in words])
+    finally:
+        verifier.close()
+    assert [each.failure == "" for each in scored] == [word in ("fine", "parts") for word in words]
+    assert [dict(each.parts) for each in scored if not each.failure] == [
+        {"score": 0.5}, {"score": 0.5, "format": 1.0}, {"score": 0.5},
+    ]  # fmt: skip
+    failures = dict(zip(words, [each.failure for each in scored], strict=True))
+    assert "cannot parse" in failures["raise"]
+    assert "within 0.5 s" in failures["hang"]
+    assert "ended" in failures["die"]
+    assert "expected a number" in failures["text"]
+    with pytest.raises(UsageError, match=r"expected FILE\.py:FUNCTION"):
+        Verifier("functions", 1.0)
+    functions.write_text("import nothing_like_that\n")
+    with pytest.raises(RunError, match="nothing_like_that"):
+        Verifier(f"{functions}:score", 1.0)([("p", "a", {})])
+
+
+def test_what_cannot_be_scored_gets_the_least_that_any_got_and_at_most_nothing() -> None:
+    rewards = object.__new__(Rewards)
+    rewards.weights = {"task": 1.0, "style": 0.5}
+    parts = {"task": np.array([1.0, math.nan, -2.0, 3.0]), "style": np.array([0.0, 1.0, 2.0, math.nan])}
+    assert rewards.total(parts).tolist() == [1.0, -1.0, -1.0, -1.0]
+    assert rewards.total({"task": np.array([2.0, math.nan]), "style": np.zeros(2)}).tolist() == [2.0, 0.0]
+
+
+def test_built_in_tasks_pay_their_examples_most_and_nonsense_nothing() -> None:
+    for task in TASKS.values():
+        for number in range(20):
+            case = task.case(0, number)
+            assert case == task.case(0, number)
+            scores = [task.score(case["prompt"], answer, case) for answer in (task.example(case), "", "\x00\xff;%")]
+            best, *others = [score["score"] if isinstance(score, dict) else score for score in scores]
+            assert best == 1, task.name
+            assert others == [0, 0], task.name
+
+
+def test_a_users_function_pays_in_a_run(start: Path, tmp_path: Path, functions: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": f"{n}:", "bonus": n}) + "\n" for n in range(8)))
+    sets = [f"align.task={functions}:score", f"align.prompts_file={prompts}", "align.prompts=2", "align.answers=2",
+            "align.max_tokens=4", "train.steps=2", *QUICK]  # fmt: skip
+    folder = fit(load(start, sets=sets), start, run=tmp_path / "run").folder
+    lines = [line for line in latest(folder) if line["kind"] == STEP]
+    assert all(math.isfinite(line["reward"]) and line["unscored"] == 0 for line in lines)
+
+
+def write_pairs(path: Path, count: int) -> Path:
+    """The answer with more vowels was preferred."""
+    generator = np.random.default_rng(0)
+    lines = []
+    for number in range(count):
+        case = TASKS["vowels"].case(5, number)
+        words = ["".join(generator.choice(list(letters), 4)) for letters in ("aeiou", "bcdfg")]
+        lines.append(json.dumps({"prompt": case["prompt"], "chosen": words[0], "rejected": words[1]}))
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def test_pairs_train_a_policy_and_a_reward_model_which_then_pays(start: Path, tmp_path: Path) -> None:
+    pairs = write_pairs(tmp_path / "pairs.jsonl", 64)
+    both = [f"align.preferences={pairs}", "align.prompts=8", "train.steps=12", "optimizer.lr=2e-3", *QUICK]
+    dpo = fit(load(start, sets=["align.algorithm=dpo", *both]), start, run=tmp_path / "dpo").folder
+    lines = [line for line in latest(dpo) if line["kind"] == STEP]
+    assert lines[0]["pair_loss"] == pytest.approx(math.log(2), abs=1e-6)  # the model is its own reference
+    assert lines[0]["loss"] == pytest.approx(math.log(2), abs=1e-6)
+    assert lines[-1]["accuracy"] > 0.9
+    reward = fit(load(start, sets=["align.algorithm=reward", *both]), start, run=tmp_path / "reward").folder
+    lines = [line for line in latest(reward) if line["kind"] == STEP]
+    assert lines[0]["loss"] == pytest.approx(math.log(2), abs=1e-6)  # a head of zeros
+    assert lines[-1]["accuracy"] > 0.9
+    config = load(start, sets=["align.task=vowels", f'align.rewards=["{reward}=1", "task=0"]', "align.prompts=2",
+                               "align.answers=2", "train.steps=1", *QUICK])  # fmt: skip
+    paid = fit(config, start, run=tmp_path / "paid").folder
+    (line,) = (line for line in latest(paid) if line["kind"] == STEP)
+    assert line["reward"] == pytest.approx(line[f"reward/{reward}"])
+    laid = lay_model(config.training, Mesh(connect("alone")), torch.device("cpu"), False)
+    model = read_reward_model(reward, laid)
+    assert model.model.value_head.weight.abs().sum() > 0
+
+
+def test_wrong_pairs_and_prompts_are_named(start: Path, tmp_path: Path) -> None:
+    file = tmp_path / "pairs.jsonl"
+    for text, words in [('{"prompt": "a", "chosen": "b"}\n', "pair 1"), ("{}\n", "line 1"), ("nope\n", "no JSON")]:
+        file.write_text(text)
+        config = load(start, sets=["align.algorithm=dpo", f"align.preferences={file}", "align.prompts=1", *QUICK])
+        with pytest.raises(UsageError, match=words):
+            fit(config, start, run=tmp_path / f"run-{len(text)}")
