@@ -92,10 +92,10 @@ MOST_LINES = {
     "train": 7_400,
     "serve": 8_450,
     "align": 3_000,
-    "report": 6_120,
+    "report": 6_080,
     "bench": 8_380,
     "cli": 4_700,
-    "guide": 8_850,
+    "guide": 8_620,
 }
 SOURCE_SUFFIXES = (".py", ".c", ".h", ".cu", ".cuh", ".js", ".css")
 THIRD_PARTY_FREE = ("core", "comm.schedules", "model.work", "plan")

@@ -23,7 +23,8 @@ from tilemesh.plan.prediction import trainable
 from tilemesh.plan.space import Pins, candidates
 from tilemesh.plan.step import Estimator, predict
 from tilemesh.plan.why import runner_up, why
-from tilemesh.report.plan_page import frontier, render
+from tilemesh.report.draw import frontier
+from tilemesh.report.plan_page import render
 
 
 @pytest.fixture(scope="module")

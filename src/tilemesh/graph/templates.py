@@ -114,9 +114,8 @@ ROWS = (
     template("softmax", f"divide(p := exp({_SHIFTED}), sum(p, dims=e)) = softmax(x)"),
     template(
         "loss",
-        "where(k, 0.0, negate(subtract(subtract(sum(where(compare(i, t, kind='equal'), x, 0.0), dims=f),"
-        " m := amax(x, dims=d)), log(sum(exp(subtract(x, m)), dims=e))))) ="
-        " cross_entropy(x, t, ignore_index=k, reduction='none')",
+        "where(k, 0.0, negate(subtract(subtract(sum(where(compare(i, t, kind='equal'), x, 0.0), dims=f), m := amax(x, "
+        "dims=d)), log(sum(exp(subtract(x, m)), dims=e))))) = cross_entropy(x, t, ignore_index=k, reduction='none')",
     ),
 )
 

@@ -42,28 +42,23 @@ def attention() -> str:
     x = 76
     for name, matrix in values.items():
         scene.text(x, 58, words[name], bold=True)
-        for row in range(TOKENS):
-            if name == "scores":
+        if name == "scores":
+            for row in range(TOKENS):
                 scene.text(x - 10, 94 + row * CELL, f"token {row}", align="end", quiet=True, size=11)
-            for column in range(matrix.shape[1]):
-                value = matrix[row, column]
-                is_strong = np.isfinite(value) and abs(value) >= (0.3 if name == "weights" else 0.8)
-                colour = 6 if not np.isfinite(value) else 2 if name == "output" else 1 if value < 0 else 0
-                shown = f"{value:.2f}" if np.isfinite(value) else "-∞"
-                scene.box(
-                    x + column * CELL,
-                    70 + row * CELL,
-                    CELL - 3,
-                    CELL - 3,
-                    shown,
-                    colour=colour,
-                    pale=not is_strong,
-                    size=11,
-                )
+        cells = [[_cell(value, name) for value in row] for row in matrix]
+        scene.cells(x, 70, (CELL, CELL), cells, gap=3, size=11)
         x += matrix.shape[1] * CELL + 22
     note = "A row of weights adds up to 1; a token reads only itself and those before it: token 0 copies its own value."
-    scene.text(76, 296, note, quiet=True, size=11)
+    scene.note(76, 296, note)
     return scene.svg()
+
+
+def _cell(value: float, name: str) -> tuple[str, int, bool]:
+    """A number of the matrix of this name: blue where it is positive, pale where it is small."""
+    if not np.isfinite(value):
+        return "-∞", 6, True
+    is_weak = abs(value) < (0.3 if name == "weights" else 0.8)
+    return f"{value:.2f}", 2 if name == "output" else 1 if value < 0 else 0, is_weak
 
 
 def softmax() -> str:
@@ -80,9 +75,8 @@ def softmax() -> str:
     scene.text(96, 58, "x in memory", bold=True)
     for row in range(rows):
         scene.text(86, 94 + row * CELL, f"program {row}", align="end", quiet=True, size=11)
-        for column in range(columns):
-            y, shown = 70 + row * CELL, f"{x[row, column]:.1f}"
-            scene.box(96 + column * CELL, y, CELL - 3, CELL - 3, shown, colour=0, pale=row != own, size=11)
+    cells = [[(f"{value:.1f}", 0, row != own) for value in x[row]] for row in range(rows)]
+    scene.cells(96, 70, (CELL, CELL), cells, gap=3, size=11)
     left = 540
     scene.text(left, 58, f"program {own}, in registers", bold=True)
     steps = {
@@ -93,13 +87,13 @@ def softmax() -> str:
     }
     for place, (name, values) in enumerate(steps.items()):
         scene.text(left - 10, 94 + place * CELL, name, align="end", size=11)
-        for lane, value in enumerate(values):
-            shown = f"{value:.2f}" if np.isfinite(value) else "-∞"
-            colour = 6 if lane >= columns else 2 if place == len(steps) - 1 else 0
-            scene.box(left + lane * CELL, 70 + place * CELL, CELL - 3, CELL - 3, shown, colour=colour, size=11)
+        colour = 2 if place == len(steps) - 1 else 0
+        shown = [f"{value:.2f}" if np.isfinite(value) else "-∞" for value in values]
+        cells = [[(words, 6 if lane >= columns else colour, False) for lane, words in enumerate(shown)]]
+        scene.cells(left, 70 + place * CELL, (CELL, CELL), cells, gap=3, size=11)
     note = (
         f"{columns} numbers are stored, with the same mask: {lanes - columns} of {lanes} lanes hold nothing. "
         "Unfused, each of these lines is a kernel that reads and writes the matrix."
     )
-    scene.text(96, 70 + rows * CELL + 30, note, quiet=True, size=11)
+    scene.note(96, 70 + rows * CELL + 30, note)
     return scene.svg()

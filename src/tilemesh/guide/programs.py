@@ -155,5 +155,5 @@ def buffers() -> str:
     scene.arrow(left, top + 134, left + 690, top + 134, colour=6)
     scene.text(left + 690, top + 150, "operators, one after the other", align="end", quiet=True, size=11)
     note = "a value lives from the operator that makes it to the last that reads it; then the next may have its place"
-    scene.text(left, top + 174, note, quiet=True, size=11)
+    scene.note(left, top + 174, note)
     return scene.svg()

@@ -91,8 +91,8 @@ def strategies() -> str:
         f"by rows of x {format_bytes(_rows_only(ranked))}, whatever the number of tokens"
     )
     how = "rows: the matrix is whole on every rank · whole to columns: it is cut by columns · from columns: by rows"
-    scene.text(60, 292, how, size=11, quiet=True)
-    scene.text(60, 312, note, size=11, quiet=True)
+    scene.note(60, 292, how)
+    scene.note(60, 312, note)
     return scene.svg()
 
 
@@ -126,29 +126,29 @@ def element_wise() -> str:
         # Element (row, column) of Z needs the same elements of X and Y alone, and those lie where it does.
         shares = [sum(owner == device for owner in owners.values()) for device in range(RANKS)]
         scene.text(left + columns * cell / 2, 58, name, align="mid", bold=True)
-        for (row, column), owner in owners.items():
-            scene.box(left + column * cell, 70 + row * cell, cell - 3, cell - 3, str(owner), colour=owner, size=11)
+        places = [[owners[row, column] for column in range(columns)] for row in range(rows)]
+        scene.cells(left, 70, (cell, cell), [[(str(own), own, False) for own in row] for row in places], gap=3, size=11)
         words = f"{shares[0]} and {shares[1]} additions, nothing sent"
         scene.text(left + columns * cell / 2, 70 + rows * cell + 18, words, align="mid", size=11)
     note = "a number: the device that holds this element of X, of Y and of Z; backward needs no message either"
-    scene.text(70, 256, note, size=11, quiet=True)
+    scene.note(70, 256, note)
     return scene.svg()
 
 
 def grid() -> str:
     """C = A·B on four devices, each with a quarter of C."""
     scene = Scene(860, 250, "A product cut in two dimensions: device (i, j) has rows i of A and columns j of B")
+    pair = range(2)
+    tables = (
+        ((160, 60), [[(f"devices ({row}, 0) and ({row}, 1)", row, False)] for row in pair]),
+        ((80, 120), [[(f"devices\n(0, {col}) and\n(1, {col})", 2 + col, False) for col in pair]]),
+        ((80, 60), [[(f"({row}, {col})", 4 + 2 * row + col, False) for col in pair] for row in pair]),
+    )
     for column, (name, x) in enumerate((("A", 70), ("B", 340), ("C = A·B", 610))):
         scene.text(x + 80, 58, name, align="mid", bold=True)
-        for row, col in product(range(2), range(2)):
-            if column == 0 and col == 0:
-                scene.box(x, 70 + row * 60, 160, 60, f"devices ({row}, 0) and ({row}, 1)", colour=row, size=11)
-            elif column == 1 and row == 0:
-                scene.box(x + col * 80, 70, 80, 120, f"devices\n(0, {col}) and\n(1, {col})", colour=2 + col, size=11)
-            elif column == 2:
-                scene.box(x + col * 80, 70 + row * 60, 80, 60, f"({row}, {col})", colour=4 + 2 * row + col, size=12)
+        scene.cells(x, 70, *tables[column], gap=0, size=11)
     scene.text(285, 136, "·", size=20, align="mid")
     scene.text(555, 136, "=", size=20, align="mid")
     note = "no product needs another device; backward sums the gradient of A over j and that of B over i"
-    scene.text(70, 222, note, size=11, quiet=True)
+    scene.note(70, 222, note)
     return scene.svg()

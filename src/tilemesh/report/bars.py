@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from tilemesh.core.axes import Axes, rank_at, ranks_of, size_of
+from tilemesh.report.draw import PageTable, figure
 from tilemesh.report.html import Html, el, join
 
 _LETTER = 0.022  # of a bar: a letter's width on a phone
@@ -77,6 +78,38 @@ def bars(
             aria_label="bars: " + ", ".join(item.name for item in items[:6]),
         ),
     )
+
+
+def bars_by_kind(
+    title: str,
+    words: str,
+    sizes: Mapping[str, Mapping[str, float]],
+    kinds: Mapping[str, tuple[str, int]],
+    show: Callable[[float], str],
+    *,
+    head: str,
+    total: str = "",
+    most: float | None = None,
+    short: Mapping[str, str] | None = None,
+    label: Callable[[float, float], str] = lambda size, total: "",
+) -> Html:
+    """A bar for each name, in pieces by kind, and the same sizes as a table below it. `kinds`: what each is called, and
+    its colour. `total`: the heading of a column of sums; `short`: names of bars where the table's are too long;
+    `label`: what stands on a piece, of its size and of the sum."""
+    shown = {kind: kinds[kind] for kind in kinds if any(each.get(kind, 0.0) > 0 for each in sizes.values())}
+    items, rows = [], []
+    for name, each in sizes.items():
+        whole = sum(each.values())
+        parts = [
+            BarPart(each[kind], colour, f"{called}: {show(each[kind])}", label(each[kind], whole))
+            for kind, (called, colour) in shown.items()
+            if each.get(kind)
+        ]
+        items.append(Bar(short[name] if short else name, parts, show(whole), name if short else ""))
+        rows.append([name, *(show(each.get(kind, 0.0)) for kind in shown), *([show(whole)] if total else [])])
+    table = PageTable([head, *(called for called, _ in shown.values()), *([total] if total else [])], rows)
+    drawn = bars(items, most=most, kinds=list(shown.values()), one_line=short is not None)
+    return figure(title, words, drawn, table, wide=short is None)
 
 
 _DEEPEST = 0.6  # of the colour: beyond that neither light nor dark words could be read on it

@@ -9,7 +9,7 @@ from typing import Any
 
 from tilemesh.core.units import format_bytes, format_change, format_seconds
 from tilemesh.report import run_parts
-from tilemesh.report.draw import Dots, Line, PageTable, Plot, PlotAxis, PlotLayer, around, chart
+from tilemesh.report.draw import Dots, Line, PageTable, Plot, PlotAxis, PlotLayer, around, chart, frontier
 from tilemesh.report.html import Child, Fact, Html, el, pair
 from tilemesh.report.kernel_charts import names_beside
 from tilemesh.report.kind_page import Beside, KindPage, PageSection, Verdict
@@ -31,15 +31,6 @@ def speedup(point: Mapping[str, Any]) -> float:
     """Of decoding, over the plain model timed in turns with this recipe: the machine is not as quick all the time, so
     times of different turns say nothing about each other."""
     return number(point.get("plain_decode_s")) / number(point.get("decode_s"))
-
-
-def frontier(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Those that no other is both smaller and better than, by the first value."""
-    kept: list[tuple[float, float]] = []
-    for x, y in sorted(points):
-        if not kept or y < kept[-1][1]:
-            kept.append((x, y))
-    return kept
 
 
 def _about(run: Run) -> str:
@@ -96,7 +87,8 @@ def _scatter(
     """Loss up, `words` across; the frontier is joined. `more`: further columns of the table."""
     drawn = [(x, y) for _, x, y in pairs]
     sign = -1 if is_more_better else 1
-    edge = [(sign * x, y) for x, y in frontier([(sign * x, y) for x, y in (*drawn, plain)])]
+    everything = [*drawn, plain]
+    edge = [everything[i] for i in frontier([(sign * x, y) for x, y in everything])]
     x = PlotAxis(*around([place[0] for place in (*drawn, plain)], zero=True), words, show, binary=show is format_bytes)
     low, high = around([place[1] for place in (*drawn, plain)])
     digits = min(8, max(3, math.ceil(1 - math.log10(max(high - low, 1e-9)))))  # so that two marks never read the same

@@ -109,6 +109,15 @@ def around(values: Iterable[float], *, zero: bool = False, margin: float = 0.06)
     return (low if zero and low == 0 else low - room), high + room
 
 
+def frontier(points: Sequence[tuple[float, float]]) -> list[int]:
+    """Indices of the points that no other is below in both values, by the first."""
+    kept: list[int] = []
+    for i in sorted(range(len(points)), key=lambda i: points[i]):
+        if not kept or points[i][1] < points[kept[-1]][1]:
+            kept.append(i)
+    return kept
+
+
 # ---- layers of a plot ------------------------------------------------------------------------------------------
 
 PlotPoints = Sequence[tuple[float, float | None]]

@@ -4,7 +4,7 @@ and delays of an asynchronous pipeline."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tilemesh.core.units import format_bytes, format_seconds
@@ -72,16 +72,19 @@ def _versions(told: Mapping[str, Any]) -> Html:
     return join(figure("Delay", words, bars(items, most=most), PageTable(head, rows), wide=True))
 
 
+def age_parts(ages: Sequence[tuple[int, int]]) -> list[BarPart]:
+    """A bar of gradients by how many updates old their weights were; `ages`: (updates, how many gradients)."""
+    total = sum(count for _, count in ages) or 1
+    return [
+        BarPart(count / total, age % 8, f"{age} updates old: {percent(count / total)}", str(age)) for age, count in ages
+    ]
+
+
 def _servers(servers: list[dict[str, Any]]) -> Html:
     items, rows = [], []
     for place, server in enumerate(servers):
         ages = [(int(age), int(count)) for age, count in server.get("staleness", ())]
-        total = sum(count for _, count in ages) or 1
-        parts = [
-            BarPart(count / total, age % 8, f"{age} updates old: {percent(count / total)}", str(age))
-            for age, count in ages
-        ]
-        items.append(Bar(f"server {place}", parts, f"{number(server.get('updates'), 0.0):.0f} updates"))
+        items.append(Bar(f"server {place}", age_parts(ages), f"{number(server.get('updates'), 0.0):.0f} updates"))
         waited = [number(seconds, 0.0) for seconds in server.get("waited_s", ())]
         rows.append(
             [

@@ -12,6 +12,7 @@ from tilemesh.measure.row import Row
 from tilemesh.report.bars import Bar, BarPart, bars
 from tilemesh.report.draw import Drawing, Line, PageTable, Plot, PlotAxis, around, figure
 from tilemesh.report.html import Html, article, el, headed, pair, tied
+from tilemesh.report.method_part import age_parts
 from tilemesh.report.rows import origin, percent, row_table
 
 
@@ -112,14 +113,7 @@ def utilised(curves: Sequence[MethodCurve]) -> Html:
 def stale(curves: Sequence[MethodCurve]) -> Html:
     """Updates between a read and the application of its gradient; how far ahead anybody was; the replay."""
     served = [curve for curve in curves if curve.staleness]
-    items = []
-    for curve in served:
-        total = sum(count for _, count in curve.staleness)
-        parts = [
-            BarPart(count / total, age % 8, f"{age} updates old: {percent(count / total)}", str(age))
-            for age, count in curve.staleness
-        ]
-        items.append(Bar(curve.method, parts, f"lead at most {curve.lead}"))
+    items = [Bar(curve.method, age_parts(curve.staleness), f"lead at most {curve.lead}") for curve in served]
     rows = [
         [
             curve.method,

@@ -16,7 +16,21 @@ from pathlib import Path
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.core.files import replacing, write_text
 from tilemesh.core.scene import Scene, document
-from tilemesh.report.draw import Dots, Drawing, Line, Note, PlotFrame, Rule, dot_paths, is_slanted, line_class
+from tilemesh.report.draw import (
+    Dots,
+    Drawing,
+    Line,
+    Note,
+    PageTable,
+    Plot,
+    PlotAxis,
+    PlotFrame,
+    PlotLayer,
+    Rule,
+    dot_paths,
+    is_slanted,
+    line_class,
+)
 from tilemesh.report.html import el
 
 WIDTH, GAP = 940, 20
@@ -81,6 +95,11 @@ def svg(drawings: Sequence[Drawing]) -> str:
         left, row_height = left + width + GAP, max(row_height, height)
     label = "; ".join(drawing.title for drawing in drawings)
     return document(WIDTH, round(top + row_height), label, body)
+
+
+def curves(title: str, x: PlotAxis, y: PlotAxis, *layers: PlotLayer, height: int = 260) -> str:
+    """The picture of one chart."""
+    return svg([Drawing(title, "", Plot(x, y, layers, height=height), PageTable([], []))])
 
 
 def _is_wide(drawing: Drawing) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from tilemesh.core.step.action import StepProgram
 from tilemesh.core.step.simulate import Slot, simulate
@@ -11,8 +11,8 @@ from tilemesh.plan.choose import SearchResult
 from tilemesh.plan.memory import RankMemory
 from tilemesh.plan.prediction import Prediction, trainable
 from tilemesh.report import timeline
-from tilemesh.report.bars import Bar, BarPart, bars
-from tilemesh.report.draw import Dots, Line, PageTable, Plot, PlotAxis, PlotLayer, Rule, chart, figure, grid
+from tilemesh.report.bars import bars_by_kind
+from tilemesh.report.draw import Dots, Line, PageTable, Plot, PlotAxis, PlotLayer, Rule, chart, frontier, grid
 from tilemesh.report.html import Child, Fact, Html, article, coded, el, fact_list, headed, join, pair, tied
 from tilemesh.report.rows import percent
 
@@ -117,16 +117,6 @@ def bar_name(number: int, prediction: Prediction) -> str:
     return " ".join(parts)
 
 
-def frontier(points: Sequence[tuple[float, float]]) -> list[int]:
-    """Indices of points (time, memory) that no other beats in both, by time."""
-    order = sorted(range(len(points)), key=lambda i: points[i])
-    kept: list[int] = []
-    for i in order:
-        if not kept or points[i][1] < points[kept[-1]][1]:
-            kept.append(i)
-    return kept
-
-
 def trade_off(result: SearchResult) -> Html:
     """All layouts that fit as dots, the frontier joined, the first and what a rank has marked."""
     points = [(point.time_s, float(point.nbytes)) for point in result.points]
@@ -169,27 +159,28 @@ def _label(layout: str, time_s: float, nbytes: float) -> str:
     return f"{layout}: {format_seconds(time_s)}, {format_bytes(nbytes)}"
 
 
+def _bars(
+    result: SearchResult,
+    title: str,
+    words: str,
+    sizes: Callable[[Prediction], Mapping[str, float]],
+    kinds: Mapping[str, tuple[str, int]],
+    show: Callable[[float], str],
+    most: float | None = None,
+) -> Html:
+    """What the best layouts' steps or bytes consist of."""
+    numbered = {_numbered(number, best): (number, best) for number, best in enumerate(result.predictions, 1)}
+    by_name = {name: sizes(best) for name, (_, best) in numbered.items()}
+    short = {name: bar_name(number, best) for name, (number, best) in numbered.items()}
+    return bars_by_kind(title, words, by_name, kinds, show, head="layout", most=most, short=short)
+
+
 def _times(result: SearchResult) -> Html:
-    items, rows = [], []
-    for number, prediction in enumerate(result.predictions, 1):
-        seconds = {key: getattr(prediction.times, key) for key in TIMES}
-        parts = [
-            BarPart(seconds[key], colour, f"{words}: {format_seconds(seconds[key])}")
-            for key, (words, colour) in TIMES.items()
-        ]
-        value = format_seconds(prediction.step_time_s)
-        items.append(Bar(bar_name(number, prediction), parts, value, prediction.plan.short()))
-        rows.append([_numbered(number, prediction), *(format_seconds(seconds[key]) for key in TIMES)])
-    kinds = [
-        TIMES[key] for key in TIMES if any(getattr(prediction.times, key) > 0 for prediction in result.predictions)
-    ]
-    table = PageTable(["layout", *(words for words, _ in TIMES.values())], rows)
-    return figure(
-        "Step time",
-        "Seen from the slowest stage; the numbers are those of the best layouts.",
-        bars(items, kinds=kinds, one_line=True),
-        table,
-    )
+    def seconds(prediction: Prediction) -> dict[str, float]:
+        return {key: getattr(prediction.times, key) for key in TIMES}
+
+    words = "Seen from the slowest stage; the numbers are those of the best layouts."
+    return _bars(result, "Step time", words, seconds, TIMES, format_seconds)
 
 
 def memory_parts(memory: RankMemory) -> dict[str, int]:
@@ -200,21 +191,14 @@ def memory_parts(memory: RankMemory) -> dict[str, int]:
 
 
 def _memory(result: SearchResult) -> Html:
-    items, rows = [], []
-    for number, prediction in enumerate(result.predictions, 1):
-        sizes = memory_parts(prediction.memory)
-        parts = [
-            BarPart(size, MEMORY[key], f"{key.removesuffix('_bytes')}: {format_bytes(size)}")
-            for key, size in sizes.items()
-        ]
-        value = format_bytes(prediction.memory.total_bytes)
-        items.append(Bar(bar_name(number, prediction), parts, value, prediction.plan.short()))
-        rows.append([_numbered(number, prediction), *(format_bytes(size) for size in sizes.values())])
-    kinds = [(key.removesuffix("_bytes"), colour) for key, colour in MEMORY.items()]
+    kinds = {key: (key.removesuffix("_bytes"), colour) for key, colour in MEMORY.items()}
     usable = result.best.usable_bytes
-    table = PageTable(["layout", *(name for name, _ in kinds)], rows)
     words = f"The bars' full length is the {format_bytes(usable)} a rank may use."
-    return figure("Memory per rank", words, bars(items, most=float(usable), kinds=kinds, one_line=True), table)
+
+    def sizes(prediction: Prediction) -> dict[str, int]:
+        return memory_parts(prediction.memory)
+
+    return _bars(result, "Memory per rank", words, sizes, kinds, format_bytes, float(usable))
 
 
 def simulated(result: SearchResult, best: Prediction) -> tuple[StepProgram, tuple[Slot, ...], float]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeGuard
@@ -157,36 +158,28 @@ def seconds_by_kind(spans: Sequence[TraceSpan], steps: Sequence[TracedStep]) -> 
     totals: dict[str, float] = {}
     if not steps:
         return totals
-    open_: list[tuple[TraceSpan, float]] = []
-    whole, covered = 0.0, 0.0
-    for step in steps:
-        whole += step.ended_s - step.began_s
+    open_: list[TraceSpan] = []
+    whole, covered = sum(step.ended_s - step.began_s for step in steps), 0.0
     inside = [span for span in spans if any(s.began_s <= span.began_s < s.ended_s for s in _near(steps, span))]
     for span in inside:
-        while open_ and span.began_s >= open_[-1][0].ended_s:
+        while open_ and span.began_s >= open_[-1].ended_s:
             open_.pop()
         lasted = span.ended_s - span.began_s
         totals[span.kind] = totals.get(span.kind, 0.0) + lasted
         if open_:
-            outer = open_[-1][0].kind
+            outer = open_[-1].kind
             totals[outer] = totals.get(outer, 0.0) - lasted
         else:
             covered += lasted
-        open_.append((span, lasted))
+        open_.append(span)
     totals[OTHER] = max(0.0, whole - covered)
     return {kind: max(0.0, totals[kind]) / len(steps) for kind in KINDS if totals.get(kind, 0.0) > 0}
 
 
 def _near(steps: Sequence[TracedStep], span: TraceSpan) -> Sequence[TracedStep]:
     """The steps that may hold a span: they follow each other, so at most two."""
-    low, high = 0, len(steps)
-    while low < high:
-        middle = (low + high) // 2
-        if steps[middle].began_s <= span.began_s:
-            low = middle + 1
-        else:
-            high = middle
-    return steps[max(0, low - 2) : low]
+    begun = bisect_right(steps, span.began_s, key=lambda step: step.began_s)
+    return steps[max(0, begun - 2) : begun]
 
 
 def last_steps(traced: TraceTimeline, most_spans: int, most_steps: int) -> list[TracedStep]:

@@ -6,7 +6,7 @@ from typing import Any
 
 from tilemesh.core.units import format_seconds
 from tilemesh.report import spans, timeline
-from tilemesh.report.bars import Bar, BarPart, bars
+from tilemesh.report.bars import Bar, BarPart, bars, bars_by_kind
 from tilemesh.report.draw import PageTable, figure
 from tilemesh.report.html import Html
 from tilemesh.report.rows import percent
@@ -27,51 +27,37 @@ def by_rank(run: Run) -> Html:
     if not measured:
         return absent("time by kind", "neither a trace nor shares of a step are in the folder")
     guess = _predicted(run)
-    shown = [("predicted", guess), *measured] if guess else measured
-    kinds = [kind for kind in spans.KINDS if any(kind in seconds for _, seconds in shown)]
-    items = []
-    rows = []
-    for name, seconds in shown:
-        total = sum(seconds.values())
-        parts = [
-            BarPart(
-                seconds[kind],
-                spans.KINDS[kind][1],
-                f"{spans.KINDS[kind][0]}: {format_seconds(seconds[kind])}",
-                percent(seconds[kind] / total if total else 0.0),
-            )
-            for kind in kinds
-            if seconds.get(kind)
-        ]
-        items.append(Bar(name, parts, format_seconds(total)))
-        rows.append([name, *(format_seconds(seconds.get(kind, 0.0)) for kind in kinds), format_seconds(total)])
-    head = ["rank", *(spans.KINDS[kind][0] for kind in kinds), "step"]
-    drawn = bars(items, kinds=[spans.KINDS[kind] for kind in kinds])
-    return figure("Time by kind, per step", source, drawn, PageTable(head, rows), wide=True)
+    return bars_by_kind(
+        "Time by kind, per step",
+        source,
+        {"predicted": guess, **measured} if guess else measured,
+        spans.KINDS,
+        format_seconds,
+        head="rank",
+        total="step",
+        label=lambda seconds, total: percent(seconds / total if total else 0.0),
+    )
 
 
-def _seconds(run: Run) -> tuple[list[tuple[str, dict[str, float]]], str]:
+def _seconds(run: Run) -> tuple[dict[str, dict[str, float]], str]:
     told = run.summary.get("ranks")
     if isinstance(told, list) and not run.is_behind:
-        measured = [
-            (str(rank_seconds.get("name", f"rank {index}")), _of_rank(rank_seconds))
+        measured = {
+            str(rank_seconds.get("name", f"rank {index}")): _of_rank(rank_seconds)
             for index, rank_seconds in enumerate(told)
             if isinstance(rank_seconds, dict)
-        ]
-        if measured and all(seconds for _, seconds in measured):
+        }
+        if measured and all(measured.values()):
             return measured, "Medians of ordinary steps, as each rank measured them."
     if run.timeline is not None:
         steps = spans.ordinary(run.timeline.steps)
-        each = [
-            (f"rank {rank}", spans.seconds_by_kind(rank_spans, steps))
-            for rank, rank_spans in run.timeline.ranks.items()
-        ]
+        each = {f"rank {rank}": spans.seconds_by_kind(mine, steps) for rank, mine in run.timeline.ranks.items()}
         return each, f"Means over the {len(steps)} traced steps from step {steps[0].number} on."
     shares, step = shares_of(run), run.step_time()
     if shares and step is not None:
         seconds = {kind: share * step.median for kind, share in shares.items() if share > 0}
-        return [("slowest rank", seconds)], "There is no trace: this is what the run says of its slowest rank."
-    return [], ""
+        return {"slowest rank": seconds}, "There is no trace: this is what the run says of its slowest rank."
+    return {}, ""
 
 
 def _predicted(run: Run) -> dict[str, float]:

@@ -94,8 +94,7 @@ def compare_calls(
             if receives[to][source] != elements:
                 raise UsageError(
                     f"the ranks disagree: in {calls[0]} rank {transport.names[source]} sends {elements} elements to "
-                    f"rank {transport.names[to]}, "
-                    f"which expects {receives[to][source]}"
+                    f"rank {transport.names[to]}, which expects {receives[to][source]}"
                 )
 
 

@@ -19,19 +19,16 @@ RING_BYTES = numeric(
     1400,
     asked="MB",
     wrong={
-        700: "700 MB is the first half, the reduce-scatter: 7 messages of 100 MB. The sums must then travel round "
-        "once more "
-        "(the all-gather).",
-        1600: "1600 MB would be 2 rounds of the whole array. In each half a rank sends 7 of the 8 pieces: its own "
-        "last one "
-        "need not be sent.",
+        700: "700 MB is the first half, the reduce-scatter: 7 messages of 100 MB. The sums must then travel round once "
+        "more (the all-gather).",
+        1600: "1600 MB would be 2 rounds of the whole array. In each half a rank sends 7 of the 8 pieces: its own last "
+        "one need not be sent.",
         5600: "5600 MB is what the minimal version sends: the whole array to each of the 7 others. The ring sends "
         "pieces.",
         800: "800 MB would be the whole array once. Reduce-scatter and all-gather each send 7 pieces of 100 MB.",
     },
     otherwise="Cut the array into 8 pieces of 100 MB. Count the messages of one rank in the reduce-scatter, then in "
-    "the "
-    "all-gather.",
+    "the all-gather.",
     explanation="2 (n-1)/n times the array: 2 · 7/8 · 800 MB. It hardly depends on n, which is why rings scale.",
 )
 
@@ -58,11 +55,9 @@ BACKWARD = choice(
     {
         "reduce_scatter": None,
         "all_gather": "all_gather gave every rank a copy of every part. Backward has a gradient for each copy; those "
-        "of one "
-        "part must be *added*, which all_gather does not do.",
+        "of one part must be *added*, which all_gather does not do.",
         "all_reduce": "all_reduce adds up the gradients of the copies, but leaves the whole on every rank. Each rank "
-        "needs the "
-        "gradient of its own part only: half of the work is wasted.",
+        "needs the gradient of its own part only: half of the work is wasted.",
         "broadcast": "broadcast sends one rank's array to all. Here every rank holds something that others need.",
     },
     explanation="Copying and adding are each other's transpose: all_gather and reduce_scatter, broadcast and reduce. "
@@ -203,8 +198,7 @@ def why_not_ring(function: Callable[[Communicator, int], Any]) -> str | None:
         if strangers:
             return (
                 f"The values are right, but rank {rank} exchanged messages with rank {min(strangers)}. In a ring a "
-                "rank "
-                "talks to its two neighbours only, and passes on what it got."
+                "rank talks to its two neighbours only, and passes on what it got."
             )
     for rank, (_, calls) in enumerate(results):  # of ranks that read too early some may have been lucky
         if calls.unfinished:
@@ -248,8 +242,7 @@ def _ring_reason(rank: int, ranks: int, given: Any, expected: list[int]) -> str 
 RING = code(
     "ring_gather",
     "Write an all_gather by a ring: each rank gives one number and gets the numbers of all ranks, in the order of "
-    "ranks. A "
-    "rank may only talk to rank - 1 and rank + 1 (in a circle).",
+    "ranks. A rank may only talk to rank - 1 and rank + 1 (in a circle).",
     '''import numpy as np
 
 def ring_gather(comm, value):

@@ -11,8 +11,8 @@ from tilemesh.comm.schedules.topology import LinearArray, Wire
 from tilemesh.core.hardware import LINKS
 from tilemesh.core.scene import Scene
 from tilemesh.core.units import format_bytes, format_seconds
-from tilemesh.report.draw import Drawing, Line, PageTable, Plot, PlotAxis
-from tilemesh.report.picture import svg
+from tilemesh.report.draw import Line, PlotAxis
+from tilemesh.report.picture import curves
 
 RANKS = 4
 
@@ -41,7 +41,7 @@ def collectives() -> str:
     legend = (
         "a to d and their colours: whose block it is (rank 0 to 3); the number: which block of the array; empty: none"
     )
-    scene.text(16, 428, legend, quiet=True, size=11)
+    scene.note(16, 428, legend)
     return scene.svg()
 
 
@@ -88,23 +88,14 @@ def linear_array(ranks: int = 8, nbytes: int = 1 << 20) -> str:
         if rank + 1 < ranks:
             scene.arrow(x + 58, 86, x + 98, 86, colour=2)
             scene.arrow(x + 98, 102, x + 58, 102, colour=1, dashed=True)
-    scene.text(40, 60, "→ to the next neighbour   ", quiet=True, size=11)
-    scene.text(
-        240,
-        60,
-        f"dashed: from {ranks - 1} to 0, {ranks - 1} hops, against the others: no wire carries two messages",
-        quiet=True,
-        size=11,
-    )
+    scene.note(40, 60, "→ to the next neighbour   ")
+    dashed = f"dashed: from {ranks - 1} to 0, {ranks - 1} hops, against the others: no wire carries two messages"
+    scene.note(240, 60, dashed)
     longest = max(times.values())
     for place, (name, value) in enumerate(times.items()):
-        y = 140 + place * 32
-        scene.text(250, y + 15, name, align="end")
-        scene.box(260, y, max(2.0, 440 * value / longest), 22, colour=(2, 0, 1)[place])
-        scene.text(268 + 440 * value / longest, y + 15, format_seconds(value), size=11)
-    scene.text(
-        40, 242, f"simulated: all-reduce of {format_bytes(nbytes)} over links like InfiniBand NDR", quiet=True, size=11
-    )
+        length, colour = max(2.0, 440 * value / longest), (2, 0, 1)[place]
+        scene.bar(260, 140 + place * 32, length, 22, name, format_seconds(value), colour=colour, quiet=False)
+    scene.note(40, 242, f"simulated: all-reduce of {format_bytes(nbytes)} over links like InfiniBand NDR")
     return scene.svg()
 
 
@@ -122,14 +113,5 @@ def ring_or_tree(ranks: int = 16) -> str:
         sizes[0], 2 * sizes[-1], "bytes of the array", lambda value: format_bytes(value), log=True, binary=True
     )
     y = PlotAxis(min(values) / 1.5, max(values) * 1.5, "seconds", format_seconds, log=True)
-    table = PageTable(["bytes", "ring", "tree"], [])
-    return svg(
-        [
-            Drawing(
-                f"All-reduce on {ranks} ranks over NVLink, from α and β: tree for small arrays, ring for large",
-                "",
-                Plot(x, y, lines),
-                table,
-            )
-        ]
-    )
+    title = f"All-reduce on {ranks} ranks over NVLink, from α and β: tree for small arrays, ring for large"
+    return curves(title, x, y, *lines)

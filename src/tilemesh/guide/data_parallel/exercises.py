@@ -15,8 +15,7 @@ from tilemesh.guide.exercise import choice, code, numeric
 BATCH = numeric(
     "global_batch",
     "Every rank computes microbatches of 4 sequences and accumulates 8 of them before it updates. There are 16 "
-    "data-parallel "
-    "ranks. How many sequences does one update see?",
+    "data-parallel ranks. How many sequences does one update see?",
     512,
     wrong={
         32: "32 = 4 · 8 is what one rank sees. The gradients of all 16 ranks are added up before the update.",
@@ -26,15 +25,13 @@ BATCH = numeric(
     },
     otherwise="Sequences per microbatch, times microbatches per rank, times ranks.",
     explanation="global batch = microbatch · accumulation · dp. Turned round: a rank's number of microbatches is its "
-    "batch "
-    "divided by the microbatch size.",
+    "batch divided by the microbatch size.",
 )
 
 MEMORY = numeric(
     "zero_memory",
     "A model of 7.5 billion parameters is trained with mixed-precision Adam and ZeRO stage 2 on 64 GPUs. How many GB "
-    "(10^9 "
-    "bytes) of weights, gradients and optimizer states does a GPU keep?",
+    "(10^9 bytes) of weights, gradients and optimizer states does a GPU keep?",
     (2 + 14 / 64) * 7.5,
     asked="GB",
     wrong={
@@ -45,8 +42,7 @@ MEMORY = numeric(
         15.0: "15 GB are the 2-byte weights alone. A 64th of gradients and optimizer states comes on top.",
     },
     otherwise="Bytes per parameter: 2 for weights, 2 for gradients, 12 for the optimizer. Which of them does stage 2 "
-    "divide "
-    "by 64?",
+    "divide by 64?",
     explanation="2 + 14/64 bytes per parameter. The weights are what is left, and stage 3 cuts those too.",
 )
 
@@ -56,18 +52,14 @@ TYPES = choice(
     {
         "The two that make weight gradients: hᵀ·dz and xᵀ·da.": None,
         "All three.": "dh = dz·W2ᵀ needs none: row b of dh follows from row b of dz alone, and the rank that has the "
-        "sample has "
-        "both.",
-        "Only dh = dz·W2ᵀ.": "It is the other way round: there every row needs only its own sample. A weight "
-        "gradient sums "
-        "over samples, and those are on different ranks.",
+        "sample has both.",
+        "Only dh = dz·W2ᵀ.": "It is the other way round: there every row needs only its own sample. A weight gradient "
+        "sums over samples, and those are on different ranks.",
         "None: gradients are computed where the samples are.": "Each rank gets the sum over *its* samples. The "
-        "gradient of the "
-        "loss is the sum over all of them, so these sums must be added up across ranks.",
+        "gradient of the loss is the sum over all of them, so these sums must be added up across ranks.",
     },
     explanation="A product that sums over a dimension that is cut (type 2) needs an all-reduce; one that keeps it "
-    "(type 1) "
-    "does not. Chapter 6 cuts other dimensions, and the same rule tells what must be sent.",
+    "(type 1) does not. Chapter 6 cuts other dimensions, and the same rule tells what must be sent.",
 )
 
 
@@ -166,8 +158,7 @@ def _why_not_other_counts(function: Callable[[Communicator, Any, int], Any]) -> 
 MEAN = code(
     "mean_gradient",
     "Three ranks have 5, 3 and 3 samples. Each has the *sum* of the gradients of its samples. Write a function that "
-    "returns "
-    "the mean over all samples, on every rank.",
+    "returns the mean over all samples, on every rank.",
     '''import numpy as np
 
 def mean_gradient(comm, gradient_sum, samples):
@@ -177,9 +168,8 @@ def mean_gradient(comm, gradient_sum, samples):
     solution=mean_gradient,
     planted=(mean_of_means, over_ranks, never_divided, only_mine, own_count, eleven),
     correct=why_not_mean,
-    explanation="In language models `samples` are tokens that count in the loss, and their number differs from rank "
-    "to rank "
-    "and microbatch to microbatch: this mistake is made in real systems.",
+    explanation="In language models `samples` are tokens that count in the loss, and their number differs from rank to "
+    "rank and microbatch to microbatch: this mistake is made in real systems.",
 )
 
 EXERCISES = (TYPES, BATCH, MEMORY, MEAN)

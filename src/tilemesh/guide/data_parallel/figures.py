@@ -31,9 +31,9 @@ def equation() -> str:
         else:
             scene.box(x, 54, width, 46, words, colour=colour, size=20)
         x += width + 6
-    scene.text(640, 68, "θ weights · D data", size=11, quiet=True)
-    scene.text(640, 84, "∇L gradient of the loss", size=11, quiet=True)
-    scene.text(640, 100, "f the optimizer's update", size=11, quiet=True)
+    scene.note(640, 68, "θ weights · D data")
+    scene.note(640, 84, "∇L gradient of the loss")
+    scene.note(640, 100, "f the optimizer's update")
     rows = (
         (3, "data parallelism (this chapter)", "cuts D: every rank has all of θ; gradients are added up"),
         (1, "ZeRO stages 1 and 2", "also cut what f keeps (moments), and the gradients"),
@@ -113,7 +113,7 @@ def zero(ranks: int = 64, parameters: int = 7_500_000_000) -> str:
         ((0, "weights, 2 bytes"), (2, "gradients, 2"), (1, "optimizer states, 12"))
     ):
         scene.box(130 + place * 190, 204, 14, 14, colour=colour)
-        scene.text(150 + place * 190, 215, words, size=11, quiet=True)
+        scene.note(150 + place * 190, 215, words)
     return scene.svg()
 
 
@@ -122,25 +122,12 @@ def zero_steps() -> str:
     scene = Scene(
         860, 250, "One step by stage: what is computed, and what is sent (in units of the weights, times (n-1)/n)"
     )
+    forward, backward, update = ("forward", 0), ("backward", 0), ("update a part", 1)
+    gather, scatter = ("all_gather: 1", 2), ("reduce_scatter: 1", 2)
     stages = (
-        ("stage 0", (("forward", 0), ("backward", 0), ("all_reduce gradients: 2", 2), ("update all", 1)), "2"),
-        (
-            "stages 1, 2",
-            (("forward", 0), ("backward", 0), ("reduce_scatter: 1", 2), ("update a part", 1), ("all_gather: 1", 2)),
-            "2",
-        ),
-        (
-            "stage 3",
-            (
-                ("all_gather: 1", 2),
-                ("forward", 0),
-                ("all_gather: 1", 2),
-                ("backward", 0),
-                ("reduce_scatter: 1", 2),
-                ("update a part", 1),
-            ),
-            "3",
-        ),
+        ("stage 0", (forward, backward, ("all_reduce gradients: 2", 2), ("update all", 1)), "2"),
+        ("stages 1, 2", (forward, backward, scatter, update, gather), "2"),
+        ("stage 3", (gather, forward, gather, backward, scatter, update), "3"),
     )
     for row, (name, boxes, total) in enumerate(stages):
         y = 52 + row * 62
@@ -151,11 +138,6 @@ def zero_steps() -> str:
             scene.box(x, y, width, 38, words, colour=colour, size=11)
             x += int(width) + 5
         scene.text(846, y + 24, f"sent: {total}", align="end", bold=True)
-    scene.text(
-        96,
-        242,
-        "Stages 1 and 2 send what an all_reduce sends, with the update in the middle; stage 3 half as much again.",
-        size=11,
-        quiet=True,
-    )
+    words = "Stages 1 and 2 send what an all_reduce sends, with the update in the middle; stage 3 half as much again."
+    scene.note(96, 242, words)
     return scene.svg()

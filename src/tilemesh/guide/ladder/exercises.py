@@ -23,9 +23,8 @@ BLOCKS = numeric(
 
 V2_READS = numeric(
     "register_reads",
-    "N = 1024. Each thread computes 4 x 4 elements of C as outer products in registers (v2). How many elements "
-    "are read from "
-    "global memory in all?",
+    "N = 1024. Each thread computes 4 x 4 elements of C as outer products in registers (v2). How many elements are "
+    "read from global memory in all?",
     2 * 1024**3 // 4,
     wrong={
         2
@@ -40,9 +39,8 @@ V2_READS = numeric(
 
 CONVOLUTION = numeric(
     "halo",
-    "A block of 256 threads computes 256 outputs of a convolution of width 5, with its inputs in shared memory. "
-    "How many elements "
-    "does it read from global memory?",
+    "A block of 256 threads computes 256 outputs of a convolution of width 5, with its inputs in shared memory. How "
+    "many elements does it read from global memory?",
     260,
     wrong={
         1280: "256 * 5 is without shared memory: every thread reads its own five.",
@@ -74,15 +72,12 @@ BARRIER = choice(
     "v3 has two __syncthreads() for each tile: after fetching, and after multiplying. What happens without the second?",
     {
         "A fast thread overwrites the tile while a slow one still multiplies with it.": None,
-        "A thread multiplies with elements that nobody has fetched yet.": "That is what the *first* barrier "
-        "prevents: it "
-        "stands between fetching and multiplying.",
-        "Nothing: all threads of a block run in step.": "Only the lanes of one warp run in step, and not even "
-        "those for sure. A "
-        "block of 256 threads has 8 warps that the scheduler runs in any order.",
-        "The result is right, but slower.": "Leaving a barrier out makes a kernel faster, and here wrong: some "
-        "thread still "
-        "reads the tile that is being overwritten.",
+        "A thread multiplies with elements that nobody has fetched yet.": "That is what the *first* barrier prevents: "
+        "it stands between fetching and multiplying.",
+        "Nothing: all threads of a block run in step.": "Only the lanes of one warp run in step, and not even those "
+        "for sure. A block of 256 threads has 8 warps that the scheduler runs in any order.",
+        "The result is right, but slower.": "Leaving a barrier out makes a kernel faster, and here wrong: some thread "
+        "still reads the tile that is being overwritten.",
     },
     explanation="The interpreter finds it: `race: thread ... writes sA[..][..], which another thread read`.",
 )

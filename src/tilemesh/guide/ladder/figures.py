@@ -17,6 +17,9 @@ from tilemesh.guide.ladder.measured import h200_rows, median_s, reads_of
 from tilemesh.kernels.ladder import rungs, studies, times
 from tilemesh.kernels.ladder.memory import BANKS, WARP
 from tilemesh.kernels.ladder.ours import our_rungs
+from tilemesh.report.draw import Dots, Line, PlotAxis, PlotLayer
+from tilemesh.report.kernel_charts import names_beside
+from tilemesh.report.picture import curves
 
 N = 4096
 
@@ -42,14 +45,10 @@ def grid() -> str:
     width, height, (across, down) = studies.WIDTH, studies.HEIGHT, studies.FIRST_BLOCK
     scene = Scene(860, 320, f"matrixAddDoubleB: {width}x{height} elements, blocks of {across}x{down} threads")
     side, left, top = 34, 40, 44
-    for row in range(height):
-        for column in range(width):
-            block = row // down * (width // across) + column // across
-            words = f"{column % across},{row % down}"
-            scene.box(left + column * side, top + row * side, side - 2, side - 2, words, colour=block % 6, size=9)
-    for block in range(width // across * (height // down)):
-        x = left + block % (width // across) * across * side
-        y = top + block // (width // across) * down * side
+    for row, column in itertools.product(range(height // down), range(width // across)):
+        x, y, block = left + column * across * side, top + row * down * side, row * (width // across) + column
+        threads = [[(f"{i},{j}", block % 6, False) for i in range(across)] for j in range(down)]
+        scene.cells(x, y, (side, side), threads, size=9)
         scene.line(x - 1, y - 1, x + across * side - 1, y - 1)
         scene.line(x - 1, y - 1, x - 1, y + down * side - 1)
     lines = (
@@ -86,13 +85,12 @@ def tiles() -> str:
     """What one thread (v1, v2) and one block (v3) read for their part of C."""
     scene = Scene(860, 330, "What is read for the coloured part of C: a row and a column, V of each, L of each")
     v, tile = rungs.v2().constants["V"], rungs.v3().constants["L"]
+    area = tile * tile
     cases = (
         ("v1: one thread", "1 x 1", 6, f"2N = {2 * N:,} reads for 1 element"),
         (f"v2: one thread, V = {v}", f"{v} x {v}", 18, f"2NV = {2 * N * v:,} reads for {v * v} elements"),
-        (f"v3: one block, L = "
-         f"{tile}", f"{tile} x {tile}", 44, f"2NL = {2 * N * tile:,} reads for {tile * tile:,} "
-                                                               "elements"),
-    )  # fmt: skip
+        (f"v3: one block, L = {tile}", f"{tile} x {tile}", 44, f"2NL = {2 * N * tile:,} reads for {area:,} elements"),
+    )
     for place, (title, part, thick, words) in enumerate(cases):
         left, size = 24 + place * 280, 104
         scene.text(left, 52, title, bold=True)
@@ -106,7 +104,7 @@ def tiles() -> str:
         for name, x, y in (("B", size + 18, 78), ("A", 6, size + 90), ("C", size + 18, size + 90)):
             scene.text(left + x, y, name, bold=True)
         scene.text(left, 62 + 2 * size + 36, f"part of C: {part}", size=11)
-        scene.text(left, 62 + 2 * size + 54, words, size=11, quiet=True)
+        scene.note(left, 62 + 2 * size + 54, words)
     return scene.svg()
 
 
@@ -126,7 +124,7 @@ def sectors() -> str:
             scene.box(x, y, 23, 26, pale=True, colour=6)
             scene.box(x, y, 23 * used, 26, colour=2 if touched == 4 else 1)
         words = "lanes walk down a column: each in a row of its own" if touched > 4 else "lanes walk along rows"
-        scene.text(24, top + 68, words, quiet=True, size=11)
+        scene.note(24, top + 68, words)
     return scene.svg()
 
 
@@ -146,9 +144,7 @@ def banks() -> str:
             height = 5.2 * count
             scene.box(x, top + 96 - height, 22, max(height, 0.5), colour=1 if asked.max() > 1 else 2)
             scene.text(x + 11, top + 110, str(bank), size=8, align="mid", quiet=True)
-    scene.text(
-        24, 318, f"padding of {pad} words: element (k, row) lies in bank ({pad} k + row) mod 32", quiet=True, size=11
-    )
+    scene.note(24, 318, f"padding of {pad} words: element (k, row) lies in bank ({pad} k + row) mod 32")
     return scene.svg()
 
 
@@ -180,15 +176,10 @@ def convolution() -> str:
     scene = Scene(
         860, 210, f"A convolution of width 3, 128 threads: {reads[0]} reads of global memory become {reads[1]}"
     )
-    for place, (count, words) in enumerate(
-        zip(
-            reads,
-            ("each thread reads its three inputs", "the block brings 128 + 2 inputs to shared memory"),
-            strict=True,
-        )
-    ):
+    words = ("each thread reads its three inputs", "the block brings 128 + 2 inputs to shared memory")
+    for place, count in enumerate(reads):
         top = 50 + place * 76
-        scene.text(24, top, words)
+        scene.text(24, top, words[place])
         scene.box(24, top + 10, count * 2, 34, f"{count}", colour=1 if place == 0 else 2)
     return scene.svg()
 
@@ -215,11 +206,8 @@ def reads() -> str:
     scene = Scene(860, 60 + 26 * len(entries), f"Elements read from global memory, N = {N} (logarithmic)")
     smallest, largest = min(entry[2] for entry in entries), max(entry[2] for entry in entries)
     for place, (key, formula, count) in enumerate(entries):
-        y = 40 + place * 26
-        scene.text(140, y + 14, key, align="end")
         length = 60 + 400 * math.log(count / smallest) / math.log(largest / smallest)
-        scene.box(150, y, length, 20, colour=0)
-        scene.text(158 + length, y + 14, f"{formula} = {count:,}", size=11, quiet=True)
+        scene.bar(150, 40 + place * 26, length, 20, key, f"{formula} = {count:,}")
     return scene.svg()
 
 
@@ -241,52 +229,31 @@ def measured_times() -> str:
         scene.box(150, y + 13, length, 13, colour=2 if row.case["units"] == "fp16" else 0)
         peer = row.peers["torch"].median
         words = f"{format_seconds(taken)}, {2 * N**3 / taken / 1e12:.3g} TFLOP/s; torch {format_seconds(peer)}"
-        scene.text(158 + length, y + 24, words, size=11, quiet=True)
-    scene.text(150, 60 + 34 * len(rows), "blue: float32 and tf32; green: float16", size=11, quiet=True)
+        scene.note(158 + length, y + 24, words)
+    scene.note(150, 60 + 34 * len(rows), "blue: float32 and tf32; green: float16")
     return scene.svg()
 
 
 def roofline() -> str:
     """FLOP/s over FLOPs for each byte asked of global memory; roofs from the datasheet."""
     device = find_device("h200")
-    scene = Scene(860, 470, "Each rung on the roofline of an H200: FLOP/s over FLOPs per byte asked of global memory")
-    left, top, width, height = 92, 44, 740, 360
-    x_low, x_high, y_low, y_high = 0.1, 1000.0, 3e11, 2e15
-
-    def across(x: float) -> float:
-        return left + width * math.log(x / x_low) / math.log(x_high / x_low)
-
-    def up(y: float) -> float:
-        return top + height * (1 - math.log(y / y_low) / math.log(y_high / y_low))
-
-    for power in range(-1, 4):
-        scene.line(across(10.0**power), top, across(10.0**power), top + height)
-        scene.text(across(10.0**power), top + height + 16, f"{10.0**power:g}", align="mid", size=11, quiet=True)
-    for flops in (1e12, 1e13, 1e14, 1e15):
-        scene.line(left, up(flops), left + width, up(flops))
-        scene.text(left - 6, up(flops) + 4, format_rate(flops, "FLOP/s"), align="end", size=11, quiet=True)
-    scene.text(left + width, top + height + 34, "FLOP per byte", align="end", size=11, quiet=True)
+    x = PlotAxis(0.1, 800.0, "FLOP per byte", log=True)
+    y = PlotAxis(3e11, 2e15, "FLOP/s", lambda value: format_rate(value, "FLOP/s"), log=True)
     bandwidth = device.memory_bytes_per_s
     l1 = device.sm_count * times.clock_hz(device) * 128  # a line per cycle and multiprocessor
+    layers: list[PlotLayer] = []
     for rate, words, colour in ((bandwidth, "device memory 4.8 TB/s", 1), (l1, f"L1 {format_rate(l1, 'B/s')}", 4)):
-        begin, end = max(x_low, y_low / rate), device.peak("fp16") / rate
-        scene.line(across(begin), up(begin * rate), across(end), up(end * rate), colour=colour, thick=True)
-        scene.text(across(begin) + 8, up(begin * rate) - 10, words, size=11)
-    for units, colour in (("fp32", 0), ("tf32", 3), ("fp16", 2)):
+        begin, end = max(x.low, y.low / rate), device.peak("fp16") / rate
+        layers.append(Line(words, [(begin, begin * rate), (end, end * rate)], colour))
+    colours, bytes_of = {"fp32": 0, "tf32": 3, "fp16": 2}, {"fp32": 4, "tf32": 4, "fp16": 2}
+    for units, colour in colours.items():
         peak = device.peak(units)
-        scene.line(across(peak / l1), up(peak), left + width, up(peak), colour=colour, thick=True)
-        scene.text(left + width, up(peak) - 5, f"{units} {format_rate(peak, 'FLOP/s')}", size=11, align="end")
-    bytes_of = {"fp32": 4, "tf32": 4, "fp16": 2}
-    taken: list[tuple[float, float, float]] = []  # left, right and baseline of the names so far
-    for place, row in enumerate(h200_rows()):
-        units, name = str(row.case["units"]), str(row.case["rung"])
-        x = across(2 * N**3 / (reads_of(row) * bytes_of[units]))
-        y = up(2 * N**3 / median_s(row))
-        scene.box(x - 5, y - 5, 10, 10, colour={"fp32": 0, "tf32": 3, "fp16": 2}[units])
-        for lower, side in itertools.product((4, 16, -8, 28), (-1, 1) if place % 2 else (1, -1)):
-            begin, end = sorted((x + 8 * side, x + (8 + 6 * len(name)) * side))
-            if all(begin > right or end < left or abs(y + lower - base) > 11 for left, right, base in taken):
-                break
-        taken.append((begin, end, y + lower))
-        scene.text(x + 8 * side, y + lower, name, size=10, align="end" if side < 0 else "")
-    return scene.svg()
+        layers.append(Line(f"{units} {format_rate(peak, 'FLOP/s')}", [(peak / l1, peak), (x.high, peak)], colour))
+    points, names = [], []
+    for row in h200_rows():
+        units = str(row.case["units"])
+        points.append((2 * N**3 / (reads_of(row) * bytes_of[units]), 2 * N**3 / median_s(row)))
+        names.append(str(row.case["rung"]).replace(" ", "\u00a0"))  # beside a dot stands the first word
+        layers.append(Dots("", [points[-1]], colours[units], 9))
+    title = "Each rung on the roofline of an H200: FLOP/s over FLOPs per byte asked of global memory"
+    return curves(title, x, y, *layers, *names_beside(points, [], names, x, y), height=380)

@@ -28,12 +28,10 @@ CACHE_READS = numeric(
     "n = 512, tiles of b1 = 16 rows of A and b2 = 32 columns of B in the L1. How many elements come from memory?",
     512**2 + 512**3 // 16,
     wrong={
-        512**2 + 512**2 // 16: "n²/b1 for B is an error that is often printed: all of B (n² elements) is read "
-        "again for each of "
-        "the n/b1 tiles of A, which makes n³/b1.",
-        512**2 + 512**3 // 32: "b2 does not count here: each tile of A reads all of B, however it is cut. b1 says "
-        "how many tiles "
-        "of A there are.",
+        512**2 + 512**2 // 16: "n²/b1 for B is an error that is often printed: all of B (n² elements) is read again "
+        "for each of the n/b1 tiles of A, which makes n³/b1.",
+        512**2 + 512**3 // 32: "b2 does not count here: each tile of A reads all of B, however it is cut. b1 says how "
+        "many tiles of A there are.",
         2 * 512**3: "2n³ is without tiles: every product reads both of its factors.",
         2 * 512**2: "2n² would be every element once: B would have to stay in the L1 whole.",
     },
@@ -62,9 +60,8 @@ SHARING = choice(
         "They lie in one cache line, which each write takes away from the other core.": None,
         "Both need the same lock.": "There is no lock: nobody asked for one, and no thread touches another's counter.",
         "The array does not fit into the L1.": "Two counters are 16 bytes.",
-        "Threads of one process share a core.": "The scheduler puts them on different cores, and that is what "
-        "makes the line "
-        "travel between their caches.",
+        "Threads of one process share a core.": "The scheduler puts them on different cores, and that is what makes "
+        "the line travel between their caches.",
     },
     explanation="Coherence works on lines of 64 (or 128) bytes. Put counters a line apart, or count in a register.",
 )

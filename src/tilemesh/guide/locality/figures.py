@@ -55,7 +55,7 @@ def strides() -> str:
         scene.box(
             24 + place * 40.5, 44, 38, 28, str(place), colour=2 if place in inside else 6, pale=place not in inside
         )
-    scene.text(24, 90, "the buffer; green: what the slice reaches", size=11, quiet=True)
+    scene.note(24, 90, "the buffer; green: what the slice reaches")
     views = (
         ("4 x 5", matrix),
         ("[1:4, 2:4]", part),
@@ -65,16 +65,13 @@ def strides() -> str:
     left = 24
     for title, view in views:
         scene.text(left, 122, title, bold=True)
-        for row in range(view.shape[0]):
-            for column in range(view.shape[1]):
-                place = view.place(row, column)
-                colour = 2 if place in inside else 6
-                scene.box(
-                    left + column * 30, 132 + row * 24, 28, 22, str(place), colour=colour, pale=colour == 6, size=10
-                )
+        rows, columns = view.shape
+        places = [[view.place(row, column) for column in range(columns)] for row in range(rows)]
+        cells = [[(str(at), 2 if at in inside else 6, at not in inside) for at in row] for row in places]
+        scene.cells(left, 132, (30, 24), cells)
         scene.text(left, 284, f"offset {view.offset}", size=11)
         scene.text(left, 300, f"strides {view.strides}", size=11)
-        scene.text(left, 316, "contiguous" if view.contiguous else "not contiguous", size=11, quiet=True)
+        scene.note(left, 316, "contiguous" if view.contiguous else "not contiguous")
         left += max(4, view.shape[1]) * 30 + 76
     return scene.svg()
 
@@ -99,7 +96,7 @@ def orders() -> str:
                 scene.box(x + 47, 113, 10, 10, colour=0)
             scene.text(x + 52, 188, way, align="mid", size=11)
         note = "a new line of B at each step" if place == 0 else "every element of a line is used"
-        scene.text(left, 214, note, size=11, quiet=True)
+        scene.note(left, 214, note)
     return scene.svg()
 
 
@@ -116,7 +113,7 @@ def tiles() -> str:
                 length = 40 + 420 * math.log(count / smallest) / math.log(largest / smallest)
                 scene.box(140, y + row * 17, length, 15, colour=colour)
                 words = f"{count:,} from {'the L1 to registers' if row else 'memory'}"
-                scene.text(148 + length, y + row * 17 + 12, words, size=11, quiet=True)
+                scene.note(148 + length, y + row * 17 + 12, words)
     return scene.svg()
 
 
@@ -127,14 +124,10 @@ def nests(rows: list[Row]) -> str:
     longest = max(row.measured.median for row in chosen if row.measured)
     for place, row in enumerate(chosen):
         assert row.measured is not None
-        y = 40 + place * 28
-        scene.text(130, y + 15, str(row.case["variant"]), align="end")
-        length = 520 * row.measured.median / longest
-        scene.box(140, y, max(length, 2), 22, colour=0)
+        length = max(2.0, 520 * row.measured.median / longest)
         rate = 2 * 512**3 / row.measured.median / 1e9
-        scene.text(
-            148 + length, y + 15, f"{format_seconds(row.measured.median)}, {rate:.3g} GFLOP/s", size=11, quiet=True
-        )
+        words = f"{format_seconds(row.measured.median)}, {rate:.3g} GFLOP/s"
+        scene.bar(140, 40 + place * 28, length, 22, str(row.case["variant"]), words)
     return scene.svg()
 
 
@@ -163,7 +156,7 @@ def heat_map(times: dict[tuple[int, int], float], caches: dict[str, int], n: int
         scene.text(left + x * cell + cell / 2, top - 8, f"{across} columns", align="mid", size=11)
     known = ", ".join(f"{name} {format_bytes(size)}" for name, size in caches.items())
     words = f"the lines are where a tile fills a cache: {known or 'sizes unknown'}. Green is fast, orange is slow."
-    scene.text(left, top + cell * 0.8 * len(sides) + 18, words, size=11, quiet=True)
+    scene.note(left, top + cell * 0.8 * len(sides) + 18, words)
     return scene.svg()
 
 
@@ -171,10 +164,10 @@ def convolution() -> str:
     """A tile with its border."""
     tile = 4
     scene = Scene(860, 260, f"A 3 x 3 convolution by tiles of {tile} x {tile}: the border is read by two tiles")
-    for row in range(tile + 2):
-        for column in range(tile + 2):
-            inner = 1 <= row <= tile and 1 <= column <= tile
-            scene.box(24 + column * 32, 44 + row * 32, 30, 30, colour=2 if inner else 3, pale=not inner)
+    inner = range(1, tile + 1)
+    rows = [[("", 2, False) if {row, column} <= {*inner} else ("", 3, True) for column in range(tile + 2)]
+            for row in range(tile + 2)]  # fmt: skip
+    scene.cells(24, 44, (32, 32), rows)
     for place, size in enumerate((4, 16, 64)):
         plain, tiled = (convolution_formula(name, size, size, size) for name in ("plain", "tiled"))
         words = f"tile of {size} x {size}: {tiled / size**2:.2f} reads for each output, instead of {plain // size**2}"
@@ -212,5 +205,5 @@ def sharing() -> str:
         scene.arrow(left + 60, 138, left + 12, 96, colour=0)
         scene.arrow(left + 260, 138, left + apart * 24 + 12 + apart // 8 * 8, 96, colour=2)
         note = "every write takes the line away from the other core" if apart == 1 else "each core keeps its line"
-        scene.text(left, 198, note, size=11, quiet=True)
+        scene.note(left, 198, note)
     return scene.svg()

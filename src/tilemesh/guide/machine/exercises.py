@@ -26,8 +26,7 @@ AMDAHL = numeric(
 CYCLES = numeric(
     "cycles",
     "A processor has five stages of one cycle each. How many cycles do 100 instructions take in a pipeline, if none "
-    "waits for "
-    "another?",
+    "waits for another?",
     104,
     wrong={
         500: "500 is without a pipeline: each instruction has all five cycles to itself.",
@@ -42,17 +41,14 @@ CYCLES = numeric(
 BOUND = choice(
     "bound",
     "A GPU computes 989 TFLOP/s and reads 3.35 TB/s from memory. An addition z = x + y of large fp16 arrays does 1 "
-    "FLOP per 6 "
-    "bytes. What bounds it?",
+    "FLOP per 6 bytes. What bounds it?",
     {
         "Memory: at full bandwidth it reaches about 0.06 % of the peak.": None,
         "Arithmetic: additions are what a GPU is slow at.": "3.35 TB/s / 6 bytes is 0.56 T additions per second; the "
-        "GPU could "
-        "do over a thousand times as many. It waits for data.",
+        "GPU could do over a thousand times as many. It waits for data.",
         "Both alike.": "That is so at the ridge, 989 / 3.35 = 295 FLOPs per byte. Here it is 1/6.",
         "Neither: such a small operation is bound by its launch.": "A launch takes microseconds; large arrays take "
-        "much longer. "
-        "For small arrays it would be right.",
+        "much longer. For small arrays it would be right.",
     },
     explanation="This is why fusing element-wise operations into a matrix product pays: they ride along for free.",
 )
@@ -109,9 +105,8 @@ def why_not_bound(function: Callable[[float, float, float, float], Any]) -> str 
 
 ROOF = code(
     "bound_time",
-    "Write the roofline as a function: the least time of work with so many FLOPs and bytes on a machine with this "
-    "peak and "
-    "bandwidth.",
+    "Write the roofline as a function: the least time of work with so many FLOPs and bytes on a machine with this peak "
+    "and bandwidth.",
     '''def bound_time(flops, nbytes, peak, bandwidth):
     """Seconds; peak in FLOP/s, bandwidth in bytes/s."""
     ...''',

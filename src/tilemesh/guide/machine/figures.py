@@ -13,8 +13,8 @@ from tilemesh.guide.machine.growth import GPUS, MODELS, TRAINING_BYTES
 from tilemesh.guide.machine.hierarchy import MemoryLevel
 from tilemesh.guide.machine.layers import rows
 from tilemesh.guide.machine.processor import CYCLE, amdahl, chained, cycles, independent, pipelined
-from tilemesh.report.draw import Dots, Drawing, Line, Note, PageTable, Plot, PlotAxis
-from tilemesh.report.picture import svg
+from tilemesh.report.draw import Dots, Line, Note, PlotAxis
+from tilemesh.report.picture import curves
 
 SHORT = {"execute": "exec"}
 
@@ -51,12 +51,11 @@ def hierarchy() -> str:
         y = 62 + place * 36
         assert level.latency_s is not None
         size = f" ({format_bytes(level.size_bytes)} read)" if level.size_bytes else ""
-        scene.text(180, y + 18, level.name + size, align="end")
-        width = 460 * scale.place(level.latency_s)
-        scene.box(190, y, width, 26, colour=(0, 2, 2, 2, 1, 3, 5)[min(place, 6)])
         rate = "" if level.bytes_per_s is None else f", {format_rate(level.bytes_per_s, 'B/s')}"
-        scene.text(198 + width, y + 18, f"{format_seconds(level.latency_s)}{rate}", size=11)
-    scene.text(190, 80 + 36 * len(levels), "each line to the right is ten times slower", size=11, quiet=True)
+        value, colour = f"{format_seconds(level.latency_s)}{rate}", (0, 2, 2, 2, 1, 3, 5)[min(place, 6)]
+        length = 460 * scale.place(level.latency_s)
+        scene.bar(190, y, length, 26, level.name + size, value, colour=colour, quiet=False)
+    scene.note(190, 80 + 36 * len(levels), "each line to the right is ten times slower")
     return scene.svg()
 
 
@@ -110,11 +109,9 @@ def links() -> str:
     scale = PlotAxis(1e9, 5e12, "", log=True)
     values = {"HBM of an H100": H100.memory_bytes_per_s, **{name: LINKS[name].bytes_per_s for name in shown}}
     for place, (name, value) in enumerate(values.items()):
-        y = 40 + place * 30
-        width = 560 * scale.place(value)
-        scene.text(140, y + 16, name, align="end")
-        scene.box(150, y, width, 22, colour=1 if place == 0 else 0 if "nvlink" in name else 2 if "pcie" in name else 3)
-        scene.text(158 + width, y + 16, format_rate(value, "B/s"), size=11)
+        colour = 1 if place == 0 else 0 if "nvlink" in name else 2 if "pcie" in name else 3
+        length = 560 * scale.place(value)
+        scene.bar(150, 40 + place * 30, length, 22, name, format_rate(value, "B/s"), colour=colour, quiet=False)
     scene.text(150, 54 + 30 * len(values), "the scale is logarithmic", size=10, quiet=True)
     return scene.svg()
 
@@ -141,9 +138,8 @@ def roofline() -> str:
     dots = Dots("layers of the table", [*points, (1 / 6, rate / 6)], 1)
     x_axis = PlotAxis(low, high, "FLOPs per byte moved", log=True)
     y_axis = PlotAxis(1e11, 2e15, "FLOP/s at best", lambda value: format_rate(value, "FLOP/s"), log=True)
-    table = PageTable(["layer", "FLOPs per byte"], [[row.name, f"{row.cost.intensity:.3g}"] for row in layers])
     title = "Roofline of an H100 in bf16: left of the ridge memory is the limit, right of it arithmetic"
-    return svg([Drawing(title, "", Plot(x_axis, y_axis, [Line("roof", roof, 0), dots, *notes]), table)])
+    return curves(title, x_axis, y_axis, Line("roof", roof, 0), dots, *notes)
 
 
 def amdahl_curves() -> str:
@@ -157,17 +153,7 @@ def amdahl_curves() -> str:
     dot = Dots("20 % serial, 100 processors", [(100, at)], 4)
     x = PlotAxis(1, 256, "processors", log=True)
     y = PlotAxis(1, 256, "times faster", log=True)
-    table = PageTable(["processors"], [])
-    return svg(
-        [
-            Drawing(
-                f"Amdahl's law: with 20 % serial, 100 processors make it {at:.2g} times faster",
-                "",
-                Plot(x, y, [*lines, dot]),
-                table,
-            )
-        ]
-    )
+    return curves(f"Amdahl's law: with 20 % serial, 100 processors make it {at:.2g} times faster", x, y, *lines, dot)
 
 
 def growth() -> str:
@@ -182,5 +168,4 @@ def growth() -> str:
     ]
     x = PlotAxis(2017.5, 2024.8, "year", lambda value: f"{value:.0f}", whole=True)
     y = PlotAxis(1e9, 3e13, "bytes", lambda value: format_rate(value, "B/s").removesuffix("/s"), log=True)
-    table = PageTable(["year"], [])
-    return svg([Drawing("Models grew faster than the GPUs that train them", "", Plot(x, y, [*lines, *notes]), table)])
+    return curves("Models grew faster than the GPUs that train them", x, y, *lines, *notes)

@@ -16,14 +16,12 @@ from tilemesh.guide.watched import WatchedCalls, watched
 TOKEN = numeric(
     "token",
     "A token goes once round a ring of 6 ranks, one send and one receive at a time, and comes back to rank 0. A "
-    "message "
-    "takes 10 microseconds. How many microseconds does it take in all?",
+    "message takes 10 microseconds. How many microseconds does it take in all?",
     60,
     asked="µs",
     wrong={
         10: "10 would be right if all 6 messages travelled at the same time. Each rank waits for the token before it "
-        "can "
-        "pass it on, so the messages follow one another.",
+        "can pass it on, so the messages follow one another.",
         50: "5 messages bring the token from rank 0 to rank 5. It must also come back: from 5 to 0.",
         120: "120 counts each message twice, as a send and as a receive. The two are the ends of one message.",
         70: "70 counts one message too many: 6 ranks in a ring have 6 links between them.",
@@ -41,11 +39,9 @@ BUFFER = choice(
         "program "
         "that writes seems to work. With larger messages the bytes are read later, and the other rank gets a mixture.",
         "Neither read nor write: it has been given away.": "Reading is safe: sending only reads the array, so its "
-        "content "
-        "stays as it is. What must not change until wait() is what will be sent.",
-        "Anything, as soon as the other rank has called recv.": "This rank cannot know when the other has called "
-        "recv, and "
-        "the bytes may still be on their way then. wait() is how one knows.",
+        "content stays as it is. What must not change until wait() is what will be sent.",
+        "Anything, as soon as the other rank has called recv.": "This rank cannot know when the other has called recv, "
+        "and the bytes may still be on their way then. wait() is how one knows.",
     },
     explanation="For irecv it is stricter: the array must be neither read nor written before wait() has returned.",
 )
@@ -57,14 +53,11 @@ WAITS = choice(
     {
         "All three wait for ever: a circle.": None,
         "It works, because three is odd.": "The number of ranks does not matter: each waits for its neighbour's "
-        "receive, "
-        "all round.",
+        "receive, all round.",
         "Rank 0 goes first, then the others follow.": "Rank 0 has no right of way: its send needs rank 1's receive, "
-        "which "
-        "comes only after rank 1's send.",
+        "which comes only after rank 1's send.",
         "It works with all message sizes, because MPI keeps copies.": "Small messages often pass, because they are "
-        "copied "
-        "aside; beyond some size (a few KiB) they are not, and the program hangs on the day its arrays grow.",
+        "copied aside; beyond some size (a few KiB) they are not, and the program hangs on the day its arrays grow.",
     },
     explanation="Begin with the receives (irecv), then send, then wait: that is how every algorithm in this project "
     "avoids it.",
@@ -193,8 +186,7 @@ def _try(comm: Communicator, function: Callable[[Communicator, Any, int], Any]) 
 SWAP = code(
     "swap",
     "Write a function with which two ranks swap arrays: each calls it with the other's number and gets the other's "
-    "array. "
-    "Neither may change `mine`.",
+    "array. Neither may change `mine`.",
     '''import numpy as np
 
 def swap(comm, mine, other):

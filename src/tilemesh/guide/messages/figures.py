@@ -5,8 +5,8 @@ from __future__ import annotations
 from tilemesh.core.hardware import LINKS
 from tilemesh.core.scene import Scene
 from tilemesh.core.units import format_bytes, format_seconds
-from tilemesh.report.draw import Drawing, Line, PageTable, Plot, PlotAxis
-from tilemesh.report.picture import svg
+from tilemesh.report.draw import Line, PlotAxis
+from tilemesh.report.picture import curves
 
 NAMES = {
     "memory": "shared memory of a host",
@@ -56,15 +56,11 @@ def deadlock() -> str:
 def message_time() -> str:
     """Seconds of a message over its size, for links of the hardware table: flat, then proportional."""
     sizes = [float(2**power) for power in range(31)]
-    lines, rows = [], []
-    for colour, (key, name) in enumerate(NAMES.items()):
-        link = LINKS[key]
-        points = [(size, link.latency_s + size / link.bytes_per_s) for size in sizes]
-        lines.append(Line(name, points, colour))
-        half = link.latency_s * link.bytes_per_s
-        rows.append([name, format_seconds(link.latency_s), f"{link.bytes_per_s / 1e9:g} GB/s", format_bytes(half)])
+    lines = [
+        Line(name, [(size, LINKS[key].latency_s + size / LINKS[key].bytes_per_s) for size in sizes], colour)
+        for colour, (key, name) in enumerate(NAMES.items())
+    ]
     x = PlotAxis(1, 2.0**30, "bytes of a message", lambda value: format_bytes(value), log=True, binary=True)
     top = max(value for line in lines for _, value in line.points if value is not None)
     y = PlotAxis(5e-7, top * 1.2, "seconds", format_seconds, log=True)
-    table = PageTable(["link", "α", "1/β", "size at which both are equal"], rows)
-    return svg([Drawing("Time of one message: α + N·β", "", Plot(x, y, lines), table)])
+    return curves("Time of one message: α + N·β", x, y, *lines)

@@ -33,8 +33,7 @@ BUBBLE = numeric(
 RATE = numeric(
     "throughput",
     "Stages of 10, 5, 15 and 5 ms, each on a device of its own. How many items per second come out once the pipeline "
-    "is "
-    "full?",
+    "is full?",
     1 / 0.015,
     wrong={
         1 / 0.035: "28.6 is one item per 35 ms: what a single device does, one item after the other.",
@@ -53,14 +52,12 @@ LATENCY = choice(
     "A model of 4 equal stages runs on 4 devices as a pipeline. What happens to the time of *one* request?",
     {
         "It stays the same, plus the transfers between devices.": None,
-        "It becomes 4 times shorter.": "Throughput can become 4 times higher. One request still passes all stages, "
-        "one after "
-        "the other.",
+        "It becomes 4 times shorter.": "Throughput can become 4 times higher. One request still passes all stages, one "
+        "after the other.",
         "It becomes 4 times longer.": "Each stage takes a quarter of the whole, and there are four: the sum is what "
         "it was.",
         "It becomes shorter once the pipeline is full.": "Filling the pipeline keeps devices busy with *other* "
-        "requests; this "
-        "one passes the same stages in the same time, or waits for a slower neighbour.",
+        "requests; this one passes the same stages in the same time, or waits for a slower neighbour.",
     },
     explanation="To shorten one request, several devices must work on it at the same time: tensor parallelism.",
 )
@@ -153,8 +150,7 @@ def _slower_or_larger(given: StepProgram, wanted: StepProgram) -> str | None:
     if ours > theirs and kept[0] < least[0]:
         return (
             f"It is right but takes {ours:g} where 1F1B takes {theirs:g}: too few microbatches are under way. The "
-            "first "
-            "rank must have done as many forward passes as there are stages before its first backward pass comes."
+            "first rank must have done as many forward passes as there are stages before its first backward pass comes."
         )
     if ours > theirs:
         return (
@@ -167,22 +163,19 @@ def _slower_or_larger(given: StepProgram, wanted: StepProgram) -> str | None:
     if all(peak == given.microbatches for peak in kept):
         return (
             f"This is GPipe: as fast, but every rank keeps all {given.microbatches} microbatches. Do a backward pass "
-            "as soon "
-            "as there is one to do."
+            "as soon as there is one to do."
         )
     rank = next(rank for rank in range(given.ranks) if kept[rank] != least[rank])
     return (
-        f"Rank {rank} keeps {kept[rank]:g} microbatches where {least[rank]:g} are enough: ranks nearer to the end "
-        "need fewer "
-        "forward passes ahead, stages - rank - 1."
+        f"Rank {rank} keeps {kept[rank]:g} microbatches where {least[rank]:g} are enough: ranks nearer to the end need "
+        "fewer forward passes ahead, stages - rank - 1."
     )
 
 
 SCHEDULE = code(
     "one_f_one_b",
     "Write the 1F1B schedule: the list of one rank's passes, such as ['F0', 'F1', 'B0', ...]. It must be as fast as "
-    "GPipe and "
-    "keep as few microbatches as possible.",
+    "GPipe and keep as few microbatches as possible.",
     '''def one_f_one_b(rank, stages, microbatches):
     """The passes of a rank in order: 'F3' is the forward pass of microbatch 3, 'B3' its backward pass."""
     ...''',

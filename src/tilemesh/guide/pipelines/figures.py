@@ -12,8 +12,8 @@ from tilemesh.core.step.pace import bubble_fraction
 from tilemesh.core.step.search import PassTimes
 from tilemesh.core.step.simulate import simulate
 from tilemesh.guide.pipelines.work import STAGES
-from tilemesh.report.draw import Drawing, Line, PageTable, Plot, PlotAxis
-from tilemesh.report.picture import svg
+from tilemesh.report.draw import Line, PlotAxis
+from tilemesh.report.picture import curves as curve_picture
 
 
 def figures() -> dict[str, str]:
@@ -71,8 +71,7 @@ def bubble(stages: int = 8) -> str:
     ]
     x = PlotAxis(0, 132, "microbatches")
     y = PlotAxis(0, 0.5, "bubble", lambda value: f"{value:.0%}")
-    table = PageTable(["microbatches", *shown.values()], [])
-    return svg([Drawing(f"Bubble of {stages} stages over the number of microbatches", "", Plot(x, y, lines), table)])
+    return curve_picture(f"Bubble of {stages} stages over the number of microbatches", x, y, *lines)
 
 
 def axes() -> str:

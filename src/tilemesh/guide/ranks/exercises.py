@@ -121,8 +121,7 @@ def _reason(rank: int, dp: int, tp: int, given: Groups) -> str:
     if given == data_major(rank, dp, tp):
         return (
             "this lays neighbouring ranks along dp. In this project tp varies fastest (model-major): ranks 0 to tp-1 "
-            "share "
-            "one copy of the model, because they talk most and should be closest together."
+            "share one copy of the model, because they talk most and should be closest together."
         )
     return f"expected {expected[0]} and {expected[1]}, got {given[0]} and {given[1]}. Use rank // tp and rank % tp."
 

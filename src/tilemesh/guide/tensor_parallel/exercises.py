@@ -18,9 +18,8 @@ ARRAY = TOKENS * WIDTH * 2.0
 TRAFFIC = numeric(
     "tp_traffic",
     "A Transformer layer has two column-then-row pairs (attention and MLP). 8,192 tokens, width 4,096, 2 bytes per "
-    "number, "
-    "tp = 8, ring all-reduces. How many bytes does each rank send in the forward pass of one layer? (You may write "
-    "MB.)",
+    "number, tp = 8, ring all-reduces. How many bytes does each rank send in the forward pass of one layer? (You may "
+    "write MB.)",
     4 * 7 / 8 * ARRAY,
     unit="B",
     wrong={
@@ -31,8 +30,7 @@ TRAFFIC = numeric(
     },
     otherwise="Activations are tokens · width · 2 bytes. A ring all-reduce sends 2·7/8 of that. How many are there?",
     explanation="235 MB per layer, 80 layers: 19 GB per pass. Over NVLink (450 GB/s) that is 42 ms, over InfiniBand "
-    "(50 GB/s) "
-    "376 ms. This is why tensor parallelism stays inside a node.",
+    "(50 GB/s) 376 ms. This is why tensor parallelism stays inside a node.",
 )
 
 ROW = choice(
@@ -40,9 +38,8 @@ ROW = choice(
     "B is cut by rows and h by columns over two ranks. What does rank 0 hold after h_part · B_part?",
     {
         "A part of the sum for all of z: the parts of both ranks must be added.": None,
-        "The left half of the columns of z.": "That would be so if B were cut by *columns*. With rows of B every "
-        "rank gets an "
-        "array of z's full shape.",
+        "The left half of the columns of z.": "That would be so if B were cut by *columns*. With rows of B every rank "
+        "gets an array of z's full shape.",
         "The upper half of the rows of z.": "Rows of z are tokens, and both ranks have all tokens here.",
         "All of z, finished.": "z sums over the hidden dimension, and rank 0 has only half of it: half of the sum is "
         "missing.",
@@ -56,18 +53,14 @@ COLUMN = choice(
     {
         "So that relu can be applied to each part before anything is sent.": None,
         "Because columns are contiguous in memory.": "In row-major arrays rows are contiguous. The reason is not "
-        "layout but "
-        "what relu needs.",
+        "layout but what relu needs.",
         "Because it halves the size of x on every rank.": "x is whole on every rank in both cases of Megatron's way; "
-        "its "
-        "columns would be cut if A were cut by rows.",
+        "its columns would be cut if A were cut by rows.",
         "Because the gradient of A would otherwise need an all_reduce.": "The gradient of a part of A stays on its "
-        "rank "
-        "either way. What costs is an extra sum in the middle.",
+        "rank either way. What costs is an extra sum in the middle.",
     },
     explanation="With rows each rank would have a partial sum of x·A, and relu(a + b) is not relu(a) + relu(b): an "
-    "all_reduce "
-    "would be needed before relu, and another one at the end.",
+    "all_reduce would be needed before relu, and another one at the end.",
 )
 
 
@@ -139,8 +132,7 @@ def why_not_row(function: Callable[[Communicator, Any, Any, Any], Any]) -> str |
 LINEAR = code(
     "row_linear",
     "Write the second product of a pair. Every rank has some columns of h and the matching rows of B; all have the "
-    "same bias. "
-    "Return h·B + bias, whole, on every rank.",
+    "same bias. Return h·B + bias, whole, on every rank.",
     '''def row_linear(comm, h_part, b_part, bias):
     """h·B + bias from this rank's columns of h and rows of B."""
     ...''',

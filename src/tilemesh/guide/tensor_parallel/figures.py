@@ -54,7 +54,7 @@ def three_cuts() -> str:
             sign = ("·", "=", "·", "=", "")[index]
             scene.text(x + 18, y + 44, sign, size=20, align="mid")
             x += 36
-        scene.text(130, y + 100, words, size=11, quiet=True)
+        scene.note(130, y + 100, words)
     return scene.svg()
 
 
@@ -130,11 +130,6 @@ def sequence() -> str:
             scene.box(x, y, width, 42, text, colour=colour)
             x += width + 8
         scene.text(846, y + 60, words, align="end", bold=True, size=11)
-    scene.text(
-        100,
-        218,
-        "Norms, dropout and what is kept for backward are 1/n per rank; the price is gathering x a second time.",
-        quiet=True,
-        size=11,
-    )
+    words = "Norms, dropout and what is kept for backward are 1/n per rank; the price is gathering x a second time."
+    scene.note(100, 218, words)
     return scene.svg()
