@@ -16,6 +16,7 @@ import torch
 from tilemesh.bench.harness import BenchCase, KeptRows, TimingTurn
 from tilemesh.bench.kernel.book import bench_of
 from tilemesh.bench.kernel.cases import cases_of, drawn_cases
+from tilemesh.bench.kernel.counted import counted_rows
 from tilemesh.bench.kernel.measure import Candidates, MeasuredDevice, _limit, prepared_cases
 from tilemesh.bench.kernel.run import measure_cases
 from tilemesh.cli.main import main
@@ -25,6 +26,7 @@ from tilemesh.core.cost import Ceiling, limit_s
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.core.hardware import DEVICES
 from tilemesh.kernels import registry, scale_shift
+from tilemesh.kernels.launch.steps import LaunchPlan
 from tilemesh.kernels.matmul.cost import SUITE, cost
 from tilemesh.kernels.matmul.problem import dense
 from tilemesh.kernels.rates import pass_s
@@ -378,3 +380,37 @@ def test_drawn_problems_go_on_where_they_stopped():
     assert {case.settings["passes"] for case in cases[:30]} == {"forward", "both"}
     with pytest.raises(UsageError, match="operators over rows, not of rotary"):
         drawn_cases(["rotary"], 1)
+
+
+def test_without_a_gpu_kernels_are_checked_and_counted(tmp_path, capsys, monkeypatch):
+    file = tmp_path / "rows.jsonl"
+    asked = ["bench", "kernel", "layer_norm", "--set", "passes=both", "--shapes", "2048x301", "--json", str(file)]
+    assert main([*asked, "--on", "h200"]) == 0
+    (row,) = read_rows(file)
+    work = registry.find("layer_norm").load("form").cost_of({"shape": "2048x301", "passes": "both"})
+    assert (row.measured, row.case["bytes"], row.case["flops"]) == (None, work.bytes_moved, work.flops)
+    assert row.limit == pytest.approx(work.bytes_moved / DEVICES["h200"].memory_bytes_per_s)
+    assert row.predicted > row.limit
+    assert "no GPU here" in row.missing["measured"]
+    assert "128x76" in capsys.readouterr().out
+    monkeypatch.setattr("tilemesh.kernels.norm.kernel.forward_plan", lambda *_, **__: LaunchPlan(()))  # writes nothing
+    assert main([*asked[:-2], "--on", "h200"]) == 1
+    assert "none of 1 cases could be counted; layer_norm 2048x301 both: ours is wrong" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "operator", ["adamw 16x1024", "attention 1x64x2x2x16", "matmul 64x64x64", "self_attention 1x32x2x1x16"]
+)
+def test_every_kind_of_benchmark_is_checked_without_a_gpu(operator):
+    name, shape = operator.split()
+    rows, without = counted_rows(cases_of([name], [shape]), "a100")
+    assert without == {}
+    assert rows[0].predicted > 0
+
+
+def test_without_a_gpu_configurations_are_ranked(capsys):
+    assert main(["tune", "2000x3000x1000", "--on", "a100"]) == 0
+    said = capsys.readouterr().out
+    assert "10 of 24, ranked by the cost model" in said.replace("\n", " ")
+    assert main(["tune", "2000x3000x1000"]) == 2
+    assert "--on h200" in capsys.readouterr().err

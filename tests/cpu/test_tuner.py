@@ -17,7 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.errors import OutOfResources
 
 from tilemesh.bench.kernel.matmul import BENCH
-from tilemesh.bench.kernel.measure import _check
+from tilemesh.bench.kernel.measure import check_of
 from tilemesh.cli.commands.bench.kernel import KernelBenchOptions, kernel
 from tilemesh.cli.commands.tune import TuneOptions, tune
 from tilemesh.cli.typed import run
@@ -225,9 +225,9 @@ def test_a_wrong_last_row_is_seen_by_the_tuner_and_by_the_rows(monkeypatch, c_ki
     inputs = timed.sets[0]
     wrong(inputs.a, inputs.b, inputs.c, inputs.d, None)
     with pytest.raises(RunError, match="ours is wrong"):
-        _check(BENCH, problem, {}, set(), [inputs.given], None).verify("ours", inputs.d, 0)
+        check_of(BENCH, problem, {}, set(), [inputs.given], None).verify("ours", inputs.d, 0)
     inputs.d[-1] -= 0.5
-    _check(BENCH, problem, {}, set(), [inputs.given], None).verify("ours", inputs.d, 0)
+    check_of(BENCH, problem, {}, set(), [inputs.given], None).verify("ours", inputs.d, 0)
 
 
 def test_tuning_goes_on_where_the_cache_cannot_be_written(monkeypatch, tmp_path):

@@ -72,11 +72,19 @@ class OperatorState:
 
 
 class Context:
-    """One set of runners and choices. `tables`: tuned tables by operator and GPU, instead of those on disk."""
+    """One set of runners and choices. `tables`: tuned tables by operator and GPU, instead of those on disk.
+
+    on_cpu: what `auto` stands for where there is no GPU, `torch` or `interpret`.
+    """
 
     def __init__(
-        self, tables: Mapping[str, Mapping[str, TunedTable[Any]]] | None = None, *, most_runners: int = MOST_RUNNERS
+        self,
+        tables: Mapping[str, Mapping[str, TunedTable[Any]]] | None = None,
+        *,
+        most_runners: int = MOST_RUNNERS,
+        on_cpu: str = "torch",
     ) -> None:
+        self.on_cpu = on_cpu
         self.runners = Runners(most_runners)
         self._given = {operator: dict(by_gpu) for operator, by_gpu in (tables or {}).items()}
         self._states: dict[str, OperatorState] = {}

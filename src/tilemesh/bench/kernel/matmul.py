@@ -17,12 +17,14 @@ from torch import Tensor
 from tilemesh.core.hardware import Device
 from tilemesh.kernels.accuracy import excess
 from tilemesh.kernels.activations import reference as activations
+from tilemesh.kernels.launch.gpu import described_gpu
 from tilemesh.kernels.matmul import reference
 from tilemesh.kernels.matmul.choose import choose
 from tilemesh.kernels.matmul.cost import FORM, predict_s, rates_of
 from tilemesh.kernels.matmul.op import fused_matmul
 from tilemesh.kernels.matmul.problem import Problem
 from tilemesh.kernels.matmul.trial import allowed_error, checked_rows, exact_rows, input_bytes, make_inputs
+from tilemesh.kernels.matmul.tuning import TUNING
 from tilemesh.kernels.operator_bench import EAGER, OURS, Arguments, OperatorBench
 
 ALONE = "a @ b alone"
@@ -72,7 +74,10 @@ class FusedMatmulBench(OperatorBench[Problem]):
         return excess(result[rows], exact, allowed_error(problem, arguments, rows, exact))
 
     def predict_s(self, problem: Problem, device: torch.device, figures: Device) -> float:
-        config = choose(problem, "auto", None, device)
+        if device.type == "cuda":
+            config = choose(problem, "auto", None, device)
+        else:  # for a GPU that is not here: what `auto` takes there
+            config = TUNING.untuned(problem, described_gpu(figures.name))
         return predict_s(problem, config, rates_of(figures, problem.dtype, problem.precision))
 
     def bytes_held(self, problem: Problem) -> int:

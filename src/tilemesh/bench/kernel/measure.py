@@ -42,8 +42,8 @@ class MeasuredDevice:
 def this_gpu() -> MeasuredDevice:
     if not torch.cuda.is_available():
         raise UsageError(
-            "bench kernel needs an NVIDIA GPU and torch with CUDA; here torch sees none "
-            "(`tilemesh report ROWS.jsonl --html FILE` makes the page of rows measured elsewhere)"
+            "bench kernel times on an NVIDIA GPU, and torch sees none here; --on h200 checks by the interpreter, "
+            "counts and predicts (`tilemesh report ROWS.jsonl --html FILE`: the page of rows measured elsewhere)"
         )
     device = torch.device("cuda", torch.cuda.current_device())
     timers: dict[str, Timer] = {"kernel": KernelTimer(), "call": call_timer()}
@@ -127,7 +127,7 @@ def prepared_cases(
         BenchCase(
             name=bench.name, labels={**labels, **ceiling, "time": figure, **chosen}, ours=ours,
             peers={**calls, **candidates.missing}, predict=guess if figure == "kernel" else not_predicted, limit=limit,
-            check=_check(bench, problem, functions, candidates.overwriting, sets, on) if figure == "kernel" else None,
+            check=check_of(bench, problem, functions, candidates.overwriting, sets, on) if figure == "kernel" else None,
             timer=timer, sets=len(sets), repeats=repeats, seconds=SECONDS,
         )
         for figure, timer in on.timers.items()
@@ -142,7 +142,7 @@ def _copied(given: Arguments) -> Arguments:
     return tuple(value.clone() if isinstance(value, Tensor) else value for value in given)
 
 
-def _check(
+def check_of(
     bench: OperatorBench[Any],
     problem: Any,
     functions: Mapping[str, Callable[..., Any]],

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from tilemesh.cli.operators import problem_settings
-from tilemesh.cli.output import Output, console_beside
+from tilemesh.cli.output import Block, Output, console_beside
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.core.options import OutFile, argument, option
+from tilemesh.core.units import format_seconds
+
+_RANKED = 10  # configurations that are shown of a GPU that is not here
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,6 +25,7 @@ class TuneOptions:
     activation: str | None = option(None, "none, relu, gelu, gelu_tanh, silu, squared_relu.")
     layout: str | None = option(None, "nn, nt, tn or tt: A and B as written (n) or transposed; FusedLinear is nt.")
     settings: tuple[str, ...] = option((), "Any setting of the operator's problems.", "NAME=VALUE", flag="--set")
+    on: str | None = option(None, "Time nothing: rank configurations for this GPU by the cost model.", "GPU")
     save: bool = option(True, "Remember the winners for `auto`.")
     json: OutFile | None = option(None, "Write all that was tried.", "FILE")
     html: OutFile | None = option(None, "A heat map of what was tried.", "FILE")
@@ -29,7 +35,6 @@ def tune(options: TuneOptions) -> Output:
     import torch
     from rich.status import Status
 
-    from tilemesh.core.units import format_seconds
     from tilemesh.kernels import registry
     from tilemesh.kernels.launch.gpu import gpu_of
     from tilemesh.kernels.tuning.compiler import Compiler
@@ -49,8 +54,10 @@ def tune(options: TuneOptions) -> Output:
     for problem in problems:
         if reason := tuning.refusal(problem):
             raise UsageError(f"{problem.key}: {reason}")
+    if options.on is not None:
+        return _ranked(tuning, problems, options.on)
     if not torch.cuda.is_available():
-        raise UsageError("tuning needs an NVIDIA GPU and torch with CUDA; here torch sees none")
+        raise UsageError("tuning times on an NVIDIA GPU, and torch sees none here: --on h200 ranks by the cost model")
     device = torch.device("cuda", torch.cuda.current_device())
     entries = {}
     trials: list[TimedConfig] = []
@@ -76,3 +83,24 @@ def tune(options: TuneOptions) -> Output:
             raise RunError(f"the winners could not be remembered: {error}") from None
         console.print(f"remembered in {path}", soft_wrap=True)
     return Output(json=[trial_object(trial) for trial in trials], files={"html": lambda: render([], [], trials)})
+
+
+def _ranked(tuning: Any, problems: Sequence[Any], on: str) -> Output:
+    """Configurations for a GPU that is not here, best first: by a model learnt from trials on it, or by the formula."""
+    from tilemesh.kernels.launch.gpu import described_gpu
+
+    gpu = described_gpu(on)
+    text: list[Block] = []
+    objects = []
+    for problem in problems:
+        predict_s, grid = tuning.predict_s(problem, gpu), tuning.grid(problem, gpu)
+        likely = tuning.shortlist(problem, gpu)
+        best = likely or sorted(grid, key=predict_s)[:_RANKED]
+        how = f"a model learnt from trials on {gpu.name}" if likely else "the cost model"
+        text.append(f"{problem.key} on {gpu.name}: {len(best)} of {len(grid)}, ranked by {how}; not measured")
+        text.append([f"  {format_seconds(predict_s(config)):>10}  {config.label}" for config in best])
+        objects += [
+            {"problem": problem.key, "on": on, "place": place, "config": config.label, "predicted": predict_s(config)}
+            for place, config in enumerate(best, 1)
+        ]
+    return Output(text, objects)

@@ -8,6 +8,9 @@ from dataclasses import dataclass
 
 import torch
 
+from tilemesh.core.errors import unknown
+from tilemesh.core.hardware import find_device
+
 # A CPU build of torch has none.
 current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", int)
 
@@ -34,6 +37,25 @@ class Gpu:
     def arch(self) -> int:
         """As Triton names what to compile for: 90 for Hopper."""
         return self.capability[0] * 10 + self.capability[1]
+
+
+DESCRIBED = {
+    "t4": Gpu("Tesla T4", (7, 5), 40, 65_536),
+    "a10": Gpu("NVIDIA A10", (8, 6), 72, 101_376),
+    "a100-80": Gpu("NVIDIA A100-SXM4-80GB", (8, 0), 108, 166_912),
+    "h100": Gpu("NVIDIA H100 80GB HBM3", (9, 0), 132, 232_448),
+    "h200": Gpu("NVIDIA H200", (9, 0), 132, 232_448),
+    "b200": Gpu("NVIDIA B200", (10, 0), 148, 232_448),
+}
+"""GPUs that need not be here, by their names in `core.hardware`: figures of NVIDIA's documents."""
+
+
+def described_gpu(name: str) -> Gpu:
+    """By its name in the planner, as in h200."""
+    device = find_device(name).name
+    if device not in DESCRIBED:
+        raise unknown("GPU", name, DESCRIBED)
+    return DESCRIBED[device]
 
 
 @functools.cache

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from tilemesh.core.errors import UsageError, unknown
+from tilemesh.kernels import context
 
 IMPLEMENTATIONS = ("auto", "triton", "interpret", "torch")
 _HAS_TRITON = importlib.util.find_spec("triton") is not None  # found once: torch.compile does not trace the search
@@ -19,7 +20,8 @@ def check_implementation(implementation: str) -> None:
 
 
 def implementation_of(implementation: str, tensors: Sequence[Tensor]) -> str:
-    """One of triton, interpret and torch: on a CPU `auto` is torch. All tensors are on one device."""
+    """One of triton, interpret and torch: on a CPU `auto` is torch, unless the context says otherwise. All tensors are
+    on one device."""
     check_implementation(implementation)
     # torch.compile of torch 2.11 cannot trace bool() of a list: each operator would end a graph.
     on_gpu = len(tensors) > 0 and tensors[0].device.type == "cuda"
@@ -27,5 +29,7 @@ def implementation_of(implementation: str, tensors: Sequence[Tensor]) -> str:
         where = f", got {tensors[0].device}" if tensors else ""
         raise UsageError(f"implementation 'triton' needs CUDA tensors{where}: use 'auto' or 'interpret'")
     if implementation == "auto":
-        return "triton" if on_gpu and _HAS_TRITON else "torch"
+        if on_gpu:
+            return "triton" if _HAS_TRITON else "torch"
+        return context.current.on_cpu
     return implementation

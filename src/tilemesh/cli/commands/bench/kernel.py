@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from tilemesh.cli.operators import problem_settings
-from tilemesh.cli.output import Block, Output, console_beside
+from tilemesh.cli.output import Block, Output, console_beside, table_of
 from tilemesh.core.errors import UsageError
 from tilemesh.core.options import ROWS, TURN, Commas, Count, OutFile, OutPicture, Words, argument, option
 from tilemesh.core.ranges import Range
+from tilemesh.core.units import format_bytes, format_count, format_seconds
+
+if TYPE_CHECKING:
+    from tilemesh.measure.row import Row
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,6 +25,7 @@ class KernelBenchOptions:
     )
     drawn: Count | None = option(None, "So many random problems of each operator that nobody tuned.", "N")
     skip: Annotated[int, Range(0)] = option(0, "The first of the drawn problems: to go on after them.", "N")
+    on: str | None = option(None, "Time nothing: check by the interpreter, count and predict for this GPU.", "GPU")
     dtype: str | None = option(None, "float16, bfloat16, float32.", "A,B,...")
     c: str | None = option(None, "What a matmul's C is: full, row, column or none.")
     activation: str | None = option(None, "none, relu, gelu, gelu_tanh, silu, squared_relu.")
@@ -61,6 +67,11 @@ def kernel(options: KernelBenchOptions) -> Output:
         def show(done: int, case: KernelCase) -> None:
             status.update(f"[{done + 1}/{len(cases)}] {case.words}")
 
+        if options.on is not None:
+            from tilemesh.bench.kernel.counted import counted_rows
+
+            rows, without = counted_rows(cases, options.on, progress=show, rows=KeptRows(options.json))
+            return Output([*_counted(rows), *(f"wrong: {words}: {why}" for words, why in without.items())], rows)
         rows, without = measure_cases(
             cases,
             compiled=options.compiled,
@@ -74,3 +85,20 @@ def kernel(options: KernelBenchOptions) -> Output:
         )
     text: list[Block] = [rows, *(f"not measured: {words}: {why}" for words, why in without.items())]
     return Output(text, rows, {"chart": lambda: bench_drawings(rows), "html": lambda: bench_page(rows, options.tried)})
+
+
+def _counted(rows: Sequence[Row]) -> Iterator[Block]:
+    """Rows of a GPU that is not here, with what was counted."""
+    from tilemesh.bench.kernel.counted import COUNTED
+
+    lines = [
+        {
+            "what": row.name, "case": " ".join(str(value) for name, value in row.case.items() if name not in COUNTED),
+            "right at": str(row.case["checked"]), "bytes": format_bytes(float(row.case["bytes"] or 0)),
+            "FLOPs": format_count(float(row.case["flops"] or 0)), "predicted": format_seconds(row.predicted or 0.0),
+            "limit": format_seconds(row.limit or 0.0),
+        }
+        for row in rows
+    ]  # fmt: skip
+    yield table_of(lines, left=("what", "case"))
+    yield f"for {rows[0].case['on']} by its datasheet; right at: checked by Triton's interpreter; nothing was timed"
