@@ -18,7 +18,7 @@ from tilemesh.core.errors import UsageError
 from tilemesh.graph.follows import follows
 from tilemesh.graph.ir import Graph
 from tilemesh.graph.rewrite import Match, RewriteRule, by_operator, rule
-from tilemesh.graph.substitute import AXIOMS, OPERANDS, Substitution, Term, names_of, parse, refuted
+from tilemesh.graph.substitute import AXIOMS, OPERANDS, Substitution, Term, names_of, parse, refuted, renamed
 
 FILE = "substitutions.txt"
 
@@ -93,20 +93,9 @@ def _proof(
     return substitution, tuple(map(int, names))
 
 
-def write_substitutions(proofs: Sequence[tuple[Substitution, Sequence[int]]]) -> str:
-    """The file: axioms first, then what was generated and proved, with the axioms of each proof."""
-    lines = [f"axiom {text}" for text in AXIOMS]
-    lines += [f"proved {substitution} by {' '.join(map(str, used))}" for substitution, used in proofs]
-    head = (
-        "# Equal programs of matrices: axioms, then what follows of at most 3 operators over 5 names, with the axioms"
-        " that prove it (by z3).\n"
-    )
-    return head + "".join(f"{number} {line}\n" for number, line in enumerate(lines, 1))
-
-
 def as_rules(substitutions: Sequence[Substitution]) -> list[RewriteRule]:
-    """Substitutions as rules of graphs, in both directions where both sides have the same names."""
-    rules = []
+    """Substitutions as rules of graphs, in both directions where both sides have the same names; each once."""
+    rules: dict[str, RewriteRule] = {}  # by their text with names in one order
     for each in substitutions:
         sides = [(each.left, each.right)]
         if set(names_of(each.left)) == set(names_of(each.right)):
@@ -114,16 +103,17 @@ def as_rules(substitutions: Sequence[Substitution]) -> list[RewriteRule]:
         for left, right in sides:
             if isinstance(left, str):
                 continue
+            once = str(renamed(Substitution(left, right)))
             if "conv" in str(each):
                 kinds: dict[str, str] = {}
                 spelled = [_convolved(side, "map", kinds) for side in (left, right)]
                 if None not in spelled:
                     text = f"{spelled[0]} = {spelled[1]}"
-                    rules.append(rule(text, text, _convolutions, exact=False))
+                    rules.setdefault(once, rule(text, text, _convolutions, exact=False))
             else:
                 text = f"{_spelled(left)} = {_spelled(right)}"
-                rules.append(rule(text, text, _matrices, exact=False))
-    return rules
+                rules.setdefault(once, rule(text, text, _matrices, exact=False))
+    return list(rules.values())
 
 
 def _convolutions(match: Match) -> bool:

@@ -1,19 +1,14 @@
-"""Finding equal programs: enumerate small ones, compare them by fingerprints, keep the pairs that say something new.
+"""Equal programs of matrices: what a substitution is, how it is read, and whether matrices refute it.
 
 A program of matrices is a term: a name, or an operator with its operands. Terms are evaluated on random matrices modulo
-two primes; two different polynomials of degree d agree there with a probability of at most d / prime for each, so a
-wrong pair is all but impossible, and `prove.py` then proves every pair from the properties of the operators.
-
-Only terms whose parts are the simplest of their kind are built, sums in one order, and names in the order of their
-use; and a pair that is an instance of a more general one is dropped. So what is equal by renaming, by a common
-subgraph or by the order of operands never appears.
+two primes. `scripts/graph_rules.py` finds substitutions and proves them from the axioms that stand here.
 """
 
 from __future__ import annotations
 
 import random
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any, TypeAlias
@@ -26,15 +21,12 @@ Matrix: TypeAlias = "tuple[tuple[int, ...], ...]"
 PRIMES = (536_870_909, 268_435_399)  # a product and a sum of eight of them fit into 64 bits
 NAMES = ("x", "y", "z", "v", "w")
 LONGEST = 64  # words of one side of a substitution: more is nothing that was ever generated
-WEIGHTS = ("v", "w")  # of convolutions, while programs are generated
 TAPS = 3
-SIZE = 3  # of 2 x 2 matrices more is true than of all: there the square of x is a sum of x and the identity
 OPERANDS: dict[str, int] = {"add": 2, "multiply": 2, "dot": 2, "transpose": 1, "rows": 2, "columns": 2}
 OPERANDS |= {"conv": 2}
 """`rows` puts one matrix below another, `columns` beside it. `conv(x, w)` is a convolution over one dim with zeros
 beyond the edges: x is channels x positions, w is channels of the result x (channels of x times taps). What is true of
 it is true of more dims: every tap is one more linear map of positions."""
-COMMUTE = ("add", "multiply")
 
 # What is taken as true of the operators: the start of every proof. Checked on all small shapes by a test.
 AXIOMS = (
@@ -83,17 +75,6 @@ class Substitution:
 
 def text_of(term: Term) -> str:
     return term if isinstance(term, str) else f"{term[0]}({', '.join(text_of(part) for part in term[1:])})"
-
-
-def operators(term: Term) -> int:
-    """How many different operators a program runs: a part that stands twice runs once."""
-    return len(_parts(term))
-
-
-def _parts(term: Term) -> set[Term]:
-    if isinstance(term, str):
-        return set()
-    return {term}.union(*(_parts(part) for part in term[1:]))
 
 
 def names_of(term: Term) -> list[str]:
@@ -194,75 +175,6 @@ def _windows(x: Matrix) -> Matrix:
 
 def draw_matrix(rows: int, columns: int, prime: int, draws: random.Random) -> Matrix:
     return tuple(tuple(draws.randrange(prime) for _ in range(columns)) for _ in range(rows))
-
-
-def generate(most: int = 3, names: Sequence[str] = NAMES) -> list[Substitution]:
-    """All pairs of programs of at most so many operators over these names: larger = simplest of its kind."""
-    draws = random.Random(20)
-    values: dict[Term, tuple[Matrix, ...]] = {
-        name: tuple(draw_matrix(SIZE, SIZE * (TAPS if name in WEIGHTS else 1), prime, draws) for prime in PRIMES)
-        for name in names
-    }
-    kept: dict[tuple[Matrix, ...], Term] = {value: name for name, value in values.items()}
-    prints = dict(values)
-    substitutions: dict[str, Substitution] = {}
-    levels: list[list[Term]] = [list(names)]
-    for count in range(1, most + 1):
-        level: list[Term] = []
-        for term in _terms(levels, count):
-            fingerprint = _print(term, prints)
-            if fingerprint is None or operators(term) > most:
-                continue
-            simplest = kept.setdefault(fingerprint, term)
-            if simplest is term:
-                prints[term] = fingerprint
-                level.append(term)
-            else:
-                substitution = renamed(Substitution(term, simplest))
-                substitutions.setdefault(str(substitution), substitution)
-        levels.append(level)
-    return _general(list(substitutions.values()))
-
-
-def _general(substitutions: Sequence[Substitution]) -> list[Substitution]:
-    """Without the pairs whose left side is an instance of another's: small ones with many names come first."""
-    kept: dict[str, list[Substitution]] = {}
-    order = sorted(substitutions, key=lambda each: (operators(each.left), -len(names_of(each.left)), str(each)))
-    for each in order:
-        same = kept.setdefault(each.left[0], [])
-        if not any(matched(other.left, each.left, {}) for other in same):
-            same.append(each)
-    return [each for each in order if each in kept[each.left[0]]]
-
-
-def matched(pattern: Term, term: Term, names: dict[str, Term]) -> bool:
-    """Whether a term is an instance of a pattern; `names` gets what the pattern's names stand for."""
-    if isinstance(pattern, str):
-        return names.setdefault(pattern, term) == term
-    if isinstance(term, str) or term[0] != pattern[0]:
-        return False
-    return all(matched(inner, part, names) for inner, part in zip(pattern[1:], term[1:], strict=True))
-
-
-def _print(term: Term, prints: Mapping[Term, tuple[Matrix, ...]]) -> tuple[Matrix, ...] | None:
-    """The values of a term modulo every prime, from those of its operands."""
-    operands = [prints[part] for part in term[1:]]
-    values = [apply(term[0], [value[place] for value in operands], prime) for place, prime in enumerate(PRIMES)]
-    known = tuple(value for value in values if value is not None)
-    return known if len(known) == len(PRIMES) else None
-
-
-def _terms(levels: Sequence[Sequence[Term]], count: int) -> Iterator[Term]:
-    """The terms whose operands, counted with repetition, have one operator less; sums in one order only."""
-    for op, operands in OPERANDS.items():
-        if operands == 1:
-            yield from ((op, part) for part in levels[count - 1])
-            continue
-        for own in range(count):
-            for left in levels[own]:
-                for right in levels[count - 1 - own]:
-                    if op not in COMMUTE or (own, text_of(left)) <= (count - 1 - own, text_of(right)):
-                        yield (op, left, right)
 
 
 def renamed(substitution: Substitution) -> Substitution:
