@@ -191,8 +191,12 @@ def rebuilt(node: Node, inputs: Sequence[Node]) -> Node:
     return node if inputs == node.inputs else make(node.op, *inputs, line=node.line, **dict(node.attributes))
 
 
-def ordered(outputs: Sequence[Node]) -> list[Node]:
-    """The nodes that these need, each after its inputs, in an order that the graph decides.
+def _inputs(node: Node) -> Sequence[Node]:
+    return node.inputs
+
+
+def ordered(outputs: Sequence[Node], reads: Callable[[Node], Sequence[Node]] = _inputs) -> list[Node]:
+    """The nodes that these need, each after what it reads (its inputs), in an order that the graph decides.
 
     Without recursion: graphs are deep.
     """
@@ -206,7 +210,7 @@ def ordered(outputs: Sequence[Node]) -> list[Node]:
             order[node] = None
         else:
             waiting.append((node, True))
-            waiting += [(value, False) for value in reversed(node.inputs) if value not in order]
+            waiting += [(value, False) for value in reversed(reads(node)) if value not in order]
     return list(order)
 
 

@@ -7,12 +7,12 @@ go are one size. Writers of C and of Triton read this plan; it knows neither. Pl
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import cast
 
-from tilemesh.graph.ir import Graph, Node, make, rebuilt
+from tilemesh.graph.ir import Graph, Node, make, ordered, rebuilt
 from tilemesh.graph.ops import primitive
 from tilemesh.graph.regions import COLUMN, FULL, ROW, cuts_of, elements, trailing
 from tilemesh.graph.rewrite import number_of
@@ -254,20 +254,13 @@ def chosen_column(total: Node) -> Node | None:
     return operand(chosen.inputs[1])
 
 
-def needed(plan: KernelPlan, roots: Sequence[Node], stops: set[Node]) -> Iterator[Node]:
+def needed(plan: KernelPlan, roots: Sequence[Node], stops: Collection[Node]) -> list[Node]:
     """The full values that these need, each after its operands, not going beyond `stops`."""
-    done: set[Node] = set()
-    waiting = [(node, False) for node in reversed(roots)]
-    while waiting:
-        node, expanded = waiting.pop()
-        if node in done or node in stops or plan.levels.get(node) != FULL:
-            continue
-        if expanded:
-            done.add(node)
-            yield node
-        else:
-            waiting.append((node, True))
-            waiting += [(operand(value), False) for value in reversed(node.inputs)]
+
+    def full(values: Iterable[Node]) -> list[Node]:
+        return [value for value in values if value not in stops and plan.levels.get(value) == FULL]
+
+    return ordered(full(roots), lambda node: full(map(operand, node.inputs)))
 
 
 def offset_terms(index: str, sizes: Sequence[int], strides: Sequence[int], divide: str, swap: int = 0) -> list[str]:

@@ -191,7 +191,7 @@ class TritonWriter(KernelWriter):
         self.column = column
         inside = f"({column} >= 0) & ({column} < {self.columns})"
         value = operand(node.inputs[0])
-        computed = list(needed(self.plan, [value], set()))
+        computed = needed(self.plan, [value], ())
         self.load_for([*computed, node], inside)
         for each in computed:
             self.compute(each)

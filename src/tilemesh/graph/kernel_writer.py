@@ -174,7 +174,7 @@ class KernelWriter:
         held = self.open_run(run, reductions)
         alone = [node for node in reductions if node not in self.beside]
         ends = [*(operand(node.inputs[0]) for node in (*alone, *sums)), *results, *kept]
-        computed = list(needed(self.plan, ends, set(self.names)))
+        computed = needed(self.plan, ends, set(self.names))
         self.load_for([*computed, *alone, *sums], "inside")
         for node in computed:
             self.compute(node)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from tilemesh.graph.ir import Graph, Node, make, rebuilt, users
+from tilemesh.graph.ir import Graph, Node, make, ordered, rebuilt, users
 from tilemesh.graph.memory import owner
 from tilemesh.graph.ops import primitive
 from tilemesh.graph.rewrite import number_of
@@ -282,21 +282,17 @@ class _Building:
 
     def run(self) -> Graph:
         graph = self.fusion.graph
-        waiting = [(node, False) for node in reversed(graph.outputs)]
-        while waiting:
-            node, ready = waiting.pop()
-            if node in self.new:
-                continue
+        for node in ordered(graph.outputs, self._reads):
             group = self.inside.get(node)
-            needs = node.inputs if group is None else self._needs(group)
-            if not ready:
-                waiting.append((node, True))
-                waiting += [(value, False) for value in reversed(needs) if value not in self.new]
-            elif group is None:
+            if group is None:
                 self.new[node] = rebuilt(node, [self.new[value] for value in node.inputs])
-            else:
+            elif node not in self.new:
                 self._region(group)
         return Graph(graph.inputs, tuple(self.new[node] for node in graph.outputs))
+
+    def _reads(self, node: Node) -> tuple[Node, ...]:
+        group = self.inside.get(node)
+        return node.inputs if group is None else self._needs(group)
 
     def _members(self, group: _Region) -> list[Node]:
         return [node for node in self.fusion.order if node in group.levels]

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tilemesh.core.errors import UsageError
-from tilemesh.graph.ir import Graph, Node, make, rebuilt, users
+from tilemesh.graph.ir import Graph, Node, make, ordered, rebuilt, users
 from tilemesh.graph.regions import elements, fusible, trailing
 from tilemesh.graph.rewrite import Match, Pattern, matches, number_of, parsed
 
@@ -217,16 +217,8 @@ def _body(leaves: Sequence[Node], outputs: Sequence[Node]) -> Graph:
         leaf: make("input", name=f"i{place}", shape=leaf.shape, dtype=leaf.dtype) for place, leaf in enumerate(leaves)
     }
     given = tuple(inner.values())
-    waiting = [(node, False) for node in reversed(outputs)]
-    while waiting:
-        node, ready = waiting.pop()
-        if node in inner:
-            continue
-        if ready:
-            inner[node] = rebuilt(node, [inner[value] for value in node.inputs])
-        else:
-            waiting.append((node, True))
-            waiting += [(value, False) for value in node.inputs]
+    for node in ordered(outputs, lambda node: () if node in inner else node.inputs):
+        inner[node] = inner.get(node) or rebuilt(node, [inner[value] for value in node.inputs])
     return Graph(given, tuple(inner[node] for node in outputs))
 
 
@@ -234,25 +226,14 @@ def _replaced(graph: Graph, made: dict[Node, Node]) -> Graph:
     """The graph with items of regions in the place of these nodes."""
     new: dict[Node, Node] = {}
 
-    def become(node: Node) -> Node:
-        """A node with everything that it reads replaced; deep graphs are walked without recursion."""
-        waiting = [(node, False)]
-        while waiting:
-            current, ready = waiting.pop()
-            if current in new:
-                continue
-            item = made.get(current)
-            needs = item.inputs[0].inputs if item is not None else current.inputs
-            if not ready:
-                waiting.append((current, True))
-                waiting += [(value, False) for value in reversed(needs)]
-            elif item is None:
-                new[current] = rebuilt(current, [new[value] for value in needs])
-            else:
-                new[current] = rebuilt(item, [rebuilt(item.inputs[0], [new[value] for value in needs])])
-        return new[node]
+    def reads(node: Node) -> Sequence[Node]:
+        return made[node].inputs[0].inputs if node in made else node.inputs
 
-    return Graph(graph.inputs, tuple(become(node) for node in graph.outputs))
+    for node in ordered(graph.outputs, reads):
+        inputs = [new[value] for value in reads(node)]
+        item = made.get(node)
+        new[node] = rebuilt(node, inputs) if item is None else rebuilt(item, [rebuilt(item.inputs[0], inputs)])
+    return Graph(graph.inputs, tuple(new[node] for node in graph.outputs))
 
 
 def with_rows(graph: Graph) -> Graph:
