@@ -11,30 +11,11 @@ from typing import Any
 
 import torch
 
+from tilemesh.graph import aten_elements as elements
 from tilemesh.graph import build
-from tilemesh.graph.aten_elements import (
-    Shape,
-    lower_binary,
-    lower_cast,
-    lower_clamp,
-    lower_comparison,
-    lower_filled,
-    lower_logic,
-    lower_loss,
-    lower_loss_backward,
-    lower_masked,
-    lower_mean,
-    lower_power,
-    lower_reduction,
-    lower_same_value,
-    lower_unary,
-    lower_unequal,
-    lower_variance,
-    lower_where,
-    truth,
-)
+from tilemesh.graph.aten_elements import Shape, truth
 from tilemesh.graph.ir import Node, make
-from tilemesh.graph.ops import FLOATS
+from tilemesh.graph.ops import FLOATS, primitive
 
 aten = torch.ops.aten
 
@@ -150,64 +131,59 @@ def _average_pool(
     return build.average_pool(build.pad(x, low, low), taps, _spread(stride, space) or taps)
 
 
+def _filled_with(value: int) -> Callable[..., Node | None]:
+    return lambda shape, dtype, /, *given, **settings: elements.lower_filled(shape, dtype, value)
+
+
+_BINARY = ("add", "subtract", "multiply", "divide")
+_UNARY = ("negate", "absolute", "exp", "log", "sqrt", "sin", "cos", "tanh", "sigmoid", "erf")
 LOWERED: Mapping[Any, Callable[..., Node | None]] = {
     **{
-        getattr(getattr(aten, name), overload): lower_binary(op)
-        for name, op in (("add", "add"), ("sub", "subtract"), ("mul", "multiply"), ("div", "divide"))
+        getattr(getattr(aten, primitive(op).torch), overload): elements.lower_binary(op)
+        for op in _BINARY
         for overload in ("Tensor", "Scalar")
     },
-    aten.pow.Tensor_Scalar: lower_power,
-    aten.pow.Tensor_Tensor: lower_power,
-    aten.rsqrt.default: lambda shape, dtype, x: lower_power(shape, dtype, x, -0.5) if x.dtype == dtype else None,
-    aten.reciprocal.default: lambda shape, dtype, x: lower_power(shape, dtype, x, -1) if x.dtype == dtype else None,
+    aten.pow.Tensor_Scalar: elements.lower_power,
+    aten.pow.Tensor_Tensor: elements.lower_power,
+    aten.rsqrt.default: lambda shape, dtype, x: (
+        elements.lower_power(shape, dtype, x, -0.5) if x.dtype == dtype else None
+    ),
+    aten.reciprocal.default: lambda shape, dtype, x: (
+        elements.lower_power(shape, dtype, x, -1) if x.dtype == dtype else None
+    ),
     aten.relu.default: lambda shape, dtype, x: build.relu(x) if dtype in FLOATS else None,
-    aten.clamp.default: lower_clamp,
-    aten.clamp_min.default: lower_clamp,
-    aten.clamp_max.default: lambda shape, dtype, x, high: lower_clamp(shape, dtype, x, None, high),
-    aten.masked_fill.Scalar: lower_masked,
+    aten.clamp.default: elements.lower_clamp,
+    aten.clamp_min.default: elements.lower_clamp,
+    aten.clamp_max.default: lambda shape, dtype, x, high: elements.lower_clamp(shape, dtype, x, None, high),
+    aten.masked_fill.Scalar: elements.lower_masked,
     **dict.fromkeys(
         (aten.logical_not.default, aten.bitwise_not.default),
-        lower_logic(lambda x, y, shape: make("where", x, truth(False, shape), truth(True, shape))),
+        elements.lower_logic(lambda x, y, shape: make("where", x, truth(False, shape), truth(True, shape))),
     ),
     **dict.fromkeys(
         (aten.logical_and.default, aten.bitwise_and.Tensor),
-        lower_logic(lambda x, y, shape: make("where", x, y, truth(False, shape))),
+        elements.lower_logic(lambda x, y, shape: make("where", x, y, truth(False, shape))),
     ),
     **dict.fromkeys(
         (aten.logical_or.default, aten.bitwise_or.Tensor),
-        lower_logic(lambda x, y, shape: make("where", x, truth(True, shape), y)),
+        elements.lower_logic(lambda x, y, shape: make("where", x, truth(True, shape), y)),
     ),
-    **dict.fromkeys((aten.ne.Tensor, aten.ne.Scalar), lower_unequal),
+    **dict.fromkeys((aten.ne.Tensor, aten.ne.Scalar), elements.lower_unequal),
     **dict.fromkeys(
-        (aten.full.default, aten.scalar_tensor.default, aten.full_like.default, aten.new_full.default), lower_filled
+        (aten.full.default, aten.scalar_tensor.default, aten.full_like.default, aten.new_full.default),
+        elements.lower_filled,
     ),
+    **dict.fromkeys((aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default), _filled_with(0)),
+    **dict.fromkeys((aten.ones.default, aten.ones_like.default, aten.new_ones.default), _filled_with(1)),
+    **dict.fromkeys((aten.clone.default, aten.lift_fresh_copy.default), elements.lower_same_value),
+    aten.mean.dim: elements.lower_mean,
+    aten.mean.default: elements.lower_mean,
+    aten.nll_loss_backward.default: elements.lower_loss_backward,
+    aten.maximum.default: elements.lower_binary("maximum"),
+    aten.minimum.default: elements.lower_binary("minimum"),
+    **{getattr(aten, primitive(op).torch).default: elements.lower_unary(op) for op in _UNARY},
     **{
-        getattr(aten, name).default: lambda shape, dtype, /, *given, _value=value, **settings: lower_filled(
-            shape, dtype, _value
-        )
-        for name, value in (
-            ("zeros", 0),
-            ("zeros_like", 0),
-            ("new_zeros", 0),
-            ("ones", 1),
-            ("ones_like", 1),
-            ("new_ones", 1),
-        )
-    },
-    **dict.fromkeys((aten.clone.default, aten.lift_fresh_copy.default), lower_same_value),
-    aten.mean.dim: lower_mean,
-    aten.mean.default: lower_mean,
-    aten.nll_loss_backward.default: lower_loss_backward,
-    aten.maximum.default: lower_binary("maximum"),
-    aten.minimum.default: lower_binary("minimum"),
-    **{
-        getattr(aten, name).default: lower_unary(name)
-        for name in ("exp", "log", "sqrt", "sin", "cos", "tanh", "sigmoid", "erf")
-    },
-    aten.neg.default: lower_unary("negate"),
-    aten.abs.default: lower_unary("absolute"),
-    **{
-        getattr(getattr(aten, name), overload): lower_comparison(kind, swapped)
+        getattr(getattr(aten, name), overload): elements.lower_comparison(kind, swapped)
         for name, kind, swapped in (
             ("eq", "equal", False),
             ("lt", "less", False),
@@ -217,12 +193,12 @@ LOWERED: Mapping[Any, Callable[..., Node | None]] = {
         )
         for overload in ("Tensor", "Scalar")
     },
-    aten.where.self: lower_where,
-    aten._to_copy.default: lower_cast,
-    torch.ops.prims.convert_element_type.default: lambda shape, dtype, x, to: lower_cast(shape, dtype, x),
-    aten.sum.dim_IntList: lower_reduction("sum"),
-    aten.sum.default: lower_reduction("sum"),
-    aten.amax.default: lower_reduction("amax"),
+    aten.where.self: elements.lower_where,
+    aten._to_copy.default: elements.lower_cast,
+    torch.ops.prims.convert_element_type.default: lambda shape, dtype, x, to: elements.lower_cast(shape, dtype, x),
+    aten.sum.dim_IntList: elements.lower_reduction("sum"),
+    aten.sum.default: elements.lower_reduction("sum"),
+    aten.amax.default: elements.lower_reduction("amax"),
     **dict.fromkeys((aten.view.default, aten._unsafe_view.default, aten.reshape.default), _reshape),
     **dict.fromkeys((aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default), _reshape),
     aten.permute.default: _permute,
@@ -248,10 +224,10 @@ MAX_POOLS: Mapping[Any, int] = {
     aten.max_pool3d_with_indices.default: 3,
 }  # dims in space
 SEVERAL: Mapping[Any, Callable[..., tuple[Node, ...] | None]] = {
-    aten.var_mean.correction: lower_variance,
+    aten.var_mean.correction: elements.lower_variance,
     aten.split.Tensor: _split,
     aten.split_with_sizes.default: _split,
-    aten.nll_loss_forward.default: lower_loss,
+    aten.nll_loss_forward.default: elements.lower_loss,
 }
 # One good kernel of torch's each, and several primitives: worth their own nodes only where kernels are generated.
 FOR_KERNELS = (

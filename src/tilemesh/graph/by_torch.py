@@ -138,12 +138,8 @@ def _windows(node: Node, sizes: Mapping[str, int], x: Tensor) -> Tensor:
 
 def _unwindows(node: Node, sizes: Mapping[str, int], g: Tensor) -> Tensor:
     total = g.new_zeros(numbers(node.shape, sizes))
-    view = total
-    lead = total.ndim - len(node["taps"])
-    index = torch.arange(total.numel(), device=g.device).reshape(total.shape)
-    for place, (taps, stride) in enumerate(zip(node["taps"], node["stride"], strict=True)):
-        index = index.unfold(lead + place, taps, stride)
-    return view.reshape(-1).index_add(0, index.reshape(-1), g.reshape(-1)).reshape(total.shape)
+    index = _windows(node, sizes, torch.arange(total.numel(), device=g.device).reshape(total.shape))
+    return total.reshape(-1).index_add(0, index.reshape(-1), g.reshape(-1)).reshape(total.shape)
 
 
 COMPARE: dict[str, Callable[..., Tensor]] = {"equal": torch.eq, "less": torch.lt, "less_equal": torch.le}

@@ -7,7 +7,7 @@ let through is `DEAD`; whatever reads it is dead as well, except a merge.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import product as places
 from typing import Any, TypeAlias
 
@@ -162,60 +162,52 @@ def _last(*index: Any) -> Any:
     return (..., *index)
 
 
-def _taps(node: Node, w_shape: Sequence[int]) -> list[tuple[int, ...]]:
-    return list(places(*(range(size) for size in w_shape[2:])))
+def _by_taps(node: Node, x: Array, taps: Sequence[int], out: Sequence[int]) -> Iterator[tuple[Any, Any]]:
+    """For each tap of a convolution its index in the weights, and what of a padded map it meets at every place."""
+    for tap in places(*map(range, taps)):
+        seen = (
+            slice(at * dilation, at * dilation + (size - 1) * stride + 1, stride)
+            for at, size, stride, dilation in zip(tap, out, node["stride"], node["dilation"], strict=True)
+        )
+        yield _last(*tap), x[_last(*seen)]
 
 
-def _seen(node: Node, tap: tuple[int, ...], out: Sequence[int]) -> tuple[slice, ...]:
-    """Which elements of the padded input one tap of the window meets at every place."""
-    return tuple(
-        slice(at * dilation, at * dilation + (size - 1) * stride + 1, stride)
-        for at, size, stride, dilation in zip(tap, out, node["stride"], node["dilation"], strict=True)
-    )
+def _grouped(x: Array, groups: int, dim: int) -> Array:
+    """The channels of a map (dim 1), or the results of weights (dim 0), apart by groups."""
+    return x.reshape(*x.shape[:dim], groups, -1, *x.shape[dim + 1 :])
 
 
-def _spread(x: Array, node: Node) -> Array:
-    return np.pad(x, [(0, 0), (0, 0), *((pad, pad) for pad in node["padding"])])
+def _padded(node: Node, x: Array) -> Array:
+    wide = np.pad(x, [(0, 0), (0, 0), *((pad, pad) for pad in node["padding"])])
+    return _grouped(wide, node["groups"], 1)
 
 
 def _conv(node: Node, sizes: Mapping[str, int], x: Array, w: Array) -> Array:
-    groups, out = node["groups"], numbers(node.shape, sizes)
-    padded = _spread(x, node)
-    padded = padded.reshape(padded.shape[0], groups, -1, *padded.shape[2:])
-    weights = w.reshape(groups, -1, *w.shape[1:])
-    total = np.zeros((out[0], groups, out[1] // groups, *out[2:]), x.dtype)
-    for tap in _taps(node, w.shape):
-        part = padded[_last(*_seen(node, tap, out[2:]))]
-        total += np.einsum("ngc...,goc->ngo...", part, weights[_last(*tap)])
+    out, weights = numbers(node.shape, sizes), _grouped(w, node["groups"], 0)
+    parts = _by_taps(node, _padded(node, x), w.shape[2:], out[2:])
+    total: Array = sum(np.einsum("ngc...,goc->ngo...", part, weights[tap]) for tap, part in parts)
     return total.reshape(out)
 
 
 def _conv_input(node: Node, sizes: Mapping[str, int], g: Array, w: Array) -> Array:
-    groups, shape = node["groups"], numbers(node.shape, sizes)
-    spread = [size + 2 * pad for size, pad in zip(shape[2:], node["padding"], strict=True)]
-    total = np.zeros((shape[0], groups, shape[1] // groups, *spread), g.dtype)
-    grouped, weights = g.reshape(g.shape[0], groups, -1, *g.shape[2:]), w.reshape(groups, -1, *w.shape[1:])
-    for tap in _taps(node, w.shape):
-        total[_last(*_seen(node, tap, g.shape[2:]))] += np.einsum("ngo...,goc->ngc...", grouped, weights[_last(*tap)])
-    inner = tuple(slice(pad, pad + size) for pad, size in zip(node["padding"], shape[2:], strict=True))
-    cropped: Array = total.reshape(shape[0], shape[1], *spread)[_last(*inner)]
-    return cropped
+    shape = numbers(node.shape, sizes)
+    total = _padded(node, np.zeros(shape, g.dtype))
+    slopes, weights = _grouped(g, node["groups"], 1), _grouped(w, node["groups"], 0)
+    for tap, part in _by_taps(node, total, w.shape[2:], g.shape[2:]):
+        part += np.einsum("ngo...,goc->ngc...", slopes, weights[tap])
+    inner = (slice(pad, pad + size) for pad, size in zip(node["padding"], shape[2:], strict=True))
+    cropped: Array = total[_last(*inner)]
+    return cropped.reshape(shape)
 
 
 def _conv_weight(node: Node, sizes: Mapping[str, int], x: Array, g: Array) -> Array:
-    groups, shape = node["groups"], numbers(node.shape, sizes)
-    padded = _spread(x, node)
-    padded = padded.reshape(padded.shape[0], groups, -1, *padded.shape[2:])
-    grouped = g.reshape(g.shape[0], groups, -1, *g.shape[2:])
-    total = np.zeros((groups, shape[0] // groups, *shape[1:]), g.dtype)
-    for tap in _taps(node, shape):
-        part = padded[_last(*_seen(node, tap, g.shape[2:]))]
-        total[_last(*tap)] = np.einsum("ngcp,ngop->goc", _flat(part), _flat(grouped))
+    shape, slopes = numbers(node.shape, sizes), _grouped(g, node["groups"], 1)
+    total = _grouped(np.zeros(shape, g.dtype), node["groups"], 0)
+    for tap, part in _by_taps(node, _padded(node, x), shape[2:], g.shape[2:]):
+        total[tap] = np.einsum(
+            "ngcp,ngop->goc", part.reshape(*part.shape[:3], -1), slopes.reshape(*slopes.shape[:3], -1)
+        )
     return total.reshape(shape)
-
-
-def _flat(x: Array) -> Array:
-    return x.reshape(*x.shape[:3], -1)
 
 
 def _windows(node: Node, sizes: Mapping[str, int], x: Array) -> Array:

@@ -225,18 +225,10 @@ class _Lowering:
         counted = {"flops": flops} if flops else {}
         shape, dtype = ((), TUPLE) if isinstance(value, tuple | list) else _typed(value, node)
         made = make(
-            "opaque",
-            *inputs,
-            line=line_of(node),
-            target=str(target),
-            args=_hashable(args),
-            kwargs=_hashable(tuple(sorted(kwargs.items()))),
-            shape=shape,
-            dtype=dtype,
-            strides=() if target in ANY_STRIDES else tuple(strides),
-            **extra,
-            **counted,
-        )
+            "opaque", *inputs, line=line_of(node), target=str(target), args=_hashable(args),
+            kwargs=_hashable(tuple(sorted(kwargs.items()))), shape=shape, dtype=dtype,
+            strides=() if target in ANY_STRIDES else tuple(strides), **extra, **counted,
+        )  # fmt: skip
         if extra:
             self.random = made
         return made
@@ -257,11 +249,7 @@ def _flops(node: fx.Node, value: Any) -> int:
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda each: each.meta.get("val"))
     try:
         return int(count(*args, **kwargs, out_val=value))
-    except (
-        TypeError,
-        ValueError,
-        AssertionError,
-    ):  # torch's formula does not serve these arguments
+    except (TypeError, ValueError, AssertionError):  # torch's formula does not serve these arguments
         return 0
 
 
