@@ -6,6 +6,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
 
 from tilemesh.bench.harness import OURS
 from tilemesh.bench.train.compare import (
@@ -16,6 +17,7 @@ from tilemesh.bench.train.compare import (
     require_same_losses,
     usual_peers,
 )
+from tilemesh.bench.train.peers import PlainStep, decay_groups, pad_vocabulary
 from tilemesh.bench.train.rows import train_rows
 from tilemesh.bench.train.sleeping import simulated_s
 from tilemesh.cli.main import main
@@ -190,3 +192,21 @@ def test_messages_beside_computing_are_rows(tmp_path: Path) -> None:
     assert main([*words, "--transport", "torch", "--json", str(rows)]) == 0
     (row,) = read_rows(rows)
     assert {"left_to_move_s", "waited_for_s", "tiny_s"} <= set(row.case)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_peer_with_padded_tables_trains_the_same(tied: bool) -> None:
+    """On a GPU peers get tables of a multiple of 64 rows, as ours are computed with."""
+    sizes = "model.layers=1,model.width=32,model.heads=2,model.vocabulary=257,model.context=16,train.context=16"
+    rest = f"train.batch=2,plan.precision=fp64,train.steps=10,model.dropout=0,model.tied={str(tied).lower()}"
+    config, device = load(sets=[sizes, rest]), torch.device("cpu")
+    plain, padded = PlainStep(config, device), PlainStep(config, device)
+    pad_vocabulary(padded.model)
+    padded.parameters = list(padded.model.parameters())
+    padded.optimizer = padded.make_optimizer(decay_groups(config, padded.parameters))
+    for seed in range(3):
+        tokens = torch.randint(0, 257, (2, 16), generator=torch.Generator().manual_seed(seed))
+        assert plain([(tokens, tokens)]).item() == pytest.approx(padded([(tokens, tokens)]).item(), abs=1e-12)
+    table = padded.model.token_embedding.weight
+    assert table.shape == (320, 32)
+    assert table[257:].count_nonzero() == 0

@@ -2,8 +2,9 @@
 
 The peers get torch's own best: a fused optimiser, autocast, torch.compile over the model; gradients set to None. The
 model is ours with every fused projection replaced by torch's linear and activation, and dropout by torch's own, so
-shapes and weights are equal. So is the learning rate's schedule: how fast a GPU multiplies hangs on the numbers (they
-decide the power it draws, and so its clock), and weights that were trained alike are alike.
+shapes and weights are equal; on a GPU tables have a multiple of 64 rows, as ours are computed with. So is the learning
+rate's schedule: how fast a GPU multiplies hangs on the numbers (they decide the power it draws, and so its clock), and
+weights that were trained alike are alike.
 """
 
 from __future__ import annotations
@@ -24,13 +25,25 @@ from tilemesh.train.optimizer import autocast_dtype, stored_dtype
 from tilemesh.train.rules import decays
 from tilemesh.train.schedule import rate
 
+_ROWS = 64  # of a table whose products a GPU's library does quickly
+
 
 def plain_model(config: TrainConfig, device: torch.device) -> Transformer:
     """Our model with nothing of ours in it but its shape."""
     dtype = stored_dtype(config.plan.precision)
     model = Transformer(config.model, seed=config.train.seed, device=device, dtype=dtype, kernels=PLAIN)
     drop_plainly(model)
+    if device.type == "cuda":
+        pad_vocabulary(model)
     return model.train()
+
+
+def pad_vocabulary(model: Transformer) -> None:
+    """Tables of a multiple of 64 rows, as our own loss computes with: the rows beside the vocabulary stay 0, and
+    `PlainStep` leaves their logits out."""
+    for table in (model.token_embedding, model.output):
+        if table is not None and (missing := -table.weight.shape[0] % _ROWS):
+            table.weight = nn.Parameter(functional.pad(table.weight.detach(), (0, 0, 0, missing)))
 
 
 class PlainDropout(nn.Module):
@@ -86,7 +99,7 @@ class PlainStep:
         dtype = autocast_dtype(self.config.plan.precision)
         context = contextlib.nullcontext() if dtype is None else torch.autocast(self.device.type, dtype)
         with context:
-            logits = self.model(tokens, dropout_seed=self.seed)
+            logits = self.model(tokens, dropout_seed=self.seed)[..., : self.config.model.vocabulary]
         wide = torch.promote_types(logits.dtype, torch.float32)
         return functional.cross_entropy(logits.flatten(0, 1).to(wide), targets.flatten())
 

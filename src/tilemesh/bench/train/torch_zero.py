@@ -116,7 +116,7 @@ class DeepSpeedStep:
     def __call__(self, batches: list[tuple[Tensor, Tensor]]) -> Tensor:
         total = torch.zeros(())
         for tokens, targets in batches:
-            logits = self.engine(tokens)
+            logits = self.engine(tokens)[..., : self.config.model.vocabulary]
             loss = nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
             self.engine.backward(loss)  # divides by the microbatches itself
             set_rate(self.engine.optimizer, self.steps, self.config)
