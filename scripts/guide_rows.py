@@ -51,7 +51,7 @@ def locality(study: str, samples: Mapping[str | int, Sample], **more: int) -> It
 def study_rows(study: str) -> list[Row]:
     if study == "locality":
         return list(locality_rows())
-    from tilemesh.kernels.ladder import gpu
+    from tilemesh.guide.ladder import gpu
 
     return gpu.ladder_rows() if study == "ladder" else [*gpu.first_rows(), *gpu.study_rows()]
 

@@ -81,7 +81,7 @@ MOST_LINES = {
     "launch": 2_100,
     "runs": 2_200,
     "data": 2_600,
-    "kernels": 20_590,
+    "kernels": 17_540,
     "comm": 11_250,
     "graph": 8_755,
     "model": 8_250,
@@ -95,7 +95,7 @@ MOST_LINES = {
     "report": 6_080,
     "bench": 8_480,
     "cli": 4_740,
-    "guide": 8_620,
+    "guide": 11_665,
 }
 SOURCE_SUFFIXES = (".py", ".c", ".h", ".cu", ".cuh", ".js", ".css")
 THIRD_PARTY_FREE = ("core", "comm.schedules", "model.work", "plan")

@@ -10,9 +10,9 @@ import torch
 
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.core.hardware import find_device
-from tilemesh.kernels.ladder import gpu, rungs, studies
-from tilemesh.kernels.ladder.interpret import launch
-from tilemesh.kernels.ladder.ours import OurRung, count_triton, our_rungs
+from tilemesh.guide.ladder import gpu, rungs, studies
+from tilemesh.guide.ladder.interpret import launch
+from tilemesh.guide.ladder.ours import OurRung, count_triton, our_rungs
 from tilemesh.kernels.matmul.config import Config
 from tilemesh.measure.timing import LoopTimer
 

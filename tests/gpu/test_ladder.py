@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from tilemesh.kernels.ladder import gpu, rungs, studies
-from tilemesh.kernels.ladder.ours import our_rungs
+from tilemesh.guide.ladder import gpu, rungs, studies
+from tilemesh.guide.ladder.ours import our_rungs
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 

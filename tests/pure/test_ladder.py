@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.core.hardware import find_device
+from tilemesh.guide.ladder import rungs, studies, times
+from tilemesh.guide.ladder.interpret import launch
 from tilemesh.guide.ladder.measured import h200_rows
-from tilemesh.kernels.ladder import rungs, studies, times
-from tilemesh.kernels.ladder.interpret import launch
-from tilemesh.kernels.ladder.memory import GlobalArray, Lanes, wavefronts
-from tilemesh.kernels.ladder.ours import our_rungs
-from tilemesh.kernels.ladder.parse import parse
+from tilemesh.guide.ladder.memory import GlobalArray, Lanes, wavefronts
+from tilemesh.guide.ladder.ours import our_rungs
+from tilemesh.guide.ladder.parse import parse
 
 # Each rung at the smallest sizes that have more than one block, warp and step.
 SMALL = [

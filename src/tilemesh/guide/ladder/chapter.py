@@ -14,10 +14,10 @@ import numpy as np
 import torch
 
 from tilemesh.core.hardware import find_device
+from tilemesh.guide.ladder import rungs, studies, times
 from tilemesh.guide.ladder.measured import h200_rows, reads_of, reserved_by
+from tilemesh.guide.ladder.ours import our_rungs
 from tilemesh.guide.lesson import Lesson
-from tilemesh.kernels.ladder import rungs, studies, times
-from tilemesh.kernels.ladder.ours import our_rungs
 
 lesson = Lesson("ladder")
 predict = lesson.predict
@@ -188,7 +188,7 @@ for rung in rungs.ladder():
 
 # %%
 if torch.cuda.is_available():
-    from tilemesh.kernels.ladder.gpu import first_rows, ladder_rows, study_rows
+    from tilemesh.guide.ladder.gpu import first_rows, ladder_rows, study_rows
 
     measured = ladder_rows()
     for row in [*first_rows(), *study_rows()]:

@@ -13,10 +13,10 @@ import numpy as np
 from tilemesh.core.hardware import find_device
 from tilemesh.core.scene import LaneBlock, Scene, lanes
 from tilemesh.core.units import format_rate, format_seconds
+from tilemesh.guide.ladder import rungs, studies, times
 from tilemesh.guide.ladder.measured import h200_rows, median_s, reads_of
-from tilemesh.kernels.ladder import rungs, studies, times
-from tilemesh.kernels.ladder.memory import BANKS, WARP
-from tilemesh.kernels.ladder.ours import our_rungs
+from tilemesh.guide.ladder.memory import BANKS, WARP
+from tilemesh.guide.ladder.ours import our_rungs
 from tilemesh.report.draw import Dots, Line, PlotAxis, PlotLayer
 from tilemesh.report.kernel_charts import names_beside
 from tilemesh.report.picture import curves

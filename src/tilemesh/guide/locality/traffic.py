@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from tilemesh.core.errors import RunError, UsageError
+from tilemesh.guide.ladder.interpret import Counted, launch
 from tilemesh.guide.locality.build import library, source
 from tilemesh.guide.locality.caches import SimulatedCache
-from tilemesh.kernels.ladder.interpret import Counted, launch
 
 Sizes = Mapping[str, int]
 

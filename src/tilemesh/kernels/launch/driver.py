@@ -1,6 +1,6 @@
-"""CUDA kernels that torch compiled (NVRTC), launched while the one before still runs: see `kernels.early`.
+"""CUDA's driver, for what torch does not say of kernels that it compiled (NVRTC).
 
-torch launches them too, but cannot say that.
+They can be launched while the one before still runs (see `kernels.early`), and asked for what the compiler reserved.
 """
 
 from __future__ import annotations
@@ -38,7 +38,6 @@ def launch_early(
     kernel: Any, grid: tuple[int, int, int], threads: int, given: Sequence[Tensor | int | float], shared_bytes: int
 ) -> None:
     """`kernel`: what `torch.cuda._compile_kernel` made; it has to wait for the kernel ahead by itself."""
-    driver = ctypes.CDLL("libcuda.so.1")  # torch has loaded it
     held = [_argument(value) for value in given]
     pointers = (ctypes.c_void_p * len(held))(*[ctypes.addressof(one) for one in held])
     attribute = _Attribute(_EARLY, b"", _Value(flag=1))
@@ -47,11 +46,23 @@ def launch_early(
         (ctypes.c_uint * 3)(*grid), (ctypes.c_uint * 3)(threads, 1, 1), shared_bytes, stream,
         ctypes.pointer(attribute), 1,
     )  # fmt: skip
-    result = driver.cuLaunchKernelEx(ctypes.byref(told), kernel.func, pointers, None)
+    _call("cuLaunchKernelEx", ctypes.byref(told), kernel.func, pointers, None)
+
+
+def kernel_attribute(kernel: Any, which: int) -> int:
+    """An attribute of a kernel by its number among CUfunction_attribute: registers, bytes of shared memory."""
+    value = ctypes.c_int()
+    _call("cuFuncGetAttribute", ctypes.byref(value), which, kernel.func)
+    return value.value
+
+
+def _call(function: str, *arguments: Any) -> None:
+    driver = ctypes.CDLL("libcuda.so.1")  # torch has loaded it
+    result = getattr(driver, function)(*arguments)
     if result:
-        name = ctypes.c_char_p()
-        driver.cuGetErrorString(result, ctypes.byref(name))
-        raise RuntimeError(f"launch of a CUDA kernel: {(name.value or b'an error without a name').decode()}")
+        words = ctypes.c_char_p()
+        driver.cuGetErrorString(result, ctypes.byref(words))
+        raise RuntimeError(f"{function} of a CUDA kernel: {(words.value or b'an error without a name').decode()}")
 
 
 def _argument(value: Tensor | int | float) -> Any:

@@ -12,9 +12,9 @@ import numpy as np
 
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.core.hardware import Device
-from tilemesh.kernels.ladder.interpret import Counted, launch
-from tilemesh.kernels.ladder.memory import WARP
-from tilemesh.kernels.ladder.rungs import source
+from tilemesh.guide.ladder.interpret import Counted, launch
+from tilemesh.guide.ladder.memory import WARP
+from tilemesh.guide.ladder.rungs import source
 
 WIDTH, HEIGHT, FIRST_BLOCK = 12, 6, (4, 3)  # of the first kernel: 6 blocks of 12 threads
 

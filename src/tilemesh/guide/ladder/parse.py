@@ -8,7 +8,7 @@ import re
 from dataclasses import dataclass
 
 from tilemesh.core.errors import UsageError
-from tilemesh.kernels.ladder.tree import (
+from tilemesh.guide.ladder.tree import (
     Application,
     Assignment,
     Branch,

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from tilemesh.core.errors import UsageError
-from tilemesh.kernels.ladder.memory import WARP, Array, SharedArray
+from tilemesh.guide.ladder.memory import WARP, Array, SharedArray
 
 _LANE = np.arange(WARP)
 _GROUP, _WITHIN = _LANE // 4, _LANE % 4  # a fragment's rows lie on groups of four lanes

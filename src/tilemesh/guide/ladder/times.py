@@ -10,8 +10,8 @@ What is left out (latency, the L2, instructions beside loads and products) is wh
 from dataclasses import dataclass
 
 from tilemesh.core.hardware import DTYPE_BYTES, Device
-from tilemesh.kernels.ladder.interpret import Counted
-from tilemesh.kernels.ladder.rungs import Rung, count
+from tilemesh.guide.ladder.interpret import Counted
+from tilemesh.guide.ladder.rungs import Rung, count
 
 # Of the tensor cores' peak on Hopper, mma.sync reaches 62.9 % on average; the rest needs wgmma
 # (Luo et al., "Benchmarking and Dissecting the Nvidia Hopper GPU Architecture via Microbenchmarking", 2024).

@@ -8,9 +8,9 @@ from collections.abc import Callable
 import numpy as np
 
 from tilemesh.core.errors import UsageError
-from tilemesh.kernels.ladder import tree, warp_ops
-from tilemesh.kernels.ladder.memory import Array, Lanes, SharedArray
-from tilemesh.kernels.ladder.threads import (
+from tilemesh.guide.ladder import tree, warp_ops
+from tilemesh.guide.ladder.memory import Array, Lanes, SharedArray
+from tilemesh.guide.ladder.threads import (
     COLLECTIVE,
     FOURS,
     INFIX,

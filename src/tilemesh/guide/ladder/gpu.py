@@ -3,7 +3,6 @@
 The same text runs in the interpreter (`rungs.count`); rows carry the reads that were predicted there.
 """
 
-import ctypes
 import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,9 +15,9 @@ from torch import Tensor
 import tilemesh as tm
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.core.hardware import Device, device_for, host_link
-from tilemesh.kernels.ladder.ours import OurRung, our_rungs
-from tilemesh.kernels.ladder.rungs import Rung, ladder, source, v1
-from tilemesh.kernels.ladder.studies import (
+from tilemesh.guide.ladder.ours import OurRung, our_rungs
+from tilemesh.guide.ladder.rungs import Rung, ladder, source, v1
+from tilemesh.guide.ladder.studies import (
     SmallKernel,
     convolution,
     divergence,
@@ -28,7 +27,8 @@ from tilemesh.kernels.ladder.studies import (
     strided_banks,
     strided_copy,
 )
-from tilemesh.kernels.ladder.times import RungTime, predicted_time
+from tilemesh.guide.ladder.times import RungTime, predicted_time
+from tilemesh.kernels.launch.driver import kernel_attribute
 from tilemesh.measure.gpu import KernelTimer, l2_cache_bytes, rotating_sets
 from tilemesh.measure.machine import stamp
 from tilemesh.measure.row import Row
@@ -82,23 +82,15 @@ def this_gpu() -> LadderPlace:
 def compiled(text: str, name: str, dynamic_bytes: int = 0) -> CompiledKernel:
     """By NVRTC, for this GPU. Shared memory beyond 48 KiB has to be asked for, and all that there is, is."""
     kernel = torch.cuda._compile_kernel(source("warp_ops.cuh") + text, name)
-    driver = ctypes.CDLL("libcuda.so.1")
-
-    def attribute(which: int) -> int:
-        value = ctypes.c_int()
-        failed = driver.cuFuncGetAttribute(ctypes.byref(value), which, kernel.func)
-        if failed:
-            raise RunError(f"cuFuncGetAttribute returned {failed} for kernel {name}")
-        return value.value
-
-    static = attribute(_SHARED_BYTES)
+    static = kernel_attribute(kernel, _SHARED_BYTES)
     most = int(torch.cuda.get_device_properties().shared_memory_per_block_optin) - static  # type: ignore[attr-defined]
     kernel.set_shared_memory_config(most)
 
     def launch(grid: tuple[int, int], block: tuple[int, int], arguments: Sequence[Any], dynamic: int) -> None:
         kernel((*grid, 1), (*block, 1), list(arguments), shared_mem=dynamic)
 
-    return CompiledKernel(launch, attribute(_REGISTERS), static + dynamic_bytes, attribute(_LOCAL_BYTES), dynamic_bytes)
+    registers, local = (kernel_attribute(kernel, which) for which in (_REGISTERS, _LOCAL_BYTES))
+    return CompiledKernel(launch, registers, static + dynamic_bytes, local, dynamic_bytes)
 
 
 # The ladder -----------------------------------------------------------------------------------------------------------
@@ -179,7 +171,9 @@ def _by_rung(rung: Rung, kernel: CompiledKernel, sets: Sets, c: Tensor, index: i
 
 def _by_ours(rung: OurRung, sets: Sets, index: int) -> Tensor:
     a, b = sets[index]
-    return tm.kernels.fused_matmul(a, b, activation="none", implementation=rung.config.kind, config=rung.config)
+    config = rung.config
+    result: Tensor = tm.kernels.fused_matmul(a, b, activation="none", implementation=config.kind, config=config)
+    return result
 
 
 def _by_torch(sets: Sets, index: int) -> Tensor:

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 
 from tilemesh.core.errors import UsageError
-from tilemesh.kernels.ladder.closures import KernelCompiler
-from tilemesh.kernels.ladder.memory import Accesses, GlobalArray, Lanes, Observer, SharedArray
-from tilemesh.kernels.ladder.parse import parse
-from tilemesh.kernels.ladder.threads import CudaPointer, CudaThreads
+from tilemesh.guide.ladder.closures import KernelCompiler
+from tilemesh.guide.ladder.memory import Accesses, GlobalArray, Lanes, Observer, SharedArray
+from tilemesh.guide.ladder.parse import parse
+from tilemesh.guide.ladder.threads import CudaPointer, CudaThreads
 
 
 @dataclass

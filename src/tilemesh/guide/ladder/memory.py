@@ -237,7 +237,8 @@ class SharedArray:
         )
 
     def _places(self, at: Array, width: int) -> Array:
-        return (self.block_at + at) + np.arange(width)[:, None]
+        places: Array = (self.block_at + at) + np.arange(width)[:, None]
+        return places
 
     def _count(self, traffic: Accesses, at: Array, mask: Array, width: int) -> None:
         _inside(self.name, at, mask, width, self.data.shape[1], self.lanes)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from tilemesh.core.errors import UsageError
-from tilemesh.kernels.ladder.interpret import Counted, launch
+from tilemesh.guide.ladder.interpret import Counted, launch
 
 Formula = Callable[[int, Mapping[str, int]], float]
 
@@ -67,7 +67,7 @@ class Rung:
 
 
 def source(file: str) -> str:
-    return (resources.files("tilemesh.kernels.ladder") / "cuda" / file).read_text()
+    return (resources.files("tilemesh.guide.ladder") / "cuda" / file).read_text()
 
 
 def _exact(reads: float) -> int:

@@ -12,8 +12,8 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from tilemesh.core.errors import UsageError
-from tilemesh.kernels.ladder import warp_ops
-from tilemesh.kernels.ladder.memory import WARP, Array, GlobalArray, Lanes, SharedArray
+from tilemesh.guide.ladder import warp_ops
+from tilemesh.guide.ladder.memory import WARP, Array, GlobalArray, Lanes, SharedArray
 
 NUMPY_TYPES = {"int": np.int64, "unsigned": np.uint32, "float": np.float32, "bool": np.bool_, "half_bits": np.uint16}
 FOURS = {"float4": np.float32, "uint4": np.uint32}
@@ -122,7 +122,8 @@ def load(state: CudaThreads, place: Value) -> Value:
 def _joined(values: Array, place: CudaPointer) -> Array:
     """Two 16-bit elements that were read as one unsigned."""
     if place.width == 2 and values.dtype == np.uint16:
-        return values[0].astype(np.uint32) | (values[1].astype(np.uint32) << np.uint32(16))
+        pair: Array = values[0].astype(np.uint32) | (values[1].astype(np.uint32) << np.uint32(16))
+        return pair
     return values
 
 
