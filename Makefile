@@ -4,7 +4,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: docs train test test-units test-ranks test-again test-setup test-all mutants check format size setup setup-train clean
+.PHONY: docs train test test-units test-ranks test-again test-setup test-all mutants check format size lock setup setup-train clean
 
 # Without the tools of the tests: what training needs and no more.
 train: setup-train
@@ -51,8 +51,13 @@ size: setup
 
 # The documents and the Python API as one static site; a link that leads nowhere is an error. Installs the extra `docs`.
 docs: setup
-	@$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[docs]'
+	@$(BIN)/python -m pip install --quiet --no-deps --require-hashes -r locks/docs.txt
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+# Versions and hashes of all that `make` installs, after pyproject.toml or constraints.txt changed. UPGRADE=1: the newest.
+lock: setup
+	@$(BIN)/python -m pip install --quiet --no-deps --require-hashes -r locks/lock.txt
+	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python scripts/lock.py
 
 setup:
 	@$(PYTHON) scripts/setup.py

@@ -38,8 +38,8 @@ sys.exit(not records or not all(os.path.exists(path) for path in paths if not pa
 """
 
 
-# What each command needs besides the package itself; `make train` installs neither test nor lint tools.
-EXTRAS = {"train": ("hf", "mpi"), "all": ("dev", "hf", "mpi", "serve")}
+# By command, the lock of what it needs; `make train` installs neither test nor lint tools. `all` holds `train`.
+PURPOSES = ("train", "all")
 
 
 class SetupError(Exception):
@@ -49,14 +49,14 @@ class SetupError(Exception):
 def main(argv):
     parser = argparse.ArgumentParser(description="Make .venv hold what this checkout needs.")
     parser.add_argument("--folder", type=Path, default=Path(__file__).resolve().parents[1], help=argparse.SUPPRESS)
-    parser.add_argument("--purpose", choices=EXTRAS, default="all", help="which extras of pyproject.toml to install")
+    parser.add_argument("--purpose", choices=PURPOSES, default="all", help="which of locks/ to install")
     asked = parser.parse_args(argv)
     folder = asked.folder.resolve()
     if sys.version_info < MINIMUM:
         return run_with_newer_python(argv)
     try:
         with locked(folder / ".setup.lock"):
-            set_up(folder, EXTRAS[asked.purpose])
+            set_up(folder, asked.purpose)
     except SetupError as error:
         print(f"setup: {error}", file=sys.stderr)
         return 1
@@ -79,13 +79,13 @@ def run_with_newer_python(argv):
     return 1
 
 
-def set_up(folder, extras):
+def set_up(folder, purpose):
     venv = folder / ".venv"
     flavour = torch_flavour(os.environ)
     found = read_stamp(venv)
     # What was installed for another command stays: an environment only ever grows until it is built anew.
-    held = set() if found is None else set(found.get("extras", ()))
-    wanted = {**fingerprint(folder, flavour), "extras": sorted(held.union(extras))}
+    held = "train" if found is None else found.get("purpose", "all")
+    wanted = {**fingerprint(folder, flavour), "purpose": max(purpose, held, key=PURPOSES.index)}
     whole = found is not None and packages(venv) >= set(found.pop("packages", ["unknown"])) and is_whole(venv)
     if whole and found == wanted:
         return
@@ -100,7 +100,7 @@ def set_up(folder, extras):
     if kept:
         say("up to date with the changed requirements …")
     else:
-        wanted["extras"] = sorted(extras)
+        wanted["purpose"] = purpose
         if venv.exists():
             say("the environment in .venv is incomplete, moved or of another Python: building it anew")
             shutil.rmtree(venv)
@@ -109,15 +109,8 @@ def set_up(folder, extras):
         say(f"[2/3] torch, {flavour.upper()} build")
         install_torch(venv, folder, flavour)
         say("[3/3] tilemesh and the rest")
-    pip(
-        venv,
-        "install",
-        "-c",
-        str(folder / "constraints.txt"),
-        "-e",
-        f"{folder}[{','.join(wanted['extras'])}]",
-        shown="the packages of pyproject.toml",
-    )
+    install_locked(venv, folder, wanted["purpose"])
+    pip(venv, "install", "--no-deps", "--no-build-isolation", "-e", str(folder), shown="this checkout")
     write_stamp(venv, {**wanted, "packages": sorted(packages(venv))})
     say(f"done in {time.monotonic() - began:.0f} s")
 
@@ -148,7 +141,7 @@ def has_nvidia_gpu():
 def fingerprint(folder, flavour):
     """Everything that, when it changes, makes the present environment the wrong one."""
     digest = hashlib.sha256()
-    for name in ("pyproject.toml", "constraints.txt"):
+    for name in ("pyproject.toml", "locks/all.txt", "locks/train.txt", "locks/cuda.txt"):
         digest.update((folder / name).read_bytes())
     digest.update(Path(__file__).read_bytes())
     return {
@@ -276,14 +269,23 @@ def install_pip_wheel(venv, wheel):
     return subprocess.run(command, capture_output=True, check=False).returncode == 0
 
 
+def install_locked(venv, folder, name):
+    """The distributions of a lock, each of them a file whose hash is in it."""
+    lock = folder / "locks" / f"{name}.txt"
+    pip(venv, "install", "--no-deps", "--require-hashes", "-r", str(lock), shown=f"the packages of locks/{name}.txt")
+
+
 def install_torch(venv, folder, flavour):
-    pinned = re.search(r"^torch==([\w.]+)", (folder / "constraints.txt").read_text(), re.M)
+    pinned = re.search(r"^torch==([\w.]+)", (folder / "locks" / "cuda.txt").read_text(), re.M)
     if pinned is None:
-        raise SetupError("constraints.txt does not pin torch: expected a line such as torch==2.13.0")
-    if flavour == "cuda" or sys.platform == "darwin":
-        pip(venv, "install", f"torch=={pinned[1]}", shown=f"torch {pinned[1]}")
+        raise SetupError(
+            "locks/cuda.txt does not hold torch: expected a line such as torch==2.13.0; `make lock` makes it"
+        )
+    if flavour == "cuda" or sys.platform == "darwin":  # CUDA's libraries in it are for Linux alone
+        install_locked(venv, folder, "cuda")
         return
-    # The label +cpu is found only where a CPU build is: asking for it can never bring CUDA packages in.
+    # The label +cpu is found only where a CPU build is: asking for it can never bring CUDA packages in. Every index has
+    # its own file of it, so it goes by its version.
     cpu = f"torch=={pinned[1]}+cpu"
     try:
         pip(venv, "install", "--no-deps", cpu, shown=cpu)

@@ -7,19 +7,24 @@ are `make test-setup`.
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
+import tomllib
 import zipfile
 from pathlib import Path
 from types import ModuleType
 
 import pip
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "scripts" / "setup.py"
@@ -37,17 +42,19 @@ def load_script() -> ModuleType:
 setup = load_script()
 
 
-def make_wheel(folder: Path, name: str, version: str, requires: str = "") -> None:
-    """The smallest wheel pip accepts: one module, its metadata, its record."""
+def make_wheel(folder: Path, name: str, version: str, requires: str = "") -> str:
+    """The smallest wheel pip accepts: one module, its metadata, its record. Returns its line of a lock."""
     info = f"{name}-{version}.dist-info"
     metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{requires}"
     tags = "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
     files = {f"{name}.py": f"version = '{version}'\n", f"{info}/METADATA": metadata, f"{info}/WHEEL": tags}
     files[f"{info}/RECORD"] = "".join(f"{path},,\n" for path in [*files, f"{info}/RECORD"])
     folder.mkdir(exist_ok=True)
-    with zipfile.ZipFile(folder / f"{name}-{version}-py3-none-any.whl", "w") as wheel:
+    wheel_path = folder / f"{name}-{version}-py3-none-any.whl"
+    with zipfile.ZipFile(wheel_path, "w") as wheel:
         for path, text in files.items():
             wheel.writestr(path, text)
+    return f"{name}=={version} --hash=sha256:{hashlib.sha256(wheel_path.read_bytes()).hexdigest()}\n"
 
 
 # A build backend of a few lines, inside the project itself: nothing has to be downloaded to build it.
@@ -87,11 +94,12 @@ def project(tmp_path: Path) -> Path:
         '[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["."]\n[project]\nname = "tilemesh"\n'
         'version = "1.0"\n'
     )
-    (folder / "constraints.txt").write_text("torch==9.1.0\n")
-    wheels = tmp_path / "wheels"
+    wheels, locks = tmp_path / "wheels", folder / "locks"
+    locks.mkdir()
     make_wheel(wheels, "torch", "9.1.0+cpu")
-    make_wheel(wheels, "typer", "1.0")
-    make_wheel(wheels, "pytest", "1.0")
+    (locks / "cuda.txt").write_text(make_wheel(tmp_path / "cuda", "torch", "9.1.0"))
+    (locks / "train.txt").write_text(make_wheel(wheels, "typer", "1.0"))
+    (locks / "all.txt").write_text((locks / "train.txt").read_text() + make_wheel(wheels, "pytest", "1.0"))
     return folder
 
 
@@ -125,11 +133,12 @@ def test_training_installs_no_tools_of_the_tests_and_an_environment_only_grows(
     monkeypatch.setattr(setup, "make_environment", make_environment)
     monkeypatch.setattr(setup, "install_torch", lambda *arguments: None)
     monkeypatch.setattr(setup, "is_whole", lambda venv: True)
-    monkeypatch.setattr(setup, "pip", lambda venv, *words, shown: asked.append(words[-1].partition("[")[2]))
+    monkeypatch.setattr(setup, "pip", lambda venv, *words, shown: None)
+    monkeypatch.setattr(setup, "install_locked", lambda venv, folder, name: asked.append(name))
     monkeypatch.setenv("TORCH", "cpu")
     for purpose in ("train", "train", "all", "train", "all"):
         assert setup.main(["--folder", str(project), "--purpose", purpose]) == 0
-    assert asked == ["hf,mpi]", "dev,hf,mpi,serve]"]
+    assert asked == ["train", "all"]
 
 
 @pytest.mark.slow
@@ -224,12 +233,54 @@ def test_what_could_not_be_had_is_named(project: Path) -> None:
 def test_the_cpu_build_is_asked_of_pytorchs_own_index_where_pips_has_none(project: Path) -> None:
     """An index with the CUDA build alone: that build is not taken."""
     (project.parent / "wheels" / "torch-9.1.0+cpu-py3-none-any.whl").unlink()
-    make_wheel(project.parent / "wheels", "torch", "9.1.0")
+    shutil.copy(project.parent / "cuda" / "torch-9.1.0-py3-none-any.whl", project.parent / "wheels")
     done = run(project)
     assert done.returncode == 1
     assert "asking PyTorch's own" in done.stdout
     assert "could not get torch==9.1.0+cpu" in done.stderr
     assert setup.TORCH_CPU_INDEX in (project / ".venv" / "setup.log").read_text()
+
+
+def test_a_wheel_that_is_not_the_locked_one_is_refused(project: Path) -> None:
+    make_wheel(project.parent / "wheels", "typer", "1.0", requires="Summary: another\n")
+    done = run(project)
+    assert done.returncode == 1
+    [line] = done.stderr.splitlines()
+    assert line.startswith("setup: could not get the packages of locks/all.txt: ")
+    assert "HASHES" in line
+    assert not (project / ".venv" / setup.STAMP).exists()
+
+
+def test_the_locks_hold_what_the_project_asks_for() -> None:
+    """Every requirement of an extra, direct ones by a version that fits; after a change `make lock` makes them anew."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    extras = project["project"]["optional-dependencies"]
+    base = [*project["project"]["dependencies"], *project["build-system"]["requires"]]
+    chosen = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    with_torch = locked_versions("cuda")
+    for name, wanted in {
+        "train": [*base, *extras["hf"], *extras["mpi"]],
+        "all": [*base, *(need for extra in ("dev", "hf", "mpi", "serve") for need in extras[extra])],
+        "docs": extras["docs"],
+        "lock": extras["lock"],
+    }.items():
+        versions = locked_versions(name) | with_torch
+        for need in map(Requirement, [*wanted, *(line for line in chosen if name == "all" and line[:1] != "#")]):
+            [version] = versions[canonicalize_name(need.name)]
+            assert need.specifier.contains(version), f"locks/{name}.txt has {need.name} {version}: run `make lock`"
+
+
+def locked_versions(name: str) -> dict[str, list[str]]:
+    """The versions in a lock, all of them with hashes; no address of an index is in it."""
+    text = (ROOT / "locks" / f"{name}.txt").read_text(encoding="utf-8")
+    assert "://" not in text
+    versions: dict[str, list[str]] = {}
+    for entry in re.split(r"\n(?=\w)", text.partition("\n")[2]):
+        found = re.match(r"([\w-]+)==([\w.]+)", entry)
+        assert found, entry
+        assert len(re.findall(r"--hash=sha256:[0-9a-f]{64}\b", entry)) == entry.count("\n    --hash") > 0, entry
+        versions.setdefault(canonicalize_name(found[1]), []).append(found[2])
+    return versions
 
 
 def test_torch_is_one_of_two_builds(project: Path) -> None:
@@ -239,7 +290,7 @@ def test_torch_is_one_of_two_builds(project: Path) -> None:
 
 @pytest.mark.slow
 def test_torch_says_which_build(project: Path) -> None:
-    make_wheel(project.parent / "wheels", "torch", "9.1.0")
+    shutil.copy(project.parent / "cuda" / "torch-9.1.0-py3-none-any.whl", project.parent / "wheels")
     (project.parent / "wheels" / "torch-9.1.0+cpu-py3-none-any.whl").unlink()
     assert run(project, TORCH="cuda").returncode == 0
     assert torch_version(project) == "9.1.0"
@@ -318,8 +369,9 @@ def test_the_real_thing_moved_then_killed_half_way(tmp_path: Path) -> None:
 
 
 def test_no_target_of_make_replaces_the_editable_install() -> None:
-    """`pip install .` would put a copy of the package in place of this checkout, and later edits would do nothing."""
+    """`pip install .` would put a copy of the package in place of this checkout, and later edits would do nothing; what
+    is installed is locked."""
     lines = (ROOT / "Makefile").read_text(encoding="utf-8").splitlines()
     installs = [line.split() for line in lines if "pip install" in line]
     assert installs
-    assert all("-e" in words for words in installs)
+    assert all({"--no-deps", "--require-hashes", "-r"} <= {*words} for words in installs)
