@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from torch.nn import functional
 
-from tilemesh.align.tasks import TASKS
+from tilemesh.align.tasks import TASKS, Case
 from tilemesh.model import huggingface
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.transformer import Transformer
@@ -18,8 +20,16 @@ SMALL = ModelConfig(
 )  # fmt: skip
 
 
-def write_start(folder: Path, task: str, steps: int, seed: int = 0, config: ModelConfig = SMALL) -> Path:
-    """A Hugging Face folder with a model that was shown so many batches of right answers."""
+def write_start(
+    folder: Path,
+    task: str,
+    steps: int,
+    seed: int = 0,
+    config: ModelConfig = SMALL,
+    example: Callable[[random.Random, Case], str] | None = None,
+) -> Path:
+    """A Hugging Face folder with a model that was shown so many batches of answers: right ones, or `example`'s."""
+    chance = random.Random(seed)
     model = Transformer(config, seed=seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3)
     number = 0
@@ -27,7 +37,8 @@ def write_start(folder: Path, task: str, steps: int, seed: int = 0, config: Mode
         lines = []
         for _ in range(64):
             case = TASKS[task].case(1000 + seed, number)
-            lines.append((case["prompt"].encode(), f"{TASKS[task].example(case)}\n".encode()))
+            answer = TASKS[task].example(case) if example is None else example(chance, case)
+            lines.append((case["prompt"].encode(), f"{answer}\n".encode()))
             number += 1
         longest = max(len(prompt + answer) for prompt, answer in lines)
         tokens = torch.zeros(len(lines), longest, dtype=torch.int64)

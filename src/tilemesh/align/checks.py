@@ -5,16 +5,14 @@ Each check names the fault. They cost a few operations over arrays, so they are 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
 
 import numpy as np
 import torch
 
 from tilemesh.align.config import AlignConfig
-from tilemesh.align.formulas.rollout import Rollout
+from tilemesh.align.formulas.rollout import Floats, Rollout
 from tilemesh.core.errors import RunError
-
-Scoring = Callable[[int], float]
 
 
 def check_position(steps: int, position: int, rows: int) -> None:
@@ -44,13 +42,35 @@ def check_rollout(rollout: Rollout, version: int, answers: int) -> None:
         raise RunError("the last token of an answer is not trained: its end was masked with padding")
 
 
-def check_rewards(rollout: Rollout, paid: np.ndarray, places: range) -> None:
-    """Rewards of some answers, scored once more, are theirs and not a neighbour's."""
-    for place in places:
-        if not np.isclose(paid[place], rollout.reward[place]):
-            is_next = place + 1 < len(paid) and np.isclose(paid[place], rollout.reward[place + 1])
-            why = "rewards are shifted by one" if is_next else "it was paid for another answer"
-            raise RunError(f"answer {place} was paid {rollout.reward[place]:g} and is worth {paid[place]:g}: {why}")
+def check_rewards(reward_S: Floats, parts: Mapping[str, Floats], weights: Mapping[str, float]) -> None:
+    """Each answer is paid for its own parts, and one that could not be scored not at all."""
+    worth_S = sum((weight * parts[name] for name, weight in weights.items()), np.zeros(len(reward_S)))
+    scored = np.isfinite(worth_S)
+    least = min(0.0, float(worth_S[scored].min(initial=0.0)))
+    for place in np.flatnonzero(~scored & (reward_S > least)):
+        raise RunError(f"answer {place} could not be scored and was paid {reward_S[place]:g}: it must not be")
+    for place in np.flatnonzero(scored & ~np.isclose(reward_S, worth_S)):
+        is_shifted = any(np.allclose(np.roll(worth_S, by), reward_S, equal_nan=True) for by in (1, -1))
+        why = "rewards are shifted by one" if is_shifted else "it was paid for another answer"
+        raise RunError(f"answer {place} was paid {reward_S[place]:g} and is worth {worth_S[place]:g}: {why}")
+
+
+def check_weights(total: float, expected: float) -> None:
+    """What the tokens of a step count for, over all its microbatches and replicas."""
+    if not np.isclose(total, expected, rtol=1e-6):
+        raise RunError(
+            f"the weights of the step's tokens add up to {total:g}, expected {expected:g}: they were made per "
+            "microbatch or per rank, and not over the global batch"
+        )
+
+
+def check_loss(loss: float, expected: float) -> None:
+    """What the step's gradients are of, and what its microbatches added up to."""
+    if abs(loss - expected) > 1e-3 * max(1e-2, abs(expected)):
+        raise RunError(
+            f"the step's loss is {loss:g} and its microbatches add up to {expected:g}: it was divided once more, or "
+            "once less, by how many there are"
+        )
 
 
 def check_mismatch(mismatch: float, dtype: torch.dtype, config: AlignConfig) -> None:

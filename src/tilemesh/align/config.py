@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from tilemesh.align.formulas.algorithms import ALGORITHMS, PREFERENCES, Algorithm, PreferenceAlgorithm
-from tilemesh.align.tasks import TASKS
+from tilemesh.align.tasks import TASKS, read_cases
+from tilemesh.align.verifier import split_name
 from tilemesh.core import config as core_config
 from tilemesh.core.conflicts import Conflict, refuse, row
 from tilemesh.core.errors import Argument, UsageError, unknown
@@ -249,6 +250,16 @@ def checked(config: AlignConfig) -> AlignConfig:
     config = dataclasses.replace(config, training=settled(config.training.changed(train=changes)))
     refuse(CONFLICTS, config)
     return config
+
+
+def check_files(align: FeedbackConfig) -> None:
+    """Refuse files that are not what they are named as, before there is a run's folder."""
+    for path in (align.prompts_file, align.preferences):
+        if path is not None:
+            read_cases(path)
+    for spec in (align.task, *(text.rpartition("=")[0] for text in align.rewards)):
+        if ".py:" in spec:
+            split_name(spec)
 
 
 def _check_task(align: FeedbackConfig) -> None:

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tilemesh.align.config import AlignConfig, of_run
+from tilemesh.align.config import AlignConfig, check_files, of_run
 from tilemesh.core.context import membership
 from tilemesh.core.errors import UsageError
 from tilemesh.model.families.book import CONFIG as MODEL_FILE
@@ -43,6 +43,7 @@ def fit(
         if resume is None:
             raise UsageError("fit needs a config, or a run to resume")
         config = of_run(resume)
+    check_files(config.align)
     program = RankProgram(ALIGN, "tilemesh.align.rank", {FEEDBACK: config.file})
     if resume is not None:
         return job.fit(config.training, resume=resume, program=program, **options)

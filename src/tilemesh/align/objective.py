@@ -37,7 +37,7 @@ class FeedbackObjective:
             if config.plan.tp > 1:
                 laid.seams.stay_out_of_graphs()
             self.layers = laid.compiled_regions().layers
-        self.names = PAIR_FIGURES if self.align.is_of_pairs else FIGURES
+        self.names = (*(PAIR_FIGURES if self.align.is_of_pairs else FIGURES), "objective")
         self._sums = torch.zeros(len(self.names), dtype=torch.float64)
 
     def objective(self) -> Objective:
@@ -72,8 +72,7 @@ class FeedbackObjective:
             wide[OLD_VALUE] if has_critic else None, wide[RETURN] if has_critic else None,
         )  # fmt: skip
         total, sums = policy_loss(row, tokens, align.correction, align.correction_most)
-        self._sums += sums.double().cpu()
-        return _routed(total, figures.router_loss), torch.tensor(len(rows_N), device=total.device)
+        return self._lowered(_routed(total, figures.router_loss), sums, len(rows_N))
 
     def pair_loss(
         self, tokens_BT: Tensor, targets_BT: Tensor, floats_KN: Tensor, **options: Any
@@ -89,8 +88,7 @@ class FeedbackObjective:
         columns = [sequence_sums(each, owner_N, len(tokens_BT)) for each in (logprob_N, floats[0])]
         chosen, rejected = (Side(*(column[side::2] for column in (*columns, count_B))) for side in (0, 1))
         loss_P = PAIR_LOSSES[row.name](chosen, rejected, row.beta, row.margin)
-        total, count = self._pairs(loss_P, chosen.gain_P, rejected.gain_P, floats[1], len(rows_N))
-        return _routed(total, figures.router_loss), count
+        return self._pairs(loss_P, chosen.gain_P, rejected.gain_P, floats[1], len(rows_N), figures.router_loss)
 
     def reward_loss(
         self, tokens_BT: Tensor, targets_BT: Tensor, floats_KN: Tensor, **options: Any
@@ -106,14 +104,26 @@ class FeedbackObjective:
         return self._pairs(loss_P, chosen_P, rejected_P, floats_KN[1].to(score_B.dtype), len(rows_N))
 
     def _pairs(
-        self, loss_P: Tensor, chosen_P: Tensor, rejected_P: Tensor, weight_N: Tensor, tokens: int
+        self,
+        loss_P: Tensor,
+        chosen_P: Tensor,
+        rejected_P: Tensor,
+        weight_N: Tensor,
+        tokens: int,
+        router_loss: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         weight = weight_N[0] if len(weight_N) else weight_N.new_zeros(())
         with torch.no_grad():
             ahead_P = chosen_P - rejected_P
             parts = (loss_P, (ahead_P > 0).to(loss_P.dtype), ahead_P, chosen_P)
-            self._sums += torch.stack([(weight * part).sum() for part in parts]).double().cpu()
-        return weight * loss_P.sum(), torch.tensor(tokens, device=loss_P.device)
+            sums = torch.stack([(weight * part).sum() for part in parts])
+        return self._lowered(_routed(weight * loss_P.sum(), router_loss), sums, tokens)
+
+    def _lowered(self, total: Tensor, sums: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
+        """A microbatch's loss and tokens, noted."""
+        if torch.is_grad_enabled():
+            self._sums += torch.cat((sums, total.detach()[None])).double().cpu()
+        return total, torch.tensor(tokens, device=total.device)
 
 
 def _routed(total: Tensor, router_loss: Tensor | None) -> Tensor:

@@ -27,7 +27,7 @@ from tilemesh.align.formulas.rollout import LENGTH, Floats, Rollout, Whole, join
 from tilemesh.align.formulas.weights import WEIGHTINGS
 from tilemesh.align.generate import Generator, everyones, packed_bytes, rollout_of, unpacked_bytes
 from tilemesh.align.head import token_figures
-from tilemesh.align.objective import FLOATS, FeedbackObjective
+from tilemesh.align.objective import FLOATS, WEIGHT, FeedbackObjective
 from tilemesh.align.prompts import Prompt, PromptSource
 from tilemesh.align.rewards import Rewards
 from tilemesh.core.files import replacing
@@ -94,7 +94,12 @@ class RolloutSource(Source):
         if self._batch is None or self._batch.number != iteration:
             self._batch = self._make_batch(iteration, number)
         self._steps_done = number
-        return self._microbatches(self._batch, inner % align.minibatches)
+        minibatch = inner % align.minibatches
+        microbatches = self._microbatches(self._batch, minibatch)
+        expected = float(self._weights(self._batch, minibatch).sum()) * self._step_tokens(self._batch, minibatch)
+        own = np.array([sum(float(each.tensors[2][WEIGHT].sum()) for each in microbatches)])
+        checks.check_weights(float(self._summed(own)[0]), expected)
+        return microbatches
 
     def tokens(self, number: int) -> int:
         return 0 if self._batch is None else int(np.diff(self._batch.rollout.starts).sum()) // self.align.minibatches
@@ -124,7 +129,7 @@ class RolloutSource(Source):
         if self.mesh.dp.index == 0:  # sums over replicas then count it once
             yield Microbatch((torch.tensor(-float(paid.sum())), torch.tensor(paid.size)), 0)
 
-    def figures(self, number: int) -> dict[str, Any]:
+    def figures(self, number: int, loss: float) -> dict[str, Any]:
         """What there is to say of a step, its batch and the last held-out answers."""
         sums = self.objective.take_sums().numpy()
         if self.mesh.dp.size > 1:
@@ -134,6 +139,7 @@ class RolloutSource(Source):
         count = max(1, self._step_tokens(batch, (number - 1) % self.align.steps_per_batch % self.align.minibatches))
         figures = dict(zip(self.objective.names, (sums / count).tolist(), strict=True))
         held, self._held = self._held, {}
+        checks.check_loss(loss, figures.pop("objective"))
         checks.check_mismatch(figures["mismatch"], next(self.laid.module.parameters()).dtype, self.config)
         return {**figures, **self._batch_figures(batch, number), **held}
 
@@ -186,7 +192,9 @@ class RolloutSource(Source):
             joined |= self._judged(rollout)
         for reason, times in Counter(failures).most_common(1) if self.mesh.comm.rank == 0 else ():
             self.recorder.at(f"{times} of {len(rollout)} answers could not be scored: {reason}")
-        return rollout.with_reward(self.rewards.total(joined)), joined, len(failures)
+        rollout = rollout.with_reward(self.rewards.total(joined))
+        checks.check_rewards(rollout.reward, joined, self.rewards.weights)
+        return rollout, joined, len(failures)
 
     def _judged(self, rollout: Rollout) -> dict[str, Floats]:
         """What reward models give, each replica's share of rows by itself."""

@@ -15,6 +15,7 @@ from typing import Any
 
 from tilemesh.core.errors import UsageError, unknown
 
+_MOST_BYTES = 1 << 28
 Case = Mapping[str, Any]
 """A prompt (`prompt`, or `messages` of a conversation) and what else a score needs to know."""
 Score = Callable[[str, str, Case], float | Mapping[str, float]]
@@ -58,7 +59,7 @@ def _sort_score(prompt: str, answer: str, case: Case) -> float:
 
 
 def _add_case(chance: random.Random) -> Case:
-    first, second = chance.randrange(50), chance.randrange(50)
+    first, second = chance.randrange(6), chance.randrange(6)
     return {"prompt": f"{first}+{second}=", "answer": str(first + second)}
 
 
@@ -135,16 +136,20 @@ def task_named(name: str) -> FeedbackTask:
 def read_cases(path: Path, wanted: tuple[str, ...] = ("prompt", "messages")) -> list[Case]:
     """The objects of a JSONL file, each of which has one of these keys."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        with path.open("rb") as file:  # a device such as /dev/zero has no end
+            content = file.read(_MOST_BYTES)
+        lines = content.decode("utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{path} cannot be read: {error}: expected a JSONL file") from None
+    if len(content) == _MOST_BYTES:
+        raise UsageError(f"{path} is larger than {_MOST_BYTES >> 20} MiB: give fewer lines")
     cases: list[Case] = []
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
             case = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise UsageError(f"{path}, line {number} is no JSON: {error}") from None
         if not isinstance(case, dict) or not any(key in case for key in wanted):
             raise UsageError(f"{path}, line {number}: expected an object with {' or '.join(wanted)}")

@@ -394,11 +394,11 @@ class Loop:
         median, _ = sorted(self._recent)[len(self._recent) // 2]
         tokens_per_s = sum(count for _, count in self._recent) / len(self._recent) / median
         first = len(self._recent) == 1
-        for step in (value.step for value in values):
+        for step, loss in ((value.step, value.loss) for value in values):
             line: dict[str, Any] = {
                 "rate": rate(step - 1, config.train.steps, config.optimizer), "seconds": seconds,
                 "tokens_per_s": tokens_per_s, "exchange_s": exchange, "data_s": waited,
-                "memory_bytes": memory, **self.stepper.source.figures(step),
+                "memory_bytes": memory, **self.stepper.source.figures(step, loss),
             }  # fmt: skip
             if progress.held_out is not None and step == progress.step:
                 line["held_out"] = progress.held_out

@@ -64,7 +64,7 @@ class Source(Protocol):
     is_made_of_weights: bool = False
     """Whether a step's batch follows from the weights before it, so that none may be fetched before the update."""
 
-    def figures(self, number: int) -> dict[str, Any]:
+    def figures(self, number: int, loss: float) -> dict[str, Any]:
         """What there is to say of step `number` beside its loss, after it (a collective call)."""
         return {}
 

@@ -86,9 +86,11 @@ def align(options: AlignOptions) -> Output | int:
 
 
 def _preview(options: AlignOptions, config: AlignConfig, job: dict[str, Any]) -> Output:
+    from tilemesh.align.config import check_files
     from tilemesh.align.formulas.algorithms import ALGORITHMS, PREFERENCES
     from tilemesh.train.preview import preview
 
+    check_files(config.align)
     seen = preview(config.training, run=options.run, resume=options.resume, name="align", **job)
     feedback = config.align
     paper = (PREFERENCES if feedback.is_of_pairs else ALGORITHMS)[feedback.algorithm].paper

@@ -1,0 +1,228 @@
+"""Faults that others have shipped, planted one at a time: each is found and named before the second step, and the same
+run without it stays silent."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from align_start import write_start
+
+from tilemesh.align import generate, source
+from tilemesh.align.config import load
+from tilemesh.align.formulas.rollout import Rollout
+from tilemesh.align.generate import Generator
+from tilemesh.align.job import fit
+from tilemesh.align.lessons import FeedbackLessons
+from tilemesh.align.objective import WEIGHT, FeedbackObjective
+from tilemesh.align.prompts import PromptSource
+from tilemesh.align.rewards import Rewards
+from tilemesh.align.source import RolloutSource
+from tilemesh.core.errors import RunError
+from tilemesh.runs.metrics import STEP, latest
+from tilemesh.serve.core import EngineCore
+from tilemesh.serve.engine import Engine
+from tilemesh.serve.scheduler import Scheduler
+
+QUICK = (
+    "align.task=sort", "align.prompts=4", "align.answers=4", "align.held_out=0", "train.steps=3", "evaluate.every=0",
+    "checkpoint.every=0", "train.trace_steps=0", "optimizer.lr=1e-2", "train.device=cpu", "align.temperature=0.7",
+    "plan.microbatch=4",
+)  # fmt: skip
+Plant = Callable[[pytest.MonkeyPatch], None]
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_start(tmp_path_factory.mktemp("start") / "model", "sort", 30)
+
+
+def changed_rollout(change: Callable[[Rollout], Rollout]) -> Plant:
+    """Something done to answers between the engine and training."""
+
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        real = generate.rollout_of
+        patch.setattr(source, "rollout_of", lambda *given: change(real(*given)))
+
+    return plant
+
+
+def raw_logprobs(patch: pytest.MonkeyPatch) -> None:
+    """The model's own log-probabilities instead of those at the temperature that answers were drawn at."""
+    real = Generator.answer
+
+    def answer(self: Generator, *given: Any) -> Any:
+        completions = real(self, *given)
+        raw = []
+        for each in completions:
+            own = [
+                dataclasses.replace(
+                    one, logprobs=tuple(dataclasses.replace(token, sampled=token.logprob) for token in one.logprobs)
+                )
+                for one in each.answers
+            ]
+            raw.append(dataclasses.replace(each, answers=tuple(own)))
+        return raw
+
+    patch.setattr(Generator, "answer", answer)
+
+
+def stale_pages(patch: pytest.MonkeyPatch) -> None:
+    """Prompts that come again find pages that older weights computed."""
+    patch.setattr(Scheduler, "renew", lambda self, version: setattr(self, "version", version))
+    patch.setattr(EngineCore, "forget_computed", lambda self: None)
+    engine, case = FeedbackLessons._engine, PromptSource.at
+    patch.setattr(FeedbackLessons, "_engine", lambda self: dataclasses.replace(engine(self), page_tokens=2))
+    patch.setattr(PromptSource, "at", lambda self, position: case(self, position % 4))
+
+
+def wake_without_weights(patch: pytest.MonkeyPatch) -> None:
+    """The engine goes on with the weights that it began with, under the new number."""
+    real = Generator.__init__
+
+    def init(self: Generator, *given: Any) -> None:
+        real(self, *given)
+        assert self._engine is not None
+        for parameter in self._engine.served.model.parameters():
+            parameter.data = parameter.data.clone()
+
+    local = Generator._local_weights
+
+    def weights(self: Generator) -> Any:
+        return local(self) if self._engine is None else self._engine.served.model.named_parameters()
+
+    patch.setattr(Generator, "__init__", init)
+    patch.setattr(Generator, "_local_weights", weights)
+
+
+def ends_masked(rollout: Rollout) -> Rollout:
+    trainable, versions, logprobs = rollout.trainable.copy(), rollout.versions.copy(), rollout.logprobs.copy()
+    ends = rollout.starts[1:] - 1
+    trainable[ends], versions[ends], logprobs[ends] = False, -1, 0.0
+    return dataclasses.replace(rollout, trainable=trainable, versions=versions, logprobs=logprobs)
+
+
+def encoded_again(rollout: Rollout) -> Rollout:
+    """Decoded and encoded again, some tokens come out as others."""
+    tokens = np.where(rollout.trainable & (rollout.tokens == ord("3")), ord("8"), rollout.tokens)
+    return dataclasses.replace(rollout, tokens=tokens)
+
+
+def history_trained(rollout: Rollout) -> Rollout:
+    trainable = rollout.trainable.copy()
+    trainable[rollout.starts[:-1] + 1] = True
+    return dataclasses.replace(rollout, trainable=trainable)
+
+
+def groups_split(patch: pytest.MonkeyPatch) -> None:
+    """A filter drops answers by themselves, and other prompts' fill the batch up."""
+    real = RolloutSource._answers
+
+    def answers(self: RolloutSource, *given: Any) -> Any:
+        rollout, parts, failures = real(self, *given)
+        group = rollout.group.copy()
+        group[2] = 1
+        return dataclasses.replace(rollout, group=group), parts, failures
+
+    patch.setattr(RolloutSource, "_answers", answers)
+
+
+def mean_per_microbatch(patch: pytest.MonkeyPatch) -> None:
+    """Weights that each microbatch makes for itself."""
+    real = RolloutSource._microbatches
+
+    def microbatches(self: RolloutSource, *given: Any) -> Any:
+        made = real(self, *given)
+        for batch in made:
+            batch.tensors[2][WEIGHT] = 1.0 / batch.tensors[2].shape[1]
+        return made
+
+    patch.setattr(RolloutSource, "_microbatches", microbatches)
+
+
+def divided_twice(patch: pytest.MonkeyPatch) -> None:
+    """By the number of microbatches, beside the weights."""
+    real = FeedbackObjective.policy_loss
+
+    def loss(self: FeedbackObjective, *given: Any, **options: Any) -> Any:
+        total, count = real(self, *given, **options)
+        return total / self.config.plan.accumulation, count
+
+    patch.setattr(FeedbackObjective, "policy_loss", loss)
+
+
+def rewards_shifted(patch: pytest.MonkeyPatch) -> None:
+    real = Rewards.total
+    patch.setattr(Rewards, "total", lambda self, parts: np.roll(real(self, parts), 1))
+
+
+def nonsense_paid(patch: pytest.MonkeyPatch) -> None:
+    """What cannot be parsed counts as right."""
+    real = Rewards.total
+
+    def total(self: Rewards, parts: Any) -> Any:
+        return np.where(np.isfinite(parts["task"]), real(self, parts), 1.0)
+
+    patch.setattr(Rewards, "total", total)
+    patch.setattr(Rewards, "verify", _unparsed(Rewards.verify))
+
+
+def _unparsed(real: Any) -> Any:
+    def verify(self: Rewards, items: Any) -> Any:
+        paid = real(self, items)
+        paid.parts["task"][0] = np.nan
+        return paid
+
+    return verify
+
+
+def old_version(patch: pytest.MonkeyPatch) -> None:
+    """An engine that a resumed run finds at an earlier version."""
+    real = Generator.update
+    patch.setattr(Generator, "update", lambda self, version: real(self, min(version, 1)))
+
+
+def completion_order(patch: pytest.MonkeyPatch) -> None:
+    real = Engine.generate
+    patch.setattr(Engine, "generate", lambda self, *given: reversed(list(real(self, *given))))
+
+
+FAULTS: dict[str, tuple[Plant, str]] = {
+    "raw instead of tempered log-probabilities": (raw_logprobs, "temperature"),
+    "stale prefix pages": (stale_pages, "stale pages"),
+    "wake without weights": (wake_without_weights, "other weights"),
+    "EOS masked with padding": (changed_rollout(ends_masked), "end was masked with padding"),
+    "decode and encode again": (changed_rollout(encoded_again), "other tokens"),
+    "history trained": (changed_rollout(history_trained), "did not draw"),
+    "mean per microbatch": (mean_per_microbatch, "not over the global batch"),
+    "division by accumulation twice": (divided_twice, "divided"),
+    "reward shifted by one": (rewards_shifted, "shifted by one"),
+    "verifier pays for what it cannot parse": (nonsense_paid, "could not be scored"),
+    "filter that splits groups": (groups_split, "groups were split"),
+    "resumed engine at an old version": (old_version, "engine is behind"),
+    "completion order changes the batch": (completion_order, "another prompt"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_found_and_named_before_the_second_step(
+    start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    plant, words = FAULTS[fault]
+    plant(monkeypatch)
+    # A batch's clipped loss is 0 whatever it is divided by, where ratios are 1 and groups have mean 0.
+    more = ["align.algorithm=reinforce"] if fault == "division by accumulation twice" else []
+    config = load(start, sets=[*QUICK, *more])
+    with pytest.raises(RunError, match=words):
+        fit(config, start, run=tmp_path / "run")
+    assert len([line for line in latest(tmp_path / "run") if line["kind"] == STEP]) <= 1
+
+
+def test_a_clean_run_stays_silent(start: Path, tmp_path: Path) -> None:
+    """The same prompts again and again, as the fault of stale pages needs them, cuts of a batch, and what fails."""
+    fit(load(start, sets=QUICK), start, run=tmp_path / "run")
+    assert len([line for line in latest(tmp_path / "run") if line["kind"] == STEP]) == 3

@@ -1,0 +1,150 @@
+"""It learns: rewards rise where they say something, and do not where they are shuffled. Most of it is slow."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from align_start import write_start
+
+from tilemesh.align.config import load
+from tilemesh.align.job import fit
+from tilemesh.align.rewards import Rewards
+from tilemesh.align.tasks import TASKS, Case, vowels
+from tilemesh.runs.metrics import STEP, latest
+from tilemesh.serve.engine import Engine
+from tilemesh.serve.request import Sampling
+
+COMMON = (
+    "evaluate.every=0", "checkpoint.every=0", "train.trace_steps=0", "align.held_out=0", "train.device=cpu",
+    "align.kl_coefficient=0",
+)  # fmt: skip
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+
+
+def align(start: Path, folder: Path, *sets: str, seed: int = 0) -> list[dict[str, Any]]:
+    """The steps of a run."""
+    fit(load(start, sets=[*COMMON, f"train.seed={seed}", *sets]), start, run=folder)
+    return [line for line in latest(folder) if line["kind"] == STEP]
+
+
+def gain(lines: list[dict[str, Any]], key: str = "reward") -> tuple[float, float]:
+    """At first, and at last: means over some steps, since batches differ."""
+    values = [line[key] for line in lines]
+    some = max(2, len(values) // 5)
+    return float(np.mean(values[:some])), float(np.mean(values[-some:]))
+
+
+def shuffle_rewards(monkeypatch: pytest.MonkeyPatch) -> None:
+    total = Rewards.total
+    chance = np.random.default_rng(0)
+    monkeypatch.setattr(Rewards, "total", lambda self, parts: chance.permutation(total(self, parts)))
+
+
+SORT = ("align.task=sort", "align.prompts=8", "align.answers=16", "optimizer.lr=5e-4")
+ALGORITHMS: dict[str, tuple[str, ...]] = {
+    "grpo": (),
+    "rloo": ("align.weighting=token",),
+    "ppo": ("align.epochs=2", "align.value_coefficient=0.1", "train.steps=80"),
+}
+
+
+def test_sorting_is_learnt_from_its_score(tmp_path: Path) -> None:
+    start = write_start(tmp_path / "start", "sort", 50)
+    before, after = gain(
+        align(start, tmp_path / "run", *SORT, "align.answers=8", "optimizer.lr=1e-3", "train.steps=16")
+    )
+    assert after > before + 0.04
+
+
+@pytest.fixture(scope="module")
+def sorter(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_start(tmp_path_factory.mktemp("start") / "model", "sort", 60)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("seed", range(5))
+def test_every_algorithm_learns_to_sort(sorter: Path, tmp_path: Path, algorithm: str, seed: int) -> None:
+    sets = (f"align.algorithm={algorithm}", "train.steps=40", *ALGORITHMS[algorithm])
+    before, after = gain(align(sorter, tmp_path / "run", *SORT, *sets, seed=seed))
+    assert after > before + 0.1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("seed", range(5))
+def test_shuffled_rewards_teach_nothing(
+    sorter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, algorithm: str, seed: int
+) -> None:
+    shuffle_rewards(monkeypatch)
+    sets = (f"align.algorithm={algorithm}", "train.steps=40", *ALGORITHMS[algorithm])
+    before, after = gain(align(sorter, tmp_path / "run", *SORT, *sets, seed=seed), "reward/task")
+    assert after < before + 0.05
+
+
+STARTS: dict[str, tuple[int, Callable[[random.Random, Case], str] | None]] = {
+    "bandit": (20, lambda chance, case: chance.choice("abcde")),
+    "add": (25, None),
+    "hackable": (120, lambda chance, case: str(case["answer"]) + chance.choice(["", "", "", " ok"])),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("task", ["bandit", "add"])
+def test_a_bandit_and_sums_are_learnt(tmp_path: Path, task: str, seed: int) -> None:
+    steps, example = STARTS[task]
+    start = write_start(tmp_path / "start", task, steps, seed, example=example)
+    sets = (f"align.task={task}", "align.prompts=16", "align.answers=16", "optimizer.lr=5e-4", "train.steps=40")
+    before, after = gain(align(start, tmp_path / "run", *sets, seed=seed))
+    assert after > before + 0.1
+
+
+@pytest.mark.slow
+def test_a_verifier_that_can_be_hacked_is_and_the_parts_show_it(tmp_path: Path) -> None:
+    """It pays for the word ok: the reward goes up, and what was meant does not."""
+    steps, example = STARTS["hackable"]
+    start = write_start(tmp_path / "start", "hackable", steps, example=example)
+    sets = ("align.task=hackable", "align.prompts=8", "align.answers=16", "optimizer.lr=5e-4", "train.steps=40")
+    lines = align(start, tmp_path / "run", *sets)
+    before, after = gain(lines)
+    assert before < 0.6
+    assert after > 0.9
+    right_before, right_after = gain(lines, "reward/task.right")
+    assert right_after < right_before + 0.05
+
+
+@pytest.mark.slow
+def test_vowels_are_preferred_by_a_reward_model_and_by_dpo(tmp_path: Path) -> None:
+    chance = random.Random(0)
+    start = write_start(
+        tmp_path / "start", "vowels", 60, example=lambda chance, case: "".join(chance.choices(LETTERS, k=6))
+    )
+    lines = []
+    for number in range(600):
+        words = sorted(("".join(chance.choices(LETTERS, k=6)) for _ in range(2)), key=vowels)
+        if vowels(words[0]) < vowels(words[1]):
+            prompt = TASKS["vowels"].case(3, number)["prompt"]
+            lines.append(json.dumps({"prompt": prompt, "chosen": words[1], "rejected": words[0]}))
+    pairs = tmp_path / "pairs.jsonl"
+    pairs.write_text("\n".join(lines))
+    both = (f"align.preferences={pairs}", "align.prompts=32", "optimizer.lr=1e-3", "train.steps=120")
+    scored = align(start, tmp_path / "reward", "align.algorithm=reward", *both)
+    assert gain(scored, "accuracy")[1] >= 0.95
+    align(start, tmp_path / "dpo", "align.algorithm=dpo", *both)
+    prompts = [list(TASKS["vowels"].case(9, number)["prompt"].encode()) for number in range(100)]
+    shares = []
+    for folder in (start, tmp_path / "dpo"):
+        with Engine(folder) as engine:
+            sampling = Sampling(max_tokens=6, seed=1, stop_tokens=(10,))
+            shares.append([vowels(each.text) for each in engine.generate(prompts, sampling)])
+    # Both are drawn with the same random numbers: many answers are the same, and decide nothing.
+    decided = [ours > theirs for theirs, ours in zip(*shares, strict=True) if ours != theirs]
+    assert len(decided) > 20
+    assert np.mean(decided) >= 0.8
