@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import combinations
 from operator import itemgetter
@@ -41,6 +41,10 @@ _BATCH_TOKENS = Range(1, LARGEST_WHOLE)
 _FEW = {base << power for base in (5, 7) for power in range(4)}
 _GROWTH = tuple(sorted({base << power for base in (1, 3) for power in range(12)} | _FEW))
 """Nodes tried when nothing fits: within a quarter of the fewest up to 64, within a half beyond."""
+
+
+Accepts = Callable[[ParallelPlan], bool]
+"""Whether whoever is to run a layout can."""
 
 
 class Point(NamedTuple):
@@ -136,9 +140,11 @@ def search(
     code: Code | None = None,
     headroom: float = HEADROOM,
     refused: Refused = refused_plan,
+    accepts: Accepts | None = None,
 ) -> SearchResult:
     """The fastest layouts that fit, their pipelines simulated. `batch` is in sequences; `rates` and `code` as in
-    `predict`; `headroom` is the fraction of a device's memory that stays free; `refused` says what training lacks.
+    `predict`; `headroom` is the fraction of a device's memory that stays free; `refused` says what training lacks;
+    `accepts` leaves out layouts that whoever is to run them cannot.
 
     UsageError when no layout can exist; NothingFitsError when none fits.
     """
@@ -147,7 +153,7 @@ def search(
     pins = pins or Pins()
     estimator = Estimator(model, cluster, context, rates, code, headroom=headroom)
     batch = choose_batch(batch, batch_tokens, estimator.context)
-    considered, least, fitting = _look(estimator, batch, pins)
+    considered, least, fitting = _look(estimator, batch, pins, accepts)
     if least is None:
         raise UsageError(f"no layout is possible: {why_nothing(estimator, batch, pins)}")
     if not fitting:
@@ -179,14 +185,14 @@ def choose_batch(batch: int | None, batch_tokens: int | None, context: int) -> i
 
 
 def _look(
-    estimator: Estimator, batch: int, pins: Pins
+    estimator: Estimator, batch: int, pins: Pins, accepts: Accepts | None = None
 ) -> tuple[int, tuple[int, ParallelPlan] | None, list[tuple[Point, QuickTime]]]:
     """All layouts once: how many there are, the smallest, and those that fit with their time."""
     considered, limit = 0, math.inf
     least: tuple[int, ParallelPlan] | None = None
     fitting: list[tuple[Point, QuickTime]] = []
     for group in candidates(estimator, batch, pins):
-        for candidate in group:
+        for candidate in group if accepts is None else filter(accepts, group):
             considered += 1
             nbytes = estimator.total_bytes(candidate, limit)
             if least is None or nbytes < least[0]:

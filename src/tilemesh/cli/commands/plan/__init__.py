@@ -25,4 +25,14 @@ def redirect(words: Sequence[str]) -> list[str]:
                 place += not equals
                 values += [value] if equals else words[place : place + 1]
         place += 1
+    if chosen == "train" and _engine(rest) == "vllm":
+        chosen = "serve"
     return [chosen, *values, *rest]
+
+
+def _engine(words: Sequence[str]) -> str:
+    """What `--for` names."""
+    for word, following in zip(words, [*words[1:], ""], strict=True):
+        if word == "--for" or word.startswith("--for="):
+            return word.partition("=")[2] or following
+    return ""

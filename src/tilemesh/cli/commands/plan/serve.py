@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import tilemesh
-from tilemesh.cli.commands.plan.train import ModelOnCluster, Money, named_cluster
+from tilemesh.cli.commands.plan.train import FOR_FOLDER, ModelOnCluster, Money, named_cluster, origin
 from tilemesh.cli.models import load_model
 from tilemesh.cli.output import Block, Output, table_of
 from tilemesh.core.errors import UsageError
-from tilemesh.core.options import OutFile, option
+from tilemesh.core.options import OutFile, OutFolder, option
 from tilemesh.core.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
+    from tilemesh.core.hardware import Cluster
+    from tilemesh.core.plan import Precision
+    from tilemesh.model.config import ModelConfig
     from tilemesh.plan.serving import ServeLayout
     from tilemesh.serve.planned import SimulatedLoad
 
@@ -29,6 +32,8 @@ class ServePlanOptions(ModelOnCluster):
     step_tokens: int = option(512, "Most tokens in a step.", "N")
     price: Money | None = option(None, "A device's price per hour.", "N")
     power: Money | None = option(None, "A device's power.", "W")
+    engine: Literal["vllm"] | None = option(None, "The layout in another engine's terms.", "ENGINE", flag="--for")
+    out: OutFolder | None = option(None, FOR_FOLDER, "FOLDER")
     json: OutFile | None = option(None, "Every figure by name; - for stdout.", "FILE")
 
 
@@ -66,7 +71,28 @@ def serve(options: ServePlanOptions) -> Output:
             for line in [*serving_reasons(layouts, refused, demand), *_money(options, best, cluster.world)]
         ),
     ]
+    text += _for_vllm(options, model, cluster, dtype, best) if options.engine else []
     return Output(text, [_object(options, dtype, cluster.name, layouts, loads)])
+
+
+def _for_vllm(
+    options: ServePlanOptions, model: ModelConfig, cluster: Cluster, dtype: str, best: ServeLayout
+) -> list[Block]:
+    from tilemesh.cli.engines import written_for
+    from tilemesh.core.plan import ParallelPlan
+    from tilemesh.plan.engines.engine import EngineJob
+    from tilemesh.plan.engines.tables import VLLM
+
+    if dtype not in ("bf16", "fp16", "fp32"):
+        raise UsageError(f"--for vllm with --dtype {dtype}: expected bf16, fp16 or fp32")
+    plan = ParallelPlan(dp=best.replicas, tp=best.tp, precision=cast("Precision", dtype))
+    length = options.prompt + options.output
+    job = EngineJob(
+        model, plan, cluster, length, str(options.model), running=best.largest.batch, step_tokens=options.step_tokens
+    )
+    for refusal in VLLM.why_not(job):
+        raise UsageError(f"vllm cannot run tp {best.tp}: {refusal.why}; plan for one node")
+    return written_for(VLLM, job, options.out, origin()["command"])
 
 
 def _layout_line(layout: ServeLayout) -> dict[str, str]:

@@ -12,7 +12,7 @@ import tilemesh
 from tilemesh.cli.models import MODEL_WORDS, load_model
 from tilemesh.cli.output import Block, Output, show
 from tilemesh.core.errors import RunError, UsageError
-from tilemesh.core.options import OutFile, argument, option, refuse
+from tilemesh.core.options import Known, OutFile, OutFolder, argument, option, refuse
 from tilemesh.core.ranges import Range
 from tilemesh.core.units import parse_count, parse_fraction
 
@@ -22,9 +22,10 @@ if TYPE_CHECKING:
     from tilemesh.core.hardware import Cluster
     from tilemesh.core.plan import ParallelPlan
     from tilemesh.model.config import ModelConfig
-    from tilemesh.plan.choose import SearchResult
+    from tilemesh.plan.choose import Accepts, SearchResult
     from tilemesh.plan.prediction import Refused
 
+FOR_FOLDER = "Where --for writes its configuration and what starts it; if not given it prints them."
 REFERENCE_DEVICE = "h100"  # for the roofline when no cluster is named
 _CLUSTER = "64xh100; 4x8xa100: 4 nodes of 8; 32xh100+32xa100; local, 4xlocal: this machine, measured."
 Money = Annotated[float, Range(0, 1e12, above=True, below=True)]
@@ -58,6 +59,13 @@ class TrainPlanOptions(ModelOnCluster):
     )
     price: Money | None = option(None, "A GPU's price per hour.", "N")
     budget: Money | None = option(None, "What may be spent: how many tokens it trains on; with --price.", "N")
+    engine: Annotated[str, Known("engine", "tilemesh.plan.engines.tables:TRAINING")] | None = option(
+        None,
+        "The best plan that it runs, in its terms: torchtitan, megatron, deepspeed, accelerate.",
+        "ENGINE",
+        flag="--for",
+    )
+    out: OutFolder | None = option(None, "Where --for writes; if not given it prints.", "FOLDER")
     save: OutFile | None = option(None, "Write the best plan.", "PLAN.toml")
     explain: bool = option(False, "Show the arithmetic: formulas and numbers.")
     json: OutFile | None = option(None, "Every figure by name; - for stdout.", "FILE")
@@ -69,7 +77,9 @@ class TrainPlanOptions(ModelOnCluster):
 
 
 def train(options: TrainPlanOptions) -> Output:
+    from tilemesh.cli.engines import engine_job, written_for
     from tilemesh.cli.layouts import headline, layout_items, money_words, reasons_for, section_items
+    from tilemesh.plan.engines.tables import ENGINES
     from tilemesh.plan.explain import parameter_section, states_section, zero_section
     from tilemesh.plan.explain_plan import plan_sections
     from tilemesh.report.plan_page import render
@@ -79,10 +89,12 @@ def train(options: TrainPlanOptions) -> Output:
     name, model = options.model, load_model(options.model, options.sets)
     if options.cluster is None:
         why_not = "{} is about a plan, which needs --cluster, such as --cluster 64xh100"
-        refuse(options, why_not, "gpu", "fix", "price", "budget", "save", "json", "html", "code", "headroom")
+        refuse(options, why_not, "gpu", "fix", "price", "budget", "save", "json", "html", "code", "headroom", "engine")
         return Output(_model_items(options, name, model))
     if options.budget is not None and options.price is None:
         raise UsageError("--budget says what may be spent: give what a GPU costs per hour too, such as --price 2.5")
+    if options.out is not None and options.engine is None:
+        raise UsageError("--out is where --for writes: say for which engine, such as --for torchtitan")
     result = _search(options, model, options.cluster)
     money = _money(options, result)
     best, reasons = (
@@ -94,6 +106,8 @@ def train(options: TrainPlanOptions) -> Output:
         arithmetic = [parameter_section(model), states_section(model, best.precision)]
         text += section_items([*arithmetic, zero_section(model, best.precision, best.dp), *plan_sections(result)])
     text += ["Why the first" if len(result.predictions) > 1 else "Why", *(f"  - {line}" for line in reasons)]
+    if options.engine is not None:
+        text += written_for(ENGINES[options.engine], engine_job(options, result), options.out, origin()["command"])
     if options.save is not None:
         text += _cannot_train(result)
     files = {"save": lambda: _plan_file(result), "html": lambda: render(result, name, reasons)}
@@ -102,12 +116,17 @@ def train(options: TrainPlanOptions) -> Output:
 
 
 def _search(options: TrainPlanOptions, model: ModelConfig, cluster: str) -> SearchResult:
+    from tilemesh.cli.engines import best_for
     from tilemesh.plan.choose import NothingFitsError, plan_figures, search
+    from tilemesh.plan.engines.tables import ENGINES
     from tilemesh.plan.space import Pins
 
     pins = Pins.parse(options.fix)
     machines, rates = named_cluster(cluster, options.gpu)
-    try:
+    engine = None if options.engine is None else ENGINES[options.engine]
+    code = options.code if engine is None else options.code or engine.code
+
+    def found(pins: Pins, accepts: Accepts | None) -> SearchResult:
         return search(
             model,
             machines,
@@ -116,10 +135,14 @@ def _search(options: TrainPlanOptions, model: ModelConfig, cluster: str) -> Sear
             context=options.context,
             pins=pins,
             rates=rates,
-            code=options.code,
+            code=code,
             headroom=options.headroom_share,
             refused=_refused(model, options.context or model.context),
+            accepts=accepts,
         )
+
+    try:
+        return found(pins, None) if engine is None else best_for(engine, options, model, machines, pins, found)
     except NothingFitsError as error:
         show(Output(json=[plan_figures(model, machines.name, pins, 0, error.smallest) | origin()]), options)
         raise RunError(f"{options.model} {error}") from None

@@ -1,0 +1,93 @@
+"""`tilemesh plan --for ENGINE`: the best layout that another engine runs, and its files."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tilemesh.cli.output import Block
+from tilemesh.core.errors import UsageError
+
+if TYPE_CHECKING:
+    from tilemesh.core.hardware import Cluster
+    from tilemesh.core.plan import ParallelPlan
+    from tilemesh.model.config import ModelConfig
+    from tilemesh.plan.choose import Accepts, SearchResult
+    from tilemesh.plan.engines.engine import EngineJob, OtherEngine
+    from tilemesh.plan.space import Pins
+
+
+def engine_job(options: Any, result: SearchResult) -> EngineJob:
+    """What was planned, as an engine is told it."""
+    from tilemesh.plan.engines.engine import EngineJob
+
+    compiled = result.code == "compiled"
+    return EngineJob(
+        result.model, result.best.settled_plan, result.cluster, result.context, options.model, compiled=compiled
+    )
+
+
+def best_for(
+    engine: OtherEngine,
+    options: Any,
+    model: ModelConfig,
+    cluster: Cluster,
+    pins: Pins,
+    found: Callable[[Pins, Accepts | None], SearchResult],
+) -> SearchResult:
+    """The fastest layouts that the engine runs. UsageError where what is fixed leaves none, with the nearest."""
+    from tilemesh.plan.choose import NothingFitsError
+    from tilemesh.plan.engines.engine import EngineJob
+    from tilemesh.plan.space import Pins
+
+    def job(plan: ParallelPlan) -> EngineJob:
+        return EngineJob(model, plan, cluster, options.context or model.context, options.model)
+
+    def accepts(plan: ParallelPlan) -> bool:
+        return not any(engine.why_not(job(plan)))
+
+    given = {field.name: getattr(pins, field.name) for field in dataclasses.fields(pins)}
+    given = {name: value for name, value in given.items() if value is not None}
+    if "sequence_parallel" in engine.defaults and given.get("tp") == 1:
+        given.setdefault("sequence_parallel", False)
+    try:
+        return found(Pins(**{**engine.defaults, **given}), accepts)
+    except (UsageError, NothingFitsError):
+        best = found(
+            Pins(**{**engine.defaults, **given}), None
+        ).best.plan  # where nothing is possible at all, that is what is wrong
+        refused = list(engine.why_not(job(best)))
+        if not refused:
+            raise
+    fields = {refusal.field for refusal in engine.refusals}
+    free = {name: value for name, value in given.items() if name not in fields}
+    words = "; ".join(f"{refusal.field} is {getattr(best, refusal.field)}: {refusal.why}" for refusal in refused)
+    near = found(Pins(**{**engine.defaults, **free}), accepts).best.plan
+    fixed = ",".join(f"{name}={_word(getattr(near, name))}" for name in dict.fromkeys(r.field for r in refused))
+    raise UsageError(
+        f"{engine.name} cannot run {best.short()}: {words}; the nearest that it runs: --fix {fixed} ({near.short()})"
+    )
+
+
+def written_for(engine: OtherEngine, job: EngineJob, folder: str | None, command: str) -> list[Block]:
+    """Write an engine's files into a folder, or print them. `command`: what was typed for them."""
+    from tilemesh.core.files import write_text
+    from tilemesh.plan.engines.write import engine_files
+
+    said = f"{job.plan.describe()}\nwritten for {engine.name} {engine.version} by {command}"
+    files = engine_files(engine, job, said)
+    if folder is None:
+        return [
+            "",
+            *(block for name, text in files.items() for block in ([f"==> {name} <=="], text.splitlines(), "")),
+            f"With --out FOLDER they are written; `bash launch.sh` starts {engine.name} on a node.",
+        ]
+    for name, text in files.items():
+        write_text(text, Path(folder) / name)
+    return [f"For {engine.name} {engine.version}: {', '.join(str(Path(folder) / name) for name in files)}"]
+
+
+def _word(value: object) -> str:
+    return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)

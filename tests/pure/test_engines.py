@@ -1,0 +1,173 @@
+"""Plans in others' terms: options exist, numbers mean the plan, refusals name what does run, a shell reads them."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from tilemesh.cli.main import make_app, redirected
+from tilemesh.core.errors import UsageError
+from tilemesh.core.hardware import parse_cluster
+from tilemesh.core.plan import ParallelPlan
+from tilemesh.model.config import preset
+from tilemesh.plan.engines.engine import EngineJob, OtherEngine
+from tilemesh.plan.engines.tables import ENGINES, TRAINING
+from tilemesh.plan.engines.write import LAUNCH, engine_files
+from tilemesh.plan.nearest import nearest_layouts
+
+OPTIONS = json.loads((Path(__file__).parent / "engine_options.json").read_text())
+STARTS = (
+    ParallelPlan(dp=8, tp=2, sequence_parallel=True, zero=2, microbatch=2, accumulation=4, precision="bf16"),
+    ParallelPlan(dp=16, zero=3, zero_group=8, recompute="full", precision="bf16"),
+    ParallelPlan(dp=2, tp=2, pp=4, accumulation=8, schedule="interleaved", interleave=2, precision="bf16"),
+    ParallelPlan(dp=4, pp=4, zero=1, accumulation=8, chunk_layers=(7, 9, 9, 7), precision="bf16-master"),
+    ParallelPlan(dp=16, zero=3, offload="optimizer+weights", precision="bf16-master"),
+    ParallelPlan(dp=16, recompute="operators", precision="bf16", accumulation=2),
+    ParallelPlan(dp=4, tp=4, sequence_parallel=True, zero=1, recompute="full", precision="bf16-master"),
+)
+
+
+def job(plan: ParallelPlan, **more: Any) -> EngineJob:
+    return EngineJob(preset("llama-3-8b"), plan, parse_cluster("2x8xh100"), 8192, "llama-3-8b", **more)
+
+
+def jobs(engine: OtherEngine) -> Iterator[EngineJob]:
+    """Layouts of all kinds on sixteen GPUs that it runs."""
+    for start in STARTS:
+        near = [start, *list(nearest_layouts(preset("llama-3-8b"), start))[:40]]
+        yield from (job(plan) for plan in near if plan.world == 16 and not any(engine.why_not(job(plan))))
+
+
+def served() -> EngineJob:
+    return job(ParallelPlan(dp=4, tp=4, precision="bf16"), running=64, step_tokens=512)
+
+
+@pytest.mark.parametrize("name", [*ENGINES])
+def test_every_option_is_one_of_the_engine(name: str) -> None:
+    engine, known = ENGINES[name], OPTIONS[name]
+    assert engine.version == known["version"]
+    all_jobs = [served()] if name == "vllm" else list(jobs(engine))
+    names = {option for one in all_jobs for option in engine.values(one)}
+    assert names <= set(known["options"])
+    written = {option.name for option in engine.options}
+    assert len(names) > 0.6 * len(written), "the layouts above leave most of the table untried"
+    lasts = {word for one in all_jobs for word in engine.last(one).split() if word.startswith("activation-")}
+    assert lasts <= set(known["options"])
+
+
+@pytest.mark.parametrize("name", [*TRAINING])
+def test_ranks_and_sequences_are_those_of_the_plan(name: str) -> None:
+    """By each engine's own arithmetic, which is not the table's."""
+    engine = TRAINING[name]
+    tried = list(jobs(engine))
+    assert len(tried) > 3
+    for one in tried:
+        v, plan = engine.values(one), one.plan
+        if name == "torchtitan":
+            degrees = [v[f"parallelism.{axis}-degree"] for axis in ("data-parallel-replicate", "data-parallel-shard")]
+            assert math.prod(degrees) == plan.dp
+            assert math.prod(degrees) * v["parallelism.tensor-parallel-degree"] * plan.pp == plan.world
+            steps = v["training.global-batch-size"] / (v["training.local-batch-size"] * plan.dp)
+            assert steps == (1 if plan.pp > 1 else plan.accumulation)
+            parts = v.get("parallelism.module-fqns-per-model-part", [",".join(f"layers.{n}" for n in range(32))])
+            assert [w for part in parts for w in part.split(",") if "layers" in w] == [f"layers.{n}" for n in range(32)]
+        elif name == "megatron":
+            dp = plan.world // (v["tensor-model-parallel-size"] * v["pipeline-model-parallel-size"])
+            assert v["global-batch-size"] == v["micro-batch-size"] * dp * plan.accumulation
+            layout = v.get("pipeline-model-parallel-layout", "Et*32L")
+            assert sum(map(int, re.findall(r"t\*(\d+)", layout))) == 32
+            assert ("use-distributed-optimizer" in v) == (plan.zero > 0)
+        elif name == "deepspeed":
+            each = v["train_micro_batch_size_per_gpu"] * v["gradient_accumulation_steps"]
+            tp = v.get("tensor_parallel.autotp_size", 1)
+            assert v["train_batch_size"] == each * plan.world // tp
+            assert v["zero_optimization.stage"] == plan.zero
+        else:
+            sizes = ("dp_replicate_size", "dp_shard_size", "tp_size")
+            given = [v.get(f"parallelism_config.parallelism_config_{size}") for size in sizes]
+            if plan.zero > 1:
+                assert math.prod(given) == v["num_processes"] == plan.world
+            else:
+                assert given == [None] * 3
+                assert plan.tp == 1
+
+
+def run(*words: str) -> Any:
+    line = redirected(["plan", *words])
+    return CliRunner(env={"COLUMNS": "160"}).invoke(make_app(line), line, catch_exceptions=False)
+
+
+@pytest.mark.parametrize(
+    ("engine", "fix", "why"),
+    [
+        ("torchtitan", "zero=1,tp=4,pp=1", "zero is 1: fully_shard cuts weights and gradients too"),
+        ("megatron", "pp=4,tp=1,schedule=zb-v", "schedule is zb-v: it has 1F1B"),
+        ("deepspeed", "pp=2", "pp is 2: a configuration of it has no pipeline stages"),
+        ("accelerate", "precision=bf16-master", "precision is bf16-master: it keeps float32 weights and casts"),
+    ],
+)
+def test_what_cannot_run_names_what_can(engine: str, fix: str, why: str) -> None:
+    asked = ("llama-3-8b", "--cluster", "16xh100", "--batch", "32", "--for", engine)
+    with pytest.raises(UsageError) as refused:
+        run(*asked, "--fix", fix)
+    words = str(refused.value)
+    assert why in words
+    nearest = re.search(r"the nearest that it runs: --fix (\S+) ", words)
+    assert nearest is not None
+    changed = dict(pair.split("=") for pair in fix.split(",")) | dict(p.split("=") for p in nearest[1].split(","))
+    assert run(*asked, "--fix", ",".join(f"{name}={value}" for name, value in changed.items())).exit_code == 0
+
+
+def test_without_pins_the_best_that_runs_is_written(tmp_path: Path) -> None:
+    out = tmp_path / "job"
+    said = run("llama-3-8b", "--cluster", "16xh100", "--batch", "32", "--for", "accelerate", "--out", str(out)).stdout
+    assert {path.name for path in out.iterdir()} == {"accelerate.yaml", LAUNCH, "job.slurm"}
+    assert "For accelerate 1.15.0" in said
+    assert "#SBATCH --nodes=2\n" in (out / "job.slurm").read_text()
+    served_words = run("gpt2-124m", "--cluster", "1xh100", "--prompt", "64", "--output", "16", "--for", "vllm").stdout
+    assert "vllm serve" in served_words
+
+
+RECORDER = """#!{python}
+import json, os, sys
+json.dump(sys.argv[1:], open(os.environ["RECORDED"], "w"))
+"""
+
+
+@pytest.mark.parametrize("name", [*ENGINES])
+def test_a_shell_reads_the_command_as_it_is_meant(name: str, tmp_path: Path) -> None:
+    """Its words, with the program itself replaced by one that writes them down."""
+    engine = ENGINES[name]
+    staged = name in ("torchtitan", "megatron")
+    one = served() if name == "vllm" else next(one for one in jobs(engine) if one.plan.pp > 1 or not staged)
+    for file, text in engine_files(engine, one, "origin").items():
+        (tmp_path / file).write_text(text)
+        if not file.endswith((".json", ".yaml")):
+            subprocess.run(["bash", "-n", tmp_path / file], check=True)
+    for program in ("torchrun", "accelerate", "vllm"):
+        (tmp_path / program).write_text(RECORDER.format(python=sys.executable))
+        (tmp_path / program).chmod(0o755)
+    more = {"RECORDED": str(tmp_path / "words"), "SCRIPT": "my script.py", "MEGATRON": "/m", "MODEL": "a model"}
+    paths = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    subprocess.run(["bash", tmp_path / LAUNCH, "--extra"], check=True, env=dict(os.environ) | more | paths)
+    words = json.loads((tmp_path / "words").read_text())
+    assert "--extra" in words
+    if name in ("deepspeed", "accelerate"):
+        assert "my script.py" in words
+        assert str(tmp_path / engine.file) in words
+        return
+    for option, value in engine.values(one).items():
+        following = words[words.index(f"--{option}") + 1 :]
+        if value is not True and "$" not in str(value):
+            expected = value if isinstance(value, list) else [str(value)]
+            assert following[: len(expected)] == expected
