@@ -317,6 +317,14 @@ def few(x: Tensor, weight: Tensor) -> Tensor:
     return functional.linear(wide(x), wide(weight)).to(x.dtype)[None]
 
 
+def grouped(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    begins = [0, *ends.tolist()]
+    parts = [
+        wide(x[begin:end]) @ wide(matrix).T for begin, end, matrix in zip(begins, begins[1:], weight, strict=False)
+    ]
+    return torch.cat(parts).to(x.dtype)
+
+
 def classes(draw: Draw, *shape: int) -> Tensor:
     target = draw.whole(0, 40, *shape)
     target.view(-1)[1] = -100
@@ -409,6 +417,11 @@ SUBJECTS: dict[str, Subject] = {
         (0, 1, 2, 3), [{"eps": 1e-6}],
     ),
     "few_linear": Subject(few_linear, few, lambda d: (d.normal(3, 128), d.normal(64, 128)), (0, 1), dtypes=HALVES),
+    "grouped_linear": Subject(
+        tm.kernels.grouped_linear, grouped,
+        lambda d: (d.normal(21, 40), d.normal(5, 24, 40), torch.tensor([3, 3, 20, 20, 21], dtype=torch.int32)), (0, 1),
+        dtypes=HALVES, fixed=(2,),
+    ),
     "parts_rms_norm": Subject(
         parts_rms_norm, parts_norm,
         lambda d: (wide(d.normal(3, 4, 24)), d.normal(4, 24), d.normal(24)), (0, 1, 2), [{"eps": 1e-6}],

@@ -115,7 +115,7 @@ def test_every_program_that_serves_computes_the_definition(name: str, requests: 
         assert (program.name in used) == (name in APPLIES[program.name]), program.name
 
 
-_GATED = {"llama", "llama3", "mistral", "qwen2", "qwen3", "gemma3_text", "phi3", "olmo2"}
+_GATED = {"llama", "llama3", "mistral", "qwen2", "qwen3", "gemma3_text", "phi3", "olmo2", "qwen2_moe"}
 _SILU = _GATED - {"gemma3_text"}
 _NORM_FIRST = {"llama", "mistral"}
 """RMSNorm before each block, heads turned whole, no bias."""

@@ -6,9 +6,18 @@ import pytest
 import torch
 
 import tilemesh as tm
+from tilemesh.comm import connect
+from tilemesh.core.plan import ParallelPlan
 from tilemesh.kernels.accuracy import excess
 from tilemesh.kernels.activations.names import ACTIVATIONS
+from tilemesh.kernels.grouped_linear import reference as grouped
+from tilemesh.kernels.problems import SizedProblem
 from tilemesh.kernels.scale_shift import reference
+from tilemesh.model.config import ModelConfig
+from tilemesh.model.programs.grouped_experts import stacked
+from tilemesh.model.transformer import Transformer
+from tilemesh.parallel.apply import lay
+from tilemesh.parallel.mesh import Mesh
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 
@@ -48,6 +57,51 @@ def test_gradients(activation):
     assert all(torch.equal(first, again) for first, again in zip(found[0], found[1], strict=True))
     for mine, torchs in zip(found[0], found[2], strict=True):
         torch.testing.assert_close(mine, torchs, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("load", ["even", "skewed"])
+@pytest.mark.parametrize("sizes", [(300, 64, 136, 7), (4096, 1024, 512, 16), (2048, 768, 2048, 128)], ids=str)
+def test_grouped_products_and_both_gradients(sizes, load):
+    problem = SizedProblem(sizes, "bfloat16", {"load": load, "passes": "forward"})
+    x, weight, ends = grouped.arguments(problem, torch.device("cuda"), 1)
+    leaves = [x.requires_grad_(), weight.requires_grad_()]
+    y = grouped.grouped_linear(*leaves, ends, implementation="triton")
+    bare = [leaf.detach() for leaf in leaves]
+    assert excess(y.detach(), grouped.exact(*bare, ends), grouped.error_bound(*bare, ends)) is None
+    upstream = torch.randn_like(y)
+    found = torch.autograd.grad(y, leaves, upstream)
+    plain = torch.autograd.grad(grouped.grouped_linear(*leaves, ends, implementation="torch"), leaves, upstream)
+    wide = [leaf.double().requires_grad_() for leaf in bare]
+    exact = torch.autograd.grad(grouped.grouped_linear(*wide, ends, implementation="torch"), wide, upstream.double())
+    for mine, torchs, true in zip(found, plain, exact, strict=True):
+        assert (mine.double() - true).norm() <= 2 * (torchs.double() - true).norm()
+    assert not found[1][ends.diff(prepend=ends.new_zeros(1)) == 0].any()
+
+
+def test_experts_train_by_grouped_products():
+    """As one expert after the other, in bf16 under autocast: the loss and the gradients of a step."""
+    config = ModelConfig(
+        layers=2, width=64, heads=4, vocabulary=97, context=32, mlp_width=96, activation="swiglu", biases=False,
+        norm="rmsnorm", positions="rotary", tied=False, experts=8, experts_per_token=2, balance_loss=0.01,
+    )  # fmt: skip
+    tokens = torch.randint(97, (8, 32), generator=torch.Generator().manual_seed(1)).cuda()
+    plan, results = ParallelPlan(precision="bf16"), []
+    for is_grouped in (True, False):
+        laid = lay(Transformer(config, device="meta"), Mesh(connect("alone")), plan, device="cuda")
+        laid.initialize(3)
+        blocks = [layer.mlp for layer in laid.model.layers]
+        assert all(block.computation is not None for block in blocks), "chosen on a GPU"
+        for block in blocks:
+            weights = [mlp.fc_in.weight for mlp in block.experts]
+            assert stacked(weights).data_ptr() == weights[0].data_ptr(), "nothing is copied"
+            block.computation = block.computation if is_grouped else None
+        total, count = laid.loss(tokens, tokens)
+        laid.gradients.backward(total, count)
+        results.append((total.item(), [mine.tensor.grad.clone() for mine in laid.held.values()]))
+    (mine, ours), (theirs, wanted) = results
+    assert abs(mine - theirs) < 1e-3 * abs(theirs)
+    off = sum(float((a - b).square().sum()) for a, b in zip(ours, wanted, strict=True))
+    assert off**0.5 < 0.02 * sum(float(b.square().sum()) for b in wanted) ** 0.5
 
 
 def test_compile_and_graph_capture(recording):

@@ -99,6 +99,7 @@ _OPERATORS = (
     folder("row_linear"),
     folder("norm_row_linear", "tilemesh.kernels.row_linear"),
     folder("few_linear", _FEW),
+    folder("grouped_linear"),
     folder("parts_rms_norm", _FEW),
     folder("lowbit_linear"),
     folder("norm_lowbit_linear", "tilemesh.kernels.lowbit_linear"),

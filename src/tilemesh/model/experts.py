@@ -9,7 +9,7 @@ N: tokens of all rows; D: width; X: experts; C: experts of a token.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
@@ -19,8 +19,10 @@ from torch.nn import functional
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.row_blocks import in_row_blocks
 
-Exchange = Callable[[Tensor, Tensor, Callable[[Tensor, Sequence[int]], Tensor]], Tensor]
-"""From rows ordered by expert, and how many each expert takes, to the results; and what computes experts here."""
+Computation = Callable[[Tensor, Tensor], Tensor]
+"""From rows ordered by expert, and how many each expert takes, to the results."""
+Exchange = Callable[[Tensor, Tensor, Computation], Tensor]
+"""The same of experts that are elsewhere, too; the last is what computes those here."""
 
 
 class Routing(NamedTuple):
@@ -123,6 +125,7 @@ class Experts(nn.Module):
         self.experts = nn.ModuleList(experts)
         self.shared = shared
         self.shared_gate = TokenGate(config.width, dtype) if config.shared_gate else None
+        self.computation: Computation | None = None
         self.exchange: Exchange | None = None
         """Where others have some of the experts, and these alone are in `experts`: what makes rows reach theirs."""
 
@@ -136,7 +139,7 @@ class Experts(nn.Module):
         counts_X = experts_NC.flatten().bincount(minlength=self.config.experts)
         rows_ND = x_ND[order // self.config.experts_per_token]
         if self.exchange is None:
-            results = self.compute(rows_ND, counts_X.tolist())
+            results = self.compute(rows_ND, counts_X)
         else:
             results = self.exchange(rows_ND, counts_X, self.compute)
         # Back in the order of tokens, where each one's results are added in the order of its experts' weights.
@@ -147,7 +150,13 @@ class Experts(nn.Module):
             y_BTD = y_BTD + (shared_BTD if self.shared_gate is None else shared_BTD * self.shared_gate(x_BTD))
         return y_BTD if counted_BT is None else RoutedOutput(y_BTD, self.router.loss(routing, counted_BT))
 
-    def compute(self, rows_ND: Tensor, counts: Sequence[int]) -> Tensor:
+    def compute(self, rows_ND: Tensor, counts: Tensor) -> Tensor:
         """What the experts here make of rows that are ordered by expert, so many for each."""
-        parts = zip(self.experts, torch.split(rows_ND, list(counts)), strict=True)
+        if self.computation is not None:
+            return self.computation(rows_ND, counts)
+        parts = zip(self.experts, torch.split(rows_ND, counts.tolist()), strict=True)
         return torch.cat([expert(rows) for expert, rows in parts])
+
+    def compute_by(self, computation: Computation) -> None:
+        """Another way than one expert after the other."""
+        self.computation = computation

@@ -131,7 +131,8 @@ def _cut(
             if isinstance(module, Linear):
                 open_codes(module)  # a part of a matrix need not begin with a byte
     shards = _shards(model, splits, mesh, plan)
-    _cut_parameters(model, shards, device)
+    # What takes memory from single parameters, and gives it back, wants each to have its own.
+    _cut_parameters(model, shards, device, together=plan.zero < 3 and "weights" not in plan.offloads)
     if mesh.tp.size > 1:
         _cut_modules(model, splits, seams)
     return shards
@@ -371,13 +372,23 @@ def _is_inside(name: str, splits: Mapping[str, Split]) -> bool:
 
 
 @torch.no_grad()
-def _cut_parameters(model: nn.Module, shards: Mapping[str, Shard], device: torch.device) -> None:
-    """Each parameter is replaced by this rank's part of it. One that several modules share stays shared."""
+def _cut_parameters(model: nn.Module, shards: Mapping[str, Shard], device: torch.device, together: bool) -> None:
+    """Each parameter is replaced by this rank's part of it. One that several modules share stays shared. `together`:
+    new memory of experts' matrices of one kind lies side by side (`model/programs/grouped_experts.py`)."""
     local: dict[int, nn.Parameter] = {}
+    stacks = _expert_stacks(model) if together else {}
+    memory: dict[str, torch.Tensor] = {}
     for name, parameter in model.named_parameters():
         if parameter.is_meta:
             unset = torch.nan if parameter.is_floating_point() else 0
-            mine = torch.full(shards[name].shape, unset, dtype=parameter.dtype, device=device)
+            others = stacks.get(name, [])
+            if others and name == others[0]:
+                shape = (len(others), *shards[name].shape)
+                views = torch.full(shape, unset, dtype=parameter.dtype, device=device).unbind()
+                memory |= dict(zip(others, views, strict=True))
+            mine = memory.pop(name, None)
+            if mine is None:
+                mine = torch.full(shards[name].shape, unset, dtype=parameter.dtype, device=device)
         elif shards[name].cuts:
             mine = take(shards[name], parameter.detach()).clone(memory_format=torch.contiguous_format)
         else:
@@ -387,6 +398,15 @@ def _cut_parameters(model: nn.Module, shards: Mapping[str, Shard], device: torch
         for name, before in list(module._parameters.items()):
             if before is not None and id(before) in local:
                 setattr(module, name, local[id(before)])
+
+
+def _expert_stacks(model: nn.Module) -> dict[str, list[str]]:
+    """Parameters of experts by name: those of all experts of the layer that have the same place in them."""
+    stacks: dict[tuple[str, str], list[str]] = {}
+    for name, _ in model.named_parameters():
+        if parts := EXPERT.fullmatch(name):
+            stacks.setdefault((parts[1], parts[3]), []).append(name)
+    return {name: names for names in stacks.values() for name in names}
 
 
 def _cut_modules(model: nn.Module, splits: Mapping[str, Split], seams: Seams) -> None:

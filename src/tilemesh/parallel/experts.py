@@ -14,7 +14,6 @@ N: rows of this rank; M: rows that came for this rank's experts; X: experts; D: 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -24,7 +23,7 @@ from torch import Tensor, nn
 from tilemesh.comm.runtime.communicator import Communicator
 from tilemesh.core.plan import ParallelPlan
 from tilemesh.model.deferral import product_dtype
-from tilemesh.model.experts import Experts
+from tilemesh.model.experts import Computation, Experts
 from tilemesh.parallel.mesh import Mesh
 from tilemesh.parallel.tensor import exchanged
 
@@ -48,7 +47,7 @@ class ExpertExchange:
     comm: Communicator
     algorithm: str = "auto"
 
-    def __call__(self, rows_ND: Tensor, counts_X: Tensor, compute: Callable[[Tensor, Sequence[int]], Tensor]) -> Tensor:
+    def __call__(self, rows_ND: Tensor, counts_X: Tensor, compute: Computation) -> Tensor:
         """What experts, wherever they are, make of rows that are ordered by expert, so many for each. `compute`: those
         of this rank, of rows ordered alike."""
         counts = counts_X.view(self.comm.size, -1)
@@ -57,7 +56,7 @@ class ExpertExchange:
         rows_MD = self._move(rows_ND.to(product_dtype(rows_ND)), sends, receives)
         own = torch.arange(arriving.shape[1], device=rows_ND.device).repeat(self.comm.size)
         order = own.repeat_interleave(arriving.flatten()).argsort(stable=True)  # they came rank by rank
-        results = compute(rows_MD[order], arriving.sum(0).tolist())
+        results = compute(rows_MD[order], arriving.sum(0))
         return self._move(results[order.argsort()], receives, sends)
 
     def _move(self, rows: Tensor, sends: list[int], receives: list[int]) -> Tensor:

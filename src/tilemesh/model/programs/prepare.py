@@ -19,7 +19,16 @@ from tilemesh.core.cost import Cost
 from tilemesh.core.hardware import CPU, H100, Device, device_for
 from tilemesh.kernels.rates import LAUNCH_S, SUSTAINED_FLOPS, SUSTAINED_MEMORY
 from tilemesh.model.invariant import make_invariant
-from tilemesh.model.programs import definition, ends, few_tokens, fused_mlp, joined, one_token, products
+from tilemesh.model.programs import (
+    definition,
+    ends,
+    few_tokens,
+    fused_mlp,
+    grouped_experts,
+    joined,
+    one_token,
+    products,
+)
 from tilemesh.model.programs.definition import norm_passes
 from tilemesh.model.programs.group import LayerGroups, layer_groups
 from tilemesh.model.programs.program import (
@@ -37,7 +46,8 @@ from tilemesh.model.transformer import Layer, LayerCall, Pass, ResidualStream, T
 
 PROGRAMS: tuple[LayerProgram, ...] = (
     definition.ATTENTION, definition.MLP, products.ATTENTION, products.MLP, one_token.GATE, one_token.NORMS,
-    few_tokens.FEW, joined.JOINED, fused_mlp.FUSED_MLP, ends.EMBEDDING, ends.PROJECTION, ends.LOSS,
+    few_tokens.FEW, joined.JOINED, fused_mlp.FUSED_MLP, grouped_experts.GROUPED_EXPERTS, ends.EMBEDDING,
+    ends.PROJECTION, ends.LOSS,
 )  # fmt: skip
 """All there are. A new one is a file and a place in this list."""
 

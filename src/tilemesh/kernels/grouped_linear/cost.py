@@ -1,0 +1,58 @@
+"""What grouped products cannot do without: every row and every matrix that has rows read once, the results written."""
+
+from __future__ import annotations
+
+from tilemesh.core.cost import Cost, short_dtype
+from tilemesh.kernels.problems import PASSES, ProblemForm, Setting, SizedProblem
+
+HALVES = ("bfloat16", "float16")
+LOADS = ("even", "skewed")
+
+
+def loads_of(rows: int, groups: int, load: str) -> list[int]:
+    """Rows of each group: alike, or falling by half from one to the next until the last ones have none."""
+    if load == "even":
+        return [(group + 1) * rows // groups - group * rows // groups for group in range(groups)]
+    counts, left = [], rows
+    for _ in range(groups - 1):
+        counts.append(-(-left // 2))
+        left -= counts[-1]
+    return [*counts, left]
+
+
+def cost(
+    rows: int,
+    outputs: int,
+    inputs: int,
+    groups: int,
+    dtype: str = "bfloat16",
+    *,
+    used: int = 0,
+    passes: str = "forward",
+) -> Cost:
+    """Of so many rows in all; `used`: groups that have any, where that is not each. Backward is two such products."""
+    short, size = short_dtype(dtype)
+    read = size * (rows * inputs + (used or groups) * outputs * inputs)
+    forward = Cost(2 * rows * outputs * inputs, read, size * rows * outputs, launches=1, dtype=short)
+    if passes == "forward":
+        return forward
+    weights = size * groups * outputs * inputs
+    of_rows = Cost(forward.flops, size * rows * outputs + weights, size * rows * inputs, launches=1, dtype=short)
+    of_weights = Cost(forward.flops, size * rows * (outputs + inputs), weights, launches=1, dtype=short)
+    return forward + of_rows + of_weights
+
+
+def _of_problem(problem: SizedProblem) -> Cost:
+    rows, outputs, inputs, groups = problem.sizes
+    used = sum(count > 0 for count in loads_of(rows, groups, problem.options["load"]))
+    return cost(rows, outputs, inputs, groups, problem.dtype, used=used, passes=problem.options["passes"])
+
+
+FORM = ProblemForm(
+    sizes="ROWSxOUTPUTSxINPUTSxGROUPS",
+    suite=("16384x14336x4096x8", "65536x768x2048x128", "65536x1024x2048x64", "32768x2048x768x16"),
+    settings={"dtype": Setting(HALVES, "bfloat16"), "load": Setting(LOADS, "even"), "passes": PASSES},
+    make=SizedProblem.of,
+    cost=_of_problem,
+)
+"""Mixtral-like, 128 experts of 2048 x 768, 64 of 2048 x 1024, 16 of 768 x 2048."""

@@ -1,0 +1,116 @@
+"""Experts by grouped products: one product for the rows of all of them, for each of their matrices.
+
+The one idea: experts keep parameters of their own names, which lie side by side in one storage (`parallel/apply.py`),
+so the matrices of all of them are one tensor without a copy. How many rows each takes is read on the device; nobody
+waits for it. Where matrices do not lie side by side they are copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilemesh.core.cost import Cost
+from tilemesh.kernels.gated.reference import swiglu
+from tilemesh.kernels.grouped_linear.reference import grouped_linear
+from tilemesh.model.experts import Experts
+from tilemesh.model.linear import ACTIVATIONS, ALONE, DENSE
+from tilemesh.model.programs.definition import gate_passes
+from tilemesh.model.programs.program import LayerProgram, ProgramSeat, pass_cost
+from tilemesh.model.transformer import Mlp
+
+
+@dataclass(frozen=True)
+class GroupedExperts(LayerProgram):
+    def why_not(self, seat: ProgramSeat) -> str:
+        block = seat.here.mlp
+        if not isinstance(block, Experts):
+            return "the layer has no experts"
+        if seat.device.type != "cuda":
+            return "on a CPU the experts' products one by one are as fast"
+        if not seat.use.trains or seat.use.invariant:
+            return "matrices are laid side by side for training"
+        if seat.use.puts_off:
+            return "weights' gradients are put off, and one operator has no halves"
+        return why_apart(block)
+
+    def cost(self, seat: ProgramSeat, rows: int) -> Cost:
+        block, size = seat.here.mlp, seat.itemsize
+        assert isinstance(block, Experts)
+        first, picked = _mlps(block)[0], rows * block.config.experts_per_token
+        used, total = min(len(block.experts), picked), Cost()
+        for layer in (first.fc_gate, first.fc_in, first.fc_out):
+            if layer is not None:
+                outputs, inputs = layer.out_features, layer.in_features
+                read, written = size * (used * outputs * inputs + picked * inputs), size * picked * outputs
+                total += Cost(2 * picked * outputs * inputs, read, written, launches=1, dtype="bf16")
+        return (
+            total + gate_passes(first, picked, size, together=True) + pass_cost(picked * first.fc_in.in_features, size)
+        )
+
+    def bind(self, seat: ProgramSeat) -> Callable[..., Any]:
+        block = seat.here.mlp
+        assert isinstance(block, Experts)
+        block.compute_by(partial(compute_grouped, block))
+        return block
+
+
+def why_apart(block: Experts) -> str:
+    """Why the experts of a layer cannot be computed together; "" where they can."""
+    layers = [layer for mlp in _mlps(block) for layer in (mlp.fc_gate, mlp.fc_in, mlp.fc_out) if layer is not None]
+    if any(layer.kind.stacked() != DENSE for layer in layers):
+        return "matrices are not dense"
+    if any(layer.place != ALONE for layer in layers):
+        return "projections are exchanged or put off each for itself"
+    return "experts have biases" if any(layer.bias is not None for layer in layers) else ""
+
+
+def compute_grouped(block: Experts, rows_ND: Tensor, counts: Tensor, implementation: str = "auto") -> Tensor:
+    """As `Experts.compute`: what the experts make of rows that are ordered by expert, so many for each."""
+    mlps, ends = _mlps(block), counts.cumsum(0).int()
+    product = partial(grouped_linear, implementation=implementation)
+    h_NF: Tensor = product(rows_ND, stacked([mlp.fc_in.weight for mlp in mlps]), ends)
+    first = mlps[0]
+    if first.fc_gate is None:
+        h_NF = ACTIVATIONS[first.fc_in.activation](h_NF)
+    else:
+        gate_NF = product(rows_ND, stacked([mlp.fc_gate.weight for mlp in mlps if mlp.fc_gate is not None]), ends)
+        is_silu = first.fc_gate.activation == "silu"
+        h_NF = swiglu(gate_NF, h_NF) if is_silu else ACTIVATIONS[first.fc_gate.activation](gate_NF) * h_NF
+    y_ND: Tensor = product(h_NF, stacked([mlp.fc_out.weight for mlp in mlps]), ends)
+    return y_ND
+
+
+def stacked(matrices: Sequence[Tensor]) -> Tensor:
+    """Matrices of one shape as one tensor: the very same memory where they lie side by side. Each gets its gradient."""
+    function: Any = _Stacked
+    weight: Tensor = function.apply(*matrices)
+    return weight
+
+
+class _Stacked(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *matrices: Tensor) -> Tensor:
+        first, size = matrices[0].detach(), matrices[0].nbytes
+        begin = first.data_ptr()
+        if all(matrix.data_ptr() == begin + size * place for place, matrix in enumerate(matrices)):
+            room = first.untyped_storage().nbytes() - first.storage_offset() * first.element_size()
+            if room >= size * len(matrices):  # and not another storage that happens to follow
+                return first.as_strided((len(matrices), *first.shape), (first.numel(), *first.stride()))
+        return torch.stack(matrices)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
+        return gradients[0].unbind(0)
+
+
+def _mlps(block: Experts) -> list[Mlp]:
+    return [mlp for mlp in block.experts if isinstance(mlp, Mlp)]
+
+
+GROUPED_EXPERTS = GroupedExperts("experts by grouped products", "mlp")
