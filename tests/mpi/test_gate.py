@@ -36,6 +36,7 @@ from tilemesh.parallel.gate.cases import (
     layouts,
     numerics,
     pipelines,
+    shared_sequences,
     spread_experts,
 )
 from tilemesh.parallel.gate.cause import gradient_cause, norm_cause, order_cause, order_words
@@ -138,6 +139,8 @@ CAUSES = {
     "zero-early-free": "an early FREE",
     "expert-gradient-times-ep": "2 times what it should be",
     "remote-gradient-lost": "as if only replica 1 counted: a sum along dp is missing",
+    "context-loss-divided": "as if it were divided by 2 once too often, as many as ranks of cp",
+    "context-loss-scaled": "as if it were not divided by the 2 microbatches or each of 2 ranks that share a sequence",
 }
 """Of bugs that leave more than a place: what the gate says of their cause."""
 
@@ -152,6 +155,8 @@ def test_a_planted_bug_turns_it_red_and_is_named(name: str) -> None:
     plant = PLANTS[name]
     if plant in NUMERIC:
         candidates = numerics(1)
+    elif plant.kind == "context":
+        candidates = [case for ranks in (2, 4) for case in shared_sequences(ranks)]
     elif plant.kind == "zero":
         candidates = [case for ranks in (2, 4) for case in combinations(ranks)]
     else:
@@ -178,7 +183,7 @@ def test_causes_that_no_plant_has() -> None:
     for ratio, words in (
         (3.0, "3 times what it should be, as if it were not divided by the 3 microbatches"),
         (2.0, "2 times what it should be, as if it were not divided by the 2 replicas or it were counted twice"),
-        (0.25, "0.25 times what it should be, as if it were divided by 4 once too often"),
+        (0.25, "0.25 times what it should be, as if it were divided by 4 once too often, as many as ranks of tp"),
         (1.7, "1.7 times what it should be"),
     ):
         assert gradient_cause(layout, nothing, "weight", ratio * wanted, wanted, 1e-9) == f": {words}"
@@ -229,7 +234,8 @@ def test_a_planted_bug_reaches_compressed_matrices(name: str) -> None:
 
 def test_every_bug_but_those_of_pipelines_and_deeper_zero_meets_compressed_matrices() -> None:
     never = {name for name, plant in PLANTS.items() if not compressed_cases(plant)}
-    assert {name for name in never if PLANTS[name].kind != "pipeline" and PLANTS[name] not in NUMERIC} == {
+    others = {name for name in never if PLANTS[name].kind not in ("pipeline", "context")}
+    assert {name for name in others if PLANTS[name] not in NUMERIC} == {
         "zero-groups-not-summed",
         "zero-microbatch-left-out",
     }, "ZeRO in groups and in stage 2 without offload: not among the compressed layouts"
@@ -254,12 +260,15 @@ def test_a_bug_that_nothing_asked_for_can_have_is_refused(name: str, capsys: pyt
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_combinations_have_every_pair_of_settings_that_can_be(ranks: int) -> None:
-    def pairs(found: Any) -> set[object]:
-        return set(itertools.combinations(enumerate((found.model, *found.values)), 2))
+    def pairs(combinations: Any) -> set[object]:
+        inside: set[object] = set()
+        for values in {combination.values for combination in combinations}:
+            inside.update(itertools.combinations(enumerate(values), 2))
+        return inside.union((found.model, place) for found in combinations for place in enumerate(found.values))
 
     chosen, possible = _chosen(ranks), list(_possible(ranks))
     assert set(chosen) <= set(possible)
-    assert set().union(*map(pairs, chosen)) == set().union(*map(pairs, possible))
+    assert pairs(chosen) == pairs(possible)
     assert len(chosen) < len(possible) / 4
     layouts_of = [case.layout for case in combinations(ranks)]
     assert {layout.schedule for layout in layouts_of} == {*synchronous()}
@@ -291,6 +300,7 @@ def test_there_is_a_bug_for_every_kind_of_layer() -> None:
         "gradients",
         "pipeline",
         "zero",
+        "context",
         "scale",
         "masters",
         "optimizer",

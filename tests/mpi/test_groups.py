@@ -101,7 +101,7 @@ def test_ranks_that_take_the_same_part_of_the_batch(sizes: dict[str, int]) -> No
         return mesh.part_of_batch(), mesh.is_first_of_part()
 
     places = run_threads(math.prod(sizes.values()), main)
-    parts = sizes["dp"] * sizes.get("cp", 1)
+    parts = sizes["dp"]  # ranks of cp are given the same rows
     assert sorted(part for part, is_first in places if is_first) == list(range(parts))
     assert Counter(part for part, _ in places) == dict.fromkeys(range(parts), len(places) // parts)
 
@@ -130,8 +130,8 @@ def test_a_group_along_an_axis_that_is_not_there() -> None:
 
 def test_a_model_is_not_laid_over_an_axis_it_knows_nothing_of() -> None:
     def main(comm: Communicator) -> None:
-        with pytest.raises(UsageError, match="cp is 2: a model is laid over dp, tp and pp; set cp to 1"):
-            lay(Transformer(MODELS["gpt"], device="meta"), Mesh(comm, cp=2), ParallelPlan(precision="fp32"))
+        with pytest.raises(UsageError, match="xp is 2: a model is laid over tp, cp, dp, pp; set xp to 1"):
+            lay(Transformer(MODELS["gpt"], device="meta"), Mesh(comm, xp=2), ParallelPlan(precision="fp32"))
 
     run_threads(2, main)
 

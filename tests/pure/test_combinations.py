@@ -25,6 +25,8 @@ BEYOND_PAIRS = (
     "plan.pp=2,plan.schedule=dualpipe,plan.recompute=full,plan.recompute_stages=[0]",
     "plan.pp=2,plan.schedule=zb-v,plan.offload=weights", "plan.schedule=pipedream", "plan.attention=materialized",
     "train.context=999", "sample.prompt=", "plan.pp=2,plan.schedule=terapipe,plan.slices=200",
+    "plan.cp=4,train.context=3", "plan.cp=4,plan.pp=2,plan.schedule=terapipe,plan.slices=64",
+    "train.compile=true,plan.cp=2,plan.recompute=operators",
     *(
         f"{waits},{missing}=0"
         for waits in ("evaluate.patience=2", "checkpoint.keep_best=true")
@@ -37,7 +39,8 @@ BEYOND_PAIRS = (
     *(f"plan.dp=2,train.method=local,method.period=10,{key}=25" for key in (
         "checkpoint.every", "evaluate.every", "method.start")),
     *(GRAPH + more for more in (
-        "plan.dp=2", "plan.tp=2", "plan.pp=2", "train.device=cpu", "plan.precision=fp16", "optimizer.fused=false",
+        "plan.dp=2", "plan.tp=2", "plan.pp=2", "plan.cp=2", "train.device=cpu", "plan.precision=fp16",
+        "optimizer.fused=false",
         "optimizer.name=lion", "data.packing=documents", "data.chat=true,data.packing=stream", "plan.offload=optimizer",
         "compress.recipe=int8", "model.experts=4", f"distill.teacher={FOLDER}")),
 )  # fmt: skip

@@ -123,9 +123,9 @@ def _updates_within(plan: ParallelPlan) -> bool:
 
 
 def _nearest_group(plan: ParallelPlan) -> str:
-    """Of the divisors of dp above 1, the one nearest to what was asked for."""
-    divisors = (size for size in range(2, plan.dp + 1) if plan.dp % size == 0)
-    return f"zero_group={min(divisors, key=lambda size: abs(size - plan.zero_group))}"
+    """Of the divisors of dp above 1, the one nearest to what was asked for; none where there is one replica."""
+    divisors = [size for size in range(2, plan.dp + 1) if plan.dp % size == 0]
+    return f"zero_group={min(divisors or [0], key=lambda size: abs(size - plan.zero_group))}"
 
 
 def _stages_there(plan: ParallelPlan) -> str:
@@ -162,7 +162,7 @@ PLAN_CONFLICTS: tuple[Conflict[ParallelPlan], ...] = (
     ),
     row(
         "zero dp",
-        lambda plan: plan.zero > 0 and plan.dp == 1,
+        lambda plan: plan.zero > 0 and plan.replicas == 1,
         "ZeRO shares among replicas and there is one",
         "zero=0",
     ),
@@ -176,7 +176,7 @@ PLAN_CONFLICTS: tuple[Conflict[ParallelPlan], ...] = (
         "zero_group dp",
         lambda plan: (
             plan.zero > 0
-            and plan.dp > 1
+            and plan.replicas > 1
             and plan.zero_group > 0
             and (plan.dp % plan.zero_group > 0 or plan.zero_group == 1)
         ),

@@ -25,6 +25,7 @@ LISTED = "listed"
 Recompute = Literal["none", "selective", "operators", "full"]
 """What a backward pass computes again, from the least to the most."""
 Attention = Literal["fused", "materialized"]
+ContextExchange = Literal["ring", "heads"]
 Precision = Literal["fp32", "bf16", "bf16-master", "fp16", "fp64"]
 OFFLOADS = ("optimizer", "activations", "weights")
 """What may be moved to the host's memory while it is not needed."""
@@ -56,10 +57,15 @@ class ModelPlacement:
     """Pipeline parallelism: stages, each with a part of the layers."""
     ep: Count = 1
     """Expert parallelism: so many of the dp replicas, neighbours, share out the experts of every layer among them."""
+    cp: Count = 1
+    """Context parallelism: ranks that share each sequence, of whose tokens each has an early and a late part."""
+    cp_exchange: ContextExchange = "ring"
+    """How attention gets at the tokens of other ranks of cp: their keys and values come round (ring), or each rank gets
+    all tokens of a part of the heads (heads), for which tp x cp must divide the KV heads."""
     sequence_parallel: bool = False
     """The parts of a layer that tp does not split (norms, dropout, residuals) are split along the sequence."""
     zero: Annotated[int, Range(0, 3)] = 0
-    """Sharded over dp: 1 optimiser states, 2 gradients as well, 3 weights as well."""
+    """Sharded over dp and cp: 1 optimiser states, 2 gradients as well, 3 weights as well."""
     zero_group: CountOrNone = 0
     """Replicas that share what ZeRO shards, neighbours along dp such as those of one node; every such group holds all
     of it. 0: all replicas are one group."""
@@ -72,17 +78,23 @@ class ModelPlacement:
     @property
     def axes(self) -> dict[str, int]:
         """The mesh's axes and their sizes: dp and tp always, others where they have more than one rank."""
-        return {"dp": self.dp, "tp": self.tp} | ({"pp": self.pp} if self.pp > 1 else {})
+        others = {name: size for name, size in (("cp", self.cp), ("pp", self.pp)) if size > 1}
+        return {"dp": self.dp, "tp": self.tp} | others
 
     @property
     def zero_ranks(self) -> int:
         """Ranks over which ZeRO cuts: 1 where it cuts nothing."""
-        return (self.zero_group or self.dp) if self.zero else 1
+        return (self.zero_group or self.dp) * self.cp if self.zero else 1
+
+    @property
+    def replicas(self) -> int:
+        """Ranks that hold the same part of the model and take other rows or tokens of the batch."""
+        return self.dp * self.cp
 
     @property
     def world(self) -> int:
         """Ranks it needs."""
-        return self.dp * self.tp * self.pp
+        return self.dp * self.tp * self.pp * self.cp
 
 
 @dataclass(frozen=True, order=True)
@@ -256,9 +268,14 @@ class ParallelPlan(StepSettings, ModelPlacement):
         """Sequences in a step, over all replicas."""
         return self.dp * self.microbatch * self.accumulation
 
+    @property
+    def mesh_words(self) -> str:
+        """The mesh in words: an axis that few plans have is named where it has more than one rank."""
+        return f"dp {self.dp} x tp {self.tp} x pp {self.pp}" + (f" x cp {self.cp}" if self.cp > 1 else "")
+
     def short(self) -> str:
         """In a few words: the mesh and what sets it apart."""
-        parts = [f"dp {self.dp} x tp {self.tp} x pp {self.pp}"]
+        parts = [self.mesh_words]
         if self.ep > 1:
             parts.append(f"ep {self.ep}")
         if self.sequence_parallel:
@@ -276,13 +293,15 @@ class ParallelPlan(StepSettings, ModelPlacement):
 
     def describe(self, servers: int = 0) -> str:
         """One line for people; what is off or has no effect is left out. `servers`: ranks beside those of the plan."""
-        parts = [f"dp {self.dp} x tp {self.tp} x pp {self.pp} = {self.world} rank{'s' * (self.world > 1)}"]
+        parts = [f"{self.mesh_words} = {self.world} rank{'s' * (self.world > 1)}"]
         if servers:
             each = "" if self.world == self.dp else f" of tp {self.tp} x pp {self.pp}"
             workers = f"{self.dp} worker{'s' * (self.dp > 1)} (dp){each}"
             parts = [f"{workers} + {servers} server{'s' * (servers > 1)} = {self.world + servers} ranks"]
         if self.ep > 1:
             parts.append(f"ep {self.ep}")
+        if self.cp > 1 and self.cp_exchange != "ring":
+            parts.append(f"cp by {self.cp_exchange}")
         if self.sequence_parallel:
             parts.append("sequence parallel")
         if self.zero:

@@ -29,7 +29,7 @@ from tilemesh.core.errors import UsageError
 from tilemesh.core.plan import ParallelPlan
 from tilemesh.core.shard import Cut, Shard
 from tilemesh.parallel.buckets import Bucket, Bucketed
-from tilemesh.parallel.gradients import Parts, Recall
+from tilemesh.parallel.gradients import Parts, Recall, over_replicas, within_replica
 from tilemesh.parallel.norms import norm_of, norms_of
 from tilemesh.parallel.zero import Zero
 from tilemesh.parallel.zero3 import ZeroWeights
@@ -170,15 +170,20 @@ class CompressedGradients(Bucketed):
     def sum_over_copies(self, bucket: Bucket, flat: Tensor) -> None:
         """Nothing at the end: `exchange` begins with it, so that ranks that hold the same leave out the same."""
 
+    def _replicas(self, bucket: Bucket) -> Communicator:
+        """Over which what is compressed is summed: the ranks of a replica have summed theirs before."""
+        return self.groups[over_replicas(bucket.batch_summed)]
+
     def exchange(self, bucket: Bucket) -> Any:
         super().sum_over_copies(bucket, bucket.flat)
         if not bucket.batch_summed:
             return None
-        group, residual = self.groups[bucket.batch_summed], self.residuals[id(bucket)]
+        group, residual = self._replicas(bucket), self.residuals[id(bucket)]
         if self._is_whole:
             self.sent_bytes += 0 if self._is_bad else summed_bytes(residual.nbytes, group.size)
             return super().exchange(bucket)
         wanted = self.unpacked(bucket)
+        self.sum_over(within_replica(bucket.batch_summed), wanted)
         if self.compression.feedback:
             wanted.add_(residual, alpha=self._divisor)
         is_measured = self.steps % _MEASURED == 0
@@ -366,7 +371,7 @@ class CompressedGradients(Bucketed):
             for name, piece in zip(named, self._split(bucket, self.residuals[id(bucket)]), strict=True):
                 kind, shard = self._kept_as(RESIDUAL, name)
                 yield kind, shard.by_replica(), piece[None]
-            error, group = self.own_errors.get(id(bucket)), self.groups[bucket.batch_summed]
+            error, group = self.own_errors.get(id(bucket)), self._replicas(bucket)
             if error is not None:
                 whole = torch.zeros_like(self.residuals[id(bucket)])
                 mine = whole[group.rank * len(error) :][: len(error)]
@@ -388,7 +393,7 @@ class CompressedGradients(Bucketed):
                     piece.copy_(kept)
             errors = [read(*self._kept_as(ERROR, name)) for name in named]
             if self.compression.scheme in QUANTISED and all(error is not None for error in errors):
-                group, length = self.groups[bucket.batch_summed], self.residuals[id(bucket)].numel()
+                group, length = self._replicas(bucket), self.residuals[id(bucket)].numel()
                 part = _part(length, group.size)
                 mine = torch.zeros(part, dtype=bucket.flat.dtype, device=bucket.flat.device)
                 whole = torch.cat([error.reshape(-1) for error in errors if error is not None])

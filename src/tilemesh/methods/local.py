@@ -19,11 +19,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tilemesh.core.axes import BATCH
 from tilemesh.core.errors import UsageError
 from tilemesh.core.shard import Shard
 from tilemesh.parallel.buckets import BUCKET_BYTES, Bucket, Bucketed
-from tilemesh.parallel.gradients import GradientStep, Parts, Recall, StepFigures
+from tilemesh.parallel.gradients import GradientStep, Parts, Recall, StepFigures, over_replicas, within_replica
 
 OUTER = "outer_momentum"
 
@@ -59,7 +58,7 @@ class LocalUpdates(Bucketed):
     def __init__(self, parts: Parts, when: LocalPeriod, bucket_bytes: int = BUCKET_BYTES) -> None:
         super().__init__(parts, bucket_bytes)
         self.when, self.step = when, 0
-        inside = (name for name, _ in parts.mesh.shape if name not in BATCH)
+        inside = (name for name, _ in parts.mesh.shape if name != "dp")
         self._everyone, self._replica = self.counted_over, parts.mesh.group(*inside)
         self._is_finished = False
         self.values: Mapping[str, Tensor] = {}
@@ -77,7 +76,10 @@ class LocalUpdates(Bucketed):
         self.momentum = {name: torch.zeros_like(value) for name, value in self.anchor.items()}
 
     def exchange(self, bucket: Bucket) -> Any:
-        return None if self.when.is_alone(self.step + 1) else super().exchange(bucket)
+        if not self.when.is_alone(self.step + 1):
+            return super().exchange(bucket)
+        self.sum_over(within_replica(bucket.batch_summed), bucket.flat)
+        return None
 
     def kept(self, bucket: Bucket) -> tuple[Tensor, int]:
         alone = self.when.is_alone(self.step + 1)
@@ -137,7 +139,7 @@ class LocalUpdates(Bucketed):
             for value, mean in zip(mine.values(), means, strict=True):
                 mean.copy_(value)
             if self.when.is_alone(self.step):
-                self.sum_over(bucket.batch_summed, flat)
+                self.sum_over(over_replicas(bucket.batch_summed), flat)
                 flat.div_(self.mesh.dp.size)
             for (name, value), summed in zip(mine.items(), means, strict=True):
                 mean = summed.to(value.device)  # masters may lie in the host's memory

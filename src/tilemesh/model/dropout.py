@@ -15,7 +15,7 @@ B: rows (sequences); T: tokens; D: features.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Protocol
 
@@ -46,12 +46,18 @@ class DropoutPlace:
 
     row: int = 0
     """Counted over the step's whole batch: all replicas and all accumulated microbatches."""
-    token: int = 0
+    token: int | Tensor = 0
+    """Or of every token, int32, where they are not one run of the sequence."""
     feature: int = 0
 
     def __post_init__(self) -> None:
-        if min(self.row, self.token, self.feature) < 0:
+        if min(self.row, 0 if isinstance(self.token, Tensor) else self.token, self.feature) < 0:
             raise UsageError(f"{self} is before the beginning: expected numbers of at least 0")
+
+    def stretch(self, first: int, tokens: int) -> DropoutPlace:
+        """Of so many of the tokens, from one of them on."""
+        where = self.token
+        return replace(self, token=where[first : first + tokens] if isinstance(where, Tensor) else where + first)
 
 
 ORIGIN = DropoutPlace()
@@ -109,7 +115,7 @@ def keep_mask(
         raise UsageError(f"dropout is {rate}: expected at least 0 and below 1")
     rows, tokens, features = shape
     row_B, token_T, feature_D = (
-        torch.arange(start, start + count, dtype=torch.int32, device=device)
+        start if isinstance(start, Tensor) else torch.arange(start, start + count, dtype=torch.int32, device=device)
         for start, count in ((place.row, rows), (place.token, tokens), (place.feature, features))
     )
     low, high = _stream(seed, fold_seed(layer, int(site)), device)

@@ -52,6 +52,8 @@ class Router(nn.Module):
         self.weight = nn.Parameter(torch.empty(config.experts, config.width, device="meta", dtype=dtype))
         self.product: Callable[[Tensor, Tensor], Tensor] = functional.linear
         self.in_blocks = False
+        self.over_sequences: Callable[[Tensor], Tensor] | None = None
+        """Where ranks share sequences: adds what each has counted of its tokens."""
 
     def forward(self, x_ND: Tensor) -> Routing:
         scores_NX = in_row_blocks(self._scores, x_ND) if self.in_blocks else self._scores(x_ND)
@@ -82,8 +84,12 @@ class Router(nn.Module):
         total = config.router_z_loss * (squares_BT * weights_BT).sum()
         picks = weights_BT.repeat_interleave(config.experts_per_token, 1)
         picked_BX = torch.zeros_like(scores_BTX[:, 0]).scatter_add(1, routing.experts_NC.view(rows, -1), picks)
+        counts_B = weights_BT.sum(1)
+        if self.over_sequences is not None:  # each rank's part of the loss is that of its tokens
+            sums = self.over_sequences(torch.cat([picked_BX, counts_B[:, None]], dim=1))
+            picked_BX, counts_B = sums[:, :-1], sums[:, -1]
         likely_BX = (scores_BTX.softmax(-1) * weights_BT[..., None]).sum(1)
-        evenness_B = (picked_BX * likely_BX).sum(-1) / weights_BT.sum(1).clamp(min=1)
+        evenness_B = (picked_BX * likely_BX).sum(-1) / counts_B.clamp(min=1)
         return total + config.balance_loss * config.experts / config.experts_per_token * evenness_B.sum()
 
 

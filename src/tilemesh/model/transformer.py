@@ -319,11 +319,13 @@ class Transformer(nn.Module):
             raise UsageError(
                 f"tokens are {tuple(tokens_BT.shape)} of {tokens_BT.dtype}: expected (rows, tokens) of int64 or int32"
             )
-        config, end = self.config, place.token + tokens_BT.shape[1]
+        config, begin, tokens = self.config, place.token, tokens_BT.shape[1]
         if cache is not None:
             check_cache(cache, tokens_BT, config.context)
-        elif end > config.context:
-            raise UsageError(f"{end} tokens: the model's context is {config.context}; give fewer or set model.context")
+        elif begin + tokens > config.context:
+            raise UsageError(
+                f"{begin + tokens} tokens: the model's context is {config.context}; give fewer or set model.context"
+            )
         dropping = self.training and config.dropout > 0
         if dropping and dropout_seed is None:
             raise UsageError(
@@ -337,7 +339,8 @@ class Transformer(nn.Module):
             elif cache is not None:
                 positions = cache.positions_BT[:, :, None]
             else:
-                positions = torch.arange(place.token, end, device=tokens_BT.device)
+                assert isinstance(begin, int)  # tokens that are not one run come with a cache
+                positions = torch.arange(begin, begin + tokens, device=tokens_BT.device)
             table = table or self.rotary_table
             like = next(self.parameters()) if self.token_embedding is None else self.token_embedding.weight
             rotary, local = rotary_angles(positions, config, like.dtype) if table is None else table.at(positions)
@@ -355,13 +358,13 @@ class Transformer(nn.Module):
         if self.config.scaled_embedding:
             x_BTD = x_BTD * self.config.width**0.5
         if self.position_embedding is not None:
-            here = slice(now.place.token, now.place.token + x_BTD.shape[1])
+            first = now.place.token
             if now.cache is not None:
                 x_BTD = x_BTD + self.position_embedding(now.cache.positions_BT)
             elif now.documents is not None:
-                x_BTD = x_BTD + self.position_embedding(now.documents.positions_BT[:, here])
+                x_BTD = x_BTD + self.position_embedding(now.documents.positions_BT[:, first : first + x_BTD.shape[1]])
             else:
-                x_BTD = x_BTD + self.position_embedding.weight[here]
+                x_BTD = x_BTD + self.position_embedding.weight[first : first + x_BTD.shape[1]]
         y_BTD: Tensor = self.embedding_dropout(x_BTD, now)
         return y_BTD
 

@@ -15,13 +15,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from tilemesh.core.axes import BATCH
+from tilemesh.core.axes import BATCH, ORDER
 from tilemesh.core.conflicts import PLAN_CONFLICTS, refuse
 from tilemesh.core.errors import UsageError, unknown
 from tilemesh.core.plan import ParallelPlan
 from tilemesh.core.shard import Shard, share
 from tilemesh.core.step.program import step_program
 from tilemesh.model.config import ModelConfig
+from tilemesh.model.experts import Router
 from tilemesh.model.kernels import TORCH
 from tilemesh.model.kinds import kinds_of, open_codes, put_kinds
 from tilemesh.model.linear import DENSE, Linear, as_kind
@@ -32,6 +33,7 @@ from tilemesh.model.transformer import Transformer
 from tilemesh.model.work.weights import SLICED, Weight, why_not
 from tilemesh.parallel.agree import agree
 from tilemesh.parallel.buckets import BUCKET_BYTES, Bucketed
+from tilemesh.parallel.context import ContextAxis
 from tilemesh.parallel.experts import EXPERT, ExpertElsewhere, share_experts
 from tilemesh.parallel.gradients import Gradients, LocalGradients, Naive, Parts, Way
 from tilemesh.parallel.laid import AUTOCAST, Laid
@@ -87,7 +89,8 @@ def lay(
         raise UsageError(f"a {type(model).__name__} and no splits: give a map from name patterns to kinds of split")
     _agree(model, mesh, plan, kinds)
     _require_fit(model, mesh, plan)
-    seams = Seams(mesh.tp.comm, plan.sequence_parallel, algorithm=algorithm)
+    context = ContextAxis(mesh.cp.comm, plan.cp_exchange, algorithm) if plan.cp > 1 else None
+    seams = Seams(mesh.tp.comm, plan.sequence_parallel, algorithm=algorithm, context=context)
     if isinstance(model, Transformer):
         use = planned_use(use, plan, model.config.layers)
 
@@ -118,7 +121,9 @@ def lay_beside(model: Transformer, laid: Laid) -> Laid:
     shards = _cut(model, transformer_splits(model.config, model.part), laid.mesh, plan, seams, device)
     model.eval().requires_grad_(False)
     use = dataclasses.replace(TRAINING, marked=laid.use.marked, tp=plan.tp)
-    return Laid(model, laid.mesh, plan, shards, seams, laid.gradients, use=use)
+    beside = Laid(model, laid.mesh, plan, shards, seams, laid.gradients, use=use)
+    beside.own_tokens = None if laid.seams.context is None else laid.seams.context.own
+    return beside
 
 
 def _cut(
@@ -135,6 +140,10 @@ def _cut(
     _cut_parameters(model, shards, device, together=plan.zero < 3 and "weights" not in plan.offloads)
     if mesh.tp.size > 1:
         _cut_modules(model, splits, seams)
+    if seams.context is not None:
+        for module in model.modules():
+            if isinstance(module, Router):
+                module.over_sequences = seams.context.add
     return shards
 
 
@@ -265,8 +274,8 @@ def _require_fit(model: nn.Module, mesh: Mesh, plan: ParallelPlan) -> None:
     sizes = {name: size for name, size in mesh.shape if size > 1}
     wanted = {name: size for name, size in plan.axes.items() if size > 1}
     for name, size in {**wanted, **sizes}.items():
-        if name not in ("dp", "tp", "pp"):
-            raise UsageError(f"{name} is {size}: a model is laid over dp, tp and pp; set {name} to 1")
+        if name not in ORDER:
+            raise UsageError(f"{name} is {size}: a model is laid over {', '.join(ORDER)}; set {name} to 1")
     if sizes != wanted:
         shown = " × ".join(f"{name}={size}" for name, size in plan.axes.items())
         raise UsageError(f"the plan is {shown} and the mesh {mesh}: make the mesh by Mesh(comm, **plan.axes)")
@@ -290,8 +299,9 @@ def _require_fit(model: nn.Module, mesh: Mesh, plan: ParallelPlan) -> None:
             f"offload {plan.offload} of a {type(model).__name__}: it moves layer by layer, tilemesh's Transformer; set "
             "offload=optimizer, or leave it out"
         )
-    elif plan.sequence_parallel:
-        raise UsageError(f"sequence_parallel of a {type(model).__name__}: only tilemesh's Transformer can be cut so")
+    elif plan.sequence_parallel or plan.cp > 1:
+        setting = "sequence_parallel" if plan.sequence_parallel else "cp"
+        raise UsageError(f"{setting} of a {type(model).__name__}: only tilemesh's Transformer can be cut so")
 
 
 def _matched(model: nn.Module, kinds: Splits) -> dict[str, Split]:

@@ -117,6 +117,7 @@ class ModelChunk:
             options |= {"dropout_seed": self.data.dropout_seed, "place": where}
         cache = None
         if self.data.slices > 1:
+            assert isinstance(where.token, int)
             cache = options["cache"] = self._slice(place, tokens_BT, where.token)
             tokens_BT = unmarked(tokens_BT)  # the cache knows where documents begin
         taken: list[Tensor] | None = None
@@ -154,7 +155,7 @@ class ModelChunk:
         if self.laid.use.marked:
             documents = document_places(self.data.pieces[microbatch].tokens[:, :end])
         kind = SliceCache if self.regions is None else outside_of_graphs()
-        return kind(known, begin, tokens_BT, end, documents)
+        return kind(known, begin, tokens_BT, end, documents, self.laid.seams.context)
 
     def backward(self, microbatch: int, piece: int, gradient: Tensor | None, *, splits: bool) -> Tensor | None:
         x, root, dtype, cache, taken, router_loss = self._graphs.pop((microbatch, piece))

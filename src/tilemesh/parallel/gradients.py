@@ -186,6 +186,16 @@ def batch_summed(mine: Shard) -> Blocks:
     return tuple((name, count) for name, count in mine.summed if strided(name)[0] in BATCH)
 
 
+def within_replica(blocks: Blocks) -> Blocks:
+    """Of ranks that took other parts of the batch, those of one replica: they took other tokens of the same rows."""
+    return tuple((name, count) for name, count in blocks if strided(name)[0] != "dp")
+
+
+def over_replicas(blocks: Blocks) -> Blocks:
+    """The others of them: ranks of other replicas."""
+    return tuple((name, count) for name, count in blocks if strided(name)[0] == "dp")
+
+
 def copies_summed(mine: Shard) -> Blocks:
     """The ranks that took the same part of the batch, hold the same, and each have a part of its gradient."""
     return tuple((name, count) for name, count in mine.summed if strided(name)[0] not in BATCH)
@@ -245,6 +255,7 @@ class Exchanging(Gradients):
         """The ranks over which a step's loss, tokens and norm are summed."""
         shards = [mine.shard for mine in self.held.values()]
         wanted = {blocks(mine) for mine in shards for blocks in (batch_summed, copies_summed)}
+        wanted |= {part(batch_summed(mine)) for mine in shards for part in (within_replica, over_replicas)}
         # Asked for now, in the same order on every rank: making a group is a collective call.
         self.groups = {blocks: parts.mesh.among(blocks) for blocks in sorted(wanted)}
         self.holders = parts.holders

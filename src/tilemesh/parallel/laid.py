@@ -17,6 +17,7 @@ from tilemesh.core.errors import UsageError, unknown
 from tilemesh.core.plan import ParallelPlan
 from tilemesh.core.shard import Shard, share
 from tilemesh.model.cache import KeyValueCache
+from tilemesh.model.documents import unmarked
 from tilemesh.model.dropout import ORIGIN, DropoutPlace
 from tilemesh.model.loss import IGNORED, HeadOutput, loss_sum
 from tilemesh.model.programs.prepare import Prepared, prepare
@@ -24,11 +25,11 @@ from tilemesh.model.programs.program import TRAINING, Use
 from tilemesh.model.transformer import LayerCall, Pass, ResidualStream, Transformer, added, settled
 from tilemesh.parallel.again import call_again
 from tilemesh.parallel.agree import tell
+from tilemesh.parallel.context import ContextCache, stretch_of
 from tilemesh.parallel.experts import ExpertElsewhere
 from tilemesh.parallel.gradients import Gradients, loss_shard
 from tilemesh.parallel.mesh import Mesh
 from tilemesh.parallel.shard import Held, take, trained
-from tilemesh.parallel.slices import SliceCache
 from tilemesh.parallel.tensor import Seams, vocabulary_loss
 from tilemesh.parallel.whole import FreshWeights, gather_parts, handed_around
 
@@ -92,6 +93,8 @@ class Laid:
         self.gradients = gradients
         self.names = tuple(names) or tuple(shards)
         self.use, self.elsewhere = use, elsewhere
+        self.own_tokens: Callable[[Tensor], Tensor] | None = None
+        """Of a model that is given all tokens beside one whose ranks share them: what it picks of its predictions."""
         self._programs = prepare(module, use, _device(module)) if isinstance(module, Transformer) else None
         own = plan.on_stage(mesh.pp.index)
         layers = 1
@@ -150,6 +153,8 @@ class Laid:
         """A buffer for the activations of these tokens between two parts of a model; with sequence parallelism, of this
         rank's."""
         rows, tokens = tokens_BT.shape
+        if self.seams.context is not None:
+            tokens = self.seams.context.count(tokens)
         if self.seams.sequence:
             _, tokens = share(tokens, self.mesh.tp.size, self.mesh.tp.index)
         shape = (rows, tokens, self.model.config.width)
@@ -175,13 +180,16 @@ class Laid:
         lesson: HeadLesson | None = None,
         **options: Any,
     ) -> tuple[Tensor, Tensor]:
-        """Summed loss of this replica's rows and how many targets counted; the same on all ranks of tp.
+        """Summed loss of this replica's rows and how many targets counted; the same on all ranks of tp. Ranks of cp are
+        given the same and count their own tokens.
 
         `regions`: layers and head to be called instead of the model's own. `lesson`: what a teacher says of the tokens,
         whose student this is. `options`: as `stream` takes them.
         """
         layers = None if regions is None else regions.layers
         stream = self.stream(tokens_BT, layers, targets_BT=targets_BT, **options)
+        if self.seams.context is not None:
+            targets_BT = self.seams.context.own(targets_BT)
         total, count = (self.head_loss if regions is None else regions.head)(stream, targets_BT, lesson)
         return total if stream.router_loss is None else total + stream.router_loss, count
 
@@ -208,7 +216,8 @@ class Laid:
         with torch.no_grad(), self.autocast():
             x_BTD, branch_BTD, _ = self.stream(tokens_BT, layers)
             branch_BTD = None if branch_BTD is None else branch_BTD[:, -last:]
-            return self.head(ResidualStream(x_BTD[:, -last:], branch_BTD))
+            stream = ResidualStream(x_BTD[:, -last:], branch_BTD)
+            return self.head(stream if self.own_tokens is None else ResidualStream(self.own_tokens(added(stream))))
 
     def logits(self, tokens_BT: Tensor, *, cache: KeyValueCache | None = None, x_BTD: Tensor | None = None) -> Tensor:
         """Whole logits on every rank, nothing dropped. A cache, for generation, holds the heads of its own rank.
@@ -263,8 +272,14 @@ class Laid:
         training routers have losses of the tokens whose targets count.
         """
         with self.autocast():
-            options: dict[str, Any] = {"dropout_seed": dropout_seed, "place": place, "marked": self.use.marked}
-            config = self.model.config
+            context, marked, config = self.seams.context, self.use.marked, self.model.config
+            if context is not None:
+                if cache is None:  # else it is of a slice, and knows
+                    cache = ContextCache(context, tokens_BT, marked, self.model.kernels.attention)
+                place = context.placed(place, tokens_BT.shape[1], tokens_BT.device)
+                tokens_BT = context.own(unmarked(tokens_BT) if marked else tokens_BT)
+                targets_BT = None if targets_BT is None else context.own(targets_BT)
+            options: dict[str, Any] = {"dropout_seed": dropout_seed, "place": place, "marked": marked}
             if targets_BT is not None and self.model.training and (config.balance_loss or config.router_z_loss):
                 options["counted_BT"] = targets_BT != IGNORED
             now = entering = self.model.prepare(tokens_BT, cache=cache, **options)
@@ -272,9 +287,9 @@ class Laid:
                 self.seams.tokens = tokens_BT.shape[1]
                 before, count = share(self.seams.tokens, self.mesh.tp.size, self.mesh.tp.index)
                 # Positions inside attention are those of all tokens, outside those of this rank's stretch.
-                now = entering = dataclasses.replace(now, place=dataclasses.replace(place, token=place.token + before))
-                if isinstance(cache, SliceCache):
-                    entering = dataclasses.replace(now, cache=cache.stretch(before, count))
+                now = entering = dataclasses.replace(now, place=place.stretch(before, count))
+                if cache is not None:
+                    entering = dataclasses.replace(now, cache=stretch_of(cache, before, count))
             stream = ResidualStream(self.programs.enter(tokens_BT, x_BTD, entering))
             return self._through_layers(self.layer_calls() if layers is None else layers, stream, now)
 

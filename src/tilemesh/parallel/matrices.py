@@ -32,8 +32,9 @@ class MatrixGroup:
 
     def __init__(self, mesh: Mesh, plan: ParallelPlan, every: int = 1) -> None:
         """`every`: the matrices are those of `Shard.every`."""
-        replicas = (block_name("dp", every), max(1, plan.zero_ranks // every))
-        blocks = tuple((name, count) for name, count in (("tp", plan.tp), replicas) if count > 1)
+        replicas = (block_name("dp", every), max(1, plan.zero_ranks // plan.cp // every))
+        cuts = (("tp", plan.tp), replicas, ("cp", plan.cp if plan.zero else 1))
+        blocks = tuple((name, count) for name, count in cuts if count > 1)
         self.comm: Communicator = mesh.among(blocks)
         self.ranks = members(mesh.comm.rank, blocks, mesh.shape)
         """In the mesh, in the order of `comm`."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from tilemesh.comm.connection import connect
 from tilemesh.comm.runtime.communicator import Communicator
-from tilemesh.core.axes import BATCH, ORDER, Blocks, coordinates, members, ordered, rank_at, ranks_of, size_of, strided
+from tilemesh.core.axes import ORDER, Blocks, coordinates, members, ordered, rank_at, ranks_of, size_of, strided
 from tilemesh.core.errors import UsageError, unknown
 from tilemesh.parallel.agree import agree
 
@@ -87,13 +87,12 @@ class Mesh:
         return self.axis("pp")
 
     def part_of_batch(self) -> int:
-        """Which part of the batch this rank takes, counted over the axes that share it."""
-        shared = tuple((name, size) for name, size in self.shape if name in BATCH)
-        return rank_at({name: self.axes[name].index for name, _ in shared}, shared)
+        """Which rows of the batch this rank is given: ranks of cp are given the same, and take other tokens."""
+        return self.dp.index
 
     def is_first_of_part(self) -> bool:
-        """Whether this rank is the first of those that take the same part of the batch."""
-        return all(axis.index == 0 for name, axis in self.axes.items() if name not in BATCH)
+        """Whether this rank is the first of those that are given the same part of the batch."""
+        return all(axis.index == 0 for name, axis in self.axes.items() if name != "dp")
 
     def group(self, *names: str) -> Communicator:
         """The ranks that differ from this one along these axes alone (`group("dp", "cp")`), in order of rank."""

@@ -9,7 +9,6 @@ B: rows; T: tokens of the slice; S: tokens up to its end; H: query heads; K: key
 
 from __future__ import annotations
 
-import copy
 import functools
 from typing import Any, NamedTuple
 
@@ -18,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from tilemesh.model.documents import DocumentPlaces
+from tilemesh.parallel.context import ContextAxis, attended_runs
 
 
 class _Pair(NamedTuple):
@@ -37,27 +37,40 @@ class SliceCache:
         tokens_BT: Tensor,
         capacity: int,
         documents: DocumentPlaces | None = None,
+        axis: ContextAxis | None = None,
     ) -> None:
-        """`documents`: of the sequences up to the slice's end, where several are packed into one."""
-        self.earlier, self.begin, self.capacity = earlier, begin, capacity
+        """`documents`: of the sequences up to the slice's end, where several are packed into one. `axis`: the ranks
+        that share its tokens."""
+        self.earlier, self.begin, self.capacity, self.axis = earlier, begin, capacity, axis
         rows, tokens = tokens_BT.shape
         positions_T = torch.arange(begin, begin + tokens, device=tokens_BT.device)
-        self.positions_BT = positions_T.expand(rows, tokens) if documents is None else documents.positions_BT[:, begin:]
+        positions_BT = positions_T.expand(rows, tokens) if documents is None else documents.positions_BT[:, begin:]
+        self.positions_BT = positions_BT if axis is None else axis.own(positions_BT)
         self.number_BS = None if documents is None else documents.number_BT
+        self.lengths: tuple[int, ...] = (*(earlier[-1].lengths if earlier else ()), tokens)
+        self.runs = None if axis is None else attended_runs(axis, self.lengths, documents)
         self.pairs: dict[int, _Pair] = {}
 
-    def stretch(self, first: int, tokens: int) -> SliceCache:
-        """The same slice where some of its tokens stand alone, outside of attention: so many of them from `first`."""
-        part = copy.copy(self)
-        part.positions_BT = self.positions_BT[:, first : first + tokens]
-        return part
-
     def attend(self, layer: int, q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, *, window: int = 0) -> Tensor:
+        if self.axis is None or self.runs is None:
+            return self._over_slices(layer, q_BTHE, k_BTKE, v_BTKE, window)
+        if self.axis.exchange == "ring":
+            keys_BSKE, values_BSKE = self._with_earlier(layer, k_BTKE, v_BTKE)
+            return self.axis.go_round(q_BTHE, keys_BSKE, values_BSKE, self.runs, window)
+        q, k, v = self.axis.to_heads((q_BTHE, k_BTKE, v_BTKE), self.runs.queries)
+        return self.axis.to_tokens(self._over_slices(layer, q, k, v, window), self.runs.queries)
+
+    def _with_earlier(self, layer: int, k_BTKE: Tensor, v_BTKE: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of all slices so far."""
         keys, values = (own.detach().requires_grad_(own.requires_grad) for own in (k_BTKE, v_BTKE))
         self.pairs[layer] = _Pair((k_BTKE, v_BTKE), (keys, values))
         before = [slice_.pairs[layer].detached for slice_ in self.earlier]
         keys_BSKE = torch.cat([*(keys for keys, _ in before), k_BTKE], dim=1)
-        values_BSKE = torch.cat([*(values for _, values in before), v_BTKE], dim=1)
+        return keys_BSKE, torch.cat([*(values for _, values in before), v_BTKE], dim=1)
+
+    def _over_slices(self, layer: int, q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, window: int) -> Tensor:
+        """Attention to the slices so far, all tokens of which are here."""
+        keys_BSKE, values_BSKE = self._with_earlier(layer, k_BTKE, v_BTKE)
         seen, tokens = keys_BSKE.shape[1], q_BTHE.shape[1]
         mask_TS = None
         if seen > tokens or 0 < window < seen or self.number_BS is not None:

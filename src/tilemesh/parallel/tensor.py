@@ -33,6 +33,7 @@ from tilemesh.model.experts import RoutedOutput
 from tilemesh.model.kernels import TORCH
 from tilemesh.model.loss import IGNORED, check_targets
 from tilemesh.parallel import collect
+from tilemesh.parallel.context import ContextAxis
 
 
 @dataclass
@@ -45,6 +46,8 @@ class Seams:
     tokens: int = 0
     """Tokens of this pass, over all ranks: what a cut sequence adds up to. Set by whoever starts the pass."""
     algorithm: str = "auto"
+    context: ContextAxis | None = None
+    """The ranks that share each sequence before those of tp share its tokens once more."""
 
     def enter(self, x: Tensor) -> Tensor:
         """Into a region of column-split layers: all ranks have the same, whole input."""
@@ -100,17 +103,20 @@ class Seams:
     @contextmanager
     def whole_tokens(self) -> Iterator[None]:
         """Inside `with`, activations are cut nowhere: one new token cannot be."""
-        was_sequence, self.sequence = self.sequence, False
+        before = self.sequence, self.context
+        self.sequence, self.context = False, None
         try:
             yield
         finally:
-            self.sequence = was_sequence
+            self.sequence, self.context = before
 
     def stay_out_of_graphs(self) -> None:
         """Under torch.compile: what lies between exchanges is compiled, exchanges are called as they are."""
         apart: Any = torch.compiler.disable
         for name in ("enter", "leave", "join_features", "add", "sum", "part_loss"):
             setattr(self, name, apart(getattr(self, name)))
+        if self.context is not None:
+            self.context.stay_out_of_graphs()
 
     def sum(self, x: Tensor, op: str = "sum") -> Tensor:
         y: Tensor = self.comm.all_reduce(x, op, algorithm=self.algorithm)

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tilemesh.core.axes import block_name, coordinates, strided
+from tilemesh.core.axes import Axes, Blocks, block_name, members, size_of
 from tilemesh.core.errors import UsageError
 from tilemesh.core.shard import Cut, Shard
 from tilemesh.parallel.buckets import BUCKET_BYTES, Bucket, Bucketed
@@ -30,19 +30,25 @@ from tilemesh.parallel.gradients import GradientStep, Parts
 from tilemesh.parallel.shard import Held
 from tilemesh.parallel.whole import shard_views
 
-AXIS = "dp"
+AXIS, SHARED = "dp", "cp"
+"""Replicas stand along the first; the ranks along the second hold one replica's weights too, for other tokens."""
 UNDER_WAY = 2
 """Buckets that are exchanged at once: as many are in memory at most, and the next waits for the first of them."""
 
 
 def cut_over_replicas(mine: Shard, group: int) -> Shard:
     """What is left of a shard when its rows are cut over so many neighbouring replicas, or those of them that hold
-    it."""
+    it, and over all ranks of cp."""
     if not mine.shape:
         raise UsageError(f"{mine.name} has no dim: ZeRO cuts rows; give it shape (1,), or set zero=0")
-    replicas = dict(mine.axes).get(AXIS, 1)
-    stride = mine.every if group < replicas or mine.every > 1 else None
-    return mine.cut_over(Cut(AXIS, 0, pieces=group // mine.every, stride=stride))
+    stride = mine.every if group < size_of(mine.axes, AXIS) or mine.every > 1 else None
+    mine = mine.cut_over(Cut(AXIS, 0, pieces=group // mine.every, stride=stride))
+    return mine.cut_over(Cut(SHARED, 0)) if size_of(mine.axes, SHARED) > 1 else mine
+
+
+def sharing_blocks(axes: Axes, group: int, every: int) -> Blocks:
+    """The ranks over which rows are cut: in order of rank, which is the order of their rows. `every`: as `Shard`'s."""
+    return ((block_name(AXIS, every), group // every), (SHARED, size_of(axes, SHARED)))
 
 
 class RowsOfRanks:
@@ -50,24 +56,21 @@ class RowsOfRanks:
 
     def __init__(self, shards: Sequence[Shard], group: int) -> None:
         """`shards`: of the whole parameters, as this rank holds them before ZeRO cuts them."""
-        place, axes = coordinates(shards[0].rank, shards[0].axes)[AXIS], shards[0].axes
+        rank, axes = shards[0].rank, shards[0].axes
         self.every = shards[0].every
         """How far apart the replicas are that share them."""
-        self.index = place % group // self.every
-        stride = self.every * math.prod(size for name, size in axes[: [name for name, _ in axes].index(AXIS)])
-        first = shards[0].rank - self.index * stride
-        self.everyone = [
-            [cut_over_replicas(mine.on(first + rank * stride), group) for mine in shards]
-            for rank in range(group // self.every)
-        ]
+        blocks = tuple(block for block in sharing_blocks(axes, group, self.every) if block[1] > 1)
+        ranks = members(rank, blocks, axes)
+        self.index = ranks.index(rank)
+        self.everyone = [[cut_over_replicas(mine.on(other), group) for mine in shards] for other in ranks]
         sizes = [[math.prod(part.shape) for part in rank] for rank in self.everyone]
         self.counts = tuple(map(sum, sizes))
         self.numel = sum(self.counts)
         self.places: list[list[tuple[int, int, int]]] = [[] for _ in shards]
         """For each parameter, by rank: where its rows begin in the buffer, where in the parameter, how many numbers."""
         at, done = 0, [0] * len(shards)
-        for rank in sizes:
-            for number, size in enumerate(rank):
+        for of_rank in sizes:
+            for number, size in enumerate(of_rank):
                 self.places[number].append((at, done[number], size))
                 at += size
                 done[number] += size
@@ -137,15 +140,16 @@ class Zero(Bucketed):
     ) -> None:
         replicas = parts.mesh.axis(AXIS).size
         self.stage, self.group = stage, group or replicas
-        if replicas == 1:
+        if replicas * parts.mesh.cp.size == 1:
             raise UsageError("ZeRO shares among replicas and there is one: set dp to 2 or more, or zero=0")
-        if replicas % self.group or self.group == 1:
+        if replicas % self.group or group == 1:
             raise UsageError(f"groups of {self.group} replicas do not make up dp {replicas}: give a divisor above 1")
         self._spare: list[Tensor] = []
         self._under_way: list[ZeroBucket] = []
         apart = {mine.shard.every for mine in (*parts.held.values(), *parts.frozen.values())}
-        self.sharing = {n: parts.mesh.among(((block_name(AXIS, n), self.group // n),)) for n in sorted(apart)}
-        """The replicas over which rows are cut, by how far apart they are."""
+        shape = parts.mesh.shape
+        self.sharing = {n: parts.mesh.among(sharing_blocks(shape, self.group, n)) for n in sorted(apart)}
+        """The ranks over which rows are cut, by how far apart their replicas are."""
         self.across = parts.mesh.across(AXIS, self.group)
         """The replicas that keep the same rows."""
         super().__init__(parts, bucket_bytes, overlap=overlap)
@@ -290,8 +294,6 @@ class Zero(Bucketed):
         for bucket in self.buckets:
             if not bucket.is_over_all:
                 self.across.all_reduce(bucket.part, out=bucket.part, algorithm=self.algorithm)
-            others = tuple(block for block in bucket.batch_summed if strided(block[0])[0] != AXIS)
-            self.sum_over(others, bucket.part)
             self.sum_over_copies(bucket, bucket.part)
             self.sum_over_holders(bucket, bucket.part)
         self._is_open = self._is_last = False

@@ -26,7 +26,7 @@ BASE = {
     "model.tied": "false",
 }  # fmt: skip
 """What every pair stands on: the default preset as one process, without what is a feature below."""
-AXES = ("plan.dp", "plan.tp", "plan.pp")
+AXES = ("plan.dp", "plan.tp", "plan.pp", "plan.cp")
 """Where two features set different sizes of an axis, the larger one counts."""
 LISTS = ("plan.offload",)
 """Settings that name several things: of two features, both are named."""
@@ -45,6 +45,8 @@ class Feature(NamedTuple):
 FEATURES = (
     Feature("tensor parallelism", "plan.tp=2"),
     Feature("sequence parallelism", "plan.tp=2,plan.sequence_parallel=true"),
+    Feature("context parallelism", "plan.cp=2"),
+    Feature("context parallelism by heads", "plan.cp=2,plan.cp_exchange=heads,model.kv_heads=4"),
     Feature("pipeline", "plan.pp=2,plan.schedule=1f1b"),
     Feature("zero-bubble pipeline", "plan.pp=2,plan.schedule=zb-v"),
     Feature("two-directional pipeline", "plan.pp=2,plan.schedule=dualpipe"),

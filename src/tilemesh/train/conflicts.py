@@ -8,12 +8,13 @@ teacher's folder) and what a model's shapes allow is in `check.py`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from tilemesh.compress.config import training_recipe
 from tilemesh.core.conflicts import OR, PLAN_CONFLICTS, Conflict, row
 from tilemesh.model.adapter import adapted_modules
+from tilemesh.model.work.slices import slice_lengths
 from tilemesh.model.work.weights import SLICED, embedding_weights, head_weights, layer_weights
 from tilemesh.train.config import TrainConfig
 
@@ -34,6 +35,7 @@ class Switch(NamedTuple):
 
 _TP = Switch("plan.tp", lambda config: config.plan.tp > 1, "plan.tp=1")
 _PP = Switch("plan.pp", lambda config: config.plan.pp > 1, "plan.pp=1")
+_CP = Switch("plan.cp", lambda config: config.plan.cp > 1, "plan.cp=1")
 _DP = Switch("plan.dp", lambda config: config.plan.dp > 1, "plan.dp=1")
 _ONE_REPLICA = Switch("plan.dp", lambda config: config.plan.dp == 1, "plan.dp=2")
 _VERSIONS = Switch("plan.schedule", lambda config: config.plan.is_asynchronous, "plan.schedule=1f1b")
@@ -124,6 +126,14 @@ def _dividing(key: str) -> Row:
     )
 
 
+def _slices(config: TrainConfig) -> Sequence[int]:
+    """Tokens of each slice of a sequence; of one that is not cut, more than any number of ranks."""
+    plan = config.plan
+    if plan.slices == 1 or plan.slices > config.context or plan.pp == 1:
+        return (config.context + plan.cp,)
+    return slice_lengths(config.model, plan.pp, plan.slices, config.context)
+
+
 # ---- the rows --------------------------------------------------------------------------------------------------
 
 _MERGED = "adapters are merged into weights in the end, and these would be trained beside rounded or masked ones"
@@ -132,7 +142,7 @@ _ALONE = "a graph is for one GPU alone"
 _TARGETS = "how many targets count differs by step, and a graph's steps are alike"
 _LOADS = "how many tokens an expert takes differs by step"
 _REPLAY = (
-    (_DP, _ALONE), (_TP, _ALONE), (_PP, _ALONE), (_ON_CPU, _ALONE),
+    (_DP, _ALONE), (_TP, _ALONE), (_PP, _ALONE), (_CP, _ALONE), (_ON_CPU, _ALONE),
     (_FP16, "a scaled loss decides after each step whether it counts"),
     (_NOT_FUSED, "a graph needs a fused optimiser, which reads the learning rate on the device"),
     (_UNFUSED, "a graph needs a fused optimiser, which torch has for adamw and sgd"),
@@ -164,6 +174,21 @@ OF_CONFIG: tuple[Row, ...] = (
         "a slice has at least one token",
         lambda config: f"plan.slices={config.context}",
     ),
+    row(
+        "plan.cp train.context",
+        lambda config: config.plan.cp > config.context,
+        "each of the ranks that share a sequence has at least one token of it",
+        lambda config: f"plan.cp={config.context}",
+    ),
+    row(
+        "plan.slices plan.cp train.context",
+        lambda config: config.plan.cp > min(_slices(config)),
+        lambda config: (
+            f"a slice is as short as {min(_slices(config))} token{'s' * (min(_slices(config)) > 1)}, and each of the "
+            "ranks that share it has at least one"
+        ),
+        "plan.cp=1",
+    ),
     # Held-out text.
     *(
         _pair(waits, missing, "there is no held-out loss to go by")
@@ -178,11 +203,16 @@ OF_CONFIG: tuple[Row, ...] = (
     ),
     # Compiled code.
     _pair(_EXPERTS, _COMPILE, f"{_LOADS}, and its products would be compiled anew for each number"),
-    row(
-        "train.compile plan.recompute plan.tp",
-        lambda config: _COMPILE.is_on(config) and config.plan.recompute == "operators" and config.plan.tp > 1,
-        "exchanges cut a layer's graph, and a compiler chooses what it keeps within one graph",
-        "train.compile=false or plan.recompute=full",
+    *(
+        row(
+            f"train.compile plan.recompute {axis.setting}",
+            lambda config, axis=axis: (  # type: ignore[misc]
+                _COMPILE.is_on(config) and config.plan.recompute == "operators" and axis.is_on(config)
+            ),
+            "exchanges cut a layer's graph, and a compiler chooses what it keeps within one graph",
+            "train.compile=false or plan.recompute=full",
+        )
+        for axis in (_TP, _CP)
     ),
     # Pipelines that update weights while microbatches are under way.
     _pair(_VERSIONS, _CLIP, "no rank knows the norm of the whole gradient at an update"),

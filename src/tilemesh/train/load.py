@@ -30,7 +30,7 @@ from tilemesh.train.config import BATCH, DEFAULT_PRESET, PRESETS, TrainConfig, o
 from tilemesh.train.conflicts import OTHER_BATCH, UNEVEN_NUMBER, UNEVEN_SIZE, largest_divisor
 
 _RANKS, _MESH = Argument("ranks"), Argument("mesh")
-_AXES = ("dp", "tp", "pp", "ep")
+_AXES = ("dp", "tp", "pp", "cp", "ep")
 _CHUNKS = "plan.chunk_layers"
 _BYTES = {"model": {"vocabulary": 256}}
 """Below a TOML file, which then need not say the vocabulary of text that is read as bytes."""
@@ -68,7 +68,8 @@ class _Start:
             changes["chunk_layers"] = ()
         if pp == 1 and plan.pp > 1:
             changes |= {"schedule": "1f1b", "interleave": 1, "slices": 1}
-        if changes.get("dp", plan.dp) == 1 and "plan.zero" not in self.set_keys:  # nobody is left to share with
+        replicas = changes.get("dp", plan.dp) * changes.get("cp", plan.cp)
+        if replicas == 1 and "plan.zero" not in self.set_keys:  # nobody is left to share with
             changes |= {"zero": 0, "zero_group": 0}
         if changes.get("dp", plan.dp) % plan.ep and "plan.ep" not in self.set_keys:
             changes.setdefault("ep", 1)
@@ -382,7 +383,7 @@ def _spread(start: _Start, ranks: int, gpus: int) -> _Start:
         raise UsageError(_RANKS, f" is {shown(ranks)}: expected at least 1")
     plan = start.config.plan
     tp = 1 if gpus and "plan.tp" not in start.set_keys else math.gcd(plan.tp, ranks)
-    changes: dict[str, Any] = {"tp": tp, "dp": ranks // tp, "pp": 1}
+    changes: dict[str, Any] = {"tp": tp, "dp": ranks // tp, "pp": 1, "cp": 1}
     if gpus and "plan.precision" not in start.set_keys:
         changes["precision"] = "bf16" if plan.precision == "fp32" else plan.precision
     return start.laid_out(**changes)

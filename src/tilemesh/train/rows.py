@@ -132,6 +132,8 @@ def _case(summary: Mapping[str, Any], plan: ParallelPlan) -> dict[str, Any]:
     laid: dict[str, Any] = {"dp": plan.dp, "tp": plan.tp}
     if plan.pp > 1:
         laid |= {"pp": plan.pp, "schedule": plan.schedule_name}
+    if plan.cp > 1:
+        laid |= {"cp": plan.cp, "exchange": plan.cp_exchange}
     if plan.zero:
         laid["zero"] = plan.zero
     if servers := summary.get("method", {}).get("servers"):

@@ -81,7 +81,7 @@ def next_token(config: TrainConfig, laid: Laid) -> Objective:
     """The loss of predicting each next token."""
     if not config.train.compile:
         return Objective(laid.loss, laid.loss)
-    if config.plan.tp > 1:
+    if config.plan.tp * config.plan.cp > 1:
         laid.seams.stay_out_of_graphs()
     # A layer's number is a constant of its code where it is read (dropout, slices), beside what is added before it and
     # whether gradients are kept. What is beyond the limit torch would run as it is.

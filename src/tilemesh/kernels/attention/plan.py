@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -304,15 +305,20 @@ def attend(launch: Any, given: Mapping[str, Tensor], causal: bool, window: int, 
 
 
 def attend_back(
-    launch: Any, given: Mapping[str, Tensor], made: Mapping[str, Tensor], causal: bool, window: int, scale: float
-) -> None:
-    """Write dq, dk and dv, which `made` holds, from q, k, v, y, its gradient and what was kept."""
+    launch: Any, given: Mapping[str, Tensor], made: Mapping[str, Tensor], causal: bool, window: int, scale: float,
+    bounds_of_keys: Mapping[str, Tensor] = MappingProxyType({}),
+) -> None:  # fmt: skip
+    """Write dq, dk and dv, which `made` holds, from q, k, v, y, its gradient and what was kept.
+
+    `bounds_of_keys`: `first` and `last` of the queries that see each key, where those of `given` are not theirs too.
+    """
     sums = given["kept"]
     delta = torch.empty(sums.shape, dtype=sums.dtype, device=sums.device)
     launch(products_plan, {"y": given["y"], "grad": given["grad"], "delta": delta}, written=("delta",))
     read = {**{name: tensor for name, tensor in given.items() if name != "y"}, "delta": delta}
     how = _how(given["q"], causal, window, scale)
-    _launch(launch, keys_back_plan, {**read, "dk": made["dk"], "dv": made["dv"]}, ("dk", "dv"), how)
+    of_keys = {**read, **bounds_of_keys, "dk": made["dk"], "dv": made["dv"]}
+    _launch(launch, keys_back_plan, of_keys, ("dk", "dv"), how)
     _launch(launch, queries_back_plan, {**read, "dq": made["dq"]}, ("dq",), how)
 
 

@@ -303,7 +303,7 @@ def why_not(model: ModelConfig, plan: ParallelPlan, ranks: int | None = None) ->
     Neither memory nor what some code can run is looked at.
     """
     if ranks is not None and plan.world != ranks:
-        return f"dp {plan.dp} x tp {plan.tp} x pp {plan.pp} is {plan.world} ranks, the cluster has {ranks}"
+        return f"{plan.mesh_words} is {plan.world} ranks, the cluster has {ranks}"
     if plan.pp == 1 and plan.interleave > 1:
         return f"schedule is {plan.schedule_name} and pp is 1: one stage has nothing to interleave; use 1f1b"
     reason = plan.pipeline.why_not(plan.pp, plan.accumulation) if plan.pp > 1 else None
@@ -322,7 +322,14 @@ def why_not(model: ModelConfig, plan: ParallelPlan, ranks: int | None = None) ->
     if model.experts % plan.ep or (plan.ep > 1 and not model.experts):
         return f"ep is {plan.ep}: {model.experts} experts cannot be shared out evenly among so many replicas"
     reason = why_not_tp(model, plan.tp)
-    return reason and f"{reason}; {_nearest_tp(model, plan.tp)}"
+    if reason:
+        return f"{reason}; {_nearest_tp(model, plan.tp)}"
+    if plan.cp > 1 and plan.cp_exchange == "heads" and model.kv_heads % (plan.tp * plan.cp):
+        return (
+            f"cp_exchange is heads and cp is {plan.cp}: a rank gets whole KV heads, and {model.kv_heads} kv_heads are "
+            f"not divisible by tp {plan.tp} x cp {plan.cp}; set cp_exchange=ring"
+        )
+    return None
 
 
 def _nearest_tp(model: ModelConfig, tp: int) -> str:

@@ -32,6 +32,7 @@ from tilemesh.parallel.gate.cases import MAX_NORM, ROWS, STEPS, TOKENS
 from tilemesh.parallel.gate.rules import PaperRule
 
 SEED = 11
+_DOCUMENTS = 0.3  # of tokens that begin one, where several are packed into a sequence
 
 
 @dataclass(frozen=True)
@@ -61,14 +62,16 @@ def start(config: ModelConfig, precision: Precision) -> dict[str, Tensor]:
     return state
 
 
-def batch(config: ModelConfig, step: int) -> tuple[Tensor, Tensor]:
-    """A step's tokens and targets; some targets count for nothing, more of them in some rows than in others."""
+def batch(config: ModelConfig, step: int, packed: bool = False) -> tuple[Tensor, Tensor]:
+    """A step's tokens and targets; some targets count for nothing, more of them in some rows than in others. `packed`:
+    some tokens begin a document, marked as `Transformer.prepare` has it."""
     generator = torch.Generator().manual_seed(step + 1)
     shape = (ROWS, TOKENS)
     tokens_BT = torch.randint(0, config.vocabulary, shape, generator=generator)
     targets_BT = torch.randint(0, config.vocabulary, shape, generator=generator)
     ignored_BT = torch.rand(shape, generator=generator) * ROWS < torch.arange(ROWS)[:, None]
-    return tokens_BT, targets_BT.masked_fill(ignored_BT, IGNORED)
+    begins_BT = torch.rand(shape, generator=generator) < (_DOCUMENTS if packed else 0)
+    return torch.where(begins_BT, -1 - tokens_BT, tokens_BT), targets_BT.masked_fill(ignored_BT, IGNORED)
 
 
 def dropout_seed(step: int) -> int:
@@ -120,6 +123,7 @@ def train(
     weights: str = "",
     optimizer: str = "",
     by_papers: bool = False,
+    packed: bool = False,
     *,
     parts: int = 1,
     pieces: int = 1,
@@ -141,7 +145,7 @@ def train(
         if by_papers:
             total, count = _by_papers(config, trained, step, device)
         else:
-            total, count = _accumulate(model, precision, step, pieces, device)
+            total, count = _accumulate(model, precision, step, pieces, device, packed)
         means = {name: p.grad.to(wide) / count for name, p in trained.items() if p.grad is not None}
         losses.append(total / count)
         norms.append(whole_norm(means))
@@ -196,13 +200,15 @@ def step_loss(model: Transformer, targets_BT: Tensor, run: Callable[[], Tensor])
     return total, count
 
 
-def _accumulate(model: Transformer, precision: Precision, step: int, pieces: int, device: str) -> tuple[float, int]:
-    tokens_BT, targets_BT = (x.to(device) for x in batch(model.config, step))
+def _accumulate(
+    model: Transformer, precision: Precision, step: int, pieces: int, device: str, packed: bool
+) -> tuple[float, int]:
+    tokens_BT, targets_BT = (x.to(device) for x in batch(model.config, step, packed))
     total, count, row = 0.0, 0, ROWS
     for rows in reversed(cut(ROWS, pieces)):
         row -= rows
         here = slice(row, row + rows)
-        options = {"dropout_seed": dropout_seed(step), "place": DropoutPlace(row=row)}
+        options = {"dropout_seed": dropout_seed(step), "place": DropoutPlace(row=row), "marked": packed}
         run = torch.autocast(device, torch.bfloat16, enabled=precision == "bf16")(model)
         loss, counted = step_loss(model, targets_BT[here], partial(run, tokens_BT[here], **options))
         loss.backward()  # type: ignore[no-untyped-call]

@@ -144,6 +144,8 @@ class Case:
     """Of those that the gate was given; "": its own."""
     scale: float = 1.0
     """Of the loss, taken out of the gradients again."""
+    packed: bool = False
+    """Several documents in each sequence, none of which sees another."""
     by_papers: bool = False
     """Compared with `papers.py` instead of one process of the same model; dropout has masks of its own and is left
     out."""
@@ -156,7 +158,9 @@ class Case:
         scaled = f"loss × {self.scale:g}" if self.scale != 1 else ""
         narrow = self.precision if self.precision not in PRECISIONS else ""
         papers = "by the papers" if self.by_papers else ""
-        return " ".join(filter(None, (_words(self.layout), self.weights, narrow, self.optimizer, scaled, papers)))
+        packed = "packed" if self.packed else ""
+        words = (_words(self.layout), packed, self.weights, narrow, self.optimizer, scaled, papers)
+        return " ".join(filter(None, words))
 
     @property
     def config(self) -> ModelConfig:
@@ -175,6 +179,7 @@ class Case:
 def _words(plan: ParallelPlan) -> str:
     words = f"dp={plan.dp} tp={plan.tp}" + (f" pp={plan.pp} {plan.schedule}" if plan.pp > 1 else "")
     words += f" ep={plan.ep}" * (plan.ep > 1)
+    words += f" cp={plan.cp} by {plan.cp_exchange}" * (plan.cp > 1)
     words += " sequence" * plan.sequence_parallel + f" ×{plan.accumulation}" * (plan.accumulation > 1)
     if plan.zero:
         words += f" ZeRO-{plan.zero}" + f" by {plan.zero_group}" * (plan.zero_group > 0)
@@ -218,6 +223,29 @@ def pipelines(ranks: int) -> list[ParallelPlan]:
         deep = ("1f1b", "zb-h2", "interleaved", "zb-v", "dualpipe")
         every += [gate_plan(ranks // 4, 1, False, 8, 4, schedule) for schedule in deep]
     return every
+
+
+def shared_sequences(ranks: int) -> list[Case]:
+    """Sequences that so many ranks share, and packed documents with and without: each way of exchange with windows,
+    few KV heads, learned positions, odd lengths, tp, sequence parallelism and slices. Pairs have the rest."""
+    if ranks == 1:
+        return [Case("gemma", gate_plan(), packed=True)]
+    if ranks == 2:
+        every = [Case(model, gate_plan(cp=2, accumulation=2), packed=model in ("gemma", "gpt")) for model in MODELS]
+        every += [Case(model, gate_plan(cp=2, cp_exchange="heads"), packed=model != "post") for model in _BY_HEADS]
+        return [*every, Case("llama", gate_plan(1, 2, True), packed=True)]
+    most: dict[str, Any] = {"cp": ranks // 2}
+    return [
+        Case("gemma", gate_plan(cp=ranks), packed=True),
+        Case("post", gate_plan(cp=4, dp=ranks // 4, cp_exchange="heads", zero=1)),
+        Case("query", gate_plan(1, 2, True, 2, **most)),
+        Case("llama", gate_plan(2, 1, False, 2, **most), packed=True),
+        Case("gpt", gate_plan(1, ranks // 4, False, 2, 2, "terapipe", cp=2), packed=True),
+        Case("neox", gate_plan(1, ranks // 4, False, 2, 2, "terapipe", cp=2, cp_exchange="heads"), packed=True),
+    ]
+
+
+_BY_HEADS = ("gpt", "gemma", "post")
 
 
 def compressed(ranks: int) -> list[tuple[ParallelPlan, str]]:
@@ -269,6 +297,7 @@ def spread_experts(ranks: int) -> list[tuple[ParallelPlan, str]]:
             (gate_plan(4, accumulation=2, ep=2, zero=2), ""),
             (gate_plan(4, ep=2, zero=2, zero_group=2), ""),
             (gate_plan(4, ep=2, zero=3), "adapters"),
+            (gate_plan(2, ep=2, zero=2, cp=2), ""),
             (gate_plan(2, accumulation=4, pp=2, ep=2, schedule="zb-h1"), ""),
             (gate_plan(2, accumulation=4, pp=2, ep=2, schedule="dualpipe", zero=1), ""),
         ]
@@ -277,6 +306,7 @@ def spread_experts(ranks: int) -> list[tuple[ParallelPlan, str]]:
             (gate_plan(8, ep=4, zero=3), ""),
             (gate_plan(4, 2, True, 2, ep=2, zero=1, recompute="full"), ""),
             (gate_plan(2, 2, accumulation=4, pp=2, ep=2), ""),
+            (gate_plan(2, 2, True, ep=2, zero=1, cp=2), ""),
         ]
     return []
 
@@ -298,6 +328,7 @@ def cases(ranks: int, models: Sequence[str] = (), precision: str = "fp64") -> li
     if "spread" in names:
         every += [Case("spread", *pair) for n in counts for pair in spread_experts(n)]
     every += [Case(names[place % len(names)], layout) for place, layout in enumerate(piped)]
+    every += [case for n in counts for case in shared_sequences(n) if case.model in names]
     if precision != "fp64":
         return in_precision(every, precision)
     # Not in others: a sum's rounding now and then makes a weight another code.

@@ -9,16 +9,17 @@ said; nothing is said where none does.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from tilemesh.core.plan import ParallelPlan
+from tilemesh.core.sequence import zigzag
 from tilemesh.model.loss import loss_sum
 from tilemesh.model.transformer import Transformer
 from tilemesh.parallel.gate import alone
-from tilemesh.parallel.gate.cases import microbatches
+from tilemesh.parallel.gate.cases import TOKENS, microbatches
 
 _CLOSE = 10
 """Times the tolerance for the place of a difference: what explains one is compared with all of it."""
@@ -36,16 +37,17 @@ def gradient_cause(
     wanted: Tensor,
     tolerance: float,
     scale: float = 1.0,
+    packed: bool = False,
 ) -> str:
     """What the wrong gradient of a parameter is, beside the right one; empty where it is nothing known. `scale`: of the
-    loss."""
+    loss. `packed`: as a case has it."""
     size = float(wanted.double().norm())
     if tolerance > _SHARP or not size or not bool(torch.isfinite(gradient).all()):
         return ""
     ratio = float((gradient.double() * wanted.double()).sum()) / size**2
     if _is_close(gradient, ratio * wanted.double(), tolerance):
         return f": {ratio:.4g} times what it should be{_scaled(layout, ratio, tolerance)}"
-    for words, value in _partial(layout, whole, name, scale):
+    for words, value in _partial(layout, whole, name, scale, packed):
         if _is_close(gradient, value, tolerance):
             return f": as if {words}"
     return ""
@@ -101,19 +103,27 @@ def _scaled(layout: ParallelPlan, ratio: float, tolerance: float) -> str:
         (layout.accumulation, f"it were not divided by the {layout.accumulation} microbatches"),
         (layout.dp, f"it were not divided by the {layout.dp} replicas"),
         (layout.tp, f"each of {layout.tp} tensor-parallel ranks counted all of it"),
+        (layout.cp, f"each of {layout.cp} ranks that share a sequence counted all of it"),
         (layout.pp, f"each of {layout.pp} stages counted all of it"),
         (2, "it were counted twice"),
     )
     words = [words for count, words in causes if count > 1 and abs(ratio - count) < _CLOSE * tolerance * count]
     if not words and any(count > 1 and abs(ratio * count - 1) < _CLOSE * tolerance for count, _ in causes):
-        words = [f"it were divided by {round(1 / ratio)} once too often"]
+        count = round(1 / ratio)
+        axes = [axis for axis, size in layout.axes.items() if size == count]
+        words = [
+            f"it were divided by {count} once too often" + f", as many as ranks of {' or '.join(axes)}" * bool(axes)
+        ]
     return f", as if {' or '.join(words)}" if words else ""
 
 
-def _partial(layout: ParallelPlan, whole: Transformer, name: str, scale: float) -> Iterator[tuple[str, Tensor]]:
-    """Gradients that lack some rows of the batch, and what is missing then."""
+def _partial(
+    layout: ParallelPlan, whole: Transformer, name: str, scale: float, packed: bool
+) -> Iterator[tuple[str, Tensor]]:
+    """Gradients that lack some rows or tokens of the batch, and what is missing then."""
+    of_part = _parts_of(whole, name, packed)
     parts = [
-        [_of_rows(whole, name, row, rows) for row, rows in microbatches(layout, replica)]
+        [of_part(slice(row, row + rows), [*range(TOKENS)]) for row, rows in microbatches(layout, replica)]
         for replica in range(layout.dp)
     ]
     replicas = [torch.stack(of_replica).sum(0) for of_replica in parts]
@@ -122,6 +132,10 @@ def _partial(layout: ParallelPlan, whole: Transformer, name: str, scale: float) 
             last = first + layout.zero_group - 1
             value = torch.stack(replicas[first : last + 1]).sum(0)
             yield f"only replicas {first} to {last} counted: a sum between groups of replicas is missing", value
+    for rank in range(layout.cp if layout.cp > 1 else 0):
+        tokens = [at for run in zigzag(TOKENS, layout.cp, rank) for at in range(run.begin, run.end)]
+        value = of_part(slice(None), tokens)
+        yield f"only the tokens of rank {rank} of cp counted: a sum along cp is missing", value
     if layout.dp > 1:
         for replica, value in enumerate(replicas):
             yield f"only replica {replica} counted: a sum along dp is missing", value
@@ -136,15 +150,19 @@ def _partial(layout: ParallelPlan, whole: Transformer, name: str, scale: float) 
             yield f"the loss scale of {scale:g} were applied to microbatch 0 alone", turns[0] + rest / scale
 
 
-def _of_rows(whole: Transformer, name: str, row: int, rows: int) -> Tensor:
-    """What some rows of the batch add to the gradient of the mean over all of it."""
+def _parts_of(whole: Transformer, name: str, packed: bool) -> Callable[[slice, list[int]], Tensor]:
+    """What some rows and tokens of the batch add to the gradient of the mean over all of it."""
     parameter = whole.get_parameter(name)
-    tokens_BT, targets_BT = (x.to(parameter.device) for x in alone.batch(whole.config, 0))
-    logits_BTV = whole(tokens_BT, dropout_seed=alone.dropout_seed(0))
+    tokens_BT, targets_BT = (x.to(parameter.device) for x in alone.batch(whole.config, 0, packed))
+    logits_BTV = whole(tokens_BT, dropout_seed=alone.dropout_seed(0), marked=packed)
     _, count = loss_sum(logits_BTV, targets_BT)
-    total, _ = loss_sum(logits_BTV[row : row + rows], targets_BT[row : row + rows])
-    [gradient] = torch.autograd.grad(total / count, [parameter])
-    return gradient.double().cpu()
+
+    def of_part(rows: slice, tokens: list[int]) -> Tensor:
+        total, _ = loss_sum(logits_BTV[rows, tokens], targets_BT[rows, tokens])
+        [gradient] = torch.autograd.grad(total / count, [parameter], retain_graph=True)
+        return gradient.double().cpu()
+
+    return of_part
 
 
 def _is_close(value: Tensor, wanted: Tensor, tolerance: float) -> bool:

@@ -6,6 +6,7 @@ for the first place where the two differ: `find.py`.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,6 +21,7 @@ from tilemesh.core.errors import UsageError
 from tilemesh.core.plan import Precision
 from tilemesh.kernels.accuracy import norm_error
 from tilemesh.model.config import ModelConfig
+from tilemesh.model.programs.program import TRAINING
 from tilemesh.model.transformer import Transformer
 from tilemesh.parallel.apply import lay
 from tilemesh.parallel.gate import alone
@@ -135,12 +137,13 @@ class Gate:
 
     def laid(self, case: Case, mesh: Mesh) -> Laid:
         config = self.config(case)
+        use = dataclasses.replace(TRAINING, marked=case.packed)
         if case.weights:
             model = alone.whole_model(config, case.precision, case.weights, self.device)
-            laid = lay(model, mesh, case.layout, device=self.device, bucket_bytes=32 << 10)
+            laid = lay(model, mesh, case.layout, device=self.device, bucket_bytes=32 << 10, use=use)
         else:
             model = Transformer(config, device="meta", dtype=alone.weights_dtype(case.precision))
-            laid = lay(model, mesh, case.layout, device=self.device, bucket_bytes=32 << 10)
+            laid = lay(model, mesh, case.layout, device=self.device, bucket_bytes=32 << 10, use=use)
             laid.load(alone.start(config, case.precision))
         if self.plant is not None and self.plant.applies(case):
             self.plant.put(laid)
@@ -165,7 +168,7 @@ class Gate:
         config, optimizer = case.config, self.steps(case, laid)
         losses, norms, gradients = [], [], []
         for step in range(STEPS):
-            tokens_BT, targets_BT = (x.to(self.device) for x in alone.batch(config, step))
+            tokens_BT, targets_BT = (x.to(self.device) for x in alone.batch(config, step, case.packed))
             pieces = step_pieces(case.layout, mesh.dp.index, tokens_BT, targets_BT)
             laid.passes(pieces, dropout_seed=alone.dropout_seed(step), scale=case.scale)
             # 16-bit gradients are left as they are, for the optimizer to divide: dividing would round them.
@@ -187,7 +190,7 @@ class Gate:
 
     def trace(self, case: Case, parts: int = 1, pieces: int = 1) -> GateTrace:
         config = case.config if case.by_papers else self.config(case)
-        settings = (config, case.precision, case.weights, case.optimizer, case.by_papers)
+        settings = (config, case.precision, case.weights, case.optimizer, case.by_papers, case.packed)
         key = (*settings, parts, pieces)
         if key not in self.traces:
             self.traces[key] = alone.train(*settings, parts=parts, pieces=pieces, device=self.device)
@@ -198,7 +201,7 @@ class Gate:
         if case.precision == "fp64":
             return Apart(BOUND, BOUND, BOUND, BOUND)
         # A layout that cuts nothing still sums in another order than a process does: at least two parts and pieces.
-        parts, pieces = max(2, case.layout.tp), max(2, case.layout.dp * case.layout.accumulation)
+        parts, pieces = max(2, case.layout.tp), max(2, case.layout.replicas * case.layout.accumulation)
         other = apart(self.trace(case, parts, pieces), self.trace(case))
         # A loss is one number: by luck two orders may agree to the last bit, which says nothing of a third.
         least = torch.finfo(torch.float32 if case.precision == "fp32" else torch.bfloat16).eps

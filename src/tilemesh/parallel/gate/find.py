@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from tilemesh.core.plan import ParallelPlan
+from tilemesh.core.sequence import zigzag
 from tilemesh.core.shard import share
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.loss import IGNORED
@@ -41,7 +42,7 @@ def find(case: Case, config: ModelConfig, mesh: Mesh, laid: Laid, device: str) -
     if case.by_papers:
         wanted, wanted_loss = _papers_step(case, whole, device)
     else:
-        wanted, wanted_loss = _record(whole, lambda: _whole_step(whole, device))
+        wanted, wanted_loss = _record(whole, lambda: _whole_step(whole, device, case.packed))
     off = []
     for site, whole_batch in wanted.items():  # all sites of the model: a stage of a pipeline has seen some of them
         slices = _slices(case, mesh, laid, site, whole_batch)
@@ -81,7 +82,9 @@ def find(case: Case, config: ModelConfig, mesh: Mesh, laid: Laid, device: str) -
     layer, cause = parameter.rpartition(".")[0], ""
     if gradients is not None and not case.by_papers:
         right = wanted_gradients[parameter]
-        cause = gradient_cause(case.layout, whole, parameter, gradients[parameter].cpu(), right, tolerance, case.scale)
+        cause = gradient_cause(
+            case.layout, whole, parameter, gradients[parameter].cpu(), right, tolerance, case.scale, case.packed
+        )
     return f"forward agrees; backward differs first at layer {layer}, parameter {parameter}{cause}"
 
 
@@ -91,9 +94,9 @@ def step_pieces(layout: ParallelPlan, replica: int, tokens_BT: Tensor, targets_B
     return [StepPiece(tokens_BT[row : row + rows], targets_BT[row : row + rows], row) for row, rows in turns]
 
 
-def _whole_step(model: Transformer, device: str) -> float:
-    tokens_BT, targets_BT = (x.to(device) for x in alone.batch(model.config, 0))
-    run = partial(model, tokens_BT, dropout_seed=alone.dropout_seed(0))
+def _whole_step(model: Transformer, device: str, packed: bool) -> float:
+    tokens_BT, targets_BT = (x.to(device) for x in alone.batch(model.config, 0, packed))
+    run = partial(model, tokens_BT, dropout_seed=alone.dropout_seed(0), marked=packed)
     total, count = alone.step_loss(model, targets_BT, run)
     mean = total / count
     mean.backward()  # type: ignore[no-untyped-call]
@@ -110,7 +113,7 @@ def _papers_step(case: Case, holder: Transformer, device: str) -> tuple[dict[str
 
 
 def _step(case: Case, mesh: Mesh, laid: Laid, device: str) -> float:
-    tokens_BT, targets_BT = (x.to(device) for x in alone.batch(case.config, 0))
+    tokens_BT, targets_BT = (x.to(device) for x in alone.batch(case.config, 0, case.packed))
     pieces = step_pieces(case.layout, mesh.dp.index, tokens_BT, targets_BT)
     laid.passes(pieces, dropout_seed=alone.dropout_seed(0), scale=case.scale)
     return 0.0
@@ -166,10 +169,10 @@ def _slices(case: Case, mesh: Mesh, laid: Laid, site: str, wanted: list[Tensor])
 
     In a pipeline of two directions a rank sees every second microbatch of a chunk.
     """
-    tokens = slice(0, TOKENS)
+    tokens = [at for run in zigzag(TOKENS, mesh.cp.size, mesh.cp.index) for at in range(run.begin, run.end)]
     if laid.plan.sequence_parallel:
-        first, count = share(TOKENS, mesh.tp.size, mesh.tp.index)
-        tokens = slice(first, first + count)
+        first, count = share(len(tokens), mesh.tp.size, mesh.tp.index)
+        tokens = tokens[first : first + count]
     for turn, (row, rows) in enumerate(microbatches(case.layout, mesh.dp.index)):
         if not isinstance(laid, Pipeline) or laid.takes(site.removeprefix(_INPUT), turn):
             yield wanted[0][row : row + rows, tokens]

@@ -8,6 +8,7 @@ pairs that none before it had. Nothing is random, so everybody compares the same
 from __future__ import annotations
 
 import functools
+import heapq
 import itertools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -24,6 +25,8 @@ RECOMPUTED: tuple[tuple[str, int | str], ...] = (
     ("full", 2),
     ("full", "sqrt"),
 )
+EXCHANGED = ((1, "ring"), (2, "ring"), (2, "heads"), (4, "ring"))
+"""Ranks that share a sequence, and how."""
 OFFLOADED = ("", "activations", "activations+weights")
 """Optimizer states on the host are no part of what the gate trains by: `tests/mpi/test_zero.py` has them."""
 
@@ -56,37 +59,54 @@ def _chosen(ranks: int) -> tuple[_Combination, ...]:
     every = list(_possible(ranks))
     number: dict[object, int] = {}  # of each pair of values
     masks = []
-    for combination in every:
-        pairs = itertools.combinations(enumerate((combination.model, *combination.values)), 2)
-        masks.append(sum(1 << number.setdefault(pair, len(number)) for pair in pairs))
+    for values, alike in itertools.groupby(every, key=lambda combination: combination.values):
+        singles = list(enumerate(values))
+        inside = sum(1 << number.setdefault(pair, len(number)) for pair in itertools.combinations(singles, 2))
+        for model, _, _ in alike:  # one after the other
+            masks.append(inside | sum(1 << number.setdefault((model, one), len(number)) for one in singles))
     left, chosen = (1 << len(number)) - 1, []
+    # What a combination adds only falls as others are taken: who was best with a figure that still holds is the best.
+    waiting = [(-mask.bit_count(), place) for place, mask in enumerate(masks)]  # the first of equals comes first
+    heapq.heapify(waiting)
     while left:
-        best = max(range(len(every)), key=lambda place: (masks[place] & left).bit_count())  # the first of equals
-        chosen.append(every[best])
-        left &= ~masks[best]
+        figure, place = waiting[0]
+        now = (masks[place] & left).bit_count()
+        if now < -figure:
+            heapq.heapreplace(waiting, (-now, place))
+            continue
+        chosen.append(every[place])
+        left &= ~masks[place]
     return tuple(chosen)
 
 
 def _possible(ranks: int) -> Iterator[_Combination]:
     sizes = [size for size in (1, 2, 4, 8) if size <= ranks]
-    for dp, tp, pp in itertools.product(sizes, repeat=3):
-        if not 1 < dp * tp * pp <= ranks or max(dp, pp) > 4:  # beyond 4 there are more rows and layers, and nothing new
+    for dp, tp, pp, (cp, exchange) in itertools.product(sizes, sizes, sizes, EXCHANGED):
+        # Beyond 4 there are more rows and layers, and nothing new.
+        if not 1 < dp * tp * pp * cp <= ranks or max(dp, pp) > 4:
             continue
-        sequences = (False, True) if tp > 1 else (False,)
-        for schedule, sequence, zero in itertools.product(_schedules(pp), sequences, range(4) if dp > 1 else (0,)):
+        sequences, stages = (False, True) if tp > 1 else (False,), range(4) if dp * cp > 1 else (0,)
+        for schedule, sequence, zero in itertools.product(_schedules(pp), sequences, stages):
             groups = (0, 2) if zero and dp == 4 else (0,)
             turns = (1, 2) if pp == 1 else (find(schedule).microbatches_from(pp, pp),)
-            for group, again, moved, count in itertools.product(groups, RECOMPUTED, OFFLOADED, turns):
+            # Ranks that share a sequence meet what a pass does, not how often or how far ahead something is done.
+            again_of = RECOMPUTED if cp == 1 else RECOMPUTED[:3]
+            for group, again, moved, count in itertools.product(
+                groups, again_of, OFFLOADED, turns[:1] if cp > 1 else turns
+            ):
                 if count > ROWS // dp:
                     continue
-                for ahead in (1, 0, 2) if zero == 3 else (1, 0) if moved else (1,):
+                for ahead in (0 if moved else 1,) if cp > 1 else (1, 0, 2) if zero == 3 else (1, 0) if moved else (1,):
                     layout = gate_plan(
                         dp, tp, sequence, count, pp, schedule, zero=zero, zero_group=group, prefetch=ahead,
-                        recompute=again[0], recompute_every=again[1], offload=moved,
+                        recompute=again[0], recompute_every=again[1], offload=moved, cp=cp, cp_exchange=exchange,
                     )  # fmt: skip
-                    if is_runnable(layout):
-                        values = (dp, tp, pp, sequence, schedule, zero, group, ahead, again, moved, count)
-                        for model in MODELS:
+                    if not is_runnable(layout) or (layout.slices > 1 and cp > 2):  # three slices of ten tokens
+                        continue
+                    shared = f"{cp} by {exchange}"
+                    values = (dp, tp, pp, sequence, schedule, zero, group, ahead, again, moved, count, shared)
+                    for model, config in MODELS.items():
+                        if exchange == "ring" or config.kv_heads % (tp * cp) == 0:
                             yield _Combination(model, layout, values)
 
 

@@ -17,11 +17,13 @@ from tilemesh.core.plan import ParallelPlan
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.dropout import ORIGIN
 from tilemesh.parallel.buckets import Bucketed
+from tilemesh.parallel.context import ContextCache
 from tilemesh.parallel.gate.cases import Case
 from tilemesh.parallel.gate.plant_experts import EXPERTS
 from tilemesh.parallel.gate.plant_numerics import NUMERIC, Plant
 from tilemesh.parallel.laid import Laid, StepPiece
 from tilemesh.parallel.pipeline import Pipeline
+from tilemesh.parallel.ring import AttendedRuns
 from tilemesh.parallel.tensor import Seams, vocabulary_loss
 from tilemesh.parallel.zero import Zero, ZeroBucket
 
@@ -37,7 +39,8 @@ def planted(
 
     def applies(case: Case) -> bool:
         plan = case.layout
-        is_kind = (plan.pp > 1, plan.zero > 0) == (kind == "pipeline", kind == "zero")
+        kinds = (kind == "pipeline", kind == "zero", kind == "context")
+        is_kind = (plan.pp > 1, plan.zero > 0, plan.cp > 1) == kinds
         return is_kind and suits(plan, case.config)
 
     def add(put: Callable[[Any], None]) -> Callable[[Any], None]:
@@ -291,3 +294,90 @@ def _freed_early(laid: Pipeline) -> None:
     place = next(n for n, (action, _) in enumerate(actions) if action.kind == "FREE" and action.chunk == last)
     used = max(n for n, (action, _) in enumerate(actions[:place]) if action.kind in ("F", "B") and action.chunk == last)
     actions.insert(used, actions.pop(place))
+
+
+def _by_ring(plan: ParallelPlan, config: ModelConfig) -> bool:
+    return plan.cp > 1 and plan.cp_exchange == "ring"
+
+
+def _with_cache(change: Callable[[Any], None]) -> Callable[[Laid], None]:
+    """`change`: of what a pass knows of a rank's tokens, after it was made."""
+
+    def put(laid: Laid) -> None:
+        axis, right = laid.seams.context, laid.model.prepare
+
+        def prepare(tokens_BT: Tensor, *, cache: Any, **options: Any) -> Any:
+            assert axis is not None
+            change(cache)
+            return right(tokens_BT, cache=cache, **options)
+
+        laid.model.prepare = prepare  # type: ignore[assignment, method-assign]
+
+    return put
+
+
+def _counted_from_the_rank(cache: ContextCache) -> None:
+    cache.positions_BT = torch.arange(cache.positions_BT.shape[1]).expand_as(cache.positions_BT)
+
+
+def _counted_from_the_sequence(cache: ContextCache) -> None:
+    places = torch.arange(cache.capacity).expand(len(cache.positions_BT), -1)
+    cache.positions_BT = cache.axis.own(places)
+
+
+PLANTS["context-positions-per-rank"] = Plant(
+    "context-positions-per-rank", "context", _FORWARD,
+    lambda case: _by_ring(case.layout, case.config) and case.layout.pp * case.layout.zero <= 1,
+    _with_cache(_counted_from_the_rank),
+)  # fmt: skip
+PLANTS["context-packed-positions"] = Plant(
+    "context-packed-positions", "context", _FORWARD,
+    lambda case: _by_ring(case.layout, case.config) and case.packed and case.layout.pp == 1,
+    _with_cache(_counted_from_the_sequence),
+)  # fmt: skip
+
+
+@planted("context-dropout-local-token", "context", "the input of layers.0.", _by_ring)
+def _mask_by_local_token(laid: Laid) -> None:
+    """The second run of a rank's tokens has the masks of those that follow its first."""
+    axis = laid.seams.context
+    assert axis is not None
+    axis.placed = lambda place, tokens, device: place  # type: ignore[method-assign]
+
+
+@planted("context-gradients-stay", "context", _BACKWARD, _by_ring)
+def _gradients_stay(laid: Laid) -> None:
+    """What a rank adds to the gradients of another's keys and values never gets there."""
+    axis = laid.seams.context
+    assert axis is not None
+    right = axis.go_round
+
+    def go_round(q: Tensor, k: Tensor, v: Tensor, runs: AttendedRuns, *options: Any) -> Tensor:
+        y_BTHE = right(q, k.detach(), v.detach(), runs, *options)
+        here = dataclasses.replace(axis, comm=laid.mesh.axis("none").comm)
+        alone = dataclasses.replace(runs, queries=(runs.queries[axis.comm.rank],), keys=(runs.keys[axis.comm.rank],))
+        own = type(axis).go_round(here, q.detach(), k, v, alone, *options)
+        return y_BTHE + own - own.detach()
+
+    axis.go_round = go_round  # type: ignore[assignment, method-assign]
+
+
+def _loss_times(factor: Callable[[int], float]) -> Callable[[Laid], None]:
+    def put(laid: Laid) -> None:
+        right, times = laid.gradients.backward, factor(laid.mesh.cp.size)
+
+        def backward(loss_sum: Tensor, count: Tensor, **options: Any) -> None:
+            right(loss_sum * times + (loss_sum - loss_sum * times).detach(), count, **options)
+
+        laid.gradients.backward = backward  # type: ignore[assignment, method-assign]
+
+    return put
+
+
+planted("context-loss-divided", "context", _BACKWARD, _by_ring)(_loss_times(lambda ranks: 1 / ranks))
+planted("context-loss-scaled", "context", _BACKWARD, _by_ring)(_loss_times(float))
+
+
+@planted("context-mean-of-ranks", "context", "loss", _by_ring)
+def _mean_of_ranks(laid: Laid) -> None:
+    _mean_of_means(laid)
