@@ -116,5 +116,5 @@ def test_what_is_refused() -> None:
         config("cp=4", "plan.cp_exchange=heads")
     with pytest.raises(ConflictError, match=r"plan.cp is 8 and train.context is 5: each of the ranks .*set plan.cp=5"):
         config("cp=8", "train.context=5")
-    with pytest.raises(UsageError, match=r"known are dp, tp, pp, cp\)"):
+    with pytest.raises(UsageError, match=r"known are dp, tp, pp, cp, ep\)"):
         config("xp=2")
