@@ -76,7 +76,7 @@ STRICTER = {
 }
 # The most lines that a room may have: raised only in the commit that adds a named capability. `make size` prints them.
 MOST_LINES = {
-    "core": 7_700,
+    "core": 7_900,
     "measure": 3_100,
     "launch": 2_100,
     "runs": 2_200,
@@ -84,12 +84,12 @@ MOST_LINES = {
     "kernels": 18_100,
     "comm": 11_250,
     "graph": 8_755,
-    "model": 8_450,
+    "model": 8_500,
     "plan": 5_280,
     "parallel": 7_500,
     "methods": 2_100,
     "compress": 1_900,
-    "train": 7_400,
+    "train": 7_450,
     "serve": 8_450,
     "align": 3_000,
     "report": 6_080,

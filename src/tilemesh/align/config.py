@@ -306,6 +306,8 @@ def _begin(start: Path, align: FeedbackConfig) -> TrainConfig:
 CONFLICTS: tuple[Conflict[AlignConfig], ...] = (
     row("plan.pp", lambda config: config.plan.pp > 1,
         "what a loss of answers needs beside tokens and targets is not handed from stage to stage", "plan.pp=1"),
+    row("plan.cp", lambda config: config.plan.cp > 1,
+        "answers of a pass differ in length, and a short one would leave a rank without tokens", "plan.cp=1"),
     row("plan.zero", lambda config: config.plan.zero == 3,
         "the engine computes with whole weights, which no replica has", "plan.zero=2"),
     row("plan.offload", lambda config: config.plan.has_chunks and config.plan.pp == 1 and config.plan.zero < 3,
