@@ -17,7 +17,9 @@ from tilemesh.kernels.paged_attention.reference import error_bound, exact, paged
 from tilemesh.kernels.paged_attention.store import store_pages
 from tilemesh.kernels.row_linear import reference as row
 from tilemesh.model import huggingface
+from tilemesh.model.adapter import LoraConfig, adapted_modules
 from tilemesh.model.config import ModelConfig
+from tilemesh.model.lora import save_adapter
 from tilemesh.model.programs.prepare import prepare
 from tilemesh.model.programs.program import Use
 from tilemesh.model.transformer import Transformer
@@ -349,3 +351,34 @@ def test_gradients_of_the_invariant_pass_are_as_near_as_the_ordinary_ones() -> N
         return sum(float((ours - exact).norm() / exact.norm()) for ours, exact in pairs)
 
     assert error("invariant") <= 2 * error("ordinary")
+
+
+def test_adapters_in_one_batch_answer_as_each_merged_alone(tmp_path: Path) -> None:
+    """Float32 on both sides; requests without an adapter beside them."""
+    lora, prompts = LoraConfig(rank=8, alpha=16.0), prompts_of(5, 60)
+    asked = Sampling(max_tokens=12, temperature=0, logprobs=0, ignore_eos=True)
+    expected = []
+    base = served(torch.float32, "cuda")
+    for number in range(4):
+        draw, merged, tensors = torch.Generator().manual_seed(number), served(torch.float32, "cuda"), {}
+        for name in adapted_modules(LLAMA, lora):
+            weight = merged.model.get_submodule(name).weight
+            low, high = (
+                torch.randn(*shape, generator=draw) * 0.05 for shape in ((8, weight.shape[1]), (len(weight), 8))
+            )
+            tensors |= {f"{name}.lora_a": low, f"{name}.lora_b": high}
+            weight.data += (2.0 * high.double() @ low.double()).to(weight)
+        save_adapter(tensors, LLAMA, lora, tmp_path / str(number))
+        with Engine(merged, device="cuda", pages=100) as engine:
+            expected += list(engine.generate([prompts[number]], asked))
+    with Engine(served(torch.float32, "cuda"), device="cuda", pages=100) as engine:
+        expected += list(engine.generate([prompts[4]], asked))
+    with Engine(base, device="cuda", pages=100, adapters=4) as engine:
+        for number in range(4):
+            engine.load_adapter(str(number), tmp_path / str(number))
+        each = [*(dataclasses.replace(asked, adapter=str(number)) for number in range(4)), asked]
+        made = list(engine.generate(prompts, each))
+    for ours, theirs in zip(made, expected, strict=True):
+        assert ours.answers[0].tokens == theirs.answers[0].tokens
+        values = [told.logprob for told in theirs.answers[0].logprobs]
+        assert [told.logprob for told in ours.answers[0].logprobs] == pytest.approx(values, abs=1e-4)

@@ -48,7 +48,7 @@ class LoraConfig:
 
 def adapted_modules(model: ModelConfig, lora: LoraConfig) -> list[str]:
     """Full names of the modules that get an adapter."""
-    shapes = _matrix_shapes(model)
+    shapes = matrix_shapes(model)
     known = {name.rpartition(".")[2] for name in shapes}
     for target in lora.targets:
         if target not in known:
@@ -56,7 +56,7 @@ def adapted_modules(model: ModelConfig, lora: LoraConfig) -> list[str]:
     return [name for name in shapes if name.rpartition(".")[2] in lora.targets]
 
 
-def _matrix_shapes(model: ModelConfig) -> dict[str, tuple[int, int]]:
+def matrix_shapes(model: ModelConfig) -> dict[str, tuple[int, int]]:
     """Full names of the layers' matrices, and (outputs, inputs) of each."""
     return {
         f"layers.{layer}.{weight.name}": (weight.outputs, weight.inputs)
@@ -67,19 +67,23 @@ def _matrix_shapes(model: ModelConfig) -> dict[str, tuple[int, int]]:
 
 def adapter_parameters(model: ModelConfig, lora: LoraConfig) -> int:
     """How many numbers are trained."""
-    shapes = _matrix_shapes(model)
+    shapes = matrix_shapes(model)
     return sum(lora.rank * sum(shapes[name]) for name in adapted_modules(model, lora))
+
+
+def peft_forms(model: ModelConfig) -> dict[str, str]:
+    """What PEFT calls a layer's matrices, by our names inside of it: those that are one matrix on both sides."""
+    return {
+        ours.format(expert): name.format(expert)
+        for name, (ours, *others) in FAMILIES[family_of(model)].modules.items()
+        for expert in (range(model.experts) if "{}" in name else (0,))
+        if not others
+    }
 
 
 def peft_names(model: ModelConfig, lora: LoraConfig) -> dict[str, str]:
     """Our module: what PEFT calls it, for every adapted module; refused where theirs is several of ours in one."""
-    family = FAMILIES[family_of(model)]
-    theirs = {
-        ours.format(expert): name.format(expert)
-        for name, (ours, *others) in family.modules.items()
-        for expert in (range(model.experts) if "{}" in name else (0,))
-        if not others
-    }
+    family, theirs = FAMILIES[family_of(model)], peft_forms(model)
     names = {}
     for module in adapted_modules(model, lora):
         _, layer, inner = module.split(".", 2)

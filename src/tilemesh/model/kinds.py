@@ -8,8 +8,10 @@ N: outputs; K: inputs; G: scales of a row; r: a rank.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +24,17 @@ from tilemesh.kernels.lowbit.formats import Scheme
 from tilemesh.kernels.lowbit_linear.reference import lowbit_linear
 from tilemesh.kernels.scaled_matmul.reference import scaled_matmul
 from tilemesh.model.adapter import A, B
-from tilemesh.model.linear import DENSE, WEIGHT, DenseMatrix, Linear, MatrixKind, MatrixPiece, WeightHolder, as_kind
+from tilemesh.model.linear import (
+    ACTIVATIONS,
+    DENSE,
+    WEIGHT,
+    DenseMatrix,
+    Linear,
+    MatrixKind,
+    MatrixPiece,
+    WeightHolder,
+    as_kind,
+)
 
 CODES, SCALES, ZEROS, INPUT_SCALE = "codes", "scales", "zeros", "input_scale"
 LEFT, RIGHT = "left", "right"
@@ -247,23 +259,129 @@ class Factored(MatrixKind):
         return layer.left @ layer.right
 
 
+class TokenSlots(NamedTuple):
+    """Tokens of a pass by the slots of their adapters."""
+
+    used: Tensor | slice
+    """U: the slots that some token has."""
+    tokens_UM: Tensor
+    """The tokens of each, padded to as many as the most have with any token."""
+    places: Tensor
+    """Which of these are no padding, counted through; and the token of each."""
+    tokens: Tensor
+    kept_TR: Tensor
+    """1 where a token's adapter has this column of A and B, else 0."""
+
+
+class AdapterRows:
+    """Which of the adapters side by side each token of the pass under way has: what all adapted layers look at.
+
+    `slots` adapters of rank `rank` at most. A request names its adapter by a number above 0, which says its slot.
+    """
+
+    def __init__(self, slots: int, rank: int) -> None:
+        self.slots, self.rank = slots, rank
+        self.now: TokenSlots | None = None
+        """None: no token has an adapter."""
+
+    def choose(self, numbers: Sequence[int], like: Tensor) -> None:
+        """Before each pass: the numbers of its tokens' adapters, 0 for none; `like`: of the device and dtype."""
+        self.now = None
+        tokens_of: dict[int, list[int]] = {}
+        for token, number in enumerate(numbers):
+            if number:
+                tokens_of.setdefault((number - 1) % self.slots, []).append(token)
+        if not tokens_of:
+            return
+        slots, most = sorted(tokens_of), max(map(len, tokens_of.values()))
+        padded = [[*tokens_of[slot], *[0] * (most - len(tokens_of[slot]))] for slot in slots]
+        places = [most * row + at for row, slot in enumerate(slots) for at in range(len(tokens_of[slot]))]
+        tokens = [token for slot in slots for token in tokens_of[slot]]
+        kept_TS = torch.zeros(len(numbers), self.slots)
+        kept_TS[tokens, [slot for slot in slots for _ in tokens_of[slot]]] = 1
+        used, tokens_UM, place_N, token_N = (
+            torch.tensor(index, device=like.device) for index in (slots, padded, places, tokens)
+        )
+        kept_TR = kept_TS.to(like).repeat_interleave(self.rank, 1)
+        self.now = TokenSlots(slice(None) if len(slots) == self.slots else used, tokens_UM, place_N, token_N, kept_TR)
+
+
 @dataclass(frozen=True)
 class Adapted(MatrixKind):
     """A low-rank adapter over a matrix of any kind, which no gradient is computed for: W + scale B A, in which A is
-    (r, K) and B (N, r). Over codes of few bits this is QLoRA."""
+    (r, K) and B (N, r). Over codes of few bits this is QLoRA.
+
+    `rows`: in a model that serves, several adapters side by side (r of all together, each scaled already), of which
+    every token has one or none: its columns of x A are kept, the others are 0. `parts`: of such matrices under one
+    another, how many outputs each has; x A then has r columns for each.
+    """
 
     base: MatrixKind
     rank: int
     scale: float
+    rows: AdapterRows | None = None
+    parts: tuple[int, ...] = ()
+    silent: bool = False
+    """Whether no adapter that is held changes this matrix."""
 
     def pieces(self, outputs: int, inputs: int) -> tuple[MatrixPiece, ...]:
         frozen = (piece._replace(trained=False) for piece in self.base.pieces(outputs, inputs))
-        low = MatrixPiece(A, (self.rank, inputs), cut=("row",))
-        return *frozen, low, MatrixPiece(B, (outputs, self.rank), cut=("column",))
+        trained = self.rows is None
+        low = MatrixPiece(A, (self.rank * max(1, len(self.parts)), inputs), trained=trained, cut=("row",))
+        return *frozen, low, MatrixPiece(B, (outputs, self.rank), trained=trained, cut=("column",))
+
+    def apply(self, layer: Linear, x: Tensor) -> Tensor:
+        return layer.by_rows(ACTIVATIONS[layer.activation], self.affine(layer, x, layer.bias))
 
     def affine(self, layer: Linear, x: Tensor, bias: Tensor | None) -> Tensor:
-        low = functional.linear(x, layer.lora_a)
-        return self.base.affine(layer, x, bias) + functional.linear(low, layer.lora_b) * self.scale
+        if self.rows is None:
+            low = functional.linear(x, layer.lora_a)
+            return self.base.affine(layer, x, bias) + functional.linear(low, layer.lora_b) * self.scale
+        y = layer.by_rows(partial(self.base.affine, layer, bias=bias), x)
+        now = self.rows.now
+        if now is None or self.silent:
+            return y
+        if layer.in_blocks:
+            return y + self._by_columns(layer, x, now.kept_TR)
+        y.view(-1, y.shape[-1]).index_add_(0, now.tokens, self._by_slots(layer, x.reshape(-1, x.shape[-1]), now))
+        return y
+
+    def _by_slots(self, layer: Linear, x_TK: Tensor, now: TokenSlots) -> Tensor:
+        """What the adapters add for the tokens that have one: each slot's tokens by its own A and B, all at once."""
+        assert self.rows is not None
+        slots, rank = self.rows.slots, self.rows.rank
+        low = layer.lora_a.view(-1, slots, rank, x_TK.shape[1])[:, now.used]
+        low_UMR = torch.bmm(x_TK[now.tokens_UM], low.permute(1, 3, 0, 2).flatten(2))
+        added = [
+            torch.bmm(own_UMr, high.view(-1, slots, rank)[:, now.used].permute(1, 2, 0))
+            for own_UMr, high in zip(torch.split(low_UMR, rank, dim=-1), self._highs(layer), strict=True)
+        ]
+        return torch.cat(added, dim=-1).flatten(0, 1)[now.places]
+
+    def _by_columns(self, layer: Linear, x: Tensor, kept_TR: Tensor) -> Tensor:
+        """The same by products of all adapters with all tokens, each of which keeps its own columns: no shape follows
+        from the batch."""
+        low = layer.by_rows(partial(functional.linear, weight=layer.lora_a), x)
+        lows = torch.split(low, self.rank, dim=-1)
+        added = [
+            layer.by_rows(partial(functional.linear, weight=high), own * kept_TR)
+            for own, high in zip(lows, self._highs(layer), strict=True)
+        ]
+        return torch.cat(added, dim=-1)
+
+    def _highs(self, layer: Linear) -> tuple[Tensor, ...]:
+        return torch.split(layer.lora_b, list(self.parts) or [len(layer.lora_b)])
+
+    def stacked(self) -> MatrixKind | None:
+        base = self.base.stacked()
+        return None if self.rows is None or base is None else dataclasses.replace(self, base=base)
+
+    def over(self, widths: Sequence[int]) -> MatrixKind:
+        return dataclasses.replace(self, parts=tuple(widths))
+
+    @property
+    def knows_rows(self) -> bool:
+        return self.rows is not None
 
     def dense(self, layer: Linear) -> Tensor:
         return self.base.dense(layer) + self.scale * (layer.lora_b @ layer.lora_a)
@@ -273,6 +391,13 @@ class Adapted(MatrixKind):
 
     def agrees(self, by: str) -> bool:
         return self.base.agrees(by)
+
+
+def note_silent(layers: Iterable[object]) -> None:
+    """Of layers that hold adapters, see which of them those change: after A and B were written."""
+    for layer in layers:
+        if isinstance(layer, Linear) and isinstance(layer.kind, Adapted) and layer.kind.rows is not None:
+            layer.become(dataclasses.replace(layer.kind, silent=not bool(layer.lora_b.any())))
 
 
 # ---- layers of these kinds -------------------------------------------------------------------------------------
@@ -294,7 +419,7 @@ def few_bits(
 
 def open_codes(layer: Linear) -> None:
     """One element per code, so that the matrix can be cut anywhere."""
-    kind = _few_bits_of(layer)
+    kind = few_bits_of(layer)
     if kind is None or not kind.packed or kind.scheme.bits >= 8:
         return
     opened = dataclasses.replace(kind, packed=False)
@@ -310,12 +435,12 @@ def open_codes(layer: Linear) -> None:
 def unpacked(layer: nn.Module, codes: Tensor, inputs: int) -> Tensor:
     """Codes of a layer of few bits as one element each, (N, K)."""
     assert isinstance(layer, Linear)
-    kind = _few_bits_of(layer)
+    kind = few_bits_of(layer)
     assert kind is not None
     return unpack(codes, kind.scheme.number, inputs)
 
 
-def _few_bits_of(layer: Linear) -> FewBits | None:
+def few_bits_of(layer: Linear) -> FewBits | None:
     """The kind of a layer's codes, adapters over them or not; None: it has none."""
     kind = layer.kind.base if isinstance(layer.kind, Adapted) else layer.kind
     return kind if isinstance(kind, FewBits) else None

@@ -9,7 +9,7 @@ N: outputs; K: inputs.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -104,6 +104,15 @@ class MatrixKind:
     def stacked(self) -> MatrixKind | None:
         """The kind of several such matrices under one another, computed forward alone; None: they stay apart."""
         return None
+
+    def over(self, widths: Sequence[int]) -> MatrixKind:
+        """A stacked kind of matrices with so many outputs each."""
+        return self
+
+    @property
+    def knows_rows(self) -> bool:
+        """Whether it must see all tokens of a pass, in their order, and takes them in blocks by itself."""
+        return False
 
     def nbytes(self, outputs: int, inputs: int, itemsize: int) -> int:
         """Of the matrix as it is stored; `itemsize`: of the model's dtype."""
@@ -206,16 +215,19 @@ class Linear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  (the name nn.Linear uses)
         if self.place.leave is None:
-            return self._by_rows(partial(self.kind.apply, self), input)
+            apply = partial(self.kind.apply, self)
+            return apply(input) if self.kind.knows_rows else self.by_rows(apply, input)
         if input.shape[-1] != self.in_features:
             raise UsageError(
                 f"a row-split layer got {input.shape[-1]} inputs: this rank's part takes {self.in_features}; it "
                 "follows layers whose output is split ('column'), not whole"
             )
-        y = self.place.leave(self._by_rows(partial(self.kind.affine, self, bias=None), input))
+        affine = partial(self.kind.affine, self, bias=None)
+        y = self.place.leave(affine(input) if self.kind.knows_rows else self.by_rows(affine, input))
         return ACTIVATIONS[self.activation](y if self.bias is None else y + self.bias.to(y.dtype))
 
-    def _by_rows(self, compute: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    def by_rows(self, compute: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """Of all tokens at once, or in blocks of them."""
         return in_row_blocks(compute, x) if self.in_blocks else compute(x)
 
     def become(self, kind: MatrixKind) -> None:

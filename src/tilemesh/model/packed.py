@@ -10,15 +10,16 @@ and whoever writes into it in place is noticed. So each weight is held twice.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeGuard
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from tilemesh.model.kinds import Adapted
 from tilemesh.model.linear import ALONE, DENSE, DenseMatrix, Linear, WeightHolder
-from tilemesh.model.programs.group import LayerGroups
+from tilemesh.model.programs.group import LayerGroups, group_layers
 from tilemesh.model.transformer import Transformer
 
 LEAST_ROWS = 2
@@ -94,9 +95,9 @@ def packed_bytes(model: Transformer) -> int:
 
 def forget_packed(model: Transformer, groups: Sequence[LayerGroups] = ()) -> None:
     """`PackedWeight.forget` of every product that `pack_products` gave one."""
-    products = [product.layer for pair in groups for product in (pair.heads, pair.gated) if product is not None]
-    for layer in (*products, *model.modules()):
+    for layer in (*group_layers(groups), *model.modules()):
         kind = getattr(layer, "kind", None)
+        kind = kind.base if isinstance(kind, Adapted) else kind
         if isinstance(kind, Packed) and kind.held is not None:
             kind.held.forget()
 
@@ -105,17 +106,18 @@ def forget_packed(model: Transformer, groups: Sequence[LayerGroups] = ()) -> Non
 def pack_products(model: Transformer, groups: Sequence[LayerGroups] = ()) -> None:
     """Every product whose weight is dense, those of groups as they lie together.
 
-    Projections that are something else (split over ranks, in few bits, with adapters) stay as they are.
+    Projections that are something else (split over ranks, in few bits, with an adapter that is trained) stay as they
+    are.
     """
     grouped: set[Linear] = set()
     for product in (product for pair in groups for product in (pair.heads, pair.gated) if product is not None):
         if _is_dense(product.layer):
             parts = tuple(member.weight for member in product.members)
-            product.layer.become(Packed(held=PackedWeight(product.layer.weight, parts)))
+            _pack(product.layer, parts)
             grouped.update(product.members)
     for module in model.layers.modules():
         if _is_dense(module) and module not in grouped:
-            module.become(Packed(held=PackedWeight(module.weight)))
+            _pack(module)
     head = model.token_embedding if model.output is None else model.output
     if head is not None and (head is model.token_embedding or _is_dense(head)):
         head.become(Packed(held=PackedWeight(head.weight)))
@@ -124,4 +126,11 @@ def pack_products(model: Transformer, groups: Sequence[LayerGroups] = ()) -> Non
 def _is_dense(module: object) -> TypeGuard[Linear]:
     if not isinstance(module, Linear) or module.place != ALONE or module._forward_hooks or module._forward_pre_hooks:
         return False
-    return module.kind.stacked() == DENSE and not module.weight.requires_grad
+    kind = module.kind.stacked()
+    kind = kind.base if isinstance(kind, Adapted) else kind
+    return kind == DENSE and not module.weight.requires_grad
+
+
+def _pack(layer: Linear, parts: tuple[Tensor, ...] = ()) -> None:
+    packed = Packed(held=PackedWeight(layer.weight, parts))
+    layer.become(replace(layer.kind, base=packed) if isinstance(layer.kind, Adapted) else packed)

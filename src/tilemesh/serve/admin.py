@@ -1,4 +1,4 @@
-"""Paths that change the server itself: its weights, and its sleep. They are served only where a key is asked for.
+"""Paths that change the server itself: weights, adapters, sleep. They are served only where a key is asked for.
 
 Whoever has a key may name any folder that this process can read; it is loaded only if it fits the model that is served.
 """
@@ -24,6 +24,8 @@ PATHS: Mapping[str, Mapping[str, type]] = {
     "/v1/weights": {"source": str, "version": int, "running": str, "step": int},
     "/sleep": {"level": int},
     "/wake": {},
+    "/v1/load_lora_adapter": {"lora_name": str, "lora_path": str},
+    "/v1/unload_lora_adapter": {"lora_name": str},
 }
 """Of each the fields that a body may have."""
 
@@ -44,6 +46,8 @@ def admin_routes(engine: Engine | Replicas, has_key: bool) -> list[Route]:
                 return JSONResponse(failure(str(error), "server_error"), 503)
             except ClientDisconnect:
                 return Response(status_code=499)
+            if "lora_name" in PATHS[path]:
+                return JSONResponse({"adapters": sorted(engine.adapters)})
             return JSONResponse({"version": engine.version, "asleep": engine.asleep})
 
         return answer
@@ -63,12 +67,24 @@ def _read_fields(path: str, body: bytes, context: int) -> dict[str, Any]:
     return fields
 
 
+_NEEDED = {
+    "source": "the folder of a run or of Hugging Face on the server's machine",
+    "lora_name": "what requests call the adapter",
+    "lora_path": "the folder of an adapter on the server's machine, as PEFT writes it",
+}
+
+
 def _change(engine: Engine | Replicas, path: str, fields: dict[str, Any]) -> None:
+    for name, expected in _NEEDED.items():
+        if name in PATHS[path] and name not in fields:
+            raise UsageError(f"{name} is missing: expected {expected}")
     if path == "/sleep":
         engine.sleep(**fields)
     elif path == "/wake":
         engine.wake()
-    elif "source" not in fields:
-        raise UsageError("source is missing: expected the folder of a run or of Hugging Face on the server's machine")
-    else:
+    elif path == "/v1/weights":
         engine.update_weights(**fields)
+    elif "lora_path" in fields:
+        engine.load_adapter(fields["lora_name"], fields["lora_path"])
+    else:
+        engine.drop_adapter(fields["lora_name"])

@@ -126,6 +126,8 @@ class Batch:
     """In the order of the tokens; `wanted` lists theirs one after the other."""
     layout: PageLayout | None = None
     """For our kernels; `groups` is empty then."""
+    adapters: Sequence[int] = ()
+    """The number of each token's adapter, 0 for none; empty: nobody has one."""
 
 
 def token_span(entry: Scheduled, all_logits: bool) -> TokenSpan:
@@ -168,7 +170,13 @@ def make_batch(
     else:
         layout = _layout(ordered, begins, page_tokens, device, tile_sizes)
     wanted_N = torch.tensor(wanted, dtype=torch.int64).to(device, non_blocking=True)
-    return Batch(made[0:1], made[1:2], made[2], groups, wanted_N, tuple(ordered), layout)
+    return Batch(made[0:1], made[1:2], made[2], groups, wanted_N, tuple(ordered), layout, _adapters(ordered))
+
+
+def _adapters(ordered: Sequence[TokenSpan]) -> list[int]:
+    if not any(piece.entry.request.adapter for piece in ordered):
+        return []
+    return [piece.entry.request.adapter for piece in ordered for _ in range(piece.begin, piece.end)]
 
 
 def _layout(

@@ -31,6 +31,8 @@ class EngineConfig:
     """Or with a draft model (by default 4) from what that would write. Answers stay what they are, and where guesses do
     not pay there are none."""
     invariant: bool = option(False, "Answers do not depend on the batch, bit for bit.")
+    adapters: Annotated[int, Range(0, 1024)] = option(0, "Most adapters (LoRA) held at a time.", "N")
+    adapter_rank: Annotated[int, Range(1, 4096)] = option(16, "Highest rank of an adapter.", "N")
     kv_cache: Literal["", "int8", "fp8"] = option(
         "", "Keep keys and values in 8 bits: twice as many tokens as in 16.", "int8|fp8"
     )

@@ -59,6 +59,8 @@ class PromptJob:
     tell: Callable[[AnswerPart], None]
     constraint: Constraint | None = None
     """What the answers must match."""
+    adapter: int = 0
+    """The number of what computes it beside the model."""
     whole: bool = False
     """Whether `tell` need not hear of an answer before it ends: its text is then decoded at once."""
     answers: list[LiveAnswer] = field(default_factory=list)
@@ -86,13 +88,13 @@ class LiveAnswer:
     holds: bool = False
     """Whether tokens may wait there until it ends: nobody wants to hear of them before, and no text can end it."""
     plain: bool = False
-    """Whether nothing of what the model computes is wanted but tokens, drawn from its logits as they are."""
+    """Whether nothing of what the model alone computes is wanted but tokens, drawn from its logits as they are."""
 
     def __post_init__(self) -> None:
         sampling = self.job.sampling
         self.holds = self.job.whole and self.cursor is None and not sampling.stop and sampling.logprobs is None
         known = sampling.logprobs is None and sampling.prompt_logprobs is None
-        self.plain = known and self.cursor is None and not sampling.changes_logits
+        self.plain = known and self.cursor is None and not sampling.changes_logits and not self.job.adapter
 
 
 class EngineCore:
@@ -152,6 +154,7 @@ class EngineCore:
                 frozenset(sampling.stop_tokens) | (frozenset() if sampling.ignore_eos else self.ends),
                 priority,
                 shares=number > 0 or sampling.prompt_logprobs is None,
+                adapter=job.adapter,
             )
             cursor = None if job.constraint is None else Cursor(job.constraint)
             answer = LiveAnswer(

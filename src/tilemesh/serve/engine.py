@@ -11,7 +11,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -21,14 +21,16 @@ from typing import Any, TypeVar
 
 import torch
 
-from tilemesh.core.errors import RunError, UsageError
+from tilemesh.core.errors import RunError, UsageError, unknown
 from tilemesh.core.plan import ParallelPlan
 from tilemesh.core.ranges import LARGEST_WHOLE, Range
 from tilemesh.data.tokenizer import encode_prompt
 from tilemesh.kernels.launch.tensors import read_device
 from tilemesh.measure.gpu import CudaGraphs
 from tilemesh.model.config import ModelConfig
+from tilemesh.model.lora import give_slots, read_adapter
 from tilemesh.model.work.weights import why_not
+from tilemesh.serve.adapters import AdapterSlots, LoadedAdapter
 from tilemesh.serve.answers import Completion, EngineStatus
 from tilemesh.serve.config import EngineConfig
 from tilemesh.serve.constrain.mask import Constraints
@@ -112,6 +114,9 @@ class Engine:
         elif config.speculate:
             self._guesser = NgramGuesser(config.speculate)
         self._scheduler = Scheduler(self.limits, self._guesser or no_drafts)
+        self._adapters: AdapterSlots | None = None
+        if config.adapters:
+            self._adapters = AdapterSlots(give_slots(model, config.adapters, config.adapter_rank), model)
         on_gpu = place.type == "cuda"
         graphs: ServeGraphs | None = None
         if (on_gpu if config.launch_ahead is None else config.launch_ahead) and not config.invariant:
@@ -119,7 +124,7 @@ class Engine:
         implementation = "auto" if on_gpu or graphs is None else "torch"
         runner: Runner | RankRunner
         if ranks:
-            names = ("dtype", "device", "step", "invariant", "shared_by")
+            names = ("dtype", "device", "step", "invariant", "adapters", "adapter_rank", "shared_by")
             passed_on = {name: getattr(config, name) for name in names}
             runner = RankRunner(str(source), self.limits, ranks, say=say, **passed_on)
         else:
@@ -127,7 +132,8 @@ class Engine:
         self._core = EngineCore(
             runner, self._scheduler, self.served.tokenizer, self.served.ends, self.config.vocabulary
         )
-        self._weights = LiveWeights(self._core, self.served, not isinstance(source, ServedModel), on_gpu)
+        owns = not isinstance(source, ServedModel)
+        self._weights = LiveWeights(self._core, self.served, owns, on_gpu, self._adapters)
         self._constraints = Constraints(self.served.tokenizer, self.served.ends)
         self._seed, self._prepares = config.seed, config.prepare
         self._lock = threading.Condition()
@@ -225,7 +231,8 @@ class Engine:
             self._unfinished += sampling.n
             self._asked += 1
             seed = (self._seed + self._asked) & LARGEST_WHOLE if sampling.seed is None else sampling.seed
-            job = PromptJob(list(prompt), sampling, seed, self._counting(tell), constraint, whole)
+            number = 0 if self._adapters is None else self._adapters.number(sampling.adapter)
+            job = PromptJob(list(prompt), sampling, seed, self._counting(tell), constraint, number, whole)
             asked_ns = time.monotonic_ns()
             self._inbox.append(lambda: self._core.add(job, max_tokens, priority, drawn, asked_ns))
             self._lock.notify()
@@ -263,6 +270,8 @@ class Engine:
             raise UsageError(
                 f"stop_tokens and logit_bias name token {outside[0]}: the vocabulary has {self.config.vocabulary}"
             )
+        if sampling.adapter not in (None, *self.adapters):
+            raise unknown("adapter", str(sampling.adapter), sorted(self.adapters))
         if sampling.n > self.limits.waiting + self.limits.running:
             raise UsageError(f"n is {sampling.n}: expected at most {self.limits.waiting + self.limits.running}")
         self._constraints.get(sampling.regex, sampling.json_schema)
@@ -323,6 +332,39 @@ class Engine:
     def wake(self) -> None:
         """Take the memory again and go on; an engine that does not sleep stays awake."""
         self._between_steps(self._wake)
+
+    # ---- adapters ----------------------------------------------------------------------------------------------
+
+    @property
+    def adapters(self) -> Mapping[str, LoadedAdapter]:
+        """Those that a request may name (`Sampling.adapter`)."""
+        return {} if self._adapters is None else self._adapters.names
+
+    def load_adapter(self, name: str, folder: str | Path) -> None:
+        """Hold what PEFT wrote into a folder under a name; it takes the place of one of this name, whose requests go on
+        with what it was. `Engine(adapters=8)` says how many there may be."""
+        if self._adapters is None:
+            raise UsageError("this engine has no room for adapters: start it with adapters (--adapters)")
+        if not name or name == self.served.name:
+            raise UsageError(f"an adapter called '{name}': expected a name of its own, which the model has not")
+        weights, slots = read_adapter(folder, self.config), self._adapters
+        slots.check(weights, str(folder))
+
+        def put() -> None:
+            if self.asleep:
+                raise UsageError("the engine sleeps: wake it before it loads an adapter")
+            in_use = {request.adapter for request in (*self._scheduler.running, *self._scheduler.waiting)}
+            slots.put(name, str(folder), weights, in_use)
+            self._weights.write_adapters()
+
+        self._between_steps(put)
+
+    def drop_adapter(self, name: str) -> None:
+        """Let no request name it any more; those under way go on."""
+        if self._adapters is None or name not in self._adapters.names:
+            raise unknown("adapter", name, sorted(self.adapters))
+        slots = self._adapters
+        self._between_steps(lambda: slots.drop(name))
 
     def _wake(self) -> None:
         self._weights.wake()

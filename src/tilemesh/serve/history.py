@@ -100,6 +100,8 @@ class RequestRecord:
     abort_order: int = 0
     found: int = 0
     """Tokens of the prompt that were in the prefix cache."""
+    adapter: int = 0
+    """The number of its adapter; 0: none."""
 
     @property
     def taken_tokens(self) -> int:
@@ -146,6 +148,7 @@ class ServeHistory:
             request.ends,
             request.priority,
             request.shares,
+            adapter=request.adapter,
         )
 
     def aborted(self, name: str, taken_ns: int) -> None:

@@ -15,6 +15,7 @@ import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, suppress
+from dataclasses import replace
 from typing import Any
 
 from starlette.applications import Starlette
@@ -232,7 +233,8 @@ class ServingApp:
         asked = reply.asked
         self.metrics.prompt_tokens.inc(sum(len(job.prompt) for job in reply.jobs))
         kind = "chatcmpl" if chat else "cmpl"
-        head = ReplyHead(f"{kind}-{uuid.uuid4().hex}", int(time.time()), self.name, chat)
+        name = asked.sampling.adapter or self.name
+        head = ReplyHead(f"{kind}-{uuid.uuid4().hex}", int(time.time()), name, chat)
         if asked.stream:
             headers = {"Cache-Control": "no-cache"}
             return StreamingResponse(self._stream(reply, head), media_type="text/event-stream", headers=headers)
@@ -241,13 +243,18 @@ class ServingApp:
     def _begin(self, body: bytes, chat: bool, loop: asyncio.AbstractEventLoop) -> LiveReply:
         """Read a body and hand its prompts to the engine. In a thread of the readers."""
         asked = (read_chat if chat else read_completion)(parse_body(body, self.engine.limits.context), self.defaults)
-        self._check_model(asked.model)
+        asked = replace(asked, sampling=replace(asked.sampling, adapter=self._adapter(asked.model)))
         return LiveReply(self.engine, self._prompts(asked), asked, self.metrics, loop)
 
-    def _check_model(self, name: str | None) -> None:
-        if name is not None and name != self.name:
-            why = f"model '{name[:200]}' is not served here: there is '{self.name}'"
+    def _adapter(self, name: str | None) -> str | None:
+        """The adapter that a body names as its model; None: the model itself."""
+        if name is None or name == self.name:
+            return None
+        if name not in self.engine.adapters:
+            there = ", ".join(f"'{known}'" for known in (self.name, *sorted(self.engine.adapters)[:20]))
+            why = f"model '{name[:200]}' is not served here: there is {there}"
             raise RefusedError("model", why, 404, "model_not_found")
+        return name
 
     def _prompts(self, asked: AskedCompletion) -> list[list[int]]:
         if asked.messages:
@@ -345,19 +352,24 @@ class ServingApp:
     # ---- the rest ----------------------------------------------------------------------------------------------
 
     async def models(self, request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [self._described()]})
+        data = [self._described(name) for name in (None, *sorted(self.engine.adapters))]
+        return JSONResponse({"object": "list", "data": data})
 
     async def model(self, request: Request) -> Response:
         try:
-            self._check_model(request.path_params["name"])
+            adapter = self._adapter(request.path_params["name"])
         except RefusedError as error:
             return JSONResponse(failure(str(error), _INVALID, error.parameter, error.code), error.status)
-        return JSONResponse(self._described())
+        return JSONResponse(self._described(adapter))
 
-    def _described(self) -> dict[str, Any]:
+    def _described(self, adapter: str | None) -> dict[str, Any]:
+        """The model, or one of its adapters."""
         longest = self.engine.limits.context
         fixed = {"object": "model", "owned_by": "tilemesh", "max_model_len": longest}
-        return {"id": self.name, "created": self.created, **fixed}
+        loaded = self.engine.adapters.get(adapter or "")
+        if adapter is None or loaded is None:
+            return {"id": self.name, "created": self.created, **fixed}
+        return {"id": adapter, "created": loaded.created, **fixed, "parent": self.name, "root": loaded.folder}
 
     async def health(self, request: Request) -> Response:
         if not self.engine.alive:

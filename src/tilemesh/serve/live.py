@@ -14,6 +14,7 @@ import torch
 
 from tilemesh.core.errors import RunError, UsageError, unknown
 from tilemesh.core.ranges import LARGEST_WHOLE, Range
+from tilemesh.serve.adapters import AdapterSlots
 from tilemesh.serve.core import EngineCore
 from tilemesh.serve.load import ServedModel, WeightSource, check_weights, open_weights
 from tilemesh.serve.ranks import RankRunner, RanksLostError
@@ -31,13 +32,16 @@ def check_running(running: str) -> None:
 class LiveWeights:
     """What an engine computes with. Called in the thread that takes its steps, between two of them."""
 
-    def __init__(self, core: EngineCore, served: ServedModel, owns: bool, on_gpu: bool) -> None:
-        """`owns`: whether the weights' memory is this engine's alone."""
+    def __init__(
+        self, core: EngineCore, served: ServedModel, owns: bool, on_gpu: bool, adapters: AdapterSlots | None = None
+    ) -> None:
+        """`owns`: whether the weights' memory is this engine's alone. `adapters`: what it holds beside them."""
         self._core, self._model, self._owns, self._on_gpu = core, served.model, owns, on_gpu
         self._origin = served.origin
         """Where the weights of now can be read again; None: nowhere."""
         self._dropped = False
         """Whether it sleeps without weights anywhere."""
+        self._adapters = adapters
         core.on_restart = self.restore
 
     def next_version(self, version: int | None) -> int:
@@ -59,12 +63,20 @@ class LiveWeights:
             core.forget_computed()
         self._origin = None
         self._write(source)
+        if self._dropped:
+            self.write_adapters()
         self._origin, self._dropped = source.origin, False
         core.scheduler.renew(version)
         return version
 
+    def write_adapters(self) -> None:
+        """All that are held, into the memory that computes."""
+        if self._adapters is not None:
+            self._core.runner.write_weights(self._adapters.tensors())
+
     def restore(self) -> None:
         """Give ranks that were started again the weights that the lost ones had."""
+        self.write_adapters()
         if self._core.scheduler.version == 0:
             return  # they have read what they were started with
         if self._origin is None:
@@ -94,6 +106,7 @@ class LiveWeights:
             raise UsageError("the weights were dropped and are in no folder: call update_weights before wake")
         if self._dropped:
             self._read_again()
+            self.write_adapters()
             self._dropped = False
         try:
             self._on_ranks(core.runner.wake)

@@ -21,11 +21,11 @@ from tilemesh.data.corpus import chat_template_of, tokenizer_of
 from tilemesh.data.tokenizer import FileTokenizer, Tokenizer, Unknown
 from tilemesh.data.tokenizer_files import DEFAULT, TOKENIZER, read_beside
 from tilemesh.model import huggingface
-from tilemesh.model.adapter import LoraConfig, adapted_modules
+from tilemesh.model.adapter import A, B, LoraConfig, adapted_modules
 from tilemesh.model.config import ModelConfig, check_written_model
 from tilemesh.model.families.book import CONFIG as MODEL_FILE
 from tilemesh.model.families.book import QUANTIZATION, read_config
-from tilemesh.model.kinds import FewBits, projections
+from tilemesh.model.kinds import Adapted, few_bits_of, projections
 from tilemesh.model.lora import MergedWeights
 from tilemesh.model.lowbit_files import CompressedFolder
 from tilemesh.model.read import Weights, read_model, read_weights
@@ -204,7 +204,14 @@ def check_weights(source: WeightSource, model: Transformer) -> None:
 
 
 def _forms(model: nn.Module) -> dict[str, tuple[tuple[int, ...], str]]:
-    return {name: _form(parameter) for name, parameter in model.named_parameters()}
+    """Of its weights; adapters that an engine holds beside them are none."""
+    slots = {
+        f"{name}.{part}"
+        for name, layer in projections(model)
+        if isinstance(layer.kind, Adapted) and layer.kind.rows is not None
+        for part in (A, B)
+    }
+    return {name: _form(parameter) for name, parameter in model.named_parameters() if name not in slots}
 
 
 def _form(tensor: Tensor) -> tuple[tuple[int, ...], str]:
@@ -213,15 +220,16 @@ def _form(tensor: Tensor) -> tuple[tuple[int, ...], str]:
 
 
 def _schemes(model: nn.Module) -> dict[str, object]:
-    return {name: layer.kind.scheme for name, layer in projections(model) if isinstance(layer.kind, FewBits)}
+    return {name: kind.scheme for name, layer in projections(model) if (kind := few_bits_of(layer)) is not None}
 
 
 def check_groups(model: Transformer, ranks: int) -> None:
     """Refuse codes whose groups of inputs cannot be shared by so many ranks, where a matrix is cut by its inputs."""
     for name, layer in projections(model):
-        if not isinstance(layer.kind, FewBits) or not name.endswith((".fc_o", ".fc_out")):
+        kind = few_bits_of(layer)
+        if kind is None or not name.endswith((".fc_o", ".fc_out")):
             continue
-        scheme = layer.kind.scheme
+        scheme = kind.scheme
         groups = scheme.groups(layer.in_features)
         if scheme.granularity == "group" and groups % ranks:
             most = layer.in_features // ranks

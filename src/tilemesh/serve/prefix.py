@@ -3,7 +3,7 @@
 The one idea: a page is found by (serial number of the page before it, its own tokens). The serial stands for all tokens
 before, so a chain of lookups compares every token, and two prompts whose hashes collide are still two prompts. A serial
 is never given twice: pages that followed an evicted page cannot be found by accident under its successor. New weights
-begin a chain of their own (`begin_again`), so what older ones computed is never found.
+begin a chain of their own (`begin_again`), and so does each adapter: what other weights computed is never found.
 """
 
 from __future__ import annotations
@@ -23,18 +23,19 @@ class PrefixCache:
         self._pool = pool
         self._pages: dict[Key, int] = {}
         self._entries: dict[int, tuple[int, Key]] = {}  # page: its serial, and the key that it is found by
-        self._root = self._last = 0  # what comes before the first page; the serial that was given last
+        self._roots = {0: 0}  # what comes before the first page, by adapter
+        self._last = 0  # the serial that was given last
         pool.on_evict = self._forget
 
     def __len__(self) -> int:
         return len(self._pages)
 
-    def match(self, tokens: Sequence[int], most: int) -> tuple[list[int], list[int]]:
+    def match(self, tokens: Sequence[int], most: int, adapter: int = 0) -> tuple[list[int], list[int]]:
         """The cached pages, and their serials, that hold the first tokens; at most `most` tokens. Nobody's use is
         counted yet: call `pool.share`."""
         pages: list[int] = []
         serials: list[int] = []
-        serial, size = self._root, self.page_tokens
+        serial, size = self._root(adapter), self.page_tokens
         for begin in range(0, most - size + 1, size):  # `key` written out: a long prompt has hundreds of pages
             page = self._pages.get((serial, tuple(tokens[begin : begin + size])))
             if page is None:
@@ -44,10 +45,10 @@ class PrefixCache:
             serials.append(serial)
         return pages, serials
 
-    def key(self, tokens: Sequence[int], serials: Sequence[int]) -> Key:
+    def key(self, tokens: Sequence[int], serials: Sequence[int], adapter: int = 0) -> Key:
         """What the page after these would be found by."""
         begin = len(serials) * self.page_tokens
-        return (serials[-1] if serials else self._root, tuple(tokens[begin : begin + self.page_tokens]))
+        return (serials[-1] if serials else self._root(adapter), tuple(tokens[begin : begin + self.page_tokens]))
 
     def publish(self, key: Key, page: int) -> tuple[int, int]:
         """Let a computed page be found; returns the page to use from now on, and its serial.
@@ -67,8 +68,13 @@ class PrefixCache:
 
     def begin_again(self) -> None:
         """Nothing that was published so far is found any more."""
-        self._last += 1
-        self._root = self._last
+        self._roots.clear()
+
+    def _root(self, adapter: int) -> int:
+        if adapter not in self._roots:
+            self._last += 1
+            self._roots[adapter] = self._last
+        return self._roots[adapter]
 
     def _forget(self, page: int) -> None:
         _, key = self._entries.pop(page)

@@ -17,6 +17,7 @@ from tilemesh.core.plan import ParallelPlan
 from tilemesh.kernels.launch.tensors import read_device
 from tilemesh.model.kinds import unpacked
 from tilemesh.model.linear import CodedLinear
+from tilemesh.model.lora import give_slots
 from tilemesh.parallel.apply import lay
 from tilemesh.parallel.laid import Laid
 from tilemesh.parallel.mesh import Mesh
@@ -34,6 +35,8 @@ def serve_steps(address: str, source: str, limits: Mapping[str, Any], options: M
     device = f"cuda:{comm.rank}" if options["device"] == "cuda" else options["device"]
     place = read_device(device)
     served = load_served(source, dtype=read_dtype(options["dtype"]), device=place, step=options["step"])
+    if options["adapters"]:
+        give_slots(served.model, options["adapters"], options["adapter_rank"])
     runner = Runner(served.model, ServeLimits(**limits), place, options["invariant"]) if comm.size == 1 else None
     if runner is None:
         # `lay` prepares a model to be trained; here nothing is. Codes of compressed matrices never are.

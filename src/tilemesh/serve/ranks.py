@@ -58,12 +58,15 @@ class RankRunner:
         device: str = "cpu",
         step: int | None = None,
         invariant: bool = False,
+        adapters: int = 0,
+        adapter_rank: int = 0,
         shared_by: int = 1,
         say: Callable[[str], None] = lambda text: None,
     ) -> None:
         self.limits, self.ranks, self.invariant = limits, ranks, invariant
         self._say = say
         options = {"dtype": dtype, "device": device, "step": step, "invariant": invariant}
+        options |= {"adapters": adapters, "adapter_rank": adapter_rank}
         self._arguments = (os.path.abspath(source), dataclasses.asdict(limits), options)
         self._shared_by = shared_by
         self._started: list[float] = []

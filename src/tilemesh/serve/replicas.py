@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from tilemesh.core.errors import UsageError
+from tilemesh.serve.adapters import LoadedAdapter
 from tilemesh.serve.answers import EngineStatus
 from tilemesh.serve.config import EngineConfig
 from tilemesh.serve.core import AnswerPart, PromptJob
@@ -117,6 +118,18 @@ class Replicas:
             for replica in range(len(self.engines)):
                 self._router.forget(replica)
         return max(future.result() for future in written)
+
+    @property
+    def adapters(self) -> Mapping[str, LoadedAdapter]:
+        return self.engines[0].adapters
+
+    def load_adapter(self, name: str, folder: str | Path) -> None:
+        for engine in self.engines:
+            engine.load_adapter(name, folder)
+
+    def drop_adapter(self, name: str) -> None:
+        for engine in self.engines:
+            engine.drop_adapter(name)
 
     def sleep(self, level: int = 1) -> None:
         for engine in self.engines:

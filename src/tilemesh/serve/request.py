@@ -75,6 +75,8 @@ class Sampling:
     temperature; and as sampled, after these and the filters."""
     prompt_logprobs: int | None = None
     """The model's own for the prompt's tokens, from the second on."""
+    adapter: str | None = None
+    """Which of the engine's adapters computes it; None: the model as it is."""
 
     def __post_init__(self) -> None:
         for name, numbers in _NUMBERS.items():
@@ -83,6 +85,8 @@ class Sampling:
             value = getattr(self, name)
             if value is not None or name not in _MAY_BE_NONE:
                 numbers.check(name, value, whole=True)
+        if not isinstance(self.adapter, str | None):
+            raise UsageError(f"adapter is {shown(self.adapter)}: expected the name of one that is loaded")
         if not isinstance(self.ignore_eos, bool):
             raise UsageError(f"ignore_eos is {shown(self.ignore_eos)}: expected true or false")
         if self.regex is not None and not isinstance(self.regex, str):
@@ -150,6 +154,8 @@ class ServeRequest:
     """Lower runs first."""
     shares: bool = True
     """Whether it may take pages that others computed; not where every prompt token's logits are wanted."""
+    adapter: int = 0
+    """Its adapter's number; 0: none."""
 
     prompt: int = 0
     """How many tokens the prompt has."""

@@ -16,11 +16,12 @@ from torch import Tensor
 from tilemesh.kernels.launch.gpu import launches_early
 from tilemesh.kernels.row_linear.cost import GATES
 from tilemesh.kernels.row_linear.reference import row_linear
-from tilemesh.model.kinds import FewBits, projections
+from tilemesh.model.kinds import Adapted, FewBits, note_silent, projections
 from tilemesh.model.linear import DENSE, DenseMatrix
 from tilemesh.model.norm import ResidualNorm
 from tilemesh.model.packed import Packed, forget_packed, pack_products, packed_bytes, packs
 from tilemesh.model.programs.explain import explain
+from tilemesh.model.programs.group import group_layers
 from tilemesh.model.programs.prepare import prepare
 from tilemesh.model.programs.program import Use
 from tilemesh.model.rotary import RotaryTable
@@ -83,6 +84,9 @@ class Runner:
         )  # fmt: skip
         config = model.config
         itemsize = next(model.parameters()).element_size()
+        self._like = next(model.parameters())
+        kinds = (layer.kind for _, layer in projections(model))
+        self._adapter_rows = next((kind.rows for kind in kinds if isinstance(kind, Adapted)), None)
         self._tile_sizes = self.cache.tile_sizes(config.heads, config.kv_heads, config.head_width, itemsize)
         self.programs = prepare(model, self._use(), self.device)
         self._given_back: GivenBack | None = None  # the weights' memory
@@ -158,6 +162,7 @@ class Runner:
                 into.copy_(part)
         self._wait()  # or their owner might change them meanwhile
         forget_packed(self.model, self.programs.groups)
+        note_silent((*self.model.modules(), *group_layers(self.programs.groups)))
 
     def _part(self, name: str, tensor: Tensor) -> Tensor:
         """What this process computes with of a whole parameter."""
@@ -217,6 +222,8 @@ class Runner:
 
     def _pass(self, batch: Batch) -> Tensor:
         """Logits of the wanted tokens. Those of the others are never computed."""
+        if self._adapter_rows is not None:
+            self._adapter_rows.choose(batch.adapters, self._like)
         now = self.model.prepare(batch.tokens_1T, cache=self.cache.prepare(batch), table=self._rotary)
         x_TD = self.programs.last(self.programs.enter(batch.tokens_1T, None, now), now)[0]
         return self._project(x_TD if batch.wanted is None else x_TD[batch.wanted])

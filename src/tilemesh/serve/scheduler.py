@@ -375,7 +375,7 @@ class Scheduler:
         """Cached pages with its first tokens. At least one token stays to be computed, whose logits are needed."""
         if not self._may_share(request):
             return [], []
-        return self.prefixes.match(request.tokens, len(request.tokens) - 1)
+        return self.prefixes.match(request.tokens, len(request.tokens) - 1, request.adapter)
 
     def _next_page(self, request: ServeRequest, serials: Sequence[int] | None = None) -> Key | None:
         """The page that this request would publish next, if it has all the page's tokens already."""
@@ -383,7 +383,7 @@ class Scheduler:
         end = (len(known) + 1) * self.limits.page_tokens
         if not self._may_share(request) or end >= len(request.tokens):
             return None
-        return self.prefixes.key(request.tokens, known)
+        return self.prefixes.key(request.tokens, known, request.adapter)
 
     def _may_share(self, request: ServeRequest) -> bool:
         """Not where it has pages that older weights computed."""
@@ -443,7 +443,7 @@ class Scheduler:
         """Let others find the pages that are full now, of the first `known` tokens."""
         while (len(request.published) + 1) * self.limits.page_tokens <= known:
             number = len(request.published)
-            key = self.prefixes.key(request.tokens, request.published)
+            key = self.prefixes.key(request.tokens, request.published, request.adapter)
             page, serial = self.prefixes.publish(key, request.pages[number])
             if page != request.pages[number]:  # another one has computed the same tokens
                 request.pages = (*request.pages[:number], page, *request.pages[number + 1 :])

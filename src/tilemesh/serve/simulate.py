@@ -49,6 +49,7 @@ class SimRequest:
     order: int | None = None
     """Of orders at one moment, lower is taken first; None: as they are listed."""
     abort_order: int = 0
+    adapter: int = 0
 
 
 def simulate(
@@ -98,8 +99,9 @@ def simulate(
                     history.aborted(request.name, now)
                 continue
             made = ServeRequest(
-                request.name, list(request.prompt), request.max_tokens, request.ends, request.priority, request.shares
-            )
+                request.name, list(request.prompt), request.max_tokens, request.ends, request.priority, request.shares,
+                request.adapter,
+            )  # fmt: skip
             try:
                 scheduler.add(made)
             except QueueFullError:
@@ -226,6 +228,7 @@ def replay(history: ServeHistory, limits: ServeLimits, guesser: NgramGuesser | N
             record.asked_ns,
             record.order,
             record.abort_order,
+            record.adapter,
         )
         for record in history.requests.values()
     ]

@@ -61,7 +61,7 @@ def pack_step(plan: StepPlan, spans: Sequence[TokenSpan]) -> tuple[dict[str, Any
         numbers += [number for pair in out_or_in for number in pair]
     for span in spans:
         pages = span.entry.pages
-        numbers += (span.begin, span.end, span.wanted.start, span.wanted.stop, len(pages))
+        numbers += (span.begin, span.end, span.wanted.start, span.wanted.stop, span.entry.request.adapter, len(pages))
         numbers += span.tokens
         numbers += pages
     header = {"out": len(plan.swapped_out), "into": len(plan.swapped_in), "spans": len(spans)}
@@ -82,12 +82,12 @@ def unpack_step(header: Mapping[str, Any], body: bytearray) -> tuple[StepPlan, l
     plan = StepPlan(0, (), pairs(header["out"]), pairs(header["into"]))
     spans = []
     for place in range(header["spans"]):
-        begin, end, first, last, pages = numbers[at : at + 5]
-        at += 5
+        begin, end, first, last, adapter, pages = numbers[at : at + 6]
+        at += 6
         tokens = numbers[at : at + end - begin]
         at += end - begin
         # Nobody asks for the tokens before: their keys and values are in pages.
-        request = ServeRequest(str(place), [0] * begin + tokens, 1)
+        request = ServeRequest(str(place), [0] * begin + tokens, 1, adapter=adapter)
         entry = Scheduled(request, begin, end - begin, (), first < last, tuple(numbers[at : at + pages]))
         at += pages
         spans.append(TokenSpan(entry, begin, end, range(first, last)))

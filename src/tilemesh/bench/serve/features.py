@@ -1,4 +1,4 @@
-"""What parts of the engine bring: prefix sharing, chunks, pages, guessing ahead, packed weights; and how it starts.
+"""What parts of the engine bring: prefix sharing, chunks, pages, guessing ahead, packed weights, adapters; its start.
 
 Each feature is a case with and without it on one model, in turns. What is expected of it follows from the tokens that
 are computed and the time of the engine without it.
@@ -32,6 +32,9 @@ from tilemesh.bench.serve.peers import write_folder
 from tilemesh.core.errors import RunError
 from tilemesh.measure.row import CaseValue, Row
 from tilemesh.measure.sample import Sample
+from tilemesh.model.adapter import A, B, LoraConfig, adapted_modules, adapter_parameters, matrix_shapes
+from tilemesh.model.config import ModelConfig
+from tilemesh.model.lora import save_adapter
 from tilemesh.model.packed import packs
 from tilemesh.model.transformer import Transformer
 from tilemesh.serve.core import AnswerPart
@@ -240,6 +243,49 @@ def packed_rows(bench: FeatureBench) -> list[Row]:
     return [bench.row("packed weights", case, taken["packed"], guess, "tokens/s", plain=taken["plain"])]
 
 
+def adapter_rows(bench: FeatureBench) -> list[Row]:
+    """Eight adapters in one batch beside none: 16 requests, prompts new in every turn."""
+    config, count, output, held, rank = bench.served.model.config, 16, 32, 8, 8
+    prompts, lora = Lengths(16, min(128, config.context - output)), LoraConfig(rank=rank)
+    with contextlib.ExitStack() as closing:
+        folder = Path(closing.enter_context(tempfile.TemporaryDirectory(prefix="tilemesh-adapters-")))
+        calls: dict[str, Callable[[], float]] = {}
+        for way in ("without", "adapters"):
+            slots = {"adapters": held, "adapter_rank": rank} if way == "adapters" else {}
+            engine = closing.enter_context(bench.make(bench.random(), pages=400, running=count, **slots))
+            for number in range(held if slots else 0):
+                _write_adapter(folder / str(number), config, lora, number)
+                engine.load_adapter(str(number), folder / str(number))
+            seeds = itertools.count()
+
+            def tokens_per_s(engine: Engine = engine, seeds: Iterator[int] = seeds) -> float:
+                load = make_load(count, prompts, Lengths(output, output), config.vocabulary, seed=next(seeds))
+                names: list[str | None] = [*sorted(engine.adapters)] or [None]
+                plain = Sampling(max_tokens=output, temperature=0, ignore_eos=True)
+                each = [replace(plain, adapter=names[at % len(names)]) for at in range(count)]
+                began = time.perf_counter()
+                list(engine.generate([list(one.prompt) for one in load], each))
+                return count * output / (time.perf_counter() - began)
+
+            calls[way] = tokens_per_s
+        taken = _in_turns(calls, 4)
+    case: dict[str, CaseValue] = {"requests": count, "adapters": held, "rank": rank}
+    whole = sum(outputs * inputs for outputs, inputs in matrix_shapes(config).values())
+    expected = taken["without"].median / (1 + held * adapter_parameters(config, lora) / whole)
+    guess = Estimate(expected, "products of all adapters' columns with every token")
+    return [bench.row("adapters", case, taken["adapters"], guess, "tokens/s", without=taken["without"])]
+
+
+def _write_adapter(folder: Path, config: ModelConfig, lora: LoraConfig, seed: int) -> None:
+    """Random weights."""
+    draw, shapes, tensors = torch.Generator().manual_seed(seed), matrix_shapes(config), {}
+    for name in adapted_modules(config, lora):
+        outputs, inputs = shapes[name]
+        tensors[f"{name}.{A}"] = torch.randn(lora.rank, inputs, generator=draw) * 0.01
+        tensors[f"{name}.{B}"] = torch.randn(outputs, lora.rank, generator=draw) * 0.01
+    save_adapter(tensors, config, lora, folder)
+
+
 def start_rows(bench: FeatureBench) -> list[Row]:
     """From `tilemesh serve` to the first token over HTTP, kernels compiled anew and graphs captured on the way."""
     with tempfile.TemporaryDirectory(prefix="tilemesh-start-") as folder:
@@ -277,5 +323,6 @@ FEATURES: Mapping[str, Callable[[FeatureBench], list[Row]]] = {
     "pages": page_rows,
     "guesses": guess_rows,
     "packed": packed_rows,
+    "adapters": adapter_rows,
     "start": start_rows,
 }

@@ -9,7 +9,8 @@ import re
 import signal
 import socket
 import ssl
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 from tilemesh.cli.output import tell
@@ -40,6 +41,7 @@ class ServeOptions(EngineConfig):
     tls_key: str | None = option(None, "The certificate's private key.", "FILE")
     name: str | None = option(None, "What the model is called; by default as its folder.")
     mesh: str | None = option(None, "Processes per matrix, and replicas.", "tp=2,dp=2")
+    adapter: tuple[str, ...] = option((), "An adapter to begin with; --adapters says how many may come.", "NAME=FOLDER")
     draft: str | None = option(None, "A smaller model that guesses, up to --speculate tokens (4).", "RUN|FOLDER")
     explain: bool = option(False, "Say which programs compute the model, and why not others.")
     generation_config: bool = option(False, "Take the folder's generation_config.json as defaults.")
@@ -59,6 +61,8 @@ def serve(options: ServeOptions) -> None:
     from tilemesh.serve.load import folder_defaults
     from tilemesh.serve.replicas import Replicas
 
+    adapters = read_adapters(options.adapter)
+    options = replace(options, adapters=max(options.adapters, len(adapters)))
     defaults = folder_defaults(options.source) if options.generation_config else {}
     # Before gigabytes are read: a port that is taken is the commonest failure.
     listening = _listen(options.host, options.port)
@@ -72,6 +76,8 @@ def serve(options: ServeOptions) -> None:
             engine = stack.enter_context(Replicas(options.source, replicas, options, ranks=ranks, **models))
         else:
             engine = stack.enter_context(Engine(options.source, options, ranks=ranks if ranks > 1 else 0, **models))
+        for name, folder in adapters.items():
+            engine.load_adapter(name, folder)
         if options.explain:
             for line in engine.explain():
                 tell(line)
@@ -115,6 +121,18 @@ def check_tls(options: ServeOptions) -> ssl.SSLContext | None:
             f"--tls-cert {options.tls_cert} and --tls-key {options.tls_key} cannot be used: {why}"
         ) from None
     return context
+
+
+def read_adapters(words: Sequence[str]) -> dict[str, str]:
+    """`NAME=FOLDER`, each name once."""
+    pairs = [word.partition("=") for word in words]
+    for word, (name, _, folder) in zip(words, pairs, strict=True):
+        if not name or not folder:
+            raise UsageError(f"--adapter is {word}: expected NAME=FOLDER, such as sql=adapters/sql")
+    read = {name: folder for name, _, folder in pairs}
+    if len(read) < len(pairs):
+        raise UsageError(f"--adapter names {len(pairs)} adapters, and some of them twice: give each a name of its own")
+    return read
 
 
 def read_mesh(text: str | None) -> dict[str, int]:

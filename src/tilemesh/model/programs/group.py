@@ -9,7 +9,7 @@ It is for models that only compute forward.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -101,6 +101,11 @@ class LayerGroups(NamedTuple):
     gated_apart: str = "weights are trained"
 
 
+def group_layers(groups: Iterable[LayerGroups]) -> list[Linear]:
+    """What computes several projections at once."""
+    return [product.layer for pair in groups for product in (pair.heads, pair.gated) if product is not None]
+
+
 def layer_groups(layer: Layer, one_row: bool = False) -> LayerGroups:
     """Lay a layer's projections together where they can be. `one_row`: products of a single token with dense weights
     are `row_linear`'s."""
@@ -123,6 +128,7 @@ def group(layers: Sequence[nn.Module], one_row: bool = False) -> tuple[GroupProd
     kind = members[0].kind.stacked()
     assert kind is not None
     kind = replace(kind, one_row=one_row) if isinstance(kind, DenseMatrix) else kind
+    kind = kind.over([member.out_features for member in members])
     return GroupProduct(lay_together(members, kind), members, members[0].activation), ""
 
 

@@ -46,7 +46,7 @@ class ServeBenchOptions:
     step_length: _Tokens = option(1024, "Tokens of each of these.", "N")
     profile: OutFolder | None = option(None, "Then write the kernels of these steps.", "FOLDER")
     features: Annotated[Words, Known("feature", "tilemesh.bench.serve.features:FEATURES", "all")] = option(
-        (), "Also with and without prefix, chunks, pages, guesses, packed, start; or all.", "A,B,..."
+        (), "Also with and without prefix, chunks, pages, guesses, packed, adapters, start; or all.", "A,B,..."
     )
     peers: Annotated[tuple[str, ...], Commas("none"), Known("peer", "tilemesh.bench.serve.peers:PEERS")] = option(
         (), "transformers-static, transformers-continuous, openvino-genai, ctranslate2; or none.", "A,B"
