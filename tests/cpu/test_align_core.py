@@ -268,7 +268,7 @@ def test_which_estimators_of_the_kl_are_unbiased() -> None:
     (slope,) = torch.autograd.grad(kl, logits, retain_graph=True)
     (other,) = torch.autograd.grad((reference.exp() * (reference - logprob)).sum(), logits, retain_graph=True)
     chance = logprob.exp().detach()
-    values = {name: float((chance * estimate(logprob, reference)).sum()) for name, estimate in ESTIMATORS.items()}
+    values = {name: (chance * estimate(logprob, reference)).sum().item() for name, estimate in ESTIMATORS.items()}
     assert values["k1"] == pytest.approx(kl.item(), abs=1e-12)
     assert values["k3"] == pytest.approx(kl.item(), abs=1e-12)
     assert abs(values["k2"] - kl.item()) > 1e-3
@@ -281,6 +281,35 @@ def test_which_estimators_of_the_kl_are_unbiased() -> None:
     weight = ESTIMATORS["k1"](logprob, reference).detach()
     (in_reward,) = torch.autograd.grad((chance * weight * logprob).sum(), logits)
     torch.testing.assert_close(in_reward, slope, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(("name", "is_biased"), [("grpo", True), ("dr-grpo", False), ("dapo", False), ("rloo", False)])
+def test_the_length_trap_all_its_answers_enumerated(name: str, is_biased: bool) -> None:
+    """A right answer is one token; a wrong one goes on with probability s after each. Length is not paid: nothing may
+    push s. A mean over each answer's own length punishes long wrong answers less per token, and pushes it up."""
+    share, longest = 0.3, 8
+    go_on = torch.tensor(0.4, dtype=torch.float64, requires_grad=True)
+    more, less = torch.nn.functional.logsigmoid(go_on), torch.nn.functional.logsigmoid(-go_on)
+    first = torch.log(torch.tensor([share, 1 - share], dtype=torch.float64))
+    answers = [[first[0]]]
+    answers += [[first[1], *[more] * further, less] for further in range(longest - 2)]
+    answers.append([first[1], *[more] * (longest - 2)])  # cut off
+    deviation = math.sqrt(share * (1 - share))
+    paid = [(1 - share) / deviation] + [-share / deviation] * (len(answers) - 1)
+    if name in ("dr-grpo", "rloo"):
+        paid = [value * deviation for value in paid]
+    chances = torch.stack([torch.stack(answer).sum() for answer in answers]).exp().detach()
+    assert chances.sum().item() == pytest.approx(1)
+    sequence = np.repeat(np.arange(len(answers)), [len(answer) for answer in answers])
+    # Of a batch with as many answers as one likes: each as often as it is likely. `token` divides by a constant then.
+    weight = torch.tensor(WEIGHTINGS[ALGORITHMS[name].weighting](sequence, len(answers), longest))
+    logprob = torch.stack([token for answer in answers for token in answer])
+    tokens = PolicyTokens(
+        logprob, None, None, logprob.detach(), logprob.detach(), torch.tensor(paid, dtype=torch.float64)[sequence],
+        weight * chances[sequence], weight, torch.tensor(sequence),
+    )  # fmt: skip
+    (slope,) = torch.autograd.grad(policy_loss(ALGORITHMS[name], tokens)[0], go_on)
+    assert slope.item() < -1e-4 if is_biased else abs(slope.item()) < 1e-12
 
 
 # Preferences ----------------------------------------------------------------------------------------------------------

@@ -90,7 +90,7 @@ def test_shuffled_rewards_teach_nothing(
 
 STARTS: dict[str, tuple[int, Callable[[random.Random, Case], str] | None]] = {
     "bandit": (20, lambda chance, case: chance.choice("abcde")),
-    "add": (25, None),
+    "add": (40, None),
     "hackable": (120, lambda chance, case: str(case["answer"]) + chance.choice(["", "", "", " ok"])),
 }
 
@@ -101,7 +101,7 @@ STARTS: dict[str, tuple[int, Callable[[random.Random, Case], str] | None]] = {
 def test_a_bandit_and_sums_are_learnt(tmp_path: Path, task: str, seed: int) -> None:
     steps, example = STARTS[task]
     start = write_start(tmp_path / "start", task, steps, seed, example=example)
-    sets = (f"align.task={task}", "align.prompts=16", "align.answers=16", "optimizer.lr=5e-4", "train.steps=40")
+    sets = (f"align.task={task}", "align.prompts=16", "align.answers=16", "optimizer.lr=1e-3", "train.steps=60")
     before, after = gain(align(start, tmp_path / "run", *sets, seed=seed))
     assert after > before + 0.1
 

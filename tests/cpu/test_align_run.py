@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -24,7 +29,7 @@ from tilemesh.runs.files import write_text
 from tilemesh.runs.folder import new_run
 from tilemesh.runs.kind import ALIGN
 from tilemesh.runs.metrics import STEP, latest
-from tilemesh.runs.names import FEEDBACK, ROLLOUTS, SAMPLES
+from tilemesh.runs.names import FEEDBACK, METRICS, ROLLOUTS, SAMPLES
 from tilemesh.runs.reader import open_checkpoint
 from tilemesh.serve.engine import Engine
 from tilemesh.serve.request import Sampling
@@ -38,7 +43,7 @@ QUICK = (
 
 @pytest.fixture(scope="module")
 def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_start(tmp_path_factory.mktemp("start") / "model", "sort", 12)
+    return write_start(tmp_path_factory.mktemp("start") / "model", "sort", 50)
 
 
 def made(start: Path, *sets: str, mesh: str | None = None) -> AlignConfig:
@@ -128,12 +133,15 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(start: Path, tmp_p
         }
 
 
-@pytest.mark.parametrize("algorithm", ["grpo", "ppo", "dapo"])
+@pytest.mark.parametrize(
+    "algorithm", [pytest.param("grpo", marks=pytest.mark.slow), "ppo", pytest.param("dapo", marks=pytest.mark.slow)]
+)
 def test_ranks_and_microbatches_change_nothing(start: Path, tmp_path: Path, algorithm: str) -> None:
     """dp x tp, in float64: the same answers, losses and weights as one process, to 1e-10."""
     sets = (f"align.algorithm={algorithm}", "plan.precision=fp64", "train.steps=3", "align.kl_coefficient=0.05",
             "optimizer.name=sgd", "optimizer.lr=0.05", "optimizer.momentum=0")  # fmt: skip
     alone = on_ranks(made(start, *sets, "plan.microbatch=16"), start, tmp_path / "alone")
+    assert all(line["norm"] > 0 and line["reward"] > 0 for line in steps_of(alone))
     others = {
         "cut": made(start, *sets, "plan.microbatch=2"),
         "dp2tp2": made(start, *sets, "plan.microbatch=4", mesh="dp=2,tp=2"),
@@ -148,6 +156,50 @@ def test_ranks_and_microbatches_change_nothing(start: Path, tmp_path: Path, algo
         expected = weights_of(alone)
         for key, tensor in weights_of(folder).items():
             np.testing.assert_allclose(tensor.numpy(), expected[key].numpy(), atol=1e-10, err_msg=f"{name} {key}")
+
+
+def test_adapters_are_merged_for_the_engine_and_trained_alone(start: Path, tmp_path: Path) -> None:
+    """Engine and training agree on every answer, and so do the model that is served and the one that was trained."""
+    folder = fit(made(start, "lora.rank=4", "optimizer.lr=1e-2"), start, run=tmp_path / "run").folder
+    assert all(name.endswith(("lora_a", "lora_b")) for name in weights_of(folder))
+    lines = steps_of(folder)
+    assert all(line["mismatch"] < 1e-4 for line in lines)
+    assert lines[-1]["kl"] > 0
+    with Engine(folder) as engine:
+        assert list(engine.generate([list(b"314159>")], Sampling(max_tokens=2)))
+
+
+def test_the_engines_own_log_probabilities_may_be_the_old_ones(start: Path, tmp_path: Path) -> None:
+    """With one program for both, these are the same numbers; with two, as near as rounding is."""
+    config = ("align.epochs=2", "align.invariant=true")
+    first, second = (
+        steps_of(fit(made(start, *config, f"align.old={old}"), start, run=tmp_path / old).folder)
+        for old in ("trainer", "engine")
+    )
+    assert [line["mismatch"] for line in second] == [0] * 4
+    for ours, theirs in zip(first, second, strict=True):
+        assert ours["reward"] == theirs["reward"]
+        assert ours["norm"] == pytest.approx(theirs["norm"], rel=1e-3)
+
+
+@pytest.mark.slow
+def test_a_run_that_was_killed_goes_on_bit_for_bit(start: Path, tmp_path: Path) -> None:
+    """At several moments, whatever it was doing then: rollouts, passes, updates or writing."""
+    sets = ("align.algorithm=ppo", "align.minibatches=2", "align.epochs=2", "train.steps=10", "checkpoint.every=1")
+    config = made(start, *sets)
+    whole = fit(config, start, run=tmp_path / "whole").folder
+    for number, wait_s in enumerate((0.0, 0.05, 0.13)):
+        folder = tmp_path / f"killed-{number}"
+        command = [sys.executable, "-m", "tilemesh", "align", str(start), "--out", str(folder)]
+        command += ["--set", ",".join((*QUICK, *sets))]
+        process = subprocess.Popen(command, start_new_session=True, stdout=subprocess.DEVNULL)
+        while process.poll() is None and len(steps_of(folder) if (folder / METRICS).is_file() else ()) < 2 + number:
+            time.sleep(0.01)
+        time.sleep(wait_s)
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        fit(None, resume=folder)
+        assert_same(whole, folder)
 
 
 def test_what_does_not_go_together_is_refused_in_a_line(start: Path) -> None:

@@ -211,6 +211,8 @@ def load(start: str | Path, *, sets: Sequence[str] = (), mesh: str | None = None
     over = [*layout, *_of_training(sets)]
     begin = {"run": _begin(Path(start), feedback)}
     training = core_config.load(TrainConfig, preset="run", presets=begin, sets=over)
+    if (Path(start) / MODEL_FILE).is_file():
+        training = training.with_base(start)
     return checked(AlignConfig(training, feedback))
 
 
