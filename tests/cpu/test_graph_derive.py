@@ -16,7 +16,8 @@ from tilemesh.core.errors import UsageError
 from tilemesh.graph import build, derive
 from tilemesh.graph.by_torch import run_torch
 from tilemesh.graph.evaluate import run_numpy
-from tilemesh.graph.ir import Graph, Node, make
+from tilemesh.graph.ir import Graph, Node, make, ordered
+from tilemesh.graph.ops import PRIMITIVES
 
 F64 = "float64"
 
@@ -70,6 +71,7 @@ CASES: dict[str, tuple[Sequence[Node], Callable[[], Node]]] = {
     "dot": ((x, y), lambda: build.dot(x, build.transpose(y))),
     "dot by batch": ((image,), lambda: build.dot(image, build.transpose(image))),
     "take": ((x,), lambda: build.take(build.exp(x), build.constant(2, (2, 3), "int64"))),
+    "argmax": ((x,), lambda: build.take(build.exp(x), make("argmax", x, dim=0))),
     "put_add": ((x,), lambda: make("put_add", build.exp(x), build.constant(1, (3,), "int64"), size=5)),
     "conv1d": (
         (x64("a", 2, 4, 9), x64("b", 6, 4, 3)),
@@ -123,6 +125,17 @@ def test_every_primitive(name: str) -> None:
         np.testing.assert_allclose(ours, theirs, rtol=1e-12, atol=1e-12)
     for ours, theirs in zip(run_torch(back, *tensors, weight), expected, strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
+def test_no_primitive_is_without_a_case() -> None:
+    """What is added to the table is compared with torch by the cases above, itself or as a derivative of another."""
+    seen = set()
+    for inputs, body in CASES.values():
+        output = body()
+        slopes = derive.vjp([output], [build.argument("g", output.shape, F64)], inputs)
+        seen |= {node.op for node in ordered([output, *slopes])}
+    elsewhere = {"switch", "merge", "region", "opaque", "item", "lay"}  # other tests have these
+    assert set(PRIMITIVES) - seen <= elsewhere
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from tilemesh.graph import build
 from tilemesh.graph.evaluate import stored_number
 from tilemesh.graph.ir import Node, make
 from tilemesh.graph.ops import DTYPES, FLOATS, WIDER
-from tilemesh.graph.size import known, product
+from tilemesh.graph.size import numbers, product
 from tilemesh.graph.targets import checked_targets
 
 Shape: TypeAlias = tuple[int, ...]
@@ -194,7 +194,7 @@ def lower_variance(
 
 
 def typed_shape(x: Node) -> Shape:
-    return tuple(known(size, {}) for size in x.shape)
+    return numbers(x.shape)
 
 
 def target_column(target: Node, shape: Shape) -> Node:

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 
 from tilemesh.core.errors import UsageError
-from tilemesh.graph.evaluate import control, dense, numbers, pad_ranges, ranges, sizes_of
+from tilemesh.graph.evaluate import control, dense, pad_ranges, ranges, sizes_of
 from tilemesh.graph.ir import Dense, Graph, Node
 from tilemesh.graph.opaque import laid, run_opaque
 from tilemesh.graph.ops import DTYPES, primitive
+from tilemesh.graph.size import numbers
 
 Tensor = torch.Tensor
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from types import CodeType
-from typing import Any
 
 from tilemesh.core.errors import UsageError
 from tilemesh.graph import build
@@ -133,31 +132,24 @@ def _underivable(node: Node) -> UsageError:
 
 def _transposed(node: Node, at: int, g: Node) -> Node | None:
     """What a gradient at a node's output means for its input number `at`."""
-    if node.op == "switch":
-        return _through(node["branch"], node.inputs[1], g) if at == 0 else None
-    if node.op == "merge":
-        return make("switch", g, node.inputs[0], branch=at == 1) if at else None
-    if node.op == "where":
-        chosen, none = node.inputs[0], like(g, 0.0)
-        return make("where", chosen, *((g, none) if at == 1 else (none, g)))
-    if node.op == "cast":
-        return build.cast(g, node.inputs[0].dtype)
-    if primitive(node.op).kind == "elementwise":
-        partial = _partials(node)[at]
-        return None if partial is None else _scaled(g, partial)
-    if node.op == "amax":
-        return multiply(_unreduced(node, g), _shares(node))
-    if node.op == "argmax":
-        return None
-    if node.op not in _TRANSPOSES:
+    if node.op in _TRANSPOSES:
+        return _TRANSPOSES[node.op](node, at, g)
+    if primitive(node.op).kind != "elementwise":
         raise _underivable(node)
-    return _TRANSPOSES[node.op](node, at, g)
+    partial = _partials(node)[at]
+    return None if partial is None else _scaled(g, partial)
 
 
-def _through(branch: bool, predicate: Node, g: Node) -> Node:
+def _switch_back(node: Node, at: int, g: Node) -> Node | None:
     """A gradient that lives only where the branch was taken; where it was not, the value had no effect."""
+    branch, predicate = node["branch"], node.inputs[1]
     zero = make("switch", like(g, 0.0), predicate, branch=not branch)
-    return make("merge", predicate, g, zero) if branch else make("merge", predicate, zero, g)
+    return make("merge", predicate, *((g, zero) if branch else (zero, g))) if at == 0 else None
+
+
+def _where_back(node: Node, at: int, g: Node) -> Node:
+    none = like(g, 0.0)
+    return make("where", node.inputs[0], *((g, none) if at == 1 else (none, g)))
 
 
 def _unreduced(node: Node, g: Node) -> Node:
@@ -172,14 +164,6 @@ def _shares(node: Node) -> Node:
     x = node.inputs[0]
     hits = build.cast(build.compare("equal", x, _unreduced(node, node)), x.dtype)
     return divide(hits, _unreduced(node, build.total(hits, node["dims"])))
-
-
-def _sum_back(node: Node, at: int, g: Node) -> Node:
-    return _unreduced(node, g)
-
-
-def _reshape_back(node: Node, at: int, g: Node) -> Node:
-    return build.reshape(g, node.inputs[0].shape)
 
 
 def _transpose_back(node: Node, at: int, g: Node) -> Node:
@@ -226,36 +210,29 @@ def _dot_back(node: Node, at: int, g: Node) -> Node:
     return make("dot", g, build.transpose(right)) if at == 0 else make("dot", build.transpose(left), g)
 
 
-def _settings(node: Node) -> dict[str, Any]:
-    return {name: node[name] for name in ("stride", "padding", "dilation", "groups")}
+# A convolution and its two transposes: what each reads of the map x, the weights w and the result g, and what it gives.
+_ROLES = {"conv": ("x", "w", "g"), "conv_input": ("g", "w", "x"), "conv_weight": ("x", "g", "w")}
 
 
 def _conv_back(node: Node, at: int, g: Node) -> Node:
-    x, w = node.inputs
-    if at == 0:
-        return make("conv_input", g, w, size=x.shape, **_settings(node))
-    return make("conv_weight", x, g, size=w.shape, **_settings(node))
+    """The three are the derivatives of one number that is linear in x, w and g: the transpose of each is another."""
+    values = dict(zip(_ROLES[node.op], (*node.inputs, g), strict=True))
+    op, roles = next((op, roles) for op, roles in _ROLES.items() if roles[2] == _ROLES[node.op][at])
+    settings = {name: node[name] for name in ("stride", "padding", "dilation", "groups")}
+    if op != "conv":
+        settings["size"] = node.inputs[at].shape
+    return make(op, values[roles[0]], values[roles[1]], **settings)
 
 
-def _conv_input_back(node: Node, at: int, g: Node) -> Node:
-    """`g` has the shape of the convolution's input."""
-    arrived, w = node.inputs
-    if at == 0:
-        return make("conv", g, w, **_settings(node))
-    return make("conv_weight", g, arrived, size=w.shape, **_settings(node))
-
-
-def _conv_weight_back(node: Node, at: int, g: Node) -> Node:
-    """`g` has the shape of the convolution's weights."""
-    x, arrived = node.inputs
-    if at == 0:
-        return make("conv_input", arrived, g, size=x.shape, **_settings(node))
-    return make("conv", x, g, **_settings(node))
-
-
-_TRANSPOSES: Mapping[str, Callable[[Node, int, Node], Node]] = {
-    "sum": _sum_back,
-    "reshape": _reshape_back,
+_TRANSPOSES: Mapping[str, Callable[[Node, int, Node], Node | None]] = {
+    "switch": _switch_back,
+    "merge": lambda node, at, g: make("switch", g, node.inputs[0], branch=at == 1) if at else None,
+    "where": _where_back,
+    "cast": lambda node, at, g: build.cast(g, node.inputs[0].dtype),
+    "amax": lambda node, at, g: multiply(_unreduced(node, g), _shares(node)),
+    "argmax": lambda node, at, g: None,
+    "sum": lambda node, at, g: _unreduced(node, g),
+    "reshape": lambda node, at, g: build.reshape(g, node.inputs[0].shape),
     "transpose": _transpose_back,
     "broadcast": _broadcast_back,
     "concat": _concat_back,
@@ -265,9 +242,7 @@ _TRANSPOSES: Mapping[str, Callable[[Node, int, Node], Node]] = {
     "dot": _dot_back,
     "take": lambda node, at, g: make("put_add", g, node.inputs[1], size=node.inputs[0].shape[0]),
     "put_add": lambda node, at, g: make("take", g, node.inputs[1]),
-    "conv": _conv_back,
-    "conv_input": _conv_input_back,
-    "conv_weight": _conv_weight_back,
+    **dict.fromkeys(_ROLES, _conv_back),
     "windows": lambda node, at, g: make(
         "unwindows", g, shape=node.inputs[0].shape, taps=node["taps"], stride=node["stride"]
     ),

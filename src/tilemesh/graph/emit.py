@@ -24,7 +24,7 @@ from tilemesh.graph.kernel_call import KernelCall, embedding_gradient, kernel_of
 from tilemesh.graph.opaque import InputSlot, Laid, LayCall, Strides, operator_of, traced_strides, with_lays
 from tilemesh.graph.ops import COMPARISONS, FLOATS, primitive
 from tilemesh.graph.rewrite import number_of
-from tilemesh.graph.size import known
+from tilemesh.graph.size import numbers
 from tilemesh.kernels.launch.tensors import read_device
 
 # Operators whose code may have a number in the place of one operand.
@@ -94,10 +94,7 @@ def program(
 def examples(graph: Graph, device: torch.device) -> list[Any]:
     """Inputs of a graph without data."""
     with FakeTensorMode(allow_non_fake_inputs=True):  # constants of a program are real
-        return [
-            torch.empty([known(size, {}) for size in node.shape], dtype=dtype_of(node.dtype), device=device)
-            for node in graph.inputs
-        ]
+        return [torch.empty(numbers(node.shape), dtype=dtype_of(node.dtype), device=device) for node in graph.inputs]
 
 
 class _SourceWriter:
@@ -200,7 +197,7 @@ class _SourceWriter:
         if node.op in ("maximum", "minimum") and any(self._number(value) for value in node.inputs):
             return self._clamped(node)
         if node.op == "reshape":
-            return f"{names[0]}.reshape({_sizes(node)})"
+            return f"{names[0]}.reshape({list(numbers(node.shape))})"
         if node.op == "transpose":
             return f"{names[0]}.permute({list(node['order'])})"
         if row.torch:
@@ -261,10 +258,6 @@ class _SourceWriter:
         if value is None or isinstance(value, bool | int | str):
             return repr(value)
         return self._held(value, "k")
-
-
-def _sizes(node: Node) -> str:
-    return str([known(size, {}) for size in node.shape])
 
 
 def _evaluated(node: Node, device: torch.device, *inputs: Any) -> Any:

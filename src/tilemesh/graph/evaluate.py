@@ -17,7 +17,7 @@ import numpy.typing as npt
 from tilemesh.core.errors import UsageError
 from tilemesh.graph.ir import Dense, Graph, Node
 from tilemesh.graph.ops import primitive
-from tilemesh.graph.size import Dim, Shape, Size, known
+from tilemesh.graph.size import Size, known, numbers
 
 Array: TypeAlias = npt.NDArray[Any]
 
@@ -89,7 +89,7 @@ def dense(node: Node) -> Array:
     """The array of a constant."""
     value = node["value"]
     if isinstance(value, Dense):
-        return np.frombuffer(value.data, dtype=node.dtype).reshape(tuple(known(dim, {}) for dim in node.shape))
+        return np.frombuffer(value.data, dtype=node.dtype).reshape(numbers(node.shape))
     return np.asarray(value, dtype=node.dtype)
 
 
@@ -108,10 +108,6 @@ def stored_number(value: float | int | bool, dtype: str) -> float | int | bool |
             near = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16 << 16).astype(np.uint32).view(np.float32)
     number = float(near)
     return None if math.isinf(number) and not math.isinf(value) else number
-
-
-def numbers(shape: Shape | Sequence[Dim], sizes: Mapping[str, int]) -> tuple[int, ...]:
-    return tuple(known(dim, sizes) for dim in shape)
 
 
 def _iota(node: Node, sizes: Mapping[str, int]) -> Array:

@@ -22,7 +22,7 @@ from tilemesh.graph.by_torch import dtype_of
 from tilemesh.graph.compile_ahead import AheadCompilers
 from tilemesh.graph.ir import Graph, Node
 from tilemesh.graph.kernel_plan import plan_kernel, reordered
-from tilemesh.graph.size import known
+from tilemesh.graph.size import numbers
 
 Tensor = torch.Tensor
 Launch = Callable[[Sequence[Tensor], list[Tensor]], None]
@@ -65,7 +65,7 @@ class RegionCall:
 
     def _set_body(self, body: Graph) -> None:
         self.body = body
-        self.shapes = [([known(size, {}) for size in output.shape], dtype_of(output.dtype)) for output in body.outputs]
+        self.shapes = [(numbers(output.shape), dtype_of(output.dtype)) for output in body.outputs]
 
     def __call__(self, *tensors: Tensor) -> list[Tensor]:
         if self.strides is None:

@@ -7,6 +7,8 @@ weights. A rule of `rewrite.py` changes one node; this changes several that shar
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from tilemesh.graph import build
 from tilemesh.graph.ir import Graph, Node, make, rebuilt
 from tilemesh.graph.ops import primitive, size_bytes
@@ -30,16 +32,14 @@ def joined_products(graph: Graph) -> tuple[Graph, int]:
     if not results:
         return graph, 0
 
-    new: dict[Node, Node] = {}
-    for node in graph.nodes():
-        if node in results:
-            weights, start = results[node]
-            whole = make("dot", new[node.inputs[0]], build.concat([_moved(weight, new) for weight in weights], 1))
-            new[node] = build.part(whole, 1, start, start + known(node.shape[1], {}))
-        else:
-            new[node] = rebuilt(node, [new[value] for value in node.inputs])
-    changed = Graph(graph.inputs, tuple(new[node] for node in graph.outputs))
-    return changed, len(results) - len({weights for weights, _ in results.values()})
+    def change(node: Node, inputs: Sequence[Node]) -> Node:
+        if node not in results:
+            return rebuilt(node, inputs)
+        weights, start = results[node]
+        joined = make("dot", inputs[0], build.concat(weights, 1))
+        return build.part(joined, 1, start, start + known(node.shape[1], {}))
+
+    return graph.replace(change), len(results) - len({weights for weights, _ in results.values()})
 
 
 def saved_bytes(products: list[Node]) -> int:
@@ -50,14 +50,7 @@ def saved_bytes(products: list[Node]) -> int:
 
 
 def _is_given(node: Node) -> bool:
-    """Whether an operand is an input, perhaps transposed: it exists before any of the products."""
+    """Whether an operand is an input, perhaps transposed: no product is part of it."""
     while node.op in ("transpose", "reshape"):
         node = node.inputs[0]
     return primitive(node.op).kind == "source"
-
-
-def _moved(node: Node, new: dict[Node, Node]) -> Node:
-    """A weight in the new graph; one that an earlier product does not read is not there yet."""
-    if node not in new:
-        new[node] = rebuilt(node, [_moved(value, new) for value in node.inputs])
-    return new[node]

@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import cast
 
 from tilemesh.graph.ir import Graph, Node, make, ordered, rebuilt
-from tilemesh.graph.ops import primitive
+from tilemesh.graph.ops import REDUCTIONS, primitive
 from tilemesh.graph.regions import COLUMN, FULL, ROW, cuts_of, elements, trailing
 from tilemesh.graph.rewrite import number_of
 from tilemesh.graph.rotations import swapped, swapped_source
@@ -78,7 +78,7 @@ def plan_kernel(body: Graph, space: int, columns: int, strides: Sequence[Sequenc
     for node in body.nodes():
         if node.op in ("input", "constant", "broadcast", "reshape", "iota", "slice", "concat"):
             continue
-        if node.op in ("sum", "amax"):
+        if node.op in REDUCTIONS:
             levels[node] = ROW if trailing(node) == columns else COLUMN
             read_at = FULL
         else:
@@ -180,10 +180,10 @@ def passes(plan: KernelPlan, beside: Mapping[Node, Node] | None = None) -> tuple
             ready[node] = ready[beside[node]]
             continue
         first = max((ready.get(operand(value), 0) for value in node.inputs), default=0)
-        reduced = plan.levels[node] == ROW and node.op in ("sum", "amax")
+        reduced = plan.levels[node] == ROW and node.op in REDUCTIONS
         ready[node] = first + 1 if reduced else first
     full = [ready[node] for node in plan.members if plan.levels[node] != ROW]
-    full += [ready[node] - 1 for node in plan.members if node.op in ("sum", "amax") and plan.levels[node] == ROW]
+    full += [ready[node] - 1 for node in plan.members if node.op in REDUCTIONS and plan.levels[node] == ROW]
     return ready, max(full, default=0) + 1
 
 

@@ -18,8 +18,8 @@ import torch
 from tilemesh.core.files import cache_folder, replacing
 from tilemesh.graph.ir import Node
 from tilemesh.graph.kernel_plan import KernelPlan, chosen_column, needed, operand, sums_of_powers
-from tilemesh.graph.kernel_writer import REDUCTIONS, KernelWriter
-from tilemesh.graph.ops import DTYPES, FLOATS
+from tilemesh.graph.kernel_writer import KernelWriter
+from tilemesh.graph.ops import DTYPES, FLOATS, REDUCTIONS
 from tilemesh.graph.regions import COLUMN, FULL, ROW
 from tilemesh.kernels.launch.gpu import device_index, gpu_of
 from tilemesh.kernels.launch.steps import INT32_LIMIT, LaunchPlan, Pointer, Step, blocks

@@ -11,11 +11,9 @@ from typing import ClassVar
 
 from tilemesh.graph.ir import Node
 from tilemesh.graph.kernel_plan import KernelPlan, OperandRead, needed, offset_terms, operand, passes
-from tilemesh.graph.ops import COMPARISONS, FLOATS, primitive
+from tilemesh.graph.ops import COMPARISONS, FLOATS, REDUCTIONS, primitive
 from tilemesh.graph.regions import COLUMN, FULL, ROW
 from tilemesh.graph.rewrite import number_of
-
-REDUCTIONS = ("sum", "amax")
 
 
 class KernelWriter:

@@ -23,7 +23,7 @@ from tilemesh.graph.cost import node_seconds
 from tilemesh.graph.ir import Graph, Node
 from tilemesh.graph.rewrite import RewriteRule
 from tilemesh.graph.search import FoundProgram, search
-from tilemesh.graph.size import known
+from tilemesh.graph.size import numbers
 from tilemesh.measure.machine import this_machine
 
 REPEATS = 5
@@ -76,8 +76,7 @@ class MeasuredCost:
 
     def _timed(self, node: Node) -> float:
         inputs = [
-            torch.rand([known(size, {}) for size in value.shape], device=self.place).to(dtype_of(value.dtype))
-            for value in node.inputs
+            torch.rand(numbers(value.shape), device=self.place).to(dtype_of(value.dtype)) for value in node.inputs
         ]
         readings = []
         for _ in range(REPEATS + 1):

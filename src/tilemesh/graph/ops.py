@@ -23,6 +23,7 @@ DTYPES |= {"int8": 1, "uint8": 1, "bool": 1}
 FLOATS = ("float64", "float32", "bfloat16", "float16")
 WIDER = {"bfloat16": "float32", "float16": "float32"}  # what sums of them are kept in
 COMPARISONS = {"equal": "==", "less": "<", "less_equal": "<="}
+REDUCTIONS = ("sum", "amax")  # that generated kernels compute
 VIEWS = ("reshape", "transpose", "broadcast", "slice", "item")  # they name memory again: no work for a device
 TUPLE = "tuple"  # the dtype of an opaque operator that returns several tensors, each taken out by `item`
 

@@ -24,7 +24,7 @@ from typing import Any
 
 from tilemesh.graph import build
 from tilemesh.graph.ir import Graph, Node, make
-from tilemesh.graph.size import Shape, known
+from tilemesh.graph.size import Shape, known, numbers
 
 PRIME = 536_870_909
 TESTS = 2
@@ -190,12 +190,12 @@ def cuts_of(node: Node) -> list[list[int]]:
 
     A convolution, a cut out of one, and the concatenation that it reads; an input has one form everywhere.
     """
-    sizes = [known(size, {}) for size in node.shape]
+    sizes = numbers(node.shape)
     if node.op == "input":
         return [[0, size] for size in sizes]
     if node.op == "conv":
         inner = cuts_of(node.inputs[0])
-        taps = [known(size, {}) for size in node.inputs[1].shape[2:]]
+        taps = numbers(node.inputs[1].shape[2:])
         cuts = [inner[0], [0, sizes[1]]]
         for dim, (count, stride, pad, dilation) in enumerate(zip(taps, *_settings(node), strict=True)):
             edges = {-(-(edge + pad - dilation * tap) // stride) for edge in inner[2 + dim] for tap in range(count)}
@@ -234,7 +234,7 @@ class Numbers:
                 node.inputs[0], tuple(start + at for at, start in zip(place, node["start"], strict=True))
             )
         x, w = node.inputs
-        sizes = [known(size, {}) for size in x.shape[2:]]
+        sizes = numbers(x.shape[2:])
         total = 0
         for tap in combinations(*(range(known(size, {})) for size in w.shape[2:])):
             at = tuple(

@@ -12,7 +12,7 @@ from tilemesh.graph.evaluate import DEAD, control
 from tilemesh.graph.ir import Graph, Node
 from tilemesh.graph.memory import MemoryPlan, arena
 from tilemesh.graph.ops import DTYPES, primitive
-from tilemesh.graph.size import known, product
+from tilemesh.graph.size import numbers, product
 from tilemesh.kernels.launch.tensors import read_device
 
 Tensor = torch.Tensor
@@ -56,7 +56,7 @@ class PlannedProgram:
 def _tensors(plan: MemoryPlan, block: Tensor) -> dict[Node, Tensor]:
     places = {}
     for node, offset in plan.place().items():
-        shape = [known(size, {}) for size in node.shape]
+        shape = numbers(node.shape)
         stop = offset + int(product(shape)) * DTYPES[node.dtype]  # type: ignore[arg-type]
         places[node] = block[offset:stop].view(dtype_of(node.dtype)).view(shape)
     return places

@@ -17,7 +17,7 @@ from itertools import pairwise
 
 from tilemesh.graph.ir import Graph, Node, make, ordered, rebuilt, users
 from tilemesh.graph.memory import owner
-from tilemesh.graph.ops import primitive
+from tilemesh.graph.ops import REDUCTIONS, primitive
 from tilemesh.graph.rewrite import number_of
 from tilemesh.graph.rotations import swapped, swapped_source
 from tilemesh.graph.size import Shape, product
@@ -63,7 +63,7 @@ def fusible(node: Node) -> bool:
         return False
     if primitive(node.op).kind == "elementwise":
         return elements(node.shape) > 0
-    return node.op in ("sum", "amax") and elements(node.inputs[0].shape) > 0
+    return node.op in REDUCTIONS and elements(node.inputs[0].shape) > 0
 
 
 def trailing(node: Node) -> int | None:

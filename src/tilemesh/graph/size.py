@@ -103,6 +103,11 @@ def known(size: Dim, values: Mapping[str, int]) -> int:
     return total
 
 
+def numbers(shape: Iterable[Dim], values: Mapping[str, int] | None = None) -> tuple[int, ...]:
+    """A shape whose sizes are known, or follow from the numbers of their names."""
+    return tuple(known(size, values or {}) for size in shape)
+
+
 def _terms(size: Dim) -> tuple[tuple[tuple[str, ...], int], ...]:
     return size.terms if isinstance(size, Size) else (((), size),)
 

@@ -22,6 +22,7 @@ from typing import Any
 
 from tilemesh.core.errors import UsageError
 from tilemesh.graph.ir import Graph, Node, make, ordered, rebuilt, users
+from tilemesh.graph.ops import REDUCTIONS
 from tilemesh.graph.regions import elements, fusible, trailing
 from tilemesh.graph.rewrite import Match, Pattern, matches, number_of, parsed
 
@@ -202,13 +203,9 @@ def _view_of(node: Node) -> Node:
 
 def _between(root: Node, leaves: Sequence[Node]) -> set[Node]:
     """The nodes from a root down to its leaves, without them and without numbers."""
-    inside, waiting = set(), [root]
-    while waiting:
-        node = waiting.pop()
-        if node not in inside and node not in leaves and number_of(node) is None:
-            inside.add(node)
-            waiting += node.inputs
-    return inside
+    return set(
+        ordered([root], lambda node: [each for each in node.inputs if each not in leaves and number_of(each) is None])
+    )
 
 
 def _body(leaves: Sequence[Node], outputs: Sequence[Node]) -> Graph:
@@ -251,7 +248,7 @@ def with_rows(graph: Graph) -> Graph:
 def _row_kernel(region: Node) -> KernelUse | None:
     """The kernel that computes a region whole, or None."""
     body, columns = region["body"], region["columns"]
-    reductions = [node for node in body.nodes() if node.op in ("sum", "amax")]
+    reductions = [node for node in body.nodes() if node.op in REDUCTIONS]
     if not columns or any(trailing(node) != columns for node in reductions):
         return None
     for each in ROWS:
