@@ -131,7 +131,7 @@ def test_what_cannot_run_names_what_can(engine: str, fix: str, why: str) -> None
 def test_without_pins_the_best_that_runs_is_written(tmp_path: Path) -> None:
     out = tmp_path / "job"
     said = run("llama-3-8b", "--cluster", "16xh100", "--batch", "32", "--for", "accelerate", "--out", str(out)).stdout
-    assert {path.name for path in out.iterdir()} == {"accelerate.yaml", LAUNCH, "job.slurm"}
+    assert {path.name for path in out.iterdir()} == {"accelerate.yaml", LAUNCH, "job.slurm", "plan.toml"}
     assert "For accelerate 1.15.0" in said
     assert "#SBATCH --nodes=2\n" in (out / "job.slurm").read_text()
     served_words = run("gpt2-124m", "--cluster", "1xh100", "--prompt", "64", "--output", "16", "--for", "vllm").stdout

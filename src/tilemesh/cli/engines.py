@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from tilemesh.plan.engines.engine import EngineJob, OtherEngine
     from tilemesh.plan.space import Pins
 
+PLAN = "plan.toml"
+
 
 def engine_job(options: Any, result: SearchResult) -> EngineJob:
     """What was planned, as an engine is told it."""
@@ -71,13 +73,14 @@ def best_for(
     )
 
 
-def written_for(engine: OtherEngine, job: EngineJob, folder: str | None, command: str) -> list[Block]:
-    """Write an engine's files into a folder, or print them. `command`: what was typed for them."""
+def written_for(engine: OtherEngine, job: EngineJob, folder: str | None, command: str, plan: str = "") -> list[Block]:
+    """Write an engine's files into a folder, or print them. `command`: what was typed for them; `plan`: our own
+    file of the plan, to grade a run by."""
     from tilemesh.core.files import write_text
     from tilemesh.plan.engines.write import engine_files
 
     said = f"{job.plan.describe()}\nwritten for {engine.name} {engine.version} by {command}"
-    files = engine_files(engine, job, said)
+    files = engine_files(engine, job, said) | ({PLAN: plan} if plan and folder else {})
     if folder is None:
         return [
             "",

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from tilemesh.cli.commands.plan.train import origin
 from tilemesh.cli.output import Block, Output, table_of
-from tilemesh.core.errors import RunError
-from tilemesh.core.options import OutFile, argument, option
+from tilemesh.core.errors import RunError, UsageError
+from tilemesh.core.options import Known, OutFile, argument, option, refuse
 from tilemesh.core.units import format_bytes, format_count, format_seconds
+from tilemesh.runs.values import count, section
 
 if TYPE_CHECKING:
     from tilemesh.plan.grade import Grade, Graded
@@ -19,12 +20,40 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class GradeOptions:
-    runs: tuple[str, ...] = argument(..., "Finished runs; model, layout and machine are theirs.", "RUN...")
+    runs: tuple[str, ...] = argument(..., "Finished runs; or with --of logs, or folders of them.", "RUN...")
+    of: Annotated[str, Known("engine", "tilemesh.plan.engines.logs:FORMATS")] | None = option(
+        None, "What wrote it: torchtitan, megatron, deepspeed, hf-trainer, or kineto (torch.profiler).", "ENGINE"
+    )
+    plan: str | None = option(None, "Of --of: the plan that it ran, as `plan --save` or --for wrote it.", "PLAN.toml")
+    cluster: str | None = option(None, "Of --of: where it ran.", "NxGPU")
     json: OutFile | None = option(None, "Every figure by name; - for stdout.", "FILE")
 
 
 def grade(options: GradeOptions) -> Output:
-    return grades([grade_run(path) for path in options.runs])
+    if options.of is None:
+        refuse(options, "{} is about the log of another engine: say which with --of", "plan", "cluster")
+        return grades([grade_run(path) for path in options.runs])
+    return grades([_grade_log(options, options.of, path) for path in options.runs])
+
+
+def _grade_log(options: GradeOptions, kind: str, path: str) -> Graded:
+    """What another engine logged beside what this plan comes to where it ran."""
+    from tilemesh.cli.commands.plan.train import named_cluster
+    from tilemesh.cli.models import load_model
+    from tilemesh.core import config
+    from tilemesh.core.plan import ParallelPlan
+    from tilemesh.plan.engines.graded import grade_log
+
+    if options.plan is None or options.cluster is None:
+        raise UsageError("a log does not say what ran where: give --plan PLAN.toml and --cluster, such as 64xh100")
+    data = config.read_toml(options.plan, "plan")
+    train, model = section(data, "train"), load_model(options.plan, ())
+    own = {name: value for name, value in data.items() if name not in ("model", "train")}
+    cluster, rates = named_cluster(options.cluster, None)
+    context = count(train.get("context"), model.context)
+    return grade_log(
+        Path(path), kind, model, config.from_dict(ParallelPlan, own, options.plan), context, cluster, rates
+    )
 
 
 def grades(graded: Sequence[Graded]) -> Output:

@@ -107,7 +107,8 @@ def train(options: TrainPlanOptions) -> Output:
         text += section_items([*arithmetic, zero_section(model, best.precision, best.dp), *plan_sections(result)])
     text += ["Why the first" if len(result.predictions) > 1 else "Why", *(f"  - {line}" for line in reasons)]
     if options.engine is not None:
-        text += written_for(ENGINES[options.engine], engine_job(options, result), options.out, origin()["command"])
+        job, command = engine_job(options, result), origin()["command"]
+        text += written_for(ENGINES[options.engine], job, options.out, command, _plan_file(result))
     if options.save is not None:
         text += _cannot_train(result)
     files = {"save": lambda: _plan_file(result), "html": lambda: render(result, name, reasons)}
