@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from tilemesh.graph import build
 from tilemesh.graph.ir import Graph, Node, make, rebuilt, users
 from tilemesh.graph.ops import primitive
-from tilemesh.graph.rewrite import Applied, number_of
+from tilemesh.graph.rewrite import Applied, compose, number_of
 
 MOST = 64  # operators between two transposes
 NAME = "transposes meet"
@@ -64,7 +64,7 @@ def _between(
 def _turns(leaf: Node, order: Sequence[int], alone: bool) -> bool:
     """Whether an operand in another order of dims needs no transpose that is not there yet."""
     if leaf.op == "transpose":
-        return alone or _composed(leaf["order"], order) == sorted(order)
+        return alone or list(compose(leaf["order"], order)) == sorted(order)
     if leaf.op == "broadcast":
         moved = [order.index(dim) for dim in leaf["dims"]]
         return moved == sorted(moved)
@@ -80,7 +80,7 @@ def _turned(between: Sequence[Node], order: Sequence[int], new: Mapping[Node, No
             return made[leaf]
         shape = tuple(leaf.shape[dim] for dim in order)
         if leaf.op == "transpose":
-            return build.transpose(new[leaf.inputs[0]], _composed(leaf["order"], order))
+            return build.transpose(new[leaf.inputs[0]], compose(leaf["order"], order))
         if leaf.op == "broadcast":
             dims = tuple(order.index(dim) for dim in leaf["dims"])
             return make("broadcast", new[leaf.inputs[0]], shape=shape, dims=dims)
@@ -91,7 +91,3 @@ def _turned(between: Sequence[Node], order: Sequence[int], new: Mapping[Node, No
     for node in reversed(between):
         made[node] = make(node.op, *map(operand, node.inputs), line=node.line, **dict(node.attributes))
     return made[between[0]]
-
-
-def _composed(first: Sequence[int], second: Sequence[int]) -> list[int]:
-    return [first[dim] for dim in second]

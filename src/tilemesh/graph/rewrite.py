@@ -259,12 +259,12 @@ def _value(expression: Any, match: Match) -> Any:
     return expression
 
 
-def _compose(first: Sequence[int], second: Sequence[int]) -> tuple[int, ...]:
+def compose(first: Sequence[int], second: Sequence[int]) -> tuple[int, ...]:
     """The order of two transposes, or the dims of two broadcasts the other way round."""
     return tuple(first[dim] for dim in second)
 
 
-ATTRIBUTES: Mapping[str, Callable[..., Any]] = {"compose": _compose}
+ATTRIBUTES: Mapping[str, Callable[..., Any]] = {"compose": compose}
 
 
 def _column(match: Match, vector: Node) -> Node:

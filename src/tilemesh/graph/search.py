@@ -18,7 +18,7 @@ from tilemesh.core.errors import UsageError
 from tilemesh.graph.follows import follows
 from tilemesh.graph.ir import Graph
 from tilemesh.graph.rewrite import Match, RewriteRule, by_operator, rule
-from tilemesh.graph.substitute import AXIOMS, OPERANDS, Substitution, Term, names_of, parse, refuted, renamed
+from tilemesh.graph.substitute import AXIOMS, Substitution, Term, names_of, parse, refuted, renamed
 
 FILE = "substitutions.txt"
 
@@ -104,15 +104,11 @@ def as_rules(substitutions: Sequence[Substitution]) -> list[RewriteRule]:
             if isinstance(left, str):
                 continue
             once = str(renamed(Substitution(left, right)))
-            if "conv" in str(each):
-                kinds: dict[str, str] = {}
-                spelled = [_convolved(side, "map", kinds) for side in (left, right)]
-                if None not in spelled:
-                    text = f"{spelled[0]} = {spelled[1]}"
-                    rules.setdefault(once, rule(text, text, _convolutions, exact=False))
-            else:
-                text = f"{_spelled(left)} = {_spelled(right)}"
-                rules.setdefault(once, rule(text, text, _matrices, exact=False))
+            convolves, kinds = "conv" in once, dict[str, str]()
+            spelled = [_spelled(side, "map" if convolves else "matrix", kinds) for side in (left, right)]
+            if None not in spelled:
+                text = f"{spelled[0]} = {spelled[1]}"
+                rules.setdefault(once, rule(text, text, _convolutions if convolves else _matrices, exact=False))
     return list(rules.values())
 
 
@@ -121,37 +117,33 @@ def _convolutions(match: Match) -> bool:
     return match.attributes["a"]["groups"] == 1 and all(len(node.shape) >= 3 for node in match.nodes.values())
 
 
-def _convolved(term: Term, kind: str, kinds: dict[str, str]) -> str | None:
-    """A term of convolutions in the graph's primitives: channels of maps are dim 1, weights are [out, in, ...]."""
-    if isinstance(term, str):
-        return term if kinds.setdefault(term, kind) == kind else None
-    if term[0] == "conv":
-        parts = [_convolved(term[1], "map", kinds), _convolved(term[2], "weights", kinds)]
-        return None if kind != "map" or None in parts else f"conv({parts[0]}, {parts[1]}, **a)"
-    inner = [_convolved(part, kind, kinds) for part in term[1:]]
-    if None in inner or term[0] in ("dot", "transpose") or (term[0] == "columns" and kind == "map"):
-        return None
-    words = ", ".join(str(part) for part in inner)
-    if term[0] in ("rows", "columns"):
-        dim = 0 if (term[0], kind) == ("rows", "weights") else 1
-        return f"concat({words}, dim={dim})"
-    return f"{term[0]}({words})"
-
-
 def _matrices(match: Match) -> bool:
     """Concatenation along dims 0 and 1 means rows and columns of matrices alone."""
     return all(len(node.shape) == 2 for node in match.nodes.values())
 
 
-def _spelled(term: Term) -> str:
-    """A term in the words of the graph's primitives."""
+# Along which dim of a kind rows or columns stand: channels of maps are dim 1, weights are [out, in, ...].
+_DIMS = {("rows", "matrix"): 0, ("columns", "matrix"): 1, ("rows", "weights"): 0, ("columns", "weights"): 1}
+_DIMS |= {("rows", "map"): 1}
+
+
+def _spelled(term: Term, kind: str, kinds: dict[str, str]) -> str | None:
+    """A term in the words of the graph's primitives, as a matrix, a map or weights; None where it is none of that kind.
+
+    kinds: what each name stands for, in both sides of a rule.
+    """
     if isinstance(term, str):
-        return term
-    parts = ", ".join(_spelled(part) for part in term[1:])
-    if term[0] in ("rows", "columns"):
-        return f"concat({parts}, dim={0 if term[0] == 'rows' else 1})"
-    assert term[0] in OPERANDS
-    return f"transpose({parts}, order=(1, 0))" if term[0] == "transpose" else f"{term[0]}({parts})"
+        return term if kinds.setdefault(term, kind) == kind else None
+    op, *parts = term
+    if op == "conv":
+        inner = [_spelled(part, each, kinds) for part, each in zip(parts, ("map", "weights"), strict=True)]
+        return None if kind != "map" or None in inner else f"conv({inner[0]}, {inner[1]}, **a)"
+    words = [_spelled(part, kind, kinds) for part in parts]
+    if None in words or (op in ("dot", "transpose") and kind != "matrix"):
+        return None
+    if op in ("rows", "columns"):
+        return f"concat({words[0]}, {words[1]}, dim={_DIMS[op, kind]})" if (op, kind) in _DIMS else None
+    return f"{op}({', '.join(map(str, words))}{', order=(1, 0)' if op == 'transpose' else ''})"
 
 
 def search(
