@@ -25,6 +25,8 @@ from tilemesh.align.lessons import FeedbackLessons
 from tilemesh.align.rank import train_here
 from tilemesh.comm import run_threads
 from tilemesh.core.errors import RunError, UsageError
+from tilemesh.report import run, run_page
+from tilemesh.report.kind_page import Beside
 from tilemesh.runs.files import write_text
 from tilemesh.runs.folder import new_run
 from tilemesh.runs.kind import ALIGN
@@ -86,6 +88,9 @@ def test_a_run_is_a_training_run_that_can_be_served_exported_and_shown(start: Pa
     samples = [json.loads(line) for line in (folder / SAMPLES).read_text().splitlines()]
     assert {sample["step"] for sample in samples} == {2, 4}
     assert of_run(folder).align.task == "sort"
+    page = run_page.render(run.read(folder), Beside())
+    assert all(f'id="{name}"' in page for name in ("reward", "samples", "policy", "answers", "learning", "again"))
+    assert "step 4" in page
     export(folder, tmp_path / "exported")
     prompts = [list(b"314159>"), list(b"271828>")]
     greedy = Sampling(max_tokens=6, temperature=0)
@@ -156,6 +161,14 @@ def test_ranks_and_microbatches_change_nothing(start: Path, tmp_path: Path, algo
         expected = weights_of(alone)
         for key, tensor in weights_of(folder).items():
             np.testing.assert_allclose(tensor.numpy(), expected[key].numpy(), atol=1e-10, err_msg=f"{name} {key}")
+
+
+def test_an_engine_that_sleeps_between_batches_answers_alike(start: Path, tmp_path: Path) -> None:
+    sets = ("evaluate.every=2", "align.dtype=fp32")
+    folders = [
+        fit(made(start, *sets, f"align.sleep={word}"), start, run=tmp_path / word).folder for word in ("true", "false")
+    ]
+    assert_same(*folders)
 
 
 def test_adapters_are_merged_for_the_engine_and_trained_alone(start: Path, tmp_path: Path) -> None:

@@ -84,8 +84,10 @@ class FeedbackConfig:
     dtype: str = ""
     """Of the engine's weights: fp32, bf16, fp16 or fp64; empty: bf16 on a GPU where training computes in it, else that
     of the training weights, whose memory is then shared."""
-    running: Count = 64
+    running: Count = 256
     """Answers that the engine computes at a time."""
+    sleep: bool | None = None
+    """Whether the engine gives the memory of its pages back while training computes; none: on a GPU."""
     reference: Path | None = None
     """A Hugging Face folder whose model is not to be left too far; none: the weights that the run began with."""
     baseline: str | None = None

@@ -35,13 +35,17 @@ from tilemesh.serve.request import Sampling
 class Generator:
     """An engine beside a laid model."""
 
-    def __init__(self, laid: Laid, served: ServedModel, dtype: torch.dtype, engine: EngineConfig) -> None:
-        """`served`: what tokens mean, and what ends an answer; its model has no memory."""
+    def __init__(
+        self, laid: Laid, served: ServedModel, dtype: torch.dtype, engine: EngineConfig, sleeps: bool | None = None
+    ) -> None:
+        """`served`: what tokens mean, and what ends an answer; its model has no memory. `sleeps`: whether the engine
+        gives the memory of pages back after each batch of answers; by default on a GPU."""
         self.laid, mesh = laid, laid.mesh
         self.is_here = mesh.tp.index == 0
         self._is_local = mesh.tp.size == 1  # all that the engine needs lies on this rank
         self._engine: Engine | None = None
         self.device = next(laid.module.parameters()).device
+        self._sleeps = self.device.type == "cuda" if sleeps is None else sleeps
         config = laid.model.config
         self.names = [name for name, _ in Transformer(config, device="meta").named_parameters()]
         if not self.is_here:
@@ -69,8 +73,6 @@ class Generator:
         if self._engine is None or self._engine.version == version:
             return
         self._engine.update_weights(weights, version, running="recompute")
-        if self._engine.asleep:
-            self._engine.wake()
         if self._engine.version != version:
             raise RunError(f"the engine has weights of version {self._engine.version}: expected {version}")
 
@@ -78,9 +80,11 @@ class Generator:
         """Answers in the order of the prompts, on a rank that has an engine; elsewhere none."""
         if self._engine is None or not prompts:
             return []
+        if self._engine.asleep:
+            self._engine.wake()
         completions = list(self._engine.generate(prompts, list(samplings)))
-        if self.device.type == "cuda":
-            self._engine.sleep(1)  # training has the pages' memory meanwhile
+        if self._sleeps:
+            self._engine.sleep(1)
         return completions
 
     def _local_weights(self) -> Iterator[tuple[str, Tensor]]:

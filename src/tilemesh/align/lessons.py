@@ -69,7 +69,7 @@ class FeedbackLessons(Lessons):
         reference = self._reference(laid) if self.align.has_reference else None
         if self.prompts is None:
             return PairSource(self.run, laid, reference, self.served, self.feedback)
-        generator = Generator(laid, self.served, self._dtype(laid), self._engine())
+        generator = Generator(laid, self.served, self._dtype(laid), self._engine(), self.align.sleep)
         rewards = Rewards(self.align, laid)
         self._closing += [generator.close, rewards.close]
         return RolloutSource(
