@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import tilemesh as tm
-from tilemesh.cli.commands.train import program
+from tilemesh.cli.jobs import program
 from tilemesh.cli.main import main
 from tilemesh.cli.pages import beside
 from tilemesh.core.errors import UsageError

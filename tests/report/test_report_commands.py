@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pytest
 
-from tilemesh.cli.commands.train import write_page
+from tilemesh.cli.jobs import write_page
 from tilemesh.cli.main import main
 from tilemesh.cli.pages import read_trials
 from tilemesh.core.errors import RunError, UsageError

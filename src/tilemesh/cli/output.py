@@ -156,6 +156,11 @@ def on_signals(handler: Callable[[int, object], None], *numbers: int) -> Iterato
             signal.signal(number, previous)
 
 
+def interrupt(number: int, frame: object) -> None:
+    """For `on_signals`: a scheduler's or `timeout`'s SIGTERM ends a command as Ctrl-C does, with what there is."""
+    raise KeyboardInterrupt
+
+
 def tell(text: str) -> None:
     """A line on standard error."""
     print(f"tilemesh: {text}", file=sys.stderr, flush=True)

@@ -15,15 +15,7 @@ from tilemesh.core.files import write_text
 from tilemesh.kernels import registry
 from tilemesh.measure.row import Row, read_rows
 from tilemesh.plan.grade import expected_memory
-from tilemesh.report import (
-    collective_page,
-    compare_page,
-    kernel_charts,
-    kernel_page,
-    run,
-    run_page,
-    serve,
-)
+from tilemesh.report import collective_page, compare_page, kernel_charts, kernel_page, run, run_page, serve
 from tilemesh.report.draw import Drawing
 from tilemesh.report.kernel_charts import RowWork
 from tilemesh.report.kernel_page import TimedConfig

@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from tilemesh.cli.commands.train import program, stopped_words, write_page
-from tilemesh.cli.output import Output, console_beside, show, tell
+from tilemesh.cli.jobs import program, run_job, show_job
+from tilemesh.cli.output import Output, console_beside
 from tilemesh.core.errors import UsageError
 from tilemesh.core.options import ROWS, OutFile, OutFolder, argument, option
 from tilemesh.runs.names import CHECKPOINTS, SAMPLES, SUMMARY
@@ -50,8 +50,6 @@ class AlignOptions:
 def align(options: AlignOptions) -> Output | int:
     from tilemesh.align.config import load, of_run
     from tilemesh.align.job import fit
-    from tilemesh.train.progress import Shown
-    from tilemesh.train.result import RanksFailedError
 
     if (options.start is None) == (options.resume is None):
         raise UsageError("name a run or a Hugging Face folder to begin with, or a run to go on with by --resume")
@@ -66,23 +64,9 @@ def align(options: AlignOptions) -> Output | int:
     if options.dry_run:
         return _preview(options, config, job)
     console = console_beside(options.json)
-    shown = Shown(console)
-    try:
-        result = fit(
-            config, options.start, run=options.run, resume=options.resume, in_process=False, on_event=shown, **job
-        )
-    except RanksFailedError as error:
-        write_page(error.folder)
-        if error.interrupted:
-            return stopped_words(error.folder, str(error), "align")
-        tell(str(error))
-        return 1
-    finally:
-        shown.close()
-    page = write_page(result.folder)
-    if result.by_signal:
-        return stopped_words(result.saved_in or result.folder, result.by_signal, "align")
-    return show(Output([*_words(result), [page]], result.rows), options, console)
+    job |= {"run": options.run, "resume": options.resume, "in_process": False}
+    ended = run_job(lambda shown: fit(config, options.start, on_event=shown, **job), "align", console)
+    return ended if isinstance(ended, int) else show_job(options, console, _words(ended[0]), *ended)
 
 
 def _preview(options: AlignOptions, config: AlignConfig, job: dict[str, Any]) -> Output:

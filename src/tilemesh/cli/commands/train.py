@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import shutil
-import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tilemesh.cli.output import Block, Output, console_beside, show, tell
-from tilemesh.core.errors import RunError, UsageError
+from tilemesh.cli.jobs import fit_or_lost, program, run_job, show_job, write_page
+from tilemesh.cli.output import Block, Output, console_beside, tell
+from tilemesh.core.errors import UsageError
 from tilemesh.core.options import ROWS, OutFile, OutFolder, argument, option
 from tilemesh.core.units import format_bytes, format_seconds, parse_seconds
 from tilemesh.runs.names import CHECKPOINTS, CONFIG, METRICS, SAMPLE, SUMMARY, TRACE
@@ -75,8 +73,6 @@ class TrainOptions:
 def train(options: TrainOptions) -> Output | int:
     """Make a configuration of what was typed, call `train.fit`, and show what it came to."""
     from tilemesh.core.context import membership
-    from tilemesh.train.progress import Shown
-    from tilemesh.train.result import RanksFailedError
 
     member = membership()
     config = configuration(options, member)
@@ -87,25 +83,8 @@ def train(options: TrainOptions) -> Output | int:
     if member is not None:
         return _become_rank(options, config, member)
     console = console_beside(options.json)
-    shown = Shown(console)
-    try:
-        result, lost = _fit(options, config, shown)
-    except RanksFailedError as error:
-        shown.close()
-        write_page(error.folder)
-        if error.interrupted:
-            return stopped_words(error.folder, str(error))
-        _hint(error.folder, console)
-        tell(str(error))
-        return 1
-    finally:
-        shown.close()
-    page = write_page(result.folder)
-    if result.by_signal:
-        if lost:
-            tell(lost)
-        return stopped_words(result.saved_in or result.folder, result.by_signal)
-    return _show(result, options, console, page, lost)
+    ended = run_job(_fitting(options, config), "train", console)
+    return ended if isinstance(ended, int) else _show(options, console, *ended)
 
 
 def _explain(config: TrainConfig) -> None:
@@ -132,16 +111,11 @@ def _preview(options: TrainOptions, config: TrainConfig, member: Membership | No
     return Output([*lines, "nothing was started: leave --dry-run out to train"], seen.rows())
 
 
-def _fit(options: TrainOptions, config: TrainConfig, shown: Shown) -> tuple[Result, str]:
-    """What the run came to; and a line, where its last weights could not be written."""
+def _fitting(options: TrainOptions, config: TrainConfig) -> Callable[[Shown], Result]:
     from tilemesh.train.job import fit
-    from tilemesh.train.result import WeightsLostError
 
     job = options.job | {"name": options.name, "command": options.typed or None}
-    try:
-        return fit(config, **job, in_process=False, on_event=shown), ""
-    except WeightsLostError as error:
-        return error.result, str(error)
+    return lambda shown: fit(config, **job, in_process=False, on_event=shown)
 
 
 def configuration(options: TrainOptions, member: Membership | None) -> TrainConfig:
@@ -206,13 +180,13 @@ def run_rank(text: str) -> int:
     assert member is not None
     # mpiexec's pipe to a rank says it is a terminal; what comes out at its end may be a log.
     shown = Shown(Console(highlight=False, markup=False, force_terminal=False))
-    result, lost = _fit(options, configuration(options, member), shown)
+    result, lost = fit_or_lost(_fitting(options, configuration(options, member)), shown)
     if member.rank:
         return int(bool(lost))
     page = write_page(result.folder)
     if not result.interrupted:
         console = Console(highlight=False, markup=False, stderr=options.json == "-", force_terminal=False)
-        return _show(result, options, console, page, lost)
+        return _show(options, console, result, page, lost)
     print(f"stopped after step {result.step}; go on with: {program()} train --resume {result.saved_in}", flush=True)
     if lost:
         tell(lost)
@@ -222,20 +196,16 @@ def run_rank(text: str) -> int:
 # ---- afterwards ------------------------------------------------------------------------------------------------
 
 
-def _show(result: Result, options: TrainOptions, console: Console, page: str, lost: str) -> int:
-    """What a run came to and where everything is; the exit code. `lost`: the last line, where weights are."""
+def _show(options: TrainOptions, console: Console, result: Result, page: str, lost: str) -> int:
+    """The summary of the run, if it is of its last step."""
     from tilemesh.runs.folder import read_small
 
     summary = read_small(result.folder, SUMMARY)
     is_of_step = summary.get("step") == result.step
     if not is_of_step:
         lost = lost or f"{result.folder} has no {SUMMARY} of step {result.step}: was the disk full?"
-    text: list[Block] = [*(summary_text(result, summary) if is_of_step else ()), [page]]
-    code = show(Output(text, result.rows, exit_code=int(bool(lost))), options, console)
-    if lost:
-        console.file.flush()
-        tell(lost)
-    return code
+    text = summary_text(result, summary) if is_of_step else ()
+    return show_job(options, console, text, result, page, lost)
 
 
 def summary_text(result: Result, summary: Mapping[str, Any]) -> Iterator[Block]:
@@ -282,42 +252,3 @@ def summary_text(result: Result, summary: Mapping[str, Any]) -> Iterator[Block]:
     if config.compress.recipe:
         recipe = "FILE" if is_file_text(config.compress.recipe) else config.compress.recipe
         yield [f"shrink:  {program()} compress {weights} --recipe {recipe} --out FOLDER"]
-
-
-def program() -> str:
-    """How to call this command again from here: by its name, or where a shell does not find that, by where it lies."""
-    if shutil.which("tilemesh"):
-        return "tilemesh"
-    script = Path(sys.executable).with_name("tilemesh")
-    words = str(script) if script.exists() else sys.executable
-    near = os.path.relpath(words)
-    return (words if near.startswith("..") else near) + ("" if script.exists() else " -m tilemesh")
-
-
-def write_page(folder: Path) -> str:
-    """Make the run's page, finished or not; a line that says where, or why there is none. Never ends a run."""
-    from tilemesh.cli.pages import write_pages
-
-    try:
-        return f"look:    {write_pages([str(folder)], None)[0]}"
-    except (OSError, RunError, UsageError) as error:
-        return f"no page: {error}"
-
-
-def stopped_words(folder: Path, sentence: str, command: str = "train") -> int:
-    """Say how to go on with a run that was interrupted; the exit code."""
-    from tilemesh.launch.rank import INTERRUPTED_CODE
-    from tilemesh.runs.folder import newest_checkpoint
-
-    step = newest_checkpoint(folder)
-    again = f"checkpoint of step {step} written, go on with:\n{program()} {command} --resume {folder}"
-    tell(f"{sentence}; {'there was no checkpoint yet' if step is None else again}")
-    return INTERRUPTED_CODE
-
-
-def _hint(folder: Path, console: Console) -> None:
-    from tilemesh.runs.folder import newest_whole_checkpoint
-
-    step = newest_whole_checkpoint(folder)
-    if step is not None:
-        console.print(f"the last good checkpoint is of step {step}; go on with: {program()} train --resume {folder}")

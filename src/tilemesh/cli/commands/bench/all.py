@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from tilemesh.cli.output import Block, Output, console_beside, on_signals, table_of
+from tilemesh.cli.output import Block, Output, console_beside, interrupt, on_signals, table_of
 from tilemesh.core.options import ROWS, Known, OutFile, OutFolder, Seconds, Words, option
 from tilemesh.runs import names
 
@@ -45,7 +45,7 @@ def all(options: AllBenchOptions) -> Output:  # noqa: A001 - a command is called
         ]
         return Output([table_of(lines, left=("job", "here"))])
     console, folder = console_beside(options.json), Path(options.out)
-    with on_signals(_interrupt, signal.SIGTERM):
+    with on_signals(interrupt, signal.SIGTERM):
         findings = run_all(folder, options.seconds, options.jobs, console.print)
     lines = [
         {
@@ -61,8 +61,3 @@ def all(options: AllBenchOptions) -> Output:  # noqa: A001 - a command is called
             write_text(bench_page(rows), folder / f"{name}.html")
             text.append(f"page: {folder / f'{name}.html'}")
     return Output(text, findings.rows)
-
-
-def _interrupt(number: int, frame: object) -> None:
-    """A scheduler's or `timeout`'s SIGTERM ends it as Ctrl-C does: with what there is."""
-    raise KeyboardInterrupt

@@ -8,21 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from tilemesh.cli.output import Output, on_signals, show, tell
+from tilemesh.cli.output import Output, interrupt, on_signals, show, tell
 from tilemesh.core.errors import RunError, UsageError
-from tilemesh.core.options import (
-    ROWS,
-    Commas,
-    Count,
-    Known,
-    OutFile,
-    OutFolder,
-    Seconds,
-    Seed,
-    Words,
-    argument,
-    option,
-)
+from tilemesh.core.options import ROWS, Commas, Count, Known, OutFile, OutFolder, Seconds, Seed, Words, argument, option
 from tilemesh.runs.names import CONFIG
 
 if TYPE_CHECKING:
@@ -98,7 +86,7 @@ def compress(options: CompressBenchOptions) -> Output:
             run = begin_compress_run(options.run, settings)
             tell(f"rows are kept in {run} after each recipe")
         try:
-            with on_signals(_interrupt, signal.SIGTERM):
+            with on_signals(interrupt, signal.SIGTERM):
                 bench_recipes(model, recipes, text, case, options.peers, options.seconds, tell, dtype, keep, findings)
         except KeyboardInterrupt:
             show(_output(findings, run), options)
@@ -136,8 +124,3 @@ def _output(findings: CompressFindings, run: Path | None) -> Output:
 
     pages = write_pages([str(run)], None) if findings.rows and run is not None else []
     return Output([findings.rows, *(f"page: {page}" for page in pages)], findings.rows)
-
-
-def _interrupt(number: int, frame: object) -> None:
-    """A scheduler's or `timeout`'s SIGTERM ends the bench as Ctrl-C does: with what there is."""
-    raise KeyboardInterrupt
