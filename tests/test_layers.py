@@ -94,7 +94,7 @@ MOST_LINES = {
     "align": 3_000,
     "report": 6_080,
     "bench": 8_530,
-    "cli": 4_940,
+    "cli": 4_925,
     "guide": 11_665,
 }
 SOURCE_SUFFIXES = (".py", ".c", ".h", ".cu", ".cuh", ".js", ".css")

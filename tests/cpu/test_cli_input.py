@@ -128,7 +128,7 @@ def test_errors_of_the_machine_name_the_file() -> None:
     [
         (["train", "folder.toml"], "configuration file 'folder.toml' cannot be read: Is a directory"),
         (["train", "--plan", "7"], "plan file '7' cannot be read: Is a directory"),
-        (["plan", "folder.toml", "--cluster", "8xh100"], "configuration file 'folder.toml' cannot be read"),
+        (["plan", "folder.toml", "--cluster", "8xh100"], "folder.toml has neither config.json nor config.toml"),
         (["plan", "tiny", "--cluster", "8xh100", "--batch", "8", "--json", "7"], "--json 7 cannot be written"),
         (["report", "7"], "7 is no run"),
         (["data", "prepare", "7", "out"], "SOURCE '7' has no text file named like '*': set --pattern"),
