@@ -223,7 +223,7 @@ def test_two_runs_of_any_kind_are_compared_and_of_two_kinds_refused(tmp_path: Pa
     alike = text_of(compare_page.render(first, Beside(), first, Beside()))
     assert "no figure differs by more than noise" in alike
     training = new_run(TRAIN, "", tmp_path / "c")
-    with pytest.raises(UsageError, match=r"a is a run of kind 'dice', .*c one of kind 'train': only runs of one kind"):
+    with pytest.raises(UsageError, match=r"a is of kind 'dice', .*c is of kind 'train': only runs of one kind"):
         compare_page.render(first, Beside(), run.read(training), Beside())
     bare = new_run(DICE, "", tmp_path / "d")
     assert "the runs have no figure in common" in compare_page.render(first, Beside(), run.read(bare), Beside())

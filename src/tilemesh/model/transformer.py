@@ -79,6 +79,11 @@ def settled(stream: ResidualStream) -> ResidualStream:
     return ResidualStream(added(stream), None, stream.router_loss)
 
 
+def with_loss(stream: ResidualStream, router_loss: Tensor | None) -> ResidualStream:
+    """The same stream with these losses; not by `_replace`, whose result torch 2.11's compiler cannot give back."""
+    return ResidualStream(stream.x, stream.branch, router_loss)
+
+
 class Attention(nn.Module):
     """Causal attention with grouped-query heads: as many as its projections have outputs for."""
 
@@ -185,7 +190,7 @@ class Layer(nn.Module):
     def compose(self, attention: AttentionCall, mlp: MlpCall, stream: ResidualStream, now: Pass) -> ResidualStream:
         """The layer of these two blocks: its own, or programs that compute the same."""
         if now.counted_BT is None or not isinstance(self.mlp, Experts):
-            return self._blocks(attention, mlp, stream, now)._replace(router_loss=stream.router_loss)
+            return with_loss(self._blocks(attention, mlp, stream, now), stream.router_loss)
         losses = [] if stream.router_loss is None else [stream.router_loss]
 
         def routed(x_BTD: Tensor) -> Tensor:
@@ -193,7 +198,7 @@ class Layer(nn.Module):
             losses.append(output.loss)
             return output.y_BTD
 
-        return self._blocks(attention, routed, stream, now)._replace(router_loss=torch.stack(losses).sum())
+        return with_loss(self._blocks(attention, routed, stream, now), torch.stack(losses).sum())
 
     def _blocks(self, attention: AttentionCall, mlp: MlpCall, stream: ResidualStream, now: Pass) -> ResidualStream:
         x_BTD: Tensor

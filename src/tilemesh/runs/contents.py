@@ -19,6 +19,7 @@ from tilemesh.measure.row import Row
 from tilemesh.measure.trace import RANK_FILE, merge
 from tilemesh.runs.files import NotThere, Unread, names_in, read_lines, read_object, read_text, read_toml
 from tilemesh.runs.folder import kind_of, read_small
+from tilemesh.runs.kind import ALIGN
 from tilemesh.runs.manifest import step_of
 from tilemesh.runs.metrics import CHECKPOINT, STOPPED, WARNING, Event, Told, read_metrics
 from tilemesh.runs.names import (
@@ -122,7 +123,7 @@ def read_contents(folder: str | Path) -> Contents:
         predicted=take(PREDICTED, read_object, nothing),
         trace=take(TRACE, lambda _: read_trace(place), None),
         sample=take(SAMPLE, read_text, ""),
-        samples=take(SAMPLES, read_lines, (no_lines, 0))[0],
+        samples=take(SAMPLES, read_lines, (no_lines, 0))[0] if kind == ALIGN.name else no_lines,
         rows=_rows(place),
         missing=missing,
         absent=frozenset(absent),

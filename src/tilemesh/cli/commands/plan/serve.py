@@ -32,7 +32,7 @@ class ServePlanOptions(ModelOnCluster):
     step_tokens: int = option(512, "Most tokens in a step.", "N")
     price: Money | None = option(None, "A device's price per hour.", "N")
     power: Money | None = option(None, "A device's power.", "W")
-    engine: Literal["vllm"] | None = option(None, "The layout in another engine's terms.", "ENGINE", flag="--for")
+    engine: Literal["vllm"] | None = option(None, "The layout in another engine's terms.", "NAME", flag="--for")
     out: OutFolder | None = option(None, FOR_FOLDER, "FOLDER")
     json: OutFile | None = option(None, "Every figure by name; - for stdout.", "FILE")
 

@@ -62,7 +62,7 @@ class TrainPlanOptions(ModelOnCluster):
     engine: Annotated[str, Known("engine", "tilemesh.plan.engines.tables:TRAINING")] | None = option(
         None,
         "The best plan that it runs, in its terms: torchtitan, megatron, deepspeed, accelerate.",
-        "ENGINE",
+        "NAME",
         flag="--for",
     )
     out: OutFolder | None = option(None, "Where --for writes; if not given it prints.", "FOLDER")
