@@ -94,7 +94,7 @@ CHAT = {"messages": [{"role": "user", "content": "a"}]}
         (False, {"prompt": "a", "suffix": "b"}, "suffix", "only '' is served here"),
         (False, {"prompt": "a", "best_of": True}, "best_of", "only 1 is served here"),
         (False, {"prompt": "a", "max_tokens": 0}, "max_tokens", "max_tokens is 0"),
-        (True, {**CHAT, "tools": [{"type": "function"}]}, "tools", "only [] is served here"),
+        (True, {**CHAT, "tools": [{"type": "function"}]}, "tools", "tools[0] is"),
         (True, {**CHAT, "max_tokens": 1, "max_completion_tokens": 1}, "max_completion_tokens", "the same meaning"),
         (True, {**CHAT, "top_logprobs": 2}, "top_logprobs", "set logprobs to true"),
         (True, {**CHAT, "response_format": {"type": "json_object", "x": 1}}, "response_format", "expected {"),

@@ -41,13 +41,16 @@ from tilemesh.serve.replies import (
     ReplyHead,
     chat_logprobs,
     chunk_choice,
+    delta_choice,
     failure,
+    finish_word,
     text_logprobs,
     usage,
     whole_choices,
 )
 from tilemesh.serve.request import FinishReason
 from tilemesh.serve.scheduler import QueueFullError
+from tilemesh.serve.tools import AnswerReader, delta_fields, whole_message
 
 _READERS = 2  # threads that read bodies
 _CLOSED_BY_CLIENT = 499  # what others log for it; nobody reads the reply
@@ -268,7 +271,7 @@ class ServingApp:
                     f"{len(asked.messages):,} messages and the context is {self.engine.limits.context:,} tokens: "
                     "send fewer",
                 )
-            prompt = self.engine.encode(self.template(asked.messages), special=False)
+            prompt = self.engine.encode(self.template(asked.messages, asked.tools.offered), special=False)
             self.engine.check(prompt, asked.sampling)
             return [prompt]
         encoded = []
@@ -297,13 +300,25 @@ class ServingApp:
         self._count_found(reply)
         sampling, decoder = reply.asked.sampling, self.engine.served.tokenizer
         choices = whole_choices(completions, head, decoder, sampling.logprobs is not None, reply.asked.echo)
+        for choice in choices:
+            if head.chat and (reader := self._reader(reply)) is not None:
+                choice["message"] = whole_message(reader, choice["message"]["content"])
+                choice["finish_reason"] = finish_word(choice["finish_reason"], reader)
         return JSONResponse({**head(choices), "usage": reply.usage()})
+
+    def _reader(self, reply: LiveReply) -> AnswerReader | None:
+        """Of one answer to a chat, where it may have more than content."""
+        if self.template is None:
+            return None
+        end = self.engine.served.tokenizer.decode(reply.jobs[0].prompt[-8:])
+        return self.template.reader(reply.asked.tools, end)
 
     async def _stream(self, reply: LiveReply, head: ReplyHead) -> AsyncIterator[bytes]:
         """Server-sent events. When the client hangs up, this generator is closed, and `each` aborts the rest."""
         asked, decoder = reply.asked, self.engine.served.tokenizer
         offsets: dict[int, int] = {}
         versions: dict[int, list[int]] = {}  # of tokens since the last chunk
+        readers = [self._reader(reply) if head.chat else None for _ in range(len(reply.jobs) * asked.sampling.n)]
 
         def chunk(choice: dict[str, Any]) -> bytes:
             return _event({**head([choice], chunk=True), **({"usage": None} if asked.stream_usage else {})})
@@ -326,8 +341,16 @@ class ServingApp:
                             if head.chat
                             else text_logprobs(part.logprobs, decoder, offset=offset)
                         )
-                    if part.text or part.finish is not None or logprobs is not None:
-                        finish = None if part.finish is None else part.finish.value
+                    finish, reader = None if part.finish is None else part.finish.value, readers[index]
+                    if reader is not None:
+                        deltas = [delta_fields(delta) for delta in reader.add(part.text, last=finish is not None)]
+                        for fields in deltas:
+                            yield chunk(delta_choice(index, fields, None, logprobs, versions.pop(index, ())))
+                            logprobs = None
+                        if finish is not None or logprobs is not None:
+                            last = finish_word(finish, reader)
+                            yield chunk(delta_choice(index, {}, last, logprobs, versions.pop(index, ())))
+                    elif part.text or finish is not None or logprobs is not None:
                         yield chunk(chunk_choice(head, index, part.text, finish, logprobs, versions.pop(index)))
                     offsets[index] += len(part.text)
             self._count_found(reply)

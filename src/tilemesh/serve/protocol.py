@@ -15,6 +15,7 @@ from typing import Any
 from tilemesh.core.errors import UsageError, nearest
 from tilemesh.core.ranges import Range, shown
 from tilemesh.serve.request import Sampling
+from tilemesh.serve.tools import MOST_TOOLS, ToolUse, read_calls, read_tool
 
 COMPLETION_TOKENS = 16
 """max_tokens of a completion that does not say, as OpenAI has it; a chat completion then ends with the context."""
@@ -33,7 +34,9 @@ class RefusedError(UsageError):
 @dataclass(frozen=True)
 class ChatMessage:
     role: str
-    content: str
+    content: str | None
+    more: Mapping[str, Any] = field(default_factory=dict)
+    """Calls of tools, or which of them a message answers, as chat templates read them."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,7 @@ class AskedCompletion:
     stream_usage: bool = False
     echo: bool = False
     priority: int = 0
+    tools: ToolUse = field(default_factory=ToolUse)
 
 
 @dataclass
@@ -78,7 +82,20 @@ def read_chat(body: object, defaults: Mapping[str, Any] = MappingProxyType({})) 
     if top is not None and not wanted:
         raise RefusedError("top_logprobs", "top_logprobs is given and logprobs is not true: set logprobs to true")
     body_read.sampling["logprobs"] = (top or 0) if wanted else None
+    use = ToolUse(**{key: body_read.asked.pop(key) for key in _TOOL_FIELDS if key in body_read.asked})
+    try:
+        use.check()
+    except UsageError as error:
+        raise RefusedError("tools" if "strict" in str(error) else "tool_choice", str(error)) from None
+    if use.must_call:
+        if {"json_schema", "regex"} & body_read.sampling.keys():
+            raise RefusedError("tool_choice", "tool_choice asks for a call beside response_format: leave one out")
+        body_read.sampling["json_schema"] = use.schema()
+    body_read.asked["tools"] = use if use.tools else ToolUse()
     return _made(body_read)
+
+
+_TOOL_FIELDS = ("tools", "choice", "name", "parallel")
 
 
 _NOT_SERVED = frozenset(
@@ -88,7 +105,6 @@ _NOT_SERVED = frozenset(
         "functions",
         "metadata",
         "modalities",
-        "parallel_tool_calls",
         "prediction",
         "prompt_cache_key",
         "reasoning_effort",
@@ -96,8 +112,6 @@ _NOT_SERVED = frozenset(
         "service_tier",
         "store",
         "suffix",
-        "tool_choice",
-        "tools",
         "user",
         "verbosity",
         "web_search_options",
@@ -196,18 +210,56 @@ def _message(index: int, value: Any) -> ChatMessage:
     where = f"messages[{index}]"
     if not isinstance(value, dict):
         raise RefusedError("messages", f"{where} is {shown(value)}: expected an object with role and content")
-    others = [key for key, given in value.items() if key not in ("role", "content") and given is not None]
+    role, content = value.get("role"), value.get("content")
+    served = ("role", "content", "name", *_ROLE_FIELDS.get(role if isinstance(role, str) else "", ()))
+    others = [key for key, given in value.items() if key not in served and given is not None]
     if others:
         raise RefusedError("messages", f"{where} has {shown(others[0])}, which is not served here: leave it out")
-    role, content = value.get("role"), value.get("content")
     if isinstance(content, list):
         parts = [
             part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in content
         ]
         content = "".join(parts) if all(isinstance(part, str) for part in parts) else None  # type: ignore[arg-type]
-    if not isinstance(role, str) or not isinstance(content, str):
+    more: dict[str, Any] = {}
+    if value.get("tool_calls"):
+        try:
+            more["tool_calls"] = read_calls(value["tool_calls"], f"{where}.tool_calls")
+        except UsageError as error:
+            raise RefusedError("messages", str(error)) from None
+    if isinstance(value.get("tool_call_id"), str):
+        more["tool_call_id"] = value["tool_call_id"]
+    if isinstance(value.get("name"), str) and role == "tool":
+        more["name"] = value["name"]
+    if not isinstance(role, str) or not (isinstance(content, str) or (value.get("content") is None and more)):
         raise RefusedError("messages", f"{where} is {shown(value)}: expected a role and a content of text")
-    return ChatMessage(role, content)
+    return ChatMessage(role, content, more)
+
+
+_ROLE_FIELDS = {"assistant": ("tool_calls", "refusal", "reasoning_content"), "tool": ("tool_call_id",)}
+
+
+def _tools(name: str, value: Any, reading: _BodyRead) -> None:
+    if not isinstance(value, list) or len(value) > MOST_TOOLS:
+        raise RefusedError(name, f"tools is {shown(value)}: expected a list of at most {MOST_TOOLS} tools")
+    try:
+        tools = tuple(read_tool(tool, f"tools[{index}]") for index, tool in enumerate(value))
+    except UsageError as error:
+        raise RefusedError(name, str(error)) from None
+    if len({tool["function"]["name"] for tool in tools}) < len(tools):
+        raise RefusedError(name, "tools has a name twice: give each a name of its own")
+    reading.asked["tools"] = tools
+
+
+def _tool_choice(name: str, value: Any, reading: _BodyRead) -> None:
+    if value in ("auto", "none", "required"):
+        reading.asked["choice"] = value
+        return
+    function = value.get("function") if isinstance(value, dict) and value.get("type") == "function" else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise RefusedError(
+            name, f"tool_choice is {shown(value)}: expected auto, none, required or one function by name"
+        )
+    reading.asked.update(choice="named", name=function["name"])
 
 
 def _stop(name: str, value: Any, reading: _BodyRead) -> None:
@@ -297,8 +349,8 @@ _COMPLETION = {
 }  # fmt: skip
 _CHAT = {
     **_COMMON, "messages": _messages, "max_completion_tokens": _sampled("max_tokens"), "logprobs": _flag("logprobs"),
-    "top_logprobs": _sampled("logprobs"), "tools": _only([]),
-    "tool_choice": _only("none", "auto"), "modalities": _only(["text"]),
+    "top_logprobs": _sampled("logprobs"), "tools": _tools, "tool_choice": _tool_choice,
+    "parallel_tool_calls": _flag("parallel"), "modalities": _only(["text"]),
 }  # fmt: skip
 
 

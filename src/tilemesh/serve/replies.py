@@ -11,8 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from tilemesh.serve.answers import Completion
+from tilemesh.serve.request import FinishReason
 from tilemesh.serve.sampling import TokenLogprobs
 from tilemesh.serve.text import Decoder
+from tilemesh.serve.tools import AnswerReader
 
 
 @dataclass(frozen=True)
@@ -74,13 +76,29 @@ def chunk_choice(
     first: bool = False,
 ) -> dict[str, Any]:
     """A piece of one choice of a stream."""
-    choice: dict[str, Any] = {"index": index, "finish_reason": finish, "logprobs": logprobs}
-    choice["weight_versions"] = _version_runs(versions)
     if head.chat:
-        choice["delta"] = {**({"role": "assistant"} if first else {}), **({"content": text} if text or first else {})}
-    else:
-        choice["text"] = text
-    return choice
+        delta = {**({"role": "assistant"} if first else {}), **({"content": text} if text or first else {})}
+        return delta_choice(index, delta, finish, logprobs, versions)
+    return {**_chunk_fields(index, finish, logprobs, versions), "text": text}
+
+
+def delta_choice(
+    index: int, delta: Mapping[str, Any], finish: str | None, logprobs: dict[str, Any] | None, versions: Sequence[int]
+) -> dict[str, Any]:
+    """A piece of one choice of a chat's stream."""
+    return {**_chunk_fields(index, finish, logprobs, versions), "delta": delta}
+
+
+def _chunk_fields(
+    index: int, finish: str | None, logprobs: dict[str, Any] | None, versions: Sequence[int]
+) -> dict[str, Any]:
+    fields = {"index": index, "finish_reason": finish, "logprobs": logprobs}
+    return {**fields, "weight_versions": _version_runs(versions)}
+
+
+def finish_word(finish: str | None, reader: AnswerReader) -> str | None:
+    """Why an answer ended, as OpenAI's clients hear it."""
+    return "tool_calls" if finish == FinishReason.STOP.value and reader.calls else finish
 
 
 def _version_runs(versions: Sequence[int]) -> list[list[int]]:

@@ -1,0 +1,152 @@
+"""Calls of tools in the forms that families write, however a stream is cut; and what a body may say of tools."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from tilemesh.serve.protocol import RefusedError, read_chat
+from tilemesh.serve.tools import FORMS, AnswerReader, ToolUse, form_of, whole_message
+
+HERMES, MISTRAL, LLAMA = FORMS
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"$ref": "#/$defs/city"}, "days": {"type": "integer"}},
+            "required": ["city"],
+            "$defs": {"city": {"type": "string"}},
+        },
+    },
+}
+TIME = {"type": "function", "function": {"name": "time"}}
+USE = ToolUse((WEATHER, TIME))
+CALL = '{"name": "weather", "arguments": {"city": "Ulm"}}'
+
+
+def read(text: str, cut: int, use: ToolUse = USE, form: Any = HERMES, **options: bool) -> list[tuple[str, str, int]]:
+    """Deltas of a text that comes in pieces, neighbours of one kind joined."""
+    reader, joined = AnswerReader(use, form, **options), list[tuple[str, str, int]]()
+    pieces = [text[at : at + cut] for at in range(0, len(text), cut)]
+    for number, piece in enumerate([*pieces, ""]):
+        for delta in reader.add(piece, last=number == len(pieces)):
+            if joined and joined[-1][::2] == (delta.kind, delta.call) and delta.kind != "call":
+                joined[-1] = (delta.kind, joined[-1][1] + delta.text, delta.call)
+            else:
+                joined.append(tuple(delta))  # type: ignore[arg-type]
+    return joined
+
+
+ULM = [("call", "weather", 0), ("arguments", '{"city": "Ulm"}', 0)]
+BOTH = [*ULM, ("call", "time", 1), ("arguments", "{}", 1)]
+
+
+@pytest.mark.parametrize("cut", [1, 2, 5, 1000])
+@pytest.mark.parametrize(
+    ("form", "text", "expected"),
+    [
+        (HERMES, f"Sure. \n<tool_call>\n{CALL}\n</tool_call>", [("content", "Sure.", 0), *ULM]),
+        (HERMES, f'<tool_call>{CALL}</tool_call>\n<tool_call>{{"name": "time", "arguments": {{}}}}</tool_call>', BOTH),
+        (HERMES, "a <tool talk", [("content", "a <tool talk", 0)]),
+        (HERMES, "<tool_call>no</tool_call> x", [("content", "<tool_call>no</tool_call> x", 0)]),
+        (HERMES, '<tool_call>{"name": "we', [("content", '<tool_call>{"name": "we', 0)]),
+        (HERMES, CALL.join(("<tool_call>", "</tool_call>")).replace("weather", "other"),
+         [("content", f"<tool_call>{CALL}</tool_call>".replace("weather", "other"), 0)]),
+        (MISTRAL, f'[TOOL_CALLS][{CALL}, {{"name": "time", "arguments": {{}}}}]', BOTH),
+        (MISTRAL, "Hello [TOOL", [("content", "Hello [TOOL", 0)]),
+        (LLAMA, CALL.replace("arguments", "parameters"), ULM),
+        (LLAMA, f'<|python_tag|>{CALL}; {{"name": "time", "arguments": {{}}}}'.replace("argument", "parameter"), BOTH),
+        (LLAMA, '{"a": 3}', [("content", '{"a": 3}', 0)]),
+        (LLAMA, f"Well: {CALL}", [("content", f"Well: {CALL}", 0)]),
+    ],
+)  # fmt: skip
+def test_each_form_is_read_however_it_is_cut(form: Any, text: str, expected: list[Any], cut: int) -> None:
+    assert read(text, cut, form=form) == expected
+
+
+@pytest.mark.parametrize("cut", [1, 3, 1000])
+def test_reasoning_comes_apart(cut: int) -> None:
+    text = f"<think>\nhm, well\n</think>\n\nGood.\n<tool_call>{CALL}</tool_call>"
+    assert read(text, cut, thinks=True) == [("reasoning", "hm, well", 0), ("content", "Good.", 0), *ULM]
+    inside = read("hm</think>yes", cut, ToolUse(), None, thinks=True, thinking=True)
+    assert inside == [("reasoning", "hm", 0), ("content", "yes", 0)]
+    assert read("<think>x</think>", cut) == [("content", "<think>x</think>", 0)]  # a model that has no such marks
+
+
+@pytest.mark.parametrize("cut", [1, 1000])
+def test_a_call_that_must_come_has_no_marks(cut: int) -> None:
+    assert read(f"[{CALL}]", cut, ToolUse((WEATHER, TIME), "required"), None) == ULM
+    named = ToolUse((WEATHER,), "named", "weather")
+    assert read('{"city": "Ulm"}', cut, named, None) == ULM
+    assert read(CALL, cut, ToolUse((WEATHER,), "none")) == [("content", CALL, 0)]
+
+
+def test_a_whole_message_has_its_calls_and_one_alone_where_they_may_not_be_parallel() -> None:
+    twice = f"<tool_call>{CALL}</tool_call><tool_call>{CALL}</tool_call>"
+    message = whole_message(AnswerReader(USE, HERMES), twice)
+    assert message["content"] is None
+    assert [call["function"]["name"] for call in message["tool_calls"]] == ["weather", "weather"]
+    assert json.loads(message["tool_calls"][0]["function"]["arguments"]) == {"city": "Ulm"}
+    assert len({call["id"] for call in message["tool_calls"]}) == 2
+    alone = whole_message(AnswerReader(ToolUse((WEATHER,), parallel=False), HERMES), twice)
+    assert len(alone["tool_calls"]) == 1
+    assert whole_message(AnswerReader(USE, HERMES), "hi") == {"role": "assistant", "content": "hi", "refusal": None}
+
+
+def test_forms_are_found_from_templates() -> None:
+    assert form_of("{{ tools }} <tool_call>") == HERMES
+    assert form_of("{% if tools %}[AVAILABLE_TOOLS]{% endif %}[TOOL_CALLS]") == MISTRAL
+    assert form_of('{% if tools %}{"name": function name, "parameters": dictionary}{% endif %}') == LLAMA
+    assert form_of("<tool_call> and no way to show any") is None
+
+
+def test_references_of_a_tool_hold_inside_of_the_list_of_calls() -> None:
+    schema = ToolUse((TIME, WEATHER), "required").schema()
+    assert schema["$defs"]["1"]["properties"]["city"] == {"$ref": "#/$defs/1/$defs/city"}
+    assert (schema["minItems"], schema["maxItems"]) == (1, 8)
+    assert ToolUse((WEATHER,), "required", parallel=False).schema()["maxItems"] == 1
+
+
+def test_a_body_with_tools_is_read() -> None:
+    calls = [{"id": "1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Ulm"}'}}]
+    history = [
+        {"role": "user", "content": "a", "name": "anna"},
+        {"role": "assistant", "content": None, "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "1", "content": "rain"},
+    ]
+    choice = {"type": "function", "function": {"name": "weather"}}
+    asked = read_chat({"messages": history, "tools": [WEATHER], "tool_choice": choice, "parallel_tool_calls": False})
+    assert asked.tools == ToolUse((WEATHER,), "named", "weather", False)
+    assert asked.sampling.json_schema == WEATHER["function"]["parameters"]  # type: ignore[index]
+    assert asked.messages[1].more["tool_calls"][0]["function"]["arguments"] == {"city": "Ulm"}
+    assert asked.messages[2].more == {"tool_call_id": "1"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"tools": [{"type": "function"}]}, "tools[0] is"),
+        ({"tools": [WEATHER, WEATHER]}, "tools has a name twice"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "expected letters, digits, _ and -"),
+        ({"tools": [{"type": "function", "function": {"name": "a", "parameters": 3}}]}, "expected a JSON schema"),
+        ({"tools": [{"type": "function", "function": {"name": "a", "strict": True}}]}, "strict: true and tool_choice"),
+        ({"tool_choice": "required"}, "there are no tools"),
+        ({"tools": [TIME], "tool_choice": "sometimes"}, "expected auto, none, required or one function"),
+        ({"tools": [TIME], "tool_choice": {"type": "function", "function": {"name": "b"}}}, "expected one of time"),
+        ({"tools": [TIME], "tool_choice": "required", "regex": "a"}, "beside response_format"),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "a", "arguments": "["}}]}]},
+            "as JSON",
+        ),
+        ({"messages": [{"role": "user", "content": "a", "tool_calls": []}]}, "'tool_calls'"),
+    ],
+)
+def test_what_is_wrong_with_tools_is_said_in_one_line(fields: dict[str, Any], why: str) -> None:
+    with pytest.raises(RefusedError) as error:
+        read_chat({"messages": [{"role": "user", "content": "a"}]} | fields)
+    assert why in str(error.value)
+    assert "\n" not in str(error.value)
