@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tilemesh.core.errors import RunError, UsageError
-from tilemesh.core.files import ensure_folder, read_json_object, replacing
+from tilemesh.core.files import ensure_folder, read_json_object, replacing, write_text
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.families.book import CONFIG, FAMILIES, QUANTIZATION, entries, family_of, read_config, to_json
 from tilemesh.model.families.carried import copy_carried, special_ids
@@ -32,6 +32,7 @@ from tilemesh.model.transformer import Transformer
 from tilemesh.model.work.weights import parameter_shapes
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+DISTRIBUTED_INDEX = ".metadata"  # of a distributed checkpoint of torch
 OWN_WEIGHTS = "tilemesh.safetensors"
 """Where matrices are kept in a form of ours: transformers, which knows no quant_method of ours and would begin with
 random ones, finds no weights under this name and refuses the folder."""
@@ -108,12 +109,14 @@ def save_parameters(
     special_tokens: Mapping[str, Any] | None = None,
     compressed: Mapping[str, Tensor] | None = None,
     covered: Collection[str] = (),
+    *,
+    distributed: bool = False,
 ) -> None:
     """`save` for a model that lies elsewhere, as a mapping from our names to whole tensors. config.json, without which
     a folder is no model's, comes last: what lies beside it is written before.
 
     `special_tokens`: what config.json says of them, such as eos_token_id. `compressed`: tensors of compressed matrices,
-    which stand for the parameters `covered`.
+    which stand for the parameters `covered`. `distributed`: weights as a distributed checkpoint of torch.
     """
     tensors = dict(compressed or {})
     for entry in entries(config):
@@ -133,6 +136,12 @@ def save_parameters(
     text = json.dumps(to_json(config, dtype) | more, indent=2, sort_keys=True) + "\n"
     own = more.get(QUANTIZATION, {}).get("quant_method") == OURS
     weights, other = (OWN_WEIGHTS, WEIGHTS) if own else (WEIGHTS, OWN_WEIGHTS)
+    if distributed:
+        from tilemesh.model.dcp_files import save_distributed
+
+        save_distributed(tensors, folder)
+        write_text(text, folder / CONFIG)
+        return
     with replacing(folder / CONFIG) as config_part, replacing(folder / weights) as weights_part:
         try:
             save_file(tensors, weights_part, metadata={"format": "pt"})
@@ -258,6 +267,14 @@ def _checked(
 
 def _opened(folder: Path, files: ExitStack) -> list[Stored]:
     """The headers of all tensors in a folder's files."""
+    if (folder / DISTRIBUTED_INDEX).exists():
+        from tilemesh.model.dcp_files import DistributedCheckpoint
+
+        checkpoint = DistributedCheckpoint(folder)
+        names = {dtype: name for name, dtype in _DTYPES.items()}
+        return [
+            Stored(checkpoint, name, shape, names.get(dtype, str(dtype))) for name, shape, dtype in checkpoint.headers()
+        ]
     opened_files = []
     for path in _files(folder):
         try:

@@ -34,10 +34,12 @@ def export(
     say: Callable[[str], None] = lambda text: None,
     *,
     adapter: bool = False,
+    distributed: bool = False,
 ) -> int:
     """Write a run's checkpoint as a Hugging Face folder, with its tokenizer; returns its step.
 
-    Adapters (LoRA) are merged into the weights; with `adapter` they alone are written, as a folder of PEFT.
+    Adapters (LoRA) are merged into the weights; with `adapter` they alone are written, as a folder of PEFT; with
+    `distributed` weights are a distributed checkpoint of torch, beside config.json.
     `say` hears which step is used, where that is not the run's last one.
     """
     from tilemesh.model import huggingface
@@ -66,7 +68,8 @@ def export(
             copy_carried(carried, folder)
         elif tokenizer is not None:
             _write_tokenizer(tokenizer, config.model.context, Path(folder))
-        huggingface.save_parameters(config.model, read_weights(config.model, weights), folder, special)
+        parameters = read_weights(config.model, weights)
+        huggingface.save_parameters(config.model, parameters, folder, special, distributed=distributed)
     return reader.manifest.step
 
 
