@@ -157,3 +157,42 @@ def test_what_a_listed_step_exchanges_is_predicted_for_every_stage(name: str) ->
         recorded = counted[stage * plan.dp * plan.tp]
         recorded.pop(CONTROL, None)
         assert recorded == step_exchanges(config, plan, Task.of(plan, TOKENS, "eager"), counts, stage), stage
+
+
+@pytest.mark.parametrize(
+    ("settings", "precision"),
+    [
+        ({"cp": 2}, "fp32"),
+        ({"cp": 4, "recompute": "full"}, "fp32"),
+        ({"cp": 2, "dp": 2, "zero": 1}, "bf16"),
+        ({"cp": 2, "tp": 2, "sequence_parallel": True, "recompute": "full"}, "fp32"),
+        ({"cp": 2, "cp_exchange": "heads", "recompute": "full"}, "fp32"),
+        ({"cp": 2, "dp": 2, "zero": 3, "cp_exchange": "heads"}, "fp32"),
+        ({"cp": 2, "pp": 2, "accumulation": 4}, "fp32"),
+    ],
+    ids=str,
+)
+def test_what_ranks_that_share_sequences_exchange_is_what_the_formulas_say(
+    settings: dict[str, Any], precision: Precision
+) -> None:
+    """In sequences of 11 tokens, whose blocks are uneven: ranks send unequal amounts."""
+    config = ModelConfig(
+        layers=3, width=32, heads=8, kv_heads=4, mlp_width=64, vocabulary=64, context=12, positions="rotary"
+    )
+    for context in (11,):
+        plan = ParallelPlan(**{"precision": precision, "microbatch": 2, "accumulation": 2, **settings})
+
+        def main(comm: Communicator, plan: ParallelPlan = plan, context: int = context) -> dict[str, dict[str, int]]:
+            mesh, recorder = Mesh(comm, **plan.axes), Recorder(Trace(None))
+            observe_mesh(mesh, recorder)
+            laid = lay(Transformer(config), mesh, plan)
+            tokens = torch.randint(0, 64, (2, context + 1), generator=torch.Generator().manual_seed(0))
+            laid.passes([StepPiece(tokens[:, :-1], tokens[:, 1:], 0)] * plan.accumulation)
+            laid.gradients.finish()
+            laid.gradients.updated()
+            return recorder.bytes_by_axis()
+
+        recorded = run_threads(plan.world, main, timeout_s=TIMEOUT_S)[0]
+        recorded.pop(CONTROL, None)
+        counts = chunk_layers(plan, config.layers) if plan.pp > 1 else (config.layers,)
+        assert recorded == step_exchanges(config, plan, Task.of(plan, context, "eager"), counts)

@@ -48,7 +48,7 @@ def cut_over_replicas(mine: Shard, group: int) -> Shard:
 
 def sharing_blocks(axes: Axes, group: int, every: int) -> Blocks:
     """The ranks over which rows are cut: in order of rank, which is the order of their rows. `every`: as `Shard`'s."""
-    return ((block_name(AXIS, every), group // every), (SHARED, size_of(axes, SHARED)))
+    return ((SHARED, size_of(axes, SHARED)), (block_name(AXIS, every), group // every))
 
 
 class RowsOfRanks:

@@ -41,6 +41,7 @@ def layer_exchanges(model: ModelConfig, task: Task) -> Iterator[Exchange]:
     """Forward: a sum after each of the two projections split by their input; cut along the sequence, a sum is a
     reduce_scatter there and an all_gather where the next block begins. Backward the other way round: sums belong to
     input gradients. What is only gathered travels as narrow as products take it."""
+    yield from context_exchanges(model, task)
     if task.tp == 1:
         return
     whole, out = task.tokens * model.width, "reduce_scatter" if task.sequence_parallel else "all_reduce"
@@ -62,7 +63,31 @@ def repeated_exchanges(model: ModelConfig, task: Task) -> Iterator[Exchange]:
     everything."""
     forward = [exchange for exchange in layer_exchanges(model, task) if not exchange.backward]
     is_read = task.code == "fused" or model.dropout > 0 or model.norm_place != "pre"
-    yield from forward if is_read else forward[:-1]
+    yield from forward if is_read or task.tp == 1 else forward[:-1]
+
+
+def context_exchanges(model: ModelConfig, task: Task) -> Iterator[Exchange]:
+    """Of attention where ranks share sequences, as the first of them counts. Around the ring go keys and values of all
+    ranks, backward once more and their gradients behind them, as wide as they are summed; by heads two all_to_alls each
+    way. What is sent around the ring travels while other keys are computed with."""
+    if task.cp == 1:
+        return
+    q = task.sequences * model.query_width // task.tp
+    kv = 2 * task.sequences * max(1, model.kv_heads // task.tp) * model.head_width
+    own, every = task.shares[0], sum(task.shares)
+    if task.cp_exchange == "heads":
+        # What a rank gets: its heads of all tokens, or all heads of its tokens.
+        for numbers, backward in ((every * (q + kv) // task.cp, False), (every * q // task.cp, True)):
+            yield Exchange("attention", "cp", "all_to_all", numbers, task.size, backward)
+        for numbers, backward in ((own * q, False), (own * (q + kv), True)):
+            yield Exchange("attention", "cp", "all_to_all", numbers, task.size, backward)
+        return
+    sent, come = every - task.shares[1], every - own
+    for backward in (False, True):
+        yield Exchange("attention", "cp", "send", kv * sent, task.size, backward, hides=True)
+        yield Exchange("attention", "cp", "recv", kv * come, task.size, backward, hides=True)
+    yield Exchange("attention", "cp", "send", kv * come, task.wide, backward=True, hides=True)
+    yield Exchange("attention", "cp", "recv", kv * (every - task.shares[-1]), task.wide, backward=True, hides=True)
 
 
 def embedding_exchanges(model: ModelConfig, task: Task) -> Iterator[Exchange]:

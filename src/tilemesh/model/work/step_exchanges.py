@@ -52,7 +52,7 @@ def step_exchanges(
             for operation in ("send", "recv"):  # a gradient comes back for every activation
                 total.add("pp", operation, times * sent_bytes(model, task))
     _add_sums(total, model, plan, _held_weights(model, counts, held), placement)
-    if plan.dp > 1 and plan.zero:
+    if plan.replicas > 1 and plan.zero:
         _add_zero(total, model, plan, counts, stage)
     return total.by_axis
 
@@ -149,9 +149,9 @@ def _add_sums(
     ends = set() if placement is None else {placement.holders[0], placement.holders[-1]}
     for weight, times, chunk in held:
         rows = times * gradient * updates * weight.held(plan.tp, plan.zero_ranks)
-        if not plan.zero and plan.dp > 1:
-            total.add("dp", "all_reduce", rows)
-        if plan.zero and plan.dp > plan.zero_ranks:  # what a group has summed, summed over the groups
+        if not plan.zero and plan.replicas > 1:
+            total.add(batch_axes(plan), "all_reduce", rows)
+        if plan.zero and plan.replicas > plan.zero_ranks:  # what a group has summed, summed over the groups
             total.add("dp", "all_reduce", rows)
         if plan.tp > 1:
             # Of kv heads that several ranks hold, and of what tp leaves whole where each sees a part of the tokens.
@@ -163,6 +163,11 @@ def _add_sums(
             total.add("pp", "all_reduce", rows)
     if plan.dp > 1 and plan.is_asynchronous:
         total.add("dp", "all_reduce", 8 * updates)  # how many targets each update is the mean of
+
+
+def batch_axes(plan: ParallelPlan) -> str:
+    """The axes over which gradients are summed, as whoever counts calls them."""
+    return "+".join(name for name, size in (("dp", plan.dp), ("cp", plan.cp)) if size > 1)
 
 
 def updates_of(plan: ParallelPlan) -> int:
@@ -192,10 +197,10 @@ def _add_zero(total: _Bytes, model: ModelConfig, plan: ParallelPlan, counts: Seq
     both_ends = frozenset((0, len(counts) - 1))
     for weight, count, chunk in _held_weights(model, counts, held):
         numel = count * weight.held(plan.tp)
-        total.add("dp", "reduce_scatter", scatters_of(plan) * gradient * numel)
+        total.add(batch_axes(plan), "reduce_scatter", scatters_of(plan) * gradient * numel)
         is_in_both = model.tied and weight.name == _TABLE and both_ends <= set(held)
         gathered = times[both_ends if is_in_both else frozenset((chunk,))] if plan.zero == 3 else 1
-        total.add("dp", "all_gather", gathered * size * numel)
+        total.add(batch_axes(plan), "all_gather", gathered * size * numel)
 
 
 @functools.lru_cache(maxsize=256)

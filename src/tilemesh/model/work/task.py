@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tilemesh.core.hardware import DTYPE_BYTES, Device
-from tilemesh.core.plan import COMPUTE_DTYPE, Attention, ParallelPlan, Precision
+from tilemesh.core.plan import COMPUTE_DTYPE, Attention, ContextExchange, ParallelPlan, Precision
+from tilemesh.core.sequence import tokens_of, zigzag
 
 Code = Literal["fused", "compiled", "eager"]
 """What runs a layer: hand-fused training code (Megatron's), torch.compile, or torch operation by operation."""
@@ -48,16 +49,22 @@ class Task:
     by_layers: bool = False
     """Whether weights are gathered layer by layer (ZeRO-3), so that layers are compiled one by one and the loss not.
     Hand-fused code is the same either way."""
+    shares: tuple[int, ...] = ()
+    """Of ranks that share each sequence, the tokens that each has, this one's first; empty: of one."""
+    cp_exchange: ContextExchange = "ring"
 
     @classmethod
     def of(
         cls, plan: ParallelPlan, context: int, code: Code = "fused", gpu: bool = True, chunked_loss: bool = False
     ) -> Task:
         """A microbatch of a training step."""
+        # Of ranks that share a sequence each attends to as many pairs of tokens as the mean: as if its own stood last.
+        shares = tuple(tokens_of(zigzag(context, plan.cp, rank)) for rank in range(plan.cp)) if plan.cp > 1 else ()
+        own = shares[0] if shares else context
         return cls(
             plan.microbatch,
-            context,
-            context,
+            own,
+            (context + own) // 2,
             plan.tp,
             plan.sequence_parallel,
             plan.attention,
@@ -66,11 +73,18 @@ class Task:
             gpu,
             chunked_loss and plan.tp == 1,
             is_by_layers(plan, code),
+            shares,
+            plan.cp_exchange,
         )
 
     @property
     def tokens(self) -> int:
         return self.sequences * self.queries
+
+    @property
+    def cp(self) -> int:
+        """Ranks that share each sequence."""
+        return len(self.shares) or 1
 
     @property
     def dtype(self) -> str:
