@@ -20,7 +20,7 @@ from tilemesh.core.step.placement import LOOP
 from tilemesh.core.step.simulate import StepTimes
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.work.exchanges import Exchange, repeated_exchanges, replica_exchanges
-from tilemesh.model.work.operations import embedding_work, head_work, layer_work
+from tilemesh.model.work.operations import FusedAttention, embedding_work, head_work, layer_work
 from tilemesh.model.work.step_exchanges import scatters_of, sent_bytes, updates_of
 from tilemesh.model.work.task import STATE_BYTES, Code, Task, default_code, is_by_layers
 from tilemesh.plan import constants
@@ -49,6 +49,7 @@ class LayerTimes(NamedTuple):
     weight_s: float
     """Of the backward pass, its second half: the weight gradients."""
     exchange_bytes: tuple[float, float, float]
+    context_bytes: tuple[float, float, float]
     """Sent in the forward pass, in the backward pass, and again where a layer's forward pass is repeated."""
     head_s: tuple[float, float]
     head_exchange_s: tuple[float, float]
@@ -114,7 +115,10 @@ class Clock:
 
     def layer(self, plan: ParallelPlan) -> LayerTimes:
         by_layers = self.is_by_layers(plan)
-        key = (plan.tp, plan.sequence_parallel, plan.microbatch, plan.attention, plan.precision, by_layers)
+        key = (
+            plan.tp, plan.sequence_parallel, plan.microbatch, plan.attention, plan.precision, by_layers, plan.cp,
+            plan.cp_exchange,
+        )  # fmt: skip
         times = self._layers.get(key)
         if times is None:
             times = self._layers[key] = layer_times(self.model, self.cluster, self.task(plan), self._rates)
@@ -135,7 +139,7 @@ class Clock:
     def hop_s(self, plan: ParallelPlan) -> float:
         """One microbatch's activations to the next stage."""
         sent = sent_bytes(self.model, self.task(plan))
-        hop = neighbour_s(self.cluster, plan.tp * plan.dp, plan.pp, sent)
+        hop = neighbour_s(self.cluster, plan.tp * plan.replicas, plan.pp, sent)
         if plan.tp > 1 and not plan.sequence_parallel and self.code(plan) == "fused":
             hop += self.group(plan.tp, 1).all_gather_s(plan.tp * sent)
         return hop
@@ -166,24 +170,35 @@ class Clock:
 
 def layer_times(model: ModelConfig, cluster: Cluster, task: Task, rates: Rates | None = None) -> LayerTimes:
     """A layer's seconds, and the head's and the embedding's, for one microbatch."""
-    speed, axis = speed_of(cluster.device, task.dtype, rates, task.code), group(cluster, task.tp, 1)
+    speed = speed_of(cluster.device, task.dtype, rates, task.code)
+    axes = {"tp": group(cluster, task.tp, 1), "cp": group(cluster, task.cp, task.tp)}
     layer, head, embedding = layer_work(model, task), head_work(model, task), embedding_work(model, task)
     again = tuple(repeated_exchanges(model, task))
     # An exchange that hides behind a product costs something all the same; between CPU ranks nothing hides.
-    hidden = constants.HIDDEN_COST if axis.hides else 1.0
+    hidden = constants.HIDDEN_COST if axes["tp"].hides else 1.0
+    attention_s = (
+        speed.seconds(tuple(part for part in layer.forward if isinstance(part, FusedAttention))),
+        speed.seconds(tuple(part for part in layer.backward if isinstance(part, FusedAttention))),
+    )
 
     def exchange_s(exchanges: Iterable[Exchange], backward: bool, cost: float = hidden) -> float:
-        return sum(
-            (cost if exchange.hides else 1.0) * axis.exchange_s(exchange.collective, exchange.nbytes)
-            for exchange in exchanges
-            if exchange.backward is backward
+        several = [exchange for exchange in exchanges if exchange.backward is backward]
+        ring_s = sum(_ring_s(axes["cp"], exchange) for exchange in several if exchange.collective == "send")
+        # What goes round travels while the keys that are here are attended to: all but the last rank's.
+        behind_s = attention_s[backward] * (1 - 1 / task.cp) if axes["cp"].hides else 0.0
+        return max(ring_s - behind_s, constants.HIDDEN_COST * ring_s) + sum(
+            (cost if exchange.hides else 1.0) * axes[exchange.axis].exchange_s(exchange.collective, exchange.nbytes)
+            for exchange in several
+            if exchange.collective not in ("send", "recv")
         )
 
-    def sent_bytes(exchanges: Iterable[Exchange], backward: bool) -> float:
+    def sent_bytes(exchanges: Iterable[Exchange], backward: bool, name: str = "tp") -> float:
         return sum(
-            axis.sent_bytes(exchange.nbytes, exchange.collective)
+            exchange.nbytes
+            if exchange.collective == "send"
+            else axes[name].sent_bytes(exchange.nbytes, exchange.collective)
             for exchange in exchanges
-            if exchange.backward is backward
+            if exchange.backward is backward and exchange.axis == name and exchange.collective != "recv"
         )
 
     return LayerTimes(
@@ -202,11 +217,21 @@ def layer_times(model: ModelConfig, cluster: Cluster, task: Task, rates: Rates |
             sent_bytes(layer.exchanges, True),
             sent_bytes(again, False),
         ),
+        context_bytes=(
+            sent_bytes(layer.exchanges, False, "cp"),
+            sent_bytes(layer.exchanges, True, "cp"),
+            sent_bytes(again, False, "cp"),
+        ),
         head_s=(speed.seconds(head.forward), speed.seconds(head.backward)),
         head_exchange_s=(exchange_s(head.exchanges, False), exchange_s(head.exchanges, True)),
         embedding_s=(speed.seconds(embedding.forward), speed.seconds(embedding.backward)),
         embedding_exchange_s=exchange_s(embedding.exchanges, False) + exchange_s(embedding.exchanges, True),
     )
+
+
+def _ring_s(axis: RanksOfNodes, exchange: Exchange) -> float:
+    """Messages of each rank to the next until all have seen all: what gathering everything takes."""
+    return axis.exchange_s("all_gather", exchange.nbytes * axis.ranks / (axis.ranks - 1))
 
 
 # ---- over a whole step -----------------------------------------------------------------------------------------
@@ -226,7 +251,7 @@ def data_exchange(
     so long."""
     weight, gradient, _ = STATE_BYTES[plan.precision]
     nbytes = {"weights": weight * parameters, "gradients": gradient * parameters}
-    shared = plan.zero_ranks if plan.zero else plan.dp
+    shared = plan.zero_ranks if plan.zero else plan.replicas
     axis = clock.group(shared, plan.tp)
     exchanged = replica_exchanges(plan.zero, scatters_of(plan), gathered(plan))
     exposed_s = sent_bytes = 0.0
@@ -246,8 +271,8 @@ def data_exchange(
             times *= updates_of(plan)
             exposed_s += times * (_left(exchange_s, behind_s if hides else 0.0, layers) + slowed_s)
             sent_bytes += times * sent
-    if plan.zero and plan.dp > shared:  # what a group has summed, summed over the groups
-        across, share = clock.group(plan.dp // shared, plan.tp * shared), nbytes["gradients"] / shared
+    if plan.zero and plan.replicas > shared:  # what a group has summed, summed over the groups
+        across, share = clock.group(plan.replicas // shared, plan.tp * shared), nbytes["gradients"] / shared
         exposed_s += across.exchange_s("all_reduce", share)
         sent_bytes += across.sent_bytes(share, "all_reduce")
     return DataExchange(exposed_s, sent_bytes)

@@ -92,8 +92,17 @@ def state_bytes(parameters: int, precision: str, zero: int = 0, dp: int = 1) -> 
 def backward_bytes(model: ModelConfig, plan: ParallelPlan, context: int) -> int:
     """Gradients alive at once where torch goes back through an MLP, operation by operation: of the product, of each of
     its factors, and of what goes into the activation."""
-    hidden = plan.microbatch * context * model.mlp_width // plan.tp
+    hidden = plan.microbatch * context * model.mlp_width // (plan.tp * plan.cp)
     return 2 * model.mlp_inputs * hidden * DTYPE_BYTES[plan.compute_dtype]
+
+
+def visiting_bytes(model: ModelConfig, task: Task) -> int:
+    """Of attention where ranks share sequences, backward: keys and values here and on their way, and the same of their
+    gradients, beside this rank's own; by heads, what came and what goes back."""
+    kv = 2 * task.tokens * max(1, model.kv_heads // task.tp) * model.head_width
+    if task.cp_exchange == "heads":
+        return 2 * (kv + task.tokens * model.query_width // task.tp) * task.size
+    return kv * (2 * task.size + 3 * task.wide)
 
 
 def reserved_bytes(device: Device, ranks: int, compiler: bool) -> int:
@@ -414,6 +423,8 @@ class Room:
             if code != "fused" and not is_cpu and has_embedding:
                 looked_up = shards.embeddings - (shards.tied_head if has_head else 0)
             brief += 2 * (parameters - looked_up)
+        if plan.cp > 1:
+            brief += visiting_bytes(self.model, self.task(plan))
         if code == "eager" and is_cpu:
             brief += backward_bytes(self.model, plan, self.context)
         return _RankNeeds(
@@ -454,7 +465,10 @@ class Room:
     def microbatch(self, plan: ParallelPlan) -> MicrobatchBytes:
         """Of one microbatch of this layout: the same for all layouts that compute it alike."""
         by_layers = plan.zero == 3 and is_by_layers(plan, self.code(plan))
-        key = (plan.tp, plan.sequence_parallel, plan.microbatch, plan.attention, plan.precision, by_layers)
+        key = (
+            plan.tp, plan.sequence_parallel, plan.microbatch, plan.attention, plan.precision, by_layers, plan.cp,
+            plan.cp_exchange,
+        )  # fmt: skip
         microbatch = self._microbatches.get(key)
         if microbatch is None:
             microbatch = self._microbatches[key] = MicrobatchBytes(self.model, self.task(plan))

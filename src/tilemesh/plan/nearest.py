@@ -86,9 +86,9 @@ def smaller_microbatches(plan: ParallelPlan) -> Iterator[ParallelPlan]:
 
 def _around(plan: ParallelPlan, world: int) -> Iterator[ParallelPlan]:
     for tp, pp in itertools.product(_divisors(world), repeat=2):
-        if world % (tp * pp):
+        if world % (tp * pp * plan.cp):
             continue
-        dp = world // (tp * pp)
+        dp = world // (tp * pp * plan.cp)
         schedules = dict.fromkeys((plan.schedule, "1f1b")) if pp > 1 else ("1f1b",)
         for schedule, zero in itertools.product(schedules, sorted({plan.zero if dp > 1 else 0, 0})):
             for accumulation in _accumulations(plan, dp, pp, schedule):

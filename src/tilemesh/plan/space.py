@@ -13,13 +13,15 @@ from typing import Any, get_args, get_type_hints
 from tilemesh.core import config
 from tilemesh.core.errors import UsageError
 from tilemesh.core.hardware import Device
-from tilemesh.core.plan import Attention, ParallelPlan, Precision, Recompute
+from tilemesh.core.plan import Attention, ContextExchange, ParallelPlan, Precision, Recompute
 from tilemesh.core.step.book import all_schedules, find
-from tilemesh.model.work.weights import why_not_tp
+from tilemesh.model.work.weights import why_not, why_not_tp
 from tilemesh.plan.step import Estimator
 
 CUT = ("chunk_layers",)
 """What nobody fixes: stages are cut for each layout."""
+LONG_CONTEXT, CP_MOST = 32_768, 16
+"""From so many tokens on it is tried that ranks share sequences, at most so many."""
 TP_NODES = 2
 """Tensor parallelism is tried over at most so many nodes: it exchanges twice a layer, on the slowest link it meets."""
 
@@ -99,12 +101,14 @@ def candidates(estimator: Estimator, batch: int, pins: Pins) -> Iterator[list[Pa
     recomputes = [pins.recompute] if pins.recompute else _recomputes(attention)
     said = ("prefetch", "offload", "slices")
     as_said = {name: value for name in said if (value := getattr(pins, name)) is not None}
-    for tp, pp, dp in meshes(estimator, pins):
+    for tp, pp, dp, cp in meshes(estimator, pins):
         if batch % dp:
             continue
         group = pins.zero_group or dp
         sizes = _microbatches(batch // dp, pins)
+        exchange: ContextExchange = pins.cp_exchange or "ring"
         alike: dict[str, Any] = {"tp": tp, "sequence_parallel": tp > 1, "attention": attention, "precision": precision}
+        alike |= {"cp": cp, "cp_exchange": exchange}
         for microbatch in sizes:
             accumulation = batch // dp // microbatch
             least_bytes = estimator.room.pass_bytes(ParallelPlan(microbatch=microbatch, **alike)) // (pins.slices or 1)
@@ -112,7 +116,7 @@ def candidates(estimator: Estimator, batch: int, pins: Pins) -> Iterator[list[Pa
                 break  # nor do more sequences fit; the fewest stay, to say what they need
             for schedule, interleave in _schedules(estimator.model.layers, pp, accumulation, pins):
                 for parallel in _choices(pins.sequence_parallel, (True, False) if tp > 1 else (False,)):
-                    for zero in _choices(pins.zero, (0, 1, 2, 3) if dp > 1 and not dp % group else (0,)):
+                    for zero in _choices(pins.zero, (0, 1, 2, 3) if dp * cp > 1 and not dp % group else (0,)):
                         yield [
                             ParallelPlan.unchecked(
                                 dp=dp, tp=tp, pp=pp, sequence_parallel=parallel, zero=zero, interleave=interleave,
@@ -121,14 +125,15 @@ def candidates(estimator: Estimator, batch: int, pins: Pins) -> Iterator[list[Pa
                                 recompute=recompute, attention=attention, precision=precision,
                                 recompute_every=(pins.recompute_every or 1) if recompute == "full" else 1,
                                 recompute_stages=() if recompute == "none" else pins.recompute_stages or (),
+                                cp=cp, cp_exchange=exchange,
                                 **as_said,
                             )
                             for recompute in recomputes
                         ]  # fmt: skip
 
 
-def meshes(estimator: Estimator, pins: Pins) -> Iterator[tuple[int, int, int]]:
-    """(tp, pp, dp) that use the whole cluster and can hold the model's shape."""
+def meshes(estimator: Estimator, pins: Pins) -> Iterator[tuple[int, int, int, int]]:
+    """(tp, pp, dp, cp) that use the whole cluster and can hold the model's shape."""
     world, node = estimator.cluster.world, estimator.cluster.node.count
     for tp in [pins.tp] if pins.tp else divisors(world):
         if world % tp or why_not_tp(estimator.model, tp) or (pins.tp is None and tp > TP_NODES * node):
@@ -138,11 +143,20 @@ def meshes(estimator: Estimator, pins: Pins) -> Iterator[tuple[int, int, int]]:
         for pp in [pins.pp] if pins.pp else divisors(world // tp):
             if (world // tp) % pp or pp > estimator.model.layers:
                 continue
-            dp = world // tp // pp
-            if pins.zero and (dp == 1 or dp % (pins.zero_group or dp)):
-                continue
-            if pins.dp in (None, dp):
-                yield tp, pp, dp
+            for cp in _contexts(estimator, world // tp // pp, pins):
+                dp = world // tp // pp // cp
+                if pins.zero and (dp * cp == 1 or dp % (pins.zero_group or dp)):
+                    continue
+                exchange = ParallelPlan(tp=tp, cp=cp, cp_exchange=pins.cp_exchange or "ring")
+                if pins.dp in (None, dp) and not (cp > 1 and why_not(estimator.model, exchange)):
+                    yield tp, pp, dp, cp
+
+
+def _contexts(estimator: Estimator, ranks: int, pins: Pins) -> list[int]:
+    """Ranks that may share a sequence: none but of long ones, where nobody has fixed it."""
+    if pins.cp:
+        return [pins.cp] if ranks % pins.cp == 0 and pins.cp <= estimator.context else []
+    return [cp for cp in divisors(ranks) if cp == 1 or (cp <= CP_MOST and estimator.context >= LONG_CONTEXT)]
 
 
 def divisors(n: int) -> list[int]:
@@ -213,13 +227,13 @@ def why_nothing(estimator: Estimator, batch: int, pins: Pins) -> str:
         return f"pp {pp} x {words} is {chunks} chunks and the model has {model.layers} layers"
     if schedule.interleaves and pins.pp == 1:
         return f"schedule is {schedule.name} and pp is 1: one stage has nothing to interleave"
-    if pins.dp and pins.tp and pins.pp and pins.dp * tp * pp != world:
+    if pins.dp and pins.tp and pins.pp and not pins.cp and pins.dp * tp * pp != world:
         return f"dp {pins.dp} x tp {tp} x pp {pp} is {pins.dp * tp * pp} ranks, the cluster has {world}"
-    fixed = tp * pp * (pins.dp or 1)
+    fixed = tp * pp * (pins.dp or 1) * (pins.cp or 1)
     if world % fixed:
-        named = " x ".join(f"{name} {value}" for name in ("dp", "tp", "pp") if (value := getattr(pins, name)))
+        named = " x ".join(f"{name} {value}" for name in ("dp", "tp", "pp", "cp") if (value := getattr(pins, name)))
         return f"{named} is {fixed} ranks, which do not divide the cluster's {world}"
-    dps = sorted({dp for _, _, dp in meshes(estimator, pins)})
+    dps = sorted({dp for _, _, dp, _ in meshes(estimator, pins)})
     if not dps and pins.zero and not pins.zero_group:
         fixed = pins.describe()
         return f"ZeRO shares among replicas and {world} ranks with {fixed} leave one: fix zero=0"

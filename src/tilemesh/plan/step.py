@@ -231,7 +231,7 @@ class Estimator:
         key = (
             plan.tp, plan.pp, plan.sequence_parallel, plan.microbatch, placement, splits,
             plan.recompute, plan.recompute_stages, plan.attention, plan.precision, plan.accumulation > 1, near,
-            plan.chunk_layers, self.clock.is_by_layers(plan),
+            plan.chunk_layers, self.clock.is_by_layers(plan), plan.cp, plan.cp_exchange,
         )  # fmt: skip
         frame = self._frames.get(key)
         if frame is None:
@@ -254,7 +254,7 @@ class Estimator:
             return (self.model.layers,)
         key = (
             plan.tp, plan.sequence_parallel, plan.microbatch, plan.recompute, plan.attention, plan.precision,
-            plan.accumulation > 1, self.clock.is_by_layers(plan),
+            plan.accumulation > 1, self.clock.is_by_layers(plan), plan.cp, plan.cp_exchange,
         )  # fmt: skip
         ends = self._ends.get(key)
         if ends is None:
@@ -278,7 +278,7 @@ class Estimator:
         """Over replicas, and between stages that hold the same weights: the two of a chunk where microbatches pass in
         two directions, and those of both ends where the table is tied."""
         exchanged = DataExchange(0.0, 0.0)
-        if plan.dp > 1:
+        if plan.replicas > 1:
             chunks, mine = frame.chunks, frame.held[0]
             passes_s = (
                 sum(chunks.forward_s[chunk] for chunk in mine) / frame.ways,
@@ -290,7 +290,7 @@ class Estimator:
             shared = self.room.shards(plan.tp).tied_head
         if shared:
             nbytes = STATE_BYTES[plan.precision][1] * -(-shared // plan.zero_ranks)
-            pair = self.clock.group(2, plan.tp * plan.dp)
+            pair = self.clock.group(2, plan.tp * plan.replicas)
             exposed_s = exchanged.exposed_s + pair.exchange_s("all_reduce", nbytes)
             exchanged = DataExchange(exposed_s, exchanged.sent_bytes + pair.sent_bytes(nbytes, "all_reduce"))
         return exchanged
@@ -419,13 +419,15 @@ class Estimator:
 
     def _traffic(self, plan: ParallelPlan, frame: Frame) -> dict[str, float]:
         """Bytes sent by a rank in the middle of the pipeline, where both neighbours are served."""
-        forward, backward, again = self.clock.layer(plan).exchange_bytes
+        layer = self.clock.layer(plan)
+        (forward, backward, again), (there, back, once_more) = layer.exchange_bytes, layer.context_bytes
         if plan.repeats_exchanges:
-            backward += again
+            backward, back = backward + again, back + once_more
         # Two stages: each chunk has one neighbour less. More: all but the ends serve two.
         hops = 0 if plan.pp == 1 else (2 * len(frame.held[0]) - (1 if plan.pp == 2 else 0)) / frame.ways
         return {
             "tp": plan.accumulation / frame.ways * max(frame.layers) * (forward + backward),
+            **({"cp": plan.accumulation / frame.ways * max(frame.layers) * (there + back)} if plan.cp > 1 else {}),
             "pp": plan.accumulation * hops * sent_bytes(self.model, self.clock.task(plan)),
             "dp": self._exchange(plan, frame).sent_bytes,
         }
