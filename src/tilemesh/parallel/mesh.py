@@ -10,12 +10,16 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from tilemesh.comm.connection import connect
 from tilemesh.comm.runtime.communicator import Communicator
 from tilemesh.core.axes import ORDER, Blocks, coordinates, members, ordered, rank_at, ranks_of, size_of, strided
 from tilemesh.core.errors import UsageError, unknown
 from tilemesh.parallel.agree import agree
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,43 @@ class Mesh:
         self.axes: dict[str, Axis] = {}
         for name, _ in self.shape:
             self.axes[name] = self._axis(name)
+
+    @classmethod
+    def of_device_mesh(cls, comm: Communicator, device_mesh: DeviceMesh) -> Mesh:
+        """The mesh that a `DeviceMesh` of torch over all ranks of `comm` is, its dims as axes of the same names.
+
+        UsageError where its ranks stand otherwise than on a mesh of these axes here.
+        """
+        names = device_mesh.mesh_dim_names
+        if not names:
+            raise UsageError("a DeviceMesh without names of its dims: give mesh_dim_names, such as ('dp', 'tp')")
+        sizes = dict(zip(names, device_mesh.mesh.shape, strict=True))
+        slowest_first = [name for name, _ in reversed(ordered({"dp": 1, "tp": 1} | sizes)) if name in sizes]
+        ranks = device_mesh.mesh.permute([names.index(name) for name in slowest_first]).flatten().tolist()
+        if ranks != list(range(comm.size)):
+            raise UsageError(
+                f"a DeviceMesh of {' × '.join(f'{name}={size}' for name, size in sizes.items())} whose ranks are "
+                f"{ranks} in the order of {', '.join(slowest_first)}: expected 0 to {comm.size - 1} in that order, as "
+                "init_device_mesh makes it with its dims named so"
+            )
+        return cls(comm, **sizes)
+
+    def device_mesh(self, device: str = "cpu") -> DeviceMesh:
+        """The same mesh as torch's, slowest axis first. Its own process groups join the ranks: torch.distributed has to
+        be initialised, with as many ranks."""
+        import torch.distributed as dist
+        from torch.distributed.device_mesh import init_device_mesh
+
+        if not dist.is_initialized() or dist.get_world_size() != self.comm.size:
+            there = dist.get_world_size() if dist.is_initialized() else "no"
+            raise UsageError(
+                f"a DeviceMesh of {self} needs torch.distributed with {self.comm.size} ranks and it has {there}: start "
+                "with torchrun, or call init_process_group"
+            )
+        shape = tuple(reversed(self.shape))
+        return init_device_mesh(
+            device, tuple(size for _, size in shape), mesh_dim_names=tuple(name for name, _ in shape)
+        )
 
     def _axis(self, name: str) -> Axis:
         index = coordinates(self.comm.rank, self.shape)[name]
