@@ -15,11 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from fuzz_http import hostile_bodies, send_all
 from served import RUNNING, WAITING, Serving, make_folder
 
 from tilemesh.cli.main import main
 from tilemesh.core.errors import UsageError
+from tilemesh.model import huggingface
 from tilemesh.runs.lock import process_start
 from tilemesh.serve import Engine, Sampling
 from tilemesh.serve.load import folder_defaults
@@ -76,6 +78,55 @@ def test_a_completion_is_the_engines(server: Serving, expected: Engine) -> None:
     assert told.sampled_logprobs == pytest.approx(sampled, abs=1e-4)
     assert sampled != pytest.approx(told.token_logprobs, abs=1e-2)  # the temperature is in one of them
     assert [len(one) for one in told.sampled_top_logprobs] == [2] * len(ours.answers[0].tokens)
+
+
+def test_tokens_of_texts_and_texts_of_tokens(server: Serving, expected: Engine) -> None:
+    def post(path: str, **fields: object) -> tuple[int, Any]:
+        code, content, _ = server.send("POST", path, json.dumps(fields).encode())
+        return code, json.loads(content)
+
+    code, told = post("/tokenize", prompt="to be")
+    assert (code, told) == (200, {"tokens": expected.encode("to be"), "count": 5, "max_model_len": 96})
+    assert post("/detokenize", tokens=told["tokens"]) == (200, {"prompt": "to be"})
+    for path, fields, words in (
+        ("/tokenize", {}, "prompt is missing"),
+        ("/tokenize", {"prompt": 3}, "prompt is 3: expected str"),
+        ("/detokenize", {"tokens": [9999]}, "token 9999"),
+        ("/v1/embeddings", {"input": "a", "dimensions": 8}, "dimensions"),
+        ("/v1/embeddings", {"input": "a", "pooling": "first"}, "expected mean or last"),
+    ):
+        code, told = post(path, **fields)
+        assert code == 400
+        assert words in told["error"]["message"]
+
+
+def test_embeddings_are_pooled_states_of_the_model(server: Serving, expected: Engine, folder: Path) -> None:
+    """Through OpenAI's client, which asks for base64; against the model's own pass, its output projection taken out."""
+    model = huggingface.load(folder)
+    assert model.output is not None
+    model.output = torch.nn.Identity()  # type: ignore[assignment]
+    states = [model(torch.tensor([expected.encode(text)]))[0] for text in ("to be", "or not")]
+    made = server.client.embeddings.create(model="small", input=["to be", "or not"])
+    for entry, x_TD in zip(made.data, states, strict=True):
+        vector = x_TD.mean(0) / x_TD.mean(0).norm()
+        assert entry.embedding == pytest.approx(vector.tolist(), abs=1e-5)
+    assert made.usage.prompt_tokens == 11
+    last = server.client.embeddings.create(
+        model="small", input="or not", encoding_format="float", extra_body={"pooling": "last"}
+    )
+    assert last.data[0].embedding == pytest.approx((states[1][-1] / states[1][-1].norm()).tolist(), abs=1e-5)
+
+
+def test_a_prompt_is_scored_as_evaluation_harnesses_ask(server: Serving, expected: Engine) -> None:
+    (ours,) = expected.generate("to be", Sampling(max_tokens=1, prompt_logprobs=1))
+    made = server.client.completions.create(
+        model="small", prompt="to be", max_tokens=0, echo=True, logprobs=1, user="me"
+    )
+    (choice,) = made.choices
+    assert (choice.text, choice.finish_reason, made.usage.completion_tokens) == ("to be", "length", 0)
+    assert choice.logprobs.token_logprobs[0] is None
+    values = [told.logprob for told in ours.prompt_logprobs]
+    assert choice.logprobs.token_logprobs[1:] == pytest.approx(values, abs=1e-5)
 
 
 def test_a_stream_is_the_completion_in_pieces(server: Serving) -> None:

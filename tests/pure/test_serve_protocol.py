@@ -80,7 +80,7 @@ CHAT = {"messages": [{"role": "user", "content": "a"}]}
         (False, {"prompt": []}, "prompt", "expected a text or a list of tokens"),
         (False, {"prompt": [1, "a"]}, "prompt", "expected a text or a list of tokens"),
         (False, {"prompt": ["a"] * 129}, "prompt", "at most 128"),
-        (False, {"prompt": "a", "user": "me"}, "user", "'user' is not served here: leave it out"),
+        (False, {"prompt": "a", "verbosity": "low"}, "verbosity", "'verbosity' is not served here: leave it out"),
         (False, {"prompt": "a", "top_pp": 1}, "top_pp", "did you mean 'top_p'"),
         (False, {"prompt": "a", "n": 1.5}, "n", "n is 1.5: expected a whole number"),
         (False, {"prompt": "a", "stop": 3}, "stop", "expected a text or a list of texts"),
@@ -144,3 +144,16 @@ def test_any_body_is_read_or_refused() -> None:
             assert asked.prompts or asked.messages
             assert math.isfinite(asked.sampling.temperature)
     assert min(read, refused) > 500
+
+
+def test_harmless_fields_are_accepted_and_named() -> None:
+    body = {"messages": [{"role": "user", "content": "a", "name": "anna"}], "user": "me", "store": True, "stream": True}
+    asked = read_chat(body | {"metadata": {"a": "b"}, "stream_options": {"include_obfuscation": False}})
+    expected = ("messages.name", "user", "store", "metadata", "stream_options.include_obfuscation")
+    assert sorted(asked.ignored) == sorted(expected)
+    assert asked == read_chat({"messages": [{"role": "user", "content": "a"}], "stream": True})
+
+
+def test_a_prompt_is_scored_without_an_answer() -> None:
+    asked = read_completion({"prompt": "a", "echo": True, "logprobs": 1, "max_tokens": 0})
+    assert (asked.scores, asked.sampling.max_tokens, asked.sampling.prompt_logprobs) == (True, 1, 1)

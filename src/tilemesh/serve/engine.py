@@ -53,7 +53,7 @@ from tilemesh.serve.memory import choose_pages
 from tilemesh.serve.offline import whole_answers
 from tilemesh.serve.ranks import RankRunner
 from tilemesh.serve.request import Sampling
-from tilemesh.serve.runner import Runner
+from tilemesh.serve.runner import POOLINGS, Runner
 from tilemesh.serve.scheduler import QueueFullError, Scheduler, ServeLimits, no_drafts
 from tilemesh.serve.speculate import DraftLengths, NgramGuesser
 
@@ -365,6 +365,25 @@ class Engine:
             raise unknown("adapter", name, sorted(self.adapters))
         slots = self._adapters
         self._between_steps(lambda: slots.drop(name))
+
+    def embed(self, prompt: Prompt, pooling: str = "mean", adapter: str | None = None) -> list[float]:
+        """A vector of length 1 for a prompt: of what the last norm gives, the mean over its tokens, or the last one's.
+
+        It is computed between two steps."""
+        tokens = self.encode(prompt)
+        self._scheduler.check(len(tokens), 1)
+        if pooling not in POOLINGS:
+            raise unknown("pooling", pooling, POOLINGS)
+
+        def compute() -> list[float]:
+            runner = self._core.runner
+            if isinstance(runner, RankRunner):
+                raise UsageError("embeddings of a model that other processes compute: serve it without --mesh")
+            if self._core.stands:
+                raise RunError("the engine sleeps, or has no weights: wake it, or give it some")
+            return runner.embed(tokens, pooling, 0 if self._adapters is None else self._adapters.number(adapter))
+
+        return self._between_steps(compute)
 
     def _wake(self) -> None:
         self._weights.wake()

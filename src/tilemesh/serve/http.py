@@ -47,9 +47,12 @@ from tilemesh.serve.replies import (
     text_logprobs,
     usage,
     whole_choices,
+    without_answers,
 )
 from tilemesh.serve.request import FinishReason
 from tilemesh.serve.scheduler import QueueFullError
+from tilemesh.serve.texts import PATHS as TEXT_PATHS
+from tilemesh.serve.texts import text_routes
 from tilemesh.serve.tools import AnswerReader, delta_fields, whole_message
 
 _READERS = 2  # threads that read bodies
@@ -62,11 +65,13 @@ def make_app(
     name: str | None = None,
     defaults: Mapping[str, Any] | None = None,
     access: Access | None = None,
+    say: Callable[[str], None] = lambda text: None,
 ) -> Starlette:
     """The application: `name` is what the model is called, by default as its folder; `defaults` are fields of
-    `Sampling` for requests that do not say; `access` says who may ask, by default everybody but other pages."""
+    `Sampling` for requests that do not say; `access` says who may ask, by default everybody but other pages. `say`
+    hears once of each field that is accepted and means nothing here."""
     access = access or Access()
-    server = ServingApp(engine, name or engine.served.name, defaults or {})
+    server = ServingApp(engine, name or engine.served.name, defaults or {}, say)
     answer: Callable[[str, bool], Callable[[Request], Awaitable[Response]]] = server.answering
     return Starlette(
         routes=[
@@ -76,6 +81,7 @@ def make_app(
             Route("/v1/models/{name:path}", server.model),
             Route("/health", server.health),
             Route("/metrics", server.prometheus),
+            *text_routes(server),
             *admin_routes(engine, has_key=bool(access.keys)),
         ],
         exception_handlers={404: _not_here, 405: _not_here},
@@ -111,8 +117,9 @@ class _Guard:
 
 async def _not_here(request: Request, error: Exception) -> Response:
     code = int(getattr(error, "status_code", 404))
-    paths = ", ".join(PATHS)
-    served = f"POST /v1/completions, /v1/chat/completions, {paths} (with a key), GET /v1/models, /health and /metrics"
+    paths, texts = ", ".join(PATHS), ", ".join(TEXT_PATHS)
+    posts = f"/v1/completions, /v1/chat/completions, {texts}, {paths} (with a key)"
+    served = f"POST {posts}, GET /v1/models, /health and /metrics"
     message = f"{request.method} {request.url.path[:200]} is not served here: there are {served}"
     return JSONResponse(failure(message, _INVALID), code)
 
@@ -195,8 +202,11 @@ class LiveReply:
 
 
 class ServingApp:
-    def __init__(self, engine: Engine | Replicas, name: str, defaults: Mapping[str, Any]) -> None:
+    def __init__(
+        self, engine: Engine | Replicas, name: str, defaults: Mapping[str, Any], say: Callable[[str], None]
+    ) -> None:
         self.engine, self.name, self.defaults = engine, name, defaults
+        self._say, self._named = say, set[str]()
         self.metrics = ServerMetrics(lambda: engine.status)
         self.created = int(time.time())
         self._readers = ThreadPoolExecutor(_READERS, thread_name_prefix="tilemesh-read")
@@ -246,10 +256,13 @@ class ServingApp:
     def _begin(self, body: bytes, chat: bool, loop: asyncio.AbstractEventLoop) -> LiveReply:
         """Read a body and hand its prompts to the engine. In a thread of the readers."""
         asked = (read_chat if chat else read_completion)(parse_body(body, self.engine.limits.context), self.defaults)
-        asked = replace(asked, sampling=replace(asked.sampling, adapter=self._adapter(asked.model)))
+        for field in sorted(set(asked.ignored) - self._named):
+            self._named.add(field)
+            self._say(f"a request has '{field}', which is accepted and changes nothing here; it is not named again")
+        asked = replace(asked, sampling=replace(asked.sampling, adapter=self.adapter(asked.model)))
         return LiveReply(self.engine, self._prompts(asked), asked, self.metrics, loop)
 
-    def _adapter(self, name: str | None) -> str | None:
+    def adapter(self, name: str | None) -> str | None:
         """The adapter that a body names as its model; None: the model itself."""
         if name is None or name == self.name:
             return None
@@ -298,6 +311,9 @@ class ServingApp:
         except RunError as error:
             return JSONResponse(failure(str(error), _FAILED), 500)
         self._count_found(reply)
+        if reply.asked.scores:
+            completions = [without_answers(completion) for completion in completions]
+            reply.output_tokens = 0
         sampling, decoder = reply.asked.sampling, self.engine.served.tokenizer
         choices = whole_choices(completions, head, decoder, sampling.logprobs is not None, reply.asked.echo)
         for choice in choices:
@@ -380,7 +396,7 @@ class ServingApp:
 
     async def model(self, request: Request) -> Response:
         try:
-            adapter = self._adapter(request.path_params["name"])
+            adapter = self.adapter(request.path_params["name"])
         except RefusedError as error:
             return JSONResponse(failure(str(error), _INVALID, error.parameter, error.code), error.status)
         return JSONResponse(self._described(adapter))

@@ -52,6 +52,10 @@ class AskedCompletion:
     echo: bool = False
     priority: int = 0
     tools: ToolUse = field(default_factory=ToolUse)
+    scores: bool = False
+    """Whether nothing is to be written: a prompt's own log-probabilities are asked for."""
+    ignored: tuple[str, ...] = field(default=(), compare=False)
+    """Fields that are accepted and change no answer."""
 
 
 @dataclass
@@ -61,6 +65,9 @@ class _BodyRead:
     sampling: dict[str, Any] = field(default_factory=dict)
     asked: dict[str, Any] = field(default_factory=dict)
 
+    def ignore(self, name: str) -> None:
+        self.asked["ignored"] = (*self.asked.get("ignored", ()), name)
+
 
 def read_completion(body: object, defaults: Mapping[str, Any] = MappingProxyType({})) -> AskedCompletion:
     """A body of /v1/completions. `defaults`: fields of `Sampling` for bodies that do not say."""
@@ -68,6 +75,10 @@ def read_completion(body: object, defaults: Mapping[str, Any] = MappingProxyType
     if "prompts" not in body_read.asked:
         raise RefusedError("prompt", "prompt is missing: expected a text or a list of tokens, or a list of either")
     body_read.sampling.setdefault("max_tokens", COMPLETION_TOKENS)
+    if body_read.sampling["max_tokens"] == 0 and type(body_read.sampling["max_tokens"]) is int:
+        if not body_read.asked.get("echo") or body_read.asked.get("stream"):
+            raise RefusedError("max_tokens", "max_tokens is 0: expected 1 or more, or echo without stream beside it")
+        body_read.sampling["max_tokens"], body_read.asked["scores"] = 1, True  # the one is thrown away
     if body_read.asked.get("echo") and body_read.sampling.get("logprobs") is not None:
         body_read.sampling["prompt_logprobs"] = body_read.sampling["logprobs"]
     return _made(body_read)
@@ -98,21 +109,18 @@ def read_chat(body: object, defaults: Mapping[str, Any] = MappingProxyType({})) 
 _TOOL_FIELDS = ("tools", "choice", "name", "parallel")
 
 
+_HARMLESS = frozenset(["metadata", "prompt_cache_key", "safety_identifier", "store", "user"])
+"""Fields of OpenAI's that name or file a request and change no answer."""
 _NOT_SERVED = frozenset(
     [
         "audio",
         "function_call",
         "functions",
-        "metadata",
         "modalities",
         "prediction",
-        "prompt_cache_key",
         "reasoning_effort",
-        "safety_identifier",
         "service_tier",
-        "store",
         "suffix",
-        "user",
         "verbosity",
         "web_search_options",
     ]
@@ -131,6 +139,9 @@ def _read(
     reading = _BodyRead()
     for name, value in body.items():
         if value is None:
+            continue
+        if name in _HARMLESS:
+            reading.ignore(name)
             continue
         if name not in fields:
             close = None if name in _NOT_SERVED else nearest(name, fields)
@@ -204,6 +215,8 @@ def _messages(name: str, value: Any, reading: _BodyRead) -> None:
     if len(value) > _MOST_MESSAGES:
         raise RefusedError(name, f"messages has {len(value):,} messages: expected at most {_MOST_MESSAGES:,}")
     reading.asked["messages"] = tuple(_message(index, message) for index, message in enumerate(value))
+    if any(message.get("name") is not None and message.get("role") != "tool" for message in value):
+        reading.ignore("messages.name")
 
 
 def _message(index: int, value: Any) -> ChatMessage:
@@ -288,9 +301,11 @@ def _bias(name: str, value: Any, reading: _BodyRead) -> None:
 
 
 def _stream_options(name: str, value: Any, reading: _BodyRead) -> None:
-    known = isinstance(value, dict) and set(value) <= {"include_usage"}
-    if not known or not isinstance(value.get("include_usage", False), bool):
+    known = isinstance(value, dict) and set(value) <= {"include_usage", "include_obfuscation"}
+    if not known or not all(isinstance(given, bool) for given in value.values()):
         raise RefusedError(name, f'stream_options is {shown(value)}: expected {{"include_usage": true}}')
+    if "include_obfuscation" in value:
+        reading.ignore("stream_options.include_obfuscation")
     reading.asked["stream_usage"] = value.get("include_usage", False)
 
 

@@ -131,6 +131,9 @@ class Replicas:
         for engine in self.engines:
             engine.drop_adapter(name)
 
+    def embed(self, prompt: Prompt, pooling: str = "mean", adapter: str | None = None) -> list[float]:
+        return self.engines[0].embed(prompt, pooling, adapter)
+
     def sleep(self, level: int = 1) -> None:
         for engine in self.engines:
             engine.sleep(level)

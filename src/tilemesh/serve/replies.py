@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tilemesh.serve.answers import Completion
@@ -64,6 +64,15 @@ def whole_choices(
                     choice["logprobs"] = text_logprobs(shown, decoder, prompt)
             choices.append(choice)
     return choices
+
+
+def without_answers(completion: Completion) -> Completion:
+    """What was asked for a prompt's log-probabilities alone (`max_tokens` of 0)."""
+    none = [
+        replace(answer, text="", tokens=(), logprobs=(), versions=(), finish=FinishReason.LENGTH)
+        for answer in completion.answers
+    ]
+    return replace(completion, answers=tuple(none))
 
 
 def chunk_choice(

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from tilemesh.kernels.launch.gpu import launches_early
 from tilemesh.kernels.row_linear.cost import GATES
@@ -25,7 +26,7 @@ from tilemesh.model.programs.group import group_layers
 from tilemesh.model.programs.prepare import prepare
 from tilemesh.model.programs.program import Use
 from tilemesh.model.rotary import RotaryTable
-from tilemesh.model.transformer import Transformer
+from tilemesh.model.transformer import ResidualStream, Transformer
 from tilemesh.serve.attention import PagedKeyValues
 from tilemesh.serve.batch import Batch, TokenSpan, make_batch, token_span
 from tilemesh.serve.device_steps import DeviceSteps, ServeGraphs
@@ -33,6 +34,7 @@ from tilemesh.serve.memory import GivenBack, free_cpu_bytes
 from tilemesh.serve.request import ServeRequest
 from tilemesh.serve.scheduler import ServeLimits, StepPlan
 
+POOLINGS = ("mean", "last")
 _PACKED_SHARE = 0.25
 """Of a CPU's free memory: what weights in a second layout may take."""
 
@@ -219,6 +221,20 @@ class Runner:
                 computed[name] = RequestLogits(piece.wanted.start, logits_NV, begin, count)
                 begin += count
         return computed
+
+    @torch.inference_mode()
+    def embed(self, tokens: Sequence[int], pooling: str, adapter: int = 0) -> list[float]:
+        """What the last norm gives for these tokens, one vector of length 1: their mean, or that of the last."""
+        if self._adapter_rows is not None:
+            self._adapter_rows.choose([adapter] * len(tokens), self._like)
+        tokens_1T = torch.tensor([list(tokens)], device=self.device)
+        now = self.model.prepare(tokens_1T)
+        stream = ResidualStream(self.model.enter(tokens_1T, None, now))
+        for layer in self.model.layers:
+            stream = layer(stream, now)
+        x_TD = self.model.normalize(stream)[0].float()
+        vector: list[float] = functional.normalize(x_TD[-1] if pooling == "last" else x_TD.mean(0), dim=0).tolist()
+        return vector
 
     def _pass(self, batch: Batch) -> Tensor:
         """Logits of the wanted tokens. Those of the others are never computed."""

@@ -81,7 +81,7 @@ def serve(options: ServeOptions) -> None:
         if options.explain:
             for line in engine.explain():
                 tell(line)
-        app = make_app(engine, options.name, defaults, access)
+        app = make_app(engine, options.name, defaults, access, tell)
         config = uvicorn.Config(
             app, log_level="error", access_log=False, lifespan="off", timeout_graceful_shutdown=_GRACE_S, ws="none",
             server_header=False, **connection_settings(tls),

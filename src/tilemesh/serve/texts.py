@@ -1,0 +1,120 @@
+"""Paths beside answers: tokens of a text, the text of tokens, and embeddings. Bodies are read as strictly as others."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import struct
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from tilemesh.core.errors import RunError, UsageError, unknown
+from tilemesh.core.ranges import shown
+from tilemesh.serve.bodies import parse_body, read_body
+from tilemesh.serve.engine import Engine
+from tilemesh.serve.protocol import RefusedError, read_completion
+from tilemesh.serve.replicas import Replicas
+from tilemesh.serve.replies import failure
+from tilemesh.serve.runner import POOLINGS
+
+_FIELDS: Mapping[str, Mapping[str, tuple[type, ...]]] = {
+    "/tokenize": {"model": (str,), "prompt": (str,), "add_special_tokens": (bool,)},
+    "/detokenize": {"model": (str,), "tokens": (list,)},
+    "/v1/embeddings": {
+        "model": (str,), "input": (str, list), "encoding_format": (str,), "pooling": (str,), "user": (str,),
+    },
+}  # fmt: skip
+PATHS = tuple(_FIELDS)
+
+
+class Naming(Protocol):
+    """Who knows what a model is called: `ServingApp`."""
+
+    engine: Engine | Replicas
+    name: str
+
+    def adapter(self, name: str | None) -> str | None: ...
+
+
+def text_routes(app: Naming) -> list[Route]:
+    calls: dict[str, Callable[[Naming, dict[str, Any]], dict[str, Any]]] = dict(
+        zip(PATHS, (_tokenize, _detokenize, _embed), strict=True)
+    )
+
+    def answering(path: str) -> Callable[[Request], Awaitable[Response]]:
+        async def answer(request: Request) -> Response:
+            context = app.engine.limits.context
+            try:
+                body = parse_body(await read_body(request, context), context)
+                return JSONResponse(await asyncio.to_thread(calls[path], app, _read(path, body)))
+            except UsageError as error:
+                code, parameter = int(getattr(error, "status", 400)), getattr(error, "parameter", None)
+                kind = getattr(error, "code", None)
+                return JSONResponse(failure(str(error), "invalid_request_error", parameter, kind), code)
+            except RunError as error:
+                return JSONResponse(failure(str(error), "server_error"), 503)
+            except ClientDisconnect:
+                return Response(status_code=499)
+
+        return answer
+
+    return [Route(path, answering(path), methods=["POST"]) for path in PATHS]
+
+
+def _read(path: str, body: object) -> dict[str, Any]:
+    fields = _FIELDS[path]
+    if not isinstance(body, dict):
+        raise UsageError(f"the body is {shown(body)}: expected a JSON object")
+    for name, value in body.items():
+        if name not in fields:
+            raise unknown("field", name[:200], list(fields))
+        if value is not None and type(value) not in fields[name]:
+            kinds = " or ".join(kind.__name__ for kind in fields[name])
+            raise RefusedError(name, f"{name} is {shown(value)}: expected {kinds}")
+    return {name: value for name, value in body.items() if value is not None}
+
+
+def _needed(body: Mapping[str, Any], name: str, what: str) -> Any:
+    if name not in body:
+        raise RefusedError(name, f"{name} is missing: expected {what}")
+    return body[name]
+
+
+def _tokenize(app: Naming, body: dict[str, Any]) -> dict[str, Any]:
+    app.adapter(body.get("model"))
+    tokens = app.engine.encode(_needed(body, "prompt", "a text"), body.get("add_special_tokens", True))
+    return {"tokens": tokens, "count": len(tokens), "max_model_len": app.engine.limits.context}
+
+
+def _detokenize(app: Naming, body: dict[str, Any]) -> dict[str, Any]:
+    app.adapter(body.get("model"))
+    tokens = app.engine.encode(_needed(body, "tokens", "a list of tokens"))
+    return {"prompt": app.engine.served.tokenizer.decode(tokens)}
+
+
+def _embed(app: Naming, body: dict[str, Any]) -> dict[str, Any]:
+    adapter, engine = app.adapter(body.get("model")), app.engine
+    wanted, pooling = body.get("encoding_format", "float"), body.get("pooling", POOLINGS[0])
+    if wanted not in ("float", "base64"):
+        raise RefusedError("encoding_format", f"encoding_format is {shown(wanted)}: expected float or base64")
+    if pooling not in POOLINGS:
+        raise RefusedError("pooling", f"pooling is {shown(pooling)}: expected {' or '.join(POOLINGS)}")
+    # As prompts of a completion are: a text, tokens, or a list of either.
+    prompts = read_completion({"prompt": _needed(body, "input", "a text or a list of texts")}).prompts
+    encoded = [engine.encode(prompt) for prompt in prompts]
+    vectors = [engine.embed(tokens, pooling, adapter) for tokens in encoded]
+    data = [
+        {"object": "embedding", "index": index, "embedding": _packed(vector) if wanted == "base64" else vector}
+        for index, vector in enumerate(vectors)
+    ]
+    count = sum(map(len, encoded))
+    counted = {"prompt_tokens": count, "total_tokens": count}
+    return {"object": "list", "data": data, "model": adapter or app.name, "usage": counted}
+
+
+def _packed(vector: Sequence[float]) -> str:
+    return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()
