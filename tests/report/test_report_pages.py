@@ -17,11 +17,14 @@ import pytest
 from tilemesh.cli.pages import beside, write_pages
 from tilemesh.comm.schedules.book import build
 from tilemesh.core.files import write_text
+from tilemesh.core.scene import Scene
 from tilemesh.measure.row import Row, write_rows
 from tilemesh.measure.sample import Sample
 from tilemesh.plan.choose import search
 from tilemesh.plan.why import why
 from tilemesh.report import collective_page, plan_page, run, run_page, serve
+from tilemesh.report.html import Html
+from tilemesh.report.html import page as page_of_body
 from tilemesh.report.picture import svg
 from tilemesh.runs import metrics
 from tilemesh.runs.folder import new_run
@@ -343,6 +346,19 @@ def test_the_names_of_a_plans_bars_do_not_wrap(
                 "[...document.querySelector('table').tBodies[0].rows].map(one => one.cells[0].textContent)"
             )
             assert [row.split(":")[0] for row in rows] * 2 == [name.split(":")[0] for name in names]
+
+
+def test_a_drawing_in_a_page_keeps_its_letters(browser: Any, tmp_path: Path) -> None:
+    """A drawing's classes are the page's too, whose style sheet must not make its words larger than their boxes."""
+    scene = Scene(300, 100, "a drawing")
+    scene.note(10, 50, "small")
+    scene.text(10, 80, "quiet", size=9.5, quiet=True)
+    write_text(page_of_body("drawing", Html(scene.svg())), tmp_path / "drawing.html")
+    with browser.open(f"file://{tmp_path}/drawing.html") as page:
+        each = "one => [one.getAttribute('font-size') + 'px', getComputedStyle(one).fontSize]"
+        shown = page.value(f"[...document.querySelectorAll('svg text')].map({each})")
+        assert len(shown) == 3
+        assert all(asked == drawn for asked, drawn in shown), shown
 
 
 # ---- watching --------------------------------------------------------------------------------------------------
