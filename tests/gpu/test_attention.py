@@ -8,6 +8,7 @@ import torch
 import tilemesh as tm
 from tilemesh.kernels.accuracy import excess, norm_error
 from tilemesh.kernels.attention import reference
+from tilemesh.kernels.attention.blocks import SeenKeys, attend_block, attend_block_back
 from tilemesh.kernels.attention.joined import parts
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
@@ -144,3 +145,33 @@ def test_joined_projections(count, kv_count, width):
     (true,) = torch.autograd.grad(y, wide, upstream.double())
     assert torch.equal(made[0], made[1])
     assert distance(made[0], true) <= 2 * distance(made[2], true) + torch.finfo(torch.bfloat16).eps
+
+
+@pytest.mark.parametrize("kind", ["causal", "full", "bounds"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_blocks_make_up_attention_and_its_gradients(kind, dtype):
+    """A block of keys as the kind says and another in full, beside float64: each part is rounded on its own."""
+    tokens, keys = (300, 300) if kind == "causal" else (300, 420)
+    q, grad = heads(2, 8, tokens, 64, dtype=dtype), heads(2, 8, tokens, 64, dtype=dtype, seed=1)
+    k, v = (heads(2, 2, 2 * keys, 64, dtype=dtype, seed=seed) for seed in (2, 3))
+    query, key = torch.arange(tokens, device="cuda"), torch.arange(keys, device="cuda")
+    low = torch.stack([(query - 40).clamp(0, keys), (query + 150).clamp(0, keys)])  # the second row: some see nothing
+    high = (query + 121).clamp(0, keys).expand(2, -1).maximum(low)
+    sees = (key >= low[..., None]) & (key < high[..., None])
+    last = torch.where(sees.any(1), tokens - sees.flip(1).int().argmax(1), 0).cummax(1).values
+    first = torch.where(sees.any(1), sees.int().argmax(1), last)
+    options = {"full": {}, "causal": {"causal": True}, "bounds": {"seen": SeenKeys(low, high, first, last)}}[kind]
+    shapes = {"full": torch.ones_like(sees), "causal": (key <= query[:, None]).expand(2, -1, -1), "bounds": sees}
+    mask = torch.cat([shapes[kind], torch.ones_like(shapes[kind])], dim=-1)[:, None]
+    exact = [x.double().requires_grad_() for x in (q, k, v)]
+    wanted = torch.nn.functional.scaled_dot_product_attention(*exact, attn_mask=mask, enable_gqa=True)
+    wanted.backward(grad.double())
+    blocks = [(k[:, :, :keys], v[:, :, :keys], options), (k[:, :, keys:], v[:, :, keys:], {})]
+    made = [attend_block(q, *block, **how) for *block, how in blocks]
+    sums = torch.logaddexp(made[0][1], made[1][1])
+    y = sum(part * (part_sums - sums).exp()[..., None] for part, part_sums in made)
+    back = [attend_block_back(grad, q, *block, y.to(dtype), sums, **how) for *block, how in blocks]
+    found = [y, back[0].q + back[1].q, *(torch.cat(both, 2) for both in zip(*(part[1:] for part in back), strict=True))]
+    bound = 0.02 if dtype == torch.bfloat16 else 1e-4
+    for value, right in zip(found, [wanted, *(x.grad for x in exact)], strict=True):
+        assert torch.linalg.vector_norm(value.double() - right) <= bound * torch.linalg.vector_norm(right)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from tilemesh.core.plan import ParallelPlan
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.dropout import ORIGIN
+from tilemesh.model.experts import Router
 from tilemesh.parallel.buckets import Bucketed
 from tilemesh.parallel.context import ContextCache
 from tilemesh.parallel.gate.cases import Case
@@ -381,3 +382,26 @@ planted("context-loss-scaled", "context", _BACKWARD, _by_ring)(_loss_times(float
 @planted("context-mean-of-ranks", "context", "loss", _by_ring)
 def _mean_of_ranks(laid: Laid) -> None:
     _mean_of_means(laid)
+
+
+def _is_balanced(plan: ParallelPlan, config: ModelConfig) -> bool:
+    return plan.cp > 1 and config.balance_loss > 0
+
+
+def _routers(laid: Laid) -> list[Router]:
+    return [module for module in laid.module.modules() if isinstance(module, Router)]
+
+
+@planted("context-second-loss-divided", "context", "the loss differs", _is_balanced)
+def _second_loss_divided(laid: Laid) -> None:
+    """Each rank's part of the routers' loss is divided by how many they are: once too often, since ranks add up."""
+    for router in _routers(laid):
+        right = router.loss
+        router.loss = lambda *given, right=right: right(*given) / laid.mesh.cp.size  # type: ignore[method-assign]
+
+
+@planted("context-balance-per-rank", "context", "the loss differs", _is_balanced)
+def _balanced_by_rank(laid: Laid) -> None:
+    """Each rank balances its own tokens: the loss of a sequence changes with cp."""
+    for router in _routers(laid):
+        router.over_sequences = None
