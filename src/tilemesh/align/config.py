@@ -34,6 +34,8 @@ from tilemesh.train.load import settled
 Count = Annotated[int, Range(1, 2**31 - 1)]
 Positive = Annotated[float, Range(0)]
 _SECTION = "align."
+_MICROBATCH_TOKENS = 1 << 15
+"""Of one pass at most, where nobody says how many rows it has."""
 
 
 @dataclass(frozen=True)
@@ -301,7 +303,7 @@ def _begin(start: Path, align: FeedbackConfig) -> TrainConfig:
         data,
         LoopConfig(steps=100),
         optimizer,
-        plan=ParallelPlan(precision="fp32", microbatch=max(1, min(rows, 32))),
+        plan=ParallelPlan(precision="fp32", microbatch=max(2, min(rows, _MICROBATCH_TOKENS // model.context))),
         evaluate=EvaluateConfig(every=10),
         sample=SampleConfig(tokens=0),
     )
