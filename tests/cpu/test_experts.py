@@ -14,21 +14,25 @@ import torch
 from tilemesh.comm import connect, run_threads
 from tilemesh.compress.quantize import quantize
 from tilemesh.core.errors import UsageError
+from tilemesh.core.hardware import parse_cluster
 from tilemesh.core.plan import ParallelPlan
 from tilemesh.model import huggingface
 from tilemesh.model.adapter import LoraConfig, adapted_modules, adapter_parameters, peft_names
-from tilemesh.model.config import ModelConfig
+from tilemesh.model.config import ModelConfig, preset
 from tilemesh.model.experts import Experts, Router, Routing
 from tilemesh.model.loss import loss
 from tilemesh.model.transformer import Transformer
-from tilemesh.model.work.operations import forward_flops, layer_work
+from tilemesh.model.work.decoding import SequencePart, least_cost, serving_task
+from tilemesh.model.work.operations import forward_flops, layer_products, layer_work, published_flops
 from tilemesh.model.work.task import Task
-from tilemesh.model.work.weights import count_parameters, parameter_shapes, why_not
+from tilemesh.model.work.weights import count_parameters, parameter_shapes, touched_experts, why_not
 from tilemesh.parallel.apply import lay
 from tilemesh.parallel.gate.alone import batch as gate_batch
 from tilemesh.parallel.gate.alone import start as gate_start
 from tilemesh.parallel.gate.cases import MODELS
 from tilemesh.parallel.mesh import Mesh
+from tilemesh.plan.choose import search
+from tilemesh.plan.step import predict
 from tilemesh.runs.folder import new_run
 from tilemesh.runs.kind import TRAIN
 from tilemesh.runs.metrics import latest
@@ -161,6 +165,11 @@ def test_a_shared_expert_of_all_tokens_is_added_to_the_others() -> None:
     torch.testing.assert_close(experts(x), 2 * experts.shared(x))
 
 
+def test_16_bits_stay_16_bits_behind_the_gate_of_a_shared_expert() -> None:
+    block = Transformer(MIXED, seed=1, dtype=torch.bfloat16).layers[1].mlp
+    assert block(torch.randn(1, 3, 16).bfloat16()).dtype == torch.bfloat16
+
+
 def test_adapters_of_a_matrix_are_of_every_expert() -> None:
     lora = LoraConfig(rank=2, targets=("fc_in",))
     names = adapted_modules(MIXED, lora)
@@ -176,6 +185,54 @@ def test_flops_are_of_the_experts_that_a_token_passes() -> None:
     two = ModelConfig(**SETTINGS | {"mlp_width": 48})  # one MLP of both experts' width
     assert forward_flops(CONFIG, 2, 8).mlp == forward_flops(two, 2, 8).mlp
     assert forward_flops(CONFIG.replace(experts=64), 2, 8).mlp == forward_flops(CONFIG, 2, 8).mlp
+
+
+@pytest.mark.parametrize(
+    ("name", "context", "published"),
+    [
+        ("llama-3-8b", 8192, 51.48),
+        ("llama-3-70b", 8192, 449.1),
+        ("qwen3-30b-a3b", 4096, 23.01),
+        ("qwen3-235b-a22b", 4096, 148.0),
+    ],
+)
+def test_flops_per_token_are_those_that_published_tables_imply(name: str, context: int, published: float) -> None:
+    """GFLOP: tokens per second and TFLOP/s of Megatron-Bridge's tables."""
+    assert published_flops(preset(name), context) / 1e9 == pytest.approx(published, rel=0.002)
+
+
+def test_a_layers_work_is_that_of_the_experts_that_tokens_pass() -> None:
+    """Of many tokens all experts, of one token as many as it picks; FLOPs are those of a dense layer as wide."""
+    config = CONFIG.replace(experts=64, experts_per_token=2, mlp_width=32)
+    for tokens, used in ((1, 2), (4, 8), (4096, 64)):
+        products = [op for op in layer_products(config, Task(1, tokens, tokens)) if "experts" in op.name]
+        assert {op.batch for op in products} == {used}
+        plain = config.replace(experts=0, experts_per_token=0, mlp_width=64)
+        wide = sum(op.cost.flops for op in layer_products(plain, Task(1, tokens, tokens)) if "MLP" in op.name)
+        assert wide <= sum(op.cost.flops for op in products) <= 1.1 * wide
+    assert touched_experts(config, 1) == pytest.approx(2)
+    assert touched_experts(config, 4) == pytest.approx(64 * (1 - (31 / 32) ** 4))
+
+
+def test_what_a_decoding_step_reads_grows_with_the_experts_that_it_touches() -> None:
+    config = CONFIG.replace(experts=64, experts_per_token=2)
+    one = 3 * 16 * 24 * 4 * config.layers  # bytes of an expert in all layers
+
+    def read(requests: int) -> float:
+        task = serving_task(requests, "fp32")
+        return least_cost(config, [SequencePart(1, 8, 1)] * requests, task).bytes_read
+
+    assert read(2) - read(1) == pytest.approx(one * (touched_experts(config, 2) - 2), rel=0.1)
+    assert read(512) - read(256) < 0.7 * one * 64
+
+
+def test_the_planner_predicts_a_model_with_experts() -> None:
+    """The same active FLOPs as a dense model, and the memory of all experts."""
+    experts = preset("qwen3-30b-a3b")
+    dense = experts.replace(experts=0, experts_per_token=0, mlp_width=8 * 768)
+    ours, theirs = (search(model, "64xh100", batch=1024, context=4096).best for model in (experts, dense))
+    assert ours.model_flops == theirs.model_flops
+    assert 1 < ours.step_time_s / theirs.step_time_s < 3
 
 
 def test_the_engine_writes_what_the_model_says(tmp_path: Path) -> None:
@@ -215,8 +272,10 @@ def test_what_is_no_mixture_is_refused(changes: dict[str, Any], words: str) -> N
 
 
 def test_what_is_not_done_with_experts_yet_is_refused() -> None:
-    with pytest.raises(UsageError, match="4 experts: their time and memory are not modelled yet"):
-        layer_work(CONFIG, Task(1, 8, 8))
+    with pytest.raises(UsageError, match="dense_layers: time and memory of layers that differ are not modelled yet"):
+        layer_work(MIXED, Task(1, 8, 8))
+    with pytest.raises(UsageError, match="ep is 2: the time of experts shared out is not modelled yet"):
+        predict(CONFIG, parse_cluster("2xh100"), ParallelPlan(dp=2, ep=2))
     with pytest.raises(UsageError, match="cannot quantise a model with experts yet"):
         quantize(Transformer(CONFIG), "int4-g8")
     biased = CONFIG.replace(biases=True)

@@ -245,6 +245,11 @@ _OF_EXPERTS = (
 _OF_TRAINING = ("dropout", "context", "balance_loss", "router_z_loss")
 _LLAMA = {"norm": "rmsnorm", "positions": "rotary", "activation": "swiglu", "biases": False, "tied": False}
 
+_QWEN3_MOE = {
+    **_LLAMA, "vocabulary": 151936, "context": 40960, "head_width": 128, "qk_norm": "head", "norm_epsilon": 1e-6,
+    "rotary_base": 1e6, "experts": 128, "experts_per_token": 8,
+}  # fmt: skip
+
 # Plain dicts, so that what a preset leaves open (kv_heads, mlp_width) still follows a width or heads set over it.
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     # Small enough for two CPU cores, bytes as tokens; grouped-query and swiglu, so that nothing of a Llama is untried.
@@ -267,6 +272,23 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "llama-3-70b": {
         "layers": 80, "width": 8192, "heads": 64, "kv_heads": 8, "mlp_width": 28672, "vocabulary": 128256,
         "context": 8192, "rotary_base": 500_000.0, **_LLAMA,
+    },
+    # "The Llama 3 Herd of Models", table 3, with the frequencies of 3.1 left plain.
+    "llama-3-405b": {
+        "layers": 126, "width": 16384, "heads": 128, "kv_heads": 8, "mlp_width": 53248, "vocabulary": 128256,
+        "context": 8192, "rotary_base": 500_000.0, **_LLAMA,
+    },
+    # Jiang et al. 2024 and config.json.
+    "mixtral-8x7b": {
+        "layers": 32, "width": 4096, "heads": 32, "kv_heads": 8, "mlp_width": 14336, "vocabulary": 32000,
+        "context": 32768, "rotary_base": 1e6, "experts": 8, "experts_per_token": 2, **_LLAMA,
+    },
+    # "Qwen3 Technical Report", table 2, and config.json.
+    "qwen3-30b-a3b": {
+        "layers": 48, "width": 2048, "heads": 32, "kv_heads": 4, "mlp_width": 768, **_QWEN3_MOE,
+    },
+    "qwen3-235b-a22b": {
+        "layers": 94, "width": 4096, "heads": 64, "kv_heads": 4, "mlp_width": 1536, **_QWEN3_MOE,
     },
     # Brown et al. 2020, table 2.1. Counted as GPT-2 is: biases, learned positions, tied output projection, GPT-2's
     # 50,257 tokens. That gives 174,604,259,328; the name rounds it.

@@ -153,7 +153,9 @@ class Experts(nn.Module):
         y_BTD: Tensor = (y_NCD * weights_NC.to(results.dtype)[..., None]).sum(-2).view(x_BTD.shape)
         if self.shared is not None:
             shared_BTD = self.shared(x_BTD)
-            y_BTD = y_BTD + (shared_BTD if self.shared_gate is None else shared_BTD * self.shared_gate(x_BTD))
+            if self.shared_gate is not None:
+                shared_BTD = shared_BTD * self.shared_gate(x_BTD).to(shared_BTD.dtype)
+            y_BTD = y_BTD + shared_BTD
         return y_BTD if counted_BT is None else RoutedOutput(y_BTD, self.router.loss(routing, counted_BT))
 
     def compute(self, rows_ND: Tensor, counts: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ from tilemesh.model.work.exchanges import Exchange, repeated_exchanges, replica_
 from tilemesh.model.work.operations import FusedAttention, embedding_work, head_work, layer_work
 from tilemesh.model.work.step_exchanges import scatters_of, sent_bytes, updates_of
 from tilemesh.model.work.task import STATE_BYTES, Code, Task, default_code, is_by_layers
+from tilemesh.model.work.weights import require_modelled
 from tilemesh.plan import constants
 from tilemesh.plan.speed import RanksOfNodes, group, neighbour_s, speed_of
 
@@ -134,6 +135,7 @@ class Clock:
 
     def task(self, plan: ParallelPlan) -> Task:
         """One microbatch of this layout."""
+        require_modelled(self.model, plan.ep)
         return Task.of(plan, self.context, self.code(plan), self.cluster.device.kind == "gpu")
 
     def hop_s(self, plan: ParallelPlan) -> float:

@@ -19,7 +19,7 @@ from tilemesh.core.step.passes import offload
 from tilemesh.core.step.placement import LOOP, TWO_WAYS, ChunkPlacement
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.work.task import AUTOCAST, STATE_BYTES, Code, Task, default_code, is_by_layers
-from tilemesh.model.work.weights import Shards, shard_parameters
+from tilemesh.model.work.weights import Shards, active_width, shard_parameters
 from tilemesh.plan import constants
 from tilemesh.plan.microbatch import MicrobatchBytes
 from tilemesh.plan.offload import on_device, optimizer_on_device
@@ -92,7 +92,7 @@ def state_bytes(parameters: int, precision: str, zero: int = 0, dp: int = 1) -> 
 def backward_bytes(model: ModelConfig, plan: ParallelPlan, context: int) -> int:
     """Gradients alive at once where torch goes back through an MLP, operation by operation: of the product, of each of
     its factors, and of what goes into the activation."""
-    hidden = plan.microbatch * context * model.mlp_width // (plan.tp * plan.cp)
+    hidden = plan.microbatch * context * active_width(model) // (plan.tp * plan.cp)
     return 2 * model.mlp_inputs * hidden * DTYPE_BYTES[plan.compute_dtype]
 
 

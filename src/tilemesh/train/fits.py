@@ -61,9 +61,13 @@ class MemoryFit:
 
     @property
     def is_known(self) -> bool:
-        """Whether it can be said what ranks need: frozen weights have neither gradients nor states, and how many tokens
-        an expert keeps is not known."""
-        return self.device is not None and not self.config.lora.rank and not self.config.model.experts
+        """Whether it can be said what ranks need: frozen weights have neither gradients nor states."""
+        return self.device is not None and not self.config.lora.rank and self.is_counted
+
+    @property
+    def is_counted(self) -> bool:
+        """Of experts that replicas share out, or that some layers alone have, what ranks need is not counted."""
+        return self.config.plan.ep == 1 and not self.config.model.dense_layers
 
     @functools.cached_property
     def room(self) -> Room:
@@ -180,7 +184,7 @@ class MemoryFit:
         On a CPU the host's memory is the device's: there all that the ranks hold is counted.
         """
         plan, have = self.config.plan, self.host_bytes
-        if not plan.offloads:
+        if not plan.offloads or not self.is_counted:
             return
         needed = self._on_host(plan)
         if needed <= have:

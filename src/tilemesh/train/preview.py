@@ -223,8 +223,9 @@ def preview(
 def model_words(model: ModelConfig) -> str:
     """A model in a line."""
     heads = f"{model.heads} heads" + (f" ({model.kv_heads} of keys and values)" * (model.kv_heads != model.heads))
+    mlp = f"{model.experts} experts ({model.experts_per_token} per token) of" if model.experts else "MLP"
     return (
-        f"{count_parameters(model).total:,} parameters: {model.layers} layers, width {model.width}, {heads}, MLP "
+        f"{count_parameters(model).total:,} parameters: {model.layers} layers, width {model.width}, {heads}, {mlp} "
         f"{model.mlp_width} {model.activation}, {model.norm}, {model.positions} positions, vocabulary "
         f"{model.vocabulary:,}, context {model.context:,}"
     )

@@ -8,6 +8,7 @@ Nothing is kept for a backward pass, and logits are made only where a token is d
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -21,7 +22,14 @@ from tilemesh.model.work.exchanges import Exchange, embedding_exchanges, layer_e
 from tilemesh.model.work.operations import Operation, Product, RaggedAttention, layer_products
 from tilemesh.model.work.passes import MemoryPass, layer_passes
 from tilemesh.model.work.task import Code, Task
-from tilemesh.model.work.weights import layer_matrices, output_weight, require_modelled, shard_parameters
+from tilemesh.model.work.weights import (
+    active_matrices,
+    layer_matrices,
+    output_weight,
+    require_modelled,
+    shard_parameters,
+    touched_experts,
+)
 
 _PRECISIONS: dict[str, Precision] = {"fp32": "fp32", "bf16": "bf16-master", "fp64": "fp64"}
 """Weights, products and the residual stream are all of the one dtype that a model is served in."""
@@ -165,7 +173,10 @@ def least_cost(model: ModelConfig, parts: Sequence[SequencePart], task: Task) ->
     output = output_weight(model)
     rows = output.shape(task.tp)[0]
     weights = model.layers * shards.layer + (rows * model.width if logits else 0) + tokens * model.width
-    flops = 2 * tokens * model.layers * sum(a * b for a, b in (w.shape(task.tp) for w in layer_matrices(model)))
+    idle = model.experts - touched_experts(model, tokens)  # experts that no token passes are not read
+    routed = sum(math.prod(weight.shape(task.tp)) for weight in layer_matrices(model) if weight.is_routed)
+    weights -= round(model.layers * routed * idle / model.experts) if model.experts else 0
+    flops = 2 * tokens * model.layers * sum(a * b for a, b in (w.shape(task.tp) for w in active_matrices(model)))
     flops += 2 * logits * rows * model.width
     read = pairs = 0
     for layer in range(model.layers):

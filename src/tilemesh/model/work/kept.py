@@ -9,7 +9,7 @@ from tilemesh.kernels.linear_cross_entropy.cost import chunk_rows
 from tilemesh.model.config import GATED, ModelConfig
 from tilemesh.model.work.passes import joins_qkv, product_weights
 from tilemesh.model.work.task import Task
-from tilemesh.model.work.weights import output_weight
+from tilemesh.model.work.weights import active_width, output_weight
 
 
 class Kept(NamedTuple):
@@ -131,7 +131,10 @@ def kept_tensors(model: ModelConfig, task: Task) -> tuple[Kept, ...]:
         kept.append(Kept("mask of attention's dropout", "b S D", whole, 1, cut))
     for norm in norms:
         kept += _kept_by_norm(norm, model, task)
-    kept.append(Kept("input of the MLP", "b S D", whole, size, entering))
+    if model.experts:
+        kept += _kept_by_experts(model, task)
+    else:
+        kept.append(Kept("input of the MLP", "b S D", whole, size, entering))
     if model.activation != "relu":  # relu's backward needs only its result, which the last projection keeps
         kept.append(Kept("input of the activation", f"{model.mlp_inputs} b S F", model.mlp_inputs * hidden, size, tp))
     kept.append(Kept("input of the MLP's last projection", "b S F", hidden, size, tp))
@@ -145,8 +148,35 @@ def kept_tensors(model: ModelConfig, task: Task) -> tuple[Kept, ...]:
 
 
 def _widths(model: ModelConfig) -> tuple[int, int, int, int]:
-    """D, Q, K and F: of the stream, of all queries, of all keys, of the MLP."""
-    return model.width, model.query_width, model.kv_width, model.mlp_width
+    """D, Q, K and F: of the stream, of all queries, of all keys, of what a token passes of the MLP."""
+    return model.width, model.query_width, model.kv_width, active_width(model)
+
+
+def _kept_by_experts(model: ModelConfig, task: Task) -> Iterator[Kept]:
+    """What routing keeps, and rows in the order of their experts. tp does not cut it: a router sees whole rows."""
+    tokens, picked, width, size, wide = task.tokens, model.experts_per_token, model.width, task.size, task.wide
+    is_cast = task.code == "eager" and task.stream != size  # autocast casts what each projection takes anew
+    casts = model.mlp_inputs if is_cast else 1
+    yield Kept("input of the router", "b S D", tokens * width, wide, 1)
+    yield Kept("probabilities of experts", "b S x experts", tokens * model.experts, wide, 1)
+    yield Kept("which experts, and rows to them and back", "3 b S x picked", 3 * tokens * picked, 8, 1)
+    yield Kept("weights of a token's experts", "b S x picked", tokens * picked, size, 1)
+    if model.router_renormalized:
+        yield Kept("weights before they are divided, and their sum", "b S x picked", tokens * (picked + 1), wide, 1)
+    yield Kept(_ROWS, "b S D x picked", casts * picked * tokens * width, size, 1)
+    yield Kept("results of experts", "b S D x picked", picked * tokens * width, size, 1)
+    if model.shared_width and (is_cast or size != wide):
+        yield Kept("input of the shared expert", "b S D", casts * tokens * width, size, 1)
+    if model.shared_gate:
+        yield Kept("result of the shared expert", "b S D", tokens * width, size, 1)
+        yield Kept("gate of the shared expert", "b S", tokens, wide, 1)
+        if size != wide:
+            yield Kept("gate of the shared expert, as narrow as it", "b S", tokens, size, 1)
+    if task.stream != wide:  # 16-bit weights: scores are made from wider copies
+        gates = model.experts + model.shared_gate
+        yield Kept("weights of the router and of the shared expert's gate", "experts D", gates * width, wide, 1)
+        if model.shared_gate:
+            yield Kept("input of the shared expert's gate", "b S D", tokens * width, wide, 1)
 
 
 def _kept_by_attention(model: ModelConfig, task: Task) -> Iterator[Kept]:
@@ -193,7 +223,7 @@ def _kept_by_torch(model: ModelConfig, task: Task, entering: int) -> Iterator[Ke
         yield Kept("result of attention, before its heads are joined", "b S Q", own, task.size, task.tp)
     if task.stream != task.size:
         # Autocast casts the input of every projection anew: of q, k and v, and of a gate and what it opens.
-        casts = 1 + model.mlp_inputs
+        casts = 2 if model.experts else 1 + model.mlp_inputs
         yield Kept(
             "casts of the inputs for the further projections", f"{casts} b S D", casts * whole, task.size, entering
         )
@@ -201,7 +231,9 @@ def _kept_by_torch(model: ModelConfig, task: Task, entering: int) -> Iterator[Ke
         yield Kept("gate after its activation", "b S F", hidden, task.size, task.tp)
 
 
+_ROWS = "rows in the order of their experts"
 _INPUTS = (
+    _ROWS,
     "input of q, k, v",
     "input of the output projection",
     "input of the MLP",
@@ -221,7 +253,7 @@ def kept_for_weights(model: ModelConfig, task: Task) -> tuple[Kept, ...]:
         Kept("gradients of keys and values", "2 b S K", 2 * kv, size, min(tp, model.kv_heads)),
         Kept("gradient of the output projection's result", "b S D", whole, size, joined),
         Kept("gradient of the activation's input", f"{model.mlp_inputs} b S F", model.mlp_inputs * hidden, size, tp),
-        Kept("gradient of the MLP's result", "b S D", whole, size, joined),
+        Kept("gradient of the MLP's result", "b S D", max(1, model.experts_per_token) * whole, size, joined),
     )
 
 
@@ -236,9 +268,10 @@ def kept_by_operators(model: ModelConfig, task: Task) -> tuple[Kept, ...]:
             continue
         name = f"result of {', '.join(weight.words for weight in products[place])}"
         columns = sum(weight.shape(task.tp)[0] for weight in products[place])
+        columns *= model.experts_per_token if products[place][0].is_routed else 1
         kept.append(Kept(name, f"b S x {columns:,}", task.tokens * columns, task.size, 1))
     if task.code == "eager" and model.activation in ("gelu", "gelu-erf"):  # its product gives both ends of it
-        kept.append(Kept("input of the activation", "b S F", task.tokens * model.mlp_width, task.size, task.tp))
+        kept.append(Kept("input of the activation", "b S F", task.tokens * active_width(model), task.size, task.tp))
     if task.attention == "fused":
         own = task.tokens * model.query_width
         kept.append(Kept("result of attention", "b S Q", own, task.size, task.tp))

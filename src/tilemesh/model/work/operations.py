@@ -27,7 +27,7 @@ from tilemesh.model.work.passes import (
     product_weights,
 )
 from tilemesh.model.work.task import Task
-from tilemesh.model.work.weights import Weight, layer_matrices, output_weight
+from tilemesh.model.work.weights import Weight, active_matrices, output_weight, touched_experts
 
 
 class Product(NamedTuple):
@@ -151,13 +151,17 @@ def layer_work(model: ModelConfig, task: Task) -> PartWork:
 
 def layer_products(model: ModelConfig, task: Task) -> tuple[Product, ...]:
     """With the layer's matrices, in the order in which they are made."""
-    return tuple(_product(weights, task) for weights in product_weights(model, task))
+    return tuple(_product(model, weights, task) for weights in product_weights(model, task))
 
 
-def _product(weights: list[Weight], task: Task) -> Product:
+def _product(model: ModelConfig, weights: list[Weight], task: Task) -> Product:
+    """Of experts as many products at once as some token passes, with as many rows each."""
     outputs = sum(weight.shape(task.tp)[0] for weight in weights)
-    name = ", ".join(weight.words for weight in weights)
-    return Product(name, 1, task.tokens, outputs, weights[0].shape(task.tp)[1], task.dtype)
+    name, inputs = ", ".join(weight.words for weight in weights), weights[0].shape(task.tp)[1]
+    if not weights[0].is_routed:
+        return Product(name, 1, task.tokens, outputs, inputs, task.dtype)
+    rows, used = task.tokens * model.experts_per_token, max(1, round(touched_experts(model, task.tokens)))
+    return Product(f"{name} of {used} experts", used, -(-rows // used), outputs, inputs, task.dtype)
 
 
 def _input_gradients(products: tuple[Product, ...]) -> Iterator[Product]:
@@ -249,14 +253,15 @@ def forward_flops(model: ModelConfig, sequences: int, queries: int, keys: int | 
     """
     task = Task(sequences, queries, queries if keys is None else keys, attention="materialized")
     blocks = {"attention": 0, "mlp": 0}
-    for weight in layer_matrices(model):
-        if weight.expert < max(1, model.experts_per_token):  # a token passes through so many, whichever they are
-            blocks[weight.block] += 2 * task.tokens * weight.outputs * weight.inputs
+    dense = {*model.dense_layers}
+    for kind, layers in ((model, model.layers - len(dense)), *((model.of_layer(layer), 1) for layer in dense)):
+        for weight in active_matrices(kind):
+            blocks[weight.block] += layers * 2 * task.tokens * weight.outputs * weight.inputs
     output = output_weight(model)
     return ForwardFlops(
-        projections=model.layers * blocks["attention"],
+        projections=blocks["attention"],
         scores=model.layers * sum(op.cost.flops for op in _attention(model, task)[0] if isinstance(op, Product)),
-        mlp=model.layers * blocks["mlp"],
+        mlp=blocks["mlp"],
         logits=2 * task.tokens * output.outputs * output.inputs,
     )
 
@@ -266,11 +271,19 @@ def model_flops(model: ModelConfig, sequences: int, context: int) -> int:
     return 3 * forward_flops(model, sequences, context).total
 
 
+def published_flops(model: ModelConfig, context: int) -> float:
+    """Of training, per token, as tables of others count: 6 N + 6 layers x heads x width x context, where N is what a
+    token passes of the layers' matrices and the output projection (no embedding, no router), and half of the scores'
+    square is masked."""
+    forward = forward_flops(model, 1, context)
+    return 3 * (forward.total - forward.scores / 2) / context
+
+
 def recomputed_flops(model: ModelConfig, sequences: int, context: int, recompute: str, share: float = 1.0) -> int:
     """What a step does a second time: all layers, every second product of theirs, only their scores, or nothing.
     `share`: of the layers that do so."""
     forward = forward_flops(model, sequences, context)
-    matrices = layer_matrices(model)[1:-1:2]
+    matrices = active_matrices(model)[1:-1:2]
     second = 2 * sequences * context * sum(weight.outputs * weight.inputs for weight in matrices)
     flops = {"none": 0, "selective": forward.scores, "operators": model.layers * second, "full": forward.layers}
     return round(share * flops[recompute])

@@ -19,7 +19,7 @@ from tilemesh.kernels.norm import cost as norm
 from tilemesh.kernels.rotary import cost as rotary
 from tilemesh.model.config import VOCABULARY_MULTIPLE, ModelConfig
 from tilemesh.model.work.task import ALIGNED, Task, unaligned
-from tilemesh.model.work.weights import Weight, layer_matrices, output_weight, require_modelled
+from tilemesh.model.work.weights import Weight, active_width, layer_matrices, output_weight, require_modelled
 
 
 class MemoryPass(NamedTuple):
@@ -41,10 +41,11 @@ class MemoryPass(NamedTuple):
 
 
 def _columns(model: ModelConfig, task: Task) -> tuple[int, int, int, int]:
-    """On this rank: columns of the queries, of the keys, of the MLP, and elements of all of the layer's matrices."""
+    """On this rank: columns of the queries, of the keys, of the MLP (of what a token passes of it), and elements of all
+    of the layer's matrices."""
     shapes = {weight.name: weight.shape(task.tp) for weight in layer_matrices(model)}
-    names = ("attention.fc_q", "attention.fc_k", "mlp.fc_in")
-    own, kv, inner = (shapes[name][0] for name in names)
+    own, kv = (shapes[name][0] for name in ("attention.fc_q", "attention.fc_k"))
+    inner = active_width(model) // task.tp
     return own, kv, inner, sum(outputs * inputs for outputs, inputs in shapes.values())
 
 
@@ -65,7 +66,8 @@ def product_weights(model: ModelConfig, task: Task) -> list[list[Weight]]:
     require_modelled(model)
     joined = {"fused": ("attention", "mlp"), "compiled": ("attention",) if joins_qkv(model, task) else (), "eager": ()}
     products: list[list[Weight]] = []
-    for (block, _), group in itertools.groupby(layer_matrices(model), key=lambda weight: (weight.block, weight.split)):
+    matrices = [weight for weight in layer_matrices(model) if weight.expert == 0]  # which stands for the others
+    for (block, _), group in itertools.groupby(matrices, key=lambda weight: (weight.block, weight.split)):
         weights = list(group)
         products += [weights] if block in joined[task.code] else [[weight] for weight in weights]
     return products
@@ -73,7 +75,15 @@ def product_weights(model: ModelConfig, task: Task) -> list[list[Weight]]:
 
 def layer_passes(model: ModelConfig, task: Task) -> tuple[list[MemoryPass], list[MemoryPass]]:
     """Forward and backward of one layer."""
-    return {"fused": _fused, "compiled": _compiled, "eager": _eager}[task.code](model, task)
+    forward, backward = {"fused": _fused, "compiled": _compiled, "eager": _eager}[task.code](model, task)
+    if not model.experts:
+        return forward, backward
+    # Rows to their experts' order and back, where each token's are added; scores and their softmax, at least float32.
+    rows = (1 + model.experts_per_token) * task.tokens * model.width * task.size
+    scores = 4 * task.tokens * model.experts * task.wide
+    calls = model.experts * (1 + model.mlp_inputs) if task.code == "eager" and not task.gpu else 0
+    both = [MemoryPass("rows to experts and back", 2 * rows, 4), MemoryPass("routing", scores, 6 + calls)]
+    return [*forward, *both], [*backward, *both]
 
 
 def _fused(model: ModelConfig, task: Task) -> tuple[list[MemoryPass], list[MemoryPass]]:

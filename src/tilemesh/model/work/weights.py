@@ -41,6 +41,11 @@ class Weight(NamedTuple):
     """Of several that share the tokens, which one it is of."""
 
     @property
+    def is_routed(self) -> bool:
+        """Whether it is one of several of which a token passes some."""
+        return self.name.startswith("mlp.experts.")
+
+    @property
     def block(self) -> str:
         """The region of a layer it lies in: "attention", "mlp"; "" outside of both."""
         return self.name.partition(".")[0] if "." in self.name else ""
@@ -121,6 +126,21 @@ def _one_mlp(model: ModelConfig, prefix: str, expert: int = 0, width: int = 0) -
 def layer_matrices(model: ModelConfig) -> tuple[Weight, ...]:
     """Of these, what ranks of tp share: all but norms and routers."""
     return tuple(weight for weight in layer_weights(model) if weight.split != "whole")
+
+
+def active_matrices(model: ModelConfig) -> tuple[Weight, ...]:
+    """Of these, what a token passes: as many experts as pick it, whichever they are."""
+    return tuple(weight for weight in layer_matrices(model) if weight.expert < max(1, model.experts_per_token))
+
+
+def active_width(model: ModelConfig) -> int:
+    """Hidden width that a token passes: of the MLP, or of its experts and of a shared one together."""
+    return model.mlp_width * max(1, model.experts_per_token) + model.shared_width
+
+
+def touched_experts(model: ModelConfig, tokens: int) -> float:
+    """Experts that some of so many tokens pass, where each picks any of them alike: their expected number."""
+    return model.experts * (1 - (1 - model.experts_per_token / model.experts) ** tokens) if model.experts else 0.0
 
 
 def _head_norms(model: ModelConfig) -> tuple[Weight, ...]:
@@ -273,10 +293,13 @@ SLICED = "how even a sequence is, is a product of two means over all its tokens,
 """Why `balance_loss` does not go with slices of sequences."""
 
 
-def require_modelled(model: ModelConfig) -> None:
-    """Refuse to predict what the arithmetic of a layer's work leaves out: how tokens spread over experts."""
-    if model.experts:
-        raise UsageError(f"{model.experts} experts: their time and memory are not modelled yet; train and measure")
+def require_modelled(model: ModelConfig, ep: int = 1) -> None:
+    """Refuse to predict what the arithmetic of a layer's work leaves out: layers that are not all alike, and rows that
+    travel to experts of other replicas."""
+    if ep > 1:
+        raise UsageError(f"ep is {ep}: the time of experts shared out is not modelled yet; predict with ep=1")
+    if model.dense_layers:
+        raise UsageError("dense_layers: time and memory of layers that differ are not modelled yet; train and measure")
 
 
 def why_not_tp(model: ModelConfig, tp: int) -> str | None:
