@@ -115,3 +115,31 @@ def test_requests_that_cannot_be_computed_replay_too(small: ServedModel, monkeyp
     again = replay(history, limits)
     assert [step.schedule for step in again.steps] == [step.schedule for step in history.steps]
     assert [step.failed for step in again.steps] == [step.failed for step in history.steps]
+
+
+@pytest.mark.parametrize("running", ["finish", "carry", "recompute"])
+def test_a_history_over_new_weights_is_replayed(small: ServedModel, running: str) -> None:
+    """Prefixes of older weights are not found, requests wait for others to end, pages are lost: step for step alike."""
+    history, draw, opening = ServeHistory(), random.Random(3), list(range(1, 25))
+    other, done = Transformer(CONFIG, seed=5), threading.Semaphore(0)
+
+    def tell(part: AnswerPart) -> None:
+        if part.finish is not None:
+            done.release()
+
+    with Engine(small, pages=60, page_tokens=4, step_tokens=24, running=4, history=history) as engine:
+        for number in range(18):
+            prompt = [*opening, *(draw.randrange(1, 256) for _ in range(draw.randint(1, 9)))]
+            engine.submit(prompt, Sampling(max_tokens=draw.randint(4, 18), ignore_eos=True), tell)
+            if number % 6 == 4:
+                time.sleep(0.01)
+                engine.update_weights(other, running=running)  # type: ignore[arg-type]
+        for _ in range(18):
+            assert done.acquire(timeout=60)
+        limits = engine.limits
+    again = replay(history, limits)
+    assert sum(change.kind == "renew" for change in history.changes) == 3
+    assert [step.schedule for step in again.steps] == [step.schedule for step in history.steps]
+    assert {name: record.found for name, record in again.requests.items()} == {
+        name: record.found for name, record in history.requests.items()
+    }

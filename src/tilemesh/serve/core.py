@@ -186,13 +186,25 @@ class EngineCore:
         """Do what is to be done between steps, as far as nobody has to be waited for."""
         while self.changes:
             waits, change = self.changes[0]
-            self.scheduler.draining = waits and not self.stands
+            self._drain(waits and not self.stands)
             if self.scheduler.draining and self.scheduler.begun:
                 return
             self._end_ahead()
             change()
             self.changes.popleft()
-        self.scheduler.draining = False
+        self._drain(False)
+
+    def _drain(self, draining: bool) -> None:
+        """Whether only requests that ran may run."""
+        if self.history is not None and draining != self.scheduler.draining:
+            self.history.changed("drain", int(draining), self.now_ns)
+        self.scheduler.draining = draining
+
+    def renew(self, version: int) -> None:
+        """Other weights compute from now on."""
+        self.scheduler.renew(version)
+        if self.history is not None:
+            self.history.changed("renew", version, self.now_ns)
 
     def tell_held(self) -> None:
         """Tell the tokens that were kept until now: a part's tokens are of one version."""
@@ -205,6 +217,8 @@ class EngineCore:
     def forget_computed(self) -> None:
         """Whatever lies in pages is computed again, and log-probabilities of prompts that are not complete."""
         self.scheduler.lose_pages()
+        if self.history is not None:
+            self.history.changed("lose", 0, self.now_ns)
         for answer in self._live.values():
             if len(answer.job.prompt_logprobs) < len(answer.job.prompt) - 1:
                 answer.job.prompt_logprobs.clear()

@@ -124,6 +124,27 @@ class RequestRecord:
         return (self.token_ns[-1] - self.asked_ns) * 1e-9 if self.token_ns else None
 
 
+@dataclass(frozen=True)
+class WeightChange:
+    """What the scheduler was told between two steps."""
+
+    kind: str
+    """renew: other weights compute, of version `value`; lose: what lay in pages is gone; drain: whether (1 or 0) only
+    requests that ran may run."""
+    value: int
+    taken_ns: int
+    order: int
+    """As a request's."""
+
+    def apply(self, scheduler: Scheduler) -> None:
+        if self.kind == "renew":
+            scheduler.renew(self.value)
+        elif self.kind == "lose":
+            scheduler.lose_pages()
+        else:
+            scheduler.draining = bool(self.value)
+
+
 @dataclass
 class ServeHistory:
     """All steps in order, all requests in the order in which they were taken."""
@@ -132,9 +153,14 @@ class ServeHistory:
     requests: dict[str, RequestRecord] = field(default_factory=dict)
     refused: int = 0
     orders: int = 0
-    """Requests and aborts so far."""
+    """Requests, aborts and changes of weights so far."""
+    changes: list[WeightChange] = field(default_factory=list)
 
     # ---- an engine, or the simulator, tells --------------------------------------------------------------------
+
+    def changed(self, kind: str, value: int, taken_ns: int) -> None:
+        self.orders += 1
+        self.changes.append(WeightChange(kind, value, taken_ns, self.orders))
 
     def added(self, request: ServeRequest, asked_ns: int, taken_ns: int) -> None:
         self.orders += 1

@@ -66,7 +66,7 @@ class LiveWeights:
         if self._dropped:
             self.write_adapters()
         self._origin, self._dropped = source.origin, False
-        core.scheduler.renew(version)
+        core.renew(version)
         return version
 
     def write_adapters(self) -> None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from tilemesh.core.errors import RunError
 from tilemesh.model.work.decoding import SequencePart
 from tilemesh.plan.serving_clock import StepClock
-from tilemesh.serve.history import ServeHistory
+from tilemesh.serve.history import ServeHistory, WeightChange
 from tilemesh.serve.request import FinishReason, RequestState, ServeRequest
 from tilemesh.serve.scheduler import QueueFullError, Scheduled, Scheduler, ServeLimits, StepPlan, no_drafts
 from tilemesh.serve.speculate import NgramGuesser
@@ -59,6 +59,7 @@ def simulate(
     guesser: NgramGuesser | None = None,
     until_ns: int | None = None,
     launching: Duration | None = None,
+    changes: Iterable[WeightChange] = (),
 ) -> ServeHistory:
     """Run all requests; a step takes what `duration` says. With `until_ns` no step begins after it.
 
@@ -69,7 +70,8 @@ def simulate(
     history = ServeHistory()
     asked: dict[str, SimRequest] = {}
     live: dict[str, ServeRequest] = {}
-    inbox: list[tuple[int, int, str, SimRequest]] = []
+    inbox: list[tuple[int, int, str, SimRequest | WeightChange]] = []
+    inbox += [(change.taken_ns, change.order, "change", change) for change in changes]
     for number, request in enumerate(requests):
         order = number if request.order is None else request.order
         inbox.append((request.at_ns, order, "ask", request))
@@ -92,7 +94,12 @@ def simulate(
         if until_ns is not None and now > until_ns:
             break
         while inbox and inbox[0][0] <= now:
-            _, _, what, request = heapq.heappop(inbox)
+            _, _, what, taken = heapq.heappop(inbox)
+            if isinstance(taken, WeightChange):
+                taken.apply(scheduler)
+                history.changed(taken.kind, taken.value, now)
+                continue
+            request = taken
             if what == "abort":
                 if request.name in live:
                     scheduler.finish(live.pop(request.name), FinishReason.ABORT)
@@ -232,7 +239,7 @@ def replay(history: ServeHistory, limits: ServeLimits, guesser: NgramGuesser | N
         )
         for record in history.requests.values()
     ]
-    return simulate(limits, requests, lambda plan: next(durations, 1), guesser)
+    return simulate(limits, requests, lambda plan: next(durations, 1), guesser, changes=history.changes)
 
 
 # ---- loads ---------------------------------------------------------------------------------------------------
