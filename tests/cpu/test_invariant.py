@@ -128,7 +128,7 @@ def test_an_engine_and_a_pass_that_trains_have_the_same_bits(
     config: ModelConfig, dtype: torch.dtype, requests: int
 ) -> None:
     """In batches of one and of up to 64, with chunks, prefix hits, preemption and swapping."""
-    model, prompts = model_of(config, dtype), prompts_of(requests, 90 if requests == 64 else 24)
+    model, prompts = model_of(config, dtype), prompts_of(requests, 50 if requests == 64 else 24)
     programs = prepare(model, INVARIANT)
     preempted = shared = 0
     for number, world in enumerate(WORLDS):
