@@ -56,7 +56,7 @@ PATHS: Mapping[str, str] = {
 }
 
 READ = (
-    "--init", "--gpu", "--plan", "--resume", "--recipe", "--api-key", "--tls-cert", "--tls-key", "--draft",
+    "--init", "--gpu", "--plan", "--resume", "--recipe", "--api-key", "--tls-cert", "--tls-key", "--draft", "--adapter",
     "--data", "--tokenizer", "--tried", "--trace", "[PRESET|CONFIG.toml]", "[CONFIG.toml|PRESET]", "RUN", "RUN|FOLDER",
     "[RUN|FOLDER]", "--prompts-file", "--preferences", "--task", "RUN...", "RUN ... | ROWS.jsonl ...", "SOURCE",
     "FILE.py:FUNCTION", "MODEL",

@@ -217,8 +217,9 @@ def exchanges(comm: Communicator) -> None:
 
 
 def forward(comm: Communicator) -> None:
-    """Losses, logits and generation of a laid model against the whole one's."""
-    for model in MODELS:
+    """Losses, logits and generation of a laid model against the whole one's. Of routers' losses the gate knows."""
+    for config in MODELS.values():
+        model = config.replace(balance_loss=0.0, router_z_loss=0.0)
         whole = whole_of(model)
         tokens_BT, targets_BT = alone.batch(whole.config, 0)
         wanted, wanted_count = loss_sum(whole(tokens_BT, dropout_seed=3), targets_BT)
