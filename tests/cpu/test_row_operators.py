@@ -207,6 +207,18 @@ def test_a_block_of_the_norms_backward_pass(is_double):
                 assert shape.rows * columns // (32 * shape.warps) <= 32
 
 
+@pytest.mark.parametrize("columns", [35, 768, 5000, 40_000])
+def test_a_norms_forward_pass_has_one_shape_for_any_number_of_rows(columns):
+    """A sum's order, and so a row's bits, follows from it: engines compare their tokens with training's."""
+
+    def shape(rows):
+        places = {name: Place((rows, columns), (columns, 1), "float32", True) for name in ("x", "y")}
+        (step,) = norm_kernels.forward_plan(places, eps=1e-5, centred=True).steps
+        return step.kernel, step.constants, step.warps
+
+    assert shape(1) == shape(7) == shape(4000)
+
+
 @pytest.mark.parametrize(("adds", "alone"), [(False, 99), (True, 99), (False, 999)])
 @pytest.mark.parametrize("centred", [False, True])
 def test_norms_of_rows_too_long_for_registers(centred, adds, alone, monkeypatch):
