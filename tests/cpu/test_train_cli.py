@@ -280,6 +280,7 @@ def test_events_become_lines(capsys: pytest.CaptureFixture[str]) -> None:
     assert "held-out 2.7500" in words
     assert "4.1k tokens/s" in words
     assert "12 s left" in words
+    assert "reward 0.2500  held-out reward 0.3000" in step_words(event | {"reward": 0.25, "held_out": -0.3})
     line = sink_to(Shown())
     line(0, "out", b"\x1e" + b'{"kind": "say", "text": "hello"}')
     line(1, "out", b"plain")

@@ -20,8 +20,11 @@ LINE_EVERY_S = 2.0  # in a log; a bar shows every step
 def step_words(event: Mapping[str, Any]) -> str:
     """One step in a line of a log."""
     parts = [f"step {event['step']:>5}/{event['steps']}", f"loss {event['loss']:.4f}"]
-    if event.get("held_out") is not None:
-        parts.append(f"held-out {event['held_out']:.4f}")
+    reward, held_out = event.get("reward"), event.get("held_out")
+    if reward is not None:
+        parts.append(f"reward {reward:.4f}")
+    if held_out is not None:  # of rewards it is what is to fall: the negative one
+        parts.append(f"held-out {held_out:.4f}" if reward is None else f"held-out reward {-held_out:.4f}")
     parts += [format_rate(event["tokens_per_s"], "tokens/s"), f"{format_bytes(event['memory_bytes'])} per rank"]
     left = event["left_s"]
     parts.append("done" if event["step"] == event["steps"] else f"{format_seconds(max(left, 0.001))} left")
@@ -82,9 +85,9 @@ class Shown:
             self._task = self._bar.add_task("", total=event["steps"])
             self._bar.start()
         assert self._task is not None
+        first = f"loss {event['loss']:.3f}" if event.get("reward") is None else f"reward {event['reward']:.3f}"
         words = (
-            f"loss {event['loss']:.3f}  {format_rate(event['tokens_per_s'], 'tokens/s')}  "
-            f"{format_bytes(event['memory_bytes'])} per rank"
+            f"{first}  {format_rate(event['tokens_per_s'], 'tokens/s')}  {format_bytes(event['memory_bytes'])} per rank"
         )
         self._bar.update(self._task, completed=event["step"], description=words)
         if event.get("held_out") is not None:
