@@ -182,6 +182,23 @@ def test_adapters_are_merged_for_the_engine_and_trained_alone(start: Path, tmp_p
         assert list(engine.generate([list(b"314159>")], Sampling(max_tokens=2)))
 
 
+def test_in_exact_mode_the_first_ratio_is_1_for_every_token(start: Path, tmp_path: Path) -> None:
+    """Engine and training have the same bits after updates too, whatever is computed beside a token: in microbatches of
+    2 rows, beside steps of the engine of up to 7 answers. Without the mode they have not."""
+    sets = ("plan.microbatch=2", "align.running=7")
+    exact, engines, ordinary = (
+        steps_of(fit(made(start, *sets, *more), start, run=tmp_path / name).folder)
+        for name, more in (
+            ("exact", ["align.invariant=true"]),
+            ("engines", ["align.invariant=true", "align.old=engine"]),
+            ("ordinary", []),
+        )
+    )
+    assert [line["mismatch"] for line in exact] == [0.0] * 4  # log-probabilities of training beside the engine's
+    assert [line["old_kl"] for line in engines] == [0.0] * 4  # the ratio to those of the engine
+    assert any(line["mismatch"] > 0 for line in ordinary)
+
+
 def test_the_engines_own_log_probabilities_may_be_the_old_ones(start: Path, tmp_path: Path) -> None:
     """With one program for both, these are the same numbers; with two, as near as rounding is."""
     config = ("align.epochs=2", "align.invariant=true")

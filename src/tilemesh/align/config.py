@@ -82,7 +82,8 @@ class FeedbackConfig:
     correction_most: Annotated[float, Range(0, above=True)] = 2.0
     """The largest importance weight."""
     invariant: bool = False
-    """Whether the engine's answers do not depend on the batch, bit for bit."""
+    """Whether the engine and training compute a token's log-probability by the same bits, whatever is beside it: the
+    first ratio is then exactly 1 (at temperature 1, without filters, in fp32 or bf16-master)."""
     dtype: str = ""
     """Of the engine's weights: fp32, bf16, fp16 or fp64; empty: bf16 on a GPU where training computes in it, else that
     of the training weights, whose memory is then shared."""

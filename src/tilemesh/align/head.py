@@ -80,7 +80,12 @@ def logprobs(
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of each target as it is drawn at this temperature, and the entropy there; at least float32."""
     wide = torch.promote_types(logits_NV.dtype, torch.float32)
-    logits_NV = logits_NV.to(wide) / temperature
+    logits_NV = logits_NV.to(wide) if temperature == 1 else logits_NV.to(wide) / temperature
+    if seams.comm.size == 1:  # as the engine computes it, bit for bit
+        all_NV = logits_NV.log_softmax(-1)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and entropy_has_gradient):
+            entropy_N = -(all_NV.exp() * all_NV).sum(-1)
+        return all_NV.gather(-1, targets_N[:, None])[:, 0], entropy_N
     first, count = share(vocabulary, seams.comm.size, seams.comm.rank)
     here_N = (targets_N >= first) & (targets_N < first + count)
     index_N = (targets_N - first).masked_fill(~here_N, 0)

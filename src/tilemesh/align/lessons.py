@@ -20,6 +20,7 @@ from tilemesh.align.source import RolloutSource
 from tilemesh.core.errors import UsageError
 from tilemesh.data.corpus import chat_template_of, tokenizer_of
 from tilemesh.model.families.book import read_config
+from tilemesh.model.programs.program import Use
 from tilemesh.model.transformer import Transformer
 from tilemesh.parallel.apply import lay_beside
 from tilemesh.parallel.laid import Laid
@@ -63,6 +64,9 @@ class FeedbackLessons(Lessons):
     def extend(self, model: Transformer) -> None:
         if self.align.has_value_head:
             add_value_head(model)
+
+    def use_for(self, use: Use) -> Use:
+        return Use(trains=True, invariant=True) if self.align.invariant and self.prompts is not None else use
 
     def source(self, laid: Laid, recorder: Recorder, seat: Seat | None) -> Source:
         self.feedback = FeedbackObjective(self.run, laid)

@@ -15,6 +15,7 @@ from tilemesh.data.corpus import check_vocabulary, open_corpus
 from tilemesh.data.documents import misnamed_words
 from tilemesh.data.samples import train_mixture
 from tilemesh.data.tokenizer import encode_prompt
+from tilemesh.model.programs.program import Use
 from tilemesh.model.sampling import sample
 from tilemesh.model.transformer import Transformer
 from tilemesh.parallel.laid import Laid
@@ -52,6 +53,10 @@ class Lessons:
 
     def extend(self, model: Transformer) -> None:
         """Add to the model what is trained beside it, before it is laid."""
+
+    def use_for(self, use: Use) -> Use:
+        """What the model is prepared for."""
+        return use
 
     def source(self, laid: Laid, recorder: Recorder, seat: Seat | None) -> Source:
         device = next(laid.module.parameters()).device

@@ -43,6 +43,7 @@ from tilemesh.methods.local import LocalPeriod, LocalUpdates
 from tilemesh.model.huggingface import stored_kinds
 from tilemesh.model.kinds import put_kinds
 from tilemesh.model.lora import attach
+from tilemesh.model.programs.program import Use
 from tilemesh.model.transformer import Transformer
 from tilemesh.parallel.agree import agree
 from tilemesh.parallel.apply import lay
@@ -253,7 +254,7 @@ def _make_loop(task: RankTask, comm: Communicator, seat: Seat | None, lessons: L
     default_context().keep_to("matmul", earlier["matmul"])
     # Steps are only left unwaited for where the number of targets that count is known beforehand.
     is_steady = seat is None and lessons.is_steady
-    laid = lay_model(laying, mesh, device, None if is_steady else False, lessons.extend)
+    laid = lay_model(laying, mesh, device, None if is_steady else False, lessons.extend, lessons.use_for)
     optimizer: Optimizer
     if seat is None:
         optimizer = make_optimizer(config, laid, config.optimizer_kernels_on(device.type))
@@ -331,11 +332,12 @@ def lay_model(
     device: torch.device,
     late: bool | None = None,
     extend: Callable[[Transformer], None] = lambda model: None,
+    use_for: Callable[[Use], Use] = lambda use: use,
 ) -> Laid:
     """The model of the config on this rank of the mesh, with fresh weights.
 
     `late`: whether steps are not waited for; by default on one GPU alone, unless a loss scale has to be decided on.
-    `extend` adds to the model what is trained beside it.
+    `extend` adds to the model what is trained beside it; `use_for` says what else it is prepared for.
     """
     dtype = stored_dtype(config.plan.precision)
     kernels = config.kernels_on(device.type)
@@ -356,7 +358,7 @@ def lay_model(
         is_alone = config.plan.world == 1 and not config.plan.has_chunks
         late = device.type == "cuda" and is_alone and config.plan.precision != "fp16"
     way = method_gradients(config) or ("local" if late else "bucketed")
-    use = training_use(config, device)
+    use = use_for(training_use(config, device))
     laid = lay(model, mesh, config.plan, device=device, gradients=way, tokens=config.tokens_per_step, use=use)
     if is_drawn_late:
         laid.initialize(config.train.seed)
