@@ -92,7 +92,9 @@ def lively(config: ModelConfig, dtype: torch.dtype = torch.float64) -> Transform
 # ---- shape -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("model", PRESETS)
+@pytest.mark.parametrize(
+    "model", [pytest.param(name, marks=pytest.mark.slow if name == "qwen3-235b-a22b" else ()) for name in PRESETS]
+)
 def test_presets_have_the_predicted_parameters_exactly(model: str) -> None:
     made = Transformer(preset(model), device="meta")
     assert sum(parameter.numel() for parameter in made.parameters()) == count_parameters(preset(model)).total
