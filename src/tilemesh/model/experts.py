@@ -4,13 +4,17 @@ The one idea: experts are MLPs as any layer has one, each with parameters of its
 MLP from outside (ranks, adapters, recipes, optimizers) is laid over each of them. No token is dropped: an expert takes
 as many as picked it, or none, and then has a gradient of zeros.
 
+A token's experts are chosen once. Where a layer is computed again in the backward pass, the choice of the first time is
+kept in the pass's `Choices` and taken from there; scores and weights, which have gradients, are computed again.
+
 N: tokens of all rows; D: width; X: experts; C: experts of a token.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,8 +25,28 @@ from tilemesh.model.row_blocks import in_row_blocks
 
 Computation = Callable[[Tensor, Tensor], Tensor]
 """From rows ordered by expert, and how many each expert takes, to the results."""
-Exchange = Callable[[Tensor, Tensor, Computation], Tensor]
-"""The same of experts that are elsewhere, too; the last is what computes those here."""
+
+
+@dataclass(eq=False)
+class ExpertChoice:
+    """What was decided for the tokens of one pass of one layer, and is not decided again."""
+
+    experts_NC: Tensor
+    counts_X: Tensor
+    """How many rows each expert takes."""
+    arriving: Any = None
+    """Where others have some of the experts: what the exchange knows of the rows that come."""
+    sums: Tensor | None = None
+    """Where ranks share sequences: by sequence, how often each expert was picked, and the tokens that count."""
+
+
+Choices = dict["Experts", ExpertChoice]
+"""Of the layers of one pass."""
+Results = Callable[[Computation], Tensor]
+"""Waits for rows that were sent to this rank's experts, computes them, and gives what became of one's own rows."""
+Exchange = Callable[[Tensor, ExpertChoice], Results]
+"""Sends rows, ordered by expert, to where their experts are; what is computed before its result is called, they travel
+beside."""
 
 
 class Routing(NamedTuple):
@@ -55,10 +79,14 @@ class Router(nn.Module):
         self.over_sequences: Callable[[Tensor], Tensor] | None = None
         """Where ranks share sequences: adds what each has counted of its tokens."""
 
-    def forward(self, x_ND: Tensor) -> Routing:
+    def forward(self, x_ND: Tensor, experts_NC: Tensor | None = None) -> Routing:
+        """`experts_NC`: chosen before; None: to be chosen."""
         scores_NX = in_row_blocks(self._scores, x_ND) if self.in_blocks else self._scores(x_ND)
         with torch.autocast(x_ND.device.type, enabled=False):
-            weights_NC, experts_NC = scores_NX.softmax(-1).topk(self.config.experts_per_token, -1)
+            likely_NX = scores_NX.softmax(-1)
+            if experts_NC is None:
+                experts_NC = likely_NX.detach().topk(self.config.experts_per_token, -1).indices
+            weights_NC = likely_NX.gather(-1, experts_NC)
         if self.config.router_renormalized:
             weights_NC = weights_NC / weights_NC.sum(-1, keepdim=True)
         return Routing(experts_NC, weights_NC, scores_NX)
@@ -72,10 +100,11 @@ class Router(nn.Module):
         with torch.autocast(x_ND.device.type, enabled=False):
             return self.product(x_ND.to(wide), self.weight.to(wide))
 
-    def loss(self, routing: Routing, counted_BT: Tensor) -> Tensor:
+    def loss(self, routing: Routing, counted_BT: Tensor, choice: ExpertChoice | None = None) -> Tensor:
         """What training adds to the loss of the tokens that count: `balance_loss` and `router_z_loss`, summed.
 
         A sequence is balanced for itself and weighs as its tokens do, so cutting a batch into rows changes nothing.
+        `choice`: keeps what ranks told one another of their tokens.
         """
         config, (rows, tokens) = self.config, counted_BT.shape
         scores_BTX = routing.scores_NX.view(rows, tokens, -1)
@@ -86,7 +115,11 @@ class Router(nn.Module):
         picked_BX = torch.zeros_like(scores_BTX[:, 0]).scatter_add(1, routing.experts_NC.view(rows, -1), picks)
         counts_B = weights_BT.sum(1)
         if self.over_sequences is not None:  # each rank's part of the loss is that of its tokens
-            sums = self.over_sequences(torch.cat([picked_BX, counts_B[:, None]], dim=1))
+            sums = None if choice is None else choice.sums
+            if sums is None:
+                sums = self.over_sequences(torch.cat([picked_BX, counts_B[:, None]], dim=1))
+            if choice is not None:
+                choice.sums = sums
             picked_BX, counts_B = sums[:, :-1], sums[:, -1]
         likely_BX = (scores_BTX.softmax(-1) * weights_BT[..., None]).sum(1)
         evenness_B = (picked_BX * likely_BX).sum(-1) / counts_B.clamp(min=1)
@@ -135,28 +168,38 @@ class Experts(nn.Module):
         self.exchange: Exchange | None = None
         """Where others have some of the experts, and these alone are in `experts`: what makes rows reach theirs."""
 
-    def forward(self, x_BTD: Tensor, counted_BT: Tensor | None = None) -> Tensor | RoutedOutput:
-        """With the router's losses where it is said which tokens' targets count."""
+    def forward(
+        self, x_BTD: Tensor, counted_BT: Tensor | None = None, choices: Choices | None = None
+    ) -> Tensor | RoutedOutput:
+        """With the router's losses where it is said which tokens' targets count. `choices`: as the module says."""
         x_ND = x_BTD.flatten(0, -2)
-        routing: Routing = self.router(x_ND)
+        choice = None if choices is None else choices.get(self)
+        routing: Routing = self.router(x_ND, None if choice is None else choice.experts_NC)
         experts_NC, weights_NC, _ = routing
+        if choice is None:
+            choice = ExpertChoice(experts_NC, experts_NC.flatten().bincount(minlength=self.config.experts))
+            if choices is not None:
+                choices[self] = choice
         # Pairs of a token and an expert, ordered by experts; of one expert by tokens.
         order = experts_NC.flatten().argsort(stable=True)
-        counts_X = experts_NC.flatten().bincount(minlength=self.config.experts)
         rows_ND = x_ND[order // self.config.experts_per_token]
-        if self.exchange is None:
-            results = self.compute(rows_ND, counts_X)
-        else:
-            results = self.exchange(rows_ND, counts_X, self.compute)
+        results_of = None if self.exchange is None else self.exchange(rows_ND, choice)
+        # What does not wait for rows of other ranks is computed while they travel.
+        loss = None if counted_BT is None else self.router.loss(routing, counted_BT, choice)
+        shared_BTD = None if self.shared is None else self._shared(x_BTD)
+        results = self.compute(rows_ND, choice.counts_X) if results_of is None else results_of(self.compute)
         # Back in the order of tokens, where each one's results are added in the order of its experts' weights.
         y_NCD = results[order.argsort()].view(*experts_NC.shape, -1)
         y_BTD: Tensor = (y_NCD * weights_NC.to(results.dtype)[..., None]).sum(-2).view(x_BTD.shape)
-        if self.shared is not None:
-            shared_BTD = self.shared(x_BTD)
-            if self.shared_gate is not None:
-                shared_BTD = shared_BTD * self.shared_gate(x_BTD).to(shared_BTD.dtype)
+        if shared_BTD is not None:
             y_BTD = y_BTD + shared_BTD
-        return y_BTD if counted_BT is None else RoutedOutput(y_BTD, self.router.loss(routing, counted_BT))
+        return y_BTD if loss is None else RoutedOutput(y_BTD, loss)
+
+    def _shared(self, x_BTD: Tensor) -> Tensor:
+        """What the expert of all tokens gives."""
+        assert self.shared is not None
+        y_BTD: Tensor = self.shared(x_BTD)
+        return y_BTD if self.shared_gate is None else y_BTD * self.shared_gate(x_BTD).to(y_BTD.dtype)
 
     def compute(self, rows_ND: Tensor, counts: Tensor) -> Tensor:
         """What the experts here make of rows that are ordered by expert, so many for each."""

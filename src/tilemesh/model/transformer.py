@@ -25,7 +25,7 @@ from tilemesh.model.config import ModelConfig
 from tilemesh.model.documents import DocumentPlaces, document_places, unmarked
 from tilemesh.model.dropout import ORIGIN, Dropout, DropoutPlace, Site
 from tilemesh.model.embedding import Embedding
-from tilemesh.model.experts import Experts, RoutedOutput
+from tilemesh.model.experts import Choices, Experts, RoutedOutput
 from tilemesh.model.fresh import give_memory, initialize
 from tilemesh.model.kernels import STANDARD, TORCH, ModelKernels
 from tilemesh.model.linear import DENSE, Fused, Linear
@@ -57,6 +57,8 @@ class Pass:
     """Where documents packed into the sequences begin, none of which sees another; None: sequences are whole."""
     counted_BT: Tensor | None
     """Which tokens' targets count, for the losses of routers; None: there are no such losses."""
+    choices: Choices | None
+    """Where layers are computed again: which experts were chosen the first time."""
 
 
 class ResidualStream(NamedTuple):
@@ -189,16 +191,19 @@ class Layer(nn.Module):
 
     def compose(self, attention: AttentionCall, mlp: MlpCall, stream: ResidualStream, now: Pass) -> ResidualStream:
         """The layer of these two blocks: its own, or programs that compute the same."""
-        if now.counted_BT is None or not isinstance(self.mlp, Experts):
+        if not isinstance(self.mlp, Experts):
             return with_loss(self._blocks(attention, mlp, stream, now), stream.router_loss)
         losses = [] if stream.router_loss is None else [stream.router_loss]
 
         def routed(x_BTD: Tensor) -> Tensor:
-            output: RoutedOutput = mlp(x_BTD, now.counted_BT)
+            output: Tensor | RoutedOutput = mlp(x_BTD, now.counted_BT, now.choices)
+            if isinstance(output, Tensor):
+                return output
             losses.append(output.loss)
             return output.y_BTD
 
-        return with_loss(self._blocks(attention, routed, stream, now), torch.stack(losses).sum())
+        after = self._blocks(attention, routed, stream, now)
+        return with_loss(after, torch.stack(losses).sum() if losses else None)
 
     def _blocks(self, attention: AttentionCall, mlp: MlpCall, stream: ResidualStream, now: Pass) -> ResidualStream:
         x_BTD: Tensor
@@ -236,7 +241,7 @@ def _mlp_of(config: ModelConfig, dtype: torch.dtype | None, kernels: ModelKernel
 
 AttentionCall = Callable[[Tensor, Pass], Tensor]
 MlpCall = Callable[..., Any]
-"""Of activations alone; experts also take which tokens count, and then give a `RoutedOutput`."""
+"""Of activations alone; experts take more: see `Experts.forward`."""
 LayerCall = Callable[[ResidualStream, Pass], ResidualStream]
 
 
@@ -312,13 +317,14 @@ class Transformer(nn.Module):
         marked: bool = False,
         table: RotaryTable | None = None,
         counted_BT: Tensor | None = None,
+        choices: Choices | None = None,
     ) -> Pass:
         """Check the tokens and gather what the layers need beside their activations.
 
         `marked`: documents are packed into the sequences and must not see each other; the first token t of each is
         given as -1 - t. No token could say so itself: some chat templates end answers as they end conversations.
         `table`: of all positions' cosines and sines, for many passes; otherwise the model's own, or they are computed.
-        `counted_BT`: as `Pass` has it.
+        `counted_BT`, `choices`: as `Pass` has them.
         """
         if tokens_BT.dim() != 2 or tokens_BT.dtype not in (torch.int64, torch.int32):
             raise UsageError(
@@ -349,7 +355,8 @@ class Transformer(nn.Module):
             table = table or self.rotary_table
             like = next(self.parameters()) if self.token_embedding is None else self.token_embedding.weight
             rotary, local = rotary_angles(positions, config, like.dtype) if table is None else table.at(positions)
-        return Pass(rotary, local, dropout_seed if dropping else None, place, cache, documents, counted_BT)
+        seed = dropout_seed if dropping else None
+        return Pass(rotary, local, seed, place, cache, documents, counted_BT, choices)
 
     def enter(self, tokens_BT: Tensor, x_BTD: Tensor | None, now: Pass) -> Tensor:
         """What the first layer here is given: embedded tokens, or the activations of the part before."""

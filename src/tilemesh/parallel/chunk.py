@@ -21,6 +21,7 @@ from tilemesh.core.step.action import Payload
 from tilemesh.model.deferral import Deferral, WeightProduct, multiply
 from tilemesh.model.documents import document_places, unmarked
 from tilemesh.model.dropout import DropoutPlace
+from tilemesh.model.experts import Choices
 from tilemesh.parallel.laid import CompiledRegions, HeadLesson, Laid, StepPiece, Teaching
 from tilemesh.parallel.offload import ChunkEntry, HostActivations
 from tilemesh.parallel.slices import SliceCache, outside_of_graphs
@@ -79,6 +80,8 @@ class _Graph(NamedTuple):
     """Gets the gradient of the input, where that is no leaf of the graph."""
     router_loss: Tensor | None = None
     """Of a chunk without the head, where routers have losses: another root."""
+    choices: Choices | None = None
+    """Of experts, where the pass has to be computed again."""
 
 
 @dataclass
@@ -108,11 +111,16 @@ class ModelChunk:
 
     def recompute(self, microbatch: int, piece: int) -> None:
         place = (microbatch, piece)
-        self._run(place, self._graphs.pop(place).x, keeps=True, is_first=False)
+        before = self._graphs.pop(place)
+        self._run(place, before.x, keeps=True, is_first=False, choices=before.choices)
 
-    def _run(self, place: Place, x: Tensor | None, *, keeps: bool, is_first: bool) -> Tensor | None:
+    def _run(
+        self, place: Place, x: Tensor | None, *, keeps: bool, is_first: bool, choices: Choices | None = None
+    ) -> Tensor | None:
         tokens_BT, targets_BT, where = self.data.piece(place)
-        options: dict[str, Any] = {"x_BTD": x, "regions": self.regions}
+        if not keeps:
+            choices = {}
+        options: dict[str, Any] = {"x_BTD": x, "regions": self.regions, "choices": choices}
         if self.data.dropout_seed is not None:
             options |= {"dropout_seed": self.data.dropout_seed, "place": where}
         cache = None
@@ -132,13 +140,13 @@ class ModelChunk:
                 total, count = self.laid.loss(tokens_BT, targets_BT, lesson=self.data.lesson(place), **options)
                 if is_first:
                     self.data.count(total, count)
-                self._graphs[place] = _Graph(x, total if keeps else None, total.dtype, cache, taken)
+                self._graphs[place] = _Graph(x, total if keeps else None, total.dtype, cache, taken, None, choices)
                 return None
             y_BTD, _, loss = self.laid.activations(tokens_BT, targets_BT=targets_BT, **options)
             if is_first and loss is not None:
                 self.data.count(loss, torch.zeros_like(loss))
         edge = torch.autograd.graph.get_gradient_edge(y_BTD) if keeps else None
-        self._graphs[place] = _Graph(x, edge, y_BTD.dtype, cache, taken, loss if keeps else None)
+        self._graphs[place] = _Graph(x, edge, y_BTD.dtype, cache, taken, loss if keeps else None, choices)
         return y_BTD.detach().to(self.laid.stream_dtype)
 
     def _keeping(self, place: Place, keeps: bool) -> Any:
@@ -158,7 +166,7 @@ class ModelChunk:
         return kind(known, begin, tokens_BT, end, documents, self.laid.seams.context)
 
     def backward(self, microbatch: int, piece: int, gradient: Tensor | None, *, splits: bool) -> Tensor | None:
-        x, root, dtype, cache, taken, router_loss = self._graphs.pop((microbatch, piece))
+        x, root, dtype, cache, taken, router_loss, _ = self._graphs.pop((microbatch, piece))
         if self.activations is not None:
             self.activations.ready((self.number, microbatch, piece))
         if gradient is None:

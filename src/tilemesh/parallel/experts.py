@@ -5,8 +5,10 @@ replica's router sends to another's experts travels in one all_to_all with as ma
 for it, and back in another; gradients go the same ways. The loss is a sum, so an expert's gradient is that of all
 tokens which passed it, whoever sent them, and is summed over the replicas with the same experts alone.
 
-Where a layer is computed again, it routes again: the same operators on the same numbers, so with the same bits, and
-ranks tell one another anew how many rows come. Ranks make as many passes as one another, or `Laid.stand_by`.
+An exchange is begun and waited for in two places of the graph. What a layer computes between the two, its shared expert
+above all, hides it: forward the way to the experts, backward the way of the gradients home. Where a layer is computed
+again, rows travel again and nothing is decided again, so nobody asks how many come (`ExpertChoice`). Ranks make as many
+passes as one another, or `Laid.stand_by`.
 
 N: rows of this rank; M: rows that came for this rank's experts; X: experts; D: width.
 """
@@ -14,8 +16,8 @@ N: rows of this rank; M: rows that came for this rank's experts; X: experts; D: 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,9 +25,8 @@ from torch import Tensor, nn
 from tilemesh.comm.runtime.communicator import Communicator
 from tilemesh.core.plan import ParallelPlan
 from tilemesh.model.deferral import product_dtype
-from tilemesh.model.experts import Computation, Experts
+from tilemesh.model.experts import Computation, ExpertChoice, Experts, Results
 from tilemesh.parallel.mesh import Mesh
-from tilemesh.parallel.tensor import exchanged
 
 EXPERT = re.compile(r"(.*\.mlp\.experts\.)(\d+)(\..*)")
 """The name of an expert's parameter: before its number, the number, after it."""
@@ -40,33 +41,112 @@ class ExpertElsewhere(NamedTuple):
     """Which of `ep` neighbours holds it."""
 
 
+class ArrivingRows(NamedTuple):
+    """Of one pass, told once."""
+
+    sends: list[int]
+    """How many rows go to each rank ..."""
+    receives: list[int]
+    """... and come from it."""
+    counts: Tensor
+    """Of these, by sender and expert here."""
+
+
+@dataclass(eq=False)
+class Journey:
+    """Rows of one pass on their way between ranks, and their gradients on the way back."""
+
+    comm: Communicator
+    sends: list[int]
+    receives: list[int]
+    algorithm: str = "auto"
+    under_way: Any = None
+    """What is waited for, and where it arrives: rows, later gradients."""
+
+    def there(self, rows: Tensor) -> Tensor:
+        """Where rows arrive that leave now; not yet to be read."""
+        function: Any = _Leave
+        landing: Tensor = function.apply(rows, self)
+        return landing
+
+    def arrived(self, landing: Tensor) -> Tensor:
+        """The rows, once they are all here."""
+        function: Any = _Arrive
+        rows: Tensor = function.apply(landing, self)
+        return rows
+
+    def begin(self, rows: Tensor, sends: list[int], receives: list[int]) -> Tensor:
+        landing = rows.new_empty(sum(receives), *rows.shape[1:])
+        counts: dict[str, Any] = {"send_counts": sends, "recv_counts": receives}
+        handle = self.comm.all_to_all(rows.contiguous(), **counts, out=landing, algorithm=self.algorithm, wait=False)
+        self.under_way = handle, landing
+        return landing
+
+    def wait(self) -> Tensor:
+        handle, landing = self.under_way
+        self.under_way = None
+        handle.wait()
+        arrived: Tensor = landing
+        return arrived
+
+
+class _Leave(torch.autograd.Function):
+    """Forward rows set out; backward their gradients have come home."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, journey: Journey) -> Tensor:
+        ctx.journey = journey
+        return journey.begin(rows, journey.sends, journey.receives)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.journey.wait(), None
+
+
+class _Arrive(torch.autograd.Function):
+    """Forward rows have come; backward their gradients set out. What autograd hands on meanwhile is nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, landing: Tensor, journey: Journey) -> Tensor:
+        ctx.journey = journey
+        journey.wait()
+        return landing.view_as(landing)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        ctx.journey.begin(grad, ctx.journey.receives, ctx.journey.sends)
+        return grad.new_zeros(()).expand_as(grad), None
+
+
 @dataclass(frozen=True)
 class ExpertExchange:
     """How rows reach the experts of other ranks: see `Experts.exchange`."""
 
     comm: Communicator
     algorithm: str = "auto"
+    journey: type[Journey] = field(default=Journey)
 
-    def __call__(self, rows_ND: Tensor, counts_X: Tensor, compute: Computation) -> Tensor:
-        """What experts, wherever they are, make of rows that are ordered by expert, so many for each. `compute`: those
-        of this rank, of rows ordered alike."""
-        counts = counts_X.view(self.comm.size, -1)
-        arriving: Tensor = self.comm.all_to_all(counts.contiguous(), algorithm=self.algorithm)
-        sends, receives = counts.sum(1).tolist(), arriving.sum(1).tolist()
-        rows_MD = self._move(rows_ND.to(product_dtype(rows_ND)), sends, receives)
-        own = torch.arange(arriving.shape[1], device=rows_ND.device).repeat(self.comm.size)
-        order = own.repeat_interleave(arriving.flatten()).argsort(stable=True)  # they came rank by rank
-        results = compute(rows_MD[order], arriving.sum(0))
-        return self._move(results[order.argsort()], receives, sends)
+    def __call__(self, rows_ND: Tensor, choice: ExpertChoice) -> Results:
+        if choice.arriving is None:
+            choice.arriving = self._ask(choice.counts_X)
+        sends, receives, counts = choice.arriving
+        dispatch = self.journey(self.comm, sends, receives, self.algorithm)
+        landing_MD = dispatch.there(rows_ND.to(product_dtype(rows_ND)))
 
-    def _move(self, rows: Tensor, sends: list[int], receives: list[int]) -> Tensor:
-        def move(x: Tensor, sends: list[int], receives: list[int]) -> Tensor:
-            y: Tensor = self.comm.all_to_all(
-                x.contiguous(), send_counts=sends, recv_counts=receives, algorithm=self.algorithm
-            )
-            return y
+        def results(compute: Computation) -> Tensor:
+            own = torch.arange(counts.shape[1], device=rows_ND.device).repeat(self.comm.size)
+            order = own.repeat_interleave(counts.flatten()).argsort(stable=True)  # they came rank by rank
+            made = compute(dispatch.arrived(landing_MD)[order], counts.sum(0))
+            combine = self.journey(self.comm, receives, sends, self.algorithm)
+            return combine.arrived(combine.there(made[order.argsort()]))
 
-        return exchanged(rows, lambda x: move(x, sends, receives), lambda grad: move(grad, receives, sends))
+        return results
+
+    def _ask(self, counts_X: Tensor) -> ArrivingRows:
+        """How many rows come for each expert here."""
+        counts = counts_X.view(self.comm.size, -1).contiguous()
+        arriving: Tensor = self.comm.all_to_all(counts, algorithm=self.algorithm)
+        return ArrivingRows(counts.sum(1).tolist(), arriving.sum(1).tolist(), arriving)
 
 
 def share_experts(model: nn.Module, mesh: Mesh, plan: ParallelPlan, algorithm: str) -> dict[str, ExpertElsewhere]:

@@ -19,6 +19,7 @@ from tilemesh.core.shard import Shard, share
 from tilemesh.model.cache import KeyValueCache
 from tilemesh.model.documents import unmarked
 from tilemesh.model.dropout import ORIGIN, DropoutPlace
+from tilemesh.model.experts import Choices
 from tilemesh.model.loss import IGNORED, HeadOutput, loss_sum
 from tilemesh.model.programs.prepare import Prepared, prepare
 from tilemesh.model.programs.program import TRAINING, Use
@@ -263,13 +264,15 @@ class Laid:
         place: DropoutPlace = ORIGIN,
         cache: KeyValueCache | None = None,
         targets_BT: Tensor | None = None,
+        choices: Choices | None = None,
     ) -> ResidualStream:
         """What the last layer here gives. `layers`: to be called instead of the model's own.
 
         `x_BTD`: for a part of a model without the embedding, what `activations` of the part before it gave. `place`:
         where the rows stand in the step's whole batch. What is dropped follows from it and the seed alone. `cache`:
         what the tokens attend through, where they are a slice of their sequences, or generated. `targets_BT`: in
-        training routers have losses of the tokens whose targets count.
+        training routers have losses of the tokens whose targets count. `choices`: of experts, kept for a pass that is
+        made again, or of the one that it repeats.
         """
         with self.autocast():
             context, marked, config = self.seams.context, self.use.marked, self.model.config
@@ -282,6 +285,8 @@ class Laid:
             options: dict[str, Any] = {"dropout_seed": dropout_seed, "place": place, "marked": marked}
             if targets_BT is not None and self.model.training and (config.balance_loss or config.router_z_loss):
                 options["counted_BT"] = targets_BT != IGNORED
+            repeats = self.recompute_every > 0 or self.keeps_by_operator
+            options["choices"] = {} if choices is None and repeats and torch.is_grad_enabled() else choices
             now = entering = self.model.prepare(tokens_BT, cache=cache, **options)
             if self.seams.sequence:
                 self.seams.tokens = tokens_BT.shape[1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from tilemesh.model.experts import Experts, Router, Routing
 from tilemesh.parallel.buckets import Bucket, Bucketed
-from tilemesh.parallel.experts import ExpertExchange
+from tilemesh.parallel.experts import ExpertExchange, Journey
 from tilemesh.parallel.gate.cases import Case
 from tilemesh.parallel.gate.plant_numerics import Plant
 from tilemesh.parallel.laid import Laid
@@ -73,15 +74,15 @@ def _lost_on_the_way_back(laid: Laid) -> None:
     """Tokens that another replica computed get no gradient from there."""
     for module in laid.module.modules():
         if isinstance(module, Experts) and isinstance(module.exchange, ExpertExchange):
-            module.exchange = _Forgetful(module.exchange.comm)
+            module.exchange = dataclasses.replace(module.exchange, journey=_Forgetful)
 
 
-class _Forgetful(ExpertExchange):
-    def _move(self, rows: Tensor, sends: list[int], receives: list[int]) -> Tensor:
-        right = super()._move(rows, sends, receives)
-        first = sum(receives[: self.comm.rank])
-        own = torch.zeros(len(right), 1, dtype=torch.bool, device=rows.device)
-        own[first : first + receives[self.comm.rank]] = True
+class _Forgetful(Journey):
+    def arrived(self, landing: Tensor) -> Tensor:
+        right = super().arrived(landing)
+        first = sum(self.receives[: self.comm.rank])
+        own = torch.zeros(len(right), 1, dtype=torch.bool, device=right.device)
+        own[first : first + self.receives[self.comm.rank]] = True
         return torch.where(own, right, right.detach())
 
 
