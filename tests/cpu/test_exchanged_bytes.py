@@ -196,3 +196,49 @@ def test_what_ranks_that_share_sequences_exchange_is_what_the_formulas_say(
         recorded.pop(CONTROL, None)
         counts = chunk_layers(plan, config.layers) if plan.pp > 1 else (config.layers,)
         assert recorded == step_exchanges(config, plan, Task.of(plan, context, "eager"), counts)
+
+
+@pytest.mark.parametrize(
+    ("settings", "precision"),
+    [
+        ({"dp": 2, "ep": 2}, "fp32"),
+        ({"dp": 4, "ep": 2, "recompute": "full"}, "bf16"),
+        ({"dp": 4, "ep": 2, "zero": 1}, "fp32"),
+        ({"dp": 4, "ep": 2, "zero": 3}, "fp32"),
+        ({"dp": 2, "ep": 2, "tp": 2, "sequence_parallel": True}, "fp32"),
+        ({"dp": 2, "ep": 2, "cp": 2}, "fp32"),
+        ({"dp": 2, "ep": 2, "pp": 2, "accumulation": 4}, "fp32"),
+    ],
+    ids=str,
+)
+def test_what_ranks_that_share_out_experts_exchange_is_what_the_formulas_say(
+    settings: dict[str, Any], precision: Precision
+) -> None:
+    """How many rows come to a rank is its neighbours' routers' choice; how many leave them all is not."""
+    config = ModelConfig(
+        layers=2, width=32, heads=8, mlp_width=48, vocabulary=64, context=8, activation="swiglu", biases=False,
+        experts=4, experts_per_token=2, tied=False,
+    )  # fmt: skip
+    plan = ParallelPlan(**{"precision": precision, "microbatch": 2, "accumulation": 2, **settings})
+
+    def main(comm: Communicator) -> dict[str, dict[str, int]]:
+        mesh, recorder = Mesh(comm, **plan.axes), Recorder(Trace(None))
+        observe_mesh(mesh, recorder)
+        laid = lay(Transformer(config, seed=comm.rank), mesh, plan)
+        tokens = torch.randint(0, 64, (2, 9), generator=torch.Generator().manual_seed(mesh.dp.index))
+        laid.passes([StepPiece(tokens[:, :-1], tokens[:, 1:], 0)] * plan.accumulation)
+        laid.gradients.finish()
+        laid.gradients.updated()
+        return recorder.bytes_by_axis()
+
+    recorded = run_threads(plan.world, main, timeout_s=TIMEOUT_S)
+    per_stage = plan.world // plan.pp
+    counts = chunk_layers(plan, config.layers) if plan.pp > 1 else (config.layers,)
+    task = Task.of(plan, 8, "eager", imbalance=1.0)
+    for stage in range(plan.pp):
+        mine = recorded[stage * per_stage : (stage + 1) * per_stage]
+        predicted = step_exchanges(config, plan, task, counts, stage)
+        rows = predicted["dp"].pop("all_to_all")
+        assert sum(by["dp"].pop("all_to_all") for by in mine) == per_stage * rows
+        mine[0].pop(CONTROL, None)
+        assert {axis: by for axis, by in mine[0].items() if by} == {axis: by for axis, by in predicted.items() if by}

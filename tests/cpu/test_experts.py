@@ -14,7 +14,6 @@ import torch
 from tilemesh.comm import connect, run_threads
 from tilemesh.compress.quantize import quantize
 from tilemesh.core.errors import UsageError
-from tilemesh.core.hardware import parse_cluster
 from tilemesh.core.plan import ParallelPlan
 from tilemesh.model import huggingface
 from tilemesh.model.adapter import LoraConfig, adapted_modules, adapter_parameters, peft_names
@@ -32,7 +31,6 @@ from tilemesh.parallel.gate.alone import start as gate_start
 from tilemesh.parallel.gate.cases import MODELS
 from tilemesh.parallel.mesh import Mesh
 from tilemesh.plan.choose import search
-from tilemesh.plan.step import predict
 from tilemesh.runs.folder import new_run
 from tilemesh.runs.kind import TRAIN
 from tilemesh.runs.metrics import latest
@@ -274,8 +272,6 @@ def test_what_is_no_mixture_is_refused(changes: dict[str, Any], words: str) -> N
 def test_what_is_not_done_with_experts_yet_is_refused() -> None:
     with pytest.raises(UsageError, match="dense_layers: time and memory of layers that differ are not modelled yet"):
         layer_work(MIXED, Task(1, 8, 8))
-    with pytest.raises(UsageError, match="ep is 2: the time of experts shared out is not modelled yet"):
-        predict(CONFIG, parse_cluster("2xh100"), ParallelPlan(dp=2, ep=2))
     with pytest.raises(UsageError, match="cannot quantise a model with experts yet"):
         quantize(Transformer(CONFIG), "int4-g8")
     biased = CONFIG.replace(biases=True)

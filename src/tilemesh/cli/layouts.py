@@ -54,7 +54,7 @@ def layout_items(result: SearchResult) -> list[Block]:
     return [table_of(shown, left=("schedule", "recompute", "seq", "train")), *notes]
 
 
-_OPTIONAL = ("pp", "seq", "ZeRO", "schedule", "recompute", "bubble")
+_OPTIONAL = ("pp", "cp", "ep", "seq", "ZeRO", "schedule", "recompute", "bubble")
 
 
 def _cells(place: int, prediction: Prediction, train: str) -> dict[str, str]:
@@ -62,6 +62,7 @@ def _cells(place: int, prediction: Prediction, train: str) -> dict[str, str]:
     schedule = "-" if p.pp == 1 else p.schedule + (f" {p.interleave}" if p.interleave > 1 else "")
     return {
         "": str(place), "dp": str(p.dp), "tp": str(p.tp), "pp": "-" if p.pp == 1 else str(p.pp),
+        "cp": "-" if p.cp == 1 else str(p.cp), "ep": "-" if p.ep == 1 else str(p.ep),
         "seq": "yes" if p.sequence_parallel else "-", "ZeRO": str(p.zero or "-"),
         "batch": f"{p.accumulation}x{p.microbatch}", "schedule": schedule,
         "recompute": "-" if p.recompute == "none" else p.recompute,

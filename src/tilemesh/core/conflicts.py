@@ -155,6 +155,12 @@ PLAN_CONFLICTS: tuple[Conflict[ParallelPlan], ...] = (
         lambda plan: f"ep={math.gcd(plan.ep, plan.dp)}",
     ),
     row(
+        "expert_tp tp",
+        lambda plan: plan.expert_tp not in (0, plan.tp),
+        "here tp shares experts' matrices as it does all others; fewer ranks for each are predicted only",
+        "expert_tp=0",
+    ),
+    row(
         "ep zero_group",
         lambda plan: plan.dp % plan.ep == 0 and plan.zero_group % plan.ep > 0,
         "a group that cuts rows must hold all experts",

@@ -57,6 +57,9 @@ class ModelPlacement:
     """Pipeline parallelism: stages, each with a part of the layers."""
     ep: Count = 1
     """Expert parallelism: so many of the dp replicas, neighbours, share out the experts of every layer among them."""
+    expert_tp: CountOrNone = 0
+    """Ranks of tp that share each expert's matrices; 0: all, as of any other matrix. With fewer, replicas and ranks of
+    tp together share out the experts (predicted only)."""
     cp: Count = 1
     """Context parallelism: ranks that share each sequence, of whose tokens each has an early and a late part."""
     cp_exchange: ContextExchange = "ring"
@@ -85,6 +88,21 @@ class ModelPlacement:
     def zero_ranks(self) -> int:
         """Ranks over which ZeRO cuts: 1 where it cuts nothing."""
         return (self.zero_group or self.dp) * self.cp if self.zero else 1
+
+    @property
+    def ranks_per_expert(self) -> int:
+        """Ranks of tp that share each expert's matrices."""
+        return self.expert_tp or self.tp
+
+    @property
+    def expert_replicas(self) -> int:
+        """Ranks that hold the same part of the same experts."""
+        return max(1, self.replicas * self.tp // (self.ranks_per_expert * self.ep))
+
+    @property
+    def expert_zero_ranks(self) -> int:
+        """Of those, ranks over which ZeRO cuts: what is left of `zero_ranks`."""
+        return max(1, self.zero_ranks * self.tp // (self.ranks_per_expert * self.ep)) if self.zero else 1
 
     @property
     def replicas(self) -> int:

@@ -73,6 +73,7 @@ class SearchResult:
     code: Code | None = None
     headroom: float = HEADROOM
     refused: Refused = refused_plan
+    imbalance: float = 0.0
 
     @property
     def fitting(self) -> int:
@@ -102,7 +103,10 @@ class SearchResult:
 
     def estimator(self) -> Estimator:
         """The cost model that these figures come from."""
-        return Estimator(self.model, self.cluster, self.context, self.rates, self.code, headroom=self.headroom)
+        return Estimator(
+            self.model, self.cluster, self.context, self.rates, self.code, headroom=self.headroom,
+            imbalance=self.imbalance,
+        )  # fmt: skip
 
 
 def plan_figures(
@@ -141,17 +145,18 @@ def search(
     headroom: float = HEADROOM,
     refused: Refused = refused_plan,
     accepts: Accepts | None = None,
+    imbalance: float = 0.0,
 ) -> SearchResult:
     """The fastest layouts that fit, their pipelines simulated. `batch` is in sequences; `rates` and `code` as in
     `predict`; `headroom` is the fraction of a device's memory that stays free; `refused` says what training lacks;
-    `accepts` leaves out layouts that whoever is to run them cannot.
+    `accepts` leaves out layouts that whoever is to run them cannot; `imbalance` as in `predict`.
 
     UsageError when no layout can exist; NothingFitsError when none fits.
     """
     model = preset(model) if isinstance(model, str) else model
     cluster = parse_cluster(cluster) if isinstance(cluster, str) else cluster
     pins = pins or Pins()
-    estimator = Estimator(model, cluster, context, rates, code, headroom=headroom)
+    estimator = Estimator(model, cluster, context, rates, code, headroom=headroom, imbalance=imbalance)
     batch = choose_batch(batch, batch_tokens, estimator.context)
     considered, least, fitting = _look(estimator, batch, pins, accepts)
     if least is None:
@@ -161,7 +166,7 @@ def search(
     predictions, points = _simulated(estimator, fitting, shown), tuple(point for point, _ in fitting)
     return SearchResult(
         model, cluster, estimator.context, batch, pins, predictions, considered, points, rates, code, headroom,
-        refused,
+        refused, imbalance,
     )  # fmt: skip
 
 
@@ -229,7 +234,8 @@ def _distinct(ranked: list[Point], shown: int) -> list[ParallelPlan]:
     chosen: list[ParallelPlan] = []
     others: list[ParallelPlan] = []
     for _, _, candidate in heapq.nsmallest(40 * shown, ranked):
-        key = (candidate.dp, candidate.tp, candidate.pp, candidate.schedule, candidate.interleave, candidate.zero)
+        shape = (candidate.dp, candidate.tp, candidate.pp, candidate.ep)
+        key = (*shape, candidate.schedule, candidate.interleave, candidate.zero)
         (others if key in seen else chosen).append(candidate)
         seen.add(key)
     return (chosen + others)[:shown]
@@ -290,8 +296,9 @@ def gpus_enough(estimator: Estimator, batch: int, pins: Pins) -> tuple[int, Para
         if states > cluster.world * estimator.usable_bytes:
             continue  # however they are split, some rank holds too much
         bigger = Estimator(
-            estimator.model, cluster, estimator.context, estimator.rates, estimator.code, headroom=estimator.headroom
-        )
+            estimator.model, cluster, estimator.context, estimator.rates, estimator.code,
+            headroom=estimator.headroom, imbalance=estimator.imbalance,
+        )  # fmt: skip
         for group in candidates(bigger, batch, free):
             if bigger.fits(group[-1]):  # the one that recomputes most
                 return cluster.world, group[-1]

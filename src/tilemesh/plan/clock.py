@@ -23,13 +23,27 @@ from tilemesh.model.work.exchanges import Exchange, repeated_exchanges, replica_
 from tilemesh.model.work.operations import FusedAttention, embedding_work, head_work, layer_work
 from tilemesh.model.work.step_exchanges import scatters_of, sent_bytes, updates_of
 from tilemesh.model.work.task import STATE_BYTES, Code, Task, default_code, is_by_layers
-from tilemesh.model.work.weights import require_modelled
+from tilemesh.model.work.weights import RankParameters
 from tilemesh.plan import constants
 from tilemesh.plan.speed import RanksOfNodes, group, neighbour_s, speed_of
 
 
+class AxisTimes(NamedTuple):
+    """What a layer's exchanges along one axis take for one microbatch."""
+
+    forward_s: float
+    again_s: float
+    """Of the forward pass, what recomputation repeats."""
+    back_s: float
+    """In the backward pass, with what hidden exchanges cost all the same."""
+    split_s: float
+    """In the first half of a backward pass in two halves, where there are no weight gradients to hide behind."""
+    nbytes: tuple[float, float, float]
+    """Sent in the forward pass, in the backward pass, and again where a layer's forward pass is repeated."""
+
+
 class LayerTimes(NamedTuple):
-    """Seconds of one microbatch on one rank: compute and tensor-parallel exchanges apart."""
+    """Seconds of one microbatch on one rank: compute, and exchanges by axis."""
 
     forward_s: float
     backward_s: float
@@ -39,23 +53,25 @@ class LayerTimes(NamedTuple):
     """Of the forward pass, what recomputation by operators repeats."""
     again_s: float
     """Of the forward pass, what full recomputation repeats."""
-    exchange_s: float
-    """In the forward pass."""
-    exchange_again_s: float
-    """Of these, what recomputation repeats."""
-    exchange_back_s: float
-    """In the backward pass, with what hidden exchanges cost all the same."""
-    exchange_split_s: float
-    """In the first half of a backward pass in two halves, where there are no weight gradients to hide behind."""
     weight_s: float
     """Of the backward pass, its second half: the weight gradients."""
-    exchange_bytes: tuple[float, float, float]
-    context_bytes: tuple[float, float, float]
-    """Sent in the forward pass, in the backward pass, and again where a layer's forward pass is repeated."""
+    axes: Mapping[str, AxisTimes]
     head_s: tuple[float, float]
     head_exchange_s: tuple[float, float]
     embedding_s: tuple[float, float]
     embedding_exchange_s: float
+
+    @property
+    def exchange_s(self) -> float:
+        return sum(axis.forward_s for axis in self.axes.values())
+
+    @property
+    def exchange_again_s(self) -> float:
+        return sum(axis.again_s for axis in self.axes.values())
+
+    def exchange_back_s(self, splits: bool = False) -> float:
+        """In the backward pass, or where it is in two halves."""
+        return sum(axis.split_s if splits else axis.back_s for axis in self.axes.values())
 
     def recompute_s(self, recompute: str) -> float:
         """What a backward pass does again, exchanges included."""
@@ -99,6 +115,7 @@ class Clock:
         context: int,
         rates: Rates | None = None,
         code: Code | None = None,
+        imbalance: float = 0.0,
     ) -> None:
         self.model = model
         self.cluster = cluster
@@ -106,6 +123,7 @@ class Clock:
         self.context = context
         self._rates = rates
         self._code = code
+        self._imbalance = imbalance
         self._groups: dict[tuple[int, int], RanksOfNodes] = {}
         self._layers: dict[tuple[object, ...], LayerTimes] = {}
 
@@ -118,7 +136,7 @@ class Clock:
         by_layers = self.is_by_layers(plan)
         key = (
             plan.tp, plan.sequence_parallel, plan.microbatch, plan.attention, plan.precision, by_layers, plan.cp,
-            plan.cp_exchange,
+            plan.cp_exchange, plan.ep, plan.expert_tp,
         )  # fmt: skip
         times = self._layers.get(key)
         if times is None:
@@ -135,8 +153,8 @@ class Clock:
 
     def task(self, plan: ParallelPlan) -> Task:
         """One microbatch of this layout."""
-        require_modelled(self.model, plan.ep)
-        return Task.of(plan, self.context, self.code(plan), self.cluster.device.kind == "gpu")
+        is_gpu = self.cluster.device.kind == "gpu"
+        return Task.of(plan, self.context, self.code(plan), is_gpu, imbalance=self._imbalance)
 
     def hop_s(self, plan: ParallelPlan) -> float:
         """One microbatch's activations to the next stage."""
@@ -152,7 +170,7 @@ class Clock:
         splits = plan.pp > 1 and plan.pipeline.is_split
         forward = layer.forward_s + layer.exchange_s
         inputs = layer.backward_s - layer.weight_s
-        inputs += layer.exchange_split_s if splits else layer.exchange_back_s
+        inputs += layer.exchange_back_s(splits)
         again = layer.recompute_s(plan.repeated)
         stages = plan.placement.directions[0] if plan.recompute_stages else ()
         repeated = [again * plan.recomputes(stage) for stage in stages] or [again] * len(counts)
@@ -173,7 +191,10 @@ class Clock:
 def layer_times(model: ModelConfig, cluster: Cluster, task: Task, rates: Rates | None = None) -> LayerTimes:
     """A layer's seconds, and the head's and the embedding's, for one microbatch."""
     speed = speed_of(cluster.device, task.dtype, rates, task.code)
-    axes = {"tp": group(cluster, task.tp, 1), "cp": group(cluster, task.cp, task.tp)}
+    # Experts are shared out among replicas, or first among ranks of tp that do not share one.
+    stride = task.tp * task.cp if task.ranks_per_expert == task.tp else task.ranks_per_expert
+    sizes = {"tp": (task.tp, 1), "cp": (task.cp, task.tp), "ep": (task.ep, stride)}
+    axes = {name: group(cluster, *size) for name, size in sizes.items() if size[0] > 1 or name == "tp"}
     layer, head, embedding = layer_work(model, task), head_work(model, task), embedding_work(model, task)
     again = tuple(repeated_exchanges(model, task))
     # An exchange that hides behind a product costs something all the same; between CPU ranks nothing hides.
@@ -183,18 +204,19 @@ def layer_times(model: ModelConfig, cluster: Cluster, task: Task, rates: Rates |
         speed.seconds(tuple(part for part in layer.backward if isinstance(part, FusedAttention))),
     )
 
-    def exchange_s(exchanges: Iterable[Exchange], backward: bool, cost: float = hidden) -> float:
-        several = [exchange for exchange in exchanges if exchange.backward is backward]
-        ring_s = sum(_ring_s(axes["cp"], exchange) for exchange in several if exchange.collective == "send")
+    def exchange_s(exchanges: Iterable[Exchange], backward: bool, name: str = "tp", cost: float = hidden) -> float:
+        several = [exchange for exchange in exchanges if exchange.backward is backward and exchange.axis == name]
+        ring_s = sum(_ring_s(axes[name], exchange) for exchange in several if exchange.collective == "send")
         # What goes round travels while the keys that are here are attended to: all but the last rank's.
-        behind_s = attention_s[backward] * (1 - 1 / task.cp) if axes["cp"].hides else 0.0
+        behind_s = attention_s[backward] * (1 - 1 / task.cp) if axes[name].hides else 0.0
         return max(ring_s - behind_s, constants.HIDDEN_COST * ring_s) + sum(
-            (cost if exchange.hides else 1.0) * axes[exchange.axis].exchange_s(exchange.collective, exchange.nbytes)
+            (cost if exchange.hides else 1.0)
+            * axes[name].exchange_s(exchange.collective, exchange.nbytes, exchange.copies)
             for exchange in several
             if exchange.collective not in ("send", "recv")
         )
 
-    def sent_bytes(exchanges: Iterable[Exchange], backward: bool, name: str = "tp") -> float:
+    def sent_bytes(exchanges: Iterable[Exchange], backward: bool, name: str) -> float:
         return sum(
             exchange.nbytes
             if exchange.collective == "send"
@@ -209,21 +231,21 @@ def layer_times(model: ModelConfig, cluster: Cluster, task: Task, rates: Rates |
         scores_s=speed.seconds(layer.scores),
         between_s=speed.seconds(layer.between),
         again_s=speed.seconds(layer.again),
-        exchange_s=exchange_s(layer.exchanges, False),
-        exchange_again_s=exchange_s(again, False),
-        exchange_back_s=exchange_s(layer.exchanges, True),
-        exchange_split_s=exchange_s(layer.exchanges, True, 1.0),
         weight_s=speed.seconds(layer.weight_gradients),
-        exchange_bytes=(
-            sent_bytes(layer.exchanges, False),
-            sent_bytes(layer.exchanges, True),
-            sent_bytes(again, False),
-        ),
-        context_bytes=(
-            sent_bytes(layer.exchanges, False, "cp"),
-            sent_bytes(layer.exchanges, True, "cp"),
-            sent_bytes(again, False, "cp"),
-        ),
+        axes={
+            name: AxisTimes(
+                exchange_s(layer.exchanges, False, name),
+                exchange_s(again, False, name),
+                exchange_s(layer.exchanges, True, name),
+                exchange_s(layer.exchanges, True, name, 1.0),
+                (
+                    sent_bytes(layer.exchanges, False, name),
+                    sent_bytes(layer.exchanges, True, name),
+                    sent_bytes(again, False, name),
+                ),
+            )
+            for name in axes
+        },
         head_s=(speed.seconds(head.forward), speed.seconds(head.backward)),
         head_exchange_s=(exchange_s(head.exchanges, False), exchange_s(head.exchanges, True)),
         embedding_s=(speed.seconds(embedding.forward), speed.seconds(embedding.backward)),
@@ -247,14 +269,40 @@ class DataExchange(NamedTuple):
 
 
 def data_exchange(
-    plan: ParallelPlan, clock: Clock, parameters: int, passes_s: tuple[float, float], layers: int
+    plan: ParallelPlan, clock: Clock, held: RankParameters, passes_s: tuple[float, float], layers: int
 ) -> DataExchange:
     """For a rank with so many parameters in so many layers, whose passes of one microbatch, forward and backward, take
-    so long."""
+    so long. Experts that replicas share out are exchanged among those that hold the same."""
+    groups = [(held.common, plan.zero_ranks, plan.replicas, plan.tp)]
+    if held.experts:  # whoever holds the same ones is further away
+        apart = plan.ep * plan.ranks_per_expert
+        groups.append((held.experts, plan.expert_zero_ranks, plan.expert_replicas, apart))
+    exposed_s = sent_bytes = 0.0
+    for parameters, zero_ranks, replicas, stride in groups:
+        # They take turns on the links, so each has a part of the passes to hide behind.
+        part_s = (passes_s[0] * parameters / held.total, passes_s[1] * parameters / held.total)
+        ranks = (zero_ranks if plan.zero else replicas, replicas, stride)
+        summed = _summed(plan, clock, parameters, ranks, part_s, layers)
+        exposed_s, sent_bytes = exposed_s + summed.exposed_s, sent_bytes + summed.sent_bytes
+    return DataExchange(exposed_s, sent_bytes)
+
+
+def _summed(
+    plan: ParallelPlan,
+    clock: Clock,
+    parameters: int,
+    ranks: tuple[int, int, int],
+    passes_s: tuple[float, float],
+    layers: int,
+) -> DataExchange:
+    """Of so many parameters, over ranks: among how many ZeRO cuts or all are summed, how many there are, how far apart
+    they are."""
     weight, gradient, _ = STATE_BYTES[plan.precision]
     nbytes = {"weights": weight * parameters, "gradients": gradient * parameters}
-    shared = plan.zero_ranks if plan.zero else plan.replicas
-    axis = clock.group(shared, plan.tp)
+    shared, replicas, stride = ranks
+    if shared == replicas == 1:
+        return DataExchange(0.0, 0.0)
+    axis = clock.group(shared, stride)
     exchanged = replica_exchanges(plan.zero, scatters_of(plan), gathered(plan))
     exposed_s = sent_bytes = 0.0
     for exchanges, behind_s in (
@@ -273,8 +321,8 @@ def data_exchange(
             times *= updates_of(plan)
             exposed_s += times * (_left(exchange_s, behind_s if hides else 0.0, layers) + slowed_s)
             sent_bytes += times * sent
-    if plan.zero and plan.replicas > shared:  # what a group has summed, summed over the groups
-        across, share = clock.group(plan.replicas // shared, plan.tp * shared), nbytes["gradients"] / shared
+    if plan.zero and replicas > shared:  # what a group has summed, summed over the groups
+        across, share = clock.group(replicas // shared, stride * shared), nbytes["gradients"] / shared
         exposed_s += across.exchange_s("all_reduce", share)
         sent_bytes += across.sent_bytes(share, "all_reduce")
     return DataExchange(exposed_s, sent_bytes)

@@ -13,6 +13,7 @@ from tilemesh.model.work.kept import loss_tensors
 from tilemesh.model.work.operations import layer_work
 from tilemesh.model.work.passes import MemoryPass
 from tilemesh.model.work.task import STATE_BYTES
+from tilemesh.model.work.weights import RankParameters
 from tilemesh.plan.choose import SearchResult
 from tilemesh.plan.explain import ExplainedFigure, ExplainedPart, activation_section, flops_section
 from tilemesh.plan.offload import host_rates
@@ -46,8 +47,9 @@ def memory_section(estimator: Estimator, best: Prediction) -> ExplainedPart:
     first, last = mine[0] == 0, mine[-1] == len(best.chunk_layers) - 1
     kept, recomputed = room.layer(plan)
     layers = sum(best.chunk_layers[chunk] for chunk in mine)
-    shards = room.shards(plan.tp)
-    parameters = shards.stage(layers, first, last)
+    shards = room.shards(plan)
+    held = shards.held(layers, first, last)
+    parameters = held.total
     ends = " + embeddings" * first + " + head" * last
     rows = [
         ExplainedFigure(
@@ -62,14 +64,17 @@ def memory_section(estimator: Estimator, best: Prediction) -> ExplainedPart:
     for name, size, sharded_from in zip(names, STATE_BYTES[plan.precision], (3, 2, 1), strict=True):
         sharded = plan.zero >= sharded_from and plan.zero_ranks > 1
         value: int = getattr(best.memory, f"{name}_bytes")
-        there = size * -(-parameters // (plan.zero_ranks if sharded else 1))
+        there = size * (held.stored(plan) if sharded else parameters)
         rest = value - there  # copies of an asynchronous pipeline, or what is not on the device at the fullest moment
         sign = "+-"[rest < 0]
         rows.append(
             ExplainedFigure(
                 name,
                 f"{size} B x P" + " / ranks of ZeRO" * sharded + f" {sign} copies and moved" * bool(rest),
-                f"{size} x {parameters:,}" + f" / {plan.zero_ranks}" * sharded + f" {sign} {abs(rest):,}" * bool(rest),
+                f"{size} x "
+                + _shared_out(held, plan) * sharded
+                + f"{parameters:,}" * (not sharded)
+                + f" {sign} {abs(rest):,}" * bool(rest),
                 format_bytes(value),
             )
         )
@@ -147,6 +152,13 @@ def bubble_section(best: Prediction) -> ExplainedPart:
     return ExplainedPart("Pipeline", rows)
 
 
+def _shared_out(held: RankParameters, plan: ParallelPlan) -> str:
+    """What ZeRO leaves of a rank's parameters, in words."""
+    if not held.experts:
+        return f"{held.common:,} / {plan.zero_ranks}"
+    return f"({held.common:,} / {plan.zero_ranks} + {held.experts:,} of experts / {plan.expert_zero_ranks})"
+
+
 def time_section(estimator: Estimator, best: Prediction) -> ExplainedPart:
     """Each part with what it is made of: m microbatches, n layers on the busiest stage."""
     plan, times, layer = best.plan, best.times, estimator.clock.layer(best.plan)
@@ -155,7 +167,8 @@ def time_section(estimator: Estimator, best: Prediction) -> ExplainedPart:
     compute, back = layer.forward_s, layer.backward_s
     hop_s = estimator.chunk_times(plan).hop_s
     ends = times.compute_s / m - n * (compute + back)
-    tp_ends = times.tp_s / m - n * (layer.exchange_s + layer.exchange_back_s)
+    tp = layer.axes["tp"]
+    tp_ends = times.tp_s / m - n * (tp.forward_s + tp.back_s)
     updated, moved = estimator.updated_parameters(plan), estimator.optimizer_bytes(plan)
     rows = [
         ExplainedFigure(
@@ -173,7 +186,7 @@ def time_section(estimator: Estimator, best: Prediction) -> ExplainedPart:
         ExplainedFigure(
             "tensor-parallel exchanges",
             "m (n (forward + backward [+ forward]) + ends)",
-            f"{m:g} x ({n} x ({format_seconds(layer.exchange_s)} + {format_seconds(layer.exchange_back_s)}) + "
+            f"{m:g} x ({n} x ({format_seconds(tp.forward_s)} + {format_seconds(tp.back_s)}) + "
             f"{format_seconds(tp_ends)})",
             format_seconds(times.tp_s),
         ),
@@ -209,6 +222,15 @@ def time_section(estimator: Estimator, best: Prediction) -> ExplainedPart:
         ),
         ExplainedFigure(
             "waiting for the host", "its launches - all of the above", "calibrated", format_seconds(times.host_s)
+        ),
+        *(
+            ExplainedFigure(
+                words,
+                "m n (forward + backward [+ forward])",
+                f"{m:g} x {n} x {format_seconds(seconds / m / n)}",
+                format_seconds(seconds),
+            )
+            for words, seconds in (("exchange of sequences", times.cp_s), ("rows to experts and back", times.ep_s))
         ),
     ]
     shown = [row for row in rows if row.value != "0 s"]

@@ -23,7 +23,7 @@ from tilemesh.core.step.program import chunk_layers, settled
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.work.task import Code
 from tilemesh.model.work.weights import count_parameters, shard_parameters
-from tilemesh.plan.memory import Room, state_bytes
+from tilemesh.plan.memory import Room, rank_state_bytes
 from tilemesh.plan.prediction import Prediction
 from tilemesh.plan.step import predict
 from tilemesh.runs.folder import read_summary
@@ -175,12 +175,9 @@ def _memory(run: RunSummary, cluster: Cluster, now: Prediction) -> Grade:
     if isinstance(peaks, list) and peaks and all(_number(peak) is not None for peak in peaks):
         known = bases if isinstance(bases, list) and len(bases) == len(peaks) else [0] * len(peaks)
         measured = max(float(peak) - float(base) for peak, base in zip(peaks, known, strict=True))
-    parameters = shard_parameters(run.model, run.plan.tp).stage(run.model.layers, True, True)
-    least = (
-        sum(state_bytes(parameters, run.plan.precision, run.plan.zero, run.plan.zero_ranks))
-        if run.plan.pp == 1
-        else None
-    )
+    shards = shard_parameters(run.model, run.plan.tp, run.plan.ep, run.plan.expert_tp)
+    held = shards.held(run.model.layers, True, True)
+    least = sum(rank_state_bytes(run.plan, held)) if run.plan.pp == 1 else None
     return Grade("peak memory", "B", predicted, measured, least, note="the fullest rank")
 
 

@@ -10,7 +10,7 @@ import operator
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
-from tilemesh.core.hardware import DTYPE_BYTES, Cluster, Device
+from tilemesh.core.hardware import Cluster, Device
 from tilemesh.core.plan import ParallelPlan
 from tilemesh.core.step import pace
 from tilemesh.core.step.action import StepProgram
@@ -18,8 +18,9 @@ from tilemesh.core.step.memory import StepBytes, away_peaks, memory_peaks
 from tilemesh.core.step.passes import offload
 from tilemesh.core.step.placement import LOOP, TWO_WAYS, ChunkPlacement
 from tilemesh.model.config import ModelConfig
+from tilemesh.model.work.routing import hidden_elements
 from tilemesh.model.work.task import AUTOCAST, STATE_BYTES, Code, Task, default_code, is_by_layers
-from tilemesh.model.work.weights import Shards, active_width, shard_parameters
+from tilemesh.model.work.weights import RankParameters, Shards, shard_parameters
 from tilemesh.plan import constants
 from tilemesh.plan.microbatch import MicrobatchBytes
 from tilemesh.plan.offload import on_device, optimizer_on_device
@@ -86,14 +87,24 @@ def state_bytes(parameters: int, precision: str, zero: int = 0, dp: int = 1) -> 
     )
 
 
+def rank_state_bytes(plan: ParallelPlan, held: RankParameters) -> tuple[int, int, int]:
+    """The same of a rank of a layout: of experts that replicas share out, ZeRO cuts over what is left of these."""
+    weights, gradients, optimizer = STATE_BYTES[plan.precision]
+    stored, every = held.stored(plan), held.total
+    return (
+        weights * (stored if plan.zero >= 3 else every),
+        gradients * (stored if plan.zero >= 2 else every),
+        optimizer * (stored if plan.zero >= 1 else every),
+    )
+
+
 # ---- what lives for moments --------------------------------------------------------------------------------------
 
 
-def backward_bytes(model: ModelConfig, plan: ParallelPlan, context: int) -> int:
+def backward_bytes(model: ModelConfig, task: Task) -> int:
     """Gradients alive at once where torch goes back through an MLP, operation by operation: of the product, of each of
     its factors, and of what goes into the activation."""
-    hidden = plan.microbatch * context * active_width(model) // (plan.tp * plan.cp)
-    return 2 * model.mlp_inputs * hidden * DTYPE_BYTES[plan.compute_dtype]
+    return 2 * model.mlp_inputs * hidden_elements(model, task) // task.tp * task.size
 
 
 def visiting_bytes(model: ModelConfig, task: Task) -> int:
@@ -129,7 +140,7 @@ def usable_bytes(cluster: Cluster, headroom: float = constants.HEADROOM) -> int:
 class _RankNeeds(NamedTuple):
     """What one rank of a pipeline needs, whatever ZeRO cuts."""
 
-    parameters: int
+    parameters: RankParameters
     activations: int
     logits: int
     brief: int
@@ -200,24 +211,26 @@ class Room:
         context: int,
         code: Code | None = None,
         chunked_loss: bool = False,
+        imbalance: float = 0.0,
     ) -> None:
         self.model = model
         self._device = cluster.device
         self._is_one_memory = cluster.device.kind == "cpu"
         """Whether the host's memory is the device's: what is moved there stays."""
-        self._code, self._chunked_loss = code, chunked_loss
+        self._code, self._chunked_loss, self._imbalance = code, chunked_loss, imbalance
         self.context = context
         self._reserved = [reserved_bytes(cluster.device, cluster.world, compiler) for compiler in (False, True)]
         self._ranks: dict[tuple[object, ...], list[_RankNeeds]] = {}
         self._peaks: dict[tuple[object, ...], list[int]] = {}
         self._looked: dict[tuple[ChunkPlacement, tuple[int, ...], bool], tuple[tuple[int, ...], ...]] = {}
         self._microbatches: dict[tuple[object, ...], MicrobatchBytes] = {}
-        self._shards: dict[int, Shards] = {}
+        self._shards: dict[tuple[int, int, int], Shards] = {}
 
-    def shards(self, tp: int) -> Shards:
-        if tp not in self._shards:
-            self._shards[tp] = shard_parameters(self.model, tp)
-        return self._shards[tp]
+    def shards(self, plan: ParallelPlan) -> Shards:
+        key = (plan.tp, plan.ep, plan.expert_tp)
+        if key not in self._shards:
+            self._shards[key] = shard_parameters(self.model, *key)
+        return self._shards[key]
 
     def fullest(self, plan: ParallelPlan, counts: tuple[int, ...]) -> RankMemory:
         """Memory of the fullest rank, with so many layers in each chunk."""
@@ -245,8 +258,7 @@ class Room:
         sure = self._sure_bytes(plan)
         if not plan.offload:  # at a glance: some rank has so many layers, with their states
             layers = -(-self.model.layers // plan.pp)
-            parameters = layers * self.shards(plan.tp).layer
-            least = sum(state_bytes(parameters, plan.precision, plan.zero, plan.zero_ranks)) + layers * sure
+            least = sum(rank_state_bytes(plan, self.shards(plan).held(layers, False, False))) + layers * sure
             if least > limit:
                 return least
         groups = self._worth_a_look(plan, counts)
@@ -304,7 +316,7 @@ class Room:
 
     def _parts(self, plan: ParallelPlan, needs: _RankNeeds) -> tuple[int, ...]:
         """The fields of a `RankMemory`."""
-        weights, gradients, optimizer = state_bytes(needs.parameters, plan.precision, plan.zero, plan.zero_ranks)
+        weights, gradients, optimizer = rank_state_bytes(plan, needs.parameters)
         weights *= needs.copies
         if plan.offload and self._is_one_memory:
             needs, weights = _in_one_memory(plan, needs, weights, plan.pp > 1)
@@ -361,7 +373,7 @@ class Room:
             away = [self.activation_peaks(plan, counts)[0] * (ranks[0].layers - 1) // ranks[0].layers]
         by_rank = []
         for rank, activations in zip(ranks, away, strict=True):
-            weights, _, optimizer = state_bytes(rank.parameters, plan.precision, plan.zero, plan.zero_ranks)
+            weights, _, optimizer = rank_state_bytes(plan, rank.parameters)
             states = optimizer * ("optimizer" in plan.offloads) + weights * ("weights" in plan.offloads)
             by_rank.append(states + activations)
         return by_rank
@@ -414,19 +426,19 @@ class Room:
         plan = plan.on_stage(rank)
         held = plan.placement.held[rank] if plan.pp > 1 else (0,)
         has_embedding, has_head = held[0] == 0, held[-1] == len(counts) - 1
-        shards, code, is_cpu = self.shards(plan.tp), self.code(plan), self._device.kind == "cpu"
-        parameters = shards.stage(sum(counts[chunk] for chunk in held), has_embedding, has_head)
+        shards, code, is_cpu = self.shards(plan), self.code(plan), self._device.kind == "cpu"
+        parameters = shards.held(sum(counts[chunk] for chunk in held), has_embedding, has_head)
         microbatch = self.microbatch(plan)
         brief = self.layer(plan)[1] * max(1, plan.stretch(max(counts))) + (microbatch.messages if plan.pp > 1 else 0)
         if plan.precision in AUTOCAST:  # kept from forward to backward beside the fp32 weights
             looked_up = 0  # tables from which rows are only taken, which torch does not cast
             if code != "fused" and not is_cpu and has_embedding:
                 looked_up = shards.embeddings - (shards.tied_head if has_head else 0)
-            brief += 2 * (parameters - looked_up)
+            brief += 2 * (parameters.total - looked_up)
         if plan.cp > 1:
             brief += visiting_bytes(self.model, self.task(plan))
         if code == "eager" and is_cpu:
-            brief += backward_bytes(self.model, plan, self.context)
+            brief += backward_bytes(self.model, self.task(plan))
         return _RankNeeds(
             parameters,
             0,
@@ -444,12 +456,12 @@ class Room:
         without any. They come as activations go, so what the end of the backward pass holds is a bound."""
         if plan.world > 1 or plan.accumulation > 1 or self._device.kind != "gpu" or self.code(plan) == "fused":
             return 0
-        return min(state_bytes(rank.parameters, plan.precision)[1], rank.activations + rank.logits)
+        return min(rank_state_bytes(plan, rank.parameters)[1], rank.activations + rank.logits)
 
     def _at_work(self, plan: ParallelPlan, held: tuple[int, ...], counts: tuple[int, ...]) -> tuple[int, ...]:
         """Parameters of what ZeRO gathers or scatters at once: layer by layer, in a pipeline chunk by chunk. The
         fullest moment is the loss, where the head is there beside its layer."""
-        shards, last = self.shards(plan.tp), len(counts) - 1
+        shards, last = self.shards(plan), len(counts) - 1
         if plan.pp == 1:
             return (*(shards.layer,) * min(1 + plan.prefetch, counts[0]), shards.stage(0, False, True))
         sizes = [shards.stage(counts[chunk], chunk == 0, chunk == last) for chunk in held]
@@ -457,7 +469,8 @@ class Room:
 
     def task(self, plan: ParallelPlan) -> Task:
         """One microbatch of this layout."""
-        return Task.of(plan, self.context, self.code(plan), self._device.kind == "gpu", self._chunked_loss)
+        is_gpu = self._device.kind == "gpu"
+        return Task.of(plan, self.context, self.code(plan), is_gpu, self._chunked_loss, self._imbalance)
 
     def code(self, plan: ParallelPlan) -> Code:
         return self._code or default_code(self._device, plan.precision)
@@ -467,7 +480,7 @@ class Room:
         by_layers = plan.zero == 3 and is_by_layers(plan, self.code(plan))
         key = (
             plan.tp, plan.sequence_parallel, plan.microbatch, plan.attention, plan.precision, by_layers, plan.cp,
-            plan.cp_exchange,
+            plan.cp_exchange, plan.ep, plan.expert_tp,
         )  # fmt: skip
         microbatch = self._microbatches.get(key)
         if microbatch is None:

@@ -44,6 +44,10 @@ class Times:
     """Moving states, activations or weights to the host and back, what no pass hides."""
     host_s: float = 0.0
     """What the step takes beyond all that because the host, where that was measured, launches it no faster."""
+    cp_s: float = 0.0
+    """Keys and values, or heads, between ranks that share sequences, what attention does not hide."""
+    ep_s: float = 0.0
+    """Rows to experts of other ranks and back."""
 
     @property
     def total_s(self) -> float:
@@ -52,7 +56,7 @@ class Times:
     @property
     def exposed_s(self) -> float:
         """Communication that nothing hides."""
-        return self.tp_s + self.pp_s + self.dp_s
+        return self.tp_s + self.cp_s + self.ep_s + self.pp_s + self.dp_s
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, make_dataclass
+from itertools import product
 from typing import Any, get_args, get_type_hints
 
 from tilemesh.core import config
@@ -106,14 +107,13 @@ def candidates(estimator: Estimator, batch: int, pins: Pins) -> Iterator[list[Pa
             continue
         group = pins.zero_group or dp
         sizes = _microbatches(batch // dp, pins)
-        exchange: ContextExchange = pins.cp_exchange or "ring"
         alike: dict[str, Any] = {"tp": tp, "sequence_parallel": tp > 1, "attention": attention, "precision": precision}
-        alike |= {"cp": cp, "cp_exchange": exchange}
-        for microbatch in sizes:
+        for microbatch, (ep, exchange) in product(sizes, _shared(estimator, tp, dp, cp, pins)):
+            alike |= {"cp": cp, "cp_exchange": exchange, "ep": ep, "expert_tp": pins.expert_tp or 0}
             accumulation = batch // dp // microbatch
             least_bytes = estimator.room.pass_bytes(ParallelPlan(microbatch=microbatch, **alike)) // (pins.slices or 1)
             if microbatch > sizes[0] and least_bytes > estimator.usable_bytes:
-                break  # nor do more sequences fit; the fewest stay, to say what they need
+                continue  # it does not fit; the fewest sequences stay, to say what they need
             for schedule, interleave in _schedules(estimator.model.layers, pp, accumulation, pins):
                 for parallel in _choices(pins.sequence_parallel, (True, False) if tp > 1 else (False,)):
                     for zero in _choices(pins.zero, (0, 1, 2, 3) if dp * cp > 1 and not dp % group else (0,)):
@@ -125,7 +125,7 @@ def candidates(estimator: Estimator, batch: int, pins: Pins) -> Iterator[list[Pa
                                 recompute=recompute, attention=attention, precision=precision,
                                 recompute_every=(pins.recompute_every or 1) if recompute == "full" else 1,
                                 recompute_stages=() if recompute == "none" else pins.recompute_stages or (),
-                                cp=cp, cp_exchange=exchange,
+                                cp=cp, cp_exchange=exchange, ep=ep, expert_tp=pins.expert_tp or 0,
                                 **as_said,
                             )
                             for recompute in recomputes
@@ -147,8 +147,7 @@ def meshes(estimator: Estimator, pins: Pins) -> Iterator[tuple[int, int, int, in
                 dp = world // tp // pp // cp
                 if pins.zero and (dp * cp == 1 or dp % (pins.zero_group or dp)):
                     continue
-                exchange = ParallelPlan(tp=tp, cp=cp, cp_exchange=pins.cp_exchange or "ring")
-                if pins.dp in (None, dp) and not (cp > 1 and why_not(estimator.model, exchange)):
+                if pins.dp in (None, dp) and _shared(estimator, tp, dp, cp, pins):
                     yield tp, pp, dp, cp
 
 
@@ -157,6 +156,24 @@ def _contexts(estimator: Estimator, ranks: int, pins: Pins) -> list[int]:
     if pins.cp:
         return [pins.cp] if ranks % pins.cp == 0 and pins.cp <= estimator.context else []
     return [cp for cp in divisors(ranks) if cp == 1 or (cp <= CP_MOST and estimator.context >= LONG_CONTEXT)]
+
+
+def _shared(estimator: Estimator, tp: int, dp: int, cp: int, pins: Pins) -> list[tuple[int, ContextExchange]]:
+    """How many ranks may share out experts, and how those that share sequences may exchange."""
+    model, expert_tp = estimator.model, pins.expert_tp or 0
+    eps = [pins.ep] if pins.ep else divisors(dp) if model.experts else [1]
+    exchanges: tuple[ContextExchange, ...] = ("ring", "heads") if cp > 1 else ("ring",)
+    return [
+        (ep, how)
+        for ep in eps
+        for how in ([pins.cp_exchange] if pins.cp_exchange else exchanges)
+        if why_not(
+            model,
+            ParallelPlan(
+                tp=tp, dp=dp, cp=cp, ep=ep, cp_exchange=how, expert_tp=expert_tp, sequence_parallel=tp > 1,
+            ),
+        ) is None
+    ]  # fmt: skip
 
 
 def divisors(n: int) -> list[int]:

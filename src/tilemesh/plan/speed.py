@@ -245,10 +245,25 @@ class RanksOfNodes:
         tree += seconds("all_reduce", "tree", self.nodes, nbytes, self.across)
         return min(2 * self.all_gather_s(nbytes), tree)
 
-    def exchange_s(self, collective: str, nbytes: float) -> float:
+    def all_to_all_s(self, nbytes: float, copies: int = 1) -> float:
+        """Of so many bytes on each rank an equal part for every other: those for the own node over its links, at the
+        same time all others over each rank's own adapter, where of `copies` of a row to any ranks one is enough for
+        each node."""
+        nodes = self.nodes * (1 - (1 - 1 / self.nodes) ** copies)  # that a row goes to, expected
+        across_bytes = nbytes * (self.nodes - 1) / self.nodes * nodes / copies
+        inside_s = self._at_once_s(self.within, self.inside - 1, nbytes * (self.inside - 1) / self.ranks)
+        return max(inside_s, self._at_once_s(self.across, self.ranks - self.inside, across_bytes))
+
+    def _at_once_s(self, wire: Wire, messages: int, nbytes: float) -> float:
+        """So many messages of these bytes together: a GPU has them under way at once, a CPU sends one by one."""
+        return (min(messages, 1) if self.hides else messages) * wire.latency_s + nbytes / wire.bytes_per_s
+
+    def exchange_s(self, collective: str, nbytes: float, copies: int = 1) -> float:
         """A collective by its name."""
         if self.ranks == 1:
             return 0.0
+        if collective == "all_to_all":
+            return self.meeting_s + self.all_to_all_s(nbytes, copies)
         return self.meeting_s + (self.all_reduce_s if collective == "all_reduce" else self.all_gather_s)(nbytes)
 
     def sent_bytes(self, nbytes: float, collective: str) -> float:
@@ -258,7 +273,8 @@ class RanksOfNodes:
 
 @functools.cache
 def _sent_share(collective: str, ranks: int) -> float:
-    return traffic(collective, "ring", ranks, ranks).nbytes / ranks
+    algorithm = "pairwise" if collective == "all_to_all" else "ring"
+    return traffic(collective, algorithm, ranks, ranks).nbytes / ranks
 
 
 def group(cluster: Cluster, size: int, stride: int) -> RanksOfNodes:

@@ -27,16 +27,17 @@ from tilemesh.model.work.operations import hardware_flops, model_flops
 from tilemesh.model.work.slices import slice_shares
 from tilemesh.model.work.step_exchanges import sent_bytes, step_exchanges
 from tilemesh.model.work.task import STATE_BYTES, Code
-from tilemesh.model.work.weights import why_not
+from tilemesh.model.work.weights import RankParameters, why_not
 from tilemesh.plan import constants
 from tilemesh.plan.clock import Chunks, Clock, DataExchange, data_exchange, host_step_s
 from tilemesh.plan.cut import spread
-from tilemesh.plan.memory import Room, state_bytes, usable_bytes
+from tilemesh.plan.memory import Room, rank_state_bytes, usable_bytes
 from tilemesh.plan.offload import MovedBytes, RankPassTimes, host_rates, offload_s, on_device
 from tilemesh.plan.prediction import Prediction, Times
 from tilemesh.plan.speed import speed_of
 
 _HEADROOM = Range(0, 1, below=True)
+_IMBALANCE = Range(1, 1e6)
 MOST_PASSES = 60_000
 """Pipelines beyond this (deeper than about 70 stages) are timed in closed form: simulating ten would take seconds."""
 
@@ -57,8 +58,8 @@ class Frame(NamedTuple):
     layers: tuple[int, ...]
     """Of each rank of the pipeline."""
     chunks: Chunks
-    most_parameters: int
-    """Of any rank: it exchanges and updates longest."""
+    most_parameters: RankParameters
+    """Of the rank with most: it exchanges and updates longest."""
 
     load: RankLoad
     """As `pace.closed_form_s` takes it."""
@@ -93,14 +94,16 @@ def predict(
     code: Code | None = None,
     graph: bool = True,
     chunked_loss: bool = False,
+    imbalance: float = 0.0,
 ) -> Prediction:
     """One layout, its pipeline simulated.
 
     `context` is the tokens of a sequence, the model's if not given; `rates` what was measured of a device of the
     cluster (`Calibration.rates`), the datasheet's if not given; `code` what runs it (`model/work/task.py`); `graph`:
-    whether a step becomes a CUDA graph where it can; `chunked_loss`: whether logits exist for some rows at a time.
+    whether a step becomes a CUDA graph where it can; `chunked_loss`: whether logits exist for some rows at a time;
+    `imbalance`: rows that come to the busiest of ranks that share out experts over the mean, expected if 0.
     """
-    return Estimator(model, cluster, context, rates, code, graph, chunked_loss).predict(plan)
+    return Estimator(model, cluster, context, rates, code, graph, chunked_loss, imbalance=imbalance).predict(plan)
 
 
 class Estimator:
@@ -119,8 +122,11 @@ class Estimator:
         graph: bool = True,
         chunked_loss: bool = False,
         headroom: float = constants.HEADROOM,
+        imbalance: float = 0.0,
     ) -> None:
         _HEADROOM.check("headroom", headroom)
+        if imbalance:
+            _IMBALANCE.check("imbalance", imbalance)
         self.model = model
         self.cluster = cluster
         self.rates = rates
@@ -134,8 +140,9 @@ class Estimator:
                 f"context {self.context} is longer than the model's {model.context} learned positions: "
                 f"add --set model.context={self.context}"
             )
-        self.clock = Clock(model, cluster, self.context, rates, code)
-        self.room = Room(model, cluster, self.context, code, chunked_loss)
+        self.imbalance = imbalance
+        self.clock = Clock(model, cluster, self.context, rates, code, imbalance)
+        self.room = Room(model, cluster, self.context, code, chunked_loss, imbalance)
         self.headroom = headroom
         self.usable_bytes = usable_bytes(cluster, headroom)
         self._frames: dict[tuple[object, ...], Frame] = {}
@@ -231,7 +238,7 @@ class Estimator:
         key = (
             plan.tp, plan.pp, plan.sequence_parallel, plan.microbatch, placement, splits,
             plan.recompute, plan.recompute_stages, plan.attention, plan.precision, plan.accumulation > 1, near,
-            plan.chunk_layers, self.clock.is_by_layers(plan), plan.cp, plan.cp_exchange,
+            plan.chunk_layers, self.clock.is_by_layers(plan), plan.cp, plan.cp_exchange, plan.ep, plan.expert_tp,
         )  # fmt: skip
         frame = self._frames.get(key)
         if frame is None:
@@ -239,8 +246,9 @@ class Estimator:
             chunks = self.clock.chunks(plan, counts, self._accumulate_s(plan))
             held = placement.held if plan.pp > 1 else ((0,),)
             layers = tuple(sum(counts[chunk] for chunk in mine) for mine in held)
-            shards, last = self.room.shards(plan.tp), len(counts) - 1
-            most = max(shards.stage(count, 0 in mine, last in mine) for count, mine in zip(layers, held, strict=True))
+            shards, last = self.room.shards(plan), len(counts) - 1
+            ranks = (shards.held(count, 0 in mine, last in mine) for count, mine in zip(layers, held, strict=True))
+            most = max(ranks, key=lambda rank: rank.total)
             ways = len(placement.directions) if plan.pp > 1 else 1
             load = RankLoad.of(held, chunks.step_times, ways)
             frame = self._frames[key] = Frame(counts, held, ways, layers, chunks, most, load)
@@ -254,12 +262,12 @@ class Estimator:
             return (self.model.layers,)
         key = (
             plan.tp, plan.sequence_parallel, plan.microbatch, plan.recompute, plan.attention, plan.precision,
-            plan.accumulation > 1, self.clock.is_by_layers(plan), plan.cp, plan.cp_exchange,
+            plan.accumulation > 1, self.clock.is_by_layers(plan), plan.cp, plan.cp_exchange, plan.ep, plan.expert_tp,
         )  # fmt: skip
         ends = self._ends.get(key)
         if ends is None:
             layer = self.clock.layer(plan)
-            layer_s = layer.forward_s + layer.backward_s + layer.exchange_s + layer.exchange_back_s
+            layer_s = layer.forward_s + layer.backward_s + layer.exchange_s + layer.exchange_back_s()
             layer_s += layer.recompute_s(plan.repeated) + self._accumulate_s(plan)
             # Tenths of a layer are as fine as a cut can use, and few enough to be remembered.
             first = round((sum(layer.embedding_s) + layer.embedding_exchange_s) / layer_s, 1)
@@ -271,7 +279,7 @@ class Estimator:
         """Adding a microbatch's gradients of a layer to those before."""
         if plan.accumulation == 1:
             return 0.0
-        nbytes = constants.ACCUMULATE_BYTES[plan.precision] * self.room.shards(plan.tp).layer
+        nbytes = constants.ACCUMULATE_BYTES[plan.precision] * self.room.shards(plan).layer
         return nbytes / self._stream_bytes_per_s
 
     def _exchange(self, plan: ParallelPlan, frame: Frame) -> DataExchange:
@@ -285,11 +293,11 @@ class Estimator:
                 sum(chunks.input_s[chunk] + chunks.weight_s[chunk] for chunk in mine) / frame.ways,
             )
             exchanged = data_exchange(plan, self.clock, frame.most_parameters, passes_s, max(frame.layers))
-        shared = frame.most_parameters if frame.ways > 1 else 0
+        shared = frame.most_parameters.stored(plan) if frame.ways > 1 else 0
         if not shared and plan.pp > 1 and len(frame.counts) - 1 not in frame.held[0]:
-            shared = self.room.shards(plan.tp).tied_head
+            shared = -(-self.room.shards(plan).tied_head // plan.zero_ranks)
         if shared:
-            nbytes = STATE_BYTES[plan.precision][1] * -(-shared // plan.zero_ranks)
+            nbytes = STATE_BYTES[plan.precision][1] * shared
             pair = self.clock.group(2, plan.tp * plan.replicas)
             exposed_s = exchanged.exposed_s + pair.exchange_s("all_reduce", nbytes)
             exchanged = DataExchange(exposed_s, exchanged.sent_bytes + pair.sent_bytes(nbytes, "all_reduce"))
@@ -297,10 +305,10 @@ class Estimator:
 
     def updated_parameters(self, plan: ParallelPlan) -> int:
         """Of the rank that updates most."""
-        return -(-self._frame(plan).most_parameters // plan.zero_ranks)
+        return self._frame(plan).most_parameters.stored(plan)
 
-    def _optimizer_s(self, plan: ParallelPlan, parameters: int) -> float:
-        updated = -(-parameters // plan.zero_ranks)
+    def _optimizer_s(self, plan: ParallelPlan, parameters: RankParameters) -> float:
+        updated = parameters.stored(plan)
         rate = self._stream_bytes_per_s
         if self._is_ours_on_a_gpu(plan):
             rate *= constants.MULTI_TENSOR_FRACTION
@@ -309,7 +317,7 @@ class Estimator:
     def _offload_s(self, plan: ParallelPlan, frame: Frame) -> float:
         if not plan.offload:
             return 0.0
-        weights, _, optimizer = state_bytes(frame.most_parameters, plan.precision, plan.zero, plan.zero_ranks)
+        weights, _, optimizer = rank_state_bytes(plan, frame.most_parameters)
         chunks, rank = frame.chunks, frame.busiest
         own = plan.on_stage(rank)
         kept = sum(self.room.chunk(own, frame.counts[chunk])[0] for chunk in frame.held[rank])
@@ -356,22 +364,26 @@ class Estimator:
         pipe_s = self._pipe_s(plan, frame)
         first, last = 0 in frame.held[rank], len(frame.counts) - 1 in frame.held[rank]
         count = frame.layers[rank]
-        back_s = layer.exchange_split_s if plan.pp > 1 and plan.pipeline.is_split else layer.exchange_back_s
+        splits = plan.pp > 1 and plan.pipeline.is_split
         compute = count * (layer.forward_s + layer.backward_s + self._accumulate_s(plan))
-        exchange = count * (layer.exchange_s + back_s)
         own = plan.on_stage(rank)
         again = count * layer.recompute_s(own.repeated)
-        if own.repeats_exchanges:  # repeated exchanges are exchanges
-            again, exchange = again - count * layer.exchange_again_s, exchange + count * layer.exchange_again_s
+        exchange = dict.fromkeys(("tp", "cp", "ep"), 0.0)
+        for name, axis in layer.axes.items():
+            exchange[name] = count * (axis.forward_s + (axis.split_s if splits else axis.back_s))
+            if own.repeats_exchanges:  # repeated exchanges are exchanges
+                again, exchange[name] = again - count * axis.again_s, exchange[name] + count * axis.again_s
         if first:
-            compute, exchange = compute + sum(layer.embedding_s), exchange + layer.embedding_exchange_s
+            compute, exchange["tp"] = compute + sum(layer.embedding_s), exchange["tp"] + layer.embedding_exchange_s
         if last:
-            compute, exchange = compute + sum(layer.head_s), exchange + sum(layer.head_exchange_s)
+            compute, exchange["tp"] = compute + sum(layer.head_s), exchange["tp"] + sum(layer.head_exchange_s)
         hops = 2 * len(frame.held[rank]) - first - last if plan.pp > 1 and chunks.sender_waits else 0
         times = Times(
             compute_s=m * compute,
             recompute_s=m * again,
-            tp_s=m * exchange,
+            tp_s=m * exchange["tp"],
+            cp_s=m * exchange["cp"],
+            ep_s=m * exchange["ep"],
             pp_s=m * hops * chunks.hop_s,
             bubble_s=max(0.0, pipe_s - plan.accumulation * frame.busy_s(rank)),
             dp_s=self._exchange(plan, frame).exposed_s,
@@ -420,14 +432,15 @@ class Estimator:
     def _traffic(self, plan: ParallelPlan, frame: Frame) -> dict[str, float]:
         """Bytes sent by a rank in the middle of the pipeline, where both neighbours are served."""
         layer = self.clock.layer(plan)
-        (forward, backward, again), (there, back, once_more) = layer.exchange_bytes, layer.context_bytes
-        if plan.repeats_exchanges:
-            backward, back = backward + again, back + once_more
+        times = plan.accumulation / frame.ways * max(frame.layers)
+        layers = {
+            name: times * (axis.nbytes[0] + axis.nbytes[1] + axis.nbytes[2] * plan.repeats_exchanges)
+            for name, axis in layer.axes.items()
+        }
         # Two stages: each chunk has one neighbour less. More: all but the ends serve two.
         hops = 0 if plan.pp == 1 else (2 * len(frame.held[0]) - (1 if plan.pp == 2 else 0)) / frame.ways
         return {
-            "tp": plan.accumulation / frame.ways * max(frame.layers) * (forward + backward),
-            **({"cp": plan.accumulation / frame.ways * max(frame.layers) * (there + back)} if plan.cp > 1 else {}),
+            **layers,
             "pp": plan.accumulation * hops * sent_bytes(self.model, self.clock.task(plan)),
             "dp": self._exchange(plan, frame).sent_bytes,
         }

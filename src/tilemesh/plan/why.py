@@ -10,6 +10,7 @@ import dataclasses
 
 from tilemesh.core.plan import ParallelPlan
 from tilemesh.core.units import format_bytes, format_seconds
+from tilemesh.model.work.routing import imbalance
 from tilemesh.model.work.task import STATE_BYTES
 from tilemesh.plan.choose import SearchResult
 from tilemesh.plan.memory import Room, usable_bytes
@@ -24,7 +25,8 @@ def why(result: SearchResult) -> list[str]:
     """One sentence a decision."""
     best = result.best
     lines = [_one_device(result), _time(result, best), _memory_techniques(result, best)]
-    lines += [_within_node(result, best), _across(result, best), _host(result, best)]
+    lines += [_within_node(result, best), _experts(result, best), _sequences(best), _across(result, best)]
+    lines.append(_host(result, best))
     return [line for line in lines if line]
 
 
@@ -63,6 +65,8 @@ _PARTS = {
     "optimizer_s": "optimizer",
     "offload_s": "moving to the host and back",
     "host_s": "waiting for the host",
+    "cp_s": "exchange between ranks that share sequences",
+    "ep_s": "rows to experts and back",
 }
 
 
@@ -105,7 +109,9 @@ def _memory_techniques(result: SearchResult, best: Prediction) -> str:
         now = best.memory.weights_bytes + best.memory.gradients_bytes + best.memory.optimizer_bytes
         whole = sum(STATE_BYTES[plan.precision])
         parts.append(
-            f"ZeRO-{plan.zero} keeps 1/{plan.zero_ranks} of the {sharded[plan.zero - 1]} on each GPU: "
+            f"ZeRO-{plan.zero} keeps 1/{plan.zero_ranks} of the {sharded[plan.zero - 1]} on each GPU"
+            + (f" (1/{plan.expert_zero_ranks} of its experts')" if plan.ep > 1 else "")
+            + ": "
             f"{format_bytes(now)} of states instead of {format_bytes(_unsharded(best, whole))}"
         )
     if plan.recompute == "none":
@@ -178,7 +184,7 @@ def _unsharded(best: Prediction, whole: int) -> int:
     """States of the fullest rank without ZeRO, from the part that its stage does not shard."""
     plan = best.plan
     weights, _, _ = STATE_BYTES[plan.precision]
-    parameters = best.memory.weights_bytes // weights * (plan.dp if plan.zero == 3 else 1)
+    parameters = best.memory.weights_bytes // weights * (plan.zero_ranks if plan.zero == 3 else 1)
     return parameters * whole
 
 
@@ -196,6 +202,45 @@ def _within_node(result: SearchResult, best: Prediction) -> str:
     return (
         f"{'Within a node' if inside else 'Beyond a node'}: tp {plan.tp} splits every layer {where}; each GPU sends "
         f"{format_bytes(best.traffic['tp'])} per step for it, {share:.1%} of the step's time."
+    )
+
+
+def _experts(result: SearchResult, best: Prediction) -> str:
+    """Why experts are shared out, or why tp splits them instead."""
+    plan, model = best.plan, result.model
+    if not model.experts or plan.world == 1:
+        return ""
+    other = min((point for point in result.points if (point.layout.ep > 1) != (plan.ep > 1)), default=None)
+    beside = "no layout without it fits" if plan.ep > 1 else "no layout that shares them out fits"
+    if other is not None:
+        how = "without it" if plan.ep > 1 else "with it"
+        beside = f"{how} the quickest that fits, {other.layout.short()}, takes {format_seconds(other.time_s)}"
+    if plan.ep == 1:
+        each = f"every GPU holds 1/{plan.tp} of each" if plan.tp > 1 else "every GPU holds all of its layers' experts"
+        return f"Experts are not shared out (ep 1): {each}, and no row travels; {beside}."
+    estimator = result.estimator()
+    busiest = imbalance(model, estimator.clock.task(plan))
+    sent, share = best.traffic["ep"], best.times.ep_s / best.step_time_s
+    span = plan.ep * (plan.tp * plan.cp if plan.ranks_per_expert == plan.tp else plan.ranks_per_expert)
+    node = result.cluster.node
+    where = f"inside a node over {node.intra.name}" if span <= node.count else f"across nodes over {node.inter.name}"
+    told = "as told" if result.imbalance else "expected of random picks; a router that prefers some has more"
+    return (
+        f"Experts: ep {plan.ep} puts {model.experts // plan.ep} of {model.experts} on each GPU, whole, so that their "
+        f"products stay wide; each sends {format_bytes(sent)} of rows per step {where}, {share:.1%} of the step's "
+        f"time, and the busiest gets {busiest:.3f} times the mean ({told}); {beside}."
+    )
+
+
+def _sequences(best: Prediction) -> str:
+    plan = best.plan
+    if plan.cp == 1:
+        return ""
+    how = "keys and values come round" if plan.cp_exchange == "ring" else "each gets all tokens of some heads"
+    return (
+        f"Sequences: cp {plan.cp} ranks share each one and keep 1/{plan.cp} of its activations; {how}, "
+        f"{format_bytes(best.traffic['cp'])} sent per GPU and step, {best.times.cp_s / best.step_time_s:.1%} of the "
+        "step's time that attention does not hide."
     )
 
 

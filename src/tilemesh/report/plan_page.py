@@ -25,6 +25,7 @@ TIMES = {
     "compute_s": ("compute", 0), "recompute_s": ("recomputation", 5), "tp_s": ("tensor-parallel exchange", 1),
     "pp_s": ("between stages", 3), "bubble_s": ("bubble", 6), "dp_s": ("gradient exchange", 7),
     "optimizer_s": ("optimizer", 2), "offload_s": ("moving to the host", 3), "host_s": ("waiting for the host", 4),
+    "cp_s": ("exchange of sequences", 1), "ep_s": ("rows to experts and back", 7),
 }  # fmt: skip
 MEMORY = {
     "weights_bytes": 0, "gradients_bytes": 1, "optimizer_bytes": 2, "activations_bytes": 3, "logits_bytes": 5,

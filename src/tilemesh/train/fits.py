@@ -66,8 +66,8 @@ class MemoryFit:
 
     @property
     def is_counted(self) -> bool:
-        """Of experts that replicas share out, or that some layers alone have, what ranks need is not counted."""
-        return self.config.plan.ep == 1 and not self.config.model.dense_layers
+        """Of experts that some layers alone have, what ranks need is not counted."""
+        return not self.config.model.dense_layers
 
     @functools.cached_property
     def room(self) -> Room:
@@ -127,7 +127,7 @@ class MemoryFit:
         if self.is_alone:
             return max(sizes[0]), max(sizes[1])
         if self.sharing >= plan.world:
-            replicas = plan.dp * plan.tp
+            replicas = plan.replicas * plan.tp
             return replicas * sum(sizes[0]), replicas * sum(sizes[1])
         return self.sharing * min(sizes[0]), self.sharing * min(sizes[1])
 
@@ -208,7 +208,7 @@ class MemoryFit:
             stages = room.host_bytes(plan, counts)
         else:
             stages = [stage.total_bytes for stage in room.stages(plan, counts)]
-        return sum(stages) * plan.dp * plan.tp * self.here // plan.world
+        return sum(stages) * plan.replicas * plan.tp * self.here // plan.world
 
 
 def _ranks(count: int) -> str:

@@ -90,7 +90,7 @@ def _server_figures(config: TrainConfig, predicted: Prediction, cluster: Cluster
         adapter_parameters(config.model, config.lora) if config.lora.rank else count_parameters(config.model).total
     )
     nbytes = trained * (8 if config.plan.precision == "fp64" else 4)
-    inside_s = predicted.times.tp_s + predicted.times.pp_s
+    inside_s = predicted.times.exposed_s - predicted.times.dp_s
     computing_s = predicted.times.total_s - predicted.times.dp_s - predicted.times.optimizer_s
     link = cluster.node.intra
     copied_s = 2 * nbytes / cluster.device.memory_bytes_per_s

@@ -16,7 +16,7 @@ from tilemesh.measure.sample import Sample
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.work.operations import hardware_flops, model_flops
 from tilemesh.model.work.weights import count_parameters, shard_parameters
-from tilemesh.plan.memory import state_bytes
+from tilemesh.plan.memory import rank_state_bytes, state_bytes
 from tilemesh.plan.prediction import mfu_words
 from tilemesh.train.predict import calibrated_peak, compute_dtype
 
@@ -162,8 +162,8 @@ def least_bytes(model: ModelConfig, plan: ParallelPlan, adapters: int = 0, share
     over weights that take this `share` of the bytes of dense ones.
     """
     layers = plan.chunk_layers[0] if plan.chunk_layers else -(-model.layers // plan.pp)
-    parameters = shard_parameters(model, plan.tp).stage(layers, True, plan.pp == 1)
-    states = state_bytes(parameters, plan.precision, plan.zero, plan.zero_ranks)
+    held = shard_parameters(model, plan.tp, plan.ep).held(layers, True, plan.pp == 1)
+    states = rank_state_bytes(plan, held)
     if not adapters:
         return sum(states)
     own = -(-adapters // (plan.tp * plan.pp))

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from tilemesh.model.config import ModelConfig
+from tilemesh.model.work.routing import busiest_rows
 from tilemesh.model.work.task import Task
 
 BLOCKS = ("attention", "mlp")
@@ -31,6 +32,8 @@ class Exchange:
     backward: bool = False
     hides: bool = False
     """Whether it can run beside the product of a weight gradient, which does not wait for it."""
+    copies: int = 1
+    """Of an all_to_all: how many of a row go to different ranks, of which one alone need travel to a node."""
 
     @property
     def nbytes(self) -> int:
@@ -42,14 +45,17 @@ def layer_exchanges(model: ModelConfig, task: Task) -> Iterator[Exchange]:
     reduce_scatter there and an all_gather where the next block begins. Backward the other way round: sums belong to
     input gradients. What is only gathered travels as narrow as products take it."""
     yield from context_exchanges(model, task)
+    yield from expert_exchanges(model, task)
     if task.tp == 1:
         return
     whole, out = task.tokens * model.width, "reduce_scatter" if task.sequence_parallel else "all_reduce"
-    for block in BLOCKS:
+    # Experts that tp does not share take a rank's own tokens and give these back.
+    blocks = BLOCKS if task.ranks_per_expert == task.tp or model.shared_width else BLOCKS[:1]
+    for block in blocks:
         if task.sequence_parallel:
             yield Exchange(block, "tp", "all_gather", whole, task.size)
         yield Exchange(block, "tp", out, whole, task.size)
-    for block in reversed(BLOCKS):
+    for block in reversed(blocks):
         if task.sequence_parallel:
             yield Exchange(block, "tp", "all_gather", whole, task.size, backward=True)
         if task.sequence_parallel and task.code == "fused":  # it keeps its inputs cut; our layers keep them whole
@@ -88,6 +94,20 @@ def context_exchanges(model: ModelConfig, task: Task) -> Iterator[Exchange]:
         yield Exchange("attention", "cp", "recv", kv * come, task.size, backward, hides=True)
     yield Exchange("attention", "cp", "send", kv * come, task.wide, backward=True, hides=True)
     yield Exchange("attention", "cp", "recv", kv * (every - task.shares[-1]), task.wide, backward=True, hides=True)
+
+
+def expert_exchanges(model: ModelConfig, task: Task) -> Iterator[Exchange]:
+    """Of experts that ranks share out: how many rows will come, rows to them, and results back; their gradients alike.
+    As many as the busiest rank gets. Hand-fused code sends a row to a node once (DeepEP), ours to each of its experts.
+    """
+    if task.ep == 1 or not model.experts:
+        return
+    rows, copies = busiest_rows(model, task), model.experts_per_token if task.code == "fused" else 1
+    for backward in (False, True):
+        if not backward:
+            yield Exchange("mlp", "ep", "all_to_all", model.experts, 8)
+        for _ in ("there", "back"):
+            yield Exchange("mlp", "ep", "all_to_all", rows * model.width, task.size, backward, copies=copies)
 
 
 def embedding_exchanges(model: ModelConfig, task: Task) -> Iterator[Exchange]:

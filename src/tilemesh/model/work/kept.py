@@ -8,8 +8,9 @@ from typing import NamedTuple
 from tilemesh.kernels.linear_cross_entropy.cost import chunk_rows
 from tilemesh.model.config import GATED, ModelConfig
 from tilemesh.model.work.passes import joins_qkv, product_weights
+from tilemesh.model.work.routing import busiest_rows, hidden_elements, sent_rows
 from tilemesh.model.work.task import Task
-from tilemesh.model.work.weights import active_width, output_weight
+from tilemesh.model.work.weights import output_weight
 
 
 class Kept(NamedTuple):
@@ -113,8 +114,8 @@ def kept_tensors(model: ModelConfig, task: Task) -> tuple[Kept, ...]:
     the formula of Korthikanti et al. 2022, to its sequence-parallel (34/t + 5 a s/(h t)) and its selective (34/t) form.
     """
     size, tp, cut = task.size, task.tp, task.split
-    tokens, per_kv = task.tokens, min(tp, model.kv_heads)  # heads fewer than ranks are repeated
-    whole, own, kv, hidden = (tokens * width for width in _widths(model))
+    per_kv = min(tp, model.kv_heads)  # heads fewer than ranks are repeated
+    whole, own, kv, hidden = _elements(model, task)
     # Hand-fused code keeps what enters a region cut along the sequence and gathers it again; our layers keep it joined.
     entering = 1 if not task.gpu and task.code == "eager" else cut
     first, *norms = _norms(model, task)
@@ -147,24 +148,29 @@ def kept_tensors(model: ModelConfig, task: Task) -> tuple[Kept, ...]:
     return tuple(kept)
 
 
-def _widths(model: ModelConfig) -> tuple[int, int, int, int]:
-    """D, Q, K and F: of the stream, of all queries, of all keys, of what a token passes of the MLP."""
-    return model.width, model.query_width, model.kv_width, active_width(model)
+def _elements(model: ModelConfig, task: Task) -> tuple[int, int, int, int]:
+    """Of the stream, of all queries, of all keys, and of what tokens pass of the MLP."""
+    tokens = task.tokens
+    return tokens * model.width, tokens * model.query_width, tokens * model.kv_width, hidden_elements(model, task)
 
 
 def _kept_by_experts(model: ModelConfig, task: Task) -> Iterator[Kept]:
-    """What routing keeps, and rows in the order of their experts. tp does not cut it: a router sees whole rows."""
+    """What routing keeps, and rows in the order of their experts. tp does not cut it: a router sees whole rows, all of
+    them unless ranks of tp have experts of their own."""
     tokens, picked, width, size, wide = task.tokens, model.experts_per_token, model.width, task.size, task.wide
+    cut, rows, sent = task.tp // task.ranks_per_expert, busiest_rows(model, task), sent_rows(model, task)
     is_cast = task.code == "eager" and task.stream != size  # autocast casts what each projection takes anew
     casts = model.mlp_inputs if is_cast else 1
-    yield Kept("input of the router", "b S D", tokens * width, wide, 1)
-    yield Kept("probabilities of experts", "b S x experts", tokens * model.experts, wide, 1)
-    yield Kept("which experts, and rows to them and back", "3 b S x picked", 3 * tokens * picked, 8, 1)
-    yield Kept("weights of a token's experts", "b S x picked", tokens * picked, size, 1)
+    yield Kept("input of the router", "b S D", tokens * width, wide, cut)
+    yield Kept("probabilities of experts", "b S x experts", tokens * model.experts, wide, cut)
+    yield Kept("which experts, and rows to them and back", "3 b S x picked", 3 * sent, 8, 1)
+    yield Kept("weights of a token's experts", "b S x picked", sent, size, 1)
     if model.router_renormalized:
-        yield Kept("weights before they are divided, and their sum", "b S x picked", tokens * (picked + 1), wide, 1)
-    yield Kept(_ROWS, "b S D x picked", casts * picked * tokens * width, size, 1)
-    yield Kept("results of experts", "b S D x picked", picked * tokens * width, size, 1)
+        yield Kept("weights before they are divided, and their sum", "b S x picked", tokens * (picked + 1), wide, cut)
+    if task.ep > 1:
+        yield Kept("rows that came to their experts and back", "2 b S x picked", 2 * rows, 8, 1)
+    yield Kept(_ROWS, "b S D x picked", casts * rows * width, size, 1)
+    yield Kept("results of experts", "b S D x picked", sent * width, size, 1)
     if model.shared_width and (is_cast or size != wide):
         yield Kept("input of the shared expert", "b S D", casts * tokens * width, size, 1)
     if model.shared_gate:
@@ -203,7 +209,7 @@ def _kept_by_the_compiler(model: ModelConfig, task: Task) -> Iterator[Kept]:
     It makes nothing anew that a product of the backward pass reads, so of an activation both ends stay. A LayerNorm
     keeps its input normalised, in place of it.
     """
-    _, own, _, hidden = (task.tokens * width for width in _widths(model))
+    _, own, _, hidden = _elements(model, task)
     if model.activation == "relu":
         yield Kept("where the activation's input was above 0", "b S F", hidden, 1, task.tp)
     if joins_qkv(model, task) and model.qk_norm == "none" and model.query_factor != 1:
@@ -217,7 +223,7 @@ def _kept_by_the_compiler(model: ModelConfig, task: Task) -> Iterator[Kept]:
 def _kept_by_torch(model: ModelConfig, task: Task, entering: int) -> Iterator[Kept]:
     """What torch's own operators keep beyond that, each operation for itself. `entering`: how many ranks share what
     enters attention and MLP."""
-    whole, own, _, hidden = (task.tokens * width for width in _widths(model))
+    whole, own, _, hidden = _elements(model, task)
     if model.positions == "rotary":
         # Attention's result is laid out as turned queries are, and joining its heads copies.
         yield Kept("result of attention, before its heads are joined", "b S Q", own, task.size, task.tp)
@@ -245,7 +251,8 @@ def kept_for_weights(model: ModelConfig, task: Task) -> tuple[Kept, ...]:
     """What a layer keeps between the two halves of its backward pass: both operands of each weight gradient, which are
     a matrix's input and the gradient of its output."""
     size, tp, cut = task.size, task.tp, task.split
-    whole, own, kv, hidden = (task.tokens * width for width in _widths(model))
+    whole, own, kv, hidden = _elements(model, task)
+    rows = busiest_rows(model, task) if model.experts else task.tokens
     joined = 1 if not task.gpu and task.code == "eager" else cut
     return (
         *(tensor for tensor in kept_tensors(model, task) if tensor.name in _INPUTS),
@@ -253,7 +260,7 @@ def kept_for_weights(model: ModelConfig, task: Task) -> tuple[Kept, ...]:
         Kept("gradients of keys and values", "2 b S K", 2 * kv, size, min(tp, model.kv_heads)),
         Kept("gradient of the output projection's result", "b S D", whole, size, joined),
         Kept("gradient of the activation's input", f"{model.mlp_inputs} b S F", model.mlp_inputs * hidden, size, tp),
-        Kept("gradient of the MLP's result", "b S D", max(1, model.experts_per_token) * whole, size, joined),
+        Kept("gradient of the MLP's result", "b S D", rows * model.width, size, joined),
     )
 
 
@@ -267,11 +274,12 @@ def kept_by_operators(model: ModelConfig, task: Task) -> tuple[Kept, ...]:
         if place == len(products) - 1 and task.code != "eager":
             continue
         name = f"result of {', '.join(weight.words for weight in products[place])}"
-        columns = sum(weight.shape(task.tp)[0] for weight in products[place])
-        columns *= model.experts_per_token if products[place][0].is_routed else 1
-        kept.append(Kept(name, f"b S x {columns:,}", task.tokens * columns, task.size, 1))
+        is_routed = products[place][0].is_routed
+        tp, rows = (task.ranks_per_expert, busiest_rows(model, task)) if is_routed else (task.tp, task.tokens)
+        columns = sum(weight.shape(tp)[0] for weight in products[place])
+        kept.append(Kept(name, f"b S x {columns * rows // task.tokens:,}", rows * columns, task.size, 1))
     if task.code == "eager" and model.activation in ("gelu", "gelu-erf"):  # its product gives both ends of it
-        kept.append(Kept("input of the activation", "b S F", task.tokens * active_width(model), task.size, task.tp))
+        kept.append(Kept("input of the activation", "b S F", hidden_elements(model, task), task.size, task.tp))
     if task.attention == "fused":
         own = task.tokens * model.query_width
         kept.append(Kept("result of attention", "b S Q", own, task.size, task.tp))

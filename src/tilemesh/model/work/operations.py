@@ -26,8 +26,9 @@ from tilemesh.model.work.passes import (
     logit_columns,
     product_weights,
 )
+from tilemesh.model.work.routing import busiest_rows, local_experts
 from tilemesh.model.work.task import Task
-from tilemesh.model.work.weights import Weight, active_matrices, output_weight, touched_experts
+from tilemesh.model.work.weights import Weight, active_matrices, output_weight
 
 
 class Product(NamedTuple):
@@ -156,11 +157,13 @@ def layer_products(model: ModelConfig, task: Task) -> tuple[Product, ...]:
 
 def _product(model: ModelConfig, weights: list[Weight], task: Task) -> Product:
     """Of experts as many products at once as some token passes, with as many rows each."""
-    outputs = sum(weight.shape(task.tp)[0] for weight in weights)
-    name, inputs = ", ".join(weight.words for weight in weights), weights[0].shape(task.tp)[1]
-    if not weights[0].is_routed:
+    is_routed = weights[0].is_routed
+    tp = task.ranks_per_expert if is_routed else task.tp
+    outputs = sum(weight.shape(tp)[0] for weight in weights)
+    name, inputs = ", ".join(weight.words for weight in weights), weights[0].shape(tp)[1]
+    if not is_routed:
         return Product(name, 1, task.tokens, outputs, inputs, task.dtype)
-    rows, used = task.tokens * model.experts_per_token, max(1, round(touched_experts(model, task.tokens)))
+    rows, used = busiest_rows(model, task), local_experts(model, task)
     return Product(f"{name} of {used} experts", used, -(-rows // used), outputs, inputs, task.dtype)
 
 

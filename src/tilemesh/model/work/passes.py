@@ -10,6 +10,7 @@ What is one of our operators is counted by its own `cost.py`. All counts are of 
 from __future__ import annotations
 
 import itertools
+import math
 from typing import NamedTuple
 
 from tilemesh.core.cost import LONG_DTYPES, Cost
@@ -18,8 +19,9 @@ from tilemesh.kernels.gated import cost as gated
 from tilemesh.kernels.norm import cost as norm
 from tilemesh.kernels.rotary import cost as rotary
 from tilemesh.model.config import VOCABULARY_MULTIPLE, ModelConfig
+from tilemesh.model.work.routing import busiest_rows, hidden_elements, sent_rows
 from tilemesh.model.work.task import ALIGNED, Task, unaligned
-from tilemesh.model.work.weights import Weight, active_width, layer_matrices, output_weight, require_modelled
+from tilemesh.model.work.weights import Weight, layer_matrices, output_weight, require_modelled
 
 
 class MemoryPass(NamedTuple):
@@ -43,10 +45,11 @@ class MemoryPass(NamedTuple):
 def _columns(model: ModelConfig, task: Task) -> tuple[int, int, int, int]:
     """On this rank: columns of the queries, of the keys, of the MLP (of what a token passes of it), and elements of all
     of the layer's matrices."""
-    shapes = {weight.name: weight.shape(task.tp) for weight in layer_matrices(model)}
-    own, kv = (shapes[name][0] for name in ("attention.fc_q", "attention.fc_k"))
-    inner = active_width(model) // task.tp
-    return own, kv, inner, sum(outputs * inputs for outputs, inputs in shapes.values())
+    matrices = layer_matrices(model)
+    own, kv = (weight.shape(task.tp)[0] for weight in matrices[:2])
+    inner = -(-hidden_elements(model, task) // (task.tp * task.tokens))
+    routed = sum(math.prod(weight.shape(task.ranks_per_expert)) for weight in matrices if weight.is_routed) // task.ep
+    return own, kv, inner, routed + sum(math.prod(w.shape(task.tp)) for w in matrices if not w.is_routed)
 
 
 def _stream_elements(model: ModelConfig, task: Task) -> int:
@@ -78,10 +81,12 @@ def layer_passes(model: ModelConfig, task: Task) -> tuple[list[MemoryPass], list
     forward, backward = {"fused": _fused, "compiled": _compiled, "eager": _eager}[task.code](model, task)
     if not model.experts:
         return forward, backward
-    # Rows to their experts' order and back, where each token's are added; scores and their softmax, at least float32.
-    rows = (1 + model.experts_per_token) * task.tokens * model.width * task.size
-    scores = 4 * task.tokens * model.experts * task.wide
-    calls = model.experts * (1 + model.mlp_inputs) if task.code == "eager" and not task.gpu else 0
+    # Rows to their experts' order and back, where each token's are added; those that come from other ranks once more.
+    # Scores and their softmax are made in float32 at least.
+    sent, apart = sent_rows(model, task), task.tp // task.ranks_per_expert
+    moved = task.tokens // apart + sent + (2 * busiest_rows(model, task) if task.ep > 1 else 0)
+    rows, scores = moved * model.width * task.size, 4 * task.tokens // apart * model.experts * task.wide
+    calls = model.experts // task.ep * (1 + model.mlp_inputs) if task.code == "eager" and not task.gpu else 0
     both = [MemoryPass("rows to experts and back", 2 * rows, 4), MemoryPass("routing", scores, 6 + calls)]
     return [*forward, *both], [*backward, *both]
 

@@ -14,6 +14,7 @@ import functools
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from tilemesh.core.axes import block_name
 from tilemesh.core.plan import ParallelPlan
 from tilemesh.core.step.action import Action
 from tilemesh.core.step.book import find
@@ -47,11 +48,12 @@ def step_exchanges(
     for chunk in held:
         times = _microbatches(placement, stage, chunk, plan.accumulation)
         for exchange in _pass_exchanges(model, plan.on_stage(stage), task, counts, chunk):
-            total.add(exchange.axis, exchange.collective, times * exchange.nbytes)
+            axis = "dp" if exchange.axis == "ep" else exchange.axis  # a part of it, as whoever counts sees it
+            total.add(axis, exchange.collective, times * exchange.nbytes)
         for _ in range(_neighbours(placement, chunk)):
             for operation in ("send", "recv"):  # a gradient comes back for every activation
                 total.add("pp", operation, times * sent_bytes(model, task))
-    _add_sums(total, model, plan, _held_weights(model, counts, held), placement)
+    _add_sums(total, model, plan, _held_weights(model, plan, counts, held), placement)
     if plan.replicas > 1 and plan.zero:
         _add_zero(total, model, plan, counts, stage)
     return total.by_axis
@@ -124,11 +126,13 @@ class _Held(NamedTuple):
     chunk: int
 
 
-def _held_weights(model: ModelConfig, counts: Sequence[int], held: Sequence[int]) -> list[_Held]:
-    """A tied table is one tensor, the first chunk's where a rank holds both ends."""
+def _held_weights(model: ModelConfig, plan: ParallelPlan, counts: Sequence[int], held: Sequence[int]) -> list[_Held]:
+    """A tied table is one tensor, the first chunk's where a rank holds both ends. Of experts that ranks share out, the
+    first ones."""
     weights = []
+    layer = [weight for weight in layer_weights(model) if weight.expert * plan.ep < max(1, model.experts)]
     for chunk in held:
-        weights += [_Held(weight, counts[chunk], chunk) for weight in layer_weights(model)]
+        weights += [_Held(weight, counts[chunk], chunk) for weight in layer]
         if chunk == 0:
             weights += [_Held(weight, 1, chunk) for weight in embedding_weights(model)]
         if chunk == len(counts) - 1:
@@ -148,16 +152,17 @@ def _add_sums(
     gradient, updates = STATE_BYTES[plan.precision][1], updates_of(plan)
     ends = set() if placement is None else {placement.holders[0], placement.holders[-1]}
     for weight, times, chunk in held:
-        rows = times * gradient * updates * weight.held(plan.tp, plan.zero_ranks)
-        if not plan.zero and plan.replicas > 1:
-            total.add(batch_axes(plan), "all_reduce", rows)
-        if plan.zero and plan.replicas > plan.zero_ranks:  # what a group has summed, summed over the groups
+        alike = _Alike.of(plan, weight)
+        rows = times * gradient * updates * weight.held(plan.tp, alike.zero_ranks)
+        if not plan.zero and alike.replicas > 1:
+            total.add(alike.axes, "all_reduce", rows)
+        if plan.zero and alike.replicas > alike.zero_ranks:  # what a group has summed, summed over the groups
             total.add("dp", "all_reduce", rows)
         if plan.tp > 1:
             # Of kv heads that several ranks hold, and of what tp leaves whole where each sees a part of the tokens.
-            alike = weight.repeated(plan.tp, plan.zero_ranks)
-            alike += weight.replicated(plan.zero_ranks) if plan.sequence_parallel else 0
-            total.add("tp", "all_reduce", times * gradient * updates * alike)
+            both = weight.repeated(plan.tp, alike.zero_ranks)
+            both += weight.replicated(alike.zero_ranks) if plan.sequence_parallel else 0
+            total.add("tp", "all_reduce", times * gradient * updates * both)
         is_shared = placement is not None and len(placement.holders[chunk]) > 1
         if is_shared or (model.tied and weight.name == _TABLE and len(ends) > 1):
             total.add("pp", "all_reduce", rows)
@@ -165,9 +170,21 @@ def _add_sums(
         total.add("dp", "all_reduce", 8 * updates)  # how many targets each update is the mean of
 
 
-def batch_axes(plan: ParallelPlan) -> str:
-    """The axes over which gradients are summed, as whoever counts calls them."""
-    return "+".join(name for name, size in (("dp", plan.dp), ("cp", plan.cp)) if size > 1)
+class _Alike(NamedTuple):
+    """Ranks that hold the same of a weight: all replicas, or of an expert those with the same ones."""
+
+    replicas: int
+    zero_ranks: int
+    axes: str
+    """Over which its gradients are summed, as whoever counts calls them."""
+
+    @classmethod
+    def of(cls, plan: ParallelPlan, weight: Weight) -> _Alike:
+        ep = plan.ep if weight.is_routed else 1
+        axes = "+".join(name for name, size in ((block_name("dp", ep), plan.dp // ep), ("cp", plan.cp)) if size > 1)
+        if ep > 1:
+            return cls(plan.expert_replicas, plan.expert_zero_ranks, axes)
+        return cls(plan.replicas, plan.zero_ranks, axes)
 
 
 def updates_of(plan: ParallelPlan) -> int:
@@ -195,12 +212,14 @@ def _add_zero(total: _Bytes, model: ModelConfig, plan: ParallelPlan, counts: Seq
         held = plan.placement.held[stage] if plan.pp > 1 else (0,)
     times = gathers_of_chunks(plan, len(counts), stage) if plan.zero == 3 else {}
     both_ends = frozenset((0, len(counts) - 1))
-    for weight, count, chunk in _held_weights(model, counts, held):
-        numel = count * weight.held(plan.tp)
-        total.add(batch_axes(plan), "reduce_scatter", scatters_of(plan) * gradient * numel)
+    for weight, count, chunk in _held_weights(model, plan, counts, held):
+        alike, numel = _Alike.of(plan, weight), count * weight.held(plan.tp)
+        if alike.zero_ranks == 1:
+            continue
+        total.add(alike.axes, "reduce_scatter", scatters_of(plan) * gradient * numel)
         is_in_both = model.tied and weight.name == _TABLE and both_ends <= set(held)
         gathered = times[both_ends if is_in_both else frozenset((chunk,))] if plan.zero == 3 else 1
-        total.add(batch_axes(plan), "all_gather", gathered * size * numel)
+        total.add(alike.axes, "all_gather", gathered * size * numel)
 
 
 @functools.lru_cache(maxsize=256)

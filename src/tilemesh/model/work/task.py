@@ -52,10 +52,22 @@ class Task:
     shares: tuple[int, ...] = ()
     """Of ranks that share each sequence, the tokens that each has, this one's first; empty: of one."""
     cp_exchange: ContextExchange = "ring"
+    ep: int = 1
+    """Ranks that share out the experts."""
+    expert_tp: int = 0
+    """Ranks that share each expert's matrices; 0: those of tp."""
+    imbalance: float = 0.0
+    """Rows that come to the busiest of `ep` ranks over the mean; 0: as expected of tokens that pick at random."""
 
     @classmethod
     def of(
-        cls, plan: ParallelPlan, context: int, code: Code = "fused", gpu: bool = True, chunked_loss: bool = False
+        cls,
+        plan: ParallelPlan,
+        context: int,
+        code: Code = "fused",
+        gpu: bool = True,
+        chunked_loss: bool = False,
+        imbalance: float = 0.0,
     ) -> Task:
         """A microbatch of a training step."""
         # Of ranks that share a sequence each attends to as many pairs of tokens as the mean: as if its own stood last.
@@ -75,6 +87,9 @@ class Task:
             is_by_layers(plan, code),
             shares,
             plan.cp_exchange,
+            plan.ep,
+            plan.expert_tp,
+            imbalance,
         )
 
     @property
@@ -85,6 +100,10 @@ class Task:
     def cp(self) -> int:
         """Ranks that share each sequence."""
         return len(self.shares) or 1
+
+    @property
+    def ranks_per_expert(self) -> int:
+        return self.expert_tp or self.tp
 
     @property
     def dtype(self) -> str:

@@ -244,6 +244,21 @@ def count_parameters(model: ModelConfig) -> Parameters:
     )
 
 
+class RankParameters(NamedTuple):
+    """Parameters that a rank holds: those of all replicas alike, and its experts, where replicas share these out."""
+
+    common: int
+    experts: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.common + self.experts
+
+    def stored(self, plan: ParallelPlan) -> int:
+        """What ZeRO leaves a rank of them."""
+        return -(-self.common // plan.zero_ranks) + -(-self.experts // plan.expert_zero_ranks)
+
+
 class Shards(NamedTuple):
     """Parameters on one of tp ranks, by part of the model."""
 
@@ -260,6 +275,13 @@ class Shards(NamedTuple):
     head_replicated: int
     tied_head: int
     """What a last stage apart from the first holds of a tied output projection."""
+    experts: int = 0
+    """Of `layer`, those of experts, some of which each of several replicas holds."""
+
+    def held(self, layers: int, first: bool, last: bool) -> RankParameters:
+        """The same as `stage`, experts apart."""
+        experts = layers * self.experts
+        return RankParameters(self.stage(layers, first, last) - experts, experts)
 
     def stage(self, layers: int, first: bool, last: bool) -> int:
         """Parameters of a stage with so many layers: the first has the embeddings, the last the output; a tied one is
@@ -272,18 +294,20 @@ class Shards(NamedTuple):
         return layers * self.layer_replicated + first * self.embeddings_replicated + last * self.head_replicated
 
 
-def shard_parameters(model: ModelConfig, tp: int) -> Shards:
-    """What one rank of tp holds of each part."""
+def shard_parameters(model: ModelConfig, tp: int, ep: int = 1, expert_tp: int = 0) -> Shards:
+    """What one rank of tp holds of each part, where `ep` of them share out experts."""
     layer, before, after = layer_weights(model), embedding_weights(model), head_weights(model)
+    mine = sum(weight.held(expert_tp or tp) for weight in layer if weight.is_routed) // ep
     return Shards(
-        layer=sum(weight.held(tp) for weight in layer),
-        layer_replicated=sum(weight.replicated() for weight in layer),
+        layer=sum(weight.held(tp) for weight in layer if not weight.is_routed) + mine,
+        layer_replicated=sum(weight.replicated() for weight in layer if not (weight.is_routed and ep > 1)),
         layer_repeated=sum(weight.repeated(tp) for weight in layer),
         embeddings=sum(weight.held(tp) for weight in before),
         embeddings_replicated=sum(weight.replicated() for weight in before),
         head=sum(weight.held(tp) for weight in after),
         head_replicated=sum(weight.replicated() for weight in after),
         tied_head=output_weight(model).held(tp) if model.tied else 0,
+        experts=mine if ep > 1 else 0,
     )
 
 
@@ -293,11 +317,8 @@ SLICED = "how even a sequence is, is a product of two means over all its tokens,
 """Why `balance_loss` does not go with slices of sequences."""
 
 
-def require_modelled(model: ModelConfig, ep: int = 1) -> None:
-    """Refuse to predict what the arithmetic of a layer's work leaves out: layers that are not all alike, and rows that
-    travel to experts of other replicas."""
-    if ep > 1:
-        raise UsageError(f"ep is {ep}: the time of experts shared out is not modelled yet; predict with ep=1")
+def require_modelled(model: ModelConfig) -> None:
+    """Refuse to predict what the arithmetic of a layer's work leaves out: layers that are not all alike."""
     if model.dense_layers:
         raise UsageError("dense_layers: time and memory of layers that differ are not modelled yet; train and measure")
 
@@ -344,6 +365,13 @@ def why_not(model: ModelConfig, plan: ParallelPlan, ranks: int | None = None) ->
         return f"chunk_layers add up to {sum(plan.chunk_layers)} layers, the model has {model.layers}"
     if model.experts % plan.ep or (plan.ep > 1 and not model.experts):
         return f"ep is {plan.ep}: {model.experts} experts cannot be shared out evenly among so many replicas"
+    if plan.expert_tp and plan.tp % plan.expert_tp:
+        return f"expert_tp is {plan.expert_tp}: tp {plan.tp} ranks do not make up groups of so many"
+    if plan.ranks_per_expert < plan.tp and not plan.sequence_parallel:
+        return f"expert_tp is {plan.expert_tp} and tp {plan.tp}: each rank routes its own tokens; set sequence_parallel"
+    if plan.dp * plan.tp // plan.ranks_per_expert % plan.ep:
+        among = f"dp {plan.dp}" + f" x tp {plan.tp}" * (plan.ranks_per_expert < plan.tp)
+        return f"ep is {plan.ep}: {among} do not make up groups of so many that share out experts"
     reason = why_not_tp(model, plan.tp)
     if reason:
         return f"{reason}; {_nearest_tp(model, plan.tp)}"

@@ -57,6 +57,9 @@ class TrainPlanOptions(ModelOnCluster):
     code: Literal["fused", "compiled", "eager"] | None = option(
         None, "What runs it: fused (Megatron's), compiled or eager (torch).", "NAME"
     )
+    imbalance: Annotated[float, Range(1, 1e6)] | None = option(
+        None, "Tokens of the busiest rank that shares out experts over the mean; of random picks if not given.", "N"
+    )
     price: Money | None = option(None, "A GPU's price per hour.", "N")
     budget: Money | None = option(None, "What may be spent: how many tokens it trains on; with --price.", "N")
     engine: Annotated[str, Known("engine", "tilemesh.plan.engines.tables:TRAINING")] | None = option(
@@ -89,7 +92,8 @@ def train(options: TrainPlanOptions) -> Output:
     name, model = options.model, load_model(options.model, options.sets)
     if options.cluster is None:
         why_not = "{} is about a plan, which needs --cluster, such as --cluster 64xh100"
-        refuse(options, why_not, "gpu", "fix", "price", "budget", "save", "json", "html", "code", "headroom", "engine")
+        about = ("gpu", "fix", "price", "budget", "save", "json", "html", "code", "headroom", "engine", "imbalance")
+        refuse(options, why_not, *about)
         return Output(_model_items(options, name, model))
     if options.budget is not None and options.price is None:
         raise UsageError("--budget says what may be spent: give what a GPU costs per hour too, such as --price 2.5")
@@ -138,6 +142,7 @@ def _search(options: TrainPlanOptions, model: ModelConfig, cluster: str) -> Sear
             rates=rates,
             code=code,
             headroom=options.headroom_share,
+            imbalance=options.imbalance or 0.0,
             refused=_refused(model, options.context or model.context),
             accepts=accepts,
         )
@@ -159,7 +164,7 @@ def _kinds_apart(options: TrainPlanOptions, result: SearchResult) -> list[str]:
         try:
             best = search(
                 result.model, part, batch=result.batch, context=result.context, pins=result.pins, code=result.code,
-                headroom=result.headroom, shown=1,
+                headroom=result.headroom, shown=1, imbalance=result.imbalance,
             ).best  # fmt: skip
             alone.append(
                 f"{part.name} alone trains on {format_count(best.tokens_per_s)} tokens/s ({best.plan.short()})"

@@ -1,0 +1,130 @@
+"""Experts that ranks share out, planned: what travels, what each holds, how uneven it is, and when it wins."""
+
+from __future__ import annotations
+
+import math
+from random import Random
+
+import pytest
+
+from tilemesh.core.conflicts import is_runnable
+from tilemesh.core.errors import UsageError
+from tilemesh.core.hardware import parse_cluster
+from tilemesh.core.plan import ParallelPlan
+from tilemesh.model.config import ModelConfig, preset
+from tilemesh.model.work.routing import busiest_rows, imbalance, sent_rows
+from tilemesh.model.work.task import STATE_BYTES, Task
+from tilemesh.model.work.weights import count_parameters, why_not
+from tilemesh.plan.choose import search
+from tilemesh.plan.prediction import Prediction
+from tilemesh.plan.space import Pins
+from tilemesh.plan.speed import group
+from tilemesh.plan.step import predict
+from tilemesh.plan.why import why
+
+MIXTRAL, QWEN = preset("mixtral-8x7b"), preset("qwen3-30b-a3b")
+NODE, NODES = parse_cluster("8xh100"), parse_cluster("64xh100")
+
+
+def plan(**settings: object) -> ParallelPlan:
+    return ParallelPlan(**{"precision": "bf16-master", "accumulation": 4, **settings})  # type: ignore[arg-type]
+
+
+def predicted(
+    model: ModelConfig = MIXTRAL, cluster: str = "64xh100", told: float = 0.0, **settings: object
+) -> Prediction:
+    return predict(model, parse_cluster(cluster), plan(**settings), 4096, imbalance=told)
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize("ep", [1, 2, 8])
+def test_states_are_those_of_the_experts_held_cut_over_what_is_left_of_dp(ep: int, zero: int) -> None:
+    """Counted by hand: 16-bit weights and gradients, 12 bytes of optimizer."""
+    layers, dp, parts = MIXTRAL.layers, 8, count_parameters(MIXTRAL)
+    experts = layers * 3 * MIXTRAL.experts * MIXTRAL.width * MIXTRAL.mlp_width // ep
+    common = parts.total - experts * ep
+    memory = predicted(cluster="8xh100", dp=dp, ep=ep, zero=zero).memory
+    stored = math.ceil(common / dp) + math.ceil(experts / (dp // ep))
+    for from_stage, size, name in zip(
+        (3, 2, 1), STATE_BYTES["bf16-master"], ("weights", "gradients", "optimizer"), strict=True
+    ):
+        held = stored if zero >= from_stage else common + experts
+        assert getattr(memory, f"{name}_bytes") == size * held
+
+
+def test_rows_that_travel_are_each_tokens_picks() -> None:
+    """Four times a layer and microbatch: there and back, and the gradients; of eight parts one stays."""
+    rows = 4096 * MIXTRAL.experts_per_token * MIXTRAL.width * 2
+    found = predicted(dp=64, ep=8, told=1.0)
+    assert found.traffic["ep"] == pytest.approx(4 * MIXTRAL.layers * 4 * rows * 7 / 8, rel=1e-5)
+    assert found.times.ep_s > 0 == predicted(dp=64).times.ep_s
+    again = predicted(dp=64, ep=8, told=1.0, recompute="full")
+    assert again.traffic["ep"] == pytest.approx(1.5 * found.traffic["ep"], rel=1e-5)
+
+
+def test_rows_between_nodes_take_an_adapters_time() -> None:
+    inside, across = (group(NODES, ranks, 1) for ranks in (8, 64))
+    nbytes = 64 * 2**20
+    node = NODES.node
+    assert inside.exchange_s("all_to_all", nbytes) == pytest.approx(
+        nbytes * 7 / 8 / (0.8 * node.intra.bytes_per_s), rel=0.01
+    )
+    slow = nbytes * 7 / 8 / (0.8 * node.inter_bytes_per_s_per_device)
+    assert across.exchange_s("all_to_all", nbytes) == pytest.approx(slow, rel=0.01)
+    # Sent to a node once, a row with eight copies for 64 ranks passes 1 - (7/8)^8 of eight nodes.
+    assert across.exchange_s("all_to_all", nbytes, 8) == pytest.approx(slow * (1 - (7 / 8) ** 8), rel=0.01)
+
+
+@pytest.mark.parametrize(("tokens", "ep"), [(64, 2), (256, 4), (256, 8)])
+def test_the_busiest_rank_gets_what_random_picks_give_it(tokens: int, ep: int) -> None:
+    """Drawn, 60 times: the mean of the greatest load lies below what is expected of it and above half its excess."""
+    model = MIXTRAL.replace(experts=16, experts_per_token=2)
+    task, draw = Task(1, tokens, tokens, ep=ep), Random(0)
+    greatest = []
+    for _ in range(60):
+        loads = [0] * ep
+        for _ in range(tokens * ep):
+            for expert in draw.sample(range(16), 2):
+                loads[expert * ep // 16] += 1
+        greatest.append(max(loads))
+    excess = sum(greatest) / len(greatest) / (2 * tokens) - 1
+    assert excess <= imbalance(model, task) - 1 <= 2.5 * excess
+    assert busiest_rows(model, task) == math.ceil(sent_rows(model, task) * imbalance(model, task))
+
+
+def test_imbalance_lengthens_the_step_and_fills_the_memory() -> None:
+    even, random, skewed = (predicted(dp=64, ep=8, told=told) for told in (1.0, 0.0, 2.0))
+    assert even.step_time_s < random.step_time_s < skewed.step_time_s
+    assert even.memory.activations_bytes < random.memory.activations_bytes < skewed.memory.activations_bytes
+    assert skewed.times.ep_s == pytest.approx(2 * even.times.ep_s, rel=0.02)
+    assert predicted(dp=64, told=2.0).step_time_s == predicted(dp=64).step_time_s, "nothing travels, nobody waits"
+    with pytest.raises(UsageError, match=r"imbalance is 0\.5"):
+        predicted(dp=64, ep=8, told=0.5)
+
+
+def test_experts_that_tp_does_not_share_take_their_own_tokens() -> None:
+    """As many experts' bytes on a rank, half the rows to send, and no exchange of tp around them."""
+    shared = predicted(QWEN, dp=32, ep=16, tp=2, sequence_parallel=True, told=1.0)
+    alone = predicted(QWEN, dp=32, ep=32, tp=2, sequence_parallel=True, expert_tp=1, told=1.0)
+    assert alone.memory.weights_bytes == shared.memory.weights_bytes
+    assert alone.traffic["ep"] == pytest.approx(shared.traffic["ep"] / 2 * (31 / 32) / (15 / 16), rel=1e-5)
+    assert alone.traffic["tp"] < 0.6 * shared.traffic["tp"]
+    assert not is_runnable(plan(dp=32, ep=32, tp=2, sequence_parallel=True, expert_tp=1))
+    words = why_not(QWEN, plan(dp=4, tp=2, expert_tp=1, ep=2))
+    assert words == "expert_tp is 1 and tp 2: each rank routes its own tokens; set sequence_parallel"
+    assert "dp 4 do not make up groups" in (why_not(QWEN, plan(dp=4, ep=8)) or "")
+
+
+def test_the_search_shares_experts_out_where_that_fits_best_and_says_why() -> None:
+    found = search(QWEN, "64xh100", batch=512, context=4096, pins=Pins.parse(["tp=1,pp=1,zero=1"]))
+    assert found.best.plan.ep > 1
+    words = " ".join(why(found))
+    assert f"ep {found.best.plan.ep} puts {128 // found.best.plan.ep} of 128 on each GPU" in words
+    assert "times the mean (expected of random picks" in words
+    assert {
+        prediction.plan.ep for prediction in search(QWEN, "16xh100", batch=64, pins=Pins.parse(["ep=4"])).predictions
+    } == {4}
+    dense = search("llama-3-8b", NODE, batch=64)
+    assert {point.layout.ep for point in dense.points} == {1}
+    with pytest.raises(UsageError, match="no layout is possible"):
+        search("llama-3-8b", NODE, batch=64, pins=Pins.parse(["ep=2"]))
