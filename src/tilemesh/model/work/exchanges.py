@@ -9,7 +9,7 @@ many bytes. Data parallelism exchanges gradients, and with ZeRO weights.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -18,6 +18,7 @@ from tilemesh.model.work.routing import busiest_rows
 from tilemesh.model.work.task import Task
 
 BLOCKS = ("attention", "mlp")
+_ROUTER = "router"
 
 
 @dataclass(frozen=True)
@@ -67,9 +68,14 @@ def repeated_exchanges(model: ModelConfig, task: Task) -> Iterator[Exchange]:
     """Of those, what full recomputation and that by operators do again. torch stops where it has all that the backward
     pass reads, and the layer's last sum is read by none unless a norm or dropout follows it; hand-fused code repeats
     everything."""
-    forward = [exchange for exchange in layer_exchanges(model, task) if not exchange.backward]
+    forward = forward_again(layer_exchanges(model, task))
     is_read = task.code == "fused" or model.dropout > 0 or model.norm_place != "pre"
     yield from forward if is_read or task.tp == 1 else forward[:-1]
+
+
+def forward_again(exchanges: Iterable[Exchange]) -> list[Exchange]:
+    """Of a forward pass, what one more like it exchanges: how many rows come to experts is known by then."""
+    return [exchange for exchange in exchanges if not exchange.backward and exchange.site != _ROUTER]
 
 
 def context_exchanges(model: ModelConfig, task: Task) -> Iterator[Exchange]:
@@ -105,7 +111,7 @@ def expert_exchanges(model: ModelConfig, task: Task) -> Iterator[Exchange]:
     rows, copies = busiest_rows(model, task), model.experts_per_token if task.code == "fused" else 1
     for backward in (False, True):
         if not backward:
-            yield Exchange("mlp", "ep", "all_to_all", model.experts, 8)
+            yield Exchange(_ROUTER, "ep", "all_to_all", model.experts, 8)
         for _ in ("there", "back"):
             yield Exchange("mlp", "ep", "all_to_all", rows * model.width, task.size, backward, copies=copies)
 

@@ -26,6 +26,7 @@ from tilemesh.model.config import ModelConfig
 from tilemesh.model.work.exchanges import (
     Exchange,
     embedding_exchanges,
+    forward_again,
     head_exchanges,
     layer_exchanges,
     repeated_exchanges,
@@ -107,7 +108,7 @@ def _pass_exchanges(
     if plan.repeats_exchanges:
         # Of layers that are computed again together, all but the last repeat everything.
         ends = -(-layers // max(1, plan.stretch(layers)))
-        yield from tuple(exchange for exchange in exchanges if not exchange.backward) * (layers - ends)
+        yield from tuple(forward_again(exchanges)) * (layers - ends)
         yield from tuple(repeated_exchanges(model, task)) * ends
     if chunk == 0:
         yield from embedding_exchanges(model, task)
