@@ -76,7 +76,7 @@ STRICTER = {
 }
 # The most lines that a room may have: raised only in the commit that adds a named capability. `make size` prints them.
 MOST_LINES = {
-    "core": 7_900,
+    "core": 8_060,
     "measure": 3_100,
     "launch": 2_100,
     "runs": 2_200,
@@ -89,12 +89,12 @@ MOST_LINES = {
     "parallel": 7_600,
     "methods": 2_100,
     "compress": 1_900,
-    "train": 7_450,
+    "train": 7_530,
     "serve": 9_310,
     "align": 3_000,
-    "report": 6_080,
+    "report": 6_220,
     "bench": 8_530,
-    "cli": 4_940,
+    "cli": 4_980,
     "guide": 11_665,
 }
 SOURCE_SUFFIXES = (".py", ".c", ".h", ".cu", ".cuh", ".js", ".css")
