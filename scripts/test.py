@@ -128,7 +128,8 @@ def part_jobs(options: argparse.Namespace) -> list[Job]:
     """One job for each part, to run one after the other."""
     slow = ("-m", "slow or not slow") if options.all else ()
     is_several = find_spec("xdist") is not None and options.n > 1
-    units = ("-n", str(options.n)) if is_several else ()
+    # A file stays in one process, which makes what its tests share once.
+    units = ("-n", str(options.n), "--dist", "loadfile") if is_several else ()
     ranks = ("-n", str(options.n * 3 // 2), *BY_SCOPE) if is_several else ()
     rank_files = [str(path.relative_to(ROOT)) for path in longest_first((ROOT / RANK_TESTS).glob("test_*.py"))]
     jobs = {

@@ -57,6 +57,14 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """What lives beyond a file stays, too: modules that its tests imported, and what torch keeps of their graphs."""
+    if nextitem is not None and nextitem.path != item.path:
+        gc.collect()
+        gc.freeze()
+
+
 def pytest_report_header() -> str:
     gpu = shutil.which("nvidia-smi") is not None
     return f"tests/gpu: {'run' if gpu else 'skipped, no NVIDIA GPU here'}; slow tests: make test-all"
