@@ -174,9 +174,9 @@ LAYOUTS = (
     ("tp=2,pp=2", "plan.schedule=zb-h1,distill.hidden=0.5,model.tied=true"),
     ("pp=2", "plan.schedule=terapipe,plan.slices=2,distill.hidden=0.5,data.packing=documents"),
     ("dp=2", "plan.zero=3,plan.recompute=full"),
-    ("dp=2", "plan.offload=weights+activations"),
 )
 OTHER_LAYOUTS = (
+    ("dp=2", "plan.offload=weights+activations"),
     ("tp=2", "distill.hidden=0.5,model.tied=true"),
     ("pp=2,tp=2", "plan.schedule=terapipe,plan.slices=3,plan.sequence_parallel=true,distill.hidden=0.5"),
     ("pp=2,dp=2", "plan.schedule=1f1b,plan.zero=3,plan.recompute=full"),

@@ -17,6 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
+from sampled import sampled
 
 from tilemesh.cli.main import main
 from tilemesh.comm import run_threads
@@ -298,7 +299,7 @@ def test_a_template_that_is_not_filled_in_returns_none(
     assert said.count("\n") == 1
 
 
-@pytest.mark.parametrize(("part", "exercise"), CODE, ids=exercise_id)
+@pytest.mark.parametrize(("part", "exercise"), sampled(CODE, CODE[::3]), ids=exercise_id)
 def test_an_answer_that_never_ends_is_stopped(
     part: GuidePart, exercise: Exercise, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -310,11 +310,21 @@ def test_a_model_with_low_bit_projections_still_generates():
     assert len(kinds.compressed(model)) == 4 * 7
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_the_gate_passes_compressed_models(ranks):
+@pytest.mark.parametrize(
+    ("ranks", "places"),
+    [
+        (1, slice(None)),
+        (2, slice(2, None, 3)),  # ZeRO-3, sequences and stages, rounded and with adapters
+        pytest.param(2, slice(None), marks=pytest.mark.slow),
+        (4, slice(None)),
+    ],
+    ids=["1", "2 a sample", "2", "4"],
+)
+def test_the_gate_passes_compressed_models(ranks, places):
     """Codes and rounded weights over dp, tp, sequences, ZeRO and recomputation: what one process computes."""
     models = ("gpt", "llama", "gemma")
-    chosen = [Case(models[place % 3], layout, weights) for place, (layout, weights) in enumerate(compressed(ranks))]
+    cases = [Case(models[place % 3], layout, weights) for place, (layout, weights) in enumerate(compressed(ranks))]
+    chosen = cases[places]
     results = run_threads(ranks, lambda comm: list(Gate(comm).run(chosen)), timeout_s=100)[0]
     assert len(results) == len(chosen)
     for result in results:

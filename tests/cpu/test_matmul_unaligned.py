@@ -87,7 +87,14 @@ def problems():
         yield shapes[at % 4], turns[(at // 3) % 4], kinds[(at + at // 4) % 4], activations[at % 6], dtypes[at % 3]
 
 
-@pytest.mark.parametrize("case", list(problems()), ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=() if place in (0, 3, 5, 7, 9, 10) else pytest.mark.slow)
+        for place, case in enumerate(problems())
+    ],
+    ids=str,
+)
 def test_the_library_on_padded_operands(case):
     """As near to float64 as arithmetic allows; an infinity or NaN beyond K would show everywhere."""
     (m, n, k), turned, c_kind, activation, dtype = case

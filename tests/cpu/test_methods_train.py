@@ -232,12 +232,12 @@ def replicas(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("mesh", "sets"),
     [
         ("dp=2,tp=2", "plan.sequence_parallel=true"),
-        ("dp=2,pp=2", "plan.schedule=1f1b"),
-        ("dp=2,pp=2", "plan.schedule=dualpipe,plan.microbatch=1"),
         ("dp=2,tp=2,pp=2", "plan.schedule=terapipe,plan.slices=2"),
         ("dp=2", "plan.offload=optimizer"),
         ("dp=2", "plan.offload=activations+weights,plan.prefetch=0,plan.recompute=full"),
         pytest.param("dp=2,tp=2", "", marks=pytest.mark.slow),
+        pytest.param("dp=2,pp=2", "plan.schedule=1f1b", marks=pytest.mark.slow),
+        pytest.param("dp=2,pp=2", "plan.schedule=dualpipe,plan.microbatch=1", marks=pytest.mark.slow),
         pytest.param("dp=2,pp=2", "plan.schedule=zb-v,plan.offload=weights,plan.prefetch=0", marks=pytest.mark.slow),
     ],
 )
@@ -265,7 +265,11 @@ def whole_batches(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         ("dp=2,tp=2", "plan.sequence_parallel=true,method.servers=2"),
         ("dp=2,pp=2", "plan.schedule=dualpipe,plan.microbatch=1,method.servers=3"),
-        ("dp=2", "plan.offload=activations+weights,plan.prefetch=0,plan.recompute=full,method.servers=2"),
+        pytest.param(
+            "dp=2",
+            "plan.offload=activations+weights,plan.prefetch=0,plan.recompute=full,method.servers=2",
+            marks=pytest.mark.slow,
+        ),
         pytest.param("dp=2,tp=2", "optimizer.name=muon", marks=pytest.mark.slow),
         pytest.param("dp=2,pp=2", "plan.schedule=1f1b,method.servers=2", marks=pytest.mark.slow),
         pytest.param("dp=2,pp=2", "plan.schedule=zb-v", marks=pytest.mark.slow),

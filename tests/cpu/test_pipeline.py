@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from sampled import sampled
 from torch import Tensor
 
 from tilemesh.bench.train import sleeping
@@ -147,7 +148,14 @@ def test_slices_are_as_long_as_the_dynamic_program_says() -> None:
         assert seen == [*best] * plan.accumulation
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+SAMPLE = (
+    "1f1b", "zb-h1", "interleaved", "zb-v", "dualpipe-v", "chimera", "tied in two ways", "uneven stages",
+    "sequence parallel", "slices of unequal length", "slices, replicas and split layers", "one stage recomputes",
+    "searched", "listed, with messages and replicas",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", sampled(LAYOUTS, SAMPLE))
 def test_a_pipeline_computes_what_one_process_computes(name: str) -> None:
     config, fields = LAYOUTS[name]
     plan = plan_of(**fields)

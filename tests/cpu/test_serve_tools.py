@@ -80,7 +80,7 @@ def check_choice(choice: Any, named: bool) -> bool:
     return True
 
 
-@pytest.mark.parametrize("count", [6, pytest.param(250, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [3, pytest.param(250, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "pick"}}])
 def test_a_call_that_must_come_comes_and_is_sound(server: Serving, choice: Any, count: int) -> None:
     sound = 0

@@ -75,7 +75,7 @@ def test_all_axes_and_packed_documents(tmp_path: Path) -> None:
     ("mesh", "base", "sets"),
     [
         ("dp=2,cp=2", "dp=2", ("train.method=local", "method.period=3", "method.outer_momentum=0.5")),
-        ("dp=2,cp=2", "dp=2", ("method.compress=top-k", "method.start=1")),
+        pytest.param("dp=2,cp=2", "dp=2", ("method.compress=top-k", "method.start=1"), marks=pytest.mark.slow),
         ("dp=2,cp=2", "dp=2", ("method.compress=int8", "plan.zero=2")),
         ("dp=1,cp=2,pp=2", "dp=1,pp=2", ("plan.schedule=pipedream-2bw", "optimizer.clip=0", "model.tied=false")),
     ],

@@ -15,7 +15,7 @@ import pytest
 from fuzz_client import Server, report, shuffled
 
 SHARDS = 8
-SAMPLE_OF_A_GROUP = 3
+SAMPLE_OF_A_GROUP = 2
 SAMPLE_OF_RANKS = 1  # whose cases start processes, seconds each
 SAMPLE_OF_KILLS = (
     "kills: export, before change 6 and cut; then train",

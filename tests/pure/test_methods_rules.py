@@ -76,16 +76,17 @@ def random_schedule(draw: random.Random) -> list[ServerEvent]:
     return events
 
 
-def test_no_schedule_exceeds_its_bound_or_loses_a_push() -> None:
+@pytest.mark.parametrize("schedules", [2_000, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_no_schedule_exceeds_its_bound_or_loses_a_push(schedules: int) -> None:
     draw = random.Random(22)
-    for _ in range(10_000):
+    for _ in range(schedules):
         random_schedule(draw)
 
 
 def test_a_fault_in_the_rule_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StalenessRule, "may_read", lambda self, worker: True)
     with pytest.raises((AssertionError, UsageError)):
-        test_no_schedule_exceeds_its_bound_or_loses_a_push()
+        test_no_schedule_exceeds_its_bound_or_loses_a_push(2_000)
 
 
 def test_bsp_applies_one_update_of_all_workers_in_their_order() -> None:

@@ -129,7 +129,7 @@ def test_the_command_prints_and_writes(
 
 def test_what_is_printed_fits_100_columns(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "100")
-    assert main(["plan", "llama-3-8b", "--serve", "--cluster", "16xa100", "--rate", "200", "--step-tokens", "64"]) == 0
+    assert main(["plan", "llama-3-8b", "--serve", "--cluster", "8xa100", "--rate", "100", "--step-tokens", "64"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line for line in lines if len(line) > 100] == []
     heading = next(line for line in lines if "KV/token" in line)

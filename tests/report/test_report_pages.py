@@ -323,7 +323,11 @@ def test_a_plans_page(browser: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "cluster", "batch"), [("llama-3-8b", "8xh100", 128), ("gpt3-175b", "1024xh100", 128)]
+    ("model", "cluster", "batch"),
+    [
+        pytest.param("llama-3-8b", "8xh100", 128, marks=pytest.mark.slow),
+        ("gpt3-175b", "1024xh100", 128),  # whose names are the longest
+    ],
 )
 def test_the_names_of_a_plans_bars_do_not_wrap(
     browser: Any, tmp_path: Path, model: str, cluster: str, batch: int
