@@ -158,8 +158,11 @@ class Mesh:
             # A group of its own even where it is all ranks: calls along axes then never mix with those on `comm`.
             # A part of one axis is split from that axis, so that whoever observes an axis sees its parts too.
             axis = self.axes.get(strided(blocks[0][0])[0]) if len(blocks) == 1 else None
-            parent = self.comm if axis is None else axis.comm
-            group = parent.split(members(self.comm.rank, blocks, self.shape)[0], key=self.comm.rank)
+            parent, ranks = self.comm, members(self.comm.rank, blocks, self.shape)
+            expected: list[int] = list(ranks)
+            if axis is not None:
+                parent, expected = axis.comm, [axis.members.index(rank) for rank in ranks]
+            group = parent.split(ranks[0], key=self.comm.rank, expected=expected)
             assert group is not None
             self._groups[blocks] = group
         return self._groups[blocks]
@@ -174,7 +177,8 @@ class Mesh:
         if block >= along.size:
             return self._alone
         if (axis, block) not in self._across:
-            group = along.comm.split(along.index % block)
+            place = along.index % block
+            group = along.comm.split(place, expected=range(place, along.size, block))
             assert group is not None
             self._across[axis, block] = group
         return self._across[axis, block]

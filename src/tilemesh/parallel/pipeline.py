@@ -81,7 +81,7 @@ def holder_groups(mesh: Mesh, placement: ChunkPlacement, config: ModelConfig) ->
     wanted.add(holders_of(TIED, 0, placement, config))
     groups = {}
     for holders in sorted(holders for holders in wanted if len(holders) > 1):
-        group = mesh.pp.comm.split(0 if mesh.pp.index in holders else None, key=mesh.pp.index)
+        group = mesh.pp.comm.split(0 if mesh.pp.index in holders else None, key=mesh.pp.index, expected=holders)
         if group is not None:
             groups[holders] = group
     return groups

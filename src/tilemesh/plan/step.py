@@ -223,10 +223,13 @@ class Estimator:
         shares = slice_shares(self.model, plan.pp, plan.slices, self.context)
         return dataclasses.replace(times, slice_shares=shares)
 
+    def busiest_stage(self, plan: ParallelPlan) -> int:
+        """The one whose passes take longest."""
+        return self._frame(plan).busiest
+
     def busiest_layers(self, plan: ParallelPlan) -> int:
-        """Layers of the stage whose passes take longest."""
-        frame = self._frame(plan)
-        return frame.layers[frame.busiest]
+        """Layers of that stage."""
+        return self._frame(plan).layers[self.busiest_stage(plan)]
 
     # ---- pieces ------------------------------------------------------------------------------------------------
 

@@ -24,7 +24,7 @@ from tilemesh.model.work.task import Code
 from tilemesh.model.work.weights import count_parameters
 from tilemesh.plan.local import local_machine
 from tilemesh.plan.prediction import Prediction, prediction_figures
-from tilemesh.plan.step import predict
+from tilemesh.plan.step import Estimator
 from tilemesh.train.config import TrainConfig
 from tilemesh.train.conflicts import may_replay
 
@@ -49,20 +49,7 @@ def predict_run(config: TrainConfig, gpus: Sequence[str]) -> dict[str, Any]:
             if device is None:
                 raise
             cluster, rates = parse_cluster(f"{config.plan.world}x{device.name}"), None
-        code: Code = "compiled" if config.train.compile else "eager"
-        model, plan = config.model, settled(config.plan, config.model.layers)
-        # On a CPU tilemesh's loss is torch's, from logits of all tokens.
-        is_chunked = on_gpu and config.kernels_on("cuda").loss != TORCH
-        prediction = predict(
-            model,
-            cluster,
-            plan,
-            config.context,
-            rates=rates,
-            code=code,
-            graph=may_replay(config),
-            chunked_loss=is_chunked,
-        )
+        prediction = estimator(config, cluster, rates).predict(settled(config.plan, config.model.layers))
     except UsageError as error:
         return {"missing": f"the planner: {error}", **stamp()}
     return {
@@ -77,6 +64,14 @@ def predict_run(config: TrainConfig, gpus: Sequence[str]) -> dict[str, Any]:
         "limit_s": _limit_s(config, on_gpu),
         **_doubt(),
     }
+
+
+def estimator(config: TrainConfig, cluster: Cluster, rates: Rates | None) -> Estimator:
+    """The cost model of what a run is configured to compute. `rates`: what was measured of a device of the cluster."""
+    code: Code = "compiled" if config.train.compile else "eager"
+    # On a CPU tilemesh's loss is torch's, from logits of all tokens.
+    is_chunked = cluster.device.kind == "gpu" and config.kernels_on("cuda").loss != TORCH
+    return Estimator(config.model, cluster, config.context, rates, code, may_replay(config), is_chunked)
 
 
 def _server_figures(config: TrainConfig, predicted: Prediction, cluster: Cluster) -> dict[str, Any]:

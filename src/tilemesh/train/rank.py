@@ -204,7 +204,7 @@ def _train_on(task: RankTask, comm: Communicator, seat: Seat | None = None) -> R
     lessons.open()
     _agree_on_run(config, lessons.fingerprint(), comm)
     my_status().at("step 0: laying the model")
-    loop = _make_loop(task, comm, seat, lessons, device)
+    loop = make_loop(task, comm, seat, lessons, device)
     optimizer, say = loop.optimizer, loop.writer.say
     if comm.rank == 0:
         checkpoint.sweep(task.folder / CHECKPOINTS)
@@ -226,7 +226,7 @@ def _train_on(task: RankTask, comm: Communicator, seat: Seat | None = None) -> R
     return result
 
 
-def _make_loop(task: RankTask, comm: Communicator, seat: Seat | None, lessons: Lessons, device: torch.device) -> Loop:
+def make_loop(task: RankTask, comm: Communicator, seat: Seat | None, lessons: Lessons, device: torch.device) -> Loop:
     """The laid model with its optimizer, data, writer and records."""
     config, folder = task.config, task.folder
     laying = config if seat is None else as_worker(config)

@@ -51,6 +51,9 @@ class TrainOptions:
         None, "For the last checkpoint, or the run, where its folder is full.", "FOLDER"
     )
     dry_run: bool = option(False, "Show what would run: model, layout, memory, time, files.")
+    one_rank_of: str | None = option(
+        None, "Run one rank of that cluster here: its computing and memory. Nothing is sent or saved.", "8x8xh200"
+    )
     explain: bool = option(False, "Say which programs compute the model, and why not others.")
     json: OutFile | None = option(None, ROWS, "FILE")
     typed: str = ""
@@ -80,6 +83,8 @@ def train(options: TrainOptions) -> Output | int:
         _explain(config)
     if options.dry_run:
         return _preview(options, config, member)
+    if options.one_rank_of is not None:
+        return _one_rank(options, config)
     if member is not None:
         return _become_rank(options, config, member)
     console = console_beside(options.json)
@@ -109,6 +114,18 @@ def _preview(options: TrainOptions, config: TrainConfig, member: Membership | No
         return 0
     lines = [f"{subject + ':':10}{words}" for subject, words in seen.lines()]
     return Output([*lines, "nothing was started: leave --dry-run out to train"], seen.rows())
+
+
+def _one_rank(options: TrainOptions, config: TrainConfig) -> Output:
+    """What one rank computes and holds, the others being copies of it."""
+    from tilemesh.train.one_rank import rank_of_many, run_one_rank
+
+    if options.resume is not None or options.init is not None:
+        raise UsageError("--one-rank-of begins with weights of its own and keeps none: leave --resume and --init out")
+    job = rank_of_many(config, str(options.one_rank_of))
+    tell(f"rank {job.rank} of {config.plan.describe(config.servers)}; the others are taken for copies of it")
+    rows = run_one_rank(job, tell)
+    return Output([rows, "nothing was sent, and no weights were kept: their values mean nothing"], rows)
 
 
 def _fitting(options: TrainOptions, config: TrainConfig) -> Callable[[Shown], Result]:

@@ -51,7 +51,7 @@ from tilemesh.comm.runtime.inspection import Inspected
 from tilemesh.comm.runtime.memory import Like, as_bytes, described, flattened, here, opened, out_array, store
 from tilemesh.comm.runtime.messages import Messages
 from tilemesh.comm.runtime.observe import Attached, Observers
-from tilemesh.comm.runtime.transport import Message, Transport
+from tilemesh.comm.runtime.transport import MIRROR, Message, Transport
 from tilemesh.comm.runtime.watch import Watch
 from tilemesh.comm.schedules.hierarchical import NODE_SIZE, largest_block
 from tilemesh.core.errors import UsageError
@@ -376,8 +376,12 @@ class Communicator(Inspected):
 
     # Groups and the rest ------------------------------------------------------------------------------------------
 
-    def split(self, color: int | None, key: int = 0, *, observed: bool = True) -> Communicator | None:
+    def split(
+        self, color: int | None, key: int = 0, *, observed: bool = True, expected: Sequence[int] | None = None
+    ) -> Communicator | None:
         """A communicator for each color, its ranks in order of key (then rank); None for those who give None.
+
+        `expected`: the ranks that come together with this one, where the caller knows: others are refused.
 
         A collective call: every rank of this communicator makes it, in the same order as its other splits.
         The group keeps to this one's table of choices (the first split, into groups of two: as "NAME/1:2"), and has its
@@ -393,6 +397,10 @@ class Communicator(Inspected):
                 return None
             places = [(int(text.split()[1]), rank) for rank, text in enumerate(answers) if text.split()[0] == given]
             members = [rank for _, rank in sorted(places)]
+            if expected is not None and self.transport.name == MIRROR:  # whose other ranks all said the same
+                members = list(expected)
+            if expected is not None and members != list(expected):
+                raise UsageError(f"split: ranks {members} come together, expected {list(expected)}")
             return self._group(members, f"{self.label}/{self._splits}.{wanted}", observed)
 
     def duplicate(self, *, observed: bool = True) -> Communicator:

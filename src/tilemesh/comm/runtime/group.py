@@ -32,7 +32,7 @@ from tilemesh.comm.runtime.texts import (
     is_debugging,
     raise_differences,
 )
-from tilemesh.comm.runtime.transport import Lazy, ReadyCall, Token, Transport
+from tilemesh.comm.runtime.transport import MIRROR, Lazy, ReadyCall, Token, Transport
 from tilemesh.comm.runtime.watch import Watch
 from tilemesh.comm.schedules.book import is_shared
 from tilemesh.core.cores import available_cores, cores_here, cores_together
@@ -74,7 +74,7 @@ class Group:
         self.turns = Turns()
         transport.names = watch.members
         self.ready = ReadyCalls()
-        is_one_process = transport.size == 1 or transport.name == "threads"
+        is_one_process = transport.size == 1 or transport.name in ("threads", MIRROR)
         self.cores = available_cores() if is_one_process else cores_together(self._texts(cores_here()))
         arena = self._open_arena()
         self.sharing = None if arena is None else Sharing(arena, self.planner.program, transport)
@@ -98,6 +98,8 @@ class Group:
     def _open_arena(self) -> Arena | None:
         """Memory shared with all ranks of this communicator, where they are on one node. A collective call."""
         transport = self.transport
+        if transport.name == MIRROR:
+            return None
         is_alone = transport.size == 1  # an array of its own is as good as a block: no address space is reserved
         threads_bytes = 0 if is_alone else _THREADS_BYTES
         common = transport.common(Regions(transport.size, threads_bytes).nbytes)
@@ -113,7 +115,7 @@ class Group:
     def _stored_fit(self) -> Fit | None:
         """The machine's fit for as many ranks and cores, read by one rank for all: they must choose alike."""
         transport = self.transport
-        if transport.size == 1 or transport.name == "threads":
+        if transport.size == 1 or transport.name in ("threads", MIRROR):
             return None
         text = self._texts(stored_fit(transport.name, transport.size, self.cores) if transport.rank == 0 else "")[0]
         return Fit.from_dict(json.loads(text)) if text else None

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 TAGS = 1_000_000
+MIRROR = "mirror"  # the transport whose other ranks are copies of this one (`mirror.py`)
 TAG_KINDS = 6  # of messages that a communicator's own tags keep apart
 
 Bytes = NDArray[np.uint8]
