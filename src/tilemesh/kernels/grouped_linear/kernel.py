@@ -1,4 +1,4 @@
-"""The Triton kernels of grouped products, forward and both gradients, and the plans that launch them.
+"""The Triton kernels of grouped products, forward and both gradients: of GPUs other than Hopper, and interpreted.
 
 A program finds its group on the device: each group takes as many tiles of rows as it needs, so there are at most
 rows / tile + groups of them, and the programs beyond have nothing to do. Tiles are copied by TMA; one at the end of a
@@ -7,28 +7,17 @@ group also brings rows of the next, which are not written, and in the gradient o
 
 # mypy: disable-error-code="no-untyped-def"
 
-from collections.abc import Mapping
-from typing import Any
-
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
-
-from tilemesh.kernels.launch.call import Place
-from tilemesh.kernels.launch.steps import Argument, Descriptor, LaunchPlan, Pointer, Step, blocks
-from tilemesh.kernels.launch.tensors import for_tma
-
-_TILES = 8  # of rows that take their turns with the tiles of outputs: their weights stay in the L2
 
 
 @triton.jit
-def turn(tiles_m, tiles_n, TILES: tl.constexpr):
+def turn(tiles_m, tiles_n, BAND: tl.constexpr):
     """Which tile of rows and which of columns a program has: neighbours share weights and rows."""
     number = tl.program_id(0)
-    first = number // (TILES * tiles_n) * TILES
-    height = tl.minimum(tiles_m - first, TILES)
-    within = number % (TILES * tiles_n)
+    first = number // (BAND * tiles_n) * BAND
+    height = tl.minimum(tiles_m - first, BAND)
+    within = number % (BAND * tiles_n)
     return first + within % height, within // height
 
 
@@ -51,12 +40,12 @@ def rows_of(ends, X, tile_m, GROUPS: tl.constexpr, BLOCK_M: tl.constexpr):
 @triton.jit
 def rows_pass(
     x, w, ends, y, X, N, K, tiles_m, tiles_n, HIGH, y_m,
-    GROUPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TILES: tl.constexpr,
+    GROUPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BAND: tl.constexpr,
     TURNED: tl.constexpr, EVEN: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_M rows of a group by BLOCK_N of the N results, over K columns. HIGH: rows of one group's matrix, which is
     (N, K), or TURNED (K, N). EVEN: BLOCK_K divides K."""
-    tile_m, tile_n = turn(tiles_m, tiles_n, TILES)
+    tile_m, tile_n = turn(tiles_m, tiles_n, BAND)
     group, first, stop = rows_of(ends, X, tile_m, GROUPS, BLOCK_M)
     if group < X:
         column = tile_n * BLOCK_N
@@ -81,7 +70,7 @@ def rows_pass(
 
 @triton.jit
 def weights_pass(
-    grad, x, ends, dw, N, K, tiles_n, tiles_k, d_g, d_n,
+    grad, x, ends, dw, N, K, tiles_k, d_g, d_n,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """A tile of one group's gradient: grad^T x over the group's rows, zeros where it has none."""
@@ -107,78 +96,3 @@ def weights_pass(
     at_n, at_k = row0 + tl.arange(0, BLOCK_N), column + tl.arange(0, BLOCK_K)
     to = dw + group.to(tl.int64) * d_g + at_n[:, None].to(tl.int64) * d_n + at_k[None, :]
     tl.store(to, made.to(dw.dtype.element_ty), mask=(at_n < N)[:, None] & (at_k < K)[None, :])
-
-
-def rows_plan(places: Mapping[str, Place], *, groups: int, turned: bool, interpreted: bool = False) -> LaunchPlan:
-    """y = x w^T, or where the matrices are turned x w. `w`: those of all groups under one another."""
-    x, w, y = places["x"], places["w"], places["y"]
-    (rows, inner), outputs, high = x.shape, y.shape[1], w.shape[0] // groups
-    m, n, k = (16, 16, 16) if interpreted else (128, 256 if outputs >= 1024 else 128, 64)
-    m = m if interpreted or rows >= 64 * groups else 64
-    tiles_m, tiles_n = blocks(rows, m) + groups, blocks(outputs, n)
-    arguments: dict[str, Argument] = {
-        "x": Descriptor("x", x.shape, x.strides, (m, k)),
-        "w": Descriptor("w", w.shape, w.strides, (k, n) if turned else (n, k)),
-        "ends": Pointer("ends"), "y": Pointer("y"), "X": groups, "N": outputs, "K": inner, "tiles_m": tiles_m,
-        "tiles_n": tiles_n, "HIGH": high, "y_m": y.strides[0],
-    }  # fmt: skip
-    constants = {
-        "GROUPS": triton.next_power_of_2(groups), "BLOCK_M": m, "BLOCK_N": n, "BLOCK_K": k, "TILES": _TILES,
-        "TURNED": turned, "EVEN": inner % k == 0, "UPCAST": interpreted,
-    }  # fmt: skip
-    step = Step(
-        f"{__name__}:rows_pass", (tiles_m * tiles_n, 1), arguments, constants, warps=8, stages=3, wide=w.wide,
-        varying=("tiles_m",),
-    )  # fmt: skip
-    return LaunchPlan((step,))
-
-
-def weights_plan(places: Mapping[str, Place], *, interpreted: bool = False) -> LaunchPlan:
-    grad, x, dw = places["grad"], places["x"], places["dw"]
-    groups, outputs, inputs = dw.shape
-    m, n, k = (16, 16, 16) if interpreted else (64, 128, 256 if inputs >= 1024 else 128)
-    tiles_n, tiles_k = blocks(outputs, n), blocks(inputs, k)
-    arguments: dict[str, Argument] = {
-        "grad": Descriptor("grad", grad.shape, grad.strides, (m, n)),
-        "x": Descriptor("x", x.shape, x.strides, (m, k)),
-        "ends": Pointer("ends"), "dw": Pointer("dw"), "N": outputs, "K": inputs, "tiles_n": tiles_n,
-        "tiles_k": tiles_k, "d_g": dw.strides[0], "d_n": dw.strides[1],
-    }  # fmt: skip
-    constants = {"BLOCK_M": m, "BLOCK_N": n, "BLOCK_K": k, "UPCAST": interpreted}
-    step = Step(
-        f"{__name__}:weights_pass", (tiles_n * tiles_k, groups), arguments, constants, warps=8, stages=3, wide=dw.wide
-    )
-    return LaunchPlan((step,))
-
-
-def interpreted_rows_plan(places: Mapping[str, Place], *, groups: int, turned: bool) -> LaunchPlan:
-    """In the interpreter, products of 16-bit numbers are taken in float32, and tiles are small."""
-    return rows_plan(places, groups=groups, turned=turned, interpreted=True)
-
-
-def interpreted_weights_plan(places: Mapping[str, Place]) -> LaunchPlan:
-    return weights_plan(places, interpreted=True)
-
-
-def forward(launch: Any, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    return _rows(launch, x, weight, ends, turned=False)
-
-
-def backward(
-    launch: Any, gradients: tuple[Tensor, ...], arguments: tuple[Any, ...], kept: tuple[Tensor, ...]
-) -> tuple[Tensor, Tensor, None]:
-    (grad,), (x, weight, ends) = gradients, arguments
-    dx = _rows(launch, grad, weight, ends, turned=True)
-    dw = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
-    given = {"grad": for_tma(grad), "x": for_tma(x), "ends": ends, "dw": dw}
-    launch(interpreted_weights_plan if x.device.type == "cpu" else weights_plan, given, written=("dw",))
-    return dx, dw, None
-
-
-def _rows(launch: Any, x: Tensor, weight: Tensor, ends: Tensor, *, turned: bool) -> Tensor:
-    groups, outputs = len(weight), weight.shape[2 if turned else 1]
-    y = torch.empty((len(x), outputs), dtype=x.dtype, device=x.device)
-    given = {"x": for_tma(x), "w": for_tma(weight.flatten(0, 1)), "ends": ends, "y": y}
-    plan = interpreted_rows_plan if x.device.type == "cpu" else rows_plan
-    launch(plan, given, written=("y",), groups=groups, turned=turned)
-    return y

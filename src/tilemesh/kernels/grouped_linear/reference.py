@@ -49,7 +49,7 @@ def served(x: Tensor, weight: Tensor, ends: Tensor) -> bool:
 
 
 @operator(
-    kernel="tilemesh.kernels.grouped_linear.kernel", check=check, check_values=check_values, served=served, casts=True
+    kernel="tilemesh.kernels.grouped_linear.plan", check=check, check_values=check_values, served=served, casts=True
 )
 def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """Of each group g, the rows from ends[g - 1] (or 0) up to ends[g] times weight[g]^T: (N, O).
