@@ -325,6 +325,36 @@ def grouped(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     return torch.cat(parts).to(x.dtype)
 
 
+def routed(scores: Tensor, experts: Tensor, picked: int, renormalized: bool) -> tuple[Tensor, ...]:
+    likely = torch.exp(scores - scores.logsumexp(-1, keepdim=True))
+    weights = torch.stack([likely[row, experts[row]] for row in range(len(scores))])
+    pairs = sorted((int(expert), at) for at, expert in enumerate(experts.flatten()))
+    slots = torch.empty_like(experts).flatten()
+    for slot, (_, at) in enumerate(pairs):
+        slots[at] = slot
+    counts = [sum(expert == number for expert, _ in pairs) for number in range(scores.shape[1])]
+    weights = weights / weights.sum(-1, keepdim=True) if renormalized else weights
+    return weights, experts, slots.view(experts.shape), torch.tensor(counts, device=scores.device)
+
+
+def choices(draw: Draw) -> Tensor:
+    """Three of eight experts for each of nine tokens."""
+    return draw.normal(9, 8, dtype=torch.float64).argsort(-1)[:, :3].contiguous()
+
+
+def places(draw: Draw) -> Tensor:
+    return draw.normal(27, dtype=torch.float64).argsort().view(9, 3)
+
+
+def permuted(x: Tensor, slots: Tensor) -> Tensor:
+    return x.repeat_interleave(slots.shape[1], 0)[slots.flatten().argsort()]
+
+
+def summed(results: Tensor, weights: Tensor, slots: Tensor) -> Tensor:
+    parts = [wide(results)[slots[:, at]] * wide(weights)[:, at, None] for at in range(slots.shape[1])]
+    return sum(parts[1:], parts[0]).to(results.dtype)
+
+
 def classes(draw: Draw, *shape: int) -> Tensor:
     target = draw.whole(0, 40, *shape)
     target.view(-1)[1] = -100
@@ -421,6 +451,18 @@ SUBJECTS: dict[str, Subject] = {
         tm.kernels.grouped_linear, grouped,
         lambda d: (d.normal(21, 40), d.normal(5, 24, 40), torch.tensor([3, 3, 20, 20, 21], dtype=torch.int32)), (0, 1),
         dtypes=HALVES, fixed=(2,),
+    ),
+    "route_tokens": Subject(
+        tm.kernels.route_tokens, routed, lambda d: (d.normal(9, 8), choices(d)), (0,),
+        [{"picked": 3, "renormalized": flag} for flag in (True, False)], fixed=(1,),
+    ),
+    "permute_rows": Subject(
+        tm.kernels.permute_rows, permuted, lambda d: (d.normal(9, 24), places(d)), (0,), fixed=(1,), signs=True
+    ),
+    "unpermute_rows": Subject(
+        tm.kernels.unpermute_rows, summed,
+        lambda d: (d.normal(27, 24), d.normal(9, 3, dtype=torch.promote_types(d.dtype, torch.float32)), places(d)),
+        (0, 1), fixed=(2,), eager=lambda y, w, slots: (y[slots] * w.to(y.dtype)[..., None]).sum(1),
     ),
     "parts_rms_norm": Subject(
         parts_rms_norm, parts_norm,

@@ -15,6 +15,7 @@ from tilemesh.comm import connect, run_threads
 from tilemesh.compress.quantize import quantize
 from tilemesh.core.errors import UsageError
 from tilemesh.core.plan import ParallelPlan
+from tilemesh.kernels.routing.reference import route_tokens
 from tilemesh.model import huggingface
 from tilemesh.model.adapter import LoraConfig, adapted_modules, adapter_parameters, peft_names
 from tilemesh.model.config import ModelConfig, preset
@@ -62,7 +63,7 @@ def test_the_router_picks_the_likeliest_and_weighs_them() -> None:
     rows = [[0.0, 2.0, 1.0], [3.0, 0.0, 3.5]]
     for renormalized in (True, False):
         router, tokens = router_of(rows, experts_per_token=2, router_renormalized=renormalized)
-        experts, weights, _ = router(tokens)
+        experts, weights, *_ = router(tokens)
         assert experts.tolist() == [[1, 2], [2, 0]]
         probabilities = torch.tensor(rows).double().softmax(-1).gather(1, experts)
         wanted = probabilities / probabilities.sum(-1, keepdim=True) if renormalized else probabilities
@@ -73,7 +74,7 @@ def test_close_scores_are_told_apart_under_autocast() -> None:
     """1 and 1 + 2^-12 are one number in bf16."""
     router, tokens = router_of([[1.0, 1.0 + 2**-12]], experts_per_token=1)
     with torch.autocast("cpu", torch.bfloat16):
-        experts, weights, _ = router(tokens)
+        experts, weights, *_ = router(tokens)
     assert (experts.item(), weights.dtype) == (1, torch.float32)
 
 
@@ -97,8 +98,8 @@ def scored(rows: int, tokens: int) -> tuple[Router, Routing]:
     config = CONFIG.replace(experts=6, balance_loss=1.0)
     generator = torch.Generator().manual_seed(7)
     scores = torch.randn(rows * tokens, 6, generator=generator, dtype=torch.float64)
-    weights, experts = scores.softmax(-1).topk(2, -1)
-    return Router(config), Routing(experts, weights, scores)
+    weights, experts, *places = route_tokens(scores, picked=2)
+    return Router(config), Routing(experts, weights, scores, *places)
 
 
 def test_the_balance_of_a_sequence_is_that_of_transformers() -> None:
@@ -119,7 +120,7 @@ def test_losses_of_routers_are_sums_over_sequences() -> None:
     apart = [router.loss(part, counted[row : row + 1]) for row, part in enumerate(parts)]
     torch.testing.assert_close(torch.stack(apart).sum(), router.loss(routing, counted), rtol=1e-14, atol=0)
     assert apart[3] == 0
-    even = Routing(torch.arange(40).view(20, 2) % 6, routing.weights_NC[:20], torch.zeros(20, 6))
+    even = routing._replace(experts_NC=torch.arange(40).view(20, 2) % 6, scores_NX=torch.zeros(20, 6))
     assert router.loss(even, torch.ones(1, 20)) == pytest.approx(20)  # 1 per token
 
 

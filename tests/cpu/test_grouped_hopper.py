@@ -14,7 +14,7 @@ from triton.backends.compiler import GPUTarget
 from tilemesh.kernels import warps
 from tilemesh.kernels.accuracy import excess
 from tilemesh.kernels.grouped_linear import plan
-from tilemesh.kernels.grouped_linear.plan import Target, Tile
+from tilemesh.kernels.grouped_linear.plan import GroupedTarget, GroupedTile
 from tilemesh.kernels.grouped_linear.reference import error_bound, exact
 from tilemesh.kernels.launch.call import Place, place_of
 from tilemesh.kernels.launch.program import Operand, compile_step
@@ -50,8 +50,8 @@ def emulate(make, tensors: dict[str, torch.Tensor], **options) -> None:
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan, "rows_tile", lambda *sizes: Tile(64, 32, 64, 3))
-    monkeypatch.setattr(plan, "weights_tile", lambda *sizes: Tile(32, 32, 32, 3))
+    monkeypatch.setattr(plan, "rows_tile", lambda *sizes: GroupedTile(64, 32, 64, 3))
+    monkeypatch.setattr(plan, "weights_tile", lambda *sizes: GroupedTile(32, 32, 32, 3))
 
 
 def drawn(*shape: int, seed: int) -> torch.Tensor:
@@ -68,7 +68,7 @@ def test_rows_times_the_matrix_of_their_group(counts: list[int], turned: bool) -
     stored = weight.transpose(1, 2).contiguous() if turned else weight
     emulate(
         plan.rows_plan, {"x": x, "w": stored.flatten(0, 1), "ends": ends, "y": y}, groups=groups, turned=turned,
-        target=Target(multiprocessors=PROGRAMS),
+        target=GroupedTarget(multiprocessors=PROGRAMS),
     )  # fmt: skip
     assert (wrong := excess(y, exact(x, weight, ends), error_bound(x, weight, ends))) is None, wrong
 
@@ -83,7 +83,9 @@ def test_gradients_of_weights_are_sums_over_their_own_rows(counts: list[int]) ->
     dw = torch.full((groups, outputs, inputs), torch.nan, dtype=torch.float16)
     with np.errstate(all="ignore"):
         emulate(
-            plan.weights_plan, {"grad": grad, "x": x, "ends": ends, "dw": dw}, target=Target(multiprocessors=PROGRAMS)
+            plan.weights_plan,
+            {"grad": grad, "x": x, "ends": ends, "dw": dw},
+            target=GroupedTarget(multiprocessors=PROGRAMS),
         )
     stops = [0, *ends.tolist()]
     for group in range(groups):
@@ -110,7 +112,7 @@ def test_a_lost_arrival_is_noticed() -> None:
         with pytest.raises(RuntimeError, match="would hang"):
             emulate(
                 plan.rows_plan, {"x": x, "w": weight.flatten(0, 1), "ends": ends, "y": y}, groups=2, turned=False,
-                target=Target(multiprocessors=PROGRAMS),
+                target=GroupedTarget(multiprocessors=PROGRAMS),
             )  # fmt: skip
 
 
@@ -121,7 +123,7 @@ def test_the_kernels_compile_for_an_h200_that_is_not_here(which: str, monkeypatc
     def place(*shape: int, dtype: str = "bfloat16") -> Place:
         return Place(shape, tuple(torch.empty(shape, device="meta").stride()), dtype, True)
 
-    ends, target = {"ends": place(8, dtype="int32")}, Target(multiprocessors=132)
+    ends, target = {"ends": place(8, dtype="int32")}, GroupedTarget(multiprocessors=132)
     turned = which == "gradient of rows"
     wide, narrow = (4096, 14336) if turned else (14336, 4096)
     places = ends | {"x": place(16384, narrow), "w": place(8 * 14336, 4096), "y": place(16384, wide)}

@@ -14,7 +14,7 @@ from tilemesh.core.errors import UsageError
 from tilemesh.kernels.accuracy import accumulator, excess, rounding_error, sum_error
 from tilemesh.kernels.grouped_linear import plan
 from tilemesh.kernels.grouped_linear.cost import FORM, cost, loads_of
-from tilemesh.kernels.grouped_linear.plan import Target
+from tilemesh.kernels.grouped_linear.plan import GroupedTarget
 from tilemesh.kernels.grouped_linear.reference import arguments, error_bound, exact, grouped_linear
 from tilemesh.kernels.launch.call import Place
 from tilemesh.kernels.launch.program import Operand, compile_step
@@ -84,10 +84,14 @@ def test_the_kernels_compile_for_an_h200_that_is_not_here(turned: bool) -> None:
 
     wide, narrow = (4096, 14336) if turned else (14336, 4096)
     rows = {"x": place(16384, narrow), "w": place(8 * 14336, 4096), "ends": place(8, dtype="int32")}
-    plans = [(rows | {"y": place(16384, wide)}, partial(plan.rows_plan, groups=8, turned=turned, target=Target()))]
+    plans = [
+        (rows | {"y": place(16384, wide)}, partial(plan.rows_plan, groups=8, turned=turned, target=GroupedTarget()))
+    ]
     if turned:
         of_weights = {"grad": place(16384, 14336), "x": place(16384, 4096), "dw": place(8, 14336, 4096)}
-        plans.append((of_weights | {"ends": place(8, dtype="int32")}, partial(plan.weights_plan, target=Target())))
+        plans.append(
+            (of_weights | {"ends": place(8, dtype="int32")}, partial(plan.weights_plan, target=GroupedTarget()))
+        )
     for places, make in plans:
         operands = {name: Operand(where.dtype) for name, where in places.items()}
         for step in make(places).steps:

@@ -24,6 +24,7 @@ SAMPLE = {  # where faults were found, and every kind of values and dtype once
     "row_linear": (torch.float32, "plain"), "lowbit_linear": (torch.float32, "plain"),
     "scaled_matmul": (torch.float32, "offset"), "scaled_matmul of floats": (torch.float32, "zeros"),
     "likeliest": (torch.float32, "largest"), "few_linear": (torch.bfloat16, "zeros"),
+    "route_tokens": (torch.float32, "offset"), "unpermute_rows": (torch.bfloat16, "inf"),
     "adamw": (torch.float32, "plain"), "global_norm": (torch.float32, "offset"),
 }  # fmt: skip
 

@@ -78,6 +78,29 @@ def test_grouped_products_and_both_gradients(sizes, load):
     assert not found[1][ends.diff(prepend=ends.new_zeros(1)) == 0].any()
 
 
+@pytest.mark.parametrize(("tokens", "experts", "picked"), [(1, 8, 2), (5000, 8, 2), (777, 128, 8), (40, 1000, 3)])
+def test_routing_there_and_back(tokens, experts, picked):
+    """Places of a stable sort, weights and every gradient against float64 in plain torch."""
+    generator = torch.Generator("cuda").manual_seed(tokens)
+    scores, x, upstream = (
+        torch.randn(tokens, size, generator=generator, device="cuda") for size in (experts, 264, 264)
+    )
+    found, leaves = [], [scores.requires_grad_(), x.bfloat16().requires_grad_()]
+    for wide in (False, True):
+        of_scores, of_rows = (leaf.detach().double().requires_grad_() for leaf in leaves) if wide else leaves
+        options = {"implementation": "torch" if wide else "triton"}
+        weights, _, slots, counts = tm.kernels.route_tokens(of_scores, picked=picked, **options)
+        rows = tm.kernels.permute_rows(of_rows, slots, **options)
+        y = tm.kernels.unpermute_rows(rows, weights, slots, **options)
+        grads = torch.autograd.grad(y, [of_scores, of_rows], upstream.to(y.dtype))
+        found.append((slots, counts, weights.detach(), y.detach(), *grads))
+    (slots, counts, *mine), (wanted, expected, *true) = found
+    assert torch.equal(slots, wanted)
+    assert torch.equal(counts, expected)
+    for ours, exact, eps in zip(mine, true, (2**-18, 2**-7, 2**-6, 2**-7), strict=True):
+        assert (ours.double() - exact).norm() <= eps * exact.norm() + 1e-6
+
+
 def test_experts_train_by_grouped_products():
     """As one expert after the other, in bf16 under autocast: the loss and the gradients of a step."""
     config = ModelConfig(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tilemesh.core.errors import UsageError, unknown
@@ -61,6 +61,7 @@ _NORM = "tilemesh.kernels.norm"
 _GATED = "tilemesh.kernels.gated"
 _ADAMW = "tilemesh.kernels.adamw"
 _FEW = "tilemesh.kernels.few_linear"
+_ROUTING = "tilemesh.kernels.routing"
 _OPERATORS = (
     OperatorEntry(
         "matmul",
@@ -100,6 +101,9 @@ _OPERATORS = (
     folder("norm_row_linear", "tilemesh.kernels.row_linear"),
     folder("few_linear", _FEW),
     folder("grouped_linear"),
+    replace(folder("route_tokens", _ROUTING), cost=f"{_ROUTING}.cost:route_cost"),
+    folder("permute_rows", _ROUTING),
+    replace(folder("unpermute_rows", _ROUTING), cost=f"{_ROUTING}.cost:unpermute_cost"),
     folder("parts_rms_norm", _FEW),
     folder("lowbit_linear"),
     folder("norm_lowbit_linear", "tilemesh.kernels.lowbit_linear"),

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from tilemesh.kernels.routing.reference import permute_rows, route_tokens, unpermute_rows
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.row_blocks import in_row_blocks
 
@@ -56,6 +57,10 @@ class Routing(NamedTuple):
     weights_NC: Tensor
     scores_NX: Tensor
     """What they were picked by."""
+    slots_NC: Tensor
+    """Where each token's rows lie among those of all experts, which are ordered by expert; of one expert by token."""
+    counts_X: Tensor
+    """How many rows each expert takes."""
 
 
 class RoutedOutput(NamedTuple):
@@ -82,14 +87,10 @@ class Router(nn.Module):
     def forward(self, x_ND: Tensor, experts_NC: Tensor | None = None) -> Routing:
         """`experts_NC`: chosen before; None: to be chosen."""
         scores_NX = in_row_blocks(self._scores, x_ND) if self.in_blocks else self._scores(x_ND)
-        with torch.autocast(x_ND.device.type, enabled=False):
-            likely_NX = scores_NX.softmax(-1)
-            if experts_NC is None:
-                experts_NC = likely_NX.detach().topk(self.config.experts_per_token, -1).indices
-            weights_NC = likely_NX.gather(-1, experts_NC)
-        if self.config.router_renormalized:
-            weights_NC = weights_NC / weights_NC.sum(-1, keepdim=True)
-        return Routing(experts_NC, weights_NC, scores_NX)
+        weights_NC, experts_NC, slots_NC, counts_X = route_tokens(
+            scores_NX, experts_NC, picked=self.config.experts_per_token, renormalized=self.config.router_renormalized
+        )
+        return Routing(experts_NC, weights_NC, scores_NX, slots_NC, counts_X)
 
     def compute_by(self, product: Callable[[Tensor, Tensor], Tensor], in_blocks: bool) -> None:
         """Another product than torch's, or blocks of tokens of one shape."""
@@ -175,22 +176,18 @@ class Experts(nn.Module):
         x_ND = x_BTD.flatten(0, -2)
         choice = None if choices is None else choices.get(self)
         routing: Routing = self.router(x_ND, None if choice is None else choice.experts_NC)
-        experts_NC, weights_NC, _ = routing
         if choice is None:
-            choice = ExpertChoice(experts_NC, experts_NC.flatten().bincount(minlength=self.config.experts))
+            choice = ExpertChoice(routing.experts_NC, routing.counts_X)
             if choices is not None:
                 choices[self] = choice
-        # Pairs of a token and an expert, ordered by experts; of one expert by tokens.
-        order = experts_NC.flatten().argsort(stable=True)
-        rows_ND = x_ND[order // self.config.experts_per_token]
+        rows_ND = permute_rows(x_ND, routing.slots_NC)
         results_of = None if self.exchange is None else self.exchange(rows_ND, choice)
         # What does not wait for rows of other ranks is computed while they travel.
         loss = None if counted_BT is None else self.router.loss(routing, counted_BT, choice)
         shared_BTD = None if self.shared is None else self._shared(x_BTD)
         results = self.compute(rows_ND, choice.counts_X) if results_of is None else results_of(self.compute)
         # Back in the order of tokens, where each one's results are added in the order of its experts' weights.
-        y_NCD = results[order.argsort()].view(*experts_NC.shape, -1)
-        y_BTD: Tensor = (y_NCD * weights_NC.to(results.dtype)[..., None]).sum(-2).view(x_BTD.shape)
+        y_BTD: Tensor = unpermute_rows(results, routing.weights_NC, routing.slots_NC).view(x_BTD.shape)
         if shared_BTD is not None:
             y_BTD = y_BTD + shared_BTD
         return y_BTD if loss is None else RoutedOutput(y_BTD, loss)

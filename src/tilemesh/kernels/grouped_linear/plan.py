@@ -19,14 +19,14 @@ _HOPPER = "tilemesh.kernels.grouped_linear.hopper"
 _BAND = 8  # tiles of rows that take their turns with the tiles of outputs: their weights stay in the L2
 
 
-class Target(NamedTuple):
+class GroupedTarget(NamedTuple):
     """What a plan is made for. multiprocessors: of a Hopper GPU, for its own kernels; 0 for the portable ones."""
 
     interpreted: bool = False
     multiprocessors: int = 0
 
 
-class Tile(NamedTuple):
+class GroupedTile(NamedTuple):
     """Rows, outputs and inputs of a step, and steps that are loaded ahead."""
 
     m: int
@@ -35,27 +35,31 @@ class Tile(NamedTuple):
     stages: int
 
 
-INTERPRETED = Tile(16, 16, 16, 1)  # small, so that small tests have several of each kind
+INTERPRETED = GroupedTile(16, 16, 16, 1)  # small, so that small tests have several of each kind
 
 
-def rows_tile(rows: int, outputs: int, groups: int, target: Target) -> Tile:
+def rows_tile(rows: int, outputs: int, groups: int, target: GroupedTarget) -> GroupedTile:
     """For rows times matrices: low tiles where groups have few rows, since those are reads of weights."""
     if target.interpreted:
         return INTERPRETED
     low = rows < 64 * groups
     if target.multiprocessors:
-        return Tile(64, 128, 64, 7) if low else Tile(128, 128, 64, 5)
-    return Tile(64 if low else 128, 256 if outputs >= 1024 else 128, 64, 3)
+        return GroupedTile(64, 128, 64, 7) if low else GroupedTile(128, 128, 64, 5)
+    return GroupedTile(64 if low else 128, 256 if outputs >= 1024 else 128, 64, 3)
 
 
-def weights_tile(inputs: int, target: Target) -> Tile:
+def weights_tile(inputs: int, target: GroupedTarget) -> GroupedTile:
     """For gradients of weights, whose steps are over rows."""
     if target.interpreted:
         return INTERPRETED
-    return Tile(64, 128, 128, 5) if target.multiprocessors else Tile(64, 128, 256 if inputs >= 1024 else 128, 3)
+    return (
+        GroupedTile(64, 128, 128, 5)
+        if target.multiprocessors
+        else GroupedTile(64, 128, 256 if inputs >= 1024 else 128, 3)
+    )
 
 
-def rows_plan(places: Mapping[str, Place], *, groups: int, turned: bool, target: Target) -> LaunchPlan:
+def rows_plan(places: Mapping[str, Place], *, groups: int, turned: bool, target: GroupedTarget) -> LaunchPlan:
     """y = x w^T, or where the matrices are turned x w. `w`: those of all groups under one another."""
     x, w, y = places["x"], places["w"], places["y"]
     (rows, inner), outputs, high = x.shape, y.shape[1], w.shape[0] // groups
@@ -84,7 +88,7 @@ def rows_plan(places: Mapping[str, Place], *, groups: int, turned: bool, target:
     return LaunchPlan((step,))
 
 
-def weights_plan(places: Mapping[str, Place], *, target: Target) -> LaunchPlan:
+def weights_plan(places: Mapping[str, Place], *, target: GroupedTarget) -> LaunchPlan:
     """dw = grad^T x of each group; `dw`: those of all groups."""
     grad, x, dw = places["grad"], places["x"], places["dw"]
     groups, outputs, inputs = dw.shape
@@ -143,8 +147,10 @@ def _launch(launch: Any, plan: Plan, given: Mapping[str, Tensor], written: str, 
         gpu = gpu_of(device_index(device))
         if gpu.hopper:
             try:
-                launch(plan, given, written=(written,), **more, target=Target(multiprocessors=gpu.multiprocessors))
+                launch(
+                    plan, given, written=(written,), **more, target=GroupedTarget(multiprocessors=gpu.multiprocessors)
+                )
                 return
             except FitError:
                 pass
-    launch(plan, given, written=(written,), **more, target=Target(interpreted=device.type == "cpu"))
+    launch(plan, given, written=(written,), **more, target=GroupedTarget(interpreted=device.type == "cpu"))

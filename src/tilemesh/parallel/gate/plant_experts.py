@@ -80,10 +80,9 @@ def _lost_on_the_way_back(laid: Laid) -> None:
 class _Forgetful(Journey):
     def arrived(self, landing: Tensor) -> Tensor:
         right = super().arrived(landing)
-        rank = self.exchange.comm.rank
-        first = sum(self.receives[:rank])
+        first = sum(self.receives[: self.comm.rank])
         own = torch.zeros(len(right), 1, dtype=torch.bool, device=right.device)
-        own[first : first + self.receives[rank]] = True
+        own[first : first + self.receives[self.comm.rank]] = True
         return torch.where(own, right, right.detach())
 
 
