@@ -247,11 +247,11 @@ class RanksOfNodes:
 
     def all_to_all_s(self, nbytes: float, copies: int = 1) -> float:
         """Of so many bytes on each rank an equal part for every other: those for the own node over its links, at the
-        same time all others over each rank's own adapter, where of `copies` of a row to any ranks one is enough for
-        each node."""
-        nodes = self.nodes * (1 - (1 - 1 / self.nodes) ** copies)  # that a row goes to, expected
-        across_bytes = nbytes * (self.nodes - 1) / self.nodes * nodes / copies
-        inside_s = self._at_once_s(self.within, self.inside - 1, nbytes * (self.inside - 1) / self.ranks)
+        same time all others over each rank's own adapter. Of `copies` of a row to any ranks one is enough for each
+        rank of the own node, and for each other node."""
+        inside_bytes = nbytes * (self.inside - 1) / self.ranks * _different(self.ranks, copies)
+        across_bytes = nbytes * (self.nodes - 1) / self.nodes * _different(self.nodes, copies)
+        inside_s = self._at_once_s(self.within, self.inside - 1, inside_bytes)
         return max(inside_s, self._at_once_s(self.across, self.ranks - self.inside, across_bytes))
 
     def _at_once_s(self, wire: Wire, messages: int, nbytes: float) -> float:
@@ -269,6 +269,11 @@ class RanksOfNodes:
     def sent_bytes(self, nbytes: float, collective: str) -> float:
         """What one rank sends for a buffer of so many bytes; the two levels together send what one ring would."""
         return _sent_share(collective, self.ranks) * nbytes
+
+
+def _different(places: int, copies: int) -> float:
+    """Of so many copies to random places, the fraction that goes to different ones, expected."""
+    return places * (1 - (1 - 1 / places) ** copies) / copies
 
 
 @functools.cache
