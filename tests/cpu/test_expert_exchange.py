@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,16 +18,26 @@ from torch import Tensor, nn
 from tilemesh.comm import Communicator, run_threads
 from tilemesh.comm.runtime.observe import BEGIN, CALL, WAIT, Seen
 from tilemesh.core.plan import ParallelPlan
+from tilemesh.core.step.action import Action
 from tilemesh.core.step.book import build
 from tilemesh.core.step.passes import exchange, recompute
+from tilemesh.core.step.text import parse_action
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.experts import Experts
 from tilemesh.model.transformer import Transformer
 from tilemesh.parallel.apply import lay
+from tilemesh.parallel.experts import watch_experts
 from tilemesh.parallel.laid import Laid, StepPiece
 from tilemesh.parallel.mesh import Mesh
 from tilemesh.parallel.pipeline import Pipeline
 from tilemesh.parallel.run import StepRunner
+from tilemesh.report.pipeline_part import pipeline
+from tilemesh.report.run import read
+from tilemesh.report.time_parts import lanes
+from tilemesh.runs.folder import new_run
+from tilemesh.runs.kind import TRAIN
+from tilemesh.train.load import load
+from tilemesh.train.rank import train_here
 
 CONFIG = ModelConfig(
     layers=2, width=16, heads=4, vocabulary=40, context=32, mlp_width=24, positions="rotary", norm="rmsnorm",
@@ -169,3 +181,72 @@ def test_a_pass_that_a_list_repeats_takes_the_same_experts() -> None:
 
     for first, second in run_threads(2, main):
         assert first == second
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        {"pp": 2, "accumulation": 2, "schedule": "zb-h1"},
+        {"pp": 2, "accumulation": 4, "schedule": "dualpipe", "recompute": "full"},
+        {"zero": 3, "recompute": "operators"},
+        {"offload": "activations", "recompute": "full", "recompute_every": 2},
+    ],
+    ids=["halves", "both ways", "gathered", "stretches"],
+)
+def test_a_pass_exchanges_what_its_list_says(plan: dict[str, Any]) -> None:
+    """DISPATCH and COMBINE within each action of a step as it runs are those that are drawn and timed."""
+    config = CONFIG.replace(layers=4, dense_layers=(1,))
+
+    def main(comm: Communicator) -> Any:
+        laid = laid_here(comm, config, dp=2, ep=2, **plan)
+        assert isinstance(laid, Pipeline)
+        seen: list[tuple[Action, list[tuple[str, str, int]]]] = []
+
+        def around(action: Action, do: Callable[[], None]) -> None:
+            seen.append((action, []))
+            do()
+
+        laid.watch_actions(lambda text: None, around)
+        watch_experts(laid.module, lambda what, began_s, ended_s: seen[-1][1].append(what[:3]))
+        laid.passes([StepPiece(*text_of(number), 2 * number) for number in range(laid.plan.accumulation)])
+        laid.gradients.finish()
+        wanted = [(action, laid.step.program.within(action)) for action, _ in seen]
+        return seen, [(action, [(inner.kind, inner.of, inner.layer) for inner in inners]) for action, inners in wanted]
+
+    for seen, wanted in run_threads(2 * plan.get("pp", 1), main):
+        assert seen == wanted
+        assert any(inners for _, inners in seen)
+
+
+@pytest.mark.parametrize("mesh", ["dp=2,ep=2", "dp=2,ep=2,pp=2"])
+def test_a_traced_run_shows_its_exchanges_in_a_lane_of_their_own(tmp_path: Path, mesh: str) -> None:
+    """One span from the beginning of each exchange to the end of waiting for it; the run's page draws them."""
+    (tmp_path / "text.txt").write_text("".join(f"line {number}: {number * 7} dogs\n" for number in range(200)))
+    sets = (
+        "model.layers=2,model.width=16,model.heads=4,model.mlp_width=24,model.context=16,model.experts=4,train.steps=2,"
+        "model.shared_width=16,train.batch=4,train.trace_steps=2,evaluate.every=0,checkpoint.every=0,sample.tokens=0,"
+        f"train.device=cpu,data.source={tmp_path / 'text.txt'}"
+    )
+    config, folder = load(mesh=mesh, sets=[sets]), tmp_path / "run"
+    new_run(TRAIN, config.to_toml(), folder)
+    run_threads(config.plan.world, lambda comm: train_here(config, folder, comm))
+    traced = read(folder)
+    assert traced.timeline is not None
+    (step, *_) = traced.timeline.steps[-1:]
+    for rank, spans in traced.timeline.experts.items():
+        mine = [parse_action(span.name) for span in spans if step.began_s <= span.began_s <= step.ended_s]
+        stage = rank // 2
+        layers, passes = (2, 1) if config.plan.pp == 1 else (1, config.plan.accumulation)
+        assert len(mine) == 4 * layers * passes
+        assert {action.layer for action in mine} == ({0, 1} if config.plan.pp == 1 else {stage})
+        assert {action.microbatch for action in mine} == set(range(config.plan.accumulation))
+        assert {span.lane for span in spans}.isdisjoint({span.lane for span in traced.timeline.ranks[rank]})
+    assert len(traced.timeline.experts) == config.plan.world
+    page = str(lanes(traced)) + str(pipeline(traced, None) or "")
+    for words in (
+        "experts 0",
+        "experts 1",
+        "rows to experts of other ranks",
+        *["run 1, experts"] * (config.plan.pp > 1),
+    ):
+        assert words in page

@@ -128,8 +128,8 @@ def test_every_precision_computes_in_a_known_dtype(precision: Any) -> None:
             "unknown attention 'flash': known are fused, materialized",
         ),
         (
-            {"precision": "fp8"},
-            "unknown precision 'fp8': did you mean 'fp32'? known are fp32, bf16, bf16-master, fp16, fp64",
+            {"precision": "int8"},
+            "unknown precision 'int8': known are fp32, bf16, bf16-master, fp16, fp64, fp8",
         ),
     ],
 )

@@ -114,3 +114,21 @@ def test_the_pictures_of_zero_are_its_lists(stage: int) -> None:
 def test_what_cannot_be_drawn_is_refused(question: DrawOptions, words: str) -> None:
     with pytest.raises(UsageError, match=words):
         run(draw, question)
+
+
+def test_rows_to_experts_have_a_lane_of_their_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A pass takes what it computes and what of its exchanges nothing hides: of 0.5 there 0.1, of 0.3 back all."""
+    files = {kind: str(tmp_path / f"step.{kind}") for kind in ("svg", "html", "json")}
+    settings: dict[str, Any] = {"stages": 2, "microbatches": 4}
+    run(draw, asked("1f1b", **settings, experts="0.5,0.3,0.4", **files))
+    said = capsys.readouterr().out
+    assert "dispatch 0.5, 0.4 computed beside it, combine 0.3" in " ".join(said.split())
+    assert said.count("\nexperts |") == 2
+    assert json.loads(Path(files["json"]).read_text())["step_s"] == pytest.approx((4 + 1) * (1.4 + 2.4))
+    assert Path(files["svg"]).read_text() == (PICTURES / "experts.svg").read_text()
+    assert "0DISPATCH_F0/0" in Path(files["html"]).read_text()
+    run(draw, asked("1f1b", **settings, experts="0.4,0,0.4"))
+    assert "step 15 with" in capsys.readouterr().out  # nothing is left of it
+    for wrong in ("1", "a,b", "0.1,0.1,2"):
+        with pytest.raises(UsageError, match=f"--experts {wrong}"):
+            run(draw, asked("1f1b", experts=wrong))

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tilemesh.core.errors import UsageError
-from tilemesh.core.step.action import COMPUTE, Action, PassDone, StepProgram, makes, parts
+from tilemesh.core.step.action import COMPUTE, Action, PassDone, RoutedLayers, StepProgram, makes, parts
 from tilemesh.core.step.book import asynchronous, build, synchronous
 from tilemesh.core.step.check import BrokenStepError, check
 from tilemesh.core.step.memory import StepBytes, memory_curve, memory_peaks
 from tilemesh.core.step.passes import exchange, gather, offload, recompute
 from tilemesh.core.step.placement import ChunkPlacement, loop, two_ways, vee
-from tilemesh.core.step.simulate import StepTimes, simulate
+from tilemesh.core.step.simulate import ExchangeTimes, RoutedTimes, Slot, StepTimes, simulate
 from tilemesh.core.step.text import from_csv, parse_action, to_csv
 
 
@@ -239,7 +240,7 @@ def test_what_cannot_be_built_is_refused(arguments: tuple[str, int, int], words:
         build(*arguments)
 
 
-@pytest.mark.parametrize("text", ["F0", "0X0", "0F", "(0B0;1F0)OVERLAP_F_B", "-1F0", "0SEND_F", ""])
+@pytest.mark.parametrize("text", ["F0", "0X0", "0F", "(0B0;1F0)OVERLAP_F_B", "-1F0", "0SEND_F", "", "0DISPATCH_F/1"])
 def test_text_that_is_no_action_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match="expected"):
         parse_action(text)
@@ -412,3 +413,53 @@ def test_an_update_waits_for_its_states() -> None:
     moved = simulate(exchange(program, "step", update=True, states_on_host=True), times)
     assert stepped.total_s == pytest.approx(passes_s + 3.0)
     assert moved.total_s >= passes_s + 2.0 + 3.0
+
+
+def routed(chunks: int, again: bool = False) -> tuple[RoutedLayers, ...]:
+    """Three layers in each chunk, of which the last two have experts."""
+    return tuple(RoutedLayers(((3 * chunk + 1, 3 * chunk + 2),), again) for chunk in range(chunks))
+
+
+def test_what_a_pass_exchanges_with_experts_follows_from_the_pass() -> None:
+    program = dataclasses.replace(build("zb-h1", 2, 2), routed=routed(2))
+    assert " ".join(map(str, program.within(Action("F", 1, 0)))) == (
+        "1DISPATCH_F0/4 1COMBINE_F0/4 1DISPATCH_F0/5 1COMBINE_F0/5"
+    )
+    back = "1COMBINE_B0/5 1DISPATCH_B0/5 1COMBINE_B0/4 1DISPATCH_B0/4"
+    assert " ".join(map(str, program.within(Action("I", 1, 0)))) == back
+    assert program.within(Action("W", 1, 0)) == ()
+    again = dataclasses.replace(program, routed=routed(2, again=True))
+    words = " ".join(map(str, again.within(Action("B", 1, 0))))
+    assert words == f"1DISPATCH_F0/4 1COMBINE_F0/4 1DISPATCH_F0/5 1COMBINE_F0/5 {back}"
+    assert [parse_action(word).layer for word in words.split()] == [4, 4, 5, 5, 5, 5, 4, 4]
+    with pytest.raises(UsageError, match="0DISPATCH_F0/1 happens within a pass, which says so itself"):
+        from_csv("0F0,0DISPATCH_F0/1,0B0")
+    with pytest.raises(UsageError, match="a layer, such as /3, is said of rows"):
+        parse_action("0F0/3")
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "dualpipe"])
+def test_exchanges_lie_within_their_passes_and_beside_what_hides_them(name: str) -> None:
+    """Of a layer 1 s before, 2 s there with 1.5 s computed meanwhile, 1 s of experts, 0.5 s back."""
+    program = build(name, 2, 4)
+    forward, back = ExchangeTimes(1, 2, 1.5, 1, 0.5, 0), ExchangeTimes(1, 0.5, 0, 1, 2, 1.5)
+    assert forward.total_s == back.total_s == 4.5
+    layers, more = 2, 0.25  # and an embedding or a head
+    times = StepTimes(*[[seconds] * program.chunks for seconds in (layers * 4.5 + more, layers * 4.5 + more, 3.0)])
+    plain = simulate(program, times, keep_slots=True)
+    program = dataclasses.replace(program, routed=routed(program.chunks))
+    timeline = simulate(program, dataclasses.replace(times, routed=RoutedTimes(forward, back, 1.5)), keep_slots=True)
+    assert (timeline.total_s, timeline.slots, plain.exchanges) == (plain.total_s, plain.slots, ())
+    count = sum(part.kind != "W" for slot in plain.slots for part in parts(slot.action))
+    assert len(timeline.exchanges) == 2 * layers * count
+    by_pass: dict[tuple[int, int], list[Slot]] = {}
+    for slot in timeline.exchanges:
+        by_pass.setdefault((slot.rank, slot.place), []).append(slot)
+    passes = {(slot.rank, slot.place): slot for slot in timeline.slots}
+    for where, exchanges in by_pass.items():
+        whole = passes[where]
+        assert [slot.action for slot in exchanges] == list(program.within(whole.action))
+        ends = [whole.start_s, *(moment for slot in exchanges for moment in (slot.start_s, slot.end_s)), whole.end_s]
+        assert all(before <= after + 1e-9 for before, after in pairwise(ends))
+        for slot in exchanges:
+            assert slot.end_s - slot.start_s == pytest.approx(2 if slot.action.kind == "DISPATCH" else 0.5)

@@ -26,7 +26,7 @@ Recompute = Literal["none", "selective", "operators", "full"]
 """What a backward pass computes again, from the least to the most."""
 Attention = Literal["fused", "materialized"]
 ContextExchange = Literal["ring", "heads"]
-Precision = Literal["fp32", "bf16", "bf16-master", "fp16", "fp64"]
+Precision = Literal["fp32", "bf16", "bf16-master", "fp16", "fp64", "fp8"]
 OFFLOADS = ("optimizer", "activations", "weights")
 """What may be moved to the host's memory while it is not needed."""
 OFFLOAD_PART_BYTES = 256 << 20
@@ -37,7 +37,8 @@ OFFLOAD_PARTS = 3
 Count = Annotated[int, Range(1, 2**31 - 1)]
 """Of ranks along an axis, of sequences, of microbatches: what an array's length may be, and far more than any run."""
 CountOrNone = Annotated[int, Range(0, 2**31 - 1)]
-COMPUTE_DTYPE = {"fp32": "fp32", "bf16": "bf16", "bf16-master": "bf16", "fp16": "fp16", "fp64": "fp64"}
+COMPUTE_DTYPE = {"fp32": "fp32", "bf16": "bf16", "bf16-master": "bf16", "fp16": "fp16", "fp64": "fp64", "fp8": "bf16"}
+"""Of what a product takes and gives; in fp8 its operands are cast on their way in."""
 
 
 REPLAY_ROOM = 0.75
@@ -149,7 +150,8 @@ class StepSettings:
     """Whether attention's scores are written to memory (materialized) or not (fused)."""
     precision: Precision = "bf16"
     """fp32; bf16 and fp16: float32 weights with autocast (fp16 with loss scaling); bf16-master: 16-bit weights and
-    gradients with float32 master weights; fp64 for tests."""
+    gradients with float32 master weights; fp64 for tests; fp8: bf16-master with the layers' products in 8 bits
+    (predicted only)."""
 
     @property
     def offloads(self) -> tuple[str, ...]:
@@ -188,8 +190,13 @@ class StepSettings:
 
     @property
     def compute_dtype(self) -> str:
-        """The dtype matmuls run in, by the names of `core.hardware`."""
+        """The dtype of what matmuls take, by the names of `core.hardware`."""
         return COMPUTE_DTYPE[self.precision]
+
+    @property
+    def peak_dtype(self) -> str:
+        """The dtype whose peak utilisation is measured by."""
+        return "fp8" if self.precision == "fp8" else self.compute_dtype
 
 
 @dataclass(frozen=True, order=True)

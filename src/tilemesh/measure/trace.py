@@ -52,7 +52,7 @@ class Trace:
         self.on = folder is not None
         self._clock = clock
         self._events: list[tuple[Any, ...]] = []
-        self._threads: set[int] = set()
+        self._threads: set[int | str] = set()
         self._writing = threading.Lock()
         self._closed = threading.Event()
         self._file: TextIO | None = None
@@ -78,11 +78,14 @@ class Trace:
         """A stretch of time, as a context manager; `details` show when it is clicked."""
         return RecordedSpan(self, name, kind, details) if self.on else _NOTHING
 
-    def add(self, name: str, began_s: float, ended_s: float, *, kind: str = "work", **details: Any) -> None:
-        """A stretch of time that somebody else has timed, by `time.perf_counter`."""
+    def add(
+        self, name: str, began_s: float, ended_s: float, *, kind: str = "work", lane: str = "", **details: Any
+    ) -> None:
+        """A stretch of time that somebody else has timed, by `time.perf_counter`. `lane`: of what runs beside the
+        thread, and may begin in one of its spans and end in another."""
         if self.on:
             ended_ns, lasted_ns = round(ended_s * 1e9), round((ended_s - began_s) * 1e9)
-            self._add(("X", name, threading.get_ident(), ended_ns, lasted_ns, kind, details))
+            self._add(("X", name, lane or threading.get_ident(), ended_ns, lasted_ns, kind, details))
 
     def counter(self, name: str, value: float) -> None:
         """A value that is drawn over time: bytes allocated, loss, queue length."""
@@ -137,12 +140,13 @@ class Trace:
         if len(self._events) >= FLUSH_EVENTS:
             self.flush()
 
-    def _new_threads(self, batch: list[tuple[Any, ...]]) -> list[tuple[str, int, str]]:
-        """The names of threads that appear for the first time."""
+    def _new_threads(self, batch: list[tuple[Any, ...]]) -> list[tuple[str, int | str, str]]:
+        """The names of threads, and lanes beside them, that appear for the first time."""
         unnamed = {event[2] for event in batch if event[0] != "C"} - self._threads
         self._threads |= unnamed
         names = {thread.ident: thread.name for thread in threading.enumerate()}
-        return [("T", ident, names.get(ident, f"thread {ident}")) for ident in unnamed]
+        lanes = {ident: ident for ident in unnamed if isinstance(ident, str)}
+        return [("T", ident, lanes.get(ident) or names.get(ident, f"thread {ident}")) for ident in unnamed]
 
 
 class RecordedSpan:
@@ -228,7 +232,7 @@ def _browser_events(rank_file: _RankFile, shift_ns: int) -> Iterator[dict[str, A
     """A rank's events in the Trace Event Format, which counts microseconds."""
     yield {"ph": "M", "name": "process_name", "pid": rank_file.rank, "args": {"name": rank_file.name}}
     yield {"ph": "M", "name": "process_sort_index", "pid": rank_file.rank, "args": {"sort_index": rank_file.rank}}
-    lanes: dict[int, int] = {}  # thread idents are huge; a lane is a small number, in order of appearance
+    lanes: dict[int | str, int] = {}  # thread idents are huge; a lane is a small number, in order of appearance
     named: dict[str, list[int]] = {}
     for event in rank_file.events:
         base: dict[str, Any] = {"ph": event[0], "name": event[1], "pid": rank_file.rank}

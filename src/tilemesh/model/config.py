@@ -190,6 +190,11 @@ class ModelConfig:
         """Whether the projections of this part of a layer have biases: of q, k and v, attention's output, the MLP."""
         return self.biases if isinstance(self.biases, bool) else part in _BIASES[self.biases]
 
+    @property
+    def expert_layers(self) -> tuple[int, ...]:
+        """Those whose tokens are routed."""
+        return tuple(layer for layer in range(self.layers) if self.experts and layer not in self.dense_layers)
+
     def of_layer(self, layer: int) -> ModelConfig:
         """The configuration of a model all of whose layers are as this one is."""
         return _dense(self) if layer in self.dense_layers else self

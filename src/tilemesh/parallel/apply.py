@@ -159,7 +159,7 @@ def _lay_stages(
     """The chunks that lie on this rank's stage, each made anew, with the weights of `model` if it has some."""
     config, like = model.config, dict(model.named_parameters())
     has_memory = not any(parameter.is_meta for parameter in like.values())
-    step = step_program(plan, config.layers)
+    step = step_program(plan, config.layers, experts=config.expert_layers)
     placement, parts = step.program.placement, cut_parts(config, [len(layers) for layers in step.layers])
     # A kernel that multiplies and activates at once has no half of its backward to put off.
     kernels = dataclasses.replace(model.kernels, projections=TORCH) if step.is_split else model.kernels

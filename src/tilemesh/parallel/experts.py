@@ -15,7 +15,10 @@ N: rows of this rank; M: rows that came for this rank's experts; X: experts; D: 
 
 from __future__ import annotations
 
+import dataclasses
 import re
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -24,6 +27,7 @@ from torch import Tensor, nn
 
 from tilemesh.comm.runtime.communicator import Communicator
 from tilemesh.core.plan import ParallelPlan
+from tilemesh.core.step.action import Kind, Payload
 from tilemesh.model.deferral import product_dtype
 from tilemesh.model.experts import Computation, ExpertChoice, Experts, Results
 from tilemesh.parallel.mesh import Mesh
@@ -52,16 +56,30 @@ class ArrivingRows(NamedTuple):
     """Of these, by sender and expert here."""
 
 
+class ExpertRows(NamedTuple):
+    """What travelled, in the words of a step's actions."""
+
+    kind: Kind
+    of: Payload
+    layer: int
+    nbytes: int
+    """That this rank sent."""
+
+
+Watch = Callable[[ExpertRows, float, float], None]
+"""Told of each exchange when it has been waited for: what it was, and when it began and ended."""
+
+
 @dataclass(eq=False)
 class Journey:
     """Rows of one pass on their way between ranks, and their gradients on the way back."""
 
-    comm: Communicator
+    exchange: ExpertExchange
+    kind: Kind
     sends: list[int]
     receives: list[int]
-    algorithm: str = "auto"
-    under_way: Any = None
-    """What is waited for, and where it arrives: rows, later gradients."""
+    under_way: tuple[Any, Tensor, ExpertRows, float] | None = None
+    """What is waited for, where it arrives, what it is and when it began: rows, later gradients."""
 
     def there(self, rows: Tensor) -> Tensor:
         """Where rows arrive that leave now; not yet to be read."""
@@ -75,19 +93,24 @@ class Journey:
         rows: Tensor = function.apply(landing, self)
         return rows
 
-    def begin(self, rows: Tensor, sends: list[int], receives: list[int]) -> Tensor:
+    def begin(self, rows: Tensor, of: Payload) -> Tensor:
+        """Rows, or gradients the other way."""
+        began_s, way = time.perf_counter(), (self.sends, self.receives)
+        sends, receives = way if of == "activation" else way[::-1]
         landing = rows.new_empty(sum(receives), *rows.shape[1:])
         counts: dict[str, Any] = {"send_counts": sends, "recv_counts": receives}
-        handle = self.comm.all_to_all(rows.contiguous(), **counts, out=landing, algorithm=self.algorithm, wait=False)
-        self.under_way = handle, landing
+        comm, algorithm = self.exchange.comm, self.exchange.algorithm
+        handle = comm.all_to_all(rows.contiguous(), **counts, out=landing, algorithm=algorithm, wait=False)
+        self.under_way = handle, landing, ExpertRows(self.kind, of, self.exchange.layer, rows.nbytes), began_s
         return landing
 
     def wait(self) -> Tensor:
-        handle, landing = self.under_way
-        self.under_way = None
+        assert self.under_way is not None
+        (handle, landing, what, began_s), self.under_way = self.under_way, None
         handle.wait()
-        arrived: Tensor = landing
-        return arrived
+        if self.exchange.watch is not None:
+            self.exchange.watch(what, began_s, time.perf_counter())
+        return landing
 
 
 class _Leave(torch.autograd.Function):
@@ -96,7 +119,7 @@ class _Leave(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, journey: Journey) -> Tensor:
         ctx.journey = journey
-        return journey.begin(rows, journey.sends, journey.receives)
+        return journey.begin(rows, "activation")
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -114,7 +137,7 @@ class _Arrive(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        ctx.journey.begin(grad, ctx.journey.receives, ctx.journey.sends)
+        ctx.journey.begin(grad, "gradient")
         return grad.new_zeros(()).expand_as(grad), None
 
 
@@ -123,21 +146,23 @@ class ExpertExchange:
     """How rows reach the experts of other ranks: see `Experts.exchange`."""
 
     comm: Communicator
+    layer: int
     algorithm: str = "auto"
     journey: type[Journey] = field(default=Journey)
+    watch: Watch | None = None
 
     def __call__(self, rows_ND: Tensor, choice: ExpertChoice) -> Results:
         if choice.arriving is None:
             choice.arriving = self._ask(choice.counts_X)
         sends, receives, counts = choice.arriving
-        dispatch = self.journey(self.comm, sends, receives, self.algorithm)
+        dispatch = self.journey(self, "DISPATCH", sends, receives)
         landing_MD = dispatch.there(rows_ND.to(product_dtype(rows_ND)))
 
         def results(compute: Computation) -> Tensor:
             own = torch.arange(counts.shape[1], device=rows_ND.device).repeat(self.comm.size)
             order = own.repeat_interleave(counts.flatten()).argsort(stable=True)  # they came rank by rank
             made = compute(dispatch.arrived(landing_MD)[order], counts.sum(0))
-            combine = self.journey(self.comm, receives, sends, self.algorithm)
+            combine = self.journey(self, "COMBINE", receives, sends)
             return combine.arrived(combine.there(made[order.argsort()]))
 
         return results
@@ -156,13 +181,13 @@ def share_experts(model: nn.Module, mesh: Mesh, plan: ParallelPlan, algorithm: s
     comm = mesh.among((("dp", plan.ep),))
     before = [name for name, _ in model.named_parameters()]
     count = 0
-    for module in model.modules():
+    for path, module in model.named_modules():
         if isinstance(module, Experts):
             count = module.config.experts // plan.ep
             for number in [*module.experts._modules]:
                 if int(number) // count != comm.rank:
                     del module.experts._modules[number]
-            module.exchange = ExpertExchange(comm, algorithm)
+            module.exchange = ExpertExchange(comm, int(path.split(".")[1]), algorithm)
     elsewhere = {}
     for name in before:
         parts = EXPERT.fullmatch(name)
@@ -170,3 +195,10 @@ def share_experts(model: nn.Module, mesh: Mesh, plan: ParallelPlan, algorithm: s
             at, place = divmod(int(parts[2]), count)
             elsewhere[name] = ExpertElsewhere(f"{parts[1]}{comm.rank * count + place}{parts[3]}", at)
     return elsewhere
+
+
+def watch_experts(model: nn.Module, watch: Watch | None) -> None:
+    """Have somebody told of what layers exchange with experts of other ranks."""
+    for module in model.modules():
+        if isinstance(module, Experts) and isinstance(module.exchange, ExpertExchange):
+            module.exchange = dataclasses.replace(module.exchange, watch=watch)

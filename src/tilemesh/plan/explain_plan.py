@@ -244,7 +244,7 @@ def time_section(estimator: Estimator, best: Prediction) -> ExplainedPart:
 
 
 def utilisation_section(result: SearchResult, best: Prediction) -> ExplainedPart:
-    peak = result.cluster.device.peak(best.plan.compute_dtype)
+    peak = result.cluster.device.peak(best.plan.peak_dtype)
     whole = f"{best.step_time_s:.4g} s x {best.plan.world} x {peak / 1e12:.4g} TFLOP/s"
     again = best.hardware_flops - best.model_flops
     ratio = best.hardware_flops / best.model_flops

@@ -98,7 +98,7 @@ def candidates(estimator: Estimator, batch: int, pins: Pins) -> Iterator[list[Pa
     device = estimator.cluster.device
     attention: Attention = pins.attention or "fused"
     precision = pins.precision or default_precision(device)
-    device.peak(ParallelPlan(precision=precision).compute_dtype)  # refuses a dtype the device lacks
+    device.peak(ParallelPlan(precision=precision).peak_dtype)  # refuses a dtype the device lacks
     recomputes = [pins.recompute] if pins.recompute else _recomputes(attention)
     said = ("prefetch", "offload", "slices")
     as_said = {name: value for name in said if (value := getattr(pins, name)) is not None}

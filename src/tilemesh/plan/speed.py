@@ -74,7 +74,8 @@ class Speed:
         if awkward and self.processors and not self.pads:
             fraction = min(fraction, constants.UNALIGNED_FRACTION)
         cost = op.cost
-        compute = cost.flops / (self.flops_per_s * fraction * narrow_fraction(self.narrow[op.backward], op))
+        rate = self.flops_per_s * (constants.FP8_GAIN if op.fp8 else 1.0)
+        compute = cost.flops / (rate * fraction * narrow_fraction(self.narrow[op.backward], op))
         # Parts of a split product are written in fp32 and read again to be summed.
         partial = 2 * 4 * splits * op.batch * op.m * op.n / self.stream_bytes_per_s if splits > 1 else 0.0
         return self._with_launches(max(compute + partial, cost.bytes_moved / self.stream_bytes_per_s), 1)

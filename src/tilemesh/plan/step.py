@@ -189,7 +189,7 @@ class Estimator:
         frame = self._frame(plan)
         times = self._times(plan, frame)
         repeated = recomputed_layers(plan, frame.counts) / self.model.layers
-        peak = self.cluster.device.peak(plan.compute_dtype) * plan.world
+        peak = self.cluster.device.peak(plan.peak_dtype) * plan.world
         return Prediction(
             plan=plan,
             step_time_s=times.total_s,

@@ -30,6 +30,7 @@ from tilemesh.report.rows import percent
 from tilemesh.report.run import Run
 from tilemesh.report.run_parts import absent
 from tilemesh.report.step_page import KINDS as PASSES
+from tilemesh.report.step_page import exchange_lanes
 from tilemesh.runs.names import CONFIG, TRACE
 from tilemesh.runs.values import number, numbers, section
 
@@ -75,7 +76,7 @@ def pipeline(run: Run, kept: StepBytes | None) -> Child:
         why = run.missing.get(TRACE, "the trace has no actions of a pipeline")
         return absent("the pipeline", f"{why}, and nothing was predicted")
     simulated = simulate(program, times, keep_slots=True)
-    return join(_lanes(plan, measured, simulated, whose), _memory(run, plan, program, kept))
+    return join(_lanes(run, plan, measured, simulated, whose), _memory(run, plan, program, kept))
 
 
 def memory_over_step(run: Run, kept: StepBytes | None) -> Child:
@@ -105,7 +106,7 @@ def measured_step(timeline: spans.TraceTimeline, step: spans.TracedStep, plan: P
     for stage in range(plan.pp):
         mine = [
             span
-            for span in timeline.ranks.get(stage * plan.dp * plan.tp, ())
+            for span in timeline.ranks.get(stage * plan.replicas * plan.tp, ())
             if step.began_s <= span.began_s <= step.ended_s
         ]
         waits = [span for span in mine if span.name == "wait recv"]
@@ -167,7 +168,7 @@ def _times(run: Run, program: StepProgram, measured: Measured) -> tuple[StepTime
 # ---- the two timelines ---------------------------------------------------------------------------------------------
 
 
-def _lanes(plan: ParallelPlan, measured: Measured, simulated: Timeline, whose: str) -> Html:
+def _lanes(run: Run, plan: ParallelPlan, measured: Measured, simulated: Timeline, whose: str) -> Html:
     lanes = []
     rows: list[list[Child]] = []
     lengths = [simulated.total_s]
@@ -177,6 +178,7 @@ def _lanes(plan: ParallelPlan, measured: Measured, simulated: Timeline, whose: s
         for stage, each in enumerate(measured):
             pieces = [(traced.began_s - zero_s, traced.ended_s - zero_s, traced.name, traced.kind) for traced in each]
             lanes.append(timeline.Lane(f"run {stage}", _with_waits(pieces, end_s - zero_s)))
+            lanes += _exchanged(run, plan, stage, zero_s, end_s)
     for stage in range(plan.pp):
         pieces = [
             (slot.start_s, slot.end_s, str(slot.action), slot.action.kind)
@@ -184,6 +186,7 @@ def _lanes(plan: ParallelPlan, measured: Measured, simulated: Timeline, whose: s
             if slot.rank == stage
         ]
         lanes.append(timeline.Lane(f"sim {stage}", _with_waits(sorted(pieces), simulated.total_s)))
+        lanes += exchange_lanes(simulated, stage, f"sim {stage}, experts")
         busy = simulated.busy_s[stage]
         cells = ["–", "–"]
         if measured:
@@ -214,6 +217,18 @@ def _lanes(plan: ParallelPlan, measured: Measured, simulated: Timeline, whose: s
     )
     whole = [timeline.Stretch("the step", 0.0, max(lengths))]
     return timeline.draw("Pipeline", words, lanes, whole, KINDS, table)
+
+
+def _exchanged(run: Run, plan: ParallelPlan, stage: int, zero_s: float, end_s: float) -> list[timeline.Lane]:
+    """What the first rank of a stage exchanged with experts of others in this stretch of the trace."""
+    assert run.timeline is not None
+    mine = run.timeline.experts.get(stage * plan.replicas * plan.tp, ())
+    pieces = [
+        timeline.LanePiece(span.began_s - zero_s, span.ended_s - zero_s, span.name, span.action)
+        for span in mine
+        if zero_s <= span.began_s <= end_s
+    ]
+    return [timeline.Lane(f"run {stage}, experts", pieces)] if pieces else []
 
 
 def _with_waits(pieces: Sequence[tuple[float, float, str, str]], total_s: float) -> list[timeline.LanePiece]:

@@ -10,9 +10,10 @@ import dataclasses
 import math
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
+from tilemesh.core.step.action import WITHIN
 from tilemesh.runs.files import Unread
 from tilemesh.runs.values import MOST
 
@@ -67,6 +68,8 @@ class TraceTimeline:
 
     ranks: Mapping[int, Sequence[TraceSpan]]
     steps: Sequence[TracedStep]
+    experts: Mapping[int, Sequence[TraceSpan]] = field(default_factory=dict)
+    """What passes exchanged with experts of other ranks, beside the main lane."""
 
 
 def with_steps(events: Iterable[Any]) -> TraceTimeline:
@@ -80,6 +83,7 @@ def with_steps(events: Iterable[Any]) -> TraceTimeline:
 def timeline(events: Iterable[Any]) -> TraceTimeline:
     """Spans of the Trace Event Format; what is not one is passed over."""
     all_spans: dict[int, list[TraceSpan]] = {}
+    experts: dict[int, list[TraceSpan]] = {}
     numbers: dict[int, list[float]] = {}
     for event in events:
         if not isinstance(event, dict) or event.get("ph") != "X":
@@ -97,7 +101,7 @@ def timeline(events: Iterable[Any]) -> TraceTimeline:
         live = details.get("live")
         counted = float(live) if _is_time(live) else None
         span = TraceSpan(rank, lane, name, kind, began_s, ended_s, 0, _words(details), action, counted)
-        all_spans.setdefault(rank, []).append(span)
+        (experts if action in WITHIN else all_spans).setdefault(rank, []).append(span)
         step = details.get("step")
         if _is_small(step):
             ends = numbers.setdefault(step, [math.inf, -math.inf])
@@ -105,7 +109,8 @@ def timeline(events: Iterable[Any]) -> TraceTimeline:
     # One lane per rank: the one that steps run on, which is where most spans are.
     ranks = {rank: _nested(_main_lane(spans)) for rank, spans in sorted(all_spans.items())}
     steps = [TracedStep(number, *ends) for number, ends in sorted(numbers.items())]
-    return TraceTimeline(ranks, steps)
+    beside = {rank: sorted(each, key=lambda span: span.began_s) for rank, each in sorted(experts.items())}
+    return TraceTimeline(ranks, steps, beside)
 
 
 def _is_time(value: object) -> TypeGuard[float]:

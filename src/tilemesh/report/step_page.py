@@ -14,6 +14,7 @@ from tilemesh.report.html import Html, article, el
 KINDS = {
     "F": ("forward", 0), "B": ("backward", 7), "I": ("gradient of inputs", 7), "W": ("gradient of weights", 1),
     "FB": ("forward and backward overlapped", 2), "RECOMPUTE": ("forward again", 4),
+    "DISPATCH": ("rows to experts of other ranks", 5), "COMBINE": ("results of experts back", 3),
 }  # fmt: skip
 MOST_LINES = 8  # colours that can be told apart
 
@@ -26,7 +27,9 @@ def render(program: StepProgram, timeline: Timeline, memory: Sequence[Curve], wo
         if slot.action.kind in COMPUTE:
             names = ", ".join(str(part) for part in parts(slot.action)) or str(slot.action)
             pieces[slot.rank].append(lanes_of.LanePiece(slot.start_s, slot.end_s, names, slot.action.kind))
-    lanes = [lanes_of.Lane(f"rank {rank}", mine) for rank, mine in enumerate(pieces)]
+    lanes = []
+    for rank, mine in enumerate(pieces):
+        lanes += [lanes_of.Lane(f"rank {rank}", mine), *exchange_lanes(timeline, rank, f"experts {rank}")]
     rows = [
         [f"rank {rank}", f"{busy:g}", f"{timeline.total_s - busy:g}", f"{max(value for _, value in memory[rank]):g}"]
         for rank, busy in enumerate(timeline.busy_s)
@@ -35,6 +38,14 @@ def render(program: StepProgram, timeline: Timeline, memory: Sequence[Curve], wo
     whole = [lanes_of.Stretch("all of it", 0.0, timeline.total_s)]
     passes = lanes_of.draw("Passes", "What each rank computes, in time.", lanes, whole, KINDS, table)
     return article(title, "tilemesh plan", None, *(el("p", line) for line in rest), passes, _memory(memory))
+
+
+def exchange_lanes(timeline: Timeline, rank: int, name: str) -> list[lanes_of.Lane]:
+    """What a rank exchanges with experts of others, as a lane; none where it exchanges nothing."""
+    mine = [slot for slot in timeline.exchanges if slot.rank == rank and slot.end_s > slot.start_s]
+    mine.sort(key=lambda slot: slot.start_s)
+    pieces = [lanes_of.LanePiece(slot.start_s, slot.end_s, str(slot.action), slot.action.kind) for slot in mine]
+    return [lanes_of.Lane(name, pieces)] if pieces else []
 
 
 def _memory(memory: Sequence[Curve]) -> Html:

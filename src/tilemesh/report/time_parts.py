@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from tilemesh.core.step.action import WITHIN
 from tilemesh.core.units import format_seconds
-from tilemesh.report import spans, timeline
+from tilemesh.report import spans, step_page, timeline
 from tilemesh.report.bars import Bar, BarPart, bars, bars_by_kind
 from tilemesh.report.draw import PageTable, figure
 from tilemesh.report.html import Html
@@ -111,20 +112,27 @@ def lanes(run: Run) -> Html:
         return absent("the timeline", why)
     steps = spans.last_steps(run.timeline, MOST_SPANS, MOST_STEPS)
     begin, end = steps[0].began_s - 1e-9, steps[-1].ended_s
-    drawn = [
-        timeline.Lane(
-            f"rank {rank}",
-            [
-                timeline.LanePiece(span.began_s, span.ended_s, span.name, span.kind, span.depth)
-                for span in each
+    drawn = []
+    for rank, each in run.timeline.ranks.items():
+        for name, several in ((f"rank {rank}", each), (f"experts {rank}", run.timeline.experts.get(rank, ()))):
+            pieces = [
+                timeline.LanePiece(span.began_s, span.ended_s, span.name, _lane_kind(span), span.depth)
+                for span in several
                 if begin <= span.began_s <= end
-            ],
-        )
-        for rank, each in run.timeline.ranks.items()
-    ]
+            ]
+            drawn += [timeline.Lane(name, pieces)] if pieces or several is each else []
     stretches = [timeline.Stretch(f"step {step.number}", step.began_s, step.ended_s) for step in steps]
     words = f"Steps {steps[0].number} to {steps[-1].number} of what was traced."
-    return timeline.draw("Timeline", words, drawn, stretches, spans.KINDS, _span_table(run.timeline, steps))
+    if run.timeline.experts:
+        words += " Beneath each rank, what its passes exchange with experts of other ranks."
+    return timeline.draw("Timeline", words, drawn, stretches, _LANE_KINDS, _span_table(run.timeline, steps))
+
+
+_LANE_KINDS = dict(spans.KINDS) | {kind: step_page.KINDS[kind] for kind in map(str, WITHIN)}
+
+
+def _lane_kind(span: spans.TraceSpan) -> str:
+    return span.action if span.action in WITHIN else span.kind
 
 
 def _span_table(traced: spans.TraceTimeline, steps: list[spans.TracedStep]) -> PageTable:

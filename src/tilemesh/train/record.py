@@ -15,14 +15,17 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from tilemesh.comm.runtime.observe import EVERY, WAIT, Note, Observer, Seen
-from tilemesh.core.step.action import Action
+from tilemesh.core.step.action import Action, parts
 from tilemesh.measure.trace import Trace
+from tilemesh.parallel.experts import ExpertRows
 from tilemesh.parallel.mesh import Mesh
 
 # What the seconds of a step are divided into; the rest of a step is compute.
 EXCHANGE, DATA, IDLE = "exchange", "data", "idle"
+EXPERTS = "experts"  # the lane of what passes exchange with experts of other ranks
 CONTROL = "control"  # the axis of what all ranks of the mesh exchange
 
 
@@ -45,6 +48,8 @@ class Recorder:
         self._at = at
         self.step = 0
         self.is_in_step = False
+        self.at_pass = Action("F", 0, 0)
+        """The pass that is under way, or was the last."""
         self.live: Callable[[], int] | None = None
         """Bytes alive for the step under way, where they are counted."""
         self.seconds: dict[str, float] = {}
@@ -77,6 +82,7 @@ class Recorder:
 
     def action(self, action: Action, do: Callable[[], None]) -> None:
         """An action of a step's list; drawn while steps are traced."""
+        self.at_pass = action
         if not self.trace.on:
             do()
             if self.live is not None:
@@ -85,17 +91,29 @@ class Recorder:
         began = time.perf_counter()
         do()
         ended = time.perf_counter()
-        details = {"step": self.step, "chunk": action.chunk, "microbatch": action.microbatch}
-        if self.live is not None:
-            details["live"] = self.live()
-        self.trace.add(str(action), began, ended, kind="action", action=action.kind, **details)
+        self._draw(action, began, ended, live=None if self.live is None else self.live())
 
     def holds(self, action: Action) -> None:
         """What is alive after a pass that is no action of a list: a moment in the trace, where it is counted."""
         if self.live is not None and self.trace.on:
             now = time.perf_counter()
-            details = {"step": self.step, "chunk": action.chunk, "microbatch": action.microbatch, "live": self.live()}
-            self.trace.add(str(action), now, now, kind="action", action=action.kind, **details)
+            self._draw(action, now, now, live=self.live())
+
+    def exchange_within(self, what: ExpertRows, began_s: float, ended_s: float) -> None:
+        """Rows on their way between experts' ranks: in a lane of their own, since what is computed meanwhile has its
+        spans too."""
+        if self.trace.on and self.is_in_step:
+            now = self.at_pass
+            for part in parts(now) if now.kind == "FB" else (now,):
+                if (part.kind == "F") == (what.of == "activation"):
+                    now = part
+            action = now._replace(kind=what.kind, of=what.of, layer=what.layer, version=0, pair=None)
+            self._draw(action, began_s, ended_s, lane=EXPERTS, bytes=what.nbytes)
+
+    def _draw(self, action: Action, began_s: float, ended_s: float, lane: str = "", **more: int | None) -> None:
+        details: dict[str, Any] = {"step": self.step, "chunk": action.chunk, "microbatch": action.microbatch}
+        details |= {name: value for name, value in more.items() if value is not None}
+        self.trace.add(str(action), began_s, ended_s, kind="action", lane=lane, action=action.kind, **details)
 
     def observer(self, mesh: Mesh) -> Observer:
         """What observes the communicators of a mesh. Making groups and memory is no exchange."""
@@ -109,7 +127,7 @@ class Recorder:
     def _note(self, axis: str, seen: Seen) -> Note:
         """Of a call under way only the beginning and the waiting are drawn; the tests in between just add seconds."""
         name = f"wait {seen.operation}" if seen.phase == WAIT else seen.operation
-        details = {"bytes": seen.nbytes, "group": axis}
+        details: dict[str, Any] = {"bytes": seen.nbytes, "group": axis}
         if seen.is_new:
             details["algorithm"] = seen.algorithm
         is_drawn = seen.is_new or seen.phase == WAIT

@@ -19,6 +19,7 @@ from torch import Tensor
 from tilemesh.core.errors import UsageError
 from tilemesh.core.step.action import Action
 from tilemesh.model.dropout import DropoutPlace, fold_seed
+from tilemesh.parallel.experts import watch_experts
 from tilemesh.parallel.gradients import GradientStep
 from tilemesh.parallel.laid import Laid, StepPiece
 from tilemesh.parallel.pipeline import Pipeline
@@ -68,6 +69,7 @@ class Stepper:
             self.replay = StepGraph(self._move, optimizer.capturing, always=config.train.graph is True)
         if isinstance(laid, Pipeline):
             laid.watch_actions(recorder.at, recorder.action)
+        watch_experts(laid.module, recorder.exchange_within)
         self.before: Callable[[int], None] | None = None
         """Called with a step's number before it: what a recipe changes while training."""
         self._pace = Pace()
@@ -171,14 +173,16 @@ class Stepper:
             for turn, (tensors, row) in enumerate(batches):
                 # Without dropout nothing that changes is handed to a compiled model.
                 dropping = {} if seed is None else {"dropout_seed": seed, "place": DropoutPlace(row=row)}
+                self.recorder.at_pass = Action("F", 0, turn)
                 with self.recorder.span("forward"):
                     total, count = self.objective.loss(*tensors, **dropping)
-                self.recorder.holds(Action("F", 0, turn))
+                self.recorder.holds(self.recorder.at_pass)
+                self.recorder.at_pass = Action("B", 0, turn)
                 with self.recorder.span("backward"):
                     is_last = turn == len(batches) - 1
                     self.gradients.backward(total, count, last=is_last, scale=self.scale.factor)
                 del total  # and the graph behind it
-                self.recorder.holds(Action("B", 0, turn))
+                self.recorder.holds(self.recorder.at_pass)
 
     def _write(self, inputs: StepInputs, number: int, batches: Batch) -> None:
         """What is new in a step, into the tensors that a captured step reads."""

@@ -6,6 +6,9 @@ know nothing of how they were made.
 
 A model is cut into chunks of consecutive layers. Chunk c reads the output of chunk c-1. Each chunk runs F, and B or
 I and W, once for every microbatch and every slice of its tokens.
+
+Where ranks share out experts, rows travel within a pass (DISPATCH and COMBINE). A list does not name these exchanges:
+they follow from the pass (`StepProgram.within`), and have a lane of their own beside computing.
 """
 
 from __future__ import annotations
@@ -31,13 +34,17 @@ Kind = Literal[
     "RECOMPUTE",  # forward pass again, for activations that F did not keep
     "OUT",  # moves activations, weights or optimizer states to the host's memory ...
     "IN",  # ... and back
+    "DISPATCH",  # within a pass: a layer's rows to the ranks that have their experts ...
+    "COMBINE",  # ... and the results back; of gradients COMBINE comes first
 ]
 Payload = Literal["", "activation", "gradient", "weights", "states"]
-"""What SEND, RECV, GATHER, FREE, OUT and IN move. An activation that is sent is a chunk's output, one that is moved out
-is all that the chunk keeps for backward."""
+"""What actions that move data move. An activation that is sent is a chunk's output, one that is moved out is all that
+the chunk keeps for backward."""
 
 COMPUTE: tuple[Kind, ...] = ("F", "B", "I", "W", "FB", "RECOMPUTE")
 PASSES: tuple[Kind, ...] = ("F", "B", "I", "W", "FB")
+WITHIN: tuple[Kind, ...] = ("DISPATCH", "COMBINE")
+"""What happens within passes."""
 WORDS: dict[tuple[Kind, Payload], str] = {
     ("F", ""): "F", ("B", ""): "B", ("I", ""): "I", ("W", ""): "W", ("RECOMPUTE", ""): "RECOMPUTE",
     ("SEND", "activation"): "SEND_F", ("RECV", "activation"): "RECV_F",
@@ -47,6 +54,8 @@ WORDS: dict[tuple[Kind, Payload], str] = {
     ("OUT", "activation"): "OUT", ("IN", "activation"): "IN",
     ("OUT", "weights"): "OUT_WEIGHTS", ("IN", "weights"): "IN_WEIGHTS",
     ("OUT", "states"): "OUT_STATES", ("IN", "states"): "IN_STATES",
+    ("DISPATCH", "activation"): "DISPATCH_F", ("DISPATCH", "gradient"): "DISPATCH_B",
+    ("COMBINE", "activation"): "COMBINE_F", ("COMBINE", "gradient"): "COMBINE_B",
 }  # fmt: skip
 """How an action is written: torch's words, where it has one."""
 EVERY = -1
@@ -65,6 +74,8 @@ class Action(NamedTuple):
     of: Payload = ""
     pair: Action | None = None
     """The backward pass of an FB."""
+    layer: int = EVERY
+    """Of DISPATCH and COMBINE: whose rows travel."""
 
     def __str__(self) -> str:
         """As in torch's lists: `3SEND_F1` is chunk 3 sending its output for microbatch 1 (`text.py` reads them)."""
@@ -73,7 +84,8 @@ class Action(NamedTuple):
         microbatch = "" if self.microbatch == EVERY else str(self.microbatch)
         piece = f".{self.slice}" if self.slice else ""
         version = f"@{self.version}" if self.version else ""
-        return f"{self.chunk}{WORDS[self.kind, self.of]}{microbatch}{piece}{version}"
+        layer = "" if self.layer == EVERY else f"/{self.layer}"
+        return f"{self.chunk}{WORDS[self.kind, self.of]}{microbatch}{piece}{version}{layer}"
 
 
 class PassDone(NamedTuple):
@@ -103,6 +115,28 @@ def makes(part: Action) -> tuple[PassDone, ...]:
     return (PassDone("I" if part.kind == "I" else "W", *where),)
 
 
+class RoutedLayers(NamedTuple):
+    """Of a chunk, the layers whose experts other ranks have too."""
+
+    stretches: tuple[tuple[int, ...], ...] = ()
+    """In groups that a backward pass takes together."""
+    again: bool = False
+    """Whether it computes each group again first, so that rows travel once more before their gradients do."""
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        return tuple(layer for stretch in self.stretches for layer in stretch)
+
+    @property
+    def backward(self) -> tuple[tuple[bool, int], ...]:
+        """In the order of a backward pass: whether rows travel, or their gradients, and of which layer."""
+        order: list[tuple[bool, int]] = []
+        for stretch in reversed(self.stretches):
+            order += [(True, layer) for layer in stretch if self.again]
+            order += [(False, layer) for layer in reversed(stretch)]
+        return tuple(order)
+
+
 @dataclass(frozen=True)
 class StepProgram:
     """The actions of every rank, in order."""
@@ -117,6 +151,8 @@ class StepProgram:
     """Versions of a chunk's weights that a rank holds at once: an UPDATE overwrites the oldest."""
     keeps_versions: bool = True
     """Whether a backward pass reads the version that its forward pass read, as autograd would have it."""
+    routed: tuple[RoutedLayers, ...] = ()
+    """By chunk, where ranks share out experts."""
 
     @property
     def ranks(self) -> int:
@@ -163,6 +199,22 @@ class StepProgram:
         if piece < self.slices - 1:
             needs.append(PassDone("I", chunk, microbatch, piece + 1))
         return tuple(needs)
+
+    def within(self, action: Action) -> tuple[Action, ...]:
+        """What a pass exchanges with the ranks that have experts of its layers, in its order."""
+        if action.kind == "FB":
+            return tuple(inner for part in parts(action) for inner in self.within(part))
+        if not self.routed or action.kind not in ("F", "RECOMPUTE", "B", "I"):
+            return ()
+        mine = self.routed[action.chunk]
+        is_forward = action.kind in ("F", "RECOMPUTE")
+        steps = tuple((True, layer) for layer in mine.layers) if is_forward else mine.backward
+        there, back = action._replace(kind="DISPATCH", version=0), action._replace(kind="COMBINE", version=0)
+        return tuple(
+            inner._replace(of="activation" if rows else "gradient", layer=layer)
+            for rows, layer in steps
+            for inner in ((there, back) if rows else (back, there))
+        )
 
     def messages(self, part: Action) -> tuple[tuple[Action, Action, int], ...]:
         """What a pass sends to another rank: the SEND, the RECV that takes it, and the receiver."""

@@ -15,6 +15,8 @@ _COLOURS = {"F": 0, "B": 2, "I": 2, "W": 1, "R": 3}
 _KEYS = {"F": "blue: forward", "B": "green: backward", "I": "green: gradient of inputs", "W": "brown: of weights",
          "R": "pink: forward again"}  # fmt: skip
 _LEAST_WIDTH, _MOST_WIDTH = 820, 1600
+_LANE = {"DISPATCH": ("d", 5), "COMBINE": ("c", 7)}
+"""Of what passes exchange with experts of other ranks: a letter and a colour."""
 _MOVES = {"GATHER": "weights gathered", "REDUCE": "gradients summed", "UPDATE": "update", "OUT": "out", "IN": "in"}
 _BARS = " ▁▂▃▄▅▆▇█"
 
@@ -22,6 +24,8 @@ LEGEND = (
     "F forward, B backward, I and W its two halves (gradients of inputs and weights), R forward again; "
     "small letters: a rank's later chunks; ·: waiting"
 )
+
+EXCHANGES = "experts: d rows sent to the ranks that have their experts (dispatch), c results sent back (combine)"
 
 Curve = Sequence[tuple[float, float]]
 """Moments and the bytes alive from then on."""
@@ -61,6 +65,8 @@ def text(program: StepProgram, timeline: Timeline, memory: Sequence[Curve] = (),
             width = end - begin
             cells[begin:end] = (label if len(label) <= width else label[:width]).ljust(width)
         lines.append(f"rank {rank:<3}|{''.join(cells)}|")
+        if timeline.exchanges:
+            lines.append(f"experts |{_exchange_cells(timeline, rank, per_column, len(cells))}|")
         if memory:
             marks = []
             for column in range(len(cells)):
@@ -68,7 +74,18 @@ def text(program: StepProgram, timeline: Timeline, memory: Sequence[Curve] = (),
                 value = max(_at(memory[rank], column * per_column, until), 0.0)
                 marks.append(_BARS[round(value / most * (len(_BARS) - 1))] if most else " ")
             lines.append(f" memory |{''.join(marks)}|{peaks[rank]}")
-    return "\n".join([*lines, textwrap.fill(LEGEND, columns)])
+    legends = [LEGEND, *([EXCHANGES] if timeline.exchanges else [])]
+    return "\n".join([*lines, *(textwrap.fill(legend, columns) for legend in legends)])
+
+
+def _exchange_cells(timeline: Timeline, rank: int, per_column: float, count: int) -> str:
+    cells = [" "] * count
+    for slot in timeline.exchanges:
+        if slot.rank == rank and slot.end_s > slot.start_s:
+            begin = min(round(slot.start_s / per_column), count - 1)
+            end = min(max(round(slot.end_s / per_column), begin + 1), count)
+            cells[begin:end] = _LANE[slot.action.kind][0] * (end - begin)
+    return "".join(cells)
 
 
 def _at(curve: Curve, begin_s: float, end_s: float) -> float:
@@ -88,11 +105,12 @@ def svg(
     """The same in colours; pointing at a pass tells its name. `areas`: what the memory is of."""
     _require_legible(timeline)
     left, top, lane, below = 64, 40, 24, 22 if memory else 4
+    beside = 11 if timeline.exchanges else 0
     # Wide enough for a number in the shortest pass, and for the legend.
     width = max(_LEAST_WIDTH, min(_MOST_WIDTH, round(14 * timeline.total_s / _shortest_s(timeline))))
     scale = width / timeline.total_s if timeline.total_s else 1.0
     most = max((value for curve in memory for _, value in curve), default=0.0)
-    pitch = lane + below + 6
+    pitch = lane + beside + below + 6
     scene = Scene(left + width + 60, top + program.ranks * pitch + 24, title or program.name)
     for rank in range(program.ranks):
         y = top + rank * pitch
@@ -101,12 +119,19 @@ def svg(
         mine = (slot for slot in timeline.slots if slot.rank == rank)
         for slot in sorted(mine, key=lambda slot: slot.action.kind not in COMPUTE):  # lines over boxes
             _add_slot(scene, program, slot, left + slot.start_s * scale, y, (slot.end_s - slot.start_s) * scale, lane)
+        for slot in timeline.exchanges:
+            if slot.rank == rank and slot.end_s > slot.start_s:
+                at, wide = left + slot.start_s * scale, (slot.end_s - slot.start_s) * scale
+                place = round(at, 1), y + lane + 2, round(wide, 1), beside - 3
+                scene.box(*place, colour=_LANE[slot.action.kind][1], tip=str(slot.action))
         if memory and most:
-            floor, high = y + lane + below, (below - 2) / most
+            floor, high = y + lane + beside + below, (below - 2) / most
             outline = _outline(memory[rank], timeline.total_s)
             scene.area([(left + moment * scale, floor - value * high) for moment, value in outline], 6, tinted=True)
             scene.text(left + width + 6, floor - 4, f"peak {max(value for _, value in memory[rank]):g}", size=11)
     keys = [_KEYS[kind] for kind in _KEYS if any(slot.action.kind.startswith(kind) for slot in timeline.slots)]
+    if timeline.exchanges:
+        keys.append("below: rows to experts of other ranks (light blue), results back (yellow)")
     moves = {slot.action.kind for slot in timeline.slots if slot.end_s > slot.start_s} & set(_MOVES)
     if moves:
         keys.append(f"lines below: {', '.join(_MOVES[kind] for kind in _MOVES if kind in moves)}")
@@ -168,8 +193,9 @@ def _shortest_s(timeline: Timeline) -> float:
 
 
 def _require_legible(timeline: Timeline) -> None:
-    if len(timeline.slots) > MOST_SLOTS:
+    count = len(timeline.slots) + len(timeline.exchanges)
+    if count > MOST_SLOTS:
         raise UsageError(
-            f"a drawing of {len(timeline.slots)} actions: nobody can read one of more than {MOST_SLOTS}; "
+            f"a drawing of {count} actions: nobody can read one of more than {MOST_SLOTS}; "
             "fewer microbatches look alike"
         )

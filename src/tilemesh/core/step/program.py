@@ -7,12 +7,13 @@ the host's memory, through one chunk per layer, so that gathers and moves have p
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 from tilemesh.core.errors import UsageError
 from tilemesh.core.plan import ParallelPlan
-from tilemesh.core.step.action import Action, StepProgram
+from tilemesh.core.step.action import Action, RoutedLayers, StepProgram
 from tilemesh.core.step.passes import exchange, gather, offload, stow
 from tilemesh.core.step.placement import ChunkPlacement
 
@@ -64,8 +65,11 @@ def recomputed_layers(plan: ParallelPlan, counts: tuple[int, ...]) -> int:
     return sum(count for stage, count in zip(stages, counts, strict=True) if plan.recomputes(stage))
 
 
-def step_program(plan: ParallelPlan, layers: int, *, update: bool = False) -> PlannedStep:
+def step_program(
+    plan: ParallelPlan, layers: int, *, update: bool = False, experts: Collection[int] = ()
+) -> PlannedStep:
     """The step of a plan for a model of so many layers, with all that moves data. `update`: the optimizer's step too.
+    `experts`: the layers that have some.
 
     REDUCE is there where several ranks have parts of a gradient: replicas, or the two holders of a chunk.
     """
@@ -86,7 +90,22 @@ def step_program(plan: ParallelPlan, layers: int, *, update: bool = False) -> Pl
     if plan.is_asynchronous:  # their updates, which sum over replicas themselves, are in the lists already
         reduce, update = "", False
     program = exchange(program, reduce=reduce, update=update)
-    return PlannedStep(program, tuple(range(begin, end) for begin, end in pairwise(ends)))
+    chunks = tuple(range(begin, end) for begin, end in pairwise(ends))
+    return PlannedStep(routed(program, plan, chunks, experts), chunks)
+
+
+def routed(program: StepProgram, plan: ParallelPlan, chunks: Sequence[range], experts: Collection[int]) -> StepProgram:
+    """With what passes exchange where ranks share out the experts of these layers."""
+    if plan.ep == 1:
+        return program
+    of_chunks = []
+    for chunk, layers in enumerate(chunks):
+        own = plan.on_stage(program.placement.holders[chunk][0])
+        every = own.stretch(sum(map(len, chunks)) if plan.pp == 1 else len(layers))
+        stretches = (layers[begin : begin + max(1, every)] for begin in range(0, len(layers), max(1, every)))
+        with_experts = (tuple(layer for layer in stretch if layer in experts) for stretch in stretches)
+        of_chunks.append(RoutedLayers(tuple(filter(None, with_experts)), own.repeats_exchanges))
+    return replace(program, routed=tuple(of_chunks))
 
 
 def one_rank(chunks: int, microbatches: int) -> StepProgram:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from itertools import pairwise, product
+from typing import NamedTuple
 
 from tilemesh.core.errors import UsageError
 from tilemesh.core.step.action import Action, StepProgram, parts
@@ -20,12 +21,21 @@ from tilemesh.core.step.memory import StepBytes, memory_peaks
 from tilemesh.core.step.placement import loop
 from tilemesh.core.step.schedule import PipeShape
 from tilemesh.core.step.schedules.vees import stretched
-from tilemesh.core.step.simulate import StepTimes, simulate
+from tilemesh.core.step.simulate import ExchangeTimes, RoutedTimes, StepTimes, simulate
 
 _PATIENCE = (0.0, 0.5, 1.0)
 _SLOPES = (1.0, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0)
 _STRETCHES = (1.0, 1.5, 2.0, 3.0)  # a leg of the V in passes and messages
 _SWAPPED = 150_000  # actions in all the programs that are tried with two neighbours swapped: some seconds
+
+
+class ExpertTimes(NamedTuple):
+    """Seconds of a microbatch's rows on their way to experts of other ranks, through a rank's part of the model."""
+
+    dispatch_s: float
+    combine_s: float
+    beside_s: float = 0.0
+    """Of the forward pass and of its input gradients, what is computed beside the dispatch: shared experts."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,13 +53,24 @@ class PassTimes:
     kept_for_weights: float = 1.0
     slice_shares: tuple[float, ...] = ()
     """What each slice of a sequence takes of a pass; empty: all the same."""
+    experts: ExpertTimes | None = None
 
     def times(self, program: StepProgram) -> StepTimes:
         share = program.ranks / program.chunks
-        spent = (self.forward_s * share, self.input_s * share, self.weight_s * share)
-        even = StepTimes.even(program.chunks, *spent, self.transfer_s)
         shares = self.slice_shares or (1 / program.slices,) * program.slices
-        return dataclasses.replace(even, slice_shares=shares)
+        forward_s, input_s, weight_s = self.forward_s * share, self.input_s * share, self.weight_s * share
+        routed = None
+        if self.experts is not None:
+            dispatch_s, combine_s, beside_s = (seconds * share for seconds in self.experts)
+            early_s, late_s = (forward_s - beside_s) / 2, (input_s - beside_s) / 2
+            routed = RoutedTimes(
+                ExchangeTimes(early_s, dispatch_s, beside_s, early_s, combine_s, 0.0),
+                ExchangeTimes(late_s, combine_s, 0.0, late_s, dispatch_s, beside_s),
+                weight_s,
+            )
+            forward_s, input_s = routed.forward.total_s, routed.backward.total_s
+        even = StepTimes.even(program.chunks, forward_s, input_s, weight_s, self.transfer_s)
+        return dataclasses.replace(even, slice_shares=shares, routed=routed)
 
     def sizes(self, program: StepProgram) -> StepBytes:
         share = program.ranks / program.chunks / program.slices

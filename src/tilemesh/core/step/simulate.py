@@ -2,12 +2,13 @@
 
 A rank computes one action after the other. Everything that moves data begins when the list reaches it and runs beside
 computing: messages without limit, collectives one after the other, copies to and from the host one after the other.
-A message delays whoever waits for it and occupies nobody.
+A message delays whoever waits for it and occupies nobody. What a pass exchanges with experts of other ranks is part of
+the pass's time, but for what is computed meanwhile, and has a lane of its own (`Timeline.exchanges`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, cast
 
@@ -17,6 +18,52 @@ from tilemesh.core.step.action import EVERY, Action, PassDone, StepProgram, make
 _NOT_YET = float("-inf")
 _COMPUTE, _EXCHANGE, _COPY, _WIRE = range(4)
 _LANES = {"GATHER": _EXCHANGE, "REDUCE": _EXCHANGE, "OUT": _COPY, "IN": _COPY, "SEND": _WIRE, "RECV": _WIRE}
+
+
+class ExchangeTimes(NamedTuple):
+    """A layer's pass around its two exchanges with experts of other ranks, in the order of the pass."""
+
+    before_s: float
+    first_s: float
+    """Forward of DISPATCH, backward of COMBINE ..."""
+    beside_first_s: float
+    """... and of what is computed before the rank waits for it."""
+    between_s: float
+    """The experts."""
+    second_s: float
+    beside_second_s: float
+    after_s: float = 0.0
+
+    @property
+    def total_s(self) -> float:
+        return self.second_begin_s + max(self.second_s, self.beside_second_s) + self.after_s
+
+    @property
+    def second_begin_s(self) -> float:
+        return self.before_s + max(self.first_s, self.beside_first_s) + self.between_s
+
+    @property
+    def spans(self) -> tuple[tuple[float, float], tuple[float, float]]:
+        """Beginning and end of both, from the beginning of the layer's pass."""
+        return (self.before_s, self.before_s + self.first_s), (self.second_begin_s, self.second_begin_s + self.second_s)
+
+
+class RoutedTimes(NamedTuple):
+    """Of every layer whose experts other ranks have too."""
+
+    forward: ExchangeTimes
+    backward: ExchangeTimes
+    """Of I ..."""
+    weight_s: float = 0.0
+    """... and what B has to do more."""
+
+    def of(self, inner: Action, is_whole: bool) -> ExchangeTimes:
+        """Of the layer that an exchange belongs to. `is_whole`: in a backward pass that is not in two halves."""
+        if inner.of == "activation" or not is_whole:
+            return self.forward if inner.of == "activation" else self.backward
+        half_s = self.weight_s / 2
+        back = self.backward
+        return back._replace(between_s=back.between_s + half_s, after_s=back.after_s + half_s)
 
 
 @dataclass(frozen=True)
@@ -38,6 +85,8 @@ class StepTimes:
     """Of OUT and of IN."""
     slice_shares: Sequence[float] = (1.0,)
     """What each slice takes of its chunk's time."""
+    routed: RoutedTimes | None = None
+    """Where passes exchange rows with experts: how their layers, whose seconds are in those of the passes, divide."""
 
     @classmethod
     def even(cls, chunks: int, forward_s: float, input_s: float, weight_s: float, transfer_s: float = 0.0) -> StepTimes:
@@ -68,6 +117,27 @@ class StepTimes:
                 return self.copy_s
         return self.transfer_s if action.kind == "SEND" else 0.0
 
+    def within(self, program: StepProgram, action: Action) -> Iterator[tuple[Action, float, float]]:
+        """What a pass exchanges with experts of other ranks, with its beginning and end from that of the pass.
+
+        The embedding comes before the layers of the first chunk, the head after those of the last.
+        """
+        if self.routed is None:
+            return
+        began_s = 0.0
+        for part in parts(action) or (action,):
+            exchanges = program.within(part)
+            share = self.slice_shares[part.slice] if len(self.slice_shares) > 1 else 1.0
+            layers = [self.routed.of(inner, part.kind == "B") for inner in exchanges[::2]]
+            rest_s = max(0.0, self.of(part) - share * sum(layer.total_s for layer in layers))
+            is_alone_first = part.chunk == 0 and program.chunks > 1
+            now = began_s + rest_s * ((part.kind in ("F", "RECOMPUTE")) == is_alone_first)
+            for layer, pair in zip(layers, zip(exchanges[::2], exchanges[1::2], strict=True), strict=True):
+                for inner, (begin_s, end_s) in zip(pair, layer.spans, strict=True):
+                    yield inner, now + share * begin_s, now + share * end_s
+                now += share * layer.total_s
+            began_s += self.of(part)
+
 
 class Slot(NamedTuple):
     """An action with its place on the clock."""
@@ -91,6 +161,8 @@ class Timeline:
     """From the beginning of a rank's first pass to the end of its last computing."""
     slots: tuple[Slot, ...] = ()
     """Every action, where they were asked for, in an order in which each follows what it waits for."""
+    exchanges: tuple[Slot, ...] = ()
+    """What these passes exchange with experts of other ranks: a lane of its own for each rank."""
 
     @property
     def bubble(self) -> float:
@@ -340,9 +412,14 @@ def time_numbered(program: StepProgram, numbered: Numbered, times: StepTimes, ke
                     ready += waiting.pop(event)
         clock[rank], done[rank] = now, at
     _require_finished(program, done)
+    inner = tuple(
+        Slot(rank, place, child, start + begin_s, start + end_s)
+        for rank, place, action, start, _ in slots
+        for child, begin_s, end_s in times.within(program, action)
+    )
     spans = tuple(end - (start or 0.0) for start, end in zip(began, clock, strict=True))
     last_s = max((*clock, *(end for rank_lanes in lanes for end in rank_lanes)))
-    return Timeline(last_s, tuple(busy), spans, tuple(slots))
+    return Timeline(last_s, tuple(busy), spans, tuple(slots), inner)
 
 
 def _require_finished(program: StepProgram, done: Sequence[int]) -> None:

@@ -1,7 +1,8 @@
 """Lists of actions as text, in the CSV format of torch's pipelining: a line per rank, `2F0`, `1SEND_F3`, `0UNSHARD`.
 
 What torch has no word for follows the same form: `0UPDATE`, `1RECOMPUTE0`, `1OUT0`; a slice is written `2F0.1` and a
-version other than 0 `2F0@1`.
+version other than 0 `2F0@1`. What a pass exchanges with experts of other ranks is written `0DISPATCH_F0/3` (of layer 3)
+in traces and drawings; lists leave it out.
 """
 
 from __future__ import annotations
@@ -12,12 +13,13 @@ import re
 from collections.abc import Sequence
 
 from tilemesh.core.errors import UsageError
-from tilemesh.core.step.action import EVERY, WORDS, Action, StepProgram, parts
+from tilemesh.core.step.action import EVERY, WITHIN, WORDS, Action, StepProgram, parts
 from tilemesh.core.step.placement import ChunkPlacement
 
 _MEANINGS = {word: meaning for meaning, word in WORDS.items()}
-_FORM = re.compile(r"([0-9]{1,9})([A-Z_]+)([0-9]{0,9})(?:\.([0-9]{1,9}))?(?:@([0-9]{1,9}))?")
+_FORM = re.compile(r"([0-9]{1,9})([A-Z_]+)([0-9]{0,9})(?:\.([0-9]{1,9}))?(?:@([0-9]{1,9}))?(?:/([0-9]{1,9}))?")
 _PAIR = "OVERLAP_F_B"
+_OF_A_MICROBATCH = ("F", "B", "I", "W", "SEND", "RECV", "RECOMPUTE", *WITHIN)
 
 
 def parse_action(text: str) -> Action:
@@ -32,10 +34,15 @@ def parse_action(text: str) -> Action:
     if match is None or match[2] not in _MEANINGS:
         raise UsageError(f"action '{text}': expected chunk, kind and microbatch, such as 2F0, 1SEND_F3 or 0UNSHARD")
     kind, of = _MEANINGS[match[2]]
-    if not match[3] and (kind in ("F", "B", "I", "W", "SEND", "RECV", "RECOMPUTE") or of == "activation"):
+    if not match[3] and (kind in _OF_A_MICROBATCH or of == "activation"):
         raise UsageError(f"action '{text}': expected a microbatch after {match[2]}, such as {text}0")
     microbatch = int(match[3]) if match[3] else EVERY
-    return Action(kind, int(match[1]), microbatch, int(match[4] or 0), int(match[5] or 0), of)
+    if (kind in WITHIN) != bool(match[6]):
+        raise UsageError(
+            f"action '{text}': a layer, such as /3, is said of rows that go to experts, and of nothing else"
+        )
+    layer = int(match[6]) if match[6] else EVERY
+    return Action(kind, int(match[1]), microbatch, int(match[4] or 0), int(match[5] or 0), of, layer=layer)
 
 
 def to_csv(program: StepProgram) -> str:
@@ -57,6 +64,9 @@ def from_csv(text: str, name: str = "csv") -> StepProgram:
     actions = tuple(tuple(parse_action(cell) for cell in row) for row in rows if row)
     if not actions:
         raise UsageError(f"{name}: no actions; expected a line per rank, such as 0F0,0B0")
+    inner = next((action for mine in actions for action in mine if action.kind in WITHIN), None)
+    if inner is not None:
+        raise UsageError(f"{name}: {inner} happens within a pass, which says so itself; leave it out")
     homes: dict[tuple[int, int], int] = {}
     passes = [(rank, part) for rank, mine in enumerate(actions) for action in mine for part in parts(action)]
     if not passes:

@@ -41,6 +41,8 @@ class Product(NamedTuple):
     k: int
     dtype: str
     backward: bool = False
+    fp8: bool = False
+    """Whether its operands are cast to 8 bits."""
 
     @property
     def outputs(self) -> int:
@@ -162,9 +164,9 @@ def _product(model: ModelConfig, weights: list[Weight], task: Task) -> Product:
     outputs = sum(weight.shape(tp)[0] for weight in weights)
     name, inputs = ", ".join(weight.words for weight in weights), weights[0].shape(tp)[1]
     if not is_routed:
-        return Product(name, 1, task.tokens, outputs, inputs, task.dtype)
+        return Product(name, 1, task.tokens, outputs, inputs, task.dtype, fp8=task.is_fp8)
     rows, used = busiest_rows(model, task), local_experts(model, task)
-    return Product(f"{name} of {used} experts", used, -(-rows // used), outputs, inputs, task.dtype)
+    return Product(f"{name} of {used} experts", used, -(-rows // used), outputs, inputs, task.dtype, fp8=task.is_fp8)
 
 
 def _input_gradients(products: tuple[Product, ...]) -> Iterator[Product]:

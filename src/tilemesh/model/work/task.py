@@ -23,6 +23,7 @@ STATE_BYTES = {
     "fp16": (4, 4, 8),
     "bf16-master": (2, 2, 12),
     "fp64": (8, 8, 16),
+    "fp8": (2, 2, 12),
 }
 """Bytes per parameter by precision: weights, gradients, optimizer (Adam's two moments, and a master copy)."""
 ALIGNED = 8
@@ -111,6 +112,11 @@ class Task:
         return COMPUTE_DTYPE[self.precision]
 
     @property
+    def is_fp8(self) -> bool:
+        """Whether the layers' products take operands of 8 bits."""
+        return self.precision == "fp8"
+
+    @property
     def size(self) -> int:
         """Bytes of what a product takes or gives."""
         return DTYPE_BYTES[self.dtype]
@@ -146,7 +152,7 @@ def default_code(device: Device, precision: str) -> Code:
     """What usually runs a layout: large models in 16 bits are trained with hand-fused code, GPUs with a compiler."""
     if device.kind == "cpu":
         return "eager"
-    return "fused" if precision == "bf16-master" else "compiled"
+    return "fused" if precision in ("bf16-master", "fp8") else "compiled"
 
 
 def is_by_layers(plan: ParallelPlan, code: Code) -> bool:

@@ -80,9 +80,10 @@ def _lost_on_the_way_back(laid: Laid) -> None:
 class _Forgetful(Journey):
     def arrived(self, landing: Tensor) -> Tensor:
         right = super().arrived(landing)
-        first = sum(self.receives[: self.comm.rank])
+        rank = self.exchange.comm.rank
+        first = sum(self.receives[:rank])
         own = torch.zeros(len(right), 1, dtype=torch.bool, device=right.device)
-        own[first : first + self.receives[self.comm.rank]] = True
+        own[first : first + self.receives[rank]] = True
         return torch.where(own, right, right.detach())
 
 

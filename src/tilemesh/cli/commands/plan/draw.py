@@ -15,11 +15,11 @@ from tilemesh.core.errors import UsageError, unknown
 from tilemesh.core.options import OutFile, argument, option, refuse
 from tilemesh.core.ranges import Range
 from tilemesh.core.step import draw as drawing
-from tilemesh.core.step.action import StepProgram
+from tilemesh.core.step.action import RoutedLayers, StepProgram
 from tilemesh.core.step.book import all_schedules, build
 from tilemesh.core.step.check import check
 from tilemesh.core.step.memory import memory_curve
-from tilemesh.core.step.search import PassTimes, search
+from tilemesh.core.step.search import ExpertTimes, PassTimes, search
 from tilemesh.core.step.simulate import Timeline, simulate
 from tilemesh.core.step.slices import slice_lengths, slice_shares
 from tilemesh.core.step.text import from_csv, to_csv
@@ -48,6 +48,12 @@ class DrawOptions:
         None, "Of terapipe: slices of a sequence, their lengths found for it.", "N"
     )
     times: str | None = option(None, "Seconds of the passes and of a transfer. [default: 1,1,1,0]", "F,I,W[,T]")
+    experts: str | None = option(
+        None,
+        "Seconds of rows to experts of other ranks, of their results back, and of what F and I compute beside the "
+        "former (shared experts).",
+        "D,C[,S]",
+    )
     memory: Annotated[float, Range(0, above=True)] | None = option(
         None,
         "Of search: the most activations a rank keeps, in microbatches of its part of the model. [default: stages]",
@@ -63,8 +69,11 @@ def draw(options: DrawOptions) -> Output:
     from tilemesh.measure.table import PIPE_WIDTH
     from tilemesh.report.step_page import render
 
-    times = _times(options.times)
+    times = _times(options.times, options.experts)
     program = _program(options, times)
+    if times.experts is not None:  # each chunk is drawn as one layer
+        routed = tuple(RoutedLayers(((chunk,),)) for chunk in range(program.chunks))
+        program = dataclasses.replace(program, routed=routed)
     lengths = _slice_lengths(program)
     if program.slices > 1:
         times = dataclasses.replace(times, slice_shares=slice_shares(lengths, drawn_slice_time))
@@ -88,21 +97,31 @@ def _slice_lengths(program: StepProgram) -> tuple[int, ...]:
     return slice_lengths(DRAWN_TOKENS, program.ranks, program.slices, drawn_slice_time)
 
 
-def _times(text: str | None) -> PassTimes:
-    if text is None:
-        return PassTimes()
+def _times(text: str | None, experts: str | None) -> PassTimes:
+    forward_s, input_s, weight_s, *transfer_s = (1.0, 1.0, 1.0) if text is None else _seconds(
+        text, "--times", "F, I, W and of a transfer, such as 1,1,1,0.1", 3
+    )  # fmt: skip
+    if not forward_s + input_s + weight_s:
+        raise UsageError(f"--times {text}: all passes take no time; give some, such as 1,1,1")
+    times = PassTimes(forward_s, input_s, weight_s, sum(transfer_s))
+    if experts is None:
+        return times
+    routed = ExpertTimes(*_seconds(experts, "--experts", "dispatch, combine and what is computed beside the former", 2))
+    if routed.beside_s > min(forward_s, input_s):
+        least = f"F {forward_s:g} and I {input_s:g}"
+        raise UsageError(f"--experts {experts}: what is computed beside the dispatch is a part of {least}; give less")
+    return dataclasses.replace(times, experts=routed)
+
+
+def _seconds(text: str, name: str, what: str, count: int) -> list[float]:
+    """So many numbers, or one more."""
     try:
         values = [float(part) for part in text.split(",")]
     except ValueError:
         values = []
-    is_sound = len(values) in (3, 4) and all(not value or LEAST_S <= value <= MOST_S for value in values)
-    if not is_sound or not sum(values[:3]):
-        raise UsageError(
-            f"--times {text}: expected seconds of F, I, W and of a transfer, such as 1,1,1,0.1, each 0 or from "
-            f"{LEAST_S:g} to {MOST_S:g}"
-        )
-    forward_s, input_s, weight_s, *transfer_s = values
-    return PassTimes(forward_s, input_s, weight_s, sum(transfer_s))
+    if len(values) not in (count, count + 1) or any(value and not LEAST_S <= value <= MOST_S for value in values):
+        raise UsageError(f"{name} {text}: expected seconds of {what}, each 0 or from {LEAST_S:g} to {MOST_S:g}")
+    return values
 
 
 def _program(options: DrawOptions, times: PassTimes) -> StepProgram:
@@ -141,11 +160,19 @@ def _words(program: StepProgram, timeline: Timeline, curves: Sequence[drawing.Cu
         f"{program.name}: {program.ranks} stages, {program.microbatches} microbatches, {per_rank} "
         f"chunk{'s' if per_rank > 1 else ''} per rank ({program.placement.name}){cut}\n"
         f"step {timeline.total_s:g} with F {times.forward_s:g}, I {times.input_s:g}, W {times.weight_s:g}, "
-        f"transfer {times.transfer_s:g}; bubble {timeline.bubble:.1%} of all ranks' time, "
+        f"transfer {times.transfer_s:g}{_experts_words(times)}; bubble {timeline.bubble:.1%} of all ranks' time, "
         f"{timeline.bubble_rate:.1%} between a rank's first and last pass\n"
         f"activations kept, in microbatches of a rank's part of the model, until their weight gradient: at most "
         f"{max(peaks):g} (by rank: {', '.join(f'{peak:g}' for peak in peaks)})"
     )
+
+
+def _experts_words(times: PassTimes) -> str:
+    if times.experts is None:
+        return ""
+    dispatch_s, combine_s, beside_s = times.experts
+    beside = f", {beside_s:g} computed beside it" if beside_s else ""
+    return f", dispatch {dispatch_s:g}{beside}, combine {combine_s:g}"
 
 
 def _figures(
@@ -160,6 +187,7 @@ def _figures(
         "slice_tokens": list(_slice_lengths(program)),
         "placement": program.placement.directions,
         "times_s": {name: getattr(times, f"{name}_s") for name in ("forward", "input", "weight", "transfer")},
+        "experts_s": None if times.experts is None else times.experts._asdict(),
         "step_s": timeline.total_s,
         "bubble": timeline.bubble,
         "bubble_rate": timeline.bubble_rate,
