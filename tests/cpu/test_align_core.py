@@ -376,7 +376,7 @@ def test_a_rollout_is_made_of_tokens_and_knows_what_was_drawn() -> None:
     assert rollout.first_version.tolist() == [3, 4]
     assert rollout.last_version.tolist() == [4, 4]
     assert rollout.sequence.tolist() == [0] * 8 + [1] * 2
-    again = join([rollout.take([1]), rollout.take([0])]).take([1, 0])
+    again = join([pack(turns[:1], [0], ["stop"], 0.7, [1.0]), pack(turns[1:], [1], ["length"], 0.7, [0.0])])
     for field in dataclasses.fields(Rollout):
         assert np.array_equal(getattr(again, field.name), getattr(rollout, field.name)), field.name
     with pytest.raises(UsageError, match="one of each per token"):

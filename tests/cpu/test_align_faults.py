@@ -61,7 +61,7 @@ def raw_logprobs(patch: pytest.MonkeyPatch) -> None:
         for each in completions:
             own = [
                 dataclasses.replace(
-                    one, logprobs=tuple(dataclasses.replace(token, sampled=token.logprob) for token in one.logprobs)
+                    one, logprobs=tuple(token._replace(sampled=token.logprob) for token in one.logprobs)
                 )
                 for one in each.answers
             ]

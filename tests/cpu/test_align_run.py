@@ -23,8 +23,11 @@ from tilemesh.align.generate import unpacked_bytes
 from tilemesh.align.job import fit
 from tilemesh.align.lessons import FeedbackLessons
 from tilemesh.align.rank import train_here
+from tilemesh.align.source import RolloutSource
 from tilemesh.comm import run_threads
 from tilemesh.core.errors import RunError, UsageError
+from tilemesh.model.huggingface import read_parameters
+from tilemesh.parallel.laid import Laid
 from tilemesh.report import run, run_page
 from tilemesh.report.kind_page import Beside
 from tilemesh.runs.files import write_text
@@ -180,6 +183,33 @@ def test_adapters_are_merged_for_the_engine_and_trained_alone(start: Path, tmp_p
     assert lines[-1]["kl"] > 0
     with Engine(folder) as engine:
         assert list(engine.generate([list(b"314159>")], Sampling(max_tokens=2)))
+
+
+def test_adapters_share_their_base_with_the_reference(
+    start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """0 bytes more than the model that is trained, and the numbers of a reference with weights of its own, which is as
+    large as the base."""
+    more_bytes, real = [], RolloutSource.__init__
+
+    def init(self: RolloutSource, config: AlignConfig, laid: Laid, reference: Any, *others: Any) -> None:
+        models = [reference.args[0].module, laid.module]
+        theirs, ours = ({each.untyped_storage().data_ptr(): each.nbytes for each in x.parameters()} for x in models)
+        more_bytes.append(sum(count for place, count in theirs.items() if place not in ours))
+        real(self, config, laid, reference, *others)
+
+    monkeypatch.setattr(RolloutSource, "__init__", init)
+    sets = ("lora.rank=4", "optimizer.lr=1e-2", "plan.precision=fp64", "align.algorithm=ppo", "align.epochs=2")
+    shared, apart = (
+        steps_of(fit(made(start, *sets, *more), start, run=tmp_path / name).folder)
+        for name, more in (("shared", ()), ("apart", (f"align.reference={start}",)))
+    )
+    base = sum(tensor.numel() for _, tensor in read_parameters(start))
+    assert more_bytes == [0, 8 * base]
+    assert shared[-1]["old_kl"] != 0
+    for ours, theirs in zip(shared, apart, strict=True):
+        for key in ("loss", "norm", "kl", "reward"):
+            assert ours[key] == pytest.approx(theirs[key], abs=1e-12), key
 
 
 def test_in_exact_mode_the_first_ratio_is_1_for_every_token(start: Path, tmp_path: Path) -> None:

@@ -18,7 +18,6 @@ from safetensors.numpy import save as to_bytes
 from torch import Tensor, nn
 
 from tilemesh.align.formulas.rollout import Rollout, Segment, pack
-from tilemesh.comm.runtime.communicator import Communicator
 from tilemesh.core.errors import RunError
 from tilemesh.model.fresh import give_memory
 from tilemesh.model.kinds import Adapted, projections
@@ -161,13 +160,3 @@ def unpacked_bytes(raw: bytes) -> tuple[Rollout, dict[str, np.ndarray], object]:
     fields = {name.partition(".")[2]: value for name, value in every.items() if name.startswith("rollout.")}
     beside = {name.partition(".")[2]: value for name, value in every.items() if name.startswith("beside.")}
     return Rollout(**fields, finish=tuple(words["finish"])), beside, words["notes"]
-
-
-def everyones(comm: Communicator, raw: bytes) -> list[bytes]:
-    """What each rank gives, in order of rank, on every rank (a collective call)."""
-    if comm.size == 1:
-        return [raw]
-    lengths = comm.all_gather(np.array([len(raw)], np.int64)).tolist()
-    joined = comm.all_gather(np.frombuffer(raw, np.uint8), counts=lengths).tobytes()
-    ends = np.cumsum(lengths).tolist()
-    return [joined[end - length : end] for end, length in zip(ends, lengths, strict=True)]

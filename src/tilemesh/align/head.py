@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 
 from tilemesh.core.shard import share
+from tilemesh.model.kinds import without_adapters
 from tilemesh.model.linear import Linear
 from tilemesh.model.loss import IGNORED
+from tilemesh.model.shared_prompts import SharedPrompts
 from tilemesh.model.transformer import Transformer
 from tilemesh.parallel.laid import Laid
 from tilemesh.parallel.tensor import Seams
@@ -44,6 +46,10 @@ class TokenFigures(NamedTuple):
     """Of experts' routers in training, summed over the trained tokens."""
 
 
+Reference = Callable[..., TokenFigures]
+"""`token_figures` of a model that is not trained."""
+
+
 def trained_rows(targets_BT: Tensor) -> Tensor:
     """Where tokens stand whose targets are trained, counted over the flattened batch."""
     return torch.nonzero(targets_BT.flatten() != IGNORED)[:, 0]
@@ -55,11 +61,15 @@ def token_figures(
     targets_BT: Tensor,
     temperature: float,
     *,
+    places_S4: Tensor | None = None,
     layers: Sequence[Callable[..., Any]] | None = None,
     entropy_has_gradient: bool = False,
     **options: Any,
 ) -> TokenFigures:
-    """A pass over a batch. Targets that are not trained are IGNORED. `layers`: as `laid.stream` takes them."""
+    """A pass over a batch. Targets that are not trained are IGNORED. `places_S4`: of `shared.PassRows`. `layers`: as
+    `laid.stream` takes them."""
+    if places_S4 is not None and len(places_S4):
+        options["cache"] = SharedPrompts(places_S4, tokens_BT.device)
     stream = laid.stream(tokens_BT, layers, targets_BT=targets_BT, **options)
     rows_N = trained_rows(targets_BT)
     with laid.autocast():
@@ -68,6 +78,12 @@ def token_figures(
     vocabulary = laid.model.config.vocabulary
     scores = logprobs(logits_1NV[0], targets_N, temperature, laid.seams, vocabulary, entropy_has_gradient)
     return TokenFigures(*scores, values(laid, x_BTD, tokens_BT, rows_N), stream.router_loss)
+
+
+def base_figures(laid: Laid, *arguments: Any, **options: Any) -> TokenFigures:
+    """The same of the weights that adapters are beside: a reference that takes no memory of its own."""
+    with without_adapters(laid.model):
+        return token_figures(laid, *arguments, **options)
 
 
 def logprobs(

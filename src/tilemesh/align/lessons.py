@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from tilemesh.align.config import AlignConfig, of_run
 from tilemesh.align.formulas.algorithms import ALGORITHMS, PREFERENCES
 from tilemesh.align.generate import Generator
-from tilemesh.align.head import add_value_head
+from tilemesh.align.head import Reference, add_value_head, base_figures, token_figures
 from tilemesh.align.objective import FeedbackObjective
 from tilemesh.align.pairs import PairSource
 from tilemesh.align.prompts import PromptSource
@@ -20,6 +21,7 @@ from tilemesh.align.source import RolloutSource
 from tilemesh.core.errors import UsageError
 from tilemesh.data.corpus import chat_template_of, tokenizer_of
 from tilemesh.model.families.book import read_config
+from tilemesh.model.packed import without_onednn
 from tilemesh.model.programs.program import Use
 from tilemesh.model.transformer import Transformer
 from tilemesh.parallel.apply import lay_beside
@@ -36,6 +38,11 @@ from tilemesh.train.record import Recorder
 from tilemesh.train.resume import load_stored
 from tilemesh.train.servers import Seat
 from tilemesh.train.source import Objective, Source
+
+_STEP_TOKENS = 4096
+"""Of a step of the engine at most: nobody waits for a first token, so all prompts may come at once."""
+_SMALL = 4_000_000
+"""Multiplications of a step's largest product, below which oneDNN on arm64 takes longer to begin than BLAS to end."""
 
 
 class FeedbackLessons(Lessons):
@@ -73,6 +80,8 @@ class FeedbackLessons(Lessons):
         reference = self._reference(laid) if self.align.has_reference else None
         if self.prompts is None:
             return PairSource(self.run, laid, reference, self.served, self.feedback)
+        if self._is_small and next(laid.module.parameters()).device.type == "cpu":
+            self._closing.append(without_onednn())
         generator = Generator(laid, self.served, self._dtype(laid), self._engine(), self.align.sleep)
         rewards = Rewards(self.align, laid)
         self._closing += [generator.close, rewards.close]
@@ -83,8 +92,10 @@ class FeedbackLessons(Lessons):
     def objective(self, laid: Laid, source: Source) -> Objective:
         return self.feedback.objective()
 
-    def _reference(self, laid: Laid) -> Laid:
-        """A frozen model beside the one that is trained."""
+    def _reference(self, laid: Laid) -> Reference:
+        """What a frozen model beside the one that is trained says; without its adapters, that one is it."""
+        if self.config.lora.rank and self.align.reference is None:
+            return partial(base_figures, laid)
         folder = self.align.reference or first_weights(self.folder)
         if folder is None:
             raise UsageError(f"{self.folder} does not say what it began with: name a folder with align.reference")
@@ -93,7 +104,7 @@ class FeedbackLessons(Lessons):
             raise UsageError(f"{folder} has a vocabulary of {model.config.vocabulary}: expected that of the model")
         reference = lay_beside(model, laid)
         load_stored(reference, Path(folder))
-        return reference
+        return partial(token_figures, reference)
 
     def _dtype(self, laid: Laid) -> torch.dtype:
         """Of the engine's weights."""
@@ -107,8 +118,14 @@ class FeedbackLessons(Lessons):
         many = max(align.prompts * align.answers, align.held_out * align.pass_k)
         return EngineConfig(
             running=align.running, waiting=many, seed=self.config.train.seed, invariant=align.invariant,
-            context=self.config.context,
+            context=self.config.context, step_tokens=_STEP_TOKENS, packed=False if self._is_small else None,
         )  # fmt: skip
+
+    @property
+    def _is_small(self) -> bool:
+        """Whether products of the engine's steps are left to BLAS."""
+        model, many = self.config.model, self.align.prompts * self.align.answers
+        return many * model.width * max(model.vocabulary, model.mlp_width) < _SMALL
 
     def words(self) -> str:
         align = self.align

@@ -1,8 +1,8 @@
 """Losses of answers as objectives of a step: what a microbatch's tensors are, and what is lowered.
 
-A microbatch has tokens and targets (IGNORED where not trained), one sequence per row, and `floats_KN`: of each trained
-token, in the order of rows, the numbers that its loss needs. Weights come multiplied by the step's trained tokens,
-because a step's gradients are divided by these.
+A microbatch has tokens and targets (IGNORED where not trained), as `shared.PassRows` has them, and `floats_KN`: of each
+trained token, in the order of sequences, the numbers that its loss needs. Weights come multiplied by the step's trained
+tokens, because a step's gradients are divided by these.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from tilemesh.align.head import scores, token_figures, trained_rows
 from tilemesh.parallel.laid import Laid
 from tilemesh.train.source import Objective
 
-OLD, SAMPLED, ADVANTAGE, WEIGHT, REFERENCE, OLD_VALUE, RETURN = range(7)
-FLOATS = 7
+OLD, SAMPLED, ADVANTAGE, WEIGHT, REFERENCE, OLD_VALUE, RETURN, SEQUENCE = range(8)
+FLOATS = 8
 PAIR_FIGURES = ("pair_loss", "accuracy", "margin", "chosen")
 """Means over the pairs of a step: loss, how often the chosen answer is ahead, by how much, its own gain or score."""
 
@@ -53,14 +53,13 @@ class FeedbackObjective:
         return sums
 
     def policy_loss(
-        self, tokens_BT: Tensor, targets_BT: Tensor, floats_KN: Tensor, **options: Any
+        self, tokens_BT: Tensor, targets_BT: Tensor, floats_KN: Tensor, places_S4: Tensor, **options: Any
     ) -> tuple[Tensor, Tensor]:
         align, row = self.align, self.align.row
         figures = token_figures(
-            self.laid, tokens_BT, targets_BT, align.temperature, layers=self.layers,
+            self.laid, tokens_BT, targets_BT, align.temperature, places_S4=places_S4, layers=self.layers,
             entropy_has_gradient=row.entropy_coefficient > 0, **options,
         )  # fmt: skip
-        rows_N = trained_rows(targets_BT)
         wide = floats_KN.to(figures.logprob_N.dtype)
         old_N = wide[OLD]
         if align.old == "trainer" and align.steps_per_batch == 1:
@@ -68,11 +67,11 @@ class FeedbackObjective:
         has_critic = figures.value_N is not None
         tokens = PolicyTokens(
             figures.logprob_N, figures.entropy_N, figures.value_N, old_N, wide[SAMPLED], wide[ADVANTAGE], wide[WEIGHT],
-            torch.ones_like(old_N), rows_N // tokens_BT.shape[1], wide[REFERENCE] if align.has_reference else None,
+            torch.ones_like(old_N), floats_KN[SEQUENCE].long(), wide[REFERENCE] if align.has_reference else None,
             wide[OLD_VALUE] if has_critic else None, wide[RETURN] if has_critic else None,
         )  # fmt: skip
         total, sums = policy_loss(row, tokens, align.correction, align.correction_most)
-        return self._lowered(_routed(total, figures.router_loss), sums, len(rows_N))
+        return self._lowered(_routed(total, figures.router_loss), sums, len(old_N))
 
     def pair_loss(
         self, tokens_BT: Tensor, targets_BT: Tensor, floats_KN: Tensor, **options: Any

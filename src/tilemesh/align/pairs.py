@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tilemesh.align.checks import check_loss
 from tilemesh.align.config import AlignConfig
-from tilemesh.align.head import token_figures
+from tilemesh.align.head import Reference
 from tilemesh.align.objective import FeedbackObjective
 from tilemesh.align.prompts import answer_tokens, prompt_tokens
 from tilemesh.align.tasks import Case, read_cases
@@ -37,7 +37,12 @@ class PairSource(Source):
     names: Sequence[str] = ("tokens", "targets", "floats")
 
     def __init__(
-        self, config: AlignConfig, laid: Laid, reference: Laid | None, served: ServedModel, objective: FeedbackObjective
+        self,
+        config: AlignConfig,
+        laid: Laid,
+        reference: Reference | None,
+        served: ServedModel,
+        objective: FeedbackObjective,
     ) -> None:
         self.config, self.laid, self.reference, self.objective = config, laid, reference, objective
         self.mesh, self.device = laid.mesh, next(laid.module.parameters()).device
@@ -97,7 +102,7 @@ class PairSource(Source):
         reference_N = torch.zeros(count, dtype=torch.float64, device=self.device)
         if self.reference is not None:
             with torch.no_grad():
-                reference_N = token_figures(self.reference, tokens_BT, targets_BT, 1.0).logprob_N.double()
+                reference_N = self.reference(tokens_BT, targets_BT, 1.0).logprob_N.double()
         return tokens_BT, targets_BT, torch.stack((reference_N, torch.full_like(reference_N, weight)))
 
     def tokens(self, number: int) -> int:

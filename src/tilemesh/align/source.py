@@ -25,15 +25,16 @@ from tilemesh.align.formulas import advantages
 from tilemesh.align.formulas.algorithms import BASELINES
 from tilemesh.align.formulas.rollout import LENGTH, Floats, Rollout, Whole, join
 from tilemesh.align.formulas.weights import WEIGHTINGS
-from tilemesh.align.generate import Generator, everyones, packed_bytes, rollout_of, unpacked_bytes
-from tilemesh.align.head import token_figures
-from tilemesh.align.objective import FLOATS, WEIGHT, FeedbackObjective
+from tilemesh.align.generate import Generator, packed_bytes, rollout_of, unpacked_bytes
+from tilemesh.align.head import Reference, token_figures
+from tilemesh.align.objective import FLOATS, SEQUENCE, WEIGHT, FeedbackObjective
 from tilemesh.align.prompts import Prompt, PromptSource
 from tilemesh.align.rewards import Rewards
+from tilemesh.align.shared import PassRows, padded_rows, shared_rows
 from tilemesh.core.files import replacing
 from tilemesh.core.shard import share
 from tilemesh.data.order import rows_of
-from tilemesh.model.loss import IGNORED
+from tilemesh.parallel.agree import everyones
 from tilemesh.parallel.laid import Laid
 from tilemesh.runs.manifest import checkpoints
 from tilemesh.runs.names import CHECKPOINTS, ROLLOUTS, SAMPLES
@@ -63,14 +64,14 @@ class RolloutBatch:
 class RolloutSource(Source):
     """Batches that the model itself writes."""
 
-    names: Sequence[str] = ("tokens", "targets", "floats")
+    names: Sequence[str] = ("tokens", "targets", "floats", "places")
     is_made_of_weights = True
 
     def __init__(
         self,
         config: AlignConfig,
         laid: Laid,
-        reference: Laid | None,
+        reference: Reference | None,
         generator: Generator,
         prompts: PromptSource,
         rewards: Rewards,
@@ -218,15 +219,16 @@ class RolloutSource(Source):
             with self.recorder.span("log-probabilities"):
                 for minibatch in range(align.minibatches):
                     for rows in self._own_rows(minibatch):
-                        tokens_BT, targets_BT = self._rows(rollout, rows)
+                        tokens_BT, targets_BT, places_S4 = self._rows(rollout, rows)
                         places = _trained_places(rollout, rows)
+                        batch = (tokens_BT, targets_BT, align.temperature)
                         if needs_own:
-                            own = token_figures(self.laid, tokens_BT, targets_BT, align.temperature)
+                            own = token_figures(self.laid, *batch, places_S4=places_S4)
                             arrays["old"][places] = own.logprob_N.double().cpu().numpy()
                             if own.value_N is not None:
                                 arrays["value"][places] = own.value_N.double().cpu().numpy()
                         if self.reference is not None:
-                            theirs = token_figures(self.reference, tokens_BT, targets_BT, align.temperature)
+                            theirs = self.reference(*batch, places_S4=places_S4)
                             arrays["reference"][places] = theirs.logprob_N.double().cpu().numpy()
         arrays = {name: self._summed(values) for name, values in arrays.items()}
         if align.old == "engine":
@@ -266,13 +268,15 @@ class RolloutSource(Source):
     def _microbatches(self, batch: RolloutBatch, minibatch: int) -> list[Microbatch]:
         weight = self._weights(batch, minibatch) * self._step_tokens(batch, minibatch)
         sampled = batch.rollout.logprobs[batch.rollout.trainable]
-        columns = (batch.old, sampled, batch.advantage, weight, batch.reference, batch.value, batch.returns)
+        sequence = batch.rollout.sequence[batch.rollout.trainable].astype(np.float64)
+        columns = (batch.old, sampled, batch.advantage, weight, batch.reference, batch.value, batch.returns, sequence)
         microbatches = []
         for rows in self._own_rows(minibatch):
-            tokens_BT, targets_BT = self._rows(batch.rollout, rows)
+            tokens_BT, targets_BT, places_S4 = self._rows(batch.rollout, rows)
             places = _trained_places(batch.rollout, rows)
             floats = np.stack([column[places] for column in columns]).reshape(FLOATS, -1)
-            tensors = (tokens_BT, targets_BT, torch.from_numpy(floats).to(self.device))
+            floats[SEQUENCE] -= rows.start
+            tensors = (tokens_BT, targets_BT, torch.from_numpy(floats).to(self.device), places_S4)
             microbatches.append(Microbatch(tensors, rows.start))
         return microbatches
 
@@ -291,16 +295,10 @@ class RolloutSource(Source):
         weight[kept] = WEIGHTINGS[self.align.row.weighting](renumbered, int(counts.sum()), self.align.longest)
         return weight
 
-    def _rows(self, rollout: Rollout, rows: range) -> tuple[Tensor, Tensor]:
-        """Inputs and targets, padded to the longest of these rows; a target that is not trained is IGNORED."""
-        longest = max(int(np.diff(rollout.starts)[row]) for row in rows) - 1
-        tokens = np.zeros((len(rows), longest), np.int64)
-        targets = np.full((len(rows), longest), IGNORED, np.int64)
-        for place, row in enumerate(rows):
-            own, drawn = rollout.tokens[rollout.row(row)], rollout.trainable[rollout.row(row)]
-            tokens[place, : len(own) - 1] = own[:-1]
-            targets[place, : len(own) - 1] = np.where(drawn[1:], own[1:], IGNORED)
-        return torch.from_numpy(tokens).to(self.device), torch.from_numpy(targets).to(self.device)
+    def _rows(self, rollout: Rollout, rows: range) -> PassRows:
+        """Of some sequences. Compiled layers, and those whose bits no other token may change, take one per row."""
+        pads = self.config.train.compile or self.align.invariant
+        return (padded_rows if pads else shared_rows)(rollout, rows, self.device)
 
     def _whole_rows(self, rollout: Rollout, rows: range) -> tuple[Tensor, Tensor]:
         """Whole sequences, padded, and where the last token of each stands."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tilemesh.core.errors import UsageError, unknown
+from tilemesh.core.errors import UsageError
 
 _MOST_BYTES = 1 << 28
 Case = Mapping[str, Any]
@@ -125,12 +125,6 @@ TASKS: dict[str, FeedbackTask] = {
         FeedbackTask("hackable", _hack_case, _hack_score, max_tokens=8, example=lambda case: f"{case['answer']} ok"),
     )
 }
-
-
-def task_named(name: str) -> FeedbackTask:
-    if name not in TASKS:
-        raise unknown("task", name, TASKS)
-    return TASKS[name]
 
 
 def read_cases(path: Path, wanted: tuple[str, ...] = ("prompt", "messages")) -> list[Case]:

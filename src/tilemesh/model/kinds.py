@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
@@ -334,6 +335,8 @@ class Adapted(MatrixKind):
         return layer.by_rows(ACTIVATIONS[layer.activation], self.affine(layer, x, layer.bias))
 
     def affine(self, layer: Linear, x: Tensor, bias: Tensor | None) -> Tensor:
+        if self.rows is None and self.silent:
+            return self.base.affine(layer, x, bias)
         if self.rows is None:
             low = functional.linear(x, layer.lora_a)
             return self.base.affine(layer, x, bias) + functional.linear(low, layer.lora_b) * self.scale
@@ -391,6 +394,19 @@ class Adapted(MatrixKind):
 
     def agrees(self, by: str) -> bool:
         return self.base.agrees(by)
+
+
+@contextmanager
+def without_adapters(model: nn.Module) -> Iterator[None]:
+    """Compute with the weights below adapters that are trained."""
+    adapted = [(layer, layer.kind) for _, layer in projections(model) if isinstance(layer.kind, Adapted)]
+    for layer, kind in adapted:
+        layer.become(dataclasses.replace(kind, silent=True))
+    try:
+        yield
+    finally:
+        for layer, kind in adapted:
+            layer.become(kind)
 
 
 def note_silent(layers: Iterable[object]) -> None:

@@ -9,7 +9,7 @@ and whoever writes into it in place is noticed. So each weight is held twice.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeGuard
 
@@ -41,6 +41,13 @@ def packs(dtype: torch.dtype) -> bool:
         return torch.equal(PackedWeight(weight).product(x, None), x)
     except (AttributeError, RuntimeError):  # NotImplementedError is one: this build has no such operator
         return False
+
+
+def without_onednn() -> Callable[[], None]:
+    """Leave products to BLAS, which begins sooner, until what this gives is called."""
+    was_enabled = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    return lambda: torch._C._set_mkldnn_enabled(was_enabled)
 
 
 class PackedWeight:

@@ -28,11 +28,17 @@ def agree(comm: Communicator, values: Mapping[str, Any]) -> None:
     rows = comm.all_gather(digest.reshape(1, -1))
     if (rows == rows[0]).all():
         return
-    lengths = comm.all_gather(np.array([len(whole)], np.int64)).tolist()
-    joined = comm.all_gather(np.frombuffer(whole, np.uint8), counts=lengths).tobytes()
+    raise UsageError(_difference([json.loads(each) for each in everyones(comm, whole)]))
+
+
+def everyones(comm: Communicator, raw: bytes) -> list[bytes]:
+    """What each rank gives, in order of rank, on every rank (a collective call)."""
+    if comm.size == 1:
+        return [raw]
+    lengths = comm.all_gather(np.array([len(raw)], np.int64)).tolist()
+    joined = comm.all_gather(np.frombuffer(raw, np.uint8), counts=lengths).tobytes()
     ends = np.cumsum(lengths).tolist()
-    everyone = [json.loads(joined[end - length : end]) for end, length in zip(ends, lengths, strict=True)]
-    raise UsageError(_difference(everyone))
+    return [joined[end - length : end] for end, length in zip(ends, lengths, strict=True)]
 
 
 def tell(comm: Communicator, text: str, root: int = 0) -> str:

@@ -157,10 +157,7 @@ def make_batch(
         tokens += piece.tokens
         positions += range(piece.begin, piece.end)
         pages = piece.entry.pages
-        places += [
-            pages[position // page_tokens] * page_tokens + position % page_tokens
-            for position in range(piece.begin, piece.end)
-        ]
+        places += [pages[at // page_tokens] * page_tokens + at % page_tokens for at in range(piece.begin, piece.end)]
     made = torch.tensor([tokens, positions, places], dtype=torch.int64)
     made = made.to(device, non_blocking=True)  # or the host would wait for the step before
     groups: tuple[AttentionGroup, ...] = ()

@@ -84,7 +84,8 @@ class LiveAnswer:
     cursor: Cursor | None = None
     """Where it stands in what it must match."""
     held: list[int] = field(default_factory=list)
-    """Tokens that were not told yet."""
+    held_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """Tokens that were not told yet, and their log-probabilities."""
     holds: bool = False
     """Whether tokens may wait there until it ends: nobody wants to hear of them before, and no text can end it."""
     plain: bool = False
@@ -92,7 +93,7 @@ class LiveAnswer:
 
     def __post_init__(self) -> None:
         sampling = self.job.sampling
-        self.holds = self.job.whole and self.cursor is None and not sampling.stop and sampling.logprobs is None
+        self.holds = self.job.whole and self.cursor is None and not sampling.stop
         known = sampling.logprobs is None and sampling.prompt_logprobs is None
         self.plain = known and self.cursor is None and not sampling.changes_logits and not self.job.adapter
 
@@ -210,9 +211,9 @@ class EngineCore:
         """Tell the tokens that were kept until now: a part's tokens are of one version."""
         for answer in self._live.values():
             if answer.held:
-                text, tokens = answer.text.add(answer.held), tuple(answer.held)
-                answer.held = []
-                answer.job.tell(AnswerPart(answer.number, text, tokens, (), None, version=self.scheduler.version))
+                text, tokens, logprobs = answer.text.add(answer.held), tuple(answer.held), tuple(answer.held_logprobs)
+                answer.held, answer.held_logprobs = [], []
+                answer.job.tell(AnswerPart(answer.number, text, tokens, logprobs, None, version=self.scheduler.version))
 
     def forget_computed(self) -> None:
         """Whatever lies in pages is computed again, and log-probabilities of prompts that are not complete."""
@@ -450,6 +451,7 @@ class EngineCore:
         answer = self._live[request.name]
         if reason is None and answer.holds:
             answer.held += progressed.tokens
+            answer.held_logprobs += logprobs
             return
         if reason is None and answer.cursor is None and not answer.job.sampling.stop:  # nothing can end it
             text = answer.text.add(progressed.tokens)
@@ -481,8 +483,8 @@ class EngineCore:
             self._involved.discard(request.name)
             self.on_end(request.name)
         tokens, version = (*answer.held, *progressed.tokens[:kept]), self.scheduler.version
-        part = AnswerPart(answer.number, text, tokens, tuple(logprobs[:kept]), reason, stopped_by, version=version)
-        answer.job.tell(part)
+        told = (*answer.held_logprobs, *logprobs[:kept])
+        answer.job.tell(AnswerPart(answer.number, text, tokens, told, reason, stopped_by, version=version))
 
     def _end(self, answer: LiveAnswer, reason: FinishReason, error: str | None = None, refused: bool = False) -> None:
         if self._live.pop(answer.request.name, None) is not None:
@@ -492,7 +494,8 @@ class EngineCore:
                 self.history.aborted(answer.request.name, self.now_ns)
             self.on_end(answer.request.name)
             text, tokens, version = answer.text.add(answer.held, last=True), tuple(answer.held), self.scheduler.version
-            answer.job.tell(AnswerPart(answer.number, text, tokens, (), reason, None, error, refused, version))
+            logprobs = tuple(answer.held_logprobs)
+            answer.job.tell(AnswerPart(answer.number, text, tokens, logprobs, reason, None, error, refused, version))
 
 
 def _logprobs(

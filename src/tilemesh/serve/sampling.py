@@ -61,8 +61,7 @@ class RowDraws:
     min_p_N: Tensor
 
 
-@dataclass(frozen=True)
-class TokenLogprobs:
+class TokenLogprobs(NamedTuple):
     """Log-probabilities in the model's own distribution (before bias, penalties, temperature and filters), and in the
     one that the token was drawn from (after all of these)."""
 
@@ -91,7 +90,7 @@ def draw_tokens(logits_NV: Tensor, drawings: Sequence[TokenDraw]) -> list[int]:
     if drawn:
         some = slice(None) if len(drawn) == len(drawings) else torch.tensor(drawn, device=rows_NV.device)
         tokens_N[some] = _draw(rows_NV[some], [drawings[index] for index in drawn])
-    return [int(token) for token in tokens_N.tolist()]
+    return list(map(int, tokens_N.tolist()))
 
 
 def _changed_rows(logits_NV: Tensor, drawings: Sequence[TokenDraw]) -> Tensor:
@@ -107,6 +106,11 @@ def _changed_rows(logits_NV: Tensor, drawings: Sequence[TokenDraw]) -> Tensor:
 
 def _changes(drawing: TokenDraw) -> bool:
     return drawing.sampling.changes_logits or drawing.allowed_V is not None
+
+
+def _is_changed(drawing: TokenDraw, vocabulary: int) -> bool:
+    """Whether its token is drawn from something else than the model's own distribution."""
+    return drawing.sampling.temperature != 1 or _changes(drawing) or _filters(drawing.sampling, vocabulary)
 
 
 def kind_of(sampling: Sampling, vocabulary: int) -> DrawKind:
@@ -154,13 +158,15 @@ def logprobs_of(
     owns, tops = _picked(own_NV, tokens, top)
     if not drawings:
         return [TokenLogprobs(*entry) for entry in zip(tokens, owns, tops, strict=True)]
+    if not any(_is_changed(drawing, own_NV.shape[1]) for drawing in drawings):
+        return [TokenLogprobs(*entry) for entry in zip(tokens, owns, tops, owns, tops, strict=True)]
     sampled_NV, others = own_NV.clone(), list[int]()
     for index, drawing in enumerate(drawings):
         sampling = drawing.sampling
         if sampling.temperature == 0:
             sampled_NV[index] = -torch.inf
             sampled_NV[index, tokens[index]] = 0
-        elif sampling.temperature != 1 or _changes(drawing) or _filters(sampling, own_NV.shape[1]):
+        elif _is_changed(drawing, own_NV.shape[1]):
             others.append(index)
     if others:
         some = [drawings[index] for index in others]
@@ -177,6 +183,8 @@ def _picked(
 ) -> tuple[list[float], list[tuple[tuple[int, float], ...]]]:
     """Of each row its token's, and the largest with their tokens."""
     own = logprobs_NV.gather(1, torch.tensor(tokens, device=logprobs_NV.device)[:, None])[:, 0].tolist()
+    if top == 0:
+        return own, [()] * len(own)
     values, ids = (kept.tolist() for kept in logprobs_NV.topk(min(top, logprobs_NV.shape[1])))
     return own, [tuple(zip(row_ids, row, strict=True)) for row_ids, row in zip(ids, values, strict=True)]
 

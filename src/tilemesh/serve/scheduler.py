@@ -129,6 +129,8 @@ class _Draft:
     preempted: list[str] = field(default_factory=list)
     stalled: bool = False
     """Whether a running request found no page."""
+    promised: int = 0
+    """Pages that the tokens of those that run still lack: counted once, not for each that is admitted."""
 
 
 class Progressed(NamedTuple):
@@ -355,7 +357,8 @@ class Scheduler:
         if not self.waiting:
             return
         under_way = {key for request in self.running if (key := self._next_page(request)) is not None}
-        index = 0
+        missing = (self.limits.pages_for(len(request.tokens)) - len(request.pages) for request in self.running)
+        index, draft.promised = 0, sum(pages for pages in missing if pages > 0)
         while index < len(self.waiting) and len(self.running) < self.limits.running and draft.left > 0:
             request = self.waiting[index]
             if self.draining and request.version < 0:
@@ -397,9 +400,8 @@ class Scheduler:
         computed = max(len(pages) * self.limits.page_tokens, request.computed)
         whole = self.limits.pages_for(len(request.tokens))
         idle = sum(self.pool.users(page) == 0 for page in pages)
-        promised = sum(max(0, self.limits.pages_for(len(other.tokens)) - len(other.pages)) for other in self.running)
         spare = max(1, self.limits.pages // 100) if self.running else 0  # or the next tokens would preempt at once
-        if self.pool.available - idle < whole - len(pages) + promised + spare:
+        if self.pool.available - idle < whole - len(pages) + draft.promised + spare:
             return False
         self.pool.share(pages)
         request.pages, request.published = tuple(pages), serials
@@ -421,6 +423,7 @@ class Scheduler:
         count = min(request.pending, self.limits.chunk_tokens, draft.left)
         draft.left -= count
         self._schedule(request, count, draft)
+        draft.promised += max(0, whole - len(request.pages))
         return True
 
     def _extend(

@@ -101,24 +101,8 @@ class Rollout:
         """Where the tokens of a sequence lie."""
         return slice(int(self.starts[number]), int(self.starts[number + 1]))
 
-    def take(self, numbers: Sequence[int]) -> Rollout:
-        """Some sequences, in this order."""
-        rows = [self.row(number) for number in numbers]
-        of_tokens: dict[str, Any] = {
-            name: np.concatenate([getattr(self, name)[row] for row in rows]) if rows else getattr(self, name)[:0]
-            for name in _OF_TOKENS
-        }
-        of_sequences = {name: getattr(self, name)[list(numbers)] for name in _OF_SEQUENCES}
-        lengths = [row.stop - row.start for row in rows]
-        finish = tuple(self.finish[number] for number in numbers)
-        return Rollout(**of_tokens, **of_sequences, starts=np.cumsum([0, *lengths]), finish=finish)
-
     def with_reward(self, reward: Floats) -> Rollout:
         return replace(self, reward=np.asarray(reward, np.float64))
-
-
-_OF_TOKENS = ("tokens", "trainable", "logprobs", "versions")
-_OF_SEQUENCES = ("temperature", "reward", "group")
 
 
 def pack(
