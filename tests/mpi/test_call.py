@@ -20,6 +20,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 import call_functions
 from started import is_running, wait_until
+from warm import warm_start
 
 from tilemesh.core.context import outside_any_job
 from tilemesh.core.errors import RunError, UsageError
@@ -30,11 +31,14 @@ from tilemesh.launch.start import find_mpiexec
 
 NEEDS_MPI = pytest.mark.skipif(find_mpiexec() is None, reason="needs mpiexec")
 TRANSPORTS = [pytest.param("mpi", marks=NEEDS_MPI), "torch"]
+pytestmark = pytest.mark.usefixtures("warm")  # fresh ranks: test_launch.py
 
 
 @pytest.fixture(scope="module", params=TRANSPORTS)
 def pool(request: pytest.FixtureRequest) -> Iterator[Ranks]:
-    with Ranks(3, transport=request.param) as ranks:
+    with warm_start():
+        ranks = Ranks(3, transport=request.param)
+    with ranks:
         yield ranks
 
 

@@ -25,7 +25,12 @@ PROCESSES = [pytest.param("mpi", marks=NEEDS_MPI), "torch"]
 RANKS = (1, 2, 3, 4, 5, 8)
 # Three threads are in `test_in_debug_mode_too`, four in `test_nodes_of_two_threads`, eight in `test_cases_alone`; other
 # numbers of processes are `test_all_of_it`, which is slow.
-IN_CI = [*(("threads", ranks) for ranks in (1, 2, 5)), pytest.param("mpi", 3, marks=NEEDS_MPI), ("torch", 3)]
+IN_CI = [
+    *(("threads", ranks) for ranks in (1, 2, 3)),
+    pytest.param("threads", 5, marks=pytest.mark.slow),
+    pytest.param("mpi", 3, marks=NEEDS_MPI),
+    ("torch", 3),
+]
 pytestmark = pytest.mark.usefixtures("shared_memory_left_clean", "warm")
 
 

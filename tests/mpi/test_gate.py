@@ -264,7 +264,7 @@ def test_a_bug_that_nothing_asked_for_can_have_is_refused(name: str, capsys: pyt
     assert any(PLANTS[name].applies(case) for case in asked)
 
 
-@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("ranks", [2, 4, pytest.param(8, marks=pytest.mark.slow)])
 def test_combinations_have_every_pair_of_settings_that_can_be(ranks: int) -> None:
     def pairs(combinations: Any) -> set[object]:
         inside: set[object] = set()

@@ -461,6 +461,7 @@ SERVED = {
 @pytest.mark.parametrize(
     "case", ["one worker", *(pytest.param(name, marks=pytest.mark.slow) for name in list(SERVED)[1:])]
 )
+@pytest.mark.usefixtures("warm")
 def test_a_run_with_servers_that_is_asked_to_stop_leaves_a_checkpoint(
     config: TrainConfig, tmp_path: Path, case: str
 ) -> None:
@@ -570,6 +571,7 @@ OTHERS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.usefixtures("warm")
 def test_killed_under_zero_in_a_pipeline_and_resumed_in_other_layouts(
     shared: tuple[TrainConfig, dict[int, float]], tmp_path: Path
 ) -> None:

@@ -208,19 +208,35 @@ def state(folder: Path, step: int) -> dict[str, torch.Tensor]:
     return {name: reader.whole(name) for name in reader.names}
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-master", "fp16", "fp64"])
+def bits_of(precision: str) -> str:
+    return f"plan.precision={precision},optimizer.clip=0,train.steps=4"
+
+
+PRECISIONS = ("fp32", "bf16", "bf16-master", "fp16", "fp64")
+
+
+@pytest.fixture(scope="module")
+def plain(text: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Any]]:
+    """Two plain replicas in each precision: the folder, and what `trained` says."""
+    place = tmp_path_factory.mktemp("plain")
+    runs = {name: made(text, "dp=2,tp=1", bits_of(name)) for name in PRECISIONS}
+    return {name: (place / name, trained(config, place / name)) for name, config in runs.items()}
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_two_replicas_compute_the_bits_of_two_plain_ones(text: str, tmp_path: Path, precision: str, stage: int) -> None:
+def test_two_replicas_compute_the_bits_of_two_plain_ones(
+    text: str, tmp_path: Path, plain: dict[str, tuple[Path, Any]], precision: str, stage: int
+) -> None:
     """A sum of two is the same in any order; the norm is not, so nothing is clipped. The first fp16 steps overflow."""
-    sets = f"plan.precision={precision},optimizer.clip=0,train.steps=4"
-    found = {}
-    for name, zero in (("plain", 0), ("zero", stage)):
-        found[name] = trained(made(text, "dp=2,tp=1", sets, f"plan.zero={zero}"), tmp_path / name)
-    assert found["plain"] == found["zero"]
-    plain, zero_state = state(tmp_path / "plain", 4), state(tmp_path / "zero", 4)
-    assert plain.keys() == zero_state.keys()
-    assert all(torch.equal(plain[name], zero_state[name]) for name in plain)
-    held = {name: read_object(tmp_path / name / "summary.json")["memory_bytes"] for name in found}
+    losses = trained(made(text, "dp=2,tp=1", bits_of(precision), f"plan.zero={stage}"), tmp_path / "zero")
+    folder, expected = plain[precision]
+    assert losses == expected
+    plain_state, zero_state = state(folder, 4), state(tmp_path / "zero", 4)
+    assert plain_state.keys() == zero_state.keys()
+    assert all(torch.equal(plain_state[name], zero_state[name]) for name in plain_state)
+    folders = {"plain": folder, "zero": tmp_path / "zero"}
+    held = {name: read_object(path / "summary.json")["memory_bytes"] for name, path in folders.items()}
     rows = 0.55  # half, but for rows that do not divide
     assert max(held["zero"]["optimizer"]) <= rows * max(held["plain"]["optimizer"])
     assert max(held["zero"]["gradients"]) <= rows * max(held["plain"]["gradients"])
