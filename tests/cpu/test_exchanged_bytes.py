@@ -206,6 +206,8 @@ def test_what_ranks_that_share_sequences_exchange_is_what_the_formulas_say(
         ({"dp": 4, "ep": 2, "zero": 3}, "fp32"),
         ({"dp": 2, "ep": 2, "tp": 2, "sequence_parallel": True}, "fp32"),
         ({"dp": 2, "ep": 2, "cp": 2}, "fp32"),
+        ({"dp": 2, "ep": 4, "cp": 2, "zero": 1}, "fp32"),
+        ({"ep": 2, "cp": 4, "zero": 1}, "fp32"),
         ({"dp": 2, "ep": 2, "pp": 2, "accumulation": 4}, "fp32"),
     ],
     ids=str,
@@ -237,7 +239,7 @@ def test_what_ranks_that_share_out_experts_exchange_is_what_the_formulas_say(
     for stage in range(plan.pp):
         mine = recorded[stage * per_stage : (stage + 1) * per_stage]
         predicted = step_exchanges(config, plan, task, counts, stage)
-        rows = predicted["dp"].pop("all_to_all")
-        assert sum(by["dp"].pop("all_to_all") for by in mine) == per_stage * rows
+        rows = predicted[plan.expert_axes].pop("all_to_all")
+        assert sum(by[plan.expert_axes].pop("all_to_all") for by in mine) == per_stage * rows
         mine[0].pop(CONTROL, None)
         assert {axis: by for axis, by in mine[0].items() if by} == {axis: by for axis, by in predicted.items() if by}

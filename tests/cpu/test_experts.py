@@ -329,3 +329,5 @@ def test_runs_with_experts_shared_out_go_on_in_any_layout(tmp_path: Path) -> Non
     spread = ("dp=4,ep=2", "plan.zero=2")
     assert losses(tmp_path / "here", spread, ("tp=2", "")) == pytest.approx(alone, rel=1e-10)
     assert losses(tmp_path / "there", ("dp=1", ""), spread) == pytest.approx(alone, rel=1e-10)
+    folded = ("dp=2,cp=2,ep=4", "plan.zero=1")  # out of dp x cp
+    assert losses(tmp_path / "folded", folded, ("dp=1", "")) == pytest.approx(alone, rel=1e-10)

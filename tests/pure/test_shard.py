@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from tilemesh.comm.schedules.collectives import cut
-from tilemesh.core.axes import Axes, coordinates, members, ordered, rank_at, ranks_of
+from tilemesh.core.axes import Axes, coordinates, members, ordered, place_among, rank_at, ranks_of
 from tilemesh.core.errors import UsageError
 from tilemesh.core.shard import Box, Cut, Shard, share
 from tilemesh.parallel.shard import join, take
@@ -32,15 +32,15 @@ def shards(draw: some.DrawFn, whole: tuple[int, ...] | None = None) -> Shard:
     axes = draw(meshes())
     if whole is None:
         whole = tuple(draw(some.lists(some.sampled_from([0, 1, 2, 5, 6, 12]), min_size=1, max_size=3)))
-    replicas = dict(axes).get("dp", 1)
-    every = draw(some.sampled_from([n for n in range(1, replicas + 1) if replicas % n == 0]))
-    at = draw(some.integers(0, every - 1))
+    apart_along = {name: draw(some.sampled_from(_divisors(n))) for name, n in axes if name in ("cp", "dp")}
+    spread = tuple((name, every) for name, every in apart_along.items() if every > 1)
+    at = draw(some.integers(0, math.prod(every for _, every in spread) - 1))
     partial = tuple(draw(some.sets(some.sampled_from(NAMES))))
-    shard = Shard("a", whole, axes, at * math.prod(n for name, n in axes[: [*dict(axes), "dp"].index("dp")]),
-                  partial=partial, every=every, at=at)  # fmt: skip
+    first = next(rank for rank in range(ranks_of(axes)) if place_among(rank, spread, axes) == at)
+    shard = Shard("a", whole, axes, first, partial=partial, spread=spread, at=at)
     for name, size in draw(some.permutations(axes))[:3]:
         dim = draw(some.integers(0, len(whole) - 1))
-        apart = every if name == "dp" else 1
+        apart = apart_along.get(name, 1)
         pieces = draw(some.sampled_from([*([None] if apart == 1 else []), *_divisors(size // apart)]))
         stride = apart if apart > 1 or draw(some.booleans()) else None
         parts, units = draw(some.sampled_from([(1, None), (1, None), (1, 2), (2, None), (3, None), (2, 3)]))
@@ -186,13 +186,25 @@ def test_what_one_layout_wrote_any_other_can_read(data: some.DataObject) -> None
 
 def test_experts_shared_out_among_replicas() -> None:
     """Of 4 replicas every second holds it: the first and the third, or with ZeRO a half of it each."""
-    shard = Shard("expert", (6, 2), ordered({"dp": 4, "tp": 2}), 2, partial=("dp",), every=2, at=1)
+    shard = Shard("expert", (6, 2), ordered({"dp": 4, "tp": 2}), 2, partial=("dp",), spread=(("dp", 2),), at=1)
     assert [shard.on(rank).shape[0] for rank in range(8)] == [0, 0, 6, 6, 0, 0, 6, 6]
     assert (shard.replicas, shard.summed, shard.copies) == ((("tp", 2), ("dp/2", 2)), (("dp/2", 2),), 4)
     assert members(2, shard.summed, shard.axes) == (2, 6)
     cut = shard.cut_over(Cut("dp", 0, pieces=2, stride=2))
     assert [cut.on(rank).boxes[0][1].begin[0] for rank in (2, 3, 6, 7)] == [0, 0, 3, 3]
     assert [(cut.on(rank).writes, cut.on(rank).copies) for rank in (2, 3, 6, 7)] == [(True, 2), (False, 2)] * 2
+
+
+def test_experts_shared_out_among_ranks_of_cp_and_dp() -> None:
+    """Of 2 x 2 replicas, twice: each holds another; ZeRO cuts it over the two that hold the same."""
+    axes, spread = ordered({"dp": 4, "cp": 2}), (("cp", 2), ("dp", 2))
+    assert [place_among(rank, spread, axes) for rank in range(8)] == [0, 1, 2, 3] * 2
+    shard = Shard("expert", (6, 2), axes, 2, partial=("dp", "cp"), spread=spread, at=2)
+    assert [shard.on(rank).shape[0] for rank in range(8)] == [0, 0, 6, 0, 0, 0, 6, 0]
+    assert (shard.replicas, shard.copies) == ((("dp/2", 2),), 2)
+    cut = shard.cut_over(Cut("dp", 0, pieces=2, stride=2)).cut_over(Cut("cp", 0, pieces=1, stride=2))
+    assert [cut.on(rank).shape[0] for rank in (2, 6)] == [3, 3]
+    assert (cut.on(6).copies, cut.on(6).writes) == (1, True)
 
 
 def test_zero_inside_a_node_is_replicated_across_nodes() -> None:

@@ -53,6 +53,14 @@ def coordinates(rank: int, axes: Axes) -> dict[str, int]:
     return place
 
 
+def place_among(rank: int, blocks: Blocks, axes: Axes) -> int:
+    """Which of the ranks in one block this one is, in order of rank where the blocks' axes are in their order."""
+    place, among, stride = coordinates(rank, axes), 0, 1
+    for name, count in blocks:
+        among, stride = among + place.get(name, 0) % count * stride, stride * count
+    return among
+
+
 def strided(name: str) -> tuple[str, int]:
     """The axis that a block's name is of, and how far apart its ranks stand."""
     axis, _, every = name.partition("/")

@@ -147,12 +147,16 @@ def _without(offload: str) -> Callable[[ParallelPlan], str]:
     return lambda plan: "offload=" + "+".join(name for name in plan.offloads if name != offload)
 
 
+def _spread_over_dp(plan: ParallelPlan) -> int:
+    return dict(plan.expert_spread).get("dp", 1)
+
+
 PLAN_CONFLICTS: tuple[Conflict[ParallelPlan], ...] = (
     row(
         "ep dp",
-        lambda plan: plan.dp % plan.ep > 0,
-        "replicas share out experts in groups of ep, which must make up dp",
-        lambda plan: f"ep={math.gcd(plan.ep, plan.dp)}",
+        lambda plan: plan.replicas % plan.ep > 0,
+        "replicas share out experts in groups of ep, which must make up dp x cp",
+        lambda plan: f"ep={math.gcd(plan.ep, plan.replicas)}",
     ),
     row(
         "precision",
@@ -168,9 +172,9 @@ PLAN_CONFLICTS: tuple[Conflict[ParallelPlan], ...] = (
     ),
     row(
         "ep zero_group",
-        lambda plan: plan.dp % plan.ep == 0 and plan.zero_group % plan.ep > 0,
+        lambda plan: plan.replicas % plan.ep == 0 and plan.zero_group % _spread_over_dp(plan) > 0,
         "a group that cuts rows must hold all experts",
-        lambda plan: f"zero_group={-(-plan.zero_group // plan.ep) * plan.ep}",
+        lambda plan: f"zero_group={-(-plan.zero_group // _spread_over_dp(plan)) * _spread_over_dp(plan)}",
     ),
     row(
         "zero dp",

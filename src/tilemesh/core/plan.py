@@ -57,7 +57,8 @@ class ModelPlacement:
     pp: Count = 1
     """Pipeline parallelism: stages, each with a part of the layers."""
     ep: Count = 1
-    """Expert parallelism: so many of the dp replicas, neighbours, share out the experts of every layer among them."""
+    """Expert parallelism: so many of the dp x cp replicas, neighbours, share out the experts of every layer among
+    them."""
     expert_tp: CountOrNone = 0
     """Ranks of tp that share each expert's matrices; 0: all, as of any other matrix. With fewer, replicas and ranks of
     tp together share out the experts (predicted only)."""
@@ -94,6 +95,17 @@ class ModelPlacement:
     def ranks_per_expert(self) -> int:
         """Ranks of tp that share each expert's matrices."""
         return self.expert_tp or self.tp
+
+    @property
+    def expert_spread(self) -> tuple[tuple[str, int], ...]:
+        """Along which axes, and among how many ranks, experts are shared out: cp first, whose ranks are nearer."""
+        along_cp = math.gcd(self.ep, self.cp)
+        return tuple((name, count) for name, count in (("cp", along_cp), ("dp", self.ep // along_cp)) if count > 1)
+
+    @property
+    def expert_axes(self) -> str:
+        """The axes of `expert_spread`, as a mesh calls a group along them."""
+        return "+".join(name for name, _ in reversed(self.expert_spread))
 
     @property
     def expert_replicas(self) -> int:

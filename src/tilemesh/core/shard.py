@@ -16,7 +16,7 @@ import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from tilemesh.core.axes import Axes, Blocks, block_name, coordinates, ranks_of, size_of, strided
+from tilemesh.core.axes import Axes, Blocks, block_name, coordinates, place_among, ranks_of, size_of, strided
 from tilemesh.core.errors import UsageError
 
 
@@ -109,10 +109,11 @@ class Shard:
     """Axes along which each rank that holds the same box has only a part of its gradient: their sum is the gradient."""
     holders: tuple[int, ...] = ()
     """Places on pp whose ranks hold the parameter; empty: all. Each of several has only a part of its gradient."""
-    every: int = 1
-    """Along dp, every so-many-th place holds it, the others nothing: experts that replicas share out ..."""
+    spread: Blocks = ()
+    """(axis, n): along it every n-th place holds it, the others nothing: experts that replicas share out. Of several
+    axes the first is counted fastest ..."""
     at: int = 0
-    """... the first of these places."""
+    """... and which of the places in one such block it is."""
 
     def __post_init__(self) -> None:
         lengths = list(self.whole)
@@ -148,7 +149,16 @@ class Shard:
     @property
     def is_here(self) -> bool:
         """Whether this rank is among those that hold any of it."""
-        return coordinates(self.rank, self.axes).get("dp", 0) % self.every == self.at
+        return place_among(self.rank, self.spread, self.axes) == self.at
+
+    @property
+    def every(self) -> int:
+        """How many ranks share out what it is one of."""
+        return math.prod(count for _, count in self.spread)
+
+    def apart(self, axis: str) -> int:
+        """How far apart along an axis those are that hold any of it."""
+        return dict(self.spread).get(axis, 1)
 
     @cached_property
     def shape(self) -> tuple[int, ...]:
@@ -187,7 +197,7 @@ class Shard:
             return 1
         cut, size = self._cut_over(axis), size_of(self.axes, axis)
         copies = size if cut is None else size // (cut.pieces or size)
-        return copies // self.every if axis == "dp" else copies
+        return copies // self.apart(axis)
 
     def _cut_over(self, axis: str) -> Cut | None:
         return next((cut for cut in self.cuts if cut.axis == axis), None)
@@ -196,10 +206,9 @@ class Shard:
     def replicas(self) -> Blocks:
         """Along which axes, and in blocks of how many, consecutive ranks hold the same boxes as this one; not those of
         other stages of a pipeline, which are `holders`."""
-        spread = {cut.axis for cut in self.cuts if cut.stride}
-        blocks = ((name, self.copies_along(name)) for name, _ in self.axes if name not in spread)
-        apart = {"dp": self.every}
-        return tuple((block_name(name, apart.get(name, 1)), count) for name, count in blocks if count > 1)
+        apart = {cut.axis for cut in self.cuts if cut.stride}
+        blocks = ((name, self.copies_along(name)) for name, _ in self.axes if name not in apart)
+        return tuple((block_name(name, self.apart(name)), count) for name, count in blocks if count > 1)
 
     @property
     def copies(self) -> int:
@@ -226,7 +235,7 @@ class Shard:
 
     def _is_first_along(self, axis: str, index: int) -> bool:
         cut, copies = self._cut_over(axis), self.copies_along(axis)
-        if (cut is not None and cut.stride) or (axis == "dp" and self.every > 1):
+        if (cut is not None and cut.stride) or self.apart(axis) > 1:
             return index < size_of(self.axes, axis) // copies
         return index % copies == 0
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tilemesh.core.axes import BATCH, ORDER
+from tilemesh.core.axes import BATCH, ORDER, place_among
 from tilemesh.core.conflicts import PLAN_CONFLICTS, refuse
 from tilemesh.core.errors import UsageError, unknown
 from tilemesh.core.plan import ParallelPlan
@@ -353,7 +353,8 @@ def _shards(model: nn.Module, splits: Mapping[str, Split], mesh: Mesh, plan: Par
         is_partial = bool(mine.partial) or (not mine.cuts and (sequence or is_inside))
         shards[name] = dataclasses.replace(mine, partial=(*BATCH, "tp") if is_partial else BATCH)
         if plan.ep > 1 and EXPERT.fullmatch(name):
-            shards[name] = dataclasses.replace(shards[name], every=plan.ep, at=mesh.dp.index % plan.ep)
+            at = place_among(mesh.comm.rank, plan.expert_spread, mesh.shape)
+            shards[name] = dataclasses.replace(shards[name], spread=plan.expert_spread, at=at)
     _require_tied_alike(model, splits, mesh, shards)
     return shards
 

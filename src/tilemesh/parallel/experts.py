@@ -1,9 +1,9 @@
 """Experts shared out among replicas: a token's activations travel to whoever has its expert, and the result back.
 
-The one idea: neighbours along dp, `plan.ep` of them, hold the experts together, and all else of the model each. What a
-replica's router sends to another's experts travels in one all_to_all with as many rows for each rank as it has tokens
-for it, and back in another; gradients go the same ways. The loss is a sum, so an expert's gradient is that of all
-tokens which passed it, whoever sent them, and is summed over the replicas with the same experts alone.
+The one idea: neighbours along cp and dp, `plan.ep` of them, hold the experts together, and all else of the model each.
+What one rank's router sends to another's experts travels in one all_to_all with as many rows for each rank as it has
+tokens for it, and back in another; gradients go the same ways. The loss is a sum, so an expert's gradient is that of
+all tokens which passed it, whoever sent them, and is summed over the ranks with the same experts alone.
 
 An exchange is begun and waited for in two places of the graph. What a layer computes between the two, its shared expert
 above all, hides it: forward the way to the experts, backward the way of the gradients home. Where a layer is computed
@@ -178,7 +178,7 @@ def share_experts(model: nn.Module, mesh: Mesh, plan: ParallelPlan, algorithm: s
     """Leave a model those of its experts that this rank holds; the parameters that others hold. A collective call."""
     if plan.ep == 1:
         return {}
-    comm = mesh.among((("dp", plan.ep),))
+    comm = mesh.among(plan.expert_spread)
     before = [name for name, _ in model.named_parameters()]
     count = 0
     for path, module in model.named_modules():

@@ -413,7 +413,8 @@ class Laid:
                 if twin in experts:
                     mine = dataclasses.replace(experts[twin][0], name=name, at=at)
                     experts[name] = (mine, experts[twin][1].new_empty(mine.shape))
-            spread = self._gather_along({*cutting, "dp"}, [experts[name] for name in self.names if name in experts])
+            apart = {name for name, _ in self.plan.expert_spread}
+            spread = self._gather_along(cutting | apart, [experts[name] for name in self.names if name in experts])
             wholes = None if wholes is None or spread is None else wholes | spread
         return wholes
 

@@ -16,12 +16,13 @@ import torch
 from torch import Tensor
 
 from tilemesh.comm.runtime.communicator import Communicator
-from tilemesh.core.axes import block_name, members
+from tilemesh.core.axes import Blocks, members
 from tilemesh.core.plan import ParallelPlan
 from tilemesh.core.shard import Shard
 from tilemesh.parallel.mesh import Mesh
 from tilemesh.parallel.shard import put, take
 from tilemesh.parallel.whole import shard_views
+from tilemesh.parallel.zero import sharing_blocks
 
 ROUND_NUMBERS = 16 << 20
 """Of whole matrices for each rank in one round, at least: few exchanges. More where one matrix alone is larger."""
@@ -30,15 +31,14 @@ ROUND_NUMBERS = 16 << 20
 class MatrixGroup:
     """The ranks of a mesh that hold parts of the same matrices. A collective call of the whole mesh."""
 
-    def __init__(self, mesh: Mesh, plan: ParallelPlan, every: int = 1) -> None:
-        """`every`: the matrices are those of `Shard.every`."""
-        replicas = (block_name("dp", every), max(1, plan.zero_ranks // plan.cp // every))
-        cuts = (("tp", plan.tp), replicas, ("cp", plan.cp if plan.zero else 1))
+    def __init__(self, mesh: Mesh, plan: ParallelPlan, spread: Blocks = ()) -> None:
+        """`spread`: the matrices are those of `Shard.spread`."""
+        cuts = (("tp", plan.tp), *(sharing_blocks(mesh.shape, plan.zero_group or plan.dp, spread) if plan.zero else ()))
         blocks = tuple((name, count) for name, count in cuts if count > 1)
         self.comm: Communicator = mesh.among(blocks)
         self.ranks = members(mesh.comm.rank, blocks, mesh.shape)
         """In the mesh, in the order of `comm`."""
-        self.of_experts = MatrixGroup(mesh, plan, plan.ep) if every < plan.ep else None
+        self.of_experts = MatrixGroup(mesh, plan, plan.expert_spread) if spread != plan.expert_spread else None
         """The ranks that hold parts of this one's experts, where replicas share these out."""
 
     def rounds(self, shards: Iterable[Shard], least: int = ROUND_NUMBERS) -> Iterator[MatrixRound]:

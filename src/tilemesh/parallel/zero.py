@@ -41,14 +41,22 @@ def cut_over_replicas(mine: Shard, group: int) -> Shard:
     it, and over all ranks of cp."""
     if not mine.shape:
         raise UsageError(f"{mine.name} has no dim: ZeRO cuts rows; give it shape (1,), or set zero=0")
-    stride = mine.every if group < size_of(mine.axes, AXIS) or mine.every > 1 else None
-    mine = mine.cut_over(Cut(AXIS, 0, pieces=group // mine.every, stride=stride))
-    return mine.cut_over(Cut(SHARED, 0)) if size_of(mine.axes, SHARED) > 1 else mine
+    every, tokens = mine.apart(AXIS), size_of(mine.axes, SHARED)
+    stride = every if group < size_of(mine.axes, AXIS) or every > 1 else None
+    mine = mine.cut_over(Cut(AXIS, 0, pieces=group // every, stride=stride))
+    if tokens == 1:
+        return mine
+    apart = mine.apart(SHARED)
+    return mine.cut_over(Cut(SHARED, 0, pieces=tokens // apart, stride=apart if apart > 1 else None))
 
 
-def sharing_blocks(axes: Axes, group: int, every: int) -> Blocks:
-    """The ranks over which rows are cut: in order of rank, which is the order of their rows. `every`: as `Shard`'s."""
-    return ((SHARED, size_of(axes, SHARED)), (block_name(AXIS, every), group // every))
+def sharing_blocks(axes: Axes, group: int, spread: Blocks) -> Blocks:
+    """The ranks over which rows are cut: in order of rank, which is the order of their rows. `spread`: as `Shard`'s."""
+    apart = dict(spread)
+    return tuple(
+        (block_name(name, apart.get(name, 1)), count // apart.get(name, 1))
+        for name, count in ((SHARED, size_of(axes, SHARED)), (AXIS, group))
+    )
 
 
 class RowsOfRanks:
@@ -57,9 +65,9 @@ class RowsOfRanks:
     def __init__(self, shards: Sequence[Shard], group: int) -> None:
         """`shards`: of the whole parameters, as this rank holds them before ZeRO cuts them."""
         rank, axes = shards[0].rank, shards[0].axes
-        self.every = shards[0].every
+        self.spread = shards[0].spread
         """How far apart the replicas are that share them."""
-        blocks = tuple(block for block in sharing_blocks(axes, group, self.every) if block[1] > 1)
+        blocks = tuple(block for block in sharing_blocks(axes, group, self.spread) if block[1] > 1)
         ranks = members(rank, blocks, axes)
         self.index = ranks.index(rank)
         self.everyone = [[cut_over_replicas(mine.on(other), group) for mine in shards] for other in ranks]
@@ -146,7 +154,7 @@ class Zero(Bucketed):
             raise UsageError(f"groups of {self.group} replicas do not make up dp {replicas}: give a divisor above 1")
         self._spare: list[Tensor] = []
         self._under_way: list[ZeroBucket] = []
-        apart = {mine.shard.every for mine in (*parts.held.values(), *parts.frozen.values())}
+        apart = {mine.shard.spread for mine in (*parts.held.values(), *parts.frozen.values())}
         shape = parts.mesh.shape
         self.sharing = {n: parts.mesh.among(sharing_blocks(shape, self.group, n)) for n in sorted(apart)}
         """The ranks over which rows are cut, by how far apart their replicas are."""
@@ -255,7 +263,7 @@ class Zero(Bucketed):
         bucket.landing = torch.empty_like(bucket.part) if bucket.has_sum else None
         out = bucket.part if bucket.landing is None else bucket.landing
         buffer, counts = bucket.flat[: bucket.rows.numel], bucket.rows.counts
-        comm = self.sharing[bucket.rows.every]
+        comm = self.sharing[bucket.rows.spread]
         return comm.reduce_scatter(buffer, counts=counts, out=out, algorithm=self.algorithm, wait=False)
 
     def unpacked(self, bucket: Bucket) -> Tensor:
@@ -316,7 +324,7 @@ class Zero(Bucketed):
             mine = torch.cat([rows.reshape(-1) for rows in self.rows_of(bucket)])
             bucket.flat = self._memory(bucket.rows.numel, bucket.part)
             buffer, counts = bucket.flat[: bucket.rows.numel], bucket.rows.counts
-            comm = self.sharing[bucket.rows.every]
+            comm = self.sharing[bucket.rows.spread]
             handle = comm.all_gather(mine, counts=counts, out=buffer, algorithm=self.algorithm, wait=False)
             waiting.append((bucket, handle))
         for bucket, handle in waiting:

@@ -91,7 +91,7 @@ class ZeroWeights(Zero):
             if not weights.chunks:
                 weights.flat = self._memory(weights.rows.numel, weights.own)
                 out, counts = weights.flat[: weights.rows.numel], weights.rows.counts
-                weights.handle = self.sharing[weights.rows.every].all_gather(
+                weights.handle = self.sharing[weights.rows.spread].all_gather(
                     weights.own, counts=counts, out=out, algorithm=self.algorithm, wait=False
                 )
             weights.chunks.add(chunk)

@@ -192,8 +192,7 @@ def layer_times(model: ModelConfig, cluster: Cluster, task: Task, rates: Rates |
     """A layer's seconds, and the head's and the embedding's, for one microbatch."""
     speed = speed_of(cluster.device, task.dtype, rates, task.code)
     # Experts are shared out among replicas, or first among ranks of tp that do not share one.
-    stride = task.tp * task.cp if task.ranks_per_expert == task.tp else task.ranks_per_expert
-    sizes = {"tp": (task.tp, 1), "cp": (task.cp, task.tp), "ep": (task.ep, stride)}
+    sizes = {"tp": (task.tp, 1), "cp": (task.cp, task.tp), "ep": (task.ep, task.ranks_per_expert)}
     axes = {name: group(cluster, *size) for name, size in sizes.items() if size[0] > 1 or name == "tp"}
     layer, head, embedding = layer_work(model, task), head_work(model, task), embedding_work(model, task)
     again = tuple(repeated_exchanges(model, task))

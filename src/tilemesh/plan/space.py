@@ -161,7 +161,7 @@ def _contexts(estimator: Estimator, ranks: int, pins: Pins) -> list[int]:
 def _shared(estimator: Estimator, tp: int, dp: int, cp: int, pins: Pins) -> list[tuple[int, ContextExchange]]:
     """How many ranks may share out experts, and how those that share sequences may exchange."""
     model, expert_tp = estimator.model, pins.expert_tp or 0
-    eps = [pins.ep] if pins.ep else divisors(dp) if model.experts else [1]
+    eps = [pins.ep] if pins.ep else divisors(dp * cp) if model.experts else [1]
     exchanges: tuple[ContextExchange, ...] = ("ring", "heads") if cp > 1 else ("ring",)
     return [
         (ep, how)

@@ -232,7 +232,7 @@ def _experts(result: SearchResult, best: Prediction) -> str:
     estimator = result.estimator()
     busiest = imbalance(model, estimator.clock.task(plan))
     sent, share = best.traffic["ep"], best.times.ep_s / best.step_time_s
-    span = plan.ep * (plan.tp * plan.cp if plan.ranks_per_expert == plan.tp else plan.ranks_per_expert)
+    span = plan.ep * plan.ranks_per_expert
     node = result.cluster.node
     where = f"inside a node over {node.intra.name}" if span <= node.count else f"across nodes over {node.inter.name}"
     told = "as told" if result.imbalance else "expected of random picks; a router that prefers some has more"

@@ -71,7 +71,7 @@ class _Start:
         replicas = changes.get("dp", plan.dp) * changes.get("cp", plan.cp)
         if replicas == 1 and "plan.zero" not in self.set_keys:  # nobody is left to share with
             changes |= {"zero": 0, "zero_group": 0}
-        if changes.get("dp", plan.dp) % plan.ep and "plan.ep" not in self.set_keys:
+        if replicas % plan.ep and "plan.ep" not in self.set_keys:
             changes.setdefault("ep", 1)
         changes["sequence_parallel"] = plan.sequence_parallel and tp > 1
         return dataclasses.replace(self, config=self.config.changed(plan=changes))

@@ -49,7 +49,7 @@ def step_exchanges(
     for chunk in held:
         times = _microbatches(placement, stage, chunk, plan.accumulation)
         for exchange in _pass_exchanges(model, plan.on_stage(stage), task, counts, chunk):
-            axis = "dp" if exchange.axis == "ep" else exchange.axis  # a part of it, as whoever counts sees it
+            axis = plan.expert_axes if exchange.axis == "ep" else exchange.axis  # as whoever counts sees it
             total.add(axis, exchange.collective, times * exchange.nbytes)
         for _ in range(_neighbours(placement, chunk)):
             for operation in ("send", "recv"):  # a gradient comes back for every activation
@@ -181,9 +181,10 @@ class _Alike(NamedTuple):
 
     @classmethod
     def of(cls, plan: ParallelPlan, weight: Weight) -> _Alike:
-        ep = plan.ep if weight.is_routed else 1
-        axes = "+".join(name for name, size in ((block_name("dp", ep), plan.dp // ep), ("cp", plan.cp)) if size > 1)
-        if ep > 1:
+        apart = dict(plan.expert_spread) if weight.is_routed else {}
+        sizes = ((name, size, apart.get(name, 1)) for name, size in (("dp", plan.dp), ("cp", plan.cp)))
+        axes = "+".join(block_name(name, every) for name, size, every in sizes if size > every)
+        if apart:
             return cls(plan.expert_replicas, plan.expert_zero_ranks, axes)
         return cls(plan.replicas, plan.zero_ranks, axes)
 

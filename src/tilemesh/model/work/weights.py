@@ -369,8 +369,12 @@ def why_not(model: ModelConfig, plan: ParallelPlan, ranks: int | None = None) ->
         return f"expert_tp is {plan.expert_tp}: tp {plan.tp} ranks do not make up groups of so many"
     if plan.ranks_per_expert < plan.tp and not plan.sequence_parallel:
         return f"expert_tp is {plan.expert_tp} and tp {plan.tp}: each rank routes its own tokens; set sequence_parallel"
-    if plan.dp * plan.tp // plan.ranks_per_expert % plan.ep:
-        among = f"dp {plan.dp}" + f" x tp {plan.tp}" * (plan.ranks_per_expert < plan.tp)
+    if plan.replicas * plan.tp // plan.ranks_per_expert % plan.ep:
+        among = (
+            f"dp {plan.dp}"
+            + f" x cp {plan.cp}" * (plan.cp > 1)
+            + f" x tp {plan.tp}" * (plan.ranks_per_expert < plan.tp)
+        )
         return f"ep is {plan.ep}: {among} do not make up groups of so many that share out experts"
     reason = why_not_tp(model, plan.tp)
     if reason:

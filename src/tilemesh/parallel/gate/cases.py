@@ -288,6 +288,8 @@ def spread_experts(ranks: int) -> list[tuple[ParallelPlan, str]]:
             (gate_plan(2, accumulation=2, ep=2, zero=3), ""),
             (gate_plan(2, ep=2, offload="activations+weights"), ""),
             (gate_plan(2, ep=2), "adapters int4-g4"),
+            (gate_plan(cp=2, accumulation=2, ep=2, recompute="full"), ""),
+            (gate_plan(cp=2, ep=2, zero=1, cp_exchange="heads"), ""),
         ]
     if ranks == 4:
         return [
@@ -298,6 +300,11 @@ def spread_experts(ranks: int) -> list[tuple[ParallelPlan, str]]:
             (gate_plan(4, ep=2, zero=2, zero_group=2), ""),
             (gate_plan(4, ep=2, zero=3), "adapters"),
             (gate_plan(2, ep=2, zero=2, cp=2), ""),
+            (gate_plan(2, accumulation=2, ep=4, zero=3, cp=2), ""),
+            (gate_plan(cp=4, ep=4), ""),
+            (gate_plan(cp=4, ep=2, zero=2), ""),
+            (gate_plan(1, 2, True, ep=2, cp=2), ""),
+            (gate_plan(1, accumulation=4, pp=2, ep=2, cp=2), ""),
             (gate_plan(2, accumulation=4, pp=2, ep=2, schedule="zb-h1"), ""),
             (gate_plan(2, accumulation=4, pp=2, ep=2, schedule="dualpipe", zero=1), ""),
         ]
@@ -307,6 +314,8 @@ def spread_experts(ranks: int) -> list[tuple[ParallelPlan, str]]:
             (gate_plan(4, 2, True, 2, ep=2, zero=1, recompute="full"), ""),
             (gate_plan(2, 2, accumulation=4, pp=2, ep=2), ""),
             (gate_plan(2, 2, True, ep=2, zero=1, cp=2), ""),
+            (gate_plan(4, ep=4, zero=2, zero_group=2, cp=2), ""),
+            (gate_plan(2, 2, ep=4, cp=2, recompute="operators"), ""),
         ]
     return []
 
@@ -354,6 +363,7 @@ _MATRICES_CUT = (
     ("neox", gate_plan(1, 2, pp=2, accumulation=4)),
     ("spread", gate_plan(2, ep=2, zero=2)),
     ("spread", gate_plan(4, ep=2, zero=1)),
+    ("spread", gate_plan(2, ep=2, zero=2, cp=2)),
 )
 
 
