@@ -23,6 +23,8 @@ from tilemesh.serve.core import AnswerPart
 from tilemesh.serve.load import ServedModel
 from tilemesh.serve.request import FinishReason
 
+pytest.importorskip("llguidance")
+
 CONFIG = ModelConfig(
     layers=2, width=32, heads=4, kv_heads=2, vocabulary=260, context=96, norm="rmsnorm", positions="rotary",
     activation="swiglu", biases=False, tied=False,
@@ -138,10 +140,10 @@ def test_a_vocabulary_that_cannot_spell_it_fails_that_request_alone(small: Serve
             return [None if 48 <= byte <= 57 else bytes([byte]) for byte in range(256)]
 
     with Engine(ServedModel("less", small.model, NoDigits(), frozenset({0})), pages=40) as engine:
-        with pytest.raises(UsageError, match="no token of this vocabulary"):
+        with pytest.raises(UsageError, match=r"no token of this vocabulary|no text at all"):
             next(engine.generate(["a"], Sampling(max_tokens=9, regex="a{3}1")))
         assert next(engine.generate(["a"], Sampling(max_tokens=9, regex="a{3}"))).text == "aaa"
-        with pytest.raises(UsageError, match="looking ahead"):
+        with pytest.raises(UsageError, match="look-around"):
             engine.generate(["a"], Sampling(regex="(?=a)"))
         with pytest.raises(UsageError, match="leave one"):
             Sampling(regex="a", json_schema={})

@@ -268,10 +268,10 @@ def test_models_health_and_unknown_paths(server: Serving) -> None:
         ({"prompt": "x", "temprature": 1}, "did you mean 'temperature'"),
         ({"prompt": "x", "best_of": 3}, "best_of is 3: only 1 is served here"),
         ({"prompt": "x", "temperature": -1}, "temperature is -1: expected 0 or more"),
-        ({"prompt": "x", "regex": "(?=a)"}, "regex: looking ahead"),
+        ({"prompt": "x", "regex": "(?=a)"}, "look-around"),
         (
-            {"prompt": "x", "response_format": {"type": "json_schema", "json_schema": {"schema": {"oneOf": []}}}},
-            "'oneOf', which is not served; use anyOf",
+            {"prompt": "x", "response_format": {"type": "json_schema", "json_schema": {"schema": {"not": {}}}}},
+            'Unimplemented keys: ["not"]',
         ),
         ({"prompt": [999]}, "token 999: expected whole numbers from 0 to 257"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import random
@@ -410,27 +411,21 @@ def test_a_million_small_values_are_not_parsed(unit: str, encoding: str, monkeyp
 
 
 @pytest.mark.parametrize(
-    "regex",
-    [
-        "(((){10000}){10000}){10000}b",
-        "((a{1000}){1000}){1000}",
-        "(a{0,100}){0,9999}",
-        ".{0,9999}.{0,9999}",
-        "a" * 20_000,
-    ],
+    "regex", ["(((){10000}){10000}){10000}b", "((a{1000}){1000}){1000}", "(a{0,100}){0,9999}", ".{0,9999}.{0,9999}"]
 )
-def test_a_regex_of_any_number_of_nodes_is_refused_uncounted(engine: Engine, regex: str) -> None:
+def test_a_regex_of_any_number_of_states_is_compiled_at_once_or_refused(engine: Engine, regex: str) -> None:
+    pytest.importorskip("llguidance")
     began = time.thread_time()
-    with pytest.raises(UsageError, match=r"needs more than 30,000 nodes|characters long"):
+    with contextlib.suppress(UsageError):
         engine.check([1], Sampling(regex=regex))
-    assert time.thread_time() - began < 1  # the first of them used to take years
+    assert time.thread_time() - began < 1  # the first of them has 10^12 states
 
 
-def test_following_a_regex_has_a_limit_per_answer(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """States of thousands of places, a new one for each token: the answer is refused, and the next request answered."""
-    monkeypatch.setattr(mask, "_ANSWER_WORK", 300)
-    monkeypatch.setattr(mask, "_TOKEN_WORK", 10)
-    hostile = Sampling(max_tokens=60, regex="([a-z]|[a-m][a-z]){0,400}[0-9]", ignore_eos=True)
+def test_following_a_regex_has_a_limit_per_token(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """States that take long to find: the answer is refused, and the next request answered."""
+    pytest.importorskip("llguidance")
+    monkeypatch.setitem(mask._LIMITS, "step_lexer_fuel", 300)
+    hostile = Sampling(max_tokens=60, regex="([a-z]|[a-m][a-z]){0,400}[0-9]x{30}", ignore_eos=True)
     with pytest.raises(UsageError, match="takes too much work to follow"):
         list(engine.generate(["a"], hostile))
     (answer,) = engine.generate(["a"], Sampling(max_tokens=3, ignore_eos=True))

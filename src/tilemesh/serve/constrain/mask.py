@@ -1,8 +1,8 @@
-"""Which tokens may come next: the bytes of the whole vocabulary followed through a machine at once.
+"""Which tokens may come next: llguidance's parser over this vocabulary, behind `Constraints` and `Cursor`.
 
-The one idea: tokens that begin alike share their beginnings, in a tree. Its nodes are arrays sorted by depth, so that
-one lookup in the machine's table moves every node of a depth on by its byte: a mask of 128,000 tokens is a dozen array
-operations. A mask is kept with its state.
+The one idea: the library's vocabulary is the set of spellings. A token has one spelling as the first of an answer and
+one later (SentencePiece drops a leading blank), so a mask is the library's, looked up by either. Where only one text
+can follow, the library allows the one token that this text begins with, and not each of its beginnings.
 """
 
 from __future__ import annotations
@@ -19,90 +19,59 @@ from numpy.typing import NDArray
 
 from tilemesh.core.errors import UsageError
 from tilemesh.data.tokenizer import Tokenizer
-from tilemesh.serve.constrain.machine import DEAD, MOST_STATES, ByteMachine, WorkBudget
-from tilemesh.serve.constrain.pattern import Grammar
-from tilemesh.serve.constrain.regex import parse_regex
-from tilemesh.serve.constrain.schema import parse_schema
+from tilemesh.serve.constrain.schema import prepare_schema
 
 _LONGEST = {"regex": 16_384, "json_schema": 100_000}
-"""Characters: longer ones have more nodes than a machine may, and take long to read."""
-_KEPT_MACHINES = 32
-_MASK_BYTES = 64 << 20
-_COMPILE_WORK = (2_000_000, 10.0)
-"""Places and seconds that reading a constraint and its first mask may take: about a second."""
-_ANSWER_WORK, _TOKEN_WORK = 1_000_000, 20_000
-"""Places that following a constraint may take per answer, and per token of it: the other answers wait meanwhile."""
-_ANSWER_S = 86_400.0
+_KEPT = 32
+_LIMITS: dict[str, Any] = {"initial_lexer_fuel": 200_000, "step_lexer_fuel": 20_000, "step_max_items": 20_000,
+           "max_lexer_states": 50_000, "max_grammar_size": 200_000, "verbose_errors": False}  # fmt: skip
+"""What compiling a constraint and each mask of it may cost: a few milliseconds. What needs more is refused."""
+_JSON_OPTIONS: Any = {
+    "lenient": False, "coerce_one_of": False, "whitespace_flexible": True, "whitespace_pattern": r" |\n {0,24}",
+    "item_separator": ",", "key_separator": ":", "json_allowed_escapes": '"\\bfnrt',
+}  # fmt: skip
+"""White space does not go on for ever, and a name is spelled in one way: `\\u0061` would be a second `a`."""
 
 
-class TokenTree:
-    """The bytes of all tokens that have some."""
+class _Spellings:
+    """The vocabulary as the library wants it: each spelling once, then an end that is never text."""
 
-    def __init__(self, spelled: Sequence[bytes | None]) -> None:
-        self.spelled = spelled
-        tokens = np.array([token for token, content in enumerate(spelled) if content], np.int64)
-        texts = [content for content in spelled if content]
-        lengths = np.array([len(content) for content in texts], np.int64)
-        begins = np.cumsum(lengths) - lengths
-        content = np.frombuffer(b"".join(texts), np.uint8)
-        self.ends = np.full(len(spelled), -1, np.int64)
-        """The node that each token ends at."""
-        self.levels: list[tuple[int, NDArray[np.int64], NDArray[np.uint8]]] = []
-        """Of each depth: number of its first node, node before each, byte of each."""
-        at = np.zeros(len(tokens), np.int64)  # node 0: nothing read
-        self.size = 1
-        for depth in range(int(lengths.max(initial=0))):
-            alive = lengths > depth
-            tokens, lengths, begins, at = tokens[alive], lengths[alive], begins[alive], at[alive]
-            edges, at = np.unique(at * 256 + content[begins + depth], return_inverse=True)
-            self.levels.append((self.size, edges // 256, (edges % 256).astype(np.uint8)))
-            at = at + self.size
-            self.size += len(edges)
-            done = lengths == depth + 1
-            self.ends[tokens[done]] = at[done]
+    bos_token_id = None
 
-    def allowed(self, machine: ByteMachine, state: int) -> NDArray[np.bool_]:
-        reached = np.full(self.size, DEAD, np.int32)
-        reached[0] = state
-        for first, before, byte in self.levels:
-            now = reached[before]
-            alive = np.flatnonzero(now != DEAD)
-            if not len(alive):
+    def __init__(self, tokenizer: Tokenizer, ends: frozenset[int]) -> None:
+        spelled = [tokenizer.spell(beginning) for beginning in (True, False)]
+        for token in ends:  # what ends an answer is no part of it
+            spelled[0][token] = spelled[1][token] = None
+        first, later = spelled
+        self.vocabulary = len(later)
+        self._numbers: dict[bytes, int] = {}
+        self.tokens = [
+            content if content and self._numbers.setdefault(content, number) == number else b""
+            for number, content in enumerate([*later, *dict.fromkeys(set(first) - set(later))])
+        ]
+        self.eos_token_id = len(self.tokens)
+        self.special_token_ids = [self.eos_token_id]
+        self.tokens.append(b"<end>")
+        self.by_place = [
+            np.array([self._numbers[content] if content else token for token, content in enumerate(contents)])
+            for contents in spelled
+        ]
+        """The number of each token's spelling as the first of an answer, and later; without one, of nothing."""
+        self.direct = [np.array_equal(numbers, np.arange(self.vocabulary)) for numbers in self.by_place]
+        self._both = {content for content in set(first) & set(later) if content}
+        self._longest = min(32, max(map(len, self._both), default=1))
+
+    def __call__(self, text: bytes) -> list[int]:
+        """A text that must come, in spellings: the longest first."""
+        found: list[int] = []
+        while text:
+            lengths = range(min(self._longest, len(text)), 0, -1)
+            length = next((length for length in lengths if text[:length] in self._both), 0)
+            if not length:  # no token is this byte: what cannot be spelled ends the answer
                 break
-            now = now[alive]
-            for alive_state in np.flatnonzero(np.bincount(now, minlength=1)):
-                machine.fill(int(alive_state))
-            reached[first + alive] = machine.table[now, byte[alive]]
-        allowed: NDArray[np.bool_] = (self.ends >= 0) & (reached[self.ends] != DEAD)
-        return allowed
-
-
-class Constraint:
-    """A machine with the masks of its states."""
-
-    def __init__(self, grammar: Grammar, first: TokenTree, later: TokenTree) -> None:
-        self.machine = ByteMachine(grammar, WorkBudget(*_COMPILE_WORK))
-        self.trees = (first, later)
-        self.epoch = 0
-        self._masks: OrderedDict[tuple[int, bool], NDArray[np.bool_]] = OrderedDict()
-        self.mask(self.machine.start, True)  # what takes too much work is refused here, before it is an answer
-
-    def mask(self, state: int, first: bool) -> NDArray[np.bool_]:
-        mask = self._masks.pop((state, first), None)
-        if mask is None:
-            mask = self.trees[not first].allowed(self.machine, state)
-            while len(self._masks) * len(mask) >= _MASK_BYTES:
-                self._masks.popitem(last=False)
-        self._masks[state, first] = mask
-        return mask
-
-    def make_room(self) -> None:
-        """Forget all states when there are too many: a cursor that finds its number gone reads its text again."""
-        if self.machine.size > MOST_STATES:
-            self.machine.work = None
-            self.machine.forget()
-            self._masks.clear()
-            self.epoch += 1
+            found.append(self._numbers[text[:length]])
+            text = text[length:]
+        return found
 
 
 @dataclass(frozen=True)
@@ -114,61 +83,64 @@ class NextTokens:
     may_end: bool
 
 
+class Constraint:
+    """What an answer must match, compiled: `start` is a parser at its beginning, which is only copied."""
+
+    def __init__(self, kind: str, start: Any, spellings: _Spellings) -> None:
+        self.kind, self.start, self.spellings = kind, start, spellings
+        (after,) = Cursor(self).ahead([])  # what takes too much work is refused here, before it is an answer
+        if after is None or not (after.may_end or after.mask_V.any()):
+            raise UsageError(f"{kind} allows no text at all that this vocabulary can spell")
+
+
 class Cursor:
-    """Where one answer stands in what it must match. One thread at a time for all cursors of a constraint."""
+    """Where one answer stands in what it must match."""
 
     def __init__(self, constraint: Constraint) -> None:
-        self._constraint = constraint
-        self._content = bytearray()
+        self._kind, self._spellings = constraint.kind, constraint.spellings
+        self._parser = constraint.start.deep_copy()
         self._tokens = 0
-        self._work = WorkBudget(_ANSWER_WORK, _ANSWER_S)
-        self._refusal: UsageError | None = None
-        self._state, self._epoch = constraint.machine.start, constraint.epoch
 
     def add(self, token: int) -> bool:
         """Go on by a token; returns whether the answer is complete: nothing may follow."""
-        content = self._spelled(token, self._tokens)
-        self._constraint.machine.work = self._work
-        self._work.left += _TOKEN_WORK
-        try:
-            self._state = self._after(self._current(), content)
-            ended = self._state != DEAD and self._constraint.machine.ended(self._state)
-        except UsageError as error:  # the token stands: what comes after it is refused
-            self._refusal = error
-            return False
-        self._content += content
+        self._consume(token, self._tokens)
         self._tokens += 1
-        return ended
+        return self._complete()
 
     def ahead(self, guesses: Sequence[int]) -> list[NextTokens | None]:
         """What may come next, and after each of these guesses; None behind a wrong one or a complete answer. Refuses
         where that takes too much work."""
-        if self._refusal is not None:
-            raise self._refusal
-        self._constraint.make_room()
-        self._constraint.machine.work = self._work
-        state = self._current()
         masks: list[NextTokens | None] = []
+        taken = 0
         for number, guess in enumerate([*guesses, None]):
-            if state == DEAD or (number and self._constraint.machine.ended(state)):
-                return masks + [None] * (len(guesses) + 1 - number)
-            mask = self._constraint.mask(state, self._tokens + number == 0)
-            masks.append(NextTokens(mask, self._constraint.machine.accepts(state)))
-            if guess is not None:
-                state = self._after(state, self._spelled(guess, self._tokens + number)) if mask[guess] else DEAD
-        return masks
+            if number and self._complete():
+                break
+            after = self._next(self._tokens + number == 0)
+            masks.append(after)
+            if guess is None or not after.mask_V[guess]:
+                break
+            self._consume(guess, self._tokens + number)
+            taken += 1
+        if taken:
+            self._parser.rollback(taken)
+        return masks + [None] * (len(guesses) + 1 - len(masks))
 
-    def _current(self) -> int:
-        if self._epoch != self._constraint.epoch:
-            self._state = self._after(self._constraint.machine.start, self._content)
-            self._epoch = self._constraint.epoch
-        return self._state
+    def _next(self, first: bool) -> NextTokens:
+        words = self._spellings
+        bits = b"" if self._parser.is_error() else self._parser.compute_bitmask()
+        if self._parser.is_error():
+            if not self._parser.get_error().startswith("NoExtension"):
+                raise UsageError(f"{self._kind} takes too much work to follow: give a simpler one")
+            return NextTokens(np.zeros(words.vocabulary, np.bool_), False)  # no token of the vocabulary goes on
+        allowed = np.unpackbits(np.frombuffer(bits, np.uint8), bitorder="little").view(np.bool_)
+        mask_V = allowed[: words.vocabulary] if words.direct[not first] else allowed.take(words.by_place[not first])
+        return NextTokens(mask_V, self._parser.is_accepting())
 
-    def _after(self, state: int, content: bytes | bytearray) -> int:
-        return self._constraint.machine.after(state, content)
+    def _consume(self, token: int, number: int) -> None:
+        self._parser.consume_token(int(self._spellings.by_place[number > 0][token]))
 
-    def _spelled(self, token: int, number: int) -> bytes:
-        return self._constraint.trees[number > 0].spelled[token] or b""
+    def _complete(self) -> bool:
+        return bool(self._parser.is_stopped()) and not self._parser.is_error()
 
 
 class Constraints:
@@ -177,37 +149,57 @@ class Constraints:
     def __init__(self, tokenizer: Tokenizer, ends: frozenset[int]) -> None:
         self._tokenizer, self._ends = tokenizer, ends
         self._lock, self._reading = threading.Lock(), threading.Lock()
-        self._trees: tuple[TokenTree, TokenTree] | None = None
-        self._made: OrderedDict[tuple[str, str], Constraint] = OrderedDict()
+        self._spelled: tuple[_Spellings, Any] | None = None
+        self._compiled: OrderedDict[tuple[str, str], Constraint] = OrderedDict()
 
     def get(self, regex: str | None, schema: Mapping[str, Any] | bool | None) -> Constraint | None:
         """Refuses what cannot be read, or not with this vocabulary."""
         if regex is None and schema is None:
             return None
-        key = ("regex", regex) if regex is not None else ("json_schema", json.dumps(schema))
-        if len(key[1]) > _LONGEST[key[0]]:
-            raise UsageError(f"{key[0]} is {len(key[1]):,} characters long: expected at most {_LONGEST[key[0]]:,}")
+        kind, text = ("regex", regex) if regex is not None else ("json_schema", json.dumps(schema))
+        if len(text) > _LONGEST[kind]:
+            raise UsageError(f"{kind} is {len(text):,} characters long: expected at most {_LONGEST[kind]:,}")
         with self._lock:
-            constraint = self._made.get(key)
-        if constraint is None:  # made without the lock: nobody waits for what somebody else asks for
-            try:
-                grammar = Grammar(parse_regex(regex), {}) if regex is not None else parse_schema(schema)
-                constraint = Constraint(grammar, *self._vocabulary())
-            except RecursionError:
-                raise UsageError(f"{key[0]} nests too deeply: expected fewer levels") from None
+            constraint = self._compiled.get((kind, text))
+        if constraint is None:  # compiled without the lock: nobody waits for what somebody else asks for
+            constraint = self._compile(kind, text, schema)
         with self._lock:
-            constraint = self._made.setdefault(key, constraint)
-            self._made.move_to_end(key)
-            if len(self._made) > _KEPT_MACHINES:
-                self._made.popitem(last=False)
+            constraint = self._compiled.setdefault((kind, text), constraint)
+            self._compiled.move_to_end((kind, text))
+            if len(self._compiled) > _KEPT:
+                self._compiled.popitem(last=False)
             return constraint
 
-    def _vocabulary(self) -> tuple[TokenTree, TokenTree]:
+    def _compile(self, kind: str, text: str, schema: Mapping[str, Any] | bool | None) -> Constraint:
+        try:
+            import llguidance
+        except ImportError:
+            raise UsageError(f"{kind} needs the package `llguidance`: pip install 'tilemesh[serve]'") from None
+        spellings, tokens = self._read_spellings()
+        try:
+            if kind == "regex":
+                grammar = llguidance.LLMatcher.grammar_from_lark(f"start: /{llguidance.regex_to_lark(text, 'dws')}/")
+            else:
+                narrowed = json.dumps(prepare_schema(schema))
+                grammar = llguidance.LLMatcher.grammar_from_json_schema(narrowed, overrides=_JSON_OPTIONS)
+            limits = llguidance.LLParserLimits(**_LIMITS)
+            start = llguidance.LLMatcher(tokens, grammar, log_level=0, limits=limits)
+            error = start.get_error()
+        except UsageError:
+            raise
+        except ValueError as refused:
+            error = str(refused)
+        if error:
+            said = " ".join(error.split("<backtrace>")[0].split())[:300]
+            raise UsageError(f"{kind} cannot be served: {said}")
+        return Constraint(kind, start, spellings)
+
+    def _read_spellings(self) -> tuple[_Spellings, Any]:
+        import llguidance
+
         with self._reading:
-            if self._trees is None:
-                first, later = (self._tokenizer.spell(beginning) for beginning in (True, False))
-                for token in self._ends:  # what ends an answer is no part of it
-                    first[token] = later[token] = None
-                tree = TokenTree(later)
-                self._trees = (tree if first == later else TokenTree(first), tree)
-            return self._trees
+            if self._spelled is None:
+                words = _Spellings(self._tokenizer, self._ends)
+                tokens = llguidance.LLTokenizer(llguidance.TokenizerWrapper(words), eos_token=words.eos_token_id)
+                self._spelled = (words, tokens)
+            return self._spelled

@@ -1,415 +1,204 @@
-"""JSON schemas to grammars: each output is JSON that the schema allows. What cannot be kept is refused by its name.
+"""What of a JSON schema llguidance is given: as much as it keeps exactly, and no more than a request may cost.
 
-The one idea: what is written is chosen more narrowly than what a schema allows wherever that keeps the grammar small
-and an answer from going on for ever: properties come in the order of the schema, those that it does not name only where
-it asks for them, white space is at most one blank or a line with its indentation, numbers have at most 15 digits.
+The one idea: the library refuses keywords that it does not know. The rest is here: a schema is narrowed where an answer
+would not end (unnamed properties, integers without bounds), and refused where the library would accept too much or work
+for minutes. Narrower is always safe, but not for parts of `allOf` and of a `oneOf` whose options may overlap:
+a document with these keeps its objects open.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
+from decimal import Decimal
 from typing import Any
 
 from tilemesh.core.errors import UsageError
 from tilemesh.core.ranges import shown
-from tilemesh.serve.constrain.pattern import (
-    EMPTY,
-    NOTHING,
-    Chars,
-    Grammar,
-    OneOf,
-    Pattern,
-    Repeat,
-    RuleName,
-    Sequel,
-    chars,
-    choice,
-    maybe,
-    merged,
-    others,
-    row,
-    text,
-)
-from tilemesh.serve.constrain.regex import parse_regex
 
-_MOST_DEPTH = 32
-_MOST_SCHEMAS = 750
-"""In one another: so many need more nodes than a machine may have, and this is known sooner."""
-_MOST_NAME = 100
-_MOST_DIGITS = 15
-_MOST_COUNT = 10_000
-_ANNOTATIONS = {"title", "description", "default", "examples", "$schema", "$id", "$comment", "$defs", "definitions",
-                "deprecated", "readOnly", "writeOnly"}  # fmt: skip
-_KEYWORDS = {
-    "object": {"properties", "required", "additionalProperties"},
-    "array": {"items", "prefixItems", "minItems", "maxItems"},
-    "string": {"minLength", "maxLength", "pattern", "format"},
-    "integer": {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"},
-    "number": set[str](),
-    "boolean": set[str](),
-    "null": set[str](),
-}
-_DAYS = "(?:(?:0[13578]|1[02])-(?:0[1-9]|[12]\\d|3[01])|(?:0[469]|11)-(?:0[1-9]|[12]\\d|30)|02-(?:0[1-9]|1\\d|2[0-8]))"
-_DATE = f"[1-2]\\d{{3}}-{_DAYS}"
-_TIME = "(?:[01]\\d|2[0-3]):[0-5]\\d:[0-5]\\d(?:\\.\\d{1,6})?(?:Z|[+-](?:0\\d|1[0-4]):[0-5]\\d)"
-_FORMATS = {
-    "date": _DATE, "time": _TIME, "date-time": f"{_DATE}T{_TIME}",
-    "uuid": "[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}",
-    "ipv4": "(?:(?:25[0-5]|2[0-4]\\d|1\\d\\d|[1-9]?\\d)\\.){3}(?:25[0-5]|2[0-4]\\d|1\\d\\d|[1-9]?\\d)",
-}  # fmt: skip
+Schema = Mapping[str, Any]
 
-_SPACE = maybe(choice(" ", row("\n", Repeat(text(" "), 0, 24))))
-_COMMA, _COLON = row(",", _SPACE), row(":", maybe(" "))
-_DIGIT = chars("0123456789")
-_ESCAPES = {'"': '\\"', "\\": "\\\\", "\b": "\\b", "\f": "\\f", "\n": "\\n", "\r": "\\r", "\t": "\\t"}
-_PLAIN = others([(0, 31), (34, 34), (92, 92)])
-_ANY = "any JSON value"
+_MOST_DEPTH, _MOST_SCHEMAS = 32, 2_000
+_MOST_COMBINED = 1_000
+"""Alternatives of one part times those of the next: the library looks at each pair."""
+_MOST_STATES = 10_000
+"""Remainders that the digits of a number may have: 20 microseconds each."""
+_MOST_INTEGER = 10**15 - 1
+_NAMED = ("properties", "patternProperties", "$defs", "definitions")
+_LISTED = ("anyOf", "oneOf", "allOf", "prefixItems")
+_SINGLE = ("items", "additionalProperties")
+_COMBINING = {"$ref", "anyOf", "oneOf", "allOf"}
+_OPENING = {"additionalProperties", "patternProperties", "minProperties"}
+_ANNOTATIONS = {"title", "description", "default", "examples", "$comment", "deprecated", "readOnly", "writeOnly",
+                "$schema", "$id", "$defs", "definitions", "discriminator", "x-guidance"}  # fmt: skip
+_CONTROL = re.compile(r"\\u00[01]|\\\\(x[01{]|u00[01]|u\{|c|0|v|a)")
+"""In JSON: characters below the blank, themselves or in a pattern. The library drops those that need a `\\u`."""
+_DAYS = "((0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])|(0[469]|11)-(0[1-9]|[12][0-9]|30)|02-(0[1-9]|1[0-9]|2[0-8]))"
+_DATE = f"[12][0-9]{{3}}-{_DAYS}"
+_TIME = "([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\\.[0-9]{1,6})?(Z|[+-](0[0-9]|1[0-4]):[0-5][0-9])"
+_FORMATS = {"date": f"^{_DATE}$", "time": f"^{_TIME}$", "date-time": f"^{_DATE}T{_TIME}$"}
+"""Of these the library also writes some that few can read: the year 0, the second 60."""
 
 
-def parse_schema(schema: Any) -> Grammar:
-    """A grammar of the JSON texts that a schema allows; the schema is the body's own, so nothing in it is trusted."""
-    made = _Schemas(schema)
-    start = made.pattern(schema, "#", 0)
-    return Grammar(start, made.rules)
+def prepare_schema(schema: Any) -> dict[str, Any]:
+    """The schema that the library compiles; the given one is a stranger's, so nothing in it is trusted."""
+    if not isinstance(schema, Mapping | bool):
+        raise UsageError(f"json_schema is {shown(schema)}: expected a schema")
+    if schema is False:
+        raise UsageError("json_schema is false: it allows no text at all")
+    root = {} if schema is True else schema
+    narrowed: dict[str, Any] = _Document(root).narrow(root)
+    return narrowed
 
 
-class _Schemas:
-    def __init__(self, root: Any) -> None:
-        self.root = root
-        self.rules: dict[str, Pattern] = {}
-        self.objects = self.schemas = 0
+class _Document:
+    def __init__(self, root: Schema) -> None:
+        self.root, self._costs, schemas = root, dict[int, int](), list[Schema]()
+        for schema in _subschemas(root, 0):
+            schemas.append(schema)
+            _check(schema, "$id" in schema and len(schemas) > 1, len(schemas))
+        if max(map(self._cost, schemas)) > _MOST_COMBINED:
+            raise UsageError("json_schema combines too many schemas in an allOf: merge them into one")
+        if math.prod(map(_remainders, schemas)) > _MOST_STATES:
+            raise UsageError(f"json_schema: its multipleOf multiply to more than {_MOST_STATES:,}: give smaller ones")
+        self.closes = not any(map(self._intersects, schemas))
 
-    def pattern(self, schema: Any, where: str, depth: int) -> Pattern:
-        self.schemas += 1
-        self._check_room(0)
-        if depth > _MOST_DEPTH:
-            raise UsageError(f"json_schema: schemas lie more than {_MOST_DEPTH} deep in one another at {where[:100]}")
-        if schema is True or schema == {}:
-            return self._any()
-        if schema is False:
-            return NOTHING
+    def narrow(self, schema: Any) -> Any:
         if not isinstance(schema, Mapping):
-            raise UsageError(f"json_schema: {where[:200]} is {shown(schema)}: expected a schema")
-        given = {key: value for key, value in schema.items() if key not in _ANNOTATIONS}
-        for key, read in (("$ref", self._reference), ("anyOf", self._any_of), ("allOf", self._all_of)):
-            if key in given:
-                _only(given, {key}, where)
-                return read(given[key], f"{where}/{key}", depth + 1)
-        types = _types(given, where)
-        if "const" in given or "enum" in given:
-            _only(given, {"const", "enum", "type"}, where)
-            return _listed(given, types, where)
-        if not given:
-            return self._any()
-        _only(given, {"type"}.union(*(_KEYWORDS[name] for name in types)), where)
-        if "number" in types:
-            _only(given, {"type"}.union(*(_KEYWORDS[name] for name in types if name != "integer")), where)
-        return choice(*(self._of_type(name, given, where, depth) for name in types))
-
-    def _check_room(self, more: int) -> None:
-        """Refuse so many schemas beside those that were read: before the first of them is."""
-        if self.schemas + more > _MOST_SCHEMAS:
-            raise UsageError(f"json_schema holds more than {_MOST_SCHEMAS:,} schemas: give fewer or smaller ones")
-
-    def _of_type(self, name: str, given: Mapping[str, Any], where: str, depth: int) -> Pattern:
-        if name == "object":
-            return self._object(given, where, depth)
-        if name == "array":
-            return self._array(given, where, depth)
-        if name == "string":
-            return _string(given, where)
-        if name == "integer":
-            return _integer(given, where)
-        simple: dict[str, Pattern] = {"number": _NUMBER, "boolean": choice("true", "false"), "null": text("null")}
-        return simple[name]
-
-    def _any(self) -> Pattern:
-        if _ANY not in self.rules:
-            self.rules[_ANY] = NOTHING  # the rule uses itself
-            value = RuleName(_ANY)
-            self.rules[_ANY] = choice(
-                _container("{", row(_STRING, _COLON, value), 0, None, "}"),
-                _container("[", value, 0, None, "]"),
-                _STRING, _NUMBER, "true", "false", "null",
-            )  # fmt: skip
-        return RuleName(_ANY)
-
-    def _reference(self, pointer: Any, where: str, depth: int) -> Pattern:
-        if not isinstance(pointer, str) or (pointer != "#" and not pointer.startswith("#/")):
-            raise UsageError(f"json_schema: {where[:200]} is {shown(pointer)}: expected '#' or '#/...' in this schema")
-        if pointer not in self.rules:
-            target = self.root
-            for word in pointer.split("/")[1:]:
-                key = word.replace("~1", "/").replace("~0", "~")
-                if isinstance(target, Mapping) and key in target:
-                    target = target[key]
-                elif isinstance(target, list) and key.isascii() and key.isdecimal() and int(key[:9]) < len(target):
-                    target = target[int(key[:9])]
-                else:
-                    raise UsageError(f"json_schema: {where[:200]} is {shown(pointer)}, which is not in this schema")
-            self.rules[pointer] = NOTHING  # while it is made, so that it may refer to itself
-            self.rules[pointer] = self.pattern(target, pointer, depth)
-        return RuleName(pointer)
-
-    def _any_of(self, schemas: Any, where: str, depth: int) -> Pattern:
-        if not isinstance(schemas, list) or not schemas:
-            raise UsageError(f"json_schema: {where[:200]} is {shown(schemas)}: expected a list of schemas")
-        self._check_room(len(schemas))
-        return choice(*(self.pattern(schema, f"{where}/{index}", depth) for index, schema in enumerate(schemas)))
-
-    def _all_of(self, schemas: Any, where: str, depth: int) -> Pattern:
-        if not isinstance(schemas, list) or len(schemas) != 1:
+            return schema
+        # x-guidance holds options of the library, which are not a stranger's to set.
+        inner = {key: _map(key, value, self.narrow) for key, value in schema.items() if key != "x-guidance"}
+        if "oneOf" in inner and "anyOf" not in inner and self._disjoint(schema):
+            inner["anyOf"] = inner.pop("oneOf")
+            inner.pop("discriminator", None)
+        if str(inner.get("format")) in _FORMATS and "pattern" not in inner:
+            inner["pattern"] = _FORMATS[inner.pop("format")]
+        _bound_integers(inner)
+        properties = inner.get("properties")
+        if self.closes and properties and not inner.keys() & _OPENING:
+            inner["additionalProperties"] = not all(name in properties for name in _list(inner.get("required")))
+        named = inner.get("additionalProperties") is False and "patternProperties" not in inner
+        if _number(inner.get("minProperties"), 0) > 1 and not named:
             raise UsageError(
-                f"json_schema: {where[:200]}: allOf is served with exactly one schema; merge them into one"
+                "json_schema: minProperties is above 1, but a name that no schema lists may come twice: expected "
+                "additionalProperties false beside it"
             )
-        return self.pattern(schemas[0], f"{where}/0", depth)
+        return inner
 
-    # ---- objects and arrays ------------------------------------------------------------------------------------
+    def _target(self, pointer: Any) -> Any:
+        """What a reference names, if it lies in this document."""
+        part: Any = self.root if str(pointer).startswith("#") else None
+        for word in str(pointer).split("/")[1:]:
+            part = part.get(word.replace("~1", "/").replace("~0", "~")) if isinstance(part, Mapping) else None
+        return part
 
-    def _object(self, given: Mapping[str, Any], where: str, depth: int) -> Pattern:
-        properties, required = given.get("properties", {}), given.get("required", [])
-        if not isinstance(properties, Mapping):
-            raise UsageError(f"json_schema: {where[:200]}/properties is {shown(properties)}: expected an object")
-        if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
-            raise UsageError(f"json_schema: {where[:200]}/required is {shown(required)}: expected a list of names")
-        more = given.get("additionalProperties", not properties)
-        unnamed = given.get("additionalProperties", True)
-        named = {**properties, **{name: unnamed for name in required if name not in properties}}
-        self._check_room(len(named))
-        longest = max(map(len, named), default=0)
-        if longest > _MOST_NAME:
-            raise UsageError(
-                f"json_schema: {where[:200]} names a property of {longest} characters: expected at most {_MOST_NAME}"
-            )
-        pairs = [
-            row(_quoted_text(name), _COLON, self.pattern(value, f"{where}/properties/{name}", depth + 1))
-            for name, value in named.items()
+    def _cost(self, schema: Any) -> int:
+        """How many combinations the library may look at for this schema."""
+        if not isinstance(schema, Mapping) or not schema.keys() & _COMBINING:
+            return 1
+        if id(schema) not in self._costs:
+            self._costs[id(schema)] = 1  # while it is counted: what refers to itself is followed once
+            parts = [*([self._target(schema["$ref"])] if "$ref" in schema else []), *_list(schema.get("allOf"))]
+            costs = [self._cost(part) for part in parts] + [1] * bool(_beside(schema))
+            costs += [sum(map(self._cost, _list(schema[word]))) for word in ("anyOf", "oneOf") if word in schema]
+            cost = math.prod(costs) + (sum(costs) if len(costs) > 1 else 0)
+            self._costs[id(schema)] = min(cost, _MOST_COMBINED + 1)
+        return self._costs[id(schema)]
+
+    def _intersects(self, schema: Schema) -> bool:
+        """Whether closing the objects in this schema could leave nothing of it, or leave what it does not allow."""
+        combined = schema.keys() & _COMBINING
+        several = len(combined) > 1 or len(_list(schema.get("allOf"))) > 1 or bool(combined and _beside(schema))
+        return several or ("oneOf" in schema and not self._disjoint(schema))
+
+    def _disjoint(self, schema: Schema) -> bool:
+        """Whether each schema of a `oneOf` asks for other values of one property: none allows what another does."""
+        options = [
+            self._target(option["$ref"]) if isinstance(option, Mapping) and "$ref" in option else option
+            for option in _list(schema["oneOf"])
+            if not isinstance(option, Mapping) or "$ref" not in option or not _beside(option)
         ]
-        extra: Pattern = NOTHING
-        if more is not False:
-            value = self.pattern(more, f"{where}/additionalProperties", depth + 1)
-            extra = row(_not_quoted(list(named)), _COLON, value)
-        # What may come from each property on, after one that was written: a rule each, or n optional ones are n² nodes.
-        self.objects += 1
-        rest = [RuleName(f"object {self.objects} from {number}") for number in range(len(pairs) + 1)]
-        self.rules[rest[-1].name] = Repeat(row(_COMMA, extra), 0, None)
-        openings: list[Pattern] = []
-        for number, (name, pair) in enumerate(zip(named, pairs, strict=True)):
-            said = row(_COMMA, pair)
-            self.rules[rest[number].name] = row(said if name in required else maybe(said), rest[number + 1])
-        for number, name in enumerate(named):
-            openings.append(row(pairs[number], rest[number + 1]))
-            if name in required:
-                break
-        else:
-            openings += [row(extra, rest[-1]), EMPTY]
-        body = choice(*(opening if opening is EMPTY else row(_SPACE, opening, _SPACE) for opening in openings))
-        return row("{", body, "}")
-
-    def _array(self, given: Mapping[str, Any], where: str, depth: int) -> Pattern:
-        least, most = _counts(given, "minItems", "maxItems", where)
-        first = given.get("prefixItems", [])
-        if not isinstance(first, list):
-            raise UsageError(f"json_schema: {where[:200]}/prefixItems is {shown(first)}: expected a list of schemas")
-        self._check_room(len(first))
-        item = self.pattern(given.get("items", True), f"{where}/items", depth + 1)
-        if not first:
-            return _container("[", item, least, most, "]")
-        if most is not None and most < len(first):
-            raise UsageError(f"json_schema: {where[:200]}: maxItems is below the {len(first)} of prefixItems")
-        heads = [self.pattern(schema, f"{where}/prefixItems/{index}", depth + 1) for index, schema in enumerate(first)]
-        joined = row(*(part for head in heads for part in (_COMMA, head)))
-        rest = Repeat(row(_COMMA, item), max(0, least - len(first)), None if most is None else most - len(first))
-        return row("[", _SPACE, Sequel(joined.parts[1:]), rest, _SPACE, "]")
+        if len(options) != len(_list(schema["oneOf"])) or not all(isinstance(option, Mapping) for option in options):
+            return False
+        values = [_required_values(option) for option in options]
+        return any(
+            len(set[str]().union(*(some.get(name, ()) for some in values))) == sum(len(some[name]) for some in values)
+            for name in (values[0] if values else ())
+            if all(some.get(name) for some in values)
+        )
 
 
-def _only(given: Mapping[str, Any], served: set[str], where: str) -> None:
-    for key in given:
-        if key not in served:
-            instead = "; use anyOf" if key == "oneOf" else ""
-            beside = f" beside {', '.join(sorted(served & set(given)))}" if served & set(given) else ""
-            raise UsageError(f"json_schema: {where[:200]} has {shown(key)}, which is not served{beside}{instead}")
+def _check(schema: Schema, nested_id: bool, count: int) -> None:
+    if count > _MOST_SCHEMAS:
+        raise UsageError(f"json_schema holds more than {_MOST_SCHEMAS:,} schemas: give fewer or smaller ones")
+    if nested_id:
+        raise UsageError("json_schema: a schema in it has an $id of its own: expected references from # alone")
+    patterns = [schema.get("pattern"), list(schema.get("patternProperties", ()))]
+    texts = [schema.get("const"), schema.get("enum"), schema.get("required"), list(schema.get("properties", ()))]
+    if _CONTROL.search(json.dumps([patterns, texts])):
+        raise UsageError("json_schema holds a control character that is none of \\b \\f \\n \\r \\t: leave it out")
 
 
-def _types(given: Mapping[str, Any], where: str) -> Sequence[str]:
-    """What `type` says, or what the other keywords are about."""
-    told = given.get("type", [name for name, words in _KEYWORDS.items() if words & set(given)])
-    names = [told] if isinstance(told, str) else told
-    if not isinstance(names, list) or not all(isinstance(name, str) and name in _KEYWORDS for name in names):
-        raise UsageError(f"json_schema: {where[:200]}/type is {shown(told)}: expected of {', '.join(_KEYWORDS)}")
-    if "type" in given and not names:
-        raise UsageError(f"json_schema: {where[:200]}/type is an empty list: expected at least one type")
-    return names
+def _subschemas(schema: Any, depth: int) -> Iterator[Schema]:
+    if depth > _MOST_DEPTH:
+        raise UsageError(f"json_schema: schemas lie more than {_MOST_DEPTH} deep in one another")
+    if isinstance(schema, Mapping):
+        parts: list[Any] = []
+        for key, value in schema.items():
+            _map(key, value, parts.append)
+        yield schema
+        for part in parts:
+            yield from _subschemas(part, depth + 1)
 
 
-def _listed(given: Mapping[str, Any], types: Sequence[str], where: str) -> Pattern:
-    values = given.get("enum", [given.get("const")])
-    if not isinstance(values, list):
-        raise UsageError(f"json_schema: {where[:200]}/enum is {shown(values)}: expected a list")
-    if "const" in given:
-        values = [value for value in values if _same(value, given["const"])]
-    if "type" in given:
-        values = [value for value in values if any(_is_type(value, name) for name in types)]
-    return choice(*(json.dumps(value, ensure_ascii=False, allow_nan=False) for value in values))
+def _map(key: str, value: Any, change: Callable[[Any], Any]) -> Any:
+    """A keyword's value with the schemas in it changed."""
+    if key in _NAMED and isinstance(value, Mapping):
+        return {name: change(part) for name, part in value.items()}
+    if key in _LISTED and isinstance(value, list):
+        return [change(part) for part in value]
+    if key in (*_NAMED, *_LISTED):
+        raise UsageError(f"json_schema: {key} is {shown(value)}: expected schemas")
+    return change(value) if key in _SINGLE else value
 
 
-def _same(first: Any, other: Any) -> bool:
-    return json.dumps(first, sort_keys=True) == json.dumps(other, sort_keys=True)
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
 
 
-def _is_type(value: Any, name: str) -> bool:
-    if isinstance(value, bool) or value is None:
-        return name == ("null" if value is None else "boolean")
-    if name == "integer":
-        return isinstance(value, int) or (isinstance(value, float) and value.is_integer())
-    kinds: dict[str, Any] = {"string": str, "object": Mapping, "array": list, "number": (int, float)}
-    return isinstance(value, kinds.get(name, ()))
+def _number(value: Any, otherwise: float) -> float:
+    return value if isinstance(value, int | float) and math.isfinite(value) else otherwise
 
 
-def _counts(given: Mapping[str, Any], low: str, high: str, where: str) -> tuple[int, int | None]:
-    least, most = given.get(low, 0), given.get(high)
-    for key, value in ((low, least), (high, most)):
-        if value is not None and (type(value) is not int or not 0 <= value <= _MOST_COUNT):
-            raise UsageError(
-                f"json_schema: {where[:200]}/{key} is {shown(value)}: expected a whole number, 0 to {_MOST_COUNT:,}"
-            )
-    if most is not None and most < least:
-        raise UsageError(f"json_schema: {where[:200]}: {high} is {most}, below {low} of {least}")
-    return least, most
+def _beside(schema: Schema) -> set[str]:
+    """Keywords that ask for something beside what a schema combines."""
+    return set(schema) - _COMBINING - _ANNOTATIONS
 
 
-def _container(opens: str, item: Pattern, least: int, most: int | None, closes: str) -> Pattern:
-    if most == 0:
-        return row(opens, closes)
-    more = Repeat(row(_COMMA, item), max(0, least - 1), None if most is None else most - 1)
-    filled = row(_SPACE, item, more, _SPACE)
-    return row(opens, filled if least else maybe(filled), closes)
+def _required_values(schema: Schema) -> dict[str, set[str]]:
+    """The texts that an object must have one of, by the property that must hold it."""
+    properties = {name: part for name, part in schema.get("properties", {}).items() if isinstance(part, Mapping)}
+    listed = {name: part.get("enum", [part.get("const")]) for name, part in properties.items()}
+    required = _list(schema.get("required")) if schema.get("type") == "object" else []
+    return {
+        name: set(values)
+        for name, values in listed.items()
+        if name in required and isinstance(values, list) and all(isinstance(value, str) for value in values)
+    }
 
 
-# ---- strings ---------------------------------------------------------------------------------------------------
+def _remainders(schema: Schema) -> int:
+    """Of a `multipleOf`, as the library follows the digits of a number."""
+    step = _number(schema.get("multipleOf"), 1)
+    return int("".join(map(str, Decimal(str(step)).normalize().as_tuple().digits)) or 1) or 1
 
 
-def _quoted(pattern: Pattern) -> Pattern:
-    """The same text as it stands in a JSON string."""
-    if isinstance(pattern, Chars):
-        plain = Chars(_both(pattern.ranges, _PLAIN))
-        escaped = [spelled for char, spelled in _ESCAPES.items() if _has(pattern.ranges, ord(char))]
-        escaped += [f"\\u{code:04x}" for code in range(32) if chr(code) not in _ESCAPES and _has(pattern.ranges, code)]
-        return choice(plain, *escaped) if escaped else plain
-    if isinstance(pattern, Repeat):
-        return Repeat(_quoted(pattern.part), pattern.least, pattern.most)
-    if isinstance(pattern, Sequel | OneOf):
-        return type(pattern)(tuple(_quoted(part) for part in pattern.parts))
-    return pattern
-
-
-def _both(first: Sequence[tuple[int, int]], other: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    return merged((max(a, c), min(b, d)) for a, b in first for c, d in other if max(a, c) <= min(b, d))
-
-
-def _has(ranges: Sequence[tuple[int, int]], code: int) -> bool:
-    return any(first <= code <= last for first, last in ranges)
-
-
-def _quoted_text(content: str) -> Pattern:
-    try:
-        content.encode()
-    except UnicodeEncodeError:
-        raise UsageError(f"json_schema: {shown(content)} is not Unicode text: expected no lone surrogates") from None
-    return text(json.dumps(content, ensure_ascii=False))
-
-
-def _string(given: Mapping[str, Any], where: str) -> Pattern:
-    least, most = _counts(given, "minLength", "maxLength", where)
-    limits = [key for key in ("pattern", "format", "minLength", "maxLength") if key in given]
-    for key in ("pattern", "format"):
-        if key in given:
-            if len(limits) > 1:
-                raise UsageError(f"json_schema: {where[:200]} has {' and '.join(limits)}: only one of them is served")
-            value = given[key]
-            if not isinstance(value, str) or (key == "format" and value not in _FORMATS):
-                expected = "a text" if key == "pattern" else f"one of {', '.join(_FORMATS)}"
-                raise UsageError(f"json_schema: {where[:200]}/{key} is {shown(value)}: expected {expected}")
-            pattern = parse_regex(value, search=True) if key == "pattern" else parse_regex(_FORMATS[value])
-            return row('"', _quoted(pattern), '"')
-    return row('"', Repeat(_STRING_CHAR, least, most), '"')
-
-
-def _not_quoted(names: Sequence[str]) -> Pattern:
-    """A JSON string without escapes that is none of these."""
-
-    def differs(tails: Sequence[str]) -> Pattern:
-        """Texts that are none of these tails."""
-        heads = sorted({tail[0] for tail in tails if tail})
-        free = Chars(_both(_PLAIN, others((ord(head), ord(head)) for head in heads)))
-        branches: list[Pattern] = [row(free, Repeat(Chars(_PLAIN), 0, None))]
-        for head in heads:
-            branches.append(row(head, differs([tail[1:] for tail in tails if tail[:1] == head])))
-        return choice(*branches) if "" in tails else choice(EMPTY, *branches)
-
-    # A name that needs an escape cannot be written by accident.
-    return row('"', differs([name for name in names if all(_has(_PLAIN, ord(char)) for char in name)]), '"')
-
-
-# ---- numbers ---------------------------------------------------------------------------------------------------
-
-
-def _integer(given: Mapping[str, Any], where: str) -> Pattern:
-    bounds: dict[str, int] = {}
-    for key, inward in (("minimum", 0), ("exclusiveMinimum", 1), ("maximum", 0), ("exclusiveMaximum", -1)):
-        if key in given:
-            if type(given[key]) is not int or abs(given[key]) > 10**18:
-                raise UsageError(
-                    f"json_schema: {where[:200]}/{key} is {shown(given[key])}: expected a whole number up to 10^18"
-                )
-            bounds[key] = given[key] + inward
-    least = [bounds[key] for key in ("minimum", "exclusiveMinimum") if key in bounds]
-    most = [bounds[key] for key in ("maximum", "exclusiveMaximum") if key in bounds]
-    low, high = max(least, default=min([-(10**_MOST_DIGITS) + 1, *most])), min(most, default=10**_MOST_DIGITS - 1)
-    high = high if most else max(high, low)
-    if low > high:
-        raise UsageError(f"json_schema: {where[:200]}: no whole number is between {low} and {high}")
-    branches: list[Pattern] = []
-    if low < 0:
-        branches.append(row("-", _between(max(1, -high), -low)))
-    if high >= 0:
-        branches.append(_between(max(0, low), high))
-    return choice(*branches)
-
-
-def _between(low: int, high: int) -> Pattern:
-    """Whole numbers from 0 on, without leading zeros."""
-    branches = []
-    for length in range(len(str(low)), len(str(high)) + 1):
-        first = max(low, 10 ** (length - 1) if length > 1 else 0)
-        branches.append(_same_digits(str(first), str(min(high, 10**length - 1))))
-    return choice(*branches)
-
-
-def _same_digits(low: str, high: str) -> Pattern:
-    if not low:
-        return EMPTY
-    if set(low) == {"0"} and set(high) == {"9"}:
-        return Repeat(_DIGIT, len(low), len(low))
-    first, last = int(low[0]), int(high[0])
-    if first == last:
-        return row(low[0], _same_digits(low[1:], high[1:]))
-    rest = len(low) - 1
-    branches: list[Pattern] = [
-        row(low[0], _same_digits(low[1:], "9" * rest)), row(high[0], _same_digits("0" * rest, high[1:]))
-    ]  # fmt: skip
-    if last - first > 1:
-        middle = chars("".join(str(digit) for digit in range(first + 1, last)))
-        branches.append(row(middle, Repeat(_DIGIT, rest, rest)))
-    return choice(*branches)
-
-
-_WHOLE = row(maybe("-"), choice("0", row(chars("123456789"), Repeat(_DIGIT, 0, _MOST_DIGITS - 1))))
-_NUMBER = row(
-    _WHOLE,
-    maybe(row(".", Repeat(_DIGIT, 1, _MOST_DIGITS))),
-    maybe(row(chars("eE"), maybe(chars("+-")), Repeat(_DIGIT, 1, 2))),
-)
-_STRING_CHAR = choice(Chars(_PLAIN), row("\\", choice(chars('"\\/bfnrt'), row("u", Repeat(_DIGIT, 4, 4)))))
-_STRING = row('"', Repeat(_STRING_CHAR, 0, None), '"')
+def _bound_integers(schema: dict[str, Any]) -> None:
+    kinds = _list(schema.get("type")) or [schema.get("type")]
+    if "integer" in kinds and "number" not in kinds:
+        bounds = (schema.get(word) for word in ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"))
+        most = _MOST_INTEGER + max(math.ceil(abs(_number(bound, 0))) for bound in bounds)
+        schema.setdefault("minimum", -most)
+        schema.setdefault("maximum", most)
