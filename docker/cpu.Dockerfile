@@ -2,14 +2,12 @@
 # docker run --rm --shm-size=1g -v "$PWD/runs:/work/runs" tilemesh train
 FROM python:3.12-slim
 
-# The CPU build of torch first: PyPI's brings gigabytes of CUDA packages. The version is
-# that of constraints.txt: another would be replaced by PyPI's below.
-RUN pip install --no-cache-dir torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu
+# As `make` does: the versions and hashes of locks/serve.txt, torch's CPU build (PyPI's brings gigabytes of CUDA).
 COPY . /src
-RUN pip install --no-cache-dir -c /src/constraints.txt '/src[mpi,hf,serve]'
+RUN PIP_NO_CACHE_DIR=1 TORCH=cpu python /src/scripts/setup.py --purpose serve
 
 # Open MPI starts ranks as root only when told to; ranks exchange through /dev/shm (--shm-size).
-ENV OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
+ENV PATH=/src/.venv/bin:$PATH OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
 WORKDIR /work
 ENTRYPOINT ["tilemesh"]
 CMD ["doctor"]

@@ -17,7 +17,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 LOCKS = ROOT / "locks"
-EXTRAS = {"all": ("dev", "hf", "mpi", "serve"), "train": ("hf", "mpi"), "docs": ("docs",), "lock": ("lock",)}
+EXTRAS = {
+    "all": ("dev", "hf", "mpi", "serve"),
+    "serve": ("hf", "mpi", "serve"),
+    "train": ("hf", "mpi"),
+    "docs": ("docs",),
+    "lock": ("lock",),
+}
 """By lock, the extras of pyproject.toml in it; the first is made first, and the others take its versions."""
 WITH_CUDA = re.compile(r"(torch|nvidia-[\w-]+|cuda-[\w-]+)==")
 EDITABLE = "editables"  # what hatchling needs for `pip install -e`, and says only when asked
@@ -28,7 +34,7 @@ def compiled(name: str, extras: tuple[str, ...]) -> list[str]:
     """The entries of a lock, each with its hashes."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     wanted = [need for extra in extras for need in project["project"]["optional-dependencies"][extra]]
-    if name in ("all", "train"):
+    if name in ("all", "serve", "train"):
         wanted += [*project["project"]["dependencies"], *project["build-system"]["requires"], EDITABLE]
     chosen = ["constraints.txt", *([] if name == "all" else ["locks/all.txt"])]
     line = ["uv", "pip", "compile", "-", "--quiet", "--universal", "--python-version", "3.11", "--generate-hashes"]

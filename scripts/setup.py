@@ -38,8 +38,9 @@ sys.exit(not records or not all(os.path.exists(path) for path in paths if not pa
 """
 
 
-# By command, the lock of what it needs; `make train` installs neither test nor lint tools. `all` holds `train`.
-PURPOSES = ("train", "all")
+# The locks by what they are for; each holds those before it. `make train` installs neither test nor lint tools, an
+# image (docker/) also what serves.
+PURPOSES = ("train", "serve", "all")
 
 
 class SetupError(Exception):
@@ -141,7 +142,7 @@ def has_nvidia_gpu():
 def fingerprint(folder, flavour):
     """Everything that, when it changes, makes the present environment the wrong one."""
     digest = hashlib.sha256()
-    for name in ("pyproject.toml", "locks/all.txt", "locks/train.txt", "locks/cuda.txt"):
+    for name in ("pyproject.toml", *(f"locks/{lock}.txt" for lock in (*PURPOSES, "cuda"))):
         digest.update((folder / name).read_bytes())
     digest.update(Path(__file__).read_bytes())
     return {

@@ -99,7 +99,8 @@ def project(tmp_path: Path) -> Path:
     make_wheel(wheels, "torch", "9.1.0+cpu")
     (locks / "cuda.txt").write_text(make_wheel(tmp_path / "cuda", "torch", "9.1.0"))
     (locks / "train.txt").write_text(make_wheel(wheels, "typer", "1.0"))
-    (locks / "all.txt").write_text((locks / "train.txt").read_text() + make_wheel(wheels, "pytest", "1.0"))
+    (locks / "serve.txt").write_text((locks / "train.txt").read_text() + make_wheel(wheels, "uvicorn", "1.0"))
+    (locks / "all.txt").write_text((locks / "serve.txt").read_text() + make_wheel(wheels, "pytest", "1.0"))
     return folder
 
 
@@ -136,9 +137,9 @@ def test_training_installs_no_tools_of_the_tests_and_an_environment_only_grows(
     monkeypatch.setattr(setup, "pip", lambda venv, *words, shown: None)
     monkeypatch.setattr(setup, "install_locked", lambda venv, folder, name: asked.append(name))
     monkeypatch.setenv("TORCH", "cpu")
-    for purpose in ("train", "train", "all", "train", "all"):
+    for purpose in ("train", "train", "serve", "train", "all", "serve", "all"):
         assert setup.main(["--folder", str(project), "--purpose", purpose]) == 0
-    assert asked == ["train", "all"]
+    assert asked == ["train", "serve", "all"]
 
 
 @pytest.mark.slow
@@ -260,6 +261,7 @@ def test_the_locks_hold_what_the_project_asks_for() -> None:
     with_torch = locked_versions("cuda")
     for name, wanted in {
         "train": [*base, *extras["hf"], *extras["mpi"]],
+        "serve": [*base, *extras["hf"], *extras["mpi"], *extras["serve"]],
         "all": [*base, *(need for extra in ("dev", "hf", "mpi", "serve") for need in extras[extra])],
         "docs": extras["docs"],
         "lock": extras["lock"],
@@ -268,6 +270,14 @@ def test_the_locks_hold_what_the_project_asks_for() -> None:
         for need in map(Requirement, [*wanted, *(line for line in chosen if name == "all" and line[:1] != "#")]):
             [version] = versions[canonicalize_name(need.name)]
             assert need.specifier.contains(version), f"locks/{name}.txt has {need.name} {version}: run `make lock`"
+
+
+@pytest.mark.parametrize("flavour", ["cpu", "cuda"])
+def test_an_image_is_set_up_from_the_locks(flavour: str) -> None:
+    text = (ROOT / "docker" / f"{flavour}.Dockerfile").read_text(encoding="utf-8")
+    assert f"TORCH={flavour} python /src/scripts/setup.py --purpose serve\n" in text
+    assert "pip install" not in text
+    assert locked_versions("train").items() <= locked_versions("serve").items() <= locked_versions("all").items()
 
 
 def locked_versions(name: str) -> dict[str, list[str]]:
