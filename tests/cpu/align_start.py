@@ -9,7 +9,8 @@ from pathlib import Path
 import torch
 from torch.nn import functional
 
-from tilemesh.align.tasks import TASKS, Case
+from tilemesh.align.tasks import TASKS
+from tilemesh.data.cases import Case
 from tilemesh.model import huggingface
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.transformer import Transformer

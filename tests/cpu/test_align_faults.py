@@ -3,6 +3,7 @@ run without it stays silent."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
@@ -20,13 +21,20 @@ from tilemesh.align.job import fit
 from tilemesh.align.lessons import FeedbackLessons
 from tilemesh.align.objective import WEIGHT, FeedbackObjective
 from tilemesh.align.prompts import PromptSource
+from tilemesh.align.rank import train_here
 from tilemesh.align.rewards import Rewards
 from tilemesh.align.source import RolloutSource
+from tilemesh.comm import run_threads
 from tilemesh.core.errors import RunError
+from tilemesh.runs.files import write_text
+from tilemesh.runs.folder import new_run
+from tilemesh.runs.kind import ALIGN
 from tilemesh.runs.metrics import STEP, latest
+from tilemesh.runs.names import FEEDBACK
 from tilemesh.serve.core import EngineCore
 from tilemesh.serve.engine import Engine
 from tilemesh.serve.scheduler import Scheduler
+from tilemesh.train.loop import Progress
 
 QUICK = (
     "align.task=sort", "align.prompts=4", "align.answers=4", "align.held_out=0", "train.steps=3", "evaluate.every=0",
@@ -220,6 +228,47 @@ def test_a_planted_fault_is_found_and_named_before_the_second_step(
     with pytest.raises(RunError, match=words):
         fit(config, start, run=tmp_path / "run")
     assert len([line for line in latest(tmp_path / "run") if line["kind"] == STEP]) <= 1
+
+
+def unequal_batches(patch: pytest.MonkeyPatch) -> None:
+    """A replica leaves rows out by itself, and has a microbatch less than the other."""
+    real = RolloutSource._microbatches
+
+    def microbatches(self: RolloutSource, *given: Any) -> Any:
+        return real(self, *given)[self.mesh.dp.index :]
+
+    patch.setattr(RolloutSource, "_microbatches", microbatches)
+
+
+@pytest.mark.parametrize("is_planted", [True, False])
+def test_unequal_batches_are_found_before_a_replica_waits_for_another(
+    start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_planted: bool
+) -> None:
+    config, folder = load(start, sets=[*QUICK, "train.steps=2"], mesh="dp=2"), tmp_path / "run"
+    new_run(ALIGN, config.training.to_toml(), folder, init=start)
+    write_text(folder / FEEDBACK, config.file)
+    if is_planted:
+        unequal_batches(monkeypatch)
+    with pytest.raises(RunError, match="would wait for another") if is_planted else contextlib.nullcontext():
+        run_threads(2, lambda comm: train_here(config.training, folder, comm, init=start))
+    assert len([line for line in latest(folder) if line["kind"] == STEP]) == (0 if is_planted else 2)
+
+
+@pytest.mark.parametrize("is_planted", [True, False])
+def test_a_resumed_run_that_would_skip_prompts_is_found(
+    start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_planted: bool
+) -> None:
+    """A checkpoint that counts a batch which was fetched ahead, and never trained on."""
+    config, real = load(start, sets=QUICK), Progress.values
+    if is_planted:
+        ahead = config.align.rows
+        monkeypatch.setattr(
+            Progress, "values", lambda self, *given: {**real(self, *given), "position": self.position + ahead}
+        )
+    folder = fit(config, start, run=tmp_path / "run", stop_after=2).folder
+    with pytest.raises(RunError, match="prompts would be skipped") if is_planted else contextlib.nullcontext():
+        fit(None, resume=folder)
+    assert len([line for line in latest(folder) if line["kind"] == STEP]) == (2 if is_planted else 3)
 
 
 def test_a_clean_run_stays_silent(start: Path, tmp_path: Path) -> None:

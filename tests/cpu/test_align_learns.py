@@ -15,7 +15,8 @@ from align_start import write_start
 from tilemesh.align.config import load
 from tilemesh.align.job import fit
 from tilemesh.align.rewards import Paid, Rewards
-from tilemesh.align.tasks import TASKS, Case, vowels
+from tilemesh.align.tasks import TASKS, vowels
+from tilemesh.data.cases import Case
 from tilemesh.runs.metrics import STEP, latest
 from tilemesh.serve.engine import Engine
 from tilemesh.serve.request import Sampling

@@ -166,6 +166,38 @@ def test_ranks_and_microbatches_change_nothing(start: Path, tmp_path: Path, algo
             np.testing.assert_allclose(tensor.numpy(), expected[key].numpy(), atol=1e-10, err_msg=f"{name} {key}")
 
 
+def test_ppo_with_four_models_is_the_same_on_ranks_and_after_a_stop(start: Path, tmp_path: Path) -> None:
+    """Actor, critic with weights of its own, reward model and reference. dp x tp in float64 gives the numbers of one
+    process, and a run that was stopped within a batch those of one that was not, bit for bit."""
+    pairs = tmp_path / "pairs.jsonl"
+    pairs.write_text("\n".join(json.dumps({"prompt": "31>", "chosen": "13", "rejected": "31"}) for _ in range(8)))
+    judge = made(start, "align.algorithm=reward", f"align.preferences={pairs}", "align.prompts=4", "train.steps=2")
+    fit(judge, start, run=tmp_path / "judge")
+    sets = ("align.algorithm=ppo", "align.critic=own", f'align.rewards=["{tmp_path / "judge"}=0.5"]', "align.epochs=2",
+            "align.kl_coefficient=0.05", "plan.precision=fp64", "train.steps=4", "align.minibatches=2")  # fmt: skip
+    plain = ("optimizer.name=sgd", "optimizer.lr=0.05", "optimizer.momentum=0")
+    alone = on_ranks(made(start, *sets, *plain, "plan.microbatch=8"), start, tmp_path / "alone")
+    ranks = on_ranks(made(start, *sets, *plain, "plan.microbatch=2", mesh="dp=2,tp=2"), start, tmp_path / "ranks")
+    expected, lines = weights_of(alone), steps_of(alone)
+    begun = dict(read_parameters(start))
+    for name, tensor in begun.items():
+        if name != "output.weight":  # which a critic has not
+            assert not torch.equal(expected[f"weight:critic.{name}"], tensor.double()), name  # trained
+            assert (expected[f"weight:critic.{name}"] - tensor).abs().max() < 1, name  # from the same beginning
+    assert all(line["value"] > 0 and f"reward/{tmp_path / 'judge'}" in line for line in lines)
+    for ours, theirs in zip(steps_of(ranks), lines, strict=True):
+        for key in ("loss", "reward", "norm", "kl", "value"):
+            assert ours[key] == pytest.approx(theirs[key], abs=1e-10), key
+    for name, tensor in weights_of(ranks).items():
+        np.testing.assert_allclose(tensor.numpy(), expected[name].numpy(), atol=1e-10, err_msg=name)
+    whole = fit(made(start, *sets), start, run=tmp_path / "whole").folder
+    parts = fit(made(start, *sets), start, run=tmp_path / "parts", stop_after=3).folder
+    fit(None, resume=parts)
+    assert_same(whole, parts)
+    with Engine(parts) as engine:  # the critic is no part of what is served
+        assert list(engine.generate([list(b"314159>")], Sampling(max_tokens=2)))
+
+
 def test_an_engine_that_sleeps_between_batches_answers_alike(start: Path, tmp_path: Path) -> None:
     sets = ("evaluate.every=2", "align.dtype=fp32")
     folders = [

@@ -55,8 +55,13 @@ def check_rewards(reward_S: Floats, parts: Mapping[str, Floats], weights: Mappin
         raise RunError(f"answer {place} was paid {reward_S[place]:g} and is worth {worth_S[place]:g}: {why}")
 
 
-def check_weights(total: float, expected: float) -> None:
-    """What the tokens of a step count for, over all its microbatches and replicas."""
+def check_weights(total: float, expected: float, microbatches: int, planned: int) -> None:
+    """What the tokens of a step count for, over all its microbatches and replicas, and how many of these there are."""
+    if microbatches != planned:
+        raise RunError(
+            f"replicas have {microbatches} microbatches together, and the plan {planned}: their batches are unequal, "
+            "and one would wait for another for ever; leave tokens out by a weight of 0, not by fewer rows"
+        )
     if not np.isclose(total, expected, rtol=1e-6):
         raise RunError(
             f"the weights of the step's tokens add up to {total:g}, expected {expected:g}: they were made per "

@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from tilemesh.align.formulas.algorithms import ALGORITHMS, PREFERENCES, Algorithm, PreferenceAlgorithm
-from tilemesh.align.tasks import TASKS, read_cases
+from tilemesh.align.tasks import TASKS
 from tilemesh.align.verifier import split_name
 from tilemesh.core import config as core_config
 from tilemesh.core.conflicts import Conflict, refuse, row
 from tilemesh.core.errors import Argument, UsageError, unknown
 from tilemesh.core.plan import ParallelPlan
 from tilemesh.core.ranges import TEMPERATURE, Range
+from tilemesh.data.cases import read_cases
 from tilemesh.data.config import DataConfig
 from tilemesh.model.families.book import CONFIG as MODEL_FILE
 from tilemesh.model.families.book import read_config
@@ -119,6 +120,8 @@ class FeedbackConfig:
     """Of later rewards, for a critic."""
     decay: Annotated[float, Range(0, 1)] | None = None
     """GAE's lambda."""
+    critic: Literal["shared", "own"] = "shared"
+    """A value head on the model's last activations, or a model of the same shape with weights of its own."""
     value_coefficient: Positive | None = None
     """What the critic's loss counts for."""
     value_clip: Positive | None = None
@@ -324,6 +327,8 @@ CONFLICTS: tuple[Conflict[AlignConfig], ...] = (
     row("train.method", lambda config: config.train.method != "synchronous",
         "a batch of rollouts follows from weights that all replicas share", "train.method=synchronous"),
     row("train.graph", lambda config: bool(config.train.graph), "answers differ in length", "train.graph=false"),
+    row("lora.rank", lambda config: config.align.critic == "own" and config.training.lora.rank > 0,
+        "a critic has all its weights trained, which adapters are there to avoid", "align.critic=shared"),
     row("plan.microbatch", lambda config: config.align.is_of_pairs and config.plan.microbatch % 2 > 0,
         "the two answers of a pair are in one microbatch", "plan.microbatch=2"),
 )  # fmt: skip

@@ -8,6 +8,7 @@ B: rows; T: tokens; N: trained tokens; D: width; V: vocabulary, or this rank's p
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -19,11 +20,32 @@ from tilemesh.model.kinds import without_adapters
 from tilemesh.model.linear import Linear
 from tilemesh.model.loss import IGNORED
 from tilemesh.model.shared_prompts import SharedPrompts
-from tilemesh.model.transformer import Transformer
+from tilemesh.model.transformer import ResidualStream, Transformer
 from tilemesh.parallel.laid import Laid
 from tilemesh.parallel.tensor import Seams
+from tilemesh.train.resume import CRITIC
 
 VALUE_HEAD = "value_head"
+
+
+def add_critic(model: Transformer) -> None:
+    """Beside an actor, a model of the same shape with a value head and weights of its own, for the same optimizer. It
+    has no output projection."""
+    like = next(model.parameters())
+    config = dataclasses.replace(model.config, tied=True)
+    critic = Transformer(config, device=like.device, dtype=like.dtype, kernels=model.kernels)
+    add_value_head(critic)
+    model.add_module(CRITIC, critic)
+
+
+def critic_of(laid: Laid) -> Laid | None:
+    """The critic beside a laid actor, if there is one: over the same ranks, with the same exchanges."""
+    critic = getattr(laid.model, CRITIC, None)
+    if critic is None:
+        return None
+    own = f"{CRITIC}."
+    shards = {name.removeprefix(own): shard for name, shard in laid.shards.items() if name.startswith(own)}
+    return Laid(critic, laid.mesh, laid.plan, shards, laid.seams, laid.gradients, use=laid.use)
 
 
 def add_value_head(model: Transformer) -> None:
@@ -62,12 +84,13 @@ def token_figures(
     temperature: float,
     *,
     places_S4: Tensor | None = None,
+    critic: Laid | None = None,
     layers: Sequence[Callable[..., Any]] | None = None,
     entropy_has_gradient: bool = False,
     **options: Any,
 ) -> TokenFigures:
-    """A pass over a batch. Targets that are not trained are IGNORED. `places_S4`: of `shared.PassRows`. `layers`: as
-    `laid.stream` takes them."""
+    """A pass over a batch. Targets that are not trained are IGNORED. `places_S4`: of `shared.PassRows`. `critic`: what
+    gives values, if not the model itself. `layers`: as `laid.stream` takes them."""
     if places_S4 is not None and len(places_S4):
         options["cache"] = SharedPrompts(places_S4, tokens_BT.device)
     stream = laid.stream(tokens_BT, layers, targets_BT=targets_BT, **options)
@@ -77,7 +100,10 @@ def token_figures(
     targets_N = targets_BT.flatten()[rows_N]
     vocabulary = laid.model.config.vocabulary
     scores = logprobs(logits_1NV[0], targets_N, temperature, laid.seams, vocabulary, entropy_has_gradient)
-    return TokenFigures(*scores, values(laid, x_BTD, tokens_BT, rows_N), stream.router_loss)
+    value_N = values(laid, x_BTD, tokens_BT, rows_N)
+    if critic is not None:
+        value_N = _values_at(critic, critic.stream(tokens_BT, **options), tokens_BT, rows_N)
+    return TokenFigures(*scores, value_N, stream.router_loss)
 
 
 def base_figures(laid: Laid, *arguments: Any, **options: Any) -> TokenFigures:
@@ -136,11 +162,14 @@ def values(laid: Laid, x_BTD: Tensor, tokens_BT: Tensor, rows_N: Tensor) -> Tens
 def scores(laid: Laid, tokens_BT: Tensor, last_B: Tensor, layers: Sequence[Callable[..., Any]] | None = None) -> Tensor:
     """What a reward model gives each row: its value at the row's last token."""
     rows_B = torch.arange(len(last_B), device=last_B.device) * tokens_BT.shape[1] + last_B
-    stream = laid.stream(tokens_BT, layers)
+    return _values_at(laid, laid.stream(tokens_BT, layers), tokens_BT, rows_B)
+
+
+def _values_at(laid: Laid, stream: ResidualStream, tokens_BT: Tensor, rows_N: Tensor) -> Tensor:
     with laid.autocast():
         x_BTD = laid.model.normalize(stream)
     if not laid.seams.sequence:
-        x_BTD = x_BTD.flatten(0, 1)[None, rows_B]
-    value_B = values(laid, x_BTD, tokens_BT, rows_B)
-    assert value_B is not None
-    return value_B
+        x_BTD = x_BTD.flatten(0, 1)[None, rows_N]
+    value_N = values(laid, x_BTD, tokens_BT, rows_N)
+    assert value_N is not None
+    return value_N

@@ -12,7 +12,7 @@ import torch
 from tilemesh.align.config import AlignConfig, of_run
 from tilemesh.align.formulas.algorithms import ALGORITHMS, PREFERENCES
 from tilemesh.align.generate import Generator
-from tilemesh.align.head import Reference, add_value_head, base_figures, token_figures
+from tilemesh.align.head import Reference, add_critic, add_value_head, base_figures, token_figures
 from tilemesh.align.objective import FeedbackObjective
 from tilemesh.align.pairs import PairSource
 from tilemesh.align.prompts import PromptSource
@@ -70,7 +70,7 @@ class FeedbackLessons(Lessons):
 
     def extend(self, model: Transformer) -> None:
         if self.align.has_value_head:
-            add_value_head(model)
+            (add_critic if self.align.critic == "own" else add_value_head)(model)
 
     def use_for(self, use: Use) -> Use:
         return Use(trains=True, invariant=True) if self.align.invariant and self.prompts is not None else use

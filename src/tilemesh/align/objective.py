@@ -17,7 +17,7 @@ from tilemesh.align.config import AlignConfig
 from tilemesh.align.formulas.losses import FIGURES, PolicyTokens, policy_loss
 from tilemesh.align.formulas.policy import sequence_sums
 from tilemesh.align.formulas.preferences import PAIR_LOSSES, Side, bradley_terry
-from tilemesh.align.head import scores, token_figures, trained_rows
+from tilemesh.align.head import critic_of, scores, token_figures, trained_rows
 from tilemesh.parallel.laid import Laid
 from tilemesh.train.source import Objective
 
@@ -32,6 +32,7 @@ class FeedbackObjective:
 
     def __init__(self, config: AlignConfig, laid: Laid) -> None:
         self.config, self.laid, self.align = config, laid, config.align
+        self.critic = critic_of(laid)
         self.layers: Sequence[Callable[..., Any]] | None = None
         if config.train.compile:
             if config.plan.tp > 1:
@@ -57,8 +58,8 @@ class FeedbackObjective:
     ) -> tuple[Tensor, Tensor]:
         align, row = self.align, self.align.row
         figures = token_figures(
-            self.laid, tokens_BT, targets_BT, align.temperature, places_S4=places_S4, layers=self.layers,
-            entropy_has_gradient=row.entropy_coefficient > 0, **options,
+            self.laid, tokens_BT, targets_BT, align.temperature, places_S4=places_S4, critic=self.critic,
+            layers=self.layers, entropy_has_gradient=row.entropy_coefficient > 0, **options,
         )  # fmt: skip
         wide = floats_KN.to(figures.logprob_N.dtype)
         old_N = wide[OLD]

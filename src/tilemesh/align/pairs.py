@@ -20,8 +20,8 @@ from tilemesh.align.config import AlignConfig
 from tilemesh.align.head import Reference
 from tilemesh.align.objective import FeedbackObjective
 from tilemesh.align.prompts import answer_tokens, prompt_tokens
-from tilemesh.align.tasks import Case, read_cases
 from tilemesh.core.errors import UsageError
+from tilemesh.data.cases import Case, read_cases
 from tilemesh.data.order import Order, rows_of
 from tilemesh.model.loss import IGNORED
 from tilemesh.parallel.laid import Laid

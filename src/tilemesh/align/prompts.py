@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from tilemesh.align.config import FeedbackConfig
-from tilemesh.align.tasks import TASKS, Case, read_cases
+from tilemesh.align.tasks import TASKS
 from tilemesh.core.errors import UsageError
+from tilemesh.data.cases import Case, read_cases
 from tilemesh.data.chat import Template
 from tilemesh.data.order import Order
 from tilemesh.data.tokenizer import Tokenizer, encode_prompt

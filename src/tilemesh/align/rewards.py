@@ -16,9 +16,10 @@ from torch import Tensor
 from tilemesh.align.config import FeedbackConfig, of_run
 from tilemesh.align.formulas.rollout import Floats
 from tilemesh.align.head import add_value_head, scores
-from tilemesh.align.tasks import TASKS, Case, Score
+from tilemesh.align.tasks import TASKS, Score
 from tilemesh.align.verifier import MAIN, Scored, Verifier, read_parts
 from tilemesh.core.errors import UsageError
+from tilemesh.data.cases import Case
 from tilemesh.model.transformer import Transformer
 from tilemesh.parallel.apply import lay_beside
 from tilemesh.parallel.laid import Laid

@@ -98,8 +98,9 @@ class RolloutSource(Source):
         minibatch = inner % align.minibatches
         microbatches = self._microbatches(self._batch, minibatch)
         expected = float(self._weights(self._batch, minibatch).sum()) * self._step_tokens(self._batch, minibatch)
-        own = np.array([sum(float(each.tensors[2][WEIGHT].sum()) for each in microbatches)])
-        checks.check_weights(float(self._summed(own)[0]), expected)
+        own = np.array([sum(float(each.tensors[2][WEIGHT].sum()) for each in microbatches), len(microbatches)])
+        total, count = self._summed(own).tolist()
+        checks.check_weights(total, expected, int(count), self.config.plan.accumulation * self.mesh.dp.size)
         return microbatches
 
     def tokens(self, number: int) -> int:
@@ -223,7 +224,7 @@ class RolloutSource(Source):
                         places = _trained_places(rollout, rows)
                         batch = (tokens_BT, targets_BT, align.temperature)
                         if needs_own:
-                            own = token_figures(self.laid, *batch, places_S4=places_S4)
+                            own = token_figures(self.laid, *batch, places_S4=places_S4, critic=self.objective.critic)
                             arrays["old"][places] = own.logprob_N.double().cpu().numpy()
                             if own.value_N is not None:
                                 arrays["value"][places] = own.value_N.double().cpu().numpy()
@@ -251,8 +252,6 @@ class RolloutSource(Source):
         if row.whiten:
             advantage = advantages.whiten(advantage)
         return RolloutBatch(number, rollout, parts, failures, old, reference, value, advantage, returns)
-
-    # Rows and microbatches --------------------------------------------------------------------------------------------
 
     def _own_rows(self, minibatch: int) -> Iterator[range]:
         """This replica's sequences of a minibatch, microbatch by microbatch."""
@@ -311,8 +310,6 @@ class RolloutSource(Source):
     def _summed(self, values: Floats) -> Floats:
         """Each replica has written its own places, and zeros elsewhere."""
         return values if self.mesh.dp.size == 1 else np.asarray(self.mesh.dp.comm.all_reduce(values))
-
-    # Telling and keeping ----------------------------------------------------------------------------------------------
 
     def _batch_figures(self, batch: RolloutBatch, number: int) -> dict[str, Any]:
         rollout = batch.rollout

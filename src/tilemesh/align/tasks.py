@@ -1,4 +1,4 @@
-"""Prompts, and what answers to them are worth: built-in tasks, which need no file, and prompts from a JSONL file.
+"""Prompts, and what answers to them are worth: built-in tasks, which need no file.
 
 A task is a list of prompts by their number, drawn from the seed alone, and a function that scores an answer. What it
 cannot read it pays nothing for.
@@ -6,18 +6,12 @@ cannot read it pays nothing for.
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
-from tilemesh.core.errors import UsageError
+from tilemesh.data.cases import Case
 
-_MOST_BYTES = 1 << 28
-Case = Mapping[str, Any]
-"""A prompt (`prompt`, or `messages` of a conversation) and what else a score needs to know."""
 Score = Callable[[str, str, Case], float | Mapping[str, float]]
 """From the prompt, the answer and the case to a number, or several by name."""
 
@@ -125,29 +119,3 @@ TASKS: dict[str, FeedbackTask] = {
         FeedbackTask("hackable", _hack_case, _hack_score, max_tokens=8, example=lambda case: f"{case['answer']} ok"),
     )
 }
-
-
-def read_cases(path: Path, wanted: tuple[str, ...] = ("prompt", "messages")) -> list[Case]:
-    """The objects of a JSONL file, each of which has one of these keys."""
-    try:
-        with path.open("rb") as file:  # a device such as /dev/zero has no end
-            content = file.read(_MOST_BYTES)
-        lines = content.decode("utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path} cannot be read: {error}: expected a JSONL file") from None
-    if len(content) == _MOST_BYTES:
-        raise UsageError(f"{path} is larger than {_MOST_BYTES >> 20} MiB: give fewer lines")
-    cases: list[Case] = []
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            case = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise UsageError(f"{path}, line {number} is no JSON: {error}") from None
-        if not isinstance(case, dict) or not any(key in case for key in wanted):
-            raise UsageError(f"{path}, line {number}: expected an object with {' or '.join(wanted)}")
-        cases.append(case)
-    if not cases:
-        raise UsageError(f"{path} has no line: expected an object with {' or '.join(wanted)} in each")
-    return cases

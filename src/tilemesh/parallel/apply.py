@@ -82,9 +82,12 @@ def lay(
     `tokens` targets each (see `gradients.py`); or what makes another implementation. `use`: what programs our
     Transformer is computed by are chosen for, and whether its tokens say where documents begin.
     """
-    kinds = (
-        transformer_splits(model.config, model.part) if isinstance(model, Transformer) and splits is None else splits
-    )
+    kinds = splits
+    if isinstance(model, Transformer) and splits is None:
+        kinds = dict(transformer_splits(model.config, model.part))
+        for name, child in model.named_children():
+            if isinstance(child, Transformer):  # trained beside it
+                kinds |= {f"{name}.{pattern}": kind for pattern, kind in transformer_splits(child.config).items()}
     if kinds is None:
         raise UsageError(f"a {type(model).__name__} and no splits: give a map from name patterns to kinds of split")
     _agree(model, mesh, plan, kinds)

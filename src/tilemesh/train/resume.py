@@ -40,6 +40,10 @@ if TYPE_CHECKING:
 Say = Callable[[str], None]
 
 
+CRITIC = "critic"
+"""A model that is trained beside another, and begins with the same weights."""
+
+
 def begin(loop: Loop, init: str | Path | None, resume: bool, say: Say) -> None:
     """Take up what there is to go on from."""
     comm = loop.mesh.comm
@@ -198,7 +202,8 @@ def _load_hugging_face(loop: Loop, folder: Path) -> None:
     from tilemesh.model import huggingface  # late: it needs safetensors, which a run that begins afresh does not
 
     shards = loop.optimizer.shards
-    read = huggingface.read_parameters(folder)
-    weights = {name: take(shards[name], tensor) for name, tensor in read if name in shards}
+    weights: dict[str, torch.Tensor] = {}
+    for name, tensor in huggingface.read_parameters(folder):
+        weights |= {own: take(shards[own], tensor) for own in (name, f"{CRITIC}.{name}") if own in shards}
     loop.optimizer.load_weights(loop.optimizer.stepped | weights)  # what is trained beside the model begins as it is
     loop.laid.gradients.updated()
