@@ -21,7 +21,7 @@ from tilemesh.kernels.launch.program import Operand, compile_step
 from tilemesh.kernels.problems import SizedProblem
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.experts import Experts
-from tilemesh.model.programs.grouped_experts import compute_grouped, stacked, why_apart
+from tilemesh.model.programs.grouped_experts import compute_grouped, lay_together, stacked, why_apart
 from tilemesh.model.transformer import Transformer
 
 LOADS = ([3, 0, 20, 1], [0, 0, 24], [24], [0, 17, 0, 0, 7, 0], [16, 16], [1] * 9)
@@ -160,6 +160,22 @@ def test_experts_by_the_kernels_in_16_bits() -> None:
     exact_ND = wide.compute(rows.double(), counts)
     off = (block.compute(rows, counts).double() - exact_ND).norm() / exact_ND.norm()
     assert off < 4 * torch.finfo(torch.bfloat16).eps  # three roundings on the way
+
+
+def test_a_model_that_serves_gets_its_matrices_side_by_side() -> None:
+    block, counts = experts_of("swiglu", torch.float64), torch.tensor([4, 0, 9, 1, 0])
+    rows = torch.randn(14, 16, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    before, names = block.compute(rows, counts), [name for name, _ in block.named_parameters()]
+    assert block.waits_for_loads
+    lay_together(block)
+    weights = [mlp.fc_in.weight for mlp in block.experts]  # type: ignore[union-attr]
+    assert stacked(weights).data_ptr() == weights[0].data_ptr()
+    lay_together(block)
+    assert stacked(weights).data_ptr() == weights[0].data_ptr(), "nothing moves where they lie so already"
+    assert [name for name, _ in block.named_parameters()] == names
+    block.compute_by(partial(compute_grouped, block))
+    assert not block.waits_for_loads
+    torch.testing.assert_close(block.compute(rows, counts), before, rtol=1e-13, atol=1e-15)
 
 
 def test_matrices_side_by_side_are_not_copied() -> None:

@@ -11,8 +11,11 @@ pytest.importorskip("triton")
 
 from triton.backends.compiler import GPUTarget
 
+from tilemesh.comm import connect
 from tilemesh.core.errors import UsageError
+from tilemesh.core.plan import ParallelPlan
 from tilemesh.kernels.accuracy import excess
+from tilemesh.kernels.context import Context, use
 from tilemesh.kernels.launch.call import Place
 from tilemesh.kernels.launch.program import Operand, compile_step
 from tilemesh.kernels.routing import kernel
@@ -24,6 +27,10 @@ from tilemesh.kernels.routing.reference import (
     unpermute_bound,
     unpermute_rows,
 )
+from tilemesh.model.config import ModelConfig
+from tilemesh.model.transformer import Transformer
+from tilemesh.parallel.apply import lay
+from tilemesh.parallel.mesh import Mesh
 
 INTERPRETED = {"implementation": "interpret"}
 
@@ -139,6 +146,24 @@ def test_an_operator_that_is_asked_for_weights_alone_has_no_other_gradient() -> 
     scores = scores_of(4, 5).requires_grad_()
     _, experts, slots, counts = route_tokens(scores, picked=2, **INTERPRETED)
     assert not any(tensor.requires_grad for tensor in (experts, slots, counts))
+
+
+def test_a_layer_that_is_computed_again_keeps_the_same_tensors() -> None:
+    """With experts that are given the second time; torch's checkpoints count what is kept."""
+    config = ModelConfig(
+        layers=2, width=16, heads=2, vocabulary=20, context=8, mlp_width=24, activation="swiglu", biases=False,
+        experts=4, experts_per_token=2, balance_loss=0.1,
+    )  # fmt: skip
+    tokens, gradients = torch.randint(20, (2, 8), generator=torch.Generator().manual_seed(1)), []
+    with use(Context(on_cpu="interpret")):
+        for recompute in ("none", "full"):
+            plan = ParallelPlan(recompute=recompute)  # type: ignore[arg-type]
+            laid = lay(Transformer(config, seed=1), Mesh(connect("alone")), plan)
+            total, count = laid.loss(tokens, tokens)
+            laid.gradients.backward(total, count)
+            gradients.append([mine.tensor.grad for mine in laid.held.values()])
+    for kept, again in zip(*gradients, strict=True):
+        torch.testing.assert_close(kept, again, rtol=0, atol=0)
 
 
 def test_costs_count_each_byte_once() -> None:

@@ -85,19 +85,20 @@ def test_routing_there_and_back(tokens, experts, picked):
     scores, x, upstream = (
         torch.randn(tokens, size, generator=generator, device="cuda") for size in (experts, 264, 264)
     )
+    factor = torch.randint(-4, 5, (tokens * picked, 1), generator=generator, device="cuda")
     found, leaves = [], [scores.requires_grad_(), x.bfloat16().requires_grad_()]
     for wide in (False, True):
         of_scores, of_rows = (leaf.detach().double().requires_grad_() for leaf in leaves) if wide else leaves
         options = {"implementation": "torch" if wide else "triton"}
         weights, _, slots, counts = tm.kernels.route_tokens(of_scores, picked=picked, **options)
-        rows = tm.kernels.permute_rows(of_rows, slots, **options)
+        rows = tm.kernels.permute_rows(of_rows, slots, **options) * factor.to(of_rows.dtype)  # experts differ
         y = tm.kernels.unpermute_rows(rows, weights, slots, **options)
         grads = torch.autograd.grad(y, [of_scores, of_rows], upstream.to(y.dtype))
         found.append((slots, counts, weights.detach(), y.detach(), *grads))
     (slots, counts, *mine), (wanted, expected, *true) = found
     assert torch.equal(slots, wanted)
     assert torch.equal(counts, expected)
-    for ours, exact, eps in zip(mine, true, (2**-18, 2**-7, 2**-6, 2**-7), strict=True):
+    for ours, exact, eps in zip(mine, true, (2**-18, 2**-7, 2**-5, 2**-7), strict=True):
         assert (ours.double() - exact).norm() <= eps * exact.norm() + 1e-6
 
 

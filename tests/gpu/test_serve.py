@@ -207,6 +207,28 @@ def test_graphs_in_16_bits_are_near_eager_steps() -> None:
     assert same >= 15
 
 
+MIXTURE = LLAMA.replace(experts=8, experts_per_token=2, mlp_width=384)
+
+
+def test_experts_answer_with_graphs_as_without() -> None:
+    """Their loads stay on the device. Prompts of one kernel are those of the other, as above; and the plain way in
+    float32, one expert after the other, picks the same first tokens."""
+    prompts = prompts_of(20, 300)
+    asked = Sampling(max_tokens=8, temperature=0, ignore_eos=True)
+    found = []
+    for dtype, ahead in ((torch.bfloat16, True), (torch.bfloat16, False), (torch.float32, None)):
+        said: list[str] = []
+        given = served(dtype, "cuda", MIXTURE)
+        with Engine(given, device="cuda", pages=1000, running=32, launch_ahead=ahead, say=said.append) as engine:
+            found.append([completion.answers[0].tokens for completion in engine.generate(prompts, asked)])
+        blocks = [layer.mlp for layer in given.model.layers]
+        assert all(block.waits_for_loads is (dtype is torch.float32) for block in blocks)
+        assert not said
+    graphs, eager, plain = found
+    assert sum(ours == theirs for ours, theirs in zip(graphs, eager, strict=True)) >= 15
+    assert sum(ours[0] == theirs[0] for ours, theirs in zip(graphs, plain, strict=True)) >= 17
+
+
 def test_weights_of_4_bits_answer_with_graphs_as_without() -> None:
     """Prompts are padded to 64 tokens, which is a kernel of its own; then one token at a time."""
     prompts = prompts_of(12, 300)

@@ -73,6 +73,8 @@ def test_stopped_and_resumed_is_never_stopped(sets: str, tmp_path: Path) -> None
         "plan.precision=fp64,optimizer.clip=0",
         "plan.precision=bf16,train.kernels=tilemesh",
         "plan.precision=bf16,train.kernels=tilemesh,train.compile=layers",
+        "plan.precision=bf16,model.experts=8,model.biases=false,model.balance_loss=0.01",
+        "plan.precision=bf16-master,model.experts=4,model.biases=false,plan.recompute=full,train.kernels=tilemesh",
     ],
 )
 def test_a_replayed_step_is_the_launched_one(sets: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,7 +43,7 @@ BEYOND_PAIRS = (
         "plan.dp=2", "plan.tp=2", "plan.pp=2", "plan.cp=2", "train.device=cpu", "plan.precision=fp16",
         "optimizer.fused=false",
         "optimizer.name=lion", "data.packing=documents", "data.chat=true,data.packing=stream", "plan.offload=optimizer",
-        "compress.recipe=int8", "model.experts=4", f"distill.teacher={FOLDER}")),
+        "compress.recipe=int8", f"model.experts=4,lora.rank=4,lora.base={FOLDER}", f"distill.teacher={FOLDER}")),
 )  # fmt: skip
 """Settings over the base of the pairs, for rows that no pair of features meets."""
 

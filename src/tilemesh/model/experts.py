@@ -84,12 +84,15 @@ class Router(nn.Module):
         self.over_sequences: Callable[[Tensor], Tensor] | None = None
         """Where ranks share sequences: adds what each has counted of its tokens."""
 
-    def forward(self, x_ND: Tensor, experts_NC: Tensor | None = None) -> Routing:
-        """`experts_NC`: chosen before; None: to be chosen."""
+    def forward(self, x_ND: Tensor, experts_NC: Tensor | None = None, repeats: bool = False) -> Routing:
+        """`experts_NC`: chosen before; None: to be chosen. `repeats`: the pass is made twice, the second time with the
+        experts of the first, and both must keep the same tensors: experts are chosen before they are weighed."""
+        options: dict[str, Any] = {"picked": self.config.experts_per_token}
+        options["renormalized"] = self.config.router_renormalized
         scores_NX = in_row_blocks(self._scores, x_ND) if self.in_blocks else self._scores(x_ND)
-        weights_NC, experts_NC, slots_NC, counts_X = route_tokens(
-            scores_NX, experts_NC, picked=self.config.experts_per_token, renormalized=self.config.router_renormalized
-        )
+        if repeats and experts_NC is None:
+            experts_NC = route_tokens(scores_NX.detach(), **options)[1]
+        weights_NC, experts_NC, slots_NC, counts_X = route_tokens(scores_NX, experts_NC, **options)
         return Routing(experts_NC, weights_NC, scores_NX, slots_NC, counts_X)
 
     def compute_by(self, product: Callable[[Tensor, Tensor], Tensor], in_blocks: bool) -> None:
@@ -175,7 +178,7 @@ class Experts(nn.Module):
         """With the router's losses where it is said which tokens' targets count. `choices`: as the module says."""
         x_ND = x_BTD.flatten(0, -2)
         choice = None if choices is None else choices.get(self)
-        routing: Routing = self.router(x_ND, None if choice is None else choice.experts_NC)
+        routing: Routing = self.router(x_ND, None if choice is None else choice.experts_NC, choices is not None)
         if choice is None:
             choice = ExpertChoice(routing.experts_NC, routing.counts_X)
             if choices is not None:
@@ -197,6 +200,11 @@ class Experts(nn.Module):
         assert self.shared is not None
         y_BTD: Tensor = self.shared(x_BTD)
         return y_BTD if self.shared_gate is None else y_BTD * self.shared_gate(x_BTD).to(y_BTD.dtype)
+
+    @property
+    def waits_for_loads(self) -> bool:
+        """Whether the host asks the device how many rows each expert takes: such a pass cannot be captured."""
+        return self.computation is None or self.exchange is not None
 
     def compute(self, rows_ND: Tensor, counts: Tensor) -> Tensor:
         """What the experts here make of rows that are ordered by expert, so many for each."""

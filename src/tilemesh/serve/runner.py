@@ -17,6 +17,7 @@ from torch.nn import functional
 from tilemesh.kernels.launch.gpu import launches_early
 from tilemesh.kernels.row_linear.cost import GATES
 from tilemesh.kernels.row_linear.reference import row_linear
+from tilemesh.model.experts import Experts
 from tilemesh.model.kinds import Adapted, FewBits, note_silent, projections
 from tilemesh.model.linear import DENSE, DenseMatrix
 from tilemesh.model.norm import ResidualNorm
@@ -96,8 +97,9 @@ class Runner:
         self._choose_kinds(packed)
         self.ahead: DeviceSteps | None = None
         """Launches steps without waiting for their tokens, where that can be done."""
-        # What each expert takes is known when the router has run: such a step is not launched ahead of its sizes.
-        if graphs is not None and self._tile_sizes is not None and not invariant and not config.experts:
+        # How many rows each expert has is known when the router has run: where the host asks, steps are waited for.
+        waits = any(isinstance(module, Experts) and module.waits_for_loads for module in model.modules())
+        if graphs is not None and self._tile_sizes is not None and not invariant and not waits:
             self.ahead = DeviceSteps(self._pass, self.cache, limits, config.vocabulary, self._tile_sizes, graphs, say)
 
     def _use(self) -> Use:

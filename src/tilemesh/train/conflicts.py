@@ -55,6 +55,11 @@ _UNFUSED = Switch("optimizer.name", lambda config: config.optimizer.name in ("li
 _NOT_FUSED = Switch("optimizer.fused", lambda config: config.optimizer.fused is False, "optimizer.fused=true")
 _CLIP = Switch("optimizer.clip", lambda config: config.optimizer.clip > 0, "optimizer.clip=0")
 _EXPERTS = Switch("model.experts", lambda config: config.model.experts > 0, "model.experts=0")
+_EXPERTS_APART = Switch(
+    "model.experts",
+    lambda config: config.model.experts > 0 and (config.model.has_biases("mlp") or config.lora.rank > 0),
+    "model.experts=0",
+)
 _EP = Switch("plan.ep", lambda config: config.plan.ep > 1, "plan.ep=1")
 _TIED = Switch("model.tied", lambda config: config.model.tied, "model.tied=false")
 _LORA = Switch("lora.rank", lambda config: config.lora.rank > 0, "lora.rank=0")
@@ -147,7 +152,7 @@ _REPLAY = (
     (_NOT_FUSED, "a graph needs a fused optimiser, which reads the learning rate on the device"),
     (_UNFUSED, "a graph needs a fused optimiser, which torch has for adamw and sgd"),
     (_PACKED, _TARGETS), (_CHAT, _TARGETS),
-    (_OFFLOAD, "what goes and comes has no fixed place"), (_EXPERTS, _LOADS),
+    (_OFFLOAD, "what goes and comes has no fixed place"), (_EXPERTS_APART, _LOADS),
     (_RECIPE, "rounding and masks change with the step"),
     (_TEACHER, "a teacher's pass is not captured"),
 )  # fmt: skip

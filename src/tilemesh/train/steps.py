@@ -19,6 +19,7 @@ from torch import Tensor
 from tilemesh.core.errors import UsageError
 from tilemesh.core.step.action import Action
 from tilemesh.model.dropout import DropoutPlace, fold_seed
+from tilemesh.model.experts import Experts
 from tilemesh.parallel.experts import watch_experts
 from tilemesh.parallel.gradients import GradientStep
 from tilemesh.parallel.laid import Laid, StepPiece
@@ -203,11 +204,12 @@ class Stepper:
         """Whether steps are to become one CUDA graph; UsageError where that was asked for and cannot be."""
         wanted = self.config.train.graph
         able = self.is_late and self.device.type == "cuda" and self.optimizer.is_capturable
-        able = able and not self.config.model.experts  # whose numbers of tokens differ by step
+        experts = (module for module in self.laid.module.modules() if isinstance(module, Experts))
+        able = able and not any(block.waits_for_loads for block in experts)
         if wanted and not able:
             raise UsageError(
                 "train.graph is true and this step cannot be captured: a graph is for one GPU alone, with a fused "
-                "optimiser; set train.graph=false, or leave it out"
+                "optimiser and experts that are computed together; set train.graph=false, or leave it out"
             )
         return able and wanted is not False
 

@@ -1,8 +1,8 @@
 """Experts by grouped products: one product for the rows of all of them, for each of their matrices.
 
-The one idea: experts keep parameters of their own names, which lie side by side in one storage (`parallel/apply.py`),
-so the matrices of all of them are one tensor without a copy. How many rows each takes is read on the device; nobody
-waits for it. Where matrices do not lie side by side they are copied.
+The one idea: experts keep parameters of their own names, which lie side by side in one storage (`parallel/apply.py`, or
+`lay_together` for a model that serves), so the matrices of all of them are one tensor without a copy. How many rows
+each takes is read on the device; nobody waits for it. Where matrices do not lie side by side they are copied.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from torch import Tensor
 from tilemesh.core.cost import Cost
 from tilemesh.kernels.gated.reference import swiglu
 from tilemesh.kernels.grouped_linear.reference import grouped_linear
+from tilemesh.kernels.launch.gpu import launches_early
 from tilemesh.model.experts import Experts
 from tilemesh.model.linear import ACTIVATIONS, ALONE, DENSE
 from tilemesh.model.programs.definition import gate_passes
-from tilemesh.model.programs.program import LayerProgram, ProgramSeat, pass_cost
+from tilemesh.model.programs.program import CUT_OTHERWISE, LayerProgram, ProgramSeat, pass_cost
 from tilemesh.model.transformer import Mlp
 
 
@@ -33,10 +34,14 @@ class GroupedExperts(LayerProgram):
             return "the layer has no experts"
         if seat.device.type != "cuda":
             return "on a CPU the experts' products one by one are as fast"
-        if not seat.use.trains or seat.use.invariant:
-            return "matrices are laid side by side for training"
+        if seat.use.invariant:
+            return CUT_OTHERWISE
         if seat.use.puts_off:
             return "weights' gradients are put off, and one operator has no halves"
+        if not seat.use.casts and seat.itemsize != 2:
+            return "grouped products are of 16 bits"
+        if not launches_early(seat.device):
+            return "the GPU does not copy tiles by itself"
         return why_apart(block)
 
     def cost(self, seat: ProgramSeat, rows: int) -> Cost:
@@ -56,6 +61,8 @@ class GroupedExperts(LayerProgram):
     def bind(self, seat: ProgramSeat) -> Callable[..., Any]:
         block = seat.here.mlp
         assert isinstance(block, Experts)
+        if not seat.use.trains:
+            lay_together(block)
         block.compute_by(partial(compute_grouped, block))
         return block
 
@@ -67,7 +74,21 @@ def why_apart(block: Experts) -> str:
         return "matrices are not dense"
     if any(layer.place != ALONE for layer in layers):
         return "projections are exchanged or put off each for itself"
+    if any(layer.in_features % 8 or layer.out_features % 8 for layer in layers):
+        return "rows of matrices do not begin at multiples of 16 bytes"
     return "experts have biases" if any(layer.bias is not None for layer in layers) else ""
+
+
+def lay_together(block: Experts) -> None:
+    """Each kind of matrix of all experts in one storage, where they do not lie so already."""
+    mlps = _mlps(block)
+    for layers in zip(*((mlp.fc_in, mlp.fc_out, mlp.fc_gate) for mlp in mlps), strict=True):
+        matrices = [layer.weight for layer in layers if layer is not None]
+        if matrices and not _side_by_side(matrices):
+            for matrix, place in zip(matrices, torch.stack([one.detach() for one in matrices]), strict=True):
+                matrix.data = place
+    if mlps and mlps[0].fc_in.weight.is_cuda:
+        torch.cuda.empty_cache()  # where they lay before is of use to nobody: other matrices are larger
 
 
 def compute_grouped(block: Experts, rows_ND: Tensor, counts: Tensor, implementation: str = "auto") -> Tensor:
@@ -96,17 +117,24 @@ def stacked(matrices: Sequence[Tensor]) -> Tensor:
 class _Stacked(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *matrices: Tensor) -> Tensor:
-        first, size = matrices[0].detach(), matrices[0].nbytes
-        begin = first.data_ptr()
-        if all(matrix.data_ptr() == begin + size * place for place, matrix in enumerate(matrices)):
-            room = first.untyped_storage().nbytes() - first.storage_offset() * first.element_size()
-            if room >= size * len(matrices):  # and not another storage that happens to follow
-                return first.as_strided((len(matrices), *first.shape), (first.numel(), *first.stride()))
-        return torch.stack(matrices)
+        if not _side_by_side(matrices):
+            return torch.stack(matrices)
+        first = matrices[0].detach()
+        return first.as_strided((len(matrices), *first.shape), (first.numel(), *first.stride()))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
         return gradients[0].unbind(0)
+
+
+def _side_by_side(matrices: Sequence[Tensor]) -> bool:
+    """Whether they follow one another in one storage, and not in others that happen to follow."""
+    first, size = matrices[0], matrices[0].nbytes
+    begin = first.data_ptr()
+    if any(matrix.data_ptr() != begin + size * place for place, matrix in enumerate(matrices)):
+        return False
+    room = first.untyped_storage().nbytes() - first.storage_offset() * first.element_size()
+    return room >= size * len(matrices)
 
 
 def _mlps(block: Experts) -> list[Mlp]:
