@@ -268,6 +268,7 @@ def test_the_locks_hold_what_the_project_asks_for() -> None:
     }.items():
         versions = locked_versions(name) | with_torch
         for need in map(Requirement, [*wanted, *(line for line in chosen if name == "all" and line[:1] != "#")]):
+            assert canonicalize_name(need.name) in versions, f"locks/{name}.txt lacks {need.name}: run `make lock`"
             [version] = versions[canonicalize_name(need.name)]
             assert need.specifier.contains(version), f"locks/{name}.txt has {need.name} {version}: run `make lock`"
 
