@@ -76,7 +76,7 @@ STRICTER = {
 }
 # The most lines that a room may have: raised only in the commit that adds a named capability. `make size` prints them.
 MOST_LINES = {
-    "core": 8_060,
+    "core": 8_340,
     "measure": 3_100,
     "launch": 2_100,
     "runs": 2_200,
@@ -85,16 +85,16 @@ MOST_LINES = {
     "comm": 11_360,
     "graph": 8_700,
     "model": 9_370,
-    "plan": 6_120,
+    "plan": 6_240,
     "parallel": 7_600,
     "methods": 2_100,
     "compress": 1_900,
     "train": 7_680,
     "serve": 9_320,
-    "align": 3_000,
+    "align": 3_060,
     "report": 6_220,
     "bench": 8_530,
-    "cli": 5_000,
+    "cli": 5_150,
     "guide": 11_665,
 }
 SOURCE_SUFFIXES = (".py", ".c", ".h", ".cu", ".cuh", ".js", ".css")

@@ -72,6 +72,7 @@ BASES: Mapping[str, tuple[Base, ...]] = {
     "launch": (Base({"--ranks": "2", "--transport": "torch"}, ("script.py",)),),
     "plan train": (Base({"--cluster": "2xh100", "--batch": "4"}, ("model.toml",)),),
     "plan serve": (Base({"--cluster": "1xh100", "--prompt": "8", "--output": "4"}, ("model.toml",)),),
+    "plan align": (Base({"--align": "prompts=2,answers=2,prompt=8,tokens=8", "--cluster": "2xh100"}, ("model.toml",)),),
     "plan draw": (Base({"--stages": "2", "--microbatches": "2"}, ("1f1b",)),),
     "plan grade": (Base({}, ("run",)),),
     "tune": (Base({"--dtype": "float16"}, ("16x16x16",)),),

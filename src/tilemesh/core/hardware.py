@@ -7,6 +7,7 @@ The one idea: a ceiling has to be comparable, so every figure here is *dense* (n
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -125,6 +126,14 @@ class Cluster:
     def world(self) -> int:
         """Devices in all nodes together, one rank each."""
         return len(self.nodes) * self.node.count
+
+    def part(self, ranks: int) -> Cluster:
+        """So many of its devices: whole nodes, or equal parts of some."""
+        size = math.gcd(ranks, self.node.count)
+        if ranks == self.world or size == self.node.count:
+            return replace(self, nodes=self.nodes[: ranks // self.node.count], parts=())
+        smaller = grown(self.node, size) if self.device.kind == "gpu" else replace(self.node, count=size)
+        return Cluster((smaller,) * (ranks // size))
 
     @property
     def name(self) -> str:

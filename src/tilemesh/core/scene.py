@@ -175,9 +175,11 @@ def lanes(
     unit: str = "time",
     note: str = "",
     left: int = 96,
+    end: float | None = None,
 ) -> str:
-    """Lanes over time, one below the other: ranks of a pipeline, stages of a program."""
-    end = max(block.end for block in blocks)
+    """Lanes over time, one below the other: ranks of a pipeline, stages of a program. `end`: of the time that is shown;
+    where the last block ends, if not given."""
+    end = max(block.end for block in blocks) if end is None else end
     width, lane = 860, 34
     scale = (width - left - 24) / end
     scene = Scene(width, 58 + len(names) * (lane + 6) + (40 if note else 22), title)

@@ -9,9 +9,12 @@ _OLD = {"--draw": "draw", "--serve": "serve", "--grade": "grade"}
 
 
 def redirect(words: Sequence[str]) -> list[str]:
-    """The words after `plan` as its commands take them: `MODEL …` is `train MODEL …`, `--draw X …` is `draw X …`."""
-    if words[:1] in ([], ["--help"]) or words[0] in (*_OLD.values(), "train"):
+    """The words after `plan` as its commands take them: `MODEL …` is `train MODEL …`, with `--align …` it is
+    `align MODEL …`, and `--draw X …` is `draw X …`."""
+    if words[:1] in ([], ["--help"]) or words[0] in (*_OLD.values(), "train", "align"):
         return list(words) or ["train"]
+    if any(word.partition("=")[0] == "--align" for word in words):
+        return ["align", *words]
     values: list[str] = []
     rest: list[str] = []
     chosen, place = "train", 0

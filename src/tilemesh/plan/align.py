@@ -1,0 +1,221 @@
+"""What a step of a placement of models takes, and what its ranks hold, where a model learns from feedback.
+
+The one idea: nothing is predicted here that the planner did not know. Updates and passes are those of a training layout
+(`step.py`), answers those of an engine's steps (`serving_clock.py`, `rollouts.py`); a placement says which of them wait
+for one another (`core/placement.py`).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+
+from tilemesh.core import placement as placed
+from tilemesh.core.calibration import Rates
+from tilemesh.core.hardware import DTYPE_BYTES, Cluster
+from tilemesh.core.placement import AlignWork, Placement, Pool, StepTime
+from tilemesh.core.plan import ParallelPlan
+from tilemesh.model.config import ModelConfig
+from tilemesh.model.work.decoding import key_value_bytes, weight_bytes
+from tilemesh.model.work.task import STATE_BYTES, Code
+from tilemesh.model.work.weights import count_parameters, layer_matrices
+from tilemesh.plan.constants import HEADROOM
+from tilemesh.plan.memory import reserved_bytes, state_bytes
+from tilemesh.plan.rollouts import page_tokens, rollout_s
+from tilemesh.plan.serving_clock import StepClock
+from tilemesh.plan.space import default_precision
+from tilemesh.plan.speed import group, neighbour_s
+from tilemesh.plan.step import Estimator
+
+
+@dataclass(frozen=True)
+class PlacementPrediction:
+    placement: Placement
+    seconds: dict[str, float]
+    """Of each phase."""
+    step: StepTime
+    limit_s: float
+    """A step whose phases took the least that the hardware allows."""
+    memory: tuple[dict[str, int], ...]
+    """Bytes of a rank of each pool, by what they are for."""
+    usable_bytes: int
+    sync_bytes: int
+    """That a rank of the engine receives with new weights."""
+
+    @property
+    def idle(self) -> float:
+        """Of all ranks' time."""
+        return placed.idle_share(self.placement, self.step)
+
+    @property
+    def total_bytes(self) -> tuple[int, ...]:
+        """Of each pool's ranks at most: pages and activations take turns, and only the more of them counts."""
+        return tuple(sum(it.values()) - min(it.get("pages", 0), it.get("activations", 0)) for it in self.memory)
+
+    @property
+    def fits(self) -> bool:
+        return max(self.total_bytes) <= self.usable_bytes
+
+
+class AlignEstimator:
+    """Predictions for one model and one kind of step on one cluster. `dtype`, `size`: of the engine's weights."""
+
+    def __init__(
+        self, model: ModelConfig, cluster: Cluster, work: AlignWork, rates: Rates | None = None,
+        code: Code | None = None, headroom: float = HEADROOM,
+    ) -> None:  # fmt: skip
+        self.model, self.cluster, self.work, self.rates = model, cluster, work, rates
+        self.code, self.headroom = code, headroom
+        work.check(model.context)
+        self.dtype = "bf16" if cluster.device.kind == "gpu" else default_precision(cluster.device)
+        self.size = DTYPE_BYTES[self.dtype]
+        self.train = functools.cache(self._estimator)
+        self._predicted = functools.cache(lambda ranks, plan: self.train(ranks).predict(plan))
+        self._drawn = functools.cache(self._drawn_s)
+
+    def _estimator(self, ranks: int) -> Estimator:
+        length, rest = self.work.prompt + self.work.mean_tokens, (self.rates, self.code)
+        return Estimator(self.model, self.cluster.part(ranks), length, *rest, headroom=self.headroom)
+
+    def predict(self, placement: Placement) -> PlacementPrediction:
+        """Seconds, memory and idle share of a placement, which must be possible."""
+        placed.check(placement, self.cluster.world)
+        memory, running = self._memory(placement)
+        both = {placed.ROLLOUT: self._rollouts(placement, running)}
+        if self.work.reward_s:
+            both[placed.REWARDS] = (self.work.reward_s,) * 2
+        for name, model in placed.PASSES.items():
+            if model in placement.models and (model != placed.ACTOR or self.work.old):
+                both[name] = self._passes(placement.pool(model))
+        for name, model in placed.UPDATES.items():
+            if model in placement.models:
+                both[name] = self._update(placement.pool(model))
+        sync_s, received = self._sync(placement)
+        seconds = {name: predicted for name, (predicted, _) in both.items()} | {placed.SYNC: sync_s}
+        least = placed.simulate(placement, {name: limit for name, (_, limit) in both.items()})
+        step, usable = placed.simulate(placement, seconds), self.train(self.cluster.world).usable_bytes
+        return PlacementPrediction(placement, seconds, step, least.seconds, memory, usable, round(received))
+
+    def _sequences(self, pool: Pool) -> int:
+        """Answers that one replica of the engine draws."""
+        return math.ceil(self.work.prompts * self.work.answers / (pool.ranks // pool.rollout_tp))
+
+    def _rollouts(self, placement: Placement, running: int) -> tuple[float, float]:
+        pool = placement.pool(placed.ENGINE)
+        return self._drawn(pool.rollout_tp, self._sequences(pool), running, placement.ahead > 1)
+
+    def _drawn_s(self, tp: int, sequences: int, running: int, streams: bool) -> tuple[float, float]:
+        clock = StepClock(self.model, self.cluster, self.dtype, tp, self.rates)
+        case = (self.work, sequences, running, streams, max(512, self.work.running))
+        return rollout_s(clock, *case), rollout_s(clock.limit, *case)
+
+    def _update(self, pool: Pool) -> tuple[float, float]:
+        """All updates on a batch. Beside adapters, what is frozen has no weight gradients and no optimizer."""
+        assert pool.plan is not None
+        prediction = self._predicted(pool.ranks, pool.plan)
+        step_s, limit_s = prediction.step_time_s, prediction.model_flops / prediction.peak_flops_per_s
+        if self.work.lora:
+            weight_s = sum(self.train(pool.ranks).chunk_times(pool.plan).weight_s) / pool.plan.pp
+            step_s -= pool.plan.accumulation * weight_s + prediction.times.optimizer_s + prediction.times.dp_s
+            limit_s *= 2 / 3
+        return self.work.updates * step_s, self.work.updates * limit_s
+
+    def _passes(self, pool: Pool) -> tuple[float, float]:
+        """A forward pass over all sequences of a batch."""
+        plan = pool.plan
+        assert plan is not None
+        prediction, times = self._predicted(pool.ranks, plan), self.work.minibatches
+        forward_s = sum(self.train(pool.ranks).chunk_times(plan).forward_s) / plan.pp
+        limit_s = prediction.model_flops / prediction.peak_flops_per_s / 3
+        return times * (plan.accumulation + plan.pp - 1) * forward_s, times * limit_s
+
+    def _sync(self, placement: Placement) -> tuple[float, float]:
+        """Weights to the engine: seconds, and bytes that one of its ranks receives."""
+        engine, actor = placement.pool(placed.ENGINE), placement.pool(placed.ACTOR)
+        plan, tp = actor.plan, engine.rollout_tp
+        assert plan is not None
+        nbytes = self.size * count_parameters(self.model).total
+        others = plan.pp * (plan.zero_ranks if plan.zero == 3 else 1)
+        holders = others * max(plan.tp, tp) // tp
+        gathered_s = group(self.cluster.part(actor.ranks), holders, 1).exchange_s("all_gather", nbytes / tp)
+        if engine is actor:
+            return gathered_s, placed.reshard_bytes(nbytes, plan.tp, others, tp)
+        # Shards go beside one another, and from one replica on to the next while they come.
+        return gathered_s + neighbour_s(self.cluster, self.cluster.world, 1, nbytes / tp), nbytes / tp
+
+    def _memory(self, placement: Placement) -> tuple[tuple[dict[str, int], ...], int]:
+        """Bytes of each pool's ranks, and how many answers an engine has room to compute at a time."""
+        memory, running = [], 1
+        for pool in placement.pools:
+            parts = self._states(pool)
+            if placed.ENGINE in pool.models:
+                whole = weight_bytes(self.model, self.size, pool.rollout_tp)
+                parts["engine weights"] = 0 if self.is_shared(pool) else whole
+                room = self.train(self.cluster.world).usable_bytes - sum(parts.values()) + parts.get("activations", 0)
+                running, parts["pages"] = self._pages(pool, room)
+            memory.append(parts)
+        return tuple(memory), running
+
+    def _states(self, pool: Pool) -> dict[str, int]:
+        """Of all models but the engine. A reference lies in the memory of an actor's frozen base."""
+        if pool.plan is None:
+            return {"reserved": reserved_bytes(self.cluster.device, self.cluster.world, False)}
+        memory, lora, parts = self._predicted(pool.ranks, pool.plan).memory, self.work.lora, dict[str, int]()
+        share = self._trained_share()
+        gradients, optimizer = (round(share * each) for each in (memory.gradients_bytes, memory.optimizer_bytes))
+        if placed.ACTOR in pool.models:
+            adapters = round(share * memory.weights_bytes) if lora else 0
+            parts = {"weights": memory.weights_bytes + adapters, "gradients": gradients, "optimizer": optimizer}
+        if placed.CRITIC in pool.models:
+            parts[placed.CRITIC] = memory.weights_bytes + memory.gradients_bytes + memory.optimizer_bytes
+        for name in (placed.REFERENCE, placed.REWARD):
+            if name in pool.models:
+                is_base = name == placed.REFERENCE and lora and placed.ACTOR in pool.models
+                parts[name] = 0 if is_base else memory.weights_bytes
+        passes = memory.activations_bytes + memory.logits_bytes + memory.working_bytes - memory.later_bytes
+        if not {placed.ACTOR, placed.CRITIC} & {*pool.models}:  # nothing is kept for a backward pass
+            passes = self.train(pool.ranks).room.pass_bytes(pool.plan)
+        return parts | {"activations": passes, "reserved": memory.reserved_bytes}
+
+    def fits(self, training_bytes: int, pool: Pool) -> bool:
+        """Whether beside a layout that takes so much there is room for the pool's other models, in closed form."""
+        assert pool.plan is not None
+        states = self._state_bytes(pool.ranks, pool.plan)
+        beside = sum(states) * (placed.CRITIC in pool.models and placed.ACTOR in pool.models)
+        beside += states[0] * len({placed.REFERENCE, placed.REWARD} & {*pool.models})
+        if placed.ENGINE in pool.models and not self.is_shared(pool):
+            beside += weight_bytes(self.model, self.size, pool.rollout_tp)
+        return training_bytes + beside <= self.train(pool.ranks).usable_bytes
+
+    def frozen_bytes(self, ranks: int, plan: ParallelPlan) -> int:
+        """Gradients and states that a layout has not where adapters are trained alone."""
+        return round(sum(self._state_bytes(ranks, plan)[1:]) * (1 - self._trained_share()))
+
+    def _state_bytes(self, ranks: int, plan: ParallelPlan) -> tuple[int, int, int]:
+        parameters = self.train(ranks).room.shards(plan).stage(-(-self.model.layers // plan.pp), True, plan.pp == 1)
+        return state_bytes(parameters, plan.precision, plan.zero, plan.zero_ranks)
+
+    def _trained_share(self) -> float:
+        """Of parameters: all, or those of adapters of the attention's matrices."""
+        each = [weight for weight in layer_matrices(self.model) if weight.name.startswith("attention.")]
+        added = self.work.lora * self.model.layers * sum(sum(weight.shape(1)) for weight in each)
+        return added / count_parameters(self.model).total if self.work.lora else 1.0
+
+    def is_shared(self, pool: Pool) -> bool:
+        """Whether the engine computes with the very memory of the weights that are trained."""
+        plan = pool.plan
+        if plan is None or placed.ACTOR not in pool.models or self.work.lora:
+            return False
+        is_alike = STATE_BYTES[plan.precision][0] == self.size
+        return is_alike and plan.tp == pool.rollout_tp and plan.pp == 1 and plan.zero < 3
+
+    def _pages(self, pool: Pool, room: int) -> tuple[int, int]:
+        """As many answers at a time as there are, are allowed, or fit; and the bytes of their pages."""
+        sequences, each = self._sequences(pool), key_value_bytes(self.model, self.size, pool.rollout_tp)
+        running = min(sequences, self.work.running)
+        while True:
+            nbytes = each * page_tokens(self.work, running, running < sequences)
+            if nbytes <= room or running == 1:
+                return running, nbytes
+            running = max(1, running * 3 // 4)
