@@ -15,15 +15,16 @@ from typing import Literal
 from rich.console import Console
 from rich.text import Text
 
-from tilemesh.cli.output import Output, console_beside
+from tilemesh.cli.output import Output, console_beside, tell
 from tilemesh.core.c_library import compiler
-from tilemesh.core.context import outside_any_job
-from tilemesh.core.errors import RunError
-from tilemesh.core.options import OutFile, option
+from tilemesh.core.context import membership, outside_any_job
+from tilemesh.core.errors import RunError, UsageError
+from tilemesh.core.options import OutFile, OutFolder, option
 from tilemesh.core.units import format_bytes
 from tilemesh.launch import call
 from tilemesh.launch.start import find_mpiexec, source_path
 from tilemesh.measure.machine import this_machine
+from tilemesh.measure.row import Row
 
 TRIAL_S = 120.0
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
@@ -47,11 +48,18 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True)
 class DoctorOptions:
+    cluster: bool = option(False, "As ranks of a job: every link and rank measured, the slow ones named.")
+    out: OutFolder | None = option(None, "With --cluster: a folder that all ranks see, for a graded training step.")
+    html: OutFile | None = option(None, "With --cluster: a page of the rows.")
     json: OutFile | None = option(None, "Also write the findings as JSON to this file (- for output).")
 
 
 def doctor(options: DoctorOptions) -> Output:
     """A version number proves nothing: every claim under "works" was just tried."""
+    if options.cluster:
+        return _look_at_cluster(options)
+    if options.out is not None or options.html is not None:
+        raise UsageError("--out and --html belong to --cluster: add it, or leave them out")
     console, has, has_gpu = console_beside(options.json), inventory(), bool(this_machine().gpus)
     console.print("This machine has", style="bold")
     for name, words in has.items():
@@ -97,6 +105,60 @@ def judge(findings: Sequence[Finding]) -> tuple[bool, str]:
     if not transports:
         return False, "The main job cannot run: two ranks could not exchange a message over any transport (see above)."
     return True, f"The main job can run: ranks reach each other over {' and '.join(transports)}."
+
+
+# A cluster ---------------------------------------------------------------------------------------------
+
+
+def _look_at_cluster(options: DoctorOptions) -> Output:
+    """As a rank: links, ranks, layouts beside one process, and one graded training run; rank 0 shows it all."""
+    if membership() is None:
+        raise UsageError(
+            "--cluster looks at the ranks of a job: start it with mpiexec, srun or torchrun, such as `mpiexec -n 4 "
+            "tilemesh doctor --cluster`"
+        )
+    from tilemesh.bench.cluster.run import cluster_rows, read_cluster
+    from tilemesh.cli.commands.verify import VerifyOptions, results
+    from tilemesh.cli.pages import bench_page
+    from tilemesh.comm.connection import connect
+
+    comm = connect()
+    say = tell if comm.rank == 0 else lambda text: None
+    reading = read_cluster(comm, say)
+    rows, faults = cluster_rows(reading), reading.faults()
+    ranks = max(count for count in (1, 2, 4, 8) if count <= comm.size)
+    say(f"layouts of {ranks} ranks beside one process")
+    checks = VerifyOptions(ranks=ranks, models=("gpt",), pairs=False, device="cuda" if reading.gpu else "cpu")
+    layouts = list(results(comm, checks))
+    wrong = [line["layout"] for line in layouts if not line["passed"]]
+    rows += _graded_steps(options, comm.size, say)
+    if comm.rank:
+        return Output(exit_code=0)
+    text = [f"{fault.who}: {fault.what}" for fault in faults]
+    text += [f"{layout}: does not compute what one process does" for layout in wrong]
+    verdict = f"{len(text)} found" if text else f"nothing is slow, and {len(layouts)} layouts equal one process"
+    record = {
+        "verdict": verdict,
+        "faults": [asdict(fault) for fault in faults],
+        "layouts": {"tried": len(layouts), "wrong": wrong},
+        "links": [asdict(link) for link in reading.links],
+        "ranks": [asdict(seat) | {"flops_per_s": reading.flops_per_s[seat.rank]} for seat in reading.seats],
+        "facts": list(reading.facts),
+    }
+    return Output([rows, *text, verdict], [record], {"html": lambda: bench_page(rows)}, exit_code=int(bool(text)))
+
+
+def _graded_steps(options: DoctorOptions, ranks: int, say: Callable[[str], None]) -> list[Row]:
+    """The rows of a short run of a small model on all ranks; none without a folder that all of them see."""
+    if options.out is None:
+        say("no training: --out FOLDER, which all ranks see, adds a short graded run")
+        return []
+    from tilemesh.train.job import fit
+    from tilemesh.train.load import load
+
+    say("a short run on all ranks")
+    sets = (f"train.batch={8 * ranks}", "train.steps=20", "evaluate.every=0", "sample.tokens=0", "checkpoint.every=0")
+    return list(fit(load("tiny", mesh=f"dp={ranks}", sets=sets), run=options.out).rows)
 
 
 # What is here -----------------------------------------------------------------------------------------
