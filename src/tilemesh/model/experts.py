@@ -63,6 +63,26 @@ class Routing(NamedTuple):
     """How many rows each expert takes."""
 
 
+class RouterLoad:
+    """What a router's choices came to since somebody took it; on the device, so that nobody waits."""
+
+    def __init__(self, experts: int, device: torch.device) -> None:
+        self.sums = torch.zeros(experts + 2, dtype=torch.float64, device=device)
+
+    @torch.no_grad()
+    def add(self, routing: Routing, counts_X: Tensor) -> None:
+        likely_NX = routing.scores_NX.log_softmax(-1)
+        self.sums[:-2] += counts_X
+        self.sums[-2] -= (likely_NX.exp() * likely_NX).sum()
+        self.sums[-1] += len(likely_NX)
+
+    def take(self) -> Tensor:
+        """By expert, how often it was picked; the entropy of routers' probabilities, summed over tokens; the tokens."""
+        sums = self.sums.clone()
+        self.sums.zero_()  # in place: a captured step goes on adding to it
+        return sums
+
+
 class RoutedOutput(NamedTuple):
     """What experts give where their router is trained to spread tokens."""
 
@@ -81,6 +101,8 @@ class Router(nn.Module):
         self.weight = nn.Parameter(torch.empty(config.experts, config.width, device="meta", dtype=dtype))
         self.product: Callable[[Tensor, Tensor], Tensor] = functional.linear
         self.in_blocks = False
+        self.in_turn = False
+        """Whether tokens go to experts in turn, whatever their scores: to measure speed without imbalance."""
         self.over_sequences: Callable[[Tensor], Tensor] | None = None
         """Where ranks share sequences: adds what each has counted of its tokens."""
 
@@ -90,7 +112,10 @@ class Router(nn.Module):
         options: dict[str, Any] = {"picked": self.config.experts_per_token}
         options["renormalized"] = self.config.router_renormalized
         scores_NX = in_row_blocks(self._scores, x_ND) if self.in_blocks else self._scores(x_ND)
-        if repeats and experts_NC is None:
+        if experts_NC is None and self.in_turn:
+            picks = torch.arange(len(x_ND) * self.config.experts_per_token, device=x_ND.device)
+            experts_NC = picks.view(len(x_ND), -1) % self.config.experts
+        elif repeats and experts_NC is None:
             experts_NC = route_tokens(scores_NX.detach(), **options)[1]
         weights_NC, experts_NC, slots_NC, counts_X = route_tokens(scores_NX, experts_NC, **options)
         return Routing(experts_NC, weights_NC, scores_NX, slots_NC, counts_X)
@@ -168,6 +193,8 @@ class Experts(nn.Module):
         self.experts = nn.ModuleList(experts)
         self.shared = shared
         self.shared_gate = TokenGate(config.width, dtype) if config.shared_gate else None
+        self.load: RouterLoad | None = None
+        """Where somebody wants to know which experts training picks."""
         self.computation: Computation | None = None
         self.exchange: Exchange | None = None
         """Where others have some of the experts, and these alone are in `experts`: what makes rows reach theirs."""
@@ -183,6 +210,8 @@ class Experts(nn.Module):
             choice = ExpertChoice(routing.experts_NC, routing.counts_X)
             if choices is not None:
                 choices[self] = choice
+            if self.load is not None and self.training:
+                self.load.add(routing, choice.counts_X)
         rows_ND = permute_rows(x_ND, routing.slots_NC)
         results_of = None if self.exchange is None else self.exchange(rows_ND, choice)
         # What does not wait for rows of other ranks is computed while they travel.

@@ -8,7 +8,16 @@ from tilemesh.core.axes import ORDER
 from tilemesh.core.units import format_bytes, format_count, format_seconds
 from tilemesh.measure.sample import Sample
 from tilemesh.plan.grade import expected_kept
-from tilemesh.report import compare, memory_part, mesh_part, method_part, pipeline_part, run_parts, time_parts
+from tilemesh.report import (
+    compare,
+    memory_part,
+    mesh_part,
+    method_part,
+    pipeline_part,
+    routing_part,
+    run_parts,
+    time_parts,
+)
 from tilemesh.report.html import Child, Fact, Html, el, join, pair, tied
 from tilemesh.report.kind_page import Beside, KindPage, PageSection, PairSection, Verdict
 from tilemesh.report.rows import percent, row_table
@@ -158,6 +167,7 @@ TRAIN_PAGE = KindPage(
     sections=(
         PageSection("learning", "Did it learn", _learning),
         PageSection("steps", "Gradient norm, learning rate and memory", _steps),
+        PageSection("experts", "What routers chose", lambda run, _: routing_part.routing(run)),
         PageSection("rows", "How fast, against prediction and limit", _rows),
         PageSection("time", "Where the time went", _time),
         PageSection("timeline", "A few steps, one lane per rank", lambda run, _: time_parts.lanes(run)),

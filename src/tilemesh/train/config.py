@@ -109,6 +109,9 @@ class LoopConfig:
     max_time_s: Annotated[float, Range(0, 1e9)] = 0.0
     """Seconds after which a run stops with a checkpoint to go on from, counted from each start; 0: no limit.
     `--max-time 2h` sets it."""
+    force_balance: bool = False
+    """Whether tokens go to experts in turn, whatever routers say: to measure speed without the imbalance of a router
+    that is not trained yet. The rows of such a run say so; its loss means little."""
     trace_steps: CountOrNone = 20
     """Steps that are traced, the first ones of each start; 0: none."""
 

@@ -178,6 +178,7 @@ class Loop:
         self._alone: list[StepFigures] = []  # of steps since replicas last met
         self._figures: dict[int, StepFigures] = {}  # over all replicas, of steps that are not told yet
         self._lines: list[tuple[int, dict[str, Any]]] = []  # of metrics: those of steps that are not told yet
+        self._routed: dict[str, Any] = {}  # of experts, where they were just looked at
         self._began = 0  # the step this attempt goes on from
         self._moved = 1  # steps that the last one brought this rank on: more where others went on without it
         self._read_at = time.perf_counter()
@@ -281,6 +282,8 @@ class Loop:
         seconds = (time.perf_counter() - self._read_at) / len(values)
         after = self.recorder.parts_s()
         self.progress.held_out = self.stepper.evaluate() if looks else None
+        model = self.config.model
+        self._routed = self.stepper.routers.figures(model.expert_layers, model.experts) if looks else {}
         due = self._judge() or due
         if due:
             taking = time.perf_counter()
@@ -400,6 +403,8 @@ class Loop:
                 "tokens_per_s": tokens_per_s, "exchange_s": exchange, "data_s": waited,
                 "memory_bytes": memory, **self.stepper.source.figures(step, loss),
             }  # fmt: skip
+            if step == progress.step:
+                line |= self._routed
             if progress.held_out is not None and step == progress.step:
                 line["held_out"] = progress.held_out
                 if self.bytes_per_token:

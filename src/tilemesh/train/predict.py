@@ -71,7 +71,8 @@ def estimator(config: TrainConfig, cluster: Cluster, rates: Rates | None) -> Est
     code: Code = "compiled" if config.train.compile else "eager"
     # On a CPU tilemesh's loss is torch's, from logits of all tokens.
     is_chunked = cluster.device.kind == "gpu" and config.kernels_on("cuda").loss != TORCH
-    return Estimator(config.model, cluster, config.context, rates, code, may_replay(config), is_chunked)
+    even = 1.0 if config.train.force_balance else 0.0
+    return Estimator(config.model, cluster, config.context, rates, code, may_replay(config), is_chunked, imbalance=even)
 
 
 def _server_figures(config: TrainConfig, predicted: Prediction, cluster: Cluster) -> dict[str, Any]:

@@ -134,6 +134,10 @@ def _case(summary: Mapping[str, Any], plan: ParallelPlan) -> dict[str, Any]:
         laid |= {"pp": plan.pp, "schedule": plan.schedule_name}
     if plan.cp > 1:
         laid |= {"cp": plan.cp, "exchange": plan.cp_exchange}
+    if plan.ep > 1:
+        laid["ep"] = plan.ep
+    if summary.get("force_balance"):
+        laid["routing"] = "forced balance"
     if plan.zero:
         laid["zero"] = plan.zero
     if servers := summary.get("method", {}).get("servers"):

@@ -30,6 +30,7 @@ from tilemesh.train.memory import SavedBytes, storage_bytes
 from tilemesh.train.optimizer import LossScale, Optimizer
 from tilemesh.train.pace import Pace
 from tilemesh.train.record import DATA, Recorder
+from tilemesh.train.routers import RouterWatch
 from tilemesh.train.schedule import rate
 from tilemesh.train.source import Microbatch, Objective, Source
 
@@ -71,6 +72,7 @@ class Stepper:
         if isinstance(laid, Pipeline):
             laid.watch_actions(recorder.at, recorder.action)
         watch_experts(laid.module, recorder.exchange_within)
+        self.routers = RouterWatch(laid, config.train.force_balance)
         self.before: Callable[[int], None] | None = None
         """Called with a step's number before it: what a recipe changes while training."""
         self._pace = Pace()

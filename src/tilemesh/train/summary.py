@@ -74,6 +74,7 @@ def gather(loop: Loop, baseline: int, began: float, *, limit_s: float | None = N
         "loss": loop.progress.loss,
         "held_out": loop.progress.held_out,
         "lora": to_dict(config.lora) if config.lora.rank else None,
+        "force_balance": config.train.force_balance,
         "bits_per_byte": _bits_per_byte(loop),
         "best": None
         if loop.progress.best_step is None

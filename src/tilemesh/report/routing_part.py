@@ -1,0 +1,95 @@
+"""The part of a run's page about its routers: which experts training picked, layer by layer, and how sure they were."""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from tilemesh.core.scene import Scene
+from tilemesh.report.draw import PageTable, figure
+from tilemesh.report.html import Child, el, join, pair
+from tilemesh.report.run import Run
+from tilemesh.report.run_parts import StepFigure, step_figure
+from tilemesh.runs.values import number, numbers
+
+MOST_LAYERS = 24
+"""That are drawn: of more, evenly chosen ones."""
+MOST_EXPERTS = 4096
+_LEFT, _TOP, _WIDE, _LANE, _BAR = 76, 36, 640, 34, 26
+BUSIEST = StepFigure(
+    "busiest_expert", "Busiest expert", "The most that an expert of any layer was picked, over the mean of its layer.",
+    "times the mean", "{:.3g}".format, 1, dots=True,
+)  # fmt: skip
+
+
+class LayerLoad(NamedTuple):
+    """Of one layer with experts: picks of each, over the mean; the entropy of its router, over the highest."""
+
+    load: Sequence[float]
+    entropy: float
+
+    @property
+    def idle(self) -> int:
+        return sum(value == 0 for value in self.load)
+
+
+def routing(run: Run) -> Child:
+    """None for a run whose steps say nothing of experts."""
+    told = [step for step in run.steps if isinstance(step.get("expert_load"), list) and step["expert_load"]]
+    layers = loads_of(told[-1]) if told else []
+    if not layers:
+        return None
+    step, forced = int(told[-1]["step"]), run.summary.get("force_balance") is True
+    words = (
+        f"Picks of each expert in training up to step {step:,}, since routers were last looked at, by layer; dashed: "
+        "an even load. No token is dropped."
+    )
+    if len(layers) > MOST_LAYERS:
+        words += f" {MOST_LAYERS} of {len(layers)} layers are drawn."
+    if forced:
+        words += " Tokens went to experts in turn (train.force_balance): this is not what routers would choose."
+    rows: list[list[Child]] = [
+        [str(place), f"{max(layer.load):.3g}", f"{min(layer.load):.3g}", str(layer.idle), f"{layer.entropy:.3g}"]
+        for place, layer in enumerate(layers)
+    ]
+    head = ["layer with experts", "busiest, times the mean", "least", "idle experts", "entropy, of the highest"]
+    source = base64.b64encode(drawing(layers).encode()).decode()
+    shown = el("img", src=f"data:image/svg+xml;base64,{source}", alt=f"Load of experts by layer at step {step}")
+    return join(
+        figure("Load of experts", words, shown, PageTable(head, rows), wide=True), pair(step_figure(run, BUSIEST))
+    )
+
+
+def loads_of(step: Mapping[str, Any]) -> list[LayerLoad]:
+    """What a step's line says; nothing where it cannot be meant."""
+    entropies = numbers(step, "router_entropy")
+    layers = []
+    for place, values in enumerate(step["expert_load"]):
+        load = [number(value) for value in values] if isinstance(values, list) else []
+        if not load or len(load) > MOST_EXPERTS or not all(0 <= value < math.inf for value in load):
+            return []
+        layers.append(LayerLoad(load, entropies[place] if place < len(entropies) else math.nan))
+    return layers
+
+
+def drawing(layers: Sequence[LayerLoad]) -> str:
+    """A lane for each layer, a bar for each expert."""
+    every = -(-len(layers) // MOST_LAYERS)
+    chosen = list(enumerate(layers))[::every]
+    top = max(1.5, *(max(layer.load) for _, layer in chosen))
+    scene = Scene(_LEFT + _WIDE + 224, _TOP + len(chosen) * _LANE + 8, "Load of experts by layer")
+    for lane, (place, layer) in enumerate(chosen):
+        floor, wide = _TOP + lane * _LANE + _BAR, _WIDE / len(layer.load)
+        scene.text(_LEFT - 8, floor - 8, f"layer {place}", align="end")
+        for expert, value in enumerate(layer.load):
+            high, tip = _BAR * value / top, f"layer {place}, expert {expert}: {value:.3g} times the mean"
+            at = round(_LEFT + expert * wide, 2), round(floor - high, 2)
+            scene.box(*at, round(0.86 * wide, 2), round(high, 2), colour=1 if value > 2 else 0, tip=tip)
+        even = floor - _BAR / top
+        scene.line(_LEFT, even, _LEFT + _WIDE, even, dashed=True)
+        idle = f", {layer.idle} idle" if layer.idle else ""
+        words = f"{max(layer.load):.2f} × the mean{idle}, entropy {layer.entropy:.2f}"
+        scene.text(_LEFT + _WIDE + 8, floor - 8, words, size=11, quiet=True)
+    return scene.svg()
