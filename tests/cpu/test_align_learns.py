@@ -128,6 +128,37 @@ def test_a_verifier_that_can_be_hacked_is_and_the_parts_show_it(tmp_path: Path) 
     assert right_after < right_before + 0.05
 
 
+def digit_and_dots(chance: random.Random, case: Case) -> str:
+    """Three in ten begin with the digit that is paid; dots follow, as many as chance says."""
+    wrong = [digit for digit in "0123456789" if digit != case["answer"]]
+    return (case["answer"] if chance.random() < 0.3 else chance.choice(wrong)) + "." * chance.randrange(1, 11)
+
+
+def wrong_tokens(folder: Path) -> float:
+    """Of answers that are not paid, on average."""
+    cases = [TASKS["length"].case(99, number) for number in range(100)]
+    sampling = Sampling(max_tokens=16, n=8, seed=3, stop_tokens=(10,))
+    with Engine(folder) as engine:
+        answered = list(engine.generate([list(case["prompt"].encode()) for case in cases], sampling))
+    pairs = [(case, answer) for case, each in zip(cases, answered, strict=True) for answer in each.answers]
+    return float(np.mean([len(answer.tokens) for case, answer in pairs if answer.text[:1] != case["answer"]]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(5))
+def test_the_trap_shows_the_length_bias_of_grpo_and_that_dr_grpo_has_none(tmp_path: Path, seed: int) -> None:
+    """Length is neither paid nor punished. A mean over each answer's tokens punishes a long wrong one less per token:
+    wrong answers grow. With one weight for all tokens they do not."""
+    start = write_start(tmp_path / "start", "length", 150, seed, example=digit_and_dots)
+    sets = ("align.task=length", "align.prompts=8", "align.answers=16", "optimizer.lr=5e-4", "train.steps=60")
+    for algorithm in ("grpo", "dr-grpo"):
+        align(start, tmp_path / algorithm, f"align.algorithm={algorithm}", *sets, seed=seed)
+    before, grpo, dr_grpo = (wrong_tokens(tmp_path / name) for name in ("start", "grpo", "dr-grpo"))
+    assert grpo > before + 1
+    assert dr_grpo < before + 1
+    assert grpo > dr_grpo + 2
+
+
 @pytest.mark.slow
 def test_vowels_are_preferred_by_a_reward_model_and_by_dpo(tmp_path: Path) -> None:
     chance = random.Random(0)

@@ -34,7 +34,7 @@ from tilemesh.runs.files import write_text
 from tilemesh.runs.folder import new_run
 from tilemesh.runs.kind import ALIGN
 from tilemesh.runs.metrics import STEP, latest
-from tilemesh.runs.names import FEEDBACK, METRICS, ROLLOUTS, SAMPLES
+from tilemesh.runs.names import FEEDBACK, METRICS, PREDICTED, ROLLOUTS, SAMPLES
 from tilemesh.runs.reader import open_checkpoint
 from tilemesh.serve.engine import Engine
 from tilemesh.serve.request import Sampling
@@ -92,8 +92,18 @@ def test_a_run_is_a_training_run_that_can_be_served_exported_and_shown(start: Pa
     assert {sample["step"] for sample in samples} == {2, 4}
     assert of_run(folder).align.task == "sort"
     page = run_page.render(run.read(folder), Beside())
-    assert all(f'id="{name}"' in page for name in ("reward", "samples", "policy", "answers", "learning", "again"))
+    assert all(f'id="{name}"' in page for name in ("reward", "samples", "policy", "answers", "phases", "again"))
     assert "step 4" in page
+    for line in lines:
+        phases = [line[f"seconds/{phase}"] for phase in ("rollout", "reward", "passes", "weight sync")]
+        assert min(phases) > 0
+        assert sum(phases) < line["seconds"]
+    assert "made no prediction" in page
+    told = {"rollout": 2.0, "old": 0.25, "reference": 0.5, "update": 1.0}
+    (folder / PREDICTED).write_text(json.dumps({"phases": told}))
+    both = run_page.render(run.read(folder), Beside())
+    assert "predicted" in both
+    assert all(seconds in both for seconds in ("2 s", "750 ms", "1 s", "3.75 s"))
     export(folder, tmp_path / "exported")
     prompts = [list(b"314159>"), list(b"271828>")]
     greedy = Sampling(max_tokens=6, temperature=0)

@@ -1,7 +1,6 @@
 """What a laid model says of the tokens that were drawn: log-probabilities, entropies, values, over any tp.
 
-The one idea: only trained tokens go through the output projection, and where ranks cut the vocabulary their parts are
-never joined: a token costs its maximum, its sums and its target's logit.
+The one idea: only trained tokens go through the output projection.
 
 B: rows; T: tokens; N: trained tokens; D: width; V: vocabulary, or this rank's part of it.
 """
@@ -22,7 +21,7 @@ from tilemesh.model.loss import IGNORED
 from tilemesh.model.shared_prompts import SharedPrompts
 from tilemesh.model.transformer import ResidualStream, Transformer
 from tilemesh.parallel.laid import Laid
-from tilemesh.parallel.tensor import Seams
+from tilemesh.parallel.logprobs import logprobs
 from tilemesh.train.resume import CRITIC
 
 VALUE_HEAD = "value_head"
@@ -110,35 +109,6 @@ def base_figures(laid: Laid, *arguments: Any, **options: Any) -> TokenFigures:
     """The same of the weights that adapters are beside: a reference that takes no memory of its own."""
     with without_adapters(laid.model):
         return token_figures(laid, *arguments, **options)
-
-
-def logprobs(
-    logits_NV: Tensor,
-    targets_N: Tensor,
-    temperature: float,
-    seams: Seams,
-    vocabulary: int,
-    entropy_has_gradient: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """Log-probability of each target as it is drawn at this temperature, and the entropy there; at least float32."""
-    wide = torch.promote_types(logits_NV.dtype, torch.float32)
-    logits_NV = logits_NV.to(wide) if temperature == 1 else logits_NV.to(wide) / temperature
-    if seams.comm.size == 1:  # as the engine computes it, bit for bit
-        all_NV = logits_NV.log_softmax(-1)
-        with torch.set_grad_enabled(torch.is_grad_enabled() and entropy_has_gradient):
-            entropy_N = -(all_NV.exp() * all_NV).sum(-1)
-        return all_NV.gather(-1, targets_N[:, None])[:, 0], entropy_N
-    first, count = share(vocabulary, seams.comm.size, seams.comm.rank)
-    here_N = (targets_N >= first) & (targets_N < first + count)
-    index_N = (targets_N - first).masked_fill(~here_N, 0)
-    shifted_NV = logits_NV - seams.largest(logits_NV.amax(-1))[:, None]
-    own_N = shifted_NV.gather(-1, index_N[:, None])[:, 0].masked_fill(~here_N, 0)
-    each_NV = shifted_NV.exp()
-    sum_N = seams.add(each_NV.sum(-1))
-    logprob_N = seams.add(own_N) - sum_N.log()
-    with torch.set_grad_enabled(torch.is_grad_enabled() and entropy_has_gradient):
-        mean_N = seams.add((each_NV * shifted_NV).sum(-1)) / sum_N
-        return logprob_N, sum_N.log() - mean_N
 
 
 def values(laid: Laid, x_BTD: Tensor, tokens_BT: Tensor, rows_N: Tensor) -> Tensor | None:

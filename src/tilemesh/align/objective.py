@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tilemesh.align.checks import check_loss
 from tilemesh.align.config import AlignConfig
 from tilemesh.align.formulas.losses import FIGURES, PolicyTokens, policy_loss
 from tilemesh.align.formulas.policy import sequence_sums
@@ -48,10 +49,14 @@ class FeedbackObjective:
             return Objective(self.pair_loss, self.pair_loss)
         return Objective(self.policy_loss, _as_it_is)
 
-    def take_sums(self) -> Tensor:
-        """Of FIGURES over this replica's microbatches since the last call."""
-        sums, self._sums = self._sums, torch.zeros_like(self._sums)
-        return sums
+    def step_figures(self, loss: float, count: int) -> dict[str, float]:
+        """Of the step's microbatches, over all replicas and so many trained tokens (a collective call)."""
+        sums, self._sums = self._sums.numpy(), torch.zeros_like(self._sums)
+        replicas = self.laid.mesh.dp
+        sums = replicas.comm.all_reduce(sums) if replicas.size > 1 else sums
+        figures = dict(zip(self.names, (sums / max(1, count)).tolist(), strict=True))
+        check_loss(loss, figures.pop("objective"))
+        return figures
 
     def policy_loss(
         self, tokens_BT: Tensor, targets_BT: Tensor, floats_KN: Tensor, places_S4: Tensor, **options: Any

@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tilemesh.align.checks import check_loss
 from tilemesh.align.config import AlignConfig
 from tilemesh.align.head import Reference
 from tilemesh.align.objective import FeedbackObjective
@@ -123,15 +122,10 @@ class PairSource(Source):
         return None
 
     def figures(self, number: int, loss: float) -> dict[str, Any]:
-        sums = self.objective.take_sums().numpy()
-        if self.mesh.dp.size > 1:
-            sums = self.mesh.dp.comm.all_reduce(sums)
         align = self.config.align
         first = self._position // 2 + (number - 1 - self._steps) * align.prompts
         count = sum(_trained(self.trained[self._order.at(first + place)]) for place in range(align.prompts))
-        figures = dict(zip(self.objective.names, (sums / max(1, count)).tolist(), strict=True))
-        check_loss(loss, figures.pop("objective"))
-        return figures
+        return self.objective.step_figures(loss, count)
 
 
 def _trained(pair: tuple[list[int], list[int], int]) -> int:

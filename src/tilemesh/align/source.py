@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -86,6 +87,8 @@ class RolloutSource(Source):
         self._batch: RolloutBatch | None = None
         self._held: dict[str, Any] = {}
         self._steps_done = 0
+        self._seconds: dict[str, float] = {}
+        """That phases of the step took so far, beside its update."""
 
     # What a step asks for ---------------------------------------------------------------------------------------------
 
@@ -121,7 +124,9 @@ class RolloutSource(Source):
         prompts = self.prompts.held_out()
         if not prompts:
             return
+        seconds = dict(self._seconds)  # an evaluation is no part of a step
         rollout, parts, _ = self._answers(prompts, self.align.pass_k, self._steps_done + 1)
+        self._seconds = seconds
         paid = rollout.reward.reshape(len(prompts), -1)
         full = parts["task"].reshape(paid.shape) >= 1 if "task" in parts else paid >= 1
         self._held = {"held_out_reward": float(paid.mean()), "pass_at_k": float(full.any(1).mean()),
@@ -133,17 +138,14 @@ class RolloutSource(Source):
 
     def figures(self, number: int, loss: float) -> dict[str, Any]:
         """What there is to say of a step, its batch and the last held-out answers."""
-        sums = self.objective.take_sums().numpy()
-        if self.mesh.dp.size > 1:
-            sums = self.mesh.dp.comm.all_reduce(sums)
         batch = self._batch
         assert batch is not None
-        count = max(1, self._step_tokens(batch, (number - 1) % self.align.steps_per_batch % self.align.minibatches))
-        figures = dict(zip(self.objective.names, (sums / count).tolist(), strict=True))
+        inner = (number - 1) % self.align.steps_per_batch
+        figures = self.objective.step_figures(loss, self._step_tokens(batch, inner % self.align.minibatches))
         held, self._held = self._held, {}
-        checks.check_loss(loss, figures.pop("objective"))
+        seconds, self._seconds = {f"seconds/{phase}": taken for phase, taken in self._seconds.items()}, {}
         checks.check_mismatch(figures["mismatch"], next(self.laid.module.parameters()).dtype, self.config)
-        return {**figures, **self._batch_figures(batch, number), **held}
+        return {**figures, **self._batch_figures(batch, number), **seconds, **held}
 
     # A batch ----------------------------------------------------------------------------------------------------------
 
@@ -165,18 +167,18 @@ class RolloutSource(Source):
 
     def _answers(self, prompts: Sequence[Prompt], answers: int, version: int) -> tuple[Rollout, dict[str, Floats], int]:
         """Answers to prompts, each replica's share of them by its own engine, with what they are paid."""
-        with self.recorder.span("weights to the engine"):
+        with self._timed("weight sync"):
             self.generator.update(version)
         begin, count = share(len(prompts), self.mesh.dp.size, self.mesh.dp.index)
         mine, raw = prompts[begin : begin + count], b""
         if self.generator.is_here and mine:
-            with self.recorder.span("rollouts"):
+            with self._timed("rollout"):
                 tokens = [prompt.tokens for prompt in mine]
                 completions = self.generator.answer(tokens, [self.prompts.sampling(each, answers) for each in mine])
             own = rollout_of(completions, begin, self.align.temperature, tokens)
             texts = [self.prompts.text_of(answer.tokens) for each in completions for answer in each.answers]
             asked = [prompt for prompt in mine for _ in range(answers)]
-            with self.recorder.span("rewards"):
+            with self._timed("reward"):
                 items = [(prompt.text, text, prompt.case) for prompt, text in zip(asked, texts, strict=True)]
                 paid = self.rewards.verify(items)
             raw = packed_bytes(own, paid.parts, paid.failures)
@@ -191,7 +193,8 @@ class RolloutSource(Source):
                     parts.setdefault(name, []).append(values)
         rollout, joined = join(rollouts), {name: np.concatenate(values) for name, values in parts.items()}
         if self.rewards.models:
-            joined |= self._judged(rollout)
+            with self._timed("reward"):
+                joined |= self._judged(rollout)
         for reason, times in Counter(failures).most_common(1) if self.mesh.comm.rank == 0 else ():
             self.recorder.at(f"{times} of {len(rollout)} answers could not be scored: {reason}")
         rollout = rollout.with_reward(self.rewards.total(joined))
@@ -217,7 +220,7 @@ class RolloutSource(Source):
         arrays = {name: np.zeros(count) for name in ("old", "reference", "value")}
         needs_own = align.steps_per_batch > 1 or align.has_value_head or align.row.kl == "reward"
         if needs_own or self.reference is not None:
-            with self.recorder.span("log-probabilities"):
+            with self._timed("passes"):
                 for minibatch in range(align.minibatches):
                     for rows in self._own_rows(minibatch):
                         tokens_BT, targets_BT, places_S4 = self._rows(rollout, rows)
@@ -310,6 +313,13 @@ class RolloutSource(Source):
     def _summed(self, values: Floats) -> Floats:
         """Each replica has written its own places, and zeros elsewhere."""
         return values if self.mesh.dp.size == 1 else np.asarray(self.mesh.dp.comm.all_reduce(values))
+
+    @contextlib.contextmanager
+    def _timed(self, phase: str) -> Iterator[None]:
+        begun = time.perf_counter()
+        with self.recorder.span(phase):
+            yield
+        self._seconds[phase] = self._seconds.get(phase, 0.0) + time.perf_counter() - begun
 
     def _batch_figures(self, batch: RolloutBatch, number: int) -> dict[str, Any]:
         rollout = batch.rollout

@@ -95,8 +95,8 @@ def _length_case(chance: random.Random) -> Case:
 
 
 def _length_score(prompt: str, answer: str, case: Case) -> float:
-    """1 where the digit is there, wherever: length is neither paid nor punished."""
-    return float(case["answer"] in answer)
+    """1 where it begins with the digit, whatever follows: length is neither paid nor punished."""
+    return float(answer[:1] == case["answer"])
 
 
 def _hack_case(chance: random.Random) -> Case:
