@@ -112,8 +112,11 @@ def plain(model: ServedModel, prompt: Sequence[int], tokens: int, temperature: f
 
 @pytest.mark.parametrize(
     "config",
-    [LLAMA, GPT, LLAMA.replace(kv_heads=1), LLAMA.replace(kv_heads=4), LLAMA.replace(window=7, full_layers=(1,))],
-)
+    [
+        LLAMA, GPT, LLAMA.replace(kv_heads=1), LLAMA.replace(kv_heads=4), LLAMA.replace(window=7, full_layers=(1,)),
+        LLAMA.replace(window=7),
+    ],
+)  # fmt: skip
 @pytest.mark.parametrize("invariant", [False, True])
 def test_logits_over_pages_are_those_of_contiguous_memory(
     config: ModelConfig, invariant: bool, monkeypatch: pytest.MonkeyPatch
@@ -122,7 +125,9 @@ def test_logits_over_pages_are_those_of_contiguous_memory(
     if config.window:  # blocks of keys that lie before a window, and ones that a window does not reach into
         monkeypatch.setattr("tilemesh.model.attend_alone.KEY_BLOCK", 4)
     model, draw = served(config).model, random.Random(3)
-    limits = ServeLimits(pages=60, context=CONTEXT, page_tokens=4, step_tokens=33, chunk_tokens=13, running=6)
+    slides = 0 if config.full_layers else config.window
+    pages = 24 if slides else 60  # pages behind the window serve again
+    limits = ServeLimits(pages, CONTEXT, page_tokens=4, step_tokens=33, chunk_tokens=13, running=6, window=slides)
     scheduler, runner = Scheduler(limits), Runner(model, limits, invariant=invariant)
     prompts = [[draw.randrange(256) for _ in range(length)] for length in (1, 3, 9, 9, 30, 41)]
     requests = [ServeRequest(str(number), list(prompt), 6) for number, prompt in enumerate(prompts)]
@@ -141,6 +146,23 @@ def test_logits_over_pages_are_those_of_contiguous_memory(
         made = torch.cat(found[request.name])
         assert len(made) >= len(expected) - request.found
         torch.testing.assert_close(made, expected[len(expected) - len(made) :], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("speculate", [0, 4])
+def test_a_window_model_answers_long_prompts_in_few_pages(speculate: int) -> None:
+    """Ten windows of prompt in pages for less than seven, beside requests that share its beginning and preempt."""
+    config = LLAMA.replace(window=24, context=400)
+    one, draw = served(config), random.Random(5)
+    prompts = [[draw.randrange(1, 256) for _ in range(300)]]
+    prompts += [prompts[0][:200] + [7, 8, 9] * 8, prompts[0][:40], [5] * 120]
+    sampling = Sampling(max_tokens=40, temperature=0, ignore_eos=True)
+    with Engine(one, pages=10, page_tokens=16, chunk_tokens=48, speculate=speculate, swap_pages=4) as engine:
+        answers = [completion.answers[0].tokens for completion in engine.generate(prompts, sampling)]
+        assert engine.status.pages_used == 0
+    for prompt, answer in zip(prompts, answers, strict=True):
+        tokens = torch.tensor([[*prompt, *answer]])
+        expected = one.model(tokens, cache=DenseCache(1, 400).extend(tokens.shape[1]))[0]
+        assert expected[len(prompt) - 1 : -1].argmax(-1).tolist() == list(answer)
 
 
 @pytest.mark.parametrize("scheme", ["int8", "int4-g16-affine"])

@@ -547,7 +547,9 @@ def _limits(
     names = ("page_tokens", "step_tokens", "running", "waiting", "swap_pages", "share_prefixes", "kv_cache")
     same = {name: getattr(config, name) for name in names}
     chunk = config.step_tokens if config.chunk_tokens is None else config.chunk_tokens
-    return ServeLimits(pages=pages, context=longest, chunk_tokens=chunk, **same)
+    slides = model.window < longest and not model.full_layers and draft is None  # a draft looks as far back as it likes
+    window = model.window if slides else 0
+    return ServeLimits(pages=pages, context=longest, chunk_tokens=chunk, window=window, **same)
 
 
 def _is_prompt(prompts: object) -> bool:

@@ -209,7 +209,7 @@ class ServeHistory:
                 scheduler.pool.used,
                 len(scheduler.pool.idle),
                 sum(request.computed for request in running),
-                sum(len(request.pages) for request in running),
+                sum(len(request.pages) - request.behind for request in running),
             )
         )
         for entry in plan.entries:

@@ -167,8 +167,10 @@ class ServeRequest:
     """Tokens whose keys and values are in pages."""
     pages: tuple[int, ...] = ()
     """A new tuple whenever they change: whoever has seen this one knows them."""
+    behind: int = 0
+    """Of these, the first that lie behind its window and are not its own any more."""
     swapped: list[int] = field(default_factory=list)
-    """Pages of the CPU's pool, while it is swapped out."""
+    """Pages of the CPU's pool for those that are its own, while it is swapped out."""
     published: list[int] = field(default_factory=list)
     """Serial numbers of its leading pages in the prefix cache."""
     version: int = -1

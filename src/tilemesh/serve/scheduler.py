@@ -10,6 +10,8 @@ Whoever computes may also begin a step before the tokens of the one before are k
 Who runs: requests in line by rank. A rank is the step of arrival plus `patience` steps for each unit of priority, so
 only those that come within so many steps can overtake a request: nobody starves. A request that needs a page takes it
 from the pool, else from the running request of the last rank. The first in line thus always advances.
+
+Where every layer has a window, pages behind it are free again: a request holds pages for a window and a chunk.
 """
 
 from __future__ import annotations
@@ -60,13 +62,15 @@ class ServeLimits:
     """Steps that one unit of priority is worth."""
     kv_cache: str = ""
     """int8 or fp8: keys and values are kept in 8 bits, with a scale for each token and head; empty: as computed."""
+    window: int = 0
+    """Tokens that any layer attends to, the newest included: pages behind them are free again; 0: all."""
 
     def __post_init__(self) -> None:
         if self.kv_cache not in KV_CACHES:
             raise unknown("kv_cache", self.kv_cache, KV_CACHES[1:])
         for name in ("pages", "context", "page_tokens", "step_tokens", "chunk_tokens", "running", "waiting"):
             Range(1, 2**40).check(name, getattr(self, name), whole=True)
-        for name in ("swap_pages", "patience"):
+        for name in ("swap_pages", "patience", "window"):
             Range(0, 2**40).check(name, getattr(self, name), whole=True)
         if self.running > self.step_tokens:
             raise UsageError(
@@ -77,10 +81,23 @@ class ServeLimits:
     def pages_for(self, tokens: int) -> int:
         return -(-tokens // self.page_tokens)
 
+    def pages_behind(self, tokens: int) -> int:
+        """Of a sequence's first pages, those that nothing after so many tokens attends to."""
+        return max(0, tokens + 1 - self.window) // self.page_tokens if self.window else 0
+
+    def live_pages(self, tokens: int) -> int:
+        """The most pages that a sequence of so many tokens uses at a time, where it may use all."""
+        whole = self.pages_for(tokens)
+        if not self.window:
+            return whole
+        return min(whole, self.pages_for(self.window + min(self.chunk_tokens, self.step_tokens)) + 1, self.pages)
+
     @property
     def sequence_tokens(self) -> int:
         """The most tokens that one request may have in all: the last one of an output needs neither place nor page."""
-        return min(self.context, self.pages * self.page_tokens) + 1
+        # One page more than a window's: it may begin within a page, and the next token needs a place.
+        slides = self.window and self.pages > self.pages_for(self.window)
+        return (self.context if slides else min(self.context, self.pages * self.page_tokens)) + 1
 
 
 @dataclass(slots=True)
@@ -286,6 +303,8 @@ class Scheduler:
                 request.computed = known
             if self.limits.share_prefixes and request.version == self.version:
                 self._publish(request, known)
+            if self.limits.window:
+                self._leave_behind(request, known)
             if reason is not None:
                 self.finish(request, reason)
             if taken or reason is not None:
@@ -341,12 +360,14 @@ class Scheduler:
 
     def _preempt(self, victim: ServeRequest, draft: _Draft) -> None:
         """Take a running request's pages; what they hold goes to the CPU's pool if it has room, else it is lost."""
-        computed, held = victim.computed, victim.pages[: self.limits.pages_for(victim.computed)]
+        computed, behind = victim.computed, victim.behind
+        held = victim.pages[behind : self.limits.pages_for(computed)]
         self.running.remove(victim)
         self._free(victim)
         victim.state = RequestState.WAITING
         if 0 < len(held) <= self.swap.available:
-            victim.state, victim.computed, victim.swapped = RequestState.SWAPPED, computed, self.swap.take(len(held))
+            victim.state, victim.computed, victim.behind = RequestState.SWAPPED, computed, behind
+            victim.swapped = self.swap.take(len(held))
             draft.out += zip(held, victim.swapped, strict=True)
         victim.preemptions += 1
         draft.preempted.append(victim.name)
@@ -357,7 +378,7 @@ class Scheduler:
         if not self.waiting:
             return
         under_way = {key for request in self.running if (key := self._next_page(request)) is not None}
-        missing = (self.limits.pages_for(len(request.tokens)) - len(request.pages) for request in self.running)
+        missing = (self._lacking(request) for request in self.running)
         index, draft.promised = 0, sum(pages for pages in missing if pages > 0)
         while index < len(self.waiting) and len(self.running) < self.limits.running and draft.left > 0:
             request = self.waiting[index]
@@ -398,15 +419,19 @@ class Scheduler:
         swapped = request.state is RequestState.SWAPPED
         # Of what was swapped out, pages that are still cached need no copy; the cache may even have more.
         computed = max(len(pages) * self.limits.page_tokens, request.computed)
-        whole = self.limits.pages_for(len(request.tokens))
-        idle = sum(self.pool.users(page) == 0 for page in pages)
+        behind = self.limits.pages_behind(computed)
+        used = pages[behind:]  # of those that were found: nothing looks at the others any more
+        whole = self.limits.live_pages(len(request.tokens))
+        idle = sum(self.pool.users(page) == 0 for page in used)
         spare = max(1, self.limits.pages // 100) if self.running else 0  # or the next tokens would preempt at once
-        if self.pool.available - idle < whole - len(pages) + draft.promised + spare:
+        if self.pool.available - idle < whole - len(used) + draft.promised + spare:
             return False
-        self.pool.share(pages)
+        self.pool.share(used)
         request.pages, request.published = tuple(pages), serials
         if swapped:
-            copied = request.swapped[len(pages) :]
+            first = max(len(pages), request.behind)
+            request.pages += (0,) * (first - len(pages))
+            copied = request.swapped[first - request.behind :]
             fresh = self.pool.take(len(copied))
             draft.into += zip(copied, fresh, strict=True)
             request.pages += tuple(fresh)
@@ -416,15 +441,20 @@ class Scheduler:
             if request.preemptions == 0:
                 request.found = min(computed, request.prompt)
             request.version = self.version
-        request.computed = computed
+        request.computed, request.behind = computed, behind
+        self._cover(request)
         self.waiting.remove(request)
         request.state = RequestState.RUNNING
         bisect.insort(self.running, request, key=_rank)
-        count = min(request.pending, self.limits.chunk_tokens, draft.left)
+        count = min(request.pending, self.limits.chunk_tokens, draft.left, self._room(request))
         draft.left -= count
         self._schedule(request, count, draft)
-        draft.promised += max(0, whole - len(request.pages))
+        draft.promised += max(0, self._lacking(request))
         return True
+
+    def _lacking(self, request: ServeRequest) -> int:
+        """Pages that the tokens of a running request still need."""
+        return self.limits.live_pages(len(request.tokens)) - len(request.pages) + request.behind
 
     def _extend(
         self, request: ServeRequest, place: int, new: Sequence[int]
@@ -446,16 +476,34 @@ class Scheduler:
         """Let others find the pages that are full now, of the first `known` tokens."""
         while (len(request.published) + 1) * self.limits.page_tokens <= known:
             number = len(request.published)
+            if number < request.behind:
+                return  # it came back from the CPU's pool, and what lies before is gone
             key = self.prefixes.key(request.tokens, request.published, request.adapter)
             page, serial = self.prefixes.publish(key, request.pages[number])
             if page != request.pages[number]:  # another one has computed the same tokens
                 request.pages = (*request.pages[:number], page, *request.pages[number + 1 :])
             request.published.append(serial)
 
+    def _leave_behind(self, request: ServeRequest, known: int) -> None:
+        """Free the pages that nothing after the first `known` tokens attends to."""
+        behind = self.limits.pages_behind(known)
+        if behind > request.behind:
+            self.pool.release(request.pages[request.behind : behind])
+            request.behind = behind
+            self._cover(request)
+
+    def _cover(self, request: ServeRequest) -> None:
+        """In place of pages that were left behind stands one of its own: what is masked is read all the same, and must
+        be nobody else's."""
+        behind = request.behind
+        if behind and behind < len(request.pages):
+            request.pages = (request.pages[behind],) * behind + request.pages[behind:]
+
     def _free(self, request: ServeRequest) -> None:
-        self.pool.release(reversed(request.pages))
+        self.pool.release(reversed(request.pages[request.behind :]))
         self.swap.release(request.swapped)
-        request.pages, request.swapped, request.published, request.computed = (), [], [], 0
+        request.pages, request.swapped, request.published = (), [], []
+        request.computed = request.behind = 0
 
 
 def _rank(request: ServeRequest) -> tuple[int, int]:
