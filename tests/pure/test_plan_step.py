@@ -12,10 +12,12 @@ from tilemesh.core.conflicts import PLAN_CONFLICTS, refusals
 from tilemesh.core.errors import UsageError
 from tilemesh.core.hardware import parse_cluster
 from tilemesh.core.plan import ParallelPlan
+from tilemesh.core.step.program import step_program
+from tilemesh.core.step.simulate import simulate
 from tilemesh.model.config import ModelConfig, preset
 from tilemesh.model.work.weights import count_parameters, why_not
 from tilemesh.plan.choose import search
-from tilemesh.plan.constants import MATMUL_FRACTION
+from tilemesh.plan.constants import HIDDEN_COST, MATMUL_FRACTION
 from tilemesh.plan.prediction import pins_to_train, prediction_figures, trainable
 from tilemesh.plan.space import Pins, candidates
 from tilemesh.plan.step import Estimator, predict
@@ -198,3 +200,28 @@ def test_slices_of_a_sequence_shorten_a_pipeline_and_are_timed_apart() -> None:
     # Two microbatches of four slices wait for three slices where two whole ones wait for three microbatches.
     assert cut.times.bubble_s < 0.3 * whole.times.bubble_s
     assert prediction_figures(cut)["pipeline"]["slice_shares"] == list(shares)
+
+
+def test_rows_to_experts_hide_behind_a_shared_one_and_have_their_places_in_a_pass() -> None:
+    """Between GPUs, by our code: one of a layer's two exchanges each way, but for what hiding costs."""
+    model = ModelConfig(
+        layers=8, width=1024, heads=16, vocabulary=32000, context=2048, mlp_width=1024, norm="rmsnorm", biases=False,
+        activation="swiglu", experts=32, experts_per_token=4, tied=False,
+    )  # fmt: skip
+    shared = model.replace(shared_width=4096)
+    plan = ParallelPlan(dp=4, pp=2, ep=4, accumulation=3, microbatch=2, chunk_layers=(4, 4))
+    plain, hidden = (predict(each, parse_cluster("8xh100"), plan, code="eager") for each in (model, shared))
+    assert hidden.passes is not None
+    assert hidden.passes.routed is not None
+    forward, backward, weight_s = hidden.passes.routed
+    saved_s = 2 * 4 * plan.accumulation * (1 - HIDDEN_COST) * forward.first_s
+    assert forward.beside_first_s > forward.first_s == backward.second_s
+    assert plain.times.ep_s - hidden.times.ep_s == pytest.approx(saved_s)
+    assert prediction_figures(hidden)["pipeline"]["routed"] == [forward, backward, weight_s]
+    program = step_program(plan, model.layers, experts=shared.expert_layers).program
+    timeline = simulate(program, hidden.passes, keep_slots=True)
+    assert len(timeline.exchanges) == 2 * 2 * plan.accumulation * 2 * 4  # ranks, passes, exchanges of four layers
+    passes = {(slot.rank, slot.place): slot for slot in timeline.slots}
+    for slot in timeline.exchanges:
+        within = passes[slot.rank, slot.place]
+        assert within.start_s <= slot.start_s < slot.end_s <= within.end_s * (1 + 1e-9)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+import json
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ from tilemesh.core import config
 from tilemesh.core.plan import ParallelPlan
 from tilemesh.core.step.book import build
 from tilemesh.core.step.memory import StepBytes
-from tilemesh.core.step.simulate import StepTimes, simulate
+from tilemesh.core.step.simulate import ExchangeTimes, RoutedTimes, StepTimes, simulate
 from tilemesh.plan.grade import expected_kept
 from tilemesh.report import pipeline_part, spans
 from tilemesh.report.run import Run
@@ -83,6 +85,18 @@ def test_predicted_times_are_simulated_where_there_are_some() -> None:
     expected = expected_kept(found.config, found.predicted, found.summary)
     assert expected is not None
     assert list(expected.kept) == [5.0, 6.0]
+
+
+def test_predicted_exchanges_with_experts_have_a_lane() -> None:
+    """As the planner writes them; what it did not write so is left out."""
+    plan = dataclasses.replace(PLAN, dp=2, ep=2)
+    settings = {"plan": config.to_dict(plan), "model": {"layers": 2, "experts": 4}}
+    times = RoutedTimes(ExchangeTimes(0.3, 0.2, 0.1, 0.1, 0.2, 0.0), ExchangeTimes(0, 0.2, 0, 0.1, 0.2, 0.1, 0.3), 0.1)
+    told = {"forward_s": [1.0, 1.0], "input_s": [1.0, 1.0], "weight_s": [0.1, 0.1]}
+    for given, is_drawn in ((times, True), ([1, 2], False), ([[1], [2], 3], False)):
+        predicted = json.loads(json.dumps({"pipeline": told | {"routed": list(given)}, "chunk_layers": [1, 1]}))
+        page = str(pipeline_part.pipeline(Run("r", "/r", "done", config=settings, predicted=predicted), None))
+        assert ("sim 1, experts" in page and "1DISPATCH_F3/1" in page) == is_drawn
 
 
 def test_a_run_without_a_pipeline_has_no_such_part() -> None:

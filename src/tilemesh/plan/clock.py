@@ -17,15 +17,21 @@ from tilemesh.core.calibration import Rates
 from tilemesh.core.hardware import Cluster
 from tilemesh.core.plan import ParallelPlan
 from tilemesh.core.step.placement import LOOP
-from tilemesh.core.step.simulate import StepTimes
+from tilemesh.core.step.simulate import ExchangeTimes, RoutedTimes, StepTimes
 from tilemesh.model.config import ModelConfig
-from tilemesh.model.work.exchanges import Exchange, repeated_exchanges, replica_exchanges
-from tilemesh.model.work.operations import FusedAttention, embedding_work, head_work, layer_work
+from tilemesh.model.work.exchanges import Exchange, expert_exchanges, repeated_exchanges, replica_exchanges
+from tilemesh.model.work.operations import (
+    FusedAttention,
+    embedding_work,
+    expert_products,
+    head_work,
+    layer_work,
+)
 from tilemesh.model.work.step_exchanges import scatters_of, sent_bytes, updates_of
 from tilemesh.model.work.task import STATE_BYTES, Code, Task, default_code, is_by_layers
 from tilemesh.model.work.weights import RankParameters
 from tilemesh.plan import constants
-from tilemesh.plan.speed import RanksOfNodes, group, neighbour_s, speed_of
+from tilemesh.plan.speed import RanksOfNodes, Speed, group, neighbour_s, speed_of
 
 
 class AxisTimes(NamedTuple):
@@ -60,6 +66,8 @@ class LayerTimes(NamedTuple):
     head_exchange_s: tuple[float, float]
     embedding_s: tuple[float, float]
     embedding_exchange_s: float
+    routed: RoutedTimes | None = None
+    """Where ranks share out experts: how the layer's passes lie around the two exchanges of each."""
 
     @property
     def exchange_s(self) -> float:
@@ -94,11 +102,13 @@ class Chunks(NamedTuple):
     weight_s: tuple[float, ...]
     hop_s: float
     sender_waits: bool
+    routed: RoutedTimes | None = None
 
     @property
     def step_times(self) -> StepTimes:
         """As the simulator takes them."""
-        return StepTimes(self.forward_s, self.input_s, self.weight_s, 0.0 if self.sender_waits else self.hop_s)
+        hop_s = 0.0 if self.sender_waits else self.hop_s
+        return StepTimes(self.forward_s, self.input_s, self.weight_s, hop_s, routed=self.routed)
 
     def busy_s(self, held: Iterable[int]) -> float:
         """A microbatch's passes through these chunks."""
@@ -185,7 +195,8 @@ class Clock:
         bs[0] += layer.embedding_s[1] - sent
         fs[-1] += layer.head_s[0] + layer.head_exchange_s[0] - sent
         bs[-1] += layer.head_s[1] + layer.head_exchange_s[1]
-        return Chunks(tuple(fs), tuple(bs), tuple(weights * count for count in counts), hop, sender_waits)
+        ws = tuple(weights * count for count in counts)
+        return Chunks(tuple(fs), tuple(bs), ws, hop, sender_waits, layer.routed)
 
 
 def layer_times(model: ModelConfig, cluster: Cluster, task: Task, rates: Rates | None = None) -> LayerTimes:
@@ -208,11 +219,16 @@ def layer_times(model: ModelConfig, cluster: Cluster, task: Task, rates: Rates |
         ring_s = sum(_ring_s(axes[name], exchange) for exchange in several if exchange.collective == "send")
         # What goes round travels while the keys that are here are attended to: all but the last rank's.
         behind_s = attention_s[backward] * (1 - 1 / task.cp) if axes[name].hides else 0.0
-        return max(ring_s - behind_s, constants.HIDDEN_COST * ring_s) + sum(
-            (cost if exchange.hides else 1.0)
-            * axes[name].exchange_s(exchange.collective, exchange.nbytes, exchange.copies)
-            for exchange in several
-            if exchange.collective not in ("send", "recv")
+        hidden_s = 0.0 if name != "ep" or task.code == "fused" else _beside_s(model, task, axes[name], speed, backward)
+        return (
+            max(ring_s - behind_s, constants.HIDDEN_COST * ring_s)
+            - hidden_s
+            + sum(
+                (cost if exchange.hides else 1.0)
+                * axes[name].exchange_s(exchange.collective, exchange.nbytes, exchange.copies)
+                for exchange in several
+                if exchange.collective not in ("send", "recv")
+            )
         )
 
     def sent_bytes(exchanges: Iterable[Exchange], backward: bool, name: str) -> float:
@@ -224,7 +240,7 @@ def layer_times(model: ModelConfig, cluster: Cluster, task: Task, rates: Rates |
             if exchange.backward is backward and exchange.axis == name and exchange.collective != "recv"
         )
 
-    return LayerTimes(
+    times = LayerTimes(
         forward_s=speed.seconds(layer.forward),
         backward_s=speed.seconds(layer.backward),
         scores_s=speed.seconds(layer.scores),
@@ -250,6 +266,40 @@ def layer_times(model: ModelConfig, cluster: Cluster, task: Task, rates: Rates |
         embedding_s=(speed.seconds(embedding.forward), speed.seconds(embedding.backward)),
         embedding_exchange_s=exchange_s(embedding.exchanges, False) + exchange_s(embedding.exchanges, True),
     )
+    return times if task.ep == 1 else times._replace(routed=_routed(model, task, axes["ep"], speed, times))
+
+
+def _rows_s(model: ModelConfig, task: Task, axis: RanksOfNodes) -> float:
+    """Of a layer's rows on their way to experts, or back."""
+    rows = next(exchange for exchange in expert_exchanges(model, task) if exchange.site == "mlp")
+    return axis.exchange_s(rows.collective, rows.nbytes, rows.copies)
+
+
+def _beside_s(model: ModelConfig, task: Task, axis: RanksOfNodes, speed: Speed, backward: bool) -> float:
+    """What of the way to experts, backward of the gradients' way home, hides behind a shared one."""
+    if not axis.hides:
+        return 0.0
+    beside_s, rows_s = speed.seconds(expert_products(model, task, backward).shared), _rows_s(model, task, axis)
+    return min(beside_s, (1 - constants.HIDDEN_COST) * rows_s)
+
+
+def _routed(model: ModelConfig, task: Task, axis: RanksOfNodes, speed: Speed, times: LayerTimes) -> RoutedTimes:
+    """A layer's passes, whose seconds these are, around their exchanges: attention comes before forward, and after
+    backward."""
+    rows_s, passes = _rows_s(model, task, axis), []
+    for backward in (False, True):
+        picked, shared = expert_products(model, task, backward)
+        between_s = speed.seconds(picked)
+        beside_s = speed.seconds(shared) if axis.hides and task.code != "fused" else 0.0
+        whole_s = times.forward_s + times.exchange_s
+        if backward:
+            whole_s = times.backward_s - times.weight_s + times.exchange_back_s()
+        rest_s = max(0.0, whole_s - max(rows_s, beside_s) - between_s - rows_s)
+        if backward:
+            passes.append(ExchangeTimes(0.0, rows_s, 0.0, between_s, rows_s, beside_s, rest_s))
+        else:
+            passes.append(ExchangeTimes(rest_s, rows_s, beside_s, between_s, rows_s, 0.0))
+    return RoutedTimes(passes[0], passes[1], times.weight_s)
 
 
 def _ring_s(axis: RanksOfNodes, exchange: Exchange) -> float:

@@ -153,6 +153,7 @@ def _pipeline_figures(prediction: Prediction) -> dict[str, Any]:
         "weight_s": list(times.weight_s),
         "transfer_s": times.transfer_s,
         "slice_shares": list(times.slice_shares),
+        **({} if times.routed is None else {"routed": list(times.routed)}),
         "kept_bytes": list(sizes.kept),
         "kept_for_weights_bytes": list(sizes.kept_for_weights),
     }

@@ -11,6 +11,8 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any
 
 from tilemesh.core import config
 from tilemesh.core.errors import RunError, UsageError
@@ -19,8 +21,8 @@ from tilemesh.core.step import pace
 from tilemesh.core.step.action import COMPUTE, StepProgram
 from tilemesh.core.step.memory import StepBytes, memory_curve
 from tilemesh.core.step.passes import offload
-from tilemesh.core.step.program import one_rank
-from tilemesh.core.step.simulate import StepTimes, Timeline, simulate
+from tilemesh.core.step.program import one_rank, routed
+from tilemesh.core.step.simulate import ExchangeTimes, RoutedTimes, StepTimes, Timeline, simulate
 from tilemesh.core.step.text import parse_action
 from tilemesh.core.units import format_bytes, format_seconds
 from tilemesh.report import spans, timeline
@@ -69,7 +71,7 @@ def pipeline(run: Run, kept: StepBytes | None) -> Child:
         return absent(
             "the pipeline", f"{plan.accumulation} microbatches over {plan.chunks} chunks are too many to draw"
         )
-    program = plan.pipeline.build(plan.pipe_shape)
+    program = _routed(run, plan, plan.pipeline.build(plan.pipe_shape))
     measured = median_step(run, plan)
     times, whose = _times(run, program, measured)
     if times is None:
@@ -141,7 +143,8 @@ def _times(run: Run, program: StepProgram, measured: Measured) -> tuple[StepTime
         shares = numbers(told, "slice_shares")
         if len(shares) != program.slices:
             shares = [1 / program.slices] * program.slices
-        given = StepTimes(forward, back, weights, number(told.get("transfer_s"), 0.0), slice_shares=shares)
+        moved = number(told.get("transfer_s"), 0.0)
+        given = StepTimes(forward, back, weights, moved, slice_shares=shares, routed=_routed_times(told))
         return given, "with the times that were predicted before the run"
     by_pass: dict[tuple[str, int], list[float]] = {}
     for each in measured:
@@ -163,6 +166,27 @@ def _times(run: Run, program: StepProgram, measured: Measured) -> tuple[StepTime
         back.append(half)
         weights.append(middle.get(("W", chunk), 0.0))
     return StepTimes(forward, back, weights), "with the median of each chunk's passes as measured"
+
+
+def _routed(run: Run, plan: ParallelPlan, program: StepProgram) -> StepProgram:
+    """With what passes exchange with experts of other ranks."""
+    model, counts = section(run.config, "model"), [int(count) for count in numbers(run.predicted, "chunk_layers")]
+    if plan.ep == 1 or not number(model.get("experts"), 0.0) or len(counts) != program.chunks:
+        return program
+    chunks = [range(begin, end) for begin, end in pairwise((0, *accumulate(counts)))]
+    dense = {int(layer) for layer in numbers(model, "dense_layers")}
+    return routed(program, plan, chunks, [layer for layer in range(sum(counts)) if layer not in dense])
+
+
+def _routed_times(told: Mapping[str, Any]) -> RoutedTimes | None:
+    """As `plan/prediction.py` writes them."""
+    given = told.get("routed")
+    if not isinstance(given, list) or len(given) != 3:
+        return None
+    forward, back = (numbers({"seconds": part}, "seconds") for part in given[:2])
+    if len(forward) != len(back) or len(back) != len(ExchangeTimes._fields):
+        return None
+    return RoutedTimes(ExchangeTimes(*forward), ExchangeTimes(*back), number(given[2], 0.0))
 
 
 # ---- the two timelines ---------------------------------------------------------------------------------------------

@@ -157,6 +157,24 @@ def layer_products(model: ModelConfig, task: Task) -> tuple[Product, ...]:
     return tuple(_product(model, weights, task) for weights in product_weights(model, task))
 
 
+class ExpertProducts(NamedTuple):
+    """Of a layer's products, forward or backward, those of experts that a token picks, and of a shared one."""
+
+    picked: tuple[Product, ...]
+    shared: tuple[Product, ...]
+
+
+def expert_products(model: ModelConfig, task: Task, backward: bool = False) -> ExpertProducts:
+    """`backward`: of input gradients."""
+    both = []
+    for is_routed in (True, False):
+        group = (each for each in product_weights(model, task) if each[0].is_routed == is_routed)
+        mine = [each for each in group if is_routed or ".shared." in each[0].name]
+        products = tuple(_product(model, weights, task) for weights in mine)
+        both.append(tuple(_input_gradients(products)) if backward else products)
+    return ExpertProducts(*both)
+
+
 def _product(model: ModelConfig, weights: list[Weight], task: Task) -> Product:
     """Of experts as many products at once as some token passes, with as many rows each."""
     is_routed = weights[0].is_routed
