@@ -211,6 +211,7 @@ def test_a_busy_machine_raises_doubts() -> None:
     assert doubts(assemble(TWO_CORES, slow, rows), rows) == ["copy on all cores reached only 1.04 times one core"]
 
 
+@pytest.mark.usefixtures("warm")
 def test_this_machine_calibrates(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # the GPU has tests of its own
     for module in (calibrate_cpu, calibrate_layer, calibrate_operators):  # the fewest readings there can be

@@ -42,9 +42,10 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-def test_rows_of_a_model(tmp_path: Path) -> None:
+@pytest.mark.parametrize("model", ["gpt2-blocks", pytest.param("lstm", marks=pytest.mark.slow)])
+def test_rows_of_a_model(tmp_path: Path, model: str) -> None:
     target = tmp_path / "rows.jsonl"
-    command = ["bench", "graph", "lstm", "--size", "tiny", "--peers", "eager", "--repeats", "3", "--seconds", "1"]
+    command = ["bench", "graph", model, "--size", "tiny", "--peers", "eager", "--repeats", "3", "--seconds", "1"]
     assert main([*command, "--json", str(target)]) == 0
     step, first, values, *roof = (json.loads(line) for line in target.read_text().splitlines())
     assert step["name"] == "graph step"
