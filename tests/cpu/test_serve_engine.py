@@ -623,3 +623,31 @@ def test_generated_text_ends_before_an_end_token_of_the_model(small: ServedModel
     model: Any = dataclasses.replace(small, ends=frozenset(range(256)))
     assert generate(model, "a", tokens=5) == ""
     assert generate(model, "a", tokens=5, ignore_eos=True) != ""
+
+
+@pytest.mark.parametrize("asleep", [False, True])
+def test_an_answer_whose_time_is_over_ends_with_what_it_has(small: ServedModel, asleep: bool) -> None:
+    """Running, waiting in line, or waiting for an engine that sleeps; the others go on."""
+    with Engine(small, pages=40, page_tokens=4, running=1) as engine:
+        if asleep:
+            engine.sleep()
+        parts: list[AnswerPart] = []
+        ended = threading.Semaphore(0)
+
+        def tell(part: AnswerPart) -> None:
+            parts.append(part)
+            if not asleep and part.finish is None:
+                time.sleep(0.02)  # a slow model
+            if part.finish is not None:
+                ended.release()
+
+        for _ in range(2):
+            engine.submit([1, 2, 3], Sampling(max_tokens=40, ignore_eos=True, deadline_s=0.2), tell)
+        assert all(ended.acquire(timeout=20) for _ in range(2))
+        assert [part.finish for part in parts if part.finish is not None] == [FinishReason.DEADLINE] * 2
+        assert bool(sum(len(part.tokens) for part in parts)) != asleep
+        assert engine.status.pages_used == 0
+        engine.wake()
+        assert len(next(engine.generate([[1, 2, 3]], Sampling(max_tokens=5, ignore_eos=True))).answers[0].tokens) == 5
+    with pytest.raises(UsageError, match="deadline_s is 0"):
+        Sampling(deadline_s=0)

@@ -510,6 +510,31 @@ def test_priority_overtakes_for_as_long_as_patience_says() -> None:
     assert names == [f"high {number}" for number in range(5)] + ["low"]
 
 
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**32))
+def test_nobody_starves_under_requests_that_may_overtake(seed: int) -> None:
+    """Under an endless flow of more urgent requests, what comes later than patience allows waits behind; so the last
+    token comes within the steps that those before it take one after the other."""
+    draw = random.Random(seed)
+    patience, behind = draw.choice((0, 2, 7)), draw.choice((1, 3))
+    limits = limits_of(pages=draw.choice((4, 9)), patience=patience, running=draw.choice((1, 3)), swap_pages=4)
+    scheduler, runner = Scheduler(limits), FakeRunner(limits)
+    late = ask("late", [2] * draw.choice((1, 9)), 4, priority=behind)
+    scheduler.add(late)
+    window, before = patience * behind, 0
+    for step in range(400):
+        if late.state is RequestState.DONE:
+            break
+        if scheduler.has_room() and len(scheduler.waiting) < 6:
+            urgent = ask(f"urgent {step}", [draw.randrange(4) for _ in range(draw.choice((1, 6)))], 3)
+            before += step <= window
+            scheduler.add(urgent)
+        drive(scheduler, runner, steps=1)
+    assert is_right(late)
+    # Each of those before takes at most its prompt, its answer and one start again of both, alone.
+    assert step <= window + (before + 1) * 2 * (9 + 4)
+
+
 def test_one_that_does_not_fit_is_not_overtaken() -> None:
     scheduler, runner = world(pages=6)
     for request in (ask("first", [1] * 9, 8), ask("large", [2] * 16, 2), ask("small", [3], 1)):

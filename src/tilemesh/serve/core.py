@@ -6,6 +6,7 @@ belongs to an answer beside its tokens: text, log-probabilities, and who is to b
 
 from __future__ import annotations
 
+import heapq
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -107,6 +108,7 @@ class EngineCore:
         self._live: dict[str, LiveAnswer] = {}
         self._involved: set[str] = set()  # those of them that are not plain
         self._numbers = 0
+        self._deadlines: list[tuple[int, str]] = []  # a heap: when answers end that have not ended before
         self._alone: dict[int, str] = {}  # texts of single tokens
         self.on_step: Callable[[int, int], None] = lambda tokens, preempted: None
         """Hears of each step how many tokens it computed and how many requests were preempted."""
@@ -166,13 +168,31 @@ class EngineCore:
             if not answer.plain:
                 self._involved.add(request.name)
             self.scheduler.add(request)
+            began_ns = self.now_ns if asked_ns is None else asked_ns
+            if sampling.deadline_s is not None:
+                heapq.heappush(self._deadlines, (began_ns + int(sampling.deadline_s * 1e9), request.name))
             if self.history is not None:
-                self.history.added(request, self.now_ns if asked_ns is None else asked_ns, self.now_ns)
+                self.history.added(request, began_ns, self.now_ns)
 
     def abort(self, job: PromptJob) -> None:
         """End what is left of a job; its pages are free when this returns."""
         for answer in job.answers:
             self._end(answer, FinishReason.ABORT)
+
+    def end_late(self) -> None:
+        """End the answers whose time is over; their pages are free when this returns."""
+        while self._deadlines and self._deadlines[0][0] <= self.now_ns:
+            _, name = heapq.heappop(self._deadlines)
+            if name in self._live:
+                self._end(self._live[name], FinishReason.DEADLINE)
+        if len(self._deadlines) > 2 * len(self._live) + 64:  # mostly of answers that have ended
+            self._deadlines = [late for late in self._deadlines if late[1] in self._live]
+            heapq.heapify(self._deadlines)
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Until the next answer's time is over."""
+        return max(0.0, (self._deadlines[0][0] - time.monotonic_ns()) / 1e9) if self._deadlines else None
 
     def abort_all(self) -> None:
         for answer in list(self._live.values()):
@@ -490,7 +510,7 @@ class EngineCore:
         if self._live.pop(answer.request.name, None) is not None:
             self._involved.discard(answer.request.name)
             self.scheduler.finish(answer.request, reason)
-            if reason is FinishReason.ABORT and self.history is not None:
+            if reason in (FinishReason.ABORT, FinishReason.DEADLINE) and self.history is not None:
                 self.history.aborted(answer.request.name, self.now_ns)
             self.on_end(answer.request.name)
             text, tokens, version = answer.text.add(answer.held, last=True), tuple(answer.held), self.scheduler.version

@@ -517,14 +517,17 @@ class Engine:
             with self._lock:
                 self._core.take_time(time.monotonic_ns())
                 while not self._inbox and not self._core.busy and not self._closing:
-                    self._lock.wait()
+                    late = not self._lock.wait(self._core.seconds_left)  # an engine that sleeps has answers that wait
                     self._core.take_time(time.monotonic_ns())
+                    if late:
+                        break
                 if self._closing and not self._inbox and not self._core.busy:
                     break
                 orders = list(self._inbox)
                 self._inbox.clear()
             for order in orders:
                 order()
+            self._core.end_late()
             self._core.take_changes()
             if self._core.busy:
                 self._core.step()

@@ -356,6 +356,7 @@ _COMMON: dict[str, Callable[[str, Any, _BodyRead], None]] = {
     "presence_penalty": _sampled("presence_penalty"), "frequency_penalty": _sampled("frequency_penalty"),
     "repetition_penalty": _sampled("repetition_penalty"), "logit_bias": _bias, "stop_token_ids": _token_list,
     "ignore_eos": _flag("ignore_eos", "sampling"), "priority": _priority,
+    "deadline_s": _sampled("deadline_s"),
     "response_format": _response_format, "regex": _sampled("regex"),
 }  # fmt: skip
 _COMPLETION = {

@@ -75,6 +75,8 @@ class Sampling:
     temperature; and as sampled, after these and the filters."""
     prompt_logprobs: int | None = None
     """The model's own for the prompt's tokens, from the second on."""
+    deadline_s: float | None = None
+    """Seconds from when it is asked: an answer that has not ended by then ends with what it has (`deadline`)."""
     adapter: str | None = None
     """Which of the engine's adapters computes it; None: the model as it is."""
 
@@ -85,6 +87,8 @@ class Sampling:
             value = getattr(self, name)
             if value is not None or name not in _MAY_BE_NONE:
                 numbers.check(name, value, whole=True)
+        if self.deadline_s is not None:
+            Range(0, 1e9, above=True).check("deadline_s", self.deadline_s)
         if not isinstance(self.adapter, str | None):
             raise UsageError(f"adapter is {shown(self.adapter)}: expected the name of one that is loaded")
         if not isinstance(self.ignore_eos, bool):
@@ -135,6 +139,8 @@ class FinishReason(enum.StrEnum):
     STOP = "stop"
     """An end token, a stop token or a stop string."""
     LENGTH = "length"
+    DEADLINE = "deadline"
+    """Its time was over."""
     ABORT = "abort"
     ERROR = "error"
     """The engine failed to compute it."""
