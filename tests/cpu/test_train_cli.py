@@ -156,7 +156,7 @@ def test_data_prepare(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     [
         (["train", "--set", "train.step=3"], "did you mean 'train.steps'"),
         (["train", "gpt2"], "did you mean 'gpt2-124m'"),
-        (["train", "llama-3-8b"], "write a TOML file with a [model] section"),
+        (["train", "llama-3-405b", "--set", "train.device=cpu"], "for weights, gradients and optimizer states alone"),
         (["train", "--mesh", "dp=3"], "does not divide among dp=3"),
         (["train", "--resume", "nowhere"], "is no run"),
         (["train", "--resume", "nowhere", "--init", "x"], "leave --init out"),

@@ -235,13 +235,11 @@ def test_layers_for_another_number_of_chunks(mesh: str | None, layers: str) -> N
     assert load("tiny", mesh=mesh, sets=[*sets, offered]).plan.chunk_layers == ()
 
 
-def test_the_model_of_a_plan_is_not_named_again(tmp_path: Path) -> None:
+def test_a_model_that_the_planner_knows_is_trained_by_its_name(tmp_path: Path) -> None:
     saved = tmp_path / "plan.toml"
     saved.write_text(ParallelPlan(dp=2).to_toml())
-    with pytest.raises(UsageError, match="leave it out to train the model that the plan was made for"):
-        load("llama-3-70b", plan=saved)
-    with pytest.raises(UsageError, match=r"write a TOML file with a \[model\] section"):
-        load("llama-3-70b")
+    chosen = load("llama-3-70b", plan=saved)
+    assert (chosen.model, chosen.plan.dp) == (preset("llama-3-70b"), 2)
 
 
 @pytest.mark.parametrize("mesh", ["dp=0", "ep=2", "dp", "dp=two", "pp=2,pp=2"])

@@ -299,6 +299,16 @@ _SMALL: Mapping[str, Any] = {
     "data": {"held_out": 0.02},
 }
 PRESETS: Mapping[str, Mapping[str, Any]] = {
+    # Every model that the planner knows; those below have settings of their own.
+    **{
+        name: {
+            "model": {**model},
+            "train": {"steps": 1000, "batch": 64, "compile": not model.get("experts")},
+            "optimizer": {"lr": 3e-4, "warmup": 100},
+            "plan": {"precision": "bf16"},
+        }
+        for name, model in MODELS.items()
+    },
     DEFAULT_PRESET: _SMALL,
     "tiny": _SMALL,  # by its model's name, as the planner knows it
     "gpt2-124m": {

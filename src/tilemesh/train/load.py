@@ -21,7 +21,6 @@ from tilemesh.core.errors import Argument, UsageError
 from tilemesh.core.plan import ParallelPlan
 from tilemesh.core.ranges import shown
 from tilemesh.core.step.book import is_listed, listed
-from tilemesh.model.config import PRESETS as MODELS
 from tilemesh.model.config import ModelConfig, unlike
 from tilemesh.model.families.book import read_config
 from tilemesh.plan.nearest import advice
@@ -137,7 +136,7 @@ def _load(
     if resume is not None:
         start = _resumed(resume, name, init, over)
     else:
-        start = _named(name, over, init, saved is not None)
+        start = _named(name, over, init)
         if saved is not None and name is None and init is None and not start.says_of("model"):
             start = _of_plan(saved, over)
     start = dataclasses.replace(start, set_keys=set_keys)
@@ -212,7 +211,7 @@ def _keys(sets: Sequence[str]) -> frozenset[str]:
 # ---- where it begins -------------------------------------------------------------------------------------------
 
 
-def _named(name: str | None, sets: Sequence[str], init: str | Path | None, has_plan: bool = False) -> _Start:
+def _named(name: str | None, sets: Sequence[str], init: str | Path | None) -> _Start:
     """A preset or a file, with settings over it."""
     set_keys = _keys(sets)
     file_keys: frozenset[str] = frozenset()
@@ -224,14 +223,6 @@ def _named(name: str | None, sets: Sequence[str], init: str | Path | None, has_p
         below = "bytes" if "data.tokenizer" not in set_keys | file_keys else None
         config = core_config.load(TrainConfig, file=chosen, preset=below, presets={"bytes": _BYTES}, sets=sets)
     else:
-        if chosen in MODELS and chosen not in PRESETS:
-            other = "for another model write a TOML file with a [model] section"
-            if has_plan:
-                other = "leave it out to train the model that the plan was made for"
-            raise UsageError(
-                f"training has no preset for the model '{chosen}', which only the planner knows: known are "
-                f"{', '.join(PRESETS)}; {other}"
-            )
         config = core_config.load(TrainConfig, preset=chosen, presets=PRESETS, sets=sets)
     check_init(init)
     config = config.with_base(init)
