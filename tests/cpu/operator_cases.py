@@ -325,6 +325,16 @@ def grouped(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     return torch.cat(parts).to(x.dtype)
 
 
+def low_groups(draw: Draw) -> tuple[Any, ...]:
+    three = [low_codes(draw, "int4", True) for _ in range(3)]
+    codes, scales, zeros = (torch.stack(pieces) for pieces in zip(*three, strict=True))
+    return draw.normal(7, 64), codes, scales, zeros, torch.tensor([4, 4, 7], dtype=torch.int32)
+
+
+def grouped_lowbit(x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor, ends: Tensor) -> Tensor:
+    return torch.cat([lowbit(x[:4], codes[0], scales[0], zeros[0]), lowbit(x[4:], codes[2], scales[2], zeros[2])])
+
+
 def routed(scores: Tensor, experts: Tensor, picked: int, renormalized: bool) -> tuple[Tensor, ...]:
     likely = torch.exp(scores - scores.logsumexp(-1, keepdim=True))
     weights = torch.stack([likely[row, experts[row]] for row in range(len(scores))])
@@ -451,6 +461,11 @@ SUBJECTS: dict[str, Subject] = {
         tm.kernels.grouped_linear, grouped,
         lambda d: (d.normal(21, 40), d.normal(5, 24, 40), torch.tensor([3, 3, 20, 20, 21], dtype=torch.int32)), (0, 1),
         dtypes=HALVES, fixed=(2,),
+    ),
+    "grouped_lowbit_linear": Subject(
+        tm.kernels.grouped_lowbit_linear, grouped_lowbit, low_groups, (0,), [{}], HALVES,
+        skips=("inf", "-inf", "bfloat16 largest"),
+        fixed=(4,), roundings=512,
     ),
     "route_tokens": Subject(
         tm.kernels.route_tokens, routed, lambda d: (d.normal(9, 8), choices(d)), (0,),

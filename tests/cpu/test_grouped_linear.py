@@ -18,11 +18,15 @@ from tilemesh.kernels.grouped_linear.plan import GroupedTarget
 from tilemesh.kernels.grouped_linear.reference import arguments, error_bound, exact, grouped_linear
 from tilemesh.kernels.launch.call import Place
 from tilemesh.kernels.launch.program import Operand, compile_step
+from tilemesh.kernels.lowbit_linear import reference as lowbit
+from tilemesh.kernels.lowbit_linear.grouped import grouped_lowbit_linear
+from tilemesh.kernels.lowbit_linear.kernel import plan as few_bits_plan
 from tilemesh.kernels.problems import SizedProblem
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.experts import Experts
 from tilemesh.model.programs.grouped_experts import compute_grouped, lay_together, stacked, why_apart
 from tilemesh.model.transformer import Transformer
+from tilemesh.parallel.gate.alone import compress_all
 
 LOADS = ([3, 0, 20, 1], [0, 0, 24], [24], [0, 17, 0, 0, 7, 0], [16, 16], [1] * 9)
 
@@ -160,6 +164,61 @@ def test_experts_by_the_kernels_in_16_bits() -> None:
     exact_ND = wide.compute(rows.double(), counts)
     off = (block.compute(rows, counts).double() - exact_ND).norm() / exact_ND.norm()
     assert off < 4 * torch.finfo(torch.bfloat16).eps  # three roundings on the way
+
+
+@pytest.mark.parametrize("counts", [[3, 0, 20, 1], [0, 0, 24], [24], [0, 40, 0, 0, 7, 0]], ids=str)
+@pytest.mark.parametrize(("code", "with_zeros"), [("int4", False), ("int4", True), ("int8", False)])
+def test_grouped_products_of_few_bits(counts: list[int], code: str, with_zeros: bool) -> None:
+    """Of each group what `lowbit_linear` gives; the reference of that is another's test."""
+    groups, outputs, inputs, generator = len(counts), 40, 64, torch.Generator().manual_seed(5)
+    x = torch.randn(sum(counts), inputs, generator=generator).bfloat16()
+    width, low, high = (inputs // 2, 0, 256) if code == "int4" else (inputs, -128, 128)
+    codes = torch.randint(low, high, (groups, outputs, width), generator=generator)
+    codes = codes.to(torch.uint8 if code == "int4" else torch.int8)
+    scales = torch.rand(groups, outputs, 2, generator=generator)
+    zeros = torch.randint(-3, 4, scales.shape, generator=generator).to(torch.int8) if with_zeros else None
+    ends = torch.tensor(counts).cumsum(0).int()
+    found = grouped_lowbit_linear(x, codes, scales, zeros, ends, code=code, implementation="interpret")
+    begin = 0
+    for group, end in enumerate(ends.tolist()):
+        zero = None if zeros is None else zeros[group]
+        given = (x[begin:end], codes[group], scales[group], zero, code)
+        assert excess(found[begin:end], lowbit.exact(*given), lowbit.error_bound(*given)) is None
+        begin = end
+
+
+@pytest.mark.parametrize("rows", [16, 128, 512])
+def test_products_of_few_bits_compile_for_an_h200_that_is_not_here(rows: int) -> None:
+    shapes = {"x": (rows, 4096), "w": (8 * 1024, 2048), "scales": (8 * 1024, 32), "ends": (8,), "y": (rows, 1024)}
+    dtypes = {"w": "uint8", "scales": "float32", "ends": "int32"}
+    places = {
+        name: Place(shape, tuple(torch.empty(shape, device="meta").stride()), dtypes.get(name, "bfloat16"), True)
+        for name, shape in shapes.items()
+    }
+    (step,) = few_bits_plan(places, code="int4").steps
+    operands = {name: Operand(place.dtype) for name, place in places.items()}
+    compiled = compile_step(step, operands, GPUTarget("cuda", 90, 32))
+    assert "mma" in compiled.asm["ptx"]
+    assert compiled.metadata.shared <= 232_448
+
+
+@pytest.mark.parametrize("scheme", ["int4-g32", "int8"])
+def test_experts_of_few_bits_are_computed_together(scheme: str) -> None:
+    config = ModelConfig(
+        layers=1, width=32, heads=2, vocabulary=8, context=8, mlp_width=64, activation="swiglu", biases=False, experts=5
+    )  # fmt: skip
+    model = Transformer(config, seed=1, dtype=torch.bfloat16)
+    compress_all(model, scheme)
+    block, counts = model.layers[0].mlp, torch.tensor([4, 0, 9, 1, 0])
+    assert isinstance(block, Experts)
+    assert why_apart(block) == ""
+    rows = torch.randn(14, 32, generator=torch.Generator().manual_seed(2)).bfloat16()
+    plain = block.compute(rows, counts)
+    lay_together(block)
+    codes = [mlp.fc_in.codes for mlp in block.experts]  # type: ignore[union-attr]
+    assert stacked(codes).data_ptr() == codes[0].data_ptr()
+    found = compute_grouped(block, rows, counts, implementation="interpret")
+    assert (found.double() - plain.double()).norm() < 4 * torch.finfo(torch.bfloat16).eps * plain.double().norm()
 
 
 def test_a_model_that_serves_gets_its_matrices_side_by_side() -> None:

@@ -229,16 +229,18 @@ def test_experts_answer_with_graphs_as_without() -> None:
     assert sum(ours[0] == theirs[0] for ours, theirs in zip(graphs, plain, strict=True)) >= 17
 
 
-def test_weights_of_4_bits_answer_with_graphs_as_without() -> None:
+@pytest.mark.parametrize("config", [LLAMA, MIXTURE], ids=["one MLP", "experts"])
+def test_weights_of_4_bits_answer_with_graphs_as_without(config: ModelConfig) -> None:
     """Prompts are padded to 64 tokens, which is a kernel of its own; then one token at a time."""
     prompts = prompts_of(12, 300)
     asked = Sampling(max_tokens=8, temperature=0, ignore_eos=True)
     found = []
     for ahead in (True, False):
-        given = served(torch.bfloat16, "cuda")
+        given = served(torch.bfloat16, "cuda", config)
         compress_all(given.model, "int4-g128")
         with Engine(given, device="cuda", pages=600, running=12, launch_ahead=ahead) as engine:
             found.append([completion.answers[0].tokens for completion in engine.generate(prompts, asked)])
+        assert not any(getattr(layer.mlp, "waits_for_loads", False) for layer in given.model.layers)
     firsts = [[tokens[0] for tokens in answers] for answers in found]
     assert sum(ours == theirs for ours, theirs in zip(*firsts, strict=True)) >= 10
 

@@ -61,6 +61,7 @@ _NORM = "tilemesh.kernels.norm"
 _GATED = "tilemesh.kernels.gated"
 _ADAMW = "tilemesh.kernels.adamw"
 _FEW = "tilemesh.kernels.few_linear"
+_LOWBIT = "tilemesh.kernels.lowbit_linear"
 _ROUTING = "tilemesh.kernels.routing"
 _OPERATORS = (
     OperatorEntry(
@@ -106,7 +107,15 @@ _OPERATORS = (
     replace(folder("unpermute_rows", _ROUTING), cost=f"{_ROUTING}.cost:unpermute_cost"),
     folder("parts_rms_norm", _FEW),
     folder("lowbit_linear"),
-    folder("norm_lowbit_linear", "tilemesh.kernels.lowbit_linear"),
+    folder("norm_lowbit_linear", _LOWBIT),
+    OperatorEntry(
+        "grouped_lowbit_linear",
+        public=f"{_LOWBIT}.grouped:grouped_lowbit_linear",
+        reference=f"{_LOWBIT}.grouped:grouped_lowbit_linear",
+        cost=f"{_LOWBIT}.cost:grouped_cost",
+        form=f"{_LOWBIT}.cost:GROUPED_LOWBIT_LINEAR_FORM",
+        bench=f"{_LOWBIT}.grouped:BENCH",
+    ),
     folder("likeliest"),
     folder("scaled_matmul"),
     folder("swiglu", _GATED),

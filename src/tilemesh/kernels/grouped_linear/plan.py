@@ -118,21 +118,22 @@ def weights_plan(places: Mapping[str, Place], *, target: GroupedTarget) -> Launc
 
 
 def forward(launch: Any, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    return _rows(launch, x, weight, ends, turned=False)
+    return multiply_rows(launch, x, weight, ends, turned=False)
 
 
 def backward(
     launch: Any, gradients: tuple[Tensor, ...], arguments: tuple[Any, ...], kept: tuple[Tensor, ...]
 ) -> tuple[Tensor, Tensor, None]:
     (grad,), (x, weight, ends) = gradients, arguments
-    dx = _rows(launch, grad, weight, ends, turned=True)
+    dx = multiply_rows(launch, grad, weight, ends, turned=True)
     dw = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
     given = {"grad": for_tma(grad), "x": for_tma(x), "ends": ends, "dw": dw}
     _launch(launch, weights_plan, given, "dw")
     return dx, dw, None
 
 
-def _rows(launch: Any, x: Tensor, weight: Tensor, ends: Tensor, *, turned: bool) -> Tensor:
+def multiply_rows(launch: Any, x: Tensor, weight: Tensor, ends: Tensor, *, turned: bool) -> Tensor:
+    """Rows of each group times its matrix, or where the matrices are turned as they come in gradients."""
     groups, outputs = len(weight), weight.shape[2 if turned else 1]
     y = torch.empty((len(x), outputs), dtype=x.dtype, device=x.device)
     given = {"x": for_tma(x), "w": for_tma(weight.flatten(0, 1)), "ends": ends, "y": y}

@@ -58,18 +58,19 @@ def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     a gradient of zeros. Kernels add up in float32, in a fixed order; sizes are read on the device, nobody waits for
     them.
     """
-    parts = zip(torch.split(x, _lengths(ends)), weight, strict=True)
+    parts = zip(torch.split(x, lengths(ends)), weight, strict=True)
     return torch.cat([functional.linear(rows, matrix) for rows, matrix in parts])
 
 
-def _lengths(ends: Tensor) -> list[int]:
+def lengths(ends: Tensor) -> list[int]:
+    """How many rows each group has."""
     values = [0, *ends.tolist()]
     return [after - before for before, after in pairwise(values)]
 
 
 def exact(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """The float64 result, for errors to be measured against."""
-    parts = zip(torch.split(x.double(), _lengths(ends)), weight.double(), strict=True)
+    parts = zip(torch.split(x.double(), lengths(ends)), weight.double(), strict=True)
     return torch.cat([rows @ matrix.T for rows, matrix in parts])
 
 

@@ -41,6 +41,26 @@ FORM = ProblemForm(
 )  # fmt: skip
 
 
+def grouped_cost(
+    rows: int, outputs: int, inputs: int, groups: int, dtype: str = "bfloat16", code: str = "int4"
+) -> Cost:
+    """Of rows that several matrices share: each of these is read."""
+    one = cost(rows, outputs, inputs, dtype, code)
+    codes = cost(0, outputs, inputs, dtype, code).bytes_read
+    return replace(one, bytes_read=one.bytes_read + (groups - 1) * codes)
+
+
+def _of_groups(problem: SizedProblem) -> Cost:
+    rows, outputs, inputs, groups = problem.sizes
+    return grouped_cost(rows, outputs, inputs, groups, problem.dtype, problem.options["code"])
+
+
+GROUPED_LOWBIT_LINEAR_FORM = replace(
+    FORM, sizes="ROWSxOUTPUTSxINPUTSxGROUPS", suite=("128x14336x4096x8", "128x4096x14336x8", "512x768x2048x128"),
+    cost=_of_groups,
+)  # fmt: skip
+
+
 def of_normed(problem: SizedProblem) -> Cost:
     """Of one row, with the norm of the sum of two before the product."""
     outputs, inputs = problem.sizes

@@ -18,6 +18,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
+from tilemesh.kernels.grouped_linear.kernel import rows_of
+from tilemesh.kernels.grouped_linear.plan import multiply_rows
 from tilemesh.kernels.launch.call import Place
 from tilemesh.kernels.launch.steps import Argument, Buffer, LaunchPlan, Pointer, Step, blocks
 from tilemesh.kernels.lowbit_linear import some_rows, tokens
@@ -26,24 +28,36 @@ from tilemesh.kernels.row_linear.reference import gated
 FEW, FEW_TOKENS = 128, 64
 """Up to so many rows codes are decoded on their way into the product, by the kernels here and by `tokens.py`'s; see
 docs/compress/LOG.md."""
+MANY = 256
+"""Rows of each of several matrices from which on these are decoded once: a block of 64 rows reads all codes."""
 _MAGIC = {"bfloat16": (0x4300, 128), "float16": (0x6400, 1024)}  # a leading one, and what it adds
 _DECODE_TILE, _DECODE_CODES = 4096, 1024  # of a program, and of those the most in a row
 
 
 @triton.jit
 def few_rows(
-    x, w, scales, zeros, y, parts, M, N, K, turns, x_m, w_n, s_n, y_m,
+    x, w, scales, zeros, y, parts, ends, M, N, K, X, turns, x_m, w_n, s_n, y_m,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, STEP: tl.constexpr, GROUP: tl.constexpr, FOUR: tl.constexpr,
     ZEROS: tl.constexpr, MAGIC: tl.constexpr, ADDS: tl.constexpr, UPCAST: tl.constexpr, SPLIT: tl.constexpr,
+    MATRICES: tl.constexpr,
 ):  # fmt: skip
     """OUTPUTS of the N columns of y for ROWS of its rows. Reads each code once per block of rows.
 
     SPLIT: over how many programs the inputs of a product are divided; each then writes what it has into `parts`.
+    MATRICES: at least X, of which each has rows of its own, up to its place in `ends`; 0: there is one for all rows.
     """
     kind: tl.constexpr = tl.float32 if UPCAST else x.dtype.element_ty
     n = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     turn = tl.program_id(1) % SPLIT
     m = tl.program_id(1) // SPLIT * ROWS + tl.arange(0, ROWS)
+    if MATRICES:
+        matrix, begin, M = rows_of(ends, X, tl.program_id(1), MATRICES, ROWS)
+        m = begin + tl.arange(0, ROWS)
+        turns = tl.where(matrix < X, turns, 0)  # there are no rows left for this program
+        w += matrix.to(tl.int64) * N * w_n
+        scales += matrix * N * s_n
+        if ZEROS:
+            zeros += matrix * N * s_n
     lines = w + n[:, None].to(tl.int64) * w_n
     made = tl.zeros((OUTPUTS, ROWS), tl.float32)
     for round_ in range(turns):
@@ -124,29 +138,32 @@ def plan(
     places: Mapping[str, Place], *, code: str, outputs: int = 0, warps: int = 0, stages: int = 0, split: int = 0,
     step: int = 0, upcast: bool = False,
 ) -> LaunchPlan:  # fmt: skip
-    """Of a product with a few rows. What is 0 is chosen by the number of rows."""
+    """Of a product with a few rows. What is 0 is chosen by the number of rows. With `ends`, of several matrices under
+    one another, each with its rows."""
     x, w, scales = places["x"], places["w"], places["scales"]
-    (m, k), n = x.shape, w.shape[0]
+    matrices = places["ends"].shape[0] if "ends" in places else 0
+    (m, k), n = x.shape, w.shape[0] // max(1, matrices)
     group = k // scales.shape[1]
-    rows = min(64, max(16, triton.next_power_of_2(m)))
-    chosen = _configuration(m, code)
+    each = blocks(m, max(1, matrices))  # rows of a matrix
+    rows = min(64, max(16, triton.next_power_of_2(each)))
+    chosen = _configuration(each, code)
+    split = split or (1 if matrices else 0)
     outputs, warps, stages, split = outputs or chosen[0], warps or chosen[1], stages or chosen[2], split or chosen[3]
     step = step or (128 if scales.shape[1] == 1 else min(128, group & -group))
     magic, adds = (0, 8) if upcast or code == "int8" else _MAGIC.get(x.dtype, (0, 0))
     if not upcast and code == "int4":
         adds += 8
     arguments: dict[str, Argument] = {name: Pointer(name) for name in places}
-    arguments.setdefault("zeros", None)
-    arguments["parts"] = Pointer("parts") if split > 1 else None
+    arguments = {"zeros": None, "ends": None, **arguments, "parts": Pointer("parts") if split > 1 else None}
     s_n = 0 if scales.shape[0] == 1 else scales.strides[0]
     strides = {"x_m": x.strides[0], "w_n": w.strides[0], "s_n": s_n, "y_m": places["y"].strides[0]}
-    arguments |= {"M": m, "N": n, "K": k, "turns": blocks(blocks(k, step), split), **strides}
+    arguments |= {"M": m, "N": n, "K": k, "X": matrices, "turns": blocks(blocks(k, step), split), **strides}
     constants = {
         "ROWS": rows, "OUTPUTS": outputs, "STEP": step, "GROUP": group, "FOUR": code == "int4",
         "ZEROS": "zeros" in places, "MAGIC": magic, "ADDS": float(adds if code == "int4" else 0), "UPCAST": upcast,
-        "SPLIT": split,
+        "SPLIT": split, "MATRICES": triton.next_power_of_2(matrices) if matrices else 0,
     }  # fmt: skip
-    grid = (blocks(n, outputs), blocks(m, rows) * split)
+    grid = (blocks(n, outputs), (blocks(m, rows) + matrices) * split)
     first = Step(f"{__name__}:few_rows", grid, arguments, constants, warps=warps, stages=stages)
     if split == 1:
         return LaunchPlan((first,))
@@ -206,6 +223,36 @@ def forward(
     y = torch.empty((len(rows), len(codes)), dtype=x.dtype, device=x.device)
     launch(plan, {"x": rows, **given, "y": y}, written=("y",), code=code, upcast=x.device.type == "cpu")
     return y.view(*x.shape[:-1], -1)
+
+
+class GroupedCodes:
+    """The kernel of `grouped_lowbit_linear`."""
+
+    @staticmethod
+    def forward(
+        launch: Any, x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, ends: Tensor, code: str
+    ) -> Tensor:
+        groups, outputs, _ = codes.shape
+        rows = x if x.stride(1) == 1 else x.contiguous()
+        given = {"w": codes.contiguous().flatten(0, 1), "scales": scales.contiguous().flatten(0, 1)}
+        if zeros is not None:
+            given["zeros"] = zeros.contiguous().flatten(0, 1)
+        if len(x) > MANY * groups and multiplies(x, outputs):
+            weight = torch.empty((groups * outputs, x.shape[1]), dtype=x.dtype, device=x.device)
+            launch(decode_plan, {**given, "y": weight}, written=("y",), code=code)
+            return multiply_rows(launch, x, weight.view(groups, outputs, -1), ends, turned=False)
+        y = torch.empty((len(x), outputs), dtype=x.dtype, device=x.device)
+        given |= {"x": rows, "ends": ends, "y": y}
+        launch(plan, given, written=("y",), code=code, upcast=x.device.type == "cpu")
+        return y
+
+
+def multiplies(x: Tensor, outputs: int) -> bool:
+    """Whether a grouped product takes these rows and their results."""
+    return x.dtype in (torch.bfloat16, torch.float16) and not x.shape[1] % 8 and not outputs % 8
+
+
+GROUPED = GroupedCodes()
 
 
 class NormedCodes:

@@ -19,8 +19,11 @@ from tilemesh.core.cost import Cost
 from tilemesh.kernels.gated.reference import swiglu
 from tilemesh.kernels.grouped_linear.reference import grouped_linear
 from tilemesh.kernels.launch.gpu import launches_early
+from tilemesh.kernels.lowbit_linear.cost import CODE_BITS
+from tilemesh.kernels.lowbit_linear.grouped import grouped_lowbit_linear
 from tilemesh.model.experts import Experts
-from tilemesh.model.linear import ACTIVATIONS, ALONE, DENSE
+from tilemesh.model.kinds import FewBits
+from tilemesh.model.linear import ACTIVATIONS, ALONE, DENSE, Linear
 from tilemesh.model.programs.definition import gate_passes
 from tilemesh.model.programs.program import CUT_OTHERWISE, LayerProgram, ProgramSeat, pass_cost
 from tilemesh.model.transformer import Mlp
@@ -52,7 +55,8 @@ class GroupedExperts(LayerProgram):
         for layer in (first.fc_gate, first.fc_in, first.fc_out):
             if layer is not None:
                 outputs, inputs = layer.out_features, layer.in_features
-                read, written = size * (used * outputs * inputs + picked * inputs), size * picked * outputs
+                matrices = used * layer.kind.nbytes(outputs, inputs, size)
+                read, written = matrices + size * picked * inputs, size * picked * outputs
                 total += Cost(2 * picked * outputs * inputs, read, written, launches=1, dtype="bf16")
         return (
             total + gate_passes(first, picked, size, together=True) + pass_cost(picked * first.fc_in.in_features, size)
@@ -70,8 +74,9 @@ class GroupedExperts(LayerProgram):
 def why_apart(block: Experts) -> str:
     """Why the experts of a layer cannot be computed together; "" where they can."""
     layers = [layer for mlp in _mlps(block) for layer in (mlp.fc_gate, mlp.fc_in, mlp.fc_out) if layer is not None]
-    if any(layer.kind.stacked() != DENSE for layer in layers):
-        return "matrices are not dense"
+    kinds = {layer.kind.stacked() for layer in layers}
+    if len(kinds) > 1 or not all(kind == DENSE or (isinstance(kind, FewBits) and _has_kernel(kind)) for kind in kinds):
+        return "matrices are neither all dense nor all of the same few bits"
     if any(layer.place != ALONE for layer in layers):
         return "projections are exchanged or put off each for itself"
     if any(layer.in_features % 8 or layer.out_features % 8 for layer in layers):
@@ -83,28 +88,49 @@ def lay_together(block: Experts) -> None:
     """Each kind of matrix of all experts in one storage, where they do not lie so already."""
     mlps = _mlps(block)
     for layers in zip(*((mlp.fc_in, mlp.fc_out, mlp.fc_gate) for mlp in mlps), strict=True):
-        matrices = [layer.weight for layer in layers if layer is not None]
-        if matrices and not _side_by_side(matrices):
-            for matrix, place in zip(matrices, torch.stack([one.detach() for one in matrices]), strict=True):
-                matrix.data = place
-    if mlps and mlps[0].fc_in.weight.is_cuda:
+        members = [layer for layer in layers if layer is not None]
+        for name in members[0]._parameters if members else ():
+            pieces = [piece for layer in members if (piece := layer._parameters[name]) is not None]
+            if pieces and not _side_by_side(pieces):
+                for piece, place in zip(pieces, torch.stack([one.detach() for one in pieces]), strict=True):
+                    piece.data = place
+    if next(block.parameters()).is_cuda:
         torch.cuda.empty_cache()  # where they lay before is of use to nobody: other matrices are larger
 
 
 def compute_grouped(block: Experts, rows_ND: Tensor, counts: Tensor, implementation: str = "auto") -> Tensor:
     """As `Experts.compute`: what the experts make of rows that are ordered by expert, so many for each."""
     mlps, ends = _mlps(block), counts.cumsum(0).int()
-    product = partial(grouped_linear, implementation=implementation)
-    h_NF: Tensor = product(rows_ND, stacked([mlp.fc_in.weight for mlp in mlps]), ends)
+    product = partial(_product, ends=ends, implementation=implementation)
+    h_NF: Tensor = product(rows_ND, [mlp.fc_in for mlp in mlps])
     first = mlps[0]
     if first.fc_gate is None:
         h_NF = ACTIVATIONS[first.fc_in.activation](h_NF)
     else:
-        gate_NF = product(rows_ND, stacked([mlp.fc_gate.weight for mlp in mlps if mlp.fc_gate is not None]), ends)
+        gate_NF = product(rows_ND, [mlp.fc_gate for mlp in mlps if mlp.fc_gate is not None])
         is_silu = first.fc_gate.activation == "silu"
         h_NF = swiglu(gate_NF, h_NF) if is_silu else ACTIVATIONS[first.fc_gate.activation](gate_NF) * h_NF
-    y_ND: Tensor = product(h_NF, stacked([mlp.fc_out.weight for mlp in mlps]), ends)
-    return y_ND
+    return product(h_NF, [mlp.fc_out for mlp in mlps])
+
+
+def _product(x: Tensor, layers: Sequence[Linear], *, ends: Tensor, implementation: str) -> Tensor:
+    """Rows of each layer times its matrix."""
+    kind = layers[0].kind
+    if isinstance(kind, FewBits):
+        codes, scales, zeros = (
+            None if pieces[0] is None else stacked(pieces)
+            for pieces in zip(*(kind.stored(layer) for layer in layers), strict=True)
+        )
+        few = partial(grouped_lowbit_linear, code=kind.scheme.format, implementation=implementation)
+        y: Tensor = few(x, codes, scales, zeros, ends)
+    else:
+        y = grouped_linear(x, stacked([layer.weight for layer in layers]), ends, implementation=implementation)
+    return y
+
+
+def _has_kernel(kind: FewBits) -> bool:
+    scheme = kind.scheme
+    return kind.inputs is None and scheme.format in CODE_BITS and not (scheme.group and scheme.group % 32)
 
 
 def stacked(matrices: Sequence[Tensor]) -> Tensor:
