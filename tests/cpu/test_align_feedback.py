@@ -83,6 +83,21 @@ def test_a_verifier_that_crashes_hangs_or_talks_nonsense_never_pays(functions: P
         Verifier(f"{functions}:score", 1.0)([("p", "a", {})])
 
 
+def test_answers_that_were_sent_ahead_keep_their_places(functions: Path) -> None:
+    """Among 200 of up to 40 kB, those that end the process or are too slow are the only ones without a score."""
+    verifier = Verifier(f"{functions}:score", deadline_s=2.0)
+    words = ["x" * (number % 7 + 1) * (6000 if number % 31 == 0 else 1) for number in range(200)]
+    words[20], words[21], words[150] = "die", "die", "raise"
+    try:
+        scored = verifier([("p", word, {}) for word in words])
+    finally:
+        verifier.close()
+    for word, each in zip(words, scored, strict=True):
+        assert (each.parts.get("score"), each.failure == "") == (
+            (None, False) if word in ("die", "raise") else (len(word) / 10, True)
+        )
+
+
 def test_what_cannot_be_scored_gets_the_least_that_any_got_and_at_most_nothing() -> None:
     rewards = object.__new__(Rewards)
     rewards.weights = {"task": 1.0, "style": 0.5}

@@ -13,6 +13,9 @@ import pytest
 from align_start import write_start
 
 from tilemesh.align.config import load
+from tilemesh.align.formulas.algorithms import ALGORITHMS as ALIGN_ROWS
+from tilemesh.align.formulas.algorithms import BASELINES
+from tilemesh.align.formulas.weights import WEIGHTINGS
 from tilemesh.align.job import fit
 from tilemesh.align.rewards import Paid, Rewards
 from tilemesh.align.tasks import TASKS, vowels
@@ -128,35 +131,27 @@ def test_a_verifier_that_can_be_hacked_is_and_the_parts_show_it(tmp_path: Path) 
     assert right_after < right_before + 0.05
 
 
-def digit_and_dots(chance: random.Random, case: Case) -> str:
-    """Three in ten begin with the digit that is paid; dots follow, as many as chance says."""
-    wrong = [digit for digit in "0123456789" if digit != case["answer"]]
-    return (case["answer"] if chance.random() < 0.3 else chance.choice(wrong)) + "." * chance.randrange(1, 11)
-
-
-def wrong_tokens(folder: Path) -> float:
-    """Of answers that are not paid, on average."""
-    cases = [TASKS["length"].case(99, number) for number in range(100)]
-    sampling = Sampling(max_tokens=16, n=8, seed=3, stop_tokens=(10,))
-    with Engine(folder) as engine:
-        answered = list(engine.generate([list(case["prompt"].encode()) for case in cases], sampling))
-    pairs = [(case, answer) for case, each in zip(cases, answered, strict=True) for answer in each.answers]
-    return float(np.mean([len(answer.tokens) for case, answer in pairs if answer.text[:1] != case["answer"]]))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(5))
-def test_the_trap_shows_the_length_bias_of_grpo_and_that_dr_grpo_has_none(tmp_path: Path, seed: int) -> None:
-    """Length is neither paid nor punished. A mean over each answer's tokens punishes a long wrong one less per token:
-    wrong answers grow. With one weight for all tokens they do not."""
-    start = write_start(tmp_path / "start", "length", 150, seed, example=digit_and_dots)
-    sets = ("align.task=length", "align.prompts=8", "align.answers=16", "optimizer.lr=5e-4", "train.steps=60")
-    for algorithm in ("grpo", "dr-grpo"):
-        align(start, tmp_path / algorithm, f"align.algorithm={algorithm}", *sets, seed=seed)
-    before, grpo, dr_grpo = (wrong_tokens(tmp_path / name) for name in ("start", "grpo", "dr-grpo"))
-    assert grpo > before + 1
-    assert dr_grpo < before + 1
-    assert grpo > dr_grpo + 2
+@pytest.mark.parametrize("algorithm", ["grpo", "dr-grpo"])
+def test_the_trap_shows_the_length_bias_of_grpo_and_that_dr_grpo_has_none(algorithm: str) -> None:
+    """Answers are right three times in ten and stop with chance 0.2 after each token, whether right or not: length is
+    neither paid nor punished. What a step does to the logit of stopping is then 0 on average; a mean over each answer's
+    tokens makes it negative for wrong answers, which get longer, and positive for right ones. No run could show it as
+    surely: lengths that nothing is paid for also drift by chance."""
+    chance, answers, longest, stop = np.random.default_rng(0), 16, 16, 0.2
+    row, group = ALIGN_ROWS[algorithm], np.repeat(np.arange(20_000), 16)
+    right = chance.random(len(group)) < 0.3
+    drawn = chance.geometric(stop, len(group))
+    length, stops = np.minimum(drawn, longest), drawn <= longest
+    advantage = BASELINES[row.baseline](right.astype(np.float64), group)
+    sequence = np.repeat(np.arange(len(group)), length)
+    first = np.cumsum(length) - length
+    weight = WEIGHTINGS[row.weighting](sequence, len(group), longest)[first]  # the same for each token of an answer
+    # The gradient of an answer's log-probability by that logit: 1 - stop where it stops, -stop where it goes on.
+    score = stops * (1 - stop) - (length - stops) * stop
+    for which, sign in ((right, 1), (~right, -1)):
+        pull = np.add.reduceat(np.where(which, weight * advantage * score, 0), np.arange(0, len(group), answers))
+        in_errors = pull.mean() / (pull.std(ddof=1) / len(pull) ** 0.5)
+        assert sign * in_errors > 10 if algorithm == "grpo" else abs(in_errors) < 4
 
 
 @pytest.mark.slow

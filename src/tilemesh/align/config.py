@@ -14,7 +14,6 @@ from typing import Annotated, Any, Literal
 
 from tilemesh.align.formulas.algorithms import ALGORITHMS, PREFERENCES, Algorithm, PreferenceAlgorithm
 from tilemesh.align.tasks import TASKS
-from tilemesh.align.verifier import split_name
 from tilemesh.core import config as core_config
 from tilemesh.core.conflicts import Conflict, refuse, row
 from tilemesh.core.errors import Argument, UsageError, unknown
@@ -22,6 +21,7 @@ from tilemesh.core.plan import ParallelPlan
 from tilemesh.core.ranges import TEMPERATURE, Range
 from tilemesh.data.cases import read_cases
 from tilemesh.data.config import DataConfig
+from tilemesh.launch.function import split_name
 from tilemesh.model.families.book import CONFIG as MODEL_FILE
 from tilemesh.model.families.book import read_config
 from tilemesh.runs import folder as folders
