@@ -10,6 +10,7 @@ from tilemesh.core.plan import ParallelPlan
 from tilemesh.core.sequence import attended, zigzag
 from tilemesh.kernels.attention.cost import pairs
 from tilemesh.model.config import preset
+from tilemesh.model.work.operations import ring_blocks
 from tilemesh.model.work.task import Task
 from tilemesh.plan.choose import search
 from tilemesh.plan.space import Pins
@@ -57,3 +58,21 @@ def test_the_search_shares_sequences_that_no_rank_holds_alone() -> None:
     assert {prediction.plan.cp for prediction in fixed.predictions} == {2}
     with pytest.raises(UsageError, match="cp 16 is 16 ranks, which do not divide the cluster's 8"):
         search(LLAMA, GPUS, batch=8, context=8192, pins=Pins.parse(["cp=16"]))
+
+
+@pytest.mark.parametrize("cp", [2, 4])
+def test_on_a_cpu_a_ring_computes_in_blocks(cp: int) -> None:
+    """Scores of each block are written, of those on the diagonal all: of 2c runs of a sequence the rank's first has one
+    block, its last 2c, and together every rank has as many."""
+    blocks, run = ring_blocks(4096, cp), 4096 // (2 * cp)
+    assert blocks.pairs == (2 * cp + 1) * run**2
+    assert blocks.masked == 2 * run**2
+    model = preset("tiny")
+    common: dict[str, object] = {"zero": 0, "precision": "fp32", "recompute": "none"}
+    shared, alone = (
+        predict(model, parse_cluster("4xcpu"), plan(dp=4 // ranks, cp=ranks, microbatch=4 * ranks, **common), 128)
+        for ranks in (cp, 1)
+    )
+    heads = predict(model, parse_cluster("4xcpu"), plan(dp=2, cp=2, microbatch=8, cp_exchange="heads", **common), 128)
+    assert shared.times.compute_s > alone.times.compute_s
+    assert heads.times.compute_s < shared.times.compute_s

@@ -19,7 +19,7 @@ from tilemesh.core.plan import ParallelPlan
 from tilemesh.measure.machine import Machine
 from tilemesh.model.config import preset
 from tilemesh.model.work.weights import count_parameters
-from tilemesh.plan.grade import Graded, RunSummary, code_of, grade, rank_correlation, read_run
+from tilemesh.plan.grade import ROUTED, Grade, Graded, RunSummary, code_of, grade, rank_correlation, read_run
 from tilemesh.plan.step import predict
 
 TINY = preset("tiny")
@@ -212,3 +212,10 @@ def test_rank_correlation() -> None:
 def test_what_ran_is_as_the_summary_says(summary: dict[str, Any], device: str, code: str | None) -> None:
     run = RunSummary("a run", TINY, PLAN, TINY.context, device, summary)
     assert code_of(run, parse_cluster(device)) == code
+
+
+def test_rows_to_experts_are_expected_and_not_judged() -> None:
+    """How many come to a rank is its routers' choice; a sum of gradients beside it is exact as ever."""
+    rows, sums = (Grade(name, "B", 100.0, 90.0) for name in (f"dp all_to_all, {ROUTED}", "dp all_reduce"))
+    assert (rows.bound, rows.holds) == (None, None)
+    assert (sums.bound, sums.holds) == (0.0, False)

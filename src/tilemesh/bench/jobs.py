@@ -170,6 +170,10 @@ LAYOUTS: Mapping[str, tuple[str, str]] = {
     "dp2pp2": ("dp=2,pp=2", "plan.microbatch=2,plan.accumulation=4"),
     "dp2-zero1": ("dp=2", "plan.microbatch=8,plan.zero=1"),
     "dp4-zero3": ("dp=4", "plan.microbatch=4,plan.zero=3"),
+    "cp2": ("cp=2", "plan.microbatch=16"),
+    "cp4": ("cp=4", "plan.microbatch=16"),
+    "ep2": ("dp=2,ep=2", "plan.microbatch=8,model.experts=4"),
+    "ep4": ("dp=4,ep=4", "plan.microbatch=4,model.experts=4"),
 }
 """Of the tiny preset on a CPU: mesh and settings. Each is predicted before it runs, and then all are graded."""
 _BARE = "train.steps=18,checkpoint.every=0,evaluate.every=0,sample.tokens=0"

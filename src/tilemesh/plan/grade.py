@@ -37,6 +37,8 @@ FOLLOWS = ("tokens/s", "computing", "exposed exchange", "waiting", "loading data
 """Figures that say again what another says and are not judged twice: 15 % off a time is 13 or 18 % off its rate; parts
 of a step say why it is off."""
 NOT_RECORDED = "the run did not record it"
+ROUTED = "rows to experts"
+"""Of exchanges whose bytes a router decides: expected, and not judged."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,7 @@ class Grade:
     @property
     def bound(self) -> float | None:
         """None for what is not judged."""
-        return None if self.name in FOLLOWS else BOUNDS.get(self.name, 0.0)
+        return None if self.name in FOLLOWS or ROUTED in self.name else BOUNDS.get(self.name, 0.0)
 
     @property
     def holds(self) -> bool | None:
@@ -190,7 +192,7 @@ def _exchanges(run: RunSummary, now: Prediction) -> list[Grade]:
     names = {(axis, name) for source in (now.exchanges, counted) for axis, by in source.items() for name in by}
     return [
         Grade(
-            f"{axis} {name}",
+            f"{axis} {name}" + f", {ROUTED}" * (name == "all_to_all" and axis == "dp" and run.plan.ep > 1),
             "B",
             now.exchanges.get(axis, {}).get(name, 0),
             _number(counted.get(axis, {}).get(name, 0)),

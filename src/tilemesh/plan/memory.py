@@ -116,12 +116,13 @@ def visiting_bytes(model: ModelConfig, task: Task) -> int:
     return kv * (2 * task.size + 3 * task.wide)
 
 
-def reserved_bytes(device: Device, ranks: int, compiler: bool) -> int:
+def reserved_bytes(device: Device, ranks: int, compiler: bool, stages: int = 1) -> int:
     """What a process takes beside its tensors; `compiler`: whether torch's is loaded."""
     known = constants.RESERVED_BYTES
     if device.kind != "cpu":
         return known[device.kind]
-    return known["cpu"] + known["ranks"] * (ranks > 1) + known["compiler"] * compiler
+    beside = known["ranks"] * (ranks > 1) + known["stages"] * (stages > 1)
+    return known["cpu"] + beside + known["compiler"] * compiler
 
 
 def kv_cache_bytes(model: ModelConfig, context: int, element_bytes: int = 2) -> int:
@@ -219,7 +220,8 @@ class Room:
         """Whether the host's memory is the device's: what is moved there stays."""
         self._code, self._chunked_loss, self._imbalance = code, chunked_loss, imbalance
         self.context = context
-        self._reserved = [reserved_bytes(cluster.device, cluster.world, compiler) for compiler in (False, True)]
+        self._world = cluster.world
+        self._slack = constants.RANKS_SLACK if self._is_one_memory and cluster.world > 1 else 0.0
         self._ranks: dict[tuple[object, ...], list[_RankNeeds]] = {}
         self._peaks: dict[tuple[object, ...], list[int]] = {}
         self._looked: dict[tuple[ChunkPlacement, tuple[int, ...], bool], tuple[tuple[int, ...], ...]] = {}
@@ -271,7 +273,8 @@ class Room:
             return least
         if plan.offload:
             return self.fullest(plan, counts).total_bytes
-        return max([rest + peak for rest, peak in zip(nbytes, self._peaks_beside(plan, counts, groups), strict=True)])
+        peaks = self._peaks_beside(plan, counts, groups)
+        return max([rest + peak + int(self._slack * peak) for rest, peak in zip(nbytes, peaks, strict=True)])
 
     def _sure_bytes(self, plan: ParallelPlan) -> int:
         """What every layer of a rank keeps of a microbatch when its backward pass begins there: in one direction all of
@@ -324,7 +327,9 @@ class Room:
             needs, weights, optimizer = _left_on_device(plan, needs, weights, optimizer, plan.pp > 1)
         working = needs.brief + _gathered_bytes(plan, needs.at_work)
         later = self._later_bytes(plan, needs)
-        return weights, gradients, optimizer, needs.activations, needs.logits, working, needs.reserved, later
+        slack = int(self._slack * needs.activations) + int(self._slack * (needs.logits + working))
+        reserved = needs.reserved + slack
+        return weights, gradients, optimizer, needs.activations, needs.logits, working, reserved, later
 
     def step_bytes(self, plan: ParallelPlan, counts: tuple[int, ...]) -> StepBytes:
         """What the actions of a step make and give back, by chunk: activations, until I and from there to W."""
@@ -446,7 +451,9 @@ class Room:
             brief,
             sum(counts[chunk] for chunk in held),
             self._at_work(plan, held, counts),
-            self._reserved[code == "compiled" or plan.repeated in ("operators", "full")]
+            reserved_bytes(
+                self._device, self._world, code == "compiled" or plan.repeated in ("operators", "full"), plan.pp
+            )
             + (microbatch.outlived if has_head else 0),
             pace.copies_of_weights(plan.schedule, rank, plan.pp, plan.accumulation) if plan.pp > 1 else 1,
         )

@@ -78,7 +78,9 @@ class Speed:
         compute = cost.flops / (rate * fraction * narrow_fraction(self.narrow[op.backward], op))
         # Parts of a split product are written in fp32 and read again to be summed.
         partial = 2 * 4 * splits * op.batch * op.m * op.n / self.stream_bytes_per_s if splits > 1 else 0.0
-        return self._with_launches(max(compute + partial, cost.bytes_moved / self.stream_bytes_per_s), 1)
+        # A CPU makes the products of a batch one by one.
+        calls = op.batch if self.waits else 1
+        return self._with_launches(max(compute + partial, cost.bytes_moved / self.stream_bytes_per_s), calls)
 
     def op_s(self, op: Operation) -> float:
         if isinstance(op, Product):
