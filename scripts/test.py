@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 import xml.etree.ElementTree as ET
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -32,11 +32,15 @@ GPU_TESTS = ("tests/gpu", "tests/cpu/test_matmul_notebook.py")  # the notebook m
 LONGEST = (
     *(f"tests/mpi/test_{part}.py" for part in ("train_faults", "forward", "comm", "comm_faults", "launch")),
     *(f"tests/mpi/test_{part}.py" for part in ("bench_train", "gate", "call", "backward", "train_fit")),
-    *(f"tests/cpu/test_{part}.py" for part in ("matmul", "train_run", "row_operators", "operators", "calibrate")),
+    *(f"tests/cpu/test_{part}.py" for part in ("methods_train", "compress", "train_run", "matmul", "operators")),
+    *("tests/report/test_report_pages.py", "tests/fuzz/test_fuzz.py", "tests/test_layers.py"),
+    *(f"tests/cpu/test_{part}.py" for part in ("row_operators", "guide", "align_run", "serve_ranks", "train_pipeline")),
     *(f"tests/cpu/test_{part}.py" for part in ("matmul_gradient", "doctor", "model_kernels", "compiled_memory")),
-    *("tests/fuzz/test_fuzz.py", "tests/pure/test_schedules.py", "tests/report/test_report_pages.py"),
+    *("tests/pure/test_schedules.py", "tests/pure/test_plan_serve.py", "tests/resume/test_resume.py"),
 )
-# A class or a file stays in one process, whose ranks tests/mpi/started.py keeps; tests/mpi/conftest.py joins some.
+# A file stays in one process, which makes what its tests share once. Of rank tests a class or a file does, whose ranks
+# tests/mpi/started.py keeps; tests/mpi/conftest.py joins some.
+BY_FILE = ("--dist", "loadfile", "--no-loadscope-reorder")
 BY_SCOPE = ("--dist", "loadscope", "--no-loadscope-reorder")
 NO_GPU = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 # Two jobs of as many ranks as cores: a rank of Open MPI that waits lets others run.
@@ -100,7 +104,8 @@ def main(argv: Sequence[str]) -> int:
                 totals.read(job, report_of(job, folder), code)
     else:
         for job in part_jobs(options):
-            print(f"\n{job.name}: pytest {' '.join(job.arguments)}", flush=True)
+            words = [word for word in job.arguments if not word.endswith(".py")]
+            print(f"\n{job.name}: pytest {' '.join(words)}, {len(job.arguments) - len(words)} files", flush=True)
             totals.read(job, report_of(job, folder), run(job, folder))
     alone = retry(totals, folder) if options.again and totals.failed else []
     say(totals, alone, time.monotonic() - began, options.slowest)
@@ -128,12 +133,11 @@ def part_jobs(options: argparse.Namespace) -> list[Job]:
     """One job for each part, to run one after the other."""
     slow = ("-m", "slow or not slow") if options.all else ()
     is_several = find_spec("xdist") is not None and options.n > 1
-    # A file stays in one process, which makes what its tests share once.
-    units = ("-n", str(options.n), "--dist", "loadfile") if is_several else ()
+    units = ("-n", str(options.n), *BY_FILE) if is_several else ()
     ranks = ("-n", str(options.n * 3 // 2), *BY_SCOPE) if is_several else ()
-    rank_files = [str(path.relative_to(ROOT)) for path in longest_first((ROOT / RANK_TESTS).glob("test_*.py"))]
+    unit_files, _, rank_files = ([str(path.relative_to(ROOT)) for path in files] for files in files_of_parts())
     jobs = {
-        "units": Job("units", (*units, *slow, "--ignore", RANK_TESTS, "--ignore", GPU_TESTS[0]), NO_GPU),
+        "units": Job("units", (*units, *slow, *unit_files), NO_GPU),
         "gpu": Job("gpu", (*slow, *GPU_TESTS)),
         "ranks": Job("ranks", (*ranks, *slow, *rank_files), SHARING),
         "setup": Job("setup", ("-m", "slow", SETUP_TESTS)),
@@ -143,9 +147,13 @@ def part_jobs(options: argparse.Namespace) -> list[Job]:
     return [jobs[part] for part in options.parts if part != "gpu" or has_gpu()]
 
 
-def longest_first(paths: Iterable[Path]) -> list[Path]:
+def files_of_parts() -> tuple[list[Path], list[Path], list[Path]]:
+    """Those of units, of the GPU and of ranks, the longest first."""
     order = {ROOT / name: number for number, name in enumerate(LONGEST)}
-    return sorted(paths, key=lambda path: (order.get(path, len(order)), path))
+    files = sorted((ROOT / "tests").rglob("test_*.py"), key=lambda path: (order.get(path, len(order)), path))
+    ranks = [path for path in files if path.is_relative_to(ROOT / RANK_TESTS)]
+    gpu = [path for path in files if path.is_relative_to(ROOT / GPU_TESTS[0])]
+    return [path for path in files if path not in ranks and path not in gpu], gpu, ranks
 
 
 def file_jobs(options: argparse.Namespace) -> list[tuple[list[Job], int]]:
@@ -156,10 +164,7 @@ def file_jobs(options: argparse.Namespace) -> list[tuple[list[Job], int]]:
         names = [str(path.relative_to(ROOT)) for path in paths]
         return [Job(name, (*slow, name), environment) for name in names if name != SETUP_TESTS]
 
-    files = longest_first((ROOT / "tests").rglob("test_*.py"))
-    ranks = [path for path in files if path.is_relative_to(ROOT / RANK_TESTS)]
-    gpu = [path for path in files if path.is_relative_to(ROOT / "tests" / "gpu")]
-    units = [path for path in files if path not in ranks and path not in gpu]
+    units, gpu, ranks = files_of_parts()
     groups = []
     if "units" in options.parts:
         groups.append((jobs(units, NO_GPU), options.n))

@@ -105,4 +105,5 @@ def test_the_longest_files_are_there_and_begin_first(script: ModuleType, tmp_pat
     assert [name for name in script.LONGEST if not (ROOT / name).is_file()] == []
     longest = tmp_path / script.LONGEST[0]
     longest.write_text("")
-    assert script.longest_first((tmp_path / "tests").rglob("test_*.py"))[0] == longest
+    units, gpu, ranks = script.files_of_parts()
+    assert (units, gpu, ranks[0]) == ([tmp_path / "tests" / "test_here.py"], [], longest)
