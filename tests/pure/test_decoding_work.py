@@ -78,6 +78,17 @@ def test_chunks_add_up_to_the_whole_prompt() -> None:
     assert first.bytes_moved + second.bytes_moved > whole.bytes_moved
 
 
+def test_of_experts_those_are_read_that_a_batch_touches() -> None:
+    """By even routing: one token passes 2 of 8, two tokens 8 (1 - (6/8)^2) = 3.5, many all of them."""
+    model = preset("mixtral-8x7b")
+    one = 3 * model.width * model.mlp_width * model.layers * 2  # bytes of one expert of every layer
+    task, part = serving_task(1, "bf16"), SequencePart(1, 1, 1)
+    alone, pair, many = (least_cost(model, [part] * batch, task).bytes_read for batch in (1, 2, 4000))
+    beside = 2 * model.width + model.layers * 2 * 2 * model.kv_width  # what else a token more reads: its row
+    assert abs(pair - alone - 1.5 * one) <= beside
+    assert abs(many - alone - 6 * one) <= 4000 * beside
+
+
 def test_a_window_bounds_what_is_read() -> None:
     model = preset("tinyllama-1.1b").replace(window=64)
     far, near = ([SequencePart(1, keys, 1)] for keys in (2000, 64))
