@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from align_start import write_start
 
-from tilemesh.align import generate, source
+from tilemesh.align import source, turns
 from tilemesh.align.config import load
 from tilemesh.align.formulas.rollout import Rollout
 from tilemesh.align.generate import Generator
@@ -53,7 +53,7 @@ def changed_rollout(change: Callable[[Rollout], Rollout]) -> Plant:
     """Something done to answers between the engine and training."""
 
     def plant(patch: pytest.MonkeyPatch) -> None:
-        real = generate.rollout_of
+        real = turns.rollout_of
         patch.setattr(source, "rollout_of", lambda *given: change(real(*given)))
 
     return plant

@@ -12,6 +12,7 @@ import torch
 from align_start import write_start
 
 from tilemesh.align.config import load
+from tilemesh.align.generate import unpacked_bytes
 from tilemesh.align.job import fit
 from tilemesh.align.rewards import Rewards, read_reward_model
 from tilemesh.align.tasks import TASKS
@@ -20,6 +21,7 @@ from tilemesh.comm.connection import connect
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.parallel.mesh import Mesh
 from tilemesh.runs.metrics import STEP, latest
+from tilemesh.runs.names import ROLLOUTS
 from tilemesh.train.rank import lay_model
 
 FUNCTIONS = """
@@ -96,6 +98,52 @@ def test_answers_that_were_sent_ahead_keep_their_places(functions: Path) -> None
         assert (each.parts.get("score"), each.failure == "") == (
             (None, False) if word in ("die", "raise") else (len(word) / 10, True)
         )
+
+
+ENVIRONMENT = """
+import json, pathlib
+def reply(prompt, turns, case):
+    with pathlib.Path(__file__).with_name("calls.jsonl").open("a") as file:
+        file.write(json.dumps([prompt, turns]) + "\\n")
+    if prompt.startswith("b"):
+        raise ValueError("no more")
+    return "ab:" if len(turns) < 3 else None
+def score(prompt, answer, case):
+    assert answer == case.get("turns", [answer])[-1]
+    return float(len(case.get("turns", [answer])))
+"""
+
+
+def test_a_conversation_goes_on_with_what_a_users_function_says(tmp_path: Path) -> None:
+    """Prompt, answer, reply, answer: what was drawn is trained, what was said is not, and engine and training agree on
+    all of it. Where the function fails, or an answer had no end, a conversation has one answer."""
+    start = write_start(tmp_path / "start", "vowels", 40)
+    functions = tmp_path / "talk.py"
+    functions.write_text(ENVIRONMENT)
+    sets = (
+        "align.task=vowels", f'align.rewards=["{functions}:score=0.1"]', f"align.environment={functions}:reply",
+        "align.turns=3", "align.prompts=12", "align.answers=2", "align.max_tokens=9", "align.epochs=2", "train.steps=2",
+    )  # fmt: skip
+    folder = fit(load(start, sets=[*QUICK, *sets]), start, run=tmp_path / "run", stop_after=1).folder
+    rollout, arrays, _ = unpacked_bytes((folder / ROLLOUTS / "batch-00000000.safetensors").read_bytes())
+    talks, refused = 0, 0
+    for row in range(len(rollout)):
+        tokens, drawn = rollout.tokens[rollout.row(row)], rollout.trainable[rollout.row(row)]
+        assert not drawn[:5].any()  # the prompt
+        given = np.flatnonzero(~drawn[5:]) + 5
+        assert tokens[given].tolist() == (list(b"ab:") if len(given) else [])
+        assert arrays[f"part {functions}:score"][row] == (3 if len(given) else 1)
+        is_refused = bytes(tokens[:1].tolist()) == b"b"
+        assert not (is_refused and len(given))
+        talks, refused = talks + (len(given) > 0), refused + is_refused
+    assert talks > 0
+    assert refused > 0
+    calls = [json.loads(line) for line in (tmp_path / "calls.jsonl").read_text().splitlines()]
+    assert {len(turns) for _, turns in calls} == {1, 3}
+    assert all(turns[1] == "ab:" for _, turns in calls if len(turns) == 3)
+    assert [line["mismatch"] < 1e-4 for line in latest(folder) if line["kind"] == STEP] == [True]
+    with pytest.raises(UsageError, match="needs a function"):
+        load(start, sets=[*QUICK, "align.task=vowels", "align.turns=2"])
 
 
 def test_what_cannot_be_scored_gets_the_least_that_any_got_and_at_most_nothing() -> None:

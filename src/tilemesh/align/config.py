@@ -51,6 +51,11 @@ class FeedbackConfig:
     prompt, answer and case that gives a number, for the prompts of `prompts_file`."""
     prompts_file: Path | None = None
     """A JSONL file with a prompt (or messages) in each line, and whatever else the function wants to know."""
+    environment: str = ""
+    """FILE.py:FUNCTION of prompt, turns (all texts after it) and case: what a user says to an answer; nothing ends the
+    conversation. The score then sees the last answer, and all of them as `turns` of its case."""
+    turns: Count = 1
+    """Answers of a conversation at most."""
     preferences: Path | None = None
     """For algorithms of pairs: a JSONL file with prompt (or messages), chosen and rejected in each line."""
     rewards: tuple[str, ...] = ()
@@ -267,7 +272,7 @@ def check_files(align: FeedbackConfig) -> None:
     for path in (align.prompts_file, align.preferences):
         if path is not None:
             read_cases(path)
-    for spec in (align.task, *(text.rpartition("=")[0] for text in align.rewards)):
+    for spec in (align.task, align.environment, *(text.rpartition("=")[0] for text in align.rewards)):
         if ".py:" in spec:
             split_name(spec)
 
@@ -280,6 +285,10 @@ def _check_task(align: FeedbackConfig) -> None:
     if ":" in align.task and align.prompts_file is None:
         raise UsageError(f"align.task is {align.task} and ", Argument("prompts_file", "--prompts-file"),
                          " names no prompts: give a JSONL file with a prompt in each line")  # fmt: skip
+
+    if (align.turns > 1) != bool(align.environment):
+        raise UsageError(f"align.turns is {align.turns} and align.environment '{align.environment}': a conversation of "
+                         "several answers needs a function that speaks between them, and it more than 1")  # fmt: skip
 
 
 def _feedback(base: FeedbackConfig, sets: Sequence[str]) -> FeedbackConfig:

@@ -17,7 +17,7 @@ from safetensors.numpy import load as from_bytes
 from safetensors.numpy import save as to_bytes
 from torch import Tensor, nn
 
-from tilemesh.align.formulas.rollout import Rollout, Segment, pack
+from tilemesh.align.formulas.rollout import Rollout
 from tilemesh.core.errors import RunError
 from tilemesh.model.fresh import give_memory
 from tilemesh.model.kinds import Adapted, projections
@@ -119,22 +119,6 @@ def _share(model: Transformer, weights: Mapping[str, Tensor]) -> None:
     for name, tensor in weights.items():
         module, _, last = name.rpartition(".")
         model.get_submodule(module).register_parameter(last, nn.Parameter(tensor, requires_grad=False))
-
-
-def rollout_of(
-    completions: Sequence[Completion], first_group: int, temperature: float, prompts: Sequence[Sequence[int]]
-) -> Rollout:
-    """Answers as packed arrays, made of the engine's tokens. Refuses answers to other prompts than were asked."""
-    sequences, group, finish = [], [], []
-    for number, (completion, prompt) in enumerate(zip(completions, prompts, strict=True)):
-        if list(completion.prompt_tokens) != list(prompt):
-            raise RunError(f"answer {number} is to another prompt than was asked: the order of completion counts")
-        for answer in completion.answers:
-            drawn = [0.0 if each.sampled is None else min(each.sampled, 0.0) for each in answer.logprobs]
-            sequences.append([Segment(prompt), Segment(answer.tokens, drawn, answer.versions)])
-            group.append(first_group + number)
-            finish.append(str(answer.finish))
-    return pack(sequences, group, finish, temperature)
 
 
 # Arrays between ranks, and on disk ------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from tilemesh.align.pairs import PairSource
 from tilemesh.align.prompts import PromptSource
 from tilemesh.align.rewards import Rewards
 from tilemesh.align.source import RolloutSource
+from tilemesh.align.turns import AnswerTurns
 from tilemesh.core.errors import UsageError
 from tilemesh.data.corpus import chat_template_of, tokenizer_of
 from tilemesh.model.families.book import read_config
@@ -84,10 +85,9 @@ class FeedbackLessons(Lessons):
             self._closing.append(without_onednn())
         generator = Generator(laid, self.served, self._dtype(laid), self._engine(), self.align.sleep)
         rewards = Rewards(self.align, laid)
-        self._closing += [generator.close, rewards.close]
-        return RolloutSource(
-            self.run, laid, reference, generator, self.prompts, rewards, self.feedback, recorder, self.folder
-        )
+        turns = AnswerTurns(generator, self.prompts)
+        self._closing += [generator.close, turns.close, rewards.close]
+        return RolloutSource(self.run, laid, reference, generator, turns, rewards, self.feedback, recorder, self.folder)
 
     def objective(self, laid: Laid, source: Source) -> Objective:
         return self.feedback.objective()

@@ -26,12 +26,13 @@ from tilemesh.align.formulas import advantages
 from tilemesh.align.formulas.algorithms import BASELINES
 from tilemesh.align.formulas.rollout import LENGTH, Floats, Rollout, Whole, join
 from tilemesh.align.formulas.weights import WEIGHTINGS
-from tilemesh.align.generate import Generator, packed_bytes, rollout_of, unpacked_bytes
+from tilemesh.align.generate import Generator, packed_bytes, unpacked_bytes
 from tilemesh.align.head import Reference, token_figures
 from tilemesh.align.objective import FLOATS, SEQUENCE, WEIGHT, FeedbackObjective
-from tilemesh.align.prompts import Prompt, PromptSource
+from tilemesh.align.prompts import Prompt
 from tilemesh.align.rewards import Rewards
 from tilemesh.align.shared import PassRows, padded_rows, shared_rows
+from tilemesh.align.turns import AnswerTurns, rollout_of
 from tilemesh.core.files import replacing
 from tilemesh.core.shard import share
 from tilemesh.data.order import rows_of
@@ -74,14 +75,15 @@ class RolloutSource(Source):
         laid: Laid,
         reference: Reference | None,
         generator: Generator,
-        prompts: PromptSource,
+        turns: AnswerTurns,
         rewards: Rewards,
         objective: FeedbackObjective,
         recorder: Recorder,
         folder: Path,
     ) -> None:
         self.config, self.align, self.laid, self.reference = config, config.align, laid, reference
-        self.generator, self.prompts, self.rewards, self.recorder = generator, prompts, rewards, recorder
+        self.generator, self.turns, self.prompts = generator, turns, turns.prompts
+        self.rewards, self.recorder = rewards, recorder
         self.objective, self.folder, self.mesh = objective, folder, laid.mesh
         self.device = next(laid.module.parameters()).device
         self._batch: RolloutBatch | None = None
@@ -89,8 +91,6 @@ class RolloutSource(Source):
         self._steps_done = 0
         self._seconds: dict[str, float] = {}
         """That phases of the step took so far, beside its update."""
-
-    # What a step asks for ---------------------------------------------------------------------------------------------
 
     def fetch(self, number: int) -> list[Microbatch]:
         align = self.align
@@ -147,8 +147,6 @@ class RolloutSource(Source):
         checks.check_mismatch(figures["mismatch"], next(self.laid.module.parameters()).dtype, self.config)
         return {**figures, **self._batch_figures(batch, number), **seconds, **held}
 
-    # A batch ----------------------------------------------------------------------------------------------------------
-
     def _make_batch(self, iteration: int, number: int) -> RolloutBatch:
         kept = self._kept_file(iteration)
         if (number - 1) % self.align.steps_per_batch and kept.is_file():
@@ -173,14 +171,11 @@ class RolloutSource(Source):
         mine, raw = prompts[begin : begin + count], b""
         if self.generator.is_here and mine:
             with self._timed("rollout"):
-                tokens = [prompt.tokens for prompt in mine]
-                completions = self.generator.answer(tokens, [self.prompts.sampling(each, answers) for each in mine])
-            own = rollout_of(completions, begin, self.align.temperature, tokens)
-            texts = [self.prompts.text_of(answer.tokens) for each in completions for answer in each.answers]
-            asked = [prompt for prompt in mine for _ in range(answers)]
+                drawn = self.turns.draw(mine, answers)
+            group = [begin + place for place in range(count) for _ in range(answers)]
+            own = rollout_of(drawn, group, self.align.temperature)
             with self._timed("reward"):
-                items = [(prompt.text, text, prompt.case) for prompt, text in zip(asked, texts, strict=True)]
-                paid = self.rewards.verify(items)
+                paid = self.rewards.verify([each.item for each in drawn])
             raw = packed_bytes(own, paid.parts, paid.failures)
         rollouts, parts, failures = [], dict[str, list[Floats]](), list[str]()
         for part in everyones(self.mesh.comm, raw):
@@ -294,7 +289,9 @@ class RolloutSource(Source):
         weight = np.zeros(len(sequence))
         kept = counts[sequence]
         renumbered = (np.cumsum(counts) - 1)[sequence[kept]]
-        weight[kept] = WEIGHTINGS[self.align.row.weighting](renumbered, int(counts.sum()), self.align.longest)
+        weight[kept] = WEIGHTINGS[self.align.row.weighting](
+            renumbered, int(counts.sum()), self.align.longest * self.align.turns
+        )
         return weight
 
     def _rows(self, rollout: Rollout, rows: range) -> PassRows:

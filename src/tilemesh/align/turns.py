@@ -1,0 +1,107 @@
+"""Answers to prompts, and conversations: after an answer a user's function, the environment, says what follows.
+
+The one idea: a conversation is segments of tokens, drawn and given in turn. The engine goes on from all tokens so far,
+whose pages it still has; only what it drew is trained. `FILE.py:FUNCTION(prompt, turns, case)` gets all texts after the
+prompt and returns the next one, or none to end; where it fails, the conversation ends too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Sequence
+
+from tilemesh.align.formulas.rollout import LENGTH, Rollout, Segment, pack
+from tilemesh.align.generate import Generator
+from tilemesh.align.prompts import Prompt, PromptSource
+from tilemesh.core.errors import RunError
+from tilemesh.data.cases import Case
+from tilemesh.data.tokenizer import encode_prompt
+from tilemesh.launch.function import FunctionProcess
+from tilemesh.serve.answers import Answer
+from tilemesh.serve.request import Sampling
+
+
+@dataclasses.dataclass
+class DrawnTalk:
+    """A prompt, and in turn what was drawn and what the environment said."""
+
+    prompt: Prompt
+    number: int
+    """Among those that begin with this prompt."""
+    segments: list[Segment]
+    texts: list[str] = dataclasses.field(default_factory=list)
+    finish: str = ""
+
+    @property
+    def tokens(self) -> list[int]:
+        return [token for segment in self.segments for token in segment.tokens]
+
+    @property
+    def item(self) -> tuple[str, str, Case]:
+        """What is scored: the last answer; of several, the case has all texts as `turns`."""
+        case = self.prompt.case if len(self.texts) == 1 else {**self.prompt.case, "turns": self.texts}
+        return self.prompt.text, self.texts[-1], case
+
+    def add(self, answer: Answer, text: str) -> None:
+        drawn = [0.0 if each.sampled is None else min(each.sampled, 0.0) for each in answer.logprobs]
+        self.segments.append(Segment(answer.tokens, drawn, answer.versions))
+        self.texts.append(text)
+        self.finish = str(answer.finish)
+
+
+class AnswerTurns:
+    """Draws conversations of up to `align.turns` answers."""
+
+    def __init__(self, generator: Generator, prompts: PromptSource) -> None:
+        self.generator, self.prompts, self.align = generator, prompts, prompts.align
+        spec = self.align.environment
+        self._environment = FunctionProcess(spec, self.align.deadline_s) if spec else None
+
+    def draw(self, prompts: Sequence[Prompt], answers: int) -> list[DrawnTalk]:
+        """So many for each prompt, in their order."""
+        begun = [DrawnTalk(each, place, [Segment(each.tokens)]) for each in prompts for place in range(answers)]
+        self._answer(begun, answers, [self.prompts.sampling(each, answers) for each in prompts])
+        going = begun
+        for turn in range(1, self.align.turns):
+            going = self._heard([each for each in going if each.finish != LENGTH])
+            keyed = [each.prompt._replace(seed=_seed(each, turn)) for each in going]
+            self._answer(going, 1, [self.prompts.sampling(each, 1) for each in keyed])
+        return begun
+
+    def _answer(self, going: Sequence[DrawnTalk], answers: int, samplings: Sequence[Sampling]) -> None:
+        """One more of each; so many have a prompt in common. Refuses answers to other prompts than were asked."""
+        asked = [each.tokens for each in going[::answers]]
+        for place, completion in enumerate(self.generator.answer(asked, samplings)):
+            if list(completion.prompt_tokens) != asked[place]:
+                raise RunError(f"answer {place} is to another prompt than was asked: the order of completion counts")
+            for each, answer in zip(going[place * answers :], completion.answers, strict=False):
+                each.add(answer, self.prompts.text_of(answer.tokens))
+
+    def _heard(self, going: Sequence[DrawnTalk]) -> list[DrawnTalk]:
+        """Those that the environment goes on with, and that have room for another answer."""
+        assert self._environment is not None
+        heard = []
+        calls = [(each.prompt.text, each.texts, each.prompt.case) for each in going]
+        for each, called in zip(going, self._environment(calls), strict=True):
+            if isinstance(called.value, str) and called.value:
+                given = encode_prompt(self.prompts.served.tokenizer, called.value)
+                if len(each.tokens) + len(given) + self.align.longest <= self.prompts.context:
+                    each.segments.append(Segment(given))
+                    each.texts.append(called.value)
+                    heard.append(each)
+        return heard
+
+    def close(self) -> None:
+        if self._environment is not None:
+            self._environment.close()
+
+
+def _seed(conversation: DrawnTalk, turn: int) -> int:
+    words = f"{conversation.prompt.seed} {conversation.number} {turn}"
+    return int.from_bytes(hashlib.sha256(words.encode()).digest()[:6], "little")
+
+
+def rollout_of(conversations: Sequence[DrawnTalk], group: Sequence[int], temperature: float) -> Rollout:
+    """As packed arrays, made of the engine's tokens."""
+    return pack([each.segments for each in conversations], group, [each.finish for each in conversations], temperature)
