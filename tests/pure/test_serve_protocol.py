@@ -35,11 +35,29 @@ def test_every_field_arrives() -> None:
         "min_p": 0.1, "n": 2, "seed": 7, "stop": ["a", "b"], "stream": True, "stream_options": {"include_usage": True},
         "logprobs": 2, "presence_penalty": 0.1, "frequency_penalty": 0.2, "repetition_penalty": 1.1,
         "logit_bias": {"5": -1}, "echo": True, "stop_token_ids": [9], "ignore_eos": True, "priority": 3,
+        "deadline_s": 2.5,
         "best_of": 1, "suffix": "", "response_format": {"type": "text"}, "regex": "a+",
     }  # fmt: skip
     assert set(body) == set(known_fields(chat=False))
     sampling = Sampling(
-        5, 0.5, 3, 0.9, 0.1, 1.1, 0.1, 0.2, {5: -1}, 7, 2, ("a", "b"), (9,), True, "a+", logprobs=2, prompt_logprobs=2
+        5,
+        0.5,
+        3,
+        0.9,
+        0.1,
+        1.1,
+        0.1,
+        0.2,
+        {5: -1},
+        7,
+        2,
+        ("a", "b"),
+        (9,),
+        True,
+        "a+",
+        logprobs=2,
+        prompt_logprobs=2,
+        deadline_s=2.5,
     )
     expected = AskedCompletion(sampling, ((1, 2), (3,)), (), "m", stream=True, stream_usage=True, echo=True, priority=3)
     assert read_completion(body) == expected
