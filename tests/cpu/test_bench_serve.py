@@ -111,6 +111,28 @@ def test_rows_have_prediction_limit_and_reasons(engine: Engine) -> None:
     assert bench.found.points[1].measured.goodput == 1.0
 
 
+def test_a_slow_machine_measures_less_and_never_nothing(engine: Engine) -> None:
+    said: list[str] = []
+    bench = ServeBench(engine, {"model": "tiny"}, None, "", ServeGoal(60.0, 60.0), said.append, seconds=1e-3)
+    bench.fit(4)  # of a time that is over: what was begun is enough
+    assert bench.predict is not None
+    bench.predict = lambda parts: 10.0  # seconds per step
+    bench.offline(make_load(8, Lengths(5, 9), Lengths(3, 3), TINY.vocabulary), 3, [])
+    (row,) = bench.found.rows
+    assert row.measured is not None
+    assert (row.case["requests"], row.measured.n) == (1, 1)
+    assert said[1:] == [
+        "a slow machine: 1 of 8 requests (--seconds)",
+        said[2],
+        "no time for more than 1 of 3 turns (--seconds)",
+    ]
+    bench.online(make_load(3, Lengths(5, 9), Lengths(3, 3), TINY.vocabulary, rate=100.0), 100.0)
+    assert len(bench.found.rows) == 1
+    fresh = ServeBench(engine, {"model": "tiny"}, None, "", ServeGoal(60.0, 60.0), said.append, seconds=1e-3)
+    fresh.online(make_load(3, Lengths(5, 9), Lengths(3, 3), TINY.vocabulary, rate=100.0), 100.0)
+    assert fresh.found.rows
+
+
 def test_every_turn_computes_its_prompts(engine: Engine) -> None:
     """The engine keeps prompts that it has seen, and a peer without such a cache has to compute them every time."""
     bench = ServeBench(engine, {"model": "tiny"}, None, "", ServeGoal(60.0, 60.0), lambda text: None)

@@ -7,6 +7,7 @@ The prediction of a load is made before the load runs: step times are fitted to 
 from __future__ import annotations
 
 import functools
+import math
 import statistics
 import threading
 import time
@@ -78,25 +79,29 @@ def run_load(engine: Engine, load: Sequence[LoadRequest], watched: bool = True) 
     return history
 
 
-def timed_steps(engine: Engine, batches: Sequence[int], seed: int = 1000) -> list[tuple[list[SequencePart], float]]:
+def timed_steps(
+    engine: Engine, batches: Sequence[int], seed: int = 1000, until: float = math.inf
+) -> list[tuple[list[SequencePart], float]]:
     """Steps of warm engines: so many sequences decoding at short and longer lengths, chunks of prompts alone, and the
-    mixed steps of requests that arrive one after the other."""
+    mixed steps of requests that arrive one after the other. After `until` (`time.monotonic`)
+    no more than the first of these is begun."""
     longest = engine.limits.context
     short, long = max(1, min(24, longest // 4)), max(1, min(384, longest // 2))
     timed: list[tuple[list[SequencePart], float]] = []
     for number, batch in enumerate(batches):
-        for length in (short, long):
+        for length in (short, long) if not timed or time.monotonic() < until else ():
             load = make_load(
                 batch, Lengths(length, length), Lengths(6, 6), engine.config.vocabulary, seed=seed + number
             )
             history = run_load(engine, load)
             timed += [(step.works, step.seconds) for step in history.steps]
-    for length in sorted({min(length, max(1, longest // 2)) for length in (16, 64, 200, 600)}):
+    prompts = sorted({min(length, max(1, longest // 2)) for length in (16, 64, 200, 600)})
+    for length in prompts if time.monotonic() < until else ():
         load = make_load(1, Lengths(length, length), Lengths(1, 1), engine.config.vocabulary, seed=seed - length)
         timed += [(step.works, step.seconds) for step in run_load(engine, load).steps]
     # Steps of one or two sequences with a prompt beside them are what an engine that is not busy does all the time.
     alone = [seconds for parts, seconds in timed if len(parts) == 1 and parts[0].queries == 1]
-    for number, apart in enumerate(_STEPS_APART):
+    for number, apart in enumerate(_STEPS_APART if time.monotonic() < until else ()):
         rate = 1 / (apart * (statistics.median(alone) if alone else 0.02))
         some = (Lengths(short, max(short, long // 3)), Lengths(_ARRIVING_OUTPUT, _ARRIVING_OUTPUT))
         load = make_load(_ARRIVING, *some, engine.config.vocabulary, rate=rate, seed=seed + 500 + number)
@@ -104,10 +109,10 @@ def timed_steps(engine: Engine, batches: Sequence[int], seed: int = 1000) -> lis
     return timed
 
 
-def fit_engine(engine: Engine, batches: Sequence[int]) -> FittedSteps:
+def fit_engine(engine: Engine, batches: Sequence[int], until: float = math.inf) -> FittedSteps:
     """Step times of this engine, from a few of its steps; the first round warms it up and is not counted."""
-    timed_steps(engine, batches[-1:], seed=5000)
-    return FittedSteps.of(timed_steps(engine, batches))
+    timed_steps(engine, batches[-1:] if until == math.inf else batches[:1], seed=5000, until=until)
+    return FittedSteps.of(timed_steps(engine, batches, until=until))
 
 
 def predict_load(

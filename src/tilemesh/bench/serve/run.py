@@ -6,7 +6,9 @@ Online: one rate after the other, requests at random times. Decode steps: so man
 
 from __future__ import annotations
 
+import math
 import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -87,10 +89,20 @@ class ServeBench:
     """Whether steps are recorded, which takes the host's time."""
     predict: Clock | None = None
     found: ServeFindings = field(default_factory=ServeFindings)
+    seconds: float = math.inf
+    """About how long all may take: on a slow machine less is measured, but never nothing."""
 
-    def fit(self) -> None:
-        """Warm the engine up and fit step times to it."""
-        fitted = fit_engine(self.engine, fitting_batches(self.engine.limits.running))
+    def __post_init__(self) -> None:
+        self._began = time.monotonic()
+
+    @property
+    def left_s(self) -> float:
+        return self.seconds - (time.monotonic() - self._began)
+
+    def fit(self, most: int) -> None:
+        """Warm the engine up and fit step times to it, of at most so many sequences."""
+        batches = fitting_batches(min(most, self.engine.limits.running))
+        fitted = fit_engine(self.engine, batches, time.monotonic() + self.left_s / 3)
         self.predict, self.found.fitted_error = fitted, fitted.error
         self.say(f"step times fitted to {fitted.steps} steps, median error {fitted.error:.1%}")
 
@@ -132,6 +144,7 @@ class ServeBench:
 
     def offline(self, load: Sequence[LoadRequest], blocks: int, peers: Sequence[PeerProcess]) -> None:
         """Output tokens per second with all requests there from the beginning; everyone in turn."""
+        load = self._affordable(load)
         expected = self._expected(load)
         guess = None if expected is None else load_figures(expected.requests.values(), self.goal)
         # Everyone warms up with prompts of these lengths and the beginnings of their answers. Every turn has prompts of
@@ -146,6 +159,7 @@ class ServeBench:
         theirs: dict[str, list[float]] = {peer.name: [] for peer in peers}
         tokens = sum(request.output for request in load)
         for block in range(blocks):
+            begun_s = self.left_s
             load = other_prompts(load, vocabulary, block)
             history = run_load(self.engine, load, self.watched)
             ours.append(load_figures(history.requests.values()).tokens_per_s)
@@ -156,6 +170,9 @@ class ServeBench:
             self.say(f"offline, turn {block + 1} of {blocks}: ours {ours[-1]:,.0f} tokens/s" + "".join(
                 f", {name} {rates[-1]:,.0f}" for name, rates in theirs.items() if rates
             ))  # fmt: skip
+            if 2 * self.left_s < begun_s and block + 1 < blocks:
+                self.say(f"no time for more than {block + 1} of {blocks} turns (--seconds)")
+                break
         measured = load_figures(history.requests.values(), self.goal)
         if guess is not None:
             self.found.points.append(LoadPoint(None, guess, measured, history))
@@ -179,6 +196,10 @@ class ServeBench:
 
     def online(self, load: Sequence[LoadRequest], rate: float) -> None:
         """Requests at their times."""
+        if self.found.rows and self.left_s < 0:
+            self.say(f"{rate:g} requests/s: no time left (--seconds)")
+            return
+        load = self._affordable(load)
         guess = self._predicted(load)
         history = run_load(self.engine, load, self.watched)
         records = list(history.requests.values())
@@ -205,6 +226,19 @@ class ServeBench:
     def _expected(self, load: Sequence[LoadRequest]) -> ServeHistory | None:
         clock = self.predict or self.clock
         return None if clock is None else predict_load(self.engine, load, clock)
+
+    def _affordable(self, load: Sequence[LoadRequest]) -> Sequence[LoadRequest]:
+        """The first of these, as many as can be answered in half of the time that is left; one at least."""
+        count = len(load)
+        while count > 1 and self._seconds_of(load[:count]) > max(self.left_s, 0) / 2:
+            count = (count + 1) // 2
+        if count < len(load):
+            self.say(f"a slow machine: {count} of {len(load)} requests (--seconds)")
+        return load[:count]
+
+    def _seconds_of(self, load: Sequence[LoadRequest]) -> float:
+        guess = None if self.seconds == math.inf else self._predicted(load)
+        return 0.0 if guess is None else sum(request.output for request in load) / guess.tokens_per_s
 
     def _predicted(self, load: Sequence[LoadRequest]) -> LoadFigures | None:
         expected = self._expected(load)

@@ -4,6 +4,7 @@ limits.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from tilemesh.serve.load import ServedModel
 
 _MOST_TOKENS = 1 << 26  # of all requests: a benchmark that would take hours says so at once
+_CPU_SECONDS = 100
 _PREDICT = "fitted: to a few steps of this engine (CPU); machine: from its calibration or datasheet."
 _Tokens = Annotated[int, Range(1, _MOST_TOKENS)]
 
@@ -57,6 +59,7 @@ class ServeBenchOptions:
     dtype: str = option("fp32", "fp32 or bf16.")
     device: str = option("cpu", "cpu, or cuda.")
     predict: Literal["fitted", "machine"] = option("fitted", _PREDICT)
+    seconds: Count | None = option(None, "About how long: a slow machine measures less; 100 on a CPU.", "S")
     seed: Seed = option(0, "Of the load and of random weights.")
     run: OutFolder | None = option(None, "Write a run with its page there.", "FOLDER")
     json: OutFile | None = option(None, ROWS, "FILE")
@@ -90,11 +93,13 @@ def serve(options: ServeBenchOptions) -> Output:
     case |= {"output": str(output), "running": options.running, "prediction": options.predict}
     with ExitStack() as closing:
         engine = closing.enter_context(_engine(options, served, longest))
-        bench = ServeBench(engine, case, clock, why, goal, console.print, watched=options.device == "cpu")
+        on_cpu = options.device == "cpu"
+        seconds = options.seconds or (_CPU_SECONDS if on_cpu else math.inf)
+        bench = ServeBench(engine, case, clock, why, goal, console.print, watched=on_cpu, seconds=seconds)
         bench.found.rows = KeptRows(options.json)
         peers = open_peers(options.peers, engine, options.dtype, options.device, closing) if options.blocks else []
         if options.predict == "fitted" and options.device == "cpu" and (options.blocks or loads):
-            bench.fit()
+            bench.fit(max([options.requests, *(len(load) for _, load in loads)]))
         if options.steps:
             plain = None if options.device == "cpu" else closing.enter_context(
                 _engine(options, served, longest, launch_ahead=False)
