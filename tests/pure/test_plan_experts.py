@@ -124,6 +124,10 @@ def test_the_search_shares_experts_out_where_that_fits_best_and_says_why() -> No
     assert {
         prediction.plan.ep for prediction in search(QWEN, "16xh100", batch=64, pins=Pins.parse(["ep=4"])).predictions
     } == {4}
+    wide = search(QWEN, "64xh100", batch=512, context=4096, pins=Pins.parse(["tp=1,pp=1,zero=1,microbatch=1"]))
+    assert max(point.layout.ep for point in wide.points) == 32, "over four nodes at most, unless it is fixed"
+    far = search(QWEN, "64xh100", batch=512, context=4096, pins=Pins.parse(["tp=1,pp=1,zero=1,microbatch=1,ep=64"]))
+    assert far.best.plan.ep == 64
     dense = search("llama-3-8b", NODE, batch=64)
     assert {point.layout.ep for point in dense.points} == {1}
     with pytest.raises(UsageError, match="no layout is possible"):

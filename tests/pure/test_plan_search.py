@@ -219,8 +219,8 @@ def test_what_cannot_be_says_why(cluster: str, batch: int, fix: str, words: str)
 
 def test_why_goes_from_one_device_to_across_nodes(result: SearchResult) -> None:
     lines = why(result)
-    starts = ("One h100 is not enough", "The step's", "Memory first", "Within a node", "Across nodes")
-    assert [line.startswith(start) for line, start in zip(lines, starts, strict=True)] == [True] * 5
+    starts = ("One h100 is not enough", "The step's", "Memory first", "Within a node", "Across nodes", "In fp8")
+    assert [line.startswith(start) for line, start in zip(lines, starts, strict=True)] == [True] * 6
     assert "loses" in runner_up(result)
     assert "loses" in runner_up(dataclasses.replace(result, predictions=result.predictions[:2]))
     assert "loses" not in runner_up(dataclasses.replace(result, predictions=result.predictions[:1]))

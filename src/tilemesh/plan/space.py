@@ -23,6 +23,8 @@ CUT = ("chunk_layers",)
 """What nobody fixes: stages are cut for each layout."""
 LONG_CONTEXT, CP_MOST = 32_768, 16
 """From so many tokens on it is tried that ranks share sequences, at most so many."""
+EP_NODES = 4
+"""Experts are shared out over at most so many nodes, where nobody has fixed it: most rows then cross the network."""
 TP_NODES = 2
 """Tensor parallelism is tried over at most so many nodes: it exchanges twice a layer, on the slowest link it meets."""
 
@@ -161,7 +163,8 @@ def _contexts(estimator: Estimator, ranks: int, pins: Pins) -> list[int]:
 def _shared(estimator: Estimator, tp: int, dp: int, cp: int, pins: Pins) -> list[tuple[int, ContextExchange]]:
     """How many ranks may share out experts, and how those that share sequences may exchange."""
     model, expert_tp = estimator.model, pins.expert_tp or 0
-    eps = [pins.ep] if pins.ep else divisors(dp * cp) if model.experts else [1]
+    most = max(1, EP_NODES * estimator.cluster.node.count // tp)
+    eps = [pins.ep] if pins.ep else [ep for ep in divisors(dp * cp) if ep <= most] if model.experts else [1]
     exchanges: tuple[ContextExchange, ...] = ("ring", "heads") if cp > 1 else ("ring",)
     return [
         (ep, how)

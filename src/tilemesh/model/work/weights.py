@@ -9,6 +9,7 @@ D width, Q width of all queries, K width of all keys, F hidden width of the MLP,
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -83,6 +84,7 @@ class Weight(NamedTuple):
         return self.held(tp, replicas) if self.repeats and self.units < tp else 0
 
 
+@functools.lru_cache(maxsize=64)  # a search asks for those of hundreds of experts again and again
 def layer_weights(model: ModelConfig) -> tuple[Weight, ...]:
     """Of one layer, in the order in which they are used; of one with experts, where others have none (`of_layer`)."""
     D, Q, K = model.width, model.query_width, model.kv_width
@@ -123,6 +125,7 @@ def _one_mlp(model: ModelConfig, prefix: str, expert: int = 0, width: int = 0) -
     )
 
 
+@functools.lru_cache(maxsize=64)
 def layer_matrices(model: ModelConfig) -> tuple[Weight, ...]:
     """Of these, what ranks of tp share: all but norms and routers."""
     return tuple(weight for weight in layer_weights(model) if weight.split != "whole")
