@@ -36,6 +36,7 @@ from tilemesh.runs.folder import new_run
 from tilemesh.runs.kind import TRAIN
 from tilemesh.runs.metrics import latest
 from tilemesh.serve import Engine, Sampling
+from tilemesh.train.check import check_init
 from tilemesh.train.load import load
 from tilemesh.train.rank import train_here
 
@@ -331,3 +332,34 @@ def test_runs_with_experts_shared_out_go_on_in_any_layout(tmp_path: Path) -> Non
     assert losses(tmp_path / "there", ("dp=1", ""), spread) == pytest.approx(alone, rel=1e-10)
     folded = ("dp=2,cp=2,ep=4", "plan.zero=1")  # out of dp x cp
     assert losses(tmp_path / "folded", folded, ("dp=1", "")) == pytest.approx(alone, rel=1e-10)
+
+
+def test_experts_that_begin_as_copies_of_an_mlp_have_its_first_loss(tmp_path: Path) -> None:
+    """On one process and with ep, and one layer left as it was; what would change the loss is refused."""
+    text, dense = tmp_path / "text.txt", tmp_path / "dense"
+    text.write_text("".join(f"line {number}: jumps over {number * 7} dogs\n" for number in range(300)))
+    huggingface.save(Transformer(ModelConfig(**SETTINGS | {"vocabulary": 257}), seed=2), dense)
+    sets = (
+        "train.steps=2,train.batch=4,checkpoint.every=0,evaluate.every=0,sample.tokens=0,train.device=cpu,"
+        f"plan.precision=fp64,train.trace_steps=0,data.source={text}"
+    )
+
+    def losses(name: str, mesh: str, more: str) -> list[float]:
+        config, folder = load(mesh=mesh, sets=[sets, *filter(None, [more])], init=dense), tmp_path / name
+        check_init(dense, config)
+        new_run(TRAIN, config.to_toml(), folder)
+        run_threads(config.plan.world, lambda comm: train_here(config, folder, comm, init=dense))
+        return [line["loss"] for line in latest(folder) if line["kind"] == "step"]
+
+    plain = losses("plain", "dp=1", "")
+    copies = losses("copies", "dp=1", "model.experts=4")
+    spread = losses("spread", "dp=2,ep=2", "model.experts=4,model.experts_per_token=3,model.dense_layers=[1]")
+    assert copies[0] == pytest.approx(plain[0], rel=1e-12)
+    assert spread[0] == pytest.approx(plain[0], rel=1e-12)
+    assert copies[1] != pytest.approx(plain[1], rel=1e-9)  # each has learnt from its own tokens
+    for more, words in (
+        ("model.shared_width=8", "set model.shared_width=0"),
+        ("model.router_renormalized=false", "set model.router_renormalized=true"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            check_init(dense, load(sets=[sets, f"model.experts=4,{more}"], init=dense))

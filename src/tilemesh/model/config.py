@@ -247,6 +247,7 @@ _OF_EXPERTS = (
     "router_z_loss",
 )  # fmt: skip
 """Settings that say something where there are experts alone."""
+EXPERT_FIELDS = frozenset(("experts", "experts_per_token", *_OF_EXPERTS))
 _OF_TRAINING = ("dropout", "context", "balance_loss", "router_z_loss")
 _LLAMA = {"norm": "rmsnorm", "positions": "rotary", "activation": "swiglu", "biases": False, "tied": False}
 
@@ -318,6 +319,20 @@ def unlike(there: Mapping[str, Any], here: ModelConfig) -> list[str]:
         for name, value in there.items()
         if value != ours.get(name) and name not in _OF_TRAINING
     ]
+
+
+def before_experts(model: ModelConfig) -> ModelConfig:
+    """The model whose MLP each expert of this one may begin as a copy of, with the same logits; UsageError where they
+    would be others."""
+    reasons = ["model.router_renormalized=true"] * (not model.router_renormalized)
+    reasons += ["model.shared_width=0"] * bool(model.shared_width)
+    reasons += ["model.dense_width=0"] * (model.dense_width not in (0, model.mlp_width))
+    if reasons:
+        raise UsageError(
+            "experts that begin as copies of an MLP give what it gives where the weights of a token's experts add up "
+            f"to 1 and all MLPs are as wide: set {', '.join(reasons)}"
+        )
+    return _dense(model)
 
 
 def check_written_model(told: object, step: int, model: ModelConfig, source: object) -> None:

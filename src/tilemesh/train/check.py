@@ -39,7 +39,7 @@ from tilemesh.launch.job import MOST_RANKS, RANKS_PER_CORE
 from tilemesh.launch.start import check_restarts, choose_transport
 from tilemesh.measure.machine import this_machine, usable_gpus
 from tilemesh.model.adapter import A, B, adapted_modules
-from tilemesh.model.config import ModelConfig, check_written_model, unlike
+from tilemesh.model.config import ModelConfig, before_experts, check_written_model, unlike
 from tilemesh.model.families.book import read_config
 from tilemesh.model.work.weights import layer_weights, parameter_shapes, why_not, why_not_tp
 from tilemesh.runs import folder as folders
@@ -258,7 +258,12 @@ def check_init(init: str | Path | None, config: TrainConfig | None = None) -> No
         raise UsageError(
             Argument("init"), f" '{init}': no config.json there; expected a folder as `save_pretrained` writes it"
         )
-    different = [] if config is None else unlike(to_dict(read_config(init)), config.model)
+    if config is None:
+        return
+    there, here = read_config(init), config.model
+    if here.experts and not there.experts:  # each expert begins as a copy of its MLP
+        here = before_experts(here).replace(family=there.family)
+    different = unlike(to_dict(there), here)
     if different:
         raise UsageError(Argument("init"), f" '{init}' holds another model: {'; '.join(different)}")
 

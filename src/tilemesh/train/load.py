@@ -21,7 +21,7 @@ from tilemesh.core.errors import Argument, UsageError
 from tilemesh.core.plan import ParallelPlan
 from tilemesh.core.ranges import shown
 from tilemesh.core.step.book import is_listed, listed
-from tilemesh.model.config import ModelConfig, unlike
+from tilemesh.model.config import EXPERT_FIELDS, ModelConfig, unlike
 from tilemesh.model.families.book import read_config
 from tilemesh.plan.nearest import advice
 from tilemesh.train.check import LayoutError, check_init, check_resumed, check_types, check_values
@@ -226,8 +226,11 @@ def _named(name: str | None, sets: Sequence[str], init: str | Path | None) -> _S
         config = core_config.load(TrainConfig, preset=chosen, presets=PRESETS, sets=sets)
     check_init(init)
     config = config.with_base(init)
-    if init is not None and name is None and not any(key.startswith("model.") for key in set_keys):
+    of_model = {key.removeprefix("model.") for key in set_keys if key.startswith("model.")}
+    if init is not None and name is None and (not of_model or ("experts" in of_model and of_model <= EXPERT_FIELDS)):
+        settings = {key: getattr(config.model, key) for key in of_model}  # experts that begin as copies of its MLP
         config = _of_folder(config, Path(init), set_keys)
+        config = config.changed(model=settings | ({"family": ""} if settings else {}))
     return _Start(config, set_keys, file_keys)
 
 

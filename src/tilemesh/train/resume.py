@@ -10,7 +10,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +22,7 @@ import torch
 from tilemesh.core.errors import RunError
 from tilemesh.core.shard import Shard
 from tilemesh.model.adapter import adapter_parameters
-from tilemesh.model.config import check_written_model
+from tilemesh.model.config import ModelConfig, check_written_model
 from tilemesh.model.kinds import unpacked
 from tilemesh.model.work.weights import count_parameters
 from tilemesh.parallel.agree import tell
@@ -198,12 +199,20 @@ def _load_base(loop: Loop, folder: Path, say: Say) -> None:
         say(f"adapters of rank {lora.rank} on the weights of {folder}: {trained:,} of {frozen + trained:,} are trained")
 
 
+def _copies(name: str, model: ModelConfig) -> Iterator[str]:
+    """Parameters of experts that begin as one of an MLP, where the model has experts in its place."""
+    parts = re.fullmatch(r"(layers\.(\d+)\.mlp\.)(fc_.*)", name)
+    if parts and int(parts[2]) in model.expert_layers:
+        yield from (f"{parts[1]}experts.{number}.{parts[3]}" for number in range(model.experts))
+
+
 def _load_hugging_face(loop: Loop, folder: Path) -> None:
     from tilemesh.model import huggingface  # late: it needs safetensors, which a run that begins afresh does not
 
     shards = loop.optimizer.shards
     weights: dict[str, torch.Tensor] = {}
     for name, tensor in huggingface.read_parameters(folder):
-        weights |= {own: take(shards[own], tensor) for own in (name, f"{CRITIC}.{name}") if own in shards}
+        owners = (name, f"{CRITIC}.{name}", *_copies(name, loop.config.model))
+        weights |= {own: take(shards[own], tensor) for own in owners if own in shards}
     loop.optimizer.load_weights(loop.optimizer.stepped | weights)  # what is trained beside the model begins as it is
     loop.laid.gradients.updated()
