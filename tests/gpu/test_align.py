@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from tilemesh.align.config import load
+from tilemesh.align.formulas.rollout import Segment, pack
 from tilemesh.align.job import fit
+from tilemesh.align.shared import padded_rows, shared_rows
+from tilemesh.model.loss import IGNORED
+from tilemesh.model.shared_prompts import SharedPrompts
+from tilemesh.model.transformer import Transformer
 from tilemesh.runs.metrics import STEP, latest
 from tilemesh.runs.reader import open_checkpoint
 
 sys.path.append(str(Path(__file__).parents[1] / "cpu"))
-from align_start import write_start
+from align_start import SMALL, write_start
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -56,6 +63,32 @@ def test_a_resumed_run_is_the_run_that_never_stopped(start: Path, tmp_path: Path
     readers = [open_checkpoint(folder, None, lambda text: None) for folder in (whole, parts)]
     for name in readers[0].names:
         assert torch.equal(readers[0].whole(name), readers[1].whole(name)), name
+
+
+@pytest.mark.parametrize("length", [40, 3])
+def test_one_copy_of_a_prompt_gives_what_a_row_for_each_answer_gives(length: int) -> None:
+    """Of prompts of 40 tokens; short ones stay in rows of their own. The error against float64 is that of rows."""
+    chance = np.random.default_rng(0)
+    prompt = Segment(chance.integers(0, 256, length).tolist())
+    drawn = [chance.integers(0, 256, 2 + answer).tolist() for answer in range(6)]
+    answers = [Segment(tokens, [-1.0] * len(tokens), [1] * len(tokens)) for tokens in drawn]
+    rollout = pack([[prompt, answer] for answer in answers], [0] * 6, ["stop"] * 6)
+    config = dataclasses.replace(SMALL, context=64)
+    results = []
+    for make, device, dtype in (
+        (padded_rows, "cpu", torch.float64), (padded_rows, "cuda", torch.float32), (shared_rows, "cuda", torch.float32),
+    ):  # fmt: skip
+        place = torch.device(device)
+        model = Transformer(config, seed=1, dtype=dtype).to(place)
+        tokens_BT, targets_BT, places_S4 = make(rollout, range(6), place)
+        cache = SharedPrompts(places_S4, place) if len(places_S4) else None
+        is_trained = targets_BT != IGNORED
+        logprob_N = model(tokens_BT, cache=cache).log_softmax(-1)[is_trained].gather(1, targets_BT[is_trained][:, None])
+        logprob_N.sum().backward()
+        results.append((len(places_S4), logprob_N.detach().double().cpu(), model.output_weight.grad.double().cpu()))
+    assert [bool(count) for count, _, _ in results] == [False, False, length == 40]
+    for exact, rows, shared in zip(*(result[1:] for result in results), strict=True):
+        assert (shared - exact).abs().max() <= 4 * (rows - exact).abs().max() + 1e-6
 
 
 def test_it_learns_to_sort(start: Path, tmp_path: Path) -> None:

@@ -18,11 +18,11 @@ from tilemesh.model.loss import IGNORED
 
 
 class PassRows(NamedTuple):
-    """What a pass over some sequences of a rollout takes, trained tokens in the order of sequences."""
+    """What a pass over some sequences of a rollout takes, trained tokens in the order of sequences; targets of others
+    are IGNORED."""
 
     tokens_BT: Tensor
     targets_BT: Tensor
-    """IGNORED where not trained."""
     places_S4: Tensor
     """Of prompts, then of answers, on the host: begin and length of what comes before it, of its own; empty where each
     sequence has a row of its own, padded to the longest."""
@@ -36,12 +36,13 @@ def padded_rows(rollout: Rollout, rows: range, device: torch.device) -> PassRows
     for place, (row, sequence) in enumerate(zip(rows, own, strict=True)):
         tokens[place, : len(sequence) - 1] = sequence[:-1]
         targets[place, : len(sequence) - 1] = _targets(rollout, row)
-    empty_S4 = torch.zeros(0, 4, dtype=torch.int64)
-    return PassRows(torch.from_numpy(tokens).to(device), torch.from_numpy(targets).to(device), empty_S4)
+    both = (torch.from_numpy(tokens).to(device), torch.from_numpy(targets).to(device))
+    return PassRows(*both, torch.zeros(0, 4, dtype=torch.int64))
 
 
 def shared_rows(rollout: Rollout, rows: range, device: torch.device) -> PassRows:
-    """All in one row, with one copy of each group's prompt."""
+    """All in one row, with one copy of each group's prompt; on a GPU where that saves half of the tokens, since our
+    attention kernels take a sequence per row."""
     own = [rollout.tokens[rollout.row(row)] for row in rows]
     shared = [int(rollout.trainable[rollout.row(row)].argmax()) - 1 for row in rows]
     prompts: dict[bytes, tuple[int, int]] = {}
@@ -59,6 +60,8 @@ def shared_rows(rollout: Rollout, rows: range, device: torch.device) -> PassRows
         targets.append(_targets(rollout, row)[count:])
         places.append((before, count, begin, len(parts[-1])))
         begin += len(parts[-1])
+    if device.type == "cuda" and 2 * begin > len(rows) * (max(map(len, own)) - 1):
+        return padded_rows(rollout, rows, device)
     tokens_1T, targets_1T = (torch.from_numpy(np.concatenate(each))[None].to(device) for each in (parts, targets))
     return PassRows(tokens_1T, targets_1T, torch.tensor(places))
 

@@ -85,10 +85,6 @@ def vowels(answer: str) -> float:
     return sum(letter in "aeiou" for letter in letters) / len(letters) if letters else 0.0
 
 
-def _vowels_score(prompt: str, answer: str, case: Case) -> float:
-    return vowels(answer)
-
-
 def _length_case(chance: random.Random) -> Case:
     digit = chance.randrange(10)
     return {"prompt": f"{digit}?", "answer": str(digit)}
@@ -114,7 +110,7 @@ TASKS: dict[str, FeedbackTask] = {
         FeedbackTask("sort", _sort_case, _sort_score, max_tokens=8),
         FeedbackTask("add", _add_case, _add_score, max_tokens=4),
         FeedbackTask("bandit", _bandit_case, _bandit_score, max_tokens=1),
-        FeedbackTask("vowels", _letters_case, _vowels_score, max_tokens=8),
+        FeedbackTask("vowels", _letters_case, lambda prompt, answer, case: vowels(answer), max_tokens=8),
         FeedbackTask("length", _length_case, _length_score, max_tokens=16),
         FeedbackTask("hackable", _hack_case, _hack_score, max_tokens=8, example=lambda case: f"{case['answer']} ok"),
     )

@@ -60,6 +60,8 @@ class _Call(NamedTuple):
     def attend(self, q_THE: Tensor, k_TKE: Tensor, v_TKE: Tensor, window: int) -> Tensor:
         q = q_THE[self.own_SA].transpose(1, 2)
         k, v = (x[self.keys_SK].transpose(1, 2) for x in (k_TKE, v_TKE))
+        if q.is_cuda and q.shape[1] != k.shape[1]:  # the kernel that takes a mask takes no groups of heads
+            k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
         mask_SAK = self.mask_SAK & (self.away_SAK < window) if window else self.mask_SAK
         y = functional.scaled_dot_product_attention(q, k, v, mask_SAK[:, None], enable_gqa=q.shape[1] != k.shape[1])
         return y.transpose(1, 2).flatten(0, 1)[self.kept_N]
