@@ -116,7 +116,12 @@ def test_a_lost_arrival_is_noticed() -> None:
             )  # fmt: skip
 
 
-@pytest.mark.parametrize("which", ["forward", "gradient of rows", "gradient of weights"])
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "which", [pytest.param("forward", marks=SLOW), pytest.param("gradient of rows", marks=SLOW), "gradient of weights"]
+)
 def test_the_kernels_compile_for_an_h200_that_is_not_here(which: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()  # in their own tiles
 

@@ -187,7 +187,7 @@ def test_grouped_products_of_few_bits(counts: list[int], code: str, with_zeros: 
         begin = end
 
 
-@pytest.mark.parametrize("rows", [16, 128, 512])
+@pytest.mark.parametrize("rows", [pytest.param(16, marks=pytest.mark.slow), 128])
 def test_products_of_few_bits_compile_for_an_h200_that_is_not_here(rows: int) -> None:
     shapes = {"x": (rows, 4096), "w": (8 * 1024, 2048), "scales": (8 * 1024, 32), "ends": (8,), "y": (rows, 1024)}
     dtypes = {"w": "uint8", "scales": "float32", "ends": "int32"}

@@ -187,6 +187,7 @@ def test_what_does_not_fit_is_refused(call, words: str) -> None:
         call()
 
 
+@pytest.mark.slow
 def test_the_kernels_compile_for_an_h200_that_is_not_here() -> None:
     def place(*shape: int, dtype: str = "bfloat16") -> Place:
         return Place(shape, tuple(torch.empty(shape, device="meta").stride()), dtype, True)
