@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from align_start import write_start
 
-from tilemesh.align import source, turns
+from tilemesh.align import drawing, turns
 from tilemesh.align.config import load
 from tilemesh.align.formulas.rollout import Rollout
 from tilemesh.align.generate import Generator
@@ -54,7 +54,7 @@ def changed_rollout(change: Callable[[Rollout], Rollout]) -> Plant:
 
     def plant(patch: pytest.MonkeyPatch) -> None:
         real = turns.rollout_of
-        patch.setattr(source, "rollout_of", lambda *given: change(real(*given)))
+        patch.setattr(drawing, "rollout_of", lambda *given: change(real(*given)))
 
     return plant
 
@@ -128,7 +128,7 @@ def history_trained(rollout: Rollout) -> Rollout:
 
 def groups_split(patch: pytest.MonkeyPatch) -> None:
     """A filter drops answers by themselves, and other prompts' fill the batch up."""
-    real = RolloutSource._answers
+    real = RolloutSource._paid
 
     def answers(self: RolloutSource, *given: Any) -> Any:
         rollout, parts, failures = real(self, *given)
@@ -136,7 +136,7 @@ def groups_split(patch: pytest.MonkeyPatch) -> None:
         group[2] = 1
         return dataclasses.replace(rollout, group=group), parts, failures
 
-    patch.setattr(RolloutSource, "_answers", answers)
+    patch.setattr(RolloutSource, "_paid", answers)
 
 
 def mean_per_microbatch(patch: pytest.MonkeyPatch) -> None:

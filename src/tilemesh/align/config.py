@@ -93,6 +93,14 @@ class FeedbackConfig:
     dtype: str = ""
     """Of the engine's weights: fp32, bf16, fp16 or fp64; empty: bf16 on a GPU where training computes in it, else that
     of the training weights, whose memory is then shared."""
+    placement: Literal["colocated", "split", "one-step-off"] = "colocated"
+    """Whether all ranks draw answers and train in turn (colocated), or `rollout_ranks` more draw them: while the others
+    wait (split), or one batch ahead of the update (one-step-off)."""
+    rollout_ranks: Count = 1
+    """Ranks that only draw answers, in addition to those of the plan."""
+    ahead: Annotated[int, Range(0, 1)] | None = None
+    """Batches that are drawn before the update which they would follow; none: 1 where one-step-off, else 0. With 1 and
+    colocated, a run does one after the other what one-step-off does at once."""
     running: Count = 256
     """Answers that the engine computes at a time."""
     sleep: bool | None = None
@@ -181,6 +189,15 @@ class FeedbackConfig:
     def rows(self) -> int:
         """Sequences per step."""
         return 2 * self.prompts if self.is_of_pairs else self.prompts * self.answers // self.minibatches
+
+    @property
+    def ranks_beside(self) -> int:
+        """That only draw answers."""
+        return 0 if self.placement == "colocated" or self.is_of_pairs else self.rollout_ranks
+
+    @property
+    def batches_ahead(self) -> int:
+        return int(self.placement == "one-step-off") if self.ahead is None else self.ahead
 
     @property
     def steps_per_batch(self) -> int:
@@ -331,6 +348,8 @@ CONFLICTS: tuple[Conflict[AlignConfig], ...] = (
         "the engine computes with whole weights, which no replica has", "plan.zero=2"),
     row("plan.offload", lambda config: config.plan.has_chunks and config.plan.pp == 1 and config.plan.zero < 3,
         "weights or activations that move by layer are passed over in a pipeline's order", "plan.offload=optimizer"),
+    row("align.placement", lambda config: config.align.placement != "colocated" and config.align.is_of_pairs,
+        "pairs are read, and nobody draws answers", "align.placement=colocated"),
     row("align.temperature", lambda config: config.align.temperature == 0,
         "all answers to a prompt would be the same one", "align.temperature=1"),
     row("train.method", lambda config: config.train.method != "synchronous",

@@ -31,18 +31,65 @@ from tilemesh.serve.load import ServedModel
 from tilemesh.serve.request import Sampling
 
 
-class Generator:
-    """An engine beside a laid model."""
+class EngineSeat:
+    """A rank with an engine, or a place for one."""
+
+    _engine: Engine | None = None
+    _sleeps = False
+
+    def answer(self, prompts: Sequence[Sequence[int]], samplings: Sequence[Sampling]) -> list[Completion]:
+        """Answers in the order of the prompts, on a rank that has an engine; elsewhere none."""
+        if self._engine is None or not prompts:
+            return []
+        if self._engine.asleep:
+            self._engine.wake()
+        completions = list(self._engine.generate(prompts, list(samplings)))
+        if self._sleeps:
+            self._engine.sleep(1)
+        return completions
+
+    def _write(self, weights: Mapping[str, Tensor], version: int) -> None:
+        assert self._engine is not None
+        self._engine.update_weights(weights, version, running="recompute")
+        if self._engine.version != version:
+            raise RunError(f"the engine has weights of version {self._engine.version}: expected {version}")
+
+    def close(self) -> None:
+        if self._engine is not None:
+            self._engine.close()
+
+
+class RolloutEngine(EngineSeat):
+    """An engine whose weights come from ranks that train."""
+
+    def __init__(self, served: ServedModel, dtype: torch.dtype, engine: EngineConfig, device: torch.device) -> None:
+        model = Transformer(served.model.config, device="meta", dtype=dtype)
+        give_memory(model, device, together=True)
+        model.eval().requires_grad_(False)
+        engine = dataclasses.replace(engine, device=device.type)
+        self._engine = Engine(dataclasses.replace(served, model=model, origin=None), engine)
+
+    def update(self, weights: Mapping[str, Tensor], version: int) -> None:
+        self._write(weights, version)
+
+
+class Generator(EngineSeat):
+    """An engine beside a laid model; or, without one, what sends the laid model's weights to engines elsewhere."""
 
     def __init__(
-        self, laid: Laid, served: ServedModel, dtype: torch.dtype, engine: EngineConfig, sleeps: bool | None = None
+        self,
+        laid: Laid,
+        served: ServedModel,
+        dtype: torch.dtype,
+        engine: EngineConfig,
+        sleeps: bool | None = None,
+        is_elsewhere: bool = False,
     ) -> None:
         """`served`: what tokens mean, and what ends an answer; its model has no memory. `sleeps`: whether the engine
         gives the memory of pages back after each batch of answers; by default on a GPU."""
         self.laid, mesh = laid, laid.mesh
-        self.is_here = mesh.tp.index == 0
+        self.is_here = mesh.tp.index == 0 and not is_elsewhere
         self._is_local = mesh.tp.size == 1  # all that the engine needs lies on this rank
-        self._engine: Engine | None = None
         self.device = next(laid.module.parameters()).device
         self._sleeps = self.device.type == "cuda" if sleeps is None else sleeps
         config = laid.model.config
@@ -71,20 +118,13 @@ class Generator:
         weights = dict(self._local_weights() if self._is_local else self._gathered())
         if self._engine is None or self._engine.version == version:
             return
-        self._engine.update_weights(weights, version, running="recompute")
-        if self._engine.version != version:
-            raise RunError(f"the engine has weights of version {self._engine.version}: expected {version}")
+        self._write(weights, version)
 
-    def answer(self, prompts: Sequence[Sequence[int]], samplings: Sequence[Sampling]) -> list[Completion]:
-        """Answers in the order of the prompts, on a rank that has an engine; elsewhere none."""
-        if self._engine is None or not prompts:
-            return []
-        if self._engine.asleep:
-            self._engine.wake()
-        completions = list(self._engine.generate(prompts, list(samplings)))
-        if self._sleeps:
-            self._engine.sleep(1)
-        return completions
+    def whole_weights(self) -> dict[str, Tensor] | None:
+        """On the first rank of the mesh all weights, adapters merged (a collective call)."""
+        if not self._is_local:
+            return self._joined()
+        return dict(self._local_weights()) if self.laid.mesh.comm.rank == 0 else None
 
     def _local_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Whole weights of this rank's own model, adapters merged."""
@@ -98,6 +138,9 @@ class Generator:
 
     def _gathered(self) -> Iterator[tuple[str, Tensor]]:
         """Whole weights, put together of what ranks hold (a collective call)."""
+        yield from handed_around(self.laid.mesh.comm, self._joined(), 0)
+
+    def _joined(self) -> dict[str, Tensor] | None:
         gathered = self.laid.gather()
         scales = {
             name: layer.kind.scale for name, layer in projections(self.laid.model) if isinstance(layer.kind, Adapted)
@@ -107,11 +150,7 @@ class Generator:
                 low, high = gathered[f"{name}.lora_a"], gathered[f"{name}.lora_b"]
                 gathered[f"{name}.weight"] = gathered[f"{name}.weight"] + scale * (high @ low)
             gathered = {name: gathered[name] for name in self.names}
-        yield from handed_around(self.laid.mesh.comm, gathered, 0)
-
-    def close(self) -> None:
-        if self._engine is not None:
-            self._engine.close()
+        return gathered
 
 
 def _share(model: Transformer, weights: Mapping[str, Tensor]) -> None:

@@ -44,7 +44,7 @@ def fit(
             raise UsageError("fit needs a config, or a run to resume")
         config = of_run(resume)
     check_files(config.align)
-    program = RankProgram(ALIGN, "tilemesh.align.rank", {FEEDBACK: config.file})
+    program = RankProgram(ALIGN, "tilemesh.align.rank", {FEEDBACK: config.file}, config.align.ranks_beside)
     if resume is not None:
         return job.fit(config.training, resume=resume, program=program, **options)
     if start is None:

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 
 from tilemesh.align.config import AlignConfig, of_run
+from tilemesh.align.drawing import AnswerDrawing, Answers, RemoteDrawing, serve_answers
 from tilemesh.align.formulas.algorithms import ALGORITHMS, PREFERENCES
-from tilemesh.align.generate import Generator
+from tilemesh.align.generate import Generator, RolloutEngine
 from tilemesh.align.head import Reference, add_critic, add_value_head, base_figures, token_figures
 from tilemesh.align.objective import FeedbackObjective
 from tilemesh.align.pairs import PairSource
@@ -19,6 +20,7 @@ from tilemesh.align.prompts import PromptSource
 from tilemesh.align.rewards import Rewards
 from tilemesh.align.source import RolloutSource
 from tilemesh.align.turns import AnswerTurns
+from tilemesh.comm.runtime.communicator import Communicator
 from tilemesh.core.errors import UsageError
 from tilemesh.data.corpus import chat_template_of, tokenizer_of
 from tilemesh.model.families.book import read_config
@@ -35,6 +37,7 @@ from tilemesh.serve.load import ServedModel, end_tokens, read_dtype
 from tilemesh.train.config import TrainConfig
 from tilemesh.train.lessons import Lessons
 from tilemesh.train.loop import Loop
+from tilemesh.train.optimizer import stored_dtype
 from tilemesh.train.record import Recorder
 from tilemesh.train.resume import load_stored
 from tilemesh.train.servers import Seat
@@ -51,9 +54,10 @@ class FeedbackLessons(Lessons):
 
     is_steady = False
 
-    def __init__(self, config: AlignConfig, folder: Path) -> None:
+    def __init__(self, config: AlignConfig, folder: Path, link: Communicator | None = None) -> None:
+        """`link`: of the first rank that trains, with those that only draw answers."""
         super().__init__(config.training, ALIGN)
-        self.run, self.align, self.folder = config, config.align, folder
+        self.run, self.align, self.folder, self.link = config, config.align, folder, link
         self._closing: list[Callable[[], None]] = []
 
     def open(self) -> None:
@@ -83,11 +87,25 @@ class FeedbackLessons(Lessons):
             return PairSource(self.run, laid, reference, self.served, self.feedback)
         if self._is_small and next(laid.module.parameters()).device.type == "cpu":
             self._closing.append(without_onednn())
-        generator = Generator(laid, self.served, self._dtype(laid), self._engine(), self.align.sleep)
+        is_elsewhere = self.align.ranks_beside > 0
+        dtype = self._dtype(laid.stream_dtype, next(laid.module.parameters()).is_cuda)
+        generator = Generator(laid, self.served, dtype, self._engine(), self.align.sleep, is_elsewhere)
         rewards = Rewards(self.align, laid)
         turns = AnswerTurns(generator, self.prompts)
-        self._closing += [generator.close, turns.close, rewards.close]
-        return RolloutSource(self.run, laid, reference, generator, turns, rewards, self.feedback, recorder, self.folder)
+        answers = Answers(self.align, turns, rewards, recorder)
+        drawing = (RemoteDrawing if is_elsewhere else AnswerDrawing)(answers, generator, laid.mesh, self.link)
+        source = RolloutSource(self.run, laid, reference, drawing, rewards, self.feedback, recorder, self.folder)
+        self._closing += [turns.close, rewards.close, drawing.close, source.close]
+        return source
+
+    def serve_answers(self, link: Communicator, device: torch.device, recorder: Recorder) -> None:
+        """As a rank that only draws answers."""
+        assert self.prompts is not None
+        dtype = self._dtype(stored_dtype(self.config.plan.precision), device.type == "cuda")
+        engine = RolloutEngine(self.served, dtype, self._engine(), device)
+        rewards, turns = Rewards(self.align, None), AnswerTurns(engine, self.prompts)
+        self._closing += [engine.close, turns.close, rewards.close]
+        serve_answers(link, engine, Answers(self.align, turns, rewards, recorder))
 
     def objective(self, laid: Laid, source: Source) -> Objective:
         return self.feedback.objective()
@@ -106,12 +124,11 @@ class FeedbackLessons(Lessons):
         load_stored(reference, Path(folder))
         return partial(token_figures, reference)
 
-    def _dtype(self, laid: Laid) -> torch.dtype:
+    def _dtype(self, trained: torch.dtype, on_gpu: bool) -> torch.dtype:
         """Of the engine's weights."""
         chosen = read_dtype(self.align.dtype or None)
-        on_gpu = next(laid.module.parameters()).is_cuda
         narrow = {"bf16": torch.bfloat16, "bf16-master": torch.bfloat16, "fp16": torch.float16}
-        return chosen or (narrow.get(self.config.plan.precision) if on_gpu else None) or laid.stream_dtype
+        return chosen or (narrow.get(self.config.plan.precision) if on_gpu else None) or trained
 
     def _engine(self) -> EngineConfig:
         align = self.align
@@ -150,7 +167,7 @@ class FeedbackLessons(Lessons):
             self._closing.pop()()
 
 
-def lessons_of(folder: Path) -> Callable[[TrainConfig], FeedbackLessons]:
+def lessons_of(folder: Path, link: Communicator | None = None) -> Callable[[TrainConfig], FeedbackLessons]:
     """What makes the lessons of the run in a folder; the training configuration is the one that a rank was given."""
     align = of_run(folder).align
-    return lambda training: FeedbackLessons(AlignConfig(training, align), folder)
+    return lambda training: FeedbackLessons(AlignConfig(training, align), folder, link)

@@ -3,12 +3,31 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
+from typing import Literal
 
+from tilemesh.align.config import AlignConfig
 from tilemesh.align.formulas.algorithms import ALGORITHMS
+from tilemesh.align.tasks import TASKS
 from tilemesh.core.conflicts import PLAN_CONFLICTS, refusals
-from tilemesh.core.errors import unknown
+from tilemesh.core.errors import UsageError, unknown
+from tilemesh.core.hardware import device_for, parse_cluster
 from tilemesh.core.placement import ACTOR, ENGINE, AlignWork, Placement
 from tilemesh.core.plan import ParallelPlan
+from tilemesh.data.cases import read_cases
+from tilemesh.measure.machine import this_machine
+from tilemesh.model.work.task import Code
+from tilemesh.plan.align import AlignEstimator, PlacementPrediction
+from tilemesh.plan.local import local_machine
+from tilemesh.plan.placements import search_placements
+from tilemesh.plan.space import Pins
+
+RUN = ("colocated", "split", "one-step-off")
+"""Kinds of placements that this room runs."""
+_LOOKED_AT = 16
+"""Prompts whose length is looked at before a run."""
+_LETTERS = 4
+"""Of a token, where tokens are not bytes."""
 
 
 def work_of(work: AlignWork) -> AlignWork:
@@ -46,3 +65,70 @@ def can_align(plan: ParallelPlan) -> bool:
     """Whether a model may learn from feedback in this layout: see `config.CONFLICTS`."""
     is_plain = plan.pp == plan.cp == plan.ep == 1 and plan.zero < 3 and plan.offload in ("", "optimizer")
     return is_plain and not list(refusals(PLAN_CONFLICTS, plan))
+
+
+# ---- a run's own ---------------------------------------------------------------------------------------------------
+
+
+def run_work(config: AlignConfig) -> AlignWork:
+    """What a step of this run does, as the planner is asked: answers of the longest that they may have."""
+    align, row = config.align, config.align.row
+    cases = [TASKS[align.task].case(0, place) for place in range(_LOOKED_AT)] if align.task in TASKS else []
+    if align.prompts_file is not None:
+        cases = read_cases(align.prompts_file)[:_LOOKED_AT]
+    letters = max((len(str(case.get("prompt") or case.get("messages"))) for case in cases), default=1)
+    prompt = letters if config.training.data.tokenizer is None else -(-letters // _LETTERS)
+    critic: Literal["none", "own", "head"] = "none"
+    if row.has_critic:
+        critic = "own" if align.critic == "own" else "head"
+    most = config.training.context - align.longest
+    return AlignWork(
+        prompts=align.prompts, answers=align.answers, prompt=max(1, min(prompt, most)),
+        tokens=align.longest, algorithm=align.algorithm, minibatches=align.minibatches, epochs=row.epochs,
+        critic=critic, reference=align.has_reference, lora=config.training.lora.rank, running=align.running,
+        old=align.steps_per_batch > 1 or row.has_critic or row.kl == "reward",
+        reward="model" if any(".py" not in text and not text.startswith("task=") for text in align.rewards)
+        else "function",
+    )  # fmt: skip
+
+
+def rank_placements(
+    config: AlignConfig, gpus: Sequence[str], kinds: Sequence[str] = RUN, drawing: int | None = None
+) -> list[PlacementPrediction]:
+    """Placements of a run on as many ranks of this machine as it has, and with its layout but for dp; the quickest
+    first. RunError or UsageError where none is possible, or this machine was not measured."""
+    plan, world = config.plan, config.plan.world + config.align.ranks_beside
+    on_gpu = bool(gpus) and config.train.device != "cpu"
+    try:
+        here = local_machine(f"{world}xlocal" + ("" if on_gpu else "-cpu"), this_machine())
+        cluster, rates = here.cluster, here.rates
+    except UsageError:
+        if not on_gpu:
+            raise
+        device = device_for(gpus[0])
+        if device is None:
+            raise
+        cluster, rates = parse_cluster(f"{world}x{device.name}"), None
+    code: Code = "compiled" if config.train.compile else "eager"
+    estimator = AlignEstimator(config.training.model, cluster, run_work(config), rates, code)
+    pins = Pins(tp=plan.tp, pp=1, cp=1, zero=plan.zero, precision=plan.precision)
+    return search_placements(
+        estimator, kinds, pins, accepts=can_align, runs=lambda each: not why_not_run(each), drawing=drawing
+    )
+
+
+def settings_of(placement: Placement) -> list[str]:
+    """That make a run this placement."""
+    plan, engine = placement.pool(ACTOR).plan, placement.pool(ENGINE)
+    assert plan is not None
+    drawing = [f"align.rollout_ranks={engine.ranks}"] if len(placement.pools) > 1 else []
+    return [f"align.placement={placement.kind}", f"plan.dp={plan.dp}", *drawing]
+
+
+def placement_words(config: AlignConfig) -> str:
+    """What lies where, in a line."""
+    beside, ahead = config.align.ranks_beside, config.align.batches_ahead
+    if not beside:
+        return f"colocated: {config.plan.world} rank{'s' * (config.plan.world > 1)} draw answers and train in turn"
+    when = "one batch ahead of the update" if ahead else "while the others wait"
+    return f"{config.align.placement}: {config.plan.world} train, {beside} more draw answers {when}"

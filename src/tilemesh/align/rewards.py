@@ -44,7 +44,8 @@ def score_builtin(score: Score, items: Sequence[Item]) -> list[Scored]:
 class Rewards:
     """All that pays, by name and weight."""
 
-    def __init__(self, align: FeedbackConfig, laid: Laid) -> None:
+    def __init__(self, align: FeedbackConfig, laid: Laid | None) -> None:
+        """`laid`: what reward models are laid beside; None on a rank that only draws answers, which has none."""
         weights = dict(_weight(text) for text in align.rewards)
         weights.setdefault("task", 1.0)
         self.weights, self._verifiers = weights, dict[str, Any]()
@@ -56,7 +57,7 @@ class Rewards:
                 self._verifiers[name] = lambda items, score=score: score_builtin(score, items)
             elif spec.endswith(".py") or ".py:" in spec:
                 self._verifiers[name] = Verifier(spec, align.deadline_s)
-            else:
+            elif laid is not None:
                 self.models[name] = read_reward_model(Path(spec), laid)
 
     def verify(self, items: Sequence[Item]) -> Paid:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import time
+import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -22,21 +22,20 @@ from torch import Tensor
 
 from tilemesh.align import checks
 from tilemesh.align.config import AlignConfig
+from tilemesh.align.drawing import AnswerDrawing, Asked
 from tilemesh.align.formulas import advantages
 from tilemesh.align.formulas.algorithms import BASELINES
 from tilemesh.align.formulas.rollout import LENGTH, Floats, Rollout, Whole, join
 from tilemesh.align.formulas.weights import WEIGHTINGS
-from tilemesh.align.generate import Generator, packed_bytes, unpacked_bytes
+from tilemesh.align.generate import packed_bytes, unpacked_bytes
 from tilemesh.align.head import Reference, token_figures
 from tilemesh.align.objective import FLOATS, SEQUENCE, WEIGHT, FeedbackObjective
 from tilemesh.align.prompts import Prompt
 from tilemesh.align.rewards import Rewards
 from tilemesh.align.shared import PassRows, padded_rows, shared_rows
-from tilemesh.align.turns import AnswerTurns, rollout_of
 from tilemesh.core.files import replacing
 from tilemesh.core.shard import share
 from tilemesh.data.order import rows_of
-from tilemesh.parallel.agree import everyones
 from tilemesh.parallel.laid import Laid
 from tilemesh.runs.manifest import checkpoints
 from tilemesh.runs.names import CHECKPOINTS, ROLLOUTS, SAMPLES
@@ -74,23 +73,25 @@ class RolloutSource(Source):
         config: AlignConfig,
         laid: Laid,
         reference: Reference | None,
-        generator: Generator,
-        turns: AnswerTurns,
+        drawing: AnswerDrawing,
         rewards: Rewards,
         objective: FeedbackObjective,
         recorder: Recorder,
         folder: Path,
     ) -> None:
         self.config, self.align, self.laid, self.reference = config, config.align, laid, reference
-        self.generator, self.turns, self.prompts = generator, turns, turns.prompts
+        self.drawing, self.prompts = drawing, drawing.answers.turns.prompts
         self.rewards, self.recorder = rewards, recorder
         self.objective, self.folder, self.mesh = objective, folder, laid.mesh
         self.device = next(laid.module.parameters()).device
         self._batch: RolloutBatch | None = None
         self._held: dict[str, Any] = {}
         self._steps_done = 0
-        self._seconds: dict[str, float] = {}
-        """That phases of the step took so far, beside its update."""
+        self._timed = drawing.answers.timed
+        self._begun: tuple[int, int] | None = None
+        """Which batch is being drawn, by weights of which version."""
+        self._pieces: list[bytes] | None = None
+        """Of that, where it was collected before it was needed."""
 
     def fetch(self, number: int) -> list[Microbatch]:
         align = self.align
@@ -124,9 +125,12 @@ class RolloutSource(Source):
         prompts = self.prompts.held_out()
         if not prompts:
             return
-        seconds = dict(self._seconds)  # an evaluation is no part of a step
-        rollout, parts, _ = self._answers(prompts, self.align.pass_k, self._steps_done + 1)
-        self._seconds = seconds
+        if self._begun is not None and self._pieces is None:
+            self._pieces = self.drawing.finish()
+        seconds = dict(self._timed.seconds)  # an evaluation is no part of a step
+        self.drawing.begin(Asked(0, len(prompts), self.align.pass_k, True), self._steps_done + 1)
+        rollout, parts, _ = self._paid(self.drawing.finish())
+        self._timed.seconds = seconds
         paid = rollout.reward.reshape(len(prompts), -1)
         full = parts["task"].reshape(paid.shape) >= 1 if "task" in parts else paid >= 1
         self._held = {"held_out_reward": float(paid.mean()), "pass_at_k": float(full.any(1).mean()),
@@ -143,18 +147,17 @@ class RolloutSource(Source):
         inner = (number - 1) % self.align.steps_per_batch
         figures = self.objective.step_figures(loss, self._step_tokens(batch, inner % self.align.minibatches))
         held, self._held = self._held, {}
-        seconds, self._seconds = {f"seconds/{phase}": taken for phase, taken in self._seconds.items()}, {}
-        checks.check_mismatch(figures["mismatch"], next(self.laid.module.parameters()).dtype, self.config)
-        return {**figures, **self._batch_figures(batch, number), **seconds, **held}
+        seconds, self._timed.seconds = self._timed.seconds, {}
+        if (batch.rollout.last_version > batch.number * self.align.steps_per_batch).all():  # by the same weights
+            checks.check_mismatch(figures["mismatch"], next(self.laid.module.parameters()).dtype, self.config)
+        phases = {f"seconds/{phase}": taken for phase, taken in seconds.items()}
+        return {**figures, **self._batch_figures(batch, number), **phases, **held}
 
     def _make_batch(self, iteration: int, number: int) -> RolloutBatch:
         kept = self._kept_file(iteration)
         if (number - 1) % self.align.steps_per_batch and kept.is_file():
             return self._advantages(*_read_batch(kept), iteration)
-        first = iteration * self.align.prompts
-        prompts = [self.prompts.at(first + place) for place in range(self.align.prompts)]
-        rollout, parts, failures = self._answers(prompts, self.align.answers, number)
-        checks.check_rollout(rollout, number, self.align.answers)
+        rollout, parts, failures = self._drawn(iteration, number)
         arrays = self._passed(rollout)
         if self.align.steps_per_batch > 1 and self.mesh.comm.rank == 0:
             notes = {"failures": failures, "parts": list(parts)}
@@ -163,30 +166,47 @@ class RolloutSource(Source):
             self._forget_files(iteration)
         return self._advantages(rollout, parts, failures, arrays, iteration)
 
-    def _answers(self, prompts: Sequence[Prompt], answers: int, version: int) -> tuple[Rollout, dict[str, Floats], int]:
-        """Answers to prompts, each replica's share of them by its own engine, with what they are paid."""
-        with self._timed("weight sync"):
-            self.generator.update(version)
-        begin, count = share(len(prompts), self.mesh.dp.size, self.mesh.dp.index)
-        mine, raw = prompts[begin : begin + count], b""
-        if self.generator.is_here and mine:
-            with self._timed("rollout"):
-                drawn = self.turns.draw(mine, answers)
-            group = [begin + place for place in range(count) for _ in range(answers)]
-            own = rollout_of(drawn, group, self.align.temperature)
-            with self._timed("reward"):
-                paid = self.rewards.verify([each.item for each in drawn])
-            raw = packed_bytes(own, paid.parts, paid.failures)
-        rollouts, parts, failures = [], dict[str, list[Floats]](), list[str]()
-        for part in everyones(self.mesh.comm, raw):
-            if part:
-                rollout, named, words = unpacked_bytes(part)
-                rollouts.append(rollout)
-                assert isinstance(words, list)
-                failures += words
-                for name, values in named.items():
-                    parts.setdefault(name, []).append(values)
-        rollout, joined = join(rollouts), {name: np.concatenate(values) for name, values in parts.items()}
+    def _drawn(self, iteration: int, number: int) -> tuple[Rollout, dict[str, Floats], int]:
+        """A batch's answers, and what they are paid; the next batch is begun where it is to be drawn ahead."""
+        ahead, early = self.align.batches_ahead, self._early_file(iteration)
+        if self._begun is None and ahead and early.is_file():
+            rollout, parts, notes = unpacked_bytes(early.read_bytes())
+            assert isinstance(notes, dict)
+            version, pieces = int(notes["version"]), [packed_bytes(rollout, parts, notes["failures"])]
+        else:
+            if self._begun is None:
+                self._begin(iteration, number)
+            assert self._begun is not None
+            version, pieces = self._begun[1], self._collected()
+        if ahead and (iteration + 1) * self.align.steps_per_batch < self.config.train.steps:
+            self._begin(iteration + 1, number)
+        rollout, parts, failures = self._paid(pieces)
+        checks.check_rollout(rollout, version, self.align.answers)
+        return rollout, parts, failures
+
+    def _begin(self, iteration: int, version: int) -> None:
+        self._begun = (iteration, version)
+        self.drawing.begin(Asked(iteration * self.align.prompts, self.align.prompts, self.align.answers), version)
+
+    def _collected(self) -> list[bytes]:
+        pieces, self._pieces = self._pieces, None
+        self._begun = None
+        return self.drawing.finish() if pieces is None else pieces
+
+    def close(self) -> None:
+        """What was drawn ahead is kept for a run that goes on: the weights that drew it are gone by then."""
+        if self._begun is None or sys.exc_info()[0] is not None:  # a rank that failed cannot wait for the others
+            return
+        iteration, version = self._begun
+        rollout, parts, failures = _joined(self._collected())
+        if self.mesh.comm.rank == 0:
+            _write_batch(
+                self._early_file(iteration), packed_bytes(rollout, parts, {"version": version, "failures": failures})
+            )
+
+    def _paid(self, pieces: Sequence[bytes]) -> tuple[Rollout, dict[str, Floats], int]:
+        """Answers with what they are paid."""
+        rollout, joined, failures = _joined(pieces)
         if self.rewards.models:
             with self._timed("reward"):
                 joined |= self._judged(rollout)
@@ -311,13 +331,6 @@ class RolloutSource(Source):
         """Each replica has written its own places, and zeros elsewhere."""
         return values if self.mesh.dp.size == 1 else np.asarray(self.mesh.dp.comm.all_reduce(values))
 
-    @contextlib.contextmanager
-    def _timed(self, phase: str) -> Iterator[None]:
-        begun = time.perf_counter()
-        with self.recorder.span(phase):
-            yield
-        self._seconds[phase] = self._seconds.get(phase, 0.0) + time.perf_counter() - begun
-
     def _batch_figures(self, batch: RolloutBatch, number: int) -> dict[str, Any]:
         rollout = batch.rollout
         _, deviation, _ = advantages.group_means(rollout.reward, rollout.group)
@@ -345,6 +358,9 @@ class RolloutSource(Source):
     def _kept_file(self, iteration: int) -> Path:
         return self.folder / ROLLOUTS / f"batch-{iteration:08d}.safetensors"
 
+    def _early_file(self, iteration: int) -> Path:
+        return self.folder / ROLLOUTS / f"drawn-{iteration:08d}.safetensors"
+
     def _forget_files(self, iteration: int) -> None:
         """Those that no checkpoint would go on in the middle of."""
         steps = [step for step, _ in checkpoints(self.folder / CHECKPOINTS)]
@@ -352,6 +368,19 @@ class RolloutSource(Source):
         for file in (self.folder / ROLLOUTS).glob("batch-*.safetensors"):
             if file not in needed:
                 file.unlink(missing_ok=True)
+
+
+def _joined(pieces: Sequence[bytes]) -> tuple[Rollout, dict[str, Floats], list[str]]:
+    """All answers, the parts of their pay, and why some could not be scored."""
+    rollouts, parts, failures = [], dict[str, list[Floats]](), list[str]()
+    for piece in filter(None, pieces):
+        rollout, named, words = unpacked_bytes(piece)
+        rollouts.append(rollout)
+        assert isinstance(words, list)
+        failures += words
+        for name, values in named.items():
+            parts.setdefault(name, []).append(values)
+    return join(rollouts), {name: np.concatenate(values) for name, values in parts.items()}, failures
 
 
 def _trained_places(rollout: Rollout, rows: range) -> Whole:

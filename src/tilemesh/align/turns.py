@@ -12,7 +12,7 @@ import hashlib
 from collections.abc import Sequence
 
 from tilemesh.align.formulas.rollout import LENGTH, Rollout, Segment, pack
-from tilemesh.align.generate import Generator
+from tilemesh.align.generate import EngineSeat
 from tilemesh.align.prompts import Prompt, PromptSource
 from tilemesh.core.errors import RunError
 from tilemesh.data.cases import Case
@@ -53,7 +53,7 @@ class DrawnTalk:
 class AnswerTurns:
     """Draws conversations of up to `align.turns` answers."""
 
-    def __init__(self, generator: Generator, prompts: PromptSource) -> None:
+    def __init__(self, generator: EngineSeat, prompts: PromptSource) -> None:
         self.generator, self.prompts, self.align = generator, prompts, prompts.align
         spec = self.align.environment
         self._environment = FunctionProcess(spec, self.align.deadline_s) if spec else None

@@ -158,19 +158,22 @@ def _matrices(model: ModelConfig) -> dict[str, tuple[int, int]]:
     return shapes if model.tied else {**shapes, "output": (model.vocabulary, model.width)}
 
 
-def check_machine(config: TrainConfig) -> None:
-    """Refuse what this machine has not: a GPU, the text, the tokenizer, place for so many ranks."""
+def check_machine(config: TrainConfig, beside: int = 0) -> None:
+    """Refuse what this machine has not: a GPU, the text, the tokenizer, place for so many ranks (`beside`: as
+    `RankProgram` has it)."""
     if config.train.device == "cuda" and not usable_gpus():
         raise UsageError("train.device is cuda and this machine has no GPU: set train.device=cpu, or auto")
     if config.train.graph and not usable_gpus():
         raise UsageError("train.graph is true and this machine has no GPU: set train.graph=false, or leave it out")
     most = max(MOST_RANKS, RANKS_PER_CORE * available_cores())
-    if membership() is None and config.ranks > most:
+    ranks = config.ranks + beside
+    if membership() is None and ranks > most:
         axes = " x ".join(f"{name} {size}" for name, size in config.plan.axes.items())
+        more = f" + {beside} beside" if beside else ""
         servers = f" + {config.servers} server{'s' * (config.servers > 1)}" if config.servers else ""
         settings = "plan.dp and method.servers" if config.servers else "plan.dp and plan.tp"
         raise UsageError(
-            f"a plan of {config.ranks} ranks ({axes}{servers}) on a machine with {available_cores()} cores: at "
+            f"a plan of {ranks} ranks ({axes}{servers}{more}) on a machine with {available_cores()} cores: at "
             f"most {most} are started here; set {settings} lower, or start them with mpiexec or srun"
         )
     fallback = config.checkpoint.fallback_dir
@@ -320,6 +323,8 @@ class RankProgram:
     """Its `main` is a started rank's, its `train_here` that of a process that is a rank already."""
     files: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Texts that a run's folder has beside its configuration, by their names."""
+    beside: int = 0
+    """Ranks that are started in addition to those of the configuration."""
 
 
 TRAINING = RankProgram()
@@ -362,13 +367,13 @@ def check_job(config: TrainConfig, request: JobRequest) -> None:
     if not request.name or Path(request.name).name != request.name:
         raise UsageError(f"name is {shown(request.name)}: expected a part of a folder's name, without /")
     check_init(request.init, config)
-    _check_start(config, request.transport, request.restarts)
+    _check_start(config.ranks + request.program.beside, request.transport, request.restarts)
     if stop_after is not None:
         _require_int(_STOP_AFTER, stop_after)
         if not request.steps_done < stop_after <= config.train.steps:
             first, last = request.steps_done + 1, config.train.steps
             raise UsageError(_STOP_AFTER, f" is {stop_after}: expected a step from {first} to {last}")
-    check_machine(config)
+    check_machine(config, request.program.beside)
     _check_outside(config, request)
 
 
@@ -388,7 +393,7 @@ def _check_outside(config: TrainConfig, request: JobRequest) -> None:
                 )
 
 
-def _check_start(config: TrainConfig, transport: str, restarts: int) -> None:
+def _check_start(ranks: int, transport: str, restarts: int) -> None:
     member = membership()
     _require_int(Argument("restarts"), restarts)
     if member is None:
@@ -398,8 +403,8 @@ def _check_start(config: TrainConfig, transport: str, restarts: int) -> None:
         raise UsageError(
             Argument("restarts"), f" inside a job that {member.starter} started: ask {member.starter} to restart it"
         )
-    elif config.ranks != member.size:
-        raise UsageError(f"a mesh of {config.ranks} ranks in a job of {member.size}: make plan.dp and plan.tp agree")
+    elif ranks != member.size:
+        raise UsageError(f"a mesh of {ranks} ranks in a job of {member.size}: make plan.dp and plan.tp agree")
 
 
 def _require_int(name: str, value: Any) -> None:

@@ -94,10 +94,11 @@ def fit(
     if resume is not None and folders.newest_checkpoint(resume) is None:
         request = dataclasses.replace(request, init=folders.first_weights(resume))
         check_init(request.init)
+    ranks = config.ranks + program.beside
     if in_process is None:
-        in_process = config.ranks == 1 and not restarts
-    elif in_process and config.ranks > 1 and membership() is None:
-        raise UsageError(f"in_process and a plan of {config.ranks} ranks: one process is one rank")
+        in_process = ranks == 1 and not restarts
+    elif in_process and ranks > 1 and membership() is None:
+        raise UsageError(f"in_process and a plan of {ranks} ranks: one process is one rank")
     with contextlib.ExitStack() as locks:
         is_rank = membership() is not None or in_process
         result = _train_here(config, request, locks) if is_rank else _start_ranks(config, request, locks)
@@ -157,7 +158,7 @@ def _start_ranks(config: TrainConfig, request: FitRequest, locks: contextlib.Exi
     others = OtherWork()
     outcome = launch_ranks(config, folder, request, sink_to(hear), request.say)
     _note(folder, others)
-    sentence = outcome.sentence(config.ranks)
+    sentence = outcome.sentence(config.ranks + request.program.beside)
     # A rank that is interrupted before the loop ends well and has nothing to tell.
     if outcome.failure is not None or not ended:
         raise RanksFailedError(sentence, folder, outcome.interrupted)
@@ -186,7 +187,7 @@ def launch_ranks(
 
     outcome = launch(
         command,
-        ranks=config.ranks,
+        ranks=config.ranks + request.program.beside,
         transport=transport,
         restarts=request.restarts,
         sink=sink,

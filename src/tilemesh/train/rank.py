@@ -102,9 +102,9 @@ class RankTask:
         return Recorder(Trace(parts, rank=rank, resume=self.resume), at)
 
 
-def main(argv: Sequence[str], **more: Any) -> int:
-    """A rank as the launcher starts it. `resume` also where the launcher starts it again after a fault. `more`: of the
-    options of `RankTask`."""
+def main(argv: Sequence[str], here: Callable[..., Result] | None = None) -> int:
+    """A rank as the launcher starts it. `resume` also where the launcher starts it again after a fault. `here`: what it
+    then does, `train_here` if not given."""
     folder, *rest = argv
     options = dict(zip(rest[::2], rest[1::2], strict=True))
     config = of_run(folder)
@@ -113,7 +113,7 @@ def main(argv: Sequence[str], **more: Any) -> int:
     comm = connect(timeout_s=config.train.timeout_s)
     comm.watch.process.tell_waits(print_line)
     again = int(os.environ.get(ATTEMPT_VARIABLE, "0")) > 0
-    train_here(
+    (here or train_here)(
         config,
         Path(folder),
         comm,
@@ -121,7 +121,6 @@ def main(argv: Sequence[str], **more: Any) -> int:
         init=options.get("--init"),
         stop_after=int(options["--stop-after"]) if "--stop-after" in options else None,
         emit=send if comm.rank == 0 else ignore,
-        **more,
     )
     return 0
 

@@ -8,10 +8,10 @@ RUN is a run's folder or a Hugging Face folder. With checkpoints, restarts and a
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from tilemesh.cli.jobs import program, run_job, show_job
-from tilemesh.cli.output import Output, console_beside
+from tilemesh.cli.output import Output, console_beside, tell
 from tilemesh.core.errors import UsageError
 from tilemesh.core.options import ROWS, OutFile, OutFolder, argument, option
 from tilemesh.runs.names import CHECKPOINTS, SAMPLES, SUMMARY
@@ -29,6 +29,9 @@ class AlignOptions:
     prompts_file: str | None = option(None, "Prompts for a function of yours, one JSON object per line.", "FILE")
     preferences: str | None = option(None, "Pairs with prompt, chosen and rejected, one JSON object per line.", "FILE")
     mesh: str | None = option(None, "How the ranks are laid out.", "dp=2,tp=2")
+    placement: Literal["auto", "colocated", "split", "one-step-off"] | None = option(
+        None, "Which ranks draw answers; auto: the best for as many ranks as the mesh has."
+    )
     sets: tuple[str, ...] = option((), "align.answers=16,train.steps=200,...", "A=B,...", flag="--set")
     resume: str | None = option(None, "Go on with a run.", "RUN")
     run: OutFolder | None = option(None, "Where to write; by default under runs/.", "FOLDER", flag="--out --run")
@@ -41,7 +44,7 @@ class AlignOptions:
     @property
     def settings(self) -> list[str]:
         """Flags are settings too."""
-        names = ("task", "algorithm", "prompts_file", "preferences")
+        names = ("task", "algorithm", "prompts_file", "preferences", *["placement"] * (self.placement != "auto"))
         return [f"align.{name}={getattr(self, name)}" for name in names if getattr(self, name) is not None] + [
             *self.sets
         ]
@@ -54,12 +57,16 @@ def align(options: AlignOptions) -> Output | int:
     if (options.start is None) == (options.resume is None):
         raise UsageError("name a run or a Hugging Face folder to begin with, or a run to go on with by --resume")
     if options.resume is not None:
+        if options.placement == "auto":
+            raise UsageError("--placement auto and --resume: the run has a placement; leave it out, or name another")
         if options.mesh is not None:
             raise UsageError("--mesh and --resume: say how ranks are laid out with --set plan.dp=2,plan.tp=2")
         config = of_run(options.resume, options.settings)
     else:
         assert options.start is not None
         config = load(options.start, sets=options.settings, mesh=options.mesh)
+        if options.placement == "auto":
+            config = load(options.start, sets=[*options.settings, *_best_settings(config)], mesh=options.mesh)
     job: dict[str, Any] = {name: getattr(options, name) for name in ("transport", "restarts", "stop_after")}
     if options.dry_run:
         return _preview(options, config, job)
@@ -69,9 +76,23 @@ def align(options: AlignOptions) -> Output | int:
     return ended if isinstance(ended, int) else show_job(options, console, _words(ended[0]), *ended)
 
 
+def _best_settings(config: AlignConfig) -> list[str]:
+    """Of the placement that is predicted to be quickest."""
+    from tilemesh.align.placement import rank_placements, settings_of
+    from tilemesh.measure.machine import usable_gpus
+
+    if config.align.is_of_pairs:
+        raise UsageError("--placement auto and pairs of answers, which nobody draws: leave it out")
+    best = rank_placements(config, usable_gpus())[0]
+    settings = settings_of(best.placement)
+    tell(f"placement: {', '.join(settings)}: {best.step.seconds:.3g} s per step predicted, {best.idle:.0%} idle")
+    return settings
+
+
 def _preview(options: AlignOptions, config: AlignConfig, job: dict[str, Any]) -> Output:
     from tilemesh.align.config import check_files
     from tilemesh.align.formulas.algorithms import ALGORITHMS, PREFERENCES
+    from tilemesh.align.placement import placement_words
     from tilemesh.train.preview import preview
 
     check_files(config.align)
@@ -88,8 +109,9 @@ def _preview(options: AlignOptions, config: AlignConfig, job: dict[str, Any]) ->
     lines[1:1] = [
         ("begins", str(options.start or options.resume)),
         ("learns", f"{learns}; {feedback.algorithm}, {paper}"),
+        ("placement", placement_words(config)),
     ]
-    text = [f"{subject + ':':10}{words}" for subject, words in lines]
+    text = [f"{subject + ':':11}{words}" for subject, words in lines]
     return Output([*text, "nothing was started: leave --dry-run out to begin"], seen.rows())
 
 
