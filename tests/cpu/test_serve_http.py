@@ -19,8 +19,10 @@ import torch
 from fuzz_http import hostile_bodies, send_all
 from served import RUNNING, WAITING, Serving, make_folder
 
+from tilemesh.cli import server_watch
 from tilemesh.cli.main import main
-from tilemesh.core.errors import UsageError
+from tilemesh.cli.server_watch import server_line, watch_server
+from tilemesh.core.errors import RunError, UsageError
 from tilemesh.model import huggingface
 from tilemesh.runs.lock import process_start
 from tilemesh.serve import Engine, Sampling
@@ -246,6 +248,29 @@ def test_json_and_regular_expressions_are_kept_to(server: Serving) -> None:
             pieces[one.index] = pieces.get(one.index, "") + one.text
     assert len(pieces) == 3
     assert all(re.fullmatch("[a-f]{3}(-[0-9]{2}){2}", text) for text in pieces.values())
+
+
+def test_watch_shows_a_live_server_until_it_ends(server: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[str] = []
+    read = server_watch._read
+
+    def show(line: str) -> None:
+        lines.append(line)
+        server.client.completions.create(model="small", prompt="x", max_tokens=7, extra_body={"ignore_eos": True})
+        if len(lines) == 2:
+            monkeypatch.setattr(server_watch, "_read", lambda *_: read("http://127.0.0.1:1", "/metrics", None))
+
+    watch_server(f"http://127.0.0.1:{server.port}", None, 0.01, show)
+    first, second, last = lines
+    counts = [int(re.search(r"([\d,]+) tokens,", line)[1].replace(",", "")) for line in (first, second)]  # type: ignore[index]
+    assert counts[1] - counts[0] == 7
+    assert re.match(
+        r"small: 0 running, 0 waiting · .* tokens/s · pages 0 used, \d+ idle, \d+ free · .*version 0$", second
+    )
+    assert last == "the server has ended"
+    assert "· asleep · adapters a, b" in server_line({"tilemesh_sleep_level": 1.0}, ["small", "a", "b"], 0)
+    with pytest.raises(RunError, match="does not answer as `tilemesh serve` does"):
+        watch_server("http://127.0.0.1:1", None, 0.01, show)
 
 
 def test_models_health_and_unknown_paths(server: Serving) -> None:
