@@ -239,7 +239,7 @@ class Unsent(Bucketed):
 
     def __init__(self, parts: Parts) -> None:
         super().__init__(parts)
-        self.counted_over = self.mesh.group("tp")
+        self.counted = ()  # this rank alone
 
     def exchange(self, bucket: Bucket) -> Any:
         return None

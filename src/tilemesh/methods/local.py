@@ -58,8 +58,9 @@ class LocalUpdates(Bucketed):
     def __init__(self, parts: Parts, when: LocalPeriod, bucket_bytes: int = BUCKET_BYTES) -> None:
         super().__init__(parts, bucket_bytes)
         self.when, self.step = when, 0
-        inside = (name for name, _ in parts.mesh.shape if name != "dp")
-        self._everyone, self._replica = self.counted_over, parts.mesh.group(*inside)
+        self._everyone = self.counted
+        self._replica = tuple(block for block in self.counted if block[0] != "dp")
+        parts.mesh.among(self._replica)  # made now, by all ranks
         self._is_finished = False
         self.values: Mapping[str, Tensor] = {}
         """What an optimizer steps and replicas average: the parameters, or their float32 masters."""
@@ -89,7 +90,7 @@ class LocalUpdates(Bucketed):
         if not self.step:  # weights were drawn or read after this was made
             self._keep_common()
         alone = self.when.is_alone(self.step + 1)
-        self.counted_over = self._replica if alone else self._everyone
+        self.counted = self._replica if alone else self._everyone
         self._is_finished = True
         return super().finish(max_norm, divide=divide)
 
@@ -147,7 +148,7 @@ class LocalUpdates(Bucketed):
                 squares += np.array([float(apart), float(size)]) / (bucket.copies // self.mesh.dp.size)
                 value.copy_(mean if plain else self._moved(name, mean))
                 self.held[name].tensor.copy_(value)
-        apart_all, size_all = self._replica.all_reduce(squares, algorithm=self.algorithm).tolist()
+        apart_all, size_all = self.mesh.among(self._replica).all_reduce(squares, algorithm=self.algorithm).tolist()
         self.spread = math.sqrt(apart_all / size_all) if size_all else 0.0
 
     def _moved(self, name: str, mean: Tensor) -> Tensor:

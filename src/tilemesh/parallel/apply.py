@@ -33,7 +33,7 @@ from tilemesh.model.transformer import Transformer
 from tilemesh.model.work.weights import SLICED, Weight, why_not
 from tilemesh.parallel.agree import agree
 from tilemesh.parallel.buckets import BUCKET_BYTES, Bucketed
-from tilemesh.parallel.context import ContextAxis
+from tilemesh.parallel.context import ContextAxis, SequenceCounts
 from tilemesh.parallel.experts import EXPERT, ExpertElsewhere, share_experts
 from tilemesh.parallel.gradients import Gradients, LocalGradients, Naive, Parts, Way
 from tilemesh.parallel.laid import AUTOCAST, Laid
@@ -52,7 +52,7 @@ from tilemesh.parallel.shard import (
     take,
     trained,
 )
-from tilemesh.parallel.tensor import RowConv2d, Seams, VocabularyEmbedding, enter_at, join_at, leave_at
+from tilemesh.parallel.tensor import Passage, RowConv2d, Seams, VocabularyEmbedding, enter_at, join_at, leave_at
 from tilemesh.parallel.zero import Zero
 from tilemesh.parallel.zero3 import ZeroWeights, give_memory_back
 
@@ -146,7 +146,7 @@ def _cut(
     if seams.context is not None:
         for module in model.modules():
             if isinstance(module, Router):
-                module.over_sequences = seams.context.add
+                module.over_sequences = SequenceCounts(seams.context)
     return shards
 
 
@@ -477,7 +477,7 @@ def _place(name: str, layer: Linear, split: Split, seams: Seams) -> None:
         raise UsageError(f"{name}: {why_not}")
     agree = (lambda most: seams.sum(most.contiguous(), "max")) if layer.kind.agrees(by) else None
     sums = isinstance(split, RowSplit) and split.sums
-    leave = (lambda y: seams.leave(y)) if sums else None  # looked up when called: see stay_out_of_graphs
+    leave = Passage(seams, "leave") if sums else None
     layer.stand(dataclasses.replace(layer.place, leave=leave, agree=agree), inputs, outputs)
 
 

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from tilemesh.comm.runtime.communicator import Communicator
 from tilemesh.core.sequence import Runs, tokens_of, zigzag
+from tilemesh.core.tensor_placement import Crossing, P, R
 from tilemesh.model.attend import attend
 from tilemesh.model.deferral import product_dtype
 from tilemesh.model.documents import DocumentPlaces, document_places
@@ -115,6 +116,20 @@ class ContextAxis:
             x.contiguous(), send_counts=sends, recv_counts=receives, algorithm=self.algorithm
         )
         return y
+
+
+COUNTED = Crossing("cp", (P, R), (R, R), has_gradient=False)
+
+
+@dataclass(frozen=True)
+class SequenceCounts:
+    """What a router calls to count the tokens of whole sequences."""
+
+    axis: ContextAxis
+    crossing: Crossing = COUNTED
+
+    def __call__(self, counts: Tensor) -> Tensor:
+        return self.axis.add(counts)
 
 
 class _Swap(torch.autograd.Function):

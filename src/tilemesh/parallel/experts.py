@@ -18,7 +18,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from tilemesh.comm.runtime.communicator import Communicator
 from tilemesh.core.plan import ParallelPlan
 from tilemesh.core.step.action import Kind, Payload
+from tilemesh.core.tensor_placement import Crossing, S
 from tilemesh.model.deferral import product_dtype
 from tilemesh.model.experts import Computation, ExpertChoice, Experts, Results
 from tilemesh.parallel.mesh import Mesh
@@ -43,6 +44,14 @@ class ExpertElsewhere(NamedTuple):
     """What this rank holds in the same place among its own experts."""
     at: int
     """Which of `ep` neighbours holds it."""
+
+
+_TOKENS, _EXPERTS = (S("tokens"), S("tokens")), (S("experts"), S("experts"))
+CROSSINGS: Mapping[Kind, Crossing] = {
+    "DISPATCH": Crossing("ep", _TOKENS, _EXPERTS),
+    "COMBINE": Crossing("ep", _EXPERTS, _TOKENS),
+}
+"""What travels between tokens and experts: the table that `Journey` runs and `gate/types.py` reads."""
 
 
 class ArrivingRows(NamedTuple):
@@ -97,12 +106,20 @@ class Journey:
         """Rows, or gradients the other way."""
         began_s, way = time.perf_counter(), (self.sends, self.receives)
         sends, receives = way if of == "activation" else way[::-1]
+        if of == "gradient" and not self.exchange.crossings[self.kind].has_gradient:
+            rows = self._staying(rows)
         landing = rows.new_empty(sum(receives), *rows.shape[1:])
         counts: dict[str, Any] = {"send_counts": sends, "recv_counts": receives}
         comm, algorithm = self.exchange.comm, self.exchange.algorithm
         handle = comm.all_to_all(rows.contiguous(), **counts, out=landing, algorithm=algorithm, wait=False)
         self.under_way = handle, landing, ExpertRows(self.kind, of, self.exchange.layer, rows.nbytes), began_s
         return landing
+
+    def _staying(self, grad: Tensor) -> Tensor:
+        """Gradients of the rows that came from this rank itself, and zeros."""
+        kept, here = torch.zeros_like(grad), self.exchange.comm.rank
+        torch.split(kept, self.receives)[here].copy_(torch.split(grad, self.receives)[here])
+        return kept
 
     def wait(self) -> Tensor:
         assert self.under_way is not None
@@ -148,21 +165,21 @@ class ExpertExchange:
     comm: Communicator
     layer: int
     algorithm: str = "auto"
-    journey: type[Journey] = field(default=Journey)
+    crossings: Mapping[Kind, Crossing] = field(default_factory=lambda: CROSSINGS)
     watch: Watch | None = None
 
     def __call__(self, rows_ND: Tensor, choice: ExpertChoice) -> Results:
         if choice.arriving is None:
             choice.arriving = self._ask(choice.counts_X)
         sends, receives, counts = choice.arriving
-        dispatch = self.journey(self, "DISPATCH", sends, receives)
+        dispatch = Journey(self, "DISPATCH", sends, receives)
         landing_MD = dispatch.there(rows_ND.to(product_dtype(rows_ND)))
 
         def results(compute: Computation) -> Tensor:
             own = torch.arange(counts.shape[1], device=rows_ND.device).repeat(self.comm.size)
             order = own.repeat_interleave(counts.flatten()).argsort(stable=True)  # they came rank by rank
             made = compute(dispatch.arrived(landing_MD)[order], counts.sum(0))
-            combine = self.journey(self, "COMBINE", receives, sends)
+            combine = Journey(self, "COMBINE", receives, sends)
             return combine.arrived(combine.there(made[order.argsort()]))
 
         return results

@@ -14,7 +14,7 @@ tensors that are still being computed, and `read` waits once for any number of s
 
 Other methods plug in by subclassing the bucketed one (`methods/`). *Compressed* gradients replace `exchange`: compress,
 exchange, expand into `bucket.flat`. *Local updates* leave `exchange` out, let `kept`
-count copies within the replica, set `counted_over` to the replica's ranks, and average weights themselves every few
+count copies within the replica, set `counted` to the replica's axes, and average weights themselves every few
 steps. None of them needs other calls than these; tests/mpi/test_backward.py has each in a few lines.
 """
 
@@ -251,14 +251,20 @@ class Exchanging(Gradients):
         self._totals: Tensor | None = None
         self._scale = 1.0
         self._alike = loss_shard(parts.mesh).alike
-        self.counted_over = parts.mesh.comm
-        """The ranks over which a step's loss, tokens and norm are summed."""
+        self.counted: Blocks = tuple(block for block in parts.mesh.shape if block[1] > 1)
+        """The ranks over which a step's loss, tokens and norm are summed: all, or those of some axes."""
         shards = [mine.shard for mine in self.held.values()]
         wanted = {blocks(mine) for mine in shards for blocks in (batch_summed, copies_summed)}
         wanted |= {part(batch_summed(mine)) for mine in shards for part in (within_replica, over_replicas)}
         # Asked for now, in the same order on every rank: making a group is a collective call.
         self.groups = {blocks: parts.mesh.among(blocks) for blocks in sorted(wanted)}
         self.holders = parts.holders
+
+    @property
+    def counted_over(self) -> Communicator:
+        """The first time a collective call, where it is not all ranks."""
+        everyone = tuple(block for block in self.mesh.shape if block[1] > 1)
+        return self.mesh.comm if self.counted == everyone else self.mesh.among(self.counted)
 
     def count(self, loss_sum: Tensor, count: Tensor | int, scale: float) -> None:
         """Add a microbatch to the step's totals."""

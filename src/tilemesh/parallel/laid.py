@@ -31,7 +31,7 @@ from tilemesh.parallel.experts import ExpertElsewhere
 from tilemesh.parallel.gradients import Gradients, loss_shard
 from tilemesh.parallel.mesh import Mesh
 from tilemesh.parallel.shard import Held, take, trained
-from tilemesh.parallel.tensor import Seams, vocabulary_loss
+from tilemesh.parallel.tensor import Passage, Seams, vocabulary_loss
 from tilemesh.parallel.whole import FreshWeights, gather_parts, handed_around
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -91,6 +91,8 @@ class Laid:
         self.held = trained(module, shards)
         """The parameters that are trained, by name, each with its shard."""
         self.seams = seams
+        self.enter_head = Passage(seams, "enter")
+        """Where the head is the table of tokens: into its product."""
         self.gradients = gradients
         self.names = tuple(names) or tuple(shards)
         self.use, self.elsewhere = use, elsewhere
@@ -306,7 +308,7 @@ class Laid:
         if rows_N is not None and not picks_late:
             x_BTD = x_BTD.flatten(0, 1)[None, rows_N]
         is_tied = self.model.output is None  # there is no module to enter at
-        entered_BTD = self.seams.enter(x_BTD) if is_tied and self.mesh.tp.size > 1 else x_BTD
+        entered_BTD = self.enter_head(x_BTD) if is_tied and self.mesh.tp.size > 1 else x_BTD
         logits_BTV = self.programs.project(entered_BTD)
         if rows_N is not None and picks_late:
             logits_BTV = logits_BTV.flatten(0, 1)[None, rows_N]

@@ -13,9 +13,10 @@ B: rows; T: tokens; N: B x T; D: width; V: this rank's part of the vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -26,14 +27,51 @@ from tilemesh.comm.runtime.communicator import Communicator
 from tilemesh.comm.schedules.collectives import cut
 from tilemesh.core.errors import UsageError
 from tilemesh.core.shard import share
+from tilemesh.core.tensor_placement import Crossing, Mark, P, Pair, R, S, exchange_of
 from tilemesh.kernels.cross_entropy.part import part_sums, write_part_gradient
 from tilemesh.model.deferral import product_dtype
 from tilemesh.model.embedding import Embedding
 from tilemesh.model.experts import RoutedOutput
 from tilemesh.model.kernels import TORCH
 from tilemesh.model.loss import IGNORED, check_targets
-from tilemesh.parallel import collect
 from tilemesh.parallel.context import ContextAxis
+
+
+@cache
+def crossings(sequence: bool) -> Mapping[str, Crossing]:
+    """What each place between cut and whole layers does: the one table, which is run and which `gate/types.py` reads.
+
+    `sequence`: whether activations outside the regions are cut along the tokens.
+    """
+    stream = (S(1), S(1)) if sequence else (R, R)
+    ends: dict[str, tuple[Pair, Pair]] = {
+        "enter": (stream, (R, P)),  # a region: all ranks have the same, whole input, and each goes on by itself
+        "leave": ((P, R), stream),  # out of a row-split layer: partial results become one
+        "join": ((S(-1), S(-1)), (R, R)),  # slices of the last dim, put together
+        "add": ((P, R), (R, R)),  # parts of a sum, added up
+        "once": ((R, P), (R, R)),  # what all computed alike inside a region, where gradients are parts of a sum
+    }
+    return {name: Crossing("tp", *pairs) for name, pairs in ends.items()}
+
+
+@dataclass(frozen=True)
+class Passage:
+    """A place where activations cross: what layers and hooks call, and what a checker reads."""
+
+    seams: Seams
+    name: str
+    """Of a row of `crossings`."""
+    total: int | None = None
+    """The length over all ranks of the dim that is cut on the way in; None: tokens of the pass."""
+    instead: Crossing | None = None
+    """Done instead of that row."""
+
+    @property
+    def crossing(self) -> Crossing:
+        return self.instead or crossings(self.seams.sequence)[self.name]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.seams.through(x, self)  # looked up when called: see `stay_out_of_graphs`
 
 
 @dataclass
@@ -49,37 +87,52 @@ class Seams:
     context: ContextAxis | None = None
     """The ranks that share each sequence before those of tp share its tokens once more."""
 
-    def enter(self, x: Tensor) -> Tensor:
-        """Into a region of column-split layers: all ranks have the same, whole input."""
-        if not self.sequence:
-            return exchanged(x, lambda x: x.view_as(x), self.sum)
+    def through(self, x: Tensor, passage: Passage) -> Tensor:
+        """Pass a tensor on as a place says, and its gradient back."""
+        crossing = passage.crossing
+        (value, back_at_last), (passed, back) = crossing.before, crossing.after
+        is_cut = value.kind == "S"
+        if is_cut:
+            total = self.tokens if passage.total is None else passage.total
+        else:
+            dim = next((mark.dim for mark in (passed, back_at_last) if mark.kind == "S"), None)
+            total = x.shape[dim] if isinstance(dim, int) else 0
         # A region begins with products, which autocast computes in this dtype: rounding before or after is the same.
-        narrow, tokens = product_dtype(x), self.tokens
-        return exchanged(x, lambda x: self.join_tokens(x.to(narrow), tokens).to(x.dtype), self.scatter_sum_tokens)
+        narrow = product_dtype(x) if passage.name == "enter" and is_cut else x.dtype
 
-    def leave(self, y: Tensor) -> Tensor:
-        """Out of a row-split layer: partial results become one."""
-        if not self.sequence:
-            return exchanged(y, self.sum, lambda grad: grad)
-        tokens = y.shape[1]
-        return exchanged(y, self.scatter_sum_tokens, lambda grad: self.join_tokens(grad, tokens))
+        def there(x: Tensor) -> Tensor:
+            return self.move(x.to(narrow), value, passed, total).to(x.dtype)
+
+        return exchanged(x, there, lambda grad: self.move(grad, back, back_at_last, total))
+
+    def move(self, x: Tensor, before: Mark, after: Mark, total: int) -> Tensor:
+        """From one mark to another. `total`: the length of the dim that is cut, over all ranks."""
+        dim: Any = (after if after.kind == "S" else before).dim
+        y: Tensor
+        match exchange_of(before, after):
+            case "all_reduce":
+                y = self.sum(x)
+            case "reduce_scatter":
+                y = self.comm.reduce_scatter(x, axis=dim, algorithm=self.algorithm)
+            case "all_gather":
+                y = self.comm.all_gather(x, axis=dim, counts=cut(total, self.comm.size), algorithm=self.algorithm)
+            case "slice":
+                y = x.narrow(dim, *share(total, self.comm.size, self.comm.rank)).contiguous()
+            case "divide":
+                y = x / self.comm.size
+            case "":
+                y = x.view_as(x)
+            case other:
+                raise UsageError(f"{other} of activations, from {before} to {after}: no layer here needs it")
+        return y
 
     def join_features(self, y: Tensor, total: int) -> Tensor:
         """The ranks' slices of the last dim, put together."""
-        counts = cut(total, self.comm.size)
-        return exchanged(
-            y,
-            lambda y: self.comm.all_gather(y, axis=-1, counts=counts, algorithm=self.algorithm),
-            lambda grad: collect.backward_output(grad, self.comm).contiguous(),
-        )
+        return Passage(self, "join", total=total)(y)
 
     def add(self, x: Tensor) -> Tensor:
         """The ranks' parts of a sum, added up: the gradient passes."""
-        return x if self.comm.size == 1 else exchanged(x, self.sum, lambda grad: grad)
-
-    def once(self, x: Tensor) -> Tensor:
-        """What all ranks computed alike inside a region, where its gradients are parts of a sum: each has its share."""
-        return exchanged(x, lambda x: x.view_as(x), lambda grad: grad / self.comm.size)
+        return x if self.comm.size == 1 else Passage(self, "add")(x)
 
     def largest(self, x: Tensor) -> Tensor:
         """Of each element, the largest of all ranks; without a gradient."""
@@ -113,22 +166,13 @@ class Seams:
     def stay_out_of_graphs(self) -> None:
         """Under torch.compile: what lies between exchanges is compiled, exchanges are called as they are."""
         apart: Any = torch.compiler.disable
-        for name in ("enter", "leave", "join_features", "add", "sum", "part_loss"):
+        for name in ("through", "join_features", "add", "sum", "part_loss"):
             setattr(self, name, apart(getattr(self, name)))
         if self.context is not None:
             self.context.stay_out_of_graphs()
 
     def sum(self, x: Tensor, op: str = "sum") -> Tensor:
         y: Tensor = self.comm.all_reduce(x, op, algorithm=self.algorithm)
-        return y
-
-    def join_tokens(self, x: Tensor, tokens: int) -> Tensor:
-        counts = cut(tokens, self.comm.size)
-        y: Tensor = self.comm.all_gather(x, axis=1, counts=counts, algorithm=self.algorithm)
-        return y
-
-    def scatter_sum_tokens(self, x: Tensor) -> Tensor:
-        y: Tensor = self.comm.reduce_scatter(x, axis=1, algorithm=self.algorithm)
         return y
 
 
@@ -157,26 +201,45 @@ def exchanged(x: Tensor, there: Callable[[Tensor], Tensor], back: Callable[[Tens
 # put in by `apply.py`. A column-split layer stays the module it was, fused activation and all, with fewer rows.
 
 
-def enter_at(module: nn.Module, seams: Seams) -> None:
-    """The module's first argument enters a region here: its column-split layers need not see to it."""
+@dataclass(frozen=True)
+class EntryHook:
+    """Before a module: its first argument enters a region here, so its column-split layers need not see to it."""
 
-    def hook(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    enter: Passage
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         if not args:
             raise UsageError(f"{type(module).__name__} begins a region: give its input as the first argument, unnamed")
-        return (seams.enter(args[0]), *args[1:])
+        return (self.enter(args[0]), *args[1:])
 
-    module.register_forward_pre_hook(hook)
+
+@dataclass(frozen=True)
+class ExitHook:
+    """After a module: what ranks' modules give is added up; a router's loss goes through `losses`, one by one."""
+
+    leave: Passage | None
+    losses: tuple[Passage, ...] = ()
+
+    def __call__(
+        self, module: nn.Module, args: tuple[Any, ...], output: Tensor | RoutedOutput
+    ) -> Tensor | RoutedOutput:
+        leave = self.leave or (lambda y: y)
+        if isinstance(output, Tensor):
+            return leave(output)
+        loss = output.loss
+        for passage in self.losses:
+            loss = passage(loss)
+        return RoutedOutput(leave(output.y_BTD), loss)
+
+
+def enter_at(module: nn.Module, seams: Seams) -> None:
+    """The module's first argument enters a region here."""
+    module.register_forward_pre_hook(EntryHook(Passage(seams, "enter")))
 
 
 def leave_at(module: nn.Module, seams: Seams) -> None:
     """What the ranks' modules give is added up where they end; the losses of routers all of them have alike."""
-
-    def hook(module: nn.Module, args: tuple[Any, ...], given: Tensor | RoutedOutput) -> Tensor | RoutedOutput:
-        if isinstance(given, Tensor):
-            return seams.leave(given)
-        return RoutedOutput(seams.leave(given.y_BTD), seams.once(given.loss))
-
-    module.register_forward_hook(hook)
+    module.register_forward_hook(ExitHook(Passage(seams, "leave"), (Passage(seams, "once"),)))
 
 
 def join_at(module: nn.Module, seams: Seams, total: int) -> None:
@@ -198,7 +261,7 @@ class RowConv2d(nn.Conv2d):
         }
         has_bias, size = like.bias is not None, like.kernel_size
         super().__init__(like.in_channels, like.out_channels, size, bias=has_bias, device="meta", **settings)  # type: ignore[arg-type]
-        self.seams = seams
+        self.leave = Passage(seams, "leave")
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
         if input.shape[-3] != self.weight.shape[1]:
@@ -206,7 +269,7 @@ class RowConv2d(nn.Conv2d):
                 f"a row-split convolution of {self.in_channels} channels got {input.shape[-3]}: this rank's part takes "
                 f"{self.weight.shape[1]}; it follows layers whose output is split ('column'), not whole"
             )
-        y = self.seams.leave(self._conv_forward(input, self.weight, None))
+        y = self.leave(self._conv_forward(input, self.weight, None))
         return y if self.bias is None else y + self.bias.to(y.dtype)[:, None, None]
 
 
@@ -216,7 +279,7 @@ class VocabularyEmbedding(Embedding):
     def __init__(self, like: nn.Embedding, seams: Seams, first: int) -> None:
         """`first`: the first row that is this rank's."""
         super().__init__(like.num_embeddings, like.embedding_dim, device="meta")
-        self.seams, self.first = seams, first
+        self.leave, self.first = Passage(seams, "leave"), first
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
         if input.device.type == "cpu" and input.numel() and not 0 <= input.min() <= input.max() < self.num_embeddings:
@@ -228,7 +291,7 @@ class VocabularyEmbedding(Embedding):
         local = input - self.first
         elsewhere = (local < 0) | (local >= rows)
         x = functional.embedding(local.masked_fill(elsewhere, 0), self.weight)
-        return self.seams.leave(x.masked_fill(elsewhere.unsqueeze(-1), 0))
+        return self.leave(x.masked_fill(elsewhere.unsqueeze(-1), 0))
 
 
 def vocabulary_loss(

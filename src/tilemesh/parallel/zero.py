@@ -158,9 +158,10 @@ class Zero(Bucketed):
         shape = parts.mesh.shape
         self.sharing = {n: parts.mesh.among(sharing_blocks(shape, self.group, n)) for n in sorted(apart)}
         """The ranks over which rows are cut, by how far apart their replicas are."""
-        self.across = parts.mesh.across(AXIS, self.group)
+        self.across: Blocks = ((block_name(AXIS, self.group), replicas // self.group),)
         """The replicas that keep the same rows."""
         super().__init__(parts, bucket_bytes, overlap=overlap)
+        self.groups_of_replicas = parts.mesh.across(AXIS, self.group)
         rows: dict[str, Held] = {}
         for bucket in self.buckets:
             rows |= held_rows(bucket.rows, self.rows_of(bucket))
@@ -259,7 +260,7 @@ class Zero(Bucketed):
     def exchange(self, bucket: Bucket) -> Any:
         """Begin to sum a full bucket over the group; of the sum this rank gets its own rows."""
         assert isinstance(bucket, ZeroBucket)
-        bucket.is_over_all = self.across.size == 1
+        bucket.is_over_all = self.groups_of_replicas.size == 1 or not self.across
         bucket.landing = torch.empty_like(bucket.part) if bucket.has_sum else None
         out = bucket.part if bucket.landing is None else bucket.landing
         buffer, counts = bucket.flat[: bucket.rows.numel], bucket.rows.counts
@@ -301,7 +302,7 @@ class Zero(Bucketed):
             self._arrive(bucket)
         for bucket in self.buckets:
             if not bucket.is_over_all:
-                self.across.all_reduce(bucket.part, out=bucket.part, algorithm=self.algorithm)
+                self.groups_of_replicas.all_reduce(bucket.part, out=bucket.part, algorithm=self.algorithm)
             self.sum_over_copies(bucket, bucket.part)
             self.sum_over_holders(bucket, bucket.part)
         self._is_open = self._is_last = False

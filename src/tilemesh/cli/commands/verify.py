@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import sys
 import warnings
 from collections.abc import Iterator
@@ -100,7 +101,7 @@ def _fields(result: GateResult, planted: bool) -> dict[str, Any]:
         "layout": str(case),
         "ranks": case.layout.world,
         "precision": case.precision,
-        "apart": dataclasses.asdict(result.apart),
+        "apart": {name: value if math.isfinite(value) else None for name, value in vars(result.apart).items()},
         "bound": dataclasses.asdict(result.bound),
         "planted": planted,
         "passed": result.passed,
@@ -204,9 +205,10 @@ class LayoutTable:
 
     def _print_layout(self) -> None:
         name = self.layout[0]["layout"]
-        # NaN is the worst of all: `_ratio` puts it first.
+        # What is no number, or was refused before it ran, is the worst of all: `_ratio` puts it first.
         worst = [max(self.layout, key=lambda line: _ratio(line, kind)) for kind in _DIFFERENCES]
-        cells = "".join(f"{line['apart'][kind]:>9.1e}" for line, kind in zip(worst, _DIFFERENCES, strict=True))
+        values = [line["apart"][kind] for line, kind in zip(worst, _DIFFERENCES, strict=True)]
+        cells = "".join(f"{'–':>9}" if value is None else f"{value:>9.1e}" for value in values)
         share = max(_ratio(line, kind) for line, kind in zip(worst, _DIFFERENCES, strict=True))
         red = [line for line in self.layout if not line["passed"]]
         verdict = f"{len(self.layout)} pass" if not red else f"{len(red)} of {len(self.layout)} FAIL"
@@ -239,5 +241,5 @@ def _cases(count: int) -> str:
 
 
 def _ratio(line: dict[str, Any], name: str) -> float:
-    ratio = float(line["apart"][name]) / float(line["bound"][name])
-    return ratio if ratio == ratio else float("inf")
+    value = line["apart"][name]
+    return math.inf if value is None else float(value) / float(line["bound"][name])

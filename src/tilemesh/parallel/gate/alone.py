@@ -58,7 +58,11 @@ def start(config: ModelConfig, precision: Precision) -> dict[str, Tensor]:
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:6], "little"))
         value += 0.1 * torch.empty(value.shape, dtype=torch.float32).normal_(generator=generator)
         if name.endswith("router.weight"):
-            value[: len(value) // 2] *= 8  # half of the experts take most tokens, some of the others none
+            busy = len(value) // 2  # of the experts, which take most tokens
+            value[:busy] *= 8
+            # Of two pairs one each is above 0 for every token, so where there are two the last expert is never picked.
+            value[1:busy:2] = -value[0 : busy // 2 * 2 : 2]
+            value[-1] *= 1e-3
     return state
 
 

@@ -11,6 +11,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,13 +24,15 @@ from tilemesh.kernels.accuracy import norm_error
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.programs.program import TRAINING
 from tilemesh.model.transformer import Transformer
+from tilemesh.parallel.agree import tell
 from tilemesh.parallel.apply import lay
 from tilemesh.parallel.gate import alone
 from tilemesh.parallel.gate.alone import GateTrace
 from tilemesh.parallel.gate.cases import BOUND, MAX_NORM, NORM_BOUND, OPERATIONS, ORDER_FACTOR, STEPS, Case, rate_of
-from tilemesh.parallel.gate.find import find, step_pieces
+from tilemesh.parallel.gate.find import AGREES, find, step_pieces
 from tilemesh.parallel.gate.plant_numerics import Plant
 from tilemesh.parallel.gate.rules import GateOptimizer, PaperRule
+from tilemesh.parallel.gate.types import misplaced
 from tilemesh.parallel.gradients import read
 from tilemesh.parallel.laid import Laid
 from tilemesh.parallel.mesh import Mesh
@@ -87,6 +90,8 @@ class Gate:
     plant: Plant | None = None
     stops_when_found: bool = False
     optimizer: Callable[[str, Laid, Precision], GateOptimizer] | None = None
+    checks_types: bool = True
+    """Whether a layout whose placements do not fit together is refused before it runs (`types.py`)."""
     traces: dict[tuple[object, ...], GateTrace] = field(default_factory=dict)
 
     def run(self, cases: Sequence[Case]) -> Iterator[GateResult]:
@@ -119,11 +124,13 @@ class Gate:
         return bool(self.comm.broadcast(verdict, root=0)[0])
 
     def _one(self, case: Case, mesh: Mesh) -> GateResult | None:
+        laid = self.laid(case, mesh)
+        if self.checks_types and (fault := self._misplaced(mesh, laid)):
+            return self._unrun(case, mesh, f"refused before it ran: {fault}")
         try:
-            trace = self.train(case, mesh)
+            trace = self.train(case, mesh, laid)
         except NotWholeError as error:  # replicas follow one list: all of them are here
-            nothing = Apart(math.nan, math.nan, math.nan, math.nan)
-            return None if mesh.comm.rank else GateResult(case, nothing, self.bound(case), str(error))
+            return self._unrun(case, mesh, str(error))
         verdict = np.zeros(1)
         result = None
         if trace is not None:
@@ -133,7 +140,40 @@ class Gate:
         if not mesh.comm.broadcast(verdict, root=0)[0]:
             return result
         where = find(case, self.config(case), mesh, self.laid(case, mesh), self.device)
-        return None if result is None else GateResult(case, result.apart, result.bound, where)
+        setting = self._setting(case, mesh)
+        if result is None or trace is None:
+            return None
+        if where.startswith(AGREES):
+            where += f", first in {_first_apart(trace.weights, self.trace(case).weights)}"
+        return dataclasses.replace(result, where=f"{where} (comes with {setting})" if setting else where)
+
+    def _unrun(self, case: Case, mesh: Mesh, where: str) -> GateResult | None:
+        nothing = Apart(math.nan, math.nan, math.nan, math.nan)
+        return None if mesh.comm.rank else GateResult(case, nothing, self.bound(case), where)
+
+    def _misplaced(self, mesh: Mesh, laid: Laid) -> str:
+        """What the first rank that has a fault says of its placements; the same on every rank."""
+        faults = misplaced(laid)
+        root = int(mesh.comm.all_reduce(np.array([mesh.comm.rank if faults else mesh.comm.size]), "min")[0])
+        return tell(mesh.comm, "".join(faults[:1]), root) if root < mesh.comm.size else ""
+
+    def _setting(self, case: Case, mesh: Mesh) -> str:
+        """The first axis, or other setting, without which a case that fails passes; of a single one this."""
+        fewer = list(_with_less(case))
+        for setting, smaller in fewer[:-1]:
+            ranks = smaller.layout.world
+            group = mesh.comm.split(0 if mesh.comm.rank < ranks else None)
+            verdict = np.zeros(1)
+            if group is not None:
+                part = Mesh(group, **smaller.layout.axes)
+                trace = self.train(smaller, part, self.laid(smaller, part))
+                if trace is not None:
+                    verdict[0] = apart(trace, self.trace(smaller)).within(self.bound(smaller))
+                part.close()
+                group.close()
+            if mesh.comm.broadcast(verdict, root=0)[0]:
+                return setting
+        return fewer[-1][0] if fewer else ""
 
     def laid(self, case: Case, mesh: Mesh) -> Laid:
         config = self.config(case)
@@ -162,9 +202,8 @@ class Gate:
         optimizer = self.optimizer(case.optimizer, laid, case.precision)
         return optimizer if self.plant is None or not self.plant.applies(case) else self.plant.steps(optimizer)
 
-    def train(self, case: Case, mesh: Mesh) -> GateTrace | None:
+    def train(self, case: Case, mesh: Mesh, laid: Laid) -> GateTrace | None:
         """The layout's training, whole, on rank 0 of the mesh."""
-        laid = self.laid(case, mesh)
         config, optimizer = case.config, self.steps(case, laid)
         losses, norms, gradients = [], [], []
         for step in range(STEPS):
@@ -214,6 +253,30 @@ class Gate:
             ORDER_FACTOR * max(other.weights, norm_error(STEPS, stored)),
             NORM_BOUND,
         )
+
+
+def _with_less(case: Case) -> Iterator[tuple[str, Case]]:
+    """A case without each of its axes and settings in turn: those first that others are folded out of or cut over."""
+    unset: dict[str, dict[str, Any]] = {
+        "recompute": {"recompute": "none", "recompute_every": 1},
+        "ep": {"ep": 1},
+        "cp": {"cp": 1},
+        "tp": {"tp": 1, "sequence_parallel": False},
+        "pp": {"pp": 1, "schedule": "1f1b", "interleave": 1, "slices": 1},
+        "zero": {"zero": 0, "zero_group": 0, "prefetch": 1},
+        "dp": {"dp": 1, "ep": 1, "zero": 0, "zero_group": 0, "prefetch": 1},
+    }
+    for setting, settings in unset.items():
+        if getattr(case.layout, setting) not in (0, 1, "none"):
+            try:
+                yield setting, dataclasses.replace(case, layout=dataclasses.replace(case.layout, **settings))
+            except UsageError:  # what is left is no plan
+                continue
+
+
+def _first_apart(values: dict[str, Tensor], reference: dict[str, Tensor]) -> str:
+    """The parameter that is furthest from what it should be, as a part of its own size."""
+    return max(reference, key=lambda name: distance({name: values[name]}, {name: reference[name]}))
 
 
 def apart(trace: GateTrace, reference: GateTrace) -> Apart:

@@ -29,6 +29,7 @@ from tilemesh.parallel.mesh import Mesh
 from tilemesh.parallel.pipeline import Pipeline
 
 # Looser than the gate's bounds, because these are single tensors: what a bug does is far above, rounding far below.
+AGREES = "one step agrees in every layer and parameter: what differs comes with the update, or in later steps"
 _INPUT = "the input of "
 _TOLERANCE = {"fp64": 1e-9, "fp32": 1e-3, "bf16": 0.1, "bf16-master": 0.1}
 
@@ -78,7 +79,7 @@ def find(case: Case, config: ModelConfig, mesh: Mesh, laid: Laid, device: str) -
         own = norm if gradients is None else alone.whole_norm(gradients)
         if abs(norm - own) > NORM_BOUND * own:
             return f"every gradient agrees and the norm is not theirs, {norm:.8g} for {own:.8g}"
-        return "one step agrees in every layer and parameter: what differs comes with the update, or in later steps"
+        return AGREES
     layer, cause = parameter.rpartition(".")[0], ""
     if gradients is not None and not case.by_papers:
         right = wanted_gradients[parameter]

@@ -14,18 +14,20 @@ import torch
 from torch import Tensor, nn
 
 from tilemesh.core.plan import ParallelPlan
+from tilemesh.core.tensor_placement import Crossing, R
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.dropout import ORIGIN
 from tilemesh.model.experts import Router
 from tilemesh.parallel.buckets import Bucketed
 from tilemesh.parallel.context import ContextCache
 from tilemesh.parallel.gate.cases import Case
-from tilemesh.parallel.gate.plant_experts import EXPERTS
+from tilemesh.parallel.gate.plant_experts import EXPERTS, divide_router_losses
 from tilemesh.parallel.gate.plant_numerics import NUMERIC, Plant
 from tilemesh.parallel.laid import Laid, StepPiece
 from tilemesh.parallel.pipeline import Pipeline
 from tilemesh.parallel.ring import AttendedRuns
-from tilemesh.parallel.tensor import Seams, vocabulary_loss
+from tilemesh.parallel.shard import Held
+from tilemesh.parallel.tensor import EntryHook, Passage, Seams, vocabulary_loss
 from tilemesh.parallel.zero import Zero, ZeroBucket
 
 _FORWARD, _BACKWARD = "forward differs first at", "backward differs first at"
@@ -69,9 +71,6 @@ class _Deaf(Seams):
     def sum(self, x: Tensor, op: str = "sum") -> Tensor:
         return x if op == "sum" else super().sum(x, op)
 
-    def scatter_sum_tokens(self, x: Tensor) -> Tensor:
-        return x.tensor_split(self.comm.size, 1)[self.comm.rank].contiguous()
-
 
 def _deaf(laid: Laid) -> Seams:
     return _Deaf(**{field.name: getattr(laid.seams, field.name) for field in dataclasses.fields(laid.seams)})
@@ -84,13 +83,15 @@ def _module(laid: Laid, name: str) -> Any:
 @planted("attention-no-sum", "attention", "layers.0.attention", _any_tp)
 def _attention_without_sum(laid: Laid) -> None:
     layer = _module(laid, "layers.0.attention.fc_o")
-    layer.stand(dataclasses.replace(layer.place, leave=_deaf(laid).leave))
+    right = layer.place.leave.crossing
+    taken_for_whole = Passage(laid.seams, "leave", instead=Crossing("tp", (R, R), right.after))
+    layer.stand(dataclasses.replace(layer.place, leave=taken_for_whole))
 
 
 @planted("mlp-bias-everywhere", "mlp", "layers.1.mlp", lambda plan, config: plan.tp > 1 and config.has_biases("mlp"))
 def _bias_on_every_rank(laid: Laid) -> None:
     layer = _module(laid, "layers.1.mlp.fc_out")
-    layer.forward = lambda x: laid.seams.leave(layer.kind.affine(layer, x, layer.bias))
+    layer.forward = lambda x: layer.place.leave(layer.kind.affine(layer, x, layer.bias))
 
 
 def _shifted(name: str) -> Callable[[Laid], None]:
@@ -110,16 +111,13 @@ planted("embedding-wrong-slice", "embedding", "token_embedding", _any_tp)(_shift
 
 @planted("region-no-sum", "column", "layers.1.", _any_tp)
 def _region_without_sum(laid: Laid) -> None:
+    """Gradients that come back are parts of a sum, and are taken for all of it."""
     mlp: nn.Module = _module(laid, "layers.1.mlp")
+    [hook] = mlp._forward_pre_hooks.values()
+    assert isinstance(hook, EntryHook)
     mlp._forward_pre_hooks.clear()
-    if not laid.seams.sequence:
-        return  # entering passes activations on as they are: what is lost is the sum of gradients
-
-    def hook(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        deaf = _deaf(laid)
-        return (deaf.enter(args[0]), *args[1:])
-
-    mlp.register_forward_pre_hook(hook)
+    crossing = Crossing("tp", hook.enter.crossing.before, (R, R))
+    mlp.register_forward_pre_hook(EntryHook(Passage(laid.seams, "enter", instead=crossing)))
 
 
 @planted("loss-no-sum", "loss", "the loss differs", _any_tp)
@@ -265,12 +263,27 @@ def _rows_counted_twice(laid: Laid) -> None:
 @planted("zero-groups-not-summed", "zero", _BACKWARD, lambda plan, config: plan.zero_group > 0)
 def _groups_not_summed(laid: Laid) -> None:
     assert isinstance(laid.gradients, Zero)
-    laid.gradients.across = laid.mesh.axis("cp").comm  # of one rank: nothing is summed
+    laid.gradients.across = ()
 
 
 @planted("zero-rows-not-gathered", "zero", "in later steps", lambda plan, config: plan.zero < 3)
 def _rows_not_gathered(laid: Laid) -> None:
     laid.gradients.updated = lambda: None  # type: ignore[method-assign]
+
+
+@planted("zero-other-partition", "zero", "in later steps", lambda plan, config: plan.zero < 3 and plan.dp > 1)
+def _rows_of_another(laid: Laid) -> None:
+    """Of one parameter a rank steps the rows that its neighbour has, by its own gradient and states."""
+    gradients = laid.gradients
+    assert isinstance(gradients, Zero)
+    for bucket in gradients.buckets:
+        for place, shards in enumerate(zip(*bucket.rows.everyone, strict=True)):
+            if len(shards) > 1 and len({mine.shape for mine in shards}) == 1:
+                own = shards[bucket.rows.index]
+                _, begin, size = bucket.rows.places[place][(bucket.rows.index + 1) % len(shards)]
+                rows = bucket.parameters[place].detach().view(-1)[begin : begin + size].view(own.shape)
+                gradients.stepped = {**gradients.stepped, own.name: Held(nn.Parameter(rows), own)}
+                return
 
 
 @planted("zero-microbatch-left-out", "zero", _BACKWARD, lambda plan, config: plan.zero > 1 and plan.accumulation > 1)
@@ -394,10 +407,7 @@ def _routers(laid: Laid) -> list[Router]:
 
 @planted("context-second-loss-divided", "context", "the loss differs", _is_balanced)
 def _second_loss_divided(laid: Laid) -> None:
-    """Each rank's part of the routers' loss is divided by how many they are: once too often, since ranks add up."""
-    for router in _routers(laid):
-        right = router.loss
-        router.loss = lambda *given, right=right: right(*given) / laid.mesh.cp.size  # type: ignore[method-assign]
+    divide_router_losses(laid, "cp")
 
 
 @planted("context-balance-per-rank", "context", "the loss differs", _is_balanced)

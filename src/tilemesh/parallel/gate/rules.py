@@ -81,7 +81,7 @@ class PaperRule:
         """Jordan et al. 2024 with Nesterov's look ahead; as large as an AdamW update: Liu et al. 2025."""
         mu: float = SETTINGS["momentum"]
         x = (1 - mu) * g + mu * self._mean(name, "velocity", g, mu, 1 - mu)
-        x = x / torch.sqrt((x**2).sum())
+        x = x / torch.sqrt((x**2).sum()).clamp(min=1e-30)  # of an expert that no token picked: 0
         a, b, c = _MUON
         for _ in range(5):
             square = x @ x.T
