@@ -28,7 +28,7 @@ MAY_IMPORT = {
     "graph": ["core", "measure", "kernels"],
     "model": ["core", "kernels"],
     # Of kernels only */cost.py: see below.
-    "plan": ["core", "runs", "model.config", "model.work", "kernels", "comm.schedules"],
+    "plan": ["core", "runs", "model.config", "model.work", "kernels", "comm.schedules", "graph.ir"],
     "parallel": ["core", "measure", "kernels", "comm", "model"],
     "methods": ["core", "measure", "kernels", "comm", "model", "parallel"],
     "compress": ["core", "measure", "runs", "data", "kernels", "model"],
@@ -76,17 +76,17 @@ STRICTER = {
 }
 # The most lines that a room may have: raised only in the commit that adds a named capability. `make size` prints them.
 MOST_LINES = {
-    "core": 8_340,
+    "core": 8_510,
     "measure": 3_100,
     "launch": 2_140,
     "runs": 2_200,
     "data": 2_600,
     "kernels": 19_300,
     "comm": 11_360,
-    "graph": 8_700,
+    "graph": 8_730,
     "model": 9_460,
-    "plan": 6_330,
-    "parallel": 7_680,
+    "plan": 7_020,
+    "parallel": 8_180,
     "methods": 2_100,
     "compress": 1_900,
     "train": 7_720,
@@ -94,7 +94,7 @@ MOST_LINES = {
     "align": 3_380,
     "report": 6_350,
     "bench": 9_000,
-    "cli": 5_310,
+    "cli": 5_430,
     "guide": 11_665,
 }
 SOURCE_SUFFIXES = (".py", ".c", ".h", ".cu", ".cuh", ".js", ".css")

@@ -126,3 +126,49 @@ def test_breaks_of_a_model_that_fails(file: Path, capfd: pytest.CaptureFixture[s
     said = capfd.readouterr().err
     assert "the model fails with these inputs: RuntimeError: " in said
     assert said.count("\n") == 1
+
+
+def test_a_graph_on_a_mesh_says_where_tensors_lie_and_what_is_sent(
+    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    picture, record = tmp_path / "placed.svg", tmp_path / "placed.json"
+    words = ["--mesh", "dp=2,tp=2", "--pin", "inner.*=tp:S0", "--pin", "input0=dp:S0"]
+    assert main(["graph", "explain", f"{file}:make", *words, "--svg", str(picture), "--json", str(record)]) == 0
+    said = capsys.readouterr().out
+    assert "inner.weight: float32[4, 4] tp:S(0), inner.bias: float32[4] tp:S(0), input0: float32[8, 4] dp:S(0)" in said
+    assert "# float32[8, 4] dp:S(0) tp:S(1)" in said
+    assert "nothing is sent" in said
+    placed = json.loads(record.read_text())["placed"]
+    assert placed["bytes_per_rank"] == 0
+    assert placed["placements"]["inner.weight"] == "tp:S(0)"
+    assert "dp:S(0) tp:S(1)" in picture.read_text()
+    assert (
+        main(["graph", "explain", f"{file}:make", "--mesh", "tp=2", "--pin", "input0=tp:S1", "--svg", str(picture)])
+        == 0
+    )
+    said = capsys.readouterr().out
+    assert "P to S(0) over tp" in said or "P to R over tp" in said
+    assert "reduce_scatter tp" in picture.read_text() or "all_reduce tp" in picture.read_text()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--pin", "input0=tp:S0"], "without --mesh"),
+        (["--mesh", "tp"], "expected axes and their sizes, such as tp=2"),
+        (["--mesh", "tp=2,tp=2"], "expected axes and their sizes"),
+        (["--mesh", "tp=2", "--pin", "input0"], "expected NAME=AXIS:PLACEMENT, such as inner.weight=tp:S0"),
+        (["--mesh", "tp=2", "--pin", "imput0=tp:S0"], "did you mean 'input0'"),
+        (["--mesh", "tp=2", "--pin", "input0=tp:S2"], "has no dim 2 to cut over tp"),
+        (["--mesh", "tp=2", "--pin", "input0=dp:S0"], "axis 'dp'"),
+        (["--mesh", "tp=2", "--pin", "input0=tp:X"], "expected AXIS:R, AXIS:P, AXIS:V or AXIS:S0"),
+        (["--mesh", "tp=16", "--pin", "input0=tp:S0"], "8 along dim 0 cannot be cut for 16 ranks"),
+    ],
+)
+def test_meshes_and_pins_that_cannot_be_are_one_line(
+    words: list[str], message: str, file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["graph", "explain", f"{file}:make", *words]) == 2
+    said = capsys.readouterr().err
+    assert message in said
+    assert said.count("\n") == 1

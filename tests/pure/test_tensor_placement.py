@@ -8,15 +8,28 @@ import pytest
 
 from tilemesh.core.axes import coordinates
 from tilemesh.core.errors import UsageError
-from tilemesh.core.tensor_placement import REPLICATED, Crossing, P, Placement, R, S, V, can_follow, exchange_of, parse
+from tilemesh.core.tensor_placement import (
+    REPLICATED,
+    Crossing,
+    P,
+    R,
+    S,
+    TensorPlacement,
+    V,
+    can_follow,
+    exchange_of,
+    parse,
+)
 
 AXES = (("tp", 2), ("dp", 3))
 
 
 def test_a_placement_is_its_marks_whatever_their_order_but_for_cuts_of_one_dim() -> None:
-    assert Placement.of(tp=S(0), dp=P) == Placement.of(dp=P, tp=S(0)) == parse("dp:P,tp:S0")
-    assert Placement.of(tp=S(0), dp=S(0)) != Placement.of(dp=S(0), tp=S(0)), "who cuts first decides who has what"
-    assert Placement.of(tp=R, dp=R) == REPLICATED == parse("R") == parse("")
+    assert TensorPlacement.of(tp=S(0), dp=P) == TensorPlacement.of(dp=P, tp=S(0)) == parse("dp:P,tp:S0")
+    assert TensorPlacement.of(tp=S(0), dp=S(0)) != TensorPlacement.of(dp=S(0), tp=S(0)), (
+        "who cuts first decides who has what"
+    )
+    assert TensorPlacement.of(tp=R, dp=R) == REPLICATED == parse("R") == parse("")
     placed = parse("dp:S(1) tp:S1 pp:V")
     assert (placed["dp"], placed["pp"], placed["cp"]) == (S(1), V, R)
     assert placed.axes_of(1) == ("dp", "tp")
@@ -39,7 +52,7 @@ def test_an_axis_stands_once() -> None:
 @pytest.mark.parametrize("order", [("dp", "tp"), ("tp", "dp")])
 @pytest.mark.parametrize("length", [2, 5, 7, 12])
 def test_two_axes_cut_one_dim_unevenly_and_every_row_lies_once(order: tuple[str, str], length: int) -> None:
-    placed = Placement(tuple((axis, S(0)) for axis in order))
+    placed = TensorPlacement(tuple((axis, S(0)) for axis in order))
     shards = [placed.shard((length, 4), AXES, rank) for rank in range(6)]
     rows = [range(box.begin[0], box.begin[0] + box.shape[0]) for shard in shards for _, box in shard.boxes]
     assert sorted(itertools.chain(*rows)) == [*range(length)]

@@ -72,7 +72,7 @@ def can_follow(before: Mark, after: Mark) -> bool:
 
 
 @dataclass(frozen=True)
-class Placement:
+class TensorPlacement:
     """Marks by axis, those of R left out; of axes that cut one dim, the one that cuts first comes first."""
 
     marks: tuple[tuple[str, Mark], ...] = ()
@@ -87,7 +87,7 @@ class Placement:
         object.__setattr__(self, "marks", (*by_dim, *others))
 
     @classmethod
-    def of(cls, marks: Mapping[str, Mark] | None = None, **more: Mark) -> Placement:
+    def of(cls, marks: Mapping[str, Mark] | None = None, **more: Mark) -> TensorPlacement:
         return cls((*(marks or {}).items(), *more.items()))
 
     def __getitem__(self, axis: str) -> Mark:
@@ -96,9 +96,9 @@ class Placement:
     def __iter__(self) -> Iterator[tuple[str, Mark]]:
         return iter(self.marks)
 
-    def put(self, axis: str, mark: Mark) -> Placement:
+    def put(self, axis: str, mark: Mark) -> TensorPlacement:
         """The same with another mark along an axis; a cut comes after those that there are."""
-        return Placement((*(pair for pair in self.marks if pair[0] != axis), (axis, mark)))
+        return TensorPlacement((*(pair for pair in self.marks if pair[0] != axis), (axis, mark)))
 
     def axes_of(self, dim: int | str) -> tuple[str, ...]:
         """The axes that cut a dim, in order."""
@@ -117,10 +117,10 @@ class Placement:
         return " ".join(f"{axis}:{mark}" for axis, mark in self.marks) or "R"
 
 
-REPLICATED = Placement()
+REPLICATED = TensorPlacement()
 
 
-def parse(words: str) -> Placement:
+def parse(words: str) -> TensorPlacement:
     """A placement as it is typed: "R", or marks such as "tp:S0,dp:P" in the order in which axes cut."""
     marks: list[tuple[str, Mark]] = []
     for word in filter(None, re.split(r"[,\s]+", words.strip())):
@@ -130,7 +130,7 @@ def parse(words: str) -> Placement:
         if not fits:
             raise UsageError(f"a placement of {word!r}: expected AXIS:R, AXIS:P, AXIS:V or AXIS:S0 (cut along dim 0)")
         marks.append((fits[1], Mark(fits[2]) if fits[2] else S(int(fits[3]))))
-    return Placement(tuple(marks))
+    return TensorPlacement(tuple(marks))
 
 
 # A tensor that passes from one place to another ---------------------------------------------------------------------

@@ -31,8 +31,15 @@ def by_operator(node: Node) -> int:
     return COLOURS.get(node.op, 0)
 
 
-def drawing(graphs: Sequence[tuple[str, Graph]], title: str = "", colour: Callable[[Node], int] = by_operator) -> str:
-    """The graphs beside each other, each below its words. `colour`: of each operator's box."""
+def drawing(
+    graphs: Sequence[tuple[str, Graph]],
+    title: str = "",
+    colour: Callable[[Node], int] = by_operator,
+    more: Callable[[Node], str] = lambda node: "",
+    edge: Callable[[Node, Node], str] = lambda node, reader: "",
+) -> str:
+    """The graphs beside each other, each below its words. `colour`: of each operator's box; `more`: what stands in it
+    besides; `edge`: what stands on the line to a reader."""
     top = 44 if title else 22
     scene = Scene(0, 0, title)
     left, height = float(MARGIN), 60.0
@@ -41,9 +48,9 @@ def drawing(graphs: Sequence[tuple[str, Graph]], title: str = "", colour: Callab
         if len(shown) > MOST:
             words = f"{words}: {len(shown)} operators, too many to draw"
             shown = []
-        layout = _placed(graph, shown, left, top)
+        layout = _placed(graph, shown, left, top, more)
         scene.text(left, top, words, bold=True)
-        _draw(scene, graph, layout, colour)
+        _draw(scene, graph, layout, colour, edge)
         ends = [box.x + box.width for box in layout.boxes] + list(layout.lines.values())
         left = max([*ends, left + text_width(words, 13)]) + 3 * MARGIN
         height = max([height, *(box.y + BOX + 2 * MARGIN for box in layout.boxes)])
@@ -107,7 +114,7 @@ def _levels(graph: Graph, shown: Sequence[Node]) -> dict[Node, int]:
     return {node: depth - first for node, depth in level.items()}
 
 
-def _placed(graph: Graph, shown: Sequence[Node], left: float, top: float) -> _Layout:
+def _placed(graph: Graph, shown: Sequence[Node], left: float, top: float, more: Callable[[Node], str]) -> _Layout:
     """Within a level everything stands near what it reads. A line that passes a level has a place there, as a box has:
     so no line runs behind a box."""
     level = _levels(graph, shown)
@@ -133,6 +140,7 @@ def _placed(graph: Graph, shown: Sequence[Node], left: float, top: float) -> _La
         edge = left
         for centre, node, passes in sorted(wanted, key=lambda each: each[0]):
             label, below_text = ("", "") if passes else _label(node)
+            below_text = f"{below_text} {'' if passes else more(node)}".strip()
             width = LINE if passes else max(text_width(label, 13), text_width(below_text, 10)) + 16
             x = max(edge, centre - width / 2)
             if passes:
@@ -143,13 +151,22 @@ def _placed(graph: Graph, shown: Sequence[Node], left: float, top: float) -> _La
     return _Layout(list(boxes.values()), lines, level)
 
 
-def _draw(scene: Scene, graph: Graph, layout: _Layout, colour: Callable[[Node], int]) -> None:
+def _draw(
+    scene: Scene,
+    graph: Graph,
+    layout: _Layout,
+    colour: Callable[[Node], int],
+    edge: Callable[[Node, Node], str],
+) -> None:
     outputs = {_source(node) for node in graph.outputs}
     at = {box.node: box for box in layout.boxes}
     for box in layout.boxes:
         for value in dict.fromkeys(_reads(box.node)):
             scene.path(_line(at[value], box, layout), "edge")
             scene.tip(box.x + box.width / 2, box.y, (0, 1), 6)
+        crossed = dict.fromkeys(edge(value, box.node) for value in dict.fromkeys(_reads(box.node)))
+        if words := ", ".join(filter(None, crossed)):
+            scene.text(box.x + box.width / 2 + 8, box.y - 5, words, size=9.5, bold=True)
     for box in layout.boxes:
         scene.box(box.x, box.y, box.width, BOX, colour=colour(box.node))
         scene.text(box.x + 7, box.y + 15, box.label, bold=box.node in outputs)

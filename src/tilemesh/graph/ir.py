@@ -151,6 +151,10 @@ class Graph:
         return self.replace(lambda node, inputs: values.get(node) or rebuilt(node, inputs))
 
     def __str__(self) -> str:
+        return self.text()[0]
+
+    def text(self, words: Callable[[Node], str] = lambda node: "") -> tuple[str, dict[Node, str]]:
+        """A line per node, with what `words` says of it, and what each node is called there."""
         names: dict[Node, str] = {}
         lines: list[str] = []
         for node in self.nodes():
@@ -162,12 +166,15 @@ class Graph:
                 continue
             names[node] = f"%{len(lines)}"
             hidden = HIDDEN.get(primitive(node.op).kind, ())
-            words = [names[value] for value in node.inputs]
-            words += [f"{name}={_text(value)}" for name, value in node.attributes if name not in hidden]
-            lines.append(f"{names[node]} = {_called(node)}({', '.join(words)})  # {node.dtype}{_text(node.shape)}")
-        given = ", ".join(f"{node['name']}: {node.dtype}{_text(node.shape)}" for node in self.inputs)
+            operands = [names[value] for value in node.inputs]
+            operands += [f"{name}={_text(value)}" for name, value in node.attributes if name not in hidden]
+            typed = f"{node.dtype}{_text(node.shape)} {words(node)}".rstrip()
+            lines.append(f"{names[node]} = {_called(node)}({', '.join(operands)})  # {typed}")
+        given = ", ".join(
+            f"{node['name']}: {node.dtype}{_text(node.shape)} {words(node)}".rstrip() for node in self.inputs
+        )
         body = "\n".join(f"  {line}" for line in lines)
-        return f"({given})\n{body}\n  return {', '.join(names[node] for node in self.outputs)}"
+        return f"({given})\n{body}\n  return {', '.join(names[node] for node in self.outputs)}", names
 
 
 def _called(node: Node) -> str:

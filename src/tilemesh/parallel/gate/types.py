@@ -1,9 +1,9 @@
 """What of a laid model cannot be right, whatever it computes: placements that do not fit the exchanges of a step.
 
-The one idea: layers say by their cuts what they take and give along each axis (R, P or S, `core/tensor_placement.py`), places
+The one idea: layers say by their cuts what they take and give along each axis (`core/tensor_placement.py`), places
 between them say what they turn into what, and buckets say whose gradients they sum. All of it is read from the very
-objects that a step calls, so a wrong row is seen here without a number being computed. A fault names a parameter and an
-axis.
+objects that a step calls, so a wrong row is seen here without a number being computed. A fault names a parameter and
+an axis.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Print a model's graph before and after rewriting. Says what each rule saves."""
+"""Print a model's graph before and after rewriting. Says what each rule saves, and with --mesh what ranks exchange."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from tilemesh.cli.output import Output
+from tilemesh.cli.placed import place, placed_drawing, placed_lines
+from tilemesh.cli.placed import record as placed_record
 from tilemesh.core.errors import RunError, UsageError, unknown
 from tilemesh.core.hardware import DEVICES
 from tilemesh.core.options import Known, OutFile, argument, option
@@ -26,6 +28,8 @@ class ExplainOptions:
     device: Annotated[str, Known("device", "tilemesh.core.hardware:DEVICES")] = option(
         "h100", "Predict times for this device, such as h200."
     )
+    mesh: str | None = option(None, "Place the rewritten graph on ranks, axes in this order.", "dp=2,tp=2")
+    pin: tuple[str, ...] = option((), "Where a tensor lies, such as up.weight=tp:S0; again for more.", "NAME=PLACE")
     whole: bool = option(False, "Print both graphs whole, however long they are.")
     svg: OutFile | None = option(None, "Draw the graph: before, after, and as kernels.", "FILE")
     html: OutFile | None = option(None, "The drawing and the rules as a page.", "FILE")
@@ -33,6 +37,8 @@ class ExplainOptions:
 
 
 def explain(options: ExplainOptions) -> Output:
+    if options.pin and options.mesh is None:
+        raise UsageError(f"--pin {options.pin[0]} without --mesh: give the ranks too, such as --mesh tp=2")
     model, inputs = load_program(options.program)
     from tilemesh.graph.draw import drawing
     from tilemesh.graph.kernel_c import CWriter
@@ -45,9 +51,15 @@ def explain(options: ExplainOptions) -> Output:
     after, steps = simplify(before, ALGEBRA)
     gains = saved_by(before, steps, DEVICES[device])
     figures = {"before": _figures(before, device), "after": _figures(after, device)}
-    record = figures | {"rules": [vars(gain) for gain in gains]}
+    record: dict[str, Any] = figures | {"rules": [vars(gain) for gain in gains]}
+
+    placed = None if options.mesh is None else place(after, options.mesh, options.pin)
+    if placed is not None:
+        record["placed"] = placed_record(placed)
 
     def drawn() -> str:
+        if placed is not None:
+            return placed_drawing(placed, f"on {options.mesh}")
         return drawing(
             [("as traced", before), ("after the rules", after), ("as kernels", fused(after, CWriter.serves))]
         )
@@ -64,6 +76,7 @@ def explain(options: ExplainOptions) -> Output:
         "",
         *_graph_lines("after", after, options.whole),
         *(f"{name:>6}: {_words(figures[name], device)}" for name in figures),
+        *([] if placed is None else ["", f"on {options.mesh}:", *placed_lines(placed)]),
     ]
     files = {"svg": drawn, "html": lambda: _page(options.program, drawn(), record, device)}
     return Output([text], [record], files)

@@ -1,0 +1,66 @@
+"""What one rank computes of a placed node: the same primitive on its own part, with sizes that fit it.
+
+A table of rows that are cut is the one primitive that needs more: a rank looks up the rows that it has, and gives zeros
+for others; an index that no rank has is refused by the first or the last, as it is where the table is whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from tilemesh.core.axes import Axes
+from tilemesh.core.tensor_placement import TensorPlacement
+from tilemesh.graph.ir import Node, make
+
+_SIZED = {
+    "reshape": "shape", "broadcast": "shape", "conv_input": "size", "conv_weight": "size", "unwindows": "shape",
+}  # fmt: skip
+"""Attributes that say the shape of the result."""
+
+
+def local_shape(node: Node, placement: TensorPlacement, axes: Axes, rank: int) -> tuple[int, ...]:
+    """Of what a rank has of a tensor."""
+    sizes = tuple(size for size in node.shape if isinstance(size, int))
+    assert len(sizes) == len(node.shape), node
+    return placement.shard(sizes, axes, rank).shape
+
+
+def local_node(
+    node: Node, inputs: Sequence[Node], taken: Sequence[TensorPlacement], output: TensorPlacement, axes: Axes, rank: int
+) -> Node:
+    """A node of this rank's parts `inputs`, which are placed as `taken`; what it gives is placed as `output`."""
+    attributes: dict[str, Any] = dict(node.attributes)
+    if node.op in _SIZED:
+        attributes[_SIZED[node.op]] = local_shape(node, output, axes, rank)
+    elif node.op == "put_add":
+        attributes["size"] = local_shape(node, output, axes, rank)[0]
+    elif node.op == "slice":
+        whole = zip(attributes["stop"], node.inputs[0].shape, inputs[0].shape, strict=True)
+        attributes["stop"] = tuple(here if stop == size else stop for stop, size, here in whole)
+    elif node.op == "take" and taken[0].axes_of(0):
+        return _own_rows(node, inputs[0], inputs[1], taken[0], axes, rank)
+    return make(node.op, *inputs, line=node.line, **attributes)
+
+
+def _own_rows(node: Node, table: Node, index: Node, placement: TensorPlacement, axes: Axes, rank: int) -> Node:
+    sizes = tuple(size for size in node.inputs[0].shape if isinstance(size, int))
+    [span] = placement.shard(sizes, axes, rank).spans[0]
+
+    def number(value: int) -> Node:
+        constant = make("constant", value=value, shape=(), dtype=index.dtype)
+        return make("broadcast", constant, shape=index.shape, dims=())
+
+    here = make("subtract", index, number(span.whole)) if span.whole else index
+    near = make("maximum", here, number(0)) if span.whole else here  # rows before the first are nobody's
+    if span.whole + span.length < sizes[0]:
+        near = make("minimum", near, number(span.length - 1))
+    rows = make("take", table, near)
+    is_own = make("compare", here, near, kind="equal")
+    zeros = make("constant", value=0.0 if "float" in rows.dtype else 0, shape=(), dtype=rows.dtype)
+    return make(
+        "where",
+        make("broadcast", is_own, shape=rows.shape, dims=tuple(range(len(index.shape)))),
+        rows,
+        make("broadcast", zeros, shape=rows.shape, dims=()),
+    )

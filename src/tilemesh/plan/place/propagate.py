@@ -1,0 +1,347 @@
+"""From the placements of some tensors to those of all, forward and backward until nothing changes.
+
+The one idea: along each axis a node follows what is known around it as long as that costs nothing. Where something has
+to be exchanged, or two neighbours wish for different placements, the first such node takes the cheapest, which is said,
+and the others follow again. Axes come one after the other, in the order of the mesh; an axis may cut again what another
+has cut. The result is a table beside the graph: nodes themselves are shared by all that computes the same.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+from tilemesh.core.axes import Axes
+from tilemesh.core.errors import UsageError, unknown
+from tilemesh.core.tensor_placement import SILENT, Mark, P, R, S, TensorPlacement, V, can_follow, exchange_of
+from tilemesh.graph.ir import Graph, Node, users
+from tilemesh.plan.place.rules import OpaqueRule, Way, sized, ways
+
+DTYPE_BYTES = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "bool": 1, "int8": 1, "uint8": 1}
+"""Others have 2."""
+Marks = dict[Node, Mark]
+Pins = Mapping[str, TensorPlacement] | Mapping[Node, TensorPlacement]
+
+
+@dataclass(frozen=True)
+class PlacedExchange:
+    """What ranks along an axis exchange between a node and a reader of it; `reader` None: before any reads it."""
+
+    node: Node
+    reader: Node | None
+    axis: str
+    before: Mark
+    after: Mark
+    nbytes: float
+    """That each rank sends."""
+
+    @property
+    def collective(self) -> str:
+        return exchange_of(self.before, self.after)
+
+
+@dataclass(frozen=True)
+class PlacementConflict:
+    """A node that was wanted in two placements: those, and what ranks send for each."""
+
+    node: Node
+    axis: str
+    wishes: tuple[tuple[Mark, float], ...]
+    """The first was taken."""
+
+    def __str__(self) -> str:
+        words = " or ".join(f"{mark} ({nbytes:,.0f} bytes per rank)" for mark, nbytes in self.wishes)
+        return f"{name_of(self.node)} is wanted over {self.axis} as {words}: {self.wishes[0][0]} was taken"
+
+
+@dataclass(frozen=True)
+class PlacedGraph:
+    """A graph and where its tensors lie."""
+
+    graph: Graph
+    axes: Axes
+    placements: Mapping[Node, TensorPlacement]
+    taken: Mapping[Node, tuple[TensorPlacement, ...]]
+    """What each node takes its inputs as."""
+    given: Mapping[Node, TensorPlacement]
+    """What each node's own computation gives, before `placements` is made of it."""
+    conflicts: tuple[PlacementConflict, ...] = ()
+    exchanges: tuple[PlacedExchange, ...] = field(default=())
+
+    @property
+    def nbytes(self) -> float:
+        """What each rank sends in all."""
+        return sum(exchange.nbytes for exchange in self.exchanges)
+
+
+def name_of(node: Node) -> str:
+    """A node in words."""
+    what = node["name"] if node.op == "input" else node["target"] if node.op == "opaque" else node.op
+    return f"{what} {list(node.shape)}" + (f" ({node.line})" if node.line else "")
+
+
+def pins_of_names(
+    dims: Mapping[str, Sequence[str]], axes: Mapping[str, str | Sequence[str]]
+) -> dict[str, TensorPlacement]:
+    """Pins by named dims: `dims` names those of each tensor, `axes` says which axis, or axes in order, cut a name."""
+    pins = {}
+    for tensor, names in dims.items():
+        cuts = [(axis, S(dim)) for dim, name in enumerate(names) for axis in _several(axes.get(name, ()))]
+        pins[tensor] = TensorPlacement(tuple(cuts))
+    return pins
+
+
+def _several(axes: str | Sequence[str]) -> Sequence[str]:
+    return (axes,) if isinstance(axes, str) else axes
+
+
+def sent_bytes(before: Mark, after: Mark, ranks: int, nbytes: float) -> float:
+    """What each rank sends at least to turn one placement into another. `nbytes`: of the tensor without this axis."""
+    kind = exchange_of(before, after)
+    if kind in SILENT:
+        return 0.0
+    others = (ranks - 1) / ranks * nbytes
+    return {"all_reduce": 2 * others, "all_gather": others, "reduce_scatter": others, "all_to_all": others / ranks}[
+        kind
+    ]
+
+
+def propagate(
+    graph: Graph,
+    pins: Pins,
+    axes: Axes,
+    opaque: Mapping[str, OpaqueRule] = MappingProxyType({}),
+) -> PlacedGraph:
+    """Where all tensors of a graph lie. `pins`: by node, or by the name of an input, or "output" and its number.
+
+    `axes`: (name, size) in the order in which they cut a dim that several of them do. `opaque`: ways of operators of
+    torch's own, which are else computed whole by every rank.
+    """
+    pinned = _pinned(graph, pins, axes)
+    placed = _Placing(graph, axes, opaque)
+    for axis, ranks in axes:
+        placed.place(axis, ranks, {node: placement[axis] for node, placement in pinned.items()})
+    return placed.result()
+
+
+def _pinned(graph: Graph, pins: Pins, axes: Axes) -> dict[Node, TensorPlacement]:
+    names: dict[str, Node] = {node["name"]: node for node in graph.inputs}
+    names |= {f"output{number}": node for number, node in enumerate(graph.outputs)}
+    pinned, order = {}, [axis for axis, _ in axes]
+    inside = set(graph.nodes())
+    for key, placement in pins.items():
+        if isinstance(key, str) and key not in names:
+            raise unknown("tensor", key, names)
+        node = names[key] if isinstance(key, str) else key
+        for axis, mark in placement:
+            if axis not in order:
+                raise unknown("axis", axis, order)
+            if mark.kind == "S" and not (isinstance(mark.dim, int) and mark.dim < len(node.shape)):
+                raise UsageError(f"{name_of(node)} has no dim {mark.dim} to cut over {axis}")
+            if mark == P and node.op == "input" and "float" not in node.dtype:
+                raise UsageError(f"{name_of(node)} of {node.dtype} as parts of a sum over {axis}: pin it R or S")
+        for dim in range(len(node.shape)):
+            cut = placement.axes_of(dim)
+            pieces = math.prod(dict(axes)[axis] for axis in cut)
+            if list(cut) != sorted(cut, key=order.index):
+                raise UsageError(
+                    f"{name_of(node)} is pinned to be cut along dim {dim} by {', then '.join(cut)}: axes cut in the "
+                    f"order of the mesh, {', '.join(order)}; name them so"
+                )
+            if cut and sized(node, dim) < pieces:
+                raise UsageError(
+                    f"{name_of(node)}: {sized(node, dim)} along dim {dim} cannot be cut for {pieces} ranks"
+                )
+        if node in inside:
+            pinned[node] = placement
+    return pinned
+
+
+class _Placing:
+    def __init__(self, graph: Graph, axes: Axes, opaque: Mapping[str, OpaqueRule]) -> None:
+        self.graph, self.axes, self.opaque = graph, axes, opaque
+        self.order = graph.nodes()
+        self.readers = {node: list(dict.fromkeys(readers)) for node, readers in users(self.order).items()}
+        self.placements: dict[Node, TensorPlacement] = dict.fromkeys(self.order, TensorPlacement())
+        self.given: dict[Node, TensorPlacement] = dict.fromkeys(self.order, TensorPlacement())
+        self.taken: dict[Node, list[TensorPlacement]] = {
+            node: [TensorPlacement()] * len(node.inputs) for node in self.order
+        }
+        self.conflicts: list[PlacementConflict] = []
+        self.exchanges: list[PlacedExchange] = []
+
+    def place(self, axis: str, ranks: int, pinned: Marks) -> None:
+        """Along one axis more."""
+        self.axis, self.ranks = axis, ranks
+        # What every axis has of a tensor together decides how it can be cut once more.
+        self.ways = {node: ways(node, ranks, self.pieces, self.opaque) for node in self.order}
+        marks = dict(pinned)
+        self.follow(marks)
+        while (node := self.next_node(marks)) is not None:
+            marks[node] = self.decide(node, marks)
+            self.follow(marks)
+        for node in self.order:
+            marks.setdefault(node, R)
+        for node in self.graph.outputs:
+            if marks[node] == P and node not in pinned:
+                marks[node] = R  # whoever gets it wants the sum
+        self.settle(marks)
+
+    def pieces(self, node: Node, dim: int) -> int:
+        sizes = dict(self.axes)
+        return math.prod(sizes[axis] for axis in self.placements[node].axes_of(dim))
+
+    def nbytes(self, node: Node) -> float:
+        """Of what a rank has along the axes so far."""
+        if node.dtype == "tuple":
+            return 0.0
+        size = math.prod(sized(node, dim) / self.pieces(node, dim) for dim in range(len(node.shape)))
+        return size * DTYPE_BYTES.get(node.dtype, 2)
+
+    def cost(self, node: Node, before: Mark, after: Mark) -> float:
+        if not can_follow(before, after):
+            return math.inf
+        return sent_bytes(before, after, self.ranks, self.nbytes(node))
+
+    # Following for nothing ------------------------------------------------------------------------------------------
+
+    def follow(self, marks: Marks) -> None:
+        """Mark what follows from what is marked, and costs nothing, until nothing more does."""
+        changed = True
+        while changed:
+            changed = False
+            for node in self.order:
+                if node not in marks and (mark := self.forward(node, marks)) is not None:
+                    marks[node], changed = mark, True
+            for node in reversed(self.order):
+                if node in marks or node.op in ("constant", "iota"):
+                    continue
+                wishes = [wish for reader in self.readers[node] for wish in self.backward(node, reader, marks)]
+                if len(set(wishes)) == 1:
+                    marks[node], changed = wishes[0], True
+
+    def forward(self, node: Node, marks: Marks) -> Mark | None:
+        """The one result that the inputs give without an exchange, if they are not all whole."""
+        if any(marks.get(value) == V for value in node.inputs) or self.ways[node][0].output == V:
+            return V
+        known = [marks.get(value, R) for value in node.inputs]
+        if all(mark == R for mark in known) or not self.is_worth(node, known):
+            return None
+        results = {way.output for way in self.ways[node] if way.output != V and self.is_free(node, way, marks)}
+        return results.pop() if len(results) == 1 else None
+
+    def is_worth(self, node: Node, known: Sequence[Mark]) -> bool:
+        """Parts of a sum are passed on as long as they do not become larger."""
+        parts = [self.nbytes(value) for value, mark in zip(node.inputs, known, strict=True) if mark == P]
+        return not parts or self.nbytes(node) <= sum(parts)
+
+    def is_free(self, node: Node, way: Way, marks: Marks) -> bool:
+        """Whether known inputs that are not whole are just what a way takes, and whole ones can be cut for it."""
+        for value, mark in zip(node.inputs, way.inputs, strict=True):
+            known = marks.get(value)
+            is_cut = known == R and mark.kind == "S"  # own rows of what all have: nothing is sent
+            if known is not None and known != mark and not is_cut:
+                return False
+        return True
+
+    def backward(self, node: Node, reader: Node, marks: Marks) -> Iterator[Mark]:
+        """As what a reader would have an input, where its own result is cut, or made of parts."""
+        result = marks.get(reader)
+        if result is None or result.kind not in "SP":
+            return
+        fits = [way for way in self.ways[reader] if way.output == result and self.is_free(reader, way, marks)]
+        wanted = {way.inputs[place] for way in fits for place, value in enumerate(reader.inputs) if value is node}
+        if len(wanted) == 1 and (mark := wanted.pop()).kind == "S":
+            yield mark
+
+    # Deciding -------------------------------------------------------------------------------------------------------
+
+    def next_node(self, marks: Marks) -> Node | None:
+        """The first node that is not marked and has an input that is; then those whose readers are, inputs last."""
+        left = [node for node in self.order if node not in marks]
+        for node in left:
+            if node.inputs and all(
+                value in marks or value.op in ("input", "constant", "iota") for value in node.inputs
+            ):
+                return node
+        return next((node for node in left if node.op == "input"), left[0] if left else None)
+
+    def decide(self, node: Node, marks: Marks) -> Mark:
+        """The cheapest of what a node could be, seen from its inputs and its readers."""
+        wishes: dict[Mark, float] = {}
+        for way in self.ways[node]:
+            if way.output == V:
+                continue
+            pairs = zip(node.inputs, way.inputs, strict=True)
+            cost = sum(self.cost(value, marks[value], mark) for value, mark in pairs if value in marks)
+            if way.output == P:
+                cost += self.cost(node, P, R)  # somebody has to make the sum
+            wishes[way.output] = min(cost, wishes.get(way.output, math.inf))
+        if node.op == "input":
+            wanted = [wish for reader in self.readers[node] for wish in self.backward(node, reader, marks)]
+            wishes = {mark: sum(self.cost(node, mark, other) for other in wanted) for mark in dict.fromkeys(wanted)}
+            wishes = wishes or {R: 0.0}
+        if not wishes or min(wishes.values()) == math.inf:
+            raise UsageError(
+                f"{name_of(node)} needs what ranks of {self.axis} have each for itself (V): make it R there"
+            )
+        # Of equals, where anything is cut, what leaves each rank less to compute.
+        is_whole = all(marks.get(value, R) == R for value in node.inputs)
+        order = "RSP" if is_whole else "SRP"
+        best = sorted(wishes.items(), key=lambda wish: (wish[1], order.index(wish[0].kind), str(wish[0])))
+        asked = {marks[value] for value in node.inputs if value in marks and marks[value].kind == "S"}
+        if node.op == "input":
+            asked = set(wishes)
+        if len(asked) > 1 and best[0][1] > 0 and len(best) > 1:
+            self.conflicts.append(PlacementConflict(node, self.axis, tuple(best[:2])))
+        return best[0][0]
+
+    # What is exchanged then -----------------------------------------------------------------------------------------
+
+    def settle(self, marks: Marks) -> None:
+        """For each node the cheapest way from its inputs' placements to its own, and what is exchanged for it."""
+        exchanges: dict[tuple[Node, Mark], list[Node]] = {}
+        made: list[PlacedExchange] = []
+        for node in self.order:
+            mark = marks[node]
+            way = (
+                Way((), mark)
+                if node.op == "input"
+                else min(self.ways[node], key=lambda way: self.price(node, way, marks))
+            )
+            if self.price(node, way, marks)[0] == math.inf:
+                raise UsageError(
+                    f"{name_of(node)} is {mark} over {self.axis}, and no way leads there from "
+                    f"{', '.join(str(marks[value]) for value in node.inputs)}: pin it otherwise, or what it reads"
+                )
+            for value, wanted in zip(node.inputs, way.inputs, strict=True):
+                if wanted != marks[value]:
+                    exchanges.setdefault((value, wanted), []).append(node)
+            if way.output != mark:
+                nbytes = self.cost(node, way.output, mark)
+                made.append(PlacedExchange(node, None, self.axis, way.output, mark, nbytes))
+            self.given[node] = self.given[node].put(self.axis, way.output)
+            self.taken[node] = [old.put(self.axis, new) for old, new in zip(self.taken[node], way.inputs, strict=True)]
+        for (value, wanted), readers in exchanges.items():
+            nbytes = self.cost(value, marks[value], wanted)
+            made += [
+                PlacedExchange(value, reader, self.axis, marks[value], wanted, nbytes if not turn else 0.0)
+                for turn, reader in enumerate(readers)  # made once, and read by all that want it so
+            ]
+        self.exchanges += made
+        for node in self.order:
+            self.placements[node] = self.placements[node].put(self.axis, marks[node])
+
+    def price(self, node: Node, way: Way, marks: Marks) -> tuple[float, bool, int]:
+        pairs = zip(node.inputs, way.inputs, strict=True)
+        cost = sum(self.cost(value, marks[value], mark) for value, mark in pairs)
+        cost += self.cost(node, way.output, marks[node])
+        return cost, way.output != marks[node], way.inputs.count(R)
+
+    def result(self) -> PlacedGraph:
+        taken = {node: tuple(placements) for node, placements in self.taken.items()}
+        return PlacedGraph(
+            self.graph, self.axes, self.placements, taken, self.given, tuple(self.conflicts), tuple(self.exchanges)
+        )
