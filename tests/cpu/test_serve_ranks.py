@@ -75,6 +75,17 @@ def test_two_ranks_answer_as_one_process_does(folder: Path, laid: Engine) -> Non
         assert [told.logprob for told in ours.prompt_logprobs] == pytest.approx(values, abs=1e-11)
 
 
+@pytest.mark.parametrize("pooling", ["mean", "last"])
+def test_two_ranks_embed_as_one_process_does(folder: Path, laid: Engine, pooling: str) -> None:
+    """Sums over ranks are in another order: float64 throughout, and the last norm's output is read in float32."""
+    with Engine(folder, dtype="fp64", pages=200) as engine:
+        for prompt in ([1], [5, 9, 2, 7, 7]):
+            expected = engine.embed(prompt, pooling)
+            torch.testing.assert_close(
+                torch.tensor(laid.embed(prompt, pooling)), torch.tensor(expected), rtol=0, atol=1e-6
+            )
+
+
 def test_two_ranks_get_new_weights(folder: Path, tmp_path: Path, laid: Engine) -> None:
     greedy = Sampling(max_tokens=8, temperature=0, ignore_eos=True)
     other = Transformer(CONFIG, seed=3)

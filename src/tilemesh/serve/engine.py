@@ -377,8 +377,6 @@ class Engine:
 
         def compute() -> list[float]:
             runner = self._core.runner
-            if isinstance(runner, RankRunner):
-                raise UsageError("embeddings of a model that other processes compute: serve it without --mesh")
             if self._core.stands:
                 raise RunError("the engine sleeps, or has no weights: wake it, or give it some")
             return runner.embed(tokens, pooling, 0 if self._adapters is None else self._adapters.number(adapter))

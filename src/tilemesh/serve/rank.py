@@ -56,8 +56,9 @@ def serve_steps(address: str, source: str, limits: Mapping[str, Any], options: M
             except (EOFError, ConnectionError):
                 return  # the engine has closed
             if "order" in header:
-                obey(runner, header, _sent(connection))
-                send(connection, {"rank": comm.rank})
+                with torch.inference_mode(header["order"] == "embed"):
+                    vector = obey(runner, header, _sent(connection))
+                send(connection, {"rank": comm.rank, "vector": vector})
                 continue
             plan, spans = unpack_step(header, body)
             with torch.inference_mode():
@@ -70,9 +71,12 @@ def serve_steps(address: str, source: str, limits: Mapping[str, Any], options: M
                 send(connection, *pack_tensor(joined))
 
 
-def obey(runner: Runner, header: Mapping[str, Any], tensors: Iterator[tuple[str, Tensor]]) -> None:
+def obey(runner: Runner, header: Mapping[str, Any], tensors: Iterator[tuple[str, Tensor]]) -> list[float]:
     """What is no step. Whatever fails here ends this rank, and with it the group."""
-    if header["order"] == "weights":
+    vector: list[float] = []
+    if header["order"] == "embed":
+        vector = runner.embed(header["tokens"], header["pooling"], header["adapter"])
+    elif header["order"] == "weights":
         runner.write_weights(tensors)
     elif header["order"] == "sleep":
         runner.sleep(header["level"])
@@ -80,6 +84,7 @@ def obey(runner: Runner, header: Mapping[str, Any], tensors: Iterator[tuple[str,
         runner.wake()
     for _ in tensors:
         pass
+    return vector
 
 
 def _sent(connection: socket.socket) -> Iterator[tuple[str, Tensor]]:

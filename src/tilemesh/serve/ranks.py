@@ -89,6 +89,12 @@ class RankRunner:
         """As `Runner.write_weights`: each rank is sent every whole tensor and keeps its part."""
         self._group.order({"order": "weights"}, tensors)
 
+    def embed(self, tokens: Sequence[int], pooling: str, adapter: int = 0) -> list[float]:
+        """As `Runner.embed`."""
+        header = {"order": "embed", "tokens": list(tokens), "pooling": pooling, "adapter": adapter}
+        vector: list[float] = self._group.order(header)["vector"]
+        return vector
+
     def sleep(self, level: int) -> None:
         self._group.order({"order": "sleep", "level": level})
 
@@ -151,8 +157,8 @@ class _RankGroup:
                 send(connection, header, body)
             return unpack_tensor(*receive(connections[0]))
 
-    def order(self, header: Mapping[str, Any], tensors: Iterable[tuple[str, Tensor]] = ()) -> None:
-        """Have every rank do what `rank.obey` knows, with these tensors, and wait for it."""
+    def order(self, header: Mapping[str, Any], tensors: Iterable[tuple[str, Tensor]] = ()) -> Mapping[str, Any]:
+        """Have every rank do what `rank.obey` knows, with these tensors, and wait for it; returns what rank 0 says."""
         with self._all() as connections:
             for connection in connections:
                 send(connection, header)
@@ -162,8 +168,8 @@ class _RankGroup:
                     send(connection, {"name": name, **told}, body)
             for connection in connections:
                 send(connection, {"name": None})
-            for connection in connections:
-                receive(connection)
+            first, *_ = [receive(connection)[0] for connection in connections]
+            return first
 
     @contextlib.contextmanager
     def _all(self) -> Iterator[list[socket.socket]]:
