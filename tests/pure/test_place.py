@@ -154,7 +154,7 @@ def test_a_reshape_that_mixes_cut_rows_gathers_them() -> None:
 
 
 def test_a_dim_that_two_axes_cut_is_reshaped_only_where_all_pieces_are_alike() -> None:
-    """pytorch 168134: uneven shards of two axes along one dim were put together in the wrong order."""
+    """Uneven pieces of two axes along one dim, as pytorch 168134 has them."""
     axes = (("dp", 2), ("tp", 2))
     for rows in (6, 7, 8):
         x = tensor("x", rows, 3)
@@ -164,6 +164,19 @@ def test_a_dim_that_two_axes_cut_is_reshaped_only_where_all_pieces_are_alike() -
         require_equal(result)
     with pytest.raises(UsageError, match="axes cut in the order of the mesh, dp, tp"):
         placed(graph, axes, x="tp:S0,dp:S0")
+
+
+def test_two_axes_cut_what_a_product_sums_over_in_one_order() -> None:
+    """pytorch 166598: of two operands, cut by the same axes in different orders, parts were multiplied that do not
+    belong together."""
+    axes = (("dp", 2), ("tp", 2))
+    a, b = tensor("a", 4, 32), tensor("b", 32, 4)
+    graph = Graph((a, b), (make("dot", a, b),))
+    result = placed(graph, axes, a="dp:S1,tp:S1", b="dp:S0,tp:S0")
+    assert str(result.given[graph.outputs[0]]) == "dp:P tp:P"
+    require_equal(result)
+    with pytest.raises(UsageError, match="axes cut in the order of the mesh, dp, tp"):
+        placed(graph, axes, a="dp:S1,tp:S1", b="tp:S0,dp:S0")
 
 
 def test_a_table_cut_by_rows_gives_parts_and_one_cut_by_features_does_not() -> None:

@@ -247,13 +247,14 @@ def test_what_is_no_row_would_be_wrong(op: str) -> None:
 
 
 def test_a_reshape_keeps_a_cut_only_where_pieces_end_at_the_same_elements() -> None:
-    """pytorch 179502: a view of uneven shards took rows that a rank does not have."""
+    """pytorch 179502: a view of [12, 8], cut along dim 1 over four ranks, as [16, 6] was taken for one cut by rows."""
 
     def kept(old: tuple[int, ...], new: tuple[int, ...], ranks: int, pieces: int = 1) -> set[tuple[Any, Any]]:
         node = make("reshape", tensor("x", *old), shape=new)
         every = ways(node, ranks, lambda node, dim: pieces)
         return {(way.inputs[0].dim, way.output.dim) for way in every if way.output.kind == "S"}
 
+    assert kept((12, 8), (16, 6), 4) == {(0, 0)}, "of dim 0, whose pieces are 24 elements in both; not of dim 1"
     assert kept((6, 4), (24,), 3) == {(0, 0)}
     assert kept((5, 4), (20,), 2) == set(), "5 rows are 3 and 2, 20 elements 10 and 10"
     assert kept((5, 4), (5, 2, 2), 2) == {(0, 0), (1, 1)}
@@ -265,7 +266,6 @@ def test_a_reshape_keeps_a_cut_only_where_pieces_end_at_the_same_elements() -> N
 
 
 def test_two_sums_are_not_multiplied_and_a_maximum_takes_no_parts() -> None:
-    """pytorch 166598: a product whose operands were both parts of a sum."""
     x, y = tensor("x", 4, 4), tensor("y", 4, 4)
     assert Way((P, P), P) not in ways(make("dot", x, y), 2)
     assert Way((P, P), P) not in ways(make("multiply", x, y), 2)
@@ -274,13 +274,15 @@ def test_two_sums_are_not_multiplied_and_a_maximum_takes_no_parts() -> None:
 
 
 def test_space_of_a_convolution_is_not_cut_and_its_backward_is_placed_right() -> None:
-    """Halos: a window at the end of a rank's part reaches into the next. pytorch 191926: the weight's gradient of a
-    convolution cut by examples is a part of a sum, of one cut by channels is not."""
+    """Halos: a window at the end of a rank's part reaches into the next. pytorch 191926: the gradient of an
+    input that was cut along its width came out as one cut by examples."""
     words: dict[str, Any] = {"groups": 1, "stride": (1,), "padding": (1,), "dilation": (1,)}
     node = make("conv", tensor("x", 4, 4, 8), tensor("w", 4, 4, 3), **words)
     assert {way.inputs[0] for way in ways(node, 2)} == {R, S(0), S(1), P, V}
     weight = make("conv_weight", tensor("x", 4, 4, 8), tensor("g", 4, 4, 8), size=(4, 4, 3), **words)
     assert {way.output for way in ways(weight, 2) if way.inputs == (S(0), S(0))} == {P}
+    back = make("conv_input", tensor("g", 4, 4, 8), tensor("w", 4, 4, 3), size=(4, 4, 8), **words)
+    assert all(S(2) not in (*way.inputs, way.output) for node in (weight, back) for way in ways(node, 2))
     grouped = make("conv", tensor("x", 4, 4, 8), tensor("w", 4, 2, 3), **words | {"groups": 2})
     assert {way.inputs for way in ways(grouped, 2)} == {(R, R), (S(0), R), (P, R), (R, P), (V, V)}
 
