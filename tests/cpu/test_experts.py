@@ -17,9 +17,10 @@ from tilemesh.core.errors import UsageError
 from tilemesh.core.plan import ParallelPlan
 from tilemesh.kernels.routing.reference import route_tokens
 from tilemesh.model import huggingface
-from tilemesh.model.adapter import LoraConfig, adapted_modules, adapter_parameters, peft_names
+from tilemesh.model.adapter import LoraConfig, adapted_modules, adapter_parameters, peft_config, peft_names
 from tilemesh.model.config import ModelConfig, preset
 from tilemesh.model.experts import Experts, Router, Routing
+from tilemesh.model.linear import CodedLinear
 from tilemesh.model.loss import loss
 from tilemesh.model.transformer import Transformer
 from tilemesh.model.work.decoding import SequencePart, least_cost, serving_task
@@ -274,8 +275,8 @@ def test_what_is_no_mixture_is_refused(changes: dict[str, Any], words: str) -> N
 def test_what_is_not_done_with_experts_yet_is_refused() -> None:
     with pytest.raises(UsageError, match="dense_layers: time and memory of layers that differ are not modelled yet"):
         layer_work(MIXED, Task(1, 8, 8))
-    with pytest.raises(UsageError, match="cannot quantise a model with experts yet"):
-        quantize(Transformer(CONFIG), "int4-g8")
+    with pytest.raises(UsageError, match="cannot quantise a model with experts by a recipe that looks at text"):
+        quantize(Transformer(CONFIG), "int4-g8-gptq")
     biased = CONFIG.replace(biases=True)
     assert "each would add their biases" in (why_not(biased, ParallelPlan(tp=2)) or "")
     assert why_not(CONFIG, ParallelPlan(tp=2)) is None
@@ -363,3 +364,34 @@ def test_experts_that_begin_as_copies_of_an_mlp_have_its_first_loss(tmp_path: Pa
     ):
         with pytest.raises(UsageError, match=words):
             check_init(dense, load(sets=[sets, f"model.experts=4,{more}"], init=dense))
+
+
+def test_an_adapter_of_experts_is_not_written_as_peft_would_not_apply_it() -> None:
+    model = ModelConfig(
+        layers=2, width=32, heads=4, kv_heads=2, mlp_width=48, vocabulary=64, context=32, norm="rmsnorm",
+        positions="rotary", activation="swiglu", biases=False, tied=False, experts=4, experts_per_token=2,
+    )  # fmt: skip
+    attention = LoraConfig(rank=2)
+    assert peft_config(model, attention)["target_modules"][0].startswith("self_attn.")
+    with pytest.raises(UsageError, match=r"leave --adapter out, which writes the merged model"):
+        peft_config(model, LoraConfig(rank=2, targets=("fc_in",)))
+
+
+def test_experts_that_are_rounded_are_written_and_served(tmp_path: Path) -> None:
+    """By a recipe that looks at no text: every expert's matrix rounded, as each would be alone."""
+    pytest.importorskip("safetensors")
+    plain = Transformer(CONFIG, seed=3)
+    rounded = quantize(plain, "int8")
+    assert isinstance(rounded.layers[0].mlp.experts[1].fc_in, CodedLinear)
+    huggingface.save(rounded, tmp_path / "folder")
+    again = huggingface.load(tmp_path / "folder")
+    tokens = torch.arange(12).reshape(1, 12) % CONFIG.vocabulary
+    torch.testing.assert_close(again(tokens), rounded(tokens), rtol=0, atol=1e-5)
+    apart = (rounded(tokens) - plain(tokens)).abs().max()
+    assert 0 < apart < 0.05 * plain(tokens).abs().max()
+    prompt = tokens[0, :5].tolist()
+    with Engine(tmp_path / "folder", pages=32) as engine:
+        (result,) = engine.generate([prompt], Sampling(max_tokens=4, temperature=0.0))
+    for token in result.answers[0].tokens:
+        assert token == int(again(torch.tensor([prompt]))[0, -1].argmax())
+        prompt.append(token)

@@ -110,5 +110,5 @@ def test_what_cannot_be_meant_is_not_drawn(told: Any) -> None:
 
 
 def test_many_layers_are_thinned_and_idle_experts_named() -> None:
-    picture = drawing([LayerLoad([0.0, 2.5, 0.5], 0.5)] * 60)
+    picture = drawing([LayerLoad(0, [0.0, 2.5, 0.5], 0.5)] * 60)
     assert picture.count("2.50 × the mean, 1 idle, entropy 0.50") == 20

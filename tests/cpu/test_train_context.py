@@ -71,6 +71,19 @@ def test_all_axes_and_packed_documents(tmp_path: Path) -> None:
     assert figures == pytest.approx(train(config("dp=1", *sets[1:2], *sets[3:]), tmp_path / "one"), rel=1e-10)
 
 
+@pytest.mark.parametrize("exchange", ["ring", "heads"])
+def test_a_replica_without_held_out_text_stands_by_for_experts(exchange: str, tmp_path: Path) -> None:
+    """One held-out sequence and two replicas: the other makes a pass too, in which each rank of cp has tokens."""
+    sets = (
+        "model.experts=4",
+        "evaluate.sequences=1",
+        "train.steps=2",
+        "evaluate.every=2",
+        f"plan.cp_exchange={exchange}",
+    )
+    assert_trained_alike("dp=2,cp=2,ep=2", "dp=1", tmp_path, *sets)
+
+
 @pytest.mark.parametrize(
     ("mesh", "base", "sets"),
     [

@@ -236,8 +236,8 @@ def require_mlps(model: object, what: str) -> None:
     assert isinstance(model, Transformer)
     if model.config.experts:
         raise UsageError(
-            f"cannot {what} a model with experts yet: what each of them is given is not calibrated; train it with "
-            "compress.recipe, which rounds or masks each expert's matrices"
+            f"cannot {what} a model with experts by a recipe that looks at text: what each expert is given is not "
+            "calibrated yet; take one that rounds alone, such as int8 or int4-g64, or train with compress.recipe"
         )
 
 

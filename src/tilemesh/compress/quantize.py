@@ -20,6 +20,7 @@ from tilemesh.compress.calibrate import (
     mean_divergence,
     mean_loss,
     require_mlps,
+    require_transformer,
 )
 from tilemesh.compress.methods import awq_scales, find_codes, output_error, smooth_factors
 from tilemesh.compress.mixed import mixed_schemes
@@ -60,7 +61,9 @@ def quantize(
     `moved`: gets what AWQ and SmoothQuant have multiplied inputs and outputs of matrices by, by name.
     """
     recipe = read_recipe(recipe)
-    require_mlps(model, "quantise")
+    require_transformer(model, "quantise")
+    if recipe.needs_text:
+        require_mlps(model, "quantise")
     require_plain(model, "quantisation")
     shapes = matrix_shapes(model)
     schemes = chosen_schemes(recipe, shapes)

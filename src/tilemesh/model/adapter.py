@@ -98,7 +98,14 @@ def peft_names(model: ModelConfig, lora: LoraConfig) -> dict[str, str]:
 
 
 def peft_config(model: ModelConfig, lora: LoraConfig) -> Mapping[str, Any]:
-    """The content of PEFT's adapter_config.json."""
+    """The content of PEFT's adapter_config.json; refused for experts, to which PEFT would not apply it."""
+    for module in adapted_modules(model, lora):
+        if ".experts." in module:
+            raise UsageError(
+                f"an adapter of {module} has no PEFT form: transformers keeps a layer's experts in one tensor, not in "
+                "modules; leave --adapter out, which writes the merged model, or leave their matrices out of "
+                "lora.targets"
+            )
     family = FAMILIES[family_of(model)]
     layer = family.prefix + family.layer.format(0)
     modules = sorted(name.removeprefix(layer) for name in peft_names(model, lora).values() if name.startswith(layer))

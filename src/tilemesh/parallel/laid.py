@@ -117,7 +117,8 @@ class Laid:
         """What a replica without a batch does while others make a forward pass: exchange with them what they do."""
         if self.plan.ep > 1:  # a pass of its own, of which nothing counts
             device = next(self.module.parameters()).device
-            tokens_BT = torch.full((1, self.mesh.tp.size), -1 if self.use.marked else 0, device=device)
+            shares = 2 * self.mesh.cp.size * self.mesh.tp.size  # a rank of cp takes two pieces, which tp may cut
+            tokens_BT = torch.full((1, shares), -1 if self.use.marked else 0, device=device)
             with torch.no_grad():
                 self.loss(tokens_BT, torch.zeros_like(tokens_BT))
 

@@ -27,6 +27,8 @@ BUSIEST = StepFigure(
 class LayerLoad(NamedTuple):
     """Of one layer with experts: picks of each, over the mean; the entropy of its router, over the highest."""
 
+    number: int
+    """Of the layer in the model, where it says which of its layers are dense."""
     load: Sequence[float]
     entropy: float
 
@@ -38,7 +40,7 @@ class LayerLoad(NamedTuple):
 def routing(run: Run) -> Child:
     """None for a run whose steps say nothing of experts."""
     told = [step for step in run.steps if isinstance(step.get("expert_load"), list) and step["expert_load"]]
-    layers = loads_of(told[-1]) if told else []
+    layers = loads_of(told[-1], run.summary.get("model")) if told else []
     if not layers:
         return None
     step, forced = int(told[-1]["step"]), run.summary.get("force_balance") is True
@@ -51,8 +53,8 @@ def routing(run: Run) -> Child:
     if forced:
         words += " Tokens went to experts in turn (train.force_balance): this is not what routers would choose."
     rows: list[list[Child]] = [
-        [str(place), f"{max(layer.load):.3g}", f"{min(layer.load):.3g}", str(layer.idle), f"{layer.entropy:.3g}"]
-        for place, layer in enumerate(layers)
+        [str(layer.number), f"{max(layer.load):.3g}", f"{min(layer.load):.3g}", str(layer.idle), f"{layer.entropy:.3g}"]
+        for layer in layers
     ]
     head = ["layer with experts", "busiest, times the mean", "least", "idle experts", "entropy, of the highest"]
     source = base64.b64encode(drawing(layers).encode()).decode()
@@ -62,29 +64,31 @@ def routing(run: Run) -> Child:
     )
 
 
-def loads_of(step: Mapping[str, Any]) -> list[LayerLoad]:
-    """What a step's line says; nothing where it cannot be meant."""
-    entropies = numbers(step, "router_entropy")
-    layers = []
+def loads_of(step: Mapping[str, Any], model: Any = None) -> list[LayerLoad]:
+    """What a step's line says; nothing where it cannot be meant. `model`: its configuration, of a run's summary."""
+    entropies, layers = numbers(step, "router_entropy"), []
+    dense = model.get("dense_layers", ()) if isinstance(model, dict) else ()
+    places = [place for place in range(len(step["expert_load"]) + len(dense)) if place not in dense]
     for place, values in enumerate(step["expert_load"]):
         load = [number(value) for value in values] if isinstance(values, list) else []
         if not load or len(load) > MOST_EXPERTS or not all(0 <= value < math.inf for value in load):
             return []
-        layers.append(LayerLoad(load, entropies[place] if place < len(entropies) else math.nan))
+        entropy = entropies[place] if place < len(entropies) else math.nan
+        layers.append(LayerLoad(places[place], load, entropy))
     return layers
 
 
 def drawing(layers: Sequence[LayerLoad]) -> str:
     """A lane for each layer, a bar for each expert."""
     every = -(-len(layers) // MOST_LAYERS)
-    chosen = list(enumerate(layers))[::every]
-    top = max(1.5, *(max(layer.load) for _, layer in chosen))
+    chosen = layers[::every]
+    top = max(1.5, *(max(layer.load) for layer in chosen))
     scene = Scene(_LEFT + _WIDE + 224, _TOP + len(chosen) * _LANE + 8, "Load of experts by layer")
-    for lane, (place, layer) in enumerate(chosen):
+    for lane, layer in enumerate(chosen):
         floor, wide = _TOP + lane * _LANE + _BAR, _WIDE / len(layer.load)
-        scene.text(_LEFT - 8, floor - 8, f"layer {place}", align="end")
+        scene.text(_LEFT - 8, floor - 8, f"layer {layer.number}", align="end")
         for expert, value in enumerate(layer.load):
-            high, tip = _BAR * value / top, f"layer {place}, expert {expert}: {value:.3g} times the mean"
+            high, tip = _BAR * value / top, f"layer {layer.number}, expert {expert}: {value:.3g} times the mean"
             at = round(_LEFT + expert * wide, 2), round(floor - high, 2)
             scene.box(*at, round(0.86 * wide, 2), round(high, 2), colour=1 if value > 2 else 0, tip=tip)
         even = floor - _BAR / top
