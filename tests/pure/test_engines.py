@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
@@ -46,6 +47,23 @@ def jobs(engine: OtherEngine) -> Iterator[EngineJob]:
     for start in STARTS:
         near = [start, *list(nearest_layouts(preset("llama-3-8b"), start))[:40]]
         yield from (job(plan) for plan in near if plan.world == 16 and not any(engine.why_not(job(plan))))
+
+
+SHARED = ParallelPlan(dp=8, cp=2, zero=3, microbatch=2, precision="bf16")
+
+
+@pytest.mark.parametrize("name", TRAINING)
+def test_what_is_shared_out_is_told_or_refused(name: str) -> None:
+    """A plan with ranks that share sequences, and a model with experts: never written as another one."""
+    engine = ENGINES[name]
+    names = engine.values(job(SHARED))
+    is_told = any("context-parallel" in option and value == 2 for option, value in names.items())
+    by_heads = dataclasses.replace(SHARED, cp_exchange="heads")
+    assert is_told or "cp" in {refusal.field for refusal in engine.why_not(job(SHARED))}
+    assert {"cp", "cp_exchange"} & {refusal.field for refusal in engine.why_not(job(by_heads))}
+    experts = dataclasses.replace(job(ParallelPlan(dp=16)), model=preset("mixtral-8x7b"))
+    takes_model = any(option in ("num-layers", "hidden-size") for option in names)
+    assert ("model" in {refusal.field for refusal in engine.why_not(experts)}) == takes_model
 
 
 def served() -> EngineJob:

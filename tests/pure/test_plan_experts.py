@@ -130,5 +130,9 @@ def test_the_search_shares_experts_out_where_that_fits_best_and_says_why() -> No
     assert far.best.plan.ep == 64
     dense = search("llama-3-8b", NODE, batch=64)
     assert {point.layout.ep for point in dense.points} == {1}
-    with pytest.raises(UsageError, match="no layout is possible"):
+    with pytest.raises(UsageError, match="no layout is possible: ep is 2 and the model has no experts"):
         search("llama-3-8b", NODE, batch=64, pins=Pins.parse(["ep=2"]))
+    with pytest.raises(
+        UsageError, match="ep is 5 and 128 experts do not divide by it: 2, 4, 8, 16, 32, 64, 128 would do"
+    ):
+        search(QWEN, NODE, batch=64, pins=Pins.parse(["ep=5"]))

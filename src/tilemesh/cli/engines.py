@@ -63,6 +63,8 @@ def best_for(
         refused = list(engine.why_not(job(best)))
         if not refused:
             raise
+    if of_model := [refusal.why for refusal in refused if refusal.field == "model"]:
+        raise UsageError(f"{engine.name} cannot be told this model: {of_model[0]}; plan for another engine")
     fields = {refusal.field for refusal in engine.refusals}
     free = {name: value for name, value in given.items() if name not in fields}
     words = "; ".join(f"{refusal.field} is {getattr(best, refusal.field)}: {refusal.why}" for refusal in refused)

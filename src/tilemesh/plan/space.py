@@ -16,7 +16,7 @@ from tilemesh.core.errors import UsageError
 from tilemesh.core.hardware import Device
 from tilemesh.core.plan import Attention, ContextExchange, ParallelPlan, Precision, Recompute
 from tilemesh.core.step.book import all_schedules, find
-from tilemesh.model.work.weights import why_not, why_not_tp
+from tilemesh.model.work.weights import why_not, why_not_ep, why_not_tp
 from tilemesh.plan.step import Estimator
 
 CUT = ("chunk_layers",)
@@ -235,6 +235,8 @@ def why_nothing(estimator: Estimator, batch: int, pins: Pins) -> str:
     tp, pp = pins.tp or 1, pins.pp or 1
     if pins.tp and (reason := why_not_tp(model, pins.tp)):
         return reason
+    if pins.ep and pins.ep > 1 and (reason := why_not_ep(model, pins.ep)):
+        return reason
     if pins.sequence_parallel and pins.tp == 1:
         return "sequence_parallel splits the sequence over tp ranks and tp is 1"
     if pp > model.layers:
@@ -259,6 +261,8 @@ def why_nothing(estimator: Estimator, batch: int, pins: Pins) -> str:
         return f"ZeRO shares among replicas and {world} ranks with {fixed} leave one: fix zero=0"
     if not dps and pins.zero:
         return f"zero_group is {pins.zero_group} and no dp of {world} ranks is a multiple of it: leave it out"
+    if not dps and (pins.ep or 1) > 1:
+        return f"ep is {pins.ep} and no dp x cp of {world} ranks with {pins.describe()} is a multiple of it"
     if not dps:
         return f"no split of {world} ranks suits {model.heads} heads and {model.layers} layers"
     good = [dp for dp in dps if batch % dp == 0]

@@ -326,6 +326,16 @@ def require_modelled(model: ModelConfig) -> None:
         raise UsageError("dense_layers: time and memory of layers that differ are not modelled yet; train and measure")
 
 
+def why_not_ep(model: ModelConfig, ep: int) -> str | None:
+    """Why a model's experts cannot be shared out among so many ranks."""
+    if not model.experts:
+        return f"ep is {ep} and the model has no experts: set ep 1, or model.experts"
+    if model.experts % ep == 0:
+        return None
+    fits = [count for count in range(2, model.experts + 1) if model.experts % count == 0]
+    return f"ep is {ep} and {model.experts} experts do not divide by it: {', '.join(map(str, fits))} would do"
+
+
 def why_not_tp(model: ModelConfig, tp: int) -> str | None:
     """Why tp ranks cannot share this model's layers; None when they can."""
     if model.heads % tp:
@@ -366,8 +376,8 @@ def why_not(model: ModelConfig, plan: ParallelPlan, ranks: int | None = None) ->
         return f"schedule {reason}"
     if plan.chunk_layers and sum(plan.chunk_layers) != model.layers:
         return f"chunk_layers add up to {sum(plan.chunk_layers)} layers, the model has {model.layers}"
-    if model.experts % plan.ep or (plan.ep > 1 and not model.experts):
-        return f"ep is {plan.ep}: {model.experts} experts cannot be shared out evenly among so many replicas"
+    if plan.ep > 1 and (uneven := why_not_ep(model, plan.ep)):
+        return uneven
     if plan.expert_tp and plan.tp % plan.expert_tp:
         return f"expert_tp is {plan.expert_tp}: tp {plan.tp} ranks do not make up groups of so many"
     if plan.ranks_per_expert < plan.tp and not plan.sequence_parallel:

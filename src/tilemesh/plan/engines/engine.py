@@ -46,7 +46,7 @@ class EngineOption(NamedTuple):
 
 
 class EngineRefusal(NamedTuple):
-    """Plans that an engine cannot run: the field that would have to differ, and why."""
+    """Plans that an engine cannot run: the field that would have to differ ("model": none would help), and why."""
 
     field: str
     when: Callable[[EngineJob], bool]

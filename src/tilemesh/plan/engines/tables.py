@@ -35,6 +35,12 @@ def _is_even(job: EngineJob) -> bool:
 _MATERIALIZED = Cannot("attention", lambda job: job.plan.attention == "materialized", "its attention is fused")
 _PREFETCH = Note(lambda job: job.plan.zero == 3, "how many layers ahead weights are gathered is its own choice")
 _EXPERTS = Cannot("ep", lambda job: job.plan.ep > 1, "which options share experts out is not known here")
+_NO_CONTEXT = Cannot("cp", lambda job: job.plan.cp > 1, "a configuration of it does not share out sequences")
+_BY_RING = Cannot(
+    "cp_exchange",
+    lambda job: job.plan.cp > 1 and job.plan.cp_exchange != "ring",
+    "which option exchanges heads is not known here",
+)
 _NO_PIPELINE = Cannot("pp", lambda job: job.plan.pp > 1, "a configuration of it has no pipeline stages")
 _NO_MODEL_SCRIPT = Note(
     lambda job: True, "model, data, learning rate and steps are your script's; it must take the flags below"
@@ -95,6 +101,7 @@ TORCHTITAN = OtherEngine(
         Row("parallelism.tensor-parallel-degree", lambda job: job.plan.tp),
         Row("parallelism.enable-sequence-parallel", lambda job: job.plan.sequence_parallel or None),
         Row("parallelism.no-enable-sequence-parallel", lambda job: (not job.plan.sequence_parallel) or None),
+        Row("parallelism.context-parallel-degree", lambda job: job.plan.cp if job.plan.cp > 1 else None),
         Row("parallelism.pipeline-parallel-degree", lambda job: job.plan.pp),
         Row("parallelism.pipeline-parallel-schedule", lambda job: _of_pipeline(job, _TITAN_SCHEDULES.get)),
         Row("parallelism.pipeline-parallel-microbatch-size", lambda job: _of_pipeline(job, job.plan.microbatch)),
@@ -132,6 +139,7 @@ TORCHTITAN = OtherEngine(
         Cannot("recompute_stages", lambda job: bool(job.plan.recompute_stages), "all its stages recompute alike"),
         _MATERIALIZED,
         _EXPERTS,
+        _BY_RING,
     ),
     notes=(
         Note(
@@ -203,6 +211,7 @@ MEGATRON = OtherEngine(
         Row("hidden-dropout", lambda job: job.model.dropout),
         Row("tensor-model-parallel-size", lambda job: job.plan.tp),
         Row("sequence-parallel", lambda job: job.plan.sequence_parallel or None),
+        Row("context-parallel-size", lambda job: job.plan.cp if job.plan.cp > 1 else None),
         Row("pipeline-model-parallel-size", lambda job: job.plan.pp),
         Row("pipeline-model-parallel-layout", _megatron_layout),
         Row(
@@ -254,6 +263,8 @@ MEGATRON = OtherEngine(
         Cannot("recompute", lambda job: job.plan.recompute == "operators", "it recomputes attention, or whole layers"),
         Cannot("recompute_stages", lambda job: bool(job.plan.recompute_stages), "all its stages recompute alike"),
         _EXPERTS,
+        Cannot("model", lambda job: bool(job.model.experts), "which options describe experts is not known here"),
+        _BY_RING,
         Cannot("offload", lambda job: not {*job.plan.offloads} <= {"optimizer"}, "it moves optimizer states alone"),
         Cannot(
             "zero", lambda job: job.plan.zero > 1 and job.plan.pp > 1, "with stages it shares optimizer states alone"
@@ -267,7 +278,7 @@ MEGATRON = OtherEngine(
                 or job.model.qk_norm == "full"
                 or job.model.rotary_scaling == "linear"
             ),
-            "part of this model has no option here (norms, windows, experts, activation): check it by hand",
+            "part of this model has no option here (norms, windows, activation): check it by hand",
         ),
         Note(
             lambda job: job.plan.precision == "bf16-master",
@@ -327,6 +338,7 @@ DEEPSPEED = OtherEngine(
         Cannot("recompute_every", lambda job: job.plan.recompute_every != 1, "a model recomputes layer by layer"),
         _MATERIALIZED,
         _EXPERTS,
+        _NO_CONTEXT,
     ),
     notes=(
         Note(
@@ -402,6 +414,7 @@ ACCELERATE = OtherEngine(
         ),
         _MATERIALIZED,
         _EXPERTS,
+        _NO_CONTEXT,
     ),
     notes=(_NO_MODEL_SCRIPT, _PREFETCH),
     defaults={"precision": "bf16", "sequence_parallel": False},
