@@ -49,6 +49,7 @@ START_S = 60
 MOST_S = 900
 """Of a document: some start eight ranks several times."""
 _FENCE = re.compile(r"^```(\w+)[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
+KINDS = ("bash", "python", "text", "toml", "yaml", "json", "cpp", "c", "csv")
 _NEEDS = re.compile(r"^# needs (a GPU|several machines|a cluster)$", re.MULTILINE)
 _SERVING = (["tilemesh", "serve"], ["tilemesh", "watch"])
 
@@ -359,4 +360,4 @@ def test_every_block_says_what_it_is() -> None:
                 opening = not opening
                 assert not opening or line != "```", f"{name_of(document)}: a block without a language"
         for block in blocks(document):
-            assert block.kind in ("bash", "python", "text", "toml", "json", "cpp", "c", "csv"), name_of(document)
+            assert block.kind in KINDS, name_of(document)

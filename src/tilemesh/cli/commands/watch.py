@@ -1,4 +1,4 @@
-"""Show a run in progress in a browser on this machine, or the figures of a server (http://...) here, until it ends."""
+"""Show a run in a browser, or a live server here, until it ends. A server is named by its address (http://...)."""
 
 from __future__ import annotations
 
