@@ -51,6 +51,15 @@ def tell(comm: Communicator, text: str, root: int = 0) -> str:
     return bytes(comm.broadcast(mine, root=root)).decode()
 
 
+def tell_all(comm: Communicator, text: str) -> list[str]:
+    """Every rank's text, on every rank (a collective call)."""
+    raw = np.frombuffer(text.encode(), np.uint8)
+    lengths = comm.all_gather(np.array([len(raw)], np.int64)).tolist()
+    joined = comm.all_gather(raw, counts=lengths).tobytes()
+    ends = np.cumsum(lengths).tolist()
+    return [joined[end - length : end].decode() for end, length in zip(ends, lengths, strict=True)]
+
+
 def _difference(everyone: list[dict[str, str]]) -> str:
     """The first rank that differs from rank 0, and in what."""
     first = everyone[0]

@@ -24,6 +24,7 @@ from tilemesh.core.hardware import device_for, make_node
 from tilemesh.measure.machine import stamp
 from tilemesh.measure.row import Row
 from tilemesh.measure.sample import Sample
+from tilemesh.parallel.agree import tell_all
 
 PINGS = 200
 _UNTIMED = 20
@@ -81,7 +82,7 @@ def read_cluster(comm: Communicator, say: Callable[[str], None] = lambda text: N
         "device": f"{gpu} {device.index}" if gpu else "cores",
         "facts": facts,
     }
-    told = [json.loads(text) for text in _texts(comm, json.dumps(here))]
+    told = [json.loads(text) for text in tell_all(comm, json.dumps(here))]
     seats = _seats(told)
     say(f"{comm.size} ranks on {len({seat.host for seat in seats})} hosts, over {comm.backend}")
     speed = _flops_per_s(device)
@@ -114,14 +115,6 @@ def _device(comm: Communicator) -> torch.device:
     member = membership()
     local = comm.rank if member is None else member.local_rank
     return torch.device("cuda", local % torch.cuda.device_count())
-
-
-def _texts(comm: Communicator, text: str) -> list[str]:
-    raw = np.frombuffer(text.encode(), np.uint8)
-    lengths = comm.all_gather(np.array([len(raw)], np.int64)).tolist()
-    joined = comm.all_gather(raw, counts=lengths).tobytes()
-    ends = np.cumsum(lengths).tolist()
-    return [joined[end - length : end].decode() for end, length in zip(ends, lengths, strict=True)]
 
 
 def _seats(told: Sequence[Mapping[str, str]]) -> list[RankSeat]:
