@@ -26,6 +26,7 @@ LLAMA: dict[str, Any] = {"vocab_size": 31, "max_position_embeddings": 16, "hidde
                          "num_hidden_layers": 2, "num_attention_heads": 6, "num_key_value_heads": 2}  # fmt: skip
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 50.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 3.0,
           "original_max_position_embeddings": 20}  # fmt: skip
+YARN: dict[str, Any] = {"rope_type": "yarn", "rope_theta": 10.0, "factor": 4.0, "original_max_position_embeddings": 64}
 NEOX: dict[str, Any] = {key: value for key, value in LLAMA.items() if key != "num_key_value_heads"} | {
     "num_attention_heads": 3, "attention_dropout": 0.0,
 }  # fmt: skip
@@ -42,6 +43,12 @@ CASES = {
     "llama-3": ("llama", LLAMA | {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}),
     "llama-3.1": ("llama", LLAMA | {"rope_parameters": LLAMA3, "head_dim": 6}),
     "llama-tied-biased": ("llama", LLAMA | {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
+    "llama-yarn": ("llama", LLAMA | {"rope_parameters": YARN, "head_dim": 8}),
+    "llama-yarn-factor": ("llama", LLAMA | {"rope_parameters": YARN | {"attention_factor": 0.7, "beta_fast": 2.0,
+                                                                       "beta_slow": 0.5}, "head_dim": 12}),
+    "qwen2-yarn-mscale": ("qwen2", LLAMA | {"rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 2.0},
+                                            "head_dim": 10}),
+    "neox-yarn": ("gpt_neox", NEOX | {"rope_parameters": YARN | {"partial_rotary_factor": 0.5}}),
     "mistral": ("mistral", LLAMA | {"sliding_window": 4}),
     "mistral-full": ("mistral", LLAMA | {"sliding_window": None, "head_dim": 8}),
     "qwen2": ("qwen2", LLAMA | {"tie_word_embeddings": True}),
@@ -88,6 +95,10 @@ OURS = {
     "llama": ModelConfig(**_LLAMA, kv_heads=2, rotary_base=500.0),
     "llama-tied": ModelConfig(**_LLAMA | {"tied": True, "biases": True}, dropout=0.2, norm_epsilon=1e-3),
     "llama-3.1": ModelConfig(**_LLAMA, rotary_scaling="llama3", rotary_factor=8.0, rotary_trained=12),
+    "llama-yarn": ModelConfig(**_LLAMA, rotary_base=50.0, rotary_scaling="yarn", rotary_factor=8.0, rotary_trained=200,
+                              rotary_high=32.0, head_width=12),
+    "qwen2-yarn": ModelConfig(**_LLAMA | {"biases": "qkv"}, rotary_scaling="yarn", rotary_factor=4.0, rotary_trained=40,
+                              rotary_base=30.0, rotary_gain=0.8, head_width=12),
     "mistral": ModelConfig(**_LLAMA, window=3, head_width=8),
     "mistral-named": ModelConfig(**_LLAMA, family="mistral"),
     "qwen2": ModelConfig(**_LLAMA | {"biases": "qkv"}, kv_heads=3, window=5, full_layers=(1,)),
@@ -139,7 +150,7 @@ class Rotary64(nn.Module):
         self.width = int(width * self.rotary.get("partial_rotary_factor", 1.0))
 
     def frequencies(self, rotary: Mapping[str, Any]) -> Tensor:
-        """By their documentation of rope_type: default, linear, llama3."""
+        """By their documentation of rope_type: default, linear, llama3, yarn."""
         pair = torch.arange(0, self.width, 2, dtype=torch.float64)
         made = 1 / rotary["rope_theta"] ** (pair / self.width)
         if rotary["rope_type"] == "linear":
@@ -154,13 +165,34 @@ class Rotary64(nn.Module):
                     low, high = rotary["low_freq_factor"], rotary["high_freq_factor"]
                     smooth = (first / length - low) / (high - low)
                     made[index] = (1 - smooth) * frequency / rotary["factor"] + smooth * frequency
+        if rotary["rope_type"] == "yarn":
+            first = rotary["original_max_position_embeddings"]
+            ends = [
+                self.width * math.log(first / (turns * 2 * math.pi)) / (2 * math.log(rotary["rope_theta"]))
+                for turns in (rotary.get("beta_fast", 32), rotary.get("beta_slow", 1))
+            ]
+            low, high = max(math.floor(ends[0]), 0), min(math.ceil(ends[1]), self.width - 1)
+            for index, frequency in enumerate(made.tolist()):
+                ramp = min(max((index - low) / (high - low), 0), 1)
+                made[index] = frequency / rotary["factor"] * ramp + frequency * (1 - ramp)
         return made
+
+    def attention_factor(self, rotary: Mapping[str, Any]) -> float:
+        """By the same: only yarn has one."""
+        if rotary["rope_type"] != "yarn":
+            return 1.0
+        if rotary.get("attention_factor"):
+            return float(rotary["attention_factor"])
+        log = 0.1 * math.log(rotary["factor"])
+        if rotary.get("mscale") and rotary.get("mscale_all_dim"):
+            return float((rotary["mscale"] * log + 1) / (rotary["mscale_all_dim"] * log + 1))
+        return log + 1
 
     def forward(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> tuple[Tensor, Tensor]:
         rotary = self.rotary if layer_type is None else self.rotary[layer_type]
         angle = position_ids[..., None].double() * self.frequencies(rotary)
-        both = torch.cat((angle, angle), dim=-1)
-        return both.cos(), both.sin()
+        both, factor = torch.cat((angle, angle), dim=-1), self.attention_factor(rotary)
+        return both.cos() * factor, both.sin() * factor
 
 
 class Norm64(nn.Module):
@@ -330,7 +362,10 @@ def test_rotary_settings_of_older_files_are_read() -> None:
         ("gpt2", {"embd_pdrop": 0.3}, "embd_pdrop is 0.3 and resid_pdrop 0.2"),
         ("gpt2", {"n_layer": None}, "n_layer is None: expected a whole number"),
         ("llama", {"num_attention_heads": 0}, "num_attention_heads is 0: expected"),
-        ("llama", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 5e5}}, "scaled by 'yarn': only default, lin"),
+        ("llama", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 5e5}}, "rotary_factor is None: expected a"),
+        ("llama", {"rope_parameters": YARN | {"truncate": False}}, "truncate is False: only true can be computed"),
+        ("llama", {"rope_parameters": YARN | {"mscale": "1", "mscale_all_dim": 1}}, "mscale_all_dim: expected numbers"),
+        ("llama", {"rope_parameters": YARN, "original_max_position_embeddings": 9}, "is 64 here and 9 outside"),
         ("llama", {"rope_parameters": None, "rope_scaling": {"type": "dynamic", "factor": 2}}, "scaled by 'dynamic'"),
         ("llama", {"rope_parameters": {"rope_type": "llama3"}}, "rotary_factor is None: expected a number"),
         ("llama", {"head_dim": "8"}, "head_dim is '8': expected a whole number"),

@@ -60,6 +60,7 @@ KEYS: list[dict[str, Any]] = [
     {"layers": 1, "width": 32, "heads": 2, "kv_heads": 2, "vocabulary": 97, "context": 64, "mlp_width": 80},
     {"positions": "rotary", "rotary_scaling": "llama3", "rotary_factor": 2.0, "rotary_low": 2.0, "rotary_high": 5.0,
      "rotary_trained": 16, "rotary_base": 500.0, "rotary_fraction": 0.5, "norm_epsilon": 1e-6},
+    {"positions": "rotary", "rotary_scaling": "yarn", "rotary_factor": 2.0, "rotary_trained": 16, "rotary_gain": 1.5},
 ]  # fmt: skip
 PRECISIONS = ("fp32", "bf16", "bf16-master", "fp64")
 

@@ -66,10 +66,12 @@ BASES: Mapping[str, dict[str, Any]] = {
 
 _PLAIN = {"rope_type": "default", "rope_theta": 500.0}
 _LINEAR = {"rope_type": "linear", "factor": 4.0}
+_YARN = {"rope_type": "yarn", "rope_theta": 10.0, "factor": 4.0, "original_max_position_embeddings": 64}
 _ROPES: tuple[Any, ...] = (
     None, {}, _PLAIN, {"rope_theta": 70.0}, {"rope_type": "default", "rope_theta": 50.0, "partial_rotary_factor": 0.5},
     _LINEAR, {**_LINEAR, "rope_theta": 70.0}, _LLAMA3, {"type": "linear", "factor": 2.0},
     *({"rope_type": kind, "rope_theta": 50.0, "factor": 2.0} for kind in ("dynamic", "yarn")),
+    _YARN, {**_YARN, "mscale": 0.5, "mscale_all_dim": 2.0}, {**_YARN, "attention_factor": 0.8, "beta_fast": 2.0},
     {"rope_type": "longrope", "rope_theta": 50.0, "short_factor": [1.0, 1.0], "long_factor": [2.0, 2.0],
      "factor": 2.0, "original_max_position_embeddings": 8},
     {"rope_type": "proportional", "rope_theta": 50.0, "partial_rotary_factor": 0.5},
@@ -98,7 +100,7 @@ VALUES: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(("attention_bias", "mlp_bias", "qkv_bias", "use_qk_norm", "use_bias", "bias"), (True, False, None)),
     "tie_word_embeddings": (True, False, None), "use_parallel_residual": (True, False),
     # Positions.
-    "rope_parameters": _ROPES, "rope_scaling": _ROPES[:20], "rope_theta": (30.0, 500, None),
+    "rope_parameters": _ROPES, "rope_scaling": _ROPES[:23], "rope_theta": (30.0, 500, None),
     "rope_local_base_freq": (30.0, 500.0, 1e6), "partial_rotary_factor": (0.25, 0.5, 1.0), "rotary_pct": (0.5, 1.0),
     "rotary_emb_base": (30, 500.0), "rotary_dim": (4,), "position_embedding_type": ("relative_key",),
     # What a token attends to.

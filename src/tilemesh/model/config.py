@@ -25,7 +25,7 @@ Activation = Literal["relu", "gelu", "gelu-erf", "swiglu", "geglu"]
 GATED: tuple[Activation, ...] = ("swiglu", "geglu")
 Biases = bool | Literal["qkv", "attention", "mlp"]
 HeadNorm = Literal["none", "head", "full"]
-RotaryScaling = Literal["none", "linear", "llama3"]
+RotaryScaling = Literal["none", "linear", "llama3", "yarn"]
 
 _SWIGLU_MULTIPLE = 256  # Llama rounds the MLP's width up to this
 
@@ -89,15 +89,17 @@ class ModelConfig:
     """How much of each head is rotated, from its beginning."""
     rotary_scaling: RotaryScaling = "none"
     """How rotary frequencies are stretched for a longer context: all of them (linear), or the slow ones (llama3, as in
-    Llama 3.1), by rotary_factor."""
+    Llama 3.1; yarn), by rotary_factor."""
     rotary_factor: Annotated[float, Range(1)] = 1.0
     """By how much frequencies are divided."""
     rotary_low: Annotated[float, Range(0, above=True)] = 1.0
-    """For llama3: frequencies that turn less often than this over rotary_trained tokens are divided in full."""
+    """For llama3 and yarn: those that turn less often than this over rotary_trained tokens are divided in full."""
     rotary_high: Annotated[float, Range(0, above=True)] = 4.0
-    """For llama3: frequencies that turn more often than this over rotary_trained tokens stay as they are."""
+    """For llama3 and yarn (32 is usual there): those that turn more often than this over rotary_trained tokens stay."""
     rotary_trained: Annotated[int, Range(1, 1_000_000_000)] = 8192
-    """For llama3: the context that the model had before it was stretched."""
+    """For llama3 and yarn: the context that the model had before it was stretched."""
+    rotary_gain: Annotated[float, Range(0)] = 0.0
+    """For yarn: what turned queries and keys are multiplied by (attention factor); 0: 1 + ln(rotary_factor) / 10."""
     rotary_local_base: Annotated[float, Range(0)] = 0.0
     """Base of the rotary frequencies, without scaling, in layers with a window (Gemma 3); 0: as in the others."""
     score_width: Annotated[int, Range(0, 1_000_000)] = 0
@@ -183,6 +185,10 @@ class ModelConfig:
                 f"dense_layers names {len({*self.dense_layers})} of {self.layers} layers, up to "
                 f"{max(self.dense_layers)}: expected some of 0 to {self.layers - 1}, not all"
             )
+        if self.rotary_gain and self.rotary_scaling != "yarn":
+            raise UsageError(f"rotary_gain with rotary_scaling {self.rotary_scaling}: leave it out, or set yarn")
+        if self.rotary_scaling == "yarn" and self.rotary_base <= 1:
+            raise UsageError(f"yarn with rotary_base {self.rotary_base}: expected more than 1, or all pairs turn alike")
         if self.rotary_low >= self.rotary_high:
             raise UsageError(f"rotary_low is {self.rotary_low}: expected less than rotary_high, {self.rotary_high}")
 
@@ -207,6 +213,13 @@ class ModelConfig:
     def rotary_width(self) -> int:
         """How much of a head is rotated."""
         return int(self.head_width * self.rotary_fraction)
+
+    @property
+    def turned_factor(self) -> float:
+        """What turning multiplies queries and keys by, in layers whose frequencies are stretched."""
+        if self.rotary_scaling != "yarn":
+            return 1.0
+        return self.rotary_gain or 1 + math.log(self.rotary_factor) / 10
 
     @property
     def has_local_rotary(self) -> bool:

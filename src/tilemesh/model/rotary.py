@@ -58,8 +58,9 @@ def rotary_table(positions: Tensor, config: ModelConfig, dtype: torch.dtype, is_
         frequency = config.rotary_local_base ** (-pair / config.rotary_width)
     else:
         frequency = _stretched(config.rotary_base ** (-pair / config.rotary_width), config)
-    angle = positions.to(dtype)[..., None] * frequency
-    return cosines_and_sines(angle)
+    cos, sin = cosines_and_sines(positions.to(dtype)[..., None] * frequency)
+    factor = 1.0 if is_local else config.turned_factor
+    return (cos, sin) if factor == 1 else (cos * factor, sin * factor)
 
 
 def _joined(blocks: Sequence[RotaryAngles]) -> RotaryAngles:
@@ -79,10 +80,25 @@ def _stretched(frequency: Tensor, config: ModelConfig) -> Tensor:
     slow = frequency / config.rotary_factor
     if config.rotary_scaling == "linear":
         return slow
+    if config.rotary_scaling == "yarn":
+        return _by_yarn(frequency, slow, config)
     # Llama 3.1: by how often a pair turns over the first context, kept, divided, or in between.
     turns = frequency * (config.rotary_trained / (2 * math.pi))
     kept = ((turns - config.rotary_low) / (config.rotary_high - config.rotary_low)).clamp(0, 1)
     return kept * frequency + (1 - kept) * slow
+
+
+def _by_yarn(frequency: Tensor, slow: Tensor, config: ModelConfig) -> Tensor:
+    """Peng et al. 2023: as Llama 3.1, but from kept to divided in equal steps from pair to pair, between whole ones."""
+    pairs_per_log = config.rotary_width / (2 * math.log(config.rotary_base))
+    first, last = (
+        pairs_per_log * math.log(config.rotary_trained / (2 * math.pi * turns))
+        for turns in (config.rotary_high, config.rotary_low)
+    )
+    begin, end = max(math.floor(first), 0), min(math.ceil(last), config.rotary_width - 1)
+    pair = torch.arange(len(frequency), device=frequency.device).to(frequency.dtype)
+    divided = ((pair - begin) / (end - begin or 0.001)).clamp(0, 1)
+    return (1 - divided) * frequency + divided * slow
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ is the same for all families (`book.py`) is written once, over that value. No to
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -137,6 +138,10 @@ SCALINGS: Mapping[str, Mapping[str, str]] = {
         "rotary_factor": "factor", "rotary_low": "low_freq_factor", "rotary_high": "high_freq_factor",
         "rotary_trained": _TRAINED,
     },
+    "yarn": {
+        "rotary_factor": "factor", "rotary_low": "beta_slow", "rotary_high": "beta_fast", "rotary_trained": _TRAINED,
+        "rotary_gain": "attention_factor",
+    },
 }  # fmt: skip
 """Their rope_type, which is our rotary_scaling but for default: our fields, and their keys, that it is made of."""
 
@@ -165,7 +170,7 @@ def _read_rotary(
     if kind not in scalings:
         raise UsageError(f"{where}: positions scaled by {shown(kind)}: only {', '.join(scalings)} can be computed")
     trained = rotary.get(_TRAINED)
-    if kind == "llama3" and settings.get(_TRAINED, trained) != trained:
+    if kind in ("llama3", "yarn") and settings.get(_TRAINED, trained) != trained:
         raise UsageError(
             f"{where}: {_TRAINED} is {shown(trained)} here and {settings[_TRAINED]} outside: leave one away"
         )
@@ -174,13 +179,34 @@ def _read_rotary(
         fields["rotary_fraction"] = rotary["partial_rotary_factor"]
     if kind != "default":
         fields["rotary_scaling"] = kind
+    if kind == "yarn":
+        rotary = _completed_yarn(rotary, settings, where)
     return fields | {ours: rotary.get(theirs) for ours, theirs in SCALINGS[kind].items()}
+
+
+def _completed_yarn(rotary: Mapping[str, Any], settings: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """With what transformers takes for keys that are left out; two `mscale` are another way to say attention_factor."""
+    if not rotary.get("truncate", True):
+        raise UsageError(f"{where}: truncate is {shown(rotary['truncate'])}: only true can be computed")
+    usual = {"beta_slow": 1.0, "beta_fast": 32.0, _TRAINED: settings.get("max_position_embeddings")}
+    completed = {**rotary, **{key: value for key, value in usual.items() if not rotary.get(key)}}
+    numbers: list[Any] = [rotary.get(key) for key in ("factor", "mscale", "mscale_all_dim")]
+    if rotary.get("attention_factor") is None:
+        completed["attention_factor"] = 0.0
+        if numbers[1] and numbers[2]:
+            if not all(isinstance(number, int | float) for number in numbers):
+                raise UsageError(f"{where}: factor, mscale and mscale_all_dim: expected numbers")
+            log = math.log(max(numbers[0], 1.0)) / 10
+            completed["attention_factor"] = (1 + numbers[1] * log) / (1 + numbers[2] * log)
+    return completed
 
 
 def rotary_parameters(config: ModelConfig) -> dict[str, Any]:
     """What transformers 5 calls rope_parameters."""
     kind = "default" if config.rotary_scaling == "none" else config.rotary_scaling
     scaled = {theirs: getattr(config, ours) for ours, theirs in SCALINGS[kind].items()}
+    if not config.rotary_gain:  # left out it means the same to them
+        scaled.pop("attention_factor", None)
     return {"rope_type": kind, "rope_theta": config.rotary_base, **scaled}
 
 

@@ -105,7 +105,7 @@ GPT_NEOX = Family(
     may={
         "positions": ("rotary",), "activation": ("gelu", "gelu-erf", "relu"), "biases": (True, "mlp"),
         "parallel_residual": ANY, "rotary_base": ANY, "rotary_fraction": ANY, "rotary_scaling": ANY,
-        "rotary_factor": ANY, "rotary_low": ANY, "rotary_high": ANY, "rotary_trained": ANY,
+        "rotary_factor": ANY, "rotary_low": ANY, "rotary_high": ANY, "rotary_trained": ANY, "rotary_gain": ANY,
     },
     keys={
         "parallel_residual": ("use_parallel_residual", True), "dropout": ("hidden_dropout", 0.0),

@@ -32,7 +32,7 @@ _SIZES = {
 }  # fmt: skip
 _ROTARY = {
     "rotary_base": ANY, "rotary_scaling": ANY, "rotary_factor": ANY, "rotary_low": ANY, "rotary_high": ANY,
-    "rotary_trained": ANY,
+    "rotary_trained": ANY, "rotary_gain": ANY,
 }  # fmt: skip
 _PROJECTIONS = {
     "self_attn.q_proj": ("attention.fc_q",), "self_attn.k_proj": ("attention.fc_k",),

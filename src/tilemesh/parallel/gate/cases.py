@@ -74,6 +74,7 @@ PAPERS: Mapping[str, ModelConfig] = {
     "gpt2": ModelConfig(**_PLAIN, family="gpt2"),
     "llama": ModelConfig(**_LLAMA, family="llama"),
     "llama3": ModelConfig(**{**_LLAMA, "heads": 2, "biases": "attention", "rotary_scaling": "llama3"}, **_WAVES),
+    "yarn": ModelConfig(**{**_LLAMA, "head_width": 12, "rotary_scaling": "yarn"}, **{**_WAVES, "rotary_gain": 0.8}),
     "mistral": ModelConfig(**_LLAMA, window=3, head_width=8, family="mistral"),
     "qwen2": ModelConfig(**{**_LLAMA, "biases": "qkv", "tied": True}, rotary_scaling="linear", rotary_factor=4.0),
     "qwen3": ModelConfig(**_LLAMA, qk_norm="head", head_width=6, family="qwen3"),

@@ -157,7 +157,10 @@ def _turned(config: ModelConfig, x: Tensor, is_local: bool) -> Tensor:
         dtype=torch.float64,
         device=x.device,
     )
-    turned = torch.complex(x[..., : size // 2], x[..., size // 2 : size]) * torch.polar(torch.ones_like(angles), angles)
+    long = config.rotary_scaling == "yarn" and not (is_local and config.rotary_local_base)
+    length = (config.rotary_gain or 0.1 * math.log(config.rotary_factor) + 1) if long else 1.0
+    turns = torch.polar(torch.full_like(angles, length), angles)
+    turned = torch.complex(x[..., : size // 2], x[..., size // 2 : size]) * turns
     return torch.cat([turned.real, turned.imag, x[..., size:]], -1)
 
 
@@ -171,6 +174,12 @@ def _frequencies(config: ModelConfig, size: int, is_local: bool) -> list[float]:
             return [frequency / config.rotary_factor for frequency in frequencies]
         case "llama3":
             return [_by_wave(config, frequency) for frequency in frequencies]
+        case "yarn":
+            place = [math.log(config.rotary_trained / turns / 2 / math.pi, config.rotary_base) * size / 2
+                     for turns in (config.rotary_high, config.rotary_low)]  # fmt: skip
+            begin, end = max(0, math.floor(place[0])), min(math.ceil(place[1]), size - 1)
+            parts = [min(1.0, max(0.0, (i - begin) / (end - begin))) for i in range(size // 2)]
+            return [f * (1 - p) + f / config.rotary_factor * p for f, p in zip(frequencies, parts, strict=True)]
     return frequencies
 
 

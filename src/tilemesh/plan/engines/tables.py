@@ -276,7 +276,7 @@ MEGATRON = OtherEngine(
                 any(getattr(job.model, name) != usual for name, usual in _UNEXPRESSED.items())
                 or job.model.activation not in ("swiglu", "gelu")
                 or job.model.qk_norm == "full"
-                or job.model.rotary_scaling == "linear"
+                or job.model.rotary_scaling in ("linear", "yarn")
             ),
             "part of this model has no option here (norms, windows, activation): check it by hand",
         ),
