@@ -203,3 +203,8 @@ def test_a_sentence_in_a_pipe_fits_100_columns(monkeypatch: pytest.MonkeyPatch) 
     lines = console.file.getvalue().splitlines()
     assert 90 < max(len(line) for line in lines) <= PIPE_WIDTH
     assert " ".join(lines).split() == words.split()
+
+
+def test_one_reading_has_no_spread() -> None:
+    text = words(render([row(measured=Sample.of([5e-6]))]))
+    assert "(-20 %) 5 µs 2.5 µs" in text

@@ -273,7 +273,9 @@ def _speedup(row: Row, peer: str) -> Text:
 
 
 def _spread(sample: Sample, unit: str) -> str:
-    """`4.50–5.50`: both ends at the scale the median is shown in."""
+    """`4.50–5.50`: both ends at the scale the median is shown in. One reading has no spread."""
+    if sample.n == 1:
+        return ""
     scale = _scale(format_value(sample.median, unit), unit)
     return "–".join(_three_digits(end / scale) for end in (sample.p20, sample.p80))
 
