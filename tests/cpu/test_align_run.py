@@ -271,6 +271,32 @@ def test_in_exact_mode_the_first_ratio_is_1_for_every_token(start: Path, tmp_pat
     assert any(line["mismatch"] > 0 for line in ordinary)
 
 
+@pytest.mark.parametrize(
+    "more",
+    [
+        (),
+        pytest.param(("plan.sequence_parallel=true",), marks=pytest.mark.slow),
+        pytest.param(("align.algorithm=ppo", "align.critic=own"), marks=pytest.mark.slow),
+    ],
+    ids=["", "sequence parallel", "critic"],
+)
+def test_exact_mode_over_two_ranks_of_tp(start: Path, tmp_path: Path, more: tuple[str, ...]) -> None:
+    """Both sides cut matrices alike, and a sum of two parts is the same in either order. Answers are those of weights
+    that have been updated, so the engine's parts are the ones that train."""
+    sets = ("align.invariant=true", "plan.microbatch=2", "align.running=7", "train.steps=2", "evaluate.every=2", *more)
+    lines = steps_of(on_ranks(made(start, *sets, mesh="tp=2"), start, tmp_path / "exact"))
+    assert [line["mismatch"] for line in lines] == [0.0] * 2
+    assert any(line["norm"] > 0 for line in lines)
+    assert lines[1]["pass_at_1"] >= 0
+
+
+def test_what_would_add_in_another_order_is_no_exact_mode(start: Path) -> None:
+    with pytest.raises(UsageError, match=r"align\.invariant.*plan\.tp=2"):
+        made(start, "align.invariant=true", mesh="tp=4")
+    with pytest.raises(UsageError, match=r"align\.invariant.*align\.placement=colocated"):
+        made(start, "align.invariant=true", "align.placement=split", mesh="tp=2")
+
+
 def test_the_engines_own_log_probabilities_may_be_the_old_ones(start: Path, tmp_path: Path) -> None:
     """With one program for both, these are the same numbers; with two, as near as rounding is."""
     config = ("align.epochs=2", "align.invariant=true")

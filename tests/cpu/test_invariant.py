@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import json
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,15 +28,14 @@ from tilemesh.model.linear import OneTile, one_tile_product
 from tilemesh.model.programs.prepare import Prepared, prepare
 from tilemesh.model.programs.program import Use
 from tilemesh.model.transformer import Transformer
+from tilemesh.parallel.agree import everyones
 from tilemesh.parallel.apply import lay
 from tilemesh.parallel.laid import Laid
 from tilemesh.parallel.mesh import Mesh
 from tilemesh.serve import Engine, Sampling
 from tilemesh.serve.answers import Completion
 from tilemesh.serve.load import ServedModel
-from tilemesh.serve.rank import LaidRunner
-from tilemesh.serve.request import ServeRequest
-from tilemesh.serve.scheduler import Scheduler, ServeLimits
+from tilemesh.serve.rank import LeadingRunner, follow_steps, following_runner
 
 LLAMA = ModelConfig(
     layers=2, width=48, heads=6, kv_heads=2, vocabulary=259, context=150, norm="rmsnorm", positions="rotary",
@@ -178,28 +179,45 @@ def lay_over(comm: Communicator, model: Transformer) -> Laid:
     return lay(copy.deepcopy(model), Mesh(comm, tp=2), plan, gradients="naive", use=INVARIANT)
 
 
-def test_two_ranks_have_the_same_bits() -> None:
-    """A sum of two partial products is the same in either order; both sides are cut alike. Ranks are threads."""
-    model, prompts = model_of(replace(LLAMA, heads=4), torch.float32), prompts_of(4)
-    limits = ServeLimits(pages=40, context=150, page_tokens=4, chunk_tokens=9, step_tokens=16, running=8)
+@pytest.mark.parametrize("requests", [6, pytest.param(64, marks=pytest.mark.slow)])
+def test_an_engine_over_ranks_that_train_has_their_bits(requests: int) -> None:
+    """A sum of two partial products is the same in either order; both sides are cut alike, on the same memory: in
+    batches of one and of up to 64, with chunks, prefix hits, preemption and swapping."""
+    model, prompts = model_of(replace(LLAMA, heads=4), torch.float32), prompts_of(requests)
 
-    def differing(comm: Communicator) -> int:
-        laid = lay_over(comm, model)
-        expected = laid.logits(padded(prompts))
-        scheduler, runner = Scheduler(limits), LaidRunner(laid, limits, torch.device("cpu"), invariant=True)
-        for number, prompt in enumerate(prompts):
-            scheduler.add(ServeRequest(str(number), list(prompt), 1))
-        seen: dict[str, Tensor] = {}
-        while scheduler.busy:
-            plan = scheduler.plan()
-            seen |= {name: logits.logits_NV[-1] for name, logits in runner.run(plan).items()}
-            scheduler.commit(plan, {entry.request.name: [1] for entry in plan.entries if entry.samples})
-        return sum(
-            not torch.equal(seen[str(number)], expected[number, len(prompt) - 1])
-            for number, prompt in enumerate(prompts)
-        )
+    def counted(comm: Communicator) -> tuple[int, int, int]:
+        laid, compared, preempted, shared = lay_over(comm, model), 0, 0, 0
+        for number, world in enumerate(WORLDS):
+            part = lay_over(comm, model)
+            for ours, theirs in zip(part.module.parameters(), laid.module.parameters(), strict=True):
+                ours.data = theirs.data
+            some, rows = prompts[: (3, requests, requests)[number]], list[bytes]()
+            if comm.rank:
+                follow_steps(following_runner(part, torch.device("cpu"), invariant=True))
+            else:
+                part.model.requires_grad_(False)
+                given = ServedModel("small", part.model, Bytes(), frozenset({0}))
+                with Engine(given, invariant=True, make_runner=partial(LeadingRunner, part), **world) as engine:
+                    completions = list(engine.generate(some, ALL if number == 0 else ASKED))
+                    preempted += engine.status.preemptions
+                    part_runner = engine._core.runner
+                    assert isinstance(part_runner, LeadingRunner)
+                    part_runner.release()
+                shared += sum(completion.found_tokens for completion in completions)
+                rows = [json.dumps(told(*each)).encode() for each in zip(completions, some, strict=True)]
+            pairs = [json.loads(row) for row in everyones(comm, b"\n".join(rows))[0].split(b"\n")]
+            size = 1 if number == 0 else 5
+            for begin in range(0, len(pairs), size):
+                logits_BTV = laid.logits(padded([tokens for tokens, _ in pairs[begin : begin + size]]))
+                for logits_TV, (tokens, expected) in zip(logits_BTV, pairs[begin : begin + size], strict=True):
+                    assert own_logprobs(logits_TV, tokens)[-len(expected) :].tolist() == expected
+                    compared += len(expected)
+        return compared, preempted, shared
 
-    assert run_threads(2, differing, timeout_s=60.0) == [0, 0]
+    (compared, preempted, shared), (again, *_) = run_threads(2, counted, timeout_s=300.0)
+    assert compared == again == sum(map(len, prompts[:3])) + 8 * 3 + 2 * 9 * requests
+    assert preempted > 0
+    assert shared > 0
 
 
 @pytest.mark.slow

@@ -89,7 +89,7 @@ class FeedbackConfig:
     """The largest importance weight."""
     invariant: bool = False
     """Whether the engine and training compute a token's log-probability by the same bits, whatever is beside it: the
-    first ratio is then exactly 1 (at temperature 1, without filters, in fp32 or bf16-master)."""
+    first ratio is then exactly 1 (at temperature 1, without filters, in fp32 or bf16-master, tp at most 2)."""
     dtype: str = ""
     """Of the engine's weights: fp32, bf16, fp16 or fp64; empty: bf16 on a GPU where training computes in it, else that
     of the training weights, whose memory is then shared."""
@@ -350,6 +350,12 @@ CONFLICTS: tuple[Conflict[AlignConfig], ...] = (
         "weights or activations that move by layer are passed over in a pipeline's order", "plan.offload=optimizer"),
     row("align.placement", lambda config: config.align.placement != "colocated" and config.align.is_of_pairs,
         "pairs are read, and nobody draws answers", "align.placement=colocated"),
+    row("align.invariant plan.tp", lambda config: config.align.invariant and config.plan.tp > 2,
+        "a sum of more than two parts depends on their order, which an exchange chooses by its size", "plan.tp=2"),
+    row("align.invariant align.placement plan.tp",
+        lambda config: config.align.invariant and config.align.ranks_beside > 0 and config.plan.tp > 1,
+        "ranks that only draw answers have whole weights, whose sums are not cut as training's are",
+        "align.placement=colocated"),
     row("align.temperature", lambda config: config.align.temperature == 0,
         "all answers to a prompt would be the same one", "align.temperature=1"),
     row("train.method", lambda config: config.train.method != "synchronous",

@@ -92,7 +92,8 @@ class AnswerDrawing:
         with self.answers.timed("weight sync"):
             self.generator.update(version)
         dp = self.mesh.dp
-        self._raw = self.answers.draw(asked, dp.index, dp.size) if self.generator.is_here else b""
+        with self.generator.together() as asks:
+            self._raw = self.answers.draw(asked, dp.index, dp.size) if asks else b""
 
     def finish(self) -> list[bytes]:
         """What was begun, in the order of prompts (a collective call)."""

@@ -1,15 +1,18 @@
 """Answers by the engine on the very weights that train.
 
-The one idea: every replica's first rank has an engine over whole weights. Where that rank's part is whole and of the
-engine's dtype, the engine's parameters are the training ones' memory and an update copies nothing; else they are put
-together, adapters merged, and written. Every token says which weights drew it.
+The one idea: every replica has an engine on its first rank, cut over the replica's ranks as the model that trains is:
+each has the engine's weights of its own part. Where these are of the engine's dtype and have no adapters, they are the
+training ones' memory and an update copies nothing; else they are merged and written. Every token says which weights
+drew it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,13 +25,15 @@ from tilemesh.core.errors import RunError
 from tilemesh.model.fresh import give_memory
 from tilemesh.model.kinds import Adapted, projections
 from tilemesh.model.transformer import Transformer
+from tilemesh.parallel.apply import lay_beside
 from tilemesh.parallel.laid import Laid
-from tilemesh.parallel.whole import handed_around
 from tilemesh.serve.answers import Completion
 from tilemesh.serve.config import EngineConfig
 from tilemesh.serve.engine import Engine
 from tilemesh.serve.load import ServedModel
+from tilemesh.serve.rank import LaidRunner, LeadingRunner, follow_steps, following_runner
 from tilemesh.serve.request import Sampling
+from tilemesh.serve.runner import Runner
 
 
 class EngineSeat:
@@ -86,48 +91,68 @@ class Generator(EngineSeat):
         is_elsewhere: bool = False,
     ) -> None:
         """`served`: what tokens mean, and what ends an answer; its model has no memory. `sleeps`: whether the engine
-        gives the memory of pages back after each batch of answers; by default on a GPU."""
-        self.laid, mesh = laid, laid.mesh
-        self.is_here = mesh.tp.index == 0 and not is_elsewhere
-        self._is_local = mesh.tp.size == 1  # all that the engine needs lies on this rank
-        self.device = next(laid.module.parameters()).device
+        gives the memory of pages back after each batch of answers; by default on a GPU. A collective call along tp."""
+        self.laid, self.device = laid, next(laid.module.parameters()).device
         self._sleeps = self.device.type == "cuda" if sleeps is None else sleeps
+        self._version = 0
+        self._runner: LaidRunner | None = None
+        """Where ranks share the engine: what computes this rank's part."""
         config = laid.model.config
         self.names = [name for name, _ in Transformer(config, device="meta").named_parameters()]
-        if not self.is_here:
+        if is_elsewhere:
             return
-        model = Transformer(config, device="meta", dtype=dtype)
-        weights = dict(self._local_weights()) if self._is_local else {}
-        is_shared = self._is_local and all(tensor.dtype == dtype for tensor in weights.values()) and not self._adapted
-        if is_shared:
-            _share(model, weights)
+        meta = torch.device("meta")
+        part = lay_beside(Transformer(config, device=meta, dtype=dtype), laid, meta)
+        weights = dict(self._local_weights())
+        if all(tensor.dtype == dtype for tensor in weights.values()) and not self._adapted:
+            _share(part.model, weights)
         else:
-            give_memory(model, self.device, together=True)
-        model.eval().requires_grad_(False)
+            give_memory(part.model, self.device, together=True)
+        part.model.eval().requires_grad_(False)
+        if laid.mesh.tp.index:
+            self._runner = following_runner(part, self.device, engine.invariant, engine.packed)
+            return
+
+        def make_runner(*arguments: Any) -> Runner:
+            self._runner = LeadingRunner(part, *arguments) if laid.mesh.tp.size > 1 else None
+            return self._runner or Runner(*arguments)
+
         engine = dataclasses.replace(engine, device=self.device.type)
-        self._engine = Engine(dataclasses.replace(served, model=model, origin=None), engine)
+        served = dataclasses.replace(served, model=part.model, origin=None)
+        self._engine = Engine(served, engine, make_runner=make_runner)
 
     @property
     def _adapted(self) -> bool:
         return any(isinstance(layer.kind, Adapted) for _, layer in projections(self.laid.model))
 
     def update(self, version: int) -> None:
-        """Compute with the training weights of now, which are this version (a collective call)."""
-        if self._engine is not None and self._engine.version == version and self._is_local:
+        """Compute with the training weights of now, which are this version."""
+        if self._version == version:
             return
-        weights = dict(self._local_weights() if self._is_local else self._gathered())
-        if self._engine is None or self._engine.version == version:
-            return
-        self._write(weights, version)
+        self._version = version
+        if self._engine is not None:
+            self._write(dict(self._local_weights()), version)
+        elif self._runner is not None:
+            self._runner.write_weights(self._local_weights())
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[bool]:
+        """Inside, whether this rank is to ask its engine; when that one is done, the replica's others are as well (a
+        collective call along tp)."""
+        if self._engine is None and self._runner is not None:
+            follow_steps(self._runner)
+        yield self._engine is not None
+        if isinstance(self._runner, LeadingRunner):
+            self._runner.release()
 
     def whole_weights(self) -> dict[str, Tensor] | None:
         """On the first rank of the mesh all weights, adapters merged (a collective call)."""
-        if not self._is_local:
+        if self.laid.mesh.tp.size > 1:
             return self._joined()
         return dict(self._local_weights()) if self.laid.mesh.comm.rank == 0 else None
 
     def _local_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Whole weights of this rank's own model, adapters merged."""
+        """Weights of this rank's own part, adapters merged."""
         merged = {
             f"{name}.weight": layer for name, layer in projections(self.laid.model) if isinstance(layer.kind, Adapted)
         }
@@ -136,11 +161,8 @@ class Generator(EngineSeat):
             for name in self.names:
                 yield name, merged[name].kind.dense(merged[name]) if name in merged else own[name].detach()
 
-    def _gathered(self) -> Iterator[tuple[str, Tensor]]:
-        """Whole weights, put together of what ranks hold (a collective call)."""
-        yield from handed_around(self.laid.mesh.comm, self._joined(), 0)
-
     def _joined(self) -> dict[str, Tensor] | None:
+        """Whole weights, put together of what ranks hold."""
         gathered = self.laid.gather()
         scales = {
             name: layer.kind.scale for name, layer in projections(self.laid.model) if isinstance(layer.kind, Adapted)

@@ -98,7 +98,8 @@ def token_figures(
         x_BTD, logits_1NV = laid.head(stream, rows_N)
     targets_N = targets_BT.flatten()[rows_N]
     vocabulary = laid.model.config.vocabulary
-    scores = logprobs(logits_1NV[0], targets_N, temperature, laid.seams, vocabulary, entropy_has_gradient)
+    invariant = laid.use.invariant
+    scores = logprobs(logits_1NV[0], targets_N, temperature, laid.seams, vocabulary, entropy_has_gradient, invariant)
     value_N = values(laid, x_BTD, tokens_BT, rows_N)
     if critic is not None:
         value_N = _values_at(critic, critic.stream(tokens_BT, **options), tokens_BT, rows_N)

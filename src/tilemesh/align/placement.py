@@ -52,12 +52,10 @@ def why_not_run(placement: Placement) -> str:
     assert plan is not None
     if placement.ahead > 1:
         return "answers are drawn at most one batch ahead"
-    if engine.rollout_tp > 1:
-        return "an engine is one rank"
+    if engine.rollout_tp != (plan.tp if len(pools) == 1 else 1):
+        return "an engine beside training is cut as that is, and one on ranks of its own is one rank"
     if len(pools) > 1 and len(engine.models) > 1:
         return "models beside the engine lie on the ranks that train"
-    if len(pools) == 1 and plan.tp > 1:
-        return "only the first rank of a replica has an engine"
     return "" if can_align(plan) else "a layout that feedback is not trained with"
 
 

@@ -43,21 +43,21 @@ def everyones(comm: Communicator, raw: bytes) -> list[bytes]:
 
 def tell(comm: Communicator, text: str, root: int = 0) -> str:
     """The root's text, on every rank (a collective call); what the others give is not looked at."""
-    raw = np.frombuffer(text.encode(), np.uint8)
+    return tell_bytes(comm, text.encode(), root).decode()
+
+
+def tell_bytes(comm: Communicator, raw: bytes, root: int = 0) -> bytes:
+    """As `tell`."""
     length = int(comm.broadcast(np.array([len(raw)], np.int64), root=root)[0])
     if not length:
-        return ""
-    mine = raw if comm.rank == root else np.zeros(length, np.uint8)
-    return bytes(comm.broadcast(mine, root=root)).decode()
+        return b""
+    mine = np.frombuffer(raw, np.uint8) if comm.rank == root else np.zeros(length, np.uint8)
+    return bytes(comm.broadcast(mine, root=root))
 
 
 def tell_all(comm: Communicator, text: str) -> list[str]:
     """Every rank's text, on every rank (a collective call)."""
-    raw = np.frombuffer(text.encode(), np.uint8)
-    lengths = comm.all_gather(np.array([len(raw)], np.int64)).tolist()
-    joined = comm.all_gather(raw, counts=lengths).tobytes()
-    ends = np.cumsum(lengths).tolist()
-    return [joined[end - length : end].decode() for end, length in zip(ends, lengths, strict=True)]
+    return [each.decode() for each in everyones(comm, text.encode())]
 
 
 def _difference(everyone: list[dict[str, str]]) -> str:

@@ -112,15 +112,15 @@ def lay(
     return Laid(model, mesh, plan, shards, seams, exchanged, names, use, elsewhere)
 
 
-def lay_beside(model: Transformer, laid: Laid) -> Laid:
+def lay_beside(model: Transformer, laid: Laid, device: torch.device | None = None) -> Laid:
     """A model that is never trained, such as a teacher, beside one that is: over tp alone, and tokens are not cut.
 
     A collective call along tp; ranks may each decide whether they need it. The model is on the meta device: its part
-    here, where the other's is, is NaN until `load`.
+    here, on `device` or where the other's is, is NaN until `load`.
     """
     plan = ParallelPlan(tp=laid.plan.tp, precision=laid.plan.precision)
     seams = Seams(laid.mesh.tp.comm, algorithm=laid.seams.algorithm)
-    device = next(laid.module.parameters()).device
+    device = device or next(laid.module.parameters()).device
     shards = _cut(model, transformer_splits(model.config, model.part), laid.mesh, plan, seams, device)
     model.eval().requires_grad_(False)
     use = dataclasses.replace(TRAINING, marked=laid.use.marked, tp=plan.tp)

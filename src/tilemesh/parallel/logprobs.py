@@ -1,5 +1,5 @@
-"""Log-probabilities of targets where ranks cut the vocabulary: parts are never joined, a token costs its maximum, its
-sums and its target's logit.
+"""Log-probabilities of targets where ranks cut the vocabulary: parts are not joined, a token costs its maximum, its
+sums and its target's logit; unless the bits are to be those of an engine, which has whole rows.
 
 N: tokens; V: vocabulary, or this rank's part of it.
 """
@@ -20,11 +20,15 @@ def logprobs(
     seams: Seams,
     vocabulary: int,
     entropy_has_gradient: bool = False,
+    joins: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probability of each target as it is drawn at this temperature, and the entropy there; at least float32."""
+    """Log-probability of each target as it is drawn at this temperature, and the entropy there; at least float32.
+    `joins`: compute them of whole rows, bit for bit as an engine does."""
     wide = torch.promote_types(logits_NV.dtype, torch.float32)
     logits_NV = logits_NV.to(wide) if temperature == 1 else logits_NV.to(wide) / temperature
-    if seams.comm.size == 1:  # as the engine computes it, bit for bit
+    if joins and seams.comm.size > 1:
+        logits_NV = seams.join_features(logits_NV, vocabulary)
+    if joins or seams.comm.size == 1:
         all_NV = logits_NV.log_softmax(-1)
         with torch.set_grad_enabled(torch.is_grad_enabled() and entropy_has_gradient):
             entropy_N = -(all_NV.exp() * all_NV).sum(-1)

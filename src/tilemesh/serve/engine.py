@@ -75,12 +75,14 @@ class Engine:
         draft: str | Path | ServedModel | None = None,
         history: ServeHistory | None = None,
         say: Callable[[str], None] = lambda text: None,
+        make_runner: Callable[..., Runner] = Runner,
         **settings: Any,
     ) -> None:
         """`settings` are fields of `EngineConfig`, over those of `config`: `Engine("runs/…", running=8)`.
 
         `draft`: a smaller model that guesses up to `speculate` tokens per step. `history`: where every step and request
-        is written down, which takes memory for as long as it goes on.
+        is written down, which takes memory for as long as it goes on. `make_runner`: what computes a model that is
+        given, with a `Runner`'s arguments.
         """
         config = replace(config or EngineConfig(), **settings)
         wanted, place, ranks = read_dtype(config.dtype), read_device(config.device), config.ranks
@@ -128,7 +130,8 @@ class Engine:
             passed_on = {name: getattr(config, name) for name in names}
             runner = RankRunner(str(source), self.limits, ranks, say=say, **passed_on)
         else:
-            runner = Runner(model, self.limits, place, config.invariant, implementation, graphs, say, config.packed)
+            options = (config.invariant, implementation, graphs, say, config.packed)
+            runner = make_runner(model, self.limits, place, *options)
         self._core = EngineCore(
             runner, self._scheduler, self.served.tokenizer, self.served.ends, self.config.vocabulary
         )

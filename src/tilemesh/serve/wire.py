@@ -27,9 +27,21 @@ _FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.fl
 _DTYPES = {str(dtype): dtype for dtype in (*_FLOATS, torch.uint8, torch.int8, torch.int32)}
 
 
-def send(connection: socket.socket, header: Mapping[str, Any], body: memoryview | bytes = b"") -> None:
+def message_bytes(header: Mapping[str, Any], body: bytes = b"", length: int | None = None) -> bytes:
+    """A message; or its begin, where a body of this length follows."""
     told = json.dumps(header).encode()
-    connection.sendall(_LENGTHS.pack(len(told) + len(body), len(told)) + told)
+    return _LENGTHS.pack(len(told) + (len(body) if length is None else length), len(told)) + told + body
+
+
+def read_message(raw: bytes) -> tuple[dict[str, Any], bytearray]:
+    """The inverse of `message_bytes`."""
+    _, told = _LENGTHS.unpack_from(raw)
+    begin = _LENGTHS.size
+    return json.loads(raw[begin : begin + told]), bytearray(raw[begin + told :])
+
+
+def send(connection: socket.socket, header: Mapping[str, Any], body: memoryview | bytes = b"") -> None:
+    connection.sendall(message_bytes(header, length=len(body)))
     if len(body):
         connection.sendall(body)
 
