@@ -95,7 +95,7 @@ MOST_LINES = {
     "report": 6_350,
     "bench": 9_000,
     "cli": 5_430,
-    "guide": 12_400,
+    "guide": 12_990,
 }
 SOURCE_SUFFIXES = (".py", ".c", ".h", ".cu", ".cuh", ".js", ".css")
 THIRD_PARTY_FREE = ("core", "comm.schedules", "model.work", "plan")
