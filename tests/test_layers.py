@@ -76,15 +76,15 @@ STRICTER = {
 }
 # The most lines that a room may have: raised only in the commit that adds a named capability. `make size` prints them.
 MOST_LINES = {
-    "core": 8_510,
+    "core": 8_499,
     "measure": 3_100,
     "launch": 2_140,
     "runs": 2_200,
     "data": 2_600,
-    "kernels": 19_300,
-    "comm": 11_360,
+    "kernels": 19_293,
+    "comm": 11_351,
     "graph": 8_730,
-    "model": 9_505,
+    "model": 9_440,
     "plan": 7_040,
     "parallel": 8_193,
     "methods": 2_100,
@@ -95,7 +95,7 @@ MOST_LINES = {
     "report": 6_350,
     "bench": 9_000,
     "cli": 5_430,
-    "guide": 12_990,
+    "guide": 12_951,
 }
 SOURCE_SUFFIXES = (".py", ".c", ".h", ".cu", ".cuh", ".js", ".css")
 THIRD_PARTY_FREE = ("core", "comm.schedules", "model.work", "plan")

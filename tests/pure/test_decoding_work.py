@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -9,20 +12,65 @@ from hypothesis import strategies as st
 from tilemesh.core.cost import Ceiling, limit_s
 from tilemesh.core.errors import UsageError
 from tilemesh.core.hardware import parse_cluster
-from tilemesh.model.config import preset
+from tilemesh.model.config import ModelConfig, preset
 from tilemesh.model.work.decoding import (
     SequencePart,
+    attention_operations,
+    dense_operations,
+    end_operations,
     key_value_bytes,
     least_cost,
-    pass_work,
+    pass_exchanges,
     serving_task,
     weight_bytes,
 )
-from tilemesh.model.work.operations import Product, RaggedAttention, forward_flops
+from tilemesh.model.work.exchanges import Exchange
+from tilemesh.model.work.operations import Operation, Product, RaggedAttention, forward_flops
+from tilemesh.model.work.passes import MemoryPass
+from tilemesh.model.work.task import Task
 from tilemesh.model.work.weights import count_parameters
 from tilemesh.plan.serving_clock import FittedSteps, StepClock, non_negative_least_squares
 
 MEASURED_H200 = Ceiling("an H200, measured", {"bf16": 800e12}, 4.23e12, 4.23e12, 4.23e12)
+
+
+@dataclass(frozen=True)
+class PassWork:
+    """What one rank does in a pass. `layers`: (how many are alike, the operations of one of them)."""
+
+    layers: tuple[tuple[int, tuple[Operation, ...]], ...]
+    ends: tuple[Operation, ...]
+    """Embedding, final norm, logits."""
+    exchanges: tuple[Exchange, ...]
+    """Of all layers and both ends."""
+
+    @property
+    def operations(self) -> Iterable[tuple[int, Operation]]:
+        """Each with how many times it is done."""
+        for count, operations in self.layers:
+            for operation in operations:
+                yield count, operation
+        for operation in self.ends:
+            yield 1, operation
+
+    @property
+    def launches(self) -> int:
+        """Kernels, or calls of torch."""
+        return sum(count * (op.launches if isinstance(op, MemoryPass) else 1) for count, op in self.operations)
+
+
+def pass_work(model: ModelConfig, parts: Sequence[SequencePart], task: Task) -> PassWork:
+    """All that a rank does for these parts of sequences; `task` as `serving_task` makes it for their tokens."""
+    dense = dense_operations(model, task)
+    kinds: dict[int, int] = {}
+    for layer in range(model.layers):
+        kinds[model.window_of(layer)] = kinds.get(model.window_of(layer), 0) + 1
+    layers = tuple(
+        (count, (*dense, *attention_operations(model, parts, task, window))) for window, count in kinds.items()
+    )
+    logits = sum(part.logits for part in parts)
+    ends = end_operations(model, task, logits)
+    return PassWork(layers, ends, pass_exchanges(model, task, logits))
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from tilemesh.core.step.book import build
 from tilemesh.core.step.memory import StepBytes, memory_curve, memory_peaks
 from tilemesh.core.step.passes import exchange, gather
 from tilemesh.core.step.simulate import StepTimes, Timeline, simulate
-from tilemesh.core.step.slices import cut_sequence, linear_slice_time, terapipe_s
+from tilemesh.core.step.slices import SliceTime, cut_sequence
 
 # Qi et al., "Zero Bubble Pipeline Parallelism" (ICLR 2024), tables 5 and 9: stages, microbatches, F, B, W and transfer
 # in ms, chunks of the interleaved schedule, and the bubble rates of 1F1B, ZB-H1, ZB-H2 and 1F1B interleaved.
@@ -22,6 +22,17 @@ ZERO_BUBBLE = [
     (32, 96, 10.419, 10.207, 7.715, 0.408, 2, 0.2646, 0.1421, 0.0641, 0.1493),
     (32, 256, 10.402, 10.248, 7.698, 0.460, 2, 0.1352, 0.0594, 0.0257, 0.0624),
 ]
+
+
+def linear_slice_time(fixed_s: float, token_s: float, context_s: float, product_s: float) -> SliceTime:
+    """The paper's model, a0 + a1 i + a2 j + a3 ij for i tokens after j, which it fits within 2 %."""
+    return lambda tokens, before: fixed_s + token_s * tokens + context_s * before + product_s * tokens * before
+
+
+def terapipe_s(lengths: list[int], stages: int, slice_s: SliceTime) -> float:
+    """Seconds of one pass of one sequence through all stages."""
+    times = [slice_s(tokens, sum(lengths[:place])) for place, tokens in enumerate(lengths)]
+    return sum(times) + (stages - 1) * max(times)
 
 
 def run(name: str, p: int, m: int, f: float, i: float, w: float, transfer: float = 0.0) -> Timeline:

@@ -55,26 +55,6 @@ def check_cache(cache: KeyValueCache, tokens_BT: Tensor, context: int) -> None:
         )
 
 
-class AttendJoined(Protocol):
-    """What a cache may have beside `attend`, as `attend_joined`: the same from one tensor and before rotary embeddings.
-
-    qkv_BTF holds a token's queries, keys and values side by side, (H + 2K) E wide; `rotary` is as `Pass` has it. A
-    cache of pages has one row of tokens, and adds up the B parts of a product. dtype: of the rest, if it is not qkv's.
-    """
-
-    def __call__(
-        self,
-        layer: int,
-        qkv_BTF: Tensor,
-        rotary: tuple[Tensor, Tensor] | None,
-        *,
-        heads: int,
-        kv_heads: int,
-        window: int = 0,
-        dtype: torch.dtype | None = None,
-    ) -> Tensor: ...
-
-
 class DenseCache:
     """One sequence per row, each with memory for `capacity` tokens, which is taken when a layer first comes.
 

@@ -86,8 +86,6 @@ class Program:
     instructions: tuple[Instruction, ...]
     lengths: tuple[int, int, int, int]  # of INPUT, DATA, TEMP and LANDING
     shared: frozenset[int]
-    sent_messages: int
-    sent_elements: int
 
 
 @dataclass
@@ -113,15 +111,8 @@ def lower(schedule: Schedule, rank: int, layout_of: Callable[[int], Layout]) -> 
             rounds.append(own)
     for index, own in enumerate(rounds):
         _land(own, (index % 2) * landing)
-    sent = [span for own in rounds for _, span in own.sends]
     ends = [places.offsets(rank, space)[-1] for space in (INPUT, DATA, TEMP)]
-    return Program(
-        tuple(_instructions(rounds)),
-        (ends[0], ends[1], ends[2], 2 * landing),
-        schedule.shared,
-        len(sent),
-        sum(span.hi - span.lo for span in sent),
-    )
+    return Program(tuple(_instructions(rounds)), (ends[0], ends[1], ends[2], 2 * landing), schedule.shared)
 
 
 class _Places:

@@ -17,17 +17,6 @@ SliceTime = Callable[[int, int], float]
 """Seconds of a slice on one stage, from its tokens and those before it."""
 
 
-def linear_slice_time(fixed_s: float, token_s: float, context_s: float, product_s: float) -> SliceTime:
-    """The paper's model, a0 + a1 i + a2 j + a3 ij for i tokens after j, which it fits within 2 %."""
-    return lambda tokens, before: fixed_s + token_s * tokens + context_s * before + product_s * tokens * before
-
-
-def terapipe_s(lengths: list[int], stages: int, slice_s: SliceTime) -> float:
-    """Seconds of one pass of one sequence through all stages."""
-    times = [slice_s(tokens, sum(lengths[:place])) for place, tokens in enumerate(lengths)]
-    return sum(times) + (stages - 1) * max(times)
-
-
 def cut_sequence(tokens: int, stages: int, slice_s: SliceTime, grain: int = 8, slices: int | None = None) -> list[int]:
     """Lengths of the slices of a sequence, in multiples of `grain` (but for the last), that are fastest.
 

@@ -4,12 +4,8 @@ They are not CUDA text, so other interpreters count them: Triton's own for the f
 of `tests/cpu/gluon_machine.py`, which run its source. A is read once for each column of tiles, B once for each row.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
-
-import numpy as np
 
 from tilemesh.core.errors import UsageError
 from tilemesh.kernels.matmul.config import Config
@@ -53,38 +49,3 @@ def our_rungs() -> tuple[OurRung, ...]:
             Config("pingpong", 128, 256, stages=3, paired=True),
         ),
     )
-
-
-def count_triton(config: Config, n: int) -> int:
-    """Elements that a Triton kernel reads for an n x n x n product without C, counted in Triton's interpreter."""
-    import torch
-
-    import tilemesh as tm
-
-    random = np.random.default_rng(0)
-    a, b = (torch.from_numpy(random.standard_normal((n, n)).astype(np.float16)) for _ in range(2))
-    with _counting() as counted:
-        result = tm.kernels.fused_matmul(a, b, activation="none", implementation="interpret", config=config)
-    if not torch.allclose(result.float(), a.float() @ b.float(), atol=2**-9 * n, rtol=2**-9):
-        raise UsageError("the interpreted kernel did not compute a @ b")
-    return sum(counted)
-
-
-@contextmanager
-def _counting() -> Iterator[list[int]]:
-    """Every load of Triton's interpreter adds its elements to the list; one through a descriptor is a masked one."""
-    from triton.runtime import interpreter
-
-    builder: Any = interpreter.interpreter_builder
-    original = builder.create_masked_load
-    counted: list[int] = []
-
-    def masked_load(pointers: Any, mask: Any, *rest: Any, **named: Any) -> Any:
-        counted.append(int(np.asarray(mask.data).sum()))
-        return original(pointers, mask, *rest, **named)
-
-    builder.create_masked_load = masked_load
-    try:
-        yield counted
-    finally:
-        del builder.create_masked_load  # the class's own again

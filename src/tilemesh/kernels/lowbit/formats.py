@@ -6,7 +6,6 @@ tensor. No torch here: recipes, cost models and documents read this file. `codes
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -195,9 +194,3 @@ LAYOUTS: Mapping[str, FloatLayout] = {
     "fp32": FloatLayout("fp32", 8, 23), "fp16": FloatLayout("fp16", 5, 10), "bf16": FloatLayout("bf16", 8, 7),
     "fp8": FloatLayout("fp8", 4, 3), "fp8-e5m2": FloatLayout("fp8-e5m2", 5, 2),
 }  # fmt: skip
-
-
-def fp32_code(value: float) -> int:
-    """The 32 bits of a number in single precision."""
-    (code,) = struct.unpack("<I", struct.pack("<f", value))
-    return int(code)

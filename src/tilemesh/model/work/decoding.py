@@ -9,8 +9,7 @@ Nothing is kept for a backward pass, and logits are made only where a token is d
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from tilemesh.core.cost import Cost
@@ -46,50 +45,11 @@ class SequencePart(NamedTuple):
     """New tokens that something is drawn after."""
 
 
-@dataclass(frozen=True)
-class PassWork:
-    """What one rank does in a pass. `layers`: (how many are alike, the operations of one of them)."""
-
-    layers: tuple[tuple[int, tuple[Operation, ...]], ...]
-    ends: tuple[Operation, ...]
-    """Embedding, final norm, logits."""
-    exchanges: tuple[Exchange, ...]
-    """Of all layers and both ends."""
-
-    @property
-    def operations(self) -> Iterable[tuple[int, Operation]]:
-        """Each with how many times it is done."""
-        for count, operations in self.layers:
-            for operation in operations:
-                yield count, operation
-        for operation in self.ends:
-            yield 1, operation
-
-    @property
-    def launches(self) -> int:
-        """Kernels, or calls of torch."""
-        return sum(count * (op.launches if isinstance(op, MemoryPass) else 1) for count, op in self.operations)
-
-
 def serving_task(tokens: int, dtype: str, tp: int = 1, code: Code = "fused", gpu: bool = True) -> Task:
     """A pass over so many tokens, all of them in one row."""
     if dtype not in _PRECISIONS:
         raise unknown("dtype", dtype, _PRECISIONS)
     return Task(1, tokens, tokens, tp=tp, precision=_PRECISIONS[dtype], code=code, gpu=gpu)
-
-
-def pass_work(model: ModelConfig, parts: Sequence[SequencePart], task: Task) -> PassWork:
-    """All that a rank does for these parts of sequences; `task` as `serving_task` makes it for their tokens."""
-    dense = dense_operations(model, task)
-    kinds: dict[int, int] = {}
-    for layer in range(model.layers):
-        kinds[model.window_of(layer)] = kinds.get(model.window_of(layer), 0) + 1
-    layers = tuple(
-        (count, (*dense, *attention_operations(model, parts, task, window))) for window, count in kinds.items()
-    )
-    logits = sum(part.logits for part in parts)
-    ends = end_operations(model, task, logits)
-    return PassWork(layers, ends, pass_exchanges(model, task, logits))
 
 
 def dense_operations(model: ModelConfig, task: Task) -> tuple[Operation, ...]:

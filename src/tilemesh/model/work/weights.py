@@ -136,11 +136,6 @@ def active_matrices(model: ModelConfig) -> tuple[Weight, ...]:
     return tuple(weight for weight in layer_matrices(model) if weight.expert < max(1, model.experts_per_token))
 
 
-def active_width(model: ModelConfig) -> int:
-    """Hidden width that a token passes: of the MLP, or of its experts and of a shared one together."""
-    return model.mlp_width * max(1, model.experts_per_token) + model.shared_width
-
-
 def touched_experts(model: ModelConfig, tokens: int) -> float:
     """Experts that some of so many tokens pass, where each picks any of them alike: their expected number."""
     return model.experts * (1 - (1 - model.experts_per_token / model.experts) ** tokens) if model.experts else 0.0
