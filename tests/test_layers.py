@@ -76,7 +76,7 @@ STRICTER = {
 }
 # The most lines that a room may have: raised only in the commit that adds a named capability. `make size` prints them.
 MOST_LINES = {
-    "core": 8_499,
+    "core": 8_504,
     "measure": 3_100,
     "launch": 2_140,
     "runs": 2_200,
@@ -95,7 +95,7 @@ MOST_LINES = {
     "report": 6_350,
     "bench": 9_000,
     "cli": 5_430,
-    "guide": 12_951,
+    "guide": 12_896,
 }
 SOURCE_SUFFIXES = (".py", ".c", ".h", ".cu", ".cuh", ".js", ".css")
 THIRD_PARTY_FREE = ("core", "comm.schedules", "model.work", "plan")

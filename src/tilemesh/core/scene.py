@@ -7,7 +7,7 @@ y grows downwards. Charts with axes are `report/chart.py`'s business.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 
@@ -53,6 +53,11 @@ def document(width: float, height: float, label: str, shapes: Iterable[str]) -> 
         f'font-size="12" role="img" aria-label="{escape(label, quote=True)}">\n<style>{style()}</style>\n'
         f'<rect class="bg" width="{width:g}" height="{height:g}"/>\n' + "\n".join(shapes) + "\n</svg>\n"
     )
+
+
+def files_of(*drawings: Callable[[], str]) -> dict[str, str]:
+    """Drawings by the names of their files, which are those of their functions."""
+    return {f"{drawing.__name__}.svg": drawing() for drawing in drawings}
 
 
 def text_width(words: str, size: float = 12) -> float:

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from tilemesh.core.scene import Scene
+from tilemesh.core.scene import Scene, files_of
 
 Array = np.ndarray[Any, Any]
 TOKENS, WIDTH = 5, 4
@@ -15,7 +15,7 @@ CELL = 40
 
 def figures() -> dict[str, str]:
     """By file name, for `docs/guide/figures/`."""
-    return {"attention.svg": attention(), "softmax.svg": softmax()}
+    return files_of(attention, softmax)
 
 
 def computed() -> dict[str, Array]:

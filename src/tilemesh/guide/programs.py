@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from tilemesh.core.scene import Scene
+from tilemesh.core.scene import Scene, files_of
 from tilemesh.graph import build, derive
 from tilemesh.graph.draw import drawing
 from tilemesh.graph.ir import Graph, Node, make
@@ -16,17 +16,7 @@ from tilemesh.graph.rules import INFERENCE, simplify
 
 def figures() -> dict[str, str]:
     """By file name, for `docs/guide/figures/`."""
-    return {
-        "dataflow.svg": dataflow(),
-        "forward.svg": forward_mode(),
-        "reverse.svg": reverse_mode(),
-        "control.svg": control(),
-        "folding.svg": folding(),
-        "common.svg": common(),
-        "batch_norm.svg": batch_norm(),
-        "qkv.svg": qkv(),
-        "buffers.svg": buffers(),
-    }
+    return files_of(dataflow, forward, reverse, control, folding, common, batch_norm, qkv, buffers)
 
 
 def _regression() -> tuple[tuple[Node, ...], Node]:
@@ -43,7 +33,7 @@ def dataflow() -> str:
     )
 
 
-def forward_mode() -> str:
+def forward() -> str:
     x, y = build.argument("x", []), build.argument("y", [])
     graph = Graph((x, y), (build.multiply(build.exp(x), y),))
     moved, _ = simplify(derive.jvp(graph, [x]))
@@ -55,7 +45,7 @@ def forward_mode() -> str:
     )
 
 
-def reverse_mode() -> str:
+def reverse() -> str:
     inputs, loss = _regression()
     step, _ = simplify(Graph(inputs, (loss, *derive.update(loss, [inputs[2]], rate=0.1))))
     own = set(Graph(inputs, (loss,)).nodes())

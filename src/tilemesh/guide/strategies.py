@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
 
-from tilemesh.core.scene import Scene
+from tilemesh.core.scene import Scene, files_of
 from tilemesh.core.units import format_bytes
 
 RANKS = 2
@@ -31,7 +31,7 @@ class CutStep:
 
 def figures() -> dict[str, str]:
     """By file name, for `docs/guide/figures/`."""
-    return {"element_wise.svg": element_wise(), "grid.svg": grid(), "strategies.svg": strategies()}
+    return files_of(element_wise, grid, strategies)
 
 
 def _ring(nbytes: int) -> int:

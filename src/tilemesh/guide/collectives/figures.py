@@ -9,7 +9,7 @@ from tilemesh.comm.schedules.draw import svg as schedule_svg
 from tilemesh.comm.schedules.simulate import Memory, simulate
 from tilemesh.comm.schedules.topology import LinearArray, Wire
 from tilemesh.core.hardware import LINKS
-from tilemesh.core.scene import Scene
+from tilemesh.core.scene import Scene, files_of
 from tilemesh.core.units import format_bytes, format_seconds
 from tilemesh.report.draw import Line, PlotAxis
 from tilemesh.report.picture import curves
@@ -18,12 +18,8 @@ RANKS = 4
 
 
 def figures() -> dict[str, str]:
-    return {
-        "collectives.svg": collectives(),
-        "ring.svg": rounds("ring"),
-        "tree.svg": rounds("tree"),
-        "linear_array.svg": linear_array(),
-        "ring_or_tree.svg": ring_or_tree(),
+    return files_of(collectives, linear_array, ring_or_tree) | {
+        f"{name}.svg": rounds(name) for name in ("ring", "tree")
     }
 
 

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-from tilemesh.core.scene import Scene
+from tilemesh.core.scene import Scene, files_of
 from tilemesh.guide.data_parallel.work import kept_bytes
 
 BILLION = 1_000_000_000
 
 
 def figures() -> dict[str, str]:
-    return {
-        "equation.svg": equation(),
-        "data_parallel.svg": data_parallel(),
-        "mlp.svg": mlp(),
-        "zero.svg": zero(),
-        "zero_steps.svg": zero_steps(),
-    }
+    return files_of(equation, data_parallel, mlp, zero, zero_steps)
 
 
 def equation() -> str:

@@ -11,7 +11,7 @@ import math
 import numpy as np
 
 from tilemesh.core.hardware import find_device
-from tilemesh.core.scene import LaneBlock, Scene, lanes
+from tilemesh.core.scene import LaneBlock, Scene, files_of, lanes
 from tilemesh.core.units import format_rate, format_seconds
 from tilemesh.guide.ladder import rungs, studies, times
 from tilemesh.guide.ladder.measured import h200_rows, median_s, reads_of
@@ -25,19 +25,8 @@ N = 4096
 
 
 def figures() -> dict[str, str]:
-    return {
-        "grid.svg": grid(),
-        "scheduling.svg": scheduling(),
-        "tiles.svg": tiles(),
-        "sectors.svg": sectors(),
-        "banks.svg": banks(),
-        "divergence.svg": divergence(),
-        "convolution.svg": convolution(),
-        "buffers.svg": buffers(),
-        "reads.svg": reads(),
-        "times.svg": measured_times(),
-        "roofline.svg": roofline(),
-    }
+    drawn = files_of(grid, scheduling, tiles, sectors, banks, divergence, convolution, buffers, reads, roofline)
+    return drawn | {"times.svg": measured_times()}
 
 
 def grid() -> str:

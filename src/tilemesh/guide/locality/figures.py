@@ -6,7 +6,7 @@ import json
 import math
 from importlib import resources
 
-from tilemesh.core.scene import Scene
+from tilemesh.core.scene import Scene, files_of
 from tilemesh.core.units import format_bytes, format_seconds
 from tilemesh.guide.locality.strides import StridedView
 from tilemesh.guide.locality.traffic import NESTS, convolution_formula, intensity
@@ -18,16 +18,8 @@ MEASURED_CACHES = {"L1d": 64 * 1024, "L2": 1024 * 1024}
 
 def figures() -> dict[str, str]:
     rows = measured_rows()
-    return {
-        "strides.svg": strides(),
-        "orders.svg": orders(),
-        "tiles.svg": tiles(),
-        "nests.svg": nests(rows),
-        "tile_map.svg": heat_map(tile_times(rows), MEASURED_CACHES, 512),
-        "convolution.svg": convolution(),
-        "fused.svg": fused(),
-        "sharing.svg": sharing(),
-    }
+    measured = {"nests.svg": nests(rows), "tile_map.svg": heat_map(tile_times(rows), MEASURED_CACHES, 512)}
+    return files_of(strides, orders, tiles, convolution, fused, sharing) | measured
 
 
 def measured_rows() -> list[Row]:

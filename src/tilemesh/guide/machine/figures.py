@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tilemesh.core.cost import Ceiling
 from tilemesh.core.hardware import H100, LINKS
-from tilemesh.core.scene import LaneBlock, Scene, lanes
+from tilemesh.core.scene import LaneBlock, Scene, files_of, lanes
 from tilemesh.core.units import format_bytes, format_rate, format_seconds
 from tilemesh.guide.machine.growth import GPUS, MODELS, TRAINING_BYTES
 from tilemesh.guide.machine.hierarchy import MemoryLevel
@@ -20,15 +20,7 @@ SHORT = {"execute": "exec"}
 
 
 def figures() -> dict[str, str]:
-    return {
-        "hierarchy.svg": hierarchy(),
-        "cycle.svg": cycle(),
-        "gpu.svg": gpu(),
-        "links.svg": links(),
-        "roofline.svg": roofline(),
-        "amdahl.svg": amdahl_curves(),
-        "growth.svg": growth(),
-    }
+    return files_of(hierarchy, cycle, gpu, links, roofline, growth) | {"amdahl.svg": amdahl_curves()}
 
 
 def measured() -> tuple[str, list[MemoryLevel]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tilemesh.core.hardware import LINKS
-from tilemesh.core.scene import Scene
+from tilemesh.core.scene import Scene, files_of
 from tilemesh.core.units import format_bytes, format_seconds
 from tilemesh.report.draw import Line, PlotAxis
 from tilemesh.report.picture import curves
@@ -17,7 +17,7 @@ NAMES = {
 
 
 def figures() -> dict[str, str]:
-    return {"deadlock.svg": deadlock(), "message_time.svg": message_time()}
+    return files_of(deadlock, message_time)
 
 
 def deadlock() -> str:

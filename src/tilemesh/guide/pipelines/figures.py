@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tilemesh.core.scene import LaneBlock, Scene, lanes
+from tilemesh.core.scene import LaneBlock, Scene, files_of, lanes
 from tilemesh.core.step.book import build
 from tilemesh.core.step.check import check
 from tilemesh.core.step.draw import curves
@@ -17,16 +17,8 @@ from tilemesh.report.picture import curves as curve_picture
 
 
 def figures() -> dict[str, str]:
-    return {
-        "software.svg": software(),
-        "gpipe.svg": schedule("gpipe"),
-        "1f1b.svg": schedule("1f1b"),
-        "interleaved.svg": schedule("interleaved"),
-        "zb-h1.svg": schedule("zb-h1"),
-        "chimera.svg": schedule("chimera"),
-        "bubble.svg": bubble(),
-        "axes.svg": axes(),
-    }
+    schedules = ("gpipe", "1f1b", "interleaved", "zb-h1", "chimera")
+    return files_of(software, bubble, axes) | {f"{name}.svg": schedule(name) for name in schedules}
 
 
 def software(items: int = 5) -> str:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from tilemesh.core.scene import Scene
+from tilemesh.core.scene import Scene, files_of
 from tilemesh.guide.ranks.exercises import groups_of
 
 DP, TP = 2, 4
 
 
 def figures() -> dict[str, str]:
-    return {"processes.svg": processes(), "mesh.svg": mesh()}
+    return files_of(processes, mesh)
 
 
 def processes(ranks: int = 4) -> str:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from tilemesh.core.scene import LaneBlock, Scene, lanes
+from tilemesh.core.scene import LaneBlock, Scene, files_of, lanes
 
 DEVICES = (0, 1)  # colours
 
 
 def figures() -> dict[str, str]:
-    return {"three_cuts.svg": three_cuts(), "pair.svg": pair(), "sequence.svg": sequence(), "in_time.svg": in_time()}
+    return files_of(three_cuts, pair, sequence, in_time)
 
 
 def _matrix(scene: Scene, x: float, y: float, width: float, height: float, name: str, cut: str) -> None:
