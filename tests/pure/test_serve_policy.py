@@ -660,6 +660,25 @@ def test_new_weights_find_no_page_of_the_old_ones_and_wait_for_none() -> None:
     assert (same_prompt.version, len(same_prompt.published)) == (1, 1)
 
 
+def test_new_weights_touch_only_pages_that_hold_something(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU has pages by the million, and weights change with every step of learning from feedback."""
+    scheduler, runner = world(pages=20)
+    scheduler.add(ask("first", range(10)))
+    drive(scheduler, runner)
+    pool, evicted = scheduler.pool, list[int]()
+    idle, forget = pool.idle, pool.on_evict
+
+    def note(page: int) -> None:
+        evicted.append(page)
+        forget(page)
+
+    pool.on_evict = note
+    monkeypatch.setattr(pool, "take", None)
+    scheduler.renew(1)
+    assert tuple(evicted) == idle != ()
+    assert (pool.available, pool.idle) == (20, ())
+
+
 def test_while_draining_only_those_that_ran_run() -> None:
     scheduler, runner = world(pages=6, running=2)
     first, preempted, later = ask("first", [1] * 8, 8), ask("preempted", [2] * 8, 8), ask("later", [3] * 4)

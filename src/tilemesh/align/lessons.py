@@ -136,6 +136,7 @@ class FeedbackLessons(Lessons):
         return EngineConfig(
             running=align.running, waiting=many, seed=self.config.train.seed, invariant=align.invariant,
             context=self.config.context, step_tokens=_STEP_TOKENS, packed=False if self._is_small else None,
+            prefix_room=0,  # new weights forget all pages
         )  # fmt: skip
 
     @property

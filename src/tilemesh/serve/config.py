@@ -52,11 +52,15 @@ class EngineConfig:
     packed: bool | None = None
     """On a CPU, hold weights in the layout of its products as well, which makes these faster and takes as much memory
     again; None: on arm64, where a quarter of the free memory is enough, and never in invariant mode."""
+    prefix_room: int = 15
+    """On a GPU, pages beyond those that `running` requests can fill, as a multiple of these, where memory has room: what
+    later prompts may begin with stays there."""
     prepare: bool = False
     """Capture the graphs of all batch sizes before the first request, so that none waits for it."""
 
     def __post_init__(self) -> None:
         check_options(self)
         Range(0, 1024).check("ranks", self.ranks, whole=True)
+        Range(0, 2**20).check("prefix_room", self.prefix_room, whole=True)
         if self.pages is not None and self.memory is not None:
             raise UsageError("pages and memory were both given: leave one of them out")

@@ -547,6 +547,8 @@ def _limits(
     pages = config.pages
     if pages is None:
         beside, useful = None if draft is None else draft.model.config, longest * config.running
+        if device.type == "cuda":
+            useful *= 1 + config.prefix_room
         pages = choose_pages(model, dtype, config.page_tokens, useful, config.memory, device, beside, config.kv_cache)
     names = ("page_tokens", "step_tokens", "running", "waiting", "swap_pages", "share_prefixes", "kv_cache")
     same = {name: getattr(config, name) for name in names}

@@ -33,7 +33,7 @@ def choose_pages(
     draft: ModelConfig | None = None,
     kv_cache: str = "",
 ) -> int:
-    """As many as fit into a share of what is free, and on a CPU no more than `useful_tokens` could ever fill.
+    """As many as fit into a share of what is free, and no more than `useful_tokens` could ever fill.
 
     A draft model's keys and values lie in pages of its own beside them. `kv_cache`: as in `ServeLimits`.
     """
@@ -51,7 +51,7 @@ def choose_pages(
             f"a page of {page_tokens} tokens takes {format_bytes(each)} and {format_bytes(free)} are free: "
             "expected room for one at least; give memory a larger share, or page_tokens fewer"
         )
-    return fitting if on_gpu else min(fitting, -(-useful_tokens // page_tokens))
+    return min(fitting, -(-useful_tokens // page_tokens))
 
 
 def free_cpu_bytes() -> int:

@@ -50,12 +50,17 @@ class PagePool:
             if self._free:
                 page = self._free.pop()
             else:
-                page, _ = self._idle.popitem(last=False)
-                self._kept[page] = False
-                self.on_evict(page)
+                page = self._evicted()
             self._users[page] = 1
             taken.append(page)
         return taken
+
+    def _evicted(self) -> int:
+        """The page idle for longest, without what it held."""
+        page, _ = self._idle.popitem(last=False)
+        self._kept[page] = False
+        self.on_evict(page)
+        return page
 
     def share(self, pages: Iterable[int]) -> None:
         """One user more for each; the page is in use, or idle."""
@@ -64,6 +69,11 @@ class PagePool:
                 raise RunError(f"page {page} is free and was asked to be shared: a bug in the scheduler")
             self._idle.pop(page, None)
             self._users[page] += 1
+
+    def forget_idle(self) -> None:
+        """Make all idle pages free: what they held is of no use any more. Takes as long as there are such pages."""
+        while self._idle:
+            self._free.append(self._evicted())
 
     def keep(self, page: int) -> None:
         """From now on this page becomes idle, and not free, when its last user leaves."""

@@ -227,16 +227,14 @@ class Scheduler:
         for request in self.waiting:
             self._free(request)
             request.state = RequestState.WAITING
-        self._forget_idle()
+        self.pool.forget_idle()
 
     def renew(self, version: int) -> None:
         """From now on other weights compute: nothing of the older ones is found. Requests that have pages keep them."""
         self.version = version
         self.prefixes.begin_again()
-        self._forget_idle()
+        self.pool.forget_idle()
 
-    def _forget_idle(self) -> None:
-        self.pool.release(self.pool.take(self.pool.available))  # to take an idle page is to forget what it held
 
     @property
     def busy(self) -> bool:
