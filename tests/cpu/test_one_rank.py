@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from tilemesh.comm import Communicator, run_threads
 from tilemesh.comm.runtime.mirror import mirror
 from tilemesh.core.errors import UsageError
 from tilemesh.core.hardware import Cluster
+from tilemesh.model.fresh import draw
+from tilemesh.model.transformer import Transformer
 from tilemesh.plan.local import MeasuredCluster
 from tilemesh.train import load_config, one_rank, summary
 from tilemesh.train.config import TrainConfig
@@ -78,7 +81,7 @@ def test_rows_say_what_was_computed_and_what_was_not_sent(monkeypatch: pytest.Mo
     monkeypatch.chdir(tmp_path)
     on_local(monkeypatch, 4)
     job = rank_of_many(config("dp=1,pp=4"), "4xlocal-cpu")
-    rows = {row.name: row for row in run_one_rank(job, steps=2)}
+    rows = {row.name: row for row in run_one_rank(job, steps=5)}
     computing, sent = rows["computing of one rank"], rows["exchanges and waiting"]
     whole = rows["step: computing + predicted exchanges"]
     assert computing.measured is not None
@@ -88,6 +91,26 @@ def test_rows_say_what_was_computed_and_what_was_not_sent(monkeypatch: pytest.Mo
     assert computing.measured.n == 2
     assert whole.measured.median == pytest.approx(computing.measured.median + sent.predicted)
     assert list(tmp_path.iterdir()) == []  # no run, no checkpoint
+
+
+def test_a_rank_draws_its_own_part_of_the_weights_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A whole parameter of every name, drawn on the host, took a minute for 8 B; steps are as many as one asks for."""
+    on_local(monkeypatch, 4)
+    drawn: list[int] = []
+
+    def noted(name: str, shape: tuple[int, ...], *more: Any) -> Any:
+        drawn.append(math.prod(shape))
+        return draw(name, shape, *more)
+
+    monkeypatch.setattr(one_rank, "draw", noted)
+    monkeypatch.setattr("tilemesh.model.fresh.draw", None)
+    monkeypatch.setattr("tilemesh.parallel.whole.draw", None)
+    chosen = config("dp=4")
+    rows = run_one_rank(rank_of_many(chosen, "4xlocal-cpu"), steps=4)
+    assert sum(drawn) == sum(part.numel() for part in Transformer(chosen.model, device="meta").parameters()) // 4
+    assert [row.measured.n for row in rows if row.measured is not None and row.unit == "s"] == [1, 1]
+    with pytest.raises(UsageError, match="stop_after is 3"):
+        run_one_rank(rank_of_many(chosen, "4xlocal-cpu"), steps=3)
 
 
 def test_what_cannot_be_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,7 +55,8 @@ def drawn_ahead(shapes: Mapping[str, tuple[int, ...]], seed: int, layers: int) -
 
 
 def draw(name: str, shape: tuple[int, ...], seed: int, layers: int, out: Tensor | None = None) -> Tensor:
-    """Fresh weights of the parameter with this full name, as `initialize` writes them; float32 on the CPU, in `out`."""
+    """Fresh weights of the parameter with this full name, as `initialize` writes them: float32 on the CPU. `out`: where
+    they are written; a GPU's generator draws others there."""
     if out is None:
         out = torch.empty(shape, dtype=torch.float32, device="cpu")
     module, _, piece = name.rpartition(".")
@@ -66,7 +67,7 @@ def draw(name: str, shape: tuple[int, ...], seed: int, layers: int, out: Tensor 
         return out.fill_(1.0 if name.endswith("weight") else 0.0)
     std = INIT_STD / (2 * layers) ** 0.5 if kind in ("fc_o", "fc_out") else INIT_STD
     digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") % 2**63)
+    generator = torch.Generator(out.device).manual_seed(int.from_bytes(digest[:8], "little") % 2**63)
     if piece != A:
         return out.normal_(0, std, generator=generator)
     # As nn.Linear's weights spread: the standard deviation of U(-1/sqrt(in), 1/sqrt(in)).

@@ -82,6 +82,8 @@ class RowsOfRanks:
                 self.places[number].append((at, done[number], size))
                 at += size
                 done[number] += size
+        self.is_even = all(of_rank == sizes[0] for of_rank in sizes)
+        """Whether all ranks have as many rows of each: one copy then moves a parameter, and not one for each rank."""
 
     @property
     def mine(self) -> list[Shard]:
@@ -96,6 +98,9 @@ class RowsOfRanks:
     def fill(self, flat: Tensor, number: int, values: Tensor | None) -> None:
         """Put a whole parameter's values, or zeros, where they belong in the buffer."""
         source = None if values is None else values.detach().reshape(-1)
+        if source is not None and self.is_even:
+            self._of_ranks(flat, number).copy_(source.view(len(self.counts), -1))
+            return
         for at, begin, size in self.places[number]:
             if source is None:
                 flat[at : at + size].zero_()
@@ -106,8 +111,16 @@ class RowsOfRanks:
         """Put everybody's rows where they belong in the whole parameters."""
         for number, tensor in enumerate(tensors):
             target = tensor.detach().view(-1)
+            if self.is_even:
+                target.view(len(self.counts), -1).copy_(self._of_ranks(flat, number))
+                continue
             for at, begin, size in self.places[number]:
                 target[begin : begin + size].copy_(flat[at : at + size])
+
+    def _of_ranks(self, flat: Tensor, number: int) -> Tensor:
+        """The parts of the buffer that are a parameter's, a rank per row, where all ranks have as many."""
+        at, _, size = self.places[number][0]
+        return flat[: self.numel].view(len(self.counts), -1)[:, at : at + size]
 
     def rows(self, number: int, tensor: Tensor) -> Tensor:
         """This rank's rows of a whole parameter, as a view."""
@@ -292,8 +305,13 @@ class Zero(Bucketed):
         self._give_back(bucket)
 
     def _give_back(self, bucket: ZeroBucket) -> None:
-        self._spare.append(bucket.flat)
+        self._keep(bucket.flat)
         bucket.flat = bucket.flat.new_empty(0)
+
+    def _keep(self, buffer: Tensor) -> None:
+        """For the next bucket; not on a GPU, where torch's allocator does that and others can have it meanwhile."""
+        if not buffer.is_cuda:
+            self._spare.append(buffer)
 
     def finish(self, max_norm: float | None = None, *, divide: bool = True) -> GradientStep:
         self._require_last()

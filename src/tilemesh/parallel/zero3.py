@@ -121,7 +121,7 @@ class ZeroWeights(Zero):
             parameter.untyped_storage().resize_(parameter.numel() * parameter.element_size())
         # By `.data`: nothing has changed that autograd should know of.
         weights.rows.empty_into(weights.flat, [parameter.data for parameter in weights.parameters])
-        self._spare.append(weights.flat)
+        self._keep(weights.flat)
         weights.flat = weights.flat.new_empty(0)
 
     def free(self, chunk: int) -> None:

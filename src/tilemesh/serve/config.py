@@ -53,8 +53,8 @@ class EngineConfig:
     """On a CPU, hold weights in the layout of its products as well, which makes these faster and takes as much memory
     again; None: on arm64, where a quarter of the free memory is enough, and never in invariant mode."""
     prefix_room: int = 15
-    """On a GPU, pages beyond those that `running` requests can fill, as a multiple of these, where memory has room: what
-    later prompts may begin with stays there."""
+    """On a GPU, pages beyond those that `running` requests can fill, as a multiple of these, where memory has room:
+    what later prompts may begin with stays there."""
     prepare: bool = False
     """Capture the graphs of all batch sizes before the first request, so that none waits for it."""
 

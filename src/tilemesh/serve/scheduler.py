@@ -235,7 +235,6 @@ class Scheduler:
         self.prefixes.begin_again()
         self.pool.forget_idle()
 
-
     @property
     def busy(self) -> bool:
         return bool(self.running or self.waiting)

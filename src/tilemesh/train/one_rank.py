@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -20,11 +21,14 @@ from tilemesh.core.calibration import Rates
 from tilemesh.core.errors import UsageError
 from tilemesh.core.hardware import Cluster, device_for, parse_cluster
 from tilemesh.core.plan import ParallelPlan
+from tilemesh.core.ranges import Range
 from tilemesh.core.step.program import settled
 from tilemesh.measure.machine import stamp, this_machine, usable_gpus
 from tilemesh.measure.row import Row
 from tilemesh.measure.sample import Sample
+from tilemesh.model.fresh import draw
 from tilemesh.parallel.gradients import read
+from tilemesh.parallel.laid import Laid
 from tilemesh.plan.local import local_machine
 from tilemesh.plan.prediction import Prediction
 from tilemesh.train.config import TrainConfig
@@ -34,7 +38,8 @@ from tilemesh.train.memory import peak_bytes
 from tilemesh.train.predict import estimator
 from tilemesh.train.rank import RankTask, choose_device, make_loop
 
-STEPS = 10
+STEPS = WARM_UP_STEPS + 3
+"""Those that compile and take memory are not measured."""
 _NOT_SENT = "one rank alone: nothing is sent"
 _NO_PEER = "a rank alone has no peer"
 
@@ -99,7 +104,8 @@ def _cluster(text: str, device: str) -> tuple[Cluster, Rates | None]:
 
 
 def run_one_rank(job: RankOfMany, say: Callable[[str], None] = lambda text: None, steps: int = STEPS) -> list[Row]:
-    """Its rows: computing, memory, and the step with the exchanges as predicted."""
+    """Its rows: computing, memory, and the step with the exchanges as predicted, of so many steps in all."""
+    Range(WARM_UP_STEPS + 1).check("stop_after", steps, whole=True)
     node = job.cluster.node.count
     comm = mirror(job.config.plan.world, job.rank, node_size=node)
     device = choose_device(job.config, comm)
@@ -107,12 +113,13 @@ def run_one_rank(job: RankOfMany, say: Callable[[str], None] = lambda text: None
         gc.collect()
         torch.cuda.reset_peak_memory_stats(device)
     baseline = 0 if device.type == "cuda" else peak_bytes(device)
-    lessons = Lessons(job.config)
+    lessons, layers = Lessons(job.config), job.config.model.layers
     lessons.open()
     seconds = []
     with tempfile.TemporaryDirectory(prefix="tilemesh-") as folder:
-        loop = make_loop(RankTask(job.config, Path(folder)), comm, None, lessons, device)
-        for step in range(1, WARM_UP_STEPS + steps + 1):
+        task = RankTask(job.config, Path(folder), initialize=partial(_draw_here, layers))
+        loop = make_loop(task, comm, None, lessons, device)
+        for step in range(1, steps + 1):
             began, exchanged = time.perf_counter(), loop.recorder.exchange_s()
             loop.recorder.step = step
             with loop.recorder.in_step():
@@ -122,12 +129,20 @@ def run_one_rank(job: RankOfMany, say: Callable[[str], None] = lambda text: None
             own = loop.recorder.exchange_s() - exchanged if device.type == "cpu" else 0.0
             if step > WARM_UP_STEPS:
                 seconds.append(time.perf_counter() - began - own)
-            say(f"step {step} of {WARM_UP_STEPS + steps}: {time.perf_counter() - began:.3f} s")
+            say(f"step {step} of {steps}: {time.perf_counter() - began:.3f} s")
         peak = peak_bytes(device) - baseline
         loop.recorder.trace.close()
         loop.stepper.close()
     lessons.close()
     return _rows(job, Sample.of(seconds), peak)
+
+
+@torch.no_grad()
+def _draw_here(layers: int, laid: Laid) -> None:
+    """Weights of the usual spread, this rank's part alone and on its device: drawn whole on the host, as a run draws
+    them, those of 8 B parameters take minutes and on a GPU more memory than the rank ever does."""
+    for name, (parameter, _) in laid.weights().items():
+        draw(name, tuple(parameter.shape), 0, layers, parameter)
 
 
 def _rows(job: RankOfMany, computing: Sample, peak: int) -> list[Row]:

@@ -92,6 +92,8 @@ class RankTask:
     stop_after: int | None = None
     emit: Listener = ignore
     lessons: MakeLessons = Lessons
+    initialize: Callable[[Laid], None] | None = None
+    """Writes the weights to begin with; none: fresh ones, drawn on the host."""
 
     @property
     def last_step(self) -> int:
@@ -253,7 +255,8 @@ def make_loop(task: RankTask, comm: Communicator, seat: Seat | None, lessons: Le
     default_context().keep_to("matmul", earlier["matmul"])
     # Steps are only left unwaited for where the number of targets that count is known beforehand.
     is_steady = seat is None and lessons.is_steady
-    laid = lay_model(laying, mesh, device, None if is_steady else False, lessons.extend, lessons.use_for)
+    late = None if is_steady else False
+    laid = lay_model(laying, mesh, device, late, lessons.extend, lessons.use_for, task.initialize)
     optimizer: Optimizer
     if seat is None:
         optimizer = make_optimizer(config, laid, config.optimizer_kernels_on(device.type))
@@ -332,8 +335,9 @@ def lay_model(
     late: bool | None = None,
     extend: Callable[[Transformer], None] = lambda model: None,
     use_for: Callable[[Use], Use] = lambda use: use,
+    initialize: Callable[[Laid], None] | None = None,
 ) -> Laid:
-    """The model of the config on this rank of the mesh, with fresh weights.
+    """The model of the config on this rank of the mesh, with fresh weights, or those that `initialize` writes.
 
     `late`: whether steps are not waited for; by default on one GPU alone, unless a loss scale has to be decided on.
     `extend` adds to the model what is trained beside it; `use_for` says what else it is prepared for.
@@ -342,7 +346,7 @@ def lay_model(
     kernels = config.kernels_on(device.type)
     # Where no rank is to hold the whole, or a base has matrices of few bits, nobody makes dense weights of all layers:
     # each rank draws its own, one by one.
-    is_drawn_late = config.plan.has_chunks or config.lora.base is not None
+    is_drawn_late = config.plan.has_chunks or config.lora.base is not None or initialize is not None
     where = torch.device("meta") if is_drawn_late else device
     model = Transformer(config.model, seed=config.train.seed, device=where, dtype=dtype, kernels=kernels)
     if config.lora.rank:
@@ -359,7 +363,9 @@ def lay_model(
     way = method_gradients(config) or ("local" if late else "bucketed")
     use = use_for(training_use(config, device))
     laid = lay(model, mesh, config.plan, device=device, gradients=way, tokens=config.tokens_per_step, use=use)
-    if is_drawn_late:
+    if initialize is not None:
+        initialize(laid)
+    elif is_drawn_late:
         laid.initialize(config.train.seed)
     laid.module.train()
     return laid

@@ -118,13 +118,13 @@ def _preview(options: TrainOptions, config: TrainConfig, member: Membership | No
 
 def _one_rank(options: TrainOptions, config: TrainConfig) -> Output:
     """What one rank computes and holds, the others being copies of it."""
-    from tilemesh.train.one_rank import rank_of_many, run_one_rank
+    from tilemesh.train.one_rank import STEPS, rank_of_many, run_one_rank
 
     if options.resume is not None or options.init is not None:
         raise UsageError("--one-rank-of begins with weights of its own and keeps none: leave --resume and --init out")
     job = rank_of_many(config, str(options.one_rank_of))
     tell(f"rank {job.rank} of {config.plan.describe(config.servers)}; the others are taken for copies of it")
-    rows = run_one_rank(job, tell)
+    rows = run_one_rank(job, tell, options.stop_after or STEPS)
     return Output([rows, "nothing was sent, and no weights were kept: their values mean nothing"], rows)
 
 

@@ -112,6 +112,9 @@ def _part(source: Any, counts: Sequence[int], rank: int) -> Any:
 
 def _repeat(block: Any, target: Any, counts: Sequence[int]) -> None:
     """One block after the other, cut to its length or filled up with zeros."""
+    if set(counts) == {len(block)}:
+        target.reshape(len(counts), -1)[:] = block
+        return
     for begin, count in zip(itertools.accumulate(counts, initial=0), counts, strict=False):
         have = min(count, len(block))
         target[begin : begin + have] = block[:have]
