@@ -154,13 +154,6 @@ class _RankNeeds(NamedTuple):
     """Of the weights: versions of an asynchronous pipeline."""
 
 
-def _gathered_bytes(plan: ParallelPlan, at_work: tuple[int, ...]) -> int:
-    """What ZeRO holds whole for moments: weights of the chunk at work and of those fetched ahead, and the gradients of
-    the largest before they are scattered."""
-    weights, gradients, _ = STATE_BYTES[plan.precision]
-    return (weights * sum(at_work) if plan.zero == 3 else 0) + (gradients * max(at_work) if plan.zero >= 2 else 0)
-
-
 def _left_on_device(
     plan: ParallelPlan, rank: _RankNeeds, weights: int, optimizer: int, is_counted: bool = False
 ) -> tuple[_RankNeeds, int, int]:
@@ -325,11 +318,22 @@ class Room:
             needs, weights = _in_one_memory(plan, needs, weights, plan.pp > 1)
         elif plan.offload:
             needs, weights, optimizer = _left_on_device(plan, needs, weights, optimizer, plan.pp > 1)
-        working = needs.brief + _gathered_bytes(plan, needs.at_work)
+        working = needs.brief + self._zero_bytes(plan, needs)
         later = self._later_bytes(plan, needs)
         slack = int(self._slack * needs.activations) + int(self._slack * (needs.logits + working))
         reserved = needs.reserved + slack
         return weights, gradients, optimizer, needs.activations, needs.logits, working, reserved, later
+
+    def _zero_bytes(self, plan: ParallelPlan, rank: _RankNeeds) -> int:
+        """What ZeRO holds beside a rank's states: whole for moments the weights of the chunk at work and of those
+        fetched ahead, and the gradients of the largest before they are scattered, which a loss by rows has made itself;
+        at level 1, in our code, a sum of its own rows beside the gradients."""
+        weights, gradients, _ = STATE_BYTES[plan.precision]
+        if plan.zero == 1:
+            return gradients * rank.parameters.stored(plan) if self.code(plan) != "fused" else 0
+        gathered = weights * sum(rank.at_work) if plan.zero == 3 else 0
+        is_made = self.task(plan).chunked_loss and rank.logits > 0
+        return gathered + (gradients * max(rank.at_work) if plan.zero >= 2 and not is_made else 0)
 
     def step_bytes(self, plan: ParallelPlan, counts: tuple[int, ...]) -> StepBytes:
         """What the actions of a step make and give back, by chunk: activations, until I and from there to W."""

@@ -117,7 +117,7 @@ def kept_tensors(model: ModelConfig, task: Task) -> tuple[Kept, ...]:
     per_kv = min(tp, model.kv_heads)  # heads fewer than ranks are repeated
     whole, own, kv, hidden = _elements(model, task)
     # Hand-fused code keeps what enters a region cut along the sequence and gathers it again; our layers keep it joined.
-    entering = 1 if not task.gpu and task.code == "eager" else cut
+    entering = cut if task.code == "fused" else 1
     first, *norms = _norms(model, task)
     kept = [
         *_kept_by_norm(first, model, task),
@@ -253,7 +253,7 @@ def kept_for_weights(model: ModelConfig, task: Task) -> tuple[Kept, ...]:
     size, tp, cut = task.size, task.tp, task.split
     whole, own, kv, hidden = _elements(model, task)
     rows = busiest_rows(model, task) if model.experts else task.tokens
-    joined = 1 if not task.gpu and task.code == "eager" else cut
+    joined = cut if task.code == "fused" else 1
     return (
         *(tensor for tensor in kept_tensors(model, task) if tensor.name in _INPUTS),
         Kept("gradient of the queries", "b S Q", own, size, tp),
@@ -309,10 +309,18 @@ def loss_tensors(model: ModelConfig, task: Task) -> tuple[Kept, ...]:
             Kept("logits of some rows, which become their gradient", "c V", some, size, 1),
             Kept("input of the final norm", "b S D", whole, task.stream, 1),
             Kept("input of the logits and its gradient", "2 b S D", 2 * whole, size, 1),
-            Kept("the output table's cast, its gradient, and that in fp32", "V D", table, 2 * size + 4, 1),
+            Kept("the output table's gradient, and that in fp32", "V D", table, size + 4, 1),
         )
     if task.loss_code == "fused":
         return (Kept("logits, in fp32 for the loss, and their gradient", "b S V/tp", logits, 10, 1),)
+    if task.gpu and task.tp > 1:  # over ranks, when the output table's gradient has come beside that of the logits
+        by_torch = task.loss_code == "eager"
+        return (
+            Kept("logits, which become their gradient", "b S V/tp", logits, (4 + size) if by_torch else size, 1),
+            Kept("input of the final norm", "b S D", whole, task.stream, task.split),
+            Kept("input of the logits", "b S D", whole, size, 1),
+            Kept("gradient of the output table", "V/tp D", rows * model.width, max(4, size), 1),
+        )
     if task.loss_code == "eager":
         wide = max(size, 4)
         loss = Kept("log-softmax, the gradient of its result, and of its input", "b S V/tp", logits, 3 * wide, 1)
