@@ -61,6 +61,9 @@ _ALL = (
     GuidePart("7", "pipelines", "Pipelines", "throughput and latency, bubbles, schedules, choosing a layout"),
     GuidePart("8", "requests", "A request's life", "prefill and decode, batching, chunks, Little's law, a scheduler"),
     GuidePart("9", "kv_cache", "The KV cache", "its size, pages, sharing, copy on write, preemption, windows"),
+    GuidePart(
+        "11", "guessing", "Guessing ahead", "speculative decoding: why it is exact, what it gains, when it loses"
+    ),
     GuidePart("ladder", "ladder", "The GPU matmul ladder", "one kernel per idea, with counted reads"),
     GuidePart("locality", "locality", "Locality on the CPU", "loop order, tiling, strides, false sharing"),
 )
