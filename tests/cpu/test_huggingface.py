@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,16 @@ GEMMA = LLAMA | {
     "rope_parameters": {"full_attention": {"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0},
                         "sliding_attention": {"rope_type": "default", "rope_theta": 30.0}},
 }  # fmt: skip
+GEMMA2 = LLAMA | {
+    "head_dim": 8,
+    "sliding_window": 4,
+    "layer_types": SLIDING,
+    "pad_token_id": None,
+    "query_pre_attn_scalar": 20,
+    "attn_logit_softcapping": 2.0,
+    "final_logit_softcapping": 3.0,
+}
+KERNELS = {"gemma2": "eager"}  # sdpa knows of no soft cap
 CASES = {
     "gpt2": ("gpt2", GPT2),
     "gpt2-relu-untied": ("gpt2", GPT2 | {"activation_function": "relu", "n_inner": 40, "tie_word_embeddings": False}),
@@ -61,6 +72,9 @@ CASES = {
     "gemma3-equal-bases": ("gemma3_text", GEMMA | {"rope_parameters": {
         "full_attention": {"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0},
         "sliding_attention": {"rope_type": "default", "rope_theta": 500.0}}}),
+    "gemma2": ("gemma2", GEMMA2),
+    "gemma2-plain": ("gemma2", GEMMA2 | {"attn_logit_softcapping": None, "final_logit_softcapping": None,
+                                         "layer_types": None, "query_pre_attn_scalar": 8, "attention_bias": True}),
     "phi3": ("phi3", LLAMA | {"pad_token_id": None}),
     "phi3-types": ("phi3", LLAMA | {"pad_token_id": None, "sliding_window": 4, "layer_types": ["full_attention"] * 2}),
     "phi3-partial": ("phi3", LLAMA | {"pad_token_id": None, "num_attention_heads": 3, "num_key_value_heads": 3,
@@ -106,6 +120,9 @@ OURS = {
     "gemma3": ModelConfig(**_LLAMA | {"activation": "geglu", "tied": True}, head_width=6, kv_heads=2, qk_norm="head",
                           norm_place="sandwich", norm_offset=True, scaled_embedding=True, window=4, full_layers=(0,),
                           rotary_local_base=20.0, score_width=11, rotary_scaling="linear", rotary_factor=8.0),
+    "gemma2": ModelConfig(**_LLAMA | {"activation": "geglu", "tied": True}, head_width=6, kv_heads=2,
+                          norm_place="sandwich", norm_offset=True, scaled_embedding=True, window=4, full_layers=(1,),
+                          score_width=11, score_cap=1.5, logit_cap=2.5),
     "phi3": ModelConfig(**_LLAMA | {"heads": 3}, rotary_fraction=0.5, dropout=0.1, window=4),
     "gpt_neox": ModelConfig(layers=2, width=24, heads=3, vocabulary=31, context=16, positions="rotary", tied=False,
                             rotary_fraction=0.25, parallel_residual=True, activation="gelu-erf", dropout=0.1),
@@ -128,7 +145,7 @@ def transformers() -> Any:
 def theirs(transformers: Any, case: str) -> nn.Module:
     kind, settings = CASES[case]
     config = transformers.AutoConfig.for_model(kind, **settings)
-    return lively(transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa"))
+    return lively(transformers.AutoModelForCausalLM.from_config(config, attn_implementation=KERNELS.get(kind, "sdpa")))
 
 
 def lively(model: nn.Module) -> nn.Module:
@@ -223,9 +240,31 @@ class Router64(nn.Module):
         return scores, likeliest / likeliest.sum(-1, keepdim=True) if self.renormalizes else likeliest, which
 
 
+def attend64(
+    module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, *, scaling: float, softcap: float | None, **_: Any
+) -> tuple[Tensor, None]:
+    """Gemma 2's attention in float64, head by head; their softmax is in float32."""
+    heads = []
+    for head in range(q.shape[1]):
+        shared = head // (q.shape[1] // k.shape[1])
+        scores = q[:, head] @ k[:, shared].mT * scaling
+        if softcap is not None:
+            scores = softcap * (scores / softcap).tanh()
+        heads.append(torch.softmax(scores + mask[:, 0], -1) @ v[:, shared])
+    return torch.stack(heads, 2), None
+
+
 def widened(model: Any) -> Any:
-    """Their model in float64 throughout: norms, angles, routers and Gemma's factor, which are float32 by their code."""
+    """Their model in float64 throughout: norms, angles, routers, Gemma 2's softmax and Gemma's factor, which are
+    float32 by their code."""
     model.double()
+    if model.config.model_type == "gemma2":
+        code: Any = sys.modules[type(model).__module__]
+        theirs = code.eager_attention_forward
+        code.eager_attention_forward = lambda module, q, *rest, **options: (
+            attend64 if q.dtype is torch.float64 else theirs
+        )(module, q, *rest, **options)
+        model.set_attn_implementation("eager")
     if hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")  # grouped products know no float64
     for module in list(model.modules()):
@@ -356,7 +395,7 @@ def test_rotary_settings_of_older_files_are_read() -> None:
         ("olmoe", {"clip_qkv": 8.0}, "clip_qkv is 8.0: only None"),
         ("llama", {"model_type": "smollm3"}, "the nearest is llama; missing here: layers without rotary positions"),
         ("llama", {"model_type": "qwen2_5_vl"}, "the nearest is qwen2; missing here: images"),
-        ("llama", {"model_type": "gemma2"}, "the nearest is gemma3_text; missing here: soft-capped scores"),
+        ("gemma2", {"attn_logit_softcapping": -1.0}, "score_cap is -1.0: expected"),
         ("gpt2", {"activation_function": "gelu_fast"}, "unknown activation_function in config.json 'gelu_fast'"),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "only False is supported"),
         ("gpt2", {"embd_pdrop": 0.3}, "embd_pdrop is 0.3 and resid_pdrop 0.2"),

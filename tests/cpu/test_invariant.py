@@ -47,7 +47,8 @@ GPT = ModelConfig(
 )  # fmt: skip
 WINDOWS = replace(
     LLAMA, layers=3, window=24, full_layers=(1,), rotary_local_base=1e4, rotary_base=1e6, qk_norm="head",
-    norm_place="sandwich", tied=True, scaled_embedding=True, norm_offset=True, activation="geglu",
+    norm_place="sandwich", tied=True, scaled_embedding=True, norm_offset=True, activation="geglu", score_cap=4.0,
+    logit_cap=9.0,
 )  # fmt: skip
 EXPERTS = replace(LLAMA, experts=4, experts_per_token=2, shared_width=24, shared_gate=True)
 INVARIANT = Use(trains=True, invariant=True)
@@ -260,7 +261,7 @@ def test_tiles_of_whole_sequences_have_the_bits_of_tiles_over_pages(
     lengths, heads, kv_heads, width, page = [5, 66], 1, 1, 16, 8
     starts = torch.tensor([0, 5, 71])
     q, k, v = (torch.randn(71, count, width, generator=generator) for count in (heads, kv_heads, kv_heads))
-    ours = attend_by_tiles(q, k, v, starts, 66, window, "interpret")
+    ours = attend_by_tiles(q, k, v, starts, 66, window, implementation="interpret")
     tile = prompt_tile(heads // kv_heads, width, 4)
     order = torch.randperm(20, generator=generator)
     keys, values = (torch.randn(20, page, kv_heads, width, generator=generator) for _ in range(2))

@@ -55,6 +55,7 @@ KEYS: list[dict[str, Any]] = [
     *({"kv_heads": heads} for heads in (1, 4)),
     *({"tied": is_tied} for is_tied in (True, False)),
     {"dropout": 0.1}, {"window": 8}, {"window": TOKENS}, LOCAL, LOCAL | {"full_layers": ()}, {"mlp_width": 40},
+    {"score_cap": 2.0}, {"score_cap": 2.0, "window": 8, "positions": "learned"}, {"logit_cap": 3.0},
     {"head_width": 16}, {"head_width": 8, "score_width": 9}, {"scaled_embedding": True}, {"vocabulary": 20},
     {"norm": "rmsnorm", "norm_offset": True}, {"norm": "rmsnorm", "norm_offset": True, "parallel_residual": True},
     {"layers": 1, "width": 32, "heads": 2, "kv_heads": 2, "vocabulary": 97, "context": 64, "mlp_width": 80},

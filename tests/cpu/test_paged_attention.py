@@ -49,24 +49,28 @@ def make(
 
 
 @pytest.mark.parametrize(
-    ("dtype", "window", "split", "tile", "width"),
+    ("dtype", "window", "split", "tile", "width", "cap"),
     [
-        (torch.float64, 0, 64, 4, 16),
-        (torch.float32, 0, 0, 16, 20),
-        (torch.float32, 37, 64, 2, 16),
-        (torch.float16, 66, 0, 8, 64),
-        (torch.bfloat16, 0, 128, 3, 128),
+        (torch.float64, 0, 64, 4, 16, 0.0),
+        (torch.float64, 0, 0, 16, 16, 0.7),
+        (torch.float32, 0, 0, 16, 20, 0.0),
+        (torch.float32, 37, 64, 2, 16, 2.0),
+        (torch.float16, 66, 0, 8, 64, 0.0),
+        (torch.bfloat16, 0, 128, 3, 128, 1.0),
     ],
 )
-def test_the_kernels_are_within_their_bound(dtype: torch.dtype, window: int, split: int, tile: int, width: int) -> None:
+def test_the_kernels_are_within_their_bound(
+    dtype: torch.dtype, window: int, split: int, tile: int, width: int, cap: float
+) -> None:
     given = make(SEQUENCES, 2, 2, width, dtype, tile)
-    options = {"tile": tile, "split": split, "longest": 131, "window": window}
+    options = {"tile": tile, "split": split, "longest": 131, "window": window, "cap": cap}
     want, bound = exact(*given, **options), error_bound(*given, **options)
     for implementation in ("interpret", "torch"):
         found = paged_attention(*given, **options, implementation=implementation)
         assert excess(found, want, bound) is None
-    # The bound sees a fault: another token's result.
+    # The bound sees a fault: another token's result, and scores without their cap.
     assert excess(found.roll(1, 0), want, bound) is not None
+    assert not cap or excess(exact(*given, **{**options, "cap": 0.0}), want, bound) is not None
 
 
 @pytest.mark.parametrize(
@@ -131,7 +135,7 @@ def test_the_kernels_compile_for_an_h200() -> None:
     pool = place("bfloat16", 4000, 16, 8, 128)
     places = {"q": place("bfloat16", 64, 32, 128), "keys": pool, "values": pool, "tables": place("int32", 64, 512)}
     places |= {"tiles": place("int32", 64, 4), "y": places["q"]}
-    planned = kernel.plan(places, tile=4, split=256, longest=8192, window=4096)
+    planned = kernel.plan(places, tile=4, split=256, longest=8192, window=4096, cap=50.0)
     operands = {name: Operand(one.dtype) for name, one in (places | planned.buffers).items()}
     for step in planned.steps:
         assert compile_step(step, operands, GPUTarget("cuda", 90, 32)).asm["ptx"]

@@ -38,7 +38,7 @@ def test_logits_and_gradients_are_the_papers(name: str) -> None:
         torch.testing.assert_close(parameter.grad, weights[key].grad, rtol=0, atol=1e-12 * size, msg=f"{name}: {key}")
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama3", "gemma3_text"])
+@pytest.mark.parametrize("name", ["gpt2", "llama3", "gemma3_text", "gemma2"])
 def test_documents_packed_into_a_sequence_are_the_papers_one_by_one(name: str) -> None:
     """Positions begin anew with each, and none sees another: as if every document were computed alone."""
     config = PAPERS[name]

@@ -115,15 +115,16 @@ def test_every_program_that_serves_computes_the_definition(name: str, requests: 
         assert (program.name in used) == (name in APPLIES[program.name]), program.name
 
 
-_GATED = {"llama", "llama3", "mistral", "qwen2", "qwen3", "gemma3_text", "phi3", "olmo2", "qwen2_moe"}
-_SILU = _GATED - {"gemma3_text"}
-_NORM_FIRST = {"llama", "mistral"}
+_GEMMA = {"gemma2", "gemma3_text"}
+_GATED = {"llama", "llama3", "yarn", "mistral", "qwen2", "qwen3", "phi3", "olmo2", "qwen2_moe", *_GEMMA}
+_SILU = _GATED - _GEMMA
+_NORM_FIRST = {"llama", "yarn", "mistral"}
 """RMSNorm before each block, heads turned whole, no bias."""
 APPLIES = {
     products.ATTENTION.name: {*PAPERS}, products.MLP.name: _GATED, one_token.GATE.name: _SILU,
     one_token.NORMS.name: _NORM_FIRST, few_tokens.FEW.name: _NORM_FIRST,
     joined.JOINED.name: {"gpt2", "post"}, fused_mlp.FUSED_MLP.name: {"gpt2", "gpt_neox", "neox", "post"},
-    ends.EMBEDDING.name: {*PAPERS} - {"gemma3_text", "post"}, ends.PROJECTION.name: {*PAPERS},
+    ends.EMBEDDING.name: {*PAPERS} - {*_GEMMA, "post"}, ends.PROJECTION.name: {*PAPERS},
 }  # fmt: skip
 
 

@@ -114,7 +114,7 @@ def plain(model: ServedModel, prompt: Sequence[int], tokens: int, temperature: f
     "config",
     [
         LLAMA, GPT, LLAMA.replace(kv_heads=1), LLAMA.replace(kv_heads=4), LLAMA.replace(window=7, full_layers=(1,)),
-        LLAMA.replace(window=7),
+        LLAMA.replace(window=7), LLAMA.replace(window=7, full_layers=(1,), score_cap=2.0, logit_cap=6.0),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("invariant", [False, True])

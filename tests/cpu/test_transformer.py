@@ -39,6 +39,10 @@ FAMILIES = {
         full_layers=(0,), rotary_local_base=50.0, score_width=5, activation="geglu", rotary_scaling="linear",
         rotary_factor=8.0,
     ),
+    "gemma2": GROUPED.replace(
+        norm_place="sandwich", norm_offset=True, scaled_embedding=True, window=4, full_layers=(0,), score_width=5,
+        activation="geglu", score_cap=0.7, logit_cap=1.5,
+    ),
     "neox": GPT2.replace(positions="rotary", rotary_fraction=0.34, parallel_residual=True, activation="gelu-erf"),
     "olmo2": GROUPED.replace(qk_norm="full", norm_place="branch", biases="attention"),
     "llama3.1": GROUPED.replace(rotary_scaling="llama3", rotary_factor=8.0, rotary_trained=12, rotary_high=3.0),

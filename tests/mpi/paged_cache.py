@@ -59,7 +59,9 @@ class PagedCache:
             self.pieces.append(piece)
         return tokens_BT
 
-    def attend(self, layer: int, q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, *, window: int = 0) -> Tensor:
+    def attend(
+        self, layer: int, q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, *, window: int = 0, cap: float = 0.0
+    ) -> Tensor:
         if layer not in self.pools:
             shape = (self.pages, PAGE, *k_BTKE.shape[2:])
             self.pools[layer] = (k_BTKE.new_full(shape, torch.nan), v_BTKE.new_full(shape, torch.nan))
@@ -77,8 +79,10 @@ class PagedCache:
                 k_SHE = keys[table].flatten(0, 1)[first:end].repeat_interleave(shared, dim=1)
                 v_SHE = values[table].flatten(0, 1)[first:end].repeat_interleave(shared, dim=1)
                 q_HE = q_BTHE[row, column]
-                weights_HS = torch.einsum("he,she->hs", q_HE, k_SHE).div(q_HE.shape[-1] ** 0.5).softmax(dim=-1)
-                y_BTHE[row, column] = torch.einsum("hs,she->he", weights_HS, v_SHE)
+                scores_HS = torch.einsum("he,she->hs", q_HE, k_SHE).div(q_HE.shape[-1] ** 0.5)
+                if cap:
+                    scores_HS = cap * torch.tanh(scores_HS / cap)
+                y_BTHE[row, column] = torch.einsum("hs,she->he", scores_HS.softmax(dim=-1), v_SHE)
         return y_BTHE
 
 

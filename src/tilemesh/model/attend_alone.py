@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from tilemesh.kernels.attention.reference import attention
+from tilemesh.kernels.attention.reference import attention, seen
 from tilemesh.kernels.paged_attention.reference import EVEN_SPLIT, paged_attention, prompt_tile
+from tilemesh.model.soft_cap import attend_masked, soft_capped
 
 ALONE_BY_TOKEN = "alone"
 """As an implementation in `ModelKernels`' words."""
@@ -32,11 +33,14 @@ KeyBlock = Callable[[int, int], tuple[Tensor, Tensor]]
 """Keys and values (S, K, E) from a position on, so many; behind the sequence's end, any finite ones."""
 
 
-def attend_alone(q_NHE: Tensor, k_NKE: Tensor, v_NKE: Tensor, starts: Tensor, longest: int, window: int = 0) -> Tensor:
+def attend_alone(
+    q_NHE: Tensor, k_NKE: Tensor, v_NKE: Tensor, starts: Tensor, longest: int, window: int = 0, cap: float = 0.0
+) -> Tensor:
     """Causal attention of sequences laid end to end: (N, H, E). `starts`: where each begins, and the end of the last;
-    `longest`: tokens of the longest, at least. `window`: as in `model.attend`."""
+    `longest`: tokens of the longest, at least. `window`, `cap`: as in `model.attend`."""
     if q_NHE.is_cuda:
-        y_NHE: Tensor = _ByTiles.apply(q_NHE, k_NKE, v_NKE, starts, longest, window)  # type: ignore[no-untyped-call]
+        by_tiles: Any = _ByTiles
+        y_NHE: Tensor = by_tiles.apply(q_NHE, k_NKE, v_NKE, starts, longest, window, cap)
         return y_NHE
     results = []
     for begin, end in pairwise(starts.tolist()):
@@ -47,14 +51,14 @@ def attend_alone(q_NHE: Tensor, k_NKE: Tensor, v_NKE: Tensor, starts: Tensor, lo
             padding = (0, 0, 0, 0, 0, count - len(k_SKE))
             return functional.pad(k_SKE, padding), functional.pad(v_SKE, padding)
 
-        results.append(attend_in_blocks(q_NHE[begin:end], 0, block, window))
+        results.append(attend_in_blocks(q_NHE[begin:end], 0, block, window, cap))
     return torch.cat(results)
 
 
 # In blocks ------------------------------------------------------------------------------------------------------------
 
 
-def attend_in_blocks(q_THE: Tensor, first: int, block: KeyBlock, window: int = 0) -> Tensor:
+def attend_in_blocks(q_THE: Tensor, first: int, block: KeyBlock, window: int = 0, cap: float = 0.0) -> Tensor:
     """Of the queries of one sequence from position `first` on, a few at a time: all shapes are constants."""
     results = []
     last = first + len(q_THE) - 1
@@ -64,12 +68,12 @@ def attend_in_blocks(q_THE: Tensor, first: int, block: KeyBlock, window: int = 0
         # Padded queries stand where the last real one does: every query has at least one key.
         at_T = (first + begin + torch.arange(QUERY_BLOCK, device=q_THE.device)).clamp(max=last)
         end = min(first + begin + QUERY_BLOCK - 1, last) + 1
-        y_THE = _reduce(padded_THE * q_THE.shape[-1] ** -0.5, at_T, (first + begin, end), block, window)
+        y_THE = _reduce(padded_THE * q_THE.shape[-1] ** -0.5, at_T, (first + begin, end), block, window, cap)
         results.append(y_THE[: len(some_THE)])
     return torch.cat(results)
 
 
-def _reduce(q_THE: Tensor, at_T: Tensor, span: tuple[int, int], block: KeyBlock, window: int) -> Tensor:
+def _reduce(q_THE: Tensor, at_T: Tensor, span: tuple[int, int], block: KeyBlock, window: int, cap: float) -> Tensor:
     """Softmax over blocks of keys in their order, of queries at these positions, the first and past the last `span`."""
     width, total = q_THE.shape[-1], None
     # Blocks that lie before every query's window are passed over.
@@ -85,7 +89,7 @@ def _reduce(q_THE: Tensor, at_T: Tensor, span: tuple[int, int], block: KeyBlock,
         behind_TS = key_S > at_T[:, None]
         if window:
             behind_TS |= key_S <= at_T[:, None] - window
-        score_KGS = torch.bmm(q_KGE, k_KSE.transpose(1, 2))
+        score_KGS = soft_capped(torch.bmm(q_KGE, k_KSE.transpose(1, 2)), cap)
         score_KGS = score_KGS.masked_fill(behind_TS.repeat(q_KGE.shape[1] // len(at_T), 1), -torch.inf)
         # A softmax does not change with the score that is subtracted, so no gradient flows through it.
         now_KG = torch.maximum(most_KG, score_KGS.detach().amax(-1))
@@ -106,24 +110,32 @@ def _reduce(q_THE: Tensor, at_T: Tensor, span: tuple[int, int], block: KeyBlock,
 
 class _ByTiles(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int, window: int) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int, window: int, cap: float
+    ) -> Tensor:
         ctx.save_for_backward(q, k, v, starts)
-        ctx.window = window
-        return attend_by_tiles(q, k, v, starts, longest, window)
+        ctx.window, ctx.cap = window, cap
+        return attend_by_tiles(q, k, v, starts, longest, window, cap)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         *saved, starts = ctx.saved_tensors
         inputs = [x.detach().requires_grad_() for x in saved]
         with torch.enable_grad():
-            heads_first = (x.transpose(0, 1)[None] for x in inputs)
-            y: Tensor = attention(*heads_first, starts, causal=True, window=ctx.window)
-            return (*torch.autograd.grad(y[0].transpose(0, 1), inputs, grads[0]), None, None, None)
+            q, k, v = (x.transpose(0, 1)[None] for x in inputs)
+            y: Tensor
+            if ctx.cap:
+                mask = seen(q, k, starts, causal=True, window=ctx.window)
+                y = attend_masked(q, k, v, mask, cap=ctx.cap)
+            else:
+                y = attention(q, k, v, starts, causal=True, window=ctx.window)
+            return (*torch.autograd.grad(y[0].transpose(0, 1), inputs, grads[0]), None, None, None, None)
 
 
 def attend_by_tiles(
-    q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int, window: int = 0, implementation: str = "auto"
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int, window: int = 0, cap: float = 0.0,
+    implementation: str = "auto",
+) -> Tensor:  # fmt: skip
     """As `attend_alone` by the kernel over pages, which keys and values are first laid into. Without gradients."""
     (_, heads, width), kv_heads = q.shape, k.shape[1]
     tile = prompt_tile(heads // kv_heads, width, q.element_size())
@@ -136,7 +148,7 @@ def attend_by_tiles(
         pages.append(held.view(-1, _PAGE, kv_heads, width))
     y: Tensor = paged_attention(
         q, *pages, layout.tables_DM, layout.tiles_B4, tile=tile, split=EVEN_SPLIT, longest=longest, window=window,
-        implementation=implementation,
+        cap=cap, implementation=implementation,
     )  # fmt: skip
     return y
 

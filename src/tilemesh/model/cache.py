@@ -16,9 +16,9 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from tilemesh.core.errors import UsageError
+from tilemesh.model.soft_cap import attend_masked
 
 
 class KeyValueCache(Protocol):
@@ -32,12 +32,14 @@ class KeyValueCache(Protocol):
     def positions_BT(self) -> Tensor:
         """Where each token of this pass stands in its own sequence: whole numbers, shaped and placed as the tokens."""
 
-    def attend(self, layer: int, q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, *, window: int = 0) -> Tensor:
+    def attend(
+        self, layer: int, q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, *, window: int = 0, cap: float = 0.0
+    ) -> Tensor:
         """Keep this layer's keys and values and return the attention's output (B, T, H, E).
 
         A token attends to its own sequence, up to and including its own position, with softmax(q k / sqrt(E)); query
         heads H/K at a time share a key head. Rotary embeddings are already applied. `window`: to the last so many
-        tokens only, its own included; 0: to all. Each layer calls once per pass.
+        tokens only, its own included; 0: to all. `cap`: of scores, as `model.soft_cap`. Each layer calls once per pass.
         """
 
 
@@ -122,7 +124,9 @@ class DenseCache:
             self._window_masks[window] = (key_S <= last_BT1) & (key_S > last_BT1 - window)
         return self._window_masks[window]
 
-    def attend(self, layer: int, q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, *, window: int = 0) -> Tensor:
+    def attend(
+        self, layer: int, q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, *, window: int = 0, cap: float = 0.0
+    ) -> Tensor:
         if layer in self._attended:
             raise UsageError(f"layer {layer} came twice for the same tokens: call extend before each pass")
         self._attended.add(layer)
@@ -141,12 +145,12 @@ class DenseCache:
             keys[row_B1, :, self._slots_BT] = k_BTKE
             values[row_B1, :, self._slots_BT] = v_BTKE
         mask_BTS = self._mask(window)
-        y_BHTE = functional.scaled_dot_product_attention(
+        y_BHTE = attend_masked(
             q_BTHE.transpose(1, 2),
             keys[:, :, :seen],
             values[:, :, :seen],
             None if mask_BTS is None else mask_BTS[:, None],
             is_causal=mask_BTS is None and tokens == seen,
-            enable_gqa=q_BTHE.shape[2] != kv_heads,
+            cap=cap,
         )
         return y_BHTE.transpose(1, 2)

@@ -57,7 +57,7 @@ class ModelConfig:
     """Kind of normalization."""
     norm_place: NormPlace = "pre"
     """What of each block (attention, MLP) is normalized; pre: its input; post: the sum of its input and output; branch:
-    its output before that is added (OLMo 2); sandwich: its input and its output (Gemma 3)."""
+    its output before that is added (OLMo 2); sandwich: its input and its output (Gemma 2 and 3)."""
     positions: Positions = "learned"
     """How positions enter: a learned table that is added to the embedding, or rotary embeddings of queries and keys."""
     activation: Activation = "gelu"
@@ -104,6 +104,10 @@ class ModelConfig:
     """Base of the rotary frequencies, without scaling, in layers with a window (Gemma 3); 0: as in the others."""
     score_width: Annotated[int, Range(0, 1_000_000)] = 0
     """Attention's scores are divided by the square root of this; 0: of the head's width."""
+    score_cap: Annotated[float, Range(0)] = 0.0
+    """Attention's scores s are cap x tanh(s / cap) before the softmax (Gemma 2); 0: as they are."""
+    logit_cap: Annotated[float, Range(0)] = 0.0
+    """Logits z are cap x tanh(z / cap) (Gemma 2); 0: as they are."""
     norm_offset: bool = False
     """Whether the weights of norms are stored less 1 (Gemma)."""
     scaled_embedding: bool = False

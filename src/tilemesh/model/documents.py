@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from tilemesh.kernels.attention.reference import attention as windowed_attention
+from tilemesh.model.soft_cap import attend_masked
 
 
 class DocumentPlaces(NamedTuple):
@@ -48,16 +48,17 @@ def attend_within(
     documents: DocumentPlaces,
     window: int = 0,
     end_to_end: bool | None = None,
+    cap: float = 0.0,
 ) -> Tensor:
     """Causal attention in which no token sees another document.
 
     `end_to_end`: by the operator for packed sequences, all rows as one, which on a GPU has a kernel; otherwise by a
-    mask over each row. None: whichever is quicker on this device.
+    mask over each row. None: whichever is quicker on this device. `cap`: of scores, by a mask; 0: none.
     """
     rows, _, tokens, _ = q_BHTE.shape
     y_BHTE: Tensor
     if end_to_end is None:
-        end_to_end = q_BHTE.is_cuda and q_BHTE.dtype != torch.float64
+        end_to_end = q_BHTE.is_cuda and q_BHTE.dtype != torch.float64 and not cap
     if end_to_end:
         laid = (x.transpose(0, 1).flatten(1, 2)[None] for x in (q_BHTE, k_BKTE, v_BKTE))
         y_BHTE = windowed_attention(*laid, documents.starts, causal=True, window=window)
@@ -69,7 +70,4 @@ def attend_within(
     seen_BTS = seen_BTS & (distance >= 0)
     if window:
         seen_BTS = seen_BTS & (distance < window)
-    y_BHTE = functional.scaled_dot_product_attention(
-        q_BHTE, k_BKTE, v_BKTE, attn_mask=seen_BTS[:, None], enable_gqa=q_BHTE.shape[1] != k_BKTE.shape[1]
-    )
-    return y_BHTE
+    return attend_masked(q_BHTE, k_BKTE, v_BKTE, seen_BTS[:, None], cap=cap)

@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional
+
+from tilemesh.model.soft_cap import attend_masked
 
 
 class SharedPrompts:
@@ -28,8 +29,10 @@ class SharedPrompts:
         self.positions_BT = torch.cat([call.positions_N for call in self._calls])[None]
         self.capacity = int((places_S4[:, 1] + places_S4[:, 3]).max())
 
-    def attend(self, layer: int, q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, *, window: int = 0) -> Tensor:
-        return torch.cat([call.attend(q_BTHE[0], k_BTKE[0], v_BTKE[0], window) for call in self._calls])[None]
+    def attend(
+        self, layer: int, q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, *, window: int = 0, cap: float = 0.0
+    ) -> Tensor:
+        return torch.cat([call.attend(q_BTHE[0], k_BTKE[0], v_BTKE[0], window, cap) for call in self._calls])[None]
 
 
 class _Call(NamedTuple):
@@ -57,11 +60,11 @@ class _Call(NamedTuple):
         tensors = (own_SA, keys_SK, mask_SAK, away_SAK, kept_N, position_SA.flatten()[kept_N])
         return _Call(*(tensor.to(device, non_blocking=True) for tensor in tensors))
 
-    def attend(self, q_THE: Tensor, k_TKE: Tensor, v_TKE: Tensor, window: int) -> Tensor:
+    def attend(self, q_THE: Tensor, k_TKE: Tensor, v_TKE: Tensor, window: int, cap: float) -> Tensor:
         q = q_THE[self.own_SA].transpose(1, 2)
         k, v = (x[self.keys_SK].transpose(1, 2) for x in (k_TKE, v_TKE))
         if q.is_cuda and q.shape[1] != k.shape[1]:  # the kernel that takes a mask takes no groups of heads
             k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
         mask_SAK = self.mask_SAK & (self.away_SAK < window) if window else self.mask_SAK
-        y = functional.scaled_dot_product_attention(q, k, v, mask_SAK[:, None], enable_gqa=q.shape[1] != k.shape[1])
+        y = attend_masked(q, k, v, mask_SAK[:, None], cap=cap)
         return y.transpose(1, 2).flatten(0, 1)[self.kept_N]

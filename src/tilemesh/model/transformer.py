@@ -32,6 +32,7 @@ from tilemesh.model.linear import DENSE, Fused, Linear
 from tilemesh.model.norm import head_norm_of, norm_of
 from tilemesh.model.part import ModelPart, whole_part
 from tilemesh.model.rotary import RotaryAngles, RotaryTable, rotary_angles, rotate
+from tilemesh.model.soft_cap import soft_capped
 
 # What the first projection applies, and the gate where there is one. `gelu` is GPT-2's, the tanh form.
 _FIRST_ACTIVATION = {"relu": "relu", "gelu": "gelu_tanh", "gelu-erf": "gelu", "swiglu": "none", "geglu": "none"}
@@ -118,14 +119,20 @@ class Attention(nn.Module):
             q_BTHE = q_BTHE * self.config.query_factor
         rotary = self.rotary(now)
         if now.cache is None:
-            y_BTHE = attend(q_BTHE, k_BTKE, v_BTKE, rotary, now.documents, self.window, self.implementation)
+            cap = self.config.score_cap
+            y_BTHE = attend(q_BTHE, k_BTKE, v_BTKE, rotary, now.documents, self.window, self.implementation, cap)
         else:
             if rotary is not None:
                 q_BTHE, k_BTKE = rotate(q_BTHE, *rotary), rotate(k_BTKE, *rotary)
-            window = {"window": self.window} if self.window else {}
-            y_BTHE = now.cache.attend(self.layer, q_BTHE, k_BTKE, v_BTKE, **window)
+            y_BTHE = now.cache.attend(self.layer, q_BTHE, k_BTKE, v_BTKE, **self.seen)
         y_BTD: Tensor = self.fc_o(y_BTHE.flatten(-2))
         return y_BTD
+
+    @property
+    def seen(self) -> dict[str, Any]:
+        """What a cache is told of this layer, where it is not the usual: its window, and the cap of its scores."""
+        told: dict[str, Any] = {"window": self.window, "cap": self.config.score_cap}
+        return {name: value for name, value in told.items() if value}
 
     def compute_by(self, implementation: str) -> None:
         """Take another implementation of attention without a cache, as `model.attend` has them."""
@@ -391,9 +398,10 @@ class Transformer(nn.Module):
         """The output projection to logits, or the embedding's table in its place."""
         if self.output is None:
             assert self.token_embedding is not None
-            return self.token_embedding.project(x_BTD)
-        logits_BTV: Tensor = self.output(x_BTD)
-        return logits_BTV
+            logits_BTV = self.token_embedding.project(x_BTD)
+        else:
+            logits_BTV = self.output(x_BTD)
+        return soft_capped(logits_BTV, self.config.logit_cap)
 
     @property
     def output_weight(self) -> Tensor:

@@ -68,21 +68,30 @@ class ContextAxis:
         apart: Any = torch.compiler.disable
         self.attend = apart(self.attend)  # type: ignore[method-assign]
 
-    def attend(self, q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, pass_: ContextCache, window: int) -> Tensor:
+    def attend(
+        self, q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, pass_: ContextCache, window: int, cap: float
+    ) -> Tensor:
         """Of this rank's tokens over those of all ranks."""
         if self.exchange == "ring":
-            return self.go_round(q_BTHE, k_BTKE, v_BTKE, pass_.runs, window, pass_.implementation)
+            return self.go_round(q_BTHE, k_BTKE, v_BTKE, pass_.runs, window, pass_.implementation, cap)
         q, k, v = self.to_heads((q_BTHE, k_BTKE, v_BTKE), pass_.runs.queries)
-        y_BTHE = attend(q, k, v, None, pass_.documents, window, pass_.implementation)
+        y_BTHE = attend(q, k, v, None, pass_.documents, window, pass_.implementation, cap)
         return self.to_tokens(y_BTHE, pass_.runs.queries)
 
     def go_round(
-        self, q_BTHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, runs: AttendedRuns, window: int, kernels: str = TORCH
+        self,
+        q_BTHE: Tensor,
+        k_BSKE: Tensor,
+        v_BSKE: Tensor,
+        runs: AttendedRuns,
+        window: int,
+        kernels: str = TORCH,
+        cap: float = 0.0,
     ) -> Tensor:
         """Attention by the ring."""
         how = "auto" if kernels == TORCH else kernels  # of torch's own none gives the sums
         q, k, v = (x.to(product_dtype(x)).transpose(1, 2) for x in (q_BTHE, k_BSKE, v_BSKE))
-        return RingAttention(self.comm, runs, window, how)(q, k, v).transpose(1, 2)
+        return RingAttention(self.comm, runs, window, how, cap)(q, k, v).transpose(1, 2)
 
     def to_heads(self, tensors: Sequence[Tensor], runs: Sequence[Runs]) -> Sequence[Tensor]:
         """From all heads of this rank's tokens to this rank's part of the heads of all tokens, in their order."""
@@ -156,8 +165,10 @@ class ContextCache:
         positions_BT = torch.arange(tokens, device=tokens_BT.device).expand(rows, tokens)
         self.positions_BT = axis.own(positions_BT if self.documents is None else self.documents.positions_BT)
 
-    def attend(self, layer: int, q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, *, window: int = 0) -> Tensor:
-        return self.axis.attend(q_BTHE, k_BTKE, v_BTKE, self, window)
+    def attend(
+        self, layer: int, q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, *, window: int = 0, cap: float = 0.0
+    ) -> Tensor:
+        return self.axis.attend(q_BTHE, k_BTKE, v_BTKE, self, window, cap)
 
 
 def stretch_of(cache: Any, first: int, tokens: int) -> Any:

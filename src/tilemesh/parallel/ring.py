@@ -65,6 +65,8 @@ class RingAttention:
     runs: AttendedRuns
     window: int = 0
     implementation: str = "auto"
+    cap: float = 0.0
+    """Of scores; 0: none."""
 
     def __call__(self, q_BHTE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor) -> Tensor:
         function: Any = _RingGraph
@@ -83,8 +85,9 @@ class RingAttention:
                     query, (key, value) = _part(q, pair.queries), _part(visiting, pair.keys)
                     here = slice(pair.queries.begin, pair.queries.end)
                     part, part_sums = attend_block(
-                        query, key, value, causal=pair.causal, seen=seen, implementation=self.implementation
-                    )
+                        query, key, value, causal=pair.causal, seen=seen, implementation=self.implementation,
+                        cap=self.cap,
+                    )  # fmt: skip
                     _merge(y[:, :, here], sums[:, :, here], part, part_sums)
                 if coming is not None:
                     visiting = coming.wait()
@@ -104,7 +107,7 @@ class RingAttention:
                     slope, query, result, log = (_part(x, pair.queries) for x in (grad, q, y, sums))
                     made = attend_block_back(
                         slope, query, key, value, result, log, causal=pair.causal, seen=seen,
-                        implementation=self.implementation,
+                        implementation=self.implementation, cap=self.cap,
                     )  # fmt: skip
                     dq[:, :, here] += made.q
                     of_key, of_value = _part(part, pair.keys)

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from tilemesh.model.documents import DocumentPlaces
+from tilemesh.model.soft_cap import attend_masked
 from tilemesh.parallel.context import ContextAxis, attended_runs
 
 
@@ -51,14 +51,16 @@ class SliceCache:
         self.runs = None if axis is None else attended_runs(axis, self.lengths, documents)
         self.pairs: dict[int, _Pair] = {}
 
-    def attend(self, layer: int, q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, *, window: int = 0) -> Tensor:
+    def attend(
+        self, layer: int, q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, *, window: int = 0, cap: float = 0.0
+    ) -> Tensor:
         if self.axis is None or self.runs is None:
-            return self._over_slices(layer, q_BTHE, k_BTKE, v_BTKE, window)
+            return self._over_slices(layer, q_BTHE, k_BTKE, v_BTKE, window, cap)
         if self.axis.exchange == "ring":
             keys_BSKE, values_BSKE = self._with_earlier(layer, k_BTKE, v_BTKE)
-            return self.axis.go_round(q_BTHE, keys_BSKE, values_BSKE, self.runs, window)
+            return self.axis.go_round(q_BTHE, keys_BSKE, values_BSKE, self.runs, window, cap=cap)
         q, k, v = self.axis.to_heads((q_BTHE, k_BTKE, v_BTKE), self.runs.queries)
-        return self.axis.to_tokens(self._over_slices(layer, q, k, v, window), self.runs.queries)
+        return self.axis.to_tokens(self._over_slices(layer, q, k, v, window, cap), self.runs.queries)
 
     def _with_earlier(self, layer: int, k_BTKE: Tensor, v_BTKE: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of all slices so far."""
@@ -68,7 +70,9 @@ class SliceCache:
         keys_BSKE = torch.cat([*(keys for keys, _ in before), k_BTKE], dim=1)
         return keys_BSKE, torch.cat([*(values for _, values in before), v_BTKE], dim=1)
 
-    def _over_slices(self, layer: int, q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, window: int) -> Tensor:
+    def _over_slices(
+        self, layer: int, q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, window: int, cap: float
+    ) -> Tensor:
         """Attention to the slices so far, all tokens of which are here."""
         keys_BSKE, values_BSKE = self._with_earlier(layer, k_BTKE, v_BTKE)
         seen, tokens = keys_BSKE.shape[1], q_BTHE.shape[1]
@@ -81,15 +85,8 @@ class SliceCache:
                 mask_TS &= positions_S > last_T1 - window
         if mask_TS is not None and self.number_BS is not None:  # (B, 1, T, S)
             mask_TS = mask_TS & (self.number_BS[:, None, self.begin :, None] == self.number_BS[:, None, None])
-        y_BHTE = functional.scaled_dot_product_attention(
-            q_BTHE.transpose(1, 2),
-            keys_BSKE.transpose(1, 2),
-            values_BSKE.transpose(1, 2),
-            mask_TS,
-            is_causal=mask_TS is None,
-            enable_gqa=q_BTHE.shape[2] != k_BTKE.shape[2],
-        )
-        return y_BHTE.transpose(1, 2)
+        q, k, v = (x.transpose(1, 2) for x in (q_BTHE, keys_BSKE, values_BSKE))
+        return attend_masked(q, k, v, mask_TS, is_causal=mask_TS is None, cap=cap).transpose(1, 2)
 
     def roots(self) -> tuple[list[Tensor], list[Tensor]]:
         """Where backward begins beside the slice's output, and with which gradients: what later slices attended to."""

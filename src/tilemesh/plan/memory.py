@@ -211,7 +211,8 @@ class Room:
         self._device = cluster.device
         self._is_one_memory = cluster.device.kind == "cpu"
         """Whether the host's memory is the device's: what is moved there stays."""
-        self._code, self._chunked_loss, self._imbalance = code, chunked_loss, imbalance
+        self._code, self._imbalance = code, imbalance
+        self._chunked_loss = chunked_loss and not model.logit_cap
         self.context = context
         self._world = cluster.world
         self._slack = constants.RANKS_SLACK if self._is_one_memory and cluster.world > 1 else 0.0

@@ -25,6 +25,7 @@ from tilemesh.kernels.paged_attention.codes import CODES, put_pages, take_pages
 from tilemesh.kernels.paged_attention.reference import paged_attention, prompt_tile
 from tilemesh.kernels.paged_attention.store import store_pages
 from tilemesh.model.attend_alone import attend_in_blocks
+from tilemesh.model.soft_cap import attend_masked
 from tilemesh.serve.batch import AttentionGroup, Batch, PageLayout, TileSizes
 from tilemesh.serve.memory import GivenBack
 
@@ -140,6 +141,7 @@ class PagedKeyValues:
         heads: int,
         kv_heads: int,
         window: int = 0,
+        cap: float = 0.0,
         dtype: torch.dtype | None = None,
     ) -> Tensor:
         batch = self._prepared
@@ -153,9 +155,9 @@ class PagedKeyValues:
             qkv_BTF, tables, batch.places_T, *stored.held, heads=heads, scales=scales, dtype=wanted,
             implementation=self.implementation,
         )  # fmt: skip
-        return self._attend_tiles(batch.layout, q_THE, stored, window)[None]
+        return self._attend_tiles(batch.layout, q_THE, stored, window, cap)[None]
 
-    def _attend_tiles(self, layout: PageLayout, q_THE: Tensor, stored: StoredPages, window: int) -> Tensor:
+    def _attend_tiles(self, layout: PageLayout, q_THE: Tensor, stored: StoredPages, window: int, cap: float) -> Tensor:
         results = [
             paged_attention(
                 q_THE[tokens.begin : tokens.end],
@@ -169,6 +171,7 @@ class PagedKeyValues:
                 split=tokens.split,
                 longest=tokens.longest,
                 window=window,
+                cap=cap,
                 settled=True,  # between the batch's numbers and here there is at least the product of queries and keys
                 implementation=self.implementation,
             )
@@ -178,29 +181,33 @@ class PagedKeyValues:
             results.append(q_THE[layout.sets[-1].end :])
         return results[0] if len(results) == 1 else torch.cat(results)
 
-    def attend(self, layer: int, q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, *, window: int = 0) -> Tensor:
+    def attend(
+        self, layer: int, q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, *, window: int = 0, cap: float = 0.0
+    ) -> Tensor:
         batch = self._prepared
         kv_heads, width = k_BTKE.shape[2:]
         stored = self._pool(layer, k_BTKE.dtype, kv_heads, width)
         # Padding writes to place -1: the last one of the page that no sequence has.
         stored.put(batch.places_T, k_BTKE[0], v_BTKE[0])
         if batch.layout is not None:
-            return self._attend_tiles(batch.layout, q_BTHE[0], stored, window)[None]
+            return self._attend_tiles(batch.layout, q_BTHE[0], stored, window, cap)[None]
         y_THE = torch.empty_like(q_BTHE[0])
         for group in batch.groups:
             rows = slice(group.begin, group.begin + group.rows * group.tokens)
             q_RTHE = q_BTHE[0, rows].view(group.rows, group.tokens, *q_BTHE.shape[2:])
             attend = self._attend_in_blocks if self.invariant else _attend_together
-            y_THE[rows] = attend(group, q_RTHE, stored, window).flatten(0, 1)
+            y_THE[rows] = attend(group, q_RTHE, stored, window, cap).flatten(0, 1)
         return y_THE[None]
 
-    def _attend_in_blocks(self, group: AttentionGroup, q_RTHE: Tensor, stored: StoredPages, window: int) -> Tensor:
+    def _attend_in_blocks(
+        self, group: AttentionGroup, q_RTHE: Tensor, stored: StoredPages, window: int, cap: float
+    ) -> Tensor:
         """One sequence after the other, in the blocks of `model.attend_alone`."""
         results = []
         for row in range(group.rows):
             block = partial(self._key_block, stored, group.pages_RP[row], q_RTHE.dtype)
             last = group.keys - 1 if group.mask_RTS is None else int(group.mask_RTS[row, -1].sum()) - 1
-            results.append(attend_in_blocks(q_RTHE[row], last + 1 - group.tokens, block, window))
+            results.append(attend_in_blocks(q_RTHE[row], last + 1 - group.tokens, block, window, cap))
         return torch.stack(results)
 
     def _key_block(
@@ -246,7 +253,7 @@ def _seen(group: AttentionGroup, window: int) -> Tensor | None:
     return ((key_S <= last_T) & (key_S > last_T - window)).expand(group.rows, -1, -1)
 
 
-def _attend_together(group: AttentionGroup, q_RTHE: Tensor, stored: StoredPages, window: int) -> Tensor:
+def _attend_together(group: AttentionGroup, q_RTHE: Tensor, stored: StoredPages, window: int, cap: float) -> Tensor:
     mask_RTS = _seen(group, window)
     kv_heads, width = stored.held.shape[3:]
     shared = q_RTHE.shape[2] // kv_heads
@@ -260,13 +267,13 @@ def _attend_together(group: AttentionGroup, q_RTHE: Tensor, stored: StoredPages,
         # The query heads that share a key head stand as queries of one head: no key is read twice.
         q_RKGE = q_RTHE[:, 0].view(group.rows, kv_heads, shared, -1)
         mask = None if mask_RTS is None else mask_RTS[:, None]
-        return functional.scaled_dot_product_attention(q_RKGE, k_RKSE, v_RKSE, mask).flatten(1, 2)[:, None]
-    y_RHTE = functional.scaled_dot_product_attention(
+        return attend_masked(q_RKGE, k_RKSE, v_RKSE, mask, cap=cap).flatten(1, 2)[:, None]
+    y_RHTE = attend_masked(
         q_RTHE.transpose(1, 2),
         k_RKSE,
         v_RKSE,
         None if mask_RTS is None else mask_RTS[:, None],
         is_causal=group.causal and mask_RTS is None,
-        enable_gqa=shared > 1,
+        cap=cap,
     )
     return y_RHTE.transpose(1, 2)

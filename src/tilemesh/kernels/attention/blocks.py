@@ -43,18 +43,26 @@ class BlockGradients(NamedTuple):
 
 
 def attend_block(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, seen: SeenKeys | None = None, implementation: str = "auto"
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    seen: SeenKeys | None = None,
+    implementation: str = "auto",
+    cap: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """(B, H, T, E) and natural logarithms of the sums (B, H, T), -inf of a query that sees no key here.
 
-    `causal`: queries and keys are the same tokens. `seen`: takes its place.
+    `causal`: queries and keys are the same tokens. `seen`: takes its place. `cap`: scores s are cap tanh(s / cap), in
+    plain torch; 0: as they are.
     """
-    how = _implementation(implementation, q)
+    how = _implementation(implementation, q, cap)
     if how != "torch":
         return _by_kernel(how, q, k, v, causal, seen)
     wide = accumulator(q.dtype)
     y, sums = q.new_empty(q.shape, dtype=wide), q.new_empty(q.shape[:-1], dtype=wide)
-    for rows, scores, mask in _scores(q, k, causal, seen):
+    for rows, scores, mask in _scores(q, k, causal, seen, cap):
         if mask is not None:
             scores.masked_fill_(~mask, -math.inf)
         log = scores.logsumexp(-1)
@@ -75,16 +83,18 @@ def attend_block_back(
     causal: bool = False,
     seen: SeenKeys | None = None,
     implementation: str = "auto",
+    cap: float = 0.0,
 ) -> BlockGradients:
     """Gradients through this block. `y`, `sums`: of the queries over all keys, whatever block they are in."""
-    how = _implementation(implementation, q)
+    how = _implementation(implementation, q, cap)
     if how != "torch":
         return _back_by_kernel(how, (grad, q, k, v, y), sums, causal, seen)
     wide, scale = accumulator(q.dtype), 1 / math.sqrt(q.shape[-1])
     dq = q.new_empty(q.shape, dtype=wide)
     dk, dv = (x.new_zeros(x.shape, dtype=wide) for x in (k, v))
-    for rows, scores, mask in _scores(q, k, causal, seen):
+    for rows, scores, mask in _scores(q, k, causal, seen, cap):
         shape = scores.shape[:-1]
+        flatter = 1 - (scores / cap).square() if cap else None  # the derivative of cap tanh(s / cap)
         slope, result, query = (x[:, :, rows].to(wide).reshape(*shape, -1) for x in (grad, y, q))
         weight = scores.sub_(sums[:, :, rows].reshape(*shape, 1)).exp_()
         if mask is not None:
@@ -92,17 +102,21 @@ def attend_block_back(
         dv += weight.flatten(2, 3).mT @ slope.flatten(2, 3)
         inner = (slope.flatten(2, 3) @ v.to(wide).mT).view(weight.shape)
         inner = inner.sub_((slope * result).sum(-1, keepdim=True)).mul_(weight).mul_(scale)
+        if flatter is not None:
+            inner = inner.mul_(flatter)
         dq[:, :, rows] = _by_heads(inner.flatten(2, 3) @ k.to(wide), inner)
         dk += inner.flatten(2, 3).mT @ query.flatten(2, 3)
     return BlockGradients(dq, dk, dv)
 
 
-def _implementation(implementation: str, q: Tensor) -> str:
+def _implementation(implementation: str, q: Tensor, cap: float) -> str:
     how = implementation_of(implementation, (q,))
-    return "torch" if how == "triton" and q.dtype is torch.float64 else how
+    return "torch" if cap or (how == "triton" and q.dtype is torch.float64) else how
 
 
-def _scores(q: Tensor, k: Tensor, causal: bool, seen: SeenKeys | None) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
+def _scores(
+    q: Tensor, k: Tensor, causal: bool, seen: SeenKeys | None, cap: float
+) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
     """Of a few queries at a time: which, their scores (B, K, G, rows, S), and where they see a key, if not all do."""
     (batch, heads, tokens, width), (kv_heads, keys) = q.shape, k.shape[1:3]
     wide = accumulator(q.dtype)
@@ -112,6 +126,8 @@ def _scores(q: Tensor, k: Tensor, causal: bool, seen: SeenKeys | None) -> Iterat
         count = rows.stop - begin
         query = q[:, :, rows].to(wide).reshape(batch, kv_heads, -1, width)
         scores = (query @ k.to(wide).mT).mul_(1 / math.sqrt(width))
+        if cap:
+            scores = scores.div_(cap).tanh_().mul_(cap)
         mask = None
         if seen is not None:
             low_BT1, high_BT1 = (x[:, rows, None] for x in (seen.low_BT, seen.high_BT))

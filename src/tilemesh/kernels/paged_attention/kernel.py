@@ -46,10 +46,10 @@ def decoded(codes, like, FLOAT8: tl.constexpr):
 
 @triton.jit
 def attend_block(
-    query, at, counts, keys, values, key_scales, value_scales, table, page, start, end, window, factor, largest, sums,
-    total, k_p, k_n, v_p, v_n, K, E, PAGE: tl.constexpr, BLOCK_N: tl.constexpr, HEAD: tl.constexpr,
-    WINDOW: tl.constexpr, ALIKE: tl.constexpr, PADDED: tl.constexpr, UPCAST: tl.constexpr, FLOAT8: tl.constexpr,
-    ALL: tl.constexpr, kind: tl.constexpr,
+    query, at, counts, keys, values, key_scales, value_scales, table, page, start, end, window, factor, cap, largest,
+    sums, total, k_p, k_n, v_p, v_n, K, E, PAGE: tl.constexpr, BLOCK_N: tl.constexpr, HEAD: tl.constexpr,
+    WINDOW: tl.constexpr, CAPPED: tl.constexpr, ALIKE: tl.constexpr, PADDED: tl.constexpr, UPCAST: tl.constexpr,
+    FLOAT8: tl.constexpr, ALL: tl.constexpr, kind: tl.constexpr,
 ):  # fmt: skip
     """One tile over the BLOCK_N keys from `start` on, which lie in `page`; and the pages of the next block. ALL: every
     query sees all of them, and none lies behind the end."""
@@ -80,6 +80,8 @@ def attend_block(
     if key_scales is not None:
         scale_at = (page * PAGE + key_at % PAGE) * K
         scores *= tl.load(key_scales + scale_at, mask=key_at < end, other=0.0)[None, :]
+    if CAPPED:  # tanh(u) is 2 sigmoid(2u) - 1
+        scores = cap * (2 * tl.sigmoid(scores) - 1)
     if not ALL:
         seen = counts[:, None] & (key_at[None, :] <= at[:, None])
         if WINDOW:
@@ -108,10 +110,10 @@ def pages_of(table, begin, end, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def attend_part(
-    query, at, counts, keys, values, key_scales, value_scales, table, page, begin, whole, end, window, factor,
+    query, at, counts, keys, values, key_scales, value_scales, table, page, begin, whole, end, window, factor, cap,
     k_p, k_n, v_p, v_n, K, E, PAGE: tl.constexpr, BLOCK_N: tl.constexpr, HEAD: tl.constexpr, ROWS: tl.constexpr,
-    WINDOW: tl.constexpr, ALIKE: tl.constexpr, PADDED: tl.constexpr, UPCAST: tl.constexpr, FLOAT8: tl.constexpr,
-    WHOLE: tl.constexpr, kind: tl.constexpr,
+    WINDOW: tl.constexpr, CAPPED: tl.constexpr, ALIKE: tl.constexpr, PADDED: tl.constexpr, UPCAST: tl.constexpr,
+    FLOAT8: tl.constexpr, WHOLE: tl.constexpr, kind: tl.constexpr,
 ):  # fmt: skip
     """One tile over the keys [begin, end), of which the first block lies in `page`: largest score, sum of weights,
     weighted values. Blocks begin at multiples of BLOCK_N. WHOLE: every query sees the keys before `whole`, and nothing
@@ -124,15 +126,15 @@ def attend_part(
         for start in range(begin, whole, BLOCK_N):
             largest, sums, total, page = attend_block(
                 query, at, counts, keys, values, key_scales, value_scales, table, page, start, end, window, factor,
-                largest, sums, total, k_p, k_n, v_p, v_n, K, E, PAGE, BLOCK_N, HEAD, WINDOW, ALIKE, PADDED, UPCAST,
-                FLOAT8, True, kind,
+                cap, largest, sums, total, k_p, k_n, v_p, v_n, K, E, PAGE, BLOCK_N, HEAD, WINDOW, CAPPED, ALIKE,
+                PADDED, UPCAST, FLOAT8, True, kind,
             )  # fmt: skip
         begin = whole
     for start in range(begin, end, BLOCK_N):
         largest, sums, total, page = attend_block(
             query, at, counts, keys, values, key_scales, value_scales, table, page, start, end, window, factor,
-            largest, sums, total, k_p, k_n, v_p, v_n, K, E, PAGE, BLOCK_N, HEAD, WINDOW, ALIKE, PADDED, UPCAST,
-            FLOAT8, False, kind,
+            cap, largest, sums, total, k_p, k_n, v_p, v_n, K, E, PAGE, BLOCK_N, HEAD, WINDOW, CAPPED, ALIKE, PADDED,
+            UPCAST, FLOAT8, False, kind,
         )  # fmt: skip
     return largest, sums, total
 
@@ -140,10 +142,10 @@ def attend_part(
 @triton.jit
 def attend_pages(
     q, keys, values, key_scales, value_scales, tables, tiles, y, parts, extremes, weights, K, M, H, T, E, window,
-    factor, turns, q_t, q_h, k_p, k_n, k_h, v_p, v_n, v_h, y_t, y_h,
+    factor, cap, turns, q_t, q_h, k_p, k_n, k_h, v_p, v_n, v_h, y_t, y_h,
     GROUP: tl.constexpr, ROWS: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr,
-    HEAD: tl.constexpr, WINDOW: tl.constexpr, ALIKE: tl.constexpr, PADDED: tl.constexpr, UPCAST: tl.constexpr,
-    FLOAT8: tl.constexpr, WHOLE: tl.constexpr, WIDE: tl.constexpr, EARLY: tl.constexpr,
+    HEAD: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, ALIKE: tl.constexpr, PADDED: tl.constexpr,
+    UPCAST: tl.constexpr, FLOAT8: tl.constexpr, WHOLE: tl.constexpr, WIDE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Reads the keys and values of its parts once. Without SPLIT it writes y, with it what `add_parts` reads."""
     if EARLY == 1:
@@ -187,7 +189,8 @@ def attend_pages(
         whole = tl.minimum(position, end) // BLOCK_N * BLOCK_N
         _, sums, total = attend_part(
             query, at, counts, keys, values, key_scales, value_scales, table, page, begin, whole, end, window, factor,
-            k_p, k_n, v_p, v_n, K, E, PAGE, BLOCK_N, HEAD, ROWS, WINDOW, ALIKE, PADDED, UPCAST, FLOAT8, WHOLE, kind,
+            cap, k_p, k_n, v_p, v_n, K, E, PAGE, BLOCK_N, HEAD, ROWS, WINDOW, CAPPED, ALIKE, PADDED, UPCAST, FLOAT8,
+            WHOLE, kind,
         )  # fmt: skip
         made = total / tl.where(counts, sums, 1.0)[:, None]  # each sees a key: no sum is 0 but of scores -inf
         to_y = y + ((first + token) * y_t + (head * GROUP + member) * y_h)[:, None] + columns[None, :]
@@ -198,8 +201,8 @@ def attend_pages(
             high = tl.minimum(end, part * SPLIT + SPLIT)
             largest, sums, total = attend_part(
                 query, at, counts, keys, values, key_scales, value_scales, table, page, low, low, high, window,
-                factor, k_p, k_n, v_p, v_n, K, E, PAGE, BLOCK_N, HEAD, ROWS, WINDOW, ALIKE, PADDED, UPCAST, FLOAT8,
-                False, kind,
+                factor, cap, k_p, k_n, v_p, v_n, K, E, PAGE, BLOCK_N, HEAD, ROWS, WINDOW, CAPPED, ALIKE, PADDED,
+                UPCAST, FLOAT8, False, kind,
             )  # fmt: skip
             place = (part * T + first + token).to(tl.int64) * H + head * GROUP + member
             tl.store(extremes + place, largest, mask=counts)
@@ -251,8 +254,8 @@ def add_parts(
 
 
 def plan(
-    places: Mapping[str, Place], *, tile: int, split: int, longest: int, window: int, early: bool = False,
-    settled: bool = False, interpreted: bool = False,
+    places: Mapping[str, Place], *, tile: int, split: int, longest: int, window: int, cap: float = 0.0,
+    early: bool = False, settled: bool = False, interpreted: bool = False,
 ) -> LaunchPlan:  # fmt: skip
     q, keys, values, y = (places[name] for name in ("q", "keys", "values", "y"))
     (tokens, heads, width), (_, page, kv_heads, _) = q.shape, keys.shape
@@ -272,7 +275,8 @@ def plan(
     arguments |= {name: Pointer(name) for name in (*places, *buffers)}
     arguments |= {
         "K": kv_heads, "M": places["tables"].strides[0], "H": heads, "T": tokens, "E": width, "window": window,
-        "factor": _LOG2_E / math.sqrt(width), "turns": turns, "q_t": q.strides[0], "q_h": q.strides[1],
+        "factor": (2 / cap if cap else _LOG2_E) / math.sqrt(width), "cap": _LOG2_E * cap, "turns": turns,
+        "q_t": q.strides[0], "q_h": q.strides[1],
         "k_p": keys.strides[0], "k_n": keys.strides[1], "k_h": keys.strides[2], "v_p": values.strides[0],
         "v_n": values.strides[1], "v_h": values.strides[2], "y_t": y.strides[0], "y_h": y.strides[1],
     }  # fmt: skip
@@ -280,7 +284,7 @@ def plan(
     upcast = interpreted and q.dtype in ("float16", "bfloat16")
     constants = {
         **shared, "EARLY": (2 if settled else 1) if early else 0, "GROUP": group, "ROWS": rows, "PAGE": page,
-        "ALIKE": keys.strides == values.strides, "PADDED": head != width, "UPCAST": upcast,
+        "CAPPED": bool(cap), "ALIKE": keys.strides == values.strides, "PADDED": head != width, "UPCAST": upcast,
         "FLOAT8": keys.dtype == "uint8", "WHOLE": rows >= _MANY_ROWS and not split and not window,
     }  # fmt: skip
     large = any(place.wide for place in places.values())
@@ -316,7 +320,7 @@ def _effort(rows: int, head: int, dtype: str) -> tuple[int, int]:
 
 def forward(
     launch: Any, q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, tiles: Tensor, key_scales: Tensor | None,
-    value_scales: Tensor | None, tile: int, split: int, longest: int, window: int, settled: bool,
+    value_scales: Tensor | None, tile: int, split: int, longest: int, window: int, cap: float, settled: bool,
 ) -> Tensor:  # fmt: skip
     y = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     q, keys, values = (tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (q, keys, values))
@@ -325,6 +329,6 @@ def forward(
     if key_scales is not None and value_scales is not None:
         given |= {"key_scales": key_scales.contiguous(), "value_scales": value_scales.contiguous()}
     planned = interpreted_plan if q.device.type == "cpu" else plan
-    options = {"tile": tile, "split": split, "longest": longest, "window": window, "settled": settled}
+    options = {"tile": tile, "split": split, "longest": longest, "window": window, "cap": cap, "settled": settled}
     launch(planned, given, written=("y",), **options, early=launches_early(q.device))
     return y

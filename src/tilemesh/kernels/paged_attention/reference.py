@@ -47,7 +47,7 @@ def prompt_tile(group: int, width: int, itemsize: int) -> int:
 
 def check(
     q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, tiles: Tensor, key_scales: Tensor | None,
-    value_scales: Tensor | None, tile: int, split: int, longest: int, window: int, settled: bool,
+    value_scales: Tensor | None, tile: int, split: int, longest: int, window: int, cap: float, settled: bool,
 ) -> None:  # fmt: skip
     shapes = f"q {tuple(q.shape)}, keys {tuple(keys.shape)}, values {tuple(values.shape)}"
     if q.dim() != 3 or keys.dim() != 4 or keys.shape != values.shape or q.shape[2] != keys.shape[3]:
@@ -66,10 +66,10 @@ def check(
     group = q.shape[1] // keys.shape[2]
     if tile < 1 or tile * group > max(MOST_ROWS, group):
         raise UsageError(f"tile is {tile} and {group} query heads share a key head: expected at most {MOST_ROWS} rows")
-    if split < 0 or split % KEY_BLOCK or longest < 1 or window < 0:
+    if split < 0 or split % KEY_BLOCK or longest < 1 or window < 0 or not 0 <= cap < math.inf:
         raise UsageError(
-            f"split is {split}, longest {longest} and window {window}: expected a multiple of {KEY_BLOCK} or 0 for one "
-            "part, at least one key, and a number of keys or 0 for all"
+            f"split is {split}, longest {longest}, window {window}, cap {cap}: expected a multiple of {KEY_BLOCK} or 0 "
+            "for one part, at least one key, a number of keys or 0 for all, and a number above 0 or 0 for none"
         )
 
 
@@ -112,6 +112,7 @@ def paged_attention(
     split: int = 0,
     longest: int = 1,
     window: int = 0,
+    cap: float = 0.0,
     settled: bool = False,
 ) -> Tensor:
     """softmax(q k / sqrt(E)) v of each new token over the keys of its own sequence up to its own position: (T, H, E).
@@ -122,16 +123,19 @@ def paged_attention(
     key_scales, value_scales: (P, N, K) float32, where keys and values are codes of 8 bits (int8, or fp8 as uint8).
     tile: the most tokens of a tile. split: keys are attended to in parts of so many, which run at the same time and are
     added up in order; 0: in one. longest: keys of the longest sequence, at least. window: a token sees the last so many
-    keys, its own included; 0: all. A token's result depends on its own sequence, the tile's size and `split` alone.
-    Kernels compute in float32 (float64 for float64) and round probabilities to q's dtype. settled: tables and tiles are
-    no results of the kernel launched just before, and may be read before that one has ended.
+    keys, its own included; 0: all. cap: scores s are cap tanh(s / cap); 0: as they are. A token's result depends on its
+    own sequence, the tile's size and `split` alone. Kernels compute in float32 (float64 for float64) and round
+    probabilities to q's dtype. settled: tables and tiles are no results of the kernel launched just before, and may be
+    read before that one has ended.
     """
     keys, values = decoded_pages(keys, values, key_scales, value_scales, accumulator(q.dtype))
     y_THE = torch.zeros_like(q)
     for row, first, count, position in tiles.tolist():
         if count:
             rows = slice(first, first + count)
-            weight_KGTS, v_KSE = _weights(q[rows], keys, values, tables[row], position, window, accumulator(q.dtype))
+            weight_KGTS, v_KSE = _weights(
+                q[rows], keys, values, tables[row], position, window, cap, accumulator(q.dtype)
+            )
             y_KGTE = weight_KGTS @ v_KSE[:, None]
             y_THE[rows] = y_KGTE.flatten(0, 1).transpose(0, 1).to(q.dtype)
     return y_THE
@@ -148,7 +152,14 @@ def decoded_pages(
 
 
 def _weights(
-    q_THE: Tensor, keys: Tensor, values: Tensor, table: Tensor, position: int, window: int, dtype: torch.dtype
+    q_THE: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    table: Tensor,
+    position: int,
+    window: int,
+    cap: float,
+    dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     """Probabilities (K, G, T, S) and values (K, S, E) of one tile."""
     count, heads, width = q_THE.shape
@@ -158,6 +169,8 @@ def _weights(
     k_KSE, v_KSE = (stored[pages].flatten(0, 1)[:seen].transpose(0, 1).to(dtype) for stored in (keys, values))
     q_KGTE = q_THE.to(dtype).transpose(0, 1).reshape(kv_heads, heads // kv_heads, count, width)
     scores = q_KGTE @ k_KSE[:, None].mT / math.sqrt(width)
+    if cap:
+        scores = cap * torch.tanh(scores / cap)
     key_S, at_T1 = torch.arange(seen, device=q_THE.device), torch.arange(position, seen, device=q_THE.device)[:, None]
     hidden_TS = key_S > at_T1
     if window:
@@ -168,37 +181,39 @@ def _weights(
 def exact(
     q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, tiles: Tensor, key_scales: Tensor | None = None,
     value_scales: Tensor | None = None, *, tile: int = 1, split: int = 0, longest: int = 1, window: int = 0,
+    cap: float = 0.0,
 ) -> Tensor:  # fmt: skip
     """The float64 result, for errors to be measured against."""
     keys, values = decoded_pages(keys, values, key_scales, value_scales, torch.float64)
-    return _each_tile(q, keys, values, tables, tiles, window, lambda weight, value: weight @ value)
+    return _each_tile(q, keys, values, tables, tiles, window, cap, lambda weight, value: weight @ value)
 
 
 def error_bound(
     q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, tiles: Tensor, key_scales: Tensor | None = None,
     value_scales: Tensor | None = None, *, tile: int = 1, split: int = 0, longest: int = 1, window: int = 0,
+    cap: float = 0.0,
 ) -> Tensor:  # fmt: skip
     """How far each element of a correct result may be from `exact`: as in `attention.reference.error_bound`."""
     keys, values = decoded_pages(keys, values, key_scales, value_scales, torch.float64)
     own, wide = unit(q.dtype), unit(accumulator(q.dtype))
     largest = q.double().norm(dim=-1).amax() * keys.double().norm(dim=-1).amax() / math.sqrt(q.shape[-1])
-    relative = wide * (CONFIDENCE * q.shape[-1] ** 0.5 * largest + CONFIDENCE * longest**0.5 + 16)
+    relative = wide * (CONFIDENCE * q.shape[-1] ** 0.5 * largest + CONFIDENCE * longest**0.5 + 16 + 4 * cap)
 
     def bound(weight: Tensor, value: Tensor) -> Tensor:
         rounded = CONFIDENCE * own * (weight.square() @ value.square()).sqrt()
         return rounded + 2 * relative * (weight @ value.abs()) + rounding_error(weight @ value, q.dtype)
 
-    return 1.01 * _each_tile(q, keys, values, tables, tiles, window, bound)
+    return 1.01 * _each_tile(q, keys, values, tables, tiles, window, cap, bound)
 
 
 def _each_tile(
-    q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, tiles: Tensor, window: int, compute: object
+    q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, tiles: Tensor, window: int, cap: float, compute: object
 ) -> Tensor:
     made = torch.zeros(q.shape, dtype=torch.float64, device=q.device)
     for row, first, count, position in tiles.tolist():
         if count:
             weight, value = _weights(
-                q[first : first + count], keys, values, tables[row], position, window, torch.float64
+                q[first : first + count], keys, values, tables[row], position, window, cap, torch.float64
             )
             part = compute(weight, value[:, None])  # type: ignore[operator]
             made[first : first + count] = part.flatten(0, 1).transpose(0, 1)

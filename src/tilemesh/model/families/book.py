@@ -20,6 +20,7 @@ from tilemesh.model.config import ModelConfig
 from tilemesh.model.families.family import ANY, Entry, Family
 from tilemesh.model.families.gpt import GPT2, GPT_NEOX
 from tilemesh.model.families.llama import (
+    GEMMA2,
     GEMMA3,
     LLAMA,
     MISTRAL,
@@ -39,15 +40,14 @@ QUANTIZERS = ("compressed-tensors", "tilemesh")
 """Ways in which matrices of a folder may be compressed (`model/lowbit_files.py`)."""
 
 FAMILIES: Mapping[str, Family] = {
-    "gpt2": GPT2, "llama": LLAMA, "mistral": MISTRAL, "qwen2": QWEN2, "qwen3": QWEN3, "gemma3_text": GEMMA3,
-    "phi3": PHI3, "gpt_neox": GPT_NEOX, "olmo2": OLMO2, "mixtral": MIXTRAL, "qwen3_moe": QWEN3_MOE, "olmoe": OLMOE,
-    "qwen2_moe": QWEN2_MOE,
+    "gpt2": GPT2, "llama": LLAMA, "mistral": MISTRAL, "qwen2": QWEN2, "qwen3": QWEN3, "gemma2": GEMMA2,
+    "gemma3_text": GEMMA3, "phi3": PHI3, "gpt_neox": GPT_NEOX, "olmo2": OLMO2, "mixtral": MIXTRAL,
+    "qwen3_moe": QWEN3_MOE, "olmoe": OLMOE, "qwen2_moe": QWEN2_MOE,
 }  # fmt: skip
 """By config.json's `model_type`. A model that several can express is written as the first of them."""
 
 _UNSERVED: Mapping[str, tuple[str, str]] = {
     "gemma": ("gemma3_text", "norms before the blocks alone, together with its offset norms"),
-    "gemma2": ("gemma3_text", "soft-capped scores and logits"),
     "gemma3": ("gemma3_text", "images; save the language model alone"),
     "qwen3_next": ("qwen3", "linear attention and mixture-of-experts layers"),
     "gpt_oss": ("llama", "mixture-of-experts layers and attention sinks"),

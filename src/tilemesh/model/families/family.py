@@ -18,7 +18,7 @@ from tilemesh.model.work.weights import Weight, embedding_weights, head_weights,
 
 ANY: tuple[Any, ...] = ()
 """In `Family.may`: every value."""
-_NULL_IS_0 = ("kv_heads", "head_width", "mlp_width")
+_NULL_IS_0 = ("kv_heads", "head_width", "mlp_width", "score_cap", "logit_cap")
 """Our fields that follow from others, or are not there, where a file says null."""
 
 

@@ -1,5 +1,5 @@
-"""Llama and the families that differ from it in a setting or two: Mistral, Qwen 2 and 3, Phi-3, OLMo 2, Gemma 3; and
-those of them with experts: Mixtral, Qwen 2 and 3 MoE, OLMoE.
+"""Llama and the families that differ from it in a setting or two: Mistral, Qwen 2 and 3, Phi-3, OLMo 2, Gemma 2 and
+3; and those of them with experts: Mixtral, Qwen 2 and 3 MoE, OLMoE.
 
 RMSNorm, rotary positions, grouped queries and an MLP with a gate. Their weights agree with ours as they stand, since
 `model.rotary.rotate` pairs a head's elements as Hugging Face does; Meta's own files pair them otherwise.
@@ -218,7 +218,29 @@ OLMO2 = dataclasses.replace(
 )  # fmt: skip
 
 
-# ---- Gemma 3 -----------------------------------------------------------------------------------------------------
+# ---- Gemma 2 and 3 -----------------------------------------------------------------------------------------------
+
+
+def _read_scores(settings: Mapping[str, Any]) -> dict[str, Any]:
+    head_width, scored = settings.get("head_dim", 256), settings.get("query_pre_attn_scalar", 256)
+    return {"score_width": 0 if scored == head_width else scored}
+
+
+def _read_gemma2(settings: Mapping[str, Any], source: str) -> dict[str, Any]:
+    completed, layers = {"sliding_window": 4096, **settings}, settings["num_hidden_layers"]
+    window = read_window(completed, layers, list(range(1, layers, 2)), source)
+    return {**_read_attention_biases(settings, source), **window, **_read_scores(settings)}
+
+
+def _write_gemma2(config: ModelConfig) -> dict[str, Any]:
+    common = {key: value for key, value in _write_attention_biases(config).items() if key != "hidden_act"}
+    return {
+        **common, "hidden_activation": "gelu_pytorch_tanh",
+        "sliding_window": config.window or 4096, "layer_types": layer_types(config),
+        "query_pre_attn_scalar": config.score_width or config.head_width,
+        "final_logit_softcapping": config.logit_cap or None, "attn_logit_softcapping": config.score_cap or None,
+        "use_bidirectional_attention": False,
+    }  # fmt: skip
 
 
 def _read_gemma3(settings: Mapping[str, Any], source: str) -> dict[str, Any]:
@@ -228,15 +250,13 @@ def _read_gemma3(settings: Mapping[str, Any], source: str) -> dict[str, Any]:
         raise UsageError(f"{source}: sliding_window_pattern is {every!r}: expected every how many layers there is none")
     full = [index for index in range(layers) if (index + 1) % every == 0]
     rotary = _layer_rotary(completed, source)
-    head_width, scored = settings.get("head_dim", 256), settings.get("query_pre_attn_scalar", 256)
     common = _read_attention_biases({**completed, "rope_parameters": rotary["full_attention"]}, source)
     local = {
         "rope_theta": settings.get("rope_local_base_freq", 10_000.0),
         "rope_parameters": rotary["sliding_attention"],
     }
     return {
-        **common, **read_window(completed, layers, full, source),
-        "score_width": 0 if scored == head_width else scored,
+        **common, **read_window(completed, layers, full, source), **_read_scores(settings),
         "rotary_local_base": read_rotary(local, source, scalings=("default",))["rotary_base"],
     }  # fmt: skip
 
@@ -256,41 +276,51 @@ def _layer_rotary(settings: Mapping[str, Any], source: str) -> Mapping[str, Any]
 
 
 def _write_gemma3(config: ModelConfig) -> dict[str, Any]:
-    common = {key: value for key, value in _write_attention_biases(config).items() if key != "hidden_act"}
     local = config.rotary_local_base or config.rotary_base
     sliding = {"rope_type": "default", "rope_theta": local}
     return {
-        **common, "hidden_activation": "gelu_pytorch_tanh",
-        "sliding_window": config.window or 4096, "layer_types": layer_types(config), "rope_local_base_freq": local,
+        **_write_gemma2(config),
+        "rope_local_base_freq": local,
         "rope_parameters": {"full_attention": rotary_parameters(config), "sliding_attention": sliding},
-        "query_pre_attn_scalar": config.score_width or config.head_width, "final_logit_softcapping": None,
-        "attn_logit_softcapping": None, "use_bidirectional_attention": False,
-    }  # fmt: skip
+    }
 
 
+_GEMMA_MAY = {
+    **LLAMA.may, "activation": ("geglu",), "biases": (False, "attention"), "window": ANY, "full_layers": ANY,
+    "norm_place": ("sandwich",), "norm_offset": (True,), "scaled_embedding": (True,), "score_width": ANY,
+}  # fmt: skip
+_GEMMA_KEYS = {
+    **_KEYS, "head_width": ("head_dim", 256), "kv_heads": ("num_key_value_heads", 4),
+    "tied": ("tie_word_embeddings", True),
+}  # fmt: skip
+_GEMMA_NORMS = {
+    "post_attention_layernorm": ("attention_out_norm",), "pre_feedforward_layernorm": ("mlp_norm",), **_MLP,
+    "post_feedforward_layernorm": ("mlp_out_norm",),
+}  # fmt: skip
+_GEMMA_EXPECTS = {"hidden_activation": "gelu_pytorch_tanh", "use_bidirectional_attention": False}
+
+GEMMA2 = dataclasses.replace(
+    LLAMA,
+    architecture="Gemma2ForCausalLM",
+    may={**_GEMMA_MAY, "score_cap": ANY, "logit_cap": ANY},
+    keys={
+        **_GEMMA_KEYS, "score_cap": ("attn_logit_softcapping", 50.0), "logit_cap": ("final_logit_softcapping", 30.0),
+    },
+    modules={**_BEFORE, **_PROJECTIONS, **_GEMMA_NORMS},
+    expects=_GEMMA_EXPECTS,
+    read=_read_gemma2,
+    write=_write_gemma2,
+)  # fmt: skip
 GEMMA3 = dataclasses.replace(
     LLAMA,
     architecture="Gemma3ForCausalLM",
-    may={
-        **LLAMA.may, "activation": ("geglu",), "biases": (False, "attention"), "qk_norm": ("head",), "window": ANY,
-        "full_layers": ANY, "norm_place": ("sandwich",), "norm_offset": (True,), "scaled_embedding": (True,),
-        "score_width": ANY, "rotary_local_base": ANY,
-    },
-    keys={
-        **_KEYS, "head_width": ("head_dim", 256), "kv_heads": ("num_key_value_heads", 4),
-        "tied": ("tie_word_embeddings", True),
-    },
-    modules={
-        **_BEFORE, **_PROJECTIONS, **_NORMED, "post_attention_layernorm": ("attention_out_norm",),
-        "pre_feedforward_layernorm": ("mlp_norm",), **_MLP, "post_feedforward_layernorm": ("mlp_out_norm",),
-    },
-    expects={
-        "hidden_activation": "gelu_pytorch_tanh", "final_logit_softcapping": None,
-        "attn_logit_softcapping": None, "use_bidirectional_attention": False,
-    },
+    may={**_GEMMA_MAY, "qk_norm": ("head",), "rotary_local_base": ANY},
+    keys=_GEMMA_KEYS,
+    modules={**_BEFORE, **_PROJECTIONS, **_NORMED, **_GEMMA_NORMS},
+    expects={**_GEMMA_EXPECTS, "final_logit_softcapping": None, "attn_logit_softcapping": None},
     read=_read_gemma3,
     write=_write_gemma3,
-)  # fmt: skip
+)
 
 
 # ---- With experts ------------------------------------------------------------------------------------------------

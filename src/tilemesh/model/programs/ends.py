@@ -18,6 +18,7 @@ from tilemesh.model.kernels import TORCH
 from tilemesh.model.linear import DENSE
 from tilemesh.model.loss import IGNORED
 from tilemesh.model.programs.program import CUT_OTHERWISE, LayerProgram, ProgramSeat, pass_cost
+from tilemesh.model.soft_cap import soft_capped
 from tilemesh.model.transformer import Pass, Transformer
 
 
@@ -91,7 +92,8 @@ class AlignedVocabulary(LayerProgram):
 def _project(model: Transformer, x_BTD: Tensor) -> Tensor:
     weight_VD = model.output_weight
     more = -len(weight_VD) % VOCABULARY_MULTIPLE
-    return functional.linear(x_BTD, functional.pad(weight_VD, (0, 0, 0, more)))[..., : len(weight_VD)]
+    logits_BTV = functional.linear(x_BTD, functional.pad(weight_VD, (0, 0, 0, more)))[..., : len(weight_VD)]
+    return soft_capped(logits_BTV, model.config.logit_cap)
 
 
 @dataclass(frozen=True)
@@ -103,6 +105,8 @@ class LossWithoutLogits(LayerProgram):
             return "this part of the model gives activations"
         if seat.model.kernels.loss == TORCH:
             return "the loss's kernels are torch's (train.kernels)"
+        if seat.model.config.logit_cap:
+            return "logits are soft-capped before the loss"
         return _why_not_dense(seat)
 
     def cost(self, seat: ProgramSeat, rows: int) -> Cost:

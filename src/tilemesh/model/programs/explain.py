@@ -34,6 +34,8 @@ def explain(programs: Prepared) -> list[str]:
             )
             lines.append(f"    not {name}: {words}")
     if programs.use.trains:
+        if programs.model.config.score_cap:
+            lines.append("  not kernels of attention: scores are soft-capped, by torch's operators one by one")
         for name, reason in programs.ends.items():
             lines.append(f"  {f'not {name}: {reason}' if reason else name}")
     return lines

@@ -34,11 +34,11 @@ def why_not_side_by_side(seat: ProgramSeat) -> str:
 
 def attend_side_by_side(attention: Attention, qkv_BTF: Tensor, now: Pass, dtype: torch.dtype | None = None) -> Tensor:
     """From one product to what the last projection takes; B parts of the product are added up by the cache."""
-    width, window = attention.config.head_width, attention.window
+    width = attention.config.head_width
     heads, kv_heads = attention.fc_q.out_features // width, attention.fc_k.out_features // width
     cache: Any = now.cache
     y_BTHE: Tensor = cache.attend_joined(
-        attention.layer, qkv_BTF, attention.rotary(now), heads=heads, kv_heads=kv_heads, window=window, dtype=dtype
+        attention.layer, qkv_BTF, attention.rotary(now), heads=heads, kv_heads=kv_heads, dtype=dtype, **attention.seen
     )
     return y_BTHE.flatten(-2)
 

@@ -185,6 +185,11 @@ def _kept_by_experts(model: ModelConfig, task: Task) -> Iterator[Kept]:
             yield Kept("input of the shared expert's gate", "b S D", tokens * width, wide, 1)
 
 
+def caps_in_memory(model: ModelConfig, task: Task) -> bool:
+    """Whether scores are soft-capped by torch's operators, all of them at once; ranks of a ring go by blocks."""
+    return model.score_cap > 0 and not (task.cp > 1 and task.cp_exchange == "ring")
+
+
 def _kept_by_attention(model: ModelConfig, task: Task) -> Iterator[Kept]:
     """Between the queries, keys and values and their result; all of it is what selective recomputation drops."""
     square, size, tp = task.sequences * model.heads * task.queries * task.keys, task.size, task.tp
@@ -193,6 +198,12 @@ def _kept_by_attention(model: ModelConfig, task: Task) -> Iterator[Kept]:
         if model.dropout:
             yield Kept("mask of the scores' dropout", "b heads S S", square, 1, tp, scores=True)
             yield Kept("scores after dropout", "b heads S S", square, size, tp, scores=True)
+        return
+    if caps_in_memory(model, task):
+        yield Kept("scores after their cap, and their softmax", "2 b heads S S", 2 * square, task.wide, tp, scores=True)
+        if size < task.wide:
+            yield Kept("softmax of the scores, as narrow as values", "b heads S S", square, size, tp, scores=True)
+        yield Kept("mask of the scores", "S S", task.queries * task.keys, 1, 1, scores=True)
         return
     yield Kept("log-sum-exp of the scores", "b heads S", task.tokens * model.heads, task.wide, tp, scores=True)
     windowed = sum(0 < model.window_of(layer) < task.queries for layer in range(model.layers))
@@ -215,7 +226,7 @@ def _kept_by_the_compiler(model: ModelConfig, task: Task) -> Iterator[Kept]:
     if joins_qkv(model, task) and model.qk_norm == "none" and model.query_factor != 1:
         # Keys and values are parts of one product, which stays whole beside the queries made of it.
         yield Kept("queries before they are scaled", "b S Q", own, task.size, task.tp)
-    if model.positions == "rotary":
+    if model.positions == "rotary" and not caps_in_memory(model, task):
         # Attention's result is laid out as the queries are, which turning has put head by head.
         yield Kept("result of attention, before its heads are joined", "b S Q", own, task.size, task.tp)
 
@@ -224,7 +235,7 @@ def _kept_by_torch(model: ModelConfig, task: Task, entering: int) -> Iterator[Ke
     """What torch's own operators keep beyond that, each operation for itself. `entering`: how many ranks share what
     enters attention and MLP."""
     whole, own, _, hidden = _elements(model, task)
-    if model.positions == "rotary":
+    if model.positions == "rotary" and not caps_in_memory(model, task):
         # Attention's result is laid out as turned queries are, and joining its heads copies.
         yield Kept("result of attention, before its heads are joined", "b S Q", own, task.size, task.tp)
     if task.stream != task.size:
@@ -324,7 +335,8 @@ def loss_tensors(model: ModelConfig, task: Task) -> tuple[Kept, ...]:
     if task.loss_code == "eager":
         wide = max(size, 4)
         loss = Kept("log-softmax, the gradient of its result, and of its input", "b S V/tp", logits, 3 * wide, 1)
-        return (loss, *_kept_by_final_norm(model, task), Kept("input of the logits", "b S D", whole, size, 1))
+        capped = [Kept("tanh of the logits", "b S V/tp", logits, size, 1)] if model.logit_cap else []
+        return (loss, *capped, *_kept_by_final_norm(model, task), Kept("input of the logits", "b S D", whole, size, 1))
     return (
         Kept("logits and their gradient", "b S V/tp", logits, 2 * size, 1),
         Kept("input of the final norm", "b S D", whole, task.stream, 1),
@@ -363,6 +375,8 @@ def loss_kept_bytes(model: ModelConfig, task: Task) -> int:
     kept = task.tokens * rows * wide + whole * task.size
     if not task.gpu and task.loss_code == "eager":
         kept += 8 * task.tokens + task.wide  # each operation of torch for itself: targets, and the loss
+    if model.logit_cap:  # the result of its tanh
+        kept += task.tokens * rows * task.size
     return kept + sum(tensor.nbytes for tensor in _kept_by_final_norm(model, task))
 
 

@@ -204,13 +204,15 @@ def _attention(model: ModelConfig, task: Task) -> tuple[tuple[Operation, ...], t
     queries, keys, d, size = task.queries, task.keys, model.head_width, task.size
     if task.attention == "fused" and task.cp > 1 and task.cp_exchange == "ring" and not task.gpu:
         return _attention_in_blocks(model, task)
-    if task.attention == "fused":
+    if task.attention == "fused" and not model.score_cap:
         own = (task.sequences, model.heads // task.tp, max(1, model.kv_heads // task.tp))
         forward = FusedAttention("fused attention", *own, queries, keys, d, task.dtype)
         return (forward,), (forward._replace(backward=True),)
     heads = task.sequences * model.heads // task.tp
     square = heads * queries * keys
     drop = (MemoryPass("dropout of scores", 2 * square * size + square),) if model.dropout else ()
+    if model.score_cap:  # divided, tanh, multiplied, masked; no dropout of scores here
+        drop = (MemoryPass("soft cap of scores", 8 * square * task.wide),)
     products = (
         Product("scores", heads, queries, keys, d, task.dtype),
         Product("values", heads, queries, d, keys, task.dtype),

@@ -36,13 +36,15 @@ _ROTARY: dict[str, Any] = {"norm": "rmsnorm", "positions": "rotary", "tied": Fal
 
 # Between them: both norms, all places that tp can split, both positions, all MLPs, with and without biases, tied and
 # not, one, some and all kv heads (fewer than ranks and not), a vocabulary that divides and ones that do not; norms of
-# queries and keys, windows, parts of heads that are rotated, attention and MLP added at once, experts, and as
+# queries and keys, windows, soft caps, parts of heads that are rotated, attention and MLP added at once, experts, as
 # many of them as ranks can share out.
 MODELS: Mapping[str, ModelConfig] = {
     "gpt": ModelConfig(**_SMALL, vocabulary=61),
     "llama": ModelConfig(**_SMALL, **_ROTARY, vocabulary=64, kv_heads=2, activation="swiglu", biases=False),
-    "post": ModelConfig(**_SMALL, vocabulary=37, kv_heads=4, norm_place="post", activation="relu"),
-    "query": ModelConfig(**_SMALL, **_ROTARY, vocabulary=50, kv_heads=1, norm_place="post"),
+    "post": ModelConfig(**_SMALL, vocabulary=37, kv_heads=4, norm_place="post", activation="relu", score_cap=2.0),
+    "query": ModelConfig(
+        **_SMALL, **_ROTARY, vocabulary=50, kv_heads=1, norm_place="post", score_cap=1.5, logit_cap=2.0
+    ),
     "gemma": ModelConfig(
         **_SMALL, **_ROTARY, vocabulary=64, kv_heads=2, activation="geglu", biases="qkv", head_width=6, qk_norm="head",
         norm_place="sandwich", norm_offset=True, scaled_embedding=True, window=4, full_layers=(1,), score_width=5,
@@ -82,6 +84,10 @@ PAPERS: Mapping[str, ModelConfig] = {
         **{**_LLAMA, "activation": "geglu", "tied": True}, qk_norm="head", norm_place="sandwich", norm_offset=True,
         scaled_embedding=True, window=4, full_layers=(1,), score_width=5, rotary_local_base=50.0,
         rotary_scaling="linear", rotary_factor=8.0, family="gemma3_text",
+    ),
+    "gemma2": ModelConfig(
+        **{**_LLAMA, "activation": "geglu", "tied": True}, norm_place="sandwich", norm_offset=True, score_cap=1.5,
+        logit_cap=2.0, scaled_embedding=True, window=4, full_layers=(1,), score_width=5, family="gemma2",
     ),
     "phi3": ModelConfig(**{**_LLAMA, "heads": 2}, rotary_fraction=0.5, window=5, family="phi3"),
     "gpt_neox": ModelConfig(

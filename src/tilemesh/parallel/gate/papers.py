@@ -68,7 +68,8 @@ def logits(config: ModelConfig, weights: Weights, tokens: Tensor, sites: Sites |
         kept[f"layers.{number}"] = x
     if config.norm_place != "post":
         x = _norm(config, weights, "final_norm", x)
-    return x @ (table if config.tied else weights["output.weight"]).T
+    z = x @ (table if config.tied else weights["output.weight"]).T
+    return config.logit_cap * torch.tanh(z / config.logit_cap) if config.logit_cap else z
 
 
 def _layer(config: ModelConfig, weights: Weights, number: int, x: Tensor, sites: Sites) -> Tensor:
@@ -143,6 +144,8 @@ def _attention(config: ModelConfig, weights: Weights, number: int, x: Tensor) ->
         if config.positions != "learned":
             mine, keys = (_turned(config, value, is_local) for value in (mine, keys))
         scores = torch.einsum("bqe,bke->bqk", mine, keys) / math.sqrt(config.score_width or width)
+        if c := config.score_cap:
+            scores = c * (1 - torch.exp(-2 * scores / c)) / (1 + torch.exp(-2 * scores / c))
         scores = torch.where(may_see.to(scores.device), scores, torch.full_like(scores, -math.inf))
         powers = torch.exp(scores - scores.max(-1, keepdim=True).values.detach())
         heads.append(torch.einsum("bqk,bke->bqe", powers / powers.sum(-1, keepdim=True), values))
