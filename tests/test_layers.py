@@ -29,7 +29,7 @@ MAY_IMPORT = {
     "model": ["core", "kernels"],
     # Of kernels only */cost.py: see below.
     "plan": ["core", "runs", "model.config", "model.work", "kernels", "comm.schedules", "graph.ir"],
-    "parallel": ["core", "measure", "kernels", "comm", "model"],
+    "parallel": ["core", "measure", "kernels", "comm", "graph", "model", "plan.place"],
     "methods": ["core", "measure", "kernels", "comm", "model", "parallel"],
     "compress": ["core", "measure", "runs", "data", "kernels", "model"],
     "train": [
@@ -85,8 +85,8 @@ MOST_LINES = {
     "comm": 11_351,
     "graph": 8_730,
     "model": 9_586,
-    "plan": 7_040,
-    "parallel": 8_231,
+    "plan": 7_700,
+    "parallel": 8_821,
     "methods": 2_100,
     "compress": 1_900,
     "train": 7_736,

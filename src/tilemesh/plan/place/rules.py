@@ -256,6 +256,7 @@ def _merge(node: Node, ranks: int, before: Before) -> Iterator[Way]:
 
 
 _NOT_LINEAR = "power maximum minimum absolute sign exp log sqrt sin cos tanh sigmoid erf compare"
+ELEMENTWISE = frozenset([*_NOT_LINEAR.split(), "add", "subtract", "multiply", "divide", "negate", "where", "cast"])
 RULES: dict[str, Rule] = {
     **dict.fromkeys(
         ["input", "constant", "iota", "item", "lay", "region"], _nothing
