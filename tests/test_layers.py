@@ -95,7 +95,7 @@ MOST_LINES = {
     "report": 6_350,
     "bench": 9_000,
     "cli": 5_430,
-    "guide": 13_390,
+    "guide": 13_920,
 }
 SOURCE_SUFFIXES = (".py", ".c", ".h", ".cu", ".cuh", ".js", ".css")
 THIRD_PARTY_FREE = ("core", "comm.schedules", "model.work", "plan")

@@ -62,6 +62,9 @@ _ALL = (
     GuidePart("8", "requests", "A request's life", "prefill and decode, batching, chunks, Little's law, a scheduler"),
     GuidePart("9", "kv_cache", "The KV cache", "its size, pages, sharing, copy on write, preemption, windows"),
     GuidePart(
+        "10", "host", "The CPU in front of the GPU", "launches, recordings and what breaks them, launching ahead"
+    ),
+    GuidePart(
         "11", "guessing", "Guessing ahead", "speculative decoding: why it is exact, what it gains, when it loses"
     ),
     GuidePart("ladder", "ladder", "The GPU matmul ladder", "one kernel per idea, with counted reads"),

@@ -1,0 +1,1 @@
+"""Chapter 10: the CPU in front of the GPU."""
