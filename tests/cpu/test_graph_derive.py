@@ -18,6 +18,7 @@ from tilemesh.graph.by_torch import run_torch
 from tilemesh.graph.evaluate import run_numpy
 from tilemesh.graph.ir import Graph, Node, make, ordered
 from tilemesh.graph.ops import PRIMITIVES
+from tilemesh.plan.place.rules import EXCHANGES
 
 F64 = "float64"
 
@@ -134,7 +135,7 @@ def test_no_primitive_is_without_a_case() -> None:
         output = body()
         slopes = derive.vjp([output], [build.argument("g", output.shape, F64)], inputs)
         seen |= {node.op for node in ordered([output, *slopes])}
-    elsewhere = {"switch", "merge", "region", "opaque", "item", "lay"}  # other tests have these
+    elsewhere = {"switch", "merge", "region", "opaque", "item", "lay", *EXCHANGES}  # other tests have these
     assert set(PRIMITIVES) - seen <= elsewhere
 
 

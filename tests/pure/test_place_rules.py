@@ -19,7 +19,7 @@ from tilemesh.graph.evaluate import run_numpy
 from tilemesh.graph.ir import Graph, Node, make
 from tilemesh.graph.ops import PRIMITIVES
 from tilemesh.graph.size import Size, numbers
-from tilemesh.plan.place.rules import RULES, Way, ways
+from tilemesh.plan.place.rules import EXCHANGES, RULES, Way, ways
 
 Draw = np.random.Generator
 
@@ -173,7 +173,7 @@ LINEAR = (
     "add subtract multiply divide negate where cast sum reshape transpose broadcast concat slice pad reverse dot take "
     "put_add conv conv_input conv_weight windows unwindows switch merge"
 )
-ALWAYS_WHOLE = {"input", "constant", "iota", "item", "lay", "region", "opaque"}
+ALWAYS_WHOLE = {"input", "constant", "iota", "item", "lay", "region", "opaque", *EXCHANGES}
 
 
 def test_every_primitive_has_a_row_and_is_tried() -> None:

@@ -249,12 +249,22 @@ DECOMPOSED = (
 )  # fmt: skip
 
 
-def decompositions(norms: bool = False) -> dict[Any, Callable[..., Any]]:
+NORMS = (aten._native_batch_norm_legit_no_training, aten._native_batch_norm_legit)
+PASSES = (
+    *NORMS, aten._native_batch_norm_legit_functional, aten.native_batch_norm, aten.native_batch_norm_backward,
+    aten.native_group_norm, aten.native_group_norm_backward, aten.unfold_backward, aten.select_backward,
+    aten.slice_backward, aten.split_with_sizes, aten.binary_cross_entropy_with_logits, aten.huber_loss,
+    aten.huber_loss_backward, aten.smooth_l1_loss_backward, aten.elu_backward, aten.hardtanh_backward,
+    aten.hardswish_backward, aten.mish, aten.mish_backward, aten.logsumexp, aten.dot, aten.mv, aten.lstm, aten.gru,
+    aten.rnn_tanh, aten.rnn_relu, aten.var, aten.std, aten.new_empty, aten.empty_like, aten.unbind, aten.stack,
+)  # fmt: skip
+
+
+def decompositions(norms: bool = False, passes: bool = False) -> dict[Any, Callable[..., Any]]:
     """What torch shall write in other operators, where generated kernels compute them.
 
-    norms: batch norms too, to become part of convolutions.
+    norms: batch norms too, to become part of convolutions. passes: all that can be cut, in both passes.
     """
     from torch._decomp import get_decompositions
 
-    more = (aten._native_batch_norm_legit_no_training, aten._native_batch_norm_legit) if norms else ()
-    return get_decompositions((*DECOMPOSED, *more))
+    return get_decompositions((*DECOMPOSED, *(PASSES if passes else NORMS if norms else ())))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
@@ -27,6 +27,7 @@ from tilemesh.graph.rewrite import number_of
 from tilemesh.graph.size import numbers
 from tilemesh.kernels.launch.tensors import read_device
 
+Exchange: TypeAlias = Callable[[Node], Callable[[Any], Any]]
 # Operators whose code may have a number in the place of one operand.
 _BESIDE_NUMBERS = ("add", "subtract", "multiply", "divide", "power", "compare", "maximum", "minimum")
 
@@ -43,7 +44,9 @@ class Emitted:
     def __init__(
         self, graph: Graph, device: torch.device, inputs: Sequence[Any] | None = None, way: str | None = None,
         ahead: AheadCompilers | None = None, results: Sequence[Strides | None] | None = None,
+        exchange: Exchange | None = None,
     ) -> None:  # fmt: skip
+        self.exchange = exchange
         self.device, self.way = device, way or way_for(device)
         self.strides: list[Strides | None] | None = None
         self._made: dict[Node, Any] = {}
@@ -69,7 +72,7 @@ class Emitted:
     ) -> dict[LayCall, Laid]:
         """The code, with these `lay` nodes or all; what each of them is for."""
         self.graph, origins, lays = with_lays(graph, results, needed)
-        writer = _SourceWriter(self.graph, self.device, self.way, self._made, origins)
+        writer = _SourceWriter(self.graph, self.device, self.way, self._made, origins, self.exchange)
         with unset_fake_temporarily():  # torch compiles under fake tensors; constants are real ones
             self.source = writer.write()
         namespace: dict[str, Any] = {"torch": torch, "inf": math.inf, "nan": math.nan, **writer.values}
@@ -85,10 +88,11 @@ class Emitted:
 def program(
     graph: Graph, device: torch.device | str = "cpu", inputs: Sequence[Any] | None = None, way: str | None = None,
     ahead: AheadCompilers | None = None, results: Sequence[Strides | None] | None = None,
+    exchange: Exchange | None = None,
 ) -> Emitted:  # fmt: skip
     """A graph as a function. way: how regions are computed; ahead: processes that compile Triton kernels; results: the
-    strides that outputs shall have."""
-    return Emitted(graph, read_device(device), inputs, way, ahead, results)
+    strides that outputs shall have; exchange: the function of a node that ranks compute together."""
+    return Emitted(graph, read_device(device), inputs, way, ahead, results, exchange)
 
 
 def examples(graph: Graph, device: torch.device) -> list[Any]:
@@ -99,8 +103,10 @@ def examples(graph: Graph, device: torch.device) -> list[Any]:
 
 class _SourceWriter:
     def __init__(
-        self, graph: Graph, device: torch.device, way: str | None, made: dict[Node, Any], origins: dict[Node, Node]
-    ) -> None:
+        self, graph: Graph, device: torch.device, way: str | None, made: dict[Node, Any], origins: dict[Node, Node],
+        exchange: Exchange | None,
+    ) -> None:  # fmt: skip
+        self.exchange = exchange
         self.graph, self.device, self.way = graph, device, way
         self.made, self.origins = made, origins  # constants and regions, made once for a node of the given graph
         self.lays: dict[Node, LayCall] = {}
@@ -218,8 +224,8 @@ class _SourceWriter:
         if node.op == "lay":
             self.lays[node] = LayCall(node["strides"])
             return f"{self._held(self.lays[node], 's')}({names[0]})"
-        function = self._held(torch_function(node, {}), "f")
-        return f"{function}({', '.join(names)})"
+        call = self.exchange(node) if self.exchange and row.kind == "exchange" else torch_function(node, {})
+        return f"{self._held(call, 'f')}({', '.join(names)})"
 
     def _once(self, node: Node, make: Callable[[], Any]) -> Any:
         origin = self.origins[node]

@@ -7,6 +7,7 @@ operator and its arguments; operators that draw random numbers keep their order.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -172,6 +173,8 @@ class _Lowering:
             return make("item", args[0], index=args[1], shape=shape, dtype=dtype)
         if not isinstance(node.target, torch._ops.OpOverload):
             raise NotServedError(f"{node.target} is no aten operator ({line_of(node)})")
+        if node.target is aten.as_strided.default and self._is_reshape(node):
+            return build.reshape(self._nested(node.args[0]), tuple(node.meta["val"].shape))
         if node.target.namespace == "aten" and str(node.target.overloadpacket) in LAYOUT_BOUND:
             raise NotServedError(f"{node.target} depends on how its input lies in memory ({line_of(node)})")
         value = node.meta.get("val")
@@ -196,6 +199,14 @@ class _Lowering:
             if several is not None:
                 return several
         return self._opaque(node, value)
+
+    def _is_reshape(self, node: fx.Node) -> bool:
+        """Whether new strides are those of the same elements in order."""
+        value, shape, steps, *offset = node.args
+        before = self._traced(value)  # type: ignore[arg-type]
+        in_order = traced_strides(before) == contiguous(tuple(before.shape))
+        same_size = math.prod(shape) == before.numel()  # type: ignore[arg-type]
+        return in_order and same_size and tuple(steps) == contiguous(tuple(shape)) and not any(offset)  # type: ignore[arg-type]
 
     def _nested(self, value: Any) -> Any:
         return fx.node.map_arg(value, lambda node: self.values[node])

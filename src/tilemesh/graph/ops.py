@@ -44,7 +44,7 @@ class Primitive:
 
     name: str
     arity: int | None
-    kind: str  # source, elementwise, linear, reduction, control, region or opaque
+    kind: str  # source, elementwise, linear, reduction, control, region, exchange or opaque
     rule: Rule
     flops: Flops = lambda inputs, output, attributes: 0
     commutes: bool = False
@@ -292,6 +292,23 @@ def _merge(inputs: Sequence[Typed], attributes: Attributes) -> Typed:
     return _same(inputs[1:], attributes)
 
 
+def _exchanged(inputs: Sequence[Typed], attributes: Attributes) -> Typed:
+    """`counts`: how long each rank's part is along `dim`, `parts` along `into`; this rank is number `index`."""
+    shape, dtype = list(inputs[0][0]), inputs[0][1]
+    if "counts" in attributes:
+        counts, dim = attributes["counts"], attributes["dim"]
+        before, after = counts[attributes["index"]], sum(counts)
+        if attributes["scatters"]:
+            before, after = after, before
+        _need(shape[dim] == before, f"parts {list(counts)} of a dim of {shape[dim]}: expected {before}")
+        shape[dim] = after
+    if "into" in attributes:
+        parts, into = attributes["parts"], attributes["into"]
+        _need(shape[into] == sum(parts), f"parts {list(parts)} of a dim of {shape[into]}")
+        shape[into] = parts[attributes["index"]]
+    return tuple(shape), dtype
+
+
 def _laid(inputs: Sequence[Typed], attributes: Attributes) -> Typed:
     if len(attributes["strides"]) != len(inputs[0][0]):
         raise UsageError(f"the strides {attributes['strides']} do not fit the shape {list(inputs[0][0])}")
@@ -396,5 +413,7 @@ _define("windows", 1, "linear", _windows)
 _define(
     "unwindows", 1, "linear", lambda inputs, attributes: (tuple(attributes["shape"]), inputs[0][1]), flops=_each_read
 )
+# What ranks along an `axis` of a mesh do together; `serial` tells two of them apart, in an order that all ranks have.
+_define("all_reduce all_gather reduce_scatter all_to_all", 1, "exchange", _exchanged)
 _define("switch", 2, "control", _switch)
 _define("merge", 3, "control", _merge)

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from tilemesh.parallel.apply import lay
     from tilemesh.parallel.laid import Laid
     from tilemesh.parallel.mesh import Axis, Mesh
+    from tilemesh.parallel.placed import PlacedModule, place
     from tilemesh.parallel.shard import ColumnSplit, Region, RowSplit, VocabularySplit, split_data
 
 _WHERE = {
@@ -18,13 +19,28 @@ _WHERE = {
     "ColumnSplit": "shard",
     "Laid": "laid",
     "Mesh": "mesh",
+    "PlacedModule": "placed",
     "Region": "shard",
     "RowSplit": "shard",
     "Shard": "tilemesh.core.shard",
     "VocabularySplit": "shard",
     "lay": "apply",
+    "place": "placed",
     "split_data": "shard",
 }
 
 __getattr__ = names_on_use(__name__, _WHERE)
-__all__ = ["Axis", "ColumnSplit", "Laid", "Mesh", "Region", "RowSplit", "Shard", "VocabularySplit", "lay", "split_data"]
+__all__ = [
+    "Axis",
+    "ColumnSplit",
+    "Laid",
+    "Mesh",
+    "PlacedModule",
+    "Region",
+    "RowSplit",
+    "Shard",
+    "VocabularySplit",
+    "lay",
+    "place",
+    "split_data",
+]

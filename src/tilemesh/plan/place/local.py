@@ -10,8 +10,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from tilemesh.core.axes import Axes
-from tilemesh.core.tensor_placement import TensorPlacement
-from tilemesh.graph.ir import Node, make
+from tilemesh.core.tensor_placement import REPLICATED, TensorPlacement
+from tilemesh.graph.ir import Graph, Node, make
+from tilemesh.plan.place.exchange import Exchanger
+from tilemesh.plan.place.propagate import PlacedGraph
 
 _SIZED = {
     "reshape": "shape", "broadcast": "shape", "conv_input": "size", "conv_weight": "size", "unwindows": "shape",
@@ -21,9 +23,55 @@ _SIZED = {
 
 def local_shape(node: Node, placement: TensorPlacement, axes: Axes, rank: int) -> tuple[int, ...]:
     """Of what a rank has of a tensor."""
+    return placement.shard(whole_shape(node), axes, rank).shape
+
+
+def local_graph(placed: PlacedGraph, rank: int, outputs: Sequence[TensorPlacement] | None = None) -> Graph:
+    """The program of one rank: its parts of the inputs in, its parts of the outputs out, exchanges among its nodes.
+
+    outputs: as what each is wanted, if not as it is placed. An exchange is made once for all that read it, and not at
+    all where everyone wants the same other placement: what a node gives is then turned into that one at once.
+    """
+    graph, axes = placed.graph, placed.axes
+    if outputs is None:
+        outputs = [placed.placements[node] for node in graph.outputs]
+    wants: dict[Node, set[TensorPlacement]] = {node: set() for node in graph.nodes()}
+    for node in wants:
+        for value, taken in zip(node.inputs, placed.taken[node], strict=True):
+            wants[value].add(taken)
+    for node, wanted in zip(graph.outputs, outputs, strict=True):
+        wants[node].add(wanted)
+    exchanger = Exchanger(axes, rank)
+    parts: dict[tuple[Node, TensorPlacement], Node] = {}
+
+    def part(node: Node, wanted: TensorPlacement) -> Node:
+        if (node, wanted) not in parts:
+            first, last = placed.given[node], placed.placements[node]
+            is_passed = wanted == last or (wants[node] == {wanted} and first != last)
+            source = first if is_passed else last
+            parts[node, wanted] = exchanger.exchange(part(node, source), whole_shape(node), source, wanted)
+        return parts[node, wanted]
+
+    inputs = []
+    for node in graph.inputs:
+        placement = placed.placements.get(node, REPLICATED)
+        inputs.append(
+            make("input", name=node["name"], shape=local_shape(node, placement, axes, rank), dtype=node.dtype)
+        )
+        parts[node, placement] = inputs[-1]
+    for node in wants:
+        if node.op != "input":
+            takes, given = placed.taken[node], placed.given[node]
+            values = [part(*pair) for pair in zip(node.inputs, takes, strict=True)]
+            parts[node, given] = local_node(node, values, takes, given, axes, rank)
+    return Graph(tuple(inputs), tuple(part(*pair) for pair in zip(graph.outputs, outputs, strict=True)))
+
+
+def whole_shape(node: Node) -> tuple[int, ...]:
+    """Of a tensor on all ranks; its sizes are known."""
     sizes = tuple(size for size in node.shape if isinstance(size, int))
     assert len(sizes) == len(node.shape), node
-    return placement.shard(sizes, axes, rank).shape
+    return sizes
 
 
 def local_node(
@@ -44,7 +92,7 @@ def local_node(
 
 
 def _own_rows(node: Node, table: Node, index: Node, placement: TensorPlacement, axes: Axes, rank: int) -> Node:
-    sizes = tuple(size for size in node.inputs[0].shape if isinstance(size, int))
+    sizes = whole_shape(node.inputs[0])
     [span] = placement.shard(sizes, axes, rank).spans[0]
 
     def number(value: int) -> Node:

@@ -113,16 +113,20 @@ def propagate(
     pins: Pins,
     axes: Axes,
     opaque: Mapping[str, OpaqueRule] = MappingProxyType({}),
+    *,
+    ends: Pins = MappingProxyType({}),
 ) -> PlacedGraph:
     """Where all tensors of a graph lie. `pins`: by node, or by the name of an input, or "output" and its number.
 
     `axes`: (name, size) in the order in which they cut a dim that several of them do. `opaque`: ways of operators of
-    torch's own, which are else computed whole by every rank.
+    torch's own, which are else computed whole by every rank. `ends`: pins that nothing follows: a gradient's, which
+    lies as its parameter does, however the pass that makes it is placed.
     """
-    pinned = _pinned(graph, pins, axes)
+    pinned, last = _pinned(graph, pins, axes), _pinned(graph, ends, axes)
     placed = _Placing(graph, axes, opaque)
     for axis, ranks in axes:
-        placed.place(axis, ranks, {node: placement[axis] for node, placement in pinned.items()})
+        marks = [{node: placement[axis] for node, placement in each.items()} for each in (pinned, last)]
+        placed.place(axis, ranks, *marks)
     return placed.result()
 
 
@@ -172,7 +176,7 @@ class _Placing:
         self.conflicts: list[PlacementConflict] = []
         self.exchanges: list[PlacedExchange] = []
 
-    def place(self, axis: str, ranks: int, pinned: Marks) -> None:
+    def place(self, axis: str, ranks: int, pinned: Marks, ends: Marks) -> None:
         """Along one axis more."""
         self.axis, self.ranks = axis, ranks
         # What every axis has of a tensor together decides how it can be cut once more.
@@ -187,6 +191,7 @@ class _Placing:
         for node in self.graph.outputs:
             if marks[node] == P and node not in pinned:
                 marks[node] = R  # whoever gets it wants the sum
+        marks |= {node: mark for node, mark in ends.items() if node not in pinned}
         self.settle(marks)
 
     def pieces(self, node: Node, dim: int) -> int:
@@ -212,9 +217,17 @@ class _Placing:
         changed = True
         while changed:
             changed = False
+            due: set[Node] = (
+                set()
+            )  # not marked yet, and something before them is: they come before those that read them
             for node in self.order:
-                if node not in marks and (mark := self.forward(node, marks)) is not None:
+                if node in marks:
+                    continue
+                waits = any(value in due and value.op != "broadcast" for value in node.inputs)
+                if not waits and (mark := self.forward(node, marks)) is not None:
                     marks[node], changed = mark, True
+                elif any(value in due or value in marks for value in node.inputs):
+                    due.add(node)
             for node in reversed(self.order):
                 if node in marks or node.op in ("constant", "iota"):
                     continue
@@ -227,8 +240,8 @@ class _Placing:
         if any(marks.get(value) == V for value in node.inputs) or self.ways[node][0].output == V:
             return V
         known = [marks.get(value, R) for value in node.inputs]
-        if all(mark == R for mark in known) or not self.is_worth(node, known):
-            return None
+        if all(mark == R for mark in known) or not self.is_worth(node, known) or node.op == "broadcast":
+            return None  # what is repeated follows its readers: a bias that is cut does not cut what it is added to
         results = {way.output for way in self.ways[node] if way.output != V and self.is_free(node, way, marks)}
         return results.pop() if len(results) == 1 else None
 
@@ -261,7 +274,7 @@ class _Placing:
     def next_node(self, marks: Marks) -> Node | None:
         """The first node that is not marked and has an input that is; then those whose readers are, inputs last."""
         left = [node for node in self.order if node not in marks]
-        for node in left:
+        for node in sorted(left, key=lambda node: node.op == "broadcast"):
             if node.inputs and all(
                 value in marks or value.op in ("input", "constant", "iota") for value in node.inputs
             ):
@@ -271,6 +284,8 @@ class _Placing:
     def decide(self, node: Node, marks: Marks) -> Mark:
         """The cheapest of what a node could be, seen from its inputs and its readers."""
         wishes: dict[Mark, float] = {}
+        known = {marks.get(value, R) for value in node.inputs}
+        is_sum = P in known and known <= {P, R}
         for way in self.ways[node]:
             if way.output == V:
                 continue
@@ -278,6 +293,8 @@ class _Placing:
             cost = sum(self.cost(value, marks[value], mark) for value, mark in pairs if value in marks)
             if way.output == P:
                 cost += self.cost(node, P, R)  # somebody has to make the sum
+            elif is_sum and way.output.kind == "S":
+                cost += self.cost(node, way.output, R)  # somebody will want all of it: the sum at once costs no more
             wishes[way.output] = min(cost, wishes.get(way.output, math.inf))
         if node.op == "input":
             wanted = [wish for reader in self.readers[node] for wish in self.backward(node, reader, marks)]
@@ -289,7 +306,7 @@ class _Placing:
             )
         # Of equals, where anything is cut, what leaves each rank less to compute.
         is_whole = all(marks.get(value, R) == R for value in node.inputs)
-        order = "RSP" if is_whole else "SRP"
+        order = "RSP" if is_whole or is_sum else "SRP"
         best = sorted(wishes.items(), key=lambda wish: (wish[1], order.index(wish[0].kind), str(wish[0])))
         asked = {marks[value] for value in node.inputs if value in marks and marks[value].kind == "S"}
         if node.op == "input":

@@ -22,6 +22,9 @@ from tilemesh.core.shard import share
 from tilemesh.core.tensor_placement import Mark, P, R, S, V
 from tilemesh.graph.ir import Node
 
+EXCHANGES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+"""Primitives that ranks along an axis compute together."""
+
 
 @dataclass(frozen=True)
 class Way:
@@ -259,8 +262,8 @@ _NOT_LINEAR = "power maximum minimum absolute sign exp log sqrt sin cos tanh sig
 ELEMENTWISE = frozenset([*_NOT_LINEAR.split(), "add", "subtract", "multiply", "divide", "negate", "where", "cast"])
 RULES: dict[str, Rule] = {
     **dict.fromkeys(
-        ["input", "constant", "iota", "item", "lay", "region"], _nothing
-    ),  # as they are pinned, or all of it
+        ["input", "constant", "iota", "item", "lay", "region", *EXCHANGES], _nothing
+    ),  # as they are pinned, or all of it; of a rank's own program nothing is placed again
     **dict.fromkeys(_NOT_LINEAR.split(), _elementwise()),
     "add": _elementwise("PP"),
     "subtract": _elementwise("PP"),

@@ -1,0 +1,199 @@
+"""Forward and backward pass of a module as one graph, so that gradients can be placed together with what they are of.
+
+torch traces both passes at once (AOTAutograd), with a *tangent* for each output that has a gradient: the gradient of
+whatever follows with respect to it. Buffers that the module changes as it runs are results here. `divided` makes the
+two programs of one rank that autograd calls, `with_update` appends an optimizer's formula.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._export.utils import _compiling_state_context
+from torch._functorch.aot_autograd import aot_export_joint_simple
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.func import functional_call
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils import _pytree as pytree
+
+from tilemesh.core.errors import RunError, UsageError
+from tilemesh.graph.aten import decompositions
+from tilemesh.graph.ir import Graph, Node, make, ordered, rebuilt
+from tilemesh.graph.lower import lower
+from tilemesh.graph.ops import primitive
+from tilemesh.graph.rules import ALGEBRA, simplify
+from tilemesh.graph.tracing import quiet, tracing_failure
+
+_TRACING = threading.Lock()  # torch traces one program at a time
+TENSOR = object()
+"""Among what a module returns, the place of a tensor."""
+
+
+@dataclass(frozen=True)
+class JointTrace:
+    """`graph` takes parameters, buffers, inputs, tangents and constants, in this order, and gives results, the buffers
+    that change, and gradients."""
+
+    graph: Graph
+    parameters: tuple[str, ...]
+    buffers: tuple[str, ...]
+    inputs: tuple[str, ...]
+    tangents: tuple[int, ...]
+    """Numbers of the results that have a gradient."""
+    results: int
+    changed: tuple[str, ...]
+    gradients: tuple[str, ...]
+    """Of which parameters and inputs, in order."""
+    spec: Any = field(compare=False)
+    """How the results become what the module returns."""
+    constants: Mapping[str, Tensor] = field(compare=False, default_factory=dict)
+    """Tensors that the program holds itself."""
+
+    def node(self, name: str) -> Node:
+        return next(node for node in self.graph.inputs if node["name"] == name)
+
+    @property
+    def forward(self) -> Graph:
+        """Of the same nodes: what the module computes, without gradients."""
+        return Graph(self.graph.inputs, self.graph.outputs[: self.results + len(self.changed)])
+
+
+def tangent_name(number: int) -> str:
+    """Of the input that is the gradient with respect to a result."""
+    return f"d output{number}"
+
+
+@dataclass(frozen=True)
+class ModuleCall:
+    """The arguments of a call: its tensors, what they are called, and all else."""
+
+    tensors: tuple[Tensor, ...]
+    names: tuple[str, ...]
+    leaves: tuple[Any, ...]
+    spec: Any
+
+    @classmethod
+    def of(cls, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ModuleCall:
+        leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
+        named = [f"input{place}" for place in range(len(pytree.tree_leaves(tuple(args))))]
+        named += [name for name, value in kwargs.items() for _ in pytree.tree_leaves(value)]
+        names = [name for name, leaf in zip(named, leaves, strict=True) if isinstance(leaf, Tensor)]
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        if not tensors:
+            raise UsageError("the module is called without a tensor: give its inputs, by place or by name")
+        kept = tuple(TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+        return cls(tuple(tensors), tuple(names), kept, spec)
+
+    @classmethod
+    def example(cls, given: Any) -> ModuleCall:
+        """given: a tensor, a sequence of arguments, or a mapping of named ones."""
+        if isinstance(given, Mapping):
+            return cls.of((), given)
+        return cls.of(given if isinstance(given, tuple | list) else (given,), {})
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """Calls of one key run by one program."""
+        typed = tuple((tuple(value.shape), value.dtype, value.requires_grad) for value in self.tensors)
+        return typed, self.names, tuple(map(repr, self.leaves)), str(self.spec)
+
+    def arguments(self, tensors: Iterable[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """With these tensors."""
+        return refilled(self.leaves, self.spec, tensors)  # type: ignore[no-any-return]
+
+
+def refilled(leaves: Sequence[Any], spec: Any, tensors: Iterable[Tensor]) -> Any:
+    """A nest of values with these tensors in their places."""
+    values = iter(tensors)
+    return pytree.tree_unflatten([next(values) if leaf is TENSOR else leaf for leaf in leaves], spec)
+
+
+def trace_joint(
+    module: nn.Module, call: ModuleCall, has_gradients: bool = True, shapes: Mapping[str, Sequence[int]] | None = None
+) -> JointTrace:
+    """The graph of a module's passes for a call like this one. Without `has_gradients` of its forward pass alone.
+
+    Of the module's own tensors only shapes and dtypes are read. shapes: those of parameters that have others here.
+    """
+    parameters, buffers = dict(module.named_parameters()), dict(module.named_buffers())
+    # Of the same tensors: while it is traced it has others, and threads that are ranks may share a module.
+    module = copy.deepcopy(module, {id(value): value for value in (*parameters.values(), *buffers.values())})
+    if doubled := {*call.names} & {*parameters, *buffers}:
+        raise UsageError(f"{min(doubled)} is an input and a parameter: give the input by its place, in a list")
+    found: dict[str, Any] = {}
+
+    def flat(*values: Tensor) -> list[Tensor]:
+        own = dict(zip((*parameters, *buffers), values, strict=False))
+        kept = {name: own[name].clone() for name in buffers}
+        args, kwargs = call.arguments(values[len(own) :])
+        leaves, found["spec"] = pytree.tree_flatten(functional_call(module, own | kept, args, kwargs))
+        found["leaves"] = [TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        outputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        found["slopes"] = [leaf.requires_grad for leaf in outputs]
+        # A result that is an input, or another result, is a tensor of its own.
+        return [*(leaf.clone() for leaf in outputs), *(value.detach() for value in kept.values())]
+
+    device = call.tensors[0].device
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        fakes = [
+            torch.empty(
+                tuple((shapes or {}).get(name, value.shape)), dtype=value.dtype, device=device,
+                requires_grad=has_gradients and value.requires_grad,
+            )
+            for name, value in (*parameters.items(), *buffers.items(), *zip(call.names, call.tensors, strict=True))
+        ]  # fmt: skip
+    try:
+        with _TRACING, quiet(), sdpa_kernel(SDPBackend.MATH), _compiling_state_context():
+            traced: Any = aot_export_joint_simple(
+                flat, tuple(fakes), trace_joint=has_gradients, decompositions=decompositions(passes=True)
+            )
+    except Exception as error:
+        raise RunError(f"the module cannot be traced: {tracing_failure(error)}") from error
+    names = [*parameters, *buffers, *call.names]
+    trained = {name for name, fake in zip(names, fakes, strict=True) if fake.requires_grad}
+    slopes = [number for number, has in enumerate(found["slopes"]) if has and has_gradients]
+    lowered = lower(traced, [*names, *map(tangent_name, slopes)], convolutions=True)
+    inputs, count, returned = lowered.graph.inputs, len(found["slopes"]), lowered.returned
+    after = zip(buffers, returned[count:], inputs[len(parameters) :], strict=False)
+    # A buffer that stays as it is, and a gradient of nothing, are no results.
+    changed = {name: value for name, value, before in after if value is not before}
+    slots = zip(names, returned[count + len(buffers) :], strict=False)
+    gradients = {name: value for name, value in slots if name in trained and isinstance(value, Node)}
+    graph, _ = simplify(Graph(inputs, (*returned[:count], *changed.values(), *gradients.values())), ALGEBRA)
+    return JointTrace(
+        graph, tuple(parameters), tuple(buffers), call.names, tuple(slopes), count, tuple(changed), tuple(gradients),
+        (found["leaves"], found["spec"]), lowered.held,
+    )  # fmt: skip
+
+
+def divided(graph: Graph, results: int) -> tuple[Graph, Graph]:
+    """The first `results` outputs as one program, the others as a second one that goes on from it.
+
+    The first gives, after its results, what the second takes before the tangents: values that it has made anyway.
+    """
+    slopes = [node for node in graph.inputs if node["name"].startswith("d output")]
+    first = set(ordered(graph.outputs[:results]))
+    order = graph.nodes()
+    first |= {node for node in order if node.op == "item" and node.inputs[0] in first}
+    later = [node for node in order if node not in first and primitive(node.op).kind != "source"]
+    reads = [value for node in later for value in node.inputs] + list(graph.outputs[results:])
+    saved = [
+        node
+        for node in dict.fromkeys(reads)
+        if (node in first or node.op == "input") and node not in slopes and node.op not in ("constant", "iota")
+    ]
+    stand_ins = [make("input", name=f"saved{n}", shape=node.shape, dtype=node.dtype) for n, node in enumerate(saved)]
+    renamed = dict(zip(saved, stand_ins, strict=True))
+    new: dict[Node, Node] = {}
+    for node in order:
+        if node not in first or node in renamed or primitive(node.op).kind == "source":
+            new[node] = renamed.get(node) or rebuilt(node, [new[value] for value in node.inputs])
+    given = tuple(node for node in graph.inputs if node not in slopes)
+    forward = Graph(given, (*graph.outputs[:results], *saved))
+    return forward, Graph((*stand_ins, *slopes), tuple(new[node] for node in graph.outputs[results:]))

@@ -1,0 +1,315 @@
+"""Any module on a mesh: traced with its backward pass, placed from a few pins, and run by every rank on its parts.
+
+The one idea: placements say everything. A parameter's is what a rank holds of it, its gradient has the same, and all
+that ranks exchange stands in the two programs that autograd calls. The module's parameters are shards under their own
+names, so that any optimizer of torch that works element by element trains them, and a checkpoint is boxes by name.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from types import MappingProxyType
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from tilemesh.core.axes import Axes
+from tilemesh.core.errors import UsageError, unknown
+from tilemesh.core.shard import Shard
+from tilemesh.core.tensor_placement import REPLICATED, S, TensorPlacement, parse
+from tilemesh.graph.emit import program
+from tilemesh.graph.ir import Graph, Node
+from tilemesh.graph.joint import JointTrace, ModuleCall, divided, refilled, tangent_name, trace_joint
+from tilemesh.parallel.agree import agree, tell
+from tilemesh.parallel.mesh import Mesh
+from tilemesh.parallel.shard import take
+from tilemesh.parallel.whole import gather_parts, handed_around
+from tilemesh.plan.place.local import local_graph, whole_shape
+from tilemesh.plan.place.propagate import PlacedGraph, propagate
+from tilemesh.plan.place.rules import EXCHANGES
+
+Pins = Mapping[str, TensorPlacement | str]
+"""By the name of a parameter, an input or a result (`output0`), or a shell's pattern: the last that fits counts."""
+
+
+class Chooser(Protocol):
+    """From the placements of some tensors to those of all."""
+
+    def __call__(
+        self,
+        graph: Graph,
+        pins: Mapping[Node, TensorPlacement],
+        axes: Axes,
+        *,
+        ends: Mapping[Node, TensorPlacement] = MappingProxyType({}),
+    ) -> PlacedGraph: ...
+
+
+@dataclass(frozen=True)
+class PlacedJoint:
+    """Both passes of a module and where all their tensors lie: a value, the same on every rank."""
+
+    trace: JointTrace
+    placed: PlacedGraph
+    outputs: tuple[TensorPlacement, ...]
+    """As what each output is given: gradients like their parameters."""
+
+    def placement(self, name: str) -> TensorPlacement:
+        return self.placed.placements.get(self.trace.node(name), REPLICATED)
+
+
+def place_joint(trace: JointTrace, axes: Axes, pins: Pins, choose: Chooser = propagate) -> PlacedJoint:
+    """Pins say where some tensors lie; where other parameters and inputs do follows from the forward pass, then where
+    the backward pass' tensors do. Results are wanted whole unless they are pinned."""
+    named = _fitting(trace, pins, axes)
+    axes = tuple((axis, ranks) for axis, ranks in axes if ranks > 1)
+    forward = choose(trace.forward, {_named(trace, name): placement for name, placement in named.items()}, axes)
+    lies = {node["name"]: forward.placements.get(node, REPLICATED) for node in trace.graph.inputs}
+    results = [named.get(f"output{number}", REPLICATED) for number in range(trace.results)]
+    lies |= {tangent_name(number): results[number] for number in trace.tangents}
+    outputs = (*results, *(lies[name] for name in (*trace.changed, *trace.gradients)))
+    pinned = {node: lies[node["name"]] for node in trace.graph.inputs}
+    pinned |= {_named(trace, name): placement for name, placement in named.items() if name.startswith("output")}
+    ends: dict[Node, TensorPlacement] = {}
+    for node, placement in [*zip(trace.graph.outputs, outputs, strict=True)][trace.results :]:
+        ends.setdefault(node, placement)
+    return PlacedJoint(trace, choose(trace.graph, pinned, axes, ends=ends), outputs)
+
+
+def _named(trace: JointTrace, name: str) -> Node:
+    number = name.removeprefix("output")
+    if name.startswith("output") and number.isdigit():
+        return trace.graph.outputs[int(number)]
+    return trace.node(name)
+
+
+def _fitting(trace: JointTrace, pins: Pins, axes: Axes) -> dict[str, TensorPlacement]:
+    names = [*trace.parameters, *trace.buffers, *trace.inputs, *(f"output{n}" for n in range(trace.results))]
+    named: dict[str, TensorPlacement] = {}
+    for pattern, placement in pins.items():
+        fitting = [name for name in names if fnmatchcase(name, pattern)]
+        if not fitting:
+            raise unknown("tensor", pattern, names)
+        marks = (parse(placement) if isinstance(placement, str) else placement).marks
+        if strange := [axis for axis, _ in marks if axis not in dict(axes)]:
+            raise unknown("axis", strange[0], [axis for axis, _ in axes])
+        cut = TensorPlacement(tuple((axis, mark) for axis, mark in marks if dict(axes)[axis] > 1))
+        named |= dict.fromkeys(fitting, cut)
+    return named
+
+
+class PlacedProgram:
+    """What one rank runs: two programs over its own parts."""
+
+    def __init__(self, joint: PlacedJoint, mesh: Mesh, device: torch.device) -> None:
+        trace = self.trace = joint.trace
+        self.joint, self.mesh = joint, mesh
+        self.results = trace.results + len(trace.changed)
+        local = local_graph(joint.placed, mesh.comm.rank, joint.outputs)
+        forward, backward = divided(local, self.results)
+        agree(mesh.comm, {"exchanges": [_serials(forward), _serials(backward)]})
+        self.exchanges = [node for node in local.nodes() if node.op in EXCHANGES]
+        self.forward = program(forward, device, exchange=self._exchange).function
+        self.backward = program(backward, device, exchange=self._exchange).function
+        self.constants = [value.to(device) for value in trace.constants.values()]
+
+    def _exchange(self, node: Node) -> Callable[[Tensor], Tensor]:
+        comm, attributes = self.mesh.axis(node["axis"]).comm, dict(node.attributes)
+        if node.op == "all_reduce":
+            return lambda x: comm.all_reduce(x.contiguous())
+        dim, counts = attributes["dim"], attributes["counts"]
+        if node.op == "all_gather":
+            return lambda x: comm.all_gather(x.contiguous(), axis=dim, counts=counts)
+        if node.op == "reduce_scatter":
+            return lambda x: comm.reduce_scatter(x.contiguous(), axis=dim, counts=counts)
+        into, parts, shape = attributes["into"], list(attributes["parts"]), whole_shape(node)
+
+        def all_to_all(x: Tensor) -> Tensor:
+            pieces = [piece.flatten() for piece in torch.split(x, parts, into)]
+            shapes = [[length if at == dim else size for at, size in enumerate(shape)] for length in counts]
+            lengths = [math.prod(each) for each in shapes]
+            sent = [piece.numel() for piece in pieces]
+            flat = comm.all_to_all(torch.cat(pieces), send_counts=sent, recv_counts=lengths)
+            received = zip(flat.split(lengths), shapes, strict=True)
+            return torch.cat([piece.view(each) for piece, each in received], dim)
+
+        return all_to_all
+
+    def parts(self, call: ModuleCall) -> Iterator[Tensor]:
+        """This rank's parts of the inputs."""
+        for name, value in zip(call.names, call.tensors, strict=True):
+            mine = self.joint.placement(name).shard(tuple(value.shape), self.mesh.shape, self.mesh.comm.rank, name)
+            yield take(mine, value)
+
+
+def _serials(graph: Graph) -> list[int]:
+    return [node["serial"] for node in graph.nodes() if node.op in EXCHANGES]
+
+
+class _Passes(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, run: PlacedProgram, *tensors: Tensor) -> tuple[Tensor, ...]:
+        made = run.forward([*tensors, *run.constants])
+        results, saved = made[: run.results], made[run.results :]
+        ctx.run = run
+        ctx.save_for_backward(*saved)
+        ctx.mark_non_differentiable(
+            *(value for number, value in enumerate(results) if number not in run.trace.tangents)
+        )
+        return tuple(value.clone() if any(value is tensor for tensor in tensors) else value for value in results)
+
+    @staticmethod
+    def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor | None, ...]:
+        run, trace = ctx.run, ctx.run.trace
+        gradients = run.backward([*ctx.saved_tensors, *(slopes[number] for number in trace.tangents)])
+        by_name = dict(zip(trace.gradients, gradients, strict=True))
+        return None, *(by_name.get(name) for name in (*trace.parameters, *trace.buffers, *trace.inputs))
+
+
+class PlacedModule(nn.Module):
+    """A module whose parameters and buffers are this rank's shards, under their own names. See `place`."""
+
+    def __init__(
+        self, module: nn.Module, mesh: Mesh, pins: Pins, joint: PlacedJoint, call: ModuleCall, choose: Chooser
+    ) -> None:
+        super().__init__()
+        self.mesh, self.pins, self.choose = mesh, dict(pins), choose
+        self.shards: dict[str, Shard] = {}
+        """What each parameter and buffer is of the whole."""
+        own = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+        local: dict[int, Any] = {}
+        for name, value in own.items():
+            placement = joint.placement(name)
+            mine = placement.shard(tuple(value.shape), mesh.shape, mesh.comm.rank, name)
+            self.shards[name] = mine
+            empty = value.new_empty(mine.shape)
+            local[id(value)] = nn.Parameter(empty, value.requires_grad) if isinstance(value, nn.Parameter) else empty
+        shell = copy.deepcopy(module, local)  # the same module of local tensors; what is shared stays so
+        self.shells = (shell,)  # no module of this one: its modules are
+        self._modules, self._parameters, self._buffers = shell._modules, shell._parameters, shell._buffers
+        self.training = module.training
+        self._load(own, root=0)
+        self._programs = {self._key(call): PlacedProgram(joint, mesh, call.tensors[0].device)}
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        call = ModuleCall.of(args, kwargs)
+        run = self.program(call)
+        own = self._own()
+        tensors = [own[name] for name in (*run.trace.parameters, *run.trace.buffers)]
+        made = _Passes.apply(run, *tensors, *run.parts(call))  # type: ignore[no-untyped-call]
+        results, changed = made[: run.trace.results], made[run.trace.results :]
+        with torch.no_grad():
+            for name, value in zip(run.trace.changed, changed, strict=True):
+                own[name].copy_(value)
+        leaves, spec = run.trace.spec
+        return refilled(leaves, spec, results)
+
+    def program(self, call: ModuleCall) -> PlacedProgram:
+        """For calls of these shapes, traced and placed when the first comes; parameters stay where they lie."""
+        key = self._key(call)
+        if key not in self._programs:
+            shapes = {name: mine.whole for name, mine in self.shards.items()}
+            [shell] = self.shells
+            shell.training = self.training
+            trace = trace_joint(shell, call, torch.is_grad_enabled(), shapes)
+            lies = {name: _placement(mine) for name, mine in self.shards.items()}
+            inputs = {name: pin for name, pin in self.pins.items() if not any(fnmatchcase(own, name) for own in lies)}
+            joint = place_joint(trace, self.mesh.shape, inputs | lies, self.choose)
+            self._programs[key] = PlacedProgram(joint, self.mesh, call.tensors[0].device)
+        return self._programs[key]
+
+    def _key(self, call: ModuleCall) -> tuple[Any, ...]:
+        return call.key, torch.is_grad_enabled(), self.training, tuple(each.training for each in self.modules())
+
+    def _own(self) -> dict[str, Tensor]:
+        return {**dict(self.named_parameters()), **dict(self.named_buffers())}
+
+    # Whole tensors --------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def gather(self, values: Mapping[str, Tensor] | None = None) -> dict[str, Tensor] | None:
+        """The whole module's state on rank 0, None on the others (a collective call): what the module that was placed
+        loads with `load_state_dict`. values: others by parameter name, such as an optimizer's states."""
+        own = self._own() if values is None else dict(values)
+        names = [name for name in self.shards if name in own]
+        parts = [(self.shards[name], own[name].detach()) for name in names]
+        wholes = gather_parts(parts, self.mesh.comm, range(self.mesh.comm.size))
+        if self.mesh.comm.rank:
+            return None
+        if values is not None:
+            return wholes
+        called = {id(value): name for name, value in own.items()}  # one that is shared has one name in `shards`
+        state = self.state_dict(keep_vars=True)
+        return {name: wholes[called[id(value)]] for name, value in state.items()}
+
+    @torch.no_grad()
+    def load(self, state: Mapping[str, Tensor] | None, root: int | None = None) -> None:
+        """Take this rank's parts of a whole module's state: on every rank, or with `root` on that one alone (a
+        collective call). Whoever wrote it may have been placed otherwise."""
+        own = {name: value for name, value in self.state_dict(keep_vars=True).items() if name in self.shards}
+        problem = "" if root not in (None, self.mesh.comm.rank) else self._problem(state, own)
+        if root is not None:
+            problem = tell(self.mesh.comm, problem, root)
+        if problem:
+            raise UsageError(problem)
+        self._load({} if state is None else {name: state[name] for name in own if name in state}, root)
+
+    def _problem(self, state: Mapping[str, Tensor] | None, own: Mapping[str, Tensor]) -> str:
+        if state is None:
+            return "load without a state: give one on every rank, or name the rank that has it with root="
+        for name in own:
+            if name not in state:
+                return f"the state lacks {name}"
+            if tuple(state[name].shape) != self.shards[name].whole:
+                return f"{name} has shape {tuple(state[name].shape)}: expected {self.shards[name].whole}"
+        return ""
+
+    @torch.no_grad()
+    def _load(self, state: Mapping[str, Tensor], root: int | None) -> None:
+        own = self._own()
+        for name, value in handed_around(self.mesh.comm, state, root) if root is not None else state.items():
+            own[name].copy_(take(self.shards[name], value))
+
+    @torch.no_grad()
+    def clip_gradients(self, most: float) -> float:
+        """Scale all gradients so that their norm over the whole module is at most this; the norm before (a collective
+        call). torch's own function knows of a rank's shards alone."""
+        held = [(self.shards[name], p.grad) for name, p in self.named_parameters() if p.grad is not None]
+        squares = sum((grad.double().square().sum() / mine.copies for mine, grad in held), torch.zeros(()).double())
+        norm = math.sqrt(self.mesh.comm.all_reduce(squares.reshape(1).cpu()))
+        for _, grad in held:
+            grad.mul_(min(1.0, most / (norm + 1e-6)))
+        return norm
+
+
+def _placement(mine: Shard) -> TensorPlacement:
+    return TensorPlacement(tuple((cut.axis, S(cut.dim)) for cut in mine.cuts))
+
+
+def place(
+    module: nn.Module,
+    mesh: Mesh,
+    pins: Pins = MappingProxyType({}),
+    example: Any = None,
+    *,
+    joint: PlacedJoint | None = None,
+    choose: Chooser = propagate,
+) -> PlacedModule:
+    """A module placed on a mesh (a collective call): rank 0's parameters, of which each rank holds its parts.
+
+    example: a tensor, a list of arguments or a dict of named ones, as the module will be called; other shapes are
+    traced when they come. Inputs are given whole and the same on every rank, which takes its part; results are whole
+    unless they are pinned (`output0`). joint: as it was placed before (`place_joint`). choose: from pins to placements
+    of all tensors.
+    """
+    if example is None:
+        raise UsageError("place needs an example of what the module is called with: example=batch")
+    call = ModuleCall.example(example)
+    if joint is None:
+        joint = place_joint(trace_joint(module, call), mesh.shape, pins, choose)
+    return PlacedModule(module, mesh, pins, joint, call, choose)

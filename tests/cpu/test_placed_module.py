@@ -1,0 +1,211 @@
+"""Modules placed on a mesh train as one process does, in a loop of the user's own."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from tilemesh.comm.connection import run_threads
+from tilemesh.comm.runtime.communicator import Communicator
+from tilemesh.core.axes import ordered, ranks_of
+from tilemesh.core.errors import RunError, UsageError
+from tilemesh.graph.joint import ModuleCall, trace_joint
+from tilemesh.parallel import Mesh, PlacedModule, place
+from tilemesh.parallel.placed import Pins, place_joint
+
+D = torch.float64
+TOLERANCE = 1e-10
+STEPS = 3
+Loss = Callable[[Any], Tensor]
+
+
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 8, dtype=D), nn.Linear(8, 6, dtype=D)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return functional.mse_loss(self.down(torch.tanh(self.up(x))) + x, y)
+
+
+def batch(rows: int = 8, seed: int = 0) -> list[Tensor]:
+    random = torch.Generator().manual_seed(seed)
+    return [torch.randn(rows, 6, dtype=D, generator=random) for _ in range(2)]
+
+
+def called(module: nn.Module, example: Any) -> Any:
+    return module(**example) if isinstance(example, Mapping) else module(*example)
+
+
+def train(module: nn.Module, example: Any, loss: Loss, make: Any) -> list[float]:
+    optimizer, losses = make(module.parameters()), []
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        value = loss(called(module, example))
+        value.backward()
+        optimizer.step()
+        losses.append(value.item())
+    return losses
+
+
+def by_sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, 0.05, momentum=0.9, weight_decay=0.01)
+
+
+def by_adam(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, 0.01)
+
+
+def itself(value: Tensor) -> Tensor:
+    return value
+
+
+def require_equal(
+    module: nn.Module, example: Any, axes: Mapping[str, int], pins: Pins, loss: Loss = itself, make: Any = by_sgd
+) -> tuple[int, list[str]]:
+    """Losses and all tensors after some steps; how many numbers rank 0 holds, and what it exchanges in a step."""
+    mesh_axes = ordered({"dp": 1, "tp": 1} | dict(axes))
+    joint = place_joint(trace_joint(module, ModuleCall.example(example)), mesh_axes, pins)
+
+    def rank(comm: Communicator) -> Any:
+        laid = place(module, Mesh(comm, **axes), pins, example, joint=joint)
+        losses = train(laid, example, loss, make)
+        run = laid.program(ModuleCall.example(example))
+        held = sum(value.numel() for value in laid.parameters())
+        return losses, laid.gather(), held, [f"{node.op} {node['axis']}" for node in run.exchanges]
+
+    ranks = run_threads(ranks_of(mesh_axes), rank)
+    single = copy.deepcopy(module)
+    wanted = train(single, example, loss, make)
+    for losses, *_ in ranks:
+        assert losses == pytest.approx(wanted, abs=TOLERANCE, rel=TOLERANCE)
+    state = ranks[0][1]
+    assert state.keys() == single.state_dict().keys()
+    for name, value in single.state_dict().items():
+        torch.testing.assert_close(state[name], value, atol=TOLERANCE, rtol=TOLERANCE, msg=name)
+    return ranks[0][2], ranks[0][3]
+
+
+ROWS = {"input*": "dp:S0"}
+
+
+def test_data_tensor_and_both_parallelism_of_an_mlp_equal_one_process() -> None:
+    module = Mlp()
+    everything = sum(value.numel() for value in module.parameters())
+    held, _ = require_equal(module, batch(), {"dp": 2}, ROWS)
+    assert held == everything
+    megatron = {"up.weight": "tp:S0"}
+    held, exchanged = require_equal(module, batch(), {"tp": 2}, megatron)
+    assert held == everything - (6 * 8 + 8 + 8 * 6) // 2, "both matrices and the first bias are cut"
+    assert exchanged == ["all_reduce tp"], "one sum, where the second product leaves"
+    require_equal(module, batch(), {"dp": 2, "tp": 2}, ROWS | megatron, make=by_adam)
+    require_equal(module, batch(7), {"dp": 3}, ROWS)  # uneven
+
+
+def test_parameters_cut_over_the_batchs_axis_are_fully_sharded() -> None:
+    """ZeRO is S on parameters, gradients and states: gathered where they are used, gradients reduced and scattered."""
+    held, exchanged = require_equal(
+        Mlp(), batch(64), {"dp": 2}, ROWS | {"*weight": "dp:S0", "*bias": "dp:S0"}, make=by_adam
+    )
+    assert held == (6 * 8 + 8 + 8 * 6 + 6) // 2
+    assert sorted(set(exchanged)) == ["all_gather dp", "all_reduce dp", "reduce_scatter dp"]
+    assert exchanged.count("reduce_scatter dp") == 4
+    assert exchanged.count("all_reduce dp") == 1, "the loss"
+
+
+def test_a_module_goes_on_from_a_state_that_another_layout_wrote(tmp_path: Path) -> None:
+    module, path = Mlp(), tmp_path / "state.pt"
+
+    def first(comm: Communicator) -> None:
+        laid = place(module, Mesh(comm, dp=2), ROWS | {"up.weight": "dp:S1"}, batch())
+        train(laid, batch(), itself, by_sgd)
+        state = laid.gather()
+        if state is not None:
+            torch.save(state, path)
+
+    def second(comm: Communicator) -> Any:
+        laid = place(Mlp(), Mesh(comm, tp=3), {"up.weight": "tp:S0"}, batch())
+        laid.load(torch.load(path) if comm.rank == 1 else None, root=1)
+        train(laid, batch(), itself, by_sgd)
+        return laid.gather()
+
+    run_threads(2, first)
+    state = run_threads(3, second)[0]
+    single = copy.deepcopy(module)
+    for _ in range(2):
+        train(single, batch(), itself, by_sgd)
+    for name, value in single.state_dict().items():
+        torch.testing.assert_close(state[name], value, atol=TOLERANCE, rtol=TOLERANCE)
+
+
+def test_other_shapes_evaluation_and_clipping() -> None:
+    module = Mlp()
+
+    def rank(comm: Communicator) -> Any:
+        laid = place(module, Mesh(comm, dp=2), ROWS, batch())
+        with torch.no_grad():
+            losses = [laid(*batch(6)).item(), laid(*batch(8)).item()]
+        laid(*batch(8)).backward()
+        norm = laid.clip_gradients(0.1)
+        return losses, norm, laid.gather({name: p.grad for name, p in laid.named_parameters()})
+
+    (losses, norm, gradients), _ = run_threads(2, rank)
+    assert losses == pytest.approx([module(*batch(6)).item(), module(*batch(8)).item()], abs=TOLERANCE)
+    module(*batch(8)).backward()
+    assert norm == pytest.approx(float(nn.utils.clip_grad_norm_(module.parameters(), 0.1)), abs=TOLERANCE)
+    for name, value in module.named_parameters():
+        torch.testing.assert_close(gradients[name], value.grad, atol=TOLERANCE, rtol=TOLERANCE)
+
+
+class Scores(nn.Linear):
+    """A module whose loss is the user's."""
+
+
+def test_results_come_whole_or_as_they_are_pinned() -> None:
+    module = Scores(6, 4, dtype=D)
+    x = batch()[0]
+
+    def rank(comm: Communicator) -> Any:
+        mesh = Mesh(comm, dp=2)
+        whole = place(module, mesh, {"input": "dp:S0"}, {"input": x})(input=x)
+        part = place(module, mesh, {"input": "dp:S0", "output0": "dp:S0"}, {"input": x})
+        rows = part(input=x)
+        rows.square().sum().backward()  # each rank of its own rows: the gradient is of their sum
+        return whole.detach(), rows.detach(), part.gather({"weight": part.weight.grad})
+
+    (whole, first, gradient), (_, last, _) = run_threads(2, rank)
+    wanted = module(x)
+    wanted.square().sum().backward()
+    for got in (whole, torch.cat([first, last])):
+        torch.testing.assert_close(got, wanted.detach(), atol=TOLERANCE, rtol=TOLERANCE)
+    torch.testing.assert_close(gradient["weight"], module.weight.grad, atol=TOLERANCE, rtol=TOLERANCE)
+
+
+class Branches(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if x.sum() > 0 else x
+
+
+@pytest.mark.parametrize(
+    ("module", "pins", "message"),
+    [
+        (Mlp(), {"up.wieght": "tp:S0"}, "tensor 'up.wieght'"),
+        (Mlp(), {"up.weight": "cp:S0"}, "axis 'cp'"),
+        (Branches(6, 6, dtype=D), {}, "depends on a tensor's values"),
+    ],
+)
+def test_what_cannot_be_placed_is_refused_in_a_line(module: nn.Module, pins: Pins, message: str) -> None:
+    def rank(comm: Communicator) -> PlacedModule:
+        return place(module, Mesh(comm, tp=1), pins, batch()[: 2 if isinstance(module, Mlp) else 1])
+
+    with pytest.raises((UsageError, RunError)) as caught:
+        run_threads(1, rank)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
