@@ -30,13 +30,16 @@ def bounds(low_BT, high_BT, keys):
 @pytest.mark.parametrize(
     ("implementation", "kind"),
     [
-        *(("torch", kind) for kind in ("full", "causal", "bounds")),
+        *((how, kind) for how in ("torch", "by operations") for kind in ("full", "causal", "bounds")),
         ("interpret", "bounds"),
         pytest.param("interpret", "causal", marks=pytest.mark.slow),
     ],
 )
-def test_a_block_and_the_rest_make_up_all(implementation, kind):
+def test_a_block_and_the_rest_make_up_all(implementation, kind, monkeypatch):
     """Queries over a first block as the kind says and over a second in full, beside attention under one mask."""
+    if implementation == "by operations":  # as on a GPU in float64
+        implementation = "torch"
+        monkeypatch.setattr(sys.modules[attend_block.__module__], "_is_fused", lambda q: False)
     if implementation == "interpret":
         pytest.importorskip("triton")
     tokens = others = 21
@@ -66,10 +69,17 @@ def test_a_block_and_the_rest_make_up_all(implementation, kind):
     torch.testing.assert_close(torch.cat([part.v for part in made], 2), leaves[2].grad, rtol=0, atol=1e-13)
 
 
-def test_many_queries_are_taken_a_few_at_a_time(monkeypatch):
+@pytest.mark.parametrize("is_fused", [True, False])
+def test_many_queries_are_taken_a_few_at_a_time(monkeypatch, is_fused):
     q, k, v = normal(1, 2, 37, E), normal(1, 2, 37, E, seed=1), normal(1, 2, 37, E, seed=2)
-    at_once = attend_block(q, k, v, causal=True)
-    monkeypatch.setattr(sys.modules[attend_block.__module__], "_SCORES", 2 * 37 * 5)
-    for one, other in zip(at_once, attend_block(q, k, v, causal=True), strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=1e-14)
+    module, high_BT = sys.modules[attend_block.__module__], torch.arange(1, 38)[None]
+    monkeypatch.setattr(module, "_is_fused", lambda q: is_fused)
+    seen, _ = bounds(torch.zeros_like(high_BT), high_BT, 37)
+    results = []
+    for scores in (1 << 20, 2 * 37 * 5):
+        monkeypatch.setattr(module, "_SCORES", scores)
+        y, sums = attend_block(q, k, v, seen=seen)
+        results.append((y, sums, *attend_block_back(v, q, k, v, y, sums, seen=seen)))
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-13)
     assert attend_block(q.bfloat16(), k.bfloat16(), v.bfloat16())[0].dtype == torch.float32, "sums are wide"

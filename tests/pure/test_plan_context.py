@@ -62,11 +62,11 @@ def test_the_search_shares_sequences_that_no_rank_holds_alone() -> None:
 
 @pytest.mark.parametrize("cp", [2, 4])
 def test_on_a_cpu_a_ring_computes_in_blocks(cp: int) -> None:
-    """Scores of each block are written, of those on the diagonal all: of 2c runs of a sequence the rank's first has one
-    block, its last 2c, and together every rank has as many."""
+    """Of 2c runs of a sequence the rank's first has one block, its last 2c, and together every rank has as many; those
+    on the diagonal are computed whole."""
     blocks, run = ring_blocks(4096, cp), 4096 // (2 * cp)
-    assert blocks.pairs == (2 * cp + 1) * run**2
-    assert blocks.masked == 2 * run**2
+    assert sum(pair.queries.length * pair.keys.length for pair in blocks) == (2 * cp + 1) * run**2
+    assert sum(pair.causal for pair in blocks) == 2
     model = preset("tiny")
     common: dict[str, object] = {"zero": 0, "precision": "fp32", "recompute": "none"}
     shared, alone = (

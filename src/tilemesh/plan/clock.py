@@ -303,8 +303,10 @@ def _routed(model: ModelConfig, task: Task, axis: RanksOfNodes, speed: Speed, ti
 
 
 def _ring_s(axis: RanksOfNodes, exchange: Exchange) -> float:
-    """Messages of each rank to the next until all have seen all: what gathering everything takes."""
-    return axis.exchange_s("all_gather", exchange.nbytes * axis.ranks / (axis.ranks - 1))
+    """Messages of each rank to the next until all have seen all: what gathering everything takes, and ranks meet for
+    each of them."""
+    gathering_s = axis.exchange_s("all_gather", exchange.nbytes * axis.ranks / (axis.ranks - 1))
+    return gathering_s + (axis.ranks - 2) * axis.meeting_s
 
 
 # ---- over a whole step -----------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from tilemesh.comm.schedules.cost import seconds, traffic
 from tilemesh.comm.schedules.topology import Wire
 from tilemesh.core.calibration import Rates
 from tilemesh.core.hardware import DEVICES, DTYPE_BYTES, Cluster, Device
-from tilemesh.model.work.operations import Operation, Product
+from tilemesh.model.work.operations import FusedAttention, Operation, Product
 from tilemesh.model.work.passes import MemoryPass
 from tilemesh.model.work.task import Code, unaligned
 from tilemesh.plan import constants
@@ -90,7 +90,10 @@ class Speed:
             moving = op.nbytes / (rate * constants.PASS_FRACTION[self.waits][op.kind])
             return self._with_launches(moving + op.exponentials / self.exponentials_per_s, op.launches)
         cost = op.cost
-        compute = cost.flops / self.attention.rate(op.backward, op.head_width, op.keys)
+        rate = self.attention.rate(op.backward, op.head_width, op.keys)
+        if isinstance(op, FusedAttention) and op.is_block:
+            rate *= constants.BLOCK_GAIN / (1 + constants.BLOCK_FILL / op.queries)
+        compute = cost.flops / rate
         return self._with_launches(max(compute, cost.bytes_moved / self.stream_bytes_per_s), 1)
 
     def _with_launches(self, busy_s: float, launches: int) -> float:

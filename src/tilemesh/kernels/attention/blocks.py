@@ -5,7 +5,8 @@ results over several blocks are then weighed by their sums. Backward is given th
 so what it computes are this block's parts of the gradients, to be added up. Which keys a query sees is an interval, as
 everywhere here: all, those up to itself, or bounds of its own (packed documents, windows).
 
-On a GPU by the kernels of `attention`; elsewhere, and in float64, in plain torch, a few queries at a time.
+On a GPU by the kernels of `attention`, on a CPU by torch's own, which gives the logarithms too; in float64 on a GPU,
+which has neither, operation by operation, a few queries at a time.
 Names: B batch, H heads of queries, K heads of keys and values, G = H / K, T queries, S keys, E width of a head.
 """
 
@@ -22,7 +23,9 @@ from tilemesh.kernels.accuracy import accumulator
 from tilemesh.kernels.launch.computation import launcher
 from tilemesh.kernels.launch.implementation import implementation_of
 
-_SCORES = 1 << 20  # numbers: what plain torch holds of them at a time
+_SCORES = 1 << 20  # numbers: what is held of them, or of a mask, at a time
+_ON_CPU: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_ON_CPU_BACK: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 class SeenKeys(NamedTuple):
@@ -60,6 +63,8 @@ def attend_block(
     how = _implementation(implementation, q, cap)
     if how != "torch":
         return _by_kernel(how, q, k, v, causal, seen)
+    if _is_fused(q):
+        return _on_cpu(q, k, v, causal, seen)
     wide = accumulator(q.dtype)
     y, sums = q.new_empty(q.shape, dtype=wide), q.new_empty(q.shape[:-1], dtype=wide)
     for rows, scores, mask in _scores(q, k, causal, seen, cap):
@@ -89,6 +94,8 @@ def attend_block_back(
     how = _implementation(implementation, q, cap)
     if how != "torch":
         return _back_by_kernel(how, (grad, q, k, v, y), sums, causal, seen)
+    if _is_fused(q):
+        return _back_on_cpu((grad, q, k, v, y), sums, causal, seen)
     wide, scale = accumulator(q.dtype), 1 / math.sqrt(q.shape[-1])
     dq = q.new_empty(q.shape, dtype=wide)
     dk, dv = (x.new_zeros(x.shape, dtype=wide) for x in (k, v))
@@ -130,8 +137,7 @@ def _scores(
             scores = scores.div_(cap).tanh_().mul_(cap)
         mask = None
         if seen is not None:
-            low_BT1, high_BT1 = (x[:, rows, None] for x in (seen.low_BT, seen.high_BT))
-            mask = ((key_S >= low_BT1) & (key_S < high_BT1))[:, None, None]
+            mask = _sees(key_S, rows, seen)[:, None, None]
         elif causal:
             mask = key_S <= key_S[rows, None]
         yield rows, scores.view(batch, kv_heads, heads // kv_heads, count, keys), mask
@@ -141,6 +147,62 @@ def _by_heads(x: Tensor, like: Tensor) -> Tensor:
     """(B, K, G rows, E) as (B, H, rows, E)."""
     batch, kv_heads, group, rows, _ = like.shape
     return x.view(batch, kv_heads * group, rows, -1)
+
+
+# By torch's kernel on a CPU ---------------------------------------------------------------------------------------
+
+
+def _is_fused(q: Tensor) -> bool:
+    return q.device.type == "cpu"
+
+
+def _on_cpu(q: Tensor, k: Tensor, v: Tensor, causal: bool, seen: SeenKeys | None) -> tuple[Tensor, Tensor]:
+    wide = accumulator(q.dtype)
+    q, k, v = q.to(wide), _for_each_head(k.to(wide), q), _for_each_head(v.to(wide), q)
+    if seen is None:
+        y, sums = _ON_CPU(q, k, v, 0.0, causal)
+        return y, sums
+    parts = [_ON_CPU(q[:, :, rows], k, v, 0.0, False, attn_mask=mask) for rows, mask in _masks(q, k, seen)]
+    y, sums = (torch.cat(each, 2) for each in zip(*parts, strict=True))
+    return y, sums.masked_fill((seen.high_BT <= seen.low_BT)[:, None], -math.inf)
+
+
+def _back_on_cpu(tensors: tuple[Tensor, ...], sums: Tensor, causal: bool, seen: SeenKeys | None) -> BlockGradients:
+    grad, q, k, v, y = (x.to(accumulator(x.dtype)) for x in tensors)
+    kv_heads, keys = k.shape[1], (_for_each_head(k, q), _for_each_head(v, q))
+    if seen is None:
+        parts = [_ON_CPU_BACK(grad, q, *keys, y, sums, 0.0, causal)]
+    else:
+        parts = [
+            _ON_CPU_BACK(
+                *(x[:, :, rows] for x in (grad, q)), *keys, *(x[:, :, rows] for x in (y, sums)), 0.0, False,
+                attn_mask=mask,
+            )
+            for rows, mask in _masks(q, k, seen)
+        ]  # fmt: skip
+    dq, dk, dv = zip(*parts, strict=True)
+    shared = (sum(each[1:], each[0]).unflatten(1, (kv_heads, -1)).sum(2) for each in (dk, dv))
+    return BlockGradients(dq[0] if len(dq) == 1 else torch.cat(dq, 2), *shared)
+
+
+def _for_each_head(x: Tensor, q: Tensor) -> Tensor:
+    """Keys or values as often as query heads share them."""
+    return x.repeat_interleave(q.shape[1] // x.shape[1], 1) if q.shape[1] != x.shape[1] else x
+
+
+def _masks(q: Tensor, k: Tensor, seen: SeenKeys) -> Iterator[tuple[slice, Tensor]]:
+    """Of a few queries at a time: which, and what is added to their scores (B, 1, rows, S)."""
+    keys, tokens = k.shape[2], q.shape[2]
+    step = max(1, _SCORES // (q.shape[0] * keys))
+    for begin in range(0, tokens, step):
+        rows = slice(begin, min(begin + step, tokens))
+        sees = _sees(torch.arange(keys, device=q.device), rows, seen)
+        yield rows, torch.zeros(sees.shape, dtype=q.dtype).masked_fill_(~sees, -math.inf)[:, None]
+
+
+def _sees(key_S: Tensor, rows: slice, seen: SeenKeys) -> Tensor:
+    low_BT1, high_BT1 = (x[:, rows, None] for x in (seen.low_BT, seen.high_BT))
+    return (key_S >= low_BT1) & (key_S < high_BT1)
 
 
 # By the kernels ---------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from tilemesh.core.cost import LONG_DTYPES, Cost
-from tilemesh.core.sequence import block_pairs, zigzag
+from tilemesh.core.sequence import BlockPair, block_pairs, zigzag
 from tilemesh.kernels.attention import cost as attention
 from tilemesh.kernels.matmul.cost import product_cost
 from tilemesh.kernels.softmax import cost as softmax
@@ -69,11 +69,13 @@ class FusedAttention(NamedTuple):
     head_width: int
     dtype: str
     backward: bool = False
+    is_block: bool = False
+    """Whether every query meets every key of a block, and what it does not see is masked afterwards."""
 
     @property
     def cost(self) -> Cost:
         """FLOPs of the pairs that are not masked, about half of the square where there are as many keys as queries."""
-        seen = attention.pairs(self.queries, self.keys, causal=True)
+        seen = attention.pairs(self.queries, self.keys, causal=not self.is_block)
         sizes = (self.sequences, self.heads, self.kv_heads, self.queries, self.head_width, LONG_DTYPES[self.dtype])
         return attention.cost(*sizes, keys=self.keys, seen=seen, backward=self.backward)
 
@@ -229,54 +231,32 @@ def _attention(model: ModelConfig, task: Task) -> tuple[tuple[Operation, ...], t
     )
 
 
-TRANSPOSED_CALLS = 5
-"""Of a small product of a batch whose second operand lies transposed, what a CPU spends beside its work, in operations.
-MEASURED on a Neoverse-N1, torch 2.13, float32, 64 x 32 x 32: 59 us, where one that does not takes 8 and an operation
-9.5; not measured on x86-64."""
-
-
-class RingBlocks(NamedTuple):
-    """Of a rank's queries of one sequence: blocks of keys that come round, with all pairs of a query and a key in them,
-    also those that are masked where both are the same tokens."""
-
-    blocks: int
-    queries: int
-    """Of all blocks together."""
-    pairs: int
-    masked: int
-    """Pairs of blocks of which some are masked."""
-
-
 @functools.cache
-def ring_blocks(tokens: int, ranks: int) -> RingBlocks:
-    """Of the first rank, in zigzag order."""
+def ring_blocks(tokens: int, ranks: int) -> tuple[BlockPair, ...]:
+    """Blocks of keys that come round to the first rank's queries of one sequence, in zigzag order."""
     runs = [zigzag(tokens, ranks, rank) for rank in range(ranks)]
-    blocks = [pair for keys in runs for pair in block_pairs(runs[0], keys)]
-    sizes = [pair.queries.length * pair.keys.length for pair in blocks]
-    masked = sum(size for size, pair in zip(sizes, blocks, strict=True) if pair.causal)
-    return RingBlocks(len(blocks), sum(pair.queries.length for pair in blocks), sum(sizes), masked)
+    return tuple(pair for keys in runs for pair in block_pairs(runs[0], keys))
+
+
+BLOCK_CALLS = (32, 36)
+"""Calls of torch beside a block's attention, forward and backward: COUNTED in `parallel/ring.py` and
+`kernels/attention/blocks.py`."""
 
 
 def _attention_in_blocks(model: ModelConfig, task: Task) -> tuple[tuple[Operation, ...], tuple[Operation, ...]]:
-    """Around the ring on a CPU, in plain torch (`kernels/attention/blocks.py`): scores of each block are written, and
-    what it gives is merged with what others gave. Counted are the passes over scores (scaled, masked, their logarithm
-    of a sum, subtracted, exponentiated; backward also the slope's three) and over what is merged, and the calls."""
-    ring, width, wide = ring_blocks(sum(task.shares), task.cp), model.head_width, task.wide
-    heads, kv_heads = model.heads // task.tp, max(1, model.kv_heads // task.tp)
-    rows = heads // kv_heads * -(-ring.queries // ring.blocks)
-    keys = -(-ring.pairs // ring.queries)
-    scores = Product("scores in blocks", task.sequences * kv_heads * ring.blocks, rows, keys, width, task.dtype)
-    values = scores._replace(name="values in blocks", n=width, k=keys)
-    pairs, masked, merged = (task.sequences * heads * n * wide for n in (ring.pairs, ring.masked, ring.queries * width))
-    exponentials, turned = pairs // wide, TRANSPOSED_CALLS * scores.batch
-    forward = MemoryPass("blocks", 9 * pairs + 2 * masked + 9 * merged, 24 * ring.blocks + turned, 2 * exponentials)
-    back = MemoryPass("blocks", 13 * pairs + 2 * masked + 8 * merged, 34 * ring.blocks + 2 * turned, exponentials)
-    gradients = (
-        scores._replace(backward=True), values._replace(m=keys, n=width, k=rows, backward=True),
-        scores._replace(name="slopes in blocks", backward=True), values._replace(backward=True),
-        values._replace(m=keys, n=width, k=rows, backward=True),
-    )  # fmt: skip
-    return (scores, values, forward), (*gradients, back)
+    """Around the ring on a CPU (`kernels/attention/blocks.py`): attention of each block, whose result is merged with
+    what others gave (read and written as two products and a sum), or whose gradients are added; keys and values as
+    often as query heads share them. What passes around the ring is made and copied once."""
+    heads, kv_heads, width = model.heads // task.tp, max(1, model.kv_heads // task.tp), model.head_width
+    forward: list[Operation] = []
+    backward: list[Operation] = []
+    for pair in ring_blocks(sum(task.shares), task.cp):
+        sizes = (task.sequences, heads, kv_heads, pair.queries.length, pair.keys.length, width, task.dtype)
+        block = FusedAttention("attention of a block", *sizes, is_block=True)
+        query, key = (task.sequences * heads * width * run.length * task.wide for run in (pair.queries, pair.keys))
+        forward += [block, MemoryPass("merging", 7 * query + 4 * key, BLOCK_CALLS[0])]
+        backward += [block._replace(backward=True), MemoryPass("adding up", 3 * query + 10 * key, BLOCK_CALLS[1])]
+    return tuple(forward), tuple(backward)
 
 
 # ---- the ends of the model -------------------------------------------------------------------------------------
