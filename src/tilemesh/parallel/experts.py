@@ -29,6 +29,7 @@ from tilemesh.comm.runtime.communicator import Communicator
 from tilemesh.core.plan import ParallelPlan
 from tilemesh.core.step.action import Kind, Payload
 from tilemesh.core.tensor_placement import Crossing, S
+from tilemesh.kernels.routing.reference import inverse
 from tilemesh.model.deferral import product_dtype
 from tilemesh.model.experts import Computation, ExpertChoice, Experts, Results
 from tilemesh.parallel.mesh import Mesh
@@ -178,9 +179,9 @@ class ExpertExchange:
         def results(compute: Computation) -> Tensor:
             own = torch.arange(counts.shape[1], device=rows_ND.device).repeat(self.comm.size)
             order = own.repeat_interleave(counts.flatten()).argsort(stable=True)  # they came rank by rank
-            made = compute(dispatch.arrived(landing_MD)[order], counts.sum(0))
+            made = compute(dispatch.arrived(landing_MD).index_select(0, order), counts.sum(0))
             combine = Journey(self, "COMBINE", receives, sends)
-            return combine.arrived(combine.there(made[order.argsort()]))
+            return combine.arrived(combine.there(made.index_select(0, inverse(order))))
 
         return results
 

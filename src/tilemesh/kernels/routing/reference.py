@@ -56,7 +56,7 @@ def route_tokens(
     if renormalized:
         weights = weights / weights.sum(-1, keepdim=True)
     flat = experts.flatten()
-    slots = flat.argsort(stable=True).argsort().view(experts.shape)
+    slots = inverse(flat.argsort(stable=True)).view(experts.shape)
     counts = flat.new_zeros(scores.shape[1]).scatter_add(0, flat, torch.ones_like(flat))
     return weights, experts, slots, counts
 
@@ -75,7 +75,7 @@ def serves_rows(x: Tensor, *others: Tensor) -> bool:
 @operator(kernel="tilemesh.kernels.routing.kernel:PERMUTE", check=check_permute, served=serves_rows)
 def permute_rows(x: Tensor, slots: Tensor) -> Tensor:
     """Each token's row at all of its places: (N C, D). slots: (N, C), every number below N C once (`route_tokens`)."""
-    return x[slots.flatten().argsort() // slots.shape[1]]
+    return x.index_select(0, inverse(slots.flatten()) // slots.shape[1])
 
 
 def check_unpermute(results: Tensor, weights: Tensor, slots: Tensor) -> None:
@@ -100,7 +100,13 @@ def unpermute_rows(results: Tensor, weights: Tensor, slots: Tensor) -> Tensor:
     results: (N C, D); weights: (N, C), of their dtype or wider; slots: (N, C), every number below N C once
     (`route_tokens`). Kernels add up in float32.
     """
-    return (results[slots] * weights.to(results.dtype)[..., None]).sum(-2)
+    rows = results.index_select(0, slots.flatten()).view(*slots.shape, -1)
+    return (rows * weights.to(results.dtype)[..., None]).sum(-2)
+
+
+def inverse(order: Tensor) -> Tensor:
+    """Of a permutation."""
+    return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
 
 
 # ---- for benchmarks and tests ------------------------------------------------------------------------------------

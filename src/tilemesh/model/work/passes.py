@@ -34,7 +34,7 @@ class MemoryPass(NamedTuple):
     kind: str = "plain"
     """"rows" where a sum over rows or columns is made, "softmax" where rows of exponentials are, "halves" of heads,
     "activation" where each element takes dozens of instructions (gelu), "turned" where a kernel reads either half of a
-    head for each; "odd ..." where rows begin at odd addresses."""
+    head for each; "gathered" where rows come by their numbers; "odd ..." where rows begin at odd addresses."""
 
     @classmethod
     def of(cls, name: str, cost: Cost, launches: int = 1, kind: str = "plain") -> MemoryPass:
@@ -84,14 +84,26 @@ def layer_passes(model: ModelConfig, task: Task) -> tuple[list[MemoryPass], list
         forward, backward = [*forward, there], [*backward, back]
     if not model.experts:
         return forward, backward
-    # Rows to their experts' order and back, where each token's are added; those that come from other ranks once more.
-    # Scores and their softmax are made in float32 at least.
-    sent, apart = sent_rows(model, task), task.tp // task.ranks_per_expert
-    moved = task.tokens // apart + sent + (2 * busiest_rows(model, task) if task.ep > 1 else 0)
-    rows, scores = moved * model.width * task.size, 4 * task.tokens // apart * model.experts * task.wide
-    calls = model.experts // task.ep * (1 + model.mlp_inputs) if task.code == "eager" and not task.gpu else 0
-    both = [MemoryPass("rows to experts and back", 2 * rows, 4), MemoryPass("routing", scores, 6 + calls)]
-    return [*forward, *both], [*backward, *both]
+    there, back = _routed(model, task)
+    return [*forward, *there], [*backward, *back]
+
+
+def _routed(model: ModelConfig, task: Task) -> tuple[list[MemoryPass], list[MemoryPass]]:
+    """Rows to their experts' order and back, where each token's are added; those that come from other ranks once more.
+    Scores and their softmax are made in float32 at least."""
+    sent, arrived, apart = sent_rows(model, task), busiest_rows(model, task), task.tp // task.ranks_per_expert
+    row, scores = model.width * task.size, 4 * task.tokens // apart * model.experts * task.wide
+    if task.gpu or task.code != "eager":
+        moved = task.tokens // apart + sent + (2 * arrived if task.ep > 1 else 0)
+        both = [MemoryPass("rows to experts and back", 2 * moved * row, 4), MemoryPass("routing", scores, 6)]
+        return both, both
+    # Each gathering reads and writes; joined experts' results are copied, weighed ones written, read and added.
+    gathered = 2 * (2 * sent + (2 * arrived if task.ep > 1 else 0)) * row
+    joined, calls = (2 * arrived + 4 * sent) * row, model.experts // task.ep * (1 + model.mlp_inputs)
+    rows = MemoryPass("rows to experts and back", gathered, 14, kind="gathered")
+    weighed = MemoryPass("results joined and weighed", joined, 6)
+    there = [rows, weighed, MemoryPass("routing", scores, 16 + calls)]
+    return there, [rows, weighed, MemoryPass("routing", scores, 8 + calls)]
 
 
 CAST_BYTES = {"fused": 6, "compiled": 10, "eager": 10}
