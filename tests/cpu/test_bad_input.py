@@ -20,6 +20,7 @@ import pytest
 
 import tilemesh as tm
 from tilemesh.cli.main import main
+from tilemesh.cli.models import load_model
 from tilemesh.core.config import split_sets
 from tilemesh.core.errors import UsageError
 from tilemesh.core.files import filling
@@ -403,6 +404,8 @@ def test_a_file_need_not_say_the_vocabulary_of_bytes(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text(MODEL + '[data]\ntokenizer = "tokenizer.json"\n')
     with pytest.raises(UsageError, match=r"missing key 'model\.vocabulary'"):
         load(str(tmp_path / "run.toml"))
+    with pytest.raises(UsageError, match=r"run\.toml: missing key 'model\.vocabulary': expected a whole number"):
+        load_model(str(tmp_path / "run.toml"), [])
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from tilemesh.core.conflicts import is_runnable
 from tilemesh.core.errors import UsageError
 from tilemesh.core.hardware import parse_cluster
 from tilemesh.core.plan import ParallelPlan
+from tilemesh.core.units import format_seconds
 from tilemesh.model.config import ModelConfig, preset
 from tilemesh.model.work.routing import busiest_rows, imbalance, sent_rows
 from tilemesh.model.work.task import STATE_BYTES, Task
@@ -121,6 +122,11 @@ def test_the_search_shares_experts_out_where_that_fits_best_and_says_why() -> No
     words = " ".join(why(found))
     assert f"ep {found.best.plan.ep} puts {128 // found.best.plan.ep} of 128 on each GPU" in words
     assert "times the mean (expected of random picks" in words
+    piped = search("mixtral-8x7b", "16xh100", batch=64, pins=Pins.parse(["pp=4"]))
+    other = min(point for point in piped.points if (point.layout.ep > 1) != (piped.best.plan.ep > 1))
+    exact_s = piped.estimator().step_s(other.layout)
+    assert abs(exact_s / other.time_s - 1) > 1e-3, "a pipeline in closed form is not the one that is simulated"
+    assert f"takes {format_seconds(exact_s)}" in " ".join(why(piped))
     assert {
         prediction.plan.ep for prediction in search(QWEN, "16xh100", batch=64, pins=Pins.parse(["ep=4"])).predictions
     } == {4}

@@ -74,7 +74,7 @@ def load(
 
 def from_dict(cls: type[T], data: Mapping[str, Any], source: str = "") -> T:
     """An instance from plain data, as `to_dict` or a TOML file gives it; `source` names it in errors."""
-    return _build(cls, _check(cls, data, source))
+    return _build(cls, _check(cls, data, source), source=source)
 
 
 def section(cls: type[T], name: str, text: str, source: str) -> T:
@@ -304,7 +304,7 @@ def _merge(base: dict[str, Any], layer: Mapping[str, Any]) -> None:
             base[key] = value
 
 
-def _build(cls: type[T], given: Mapping[str, Any], base: T | None = None, prefix: str = "") -> T:
+def _build(cls: type[T], given: Mapping[str, Any], base: T | None = None, prefix: str = "", source: str = "") -> T:
     """The instance; a section that is partly given keeps the rest from its default."""
     hints = field_types(cls)
     values: dict[str, Any] = {}
@@ -314,9 +314,11 @@ def _build(cls: type[T], given: Mapping[str, Any], base: T | None = None, prefix
         value = given.get(f.name, default)
         if section is not None and (isinstance(value, dict) or value is dataclasses.MISSING):
             below = value if isinstance(value, dict) else {}
-            value = _build(section, below, default if isinstance(default, section) else None, f"{prefix}{f.name}.")
+            known = default if isinstance(default, section) else None
+            value = _build(section, below, known, f"{prefix}{f.name}.", source)
         if value is dataclasses.MISSING:
-            raise UsageError(f"missing key '{prefix}{f.name}': expected {type_words(hints[f.name])}")
+            where = f"{source}: " if source else ""
+            raise UsageError(f"{where}missing key '{prefix}{f.name}': expected {type_words(hints[f.name])}")
         values[f.name] = value
     try:
         return cls(**values)

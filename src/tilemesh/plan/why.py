@@ -225,7 +225,8 @@ def _experts(result: SearchResult, best: Prediction) -> str:
     beside = "no layout without it fits" if plan.ep > 1 else "no layout that shares them out fits"
     if other is not None:
         how = "without it" if plan.ep > 1 else "with it"
-        beside = f"{how} the quickest that fits, {other.layout.short()}, takes {format_seconds(other.time_s)}"
+        step_s = result.estimator().step_s(other.layout)  # simulated, as the best plan's is
+        beside = f"{how} the quickest that fits, {other.layout.short()}, takes {format_seconds(step_s)}"
     if plan.ep == 1:
         each = f"every GPU holds 1/{plan.tp} of each" if plan.tp > 1 else "every GPU holds all of its layers' experts"
         return f"Experts are not shared out (ep 1): {each}, and no row travels; {beside}."
