@@ -84,8 +84,8 @@ def layer_passes(model: ModelConfig, task: Task) -> tuple[list[MemoryPass], list
         forward, backward = [*forward, there], [*backward, back]
     if not model.experts:
         return forward, backward
-    there, back = _routed(model, task)
-    return [*forward, *there], [*backward, *back]
+    routed, routed_back = _routed(model, task)
+    return [*forward, *routed], [*backward, *routed_back]
 
 
 def _routed(model: ModelConfig, task: Task) -> tuple[list[MemoryPass], list[MemoryPass]]:
