@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import signal
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from served import Serving, make_folder
@@ -133,3 +133,53 @@ def test_calls_are_streamed_in_deltas(server: Serving, choice: Any) -> None:
     assert (names, len(ids), finish) == ([expected], 1, "tool_calls")
     assert content == ("Yes." if choice == "auto" else "")
     check_arguments(expected, arguments)
+
+
+# Through LangChain ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def chat(server: Serving) -> Any:
+    chat_model: Any = pytest.importorskip("langchain_openai", reason="pip install langchain-openai").ChatOpenAI
+    address = f"http://127.0.0.1:{server.port}/v1"
+    return chat_model(model="small", base_url=address, api_key="none", temperature=1.2, max_tokens=80, seed=3)
+
+
+def schema_of() -> Any:
+    pydantic: Any = pytest.importorskip("pydantic")
+    bounded = (int, pydantic.Field(ge=0, le=9))
+    return pydantic.create_model("Pick", __doc__="Pick one.", a=bounded, word=(Literal["x", "yes", "no"], ...))
+
+
+def check_pick(told: Any) -> None:
+    assert set(told) == {"a", "word"}
+    assert told["a"] in range(10)
+    assert told["word"] in ("x", "yes", "no")
+
+
+@pytest.mark.parametrize("choice", ["required", "Pick"])
+def test_langchain_binds_tools(chat: Any, choice: str) -> None:
+    messages: Any = pytest.importorskip("langchain_core.messages")
+    bound = chat.bind_tools([schema_of()], tool_choice=choice, parallel_tool_calls=False)
+    made = bound.invoke("hi")
+    (call,) = made.tool_calls
+    assert (call["name"], made.invalid_tool_calls) == ("Pick", [])
+    check_pick(call["args"])
+    total = None
+    for part in bound.stream("hi"):  # the same seed: the same call, in deltas
+        total = part if total is None else total + part
+    assert total is not None
+    assert [one["args"] for one in total.tool_calls] == [call["args"]]
+    result = messages.ToolMessage("rain", tool_call_id=call["id"])
+    assert chat.bind(max_tokens=2).invoke([("user", "hi"), made, result]).usage_metadata["output_tokens"] <= 2
+
+
+@pytest.mark.parametrize("method", ["function_calling", "json_schema"])
+def test_langchain_gets_structured_output(chat: Any, method: str) -> None:
+    schema = schema_of()
+    told = chat.with_structured_output(schema, method=method).invoke("hi")
+    assert isinstance(told, schema)
+    check_pick(told.model_dump())
+    both = chat.with_structured_output(schema.model_json_schema(), method=method, include_raw=True).invoke("hi")
+    assert both["parsing_error"] is None
+    check_pick(both["parsed"])
