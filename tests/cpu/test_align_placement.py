@@ -15,16 +15,21 @@ from tilemesh.align import placement
 from tilemesh.align.config import AlignConfig, load
 from tilemesh.align.job import fit
 from tilemesh.align.rank import train_here
+from tilemesh.cli.commands.plan.grade import grade_run
 from tilemesh.cli.main import main
 from tilemesh.comm import run_threads
 from tilemesh.core.calibration import Calibration, Rates
 from tilemesh.core.errors import UsageError
+from tilemesh.core.units import format_seconds
 from tilemesh.plan.local import local_cpu
+from tilemesh.report import run, run_page
+from tilemesh.report.kind_page import Beside
 from tilemesh.runs.files import write_text
-from tilemesh.runs.folder import new_run
+from tilemesh.runs.folder import new_run, read_summary, write_prediction
 from tilemesh.runs.kind import ALIGN
 from tilemesh.runs.metrics import STEP, latest
-from tilemesh.runs.names import FEEDBACK, SAMPLES
+from tilemesh.runs.names import FEEDBACK, SAMPLES, SUMMARY
+from tilemesh.runs.phases import predicted_phases
 from tilemesh.runs.reader import open_checkpoint
 
 QUICK = (
@@ -131,6 +136,31 @@ def test_pairs_are_drawn_by_nobody(start: Path, tmp_path: Path) -> None:
 ONE = Rates(matmul_flops_per_s={"fp32": 40e9, "fp64": 20e9}, copy_bytes_per_s=9e9, elementwise_bytes_per_s=8e9,
             exponentials_per_s=2e8, launch_s=8e-6)  # fmt: skip
 MACHINE = local_cpu(Calibration("id", "a box", "today", one_core=ONE, all_cores=ONE), 2, 2, 8 << 30)
+
+
+@pytest.mark.parametrize("sets", [(), (SPLIT,), (AHEAD,)], ids=["colocated", "split", "ahead"])
+def test_a_run_is_predicted_shown_beside_its_prediction_and_graded(
+    start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sets: tuple[str, ...]
+) -> None:
+    """Seconds by phase and memory of its own placement. Those of ranks that train add up to a step."""
+    monkeypatch.setattr(placement, "local_machine", lambda text, machine: MACHINE)
+    mesh = None if sets else "dp=2"
+    told = placement.predict_feedback(load(start, sets=[*QUICK, *sets], mesh=mesh), ())
+    phases = predicted_phases(told)
+    assert sum(phases.values()) == pytest.approx(told["step_time_s"])
+    assert min(phases["passes"], phases["update"], told["limit_s"]) > 0
+    folder = on_ranks(start, tmp_path / "run", *sets, mesh=mesh)
+    write_prediction(folder, told)
+    page = run_page.render(run.read(folder), Beside())
+    assert all(word in page for word in ("predicted", format_seconds(told["step_time_s"])))
+    summary = {**read_summary(folder, ALIGN), "predicted": told}
+    (folder / SUMMARY).write_text(json.dumps(summary))
+    graded = grade_run(str(folder))
+    names = {grade.name for grade in graded.grades if grade.measured is not None and grade.predicted is not None}
+    assert {"rollout", "update", "peak memory"} <= names
+    assert ("peak memory, drawing" in names) == (sets != ())
+    assert graded.find("step time").predicted == told["step_time_s"]
+    assert (graded.find("step time").bound, graded.find("peak memory").bound) == (0.15, 0.05)
 
 
 def test_the_best_placement_is_one_that_runs(

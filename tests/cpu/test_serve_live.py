@@ -24,6 +24,7 @@ from tilemesh.model.packed import packs
 from tilemesh.model.transformer import Transformer
 from tilemesh.serve import Answer, Engine, Sampling
 from tilemesh.serve.answers import collect
+from tilemesh.serve.attention import StoredPages
 from tilemesh.serve.core import AnswerPart, PromptJob
 from tilemesh.serve.live import WhileRunning
 from tilemesh.serve.load import ServedModel, load_served
@@ -377,8 +378,12 @@ def test_memory_goes_back_to_the_system_and_answers_are_the_same_afterwards(tmp_
     with Engine(tmp_path / "wide", pages=400, packed=False) as engine:
         expected = answer_of(engine)
         weights = sum(parameter.nbytes for parameter in engine.served.model.parameters())
-        pages = sum(part.nbytes for stored in engine._core.runner.cache._stored.values() for part in stored.parts)
+        parts = [part for stored in engine._core.runner.cache._stored.values() for part in stored.parts]
+        pages = sum(part.nbytes for part in parts)
         assert min(weights, pages) > 20 << 20
+        with torch.inference_mode():
+            for part in parts:
+                part.add_(0)  # until it is written, it takes no memory
         for level, given_back in ((1, pages), (2, weights)):  # few pages are touched again in between
             before = resident_bytes()
             engine.sleep(level)
@@ -388,6 +393,16 @@ def test_memory_goes_back_to_the_system_and_answers_are_the_same_afterwards(tmp_
             assert engine.asleep == 0
             assert answer_of(engine).logprobs == expected.logprobs
             assert next(engine.generate([PROMPT], ASKED)).found_tokens == 32
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux says how much memory a process has")
+def test_pages_take_memory_when_they_are_written() -> None:
+    before = resident_bytes()
+    stored = StoredPages.empty((2, 1 << 11, 16, 8, 64), torch.float32, torch.device("cpu"), "")
+    assert resident_bytes() - before < stored.held.nbytes / 10
+    assert not stored.held[0, -1].any()
+    stored.held[0, :1024] = 1
+    assert resident_bytes() - before > stored.held.nbytes / 5
 
 
 def test_requests_wait_for_an_engine_that_sleeps(folders: tuple[Path, Path]) -> None:

@@ -27,6 +27,7 @@ from tilemesh.runs.files import read_object
 from tilemesh.runs.folder import kind_of
 from tilemesh.runs.metrics import FAILED, STEP, STOPPED, last_line, latest
 from tilemesh.train import predict
+from tilemesh.train.check import RankProgram
 from tilemesh.train.events import sink_to
 from tilemesh.train.load import load
 from tilemesh.train.preview import preview
@@ -356,15 +357,14 @@ def test_a_preview_counts_the_bytes_of_a_checkpoint_and_the_steps_left(run: Path
     assert seen.checkpoint_bytes < stored < seen.checkpoint_bytes + 300 * tensors
 
 
-def test_a_preview_says_what_the_planner_says_of_memory_and_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_preview_says_what_the_planner_says_of_memory_and_time() -> None:
     config = tm.train.load_config(sets=[SMALL, "train.steps=1000,checkpoint.every=100"])
     parts = dict.fromkeys(
         ("weights", "gradients", "optimizer", "activations", "logits", "working", "reserved"), 1 << 30
     )
     memory = {f"{name}_bytes": size for name, size in parts.items()} | {"total_bytes": 7 << 30, "usable_bytes": 6 << 30}
     told = {"memory": memory, "fits": False, "step_time_s": 0.5, "tokens_per_s": 128.0}
-    monkeypatch.setattr(sys.modules["tilemesh.train.preview"], "predict_run", lambda config, gpus: told)
-    seen = preview(config)
+    seen = preview(config, program=RankProgram(predict=lambda config, gpus: told))
     lines = dict(seen.lines())
     assert seen.seconds == 500
     assert "7 GiB per rank of 6 GiB: DOES NOT FIT" in lines["memory"]

@@ -25,6 +25,7 @@ from tilemesh.launch.board import my_status
 from tilemesh.parallel.agree import everyones, tell
 from tilemesh.parallel.mesh import Mesh
 from tilemesh.parallel.whole import handed_around
+from tilemesh.train.memory import peak_bytes
 from tilemesh.train.record import Recorder
 
 
@@ -99,6 +100,10 @@ class AnswerDrawing:
         """What was begun, in the order of prompts (a collective call)."""
         return everyones(self.mesh.comm, self._raw)
 
+    def memory(self) -> dict[str, list[int]]:
+        """Of ranks that only draw, on the first that trains: nothing where there are none."""
+        return {}
+
     def close(self) -> None:
         self.generator.close()
 
@@ -125,18 +130,30 @@ class RemoteDrawing(AnswerDrawing):
         ends = [sum(sizes[: place + 1]) for place in range(len(sizes))]
         return [joined[end - size : end] for end, size in zip(ends, sizes, strict=True)]
 
+    def memory(self) -> dict[str, list[int]]:
+        if self.link is None:
+            return {}
+        tell(self.link, json.dumps({"memory": True}))
+        pairs = [json.loads(raw) for raw in everyones(self.link, b"")[1:]]
+        return {key: [each[key] for each in pairs] for key in ("peak_memory_bytes", "memory_baseline_bytes")}
+
     def close(self) -> None:
         if self.link is not None and sys.exc_info()[0] is None:  # a rank that failed is waited for by nobody
             tell(self.link, json.dumps({}))
 
 
-def serve_answers(link: Communicator, engine: RolloutEngine, answers: Answers) -> None:
-    """As a rank that only draws: until the first rank that trains says that no more are asked for."""
+def serve_answers(link: Communicator, engine: RolloutEngine, answers: Answers, baseline: int) -> None:
+    """As a rank that only draws: until the first rank that trains says that no more are asked for. `baseline`: bytes
+    that this process had before it was one."""
     while True:
         my_status().at("waiting for prompts")
         told = json.loads(tell(link, ""))
         if not told:
             return
+        if "memory" in told:
+            taken = {"peak_memory_bytes": peak_bytes(engine.device), "memory_baseline_bytes": baseline}
+            everyones(link, json.dumps(taken).encode())
+            continue
         if told["sends"]:
             engine.update(dict(handed_around(link, None, 0)), told["version"])
         my_status().at(f"drawing answers with weights of version {told['version']}")

@@ -71,7 +71,7 @@ class RolloutEngine(EngineSeat):
         model = Transformer(served.model.config, device="meta", dtype=dtype)
         give_memory(model, device, together=True)
         model.eval().requires_grad_(False)
-        engine = dataclasses.replace(engine, device=device.type)
+        self.device, engine = device, dataclasses.replace(engine, device=device.type)
         self._engine = Engine(dataclasses.replace(served, model=model, origin=None), engine)
 
     def update(self, weights: Mapping[str, Tensor], version: int) -> None:

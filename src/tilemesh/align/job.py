@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tilemesh.align.config import AlignConfig, check_files, of_run
+from tilemesh.align.placement import predict_feedback
 from tilemesh.core.context import membership
 from tilemesh.core.errors import UsageError
 from tilemesh.model.families.book import CONFIG as MODEL_FILE
@@ -44,13 +45,19 @@ def fit(
             raise UsageError("fit needs a config, or a run to resume")
         config = of_run(resume)
     check_files(config.align)
-    program = RankProgram(ALIGN, "tilemesh.align.rank", {FEEDBACK: config.file}, config.align.ranks_beside)
+    program = program_of(config)
     if resume is not None:
         return job.fit(config.training, resume=resume, program=program, **options)
     if start is None:
         raise UsageError("fit needs a start: the folder of a run, or a Hugging Face folder")
     folder, init = place(config, Path(start), run, name, options)
     return job.fit(config.training, run=folder, init=init, program=program, **options)
+
+
+def program_of(config: AlignConfig) -> RankProgram:
+    """What the ranks of such a run do."""
+    files, beside = {FEEDBACK: config.file}, config.align.ranks_beside
+    return RankProgram(ALIGN, "tilemesh.align.rank", files, beside, lambda _, gpus: predict_feedback(config, gpus))
 
 
 def place(

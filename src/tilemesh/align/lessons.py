@@ -37,6 +37,7 @@ from tilemesh.serve.load import ServedModel, end_tokens, read_dtype
 from tilemesh.train.config import TrainConfig
 from tilemesh.train.lessons import Lessons
 from tilemesh.train.loop import Loop
+from tilemesh.train.memory import peak_bytes
 from tilemesh.train.optimizer import stored_dtype
 from tilemesh.train.record import Recorder
 from tilemesh.train.resume import load_stored
@@ -59,6 +60,7 @@ class FeedbackLessons(Lessons):
         super().__init__(config.training, ALIGN)
         self.run, self.align, self.folder, self.link = config, config.align, folder, link
         self._closing: list[Callable[[], None]] = []
+        self._rollouts: RolloutSource | None = None
 
     def open(self) -> None:
         tokenizer = tokenizer_of(self.config.data)
@@ -94,18 +96,21 @@ class FeedbackLessons(Lessons):
         turns = AnswerTurns(generator, self.prompts)
         answers = Answers(self.align, turns, rewards, recorder)
         drawing = (RemoteDrawing if is_elsewhere else AnswerDrawing)(answers, generator, laid.mesh, self.link)
-        source = RolloutSource(self.run, laid, reference, drawing, rewards, self.feedback, recorder, self.folder)
+        self._rollouts = source = RolloutSource(
+            self.run, laid, reference, drawing, rewards, self.feedback, recorder, self.folder
+        )
         self._closing += [turns.close, rewards.close, drawing.close, source.close]
         return source
 
     def serve_answers(self, link: Communicator, device: torch.device, recorder: Recorder) -> None:
         """As a rank that only draws answers."""
         assert self.prompts is not None
+        baseline = 0 if device.type == "cuda" else peak_bytes(device)
         dtype = self._dtype(stored_dtype(self.config.plan.precision), device.type == "cuda")
         engine = RolloutEngine(self.served, dtype, self._engine(), device)
         rewards, turns = Rewards(self.align, None), AnswerTurns(engine, self.prompts)
         self._closing += [engine.close, turns.close, rewards.close]
-        serve_answers(link, engine, Answers(self.align, turns, rewards, recorder))
+        serve_answers(link, engine, Answers(self.align, turns, rewards, recorder), baseline)
 
     def objective(self, laid: Laid, source: Source) -> Objective:
         return self.feedback.objective()
@@ -161,7 +166,8 @@ class FeedbackLessons(Lessons):
         return None
 
     def figures(self) -> dict[str, Any]:
-        return {"algorithm": self.align.algorithm, "task": self.align.task}
+        drawing = {} if self._rollouts is None else self._rollouts.drawing_memory()
+        return {"algorithm": self.align.algorithm, "task": self.align.task, "drawing": drawing}
 
     def close(self) -> None:
         while self._closing:

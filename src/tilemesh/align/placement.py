@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 from tilemesh.align.config import AlignConfig
 from tilemesh.align.formulas.algorithms import ALGORITHMS
@@ -12,15 +12,16 @@ from tilemesh.align.tasks import TASKS
 from tilemesh.core.conflicts import PLAN_CONFLICTS, refusals
 from tilemesh.core.errors import UsageError, unknown
 from tilemesh.core.hardware import device_for, parse_cluster
-from tilemesh.core.placement import ACTOR, ENGINE, AlignWork, Placement
+from tilemesh.core.placement import ACTOR, CRITIC, ENGINE, REFERENCE, REWARD, AlignWork, Placement, Pool
 from tilemesh.core.plan import ParallelPlan
 from tilemesh.data.cases import read_cases
-from tilemesh.measure.machine import this_machine
+from tilemesh.measure.machine import stamp, this_machine
 from tilemesh.model.work.task import Code
-from tilemesh.plan.align import AlignEstimator, PlacementPrediction
+from tilemesh.plan.align import AlignEstimator, PlacementPrediction, placement_figures
 from tilemesh.plan.local import local_machine
 from tilemesh.plan.placements import search_placements
 from tilemesh.plan.space import Pins
+from tilemesh.train.predict import predict_run
 
 RUN = ("colocated", "split", "one-step-off")
 """Kinds of placements that this room runs."""
@@ -85,6 +86,7 @@ def run_work(config: AlignConfig) -> AlignWork:
         tokens=align.longest, algorithm=align.algorithm, minibatches=align.minibatches, epochs=row.epochs,
         critic=critic, reference=align.has_reference, lora=config.training.lora.rank, running=align.running,
         old=align.steps_per_batch > 1 or row.has_critic or row.kl == "reward",
+        packed=not (config.train.compile or align.invariant),
         reward="model" if any(".py" not in text and not text.startswith("task=") for text in align.rewards)
         else "function",
     )  # fmt: skip
@@ -95,7 +97,40 @@ def rank_placements(
 ) -> list[PlacementPrediction]:
     """Placements of a run on as many ranks of this machine as it has, and with its layout but for dp; the quickest
     first. RunError or UsageError where none is possible, or this machine was not measured."""
-    plan, world = config.plan, config.plan.world + config.align.ranks_beside
+    plan, estimator = config.plan, _estimator(config, gpus)
+    pins = Pins(tp=plan.tp, pp=1, cp=1, zero=plan.zero, precision=plan.precision)
+    return search_placements(
+        estimator, kinds, pins, accepts=can_align, runs=lambda each: not why_not_run(each), drawing=drawing
+    )
+
+
+def predict_feedback(config: AlignConfig, gpus: Sequence[str]) -> dict[str, Any]:
+    """Seconds of a step and of its phases, and memory, as the planner sees the run's own placement; or why it cannot.
+    Of pairs of answers, as of text."""
+    if config.align.is_of_pairs:
+        return predict_run(config.training, gpus)
+    try:
+        estimator = _estimator(config, gpus)
+        prediction = estimator.predict(run_placement(config))
+    except UsageError as error:
+        return {"missing": f"the planner: {error}", **stamp()}
+    return {**stamp(), **placement_figures(prediction, config.align.steps_per_batch, estimator.cluster.device.kind)}
+
+
+def run_placement(config: AlignConfig) -> Placement:
+    """Of the run itself."""
+    plan, work = config.plan, run_work(config)
+    beside = (CRITIC,) * (work.critic == "own") + (REFERENCE,) * bool(work.reference)
+    beside += (REWARD,) * (work.reward == "model")
+    pools = [Pool(plan.world, (ACTOR, ENGINE, *beside), plan, plan.tp)]
+    if config.align.ranks_beside:
+        pools = [Pool(plan.world, (ACTOR, *beside), plan), Pool(config.align.ranks_beside, (ENGINE,))]
+    return Placement(tuple(pools), config.align.batches_ahead)
+
+
+def _estimator(config: AlignConfig, gpus: Sequence[str]) -> AlignEstimator:
+    """For all ranks of a run, on this machine."""
+    world = config.plan.world + config.align.ranks_beside
     on_gpu = bool(gpus) and config.train.device != "cpu"
     try:
         here = local_machine(f"{world}xlocal" + ("" if on_gpu else "-cpu"), this_machine())
@@ -108,11 +143,7 @@ def rank_placements(
             raise
         cluster, rates = parse_cluster(f"{world}x{device.name}"), None
     code: Code = "compiled" if config.train.compile else "eager"
-    estimator = AlignEstimator(config.training.model, cluster, run_work(config), rates, code)
-    pins = Pins(tp=plan.tp, pp=1, cp=1, zero=plan.zero, precision=plan.precision)
-    return search_placements(
-        estimator, kinds, pins, accepts=can_align, runs=lambda each: not why_not_run(each), drawing=drawing
-    )
+    return AlignEstimator(config.training.model, cluster, run_work(config), rates, code)
 
 
 def settings_of(placement: Placement) -> list[str]:

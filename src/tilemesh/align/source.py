@@ -125,8 +125,7 @@ class RolloutSource(Source):
         prompts = self.prompts.held_out()
         if not prompts:
             return
-        if self._begun is not None and self._pieces is None:
-            self._pieces = self.drawing.finish()
+        self._finish_drawing()
         seconds = dict(self._timed.seconds)  # an evaluation is no part of a step
         self.drawing.begin(Asked(0, len(prompts), self.align.pass_k, True), self._steps_done + 1)
         rollout, parts, _ = self._paid(self.drawing.finish())
@@ -139,6 +138,16 @@ class RolloutSource(Source):
             self._write_samples(prompts, rollout, parts)
         if self.mesh.dp.index == 0:  # sums over replicas then count it once
             yield Microbatch((torch.tensor(-float(paid.sum())), torch.tensor(paid.size)), 0)
+
+    def drawing_memory(self) -> dict[str, list[int]]:
+        """As `AnswerDrawing.memory`."""
+        self._finish_drawing()
+        return self.drawing.memory()
+
+    def _finish_drawing(self) -> None:
+        """Have what was begun, so that something else can be asked for."""
+        if self._begun is not None and self._pieces is None:
+            self._pieces = self.drawing.finish()
 
     def figures(self, number: int, loss: float) -> dict[str, Any]:
         """What there is to say of a step, its batch and the last held-out answers."""

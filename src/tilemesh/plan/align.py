@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from tilemesh.core import placement as placed
 from tilemesh.core.calibration import Rates
@@ -42,6 +43,8 @@ class PlacementPrediction:
     usable_bytes: int
     sync_bytes: int
     """That a rank of the engine receives with new weights."""
+    tokens: int
+    """Of all sequences of a batch."""
 
     @property
     def idle(self) -> float:
@@ -56,6 +59,27 @@ class PlacementPrediction:
     @property
     def fits(self) -> bool:
         return max(self.total_bytes) <= self.usable_bytes
+
+
+def placement_figures(prediction: PlacementPrediction, updates: int, kind: str) -> dict[str, Any]:
+    """What a run's predicted.json says, of each of so many steps with a batch. Seconds are those of ranks that train,
+    which wait for answers that others draw."""
+    placement, step_s = prediction.placement, prediction.step.seconds
+    actor, engine = placement.pool_of(placed.ACTOR), placement.pool_of(placed.ENGINE)
+    seconds = dict(prediction.seconds)
+    if actor != engine:
+        here = [name for name in (*placed.PASSES, *placed.UPDATES, placed.SYNC) if name != placed.REWARDS]
+        seconds[placed.ROLLOUT] = max(0.0, step_s - sum(seconds.get(name, 0.0) for name in here))
+    parts, total = prediction.memory[actor], prediction.total_bytes
+    unseen = [it.get("reserved", 0) if kind == "gpu" else 0 for it in prediction.memory]
+    memory = {f"{part}_bytes": size for part, size in parts.items()}
+    return {
+        "step_time_s": step_s / updates, "limit_s": prediction.limit_s / updates, "fits": prediction.fits,
+        "phases": {name: taken / updates for name, taken in seconds.items()}, "idle": prediction.idle,
+        "memory": memory | {"total_bytes": total[actor], "usable_bytes": prediction.usable_bytes},
+        "memory_bytes": total[actor] - unseen[actor], "tokens_per_s": prediction.tokens / step_s,
+        "drawing_memory_bytes": total[engine] - unseen[engine] if actor != engine else None,
+    }  # fmt: skip
 
 
 class AlignEstimator:
@@ -75,7 +99,8 @@ class AlignEstimator:
         self._drawn = functools.cache(self._drawn_s)
 
     def _estimator(self, ranks: int) -> Estimator:
-        length, rest = self.work.prompt + self.work.mean_tokens, (self.rates, self.code)
+        copies = self.work.answers if self.work.packed else 1
+        length, rest = -(-self.work.prompt // copies) + self.work.mean_tokens, (self.rates, self.code)
         return Estimator(self.model, self.cluster.part(ranks), length, *rest, headroom=self.headroom)
 
     def predict(self, placement: Placement) -> PlacementPrediction:
@@ -95,7 +120,8 @@ class AlignEstimator:
         seconds = {name: predicted for name, (predicted, _) in both.items()} | {placed.SYNC: sync_s}
         least = placed.simulate(placement, {name: limit for name, (_, limit) in both.items()})
         step, usable = placed.simulate(placement, seconds), self.train(self.cluster.world).usable_bytes
-        return PlacementPrediction(placement, seconds, step, least.seconds, memory, usable, round(received))
+        tokens = self.work.prompts * self.work.answers * (self.work.prompt + self.work.mean_tokens)
+        return PlacementPrediction(placement, seconds, step, least.seconds, memory, usable, round(received), tokens)
 
     def _sequences(self, pool: Pool) -> int:
         """Answers that one replica of the engine draws."""

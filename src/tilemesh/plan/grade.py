@@ -27,13 +27,17 @@ from tilemesh.plan.memory import Room, rank_state_bytes
 from tilemesh.plan.prediction import Prediction
 from tilemesh.plan.step import predict
 from tilemesh.runs.folder import read_summary
-from tilemesh.runs.kind import TRAIN
+from tilemesh.runs.kind import TRAINED
+from tilemesh.runs.metrics import STEP, latest
 from tilemesh.runs.names import CONFIG
+from tilemesh.runs.phases import PHASES, measured_phases, predicted_phases
 from tilemesh.runs.values import number, numbers, section
 
-BOUNDS = {"step time": 0.15, "peak memory": 0.05}
+DRAWING = "peak memory, drawing"
+"""Of ranks that only draw answers."""
+BOUNDS = {"step time": 0.15, "peak memory": 0.05, DRAWING: 0.05}
 """What a prediction is meant to keep to; everything else is meant to be exact."""
-FOLLOWS = ("tokens/s", "computing", "exposed exchange", "waiting", "loading data")
+FOLLOWS = ("tokens/s", "computing", "exposed exchange", "waiting", "loading data", *PHASES)
 """Figures that say again what another says and are not judged twice: 15 % off a time is 13 or 18 % off its rate; parts
 of a step say why it is off."""
 NOT_RECORDED = "the run did not record it"
@@ -103,7 +107,7 @@ class RunSummary:
 
 def read_run(path: Path) -> RunSummary:
     """The run in a folder (or in a summary file itself); RunError says what is wrong with it."""
-    data = read_summary(path, TRAIN)
+    data = read_summary(path, *TRAINED)
     try:
         model = config.from_dict(ModelConfig, data["model"], f"{path}: model")
         plan = config.from_dict(ParallelPlan, data["plan"], f"{path}: plan")
@@ -147,6 +151,30 @@ def grade(run: RunSummary, cluster: Cluster, rates: Rates | None = None) -> Grad
     return Graded(run.source, run.plan, run.cluster, tuple(grades), tuple(_advice(run, now, grades)), before)
 
 
+def grade_feedback(run: RunSummary) -> Graded:
+    """Of a run that learns from feedback, by what was predicted before it: its time, by phase too, and its memory."""
+    told, folder = section(run.data, "predicted"), Path(run.source)
+    if _number(told.get("step_time_s")) is None:
+        why = told.get("missing", "the run was not predicted")
+        raise RunError(f"'{run.source}' cannot be graded: {why}")
+    lines = [line for line in latest(folder) if line["kind"] == STEP] if folder.is_dir() else []
+    seen, guess = measured_phases(lines), predicted_phases(told)
+    step, spread = _sample(run.data.get("step_time_s"))
+    drawing, told_drawing = section(run.data, "drawing"), _number(told.get("drawing_memory_bytes"))
+    grades = [
+        Grade("step time", "s", _number(told["step_time_s"]), step, _number(told.get("limit_s")), spread),
+        *(Grade(phase, "s", guess.get(phase), seen.get(phase)) for phase in PHASES),
+        Grade("peak memory", "B", _number(told.get("memory_bytes")), _grown(run.data), note="the fullest rank"),
+        *([Grade(DRAWING, "B", told_drawing, _grown(drawing))] if told_drawing is not None else []),
+    ]
+    grades = sorted(
+        (g if g.measured is not None else _unrecorded(g) for g in grades),
+        key=lambda g: (g.error is None, -_excess(g), g.name),
+    )
+    advice = [f"{g.name} is off: see its terms in predicted.json" for g in grades if g.holds is False]
+    return Graded(run.source, run.plan, run.cluster, tuple(grades), tuple(advice), before=True)
+
+
 def rank_correlation(predicted: Sequence[float], measured: Sequence[float]) -> float | None:
     """Spearman's, with mean ranks for ties: 1 is the same order. None for fewer than three or where all are equal."""
     if len(predicted) < 3 or len(predicted) != len(measured):
@@ -172,15 +200,19 @@ def _memory(run: RunSummary, cluster: Cluster, now: Prediction) -> Grade:
     if isinstance(told, Mapping) and _number(told.get("total_bytes")) is not None:  # as it was said before the run
         reserved = 0 if cpu else int(told.get("reserved_bytes") or now.memory.reserved_bytes)
         predicted = int(told["total_bytes"]) - reserved
-    peaks, bases = run.data.get("peak_memory_bytes"), run.data.get("memory_baseline_bytes")
-    measured = None
-    if isinstance(peaks, list) and peaks and all(_number(peak) is not None for peak in peaks):
-        known = bases if isinstance(bases, list) and len(bases) == len(peaks) else [0] * len(peaks)
-        measured = max(float(peak) - float(base) for peak, base in zip(peaks, known, strict=True))
     shards = shard_parameters(run.model, run.plan.tp, run.plan.ep, run.plan.expert_tp)
     held = shards.held(run.model.layers, True, True)
     least = sum(rank_state_bytes(run.plan, held)) if run.plan.pp == 1 else None
-    return Grade("peak memory", "B", predicted, measured, least, note="the fullest rank")
+    return Grade("peak memory", "B", predicted, _grown(run.data), least, note="the fullest rank")
+
+
+def _grown(data: Mapping[str, Any]) -> float | None:
+    """By how much the fullest rank grew."""
+    peaks, bases = data.get("peak_memory_bytes"), data.get("memory_baseline_bytes")
+    if not isinstance(peaks, list) or not peaks or any(_number(peak) is None for peak in peaks):
+        return None
+    known = bases if isinstance(bases, list) and len(bases) == len(peaks) else [0] * len(peaks)
+    return max(float(peak) - float(base) for peak, base in zip(peaks, known, strict=True))
 
 
 def _exchanges(run: RunSummary, now: Prediction) -> list[Grade]:

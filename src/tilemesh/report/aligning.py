@@ -6,9 +6,8 @@ side by side over time, where a person sees it at a glance.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from tilemesh.core.units import format_seconds
 from tilemesh.report import general
@@ -20,20 +19,19 @@ from tilemesh.report.rows import percent
 from tilemesh.report.run import Run
 from tilemesh.report.training import TRAIN_PAGE
 from tilemesh.runs.names import SAMPLE, SAMPLES
-from tilemesh.runs.values import number, section
+from tilemesh.runs.phases import measured_phases, predicted_phases
+from tilemesh.runs.values import number
 
 _REWARD = ("reward", "reward_std", "held_out_reward", "pass_at_1", "pass_at_k")
 _POLICY = ("kl", "entropy", "old_kl", "clipped_low", "clipped_high", "mismatch", "value")
 _ANSWERS = ("answer_tokens", "truncated", "groups_alike", "unscored", "age")
 _PAIRS = ("pair_loss", "accuracy", "margin", "chosen")
 _MOST_COLUMNS = 6
-PHASES = {
+_PHASES = {
     "rollout": ("rollouts", 0), "reward": ("rewards", 2), "passes": ("log-probabilities and values", 4),
     "update": ("updates", 1), "weight sync": ("weights to the engine", 6),
 }  # fmt: skip
-"""Of a step, and their colours; a planner may tell the passes apart."""
-_PASSES = ("old", "reference", "values")
-_WARM_UP = 3
+"""Of a step, and their colours."""
 
 
 def _charts(run: Run, keys: Sequence[str]) -> Html | None:
@@ -70,30 +68,20 @@ def _samples(run: Run, beside: Beside) -> Child:
 
 def _time(run: Run, beside: Beside) -> Child:
     """Seconds of a step by phase, as predicted and as measured: means without the first steps, which warm up."""
-    if not any("seconds/rollout" in step for step in run.steps):
+    mean, guess = measured_phases(run.steps), predicted_phases(run.predicted)
+    if not mean:
         return None
-    ordinary = [step for step in run.steps if "seconds" in step and number(step.get("step"), 0) > _WARM_UP] or run.steps
-    mean = {phase: _mean(ordinary, f"seconds/{phase}") for phase in PHASES}
-    mean["update"] = max(0.0, _mean(ordinary, "seconds") - sum(mean.values()))
-    told = {phase: number(seconds, 0.0) for phase, seconds in section(run.predicted, "phases").items()}
-    guess = {phase: told.get(phase, 0.0) for phase in PHASES}
-    guess["passes"] += sum(told.get(phase, 0.0) for phase in _PASSES)
-    guess["update"] += told.get("critic update", 0.0)
     words = "Means over the steps after the first ones; a batch that several steps use counts in the one that drew it."
     return bars_by_kind(
         "Time of a step, by phase",
-        words if told else f"{words} The planner made no prediction for this run.",
-        {"predicted": guess, "measured": mean} if told else {"measured": mean},
-        PHASES,
+        words if guess else f"{words} The planner made no prediction for this run.",
+        {"predicted": guess, "measured": mean} if guess else {"measured": mean},
+        _PHASES,
         format_seconds,
         head="",
         total="step",
         label=lambda seconds, total: percent(seconds / total if total else 0.0),
     )
-
-
-def _mean(steps: Sequence[Mapping[str, Any]], key: str) -> float:
-    return sum(number(step.get(key), 0.0) for step in steps) / max(1, len(steps))
 
 
 def _facts(run: Run, beside: Beside) -> list[Fact]:

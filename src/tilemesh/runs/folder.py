@@ -235,8 +235,8 @@ def read_busyness(environment: Mapping[str, Any]) -> Busyness | None:
     return Busyness.from_dict(environment.get(BUSY))
 
 
-def read_summary(path: str | Path, kind: Kind) -> dict[str, Any]:
-    """The summary of a run of this kind, from its folder or from the file itself; RunError says what is wrong."""
+def read_summary(path: str | Path, *kinds: Kind) -> dict[str, Any]:
+    """The summary of a run of one of these kinds, from its folder or the file itself; RunError says what is wrong."""
     file = Path(path) / SUMMARY if Path(path).is_dir() else Path(path)
     try:
         summary = read_object(file)
@@ -247,10 +247,12 @@ def read_summary(path: str | Path, kind: Kind) -> dict[str, Any]:
     if summary.get("schema") != SCHEMA:
         raise RunError(f"'{file}' has schema {summary.get('schema')!r}, this version reads {SCHEMA}")
     told = summary.get("kind", TRAIN.name)
-    if told != kind.name:
-        raise RunError(f"'{file}' is of a run of kind {told!r}: expected '{kind.name}'")
-    kind.check_summary(summary, str(file))
-    return summary
+    for kind in kinds:
+        if told == kind.name:
+            kind.check_summary(summary, str(file))
+            return summary
+    names = " or ".join(f"'{kind.name}'" for kind in kinds)
+    raise RunError(f"'{file}' is of a run of kind {told!r}: expected {names}")
 
 
 def newest_checkpoint(folder: str | Path) -> int | None:

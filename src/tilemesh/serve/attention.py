@@ -27,7 +27,7 @@ from tilemesh.kernels.paged_attention.store import store_pages
 from tilemesh.model.attend_alone import attend_in_blocks
 from tilemesh.model.soft_cap import attend_masked
 from tilemesh.serve.batch import AttentionGroup, Batch, PageLayout, TileSizes
-from tilemesh.serve.memory import GivenBack
+from tilemesh.serve.memory import GivenBack, untouched_zeros
 
 
 class StoredPages(NamedTuple):
@@ -41,8 +41,8 @@ class StoredPages(NamedTuple):
     @classmethod
     def empty(cls, shape: Sequence[int], dtype: torch.dtype, device: torch.device, code: str) -> StoredPages:
         # Zeros: a weight of 0 times NaN in unused memory would be NaN.
-        held = torch.zeros(shape, dtype=CODES[code] if code else dtype, device=device)
-        return cls(held, torch.zeros(shape[:-1], device=device) if code else None)
+        held = untouched_zeros(shape, CODES[code] if code else dtype, device)
+        return cls(held, untouched_zeros(shape[:-1], torch.float32, device) if code else None)
 
     @property
     def parts(self) -> tuple[Tensor, ...]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import mmap
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -64,6 +65,14 @@ def free_cpu_bytes() -> int:
     except OSError:
         pass
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def untouched_zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros, which on a CPU take no memory before something is written there: torch's own are all written first."""
+    if device.type != "cpu":
+        return torch.zeros(*shape, dtype=dtype, device=device)
+    taken = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(taken, dtype=dtype).view(*shape)
 
 
 class GivenBack:

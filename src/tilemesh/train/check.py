@@ -10,7 +10,7 @@ is a run's folder or a rank. Sections that others use too (model, data, plan) ch
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -51,6 +51,7 @@ from tilemesh.train.config import TrainConfig, of_run
 from tilemesh.train.conflicts import OF_CONFIG, OF_PLAN
 from tilemesh.train.fits import MemoryFit
 from tilemesh.train.loggers import check_loggers
+from tilemesh.train.predict import predict_run
 from tilemesh.train.rules import decay_patterns
 
 _RUN = Argument("run", "--out")
@@ -325,6 +326,8 @@ class RankProgram:
     """Texts that a run's folder has beside its configuration, by their names."""
     beside: int = 0
     """Ranks that are started in addition to those of the configuration."""
+    predict: Callable[[TrainConfig, Sequence[str]], dict[str, Any]] = predict_run
+    """What is expected of a run, on a machine with these GPUs."""
 
 
 TRAINING = RankProgram()

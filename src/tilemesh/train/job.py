@@ -34,7 +34,6 @@ from tilemesh.train.check import TRAINING, JobRequest, RankProgram, check_init, 
 from tilemesh.train.config import TrainConfig, of_run
 from tilemesh.train.events import Listener, ignore, sink_to
 from tilemesh.train.load import settled
-from tilemesh.train.predict import predict_run
 from tilemesh.train.result import RanksFailedError, Result, WeightsLostError
 from tilemesh.train.rows import rows
 
@@ -237,7 +236,7 @@ def _begin(folder: Path, config: TrainConfig, request: FitRequest, locks: contex
             copy_carried(request.init or config.lora.base or "", folder / CARRIED, with_config=True)
         if config.lora.rank and config.lora.base is not None:
             write_base(folder, config.lora.base)
-    folders.write_prediction(folder, predict_run(config, usable_gpus()))
+    folders.write_prediction(folder, request.program.predict(config, usable_gpus()))
     folders.write_environment(folder, request.command)
     if request.resume is None:
         Journal(folder).add(STARTED, 0)

@@ -23,16 +23,13 @@ from tilemesh.model.adapter import adapter_parameters
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.work.weights import count_parameters, parameter_shapes
 from tilemesh.runs.names import CHECKPOINTS, CONFIG, METRICS, PAGE, RUNS, SERVER_RECORDS, SUMMARY, TRACE
-from tilemesh.train.check import JobRequest, check_job
+from tilemesh.train.check import TRAINING, JobRequest, RankProgram, check_job
 from tilemesh.train.config import TrainConfig
 from tilemesh.train.load import settled
-from tilemesh.train.predict import predict_run
 from tilemesh.train.rows import least_bytes
 from tilemesh.train.rules import kinds_of
 
 _NOT_RUN = "a dry run measures nothing"
-_MEMORY = ("weights", "gradients", "optimizer", "activations", "logits", "working", "reserved")
-"""Parts of the planner's memory, in the order they are shown."""
 
 
 @dataclass(frozen=True)
@@ -137,8 +134,9 @@ class Preview:
             known = f"{states} per rank for weights, gradients and optimizer states; activations {why}"
             return [("memory", known), ("time", why)]
         memory, seconds = self.predicted["memory"], self.seconds
+        kinds = {key.removesuffix("_bytes"): size for key, size in memory.items() if size}
         parts = ", ".join(
-            f"{name} {format_bytes(memory[f'{name}_bytes'])}" for name in _MEMORY if memory[f"{name}_bytes"]
+            f"{kind} {format_bytes(size)}" for kind, size in kinds.items() if kind not in ("total", "usable", "later")
         )
         usable = memory["usable_bytes"]
         fits = "" if self.predicted["fits"] else ": DOES NOT FIT; more ranks, tp or recomputation need less"
@@ -192,10 +190,11 @@ def preview(
     transport: str = "auto",
     restarts: int = 0,
     stop_after: int | None = None,
+    program: RankProgram = TRAINING,
 ) -> Preview:
     """What `fit` with the same arguments would do, or its refusal. Starts nothing and writes nothing."""
     config = settled(config)
-    request = JobRequest(run, name, resume, init, transport, restarts, stop_after)
+    request = JobRequest(run, name, resume, init, transport, restarts, stop_after, program)
     check_job(config, request)
     gpus = usable_gpus() if config.train.device != "cpu" else ()
     if resume is not None:
@@ -216,7 +215,7 @@ def preview(
         init="" if init is None else str(init),
         checkpoint_bytes=checkpoint_bytes(config),
         free_bytes=_free_bytes(Path(folder)),
-        predicted=predict_run(config, usable_gpus()),
+        predicted=program.predict(config, usable_gpus()),
     )
 
 

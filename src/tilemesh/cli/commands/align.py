@@ -92,11 +92,13 @@ def _best_settings(config: AlignConfig) -> list[str]:
 def _preview(options: AlignOptions, config: AlignConfig, job: dict[str, Any]) -> Output:
     from tilemesh.align.config import check_files
     from tilemesh.align.formulas.algorithms import ALGORITHMS, PREFERENCES
+    from tilemesh.align.job import program_of
     from tilemesh.align.placement import placement_words
     from tilemesh.train.preview import preview
 
     check_files(config.align)
-    seen = preview(config.training, run=options.run, resume=options.resume, name="align", **job)
+    job |= {"run": options.run, "resume": options.resume, "name": "align"}
+    seen = preview(config.training, program=program_of(config), **job)
     feedback = config.align
     paper = (PREFERENCES if feedback.is_of_pairs else ALGORITHMS)[feedback.algorithm].paper
     learns = f"{feedback.prompts} pairs of {feedback.preferences} per step"

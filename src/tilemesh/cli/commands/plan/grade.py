@@ -12,6 +12,7 @@ from tilemesh.cli.output import Block, Output, table_of
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.core.options import Known, OutFile, argument, option, refuse
 from tilemesh.core.units import format_bytes, format_count, format_seconds
+from tilemesh.runs.kind import ALIGN
 from tilemesh.runs.values import count, section
 
 if TYPE_CHECKING:
@@ -87,10 +88,12 @@ def grade_run(path: str) -> Graded:
     """A run beside its prediction."""
     from tilemesh.core.hardware import parse_cluster
     from tilemesh.measure.machine import this_machine
-    from tilemesh.plan.grade import grade, read_run
+    from tilemesh.plan.grade import grade, grade_feedback, read_run
     from tilemesh.plan.local import is_local, local_machine
 
     run = read_run(Path(path))
+    if run.data.get("kind") == ALIGN.name:
+        return grade_feedback(run)
     if not is_local(run.cluster):
         return grade(run, parse_cluster(run.cluster))
     machine, here = run.data.get("machine"), this_machine()
@@ -122,7 +125,7 @@ def _value(figure: Grade, value: float | None) -> str:
         return format_seconds(value)
     if figure.unit == "B":
         # Counts that should agree to the byte are shown to the byte.
-        return format_bytes(value) if figure.name == "peak memory" else f"{value:,.0f} B"
+        return format_bytes(value) if figure.name.startswith("peak memory") else f"{value:,.0f} B"
     return f"{value:,.0f}" if figure.unit == "parameters" else format_count(value)
 
 
