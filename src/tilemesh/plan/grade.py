@@ -29,7 +29,7 @@ from tilemesh.plan.step import predict
 from tilemesh.runs.folder import read_summary
 from tilemesh.runs.kind import TRAINED
 from tilemesh.runs.metrics import STEP, latest
-from tilemesh.runs.names import CONFIG
+from tilemesh.runs.names import CONFIG, PREDICTED
 from tilemesh.runs.phases import PHASES, measured_phases, predicted_phases
 from tilemesh.runs.values import number, numbers, section
 
@@ -171,7 +171,7 @@ def grade_feedback(run: RunSummary) -> Graded:
         (g if g.measured is not None else _unrecorded(g) for g in grades),
         key=lambda g: (g.error is None, -_excess(g), g.name),
     )
-    advice = [f"{g.name} is off: see its terms in predicted.json" for g in grades if g.holds is False]
+    advice = [f"{g.name} is off: see its terms in the run's {PREDICTED}" for g in grades if g.holds is False]
     return Graded(run.source, run.plan, run.cluster, tuple(grades), tuple(advice), before=True)
 
 
