@@ -37,7 +37,7 @@ def best_for(
     model: ModelConfig,
     cluster: Cluster,
     pins: Pins,
-    found: Callable[[Pins, Accepts | None], SearchResult],
+    search: Callable[[Pins, Accepts | None], SearchResult],
 ) -> SearchResult:
     """The fastest layouts that the engine runs. UsageError where what is fixed leaves none, with the nearest."""
     from tilemesh.plan.choose import NothingFitsError
@@ -50,15 +50,15 @@ def best_for(
     def accepts(plan: ParallelPlan) -> bool:
         return not any(engine.why_not(job(plan)))
 
-    given = {field.name: getattr(pins, field.name) for field in dataclasses.fields(pins)}
-    given = {name: value for name, value in given.items() if value is not None}
-    if "sequence_parallel" in engine.defaults and given.get("tp") == 1:
-        given.setdefault("sequence_parallel", False)
+    pinned = {field.name: getattr(pins, field.name) for field in dataclasses.fields(pins)}
+    pinned = {name: value for name, value in pinned.items() if value is not None}
+    if "sequence_parallel" in engine.defaults and pinned.get("tp") == 1:
+        pinned.setdefault("sequence_parallel", False)
     try:
-        return found(Pins(**{**engine.defaults, **given}), accepts)
+        return search(Pins(**{**engine.defaults, **pinned}), accepts)
     except (UsageError, NothingFitsError):
-        best = found(
-            Pins(**{**engine.defaults, **given}), None
+        best = search(
+            Pins(**{**engine.defaults, **pinned}), None
         ).best.plan  # where nothing is possible at all, that is what is wrong
         refused = list(engine.why_not(job(best)))
         if not refused:
@@ -66,9 +66,9 @@ def best_for(
     if of_model := [refusal.why for refusal in refused if refusal.field == "model"]:
         raise UsageError(f"{engine.name} cannot be told this model: {of_model[0]}; plan for another engine")
     fields = {refusal.field for refusal in engine.refusals}
-    free = {name: value for name, value in given.items() if name not in fields}
+    free = {name: value for name, value in pinned.items() if name not in fields}
     words = "; ".join(f"{refusal.field} is {getattr(best, refusal.field)}: {refusal.why}" for refusal in refused)
-    near = found(Pins(**{**engine.defaults, **free}), accepts).best.plan
+    near = search(Pins(**{**engine.defaults, **free}), accepts).best.plan
     fixed = ",".join(f"{name}={_word(getattr(near, name))}" for name in dict.fromkeys(r.field for r in refused))
     raise UsageError(
         f"{engine.name} cannot run {best.short()}: {words}; the nearest that it runs: --fix {fixed} ({near.short()})"
@@ -81,8 +81,8 @@ def written_for(engine: OtherEngine, job: EngineJob, folder: str | None, command
     from tilemesh.core.files import write_text
     from tilemesh.plan.engines.write import engine_files
 
-    said = f"{job.plan.describe()}\nwritten for {engine.name} {engine.version} by {command}"
-    files = engine_files(engine, job, said) | ({PLAN: plan} if plan and folder else {})
+    header = f"{job.plan.describe()}\nwritten for {engine.name} {engine.version} by {command}"
+    files = engine_files(engine, job, header) | ({PLAN: plan} if plan and folder else {})
     if folder is None:
         return [
             "",

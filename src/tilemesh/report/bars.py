@@ -99,14 +99,14 @@ def bars_by_kind(
     shown = {kind: kinds[kind] for kind in kinds if any(each.get(kind, 0.0) > 0 for each in sizes.values())}
     items, rows = [], []
     for name, each in sizes.items():
-        whole = sum(each.values())
+        summed = sum(each.values())
         parts = [
-            BarPart(each[kind], colour, f"{called}: {show(each[kind])}", label(each[kind], whole))
+            BarPart(each[kind], colour, f"{called}: {show(each[kind])}", label(each[kind], summed))
             for kind, (called, colour) in shown.items()
             if each.get(kind)
         ]
-        items.append(Bar(short[name] if short else name, parts, show(whole), name if short else ""))
-        rows.append([name, *(show(each.get(kind, 0.0)) for kind in shown), *([show(whole)] if total else [])])
+        items.append(Bar(short[name] if short else name, parts, show(summed), name if short else ""))
+        rows.append([name, *(show(each.get(kind, 0.0)) for kind in shown), *([show(summed)] if total else [])])
     table = PageTable([head, *(called for called, _ in shown.values()), *([total] if total else [])], rows)
     drawn = bars(items, most=most, kinds=list(shown.values()), one_line=short is not None)
     return figure(title, words, drawn, table, wide=short is None)
@@ -120,7 +120,7 @@ def heat(columns: Sequence[str], rows: Sequence[tuple[str, Sequence[tuple[float,
     head = el("tr", el("td"), *(el("th", column, scope="col") for column in columns))
     body = []
     for name, cells in rows:
-        made = [
+        shown = [
             el("td", class_="none")
             if cell is None
             else el(
@@ -132,7 +132,7 @@ def heat(columns: Sequence[str], rows: Sequence[tuple[str, Sequence[tuple[float,
             )
             for cell in cells
         ]
-        body.append(el("tr", el("th", name, scope="row"), *made))
+        body.append(el("tr", el("th", name, scope="row"), *shown))
     return el(
         "div",
         el("table", el("thead", head), el("tbody", *body), class_="heat"),

@@ -101,14 +101,14 @@ def verdict(panels: Sequence[Panel]) -> str:
     if not cells:
         count = sum(len(points) for panel in panels for points in panel.times.values())
         return f"{count} times measured; no peer was run."
-    told = [cell for cell in cells if cell[0].measured and not equal(cell[0].measured, cell[0].peers["native"])]
-    faster = sum(row.speedup["native"] > 1 for row, _ in told)
+    apart = [cell for cell in cells if cell[0].measured and not equal(cell[0].measured, cell[0].peers["native"])]
+    faster = sum(row.speedup["native"] > 1 for row, _ in apart)
     middle = sorted(row.speedup["native"] for row, _ in cells)[len(cells) // 2]
-    same = len(cells) - len(told)
+    same = len(cells) - len(apart)
     words = (
         f"auto is faster than native in {faster} of {len(cells)} cases, equal in {same}; median speedup {middle:.2f}×"
     )
-    slower = [cell for cell in told if cell[0].speedup["native"] < 1]
+    slower = [cell for cell in apart if cell[0].speedup["native"] < 1]
     if slower:
         row, panel = min(slower, key=lambda cell: cell[0].speedup["native"])
         where = f"{panel.title} at {format_bytes(int(str(row.case['bytes'])))}"
@@ -127,14 +127,14 @@ def drawings(rows: Sequence[Row]) -> list[Drawing]:
 def _names(panels: Sequence[Panel]) -> Html:
     """What the lines of the charts are, for a reader who has not run the bench."""
     names = {name for panel in panels for name in panel.times}
-    told = {
+    meanings = {
         "auto": "what tilemesh picks for each size",
         "native": "the collective of the library underneath, called directly",
         "native_by_us": "the same called through tilemesh",
         "limit": "reading every input and writing every result once, at the calibrated memory speed",
     }
-    parts = [f"{name}: {words}" for name, words in told.items() if name in names]
-    if names - set(told):
+    parts = [f"{name}: {words}" for name, words in meanings.items() if name in names]
+    if names - set(meanings):
         parts.append("the other lines: tilemesh's algorithms, each one forced")
     many = any(row.case.get("oversubscribed") for panel in panels for row in panel.auto)
     crowd = " There were more ranks than cores, so ranks also waited for a core." if many else ""
@@ -188,8 +188,8 @@ def over_size(panel: Panel) -> Drawing:
         for size in sizes
     ]
     table = PageTable(["bytes", *names], rows, [x.place(size) for size in sizes])
-    said = f"Upright lines, among tilemesh's algorithms: {words}." if words else ""
-    return Drawing("Time against size", said, Plot(x, y, layers, height=320), table)
+    sentence = f"Upright lines, among tilemesh's algorithms: {words}." if words else ""
+    return Drawing("Time against size", sentence, Plot(x, y, layers, height=320), table)
 
 
 def where_it_went(panel: Panel) -> Html:
@@ -225,12 +225,12 @@ def _key(schedule: Schedule) -> tuple[str, str, int]:
 
 def picked_schedules(panels: Iterable[Panel], known: set[tuple[str, str, int]]) -> list[Schedule]:
     """What auto picked, each once, where it is a schedule of the book."""
-    made = []
+    schedules = []
     for panel in panels:
         for row in panel.auto:
             key = (panel.collective, str(row.case.get("picked")), panel.ranks)
             in_book = panel.collective in COLLECTIVES and key[1] in algorithms(panel.collective)
             if key not in known and in_book and 1 < panel.ranks <= MOST_RANKS:
                 known.add(key)
-                made.append(build(*key))
-    return made
+                schedules.append(build(*key))
+    return schedules

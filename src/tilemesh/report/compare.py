@@ -84,8 +84,8 @@ def general_differences(
 
 def summary_figures(run: Run) -> dict[str, float]:
     """The numbers of a run's summary, by name; none of a summary that the run has gone on from."""
-    told = {} if run.is_behind else flat(run.summary)
-    figures = {name: number(value) for name, value in told.items() if name not in ("schema", "kind")}
+    summary = {} if run.is_behind else flat(run.summary)
+    figures = {name: number(value) for name, value in summary.items() if name not in ("schema", "kind")}
     return {name: value for name, value in figures.items() if math.isfinite(value)}
 
 
@@ -129,13 +129,13 @@ def sentence(name: str, changed: Sequence[Change], differences: Sequence[Differe
     what = f"{', '.join(settings[:3])}{more} changed" if settings else "The configurations are the same"
     if not differences:
         return f"{what}; the runs have no figure in common."
-    told = [difference for difference in differences if difference.verdict in (BETTER, WORSE, DIFFERS)]
+    differing = [difference for difference in differences if difference.verdict in (BETTER, WORSE, DIFFERS)]
     once = [difference for difference in differences if difference.verdict == UNSURE]
-    if not told and not once:
+    if not differing and not once:
         return f"{what}; no figure differs by more than noise."
-    most = max(told or once, key=lambda difference: abs((difference.ratio or 1) - 1))
-    figures = f"{len(told or once)} of {len(differences)} figures differ"
-    differ = f"{figures} by more than noise" if told else f"{figures}, each measured once"
+    most = max(differing or once, key=lambda difference: abs((difference.ratio or 1) - 1))
+    figures = f"{len(differing or once)} of {len(differences)} figures differ"
+    differ = f"{figures} by more than noise" if differing else f"{figures}, each measured once"
     verdict = f", which is {most.verdict}" if most.verdict in (BETTER, WORSE) else ""
     return f"{what}; {differ}, most of all {most.name}: {_change(most)} {name}{verdict}."
 

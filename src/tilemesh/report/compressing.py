@@ -34,17 +34,19 @@ def speedup(point: Mapping[str, Any]) -> float:
 
 
 def _about(run: Run) -> str:
-    told = section(run.config, "compress")
+    settings = section(run.config, "compress")
     words = {"model": "{}", "sequences": "judged on {} sequences of held-out text", "calibrated": "calibrated on {}"}
-    return " · ".join(form.format(told[key]) for key, form in words.items() if key in told) or "Compression."
+    return " · ".join(form.format(settings[key]) for key, form in words.items() if key in settings) or "Compression."
 
 
 def _verdict(run: Run, beside: Beside) -> Verdict:
     points = run.points
     if not points:
         return state_verdict(run)
-    asked = section(run.config, "compress").get("recipes")
-    early = f"Ended after {len(points)} of {len(asked)} recipes. " if _is_part(run) and isinstance(asked, list) else ""
+    recipes = section(run.config, "compress").get("recipes")
+    early = (
+        f"Ended after {len(points)} of {len(recipes)} recipes. " if _is_part(run) and isinstance(recipes, list) else ""
+    )
     plain = number(points[0].get("plain_loss"), 0.0)
     good = [point for point in points if number(point.get("loss")) < plain + 0.01]
     if not good:

@@ -432,7 +432,7 @@ def dot_paths(
     kind = f"s{colour} dot"
     if words:
         named = zip(places, words, strict=True)
-        dots = [el("path", el("title", said), class_=kind, stroke_width=size, d=place) for place, said in named]
+        dots = [el("path", el("title", label), class_=kind, stroke_width=size, d=place) for place, label in named]
     else:
         dots = [el("path", class_=kind, stroke_width=size, d="".join(places))]
     return [*dots, el("path", class_="dot hole", stroke_width=max(1, size - 4), d="".join(places))] if hollow else dots

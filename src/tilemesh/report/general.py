@@ -35,8 +35,10 @@ def _facts(run: Run, beside: Beside) -> list[Fact]:
 
 def _summary(run: Run, beside: Beside) -> Html:
     """Every figure of the summary and of the prediction, side by side."""
-    told = {} if run.is_behind else {key: value for key, value in run.summary.items() if key not in ("schema", "kind")}
-    measured, predicted = flat(told), flat(run.predicted)
+    summary = (
+        {} if run.is_behind else {key: value for key, value in run.summary.items() if key not in ("schema", "kind")}
+    )
+    measured, predicted = flat(summary), flat(run.predicted)
     rows: list[list[Child]] = [
         [
             name,

@@ -99,8 +99,8 @@ def pair(*figures: Child) -> Html | None:
 
 def article(title: str, tool: str, verdict: str | None, *parts: Child) -> str:
     """A page of headed parts, its verdict in one sentence first; `tool`: whose page it is."""
-    said = None if verdict is None else el("p", tied(verdict), class_="verdict")
-    return page(f"{title}: {tool}", join(el("h1", title), said, *parts))
+    sentence = None if verdict is None else el("p", tied(verdict), class_="verdict")
+    return page(f"{title}: {tool}", join(el("h1", title), sentence, *parts))
 
 
 @functools.cache

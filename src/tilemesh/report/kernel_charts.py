@@ -187,9 +187,9 @@ def case_name(row: Row) -> str:
 def bar_names(rows: Sequence[Row]) -> list[str]:
     """Cases in so few words that each stands on one line beside its bar: as they are where all are short, else what
     tells rows of one name apart, with a number that finds the rest in the table."""
-    whole = [case_name(row) for row in rows]
-    if max((len(name) for name in whole), default=0) <= _BAR_LETTERS:
-        return whole
+    full_names = [case_name(row) for row in rows]
+    if max((len(name) for name in full_names), default=0) <= _BAR_LETTERS:
+        return full_names
     names = []
     for number, row in enumerate(rows, 1):
         alike = [other.case for other in rows if other.name == row.name]
@@ -212,12 +212,12 @@ def _part(key: str, value: object) -> str:
 
 def _hull(roof: Sequence[tuple[float, float]]) -> list[tuple[float, float | None]]:
     """The limit as one line: of shapes with the same intensity the highest, never falling."""
-    made: list[tuple[float, float | None]] = []
+    hull: list[tuple[float, float | None]] = []
     highest = 0.0
     for x, y in sorted(roof):
         highest = max(highest, y)
-        made.append((x, highest))
-    return made
+        hull.append((x, highest))
+    return hull
 
 
 _LETTER, _LINE, _DOT = 0.0135, 0.06, 0.012  # of a plot: a letter's width where names are shown at all, a line, a dot
@@ -238,7 +238,7 @@ def names_beside(
     number in the order of the dots, which takes less."""
     dots = [(x.place(at), y.place(value)) for at, value in [*points, *others]]
     taken: list[Box] = [(at - _DOT, up - _DOT * 1.5, at + _DOT, up + _DOT * 1.5) for at, up in dots]
-    made = []
+    notes = []
     for place, (at, value) in enumerate(points):
         words = [*([labels[place].split(" ")[0]] if labels else []), *([str(place + 1)] if numbers else [])]
         choices = ((word, lines) for lines in (_NEAR, _FAR) for word in (words if lines == _NEAR else words[::-1]))
@@ -246,10 +246,10 @@ def names_beside(
             free = _free_place(word, x.place(at), y.place(value), taken, lines)
             if free is not None:
                 box, at_left = free
-                made.append(Note(at, y.value((box[1] + box[3]) / 2), word, at_left, value if lines == _FAR else None))
+                notes.append(Note(at, y.value((box[1] + box[3]) / 2), word, at_left, value if lines == _FAR else None))
                 taken.append(box)
                 break
-    return made
+    return notes
 
 
 def _free_place(

@@ -187,7 +187,7 @@ def limits(rows: Sequence[Row]) -> Html | None:
     return figure("Of the limit", words, drawn, PageTable(["what", "of the limit"], rows_), wide=True)
 
 
-def speedups(judged: Sequence[Row], said: UnitWords) -> Html:
+def speedups(judged: Sequence[Row], unit_words: UnitWords) -> Html:
     """How many times faster (or smaller) than the best peer, shape by shape."""
     items, table = [], []
     for name, row in zip(bar_names(judged), judged, strict=True):
@@ -204,10 +204,10 @@ def speedups(judged: Sequence[Row], said: UnitWords) -> Html:
             )
         )
         table.append([_numbered(name, row), words, best_peer(row)])
-    drawn = bars(items, kinds=[(said.better, 2), ("equal", 6), (said.worse, 1)], one_line=True)
-    sentence = f"{said.legend}; equal is within 2 % or overlapping spreads."
-    factor_name = "speedup" if said is _FASTER else f"times {said.better}"
-    return figure(said.title, sentence, drawn, PageTable(["shape", factor_name, "best peer"], table), wide=True)
+    drawn = bars(items, kinds=[(unit_words.better, 2), ("equal", 6), (unit_words.worse, 1)], one_line=True)
+    sentence = f"{unit_words.legend}; equal is within 2 % or overlapping spreads."
+    factor_name = "speedup" if unit_words is _FASTER else f"times {unit_words.better}"
+    return figure(unit_words.title, sentence, drawn, PageTable(["shape", factor_name, "best peer"], table), wide=True)
 
 
 def _numbered(name: str, row: Row) -> str:

@@ -68,12 +68,12 @@ def _held(run: Run, rank: int, grown: float) -> BytesByKind:
 
 def joined(expected: Mapping[str, float], held: Mapping[str, float], precision: object) -> BytesByKind:
     """The prediction in the kinds that were measured; as it is where nothing was."""
-    given = dict(expected)
-    later = given.pop("later", 0.0)
+    sizes = dict(expected)
+    later = sizes.pop("later", 0.0)
     if not held:
-        return _less(given, later, ("gradients",))
+        return _less(sizes, later, ("gradients",))
     sums: BytesByKind = {}
-    for kind, size in given.items():
+    for kind, size in sizes.items():
         known = "activations" if kind == "working" and precision in ("bf16", "fp16") else JOINED.get(kind, kind)
         known = known if known in held else "other"  # compiled code does not tell its activations
         sums[known] = sums.get(known, 0.0) + size

@@ -49,8 +49,8 @@ def mesh(run: Run) -> Html:
 def _traffic(run: Run, exchanges: Mapping[str, object]) -> Html:
     seconds, expected = section(run.summary, "exchange_seconds"), section(run.predicted, "exchanges")
     # Seconds of this attempt's steps; of an older run, of everything it did since it was started.
-    told = run.summary.get("exchange_steps")
-    done = count(told if told is not None else run.summary.get("step"))
+    counted_steps = run.summary.get("exchange_steps")
+    done = count(counted_steps if counted_steps is not None else run.summary.get("step"))
     rows: list[list[Child]] = []
     for axis in exchanges:
         for operation, nbytes in section(exchanges, axis).items():
@@ -61,7 +61,7 @@ def _traffic(run: Run, exchanges: Mapping[str, object]) -> Html:
             rows.append([axis, operation, shown_guess, format_bytes(number(nbytes, 0.0)), shown])
     if not rows:
         return absent("traffic by axis", "the run does not say")
-    span = f"the mean of {done:,} steps" if told is not None else "of the whole run over its steps"
+    span = f"the mean of {done:,} steps" if counted_steps is not None else "of the whole run over its steps"
     note = f"Bytes of one step as rank 0 sees them; seconds: {span}."
     head = ["axis", "operation", "predicted", "bytes per step and rank", "seconds per step"]
     return el("div", grid(PageTable(head, rows)), el("p", note, class_="quiet"))

@@ -20,39 +20,39 @@ _DIVERGENCE = "Divergence from synchronous training:"
 
 def method(run: Run) -> Child:
     """None for a run by data parallelism, or of an older version."""
-    told = section(run.summary, "method")
-    if told.get("servers"):
-        return _servers([server for server in told["servers"] if isinstance(server, dict)])
-    if "compress" in told:
-        whole, sent = number(told.get("whole_bytes"), 0.0), number(told.get("sent_bytes"), 0.0)
-        saved = 1 - sent / whole if whole else 0.0
+    facts = section(run.summary, "method")
+    if facts.get("servers"):
+        return _servers([server for server in facts["servers"] if isinstance(server, dict)])
+    if "compress" in facts:
+        dense, sent = number(facts.get("whole_bytes"), 0.0), number(facts.get("sent_bytes"), 0.0)
+        saved = 1 - sent / dense if dense else 0.0
         return el(
             "p",
-            f"Gradients compressed by {told['compress']}: {format_bytes(sent)} sent per step and rank instead of "
-            f"{format_bytes(whole)}, {percent(saved)} less. {_DIVERGENCE} of what a step has to send, gradients and "
-            f"what earlier steps left out, {percent(number(told.get('left_out'), 0.0))} by norm waits for later ones.",
+            f"Gradients compressed by {facts['compress']}: {format_bytes(sent)} sent per step and rank instead of "
+            f"{format_bytes(dense)}, {percent(saved)} less. {_DIVERGENCE} of what a step has to send, gradients and "
+            f"what earlier steps left out, {percent(number(facts.get('left_out'), 0.0))} by norm waits for later ones.",
         )
-    if "period" in told:
-        apart = number(told.get("spread"), 0.0)
+    if "period" in facts:
+        apart = number(facts.get("spread"), 0.0)
         return el(
             "p",
-            f"Weights averaged every {told['period']} steps, {told.get('rounds')} times in {told.get('steps')} steps. "
-            f"{_DIVERGENCE} at the last average rank 0 had gone {apart:.2e} of the weights' norm from the mean.",
+            f"Weights averaged every {facts['period']} steps, {facts.get('rounds')} times in {facts.get('steps')} "
+            f"steps. {_DIVERGENCE} at the last average rank 0 had gone {apart:.2e} of the weights' norm from the mean.",
         )
-    if "delays" in told:
-        return _versions(told)
+    if "delays" in facts:
+        return _versions(facts)
     return None
 
 
-def _apart(told: Mapping[str, Any]) -> str:
-    if not told:
+def _apart(divergence: Mapping[str, Any]) -> str:
+    if not divergence:
         return "–"
-    return f"{number(told.get('mean'), 0.0):.1e} in the mean, {number(told.get('most'), 0.0):.1e} at most"
+    return f"{number(divergence.get('mean'), 0.0):.1e} in the mean, {number(divergence.get('most'), 0.0):.1e} at most"
 
 
-def _versions(told: Mapping[str, Any]) -> Html:
+def _versions(facts: Mapping[str, Any]) -> Html:
     """Of each stage: versions of its weights, and how old the weights of a gradient are when it is applied."""
-    versions, delays = numbers(told, "versions"), numbers(told, "delays")
+    versions, delays = numbers(facts, "versions"), numbers(facts, "delays")
     stages = list(enumerate(zip(versions, delays, strict=False)))
     most = max(delays, default=1.0)
     items = [
@@ -62,10 +62,10 @@ def _versions(told: Mapping[str, Any]) -> Html:
     ]  # fmt: skip
     rows = [[f"stage {stage}", f"{held:.0f}", f"{delay:.3g}"] for stage, (held, delay) in stages]
     words = (
-        f"{told.get('schedule')}: {number(told.get('updates'), 0.0):.0f} updates, "
-        f"{number(told.get('updates_per_step'), 0.0):.0f} in each step. Bars: updates from a forward pass to the one "
+        f"{facts.get('schedule')}: {number(facts.get('updates'), 0.0):.0f} updates, "
+        f"{number(facts.get('updates_per_step'), 0.0):.0f} in each step. Bars: updates from a forward pass to the one "
         f"that its gradient makes, the own one included; 1 is what a synchronous step has. {_DIVERGENCE} on the first "
-        f"stage the weights of a gradient were up to {number(told.get('divergence'), 0.0):.1e} of their norm from "
+        f"stage the weights of a gradient were up to {number(facts.get('divergence'), 0.0):.1e} of their norm from "
         "those that it was applied to."
     )
     head = ["", "versions of the weights held", "delay in updates"]

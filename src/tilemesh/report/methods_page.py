@@ -52,12 +52,12 @@ def verdict(rows: Sequence[Row]) -> str:
     """Throughput beside data parallelism, for both kinds of stragglers, and why they differ."""
     sentences = []
     for slow in dict.fromkeys(str(row.case["slow"]) for row in rows if row.name == "straggler"):
-        told = [
+        speedups = [
             f"{row.case['method']} {row.speedup['synchronous']:.2f}"
             for row in rows
             if row.name == "straggler" and row.case["slow"] == slow and row.speedup
         ]
-        sentences.append(f"slow {slow}: {', '.join(told)}")
+        sentences.append(f"slow {slow}: {', '.join(speedups)}")
     why = (
         "A bound absorbs delays that change from step to step. A rank that is always slow uses the bound up once, and "
         "then all wait for it; only asynchronous workers leave it behind, and its gradients are then old."

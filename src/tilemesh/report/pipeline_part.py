@@ -127,8 +127,8 @@ def median_step(run: Run, plan: ParallelPlan) -> Measured:
     if run.timeline is None:
         return []
     steps = [measured_step(run.timeline, step, plan) for step in spans.ordinary(run.timeline.steps)]
-    whole = sorted((step for step in steps if step), key=lambda step: _ends(step)[1] - _ends(step)[0])
-    return whole[len(whole) // 2] if whole else []
+    complete = sorted((step for step in steps if step), key=lambda step: _ends(step)[1] - _ends(step)[0])
+    return complete[len(complete) // 2] if complete else []
 
 
 def _ends(measured: Measured) -> tuple[float, float]:
@@ -137,15 +137,15 @@ def _ends(measured: Measured) -> tuple[float, float]:
 
 def _times(run: Run, program: StepProgram, measured: Measured) -> tuple[StepTimes | None, str]:
     """What passes take, and who says so."""
-    told = section(run.predicted, "pipeline")
-    forward, back, weights = (numbers(told, name) for name in ("forward_s", "input_s", "weight_s"))
+    predicted = section(run.predicted, "pipeline")
+    forward, back, weights = (numbers(predicted, name) for name in ("forward_s", "input_s", "weight_s"))
     if len(forward) == len(back) == len(weights) == program.chunks:
-        shares = numbers(told, "slice_shares")
+        shares = numbers(predicted, "slice_shares")
         if len(shares) != program.slices:
             shares = [1 / program.slices] * program.slices
-        moved = number(told.get("transfer_s"), 0.0)
-        given = StepTimes(forward, back, weights, moved, slice_shares=shares, routed=_routed_times(told))
-        return given, "with the times that were predicted before the run"
+        moved = number(predicted.get("transfer_s"), 0.0)
+        times = StepTimes(forward, back, weights, moved, slice_shares=shares, routed=_routed_times(predicted))
+        return times, "with the times that were predicted before the run"
     by_pass: dict[tuple[str, int], list[float]] = {}
     for each in measured:
         for traced in each:
@@ -178,15 +178,15 @@ def _routed(run: Run, plan: ParallelPlan, program: StepProgram) -> StepProgram:
     return routed(program, plan, chunks, [layer for layer in range(sum(counts)) if layer not in dense])
 
 
-def _routed_times(told: Mapping[str, Any]) -> RoutedTimes | None:
+def _routed_times(predicted: Mapping[str, Any]) -> RoutedTimes | None:
     """As `plan/prediction.py` writes them."""
-    given = told.get("routed")
-    if not isinstance(given, list) or len(given) != 3:
+    parts = predicted.get("routed")
+    if not isinstance(parts, list) or len(parts) != 3:
         return None
-    forward, back = (numbers({"seconds": part}, "seconds") for part in given[:2])
+    forward, back = (numbers({"seconds": part}, "seconds") for part in parts[:2])
     if len(forward) != len(back) or len(back) != len(ExchangeTimes._fields):
         return None
-    return RoutedTimes(ExchangeTimes(*forward), ExchangeTimes(*back), number(given[2], 0.0))
+    return RoutedTimes(ExchangeTimes(*forward), ExchangeTimes(*back), number(parts[2], 0.0))
 
 
 # ---- the two timelines ---------------------------------------------------------------------------------------------
@@ -239,8 +239,8 @@ def _lanes(run: Run, plan: ParallelPlan, measured: Measured, simulated: Timeline
     table = PageTable(
         ["stage", "computes, measured", "waits, measured", "computes, simulated", "waits, simulated"], rows
     )
-    whole = [timeline.Stretch("the step", 0.0, max(lengths))]
-    return timeline.draw("Pipeline", words, lanes, whole, KINDS, table)
+    stretches = [timeline.Stretch("the step", 0.0, max(lengths))]
+    return timeline.draw("Pipeline", words, lanes, stretches, KINDS, table)
 
 
 def _exchanged(run: Run, plan: ParallelPlan, stage: int, zero_s: float, end_s: float) -> list[timeline.Lane]:

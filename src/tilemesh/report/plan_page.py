@@ -237,5 +237,5 @@ def pipeline_lanes(result: SearchResult) -> Html:
     words = f"{plan.short()}: {plan.schedule_name}, {plan.pp} stages, {shown} microbatches."
     if prediction is not result.best:
         words = f"The first has no pipeline; this is the first that has one. {words}"
-    whole = [timeline.Stretch("all of it", 0.0, total)]
-    return timeline.draw("Pipeline", words, lanes, whole, PASSES, PageTable(["stage", "busy", "waiting"], rows))
+    stretches = [timeline.Stretch("all of it", 0.0, total)]
+    return timeline.draw("Pipeline", words, lanes, stretches, PASSES, PageTable(["stage", "busy", "waiting"], rows))

@@ -99,7 +99,7 @@ def _buffers(schedule: Schedule, buffers: Buffers) -> Html:
     left, top = SIDE + 74, max(40.0, (SIDE - ROW * schedule.ranks) / 2)
     most = max((len(slot[1]) for row in buffers for slot in row if slot), default=1)
     is_sum = schedule.collective in ("all_reduce", "reduce_scatter", "reduce")
-    whole = schedule.ranks if is_sum else most
+    full_count = schedule.ranks if is_sum else most
     shapes = [
         el("text", chunk, x=f"{left + CELL * (chunk + 0.5):.1f}", y=f"{top - 8:.1f}", class_="dim")
         for chunk in range(schedule.chunks)
@@ -113,7 +113,7 @@ def _buffers(schedule: Schedule, buffers: Buffers) -> Html:
             if slot is None:
                 continue
             label, who = slot
-            full = f"{0.25 + 0.75 * len(who) / whole:.2f}"
+            full = f"{0.25 + 0.75 * len(who) / full_count:.2f}"
             shapes.append(el("rect", **place, class_=f"f{label % 8}", fill_opacity=full))
             words = el(
                 "text", ranks_words(who, schedule.ranks), x=f"{left + CELL * (chunk + 0.46):.1f}", y=f"{y + 15:.1f}"

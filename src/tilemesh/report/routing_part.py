@@ -39,11 +39,11 @@ class LayerLoad(NamedTuple):
 
 def routing(run: Run) -> Child:
     """None for a run whose steps say nothing of experts."""
-    told = [step for step in run.steps if isinstance(step.get("expert_load"), list) and step["expert_load"]]
-    layers = loads_of(told[-1], run.summary.get("model")) if told else []
+    routed_steps = [step for step in run.steps if isinstance(step.get("expert_load"), list) and step["expert_load"]]
+    layers = loads_of(routed_steps[-1], run.summary.get("model")) if routed_steps else []
     if not layers:
         return None
-    step, forced = int(told[-1]["step"]), run.summary.get("force_balance") is True
+    step, forced = int(routed_steps[-1]["step"]), run.summary.get("force_balance") is True
     words = (
         f"Picks of each expert in training up to step {step:,}, since routers were last looked at, by layer; dashed: "
         "an even load. No token is dropped."

@@ -78,8 +78,8 @@ class Run:
     @property
     def points(self) -> list[Mapping[str, Any]]:
         """Cases that the summary tells of: loads of a server, recipes of a compression."""
-        told = [] if self.is_behind else self.summary.get("points")
-        return [point for point in told if isinstance(point, dict)] if isinstance(told, list) else []
+        points = [] if self.is_behind else self.summary.get("points")
+        return [point for point in points if isinstance(point, dict)] if isinstance(points, list) else []
 
     @property
     def last_step(self) -> int:
@@ -109,11 +109,11 @@ class Run:
 
     def step_time(self) -> Sample | None:
         """Of ordinary steps: what the run says, else of the steps after the first few."""
-        told = self.summary.get("step_time_s")
-        if isinstance(told, dict) and not self.is_behind:
-            values = [number(told.get(key)) for key in ("median", "p20", "p80")]
+        sample = self.summary.get("step_time_s")
+        if isinstance(sample, dict) and not self.is_behind:
+            values = [number(sample.get(key)) for key in ("median", "p20", "p80")]
             if all(math.isfinite(value) and value > 0 for value in values):
-                return Sample(values[0], values[1], values[2], count(told.get("n")))
+                return Sample(values[0], values[1], values[2], count(sample.get("n")))
         marked = {event.step for event in self.events if event.kind == CHECKPOINT}
         seconds = [
             value for step, value in self.figure("seconds") if step > spans.WARM_UP and step not in marked and value > 0
@@ -181,8 +181,8 @@ def _is_behind(
 ) -> bool:
     """Whether the run has gone on after this summary: it has more steps, or was taken up since."""
     done = int(steps[-1]["step"]) if steps else 0
-    told = number(summary.get("step"), float(done) if summary else 0.0)  # not every kind of run says it
-    return told < done or (summed_at is not None and resumed_at > summed_at)
+    summarized = number(summary.get("step"), float(done) if summary else 0.0)  # not every kind of run says it
+    return summarized < done or (summed_at is not None and resumed_at > summed_at)
 
 
 def _settled(run: Run) -> Run:

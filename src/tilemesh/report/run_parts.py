@@ -253,8 +253,8 @@ def _when(at: float | None, began: float | None) -> str:
 
 def again(run: Run, guess: str = "") -> Html:
     """The commands that made the run, its environment and its settings. `guess`: what makes it where none was kept."""
-    told = run.environment.get("commands")
-    commands = [str(command) for command in told] if isinstance(told, list) and told else []
+    typed = run.environment.get("commands")
+    commands = [str(command) for command in typed] if isinstance(typed, list) and typed else []
     kept = "What was typed:" if commands else "The command was not kept"
     shown = join(
         el("p", kept if commands else f"{kept}; this runs the same configuration:" if guess else f"{kept}."),

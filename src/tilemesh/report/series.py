@@ -42,18 +42,18 @@ def buckets(points: Sequence[tuple[int, float]], most: int = MOST, *, apart: int
     """Points (step, value) in at most `most` buckets; steps further apart than `apart` leave a gap."""
     ordered = sorted(points)
     width = max(1, -(-len(ordered) // most))
-    made: list[SeriesBucket] = []
+    done: list[SeriesBucket] = []
     group: list[tuple[int, float]] = []
     previous: int | None = None
     follows = False
     for step, value in ordered:
         is_gap = previous is not None and step - previous > apart
         if group and (is_gap or len(group) == width):
-            made.append(_bucket(group, follows))
+            done.append(_bucket(group, follows))
             group, follows = [], not is_gap
         group.append((step, value))
         previous = step
-    return [*made, _bucket(group, follows)] if group else made
+    return [*done, _bucket(group, follows)] if group else done
 
 
 def _bucket(group: Sequence[tuple[int, float]], follows: bool) -> SeriesBucket:

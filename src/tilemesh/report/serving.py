@@ -29,9 +29,9 @@ def _online(run: Run) -> list[Mapping[str, Any]]:
 
 
 def _about(run: Run) -> str:
-    told = section(run.config, "serve")
-    parts = [str(told[key]) for key in ("model", "dtype", "device") if key in told]
-    parts += [f"{told[key]} {key}" for key in ("pages", "running", "step_tokens") if key in told]
+    settings = section(run.config, "serve")
+    parts = [str(settings[key]) for key in ("model", "dtype", "device") if key in settings]
+    parts += [f"{settings[key]} {key}" for key in ("pages", "running", "step_tokens") if key in settings]
     return " · ".join(parts) or "A serving benchmark."
 
 

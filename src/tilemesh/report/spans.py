@@ -142,15 +142,15 @@ def _main_lane(spans: Sequence[TraceSpan]) -> list[TraceSpan]:
 def _nested(spans: Sequence[TraceSpan]) -> list[TraceSpan]:
     """By time, each with its depth; what lies inside waiting (or a checkpoint, or evaluation) takes its kind."""
     open_: list[TraceSpan] = []
-    made = []
+    placed_spans = []
     for span in sorted(spans, key=lambda span: (span.began_s, -span.ended_s)):
         while open_ and span.began_s >= open_[-1].ended_s:
             open_.pop()
         kind = open_[-1].kind if open_ and open_[-1].kind in _WHOLE else span.kind
         placed = dataclasses.replace(span, kind=kind, depth=len(open_))
-        made.append(placed)
+        placed_spans.append(placed)
         open_.append(placed)
-    return made
+    return placed_spans
 
 
 def ordinary(steps: Sequence[TracedStep]) -> list[TracedStep]:
@@ -164,7 +164,7 @@ def seconds_by_kind(spans: Sequence[TraceSpan], steps: Sequence[TracedStep]) -> 
     if not steps:
         return totals
     open_: list[TraceSpan] = []
-    whole, covered = sum(step.ended_s - step.began_s for step in steps), 0.0
+    total_s, covered = sum(step.ended_s - step.began_s for step in steps), 0.0
     inside = [span for span in spans if any(s.began_s <= span.began_s < s.ended_s for s in _near(steps, span))]
     for span in inside:
         while open_ and span.began_s >= open_[-1].ended_s:
@@ -177,7 +177,7 @@ def seconds_by_kind(spans: Sequence[TraceSpan], steps: Sequence[TracedStep]) -> 
         else:
             covered += lasted
         open_.append(span)
-    totals[OTHER] = max(0.0, whole - covered)
+    totals[OTHER] = max(0.0, total_s - covered)
     return {kind: max(0.0, totals[kind]) / len(steps) for kind in KINDS if totals.get(kind, 0.0) > 0}
 
 

@@ -35,8 +35,8 @@ def render(program: StepProgram, timeline: Timeline, memory: Sequence[Curve], wo
         for rank, busy in enumerate(timeline.busy_s)
     ]
     table = PageTable(["rank", "busy", "waiting", "most kept"], rows)
-    whole = [lanes_of.Stretch("all of it", 0.0, timeline.total_s)]
-    passes = lanes_of.draw("Passes", "What each rank computes, in time.", lanes, whole, KINDS, table)
+    stretches = [lanes_of.Stretch("all of it", 0.0, timeline.total_s)]
+    passes = lanes_of.draw("Passes", "What each rank computes, in time.", lanes, stretches, KINDS, table)
     return article(title, "tilemesh plan", None, *(el("p", line) for line in rest), passes, _memory(memory))
 
 

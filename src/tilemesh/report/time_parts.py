@@ -41,11 +41,11 @@ def by_rank(run: Run) -> Html:
 
 
 def _seconds(run: Run) -> tuple[dict[str, dict[str, float]], str]:
-    told = run.summary.get("ranks")
-    if isinstance(told, list) and not run.is_behind:
+    ranks = run.summary.get("ranks")
+    if isinstance(ranks, list) and not run.is_behind:
         measured = {
             str(rank_seconds.get("name", f"rank {index}")): _of_rank(rank_seconds)
-            for index, rank_seconds in enumerate(told)
+            for index, rank_seconds in enumerate(ranks)
             if isinstance(rank_seconds, dict)
         }
         if measured and all(measured.values()):
@@ -63,19 +63,19 @@ def _seconds(run: Run) -> tuple[dict[str, dict[str, float]], str]:
 
 def _predicted(run: Run) -> dict[str, float]:
     """The planner's step, in the kinds that are measured; empty where it made none."""
-    told = {key: number(value, 0.0) for key, value in section(run.predicted, "times").items()}
+    times = {key: number(value, 0.0) for key, value in section(run.predicted, "times").items()}
     sums = {
         spans.COMPUTE: ("compute_s", "recompute_s", "optimizer_s", "host_s"),
         spans.EXCHANGE: ("tp_s", "cp_s", "ep_s", "pp_s", "dp_s"),
         spans.IDLE: ("bubble_s",),
     }
-    summed = {kind: sum(told.get(key, 0.0) for key in keys) for kind, keys in sums.items()}
+    summed = {kind: sum(times.get(key, 0.0) for key in keys) for kind, keys in sums.items()}
     return {kind: seconds for kind, seconds in summed.items() if seconds > 0}
 
 
-def _of_rank(told: dict[str, Any]) -> dict[str, float]:
-    step = number(told.get("step_s"), 0.0)
-    parts = {kind: max(0.0, number(told.get(f"{kind}_s"), 0.0)) for kind in (spans.EXCHANGE, spans.DATA, spans.IDLE)}
+def _of_rank(figures: dict[str, Any]) -> dict[str, float]:
+    step = number(figures.get("step_s"), 0.0)
+    parts = {kind: max(0.0, number(figures.get(f"{kind}_s"), 0.0)) for kind in (spans.EXCHANGE, spans.DATA, spans.IDLE)}
     return {spans.COMPUTE: max(0.0, step - sum(parts.values())), **parts} if step > 0 else {}
 
 

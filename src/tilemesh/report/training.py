@@ -101,8 +101,10 @@ def _facts(run: Run, beside: Beside) -> list[Fact]:
 
 def _speed(run: Run, beside: Beside) -> tuple[Sample | None, str]:
     """As the table of rows has it, so that it goes with the step's time; else of the last steps there are."""
-    told = next((row.measured for row in beside.rows if row.name == "throughput"), None)
-    return (told, "at the median step") if told else (run.tail("tokens_per_s"), f"median of {run.tail_words}")
+    throughput = next((row.measured for row in beside.rows if row.name == "throughput"), None)
+    return (
+        (throughput, "at the median step") if throughput else (run.tail("tokens_per_s"), f"median of {run.tail_words}")
+    )
 
 
 # ---- sections --------------------------------------------------------------------------------------------------

@@ -36,8 +36,8 @@ class Saving:
 
 def shares_of(run: Run) -> dict[str, float]:
     """Parts of a step by kind; empty when the run does not say."""
-    told = {} if run.is_behind else section(run.summary, "shares")
-    shares = {key: number(told.get(key)) for key in ("compute", "exchange", "data", "idle")}
+    summarized = {} if run.is_behind else section(run.summary, "shares")
+    shares = {key: number(summarized.get(key)) for key in ("compute", "exchange", "data", "idle")}
     if all(math.isfinite(value) for value in shares.values()):
         return shares
     # Of the same steps, the last ones: a machine that others use is not as fast all the time.
@@ -58,9 +58,9 @@ def savings(shares: Mapping[str, float], of_limit: float | None) -> list[Saving]
 
 def improve(run: Run, of_limit: float | None) -> str:
     """What acts on the largest saving, the one the sentence names. A run that says nothing of it gets none."""
-    told, shares = "" if run.is_behind else str(run.summary.get("improve") or ""), shares_of(run)
-    if not told or not shares or run.step_time() is None:
-        return told
+    advice, shares = "" if run.is_behind else str(run.summary.get("improve") or ""), shares_of(run)
+    if not advice or not shares or run.step_time() is None:
+        return advice
     exchanges = section(run.summary, "exchanges")
     return improvement(
         shares,

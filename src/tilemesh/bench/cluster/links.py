@@ -183,5 +183,5 @@ def _unpromised(
     for kind, rate in promised.items():
         read = [link.bytes_per_s for link in links if kind_of(seats, link.a, link.b) == kind]
         if read and statistics.median(read) < PROMISED * rate:
-            got, said = format_bytes(round(statistics.median(read))), format_bytes(round(rate))
-            yield Fault(f"links {kind}", f"{got}/s at the median, and the hardware promises {said}/s")
+            got, rated = format_bytes(round(statistics.median(read))), format_bytes(round(rate))
+            yield Fault(f"links {kind}", f"{got}/s at the median, and the hardware promises {rated}/s")

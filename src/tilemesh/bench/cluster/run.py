@@ -57,16 +57,16 @@ class ClusterReading:
 
     def _differing(self) -> list[Fault]:
         """Versions that are not those of most ranks."""
-        found = []
+        faults = []
         for name in sorted({name for facts in self.facts for name in facts}):
             values = [facts.get(name, "none") for facts in self.facts]
             usual = statistics.mode(values)
-            found += [
+            faults += [
                 Fault(seat.words, f"{name} {value}, where the others have {usual}")
                 for seat, value in zip(self.seats, values, strict=True)
                 if value != usual
             ]
-        return found
+        return faults
 
 
 def read_cluster(comm: Communicator, say: Callable[[str], None] = lambda text: None) -> ClusterReading:
@@ -82,8 +82,8 @@ def read_cluster(comm: Communicator, say: Callable[[str], None] = lambda text: N
         "device": f"{gpu} {device.index}" if gpu else "cores",
         "facts": facts,
     }
-    told = [json.loads(text) for text in tell_all(comm, json.dumps(here))]
-    seats = _seats(told)
+    ranks = [json.loads(text) for text in tell_all(comm, json.dumps(here))]
+    seats = _seats(ranks)
     say(f"{comm.size} ranks on {len({seat.host for seat in seats})} hosts, over {comm.backend}")
     speed = _flops_per_s(device)
     comm.barrier()
@@ -105,7 +105,7 @@ def read_cluster(comm: Communicator, say: Callable[[str], None] = lambda text: N
             (pair for pairs in groups for pair in pairs), read, strict=True
         )
     ]
-    return ClusterReading(seats, links, dict(enumerate(map(float, speeds))), [each["facts"] for each in told], gpu)
+    return ClusterReading(seats, links, dict(enumerate(map(float, speeds))), [each["facts"] for each in ranks], gpu)
 
 
 def _device(comm: Communicator) -> torch.device:
@@ -117,10 +117,10 @@ def _device(comm: Communicator) -> torch.device:
     return torch.device("cuda", local % torch.cuda.device_count())
 
 
-def _seats(told: Sequence[Mapping[str, str]]) -> list[RankSeat]:
+def _seats(ranks: Sequence[Mapping[str, str]]) -> list[RankSeat]:
     """Hosts by their names; where two networks have one name, as containers may, with a number."""
     networks: dict[str, list[str]] = {}
-    for each in told:
+    for each in ranks:
         known = networks.setdefault(each["host"], [])
         if each["network"] not in known:
             known.append(each["network"])
@@ -129,7 +129,7 @@ def _seats(told: Sequence[Mapping[str, str]]) -> list[RankSeat]:
         known = networks[each["host"]]
         return each["host"] + (f"#{known.index(each['network'])}" if len(known) > 1 else "")
 
-    return [RankSeat(rank, name(each), each["device"]) for rank, each in enumerate(told)]
+    return [RankSeat(rank, name(each), each["device"]) for rank, each in enumerate(ranks)]
 
 
 def _network() -> str:

@@ -28,8 +28,8 @@ def simulated(
     """Lines of a table: seconds by size of each algorithm that serves the collective, and who overtakes whom."""
     known = [name for name in names or AT_SCALE if name in algorithms(collective)]
     if not known:
-        asked, served = ",".join(names or AT_SCALE), ", ".join(algorithms(collective))
-        raise UsageError(f"none of {asked} serves {collective}: expected some of {served}")
+        wanted, served = ",".join(names or AT_SCALE), ", ".join(algorithms(collective))
+        raise UsageError(f"none of {wanted} serves {collective}: expected some of {served}")
     machine = topology_of(topology, ranks, node_size)
     schedules = {name: build(collective, name, ranks, node_size=node_size) for name in known}
     times = {

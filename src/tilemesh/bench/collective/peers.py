@@ -37,15 +37,15 @@ def _torch(comm: Communicator, collective: str, x: Any, out: Any) -> Native:
     import torch.distributed as dist
 
     group: Any = comm.transport.group  # type: ignore[attr-defined]
-    given, result = (torch.from_numpy(array) if not torch.is_tensor(array) else array for array in (x, out))
+    tensor, result = (torch.from_numpy(array) if not torch.is_tensor(array) else array for array in (x, out))
     parts = list(result.chunk(comm.size)) if collective == "all_gather" else []
-    if collective == "reduce_scatter" and not given.is_cuda:
+    if collective == "reduce_scatter" and not tensor.is_cuda:
         raise UsageError("gloo has no reduce_scatter of its own")
     calls: dict[str, Native] = {
-        "all_reduce": lambda: dist.all_reduce(given, group=group),
-        "reduce_scatter": lambda: dist.reduce_scatter_tensor(result, given, group=group),
-        "all_gather": lambda: dist.all_gather(parts, given, group=group),
-        "all_to_all": lambda: dist.all_to_all_single(result, given, group=group),
-        "broadcast": lambda: dist.broadcast(given, group_src=0, group=group),
+        "all_reduce": lambda: dist.all_reduce(tensor, group=group),
+        "reduce_scatter": lambda: dist.reduce_scatter_tensor(result, tensor, group=group),
+        "all_gather": lambda: dist.all_gather(parts, tensor, group=group),
+        "all_to_all": lambda: dist.all_to_all_single(result, tensor, group=group),
+        "broadcast": lambda: dist.broadcast(tensor, group_src=0, group=group),
     }
     return calls[collective]

@@ -55,14 +55,14 @@ class LayerClock:
         of times from different minutes is one of the machine's load as well."""
         tokens = torch.randint(plain.vocabulary, self.shape, device=self.device)
         kinds = {"plain": plain, "small": small} if plain != small.replace(layers=plain.layers) else {"plain": plain}
-        made = {
+        passes_by_model = {
             (kind, count): passes_of(self._random(config.replace(layers=count)), tokens)
             for kind, config in kinds.items()
             for count in (_FEW, _SOME)
         }
         seconds = []
         for which in range(2):
-            calls = {f"{kind} {count}": passes[which] for (kind, count), passes in made.items()}
+            calls = {f"{kind} {count}": passes[which] for (kind, count), passes in passes_by_model.items()}
             timed = compare(
                 calls, timer=pass_timer(self.device), repeats=25, warmup=2, seconds=_SECONDS, on_error="raise"
             )

@@ -63,21 +63,21 @@ def recipe_inputs(recipe: Recipe) -> int:
 @torch.no_grad()
 def peer_model(peer: str, model: Transformer, recipe: Recipe, tokens: Tensor) -> Transformer:
     """A copy of the model with the weights that the peer's codes mean. `tokens`: to calibrate with."""
-    made = copy.deepcopy(model)
-    shapes = matrix_shapes(made)
+    quantized = copy.deepcopy(model)
+    shapes = matrix_shapes(quantized)
     rounding: Callable[[Tensor, Scheme], Tensor] = _torchao if peer == "torchao" else _bitsandbytes
     if recipe.weights.method == "clip":
         rounding = _torchao_hqq
     schemes = chosen_schemes(recipe, shapes)
     inputs = _inputs(model, tokens, schemes) if recipe.weights.method == "awq" else {}
     for name, scheme in schemes.items():
-        weight = made.get_parameter(f"{name}.weight")
+        weight = quantized.get_parameter(f"{name}.weight")
         try:
             plain = weight.detach().float()
             weight.copy_(_torchao_awq(plain, scheme, inputs[name]) if inputs else rounding(plain, scheme))
         except Exception as error:  # a library of another version
             raise RunError(f"{type(error).__name__}: {error}") from error
-    return made
+    return quantized
 
 
 def torchao_codes(weight: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor, Tensor]:
@@ -126,8 +126,8 @@ def _by_config(weight: Tensor, config: Any) -> Tensor:
     holder = nn.Sequential(nn.Linear(weight.shape[1], weight.shape[0], bias=False))
     holder[0].weight = nn.Parameter(weight.clone(), requires_grad=False)
     quantize_(holder, config)
-    made: Tensor = holder[0].weight.dequantize()
-    return made
+    dense: Tensor = holder[0].weight.dequantize()
+    return dense
 
 
 def _torchao_hqq(weight: Tensor, scheme: Scheme) -> Tensor:
@@ -146,8 +146,8 @@ def _torchao_awq(weight: Tensor, scheme: Scheme, inputs: Tensor) -> Tensor:
     observer = AWQObserver(weight, None, _intx(scheme))
     observer(inputs, None)
     scales = observer.calculate_qparams()
-    made: Tensor = _by_config(weight * scales, _intx(scheme)) / scales
-    return made
+    dense: Tensor = _by_config(weight * scales, _intx(scheme)) / scales
+    return dense
 
 
 def _inputs(model: Transformer, tokens: Tensor, names: Iterable[str]) -> dict[str, Tensor]:
@@ -170,5 +170,5 @@ def _bitsandbytes(weight: Tensor, scheme: Scheme) -> Tensor:
     from bitsandbytes import functional  # type: ignore[import-not-found, unused-ignore]
 
     packed, state = functional.quantize_4bit(weight.contiguous(), blocksize=scheme.group, quant_type="nf4")
-    made: Tensor = functional.dequantize_4bit(packed, state).reshape(weight.shape)
-    return made
+    dense: Tensor = functional.dequantize_4bit(packed, state).reshape(weight.shape)
+    return dense

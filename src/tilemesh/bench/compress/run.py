@@ -141,5 +141,5 @@ def keep_compress_run(run: Path, settings: Mapping[str, Any], findings: Compress
     """What there is so far, which `tilemesh report` makes a page of; a run that ends early leaves that."""
     write_rows(findings.rows, run / ROWS)
     done = len(findings.points) + len(findings.failed)
-    told = {"model": settings["model"], "points": findings.points, "interrupted": done < len(settings["recipes"])}
-    Journal(run).summarize(COMPRESS, told)
+    summary = {"model": settings["model"], "points": findings.points, "interrupted": done < len(settings["recipes"])}
+    Journal(run).summarize(COMPRESS, summary)

@@ -94,9 +94,9 @@ def random_source(name: str, data: str | None, device: torch.device) -> Iterator
 
 
 @contextmanager
-def open_source(given: str, data: str | None, step: int | None, say: Callable[[str], None]) -> Iterator[CompressSource]:
+def open_source(place: str, data: str | None, step: int | None, say: Callable[[str], None]) -> Iterator[CompressSource]:
     """A run, whose checkpoint is written as a Hugging Face folder for as long as this lasts, or such a folder."""
-    path = Path(given)
+    path = Path(place)
     if (path / CONFIG).is_file():
         if step is not None:
             raise UsageError(f"step is {step} and {path} is a Hugging Face folder, which has no steps: leave it out")
@@ -113,7 +113,7 @@ def open_source(given: str, data: str | None, step: int | None, say: Callable[[s
     config = of_run(path).data
     if data is not None:
         config = DataConfig(source=data, tokenizer=config.tokenizer)
-    with tempfile.TemporaryDirectory(prefix="tilemesh-compress-") as made:
-        export(path, made, step, say)
-        model = huggingface.load(made).eval().requires_grad_(False)
-        yield CompressSource(path.resolve().name, Path(made), model, config)
+    with tempfile.TemporaryDirectory(prefix="tilemesh-compress-") as exported:
+        export(path, exported, step, say)
+        model = huggingface.load(exported).eval().requires_grad_(False)
+        yield CompressSource(path.resolve().name, Path(exported), model, config)

@@ -150,12 +150,12 @@ def _transformers() -> Any:
 def _text(kind: str, size: ModelSize, **more: Any) -> Any:
     transformers = _transformers()
 
-    given = {
+    sizes = {
         "hidden_size": size.width, "num_hidden_layers": size.layers, "num_attention_heads": size.heads,
         "vocab_size": size.vocabulary, "intermediate_size": 2 * size.width, "max_position_embeddings": 2 * size.tokens,
         "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
     }  # fmt: skip
-    config = getattr(transformers, f"{kind}Config")(**given | more)
+    config = getattr(transformers, f"{kind}Config")(**sizes | more)
     head = "ForMaskedLM" if kind == "Bert" else "ForCausalLM"
     return getattr(transformers, f"{kind}{head}")(config)
 

@@ -16,10 +16,10 @@ from torch.utils._pytree import tree_leaves
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    def __init__(self, given: Sequence[torch.Tensor]) -> None:
+    def __init__(self, inputs: Sequence[torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.reference: Any = StorageWeakRef
-        self.known = {self.reference(tensor.untyped_storage()).cdata for tensor in given}  # type: ignore[no-untyped-call]
+        self.known = {self.reference(tensor.untyped_storage()).cdata for tensor in inputs}  # type: ignore[no-untyped-call]
         self.live: dict[int, tuple[Any, int]] = {}
         self.peak: int = 0
 

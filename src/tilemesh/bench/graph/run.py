@@ -237,10 +237,10 @@ def _memory_row(case: Any, counted: GraphFigures, pieces: Sequence[Compiled], de
 def _made_up(piece: Compiled, device: torch.device) -> list[torch.Tensor]:
     """Inputs of a program's shapes; numbers of tokens and the like are 0."""
     assert piece.before is not None
-    given = piece.before.inputs[: piece.given]
+    inputs = piece.before.inputs[: piece.given]
     return [
         torch.zeros([known(size, {}) for size in node.shape], dtype=dtype_of(node.dtype), device=device)
-        for node in given
+        for node in inputs
     ]
 
 

@@ -39,8 +39,8 @@ def host_rows(seconds: float, place: torch.device) -> list[Row]:
     for _ in range(LENGTH):
         node = build.multiply(build.add(node, 0.5), 0.99)
     run = program(Graph((x,), (node,)), place)
-    given = torch.randn(16, device=place)
-    leaf = given.clone().requires_grad_()
+    numbers = torch.randn(16, device=place)
+    leaf = numbers.clone().requires_grad_()
 
     def eager(tensor: torch.Tensor) -> torch.Tensor:
         for _ in range(LENGTH):
@@ -49,13 +49,13 @@ def host_rows(seconds: float, place: torch.device) -> list[Row]:
 
     def alone(index: int) -> object:
         with torch.no_grad():
-            return eager(given)
+            return eager(numbers)
 
     def both(index: int) -> object:
         return torch.autograd.grad(eager(leaf).sum(), leaf)
 
     calls: dict[str, Callable[[int], object]] = {
-        "ours": lambda index: run(given),
+        "ours": lambda index: run(numbers),
         "eager, no graph": alone,
         "eager, graph built": lambda index: eager(leaf),
         "eager, graph built and walked": both,
@@ -91,27 +91,27 @@ def branch_rows(seconds: float, place: torch.device) -> list[Row]:
     for batch, channels, side in ((1, 64, 14), (1, 192, 28), (16, 192, 28)):
         graph = inception(batch, channels, side)
         inputs = inputs_of(graph, place)
-        made = {
+        programs = {
             way: ConcurrentProgram(
                 graph, ranking_device(place), place, streams=2 if place.type == "cpu" else 4, at_once=way
             )
             for way in (True, False)
         }
-        expected, got = made[False](*inputs)[0], made[True](*inputs)[0]
+        expected, got = programs[False](*inputs)[0], programs[True](*inputs)[0]
         torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-3)
-        plan = made[True].plan
+        plan = programs[True].plan
         case: dict[str, float] = {
             "batch": batch, "channels": channels, "side": side, "waits": plan.waits, "taken": plan.pays,
         }  # fmt: skip
         guess = predicted_here(place, functools.partial(_at_once_s, plan))
         if guess.value is not None:
             case["predicted gain"] = round(plan.one_by_one_s / plan.at_once_s, 3)
-        calls: dict[str, Callable[[int], object]] = {"ours": _called(made[True], inputs)}
+        calls: dict[str, Callable[[int], object]] = {"ours": _called(programs[True], inputs)}
         if place.type == "cuda":
             # Both as recorded programs: what is compared are streams, not the cost of launching.
             single = ConcurrentProgram(graph, ranking_device(place), place, streams=1, at_once=True)
             calls["one after the other, recorded"] = _called(single, inputs)
-        calls["one after the other"] = _called(made[False], inputs)
+        calls["one after the other"] = _called(programs[False], inputs)
         rows.append(study_row("graph branches", case, guess, calls, seconds, place))
     return rows
 
@@ -163,24 +163,24 @@ def memory_rows(seconds: float, place: torch.device) -> list[Row]:
     inputs = inputs_of(graph, place)
     rows = []
     for name, budget, products in (("kept", whole, False), ("cheap again", 0, False), ("layers again", 0, True)):
-        made = rematerialised(graph, budget, products)
-        plan = arena(made.graph)
-        planned = PlannedProgram(made.graph, place)
+        smaller = rematerialised(graph, budget, products)
+        plan = arena(smaller.graph)
+        planned = PlannedProgram(smaller.graph, place)
         for mine, theirs in zip(planned(*inputs), program(graph, place)(*inputs), strict=True):
             torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-5)
-        peak = measured_peak(program(made.graph, place).function, inputs)
+        peak = measured_peak(program(smaller.graph, place).function, inputs)
         case: dict[str, str | int] = {
-            "way": name, "values again": made.values, "arena": plan.size, "block": planned.block.numel(),
-            "extra flops": made.extra_flops,
+            "way": name, "values again": smaller.values, "arena": plan.size, "block": planned.block.numel(),
+            "extra flops": smaller.extra_flops,
         }  # fmt: skip
         timed = study_row(
-            "graph memory step", {"way": name, "values again": made.values},
-            predicted_here(place, functools.partial(graph_seconds, made.graph)),
-            {"ours": call_of(made.graph, inputs), "kept": call_of(graph, inputs)}, seconds, place,
+            "graph memory step", {"way": name, "values again": smaller.values},
+            predicted_here(place, functools.partial(graph_seconds, smaller.graph)),
+            {"ours": call_of(smaller.graph, inputs), "kept": call_of(graph, inputs)}, seconds, place,
         )  # fmt: skip
         rows.append(
             make_row(
-                "graph memory", case, exactly(float(peak)), unit="B", predicted=Estimate(float(made.peak)),
+                "graph memory", case, exactly(float(peak)), unit="B", predicted=Estimate(float(smaller.peak)),
                 limit=Estimate(float(plan.bound)), no_peers="the other rows are the other ways",
             )
         )  # fmt: skip

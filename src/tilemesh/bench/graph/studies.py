@@ -129,12 +129,12 @@ def imperative_rows(seconds: float, place: torch.device) -> list[Row]:
     rows = []
     for width in (8, 64, 512):
         names = {"x": [64, width], "t": [64, 1], "a": [width, width], "b": [width, width], "c": [width, 1]}
-        given = {name: build.argument(name, shape) for name, shape in names.items()}
-        hidden = build.silu(build.dot(build.silu(build.dot(given["x"], given["a"])), given["b"]))
-        error = build.subtract(build.dot(hidden, given["c"]), given["t"])
+        arguments = {name: build.argument(name, shape) for name, shape in names.items()}
+        hidden = build.silu(build.dot(build.silu(build.dot(arguments["x"], arguments["a"])), arguments["b"]))
+        error = build.subtract(build.dot(hidden, arguments["c"]), arguments["t"])
         loss = build.mean(build.multiply(error, error))
-        weights = [given[name] for name in "abc"]
-        graph = Graph(tuple(given.values()), (loss, *derive.update(loss, weights, rate=0.01)))
+        weights = [arguments[name] for name in "abc"]
+        graph = Graph(tuple(arguments.values()), (loss, *derive.update(loss, weights, rate=0.01)))
         way = way_for(place)
         better, _ = simplify(graph)
         better = fused(better, server(way)) if way else better

@@ -35,8 +35,8 @@ def inputs_of(graph: Graph, place: torch.device) -> list[torch.Tensor]:
     """Random inputs of a graph, from one seed."""
     torch.manual_seed(0)
     shapes = [[known(size, {}) for size in node.shape] for node in graph.inputs]
-    made = zip(shapes, graph.inputs, strict=True)
-    return [(torch.randn(shape) / 8).to(device=place, dtype=dtype_of(node.dtype)) for shape, node in made]
+    pairs = zip(shapes, graph.inputs, strict=True)
+    return [(torch.randn(shape) / 8).to(device=place, dtype=dtype_of(node.dtype)) for shape, node in pairs]
 
 
 def call_of(graph: Graph, inputs: list[torch.Tensor]) -> Callable[[int], object]:

@@ -96,8 +96,8 @@ class PerTree:
         return compiled(words, model.table, model.a, model.b, model.c)[0]  # type: ignore[no-any-return]
 
     def _graph(self, tree: Tree) -> Graph:
-        words, given = build.argument("words", [tree.leaves], "int64"), _weights(self.model)
-        rows = build.take(given[0], words)
+        words, weights = build.argument("words", [tree.leaves], "int64"), _weights(self.model)
+        rows = build.take(weights[0], words)
         values: list[Node] = []
         leaves = 0
         for left, right in tree.steps:
@@ -105,8 +105,8 @@ class PerTree:
                 values.append(build.part(rows, 0, leaves, leaves + 1))
                 leaves += 1
             else:
-                values.append(_cell(values[left], values[right], given))
-        return Graph((words, *given), (values[-1],))
+                values.append(_cell(values[left], values[right], weights))
+        return Graph((words, *weights), (values[-1],))
 
 
 class Switched:
@@ -114,22 +114,22 @@ class Switched:
 
     def __init__(self, model: TreeModel, leaves: int) -> None:
         self.model, self.steps = model, 2 * leaves - 1
-        given = _weights(model)
+        weights = _weights(model)
         leaf = build.argument("leaf", [self.steps], "bool")
         left, right = (build.argument(name, [self.steps], "int64") for name in ("left", "right"))
         values: list[Node] = []
         for step in range(self.steps):
             is_leaf = build.reshape(build.part(leaf, 0, step, step + 1), ())
             at, other = (build.part(places, 0, step, step + 1) for places in (left, right))
-            word = build.take(build.switch(given[0], is_leaf, True), at)
+            word = build.take(build.switch(weights[0], is_leaf, True), at)
             if not values:
-                values.append(build.take(given[0], at))  # the first step of any tree is a leaf
+                values.append(build.take(weights[0], at))  # the first step of any tree is a leaf
                 continue
             # Everything that a branch reads enters it by a switch, so that its gradient leaves by a merge.
-            before, *inner = (build.switch(value, is_leaf, False) for value in (build.concat(values, 0), *given))
+            before, *inner = (build.switch(value, is_leaf, False) for value in (build.concat(values, 0), *weights))
             first, second = (build.take(before, place) for place in (at, other))
             values.append(build.merge(is_leaf, word, _cell(first, second, inner)))
-        self.graph = Graph((leaf, left, right, *given), (values[-1],))
+        self.graph = Graph((leaf, left, right, *weights), (values[-1],))
 
     def __call__(self, tree: Tree) -> Tensor:
         leaf = torch.tensor([right < 0 for _, right in tree.steps])
@@ -179,8 +179,8 @@ def _weights(model: TreeModel) -> tuple[Node, ...]:
     return tuple(build.argument(name, tuple(value.shape), str(value.dtype)[6:]) for name, value in named)
 
 
-def _cell(left: Node, right: Node, given: Sequence[Node]) -> Node:
-    _, a, b, c = given
+def _cell(left: Node, right: Node, weights: Sequence[Node]) -> Node:
+    _, a, b, c = weights
     return build.tanh(build.add(build.add(build.dot(left, a), build.dot(right, b)), c))
 
 

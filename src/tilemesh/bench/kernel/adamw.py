@@ -47,16 +47,16 @@ class AdamWBench(OperatorBench[SizedProblem]):
                 on_device[device] = tuple(torch.full((), value, device=device) for value in (_RATE, float(_STEP)))  # type: ignore[assignment]
             return on_device[device]
 
-        def ours(*given: Any) -> None:
-            parameters, gradients, averages, squares, masters = given
+        def ours(*arguments: Any) -> None:
+            parameters, gradients, averages, squares, masters = arguments
             key = parameters[0].data_ptr()
             if key not in kept or kept[key].parameters[0] is not parameters[0]:
                 kept[key] = AdamW(parameters, averages, squares, masters=masters)
             rate, step = scalars(parameters[0].device)
             kept[key].step(gradients, rate=rate, step=step)
 
-        def eager(*given: Any) -> None:
-            parameters, gradients, averages, squares, masters = given
+        def eager(*arguments: Any) -> None:
+            parameters, gradients, averages, squares, masters = arguments
             rate, step = scalars(parameters[0].device)
             stepped = parameters if masters is None else masters
             slopes = gradients if masters is None else [gradient.to(masters[0].dtype) for gradient in gradients]

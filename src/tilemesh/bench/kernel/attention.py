@@ -46,8 +46,8 @@ class AttentionBench(OperatorBench[AttentionProblem]):
         generator, dtype = torch.Generator(device).manual_seed(seed), getattr(torch, problem.dtype)
 
         def draw(count: int) -> Tensor:
-            made = torch.randn(batch, tokens, count, problem.width, generator=generator, device=device)
-            return made.to(dtype).transpose(1, 2)
+            drawn = torch.randn(batch, tokens, count, problem.width, generator=generator, device=device)
+            return drawn.to(dtype).transpose(1, 2)
 
         return draw(problem.heads), draw(problem.kv_heads), draw(problem.kv_heads), starts
 
@@ -56,14 +56,14 @@ class AttentionBench(OperatorBench[AttentionProblem]):
         plain = problem.mask in ("causal", "full")
         on_gpu = torch.cuda.is_available()
 
-        def ours(*given: Any) -> Tensor:
-            how = "triton" if given[0].device.type == "cuda" else "auto"
-            made: Tensor = reference.attention(*given, **options, implementation=how)
-            return made
+        def ours(*arguments: Any) -> Tensor:
+            how = "triton" if arguments[0].device.type == "cuda" else "auto"
+            y: Tensor = reference.attention(*arguments, **options, implementation=how)
+            return y
 
-        def eager(*given: Any) -> Tensor:
-            made: Tensor = reference.attention.reference(*given, **options)  # type: ignore[attr-defined]
-            return made
+        def eager(*arguments: Any) -> Tensor:
+            y: Tensor = reference.attention.reference(*arguments, **options)  # type: ignore[attr-defined]
+            return y
 
         calls: dict[str, Callable[..., object]] = {OURS: ours, EAGER: eager}
         if plain and on_gpu:
@@ -97,14 +97,14 @@ class AttentionBench(OperatorBench[AttentionProblem]):
         return None if bool(error <= allowed) else f"q's gradient is off by {error:.3g}, allowed {allowed:.3g}"
 
     def predict_s(self, problem: AttentionProblem, device: torch.device, figures: Device) -> float:
-        whole = self.form.cost(problem)
-        peak = figures.peak_flops_per_s.get(whole.dtype, figures.peak_flops_per_s["fp32"])
+        work = self.form.cost(problem)
+        peak = figures.peak_flops_per_s.get(work.dtype, figures.peak_flops_per_s["fp32"])
         forward, backward = SUSTAINED[problem.width > 64]
         if problem.passes == "forward":
-            return whole.flops / (forward * peak) + whole.launches * LAUNCH_S
-        two_of_seven = whole.flops * 2 / 7
-        rest = (whole.flops - two_of_seven) / (backward * peak)
-        return two_of_seven / (forward * peak) + rest + whole.launches * LAUNCH_S
+            return work.flops / (forward * peak) + work.launches * LAUNCH_S
+        two_of_seven = work.flops * 2 / 7
+        rest = (work.flops - two_of_seven) / (backward * peak)
+        return two_of_seven / (forward * peak) + rest + work.launches * LAUNCH_S
 
     def chosen(self, problem: AttentionProblem, device: torch.device) -> dict[str, str]:
         shape = (1, 1, problem.tokens, problem.width)
@@ -148,8 +148,8 @@ def _flex(problem: AttentionProblem) -> Callable[..., Tensor]:
                 return allowed
 
             kept.append(create_block_mask(sees, None, None, tokens, tokens, device=q.device))
-        made: Tensor = compiled(q, k, v, block_mask=kept[0], enable_gqa=q.shape[1] != k.shape[1])
-        return made
+        y: Tensor = compiled(q, k, v, block_mask=kept[0], enable_gqa=q.shape[1] != k.shape[1])
+        return y
 
     return call
 

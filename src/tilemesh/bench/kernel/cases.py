@@ -37,23 +37,23 @@ def cases_of(
     asked for, a setting is for those that have it.
     """
     names = registry.names() if ALL in operators else list(operators)
-    asked, made = dict(settings or {}), []
+    wanted, cases = dict(settings or {}), []
     known = {name: registry.find(name).load("form") for name in names}
-    for setting in asked if len(names) > 1 else ():
+    for setting in wanted if len(names) > 1 else ():
         if not any(setting in form.settings for form in known.values()):
             raise unknown(
                 "setting of these operators", setting, {name: 0 for f in known.values() for name in f.settings}
             )
     for name, form in known.items():
-        own = {key: value for key, value in asked.items() if len(names) == 1 or key in form.settings}
+        own = {key: value for key, value in wanted.items() if len(names) == 1 or key in form.settings}
         each = [{**own, "dtype": dtype.strip()} for dtype in dtypes.split(",")] if dtypes else [own]
         if ALL in operators and "passes" in form.settings and "passes" not in own:
-            each = [{**given, "passes": passes} for given in each for passes in form.settings["passes"].known]
-        for given in each:
+            each = [{**values, "passes": passes} for values in each for passes in form.settings["passes"].known]
+        for values in each:
             for shape in shapes or form.suite:
-                form.problem(shape, given)
-                made.append(KernelCase(name, shape, given))
-    return made
+                form.problem(shape, values)
+                cases.append(KernelCase(name, shape, values))
+    return cases
 
 
 def drawn_cases(operators: Sequence[str], count: int, skip: int = 0) -> list[KernelCase]:

@@ -116,7 +116,7 @@ def prepared_cases(
     ceiling = {"limit": limit.why} if limit.value is not None and limit.why else {}
     sets = rotating_sets(lambda seed: bench.arguments(problem, on.device, seed), bench.bytes_held(problem), on.l2_bytes)
     functions = {name: bench.timed(problem, function) for name, function in candidates.compiled().items()}
-    own_sets = [_copied(given) for given in sets] if candidates.overwriting & functions.keys() else []
+    own_sets = [_copied(arguments) for arguments in sets] if candidates.overwriting & functions.keys() else []
     calls = {
         name: _on_sets(function, own_sets if name in candidates.overwriting else sets)
         for name, function in functions.items()
@@ -138,8 +138,8 @@ def _on_sets(function: Callable[..., object], sets: Sequence[Arguments]) -> Call
     return lambda index: function(*sets[index])
 
 
-def _copied(given: Arguments) -> Arguments:
-    return tuple(value.clone() if isinstance(value, Tensor) else value for value in given)
+def _copied(arguments: Arguments) -> Arguments:
+    return tuple(value.clone() if isinstance(value, Tensor) else value for value in arguments)
 
 
 def check_of(
@@ -163,16 +163,16 @@ def check_of(
     def verify(name: str, result: Any, index: int) -> None:
         if name in bench.no_peers:
             return
-        given = sets[index]
+        arguments = sets[index]
         if bench.in_place:
-            given, result = (bench.arguments(problem, on.device, CHECKED_SEED) for _ in range(2))
+            arguments, result = (bench.arguments(problem, on.device, CHECKED_SEED) for _ in range(2))
             functions[name](*result)
         else:
-            result = functions[name](*_copied(given)) if name in overwriting else result
+            result = functions[name](*_copied(arguments)) if name in overwriting else result
             result = result[0] if isinstance(result, tuple) else result
             if not isinstance(result, Tensor):
                 raise RunError(f"{name} is wrong: it returned {type(result).__name__}, expected a tensor")
-        wrong = bench.wrong(problem, given, result)
+        wrong = bench.wrong(problem, arguments, result)
         if wrong or (isinstance(result, Tensor) and not bool(result.isfinite().all())):
             raise RunError(f"{name} is wrong: {wrong or 'not finite'}")
 

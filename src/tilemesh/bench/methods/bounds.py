@@ -50,8 +50,8 @@ def convex_loss(weights: Tensor, rows: Tensor) -> Tensor:
 
 
 def convex_gradient(weights: Tensor, rows: Tensor) -> Tensor:
-    made: Tensor = -(rows * torch.sigmoid(-rows @ weights)[:, None]).mean(dim=0)
-    return made
+    mean_gradient: Tensor = -(rows * torch.sigmoid(-rows @ weights)[:, None]).mean(dim=0)
+    return mean_gradient
 
 
 def projected(weights: Tensor) -> Tensor:

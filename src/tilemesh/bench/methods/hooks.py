@@ -44,7 +44,7 @@ def hook_steps(repeats: int, seconds: float) -> dict[str, Any]:
     mesh = Mesh(comm, dp=comm.size)
     draw = torch.Generator().manual_seed(comm.rank)
     x, y = (torch.randn(ROWS, WIDTH, generator=draw) for _ in range(2))
-    ways: dict[str, Any] = {name: _way(made) for name, made in OURS.items()}
+    ways: dict[str, Any] = {name: _way(compression) for name, compression in OURS.items()}
     period = LocalPeriod(PERIOD)
     ways |= {"uncompressed": "bucketed", "local": lambda parts: LocalUpdates(parts, period)}
     laid = {
@@ -70,7 +70,7 @@ def hook_steps(repeats: int, seconds: float) -> dict[str, Any]:
     candidates |= _torchs(x, y)
     samples = compare(candidates, timer=rank_timer(comm), repeats=repeats, warmup=3, seconds=seconds, on_error="raise")
     shapes = [tuple(parameter.shape) for parameter in network().parameters()]
-    counted = {name: [wire_bytes(mesh, ways[name]), sent_bytes(made, shapes, comm.size)] for name, made in OURS.items()}
+    counted = {name: [wire_bytes(mesh, ways[name]), sent_bytes(how, shapes, comm.size)] for name, how in OURS.items()}
     return {
         "samples": {name: asdict(sample) for name, sample in samples.items()}, "bytes": counted,
         "whole_bytes": wire_bytes(mesh, "bucketed"),
@@ -95,8 +95,8 @@ def wire_bytes(mesh: Mesh, way: Way | str) -> float:
     return float(mesh.dp.comm.sent.nbytes - before)
 
 
-def _way(made: Compression) -> Way:
-    return lambda parts: CompressedGradients(parts, made)
+def _way(compression: Compression) -> Way:
+    return lambda parts: CompressedGradients(parts, compression)
 
 
 def _torchs(x: torch.Tensor, y: torch.Tensor) -> dict[str, Callable[[int], object]]:
@@ -106,7 +106,7 @@ def _torchs(x: torch.Tensor, y: torch.Tensor) -> dict[str, Callable[[int], objec
     from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
     from torch.nn.parallel import DistributedDataParallel
 
-    def made(name: str) -> Callable[[int], object]:
+    def stepper(name: str) -> Callable[[int], object]:
         # One bucket: over gloo the callbacks of PowerSGD's hook for two may begin their sums in another order per rank.
         model = DistributedDataParallel(network(), bucket_cap_mb=100)
         averager: Any = None
@@ -133,4 +133,4 @@ def _torchs(x: torch.Tensor, y: torch.Tensor) -> dict[str, Callable[[int], objec
 
         return run
 
-    return {name: made(name) for name in ("torch DDP", "torch PowerSGD", "torch PostLocalSGD")}
+    return {name: stepper(name) for name in ("torch DDP", "torch PowerSGD", "torch PostLocalSGD")}

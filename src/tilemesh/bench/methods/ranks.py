@@ -172,14 +172,14 @@ def replay_difference(records: list[dict[str, Any]], workers: int) -> float:
     cuts = even_cuts(LENGTH, len(records))
     again = [SgdShard(first_weights()[cut].clone(), RATE) for cut in cuts]
 
-    def made(push: Push, shards: list[Tensor]) -> list[Tensor]:
-        whole = gradient(torch.cat(shards), push.worker, push.clock)
-        return [whole[cut] for cut in cuts]
+    def gradients_of(push: Push, shards: list[Tensor]) -> list[Tensor]:
+        flat = gradient(torch.cat(shards), push.worker, push.clock)
+        return [flat[cut] for cut in cuts]
 
     replay(
         events,
         lambda server: again[server].weights.clone(),
-        made,
+        gradients_of,
         lambda server, pushes, gradients, scale: mean_update(again[server], pushes, gradients, workers, scale),
     )
     ends = [torch.tensor(record["weights"], dtype=torch.float64) for record in records]
@@ -224,7 +224,7 @@ def clustering(points: int, dims: int, clusters: int, iterations: int, repeats: 
     comm = connect()
     alone, cut = comm.split(comm.rank), even_cuts(points, comm.size)[comm.rank]
     assert alone is not None
-    whole = np.random.default_rng(0).normal(size=(points, dims))
+    all_points = np.random.default_rng(0).normal(size=(points, dims))
     first = np.random.default_rng(99).normal(size=(clusters, dims))
     sums = np.zeros(clusters * dims + clusters + 1)
 
@@ -236,11 +236,11 @@ def clustering(points: int, dims: int, clusters: int, iterations: int, repeats: 
 
     def by_one() -> None:
         if comm.rank == 0:
-            k_means(alone, whole, first, iterations, tolerance=-1.0)
+            k_means(alone, all_points, first, iterations, tolerance=-1.0)
         leave_the_cores(comm, range(1, comm.size))
 
     def by_all() -> None:
-        k_means(comm, whole[cut], first, iterations, tolerance=-1.0)
+        k_means(comm, all_points[cut], first, iterations, tolerance=-1.0)
 
     def summing() -> None:
         for _ in range(iterations):

@@ -78,11 +78,11 @@ def parse_slow(text: str) -> tuple[int, float]:
     from tilemesh.core.errors import UsageError
 
     try:
-        given = dict(part.split("=") for part in text.split(","))
-        rank, factor = int(given.pop("rank", WORKERS - 1)), float(given.pop("factor", 4.0))
+        settings = dict(part.split("=") for part in text.split(","))
+        rank, factor = int(settings.pop("rank", WORKERS - 1)), float(settings.pop("factor", 4.0))
     except ValueError:
         raise UsageError(f"--slow {text}: expected rank=NUMBER,factor=NUMBER, such as rank=3,factor=4") from None
-    if given or not 0 <= rank < WORKERS or not 1 <= factor <= 100:
+    if settings or not 0 <= rank < WORKERS or not 1 <= factor <= 100:
         raise UsageError(f"--slow {text}: expected rank from 0 to {WORKERS - 1} and factor from 1 to 100")
     return rank, factor
 
@@ -229,9 +229,9 @@ def _simulated_sum_s(ranks: int, pair_s: float) -> float:
 
 def _hooks(findings: MethodsFound) -> None:
     with Ranks(2, transport="torch", sink=lambda rank, stream, line: None) as ranks:
-        said = ranks.call("tilemesh.bench.methods.hooks:hook_steps", repeats=6, seconds=8.0, timeout_s=180)[0]
-    samples = {name: Sample(**sample) for name, sample in said["samples"].items()}
-    case: dict[str, CaseValue] = {"parameters": said["parameters"], "transport": "torch", **ranks_case(2)}
+        steps = ranks.call("tilemesh.bench.methods.hooks:hook_steps", repeats=6, seconds=8.0, timeout_s=180)[0]
+    samples = {name: Sample(**sample) for name, sample in steps["samples"].items()}
+    case: dict[str, CaseValue] = {"parameters": steps["parameters"], "transport": "torch", **ranks_case(2)}
     peers = {"powersgd": "torch PowerSGD", "local": "torch PostLocalSGD", "uncompressed": "torch DDP"}
     for name in ("uncompressed", "powersgd", "local", "top-k", "random-k", "int8", "one-bit"):
         peer = peers.get(name)
@@ -243,12 +243,12 @@ def _hooks(findings: MethodsFound) -> None:
                 peers={} if peer is None else {peer: samples[peer]}, no_peers="torch has no such hook",
             )
         )  # fmt: skip
-        if name in said["bytes"]:
-            counted, computed = said["bytes"][name]
+        if name in steps["bytes"]:
+            counted, computed = steps["bytes"][name]
             findings.rows.append(
                 make_row(
                     "bytes sent per step", {"method": name, "algorithm": "ring", **case}, exactly(counted), unit="B",
-                    predicted=Estimate(computed), peers={"uncompressed": exactly(said["whole_bytes"])},
+                    predicted=Estimate(computed), peers={"uncompressed": exactly(steps["whole_bytes"])},
                     limit=Estimate(None, "what a gradient can be compressed to is not known"),
                 )
             )  # fmt: skip

@@ -270,8 +270,8 @@ def adapter_rows(bench: FeatureBench) -> list[Row]:
             calls[way] = tokens_per_s
         taken = _in_turns(calls, 4)
     case: dict[str, CaseValue] = {"requests": count, "adapters": held, "rank": rank}
-    whole = sum(outputs * inputs for outputs, inputs in matrix_shapes(config).values())
-    expected = taken["without"].median / (1 + held * adapter_parameters(config, lora) / whole)
+    parameters = sum(outputs * inputs for outputs, inputs in matrix_shapes(config).values())
+    expected = taken["without"].median / (1 + held * adapter_parameters(config, lora) / parameters)
     guess = Estimate(expected, "products of all adapters' columns with every token")
     return [bench.row("adapters", case, taken["adapters"], guess, "tokens/s", without=taken["without"])]
 
@@ -301,13 +301,13 @@ def _start_s(folder: str, device: str) -> float:
     environment = {**os.environ, "TRITON_CACHE_DIR": f"{folder}/triton-{time.monotonic_ns()}"}
     with subprocess.Popen(words, stderr=subprocess.PIPE, text=True, env=environment) as process:
         assert process.stderr is not None
-        said: list[str] = []
+        lines: list[str] = []
         for line in process.stderr:
-            said.append(line)
+            lines.append(line)
             if port := re.search(r":(\d+)/v1", line):
                 break
         else:
-            raise RunError(f"`tilemesh serve` did not start: {said[-1].strip() if said else 'it printed nothing'}")
+            raise RunError(f"`tilemesh serve` did not start: {lines[-1].strip() if lines else 'it printed nothing'}")
         threading.Thread(target=process.stderr.read, daemon=True).start()
         body = json.dumps({"prompt": [1, 2, 3], "max_tokens": 1}).encode()
         with urllib.request.urlopen(f"http://127.0.0.1:{port[1]}/v1/completions", body, timeout=120) as reply:

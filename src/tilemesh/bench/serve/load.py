@@ -39,10 +39,10 @@ class Lengths:
     @classmethod
     def parse(cls, name: str, text: str) -> Lengths:
         match = re.fullmatch(r"([0-9]{1,7})(?:-([0-9]{1,7}))?", text.strip())
-        made = cls(int(match[1]), int(match[2] or match[1])) if match else cls(0, 0)
-        if not 1 <= made.least <= made.most <= MOST_TOKENS:
+        lengths = cls(int(match[1]), int(match[2] or match[1])) if match else cls(0, 0)
+        if not 1 <= lengths.least <= lengths.most <= MOST_TOKENS:
             raise UsageError(f"{name} is {shown(text)}: expected a number of tokens, or a range such as 100-1024")
-        return made
+        return lengths
 
     def draw(self, source: random.Random) -> int:
         return source.randint(self.least, self.most)
@@ -60,12 +60,12 @@ def make_load(
     source = random.Random(seed)
     beginning = [source.randrange(vocabulary) for _ in range(shared)]
     arrivals = [0] * count if rate is None else poisson_arrivals(rate, count, seed + 1)
-    made = []
+    load = []
     for at_ns in arrivals:
         length = prompt.draw(source)
         own = [source.randrange(vocabulary) for _ in range(max(1, length - shared))]
-        made.append(LoadRequest(at_ns / NS, tuple((beginning + own)[: max(length, shared + 1)]), output.draw(source)))
-    return made
+        load.append(LoadRequest(at_ns / NS, tuple((beginning + own)[: max(length, shared + 1)]), output.draw(source)))
+    return load
 
 
 def other_prompts(load: Sequence[LoadRequest], vocabulary: int, seed: int) -> list[LoadRequest]:
@@ -77,7 +77,7 @@ def other_prompts(load: Sequence[LoadRequest], vocabulary: int, seed: int) -> li
 def read_trace(path: str | Path, vocabulary: int, seed: int = 0) -> list[LoadRequest]:
     """A file of one JSON object per line: {"at": seconds, "prompt": tokens, "output": tokens}; `prompt` may be a list
     of token numbers. In any order."""
-    source, made = random.Random(seed), []
+    source, load = random.Random(seed), []
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except OSError as error:
@@ -86,22 +86,22 @@ def read_trace(path: str | Path, vocabulary: int, seed: int = 0) -> list[LoadReq
         raise UsageError(f"no trace can be read from '{path}': it is no text") from None
     for number, line in enumerate(lines, start=1):
         if line.strip():
-            made.append(_traced(line, f"'{path}', line {number}", vocabulary, source))
-    if not made:
+            load.append(_traced(line, f"'{path}', line {number}", vocabulary, source))
+    if not load:
         raise UsageError(f"the trace '{path}' has no requests: expected a JSON object per line")
-    first = min(request.at_s for request in made)
-    return sorted((replace(request, at_s=request.at_s - first) for request in made), key=lambda request: request.at_s)
+    first = min(request.at_s for request in load)
+    return sorted((replace(request, at_s=request.at_s - first) for request in load), key=lambda request: request.at_s)
 
 
 def _traced(line: str, where: str, vocabulary: int, source: random.Random) -> LoadRequest:
     try:
-        told = json.loads(line)
+        fields = json.loads(line)
     except (ValueError, RecursionError):
         raise UsageError(f"{where} is not JSON: expected an object with at, prompt and output") from None
     wanted = {"at", "prompt", "output"}
-    if not isinstance(told, dict) or set(told) != wanted:
+    if not isinstance(fields, dict) or set(fields) != wanted:
         raise UsageError(f"{where}: expected an object with the keys at, prompt and output, and no others")
-    at, prompt, output = told["at"], told["prompt"], told["output"]
+    at, prompt, output = fields["at"], fields["prompt"], fields["output"]
     if isinstance(at, bool) or not isinstance(at, int | float) or not 0 <= at < 1e9:
         raise UsageError(f"{where}: at is {shown(at)}, expected seconds from 0")
     if isinstance(prompt, int) and not isinstance(prompt, bool) and 1 <= prompt <= MOST_TOKENS:
@@ -119,9 +119,9 @@ def _traced(line: str, where: str, vocabulary: int, source: random.Random) -> Lo
 
 def to_simulate(load: Sequence[LoadRequest]) -> list[SimRequest]:
     """The same for the simulator; what an answer will say does not matter there, and never repeats."""
-    made, fresh = [], 1 << 40
+    sims, fresh = [], 1 << 40
     for number, request in enumerate(load):
         output = range(fresh, fresh + request.output)
         fresh += request.output
-        made.append(SimRequest(f"{number + 1}/0", round(request.at_s * NS), request.prompt, output, request.output))
-    return made
+        sims.append(SimRequest(f"{number + 1}/0", round(request.at_s * NS), request.prompt, output, request.output))
+    return sims

@@ -52,7 +52,7 @@ def run_load(engine: Engine, load: Sequence[LoadRequest], watched: bool = True) 
                 errors.append(part.error or "no reason given")
             done.release()
 
-    began, asked = time.monotonic(), 0
+    began, submitted = time.monotonic(), 0
     for number, request in enumerate(load):
         wait = began + request.at_s - time.monotonic()
         if wait > 0:
@@ -66,16 +66,16 @@ def run_load(engine: Engine, load: Sequence[LoadRequest], watched: bool = True) 
             heard = functools.partial(tell, record=record)
         try:
             engine.submit(request.prompt, sampling, heard)
-            asked += 1
+            submitted += 1
         except QueueFullError:
             history.refused += 1
-    for _ in range(asked):
+    for _ in range(submitted):
         if not done.acquire(timeout=_LONGEST_S):
-            raise RunError(f"the engine did not answer {asked} requests within {_LONGEST_S:.0f} s")
+            raise RunError(f"the engine did not answer {submitted} requests within {_LONGEST_S:.0f} s")
     if watched:
         engine.watch(None)
     if errors:
-        raise RunError(f"the engine could not answer {len(errors)} of {asked} requests: {errors[0]}")
+        raise RunError(f"the engine could not answer {len(errors)} of {submitted} requests: {errors[0]}")
     return history
 
 
@@ -126,7 +126,7 @@ def predict_load(
 
 def fitting_batches(running: int) -> list[int]:
     """1, 4, 16, ... up to what runs at a time."""
-    made = [1]
-    while made[-1] * 4 < running:
-        made.append(made[-1] * 4)
-    return [*made, running] if made[-1] != running else made
+    batches = [1]
+    while batches[-1] * 4 < running:
+        batches.append(batches[-1] * 4)
+    return [*batches, running] if batches[-1] != running else batches

@@ -54,12 +54,12 @@ class TransformersStatic:
             ids[row, longest - len(request["prompt"]) :] = torch.tensor(request["prompt"])
             mask[row, longest - len(request["prompt"]) :] = 1
         with torch.inference_mode():
-            made = self.model.generate(
+            tokens = self.model.generate(
                 ids.to(self.device), attention_mask=mask.to(self.device), do_sample=False, min_new_tokens=most,
                 max_new_tokens=most, pad_token_id=0, use_cache=True,
             )  # fmt: skip
-        if made.shape[1] != longest + most:
-            raise RunError(f"transformers gave {made.shape[1] - longest} tokens of {most}")
+        if tokens.shape[1] != longest + most:
+            raise RunError(f"transformers gave {tokens.shape[1] - longest} tokens of {most}")
 
 
 class TransformersContinuous:
@@ -88,8 +88,8 @@ class TransformersContinuous:
             max_new_tokens=most, do_sample=False, eos_token_id=-1, pad_token_id=0, use_cuda_graph=False
         )
         prompts = [list(request["prompt"]) for request in load]
-        made = self.model.generate_batch(inputs=prompts, generation_config=config, **self._cache)
-        tokens = sum(min(len(answer.generated_tokens), most) for answer in made.values())
+        answers = self.model.generate_batch(inputs=prompts, generation_config=config, **self._cache)
+        tokens = sum(min(len(answer.generated_tokens), most) for answer in answers.values())
         wanted = most * len(load)
         if tokens < wanted:
             raise RunError(f"transformers' continuous batching gave {tokens} tokens of {wanted}")
@@ -129,24 +129,24 @@ class OpenVino:
         target = folder / "openvino"
         if target.exists():
             return target
-        made = folder / "gguf"
-        made.mkdir()
-        write_gguf(folder, made / "model.gguf")
+        gguf = folder / "gguf"
+        gguf.mkdir()
+        write_gguf(folder, gguf / "model.gguf")
         with contextlib.suppress(RuntimeError):  # of the tokenizer; the model has been written by then
-            self._genai.LLMPipeline(str(made / "model.gguf"), "CPU", enable_save_ov_model=True)
-        if not (made / "openvino_model.xml").exists():
+            self._genai.LLMPipeline(str(gguf / "model.gguf"), "CPU", enable_save_ov_model=True)
+        if not (gguf / "openvino_model.xml").exists():
             raise RunError("openvino-genai wrote no model of the GGUF file")
         target.mkdir()
         for name in ("openvino_model.xml", "openvino_model.bin"):
-            (made / name).rename(target / name)
+            (gguf / name).rename(target / name)
         shutil.copy(folder / "config.json", target)
         return target
 
     def generate(self, load: Sequence[AskedRequest]) -> None:
         if self.how == "continuous batching":
             prompts = [self._ids([request["prompt"]]) for request in load]
-            made = self.pipeline.generate(prompts, [self._asked(request["output"]) for request in load])
-            answers = [answer.m_generation_ids[0] for answer in made]
+            batches = self.pipeline.generate(prompts, [self._asked(request["output"]) for request in load])
+            answers = [answer.m_generation_ids[0] for answer in batches]
         else:
             longest = max(len(request["prompt"]) for request in load)
             ids = [[0] * (longest - len(request["prompt"])) + list(request["prompt"]) for request in load]
@@ -202,11 +202,11 @@ class CTranslate2:
 
     def generate(self, load: Sequence[AskedRequest]) -> None:
         most = _most(load)
-        made = self.generator.generate_batch(
+        answers = self.generator.generate_batch(
             [[f"t{token}" for token in request['prompt']] for request in load], min_length=most, max_length=most,
             include_prompt_in_result=False, end_token="t1", sampling_topk=1, max_batch_size=0,
         )  # fmt: skip
-        tokens = sum(len(answer.sequences_ids[0]) for answer in made)
+        tokens = sum(len(answer.sequences_ids[0]) for answer in answers)
         if tokens < most * len(load):
             raise RunError(f"ctranslate2 gave {tokens} tokens of {most * len(load)}")
 

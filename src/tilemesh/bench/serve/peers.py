@@ -43,8 +43,13 @@ def write_folder(model: Transformer, folder: Path) -> Path:
         "model": {"type": "WordLevel", "vocab": tokens, "unk_token": "t0"},
     }  # fmt: skip
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
-    told = {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "t0", "eos_token": "t1", "bos_token": "t2"}
-    (folder / "tokenizer_config.json").write_text(json.dumps(told))
+    special_tokens = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "unk_token": "t0",
+        "eos_token": "t1",
+        "bos_token": "t2",
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(special_tokens))
     return folder
 
 
@@ -69,8 +74,8 @@ class PeerProcess:
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
             env=environment,
         )  # fmt: skip
-        said = self._answer(_OPEN_S)
-        self.version = str(said.get("version", ""))
+        opened = self._answer(_OPEN_S)
+        self.version = str(opened.get("version", ""))
 
     def run(self, load: Sequence[LoadRequest], limit_s: float = _RUN_S) -> float | None:
         """Seconds for all answers; None where it failed, and `why` then says so."""
@@ -113,6 +118,6 @@ class PeerProcess:
             code = self._process.poll()
             self.why = f"no answer within {limit_s:.0f} s" if not ready else f"its process ended (code {code})"
             return {}
-        said = json.loads(line)
-        self.why = str(said.get("why", ""))
-        return dict(said)
+        answer = json.loads(line)
+        self.why = str(answer.get("why", ""))
+        return dict(answer)

@@ -215,11 +215,11 @@ class ServeBench:
             self.clock.limit([SequencePart(mean, mean, 1)]), self.clock.limit([SequencePart(1, mean, 1)])
         )  # fmt: skip
         limits = {"ttft_p50": least[0], "itl_p50": least[1], "itl_p99": least[1], "goodput": 1.0}
-        told = {} if guess is None else guess.to_dict()
+        predicted = {} if guess is None else guess.to_dict()
         case = {"rate": rate, "requests": len(load)}
         for name, unit, key, sample in _load_samples(records, measured):
             peers = {"peers": "give --url a peer's server"}
-            self._row(f"serve, {name}", case, unit, told.get(key), limits.get(key), sample, {}, peers)
+            self._row(f"serve, {name}", case, unit, predicted.get(key), limits.get(key), sample, {}, peers)
 
     # ---- helpers -----------------------------------------------------------------------------------------------
 

@@ -116,19 +116,19 @@ def _hear(record: RequestRecord, line: bytes) -> None:
     if not line.startswith(b"data:") or line == b"data: [DONE]":
         return
     try:
-        said = json.loads(line[5:])
+        chunk = json.loads(line[5:])
     except ValueError:
         raise RunError(f"the server sent an event that is not JSON: {line[:100].decode(errors='replace')}") from None
-    if "error" in said:
-        raise RunError(f"the server could not answer: {said['error']}")
+    if "error" in chunk:
+        raise RunError(f"the server could not answer: {chunk['error']}")
     missing = record.max_tokens - len(record.token_ns)
-    if said.get("choices") and missing > 0 and not (said["choices"][0].get("finish_reason") and _is_silent(said)):
+    if chunk.get("choices") and missing > 0 and not (chunk["choices"][0].get("finish_reason") and _is_silent(chunk)):
         record.token_ns.append(time.monotonic_ns())
 
 
-def _is_silent(said: dict[str, list[dict[str, object]]]) -> bool:
+def _is_silent(chunk: dict[str, list[dict[str, object]]]) -> bool:
     """Whether an event only says that it is over."""
-    return said["choices"][0].get("text") in ("", None)
+    return chunk["choices"][0].get("text") in ("", None)
 
 
 async def _answer(reader: asyncio.StreamReader) -> tuple[int, AsyncIterator[bytes]]:

@@ -123,7 +123,9 @@ def compare(
     """
     ours = Contender(OURS, config.plan.world, transport)
     others = [Contender(name, 1 if name in ALONE else config.plan.world, "torch") for name in peers]
-    others += [Contender(name, made.plan.world, transport, settings=made) for name, made in (also or {}).items()]
+    others += [
+        Contender(name, settings.plan.world, transport, settings=settings) for name, settings in (also or {}).items()
+    ]
     others += [Contender(f"ours, malloc {name}", config.plan.world, transport, malloc=MALLOC[name]) for name in malloc]
     with _running([ours, *others], config, at_once, say) as missing:
         ready = [contender for contender in (ours, *others) if contender.name not in missing]

@@ -36,10 +36,10 @@ def exchange_rows(ranks: int, transport: str, **given: Any) -> list[Row]:
     return rows_of(taken[0], ranks)
 
 
-def rows_of(said: Mapping[str, Any], ranks: int) -> list[Row]:
+def rows_of(measured: Mapping[str, Any], ranks: int) -> list[Row]:
     """The step's row, its limit the step without any exchange; and how much of the exchange is hidden."""
-    samples = {name: Sample(**sample) for name, sample in said["samples"].items()}
-    case = {**ranks_case(ranks), **said["case"]}
+    samples = {name: Sample(**sample) for name, sample in measured["samples"].items()}
+    case = {**ranks_case(ranks), **measured["case"]}
     step = make_row(
         "step with gradient exchange", case, samples["bucketed"], predicted=_NOT_PREDICTED,
         limit=Estimate(samples["compute"].median),

@@ -152,15 +152,15 @@ def peer(step: PeerStep, config: TrainConfig, comm: Communicator, device: torch.
         nonlocal position
         share = config.batch // replicas
         accumulation = max(1, share // config.plan.microbatch)
-        made = []
+        batches = []
         for micro in range(accumulation):
             rows = rows_of(config.batch, replicas, replica, accumulation, micro)
-            whole = torch.from_numpy(batch(corpus.train, order, position, rows, config.context))
+            samples = torch.from_numpy(batch(corpus.train, order, position, rows, config.context))
             if device.type == "cuda":
-                whole = whole.pin_memory().to(device, non_blocking=True)
-            made.append((whole[:, :-1].contiguous(), whole[:, 1:].contiguous()))
+                samples = samples.pin_memory().to(device, non_blocking=True)
+            batches.append((samples[:, :-1].contiguous(), samples[:, 1:].contiguous()))
         position += config.batch
-        return made
+        return batches
 
     def run(reads: bool) -> float:
         loss = step(fetch())

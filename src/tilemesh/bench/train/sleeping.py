@@ -167,10 +167,10 @@ def torch_step(schedule: str, comm: Communicator, microbatches: int) -> Callable
     has_last = count - 1 in chunks
 
     def step() -> None:
-        given = (x.clone().requires_grad_(),) if 0 in chunks else ()
+        inputs = (x.clone().requires_grad_(),) if 0 in chunks else ()
         if has_last:
-            runner.step(*given, target=x, losses=[])
+            runner.step(*inputs, target=x, losses=[])
         else:
-            runner.step(*given)
+            runner.step(*inputs)
 
     return step

@@ -53,12 +53,12 @@ def torch_schedule(
     if name not in SCHEDULES:
         raise RunError(f"torch's pipelining has no schedule {name}; it has {', '.join(SCHEDULES)}")
     cpu = torch.device("cpu")
-    made = [
+    pipe_stages = [
         pipelining.PipelineStage(module, chunk, stages, cpu, group=group) for chunk, module in sorted(modules.items())
     ]
     maker = getattr(torch_schedules, SCHEDULES[name])
     single = name in ("gpipe", "1f1b")
-    return maker(made[0] if single else made, microbatches, loss_fn=loss)
+    return maker(pipe_stages[0] if single else pipe_stages, microbatches, loss_fn=loss)
 
 
 class _StageModule(nn.Module):
@@ -68,11 +68,11 @@ class _StageModule(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, given: Tensor) -> Tensor:
-        is_tokens = not given.is_floating_point()
-        tokens_BT = given if is_tokens else torch.zeros(given.shape[:2], dtype=torch.int64)
-        made: Tensor = self.model(tokens_BT) if is_tokens else self.model(tokens_BT, x_BTD=given)
-        return made
+    def forward(self, x: Tensor) -> Tensor:
+        is_tokens = not x.is_floating_point()
+        tokens_BT = x if is_tokens else torch.zeros(x.shape[:2], dtype=torch.int64)
+        y: Tensor = self.model(tokens_BT) if is_tokens else self.model(tokens_BT, x_BTD=x)
+        return y
 
 
 class TorchPipelineStep:
@@ -111,9 +111,9 @@ class TorchPipelineStep:
         tokens = torch.cat([tokens for tokens, _ in batches])
         targets = torch.cat([targets for _, targets in batches])
         losses: list[Tensor] = []
-        given = (tokens,) if self.has_first else ()
+        inputs = (tokens,) if self.has_first else ()
         more = {"target": targets, "losses": losses} if self.has_last else {}
-        self.schedule.step(*given, **more)
+        self.schedule.step(*inputs, **more)
         if self.config.optimizer.clip:
             self._clip(self.config.optimizer.clip)
         set_rate(self.optimizer, self.steps, self.config)
@@ -146,8 +146,8 @@ def _lay_stage(stage: nn.Module, model: Transformer, mesh: Any, zero: int) -> No
         styles: dict[str, Any] = {}
         for layer in model.layers._modules:
             # A block's input is made a DTensor once, so that one sum serves the gradients of all its projections.
-            whole, beside = Replicate(), None
-            for block, inputs in (("attention", (whole, beside)), ("mlp", (whole,))):
+            replicated, beside = Replicate(), None
+            for block, inputs in (("attention", (replicated, beside)), ("mlp", (replicated,))):
                 styles[f"layers.{layer}.{block}"] = PrepareModuleInput(
                     input_layouts=inputs, desired_input_layouts=inputs
                 )

@@ -125,12 +125,12 @@ def _words(result: Result) -> list[list[str]]:
     folder = result.saved_in or result.folder
     steps = [line for line in latest(result.folder) if line["kind"] == STEP]
     last = steps[-1] if steps else {}
-    told = [
+    figures = [
         f"{name.replace('_', ' ')} {last[name]:.3f}" for name in ("reward", "accuracy", "kl", "entropy") if name in last
     ]
     seconds = read_small(result.folder, SUMMARY).get("seconds", 0.0)
     return [
-        [f"\nafter {result.step} steps and {seconds:.0f} s: {', '.join(told)}"],
+        [f"\nafter {result.step} steps and {seconds:.0f} s: {', '.join(figures)}"],
         [
             f"weights: step {result.saved_step}, {folder / CHECKPOINTS}; answers over time: {SAMPLES}",
             f"go on:   {program()} align --resume {folder} --set train.steps={2 * result.step}",

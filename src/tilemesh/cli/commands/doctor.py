@@ -204,10 +204,10 @@ def _mpiexec() -> str:
     if path is None:
         return "not found"
     try:
-        said = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=20, check=False)
+        done = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=20, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"{path} does not start: {error}"
-    return f"{(said.stdout.strip() or said.stderr.strip() or 'says no version').splitlines()[0]}  {path}"
+    return f"{(done.stdout.strip() or done.stderr.strip() or 'says no version').splitlines()[0]}  {path}"
 
 
 # What works -------------------------------------------------------------------------------------------

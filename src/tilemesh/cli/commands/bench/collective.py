@@ -102,8 +102,8 @@ def fit_machine(options: CollectiveOptions, ranks: str) -> None:
     for count in counts:
         fit = fit_ranks(count, most, options.transport, quick=options.quick, warn=warn)
         print("\n".join(fit_lines(fit)))
-        said = store(fit)
-        (print if said.startswith("stored") else warn)(said)
+        outcome = store(fit)
+        (print if outcome.startswith("stored") else warn)(outcome)
 
 
 def _draw(options: CollectiveOptions, ranks: str) -> Output:
