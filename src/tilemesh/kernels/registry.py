@@ -42,24 +42,22 @@ class OperatorEntry:
         return getattr(importlib.import_module(module), name)
 
 
-def folder(name: str, home: str = "") -> OperatorEntry:
-    """An operator of three files in the package `home`: reference.py has its function and BENCH, cost.py has FORM.
+def folder(name: str, home: str = "", file: str = "reference") -> OperatorEntry:
+    """An operator of three files in the package `home`: `file` has its function and BENCH, cost.py has FORM.
 
     Where several operators share a package, theirs are NAME_BENCH and NAME_FORM.
     """
     shared = f"{name.upper()}_" if home and home.rpartition(".")[2] != name else ""
     home = home or f"tilemesh.kernels.{name}"
-    reference, cost = f"{home}.reference", f"{home}.cost"
+    reference, cost = f"{home}.{file}", f"{home}.cost"
     function = f"{reference}:{name}"
     parts = {"form": f"{cost}:{shared}FORM", "bench": f"{reference}:{shared}BENCH"}
     return OperatorEntry(name, function, function, f"{cost}:cost", **parts)
 
 
 _MATMUL = "tilemesh.kernels.matmul"
-_ATTENTION = "tilemesh.kernels.attention"
 _NORM = "tilemesh.kernels.norm"
 _GATED = "tilemesh.kernels.gated"
-_ADAMW = "tilemesh.kernels.adamw"
 _FEW = "tilemesh.kernels.few_linear"
 _LOWBIT = "tilemesh.kernels.lowbit_linear"
 _ROUTING = "tilemesh.kernels.routing"
@@ -82,20 +80,8 @@ _OPERATORS = (
     folder("linear_cross_entropy"),
     folder("embedding"),
     folder("mlp"),
-    OperatorEntry(
-        "attention",
-        public=f"{_ATTENTION}.reference:attention",
-        reference=f"{_ATTENTION}.reference:attention",
-        cost=f"{_ATTENTION}.cost:cost",
-        form=f"{_ATTENTION}.cost:FORM",
-    ),
-    OperatorEntry(
-        "self_attention",
-        public=f"{_ATTENTION}.joined:self_attention",
-        reference=f"{_ATTENTION}.joined:self_attention",
-        cost=f"{_ATTENTION}.cost:cost",
-        form=f"{_ATTENTION}.cost:SELF_ATTENTION_FORM",
-    ),
+    replace(folder("attention"), bench=None),
+    replace(folder("self_attention", "tilemesh.kernels.attention", "joined"), bench=None),
     folder("paged_attention"),
     folder("rotary"),
     folder("row_linear"),
@@ -108,25 +94,16 @@ _OPERATORS = (
     folder("parts_rms_norm", _FEW),
     folder("lowbit_linear"),
     folder("norm_lowbit_linear", _LOWBIT),
-    OperatorEntry(
-        "grouped_lowbit_linear",
-        public=f"{_LOWBIT}.grouped:grouped_lowbit_linear",
-        reference=f"{_LOWBIT}.grouped:grouped_lowbit_linear",
+    replace(
+        folder("grouped_lowbit_linear", _LOWBIT, "grouped"),
         cost=f"{_LOWBIT}.cost:grouped_cost",
-        form=f"{_LOWBIT}.cost:GROUPED_LOWBIT_LINEAR_FORM",
         bench=f"{_LOWBIT}.grouped:BENCH",
     ),
     folder("likeliest"),
     folder("scaled_matmul"),
     folder("swiglu", _GATED),
     folder("geglu", _GATED),
-    OperatorEntry(
-        "adamw",
-        public=f"{_ADAMW}.reference:adamw",
-        reference=f"{_ADAMW}.reference:adamw",
-        cost=f"{_ADAMW}.cost:cost",
-        form=f"{_ADAMW}.cost:FORM",
-    ),
+    replace(folder("adamw"), bench=None),
 )
 _operators = {entry.name: entry for entry in _OPERATORS}
 

@@ -15,9 +15,10 @@ from tilemesh.measure.row import Row
 from tilemesh.measure.sample import equal
 from tilemesh.report.bars import Bar, BarPart, bars
 from tilemesh.report.draw import Drawing, Line, PageTable, Plot, PlotAxis, PlotLayer, Rule, figure
-from tilemesh.report.html import Child, Html, article, el, headed, join, pair
+from tilemesh.report.html import Child, Html, article, el, headed, pair
 from tilemesh.report.rounds import MOST_RANKS, draw_rounds, schedule_title
 from tilemesh.report.rows import origin, percent, row_table
+from tilemesh.runs.values import number
 
 PARTS = {"set-up": 4, "copy": 5, "wire": 1, "reduce": 0, "wait": 6}
 _PARTS_WORDS = "Copy and reduce: in memory. Wire: messages, or the library's collective. Wait: for other ranks."
@@ -60,7 +61,10 @@ def render(rows: Sequence[Row], schedules: Sequence[Schedule] = ()) -> str:
         "tilemesh bench",
         verdict(panels) if panels else None,
         _names(panels) if panels else None,
-        *(headed(panel.title, _arrays(panel.buffers), _panel(panel)) for panel in panels),
+        *(
+            headed(panel.title, _arrays(panel.buffers), pair(over_size(panel).show(), where_it_went(panel)))
+            for panel in panels
+        ),
         headed("Schedules, round by round", pair(*map(draw_rounds, picked))),
         headed("Every row", every) if rows else None,
         origin(rows),
@@ -154,10 +158,6 @@ def _arrays(buffers: str) -> Html | None:
     )
 
 
-def _panel(panel: Panel) -> Html:
-    return join(pair(over_size(panel).show(), where_it_went(panel)))
-
-
 def over_size(panel: Panel) -> Drawing:
     """Seconds against bytes, both logarithmic; upright lines where the quickest of ours changes."""
     names = [*(name for name in ORDER if name in panel.times), *(name for name in panel.times if name not in ORDER)]
@@ -196,7 +196,8 @@ def where_it_went(panel: Panel) -> Html:
     """Parts of auto's time, a bar a size."""
     items, rows = [], []
     for row in sorted(panel.auto, key=lambda row: int(str(row.case["bytes"]))):
-        shares = {part: _number(row.case.get(f"in_{part}")) for part in PARTS}
+        read = {part: number(row.case.get(f"in_{part}")) for part in PARTS}
+        shares = {part: share if math.isfinite(share) else 0.0 for part, share in read.items()}
         if not any(shares.values()) or row.measured is None:
             continue
         size = format_bytes(int(str(row.case["bytes"])))
@@ -210,10 +211,6 @@ def where_it_went(panel: Panel) -> Html:
     drawn = bars(items, most=1.0, kinds=list(PARTS.items()))
     return figure("Where auto's time went", f"{_PARTS_WORDS} At the right: what auto picked.", drawn,
                   PageTable(["bytes", *PARTS, "in all"], rows))  # fmt: skip
-
-
-def _number(value: object) -> float:
-    return float(value) if isinstance(value, int | float) and math.isfinite(value) else 0.0
 
 
 # ---- the rest --------------------------------------------------------------------------------------------------

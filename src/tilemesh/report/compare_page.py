@@ -17,7 +17,7 @@ from tilemesh.report.html import Child, Html, article, el, headed, join, pair
 from tilemesh.report.kind_page import Beside, KindPage
 from tilemesh.report.kinds import page_of
 from tilemesh.report.run import Run, flat
-from tilemesh.report.run_parts import absent, missing_words, overlay
+from tilemesh.report.run_parts import absent, cannot_show, missing_words, overlay
 from tilemesh.runs.values import numbers as figures
 
 MOST_LETTERS = 32
@@ -35,11 +35,13 @@ def render(first: Run, first_beside: Beside, second: Run, second_beside: Beside)
     title = f"{names[0]} and {names[1]}"
     if max(map(len, names)) > MOST_LETTERS:  # they would push a table's columns out of sight
         title, names = f"First: {names[0]}; second: {names[1]}", ("first", "second")
+    named = zip(names, (first, second), strict=True)
+    missing = [f"{name}: {what}" for name, run in named for what in missing_words(run, kind_page.expects)]
     return article(
         title,
         "tilemesh",
         compare.sentence(names[1], changed, differences),
-        _missing(first, second, names, kind_page),
+        cannot_show(missing),
         headed("What was changed", _settings((first, second), names)),
         headed("What it changed", _differences(differences, names)),
         *(headed(part.title, part.body(first, second, names)) for part in kind_page.pairs),
@@ -74,15 +76,6 @@ def _page_of_all(runs: Sequence[Run]) -> KindPage:
         each = ", ".join(f"{run.folder} is of kind '{run.kind}'" for run in runs)
         raise UsageError(f"{each}: only runs of one kind have figures to compare")
     return page_of(runs[0].kind)
-
-
-def _missing(first: Run, second: Run, names: tuple[str, str], kind_page: KindPage) -> Html | None:
-    items = [
-        el("li", f"{name}: {what}")
-        for name, run in zip(names, (first, second), strict=True)
-        for what in missing_words(run, kind_page.expects)
-    ]
-    return el("div", el("b", "What this page cannot show"), el("ul", *items), class_="missing") if items else None
 
 
 def _settings(runs: Sequence[Run], names: Sequence[str]) -> Html:

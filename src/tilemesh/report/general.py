@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from tilemesh.core.units import format_seconds
 from tilemesh.report import run_parts
@@ -17,10 +17,6 @@ from tilemesh.runs.values import number
 
 MOST_CHARTS = 12
 _MOST_LETTERS = 200
-
-
-def _about(run: Run) -> str:
-    return f"A run of kind '{run.kind}'."
 
 
 def _facts(run: Run, beside: Beside) -> list[Fact]:
@@ -42,7 +38,7 @@ def _summary(run: Run, beside: Beside) -> Html:
     rows: list[list[Child]] = [
         [
             name,
-            *(_cell(figures, name) for figures in (measured, predicted)),
+            *(_shown(figures[name]) if name in figures else "–" for figures in (measured, predicted)),
             _error(measured.get(name), predicted.get(name)),
         ]
         for name in dict.fromkeys([*measured, *predicted])
@@ -50,10 +46,6 @@ def _summary(run: Run, beside: Beside) -> Html:
     without = "the run has no summary" if run.was_cut_short else "it is written when the run ends"
     note = None if measured else run_parts.absent("what the run came to", without)
     return join(note, grid(PageTable(["figure", "value", "predicted", "difference"], rows)) if rows else None)
-
-
-def _cell(figures: Mapping[str, object], name: str) -> str:
-    return _shown(figures[name]) if name in figures else "–"
 
 
 def _shown(value: object) -> str:
@@ -91,7 +83,7 @@ def _overlays(first: Run, second: Run, names: tuple[str, str]) -> Html | None:
 
 
 GENERAL_PAGE = KindPage(
-    about=_about,
+    about=lambda run: f"A run of kind '{run.kind}'.",
     verdict=lambda run, _: state_verdict(run),
     facts=_facts,
     sections=(

@@ -87,7 +87,9 @@ def svg(drawings: Sequence[Drawing]) -> str:
         raise UsageError("nothing to draw a chart of")
     body, top, row_height, left = [], 0.0, 0.0, 0.0
     for drawing in drawings:
-        width = WIDTH if _is_wide(drawing) or len(drawings) == 1 else (WIDTH - GAP) / 2
+        plot = drawing.plot
+        is_wide = len(plot.x.names) > 6 or any(isinstance(layer, Note) for layer in plot.layers)
+        width = WIDTH if is_wide or len(drawings) == 1 else (WIDTH - GAP) / 2
         if left + width > WIDTH:
             top, left, row_height = top + row_height + GAP, 0.0, 0.0
         shapes, height = _panel(drawing, width)
@@ -100,10 +102,6 @@ def svg(drawings: Sequence[Drawing]) -> str:
 def curves(title: str, x: PlotAxis, y: PlotAxis, *layers: PlotLayer, height: int = 260) -> str:
     """The picture of one chart."""
     return svg([Drawing(title, "", Plot(x, y, layers, height=height), PageTable([], []))])
-
-
-def _is_wide(drawing: Drawing) -> bool:
-    return len(drawing.plot.x.names) > 6 or any(isinstance(layer, Note) for layer in drawing.plot.layers)
 
 
 def _panel(drawing: Drawing, width: float) -> tuple[list[str], float]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from tilemesh.report.html import Child, Html, coded, el, fact_list, join, page, tied
+from tilemesh.report.html import Html, coded, el, fact_list, join, page, tied
 from tilemesh.report.kind_page import Beside, KindPage, Verdict
 from tilemesh.report.kinds import page_of
 from tilemesh.report.run import RUNNING, Run
-from tilemesh.report.run_parts import disturbances, missing_words
+from tilemesh.report.run_parts import cannot_show, disturbances, missing_words
 
 
 def render(run: Run, beside: Beside, *, live: str | None = None, kind_page: KindPage | None = None) -> str:
@@ -14,23 +14,20 @@ def render(run: Run, beside: Beside, *, live: str | None = None, kind_page: Kind
     kind_page = kind_page or page_of(run.kind)
     bodies = [(section, section.body(run, beside)) for section in kind_page.sections]
     shown = [(section, body) for section, body in bodies if body is not None]
+    followed = "run: this page refreshes by itself" if run.state == RUNNING else "folder"
     header = el(
         "header",
         el("h1", run.name),
         el("p", kind_page.about(run), class_="quiet"),
         _verdict(kind_page.verdict(run, beside)),
-        el("p", _watching(run), class_="quiet", id="state") if live is not None else None,
+        el("p", f"Following the {followed}.", class_="quiet", id="state") if live is not None else None,
         fact_list(kind_page.facts(run, beside)),
         _disturbed(run),
-        _missing(run, kind_page),
+        cannot_show(missing_words(run, kind_page.expects)),
         el("nav", *(el("a", section.name, href=f"#{section.name}") for section, _ in shown), aria_label="sections"),
     )
-    sections = [_section(section.name, section.title, body) for section, body in shown]
+    sections = [el("section", el("h2", section.title, id=section.name), body) for section, body in shown]
     return page(f"{run.name}: tilemesh", join(header, *sections), live=live)
-
-
-def _section(name: str, title: str, body: Child) -> Html:
-    return el("section", el("h2", title, id=name), body)
 
 
 def _verdict(verdict: Verdict) -> Html:
@@ -40,16 +37,7 @@ def _verdict(verdict: Verdict) -> Html:
     )
 
 
-def _watching(run: Run) -> str:
-    return "Following the run: this page refreshes by itself." if run.state == RUNNING else "Following the folder."
-
-
 def _disturbed(run: Run) -> Html | None:
     """A line each where other work disturbed the run, or the calibration that its prediction comes from."""
     lines = disturbances(run)
     return el("div", *(el("p", line) for line in lines), class_="missing", id="busy") if lines else None
-
-
-def _missing(run: Run, kind_page: KindPage) -> Html | None:
-    items = [el("li", words) for words in missing_words(run, kind_page.expects)]
-    return el("div", el("b", "What this page cannot show"), el("ul", *items), class_="missing") if items else None

@@ -92,6 +92,12 @@ def missing_words(run: Run, expects: Mapping[str, str]) -> list[str]:
     return [*files, *gap_words(run)]
 
 
+def cannot_show(words: Sequence[str]) -> Html | None:
+    """A box at the top of a page; None where there is nothing to say."""
+    items = [el("li", each) for each in words]
+    return el("div", el("b", "What this page cannot show"), el("ul", *items), class_="missing") if items else None
+
+
 class StepFigure(NamedTuple):
     """A figure of every step that a page draws."""
 

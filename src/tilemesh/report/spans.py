@@ -96,11 +96,13 @@ def timeline(events: Iterable[Any]) -> TraceTimeline:
         assert isinstance(details, dict)
         lane = event.get("tid")
         lane = lane if _is_small(lane) else 0
-        name, kind = str(event.get("name", "?")), _kind(event.get("cat"))
-        action = str(details.get("action", "")) if event.get("cat") == ACTION else ""
+        name, category = str(event.get("name", "?")), str(event.get("cat"))
+        kind = category if category in KINDS else COMPUTE
+        action = str(details.get("action", "")) if category == ACTION else ""
+        words = ", ".join(f"{key} {value}" for key, value in details.items() if key != "step")
         live = details.get("live")
         counted = float(live) if _is_time(live) else None
-        span = TraceSpan(rank, lane, name, kind, began_s, ended_s, 0, _words(details), action, counted)
+        span = TraceSpan(rank, lane, name, kind, began_s, ended_s, 0, words, action, counted)
         (experts if action in WITHIN else all_spans).setdefault(rank, []).append(span)
         step = details.get("step")
         if _is_small(step):
@@ -121,14 +123,6 @@ def _is_time(value: object) -> TypeGuard[float]:
 def _is_small(value: object) -> TypeGuard[int]:
     """A rank, a lane or a step, and no number gone wild."""
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < MOST
-
-
-def _kind(category: object) -> str:
-    return category if isinstance(category, str) and category in KINDS else COMPUTE
-
-
-def _words(details: Mapping[str, Any]) -> str:
-    return ", ".join(f"{key} {value}" for key, value in details.items() if key != "step")
 
 
 def _main_lane(spans: Sequence[TraceSpan]) -> list[TraceSpan]:

@@ -116,9 +116,10 @@ def lanes(run: Run) -> Html:
     for rank, each in run.timeline.ranks.items():
         for name, several in ((f"rank {rank}", each), (f"experts {rank}", run.timeline.experts.get(rank, ()))):
             pieces = [
-                timeline.LanePiece(span.began_s, span.ended_s, span.name, _lane_kind(span), span.depth)
+                timeline.LanePiece(span.began_s, span.ended_s, span.name, kind, span.depth)
                 for span in several
                 if begin <= span.began_s <= end
+                for kind in [span.action if span.action in WITHIN else span.kind]
             ]
             drawn += [timeline.Lane(name, pieces)] if pieces or several is each else []
     stretches = [timeline.Stretch(f"step {step.number}", step.began_s, step.ended_s) for step in steps]
@@ -129,10 +130,6 @@ def lanes(run: Run) -> Html:
 
 
 _LANE_KINDS = dict(spans.KINDS) | {kind: step_page.KINDS[kind] for kind in map(str, WITHIN)}
-
-
-def _lane_kind(span: spans.TraceSpan) -> str:
-    return span.action if span.action in WITHIN else span.kind
 
 
 def _span_table(traced: spans.TraceTimeline, steps: list[spans.TracedStep]) -> PageTable:

@@ -49,7 +49,9 @@ def _about(run: Run) -> str:
 
 def _verdict(run: Run, beside: Beside) -> Verdict:
     of_limit = _of_limit(run, beside)
-    return judge(run, of_limit, _why_no_limit(beside), improve(run, of_limit))
+    reasons = [row.missing.get(key) for row in beside.rows if row.name == "step time" for key in ("measured", "limit")]
+    why_no_limit = next((reason for reason in reasons if reason), "" if beside.rows else beside.why_no_rows)
+    return judge(run, of_limit, why_no_limit, improve(run, of_limit))
 
 
 def _of_limit(run: Run, beside: Beside) -> float | None:
@@ -58,12 +60,6 @@ def _of_limit(run: Run, beside: Beside) -> float | None:
     if run.state == RUNNING and taken is not None and 0 < limit_s < math.inf:
         return limit_s / taken.median
     return next((row.of_limit for row in beside.rows if row.name == "step time"), None)
-
-
-def _why_no_limit(beside: Beside) -> str:
-    """Why a step cannot be held against the limit; empty where it can."""
-    reasons = [row.missing.get(key) for row in beside.rows if row.name == "step time" for key in ("measured", "limit")]
-    return next((reason for reason in reasons if reason), "" if beside.rows else beside.why_no_rows)
 
 
 def _facts(run: Run, beside: Beside) -> list[Fact]:
