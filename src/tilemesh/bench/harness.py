@@ -15,7 +15,7 @@ a timer that agrees over them), a column without a value says why, rows are in a
 from __future__ import annotations
 
 import fcntl
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,6 +41,11 @@ class Estimate(NamedTuple):
 def exactly(value: float) -> Sample:
     """A figure that was counted, or measured once."""
     return Sample(value, value, value, 1)
+
+
+def calling(function: Callable[..., object], *arguments: object) -> Call:
+    """The same call in every turn."""
+    return lambda index: function(*arguments)
 
 
 def make_row(

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from tilemesh.bench.compress.layers import LayerChange, LayerClock
 from tilemesh.bench.compress.passes import pass_timer
+from tilemesh.bench.harness import calling
 from tilemesh.core import calibration
 from tilemesh.core.cost import Ceiling, Cost, limit_s, short_dtype
 from tilemesh.core.errors import RunError, UsageError
@@ -98,7 +99,7 @@ class ProductClock:
             weights = [torch.randn(shape, device=self.device) * 0.02 for shape in self._shapes]
             modules = [make(weight).to(self.dtype) for weight in weights]
             inputs = [torch.randn(self.tokens, shape[1]).to(self.device, self.dtype) for shape in self._shapes]
-            calls = {str(place): _call(modules[place], inputs[place]) for place in range(2)}
+            calls = {str(place): calling(modules[place], inputs[place]) for place in range(2)}
             timer = pass_timer(self.device)
             with torch.inference_mode():
                 timed = compare(calls, timer=timer, repeats=9, warmup=1, seconds=_SECONDS, on_error="raise")
@@ -118,10 +119,6 @@ def _form(layer: Linear) -> tuple[str, Callable[[Tensor], Linear]]:
     if isinstance(layer.kind, FewBits):
         return str(layer.kind), lambda weight: _coded(weight, layer)
     return "plain", _plain
-
-
-def _call(module: nn.Linear, x: Tensor) -> Callable[[int], object]:
-    return lambda turn: module(x)
 
 
 def _plain(weight: Tensor) -> Linear:

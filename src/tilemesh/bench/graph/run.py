@@ -18,7 +18,7 @@ import torch
 
 from tilemesh.bench.graph.models import ModelSize, Trained, make_trained
 from tilemesh.bench.graph.peak import measured_peak
-from tilemesh.bench.harness import NO_PEERS, OURS, Estimate, exactly, make_row
+from tilemesh.bench.harness import NO_PEERS, OURS, Estimate, calling, exactly, make_row
 from tilemesh.bench.profile import kernel_times, write_kernel_times
 from tilemesh.core import calibration
 from tilemesh.core.errors import RunError, unknown
@@ -135,7 +135,7 @@ def bench_model(
         peak = machine.peak_flops_per_s.get(PEAKS.get(str(dtype).removeprefix("torch."), "fp32"))
         limit = Estimate(counted.flops / peak if peak else None, f"no matmul in {dtype} was calibrated on this machine")
     timer = call_timer(device) if device.type == "cuda" else LoopTimer()
-    steps = {key: _step(trained, call) for key, call in calls.items()}
+    steps = {key: calling(trained.step, call) for key, call in calls.items()}
     with alone or nullcontext():
         timed = compare(steps, timer=timer, repeats=repeats, seconds=seconds)
         if profile is not None:
@@ -218,10 +218,6 @@ def _first_call(trained: Trained, call: Callable[..., Any]) -> float:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter() - began
-
-
-def _step(trained: Trained, call: Callable[..., Any]) -> Callable[[int], object]:
-    return lambda index: trained.step(call)
 
 
 def _memory_row(case: Any, counted: GraphFigures, pieces: Sequence[Compiled], device: torch.device) -> Row:

@@ -5,15 +5,13 @@ from __future__ import annotations
 import functools
 import random
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
 from tilemesh.bench.graph.peak import measured_peak
 from tilemesh.bench.graph.study import NOT_PREDICTED, call_of, inputs_of, predicted_here, ranking_device, study_row
 from tilemesh.bench.graph.trees import WAYS, TreeModel, random_tree
-from tilemesh.bench.harness import Estimate, exactly, make_row
-from tilemesh.core.hardware import Device
+from tilemesh.bench.harness import Estimate, calling, exactly, make_row
 from tilemesh.graph import build, derive
 from tilemesh.graph.concurrent import ConcurrentProgram
 from tilemesh.graph.cost import graph_seconds
@@ -22,7 +20,6 @@ from tilemesh.graph.ir import Graph, Node
 from tilemesh.graph.memory import arena
 from tilemesh.graph.planned import PlannedProgram
 from tilemesh.graph.rematerialise import peak_bytes, rematerialised
-from tilemesh.graph.streams import StreamPlan
 from tilemesh.measure.row import Row
 
 LENGTH = 200  # operators of the chain that shows the host's cost
@@ -103,25 +100,17 @@ def branch_rows(seconds: float, place: torch.device) -> list[Row]:
         case: dict[str, float] = {
             "batch": batch, "channels": channels, "side": side, "waits": plan.waits, "taken": plan.pays,
         }  # fmt: skip
-        guess = predicted_here(place, functools.partial(_at_once_s, plan))
+        guess = predicted_here(place, plan.at_once_s)
         if guess.value is not None:
             case["predicted gain"] = round(plan.one_by_one_s / plan.at_once_s, 3)
-        calls: dict[str, Callable[[int], object]] = {"ours": _called(programs[True], inputs)}
+        calls: dict[str, Callable[[int], object]] = {"ours": calling(programs[True], *inputs)}
         if place.type == "cuda":
             # Both as recorded programs: what is compared are streams, not the cost of launching.
             single = ConcurrentProgram(graph, ranking_device(place), place, streams=1, at_once=True)
-            calls["one after the other, recorded"] = _called(single, inputs)
-        calls["one after the other"] = _called(programs[False], inputs)
+            calls["one after the other, recorded"] = calling(single, *inputs)
+        calls["one after the other"] = calling(programs[False], *inputs)
         rows.append(study_row("graph branches", case, guess, calls, seconds, place))
     return rows
-
-
-def _at_once_s(plan: StreamPlan, device: Device) -> float:
-    return plan.at_once_s
-
-
-def _called(run: Any, inputs: list[torch.Tensor]) -> Callable[[int], object]:
-    return lambda index: run(*inputs)
 
 
 def tree_rows(seconds: float, place: torch.device) -> list[Row]:

@@ -11,9 +11,8 @@ import torch
 
 from tilemesh.bench.graph.running import branch_rows, host_rows, memory_rows, tree_rows
 from tilemesh.bench.graph.study import call_of, inputs_of, predicted_here, ranking_device, study_row
-from tilemesh.bench.harness import Estimate
+from tilemesh.bench.harness import Estimate, calling
 from tilemesh.core.errors import unknown
-from tilemesh.core.hardware import Device
 from tilemesh.graph import build, derive
 from tilemesh.graph.by_torch import run_torch
 from tilemesh.graph.cost import graph_seconds
@@ -90,15 +89,11 @@ def search_rows(seconds: float, place: torch.device) -> list[Row]:
             "as given": call_of(graph, inputs),
         }
         # Whatever the programs were ranked by, a sum of operators that were timed here is of this machine.
-        guess = predicted_here(place, functools.partial(_by_cost, cost, searched.graph))
-        if cost.has_measured(searched.graph):
-            guess = Estimate(cost(searched.graph))
+        searched_s = cost(searched.graph)
+        is_timed = cost.has_measured(searched.graph)
+        guess = Estimate(searched_s) if is_timed else predicted_here(place, searched_s)
         rows.append(study_row("graph search", case, guess, calls, seconds, place))
     return rows
-
-
-def _by_cost(cost: MeasuredCost, graph: Graph, device: Device) -> float:
-    return cost(graph)
 
 
 def partial_rows(seconds: float, place: torch.device) -> list[Row]:
@@ -142,20 +137,12 @@ def imperative_rows(seconds: float, place: torch.device) -> list[Row]:
         case = {"width": width, "operators": graph.launches, "launches": better.launches}
         calls = {
             "ours": call_of(better, inputs),
-            "imperative": functools.partial(_imperative_call, inputs),
-            "one by one": functools.partial(_one_by_one, graph, inputs),
+            "imperative": calling(_imperative, *inputs),
+            "one by one": calling(run_torch, graph, *inputs),
         }
         guess = predicted_here(place, functools.partial(graph_seconds, better))
         rows.append(study_row("graph symbolic", case, guess, calls, seconds, place))
     return rows
-
-
-def _imperative_call(inputs: list[torch.Tensor], index: int) -> object:
-    return _imperative(*inputs)
-
-
-def _one_by_one(graph: Graph, inputs: list[torch.Tensor], index: int) -> object:
-    return run_torch(graph, *inputs)
 
 
 def _imperative(x: Any, t: Any, *weights: Any) -> Any:

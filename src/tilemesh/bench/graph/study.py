@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from tilemesh.bench.graph.run import calibrated_device
-from tilemesh.bench.harness import OURS, BenchCase, Estimate
+from tilemesh.bench.harness import OURS, BenchCase, Estimate, calling
 from tilemesh.core.hardware import DEVICES, Device
 from tilemesh.graph.by_torch import dtype_of
 from tilemesh.graph.emit import program
@@ -25,10 +25,12 @@ def ranking_device(place: torch.device) -> Device:
     return calibrated_device(place)[0] or DEVICES["h200" if place.type == "cuda" else "h100"]
 
 
-def predicted_here(place: torch.device, seconds: Callable[[Device], float]) -> Estimate:
+def predicted_here(place: torch.device, seconds: float | Callable[[Device], float]) -> Estimate:
     """A prediction for this machine; none where it is not calibrated."""
     device, why = calibrated_device(place)
-    return Estimate(None, why) if device is None else Estimate(seconds(device))
+    if device is None:
+        return Estimate(None, why)
+    return Estimate(seconds(device) if callable(seconds) else seconds)
 
 
 def inputs_of(graph: Graph, place: torch.device) -> list[torch.Tensor]:
@@ -40,8 +42,7 @@ def inputs_of(graph: Graph, place: torch.device) -> list[torch.Tensor]:
 
 
 def call_of(graph: Graph, inputs: list[torch.Tensor]) -> Callable[[int], object]:
-    run = program(graph, inputs[0].device)
-    return lambda index: run(*inputs)
+    return calling(program(graph, inputs[0].device), *inputs)
 
 
 def study_row(
