@@ -29,30 +29,7 @@ from torch import Tensor
 
 from tilemesh.comm.runtime.communicator import Communicator
 from tilemesh.core.errors import RunError
-from tilemesh.methods.link import (
-    AGAIN,
-    ASKED,
-    END,
-    FIELDS,
-    FIGURES,
-    GO_ON,
-    GRADIENT,
-    HEADER,
-    LEAVE,
-    PULL,
-    PUSH,
-    REPLY,
-    REPLY_FIELDS,
-    SQUARES,
-    START,
-    STATE,
-    STOP,
-    STOPPED,
-    TELL,
-    WEIGHTS,
-    PushFigures,
-    wait_in_naps,
-)
+from tilemesh.methods import link
 from tilemesh.methods.record import ServerEvent, staleness
 from tilemesh.methods.rules import Push, StalenessRule
 from tilemesh.methods.simulate import NAP_S
@@ -137,9 +114,9 @@ class SharedNorm:
     def __call__(self, part: Tensor) -> float:
         mine = norms_of([part]).double().square()
         squares = {server: torch.zeros_like(mine) for server in self.servers if server != self.comm.rank}
-        handles = [self.comm.isend(mine, server, SQUARES, sized=False) for server in squares]
-        handles += [self.comm.irecv(square, server, SQUARES, sized=False) for server, square in squares.items()]
-        wait_in_naps(handles)
+        handles = [self.comm.isend(mine, server, link.SQUARES, sized=False) for server in squares]
+        handles += [self.comm.irecv(square, server, link.SQUARES, sized=False) for server, square in squares.items()]
+        link.wait_in_naps(handles)
         squares[self.comm.rank] = mine
         return math.sqrt(sum(float(squares[server]) for server in self.servers))  # in one order: all have the same
 
@@ -213,10 +190,13 @@ class ParameterServer:
         self.busy_s = self.nbytes = 0.0
         self._started, self._ended_s = started, time.monotonic()
         self._last: int | None = None  # who reads when all others have ended
-        self._told, self._is_over = GO_ON, False  # over: the last read is answered, and nothing is applied any more
-        self._gradients: dict[Push, tuple[Tensor, PushFigures]] = {}
+        self._told, self._is_over = (
+            link.GO_ON,
+            False,
+        )  # over: the last read is answered, and nothing is applied any more
+        self._gradients: dict[Push, tuple[Tensor, link.PushFigures]] = {}
         # Since each worker's last read: summed loss, targets, squares of means, updates, squares of pushes, pushes.
-        self._applied = {worker: np.zeros(REPLY_FIELDS - 3) for worker in self.workers}
+        self._applied = {worker: np.zeros(link.REPLY_FIELDS - 3) for worker in self.workers}
         self._asked: dict[int, float] = {}  # readers that wait, since when
         self.waited_s = dict.fromkeys(self.workers, 0.0)
         self.divergence = Divergence()
@@ -276,47 +256,49 @@ class ParameterServer:
         }  # fmt: skip
 
     def _listen(self, worker: int) -> _Mail:
-        header = torch.zeros(FIELDS, dtype=torch.float64)
-        return _Mail(self.comm.irecv(header, worker, HEADER, sized=False), header, heard_s=time.monotonic())
+        header = torch.zeros(link.FIELDS, dtype=torch.float64)
+        return _Mail(self.comm.irecv(header, worker, link.HEADER, sized=False), header, heard_s=time.monotonic())
 
     def _take(self, worker: int, mail: _Mail) -> None:
         """A message of a worker has come."""
         kind, clock, first, second = map(int, mail.header[:4].tolist())
-        if mail.body is None and kind in (PUSH, TELL):
-            mail.body = torch.empty(first, dtype=torch.uint8) if kind == TELL else torch.empty_like(self.shard.weights)
-            mail.handle = self.comm.irecv(mail.body, worker, GRADIENT, sized=False)
+        if mail.body is None and kind in (link.PUSH, link.TELL):
+            mail.body = (
+                torch.empty(first, dtype=torch.uint8) if kind == link.TELL else torch.empty_like(self.shard.weights)
+            )
+            mail.handle = self.comm.irecv(mail.body, worker, link.GRADIENT, sized=False)
             return
         body, mail.body = mail.body, None
-        if kind == START:
+        if kind == link.START:
             self._load(worker, clock, count=first, updates=second)
-        elif kind == PULL:
+        elif kind == link.PULL:
             self.rule.join(worker, at_least=clock)
             self.given_up = [other for other in self.given_up if other != worker]
             self._asked[worker] = time.monotonic()
             self._last = worker if first else self._last
-            self._told = max(self._told, ASKED if second else GO_ON)
-        elif kind == PUSH:
+            self._told = max(self._told, link.ASKED if second else link.GO_ON)
+        elif kind == link.PUSH:
             assert body is not None
-            self._push(worker, clock, body, PushFigures(*mail.header[2:].tolist()))
-        elif kind == TELL:
+            self._push(worker, clock, body, link.PushFigures(*mail.header[2:].tolist()))
+        elif kind == link.TELL:
             assert body is not None
             self.told[worker] = json.loads(bytes(body.numpy()))
-        elif kind == STOP:
-            self._told = STOPPED
-        elif kind == STATE:
+        elif kind == link.STOP:
+            self._told = link.STOPPED
+        elif kind == link.STATE:
             self._tell_state(worker, clock)
-        elif kind == FIGURES:
+        elif kind == link.FIGURES:
             self._tell_text(worker, json.dumps({**self.figures(), "told": sorted(self.told.items())}))
-        elif kind in (LEAVE, END):
+        elif kind in (link.LEAVE, link.END):
             self.rule.leave(worker)
-        if kind == END:
+        if kind == link.END:
             del self._inbox[worker]
             self._ended_s = time.monotonic()
         else:
             self._inbox[worker] = self._listen(worker)
         self._go_on()
 
-    def _push(self, worker: int, clock: int, gradient: Tensor, figures: PushFigures) -> None:
+    def _push(self, worker: int, clock: int, gradient: Tensor, figures: link.PushFigures) -> None:
         self.nbytes += gradient.nbytes
         self.rule.join(worker)
         if self.rule.push(worker, clock):
@@ -336,12 +318,12 @@ class ParameterServer:
         if not self._started:
             return
         for worker in [worker for worker in self._asked if self._may_answer(worker)]:
-            told = max(self._told, ASKED if self.asked() else GO_ON)
+            told = max(self._told, link.ASKED if self.asked() else link.GO_ON)
             # Who is to end makes no gradient of what it reads, and may be ahead of the bound.
-            self._answer(worker, told, counts=told != STOPPED or worker == self._last)
+            self._answer(worker, told, counts=told != link.STOPPED or worker == self._last)
             self._is_over = self._is_over or worker == self._last
 
-    def _count(self, update: MeanUpdate, figures: Sequence[PushFigures]) -> None:
+    def _count(self, update: MeanUpdate, figures: Sequence[link.PushFigures]) -> None:
         """Add an update to what workers are told with their next weights."""
         square = float(norms_of([update.mean]).double().square()) / update.scale**2 if self.measures else 0.0
         losses = sum(told.loss * told.targets for told in figures)
@@ -361,18 +343,18 @@ class ParameterServer:
             self.divergence.read(Push(worker, clock), self._copy[1])
         self._reply(worker, waited_s, clock, told, *self._applied[worker].tolist())
         self._applied[worker][:] = 0.0
-        self._send(worker, self._copy[1], WEIGHTS)
+        self._send(worker, self._copy[1], link.WEIGHTS)
         self.nbytes += self._copy[1].nbytes
 
     def _may_answer(self, worker: int) -> bool:
         if worker == self._last:
             return not set(self._inbox) - {worker} - set(self.given_up)
-        return self._told == STOPPED or self.rule.may_read(worker)
+        return self._told == link.STOPPED or self.rule.may_read(worker)
 
     def _let_ask_again(self) -> None:
         """Who reads last waits for all others, however long that takes: now and then it hears that it has to."""
         if self._last in self._asked and time.monotonic() - self._asked[self._last] > self.silence_s / 2:
-            self._answer(self._last, AGAIN, counts=False)
+            self._answer(self._last, link.AGAIN, counts=False)
 
     def _give_up_silent(self) -> None:
         """Of those that others wait for, the slowest, or at the end all: those that nothing came from for too long."""
@@ -391,7 +373,7 @@ class ParameterServer:
         """Begin at a clock with weights and states that a worker has read from a checkpoint; none: as they are."""
         values = [torch.empty_like(self.shard.weights) for _ in range(count)]
         for value in values:
-            self.comm.recv(value, worker, WEIGHTS)
+            self.comm.recv(value, worker, link.WEIGHTS)
         if values:
             self.shard.weights.copy_(values[0])
             self.shard.load(updates, values[1:])
@@ -406,16 +388,16 @@ class ParameterServer:
         values = [self.shard.weights, *self.shard.kept()]
         self._reply(worker, self.updates, len(values))
         for value in values:
-            self._send(worker, value.clone(), WEIGHTS)
+            self._send(worker, value.clone(), link.WEIGHTS)
 
     def _tell_text(self, worker: int, text: str) -> None:
         body = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
         self._reply(worker, 0, len(body))
-        self._send(worker, body, WEIGHTS)
+        self._send(worker, body, link.WEIGHTS)
 
     def _reply(self, worker: int, *values: float) -> None:
-        rest = [0.0] * (REPLY_FIELDS - len(values))
-        self._send(worker, torch.tensor([*values, *rest], dtype=torch.float64), REPLY)
+        rest = [0.0] * (link.REPLY_FIELDS - len(values))
+        self._send(worker, torch.tensor([*values, *rest], dtype=torch.float64), link.REPLY)
 
     def _send(self, worker: int, tensor: Tensor, tag: int) -> None:
         self._sending.append((self.comm.isend(tensor, worker, tag, sized=False), tensor))

@@ -16,21 +16,7 @@ from pathlib import Path
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.core.files import replacing, write_text
 from tilemesh.core.scene import Scene, document
-from tilemesh.report.draw import (
-    Dots,
-    Drawing,
-    Line,
-    Note,
-    PageTable,
-    Plot,
-    PlotAxis,
-    PlotFrame,
-    PlotLayer,
-    Rule,
-    dot_paths,
-    is_slanted,
-    line_class,
-)
+from tilemesh.report import draw
 from tilemesh.report.html import el
 
 WIDTH, GAP = 940, 20
@@ -48,7 +34,7 @@ def check_picture(path: str) -> None:
         _converter(target, target, 1)
 
 
-def write_picture(drawings: Sequence[Drawing], path: str) -> None:
+def write_picture(drawings: Sequence[draw.Drawing], path: str) -> None:
     """Write the charts below and beside each other to an .svg or a .png file."""
     check_picture(path)
     text = svg(drawings)
@@ -81,14 +67,14 @@ def _converter(source: Path, drawn: Path, height: int) -> list[str]:
     raise UsageError("a .png chart needs rsvg-convert or chromium on the PATH, found neither: write an .svg instead")
 
 
-def svg(drawings: Sequence[Drawing]) -> str:
+def svg(drawings: Sequence[draw.Drawing]) -> str:
     """The picture: a chart a row, or two where both are narrow."""
     if not drawings:
         raise UsageError("nothing to draw a chart of")
     body, top, row_height, left = [], 0.0, 0.0, 0.0
     for drawing in drawings:
         plot = drawing.plot
-        is_wide = len(plot.x.names) > 6 or any(isinstance(layer, Note) for layer in plot.layers)
+        is_wide = len(plot.x.names) > 6 or any(isinstance(layer, draw.Note) for layer in plot.layers)
         width = WIDTH if is_wide or len(drawings) == 1 else (WIDTH - GAP) / 2
         if left + width > WIDTH:
             top, left, row_height = top + row_height + GAP, 0.0, 0.0
@@ -99,31 +85,31 @@ def svg(drawings: Sequence[Drawing]) -> str:
     return document(WIDTH, round(top + row_height), label, body)
 
 
-def curves(title: str, x: PlotAxis, y: PlotAxis, *layers: PlotLayer, height: int = 260) -> str:
+def curves(title: str, x: draw.PlotAxis, y: draw.PlotAxis, *layers: draw.PlotLayer, height: int = 260) -> str:
     """The picture of one chart."""
-    return svg([Drawing(title, "", Plot(x, y, layers, height=height), PageTable([], []))])
+    return svg([draw.Drawing(title, "", draw.Plot(x, y, layers, height=height), draw.PageTable([], []))])
 
 
-def _panel(drawing: Drawing, width: float) -> tuple[list[str], float]:
+def _panel(drawing: draw.Drawing, width: float) -> tuple[list[str], float]:
     """Title, legend, axes and layers of one chart, and how high it is."""
     plot, scene = drawing.plot, Scene(width, 0, "")
     scene.text(4, 18, drawing.title, size=15, bold=True)
-    lines = _add_legend(scene, [layer for layer in plot.layers if not isinstance(layer, Note) and layer.name])
+    lines = _add_legend(scene, [layer for layer in plot.layers if not isinstance(layer, draw.Note) and layer.name])
     left = 14 + _LETTER * max(len(plot.y.show(tick)) for tick in plot.y.ticks(4))
     top = _TOP + lines * _LINE + 18
-    below = _SLANTED * max(len(name) for name in plot.x.names) if is_slanted(plot.x, width / WIDTH) else 0.0
-    frame = PlotFrame(plot.x, plot.y, left, top, width - left - _RIGHT, plot.height, lead=9, dot=7)
+    below = _SLANTED * max(len(name) for name in plot.x.names) if draw.is_slanted(plot.x, width / WIDTH) else 0.0
+    frame = draw.PlotFrame(plot.x, plot.y, left, top, width - left - _RIGHT, plot.height, lead=9, dot=7)
     _add_axes(scene, frame, below)
     for layer in plot.layers:
         scene.shapes += frame.shapes(layer)
-        if isinstance(layer, Note):
+        if isinstance(layer, draw.Note):
             side, anchor = (-9, "end") if layer.at_left else (9, "start")
             place = f'x="{frame.across(layer.x) + side:.1f}" y="{frame.up(layer.y) + 4:.1f}" text-anchor="{anchor}"'
             scene.shapes.append(f'<text class="note" font-size="11" {place}>{escape(layer.text)}</text>')
     return scene.shapes, top + plot.height + _BOTTOM + below
 
 
-def _add_legend(scene: Scene, layers: Sequence[Line | Dots | Rule]) -> int:
+def _add_legend(scene: Scene, layers: Sequence[draw.Line | draw.Dots | draw.Rule]) -> int:
     """The keys beside each other; how many lines they take."""
     at, line = 4.0, 0
     for layer in layers:
@@ -131,17 +117,17 @@ def _add_legend(scene: Scene, layers: Sequence[Line | Dots | Rule]) -> int:
         if at + needs > scene.width and at > 4:
             at, line = 4.0, line + 1
         y = _TOP + line * _LINE + 4
-        if isinstance(layer, Dots):
-            scene.shapes += dot_paths([f"M{at + 11:.1f},{y:.1f}h0"], layer.colour, 9, layer.hollow)
+        if isinstance(layer, draw.Dots):
+            scene.shapes += draw.dot_paths([f"M{at + 11:.1f},{y:.1f}h0"], layer.colour, 9, layer.hollow)
         else:
-            dashed = isinstance(layer, Rule) or layer.dashed
-            scene.shapes.append(el("path", class_=line_class(layer.colour, dashed), d=f"M{at:.0f},{y:.0f}h22"))
+            dashed = isinstance(layer, draw.Rule) or layer.dashed
+            scene.shapes.append(el("path", class_=draw.line_class(layer.colour, dashed), d=f"M{at:.0f},{y:.0f}h22"))
         scene.text(round(at + 28), round(y + 4), layer.name)
         at += needs
     return line + 1 if layers else 0
 
 
-def _add_axes(scene: Scene, frame: PlotFrame, below: float) -> None:
+def _add_axes(scene: Scene, frame: draw.PlotFrame, below: float) -> None:
     """Lines and words around a chart; `below`: the height of names that are written at an angle, 0 where none are."""
     left, right, bottom = round(frame.left), round(frame.left + frame.width), frame.top + frame.height
     scene.text(4, frame.top - 8, frame.y.words, quiet=True)

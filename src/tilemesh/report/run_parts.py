@@ -7,20 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
 from tilemesh.core.units import format_bytes, format_count, format_seconds
-from tilemesh.report import series
-from tilemesh.report.draw import (
-    Dots,
-    EventMark,
-    Line,
-    PageTable,
-    Plot,
-    PlotAxis,
-    PlotLayer,
-    around,
-    chart,
-    grid,
-    numbers,
-)
+from tilemesh.report import draw, series
 from tilemesh.report.html import Child, Html, el, join
 from tilemesh.report.kind_page import Beside, PageSection
 from tilemesh.report.rows import row_table, words_table
@@ -41,21 +28,21 @@ def absent(what: str, why: str) -> Html:
     return el("p", f"Not shown: {what} ({why}).", class_="missing")
 
 
-def steps_axis(run: Run) -> PlotAxis:
+def steps_axis(run: Run) -> draw.PlotAxis:
     """All steps that were planned: what is left of a run can be seen."""
     return _steps_to(run.last_step, run.planned_steps or 0)
 
 
-def _steps_to(*ends: int) -> PlotAxis:
-    return PlotAxis(0, max(1, *ends), "step", lambda value: f"{value:,.0f}", whole=True)
+def _steps_to(*ends: int) -> draw.PlotAxis:
+    return draw.PlotAxis(0, max(1, *ends), "step", lambda value: f"{value:,.0f}", whole=True)
 
 
-def marks_of(run: Run) -> list[EventMark]:
+def marks_of(run: Run) -> list[draw.EventMark]:
     """Signs above a chart; where there are many checkpoints, every so many."""
     kept = [event for event in run.events if event.kind == metrics.CHECKPOINT]
     others = [event for event in run.events if event.kind != metrics.CHECKPOINT]
     thinned = kept[:: 1 + len(kept) // MOST_MARKS] + others[:: 1 + len(others) // MOST_MARKS]
-    return [EventMark(event.step, event.kind, event.words) for event in thinned]
+    return [draw.EventMark(event.step, event.kind, event.words) for event in thinned]
 
 
 def shaded(run: Run) -> list[tuple[float, float, str]]:
@@ -137,26 +124,29 @@ def step_figure(run: Run, figure: StepFigure, held: str = "") -> Html:
     values = [*series.ends(buckets), *(value for _, value in others)]
     if not values:
         return absent(figure.title.lower(), f"the metrics hold no {figure.key}")
-    low, high = around(values, zero=figure.from_zero)
-    x, y = steps_axis(run), PlotAxis(low, high, figure.unit, figure.shown, binary=figure.shown is format_bytes)
+    low, high = draw.around(values, zero=figure.from_zero)
+    x, y = steps_axis(run), draw.PlotAxis(low, high, figure.unit, figure.shown, binary=figure.shown is format_bytes)
     dots = figure.dots and len(points) <= MOST_DOTS
-    layers: list[PlotLayer] = [series.line(figure.name or figure.unit, buckets, figure.colour, dots=dots)]
+    layers: list[draw.PlotLayer] = [series.line(figure.name or figure.unit, buckets, figure.colour, dots=dots)]
     bad = [(float(step), high) for step, value in points if not math.isfinite(value)]
     if bad:
-        layers.append(Dots("not a number", bad[:: 1 + len(bad) // 200], 4, 9))
+        layers.append(draw.Dots("not a number", bad[:: 1 + len(bad) // 200], 4, 9))
     if others:
         few = len(others) <= MOST_DOTS
         layers.append(series.line("held-out loss", series.buckets(others, apart=10**9), 1, dots=few))
     many = any(bucket.last > bucket.first for bucket in buckets)
     words = figure.words or ("Mean of neighbouring steps; lowest to highest shaded." if many else "Every step.")
-    plot = Plot(x, y, layers, marks_of(run), shaded=shaded(run))
+    plot = draw.Plot(x, y, layers, marks_of(run), shaded=shaded(run))
     words += " Grey: steps that are not in the metrics." if plot.shaded else ""
-    return chart(figure.title, words, plot, _step_table(points, others, x, figure.shown))
+    return draw.chart(figure.title, words, plot, _step_table(points, others, x, figure.shown))
 
 
 def _step_table(
-    points: Sequence[tuple[int, float]], others: Sequence[tuple[int, float]], x: PlotAxis, shown: Callable[[float], str]
-) -> PageTable:
+    points: Sequence[tuple[int, float]],
+    others: Sequence[tuple[int, float]],
+    x: draw.PlotAxis,
+    shown: Callable[[float], str],
+) -> draw.PageTable:
     """As many lines as a person can read; columns for the other figure and for remarks where there are some."""
     coarse = series.buckets(points, MOST_ROWS)
     head, rows = ["step", "mean", "lowest", "highest"], [[bucket.steps] for bucket in coarse]
@@ -169,7 +159,7 @@ def _step_table(
             row.append(f"{bucket.bad} not a number" if bucket.bad else "")
     head += ["held-out"] if others else []
     head += ["remark"] if any(bucket.bad for bucket in coarse) else []
-    return PageTable(head, rows, [x.place(bucket.middle) for bucket in coarse], f"Every step is in {METRICS}.")
+    return draw.PageTable(head, rows, [x.place(bucket.middle) for bucket in coarse], f"Every step is in {METRICS}.")
 
 
 def progress(run: Run) -> Html | None:
@@ -182,20 +172,22 @@ def progress(run: Run) -> Html | None:
         (event, max(0.0, event.at - began)) for event in run.events if event.at is not None and event.at - began < 1e12
     ]
     end = max(1e-3, *(at for at, _ in known), *(at for _, at in happened))
-    x = PlotAxis(0, end, "since the first step", format_seconds)
-    y = PlotAxis(0, max(1, *(step for _, step in known)) * 1.05, "steps done", format_count, whole=True)
+    x = draw.PlotAxis(0, end, "since the first step", format_seconds)
+    y = draw.PlotAxis(0, max(1, *(step for _, step in known)) * 1.05, "steps done", format_count, whole=True)
     points: list[tuple[float, float | None]] = []
     before = 0
     for at, step in _some(known, series.MOST):
         points += [(at, None)] if step <= before else []  # gone back: a new line begins
         points.append((at, float(step)))
         before = step
-    marks = [EventMark(at, event.kind, event.words) for event, at in _some(happened, MOST_MARKS)]
+    marks = [draw.EventMark(at, event.kind, event.words) for event, at in _some(happened, MOST_MARKS)]
     rows: list[list[Child]] = [[format_seconds(at), f"{step:,}"] for at, step in _some(known, MOST_ROWS)]
-    table = PageTable(["since the first step", "steps done"], rows, [x.place(at) for at, _ in _some(known, MOST_ROWS)])
-    plot = Plot(x, y, [Line("steps done", points, 0)], marks, height=160)
+    table = draw.PageTable(
+        ["since the first step", "steps done"], rows, [x.place(at) for at, _ in _some(known, MOST_ROWS)]
+    )
+    plot = draw.Plot(x, y, [draw.Line("steps done", points, 0)], marks, height=160)
     words = "Flat: paused. Drop: restarted from a checkpoint. Markers: events."
-    return chart("The run in time", words, plot, table, wide=True)
+    return draw.chart("The run in time", words, plot, table, wide=True)
 
 
 def _some(values: Sequence[T], most: int) -> Sequence[T]:
@@ -214,8 +206,8 @@ def overlay(title: str, unit: str, key: str, runs: Sequence[Run], names: Sequenc
         return absent(title.lower(), f"no run has {key} in its metrics")
     # To the last step that a run has done: one that ended early would press the others' curves into a corner.
     x = _steps_to(*(run.last_step for run in runs))
-    y = PlotAxis(*around(values, zero=zero), unit, format_count if zero else "{:.3g}".format)
-    layers: list[PlotLayer] = [
+    y = draw.PlotAxis(*draw.around(values, zero=zero), unit, format_count if zero else "{:.3g}".format)
+    layers: list[draw.PlotLayer] = [
         series.line(name, each, colour, dashed=colour % 2 == 1)
         for colour, (name, each) in enumerate(zip(names, drawn, strict=True))
     ]
@@ -228,10 +220,10 @@ def overlay(title: str, unit: str, key: str, runs: Sequence[Run], names: Sequenc
             rows.append([bucket.steps, name, *("–" if value is None else f"{value:.4g}" for value in cells)])
             places.append(min(1.0, x.place(bucket.middle)))
     order = sorted(range(len(rows)), key=places.__getitem__)
-    table = PageTable(
+    table = draw.PageTable(
         ["step", "run", "mean", "lowest", "highest"], [rows[i] for i in order], [places[i] for i in order]
     )
-    return chart(title, "", Plot(x, y, layers), table)
+    return draw.chart(title, "", draw.Plot(x, y, layers), table)
 
 
 # ---- events ----------------------------------------------------------------------------------------------------
@@ -245,7 +237,7 @@ def events(run: Run) -> Html:
         for event in run.events[-500:]
     ]
     note = el("p", f"The last 500 of {len(run.events):,}.", class_="quiet") if len(run.events) > 500 else None
-    return join(note, grid(PageTable(["step", "kind", "what", "when"], rows, words=True)))
+    return join(note, draw.grid(draw.PageTable(["step", "kind", "what", "when"], rows, words=True)))
 
 
 def _when(at: float | None, began: float | None) -> str:
@@ -272,7 +264,7 @@ def again(run: Run, guess: str = "") -> Html:
         shown,
         el("p", "The environment:"),
         words_table(environment) if environment else absent("the environment", "the folder does not say"),
-        numbers(PageTable(["setting", "value"], settings, words=True), "Every setting") if settings else None,
+        draw.numbers(draw.PageTable(["setting", "value"], settings, words=True), "Every setting") if settings else None,
         el("details", el("summary", "Text it wrote"), el("pre", run.sample)) if run.sample else None,
     )
 

@@ -8,29 +8,7 @@ import re
 from dataclasses import dataclass
 
 from tilemesh.core.errors import UsageError
-from tilemesh.guide.ladder.tree import (
-    Application,
-    Assignment,
-    Branch,
-    Component,
-    CudaFunction,
-    CudaText,
-    Declaration,
-    Evaluation,
-    Expression,
-    ForLoop,
-    Identifier,
-    Infix,
-    Number,
-    Parameter,
-    Prefix,
-    Reinterpreted,
-    Return,
-    Sequence,
-    Statement,
-    Subscript,
-    Ternary,
-)
+from tilemesh.guide.ladder import tree
 
 TYPES = ("int", "unsigned", "float", "bool", "float4", "uint4", "half_bits", "void")
 QUALIFIERS = ("const", "constexpr", "__restrict__", "static", "__forceinline__")
@@ -55,7 +33,7 @@ class _Token:
     line: int
 
 
-def parse(text: str) -> CudaText:
+def parse(text: str) -> tree.CudaText:
     """The tree of a kernel's text. Raises UsageError with the line where it leaves the language."""
     return _CudaParser(_tokens(text)).module()
 
@@ -117,18 +95,18 @@ class _CudaParser:
 
     # The text, functions, statements
 
-    def module(self) -> CudaText:
-        constants: list[Declaration] = []
-        functions: dict[str, CudaFunction] = {}
+    def module(self) -> tree.CudaText:
+        constants: list[tree.Declaration] = []
+        functions: dict[str, tree.CudaFunction] = {}
         while self.next.kind != "end":
             if self.sees("constexpr"):
                 constants.extend(self.declarations())
             else:
                 function = self.function()
                 functions[function.name] = function
-        return CudaText(tuple(constants), functions)
+        return tree.CudaText(tuple(constants), functions)
 
-    def function(self) -> CudaFunction:
+    def function(self) -> tree.CudaFunction:
         while self.sees("extern", "__global__", "__device__") or self.next.kind == "text":
             self.take()
         kind = self.type()
@@ -144,27 +122,27 @@ class _CudaParser:
             pointer = self.took("*")
             while self.took(*QUALIFIERS):
                 pass
-            parameters.append(Parameter(parameter_type, self.name(), pointer))
+            parameters.append(tree.Parameter(parameter_type, self.name(), pointer))
             self.took(",")
-        return CudaFunction(name, kind, tuple(parameters), self.block())
+        return tree.CudaFunction(name, kind, tuple(parameters), self.block())
 
-    def block(self) -> Sequence:
+    def block(self) -> tree.Sequence:
         """Statements in braces, or one without."""
         if not self.took("{"):
             return self.statement()
-        body: list[Statement] = []
+        body: list[tree.Statement] = []
         while not self.took("}"):
             body.extend(self.statement())
         return tuple(body)
 
-    def statement(self) -> Sequence:
+    def statement(self) -> tree.Sequence:
         line = self.next.line
         if self.sees("{"):
-            return (Branch(Number(1), self.block(), (), line),)  # for its scope
+            return (tree.Branch(tree.Number(1), self.block(), (), line),)  # for its scope
         if self.took("for"):
             self.take("(")
             first = self.declarations() if self.declares() else (self.simple(),)
-            if len(first) == 1 and isinstance(first[0], Assignment):
+            if len(first) == 1 and isinstance(first[0], tree.Assignment):
                 self.take(";")
             condition = self.expression()
             self.take(";")
@@ -172,17 +150,17 @@ class _CudaParser:
             self.take(")")
             if len(first) != 1:
                 raise UsageError(f"CUDA text, line {line}: one variable in a `for`")
-            return (ForLoop(first[0], condition, step, self.block(), line),)
+            return (tree.ForLoop(first[0], condition, step, self.block(), line),)
         if self.took("if"):
             self.take("(")
             condition = self.expression()
             self.take(")")
             yes = self.block()
-            return (Branch(condition, yes, self.block() if self.took("else") else (), line),)
+            return (tree.Branch(condition, yes, self.block() if self.took("else") else (), line),)
         if self.took("return"):
             value = None if self.sees(";") else self.expression()
             self.take(";")
-            return (Return(value, line),)
+            return (tree.Return(value, line),)
         if self.declares():
             return self.declarations()
         made = self.simple()
@@ -192,7 +170,7 @@ class _CudaParser:
     def declares(self) -> bool:
         return self.sees(*TYPES, *QUALIFIERS, "__shared__", "extern")
 
-    def declarations(self) -> tuple[Declaration, ...]:
+    def declarations(self) -> tuple[tree.Declaration, ...]:
         line = self.next.line
         dynamic = self.took("extern")
         shared = self.took("__shared__")
@@ -205,7 +183,7 @@ class _CudaParser:
         while True:
             name, lengths = self.name(), []
             while self.took("["):
-                lengths.append(Number(0) if self.sees("]") else self.expression())
+                lengths.append(tree.Number(0) if self.sees("]") else self.expression())
                 self.take("]")
             value, zeroed = None, False
             if self.took("="):
@@ -214,72 +192,77 @@ class _CudaParser:
                     zeroed = True
                 else:
                     value = self.expression()
-            declared.append(Declaration(kind, name, tuple(lengths), value, zeroed, shared, dynamic, line))
+            declared.append(tree.Declaration(kind, name, tuple(lengths), value, zeroed, shared, dynamic, line))
             if not self.took(","):
                 break
         self.take(";")
         return tuple(declared)
 
-    def simple(self) -> Statement:
+    def simple(self) -> tree.Statement:
         """An assignment, `++x`, or a call."""
         line = self.next.line
         if self.took("++"):
-            return Assignment(self.unary(), "+=", Number(1), line)
+            return tree.Assignment(self.unary(), "+=", tree.Number(1), line)
         value = self.expression()
         if self.took("++"):
-            return Assignment(value, "+=", Number(1), line)
+            return tree.Assignment(value, "+=", tree.Number(1), line)
         if self.sees(*ASSIGNMENTS):
             sign = self.take().text
-            return Assignment(value, sign, self.expression(), line)
-        return Evaluation(value, line)
+            return tree.Assignment(value, sign, self.expression(), line)
+        return tree.Evaluation(value, line)
 
     # Expressions
 
-    def expression(self) -> Expression:
+    def expression(self) -> tree.Expression:
         condition = self.binary(0)
         if not self.took("?"):
             return condition
         yes = self.expression()
         self.take(":")
-        return Ternary(condition, yes, self.expression())
+        return tree.Ternary(condition, yes, self.expression())
 
-    def binary(self, level: int) -> Expression:
+    def binary(self, level: int) -> tree.Expression:
         if level == len(BINARY):
             return self.unary()
         left = self.binary(level + 1)
         while self.sees(*BINARY[level]):
             sign = self.take().text
-            left = Infix(sign, left, self.binary(level + 1))
+            left = tree.Infix(sign, left, self.binary(level + 1))
         return left
 
-    def unary(self) -> Expression:
+    def unary(self) -> tree.Expression:
         if self.sees("-", "!", "~", "&"):
-            return Prefix(self.take().text, self.unary())
+            return tree.Prefix(self.take().text, self.unary())
         return self.postfix()
 
-    def postfix(self) -> Expression:
+    def postfix(self) -> tree.Expression:
         value = self.primary()
         while True:
             if self.took("["):
-                value = Subscript(value, self.expression())
+                value = tree.Subscript(value, self.expression())
                 self.take("]")
             elif self.took("."):
                 member = self.name()
-                if isinstance(value, Identifier) and value.name in ("threadIdx", "blockIdx", "blockDim", "gridDim"):
-                    value = Identifier(f"{value.name}.{member}")
+                if isinstance(value, tree.Identifier) and value.name in (
+                    "threadIdx",
+                    "blockIdx",
+                    "blockDim",
+                    "gridDim",
+                ):
+                    value = tree.Identifier(f"{value.name}.{member}")
                 elif member in "xyzw":
-                    value = Component(value, "xyzw".index(member))
+                    value = tree.Component(value, "xyzw".index(member))
                 else:
                     raise UsageError(f"CUDA text, line {self.next.line}: member {member} is not x, y, z or w")
             else:
                 return value
 
-    def primary(self) -> Expression:
+    def primary(self) -> tree.Expression:
         token = self.take()
         if token.kind == "int":
-            return Number(int(token.text.rstrip("u"), 0))
+            return tree.Number(int(token.text.rstrip("u"), 0))
         if token.kind == "float":
-            return Number(float(token.text.rstrip("f")))
+            return tree.Number(float(token.text.rstrip("f")))
         if token.text == "(":
             value = self.expression()
             self.take(")")
@@ -292,13 +275,13 @@ class _CudaParser:
             self.take("(")
             pointer = self.expression()
             self.take(")")
-            return Reinterpreted(kind, pointer)
+            return tree.Reinterpreted(kind, pointer)
         if token.kind != "name":
             raise UsageError(f"CUDA text, line {token.line}: expected a value, found {token.text}")
         if not self.took("("):
-            return Identifier(token.text)
+            return tree.Identifier(token.text)
         arguments = []
         while not self.took(")"):
             arguments.append(self.expression())
             self.took(",")
-        return Application(token.text, tuple(arguments))
+        return tree.Application(token.text, tuple(arguments))
