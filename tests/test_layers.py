@@ -95,7 +95,7 @@ MOST_LINES = {
     "report": 6_289,
     "bench": 9_000,
     "cli": 5_431,
-    "guide": 13_903,
+    "guide": 14_425,
 }
 SOURCE_SUFFIXES = (".py", ".c", ".h", ".cu", ".cuh", ".js", ".css")
 THIRD_PARTY_FREE = ("core", "comm.schedules", "model.work", "plan")

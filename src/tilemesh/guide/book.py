@@ -67,6 +67,12 @@ _ALL = (
     GuidePart(
         "11", "guessing", "Guessing ahead", "speculative decoding: why it is exact, what it gains, when it loses"
     ),
+    GuidePart(
+        "12",
+        "policy",
+        "What PPO really is",
+        "policy gradient, baseline, GAE, ratio and clip, KL: what fails without each",
+    ),
     GuidePart("ladder", "ladder", "The GPU matmul ladder", "one kernel per idea, with counted reads"),
     GuidePart("locality", "locality", "Locality on the CPU", "loop order, tiling, strides, false sharing"),
 )
