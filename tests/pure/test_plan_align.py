@@ -18,8 +18,11 @@ from tilemesh.cli.main import main
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.core.hardware import parse_cluster
 from tilemesh.core.placement import (
+    ACTOR,
+    ENGINE,
     KINDS,
     PASSES,
+    REFERENCE,
     UPDATES,
     AlignWork,
     Placement,
@@ -166,6 +169,22 @@ def test_a_batch_of_answers_takes_what_a_token_by_token_simulation_says(mean: in
     expected = simulated_rollout(work, drawn, running)
     assert rollout_s(clock, work, 64, running, False, 512) == pytest.approx(expected, rel=0.12)
     assert rollout_s(clock, work, 64, running, True, 512) <= rollout_s(clock, work, 64, running, False, 512) * 1.001
+
+
+def test_on_a_cpu_pages_stay_and_ranks_beside_others_hold_more() -> None:
+    """An engine there does not sleep; a rank that trains alone has others beside it that draw."""
+    cluster, plan = parse_cluster("2xcpu"), ParallelPlan(microbatch=256, precision="fp32")
+    models = (ACTOR, REFERENCE)
+    work = replace(WORK, prompt=16, tokens=64, repacks=True)
+    split = Placement((Pool(1, models, plan), Pool(1, (ENGINE,))), 0)
+    training, drawing = AlignEstimator(preset("tiny"), cluster, work).predict(split).memory
+    together = Placement((Pool(1, (*models, ENGINE), plan),), 0)
+    alone = AlignEstimator(preset("tiny"), parse_cluster("1xcpu"), work).predict(together)
+    (parts,) = alone.memory
+    assert alone.total_bytes == (sum(parts.values()),)
+    slack = 9 * 2**20 + 0.17 * parts["activations"]
+    assert training["reserved"] - parts["reserved"] == pytest.approx(slack, rel=1e-6)
+    assert drawing["engine weights"] == 2 * parts["engine weights"]  # of its own, and once more as its products want
 
 
 def test_pages_hold_what_answers_that_begin_together_keep() -> None:

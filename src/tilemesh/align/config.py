@@ -37,6 +37,8 @@ Positive = Annotated[float, Range(0)]
 _SECTION = "align."
 _MICROBATCH_TOKENS = 1 << 15
 """Of one pass at most, where nobody says how many rows it has."""
+_SMALL = 4_000_000
+"""Multiplications of a step's largest product, below which oneDNN on arm64 takes longer to begin than BLAS to end."""
 
 
 @dataclass(frozen=True)
@@ -226,6 +228,12 @@ class AlignConfig:
     @property
     def train(self) -> LoopConfig:
         return self.training.train
+
+    @property
+    def is_small(self) -> bool:
+        """Whether products of an engine's steps on a CPU are left to BLAS."""
+        model, many = self.training.model, self.align.prompts * self.align.answers
+        return many * model.width * max(model.vocabulary, model.mlp_width) < _SMALL
 
     @property
     def file(self) -> str:

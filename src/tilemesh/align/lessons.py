@@ -46,8 +46,6 @@ from tilemesh.train.source import Objective, Source
 
 _STEP_TOKENS = 4096
 """Of a step of the engine at most: nobody waits for a first token, so all prompts may come at once."""
-_SMALL = 4_000_000
-"""Multiplications of a step's largest product, below which oneDNN on arm64 takes longer to begin than BLAS to end."""
 
 
 class FeedbackLessons(Lessons):
@@ -87,7 +85,7 @@ class FeedbackLessons(Lessons):
         reference = self._reference(laid) if self.align.has_reference else None
         if self.prompts is None:
             return PairSource(self.run, laid, reference, self.served, self.feedback)
-        if self._is_small and next(laid.module.parameters()).device.type == "cpu":
+        if self.run.is_small and next(laid.module.parameters()).device.type == "cpu":
             self._closing.append(without_onednn())
         is_elsewhere = self.align.ranks_beside > 0
         dtype = self._dtype(laid.stream_dtype, next(laid.module.parameters()).is_cuda)
@@ -140,15 +138,9 @@ class FeedbackLessons(Lessons):
         many = max(align.prompts * align.answers, align.held_out * align.pass_k)
         return EngineConfig(
             running=align.running, waiting=many, seed=self.config.train.seed, invariant=align.invariant,
-            context=self.config.context, step_tokens=_STEP_TOKENS, packed=False if self._is_small else None,
+            context=self.config.context, step_tokens=_STEP_TOKENS, packed=False if self.run.is_small else None,
             prefix_room=0,  # new weights forget all pages
         )  # fmt: skip
-
-    @property
-    def _is_small(self) -> bool:
-        """Whether products of the engine's steps are left to BLAS."""
-        model, many = self.config.model, self.align.prompts * self.align.answers
-        return many * model.width * max(model.vocabulary, model.mlp_width) < _SMALL
 
     def words(self) -> str:
         align = self.align

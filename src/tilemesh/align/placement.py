@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import platform
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -69,7 +70,7 @@ def can_align(plan: ParallelPlan) -> bool:
 # ---- a run's own ---------------------------------------------------------------------------------------------------
 
 
-def run_work(config: AlignConfig) -> AlignWork:
+def run_work(config: AlignConfig, on_gpu: bool = False) -> AlignWork:
     """What a step of this run does, as the planner is asked: answers of the longest that they may have."""
     align, row = config.align, config.align.row
     cases = [TASKS[align.task].case(0, place) for place in range(_LOOKED_AT)] if align.task in TASKS else []
@@ -87,6 +88,7 @@ def run_work(config: AlignConfig) -> AlignWork:
         critic=critic, reference=align.has_reference, lora=config.training.lora.rank, running=align.running,
         old=align.steps_per_batch > 1 or row.has_critic or row.kl == "reward",
         packed=not (config.train.compile or align.invariant),
+        repacks=not (on_gpu or align.invariant or config.is_small) and platform.machine() in ("aarch64", "arm64"),
         reward="model" if any(".py" not in text and not text.startswith("task=") for text in align.rewards)
         else "function",
     )  # fmt: skip
@@ -143,7 +145,7 @@ def _estimator(config: AlignConfig, gpus: Sequence[str]) -> AlignEstimator:
             raise
         cluster, rates = parse_cluster(f"{world}x{device.name}"), None
     code: Code = "compiled" if config.train.compile else "eager"
-    return AlignEstimator(config.training.model, cluster, run_work(config), rates, code)
+    return AlignEstimator(config.training.model, cluster, run_work(config, on_gpu), rates, code)
 
 
 def settings_of(placement: Placement) -> list[str]:

@@ -63,6 +63,8 @@ class AlignWork:
     """Rank of the actor's adapters, whose base is then the reference; 0: all weights are trained."""
     running: Count = 256
     """Answers that an engine computes at a time."""
+    repacks: bool = False
+    """Whether an engine has its weights once more, in the layout of a CPU's products."""
     packed: bool = False
     """Whether answers of a group pass through models with one copy of their prompt, and without padding."""
 

@@ -45,6 +45,8 @@ class PlacementPrediction:
     """That a rank of the engine receives with new weights."""
     tokens: int
     """Of all sequences of a batch."""
+    sleeps: bool
+    """Whether an engine gives its pages back while models train."""
 
     @property
     def idle(self) -> float:
@@ -53,8 +55,10 @@ class PlacementPrediction:
 
     @property
     def total_bytes(self) -> tuple[int, ...]:
-        """Of each pool's ranks at most: pages and activations take turns, and only the more of them counts."""
-        return tuple(sum(it.values()) - min(it.get("pages", 0), it.get("activations", 0)) for it in self.memory)
+        """Of each pool's ranks at most: where an engine sleeps, pages and activations take turns, and only the more of
+        them counts."""
+        turns = [min(it.get("pages", 0), it.get("activations", 0)) * self.sleeps for it in self.memory]
+        return tuple(sum(it.values()) - less for it, less in zip(self.memory, turns, strict=True))
 
     @property
     def fits(self) -> bool:
@@ -94,6 +98,7 @@ class AlignEstimator:
         work.check(model.context)
         self.dtype = "bf16" if cluster.device.kind == "gpu" else default_precision(cluster.device)
         self.size = DTYPE_BYTES[self.dtype]
+        self.sleeps = cluster.device.kind == "gpu"
         self.train = functools.cache(self._estimator)
         self._predicted = functools.cache(lambda ranks, plan: self.train(ranks).predict(plan))
         self._drawn = functools.cache(self._drawn_s)
@@ -101,7 +106,8 @@ class AlignEstimator:
     def _estimator(self, ranks: int) -> Estimator:
         copies = self.work.answers if self.work.packed else 1
         length, rest = -(-self.work.prompt // copies) + self.work.mean_tokens, (self.rates, self.code)
-        return Estimator(self.model, self.cluster.part(ranks), length, *rest, headroom=self.headroom)
+        more: dict[str, Any] = {"headroom": self.headroom, "beside": self.cluster.world - ranks}
+        return Estimator(self.model, self.cluster.part(ranks), length, *rest, **more)
 
     def predict(self, placement: Placement) -> PlacementPrediction:
         """Seconds, memory and idle share of a placement, which must be possible."""
@@ -121,7 +127,8 @@ class AlignEstimator:
         least = placed.simulate(placement, {name: limit for name, (_, limit) in both.items()})
         step, usable = placed.simulate(placement, seconds), self.train(self.cluster.world).usable_bytes
         tokens = self.work.prompts * self.work.answers * (self.work.prompt + self.work.mean_tokens)
-        return PlacementPrediction(placement, seconds, step, least.seconds, memory, usable, round(received), tokens)
+        told = (seconds, step, least.seconds, memory, usable, round(received), tokens, self.sleeps)
+        return PlacementPrediction(placement, *told)
 
     def _sequences(self, pool: Pool) -> int:
         """Answers that one replica of the engine draws."""
@@ -177,8 +184,9 @@ class AlignEstimator:
             parts = self._states(pool)
             if placed.ENGINE in pool.models:
                 whole = weight_bytes(self.model, self.size, pool.rollout_tp)
-                parts["engine weights"] = 0 if self.is_shared(pool) else whole
-                room = self.train(self.cluster.world).usable_bytes - sum(parts.values()) + parts.get("activations", 0)
+                parts["engine weights"] = whole * self.work.repacks + (0 if self.is_shared(pool) else whole)
+                room = self.train(self.cluster.world).usable_bytes - sum(parts.values())
+                room += parts.get("activations", 0) * self.sleeps
                 running, parts["pages"] = self._pages(pool, room)
             memory.append(parts)
         return tuple(memory), running

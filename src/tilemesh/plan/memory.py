@@ -206,7 +206,9 @@ class Room:
         code: Code | None = None,
         chunked_loss: bool = False,
         imbalance: float = 0.0,
+        beside: int = 0,
     ) -> None:
+        """`beside`: ranks of the same job that have other models."""
         self.model = model
         self._device = cluster.device
         self._is_one_memory = cluster.device.kind == "cpu"
@@ -214,8 +216,8 @@ class Room:
         self._code, self._imbalance = code, imbalance
         self._chunked_loss = chunked_loss and not model.logit_cap
         self.context = context
-        self._world = cluster.world
-        self._slack = constants.RANKS_SLACK if self._is_one_memory and cluster.world > 1 else 0.0
+        self._world = cluster.world + beside
+        self._slack = constants.RANKS_SLACK if self._is_one_memory and self._world > 1 else 0.0
         self._ranks: dict[tuple[object, ...], list[_RankNeeds]] = {}
         self._peaks: dict[tuple[object, ...], list[int]] = {}
         self._looked: dict[tuple[ChunkPlacement, tuple[int, ...], bool], tuple[tuple[int, ...], ...]] = {}

@@ -123,6 +123,7 @@ class Estimator:
         chunked_loss: bool = False,
         headroom: float = constants.HEADROOM,
         imbalance: float = 0.0,
+        beside: int = 0,
     ) -> None:
         _HEADROOM.check("headroom", headroom)
         if imbalance:
@@ -142,7 +143,7 @@ class Estimator:
             )
         self.imbalance = imbalance
         self.clock = Clock(model, cluster, self.context, rates, code, imbalance)
-        self.room = Room(model, cluster, self.context, code, chunked_loss, imbalance)
+        self.room = Room(model, cluster, self.context, code, chunked_loss, imbalance, beside)
         self.headroom = headroom
         self.usable_bytes = usable_bytes(cluster, headroom)
         self._frames: dict[tuple[object, ...], Frame] = {}
