@@ -117,18 +117,21 @@ def plain(model: ServedModel, prompt: Sequence[int], tokens: int, temperature: f
         LLAMA.replace(window=7), LLAMA.replace(window=7, full_layers=(1,), score_cap=2.0, logit_cap=6.0),
     ],
 )  # fmt: skip
-@pytest.mark.parametrize("invariant", [False, True])
+@pytest.mark.parametrize(("invariant", "kernel"), [(False, "auto"), (True, "auto"), (False, "torch")])
 def test_logits_over_pages_are_those_of_contiguous_memory(
-    config: ModelConfig, invariant: bool, monkeypatch: pytest.MonkeyPatch
+    config: ModelConfig, invariant: bool, kernel: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Float64 against the dense cache; sums of up to 128 products of size 10 in another order: 1e-12 at most."""
     if config.window:  # blocks of keys that lie before a window, and ones that a window does not reach into
         monkeypatch.setattr("tilemesh.model.attend_alone.KEY_BLOCK", 4)
     model, draw = served(config).model, random.Random(3)
-    slides = 0 if config.full_layers else config.window
-    pages = 24 if slides else 60  # pages behind the window serve again
-    limits = ServeLimits(pages, CONTEXT, page_tokens=4, step_tokens=33, chunk_tokens=13, running=6, window=slides)
-    scheduler, runner = Scheduler(limits), Runner(model, limits, invariant=invariant)
+    pages = 24 if config.window and not config.full_layers else 60  # pages behind the window serve again
+    local = 20 if config.full_layers else 0
+    limits = ServeLimits(
+        pages, CONTEXT, page_tokens=4, step_tokens=33, chunk_tokens=13, running=6, window=config.window,
+        local_pages=local,
+    )  # fmt: skip
+    scheduler, runner = Scheduler(limits), Runner(model, limits, invariant=invariant, implementation=kernel)
     prompts = [[draw.randrange(256) for _ in range(length)] for length in (1, 3, 9, 9, 30, 41)]
     requests = [ServeRequest(str(number), list(prompt), 6) for number, prompt in enumerate(prompts)]
     found: dict[str, list[torch.Tensor]] = {request.name: [] for request in requests}
@@ -146,19 +149,29 @@ def test_logits_over_pages_are_those_of_contiguous_memory(
         made = torch.cat(found[request.name])
         assert len(made) >= len(expected) - request.found
         torch.testing.assert_close(made, expected[len(expected) - len(made) :], rtol=0, atol=1e-12)
+    if local:
+        held = {layer: stored.held.shape[1] - 1 for layer, stored in runner.cache._stored.items()}
+        assert held == {layer: local if config.window_of(layer) else pages for layer in range(config.layers)}
 
 
-@pytest.mark.parametrize("speculate", [0, 4])
-def test_a_window_model_answers_long_prompts_in_few_pages(speculate: int) -> None:
-    """Ten windows of prompt in pages for less than seven, beside requests that share its beginning and preempt."""
-    config = LLAMA.replace(window=24, context=400)
+@pytest.mark.parametrize(("speculate", "full"), [(0, ()), (4, ()), (0, (1,)), (4, (0,))])
+def test_a_window_model_answers_long_prompts_in_few_pages(speculate: int, full: tuple[int, ...]) -> None:
+    """Ten windows of prompt in pages for less than seven, beside requests that share its beginning and preempt; where
+    a layer has no window, those of the other."""
+    config = LLAMA.replace(window=24, context=400, full_layers=full)
     one, draw = served(config), random.Random(5)
     prompts = [[draw.randrange(1, 256) for _ in range(300)]]
     prompts += [prompts[0][:200] + [7, 8, 9] * 8, prompts[0][:40], [5] * 120]
     sampling = Sampling(max_tokens=40, temperature=0, ignore_eos=True)
-    with Engine(one, pages=10, page_tokens=16, chunk_tokens=48, speculate=speculate, swap_pages=4) as engine:
+    few: dict[str, Any] = {"pages": 10, "swap_pages": 4}
+    if full:
+        few = {"pages": 34, "running": 2, "step_tokens": 64}
+    with Engine(one, page_tokens=16, chunk_tokens=48, speculate=speculate, **few) as engine:
+        assert engine.limits.local_pages == (12 if full else 0)
         answers = [completion.answers[0].tokens for completion in engine.generate(prompts, sampling)]
+        again = [completion.answers[0].tokens for completion in engine.generate(prompts, sampling)]
         assert engine.status.pages_used == 0
+        assert again == answers
     for prompt, answer in zip(prompts, answers, strict=True):
         tokens = torch.tensor([[*prompt, *answer]])
         expected = one.model(tokens, cache=DenseCache(1, 400).extend(tokens.shape[1]))[0]

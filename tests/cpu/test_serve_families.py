@@ -33,7 +33,8 @@ ENGINES: dict[str, dict[str, Any]] = {
         "swap_pages": 8,
         "speculate": 3,
     },
-    "two ranks": {"pages": 60, "page_tokens": 4, "chunk_tokens": 11, "ranks": 2},
+    "two kinds of pages": {"pages": 30, "page_tokens": 4, "chunk_tokens": 7, "step_tokens": 24, "running": 3},
+    "two ranks": {"pages": 40, "page_tokens": 4, "chunk_tokens": 11, "step_tokens": 24, "running": 4, "ranks": 2},
 }
 MORE = 20
 pytestmark = pytest.mark.usefixtures("warm")
@@ -60,13 +61,18 @@ def theirs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.mark.parametrize(
     ("theirs", "name"),
-    [*((family, name) for family in FAMILIES for name in ("plain", "tight")), ("gemma2", "two ranks")],
+    [
+        *((family, name) for family in FAMILIES for name in ("plain", "tight")),
+        ("gemma2", "two kinds of pages"),
+        ("gemma2", "two ranks"),
+    ],
     indirect=["theirs"],
 )
 def test_greedy_answers_are_those_of_transformers(theirs: tuple[Path, list[list[int]]], name: str) -> None:
     folder, expected = theirs
     asked = Sampling(max_tokens=MORE, temperature=0, ignore_eos=True)
     with Engine(folder, dtype="fp32", **ENGINES[name]) as engine:
+        assert bool(engine.limits.local_pages) == name.startswith("two")
         for _ in range(2):  # the second time prompts are found in the prefix cache
             answers = [list(made.answers[0].tokens) for made in engine.generate(PROMPTS, asked)]
             assert answers == expected

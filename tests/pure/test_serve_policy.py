@@ -57,6 +57,7 @@ class FakeRunner:
     def __init__(self, limits: ServeLimits) -> None:
         self.limits = limits
         self.pool: list[list[int | None]] = [[None] * limits.page_tokens for _ in range(limits.pages)]
+        self.local: list[list[int | None]] = [[None] * limits.page_tokens for _ in range(limits.local_pages)]
         self.swap: list[list[int | None]] = [[None] * limits.page_tokens for _ in range(limits.swap_pages)]
 
     def run(self, plan: StepPlan) -> dict[str, list[int]]:
@@ -69,14 +70,19 @@ class FakeRunner:
             tokens = [*entry.request.tokens[: entry.start + entry.count], *entry.drafts]
             assert entry.count > 0
             kept = fingerprints(tokens)
-            for position, expected in enumerate(kept):
-                page, place = divmod(position, self.limits.page_tokens)
-                slot = self.pool[entry.pages[page]]
-                if position >= entry.start:
-                    slot[place] = expected
-                elif self.limits.window and position <= entry.start - self.limits.window:
-                    continue  # behind the window of the first of its tokens
-                assert slot[place] == expected, f"{entry.request.name} reads what another wrote at {position}"
+            kinds = [(self.pool, entry.pages, self.limits.window if self.limits.slides else 0)]
+            if self.limits.local_pages:
+                kinds.append((self.local, entry.local, self.limits.window))
+                assert len(entry.local) == len(entry.pages)
+            for pool, pages, window in kinds:
+                for position, expected in enumerate(kept):
+                    page, place = divmod(position, self.limits.page_tokens)
+                    slot = pool[pages[page]]
+                    if position >= entry.start:
+                        slot[place] = expected
+                    elif window and position <= entry.start - window:
+                        continue  # behind the window of the first of its tokens
+                    assert slot[place] == expected, f"{entry.request.name} reads what another wrote at {position}"
             if entry.samples:
                 known = entry.start + entry.count
                 new = [next_token(tokens[:known])]
@@ -91,10 +97,19 @@ class FakeRunner:
 
 def check_accounts(scheduler: Scheduler) -> None:
     """Every page is free, idle, or used by exactly the requests that map it."""
-    for pool, maps in (
-        (scheduler.pool, [request.pages[request.behind :] for request in scheduler.running]),
+    slides, locals_ = scheduler.limits.slides, scheduler.local
+    kinds = [
+        (scheduler.pool, [request.pages[request.behind if slides else 0 :] for request in scheduler.running]),
         (scheduler.swap, [request.swapped for request in scheduler.waiting]),
-    ):
+    ]
+    if locals_ is not None:
+        kinds.append((locals_.pool, [request.local[request.behind :] for request in scheduler.running]))
+        assert {page: locals_._page[local] for page, local in locals_._local.items()} == {
+            page: page for page in locals_._local
+        }
+        assert len(locals_._local) == locals_.pool.used + len(locals_.pool.idle)
+        assert all(scheduler.pool.users(page) or scheduler.pool.is_idle(page) for page in locals_._local)
+    for pool, maps in kinds:
         users = Counter(page for pages in maps for page in pages)
         assert all(len(set(pages)) == len(pages) for pages in maps)
         assert [pool.users(page) for page in range(pool.size)] == [users[page] for page in range(pool.size)]
@@ -141,6 +156,9 @@ def serve_randomly(seed: int) -> tuple[Scheduler, list[Arrival]]:
         swap_pages=draw.choice((0, 0, 2, 8)), share_prefixes=draw.random() < 0.8, patience=draw.choice((0, 3, 100)),
         window=draw.choice((0, 0, 1, 3, 8)),
     )  # fmt: skip
+    if limits.window and draw.random() < 0.5:  # and layers without one beside
+        least = limits.pages_for(limits.window) + 2
+        limits = dataclasses.replace(limits, swap_pages=0, local_pages=least + draw.choice((0, 1, 4, 30)))
 
     def propose(request: ServeRequest, most: int) -> list[int]:
         tokens, guesses = list(request.tokens), []
@@ -196,6 +214,7 @@ def test_every_answer_is_the_one_it_would_have_alone_and_no_page_is_lost(seed: i
     check_answers(arrivals)
     assert scheduler.pool.used == scheduler.swap.used == 0
     assert len(scheduler.prefixes) == len(scheduler.pool.idle)
+    assert scheduler.local is None or scheduler.local.pool.used == 0
 
 
 class AheadRunner(FakeRunner):

@@ -26,7 +26,7 @@ from tilemesh.kernels.paged_attention.reference import paged_attention, prompt_t
 from tilemesh.kernels.paged_attention.store import store_pages
 from tilemesh.model.attend_alone import attend_in_blocks
 from tilemesh.model.soft_cap import attend_masked
-from tilemesh.serve.batch import AttentionGroup, Batch, PageLayout, TileSizes
+from tilemesh.serve.batch import AttentionGroup, Batch, PageLayout, TileSizes, local_batch
 from tilemesh.serve.memory import GivenBack, untouched_zeros
 
 
@@ -77,10 +77,13 @@ class PagedKeyValues:
         invariant: bool = False,
         implementation: str = "auto",
         code: str = "",
+        local_pages: int = 0,
     ) -> None:
         """`implementation`: of our kernels, as `tilemesh.kernels` takes it. `auto`: they compute on a GPU, and on a CPU
-        plain torch does, with pages gathered. `code`: int8 or fp8, where keys and values are kept in 8 bits."""
+        plain torch does, with pages gathered. `code`: int8 or fp8, where keys and values are kept in 8 bits.
+        `local_pages`: of layers with a window, where these have pages of their own."""
         self.pages, self.page_tokens, self.capacity = pages, page_tokens, context
+        self.local_pages = local_pages
         self.device = torch.device(device)
         self.swap_pages, self.invariant = swap_pages, invariant
         self.implementation, self.code = implementation, code
@@ -90,6 +93,7 @@ class PagedKeyValues:
         self._swapped: dict[int, StoredPages] = {}  # the same with the CPU's pages
         self._stored: dict[int, StoredPages] = {}  # by layer
         self._batch: Batch | None = None
+        self._local_batch: Batch | None = None  # the same with the pages of layers with a window
         self._given_back: GivenBack | None = None
 
     def sleep(self) -> None:
@@ -113,8 +117,14 @@ class PagedKeyValues:
             raise UsageError("a pass over pages that nobody prepared: call prepare first")
         return self._batch
 
+    def _seen_by(self, window: int) -> Batch:
+        """The batch as a layer has it: one with a window may have pages of its own."""
+        batch = self._prepared
+        return batch if self._local_batch is None or not window else self._local_batch
+
     def prepare(self, batch: Batch) -> PagedKeyValues:
         self._batch = batch
+        self._local_batch = local_batch(batch) if self.local_pages else None
         return self
 
     def tile_sizes(self, heads: int, kv_heads: int, width: int, itemsize: int) -> TileSizes | None:
@@ -124,11 +134,11 @@ class PagedKeyValues:
         tile = prompt_tile(heads // kv_heads, width, itemsize)
         return TileSizes(tile if self.invariant else 1, tile, kv_heads, uniform=self.invariant)
 
-    def _pool(self, layer: int, dtype: torch.dtype, kv_heads: int, width: int) -> StoredPages:
+    def _pool(self, layer: int, dtype: torch.dtype, kv_heads: int, width: int, is_local: bool) -> StoredPages:
         """Keys and values of a layer; its memory is taken when it first comes."""
         if layer not in self._stored:
             # One page more takes what padding writes.
-            shape = (2, self.pages + 1, self.page_tokens, kv_heads, width)
+            shape = (2, (self.local_pages if is_local else self.pages) + 1, self.page_tokens, kv_heads, width)
             self._stored[layer] = StoredPages.empty(shape, dtype, self.device, self.code)
         return self._stored[layer]
 
@@ -144,11 +154,11 @@ class PagedKeyValues:
         cap: float = 0.0,
         dtype: torch.dtype | None = None,
     ) -> Tensor:
-        batch = self._prepared
+        batch = self._seen_by(window)
         assert batch.layout is not None
         width = qkv_BTF.shape[2] // (heads + 2 * kv_heads)
         wanted = dtype or qkv_BTF.dtype
-        stored = self._pool(layer, wanted, kv_heads, width)
+        stored = self._pool(layer, wanted, kv_heads, width, batch is not self._batch)
         scales = None if stored.scales is None else (stored.scales[0], stored.scales[1])
         tables = None if rotary is None else (rotary[0][0, :, 0], rotary[1][0, :, 0])
         q_THE = store_pages(
@@ -184,9 +194,9 @@ class PagedKeyValues:
     def attend(
         self, layer: int, q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, *, window: int = 0, cap: float = 0.0
     ) -> Tensor:
-        batch = self._prepared
+        batch = self._seen_by(window)
         kv_heads, width = k_BTKE.shape[2:]
-        stored = self._pool(layer, k_BTKE.dtype, kv_heads, width)
+        stored = self._pool(layer, k_BTKE.dtype, kv_heads, width, batch is not self._batch)
         # Padding writes to place -1: the last one of the page that no sequence has.
         stored.put(batch.places_T, k_BTKE[0], v_BTKE[0])
         if batch.layout is not None:

@@ -11,7 +11,7 @@ R: sequences of a group; T: new tokens of each; S: tokens attended to; P: pages.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -46,6 +46,8 @@ class AttentionGroup:
     mask_RTS: Tensor | None
     """Who may attend to what; None: everyone to everything, or the triangle where `causal`."""
     causal: bool
+    local_RP: Tensor | None = None
+    """As `pages_RP`, of layers with a window where these have pages of their own."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,8 @@ class PageLayout:
 
     tables_RM: Tensor
     sets: tuple[TileSet, ...]
+    local_RM: Tensor | None = None
+    """As `AttentionGroup.local_RP`."""
 
 
 @dataclass(frozen=True)
@@ -128,6 +132,8 @@ class Batch:
     """For our kernels; `groups` is empty then."""
     adapters: Sequence[int] = ()
     """The number of each token's adapter, 0 for none; empty: nobody has one."""
+    local_places_T: Tensor | None = None
+    """As `places_T`, of layers with a window where these have pages of their own."""
 
 
 def token_span(entry: Scheduled, all_logits: bool) -> TokenSpan:
@@ -149,6 +155,7 @@ def make_batch(
     tokens: list[int] = []
     positions: list[int] = []
     places: list[int] = []
+    local: list[int] = []
     wanted: list[int] = []
     begins: list[int] = []
     for piece in ordered:
@@ -156,9 +163,12 @@ def make_batch(
         wanted += [len(tokens) + position - piece.begin for position in piece.wanted]
         tokens += piece.tokens
         positions += range(piece.begin, piece.end)
-        pages = piece.entry.pages
-        places += [pages[at // page_tokens] * page_tokens + at % page_tokens for at in range(piece.begin, piece.end)]
-    made = torch.tensor([tokens, positions, places], dtype=torch.int64)
+        for pages, into in ((piece.entry.pages, places), (piece.entry.local, local)):
+            if pages:
+                into += [
+                    pages[at // page_tokens] * page_tokens + at % page_tokens for at in range(piece.begin, piece.end)
+                ]
+    made = torch.tensor([tokens, positions, places, *([local] if local else [])], dtype=torch.int64)
     made = made.to(device, non_blocking=True)  # or the host would wait for the step before
     groups: tuple[AttentionGroup, ...] = ()
     layout = None
@@ -167,7 +177,30 @@ def make_batch(
     else:
         layout = _layout(ordered, begins, page_tokens, device, tile_sizes)
     wanted_N = torch.tensor(wanted, dtype=torch.int64).to(device, non_blocking=True)
-    return Batch(made[0:1], made[1:2], made[2], groups, wanted_N, tuple(ordered), layout, _adapters(ordered))
+    return Batch(
+        made[0:1],
+        made[1:2],
+        made[2],
+        groups,
+        wanted_N,
+        tuple(ordered),
+        layout,
+        _adapters(ordered),
+        made[3] if local else None,
+    )
+
+
+def local_batch(batch: Batch) -> Batch:
+    """The same for layers with a window, where these have pages of their own."""
+    assert batch.local_places_T is not None
+    groups, layout = [], batch.layout
+    for group in batch.groups:
+        assert group.local_RP is not None
+        groups.append(replace(group, pages_RP=group.local_RP))
+    if layout is not None:
+        assert layout.local_RM is not None
+        layout = replace(layout, tables_RM=layout.local_RM)
+    return replace(batch, places_T=batch.local_places_T, groups=tuple(groups), layout=layout)
 
 
 def _adapters(ordered: Sequence[TokenSpan]) -> list[int]:
@@ -196,15 +229,19 @@ def _layout(
         made = torch.tensor(tiles, dtype=torch.int32, device=device)
         split = sizes.split(last - first, longest) if sizes.uniform or first < decoding else 0
         sets.append(TileSet(begin, end, made, tile, split, longest))
-    return PageLayout(_tables(ordered, page_tokens, device), tuple(sets))
+    each, local = ([getattr(piece.entry, kind) for piece in ordered] for kind in ("pages", "local"))
+    local_RM = _tables(ordered, local, page_tokens, device) if any(local) else None
+    return PageLayout(_tables(ordered, each, page_tokens, device), tuple(sets), local_RM)
 
 
-def _tables(ordered: Sequence[TokenSpan], page_tokens: int, device: torch.device) -> Tensor:
+def _tables(
+    ordered: Sequence[TokenSpan], each: Sequence[tuple[int, ...]], page_tokens: int, device: torch.device
+) -> Tensor:
     """The pages of each sequence."""
     columns = rounded(max(-(-piece.end // page_tokens) for piece in ordered))
     tables = torch.zeros(len(ordered), columns, dtype=torch.int32)
     for row, piece in enumerate(ordered):
-        pages = piece.entry.pages[: -(-piece.end // page_tokens)]
+        pages = each[row][: -(-piece.end // page_tokens)]
         tables[row, : len(pages)] = torch.tensor(pages, dtype=torch.int32)
     return tables.to(device, non_blocking=True)
 
@@ -231,15 +268,16 @@ def _together(ordered: Sequence[TokenSpan]) -> Iterator[tuple[int, int]]:
 def _group(pieces: Sequence[TokenSpan], begin: int, page_tokens: int, device: torch.device) -> AttentionGroup:
     tokens, keys = pieces[0].end - pieces[0].begin, pieces[-1].end
     count = -(-keys // page_tokens)
-    tables = []
-    for piece in pieces:
-        pages = piece.entry.pages[: -(-piece.end // page_tokens)]
-        tables.append([*pages, *[pages[0]] * (count - len(pages))])
-    pages_RP = torch.tensor(tables, dtype=torch.int64).to(device)
+    tables: dict[str, Tensor] = {}
+    for kind in ("pages", "local"):
+        some = [getattr(piece.entry, kind)[: -(-piece.end // page_tokens)] for piece in pieces]
+        if any(some):
+            filled = [[*pages, *[pages[0]] * (count - len(pages))] for pages in some]
+            tables[kind] = torch.tensor(filled, dtype=torch.int64).to(device)
     even = pieces[0].end == keys
     mask_RTS = None
     causal = even and tokens == keys and tokens > 1
     if not causal and not (even and tokens == 1):
         last_RT = torch.tensor([piece.begin for piece in pieces])[:, None] + torch.arange(tokens)
         mask_RTS = (torch.arange(keys) <= last_RT[:, :, None]).to(device)
-    return AttentionGroup(begin, len(pieces), tokens, pages_RP, keys, mask_RTS, causal)
+    return AttentionGroup(begin, len(pieces), tokens, tables["pages"], keys, mask_RTS, causal, tables.get("local"))

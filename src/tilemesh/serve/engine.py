@@ -544,18 +544,27 @@ def _limits(
     draft: ServedModel | None,
 ) -> ServeLimits:
     """The limits that were asked for, with as many pages as fit where nobody says how many."""
-    pages = config.pages
+    pages, chunk = config.pages, config.step_tokens if config.chunk_tokens is None else config.chunk_tokens
+    # A draft looks as far back as it likes, and steps that are launched ahead have one table of pages.
+    slides = 0 < model.window < longest and draft is None
+    by_itself = device.type == "cpu" or config.launch_ahead is False
+    mixed = slides and bool(model.full_layers) and by_itself and not config.swap_pages
+    local = 0
+    if mixed:  # a window of each, where it begins within a page, and the page after; beside them a step's prompts
+        each = -(-model.window // config.page_tokens) + 2
+        local = config.running * each + -(-config.step_tokens // config.page_tokens)
     if pages is None:
         beside, useful = None if draft is None else draft.model.config, longest * config.running
         if device.type == "cuda":
             useful *= 1 + config.prefix_room
-        pages = choose_pages(model, dtype, config.page_tokens, useful, config.memory, device, beside, config.kv_cache)
+        pages = choose_pages(
+            model, dtype, config.page_tokens, useful, config.memory, device, beside, config.kv_cache, local
+        )
     names = ("page_tokens", "step_tokens", "running", "waiting", "swap_pages", "share_prefixes", "kv_cache")
     same = {name: getattr(config, name) for name in names}
-    chunk = config.step_tokens if config.chunk_tokens is None else config.chunk_tokens
-    slides = model.window < longest and not model.full_layers and draft is None  # a draft looks as far back as it likes
-    window = model.window if slides else 0
-    return ServeLimits(pages=pages, context=longest, chunk_tokens=chunk, window=window, **same)
+    local = local if local < pages else 0
+    window = model.window if slides and (local or not model.full_layers) else 0
+    return ServeLimits(pages=pages, context=longest, chunk_tokens=chunk, window=window, local_pages=local, **same)
 
 
 def _is_prompt(prompts: object) -> bool:

@@ -33,10 +33,12 @@ def choose_pages(
     device: torch.device,
     draft: ModelConfig | None = None,
     kv_cache: str = "",
+    local_pages: int = 0,
 ) -> int:
     """As many as fit into a share of what is free, and no more than `useful_tokens` could ever fill.
 
-    A draft model's keys and values lie in pages of its own beside them. `kv_cache`: as in `ServeLimits`.
+    A draft model's keys and values lie in pages of its own beside them. `kv_cache`: as in `ServeLimits`. `local_pages`:
+    so many are enough for layers with a window, which have pages of their own; 0: they have none.
     """
     Range(1, 2**40).check("page_tokens", page_tokens, whole=True)
     on_gpu = device.type == "cuda"
@@ -46,7 +48,11 @@ def choose_pages(
     models = [model for model in (config, draft) if model is not None]
     numbers = [key_value_bytes(model, 1) * code_bytes(dtype.itemsize, model.head_width, kv_cache) for model in models]
     each = int(sum(numbers) * page_tokens)
-    fitting = int(free * (share if share is not None else _GPU_SHARE if on_gpu else _CPU_SHARE)) // each
+    room = int(free * (share if share is not None else _GPU_SHARE if on_gpu else _CPU_SHARE))
+    fitting = room // each
+    if 0 < local_pages < fitting:
+        full = each * len({*config.full_layers}) // config.layers
+        fitting = (room - local_pages * (each - full)) // full
     if fitting < 1:
         raise UsageError(
             f"a page of {page_tokens} tokens takes {format_bytes(each)} and {format_bytes(free)} are free: "

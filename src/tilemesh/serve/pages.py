@@ -41,6 +41,15 @@ class PagePool:
     def users(self, page: int) -> int:
         return self._users[page]
 
+    def is_idle(self, page: int) -> bool:
+        return page in self._idle
+
+    def forget(self, page: int) -> None:
+        """Make an idle page free."""
+        del self._idle[page]
+        self._kept[page] = False
+        self._free.append(page)
+
     def take(self, count: int) -> list[int]:
         """So many pages for one new user each; idle ones are evicted when the free ones are used up."""
         if count > self.available:

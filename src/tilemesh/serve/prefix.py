@@ -25,7 +25,7 @@ class PrefixCache:
         self._entries: dict[int, tuple[int, Key]] = {}  # page: its serial, and the key that it is found by
         self._roots = {0: 0}  # what comes before the first page, by adapter
         self._last = 0  # the serial that was given last
-        pool.on_evict = self._forget
+        pool.on_evict = self.forget
 
     def __len__(self) -> int:
         return len(self._pages)
@@ -76,6 +76,7 @@ class PrefixCache:
             self._roots[adapter] = self._last
         return self._roots[adapter]
 
-    def _forget(self, page: int) -> None:
+    def forget(self, page: int) -> None:
+        """Its page is given out as a new one."""
         _, key = self._entries.pop(page)
         del self._pages[key]

@@ -174,7 +174,10 @@ class ServeRequest:
     pages: tuple[int, ...] = ()
     """A new tuple whenever they change: whoever has seen this one knows them."""
     behind: int = 0
-    """Of these, the first that lie behind its window and are not its own any more."""
+    """Of these, or of its local ones where it has any, the first that lie behind its window and are not its own any
+    more."""
+    local: tuple[int, ...] = ()
+    """In a model where only some layers have a window, their pages: as many."""
     swapped: list[int] = field(default_factory=list)
     """Pages of the CPU's pool for those that are its own, while it is swapped out."""
     published: list[int] = field(default_factory=list)

@@ -83,7 +83,7 @@ class Runner:
         self.invariant = invariant
         self.cache = PagedKeyValues(
             limits.pages, limits.page_tokens, limits.context, self.device, limits.swap_pages, invariant,
-            implementation, limits.kv_cache,
+            implementation, limits.kv_cache, limits.local_pages,
         )  # fmt: skip
         config = model.config
         itemsize = next(model.parameters()).element_size()

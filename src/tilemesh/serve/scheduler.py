@@ -11,7 +11,8 @@ Who runs: requests in line by rank. A rank is the step of arrival plus `patience
 only those that come within so many steps can overtake a request: nobody starves. A request that needs a page takes it
 from the pool, else from the running request of the last rank. The first in line thus always advances.
 
-Where every layer has a window, pages behind it are free again: a request holds pages for a window and a chunk.
+Where every layer has a window, pages behind it are free again: a request holds pages for a window and a chunk. Where
+only some have one, these have pages of their own, which are (`local_pages.py`).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from typing import NamedTuple
 
 from tilemesh.core.errors import RunError, UsageError, unknown
 from tilemesh.core.ranges import Range
+from tilemesh.serve.local_pages import LocalPages
 from tilemesh.serve.pages import PagePool
 from tilemesh.serve.prefix import Key, PrefixCache
 from tilemesh.serve.request import FinishReason, RequestState, ServeRequest
@@ -64,14 +66,21 @@ class ServeLimits:
     """int8 or fp8: keys and values are kept in 8 bits, with a scale for each token and head; empty: as computed."""
     window: int = 0
     """Tokens that any layer attends to, the newest included: pages behind them are free again; 0: all."""
+    local_pages: int = 0
+    """Where not every layer has that window: pages of those that do, which alone are free again; 0: all layers do."""
 
     def __post_init__(self) -> None:
         if self.kv_cache not in KV_CACHES:
             raise unknown("kv_cache", self.kv_cache, KV_CACHES[1:])
         for name in ("pages", "context", "page_tokens", "step_tokens", "chunk_tokens", "running", "waiting"):
             Range(1, 2**40).check(name, getattr(self, name), whole=True)
-        for name in ("swap_pages", "patience", "window"):
+        for name in ("swap_pages", "patience", "window", "local_pages"):
             Range(0, 2**40).check(name, getattr(self, name), whole=True)
+        if self.local_pages and (self.swap_pages or self.local_pages < self.pages_for(self.window) + 2):
+            raise UsageError(
+                f"local_pages is {self.local_pages}, window {self.window}, swap_pages {self.swap_pages}: expected two "
+                "pages more than a window's, and no pages in CPU memory"
+            )
         if self.running > self.step_tokens:
             raise UsageError(
                 f"running is {self.running} and step_tokens {self.step_tokens}: expected room for a token of each "
@@ -82,21 +91,24 @@ class ServeLimits:
         return -(-tokens // self.page_tokens)
 
     def pages_behind(self, tokens: int) -> int:
-        """Of a sequence's first pages, those that nothing after so many tokens attends to."""
+        """Of a sequence's first pages, those that no layer with a window attends to after so many tokens."""
         return max(0, tokens + 1 - self.window) // self.page_tokens if self.window else 0
 
-    def live_pages(self, tokens: int) -> int:
-        """The most pages that a sequence of so many tokens uses at a time, where it may use all."""
-        whole = self.pages_for(tokens)
-        if not self.window:
-            return whole
-        return min(whole, self.pages_for(self.window + min(self.chunk_tokens, self.step_tokens)) + 1, self.pages)
+    @property
+    def slides(self) -> bool:
+        """Whether every layer has a window."""
+        return self.window > 0 and not self.local_pages
+
+    def live_pages(self, tokens: int, most: int) -> int:
+        """The most pages of a window that a sequence of so many tokens uses at a time, where it may use `most`."""
+        chunk = min(self.chunk_tokens, self.step_tokens)
+        return min(self.pages_for(tokens), self.pages_for(self.window + chunk) + 1, most)
 
     @property
     def sequence_tokens(self) -> int:
         """The most tokens that one request may have in all: the last one of an output needs neither place nor page."""
         # One page more than a window's: it may begin within a page, and the next token needs a place.
-        slides = self.window and self.pages > self.pages_for(self.window)
+        slides = self.slides and self.pages > self.pages_for(self.window)
         return (self.context if slides else min(self.context, self.pages * self.page_tokens)) + 1
 
 
@@ -115,6 +127,8 @@ class Scheduled:
     samples: bool
     """Whether the last of its tokens is the last that is known: its logits give the next."""
     pages: tuple[int, ...]
+    local: tuple[int, ...] = ()
+    """As the request's."""
 
 
 @dataclass(frozen=True)
@@ -148,6 +162,7 @@ class _Draft:
     """Whether a running request found no page."""
     promised: int = 0
     """Pages that the tokens of those that run still lack: counted once, not for each that is admitted."""
+    promised_local: int = 0
 
 
 class Progressed(NamedTuple):
@@ -169,6 +184,9 @@ class Scheduler:
         self.pool = PagePool(limits.pages)
         self.swap = PagePool(limits.swap_pages)
         self.prefixes = PrefixCache(self.pool, limits.page_tokens)
+        self.local = LocalPages(limits.local_pages) if limits.local_pages else None
+        if self.local is not None:
+            self.pool.on_evict = self._evict
         self.running: list[ServeRequest] = []
         self.waiting: list[ServeRequest] = []
         self.step = 0
@@ -260,7 +278,7 @@ class Scheduler:
     def can_assume(self) -> bool:
         """Whether the next step may be planned before this one's tokens are known: nobody can be preempted in it, who
         would have to be computed again from tokens that are not known."""
-        if self._propose is not no_drafts:
+        if self._propose is not no_drafts or self.local is not None:
             return False
         wanted = self.limits.step_tokens + len(self.running) * self.limits.page_tokens
         if self.pool.available * self.limits.page_tokens >= wanted:
@@ -316,7 +334,7 @@ class Scheduler:
         place = request.computed
         if decodes and place < len(request.pages) * self.limits.page_tokens and self._propose is no_drafts:
             # What follows comes to the same where a request decodes into a page that it has: most of the time.
-            draft.entries.append(Scheduled(request, place, 1, (), True, request.pages))
+            draft.entries.append(Scheduled(request, place, 1, (), True, request.pages, request.local))
             return
         if request.complete:  # its last token is not known yet, and none follows
             return
@@ -339,12 +357,19 @@ class Scheduler:
 
     def _room(self, request: ServeRequest) -> int:
         """How many more tokens its own pages and those that nobody uses could hold."""
-        return (len(request.pages) + self.pool.available) * self.limits.page_tokens - request.computed
+        pages = len(request.pages) + self.pool.available
+        if self.local is not None:
+            pages = min(pages, len(request.pages) + self.local.pool.available)
+        return pages * self.limits.page_tokens - request.computed
 
     def _schedule(self, request: ServeRequest, count: int, draft: _Draft) -> None:
         missing = self.limits.pages_for(request.computed + count) - len(request.pages)
         if missing > 0:
-            request.pages += tuple(self.pool.take(missing))
+            taken = tuple(self.pool.take(missing))
+            request.pages += taken
+            if self.local is not None:
+                self.local.take(taken)
+                request.local = self.local.table(request.pages, request.behind)
         samples = count == request.pending
         drafts: tuple[int, ...] = ()
         if samples and request.pending == 1:
@@ -353,7 +378,7 @@ class Scheduler:
             if most > 0:
                 drafts = tuple(self._propose(request, most))[:most]
                 draft.left -= len(drafts)
-        draft.entries.append(Scheduled(request, request.computed, count, drafts, samples, request.pages))
+        draft.entries.append(Scheduled(request, request.computed, count, drafts, samples, request.pages, request.local))
 
     def _preempt(self, victim: ServeRequest, draft: _Draft) -> None:
         """Take a running request's pages; what they hold goes to the CPU's pool if it has room, else it is lost."""
@@ -377,6 +402,7 @@ class Scheduler:
         under_way = {key for request in self.running if (key := self._next_page(request)) is not None}
         missing = (self._lacking(request) for request in self.running)
         index, draft.promised = 0, sum(pages for pages in missing if pages > 0)
+        draft.promised_local = sum(self._lacking_local(request) for request in self.running)
         while index < len(self.waiting) and len(self.running) < self.limits.running and draft.left > 0:
             request = self.waiting[index]
             if self.draining and request.version < 0:
@@ -396,7 +422,11 @@ class Scheduler:
         """Cached pages with its first tokens. At least one token stays to be computed, whose logits are needed."""
         if not self._may_share(request):
             return [], []
-        return self.prefixes.match(request.tokens, len(request.tokens) - 1, request.adapter)
+        pages, serials = self.prefixes.match(request.tokens, len(request.tokens) - 1, request.adapter)
+        if self.local is not None:
+            most = self.local.found(pages, lambda count: self.limits.pages_behind(count * self.limits.page_tokens))
+            pages, serials = pages[:most], serials[:most]
+        return pages, serials
 
     def _next_page(self, request: ServeRequest, serials: Sequence[int] | None = None) -> Key | None:
         """The page that this request would publish next, if it has all the page's tokens already."""
@@ -417,12 +447,20 @@ class Scheduler:
         # Of what was swapped out, pages that are still cached need no copy; the cache may even have more.
         computed = max(len(pages) * self.limits.page_tokens, request.computed)
         behind = self.limits.pages_behind(computed)
-        used = pages[behind:]  # of those that were found: nothing looks at the others any more
-        whole = self.limits.live_pages(len(request.tokens))
+        # Of those that were found nothing looks at the others any more, where every layer has a window.
+        used = pages[behind:] if self.local is None else pages
+        whole = self._whole(request)
         idle = sum(self.pool.users(page) == 0 for page in used)
         spare = max(1, self.limits.pages // 100) if self.running else 0  # or the next tokens would preempt at once
         if self.pool.available - idle < whole - len(used) + draft.promised + spare:
             return False
+        if self.local is not None:
+            mine = pages[behind:]
+            lacking = self.limits.live_pages(len(request.tokens), self.limits.local_pages) - len(mine)
+            if self.local.pool.available - self.local.idle(mine) < lacking + draft.promised_local + bool(self.running):
+                return False
+            self.local.share(mine)
+            request.local = self.local.table(pages, behind)
         self.pool.share(used)
         request.pages, request.published = tuple(pages), serials
         if swapped:
@@ -447,11 +485,24 @@ class Scheduler:
         draft.left -= count
         self._schedule(request, count, draft)
         draft.promised += max(0, self._lacking(request))
+        draft.promised_local += self._lacking_local(request)
         return True
+
+    def _whole(self, request: ServeRequest) -> int:
+        """The most pages that its tokens use at a time."""
+        count = len(request.tokens)
+        slides = self.limits.slides
+        return self.limits.live_pages(count, self.limits.pages) if slides else self.limits.pages_for(count)
 
     def _lacking(self, request: ServeRequest) -> int:
         """Pages that the tokens of a running request still need."""
-        return self.limits.live_pages(len(request.tokens)) - len(request.pages) + request.behind
+        return self._whole(request) - len(request.pages) + (request.behind if self.local is None else 0)
+
+    def _lacking_local(self, request: ServeRequest) -> int:
+        if self.local is None:
+            return 0
+        live = self.limits.live_pages(len(request.tokens), self.limits.local_pages)
+        return max(0, live - len(request.pages) + request.behind)
 
     def _extend(
         self, request: ServeRequest, place: int, new: Sequence[int]
@@ -476,28 +527,47 @@ class Scheduler:
             if number < request.behind:
                 return  # it came back from the CPU's pool, and what lies before is gone
             key = self.prefixes.key(request.tokens, request.published, request.adapter)
-            page, serial = self.prefixes.publish(key, request.pages[number])
-            if page != request.pages[number]:  # another one has computed the same tokens
+            own = request.pages[number]
+            page, serial = self.prefixes.publish(key, own)
+            if self.local is not None:
+                self.local.publish(own, page)
+            if page != own:  # another one has computed the same tokens
                 request.pages = (*request.pages[:number], page, *request.pages[number + 1 :])
+                if self.local is not None:
+                    request.local = self.local.table(request.pages, request.behind)
             request.published.append(serial)
 
     def _leave_behind(self, request: ServeRequest, known: int) -> None:
         """Free the pages that nothing after the first `known` tokens attends to."""
         behind = self.limits.pages_behind(known)
         if behind > request.behind:
-            self.pool.release(request.pages[request.behind : behind])
+            left = request.pages[request.behind : behind]
             request.behind = behind
-            self._cover(request)
+            if self.local is not None:
+                self.local.release(left)
+                request.local = self.local.table(request.pages, behind)
+            else:
+                self.pool.release(left)
+                self._cover(request)
 
     def _cover(self, request: ServeRequest) -> None:
         """In place of pages that were left behind stands one of its own: what is masked is read all the same, and must
         be nobody else's."""
         behind = request.behind
-        if behind and behind < len(request.pages):
+        if behind and behind < len(request.pages) and self.local is None:
             request.pages = (request.pages[behind],) * behind + request.pages[behind:]
 
+    def _evict(self, page: int) -> None:
+        self.prefixes.forget(page)
+        assert self.local is not None
+        self.local.forget(page)
+
     def _free(self, request: ServeRequest) -> None:
-        self.pool.release(reversed(request.pages[request.behind :]))
+        own = request.pages[request.behind :]
+        if self.local is not None:
+            self.local.release(reversed(own))
+            own, request.local = request.pages, ()
+        self.pool.release(reversed(own))
         self.swap.release(request.swapped)
         request.pages, request.swapped, request.published = (), [], []
         request.computed = request.behind = 0

@@ -72,10 +72,9 @@ def pack_step(plan: StepPlan, spans: Sequence[TokenSpan]) -> tuple[dict[str, Any
     for out_or_in in (plan.swapped_out, plan.swapped_in):
         numbers += [number for pair in out_or_in for number in pair]
     for span in spans:
-        pages = span.entry.pages
-        numbers += (span.begin, span.end, span.wanted.start, span.wanted.stop, span.entry.request.adapter, len(pages))
-        numbers += span.tokens
-        numbers += pages
+        pages, local = span.entry.pages, span.entry.local
+        numbers += (span.begin, span.end, span.wanted.start, span.wanted.stop, span.entry.request.adapter)
+        numbers += (len(pages), len(local), *span.tokens, *pages, *local)
     header = {"out": len(plan.swapped_out), "into": len(plan.swapped_in), "spans": len(spans)}
     return header, np.array(numbers, np.int64).tobytes()
 
@@ -94,14 +93,15 @@ def unpack_step(header: Mapping[str, Any], body: bytearray) -> tuple[StepPlan, l
     plan = StepPlan(0, (), pairs(header["out"]), pairs(header["into"]))
     spans = []
     for place in range(header["spans"]):
-        begin, end, first, last, adapter, pages = numbers[at : at + 6]
-        at += 6
+        begin, end, first, last, adapter, pages, local = numbers[at : at + 7]
+        at += 7
         tokens = numbers[at : at + end - begin]
         at += end - begin
         # Nobody asks for the tokens before: their keys and values are in pages.
         request = ServeRequest(str(place), [0] * begin + tokens, 1, adapter=adapter)
-        entry = Scheduled(request, begin, end - begin, (), first < last, tuple(numbers[at : at + pages]))
-        at += pages
+        both = tuple(numbers[at : at + pages + local])
+        entry = Scheduled(request, begin, end - begin, (), first < last, both[:pages], both[pages:])
+        at += pages + local
         spans.append(TokenSpan(entry, begin, end, range(first, last)))
     return plan, spans
 

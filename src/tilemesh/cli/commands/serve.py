@@ -96,8 +96,10 @@ def serve(options: ServeOptions) -> None:
         gc.freeze()
         limits, used = engine.limits, engine.limits.pages * engine.limits.page_tokens
         shown = f"[{address}]" if ":" in address else address
+        local = f" ({limits.local_pages} in layers with a window)" if limits.local_pages else ""
         tell(
-            f"{limits.pages} pages of {limits.page_tokens} tokens: {used:,} tokens, {limits.running} requests at a time"
+            f"{limits.pages} pages{local} of {limits.page_tokens} tokens: {used:,} tokens, {limits.running} requests "
+            "at a time"
         )
         tell(f"serving {options.name or engine.served.name} on {'https' if tls else 'http'}://{shown}:{at}/v1")
         if not keys and not is_loopback(address):
