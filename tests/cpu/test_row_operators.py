@@ -19,6 +19,7 @@ from tilemesh.core.debug import VARIABLE
 from tilemesh.core.errors import UsageError
 from tilemesh.kernels.accuracy import excess
 from tilemesh.kernels.context import Context, use
+from tilemesh.kernels.cross_entropy import kernel as loss_kernels
 from tilemesh.kernels.cross_entropy import reference as losses
 from tilemesh.kernels.launch.call import Place
 from tilemesh.kernels.launch.operator import looks_at_values
@@ -64,27 +65,31 @@ def test_softmax_of_any_size_and_strides(rows, columns, dtype, turned, step, sca
     assert excess(y, softmaxes.exact(x, scale, causal), softmaxes.error_bound(x, scale, causal)) is None
 
 
-@pytest.mark.parametrize(("dtype", "columns"), [("bfloat16", 32_768), ("float32", 16_388)])
-def test_rows_that_one_program_of_softmax_holds_fit_an_h200(dtype, columns):
-    """Compiled without one: what waits in shared memory fits, and loads run ahead."""
-    place, limit = Place((600, columns), (columns, 1), dtype, True), 232_448
-    (step,) = softmax_kernels.forward_plan(
-        {"x": place, "y": place}, scale=1.0, causal=False, queries=1, programs=132, shared_bytes=limit
-    ).steps
-    if dtype == "float32":  # 128 KiB as a power of two
-        assert (step.function, step.grid) == ("long_row", (600, 1))
-        return
-    assert (step.function, step.grid) == ("held_rows", (132, 1))
-    compiled = compile_step(step, {name: Operand(dtype) for name in "xy"}, GPUTarget("cuda", 90, 32))
-    assert compiled.metadata.shared <= limit
-    assert "cp.async" in compiled.asm["ptx"]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("causal", [False, True])
-def test_softmax_of_rows_too_long_for_registers(causal, dtype):
+@pytest.mark.parametrize(("columns", "function"), [(333, "whole_rows"), (32_768, "held_rows"), (50_257, "long_row")])
+def test_rows_of_any_length_move_16_bytes_at_a_time_on_an_h200(columns, function, causal):
+    """Compiled without one. Of rows that begin anywhere, a thread loaded and stored one element per instruction; those
+    that wait in shared memory fit there."""
+    place, limit = Place((600, columns), (columns, 1), "bfloat16", True), 232_448
+    (step,) = softmax_kernels.forward_plan(
+        {"x": place, "y": place}, scale=1.0, causal=causal, queries=300, programs=132, shared_bytes=limit
+    ).steps
+    assert step.function == function
+    compiled = compile_step(step, {name: Operand("bfloat16") for name in "xy"}, GPUTarget("cuda", 90, 32))
+    assert compiled.metadata.shared <= limit
+    copies = [line for line in compiled.asm["ptx"].splitlines() if "ld.global" in line or "cp.async.cg" in line]
+    assert copies
+    assert causal or all("v4.b32" in line or "0x10" in line for line in copies)  # else every row has an end of its own
+    assert "st.global.v4.b32" in compiled.asm["ptx"]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "columns"), [(torch.float16, 20_001), (torch.float16, 40_000), (torch.float32, 30_001)]
+)
+@pytest.mark.parametrize("causal", [False, True])
+def test_softmax_of_rows_too_long_for_registers(causal, columns, dtype):
     """In float32 read twice; in float16 one program holds them."""
-    x = normal(2, 20_000, dtype=dtype, grad=True)
+    x = normal(5 if columns == 20_001 else 2, columns, dtype=dtype, grad=True)
     y = kernels.softmax(x, scale=0.5, causal=causal, **INTERPRET)
     assert excess(y, softmaxes.exact(x, 0.5, causal), softmaxes.error_bound(x, 0.5, causal)) is None
     (mine,) = torch.autograd.grad(y, x, x.detach())
@@ -135,6 +140,28 @@ def test_cross_entropy_of_any_size_and_strides(rows, columns, dtype, turned, smo
     exact = kernels.cross_entropy(logits.double(), target, **options, implementation="torch")
     assert excess(found, exact, losses.error_bound(logits, target, z_loss=z)) is None
     assert found[0] == 0
+
+
+@pytest.mark.parametrize("reduction", losses.REDUCTIONS)
+@pytest.mark.parametrize(("rows", "classes"), [(5000, 1), (3000, 2), (5, 4103), (3, 1029)])
+def test_the_loss_of_a_handful_of_classes_and_of_rows_that_begin_anywhere(rows, classes, reduction, monkeypatch):
+    """Sums of sums, and blocks of which the first and the last have an end of the row; the gradient over the logits."""
+    monkeypatch.setattr(loss_kernels, "_ADDED_AT_ONCE", 4)
+    monkeypatch.setattr(loss_kernels, "MOST_IN_TILE", 1024)
+    logits, target = normal(rows, classes, dtype=torch.float16), torch.arange(rows) * 37 % classes
+    target[rows // 2] = -100
+    wide = logits.double().requires_grad_()
+    upstream = normal(rows, seed=1) if reduction == "none" else torch.tensor(2.0)
+    options = {"reduction": reduction, "label_smoothing": 0.1}
+    mine = logits.clone().requires_grad_()
+    found = kernels.cross_entropy(mine, target, overwrite=True, **options, **INTERPRET)
+    exact = functional.cross_entropy(wide, target, **options)
+    torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-5)
+    (grad,) = torch.autograd.grad(found, mine, upstream.float())
+    (true,) = torch.autograd.grad(exact, wide, upstream.double())
+    # The logits are rounded the same for both: what is left is the gradient's own rounding, and the float32 sums'.
+    sums = 4 * torch.finfo(torch.float32).eps * upstream.norm()
+    assert (grad - true).norm() <= 2 * torch.finfo(torch.float16).eps * true.norm() + sums
 
 
 # ---- gradients -------------------------------------------------------------------------------------------------------

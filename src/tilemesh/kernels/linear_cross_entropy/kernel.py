@@ -17,6 +17,7 @@ from torch import Tensor
 
 from tilemesh.kernels.accuracy import accumulator
 from tilemesh.kernels.cross_entropy.kernel import columns_config
+from tilemesh.kernels.lanes import group_of
 from tilemesh.kernels.launch.call import Place
 from tilemesh.kernels.launch.steps import Argument, LaunchPlan, Pointer, Step, blocks
 from tilemesh.kernels.linear_cross_entropy.cost import chunk_rows
@@ -54,7 +55,8 @@ def chunk_plan(places: Mapping[str, Place], *, ignore: int, smoothing: float, z:
         "x_m": logits.strides[0], "x_n": 1, "t_m": places["target"].strides[0], "d_m": logits.strides[0],
     }  # fmt: skip
     columns, _, warps = columns_config(classes)
-    constants = {"SMOOTHS": smoothing > 0, "COLUMNS": columns, "WIDE": logits.dtype == "float64"}
+    constants = {"SMOOTHS": smoothing > 0, "COLUMNS": columns, "GROUP": group_of(logits)}
+    constants |= {"WIDE": logits.dtype == "float64"}
     kernel = "tilemesh.kernels.cross_entropy.kernel:loss_and_gradient"
     return LaunchPlan((Step(kernel, (rows, 1), arguments, constants, warps=warps, wide=logits.wide),))
 
