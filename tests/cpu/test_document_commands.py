@@ -294,6 +294,18 @@ def test_the_module_of_the_how_to_trains_as_in_one_process(capsys: pytest.Captur
 
 
 @pytest.mark.slow
+def test_the_strange_module_of_the_how_to_trains_as_in_one_process(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    (program,) = [block.text for block in blocks(ROOT / "docs/how-to/any-module.md") if block.kind == "python"]
+    losses = []
+    for written in (program, program.replace("dp=2, tp=2", "dp=1").replace("run_threads(4,", "run_threads(1,")):
+        exec(compile(written, "any-module.md", "exec"), {"__name__": "document"})
+        losses.append(json.loads(capsys.readouterr().out))
+    ranks, (alone,) = losses
+    assert ranks == pytest.approx([alone] * 4, rel=1e-4)
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(MOST_S)
 def test_get_started_runs(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert len(run_document("docs/start.md", capsys, python=True)) == 7

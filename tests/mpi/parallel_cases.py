@@ -32,7 +32,7 @@ from tilemesh.model.loss import IGNORED, loss_sum
 from tilemesh.model.transformer import Transformer
 from tilemesh.model.work.exchanges import Exchange, embedding_exchanges, head_exchanges, layer_exchanges
 from tilemesh.model.work.task import Task
-from tilemesh.parallel import ColumnSplit, Mesh, Region, collect, lay, tensor
+from tilemesh.parallel import ColumnSplit, Mesh, Region, collect, lay, place, tensor
 from tilemesh.parallel.agree import agree
 from tilemesh.parallel.buckets import Bucketed
 from tilemesh.parallel.gate import alone
@@ -512,11 +512,34 @@ def _status(key: str) -> int:
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith(f"{key}:"))
 
 
+def placed_module(comm: Communicator) -> None:
+    """A traced module on all ranks: two of tp, the others of dp; one table is cut unevenly."""
+    torch.manual_seed(comm.rank)  # rank 0's weights count
+    model = nn.Sequential(nn.Embedding(7, 6), nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+    tokens = torch.arange(8) % 7
+    pins = {"input0": "dp:S0", "0.weight": "tp:S0", "1.weight": "tp:S0"}
+    laid = place(model, Mesh(comm, dp=comm.size // 2, tp=2), pins, [tokens])
+    single = None
+    if comm.rank == 0:
+        single = model
+    for module in (laid, single):
+        if module is not None:
+            optimizer = torch.optim.SGD(module.parameters(), 0.1, momentum=0.9)
+            for _ in range(3):
+                optimizer.zero_grad()
+                module(tokens).square().mean().backward()
+                optimizer.step()
+    state = laid.gather()
+    if single is not None and state is not None:
+        for name, value in single.state_dict().items():
+            close(state[name], value)
+
+
 PARTS: dict[str, Callable[[Communicator], None]] = {
     part.__name__: part
     for part in (
         groups, configurations_differ, sharding, exchanges, forward, cached, own_module, buckets, readiness_differs,
-        bytes_on_the_wire, loss_memory,
+        bytes_on_the_wire, loss_memory, placed_module,
     )
 }  # fmt: skip
 

@@ -24,7 +24,7 @@ from tilemesh.parallel.buckets import Bucket, Bucketed
 from tilemesh.parallel.gradients import Gradients, GradientStep, Parts, read, settle
 
 PROCESSES = [pytest.param("mpi", marks=pytest.mark.skipif(find_mpiexec() is None, reason="needs mpiexec")), "torch"]
-PARTS = ["own_module", "buckets", "readiness_differs"]
+PARTS = ["own_module", "placed_module", "buckets", "readiness_differs"]
 
 
 @pytest.mark.parametrize("part", PARTS)

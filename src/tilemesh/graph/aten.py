@@ -87,13 +87,65 @@ def _convolution(
     dilation: Sequence[int], transposed: bool, extra: Sequence[int], groups: int,
 ) -> Node | None:  # fmt: skip
     space = len(x.shape) - 2
-    if transposed or any(extra) or not 1 <= space <= 3 or {x.dtype, w.dtype} != {dtype}:
+    if any(extra) or not 1 <= space <= 3 or {x.dtype, w.dtype} != {dtype}:
         return None
-
-    made = build.conv(x, w, _spread(stride, space), _spread(padding, space), _spread(dilation, space), groups)
+    settings = _windows(space, stride, padding, dilation, groups)
+    made = make("conv_input", x, w, size=shape, **settings) if transposed else make("conv", x, w, **settings)
     if bias is None:
         return made
     return build.add(made, make("broadcast", bias, shape=shape, dims=(1,)))
+
+
+def _windows(space: int, stride: Any, padding: Any, dilation: Any, groups: int) -> dict[str, Any]:
+    settings = {"stride": stride, "padding": padding, "dilation": dilation}
+    return {name: tuple(_spread(value, space)) for name, value in settings.items()} | {"groups": groups}
+
+
+def _convolution_gradients(
+    typed: Sequence[Any], g: Node, x: Node, w: Node, sizes: Any, stride: Any, padding: Any, dilation: Any,
+    transposed: bool, extra: Sequence[int], groups: int, wanted: Sequence[bool],
+) -> tuple[Node | None, ...] | None:  # fmt: skip
+    """Of the input, the weight and the bias, those that are wanted."""
+    space = len(x.shape) - 2
+    if any(extra) or not 1 <= space <= 3:
+        return None
+    settings = _windows(space, stride, padding, dilation, groups)
+    if transposed:  # forward it is the gradient of a convolution
+        ends = (make("conv", g, w, **settings), make("conv_weight", g, x, size=w.shape, **settings))
+    else:
+        ends = (
+            make("conv_input", g, w, size=x.shape, **settings),
+            make("conv_weight", x, g, size=w.shape, **settings),
+        )
+    bias = build.total(g, [dim for dim in range(len(g.shape)) if dim != 1])
+    return tuple(node if has else None for node, has in zip((*ends, bias), wanted, strict=True))
+
+
+def _embedding_gradient(
+    shape: Shape, dtype: str, g: Node, index: Node, rows: int, padding: int, by_count: bool
+) -> Node | None:
+    if by_count:
+        return None
+    index = build.cast(index, "int64")
+    if padding >= 0:
+        skipped = build.reshape(build.compare("equal", index, padding), (*index.shape, 1))
+        g = build.where(build.expand(skipped, g.shape), build.constant(0.0, g.shape, dtype), g)
+    return make("put_add", g, index, size=rows)
+
+
+def _every(is_all: bool) -> Callable[..., Node | None]:
+    """Whether all along some dims are true, or any: by the largest of numbers."""
+
+    def lowered(shape: Shape, dtype: str, x: Node, dims: Any = None, keep: bool = False) -> Node | None:
+        rank = len(x.shape)
+        if x.dtype != "bool" or not rank:
+            return None
+        over = range(rank) if dims is None else [dims] if isinstance(dims, int) else dims
+        numbers = build.where(x, build.constant(float(not is_all), x.shape, "float32"), float(is_all))
+        largest = make("amax", numbers, dims=tuple(sorted(dim % rank for dim in over)))
+        return build.reshape(build.compare("equal", largest, float(not is_all)), shape)
+
+    return lowered
 
 
 def _spread(value: Sequence[int] | int, space: int) -> list[int]:
@@ -214,8 +266,13 @@ LOWERED: Mapping[Any, Callable[..., Node | None]] = {
     aten.addmm.default: _addmm,
     aten.embedding.default: _embedding,
 }
-# Where a program is only looked at or frozen; a compiled one calls torch's convolution with its bias, and its pooling.
+# Where a program is only looked at, frozen or placed; a compiled one calls torch's convolution with its bias, and its
+# pooling.
+CONVOLUTION_GRADIENTS = {aten.convolution_backward.default: _convolution_gradients}
 CONVOLUTIONS: Mapping[Any, Callable[..., Node | None]] = {
+    aten.embedding_dense_backward.default: _embedding_gradient,
+    **dict.fromkeys((aten.all.dim, aten.all.default, aten.all.dims), _every(True)),
+    **dict.fromkeys((aten.any.dim, aten.any.default, aten.any.dims), _every(False)),
     aten.convolution.default: _convolution,
     **dict.fromkeys((aten.avg_pool1d.default, aten.avg_pool2d.default, aten.avg_pool3d.default), _average_pool),
 }

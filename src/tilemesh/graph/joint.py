@@ -23,11 +23,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 
 from tilemesh.core.errors import RunError, UsageError
+from tilemesh.graph import build
 from tilemesh.graph.aten import decompositions
 from tilemesh.graph.ir import Graph, Node, make, ordered, rebuilt
 from tilemesh.graph.lower import lower
 from tilemesh.graph.ops import primitive
 from tilemesh.graph.rules import ALGEBRA, simplify
+from tilemesh.graph.size import Dim
 from tilemesh.graph.tracing import quiet, tracing_failure
 
 _TRACING = threading.Lock()  # torch traces one program at a time
@@ -165,11 +167,42 @@ def trace_joint(
     changed = {name: value for name, value, before in after if value is not before}
     slots = zip(names, returned[count + len(buffers) :], strict=False)
     gradients = {name: value for name, value in slots if name in trained and isinstance(value, Node)}
-    graph, _ = simplify(Graph(inputs, (*returned[:count], *changed.values(), *gradients.values())), ALGEBRA)
+    graph = Graph(inputs, (*returned[:count], *changed.values(), *gradients.values())).replace(_unmerged)
+    graph, _ = simplify(graph, ALGEBRA)
     return JointTrace(
         graph, tuple(parameters), tuple(buffers), call.names, tuple(slopes), count, tuple(changed), tuple(gradients),
         (found["leaves"], found["spec"]), lowered.held,
     )  # fmt: skip
+
+
+def _unmerged(node: Node, inputs: tuple[Node, ...]) -> Node:
+    """A product of many matrices with its leading dims as they were before they became one: heads that are cut are no
+    piece of examples times heads."""
+    lead = next((shape for value in inputs if (shape := _lead(value))), None) if node.op == "dot" else None
+    if lead is None or len(node.shape) != 3:
+        return rebuilt(node, inputs)
+    parts = [_spread_out(value, lead) for value in inputs]
+    return build.reshape(make("dot", *parts), node.shape)
+
+
+def _lead(value: Node) -> tuple[Dim, ...] | None:
+    """Dims that a reshape makes one, of matrices that stay as they are or are transposed."""
+    if value.op == "transpose" and value["order"] == (0, 2, 1):
+        return _lead(value.inputs[0])
+    if value.op != "reshape" or len(value.shape) != 3:
+        return None
+    before = value.inputs[0].shape
+    return before[:-2] if len(before) > 3 and before[-2:] == value.shape[-2:] else None
+
+
+def _spread_out(value: Node, lead: tuple[Dim, ...]) -> Node:
+    if value.op == "transpose" and value["order"] == (0, 2, 1):
+        inner = _spread_out(value.inputs[0], lead)
+        last = len(inner.shape) - 1
+        return build.transpose(inner, [*range(last - 1), last, last - 1])
+    if _lead(value) == lead:
+        return value.inputs[0]
+    return build.reshape(value, (*lead, *value.shape[-2:]))
 
 
 def divided(graph: Graph, results: int) -> tuple[Graph, Graph]:

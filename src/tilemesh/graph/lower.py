@@ -19,7 +19,15 @@ from torch.utils.flop_counter import flop_registry
 
 from tilemesh.core.errors import UsageError
 from tilemesh.graph import build
-from tilemesh.graph.aten import CONVOLUTIONS, FOR_KERNELS, LOWERED, MAX_POOLS, SEVERAL, lower_max_pool
+from tilemesh.graph.aten import (
+    CONVOLUTION_GRADIENTS,
+    CONVOLUTIONS,
+    FOR_KERNELS,
+    LOWERED,
+    MAX_POOLS,
+    SEVERAL,
+    lower_max_pool,
+)
 from tilemesh.graph.ir import Graph, Node, make
 from tilemesh.graph.memory import owner
 from tilemesh.graph.opaque import InputSlot, Strides, contiguous, traced_strides
@@ -105,6 +113,7 @@ class _Lowering:
         self.whole = () if kernels else FOR_KERNELS
         self.pools = MAX_POOLS if convolutions else {}
         self.table = {**LOWERED, **CONVOLUTIONS} if convolutions else LOWERED
+        self.several = {**SEVERAL, **CONVOLUTION_GRADIENTS} if convolutions else SEVERAL
         self.values: dict[fx.Node, Any] = {}
         self.inputs: list[Node] = []
         self.held: dict[str, Any] = {}
@@ -193,9 +202,9 @@ class _Lowering:
             )
             if pooled is not None:
                 return (pooled,)  # nobody reads where the largest were
-        if isinstance(value, tuple | list) and node.target in SEVERAL:
-            typed = [_typed(each, node) for each in value]
-            several = SEVERAL[node.target](typed, *self._nested(node.args), **self._nested(node.kwargs))
+        if isinstance(value, tuple | list) and node.target in self.several:
+            typed = [None if each is None else _typed(each, node) for each in value]
+            several = self.several[node.target](typed, *self._nested(node.args), **self._nested(node.kwargs))
             if several is not None:
                 return several
         return self._opaque(node, value)

@@ -81,6 +81,10 @@ def local_node(
     attributes: dict[str, Any] = dict(node.attributes)
     if node.op in _SIZED:
         attributes[_SIZED[node.op]] = local_shape(node, output, axes, rank)
+    elif node.op in ("opaque", "item") and any(placement.marks for placement in taken):
+        # Operators that are cut read any strides.
+        attributes |= {"shape": local_shape(node, output, axes, rank)} if node.dtype != "tuple" else {}
+        attributes |= {"strides": ()} if "strides" in attributes else {}
     elif node.op == "put_add":
         attributes["size"] = local_shape(node, output, axes, rank)[0]
     elif node.op == "slice":

@@ -206,7 +206,7 @@ class _Placing:
         return size * DTYPE_BYTES.get(node.dtype, 2)
 
     def cost(self, node: Node, before: Mark, after: Mark) -> float:
-        if not can_follow(before, after):
+        if not can_follow(before, after) or (node.dtype == "tuple" and before != after):
             return math.inf
         return sent_bytes(before, after, self.ranks, self.nbytes(node))
 
@@ -254,7 +254,9 @@ class _Placing:
         """Whether known inputs that are not whole are just what a way takes, and whole ones can be cut for it."""
         for value, mark in zip(node.inputs, way.inputs, strict=True):
             known = marks.get(value)
-            is_cut = known == R and mark.kind == "S"  # own rows of what all have: nothing is sent
+            is_cut = (
+                known == R and mark.kind == "S" and value.dtype != "tuple"
+            )  # own rows of what all have: nothing is sent
             if known is not None and known != mark and not is_cut:
                 return False
         return True

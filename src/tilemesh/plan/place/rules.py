@@ -21,6 +21,7 @@ from tilemesh.core.errors import UsageError
 from tilemesh.core.shard import share
 from tilemesh.core.tensor_placement import Mark, P, R, S, V
 from tilemesh.graph.ir import Node
+from tilemesh.plan.place.opaque_rules import opaque_marks
 
 EXCHANGES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 """Primitives that ranks along an axis compute together."""
@@ -53,9 +54,10 @@ def ways(
     whole = Way((R,) * len(node.inputs), R)
     if node.op == "opaque":
         rule = opaque.get(node["target"])
-        if rule is not None:
-            return [whole, *rule(node, ranks)]
-        return [Way(whole.inputs, V)] if is_random(node) else [whole]
+        if rule is None and is_random(node):
+            return [Way(whole.inputs, V)]
+        known = rule(node, ranks) if rule else [Way(*marks) for marks in opaque_marks(node)]
+        return [whole, *(way for way in known if _has_room(node, way, ranks, before))]
     other = Way((V,) * len(node.inputs), V)
     every = [whole, *RULES[node.op](node, ranks, before), *([other] if node.inputs else [])]
     return [way for way in dict.fromkeys(every) if _has_room(node, way, ranks, before)]
@@ -77,7 +79,7 @@ def is_random(node: Node) -> bool:
 def _has_room(node: Node, way: Way, ranks: int, before: Before) -> bool:
     ends = [*zip(node.inputs, way.inputs, strict=True), (node, way.output)]
     for value, mark in ends:
-        if mark.kind == "S":
+        if mark.kind == "S" and value.dtype != "tuple":
             assert isinstance(mark.dim, int)
             if sized(value, mark.dim) < ranks * before(value, mark.dim):
                 return False
@@ -262,7 +264,7 @@ _NOT_LINEAR = "power maximum minimum absolute sign exp log sqrt sin cos tanh sig
 ELEMENTWISE = frozenset([*_NOT_LINEAR.split(), "add", "subtract", "multiply", "divide", "negate", "where", "cast"])
 RULES: dict[str, Rule] = {
     **dict.fromkeys(
-        ["input", "constant", "iota", "item", "lay", "region", *EXCHANGES], _nothing
+        ["input", "constant", "iota", "lay", "region", *EXCHANGES], _nothing
     ),  # as they are pinned, or all of it; of a rank's own program nothing is placed again
     **dict.fromkeys(_NOT_LINEAR.split(), _elementwise()),
     "add": _elementwise("PP"),
@@ -272,6 +274,7 @@ RULES: dict[str, Rule] = {
     "negate": _elementwise("P"),
     "where": _elementwise("RPP"),
     "cast": _cast,
+    "item": lambda node, ranks, before: _each_dim(node, 1),  # several results of one operator are cut alike
     "sum": _reduced(parts=True),
     "amax": _reduced(parts=False),
     "argmax": _reduced(parts=False),
