@@ -17,46 +17,30 @@ from typing import Any, TypeVar
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.measure.row import Row
 from tilemesh.measure.trace import RANK_FILE, merge
+from tilemesh.runs import names
 from tilemesh.runs.files import NotThere, Unread, names_in, read_lines, read_object, read_text, read_toml
 from tilemesh.runs.folder import kind_of, read_small
 from tilemesh.runs.kind import ALIGN
 from tilemesh.runs.manifest import step_of
 from tilemesh.runs.metrics import CHECKPOINT, STOPPED, WARNING, Event, Told, read_metrics
-from tilemesh.runs.names import (
-    ABOUT,
-    BAD_BATCH,
-    CHECKPOINTS,
-    CONFIG,
-    DAMAGED,
-    ENVIRONMENT,
-    METRICS,
-    PREDICTED,
-    ROWS,
-    SAMPLE,
-    SAMPLES,
-    SCHEMA,
-    SUMMARY,
-    TRACE,
-    TRACE_PARTS,
-)
 
 T = TypeVar("T")
 
 QUIET_S = 60.0
 """A run without a summary that has written nothing for so long, and for ten of its steps, is taken for dead."""
 _READ = (
-    ABOUT,
-    CONFIG,
-    METRICS,
-    SUMMARY,
-    PREDICTED,
-    SAMPLE,
-    SAMPLES,
-    ENVIRONMENT,
-    ROWS,
-    TRACE,
-    CHECKPOINTS,
-    TRACE_PARTS,
+    names.ABOUT,
+    names.CONFIG,
+    names.METRICS,
+    names.SUMMARY,
+    names.PREDICTED,
+    names.SAMPLE,
+    names.SAMPLES,
+    names.ENVIRONMENT,
+    names.ROWS,
+    names.TRACE,
+    names.CHECKPOINTS,
+    names.TRACE_PARTS,
 )
 
 
@@ -107,43 +91,43 @@ def read_contents(folder: str | Path) -> Contents:
             return otherwise
 
     nothing: dict[str, Any] = {}
-    config = take(CONFIG, read_toml, nothing)
+    config = take(names.CONFIG, read_toml, nothing)
     no_lines: list[dict[str, Any]] = []
-    lines, damaged = take(METRICS, read_lines, (no_lines, 0))
+    lines, damaged = take(names.METRICS, read_lines, (no_lines, 0))
     if damaged:
-        missing[METRICS] = f"{damaged:,} of its lines {'are' if damaged > 1 else 'is'} damaged"
-    told = read_metrics(lines)
-    told.events += _from_folder(place, names_in(place.resolve()), {(event.step, event.kind) for event in told.events})
+        missing[names.METRICS] = f"{damaged:,} of its lines {'are' if damaged > 1 else 'is'} damaged"
+    read = read_metrics(lines)
+    read.events += _from_folder(place, names_in(place.resolve()), {(event.step, event.kind) for event in read.events})
     return Contents(
         kind=kind,
         config=config,
-        told=told,
-        summary=take(SUMMARY, _summary, nothing),
-        environment=read_small(place, ENVIRONMENT),
-        predicted=take(PREDICTED, read_object, nothing),
-        trace=take(TRACE, lambda _: read_trace(place), None),
-        sample=take(SAMPLE, read_text, ""),
-        samples=take(SAMPLES, read_lines, (no_lines, 0))[0] if kind == ALIGN.name else no_lines,
+        told=read,
+        summary=take(names.SUMMARY, _summary, nothing),
+        environment=read_small(place, names.ENVIRONMENT),
+        predicted=take(names.PREDICTED, read_object, nothing),
+        trace=take(names.TRACE, lambda _: read_trace(place), None),
+        sample=take(names.SAMPLE, read_text, ""),
+        samples=take(names.SAMPLES, read_lines, (no_lines, 0))[0] if kind == ALIGN.name else no_lines,
         rows=_rows(place),
         missing=missing,
         absent=frozenset(absent),
-        written_at=_written_at(place / METRICS),
-        summed_at=_written_at(place / SUMMARY),
+        written_at=_written_at(place / names.METRICS),
+        summed_at=_written_at(place / names.SUMMARY),
         is_unread=bool(damaged) and not lines,
     )
 
 
 def _summary(path: Path) -> dict[str, Any]:
     summary = read_object(path)
-    if summary.get("schema", SCHEMA) != SCHEMA:
-        raise Unread(f"schema {summary['schema']!r}, this version of tilemesh reads {SCHEMA}")
+    if summary.get("schema", names.SCHEMA) != names.SCHEMA:
+        raise Unread(f"schema {summary['schema']!r}, this version of tilemesh reads {names.SCHEMA}")
     return summary
 
 
 def version(folder: str | Path) -> str:
     """Changes when a file that a page is made of does, and now and then while nothing does: a run that is silent for
     long is dead, and the page has to say so."""
-    written = _written_at(Path(folder) / METRICS)
+    written = _written_at(Path(folder) / names.METRICS)
     silent = 0.0 if written is None else max(0.0, time.time() - written)
     marks = [f"{math.floor(math.log2(1 + silent / QUIET_S))}"]
     for name in _READ:
@@ -158,9 +142,9 @@ def version(folder: str | Path) -> str:
 def read_trace(folder: Path) -> Sequence[Any]:
     """The trace of a run: the merged one, or what its ranks have written so far; `Unread` says why there is none."""
     try:
-        body = read_object(folder / TRACE)
+        body = read_object(folder / names.TRACE)
     except NotThere:
-        body = _merged(folder / TRACE_PARTS)
+        body = _merged(folder / names.TRACE_PARTS)
     events = body.get("traceEvents")
     if not isinstance(events, list):
         raise Unread("holds no events")
@@ -169,36 +153,36 @@ def read_trace(folder: Path) -> Sequence[Any]:
 
 def _merged(parts: Path) -> dict[str, Any]:
     """Ranks' files joined, written beside nothing of the run's: a page leaves the folder as it was."""
-    names = [name for name in names_in(parts) if name.startswith(RANK_FILE.partition("{")[0])]
-    if not names:
+    files = [name for name in names_in(parts) if name.startswith(RANK_FILE.partition("{")[0])]
+    if not files:
         raise NotThere("not there: nothing was traced")
-    if any((parts / name).is_symlink() or not (parts / name).is_file() for name in names):
+    if any((parts / name).is_symlink() or not (parts / name).is_file() for name in files):
         raise Unread("a link, which is not followed")
     with tempfile.TemporaryDirectory(prefix="tilemesh-report-") as place:
         try:
-            return read_object(merge(parts, Path(place) / TRACE))
+            return read_object(merge(parts, Path(place) / names.TRACE))
         except (RunError, OSError, ValueError) as error:
             raise Unread(f"ranks' files cannot be joined: {error}") from None
 
 
-def _from_folder(place: Path, names: Sequence[str], known: set[tuple[int, str]]) -> list[Event]:
+def _from_folder(place: Path, files: Sequence[str], known: set[tuple[int, str]]) -> list[Event]:
     """Checkpoints that are on disk, and batches kept because of a loss that was NaN or infinite."""
-    made = []
-    for name in names_in(place / CHECKPOINTS):
+    events = []
+    for name in names_in(place / names.CHECKPOINTS):
         if (step := step_of(name)) is not None and (step, CHECKPOINT) not in known:
-            made.append(Event(step, CHECKPOINT, f"checkpoint of step {step}"))
-        elif name.startswith(DAMAGED) and (step := step_of(name.removeprefix(DAMAGED))) is not None:
-            made.append(Event(step, WARNING, f"the checkpoint of step {step} was damaged"))
-    bad = {int(match[1]) for name in names if (match := BAD_BATCH.match(name))}
+            events.append(Event(step, CHECKPOINT, f"checkpoint of step {step}"))
+        elif name.startswith(names.DAMAGED) and (step := step_of(name.removeprefix(names.DAMAGED))) is not None:
+            events.append(Event(step, WARNING, f"the checkpoint of step {step} was damaged"))
+    bad = {int(match[1]) for name in files if (match := names.BAD_BATCH.match(name))}
     words = "stopped at step {}: it came to no number; the batch is kept"
-    made += [Event(step, STOPPED, words.format(step)) for step in sorted(bad) if (step, STOPPED) not in known]
-    return made
+    events += [Event(step, STOPPED, words.format(step)) for step in sorted(bad) if (step, STOPPED) not in known]
+    return events
 
 
 def _rows(place: Path) -> list[Row]:
     """Rows the run wrote of itself; none where there are none, or another version's."""
     try:
-        return [Row.from_json(line) for line in read_text(place / ROWS).split("\n") if line.strip()]
+        return [Row.from_json(line) for line in read_text(place / names.ROWS).split("\n") if line.strip()]
     except (Unread, UsageError, TypeError):
         return []
 

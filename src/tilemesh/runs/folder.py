@@ -17,28 +17,13 @@ from tilemesh.core.busy import Busyness
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.core.files import check_finished
 from tilemesh.measure.machine import stamp
+from tilemesh.runs import names
 from tilemesh.runs.files import NotThere, Unread, names_in, read_object, write_object, write_text
 from tilemesh.runs.kind import TRAIN, Kind
 from tilemesh.runs.manifest import DamagedError, Manifest, checkpoints, damage, folder_name
-from tilemesh.runs.names import (
-    ABOUT,
-    BASE,
-    CARRIED,
-    CHECKPOINTS,
-    CHOICES,
-    CONFIG,
-    ENVIRONMENT,
-    METRICS,
-    PREDICTED,
-    RUNS,
-    SCHEMA,
-    SUMMARY,
-    WRITTEN,
-    earlier_config,
-)
 
 _INIT = "init"
-_WHAT_IT_HOLDS = f'it should hold {{"schema": {SCHEMA}, "kind": "{TRAIN.name}"}}, or the name of another kind'
+_WHAT_IT_HOLDS = f'it should hold {{"schema": {names.SCHEMA}, "kind": "{TRAIN.name}"}}, or the name of another kind'
 
 
 def new_run(
@@ -55,17 +40,17 @@ def new_run(
     folder = make_folder(path, name)
     try:
         begun = {} if init is None else {_INIT: str(Path(init).resolve())}
-        write_object(folder / ABOUT, {"schema": SCHEMA, "kind": kind.name, **begun})
-        write_text(folder / CONFIG, config)
+        write_object(folder / names.ABOUT, {"schema": names.SCHEMA, "kind": kind.name, **begun})
+        write_text(folder / names.CONFIG, config)
     except OSError as error:
-        (folder / ABOUT).unlink(missing_ok=True)  # one without the other is no run
+        (folder / names.ABOUT).unlink(missing_ok=True)  # one without the other is no run
         raise RunError(f"run folder {folder}: {error.strerror}") from None
     return folder
 
 
 def first_weights(folder: str | Path) -> str | None:
     """The folder that a run's first weights come from: until it has a checkpoint, it has to begin there again."""
-    init = read_small(folder, ABOUT).get(_INIT)
+    init = read_small(folder, names.ABOUT).get(_INIT)
     return init if isinstance(init, str) else None
 
 
@@ -76,16 +61,18 @@ def make_folder(path: str | Path | None, name: str = "run") -> Path:
     Called before a folder is locked and under its lock: where there is a run, not even its stale lock is touched.
     """
     if path is None:
-        return fresh_folder(Path(RUNS), f"{time.strftime('%Y%m%d-%H%M%S')}-{name}")
+        return fresh_folder(Path(names.RUNS), f"{time.strftime('%Y%m%d-%H%M%S')}-{name}")
     try:
         Path(path).mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise RunError(f"run folder {path}: {error.strerror}") from None
-    if (Path(path) / CONFIG).exists():
+    if (Path(path) / names.CONFIG).exists():
         raise UsageError(f"{path} has a run already: resume that one, or name another folder")
-    others = WRITTEN & set(names_in(Path(path).resolve()))
-    if read_small(path, ABOUT).get("schema") == SCHEMA:  # of a run that was killed before it had a configuration
-        others -= {ABOUT}
+    others = names.WRITTEN & set(names_in(Path(path).resolve()))
+    if (
+        read_small(path, names.ABOUT).get("schema") == names.SCHEMA
+    ):  # of a run that was killed before it had a configuration
+        others -= {names.ABOUT}
     if others:
         raise UsageError(
             f"{path} has {min(others)}, which a run would write over: move it away, or name another folder"
@@ -113,7 +100,7 @@ def kind_of(folder: str | Path) -> str:
     UsageError where there is no run; RunError where run.json is damaged or of a newer version.
     """
     require_run(folder)
-    path = Path(folder) / ABOUT
+    path = Path(folder) / names.ABOUT
     try:
         about = read_object(path)
     except NotThere:
@@ -121,11 +108,11 @@ def kind_of(folder: str | Path) -> str:
     except Unread as why:
         raise RunError(f"{path} cannot be read: {why}; {_WHAT_IT_HOLDS}") from None
     schema, name = about.get("schema"), about.get("kind")
-    if isinstance(schema, int) and schema > SCHEMA:
+    if isinstance(schema, int) and schema > names.SCHEMA:
         raise RunError(
-            f"{path} has schema {schema}, this version of tilemesh reads {SCHEMA}: use the one that wrote it"
+            f"{path} has schema {schema}, this version of tilemesh reads {names.SCHEMA}: use the one that wrote it"
         )
-    if schema != SCHEMA or not isinstance(name, str) or not name:
+    if schema != names.SCHEMA or not isinstance(name, str) or not name:
         raise RunError(f"{path} says schema {schema!r} and kind {name!r}: {_WHAT_IT_HOLDS}")
     return name
 
@@ -134,18 +121,18 @@ def require_run(folder: str | Path) -> None:
     """Refuse what is no folder, and a folder with nothing of a run in it."""
     place = Path(folder)
     if not place.is_dir():
-        raise UsageError(f"{folder} is no folder: expected a run's, such as one under {RUNS}/")
-    if not {ABOUT, CONFIG, METRICS, SUMMARY} & set(names_in(place.resolve())):
+        raise UsageError(f"{folder} is no folder: expected a run's, such as one under {names.RUNS}/")
+    if not {names.ABOUT, names.CONFIG, names.METRICS, names.SUMMARY} & set(names_in(place.resolve())):
         check_finished(place)
-        raise UsageError(f"{folder} is no run: it has neither {CONFIG} nor {METRICS}")
+        raise UsageError(f"{folder} is no run: it has neither {names.CONFIG} nor {names.METRICS}")
 
 
 def require_kind(folder: str | Path, *kinds: Kind) -> None:
     """Refuse a run of another kind than these."""
     actual = kind_of(folder)
     if actual not in [kind.name for kind in kinds]:
-        names = " or ".join(f"'{kind.name}'" for kind in kinds)
-        raise UsageError(f"{folder} is a run of kind '{actual}': expected one of kind {names}")
+        expected = " or ".join(f"'{kind.name}'" for kind in kinds)
+        raise UsageError(f"{folder} is a run of kind '{actual}': expected one of kind {expected}")
 
 
 def copy_run(run: Path, base: Path, step: int | None = None) -> Path:
@@ -153,18 +140,18 @@ def copy_run(run: Path, base: Path, step: int | None = None) -> Path:
     has that of `step`, if one is named."""
     folder = fresh_folder(base, run.resolve().name)
     try:
-        for file in (ABOUT, CONFIG):
+        for file in (names.ABOUT, names.CONFIG):
             shutil.copyfile(run / file, folder / file)
         if step is not None:
-            checkpoint = Path(CHECKPOINTS, folder_name(step))
+            checkpoint = Path(names.CHECKPOINTS, folder_name(step))
             shutil.copytree(run / checkpoint, folder / checkpoint)
     except (OSError, shutil.Error) as error:
         raise RunError(f"{folder}: {getattr(error, 'strerror', None) or error}") from None
-    for file in (CHOICES, METRICS, ENVIRONMENT, PREDICTED, BASE):
+    for file in (names.CHOICES, names.METRICS, names.ENVIRONMENT, names.PREDICTED, names.BASE):
         with contextlib.suppress(OSError):
             shutil.copyfile(run / file, folder / file)
     with contextlib.suppress(OSError, shutil.Error):
-        shutil.copytree(run / CARRIED, folder / CARRIED)
+        shutil.copytree(run / names.CARRIED, folder / names.CARRIED)
     return folder
 
 
@@ -173,14 +160,14 @@ def copy_run(run: Path, base: Path, step: int | None = None) -> Path:
 
 def read_config(folder: str | Path, *kinds: Kind) -> tuple[str, str]:
     """(text, path) of the configuration of a run of one of these kinds."""
-    path = Path(folder) / CONFIG
+    path = Path(folder) / names.CONFIG
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         check_finished(folder)
-        runs = sorted(Path(RUNS).glob(f"*/{CONFIG}"))
+        runs = sorted(Path(names.RUNS).glob(f"*/{names.CONFIG}"))
         hint = f"; the newest here is {runs[-1].parent}" if runs else ""
-        raise UsageError(f"{folder} is no run: it has no {CONFIG}{hint}") from None
+        raise UsageError(f"{folder} is no run: it has no {names.CONFIG}{hint}") from None
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
@@ -191,9 +178,9 @@ def read_config(folder: str | Path, *kinds: Kind) -> tuple[str, str]:
 
 def change_config(folder: Path, config: str) -> None:
     """Another configuration from now on; what it was until now stays beside it."""
-    before = (folder / CONFIG).read_text(encoding="utf-8")
-    write_text(folder / earlier_config(newest_checkpoint(folder) or 0), before)
-    write_text(folder / CONFIG, config)
+    before = (folder / names.CONFIG).read_text(encoding="utf-8")
+    write_text(folder / names.earlier_config(newest_checkpoint(folder) or 0), before)
+    write_text(folder / names.CONFIG, config)
 
 
 # ---- what is known before and after ----------------------------------------------------------------------------
@@ -209,25 +196,25 @@ def read_small(folder: str | Path, name: str) -> dict[str, Any]:
 
 def write_prediction(folder: Path, prediction: Mapping[str, Any]) -> None:
     """What is expected of the run, written before it begins."""
-    write_object(folder / PREDICTED, prediction)
+    write_object(folder / names.PREDICTED, prediction)
 
 
 def write_environment(folder: Path, command: str | None = None) -> None:
     """Machine, versions, code and the commands that made this run, first one first."""
-    earlier = read_small(folder, ENVIRONMENT)
+    earlier = read_small(folder, names.ENVIRONMENT)
     before = earlier.get("commands")
     origin = stamp()
     commands = [*(before if isinstance(before, list) else []), command or origin["command"]]
     kept = {BUSY: earlier[BUSY]} if BUSY in earlier else {}
-    write_object(folder / ENVIRONMENT, {**origin, "commands": commands, **kept})
+    write_object(folder / names.ENVIRONMENT, {**origin, "commands": commands, **kept})
 
 
 def write_busyness(folder: Path, busy: Busyness) -> None:
     """How much else the machine had to do meanwhile, beside machine and versions; of several attempts the worst."""
-    environment = read_small(folder, ENVIRONMENT)
+    environment = read_small(folder, names.ENVIRONMENT)
     before = Busyness.from_dict(environment.get(BUSY))
     worst = busy if before is None or busy.score >= before.score else before
-    write_object(folder / ENVIRONMENT, {**environment, BUSY: worst.to_dict()})
+    write_object(folder / names.ENVIRONMENT, {**environment, BUSY: worst.to_dict()})
 
 
 def read_busyness(environment: Mapping[str, Any]) -> Busyness | None:
@@ -237,33 +224,33 @@ def read_busyness(environment: Mapping[str, Any]) -> Busyness | None:
 
 def read_summary(path: str | Path, *kinds: Kind) -> dict[str, Any]:
     """The summary of a run of one of these kinds, from its folder or the file itself; RunError says what is wrong."""
-    file = Path(path) / SUMMARY if Path(path).is_dir() else Path(path)
+    file = Path(path) / names.SUMMARY if Path(path).is_dir() else Path(path)
     try:
         summary = read_object(file)
     except NotThere:
-        raise RunError(f"'{path}' has no {SUMMARY}: give the folder of a run that has ended") from None
+        raise RunError(f"'{path}' has no {names.SUMMARY}: give the folder of a run that has ended") from None
     except Unread as why:
         raise RunError(f"'{file}' cannot be read: {why}") from None
-    if summary.get("schema") != SCHEMA:
-        raise RunError(f"'{file}' has schema {summary.get('schema')!r}, this version reads {SCHEMA}")
-    told = summary.get("kind", TRAIN.name)
+    if summary.get("schema") != names.SCHEMA:
+        raise RunError(f"'{file}' has schema {summary.get('schema')!r}, this version reads {names.SCHEMA}")
+    named = summary.get("kind", TRAIN.name)
     for kind in kinds:
-        if told == kind.name:
+        if named == kind.name:
             kind.check_summary(summary, str(file))
             return summary
-    names = " or ".join(f"'{kind.name}'" for kind in kinds)
-    raise RunError(f"'{file}' is of a run of kind {told!r}: expected {names}")
+    expected = " or ".join(f"'{kind.name}'" for kind in kinds)
+    raise RunError(f"'{file}' is of a run of kind {named!r}: expected {expected}")
 
 
 def newest_checkpoint(folder: str | Path) -> int | None:
     """The step of the newest finished checkpoint."""
-    finished = checkpoints(Path(folder) / CHECKPOINTS)
+    finished = checkpoints(Path(folder) / names.CHECKPOINTS)
     return finished[0][0] if finished else None
 
 
 def newest_whole_checkpoint(folder: str | Path) -> int | None:
     """The step of the newest checkpoint whose every file has its digest. It reads all of them: for after a fault."""
-    for step, path in checkpoints(Path(folder) / CHECKPOINTS):
+    for step, path in checkpoints(Path(folder) / names.CHECKPOINTS):
         with contextlib.suppress(DamagedError):
             if not any(damage(path, Manifest.read(path).files)):
                 return step

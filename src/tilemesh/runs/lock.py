@@ -202,10 +202,10 @@ def process_start(pid: int) -> str | None:
     except PermissionError:
         return ""
     try:
-        said = subprocess.run(["ps", "-o", "lstart=", "-p", str(pid)], capture_output=True, text=True, timeout=10)
+        done = subprocess.run(["ps", "-o", "lstart=", "-p", str(pid)], capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.SubprocessError):
         return ""
-    return said.stdout.strip()
+    return done.stdout.strip()
 
 
 def _scope() -> str:

@@ -76,57 +76,57 @@ class Manifest:
         return by_name
 
     def to_json(self) -> str:
-        told = {"schema": SCHEMA, **asdict(self)}
-        return json.dumps({**told, "digest": _digest_of(told)}, indent=1) + "\n"
+        fields = {"schema": SCHEMA, **asdict(self)}
+        return json.dumps({**fields, "digest": _digest_of(fields)}, indent=1) + "\n"
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
         """The manifest of a checkpoint; `DamagedError` says what is wrong with it."""
         path = folder / MANIFEST_FILE
         try:
-            told = json.loads(path.read_text(encoding="utf-8"))
-            if not isinstance(told, dict):
+            fields = json.loads(path.read_text(encoding="utf-8"))
+            if not isinstance(fields, dict):
                 raise DamagedError(f"{path} is damaged: expected a JSON object")
-            digest = told.pop("digest", None)
-            if told.get("schema") != SCHEMA:
-                raise DamagedError(f"{path} has schema {told.get('schema')!r}, this version reads {SCHEMA}")
-            if digest != _digest_of(told):
+            digest = fields.pop("digest", None)
+            if fields.get("schema") != SCHEMA:
+                raise DamagedError(f"{path} has schema {fields.get('schema')!r}, this version reads {SCHEMA}")
+            if digest != _digest_of(fields):
                 raise DamagedError(f"{path} is not what was written: its SHA-256 differs from the one in it")
-            made = _manifest(told)
+            manifest = _manifest(fields)
         except OSError as error:
             raise DamagedError(f"{path} cannot be read: {error.strerror}") from None
         except (ValueError, RecursionError) as error:
             raise DamagedError(f"{path} is damaged: {error}") from None
-        if step_of(folder.name) not in (None, made.step):
-            raise DamagedError(f"{path} is of step {made.step}, and its folder's name says another")
-        return made
+        if step_of(folder.name) not in (None, manifest.step):
+            raise DamagedError(f"{path} is of step {manifest.step}, and its folder's name says another")
+        return manifest
 
 
 class DamagedError(RunError):
     """A checkpoint that is not what was written."""
 
 
-def _digest_of(told: Mapping[str, Any]) -> str:
+def _digest_of(fields: Mapping[str, Any]) -> str:
     """SHA-256 of a manifest's contents, whatever the spaces and the order of its keys."""
-    return hashlib.sha256(json.dumps(told, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 # ---- what makes sense ------------------------------------------------------------------------------------------
 # The digest finds what was changed. These find what no writer of this version writes, with a ValueError.
 
 
-def _manifest(told: Mapping[str, Any]) -> Manifest:
-    _expect_keys(told, ("schema", *(field.name for field in fields(Manifest))), "the manifest")
-    step, values, written_by = told["step"], told["values"], told["written_by"]
+def _manifest(body: Mapping[str, Any]) -> Manifest:
+    _expect_keys(body, ("schema", *(field.name for field in fields(Manifest))), "the manifest")
+    step, values, written_by = body["step"], body["values"], body["written_by"]
     if not _is_count(step) or not isinstance(values, dict) or not isinstance(written_by, dict):
         raise ValueError("expected a number as step and objects as values and written_by")
-    files = [_stored_file(entry) for entry in _list(told["files"])]
-    pieces = [_piece(entry) for entry in _list(told["pieces"])]
-    made = Manifest(step, values, files, pieces, written_by)
+    files = [_stored_file(entry) for entry in _list(body["files"])]
+    pieces = [_piece(entry) for entry in _list(body["pieces"])]
+    manifest = Manifest(step, values, files, pieces, written_by)
     missing = {piece.file for piece in pieces} - {entry.file for entry in files}
     if missing:
         raise ValueError(f"pieces are said to be in {min(missing)}, and there is no such file")
-    for name, parts in made.tensors().items():
+    for name, parts in manifest.tensors().items():
         first = parts[0]
         if any((part.whole, part.dtype) != (first.whole, first.dtype) for part in parts):
             raise ValueError(f"the pieces of {name} are of different tensors")
@@ -134,39 +134,39 @@ def _manifest(told: Mapping[str, Any]) -> Manifest:
         rest = math.prod(first.whole) - sum(part.box.size for part in parts)
         if rest or len({part.begin for part in parts if part.box.size}) < sum(part.box.size > 0 for part in parts):
             raise ValueError(f"{name} is not all there, or stored twice: {rest} values are missing")
-    return made
+    return manifest
 
 
-def _stored_file(told: Any) -> StoredFile:
-    _expect_keys(told, [field.name for field in fields(StoredFile)], "a file")
-    made = StoredFile(**told)
-    if not _is_name(made.file) or not _is_count(made.nbytes) or not isinstance(made.sha256, str):
-        raise ValueError(f"expected a file's name, bytes and digest, not {told}")
-    return made
+def _stored_file(entry: Any) -> StoredFile:
+    _expect_keys(entry, [field.name for field in fields(StoredFile)], "a file")
+    stored = StoredFile(**entry)
+    if not _is_name(stored.file) or not _is_count(stored.nbytes) or not isinstance(stored.sha256, str):
+        raise ValueError(f"expected a file's name, bytes and digest, not {entry}")
+    return stored
 
 
-def _piece(told: Any) -> Piece:
-    _expect_keys(told, [field.name for field in fields(Piece)], "a piece")
-    begin, shape, whole = (tuple(_list(told[key])) for key in ("begin", "shape", "whole"))
-    made = Piece(told["name"], told["file"], told["key"], begin, shape, whole, told["dtype"])
-    are_words = all(isinstance(word, str) for word in (made.name, made.key, made.dtype)) and _is_name(made.file)
+def _piece(entry: Any) -> Piece:
+    _expect_keys(entry, [field.name for field in fields(Piece)], "a piece")
+    begin, shape, whole = (tuple(_list(entry[key])) for key in ("begin", "shape", "whole"))
+    piece = Piece(entry["name"], entry["file"], entry["key"], begin, shape, whole, entry["dtype"])
+    are_words = all(isinstance(word, str) for word in (piece.name, piece.key, piece.dtype)) and _is_name(piece.file)
     if not are_words or not all(_is_count(number) for number in (*begin, *shape, *whole)):
-        raise ValueError(f"expected names and numbers as a piece, not {told}")
+        raise ValueError(f"expected names and numbers as a piece, not {entry}")
     dims = zip(begin, shape, whole, strict=True)
     if any(first + length > all_of_it for first, length, all_of_it in dims):
-        raise ValueError(f"a piece of {made.name} lies outside of it")
-    return made
+        raise ValueError(f"a piece of {piece.name} lies outside of it")
+    return piece
 
 
-def _expect_keys(told: Any, keys: Sequence[str], what: str) -> None:
-    if not isinstance(told, dict) or set(told) != set(keys):
+def _expect_keys(fields: Any, keys: Sequence[str], what: str) -> None:
+    if not isinstance(fields, dict) or set(fields) != set(keys):
         raise ValueError(f"expected {what} with {', '.join(keys)}")
 
 
-def _list(told: Any) -> list[Any]:
-    if not isinstance(told, list):
-        raise ValueError(f"expected a list, not {told!r}")
-    return told
+def _list(value: Any) -> list[Any]:
+    if not isinstance(value, list):
+        raise ValueError(f"expected a list, not {value!r}")
+    return value
 
 
 def _is_count(value: Any) -> bool:
@@ -208,11 +208,11 @@ def left_over(folder: Path) -> list[Path]:
 
 def digest(path: Path) -> str:
     """SHA-256 of a file."""
-    made = hashlib.sha256()
+    hashed = hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(_READ_BYTES):
-            made.update(block)
-    return made.hexdigest()
+            hashed.update(block)
+    return hashed.hexdigest()
 
 
 def damage(folder: Path, files: Sequence[StoredFile]) -> Iterator[str]:

@@ -51,7 +51,7 @@ class Told:
 
 
 def read_metrics(lines: Sequence[Mapping[str, Any]]) -> Told:
-    told = Told()
+    read = Told()
     for line in lines:
         step = line.get("step")
         if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < MOST:
@@ -59,37 +59,37 @@ def read_metrics(lines: Sequence[Mapping[str, Any]]) -> Told:
         at = number(line.get("at"))
         when = at if math.isfinite(at) else None
         kind = line.get("kind", STEP)
-        told.ending = None
+        read.ending = None
         if kind == STEP:
-            told.steps[step], told.at_step = dict(line), step
+            read.steps[step], read.at_step = dict(line), step
             if when is not None:
-                told.clock.append((when, step))
+                read.clock.append((when, step))
             continue
         if kind == STARTED:
             continue
-        event = _event(kind, step, line, when, told.at_step)
-        told.events.append(event)
-        told.ending = event if kind in (STOPPED, FAILED) else None
+        event = _event(kind, step, line, when, read.at_step)
+        read.events.append(event)
+        read.ending = event if kind in (STOPPED, FAILED) else None
         if kind == RESUMED:
             # What was done after this checkpoint is undone: it will be done again.
-            told.steps = {number: line for number, line in told.steps.items() if number <= step}
-            told.resumed_at, told.at_step = when if when is not None else told.resumed_at, step
-    for step, line in told.steps.items():
+            read.steps = {number: line for number, line in read.steps.items() if number <= step}
+            read.resumed_at, read.at_step = when if when is not None else read.resumed_at, step
+    for step, line in read.steps.items():
         if "loss" in line and not math.isfinite(number(line["loss"])):
-            told.events.append(Event(step, WARNING, f"the loss of step {step} is not a number"))
-    return told
+            read.events.append(Event(step, WARNING, f"the loss of step {step} is not a number"))
+    return read
 
 
-def _event(kind: str, step: int, told: Mapping[str, Any], when: float | None, before: int) -> Event:
+def _event(kind: str, step: int, line: Mapping[str, Any], when: float | None, before: int) -> Event:
     """A line of metrics that is no step; `before`: the step that had been done."""
-    why = str(told.get("text") or told.get("why") or "")
+    why = str(line.get("text") or line.get("why") or "")
     after = f": {why}" if why else ""
     if kind == RESUMED:
-        return Event(step, RESTART, _resumed_words(told, before) + after, when)
+        return Event(step, RESTART, _resumed_words(line, before) + after, when)
     if kind == RESTART:
         return Event(step, RESTART, f"failed at step {step} and was started again{after}", when)
     if kind == CHECKPOINT:
-        failed = told.get("ok") is False or told.get("failed") is True
+        failed = line.get("ok") is False or line.get("failed") is True
         words = f"checkpoint of step {step} failed{after}" if failed else f"checkpoint of step {step}"
         return Event(step, WARNING if failed else CHECKPOINT, words, when)
     if kind == FAILED:
@@ -98,7 +98,7 @@ def _event(kind: str, step: int, told: Mapping[str, Any], when: float | None, be
         return Event(step, STOPPED, f"stopped at step {step}{after}", when)
     if kind == WARNING:
         return Event(step, WARNING, why or "a warning without words", when)
-    return Event(step, str(kind), why or _values_of(told), when)
+    return Event(step, str(kind), why or _values_of(line), when)
 
 
 def _values_of(line: Mapping[str, Any]) -> str:
@@ -106,8 +106,8 @@ def _values_of(line: Mapping[str, Any]) -> str:
     return ", ".join(f"{key} {value}" for key, value in line.items() if key not in ("kind", "step", "at"))
 
 
-def _resumed_words(told: Mapping[str, Any], before: int) -> str:
-    plan, step = section(told, "plan"), int(told["step"])
+def _resumed_words(line: Mapping[str, Any], before: int) -> str:
+    plan, step = section(line, "plan"), int(line["step"])
     axes = ", ".join(f"{axis} {plan[axis]}" for axis in reversed(ORDER) if plan.get(axis, 1) != 1)
     again = f"; {before - step:,} step{'s' * (before > step + 1)} done again" if before > step else ""
     return f"went on after step {step}{f' on {axes}' if axes else ''}{again}"

@@ -26,7 +26,7 @@ def measured_phases(steps: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 def predicted_phases(predicted: Mapping[str, Any]) -> dict[str, float]:
     """Of a run's predicted.json; nothing where there was no prediction."""
-    told = {phase: number(seconds, 0.0) for phase, seconds in section(predicted, "phases").items()}
-    if not told:
+    seconds_by_phase = {phase: number(seconds, 0.0) for phase, seconds in section(predicted, "phases").items()}
+    if not seconds_by_phase:
         return {}
-    return {phase: sum(told.get(part, 0.0) for part in (phase, *_PARTS.get(phase, ()))) for phase in PHASES}
+    return {phase: sum(seconds_by_phase.get(part, 0.0) for part in (phase, *_PARTS.get(phase, ()))) for phase in PHASES}

@@ -62,20 +62,22 @@ def read_step(run: str | Path, text: str | None) -> int | None:
     if text != "best":
         raise UsageError(f"step is {shown(text)}: expected a number, or best")
     for _, path in checkpoints(Path(run) / CHECKPOINTS):
-        told = Manifest.read(path).values.get("best")
-        if isinstance(told, dict) and isinstance(told.get("step"), int):
-            return int(told["step"])
+        best = Manifest.read(path).values.get("best")
+        if isinstance(best, dict) and isinstance(best.get("step"), int):
+            return int(best["step"])
     raise UsageError(f"{run} knows of no best step: nothing held out was evaluated before its checkpoints were written")
 
 
 def _later(run: str | Path, step: int) -> list[str]:
     """Why a run's last step is not the one that is used, if it is not."""
-    told = read_small(run, SUMMARY)
-    ended = told["step"] if isinstance(told.get("step"), int) else 0
+    summary = read_small(run, SUMMARY)
+    ended = summary["step"] if isinstance(summary.get("step"), int) else 0
     last = max(ended, last_step(run))
     if last <= step:
         return []
-    where = f", and its last checkpoint is in {told['saved_in']}" if last == ended and told.get("saved_in") else ""
+    where = (
+        f", and its last checkpoint is in {summary['saved_in']}" if last == ended and summary.get("saved_in") else ""
+    )
     return [f"{run} was trained to step {last}{where}"]
 
 

@@ -44,18 +44,18 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> StoredFile:
         offset = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    made, written = hashlib.sha256(), 0
+    hashed, written = hashlib.sha256(), 0
     with path.open("wb") as file:
         for raw in (len(text).to_bytes(8, "little") + text, *map(_raw, tensors.values())):
             view = memoryview(raw)
             for begin in range(0, len(view), _WRITE_BYTES):
                 block = view[begin : begin + _WRITE_BYTES]
-                made.update(block)
+                hashed.update(block)
                 file.write(block)
                 written += len(block)
         file.flush()
         os.fsync(file.fileno())
-    return StoredFile(path.name, written, made.hexdigest())
+    return StoredFile(path.name, written, hashed.hexdigest())
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
@@ -63,14 +63,14 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(length))
-    whole = torch.from_numpy(np.memmap(path, np.uint8, mode="c"))  # writes would stay in this process
-    made = {}
+    raw_bytes = torch.from_numpy(np.memmap(path, np.uint8, mode="c"))  # writes would stay in this process
+    tensors = {}
     for key, of in header.items():
         if key != "__metadata__":
             begin, end = (8 + length + offset for offset in of["data_offsets"])
-            dtype, raw = torch_dtype(of["dtype"]), whole[begin:end]
-            made[key] = (raw if begin % dtype.itemsize == 0 else raw.clone()).view(dtype).reshape(of["shape"])
-    return made
+            dtype, raw = torch_dtype(of["dtype"]), raw_bytes[begin:end]
+            tensors[key] = (raw if begin % dtype.itemsize == 0 else raw.clone()).view(dtype).reshape(of["shape"])
+    return tensors
 
 
 def torch_dtype(name: str) -> torch.dtype:

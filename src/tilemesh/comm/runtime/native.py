@@ -14,15 +14,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from tilemesh.comm.runtime.arithmetic import (
-    BF16,
-    as_torch_bf16,
-    bf16_as_float32,
-    is_complex,
-    is_floating,
-    orders,
-    widens,
-)
+from tilemesh.comm.runtime import arithmetic
 from tilemesh.comm.runtime.asked import Call
 from tilemesh.comm.runtime.observe import Stopwatch
 from tilemesh.comm.runtime.transport import Array, NativeCall, Token, Transport
@@ -44,10 +36,10 @@ def native_steps(
 
 
 def library_steps(transport: Transport, call: NativeCall, dtype: str) -> Iterator[Token]:
-    is_wide = widens(call.collective, dtype, call.op, transport.caps) is not None
-    is_ordered = orders(call.collective, dtype, call.op)
+    is_wide = arithmetic.widens(call.collective, dtype, call.op, transport.caps) is not None
+    is_ordered = arithmetic.orders(call.collective, dtype, call.op)
     if not is_wide and not is_ordered:
-        yield transport.native(as_pairs(call) if is_complex(dtype) and call.collective in REDUCING else call)
+        yield transport.native(as_pairs(call) if arithmetic.is_complex(dtype) and call.collective in REDUCING else call)
         return
     source = widened(call.source, dtype) if is_wide else call.source
     target: Array = np.empty(call.target.shape, source.dtype)
@@ -92,18 +84,18 @@ def as_pairs(call: NativeCall) -> NativeCall:
 
 def widened(array: Array, dtype: str) -> Array:
     """16-bit floats in float32; 8- and 16-bit integers in uint32, negative ones as their residue."""
-    if dtype == BF16:
-        return bf16_as_float32(array)
-    return array.astype(np.float32 if is_floating(dtype) else np.uint32)
+    if dtype == arithmetic.BF16:
+        return arithmetic.bf16_as_float32(array)
+    return array.astype(np.float32 if arithmetic.is_floating(dtype) else np.uint32)
 
 
 def narrow(values: Array, target: Array, dtype: str) -> None:
     """Into `target`: float32 rounded to the nearest 16-bit float, or the lowest bits of an integer."""
-    if dtype == BF16:
+    if dtype == arithmetic.BF16:
         import torch
 
-        as_torch_bf16(target).copy_(torch.from_numpy(values))
-    elif not is_floating(dtype):
+        arithmetic.as_torch_bf16(target).copy_(torch.from_numpy(values))
+    elif not arithmetic.is_floating(dtype):
         np.copyto(target, values, casting="unsafe")
     else:
         with np.errstate(over="ignore"):  # what is too large for 16 bits is infinite there, as everywhere

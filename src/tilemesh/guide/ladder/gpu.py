@@ -15,18 +15,9 @@ from torch import Tensor
 import tilemesh as tm
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.core.hardware import Device, device_for, host_link
+from tilemesh.guide.ladder import studies
 from tilemesh.guide.ladder.ours import OurRung, our_rungs
 from tilemesh.guide.ladder.rungs import Rung, ladder, source, v1
-from tilemesh.guide.ladder.studies import (
-    SmallKernel,
-    convolution,
-    divergence,
-    occupancy,
-    passes_per_request,
-    paths_in_warp,
-    strided_banks,
-    strided_copy,
-)
 from tilemesh.guide.ladder.times import RungTime, predicted_time
 from tilemesh.kernels.launch.driver import kernel_attribute
 from tilemesh.measure.gpu import KernelTimer, l2_cache_bytes, rotating_sets
@@ -182,7 +173,7 @@ def _by_torch(sets: Sets, index: int) -> Tensor:
 
 def _case(rung: Rung, kernel: CompiledKernel, n: int, predicted: RungTime, place: LadderPlace) -> dict[str, Any]:
     reads, shared = rung.predicted(n)
-    resident = occupancy(place.device, rung.threads, kernel.registers, kernel.shared_bytes)
+    resident = studies.occupancy(place.device, rung.threads, kernel.registers, kernel.shared_bytes)
     return {
         "rung": rung.key, "n": n, "units": rung.units, "global_reads": reads, "shared_reads": shared,
         "bound_by": predicted.bound_by, "registers": kernel.registers, "local_bytes": kernel.local_bytes,
@@ -220,27 +211,27 @@ def _check(name: str, result: object, operands: Operands, units: str) -> None:
 # The studies ----------------------------------------------------------------------------------------------------------
 
 
-def study_kernels(blocks: int = 2**17) -> dict[str, dict[str, SmallKernel]]:
+def study_kernels(blocks: int = 2**17) -> dict[str, dict[str, studies.SmallKernel]]:
     """The variants of each study, the plain one first."""
-    paths = {f"{paths} paths": divergence(paths, 1, 4096, blocks // 128, 256) for paths in (1, 2, 4, 8, 32)}
+    paths = {f"{paths} paths": studies.divergence(paths, 1, 4096, blocks // 128, 256) for paths in (1, 2, 4, 8, 32)}
     strides = (1, 2, 4, 8, 16, 32, 33)
     return {
-        "divergence": {**paths, "32 paths, whole warps": divergence(32, 32, 4096, blocks // 128, 256)},
-        "coalescing": {f"stride {stride}": strided_copy(stride, blocks, 256) for stride in (1, 2, 4, 8, 32)},
-        "bank conflicts": {f"stride {stride}": strided_banks(stride, 4096, blocks // 16) for stride in strides},
+        "divergence": {**paths, "32 paths, whole warps": studies.divergence(32, 32, 4096, blocks // 128, 256)},
+        "coalescing": {f"stride {stride}": studies.strided_copy(stride, blocks, 256) for stride in (1, 2, 4, 8, 32)},
+        "bank conflicts": {f"stride {stride}": studies.strided_banks(stride, 4096, blocks // 16) for stride in strides},
         "convolution": {
-            "global": convolution(shared=False, blocks=2 * blocks),
-            "shared": convolution(shared=True, blocks=2 * blocks),
+            "global": studies.convolution(shared=False, blocks=2 * blocks),
+            "shared": studies.convolution(shared=True, blocks=2 * blocks),
         },
     }
 
 
 # Time over that of the plain variant, from what the interpreter counts.
-RATIOS: dict[str, Callable[[SmallKernel], float]] = {
-    "divergence": lambda kernel: paths_in_warp(kernel.constants["PATHS"], kernel.constants["RUN"]),
+RATIOS: dict[str, Callable[[studies.SmallKernel], float]] = {
+    "divergence": lambda kernel: studies.paths_in_warp(kernel.constants["PATHS"], kernel.constants["RUN"]),
     # Half of a copy's bytes are written, in order; a sector of 32 bytes holds 8 elements.
     "coalescing": lambda kernel: (min(8, kernel.constants["STRIDE"]) + 1) / 2,
-    "bank conflicts": lambda kernel: passes_per_request(kernel.constants["STRIDE"]),
+    "bank conflicts": lambda kernel: studies.passes_per_request(kernel.constants["STRIDE"]),
     "convolution": lambda kernel: 1.0,  # the L1 serves the second and third reading: device memory sees one
 }
 
@@ -283,7 +274,7 @@ def _study_row(
     )
 
 
-def _study_call(small: SmallKernel, place: LadderPlace, unused: int = 0) -> Callable[[int], object]:
+def _study_call(small: studies.SmallKernel, place: LadderPlace, unused: int = 0) -> Callable[[int], object]:
     kernel = place.compile(small.text(), small.name, 0)
     values = torch.randn(small.inputs, device=place.name)
     output = torch.empty(small.grid[0] * small.block[0], device=place.name)
@@ -297,9 +288,11 @@ def _study_call(small: SmallKernel, place: LadderPlace, unused: int = 0) -> Call
 
 def _occupancy_rows(place: LadderPlace, repeats: int, seconds: float, blocks: int) -> list[Row]:
     """A copy whose blocks reserve shared memory that they do not use: fewer of them fit, fewer bytes are in flight."""
-    small = strided_copy(1, blocks, 256)
+    small = studies.strided_copy(1, blocks, 256)
     registers = place.compile(small.text(), small.name, 0).registers
-    resident = {unused: occupancy(place.device, 256, registers, unused) for unused in (0, 40_000, 90_000, 200_000)}
+    resident = {
+        unused: studies.occupancy(place.device, 256, registers, unused) for unused in (0, 40_000, 90_000, 200_000)
+    }
     calls = {f"{fits.blocks} blocks": _study_call(small, place, unused) for unused, fits in resident.items()}
     timed = compare(calls, timer=place.timer(), repeats=repeats, seconds=seconds, warmup=1)
     limit = 8 * small.inputs / place.device.memory_bytes_per_s
