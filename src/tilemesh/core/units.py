@@ -80,29 +80,19 @@ def parse_seconds(text: str) -> float:
 
 def format_bytes(n: float) -> str:
     """A memory size: 67108864 is "64 MiB"."""
-    n = _as_float(n)
-    if not math.isfinite(n):
-        return f"{n} B"
     number, name = _scaled(n, 1024, _BINARY)
     return f"{number} {name}"
 
 
 def format_count(n: float) -> str:
     """A count, short: 4000000 is "4M", 1180000000 is "1.18G", 512 is "512"."""
-    n = _as_float(n)
-    if not math.isfinite(n):
-        return str(n)
-    number, prefix = _scaled(n, 1000, _DECIMAL)
-    return f"{number}{prefix}"
+    return "".join(_scaled(n, 1000, _DECIMAL))
 
 
 def format_rate(x: float, unit: str) -> str:
     """A rate: 7.89e14 "FLOP/s" is "789 TFLOP/s"; a unit that is a word keeps it whole, "541k tokens/s"."""
     if not unit.startswith(("B/", "FLOP")):
         return f"{format_count(x)} {unit}"
-    x = _as_float(x)
-    if not math.isfinite(x):
-        return f"{x} {unit}"
     number, prefix = _scaled(x, 1000, _DECIMAL)
     return f"{number} {prefix}{unit}"
 
@@ -165,7 +155,9 @@ def _as_float(x: float) -> float:
 
 
 def _scaled(x: float, base: int, names: tuple[str, ...]) -> tuple[str, str]:
-    step = 0
+    x, step = _as_float(x), 0
+    if not math.isfinite(x):
+        return str(x), names[0]
     while abs(float(_three_digits(x))) >= base and step + 1 < len(names):
         x /= base
         step += 1
