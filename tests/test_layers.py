@@ -76,26 +76,26 @@ STRICTER = {
 }
 # The most lines that a room may have: raised only in the commit that adds a named capability. `make size` prints them.
 MOST_LINES = {
-    "core": 8_504,
-    "measure": 3_100,
+    "core": 8_496,
+    "measure": 3_040,
     "launch": 2_140,
-    "runs": 2_200,
-    "data": 2_600,
+    "runs": 2_173,
+    "data": 2_560,
     "kernels": 19_520,
-    "comm": 11_351,
+    "comm": 11_343,
     "graph": 9_070,
     "model": 9_586,
     "plan": 8_058,
     "parallel": 9_150,
-    "methods": 2_082,
-    "compress": 1_900,
+    "methods": 1_990,
+    "compress": 1_820,
     "train": 7_737,
     "serve": 8_882,
     "align": 3_469,
-    "report": 6_289,
-    "bench": 9_000,
+    "report": 6_250,
+    "bench": 8_970,
     "cli": 5_433,
-    "guide": 14_425,
+    "guide": 14_418,
 }
 SOURCE_SUFFIXES = (".py", ".c", ".h", ".cu", ".cuh", ".js", ".css")
 THIRD_PARTY_FREE = ("core", "comm.schedules", "model.work", "plan")
