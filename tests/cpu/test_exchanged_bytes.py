@@ -218,7 +218,7 @@ def test_what_ranks_that_share_out_experts_exchange_is_what_the_formulas_say(
     """How many rows come to a rank is its neighbours' routers' choice; how many leave them all is not."""
     config = ModelConfig(
         layers=2, width=32, heads=8, mlp_width=48, vocabulary=64, context=8, activation="swiglu", biases=False,
-        experts=4, experts_per_token=2, tied=False,
+        experts=4, experts_per_token=2, tied=False, qk_norm="full",
     )  # fmt: skip
     plan = ParallelPlan(**{"precision": precision, "microbatch": 2, "accumulation": 2, **settings})
 

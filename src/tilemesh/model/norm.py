@@ -5,6 +5,8 @@ D: width.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -39,6 +41,9 @@ class ResidualNorm(nn.Module):
         super().__init__()
         self.kind, self.epsilon, self.implementation, self.width = kind, epsilon, implementation, width
         self.wide = wide
+        self.added: Callable[[Tensor], Tensor] | None = None
+        """Where ranks share the width: adds up what each has summed."""
+        self.ranks = 1
         self.weight = None if offset else nn.Parameter(torch.empty(width, device="meta", dtype=dtype))
         self.offset = nn.Parameter(torch.empty(width, device="meta", dtype=dtype)) if offset else None
         self.bias = nn.Parameter(torch.empty(width, device="meta", dtype=dtype)) if kind == "layernorm" else None
@@ -62,6 +67,12 @@ class ResidualNorm(nn.Module):
         """Write norms as wide as the stream: of ranks that share what reads them, the gradients are summed."""
         self.wide = True
 
+    def spread(self, added: Callable[[Tensor], Tensor], ranks: int) -> None:
+        """Be a part of a norm whose width so many ranks share evenly; of some of it several may have the same."""
+        scale = self.offset if self.weight is None else self.weight
+        assert scale is not None
+        self.added, self.ranks, self.width = added, ranks, len(scale)
+
     def compute_by(self, implementation: str) -> None:
         """Take another implementation, as in `ModelKernels`, or `BLOCKS`."""
         self.implementation = implementation
@@ -75,6 +86,10 @@ class ResidualNorm(nn.Module):
         return 1 + self.offset.to(torch.promote_types(x.dtype, torch.float32))
 
     def _by_torch(self, x: Tensor) -> Tensor:
+        if self.added is not None:
+            wide = x.to(torch.promote_types(x.dtype, torch.float32))
+            mean = self.added(wide.square().sum(-1, keepdim=True)) / (self.ranks * self.width)
+            return (wide * torch.rsqrt(mean + self.epsilon) * self._scale(x)).to(x.dtype)
         if self.offset is not None:
             wide = x.to(torch.promote_types(x.dtype, torch.float32))
             return functional.rms_norm(wide, (self.width,), self._scale(x), self.epsilon).to(x.dtype)

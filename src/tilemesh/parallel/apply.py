@@ -324,13 +324,13 @@ def _matched(model: nn.Module, kinds: Splits) -> dict[str, Split]:
 
 def _require_module(name: str, module: nn.Module, split: Split) -> None:
     fits = {
-        ColumnSplit: (nn.Linear, nn.Conv2d),
+        ColumnSplit: (nn.Linear, nn.Conv2d, ResidualNorm),
         RowSplit: (nn.Linear, nn.Conv2d),
         VocabularySplit: (nn.Linear, nn.Embedding),
     }
     wanted = fits.get(type(split), (nn.Module,))
     if not isinstance(module, wanted):
-        words = " or ".join(f"nn.{kind.__name__}" for kind in wanted)
+        words = " or ".join(f"nn.{kind.__name__}" for kind in wanted if kind is not ResidualNorm)
         raise UsageError(f"{name} is a {type(module).__name__}: a {type(split).__name__} takes an {words}")
     if isinstance(module, nn.Conv2d) and isinstance(split, (ColumnSplit, RowSplit)) and module.groups > 1:
         raise UsageError(
@@ -446,6 +446,8 @@ def _cut_modules(model: nn.Module, splits: Mapping[str, Split], seams: Seams) ->
             if layer is not module:
                 _replace(model, name, layer)
             _place(name, layer, split, seams)
+        elif isinstance(module, ResidualNorm):
+            module.spread(Passage(seams, "share"), seams.comm.size)
         elif isinstance(split, (ColumnSplit, VocabularySplit)):
             outputs = module.out_channels if isinstance(module, nn.Conv2d) else module.out_features
             if isinstance(module, Linear):

@@ -49,6 +49,7 @@ def crossings(sequence: bool) -> Mapping[str, Crossing]:
         "leave": ((P, R), stream),  # out of a row-split layer: partial results become one
         "join": ((S(-1), S(-1)), (R, R)),  # slices of the last dim, put together
         "add": ((P, R), (R, R)),  # parts of a sum, added up
+        "share": ((P, R), (R, P)),  # the same, where each rank goes on with the sum by itself
         "once": ((R, P), (R, R)),  # what all computed alike inside a region, where gradients are parts of a sum
     }
     return {name: Crossing("tp", *pairs) for name, pairs in ends.items()}

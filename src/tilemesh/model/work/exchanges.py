@@ -49,6 +49,9 @@ def layer_exchanges(model: ModelConfig, task: Task) -> Iterator[Exchange]:
     yield from expert_exchanges(model, task)
     if task.tp == 1:
         return
+    if model.qk_norm == "full":  # squares of queries and of keys, added up over all heads, and their gradients
+        for backward in (False, False, True, True):
+            yield Exchange(BLOCKS[0], "tp", "all_reduce", task.tokens, task.wide, backward)
     whole, out = task.tokens * model.width, "reduce_scatter" if task.sequence_parallel else "all_reduce"
     # Experts that tp does not share take a rank's own tokens and give these back.
     blocks = BLOCKS if task.ranks_per_expert == task.tp or model.shared_width else BLOCKS[:1]

@@ -128,7 +128,7 @@ def _one_mlp(model: ModelConfig, prefix: str, expert: int = 0, width: int = 0) -
 @functools.lru_cache(maxsize=64)
 def layer_matrices(model: ModelConfig) -> tuple[Weight, ...]:
     """Of these, what ranks of tp share: all but norms and routers."""
-    return tuple(weight for weight in layer_weights(model) if weight.split != "whole")
+    return tuple(weight for weight in layer_weights(model) if weight.split != "whole" and weight.words != "norm")
 
 
 def active_matrices(model: ModelConfig) -> tuple[Weight, ...]:
@@ -145,9 +145,13 @@ def _head_norms(model: ModelConfig) -> tuple[Weight, ...]:
     """Of queries and keys: over each head, or over all heads together."""
     if model.qk_norm == "none":
         return ()
-    widths = (model.query_width, model.kv_width) if model.qk_norm == "full" else (model.head_width,) * 2
+    if model.qk_norm == "full":  # cut as what they follow is
+        return (
+            Weight("attention.q_norm", "norm", model.query_width, 1, "column", False, units=model.heads),
+            Weight("attention.k_norm", "norm", model.kv_width, 1, "column", False, units=model.kv_heads, repeats=True),
+        )
     names = ("attention.q_norm", "attention.k_norm")
-    return tuple(Weight(name, "norm", width, 1, "whole", False) for name, width in zip(names, widths, strict=True))
+    return tuple(Weight(name, "norm", model.head_width, 1, "whole", False) for name in names)
 
 
 def embedding_weights(model: ModelConfig) -> tuple[Weight, ...]:
@@ -342,8 +346,6 @@ def why_not_tp(model: ModelConfig, tp: int) -> str | None:
         return f"tp is {tp}: {model.kv_heads} kv_heads can neither be split nor repeated evenly over it"
     if tp > 1 and model.experts and model.has_biases("mlp"):
         return f"tp is {tp}: experts' outputs are summed over ranks, and each would add their biases"
-    if tp > 1 and model.qk_norm == "full":
-        return f"tp is {tp}: qk_norm is full, a norm over all heads, which no rank of tp has"
     if model.vocabulary < tp:
         return f"tp is {tp}: a vocabulary of {model.vocabulary} gives some ranks no row of the table"
     return None

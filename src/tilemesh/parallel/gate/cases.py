@@ -57,7 +57,7 @@ MODELS: Mapping[str, ModelConfig] = {
     "experts": ModelConfig(
         **_SMALL, **_ROTARY, vocabulary=64, kv_heads=2, activation="swiglu", biases=False, experts=5,
         experts_per_token=2, balance_loss=0.3, router_z_loss=0.1, shared_width=24, shared_gate=True, dense_layers=(1,),
-        dense_width=40,
+        dense_width=40, qk_norm="full",
     ),
     "spread": ModelConfig(
         **_SMALL, **_ROTARY, vocabulary=64, kv_heads=2, activation="swiglu", biases=False, experts=8,
