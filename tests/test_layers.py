@@ -87,7 +87,7 @@ MOST_LINES = {
     "model": 9_598,
     "plan": 8_058,
     "parallel": 9_150,
-    "methods": 1_990,
+    "methods": 1_978,
     "compress": 1_820,
     "train": 7_737,
     "serve": 8_882,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +26,7 @@ from tilemesh.core.step.program import step_program
 from tilemesh.core.step.simulate import StepTimes, simulate
 from tilemesh.core.step.versions import delays, held_versions
 from tilemesh.data.corpus import open_corpus
-from tilemesh.methods.versions import plain_sgd, version_reads, version_services, versioned
+from tilemesh.methods.versions import WeightUpdate, version_reads, version_services, versioned
 from tilemesh.model import huggingface
 from tilemesh.model.lora import attach
 from tilemesh.model.transformer import Transformer
@@ -43,6 +43,18 @@ from tilemesh.train.schedule import rate
 from tilemesh.train.source import TextSource
 
 RATE, WIDTH = 0.1, 6
+
+
+def plain_sgd(parameters: Sequence[nn.Parameter], rate: Callable[[int], float]) -> WeightUpdate:
+    """SGD that remembers nothing, at a rate by the number of the update."""
+
+    def move(values: Sequence[Tensor], number: int, divisor: float) -> None:
+        for parameter, value in zip(parameters, values, strict=True):
+            if parameter.grad is not None:
+                value.data.sub_(parameter.grad, alpha=rate(number) / divisor)
+                parameter.grad.zero_()
+
+    return move
 
 
 def made(name: str, ranks: int, microbatches: int) -> StepProgram:
@@ -222,13 +234,18 @@ def test_the_planner_counts_the_versions_that_are_held(name: str, ranks: int, mi
 def trained(
     name: str, mesh: str, folder: Path, adapters: Sequence[str], init: Path | None
 ) -> tuple[TrainConfig, dict[str, Tensor]]:
-    """Two steps of plain SGD by `tilemesh train`: the configuration and the last weights."""
+    """Two steps of plain SGD by `tilemesh train`: the configuration and the last weights.
+
+    The text is always the same, and the rate so low that steps do not amplify how sums are rounded.
+    """
+    text = folder.with_suffix(".txt")
+    text.write_text(" ".join(str(number**2 % 997) for number in range(5000)))
     config = load_config(
         sets=[
             "model.layers=2", "model.width=16", "model.heads=2", "model.context=8", "model.tied=false", "train.steps=2",
             "train.batch=16", "plan.microbatch=2", "plan.precision=fp64", "optimizer.clip=0", "optimizer.name=sgd",
-            "optimizer.momentum=0", "optimizer.lr=0.5", "optimizer.weight_decay=0", "sample.tokens=0",
-            "train.trace_steps=0", f"data.source={__file__}", f"plan.schedule={name}", "evaluate.every=0",
+            "optimizer.momentum=0", "optimizer.lr=0.1", "optimizer.weight_decay=0", "sample.tokens=0",
+            "train.trace_steps=0", f"data.source={text}", f"plan.schedule={name}", "evaluate.every=0",
             *adapters,
         ],
         mesh=mesh, init=init,

@@ -107,18 +107,6 @@ class ChunkVersions:
         self.most = max(self.most, len(self.stored))
 
 
-def plain_sgd(parameters: Sequence[nn.Parameter], rate: Callable[[int], float]) -> WeightUpdate:
-    """SGD that remembers nothing, at a rate by the number of the update."""
-
-    def move(values: Sequence[Tensor], number: int, divisor: float) -> None:
-        for parameter, value in zip(parameters, values, strict=True):
-            if parameter.grad is not None:
-                value.data.sub_(parameter.grad, alpha=rate(number) / divisor)
-                parameter.grad.zero_()
-
-    return move
-
-
 class VersionedChunk:
     """A chunk's passes, each with its version of the weights."""
 
