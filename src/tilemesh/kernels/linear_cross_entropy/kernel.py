@@ -16,7 +16,6 @@ import triton.language as tl
 from torch import Tensor
 
 from tilemesh.kernels.accuracy import accumulator
-from tilemesh.kernels.cross_entropy.kernel import columns_config
 from tilemesh.kernels.lanes import group_of
 from tilemesh.kernels.launch.call import Place
 from tilemesh.kernels.launch.steps import Argument, LaunchPlan, Pointer, Step, blocks
@@ -54,7 +53,9 @@ def chunk_plan(places: Mapping[str, Place], *, ignore: int, smoothing: float, z:
         "dx": Pointer("logits"), "V": classes, "ignore": ignore, "smoothing": smoothing, "z": z,
         "x_m": logits.strides[0], "x_n": 1, "t_m": places["target"].strides[0], "d_m": logits.strides[0],
     }  # fmt: skip
-    columns, _, warps = columns_config(classes)
+    # Fewer and larger programs than the loss alone has: the rows in work fit into the L2, for their second read.
+    columns = min(4096, triton.next_power_of_2(classes))
+    warps = max(1, columns // 256)
     constants = {"SMOOTHS": smoothing > 0, "COLUMNS": columns, "GROUP": group_of(logits)}
     constants |= {"WIDE": logits.dtype == "float64"}
     kernel = "tilemesh.kernels.cross_entropy.kernel:loss_and_gradient"
