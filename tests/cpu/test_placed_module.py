@@ -16,9 +16,15 @@ from tilemesh.comm.connection import run_threads
 from tilemesh.comm.runtime.communicator import Communicator
 from tilemesh.core.axes import ordered, ranks_of
 from tilemesh.core.errors import RunError, UsageError
-from tilemesh.graph.joint import ModuleCall, trace_joint
+from tilemesh.core.tensor_placement import parse
+from tilemesh.graph import build
+from tilemesh.graph.by_torch import run_torch
+from tilemesh.graph.ir import Node
+from tilemesh.graph.joint import ModuleCall, trace_joint, with_update
 from tilemesh.parallel import Mesh, PlacedModule, place
 from tilemesh.parallel.placed import Pins, place_joint
+from tilemesh.plan.place.propagate import propagate
+from tilemesh.runs.tensors import parts_of
 
 D = torch.float64
 TOLERANCE = 1e-10
@@ -123,12 +129,13 @@ def test_parameters_cut_over_the_batchs_axis_are_fully_sharded() -> None:
 def test_a_module_goes_on_from_a_state_that_another_layout_wrote(tmp_path: Path) -> None:
     module, path = Mlp(), tmp_path / "state.pt"
 
-    def first(comm: Communicator) -> None:
+    def first(comm: Communicator) -> Any:
         laid = place(module, Mesh(comm, dp=2), ROWS | {"up.weight": "dp:S1"}, batch())
         train(laid, batch(), itself, by_sgd)
         state = laid.gather()
         if state is not None:
             torch.save(state, path)
+        return [part for name, value in laid.state_dict().items() for part in parts_of(name, laid.shards[name], value)]
 
     def second(comm: Communicator) -> Any:
         laid = place(Mlp(), Mesh(comm, tp=3), {"up.weight": "tp:S0"}, batch())
@@ -136,7 +143,15 @@ def test_a_module_goes_on_from_a_state_that_another_layout_wrote(tmp_path: Path)
         train(laid, batch(), itself, by_sgd)
         return laid.gather()
 
-    run_threads(2, first)
+    written = [part for parts in run_threads(2, first) for part in parts]
+    stored = torch.load(path)
+    assert sum(part.tensor.numel() for part in written) == sum(value.numel() for value in stored.values()), "once each"
+    for part in written:  # the boxes of a checkpoint
+        there = tuple(
+            slice(*ends)
+            for ends in zip(part.begin, map(sum, zip(part.begin, part.tensor.shape, strict=True)), strict=True)
+        )
+        assert torch.equal(stored[part.name][there], part.tensor)
     state = run_threads(3, second)[0]
     single = copy.deepcopy(module)
     for _ in range(2):
@@ -164,6 +179,38 @@ def test_other_shapes_evaluation_and_clipping() -> None:
         torch.testing.assert_close(gradients[name], value.grad, atol=TOLERANCE, rtol=TOLERANCE)
 
 
+def by_moments(parameter: Node, gradient: Node, mean: Node, square: Node) -> tuple[Node, ...]:
+    """Adam's first step with its usual numbers."""
+    mean = build.add(mean, build.multiply(build.subtract(gradient, mean), 0.1))
+    square = build.add(build.multiply(square, 0.999), build.multiply(build.multiply(gradient, gradient), 0.001))
+    scale = build.add(build.divide(build.sqrt(square), 0.001**0.5), 1e-8)
+    return build.subtract(parameter, build.multiply(build.divide(mean, scale), 0.01 / 0.1)), mean, square
+
+
+def test_states_cut_over_the_batchs_axis_are_zeros_first_stage() -> None:
+    """Forward, backward and update as one graph: parameters whole, their states cut."""
+    module, example = Mlp(), batch(64)
+    trace = trace_joint(module, ModuleCall.example(example))
+    graph, replaced = with_update(trace, ["mean", "square"], by_moments)
+    cut = parse("dp:S0")
+    pins = {node: cut for node in graph.inputs if node["name"].startswith(("input", "mean", "square"))}
+    pins |= {trace.node(name): parse("R") for name in trace.parameters}
+    ends = {new: pins[old] for new, old in replaced.items()}
+    placed = propagate(graph, pins, (("dp", 2),), ends=ends)
+    kinds = [exchange.collective for exchange in placed.exchanges if exchange.nbytes]
+    assert kinds.count("reduce_scatter") == kinds.count("all_gather") == 4, "of gradients, of new parameters"
+    assert kinds.count("all_reduce") == 1, "the loss"
+    values: list[Tensor] = [*module.state_dict().values(), *example, torch.ones((), dtype=D)]
+    values += [torch.zeros(node.shape, dtype=D) for node in graph.inputs[len(values) :]]  # type: ignore[arg-type]
+    made = run_torch(graph, *values)
+    optimizer = torch.optim.Adam(module.parameters(), 0.01)
+    module(*example).backward()
+    optimizer.step()
+    for name, value in module.state_dict().items():
+        new = next(new for new, old in replaced.items() if old["name"] == name)
+        torch.testing.assert_close(made[graph.outputs.index(new)], value, atol=TOLERANCE, rtol=TOLERANCE)
+
+
 class Scores(nn.Linear):
     """A module whose loss is the user's."""
 
@@ -188,6 +235,33 @@ def test_results_come_whole_or_as_they_are_pinned() -> None:
     torch.testing.assert_close(gradient["weight"], module.weight.grad, atol=TOLERANCE, rtol=TOLERANCE)
 
 
+def test_dropout_is_the_same_for_every_layout() -> None:
+    torch.manual_seed(3)
+    module = nn.Sequential(nn.Linear(6, 16, dtype=D), nn.Dropout(0.5), nn.Tanh(), nn.Linear(16, 4, dtype=D))
+    x = batch()[0]
+
+    def rank(comm: Communicator) -> Any:
+        sizes = {"dp": 2, "tp": 2} if comm.size == 4 else {"tp": 1}
+        laid = place(module, Mesh(comm, **sizes), {"input0": "dp:S0", "0.weight": "tp:S0"}, x)
+        laid(x).square().sum().backward()
+        twice = laid(x)
+        laid.eval()
+        return laid.gather({name: p.grad for name, p in laid.named_parameters()}), twice.detach(), laid(x).detach()
+
+    [(alone, twice, without)], ranks = run_threads(1, rank), run_threads(4, rank)
+    torch.testing.assert_close(without, module.eval()(x).detach(), atol=TOLERANCE, rtol=TOLERANCE)
+    assert not torch.allclose(twice, without)
+    for name, gradient in alone.items():
+        torch.testing.assert_close(ranks[0][0][name], gradient, atol=TOLERANCE, rtol=TOLERANCE)
+    for _, other, _ in ranks:
+        torch.testing.assert_close(other, twice, atol=TOLERANCE, rtol=TOLERANCE)
+
+
+class Draws(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + torch.randn(6)
+
+
 class Branches(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) if x.sum() > 0 else x
@@ -199,6 +273,7 @@ class Branches(nn.Linear):
         (Mlp(), {"up.wieght": "tp:S0"}, "tensor 'up.wieght'"),
         (Mlp(), {"up.weight": "cp:S0"}, "axis 'cp'"),
         (Branches(6, 6, dtype=D), {}, "depends on a tensor's values"),
+        (Draws(6, 6, dtype=D), {}, "aten.randn.default draws random numbers"),
     ],
 )
 def test_what_cannot_be_placed_is_refused_in_a_line(module: nn.Module, pins: Pins, message: str) -> None:

@@ -311,9 +311,9 @@ PASSES = (
     *NORMS, aten._native_batch_norm_legit_functional, aten.native_batch_norm, aten.native_batch_norm_backward,
     aten.native_group_norm, aten.native_group_norm_backward, aten.unfold_backward, aten.select_backward,
     aten.slice_backward, aten.split_with_sizes, aten.binary_cross_entropy_with_logits, aten.huber_loss,
-    aten.huber_loss_backward, aten.smooth_l1_loss_backward, aten.elu_backward, aten.hardtanh_backward,
-    aten.hardswish_backward, aten.mish, aten.mish_backward, aten.logsumexp, aten.dot, aten.mv, aten.lstm, aten.gru,
-    aten.rnn_tanh, aten.rnn_relu, aten.var, aten.std, aten.new_empty, aten.empty_like, aten.unbind, aten.stack,
+    aten.huber_loss_backward, aten.smooth_l1_loss_backward, aten.hardtanh_backward, aten.mish,
+    aten.mish_backward, aten.logsumexp, aten.dot, aten.mv, aten.lstm, aten.gru, aten.rnn_tanh, aten.rnn_relu,
+    aten.native_dropout, aten.var, aten.std, aten.new_empty, aten.empty_like, aten.unbind, aten.stack,
 )  # fmt: skip
 
 

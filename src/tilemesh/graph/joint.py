@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +25,7 @@ from torch.utils import _pytree as pytree
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.graph import build
 from tilemesh.graph.aten import decompositions
+from tilemesh.graph.by_torch import dtype_of
 from tilemesh.graph.ir import Graph, Node, make, ordered, rebuilt
 from tilemesh.graph.lower import lower
 from tilemesh.graph.ops import primitive
@@ -64,6 +65,28 @@ class JointTrace:
     def forward(self) -> Graph:
         """Of the same nodes: what the module computes, without gradients."""
         return Graph(self.graph.inputs, self.graph.outputs[: self.results + len(self.changed)])
+
+
+UpdateRule = Callable[..., Sequence[Node]]
+"""Of a parameter, its gradient and its states, element by element: the new parameter and the new states."""
+
+
+def with_update(trace: JointTrace, states: Sequence[str], rule: UpdateRule) -> tuple[Graph, dict[Node, Node]]:
+    """Both passes and an optimizer's update as one graph, and which input each new value replaces.
+
+    States are inputs named like `exp_avg of NAME`. Cut over the axis of the batch they are ZeRO's: gradients are
+    reduced and scattered for them, and new parameters gathered.
+    """
+    kept = trace.results + len(trace.changed)
+    added: list[Node] = []
+    replaced: dict[Node, Node] = {}
+    for name, gradient in zip(trace.gradients, trace.graph.outputs[kept:], strict=True):
+        if name in trace.parameters:
+            own = trace.node(name)
+            held = [build.argument(f"{state} of {name}", own.shape, own.dtype) for state in states]
+            added += held
+            replaced |= dict(zip(rule(own, gradient, *held), (own, *held), strict=True))
+    return Graph((*trace.graph.inputs, *added), (*trace.graph.outputs[:kept], *replaced)), replaced
 
 
 def tangent_name(number: int) -> str:
@@ -167,7 +190,7 @@ def trace_joint(
     changed = {name: value for name, value, before in after if value is not before}
     slots = zip(names, returned[count + len(buffers) :], strict=False)
     gradients = {name: value for name, value in slots if name in trained and isinstance(value, Node)}
-    graph = Graph(inputs, (*returned[:count], *changed.values(), *gradients.values())).replace(_unmerged)
+    graph = Graph(inputs, (*returned[:count], *changed.values(), *gradients.values())).replace(_rewritten)
     graph, _ = simplify(graph, ALGEBRA)
     return JointTrace(
         graph, tuple(parameters), tuple(buffers), call.names, tuple(slopes), count, tuple(changed), tuple(gradients),
@@ -175,9 +198,26 @@ def trace_joint(
     )  # fmt: skip
 
 
-def _unmerged(node: Node, inputs: tuple[Node, ...]) -> Node:
-    """A product of many matrices with its leading dims as they were before they became one: heads that are cut are no
-    piece of examples times heads."""
+DRAWN = "aten.rand.generator"
+"""Uniform numbers, from a generator that whoever runs the program gives (`with_generator`)."""
+
+
+def with_generator(graph: Graph, generator: torch.Generator) -> Graph:
+    def changed(node: Node, inputs: tuple[Node, ...]) -> Node:
+        if node.op != "opaque" or node["target"] != DRAWN:
+            return rebuilt(node, inputs)
+        kwargs = (("device", generator.device), ("dtype", dtype_of(node.dtype)), ("generator", generator))
+        return make("opaque", *inputs, line=node.line, **dict(node.attributes) | {"kwargs": kwargs})
+
+    return graph.replace(changed)
+
+
+def _rewritten(node: Node, inputs: tuple[Node, ...]) -> Node:
+    """Random numbers like a tensor's without reading it. A product of many matrices with its leading dims as they were
+    before they became one: heads that are cut are no piece of examples times heads."""
+    if node.op == "opaque" and node["target"] == "aten.rand_like.default":
+        args = {"target": DRAWN, "args": (node.shape,), "kwargs": (), "strides": ()}
+        return make("opaque", *inputs[1:], line=node.line, **dict(node.attributes) | args)
     lead = next((shape for value in inputs if (shape := _lead(value))), None) if node.op == "dot" else None
     if lead is None or len(node.shape) != 3:
         return rebuilt(node, inputs)

@@ -24,14 +24,23 @@ from tilemesh.core.shard import Shard
 from tilemesh.core.tensor_placement import REPLICATED, S, TensorPlacement, parse
 from tilemesh.graph.emit import program
 from tilemesh.graph.ir import Graph, Node
-from tilemesh.graph.joint import JointTrace, ModuleCall, divided, refilled, tangent_name, trace_joint
+from tilemesh.graph.joint import (
+    DRAWN,
+    JointTrace,
+    ModuleCall,
+    divided,
+    refilled,
+    tangent_name,
+    trace_joint,
+    with_generator,
+)
 from tilemesh.parallel.agree import agree, tell
 from tilemesh.parallel.mesh import Mesh
 from tilemesh.parallel.shard import take
 from tilemesh.parallel.whole import gather_parts, handed_around
 from tilemesh.plan.place.local import local_graph, whole_shape
 from tilemesh.plan.place.propagate import PlacedGraph, propagate
-from tilemesh.plan.place.rules import EXCHANGES
+from tilemesh.plan.place.rules import EXCHANGES, OpaqueRule, is_random
 
 Pins = Mapping[str, TensorPlacement | str]
 """By the name of a parameter, an input or a result (`output0`), or a shell's pattern: the last that fits counts."""
@@ -45,6 +54,7 @@ class Chooser(Protocol):
         graph: Graph,
         pins: Mapping[Node, TensorPlacement],
         axes: Axes,
+        opaque: Mapping[str, OpaqueRule] = MappingProxyType({}),
         *,
         ends: Mapping[Node, TensorPlacement] = MappingProxyType({}),
     ) -> PlacedGraph: ...
@@ -68,7 +78,8 @@ def place_joint(trace: JointTrace, axes: Axes, pins: Pins, choose: Chooser = pro
     the backward pass' tensors do. Results are wanted whole unless they are pinned."""
     named = _fitting(trace, pins, axes)
     axes = tuple((axis, ranks) for axis, ranks in axes if ranks > 1)
-    forward = choose(trace.forward, {_named(trace, name): placement for name, placement in named.items()}, axes)
+    _require_no_draws(trace)
+    forward = choose(trace.forward, {_named(trace, name): placement for name, placement in named.items()}, axes, ALIKE)
     lies = {node["name"]: forward.placements.get(node, REPLICATED) for node in trace.graph.inputs}
     results = [named.get(f"output{number}", REPLICATED) for number in range(trace.results)]
     lies |= {tangent_name(number): results[number] for number in trace.tangents}
@@ -78,7 +89,21 @@ def place_joint(trace: JointTrace, axes: Axes, pins: Pins, choose: Chooser = pro
     ends: dict[Node, TensorPlacement] = {}
     for node, placement in [*zip(trace.graph.outputs, outputs, strict=True)][trace.results :]:
         ends.setdefault(node, placement)
-    return PlacedJoint(trace, choose(trace.graph, pinned, axes, ends=ends), outputs)
+    return PlacedJoint(trace, choose(trace.graph, pinned, axes, ALIKE, ends=ends), outputs)
+
+
+ALIKE: Mapping[str, OpaqueRule] = MappingProxyType({DRAWN: lambda node, ranks: ()})
+"""Ranks draw the same numbers, whole, from generators that are alike."""
+
+
+def _require_no_draws(trace: JointTrace) -> None:
+    for node in trace.graph.nodes():
+        if node.op == "opaque" and node["target"] != DRAWN and is_random(node):
+            where = f" ({node.line})" if node.line else ""
+            raise UsageError(
+                f"{node['target']} draws random numbers{where}, and ranks would draw each for themselves: of random "
+                "operators dropout alone is placed"
+            )
 
 
 def _named(trace: JointTrace, name: str) -> Node:
@@ -106,11 +131,12 @@ def _fitting(trace: JointTrace, pins: Pins, axes: Axes) -> dict[str, TensorPlace
 class PlacedProgram:
     """What one rank runs: two programs over its own parts."""
 
-    def __init__(self, joint: PlacedJoint, mesh: Mesh, device: torch.device) -> None:
+    def __init__(self, joint: PlacedJoint, mesh: Mesh, generator: torch.Generator) -> None:
         trace = self.trace = joint.trace
         self.joint, self.mesh = joint, mesh
         self.results = trace.results + len(trace.changed)
-        local = local_graph(joint.placed, mesh.comm.rank, joint.outputs)
+        local = with_generator(local_graph(joint.placed, mesh.comm.rank, joint.outputs), generator)
+        device = generator.device
         forward, backward = divided(local, self.results)
         agree(mesh.comm, {"exchanges": [_serials(forward), _serials(backward)]})
         self.exchanges = [node for node in local.nodes() if node.op in EXCHANGES]
@@ -194,7 +220,9 @@ class PlacedModule(nn.Module):
         self._modules, self._parameters, self._buffers = shell._modules, shell._parameters, shell._buffers
         self.training = module.training
         self._load(own, root=0)
-        self._programs = {self._key(call): PlacedProgram(joint, mesh, call.tensors[0].device)}
+        self.generator = torch.Generator(call.tensors[0].device)
+        self.generator.manual_seed(int(tell(mesh.comm, str(torch.initial_seed()))))
+        self._programs = {self._key(call): PlacedProgram(joint, mesh, self.generator)}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         call = ModuleCall.of(args, kwargs)
@@ -220,7 +248,7 @@ class PlacedModule(nn.Module):
             lies = {name: _placement(mine) for name, mine in self.shards.items()}
             inputs = {name: pin for name, pin in self.pins.items() if not any(fnmatchcase(own, name) for own in lies)}
             joint = place_joint(trace, self.mesh.shape, inputs | lies, self.choose)
-            self._programs[key] = PlacedProgram(joint, self.mesh, call.tensors[0].device)
+            self._programs[key] = PlacedProgram(joint, self.mesh, self.generator)
         return self._programs[key]
 
     def _key(self, call: ModuleCall) -> tuple[Any, ...]:
@@ -300,7 +328,8 @@ def place(
     joint: PlacedJoint | None = None,
     choose: Chooser = propagate,
 ) -> PlacedModule:
-    """A module placed on a mesh (a collective call): rank 0's parameters, of which each rank holds its parts.
+    """A module placed on a mesh (a collective call): rank 0's parameters, of which each rank holds its parts, and its
+    seed (`torch.initial_seed()`), from which dropout is drawn alike for every layout.
 
     example: a tensor, a list of arguments or a dict of named ones, as the module will be called; other shapes are
     traced when they come. Inputs are given whole and the same on every rank, which takes its part; results are whole

@@ -38,13 +38,14 @@ _POOLS = (
     *("max_pool2d_with_indices", "max_pool2d_with_indices_backward", "avg_pool2d_backward"),
     *("_adaptive_avg_pool2d", "_adaptive_avg_pool2d_backward"),
 )
+_EACH = ("log1p", "expm1", "floor", "elu_backward", "hardswish_backward")  # element by element
 CUT_DIMS: Mapping[str, Dims] = {
     **{f"aten.{name}.default": _first(2) for name in _POOLS},  # examples and channels
     "tilemesh.class_targets.default": _first(1),
     **{f"aten.{name}": _besides(1) for name in ("gather.default", "scatter.src", "scatter.value", "cumsum.default")},
     "aten.topk.default": _besides(2),
     **{f"aten.{name}": _untouched for name in ("index.Tensor", "index_put.default")},
-    **{f"aten.{name}.default": lambda node: range(len(node.shape)) for name in ("log1p", "expm1", "floor")},
+    **{f"aten.{name}.default": lambda node: range(len(node.shape)) for name in _EACH},
 }
 
 
